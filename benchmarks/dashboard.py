@@ -1,12 +1,14 @@
 """What the dashboard costs: a long run in a browser, reading a journal, and twenty viewers.
 
-    python benchmarks/dashboard.py --json [--steps 10000000] [--seconds 60] [--only long,reading,viewers]
+    python benchmarks/dashboard.py --json [--steps 10000000] [--seconds 60] [--only long,reading,viewers,…]
 
 long: a run of so many steps, in memory, drawn by Chromium: seconds until its charts stand, frames a second
     while its charts are moved, resident memory of the server.
 reading: steps a second at which a journal is read, beside parsing each line with `json`.
 viewers: twenty viewers of a run that makes a step a second, each asking what the page asks: the server's
     memory and its share of a core. The benchmark's own processes use the same machine.
+killed: four peers as processes that write heartbeats, one of which is killed, five times: seconds until a
+    viewer of the page is told.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ def main() -> int:
     options.add_argument("--json", action="store_true")
     options.add_argument("--steps", type=int, default=10_000_000, help="steps of the long run")
     options.add_argument("--seconds", type=float, default=60.0, help="seconds of the viewers")
-    options.add_argument("--only", default="long,reading,viewers")
+    options.add_argument("--only", default="long,reading,viewers,killed")
     chosen = options.parse_args()
     measured: list[Measurement] = []
     for name in chosen.only.split(","):
@@ -51,6 +53,8 @@ def main() -> int:
             measured += long_run(chosen.steps)
         elif name == "reading":
             measured += reading(100_000)
+        elif name == "killed":
+            measured += killed(5)
         else:
             measured += viewers(chosen.seconds)
     return report(measured, as_json=chosen.json)
@@ -220,6 +224,63 @@ def viewers(seconds: float) -> list[Measurement]:
         ),
         measurement("memory of the server", memory, unit="MiB", reference=reference, bar="<= 150"),
     ]
+
+
+BEATING = """
+import sys
+from bloomery.events.heartbeat import Heartbeat, RankActivity
+from bloomery.events.run_directory import RunDirectory
+beat = Heartbeat(RunDirectory(sys.argv[1]).heartbeat())
+beat.enter(RankActivity.COMPUTING)
+beat.start()
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def killed(times: int) -> list[Measurement]:
+    """Kill one of four processes that write heartbeats, and wait until the page's data says so."""
+    waits = []
+    for _ in range(times):
+        with tempfile.TemporaryDirectory() as place:
+            runs = [RunDirectory(Path(place) / name).create() for name in ("a", "b", "c", "d")]
+            peers = []
+            for run in runs:
+                begin(run, base=None, reason="start")
+                command = [sys.executable, "-c", BEATING, str(run.path)]
+                pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+                peers.append(subprocess.Popen(command, text=True, **pipes))
+                assert peers[-1].stdout is not None and peers[-1].stdout.readline() == "ready\n"
+            command = [sys.executable, "-m", "bloomery", "dashboard", *(str(run.path) for run in runs)]
+            server = subprocess.Popen([*command, "--port", "0"], stdout=subprocess.PIPE, text=True)
+            try:
+                assert server.stdout is not None
+                found = re.match(r"(http://\S+)", server.stdout.readline())
+                assert found
+                waits.append(_until_told(found[1], peers[2]))
+            finally:
+                for process in (server, *peers):
+                    process.kill()
+                    process.wait()
+    reference = f"four peers, {times} times: median {sorted(waits)[times // 2]:.2f} s"
+    return [
+        measurement("a killed peer is told, longest", max(waits), unit="s", reference=reference, bar="<= 3")
+    ]
+
+
+def _until_told(url: str, peer: subprocess.Popen[str]) -> float:
+    with urlopen(f"{url}api/changes", timeout=60) as stream:
+        for _ in range(2):  # until all are known to run
+            while not stream.readline().startswith(b"event: change"):
+                continue
+        began = time.monotonic()
+        peer.kill()
+        while True:
+            if not stream.readline().startswith(b"event: change"):
+                continue
+            with urlopen(f"{url}api/runs", timeout=60) as answer:
+                if json.load(answer)["runs"][2]["state"] == "gone":
+                    return time.monotonic() - began
 
 
 def view(url: str, ended: threading.Event, answers: list[int], number: int) -> None:

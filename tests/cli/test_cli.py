@@ -43,6 +43,12 @@ def test_help_lists_every_command_with_examples(capsys):
     assert all(len(line) <= 100 for line in shown.splitlines())
 
 
+def test_help_of_a_command_may_be_asked_for_before_its_name(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["help", "plot"])
+    assert ended.value.code == 0 and "usage: bloomery plot" in capsys.readouterr().out
+
+
 def test_no_command_shows_the_help_and_is_an_error(capsys):
     assert cli.main([]) == 2
     assert "begin:" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Forty mistakes of users and more: each is told in a clear message, with a status that is not 0."""
+"""More than eighty mistakes of users: each is told in a clear message, with a status that is not 0."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "notes" / "todo").write_text("no run")
     (place / "bad.toml").write_text('[run]\nname = "x"\n[model\n')
     (place / "typo.toml").write_text("[modle]\nlayers = 2\n")
+    (place / "flat.toml").write_text("name = 3\n")
+    (place / "twice.toml").write_text('[run]\nname = "x"\nname = "y"\n')
     (place / "published").mkdir()
     (place / "published" / "config.json").write_text('{"model_type": "strange"}')
     (place / "half").mkdir()
@@ -37,7 +39,21 @@ TRAIN = [
     (("nofile.toml",), "there is no such file"),
     (("bad.toml",), "bad.toml:3"),
     (("typo.toml",), "Did you mean [model]?"),
-    (("notes",), "Give your own recipe as a path that ends in .toml"),
+    (("notes",), "is a directory without recipe.toml, so it is no run"),
+    (("mine",), "Give your own recipe as a path that ends in .toml"),
+    (("flat.toml",), "stands in no section"),
+    (("twice.toml",), "a key stands once in its table"),
+    (("text/a.txt",), "This is not TOML"),
+    (("demo", "lr=1e-3"), "is not a setting"),
+    (("demo", "train.tokens=1e"), "must be an integer"),
+    (("demo", "train.steps=1e3"), "Write 1_000, without a point or an exponent"),
+    (("demo", "optim.learning_rate=0"), "must be above 0"),
+    (("demo", "run.name=my run"), "cannot name a directory"),
+    (("demo", "--nproc", "two"), "is not a whole number of at least 1"),
+    (("demo", "data.sources=https://example.org/a.txt"), "Bring it here first: `bloomery data fetch`"),
+    (("demo", TEXT, "data.prompt_field=p", "data.order=megatron"), "needs data.sources and data.order"),
+    (("demo", TEXT, "data.packing=documents"), "Set data.mask_documents = true with it"),
+    (("demo", "log.trackers=wnadb"), "Did you mean 'wandb'?"),
     (("runs/none",), "there is no such file"),
     (("demo", "train.global_batch"), "Write section.key=value"),
     (("demo", "trian.steps=5"), "Did you mean [train]?"),
@@ -83,6 +99,18 @@ OTHERS = [
     (("config", "show", "nothing"), "there is no recipe of this name"),
     (("plan", "demo", "run.hardware=cray"), "`bloomery calibrate` measures this machine"),
     (("plot", "runs/none"), "does not exist"),
+    (("plot", "notes", "--against", "epochs"), "choose from"),
+    (("generate", "text/a.txt"), "is neither a run directory nor a checkpoint"),
+    (("generate", "runs/none", "--max-tokens", "-3"), "is not a whole number of at least 1"),
+    (("generate", "runs/none", "--top-p", "3"), "is not above 0 and at most 1"),
+    (("dashboard", "notes", "--plan", "bad.toml"), "Write one: bloomery plan RECIPE --json"),
+    (("dashboard", "notes", "--host", "0.0.0.0"), "so the page needs a token and TLS"),
+    (("ckpt", "copy", "notes", "notes"), "must be a URL"),
+    (("guard", "replay", "text/a.txt"), "holds no line of a training"),
+    (("mesh", "demo", "parallel.tensor=3"), "does not divide"),
+    (("submit", "demo", "submit.scheduler=pbs"), "It takes 'auto', 'slurm'"),
+    (("demo", "--minutes", "0"), "Give --minutes 1 or more"),
+    (("coordinate", "--port", "9"), "unrecognized arguments"),
     (("plot", "notes", "--output", "x.doc"), "--output ends in one of"),
     (("report", "runs/none"), "does not exist"),
     (("stop", "runs/none"), "There is no run in runs/none"),

@@ -119,7 +119,7 @@ def _no_column(name: str, known: set[str]) -> BloomeryError:
                 value=name,
                 source="command line",
                 problem="is no column of these runs",
-                remedy=f"There are {', '.join(sorted(known))}.",
+                remedy=f"There are {', '.join(sorted(known))}." if known else "No step was recorded yet.",
             )
         ],
         of="the command line",

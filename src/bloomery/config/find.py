@@ -32,6 +32,9 @@ def find_recipe(path_or_name: str) -> Path:
             return shipped[path_or_name]
         if is_run(path):
             return path / _RECORD
+        if path.is_dir():
+            remedy = "Give a .toml file, a shipped recipe's name, or a run's directory: runs/NAME."
+            raise _refused(path_or_name, "is a directory without recipe.toml, so it is no run", remedy)
         near = nearest(path_or_name, shipped, cutoff=0.5)
         hint = f"Did you mean '{near[0]}'? " if near else ""
         raise _refused(

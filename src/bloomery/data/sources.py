@@ -192,6 +192,11 @@ def _files_below(source: str) -> list[SourceFile]:
         root = Path(*parts[:fixed])
         paths = [Path(match) for match in glob.glob(str(path), recursive=True)]  # noqa: PTH207  — absolute patterns
     else:
+        if "://" in source:
+            raise DataError(
+                f"The source {source!r} is an address, and data.sources are read from a disk.",
+                remedy="Bring it here first: `bloomery data fetch`.",
+            )
         raise DataError(
             f"The source {source!r} does not exist (looked for {path.absolute()}).",
             remedy="Check data.sources; relative paths start where the command is run.",

@@ -70,6 +70,11 @@ def kept_submission(rundir: RunDirectory) -> Submission:
         return Submission(
             **values | {"overrides": tuple(record["overrides"]), "more": tuple(record.get("more", ()))}
         )
+    except FileNotFoundError as missing:
+        raise TrainingFailed(
+            f"{rundir.path} was never submitted.",
+            remedy="`bloomery submit RECIPE` does it; a run of `bloomery train` ends by `bloomery stop RUN`.",
+        ) from missing
     except (OSError, ValueError, KeyError, TypeError) as missing:
         raise TrainingFailed(
             f"{_record(rundir)} cannot be read: {missing}.",
