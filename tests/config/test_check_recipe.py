@@ -154,6 +154,8 @@ def test_a_recipe_between_peers_is_not_started_as_a_run_of_its_own():
         ("elastic.minimum_peers=20", "elastic.minimum_peers"),
         ("elastic.average=gradients", "elastic.inner_steps"),
         ("elastic.codec=sparse", "elastic.outer_momentum"),
+        ("elastic.quorum=3", "elastic.quorum"),
+        ("elastic.quorum=30", "elastic.quorum"),
     ],
 )
 def test_rounds_that_cannot_be_are_refused(override, key):

@@ -20,7 +20,7 @@ from tests.protocol import example
 from bloomery.config.elastic import ElasticSection
 from bloomery.config.load import LoadedRecipe
 from bloomery.coordination.part_norms import norm_limit
-from bloomery.data.position import Position, Ranges, SampleShare, lease, merged, total
+from bloomery.data.position import Position, Ranges, SampleShare, lease, merged, total, within
 from bloomery.diloco.all_reduce import RingConnections, WireRings
 from bloomery.events.run_directory import RunDirectory
 from bloomery.plan.schedule import total_samples
@@ -141,9 +141,13 @@ class Meeting:
     def go(self, name: str) -> None:
         """Send a peer into the round under way, or to somebody's state."""
         newest, held = self.commits[-1], self.held[name]
+        if self.section.quorum:  # each missed round is made up for in turn
+            rounds = {commit.digest: commit.round for commit in self.commits}
+            newest = self.commits[min(rounds.get(held.digest, -1) + 1, len(self.commits) - 1)]
         self.waiting.discard(name)
         average = self.average_of(newest)
-        if held.digest != newest.digest and average is not None and held.directory is None:
+        behind = held.directory is None or self.section.quorum
+        if held.digest != newest.digest and average is not None and behind:
             position = newest.position
             self.tell(
                 name, CatchUp(round=newest.round, digest=newest.digest, position=position, file=average)
@@ -217,16 +221,29 @@ class Meeting:
             for name in present
         ]
         outstanding = [SampleShare(lease=pieces) for pieces in kept.values()]
-        shares, position = lease(commit.position, samples=counts, outstanding=outstanding)
+        late = self.late(commit)
+        outstanding += [SampleShare(lease=pieces) for pieces in late.values()]
+        shares, position = lease(
+            commit.position, samples=[*counts, *(0 for _ in late)], outstanding=outstanding
+        )
+        shares = shares[: len(present)]
         self.shares = RoundShares(
             round=commit.round + 1,
             position=position,
             shares={
                 name: merged((*kept.get(name, ()), *(share.lease or ())))
                 for name, share in zip(present, shares, strict=True)
-            },
-            live=len(present),
+            }
+            | late,
+            live=len(present) + len(late),
         )
+
+    def late(self, commit: Commit) -> dict[str, Ranges]:
+        """Shares of those who go on with their steps after an asynchronous round without them."""
+        if not self.section.quorum or self.shares is None or not commit.members:
+            return {}
+        outside = set(self.shares.shares) & set(self.parents) - set(commit.members) - set(commit.left_out)
+        return {name: within(self.shares.shares[name], commit.position.holes) for name in sorted(outside)}
 
     def is_done(self, position: Position) -> bool:
         return position.consumed >= self.samples
@@ -239,7 +256,10 @@ class Meeting:
 
     def propose(self) -> None:
         """Begin an attempt when everybody who has a share is ready."""
-        if self.shares is None or not self.shares.shares or set(self.ready) < set(self.shares.shares):
+        if self.shares is None or not self.shares.shares:
+            return
+        quorum = min(self.section.quorum or len(self.shares.shares), len(self.shares.shares))
+        if len(set(self.ready) & set(self.shares.shares)) < quorum:
             return
         if self.awaited.get(self.shares.round, next(iter(self.shares.shares))) not in self.shares.shares:
             return
@@ -339,6 +359,7 @@ class Meeting:
     def decide(self, commit: Commit) -> None:
         self.left_out = {}
         outside = {name for name in self.parents if commit.members and name not in commit.members}
+        digests = {name: self.held[name].digest for name in outside if name in self.held}
         samples = {name: self.held.pop(name).samples for name in outside if name in self.held}
         self.commit(commit)
         for name in commit.members if outside and self.averages is not None else ():
@@ -347,7 +368,8 @@ class Meeting:
         for name in sorted(self.parents):
             self.tell(name, Committed(commit=commit, included=name in commit.members))
         for name, count in samples.items():
-            self.held[name] = Held(digest="", directory=None, samples=count)
+            digest = digests[name] if self.section.quorum else ""
+            self.held[name] = Held(digest=digest, directory=None, samples=count)
             self.waiting.add(name)
 
     def abort(self, why: str) -> None:

@@ -259,3 +259,30 @@ def test_a_round_that_was_missed_is_made_up_for_by_its_average_to_the_bit(fragme
     assert torch.equal(behind.residual, torch.full((64,), 0.5))  # what it still has to send
     with pytest.raises(ValueError, match="7 elements"):
         behind.prepare_missed(1, torch.zeros(7))
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_a_late_peer_follows_a_missed_round_and_keeps_its_own_steps(fragments: int) -> None:
+    section = ElasticSection(inner_steps=4, fragments=fragments, quorum=1, overlap_steps=1)
+    within, late = (PseudoGradient(OneTensor(64), section) for _ in range(2))
+    for update in (within, late):
+        update.begin()
+    own = torch.linspace(-1.0, 1.0, 64)
+    late._vector.weights += own  # type: ignore[attr-defined]  — OneTensor's
+    for round in (1, 2):
+        within._vector.weights += 0.5 * round  # type: ignore[attr-defined]  — likewise
+        within.offer(round)
+        values, residual = part_of(within, 1.0)
+        digest = within.prepare(reduced(values, residual))
+        average = within.average()
+        assert average is not None
+        whole = average.whole()
+        within.adopt()
+        assert late.prepare_missed(round, whole) == digest
+        late.rebase()
+        assert late.digest() == within.digest() and torch.equal(late.base, within.base)
+        moved = late._vector.weights - late.base  # type: ignore[attr-defined]  — likewise
+        torch.testing.assert_close(moved, own, rtol=0, atol=1e-5)
+    squares, _ = late.offer(1)
+    elements = 64 // fragments
+    assert squares == pytest.approx(float(own[:elements].square().sum() if fragments == 1 else squares))

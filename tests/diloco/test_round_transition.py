@@ -39,7 +39,7 @@ from bloomery.diloco.outer_loop_state import (
     Updating,
     WentBack,
 )
-from bloomery.diloco.round_transition import (
+from bloomery.diloco.round_actions import (
     Action,
     BeginRing,
     CancelRing,
@@ -49,9 +49,8 @@ from bloomery.diloco.round_transition import (
     MoveTo,
     SendReady,
     SendRefused,
-    UnexpectedMessage,
-    transition,
 )
+from bloomery.diloco.round_transition import UnexpectedMessage, transition
 from bloomery.guard.verdict import Rewind, Rung, Save
 from bloomery.protocol.rank_messages import (
     Abort,
@@ -235,7 +234,9 @@ def test_the_table_names_every_phase_and_every_action() -> None:
     assert {type(phase) for phase in PHASES.values()} == set(RoundPhase.__args__)
     walked = " ".join(actions for row in (ALWAYS, *TABLE.values()) for _, actions in row.values()).split()
     others = (SendReady, SendRefused, BeginRing, CancelRing, MoveTo, LoadState, Halt)
-    assert set(walked) == {action.name for action in Do} | {kind.__name__ for kind in others}
+    in_asynchronous_rounds = {"REBASE_UPDATE"}
+    named = {action.name for action in Do} | {kind.__name__ for kind in others}
+    assert set(walked) == named - in_asynchronous_rounds
 
 
 def test_a_part_that_is_in_the_commit_makes_its_round_the_held_one_and_keeps_the_steps_ahead() -> None:
@@ -367,3 +368,62 @@ def test_with_fragments_a_part_weighs_the_tokens_since_its_fragment_was_averaged
     newcomer, _ = transition(newcomer, held)
     newcomer, _ = transition(newcomer, LoadAccepted())
     assert [(past.steps, past.samples) for past in newcomer.fragments] == [(0, 0), (0, 0)]
+
+
+def asynchronous(phase: RoundPhase) -> RoundState:
+    held = HeldState(round=1, digest="one", position=BEFORE)
+    return RoundState(averages_gradients=False, is_asynchronous=True, phase=phase, held=held)
+
+
+TWO_STEPS = changed(READY, steps=2, spent=(range(4, 6),))
+LATE = Decided(commit=COMMIT, is_prepared=False, rewind_step=None, step=3, cursor=8, is_late=True)
+
+
+@pytest.mark.parametrize(
+    ("phase", "progress"),
+    [
+        (TrainingRound(start=START, steps=2, spent=(range(4, 6),)), (2, (range(4, 6),))),
+        (
+            AwaitingCommit(
+                start=START,
+                ready=changed(READY, steps=2, spent=(range(4, 6),)),
+                steps=1,
+                spent=(range(6, 7),),
+            ),
+            (3, (range(4, 7),)),
+        ),
+        (TrainingRound(start=START), None),
+    ],
+    ids=["training", "awaiting", "no step made"],
+)
+def test_a_late_peer_keeps_its_steps_through_missed_rounds_and_counts_them_in_a_later_one(
+    phase: RoundPhase, progress: tuple | None
+) -> None:
+    state, actions = transition(asynchronous(phase), LATE)
+    assert actions == (Do.DROP_RING, Do.REFUSE_UPDATE)
+    ahead = Progress(round=2, steps=progress[0], spent=progress[1]) if progress else None
+    assert state.phase == Idle(ahead=ahead)
+    again, actions = transition(state, replace(LATE, commit=changed(COMMIT, round=3)))
+    assert again == state and Do.RESET_UPDATE not in actions
+    state, actions = transition(state, MissedRoundMade(asked=MISSED, why=""))
+    assert (Do.REBASE_UPDATE if progress else Do.ADOPT_UPDATE) in actions
+    assert state.held.round == 2 and state.phase == Idle(ahead=ahead)
+    later = changed(START, round=3, position=Position(consumed=8, holes=SAMPLES))
+    state, actions = transition(state, later)
+    assert Do.RESET_UPDATE not in actions
+    assert (
+        state.phase == TrainingRound(start=later, steps=progress[0], spent=progress[1]) if progress else True
+    )
+
+
+def test_a_late_peer_whose_samples_were_given_to_others_drops_its_steps() -> None:
+    ahead = Progress(round=2, steps=2, spent=(range(4, 6),))
+    state, actions = transition(asynchronous(Idle(ahead=ahead)), changed(START, samples=(range(20, 24),)))
+    assert Do.RESET_UPDATE in actions
+    assert isinstance(state.phase, TrainingRound) and state.phase.steps == 0
+
+
+def test_a_peer_whose_part_was_refused_drops_its_steps_before_a_missed_average_moves_its_weights() -> None:
+    phase = AwaitingCommit(start=START, ready=READY)
+    state, actions = transition(asynchronous(phase), replace(LATE, is_late=False))
+    assert Do.RESET_UPDATE in actions and state.phase == Idle()

@@ -557,3 +557,17 @@ def test_native_rings_leave_all_peers_with_the_same_bits(peers, codec: str) -> N
     every = [tensors(path, "model.") | tensors(path, "outer.base") for _, path in starts.values()]
     assert all(torch.equal(every[0][name], one[name]) for one in every[1:] for name in one)
     assert meeting.commits[-1].position.consumed == 72
+
+
+def test_peers_that_no_round_waits_for_bring_all_their_steps_in_later_ones(peers, tmp_path: Path) -> None:
+    asynchronous = ("elastic.quorum=2", "elastic.overlap_steps=1", "elastic.mixing=0.5", "elastic.peers=3")
+    starts = peers(*asynchronous, "train.samples=96", names="abc")
+    meeting = meeting_of(starts["a"][0], starts)
+    meeting.averages = tmp_path / "averages"
+    meeting.averages.mkdir()
+    assert all(outcome.finished for outcome in train_peers(meeting, starts).values())
+    used = sorted(x for piece in meeting.spent for x in piece)
+    assert used == sorted(set(used)) and len(used) == meeting.commits[-1].position.consumed >= 96
+    averaged = [commit.members for commit in meeting.commits if commit.members]
+    assert {name for members in averaged for name in members} == {"a", "b", "c"}
+    assert any(len(members) == 2 for members in averaged)

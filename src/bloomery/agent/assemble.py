@@ -320,6 +320,8 @@ def round_settings(recipe: Recipe) -> RoundSettings:
         patience_s=section.patience_s,
         outlier_factor=section.outlier_factor,
         feedback_rounds=section.feedback_rounds,
+        quorum=section.quorum,
+        overlap_steps=section.overlap_steps,
         joins_within=section.join == "overlapped",
         answer_s=limits.answer_s,
         stagger_s=limits.stagger_s,

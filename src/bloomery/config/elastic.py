@@ -73,6 +73,13 @@ class ElasticSection:
         help="With overlap_steps: weight of a round's result when it is mixed with the peer's own weights "
         "of that moment; 1 takes the result alone.",
     )
+    quorum: int = setting(
+        0,
+        kind="journalled",
+        minimum=0,
+        help="Peers with which a round is decided without waiting for the others, which keep their steps for "
+        "a later round (asynchronous rounds); 0 waits for all, up to grace_s.",
+    )
     peers: int = setting(
         1, kind="free", at_start=True, minimum=1, help="Number of peers that the run is planned for."
     )

@@ -51,6 +51,8 @@ def peer_mistakes(recipe: Recipe) -> Iterator[Finding]:
             problem="has no effect without elastic.overlap_steps: no step is made before the result arrives",
             remedy="Leave it out, or set elastic.overlap_steps.",
         )
+    if elastic.quorum:
+        yield from _quorum_mistakes(recipe)
     if elastic.minimum_peers > elastic.peers:
         yield Finding(
             key="elastic.minimum_peers",
@@ -68,6 +70,23 @@ def refuse_alone(recipe: Recipe, sources: Mapping[str, str]) -> None:
             remedy="Start each peer with `bloomery peer`, or train alone with elastic.inner_steps=0.",
         )
         refuse(recipe, sources, [finding])
+
+
+def _quorum_mistakes(recipe: Recipe) -> Iterator[Finding]:
+    elastic = recipe.elastic
+    if not elastic.overlap_steps:
+        yield Finding(
+            key="elastic.quorum",
+            problem="needs elastic.overlap_steps: without them a quorum waits while a round is decided",
+            remedy="Set elastic.overlap_steps, to more than a step of the slowest peer takes, or quorum = 0.",
+        )
+    if not elastic.minimum_peers <= elastic.quorum <= elastic.peers:
+        yield Finding(
+            key="elastic.quorum",
+            problem=f"is not between elastic.minimum_peers = {elastic.minimum_peers} and "
+            f"elastic.peers = {elastic.peers}",
+            remedy="Choose how many of the peers decide a round: 0 waits for all.",
+        )
 
 
 def _length_mistakes(recipe: Recipe) -> Iterator[Finding]:
@@ -140,7 +159,7 @@ EQUAL: frozenset[str] = frozenset(
         # Each rank averages its own part with the same rank elsewhere: these say what that part is.
         "parallel": "data tensor pipeline schedule chunks partition blocks_per_stage zero shard_degree",
         "elastic": "inner_steps average outer_learning_rate outer_momentum codec density feedback_decay "
-        "fragments overlap_steps mixing minimum_peers outlier_factor streams",
+        "fragments overlap_steps quorum mixing minimum_peers outlier_factor streams",
     }.items()
     for name in names.split()
 )

@@ -22,10 +22,10 @@ from bloomery.coordination.eligibility import (
     lease_samples,
     left_out_before,
     may_take_share,
-    overtaken_newcomers,
     rest_s,
     spoilt,
 )
+from bloomery.coordination.gathering import gather_offers, unfinished
 from bloomery.coordination.part_norms import suspects
 from bloomery.coordination.ring_order import ring
 from bloomery.coordination.snapshot import ListedMember, ListedOffer, RunSnapshot
@@ -170,26 +170,11 @@ def _begin(
 def _gather(snapshot: RunSnapshot, *, me: str, settings: RoundSettings, now: float) -> Decision:
     """No attempt is under way: wait for the offers of those that have a share, then propose an attempt."""
     offers = _offers(snapshot)
-    missing = tuple(sorted(snapshot.working - set(offers)))
-    if not offers:
-        return Wait(why="nobody is ready", whom=missing)
-    with_tokens_s = [offer.seen_s for offer in offers.values() if offer.ready.tokens]
-    if missing and not with_tokens_s:  # only newcomers without a share have offered: the others have time
-        return Wait(why="nobody who has a share is ready", whom=missing)
-    first_s = min(with_tokens_s or (offer.seen_s for offer in offers.values()))
-    if missing or len(offers) < settings.minimum_peers:
-        if me in missing and now >= first_s + settings.patience_s:
-            return RequestFlush(round=snapshot.round)
-        if len(offers) < settings.minimum_peers:
-            why = f"{len(offers)} of at least {settings.minimum_peers} peers are ready"
-            return Wait(why=why, whom=missing, until_s=_next(now, first_s + settings.patience_s))
-        if now < first_s + settings.grace_s:
-            marks = (first_s + settings.patience_s, first_s + settings.grace_s)
-            return Wait(why="slow peers have not offered yet", whom=missing, until_s=_next(now, *marks))
-    overtaken = tuple(name for name in overtaken_newcomers(snapshot) if name not in offers)
-    if overtaken and now < first_s + settings.grace_s:
-        why = "rounds were quicker than the fetching of their state"
-        return Wait(why=why, whom=overtaken, until_s=first_s + settings.grace_s)
+    gathering = gather_offers(snapshot, offers, me=me, settings=settings, now=now)
+    if gathering.hurries:
+        return RequestFlush(round=snapshot.round)
+    if gathering.why:
+        return Wait(why=gathering.why, whom=gathering.whom, until_s=gathering.until_s)
     return _propose(snapshot, offers, me=me, settings=settings, now=now, silent=())
 
 
@@ -313,6 +298,7 @@ def _conclude(
         return _propose(snapshot, offers, me=me, settings=settings, now=now, silent=())
     position = commits.position_after(standing.shares.position, readies)
     kept = {ready.peer: within(merged(ready.kept), position.holes) for ready in readies}
+    kept |= unfinished(snapshot, attempt, position.holes, settings)
     commit = Commit(
         round=attempt.round,
         epoch=attempt.epoch,
@@ -326,7 +312,8 @@ def _conclude(
         why=DONE if position.consumed >= settings.total_samples else "",
     )
     members = {peer: snapshot.members[peer] for peer in commit.members}
-    shares = lease_samples(position, members, commit.round + 1, settings, kept=kept)
+    going_on = {peer: snapshot.members[peer] for peer in sorted(kept)}
+    shares = lease_samples(position, going_on, commit.round + 1, settings, kept=kept)
     revisions = dict(zip(attempt.members, tried.offers, strict=True))
     decision = Conclude(commit=commit, shares=shares, offers=revisions)
     return _until_turn(snapshot, members, me, settings, now) or decision
@@ -389,10 +376,6 @@ def _until_turn(
     if before == 0 or now >= turn_s:
         return None
     return Wait(why="another peer proposes", whom=tuple(sorted(candidates))[:before], until_s=turn_s)
-
-
-def _next(now: float, *moments: float) -> float | None:
-    return min((moment for moment in moments if moment > now), default=None)
 
 
 def _offers(snapshot: RunSnapshot) -> dict[str, ListedOffer]:

@@ -22,6 +22,8 @@ class RoundSettings:
     patience_s: after so long the slow peers are asked to offer the steps that they have made, seconds.
     outlier_factor: an offer whose norm is so many times what the others' norms let expect is left out.
     feedback_rounds: how many rounds' parts a peer's error feedback may be the sum of.
+    quorum: with how many offers an asynchronous round begins to be decided; 0: rounds are synchronous.
+    overlap_steps: how many steps a peer makes while a round is decided.
     joins_within: whether newcomers take a share of the round under way.
     answer_s: how long members have to report that they left the ring of a failed attempt, seconds, beside
         what the coordinator takes.
@@ -36,6 +38,8 @@ class RoundSettings:
     patience_s: float = 10.0
     outlier_factor: float = 10.0
     feedback_rounds: float = 1.0
+    quorum: int = 0
+    overlap_steps: int = 0
     joins_within: bool = False
     answer_s: float = 0.7
     stagger_s: float = 0.2

@@ -21,7 +21,6 @@ from bloomery.diloco.fragment_history import FragmentHistory
 from bloomery.diloco.missed_rounds import AboutMissedRounds, MissedRounds
 from bloomery.diloco.outer import State, TrainerHooks
 from bloomery.diloco.outer_loop_state import (
-    FEEDBACK_OF,
     Admitted,
     AwaitingCommit,
     CheckpointLoaded,
@@ -39,8 +38,8 @@ from bloomery.diloco.outer_loop_state import (
     UpdateMade,
     Updating,
 )
-from bloomery.diloco.outer_update import OuterUpdate, peer_digest
-from bloomery.diloco.round_transition import (
+from bloomery.diloco.outer_update import FEEDBACK_OF, OuterUpdate, peer_digest
+from bloomery.diloco.round_actions import (
     Action,
     BeginRing,
     CancelRing,
@@ -50,8 +49,9 @@ from bloomery.diloco.round_transition import (
     MoveTo,
     SendReady,
     SendRefused,
-    transition,
 )
+from bloomery.diloco.round_end import is_last_step
+from bloomery.diloco.round_transition import transition
 from bloomery.diloco.state_copies import StateCopies
 from bloomery.errors import BloomeryError, CheckpointError
 from bloomery.guard.verdict import CarryOn, Rewind, Stop, Verdict
@@ -106,6 +106,7 @@ class OuterLoop:
         self._copies = StateCopies(update, trainer, agent)
         self._rounds = RoundState(
             averages_gradients=section.average == "gradients",
+            is_asynchronous=section.quorum > 0,
             fragments=tuple(FragmentHistory() for _ in range(section.fragments)),
         )
         self._state_without_step: Any = None
@@ -216,6 +217,7 @@ class OuterLoop:
             rewind_step=rewind_step,
             step=state.step,
             cursor=state.position.cursor,
+            is_late=bool(commit.members) and self._peer not in {*commit.members, *commit.left_out},
         )
         return self._handle(state, decided)
 
@@ -257,10 +259,11 @@ class OuterLoop:
                 self._attempts.drop()
             case Do.REFUSE_UPDATE:
                 self._update.refuse()
-            case Do.RESET_UPDATE | Do.ADOPT_UPDATE:
+            case Do.RESET_UPDATE | Do.ADOPT_UPDATE | Do.REBASE_UPDATE:
                 self._trainer.wait_staged()
-                change = self._update.reset if action is Do.RESET_UPDATE else self._update.adopt
-                change()
+                update = self._update
+                changes = {Do.RESET_UPDATE: update.reset, Do.ADOPT_UPDATE: update.adopt}
+                changes.get(action, update.rebase)()
             case _:
                 raise AssertionError(f"an action that nobody carries out: {action!r}")
 
@@ -330,13 +333,8 @@ class OuterLoop:
 
     def _is_over(self, state: State) -> bool:
         """Return whether no step is left before the part is offered, or while the round is decided."""
-        phase, unused = self._rounds.phase, total(self._rounds.unused(state.position))
-        if unused < self._trainer.batch(state) or isinstance(self._rounds.wants, Rewind):
-            return True
-        if isinstance(phase, AwaitingCommit):
-            return phase.steps >= self._section.overlap_steps
-        assert isinstance(phase, TrainingRound), "asked within a round alone"
-        return phase.is_flushed or phase.steps >= self._section.round_steps
+        unused, batch = total(self._rounds.unused(state.position)), self._trainer.batch(state)
+        return is_last_step(self._rounds, self._section, unused=unused, batch=batch)
 
     def _after_update(self, state: State) -> State:
         """Return the state after a step on averaged gradients; without an average, the one before it."""

@@ -33,6 +33,7 @@ from typing import Any, cast
 from bloomery.checkpoint.format.state import Json
 from bloomery.data.position import Position, Ranges, from_pairs, merged, to_pairs, without
 from bloomery.diloco.fragment_history import FragmentHistory, fragment_of_round
+from bloomery.diloco.outer_update import FEEDBACK_OF
 from bloomery.guard.verdict import Rewind, Save, Verdict
 from bloomery.protocol.rank_messages import (
     Abort,
@@ -44,9 +45,6 @@ from bloomery.protocol.rank_messages import (
     StopTraining,
 )
 from bloomery.protocol.records import Commit, Ready
-
-FEEDBACK_OF = "average"
-"""The unit in which a checkpoint keeps the quantisation error; earlier versions kept it in that of a part."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,8 +161,8 @@ class RoundState:
     """All state of the outer loop, as one value.
 
     averages_gradients: whether a round averages gradients, or else pseudo-gradients (elastic.average).
-    phase: what the peer does.
-    held: the committed state that the peer holds.
+    is_asynchronous: whether a peer that is not in a round keeps its steps for a later one (elastic.quorum).
+    phase, held: what the peer does, and the committed state that it holds.
     wants: the save or rewind that the next part asks for; None: neither.
     skips: the samples of which the next part asks that no peer uses them.
     due: the save or rewind that was decided, to be carried out after the step under way; None: neither.
@@ -172,6 +170,7 @@ class RoundState:
     """
 
     averages_gradients: bool
+    is_asynchronous: bool = False
     phase: RoundPhase = field(default_factory=lambda: Loaded(rest=Idle()))
     held: HeldState = field(default_factory=lambda: HeldState(round=0, digest="", position=None))
     wants: Save | Rewind | None = None
@@ -277,6 +276,7 @@ class Decided:
     rewind_step: the step of this peer's own checkpoint of the round to which the run goes back; None if there
         is none, or if the training waits for samples and so cannot carry out a verdict.
     step, cursor: how many steps this peer has made, and the cursor of its position.
+    is_late: whether the commit averages others' parts without this peer's, for no fault of it.
     """
 
     commit: Commit
@@ -284,6 +284,7 @@ class Decided:
     rewind_step: int | None
     step: int
     cursor: int
+    is_late: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -107,6 +107,13 @@ class OuterUpdate(Protocol):
         After `prepare_missed`, this peer's own steps since the state before are dropped.
         """
 
+    def rebase(self) -> None:
+        """Make the state that `prepare_missed` prepared the present one, and keep this peer's own steps.
+
+        The weights move as far as the committed ones do, so that the next part has all steps since this
+        peer's last one that was averaged.
+        """
+
     def refuse(self) -> None:
         """Drop the part that was offered, because the round is committed without it."""
 
@@ -116,6 +123,9 @@ class OuterUpdate(Protocol):
     def state_entries(self) -> Iterable[StateEntry]:
         """Describe the tensors that a checkpoint keeps."""
 
+
+FEEDBACK_OF = "average"
+"""The unit in which a checkpoint keeps the quantisation error; earlier versions kept it in that of a part."""
 
 PIECE = 1 << 27
 """Elements that a ring reduces at a time: half a gibibyte as fp32, for which a link takes seconds."""

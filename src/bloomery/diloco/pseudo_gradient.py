@@ -49,7 +49,6 @@ class PseudoGradient:
         self.base, self.momentum = vector.zeros(), vector.zeros()
         self.residual = vector.zeros() if section.codec in _WITH_FEEDBACK else None
         self._decay = section.feedback_decay if section.codec == SPARSE else 1.0
-        """What remains of the residual when it is sent a round later."""
         self._fragments = fragments_of(vector.places(), numel=vector.numel, count=section.fragments)
         self._spans: Ranges = ()
         """The elements of the fragment that was offered last."""
@@ -169,10 +168,7 @@ class PseudoGradient:
         After `prepare_missed` all weights become the base, and the residual, this peer's own, stays.
         """
         assert self._prepared is not None, "nothing was prepared"
-        for strip, average in self._averaged_strips():
-            base, momentum = self._step(strip, average)
-            _of(self.base, strip).copy_(base)
-            _of(self.momentum, strip).copy_(momentum)
+        self._make_step()
         residual = self._prepared.residual
         if residual is not None and self.residual is not None:
             put(self.residual, self._spans, residual)
@@ -181,6 +177,21 @@ class PseudoGradient:
             return
         self._vector.write_masters(self._mixed(), within=self._spans)
         self._forget_offer()
+
+    def rebase(self) -> None:
+        """See OuterUpdate. Only the fragment's weights move."""
+        weights = self._vector.zeros()
+        self._vector.read_masters(weights)
+        moved = weights.sub_(self.base)
+        self._make_step()
+        self._vector.write_masters(moved.add_(self.base), within=self._spans)
+        self._forget_offer()
+
+    def _make_step(self) -> None:
+        for strip, average in self._averaged_strips():
+            base, momentum = self._step(strip, average)
+            _of(self.base, strip).copy_(base)
+            _of(self.momentum, strip).copy_(momentum)
 
     def refuse(self) -> None:
         """See OuterUpdate. The weights stay as they are until another peer's state replaces them."""
@@ -362,6 +373,10 @@ class GradientAverage:
         assert self._average is not None, "nothing was prepared"
         self._vector.write_gradients(self._average.whole())
         self._average = None
+
+    def rebase(self) -> None:
+        """See OuterUpdate."""
+        raise ValueError("gradients of a step that others made cannot be made up for")
 
     def refuse(self) -> None:
         """Make the gradients NaN, so that the optimizer refuses the update."""

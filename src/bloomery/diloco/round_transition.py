@@ -6,8 +6,7 @@ The table of phases is in `outer_loop_state`; tests/diloco/test_round_transition
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from enum import Enum, auto
+from dataclasses import replace
 
 from bloomery.data.position import Position, fewer, merged, total, without
 from bloomery.diloco.fragment_history import FragmentHistory
@@ -31,6 +30,7 @@ from bloomery.diloco.outer_loop_state import (
     Progress,
     Replacing,
     Resumed,
+    RoundPhase,
     RoundState,
     SamplesUsed,
     StepRefused,
@@ -39,82 +39,23 @@ from bloomery.diloco.outer_loop_state import (
     Updating,
     WentBack,
 )
+from bloomery.diloco.round_actions import (
+    Action,
+    BeginRing,
+    CancelRing,
+    Do,
+    Halt,
+    LoadState,
+    MoveTo,
+    SendReady,
+    SendRefused,
+)
 from bloomery.errors import PeerError
 from bloomery.guard.verdict import Rewind, Rung, Save
 from bloomery.protocol.encoding import FEW_RANGES_AT_MOST
 from bloomery.protocol.rank_messages import Abort, FlushRound, Reduce, ReplaceState, StartRound, StopTraining
 from bloomery.protocol.records import Commit, Ready
 
-
-class Do(Enum):
-    """Actions without parameters."""
-
-    SEND_IDENTITY = auto()
-    """Tell the agent what identifies the stream of samples."""
-    HOLD = auto()
-    """Tell the agent which committed state is held, or was held when the round began."""
-    DROP_RING = auto()
-    """Cancel any all_reduce under way, and drop the result of the last one."""
-    RESET_UPDATE = auto()
-    """Go back to the committed weights."""
-    REFUSE_UPDATE = auto()
-    """Drop the part that was offered."""
-    ADOPT_UPDATE = auto()
-    """Continue from the result of the all_reduce."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SendReady:
-    """Offer a part to the agent."""
-
-    ready: Ready
-
-
-@dataclass(frozen=True, kw_only=True)
-class SendRefused:
-    """Tell the agent that this peer refuses the state that it was to load."""
-
-    why: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class BeginRing:
-    """Begin the all_reduce of an attempt."""
-
-    reduce: Reduce
-
-
-@dataclass(frozen=True, kw_only=True)
-class CancelRing:
-    """Cancel the all_reduce of this epoch, if it is under way."""
-
-    epoch: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class MoveTo:
-    """Set the position of the training. under_way: the round that it is in; None: a committed state."""
-
-    position: Position
-    under_way: UnderWay | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoadState:
-    """Load another peer's state, and answer with LoadAccepted or LoadRefused."""
-
-    asked: ReplaceState
-
-
-@dataclass(frozen=True, kw_only=True)
-class Halt:
-    """End the training. failed: whether an error is the cause."""
-
-    why: str
-    failed: bool
-
-
-Action = Do | SendReady | SendRefused | BeginRing | CancelRing | MoveTo | LoadState | Halt
 Outcome = tuple[RoundState, tuple[Action, ...]]
 
 
@@ -201,6 +142,8 @@ def _missed_round_made(state: RoundState, made: MissedRoundMade) -> Outcome:
         return state, (Do.REFUSE_UPDATE, SendRefused(why=made.why), Do.HOLD)
     asked = made.asked
     held_state = HeldState(round=asked.round, digest=asked.digest, position=asked.position)
+    if state.is_asynchronous and isinstance(state.phase, Idle) and state.phase.ahead is not None:
+        return replace(state, held=held_state), (Do.REBASE_UPDATE, MoveTo(position=asked.position), Do.HOLD)
     state = replace(state, phase=Idle(), held=held_state, fragments=state.at_base())
     return state, (Do.ADOPT_UPDATE, MoveTo(position=asked.position), Do.HOLD)
 
@@ -224,7 +167,8 @@ def _start_round(state: RoundState, start: StartRound) -> Outcome:
 def _begin(state: RoundState, start: StartRound, done: Progress | None) -> Outcome:
     """Begin a round. done: what this peer did before; it counts if it was this round with these samples."""
     training, position, resets = TrainingRound(start=start), start.position, tuple[Action, ...]()
-    if done is not None and done.round == start.round and not without(done.spent, start.samples):
+    is_of_round = done is not None and (state.is_asynchronous or done.round == start.round)
+    if done is not None and is_of_round and not without(done.spent, start.samples):
         training = replace(training, steps=done.steps, spent=done.spent)
         position = position.after(done.spent)
     elif done is not None:
@@ -296,13 +240,27 @@ def _decided(state: RoundState, decided: Decided) -> Outcome:
         # Not a failure, so that the state, which is right, is saved.
         return state, (Halt(why=f"{why}: the coordinator has lost rounds", failed=False),)
     offered = phase if isinstance(phase, AwaitingCommit) else None
+    if state.is_asynchronous and decided.is_late:
+        late = Idle(ahead=_steps_so_far(phase)) if state.is_in_round else phase
+        return replace(state, phase=late), (Do.DROP_RING, Do.REFUSE_UPDATE)
     state = replace(state, wants=None, skips=())
     if commit.rewind_to is not None and not isinstance(phase, GoingBack):
         return _go_back(state, decided)
     if offered is not None and decided.is_prepared:
         return _adopt(state, decided, offered)
+    # In asynchronous rounds a missed average moves the weights, which must not hold steps that do not count.
+    drops = (Do.RESET_UPDATE,) if state.is_asynchronous and state.is_in_round else ()
     state = _without_round(replace(state, skips=offered.ready.skip if offered else ()))
-    return state, (Do.DROP_RING, Do.REFUSE_UPDATE)
+    return state, (Do.DROP_RING, Do.REFUSE_UPDATE, *drops)
+
+
+def _steps_so_far(phase: RoundPhase) -> Progress | None:
+    """Return what a peer did in a round that was decided without it, for a later one; None for nothing."""
+    assert isinstance(phase, TrainingRound | AwaitingCommit), "the peer is in a round"
+    steps, spent = phase.steps, phase.spent
+    if isinstance(phase, AwaitingCommit):
+        steps, spent = steps + phase.ready.steps, merged((*phase.ready.spent, *spent))
+    return Progress(round=phase.start.round, steps=steps, spent=spent) if steps else None
 
 
 def _adopt(state: RoundState, decided: Decided, offered: AwaitingCommit) -> Outcome:
