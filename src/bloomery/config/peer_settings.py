@@ -175,7 +175,7 @@ FREE: frozenset[str] = frozenset(
         "cache cache_gb prefetch read_threads",
         "train": "micro_batch micro_batch_changes recompute compile deterministic loss_chunk",
         "parallel": "recompute_per_stage sequence offload working overlap bucket_mb ranks_per_node",
-        "checkpoint": "every_steps every_samples every_minutes keep_last keep_every_steps keep_tenths "
+        "checkpoint": "url every_steps every_samples every_minutes keep_last keep_every_steps keep_tenths "
         "keep_best at_end background partner_copies memory_directory throttle",
         "backup": "url what every_steps finish_minutes logs data prune_waits",
         "second_backup": "url what every_steps finish_minutes logs data prune_waits",
@@ -190,7 +190,7 @@ FREE: frozenset[str] = frozenset(
         "guard": "refused_updates not_finite_losses stop_after_minutes stop_at_step spike spike_patience "
         "spike_rewind_steps spike_skip_steps repeat last_rung forget_rewind_steps gradient_norm loss_scale "
         "throughput plateau held_out memory growth_steps resume_parity corruption_steps "
-        "corruption_faults",
+        "corruption_faults trial_steps",
         "elastic": "peers grace_s patience_s join coordinator certificates peer listen advertise relay "
         "encrypt bandwidth_limit_mbit_s heartbeat_s lease_s stall_s still_s",
     }.items()
