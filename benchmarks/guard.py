@@ -316,6 +316,7 @@ def main() -> int:
     parser.add_argument("--spikes", type=int, default=1000, help="planted spikes")
     parser.add_argument("--lines", type=int, default=1_000_000, help="lines of the log that is replayed")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--size", choices=prevention.SIZES, default="small", help="the model of the switches")
     parser.add_argument("--pairs", type=int, default=25, help="pairs of steps for each switch")
     parser.add_argument("--seconds", type=float, default=240.0, help="begin no more pairs after so long")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what is measured")
@@ -330,8 +331,8 @@ def main() -> int:
         "growth": lambda: [growth_alarms(options.steps, random)],
         "cost": lambda: [cost(2000, random)],
         "speed": lambda: [speed(options.lines, random)],
-        "switches": lambda: prevention.measured("small", pairs=options.pairs, seconds=options.seconds),
-        "corruption": lambda: [corruption.measured("small", rounds=9)],
+        "switches": lambda: prevention.measured(options.size, pairs=options.pairs, seconds=options.seconds),
+        "corruption": lambda: [corruption.measured(options.size, rounds=9)],
     }
     return report([row for part in options.parts for row in parts[part]()], as_json=options.json)
 
