@@ -85,6 +85,26 @@ ARMS: dict[str, tuple[str, ...]] = {
     "streaming": (*DILOCO, "elastic.codec=fp32", "elastic.fragments=2"),
 }
 
+THIN: dict[str, tuple[str, ...]] = {
+    "int8, H = 5": (*DILOCO, "elastic.inner_steps=5", "elastic.codec=int8"),
+    "sparse, H = 5": (
+        *DILOCO,
+        "elastic.inner_steps=5",  # a 64th of the values goes in a round, so there have to be hundreds
+        "elastic.codec=sparse",
+        "elastic.outer_momentum=0",
+        "elastic.outer_learning_rate=1",
+    ),
+}
+
+
+@pytest.mark.slow
+def test_sparse_parts_lead_to_what_int8_leads_to(tmp_path: Path) -> None:
+    finals = {
+        arm: fmean(result_of(arm, seed, tmp_path)["held_out"] for seed in SEEDS) for arm in reversed(THIN)
+    }
+    print(finals)
+    assert finals["sparse, H = 5"] <= 1.02 * finals["int8, H = 5"]
+
 
 @pytest.mark.slow
 def test_diloco_learns_what_synchronous_training_learns(tmp_path: Path) -> None:
@@ -143,7 +163,7 @@ def run_of(arm: str, seed: int, directory: Path) -> dict[str, Any]:
 
 def recipe_of(arm: str, seed: int, directory: Path) -> LoadedRecipe:
     more = (f"run.seed={seed}", f"train.tokens={TOKENS}", f"checkpoint.memory_directory={directory}")
-    return parse_recipe(RECIPE, [*more, *ARMS[arm]], label="soak")
+    return parse_recipe(RECIPE, [*more, *(ARMS | THIN)[arm]], label="soak")
 
 
 def with_data(loaded: LoadedRecipe, path: Path) -> Path:
