@@ -379,3 +379,8 @@ def test_every_signal_of_a_fault_in_native_code_is_a_crash(status: int) -> None:
 def test_what_numpy_says_of_a_full_disk_is_no_fault_of_the_program() -> None:
     verdict = diagnose(told_by("OSError: 1048576 requested and 0 written"))
     assert (verdict.cause, verdict.retries) == (Cause.NO_SPACE, False)
+
+
+def test_the_name_of_a_run_is_no_cause() -> None:
+    log = "00:18:26 step 0 of 50, incarnation 1 of /tmp/NCCL-timeout/run\nValueError: invalid literal"
+    assert diagnose(told_by(log)).cause == Cause.EXCEPTION
