@@ -28,7 +28,7 @@ _STORAGE_AWAY = (
     r"[Tt]ransport endpoint|Stale (?:NFS )?file handle",
 )
 _COLLECTIVE_TIMEOUT = (
-    r"Watchdog caught collective operation timeout|\bNCCL\b[^/]*(?:timed out|timeout)",
+    r"Watchdog caught collective operation timeout|(?<![/\w])NCCL\b[^/]*(?:timed out|timeout)",
     r"watchdog got stuck for \d+ seconds|Timed out waiting \d+ms for (?:recv|send) operation",
 )
 KNOWN_TEXTS: tuple[tuple[Cause, str], ...] = (
