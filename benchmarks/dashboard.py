@@ -270,9 +270,8 @@ def killed(times: int) -> list[Measurement]:
 
 def _until_told(url: str, peer: subprocess.Popen[str]) -> float:
     with urlopen(f"{url}api/changes", timeout=60) as stream:
-        for _ in range(2):  # until all are known to run
-            while not stream.readline().startswith(b"event: change"):
-                continue
+        while not stream.readline().startswith(b"event: change"):  # all are known to run
+            continue
         began = time.monotonic()
         peer.kill()
         while True:
