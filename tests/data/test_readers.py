@@ -14,7 +14,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from bloomery.data import readers
+from bloomery.data import documents
 from bloomery.data.documents import BadDocuments, Document
 from bloomery.data.readers import Reading, SourceFile, read_file
 from bloomery.data.sources import find_files, read_documents
@@ -210,18 +210,18 @@ def test_a_mark_within_a_part_of_a_file_is_text(tmp_path: Path) -> None:
 def test_pieces_between_separators_are_those_of_a_split_whatever_is_read_at_once(
     monkeypatch: pytest.MonkeyPatch, chunk: int
 ) -> None:
-    monkeypatch.setattr(readers, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(documents, "CHUNK_BYTES", chunk)
     for content in (b"", b"aba", b"ababa", b"xabaaba", b"abaabaababa", b"aabbaabab" * 5):
         for separator in (b"a", b"ab", b"aba", b"abab", b"zz"):
-            pieces = [piece for piece, _ in readers._split(io.BytesIO(content), separator)]
+            pieces = [piece for piece, _ in documents.split_stream(io.BytesIO(content), separator)]
             assert pieces == content.split(separator), (content, separator)
 
 
 def test_text_without_the_separator_is_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four million bytes, 16 at a time: searching all that is held again would take 5 × 10¹¹ comparisons."""
-    monkeypatch.setattr(readers, "CHUNK_BYTES", 16)
+    monkeypatch.setattr(documents, "CHUNK_BYTES", 16)
     content = b"no separator in here" * 200_000
-    assert [piece for piece, _ in readers._split(io.BytesIO(content), b"<|doc|>")] == [content]
+    assert [piece for piece, _ in documents.split_stream(io.BytesIO(content), b"<|doc|>")] == [content]
 
 
 def test_a_corpus_whose_first_thousand_documents_are_all_bad_is_not_read_to_its_end(tmp_path: Path) -> None:

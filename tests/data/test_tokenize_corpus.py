@@ -88,6 +88,7 @@ def test_the_pieces_join_to_what_one_pass_would_write(
     ]
     verified = verify_pair(tmp_path / "out")
     assert (verified.findings, verified.skipped, verified.documents) == ((), (), len(TEXTS))
+    assert done.notes == ()  # no text becomes the end of a document
 
 
 def test_several_processes_write_the_same_and_split_off_what_is_held_out(
@@ -394,6 +395,8 @@ def test_a_text_that_becomes_the_end_of_a_document_is_counted_and_left_out(
 
     strays = [2, 4] if spelt == EOD else []
     assert [entry.line for entry in done.bad.entries] == strays
+    (told,) = [note for note in done.notes if "count as bad" in note]  # tried before a text was seen
+    assert f"'{EOD}'" in told
     assert {entry.kind for entry in done.bad.entries} <= {"with an end of document inside"}
     good = [text for number, text in enumerate(texts, 1) if number not in strays]
     assert contents(tmp_path / "out") == expected(job, good)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from bloomery.config.data import LONGEST_LINE_MIB
+from bloomery.data.archives import WARC, ZIP, warc_documents, zip_documents
 from bloomery.data.documents import (
     CHUNK_BYTES,
     BadDocument,
@@ -29,6 +30,7 @@ from bloomery.data.documents import (
     record_text,
     size_in_utf8,
     skip_line,
+    split_stream,
 )
 from bloomery.errors import DataError
 
@@ -43,11 +45,11 @@ BY_NAME = (
     *(".py", ".js", ".ts", ".c", ".h", ".cpp", ".rs", ".go", ".java"),
 )
 """Endings of files that are read if a source names them, and left out where they lie in a directory."""
-ENDINGS = (*TEXT, *PACKED_TEXT, *LINES, *PACKED_LINES, *PARQUET, *ARROW)
+ENDINGS = (*TEXT, *PACKED_TEXT, *LINES, *PACKED_LINES, *PARQUET, *ARROW, *ZIP, *WARC)
 KNOWN = (
-    ".txt, .jsonl (one document a line), both also .gz and .zst, .parquet, and datasets that Hugging Face "
-    "saved to disk (.arrow); and, where they are named or the glob ends so, arrays of .json, tables of .csv "
-    "and .tsv, and text such as .md, .rst, .html, .py"
+    ".txt, .jsonl (one document a line), both also .gz and .zst, .parquet, .zip of texts, WARC files, "
+    "datasets that Hugging Face saved to disk (.arrow); and, where they are named or the glob ends so, "
+    "arrays of .json, tables of .csv and .tsv, and text such as .md, .rst, .html, .py"
 )
 
 _COPY_AGAIN = "Copy it again from where it is whole, or take it out of data.sources."
@@ -121,11 +123,31 @@ def _reader_of(file: SourceFile, reading: Reading) -> _Reader:
         return _parquet
     if name.endswith(ARROW):
         return _arrow
+    if name.endswith(ZIP):
+        return _zip
+    if name.endswith(WARC):
+        return _warc
     if name.endswith(ARRAY):
         return _array
     if name.endswith(TABLE):
         return _table
     return _separated_text if reading.separator else _whole_text
+
+
+def _zip(file: SourceFile, reading: Reading, bad: BadDocuments) -> Iterator[Document]:
+    yield from zip_documents(
+        file.path,
+        file.key,
+        text_field=reading.text_field,
+        prompt_field=reading.prompt_field,
+        longest_bytes=reading.longest_line_bytes,
+        endings=(*TEXT, *BY_NAME),
+        bad=bad,
+    )
+
+
+def _warc(file: SourceFile, reading: Reading, bad: BadDocuments) -> Iterator[Document]:
+    yield from warc_documents(file.path, longest_bytes=reading.longest_line_bytes, bad=bad)
 
 
 def _whole_text(file: SourceFile, reading: Reading, bad: BadDocuments) -> Iterator[Document]:
@@ -197,7 +219,7 @@ def _separated_text(file: SourceFile, reading: Reading, bad: BadDocuments) -> It
     """Yield the pieces between separators; an empty one at the beginning or end is no document."""
     line = 1
     with _stream_of(file) as stream:
-        for content, is_edge in _split(stream, reading.separator.encode()):
+        for content, is_edge in split_stream(stream, reading.separator.encode()):
             text = decoded_text(content)
             if isinstance(text, BadText):
                 if content or not is_edge:
@@ -205,23 +227,6 @@ def _separated_text(file: SourceFile, reading: Reading, bad: BadDocuments) -> It
             else:
                 yield Document(text=text, place=f"{file.path}:{line}", size_bytes=len(content))
             line += content.count(b"\n") + reading.separator.count("\n")
-
-
-def _split(stream: IO[bytes], separator: bytes) -> Iterator[tuple[bytes, bool]]:
-    """Yield (piece, whether it is the first or the last) for each piece of a stream between separators."""
-    buffer, is_first = bytearray(stream.read(CHUNK_BYTES).removeprefix(codecs.BOM_UTF8)), True
-    begin, chunk = 0, bytes(buffer)
-    while chunk:
-        start = 0
-        while (at := buffer.find(separator, begin)) >= 0:
-            yield bytes(buffer[start:at]), is_first
-            is_first = False
-            start = begin = at + len(separator)
-        del buffer[:start]
-        begin = max(0, len(buffer) - len(separator) + 1)  # before it there is none: nothing is searched twice
-        chunk = stream.read(CHUNK_BYTES)
-        buffer += chunk
-    yield bytes(buffer), True
 
 
 def _lines(file: SourceFile, reading: Reading, bad: BadDocuments) -> Iterator[Document]:

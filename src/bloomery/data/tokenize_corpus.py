@@ -320,10 +320,18 @@ def _joined(
         text_bytes=text_bytes,
         bad=bad,
         engines=engines,
-        notes=(tokenizer.engine_note,) if tokenizer.engine_note else (),
+        notes=_notes(tokenizer),
         pieces=len(pieces),
         pieces_kept=0,
     )
+
+
+def _notes(tokenizer: Tokenizer) -> tuple[str, ...]:
+    endings = ", ".join(map(repr, tokenizer.texts_that_end_documents()))
+    stray = (
+        f"Documents whose text holds {endings} count as bad: the tokenizer reads the end of a document there."
+    )
+    return tuple(filter(None, (tokenizer.engine_note, stray if endings else "")))
 
 
 def _endings(job: Job) -> tuple[str, ...]:

@@ -35,6 +35,8 @@ from bloomery.data.tokenizer_engines import (
 from bloomery.errors import DataError
 
 _PIECE = 1 << 18
+_TRIED = 2048
+_AROUND = (("", ""), ("a", "b"), (" ", " "), ("\n", "\n"), ("a ", " b"), ("<", ">"), ("é", "語"))
 _BETWEEN_WORDS = re.compile(r"[^\W\d_](?= [^\W\d_])")
 
 
@@ -115,6 +117,23 @@ class Tokenizer:
     def reference(self) -> str:
         """The name of the reference engine, whose ids are right by definition."""
         return self._reference.name
+
+    def texts_that_end_documents(self) -> list[str]:
+        """Return those added tokens, and of the end of a document itself, whose text becomes the id that ends
+        a document. Each is tried alone, within words, between blanks and within texts that are hard.
+        """
+        contents = [self.end_of_document]
+        if not isinstance(self._engine, PieceModel):
+            contents += [str(token.content) for token in self._engine.get_added_tokens_decoder().values()]
+        contents = list(dict.fromkeys(contents))[:_TRIED]
+        found = []
+        for content in contents:
+            forms = (content, content.lower(), content.upper(), content.capitalize())
+            tried = [f"{before}{form}{after}" for form in forms for before, after in _AROUND]
+            tried += [f"{text}{content}{text}" for text in HARD_TEXTS]
+            if (self._coder.encode(tried).ids == self.eod).any():
+                found.append(content)
+        return found
 
     def use_fast(self) -> None:
         """Encode with the fast engine from now on, if this tokenizer is one that the engine is proven on.

@@ -1,0 +1,148 @@
+"""Reads the documents of archives: members of a .zip file, and records of text in WARC files."""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import zipfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from bloomery.data.documents import (
+    BadDocuments,
+    BadText,
+    Document,
+    decoded_text,
+    json_text,
+    lines_until,
+    size_in_utf8,
+)
+from bloomery.errors import DataError
+
+ZIP, WARC = (".zip",), (".warc", ".warc.gz", ".wet", ".wet.gz")
+_LINES = (".jsonl", ".ndjson")
+_COPY_AGAIN = "Copy it again from where it is whole, or take it out of data.sources."
+
+
+def zip_documents(
+    path: Path,
+    key: str,
+    *,
+    text_field: str,
+    prompt_field: str = "",
+    longest_bytes: int,
+    endings: tuple[str, ...],
+    bad: BadDocuments,
+) -> Iterator[Document]:
+    """Yield the documents of a .zip file's members, by their names: lines of .jsonl, else a member is one.
+
+    key: path of the file below its source. endings: of members that are read whole; others are left out.
+    longest_bytes: a longer line or member is a bad document, which is not held in memory.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members = sorted(archive.infolist(), key=lambda member: member.filename)
+            for member in members:
+                name = member.filename
+                if member.is_dir() or any(part.startswith((".", "__")) for part in name.split("/")):
+                    continue
+                place = f"{path}!{name}"
+                if name.endswith(_LINES):
+                    with archive.open(member) as stream:
+                        lines = lines_until(stream, None, longest_bytes=longest_bytes)
+                        yield from _lines(lines, place, fields=(text_field, prompt_field), bad=bad)
+                elif name.endswith(endings):
+                    if member.file_size > longest_bytes:
+                        why = f"a member of {member.file_size:,} bytes; at most {longest_bytes:,} are read"
+                        bad.add(BadText(kind="too long", why=why).at(place, 0))
+                        continue
+                    content = archive.read(member).removeprefix(codecs.BOM_UTF8)
+                    text = decoded_text(content)
+                    if isinstance(text, BadText):
+                        bad.add(text.at(place, 0))
+                    else:
+                        yield Document(name=f"{key}/{name}", text=text, place=place, size_bytes=len(content))
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as damaged:
+        raise DataError(f"{path} is no whole .zip file: {damaged}.", remedy=_COPY_AGAIN) from damaged
+
+
+def _lines(
+    lines: Iterator[bytes | BadText], place: str, *, fields: tuple[str, str], bad: BadDocuments
+) -> Iterator[Document]:
+    for number, line in enumerate(lines, 1):
+        content = line.removeprefix(codecs.BOM_UTF8) if isinstance(line, bytes) and number == 1 else line
+        if isinstance(content, BadText):
+            bad.add(content.at(place, number))
+            continue
+        found = json_text(content, text_field=fields[0], prompt_field=fields[1])
+        if isinstance(found, BadText):
+            bad.add(found.at(place, number))
+        else:
+            size = size_in_utf8(found.text)
+            yield Document(text=found.text, prompt=found.prompt, place=f"{place}:{number}", size_bytes=size)
+
+
+def warc_documents(path: Path, *, longest_bytes: int, bad: BadDocuments) -> Iterator[Document]:
+    """Yield the plain texts of a WARC file: conversion records (WET files), and others of type text/plain.
+
+    A page of HTML is a bad document: its text is in the WET file beside it. Records about the crawl
+    (requests, metadata) are no documents. Places are numbers of records.
+    """
+    from warcio.archiveiterator import ArchiveIterator
+    from warcio.exceptions import ArchiveLoadFailed
+
+    number = 0
+    try:
+        opened = (
+            gzip.open if path.name.endswith(".gz") else open
+        )  # warcio's own takes a cut .gz for a short one
+        with opened(path, "rb") as stream:
+            for number, record in enumerate(ArchiveIterator(stream), 1):
+                if record.rec_type not in ("conversion", "response", "resource"):
+                    _read_on(record, path, number)
+                    continue
+                text = _record_text(record, path, number, longest_bytes=longest_bytes)
+                if isinstance(text, str):
+                    yield Document(text=text, place=f"{path}:{number}", size_bytes=size_in_utf8(text))
+                else:
+                    bad.add(text.at(path, number))
+            while stream.read(1 << 20):  # warcio takes a broken end for the end; reading on tells
+                pass
+    except (ArchiveLoadFailed, gzip.BadGzipFile, EOFError, zlib.error) as damaged:
+        raise DataError(
+            f"{path} is no whole WARC file after record {number:,}: {damaged}.", remedy=_COPY_AGAIN
+        ) from damaged
+
+
+def _record_text(record: Any, path: Path, number: int, *, longest_bytes: int) -> str | BadText:
+    """Return the text of a record, or why it holds none. Any: warcio has no types."""
+    headers = record.http_headers or record.rec_headers
+    kind = str(headers.get_header("Content-Type", "text/plain")).partition(";")[0].strip().lower()
+    if record.rec_type != "conversion" and kind != "text/plain":
+        _read_on(record, path, number)
+        return BadText(kind="not plain text", why=f"{kind}; its text is in the WET file of the same crawl")
+    if record.http_headers is not None:  # chunked, compressed: its length on the wire is another
+        content = record.content_stream().read(longest_bytes + 1)
+    else:
+        content = record.raw_stream.read(longest_bytes + 1)
+    if len(content) > longest_bytes:
+        _read_on(record, path, number, taken=len(content))
+        why = f"a record of more than {longest_bytes:,} bytes (data.longest_line_mib)"
+        return BadText(kind="too long", why=why)
+    _read_on(record, path, number, taken=len(content))
+    return decoded_text(content)
+
+
+def _read_on(record: Any, path: Path, number: int, *, taken: int = 0) -> None:
+    """Read a record to its end, and refuse a file that ends before it."""
+    stream: IO[bytes] = record.raw_stream
+    while chunk := stream.read(1 << 20):
+        taken += len(chunk)
+    wanted = record.rec_headers.get_header("Content-Length")
+    if record.http_headers is None and wanted is not None and wanted.isdecimal() and taken < int(wanted):
+        raise DataError(
+            f"{path} ends within record {number:,}: {taken:,} of its {wanted} bytes are there.",
+            remedy=_COPY_AGAIN,
+        )

@@ -1,0 +1,130 @@
+"""Archives of texts: .zip files, and WARC files that warcio wrote."""
+
+from __future__ import annotations
+
+import io
+import json
+import zipfile
+from pathlib import Path
+
+import pytest
+from warcio.statusandheaders import StatusAndHeaders
+from warcio.warcwriter import WARCWriter
+
+from bloomery.data.documents import BadDocuments, Document
+from bloomery.data.sources import find_files, read_documents
+from bloomery.errors import DataError
+
+TEXTS = ["a first text, é\n", "the second 語", "a third, longer one " * 200]
+
+
+def read(path: Path, bad: BadDocuments | None = None, **reading: int) -> list[Document]:
+    files = find_files([str(path)]).files
+    return list(read_documents(files, text_field="a.text", bad=bad or BadDocuments(), **reading))
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> Path:
+    """Lines, a text, what is no text, what is hidden, and what is not UTF-8."""
+    path = tmp_path / "texts" / "all.zip"
+    path.parent.mkdir()
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as made:
+        made.writestr("b/lines.jsonl", "".join(json.dumps({"a": {"text": t}}) + "\n" for t in TEXTS) + "{}\n")
+        made.writestr("a.txt", "\ufeff" + TEXTS[0])
+        made.writestr("picture.png", b"\x89PNG")
+        made.writestr("__MACOSX/a.txt", "a fork")
+        made.writestr("wrong.md", b"\xff\xfe")
+    return path
+
+
+def test_the_members_of_a_zip_file_are_documents_by_their_names(archive: Path) -> None:
+    bad = BadDocuments()
+    found = read(archive.parent, bad)  # a directory: .zip is an ending that is read there
+    assert [document.text for document in found] == [TEXTS[0], *TEXTS]
+    assert [document.place for document in found[:2]] == [f"{archive}!a.txt", f"{archive}!b/lines.jsonl:1"]
+    assert found[0].key == "all.zip/a.txt"
+    assert [(entry.place, entry.kind) for entry in bad.entries] == [
+        (f"{archive}!b/lines.jsonl:4", "without the field"),
+        (f"{archive}!wrong.md", "not UTF-8"),
+    ]
+
+
+def test_a_member_that_is_too_long_is_not_held(tmp_path: Path) -> None:
+    path = tmp_path / "bomb.zip"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as made:
+        made.writestr("bomb.txt", bytes(3 << 20))
+        made.writestr("lines.jsonl", b'{"a": "' + b"x" * (3 << 20) + b'"}\n')
+        made.writestr("small.txt", "small")
+    bad = BadDocuments()
+    assert [document.text for document in read(path, bad, longest_line_mib=1)] == ["small"]
+    assert [entry.kind for entry in bad.entries] == ["too long", "too long"]
+
+
+def test_a_damaged_zip_file_stops_the_work(archive: Path) -> None:
+    content = bytearray(archive.read_bytes())
+    for damaged in (content[:-30], content[:200] + bytes(40) + content[240:]):
+        archive.write_bytes(damaged)
+        with pytest.raises(DataError, match=r"all.zip is no whole .zip file"):
+            read(archive)
+
+
+def written(path: Path) -> Path:
+    with path.open("wb") as file:
+        writer = WARCWriter(file, gzip=path.name.endswith(".gz"))
+        writer.write_record(writer.create_warcinfo_record(path.name, {"software": "a test"}))
+        for number, text in enumerate(TEXTS):
+            record = writer.create_warc_record(
+                f"http://example.org/{number}",
+                "conversion",
+                payload=io.BytesIO(text.encode()),
+                warc_content_type="text/plain",
+            )
+            writer.write_record(record)
+        for kind, content in (
+            ("text/html; charset=utf-8", b"<p>"),
+            ("text/plain", b"plain"),
+            ("text/plain", b"\xff"),
+        ):
+            headers = StatusAndHeaders("200 OK", [("Content-Type", kind)], protocol="HTTP/1.1")
+            record = writer.create_warc_record(
+                "http://example.org/", "response", payload=io.BytesIO(content), http_headers=headers
+            )
+            writer.write_record(record)
+    return path
+
+
+@pytest.mark.parametrize("name", ["crawl.warc", "crawl.warc.gz", "crawl.warc.wet.gz"])
+def test_the_plain_texts_of_a_warc_file_are_documents(tmp_path: Path, name: str) -> None:
+    path, bad = written(tmp_path / name), BadDocuments()
+    found = read(path, bad)
+    assert [document.text for document in found] == [*TEXTS, "plain"]
+    assert [document.place for document in found] == [f"{path}:{number}" for number in (2, 3, 4, 6)]
+    assert [(entry.line, entry.kind) for entry in bad.entries] == [(5, "not plain text"), (7, "not UTF-8")]
+    assert "WET" in bad.entries[0].why
+
+
+@pytest.mark.parametrize("name", ["crawl.warc", "crawl.warc.gz"])
+def test_half_a_warc_file_is_not_a_short_file(tmp_path: Path, name: str) -> None:
+    path = written(tmp_path / name)
+    content = path.read_bytes()
+    place = content.index(b"third") + 50 if name.endswith("c") else len(content) // 3
+    path.write_bytes(content[:place])
+    with pytest.raises(DataError, match=r"crawl.warc\S* (ends within record|is no whole WARC file)"):
+        read(path)
+
+
+def test_a_record_that_is_too_long_is_not_held(tmp_path: Path) -> None:
+    path = tmp_path / "long.warc"
+    with path.open("wb") as file:
+        writer = WARCWriter(file, gzip=False)
+        for content in (b"x" * (3 << 20), b"short"):
+            record = writer.create_warc_record(
+                "http://example.org/",
+                "conversion",
+                payload=io.BytesIO(content),
+                warc_content_type="text/plain",
+            )
+            writer.write_record(record)
+    bad = BadDocuments()
+    assert [document.text for document in read(path, bad, longest_line_mib=1)] == ["short"]
+    assert [entry.kind for entry in bad.entries] == ["too long"]
