@@ -63,6 +63,18 @@ def test_check_says_nothing_of_training_where_it_can_train(capsys):
     assert "cannot" not in out
 
 
+def test_check_gives_the_warnings_of_the_plan_and_json_holds_mistakes_too(capsys):
+    status, out, _ = run(capsys, "check", "tr11-176b")
+    assert status == 0 and "warning: Saving every" in " ".join(out.split())
+    status, out, _ = run(
+        capsys, "check", "demo", "model.hidden=2048", "model.layers=2", "model.heads=16", "--json"
+    )
+    (warning,) = json.loads(out)["warnings"]
+    assert status == 0 and "hidden/layers is 1024" in warning and json.loads(out)["mistakes"] == []
+    status, out, _ = run(capsys, "check", "demo", "train.micro_batch=3", "schedule.floor=9", "--json")
+    assert status == 2 and len(json.loads(out)["mistakes"]) == 2
+
+
 def test_check_reports_every_mistake_and_fails(capsys):
     status, _, err = run(capsys, "check", "demo", "train.micro_batch=3", "schedule.floor=9")
     assert status == 2

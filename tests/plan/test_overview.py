@@ -28,6 +28,7 @@ micro_batches samples tokens step sample peak_stage rank_parameters kept_at_end 
 best_interval_steps failures head_rank tensor pipeline data zero shard chunks per_node model_flops cost
 """
 UNITS = """
+ratio
 _s seconds _bytes _share _teraflops teraflops_range mfu hfu days _hours _mwh _accelerator days_low days_high
 """
 NAMES = ["tr1-13b", "tr11-176b", "llmjp-172b", "intellect1-10b", "demo", "tr11-176b-tiny"]

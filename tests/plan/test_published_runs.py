@@ -20,8 +20,10 @@ from bloomery.plan.memory import block_activation_bytes
 from bloomery.plan.overview import make_plan
 from bloomery.plan.parameters import count_parameters, token_cost
 from bloomery.plan.peer_round import plan_round
+from bloomery.plan.proportions import proportions, unusual_shape
 from bloomery.plan.request import Request
 from bloomery.plan.step_time import step_time
+from bloomery.plan.timeline import last_step_words, ramp_up_cost
 
 MEGATRON = "Narayanan et al., 2021, table 1 (memory); micro-batch and chunks ours"
 SELECTIVE = "Korthikanti et al., 2022, tables 3 to 5 (memory)"
@@ -371,3 +373,33 @@ def test_activations_of_a_block_follow_korthikanti(sequence, recompute, factor):
     s, b, h, t = 2048, 1, 12288, 8
     expected = s * b * h * factor(t, 5 * 96 * s / h)
     assert block_activation_bytes(run.work(), recompute) == pytest.approx(expected)
+
+
+def test_the_length_is_rounded_up_and_megatrons_own_count_is_told() -> None:
+    """BLOOM's logs end at step 115,311, because Megatron rounds down."""
+    plan = make_plan(
+        Request(loaded=load_recipe("tr11-176b"), hardware=load_hardware("a100-80g"), accelerators=384)
+    )
+    words = last_step_words(plan.draft.request.recipe, plan.draft.course)
+    assert plan.whole.steps == 115_312 and "115,311 steps" in words
+
+
+def test_what_a_ramp_up_costs_is_what_its_steps_take_beyond_the_full_batch() -> None:
+    plan = make_plan(
+        Request(loaded=load_recipe("tr11-176b"), hardware=load_hardware("a100-80g"), accelerators=384)
+    )
+    *ramping, full = plan.draft.course
+    cost = ramp_up_cost(plan.draft.course)
+    rate = full.global_batch / full.step.seconds
+    slower_s = [each.seconds - each.steps * each.global_batch / rate for each in ramping]
+    assert cost.penalty_s == pytest.approx(sum(slower_s)) and min(slower_s) > 0
+    assert ramp_up_cost(plan.draft.course[-1:]).penalty_s == 0
+
+
+@pytest.mark.parametrize(
+    ("recipe", "ratios"), [("tr11-176b", (205, 128)), ("tr1-13b", (128, 160)), ("llmjp-172b", (128, 128))]
+)
+def test_published_models_have_usual_proportions(recipe: str, ratios: tuple[int, int]) -> None:
+    model = load_recipe(recipe).recipe.model
+    assert tuple(round(shape.ratio) for shape in proportions(model)) == ratios
+    assert list(unusual_shape(model)) == []

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 from bloomery.cli.arguments import parser
@@ -38,6 +40,7 @@ def run(arguments: list[str]) -> int:
         default=Path(),
         help="measure the disk that holds this directory (default: the current one)",
     )
+    options.add_argument("--json", action="store_true", help="print the figures as one JSON object too")
     options.add_argument("--quiet", action="store_true", help="do not print what is being measured")
     chosen = options.parse_args(arguments)
     from bloomery.errors import StorageError
@@ -58,6 +61,9 @@ def run(arguments: list[str]) -> int:
 
     hardware = measure_machine(chosen.disk, say=_say_nothing if chosen.quiet else _say)
     chosen.to.write_text(dump_hardware(hardware), encoding="utf-8")
+    if chosen.json:
+        print(json.dumps({"wrote": str(chosen.to), **asdict(hardware)}))
+        return 0
     print(f"wrote {chosen.to}: bloomery plan RECIPE --hardware {chosen.to}")
     return 0
 

@@ -14,7 +14,8 @@ from bloomery.config.explain import SettingRow, explain, reference
 from bloomery.config.load import LoadedRecipe, dump_recipe
 from bloomery.config.recipe import Recipe
 from bloomery.config.validate import check_recipe
-from bloomery.errors import StorageError
+from bloomery.errors import ConfigError, StorageError
+from bloomery.plan.early_warnings import warnings_of
 from bloomery.plan.parameters import count_parameters, token_cost
 from bloomery.plan.schedule import phases, steps_of_peer, total_samples
 
@@ -69,11 +70,26 @@ def _check(arguments: list[str]) -> int:
         examples="bloomery config check my.toml train.global_batch=48",
     )
     add_recipe(options)
+    options.add_argument("--json", action="store_true", help="print one JSON object, of mistakes too")
     chosen = options.parse_intermixed_args(arguments)
-    loaded = load_given(chosen.recipe, chosen.overrides)
-    check_recipe(loaded.recipe, loaded.sources)
+    try:
+        loaded = load_given(chosen.recipe, chosen.overrides)
+        check_recipe(loaded.recipe, loaded.sources)
+    except ConfigError as refused:
+        if not chosen.json:
+            raise
+        mistakes = [asdict(mistake) for mistake in refused.mistakes]
+        print(json.dumps({"recipe": chosen.recipe, "mistakes": mistakes}, default=str, ensure_ascii=False))
+        return refused.exit_status
+    facts, warnings = _facts(loaded.recipe), list(warnings_of(loaded))
+    if chosen.json:
+        shown = {"recipe": chosen.recipe, "mistakes": [], "warnings": warnings, **dict(facts)}
+        print(json.dumps(shown, ensure_ascii=False))
+        return 0
     print(f"{chosen.recipe}: no mistakes")
-    print("\n".join(f"  {name:<12} {value}" for name, value in _facts(loaded.recipe)))
+    print("\n".join(f"  {name:<12} {value}" for name, value in facts))
+    for warning in warnings:
+        print(textwrap.fill(f"warning: {warning}", COLUMNS, initial_indent="  ", subsequent_indent="    "))
     return 0
 
 

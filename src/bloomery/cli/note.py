@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 from bloomery.cli.arguments import parser
 from bloomery.cli.run_inputs import existing_run
 from bloomery.errors import BloomeryError
@@ -23,6 +25,7 @@ def run(arguments: list[str]) -> int:
     options.add_argument("run", metavar="RUN", help="the run directory")
     options.add_argument("text", metavar="TEXT", nargs="?", help="the note")
     options.add_argument("--by", default="", metavar="NAME", help="who writes it (default: your account)")
+    options.add_argument("--json", action="store_true", help="print one JSON object")
     chosen = options.parse_args(arguments)
     from bloomery.operate.ledger.chronicle import add_note, write_chronicle
 
@@ -32,7 +35,9 @@ def run(arguments: list[str]) -> int:
             raise BloomeryError("The note is empty.", remedy='Write it: bloomery note RUN "what happened"')
         add_note(rundir, chosen.text, by=chosen.by)
     path = write_chronicle(rundir)
-    if path is None:
+    if chosen.json:
+        print(json.dumps({"noted": chosen.text, "chronicle": None if path is None else str(path)}))
+    elif path is None:
         print("noted; the chronicle begins with the first start of the run")
     else:
         print(path)

@@ -14,9 +14,11 @@ from bloomery.cli.given_recipe import load_given
 from bloomery.errors import ConfigError, Mistake
 from bloomery.plan.hardware import Hardware, load_hardware, load_link
 from bloomery.plan.overview import Plan, parameters_of_stage
+from bloomery.plan.proportions import proportions
 from bloomery.plan.request import Request
 from bloomery.plan.step_time import StepTime
 from bloomery.plan.this_machine import this_machine
+from bloomery.plan.timeline import last_step_words, ramp_up_cost
 
 EXAMPLES = """\
 bloomery plan tr11-176b                                  plan for the machine that the recipe names
@@ -207,7 +209,7 @@ def _at(options: Namespace) -> int:
     if options.json:
         print(json.dumps(as_progress_figures(progress), indent=2, ensure_ascii=False))
     else:
-        from bloomery.cli.plan_tables import progress_text
+        from bloomery.cli.plan_progress import progress_text
 
         print(progress_text(progress))
     return 0
@@ -257,6 +259,9 @@ def as_figures(plan: Plan) -> dict[str, Any]:
         "layout": asdict(layout)
         | {"micro_batch": work.micro_batch, "recompute": request.recipe.train.recompute},
         "parameters": _parameters(plan),
+        "proportions": [
+            asdict(ratio) | {"is_usual": ratio.is_usual} for ratio in proportions(request.recipe.model)
+        ],
         "memory": _memory(plan),
         "step": _step(draft.course[-1].step),
         "speed": asdict(plan.speed),
@@ -275,7 +280,8 @@ def as_figures(plan: Plan) -> dict[str, Any]:
             }
             for entry in draft.course
         ],
-        "run": asdict(plan.whole),
+        "ramp_up": asdict(ramp_up_cost(draft.course)),
+        "run": asdict(plan.whole) | {"last_step": last_step_words(request.recipe, draft.course)},
         "checkpoints": asdict(draft.checkpoints),
         "between_peers": asdict(plan.between_peers) if plan.between_peers else None,
         "calendar": [asdict(entry) for entry in plan.calendar],

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 
 from bloomery.cli.tables import COLUMNS, table_text
 from bloomery.errors import ConfigError, Mistake
+from bloomery.plan.proportions import proportions
+from bloomery.plan.timeline import last_step_words, ramp_up_cost
 
 if TYPE_CHECKING:
     from bloomery.plan.overview import Plan
     from bloomery.plan.peer_round import Round
-    from bloomery.plan.progress import RunProgress
     from bloomery.plan.search import SearchResult
     from bloomery.plan.timeline import Stretch
 
@@ -29,19 +30,19 @@ def plan_text(plan: Plan, *, start: str | None = None) -> str:
     """Return the whole plan as text. start: date of the first step, for the calendar; None: days only."""
     parts = [
         _heading(plan),
-        _section("parameters", _parameters(plan)),
-        _section("memory of one rank, GiB", _memory(plan)),
-        _section("one step of the full batch", _step(plan)),
-        _section("sent in one step", _traffic(plan)),
-        _section("the run, stretch by stretch", _ramp(plan.draft.course)),
-        _section("the whole run", _whole(plan)),
-        _section("checkpoints", _checkpoints(plan)),
-        _section("calendar", _calendar(plan, start)),
+        section("parameters", _parameters(plan)),
+        section("memory of one rank, GiB", _memory(plan)),
+        section("one step of the full batch", _step(plan)),
+        section("sent in one step", _traffic(plan)),
+        section("the run, stretch by stretch", _ramp(plan.draft.course)),
+        section("the whole run", _whole(plan)),
+        section("checkpoints", _checkpoints(plan)),
+        section("calendar", _calendar(plan, start)),
     ]
     if plan.between_peers:
-        parts.insert(5, _section("between peers", _between(plan.between_peers)))
+        parts.insert(5, section("between peers", _between(plan.between_peers)))
     if plan.warnings:
-        parts.append(_section("warnings", "\n".join(_wrapped(warning) for warning in plan.warnings)))
+        parts.append(section("warnings", "\n".join(_wrapped(warning) for warning in plan.warnings)))
     return "\n\n".join(parts)
 
 
@@ -66,50 +67,13 @@ def search_text(result: SearchResult) -> str:
         f"{result.recipe} on {result.accelerators} × {result.hardware}: {len(result.ranked)} layouts fit, "
         f"{result.too_large} do not fit, {result.indivisible} do not divide",
         "",
-        _table(rows, left=(1, 3, 7)),
+        rows_text(rows, left=(1, 3, 7)),
     ]
     if more > 0:
         lines.append(f"and {more} more: --json lists all")
     if result.nearest:
         lines += ["", _wrapped(result.nearest)]
     return "\n".join(lines)
-
-
-def progress_text(progress: RunProgress) -> str:
-    """Return what a run has done, what is left, and the plan beside what was measured."""
-    from bloomery.plan.progress import figures
-
-    of_peer = f" of this peer, one of {progress.peers}" if progress.peers > 1 else ""
-    rows = [
-        ["samples", f"{progress.consumed_samples:,} of {progress.total_samples:,}"],
-        ["tokens", f"{progress.consumed_tokens:,} of {progress.total_tokens:,}"],
-        ["steps", f"{progress.step:,} of {progress.total_steps:,}{of_peer}"],
-        [
-            "speed",
-            f"{progress.samples_per_s:,.2f} samples/s, {progress.step_s:.3g} s/step (median of the last "
-            f"{progress.steps_measured})",
-        ],
-        ["left", f"{days_text(progress.days_left)} with {progress.hours_per_day:g} hours a day"],
-    ]
-    parts = [
-        f"{progress.run}: {progress.consumed_samples / progress.total_samples:.1%} done",
-        _table(rows, left=(0, 1), head=False),
-    ]
-    if progress.elsewhere:
-        table = [["accelerators", "left", ""]]
-        table += [
-            [
-                f"{estimate.accelerators:,}",
-                "-" if estimate.days_left is None else days_text(estimate.days_left),
-                estimate.note,
-            ]
-            for estimate in progress.elsewhere
-        ]
-        parts.append(_section("on other numbers of accelerators", _table(table, left=(2,))))
-    table = [["figure", "planned", "measured", "measured/planned"]]
-    table += [[name, planned, measured, ratio] for name, planned, measured, ratio in figures(progress)]
-    parts.append(_section(f"planned (on {progress.hardware}) against measured", _table(table, left=(0,))))
-    return "\n\n".join(parts)
 
 
 def _heading(plan: Plan) -> str:
@@ -151,9 +115,17 @@ def _parameters(plan: Plan) -> str:
         ["final norm", f"{count.final_norm:,}", ""],
         ["head", f"{count.head:,}", "" if count.head else "shares the embedding's"],
         ["total", f"{count.total:,}", ""],
+        *(
+            [
+                shape.name,
+                f"{shape.ratio:.0f}",
+                f"published: {shape.lowest_ratio:.0f} to {shape.highest_ratio:.0f}",
+            ]
+            for shape in proportions(plan.draft.request.recipe.model)
+        ),
     ]
     rows = [row for row in rows if row[1] != "0" or row[0] in ("head",)]
-    return _table(rows, left=(0, 2), head=False)
+    return rows_text(rows, left=(0, 2), head=False)
 
 
 def _memory(plan: Plan) -> str:
@@ -177,7 +149,7 @@ def _memory(plan: Plan) -> str:
         rows.append([str(index), ends, *shown, f"{memory.total / GIB:.2f}{mark}"])
     part = max(asdict(draft.memory[draft.worst_stage]).items(), key=lambda item: item[1])[0]
     peak = f"peak {draft.peak_bytes / GIB:.1f} of {draft.room_bytes / GIB:.1f} GiB"
-    return f"{_table(rows)}\n{peak} on stage {draft.worst_stage}, most of it {part}"
+    return f"{rows_text(rows)}\n{peak} on stage {draft.worst_stage}, most of it {part}"
 
 
 def _step(plan: Plan) -> str:
@@ -218,7 +190,7 @@ def _step(plan: Plan) -> str:
             f"{speed.tokens_per_s_per_accelerator:,.0f} tokens/s each",
         ],
     ]
-    return _table(rows, left=(0, 1), head=False)
+    return rows_text(rows, left=(0, 1), head=False)
 
 
 def _traffic(plan: Plan) -> str:
@@ -226,7 +198,7 @@ def _traffic(plan: Plan) -> str:
     rows = [["axis", "busiest rank", "all ranks"]]
     for name in ("tensor", "pipeline", "data"):
         rows.append([name, *(_bytes(getattr(traffic, f"{whose}{name}_bytes")) for whose in ("", "all_"))])
-    return _table(rows, left=(0,))
+    return rows_text(rows, left=(0,))
 
 
 def _between(peers: Round) -> str:
@@ -240,7 +212,7 @@ def _between(peers: Round) -> str:
         ["host memory", f"{memory}; {_bytes(peers.copy_bytes)} more of four peers while one joins"],
         ["utilisation", f"{peers.utilisation:.1%} of the time goes to training"],
     ]
-    return _table(rows, left=(0, 1), head=False)
+    return rows_text(rows, left=(0, 1), head=False)
 
 
 def _ramp(course: Sequence[Stretch]) -> str:
@@ -264,15 +236,13 @@ def _ramp(course: Sequence[Stretch]) -> str:
                 f"{stretch.seconds / 86400:.2f}",
             ]
         )
-    ramping = course[:-1]
-    text = _table(rows, left=(6,))
+    cost = ramp_up_cost(course)
+    text = rows_text(rows, left=(6,))
     if len(course) > RAMP_ROWS:
         text += f"\n{len(shown)} of {len(course)} stretches; --json has all"
-    if ramping:
-        days = sum(stretch.seconds for stretch in ramping) / 86400
-        samples = sum(stretch.steps * stretch.global_batch for stretch in ramping)
-        full = samples / course[-1].global_batch * course[-1].step.seconds / 86400
-        text += f"\nuntil the full batch: {days:.2f} days, {days - full:.2f} more than at full speed"
+    if cost.samples:
+        days, penalty = cost.seconds / 86400, cost.penalty_s / 86400
+        text += f"\nuntil the full batch: {days:.2f} days, {penalty:.2f} more than at full speed"
     return text
 
 
@@ -280,6 +250,7 @@ def _whole(plan: Plan) -> str:
     whole = plan.whole
     rows = [
         ["length", f"{whole.steps:,} steps, {whole.samples:,} samples, {whole.tokens:,} tokens"],
+        ["rounding", last_step_words(plan.draft.request.recipe, plan.draft.course) or "whole steps"],
         ["compute", f"{whole.model_flops:.3g} FLOPs of the model"],
         [
             "days",
@@ -297,7 +268,7 @@ def _whole(plan: Plan) -> str:
     ]
     if whole.cost:
         rows.append(["cost", f"{whole.cost:,.0f} {whole.currency}"])
-    return _table(rows, left=(0, 1), head=False)
+    return rows_text(rows, left=(0, 1), head=False)
 
 
 def _checkpoints(plan: Plan) -> str:
@@ -335,7 +306,7 @@ def _checkpoints(plan: Plan) -> str:
                 f"takes {saves.restart_s / 60:.1f} min",
             ],
         ]
-    return _table(rows, left=(0, 1), head=False)
+    return rows_text(rows, left=(0, 1), head=False)
 
 
 def _calendar(plan: Plan, start: str | None) -> str:
@@ -353,7 +324,7 @@ def _calendar(plan: Plan, start: str | None) -> str:
                 event.what,
             ]
         )
-    return _table(rows, left=(len(rows[0]) - 1,))
+    return rows_text(rows, left=(len(rows[0]) - 1,))
 
 
 def start_date(text: str | None) -> date | None:
@@ -373,7 +344,8 @@ def start_date(text: str | None) -> date | None:
         raise ConfigError([mistake], of="the plan") from None
 
 
-def _section(title: str, body: str) -> str:
+def section(title: str, body: str) -> str:
+    """Return a title, and what stands beneath it indented."""
     return f"{title}\n" + textwrap.indent(body, INDENT)
 
 
@@ -381,7 +353,7 @@ def _wrapped(text: str) -> str:
     return textwrap.fill(text, COLUMNS - 4, initial_indent="- ", subsequent_indent="  ")
 
 
-def _table(rows: Sequence[Sequence[str]], *, left: Collection[int] = (), head: bool = True) -> str:
+def rows_text(rows: Sequence[Sequence[str]], *, left: Collection[int] = (), head: bool = True) -> str:
     """Return a table that stays within the page when a section indents it."""
     return table_text(rows, left=left, head=head, width=COLUMNS - len(INDENT))
 

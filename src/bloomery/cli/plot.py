@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,7 +41,7 @@ def run(arguments: list[str]) -> int:
         draw(readers, options)
     except OSError as refused:
         raise storage_error(refused, path=options.output, doing="Drawing") from refused
-    print(options.output)
+    print(json.dumps({"picture": str(options.output)}) if options.json else options.output)
     return 0
 
 
@@ -148,6 +149,7 @@ def _parse(arguments: list[str]) -> Namespace:
     options.add_argument("--from", dest="begin", type=float, metavar="X", help="where the axis begins")
     options.add_argument("--to", dest="end", type=float, metavar="X", help="where the axis ends")
     options.add_argument("--log", action="store_true", help="logarithmic")
+    options.add_argument("--json", action="store_true", help="print one JSON object")
     chosen = options.parse_intermixed_args(arguments)
     if chosen.output.suffix not in _SUFFIXES:
         options.error(f"--output ends in one of {', '.join(_SUFFIXES)}")

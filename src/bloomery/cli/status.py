@@ -72,6 +72,7 @@ def cancel(arguments: list[str]) -> int:
     )
     options.add_argument("run", metavar="RUN", type=Path, help="the run directory")
     options.add_argument("--queued", action="store_true", help="leave the job that runs")
+    options.add_argument("--json", action="store_true", help="print one JSON object")
     chosen = options.parse_args(arguments)
     from bloomery.operate.submission import kept_submission, refuse_missing_run, scheduler_of
 
@@ -86,6 +87,9 @@ def cancel(arguments: list[str]) -> int:
     jobs = [*waiting, *([] if chosen.queued else running)]
     for group in (waiting, [] if chosen.queued else running):
         scheduler.cancel(group)
+    if chosen.json:
+        print(json.dumps({"run": str(rundir.path), "cancelled": jobs}))
+        return 0
     print(f"cancelled {', '.join(jobs)}" if jobs else f"no job of {rundir.path} is in the queue")
     return 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from argparse import Namespace
 from pathlib import Path
 
@@ -42,15 +43,19 @@ def _switch(name: str, arguments: list[str]) -> int:
     options.add_argument("run", metavar="RUN", nargs="?", help="the run directory")
     options.add_argument("--at", metavar="DIR", help="a directory of switches, in place of a run")
     options.add_argument("--disarm", action="store_true", help="remove the switch")
+    options.add_argument("--json", action="store_true", help="print one JSON object")
     chosen = options.parse_args(arguments)
     if (chosen.run is None) == (chosen.at is None):
         options.error("give RUN or --at DIR, one of them")
     directories = _directories(chosen)
     if chosen.disarm:
-        return _disarm(name, directories)
+        return _disarm(name, directories, as_json=chosen.json)
     path = _armed(name, directories)
     target = chosen.run or f"--at {chosen.at}"
-    print(f"{path} is armed: {_ARMED[name].format(target)}")
+    if chosen.json:
+        print(json.dumps({"switch": name, "armed": str(path)}))
+    else:
+        print(f"{path} is armed: {_ARMED[name].format(target)}")
     return 0
 
 
@@ -90,9 +95,9 @@ def _armed(name: str, directories: list[Path]) -> Path:
     raise storage_error(refused, path=directories[0] / name, doing="Arming the switch") from refused
 
 
-def _disarm(name: str, directories: list[Path]) -> int:
-    switches = Switches(directories)
-    if switches.armed(name) is None:
+def _disarm(name: str, directories: list[Path], *, as_json: bool) -> int:
+    switches, disarmed = Switches(directories), list[str]()
+    if switches.armed(name) is None and not as_json:
         print(f"{name} is not armed in {' or '.join(map(str, directories))}")
         return 0
     while path := switches.armed(name):
@@ -101,5 +106,9 @@ def _disarm(name: str, directories: list[Path]) -> int:
             path.unlink(missing_ok=True)
         except OSError as error:
             raise storage_error(error, path=path, doing="Disarming the switch") from error
-        print(f"{path} is disarmed" + (f" ({note})" if note else ""))
+        disarmed.append(str(path))
+        if not as_json:
+            print(f"{path} is disarmed" + (f" ({note})" if note else ""))
+    if as_json:
+        print(json.dumps({"switch": name, "disarmed": disarmed}))
     return 0

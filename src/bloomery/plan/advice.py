@@ -11,9 +11,11 @@ from bloomery.plan.block_cost import block_passes
 from bloomery.plan.checkpoint_plan import MOST_LOST
 from bloomery.plan.hardware import GIB
 from bloomery.plan.layout import bubble_share
-from bloomery.plan.request import data_degrees
+from bloomery.plan.proportions import LEAST_HIDDEN, unusual_shape
+from bloomery.plan.request import data_degrees, vocabulary_of
 
 if TYPE_CHECKING:
+    from bloomery.config.recipe import Recipe
     from bloomery.plan.overview import Draft
 
 BUBBLE = 0.1
@@ -21,6 +23,18 @@ TIGHT = 0.92
 LARGE_HIDDEN = 4096
 STD_MARGIN = 1.5
 PADDING = 64
+
+
+def recipe_advice(recipe: Recipe, *, tensor: int) -> list[str]:
+    """Return the warnings that need no machine: about the model's shape, initial values and vocabulary.
+
+    tensor: the tensor-parallel degree. Plans, `config check` and the start of a training give them.
+    """
+    return [
+        *unusual_shape(recipe.model),
+        *_init(recipe),
+        *_vocabulary(recipe, tensor=tensor, vocabulary=vocabulary_of(recipe)),
+    ]
 
 
 def advice(draft: Draft) -> list[str]:
@@ -31,8 +45,7 @@ def advice(draft: Draft) -> list[str]:
         *_data_degree(draft),
         *_fewer_nodes(draft),
         *_network(draft),
-        *_init(draft),
-        *_vocabulary(draft),
+        *recipe_advice(draft.request.recipe, tensor=draft.work.layout.tensor),
         *_dropout(draft),
         *_cadence(draft),
     ]
@@ -116,8 +129,8 @@ def _network(draft: Draft) -> Iterator[str]:
         yield "Storage cannot deliver tokens as fast as they are trained on."
 
 
-def _init(draft: Draft) -> Iterator[str]:
-    model = draft.request.recipe.model
+def _init(recipe: Recipe) -> Iterator[str]:
+    model = recipe.model
     std, hidden = model.init_std, model.hidden
     if isinstance(std, float) and hidden > LARGE_HIDDEN and std > STD_MARGIN * init_std_small(hidden):
         yield (
@@ -140,10 +153,9 @@ def init_std_small(hidden: int) -> float:
     return math.sqrt(2 / (5 * hidden))
 
 
-def _vocabulary(draft: Draft) -> Iterator[str]:
-    tensor, vocabulary = draft.work.layout.tensor, draft.work.vocabulary
+def _vocabulary(recipe: Recipe, *, tensor: int, vocabulary: int) -> Iterator[str]:
     multiple = PADDING * tensor
-    if vocabulary % multiple and draft.request.recipe.model.hidden >= 1024:
+    if vocabulary % multiple and recipe.model.hidden >= LEAST_HIDDEN:
         padded = -(-vocabulary // multiple) * multiple
         yield (
             f"The vocabulary, {vocabulary:,}, should be padded to {padded:,} (a multiple of {PADDING} × TP): "

@@ -110,6 +110,40 @@ def total_seconds(course: Sequence[Stretch]) -> float:
     return sum(stretch.seconds for stretch in course)
 
 
+@dataclass(frozen=True, kw_only=True)
+class RampUpCost:
+    """What the run spends until its full batch. penalty_s: beyond what its samples take at the full batch."""
+
+    samples: int
+    seconds: float
+    penalty_s: float
+
+
+def ramp_up_cost(course: Sequence[Stretch]) -> RampUpCost:
+    """Return what is spent before the last stretch of the run; zeros where it is the only one."""
+    ramping, full = course[:-1], course[-1]
+    samples = sum(stretch.steps * stretch.global_batch for stretch in ramping)
+    seconds = sum(stretch.seconds for stretch in ramping)
+    at_full_s = samples / full.global_batch * full.step.seconds
+    return RampUpCost(samples=samples, seconds=seconds, penalty_s=seconds - at_full_s)
+
+
+def last_step_words(recipe: Recipe, course: Sequence[Stretch]) -> str:
+    """Return how the run's length is rounded to whole steps: up, because its last step is whole.
+
+    Megatron-LM leaves the rest out instead, which makes one step less. "" where nothing is rounded.
+    """
+    until = -(-total_samples(recipe.train, sequence_length=recipe.data.sequence_length) // peers_of(recipe))
+    beyond = course[-1].end_sample - until
+    if recipe.train.steps or beyond <= 0:
+        return ""
+    steps = total_steps(course)
+    return (
+        f"up: the last step is whole, {beyond:,} samples beyond the length; Megatron-LM rounds down, to "
+        f"{steps - 1:,} steps"
+    )
+
+
 MOST_EPOCHS = 20
 
 

@@ -34,6 +34,7 @@ from bloomery.parallel.optimizers import Optimizers
 from bloomery.parallel.pipeline_schedule import bubble_warning
 from bloomery.parallel.precision import LossScale, measure_peak_flops, resolve_precision
 from bloomery.parallel.rank_zero_task import ReportProgress
+from bloomery.plan.early_warnings import warnings_of
 from bloomery.plan.parameters import TokenCost, token_cost
 from bloomery.plan.schedule import phase_at, steps_of_peer
 from bloomery.train.checkpoint_store import Store
@@ -367,6 +368,8 @@ class _StartUp:
         )
         if waits := bubble_warning(recipe.train, recipe.parallel, data_degree=self.mesh.data.degree):
             say(waits)
+        for warning in warnings_of(self.loaded, accelerators=self.mesh.world):
+            say(f"warning: {warning}")
         summary = self.summarise()
         figures = summary.to_json()
         self.journal.write("data", incarnation=self.heartbeat.incarnation, step=state.step, **figures)

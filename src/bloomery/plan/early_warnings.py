@@ -1,0 +1,27 @@
+"""The warnings of a plan for those who did not ask for one: `config check` and the start of a training."""
+
+from __future__ import annotations
+
+from bloomery.config.load import LoadedRecipe
+from bloomery.errors import ConfigError
+from bloomery.plan.advice import recipe_advice
+from bloomery.plan.hardware import load_hardware
+from bloomery.plan.overview import make_plan
+from bloomery.plan.request import Request
+
+
+def warnings_of(loaded: LoadedRecipe, *, accelerators: int | None = None) -> tuple[str, ...]:
+    """Return what `bloomery plan` warns of: all of it where the recipe names its machine (`run.hardware`).
+
+    accelerators: their number; None for the recipe's own. Where no plan can be made, those are left that need
+    no machine: a training may run on what its recipe does not describe.
+    """
+    recipe = loaded.recipe
+    alone = tuple(recipe_advice(recipe, tensor=recipe.parallel.tensor))
+    if not recipe.run.hardware:
+        return alone
+    try:
+        hardware = load_hardware(recipe.run.hardware)
+        return make_plan(Request(loaded=loaded, hardware=hardware, accelerators=accelerators)).warnings
+    except ConfigError:
+        return alone
