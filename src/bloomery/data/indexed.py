@@ -94,7 +94,8 @@ class IndexedWriter:
             self._write(np.ascontiguousarray(tokens, dtype=self.dtype).data)
         sequences = lengths if prompts is None else np.stack([prompts, lengths - prompts], axis=1).ravel()
         whole = np.ascontiguousarray(sequences[sequences > 0], dtype=np.int32)
-        in_document = (sequences > 0).reshape(len(lengths), -1).sum(axis=1)
+        each = 1 if prompts is None else 2
+        in_document = (sequences > 0).reshape(len(lengths), each).sum(axis=1)
         ends = self._columns.sequence_count + np.cumsum(in_document, dtype=np.int64)
         with refusals_named(self._partial):
             self._columns.add_lengths(whole)
