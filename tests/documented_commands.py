@@ -74,6 +74,8 @@ def _words(line: str, *, whole: bool) -> tuple[str, ...] | None:
     if at is None:
         return None
     words = [word for word in words[at + 1 :] if word != "&"]
+    if ">" in words:  # where the shell writes the output
+        words = words[: words.index(">")]
     if not whole:
         words = [PLACEHOLDERS.get(word, word) for word in words if word != "…"]
     return tuple(words)

@@ -16,6 +16,7 @@ from bloomery.checkpoint.format.catalogue import verify
 from bloomery.checkpoint.format.state import collect, whole
 from bloomery.checkpoint.load.loader import load_checkpoint
 from bloomery.checkpoint.save import direct as save_module
+from bloomery.checkpoint.save import save_place as place_module
 from bloomery.checkpoint.save.direct import save_checkpoint
 from bloomery.config.checkpoint import CheckpointSection
 from bloomery.errors import CheckpointError, StorageError
@@ -182,12 +183,14 @@ def test_a_full_disk_is_told_and_the_checkpoints_on_it_stay_whole(tmp_path: Path
         run = Run()
         store = Store(rundir, KEEP_TWO)
         store.restore(run.parts)
-        monkeypatch.setattr(save_module, "_MARGIN_BYTES", 0)
+        for module in (save_module, place_module):  # the first rank looks, and then each rank
+            monkeypatch.setattr(module, "_MARGIN_BYTES", 0)
         store.save(RunStateToSave(run.fill(1).parts, step=1))
         (small / "other").write_bytes(b"x" * (save_module.free_bytes(small) - 50_000))
         with pytest.raises(StorageError, match="no space"):
             store.save(RunStateToSave(run.fill(2).parts, step=2))
-        monkeypatch.setattr(save_module, "free_bytes", lambda path: 1 << 40)  # it fills up while we write
+        for module in (save_module, place_module):  # it fills up while we write
+            monkeypatch.setattr(module, "free_bytes", lambda path: 1 << 40)
         with pytest.raises(StorageError, match="No space left"):
             store.save(RunStateToSave(run.fill(2).parts, step=2))
         assert [path.name for path in rundir.checkpoints.iterdir()] == ["step-000001.i001"]

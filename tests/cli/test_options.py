@@ -58,6 +58,7 @@ def sharing(module: str) -> set[str]:
             for node in ast.walk(TREES[name])
             if isinstance(node, ast.ImportFrom) and node.module == "bloomery.cli"
             for alias in node.names
+            if alias.name in TREES
         }
         texts = {node.value for node in ast.walk(TREES[name]) if isinstance(node, ast.Constant)}
         return modules | {other for other in TREES if f"bloomery.cli.{other}" in texts}

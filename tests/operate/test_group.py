@@ -120,7 +120,7 @@ def started(place: Path, *, needed: int, **wrong: dict) -> tuple[Decision, RunDi
         size=GroupSize(nodes=3, needed=needed, ranks=2),
         say=lambda line: None,
         reactions=JobReactions(on_bad_node=unfit.append, on_repeating=unfit.append),
-        check=StartCheck(gpus=0, disk_gb=1.0),
+        check=StartCheck(gpus=0, disk_gb=1.0, environment={}),
     )
     group._lead()
     assert group._decision is not None
