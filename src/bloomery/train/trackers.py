@@ -142,7 +142,8 @@ def scalars_of(report: StepReport) -> dict[str, float]:
         "data/wait_s": report.data_wait_s,
     }
     for dataset, loss in (report.held_out_by_dataset or {}).items():
-        scalars[f"loss/held_out/{dataset}"] = loss
+        # Not below loss/held_out: MLflow keeps a figure as a file, and one below it as a file in a directory.
+        scalars[f"held_out/{dataset}"] = loss
     return {name: value for name, value in scalars.items() if value is not None}
 
 
@@ -188,7 +189,7 @@ class WandbConnection:
 
     def close(self) -> None:
         """Send what waits, and mark the end of this process's part of the run."""
-        self._run.finish(quiet=True)
+        self._run.finish()
 
 
 class MlflowConnection:
