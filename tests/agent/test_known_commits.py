@@ -30,7 +30,7 @@ def snapshot(round, **changed):
 
 
 def holding(round, digest, **changed):
-    usual = dict(step=3, directory=None, samples=4, position=Position(consumed=5))
+    usual = dict(step=3, samples=4, position=Position(consumed=5))
     return example.state_held(round=round, digest=digest, **usual | changed)
 
 

@@ -328,7 +328,10 @@ def test_a_peer_of_intellect_1_reaches_its_published_utilisation():
 )
 def test_rounds_of_intellect_1_leave_the_published_share_to_compute(link, exchange_s, utilisation):
     recipe = load_recipe("intellect1-10b").recipe
-    one = plan_round(recipe.elastic, load_link(link), parameters=10_211_381_248, step_s=22.8)
+    parameters = 10_211_381_248
+    one = plan_round(
+        recipe.elastic, load_link(link), parameters=parameters, step_s=22.8, state_bytes=12.0 * parameters
+    )
     assert one.exchange_s == pytest.approx(exchange_s, rel=0.15)
     assert one.utilisation == pytest.approx(utilisation, abs=0.03)
 
