@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore
 
 from bloomery import durable
+from bloomery.torch_private import FileStore
 
 _SIZE = {"cpu": 512, "cuda": 8192}
 _REDUCED = {"cpu": 1 << 20, "cuda": 1 << 26}

@@ -18,12 +18,11 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from torch._C._distributed_c10d import Store, TCPStore
-
 from bloomery.cli.ranks import RankRange
 from bloomery.errors import BloomeryError, RankLost, TrainingFailed
 from bloomery.events.timeouts import STORE_TIMEOUT_S
 from bloomery.parallel.rendezvous import ask_store, difference
+from bloomery.torch_private import Store, TCPStore
 
 CONNECT_S = 20.0
 """A process that holds our port on this machine must answer as a store within this time, in seconds."""

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from bloomery import torch_private
 from bloomery.model.shape import ResolvedModel
 
 Products = Literal["native", "fp32", "fp8"]
@@ -295,9 +296,7 @@ def scaled_product(
     left, right = padded(left), padded(right)
     # The units need the left factor by rows and the right one by columns.
     by_columns = right.t().contiguous().t()
-    product = torch._scaled_mm(
-        left.contiguous(), by_columns, scale_a=left_scale, scale_b=right_scale, out_dtype=dtype
-    )
+    product = torch_private.scaled_matmul(left.contiguous(), by_columns, left_scale, right_scale, dtype)
     return product[:rows, :columns]
 
 

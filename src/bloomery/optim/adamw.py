@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from bloomery import torch_private
 from bloomery.optim.clip import GradientFacts
 
 
@@ -43,22 +44,17 @@ class FlatAdamW:
         # The fused kernel divides by grad_scale and leaves everything as it was where found_inf is 1:
         # GradScaler's contract with it, and the only gate without a host sync.
         usable = torch.where(facts.applies, facts.coefficient, torch.ones_like(facts.coefficient))
-        torch._fused_adamw_(
-            [self._master],
-            [self._gradient],
-            [self.first_moment],
-            [self.second_moment],
-            [],
-            [self._updates],
-            lr=learning_rate,
-            beta1=self._betas[0],
-            beta2=self._betas[1],
+        torch_private.fused_adamw(
+            self._master,
+            self._gradient,
+            (self.first_moment, self.second_moment),
+            self._updates,
+            learning_rate=learning_rate,
+            betas=self._betas,
             weight_decay=self._weight_decay,
-            eps=self._epsilon,
-            amsgrad=False,
-            maximize=False,
-            grad_scale=usable.reciprocal(),
-            found_inf=(~facts.applies).float(),
+            epsilon=self._epsilon,
+            gradient_divisor=usable.reciprocal(),
+            is_refused=(~facts.applies).float(),
         )
 
     @property

@@ -35,6 +35,7 @@ from bloomery.parallel.recompute import set_recompute
 from bloomery.parallel.rendezvous import raising_rank_lost
 from bloomery.parallel.tensor import split_decoder
 from bloomery.plan.pipeline_stages import PipelineStage, stages_of
+from bloomery.torch_private import allow_compilations
 
 LocalLoss = Callable[[MicroBatch, int], LossSums]
 """(micro-batch, completed steps) → sums over its tokens."""
@@ -304,13 +305,12 @@ def compile_by_block(decoder: Decoder, *, mesh: Mesh, parallel: ParallelSection)
 
     A block's backward then gives its gradients before that of the block before it begins, so that their sum
     over data-parallel ranks overlaps the backward, and its weights can be gathered and freed around it.
-    Blocks of equal shapes share their code. On one data-parallel rank that keeps its working weights, without
-    tensor parallelism, the forward and the loss are compiled as a whole instead: with dropout each block is
-    compiled anew, since the index that addresses it differs.
+    Blocks of equal shapes share their code; with dropout each is compiled anew, since its index differs. One
+    data-parallel rank with working weights and no tensor parallelism compiles forward and loss as a whole.
     """
     if mesh.tensor.degree == mesh.data.degree == 1 and parallel.working == "kept":
         return False
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 4 * len(decoder.blocks))
+    allow_compilations(4 * len(decoder.blocks))
     return True
 
 

@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, Store
 
 from bloomery.config.parallel import ParallelSection
 from bloomery.errors import TrainingFailed
@@ -39,6 +38,7 @@ from bloomery.plan.ranks import (
     other_ranks_wanted,
     refuse_tensor_groups_across_hosts,
 )
+from bloomery.torch_private import PrefixStore, Store
 
 TIMEOUT = datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
+from bloomery import torch_private
 from bloomery.data_loader.batches import MicroBatch
 from bloomery.model.decoder import Decoder
 from bloomery.model.dropout import DropoutAddress, dropout_address
@@ -249,19 +250,15 @@ class _BatchPass:
             self._send_input_gradient(place, self.inputs.pop(place).grad)
 
     def _backward_input(self, stage: PipelineStage, place: StageBatch) -> None:
-        # Imported here because it takes seconds to load, and only zero-bubble schedules split a backward.
-        from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
-
         root, output_gradient = self.roots.pop(place), self._output_gradient(stage, place)
         if stage.embeds:
             # No stage waits for the gradient of its input, and torch cannot split a graph without one.
             self.weight_backwards[place] = lambda: torch.autograd.backward(root, output_gradient)
             return
         hidden, parameters = self.inputs.pop(place), self.computation.parameters(stage)
-        output_gradients = None if output_gradient is None else [output_gradient]
-        (gradient,), groups = stage_backward_input([root], output_gradients, [hidden], iter(parameters))
+        gradient, groups = torch_private.backward_of_input(root, output_gradient, hidden, iter(parameters))
         self._send_input_gradient(place, gradient)
-        self.weight_backwards[place] = lambda: stage_backward_weight(iter(parameters), groups)
+        self.weight_backwards[place] = torch_private.backward_of_weights(parameters, groups)
 
     def _output_gradient(self, stage: PipelineStage, place: StageBatch) -> Tensor | None:
         """The gradient of what the stage made, from the next stage; None for the loss itself."""

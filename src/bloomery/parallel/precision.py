@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from bloomery import torch_private
 from bloomery.checkpoint.format.state import Box, Json, Scope, StateEntry
 from bloomery.model.layers import products_for
 from bloomery.optim.clip import Counted, GradientFacts, examine
@@ -50,7 +51,7 @@ def multiplies_bf16(device: torch.device) -> bool:
     """Whether the device has units for bf16 matrix products."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return torch_private.has_bf16_products()
 
 
 def measure_peak_flops(device: torch.device, precision: str) -> float:
@@ -236,7 +237,7 @@ class MasterWeights:
         for group, gradient in zip(self.layouts, self.gradient, strict=True):
             places = list(group.held_logical()) if self._counts(group) else []
             if places:
-                norms = torch.stack(torch._foreach_norm([_view(gradient, place) for place in places]))
+                norms = torch_private.norms([_view(gradient, place) for place in places])
                 at = torch.tensor([index[place.name] for place in places], device=self.device)
                 squares.index_add_(0, at, norms.to(self.device).double().square())
         return self._mesh.all_reduce(squares).sqrt().float()
@@ -252,7 +253,7 @@ class MasterWeights:
                 if self._counts(group) and place.name.startswith("blocks.")
             ]
             if held:
-                norms = torch.stack(torch._foreach_norm([_view(master, place) for _, place in held]))
+                norms = torch_private.norms([_view(master, place) for _, place in held])
                 both = torch.stack([norms.double().square(), norms.new_tensor([p.numel for _, p in held])])
                 at = torch.tensor([block for block, _ in held], device=self.device)
                 squares.index_add_(1, at, both.to(self.device))
@@ -267,7 +268,7 @@ class MasterWeights:
             places = list(group.held_logical())
             each = factors.to(gradient.device).unbind()
             if places:
-                torch._foreach_mul_(
+                torch_private.multiply_each(
                     [_view(gradient, place) for place in places],
                     [each[index[place.name]] for place in places],
                 )

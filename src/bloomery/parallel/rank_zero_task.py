@@ -15,11 +15,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import TypeVar
 
-from torch._C._distributed_c10d import Store
-
 from bloomery.errors import RankLost, ReportedElsewhere
 from bloomery.events.timeouts import RANK_ZERO_SILENCE_S, RANK_ZERO_STALL_S
 from bloomery.parallel.rendezvous import ask_store
+from bloomery.torch_private import Store
 
 STATUS_EVERY_S = 2.0
 _POLL_S, _SLOWEST_POLL_S = 0.02, 1.0

@@ -20,12 +20,12 @@ from datetime import timedelta
 from typing import TypeVar
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
 from bloomery.errors import RankLost, ReportedElsewhere, TrainingFailed
 from bloomery.events.run_lock import host_name
 from bloomery.events.timeouts import JOIN_TIMEOUT_S, STORE_TIMEOUT_S
+from bloomery.torch_private import FileStore, PrefixStore, Store, TCPStore
 
 RENDEZVOUS_FILE, RENDEZVOUS_STORE = "BLOOMERY_RENDEZVOUS_FILE", "BLOOMERY_RENDEZVOUS_STORE"
 """Environment variables that our launcher sets: a file on this machine, or host:port of its store."""

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from bloomery import torch_private
 from bloomery.model.layers import Products
 from bloomery.model.loss import IGNORED, LossSums
 from bloomery.parallel.axis import Axis
@@ -42,16 +43,18 @@ class TensorGroup:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of `x` over the group."""
-        return _wait(torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", self.group))
+        return torch_private.wait_for(torch_private.all_reduce_begun(x.contiguous(), "sum", self.group))
 
     def maximum(self, x: Tensor) -> Tensor:
         """The elementwise maximum of `x` over the group."""
-        return _wait(torch.ops._c10d_functional.all_reduce(x.contiguous(), "max", self.group))
+        return torch_private.wait_for(torch_private.all_reduce_begun(x.contiguous(), "max", self.group))
 
     def all_gather(self, x: Tensor) -> Tensor:
         """[…] of each rank → [tp, …], by index in the group."""
-        gathered = torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), self.degree, self.group)
-        return _wait(gathered).unflatten(0, (self.degree, -1)) if x.dim() else _wait(gathered)
+        gathered = torch_private.wait_for(
+            torch_private.all_gather_begun(x.contiguous(), self.degree, self.group)
+        )
+        return gathered.unflatten(0, (self.degree, -1)) if x.dim() else gathered
 
     def all_gather_sequence(self, x: Tensor) -> Tensor:
         """The positions of all ranks: [b, s/tp, h] → [b, s, h]."""
@@ -63,8 +66,8 @@ class TensorGroup:
         if not self.has_fast_reduce_scatter:
             return self.all_reduce(x).chunk(self.degree, dim=1)[self.index].contiguous()
         parts = x.unflatten(1, (self.degree, -1)).transpose(0, 1).contiguous()  # [tp, b, s/tp, h]
-        scattered = torch.ops._c10d_functional.reduce_scatter_tensor(parts, "sum", self.degree, self.group)
-        return _wait(scattered).squeeze(0)
+        scattered = torch_private.reduce_scatter_begun(parts, self.degree, self.group)
+        return torch_private.wait_for(scattered).squeeze(0)
 
 
 def tensor_group_of(axis: Axis) -> TensorGroup:
@@ -205,10 +208,6 @@ class _ReduceScatterToSequenceRegion(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[no-untyped-def]
         return ctx.group.all_gather_sequence(gradient), None
-
-
-def _wait(x: Tensor) -> Tensor:
-    return torch.ops._c10d_functional.wait_tensor(x)
 
 
 class _LossTerms:

@@ -1,0 +1,135 @@
+"""Private functions of torch that this package calls, each under a name of its own.
+
+torch promises nothing of names with an underscore. They stand here alone, so that who moves to another
+version of torch reads one file; `tests/test_torch_private.py` calls each and says which versions were tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+# These have public names too, torch.distributed.Store and so on, which torch's type hints leave out.
+from torch._C._distributed_c10d import FileStore as FileStore
+from torch._C._distributed_c10d import PrefixStore as PrefixStore
+from torch._C._distributed_c10d import Store as Store
+from torch._C._distributed_c10d import TCPStore as TCPStore
+
+# The versions that each function below was run with: 2.11 on a GPU, 2.13 on CPUs.
+TRIED_VERSIONS = ("2.11", "2.13")
+
+
+def has_bf16_products() -> bool:
+    """Return whether the CPU multiplies bf16 matrices without converting them to fp32."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def fused_adamw(
+    master: Tensor,
+    gradient: Tensor,
+    moments: tuple[Tensor, Tensor],
+    updates: Tensor,
+    *,
+    learning_rate: float,
+    betas: tuple[float, float],
+    weight_decay: float,
+    epsilon: float,
+    gradient_divisor: Tensor,
+    is_refused: Tensor,
+) -> None:
+    """Make one update of AdamW in place, in one kernel (`torch.optim.AdamW(fused=True)` calls the same).
+
+    master, gradient, moments: flat, of one size.
+    updates: which update this is, counted from 1, one number in fp32; it is read, not counted up.
+    gradient_divisor: one number by which the kernel divides the gradient first.
+    is_refused: 1.0 leaves everything as it was, 0.0 updates: decided on the device, without waiting for it.
+    """
+    torch._fused_adamw_(
+        [master],
+        [gradient],
+        [moments[0]],
+        [moments[1]],
+        [],
+        [updates],
+        lr=learning_rate,
+        beta1=betas[0],
+        beta2=betas[1],
+        weight_decay=weight_decay,
+        eps=epsilon,
+        amsgrad=False,
+        maximize=False,
+        grad_scale=gradient_divisor,
+        found_inf=is_refused,
+    )
+
+
+def norms(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the 2-norm of each of at least one tensor, [n], with few kernels for many tensors."""
+    return torch.stack(torch._foreach_norm(list(tensors)))
+
+
+def multiply_each(tensors: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
+    """Multiply each tensor with its own factor, one number, in place, with few kernels for many tensors."""
+    torch._foreach_mul_(list(tensors), list(factors))
+
+
+def scaled_matmul(
+    left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Return (left × left_scale) @ (right × right_scale), computed by units for 8 bits.
+
+    left: float8 [m, k], by rows. right: float8 [k, n], by columns. k and n: multiples of 16.
+    """
+    return torch._scaled_mm(left, right, scale_a=left_scale, scale_b=right_scale, out_dtype=dtype)
+
+
+# Collectives that torch.compile keeps within the graph, by the name of their process group. Each returns
+# at once with a tensor whose values are there after `wait_for`.
+
+
+def all_reduce_begun(x: Tensor, operation: str, group: str) -> Tensor:
+    """Begin to reduce `x` over a group. operation: "sum" or "max"."""
+    return cast(Tensor, torch.ops._c10d_functional.all_reduce(x, operation, group))
+
+
+def all_gather_begun(x: Tensor, degree: int, group: str) -> Tensor:
+    """Begin to join the `x` of `degree` ranks along the first dimension."""
+    return cast(Tensor, torch.ops._c10d_functional.all_gather_into_tensor(x, degree, group))
+
+
+def reduce_scatter_begun(x: Tensor, degree: int, group: str) -> Tensor:
+    """Begin to sum `x` over `degree` ranks; each gets its part of the first dimension."""
+    return cast(Tensor, torch.ops._c10d_functional.reduce_scatter_tensor(x, "sum", degree, group))
+
+
+def wait_for(x: Tensor) -> Tensor:
+    """Return the result of a collective that was begun."""
+    return cast(Tensor, torch.ops._c10d_functional.wait_tensor(x))
+
+
+def allow_compilations(count: int) -> None:
+    """Let torch.compile compile a function at least `count` times before it gives up on it."""
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, count)
+
+
+def backward_of_input(
+    root: Tensor, output_gradient: Tensor | None, x: Tensor, parameters: Iterator[nn.Parameter]
+) -> tuple[Tensor, Any]:
+    """Compute the gradient of `x` alone, and return it with what `backward_of_weights` needs for the rest."""
+    # Imported here because it takes seconds to load, and only zero-bubble schedules split a backward.
+    from torch.distributed.pipelining._backward import stage_backward_input
+
+    output_gradients = None if output_gradient is None else [output_gradient]
+    (gradient,), groups = stage_backward_input([root], output_gradients, [x], parameters)
+    assert gradient is not None, "a stage depends on its input"
+    return gradient, groups
+
+
+def backward_of_weights(parameters: Sequence[nn.Parameter], groups: Any) -> Callable[[], object]:
+    """Return what adds the gradients of `parameters` that `backward_of_input` left out."""
+    from torch.distributed.pipelining._backward import stage_backward_weight
+
+    return lambda: stage_backward_weight(iter(parameters), groups)
