@@ -171,6 +171,32 @@ def test_a_hang_is_no_training_and_a_rank_that_left_the_layout_has_no_time(tmp_p
     assert sum(ledger.ranks["0-1"].values()) == pytest.approx(14)  # up to the start without it
 
 
+@pytest.mark.parametrize("until", [12.0, 18.0])
+def test_a_rank_that_has_started_again_and_does_nothing_yet_explains_its_seconds_and_no_others(
+    tmp_path: Path, until: float
+) -> None:
+    """Its heartbeat names no activity while it joins the others, and says nothing of the hang before."""
+    events = [start(1, starting=1.0), step(2, 1, compute=1.0)]
+    operations = [
+        operation(0, "attempt", attempt="a", ranks=1),
+        operation(10, "attempt_end", attempt="a", status=1),
+        operation(10, "diagnosis", attempt="a", gives_up="", cause="hang"),
+        operation(12, "attempt", attempt="b", ranks=1),
+    ]
+    run = write_run(tmp_path, events, operations, {1: None})
+    beat = {"time": T0 + 17, "since": T0 + 16, "attempt": "b", "incarnation": 1, "step": 1}
+    run.heartbeat().parent.mkdir(exist_ok=True)
+    run.heartbeat().write_text(json.dumps(beat))
+    ledger = read_ledger(run, now=T0 + 18, until=T0 + until)
+    assert ledger is not None
+    assert {str(kind): pytest.approx(seconds) for kind, seconds in ledger.seconds.items()} == {
+        "training": 1,
+        "start-up, imports": 1 + until - 12,
+        "hang until noticed": 8,
+        "between attempts": 2,
+    }
+
+
 def test_a_rewind_belongs_to_the_guard_that_wanted_it(tmp_path: Path) -> None:
     rewind = {"event": "rewind", "time": T0 + 3.5, "step": 2, "incarnation": 1, "to_step": 1, "skip": [4, 8]}
     again = {**start(5, 2, at=1), "reason": "rewind: spike", "spent": {"loading a checkpoint": 2.0}}
@@ -238,7 +264,13 @@ OPERATIONS = st.fixed_dictionaries(
     events=st.lists(EVENTS, max_size=25),
     operations=st.lists(OPERATIONS, max_size=8),
     living=st.one_of(
-        st.none(), st.builds(LivingRank, st.sampled_from(["ended", "x"]), st.floats(T0, T0 + 99))
+        st.none(),
+        st.builds(
+            LivingRank,
+            st.sampled_from(["ended", "x", ""]),
+            st.floats(T0, T0 + 99),
+            st.one_of(st.none(), st.floats(T0 - 9, T0 + 150)),
+        ),
     ),
     finished=st.booleans(),
 )

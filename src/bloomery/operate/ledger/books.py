@@ -242,24 +242,26 @@ class _Sums:
                 break
 
 
-def _running_attempt(operations: Sequence[Event]) -> str:
-    """Return the name of the newest attempt; "" where it has ended, or where there is none."""
-    newest = ""
+def _running_attempt(operations: Sequence[Event]) -> tuple[str, float | None]:
+    """Return the newest attempt and when it began; ("", None) where it has ended, or where there is none."""
+    newest: tuple[str, float | None] = ("", None)
     for event in operations:
         if event["event"] == "attempt":
-            newest = str(event.get("attempt", ""))
-        elif event["event"] == "attempt_end" and event.get("attempt") == newest:
-            newest = ""
+            newest = (str(event.get("attempt", "")), time_of(event))
+        elif event["event"] == "attempt_end" and event.get("attempt") == newest[0]:
+            newest = ("", None)
     return newest
 
 
-def _living(rundir: RunDirectory, name: str, running: str, *, now: float) -> LivingRank | None:
-    peer, rank = _rank_of(name)
+def _living(
+    rundir: RunDirectory, name: str, running: tuple[str, float | None], *, now: float
+) -> LivingRank | None:
+    (peer, rank), (attempt, began) = _rank_of(name), running
     beat = read_beat(rundir.heartbeat(peer=peer, rank=rank))
-    if beat is None or beat.activity == RankActivity.ENDED or beat.error or beat.attempt not in ("", running):
+    if beat is None or beat.activity == RankActivity.ENDED or beat.error or beat.attempt not in ("", attempt):
         return None
     is_fresh = abs(now - beat.time) <= _FRESH_S + 3 * interval_of(beat.world)
-    return LivingRank(beat.activity, beat.time) if is_fresh else None
+    return LivingRank(beat.activity, beat.time, began if beat.attempt else None) if is_fresh else None
 
 
 def _with_members(marks: OperationMarks, history: RunHistory, rank: int) -> OperationMarks:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from statistics import median
 from typing import NamedTuple
 
-from bloomery.events.heartbeat import RankActivity
+from bloomery.events.heartbeat import STARTING, RankActivity
 from bloomery.events.incarnation import Base
 from bloomery.operate.ledger.operations import Event, OperationMarks, Span, seconds_of, time_of
 from bloomery.operate.ledger.time_class import OF_ACTIVITY, TimeClass
@@ -20,10 +20,16 @@ are moved from one span to the next before they count as unexplained."""
 
 
 class LivingRank(NamedTuple):
-    """A rank that runs now: what its heartbeat says it does, and when that was written."""
+    """A rank that runs now.
+
+    activity: what its heartbeat says it does; "" before its first activity.
+    time: when the heartbeat was written.
+    began: when the attempt that started the rank began; None where that is not recorded.
+    """
 
     activity: str
     time: float
+    began: float | None = None
 
 
 def rank_spans(
@@ -98,11 +104,13 @@ class _RankTimeline:
         """Yield the spans from the last event to the end of the window."""
         yield from self._release()
         if living is not None:
-            until = min(max(living.time, self._cursor), self._end)
-            kind = OF_ACTIVITY.get(living.activity, TimeClass.UNEXPLAINED)
-            began = self._marks.last_start(self._cursor, until)
-            if began is not None:  # it belongs to an attempt that has not written its first event yet
+            began = living.began
+            if began is None:
+                until = min(max(living.time, self._cursor), self._end)
+                began = self._marks.last_start(self._cursor, until)
+            if began is not None:  # what was before it is not this process's time
                 yield from self._carve(began)
+            kind = OF_ACTIVITY.get(living.activity or STARTING, TimeClass.UNEXPLAINED)
             yield from self._cover(self._end, kind)
         yield from self._carve(self._end)
 
