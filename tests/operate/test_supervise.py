@@ -156,6 +156,16 @@ def test_a_bad_gpu_that_strikes_while_the_job_leaves_is_named_before_the_next_jo
     assert (record["cause"], record["gives_up"]) == ("bad GPU", "the job ends in 24 s")
 
 
+def test_a_launcher_of_the_same_host_and_process_number_gives_its_attempt_a_name_of_its_own(
+    tmp_path: Path,
+) -> None:
+    """A pod that Kubernetes starts again has both; the heartbeats before it are none of its ranks'."""
+    run = RunDirectory(tmp_path).create()
+    for _ in range(2):
+        supervise_module.supervise(run, lambda watch: 0, world=1, host="pod-0", say=print)
+    assert len({record["attempt"] for record in told(run, "attempt")}) == 2
+
+
 def test_restarts_without_a_newer_checkpoint_come_to_an_end() -> None:
     killed = diagnose(FailureEvidence(ranks=[RankEnd(rank=0, host="node0", status=-9)]))
     budget = RestartBudget(without_progress=3, in_all=10)

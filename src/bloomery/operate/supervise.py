@@ -199,9 +199,10 @@ def supervise(
     in_a_row = in_all = 0
     measured_s: dict[str, float] = {}
     newest = newest_step(rundir)
+    began_ms = int(1000 * time.time())  # in containers, host and process number are those of the start before
     with Journal(rundir.operations) as journal:
         while True:
-            name = f"{host}-{os.getpid()}-{in_all}"
+            name = f"{host}-{os.getpid()}-{began_ms:x}-{in_all}"
             journal.write("attempt", incarnation=0, step=max(newest, 0), attempt=name, ranks=world, host=host)
             watch = AttemptWatch(
                 rundir,
