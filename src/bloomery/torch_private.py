@@ -7,6 +7,7 @@ version of torch reads one file; `tests/test_torch_private.py` calls each and sa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -133,3 +134,8 @@ def backward_of_weights(parameters: Sequence[nn.Parameter], groups: Any) -> Call
     from torch.distributed.pipelining._backward import stage_backward_weight
 
     return lambda: stage_backward_weight(iter(parameters), groups)
+
+
+def write_memory_snapshot(path: Path) -> None:
+    """Write a list of what the CUDA allocator holds, for https://pytorch.org/memory_viz."""
+    torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]

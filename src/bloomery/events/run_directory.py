@@ -128,6 +128,11 @@ class RunDirectory:
         return self.path / "stacks" / f"{peer}-{rank}.txt"
 
     @property
+    def memory(self) -> Path:
+        """The directory with what each rank's device held when its memory ran out."""
+        return self.path / "memory"
+
+    @property
     def lock(self) -> Path:
         """The empty file that the process which holds the run has locked."""
         return self.path / "holder.lock"

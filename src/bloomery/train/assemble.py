@@ -46,6 +46,7 @@ from bloomery.train.held_out import build_held_out
 from bloomery.train.initial_weights import begins_with
 from bloomery.train.metrics import Metrics
 from bloomery.train.observers import Observer, Observers, build_observers
+from bloomery.train.out_of_memory import explaining_out_of_memory
 from bloomery.train.peering import announced, build_outer, peering_of_environment
 from bloomery.train.rank_heartbeat import make_heartbeat, ticking
 from bloomery.train.saver import Learner
@@ -79,6 +80,9 @@ def build_trainer(loaded: LoadedRecipe, rundir: RunDirectory, options: StartOpti
         heartbeat = stack.enter_context(make_heartbeat(rundir, mesh))
         changes, prepared = _take_and_prepare(
             loaded, rundir, options, mesh=mesh, heartbeat=heartbeat, stack=stack
+        )
+        stack.enter_context(
+            explaining_out_of_memory(loaded, rundir, mesh, vocabulary=prepared.vocabulary_size)
         )
         heartbeat.start().enter(RankActivity.BUILDING)
         control = Control(rundir, mesh, section=recipe.control, ends_process=options.ends_process)

@@ -1,0 +1,87 @@
+"""Says what a device's memory held when it ran out, beside what was planned for it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+
+import torch
+
+from bloomery import durable, torch_private
+from bloomery.config.load import LoadedRecipe
+from bloomery.errors import TrainingFailed
+from bloomery.events.run_directory import RunDirectory
+from bloomery.events.run_lock import host_name
+from bloomery.parallel.mesh import Mesh
+from bloomery.plan.hardware import GIB, load_hardware
+from bloomery.plan.layout import layout_of
+from bloomery.plan.memory import StageMemory
+from bloomery.plan.overview import base_workload, memory_of
+from bloomery.plan.request import Request
+from bloomery.plan.this_machine import this_machine
+
+_ANY_GPU = "h100-80g"  # its driver's reservation is that of others, and nothing else of it counts here
+
+
+@contextmanager
+def explaining_out_of_memory(
+    loaded: LoadedRecipe, rundir: RunDirectory, mesh: Mesh, *, vocabulary: int
+) -> Iterator[None]:
+    """Raise TrainingFailed instead of torch.OutOfMemoryError, after writing down what the memory held.
+
+    The file `memory/out-of-memory-RANK.json` of the run has the planned bytes by part, and the allocator's
+    figures; on a GPU `memory/out-of-memory-RANK.pickle` beside it lists all that was allocated, for
+    https://pytorch.org/memory_viz.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        planned = planned_memory(loaded, mesh, vocabulary=vocabulary)
+        used = torch.cuda.memory_stats(mesh.device) if mesh.device.type == "cuda" else {}
+        record = {
+            "rank": mesh.rank,
+            "host": host_name(),
+            "error": str(error),
+            "planned_bytes": asdict(planned) | {"total": planned.total},
+            "allocator": used,
+        }
+        path = rundir.memory / f"out-of-memory-{mesh.rank}.json"
+        durable.make_directory(path.parent)
+        durable.write_whole(path, json.dumps(record, indent=1) + "\n")
+        if mesh.device.type == "cuda":
+            torch_private.write_memory_snapshot(path.with_suffix(".pickle"))
+        raise TrainingFailed(
+            f"rank {mesh.rank} on {host_name()} has no device memory left: {str(error).splitlines()[0]} "
+            f"{_comparison(planned, used)}",
+            remedy="Lower train.micro_batch, set train.recompute = 'selective' or 'full', or shard more "
+            f"(parallel.zero); `bloomery plan` shows each choice's memory. All figures: {path}.",
+        ) from error
+
+
+def planned_memory(loaded: LoadedRecipe, mesh: Mesh, *, vocabulary: int) -> StageMemory:
+    """Return what the plan gives a rank of this rank's pipeline stage at its peak.
+
+    vocabulary: the number of rows of the embedding, which the recipe may leave to the tokenizer.
+    """
+    hardware = this_machine() or load_hardware(_ANY_GPU)
+    layout = layout_of(
+        loaded.recipe,
+        accelerators=mesh.world,
+        per_node=hardware.node.accelerators,
+        vocabulary=vocabulary,
+    )
+    request = Request(loaded=loaded, hardware=hardware, accelerators=mesh.world)
+    work = replace(base_workload(request, layout), vocabulary=vocabulary)
+    return memory_of(loaded.recipe, work)[mesh.pipeline.index]
+
+
+def _comparison(planned: StageMemory, used: dict[str, int]) -> str:
+    parts = sorted(asdict(planned).items(), key=lambda part: -part[1])
+    largest = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts[:4])
+    told = f"Planned: {planned.total / GIB:.2f} GiB ({largest})."
+    if used:
+        peak, reserved = used["allocated_bytes.all.peak"], used["reserved_bytes.all.current"]
+        told += f" Held at most: {peak / GIB:.2f} GiB; the allocator keeps {reserved / GIB:.2f} GiB."
+    return told

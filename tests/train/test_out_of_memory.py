@@ -1,0 +1,44 @@
+"""A device's memory that runs out: what is said of it, and what is written down."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from bloomery.config.load import LoadedRecipe
+from bloomery.errors import TrainingFailed
+from bloomery.events.run_directory import RunDirectory
+from bloomery.operate.blame import diagnose
+from bloomery.operate.diagnosis import Cause
+from bloomery.operate.failure_evidence import FailureEvidence, RankEnd
+from bloomery.train import loop
+from bloomery.train.settings import StartOptions
+
+_TOLD_BY_TORCH = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.15 GiB"
+
+
+def test_a_memory_that_is_full_is_told_beside_the_plan(
+    start: Callable[..., tuple[LoadedRecipe, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def allocate(*_arguments: object) -> None:
+        raise torch.OutOfMemoryError(_TOLD_BY_TORCH)
+
+    loaded, path = start("train.micro_batch=4")
+    monkeypatch.setattr(loop, "train_step", allocate)
+    with pytest.raises(TrainingFailed) as failure:
+        loop.train(loaded, RunDirectory(path), StartOptions(say=lambda line: None))
+
+    record = json.loads((path / "memory" / "out-of-memory-0.json").read_text())
+    assert record["error"] == _TOLD_BY_TORCH and record["rank"] == 0
+    planned = record["planned_bytes"]
+    assert planned["total"] == sum(size for part, size in planned.items() if part != "total")
+    assert planned["activations"] > 0 and planned["master"] + planned["weights"] > 0
+    text, remedy = str(failure.value), str(failure.value.remedy)
+    assert text.startswith("rank 0 on ") and _TOLD_BY_TORCH in text and "out-of-memory-0.json" in remedy
+    assert f"Planned: {planned['total'] / 2**30:.2f} GiB" in text
+    end = RankEnd(rank=0, host="node1", status=1, error=text, log=f"bloomery train: {text}\n", step=100)
+    assert diagnose(FailureEvidence(ranks=[end], first_step=1)).cause == Cause.GPU_MEMORY
