@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.soak.fault_kinds import WATCHDOG, PlantedFault
 from tests.soak.fourth_draw import FOURTH
-from tests.soak.planted_faults import FAULTS, HANGS, WATCHDOG, PlantedFault
+from tests.soak.planted_faults import FAULTS, HANGS
 from tests.soak.second_draw import SECOND
 from tests.soak.third_draw import THIRD
 

@@ -5,220 +5,142 @@
 from __future__ import annotations
 
 import signal
-from dataclasses import dataclass, field
+
+from tests.soak.fault_kinds import (
+    BATCH,
+    FORWARD,
+    JOURNAL,
+    READ,
+    REPORT,
+    SAVE,
+    PlantedFault,
+    at,
+    errno_at,
+    of_kind,
+)
 
 from bloomery.operate.diagnosis import Cause
 
-BATCH = "bloomery.data_loader.batches:Batches.batch"
-READ = "bloomery.data_loader.batches:Batches._read"
-FORWARD = "bloomery.model.decoder:Block.forward"
-REPORT = "bloomery.train.metrics:Metrics.report"
-JOURNAL = "bloomery.events.journal:Journal._append"
-SAVE = "bloomery.checkpoint.save.saver:Saver.begin"
-WATCHDOG = (
-    "[rank{0}]:[E807 02:07:08.408 ProcessGroupNCCL.cpp:607] [Rank {0}] Watchdog caught collective operation "
-    "timeout: WorkNCCL(SeqNum={1}, OpType=ALLREDUCE, NumelIn=544, Timeout(ms)=600000) ran for 600061 ms."
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlantedFault:
-    """A fault of one rank, and what must be said of it.
-
-    place, code: the function of the program at whose next call the code runs; "": at once, in a thread.
-    signal: the signal that the rank gets from outside; 0: none.
-    others: what NCCL's watchdog prints on every other rank, which then aborts; 'watchdog': WATCHDOG.
-    kernel: what the kernel's log says of it. memory_mib: the memory that a cgroup leaves to the rank.
-    small_shm: whether the run has a small /dev/shm of its own.
-    names_rank: whether the verdict must name the rank; else it must name none.
-    """
-
-    kind: str
-    cause: Cause
-    retries: bool
-    place: str = ""
-    code: str = ""
-    signal: int = 0
-    others: str = ""
-    kernel: str = ""
-    memory_mib: int = 0
-    small_shm: bool = False
-    names_rank: bool = True
-    more: dict[str, str] = field(default_factory=dict)
-
-
-def group(kind: str, cause: Cause, variants: list[dict], **common) -> list[PlantedFault]:
-    return [PlantedFault(kind=kind, **({"cause": cause} | common | variant)) for variant in variants]
-
-
-def at(place: str, *codes: str) -> list[dict]:
-    return [{"place": place, "code": code} for code in codes]
-
-
-def errno_at(place: str, number: int) -> dict:
-    return {"place": place, "code": f"raise_errno({number}, '/scratch/run/data/train.bin')"}
-
-
 FAULTS: list[PlantedFault] = [
-    *group("kill", Cause.KILLED, [{"signal": signal.SIGKILL}] * 5, retries=True),
-    *group(
+    *of_kind("kill", *([{"signal": signal.SIGKILL}] * 5)),
+    *of_kind(
         "crash",
-        Cause.CRASH,
-        [
-            {"signal": signal.SIGSEGV},
-            {"signal": signal.SIGFPE},
-            *at(FORWARD, "import ctypes; ctypes.string_at(0)", "os.abort()"),
-            *at(READ, "import ctypes; ctypes.string_at(0)"),
-        ],
-        retries=True,
+        {"signal": signal.SIGSEGV},
+        {"signal": signal.SIGFPE},
+        *at(FORWARD, "import ctypes; ctypes.string_at(0)", "os.abort()"),
+        *at(READ, "import ctypes; ctypes.string_at(0)"),
     ),
-    *group(
+    *of_kind(
         "hang",
-        Cause.HANG,
-        [
-            {"signal": signal.SIGSTOP},
-            *at(READ, "time.sleep(9999)"),
-            *at(FORWARD, "while True: pass", "lock = threading.Lock(); lock.acquire(); lock.acquire()"),
-            *at(REPORT, "pair = socket.socketpair(); pair[0].recv(1)"),
-        ],
-        retries=True,
+        {"signal": signal.SIGSTOP},
+        *at(READ, "time.sleep(9999)"),
+        *at(FORWARD, "while True: pass", "lock = threading.Lock(); lock.acquire(); lock.acquire()"),
+        *at(REPORT, "pair = socket.socketpair(); pair[0].recv(1)"),
     ),
-    *group(
+    *of_kind(
         "exception",
-        Cause.EXCEPTION,
-        [
-            *at(READ, "{}['model.layers.0.weight']", "json.loads('')"),
-            *at(FORWARD, "import torch; torch.ones(2, 3) @ torch.ones(2, 3)", "import flash_attn_of_nobody"),
-            *at(REPORT, "int('nan')"),
-        ],
-        retries=False,
+        *at(READ, "{}['model.layers.0.weight']", "json.loads('')"),
+        *at(FORWARD, "import torch; torch.ones(2, 3) @ torch.ones(2, 3)", "import flash_attn_of_nobody"),
+        *at(REPORT, "int('nan')"),
     ),
-    *group(
+    *of_kind(
         "disk",
-        Cause.NO_SPACE,
-        [
-            *at(READ, "Path('/dev/full').write_bytes(b'x')"),
-            *at(FORWARD, "import torch; torch.save(torch.ones(1 << 20), '/dev/full')"),
-            *at(
-                REPORT,
-                "import resource, tempfile; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096)); "
-                "Path(tempfile.mkdtemp(), 'x').write_bytes(b'x' * 8192)",
-            ),
-            errno_at(READ, 122) | {"cause": Cause.QUOTA},
-            errno_at(REPORT, 122) | {"cause": Cause.QUOTA},
-        ],
-        retries=False,
-    ),
-    *group(
-        "shared memory",
-        Cause.BUS_ERROR,
-        [
-            *at(FORWARD, "fill_shared_memory(); touch_missing_page()"),
-            *at(READ, "fill_shared_memory(); touch_missing_page()"),
-            *at(REPORT, "fill_shared_memory(); touch_missing_page()"),
-            *at(REPORT, "import torch; fill_shared_memory(); torch.ones(1 << 22).share_memory_()"),
-            *at(READ, "fill_shared_memory(); load_with_worker(memory=False)"),
-        ],
-        retries=False,
-        small_shm=True,
-    ),
-    *group(
-        "GPU memory",
-        Cause.GPU_MEMORY,
-        at(
-            FORWARD,
-            "import torch; raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has "
-            "a total capacity of 79.15 GiB of which 1.19 GiB is free.')",
-            "import torch; raise torch.OutOfMemoryError('HIP out of memory. Tried to allocate 2.00 GiB.')",
-            "raise RuntimeError('CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`')",
-        )
-        + at(
+        *at(READ, "Path('/dev/full').write_bytes(b'x')"),
+        *at(FORWARD, "import torch; torch.save(torch.ones(1 << 20), '/dev/full')"),
+        *at(
             REPORT,
-            "import torch; raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 20.00 MiB.')",
-            "import torch; raise torch.OutOfMemoryError('XPU out of memory. Tried to allocate 1.00 GiB.')",
+            "import resource, tempfile; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096)); "
+            "Path(tempfile.mkdtemp(), 'x').write_bytes(b'x' * 8192)",
         ),
-        retries=False,
+        errno_at(READ, 122) | {"cause": Cause.QUOTA},
+        errno_at(REPORT, 122) | {"cause": Cause.QUOTA},
     ),
-    *group(
-        "bad GPU",
-        Cause.BAD_GPU,
-        [
-            *at(
+    *of_kind(
+        "shared memory",
+        *at(FORWARD, "fill_shared_memory(); touch_missing_page()"),
+        *at(READ, "fill_shared_memory(); touch_missing_page()"),
+        *at(REPORT, "fill_shared_memory(); touch_missing_page()"),
+        *at(REPORT, "import torch; fill_shared_memory(); torch.ones(1 << 22).share_memory_()"),
+        *at(READ, "fill_shared_memory(); load_with_worker(memory=False)"),
+    ),
+    *of_kind(
+        "GPU memory",
+        *(
+            at(
                 FORWARD,
-                "raise RuntimeError('transform: failed to synchronize: cudaErrorECCUncorrectable: uncorrectable "
-                "ECC error encountered')",
-                "raise RuntimeError('CUDA error: uncorrectable NVLink error detected during the execution')",
-            ),
-            *at(REPORT, "raise RuntimeError('GPU is lost.  Reboot the system to recover this GPU')"),
-            {
-                "signal": signal.SIGABRT,
-                "kernel": "NVRM: Xid (PCI:0000:18:00): 79, pid='<unknown>', GPU has fallen off the bus.",
-                "names_rank": False,
-            },
-            {
-                **at(FORWARD, "raise RuntimeError('CUDA error: unspecified launch failure')")[0],
-                "kernel": "NVRM: Xid (PCI:0000:c6:00): 48, pid=4002, name=python3, DBE (double bit error) detected",
-                "names_rank": False,
-            },
-        ],
-        retries=True,
+                "import torch; raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has "
+                "a total capacity of 79.15 GiB of which 1.19 GiB is free.')",
+                "import torch; raise torch.OutOfMemoryError('HIP out of memory. Tried to allocate 2.00 GiB.')",
+                "raise RuntimeError('CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`')",
+            )
+            + at(
+                REPORT,
+                "import torch; raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 20.00 MiB.')",
+                "import torch; raise torch.OutOfMemoryError('XPU out of memory. Tried to allocate 1.00 GiB.')",
+            )
+        ),
     ),
-    *group(
+    *of_kind(
+        "bad GPU",
+        *at(
+            FORWARD,
+            "raise RuntimeError('transform: failed to synchronize: cudaErrorECCUncorrectable: uncorrectable "
+            "ECC error encountered')",
+            "raise RuntimeError('CUDA error: uncorrectable NVLink error detected during the execution')",
+        ),
+        *at(REPORT, "raise RuntimeError('GPU is lost.  Reboot the system to recover this GPU')"),
+        {
+            "signal": signal.SIGABRT,
+            "kernel": "NVRM: Xid (PCI:0000:18:00): 79, pid='<unknown>', GPU has fallen off the bus.",
+            "names_rank": False,
+        },
+        {
+            **at(FORWARD, "raise RuntimeError('CUDA error: unspecified launch failure')")[0],
+            "kernel": "NVRM: Xid (PCI:0000:c6:00): 48, pid=4002, name=python3, DBE (double bit error) detected",
+            "names_rank": False,
+        },
+    ),
+    *of_kind(
         "NCCL time-out",
-        Cause.NCCL_TIMEOUT,
-        [
+        *[
             {"place": place, "code": "time.sleep(9999)", "others": "watchdog"}
             for place in (FORWARD, READ, REPORT, JOURNAL, BATCH)
         ],
-        retries=True,
     ),
-    *group(
+    *of_kind(
         "network",
-        Cause.NETWORK,
-        [
-            {"code": "cut_connections()", "names_rank": False},
-            {**at(FORWARD, "cut_connections()")[0], "names_rank": False},
-            *at(READ, "socket.getaddrinfo('nowhere.invalid', 80)"),
-            *at(REPORT, "socket.create_connection(('127.0.0.1', 1))"),
-            *at(
-                REPORT,
-                "import datetime, torch; torch.distributed.TCPStore('127.0.0.1', 1, is_master=False, "
-                "timeout=datetime.timedelta(seconds=2))",
-            ),
-        ],
-        retries=True,
+        {"code": "cut_connections()", "names_rank": False},
+        {**at(FORWARD, "cut_connections()")[0], "names_rank": False},
+        *at(READ, "socket.getaddrinfo('nowhere.invalid', 80)"),
+        *at(REPORT, "socket.create_connection(('127.0.0.1', 1))"),
+        *at(
+            REPORT,
+            "import datetime, torch; torch.distributed.TCPStore('127.0.0.1', 1, is_master=False, "
+            "timeout=datetime.timedelta(seconds=2))",
+        ),
     ),
-    *group(
+    *of_kind(
         "storage",
-        Cause.STORAGE,
-        [
-            *at(READ, "Path('/proc/self/mem').open('rb').read(1)", "socket.socket().getpeername()"),
-            errno_at(READ, 116),
-            errno_at(READ, 108),
-            errno_at(FORWARD, 5),
-        ],
-        retries=True,
+        *at(READ, "Path('/proc/self/mem').open('rb').read(1)", "socket.socket().getpeername()"),
+        errno_at(READ, 116),
+        errno_at(READ, 108),
+        errno_at(FORWARD, 5),
     ),
-    *group(
+    *of_kind(
         "out of memory",
-        Cause.OOM_KILLER,
-        [
-            *at(FORWARD, "use_up_memory()"),
-            *at(READ, "use_up_memory()"),
-            *at(REPORT, "use_up_memory()"),
-            *at(READ, "load_with_worker(memory=True)"),
-            *at(
-                REPORT,
-                "import subprocess; subprocess.run([sys.executable, '-c', 'x = bytearray(1 << 30)'], check=True)",
-            ),
-        ],
-        retries=True,
-        memory_mib=192,
+        *at(FORWARD, "use_up_memory()"),
+        *at(READ, "use_up_memory()"),
+        *at(REPORT, "use_up_memory()"),
+        *at(READ, "load_with_worker(memory=True)"),
+        *at(
+            REPORT,
+            "import subprocess; subprocess.run([sys.executable, '-c', 'x = bytearray(1 << 30)'], check=True)",
+        ),
     ),
 ]
 
 HANGS: dict[str, PlantedFault] = {
-    name: PlantedFault(kind="hang", cause=Cause.HANG, retries=True, **fault)
+    name: of_kind("hang", fault)[0]
     for name, fault in {
         "a data loader that sleeps": at(READ, "time.sleep(9999)")[0],
         "a data loader that reads": at(READ, "os.read(os.pipe()[0], 1)")[0],

@@ -1,0 +1,75 @@
+"""What a planted fault is, and what must be said of faults of each of the twelve kinds in the draws."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from bloomery.operate.diagnosis import Cause
+
+BATCH = "bloomery.data_loader.batches:Batches.batch"
+READ = "bloomery.data_loader.batches:Batches._read"
+FORWARD = "bloomery.model.decoder:Block.forward"
+REPORT = "bloomery.train.metrics:Metrics.report"
+JOURNAL = "bloomery.events.journal:Journal._append"
+SAVE = "bloomery.checkpoint.save.saver:Saver.begin"
+WATCHDOG = (
+    "[rank{0}]:[E807 02:07:08.408 ProcessGroupNCCL.cpp:607] [Rank {0}] Watchdog caught collective operation "
+    "timeout: WorkNCCL(SeqNum={1}, OpType=ALLREDUCE, NumelIn=544, Timeout(ms)=600000) ran for 600061 ms."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlantedFault:
+    """A fault of one rank, and what must be said of it.
+
+    place, code: the function of the program at whose next call the code runs; "": at once, in a thread.
+    signal: the signal that the rank gets from outside; 0: none.
+    others: what NCCL's watchdog prints on every other rank, which then aborts; 'watchdog': WATCHDOG.
+    kernel: what the kernel's log says of it. memory_mib: the memory that a cgroup leaves to the rank.
+    small_shm: whether the run has a small /dev/shm of its own.
+    names_rank: whether the verdict must name the rank; else it must name none.
+    """
+
+    kind: str
+    cause: Cause
+    retries: bool
+    place: str = ""
+    code: str = ""
+    signal: int = 0
+    others: str = ""
+    kernel: str = ""
+    memory_mib: int = 0
+    small_shm: bool = False
+    names_rank: bool = True
+    more: dict[str, str] = field(default_factory=dict)
+
+
+OF_KIND: dict[str, dict[str, Any]] = {
+    "kill": {"cause": Cause.KILLED, "retries": True},
+    "crash": {"cause": Cause.CRASH, "retries": True},
+    "hang": {"cause": Cause.HANG, "retries": True},
+    "exception": {"cause": Cause.EXCEPTION, "retries": False},
+    "disk": {"cause": Cause.NO_SPACE, "retries": False},
+    "shared memory": {"cause": Cause.BUS_ERROR, "retries": False, "small_shm": True},
+    "GPU memory": {"cause": Cause.GPU_MEMORY, "retries": False},
+    "bad GPU": {"cause": Cause.BAD_GPU, "retries": True},
+    "NCCL time-out": {"cause": Cause.NCCL_TIMEOUT, "retries": True},
+    "network": {"cause": Cause.NETWORK, "retries": True},
+    "storage": {"cause": Cause.STORAGE, "retries": True},
+    "out of memory": {"cause": Cause.OOM_KILLER, "retries": True, "memory_mib": 192},
+}
+"""What is right for the faults of a kind, where a fault does not say otherwise."""
+
+
+def of_kind(kind: str, *variants: dict[str, Any]) -> list[PlantedFault]:
+    """Return faults of a kind, each with what differs from OF_KIND."""
+    return [PlantedFault(kind=kind, **(OF_KIND[kind] | variant)) for variant in variants]
+
+
+def at(place: str, *codes: str) -> list[dict]:
+    return [{"place": place, "code": code} for code in codes]
+
+
+def errno_at(place: str, number: int) -> dict:
+    return {"place": place, "code": f"raise_errno({number}, '/scratch/run/data/train.bin')"}
