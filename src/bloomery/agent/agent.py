@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bloomery.agent.agent_context import AgentContext, Events, Fetch, PeerSettings, ServesState, Writer
-from bloomery.agent.backup_duty import Backups
+from bloomery.agent.backup_choice import Backups
 from bloomery.agent.kept_averages import KeptAverages
 from bloomery.agent.known_commits import KnownCommits, RecoveryReporter
 from bloomery.agent.news import News

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from bloomery.agent.agent import Agent
 from bloomery.agent.agent_context import PeerSettings
-from bloomery.agent.backup_duty import Backups
+from bloomery.agent.backup_choice import Backups
 from bloomery.agent.certificate_watch import CertificateWatch
 from bloomery.agent.kept_averages import KeptAverages
 from bloomery.agent.known_commits import KnownCommits

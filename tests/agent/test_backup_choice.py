@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.protocol import example
 
-from bloomery.agent.backup_duty import Backups
+from bloomery.agent.backup_choice import Backups
 from bloomery.checkpoint.remote.backup_duty import Duty, read_duty
 from bloomery.coordination.snapshot import ListedMember, RunSnapshot
 from bloomery.events.run_directory import RunDirectory
