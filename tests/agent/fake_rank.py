@@ -24,6 +24,7 @@ from tests.protocol import example
 
 from bloomery.data.position import Position, first, merged, total, without
 from bloomery.diloco.agent_client import connect_agent
+from bloomery.diloco.outer_update import digest
 from bloomery.errors import PeerError
 from bloomery.protocol.rank_messages import (
     Abort,
@@ -39,7 +40,6 @@ from bloomery.protocol.rank_messages import (
 )
 from bloomery.protocol.records import Ready
 from bloomery.transport.ring_all_reduce import Ring, RingError
-from bloomery.transport.state_digest import digest
 
 BATCH = 4
 

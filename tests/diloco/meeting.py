@@ -19,7 +19,7 @@ from tests.protocol import example
 
 from bloomery.config.elastic import ElasticSection
 from bloomery.config.load import LoadedRecipe
-from bloomery.coordination.part_norms import norm_limit
+from bloomery.coordination.eligibility import norm_limit
 from bloomery.data.position import Position, Ranges, SampleShare, lease, merged, total, within
 from bloomery.diloco.all_reduce import RingConnections, WireRings
 from bloomery.events.run_directory import RunDirectory

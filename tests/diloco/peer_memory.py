@@ -22,7 +22,7 @@ from tests.diloco.test_pseudo_gradient import OneTensor
 from tests.protocol import example
 
 from bloomery.config.elastic import ElasticSection
-from bloomery.diloco import pseudo_gradient, stored_average
+from bloomery.diloco import outer_update, pseudo_gradient
 from bloomery.diloco.all_reduce import RingConnections, WireRings, _reduced
 from bloomery.diloco.pseudo_gradient import PseudoGradient
 from bloomery.protocol.rank_messages import Reduce
@@ -44,7 +44,7 @@ def resident(what: str) -> int:
 
 def main(elements: int, codec: str) -> None:
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # so that hashing holds one block and no batch
-    stored_average.BLOCK = pseudo_gradient.BLOCK = 1 << 18  # so that buffers are full in a small model too
+    outer_update.BLOCK = pseudo_gradient.BLOCK = 1 << 18  # so that buffers are full in a small model too
     section = ElasticSection(inner_steps=4, codec=codec)
     vector = OneTensor(elements)
     before = resident("VmRSS")

@@ -14,10 +14,9 @@ import torch
 from tests.diloco.test_pseudo_gradient import OneTensor
 
 from bloomery.config.elastic import ElasticSection
-from bloomery.diloco import pseudo_gradient, stored_average
-from bloomery.diloco.outer_update import Reduced
+from bloomery.diloco import outer_update, pseudo_gradient
+from bloomery.diloco.outer_update import Reduced, StoredAverage
 from bloomery.diloco.pseudo_gradient import PseudoGradient
-from bloomery.diloco.stored_average import StoredAverage
 from bloomery.transport.gradient_codec import decode, encode
 
 SCRIPT = str(Path(__file__).with_name("peer_memory.py"))
@@ -48,7 +47,7 @@ def test_a_peer_keeps_eight_bytes_a_parameter_and_takes_two_more_while_a_round_i
 def test_an_average_is_kept_to_the_bit_in_the_bytes_of_the_ring(
     codec: str, members: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stored_average, "BLOCK", 1024)
+    monkeypatch.setattr(outer_update, "BLOCK", 1024)
     count = 10_007
     drawn = np.random.default_rng(members).normal(size=count).astype(np.float32)
     values = np.empty_like(drawn)
@@ -97,7 +96,7 @@ def test_small_pieces_lead_to_the_same_state_as_one_large_piece(
     section = ElasticSection(inner_steps=6, fragments=fragments, codec="int4", overlap_steps=overlap)
     states = []
     for block, piece in ((1 << 22, 1 << 27), (5, 7)):
-        monkeypatch.setattr(stored_average, "BLOCK", block)
+        monkeypatch.setattr(outer_update, "BLOCK", block)
         monkeypatch.setattr(pseudo_gradient, "BLOCK", block)
         vector = OneTensor(64)
         update = PseudoGradient(vector, section, piece=piece)

@@ -11,10 +11,9 @@ from torch import Tensor
 from bloomery.checkpoint.format.state import Scope, StateEntry, whole
 from bloomery.config.elastic import ElasticSection
 from bloomery.data.position import Ranges, merged
-from bloomery.diloco.fragment_history import fragments_of
-from bloomery.diloco.outer_update import Reduced
+from bloomery.diloco.outer_update import Reduced, StoredAverage
+from bloomery.diloco.peer_vector import fragments_of
 from bloomery.diloco.pseudo_gradient import PseudoGradient
-from bloomery.diloco.stored_average import StoredAverage
 
 
 class OneTensor:

@@ -11,7 +11,6 @@ from msgspec.structs import replace as changed
 from tests.protocol import example
 
 from bloomery.data.position import Position
-from bloomery.diloco.fragment_history import FragmentHistory
 from bloomery.diloco.outer import UnderWay
 from bloomery.diloco.outer_loop_state import (
     Admitted,
@@ -39,7 +38,9 @@ from bloomery.diloco.outer_loop_state import (
     Updating,
     WentBack,
 )
-from bloomery.diloco.round_actions import (
+from bloomery.diloco.peer_vector import FragmentHistory
+from bloomery.diloco.round_transition import UnexpectedMessage, transition
+from bloomery.diloco.transition_actions import (
     Action,
     BeginRing,
     CancelRing,
@@ -50,7 +51,6 @@ from bloomery.diloco.round_actions import (
     SendReady,
     SendRefused,
 )
-from bloomery.diloco.round_transition import UnexpectedMessage, transition
 from bloomery.guard.verdict import Rewind, Rung, Save
 from bloomery.protocol.rank_messages import (
     Abort,

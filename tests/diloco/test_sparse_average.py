@@ -13,10 +13,9 @@ from tests.protocol import example
 
 from bloomery.config.elastic import ElasticSection
 from bloomery.diloco.all_reduce import RingFailed, WireRing
-from bloomery.diloco.outer_update import Reduced
+from bloomery.diloco.outer_update import Reduced, StoredAverage
 from bloomery.diloco.pseudo_gradient import PseudoGradient
 from bloomery.diloco.sparse_average import average_sparse
-from bloomery.diloco.stored_average import StoredAverage
 from bloomery.plan.codec_error import ring_bytes
 from bloomery.protocol.rank_messages import Reduce
 from bloomery.transport.hop_rate_limit import HopRateLimit

@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bloomery.diloco.outer_update import digest
 from bloomery.transport import gradient_codec
 from bloomery.transport.gradient_codec import Codec, decode, encode
 from bloomery.transport.hop_rate_limit import HopRateLimit
 from bloomery.transport.ring_all_reduce import Ring, RingError
-from bloomery.transport.state_digest import digest
 
 SIZES = [0, 1, 2, 3, 4, 5, 9, 511, 513, 2049, 70_001]
 

@@ -20,9 +20,9 @@ from bloomery.agent.ring_attempt import AttemptFailure, AttemptStage, AttemptTim
 from bloomery.agent.timeouts import ring_deadline_s
 from bloomery.coordination import transactions
 from bloomery.coordination.decide import Conclude, Decision, Propose, RequestFlush, TakeShare
+from bloomery.coordination.eligibility import norm_limit
 from bloomery.coordination.etcd import TransactionResult
 from bloomery.coordination.membership import Membership
-from bloomery.coordination.part_norms import norm_limit
 from bloomery.coordination.snapshot import RunSnapshot
 from bloomery.data.position import Ranges
 from bloomery.protocol.encoding import encode_text

@@ -24,9 +24,9 @@ from bloomery.coordination.eligibility import (
     may_take_share,
     rest_s,
     spoilt,
+    suspects,
 )
 from bloomery.coordination.gathering import gather_offers, unfinished
-from bloomery.coordination.part_norms import suspects
 from bloomery.coordination.ring_order import ring
 from bloomery.coordination.snapshot import ListedMember, ListedOffer, RunSnapshot
 from bloomery.data.position import Position, merged, within

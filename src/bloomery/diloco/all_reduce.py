@@ -19,11 +19,10 @@ from torch import Tensor
 
 from bloomery.checkpoint.writer.ranks import Gather
 from bloomery.config.elastic import SPARSE, ElasticSection
-from bloomery.coordination.part_norms import NORM_FAILURE
+from bloomery.coordination.eligibility import NORM_FAILURE
 from bloomery.diloco.agent_client import AgentClient, CommandInbox
-from bloomery.diloco.outer_update import OuterUpdate, Reduced, peer_digest
+from bloomery.diloco.outer_update import OuterUpdate, Reduced, StoredAverage, peer_digest
 from bloomery.diloco.sparse_average import NotSendable, WrongCode, average_sparse
-from bloomery.diloco.stored_average import StoredAverage
 from bloomery.errors import BloomeryError
 from bloomery.plan.codec_error import codec_of_partial_sums
 from bloomery.protocol.rank_messages import KeepAverage, Reduce

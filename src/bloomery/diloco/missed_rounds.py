@@ -18,8 +18,7 @@ import torch
 from bloomery.checkpoint.writer.ranks import Gather
 from bloomery.diloco.all_reduce import Attempts
 from bloomery.diloco.outer_loop_state import MissedRoundMade
-from bloomery.diloco.outer_update import OuterUpdate
-from bloomery.diloco.stored_average import StoredAverage
+from bloomery.diloco.outer_update import OuterUpdate, StoredAverage
 from bloomery.protocol.rank_messages import CatchUp, KeepAverage
 
 AboutMissedRounds = KeepAverage | CatchUp

@@ -17,7 +17,6 @@ from bloomery.config.elastic import ElasticSection
 from bloomery.data.position import SampleShare, first, merged, total, without
 from bloomery.diloco.agent_client import AgentClient, CommandInbox
 from bloomery.diloco.all_reduce import Attempts, RingMaker
-from bloomery.diloco.fragment_history import FragmentHistory
 from bloomery.diloco.missed_rounds import AboutMissedRounds, MissedRounds
 from bloomery.diloco.outer import State, TrainerHooks
 from bloomery.diloco.outer_loop_state import (
@@ -39,7 +38,10 @@ from bloomery.diloco.outer_loop_state import (
     Updating,
 )
 from bloomery.diloco.outer_update import FEEDBACK_OF, OuterUpdate, peer_digest
-from bloomery.diloco.round_actions import (
+from bloomery.diloco.peer_vector import FragmentHistory
+from bloomery.diloco.round_transition import is_last_step, transition
+from bloomery.diloco.state_copies import StateCopies
+from bloomery.diloco.transition_actions import (
     Action,
     BeginRing,
     CancelRing,
@@ -50,9 +52,6 @@ from bloomery.diloco.round_actions import (
     SendReady,
     SendRefused,
 )
-from bloomery.diloco.round_end import is_last_step
-from bloomery.diloco.round_transition import transition
-from bloomery.diloco.state_copies import StateCopies
 from bloomery.errors import BloomeryError, CheckpointError
 from bloomery.guard.verdict import CarryOn, Rewind, Stop, Verdict
 from bloomery.protocol.rank_messages import AgentMessage, Committed, CopyState, ReplaceState

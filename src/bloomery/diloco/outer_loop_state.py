@@ -32,8 +32,8 @@ from typing import Any, cast
 
 from bloomery.checkpoint.format.state import Json
 from bloomery.data.position import Position, Ranges, from_pairs, merged, to_pairs, without
-from bloomery.diloco.fragment_history import FragmentHistory, fragment_of_round
 from bloomery.diloco.outer_update import FEEDBACK_OF
+from bloomery.diloco.peer_vector import FragmentHistory, fragment_of_round
 from bloomery.guard.verdict import Rewind, Save, Verdict
 from bloomery.protocol.rank_messages import (
     Abort,

@@ -1,23 +1,28 @@
-"""Presents a peer's weights or gradients as one flat vector, divided over its ranks, for peers to reduce.
+"""Presents a peer's weights or gradients as one flat vector, divided over its ranks and in fragments.
 
 Every element of the model is in exactly one rank's part. Elements that data-parallel ranks hold alike are
 divided among them, those that tensor-parallel ranks hold alike belong to the first rank, and a tied embedding
 belongs to the first stage.
+
+Streaming DiLoCo averages one fragment of the model a round, so a part spans the steps of several rounds:
+`FragmentHistory` holds what a peer did since a fragment was last averaged.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from bloomery.checkpoint.format.state import Box, Scope, StateEntry
-from bloomery.data.position import Ranges
+from bloomery.checkpoint.format.state import Box, Json, Scope, StateEntry
+from bloomery.data.position import Ranges, merged, total
 from bloomery.optim.groups import GroupLayout
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.precision import MasterWeights
+from bloomery.protocol.records import Ready
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,3 +164,84 @@ def _own_part(layout: GroupLayout, mesh: Mesh) -> tuple[int, int]:
     part = -(-held_numel // mesh.replica.degree)
     start = min(mesh.replica.index * part, held_numel)
     return start, min(start + part, held_numel)
+
+
+PAST_PARTS = 5
+"""How many of its earlier parts a peer tells the others of."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FragmentHistory:
+    """What this peer did since a fragment of the model was last averaged, and what it brought before.
+
+    steps, samples: of the committed rounds since then, which averaged other fragments.
+    parts: (steps, norm) of its last parts of this fragment that were averaged.
+    """
+
+    steps: int = 0
+    samples: int = 0
+    parts: tuple[tuple[int, float], ...] = ()
+
+    @classmethod
+    def from_json(cls, values: Any) -> FragmentHistory:
+        """Read what `to_json` wrote. Raises TypeError or ValueError for other values."""
+        steps, samples, parts = values
+        brought = tuple((int(part_steps), float(norm)) for part_steps, norm in parts[-PAST_PARTS:])
+        return cls(steps=int(steps), samples=int(samples), parts=brought)
+
+    def to_json(self) -> Json:
+        """Return what a checkpoint keeps."""
+        return [self.steps, self.samples, [list(part) for part in self.parts]]
+
+    def after(self, ready: Ready, *, is_averaged: bool) -> FragmentHistory:
+        """Return the history after a round that included this peer's part of it, or of another fragment."""
+        if not is_averaged:
+            steps, samples = self.steps + ready.steps, self.samples + total(ready.spent)
+            return replace(self, steps=steps, samples=samples)
+        brought = ((ready.spanned_steps, ready.norm),) if ready.tokens and ready.norm is not None else ()
+        return FragmentHistory(parts=(*self.parts, *brought)[-PAST_PARTS:])
+
+
+def fragment_of_round(round: int, *, count: int) -> int:
+    """Return the index of the fragment that round 1, 2, … averages."""
+    return (round - 1) % count
+
+
+def fragments_of(places: Sequence[tuple[str, range]], *, numel: int, count: int) -> tuple[Ranges, ...]:
+    """Return the elements of each of `count` fragments of a rank's vector.
+
+    places: (logical name, elements) of each tensor in the vector.
+    numel: the vector's length.
+
+    Block b is in fragment b mod count (the strided pattern of Streaming DiLoCo, arXiv 2501.18512: each
+    fragment has layers of every depth); the embedding is in the first, the head and the last norm in the
+    last. One fragment is the whole vector.
+    """
+    if count == 1:
+        return ((range(numel),),)
+    fragments: list[list[range]] = [[] for _ in range(count)]
+    for name, elements in places:
+        fragments[_fragment(name, count)].append(elements)
+    return tuple(merged(pieces) for pieces in fragments)
+
+
+def _fragment(name: str, count: int) -> int:
+    first, _, rest = name.partition(".")
+    if first == "blocks":
+        return int(rest.partition(".")[0]) % count
+    return 0 if first in ("embedding", "positions") else count - 1
+
+
+def take(flat: Tensor, spans: Sequence[range]) -> Tensor:
+    """Return the elements of some ranges, one after the other; for one range, a view."""
+    if len(spans) == 1:
+        return flat[spans[0].start : spans[0].stop]
+    return torch.cat([flat[:0], *(flat[span.start : span.stop] for span in spans)])
+
+
+def put(flat: Tensor, spans: Sequence[range], values: Tensor) -> None:
+    """Write values, in the order of `take`, to the elements of some ranges."""
+    start = 0
+    for span in spans:
+        flat[span.start : span.stop].copy_(values[start : start + len(span)])
+        start += len(span)

@@ -16,11 +16,17 @@ from torch import Tensor
 from bloomery.checkpoint.format.state import StateEntry
 from bloomery.config.elastic import SPARSE, ElasticSection
 from bloomery.data.position import Ranges, total
-from bloomery.diloco.fragment_history import fragment_of_round, fragments_of
-from bloomery.diloco.outer_update import PIECE, Reduced, pieces_of, rank_digest, squared_norm
-from bloomery.diloco.peer_vector import PeerVector
-from bloomery.diloco.stored_average import BLOCK, StoredAverage
-from bloomery.transport.state_digest import digest_of_pieces
+from bloomery.diloco.outer_update import (
+    BLOCK,
+    PIECE,
+    Reduced,
+    StoredAverage,
+    digest_of_pieces,
+    pieces_of,
+    rank_digest,
+    squared_norm,
+)
+from bloomery.diloco.peer_vector import PeerVector, fragment_of_round, fragments_of, put, take
 
 _WITH_FEEDBACK = ("int4", SPARSE)
 """The codecs whose error a peer keeps and adds in the next round."""
@@ -284,21 +290,6 @@ def nesterov_step(
 def _of(flat: Tensor, strip: range) -> Tensor:
     """Return a view of these elements."""
     return flat[strip.start : strip.stop]
-
-
-def take(flat: Tensor, spans: Sequence[range]) -> Tensor:
-    """Return the elements of some ranges, one after the other; for one range, a view."""
-    if len(spans) == 1:
-        return flat[spans[0].start : spans[0].stop]
-    return torch.cat([flat[:0], *(flat[span.start : span.stop] for span in spans)])
-
-
-def put(flat: Tensor, spans: Sequence[range], values: Tensor) -> None:
-    """Write values, in the order of `take`, to the elements of some ranges."""
-    start = 0
-    for span in spans:
-        flat[span.start : span.stop].copy_(values[start : start + len(span)])
-        start += len(span)
 
 
 class GradientAverage:

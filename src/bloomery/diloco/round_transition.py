@@ -1,6 +1,7 @@
 """Computes what a peer does upon each message in a round: a pure function of its state and the message.
 
-The table of phases is in `outer_loop_state`; tests/diloco/test_round_transition.py tests every pair.
+`is_last_step` tells when the peer has made its steps. The table of phases is in `outer_loop_state`;
+tests/diloco/test_round_transition.py tests every pair.
 """
 
 from __future__ import annotations
@@ -8,8 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from bloomery.config.elastic import ElasticSection
 from bloomery.data.position import Position, fewer, merged, total, without
-from bloomery.diloco.fragment_history import FragmentHistory
 from bloomery.diloco.outer import UnderWay
 from bloomery.diloco.outer_loop_state import (
     Admitted,
@@ -39,7 +40,8 @@ from bloomery.diloco.outer_loop_state import (
     Updating,
     WentBack,
 )
-from bloomery.diloco.round_actions import (
+from bloomery.diloco.peer_vector import FragmentHistory
+from bloomery.diloco.transition_actions import (
     Action,
     BeginRing,
     CancelRing,
@@ -339,3 +341,21 @@ def _unknown(state: RoundState) -> tuple[FragmentHistory, ...]:
 
 def _held(commit: Commit) -> HeldState:
     return HeldState(round=commit.round, digest=commit.digest, position=commit.position)
+
+
+def is_last_step(rounds: RoundState, section: ElasticSection, *, unused: int, batch: int) -> bool:
+    """Return whether no step is left before the part is offered, or while the round is decided.
+
+    rounds: the state of a round that is under way.
+    unused: how many samples the peer has left. batch: how many a step uses.
+    """
+    phase = rounds.phase
+    if unused < batch or isinstance(rounds.wants, Rewind):
+        return True
+    if isinstance(phase, AwaitingCommit):
+        # In asynchronous rounds the others go on meanwhile: a peer that was hurried must not keep the ring
+        # waiting for the end of another of its slow steps.
+        was_hurried = rounds.is_asynchronous and phase.ready.steps < section.round_steps
+        return was_hurried or phase.steps >= section.overlap_steps
+    assert isinstance(phase, TrainingRound), "asked within a round alone"
+    return phase.is_flushed or phase.steps >= section.round_steps

@@ -10,7 +10,7 @@ from tests.coordination.test_rounds import Counted
 from tests.protocol import example
 
 from bloomery.coordination.decide import Propose
-from bloomery.coordination.part_norms import OVERSTATED, norm_limit, outliers
+from bloomery.coordination.eligibility import OVERSTATED, norm_limit, outliers
 from bloomery.protocol.encoding import decode, encode_text
 from bloomery.protocol.records import Ready
 
