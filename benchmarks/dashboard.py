@@ -9,6 +9,8 @@ viewers: twenty viewers of a run that makes a step a second, each asking what th
     memory and its share of a core. The benchmark's own processes use the same machine.
 killed: four peers as processes that write heartbeats, one of which is killed, five times: seconds until a
     viewer of the page is told.
+watching: what a dashboard with one viewer costs a training on the same machine: the processor seconds that it
+    takes itself, and the steps of a real training in slices of five seconds in which it runs or is stopped.
 """
 
 from __future__ import annotations
@@ -29,15 +31,15 @@ from urllib.request import urlopen
 import numpy as np
 import psutil
 from contract import Measurement, measurement, report
+from dashboard_watching import WARM_UP_S, view, watching
 
 from bloomery.events.incarnation import begin
 from bloomery.events.journal import Journal
 from bloomery.events.run_directory import RunDirectory
 from bloomery.operate.dashboard.run_reader import RunReader
 
-VIEWERS, WARM_UP_S = 20, 15.0
+VIEWERS = 20
 MIB = 1 << 20
-PAGE = "api/curves?run=0&axis=step&points=800&name=loss&name=loss~&name=gradient_norm&name=learning_rate"
 
 
 def main() -> int:
@@ -45,7 +47,8 @@ def main() -> int:
     options.add_argument("--json", action="store_true")
     options.add_argument("--steps", type=int, default=10_000_000, help="steps of the long run")
     options.add_argument("--seconds", type=float, default=60.0, help="seconds of the viewers")
-    options.add_argument("--only", default="long,reading,viewers,killed")
+    options.add_argument("--watched", type=float, default=300.0, help="seconds of the watched training")
+    options.add_argument("--only", default="long,reading,viewers,killed,watching")
     chosen = options.parse_args()
     measured: list[Measurement] = []
     for name in chosen.only.split(","):
@@ -55,6 +58,8 @@ def main() -> int:
             measured += reading(100_000)
         elif name == "killed":
             measured += killed(5)
+        elif name == "watching":
+            measured += watching(chosen.watched)
         else:
             measured += viewers(chosen.seconds)
     return report(measured, as_json=chosen.json)
@@ -280,18 +285,6 @@ def _until_told(url: str, peer: subprocess.Popen[str]) -> float:
             with urlopen(f"{url}api/runs", timeout=60) as answer:
                 if json.load(answer)["runs"][2]["state"] == "gone":
                     return time.monotonic() - began
-
-
-def view(url: str, ended: threading.Event, answers: list[int], number: int) -> None:
-    """Ask what a page asks, each time that the server says that something changed."""
-    with urlopen(f"{url}api/changes", timeout=60) as stream:
-        while not ended.is_set():
-            if not stream.readline().startswith(b"event: change"):
-                continue
-            for path in ("api/runs", PAGE, "api/panels?run=0"):
-                with urlopen(url + path, timeout=60) as answer:
-                    answer.read()
-                answers[number] += 1
 
 
 if __name__ == "__main__":

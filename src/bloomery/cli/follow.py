@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import signal
 import tempfile
-import threading
 from argparse import Namespace
 from collections import deque
 from contextlib import ExitStack
 from pathlib import Path
 
 from bloomery.cli.arguments import not_negative, parser, positive
+from bloomery.cli.end_signal import EndSignal
 from bloomery.cli.run_inputs import existing_run
 from bloomery.config.data import HUB_PREFIX
 from bloomery.errors import BloomeryError, StorageError
@@ -55,9 +54,7 @@ def _repeat(mirror: object, tail: object, *, interval_s: float) -> None:
     from bloomery.operate.sync.tail import RunTail
 
     assert isinstance(tail, RunTail)
-    ended = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, frame: ended.set())
+    ended = EndSignal()
     while not ended.wait(interval_s):
         try:
             if isinstance(mirror, RunMirror):

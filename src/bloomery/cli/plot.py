@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from argparse import Namespace
+from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +23,9 @@ bloomery plot runs/a runs/b --against tokens --output both.svg   two runs in the
 bloomery plot runs/mine --columns loss mfu --from 1000 --to 2000
 """
 COLUMNS = ("loss", "gradient_norm", "learning_rate", "tokens_per_s")
+PLANNED = ("learning_rate", "global_batch")
+"""Columns that the recipe decides: smoothing would only blur them."""
+_MARKERS = ("o", "s", "^", "v", "D")
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 _SUFFIXES = (".png", ".svg", ".pdf")
 _POINTS = 3000
@@ -50,7 +56,9 @@ def draw(readers: list[RunReader], options: Namespace) -> None:
     import matplotlib
 
     matplotlib.use("Agg")  # no display is needed
-    from matplotlib import pyplot
+    from matplotlib import dates, pyplot
+
+    untyped: Any = dates
 
     count = len(options.columns)
     wide = 1 if count == 1 else 2
@@ -61,7 +69,11 @@ def draw(readers: list[RunReader], options: Namespace) -> None:
             _draw_run(
                 axes, reader, column, _COLOURS[place % len(_COLOURS)], options, is_one=len(readers) == 1
             )
-        axes.set(title=column.replace("_", " "), xlabel=_label(options.against))
+        axes.set(title=column.replace("_", " "), xlabel=options.against)
+        if options.against == "time":
+            locator = untyped.AutoDateLocator()
+            axes.xaxis.set_major_locator(locator)
+            axes.xaxis.set_major_formatter(untyped.ConciseDateFormatter(locator))
         if options.log:
             axes.set_yscale("log")
         axes.grid(visible=True, alpha=0.3)
@@ -81,35 +93,39 @@ def _draw_run(
     from bloomery.operate.dashboard.step_columns import HELD_OUT
 
     prefix = "" if is_one else f"{reader.name}: "
-    names = [f"{column}!", column, f"{column}~", *([HELD_OUT] if column == "loss" else [])]
-    styles = {
-        f"{column}!": {"color": "#808080", "linewidth": 0.8, "linestyle": ":"},
-        column: {"color": colour, "linewidth": 0.6, "alpha": 0.45},
-        f"{column}~": {"color": colour, "linewidth": 1.6, "label": f"{prefix}smoothed"},
-        HELD_OUT: {
-            "color": colour,
-            "marker": "o",
-            "markersize": 4,
-            "linestyle": "--",
-            "label": f"{prefix}held out",
-        },
-    }
+    held_out = [name for name in reader.columns.sparse if name.split("/")[0] == HELD_OUT]
+    is_planned = column in PLANNED
+    names = [f"{column}!", column, *([] if is_planned else [f"{column}~"])]
+    names += sorted(held_out) if column == "loss" else []
     labelled = False
     drawn = curves(reader, names, axis=options.against, begin=options.begin, end=options.end, points=_POINTS)
+    low, high = math.inf, -math.inf
     for curve in drawn:
-        style = dict(styles[curve.name])
-        if curve.name.endswith("!") and not labelled:
-            labelled, style["label"] = True, f"{prefix}discarded"
-        axes.plot(curve.x, curve.y, **style)
-    low, high = axes.get_xlim()
+        label = ""
+        if curve.name == f"{column}!":
+            style: dict[str, Any] = {"color": "#808080", "linewidth": 0.8, "linestyle": ":"}
+            labelled, label = True, "" if labelled else "discarded"
+        elif curve.name == column:
+            style = {"color": colour} | ({} if is_planned else {"linewidth": 0.6, "alpha": 0.45})
+            label = "each step" if is_planned else ""
+        elif curve.name == f"{column}~":
+            style, label = {"color": colour, "linewidth": 1.6}, "smoothed"
+        else:
+            place = held_out.index(curve.name)
+            style = {"color": colour, "marker": _MARKERS[place % len(_MARKERS)], "markersize": 4}
+            style["linestyle"], label = "--", curve.name.replace("_", " ").replace("/", " ")
+        axes.plot(_places(curve.x, options), curve.y, **style, label=prefix + label if label else None)
+        low, high = min([low, *curve.x[:1]]), max([high, *curve.x[-1:]])
     for event in events_with_places(reader):
         at = event["at"].get(options.against)
         if event["level"] == "bad" and at is not None and low <= at <= high:
-            axes.axvline(at, color="#a3200d", linewidth=0.8, alpha=0.6)
+            axes.axvline(_places([at], options)[0], color="#a3200d", linewidth=0.8, alpha=0.6)
 
 
-def _label(axis: str) -> str:
-    return {"step": "step", "tokens": "tokens", "time": "seconds since 1970"}[axis]
+def _places(numbers: Sequence[float], options: Namespace) -> Sequence[Any]:  # Any: dates on the axis of time
+    if options.against != "time":
+        return numbers
+    return [datetime.fromtimestamp(seconds) for seconds in numbers]
 
 
 def _no_column(name: str, known: set[str]) -> BloomeryError:

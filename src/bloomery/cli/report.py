@@ -16,8 +16,6 @@ from bloomery.errors import TrainingFailed, storage_error
 if TYPE_CHECKING:
     from bloomery.operate.ledger.books import RunLedger
     from bloomery.operate.ledger.figures import PlannedRun
-if TYPE_CHECKING:
-    from bloomery.operate.ledger.books import RunLedger
 
 EXAMPLES = """\
 bloomery report runs/mine                                   every second since the first start, by class
@@ -49,7 +47,7 @@ def run(arguments: list[str]) -> int:
     else:
         print(report_text(ledger, plan))
     if options.html is not None:
-        _write_page(options.html, rundir.path)
+        _write_page(options.html, rundir.path, plan)
     if options.png is not None:
         from bloomery.cli.report import draw_ledger
 
@@ -57,15 +55,18 @@ def run(arguments: list[str]) -> int:
             draw_ledger(ledger, options.png, title=str(rundir.path))
         except OSError as refused:
             raise storage_error(refused, path=options.png, doing="Drawing") from refused
+    written = [file for file in (options.html, options.png) if file is not None]
+    if written and not options.json:
+        print(f"wrote {' and '.join(map(str, written))}")
     return 0
 
 
-def _write_page(file: Path, run: Path) -> None:
+def _write_page(file: Path, run: Path, plan: PlannedRun | None) -> None:
     from bloomery import durable
     from bloomery.operate.dashboard.saved_page import saved_page
 
     try:
-        durable.write_whole(file, saved_page([run]))
+        durable.write_whole(file, saved_page([run], plan=plan))
     except OSError as refused:
         raise storage_error(refused, path=file, doing="Writing the page") from refused
 

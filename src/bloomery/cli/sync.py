@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bloomery.cli.arguments import parser
+from bloomery.cli.end_signal import EndSignal
 from bloomery.cli.run_inputs import existing_run
 from bloomery.cli.tables import size_words
 from bloomery.errors import BloomeryError, CheckpointError, StorageError
@@ -64,9 +65,7 @@ def _repeat(
     rundir: RunDirectory, sync: RunSync, publisher: CheckpointPublisher | None, options: Namespace
 ) -> None:
     """Look again and again; the last look follows the signal that ends it, or the end of the parent."""
-    ended, parent, due = threading.Event(), os.getppid(), time.monotonic()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, frame: ended.set())
+    ended, parent, due = EndSignal(), os.getppid(), time.monotonic()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # a launcher starts this with it held back
     if publisher is not None:  # an export may take as long as several saves, of which each is pruned soon
         threading.Thread(target=_hold, args=(rundir, publisher), daemon=True).start()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
-import threading
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Sequence
 from datetime import datetime
@@ -14,6 +12,7 @@ from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from bloomery.cli.arguments import parser
+from bloomery.cli.end_signal import EndSignal
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -64,9 +63,7 @@ def _watch(console: object, runs: Sequence[tuple[RunReader, RunGlancer]], option
     from rich.live import Live
 
     assert isinstance(console, Console)
-    ended = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, frame: ended.set())
+    ended = EndSignal()
 
     def screen() -> RenderableType:
         width = min(console.width, _WIDEST)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import signal
-import threading
 import time
 from argparse import Namespace
 from contextlib import ExitStack
@@ -14,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bloomery.cli.arguments import parser, positive
+from bloomery.cli.end_signal import EndSignal
 from bloomery.cli.run_inputs import existing_run
 from bloomery.errors import BloomeryError
 
@@ -94,17 +93,16 @@ def _once(watchers: list[RunWatcher], options: Namespace) -> int:
 
 def _watch(watchers: list[RunWatcher], options: Namespace) -> None:
     """Look at each run every few seconds until a signal comes; a run that cannot be read is no end."""
-    ended = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, frame: ended.set())
-    while not ended.is_set():
+    ended = EndSignal()
+    while True:
         for watcher in watchers:
             try:
                 watcher.look()
             except (BloomeryError, OSError) as refused:
                 log.warning("%s: %s", watcher.rundir.path, refused)
         _ping(options.ping)
-        ended.wait(options.interval)
+        if ended.wait(options.interval):
+            return
 
 
 def _ping(url: str | None) -> None:

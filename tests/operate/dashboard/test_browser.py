@@ -123,6 +123,16 @@ def test_four_peers_of_which_one_is_killed_are_seen_as_such(browser: Browser, tm
             expect(page.locator("#mesh-map .slow")).to_contain_text("rank 1")
             for card in cards.all():
                 expect(card).to_contain_text("running")
+            legend = page.locator("#chart-loss .u-legend")  # all are drawn, and one curve of each is named
+            expect(legend).to_contain_text("oslo: smoothed")
+            assert "bern: smoothed" in legend.inner_text() and "each step" not in legend.inner_text()
+            assert page.locator("#chart-parts .u-legend .u-series").count() == 1 + 2
+            runs[3].event("guard", guard="spike", reason="told of a run that is not focused")
+            wait_until(
+                lambda: page.evaluate(
+                    "bloomery.page.marks().some((mark) => mark.text.includes('not focused'))"
+                )
+            )
             processes[2].kill()
             expect(cards.nth(2)).to_contain_text("Not healthy: gone")
             expect(cards.nth(2)).to_contain_text("no process since")
@@ -222,9 +232,21 @@ def test_the_page_is_walked_by_the_tab_key_in_reading_order(browser: Browser, tm
 
 
 def test_a_saved_report_draws_itself_without_a_server(browser: Browser, tmp_path: Path) -> None:
-    file = tmp_path / "run.html"
+    file, fresh = tmp_path / "run.html", WrittenRun(tmp_path / "fresh")
+    fresh.start()
+    file.write_text(saved_page([fresh.rundir.path]))
+    assert "No step was recorded yet" in WatchedPage(browser, file.as_uri()).page.locator("main").inner_text()
     file.write_text(saved_page([healed_run(tmp_path / "healed").rundir.path]))
     watched = WatchedPage(browser, file.as_uri())
+    expect(watched.page.locator("#no-curves")).to_be_hidden()
+    expect(watched.page.locator("#chart-parts")).to_contain_text("now forward and backward 0.08, waiting for")
+    assert watched.page.evaluate("bloomery.ticks([1.202e9, 1.2022e9, 1.2024e9], 2e5)") == [
+        "1.2020 G",
+        "1.2022 G",
+        "1.2024 G",
+    ]
+    batch = watched.page.evaluate("bloomery.charts.find((chart) => chart.spec.id === 'batch').plot.scales.y")
+    assert batch["min"] == 0 < 8 < batch["max"]
     expect(watched.page.locator("#chart-loss")).to_contain_text("now 2.4")
     expect(watched.page.locator("#event-list")).to_contain_text("back to step 50")
     watched.page.locator("input[value=time]").check()

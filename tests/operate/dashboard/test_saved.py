@@ -20,11 +20,17 @@ from bloomery.cli import main
 from bloomery.cli.top import sparkline
 
 
-def test_a_report_is_one_file_that_loads_nothing_and_holds_the_curves(tmp_path: Path) -> None:
+def test_a_report_is_one_file_that_loads_nothing_and_holds_the_curves(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = healed_run(tmp_path / "run")
     run.operation("note", text="</script><script>alert(1)</script>", by="<!--")
     file = tmp_path / "run.html"
-    assert main(["report", str(run.rundir.path), "--html", str(file)]) == 0
+    plan = tmp_path / "plan.json"
+    planned = {"tokens": 10**6, "days": 2.0, "training_days": 1.8}
+    plan.write_text(json.dumps({"run": planned, "speed": {"tokens_per_s": 5000.0}}))
+    assert main(["report", str(run.rundir.path), "--html", str(file), "--plan", str(plan)]) == 0
+    assert capsys.readouterr().out.endswith(f"wrote {file}\n")
     page = file.read_text()
     assert not re.search(r'(src|href)="(?!#|data:)', page) and page.count("<script>alert") == 0
     assert "default-src 'none'" in page and "unsafe" not in page.partition("</head>")[0]
@@ -34,6 +40,7 @@ def test_a_report_is_one_file_that_loads_nothing_and_holds_the_curves(tmp_path: 
     curves = {curve["name"]: curve for curve in recorded["curves"][0]["step"]}
     assert curves["loss"]["x"] == list(range(1, 92)) and curves["loss!"]["y"][-1] == 9.5
     assert recorded["runs"][0]["step"] == 91
+    assert recorded["panels"][0]["goodput"]["plan"]["planned_tokens_per_s"] == 5000.0
     assert any("</script>" in event["text"] for event in recorded["panels"][0]["events"])
 
 
@@ -47,6 +54,18 @@ def test_curves_of_two_runs_become_a_picture(
     assert capsys.readouterr().out.strip() == str(file)
     content = file.read_bytes()
     assert content.startswith(b"\x89PNG" if suffix == "png" else b"<?xml") and len(content) > 5000
+
+
+def test_a_planned_column_is_not_smoothed_and_held_out_losses_have_their_datasets(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = healed_run(tmp_path / "run")
+    file = tmp_path / "one.svg"
+    columns = ["--columns", "loss", "learning_rate", "--against", "time"]
+    assert main(["plot", str(run.rundir.path), *columns, "--output", str(file)]) == 0
+    texts = re.findall(r"<!-- (.*?) -->", file.read_text())
+    assert "held out code" in texts and "held out prose" in texts and "time" in texts
+    assert texts.count("smoothed") == 1 and "each step" in texts
 
 
 def test_top_fits_into_its_columns_and_no_text_of_a_journal_commands_the_terminal(

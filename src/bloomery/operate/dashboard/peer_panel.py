@@ -7,7 +7,7 @@ from typing import Any
 from bloomery.operate.dashboard.run_events import finite
 from bloomery.operate.dashboard.run_reader import RunReader
 
-_SHOWN_ROUNDS, _MOST_PEERS = 120, 512
+_SHOWN_ROUNDS, _MOST_PEERS, _MOST_AMOUNT = 120, 512, 1e11
 
 
 def rounds(reader: RunReader) -> dict[str, Any]:  # Any: of JSON
@@ -25,18 +25,22 @@ def rounds(reader: RunReader) -> dict[str, Any]:  # Any: of JSON
     shown: list[dict[str, Any]] = []
     before: Any = None
     for event in events:
-        ended = event.get("time")
+        ended = _amount(event.get("time"))
+        if ended is None or not isinstance(event.get("round"), int):
+            continue
         shown.append(
             {
-                "round": event.get("round"),
+                "round": event["round"],
                 "begin": before if before is not None else ended,
                 "end": ended,
-                "ring_s": event.get("ring_s"),
+                "ring_s": _amount(event.get("ring_s")),
                 "members": _names(event.get("members")),
                 "included": bool(event.get("included")),
             }
         )
         before = ended
+    if not shown:
+        return {}
     names = sorted({name for row in shown for name in row["members"]})
     newest = set(shown[-1]["members"])
     why = {str(event.get("whom"))[:40]: str(event.get("why", ""))[:200] for event in left_out}
@@ -57,6 +61,12 @@ def rounds(reader: RunReader) -> dict[str, Any]:  # Any: of JSON
     }
 
 
+def _amount(value: object) -> float | None:
+    """Return seconds or a rate; None for what can be neither, for another peer may have written anything."""
+    number = finite(value)
+    return number if number is not None and 0.0 <= number < _MOST_AMOUNT else None
+
+
 def _names(value: object) -> list[str]:
     return [str(name)[:40] for name in value][:_MOST_PEERS] if isinstance(value, list) else []
 
@@ -68,7 +78,7 @@ def _newest_ring(events: list[Any]) -> list[list[Any]]:  # Any: of JSON
         if names:
             known = rates if isinstance(rates, list) else []
             return [
-                [name, finite(known[place]) if place < len(known) else None]
+                [name, _amount(known[place]) if place < len(known) else None]
                 for place, name in enumerate(names)
             ]
     return []

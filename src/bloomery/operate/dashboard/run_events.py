@@ -141,9 +141,13 @@ def _data(event: Event) -> str:
     warnings = event.get("warnings")
     told = " ".join(map(str, warnings)) if isinstance(warnings, list) else ""
     return (
-        f"{event.get('documents')} documents, {whole} tokens to train on, {held_out} held out, "
-        f"{event.get('parameters')} parameters{f'; {told}' if told else ''}"
+        f"{_count(event.get('documents'))} documents, {_count(whole)} tokens to train on, {_count(held_out)} "
+        f"held out, {_count(event.get('parameters'))} parameters{f'; {told}' if told else ''}"
     )
+
+
+def _count(number: object) -> str:
+    return f"{number:,}" if isinstance(number, int) else str(number)
 
 
 def _rewind(event: Event) -> str:

@@ -20,16 +20,18 @@ from bloomery.operate.dashboard.mesh_panel import mesh_panel
 from bloomery.operate.dashboard.peer_panel import rounds
 from bloomery.operate.dashboard.run_reader import RunReader
 from bloomery.operate.dashboard.step_columns import SPENT
+from bloomery.operate.ledger.figures import PlannedRun
 
 _AXES: tuple[Axis, ...] = ("step", "tokens", "time")
 _STYLE = re.compile(r'<link rel="stylesheet" href="static/([^"]+)">')
 _SCRIPT = re.compile(r'<script src="static/([^"]+)"></script>')
 
 
-def saved_page(paths: Sequence[Path], *, points: int = 600) -> str:
+def saved_page(paths: Sequence[Path], *, points: int = 600, plan: PlannedRun | None = None) -> str:
     """Return the page of some runs as HTML that loads nothing: styles, scripts and figures are inside.
 
     points: about how many points a curve has at most, with its extremes. Journals are read whole, once.
+    plan: what was forecast, which then stands beside what came.
     """
     readers = [RunReader(path).read_all() for path in paths]
     glancers = [RunGlancer(reader) for reader in readers]
@@ -38,7 +40,7 @@ def saved_page(paths: Sequence[Path], *, points: int = 600) -> str:
         "actions": False,
         "runs": [glancer.glance() for glancer in glancers],
         "curves": [{axis: _all_curves(reader, axis, points) for axis in _AXES} for reader in readers],
-        "panels": [_tables(reader, glancer) for reader, glancer in zip(readers, glancers, strict=True)],
+        "panels": [_tables(reader, glancer, plan) for reader, glancer in zip(readers, glancers, strict=True)],
     }
     hashes: dict[str, list[str]] = {"style-src": [], "script-src": []}
 
@@ -68,11 +70,11 @@ def _all_curves(reader: RunReader, axis: Axis, points: int) -> list[DrawnCurve]:
     return curves(reader, names, axis=axis, points=points)
 
 
-def _tables(reader: RunReader, glancer: RunGlancer) -> dict[str, Any]:
+def _tables(reader: RunReader, glancer: RunGlancer, plan: PlannedRun | None) -> dict[str, Any]:
     return {
         "events": panels.events_with_places(reader),
         "saves": panels.saves(reader, glancer.recipe),
-        "goodput": panels.goodput(reader),
+        "goodput": panels.goodput(reader, plan),
         "ranks": mesh_panel(reader, glancer.recipe),
         "rounds": rounds(reader),
     }

@@ -31,6 +31,16 @@ window.bloomery = bloomery;
     return String(Number(value.toPrecision(5)));
   };
 
+  // The labels of an axis, with as many digits as tell neighbours apart.
+  bloomery.ticks = function (splits, step) {
+    const size = Math.max(...splits.map(Math.abs));
+    if (size < 1e-3 || size >= 1e15) return splits.map(bloomery.number);
+    const [unit, sign] = [[1e12, " T"], [1e9, " G"], [1e6, " M"]].find(([least]) => size >= least) || [1, ""];
+    let digits = 0;
+    for (let own = step / unit; digits < 9 && Math.abs(own - Math.round(own)) > 1e-6 * own; own *= 10) digits += 1;
+    return splits.map((value) => (value / unit).toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits }) + sign);
+  };
+
   bloomery.when = function (seconds) {
     if (!Number.isFinite(seconds)) return "–";
     const date = new Date(seconds * 1000);
@@ -79,6 +89,7 @@ window.bloomery = bloomery;
       if (!curves.length) return;
       const shape = JSON.stringify([curves.map((c) => [c.label, c.colour, c.width, c.dash]), this.owner.axis, this.owner.isLog(this.spec), bloomery.isDark()]);
       const data = uPlot.join(curves.map((c) => [c.x, c.y]));
+      this.ceiling = this.spec.spent ? 5 * Math.max(...curves.map((c) => middle(c.y))) : Infinity;
       if (shape !== this.shape || !this.plot) this.build(curves, data, shape);
       else {
         this.plot.setData(data, false);
@@ -102,8 +113,8 @@ window.bloomery = bloomery;
           y: isLog ? { distr: 3 } : { range: (self, low, high) => this.limits(low, high) },
         },
         axes: [
-          { ...axis, values: isTime ? undefined : (self, splits) => splits.map(bloomery.number) },
-          { ...axis, size: 64, values: (self, splits) => splits.map((v) => (v === null ? "" : bloomery.number(v))) },
+          { ...axis, values: isTime ? undefined : (self, splits, place, space, step) => bloomery.ticks(splits, step) },
+          { ...axis, size: 72, values: (self, splits, place, space, step) => (isLog ? splits.map((v) => (v === null ? "" : bloomery.number(v))) : bloomery.ticks(splits, step)) },
         ],
         series: [
           { label: this.owner.axisLabel(), value: (self, v) => (v === null ? "–" : isTime ? bloomery.when(v) : bloomery.number(v)) },
@@ -118,6 +129,8 @@ window.bloomery = bloomery;
           setCursor: [(self) => this.pointed(self)],
         },
       }, data, this.canvas);
+      const named = this.canvas.querySelectorAll(".u-legend .u-series"); // the first is the axis
+      curves.forEach((curve, place) => { named[place + 1].hidden = Boolean(curve.quiet); });
       const over = this.canvas.querySelector(".u-over");
       over.addEventListener("dblclick", () => this.owner.move("all"));
       this.canvas.querySelectorAll("canvas").forEach((canvas) => canvas.setAttribute("aria-hidden", "true"));
@@ -125,6 +138,8 @@ window.bloomery = bloomery;
 
     limits(low, high) {
       if (!Number.isFinite(low) || !Number.isFinite(high)) return [0, 1];
+      if (this.ceiling > low) high = Math.min(high, this.ceiling);
+      if (this.spec.plain) low = Math.min(low, 0);
       const room = (high - low) * 0.06 || Math.abs(high) * 0.05 || 1;
       return [low >= 0 && low < room ? 0 : low - room, high + room];
     }
@@ -181,6 +196,7 @@ window.bloomery = bloomery;
     }
 
     summary(curves) {
+      if (this.spec.spent) return this.parts(curves);
       const main = curves.find((c) => c.main) || curves[curves.length - 1];
       const known = main.y.filter((v) => v !== null);
       if (!known.length) return "no finite value in this range";
@@ -188,6 +204,19 @@ window.bloomery = bloomery;
       for (const v of known) { if (v < low) low = v; if (v > high) high = v; }
       return main.label + ": now " + bloomery.number(known[known.length - 1]) + ", from " + bloomery.number(low) + " to " + bloomery.number(high);
     }
+
+    // The longest parts of the newest step; and whether one is cut off, such as the first step, which compiles.
+    parts(curves) {
+      const newest = curves.map((c) => [c.label, c.y.filter((v) => v !== null).pop() || 0]).sort((a, b) => b[1] - a[1]);
+      const highest = Math.max(...curves.flatMap((c) => c.y));
+      const cut = this.ceiling > 0 && highest > this.ceiling ? "; cut off above " + bloomery.number(this.ceiling) + ", the longest took " + bloomery.number(highest) : "";
+      return "now " + newest.slice(0, 3).map(([label, value]) => label + " " + bloomery.number(value)).join(", ") + cut;
+    }
   };
+
+  function middle(values) {
+    const sorted = values.filter((v) => v !== null).sort((a, b) => a - b);
+    return sorted.length ? sorted[Math.floor(sorted.length / 2)] : 0;
+  }
   bloomery.DASHES = DASHES;
 })();

@@ -3,7 +3,7 @@
 
 (function () {
   const el = bloomery.el, byId = (id) => document.getElementById(id);
-  const SPENT = "spent/", POINTS = 800, MOST_RUNS = 7;
+  const SPENT = "spent/", POINTS = 800, MOST_RUNS = 7, EVENTS_MS = 3000, NAMED_BRANCHES = 3;
   const SPECS = [
     { id: "loss", title: "Loss", unit: "nats a token", column: "loss", heldOut: true },
     { id: "norm", title: "Gradient norm", column: "gradient_norm" },
@@ -43,12 +43,12 @@
   };
 
   const page = {
-    axis: "step", runs: [], chosen: new Set([0]), focused: 0, window: null, whole: [0, 1], events: {}, curves: {}, versions: {},
+    axis: "step", runs: [], chosen: null, focused: 0, window: null, whole: [0, 1], events: {}, curves: {}, versions: {},
     axisLabel() { return { step: "step", tokens: "tokens", time: "time" }[this.axis]; },
     isLog(spec) { return byId("show-log").checked && ["loss", "norm"].includes(spec.id); },
     range() { return this.window || this.whole; },
     marks() {
-      const shown = [...this.chosen].flatMap((run) => this.events[run] || []);
+      const shown = [...(this.chosen || [])].flatMap((run) => this.events[run] || []);
       return shown.filter((event) => event.level !== "info" || event.kind === "start").slice(-400);
     },
     zoom(begin, end) { this.window = [begin, end]; this.moved(); },
@@ -94,13 +94,14 @@
 
   async function loadCurves() {
     const turn = (page.turn = (page.turn || 0) + 1), [begin, end] = page.window || [null, null], axis = page.axis;
-    const chosen = [...page.chosen].filter((run) => page.runs[run]);
+    const chosen = [...(page.chosen || [])].filter((run) => page.runs[run]);
     const answers = await Promise.all(chosen.map((run) => source.curves(run, namesOf(page.runs[run]), axis, begin, end)));
     if (turn !== page.turn) return; // a later question is under way
     page.curves = {};
     chosen.forEach((run, place) => { page.curves[run] = answers[place]; });
     if (!page.window) page.whole = extent(answers);
     for (const chart of charts) chart.draw(curvesOf(chart.spec, chosen));
+    byId("no-curves").hidden = charts.some((chart) => !chart.element.hidden);
   }
 
   function extent(answers) {
@@ -113,11 +114,19 @@
     return low < high ? [low, high] : Number.isFinite(low) ? [low - 1, low + 1] : [0, 1];
   }
 
+  // A run's name among those that are drawn: its directory, and its recipe only where that tells two apart.
+  function nameOf(run, chosen) {
+    const plain = (place) => page.runs[place].name.replace(/ \([^()]*\)$/, "");
+    return chosen.some((other) => other !== run && plain(other) === plain(run)) ? page.runs[run].name : plain(run);
+  }
+
+  // With several runs the legend names one curve for each, and the parts of a step are those of the focused run.
   function curvesOf(spec, chosen) {
-    const drawn = [];
+    const drawn = [], several = chosen.length > 1, parted = chosen.includes(page.focused) ? page.focused : chosen[0];
     for (const run of chosen) {
-      const prefix = chosen.length > 1 ? page.runs[run].name + ": " : "";
+      const prefix = several ? nameOf(run, chosen) + ": " : "";
       const all = page.curves[run] || [], colour = bloomery.colour(run);
+      if (spec.spent && run !== parted) continue;
       if (spec.spent) {
         const parts = all.filter((curve) => curve.name.startsWith(SPENT));
         parts.forEach((curve, place) => drawn.push({ label: prefix + curve.name.slice(SPENT.length, -1), colour: bloomery.colour(place + run),
@@ -125,13 +134,13 @@
         continue;
       }
       const raw = all.find((curve) => curve.name === spec.column), smooth = all.find((curve) => curve.name === spec.column + "~");
-      all.filter((curve) => curve.name === spec.column + "!").forEach((curve) => drawn.push({
-        label: prefix + "discarded, incarnation " + curve.incarnation, colour: bloomery.isDark() ? "#9aa1ab" : "#6b7178", dash: [3, 3], width: 1, x: curve.x, y: curve.y }));
-      if (raw) drawn.push({ label: prefix + (spec.plain ? spec.title.toLowerCase() : "each step"), colour: smooth ? colour + "77" : colour, width: smooth ? 1 : 1.5, dash: [], x: raw.x, y: raw.y, main: true });
+      all.filter((curve) => curve.name === spec.column + "!").forEach((curve, place) => drawn.push({
+        quiet: several || place >= NAMED_BRANCHES, label: prefix + "discarded, incarnation " + curve.incarnation, colour: bloomery.isDark() ? "#9aa1ab" : "#6b7178", dash: [3, 3], width: 1, x: curve.x, y: curve.y }));
+      if (raw) drawn.push({ label: prefix + (spec.plain ? spec.title.toLowerCase() : "each step"), colour: smooth ? colour + "77" : colour, width: smooth ? 1 : 1.5, dash: [], quiet: several && Boolean(smooth), x: raw.x, y: raw.y, main: true });
       if (smooth) drawn.push({ label: prefix + "smoothed", colour: colour, width: 2, dash: [], x: smooth.x, y: smooth.y });
       if (spec.heldOut) all.filter((curve) => curve.name.startsWith("held_out")).forEach((curve, place) => drawn.push({
         label: prefix + (curve.name === "held_out" ? "held out" : "held out " + curve.name.slice("held_out/".length)),
-        colour: bloomery.colour(run + place + 1), dash: bloomery.DASHES[(place + 1) % 6], width: 1.5, points: true, x: curve.x, y: curve.y }));
+        colour: several ? colour : bloomery.colour(run + place + 1), dash: bloomery.DASHES[(place + 1) % 6], width: 1.5, points: true, x: curve.x, y: curve.y }));
     }
     const isDull = spec.dull !== undefined && drawn.every((curve) => curve.y.every((y) => y === spec.dull || y === null));
     return isDull ? [] : drawn;
@@ -160,8 +169,14 @@
     }
   }
 
+  // The events of the runs that are drawn beside the focused one: less often, for their tables are not shown.
   async function loadEvents() {
-    for (const run of page.chosen) if (page.runs[run] && !page.events[run]) page.events[run] = (await source.panels(run)).events;
+    for (const run of page.chosen) {
+      const known = page.versions[run], now = performance.now();
+      if (!page.runs[run] || (known && (known.version === page.runs[run].version || now - known.at < EVENTS_MS))) continue;
+      page.versions[run] = { version: page.runs[run].version, at: now };
+      page.events[run] = (await source.panels(run)).events;
+    }
     for (const chart of charts) if (chart.plot && !chart.element.hidden) chart.plot.redraw(false);
   }
 
@@ -169,6 +184,7 @@
     if (!page.runs[page.focused]) return;
     const told = await source.panels(page.focused);
     page.events[page.focused] = told.events;
+    page.versions[page.focused] = { version: page.runs[page.focused].version, at: performance.now() };
     drawEvents(told.events);
     bloomery.fill(byId("save-table"), bloomery.saveTable(told.saves));
     bloomery.fill(byId("goodput-table"), ...bloomery.goodputTable(told.goodput));
@@ -210,6 +226,7 @@
     try {
       const answer = await source.runs();
       page.runs = answer.runs;
+      page.chosen = page.chosen || new Set(answer.runs.map((run, place) => place).slice(0, MOST_RUNS));
       page.isOld = !recorded && answer.runs.some((run, place) => run.version < answer.versions[place]);
       byId("session").hidden = true;
       byId("actions").hidden = byId("to-actions").hidden = !answer.actions;
@@ -247,7 +264,10 @@
   for (const id of ["show-raw", "show-smooth", "show-discarded", "show-log"]) byId(id).addEventListener("change", () => loadCurves().catch(report));
   byId("only-trouble").addEventListener("change", () => drawEvents(page.events[page.focused] || []));
   document.querySelectorAll("[data-move]").forEach((button) => button.addEventListener("click", () => page.move(button.dataset.move)));
-  byId("focused").addEventListener("change", (event) => { page.focused = Number(event.target.value); loadPanels().catch(report); });
+  byId("focused").addEventListener("change", (event) => {
+    page.focused = Number(event.target.value);
+    loadPanels().then(loadCurves).catch(report);
+  });
   byId("theme").addEventListener("click", () => {
     document.documentElement.dataset.theme = bloomery.isDark() ? "light" : "dark";
     drawCards();
