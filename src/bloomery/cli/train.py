@@ -72,11 +72,11 @@ def run(arguments: list[str]) -> int:
     """Start or resume the training; returns 0 when the run ended or stopped as it was asked to."""
     started = time.perf_counter()
     options = _parse(arguments)
+    from bloomery.cli.early_refusals import refuse_early
     from bloomery.cli.given_recipe import load_given
     from bloomery.config.environment import go_offline
     from bloomery.config.peer_settings import refuse_alone
     from bloomery.config.validate import check_recipe
-    from bloomery.data.missing_files import refuse_missing
     from bloomery.plan.ranks import degrees_of, other_ranks_wanted
 
     loaded = load_given(options.recipe, options.overrides)
@@ -89,9 +89,9 @@ def run(arguments: list[str]) -> int:
         refuse_alone(loaded.recipe, loaded.sources)
     if degrees is None:
         raise other_ranks_wanted(loaded.recipe.parallel, world=ranks)
-    if PREPARED not in os.environ:
-        refuse_missing(loaded.recipe.data)  # before torch is loaded
     path = _run_directory(options, loaded)
+    if PREPARED not in os.environ:
+        refuse_early(loaded, path)
     if PREPARED not in os.environ and os.environ.get("RANK", "0") == "0":
         for note in loaded.notes:
             print(f"note: {note}", file=sys.stderr)

@@ -24,6 +24,9 @@ _OF_POSITIONS = (
 )
 """Settings that the recipe may change on purpose, for instance for a longer context; that is told."""
 
+_OF_WEIGHTS = ("config.json", "manifest.json", "recipe.toml", ".metadata", "*.pt")
+"""Files by which a directory may hold weights; what they are is seen when they are read."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DescribedWeights:
@@ -46,19 +49,21 @@ DescribeWeights = Callable[[str], DescribedWeights]
 
 
 def weights_directory(place: str) -> Path:
-    """Return the directory of `init.from`. Raises ConfigError if it does not exist."""
+    """Return the directory of `init.from`. Raises ConfigError if it does not exist or holds no weights."""
     directory = Path(place).expanduser()
     if not directory.is_dir():
-        mistake = Mistake(
-            key="init.from",
-            value=place,
-            source="init.from",
-            problem="there is no such directory",
-            remedy="Check the path. A run that began with these weights goes on without them: bloomery train "
-            "RUN.",
+        problem = "there is no such directory"
+        remedy = (
+            "Check the path. A run that began with these weights goes on without them: bloomery train RUN."
         )
-        raise ConfigError([mistake])
-    return directory
+    elif any(path for pattern in _OF_WEIGHTS for path in directory.glob(pattern)):
+        return directory
+    else:
+        problem = "holds no config.json, and is neither a run nor a checkpoint of ours"
+        remedy = "Give a directory written by save_pretrained, runs/NAME, or runs/NAME/checkpoints/step-…."
+    raise ConfigError(
+        [Mistake(key="init.from", value=place, source="init.from", problem=problem, remedy=remedy)]
+    )
 
 
 def take_described(

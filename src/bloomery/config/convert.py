@@ -69,7 +69,8 @@ def convert(annotation: Any, known: Setting, value: Any, *, key: str) -> Any:
         return annotation(**convert_table(annotation, value, key))
     for alternative in alternatives(annotation):
         if alternative is float and type(value) in (int, float):
-            return float(_bounded(float(value), known, value, key))
+            number = float(value) if abs(value) <= _LARGEST or type(value) is float else math.inf
+            return float(_bounded(number, known, value, key))
         if alternative is int and type(value) is int:
             return _bounded(value, known, value, key)
         if alternative is str and type(value) is str:
@@ -130,9 +131,15 @@ def _array(annotation: Any, known: Setting, value: Any, key: str) -> tuple[Any, 
     return tuple(converted)
 
 
+_LARGEST = 10**15
+"""No count of a run is larger, and its products with other counts fit 64 bits."""
+
+
 def _bounded(number: float, known: Setting, value: object, key: str) -> float:
-    if not math.isfinite(number):
+    if isinstance(number, float) and not math.isfinite(number):
         problem = "must be a finite number"
+    elif isinstance(number, int) and abs(number) > _LARGEST:
+        problem = f"must be at most {_LARGEST:_}"
     elif known.minimum is not None and number < known.minimum:
         problem = f"must be at least {known.minimum:g}"
     elif known.above is not None and number <= known.above:

@@ -44,6 +44,12 @@ def find_recipe(path_or_name: str) -> Path:
         )
     if is_run(path):
         return path / _RECORD
+    if is_run(path.parent.parent) and path.parent.name == "checkpoints":
+        run = path.parent.parent
+        remedy = (
+            f"Go on with its run: {run}. Or begin another from it: a recipe and init.from={path_or_name}."
+        )
+        raise _refused(path_or_name, "is a checkpoint", remedy)
     if path.is_dir():
         raise _refused(path_or_name, "is a directory", "Give the .toml file inside it.")
     if not path.exists():

@@ -73,7 +73,7 @@ def _statement(lines: Sequence[str], start: int) -> tuple[Mapping[str, Any], int
     for end in range(start + 1, len(lines) + 1):
         try:
             return tomllib.loads("\n".join(lines[start:end])), end
-        except tomllib.TOMLDecodeError:
+        except ValueError:
             continue
     return {}, start + 1
 
@@ -148,7 +148,7 @@ def parse_recipe(
         _leave_out_retired(raw)
     places = {key: f"{label}:{line}" for key, line in line_numbers(text).items()}
     wrongs = _apply_overrides(raw, places, overrides)
-    notes = _take_typed_length(raw, places)
+    notes = (*_given_twice(overrides), *_take_typed_length(raw, places))
     sections_by_name = sections()
     wrongs += [_unknown_section(name, raw[name]) for name in raw if name not in sections_by_name]
     taken = describe is not None and not is_record and bool(_begins_from(raw))
@@ -238,7 +238,7 @@ def _read(path: Path, label: str) -> str:
 def _parse(text: str, label: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as broken:
+    except ValueError as broken:
         message = str(broken)
     at = re.search(r" \(at line (\d+), column (\d+)\)$", message)
     source, problem = label, message
@@ -259,7 +259,8 @@ def _apply_overrides(raw: dict[str, Any], places: dict[str, str], overrides: Seq
         section, dot, name = key.strip().partition(".")
         if not (equals and dot and name and section):
             places[text] = COMMAND_LINE
-            remedy = "Write section.key=value, for instance train.global_batch=16."
+            blanks = ", without blanks" if "=" in overrides else ""
+            remedy = f"Write section.key=value{blanks}, for instance train.global_batch=16."
             wrongs.append(Wrong(key=text, value=None, problem="is not a setting", remedy=remedy))
             continue
         table = raw.setdefault(section, {})
@@ -270,6 +271,17 @@ def _apply_overrides(raw: dict[str, Any], places: dict[str, str], overrides: Seq
         places[f"{section}.{name}"] = COMMAND_LINE
         places.setdefault(section, COMMAND_LINE)
     return wrongs
+
+
+def _given_twice(overrides: Sequence[str]) -> Iterator[str]:
+    """Yield a sentence for each setting that the command line gives several values."""
+    values: dict[str, list[str]] = {}
+    for text in overrides:
+        key, _, value = text.partition("=")
+        values.setdefault(key.strip(), []).append(value.strip())
+    for key, given in values.items():
+        if len(set(given)) > 1:
+            yield f"{key} is given {len(given)} times on the command line; the last counts: {given[-1]}"
 
 
 def _take_typed_length(raw: dict[str, Any], places: dict[str, str]) -> tuple[str, ...]:
@@ -301,7 +313,7 @@ def _override_value(section: type | None, name: str, text: str) -> Any:
     """
     try:
         parsed = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+    except ValueError:
         parsed = {}
     value = parsed["value"] if list(parsed) == ["value"] else text
     hints = get_type_hints(section) if section is not None else {}

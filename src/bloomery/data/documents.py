@@ -19,7 +19,7 @@ _SHOWN = 20
 """How many fields of a record a message names."""
 STRAY_END = "with an end of document inside"
 _NO_FIELD, _NO_TEXT = "without the field", "not text"
-_NAME_THE_FIELD = (
+NAME_THE_FIELD = (
     "Name the one that holds the text: data.text_field, or --text-field ('a.b' for b inside a). Or "
 )
 
@@ -105,7 +105,7 @@ class BadDocuments:
         names_no_text = bad.kind in (_NO_FIELD, _NO_TEXT)
         if self.fail:
             skip = 'set data.bad_documents = "skip" to count and skip it.'
-            first = _NAME_THE_FIELD if names_no_text else "Mend or remove it, or "
+            first = NAME_THE_FIELD if names_no_text else "Mend or remove it, or "
             raise DataError(f"{bad.place}: {bad.why}.", remedy=first + skip)
         with self._adding:
             self.count += 1
@@ -114,7 +114,7 @@ class BadDocuments:
                 self.entries.append(bad)
             self.keep(bad)
         if not self.good and self.count == self.stop_after:
-            first = _NAME_THE_FIELD if names_no_text else ""
+            first = NAME_THE_FIELD if names_no_text else ""
             raise DataError(
                 f"The first {self.stop_after:,} documents are all bad; {bad.place}, for one: {bad.why}.",
                 remedy=f"{first}remove the files that hold no such text.".capitalize(),
@@ -133,7 +133,7 @@ class BadDocuments:
     def remedy(self) -> str:
         """What to do about the bad documents where no good one is left."""
         if self.entries and self.entries[0].kind in (_NO_FIELD, _NO_TEXT):
-            return _NAME_THE_FIELD + "give text."
+            return NAME_THE_FIELD + "give text."
         fewer = "hold out fewer (data.held_out_every, --held-out-every)"
         return f"Give more text, mend the bad documents, or {fewer}."
 

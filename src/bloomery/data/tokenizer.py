@@ -221,13 +221,13 @@ def tokenizer_in(directory: Path) -> Path | None:
 
 
 def _engine(content: bytes, path: Path) -> Any:  # Any: see Tokenizer
+    is_json = content.lstrip()[:1] == b"{"
     try:
-        if content.lstrip()[:1] == b"{":
-            return Engine.from_buffer(content)
-        return PieceModel(content)
+        return Engine.from_buffer(content) if is_json else PieceModel(content)
     except (ValueError, RuntimeError) as wrong:
+        why = wrong if is_json else "it is neither JSON nor a model of SentencePiece"
         raise DataError(
-            f"{path} is not a tokenizer: {wrong}.",
+            f"{path} is not a tokenizer: {why}.",
             remedy="Give a tokenizer.json of Hugging Face `tokenizers`, or a SentencePiece .model.",
         ) from wrong
 

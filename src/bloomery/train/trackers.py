@@ -147,14 +147,19 @@ def scalars_of(report: StepReport) -> dict[str, float]:
     return {name: value for name, value in scalars.items() if value is not None}
 
 
-def trackers(services: Sequence[str], run: TrackedRun) -> list[Tracker]:
-    """Return an observer for each service. Raises BloomeryError where its package is not installed."""
+def refuse_missing_packages(services: Sequence[str]) -> None:
+    """Raise BloomeryError where the package of a service is not installed."""
     for service in services:
         if importlib.util.find_spec(service) is None:
             raise BloomeryError(
                 f"log.trackers names {service}, which is not installed.",
                 remedy=f"pip install 'bloomery[{service}]', or leave it out of log.trackers.",
             )
+
+
+def trackers(services: Sequence[str], run: TrackedRun) -> list[Tracker]:
+    """Return an observer for each service. Raises BloomeryError where its package is not installed."""
+    refuse_missing_packages(services)
     connections: dict[str, Callable[[TrackedRun], TrackerConnection]] = {
         "wandb": WandbConnection,
         "mlflow": MlflowConnection,
