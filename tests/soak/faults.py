@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from tests.soak.fault_kinds import WATCHDOG, PlantedFault
+from tests.soak.fifth_draw import FIFTH
 from tests.soak.fourth_draw import FOURTH
 from tests.soak.planted_faults import FAULTS, HANGS
 from tests.soak.second_draw import SECOND
@@ -31,7 +32,9 @@ PLANTING = Path(__file__).parent / "planting"
 CGROUP = Path("/sys/fs/cgroup/memory")
 KINDS = os.environ.get("BLOOMERY_SOAK_KINDS", "")
 """Comma-separated kinds of faults; empty: all."""
-DRAW = {"1": FAULTS, "2": SECOND, "3": THIRD, "4": FOURTH}[os.environ.get("BLOOMERY_SOAK_DRAW", "1")]
+DRAW = {"1": FAULTS, "2": SECOND, "3": THIRD, "4": FOURTH, "5": FIFTH}[
+    os.environ.get("BLOOMERY_SOAK_DRAW", "1")
+]
 """The faults that are planted: later draws were written after the rules had been mended by those before."""
 SKIP = int(os.environ.get("BLOOMERY_SOAK_SKIP", "0"))
 """So many faults of the order are left out, for a soak that goes on where another was broken off."""

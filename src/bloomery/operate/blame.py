@@ -11,18 +11,16 @@ from bloomery.errors import RankLost
 from bloomery.operate.diagnosis import Cause, Culprit, Diagnosis
 from bloomery.operate.failure_evidence import FailureEvidence, RankEnd
 from bloomery.operate.flight_recorder import FlightFinding, find_absent
-from bloomery.operate.known_texts import KNOWN_TEXTS
+from bloomery.operate.known_texts import KNOWN_TEXTS, bad_gpu_of
 
-_BAD_XIDS = {48, 62, 63, 64, 74, 79, 94, 95, 119, 120, 140}
-"""NVIDIA's error numbers that mean a fault of the GPU or its link. 13, 31, 43 and 45 are mostly faults of the
-program, and 92 is harmless."""
-_XID = re.compile(r"NVRM: Xid \((?P<bus>[^)]*)\): (?P<number>\d+),?(?P<rest>.*)")
 _KILLED = re.compile(
     r"(?:Out of memory|Memory cgroup out of memory): Killed process (?P<pid>\d+)|oom-kill:.*pid=(?P<pid2>\d+)"
 )
 _PYTHON_KILLED = re.compile(r"Killed process \d+ \((?:python|pt_)")
 """A process that a rank may have started: torch's data workers call themselves pt_data_worker."""
-_CHILD_KILLED = re.compile(r"status -9\b|\bsignal 9\b|SIGKILL|was killed")
+_CHILD_KILLED = re.compile(
+    r"status (?:-9|137)\b|\bsignal 9\b|SIGKILL|was killed|exit ?code:? (?:-9|137)\b|terminated abruptly"
+)
 _LINK_DOWN = re.compile(
     r"mlx5_core \S+ \S+: Link down|(?:ib|hsn|roce)\w*: (?:link is down|carrier lost)", re.I
 )
@@ -32,6 +30,15 @@ _ROOMY_GIB = 4.0
 _CONSEQUENCES = re.compile(
     r"RankLost|ReportedElsewhere|Connection closed by peer|Connection reset by peer|ncclRemoteError"
     r"|Broken pipe|Another rank of this run is gone"
+    r"|remote process exited or there was a network error|network error or a remote process exiting"
+)
+_ABORTED_BY_TORCH = re.compile(
+    r"watchdog thread terminated with exception|taking the entire process down"
+    r"|Terminating the process after attempting to dump debug info"
+)
+"""What torch prints on a rank that it aborts because of others, or because of a time-out."""
+_DUMPED_AFTER_TIMEOUT = re.compile(
+    r"due to (?:a )?(?:collective timeout|NCCL timeout|\w+ watchdog hang)|flight recorder dump signal"
 )
 _NETWORK_OF_NCCL = re.compile(
     r"NET/IB\s?: .*(?:Got completion .*(?:status=|error )\d+|Got async event)|ibv_\w+ failed"
@@ -46,6 +53,7 @@ _DRIVER_HAS_NONE = re.compile(
     r"(?:CUDA|HIP)(?: driver)? error: out of memory|Cuda failure.* 'out of memory'"
     r"|cudaErrorMemoryAllocation|hipErrorOutOfMemory"
 )
+_REPORTS_TIMEOUT = re.compile(r"Watchdog caught|timed out|watchdog got stuck")
 _LAST_ENQUEUED = re.compile(r"last enqueued NCCL work: (\d+)")
 _OTHERS_HOLD_IT = re.compile(r"Process \d+ has [\d.]+ [GM]iB memory in use")
 _EXCEPTION = re.compile(
@@ -79,6 +87,7 @@ def diagnose(evidence: FailureEvidence) -> Diagnosis:
         _hang,
         _killed_children,
         _exceptions,
+        _aborted,
     )
     for rule in rules:
         for diagnosis in rule(evidence):
@@ -89,17 +98,13 @@ def diagnose(evidence: FailureEvidence) -> Diagnosis:
 def _kernel(evidence: FailureEvidence) -> Iterator[Diagnosis]:
     for host, lines in sorted(evidence.kernel.items()):
         for line in lines:
-            match = _XID.search(line)
-            if match and int(match["number"]) in _BAD_XIDS:
-                bus = match["bus"].removeprefix("PCI:")
+            bad = bad_gpu_of(line)
+            if bad is not None:
+                bus, words = bad
                 gpu = evidence.gpu_buses.get((host, bus), bus)
                 rank = next((end.rank for end in evidence.ranks if (end.host, end.gpu) == (host, gpu)), None)
-                yield _found(
-                    Cause.BAD_GPU,
-                    Culprit(host=host, gpu=gpu, rank=rank),
-                    f"Xid {match['number']}{match['rest']}".rstrip(),
-                    f"{host}: {line}",
-                )
+                culprit = Culprit(host=host, gpu=gpu, rank=rank)
+                yield _found(Cause.BAD_GPU, culprit, words, f"{host}: {line}")
             killed = _KILLED.search(line)
             pid = int(killed["pid"] or killed["pid2"]) if killed else 0
             for end in evidence.ranks:
@@ -202,7 +207,7 @@ def _signals(evidence: FailureEvidence) -> Iterator[Diagnosis]:
             is_full = _is_full(evidence)
             cause = Cause.BUS_ERROR if is_full or evidence.shm_free is None else Cause.CRASH
             yield _found(cause, _who(end), line, line, sure=is_full)
-        if -(end.status or 0) in _CRASHES:
+        if -(end.status or 0) in _CRASHES and not _is_aborted(end):
             yield _found(Cause.CRASH, _who(end), line, line, sure=False)
         if end.status == -signal.SIGKILL and not end.is_killed_here and evidence.hang is None:
             yield _found(Cause.KILLED, _who(end), line, line)
@@ -253,6 +258,21 @@ def _exceptions(evidence: FailureEvidence) -> Iterator[Diagnosis]:
             yield _found(Cause.EXCEPTION, _who(end), line.splitlines()[0], f"rank {end.rank}: {line}")
 
 
+def _aborted(evidence: FailureEvidence) -> Iterator[Diagnosis]:
+    """Look for ranks that torch has aborted, where no rank failed by itself."""
+    for end in evidence.ranks:
+        line = _line(end.log, _DUMPED_AFTER_TIMEOUT.pattern) if _is_aborted(end) else ""
+        if line:
+            yield _nccl_timeout(evidence, end, line)
+
+
+def _is_aborted(end: RankEnd) -> bool:
+    """Return whether torch aborted a rank because of others, and not for a time-out that it reports."""
+    text = f"{end.error}\n{end.log}"
+    is_said = bool(_ABORTED_BY_TORCH.search(text) or _CONSEQUENCES.search(text))
+    return end.status == -signal.SIGABRT and is_said and not _REPORTS_TIMEOUT.search(text)
+
+
 def _network(evidence: FailureEvidence) -> Diagnosis:
     lost = [end for end in evidence.ranks if end.status == RankLost.exit_status or _is_consequence(end)]
     if lost and len(lost) == len([end for end in evidence.ranks if end.status != 0]):
@@ -277,7 +297,8 @@ def _own_errors(evidence: FailureEvidence) -> bool:
 
 def _is_consequence(end: RankEnd) -> bool:
     text = end.error or _last_exception(end.log)
-    return end.status == RankLost.exit_status or bool(text and _CONSEQUENCES.search(text))
+    is_told = bool(text and _CONSEQUENCES.search(text))
+    return end.status == RankLost.exit_status or is_told or _is_aborted(end)
 
 
 def _last_exception(log: str) -> str:
@@ -321,11 +342,10 @@ def _culprit_of_nccl(evidence: FailureEvidence, end: RankEnd) -> Culprit:
 
     That is the one that does not report the time-out, or the one that had enqueued less than all others.
     """
-    reporters = {
-        other.rank
-        for other in evidence.ranks
-        if re.search(r"Watchdog caught|timed out|watchdog got stuck", f"{other.error}\n{other.log}")
-    }
+    texts = {other.rank: f"{other.error}\n{other.log}" for other in evidence.ranks}
+    reporters = {rank for rank, text in texts.items() if _REPORTS_TIMEOUT.search(text)}
+    # the rank that is waited for prints these, too, once the others have sent their signal through the store
+    reporters = reporters or {rank for rank, text in texts.items() if _DUMPED_AFTER_TIMEOUT.search(text)}
     absent = [other for other in evidence.ranks if other.rank not in reporters]
     if len(absent) == 1:
         return _who(absent[0])

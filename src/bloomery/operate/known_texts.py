@@ -1,8 +1,23 @@
-"""The texts by which ranks, launchers and schedulers name a cause, those that count most first."""
+"""The texts by which ranks, launchers, kernels and schedulers name a cause, those that count most first."""
 
 from __future__ import annotations
 
+import re
+
 from bloomery.operate.diagnosis import Cause
+
+_BAD_XIDS = frozenset({46, 48, 62, 63, 64, 74, 79, 94, 95, 109, 119, 120, 140, 143, 158})
+"""NVIDIA's error numbers after which its catalogue wants the GPU reset or exchanged. 13, 31, 43 and 45 are
+mostly faults of the program, and 92 is harmless."""
+_XIDS_OF_LINKS = range(144, 151)
+"""Those of NVLink 5, which say themselves whether they are fatal."""
+_XID_OF_RECOVERY = 154
+"""It says what the GPU needs from now on: a reset, a restart of the node, or nothing any more."""
+_XID = re.compile(r"NVRM: Xid \((?P<bus>[^)]*)\): (?P<number>\d+),?(?P<rest>.*)")
+_AMD = re.compile(
+    r"amdgpu (?P<bus>[0-9a-f:.]+): (?:amdgpu: )?"
+    r"(?P<rest>.*(?:GPU reset begin|\b[1-9]\d* (?:new )?uncorrectable hardware errors).*)"
+)
 
 _SHARED_MEMORY = (
     r"insufficient shared memory",
@@ -22,14 +37,28 @@ _STORAGE_AWAY = (
     # EIO, ENXIO, ENODEV, EROFS, ENOLINK, ECOMM, EPROTO, EBADMSG, EREMCHG, ENOTCONN, ESHUTDOWN, EHOSTDOWN,
     # ESTALE, EUCLEAN, EREMOTEIO
     r"Errno (?:5|6|19|30|67|70|71|74|78|107|108|112|116|117|121)\]",
+    r"Errno (?:61|62)\] [^:]+: '/",  # ENODATA and ETIME of a file
     # ECONNABORTED, ECONNRESET, ETIMEDOUT, ECONNREFUSED and EHOSTUNREACH of a file; connections end so too
     r"Errno (?:103|104|110|111|113)\] [^:]+: '/",
     r"Input/output error|Remote I/O error|Structure needs cleaning|Read-only file system",
     r"[Tt]ransport endpoint|Stale (?:NFS )?file handle",
+    # stores of objects that are overloaded or do not answer; one that denies would deny again
+    r"Generic \w+ error: .*(?:after \d+ retries|error sending request)|\b(?:SlowDown|ServiceUnavailable)\b",
+    r"\b50[0234]\b \W?(?:Internal Server Error|Bad Gateway|Service Unavailable|Gateway Time-?out)",
 )
 _COLLECTIVE_TIMEOUT = (
     r"Watchdog caught collective operation timeout|(?<![/\w])NCCL\b[^/]*(?:timed out|timeout)",
     r"watchdog got stuck for \d+ seconds|Timed out waiting \d+ms for (?:recv|send) operation",
+    r"Heartbeat monitor timed out|(?:timed out in|failed to pass) monitoredBarrier",
+)
+_CONNECTIONS = (
+    r"client socket has (?:timed out|failed)|name resolution|Name or service not known|No route to host",
+    r"Network is (?:unreachable|down)|Connection (?:refused|timed out|aborted)|Host is unreachable",
+    r"Errno (?:100|101|110|111|113)\]",
+    # what HTTP clients raise by themselves, whatever their message
+    r"^(?:[\w.]+\.)?(?:RemoteDisconnected|IncompleteRead|ProtocolError|MaxRetryError|NewConnectionError)\b",
+    r"^(?:[\w.]+\.)?(?:ReadTimeout|ConnectTimeout|EndpointConnection|ChunkedEncoding|SSLEOF)(?:Error)?\b",
+    r"ncclSystemError|Software caused connection abort|Proxy Call to rank \d+ failed",
 )
 KNOWN_TEXTS: tuple[tuple[Cause, str], ...] = (
     (Cause.RUN_BUSY, r"^RunBusy: |is being \w[\w ]* by process \S+ on \S+ since "),
@@ -56,12 +85,7 @@ KNOWN_TEXTS: tuple[tuple[Cause, str], ...] = (
     ),
     (Cause.NODE_LOST, r"DUE TO NODE FAILURE|[Nn]ode failure on|launcher on \S+ has been silent"),
     (Cause.PREEMPTED, r"DUE TO (?:PREEMPTION|TIME LIMIT)|CANCELLED AT .* DUE TO"),
-    (
-        Cause.NETWORK,
-        r"client socket has (?:timed out|failed)|name resolution|Name or service not known|No route to host"
-        r"|Network is (?:unreachable|down)|Connection (?:refused|timed out|aborted)|Host is unreachable"
-        r"|Errno (?:100|101|110|111|113)\]",
-    ),
+    (Cause.NETWORK, "|".join(_CONNECTIONS)),
     # an access that is not allowed may come from a race or a bad GPU; an assert on the device repeats
     (
         Cause.CRASH,
@@ -71,3 +95,18 @@ KNOWN_TEXTS: tuple[tuple[Cause, str], ...] = (
     (Cause.BAD_RECIPE, r"mistakes? in the recipe|ConfigError"),
 )
 """Each cause with the pattern of the lines that name it."""
+
+
+def bad_gpu_of(line: str) -> tuple[str, str] | None:
+    """Return the bus of the GPU that a line of the kernel's log calls bad, and its words; None for none."""
+    match = _XID.search(line)
+    if match is None:
+        amd = _AMD.search(line)
+        return (amd["bus"], amd["rest"].strip()) if amd else None
+    number, rest = int(match["number"]), match["rest"]
+    is_bad = number in _BAD_XIDS
+    if number in _XIDS_OF_LINKS:
+        is_bad = "nonfatal" not in rest.lower()
+    elif number == _XID_OF_RECOVERY:
+        is_bad = not rest.rstrip().endswith("(None)")
+    return (match["bus"].removeprefix("PCI:"), f"Xid {number}{rest}".rstrip()) if is_bad else None

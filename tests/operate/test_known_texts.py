@@ -1,0 +1,103 @@
+"""Words of libraries, kernels and torch that say what failed, and some that only follow from it."""
+
+from __future__ import annotations
+
+import pytest
+
+from bloomery.operate.blame import diagnose
+from bloomery.operate.diagnosis import Cause, Diagnosis
+from bloomery.operate.failure_evidence import FailureEvidence, RankEnd
+from bloomery.operate.known_texts import bad_gpu_of
+
+ABORT = -6
+PREFIX = "[rank{0}]:[E1016 ProcessGroupNCCL.cpp:1557] [PG ID 0 PG GUID 0(default_pg) Rank {0}] "
+TERMINATING = "Terminating the process after attempting to dump debug info, due to {}."
+
+
+def verdict_of(*ends: RankEnd, **evidence: object) -> Diagnosis:
+    return diagnose(FailureEvidence(ranks=ends, **evidence))  # type: ignore[arg-type]
+
+
+def lost(rank: int) -> RankEnd:
+    return RankEnd(rank=rank, host="node0", status=3, error="RankLost: Another rank of this run is gone.")
+
+
+@pytest.mark.parametrize(
+    ("line", "cause"),
+    [
+        ("http.client.RemoteDisconnected: Remote end closed connection without response", Cause.NETWORK),
+        ("requests.exceptions.ReadTimeout: HTTPSConnectionPool(host='x', port=443)", Cause.NETWORK),
+        ("ssl.SSLEOFError: EOF occurred in violation of protocol (_ssl.c:2427)", Cause.NETWORK),
+        ("RuntimeError: ncclSystemError: System call (e.g. socket, malloc) or library failed", Cause.NETWORK),
+        ("OSError: [Errno 61] No data available: '/lustre/run/data/train.bin'", Cause.STORAGE),
+        ("GenericError: Generic S3 error: Error after 10 retries in 180.1s, source: request", Cause.STORAGE),
+        ("ClientError: An error occurred (SlowDown) when calling the PutObject operation", Cause.STORAGE),
+        ("GenericError: Generic S3 error: Client error with status 403 Forbidden", Cause.EXCEPTION),
+        ("OSError: [Errno 61] No data available", Cause.EXCEPTION),  # as of a missing attribute
+    ],
+)
+def test_what_clients_of_networks_and_stores_say_is_retried_if_it_may_pass(line: str, cause: Cause) -> None:
+    verdict = verdict_of(
+        lost(0), RankEnd(rank=1, host="node0", status=1, log=f"step 9\n{line}\n", error=line)
+    )
+    assert (verdict.cause, verdict.culprit.rank) == (cause, 1)
+    assert verdict.retries == (cause != Cause.EXCEPTION)
+
+
+@pytest.mark.parametrize(
+    ("line", "bus"),
+    [
+        ("NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.", "0000:3b:00"),
+        ("NVRM: Xid (PCI:0000:3b:00): 154, action changed from 0x0 (None) to 0x1 (Reset)", "0000:3b:00"),
+        ("NVRM: Xid (PCI:0000:3b:00): 154, action changed from 0x1 (Reset) to 0x0 (None)", ""),
+        ("NVRM: Xid (PCI:0000:dd:00): 145, RLW_SRC_TRACK Fatal XC1 i0 Link 05", "0000:dd:00"),
+        ("NVRM: Xid (PCI:0000:dd:00): 145, RLW_REMAP Nonfatal XC0 i0 Link 05", ""),
+        ("NVRM: Xid (PCI:0000:dd:00): 31, MMU Fault", ""),
+        ("amdgpu 0000:c1:00.0: amdgpu: GPU reset begin!", "0000:c1:00.0"),
+        ("amdgpu 0000:c1:00.0: amdgpu: 2 uncorrectable hardware errors detected in umc", "0000:c1:00.0"),
+        ("amdgpu 0000:c1:00.0: amdgpu: 0 uncorrectable hardware errors detected in umc", ""),
+    ],
+)  # fmt: skip
+def test_a_gpu_is_bad_where_the_kernel_says_that_it_needs_a_reset(line: str, bus: str) -> None:
+    assert (bad_gpu_of(line) or ("", ""))[0] == bus
+
+
+def test_ranks_that_torch_aborts_beside_an_exception_hide_it_not() -> None:
+    said = "DistBackendError: NCCL error: remote process exited or there was a network error"
+    aborted = RankEnd(rank=0, host="node0", status=ABORT, log=said)
+    also = RankEnd(rank=2, host="node0", status=ABORT, log=PREFIX + TERMINATING.format("collective timeout"))
+    raised = RankEnd(rank=1, host="node0", status=1, error="ValueError: no", log="ValueError: no")
+    verdict = verdict_of(aborted, raised, also)
+    assert (verdict.cause, verdict.culprit.rank, verdict.retries) == (Cause.EXCEPTION, 1, False)
+    assert verdict_of(aborted).cause == Cause.NETWORK  # nobody is left who failed by itself
+
+
+@pytest.mark.parametrize("why", ["collective timeout or exception", "ProcessGroupNCCL watchdog hang"])
+def test_ranks_that_torch_aborts_after_a_time_out_name_the_one_that_says_nothing(why: str) -> None:
+    ends = [
+        RankEnd(rank=rank, host="node0", status=ABORT, log=PREFIX.format(rank) + TERMINATING.format(why))
+        for rank in range(4)
+    ]
+    ends[2] = RankEnd(rank=2, host="node0", status=-9, is_killed_here=True)
+    verdict = verdict_of(*ends)
+    assert (verdict.cause, verdict.culprit.rank) == (Cause.NCCL_TIMEOUT, 2)
+
+
+def test_a_watchdog_that_caught_a_time_out_is_believed_though_torch_aborts_its_rank() -> None:
+    caught = "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)\n"
+    log = caught + "To avoid data inconsistency, we are taking the entire process down."
+    verdict = verdict_of(RankEnd(rank=0, host="node0", status=ABORT, log=log), RankEnd(rank=1, status=-15))
+    assert (verdict.cause, verdict.culprit.rank) == (Cause.NCCL_TIMEOUT, 1)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "BrokenProcessPool: A process in the process pool was terminated abruptly while it ran",
+        "subprocess.CalledProcessError: Command 'pack' returned non-zero exit status 137.",
+    ],
+)
+def test_a_killed_child_is_known_by_what_its_parent_says(line: str) -> None:
+    kernel = {"node0": ["Memory cgroup out of memory: Killed process 4711 (python3)"]}
+    verdict = verdict_of(lost(0), RankEnd(rank=1, host="node0", status=1, error=line), kernel=kernel)
+    assert (verdict.cause, verdict.culprit.rank, verdict.retries) == (Cause.OOM_KILLER, 1, True)
