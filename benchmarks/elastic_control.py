@@ -270,7 +270,7 @@ def _member(name: str) -> Member:
         serves=(),
         round=0,
         digest="d",
-        lanes=1,
+        ranks=1,
         recipe="r",
         samples=8,
     )

@@ -2,7 +2,7 @@
 
 Real agents with certificates, a coordinator, connections and rings on this machine; the ranks are NumPy's. A
 program opens connections to the ring port and the state port of each peer and to the coordinator: idle ones,
-garbage, half a TLS greeting, and whole greetings without a certificate. It holds each until the other end
+garbage, half a TLS hello, and whole hellos without a certificate. It holds each until the other end
 closes it. Rounds without strangers and with them alternate, so that the machine's load cancels out.
 """
 
@@ -139,7 +139,7 @@ def attack(targets: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, lambda number, frame: ended.set())
     held: dict[str, deque[socket.socket]] = {target: deque() for target in targets}
     chance, opened, closed = random.Random(1), 0, 0
-    greeting = _client_hello()
+    hello = _client_hello()
     pace_s = 60.0 / PER_MINUTE / len(targets)
     began = time.monotonic()
     while not ended.is_set():
@@ -147,7 +147,7 @@ def attack(targets: Sequence[str]) -> int:
         host, _, port = target.rpartition(":")
         with suppress(OSError):
             connection = socket.create_connection((host, int(port)), timeout=1.0)
-            words = (b"", b"GET / HTTP/1.0\r\n", chance.randbytes(300), greeting[:100], greeting)
+            words = (b"", b"GET / HTTP/1.0\r\n", chance.randbytes(300), hello[:100], hello)
             connection.settimeout(0.0)
             with suppress(OSError):
                 connection.send(words[opened % len(words)])

@@ -24,7 +24,7 @@ def listed(**members: tuple[int, int | None]) -> RunSnapshot:
                     serves=(),
                     round=3,
                     digest="d",
-                    lanes=1,
+                    ranks=1,
                     recipe="r",
                     samples=4,
                     backed_up=backed_up,

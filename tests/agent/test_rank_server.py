@@ -68,7 +68,7 @@ def connected(
 def reduce_over(*pairs: socket.socket) -> Reduce:
     following, preceding = pairs
     hop = HopConnections(
-        lane=0,
+        rank=0,
         next_fds=(following.fileno(),),
         previous_fds=(preceding.fileno(),),
         send_keys=(bytes(range(32)),),

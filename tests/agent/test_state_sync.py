@@ -32,7 +32,7 @@ def snapshot(round: int) -> RunSnapshot:
         serves=("http://127.0.0.1:1",),
         round=round,
         digest=digest,
-        lanes=1,
+        ranks=1,
         recipe="r",
         samples=4,
         copies=tuple(f"d{earlier}" for earlier in range(1, round + 1)),

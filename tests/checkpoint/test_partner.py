@@ -121,7 +121,7 @@ def test_more_bytes_than_any_rank_has_and_another_secret_are_refused(kept: Kept)
         b"",
         b"GET / HTTP/1.1\r\n\r\n" + bytes(100),
         TOKEN.encode() + struct.pack("<Q", 1 << 62),
-        TOKEN.encode() + struct.pack("<Q", LIMITS.greeting_bytes + 1),
+        TOKEN.encode() + struct.pack("<Q", LIMITS.hello_bytes + 1),
         TOKEN.encode() + struct.pack("<Q", 3) + b"[1]",
         TOKEN.encode() + struct.pack("<Q", 2) + b"{}",
         TOKEN.encode() + struct.pack("<Q", 3) + b"\xff\xfe{",
@@ -147,12 +147,12 @@ def gone(connection: socket.socket) -> bool:
 
 
 def stalling(kept: Kept) -> tuple[socket.socket, socket.socket, socket.socket]:
-    """One says nothing, one stops in its greeting, one in its part."""
-    greeting = json.dumps({"bytes": 1000, "holding": replica(rank=2).to_json()}).encode()
-    lead = TOKEN.encode() + struct.pack("<Q", len(greeting))
+    """One says nothing, one stops in its hello, one in its part."""
+    hello = json.dumps({"bytes": 1000, "holding": replica(rank=2).to_json()}).encode()
+    lead = TOKEN.encode() + struct.pack("<Q", len(hello))
     silent, halting, slow = (socket.create_connection(kept.address, timeout=DEADLINE_S) for _ in range(3))
     halting.sendall(lead)
-    slow.sendall(lead + greeting + b"x")
+    slow.sendall(lead + hello + b"x")
     return silent, halting, slow
 
 

@@ -61,7 +61,7 @@ def member(name, **changed):
         serves=(),
         round=-1,
         digest="",
-        lanes=1,
+        ranks=1,
         recipe="r",
         samples=4,
     )

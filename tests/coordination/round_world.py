@@ -102,7 +102,7 @@ class Peer:
             serves=(),
             round=self.round,
             digest=self.digest,
-            lanes=1,
+            ranks=1,
             recipe="r",
             samples=self.world.samples[self.name],
             overtaken=self.overtaken,

@@ -26,7 +26,7 @@ def member(name, incarnation="1", **changed):
         serves=("http://127.0.0.1:2",),
         round=-1,
         digest="",
-        lanes=1,
+        ranks=1,
         recipe="r",
         samples=4,
     )

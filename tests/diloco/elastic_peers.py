@@ -39,14 +39,14 @@ def contact(of: ConnectionManager, addresses: Sequence[str] | None = None) -> Co
     return Contact(peer=of.identity.peer, incarnation=of.identity.incarnation, addresses=where)
 
 
-def hop(to: ConnectionManager, *, sends: bool, lanes: int = 1, streams: int = 2, addresses=None) -> Neighbour:
+def hop(to: ConnectionManager, *, sends: bool, ranks: int = 1, streams: int = 2, addresses=None) -> Neighbour:
     target = contact(to, addresses)
     return Neighbour(
         peer=target.peer,
         incarnation=target.incarnation,
         addresses=target.addresses,
         sends=sends,
-        lanes=tuple(range(lanes)),
+        ranks=tuple(range(ranks)),
         streams=streams,
     )
 

@@ -26,7 +26,7 @@ def connected(size: int) -> list[tuple[HopConnections, ...]]:
     return [
         (
             HopConnections(
-                lane=0,
+                rank=0,
                 next_fds=(pairs[index][0].detach(),),
                 previous_fds=(pairs[index - 1][1].detach(),),
                 send_keys=(keys[index],),

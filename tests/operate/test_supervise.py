@@ -23,7 +23,7 @@ from bloomery.operate import supervise as supervise_module
 from bloomery.operate.blame import diagnose
 from bloomery.operate.diagnosis import Cause
 from bloomery.operate.failure_evidence import FailureEvidence, RankEnd
-from bloomery.operate.ledger.books import read_ledger
+from bloomery.operate.ledger.run_ledger import read_ledger
 from bloomery.operate.ledger.time_class import TimeClass
 from bloomery.operate.standstill import StandstillLimits
 from bloomery.operate.supervise import AttemptWatch, JobReactions, RestartBudget, why_no_restart

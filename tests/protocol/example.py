@@ -7,7 +7,7 @@ from bloomery.protocol.records import Attempt, Commit, Failed, Member, Ready, Re
 
 
 def member(**fields) -> Member:
-    usual = dict(peer="a", incarnation="1", addresses=(), serves=(), round=-1, digest="", lanes=1, recipe="r")
+    usual = dict(peer="a", incarnation="1", addresses=(), serves=(), round=-1, digest="", ranks=1, recipe="r")
     usual |= dict(samples=4, relays=False, epoch=0, overtaken=0, backed_up=None, saves=())
     return Member(**usual | fields)
 
@@ -46,5 +46,5 @@ def state_held(**fields) -> StateHeld:
 
 def connection_hello(**fields) -> ConnectionHello:
     usual = dict(run="r", peer="a", incarnation="a1", target="b", target_incarnation="b1", purpose="ring")
-    usual |= dict(lane=0, stream=0, sends=False, encrypt=False, circuit="", nonce="11" * 32)
+    usual |= dict(rank=0, stream=0, sends=False, encrypt=False, circuit="", nonce="11" * 32)
     return ConnectionHello(**usual | fields)

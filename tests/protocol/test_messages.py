@@ -69,7 +69,7 @@ COMMIT = example.commit(round=2, members=("a", "b"), position=POSITION, rewind_t
 SHARES = RoundShares(round=3, position=POSITION, shares={"a": (range(4), range(9, 12)), "b": ()}, live=2)
 READY = example.ready(norm=None, finite=False, rewind_to=0, kept=(range(8, 9),), skip=(range(2),), step_s=0.5)
 HOP = HopConnections(
-    lane=1, next_fds=(3,), previous_fds=(4,), send_keys=(bytes(range(32)),), receive_keys=(bytes(32),)
+    rank=1, next_fds=(3,), previous_fds=(4,), send_keys=(bytes(range(32)),), receive_keys=(bytes(32),)
 )
 KNOWN = example.recovery_record(epoch=5, commit=COMMIT, shares=SHARES, held=COMMIT)
 RECORDS = [

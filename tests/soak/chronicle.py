@@ -23,8 +23,8 @@ from tests.operate.slurm_cluster import PACKAGES, SlurmCluster, can_run, started
 from bloomery.events.heartbeat import read_beat
 from bloomery.events.journal import loss_curve, read_journal
 from bloomery.events.run_directory import RunDirectory
-from bloomery.operate.ledger.books import read_ledger
 from bloomery.operate.ledger.figures import percentages
+from bloomery.operate.ledger.run_ledger import read_ledger
 from bloomery.operate.schedulers.slurm import Slurm
 
 HOUR_S = float(os.environ.get("BLOOMERY_SOAK_HOUR_S", "30"))

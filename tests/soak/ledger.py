@@ -16,8 +16,8 @@ from tests.faults.commands import running, wait_for
 from bloomery.events.heartbeat import RankBeat, read_beat
 from bloomery.events.journal import read_journal
 from bloomery.events.run_directory import RunDirectory
-from bloomery.operate.ledger.books import read_ledger
 from bloomery.operate.ledger.figures import percentages
+from bloomery.operate.ledger.run_ledger import read_ledger
 from bloomery.operate.ledger.time_class import TimeClass
 
 FAULTS = int(os.environ.get("BLOOMERY_SOAK_FAULTS", "40"))

@@ -182,7 +182,7 @@ def test_a_member_that_dials_without_end_keeps_neither_descriptors_nor_others_ou
     hostile, honest, target = opened("a"), opened("c"), opened("b")
     with ExitStack() as stack:
         for stream in range(40):
-            stack.enter_context(dialled(hostile, target, stream=stream % 8, lane=stream // 8))
+            stack.enter_context(dialled(hostile, target, stream=stream % 8, rank=stream // 8))
         until(lambda: target.pool.size == 8)
         sending, receiving = pair(honest, target, epoch=1, streams=2)
         assert all(are_ends_of_one(s, r) for s, r in zip(sending, receiving, strict=True))
@@ -205,7 +205,7 @@ def test_a_relay_forwards_no_more_for_one_member_than_its_part(opened, monkeypat
 
 def dialled(manager, target, **fields):
     """A connection that a member made and authenticated."""
-    greeting = example.connection_hello(
+    hello = example.connection_hello(
         peer=manager.identity.peer,
         incarnation=manager.identity.incarnation,
         target=target.identity.peer,
@@ -213,7 +213,7 @@ def dialled(manager, target, **fields):
         **fields,
     )
     connection = dial(target.addresses, TOKEN, deadline_s=DEADLINE_S)
-    return handshake_as_dialler(connection, greeting, TOKEN, deadline_s=DEADLINE_S).connection
+    return handshake_as_dialler(connection, hello, TOKEN, deadline_s=DEADLINE_S).connection
 
 
 def is_ended(connection):
@@ -226,12 +226,12 @@ def is_ended(connection):
 
 def test_a_peer_that_does_not_relay_says_so(opened):
     target = opened("b")
-    greeting = example.connection_hello(
+    hello = example.connection_hello(
         run="r", peer="a", incarnation="a1", target="b", target_incarnation="b1", purpose="relay"
     )
     with pytest.raises(PeerRefused, match="does not serve 'relay'"):
         handshake_as_dialler(
-            dial(target.addresses, TOKEN, deadline_s=DEADLINE_S), greeting, TOKEN, deadline_s=DEADLINE_S
+            dial(target.addresses, TOKEN, deadline_s=DEADLINE_S), hello, TOKEN, deadline_s=DEADLINE_S
         )
 
 

@@ -121,7 +121,7 @@ class Neighbours:
             previous_fds=[receiving.fileno()],
             send_keys=[os.urandom(32)],
             receive_keys=[self.key],
-            **{"codec": "fp32", "lane": LANE} | options,
+            **{"codec": "fp32", "rank": LANE} | options,
         )
 
     def frame(self, kind=DATA, payload=b"", *, key=None, mac_epoch=None, **changed):
@@ -253,7 +253,7 @@ ATTACKS = {
     "an end under another key": (lambda one: one.frame(END, key=bytes(32)), "authentication"),
     "a frame of another epoch": (lambda one: one.frame(payload=payload_of(2), epoch=4), "garbage"),
     "a frame of another round": (lambda one: one.frame(payload=payload_of(2), round=8), "garbage"),
-    "a frame of another lane": (lambda one: one.frame(payload=payload_of(2), lane=0), "garbage"),
+    "a frame of another rank": (lambda one: one.frame(payload=payload_of(2), lane=0), "garbage"),
     "a frame of another array": (lambda one: one.frame(payload=payload_of(2), geometry=1), "garbage"),
     "a replayed frame": (lambda one: 2 * one.frame(payload=payload_of(2)), "authentication"),
     "a frame left out": (lambda one: one.frame() and one.frame(payload=payload_of(2)), "authentication"),

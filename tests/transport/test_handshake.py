@@ -32,7 +32,7 @@ from bloomery.transport.handshake import (
 from bloomery.transport.trust import PeerRefused, Trust
 
 B = OwnIdentity(run="r", peer="b", incarnation="b1")
-GREETING = example.connection_hello(
+HELLO = example.connection_hello(
     run="r", peer="a", incarnation="a1", target="b", target_incarnation="b1", purpose="ring", nonce="11" * 32
 )
 NO_PROOF = "00" * 32
@@ -71,12 +71,12 @@ def against(
 
 
 def dialled(trust: Trust) -> Callable[[socket.socket], AuthenticatedConnection]:
-    return lambda connection: handshake_as_dialler(connection, GREETING, trust, deadline_s=DEADLINE_S)
+    return lambda connection: handshake_as_dialler(connection, HELLO, trust, deadline_s=DEADLINE_S)
 
 
 def accepted(trust: Trust) -> Callable[[socket.socket], AuthenticatedConnection]:
     def accept(connection: socket.socket) -> AuthenticatedConnection:
-        return handshake_as_listener(connection, B, trust, admit=lambda greeting: "", deadline_s=DEADLINE_S)
+        return handshake_as_listener(connection, B, trust, admit=lambda hello: "", deadline_s=DEADLINE_S)
 
     return accept
 
@@ -92,9 +92,9 @@ def listener_without_secret(connection: socket.socket) -> None:
 
 
 def dialler_without_secret(connection: socket.socket) -> None:
-    """Greets as 'a', takes any proof of the listener, and shows a made-up one."""
+    """Says hello as 'a', takes any proof of the listener, and shows a made-up one."""
     connection.sendall(MAGIC)
-    send_message(connection, GREETING, until=deadline())
+    send_message(connection, HELLO, until=deadline())
     receive_message(connection, Answer, until=deadline())
     send_message(connection, Confirmation(proof=NO_PROOF), until=deadline())
     receive_message(connection, Welcome, until=deadline())
@@ -137,7 +137,7 @@ def test_a_proof_heard_on_one_connection_opens_no_other():
 
     def replays(connection: socket.socket) -> None:
         connection.sendall(MAGIC)
-        send_message(connection, GREETING, until=deadline())
+        send_message(connection, HELLO, until=deadline())
         receive_message(connection, Answer, until=deadline())
         send_message(connection, heard[0], until=deadline())
 
@@ -152,7 +152,7 @@ def test_a_listener_with_another_peers_certificate_is_refused_by_the_dialler(aut
 
 
 def test_a_dialler_with_another_peers_certificate_is_refused_by_the_listener(authority):
-    """'c' belongs to the run, and greets as 'a'."""
+    """'c' belongs to the run, and says hello as 'a'."""
     with pytest.raises(PeerRefused, match="'a' shows a certificate of c"):
         against(dialled(authority.trust("c")), accepted(authority.trust("b")))
 

@@ -264,7 +264,7 @@ class Agent:
                 serves=self._urls,
                 round=round,
                 digest=digest,
-                lanes=self._local.world or 1,
+                ranks=self._local.world or 1,
                 recipe=self._admission.fingerprint,
                 samples=self._holding.samples,
                 relays=self._settings.relays,
@@ -297,8 +297,8 @@ class Agent:
         for name, other in sorted(snapshot.members.items()):
             if mine is None or other.life >= mine.life:
                 continue
-            ranks = other.member.lanes
-            if ranks != mine.member.lanes:
+            ranks = other.member.ranks
+            if ranks != mine.member.ranks:
                 self._end(
                     f"'{name}', who was there before, has {ranks} ranks: use --nproc {ranks}", failed=True
                 )

@@ -139,7 +139,7 @@ class PeerSettings:
     settings: the settings that must be equal on all peers, by key.
     rounds: the settings by which decisions about rounds are made.
     timeouts: all time-outs of this peer, in seconds.
-    streams: the number of TCP connections that each lane has to each neighbour.
+    streams: the number of TCP connections that each rank has to each neighbour.
     relays: whether this peer forwards connections for peers that cannot be dialled.
     overlaps: whether the ranks continue with steps while a round is decided.
     token: the secret that peers without certificates show one another; "" with certificates.

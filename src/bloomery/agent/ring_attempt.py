@@ -66,7 +66,7 @@ class RingAttempt:
     Args:
         me: the name of this peer.
         members: the entries of the attempt's members, by name.
-        lanes: how many ranks a peer has; each reduces over connections of its own.
+        ranks: how many ranks a peer has; each reduces over connections of its own.
         streams: the number of connections that each rank has to each neighbour.
         links: the pool from which connections are taken.
         timeouts: the deadlines.
@@ -81,7 +81,7 @@ class RingAttempt:
         *,
         me: str,
         members: Mapping[str, Member],
-        lanes: int,
+        ranks: int,
         streams: int,
         links: ConnectionPool,
         timeouts: AttemptTimeouts,
@@ -93,7 +93,7 @@ class RingAttempt:
         self.failure: AttemptFailure | None = None
         self.began_s = self.reducing_s = time.monotonic()
         self._index = attempt.members.index(me)
-        self._lanes, self._streams = lanes, streams
+        self._ranks, self._streams = ranks, streams
         self._links, self._timeouts, self._send, self._wake = links, timeouts, send, wake
         self._norm_limit = norm_limit
         self._lock = threading.Lock()
@@ -153,10 +153,10 @@ class RingAttempt:
         Raises PeerError if one of them cannot be told. Those that were told before stop when the attempt is
         called off.
         """
-        for lane in range(self._lanes):
-            own = tuple(hop for hop in hops if hop.lane == lane)
+        for rank in range(self._ranks):
+            own = tuple(hop for hop in hops if hop.rank == rank)
             self._send(
-                lane,
+                rank,
                 Reduce(
                     attempt=self.attempt,
                     index=self._index,
@@ -180,7 +180,7 @@ class RingAttempt:
             relays=self._relays,
         )
         half = len(links) // 2
-        return [self._hop(lane, links[:half], links[half:]) for lane in range(self._lanes)]
+        return [self._hop(rank, links[:half], links[half:]) for rank in range(self._ranks)]
 
     def _wanted(self, member: Member, *, sends: bool) -> connection_pool.Neighbour:
         return connection_pool.Neighbour(
@@ -188,17 +188,17 @@ class RingAttempt:
             incarnation=member.incarnation,
             addresses=member.addresses,
             sends=sends,
-            lanes=tuple(range(self._lanes)),
+            ranks=tuple(range(self._ranks)),
             streams=self._streams,
         )
 
     def _hop(
-        self, lane: int, following: Sequence[Connection], preceding: Sequence[Connection]
+        self, rank: int, following: Sequence[Connection], preceding: Sequence[Connection]
     ) -> HopConnections:
-        sending = [link for link in following if link.place.lane == lane]
-        receiving = [link for link in preceding if link.place.lane == lane]
+        sending = [link for link in following if link.place.rank == rank]
+        receiving = [link for link in preceding if link.place.rank == rank]
         return HopConnections(
-            lane=lane,
+            rank=rank,
             next_fds=tuple(link.connection.fileno() for link in sending),
             previous_fds=tuple(link.connection.fileno() for link in receiving),
             send_keys=tuple(link.key for link in sending),

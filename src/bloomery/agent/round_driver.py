@@ -240,7 +240,7 @@ class RoundDriver:
             attempt,
             me=self._context.me,
             members={name: listed.member for name, listed in snapshot.members.items()},
-            lanes=local.world or 1,
+            ranks=local.world or 1,
             streams=self._context.settings.streams,
             links=self._context.connection_manager.pool,
             timeouts=AttemptTimeouts(

@@ -25,7 +25,7 @@ from bloomery.operate.drill.faults import EFFECTS, ORDINARY, DrillFault
 if TYPE_CHECKING:
     from bloomery.operate.drill.allocation import DrillNodes
     from bloomery.operate.drill.exercise import DrillResult
-    from bloomery.operate.ledger.books import RunLedger
+    from bloomery.operate.ledger.run_ledger import RunLedger
 
 EXAMPLES = """\
 bloomery drill my.toml --nproc 8                        each ordinary fault once, in a scratch directory
@@ -52,7 +52,7 @@ def run(arguments: list[str]) -> int:
         return _print_timeouts(options)
     from bloomery.operate.drill.allocation import drill_nodes
     from bloomery.operate.drill.exercise import DrillPlan, exercise, small_disk
-    from bloomery.operate.ledger.books import read_ledger
+    from bloomery.operate.ledger.run_ledger import read_ledger
 
     nodes = drill_nodes()
     faults = list(_faults(options))

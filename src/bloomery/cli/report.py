@@ -14,8 +14,8 @@ from bloomery.cli.tables import table_text
 from bloomery.errors import TrainingFailed, storage_error
 
 if TYPE_CHECKING:
-    from bloomery.operate.ledger.books import RunLedger
     from bloomery.operate.ledger.figures import PlannedRun
+    from bloomery.operate.ledger.run_ledger import RunLedger
 
 EXAMPLES = """\
 bloomery report runs/mine                                   every second since the first start, by class
@@ -31,8 +31,8 @@ _BARS = 120
 def run(arguments: list[str]) -> int:
     """Print the goodput ledger of a run; returns 0."""
     options = _parse(arguments)
-    from bloomery.operate.ledger.books import read_ledger
     from bloomery.operate.ledger.figures import ledger_figures, read_plan
+    from bloomery.operate.ledger.run_ledger import read_ledger
 
     plan = read_plan(options.plan) if options.plan is not None else None
     rundir = existing_run(options.run)

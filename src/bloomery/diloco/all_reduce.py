@@ -298,7 +298,7 @@ class WireRing:
             codec=WORDS if codec == SPARSE else codec,
             reduce_codec=None if codec == SPARSE else codec_of_partial_sums(codec, members),
             pace=rate_limit,
-            lane=hop.lane,
+            rank=hop.rank,
         )
 
     def all_reduce(self, values: Tensor, *, weight: float, residual: Tensor | None) -> None:

@@ -26,15 +26,17 @@ class HandshakeMessage(Message, frozen=True, kw_only=True):
     """The base of the four messages of the handshake."""
 
 
-class ConnectionHello(HandshakeMessage, frozen=True, kw_only=True):
+class ConnectionHello(HandshakeMessage, frozen=True, kw_only=True, rename={"rank": "lane"}):
     """The dialler's first message: who it is, whom it dials, and what the connection is for.
+
+    On the wire `rank` is called `lane`, as in the first version of the protocol.
 
     run: the name of the run to which the dialler belongs.
     peer, incarnation: the dialler's name, and its process.
     target, target_incarnation: the name and the process of the peer that the dialler wants to reach.
     purpose: "ring" for tensors of an all_reduce, "probe" for a measurement of bandwidth, "relay" for one end
         of a connection that the listener forwards.
-    lane, stream: with "ring", which of the connections between two peers this is.
+    rank, stream: with "ring", which of the connections between two peers this is.
     sends: whether the dialler sends the tensors.
     encrypt: whether the dialler wants the tensors encrypted; they are authenticated in any case.
     circuit: with "relay", a name that both ends compute; the relay joins two connections of one name.
@@ -47,7 +49,7 @@ class ConnectionHello(HandshakeMessage, frozen=True, kw_only=True):
     target: Name
     target_incarnation: ShortText
     purpose: Purpose
-    lane: Annotated[int, Meta(ge=0, lt=4096)]
+    rank: Annotated[int, Meta(ge=0, lt=4096)]
     stream: Annotated[int, Meta(ge=0, lt=256)]
     sends: bool
     encrypt: bool
@@ -86,8 +88,9 @@ def hashed_text(message: ConnectionHello | Answer) -> str:
     """Return a message as both ends hash it for their keys and proofs.
 
     This text is part of the protocol: both ends must write the same one, with the fields in order. It calls
-    the first message by the name that the message had in the first version of the protocol.
+    the first message and its fields by the names that they had in the first version of the protocol.
     """
     name = "Greeting" if isinstance(message, ConnectionHello) else "Answer"
-    fields = (f"{field}={getattr(message, field)!r}" for field in message.__struct_fields__)
+    names = zip(message.__struct_encode_fields__, message.__struct_fields__, strict=True)
+    fields = (f"{written}={getattr(message, field)!r}" for written, field in names)
     return f"{name}({', '.join(fields)})"

@@ -202,14 +202,14 @@ class FlushRound(_Tagged, frozen=True, kw_only=True, tag="hurry"):
 
 
 class HopConnections(Message, frozen=True, kw_only=True):
-    """The connections of one lane's ring to both neighbours. The rank that gets them closes them.
+    """The connections of one rank's ring to both neighbours. The rank that gets them closes them.
 
-    lane: the index of the ring, one for each rank of a peer.
+    rank: the index of the ring, one for each rank of a peer.
     next_fds, previous_fds: descriptors of the connections to the next and from the previous member.
     send_keys, receive_keys: the key of each of these connections, in the same order.
     """
 
-    lane: Annotated[int, Meta(ge=0, lt=4096)]
+    rank: Annotated[int, Meta(ge=0, lt=4096)]
     next_fds: Descriptors
     previous_fds: Descriptors
     send_keys: ConnectionKeys
@@ -225,7 +225,7 @@ class Reduce(_Tagged, frozen=True, kw_only=True, tag="reduce"):
 
     attempt: the attempt.
     index: the index of this peer in `attempt.members`.
-    hops: the connections that the rank uses, by lane.
+    hops: the connections that the rank uses, by rank.
     stall_s: after how many seconds without a byte a connection counts as broken.
     deadline_s: how many seconds the whole all_reduce may take.
     norm_limit: the largest norm that the average can have if what each member says of its part is true; None

@@ -44,7 +44,7 @@ PROTOCOL, PROTOCOL_VERSION = "the protocol between peers", "3"
 """
 
 
-class Member(Message, frozen=True, kw_only=True, omit_defaults=True):
+class Member(Message, frozen=True, kw_only=True, omit_defaults=True, rename={"ranks": "lanes"}):
     """A peer that is present. The record is attached to the peer's lease and vanishes with it.
 
     peer: the peer's name.
@@ -52,7 +52,7 @@ class Member(Message, frozen=True, kw_only=True, omit_defaults=True):
     addresses: where other peers dial it, each 'host:port'; () if it cannot be dialled.
     serves: URLs at which it serves copies of states, and averages of rounds.
     round, digest: the round and the digest of the state that it holds; -1 and "" before it holds any.
-    lanes: how many rings it runs side by side, one for each of its ranks.
+    ranks: how many rings it runs side by side, one for each of its ranks; `lanes` in the record.
     recipe: a fingerprint of the settings that must be equal on all peers.
     samples: how many samples it uses in one inner step.
     relays: whether it forwards connections for peers that cannot be dialled.
@@ -72,7 +72,7 @@ class Member(Message, frozen=True, kw_only=True, omit_defaults=True):
     serves: Texts
     round: NumberOrNone
     digest: Text
-    lanes: Count
+    ranks: Count
     recipe: Text
     samples: Count
     relays: bool

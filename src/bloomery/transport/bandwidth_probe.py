@@ -61,9 +61,9 @@ def measure(connections: Sequence[socket.socket], sizes: ProbeSizes, *, deadline
     return LinkMeasurement(mbit_s=rate, rtt_ms=rtt_s * 1e3)
 
 
-def answer_probe(greeted: AuthenticatedConnection) -> None:
+def answer_probe(authenticated: AuthenticatedConnection) -> None:
     """Serve the other end of `measure` until it closes the connection, which this function owns."""
-    with greeted.connection as connection:
+    with authenticated.connection as connection:
         try:
             connection.settimeout(_IDLE_S)
             while order := _receive(connection, _ORDER.size):

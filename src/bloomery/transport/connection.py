@@ -20,14 +20,14 @@ class ConnectionPlace(NamedTuple):
     """Which of the ring's connections this is.
 
     peer, incarnation: the neighbour, and its life.
-    lane: the rank within the peer.
-    stream: the number of the connection among those of the same lane.
+    rank: the rank within the peer.
+    stream: the number of the connection among those of the same rank.
     sends: whether this peer sends on it and the neighbour receives; else the other way round.
     """
 
     peer: str
     incarnation: str
-    lane: int
+    rank: int
     stream: int
     sends: bool
 

@@ -62,9 +62,13 @@ class Relay:
         self._open: dict[socket.socket, str] = {}
         """The ends that are joined, each with the member that it belongs to."""
 
-    def join(self, greeted: AuthenticatedConnection) -> None:
+    def join(self, authenticated: AuthenticatedConnection) -> None:
         """Join a connection whose purpose is `relay` to its other end, or keep it until that comes."""
-        connection, circuit, peer = greeted.connection, greeted.greeting.circuit, greeted.greeting.peer
+        connection, circuit, peer = (
+            authenticated.connection,
+            authenticated.hello.circuit,
+            authenticated.hello.peer,
+        )
         with self._lock:
             self._close_late()
             held = sum(owner == peer for owner in (*self._open.values(), *self._waiting_peers))
@@ -77,7 +81,7 @@ class Relay:
                 self._waiting[circuit] = (time.monotonic(), connection, peer)
                 return
             self._open |= {connection: peer, other: first}
-        log.info("relaying for '%s'", greeted.greeting.peer)
+        log.info("relaying for '%s'", peer)
         for source, sink in ((connection, other), (other, connection)):
             threading.Thread(target=self._forward, args=(source, sink), name="relay", daemon=True).start()
 
@@ -132,7 +136,7 @@ def circuit_of(run: str, me: tuple[str, str], place: ConnectionPlace, epoch: int
     """
     other = (place.peer, place.incarnation)
     sender, receiver = (me, other) if place.sends else (other, me)
-    words = (run, *sender, *receiver, place.lane, place.stream, epoch)
+    words = (run, *sender, *receiver, place.rank, place.stream, epoch)
     return hashlib.sha256(repr(words).encode()).hexdigest()
 
 
@@ -207,8 +211,8 @@ class ConnectionManager:
         connections = []
         try:
             for stream in range(sizes.streams):
-                greeting = self._greeting(contact, purpose="probe", stream=stream)
-                connections.append(self._greet(contact.addresses, greeting, deadline_s).connection)
+                hello = self._hello(contact, purpose="probe", stream=stream)
+                connections.append(self._dial_authenticated(contact.addresses, hello, deadline_s).connection)
             return measure(connections, sizes, deadline_s=deadline_s)
         finally:
             for connection in connections:
@@ -224,23 +228,23 @@ class ConnectionManager:
         self._relay.close()
         self.pool.close()
 
-    def _accepted(self, greeted: AuthenticatedConnection) -> None:
-        self.pool.offer(_link(greeted, ACCEPTED))
+    def _accepted(self, authenticated: AuthenticatedConnection) -> None:
+        self.pool.offer(_link(authenticated, ACCEPTED))
 
-    def _probed(self, greeted: AuthenticatedConnection) -> None:
-        peer = greeted.greeting.peer
+    def _probed(self, authenticated: AuthenticatedConnection) -> None:
+        peer = authenticated.hello.peer
         if not self._probes.enter(peer):
-            greeted.connection.close()
+            authenticated.connection.close()
             return
         try:
-            answer_probe(greeted)
+            answer_probe(authenticated)
         finally:
             self._probes.leave(peer)
 
     def _dial_ring(self, hop: Neighbour, place: ConnectionPlace, epoch: int, deadline_s: float) -> Connection:
         contact = Contact(peer=hop.peer, incarnation=hop.incarnation, addresses=hop.addresses)
-        greeting = self._greeting(contact, purpose="ring", place=place)
-        return _own(self._greet(hop.addresses, greeting, deadline_s), place, DIALLED)
+        hello = self._hello(contact, purpose="ring", place=place)
+        return _own(self._dial_authenticated(hop.addresses, hello, deadline_s), place, DIALLED)
 
     def _dial_through(
         self, hop: Neighbour, place: ConnectionPlace, epoch: int, deadline_s: float
@@ -253,24 +257,22 @@ class ConnectionManager:
         if not relays:
             raise PeerRefused("there is no peer that relays")
         relay = relays[0]
-        leg = self._greet(
-            relay.addresses, self._greeting(relay, purpose="relay", circuit=circuit), deadline_s
+        leg = self._dial_authenticated(
+            relay.addresses, self._hello(relay, purpose="relay", circuit=circuit), deadline_s
         ).connection
         if place.sends:
-            greeting = self._greeting(contact, purpose="ring", place=place)
-            return _own(
-                handshake_as_dialler(leg, greeting, self._trust, deadline_s=deadline_s), place, RELAYED
-            )
-        greeted = handshake_as_listener(
-            leg, self.identity, self._trust, admit=lambda greeting: "", deadline_s=deadline_s
+            hello = self._hello(contact, purpose="ring", place=place)
+            return _own(handshake_as_dialler(leg, hello, self._trust, deadline_s=deadline_s), place, RELAYED)
+        authenticated = handshake_as_listener(
+            leg, self.identity, self._trust, admit=lambda hello: "", deadline_s=deadline_s
         )
-        link = _link(greeted, RELAYED)
+        link = _link(authenticated, RELAYED)
         if link.place != place:
             link.connection.close()
             raise PeerRefused("the relay joined this connection to a wrong one")
         return link
 
-    def _greeting(
+    def _hello(
         self,
         contact: Contact,
         *,
@@ -286,7 +288,7 @@ class ConnectionManager:
             target=contact.peer,
             target_incarnation=contact.incarnation,
             purpose=purpose,
-            lane=place.lane if place else 0,
+            rank=place.rank if place else 0,
             stream=place.stream if place else stream,
             sends=place.sends if place else True,
             encrypt=self.identity.encrypt and purpose == "ring",
@@ -294,12 +296,12 @@ class ConnectionManager:
             nonce="",  # the handshake makes one
         )
 
-    def _greet(
-        self, addresses: Sequence[str], greeting: ConnectionHello, deadline_s: float
+    def _dial_authenticated(
+        self, addresses: Sequence[str], hello: ConnectionHello, deadline_s: float
     ) -> AuthenticatedConnection:
         connection = dial(addresses, self._trust, deadline_s=deadline_s)
         prepare(connection, self._patience)
-        return handshake_as_dialler(connection, greeting, self._trust, deadline_s=deadline_s)
+        return handshake_as_dialler(connection, hello, self._trust, deadline_s=deadline_s)
 
 
 def _advertised(sockets: Sequence[socket.socket], advertise: Sequence[str]) -> tuple[str, ...]:
@@ -312,14 +314,12 @@ def _advertised(sockets: Sequence[socket.socket], advertise: Sequence[str]) -> t
     )
 
 
-def _link(greeted: AuthenticatedConnection, way: str) -> Connection:
+def _link(authenticated: AuthenticatedConnection, way: str) -> Connection:
     """Return the connection as seen by its listening end, which sends if the other end receives."""
-    greeting = greeted.greeting
-    place = ConnectionPlace(
-        greeting.peer, greeting.incarnation, greeting.lane, greeting.stream, not greeting.sends
-    )
-    return Connection(place=place, connection=greeted.connection, key=greeted.key, way=way)
+    hello = authenticated.hello
+    place = ConnectionPlace(hello.peer, hello.incarnation, hello.rank, hello.stream, not hello.sends)
+    return Connection(place=place, connection=authenticated.connection, key=authenticated.key, way=way)
 
 
-def _own(greeted: AuthenticatedConnection, place: ConnectionPlace, way: str) -> Connection:
-    return Connection(place=place, connection=greeted.connection, key=greeted.key, way=way)
+def _own(authenticated: AuthenticatedConnection, place: ConnectionPlace, way: str) -> Connection:
+    return Connection(place=place, connection=authenticated.connection, key=authenticated.key, way=way)

@@ -40,23 +40,23 @@ class Neighbour:
 
     addresses: where it can be dialled; none: it cannot be dialled.
     sends: whether this peer sends and the neighbour receives; else the other way round.
-    lanes: the ranks within a peer that have connections.
-    streams: connections of each lane.
+    ranks: the ranks within a peer that have connections.
+    streams: connections of each rank.
     """
 
     peer: str
     incarnation: str
     addresses: tuple[str, ...]
     sends: bool
-    lanes: tuple[int, ...]
+    ranks: tuple[int, ...]
     streams: int
 
     @property
     def places(self) -> tuple[ConnectionPlace, ...]:
-        """The place of each connection, by lane, then stream."""
+        """The place of each connection, by rank, then stream."""
         return tuple(
-            ConnectionPlace(self.peer, self.incarnation, lane, stream, self.sends)
-            for lane in self.lanes
+            ConnectionPlace(self.peer, self.incarnation, rank, stream, self.sends)
+            for rank in self.ranks
             for stream in range(self.streams)
         )
 

@@ -90,12 +90,12 @@ DEADLINE_S = 10.0
 class AuthenticatedConnection:
     """A connection whose ends have authenticated each other.
 
-    greeting: what the dialler said of itself and of the purpose.
+    hello: what the dialler said of itself and of the purpose.
     connection: a plain socket; where the connection is encrypted, one end of a proxy.
     key: authenticates frames; only the two ends know it.
     """
 
-    greeting: ConnectionHello
+    hello: ConnectionHello
     connection: socket.socket
     key: bytes
 
@@ -111,13 +111,13 @@ class OwnIdentity:
 
 
 def handshake_as_dialler(
-    connection: socket.socket, greeting: ConnectionHello, trust: Trust, *, deadline_s: float = DEADLINE_S
+    connection: socket.socket, hello: ConnectionHello, trust: Trust, *, deadline_s: float = DEADLINE_S
 ) -> AuthenticatedConnection:
     """Make the handshake as the dialler.
 
     Owns the connection, and closes it before it raises PeerRefused, OSError or ssl.SSLError.
 
-    greeting: what this peer says; its nonce is replaced.
+    hello: what this peer says; its nonce is replaced.
     deadline_s: for the whole handshake, seconds.
     """
     until = time.monotonic() + deadline_s
@@ -126,14 +126,14 @@ def handshake_as_dialler(
             connection.settimeout(deadline_s)
             connection = trust.to_dial.wrap_socket(connection)
             trust.check_certificate(connection)
-            check_names(connection, greeting.target)
+            check_names(connection, hello.target)
         connection.settimeout(deadline_s)
         connection.sendall(MAGIC)
-        sent = replace(greeting, nonce=secrets.token_hex(RANDOM_BYTES))
+        sent = replace(hello, nonce=secrets.token_hex(RANDOM_BYTES))
         hello_bytes = send_message(connection, sent, until=until)
         answer, answer_bytes = receive_message(connection, Answer, until=until)
-        if (answer.peer, answer.incarnation) != (greeting.target, greeting.target_incarnation):
-            raise PeerRefused(f"'{greeting.target}' was dialled, but another peer or life answered")
+        if (answer.peer, answer.incarnation) != (hello.target, hello.target_incarnation):
+            raise PeerRefused(f"'{hello.target}' was dialled, but another peer or life answered")
         prover, key = _keys(sent, answer, trust)
         if not is_proof(
             bytes.fromhex(answer.proof), prover, b"listener", hello_bytes, _without_proof(answer)
@@ -146,12 +146,12 @@ def handshake_as_dialler(
         )
         welcome, _ = receive_message(connection, Welcome, until=until)
         if welcome.refused:
-            raise PeerRefused(f"'{greeting.target}' says: {welcome.refused}")
+            raise PeerRefused(f"'{hello.target}' says: {welcome.refused}")
         plain = _finished(connection, encrypted=sent.encrypt or answer.encrypt)
     except BaseException:
         connection.close()
         raise
-    return AuthenticatedConnection(greeting=sent, connection=plain, key=key)
+    return AuthenticatedConnection(hello=sent, connection=plain, key=key)
 
 
 def handshake_as_listener(
@@ -177,9 +177,9 @@ def handshake_as_listener(
         trust.check_certificate(connection)
         if receive_exactly(connection, len(MAGIC), until=until) != MAGIC:
             raise PeerRefused("it does not speak this protocol")
-        greeting, hello_bytes = receive_message(connection, ConnectionHello, until=until)
+        hello, hello_bytes = receive_message(connection, ConnectionHello, until=until)
         if isinstance(connection, ssl.SSLSocket):
-            check_names(connection, greeting.peer)
+            check_names(connection, hello.peer)
         answer = Answer(
             peer=identity.peer,
             incarnation=identity.incarnation,
@@ -187,36 +187,36 @@ def handshake_as_listener(
             nonce=secrets.token_hex(RANDOM_BYTES),
             proof="",
         )
-        prover, key = _keys(greeting, answer, trust)
+        prover, key = _keys(hello, answer, trust)
         shown = proof(prover, b"listener", hello_bytes, _without_proof(answer)).hex()
         answer_bytes = send_message(connection, replace(answer, proof=shown), until=until)
         confirmation, _ = receive_message(connection, Confirmation, until=until)
         if not is_proof(bytes.fromhex(confirmation.proof), prover, b"dialler", hello_bytes, answer_bytes):
             raise PeerRefused("the dialler does not know the run's secret")
-        refused = _misdirected(greeting, identity) or admit(greeting)
+        refused = _misdirected(hello, identity) or admit(hello)
         send_message(connection, Welcome(refused=refused), until=until)
         if refused:
-            raise PeerRefused(f"'{greeting.peer}': {refused}")
-        plain = _finished(connection, encrypted=greeting.encrypt or answer.encrypt)
+            raise PeerRefused(f"'{hello.peer}': {refused}")
+        plain = _finished(connection, encrypted=hello.encrypt or answer.encrypt)
     except BaseException:
         connection.close()
         raise
-    return AuthenticatedConnection(greeting=greeting, connection=plain, key=key)
+    return AuthenticatedConnection(hello=hello, connection=plain, key=key)
 
 
-def _keys(greeting: ConnectionHello, answer: Answer, trust: Trust) -> tuple[bytes, bytes]:
+def _keys(hello: ConnectionHello, answer: Answer, trust: Trust) -> tuple[bytes, bytes]:
     """Return the key of the proofs, and the connection's key.
 
     Both depend on the run's token and on the nonces, of which one is secret: without certificates the token,
     with certificates the nonces, because TLS hides them.
     """
-    nonces = bytes.fromhex(greeting.nonce) + bytes.fromhex(answer.nonce)
+    nonces = bytes.fromhex(hello.nonce) + bytes.fromhex(answer.nonce)
     unproven = replace(answer, proof="")
-    salt = hashlib.sha256(f"({hashed_text(greeting)}, {hashed_text(unproven)})".encode()).digest()
+    salt = hashlib.sha256(f"({hashed_text(hello)}, {hashed_text(unproven)})".encode()).digest()
     secret = trust.token + nonces
     return (
         derive_key(secret, salt=salt, purpose="bloomery link proof"),
-        derive_key(secret, salt=salt, purpose=f"bloomery link {greeting.run}"),
+        derive_key(secret, salt=salt, purpose=f"bloomery link {hello.run}"),
     )
 
 
@@ -224,12 +224,12 @@ def _without_proof(answer: Answer) -> bytes:
     return hashed_text(replace(answer, proof="")).encode()
 
 
-def _misdirected(greeting: ConnectionHello, identity: OwnIdentity) -> str:
-    if greeting.run != identity.run:
+def _misdirected(hello: ConnectionHello, identity: OwnIdentity) -> str:
+    if hello.run != identity.run:
         return f"this is the run '{identity.run}'"
-    if (greeting.target, greeting.target_incarnation) != (identity.peer, identity.incarnation):
+    if (hello.target, hello.target_incarnation) != (identity.peer, identity.incarnation):
         return f"this is another peer or another life: '{identity.peer}'"
-    if greeting.peer == identity.peer:
+    if hello.peer == identity.peer:
         return "both ends have the same name, which each peer needs for itself"
     return ""
 

@@ -94,17 +94,17 @@ class Listener:
             with stranger:
                 prepare(connection, self._patience)
                 self._trust.check_address(connection.getpeername()[0])
-                greeted = handshake_as_listener(
+                authenticated = handshake_as_listener(
                     connection, self._identity, self._trust, admit=self._admit, deadline_s=self._deadline_s
                 )
         except (PeerRefused, OSError, ValueError, RuntimeError) as error:  # ssl.SSLError is an OSError
             connection.close()
             self.refusals.write(origin, str(error) or type(error).__name__)
             return
-        self._handlers[greeted.greeting.purpose](greeted)
+        self._handlers[authenticated.hello.purpose](authenticated)
 
-    def _admit(self, greeting: ConnectionHello) -> str:
-        return "" if greeting.purpose in self._handlers else f"this peer does not serve '{greeting.purpose}'"
+    def _admit(self, hello: ConnectionHello) -> str:
+        return "" if hello.purpose in self._handlers else f"this peer does not serve '{hello.purpose}'"
 
 
 def raise_descriptor_limit() -> int:

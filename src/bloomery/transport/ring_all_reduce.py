@@ -100,7 +100,7 @@ class Ring:
         chunk: int | None = None,
         pace: HopRateLimit | None = None,
         threads: int | None = None,
-        lane: int = 0,
+        rank: int = 0,
     ) -> None:
         """Create this member's end.
 
@@ -111,7 +111,7 @@ class Ring:
         chunk: values per frame, a multiple of 512; None: the library's default.
         pace: the rate limit of the hop to the next member, which learns from this ring; None: a new one.
         threads: beside the calling one; None: one fewer than the cores, at most 8.
-        lane: the rank within its peer, which the frames carry.
+        rank: this rank within its peer, which the frames carry as their `lane`.
         """
         self._pace = pace or HopRateLimit()
         self._alone = size == 1
@@ -146,7 +146,7 @@ class Ring:
             streams=streams,
             codec=number if reduce_codec is None else Codec(reduce_codec).number,
             gather=0 if reduce_codec is None else 1 + number,
-            lane=lane,
+            lane=rank,
             threads=_usual_threads() if threads is None else threads,
             chunk=chunk or 0,
             next=ctypes.addressof(arrays[0]),
@@ -157,7 +157,7 @@ class Ring:
         self._handle = functions()["ring_create"](ctypes.addressof(options))
         if not self._handle:
             raise ValueError(
-                f"no ring: index {index} of {size}, {streams} streams, chunk {chunk}, lane {lane}"
+                f"no ring: index {index} of {size}, {streams} streams, chunk {chunk}, rank {rank}"
             )
 
     def all_reduce(

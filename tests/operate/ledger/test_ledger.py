@@ -16,9 +16,9 @@ from bloomery.cli import main
 from bloomery.events.heartbeat import STARTING, Heartbeat, RankActivity, process_age_s
 from bloomery.events.journal import Journal
 from bloomery.events.run_directory import RunDirectory
-from bloomery.operate.ledger.books import read_ledger
 from bloomery.operate.ledger.figures import percentages
 from bloomery.operate.ledger.operations import Mark, OperationMarks, read_marks
+from bloomery.operate.ledger.run_ledger import read_ledger
 from bloomery.operate.ledger.time_class import TimeClass
 from bloomery.operate.ledger.timeline import LivingRank, rank_spans
 

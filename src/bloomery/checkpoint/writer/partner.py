@@ -69,7 +69,7 @@ class ReplicaLimits:
     boxes: int
 
     @property
-    def greeting_bytes(self) -> int:
+    def hello_bytes(self) -> int:
         """The longest label that is accepted: boxes, hashes of the blocks, and the values of the run."""
         return _VALUES_BYTES + _BYTES_A_BOX * self.boxes + 2 * _BYTES_A_HASH * (self.bytes >> 20)
 
@@ -197,11 +197,11 @@ def send_replica(address: tuple[str, int], token: str, replica: MemoryReplica, c
 
     The deadline for everything is that of so many bytes over the slowest link (`send_replica_s`).
     """
-    greeting = json.dumps({"bytes": len(content), "holding": replica.to_json()}).encode()
+    hello = json.dumps({"bytes": len(content), "holding": replica.to_json()}).encode()
     until = time.monotonic() + send_replica_s(len(content))
     with socket.create_connection(address, timeout=AUTHENTICATION_S) as connection:
         connection.settimeout(until - time.monotonic())
-        connection.sendall(token.encode() + _LENGTH.pack(len(greeting)) + greeting)
+        connection.sendall(token.encode() + _LENGTH.pack(len(hello)) + hello)
         connection.settimeout(max(0.001, until - time.monotonic()))
         connection.sendall(content)
         if _received(connection, len(_DONE), until=until) != _DONE:
@@ -253,11 +253,11 @@ class ReplicaServer:
         if not hmac.compare_digest(_received(connection, _TOKEN_BYTES, until=until), self._token):
             raise ValueError("it does not belong to this run")
         (length,) = _LENGTH.unpack(_received(connection, _LENGTH.size, until=until))
-        if length > self._limits.greeting_bytes:
-            raise ValueError(f"a greeting of {length} bytes, of at most {self._limits.greeting_bytes}")
+        if length > self._limits.hello_bytes:
+            raise ValueError(f"a hello of {length} bytes, of at most {self._limits.hello_bytes}")
         until = time.monotonic() + send_replica_s(self._limits.bytes)
-        greeting: Mapping[str, Any] = json.loads(_received(connection, length, until=until))
-        replica, size = MemoryReplica.from_json(greeting["holding"]), greeting["bytes"]
+        hello: Mapping[str, Any] = json.loads(_received(connection, length, until=until))
+        replica, size = MemoryReplica.from_json(hello["holding"]), hello["bytes"]
         self._limits.check(replica, bytes=size)
         if not self._owner_locks[replica.rank].acquire(timeout=max(0.0, until - time.monotonic())):
             raise TimeoutError(f"another part of rank {replica.rank} is still being sent")

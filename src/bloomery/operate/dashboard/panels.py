@@ -17,8 +17,8 @@ from bloomery.errors import BloomeryError
 from bloomery.events.heartbeat import RankActivity
 from bloomery.operate.dashboard.run_reader import RunReader
 from bloomery.operate.dashboard.step_columns import SPENT
-from bloomery.operate.ledger.books import read_ledger
 from bloomery.operate.ledger.figures import PlannedRun, ledger_figures
+from bloomery.operate.ledger.run_ledger import read_ledger
 from bloomery.operate.ledger.time_class import MEANINGS
 from bloomery.plan.schedule import steps_of_run
 

@@ -15,10 +15,10 @@ from bloomery import durable
 from bloomery.errors import BloomeryError, storage_error
 from bloomery.events.journal import Journal, read_journal
 from bloomery.events.run_directory import RunDirectory
-from bloomery.operate.ledger.books import RunLedger, read_ledger
 from bloomery.operate.ledger.figures import duration
 from bloomery.operate.ledger.operations import Event, time_of
 from bloomery.operate.ledger.run_history import Incident
+from bloomery.operate.ledger.run_ledger import RunLedger, read_ledger
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bloomery.errors import ConfigError, Mistake
-from bloomery.operate.ledger.books import RunLedger
+from bloomery.operate.ledger.run_ledger import RunLedger
 
 HOUR_S = 3600.0
 DAY_S = 86400.0

@@ -60,8 +60,8 @@ def forecast(
     )
 
 
-def _mean(books: Sequence[Mapping[str, float]], name: str) -> float:
-    return fmean(book.get(name, 0) for book in books)
+def _mean(ledgers: Sequence[Mapping[str, float]], name: str) -> float:
+    return fmean(ledger.get(name, 0) for ledger in ledgers)
 
 
 def _names(lived: Sequence[Life]) -> list[str]:
