@@ -17,8 +17,8 @@ from bloomery.cli.end_signal import EndSignal
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from bloomery.operate.dashboard.glance import RunGlance, RunGlancer
     from bloomery.operate.dashboard.run_reader import RunReader
+    from bloomery.operate.dashboard.run_summary import RunSummarizer, RunSummary
 
 EXAMPLES = """\
 bloomery top runs/mine                 until Ctrl-C
@@ -42,23 +42,24 @@ def run(arguments: list[str]) -> int:
     options = _parse(arguments)
     from rich.console import Console
 
-    from bloomery.operate.dashboard.glance import RunGlancer
     from bloomery.operate.dashboard.run_reader import RunReader
+    from bloomery.operate.dashboard.run_summary import RunSummarizer
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else options.columns)
     runs = [
-        (reader, RunGlancer(reader)) for reader in (RunReader(Path(path)).read_all() for path in options.runs)
+        (reader, RunSummarizer(reader))
+        for reader in (RunReader(Path(path)).read_all() for path in options.runs)
     ]
     if options.once or not sys.stdout.isatty():
-        glances = [glancer.glance() for _, glancer in runs]
-        for (reader, _), glance in zip(runs, glances, strict=True):
-            console.print(block(reader, glance, width=min(console.width, _WIDEST)))
-        return int(any(glance.health == "bad" for glance in glances))
+        summaries = [summarizer.summary() for _, summarizer in runs]
+        for (reader, _), summary in zip(runs, summaries, strict=True):
+            console.print(block(reader, summary, width=min(console.width, _WIDEST)))
+        return int(any(summary.health == "bad" for summary in summaries))
     _watch(console, runs, options)
     return 0
 
 
-def _watch(console: object, runs: Sequence[tuple[RunReader, RunGlancer]], options: Namespace) -> None:
+def _watch(console: object, runs: Sequence[tuple[RunReader, RunSummarizer]], options: Namespace) -> None:
     from rich.console import Console, Group
     from rich.live import Live
 
@@ -67,7 +68,7 @@ def _watch(console: object, runs: Sequence[tuple[RunReader, RunGlancer]], option
 
     def screen() -> RenderableType:
         width = min(console.width, _WIDEST)
-        return Group(*(block(reader, glancer.glance(), width=width) for reader, glancer in runs))
+        return Group(*(block(reader, summarizer.summary(), width=width) for reader, summarizer in runs))
 
     with Live(screen(), console=console, screen=True, auto_refresh=False) as live:
         while not ended.wait(options.interval):
@@ -76,7 +77,7 @@ def _watch(console: object, runs: Sequence[tuple[RunReader, RunGlancer]], option
             live.update(screen(), refresh=True)
 
 
-def block(reader: RunReader, glance: RunGlance, *, width: int) -> RenderableType:
+def block(reader: RunReader, summary: RunSummary, *, width: int) -> RenderableType:
     """Return what is shown of one run, in lines of at most `width` columns. Texts of a journal stay text."""
     from rich.text import Text
 
@@ -85,24 +86,24 @@ def block(reader: RunReader, glance: RunGlance, *, width: int) -> RenderableType
     width = max(_NARROWEST, width)
     text = Text(no_wrap=True, overflow="ellipsis")
     text.append(
-        plain(f"{glance.name}: {glance.state}"), style=f"bold {_COLOURS.get(glance.health, '')}".strip()
+        plain(f"{summary.name}: {summary.state}"), style=f"bold {_COLOURS.get(summary.health, '')}".strip()
     )
-    text.append(f" ({plain(glance.why)})\n" if glance.why else "\n")
-    for problem in glance.problems:
+    text.append(f" ({plain(summary.why)})\n" if summary.why else "\n")
+    for problem in summary.problems:
         for line in wrap(plain(problem), width - 2):
             text.append(f"  {line}\n", style="red")
-    if glance.step is not None:
-        text.append(f"  {_progress(glance, width - 4)}\n")
-        text.append(f"  {plain(_saved(glance))}\n")
+    if summary.step is not None:
+        text.append(f"  {_progress(summary, width - 4)}\n")
+        text.append(f"  {plain(_saved(summary))}\n")
         for title, smooth, column in _LINES:
             if line := _sparkline(reader, title, smooth, column, width):
                 text.append(f"  {line}\n")
-    text.append(f"  {glance.night}\n")
+    text.append(f"  {summary.night}\n")
     for event in sorted(reader.news.events, key=lambda event: event.time)[-_EVENTS:]:
         step = "" if event.step is None else f"step {event.step:,} "
         colour = {"bad": "red", "warning": "yellow"}.get(event.level, "")
         text.append(f"  {_clock(event.time)} {step}{event.kind}: {event.text}\n", style=colour)
-    for line in wrap(f"to do: {plain(' '.join(glance.advice))}", width - 2):
+    for line in wrap(f"to do: {plain(' '.join(summary.advice))}", width - 2):
         text.append(f"  {line}\n", style="bold")
     for row in (lines := text.split(allow_blank=False)):
         row.truncate(width, overflow="ellipsis")
@@ -132,25 +133,25 @@ def _sparkline(reader: RunReader, title: str, smooth: str, column: str, width: i
     return f"{title:<13} {now:>10.4g} {sparkline(drawn[0].y, signs=signs)}"
 
 
-def _progress(glance: RunGlance, width: int) -> str:
-    from bloomery.operate.dashboard.glance import left_words
+def _progress(summary: RunSummary, width: int) -> str:
+    from bloomery.operate.dashboard.run_summary import left_words
 
-    of = f"/{glance.steps:,}" if glance.steps else ""
-    parts = [f"step {glance.step:,}{of}"]
-    if glance.done is not None:
-        filled = round(20 * glance.done)
-        parts.insert(0, f"[{'#' * filled}{'.' * (20 - filled)}] {glance.done:.1%}")
-    parts += [f"{glance.step_s:.3g} s/step"] if glance.step_s is not None else []
-    parts += [left_words(glance)] if glance.left_s else []
+    of = f"/{summary.steps:,}" if summary.steps else ""
+    parts = [f"step {summary.step:,}{of}"]
+    if summary.done is not None:
+        filled = round(20 * summary.done)
+        parts.insert(0, f"[{'#' * filled}{'.' * (20 - filled)}] {summary.done:.1%}")
+    parts += [f"{summary.step_s:.3g} s/step"] if summary.step_s is not None else []
+    parts += [left_words(summary)] if summary.left_s else []
     return ", ".join(parts)
 
 
-def _saved(glance: RunGlance) -> str:
-    parts = [f"loss {glance.loss:.4f}" if glance.loss is not None else "loss not finite"]
-    parts += [f"held out {glance.held_out:.4f}"] if glance.held_out is not None else []
-    parts += [f"saved at step {glance.saved_step:,}"] if glance.saved_step is not None else ["never saved"]
-    parts += [f"{glance.ranks} × {glance.device}"] if glance.ranks else []
-    parts += [f"last sign {_clock(glance.written)}"] if glance.written else []
+def _saved(summary: RunSummary) -> str:
+    parts = [f"loss {summary.loss:.4f}" if summary.loss is not None else "loss not finite"]
+    parts += [f"held out {summary.held_out:.4f}"] if summary.held_out is not None else []
+    parts += [f"saved at step {summary.saved_step:,}"] if summary.saved_step is not None else ["never saved"]
+    parts += [f"{summary.ranks} × {summary.device}"] if summary.ranks else []
+    parts += [f"last sign {_clock(summary.written)}"] if summary.written else []
     return ", ".join(parts)
 
 

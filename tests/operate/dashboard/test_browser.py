@@ -282,9 +282,9 @@ def test_markup_stays_text_and_bad_files_are_told(browser: Browser, tmp_path: Pa
         expect(page.locator("#event-list")).to_contain_text(MARKUP, timeout=WITHIN_MS)
         for place in ("#save-table", "#rank-table", "#peer-table", "#chart-loss"):
             expect(page.locator(place)).to_contain_text("<img src=x")
-        glance = page.locator("#glance")
+        summary = page.locator("#glance")
         for words in ("<b>run", "99.0 wrote this journal", "is no run directory", "does not exist"):
-            expect(glance).to_contain_text(words)
+            expect(summary).to_contain_text(words)
         assert page.evaluate(
             "[window.injected, document.querySelectorAll('img, b, main script').length]"
         ) == [None, 0]

@@ -183,7 +183,7 @@ def test_metrics_are_gauges_with_the_run_as_a_label(dashboard: Served) -> None:
     for panel in board["panels"]:
         for target in panel["targets"]:
             name = target["expr"].partition("{")[0].removeprefix("bloomery_")
-            assert name in {*prometheus._OF_GLANCE, *prometheus._OF_COLUMNS, "up", "state"}
+            assert name in {*prometheus._OF_SUMMARY, *prometheus._OF_COLUMNS, "up", "state"}
 
 
 def test_an_unchanged_run_is_answered_with_the_same_bytes(run: WrittenRun) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from bloomery.operate.dashboard.glance import RunGlance
+from bloomery.operate.dashboard.run_summary import RunSummary
 from bloomery.operate.dashboard.viewed_run import ViewedRun
 from bloomery.operate.run_state import RunStatus
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_OF_GLANCE = {
+_OF_SUMMARY = {
     "step": "the last step of the run",
     "steps": "the last step that the run will have",
     "done": "the share of the samples that are used",
@@ -37,41 +37,43 @@ _OF_COLUMNS = {
 
 def metrics_text(runs: Iterable[ViewedRun]) -> str:
     """Return one gauge for each figure of each run, with the run's name and directory as labels."""
-    glances = [(run, run.glance()) for run in runs]
+    summaries = [(run, run.summary()) for run in runs]
     lines: list[str] = []
     _add(
         lines,
         "up",
         "whether the run is as it should be",
-        [(glance, glance.health != "bad") for _, glance in glances],
+        [(summary, summary.health != "bad") for _, summary in summaries],
     )
-    for name, text in _OF_GLANCE.items():
-        _add(lines, name, text, [(glance, getattr(glance, name)) for _, glance in glances])
+    for name, text in _OF_SUMMARY.items():
+        _add(lines, name, text, [(summary, getattr(summary, name)) for _, summary in summaries])
     for name, text in _OF_COLUMNS.items():
         values = []
-        for run, glance in glances:
+        for run, summary in summaries:
             with run.reader.lock:
-                values.append((glance, run.reader.columns.last(name)))
+                values.append((summary, run.reader.columns.last(name)))
         _add(lines, name, text, values)
     lines += ["# HELP bloomery_state 1 for the state that the run is in", "# TYPE bloomery_state gauge"]
-    for _, glance in glances:
+    for _, summary in summaries:
         lines += [
-            f'bloomery_state{{{_labels(glance)},state="{state}"}} {int(glance.state == state)}'
+            f'bloomery_state{{{_labels(summary)},state="{state}"}} {int(summary.state == state)}'
             for state in RunStatus
         ]
     return "\n".join(lines) + "\n"
 
 
-def _add(lines: list[str], name: str, text: str, values: list[tuple[RunGlance, float | bool | None]]) -> None:
-    given = [(glance, value) for glance, value in values if value is not None]
+def _add(
+    lines: list[str], name: str, text: str, values: list[tuple[RunSummary, float | bool | None]]
+) -> None:
+    given = [(summary, value) for summary, value in values if value is not None]
     if not given:
         return
     lines += [f"# HELP bloomery_{name} {text}", f"# TYPE bloomery_{name} gauge"]
-    lines += [f"bloomery_{name}{{{_labels(glance)}}} {_number(value)}" for glance, value in given]
+    lines += [f"bloomery_{name}{{{_labels(summary)}}} {_number(value)}" for summary, value in given]
 
 
-def _labels(glance: RunGlance) -> str:
-    return f'run="{_escaped(glance.name)}",path="{_escaped(glance.path)}"'
+def _labels(summary: RunSummary) -> str:
+    return f'run="{_escaped(summary.name)}",path="{_escaped(summary.path)}"'
 
 
 def _escaped(text: str) -> str:

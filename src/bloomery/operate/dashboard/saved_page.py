@@ -15,10 +15,10 @@ import msgspec
 
 from bloomery.operate.dashboard import panels
 from bloomery.operate.dashboard.curves import DISCARDED, SMOOTH, Axis, DrawnCurve, curves
-from bloomery.operate.dashboard.glance import RunGlancer
 from bloomery.operate.dashboard.mesh_panel import mesh_panel
 from bloomery.operate.dashboard.peer_panel import rounds
 from bloomery.operate.dashboard.run_reader import RunReader
+from bloomery.operate.dashboard.run_summary import RunSummarizer
 from bloomery.operate.dashboard.step_columns import SPENT
 from bloomery.operate.ledger.figures import PlannedRun
 
@@ -34,13 +34,15 @@ def saved_page(paths: Sequence[Path], *, points: int = 600, plan: PlannedRun | N
     plan: what was forecast, which then stands beside what came.
     """
     readers = [RunReader(path).read_all() for path in paths]
-    glancers = [RunGlancer(reader) for reader in readers]
+    summarizers = [RunSummarizer(reader) for reader in readers]
     recorded = {
         "time": time.time(),
         "actions": False,
-        "runs": [glancer.glance() for glancer in glancers],
+        "runs": [summarizer.summary() for summarizer in summarizers],
         "curves": [{axis: _all_curves(reader, axis, points) for axis in _AXES} for reader in readers],
-        "panels": [_tables(reader, glancer, plan) for reader, glancer in zip(readers, glancers, strict=True)],
+        "panels": [
+            _tables(reader, summarizer, plan) for reader, summarizer in zip(readers, summarizers, strict=True)
+        ],
     }
     hashes: dict[str, list[str]] = {"style-src": [], "script-src": []}
 
@@ -70,12 +72,12 @@ def _all_curves(reader: RunReader, axis: Axis, points: int) -> list[DrawnCurve]:
     return curves(reader, names, axis=axis, points=points)
 
 
-def _tables(reader: RunReader, glancer: RunGlancer, plan: PlannedRun | None) -> dict[str, Any]:
+def _tables(reader: RunReader, summarizer: RunSummarizer, plan: PlannedRun | None) -> dict[str, Any]:
     return {
         "events": panels.events_with_places(reader),
-        "saves": panels.saves(reader, glancer.recipe),
+        "saves": panels.saves(reader, summarizer.recipe),
         "goodput": panels.goodput(reader, plan),
-        "ranks": mesh_panel(reader, glancer.recipe),
+        "ranks": mesh_panel(reader, summarizer.recipe),
         "rounds": rounds(reader),
     }
 

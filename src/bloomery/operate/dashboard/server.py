@@ -122,10 +122,10 @@ class DashboardServer:
         return Response(self._files[name], media_type=STATIC[name], headers={"Cache-Control": "no-cache"})
 
     async def _runs(self, request: Request) -> Response:
-        glances = await run_in_threadpool(lambda: [run.glance() for run in self.runs])
-        # a viewer whose glance is older than what was read asks once more
+        summaries = await run_in_threadpool(lambda: [run.summary() for run in self.runs])
+        # a viewer whose summary is older than what was read asks once more
         content = {
-            "runs": glances,
+            "runs": summaries,
             "versions": self._versions(),
             "time": time.time(),
             "actions": self._rules.has_actions,

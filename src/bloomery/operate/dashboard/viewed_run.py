@@ -13,11 +13,11 @@ import msgspec
 from bloomery.events.heartbeat import has_died_here, read_beat
 from bloomery.operate.dashboard import panels
 from bloomery.operate.dashboard.curves import Axis, curves
-from bloomery.operate.dashboard.glance import RunGlance, RunGlancer
 from bloomery.operate.dashboard.mesh_panel import mesh_panel
 from bloomery.operate.dashboard.panels import Paced
 from bloomery.operate.dashboard.peer_panel import rounds
 from bloomery.operate.dashboard.run_reader import RunReader
+from bloomery.operate.dashboard.run_summary import RunSummarizer, RunSummary
 from bloomery.operate.ledger.figures import PlannedRun
 
 INTERVAL_S = 2.0
@@ -38,12 +38,14 @@ class ViewedRun:
 
     def __init__(self, path: Path, *, interval_s: float = INTERVAL_S, plan: PlannedRun | None = None) -> None:
         self.reader = RunReader(path)
-        self._glancer = RunGlancer(self.reader)
+        self._summarizer = RunSummarizer(self.reader)
         self._lock, self._interval_s = threading.Lock(), interval_s
-        self._glance = Paced(self._glancer.glance, least_s=interval_s)
-        self._saves = Paced(lambda: panels.saves(self.reader, self._glancer.recipe), least_s=_TABLES_EVERY_S)
+        self._summary = Paced(self._summarizer.summary, least_s=interval_s)
+        self._saves = Paced(
+            lambda: panels.saves(self.reader, self._summarizer.recipe), least_s=_TABLES_EVERY_S
+        )
         self._goodput = Paced(lambda: panels.goodput(self.reader, plan), least_s=_GOODPUT_EVERY_S)
-        self._ranks = Paced(lambda: mesh_panel(self.reader, self._glancer.recipe), least_s=_RANKS_EVERY_S)
+        self._ranks = Paced(lambda: mesh_panel(self.reader, self._summarizer.recipe), least_s=_RANKS_EVERY_S)
         self._answers: OrderedDict[CurveQuery, tuple[int, bytes]] = OrderedDict()
         self.died: tuple[int, ...] = ()
         self._panels = b""
@@ -62,14 +64,14 @@ class ViewedRun:
             return
         with self._lock:
             self.died = died
-            self._glance.expire()
+            self._summary.expire()
             self._ranks.expire()
             self.reader.version += 1
 
-    def glance(self) -> RunGlance:
+    def summary(self) -> RunSummary:
         """Return the head of the run's page, at most `interval_s` old."""
         with self._lock:
-            return self._glance.get()
+            return self._summary.get()
 
     def curves(
         self, names: Sequence[str], *, axis: Axis, begin: float | None, end: float | None, points: int

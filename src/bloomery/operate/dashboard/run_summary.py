@@ -32,7 +32,7 @@ _MOST_RANKS_READ = 64
 _SILENT_BEATS = 3
 
 
-class RunGlance(msgspec.Struct, kw_only=True):
+class RunSummary(msgspec.Struct, kw_only=True):
     """The head of a run's page. Times are seconds since 1970, `_s` are seconds, None is unknown.
 
     health: "good", "attention" or "bad". state: a RunStatus. why: what shows it.
@@ -69,8 +69,8 @@ class RunGlance(msgspec.Struct, kw_only=True):
     names: list[str] = []
 
 
-class RunGlancer:
-    """Makes the glance at a run. It keeps the recipe and asks the scheduler once a minute at most."""
+class RunSummarizer:
+    """Makes the summary at a run. It keeps the recipe and asks the scheduler once a minute at most."""
 
     def __init__(self, reader: RunReader) -> None:
         self._reader = reader
@@ -97,7 +97,7 @@ class RunGlancer:
                 self._recipe_problem = f"the recipe cannot be read: {refused.message.splitlines()[0]}"
         return self._recipe
 
-    def glance(self, *, now: float | None = None) -> RunGlance:
+    def summary(self, *, now: float | None = None) -> RunSummary:
         """Return the head of the page as it stands now."""
         now = time.time() if now is None else now
         reader, recipe = self._reader, self.recipe
@@ -105,7 +105,7 @@ class RunGlancer:
         verdict = self._verdict(recipe)
         silent = silent_ranks(reader, now=now) if verdict.state == RunStatus.RUNNING else []
         with reader.lock:
-            shown = RunGlance(
+            shown = RunSummary(
                 name=_name(reader, recipe),
                 path=str(reader.rundir.path),
                 health="good",
@@ -187,7 +187,7 @@ def night_words(reader: RunReader, *, now: float) -> str:
 
 
 def _add_progress(
-    shown: RunGlance, reader: RunReader, recipe: Recipe | None, *, is_running: bool, now: float
+    shown: RunSummary, reader: RunReader, recipe: Recipe | None, *, is_running: bool, now: float
 ) -> None:
     columns, news = reader.columns, reader.news
     start: dict[str, Any] = dict(news.start)
@@ -219,7 +219,7 @@ def _add_progress(
         shown.ends = now + shown.left_s if is_running else None
 
 
-def _advice(shown: RunGlance, verdict: RunVerdict, reader: RunReader, silent: Sequence[int]) -> list[str]:
+def _advice(shown: RunSummary, verdict: RunVerdict, reader: RunReader, silent: Sequence[int]) -> list[str]:
     advice = []
     if verdict.state.is_bad and verdict.remedy:
         advice.append(f"It is {verdict.state}: {verdict.remedy}")
@@ -239,7 +239,7 @@ def _advice(shown: RunGlance, verdict: RunVerdict, reader: RunReader, silent: Se
     return [line[:400] for line in advice] or ["Nothing: no person is needed."]
 
 
-def _health(shown: RunGlance, verdict: RunVerdict) -> str:
+def _health(shown: RunSummary, verdict: RunVerdict) -> str:
     if verdict.state.is_bad or (shown.step is not None and shown.loss is None):
         return "bad"
     is_quiet = shown.advice[0].startswith("Nothing")
@@ -250,6 +250,6 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and np.isfinite(value) else None
 
 
-def left_words(shown: RunGlance) -> str:
+def left_words(shown: RunSummary) -> str:
     """Return the time that is left in words; "" where it is unknown."""
     return f"{duration(shown.left_s)} left" if shown.left_s is not None else ""
