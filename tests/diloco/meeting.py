@@ -80,7 +80,7 @@ class Meeting:
     wired: bool = False
     """Whether the average is made by native rings, with the recipe's codec."""
     awaited: dict[int, str] = field(default_factory=dict)
-    """A newcomer without whom this round is not decided."""
+    """Peers, each one letter, without whom this round is not decided, so that none is late by chance."""
     before_go: Callable[[Meeting, str], None] = lambda meeting, name: None
     before_reduce: Callable[[Meeting, Attempt], None] = lambda meeting, attempt: None
     before_replace: Callable[[Path], Path] = lambda directory: directory
@@ -249,7 +249,10 @@ class Meeting:
         return position.consumed >= self.samples
 
     def offer(self, name: str, ready: Ready) -> None:
+        """Take a part of the round under way; one of a round that was decided meanwhile is of no use."""
         with self.lock:
+            if self.shares is None or ready.round != self.shares.round:
+                return
             self.ready[name] = ready
             if self.attempt is None:
                 self.propose()
@@ -261,7 +264,7 @@ class Meeting:
         quorum = min(self.section.quorum or len(self.shares.shares), len(self.shares.shares))
         if len(set(self.ready) & set(self.shares.shares)) < quorum:
             return
-        if self.awaited.get(self.shares.round, next(iter(self.shares.shares))) not in self.shares.shares:
+        if not set(self.awaited.get(self.shares.round, "")) <= self.shares.shares.keys():
             return
         backs = [ready for ready in self.ready.values() if ready.rewind_to is not None]
         if backs:
