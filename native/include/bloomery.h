@@ -1,7 +1,7 @@
 // The C ABI between bloomery and its native library. It uses neither Python nor torch, and no exception crosses it.
 //
-// Functions return 0, or a negative error number that is explained beside each. Memory belongs to the caller
-// unless a function says otherwise.
+// Functions return 0, or a negative error number that is explained beside each; -4 always means that no memory was
+// available. Memory belongs to the caller unless a function says otherwise.
 #pragma once
 
 #include <stdint.h>

@@ -2,6 +2,7 @@
 // the same arithmetic in Python, and the proof. A dataset with share n / one is due n * t / one samples after t
 // samples of the stream.
 #include <algorithm>
+#include <exception>
 #include <numeric>
 #include <queue>
 #include <utility>
@@ -98,7 +99,7 @@ bool draw(Series& series, int64_t from, int64_t to, int64_t size, std::vector<Jo
 }  // namespace
 
 int32_t bloomery_fair_counts(int64_t n, const int64_t* shares, int64_t one, int64_t begin, int64_t size, int64_t blocks,
-                             int64_t* counts) {
+                             int64_t* counts) try {
     std::vector<int64_t> floors(static_cast<size_t>(n)), residues(static_cast<size_t>(n));
     std::vector<Candidate> candidates;
     for (int64_t i = 0; i < n; ++i) {
@@ -138,10 +139,12 @@ int32_t bloomery_fair_counts(int64_t n, const int64_t* shares, int64_t one, int6
         for (; !kept.empty(); kept.pop()) counts[kept.top()->dataset] += 1;
     }
     return 0;
+} catch (const std::exception&) {  // no memory
+    return -4;
 }
 
 int32_t bloomery_fair_block(int64_t n, const int64_t* shares, int64_t one, int64_t begin, int64_t size,
-                            const int64_t* counts, const int64_t* counts_after, int32_t* datasets, int64_t* turns) {
+                            const int64_t* counts, const int64_t* counts_after, int32_t* datasets, int64_t* turns) try {
     std::vector<Series> series;
     int64_t jobs = 0;
     for (int64_t i = 0; i < n; ++i) {
@@ -180,4 +183,6 @@ int32_t bloomery_fair_block(int64_t n, const int64_t* shares, int64_t one, int64
     std::vector<int64_t> next(counts, counts + n);
     for (int64_t slot = 0; slot < size; ++slot) turns[slot] = next[static_cast<size_t>(datasets[slot])]++;
     return 0;
+} catch (const std::exception&) {  // no memory
+    return -4;
 }

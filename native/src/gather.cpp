@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <exception>
 #include <vector>
 
 #include "bloomery.h"
@@ -194,7 +195,7 @@ int32_t bloomery_gather(const void* tokens, int32_t type, int64_t size, int64_t 
 int32_t bloomery_gather_documents(const void* tokens, int32_t type, int64_t rows, const int64_t* starts,
                                   const int64_t* places, int64_t count, int64_t ahead,
                                   const bloomery_pages* pages, const void* pointers, const uint32_t* order,
-                                  const int64_t* ends, int64_t documents, int32_t* out, uint64_t* largest) {
+                                  const int64_t* ends, int64_t documents, int32_t* out, uint64_t* largest) try {
     const char* base = static_cast<const char*>(tokens);
     const int64_t width = width_of(type), window = std::min(std::max<int64_t>(ahead, 1), rows);
     if (!width) return -1;
@@ -233,4 +234,6 @@ int32_t bloomery_gather_documents(const void* tokens, int32_t type, int64_t rows
         for (const Bytes& piece : pieces(row + window)) asking.ask(piece);
     }
     return 0;
+} catch (const std::exception&) {  // no memory
+    return -4;
 }

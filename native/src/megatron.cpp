@@ -1,6 +1,7 @@
 // Megatron's order of samples: numpy's legacy shuffle, cumulative lengths in that order, and the greedy blend.
 #include <algorithm>
 #include <cstring>
+#include <exception>
 #include <vector>
 
 #include "bloomery.h"
@@ -90,7 +91,7 @@ int32_t bloomery_cumulate(const void* lengths, const uint32_t* order, int64_t co
 }
 
 int32_t bloomery_blend(int64_t n, const double* weights, int64_t first, int64_t count, int64_t* counts,
-                       uint16_t* datasets) {
+                       uint16_t* datasets) try {
     if (n < 1 || n > 65536) return -1;
     std::vector<double> given(counts, counts + n);  // exact below 2^53
     std::vector<double> wanting(static_cast<size_t>(n));
@@ -104,4 +105,6 @@ int32_t bloomery_blend(int64_t n, const double* weights, int64_t first, int64_t 
     }
     for (int64_t d = 0; d < n; ++d) counts[d] = static_cast<int64_t>(given[d]);
     return 0;
+} catch (const std::exception&) {  // no memory
+    return -4;
 }

@@ -1,6 +1,7 @@
 // The `bloomery` order of samples: keyed permutations, exact quotas, blocks. bloomery/data/order.py and mixture.py have
 // the same arithmetic in NumPy, with its reasons.
 #include <algorithm>
+#include <exception>
 #include <vector>
 
 #include "bloomery.h"
@@ -168,7 +169,7 @@ int32_t bloomery_permute(const int64_t* index, int64_t count, int64_t n, const u
 }
 
 int32_t bloomery_walk_quotas(int64_t n, const int64_t* steps, int64_t chairs, int64_t blocks, int64_t* whole,
-                             int64_t* residue, int64_t* ahead) {
+                             int64_t* residue, int64_t* ahead) try {
     std::vector<Claim> claims;
     claims.reserve(static_cast<size_t>(n));
     for (int64_t block = 0; block < blocks; ++block) {
@@ -202,10 +203,12 @@ int32_t bloomery_walk_quotas(int64_t n, const int64_t* steps, int64_t chairs, in
         }
     }
     return 0;
+} catch (const std::exception&) {  // no memory
+    return -4;
 }
 
 int32_t bloomery_mix_block(int64_t n, const int64_t* quotas, const int64_t* first_turns, int64_t size, uint64_t key,
-                           int32_t* datasets, int64_t* turns) {
+                           int32_t* datasets, int64_t* turns) try {
     std::vector<int32_t> owner(static_cast<size_t>(size));
     std::vector<int64_t> next(first_turns, first_turns + n);
     int64_t filled = 0;
@@ -223,10 +226,12 @@ int32_t bloomery_mix_block(int64_t n, const int64_t* quotas, const int64_t* firs
         turns[place] = next[static_cast<size_t>(dataset)]++;
     }
     return 0;
+} catch (const std::exception&) {  // no memory
+    return -4;
 }
 
 int32_t bloomery_windows(int64_t n, const int64_t* windows, uint64_t seed, uint64_t purpose, const int64_t* datasets,
-                         const int64_t* turns, int64_t count, int64_t* out) {
+                         const int64_t* turns, int64_t count, int64_t* out) try {
     struct Known {
         Network network{1};
         int64_t epoch = -1;
@@ -271,4 +276,6 @@ int32_t bloomery_windows(int64_t n, const int64_t* windows, uint64_t seed, uint6
         }
     }
     return 0;
+} catch (const std::exception&) {  // no memory
+    return -4;
 }

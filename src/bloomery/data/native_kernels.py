@@ -20,7 +20,7 @@ Int32 = npt.NDArray[np.int32]
 
 _POINTER, _INT32, _INT64, _UINT64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_uint64
 _WORD = (1 << 64) - 1
-_OUTSIDE, _DAMAGED = -2, -3
+_OUTSIDE, _DAMAGED, _NO_MEMORY = -2, -3, -4
 _BEST = 2  # instructions: the best that the processor has
 _ARGUMENTS = {
     "permute": (_POINTER, _INT64, _INT64, _POINTER, _INT64, _POINTER),
@@ -189,6 +189,8 @@ def _call(name: str, *arguments: Any) -> bool:
         raise IndexError(f"bloomery_{name} was asked for what lies outside of its data")
     if status == _DAMAGED:
         raise DamagedPage
+    if status == _NO_MEMORY:
+        raise MemoryError(f"bloomery_{name} found no memory")
     if status:
         raise AssertionError(f"bloomery_{name} returned {status}")
     return True
