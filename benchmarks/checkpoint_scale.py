@@ -1,7 +1,8 @@
 """Measures what one process does for a checkpoint of many ranks, with the real notes and no tensors.
 
 The commit: rank 0 reads the notes of 384 ranks about 2.2 TB of files, checks that the boxes fill each tensor,
-and writes index and manifest. The load plan: a rank plans to load 1,024 ranks' ZeRO 3 shards as 768.
+and writes index and manifest; each rank reads the index at a start. The load plan: a rank plans to load
+1,024 ranks' ZeRO 3 shards as 768.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from bloomery.checkpoint.format.manifest import (
     BLOCK_BYTES,
     FileRecord,
     IndexedBox,
+    read_index,
+    read_manifest,
     without_garbage_collection,
 )
 from bloomery.checkpoint.format.state import Box
@@ -56,13 +59,20 @@ def commits(*, layers: int = 70, world: int = 384, hidden: int = 14336) -> list[
                 for rank in range(world)
             ]
             saved_bytes = sum(file.bytes for part in parts for file in part.files)
-            commit.commit(partial, parts, time=0.0, values={}, records=[], step=1, incarnation=1, about={})
+            final = commit.commit(
+                partial, parts, time=0.0, values={}, records=[], step=1, incarnation=1, about={}
+            )
         spent_s = time.process_time() - begun_s
         grown_gb = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib) / 1e6
+        del parts
+        begun_s = time.process_time()
+        read_index(final, read_manifest(final))
+        read_s = time.process_time() - begun_s
     reference = f"{world} ranks, {boxes:,} boxes, {saved_bytes / 1e12:.2f} TB"
     return [
         measurement("commit: rank 0's processor time", spent_s, unit="s", reference=reference, bar="<= 2"),
         measurement("commit: growth of memory", grown_gb, unit="GB", reference=reference, bar="<= 1"),
+        measurement("index: a rank's processor time to read it", read_s, unit="s", reference=reference),
     ]
 
 
@@ -98,7 +108,8 @@ def _parts(layers: int, world: int, hidden: int, inner: int) -> list[commit.Part
                 name=name,
                 dtype="float32",
                 global_shape=shape,
-                box=box,
+                offset=box.offset,
+                shape=box.shape,
                 scope="shared",
                 file=f"r{rank:05d}.safetensors",
                 begin=begin,

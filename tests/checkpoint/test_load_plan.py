@@ -1,6 +1,7 @@
 """Plans of loads: each wanted byte read once, and work that grows with the boxes, not with their square."""
 
 import itertools
+import sys
 from collections import Counter
 
 from hypothesis import given, settings
@@ -26,7 +27,8 @@ def stored(boxes: list[Box], shape: tuple[int, ...], *, files: int = 3) -> list[
                 name="model.a",
                 dtype="float32",
                 global_shape=shape,
-                box=box,
+                offset=box.offset,
+                shape=box.shape,
                 scope="shared",
                 file=f"{number % files}.safetensors",
                 begin=begin,
@@ -135,6 +137,24 @@ def test_the_plan_of_a_rank_is_its_part_of_the_whole_plan():
                 or any(d.rank == rank for item in unit.items for d in item.destinations)
             ),
         )
+
+
+def test_the_plan_of_a_rank_takes_few_calls_for_each_box_of_the_others():
+    shape = (1024, 1000)
+    boxes = stored([box for piece in cut_flat(shape, 384) for box in piece], shape, files=384)
+    wanted = [[WantedBox("model.a", box) for box in piece] for piece in cut_flat(shape, 320)]
+    calls = 0
+
+    def seen(frame, event, argument) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(seen)
+    try:
+        plan_load({"model.a": boxes}, wanted, rank=0)
+    finally:
+        sys.setprofile(None)
+    assert calls < 12 * len(boxes)
 
 
 def test_planning_compares_each_box_with_its_neighbours_alone(monkeypatch):

@@ -6,7 +6,6 @@ import random
 from bloomery.checkpoint.format.commit import Part, begin_partial, commit, partial_directory
 from bloomery.checkpoint.format.data_file import HashingWriter
 from bloomery.checkpoint.format.manifest import IndexedBox, read_index, read_manifest
-from bloomery.checkpoint.format.state import Box
 
 MIB = 1 << 20
 
@@ -41,7 +40,8 @@ def write_checkpoint(directory, contents, *, step, incarnation=3):
             name=f"{part}.x",
             dtype="uint8",
             global_shape=(size,),
-            box=Box((0,), (size,)),
+            offset=(0,),
+            shape=(size,),
             scope="global",
             file=name,
             begin=len(lead),

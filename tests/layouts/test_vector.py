@@ -8,9 +8,8 @@ import pytest
 from tests.layouts.comparison import Matrix
 from tests.layouts.exchanging import part
 
-from bloomery.checkpoint.format.commit import check_coverage
+from bloomery.checkpoint.format.coverage import check_coverage
 from bloomery.checkpoint.format.manifest import IndexedBox
-from bloomery.checkpoint.format.state import Box
 
 # Two jobs of ranks, however slow the machine: they have deadlines of their own.
 pytestmark = pytest.mark.timeout(900)
@@ -41,7 +40,8 @@ def test_every_element_is_one_ranks_and_reaches_all_that_hold_it(
             name=name,
             dtype="float32",
             global_shape=shape,
-            box=Box(offset, size),
+            offset=offset,
+            shape=size,
             scope="shared",
             file="",
             begin=0,

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bloomery.checkpoint.format.commit import check_coverage
+from bloomery.checkpoint.format.coverage import check_coverage
 from bloomery.checkpoint.format.manifest import (
     INDEX,
     MANIFEST,

@@ -14,7 +14,6 @@ import sys
 import time as clock
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,6 +21,7 @@ import msgspec
 import xxhash
 
 from bloomery import durable
+from bloomery.checkpoint.format.coverage import check_coverage
 from bloomery.checkpoint.format.manifest import (
     INDEX,
     MANIFEST,
@@ -35,8 +35,8 @@ from bloomery.checkpoint.format.manifest import (
     without_garbage_collection,
 )
 from bloomery.checkpoint.format.part_progress import StallWatch, noted_progress, progress_files
-from bloomery.checkpoint.format.state import Json, all_overlaps
-from bloomery.errors import BloomeryError, CheckpointError, RunBusy, StorageError, storage_error
+from bloomery.checkpoint.format.state import Json
+from bloomery.errors import BloomeryError, RunBusy, StorageError, storage_error
 
 log = logging.getLogger(__name__)
 
@@ -307,22 +307,6 @@ def final_directory(partial: Path) -> Path:
     return partial.with_name(partial.name.removesuffix(PARTIAL))
 
 
-def check_coverage(boxes: Iterable[IndexedBox]) -> None:
-    """Raise CheckpointError unless the boxes of each tensor fill it exactly, each element once."""
-    tensors: dict[str, list[IndexedBox]] = {}
-    for item in boxes:
-        tensors.setdefault(item.name, []).append(item)
-    for name, pieces in tensors.items():
-        first = pieces[0]
-        if len({(item.global_shape, item.dtype, item.scope) for item in pieces}) > 1:
-            raise _incomplete(name, "is declared differently by different ranks")
-        filled = [item.box for item in pieces if 0 not in item.box.shape]
-        if sum(prod(box.shape) for box in filled) != prod(first.global_shape):
-            raise _incomplete(name, f"of shape {first.global_shape} is not filled exactly by its boxes")
-        if filled and len(all_overlaps(filled, filled).wanted) > len(filled):
-            raise _incomplete(name, "has boxes that overlap")
-
-
 def remove_checkpoint(directory: Path) -> None:
     """Remove a checkpoint. A crash meanwhile leaves a `.partial` directory, never a damaged checkpoint."""
     doomed = directory.with_name(directory.name + PARTIAL)
@@ -376,10 +360,3 @@ def _rmtree(directory: Path, on_error: Callable[[object, str, BaseException], No
         shutil.rmtree(directory, onexc=on_error)
     else:
         shutil.rmtree(directory, onerror=lambda function, path, failure: on_error(function, path, failure[1]))
-
-
-def _incomplete(name: str, what: str) -> CheckpointError:
-    return CheckpointError(
-        f"the checkpoint was not saved: {name} {what}",
-        remedy="This is a mistake in bloomery, not in your run: please report it with the recipe.",
-    )

@@ -14,8 +14,10 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from math import prod
+from operator import add, attrgetter, le
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import xxhash
@@ -81,18 +83,39 @@ def unreadable(place: str, error: OSError, *, what: str = "") -> BloomeryError:
     return DamagedCheckpoint(what or f"{place} cannot be read: {error.strerror or error}")
 
 
-@dataclass(frozen=True, kw_only=True)
-class IndexedBox:
-    """One box of a logical tensor, stored row-major in bytes [begin, end) of the data file `file`."""
+Counts = tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
+
+
+class IndexedBox(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """One box of a logical tensor, stored row-major in bytes [begin, end) of the data file `file`.
+
+    `index.json` holds the fields as they stand here. There may be a million, decoded and encoded in C.
+    """
 
     name: str
     dtype: str
-    global_shape: tuple[int, ...]
-    box: Box
+    global_shape: Counts
+    offset: Counts
+    shape: Counts
     scope: Scope
     file: str
     begin: int
     end: int
+
+    @property
+    def box(self) -> Box:
+        """The box of the tensor."""
+        return Box(self.offset, self.shape)
+
+    @property
+    def size(self) -> int:
+        """Elements in the box."""
+        return prod(self.shape)
+
+    def is_within_tensor(self) -> bool:
+        """Say whether the box lies in a tensor of the global shape."""
+        whole, offset, shape = self.global_shape, self.offset, self.shape
+        return len(whole) == len(offset) == len(shape) and all(map(le, map(add, offset, shape), whole))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,8 +190,7 @@ def index_bytes(boxes: Iterable[IndexedBox], files: Iterable[FileRecord]) -> byt
     encoder = msgspec.json.Encoder()
     tensors = []
     for name in sorted(by_name):
-        ordered = sorted(by_name[name], key=lambda item: item.box.offset)
-        tensors.append(encoder.encode([_stored_box(item) for item in ordered])[1:-1])
+        tensors.append(encoder.encode(sorted(by_name[name], key=attrgetter("offset")))[1:-1])
     return b'%b,"boxes":[%b]}' % (encoder.encode(head)[:-1], b",".join(tensors))
 
 
@@ -232,15 +254,14 @@ def read_index(where: Path | Source, manifest: Manifest) -> Index:
     if xxhash.xxh3_128_hexdigest(text) != manifest.index_xxh3_128:
         raise DamagedCheckpoint(f"{path} is damaged: it does not have the hash it was saved with")
     try:
-        content = msgspec.json.decode(text)
+        with without_garbage_collection():
+            content = msgspec.json.decode(text, type=_IndexFile)
         sums = {item.name: item.xxh3_128 for item in manifest.files}
         files = {
-            name: FileRecord(name=name, bytes=item["bytes"], xxh3_128=sums[name], blocks=item["blocks"])
-            for name, item in content["files"].items()
+            name: FileRecord(name=name, bytes=item.bytes, xxh3_128=sums[name], blocks=item.blocks)
+            for name, item in content.files.items()
         }
-        with without_garbage_collection():
-            boxes = tuple(_box_from_json(item) for item in content["boxes"])
-        return checked_index(Index(boxes=boxes, files=files), manifest)
+        return checked_index(Index(boxes=content.boxes, files=files), manifest)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise DamagedCheckpoint(f"{path} is not a valid index: {_reason(error)}") from error
 
@@ -277,11 +298,11 @@ def checked_index(index: Index, manifest: Manifest) -> Index:
     for item in index.boxes:
         if item.dtype not in ITEM_BYTES:
             raise ValueError(f"{item.name} has the unknown element type {item.dtype!r}")
-        if not item.box.is_within(item.global_shape):
+        if not item.is_within_tensor():
             raise ValueError(f"a box of {item.name} lies outside its tensor")
         if not 0 <= item.begin <= item.end <= index.files[item.file].bytes:
             raise ValueError(f"a box of {item.name} lies outside its file")
-        if item.end - item.begin != item.box.size * ITEM_BYTES[item.dtype]:
+        if item.end - item.begin != item.size * ITEM_BYTES[item.dtype]:
             raise ValueError(f"a box of {item.name} has not the bytes of its shape")
         if shapes.setdefault(item.name, (item.global_shape, item.dtype)) != (item.global_shape, item.dtype):
             raise ValueError(f"{item.name} has two shapes or types")
@@ -320,46 +341,18 @@ def _digest(content: Mapping[str, Any]) -> str:  # Any: JSON
     return xxhash.xxh3_128_hexdigest(canonical.encode())
 
 
-class _StoredBox(msgspec.Struct, gc=False):
-    """A box as `index.json` holds it, in this order of the fields."""
+class _IndexedFile(msgspec.Struct):
+    """What `index.json` says about a data file."""
 
-    name: str
-    dtype: str
-    global_shape: tuple[int, ...]
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-    scope: Scope
-    file: str
-    begin: int
-    end: int
+    bytes: int
+    blocks: str
 
 
-def _stored_box(item: IndexedBox) -> _StoredBox:
-    box = item.box
-    return _StoredBox(
-        item.name,
-        item.dtype,
-        item.global_shape,
-        box.offset,
-        box.shape,
-        item.scope,
-        item.file,
-        item.begin,
-        item.end,
-    )
+class _IndexFile(msgspec.Struct):
+    """What is read of `index.json`."""
 
-
-def _box_from_json(item: Mapping[str, Any]) -> IndexedBox:
-    return IndexedBox(
-        name=item["name"],
-        dtype=item["dtype"],
-        global_shape=tuple(item["global_shape"]),
-        box=Box(tuple(item["offset"]), tuple(item["shape"])),
-        scope=item["scope"],
-        file=item["file"],
-        begin=item["begin"],
-        end=item["end"],
-    )
+    files: dict[str, _IndexedFile]
+    boxes: tuple[IndexedBox, ...]
 
 
 @contextmanager

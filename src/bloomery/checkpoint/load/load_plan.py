@@ -10,10 +10,10 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple
 
-from bloomery.checkpoint.format.manifest import BLOCK_BYTES, IndexedBox, without_garbage_collection
+from bloomery.checkpoint.format.manifest import IndexedBox, without_garbage_collection
 from bloomery.checkpoint.format.state import ITEM_BYTES, Box, BoxOverlaps, all_overlaps
+from bloomery.checkpoint.load.planned_spans import PlannedSpans, SpanCollector, Taker
 
 UNIT_BYTES = 64 << 20
 _DEEP_BYTES = 4 << 20
@@ -72,27 +72,6 @@ class LoadPlan:
     rounds: int
 
 
-class _Taker(NamedTuple):
-    """A wanted box, and who wants it: (rank, number of the box among those of the rank)."""
-
-    box: Box
-    wanted_by: list[tuple[int, int]]
-
-
-class _Span(NamedTuple):
-    """Bytes [begin, end) of a file, which hold an item, and the wanted boxes that overlap the item.
-
-    box: the item; or the rows [start, stop) of the saved box that it is.
-    """
-
-    file: str
-    begin: int
-    end: int
-    saved: IndexedBox
-    box: Box | tuple[int, int]
-    takers: list[_Taker]
-
-
 def plan_load(
     saved: Mapping[str, Sequence[IndexedBox]],
     wanted: Sequence[Sequence[WantedBox]],
@@ -120,99 +99,83 @@ def _plan_load(
     readers: Mapping[str, Sequence[int]] | None,
     rank: int | None,
 ) -> LoadPlan:
-    spans: list[_Span] = []
-    for name, takers in _takers_by_name(wanted).items():
-        spans += _spans_of_tensor(saved.get(name, ()), takers)
-    spans.sort(key=lambda span: span[:3])
+    import numpy as np  # here, because looking at checkpoints must not take the time to load it
+
+    spans = _spans_of_all(saved, _takers_by_name(wanted))
     units: list[ReadUnit] = []
-    bytes_to_read, units_to_read = [0] * len(wanted), [0] * len(wanted)
-    for group in _groups(spans):
-        receivers = {rank for span in group for taker in span.takers for rank, _ in taker.wanted_by}
+    bytes_to_read, units_to_read = np.zeros(len(wanted), np.int64), [0] * len(wanted)
+    for first, stop in spans.units(UNIT_BYTES):
+        receivers = spans.receivers(first, stop)
+        file = spans.saved[spans.source[first]].file
         candidates = receivers
         if readers is not None:
-            able = set(readers[group[0].file])
-            candidates = receivers & able or able
-        reader = min(candidates, key=lambda candidate: (bytes_to_read[candidate], candidate))
+            able = np.unique(np.asarray(readers[file], np.int64))
+            common = np.intersect1d(receivers, able, assume_unique=True)
+            candidates = common if len(common) else able
+        reader = int(candidates[bytes_to_read[candidates].argmin()])
         if rank is None or rank == reader or rank in receivers:
-            items = tuple(map(_item, group))
-            units.append(
-                ReadUnit(reader=reader, file=group[0].file, round=units_to_read[reader], items=items)
-            )
-        bytes_to_read[reader] += sum(span.end - span.begin for span in group)
+            items = tuple(_item(spans, span) for span in range(first, stop))
+            units.append(ReadUnit(reader=reader, file=file, round=units_to_read[reader], items=items))
+        bytes_to_read[reader] += int((spans.end[first:stop] - spans.begin[first:stop]).sum())
         units_to_read[reader] += 1
     return LoadPlan(units=tuple(units), rounds=max(units_to_read, default=0))
 
 
-def _takers_by_name(wanted: Sequence[Sequence[WantedBox]]) -> dict[str, list[_Taker]]:
+def _takers_by_name(wanted: Sequence[Sequence[WantedBox]]) -> dict[str, list[Taker]]:
     """Return the different boxes that are wanted of each tensor."""
-    by_name: dict[str, dict[Box, _Taker]] = {}
+    by_name: dict[str, dict[Box, list[tuple[int, int]]]] = {}
     for rank, boxes in enumerate(wanted):
         for number, want in enumerate(boxes):
-            of_tensor = by_name.setdefault(want.name, {})
-            taker = of_tensor.get(want.box)
-            if taker is None:
-                of_tensor[want.box] = _Taker(want.box, [(rank, number)])
+            of_tensor = by_name.get(want.name)
+            if of_tensor is None:
+                of_tensor = by_name[want.name] = {}
+            wanted_by = of_tensor.get(want.box)
+            if wanted_by is None:
+                of_tensor[want.box] = [(rank, number)]
             else:
-                taker.wanted_by.append((rank, number))
-    return {name: list(of_tensor.values()) for name, of_tensor in by_name.items()}
+                wanted_by.append((rank, number))
+    return {name: list(map(Taker._make, of_tensor.items())) for name, of_tensor in by_name.items()}
 
 
-def _spans_of_tensor(saved: Sequence[IndexedBox], takers: Sequence[_Taker]) -> Iterator[_Span]:
-    """Yield what is to be read of the saved boxes of one tensor."""
-    if not saved:
-        return
-    overlaps = all_overlaps([stored.box for stored in saved], [taker.box for taker in takers])
-    first = 0
-    for number, stop in zip(overlaps.saved, overlaps.stops, strict=True):
-        overlapping = [takers[wanted] for wanted in overlaps.wanted[first:stop]]
-        rows = _joined(overlaps.rows[first:stop])
-        first = stop
-        yield from _spans_of_box(saved[number], overlapping, rows)
+def _spans_of_all(
+    saved: Mapping[str, Sequence[IndexedBox]], takers_by_name: Mapping[str, list[Taker]]
+) -> PlannedSpans:
+    """Return what is to be read of the saved boxes of all tensors."""
+    found = SpanCollector(unit_bytes=UNIT_BYTES, deep_bytes=_DEEP_BYTES)
+    for name, takers in takers_by_name.items():
+        stored = saved.get(name, ())
+        if not stored:
+            continue
+        overlaps = all_overlaps([item.box for item in stored], [taker.box for taker in takers])
+        for item, source, wanted in found.add_tensor(stored, takers, overlaps):
+            for box, numbers in _parts_of_box(item, {found.takers[number].box: number for number in wanted}):
+                found.add_box(source, box, span=_span(item, box), wanted=numbers)
+    return found.spans()
 
 
-def _spans_of_box(saved: IndexedBox, takers: list[_Taker], rows: tuple[int, int] | None) -> Iterator[_Span]:
-    """Yield what is to be read of a saved box.
+def _parts_of_box(saved: IndexedBox, wanted: Mapping[Box, int]) -> Iterator[tuple[Box, list[int]]]:
+    """Yield the boxes to be read of a saved box of which what is wanted is not one run of whole rows.
 
-    rows: the rows of the tensor that the takers want of it; None where there are others between them.
+    wanted: the number of each wanted box; those are yielded that overlap the box to be read.
     """
     whole = saved.box
-    if rows is not None and whole.shape:
-        row_bytes = (saved.end - saved.begin) // whole.shape[0]
-        start, stop = rows
-        if row_bytes <= _DEEP_BYTES and (stop - start) * row_bytes <= UNIT_BYTES:
-            begin = saved.begin + (start - whole.offset[0]) * row_bytes
-            yield _Span(saved.file, begin, begin + (stop - start) * row_bytes, saved, rows, takers)
-            return
-    parts = [part for taker in takers if (part := taker.box.intersection(whole)) is not None]
-    by_box = {taker.box: taker for taker in takers}
-    overlaps = BoxOverlaps(list(by_box))
+    parts = [part for box in wanted if (part := box.intersection(whole)) is not None]
+    overlaps = BoxOverlaps(list(wanted))
     for box in _contiguous_boxes(whole, parts, (), ITEM_BYTES[saved.dtype]):
-        overlapping = [by_box[wanted] for wanted, _ in overlaps.with_box(box)]
-        yield _Span(saved.file, *_span(saved, box), saved, box, overlapping)
+        yield box, [wanted[other] for other, _ in overlaps.with_box(box)]
 
 
-def _joined(intervals: list[tuple[int, int]]) -> tuple[int, int] | None:
-    """Return the interval that the given ones make together; None where they leave a gap."""
-    if len(intervals) == 1:
-        return intervals[0]
-    merged = _merged(intervals)
-    return merged[0] if len(merged) == 1 else None
-
-
-def _item(span: _Span) -> ReadItem:
-    box = span.box if isinstance(span.box, Box) else _rows_of(span.saved.box, *span.box)
+def _item(spans: PlannedSpans, span: int) -> ReadItem:
+    box = spans.box_of(span)
     destinations: list[Destination] = []
-    for taker in span.takers:
+    for taker in spans.takers_of(span):
         region = taker.box.intersection(box)
         assert region is not None, "a taker of a span overlaps it"
         destinations += [
             Destination(rank=rank, wanted=number, region=region) for rank, number in taker.wanted_by
         ]
-    return ReadItem(saved=span.saved, box=box, destinations=tuple(destinations))
-
-
-def _rows_of(whole: Box, start: int, stop: int) -> Box:
-    return Box((start, *whole.offset[1:]), (stop - start, *whole.shape[1:]))
+    saved = spans.saved[spans.source[span]]
+    return ReadItem(saved=saved, box=box, destinations=tuple(destinations))
 
 
 def _span(saved: IndexedBox, box: Box) -> tuple[int, int]:
@@ -271,20 +234,3 @@ def _merged(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
         else:
             merged.append((start, stop))
     return merged
-
-
-def _groups(spans: Sequence[_Span]) -> Iterator[list[_Span]]:
-    """Group neighbours of one file into units, so that few blocks are read for two units."""
-    group: list[_Span] = []
-    bytes_in_group = 0
-    for span in spans:
-        if group:
-            last = group[-1]
-            far = span.file != last.file or span.begin > last.end + BLOCK_BYTES
-            if far or bytes_in_group + span.end - span.begin > UNIT_BYTES:
-                yield group
-                group, bytes_in_group = [], 0
-        group.append(span)
-        bytes_in_group += span.end - span.begin
-    if group:
-        yield group

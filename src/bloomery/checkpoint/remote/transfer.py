@@ -19,7 +19,7 @@ from pathlib import Path
 import xxhash
 
 from bloomery import durable
-from bloomery.checkpoint.format.commit import check_coverage
+from bloomery.checkpoint.format.coverage import check_coverage
 from bloomery.checkpoint.format.manifest import (
     INDEX,
     MANIFEST,

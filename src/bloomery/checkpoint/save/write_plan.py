@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import xxhash
 
 from bloomery.checkpoint.format.data_file import PAGE_BYTES, lay_out, split_entries
@@ -182,7 +183,7 @@ class WritePlanner:
             files.append(
                 FilePlan(name=file.name, header=file.header, bytes=file.bytes, offset=position, items=items)
             )
-            boxes += [asdict(box) for box in file.boxes]
+            boxes += msgspec.to_builtins(file.boxes)
             position += file.bytes + -file.bytes % PAGE_BYTES
         return RankWritePlan(
             files=tuple(files),
