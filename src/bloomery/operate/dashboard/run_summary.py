@@ -1,4 +1,4 @@
-"""What a run's page says first: is it healthy, how far is it, what happened last night, what should I do."""
+"""Summarises a run for the head of its page: health, progress, the last night's events, and advice."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class RunSummary(msgspec.Struct, kw_only=True):
 
 
 class RunSummarizer:
-    """Makes the summary at a run. It keeps the recipe and asks the scheduler once a minute at most."""
+    """Makes the summary of a run. It keeps the recipe and asks the scheduler once a minute at most."""
 
     def __init__(self, reader: RunReader) -> None:
         self._reader = reader
