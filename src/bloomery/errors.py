@@ -145,9 +145,11 @@ def storage_error(error: OSError, *, path: Path, doing: str, bytes_needed: int |
     return StorageError(message, remedy=remedy)
 
 
-def no_space(path: Path, *, doing: str, bytes_needed: int) -> StorageError:
-    """Return the error for a write that is refused before its first byte, because it cannot fit."""
-    return StorageError(
+def require_space(path: Path, *, doing: str, bytes_needed: int) -> None:
+    """Raise StorageError, before the first byte is written, where so many bytes do not fit on the disk."""
+    if free_bytes(path) >= bytes_needed:
+        return
+    raise StorageError(
         f"{doing} was refused at {path}: no space" + _space(path, bytes_needed),
         remedy="Free some space, or lower checkpoint.keep_last; earlier checkpoints are untouched.",
     )

@@ -14,6 +14,7 @@ from tests.checkpoint.small_run import Ranks, Run, save_and_sleep
 from tests.forked import forked
 from tests.machine import may_mount, mounted
 
+from bloomery import errors
 from bloomery.checkpoint.format.catalogue import verify
 from bloomery.checkpoint.format.state import whole
 from bloomery.checkpoint.load.loader import load_checkpoint
@@ -191,7 +192,7 @@ def test_a_save_without_room_is_refused_before_it_begins(rundir: RunDirectory, m
     run = Run()
     with begun(rundir, run) as store:
         store.save(RunStateToSave(run.fill(1).parts, step=1))
-        monkeypatch.setattr(place_module, "free_bytes", lambda path: 1000)
+        monkeypatch.setattr(errors, "free_bytes", lambda path: 1000)
         with pytest.raises(StorageError, match=r"no space.*needed"):
             store.begin_save(RunStateToSave(run.fill(2).parts, step=2))
         assert [path.name for path in rundir.checkpoints.iterdir()] == ["step-000001.i001"]
@@ -206,12 +207,12 @@ def test_a_disk_that_fills_up_under_the_writer_is_told_and_the_rest_stays_whole(
         run = Run()
         with begun(rundir, run) as store:
             pid = writer_of(store)
-            monkeypatch.setattr(place_module, "_MARGIN_BYTES", 0)
+            monkeypatch.setattr(place_module, "MARGIN_BYTES", 0)
             os.kill(pid, signal.SIGSTOP)
             assert store.begin_save(RunStateToSave(run.fill(1).parts, step=1))
             store.wait_staged()
             filler = small / "filler"
-            filler.write_bytes(bytes(place_module.free_bytes(small)))
+            filler.write_bytes(bytes(errors.free_bytes(small)))
             os.kill(pid, signal.SIGCONT)
             assert store.wait_for_saves() == -1
             (failed,) = store.take_save_results()

@@ -11,6 +11,7 @@ import torch
 from tests.checkpoint.small_run import Run
 from tests.machine import may_mount, mounted
 
+from bloomery import errors
 from bloomery.checkpoint.format import manifest as manifest_module
 from bloomery.checkpoint.format.catalogue import verify
 from bloomery.checkpoint.format.state import collect, whole
@@ -158,7 +159,7 @@ def test_a_later_version_of_the_format_is_refused_as_such_and_not_as_damage(tmp_
 
 
 def test_a_save_that_would_not_fit_is_refused_before_a_byte_is_written(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(save_module, "free_bytes", lambda path: 1000)
+    monkeypatch.setattr(errors, "free_bytes", lambda path: 1000)
     with pytest.raises(StorageError, match="needed") as refused:
         save_checkpoint(tmp_path, collect(Run().parts).entries, step=1, incarnation=1)
     assert "Free some space" in refused.value.remedy
@@ -184,13 +185,12 @@ def test_a_full_disk_is_told_and_the_checkpoints_on_it_stay_whole(tmp_path: Path
         store = Store(rundir, KEEP_TWO)
         store.restore(run.parts)
         for module in (save_module, place_module):  # the first rank looks, and then each rank
-            monkeypatch.setattr(module, "_MARGIN_BYTES", 0)
+            monkeypatch.setattr(module, "MARGIN_BYTES", 0)
         store.save(RunStateToSave(run.fill(1).parts, step=1))
-        (small / "other").write_bytes(b"x" * (save_module.free_bytes(small) - 50_000))
+        (small / "other").write_bytes(b"x" * (errors.free_bytes(small) - 50_000))
         with pytest.raises(StorageError, match="no space"):
             store.save(RunStateToSave(run.fill(2).parts, step=2))
-        for module in (save_module, place_module):  # it fills up while we write
-            monkeypatch.setattr(module, "free_bytes", lambda path: 1 << 40)
+        monkeypatch.setattr(errors, "free_bytes", lambda path: 1 << 40)  # it fills up while we write
         with pytest.raises(StorageError, match="No space left"):
             store.save(RunStateToSave(run.fill(2).parts, step=2))
         assert [path.name for path in rundir.checkpoints.iterdir()] == ["step-000001.i001"]

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from types import TracebackType
@@ -21,7 +21,7 @@ from typing import Any
 
 from bloomery import durable
 from bloomery.errors import StorageError, storage_error
-from bloomery.events.records import Json
+from bloomery.events.records import Json, known_values
 
 log = logging.getLogger(__name__)
 
@@ -288,7 +288,7 @@ def read_beat(path: Path) -> RankBeat | None:
         return None
     if record is None:
         return None
-    values = {item.name: record[item.name] for item in fields(RankBeat) if item.name in record}
+    values = known_values(RankBeat, record)
     try:
         return RankBeat(**{name: _checked(name, value) for name, value in values.items()})
     except (AttributeError, TypeError, ValueError):

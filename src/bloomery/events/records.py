@@ -101,7 +101,7 @@ class StepReport:
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> StepReport:  # Any: a parsed line of the journal
         """Return the report of a journal's `step` event; fields of other versions are ignored."""
-        values = {item.name: record[item.name] for item in fields(cls) if item.name in record}
+        values = known_values(cls, record)
         for item in fields(cls):
             if item.type in _FLOATS and values.get(item.name) is not None:
                 values[item.name] = as_float(values[item.name])
@@ -146,7 +146,7 @@ def log_line(report: StepReport, *, total_steps: int | None = None) -> str:
 
 
 def _facts(record: Mapping[str, Any]) -> Facts:
-    values = {item.name: record[item.name] for item in fields(Facts) if item.name in record}
+    values = known_values(Facts, record)
     for name in ("skip_requested", "settings_requested"):
         if name in values:
             values[name] = tuple(tuple(pair) for pair in values[name])
@@ -220,3 +220,8 @@ def _text(value: float) -> str:
     if math.isnan(value):
         return "NaN"
     return "Infinity" if value > 0 else "-Infinity"
+
+
+def known_values(kind: type, record: Mapping[str, Any]) -> dict[str, Any]:  # Any: parsed JSON
+    """Return a record's values of the fields that a dataclass has; another version may have written more."""
+    return {field.name: record[field.name] for field in fields(kind) if field.name in record}

@@ -27,7 +27,7 @@ from torch import Tensor
 from bloomery import durable
 from bloomery.checkpoint.format.data_file import safetensors_header
 from bloomery.checkpoint.save.direct import memory_of
-from bloomery.errors import CheckpointError, free_bytes, no_space, storage_error
+from bloomery.errors import CheckpointError, require_space, storage_error
 from bloomery.interchange.quantised_weights import Scheme, is_row_format
 
 USABLE = ("F32", "BF16", "F16")
@@ -281,8 +281,7 @@ def write_shards(
     total = sum(tensor.bytes for tensor in planned)
     checksums: dict[str, str] = {}
     try:
-        if free_bytes(directory) < total + _MARGIN_BYTES:
-            raise no_space(directory, doing="Exporting a model", bytes_needed=total + _MARGIN_BYTES)
+        require_space(directory, doing="Exporting a model", bytes_needed=total + _MARGIN_BYTES)
         coming = iter(tensors)
         for name, shard in zip(names, shards, strict=True):
             with durable.open_new(directory / name) as file:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from bloomery import durable
 from bloomery.config.submit import SubmitSection
 from bloomery.errors import TrainingFailed, storage_error
+from bloomery.events.records import known_values
 from bloomery.events.run_directory import RunDirectory
 from bloomery.operate.schedulers.interface import Scheduler
 
@@ -106,5 +107,5 @@ def keep_out_of_queue(
 
 
 def _node(host: str, record: dict[str, Any]) -> QuarantinedNode:  # Any: parsed JSON
-    values = {item.name: record[item.name] for item in fields(QuarantinedNode) if item.name in record}
+    values = known_values(QuarantinedNode, record)
     return QuarantinedNode(**values | {"host": str(host)})

@@ -12,12 +12,13 @@ import json
 import re
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from bloomery import durable
 from bloomery.errors import TrainingFailed, storage_error
+from bloomery.events.records import known_values
 from bloomery.operate.node_facts import NodeFacts
 
 INTERVAL_S = 1.0
@@ -101,8 +102,7 @@ class JobBoard:
         record = self.get(host)
         if record is None:
             return self._seen[host][0] if host in self._seen else None
-        values = {item.name: record[item.name] for item in fields(LauncherCard) if item.name in record}
-        card = LauncherCard(**values)
+        card = LauncherCard(**known_values(LauncherCard, record))
         if host not in self._seen or self._seen[host][0] != card:
             self._seen[host] = (card, time.monotonic())
         return card

@@ -8,12 +8,13 @@ import subprocess
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import bloomery
+from bloomery.events.records import known_values
 from bloomery.operate.share_log import free_share
 
 _PACKAGES = (
@@ -76,7 +77,7 @@ class NodeFacts:
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> NodeFacts:
         """Return the facts that `to_json` described, without unknown fields."""
-        values = {item.name: record[item.name] for item in fields(cls) if item.name in record}
+        values = known_values(cls, record)
         interfaces = values.get("interfaces")
         values["interfaces"] = None if interfaces is None else tuple(map(str, interfaces))
         return cls(**{**values, "gpus": tuple(GpuFacts(**gpu) for gpu in values.get("gpus", ()))})

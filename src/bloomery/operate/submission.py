@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from bloomery.config.parallel import ParallelSection
 from bloomery.config.submit import SubmitSection
 from bloomery.errors import BloomeryError, TrainingFailed, storage_error
 from bloomery.events.journal import read_tail
+from bloomery.events.records import known_values
 from bloomery.events.run_directory import RunDirectory
 from bloomery.operate.exclusions import Exclusions
 from bloomery.operate.job_board import natural
@@ -66,7 +67,7 @@ def kept_submission(rundir: RunDirectory) -> Submission:
     """Return the submission of a run. Raises TrainingFailed where there is none that can be read."""
     try:
         record: dict[str, Any] = json.loads(_record(rundir).read_text())  # Any: parsed JSON
-        values = {item.name: record[item.name] for item in fields(Submission) if item.name in record}
+        values = known_values(Submission, record)
         return Submission(
             **values | {"overrides": tuple(record["overrides"]), "more": tuple(record.get("more", ()))}
         )

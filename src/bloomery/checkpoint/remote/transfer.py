@@ -38,7 +38,7 @@ from bloomery.checkpoint.format.state import Json
 from bloomery.checkpoint.format.suspects import SUSPECT, mark_of
 from bloomery.checkpoint.remote.file_sender import FileSender, all_notes, read_notes
 from bloomery.checkpoint.remote.shared_upload import RanksThatSend
-from bloomery.errors import CheckpointError, free_bytes, no_space, storage_error
+from bloomery.errors import CheckpointError, require_space, storage_error
 from bloomery.objects import Objects, StoreUnreachable, storage_failure
 
 SUBSET = "parts"
@@ -256,8 +256,7 @@ def download_checkpoint(
     check_coverage(read_index(source, manifest).boxes)
     partial = final.with_name(final.name + PARTIAL)
     try:
-        if free_bytes(directory) < manifest.bytes:
-            raise no_space(directory, doing="Copying a checkpoint", bytes_needed=manifest.bytes)
+        require_space(directory, doing="Copying a checkpoint", bytes_needed=manifest.bytes)
         durable.make_directory(directory)
         partial.mkdir(exist_ok=True)
         done = 0

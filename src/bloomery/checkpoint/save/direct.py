@@ -21,8 +21,9 @@ from bloomery.checkpoint.format.manifest import (
     read_manifest,
 )
 from bloomery.checkpoint.format.state import Json, StateEntry
+from bloomery.checkpoint.writer.part_place import MARGIN_BYTES
 from bloomery.checkpoint.writer.store_place import ObjectPlace
-from bloomery.errors import free_bytes, no_space, storage_error
+from bloomery.errors import require_space, storage_error
 
 PIECE_BYTES = 32 << 20
 """So much of a tensor is copied at a time where its bytes cannot be written from where they lie."""
@@ -58,7 +59,6 @@ def tensor_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
 
 FILE_BYTES = 1 << 30
 STREAM_BYTES = 128 << 20
-_MARGIN_BYTES = 1 << 20  # the index, the manifest and the directory's own blocks
 
 
 def save_checkpoint(
@@ -176,10 +176,9 @@ def write_part(
     Raises StorageError, before the first byte is written where the disk has not enough space.
     """
     files = lay_out(entries, rank=rank, world=world, file_bytes=file_bytes, first=first)
-    needed = sum(file.bytes for file in files) + _MARGIN_BYTES
+    needed = sum(file.bytes for file in files) + MARGIN_BYTES
     try:
-        if free_bytes(partial) < needed:
-            raise no_space(partial, doing="Saving a checkpoint", bytes_needed=needed)
+        require_space(partial, doing="Saving a checkpoint", bytes_needed=needed)
         records = tuple(_write(partial, file) for file in files)
     except OSError as error:
         raise storage_error(error, path=partial, doing="Saving a checkpoint", bytes_needed=needed) from error

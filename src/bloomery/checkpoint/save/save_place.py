@@ -12,11 +12,10 @@ from bloomery.checkpoint.format.manifest import FileRecord, now
 from bloomery.checkpoint.format.read_back import read_back, read_back_index
 from bloomery.checkpoint.format.state import StateEntry, StateSnapshot
 from bloomery.checkpoint.save.direct import send_part, write_part
+from bloomery.checkpoint.writer.part_place import MARGIN_BYTES
 from bloomery.checkpoint.writer.store_place import ObjectPlace
-from bloomery.errors import free_bytes, no_space
+from bloomery.errors import require_space
 from bloomery.objects import storage_failure
-
-_MARGIN_BYTES = 1 << 20
 
 
 class SavePlace(Protocol):
@@ -50,9 +49,7 @@ class DirectorySaves:
 
     def begin(self, partial: Path, *, bytes: int) -> None:
         """See `SavePlace`."""
-        needed = bytes + _MARGIN_BYTES
-        if free_bytes(partial) < needed:
-            raise no_space(partial, doing="Saving a checkpoint", bytes_needed=needed)
+        require_space(partial, doing="Saving a checkpoint", bytes_needed=bytes + MARGIN_BYTES)
         begin_partial(partial)
 
     def clear(self, partial: Path) -> None:

@@ -35,11 +35,12 @@ from bloomery.checkpoint.format.part_progress import PartProgress, note_progress
 from bloomery.checkpoint.format.read_back import read_back, read_back_index
 from bloomery.checkpoint.writer.cpu_throttle import CpuThrottle
 from bloomery.checkpoint.writer.shared_buffer import ABANDONED, SharedBuffer
-from bloomery.errors import CheckpointError, StorageError, free_bytes, no_space, storage_error
+from bloomery.errors import CheckpointError, StorageError, require_space, storage_error
 
 _DOING = "Saving a checkpoint"
 _STAGING_POLL_S = 0.0005
-_MARGIN_BYTES = 1 << 20
+MARGIN_BYTES = 1 << 20
+"""Bytes of a save beside the data files: the index, the manifest and the directory's own blocks."""
 
 
 class PartPlace(Protocol):
@@ -209,11 +210,10 @@ def _refuse_lost_files(partial: Path, parts: Sequence[Part]) -> None:
 
 def _write(partial: Path, order: Mapping[str, Any], buffer: SharedBuffer, progress: PartProgress) -> Part:
     """Write this rank's data files from the buffer, and return the part."""
-    needed = sum(file["bytes"] for file in order["files"]) + _MARGIN_BYTES
+    needed = sum(file["bytes"] for file in order["files"]) + MARGIN_BYTES
     records: list[FileRecord] = []
     try:
-        if free_bytes(partial) < needed:
-            raise no_space(partial, doing=_DOING, bytes_needed=needed)
+        require_space(partial, doing=_DOING, bytes_needed=needed)
         for file in order["files"]:
             offset = file["offset"]
             image = buffer.view[offset:]

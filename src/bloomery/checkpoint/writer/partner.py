@@ -38,7 +38,7 @@ from bloomery.checkpoint.writer.memory_replica import (
 )
 from bloomery.checkpoint.writer.ranks import Ranks
 from bloomery.checkpoint.writer.shared_buffer import machine_id, refuse_without_memory
-from bloomery.errors import StorageError, free_bytes, no_space
+from bloomery.errors import StorageError, require_space
 from bloomery.events.incarnation import identity
 from bloomery.events.run_directory import RunDirectory
 
@@ -173,8 +173,8 @@ def memory_shortage(ranks: Ranks, bytes: int, memory: ReplicaSettings | None) ->
     failure = None
     try:
         refuse_without_memory(wanted)
-        if memory is not None and free_bytes(memory.root) < wanted:
-            raise no_space(memory.root, doing="Keeping copies in memory", bytes_needed=wanted)
+        if memory is not None:
+            require_space(memory.root, doing="Keeping copies in memory", bytes_needed=wanted)
     except StorageError as error:
         failure = error.message
     failures = ranks.gather(failure)

@@ -15,11 +15,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from bloomery import durable
+from bloomery.events.records import known_values
 from bloomery.operate.schedulers.interface import SIGNAL, JobState
 from bloomery.operate.schedulers.left_job import began_at, outcome_without_status, runs_still
 
@@ -242,7 +243,7 @@ def _hold(run: Path, *, wait_s: float = 0.0) -> Iterator[bool]:
 
 
 def _job(record: dict[str, Any]) -> MachineJob:  # Any: parsed JSON
-    values = {item.name: record[item.name] for item in fields(MachineJob) if item.name in record}
+    values = known_values(MachineJob, record)
     return MachineJob(**values | {"command": tuple(record["command"])})
 
 
