@@ -146,14 +146,14 @@ class Rig:
             with (self.place / "kernel").open("a") as kernel:
                 kernel.write(f"{stamp}{fault.kernel}\n")
         for rank in range(self.world):
-            code = fault.code if rank == victim.rank else ""
+            code, place = (fault.code, fault.place) if rank == victim.rank else ("", "")
             if rank != victim.rank and fault.others:
                 words = WATCHDOG if fault.others == "watchdog" else fault.others
                 said = words.format(rank, 7753)
-                code = f"print({said!r}, file=sys.stderr, flush=True); time.sleep(1.0); os.abort()"
+                code = f"time.sleep(4); print({said!r}, file=sys.stderr, flush=True); os.abort()"
             if code:
                 draft = self.plants / f".rank-{rank}"
-                draft.write_text(json.dumps({"place": fault.place, "code": code}))
+                draft.write_text(json.dumps({"place": place, "code": code}))
                 draft.rename(self.plants / f"rank-{rank}")
         if fault.signal:
             os.kill(victim.pid, fault.signal)

@@ -47,12 +47,26 @@ class WatchLimits:
 
 
 @dataclass(frozen=True, kw_only=True)
+class WatchedQuota:
+    """A quota that the files of a run count for.
+
+    owner: such as "group llm".
+    left: what was left of it at the newest look. forecast: when it is used up, from all looks.
+    """
+
+    owner: str
+    left: DiskSample
+    forecast: DiskForecast | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class WatchedRun:
     """What one look at a run showed, and what looks before it have kept. Times are seconds since 1970.
 
     path: the run directory, as commands take it.
     since: when the present state began.
-    disks: the newest sample of the file system and the forecast from all samples; None where it has no name.
+    disk: the newest sample of the file system and the forecast from all samples; None where it has no name.
+    quotas: those that the run's files count for; () where there are none, or no command tells.
     save_bytes: the size of the newest checkpoint.
     shm_used: the used share of /dev/shm; None where there is none.
     saves: the times of the last checkpoints.
@@ -73,6 +87,7 @@ class WatchedRun:
     since: float
     disk: DiskSample | None = None
     forecast: DiskForecast | None = None
+    quotas: Sequence[WatchedQuota] = ()
     save_bytes: int = 0
     shm_used: float | None = None
     saves: Sequence[float] = ()
@@ -95,6 +110,7 @@ def conditions_of(run: WatchedRun, limits: WatchLimits) -> list[WatchCondition]:
         *_state(run, limits),
         *_scheduler(run, limits),
         *_disk(run, limits),
+        *_quotas(run, limits),
         *_saves(run, limits),
         *_health(run, limits),
     ]
@@ -153,6 +169,22 @@ def _disk(run: WatchedRun, limits: WatchLimits) -> Iterator[WatchCondition]:
     if run.shm_used is not None and run.shm_used > _SHM_FULL:
         line = f"/dev/shm of this machine is {run.shm_used:.0%} full: data loaders end with a bus error"
         yield WatchCondition(kind="shm", line=line, command="ls -lS /dev/shm; df -h /dev/shm")
+
+
+def _quotas(run: WatchedRun, limits: WatchLimits) -> Iterator[WatchCondition]:
+    helps = f"quota -s, or lfs quota -h; bloomery ckpt list {run.path}"
+    for quota in run.quotas:
+        if quota.left.free_bytes >= 0 and does_not_fit(quota.left, run.save_bytes):
+            free, needed = quota.left.free_bytes / _GIB, run.save_bytes / _GIB
+            room = f"{needed:.2f} GiB, {free:.2f} GiB left"
+            line = f"the next checkpoint exceeds the quota of {quota.owner}: {room}"
+            yield WatchCondition(kind=f"no quota for a save ({quota.owner})", line=line, command=helps)
+        forecast = quota.forecast
+        if forecast is not None and forecast.full_in_s < limits.disk_s:
+            what = "space" if forecast.what == "space" else "files"
+            left = duration(forecast.full_in_s)
+            line = f"the quota of {quota.owner} for {what} is used up in {left} at the present pace"
+            yield WatchCondition(kind=f"quota {what} ({quota.owner})", line=line, command=helps)
 
 
 def _saves(run: WatchedRun, limits: WatchLimits) -> Iterator[WatchCondition]:

@@ -19,14 +19,16 @@ from bloomery.operate.run_state import RunStatus, RunVerdict, judge_state, look
 from bloomery.operate.schedulers.interface import QueuedJob
 from bloomery.operate.standstill import StandstillLimits
 from bloomery.operate.submission import kept_submission, scheduler_of
-from bloomery.operate.watch.conditions import WatchedRun
+from bloomery.operate.watch.conditions import WatchedQuota, WatchedRun
 from bloomery.operate.watch.disk import DiskSample, directory_bytes, forecast_full, sample_disk, thinned
+from bloomery.operate.watch.quota import sample_quotas
 
 log = logging.getLogger(__name__)
 
 _FIRST_BYTES = 1 << 20
 _MOST_BYTES = 8 << 20
 _JOBS_EVERY_S = 45.0
+_QUOTAS_EVERY_S = 60.0
 _LIMITS = StandstillLimits(silence_s=15.0)
 _SHM = Path("/dev/shm")
 _WANTS_JOBS = (RunStatus.RUNNING, RunStatus.STARTING, RunStatus.PENDING)
@@ -67,15 +69,17 @@ class JournalTail:
 
 @dataclass
 class RunObserver:
-    """Looks at one run. What it must remember between processes is in `disks`, `state` and `since`.
+    """Looks at one run. What it must remember between processes is in its fields.
 
     since: when the present state began, in seconds since 1970.
+    quotas: what was left of each quota, by its owner.
     """
 
     rundir: RunDirectory
     state: str = ""
     since: float = 0.0
     disks: list[DiskSample] = field(default_factory=list)
+    quotas: dict[str, list[DiskSample]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._journal = JournalTail(self.rundir.journal())
@@ -87,7 +91,7 @@ class RunObserver:
         self._recipe: Recipe | None = None
         self._recipe_time = -1.0
         self._jobs: Sequence[QueuedJob] = ()
-        self._jobs_time = 0.0
+        self._jobs_time = self._quotas_time = 0.0
         self._unheard, self._unheard_since = "", 0.0
         self._short_since = 0.0
 
@@ -113,6 +117,10 @@ class RunObserver:
             since=self.since,
             disk=self.disks[-1] if self.disks else None,
             forecast=forecast_full(self.disks),
+            quotas=[
+                WatchedQuota(owner=owner, left=samples[-1], forecast=forecast_full(samples))
+                for owner, samples in self.quotas.items()
+            ],
             save_bytes=directory_bytes(self.rundir.checkpoints / newest) if newest else 0,
             shm_used=_used_share(_SHM),
             saves=[time for time, _ in self._saves],
@@ -168,6 +176,12 @@ class RunObserver:
             self.disks = thinned(self.disks, sample_disk(self.rundir.path, now=now))
         except OSError as refused:
             log.warning("%s: %s", self.rundir.path, refused.strerror)
+        if abs(now - self._quotas_time) >= _QUOTAS_EVERY_S:
+            self._quotas_time = now
+            left = sample_quotas(self.rundir.path, now=now)
+            self.quotas = {
+                owner: thinned(self.quotas.get(owner, []), sample) for owner, sample in left.items()
+            }
 
     def _current_recipe(self) -> Recipe | None:
         try:

@@ -143,6 +143,10 @@ class RunWatcher:
             self._unsent = [_alert_from_json(alert) for alert in record["unsent"]]
             self._observer.state, self._observer.since = str(record["state"]), float(record["since"])
             self._observer.disks = [DiskSample(*sample) for sample in record["disks"]]
+            quotas: dict[str, list[Any]] = record.get("quotas", {})
+            self._observer.quotas = {
+                owner: [DiskSample(*sample) for sample in samples] for owner, samples in quotas.items()
+            }
         except (OSError, ValueError, KeyError, TypeError):
             log.debug("%s: nothing was watched before", self.rundir.path)
 
@@ -156,6 +160,7 @@ class RunWatcher:
             "incidents": incidents_to_json(self.incidents),
             "unsent": [_alert_to_json(alert) for alert in self._unsent],
             "disks": self._observer.disks,
+            "quotas": self._observer.quotas,
         }
         path = self.rundir.watch
         try:

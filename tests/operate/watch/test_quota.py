@@ -1,0 +1,101 @@
+"""Quotas as `quota -w -p` and `lfs quota` print them, through imitations of both commands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.operate.watch.test_watcher import a_run
+
+from bloomery.operate.run_state import RunStatus, RunVerdict
+from bloomery.operate.watch import quota
+from bloomery.operate.watch.conditions import WatchedQuota, WatchedRun, WatchLimits, conditions_of
+from bloomery.operate.watch.disk import DiskForecast, DiskSample
+from bloomery.operate.watch.quota import MountedAt, mounted_at, parse_quota
+from bloomery.operate.watch.watcher import RunWatcher
+
+NFS = MountedAt(kind="nfs4", place="/home", source="filer:/vol/home")
+LUSTRE = MountedAt(kind="lustre", place="/lustre/scratch1/projects", source="10.0.0.1@o2ib:/scratch1")
+HEADER = (
+    "Disk quotas for user ann (uid 1234): \n     Filesystem  blocks   quota   limit   grace   files   quota"
+)
+QUOTA = f"""{HEADER}   limit   grace
+/dev/sda1   12 1 1 0 1 1 1 0
+filer:/vol/home  11720* 10000   20000 1764200000       3      50     100       0
+"""
+LFS = """/lustre/scratch1/projects
+                 1048576  0       4194304 -       200     0       1000    -
+gid 77 is using default file quota setting
+"""
+
+
+def test_what_is_left_is_counted_from_the_hard_limit_and_from_the_soft_one_where_there_is_no_other() -> None:
+    assert parse_quota(QUOTA, NFS, now=5.0) == DiskSample(5.0, (20000 - 11720) << 10, 97)
+    assert parse_quota(LFS, LUSTRE, now=5.0) == DiskSample(5.0, 3 << 30, 800)
+    soft = QUOTA.replace("20000", "0").replace("11720*", "11720")
+    assert parse_quota(soft, NFS, now=5.0) == DiskSample(5.0, 0, 97)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Disk quotas for user ann (uid 1234): none\n",
+        f"{HEADER}\n/dev/sda1   12 1 1 0 1 1 1 0\n",  # of another file system
+        "filer:/vol/home  11720 0 0 0 3 0 0 0\n",  # not limited
+        "/home  [11720] 10000 20000 - 3 50 100 -\n",  # a server did not answer
+    ],
+)
+def test_what_limits_nothing_here_is_no_quota(text: str) -> None:
+    assert parse_quota(text, NFS, now=5.0) is None
+
+
+def test_only_the_files_of_a_quota_may_be_limited() -> None:
+    assert parse_quota("/home 11720 0 0 0 3 0 100 0\n", NFS, now=5.0) == DiskSample(5.0, -1, 97)
+
+
+def test_a_quota_that_a_run_uses_up_is_told_before_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The commands count up by a mebibyte a minute, of 16 that are left."""
+    run = a_run(tmp_path / "run")
+    mount = mounted_at(run.path)
+    assert mount is not None and mount.place in ("/", *(str(parent) for parent in run.path.parents))
+    used = tmp_path / "used"
+    used.write_text("100")
+    imitation = tmp_path / "bin" / "quota"
+    imitation.parent.mkdir()
+    line = f"{mount.source} $(cat {used}) 0 16484 0 3 0 0 0"
+    imitation.write_text(f'#!/bin/sh\n[ "$*" = "-w -p -g 77" ] && echo "{line}"\nexit 1\n')
+    imitation.chmod(0o755)
+    monkeypatch.setenv("PATH", str(imitation.parent), prepend=":")
+    monkeypatch.setattr(quota, "_owners", lambda path: iter([("-g", "llm", 77)]))
+    watcher = RunWatcher(run, send=lambda alert: True)
+    told = []
+    for minute in range(8):
+        used.write_text(str(100 + 1024 * minute))
+        told += watcher.look(now=1e9 + 61.0 * minute)
+        if minute == 4:
+            watcher.close()
+            watcher = RunWatcher(run, send=lambda alert: True)
+    watcher.close()
+    said = [alert.condition for alert in told if "quota" in alert.condition.kind]
+    assert [condition.kind for condition in said] == ["quota space (group llm)"]
+    assert "the quota of group llm for space is used up in" in said[0].line
+
+
+def test_a_save_that_no_quota_has_room_for_is_told() -> None:
+    left = DiskSample(5.0, 1 << 30, -1)
+    seen = WatchedRun(
+        path="run",
+        verdict=RunVerdict(state=RunStatus.RUNNING),
+        now=5.0,
+        since=0.0,
+        save_bytes=2 << 30,
+        quotas=[
+            WatchedQuota(owner="user ann", left=left, forecast=DiskForecast(what="inodes", full_in_s=60.0)),
+            WatchedQuota(owner="group llm", left=left._replace(free_bytes=-1), forecast=None),
+        ],
+    )
+    said = {condition.kind: condition.line for condition in conditions_of(seen, WatchLimits())}
+    assert set(said) == {"no quota for a save (user ann)", "quota files (user ann)"}
+    assert "2.00 GiB, 1.00 GiB left" in said["no quota for a save (user ann)"]
