@@ -25,7 +25,7 @@ class PlantedFault:
 
     place, code: the function of the program at whose next call the code runs; "": at once, in a thread.
     signal: the signal that the rank gets from outside; 0: none.
-    others: what NCCL's watchdog, a thread, prints on every other rank, which then aborts; 'watchdog': WATCHDOG.
+    others: what a thread of NCCL prints on every other rank, which then aborts; 'watchdog': WATCHDOG.
     kernel: what the kernel's log says of it. memory_mib: the memory that a cgroup leaves to the rank.
     small_shm: whether the run has a small /dev/shm of its own.
     names_rank: whether the verdict must name the rank; else it must name none.
