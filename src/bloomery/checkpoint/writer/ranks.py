@@ -1,4 +1,4 @@
-"""Runs functions on the ranks of a peer, so that an error on one rank is raised on all of them."""
+"""Says which rank of a peer this is, and how its ranks gather values, exchange bytes and share errors."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from typing import Any
 from bloomery import durable
 from bloomery.events.records import known_values
 from bloomery.operate.schedulers.interface import SIGNAL, JobState
-from bloomery.operate.schedulers.left_job import began_at, outcome_without_status, runs_still
+from bloomery.operate.schedulers.orphaned_job import began_at, outcome_without_status, runs_still
 
 log = logging.getLogger(__name__)
 
