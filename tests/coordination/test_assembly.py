@@ -146,3 +146,16 @@ def test_changes_that_nobody_asks_about_cost_no_snapshot(monkeypatch):
     last = watched.assembly.snapshot()
     assert len(made) == 1 and len(last.members) == 200 and last.version == watched.assembly.version
     assert watched.assembly.snapshot().version == last.version and len(made) == 1
+
+
+def test_nothing_is_kept_of_commits_that_were_deleted():
+    run = Watched()
+    for round in range(6):
+        text = encode_text(example.commit(round=round, members=("a",) if round else ()))
+        item = Item(key=KEYS.commit(round), value=text, created=1, modified=1)
+        run.assembly.take(WatchEvent(key=item.key, item=item))
+    assert list(run.assembly.snapshot(changed=True).commits) == [0, 1, 2, 3, 4, 5]
+    for round in range(4):
+        run.assembly.take(WatchEvent(key=KEYS.commit(round), item=None))
+    assert list(run.assembly.snapshot(changed=True).commits) == [4, 5]
+    assert list(run.assembly._commit_revisions) == [4, 5]

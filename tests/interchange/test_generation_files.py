@@ -16,7 +16,7 @@ from bloomery.errors import CheckpointError
 from bloomery.evaluate.chat import chat_opening
 from bloomery.evaluate.open_checkpoint import open_saved
 from bloomery.events.run_directory import RunDirectory
-from bloomery.interchange.generation_files import companions_of, text_bounds
+from bloomery.interchange.generation_files import companions_of, keep_companions, text_bounds
 
 VOCABULARY = {"<s>": 0, "</s>": 1, "<pad>": 2, "<eot>": 3, "a": 4, "def": 5, "main": 6, "<unk>": 7}
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}<eot>{% endfor %}"
@@ -75,6 +75,18 @@ def test_generate_begins_as_the_tokenizer_does(
         # Where nothing is there at all, the generation of transformers begins with BOS.
         assert saved.bounds.opening(saved.tokenizer.encode(text)) == (their(text).input_ids or [0])
     assert saved.bounds.ends == {1, 3}
+
+
+@pytest.mark.parametrize("adds_bos", [False, True])
+def test_another_tokenizer_than_the_models_says_itself_how_texts_begin(
+    adds_bos: bool, tmp_path: Path
+) -> None:
+    theirs = their_directory(tmp_path / "theirs", adds_bos=not adds_bos, settings={})
+    other = their_directory(tmp_path / "other", adds_bos=adds_bos, settings={}) / "tokenizer.json"
+    rundir = RunDirectory(tmp_path / "run").create()
+    keep_companions(theirs, rundir, tokenizer=other, end_of_document=1, vocabulary=8)
+    bounds = text_bounds(companions_of(rundir), end_of_document=1)
+    assert bounds.begins == ((0,) if adds_bos else ())
 
 
 def test_a_model_trained_here_begins_and_ends_with_the_end_of_document(tmp_path: Path) -> None:
