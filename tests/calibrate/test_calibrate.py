@@ -8,7 +8,7 @@ from bloomery.calibrate import machine, products
 from bloomery.calibrate import machine as surroundings
 from bloomery.calibrate import products as blocks
 from bloomery.calibrate import products as stopwatch
-from bloomery.calibrate.machine import measure_machine
+from bloomery.calibrate.machine import MeasuredLink, measure_machine
 from bloomery.calibrate.products import HALF_SIZES, Product, fit_half_size
 from bloomery.cli import main
 from bloomery.config.load import load_recipe
@@ -95,14 +95,23 @@ def test_a_gpu_is_measured_by_its_own_clock_over_rows_of_runs(quick, monkeypatch
 
 
 def test_two_processes_measure_the_link_between_them():
-    speed, latency = surroundings.link_between_processes()
-    assert 1e-4 < speed < 1e4
-    assert latency > 0
+    link = surroundings.link_between_processes()
+    assert 1e-4 < link.gb_per_s < 1e4
+    assert link.latency_us > 0
+    assert 0.0 <= link.overlap <= 1.0
+
+
+@pytest.mark.parametrize(("both_s", "share"), [(2.0, 1.0), (3.0, 0.0), (2.25, 0.75), (1.8, 1.0), (4.0, 0.0)])
+def test_overlap_is_the_share_of_the_shorter_time_that_was_saved(both_s, share):
+    for exchange_s, compute_s in ((1.0, 2.0), (2.0, 1.0)):
+        measured = machine.overlap_share(exchange_s=exchange_s, compute_s=compute_s, both_s=both_s)
+        assert measured == pytest.approx(share)
 
 
 def test_a_measured_machine_makes_a_file_that_plans(quick, tmp_path, monkeypatch):
     # Other processes are started in the tests around this one, and by benchmarks/plan_calibrate.py.
-    monkeypatch.setattr(machine, "link_between_processes", lambda: (1.0, 50.0))
+    link = MeasuredLink(gb_per_s=1.0, latency_us=50.0, overlap=0.37)
+    monkeypatch.setattr(machine, "link_between_processes", lambda: link)
     monkeypatch.setattr(machine, "process_gib", lambda: 0.3)
     said = []
     hardware = measure_machine(tmp_path, say=said.append)
@@ -114,6 +123,7 @@ def test_a_measured_machine_makes_a_file_that_plans(quick, tmp_path, monkeypatch
     again = load_hardware(str(path))
     assert again.accelerator == hardware.accelerator
     assert again.peak_flops("auto") > 1e9
+    assert again.node.overlap == 0.37
     assert 0.05 < again.accelerator.reserved_gib < 2.0
     plan = make_plan(Request(loaded=load_recipe("llmjp-172b-tiny"), hardware=again, accelerators=1))
     assert plan.fits

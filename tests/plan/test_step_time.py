@@ -156,16 +156,31 @@ def test_stages_on_several_machines_share_the_network_of_one() -> None:
     assert split.pipeline_transfer_s == pytest.approx(2 * message * (3 + 0.2 * 4))
 
 
-def test_plain_data_parallelism_reduces_all_gradients_at_the_end() -> None:
-    inside, across = Layout(data=8), Layout(data=16)
-    size = 4 * PARAMETERS.total
-    reduced = ring(size, 8, rate=LINK, latency=LINK_S, passes=2)
-    assert step(inside).data_parallel_s == pytest.approx(reduced)
-    reduced = ring(size, 16, rate=NETWORK, latency=NETWORK_S, passes=2)
-    assert step(across).data_parallel_s == pytest.approx(reduced)
-    crossed = Layout(data=16, tensor=4)  # four groups share each machine's network
-    reduced = ring(4 * held(crossed), 16, rate=NETWORK / 4, latency=NETWORK_S, passes=2)
-    assert step(crossed).data_parallel_s == pytest.approx(reduced)
+OVERLAP = HARDWARE.node.overlap
+
+
+def exposed(exchange: float, *, beside: float) -> float:
+    """What computing for so many seconds beside an exchange leaves of it: a tenth at least."""
+    return max(exchange - OVERLAP * beside, 0.1 * exchange)
+
+
+def slot_s(taken: StepTime, micro_batches: int) -> float:
+    return (taken.compute_s + taken.memory_s + taken.tensor_s) / micro_batches
+
+
+def test_plain_data_parallelism_reduces_beside_the_last_backward() -> None:
+    for layout, per_link in (
+        (Layout(data=8), LINK),
+        (Layout(data=16), NETWORK),
+        (Layout(data=16, tensor=4), NETWORK / 4),  # four groups share each machine's network
+    ):
+        latency = LINK_S if per_link == LINK else NETWORK_S
+        reduced = ring(4 * held(layout), layout.data, rate=per_link, latency=latency, passes=2)
+        taken = step(layout)
+        beside = 2 / 3 * slot_s(taken, 4)
+        assert taken.data_parallel_s == pytest.approx(exposed(reduced, beside=beside))
+        one_after_the_other = step(replace(layout, overlaps=False))
+        assert one_after_the_other.data_parallel_s == pytest.approx(reduced)
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
@@ -174,26 +189,37 @@ def test_shards_hide_what_computing_can_hide(zero: int) -> None:
     micro_batches = 4
     taken = step(layout, micro_batches=micro_batches)
     scattered = ring(4 * PARAMETERS.total, 8, rate=LINK, latency=LINK_S)
+    scattered *= micro_batches if zero >= 2 else 1
     gathered = ring(2 * PARAMETERS.total, 8, rate=LINK, latency=LINK_S)
-    reductions = micro_batches if zero >= 2 else 1
-    exchange = reductions * scattered + (2 * micro_batches if zero == 3 else 1) * gathered
-    slot = (taken.compute_s + taken.memory_s) / micro_batches
-    exposed = max(exchange - 0.8 * slot * reductions, 0.1 * exchange)
-    assert taken.data_parallel_s == pytest.approx(exposed)
+    slot = slot_s(taken, micro_batches)
+    if zero == 3:
+        gathered *= 2 * micro_batches
+        expected = exposed(scattered + gathered, beside=slot * micro_batches)
+    else:  # weights are gathered after the update, with nothing beside it
+        expected = gathered + exposed(scattered, beside=2 / 3 * slot * (micro_batches if zero == 2 else 1))
+    assert taken.data_parallel_s == pytest.approx(expected)
+    bare = step(replace(layout, overlaps=False), micro_batches=micro_batches)
+    assert bare.data_parallel_s == pytest.approx(scattered + gathered)
     assert taken.update_s == pytest.approx(34 * PARAMETERS.total / 8 / MEMORY)
     offloaded = step(replace(layout, offload=True))
     assert offloaded.update_s == pytest.approx((34 + 8) * PARAMETERS.total / 8 / 20e9)
+
+
+def test_the_machines_own_overlap_is_taken() -> None:
+    layout = Layout(data=8, zero=2)
+    node = replace(HARDWARE.node, overlap=0.0)
+    unhidden = step(layout, hardware=replace(HARDWARE, node=node))
+    assert unhidden.data_parallel_s == pytest.approx(step(replace(layout, overlaps=False)).data_parallel_s)
 
 
 def test_shards_within_machines_reduce_between_them_once() -> None:
     layout = Layout(data=32, zero=1, shard=8)
     taken = step(layout)
     across = ring(4 * PARAMETERS.total / 8, 4, rate=NETWORK / 8, latency=NETWORK_S, passes=2)
-    exchange = ring(4 * PARAMETERS.total, 8, rate=LINK, latency=LINK_S)
-    exchange += ring(2 * PARAMETERS.total, 8, rate=LINK, latency=LINK_S)
-    slot = (taken.compute_s + taken.memory_s) / 4
-    exposed = max(exchange - 0.8 * slot, 0.1 * exchange)
-    assert taken.data_parallel_s == pytest.approx(across + exposed)
+    scattered = ring(4 * PARAMETERS.total, 8, rate=LINK, latency=LINK_S)
+    gathered = ring(2 * PARAMETERS.total, 8, rate=LINK, latency=LINK_S)
+    beside = 2 / 3 * slot_s(taken, 4)
+    assert taken.data_parallel_s == pytest.approx(across + gathered + exposed(scattered, beside=beside))
 
 
 def test_data_read_more_slowly_than_it_is_trained_on_is_waited_for() -> None:

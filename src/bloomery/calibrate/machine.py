@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -37,6 +37,8 @@ from bloomery.plan.hardware import Accelerator, Hardware, Network, Node, Operati
 COPY_BYTES = 256 * 2**20
 DISK_BYTES = 128 * 2**20
 LINK_BYTES = 32 * 2**20
+OVERLAP_SIDE = {"cpu": 512, "cuda": 4096}
+OVERLAP_ROUNDS = 9
 PATIENCE_S = 300
 WATCH = """
 import resource, subprocess, sys
@@ -125,8 +127,21 @@ def disk_gb_per_s(directory: Path) -> tuple[float, float]:
         return written, DISK_BYTES / (time.perf_counter() - started) / 1e9
 
 
-def link_between_processes() -> tuple[float, float]:
-    """Return (GB/s that an all_reduce between two processes reaches, microseconds of a small one).
+@dataclass(frozen=True, kw_only=True)
+class MeasuredLink:
+    """What two processes measured of the link between them.
+
+    gb_per_s: what an all-reduce reaches. latency_us: of a small one. overlap: the share of the time of matrix
+    products by which an all-reduce beside them ends earlier than after them.
+    """
+
+    gb_per_s: float
+    latency_us: float
+    overlap: float
+
+
+def link_between_processes() -> MeasuredLink:
+    """Measure the link between two processes.
 
     The processes use the first two GPUs and NCCL if there are two, else gloo over loopback.
     """
@@ -147,8 +162,8 @@ def link_between_processes() -> tuple[float, float]:
         finally:
             other.kill()
             other.wait()
-        speed, latency = first.stdout.split()[-2:]
-    return float(speed), float(latency)
+        speed, latency, overlap = map(float, first.stdout.split()[-3:])
+    return MeasuredLink(gb_per_s=speed, latency_us=latency, overlap=overlap)
 
 
 def _as_one_of_two(meeting: str, rank: int) -> None:
@@ -175,10 +190,58 @@ def _as_one_of_two(meeting: str, rank: int) -> None:
             _wait_for(device)  # NCCL returns when it has begun
             each.append(time.perf_counter() - started)
         times[size] = min(each)
+    overlap = _measured_overlap(device)
     # Each of two ranks sends as many bytes as the tensor has.
     if rank == 0:
-        sys.stdout.write(f"{LINK_BYTES / times[LINK_BYTES // 4] / 1e9} {times[1] / 2 * 1e6}\n")
+        speed, latency_us = LINK_BYTES / times[LINK_BYTES // 4] / 1e9, times[1] / 2 * 1e6
+        sys.stdout.write(f"{speed} {latency_us} {overlap}\n")
     dist.destroy_process_group()
+
+
+def _measured_overlap(device: torch.device) -> float:
+    """Return the share of computation beside which an all-reduce goes on. Collective over the two ranks.
+
+    Products are made that take about as long as the all-reduce, alone, and beside it: see `overlap_share`.
+    """
+    size = OVERLAP_SIDE[device.type]
+    left = torch.ones(size, size, device=device)
+    reduced = torch.ones(LINK_BYTES // 4, device=device)
+    out = torch.empty_like(left)
+
+    def timed(products: int, *, reduces: bool) -> float:
+        """Return seconds, the median of some, of the slower rank."""
+        each = []
+        for _ in range(OVERLAP_ROUNDS):
+            dist.barrier()
+            _wait_for(device)
+            started = time.perf_counter()
+            pending = dist.all_reduce(reduced, async_op=True) if reduces else None
+            for _ in range(products):
+                torch.mm(left, left, out=out)
+            if pending is not None:
+                pending.wait()
+            _wait_for(device)
+            each.append(time.perf_counter() - started)
+        median = torch.tensor([sorted(each)[len(each) // 2]], device=device)
+        dist.all_reduce(median, op=dist.ReduceOp.MAX)
+        return float(median)
+
+    timed(1, reduces=True)
+    alone_s = timed(0, reduces=True)
+    products = max(1, round(alone_s / timed(1, reduces=False)))  # the same number on both ranks
+    return overlap_share(
+        exchange_s=alone_s,
+        compute_s=timed(products, reduces=False),
+        both_s=timed(products, reduces=True),
+    )
+
+
+def overlap_share(*, exchange_s: float, compute_s: float, both_s: float) -> float:
+    """Return the share of the time that could be hidden which was: 1 where both take as long as the longer.
+
+    0 where they take as long as one after the other, or longer.
+    """
+    return min(1.0, max(0.0, (exchange_s + compute_s - both_s) / min(exchange_s, compute_s)))
 
 
 def _wait_for(device: torch.device) -> None:
@@ -200,6 +263,7 @@ HOW = {
     "accelerator.kernel_us": "a block on eight tokens",
     "node.link_gb_per_s": "all-reduce of 32 MiB between two processes: NCCL on two GPUs, else gloo",
     "node.link_us": "all-reduce of one number between two processes",
+    "node.overlap": "an all-reduce of 32 MiB alone, products alone, and both at once, in two processes",
     "storage.write_gb_per_s": "128 MiB written and flushed",
     "storage.read_gb_per_s": "read again; may come from the page cache",
 }
@@ -222,7 +286,7 @@ def measure_machine(directory: Path, *, say: Callable[[str], None]) -> Hardware:
     say("memory, disk, links")
     copied = memory_gb_per_s(device)
     written, read = disk_gb_per_s(directory)
-    speed, latency = link_between_processes()
+    link = link_between_processes()
     peaks = _peaks_teraflops(device, precision, peak)
     accelerator = Accelerator(
         memory_gib=memory_gib(device),
@@ -243,9 +307,10 @@ def measure_machine(directory: Path, *, say: Callable[[str], None]) -> Hardware:
         accelerator=accelerator,
         node=Node(
             accelerators=max(1, torch.cuda.device_count()),
-            link_gb_per_s=speed,
+            link_gb_per_s=link.gb_per_s,
             link_efficiency=1.0,
-            link_us=latency,
+            link_us=link.latency_us,
+            overlap=link.overlap,
         ),
         network=Network(),
         storage=Storage(write_gb_per_s=written, read_gb_per_s=read),

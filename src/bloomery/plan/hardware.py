@@ -69,6 +69,13 @@ class Node:
     )
     link_efficiency: float = setting(0.8, kind="free", above=0.0, maximum=1.0, help="What collectives reach.")
     link_us: float = setting(5.0, kind="free", minimum=0.0, help="Latency of one message.")
+    overlap: float = setting(
+        0.8,
+        kind="free",
+        minimum=0.0,
+        maximum=1.0,
+        help="Share of the computation beside which a collective goes on, as measured by calibrate.",
+    )
     overhead_power_w: float = setting(
         0.0, kind="free", minimum=0.0, help="Host, fans, network of one node while it trains."
     )

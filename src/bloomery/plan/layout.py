@@ -31,6 +31,8 @@ class Layout:
     """Whether masters and moments live and are updated in the CPU's memory."""
     rounds_by_block: bool = False
     """Whether working weights are rounded from the masters for each block, instead of kept."""
+    overlaps: bool = True
+    """Whether gradients are summed, and sharded weights gathered, beside the computation."""
     schedule: str = "1f1b"
     chunks: int = 1
     per_node: int = 8
@@ -112,6 +114,7 @@ def layout_of(recipe: Recipe, *, accelerators: int, per_node: int, vocabulary: i
         shard=0 if parallel.shard_degree == "auto" else parallel.shard_degree,
         offload=parallel.offload == "cpu",
         rounds_by_block=parallel.working == "by-block",
+        overlaps=parallel.overlap,
         schedule=parallel.schedule,
         chunks=chunks,
         per_node=per_node,

@@ -253,6 +253,7 @@ def _layouts(setting: _Setting) -> Iterator[Layout]:
                         data=data,
                         sequence=tensor > 1,
                         zero=zero,
+                        overlaps=setting.recipe.parallel.overlap,
                         schedule="interleaved" if chunks > 1 else "1f1b",
                         chunks=chunks,
                         per_node=per_node,

@@ -43,8 +43,8 @@ update there. PCIe 4.0 × 16 reaches the first; the second is an eighth of what 
 channels of DDR4 reach.
 """
 
-OVERLAP = 0.8
-"""The share of a stage's computation that can hide an exchange beside it."""
+BACKWARD_SHARE = 2 / 3
+"""The share of a micro-batch's time that its backward takes: two products for each one of the forward."""
 
 LEAST_EXPOSED = 0.1
 """The share of an exchange that nothing hides: the first and the last bucket."""
@@ -215,11 +215,11 @@ def _exchange_s(
     micro_batches: int,
     slot_s: float,
 ) -> float:
-    """Return the seconds of reducing gradients over the data-parallel ranks, and of gathering sharded
-    weights.
+    """Return the exposed seconds of reducing gradients over the data-parallel ranks and gathering weights.
 
-    Sharded optimizers reduce while the last micro-batch goes backward, and gather while the first goes
-    forward; plain data parallelism reduces at the end.
+    As the trainer does it: sums hide beside backwards (ZeRO 0 and 1: the last micro-batch's, 2 and 3: each),
+    weights that ZeRO 3 gathers hide beside forwards and backwards, and those that ZeRO 1 and 2 gather after
+    the update do not. `parallel.overlap = false` hides nothing.
     slot_s: seconds of one micro-batch.
     """
     layout = work.layout
@@ -235,16 +235,23 @@ def _exchange_s(
         sharing = max(1, layout.per_node // per_node)
         return ring_s(work.hardware, size, ranks, passes=passes, per_node=per_node, sharing=sharing)
 
-    # The all_reduce between replicas of a shard comes once in a step, after everything else.
+    # The all_reduce between replicas of a shard comes once in a step, after everything else is summed.
     across = ring(parameters_held * 4 / shards, replicas, replicas_in_node, passes=2)
+    share = work.hardware.node.overlap if layout.overlaps else 0.0
     if shards == 1:
-        return across
-    scattered = ring(parameters_held * 4, shards, shards_in_node, passes=1)
-    gathered = ring(parameters_held * work.value_bytes, shards, shards_in_node, passes=1)
+        return _exposed_s(across, beside_s=share * BACKWARD_SHARE * slot_s)
     times = exchanges_of(layout.zero, micro_batches)
-    moved = times.scattered * scattered + times.gathered * gathered
-    hidden = OVERLAP * slot_s * times.scattered
-    return across + max(moved - hidden, LEAST_EXPOSED * moved)
+    scattered = times.scattered * ring(parameters_held * 4, shards, shards_in_node, passes=1)
+    gathered = times.gathered * ring(parameters_held * work.value_bytes, shards, shards_in_node, passes=1)
+    if layout.zero == 3:
+        return across + _exposed_s(scattered + gathered, beside_s=share * slot_s * micro_batches)
+    beside_s = share * BACKWARD_SHARE * slot_s * times.scattered
+    return across + gathered + _exposed_s(scattered, beside_s=beside_s)
+
+
+def _exposed_s(moved_s: float, *, beside_s: float) -> float:
+    """Return the seconds of an exchange that nothing hides. beside_s: seconds of it that computing hides."""
+    return max(moved_s - beside_s, LEAST_EXPOSED * moved_s)
 
 
 @dataclass(frozen=True, kw_only=True)
