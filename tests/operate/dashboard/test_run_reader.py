@@ -20,6 +20,7 @@ from bloomery.operate.dashboard.growing_file import GrowingFile
 from bloomery.operate.dashboard.panels import events_with_places
 from bloomery.operate.dashboard.run_reader import RunReader
 from bloomery.operate.dashboard.step_columns import StepColumns, StepLine
+from bloomery.operate.ledger.run_history import rewind_words
 
 
 def test_a_tail_returns_each_line_once_and_waits_for_the_end_of_a_torn_one(tmp_path: Path) -> None:
@@ -169,7 +170,9 @@ def test_events_stand_at_their_steps_and_say_what_happened(tmp_path: Path) -> No
     events = events_with_places(RunReader(run.rundir.path).read_all())
     by_kind = {event["kind"]: event for event in events}
     assert by_kind["rewind"]["at"]["step"] == 60 and by_kind["rewind"]["level"] == "bad"
-    assert by_kind["rewind"]["text"] == "back to step 50 without samples 400 to 480: spike"
+    back = "went back to step 50 or the checkpoint before it"
+    assert by_kind["rewind"]["text"] == f"{back} without samples 400–480: spike"
+    assert rewind_words({"to_step": 50, "skip": [400, 400]}) == back
     assert by_kind["note"]["text"] == "ann: changed a cable"
     assert by_kind["note"]["at"]["tokens"] == 91 * 256
 

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from bloomery.operate.ledger.run_history import rewind_words
+
 Level = Literal["info", "warning", "bad"]
 Event = Mapping[str, Any]  # Any: a parsed line of a journal
 _LONGEST = 400
@@ -151,9 +153,7 @@ def _count(number: object) -> str:
 
 
 def _rewind(event: Event) -> str:
-    skip = event.get("skip")
-    without = f" without samples {skip[0]} to {skip[1]}" if isinstance(skip, list) and len(skip) == 2 else ""
-    return f"back to step {event.get('to_step')}{without}: {event.get('reason', '')}"
+    return f"{rewind_words(event)}: {event.get('reason', '')}"
 
 
 def _diagnosis(event: Event) -> str:

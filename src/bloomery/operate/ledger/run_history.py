@@ -138,7 +138,7 @@ def _take(
             reading.changes.append((time, f"{word}: {event.get('reason')}"))
     elif name == "rewind":
         cause = "rewind"
-        action = f"went back to step {event.get('to_step')} without samples {_range(event.get('skip'))}"
+        action = rewind_words(event)
         reading.incidents.append(
             Incident(
                 time=time, cause=cause, summary=str(event.get("reason", "")), action=action, step=reading.step
@@ -276,6 +276,14 @@ def _change(name: str, event: Event) -> str:
     }
     words = ", ".join(f"{key} {value}" for key, value in shown.items())
     return f"step {event.get('step')}: {name.replace('_', ' ')}: {words}"
+
+
+def rewind_words(event: Event) -> str:
+    """Return what a `rewind` event did. Its step is the latest allowed; the checkpoint may be earlier."""
+    skip = event.get("skip")
+    is_skipping = isinstance(skip, list | tuple) and len(skip) == 2 and skip[0] != skip[1]
+    without = f" without samples {_range(skip)}" if is_skipping else ""
+    return f"went back to step {event.get('to_step')} or the checkpoint before it{without}"
 
 
 def _range(samples: object) -> str:
