@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -303,3 +304,10 @@ def test_markup_stays_text_and_bad_files_are_told(browser: Browser, tmp_path: Pa
             assert serious == []
         page.set_viewport_size({"width": 360, "height": 740})
         wait_until(lambda: page.evaluate("document.documentElement.scrollWidth") <= 360)
+        with run.rundir.journal().open("a") as journal:
+            journal.write('{"event": "step", "st')
+        expect(glance).to_contain_text("is unfinished")
+        shutil.rmtree(run.rundir.path)
+        expect(glance).to_contain_text("has vanished")
+        expect(page.locator("#chart-loss")).to_contain_text("now 2.7184")  # and what was read is still there
+        assert watched.complaints == []

@@ -16,6 +16,7 @@ from bloomery.config.load import parse_recipe
 from bloomery.coordination.snapshot import RunSnapshot
 from bloomery.events.heartbeat import Heartbeat, RankActivity
 from bloomery.events.journal import Journal
+from bloomery.operate.dashboard import panels
 from bloomery.operate.dashboard.mesh_panel import MeshPanel, mesh_panel
 from bloomery.operate.dashboard.panels import goodput
 from bloomery.operate.dashboard.peer_panel import rounds
@@ -137,3 +138,21 @@ def test_a_plan_stands_beside_what_came(tmp_path: Path, capsys: pytest.CaptureFi
     file.write_text("{}")
     assert main(["dashboard", str(run.rundir.path), "--plan", str(file), "--port", "0"]) == 2
     assert "bloomery plan RECIPE --json > plan.json" in capsys.readouterr().err
+
+
+def test_a_dear_table_takes_half_a_percent_of_a_core_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, made = [0.0], [0.0]
+    monkeypatch.setattr(panels, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+
+    def compute() -> float:
+        made.append(clock[0])
+        clock[0] += 3.0
+        return clock[0]
+
+    table = panels.Paced(compute, least_s=20.0)
+    while clock[0] < 20_000.0:
+        table.get()
+        clock[0] += 1.0
+    first, *others = made[1:]
+    assert others[0] - first < 30.0  # the first, which also imports, tells nothing of the next
+    assert 3.0 * len(others) <= 0.005 * 20_000.0 + 2 * 3.0 and len(others) > 20

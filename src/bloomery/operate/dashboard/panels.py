@@ -24,7 +24,7 @@ from bloomery.plan.schedule import steps_of_run
 
 MOST_LEDGER_BYTES = 256 << 20
 """A ledger reads the journal as a whole; above so many bytes it is left to `bloomery report`."""
-_COST_SHARE = 50
+_COST_SHARE = 200
 """A table that took a second to make is made anew after so many seconds at the earliest."""
 _SHOWN_SAVES, _SHOWN_INCIDENTS = 60, 100
 
