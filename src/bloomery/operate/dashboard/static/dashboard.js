@@ -3,7 +3,7 @@
 
 (function () {
   const el = bloomery.el, byId = (id) => document.getElementById(id);
-  const SPENT = "spent/", POINTS = 800, MOST_RUNS = 7, EVENTS_MS = 3000, NAMED_BRANCHES = 3;
+  const SPENT = "spent/", POINTS = 800, MOST_RUNS = 7, EVENTS_MS = 2000, NAMED_BRANCHES = 3;
   const SPECS = [
     { id: "loss", title: "Loss", unit: "nats a token", column: "loss", heldOut: true },
     { id: "norm", title: "Gradient norm", column: "gradient_norm" },
@@ -173,7 +173,12 @@
   async function loadEvents() {
     for (const run of page.chosen) {
       const known = page.versions[run], now = performance.now();
-      if (!page.runs[run] || (known && (known.version === page.runs[run].version || now - known.at < EVENTS_MS))) continue;
+      if (!page.runs[run] || (known && known.version === page.runs[run].version)) continue;
+      if (known && now - known.at < EVENTS_MS) {
+        clearTimeout(page.eventsLater);
+        page.eventsLater = setTimeout(() => loadEvents().catch(report), EVENTS_MS);
+        continue;
+      }
       page.versions[run] = { version: page.runs[run].version, at: now };
       page.events[run] = (await source.panels(run)).events;
     }
