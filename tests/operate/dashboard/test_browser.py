@@ -306,8 +306,8 @@ def test_markup_stays_text_and_bad_files_are_told(browser: Browser, tmp_path: Pa
         wait_until(lambda: page.evaluate("document.documentElement.scrollWidth") <= 360)
         with run.rundir.journal().open("a") as journal:
             journal.write('{"event": "step", "st')
-        expect(glance).to_contain_text("is unfinished")
+        expect(summary).to_contain_text("is unfinished")
         shutil.rmtree(run.rundir.path)
-        expect(glance).to_contain_text("has vanished")
+        expect(summary).to_contain_text("has vanished")
         expect(page.locator("#chart-loss")).to_contain_text("now 2.7184")  # and what was read is still there
         assert watched.complaints == []
