@@ -1,12 +1,20 @@
 """Families of processes: found, hurt, and never left behind."""
 
+import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from bloomery.chaos.processes import ManagedProcess, marked
+import psutil
+import pytest
+
+from bloomery.chaos import scenario
+from bloomery.chaos.processes import ManagedProcess, interrupted_once, marked
+from bloomery.chaos.scenario import ScenarioSettings, run_scenario
+from bloomery.chaos.shaped_network import Shape
 
 PARENT = """
 import os, subprocess, sys, time
@@ -71,3 +79,47 @@ def test_a_goodbye_is_a_signal_that_the_process_may_answer(tmp_path: Path) -> No
         actor.leave()
         assert actor.wait(60.0) == 7
         assert actor.status == 7
+
+
+def test_a_second_signal_does_not_interrupt_what_the_first_one_began() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with interrupted_once():
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+COORDINATOR = """
+import socket, sys, time
+host, port = sys.argv[1].split(":")
+server = socket.create_server((host, int(port)))
+time.sleep(600)
+"""
+
+
+def test_a_scenario_that_is_interrupted_while_it_starts_a_peer_leaves_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stand_in(what: str, *words: str) -> list[str]:
+        program = COORDINATOR if what == "coordinate" else "import time; time.sleep(600)"
+        return [sys.executable, "-c", program, words[-1]]
+
+    class Interrupted(subprocess.Popen):  # type: ignore[type-arg]
+        def __init__(self, *arguments, **options) -> None:
+            super().__init__(*arguments, **options)
+            if "BLOOMERY_PEER" in options["env"]:
+                started.append(self.pid)
+                raise KeyboardInterrupt
+
+    started: list[int] = []
+    monkeypatch.setattr(scenario, "_bloomery", stand_in)
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    settings = ScenarioSettings(
+        recipe="", overrides=(), run="r", peers=2, shape=Shape(rate=0, delay=0, loss=0), directory=tmp_path
+    )
+    with pytest.raises(KeyboardInterrupt):
+        run_scenario(settings, watch=lambda at_s, injected: None)
+    (first,) = started
+    assert not psutil.pid_exists(first) or psutil.Process(first).status() == psutil.STATUS_ZOMBIE

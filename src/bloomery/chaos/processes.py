@@ -6,10 +6,11 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 
 import psutil
 
@@ -118,7 +119,7 @@ class ManagedProcess:
             ) from late
 
     def close(self) -> None:
-        """Ask the process to end, wait for GOODBYE_S at most, and kill what still runs."""
+        """Ask the process to end, wait for EXIT_S at most, and kill what still runs."""
         self.signal(signal.SIGCONT)
         self.leave()
         until = time.monotonic() + EXIT_S
@@ -133,6 +134,38 @@ class ManagedProcess:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+@contextmanager
+def interrupted_once() -> Iterator[None]:
+    """Make the first SIGTERM or SIGINT raise KeyboardInterrupt, and ignore the ones after it.
+
+    Whoever ends a command may send more than one signal: a second one must not interrupt what ends the
+    processes of the scenario, or it would leave some of them running.
+    """
+    numbers = (signal.SIGTERM, signal.SIGINT)
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        for each in numbers:
+            signal.signal(each, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def kill_marked(mark: str, value: str) -> None:
+    """Kill this user's other processes that have `mark`=`value`, and those that they start meanwhile."""
+    until = time.monotonic() + EXIT_S
+    while (left := marked(mark, value)) and time.monotonic() < until:
+        for process in left:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(left, timeout=1.0)
 
 
 def marked(mark: str, value: str) -> list[psutil.Process]:

@@ -6,6 +6,7 @@ import logging
 import os
 import secrets
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -17,7 +18,7 @@ from pathlib import Path
 
 from bloomery.chaos.audit import read_commits
 from bloomery.chaos.faults import Fault, FaultInjector
-from bloomery.chaos.processes import ManagedProcess, marked
+from bloomery.chaos.processes import ManagedProcess, kill_marked, marked
 from bloomery.chaos.shaped_network import Shape, ShapedNetwork
 from bloomery.coordination.etcd_process import free_ports
 from bloomery.errors import PeerError
@@ -111,6 +112,8 @@ def run_scenario(
     memory = _memory_directory(mark)
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, memory, ignore_errors=True)
+        # What an interruption kept from being ended, such as a process that had just been started.
+        stack.callback(kill_marked, MARK, mark)
         with ExitStack() as acting:
             scenario_run = _ScenarioRun(settings, mark, memory, acting)
             injected = scenario_run.run(begun, watch)
@@ -171,6 +174,7 @@ class _ScenarioRun:
         self.endpoint = f"http://127.0.0.1:{port}"
         names = peer_names(settings.peers)
         self.peers = {name: stack.enter_context(self._peer(name)) for name in names}
+        stack.callback(self._ask_to_leave)  # all at once; each of them is then waited for in turn
 
     def run(
         self, begun: float, watch: Callable[[float, Sequence[InjectedFault]], None]
@@ -215,6 +219,11 @@ class _ScenarioRun:
         for process in self.peers.values():
             process.wait(settings.deadline_s)
         return injected
+
+    def _ask_to_leave(self) -> None:
+        for process in self.peers.values():
+            process.signal(signal.SIGCONT)
+            process.leave()
 
     def _is_over(self, injector: FaultInjector) -> bool:
         """Return whether no peer runs and none will be started again.

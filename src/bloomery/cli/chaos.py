@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import sys
 import tempfile
 import time
@@ -194,6 +193,7 @@ def _add_scenario_options(options: ArgumentParser) -> None:
 def _run(options: Namespace, *, faults: Sequence[Fault] = (), seed: int = 0, back_s: float = 3.0) -> int:
     """Run the scenario, print its progress and its outcome; returns the exit status."""
     from bloomery.chaos.audit import audit
+    from bloomery.chaos.processes import interrupted_once
     from bloomery.chaos.scenario import ScenarioSettings, run_scenario
     from bloomery.config.load import load_recipe
     from bloomery.config.validate import check_recipe
@@ -209,25 +209,22 @@ def _run(options: Namespace, *, faults: Sequence[Fault] = (), seed: int = 0, bac
     directory = options.directory or Path(tempfile.mkdtemp(prefix="bloomery-scenario-"))
     say = _print_to_stderr if options.json else _print
     say(f"{options.peers} peers, {_link_text(options)}; what each process prints is in {directory / 'logs'}")
-    # SIGTERM must unwind like Ctrl-C: the scenario's `finally` clauses then end every process it started.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     printer = _ProgressPrinter(directory, peer_names(options.peers), say)
-    outcome = run_scenario(
-        ScenarioSettings(
-            recipe=name,
-            overrides=overrides,
-            run=recipe.run.name,
-            peers=options.peers,
-            shape=Shape(rate=options.rate, delay=options.rtt / 2, loss=options.loss),
-            directory=directory,
-            faults=faults,
-            back_s=back_s,
-            seed=seed,
-            ranks=options.nproc,
-            deadline_s=60.0 * options.minutes,
-        ),
-        watch=printer.watch,
+    settings = ScenarioSettings(
+        recipe=name,
+        overrides=overrides,
+        run=recipe.run.name,
+        peers=options.peers,
+        shape=Shape(rate=options.rate, delay=options.rtt / 2, loss=options.loss),
+        directory=directory,
+        faults=faults,
+        back_s=back_s,
+        seed=seed,
+        ranks=options.nproc,
+        deadline_s=60.0 * options.minutes,
     )
+    with interrupted_once():  # its `finally` clauses end every process that was started
+        outcome = run_scenario(settings, watch=printer.watch)
     journals = {
         name: list(read_journal(RunDirectory(directory / name).journal()))
         for name in peer_names(options.peers)
