@@ -1,7 +1,8 @@
 """A peer that listens and serves under a low limit of open files: `python limited_process.py LIMIT STATE`.
 
 It prints where it listens. Then each line that it reads is an order: `exhaust` opens files until no more can
-be opened, `free` closes them; it answers `done`, and ends with its input.
+be opened, `free` closes them, `count` does neither; it answers how many threads accept connections, and ends
+with its input.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import logging
 import os
 import resource
 import sys
+import threading
 from contextlib import closing
 from pathlib import Path
 
@@ -17,6 +19,9 @@ from tests.diloco.elastic_peers import TOKEN, connection_manager
 
 from bloomery.state_transfer.served_states import ServedStates
 from bloomery.state_transfer.server import StateServer
+
+ACCEPTING = ("listener", "serving")
+"""The threads that accept connections at the link address, and at the state address."""
 
 
 def main(limit: int, state: Path) -> None:
@@ -36,10 +41,10 @@ def main(limit: int, state: Path) -> None:
                         held.append(os.open(os.devnull, os.O_RDONLY))
                 except OSError:
                     pass
-            else:
+            elif order.strip() == "free":
                 while held:
                     os.close(held.pop())
-            print("done", flush=True)
+            print(sum(thread.name in ACCEPTING for thread in threading.enumerate()), flush=True)
 
 
 if __name__ == "__main__":
