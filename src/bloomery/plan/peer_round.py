@@ -28,7 +28,8 @@ class Round:
     utilisation: the share of the round that is spent in inner steps, 0 to 1, if nothing hides the exchange.
     host_bytes, host_peak_bytes: host memory of a peer for the outer optimizer, in all its ranks, between
         rounds and while one is made.
-    copy_bytes: shared memory of a peer for a copy of the whole state, while a newcomer wants one.
+    copy_bytes: host memory that a peer needs besides for a newcomer: shared memory for a copy of the whole
+        state, and its own weights, which are kept apart while the copy is made of the committed ones.
     """
 
     peers: int
@@ -87,6 +88,7 @@ def plan_round(
     exchange = sent / speed + hops * link.latency_ms / 1000 + link.outer_step_s
     inner = elastic.inner_steps * step_s
     host_bytes, host_peak_bytes = outer_memory_bytes(elastic, parameters=parameters)
+    weights_apart_bytes = 0.0 if elastic.average == "gradients" else 4.0 * parameters
     return Round(
         peers=peers,
         inner_steps=elastic.inner_steps,
@@ -99,7 +101,7 @@ def plan_round(
         part_of_int8=sent / (ring_bytes(parameters, "int8", peers, density=0.0) or 1.0),
         host_bytes=host_bytes,
         host_peak_bytes=host_peak_bytes,
-        copy_bytes=state_bytes + host_bytes,
+        copy_bytes=state_bytes + host_bytes + weights_apart_bytes,
         exchange_s=exchange if peers > 1 else link.outer_step_s,
         utilisation=inner / (inner + (exchange if peers > 1 else link.outer_step_s)),
     )
