@@ -32,6 +32,18 @@ def lost(rank: int) -> RankEnd:
         ("OSError: [Errno 61] No data available: '/lustre/run/data/train.bin'", Cause.STORAGE),
         ("GenericError: Generic S3 error: Error after 10 retries in 180.1s, source: request", Cause.STORAGE),
         ("ClientError: An error occurred (SlowDown) when calling the PutObject operation", Cause.STORAGE),
+        (
+            "ConnectionError: HTTPSConnectionPool(host='hub'): Max retries exceeded with url: /api",
+            Cause.NETWORK,
+        ),
+        ("RuntimeError: StatusCode.UNAVAILABLE: failed to connect to all addresses", Cause.NETWORK),
+        ("aiohttp.client_exceptions.ServerDisconnectedError: Server disconnected", Cause.NETWORK),
+        ("fsspec.exceptions.FSTimeoutError", Cause.STORAGE),
+        ("ServiceUnavailable: 503 GET https://storage.example/b/x: Service Unavailable", Cause.STORAGE),
+        ("HfHubHTTPError: 504 Server Error: Gateway Time-out for url: https://hub/api", Cause.NETWORK),
+        ("ValueError: the timeout of a connection must be positive", Cause.EXCEPTION),
+        ("KeyError: 'model.layers.503.weight'", Cause.EXCEPTION),
+        ("RuntimeError: CUDA is unavailable, and device 0 was asked for", Cause.EXCEPTION),
         ("GenericError: Generic S3 error: Client error with status 403 Forbidden", Cause.EXCEPTION),
         ("OSError: [Errno 61] No data available", Cause.EXCEPTION),  # as of a missing attribute
     ],

@@ -22,6 +22,7 @@ from tests.soak.fifth_draw import FIFTH
 from tests.soak.fourth_draw import FOURTH
 from tests.soak.planted_faults import FAULTS, HANGS
 from tests.soak.second_draw import SECOND
+from tests.soak.sixth_draw import SIXTH
 from tests.soak.third_draw import THIRD
 
 from bloomery.events.heartbeat import RankBeat, read_beat
@@ -32,7 +33,7 @@ PLANTING = Path(__file__).parent / "planting"
 CGROUP = Path("/sys/fs/cgroup/memory")
 KINDS = os.environ.get("BLOOMERY_SOAK_KINDS", "")
 """Comma-separated kinds of faults; empty: all."""
-DRAW = {"1": FAULTS, "2": SECOND, "3": THIRD, "4": FOURTH, "5": FIFTH}[
+DRAW = {"1": FAULTS, "2": SECOND, "3": THIRD, "4": FOURTH, "5": FIFTH, "6": SIXTH}[
     os.environ.get("BLOOMERY_SOAK_DRAW", "1")
 ]
 """The faults that are planted: later draws were written after the rules had been mended by those before."""

@@ -11,7 +11,7 @@ from bloomery.errors import RankLost
 from bloomery.operate.diagnosis import Cause, Culprit, Diagnosis
 from bloomery.operate.failure_evidence import FailureEvidence, RankEnd
 from bloomery.operate.flight_recorder import FlightFinding, find_absent
-from bloomery.operate.known_texts import KNOWN_TEXTS, bad_gpu_of
+from bloomery.operate.known_texts import KNOWN_TEXTS, bad_gpu_of, transient_cause_of
 
 _KILLED = re.compile(
     r"(?:Out of memory|Memory cgroup out of memory): Killed process (?P<pid>\d+)|oom-kill:.*pid=(?P<pid2>\d+)"
@@ -53,7 +53,7 @@ _DRIVER_HAS_NONE = re.compile(
     r"(?:CUDA|HIP)(?: driver)? error: out of memory|Cuda failure.* 'out of memory'"
     r"|cudaErrorMemoryAllocation|hipErrorOutOfMemory"
 )
-_REPORTS_TIMEOUT = re.compile(r"Watchdog caught|timed out|watchdog got stuck")
+_REPORTS_TIMEOUT = re.compile(r"(?i:Watchdog caught|timed out|watchdog got stuck|timeout at NCCL work)")
 _LAST_ENQUEUED = re.compile(r"last enqueued NCCL work: (\d+)")
 _OTHERS_HOLD_IT = re.compile(r"Process \d+ has [\d.]+ [GM]iB memory in use")
 _EXCEPTION = re.compile(
@@ -254,8 +254,11 @@ def _exceptions(evidence: FailureEvidence) -> Iterator[Diagnosis]:
             line = next((line for line in end.log.splitlines() if line.strip()), "refused at its start")
             yield _found(Cause.BAD_RECIPE, Culprit(), line, f"rank {end.rank} ended with status 2")
         line = end.error or _last_exception(end.log)
+        cause = transient_cause_of(line.replace("\n", " "))
         if line:
-            yield _found(Cause.EXCEPTION, _who(end), line.splitlines()[0], f"rank {end.rank}: {line}")
+            is_sure = cause is None
+            cause = cause or Cause.EXCEPTION
+            yield _found(cause, _who(end), line.splitlines()[0], f"rank {end.rank}: {line}", sure=is_sure)
 
 
 def _aborted(evidence: FailureEvidence) -> Iterator[Diagnosis]:

@@ -31,6 +31,8 @@ _SHARED_MEMORY = (
 _BAD_GPU = (
     r"uncorrectable (?:NVLink|ECC) error|CUDA error: .*ECC|hardware (?:stack )?error",
     r"GPU is lost|GPU requires reset|fallen off the bus|Unable to determine the device handle",
+    # the fabric manager of NVSwitch is down, or the driver's state is lost
+    r"Error 802: system not yet initialized|CUDA unknown error",
     r"RmInitAdapter failed|NVLink: fatal error|HSA_STATUS_ERROR_(?:HARDWARE|EXCEPTION)",
 )
 _STORAGE_AWAY = (
@@ -42,22 +44,16 @@ _STORAGE_AWAY = (
     r"Errno (?:103|104|110|111|113)\] [^:]+: '/",
     r"Input/output error|Remote I/O error|Structure needs cleaning|Read-only file system",
     r"[Tt]ransport endpoint|Stale (?:NFS )?file handle",
-    # stores of objects that are overloaded or do not answer; one that denies would deny again
-    r"Generic \w+ error: .*(?:after \d+ retries|error sending request)|\b(?:SlowDown|ServiceUnavailable)\b",
-    r"\b50[0234]\b \W?(?:Internal Server Error|Bad Gateway|Service Unavailable|Gateway Time-?out)",
 )
 _COLLECTIVE_TIMEOUT = (
     r"Watchdog caught collective operation timeout|(?<![/\w])NCCL\b[^/]*(?:timed out|timeout)",
     r"watchdog got stuck for \d+ seconds|Timed out waiting \d+ms for (?:recv|send) operation",
-    r"Heartbeat monitor timed out|(?:timed out in|failed to pass) monitoredBarrier",
+    r"[Tt]imeout at NCCL work|Heartbeat monitor timed out|(?:timed out in|failed to pass) monitoredBarrier",
 )
 _CONNECTIONS = (
     r"client socket has (?:timed out|failed)|name resolution|Name or service not known|No route to host",
     r"Network is (?:unreachable|down)|Connection (?:refused|timed out|aborted)|Host is unreachable",
     r"Errno (?:100|101|110|111|113)\]",
-    # what HTTP clients raise by themselves, whatever their message
-    r"^(?:[\w.]+\.)?(?:RemoteDisconnected|IncompleteRead|ProtocolError|MaxRetryError|NewConnectionError)\b",
-    r"^(?:[\w.]+\.)?(?:ReadTimeout|ConnectTimeout|EndpointConnection|ChunkedEncoding|SSLEOF)(?:Error)?\b",
     r"ncclSystemError|Software caused connection abort|Proxy Call to rank \d+ failed",
 )
 KNOWN_TEXTS: tuple[tuple[Cause, str], ...] = (
@@ -95,6 +91,31 @@ KNOWN_TEXTS: tuple[tuple[Cause, str], ...] = (
     (Cause.BAD_RECIPE, r"mistakes? in the recipe|ConfigError"),
 )
 """Each cause with the pattern of the lines that name it."""
+
+_TRANSIENT = re.compile(
+    # the type of an exception, without its module
+    r"^(?:[\w.]+\.)?\w*(?:Timeout|Connection|Disconnected|Unreachable|Unavailable|MaxRetry|SSLEOF)\w*(?::|$)"
+    r"|^(?:[\w.]+\.)?(?:IncompleteRead|ProtocolError|ChunkedEncodingError)\b"
+    r"|\b(?i:timed out|temporarily unavailable|service unavailable|unreachable|failed to connect)\b"
+    r"|\b(?i:try again|slow ?down|reduce your request|max(?:imum)? retries|after \d+ retries)\b"
+    r"|\b(?i:error sending request|connections? failed)\b|\bUNAVAILABLE\b"
+    r"|\b(?:429|50[0234])\b.{0,40}(?:Server Error|Bad Gateway|Gateway Time-?out|Too Many Requests)"
+)
+_OF_STORES = re.compile(
+    r"(?i:\b(?:s3|gcs|azure|blob|bucket|put ?object|get ?object|storage|FSTimeoutError)\b)"
+)
+
+
+def transient_cause_of(exception: str) -> Cause | None:
+    """Return the cause of an exception that speaks of somebody who did not answer; None for any other.
+
+    Retrying a failure that repeats costs some restarts, and not retrying one that passes costs the night.
+
+    exception: its type and message in one line.
+    """
+    if _TRANSIENT.search(exception) is None:
+        return None
+    return Cause.STORAGE if _OF_STORES.search(exception) else Cause.NETWORK
 
 
 def bad_gpu_of(line: str) -> tuple[str, str] | None:
