@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import bloomery.events.journal as journal_module
 from bloomery.errors import StorageError
 from bloomery.events.incarnation import begin
-from bloomery.events.journal import Journal, last_step, loss_curve, read_journal
+from bloomery.events.journal import Journal, last_step, loss_curve, read_journal, read_tail
 from bloomery.events.records import as_float, as_json
 from bloomery.events.run_directory import RunDirectory
 
@@ -143,3 +144,19 @@ def test_the_loss_curve_is_the_last_incarnations_and_forgets_abandoned_steps(tmp
     assert [step for step, _ in curve] == [1, 2, 3, 4, 5, 6]
     assert curve[2][1] == 0.1 * 3
     assert math.isnan(curve[4][1]) and curve[5][1] == 9.0
+
+
+def test_of_a_tail_only_the_events_that_are_wanted_are_parsed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Journal(tmp_path / "journal.jsonl") as journal:
+        for step in range(50):
+            journal.write("step", incarnation=1, step=step)
+        journal.write("end", incarnation=1, step=50, reason="start")
+        journal.write("note", incarnation=1, step=50, text='it will "end" soon')
+    parsed: list[bytes] = []
+    whole = journal_module._parsed
+    monkeypatch.setattr(journal_module, "_parsed", lambda line: parsed.append(line) or whole(line))
+    (end,) = read_tail(tmp_path / "journal.jsonl", named=("start", "end"))
+    assert end["reason"] == "start" and len(parsed) == 1
+    assert len(list(read_tail(tmp_path / "journal.jsonl"))) == 52

@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -122,21 +122,27 @@ def last_step(path: Path) -> int:
             count *= 4
 
 
-def read_tail(path: Path, *, most_bytes: int = 8 << 20) -> Iterator[dict[str, Any]]:
+def read_tail(
+    path: Path, *, most_bytes: int = 8 << 20, named: Sequence[str] = ()
+) -> Iterator[dict[str, Any]]:
     """Yield the events in the last `most_bytes` of a journal, in the order written.
 
     A journal that does not exist counts as empty.
+    named: the events that are wanted, () for all; of the lines without such a name none is parsed.
     """
     if not path.exists():
         return
+    names = [json.dumps(name).encode() for name in named]
     with path.open("rb") as file:
         begin = max(0, file.seek(0, os.SEEK_END) - most_bytes)
         file.seek(begin)
         if begin:
             file.readline()
         for line in file:
+            if names and not any(name in line for name in names):
+                continue
             event = _parsed(line)
-            if event is not None:
+            if event is not None and (not named or event["event"] in named):
                 yield event
 
 

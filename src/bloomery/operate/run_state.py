@@ -108,15 +108,12 @@ def look(
     """
     now = time.time()
     last: dict[str, Any] = {}
-    for event in read_tail(rundir.journal(), most_bytes=_TAIL_BYTES):
-        if event["event"] in ("start", "end"):
-            last = event
+    for event in read_tail(rundir.journal(), most_bytes=_TAIL_BYTES, named=("start", "end")):
+        last = event
     attempt: dict[str, Any] = {}
-    for event in read_tail(rundir.operations, most_bytes=_TAIL_BYTES):
-        if event["event"] == "attempt":
-            attempt = {}
-        elif event["event"] in ("attempt_end", "diagnosis"):
-            attempt = {**attempt, **event}
+    names = ("attempt", "attempt_end", "diagnosis")
+    for event in read_tail(rundir.operations, most_bytes=_TAIL_BYTES, named=names):
+        attempt = {} if event["event"] == "attempt" else {**attempt, **event}
     armed = Switches([rundir.control_dir, *switches]).armed("stop")
     note = f" ({note_of(armed)})" if armed and note_of(armed) else ""
     ranks = _ranks(rundir, now)

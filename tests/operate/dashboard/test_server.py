@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import ssl
 import subprocess
@@ -12,6 +13,7 @@ from urllib.error import URLError
 from urllib.request import urlopen
 
 import pytest
+from starlette.requests import Request
 from tests.operate.dashboard.served import Served, served
 from tests.operate.dashboard.written_run import WrittenRun, healed_run, wait_until
 
@@ -24,6 +26,7 @@ from bloomery.errors import BloomeryError
 from bloomery.events.journal import read_journal
 from bloomery.operate.dashboard import prometheus
 from bloomery.operate.dashboard.access import AccessRules, read_token
+from bloomery.operate.dashboard.server import DashboardServer
 from bloomery.operate.dashboard.viewed_run import ViewedRun
 
 ROOT = Path(__file__).parents[3]
@@ -252,3 +255,23 @@ def test_a_port_that_is_taken_is_told(
 ) -> None:
     assert main(["dashboard", str(tmp_path), "--port", str(dashboard.port)]) == 1
     assert "cannot be served" in capsys.readouterr().err
+
+
+def test_all_who_ask_the_same_at_once_get_one_answer_until_a_run_changes(run: WrittenRun) -> None:
+    server, made = DashboardServer([run.rundir.path], AccessRules(), interval_s=3600.0), []
+
+    def make() -> bytes:
+        made.append(1)
+        return str(len(made)).encode()
+
+    async def ask(query: bytes = b"run=0") -> bytes:
+        scope = {"type": "http", "path": "/api/panels", "query_string": query, "headers": []}
+        return bytes((await server._shared(Request(scope), make)).body)
+
+    async def crowd() -> None:
+        assert await asyncio.gather(*(ask() for _ in range(20))) == [b"1"] * 20
+        assert await ask(b"run=1") == b"2" and await ask() == b"1"
+        server.runs[0].reader.version += 1
+        assert await ask() == b"3"
+
+    asyncio.run(crowd())

@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, NamedTuple, cast, get_args
 
 import msgspec
 from starlette.applications import Starlette
@@ -76,6 +76,14 @@ class RunPoller:
                 self._closed.wait(self._poll_s)
 
 
+class SharedAnswer(NamedTuple):
+    """An answer that is made, or is being made. versions: of the runs when it was asked for."""
+
+    versions: tuple[int, ...]
+    asked: float
+    answer: asyncio.Future[bytes]
+
+
 class DashboardServer:
     """Answers the requests about some runs. `application` is what an ASGI server runs.
 
@@ -94,6 +102,7 @@ class DashboardServer:
         self.runs = [ViewedRun(path, interval_s=interval_s, plan=plan) for path in paths]
         self._rules, self._interval_s = rules, interval_s
         self._viewers = 0
+        self._answers: dict[str, SharedAnswer] = {}
         self.is_closing: Callable[[], bool] = lambda: False
         self._files = {name: _static_file(name) for name in STATIC}
         self._index = _static_file("index.html")
@@ -122,15 +131,18 @@ class DashboardServer:
         return Response(self._files[name], media_type=STATIC[name], headers={"Cache-Control": "no-cache"})
 
     async def _runs(self, request: Request) -> Response:
-        summaries = await run_in_threadpool(lambda: [run.summary() for run in self.runs])
-        # a viewer whose summary is older than what was read asks once more
-        content = {
-            "runs": summaries,
-            "versions": self._versions(),
-            "time": time.time(),
-            "actions": self._rules.has_actions,
-        }
-        return _json(msgspec.json.encode(content))
+        def answer() -> bytes:
+            summaries = [run.summary() for run in self.runs]
+            # a viewer whose summary is older than what was read asks once more
+            content = {
+                "runs": summaries,
+                "versions": self._versions(),
+                "time": time.time(),
+                "actions": self._rules.has_actions,
+            }
+            return msgspec.json.encode(content)
+
+        return await self._shared(request, answer)
 
     async def _curves(self, request: Request) -> Response:
         query = request.query_params
@@ -144,14 +156,33 @@ class DashboardServer:
         if run is None or axis not in get_args(Axis):
             return _told("there is no such run or axis", 404)
         wanted = cast(Axis, axis)
-        answer = await run_in_threadpool(run.curves, names, axis=wanted, begin=begin, end=end, points=points)
-        return _json(answer)
+        return await self._shared(
+            request, lambda: run.curves(names, axis=wanted, begin=begin, end=end, points=points)
+        )
 
     async def _panels(self, request: Request) -> Response:
         run = self._run_of(request.query_params.get("run", ""))
         if run is None:
             return _told("there is no such run", 404)
-        return _json(await run_in_threadpool(run.tables))
+        return await self._shared(request, run.tables)
+
+    async def _shared(self, request: Request, make: Callable[[], bytes]) -> Response:
+        """Answer with what `make` returns in a thread. All who ask the same at once get one answer.
+
+        Viewers are told of a change together, so they ask together: each would take a thread otherwise.
+        """
+        question, versions, now = (
+            f"{request.url.path}?{request.url.query}",
+            self._versions(),
+            time.monotonic(),
+        )
+        known = self._answers.get(question)
+        if known is None or known.versions != versions or now - known.asked > self._interval_s / LOOKS:
+            is_new = now - self._interval_s / LOOKS
+            self._answers = {key: kept for key, kept in self._answers.items() if kept.asked > is_new}
+            known = SharedAnswer(versions, now, asyncio.ensure_future(run_in_threadpool(make)))
+            self._answers[question] = known
+        return _json(await asyncio.shield(known.answer))
 
     async def _metrics(self, request: Request) -> Response:
         return Response(await run_in_threadpool(metrics_text, self.runs), media_type=CONTENT_TYPE)
