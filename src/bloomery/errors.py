@@ -116,6 +116,14 @@ class CoordinatorAway(CoordinatorError):
     """No endpoint of the coordinator answered in time. What was asked may be asked again later."""
 
 
+def of_disk(error: OSError) -> StorageError | None:
+    """Return a disk's refusal of a file as a StorageError; None for any other error of the system."""
+    known = error.errno in _FULL | _FORBIDDEN | _GONE | _NOT_A_DIRECTORY | {errno.EISDIR, errno.ENAMETOOLONG}
+    if not known or not isinstance(error.filename, str | os.PathLike):
+        return None
+    return storage_error(error, path=Path(error.filename), doing="The command")
+
+
 def storage_error(error: OSError, *, path: Path, doing: str, bytes_needed: int | None = None) -> StorageError:
     """Return a disk's error as a StorageError with the path and a remedy. Raise it `from error`.
 

@@ -1,3 +1,4 @@
+import errno
 import importlib
 import inspect
 import subprocess
@@ -140,6 +141,16 @@ def test_what_a_user_can_fix_is_a_message_with_its_remedy_and_no_traceback(monke
     assert cli.main(["try"]) == 1
     told = capsys.readouterr().err
     assert told == "bloomery try: the disk is full\n  Make room.\n"
+
+
+def test_a_file_that_the_system_refuses_is_a_message_with_its_path(monkeypatch, capsys):
+    with_command(monkeypatch, raising(FileNotFoundError(errno.ENOENT, "No such file", "/proc/exported")))
+    assert cli.main(["try"]) == 1
+    told = capsys.readouterr().err
+    assert told.startswith("bloomery try: The command failed at /proc/exported: No such file\n  ")
+    with_command(monkeypatch, raising(OSError(errno.ECONNREFUSED, "refused")))
+    with pytest.raises(ConnectionRefusedError):
+        cli.main(["try"])
 
 
 def test_what_nobody_expected_keeps_its_traceback(monkeypatch):

@@ -145,6 +145,7 @@ OTHERS = [
     (("data", "inspect", "nofile"), "Cannot read nofile.idx"),
     (("data", "tokenize", "text", "--tokenizer", "nofile.json", "--out", "x"), "nofile.json"),
     (("guard", "replay", "nofile.log"), "cannot be read"),
+    (("data", "tokenizer", "text", "--vocabulary", "100", "--to", "x"), "of at least 257"),
     (("simulate", "nothing"), "there is no such scenario"),
     (("simulate", "llama3-405b", "run.days=-4"), "must be above 0"),
 ]

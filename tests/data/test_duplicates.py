@@ -241,3 +241,20 @@ def test_the_report_tells_held_out_documents_that_are_trained_on(
     assert found["total"] == sum(document in documents[:cut] for document in documents[cut:]) > 0
     assert run(["report", str(recipe), "--overlap"]) == 1
     assert "are in the training text too" in capsys.readouterr().out
+
+
+def test_prompts_with_answers_are_refused_for_they_would_be_joined(tmp_path: Path) -> None:
+    with IndexedWriter(tmp_path / "pairs", dtype="<u2", seal=SealFacts(vocabulary_size=1000)) as writer:
+        writer.add_documents(np.array([5, 6, 7, EOD]), np.array([4]), prompts=np.array([2]))
+    written(tmp_path / "texts", [[1, 2, EOD]])
+    for prefixes in ([tmp_path / "pairs"], [tmp_path / "texts", tmp_path / "pairs"]):
+        with pytest.raises(DataError, match="2 sequences in 1 documents"):
+            deduplicate(prefixes, tmp_path / "out", likeness=Likeness(threshold=1.0, ngram=5))
+    assert not list(tmp_path.glob("out*"))
+    deduplicate(
+        [tmp_path / "texts"],
+        tmp_path / "out",
+        likeness=Likeness(threshold=1.0, ngram=5),
+        against=[tmp_path / "pairs"],
+    )
+    assert read(tmp_path / "out") == [[1, 2, EOD]]

@@ -151,6 +151,15 @@ def _run(name: str, arguments: list[str]) -> int:
         if error.message and not _is_reported_by_launcher(error):
             print(f"bloomery {name}: {error}", file=sys.stderr)
         return error.exit_status
+    except OSError as error:
+        from bloomery.errors import of_disk
+
+        refused = of_disk(error)
+        if refused is None:
+            raise
+        sys.stdout.flush()
+        print(f"bloomery {name}: {refused}", file=sys.stderr)
+        return refused.exit_status
     return status
 
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from bloomery.data.documents import BadDocuments, Document
 
 _END_OF_DOCUMENT = "<|endoftext|>"
+_SMALLEST = 257
+"""Every byte and the end of a document."""
 
 
 def run(arguments: list[str]) -> int:
@@ -28,6 +30,12 @@ def run(arguments: list[str]) -> int:
     options = _parser().parse_args(arguments)
     status: int = options.command(options)
     return status
+
+
+def _vocabulary(text: str) -> int:
+    if not text.isdecimal() or int(text) < _SMALLEST:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {_SMALLEST}")
+    return int(text)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -39,7 +47,11 @@ def _parser() -> argparse.ArgumentParser:
     trainer = commands.add_parser("tokenizer", help="train a byte-level BPE tokenizer on text")
     _add_sources(trainer)
     trainer.add_argument(
-        "--vocabulary", metavar="N", type=int, default=8192, help="entries of the vocabulary (default: 8192)"
+        "--vocabulary",
+        metavar="N",
+        type=_vocabulary,
+        default=8192,
+        help=f"entries of the vocabulary, at least {_SMALLEST} (default: 8192)",
     )
     trainer.add_argument(
         "--split",

@@ -101,6 +101,7 @@ def deduplicate(
 ) -> Deduplicated:
     """Write the documents of some pairs to `out`, in their order, without those that an earlier one is equal
     to, or alike. The pairs stay; `OUT-duplicates.jsonl` lists what was left out, and because of what.
+    Documents of several sequences are refused.
 
     against: pairs, such as held-out text, whose documents come before all others and are not written.
     Beside `out` it takes 16 bytes for each document and key (17 keys; 1 where only equal ones are removed).
@@ -110,6 +111,7 @@ def deduplicate(
     if any(prefix.absolute() == out.absolute() for prefix in (*prefixes, *against)):
         raise DataError(f"{out} is one of the pairs to read.", remedy="Write to another path.")
     documents = _Pairs([*against, *prefixes])
+    _refuse_several_sequences(documents.pairs[len(against) :])
     first_written = int(documents.begins[len(against)])
     scratch = out.with_name(out.name + ".dedup")
     with alone_in(scratch, name="lock"):
@@ -143,6 +145,17 @@ def deduplicate(
             )
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _refuse_several_sequences(pairs: Sequence[IndexedDataset]) -> None:
+    """Raise DataError for documents of several sequences, which would be joined: prompts with answers."""
+    for pair in pairs:
+        if pair.sequence_count > pair.document_count:
+            raise DataError(
+                f"{pair.prefix} has {pair.sequence_count:,} sequences in {pair.document_count:,} documents, "
+                "as prompts with answers have; here each document would become one sequence.",
+                remedy="Remove duplicates from the text, and tokenise it again.",
+            )
 
 
 def _write_keys(documents: _Pairs, scratch: Path, likeness: Likeness, *, progress: ProgressCallback) -> None:
