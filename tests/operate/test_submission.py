@@ -228,3 +228,16 @@ def test_a_run_in_use_is_not_stopped_by_the_job_that_found_it_so(tmp_path: Path)
         assert diagnosis.cause == Cause.RUN_BUSY and not diagnosis.retries
         reactions_of(rundir, load_recipe("demo"), say=print).on_repeating(diagnosis)
         assert not rundir.control("stop").exists(), "the switch would stop the training that holds the run"
+
+
+def test_a_run_given_as_the_recipe_is_the_run_that_goes_on(here: Here, tmp_path: Path) -> None:
+    """At night a person has the run's directory, which need not lie in runs/ nor have the recipe's name."""
+    run = RunDirectory(tmp_path / "scratch" / "seven").create()
+    run.recipe.write_text(shipped_recipes()["demo-small"].read_text())
+    run.incarnation(1).write_text('{"base": null}')
+    said = here("submit", run.path, "submit.scheduler=slurm", "--dry-run")
+    assert f"launch {run.path} " in said.out and f"--run {run.path} " in said.out, said
+    rehearsal = here("submit", run.path, "submit.scheduler=slurm", "--dry-run", "--rehearse")
+    assert "/runs/demo-small-rehearsal " in rehearsal.out, rehearsal
+    run.control("stop").write_text("")
+    assert f"{run.control('stop')} is armed" in here("launch", run.path, "--supervise").err

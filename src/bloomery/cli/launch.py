@@ -12,6 +12,7 @@ from bloomery.cli.arguments import add_recipe, not_negative, parser, positive
 from bloomery.cli.ranks import RankOutput, RankRange, run_ranks
 from bloomery.cli.supervised import LOOPBACK, SupervisedStart, run_supervised
 from bloomery.cli.train import prepared_environment
+from bloomery.config.find import run_path
 from bloomery.errors import StoppedBySwitch, TrainingFailed
 from bloomery.events.run_directory import RunDirectory
 from bloomery.events.run_lock import host_name
@@ -54,7 +55,7 @@ def run(arguments: list[str]) -> int:
     refuse_alone(loaded.recipe, loaded.sources)
     if degrees is None:
         raise other_ranks_wanted(parallel, world=world)
-    path = Path(options.run or Path("runs") / loaded.recipe.run.name)
+    path = run_path(options.recipe, run=options.run, name=loaded.recipe.run.name)
     _refuse_stopped(RunDirectory(path), loaded.recipe.control.directory)
     if options.supervise:
         return run_supervised(

@@ -16,6 +16,7 @@ from bloomery.cli.arguments import add_recipe, parser, positive
 from bloomery.cli.ranks import RankRange, run_ranks
 from bloomery.cli.tables import table_text
 from bloomery.cli.train import prepared_environment
+from bloomery.config.find import run_path
 from bloomery.errors import BloomeryError, RankLost, TrainingFailed
 from bloomery.events.run_directory import RunDirectory
 from bloomery.events.run_lock import host_name
@@ -56,7 +57,7 @@ def run(arguments: list[str]) -> int:
     loaded = load_given(options.recipe, options.overrides)
     if node_name(os.environ):
         os.environ.setdefault("BLOOMERY_HOST", node_name(os.environ))
-    rundir = RunDirectory(Path(options.run or Path("runs") / loaded.recipe.run.name)).create()
+    rundir = RunDirectory(run_path(options.recipe, run=options.run, name=loaded.recipe.run.name)).create()
     exclusions = Exclusions.of(rundir, loaded.recipe.submit)
     if options.release:
         node = exclusions.release(options.release)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bloomery.cli.arguments import add_recipe, parser, positive
+from bloomery.config.find import run_path
 from bloomery.errors import BloomeryError, storage_error
 from bloomery.events.run_directory import RunDirectory
 
@@ -56,7 +57,11 @@ def run(arguments: list[str]) -> int:
         submission, loaded = _rehearsal(submission, loaded)
     _check(loaded)
     check_submittable(loaded, overrides=submission.overrides)
-    rundir = RunDirectory(Path(options.run or Path("runs") / loaded.recipe.run.name))
+    name = loaded.recipe.run.name
+    given = options.run or (
+        Path("runs") / name if options.rehearse else None
+    )  # it is no start of a given run
+    rundir = RunDirectory(run_path(options.recipe, run=given, name=name))
     scheduler = scheduler_of(loaded.recipe.submit, rundir.path.absolute())
     keep = loaded.recipe.submit.keep_queued
     request = request_of(submission, loaded, rundir, tasks=1 if keep else loaded.recipe.submit.tasks)

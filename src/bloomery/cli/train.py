@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from bloomery.cli.arguments import add_recipe, add_start, parser
 from bloomery.cli.ranks import LAUNCHER, RankRange, end_with_launcher, run_ranks
-from bloomery.config.find import is_run, shipped_recipes
+from bloomery.config.find import run_path
 from bloomery.errors import TrainingFailed
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def run(arguments: list[str]) -> int:
         refuse_alone(loaded.recipe, loaded.sources)
     if degrees is None:
         raise other_ranks_wanted(loaded.recipe.parallel, world=ranks)
-    path = _run_directory(options, loaded)
+    path = run_path(options.recipe, run=options.run, name=loaded.recipe.run.name)
     if PREPARED not in os.environ:
         refuse_early(loaded, path)
     if PREPARED not in os.environ and os.environ.get("RANK", "0") == "0":
@@ -103,14 +103,6 @@ def run(arguments: list[str]) -> int:
         # malloc reads its settings when a process starts, so this one starts again: 0.1 s.
         os.execve(sys.executable, command, environment)
     return _train(loaded, path, options, started)
-
-
-def _run_directory(options: Namespace, loaded: LoadedRecipe) -> Path:
-    """Return --run, else the run's directory given as the recipe, else the one of the recipe's name."""
-    given = Path(options.recipe).expanduser()
-    if options.run is None and options.recipe not in shipped_recipes() and is_run(given):
-        return given
-    return Path(options.run or Path("runs") / loaded.recipe.run.name)
 
 
 def _world(options: Namespace) -> int:

@@ -66,6 +66,17 @@ def is_run(path: Path) -> bool:
     return (path / _RECORD).is_file() and (path / "incarnations").is_dir()
 
 
+def run_path(recipe: str, *, run: str | Path | None, name: str) -> Path:
+    """Return --run, else the run's directory given as the recipe, else the one of the recipe's name.
+
+    recipe, run: what the command line gives. name: the recipe's run.name.
+    """
+    given = Path(recipe).expanduser()
+    if run is None and recipe not in shipped_recipes() and is_run(given):
+        return given
+    return Path(run or Path("runs") / name)
+
+
 def shipped_recipes() -> dict[str, Path]:
     """Return the files of the shipped recipes by name, sorted.
 

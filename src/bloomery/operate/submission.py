@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bloomery import durable
-from bloomery.config.find import find_recipe
+from bloomery.config.find import find_recipe, is_run, shipped_recipes
 from bloomery.config.load import LoadedRecipe, load_recipe
 from bloomery.config.parallel import ParallelSection
 from bloomery.config.submit import SubmitSection
@@ -49,9 +49,11 @@ class Submission:
 
 
 def submission_of(recipe: str, overrides: Sequence[str], *, nproc: int | None) -> Submission:
-    """Return a submission from the present directory, with the recipe's absolute path."""
+    """Return a submission from the present directory, with the absolute path of the recipe, or of the run."""
     path = find_recipe(recipe)
     name = str(path.absolute()) if Path(recipe).suffix == ".toml" else recipe
+    if recipe not in shipped_recipes() and is_run(Path(recipe).expanduser()):
+        name = str(Path(recipe).expanduser().absolute())
     return Submission(recipe=name, overrides=tuple(overrides), directory=str(Path.cwd()), nproc=nproc)
 
 

@@ -197,6 +197,25 @@ def test_a_rank_that_has_started_again_and_does_nothing_yet_explains_its_seconds
     }
 
 
+def test_a_start_that_died_with_its_launcher_is_down_and_not_starting_for_the_rest_of_the_night(
+    tmp_path: Path,
+) -> None:
+    operations = [
+        operation(0, "attempt", attempt="a", ranks=1),
+        operation(10, "attempt_end", attempt="a", status=137),
+        operation(10, "diagnosis", attempt="a", gives_up="", cause="killed"),
+        operation(12, "attempt", attempt="b", ranks=1),
+        operation(30012, "attempt", attempt="c", ranks=1),
+    ]
+    events = [start(1, starting=1.0), step(9, 1, compute=8.0), start(30022, 2, at=1, starting=10.0)]
+    events.append(step(30023, 2, 2, compute=1.0))
+    run = write_run(tmp_path, events, operations, {1: None, 2: (1, 1)})
+    ledger = read_ledger(run, until=T0 + 30023)
+    assert ledger is not None
+    assert ledger.seconds[TimeClass.STARTING] == pytest.approx(1 + 1800 + 10)
+    assert ledger.seconds[TimeClass.DOWN] == pytest.approx(30000 - 1800)
+
+
 def test_a_rewind_belongs_to_the_guard_that_wanted_it(tmp_path: Path) -> None:
     rewind = {"event": "rewind", "time": T0 + 3.5, "step": 2, "incarnation": 1, "to_step": 1, "skip": [4, 8]}
     again = {**start(5, 2, at=1), "reason": "rewind: spike", "spent": {"loading a checkpoint": 2.0}}

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 BY_HAND = "<!-- bloomery never changes what stands below this line -->"
 _HEAD = "Written from the journal and operations.jsonl, anew at each incident; `bloomery note` adds to it."
 _LONGEST, _MOST_LINES = 300, 12
-_POLL_S, _JOIN_S = 5.0, 60.0
+_POLL_S, _JOIN_S = 1.0, 60.0
 _PUNCTUATION = re.compile(r"([\\`*_{}\[\]<>#|~&!@$^]|:(?=//))")
 _AT_BEGIN = re.compile(r"^(\d*)([-+=.)])")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]+")

@@ -14,6 +14,8 @@ from bloomery.operate.ledger.time_class import TimeClass
 Event = Mapping[str, Any]  # Any: a parsed line of a journal
 
 AGREED = (0, 130, 143)
+_LONGEST_START_S = 1800.0
+"""An attempt whose end nobody recorded, and of which no rank wrote anything, counts as down after so long."""
 _OF_JOB = {
     "pending": TimeClass.QUEUE,
     "held": TimeClass.QUEUE,
@@ -83,6 +85,7 @@ def read_marks(operations: Sequence[Event], *, was_finished: bool) -> OperationM
     """
     diagnoses = {event.get("attempt"): event for event in operations if event["event"] == "diagnosis"}
     last_end = max((place for place, event in enumerate(operations) if _is_end(event)), default=-1)
+    ended = {event.get("attempt") for event in operations if _is_end(event)}
     marks = []
     for place, event in enumerate(operations):
         time = time_of(event)
@@ -90,6 +93,8 @@ def read_marks(operations: Sequence[Event], *, was_finished: bool) -> OperationM
             continue
         if event["event"] == "attempt":
             marks.append(Mark(time=time, before=None, after=TimeClass.STARTING))
+            if event.get("attempt") not in ended:
+                marks.append(Mark(time=time + _LONGEST_START_S, before=None, after=TimeClass.DOWN))
         elif _is_end(event):
             is_last = place == last_end
             marks.append(_end_mark(time, event, diagnoses, is_finish=is_last and was_finished))

@@ -130,7 +130,7 @@ def _state(run: WatchedRun, limits: WatchLimits) -> Iterator[WatchCondition]:
         helps = {
             RunStatus.HUNG: "bloomery launch --supervise ends and restarts what hangs by itself",
             RunStatus.FAILED: f"bloomery report {run.path}; bloomery status {run.path}",
-            RunStatus.GONE: f"bloomery submit RECIPE --run {run.path} goes on from the newest checkpoint",
+            RunStatus.GONE: f"bloomery submit {run.path}, or bloomery launch {run.path} --supervise",
         }.get(state, f"bloomery status {run.path}")
         line = why or f"the run is {state}"
         yield WatchCondition(kind=str(state), line=line, command=run.verdict.remedy or helps, group=STATE)
@@ -149,7 +149,7 @@ def _scheduler(run: WatchedRun, limits: WatchLimits) -> Iterator[WatchCondition]
     if run.short_s > limits.short_s:
         follows = "when it ends nothing follows" if run.jobs else "nothing trains or waits"
         line = f"{run.jobs} of {run.wanted_jobs} jobs run or wait for {duration(run.short_s)}: {follows}"
-        yield WatchCondition(kind="queue", line=line, command=f"bloomery submit RECIPE --run {run.path}")
+        yield WatchCondition(kind="queue", line=line, command=f"bloomery submit {run.path}")
 
 
 def _disk(run: WatchedRun, limits: WatchLimits) -> Iterator[WatchCondition]:
