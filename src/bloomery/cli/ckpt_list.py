@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from argparse import Namespace
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from bloomery.checkpoint.format.manifest import read_manifest
 from bloomery.checkpoint.format.remote_source import RemoteCheckpoint
 from bloomery.checkpoint.format.retention import PruneDecision, last_single_pass, prune_plan
 from bloomery.checkpoint.format.source import Source, is_stored_elsewhere, source_of
-from bloomery.checkpoint.remote.backup_places import waiting_for_copies
+from bloomery.checkpoint.remote.backup_places import sections, waiting_for_copies
 from bloomery.checkpoint.remote.remote_checkpoint import (
     is_remote,
     place_at,
@@ -34,10 +35,12 @@ from bloomery.cli.arguments import data_bar, parser
 from bloomery.cli.ckpt import verify_watched
 from bloomery.cli.run_inputs import run_directory
 from bloomery.cli.tables import size_words, table_text
+from bloomery.config.environment import OfflineRefused
 from bloomery.config.recipe import Recipe
 from bloomery.errors import BloomeryError, CheckpointError
 from bloomery.events.run_directory import RunDirectory
 from bloomery.objects import storage_failure
+from bloomery.objects.cut_uploads import CutUploads
 
 _COLUMNS = ("step", "inc", "saved", "size", "tokens", "loss", "held-out", "backup", "kept", "state")
 _KEPT_WIDTH, _STATE_WIDTH = 26, 22
@@ -112,7 +115,8 @@ def prune(arguments: list[str]) -> int:
         for decision in decisions:
             if not decision.why and not args.dry_run:
                 remove_kept(decision.checkpoint.directory)
-    _print_decisions(decisions, args, removed=not args.dry_run)
+        _print_decisions(decisions, args, removed=not args.dry_run)
+        _end_cut_uploads(recipe, args)
     return 0
 
 
@@ -132,6 +136,26 @@ def _print_decisions(decisions: list[PruneDecision], args: Namespace, *, removed
             )
     if not decisions and not args.json:
         print(f"{args.run} has no checkpoints yet.")
+
+
+def _end_cut_uploads(recipe: Recipe, args: Namespace) -> None:
+    """End the multipart uploads of the run to S3 that a kill cut short; with --dry-run, only print them."""
+    urls = {section.url for section in sections(recipe).values()} | {recipe.checkpoint.url}
+    for url in sorted(url for url in urls if url.startswith("s3://")):
+        try:
+            uploads = CutUploads(f"{url.rstrip('/')}/{recipe.run.name}")
+            for upload in uploads.list():
+                if not args.dry_run:
+                    uploads.end(upload)
+                if args.json:
+                    facts = {"upload": upload.key, "begun": upload.begun.isoformat()}
+                    print(json.dumps({**facts, "removed": not args.dry_run}))
+                else:
+                    gone = "would be removed" if args.dry_run else "removed"
+                    print(f"{upload.key}  an upload cut short, begun {upload.begun:%Y-%m-%d %H:%M}: {gone}")
+        except (OSError, OfflineRefused) as error:
+            text = error.strerror if isinstance(error, OSError) else error
+            print(f"uploads that were cut short were not looked for: {text}", file=sys.stderr)
 
 
 def _local_rows(args: Namespace) -> list[dict[str, Any]]:

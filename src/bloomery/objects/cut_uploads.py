@@ -1,0 +1,151 @@
+"""Finds and ends multipart uploads to S3 that nobody will finish; they cost money and no listing shows them.
+
+obstore can do neither, so the requests are signed here, by AWS's signature version 4
+(docs.aws.amazon.com/AmazonS3/latest/API/sig-v4-header-based-auth.html), with the keys of the environment.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import hmac
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from email.utils import parsedate_to_datetime
+from urllib.parse import quote, urlsplit
+from xml.etree import ElementTree
+
+from bloomery.config.environment import refuse_network
+from bloomery.objects.refusals import AccessDenied, Refused, StoreUnreachable, short_text
+
+CUT_AFTER = timedelta(days=1)
+"""An upload is one file of a checkpoint: of 1 GiB, or one tensor. What began earlier is not under way."""
+_TIMEOUT_S = 60.0
+_ANSWER_BYTES_AT_MOST = 16 << 20
+_EMPTY = hashlib.sha256(b"").hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class CutUpload:
+    """A multipart upload that was begun and not finished."""
+
+    key: str
+    upload: str
+    begun: datetime
+
+
+class CutUploads:
+    """The unfinished multipart uploads below one s3:// URL.
+
+    Methods raise AccessDenied, also where the environment has no keys (a machine's role is not asked), and
+    StoreUnreachable. OfflineRefused is raised at once.
+    """
+
+    def __init__(self, url: str) -> None:
+        refuse_network(f"reach {url}", remedy="Leave it out: nothing else needs it.")
+        self._bucket, _, path = url.removeprefix("s3://").partition("/")
+        self.url, self._prefix = url.rstrip("/"), path.rstrip("/") + "/" if path else ""
+        environment = os.environ
+        self._region = environment.get("AWS_REGION") or environment.get("AWS_DEFAULT_REGION") or "us-east-1"
+        endpoint = environment.get("AWS_ENDPOINT_URL") or environment.get("AWS_ENDPOINT")
+        self._endpoint = (endpoint or f"https://s3.{self._region}.amazonaws.com").rstrip("/")
+
+    def list(self, *, begun_before: timedelta = CUT_AFTER) -> list[CutUpload]:
+        """Return the uploads that began so long ago, by the store's own clock."""
+        found: list[CutUpload] = []
+        position: dict[str, str] = {}
+        while True:
+            answer, now = self._ask("GET", "", {"uploads": "", "prefix": self._prefix, **position})
+            page = _parsed(answer)
+            for upload in page.iter("Upload"):
+                begun = datetime.fromisoformat(upload.findtext("Initiated", ""))
+                if now - begun >= begun_before:
+                    key, number = upload.findtext("Key", ""), upload.findtext("UploadId", "")
+                    found.append(CutUpload(key=key, upload=number, begun=begun))
+            following = {
+                "key-marker": page.findtext("NextKeyMarker", ""),
+                "upload-id-marker": page.findtext("NextUploadIdMarker", ""),
+            }
+            if page.findtext("IsTruncated") != "true" or following == position:
+                return found
+            position = following
+
+    def end(self, upload: CutUpload) -> None:
+        """End an upload; the store removes its parts. One that is gone is no error."""
+        self._ask("DELETE", upload.key, {"uploadId": upload.upload})
+
+    def _ask(self, method: str, key: str, query: Mapping[str, str]) -> tuple[bytes, datetime]:
+        """Return the store's answer, and the time on its clock."""
+        import urllib3
+
+        path = quote(f"/{self._bucket}/{key}" if key else f"/{self._bucket}", safe="/-_.~")
+        asked = "&".join(
+            f"{quote(name, safe='')}={quote(query[name], safe='-_.~')}" for name in sorted(query)
+        )
+        address = f"{self._endpoint}{path}?{asked}"
+        place = f"{self.url} (unfinished uploads)"
+        try:
+            response = urllib3.request(
+                method,
+                address,
+                headers=self._signed(method, path, asked),
+                timeout=_TIMEOUT_S,
+                retries=urllib3.Retry(total=3, backoff_factor=0.5, status_forcelist=(500, 502, 503, 504)),
+                preload_content=False,
+            )
+            content = response.read(_ANSWER_BYTES_AT_MOST)
+            response.release_conn()
+        except urllib3.exceptions.HTTPError as error:
+            raise StoreUnreachable(errno.EIO, f"{place}: {short_text(str(error))}") from error
+        if response.status in (401, 403):
+            raise AccessDenied(errno.EACCES, f"{place}: {short_text(content.decode(errors='replace'))}")
+        if response.status >= 300 and (method, response.status) != ("DELETE", 404):
+            text = short_text(content.decode(errors="replace"))
+            raise Refused(errno.EIO, f"{place}: {response.status} {text}")
+        given = response.headers.get("date")
+        return content, parsedate_to_datetime(given) if given else datetime.now(UTC)
+
+    def _signed(self, method: str, path: str, query: str) -> dict[str, str]:
+        """Return the headers of a request without a body."""
+        key, secret = os.environ.get("AWS_ACCESS_KEY_ID"), os.environ.get("AWS_SECRET_ACCESS_KEY")
+        if not key or not secret:
+            raise AccessDenied(
+                errno.EACCES,
+                f"{self.url}: unfinished uploads are listed only with AWS_ACCESS_KEY_ID and "
+                "AWS_SECRET_ACCESS_KEY in the environment",
+            )
+        time = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
+        headers = {
+            "host": urlsplit(self._endpoint).netloc,
+            "x-amz-content-sha256": _EMPTY,
+            "x-amz-date": time,
+        }
+        token = os.environ.get("AWS_SESSION_TOKEN")
+        if token:
+            headers["x-amz-security-token"] = token
+        names = ";".join(headers)
+        lines = "".join(f"{name}:{value}\n" for name, value in headers.items())
+        request = f"{method}\n{path}\n{query}\n{lines}\n{names}\n{_EMPTY}"
+        scope = f"{time[:8]}/{self._region}/s3/aws4_request"
+        text = f"AWS4-HMAC-SHA256\n{time}\n{scope}\n{hashlib.sha256(request.encode()).hexdigest()}"
+        signing_key = f"AWS4{secret}".encode()
+        for part in scope.split("/"):
+            signing_key = hmac.digest(signing_key, part.encode(), "sha256")
+        signature = hmac.digest(signing_key, text.encode(), "sha256").hex()
+        headers["authorization"] = (
+            f"AWS4-HMAC-SHA256 Credential={key}/{scope}, SignedHeaders={names}, Signature={signature}"
+        )
+        return headers
+
+
+def _parsed(answer: bytes) -> ElementTree.Element:
+    """Return an answer's XML, its names without their namespace."""
+    try:
+        page = ElementTree.fromstring(answer)
+    except ElementTree.ParseError as error:
+        raise StoreUnreachable(errno.EIO, f"the list of unfinished uploads is no XML: {error}") from error
+    for element in page.iter():
+        element.tag = element.tag.rpartition("}")[2]
+    return page
