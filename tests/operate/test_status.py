@@ -9,8 +9,10 @@ import pytest
 from tests.guard.reports import report
 
 from bloomery.cli import status
+from bloomery.config.load import dump_recipe, load_recipe
 from bloomery.events.journal import Journal
 from bloomery.events.run_directory import RunDirectory
+from bloomery.operate.overview import overview
 
 
 @pytest.fixture
@@ -37,3 +39,16 @@ def test_people_see_the_losses_of_a_run_that_has_some(
     RunDirectory(run.path.parent / "young").create()
     status.run([str(run.path.parent / "young")])
     assert "held-out" not in capsys.readouterr().out
+
+
+def test_a_scheduler_that_is_not_set_up_is_no_matter_of_a_run_that_nobody_submitted(
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for command in ("squeue", "sbatch", "scontrol", "sacct"):
+        (tmp_path / command).write_text("#!/bin/sh\necho 'fatal: no configuration source' >&2; exit 1\n")
+        (tmp_path / command).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    run.recipe.write_text(dump_recipe(load_recipe("demo").recipe))
+    assert overview(run).warnings == ()
+    (run.path / "submission.json").write_text("{}")
+    assert "no configuration source" in " ".join(overview(run).warnings)

@@ -18,7 +18,7 @@ from bloomery.operate.exclusions import Exclusions
 from bloomery.operate.run_state import RunVerdict, judge_state, look
 from bloomery.operate.schedulers.interface import QueuedJob
 from bloomery.operate.standstill import StandstillLimits
-from bloomery.operate.submission import scheduler_of
+from bloomery.operate.submission import scheduler_of, was_submitted
 from bloomery.plan.schedule import steps_left, total_samples
 
 _MEASURED_STEPS = 50
@@ -59,7 +59,7 @@ class RunOverview:
 def runs_under(directory: Path) -> list[RunDirectory]:
     """Return the runs in a directory, those first that were written last."""
     runs = [RunDirectory(path) for path in directory.iterdir() if path.is_dir()]
-    runs = [run for run in runs if run.exists() or (run.path / "submission.json").exists()]
+    runs = [run for run in runs if run.exists() or was_submitted(run)]
     return sorted(runs, key=_written, reverse=True)
 
 
@@ -80,8 +80,10 @@ def overview(rundir: RunDirectory) -> RunOverview:
         try:
             jobs = scheduler_of(recipe.submit, run).jobs(name=recipe.run.name, run=run)
         except BloomeryError as refused:
-            silent = refused.message
-            warnings.append(silent)
+            # A machine may have SLURM's commands and no cluster: a run that nobody submitted needs none.
+            if was_submitted(rundir) or recipe.submit.scheduler != "auto":
+                silent = refused.message
+                warnings.append(silent)
         switches = [Path(recipe.control.directory)] if recipe.control.directory else []
     verdict = judge_state(look(rundir, jobs, switches=switches, silent=silent), limits=_LIMITS)
     return RunOverview(

@@ -194,9 +194,14 @@ def check_submittable(loaded: LoadedRecipe, *, overrides: Sequence[str]) -> None
         )
 
 
+def was_submitted(rundir: RunDirectory) -> bool:
+    """Return whether `bloomery submit` has queued jobs of the run."""
+    return _record(rundir).exists()
+
+
 def refuse_missing_run(rundir: RunDirectory) -> None:
     """Raise BloomeryError where the directory holds no run and no submission."""
-    if not (rundir.exists() or _record(rundir).exists()):
+    if not (rundir.exists() or was_submitted(rundir)):
         raise BloomeryError(
             f"There is no run in {rundir.path}.", remedy="Give a run directory, for instance runs/demo."
         )

@@ -13,7 +13,7 @@ from bloomery.events.journal import Journal
 from bloomery.events.run_directory import RunDirectory
 from bloomery.events.switches import arm, write_request
 from bloomery.operate.exclusions import Exclusions, QuarantinedNode, keep_out_of_queue
-from bloomery.operate.submission import scheduler_of
+from bloomery.operate.submission import scheduler_of, was_submitted
 
 _LONGEST = 300
 
@@ -77,7 +77,7 @@ def _exclude(rundir: RunDirectory, what: str, why: str) -> str:
         host=what, cause="excluded by a person", since=time.time(), run=recipe.run.name, evidence=why
     )
     Exclusions.of(rundir, recipe.submit).add(node)
-    if not (rundir.path / "submission.json").exists():
+    if not was_submitted(rundir):
         return f"{what} takes no further job of this run."
     scheduler = scheduler_of(recipe.submit, rundir.path.absolute())
     jobs = keep_out_of_queue(scheduler, rundir, name=recipe.run.name, section=recipe.submit, nodes=[what])

@@ -21,7 +21,7 @@ from bloomery.operate.ledger.figures import duration
 from bloomery.operate.run_state import RunStatus, RunVerdict, judge_state, look
 from bloomery.operate.schedulers.interface import QueuedJob
 from bloomery.operate.standstill import StandstillLimits
-from bloomery.operate.submission import kept_submission, scheduler_of
+from bloomery.operate.submission import kept_submission, scheduler_of, was_submitted
 from bloomery.plan.schedule import steps_left, steps_of_run, total_samples
 
 NIGHT_S = 12 * 3600.0
@@ -127,7 +127,7 @@ class RunSummarizer:
         rundir = self._reader.rundir
         if not rundir.path.is_dir():
             return RunVerdict(state=RunStatus.GONE, why="its directory is not there")
-        if recipe is not None and (rundir.path / "submission.json").exists():
+        if recipe is not None and was_submitted(rundir):
             self._ask_scheduler(recipe)
         elsewhere = [Path(recipe.control.directory)] if recipe and recipe.control.directory else []
         return judge_state(look(rundir, self._jobs, switches=elsewhere), limits=_LIMITS)
