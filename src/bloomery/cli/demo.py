@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bloomery.cli import INTERRUPTED
 from bloomery.cli.arguments import parser
 from bloomery.errors import TrainingFailed
 
@@ -31,6 +32,9 @@ bloomery demo --json                print one JSON object at the end
 TRAINING_MINUTES = 5.0
 KILL_AFTER_SHARE = 0.15
 """The trainer is killed once it is past this share of its steps and has a checkpoint to lose work from."""
+SLACK, LAST_SHARE = 1.25, 0.25
+"""The training is stopped, and the demo goes on with what it has, once it took so many times its duration; a
+resumed one gets at least this share of it."""
 PICTURE = "loss.png"
 """The demo draws this file last, so a run directory that has it holds a finished demo."""
 PROMPT = "def read_lines(path):\n"
@@ -62,7 +66,9 @@ def run(arguments: list[str]) -> int:
         prepared = prepare_text(fitted.loaded.recipe, rundir, shown=printer.shows_bars)
     printer.say(_about_data(prepared))
     with printer.part("training", "Training, with one kill -9 on the way"):
-        _train_and_kill(rundir, fitted, printer, kill=not options.no_kill)
+        fitted = _train_and_kill(
+            rundir, fitted, printer, kill=not options.no_kill, duration_s=60 * options.minutes
+        )
     with printer.part("evaluation", "Compressing the held-out files, ours and xz"):
         compression = compare_with_xz(fitted.loaded.recipe, prepared, rundir)
     printer.say(compression.summary)
@@ -149,31 +155,63 @@ class _StepPrinter:
         self.say(f"   ({self.seconds[name]:.0f} s)")
 
 
-def _train_and_kill(rundir: RunDirectory, fitted: Fitted, printer: _StepPrinter, *, kill: bool) -> None:
-    """Run `bloomery train` as a user would, kill it once with SIGKILL, and give the same command again."""
-    command = ["train", fitted.name, *fitted.overrides, "--run", str(rundir.path), "--no-hints"]
-    shown = " ".join(command[:-1])
-    printer.say(f"   $ bloomery {shown}")
+def _train_and_kill(
+    rundir: RunDirectory, fitted: Fitted, printer: _StepPrinter, *, kill: bool, duration_s: float
+) -> Fitted:
+    """Run `bloomery train` as a user would, kill it once with SIGKILL, and give the same command again.
+
+    Returns the recipe that was trained: a shorter one where the machine became slower than it was measured.
+    """
+    from bloomery.cli.demo_steps import refitted
+
+    started = time.monotonic()
+    ends = started + SLACK * duration_s
+    command = _command(rundir, fitted)
+    printer.say(f"   $ bloomery {' '.join(command)}")
     if kill and not _was_killed_before(rundir):
-        step = _train_until_killed(rundir, command, printer)
+        step = _train_until_killed(rundir, command, printer, ends=ends)
         if step is None:
-            return
-        printer.say(f"\n   kill -9 at step {step}: the trainer is gone. The same command goes on:")
-        printer.say(f"   $ bloomery {shown}")
+            return fitted
+        left_s = max(started + duration_s - time.monotonic(), LAST_SHARE * duration_s)
+        shorter = refitted(fitted, rundir, left_s=left_s)
+        same = "The same command" if shorter is fitted else "This machine became slower: a shorter run"
+        fitted, command = shorter, _command(rundir, shorter)
+        printer.say(f"\n   kill -9 at step {step}: the trainer is gone. {same} goes on:")
+        printer.say(f"   $ bloomery {' '.join(command)}")
     with _training(command, printer) as process:
-        process.wait()
+        _wait(process, printer, ends=max(ends, time.monotonic() + LAST_SHARE * duration_s))
+    return fitted
+
+
+def _command(rundir: RunDirectory, fitted: Fitted) -> list[str]:
+    return ["train", fitted.name, *fitted.overrides, "--run", str(rundir.path)]
+
+
+def _wait(process: subprocess.Popen[bytes], printer: _StepPrinter, *, ends: float) -> None:
+    """Wait for the training to end, and let it save and stop at the time `ends`. Raises TrainingFailed."""
+    try:
+        process.wait(timeout=max(ends - time.monotonic(), 0.0))
+    except subprocess.TimeoutExpired:
+        printer.say(
+            "   This takes too long here: the training is stopped, and the demo goes on with what it has."
+        )
+        process.send_signal(signal.SIGINT)  # it saves, then ends
+        if process.wait() in (0, -signal.SIGINT, INTERRUPTED):
+            return
     _raise_if_failed(process)
 
 
-def _train_until_killed(rundir: RunDirectory, command: list[str], printer: _StepPrinter) -> int | None:
-    """Start the training and kill it; returns the step it had reached, or None when it finished earlier."""
+def _train_until_killed(
+    rundir: RunDirectory, command: list[str], printer: _StepPrinter, *, ends: float
+) -> int | None:
+    """Start the training and kill it; returns the step it had reached, or None when it ended earlier."""
     from bloomery.checkpoint.format.catalogue import checkpoints
     from bloomery.config.load import load_recipe
     from bloomery.events.heartbeat import read_heartbeat
     from bloomery.plan.schedule import steps_of_run
 
     with _training(command, printer) as process:
-        while process.poll() is None:
+        while process.poll() is None and time.monotonic() < ends:
             time.sleep(0.2)
             beat = read_heartbeat(rundir.heartbeat()) or {}
             saved = checkpoints(rundir)
@@ -185,7 +223,7 @@ def _train_until_killed(rundir: RunDirectory, command: list[str], printer: _Step
                 process.kill()
                 process.wait()
                 return int(beat["step"])
-    _raise_if_failed(process)
+        _wait(process, printer, ends=ends)
     return None
 
 
@@ -193,7 +231,8 @@ def _train_until_killed(rundir: RunDirectory, command: list[str], printer: _Step
 def _training(command: list[str], printer: _StepPrinter) -> Iterator[subprocess.Popen[bytes]]:
     """Start the training as a process in this terminal; an exception inside the block stops it."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "bloomery", *command], stdout=subprocess.DEVNULL if printer.quiet else None
+        [sys.executable, "-m", "bloomery", *command, "--no-hints"],
+        stdout=subprocess.DEVNULL if printer.quiet else None,
     )
     try:
         yield process

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 
 import torch
 
@@ -34,6 +35,9 @@ EVALUATION_ROWS = 16
 LARGER_FROM_FLOPS = 0.5e12
 PEAK_PROBES = 3
 GRAIN = 16384
+FEW_STEPS = 5
+"""Fewer steps than these tell nothing of a machine's speed."""
+NEARLY = 0.9
 EFFICIENCY = {"demo": 0.3, "demo-small": 0.5}
 """Share of the measured matmul peak that training reached on the machine where each recipe was tuned."""
 EAGER_SHARE = 0.9
@@ -159,6 +163,23 @@ def fitted_recipe(rundir: RunDirectory, *, minutes: float) -> Fitted:
         f"about {tokens * cost.model / reached / 60:.1f} minutes of training"
     )
     return Fitted(loaded=load_recipe(name, overrides), name=name, overrides=overrides, summary=summary)
+
+
+def refitted(fitted: Fitted, rundir: RunDirectory, *, left_s: float) -> Fitted:
+    """Return the recipe with as many tokens as the steps of the run show to fit into the time that is left.
+
+    left_s: seconds for the rest. The recipe as it is where all of it fits, or nearly; it is never longer.
+    """
+    steps = [record for record in read_journal(rundir.journal()) if record.get("event") == "step"]
+    if len(steps) < FEW_STEPS:
+        return fitted
+    done = int(steps[-1]["consumed_tokens"])
+    fits = done + int(median(record["tokens_per_s"] for record in steps[1:]) * left_s)
+    if fits >= NEARLY * fitted.tokens:
+        return fitted
+    tokens = max(fits // GRAIN, done // GRAIN + 1) * GRAIN
+    overrides = [f"train.tokens={tokens}"]
+    return replace(fitted, loaded=load_recipe(fitted.name, overrides), overrides=overrides)
 
 
 def _begun(rundir: RunDirectory) -> Fitted:
