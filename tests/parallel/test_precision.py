@@ -208,3 +208,60 @@ def test_precision_changes_at_its_sample_and_the_journal_says_so(start: Start) -
     before, after = losses
     assert before[:6] == after[:6] and before[6:] != after[6:]
     assert after[6:] == pytest.approx(before[6:], rel=5e-2)
+
+
+def test_both_gradients_of_a_tied_embedding_are_added_in_fp32() -> None:
+    recipe = recipe_of(GPT, ("model.tied=true", "train.precision=bf16", "train.global_batch=4"))
+    model = build(recipe, HERE)
+    model.initialise(seed=1, bigrams=lambda: torch.zeros(1, 1))
+    model.set_phase(precision="bf16", recompute="none")
+    decoder, apart = model.decoder, list[torch.Tensor]()
+    assert decoder.embedding is not None
+    for weight in (decoder.head_weight, decoder.embedding.weight):
+        assert weight.data_ptr() == decoder.embedding.weight.data_ptr()
+        weight.register_hook(lambda gradient: apart.append(gradient.clone()))
+    order, data = batches(recipe, HERE)
+    span = order.next_span(TrainState(goal=Goal(steps=1)).position, 4, EVERYTHING)
+    model.accumulate(data.batch(span, 4), 0, weight=1.0)
+
+    assert len(apart) == 2 and all(gradient.dtype == torch.bfloat16 for gradient in apart)
+    of_head, of_embedding = apart
+    rounded = (of_head + of_embedding).float()
+    for group, flat in zip(model.weights.layouts, model.weights.gradient, strict=True):
+        for place in group.parameters:
+            if place.name == "embedding.weight":
+                summed = flat[place.start : place.start + place.numel].view(place.shape)
+                assert torch.equal(summed, of_head.float() + of_embedding.float())
+                assert not torch.equal(summed, rounded)
+
+
+def test_a_digest_of_gradients_holds_both_of_a_tied_embedding() -> None:
+    recipe = recipe_of(GPT, ("model.tied=true", "train.precision=bf16", "train.global_batch=4"))
+    model = build(recipe, HERE)
+    model.initialise(seed=1, bigrams=lambda: torch.zeros(1, 1))
+    order, data = batches(recipe, HERE)
+    span = order.next_span(TrainState(goal=Goal(steps=1)).position, 4, EVERYTHING)
+    micro_batches = data.batch(span, 1)
+
+    def digest(precision: str, backwards: int, *, spoilt: int = -1) -> int:
+        """The digest of the first backward; the `spoilt`-th gradient of the embedding is doubled."""
+        model.set_phase(precision=precision, recompute="none")
+        assert model.decoder.embedding is not None
+        arrived = list[int]()
+
+        def double(gradient: torch.Tensor) -> torch.Tensor:
+            arrived.append(len(arrived))
+            return gradient * 2 if arrived[-1] == spoilt else gradient
+
+        weights = {id(w): w for w in (model.decoder.head_weight, model.decoder.embedding.weight)}.values()
+        hooks = [weight.register_hook(double) for weight in weights]
+        with model.weights.tapped(discards=False) as tap:
+            model.accumulate(micro_batches[:backwards], 0, weight=1.0)
+        for hook in hooks:
+            hook.remove()
+        return tap.digest
+
+    for precision, gradients in (("bf16", 2), ("fp32", 1)):
+        clean = digest(precision, 1)
+        assert clean == digest(precision, 3), "gradients of later backwards do not count"
+        assert all(digest(precision, 1, spoilt=number) != clean for number in range(gradients))

@@ -316,7 +316,9 @@ def test_what_the_kernel_delivered_is_told(members):
 
     ended = ring.all_reduce(parts)
 
-    assert all(0 < one.delivered.delivered_bytes <= one.sent_bytes for one in ended)
+    # An estimate: the segments acknowledged meanwhile, of which some left before, by their mean size.
+    told = [(one.delivered.delivered_bytes, one.sent_bytes) for one in ended]
+    assert all(0 < delivered <= 1.25 * sent for delivered, sent in told), told
     assert all(one.delivered.lost_bytes >= 0 for one in ended)
     beside = members(2, "int8").all_reduce(parts)
     assert all(one.delivered.delivered_bytes == 0 for one in beside), "these sockets are no TCP"

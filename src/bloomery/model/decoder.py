@@ -101,6 +101,8 @@ class Decoder(nn.Module):
             self.blocks.add_module(str(index), Block(model, index=index, device=device, dtype=dtype))
         self.final_norm = _norm(model, device=device, dtype=dtype) if self.finishes else nn.Identity()
         self.head = table(model.vocabulary) if self.finishes and not section.tied else None
+        # Beside the module's parameters: the weight of a tied head where its gradient is to come apart.
+        self.tied_head: tuple[nn.Parameter, ...] = ()
         self.token_loss: nn.Module = NextTokenLoss()
         self.heads = range(section.heads)
         self.sequence_index, self.sequence_degree = 0, 1
@@ -109,6 +111,8 @@ class Decoder(nn.Module):
     @property
     def head_weight(self) -> nn.Parameter:
         """The head's weight [v, h]: the embedding's if they are tied."""
+        if self.tied_head:
+            return self.tied_head[0]
         owner = self.embedding if self.head is None else self.head
         assert owner is not None, "the head is asked for where the last block is"
         return owner.weight

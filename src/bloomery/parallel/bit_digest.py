@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Collection, Iterable
 from functools import lru_cache
 
 import torch
@@ -47,22 +48,23 @@ def digest_of_all(tensors: Iterable[Tensor]) -> int:
 
 
 class GradientTap:
-    """Adds up digests of the first gradient that each parameter gets from a backward.
+    """Adds up digests of the gradients that each parameter gets from one backward.
 
-    parameters: all parameters of the module, whose order salts the digests.
+    parameters: all parameters of the module, whose order salts the digests; one that gets two gradients from
+        a backward stands there twice.
     discards: whether the gradients are dropped afterwards, so that a backward leaves nothing behind.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], *, discards: bool) -> None:
+    def __init__(self, parameters: Collection[nn.Parameter], *, discards: bool) -> None:
         self._salts = {parameter: salt for salt, parameter in enumerate(parameters, start=1)}
-        self._awaited = set(self._salts)
+        self._awaited = Counter(parameters)
         self._digests: list[Tensor] = []
         self.discards = discards
 
     def take(self, parameter: nn.Parameter) -> None:
-        """Add `parameter.grad`, unless a gradient of the parameter was added before."""
-        if parameter in self._awaited and parameter.grad is not None:
-            self._awaited.discard(parameter)
+        """Add `parameter.grad`, unless the parameter's gradients of one backward were added before."""
+        if self._awaited[parameter] and parameter.grad is not None:
+            self._awaited[parameter] -= 1
             self._digests.append(bit_digest(parameter.grad, salt=self._salts[parameter]))
 
     @property

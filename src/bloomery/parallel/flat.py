@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from bloomery.model.decoder import Decoder
 from bloomery.optim.groups import GroupLayout
 from bloomery.parallel.axis import PendingCollective
 from bloomery.parallel.mesh import Mesh
@@ -320,3 +321,43 @@ def gather_around(
 
     block.register_forward_pre_hook(before_forward)
     block.register_forward_hook(after_forward)
+
+
+def tied_head_of(
+    module: nn.Module, mesh: Mesh, accumulate: Callable[[nn.Parameter], None]
+) -> TiedHead | None:
+    """Return the tied head of a decoder; None where it has none, or has its ends in two stages."""
+    if not isinstance(module, Decoder) or mesh.pipeline.degree > 1 or not module.model.section.tied:
+        return None
+    return TiedHead(module, accumulate)
+
+
+class TiedHead:
+    """Gives the head of a tied embedding a parameter of its own in the same memory.
+
+    A backward then yields the gradient of each use apart, and each is added to the fp32 gradient. Of one
+    parameter it would yield their sum, rounded to the dtype of the working weights; in fp32 that is the same.
+    """
+
+    def __init__(self, decoder: Decoder, accumulate: Callable[[nn.Parameter], None]) -> None:
+        """accumulate: adds `grad` of the embedding to the fp32 gradient, and clears it."""
+        assert decoder.embedding is not None, "a tied head is the embedding"
+        self._decoder, self._accumulate = decoder, accumulate
+        self._embedding = decoder.embedding.weight
+        self._head = nn.Parameter(self._embedding.data)
+        self._head.register_post_accumulate_grad_hook(self._pass_on)
+
+    def set_working_dtype(self, working: torch.dtype) -> None:
+        """Share the memory that the embedding has now."""
+        self._head.data = self._embedding.data
+        self._decoder.tied_head = () if working == torch.float32 else (self._head,)
+
+    @property
+    def with_two_gradients(self) -> Sequence[nn.Parameter]:
+        """The embedding, while a backward gives it two gradients."""
+        return (self._embedding,) if self._decoder.tied_head else ()
+
+    def _pass_on(self, head: nn.Parameter) -> None:
+        assert self._embedding.grad is None, "a backward comes to the head first"
+        self._embedding.grad, head.grad = head.grad, None
+        self._accumulate(self._embedding)

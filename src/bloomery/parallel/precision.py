@@ -26,6 +26,7 @@ from bloomery.parallel.flat import (
     ReductionsInFlight,
     WeightStorage,
     gather_around,
+    tied_head_of,
 )
 from bloomery.parallel.gradient_buckets import GradientBuckets
 from bloomery.parallel.mesh import Mesh
@@ -127,6 +128,7 @@ class MasterWeights:
         self.gradient = [group.gradient for group in self._groups]
         for parameter in self._group_of:
             parameter.register_post_accumulate_grad_hook(self._accumulate)
+        self._tied_head = tied_head_of(module, mesh, self._accumulate)
         if storage.zero == 3 or storage.rounds_by_block:
             # Rounding takes the device as much time ahead of a block as before it, and holds two blocks.
             self._gather_around_blocks(module, ahead=overlaps and self.gathers_weights)
@@ -137,6 +139,8 @@ class MasterWeights:
         self.dtype = working
         for group in self._groups:
             group.set_working_dtype(working)
+        if self._tied_head is not None:
+            self._tied_head.set_working_dtype(working)
         self.copy_masters_to_working()
 
     @property
@@ -180,21 +184,19 @@ class MasterWeights:
 
     @contextmanager
     def tapped(self, *, discards: bool) -> Iterator[GradientTap]:
-        """Digest the first gradient that each parameter gets in the block.
+        """Digest the gradients that each parameter gets from the first backward in the block.
 
         discards: whether gradients are dropped instead of added up, so that a backward changes nothing.
         """
-        self._tap = GradientTap(self._group_of, discards=discards)
+        twice = () if self._tied_head is None else self._tied_head.with_two_gradients
+        self._tap = GradientTap([*self._group_of, *twice], discards=discards)
         try:
             yield self._tap
         finally:
             self._tap = None
 
     def accumulate_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Add `grad` of parameters to the fp32 gradients, after a backward that ran no hooks.
-
-        Call it after each micro-batch, so that no sum is made in the parameter's dtype.
-        """
+        """Add `grad` of parameters to the fp32 gradients, after each backward that ran no hooks."""
         for parameter in parameters:
             self._accumulate(parameter)
 
