@@ -20,6 +20,7 @@ from bloomery.operate.dashboard import panels
 from bloomery.operate.dashboard.mesh_panel import MeshPanel, mesh_panel
 from bloomery.operate.dashboard.panels import goodput
 from bloomery.operate.dashboard.peer_panel import rounds
+from bloomery.operate.dashboard.run_events import shown_event
 from bloomery.operate.dashboard.run_reader import RunReader
 from bloomery.operate.ledger.figures import PlannedRun
 
@@ -138,6 +139,21 @@ def test_a_plan_stands_beside_what_came(tmp_path: Path, capsys: pytest.CaptureFi
     file.write_text("{}")
     assert main(["dashboard", str(run.rundir.path), "--plan", str(file), "--port", "0"]) == 2
     assert "bloomery plan RECIPE --json > plan.json" in capsys.readouterr().err
+
+
+def test_a_round_without_this_peer_is_told_in_words() -> None:
+    told = {
+        "event": "round",
+        "time": 5.0,
+        "round": 3,
+        "included": False,
+        "members": ["a", "b"],
+        "digest": "d" * 32,
+    }
+    assert shown_event(told | {"included": True}, number=0) is None
+    (first, third) = (shown_event(told | change, number=0) for change in ({"round": 0, "members": []}, {}))
+    assert first is not None and first.text == "round 0: the state that all peers begin with"
+    assert third is not None and third.text == "round 3 was made by 2 peers without this one"
 
 
 def test_a_dear_table_takes_half_a_percent_of_a_core_at_most(monkeypatch: pytest.MonkeyPatch) -> None:

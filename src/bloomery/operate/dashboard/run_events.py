@@ -193,7 +193,16 @@ def _guard(event: Event) -> str:
     return f"{event.get('guard')}: {fields_in_words(rest)}"
 
 
+def _round(event: Event) -> str:
+    members = event.get("members")
+    count = len(members) if isinstance(members, list) else 0
+    if not count:
+        return f"round {event.get('round')}: the state that all peers begin with"
+    return f"round {event.get('round')} was made by {count} peers without this one"
+
+
 _WORDS = {
+    "round": _round,
     "start": _start,
     "end": _end,
     "data": _data,
