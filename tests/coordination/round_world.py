@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 
+import msgspec
 from tests.protocol import example
 
 from bloomery.coordination import transactions
@@ -18,7 +19,7 @@ from bloomery.coordination.snapshot_builder import SnapshotBuilder
 from bloomery.data.position import first, merged, total, without
 from bloomery.protocol.encoding import decode, encode_text
 from bloomery.protocol.keys import Keys
-from bloomery.protocol.records import Commit, Done
+from bloomery.protocol.records import Commit, Done, Ready
 
 
 class Store:
@@ -281,3 +282,20 @@ def world(samples=None, **changed):
     for peer in made.peers.values():
         peer.see()
     return made
+
+
+def offers_of(run, **changed):
+    """Everybody's offer to round 1, with its views of them; changed: fields of a peer's, by its name."""
+    for peer in run.peers.values():
+        peer.see()
+        peer.work(2)
+        if peer.name in changed:
+            rewrite(run, peer.name, **changed[peer.name])
+    for peer in run.peers.values():
+        peer.see()
+
+
+def rewrite(run, name, **fields):
+    key = run.keys.ready(1, name)
+    offer = msgspec.structs.replace(decode(run.store.items[key].value, Ready), **fields)
+    run.put(run.peers[name], key, encode_text(offer))
