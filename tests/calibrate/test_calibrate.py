@@ -115,7 +115,8 @@ def test_a_measured_machine_makes_a_file_that_plans(quick, tmp_path, monkeypatch
     monkeypatch.setattr(machine, "process_gib", lambda: 0.3)
     said = []
     hardware = measure_machine(tmp_path, say=said.append)
-    assert said
+    assert [line.split()[0] for line in said] == ["products", "peak", "memory,", "blocks"]
+    assert "TFLOP/s" in said[1]
     given = {key.split(".")[1] for key in hardware.sources}
     assert {"memory_gib", "kernel_us", "link_gb_per_s", "write_gb_per_s"} <= given
     path = tmp_path / "machine.toml"

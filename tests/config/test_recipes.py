@@ -1,7 +1,9 @@
-from pathlib import Path
+from importlib import metadata
+from pathlib import Path, PurePosixPath
 
 import pytest
 
+from bloomery.config import find
 from bloomery.config.find import shipped_recipes
 from bloomery.config.load import load_recipe
 from bloomery.config.peer_settings import refuse_alone
@@ -27,6 +29,27 @@ def parameters(recipe):
 def test_all_recipes_are_shipped_from_the_top_of_the_clone():
     assert set(shipped_recipes()) >= {*NAMES, *TINY}
     assert all(path.parent == Path(__file__).parents[2] / "recipes" for path in shipped_recipes().values())
+
+
+class InstalledFile(PurePosixPath):
+    """A line of the list of an installed wheel's files."""
+
+    def locate(self):
+        return Path("/") / self
+
+
+def test_an_installed_wheel_finds_its_recipes_in_the_list_of_its_files(tmp_path, monkeypatch):
+    directory = tmp_path / "share" / "bloomery"
+    listed = []
+    for name in ("recipes/mine.toml", "hardware/h100.toml", "recipes/notes.txt", "recipes/more/other.toml"):
+        path = directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        listed.append(InstalledFile(path))
+    listed.append(InstalledFile(directory / "recipes" / "gone.toml"))
+    monkeypatch.setattr(find, "_in_clone", lambda kind: [])
+    monkeypatch.setattr(metadata, "files", lambda package: listed)
+    assert shipped_recipes() == {"mine": directory / "recipes" / "mine.toml"}
 
 
 @pytest.mark.parametrize("name", list(shipped_recipes()))

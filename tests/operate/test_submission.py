@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from tests.faults.commands import Said
 
+from bloomery.cli import submit
 from bloomery.config.find import shipped_recipes
 from bloomery.config.load import load_recipe
 from bloomery.config.submit import SubmitSection
@@ -19,10 +20,11 @@ from bloomery.config.validate import check_recipe
 from bloomery.errors import RunBusy
 from bloomery.events.run_directory import RunDirectory
 from bloomery.events.run_lock import lock_run
+from bloomery.operate import group_access
 from bloomery.operate.blame import diagnose
 from bloomery.operate.diagnosis import Cause
 from bloomery.operate.failure_evidence import FailureEvidence, RankEnd
-from bloomery.operate.group_access import share_with_group
+from bloomery.operate.group_access import AccessRepair, share_with_group
 from bloomery.operate.job_context import reactions_of
 from bloomery.operate.rehearsal import rehearsal_of
 from bloomery.operate.schedulers.interface import JobRequest, JobState, QueuedJob, SchedulerError
@@ -169,6 +171,20 @@ def test_files_that_the_group_cannot_write_are_repaired(tmp_path: Path) -> None:
     assert [mode & 0o070 for mode in modes] == [0o070, 0o060] and modes[0] & stat.S_ISGID
     again = share_with_group(run.path)
     assert (again.repaired, again.refused) == (0, {})
+
+
+def test_files_of_others_that_the_group_may_not_write_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused = {"mary": (Path("a"), Path("b"), Path("c")), "tom": (Path("d"),)}
+    monkeypatch.setattr(
+        group_access, "share_with_group", lambda run, *, group: AccessRepair(repaired=0, refused=refused)
+    )
+    submit._prepare(RunDirectory(tmp_path / "run"), load_recipe("demo"))
+    assert [line.removeprefix("bloomery submit: ") for line in capsys.readouterr().err.splitlines()] == [
+        "mary owns a and 2 more, which the group may not write",
+        "tom owns d, which the group may not write",
+    ]
 
 
 def test_what_cannot_be_submitted_is_refused(here: Here, tmp_path: Path) -> None:

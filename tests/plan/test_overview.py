@@ -272,6 +272,8 @@ def test_a_page_and_a_text_hold_the_plan(bloom):
     assert html.count("<svg") == 2
     for fetched in ("http://", "https://", "src=", "@import", "<script", "url("):
         assert fetched not in html
+    largest = bloom.draft.course[-1].global_batch
+    assert [f">{batch:,.0f}</text>" in html for batch in (0, largest / 2, largest)] == [True] * 3
     assert asdict(bloom.speed)
 
 

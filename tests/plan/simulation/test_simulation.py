@@ -17,8 +17,8 @@ from bloomery.plan.overview import make_plan
 from bloomery.plan.request import Request
 from bloomery.plan.simulate.cluster import simulate_cluster
 from bloomery.plan.simulate.forecast import forecast
-from bloomery.plan.simulate.peers import all_reduce_s, ring_s, simulate_peers, stages_s
-from bloomery.plan.simulate.scenario import load_scenario, scenario_of, shipped_scenarios
+from bloomery.plan.simulate.peers import all_reduce_s, ring_s, simulate_peers, speeds_of, stages_s
+from bloomery.plan.simulate.scenario import ScenarioPeers, load_scenario, scenario_of, shipped_scenarios
 
 FAILURE = {"name": "GPU", "count": 1.0, "days": 1.0, "gpus": 8, "takes_node": False, "detection_s": 0.0}
 
@@ -337,3 +337,9 @@ def test_all_mistakes_are_told_at_once() -> None:
 def test_nonsense_gets_a_remedy(overrides: list[str], words: str) -> None:
     with pytest.raises(ConfigError, match=words.replace("[", r"\[").replace("]", r"\]")):
         load_scenario("bloom-176b", overrides)
+
+
+@pytest.mark.parametrize(("peers", "speeds"), [(1, (1.0,)), (2, (0.6, 1.4)), (5, (0.6, 0.8, 1.0, 1.2, 1.4))])
+def test_the_speeds_of_peers_lie_evenly_from_the_slowest_to_the_fastest(peers, speeds):
+    elastic = ScenarioPeers(peers=peers, step_s=1.0, speed_spread=0.4, parameters=1e9, bandwidth_mbit_s=100.0)
+    assert speeds_of(elastic) == pytest.approx(speeds)
