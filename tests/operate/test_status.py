@@ -52,3 +52,19 @@ def test_a_scheduler_that_is_not_set_up_is_no_matter_of_a_run_that_nobody_submit
     assert overview(run).warnings == ()
     (run.path / "submission.json").write_text("{}")
     assert "no configuration source" in " ".join(overview(run).warnings)
+
+
+def test_a_run_that_is_gone_or_was_given_up_says_the_command_that_goes_on_and_why(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert status.run([str(run.path)]) == 1
+    assert f"bloomery launch {run.path} --supervise" in capsys.readouterr().out
+    with Journal(run.operations) as journal:
+        journal.write("attempt_end", incarnation=0, step=7, attempt="a", status=137)
+        said = {"cause": "killed", "summary": "rank 1 was ended by SIGKILL", "remedy": "Find out who did"}
+        journal.write("diagnosis", incarnation=0, step=7, attempt="a", gives_up="3 restarts", **said)
+    run.control("stop").write_text("")
+    assert status.run([str(run.path)]) == 1
+    shown = capsys.readouterr().out
+    assert "killed: rank 1 was ended by SIGKILL; not started again: 3 restarts" in shown
+    assert f"bloomery stop {run.path} --disarm" in shown

@@ -11,7 +11,7 @@ from tests.soak.fault_kinds import PlantedFault, at, errno_at, of_kind
 from bloomery.operate.diagnosis import Cause
 
 NORM = "bloomery.model.layers:RMSNorm.forward"
-LOSS = "bloomery.model.decoder:Decoder.loss"
+LOSS = "bloomery.model.loss:NextTokenLoss.forward"
 REQUESTS = "bloomery.train.trainer:Trainer.apply_requests"
 STEP_PARTS = "bloomery.train.trainer:Trainer.step_parts"
 TENSOR = "bloomery.data_loader.batches:Batches._tensor"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -18,7 +19,6 @@ from bloomery.operate.schedulers.interface import JobState, QueuedJob
 from bloomery.operate.standstill import RankObservation, Standstill, StandstillLimits, judge_progress
 
 _TAIL_BYTES = 1 << 20
-_GOES_ON = "the same command, or `bloomery submit`, goes on from the last checkpoint"
 _FRESH_S = 120.0
 """A plain start (no scheduler) whose heartbeats are older than this is gone, in seconds."""
 
@@ -73,6 +73,7 @@ class RunObservation:
     switch: the armed stop switch and who armed it; "" where it is not armed.
     silent: why the scheduler has not said which jobs there are; "" where it has, or where there is none.
     died: the ranks whose processes were of this machine and are gone without a last word.
+    path: the run directory, as a shell takes it.
     """
 
     jobs: Sequence[QueuedJob] = ()
@@ -83,6 +84,7 @@ class RunObservation:
     switch: str = ""
     silent: str = ""
     died: Sequence[int] = ()
+    path: str = "RUN"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +120,7 @@ def look(
     note = f" ({note_of(armed)})" if armed and note_of(armed) else ""
     ranks = _ranks(rundir, now)
     return RunObservation(
+        path=shlex.quote(str(rundir.path)),
         jobs=tuple(jobs),
         ranks=ranks,
         died=tuple(  # a launcher that started a rank sees its end too, and starts it again
@@ -225,32 +228,52 @@ def _without_job(observation: RunObservation, limits: StandstillLimits) -> RunVe
         why = f"no rank lives, and the scheduler does not say which jobs wait: {observation.silent}"
         return RunVerdict(state=RunStatus.UNKNOWN, why=why)
     if observation.last.get("failed") or observation.attempt.get("gives_up"):
-        why = str(observation.attempt.get("summary") or observation.last.get("reason", ""))
+        why = _failure(observation)
         # A supervisor arms the switch itself after a failure that would repeat.
-        disarm = "; then bloomery stop RUN --disarm" if observation.switch else ""
+        disarm = f"; then bloomery stop {observation.path} --disarm" if observation.switch else ""
         remedy = f"{observation.attempt.get('remedy', '')}{disarm}"
         return RunVerdict(state=RunStatus.FAILED, why=why, remedy=remedy)
     if observation.switch:
         return RunVerdict(
             state=RunStatus.STOPPED,
             why=f"{observation.switch} is armed",
-            remedy="bloomery stop RUN --disarm, then submit",
+            remedy=f"bloomery stop {observation.path} --disarm; then {_goes_on(observation)}",
         )
     if observation.last.get("event") == "end":
         reason = f"saved and stopped: {observation.last.get('reason', '')}; nothing is queued"
-        return RunVerdict(state=RunStatus.STOPPED, why=reason, remedy=_GOES_ON)
+        return RunVerdict(state=RunStatus.STOPPED, why=reason, remedy=_goes_on(observation))
     failed = [job for job in observation.jobs if job.state == JobState.FAILED]
     if failed and not observation.ranks:
         last = max(failed, key=lambda job: job.submitted)
         why = f"job {last.job}: {last.state_text} {last.reason}".strip()
-        return RunVerdict(state=RunStatus.FAILED, why=why, remedy="read the job's log in RUN/logs")
+        return RunVerdict(
+            state=RunStatus.FAILED, why=why, remedy=f"read the job's log in {observation.path}/logs"
+        )
     if not observation.last and not observation.ranks:
         return RunVerdict(state=RunStatus.NEW, why="nothing has trained here", remedy="bloomery submit")
     age = max((rank.beat.time for rank in observation.ranks.values()), default=0.0)
     since = f" since {_clock(age)}" if age else ""
     errors = [rank.beat.error for rank in observation.ranks.values() if rank.beat.error]
     why = errors[0].splitlines()[0] if errors else f"no process{since}, no job, and no `end` in the journal"
-    return RunVerdict(state=RunStatus.FAILED if errors else RunStatus.GONE, why=why, remedy=_GOES_ON)
+    return RunVerdict(
+        state=RunStatus.FAILED if errors else RunStatus.GONE, why=why, remedy=_goes_on(observation)
+    )
+
+
+def _failure(observation: RunObservation) -> str:
+    """Return the cause and the summary of the last diagnosis, and why nothing was started again after it."""
+    attempt = observation.attempt
+    summary = str(attempt.get("summary") or observation.last.get("reason", ""))
+    cause, gave_up = str(attempt.get("cause") or ""), attempt.get("gives_up")
+    words = f"{cause}: {summary}" if cause and cause not in summary else summary
+    return f"{words}; not started again: {gave_up}" if gave_up else words
+
+
+def _goes_on(observation: RunObservation) -> str:
+    path = observation.path
+    return (
+        f"bloomery submit {path}, or bloomery launch {path} --supervise: it goes on from the last checkpoint"
+    )
 
 
 def _ranks(rundir: RunDirectory, now: float) -> dict[int, RankObservation]:

@@ -127,11 +127,7 @@ def _state(run: WatchedRun, limits: WatchLimits) -> Iterator[WatchCondition]:
     state, why = run.verdict.state, run.verdict.why
     for_s = run.now - run.since
     if state.is_bad:
-        helps = {
-            RunStatus.HUNG: "bloomery launch --supervise ends and restarts what hangs by itself",
-            RunStatus.FAILED: f"bloomery report {run.path}; bloomery status {run.path}",
-            RunStatus.GONE: f"bloomery submit {run.path}, or bloomery launch {run.path} --supervise",
-        }.get(state, f"bloomery status {run.path}")
+        helps = f"bloomery status {run.path}"
         line = why or f"the run is {state}"
         yield WatchCondition(kind=str(state), line=line, command=run.verdict.remedy or helps, group=STATE)
     elif state == RunStatus.PENDING and for_s > limits.pending_s:
