@@ -78,13 +78,21 @@ def multiply_each(tensors: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
 
 
 def scaled_matmul(
-    left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, dtype: torch.dtype
+    left: Tensor,
+    right: Tensor,
+    scales: tuple[Tensor, Tensor],
+    dtype: torch.dtype,
+    *,
+    is_fast: bool,
 ) -> Tensor:
-    """Return (left × left_scale) @ (right × right_scale), computed by units for 8 bits.
+    """Return (left × its scale) @ (right × its scale), computed by units for 8 bits.
 
     left: float8 [m, k], by rows. right: float8 [k, n], by columns. k and n: multiples of 16.
+    is_fast: whether Hopper's units add up in their own registers, with about 14 bits, instead of in fp32.
     """
-    return torch._scaled_mm(left, right, scale_a=left_scale, scale_b=right_scale, out_dtype=dtype)
+    return torch._scaled_mm(
+        left, right, scale_a=scales[0], scale_b=scales[1], out_dtype=dtype, use_fast_accum=is_fast
+    )
 
 
 # Collectives that torch.compile keeps within the graph, by the name of their process group. Each returns

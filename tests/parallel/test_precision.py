@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,10 +14,12 @@ from tests.layouts.layouts import GPT, LLAMA
 from tests.layouts.styles import recipe_of
 from tests.layouts.training import Job, batches, build, gathered, train
 
+from bloomery import torch_private
 from bloomery.config.load import LoadedRecipe
 from bloomery.data.position import EVERYTHING
 from bloomery.events.journal import read_journal
 from bloomery.events.run_directory import RunDirectory
+from bloomery.model import layers
 from bloomery.model.layers import FP8_BACKWARD, FP8_FORWARD, Maximum, fp8_linear, narrowed, scaled_product
 from bloomery.parallel.mesh import Mesh
 from bloomery.plan.schedule import phase_at
@@ -176,9 +179,23 @@ def test_the_units_for_8_bits_get_whole_tiles_and_the_product_is_the_same(
     generator = torch.Generator().manual_seed(4)
     left, left_scale = narrowed(torch.randn(n, i, generator=generator), FP8_FORWARD)
     right, right_scale = narrowed(torch.randn(i, o, generator=generator), FP8_BACKWARD)
-    product = scaled_product(left, right, left_scale, right_scale, torch.bfloat16)
+    product = scaled_product(left, right, (left_scale, right_scale), torch.bfloat16)
     exact = left.double() @ right.double() * (left_scale.double() * right_scale.double())
     torch.testing.assert_close(product.double(), exact, rtol=2**-7, atol=1e-3)
+
+
+def test_the_units_add_up_in_fewer_bits_in_the_forward_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    product, fast = torch_private.scaled_matmul, list[bool]()
+
+    def noted(*factors: Any, is_fast: bool) -> torch.Tensor:
+        fast.append(is_fast)
+        return product(*factors, is_fast=is_fast)
+
+    monkeypatch.setattr(layers, "_has_fp8_units", lambda _x: True)
+    monkeypatch.setattr(torch_private, "scaled_matmul", noted)
+    x, weight = (torch.randn(32, 16, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    fp8_linear(x, weight).sum().backward()
+    assert fast == [True, False, False]
 
 
 def test_fp8_learns_beside_bf16() -> None:

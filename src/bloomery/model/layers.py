@@ -254,7 +254,8 @@ class _Fp8Product(torch.autograd.Function):
         narrow_weight, scale_weight = narrowed(weight, FP8_FORWARD, largest[1])
         ctx.save_for_backward(narrow_x, scale_x, narrow_weight, scale_weight)
         ctx.dtype, ctx.maximum = x.dtype, maximum
-        return _fp8_product(narrow_x, narrow_weight.t(), scale_x, scale_weight, x.dtype)  # [n, o]
+        scales = (scale_x, scale_weight)
+        return _fp8_product(narrow_x, narrow_weight.t(), scales, x.dtype, is_fast=True)  # [n, o]
 
     @staticmethod
     @once_differentiable
@@ -264,8 +265,8 @@ class _Fp8Product(torch.autograd.Function):
         if ctx.maximum is not None:
             largest = ctx.maximum(largest)
         narrow, scale = narrowed(gradient, FP8_BACKWARD, largest)
-        by_x = _fp8_product(narrow, weight, scale, scale_weight, ctx.dtype)  # [n, i]
-        by_weight = _fp8_product(narrow.t(), x, scale, scale_x, ctx.dtype)  # [o, i]
+        by_x = _fp8_product(narrow, weight, (scale, scale_weight), ctx.dtype)  # [n, i]
+        by_weight = _fp8_product(narrow.t(), x, (scale, scale_x), ctx.dtype)  # [o, i]
         return by_x, by_weight, None
 
 
@@ -280,23 +281,27 @@ def narrowed(x: Tensor, dtype: torch.dtype, largest: Tensor | None = None) -> tu
 
 
 def _fp8_product(
-    left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, dtype: torch.dtype
+    left: Tensor, right: Tensor, scales: tuple[Tensor, Tensor], dtype: torch.dtype, *, is_fast: bool = False
 ) -> Tensor:
-    """Return [a, b] · [b, c] of 8-bit factors, times both scales, in `dtype`."""
+    """Return [a, b] · [b, c] of 8-bit factors, times both scales, in `dtype`.
+
+    is_fast: whether the units may add up with fewer bits than fp32 has: Transformer Engine's choice for a
+        forward, and not for gradients.
+    """
     if _has_fp8_units(left):
-        return scaled_product(left, right, left_scale, right_scale, dtype)
-    return (left.float() @ right.float() * (left_scale * right_scale)).to(dtype)
+        return scaled_product(left, right, scales, dtype, is_fast=is_fast)
+    return (left.float() @ right.float() * (scales[0] * scales[1])).to(dtype)
 
 
 def scaled_product(
-    left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, dtype: torch.dtype
+    left: Tensor, right: Tensor, scales: tuple[Tensor, Tensor], dtype: torch.dtype, *, is_fast: bool = False
 ) -> Tensor:
     """Return what `_fp8_product` does, computed by the units for 8 bits, which want whole tiles."""
     rows, columns = left.shape[0], right.shape[1]
     left, right = padded(left), padded(right)
     # The units need the left factor by rows and the right one by columns.
     by_columns = right.t().contiguous().t()
-    product = torch_private.scaled_matmul(left.contiguous(), by_columns, left_scale, right_scale, dtype)
+    product = torch_private.scaled_matmul(left.contiguous(), by_columns, scales, dtype, is_fast=is_fast)
     return product[:rows, :columns]
 
 
