@@ -116,10 +116,14 @@ def test_two_processes_of_one_name_are_told_apart(etcd, keys):
             second.join(member("a", incarnation="2"), deadline_s=0.2)
 
 
-def test_a_peer_that_was_killed_and_started_again_takes_its_name_when_its_old_lease_ends(etcd, keys):
+def test_a_peer_that_was_killed_and_started_again_takes_its_name_when_its_old_lease_ends(etcd, keys, caplog):
+    caplog.set_level("INFO")
     etcd.put(keys.member("a"), encode_text(member("a")), lease=etcd.grant(3))
     with joined(etcd, keys, "a", incarnation="2"):
         assert decode(etcd.get(keys.member("a")).value, Member).incarnation == "2"
+    assert [record.message for record in caplog.records if "lease" in record.message] == [
+        "another process is listed as 'a': waiting until its lease runs out"
+    ], "one line, however often it has looked"
 
 
 def test_an_offer_whose_answer_is_lost_is_written_once(etcd, keys, monkeypatch):
