@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
 import time
 from pathlib import Path
 from statistics import fmean
@@ -23,6 +24,7 @@ from bloomery.data.prepare import prepare
 from bloomery.events.journal import read_journal
 from bloomery.events.run_directory import RunDirectory
 from bloomery.plan.parameters import count_parameters
+from bloomery.train import loop
 from bloomery.train.loop import train
 from bloomery.train.settings import StartOptions
 
@@ -30,6 +32,8 @@ PEERS, INNER_STEPS = 4, 50
 TOKENS = int(os.environ.get("BLOOMERY_SOAK_TOKENS", "2_150_400"))
 SEEDS = tuple(int(seed) for seed in os.environ.get("BLOOMERY_SOAK_SEEDS", "1,2,3").split(","))
 PLACE = Path(os.environ.get("SOAK_DILOCO", "runs/soak-diloco"))
+MORE = tuple(os.environ.get("BLOOMERY_SOAK_SETTINGS", "").split())
+"""Settings that replace those of all arms, such as a smaller model's."""
 POINTS = 40
 """Of a curve: each is a mean over as many steps as there are in a part of the run."""
 
@@ -96,6 +100,43 @@ THIN: dict[str, tuple[str, ...]] = {
     ),
 }
 
+SLOW_PEER, TIMES_SLOWER = "d", 10
+ROUNDS: dict[str, tuple[str, ...]] = {
+    "synchronous rounds": (*DILOCO, "elastic.codec=fp32"),
+    "asynchronous rounds": (
+        *DILOCO,
+        "elastic.codec=fp32",
+        f"elastic.quorum={PEERS - 1}",
+        "elastic.overlap_steps=20",  # longer than a step of the slow peer
+        "elastic.mixing=0.5",
+    ),
+}
+
+
+@pytest.mark.slow
+def test_asynchronous_rounds_with_a_slow_peer_lead_to_what_synchronous_ones_lead_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = loop.train_step
+
+    def paced(*arguments: Any) -> Any:
+        begun = time.monotonic()
+        result = real(*arguments)
+        if threading.current_thread().name == SLOW_PEER:
+            time.sleep((TIMES_SLOWER - 1) * (time.monotonic() - begun))
+        return result
+
+    results = {}
+    for arm in ROUNDS:  # the synchronous ones first, whose loss does not depend on anybody's speed
+        results |= {(arm, seed): result_of(arm, seed, tmp_path) for seed in SEEDS}
+        monkeypatch.setattr(loop, "train_step", paced)
+    print({key: (round(one["held_out"], 4), one["steps"]) for key, one in results.items()})
+    finals = {arm: fmean(results[arm, seed]["held_out"] for seed in SEEDS) for arm in ROUNDS}
+    assert finals["asynchronous rounds"] <= 1.01 * finals["synchronous rounds"]
+    for seed in SEEDS:
+        steps = results["asynchronous rounds", seed]["steps"]
+        assert 0 < steps[SLOW_PEER] < max(steps.values()) / 2, "nobody waits for it"
+
 
 @pytest.mark.slow
 def test_sparse_parts_lead_to_what_int8_leads_to(tmp_path: Path) -> None:
@@ -144,12 +185,16 @@ def run_of(arm: str, seed: int, directory: Path) -> dict[str, Any]:
     else:
         meeting = meeting_of(loaded, names)
         meeting.wired, meeting.deadline_s = True, 7200
+        meeting.averages = directory / "averages" if meeting.section.quorum else None
+        (directory / "averages").mkdir(parents=True)
         train_peers(meeting, {name: (loaded, path) for name, path in paths.items()})
     journals = [list(read_journal(RunDirectory(path).journal())) for path in paths.values()]
     held_out = [e["held_out_loss"] for journal in journals for e in journal if e.get("held_out_loss")]
     assert len(held_out) == len(names)
-    # Streaming ends with fragments that were exchanged earlier: the weights are each peer's own.
-    assert loaded.recipe.elastic.fragments > 1 or max(held_out) == min(held_out)
+    # Streaming ends with fragments that were exchanged earlier, and mixing keeps a part: the weights are each
+    # peer's own.
+    elastic = loaded.recipe.elastic
+    assert elastic.fragments > 1 or elastic.mixing < 1.0 or max(held_out) == min(held_out)
     parameters = count_parameters(loaded.recipe.model, vocabulary=1024, sequence_length=128).total
     shutil.rmtree(directory)
     return {
@@ -157,13 +202,17 @@ def run_of(arm: str, seed: int, directory: Path) -> dict[str, Any]:
         "seed": seed,
         "held_out": fmean(held_out),
         "curve": curve(journals),
+        "steps": {
+            name: sum(event["event"] == "step" for event in journal)
+            for name, journal in zip(paths, journals, strict=True)
+        },
         "parameters": parameters,
     }
 
 
 def recipe_of(arm: str, seed: int, directory: Path) -> LoadedRecipe:
     more = (f"run.seed={seed}", f"train.tokens={TOKENS}", f"checkpoint.memory_directory={directory}")
-    return parse_recipe(RECIPE, [*more, *(ARMS | THIN)[arm]], label="soak")
+    return parse_recipe(RECIPE, [*more, *(ARMS | THIN | ROUNDS)[arm], *MORE], label="soak")
 
 
 def with_data(loaded: LoadedRecipe, path: Path) -> Path:
