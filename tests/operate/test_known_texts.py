@@ -84,6 +84,21 @@ def test_ranks_that_torch_aborts_beside_an_exception_hide_it_not() -> None:
     assert verdict_of(aborted).cause == Cause.NETWORK  # nobody is left who failed by itself
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        "Some NCCL operations have failed or timed out. To avoid data inconsistency, we are taking the "
+        "entire process down.\n  what():  NCCL error: remote process exited or there was a network error",
+        "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)",
+    ],
+)
+def test_an_exception_is_the_cause_and_not_what_waiting_ranks_report_of_it(said: str) -> None:
+    waiting = [RankEnd(rank=rank, host="node0", status=ABORT, log=said) for rank in (0, 2, 3)]
+    raised = RankEnd(rank=1, host="node0", status=1, error="ValueError: no", log="ValueError: no")
+    verdict = verdict_of(waiting[0], raised, *waiting[1:])
+    assert (verdict.cause, verdict.culprit.rank, verdict.retries) == (Cause.EXCEPTION, 1, False)
+
+
 @pytest.mark.parametrize("why", ["collective timeout or exception", "ProcessGroupNCCL watchdog hang"])
 def test_ranks_that_torch_aborts_after_a_time_out_name_the_one_that_says_nothing(why: str) -> None:
     ends = [

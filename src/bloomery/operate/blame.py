@@ -34,10 +34,11 @@ _CONSEQUENCES = re.compile(
 )
 _ABORTED_BY_TORCH = re.compile(
     r"watchdog thread terminated with exception|taking the entire process down"
-    r"|Terminating the process after attempting to dump debug info"
+    r"|Terminating the process after attempting to dump debug info|NCCL operations have failed or timed out"
 )
 """What torch prints on a rank that it aborts because of others, or because of a time-out."""
-_DUMPED_AFTER_TIMEOUT = re.compile(
+_MAYBE_TIMEOUT = re.compile(
+    r"operations have failed or timed out|"
     r"due to (?:a )?(?:collective timeout|NCCL timeout|\w+ watchdog hang)|flight recorder dump signal"
 )
 _NETWORK_OF_NCCL = re.compile(
@@ -53,7 +54,9 @@ _DRIVER_HAS_NONE = re.compile(
     r"(?:CUDA|HIP)(?: driver)? error: out of memory|Cuda failure.* 'out of memory'"
     r"|cudaErrorMemoryAllocation|hipErrorOutOfMemory"
 )
-_REPORTS_TIMEOUT = re.compile(r"(?i:Watchdog caught|timed out|watchdog got stuck|timeout at NCCL work)")
+_REPORTS_TIMEOUT = re.compile(
+    r"(?i:Watchdog caught|(?<!failed or )timed out|watchdog got stuck|timeout at NCCL work)"
+)
 _LAST_ENQUEUED = re.compile(r"last enqueued NCCL work: (\d+)")
 _OTHERS_HOLD_IT = re.compile(r"Process \d+ has [\d.]+ [GM]iB memory in use")
 _EXCEPTION = re.compile(
@@ -131,7 +134,8 @@ def _texts(evidence: FailureEvidence) -> Iterator[Diagnosis]:
             line = _line(f"{end.error}\n{end.log}", pattern)
             if line:
                 if cause == Cause.NCCL_TIMEOUT:
-                    yield _nccl_timeout(evidence, end, line)
+                    if not _raised_beside(evidence, end):
+                        yield _nccl_timeout(evidence, end, line)
                     continue
                 culprit = _who(end)
                 culprit = Culprit() if cause == Cause.BAD_RECIPE else culprit
@@ -147,6 +151,13 @@ def _texts(evidence: FailureEvidence) -> Iterator[Diagnosis]:
             if line:
                 host = _host_in(line, evidence) or _host_of_srun(evidence)
                 yield _found(cause, Culprit(host=host), line, line)
+
+
+def _raised_beside(evidence: FailureEvidence, reporter: RankEnd) -> bool:
+    """Return whether another rank raised an exception of its own, for which the reporter waited in vain."""
+    others = [end for end in _failed(evidence) if end.rank != reporter.rank and (end.status or 0) > 0]
+    errors = [end.error or _last_exception(end.log) for end in others]
+    return any(error and not _REPORTS_TIMEOUT.search(error) for error in errors)
 
 
 def _is_full(evidence: FailureEvidence) -> bool:
@@ -207,7 +218,7 @@ def _signals(evidence: FailureEvidence) -> Iterator[Diagnosis]:
             is_full = _is_full(evidence)
             cause = Cause.BUS_ERROR if is_full or evidence.shm_free is None else Cause.CRASH
             yield _found(cause, _who(end), line, line, sure=is_full)
-        if -(end.status or 0) in _CRASHES and not _is_aborted(end):
+        if -(end.status or 0) in _CRASHES and not _is_torchs_abort(end):
             yield _found(Cause.CRASH, _who(end), line, line, sure=False)
         if end.status == -signal.SIGKILL and not end.is_killed_here and evidence.hang is None:
             yield _found(Cause.KILLED, _who(end), line, line)
@@ -264,16 +275,20 @@ def _exceptions(evidence: FailureEvidence) -> Iterator[Diagnosis]:
 def _aborted(evidence: FailureEvidence) -> Iterator[Diagnosis]:
     """Look for ranks that torch has aborted, where no rank failed by itself."""
     for end in evidence.ranks:
-        line = _line(end.log, _DUMPED_AFTER_TIMEOUT.pattern) if _is_aborted(end) else ""
+        line = _line(end.log, _MAYBE_TIMEOUT.pattern) if _is_aborted(end) else ""
         if line:
             yield _nccl_timeout(evidence, end, line)
 
 
 def _is_aborted(end: RankEnd) -> bool:
     """Return whether torch aborted a rank because of others, and not for a time-out that it reports."""
+    return _is_torchs_abort(end) and not _REPORTS_TIMEOUT.search(f"{end.error}\n{end.log}")
+
+
+def _is_torchs_abort(end: RankEnd) -> bool:
     text = f"{end.error}\n{end.log}"
-    is_said = bool(_ABORTED_BY_TORCH.search(text) or _CONSEQUENCES.search(text))
-    return end.status == -signal.SIGABRT and is_said and not _REPORTS_TIMEOUT.search(text)
+    patterns = (_ABORTED_BY_TORCH, _CONSEQUENCES, _REPORTS_TIMEOUT)
+    return end.status == -signal.SIGABRT and any(pattern.search(text) for pattern in patterns)
 
 
 def _network(evidence: FailureEvidence) -> Diagnosis:
@@ -348,7 +363,7 @@ def _culprit_of_nccl(evidence: FailureEvidence, end: RankEnd) -> Culprit:
     texts = {other.rank: f"{other.error}\n{other.log}" for other in evidence.ranks}
     reporters = {rank for rank, text in texts.items() if _REPORTS_TIMEOUT.search(text)}
     # the rank that is waited for prints these, too, once the others have sent their signal through the store
-    reporters = reporters or {rank for rank, text in texts.items() if _DUMPED_AFTER_TIMEOUT.search(text)}
+    reporters = reporters or {rank for rank, text in texts.items() if _MAYBE_TIMEOUT.search(text)}
     absent = [other for other in evidence.ranks if other.rank not in reporters]
     if len(absent) == 1:
         return _who(absent[0])

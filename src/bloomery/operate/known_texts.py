@@ -46,7 +46,8 @@ _STORAGE_AWAY = (
     r"[Tt]ransport endpoint|Stale (?:NFS )?file handle",
 )
 _COLLECTIVE_TIMEOUT = (
-    r"Watchdog caught collective operation timeout|(?<![/\w])NCCL\b[^/]*(?:timed out|timeout)",
+    r"Watchdog caught collective operation timeout",
+    r"(?<![/\w])NCCL\b(?! operations have failed)[^/]*(?:timed out|timeout)",
     r"watchdog got stuck for \d+ seconds|Timed out waiting \d+ms for (?:recv|send) operation",
     r"[Tt]imeout at NCCL work|Heartbeat monitor timed out|(?:timed out in|failed to pass) monitoredBarrier",
 )
