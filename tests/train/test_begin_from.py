@@ -18,6 +18,7 @@ from tests.train.real_ranks import train_on_ranks
 from bloomery.cli import main
 from bloomery.config.begin_from import DescribedWeights
 from bloomery.config.load import LoadedRecipe, parse_recipe
+from bloomery.config.validate import check_recipe
 from bloomery.data.indexed import IndexedDataset
 from bloomery.data.prepare import prepare
 from bloomery.errors import ConfigError
@@ -120,7 +121,11 @@ def text(corpus: Path, tmp_path: Path) -> Path:
 
 
 def begun(text: Path, *overrides: str) -> LoadedRecipe:
-    return parse_recipe(BEGUN, [f"data.sources={text}", *overrides], label="begun", describe=describe_weights)
+    loaded = parse_recipe(
+        BEGUN, [f"data.sources={text}", *overrides], label="begun", describe=describe_weights
+    )
+    check_recipe(loaded.recipe, loaded.sources)  # as `bloomery train` does
+    return loaded
 
 
 def go(loaded: LoadedRecipe, path: Path, say: Callable[[str], None] = lambda line: None) -> float:
@@ -227,6 +232,7 @@ def test_an_imported_run_brings_a_recipe_that_trains_on(
         label="continue",
         describe=describe_weights,
     )
+    check_recipe(loaded.recipe, loaded.sources)
     go(loaded, tmp_path / "run")
     assert loaded.recipe.model.hidden == 32 and loaded.recipe.model.vocabulary == VOCABULARY + 4
 

@@ -41,7 +41,8 @@ class ModelSection:
         "auto",
         kind="fixed",
         minimum=1,
-        help="Number of learned positions; 'auto' is data.sequence_length.",
+        help="Number of learned positions, or of rotary ones that were trained on; 'auto' is "
+        "data.sequence_length.",
     )
     norm: str = setting(
         "rmsnorm", kind="fixed", choices=("rmsnorm", "layernorm"), help="Kind of normalisation."

@@ -178,7 +178,8 @@ def _model_mistakes(model: ModelSection, data: DataSection, optim: OptimSection)
             problem="rescales weights whose products model.qk_norm normalises, so it has no effect",
             remedy="Keep one of the two.",
         )
-    if model.max_positions == "auto":
+    # Published models with rotary positions tell how many they were trained on, and exports tell it again.
+    if model.max_positions == "auto" or model.position == "rotary":
         return
     if model.position != "learned":
         yield Finding(
