@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.checkpoint import store_kills
 from tests.checkpoint.object_store import ObjectStore
 from tests.checkpoint.small_run import Ranks, Run
 
@@ -277,3 +278,8 @@ def test_a_start_learns_of_incarnations_that_others_began(tmp_path: Path, sectio
     on_nodes(tmp_path, section, saving(2), nodes="b")
     assert on_nodes(tmp_path, section, saving(3), nodes="a") == [3]
     assert read_incarnations(RunDirectory(tmp_path / "a")) == {1: None, 2: (1, 1), 3: (2, 2)}
+
+
+def test_kills_at_random_moments_lose_nothing_that_was_sent_and_committed(tmp_path: Path) -> None:
+    soak = store_kills.kill_again_and_again(tmp_path, f"file://{tmp_path}/store", kills=3, seed=3)
+    assert soak.kills == 3
