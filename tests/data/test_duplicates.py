@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from bloomery.cli.data import run
-from bloomery.data import duplicates, ngrams
+from bloomery.data import duplicates, ngrams, overlap
 from bloomery.data.duplicates import Deduplicated, Likeness, deduplicate
 from bloomery.data.indexed import IndexedDataset, IndexedWriter
 from bloomery.data.ngrams import HashSet, documents_in_turn, ngram_hashes
@@ -126,6 +126,39 @@ def test_the_candidates_of_many_equal_documents_are_no_square(tmp_path: Path) ->
     assert (done.documents, done.removed_equal) == (1, 2999) and calls == 2999
 
 
+def test_no_more_keys_are_sorted_at_once_than_memory_has_room_for(
+    texts: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of the documents are equal, as a text that a whole corpus repeats: 16 bytes each have one key."""
+    draw = np.random.default_rng(2)
+    several = [[9, 9, EOD], *texts, *[[9, 9, EOD]] * 100]
+    shuffled = [several[number] for number in draw.permutation(len(several))]
+    written(tmp_path / "pair", shuffled)
+    deduplicate([tmp_path / "pair"], tmp_path / "expected", likeness=Likeness())
+    sorted_at_once, read_at_once = [0], [0]
+    sort, from_file = np.lexsort, np.fromfile
+
+    def sorting(keys: tuple[np.ndarray, ...]) -> np.ndarray:
+        sorted_at_once.append(len(keys[0]))
+        return sort(keys)
+
+    def reading(*given, **named) -> np.ndarray:
+        found = from_file(*given, **named)
+        if found.dtype == duplicates._KEY:
+            read_at_once.append(found.size)
+        return found
+
+    at_once = 40
+    monkeypatch.setattr(duplicates, "_SORTED_AT_ONCE", at_once, raising=False)
+    monkeypatch.setattr(duplicates, "_FILES", 2)
+    monkeypatch.setattr(duplicates, "_FILE_BITS", 1)
+    monkeypatch.setattr(np, "lexsort", sorting)
+    monkeypatch.setattr(np, "fromfile", reading)
+    deduplicate([tmp_path / "pair"], tmp_path / "new", likeness=Likeness())
+    assert read(tmp_path / "new") == read(tmp_path / "expected")
+    assert max(sorted_at_once) <= at_once and max(read_at_once) <= at_once
+
+
 def test_damage_is_refused_and_the_older_output_stays(texts: list[list[int]], tmp_path: Path) -> None:
     written(tmp_path / "pair", texts)
     deduplicate([tmp_path / "pair"], tmp_path / "new", likeness=Likeness())
@@ -179,6 +212,29 @@ def test_equal_documents_of_both_sides_are_told(texts: list[list[int]], tmp_path
     assert found.by_training == {"a": 3, "b": 2}
     pairs = {(each.held_out_document, each.training, each.training_document) for each in found.examples}
     assert pairs == {(0, "a", 7), (2, "a", 35), (3, "a", 35), (2, "b", 5), (3, "b", 5)}
+
+
+def test_documents_that_both_sides_repeat_are_compared_once_and_not_each_with_each(tmp_path: Path) -> None:
+    training = {"a": written(tmp_path / "a", [[3, 4, EOD]] * 50)}
+    held_out = {"h": written(tmp_path / "h", [[3, 4, EOD]] * 40)}
+    compared = documents_read = 0
+
+    def counted(*arguments: np.ndarray) -> bool:
+        nonlocal compared
+        compared += 1
+        return duplicates.are_equal(*arguments)
+
+    def reading(*given) -> np.ndarray:
+        nonlocal documents_read
+        documents_read += 1
+        return ngrams.document_of(*given)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(overlap, "are_equal", counted)
+        patched.setattr(overlap, "document_of", reading)
+        found = overlap_of(training, held_out)
+    assert found.shared == {"h": 40} and compared == 40
+    assert documents_read == 80, "of the training text's 50 the first alone is looked at"
 
 
 def test_the_command_says_what_it_left_out(

@@ -2,8 +2,8 @@
 
 Keys of documents go to files by their value: the hash of all tokens and, for near duplicates, hashes of bands
 of a MinHash signature (Broder 1997; Indyk & Motwani 1998). Documents of equal keys are candidates, and each
-candidate is compared with the earlier one itself: nothing is removed because of a hash. Memory is that of one
-such file.
+candidate is compared with the earlier one itself: nothing is removed because of a hash. Memory is that of
+_SORTED_AT_ONCE keys.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from bloomery.events.records import ProgressCallback, ignore_progress
 _BANDS, _ROWS, _SEED = 16, 8, 1
 _JUST_BELOW_1 = 0.9999  # equal n-grams in another number or order
 _FILES, _FILE_BITS = 512, 9
+_SORTED_AT_ONCE, _DIVISION_BITS = 1 << 22, 6  # 512 files are open meanwhile, and systems allow 1,024
 _KEY = np.dtype([("key", "<u8"), ("document", "<u8")])
 _CANDIDATE = np.dtype([("document", "<u8"), ("earlier", "<u8")])
 _COPIED_AT_ONCE, _TOKENS_AT_ONCE = 1 << 13, 1 << 22
@@ -211,20 +212,74 @@ def _write_candidates(scratch: Path, count: int, *, progress: ProgressCallback) 
     with ExitStack() as stack, refusals_named(scratch):
         files = [stack.enter_context((scratch / f"pairs-{n:03}").open("wb")) for n in range(_FILES)]
         for number in range(_FILES):
-            path = scratch / f"keys-{number:03}"
-            records = np.fromfile(path, dtype=_KEY)
-            path.unlink()
-            records = records[np.lexsort((records["document"], records["key"]))]
-            is_new = np.ones(records.size, dtype=bool)
-            is_new[1:] = records["key"][1:] != records["key"][:-1]
-            first = np.maximum.accumulate(np.where(is_new, np.arange(records.size), 0))
-            later = np.flatnonzero(~is_new)
-            for earlier in (first[later], later - 1):
-                pairs = np.empty(later.size, dtype=_CANDIDATE)
-                pairs["document"], pairs["earlier"] = records["document"][later], records["document"][earlier]
-                pairs = pairs[pairs["document"] != pairs["earlier"]]
+            for pairs in _candidates_in(scratch / f"keys-{number:03}", bits=_FILE_BITS):
                 _spread(files, pairs, (pairs["document"] * _FILES // max(count, 1)).astype(np.int64))
             progress("sorting", number + 1, _FILES, "files")
+
+
+def _candidates_in(path: Path, *, bits: int) -> Iterator[npt.NDArray[Any]]:
+    """Yield the candidates of a file of keys, and remove it.
+
+    A file that is too large to be sorted in memory is divided by the keys' next bits; one of a single key, as
+    that of a text that half of the corpus repeats, is read in order. bits: how many all keys have in common.
+    """
+    size = path.stat().st_size // _KEY.itemsize
+    if size <= _SORTED_AT_ONCE:
+        records = np.fromfile(path, dtype=_KEY)
+        path.unlink()
+        yield from _candidates_among(records[np.lexsort((records["document"], records["key"]))])
+    elif len({int(key) for block in _blocks_of(path, size) for key in _ends(block["key"])}) == 1:
+        yield from _candidates_of_one_key(_blocks_of(path, size))
+        path.unlink()
+    else:
+        taken = min(_DIVISION_BITS, 64 - bits)
+        parts = [path.with_name(f"{path.name}-{n:03}") for n in range(1 << taken)]
+        with ExitStack() as stack:
+            files = [stack.enter_context(part.open("wb")) for part in parts]
+            for block in _blocks_of(path, size):
+                which = (block["key"] << np.uint64(bits)) >> np.uint64(64 - taken)
+                _spread(files, block, which.astype(np.int64))
+        path.unlink()
+        for part in parts:
+            yield from _candidates_in(part, bits=bits + taken)
+
+
+def _ends(keys: npt.NDArray[np.uint64]) -> tuple[np.uint64, np.uint64]:
+    return keys.min(), keys.max()
+
+
+def _blocks_of(path: Path, size: int) -> Iterator[npt.NDArray[Any]]:
+    with path.open("rb") as file:
+        for start in range(0, size, _SORTED_AT_ONCE):
+            yield np.fromfile(file, dtype=_KEY, count=min(_SORTED_AT_ONCE, size - start))
+
+
+def _candidates_among(records: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
+    """Yield the candidates among records that are sorted by key, then by document."""
+    is_new = np.ones(records.size, dtype=bool)
+    is_new[1:] = records["key"][1:] != records["key"][:-1]
+    first = np.maximum.accumulate(np.where(is_new, np.arange(records.size), 0))
+    later = np.flatnonzero(~is_new)
+    for earlier in (first[later], later - 1):
+        yield _pairs(records["document"][later], records["document"][earlier])
+
+
+def _candidates_of_one_key(blocks: Iterator[npt.NDArray[Any]]) -> Iterator[npt.NDArray[Any]]:
+    """Yield the candidates among records of one key, which come in the order of their documents."""
+    first = before = None
+    for block in blocks:
+        documents = np.unique(block["document"])
+        first = documents[0] if first is None else first
+        previous = np.concatenate([[documents[0] if before is None else before], documents[:-1]])
+        for earlier in (np.full(documents.size, first), previous):
+            yield _pairs(documents, earlier)
+        before = documents[-1]
+
+
+def _pairs(documents: npt.NDArray[np.uint64], earlier: npt.NDArray[np.uint64]) -> npt.NDArray[Any]:
+    pairs = np.empty(documents.size, dtype=_CANDIDATE)
+    pairs["document"], pairs["earlier"] = documents, earlier
+    return pairs[pairs["document"] > pairs["earlier"]]
 
 
 def _duplicates(

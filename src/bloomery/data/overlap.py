@@ -59,12 +59,15 @@ def overlap_of(
     examples: list[SharedDocument] = []
     for name, dataset in training.items():
         in_this = np.zeros(keys.size, dtype=bool)
+        all_found = set[int]()  # where the held-out documents of a key begin: equal ones may be millions
         for some in documents_in_turn(dataset):
             found = equal_keys(some)
             low, high = np.searchsorted(keys, found, "left"), np.searchsorted(keys, found, "right")
             for inside in np.flatnonzero((low < high) & (some.lengths > 0)).tolist():
-                number = some.first + inside
-                for place in range(int(low[inside]), int(high[inside])):
+                number, key_begins = some.first + inside, int(low[inside])
+                if key_begins in all_found:
+                    continue
+                for place in range(key_begins, int(high[inside])):
                     held = names[sources[place]]
                     ours = document_of(held_out[held], int(numbers[place]))
                     if in_this[place] or not are_equal(document_of(dataset, number), ours):
@@ -79,6 +82,8 @@ def overlap_of(
                             tokens=int(ours.size),
                         )
                         examples.append(shared)
+                if in_this[key_begins : high[inside]].all():
+                    all_found.add(key_begins)
             progress(f"reading {name}", some.first + some.lengths.size, dataset.document_count, "documents")
         by_training[name] = int(in_this.sum())
         is_shared |= in_this
