@@ -41,6 +41,8 @@ def lost(rank: int) -> RankEnd:
         ("fsspec.exceptions.FSTimeoutError", Cause.STORAGE),
         ("ServiceUnavailable: 503 GET https://storage.example/b/x: Service Unavailable", Cause.STORAGE),
         ("HfHubHTTPError: 504 Server Error: Gateway Time-out for url: https://hub/api", Cause.NETWORK),
+        ("RuntimeError: ncclInternalError: Internal check failed.", Cause.NETWORK),
+        ("RuntimeError: DataLoader worker (pid(s) 17081, 17084) exited unexpectedly", Cause.CRASH),
         ("ValueError: the timeout of a connection must be positive", Cause.EXCEPTION),
         ("KeyError: 'model.layers.503.weight'", Cause.EXCEPTION),
         ("RuntimeError: CUDA is unavailable, and device 0 was asked for", Cause.EXCEPTION),

@@ -20,6 +20,7 @@ _PYTHON_KILLED = re.compile(r"Killed process \d+ \((?:python|pt_)")
 """A process that a rank may have started: torch's data workers call themselves pt_data_worker."""
 _CHILD_KILLED = re.compile(
     r"status (?:-9|137)\b|\bsignal 9\b|SIGKILL|was killed|exit ?code:? (?:-9|137)\b|terminated abruptly"
+    r"|exited unexpectedly"
 )
 _LINK_DOWN = re.compile(
     r"mlx5_core \S+ \S+: Link down|(?:ib|hsn|roce)\w*: (?:link is down|carrier lost)", re.I
@@ -43,6 +44,7 @@ _MAYBE_TIMEOUT = re.compile(
 )
 _NETWORK_OF_NCCL = re.compile(
     r"NET/IB\s?: .*(?:Got completion .*(?:status=|error )\d+|Got async event)|ibv_\w+ failed"
+    r"|mlx\d: \S+: got completion with error"
 )
 _GPU_MEMORY = re.compile(
     r"(?i:\b(?:CUDA|HIP|ROCm|XPU|MPS|NPU|GPU|Triton|device|NCCL|RCCL)\b[^/]*out of memory)"
@@ -250,13 +252,15 @@ def _hang(evidence: FailureEvidence) -> Iterator[Diagnosis]:
 
 
 def _killed_children(evidence: FailureEvidence) -> Iterator[Diagnosis]:
-    """Look for ranks that say that a process of theirs was killed, where the kernel killed for memory."""
+    """Look for ranks that say that a process of theirs died without a word of its own."""
     for end in _failed(evidence):
         line = _line(f"{end.error}\n{end.log}", _CHILD_KILLED.pattern)
         for kernel_line in evidence.kernel.get(end.host, ()) if line else ():
             if _KILLED.search(kernel_line):
                 summary = "the kernel killed a process of the rank for want of memory"
                 yield _found(Cause.OOM_KILLER, _who(end), summary, f"{end.host}: {kernel_line}", sure=False)
+        if line:
+            yield _found(Cause.CRASH, _who(end), line, f"log of rank {end.rank}: {line}", sure=False)
 
 
 def _exceptions(evidence: FailureEvidence) -> Iterator[Diagnosis]:

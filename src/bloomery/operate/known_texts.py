@@ -55,7 +55,7 @@ _CONNECTIONS = (
     r"client socket has (?:timed out|failed)|name resolution|Name or service not known|No route to host",
     r"Network is (?:unreachable|down)|Connection (?:refused|timed out|aborted)|Host is unreachable",
     r"Errno (?:100|101|110|111|113)\]",
-    r"ncclSystemError|Software caused connection abort|Proxy Call to rank \d+ failed",
+    r"nccl(?:System|Internal)Error|Software caused connection abort|Proxy Call to rank \d+ failed",
 )
 KNOWN_TEXTS: tuple[tuple[Cause, str], ...] = (
     (Cause.RUN_BUSY, r"^RunBusy: |is being \w[\w ]* by process \S+ on \S+ since "),
