@@ -2,6 +2,7 @@
 
 import socket
 import threading
+from contextlib import closing
 
 import pytest
 
@@ -16,6 +17,7 @@ from bloomery.coordination.etcd import (
 )
 from bloomery.coordination.etcd_process import free_ports, start_single
 from bloomery.coordination.etcd_watch import HistoryLost, Item, WatchEvent
+from bloomery.coordination.gateway import EtcdRefused, Gateway
 from bloomery.errors import CoordinatorAway, CoordinatorError
 
 
@@ -214,3 +216,17 @@ def test_nothing_is_forgotten_by_a_killed_etcd_that_comes_back(tmp_path, keys):
             assert client.keep_alive(lease)
         finally:
             again.stop()
+
+
+@pytest.mark.parametrize("reason", ["etcdserver: invalid auth token", "the server is stopping"])
+def test_a_stream_that_ends_for_want_of_a_token_is_opened_anew_however_often(reason):
+    with closing(Gateway(["http://127.0.0.1:1"])) as gateway:
+        for _ in range(3):
+            gateway.stream_refused(reason)
+
+
+def test_a_stream_that_is_denied_a_second_time_shortly_after_is_refused():
+    with closing(Gateway(["http://127.0.0.1:1"])) as gateway:
+        gateway.stream_refused("etcdserver: permission denied")
+        with pytest.raises(EtcdRefused):
+            gateway.stream_refused("etcdserver: permission denied")

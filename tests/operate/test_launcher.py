@@ -81,6 +81,7 @@ def test_a_gpu_that_a_task_has_alone_has_the_number_0():
 def test_nothing_is_set_without_a_launcher_and_by_a_launcher_that_set_it_all():
     assert variables({}) == variables(TORCHRUN) == variables(STEP | TORCHRUN) == {}
     assert variables(STEP | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}) == {}
+    assert variables({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1"}) == {}
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ def profiled(tmp_path: Path, *, completed: int, steps: range) -> tuple[Path, lis
         run.step = step
         profiler.tell(run.report(2.0), CarryOn(judged_step=step))
     profiler.close()
+    assert not torch.autograd._profiler_enabled()
     return tmp_path / "profiles", said
 
 
