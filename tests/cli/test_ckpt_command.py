@@ -11,8 +11,9 @@ from bloomery.checkpoint.format.catalogue import remote_copies
 from bloomery.checkpoint.format.state import whole
 from bloomery.checkpoint.remote.transfer import download_checkpoint
 from bloomery.checkpoint.save.direct import save_checkpoint
-from bloomery.cli import ckpt_copy
+from bloomery.cli import ckpt_copy, ckpt_list
 from bloomery.cli.ckpt import run
+from bloomery.cli.tables import table_text
 from bloomery.errors import CheckpointError, RunBusy
 from bloomery.events.incarnation import begin
 from bloomery.events.run_directory import RunDirectory
@@ -45,8 +46,17 @@ def test_the_list_shows_the_runs_checkpoints_in_a_narrow_table(rundir: RunDirect
     lines = capsys.readouterr().out.splitlines()
     assert set(lines.pop(1)) == {"─"}
     assert [line.split()[0] for line in lines] == ["step", "10", "15"]
-    assert "10,000,000" in lines[1] and lines[1].endswith("complete")
+    assert "10,000,000" in lines[1] and "  complete" in lines[1]
     assert max(map(len, lines)) <= 100
+
+
+def test_figures_in_the_list_are_whole_whatever_a_checkpoint_is_kept_for():
+    row = {"step": 20, "incarnation": 1, "time": 0.0, "bytes": 450_100, "tokens": 10_240, "loss": 5.5402}
+    row |= {"held_out_loss": 5.5408, "abandoned": False, "state": "complete", "backup_what": "weights"}
+    row |= {"kept": ["last 3", "tenth 10", "for a rewind", "newest intact", "best"]}
+    cells = ckpt_list._cells(row)
+    shown = table_text([ckpt_list._COLUMNS, cells], wrap=False).splitlines()[-1]
+    assert len(shown) <= 100 and all(cell in shown for cell in cells[:-1])
 
 
 def test_the_list_can_show_what_was_abandoned_and_check_everything(rundir: RunDirectory, capsys):

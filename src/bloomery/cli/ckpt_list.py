@@ -42,8 +42,8 @@ from bloomery.events.run_directory import RunDirectory
 from bloomery.objects import storage_failure
 from bloomery.objects.cut_uploads import CutUploads
 
-_COLUMNS = ("step", "inc", "saved", "size", "tokens", "loss", "held-out", "backup", "kept", "state")
-_KEPT_WIDTH, _STATE_WIDTH = 26, 22
+_COLUMNS = ("step", "inc", "saved", "size", "tokens", "loss", "held-out", "backup", "state", "kept")
+_KEPT_WIDTH, _STATE_WIDTH = 26, 15
 _EXCESS = 1.2
 
 
@@ -71,8 +71,8 @@ def show_list(arguments: list[str]) -> int:
         for row in rows:
             print(json.dumps(row, ensure_ascii=False))
     elif rows:
-        kept, state = len(_COLUMNS) - 2, len(_COLUMNS) - 1
-        print(table_text([_COLUMNS, *(_cells(row) for row in rows)], left=(kept, state), wrap=False))
+        state, kept = len(_COLUMNS) - 2, len(_COLUMNS) - 1
+        print(table_text([_COLUMNS, *(_cells(row) for row in rows)], left=(state, kept), wrap=False))
         for row in rows:
             if row["excess"] is not None and row["excess"] > _EXCESS:
                 print(
@@ -301,8 +301,8 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
         f"{loss:.3f}" if isinstance(loss, float) else "-",
         f"{held_out:.3f}" if isinstance(held_out, float) else "-",
         {None: "-", "all": "yes"}.get(row["backup_what"], "weights"),
-        _shortened(kept, _KEPT_WIDTH),
         _shortened(row["state"], _STATE_WIDTH),
+        _shortened(kept, _KEPT_WIDTH),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import socket
+import sys
 from argparse import ArgumentTypeError, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -62,6 +63,9 @@ def run(arguments: list[str]) -> int:
     scheme = "https" if options.tls_cert else "http"
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
+    for run in options.runs:
+        if not Path(run).is_dir():
+            print(f"note: {run} is not there yet; the page shows it once it is", file=sys.stderr)
     print(f"{scheme}://{shown}:{port}/ shows {', '.join(options.runs)}; Ctrl-C ends it", flush=True)
     if secret:
         print(f"the token for actions: {secret}", flush=True)
