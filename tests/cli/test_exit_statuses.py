@@ -1,4 +1,4 @@
-"""Every command and every part of one ends with 2 where it was written wrongly, and 1 where something failed."""
+"""Each command and each of its parts ends with 2 where it is written wrongly, 1 where something fails."""
 
 from __future__ import annotations
 
