@@ -387,3 +387,22 @@ class Counted:
                     assert not without(merged(kept), merged(shares.shares[peer])), "what was kept is gone"
                 self.kept = {}
         self.read = len(self.run.store.log)
+
+
+def test_only_the_peer_whose_turn_it_is_puts_the_commit_together(monkeypatch):
+    run = world()
+    run.settle(1)
+    offers_of(run)
+    run.peers["a"].act()
+    for peer in run.peers.values():
+        peer.look()
+        peer.reduce()
+    for peer in run.peers.values():
+        peer.look()
+    assert isinstance(run.peers["a"].decide(), Conclude)
+    monkeypatch.setattr(
+        "bloomery.coordination.decide.lease_samples", lambda *_, **more: pytest.fail("leased")
+    )
+    for name in "bc":
+        decision = run.peers[name].decide()
+        assert isinstance(decision, Wait) and decision.why == "another peer proposes"

@@ -290,6 +290,9 @@ def _conclude(
     tried, standing = snapshot.tried, snapshot.standing
     assert tried is not None, "_follow was called with it"
     attempt = tried.attempt
+    turn = _until_turn(snapshot, dict.fromkeys(attempt.members), me, settings, now)
+    if turn is not None:  # only one of the members puts the commit together, and hundreds read it
+        return turn
     readies = [snapshot.readies[peer].ready for peer in attempt.members]
     if standing is None:
         return Wait(why="what was given out in this round is not known yet")
@@ -311,12 +314,10 @@ def _conclude(
         save=any(ready.wants_save for ready in readies),
         why=DONE if position.consumed >= settings.total_samples else "",
     )
-    members = {peer: snapshot.members[peer] for peer in commit.members}
     going_on = {peer: snapshot.members[peer] for peer in sorted(kept)}
     shares = lease_samples(position, going_on, commit.round + 1, settings, kept=kept)
     revisions = dict(zip(attempt.members, tried.offers, strict=True))
-    decision = Conclude(commit=commit, shares=shares, offers=revisions)
-    return _until_turn(snapshot, members, me, settings, now) or decision
+    return Conclude(commit=commit, shares=shares, offers=revisions)
 
 
 def _rewind(
