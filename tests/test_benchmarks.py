@@ -196,6 +196,7 @@ def test_the_benchmarks_of_loading_and_backing_up_print_their_measurements(tmp_p
     [
         ("elastic_codec", ["--elements", "100000", "--rounds", "1", "--without-torch"]),
         ("elastic_control", ["--rounds", "2", "--kills", "1"]),
+        ("elastic_sparse", ["--rounds", "1", "--steps", "1", "--seeds", "1"]),
         ("elastic_ring", ["--elements", "100000", "--rounds", "1", "--without-gloo"]),
         (
             "elastic_ring",
