@@ -58,7 +58,7 @@ window.bloomery = bloomery;
       bar.style.width = (100 * stage.most_bytes / most).toFixed(1) + "%";
       return [stage.stage, stage.ranks, bloomery.number(stage.mean_bytes) + "B", bloomery.number(stage.most_bytes) + "B", stage.fullest, bar];
     });
-    const table = bloomery.table([["stage"], ["ranks"], ["mean"], ["most"], ["of rank"], ["", true]], rows, "Memory by pipeline stage");
+    const table = bloomery.table([["stage"], ["ranks"], ["mean"], ["most"], ["of rank"], ["of the fullest", true]], rows, "Memory by pipeline stage");
     table.querySelectorAll(".bar").forEach((bar) => bar.parentElement.classList.add("barcell"));
     return table;
   };

@@ -41,7 +41,7 @@ window.bloomery = bloomery;
     const card = el("article", { class: "card " + run.health, "aria-label": run.name });
     const swatch = el("span", { class: "swatch" });
     swatch.style.background = colour;
-    card.append(el("h3", {}, swatch, run.name));
+    card.append(el("h2", {}, swatch, run.name));
     card.append(el("p", {}, el("span", { class: "health" }, words[run.health] || run.health), ": " + run.state + (run.why ? " (" + run.why + ")" : "")));
     for (const problem of run.problems) card.append(el("p", { class: "problem" }, problem));
     if (run.step !== null) {
@@ -77,20 +77,20 @@ window.bloomery = bloomery;
       return [kind, bloomery.duration(seconds), percent(told.shares[kind]), bar, told.meanings[kind] || ""];
     });
     const figures = "Effective time " + percent(told.effective_time) + ", ETTR " + percent(told.ettr) + ", goodput of tokens " + percent(told.token_goodput) + " of " + bloomery.duration(told.elapsed_s) + " (first rank).";
-    const table = bloomery.table([["class", true], ["time"], ["share"], ["", true], ["what it is", true]], rows);
+    const table = bloomery.table([["class", true], ["time"], ["share"], ["of all", true], ["what it is", true]], rows);
     table.querySelectorAll(".bar").forEach((bar) => bar.parentElement.classList.add("barcell"));
     const parts = [el("p", {}, figures), table];
     if (told.plan) parts.splice(1, 0, bloomery.planTable(told.plan));
     const causes = Object.entries(told.causes);
     if (causes.length) parts.push(bloomery.table([["cause", true], ["incidents"], ["time"], ["steps lost"]],
       causes.map(([cause, cost]) => [cause, cost.incidents, bloomery.duration(cost.seconds), cost.steps_lost.toLocaleString("en")])));
-    const wrapped = el("div", { class: "scroll", tabindex: "0", role: "region", "aria-labelledby": "goodput-title" }, ...parts);
+    const wrapped = el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Table of time" }, ...parts);
     return [wrapped];
   };
 
   bloomery.planTable = function (plan) {
     const percent = (share) => (100 * share).toFixed(1) + "%", days = (value) => (value === null ? "–" : value.toFixed(2));
-    return bloomery.table([["", true], ["plan"], ["so far"]], [
+    return bloomery.table([["figure", true], ["plan"], ["so far"]], [
       ["tokens a second", bloomery.number(plan.planned_tokens_per_s), bloomery.number(plan.tokens_per_s)],
       ["share of the time that trains", percent(plan.planned_goodput), percent(plan.goodput)],
       ["days, at this pace", days(plan.planned_days), days(plan.days)]], "The plan beside the run");
