@@ -28,9 +28,10 @@ KEPT = ("event", "time", "incarnation", "step")
 
 
 def read_fields() -> list[str]:
-    """Return the name of every field that the dashboard's code asks an event for."""
-    package = resources.files("bloomery.operate.dashboard")
-    code = "".join(part.read_text() for part in package.iterdir() if part.name.endswith(".py"))
+    """Return the name of every field that the code of the page and of the ledger asks an event for."""
+    packages = (resources.files(f"bloomery.operate.{name}") for name in ("dashboard", "ledger"))
+    parts = (part for package in packages for part in package.iterdir() if part.name.endswith(".py"))
+    code = "".join(part.read_text() for part in parts)
     return sorted(set(re.findall(r"""(?:\.get\(|\[)["'](\w+)["']""", code)) - set(KEPT))
 
 

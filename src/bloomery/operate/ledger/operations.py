@@ -83,9 +83,9 @@ def read_marks(operations: Sequence[Event], *, was_finished: bool) -> OperationM
     was_finished: whether the run has recorded that its samples are done; an attempt with status 0 that did
         not finish the run was stopped.
     """
-    diagnoses = {event.get("attempt"): event for event in operations if event["event"] == "diagnosis"}
+    diagnoses = {str(event.get("attempt")): event for event in operations if event["event"] == "diagnosis"}
     last_end = max((place for place, event in enumerate(operations) if _is_end(event)), default=-1)
-    ended = {event.get("attempt") for event in operations if _is_end(event)}
+    ended = {str(event.get("attempt")) for event in operations if _is_end(event)}
     marks = []
     for place, event in enumerate(operations):
         time = time_of(event)
@@ -93,7 +93,7 @@ def read_marks(operations: Sequence[Event], *, was_finished: bool) -> OperationM
             continue
         if event["event"] == "attempt":
             marks.append(Mark(time=time, before=None, after=TimeClass.STARTING))
-            if event.get("attempt") not in ended:
+            if str(event.get("attempt")) not in ended:
                 marks.append(Mark(time=time + _LONGEST_START_S, before=None, after=TimeClass.DOWN))
         elif _is_end(event):
             is_last = place == last_end
@@ -131,7 +131,7 @@ def _end_mark(time: float, end: Event, diagnoses: Mapping[Any, Event], *, is_fin
     if end.get("status") in AGREED:
         after = TimeClass.FINISHED if is_finish and end.get("status") == 0 else TimeClass.STOPPED
         return Mark(time=time, before=TimeClass.ENDING, after=after)
-    diagnosis = diagnoses.get(end.get("attempt"), {})
+    diagnosis = diagnoses.get(str(end.get("attempt")), {})
     before = TimeClass.HANG if diagnosis.get("cause") == Cause.HANG else TimeClass.FAILURE
     is_retried = bool(diagnosis) and not diagnosis.get("gives_up")
     return Mark(time=time, before=before, after=TimeClass.RESTART if is_retried else TimeClass.DOWN)

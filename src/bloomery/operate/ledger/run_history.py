@@ -214,20 +214,20 @@ def _take_refused_save(reading: _Reading, event: Event, time: float) -> None:
 
 
 def _failures(operations: Sequence[Event]) -> list[Incident]:
-    ends = {event.get("attempt"): event for event in operations if event["event"] == "attempt_end"}
+    ends = {str(event.get("attempt")): event for event in operations if event["event"] == "attempt_end"}
     incidents = []
     for event in operations:
-        time = time_of(ends.get(event.get("attempt"), event)) or time_of(event)
+        time = time_of(ends.get(str(event.get("attempt")), event)) or time_of(event)
         if event["event"] != "diagnosis" or time is None:
             continue
-        gives_up = event.get("gives_up")
+        gives_up, evidence = event.get("gives_up"), event.get("evidence")
         incidents.append(
             Incident(
                 time=time,
                 cause=str(event.get("cause", "unknown")),
                 culprit=_culprit(event.get("culprit")),
                 summary=str(event.get("summary", "")),
-                evidence=tuple(str(line) for line in event.get("evidence") or ()),
+                evidence=tuple(map(str, evidence)) if isinstance(evidence, list) else (),
                 action=f"not started again: {gives_up}" if gives_up else "started again by the supervisor",
                 remedy=str(event.get("remedy", "")),
                 sure=bool(event.get("sure")),
