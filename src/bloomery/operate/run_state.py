@@ -101,17 +101,24 @@ class RunVerdict:
 
 
 def look(
-    rundir: RunDirectory, jobs: Sequence[QueuedJob], *, switches: Sequence[Path] = (), silent: str = ""
+    rundir: RunDirectory,
+    jobs: Sequence[QueuedJob],
+    *,
+    switches: Sequence[Path] = (),
+    silent: str = "",
+    last: Mapping[str, Any] | None = None,
 ) -> RunObservation:
     """Return what a run shows now.
 
     switches: further directories of switches than the run's own.
     silent: why the scheduler has not said which jobs there are; "" where it has.
+    last: the newest `start` or `end` of the journal, for who follows it; None has it looked for.
     """
     now = time.time()
-    last: dict[str, Any] = {}
-    for event in read_tail(rundir.journal(), most_bytes=_TAIL_BYTES, named=("start", "end")):
-        last = event
+    if last is None:
+        last = {}
+        for event in read_tail(rundir.journal(), most_bytes=_TAIL_BYTES, named=("start", "end")):
+            last = event
     attempt: dict[str, Any] = {}
     names = ("attempt", "attempt_end", "diagnosis")
     for event in read_tail(rundir.operations, most_bytes=_TAIL_BYTES, named=names):

@@ -85,6 +85,11 @@ def test_a_page_follows_a_run_and_acts_for_the_token_alone(browser: Browser, tmp
         expect(page.locator("#range")).to_contain_text("from 98")
         expect(page.locator("#chart-loss")).to_contain_text("to 41.5")
 
+        page.get_by_role("button", name=re.compile("show guard at step 101")).focus()
+        run.event("guard", guard="spike", action="watch", reason="told while the list is walked")
+        expect(page.locator("#event-list")).to_contain_text("while the list is walked")
+        assert page.evaluate("document.activeElement.ariaLabel").startswith("show guard at step 101")
+
         page.locator("#action-token").fill("wrong")
         page.locator("#action-form button").click()
         expect(page.locator("#action-told")).to_contain_text("nothing was done")

@@ -26,6 +26,7 @@ from bloomery.operate.dashboard.run_events import Event, ShownEvent, finite, sho
 from bloomery.operate.dashboard.step_columns import StepColumns, StepLine
 
 _MOST_EVENTS, _MOST_ROUNDS, _MOST_SAVES = 3000, 2000, 2000
+_LONG = ("recipe", "spent")
 _STUCK_POLLS = 3
 """A last line without an end counts as torn once so many polls saw it unchanged."""
 
@@ -36,13 +37,15 @@ class JournalNews:
 
     saves: the newest event of each checkpoint, by its name.
     rounds: the events of a peer's rounds.
-    start: the newest start; {} where there was none. versions: those that wrote the journal.
+    start: the newest start; {} where there was none. last: the newest start or end, or {}.
+    versions: those that wrote the journal.
     """
 
     events: deque[ShownEvent] = field(default_factory=lambda: deque(maxlen=_MOST_EVENTS))
     rounds: deque[Event] = field(default_factory=lambda: deque(maxlen=_MOST_ROUNDS))
     saves: dict[str, Event] = field(default_factory=dict)
     start: Event = field(default_factory=dict)
+    last: Event = field(default_factory=dict)
     versions: set[str] = field(default_factory=set)
     failed_save: str = ""
     number: int = 0
@@ -221,6 +224,8 @@ class RunReader:
         except (ValueError, TypeError, KeyError):
             self.news.unread_lines += bool(line.strip())
             return
+        if name in ("start", "end"):
+            self.news.last = {key: value for key, value in event.items() if key not in _LONG}
         if name == "checkpoint":
             self.news.saves[str(event.get("path"))] = event
             while len(self.news.saves) > _MOST_SAVES:
@@ -231,7 +236,7 @@ class RunReader:
         elif name == "evaluation":
             self._take_evaluation(event)
         elif name == "start":
-            self.news.start = {key: value for key, value in event.items() if key not in ("recipe", "spent")}
+            self.news.start = self.news.last
             self._note_version(event)
         if "round" in event:
             self.news.rounds.append(event)

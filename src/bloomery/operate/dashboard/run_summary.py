@@ -130,7 +130,8 @@ class RunSummarizer:
         if recipe is not None and was_submitted(rundir):
             self._ask_scheduler(recipe)
         elsewhere = [Path(recipe.control.directory)] if recipe and recipe.control.directory else []
-        return judge_state(look(rundir, self._jobs, switches=elsewhere), limits=_LIMITS)
+        last = None if self._reader.is_behind else self._reader.news.last
+        return judge_state(look(rundir, self._jobs, switches=elsewhere, last=last), limits=_LIMITS)
 
     def _ask_scheduler(self, recipe: Recipe) -> None:
         if time.monotonic() - self._asked < _JOBS_EVERY_S:

@@ -22,7 +22,7 @@ from bloomery.operate.ledger.figures import PlannedRun
 
 INTERVAL_S = 2.0
 """How often a viewer gets something new, in seconds."""
-_TABLES_EVERY_S, _RANKS_EVERY_S, _GOODPUT_EVERY_S = 10.0, 5.0, 20.0
+_TABLES_EVERY_S, _RANKS_EVERY_S, _GOODPUT_EVERY_S = 10.0, 5.0, 60.0
 _MOST_RANKS_LOOKED_AT = 64
 _MOST_ANSWERS, _MOST_ANSWER_BYTES = 32, 8 << 20
 

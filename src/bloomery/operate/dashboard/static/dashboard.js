@@ -205,13 +205,16 @@
   function drawEvents(events) {
     const only = byId("only-trouble").checked;
     const shown = events.filter((event) => !only || event.level !== "info").slice(-300).reverse();
-    const place = byId("event-list").parentElement.scrollTop;
+    const drawn = JSON.stringify([page.focused, page.axis, shown.map((event) => [event.number, event.at[page.axis]])]);
+    if (drawn === page.drawnEvents) return; // whoever reads the list, or walks it by the keyboard, is not disturbed
+    page.drawnEvents = drawn;
+    const place = byId("event-list").parentElement.scrollTop, held = document.activeElement.dataset.event;
     bloomery.fill(byId("event-list"), ...shown.map((event) => {
       const line = el("li", { class: "event-" + event.level }, el("span", { class: "soft" }, bloomery.when(event.time)),
         el("span", { class: "kind" }, event.kind), event.step === null ? "" : "step " + event.step + ": ", event.text);
       const at = event.at[page.axis];
       if (at !== undefined) {
-        const button = el("button", { type: "button", "aria-label": "show " + event.kind + " at step " + event.step + " on the curves" }, "show");
+        const button = el("button", { type: "button", "data-event": event.number, "aria-label": "show " + event.kind + " at step " + event.step + " on the curves" }, "show");
         button.addEventListener("click", () => {
           const width = Math.max((page.whole[1] - page.whole[0]) / 20, 1e-9);
           page.zoom(at - width / 2, at + width / 2);
@@ -223,6 +226,8 @@
     }));
     if (!shown.length) bloomery.fill(byId("event-list"), el("li", { class: "soft" }, "Nothing yet."));
     byId("event-list").parentElement.scrollTop = place;
+    const again = held === undefined ? null : byId("event-list").querySelector('[data-event="' + Number(held) + '"]');
+    if (again) again.focus({ preventScroll: true });
   }
 
   async function refresh() {
