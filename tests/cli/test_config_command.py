@@ -113,3 +113,16 @@ def test_an_unknown_part_suggests_the_nearest(capsys):
     status, _, err = run(capsys, "shwo")
     assert status == 2
     assert "bloomery config show" in err
+
+
+def test_a_machine_that_nobody_knows_is_a_warning(capsys):
+    assert main(["config", "check", "demo", "run.hardware=h101"]) == 0
+    said = capsys.readouterr()
+    assert "run.hardware = 'h101': there is no such file, nor a shipped one" in said.out + said.err
+
+
+def test_a_list_of_tables_is_told_by_its_key_and_line_alone(capsys):
+    no_weight = "data.datasets=[{name='a', path='x', weight=0}]"
+    assert main(["config", "check", "demo", "data.sources=[]", "data.tokenizer=t.json", no_weight]) == 2
+    said = capsys.readouterr().err
+    assert "data.datasets  (command line): their weights sum to 0" in said

@@ -69,8 +69,7 @@ def convert(annotation: Any, known: Setting, value: Any, *, key: str) -> Any:
         return annotation(**convert_table(annotation, value, key))
     for alternative in alternatives(annotation):
         if alternative is float and type(value) in (int, float):
-            number = float(value) if abs(value) <= _LARGEST or type(value) is float else math.inf
-            return float(_bounded(number, known, value, key))
+            return float(_bounded(_as_float(value), known, value, key))
         if alternative is int and type(value) is int:
             return _bounded(value, known, value, key)
         if alternative is str and type(value) is str:
@@ -133,6 +132,13 @@ def _array(annotation: Any, known: Setting, value: Any, key: str) -> tuple[Any, 
 
 _LARGEST = 10**15
 """No count of a run is larger, and its products with other counts fit 64 bits."""
+
+
+def _as_float(value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
 
 
 def _bounded(number: float, known: Setting, value: object, key: str) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 
 from bloomery.config.recipe import Recipe
 from bloomery.errors import ConfigError, Mistake
@@ -32,7 +32,7 @@ def refuse(recipe: Recipe, sources: Mapping[str, str], findings: Sequence[Findin
         [
             Mistake(
                 key=finding.key,
-                value=_without_password(setting_value(recipe, finding.key)),
+                value=_shown_value(setting_value(recipe, finding.key)),
                 source=sources.get(finding.key, "default"),
                 problem=finding.problem,
                 remedy=finding.remedy,
@@ -49,8 +49,10 @@ def setting_value(recipe: Recipe, key: str) -> object:
     return value
 
 
-def _without_password(value: object) -> object:
-    """Return the value without the user name and password of a URL, for messages."""
+def _shown_value(value: object) -> object:
+    """Return the value without the user name and password of a URL, and None for a list of tables."""
+    if isinstance(value, tuple) and any(is_dataclass(entry) for entry in value):
+        return None  # its key and line tell where it is
     return _LOGIN.sub("://***@", value) if isinstance(value, str) else value
 
 

@@ -22,6 +22,14 @@ def warnings_of(loaded: LoadedRecipe, *, accelerators: int | None = None) -> tup
         return alone
     try:
         hardware = load_hardware(recipe.run.hardware)
+    except ConfigError as unknown:
+        (mistake, *_) = unknown.mistakes
+        return (
+            *alone,
+            f"run.hardware = {recipe.run.hardware!r}: {mistake.problem}, so no plan is made for it. "
+            f"{mistake.remedy}",
+        )
+    try:
         return make_plan(Request(loaded=loaded, hardware=hardware, accelerators=accelerators)).warnings
     except ConfigError:
         return alone
