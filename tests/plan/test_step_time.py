@@ -15,7 +15,7 @@ from bloomery.config.model import ModelSection
 from bloomery.plan.block_cost import Workload, muon_s
 from bloomery.plan.hardware import Accelerator, Hardware, Network, Node, Operation, Storage
 from bloomery.plan.layout import Layout
-from bloomery.plan.memory import Training, eager_activation_bytes, rank_parameters, stage_memory
+from bloomery.plan.memory import StageMemory, Training, eager_activation_bytes, rank_parameters, stage_memory
 from bloomery.plan.parameters import ModelParameters, count_parameters, ffn_width
 from bloomery.plan.step_time import StepTime, data_parallel_bytes, stages_for, step_time, step_traffic
 
@@ -308,6 +308,24 @@ def test_weights_rounded_block_by_block_cost_passes_over_the_masters_and_save_al
     ]
     passes = 2 * 4 * (4 + 2) * rank_parameters(PARAMETERS, stages[0], kept) / MEMORY
     assert steps[1].update_s - steps[0].update_s == pytest.approx(passes)
+
+
+def test_a_compiled_backward_holds_the_gradients_of_all_that_was_compiled_at_once() -> None:
+    def buffers(layout: Layout, *, fused: bool, tokens: int) -> StageMemory:
+        work = replace(of(layout), micro_batch=1, sequence_length=tokens, vocabulary=64)
+        training = Training(micro_batches=4, recompute="none", optimizer="adamw", loss_chunk=256, fused=fused)
+        return stage_memory(work, parameters, stages_for(work, parameters), 0, training)
+
+    parameters = count_parameters(MODEL, vocabulary=64, sequence_length=LENGTH)
+    largest = 4 * HIDDEN**2
+    alone, several = Layout(), Layout(data=8)
+    for layout in (alone, several):
+        assert buffers(layout, fused=False, tokens=8).buffers == 2 * largest
+    few = buffers(alone, fused=True, tokens=8)
+    assert few.buffers == pytest.approx(2 * parameters.total - few.activations - few.logits)
+    assert few.buffers > 2 * largest
+    assert buffers(alone, fused=True, tokens=2**20).buffers == 2 * largest  # activations took more before
+    assert buffers(several, fused=True, tokens=8).buffers == 2 * parameters.block.total
 
 
 @pytest.mark.parametrize(("activation", "matrices"), [("gelu", 2), ("swiglu", 3)])

@@ -72,9 +72,12 @@ def stage_memory(
     sharded = parameters_held / layout.shards
     width = 4 if work.precision == "fp32" else 2
     state = _optimizer_bytes(parameters, stage, training.optimizer)
-    buffers = _buffers(work, parameters, stage, width)
     activations, logits = _activations(work, stage, index, training), _logits(work, training)
     logits = logits if stage.has_head else 0.0
+    freed = activations / in_flight(work, index, training) + logits
+    buffers = _messages(work) + width * _gradients_at_once(
+        work, parameters, stage, fused=training.fused, freed=freed / width
+    )
     if work.model.embedding_init == "bigram":
         # Bigrams are counted before the first step, and their memory is used again afterwards.
         later = parameters_held * 4 + activations + logits + buffers
@@ -218,20 +221,34 @@ def _logits(work: Workload, training: Training) -> float:
     return rows * columns * (2 * work.value_bytes + 3 * 4) + 2 * columns * work.model.hidden * 4 + hidden
 
 
-def _buffers(work: Workload, parameters: ModelParameters, stage: StageParameters, width: int) -> float:
-    """Return the bytes of the largest parameter's gradient before it is added, and of messages between
-    ranks.
+def _gradients_at_once(
+    work: Workload, parameters: ModelParameters, stage: StageParameters, *, fused: bool, freed: float
+) -> float:
+    """Return how many elements of gradients exist before they are added to the fp32 ones, beyond the peak.
+
+    An eager backward gives them one by one, so that the largest counts. A compiled one gives all of its
+    region at its end: those of a block, or of the whole model where it is compiled as one (no tensor and data
+    parallelism, `parallel.working = "kept"`). By then the activations and logits of a micro-batch are gone.
+    freed: so many elements would fit in their place.
     """
-    t, model = work.layout.tensor, work.model
+    layout, model = work.layout, work.model
     gates = 2 if model.activation == "swiglu" else 1
     attention = (query_width(model) + 2 * kv_heads(model) * head_size(model)) * model.hidden
-    largest = max(gates * ffn_width(model) * model.hidden, attention) / t
+    largest = max(gates * ffn_width(model) * model.hidden, attention) / layout.tensor
     if stage.has_embedding or (stage.has_head and not model.tied):
-        largest = max(largest, parameters.embedding / t)
-    stream = work.tokens * model.hidden * work.value_bytes
-    messages = 4 * stream if work.layout.pipeline > 1 else 0
-    exchange = 2 * stream if t > 1 else 0
-    return largest * width + messages + exchange
+        largest = max(largest, parameters.embedding / layout.tensor)
+    if not fused:
+        return largest
+    if layout.tensor == layout.data == 1 and not layout.rounds_by_block:
+        return max(largest, rank_parameters(parameters, stage, work) - freed)
+    return max(largest, min(stage.blocks, 1) * parameters.block.total / layout.tensor)
+
+
+def _messages(work: Workload) -> float:
+    """Return the bytes of messages between ranks."""
+    stream = work.tokens * work.model.hidden * work.value_bytes
+    between_stages = 4 * stream if work.layout.pipeline > 1 else 0
+    return between_stages + (2 * stream if work.layout.tensor > 1 else 0)
 
 
 def _optimizer_bytes(parameters: ModelParameters, stage: StageParameters, optimizer: str) -> float:
