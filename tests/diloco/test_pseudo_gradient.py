@@ -279,6 +279,7 @@ def test_a_late_peer_follows_a_missed_round_and_keeps_its_own_steps(fragments: i
         within.adopt()
         assert late.prepare_missed(round, whole) == digest
         late.rebase()
+        assert late.average() is None
         assert late.digest() == within.digest() and torch.equal(late.base, within.base)
         moved = late._vector.weights - late.base  # type: ignore[attr-defined]  — likewise
         torch.testing.assert_close(moved, own, rtol=0, atol=1e-5)

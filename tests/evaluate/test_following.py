@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from bloomery.cli import evaluate_tasks
 from bloomery.cli.evaluate_tasks import _has_ended, _print
 from bloomery.events.journal import Journal
 from bloomery.events.run_directory import RunDirectory
@@ -29,6 +30,19 @@ def test_a_job_that_was_stopped_is_not_the_end_of_the_run(
         for name, fields in events:
             journal.write(name, incarnation=1, step=0, **fields)
     assert _has_ended(rundir) is ended
+
+
+def test_a_checkpoint_that_was_scored_once_is_printed_and_the_command_succeeds(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = {
+        "step": 8,
+        "checkpoint": "step-000008.i001",
+        "scores": [{"task": "words", "samples": 3, "acc": 0.5}],
+    }
+    monkeypatch.setattr(evaluate_tasks, "_score", lambda options, path: record)
+    assert evaluate_tasks.score_once(Namespace(json=False, path=Path("run"))) == 0
+    assert "step-000008.i001" in capsys.readouterr().out
 
 
 def test_a_table_of_scores_has_the_metrics_without_their_standard_errors(capsys: pytest.CaptureFixture[str]):

@@ -169,3 +169,19 @@ def test_a_disk_that_refuses_for_a_moment_ends_no_launcher(tmp_path: Path) -> No
 
     group._repeat(look, 0.0)
     assert (len(looks), group._error) == (2, None)
+
+
+@pytest.mark.parametrize(("asked", "status", "ends_with"), [(15, 1, 143), (15, 0, 0), (0, 0, 0)])
+def test_a_job_that_was_asked_to_end_ends_with_the_status_of_its_ranks_or_of_the_signal(
+    tmp_path: Path, asked: int, status: int, ends_with: int
+) -> None:
+    run = RunDirectory(tmp_path).create()
+    (board,) = boards(tmp_path / "board", "n1")
+    size = GroupSize(nodes=1, needed=1, ranks=1)
+    group = GroupSupervisor(run, board, job="x", size=size, say=print)
+    decided: list[Decision] = []
+    group._asked, group._decide = asked, decided.append  # type: ignore[method-assign]  — collects them
+    decision = Decision(number=3, hosts=("n1",), ranks=1)
+    group._conclude(decision, {"n1": ShareResult(host="n1", status=status, ends=())}, None)
+    (end,) = decided
+    assert (end.number, end.hosts, end.status, end.why) == (4, (), ends_with, "")
