@@ -9,13 +9,18 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from random import Random
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from bloomery.errors import TrainingFailed
+from bloomery.events.run_directory import RunDirectory
+from bloomery.operate.drill import faults
 from bloomery.operate.drill.allocation import drill_nodes
 from bloomery.operate.drill.connections import cut_connections
-from bloomery.operate.drill.faults import DrillFault, strike
+from bloomery.operate.drill.faults import DrillFault, flip_newest, strike
 
 CONNECTED = """
 import os, socket, sys
@@ -25,6 +30,26 @@ print(listener.getsockname()[1], flush=True)
 for end in ends: print("ended", end.recv(1), flush=True)
 sys.stdin.read()
 """
+
+
+def test_a_bit_of_the_newest_checkpoint_flips_in_the_second_half_of_its_largest_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rundir = RunDirectory(tmp_path).create()
+    listed = [SimpleNamespace(step=step, name=f"step-{step}") for step in (2, 3, 1)]
+    for checkpoint in listed:
+        (rundir.checkpoints / checkpoint.name).mkdir()
+        for name, size in (("a", 50), ("b", 1000), ("c", 70)):
+            (rundir.checkpoints / checkpoint.name / f"{name}.safetensors").write_bytes(bytes(size))
+    monkeypatch.setattr(faults, "checkpoints", lambda rundir: listed)
+    for seed in range(20):
+        path = flip_newest(rundir, Random(seed))
+        assert path == rundir.checkpoints / "step-3" / "b.safetensors"
+        (place,) = np.flatnonzero(np.frombuffer(path.read_bytes(), np.uint8)).tolist()
+        assert place >= 500 and path.read_bytes()[place].bit_count() == 1
+        path.write_bytes(bytes(1000))
+    monkeypatch.setattr(faults, "checkpoints", lambda rundir: [])
+    assert flip_newest(rundir, Random(0)) is None
 
 
 @contextmanager
