@@ -147,3 +147,14 @@ def test_a_service_of_credentials_that_times_out_is_asked_again(
     failures.append("PUT http://169.254.169.254/latest/api/token: no route to host")
     with pytest.raises(AccessDenied):
         Objects(f"file://{tmp_path}", patience_s=60).stat("one")
+
+
+def test_a_store_that_does_not_answer_is_told_once_while_it_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(objects.time, "sleep", lambda seconds: None)
+    retry = objects._Retry(60.0)
+    for told in (0, 0, 1, 1, 1):
+        retry.pause_or_raise(StoreUnreachable("http://h/one: connection refused"))
+        assert len(caplog.records) == told
+    assert caplog.records[0].message == "http://h/one: connection refused; it is tried again for 60 s"

@@ -11,6 +11,7 @@ goes on where it broke off, until no byte has arrived for `patience_s`.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import random
 import time
@@ -44,12 +45,15 @@ if TYPE_CHECKING:
     from obstore import GetOptions
     from obstore.store import ClientConfig, ObjectStore, RetryConfig
 
+log = logging.getLogger(__name__)
+
 PATIENCE_S = 120.0
 _SILENCE_S, _CONNECT_S = 60.0, 20.0
 _SENDING_S = 900.0
 """For sending one part (5 MB, twelve at once): obstore does not report how far it has come."""
 _WHOLE_S = 7 * 86_400.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 20.0
+_TOLD_AT = 3  # failures in a row, after about two seconds
 _PIECE_BYTES = 64 << 10
 """Bytes of a piece are lost when the connection breaks within it; larger pieces were no faster."""
 Result = TypeVar("Result")
@@ -277,6 +281,8 @@ class _Retry:
             raise error
         pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**self._failures) * random.uniform(0.5, 1.0)
         self._failures += 1
+        if self._failures == _TOLD_AT:
+            log.warning("%s; it is tried again for %.0f s", error, self._patience_s)
         time.sleep(max(0.0, min(pause_s, self._deadline - time.monotonic())))
 
 
