@@ -85,6 +85,7 @@ def test_a_page_follows_a_run_and_acts_for_the_token_alone(browser: Browser, tmp
         expect(page.locator("#range")).to_contain_text("from 98")
         expect(page.locator("#chart-loss")).to_contain_text("to 41.5")
 
+        expect(page.locator("#goodput-table")).to_contain_text("Effective time")
         page.get_by_role("button", name=re.compile("show guard at step 101")).focus()
         run.event("guard", guard="spike", action="watch", reason="told while the list is walked")
         expect(page.locator("#event-list")).to_contain_text("while the list is walked")

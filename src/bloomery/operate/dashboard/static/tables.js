@@ -84,8 +84,7 @@ window.bloomery = bloomery;
     const causes = Object.entries(told.causes);
     if (causes.length) parts.push(bloomery.table([["cause", true], ["incidents"], ["time"], ["steps lost"]],
       causes.map(([cause, cost]) => [cause, cost.incidents, bloomery.duration(cost.seconds), cost.steps_lost.toLocaleString("en")])));
-    const wrapped = el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Table of time" }, ...parts);
-    return [wrapped];
+    return parts;
   };
 
   bloomery.planTable = function (plan) {
