@@ -72,9 +72,10 @@ def served(
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert process.stdout is not None
     try:
-        first = process.stdout.readline()
-        found = re.match(r"(https?://\S+)", first)
-        assert found, first + process.stdout.read()
+        told: list[str] = []
+        while not (found := re.match(r"(https?://\S+)", told[-1] if told else "")):
+            told.append(process.stdout.readline())
+            assert told[-1].startswith(("note: ", "http")), told
         token = process.stdout.readline().rpartition(" ")[2].strip() if "--actions" in options else ""
         yield Served(found[1], token, process, trusted)
         process.send_signal(signal.SIGTERM)
