@@ -102,6 +102,14 @@ def test_losses_a_percent_above_those_before_a_resume_fail_the_run_loudly():
     assert not [one for one in after(0.003) if isinstance(one, Stop)]
 
 
+def test_losses_above_those_before_a_resume_by_less_than_their_noise_stop_nothing():
+    guards = guards_of()
+    judged(guards, [report(s, loss) for s, loss in enumerate(noisy(300, spread=0.2), 1)])
+    more = [1.02 * loss for loss in noisy(60, spread=0.2, seed=1)]
+    verdicts = judged(resumed(guards), [report(s, loss) for s, loss in enumerate(more, 301)])
+    assert not [verdict for verdict in verdicts if isinstance(verdict, Stop)]
+
+
 def test_a_resume_at_other_samples_fails_the_run_at_its_first_step():
     guards = guards_of()
     judged(guards, calm(100))

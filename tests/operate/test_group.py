@@ -18,6 +18,7 @@ from bloomery.operate.failure_evidence import RankEnd
 from bloomery.operate.group_supervisor import GroupSize, GroupSupervisor
 from bloomery.operate.job_board import JobBoard, LauncherCard, seats
 from bloomery.operate.node_facts import GpuFacts, NodeFacts
+from bloomery.operate.stacks import RankStack
 from bloomery.operate.standstill import read_beats
 from bloomery.operate.start_check import StartCheck
 from bloomery.operate.supervise import JobReactions
@@ -185,3 +186,24 @@ def test_a_job_that_was_asked_to_end_ends_with_the_status_of_its_ranks_or_of_the
     group._conclude(decision, {"n1": ShareResult(host="n1", status=status, ends=())}, None)
     (end,) = decided
     assert (end.number, end.hosts, end.status, end.why) == (4, (), ends_with, "")
+
+
+def test_stacks_of_a_host_that_lives_are_waited_for_and_those_of_a_dead_one_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDirectory(tmp_path).create()
+    board, _ = boards(tmp_path / "board", "n1", "n2")
+    group = GroupSupervisor(run, board, job="x", size=GroupSize(nodes=2, needed=2, ranks=1), say=print)
+    looks: list[str] = []
+
+    def get(name: str) -> dict | None:
+        looks.append(name)
+        came = name == "stacks-3-n2" and looks.count(name) == 2
+        return {"stacks": [RankStack(rank=1).to_json()]} if came else None
+
+    monkeypatch.setattr(group, "_follow", lambda: None)
+    monkeypatch.setattr(board, "get", get)
+    monkeypatch.setattr(board, "is_alive", lambda host: host == "n2")
+    monkeypatch.setattr("bloomery.operate.group_supervisor._STACKS_S", 60.0)
+    assert group._all_stacks(Decision(number=3, hosts=("n1", "n2"), ranks=1)) == {1: RankStack(rank=1)}
+    assert looks == ["stacks-3-n1", "stacks-3-n2", "stacks-3-n2"]

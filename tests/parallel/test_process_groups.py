@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from bloomery.config.load import load_recipe
+from bloomery.errors import TrainingFailed
 from bloomery.parallel import mesh as mesh_module
 from bloomery.parallel.mesh import mesh_of
 from bloomery.plan.ranks import Degrees, degrees_of
@@ -51,3 +52,17 @@ def test_a_rank_outside_of_all_groups_of_a_split_has_no_group(splits: list[list[
     assert middle.embedding.group is None and middle.embedding.ranks == (1,)
     last = mesh_of(degrees, rank=3, device=torch.device("cuda"))
     assert last.embedding.group is not None and last.embedding.ranks == (0, 3)
+
+
+def test_a_rank_has_a_gpu_of_its_own_or_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    for local in (0, 1):
+        monkeypatch.setenv("LOCAL_RANK", str(local))
+        assert mesh_module._device() == torch.device("cuda", local)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(TrainingFailed, match="Rank 2 of this machine has no GPU"):
+        mesh_module._device()
+    assert chosen == [0, 1]
