@@ -3,6 +3,7 @@
 import itertools
 import random
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -91,3 +92,10 @@ def test_the_search_for_the_order_of_many_members_is_bounded(count, monkeypatch)
     assert 0 < len(looked_at) * count**2 <= 3 * 25_000_000
     asked = len(looked_at)
     assert ring(names, rates=rates) == (order, dropped) and len(looked_at) == asked  # remembered
+
+
+@pytest.mark.parametrize(("size", "starts"), [(32, 13), (33, 3), (64, 3), (65, 1)])
+def test_the_search_begins_from_fewer_orders_the_more_members_there_are(size, starts):
+    rates = np.random.default_rng(size).random((size, size), np.float32)
+    orders = list(ring_order._starts(rates))
+    assert len(orders) == starts and all(sorted(order) == list(range(size)) for order in orders)
