@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from contract import Measurement, measurement, report
@@ -157,6 +158,46 @@ def _tokenize(prefix: Path) -> None:
     shutil.rmtree(place)
 
 
+def _dedup_sorts(prefix: Path) -> None:
+    """What `data dedup` holds of one of its 512 files of keys: 17 keys a document, all different."""
+    keys = IndexedDataset(prefix).document_count * 17 // 512
+    _dedup_candidates(
+        prefix, lambda start, stop: np.random.default_rng(start).integers(2**63, size=stop - start), keys
+    )
+
+
+def _dedup_of_one_key(prefix: Path) -> None:
+    """What it holds of such a file where all documents of the corpus are equal."""
+    _dedup_candidates(
+        prefix, lambda start, stop: np.full(stop - start, 7), IndexedDataset(prefix).document_count
+    )
+
+
+def _dedup_candidates(
+    prefix: Path, keys_of: Callable[[int, int], np.ndarray[Any, Any]], keys: int, *, at_once: int = 1 << 22
+) -> None:
+    from bloomery.data import duplicates
+
+    path = prefix.with_name("keys")
+    with path.open("wb") as file:
+        for start in range(0, keys, at_once):
+            stop = min(start + at_once, keys)
+            records = np.empty(stop - start, dtype=duplicates._KEY)
+            records["key"], records["document"] = keys_of(start, stop), np.arange(start, stop)
+            file.write(records.tobytes())
+    for pairs in duplicates._candidates_in(path, bits=0):
+        assert (pairs["earlier"] < pairs["document"]).all()
+
+
+def _audit(prefix: Path) -> None:
+    """What `data audit` holds while it looks for n-grams, by default in 10⁹ tokens of the corpus."""
+    from bloomery.data.audit_text import Ngrams, audit_text
+
+    dataset = IndexedDataset(prefix)
+    other = Ngrams.of_texts(iter([np.arange(10_000_000) % 60_000]), 13)
+    audit_text({"many": dataset}, {"other": other}, size=13, at_most_tokens=100_000_000)
+
+
 COMMANDS: dict[str, Callable[[Path], None]] = {
     "verify": _verify,
     "merge": _merge,
@@ -166,6 +207,9 @@ COMMANDS: dict[str, Callable[[Path], None]] = {
     "packs of documents": _packs,
     "packs of documents, again": _packs,
     "tokenize, joining": _tokenize,
+    "dedup, a file of keys": _dedup_sorts,
+    "dedup, one key for all": _dedup_of_one_key,
+    "audit, n-grams": _audit,
 }
 
 
