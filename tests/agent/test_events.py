@@ -60,7 +60,7 @@ def test_looks_at_a_run_in_which_much_happens_take_a_part_of_a_core_alone(monkey
     view, paused, woken = ViewOfManyWriters(50), list[float](), list[int]()
     view.news = news = News(view, wake=lambda: woken.append(view.version), failed=pytest.fail)
     monkeypatch.setattr(news._ended, "wait", paused.append)
-    news.looked(0.02, members=64)
+    news.looked(0.02)
     news._bring(0)
     assert len(woken) == 50
     assert paused == [pytest.approx(0.06)] * 50  # a look of 20 ms, then 60 ms without one

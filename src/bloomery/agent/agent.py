@@ -135,8 +135,7 @@ class Agent:
             while not self._is_over():
                 now, began_s = time.monotonic(), time.thread_time()
                 until_s = self._step(self._newest(), now)
-                spent_s = time.thread_time() - began_s
-                self._news.looked(spent_s, members=len(self._snapshot.members))
+                self._news.looked(time.thread_time() - began_s)
                 self._take_events(until_s)
         finally:
             self._close()

@@ -14,18 +14,7 @@ _PAUSES = 3.0
 Hundreds of members write thousands of keys a round, and a look costs in proportion to the members. So the
 looks of a round cost in proportion to the members too, and not to their square.
 """
-_BURST_S, _BURST_AT_MOST_S = 1.5e-4, 0.02
-"""It lasts also this time for each member, up to so much: all of them write at nearly the same moment, and
-most of what an agent spends on a change is the look that it causes. No round waits longer for it."""
 _WAIT_S = 60.0
-
-
-def pause_s(look_s: float, *, members: int) -> float:
-    """Return how long the run is not looked at after a look, seconds.
-
-    look_s: the processor time of that look. members: how many are listed.
-    """
-    return max(_PAUSES * look_s, min(_BURST_S * members, _BURST_AT_MOST_S))
 
 
 class News:
@@ -40,16 +29,16 @@ class News:
     ) -> None:
         self._view, self._wake, self._failed = view, wake, failed
         self._ended = threading.Event()
-        self._pause_s = 0.0
+        self._look_s = 0.0
 
     def start(self, version: int) -> None:
         """Begin to follow the view. version: of the snapshot that was looked at last."""
         bring = reporting_errors(lambda: self._bring(version), name="news", on_error=self._failed)
         threading.Thread(target=bring, name="news", daemon=True).start()
 
-    def looked(self, seconds: float, *, members: int) -> None:
-        """Note how much processor time the last look at the run took, and how many members it saw."""
-        self._pause_s = pause_s(seconds, members=members)
+    def looked(self, seconds: float) -> None:
+        """Note how much processor time the last look at the run took."""
+        self._look_s = seconds
 
     def close(self) -> None:
         """Follow the view no longer."""
@@ -61,4 +50,4 @@ class News:
             if newest > version:
                 version = newest
                 self._wake()
-                self._ended.wait(self._pause_s)
+                self._ended.wait(_PAUSES * self._look_s)
