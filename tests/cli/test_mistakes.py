@@ -85,6 +85,8 @@ TRAIN = [
     (("demo", "data.sources=empty"), "holds no text file"),
     (("demo", "data.sources=half"), "A .bin/.idx pair is tokens already"),
     (("demo", "data.sources=[]"), "data.sources"),
+    (("demo", "data.sources=text,bad.toml"), "Several sources are a list: data.sources="),
+    (("demo", 'data.sources=["text" "half"]'), "Several sources are a list with commas"),
     (("demo", TEXT, "data.tokenizer=nofile.json"), "Cannot read the tokenizer nofile.json"),
     (("demo", TEXT, "data.tokenizer=gpt2"), "A name on Hugging Face is written hf:gpt2"),
     (("demo", TEXT, "data.held_out_datasets=[{name='h', path='no/pair'}]"), "Cannot read no/pair.idx"),

@@ -116,7 +116,9 @@ def find_files(sources: Sequence[str]) -> FoundFiles:
             of_source = [file for file in named if _is_text(file.path, by_name)]
             ignored += [file.path for file in named if not _is_text(file.path, by_name)]
         if not of_source:
-            raise DataError(f"The source {source!r} holds no text file.", remedy=_what_would_do(ignored))
+            raise DataError(
+                f"The source {source!r} holds no text file.", remedy=_what_would_do(source, ignored)
+            )
         files += sorted(of_source, key=lambda file: file.key)
     if not files:
         raise DataError(
@@ -171,7 +173,9 @@ def _state_files(directory: Path) -> set[str]:
         ) from wrong
 
 
-def _what_would_do(ignored: Sequence[Path]) -> str:
+def _what_would_do(source: str, ignored: Sequence[Path]) -> str:
+    if source.startswith("["):
+        return 'Several sources are a list with commas: data.sources=\'["a.txt", "b.txt"]\'.'
     if any(path.name.endswith(_TOKENISED) for path in ignored):
         return (
             "A .bin/.idx pair is tokens already: name it in data.datasets, or join pairs with `data merge`."
@@ -199,7 +203,9 @@ def _files_below(source: str) -> list[SourceFile]:
             )
         raise DataError(
             f"The source {source!r} does not exist (looked for {path.absolute()}).",
-            remedy="Check data.sources; relative paths start where the command is run.",
+            remedy='Several sources are a list: data.sources=\'["a.txt", "b.txt"]\'.'
+            if "," in source
+            else "Check data.sources; relative paths start where the command is run.",
         )
     return [SourceFile(key=path.relative_to(root).as_posix(), path=path) for path in paths if path.is_file()]
 
