@@ -113,13 +113,15 @@ def _cost_of_watching(slices: list[Slice], times: np.ndarray) -> list[Measuremen
         )
         drawn = np.median(chance.choice(ratios, (4000, len(ratios))), axis=1)
         low, high = 100 * np.expm1(np.quantile(drawn, (0.025, 0.975)))
+        is_decided = high - low < 1.0
         measured.append(
             measurement(
                 f"{name}, watched",
                 100 * float(np.expm1(np.median(ratios))),
                 unit="% more",
-                reference=f"median of {len(ratios)} pairs of slices; 95% of it: {low:+.2f} to {high:+.2f}%",
-                bar="<= 0.5",
+                reference=f"median of {len(ratios)} pairs of slices; 95% of it: {low:+.2f} to {high:+.2f}%"
+                + ("" if is_decided else ": too wide to decide"),
+                bar="<= 0.5" if is_decided else None,
             )
         )
     return measured
