@@ -11,7 +11,6 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 
 import pytest
@@ -64,7 +63,8 @@ def test_a_wheel_runs_the_demo_without_a_compiler(wheel: Path, tmp_path: Path) -
         run(*install, "-c", ROOT / "constraints.txt", wheel, cwd=tmp_path, PATH="")
     else:  # the dependencies of this environment, without the bloomery in it: that is there by a .pth file
         packages = run(python, "-c", "import site; print(site.getsitepackages()[0])", cwd=tmp_path).strip()
-        Path(packages, "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+        places = [place for place in sys.path if Path(place).name in ("site-packages", "dist-packages")]
+        Path(packages, "dependencies.pth").write_text("\n".join(places) + "\n")
         run(*install, "--no-deps", "--ignore-installed", wheel, cwd=tmp_path, PATH="")
     alone = {"PATH": str(binaries), "OMP_NUM_THREADS": "1"}
     assert run(binaries / "bloomery", "--version", cwd=tmp_path, **alone).endswith("(0123456789ab)\n")
