@@ -1,4 +1,4 @@
-"""The Python API that `import bloomery` offers: open models, read journals, train, use the order of samples.
+"""The Python API of `import bloomery`: load recipes and models, read journals, train, iterate over samples.
 
 Everything slow is imported when it is used. docs/reference/api.md has examples of all of it, which are tests.
 """

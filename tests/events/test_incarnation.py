@@ -9,7 +9,7 @@ from tests.disk_calls import recorded
 
 from bloomery import durable
 from bloomery.errors import CheckpointError, StorageError
-from bloomery.events.incarnation import adopt, begin, current, identity, read_incarnations, visible
+from bloomery.events.incarnation import begin, current, identity, merge_records, read_incarnations, visible
 from bloomery.events.run_directory import RunDirectory
 
 
@@ -127,14 +127,14 @@ def test_the_incarnations_of_a_copy_are_adopted_all_or_not_at_all(tmp_path: Path
     with monkeypatch.context() as patch:
         patch.setattr(durable, "write_new", dies)
         with pytest.raises(KeyboardInterrupt):
-            adopt(other, records)
+            merge_records(other, records)
     assert read_incarnations(other) == {} and identity(other) == ""
     for _ in range(2):
-        adopt(other, records)
+        merge_records(other, records)
         assert read_incarnations(other) == read_incarnations(one) and identity(other) == identity(one)
     begin(one, base=(12, 3), reason="start")
     later = {f"incarnations/{path.name}": path.read_bytes() for path in one.incarnations.iterdir()}
-    adopt(other, later)
+    merge_records(other, later)
     assert read_incarnations(other) == read_incarnations(one)
 
 
@@ -144,7 +144,7 @@ def test_the_incarnations_of_another_run_are_refused(tmp_path: Path):
         begin(rundir, base=None, reason=str(rundir.path))
     assert identity(one) != identity(other)
     with pytest.raises(CheckpointError, match="belongs to another run"):
-        adopt(other, {"incarnations/000001.json": one.incarnation(1).read_bytes()})
+        merge_records(other, {"incarnations/000001.json": one.incarnation(1).read_bytes()})
 
 
 def test_an_incarnation_and_its_name_are_on_the_disk_when_it_begins(tmp_path: Path):

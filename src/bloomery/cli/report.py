@@ -49,8 +49,6 @@ def run(arguments: list[str]) -> int:
     if options.html is not None:
         _write_page(options.html, rundir.path, plan)
     if options.png is not None:
-        from bloomery.cli.report import draw_ledger
-
         try:
             draw_ledger(ledger, options.png, title=str(rundir.path))
         except OSError as refused:

@@ -1,4 +1,4 @@
-"""Examines training text: n-grams that it has in common with other texts, and those that documents repeat."""
+"""Examines training text: n-grams that it shares with other texts, and those that a document repeats."""
 
 from __future__ import annotations
 

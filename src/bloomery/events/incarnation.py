@@ -1,4 +1,4 @@
-"""Incarnations of a run: each start and rewind is recorded and decides which earlier checkpoints count.
+"""Incarnations of a run: each start and rewind writes a file that says which earlier checkpoints count.
 
 A new incarnation names the checkpoint it continues from, its *base*. What earlier incarnations wrote beyond
 that base is no longer part of the run, even if it is written later. An old trainer that still runs therefore
@@ -85,7 +85,7 @@ def identity(rundir: RunDirectory) -> str:
     return ""
 
 
-def adopt(rundir: RunDirectory, records: Mapping[str, bytes]) -> None:
+def merge_records(rundir: RunDirectory, records: Mapping[str, bytes]) -> None:
     """Add the incarnations that a copy of this run has and this directory lacks.
 
     When the directory had none, it has all or none of them afterwards, even if the process is killed.

@@ -1,7 +1,7 @@
 """Exports models to Hugging Face directories, with the logits verified, and imports them.
 
-Three families cover what our decoder can be: Llama, BLOOM and GPT-2. Tensors are streamed, one at a time, and
-a separate process compares the logits (see `logits_check`).
+Four families cover what our decoder can be: Llama, Qwen3, BLOOM and GPT-2. Tensors are streamed, one at a
+time, and a separate process compares the logits (see `logits_check`).
 """
 
 from __future__ import annotations

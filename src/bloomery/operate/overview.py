@@ -1,4 +1,4 @@
-"""A run in one line: how much is done, how fast, how long it will take, losses, the last save, warnings."""
+"""What `bloomery status` says of a run: state, progress, time left, losses, last save, jobs, warnings."""
 
 from __future__ import annotations
 

@@ -43,8 +43,8 @@ class CheckpointPlan:
     """The seconds from a failure until the training goes on: to notice it, start again and load."""
     saves: int
     interval_steps: float
-    """The seconds between two saves at the full batch."""
     interval_s: float
+    """The seconds between two saves at the full batch."""
     kept_at_end: int
     storage_bytes: int
     """The most bytes stored at one time: all checkpoints that are kept, and one that is being written."""

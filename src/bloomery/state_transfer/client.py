@@ -30,7 +30,7 @@ from bloomery.errors import BloomeryError, PeerError, free_bytes, storage_error
 from bloomery.protocol.records import Commit
 from bloomery.state_transfer.partial_checkpoint import Partial, Run
 from bloomery.state_transfer.served_states import is_digest
-from bloomery.state_transfer.source import STALL_S, PeerSource, ServedState, ServedTexts, SourceFailed
+from bloomery.state_transfer.source import STALL_S, PeerSource, ReceivedMetadata, ServedState, SourceFailed
 from bloomery.transport.trust import Trust
 
 log = logging.getLogger(__name__)
@@ -284,7 +284,7 @@ class _Fetch:
     def _planned(self, leader: _Source) -> _Plan:
         state, manifest = leader.state, leader.manifest
         text = state.content(INDEX, at_most=manifest.index_bytes)
-        index = read_index(ServedTexts(state.origin, state.name, {INDEX: text}), manifest)
+        index = read_index(ReceivedMetadata(state.origin, state.name, {INDEX: text}), manifest)
         check_coverage(index.boxes)
         present_bytes = _bytes_of(partial := self.place.with_name(self.place.name + PARTIAL))
         if manifest.bytes - present_bytes > free_bytes(self.place):
@@ -301,7 +301,7 @@ class _Fetch:
             state = ServedState(origin, self.digest, self.trust, stall_s=self.stall_s)
             state.read_description()
             text = state.content(MANIFEST, at_most=MANIFEST_BYTES_AT_MOST)
-            manifest = read_manifest(ServedTexts(origin, state.name, {MANIFEST: text}))
+            manifest = read_manifest(ReceivedMetadata(origin, state.name, {MANIFEST: text}))
             if manifest.index_bytes > INDEX_BYTES_AT_MOST:
                 raise SourceFailed(f"its index would have {manifest.index_bytes:,} bytes")
         except (BloomeryError, OSError) as error:

@@ -46,7 +46,7 @@ class NotYetServed(SourceFailed):
     """A source has no room now, or has not written the file yet."""
 
 
-class ServedTexts:
+class ReceivedMetadata:
     """The manifest and the index of a peer's checkpoint as they were received, as a `Source` of the format.
 
     texts: the received files by name.

@@ -30,7 +30,7 @@ from bloomery.checkpoint.remote.transfer import SUBSET, UploadInterrupted, uploa
 from bloomery.config.checkpoint import BackupSection
 from bloomery.config.environment import OfflineRefused
 from bloomery.errors import BloomeryError, CheckpointError, StorageError
-from bloomery.events.incarnation import adopt, current, is_same_run, read_incarnations, visible
+from bloomery.events.incarnation import current, is_same_run, merge_records, read_incarnations, visible
 from bloomery.events.run_directory import RunDirectory
 from bloomery.objects import Objects, storage_failure
 
@@ -114,7 +114,7 @@ class Backup:
                 for checkpoint in remote_checkpoints(remote, abandoned=True)
             }
             if copies:
-                adopt(self._rundir, remote_incarnations(remote))
+                merge_records(self._rundir, remote_incarnations(remote))
         except OSError as error:
             raise storage_failure(error, doing="Looking for a backup of the run") from error
         shown = visible((base for base in copies if base is not None), read_incarnations(self._rundir))
@@ -160,7 +160,7 @@ class Backup:
         before = checkpoints(self._rundir)
         if not copies or not before or not is_same_run(self._rundir, records):
             return []  # uploading reports it where the backup is another run's
-        adopt(self._rundir, records)
+        merge_records(self._rundir, records)
         local = checkpoints(self._rundir)
         shown = visible((base for base in copies if base is not None), read_incarnations(self._rundir))
         beyond = sorted((base for base in shown if not local or base > local[-1].base), reverse=True)

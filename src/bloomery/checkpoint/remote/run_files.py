@@ -10,7 +10,7 @@ from bloomery import durable
 from bloomery.checkpoint.remote.remote_checkpoint import remote_incarnations
 from bloomery.config.checkpoint import BackupSection
 from bloomery.errors import CheckpointError
-from bloomery.events.incarnation import adopt
+from bloomery.events.incarnation import merge_records
 from bloomery.events.run_directory import RunDirectory
 from bloomery.objects import Objects
 
@@ -83,7 +83,7 @@ def download_run_files(remote: Objects, rundir: RunDirectory) -> None:
 
     Raises OSError, and CheckpointError where the directory is another run's.
     """
-    adopt(rundir, remote_incarnations(remote))
+    merge_records(rundir, remote_incarnations(remote))
     for name in _SMALL_FILES:
         content = None if _is_here(rundir.path / name) else _content(remote, name)
         if content is not None:

@@ -25,7 +25,7 @@ from bloomery.checkpoint.remote.run_files import upload_run_files
 from bloomery.checkpoint.writer.store_place import SAVING, enter_stored
 from bloomery.config.checkpoint import CheckpointSection
 from bloomery.errors import CheckpointError
-from bloomery.events.incarnation import Base, adopt, begin
+from bloomery.events.incarnation import Base, begin, merge_records
 from bloomery.events.run_directory import RunDirectory
 from bloomery.objects import Objects, storage_failure
 
@@ -124,7 +124,7 @@ class StoredRun:
         """See `RunPlace`. Afterwards the directory has an entry of each checkpoint of the store."""
         sweep(self._rundir.checkpoints)
         with _told("Looking for checkpoints"):
-            adopt(self._rundir, remote_incarnations(self._remote))
+            merge_records(self._rundir, remote_incarnations(self._remote))
             keys = {entry.key for entry in self._remote.entries(f"{CHECKPOINTS}/")}
             notes = {entry.key for entry in self._remote.entries(f"{SAVING}/")}
             committed = {key.split("/")[1] for key in keys if key.endswith(f"/{MANIFEST}")}

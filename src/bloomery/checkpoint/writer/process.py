@@ -1,4 +1,6 @@
-"""The writer process of a rank: writes to disk what the trainer staged in shared memory, and commits it.
+"""The writer process of a rank: writes, verifies and replicates what the trainer staged in shared memory.
+
+That of rank 0 also commits the checkpoint once all ranks have written.
 
 It is spawned, never forked, and does not load torch. Orders come as JSON lines on its standard input, and
 answers go to its standard output. It ends when its trainer does; what is not committed then never will be. It
@@ -139,8 +141,7 @@ def _read_back(
 ) -> str | None:
     """Return what is wrong with the files of a part; "" for nothing, None where that is not known.
 
-    It is not known where another process wrote the
-    part, and where the reading was given up.
+    It is not known where another process wrote the part, and where the reading was given up.
     """
     if part is None:
         return None
