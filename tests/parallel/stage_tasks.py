@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -63,11 +64,26 @@ def accumulate_many(
     return found
 
 
+def reductions(style: str, settings: tuple[str, ...], micro_batches: int, rank: int) -> Counter[str]:
+    """How often each group's gradients were summed over ranks during the backwards, by its first name."""
+    model, taken = _model(style, (*settings, "train.precision=bf16"), rank=rank, micro_batches=micro_batches)
+    model.set_phase(precision="bf16", recompute="none")
+    reduce, times = FlatGroup._reduce_to_shards, Counter[str]()
+
+    def counted(group: FlatGroup) -> None:
+        times[group.layout.parameters[0].name] += 1
+        reduce(group)
+
+    with patch.object(FlatGroup, "_reduce_to_shards", counted):
+        model.accumulate(taken, 0, weight=1.0)
+    return times
+
+
 @contextmanager
 def _watched(sums: dict[nn.Parameter, tuple[Tensor, Tensor, int]]) -> Iterator[None]:
     accumulate = FlatGroup.accumulate
 
-    def watched(group: FlatGroup, parameter: nn.Parameter) -> None:
+    def watched(group: FlatGroup, parameter: nn.Parameter, **more: bool) -> None:
         if parameter.grad is not None:
             grad = parameter.grad.detach()
             if parameter in sums:
@@ -75,7 +91,7 @@ def _watched(sums: dict[nn.Parameter, tuple[Tensor, Tensor, int]]) -> Iterator[N
                 sums[parameter] = exact + grad.double(), narrow + grad, times + 1
             else:
                 sums[parameter] = grad.double(), grad.clone(), 1
-        accumulate(group, parameter)
+        accumulate(group, parameter, **more)
 
     with patch.object(FlatGroup, "accumulate", watched):
         yield

@@ -14,7 +14,7 @@ import torch
 from tests.layouts.training import Job, train
 from tests.layouts.workers import Ranks
 from tests.parallel.lines import spawn
-from tests.parallel.stage_tasks import accumulate_many, computed, held_out, wait_for_one_that_left
+from tests.parallel.stage_tasks import accumulate_many, computed, held_out, reductions, wait_for_one_that_left
 
 # Two jobs of ranks, however slow the machine: they have deadlines of their own.
 pytestmark = pytest.mark.timeout(900)
@@ -50,6 +50,12 @@ def test_many_micro_batches_on_bf16_weights_add_up_as_in_fp64(ranks: Ranks, sche
             assert one.times == MICRO_BATCHES * (2 if twice else 1), name
             assert one.error < 1e-6, (name, one)
         assert max(one.error_in_bf16 for one in parameters.values()) > 1e-3
+
+
+def test_sharded_gradients_are_summed_once_a_micro_batch_those_of_a_tied_embedding_too(ranks: Ranks) -> None:
+    settings = ("parallel.data=2", "parallel.zero=2")
+    for times in ranks.run(reductions, "bloom", settings, 4, ranks=2):
+        assert "embedding.weight" in times and set(times.values()) == {4}, times
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble", "zbv"])

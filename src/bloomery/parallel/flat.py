@@ -106,6 +106,7 @@ class FlatGroup:
         self.gradient = torch.zeros_like(self.master) if offload else self.reduced_gradient
         self._placements = {parameter: place for place, parameter in self._parameters.items()}
         self._untouched: set[nn.Parameter] = set()
+        self._awaited: set[nn.Parameter] = set()
         self._reduced_once = False
         self._arrived: set[nn.Parameter] = set()
         self.working = self.master
@@ -188,19 +189,20 @@ class FlatGroup:
 
     def begin_accumulation(self) -> None:
         """Begin a step: its first backward overwrites the gradients of the last step."""
-        self._untouched = set(self._placements)
+        self._untouched, self._awaited = set(self._placements), set(self._placements)
         self._reduced_once = False
 
-    def accumulate(self, parameter: nn.Parameter) -> None:
+    def accumulate(self, parameter: nn.Parameter, *, is_last: bool = True) -> None:
         """Add `parameter.grad` to the fp32 gradient and clear it.
 
+        is_last: whether this backward gives the parameter no other gradient.
         Collective over the shard axis if gradients are sharded: the last parameter of the group reduces them.
         """
         assert parameter.grad is not None, "there is a gradient to add"
         place = self._placements[parameter]
         if self._summed is None:
             self._summed = torch.zeros(self.layout.numel, device=self._device)
-            self._untouched = set(self._placements)
+            self._untouched, self._awaited = set(self._placements), set(self._placements)
         destination = self._summed[place.start : place.start + place.numel].view(place.shape)
         if parameter in self._untouched:
             # Copying saves a pass over memory that zeroing and adding would take.
@@ -209,7 +211,9 @@ class FlatGroup:
         else:
             destination.add_(parameter.grad)
         parameter.grad = None
-        if self._shards_gradients and not self._untouched:
+        if is_last:
+            self._awaited.discard(parameter)
+        if self._shards_gradients and not self._awaited:
             self._reduce_to_shards()
         self._free_after_last(parameter)
 

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -128,7 +129,7 @@ class MasterWeights:
         self.gradient = [group.gradient for group in self._groups]
         for parameter in self._group_of:
             parameter.register_post_accumulate_grad_hook(self._accumulate)
-        self._tied_head = tied_head_of(module, mesh, self._accumulate)
+        self._tied_head = tied_head_of(module, mesh, partial(self._accumulate, is_last=False))
         if storage.zero == 3 or storage.rounds_by_block:
             # Rounding takes the device as much time ahead of a block as before it, and holds two blocks.
             self._gather_around_blocks(module, ahead=overlaps and self.gathers_weights)
@@ -319,14 +320,14 @@ class MasterWeights:
         is_own = group.share in ("split", "echoed") or (group.share != "echo" and mesh.tensor.is_first)
         return mesh.replica.is_first and is_own
 
-    def _accumulate(self, parameter: nn.Parameter) -> None:
+    def _accumulate(self, parameter: nn.Parameter, *, is_last: bool = True) -> None:
         if self._tap is not None:
             self._tap.take(parameter)
             if self._tap.discards:
                 self._group_of[parameter].discard(parameter)
                 return
         if parameter.grad is not None:  # a hook also runs where backward returned no gradient
-            self._group_of[parameter].accumulate(parameter)
+            self._group_of[parameter].accumulate(parameter, is_last=is_last)
             self.buckets.add(parameter)
 
 
