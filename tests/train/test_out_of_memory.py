@@ -42,3 +42,17 @@ def test_a_memory_that_is_full_is_told_beside_the_plan(
     assert f"Planned: {planned['total'] / 2**30:.2f} GiB" in text
     end = RankEnd(rank=0, host="node1", status=1, error=text, log=f"bloomery train: {text}\n", step=100)
     assert diagnose(FailureEvidence(ranks=[end], first_step=1)).cause == Cause.GPU_MEMORY
+
+
+def test_a_disk_that_is_full_too_does_not_hide_what_happened(
+    start: Callable[..., tuple[LoadedRecipe, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded, path = start("train.micro_batch=4")
+
+    def allocate(*_arguments: object) -> None:
+        (path / "memory").write_text("in the way of the directory")
+        raise torch.OutOfMemoryError(_TOLD_BY_TORCH)
+
+    monkeypatch.setattr(loop, "train_step", allocate)
+    with pytest.raises(TrainingFailed, match=r"CUDA out of memory.*Planned: "):
+        loop.train(loaded, RunDirectory(path), StartOptions(say=lambda line: None))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import torch
 
@@ -21,6 +23,8 @@ from bloomery.plan.memory import StageMemory
 from bloomery.plan.overview import base_workload, memory_of
 from bloomery.plan.request import Request
 from bloomery.plan.this_machine import this_machine
+
+log = logging.getLogger(__name__)
 
 _ANY_GPU = "h100-80g"  # its driver's reservation is that of others, and nothing else of it counts here
 
@@ -38,26 +42,35 @@ def explaining_out_of_memory(
     try:
         yield
     except torch.OutOfMemoryError as error:
-        planned = planned_memory(loaded, mesh, vocabulary=vocabulary)
         used = torch.cuda.memory_stats(mesh.device) if mesh.device.type == "cuda" else {}
-        record = {
-            "rank": mesh.rank,
-            "host": host_name(),
-            "error": str(error),
-            "planned_bytes": asdict(planned) | {"total": planned.total},
-            "allocator": used,
-        }
         path = rundir.memory / f"out-of-memory-{mesh.rank}.json"
-        durable.make_directory(path.parent)
-        durable.write_whole(path, json.dumps(record, indent=1) + "\n")
-        if mesh.device.type == "cuda":
-            torch_private.write_memory_snapshot(path.with_suffix(".pickle"))
+        planned = None
+        try:
+            planned = planned_memory(loaded, mesh, vocabulary=vocabulary)
+            _write(path, error, planned, used, mesh)
+        except Exception:
+            # Whatever goes wrong here, such as a full disk, must not hide the error that is explained.
+            log.exception("what the memory of rank %d held could not be written to %s", mesh.rank, path)
         raise TrainingFailed(
             f"rank {mesh.rank} on {host_name()} has no device memory left: {str(error).splitlines()[0]} "
             f"{_comparison(planned, used)}",
             remedy="Lower train.micro_batch, set train.recompute = 'selective' or 'full', or shard more "
             f"(parallel.zero); `bloomery plan` shows each choice's memory. All figures: {path}.",
         ) from error
+
+
+def _write(path: Path, error: BaseException, planned: StageMemory, used: dict[str, int], mesh: Mesh) -> None:
+    record = {
+        "rank": mesh.rank,
+        "host": host_name(),
+        "error": str(error),
+        "planned_bytes": asdict(planned) | {"total": planned.total},
+        "allocator": used,
+    }
+    durable.make_directory(path.parent)
+    durable.write_whole(path, json.dumps(record, indent=1) + "\n")
+    if mesh.device.type == "cuda":
+        torch_private.write_memory_snapshot(path.with_suffix(".pickle"))
 
 
 def planned_memory(loaded: LoadedRecipe, mesh: Mesh, *, vocabulary: int) -> StageMemory:
@@ -77,10 +90,12 @@ def planned_memory(loaded: LoadedRecipe, mesh: Mesh, *, vocabulary: int) -> Stag
     return memory_of(loaded.recipe, work)[mesh.pipeline.index]
 
 
-def _comparison(planned: StageMemory, used: dict[str, int]) -> str:
-    parts = sorted(asdict(planned).items(), key=lambda part: -part[1])
-    largest = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts[:4])
-    told = f"Planned: {planned.total / GIB:.2f} GiB ({largest})."
+def _comparison(planned: StageMemory | None, used: dict[str, int]) -> str:
+    told = ""
+    if planned is not None:
+        parts = sorted(asdict(planned).items(), key=lambda part: -part[1])
+        largest = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts[:4])
+        told = f"Planned: {planned.total / GIB:.2f} GiB ({largest})."
     if used:
         peak, reserved = used["allocated_bytes.all.peak"], used["reserved_bytes.all.current"]
         told += f" Held at most: {peak / GIB:.2f} GiB; the allocator keeps {reserved / GIB:.2f} GiB."
