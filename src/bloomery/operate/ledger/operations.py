@@ -41,11 +41,14 @@ class Mark:
 
     before: the class of the time from a rank's last sign of life to this moment; None leaves it open.
     after: the class of the time that follows, until a rank's process begins.
+    since: the mark holds only for a rank that has written nothing since this moment, and where no other mark
+        lies between; None for a mark that always holds.
     """
 
     time: float
     before: TimeClass | None
     after: TimeClass
+    since: float | None = None
 
 
 class OperationMarks:
@@ -54,6 +57,7 @@ class OperationMarks:
     def __init__(self, marks: Iterable[Mark]) -> None:
         self.marks: Sequence[Mark] = sorted(marks, key=lambda mark: mark.time)
         self._times = [mark.time for mark in self.marks]
+        self._sure_times = [mark.time for mark in self.marks if mark.since is None]
         self._starts = [mark.time for mark in self.marks if mark.after == TimeClass.STARTING]
 
     def last_start(self, begin: float, end: float) -> float | None:
@@ -69,12 +73,20 @@ class OperationMarks:
         place = bisect_right(self._times, begin)
         kind = otherwise
         inside = self.marks[place : bisect_right(self._times, end)]
+        inside = [mark for mark in inside if self._holds(mark, begin)]
         if inside and inside[0].before is not None:
             kind = inside[0].before
         for mark in inside:
             yield Span(begin, mark.time, kind)
             begin, kind = mark.time, mark.after
         yield Span(begin, end, kind)
+
+    def _holds(self, mark: Mark, begin: float) -> bool:
+        """Return whether a mark counts for a rank that has written nothing since `begin`."""
+        if mark.since is None:
+            return True
+        place = bisect_left(self._sure_times, mark.time)
+        return begin <= mark.since and (place == 0 or self._sure_times[place - 1] <= mark.since)
 
 
 def read_marks(operations: Sequence[Event], *, was_finished: bool) -> OperationMarks:
@@ -94,7 +106,8 @@ def read_marks(operations: Sequence[Event], *, was_finished: bool) -> OperationM
         if event["event"] == "attempt":
             marks.append(Mark(time=time, before=None, after=TimeClass.STARTING))
             if str(event.get("attempt")) not in ended:
-                marks.append(Mark(time=time + _LONGEST_START_S, before=None, after=TimeClass.DOWN))
+                late = time + _LONGEST_START_S
+                marks.append(Mark(time=late, before=None, after=TimeClass.DOWN, since=time))
         elif _is_end(event):
             is_last = place == last_end
             marks.append(_end_mark(time, event, diagnoses, is_finish=is_last and was_finished))
