@@ -8,9 +8,10 @@ import pytest
 from tests.operate.watch.test_watcher import a_run
 
 from bloomery.operate.run_state import RunStatus, RunVerdict
-from bloomery.operate.watch import quota
+from bloomery.operate.watch import observe, quota
 from bloomery.operate.watch.conditions import WatchedQuota, WatchedRun, WatchLimits, conditions_of
 from bloomery.operate.watch.disk import DiskForecast, DiskSample
+from bloomery.operate.watch.observe import RunObserver
 from bloomery.operate.watch.quota import MountedAt, mounted_at, parse_quota
 from bloomery.operate.watch.watcher import RunWatcher
 
@@ -81,6 +82,32 @@ def test_a_quota_that_a_run_uses_up_is_told_before_it_is(
     said = [alert.condition for alert in told if "quota" in alert.condition.kind]
     assert [condition.kind for condition in said] == ["quota space (group llm)"]
     assert "the quota of group llm for space is used up in" in said[0].line
+
+
+def test_what_is_known_of_a_quota_outlives_an_answer_that_did_not_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = {owner: DiskSample(1e9, 1 << 30, -1) for owner in ("user ann", "group llm")}
+    silent: set[str] = set()
+    monkeypatch.setattr(
+        observe,
+        "sample_quotas",
+        lambda path, now: {
+            owner: sample._replace(time=now) for owner, sample in left.items() if owner not in silent
+        },
+    )
+    observer = RunObserver(a_run(tmp_path / "run"))
+    for minute in range(30):
+        silent = {"group llm"} if minute >= 20 else set()
+        seen = observer.look(now=1e9 + 61.0 * minute)
+    assert [quota.owner for quota in seen.quotas] == ["user ann", "group llm"]
+    before = len(observer.quotas["group llm"])
+    assert before > 1
+    silent = set()
+    observer.look(now=1e9 + 61.0 * 30)
+    assert len(observer.quotas["group llm"]) >= before
+    silent = {"group llm"}
+    assert [quota.owner for quota in observer.look(now=1e9 + 6000.0).quotas] == ["user ann"]
 
 
 def test_a_save_that_no_quota_has_room_for_is_told() -> None:

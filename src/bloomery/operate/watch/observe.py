@@ -29,6 +29,8 @@ _FIRST_BYTES = 1 << 20
 _MOST_BYTES = 8 << 20
 _JOBS_EVERY_S = 45.0
 _QUOTAS_EVERY_S = 60.0
+_QUOTA_KEPT_S = 3600.0
+"""A quota that no command tells, as while a server is slow, is taken as it was for so long."""
 _LIMITS = StandstillLimits(silence_s=15.0)
 _SHM = Path("/dev/shm")
 _WANTS_JOBS = (RunStatus.RUNNING, RunStatus.STARTING, RunStatus.PENDING)
@@ -179,7 +181,12 @@ class RunObserver:
         if abs(now - self._quotas_time) >= _QUOTAS_EVERY_S:
             self._quotas_time = now
             left = sample_quotas(self.rundir.path, now=now)
-            self.quotas = {
+            kept = {
+                owner: samples
+                for owner, samples in self.quotas.items()
+                if samples and now - samples[-1].time < _QUOTA_KEPT_S
+            }
+            self.quotas = kept | {
                 owner: thinned(self.quotas.get(owner, []), sample) for owner, sample in left.items()
             }
 
