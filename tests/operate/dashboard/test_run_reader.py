@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.operate.dashboard.written_run import WrittenRun, healed_run
 
+from bloomery.events.heartbeat import Heartbeat, RankActivity
 from bloomery.events.incarnation import visible
 from bloomery.events.journal import loss_curve
 from bloomery.operate.dashboard.curves import curves
@@ -19,6 +20,7 @@ from bloomery.operate.dashboard.decimation import decimated, moving_mean
 from bloomery.operate.dashboard.growing_file import GrowingFile
 from bloomery.operate.dashboard.panels import events_with_places
 from bloomery.operate.dashboard.run_reader import RunReader
+from bloomery.operate.dashboard.run_summary import RunSummarizer
 from bloomery.operate.dashboard.step_columns import StepColumns, StepLine
 from bloomery.operate.ledger.run_history import rewind_words
 
@@ -162,6 +164,17 @@ def test_a_reader_follows_a_growing_journal_and_reads_only_what_is_new(tmp_path:
     assert reader.poll() and reader.version > version
     assert reader._steps.read_bytes - read == len(run.journal.path.read_bytes()) - read
     assert reader.columns.last("step") == 92.0
+
+
+def test_a_run_that_ended_since_its_journal_was_read_is_finished_and_not_gone(tmp_path: Path) -> None:
+    run = healed_run(tmp_path / "run")
+    summarizer = RunSummarizer(RunReader(run.rundir.path).read_all())
+    heart = Heartbeat(run.rundir.heartbeat())
+    heart.enter(RankActivity.ENDED)
+    heart.write()
+    assert summarizer.summary().state == "gone"
+    run.event("end", reason="the samples are done", finished=True, failed=False)
+    assert summarizer.summary().state == "finished"
 
 
 def test_events_stand_at_their_steps_and_say_what_happened(tmp_path: Path) -> None:

@@ -131,7 +131,10 @@ class RunSummarizer:
             self._ask_scheduler(recipe)
         elsewhere = [Path(recipe.control.directory)] if recipe and recipe.control.directory else []
         last = None if self._reader.is_behind else self._reader.news.last
-        return judge_state(look(rundir, self._jobs, switches=elsewhere, last=last), limits=_LIMITS)
+        verdict = judge_state(look(rundir, self._jobs, switches=elsewhere, last=last), limits=_LIMITS)
+        if verdict.state.is_bad and last is not None:  # the run may have ended since its journal was read
+            verdict = judge_state(look(rundir, self._jobs, switches=elsewhere), limits=_LIMITS)
+        return verdict
 
     def _ask_scheduler(self, recipe: Recipe) -> None:
         if time.monotonic() - self._asked < _JOBS_EVERY_S:
