@@ -216,39 +216,6 @@ def test_a_start_that_died_with_its_launcher_is_down_and_not_starting_for_the_re
     assert ledger.seconds[TimeClass.DOWN] == pytest.approx(30000 - 1800)
 
 
-@pytest.mark.parametrize(
-    ("later", "kind"),
-    [
-        (operation(660, "job", state="PENDING"), TimeClass.QUEUE),
-        (operation(660, "job", state="CANCELLED"), TimeClass.STOPPED),
-        ({**operation(600, "end"), "finished": False, "spent": {"ending": 1.0}}, TimeClass.STOPPED),
-        ({**operation(600, "end"), "finished": True, "spent": {"ending": 1.0}}, TimeClass.FINISHED),
-    ],
-)
-@pytest.mark.parametrize("wrote", [True, False])
-def test_what_is_recorded_after_a_start_without_an_end_holds_longer_than_half_an_hour(
-    later: dict, kind: TimeClass, wrote: bool
-) -> None:
-    events = [start(1, starting=1.0), step(599, 1, compute=598.0)] if wrote else []
-    operations = [operation(0, "attempt", attempt="a", ranks=1)]
-    (events if later["event"] == "end" else operations).append(later)
-    marks = read_marks(operations, was_finished=False)
-    spans = rank_spans(events, marks=marks, is_visible=lambda base: True, begin=T0, end=T0 + 10800)
-    after = {span.kind for span in spans if span.end > T0 + 660}
-    assert after == {kind}
-
-
-def test_a_start_is_down_half_an_hour_after_the_last_of_several_that_nobody_saw_end() -> None:
-    operations = [operation(0, "attempt", attempt="a"), operation(100, "attempt", attempt="b")]
-    marks = read_marks(operations, was_finished=False)
-    spans = list(marks.carve(T0, T0 + 9000, otherwise=TimeClass.STARTING))
-    assert [(span.end - T0, span.kind) for span in spans] == [
-        (100, TimeClass.STARTING),
-        (1900, TimeClass.STARTING),
-        (9000, TimeClass.DOWN),
-    ]
-
-
 def test_a_rewind_belongs_to_the_guard_that_wanted_it(tmp_path: Path) -> None:
     rewind = {"event": "rewind", "time": T0 + 3.5, "step": 2, "incarnation": 1, "to_step": 1, "skip": [4, 8]}
     again = {**start(5, 2, at=1), "reason": "rewind: spike", "spent": {"loading a checkpoint": 2.0}}

@@ -99,20 +99,25 @@ def read_marks(operations: Sequence[Event], *, was_finished: bool) -> OperationM
     last_end = max((place for place, event in enumerate(operations) if _is_end(event)), default=-1)
     ended = {str(event.get("attempt")) for event in operations if _is_end(event)}
     marks = []
+    is_start = False
     for place, event in enumerate(operations):
         time = time_of(event)
         if time is None:
             continue
         if event["event"] == "attempt":
+            is_start = True
             marks.append(Mark(time=time, before=None, after=TimeClass.STARTING))
             if str(event.get("attempt")) not in ended:
                 late = time + _LONGEST_START_S
                 marks.append(Mark(time=late, before=None, after=TimeClass.DOWN, since=time))
         elif _is_end(event):
-            is_last = place == last_end
+            is_start, is_last = False, place == last_end
             marks.append(_end_mark(time, event, diagnoses, is_finish=is_last and was_finished))
         elif event["event"] == "job" and str(event.get("state", "")).lower() in _OF_JOB:
             after = _OF_JOB[str(event["state"]).lower()]
+            if is_start and after == TimeClass.STARTING:
+                continue  # a watcher saw the job run only after its launcher had written `attempt`
+            is_start = False
             marks.append(Mark(time=time, before=None, after=after))
     return OperationMarks(marks)
 

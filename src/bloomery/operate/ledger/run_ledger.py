@@ -248,7 +248,7 @@ def _running_attempt(operations: Sequence[Event]) -> tuple[str, float | None]:
     for event in operations:
         if event["event"] == "attempt":
             newest = (str(event.get("attempt", "")), time_of(event))
-        elif event["event"] == "attempt_end" and event.get("attempt") == newest[0]:
+        elif event["event"] == "attempt_end" and str(event.get("attempt", "")) == newest[0]:
             newest = ("", None)
     return newest
 
