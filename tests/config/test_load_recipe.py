@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bloomery.config.convert import dump_recipe
+from bloomery.config.convert import Unusable, convert, dump_recipe
 from bloomery.config.load import line_numbers, load_recipe, override, parse_recipe, sections
-from bloomery.config.setting import key_of
+from bloomery.config.setting import Setting, key_of
 from bloomery.config.validate import check_recipe
 from bloomery.errors import ConfigError
 
@@ -318,3 +318,20 @@ def test_a_runs_directory_stands_for_its_recipe(tmp_path):
     (run / "incarnations").rmdir()
     with pytest.raises(ConfigError, match="is a directory"):
         load_recipe(str(run))
+
+
+@pytest.mark.parametrize("setting", ["run.seed", "data.order_seed"])
+def test_a_seed_of_63_bits_is_taken_again_from_the_recipe_of_its_run(setting):
+    largest = 2**63 - 1
+    begun = parse_recipe(MINIMAL, [f"{setting}={largest}"], label="small.toml").recipe
+    assert parse_recipe(dump_recipe(begun), label="recipe.toml").recipe == begun
+    assert only(MINIMAL, f"{setting}={largest + 1}").problem == "must be at most 9_223_372_036_854_775_807"
+
+
+def test_an_integer_beyond_all_counts_is_told_its_nearest_bound():
+    assert only(MINIMAL, f"train.steps={10**16}").problem == "must be at most 1_000_000_000_000_000"
+    assert only(MINIMAL, f"train.steps=-{10**16}").problem == "must be at least 0"
+    unbounded = Setting(kind="free", help="")
+    with pytest.raises(Unusable) as refused:
+        convert(int, unbounded, -(10**16), key="a.b")
+    assert refused.value.wrongs[0].problem == "must be at least -1_000_000_000_000_000"

@@ -131,7 +131,8 @@ def _array(annotation: Any, known: Setting, value: Any, key: str) -> tuple[Any, 
 
 
 _LARGEST = 10**15
-"""No count of a run is larger, and its products with other counts fit 64 bits."""
+"""No count of a run is larger, and its products with other counts fit 64 bits. The largest size of an integer
+setting that declares no bound of its own."""
 
 
 def _as_float(value: float) -> float:
@@ -142,16 +143,18 @@ def _as_float(value: float) -> float:
 
 
 def _bounded(number: float, known: Setting, value: object, key: str) -> float:
+    least, most = known.minimum, known.maximum
+    if isinstance(number, int):
+        least = -_LARGEST if least is None else least
+        most = _LARGEST if most is None else most
     if isinstance(number, float) and not math.isfinite(number):
         problem = "must be a finite number"
-    elif isinstance(number, int) and abs(number) > _LARGEST:
-        problem = f"must be at most {_LARGEST:_}"
-    elif known.minimum is not None and number < known.minimum:
-        problem = f"must be at least {known.minimum:g}"
     elif known.above is not None and number <= known.above:
-        problem = f"must be above {known.above:g}"
-    elif known.maximum is not None and number > known.maximum:
-        problem = f"must be at most {known.maximum:g}"
+        problem = f"must be above {_digits(known.above)}"
+    elif least is not None and number < least:
+        problem = f"must be at least {_digits(least)}"
+    elif most is not None and number > most:
+        problem = f"must be at most {_digits(most)}"
     else:
         return number
     raise Unusable([Wrong(key=key, value=value, problem=problem, remedy=known.help)])
@@ -207,10 +210,15 @@ def _plural(annotation: Any, known: Setting) -> str:
 
 
 def _bounds(known: Setting) -> str:
-    lower = f" ≥ {known.minimum:g}" if known.minimum is not None else ""
-    lower = f" > {known.above:g}" if known.above is not None else lower
-    upper = f" ≤ {known.maximum:g}" if known.maximum is not None else ""
+    lower = f" ≥ {_digits(known.minimum)}" if known.minimum is not None else ""
+    lower = f" > {_digits(known.above)}" if known.above is not None else lower
+    upper = f" ≤ {_digits(known.maximum)}" if known.maximum is not None else ""
     return f"{lower} and{upper}" if lower and upper else lower + upper
+
+
+def _digits(bound: float) -> str:
+    """Return a bound as text: an integer with all its digits."""
+    return f"{bound:_}" if isinstance(bound, int) else f"{bound:g}"
 
 
 def _quoted(choices: Sequence[str]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bloomery.config.model import Auto
-from bloomery.config.setting import setting
+from bloomery.config.setting import LARGEST_SEED, setting
 
 HUB_PREFIX = "hf:"
 """Prefix of a tokenizer's name that is looked up on Hugging Face."""
@@ -159,7 +159,11 @@ class DataSection:
         "those that are longer than a sample (needs mask_documents).",
     )
     order_seed: int | Auto = setting(
-        "auto", kind="fixed", minimum=0, help="Seed of the order of the samples; 'auto' is run.seed."
+        "auto",
+        kind="fixed",
+        minimum=0,
+        maximum=LARGEST_SEED,
+        help="Seed of the order of the samples; 'auto' is run.seed.",
     )
     order_samples: int | Auto = setting(
         "auto",

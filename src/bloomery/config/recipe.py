@@ -18,7 +18,7 @@ from bloomery.config.environment import EnvironmentSection
 from bloomery.config.model import ModelSection
 from bloomery.config.optim import LossSection, OptimSection, ScheduleSection
 from bloomery.config.parallel import ParallelSection
-from bloomery.config.setting import setting
+from bloomery.config.setting import LARGEST_SEED, setting
 from bloomery.config.submit import SubmitSection
 from bloomery.config.sync import SyncSection
 
@@ -33,7 +33,11 @@ class RunSection:
         help="Name of the run; its directory is runs/NAME unless --run gives another.",
     )
     seed: int = setting(
-        1234, kind="fixed", minimum=0, help="Seed of initial values, dropout and the order of the data."
+        1234,
+        kind="fixed",
+        minimum=0,
+        maximum=LARGEST_SEED,
+        help="Seed of initial values, dropout and the order of the data.",
     )
     hardware: str = setting(
         "",

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import MISSING, Field, dataclass, field
 from typing import Any, Literal
 
+LARGEST_SEED = 2**63 - 1
+"""The largest integer of TOML; every generator here takes it."""
+
 Kind = Literal["free", "journalled", "fixed"]
 """What a resume may do to a setting.
 
@@ -20,7 +23,7 @@ class Setting:
 
     kind: what a resume may do to it.
     help: its meaning, in a sentence; shown by `config show --why` and on the reference page.
-    minimum, maximum: smallest and largest number; None: no bound.
+    minimum, maximum: smallest and largest number; None: no bound, except that of `convert` for integers.
     above: bound that a number must exceed; None: no bound.
     choices: the texts it takes; empty: any. Numbers are not bound by it.
     at_start: whether a free setting is read only when training starts, so that `control/set` refuses it.
