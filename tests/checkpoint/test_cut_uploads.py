@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 from tests.checkpoint.object_store import ObjectStore
@@ -105,3 +106,33 @@ def test_missing_keys_and_missing_buckets_are_told(object_store, monkeypatch):
     monkeypatch.setenv("BLOOMERY_OFFLINE", "1")
     with pytest.raises(OfflineRefused):
         CutUploads("s3://bucket/run")
+
+
+DATE, BEGUN = "Thu, 26 Nov 2026 04:00:00 GMT", "<Initiated>2026-01-01T00:00:00Z</Initiated>"
+
+
+@pytest.mark.parametrize(
+    ("date", "begun", "told"),
+    [
+        (DATE, "", "isoformat"),
+        (DATE, "<Initiated>2026-01-01T00:00:00</Initiated>", "offset-naive"),
+        ("one day", BEGUN, "one day"),
+        ("Thu, 26 Nov 2026 04:00:00 -0000", BEGUN, "offset-naive"),
+    ],
+)
+def test_times_that_cannot_be_read_end_prune_with_a_line(
+    date: str, begun: str, told: str, rundir: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    answer = f"<Uploads><Upload><Key>demo/a</Key><UploadId>1</UploadId>{begun}</Upload></Uploads>".encode()
+    response = SimpleNamespace(
+        read=lambda most: answer, release_conn=lambda: None, status=200, headers={"date": date}
+    )
+    monkeypatch.setattr("urllib3.request", lambda *args, **more: response)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a-key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "a-secret")
+    rundir.recipe.write_text(f"[run]\nname = 'demo'\n{SMALL}\n[backup]\nurl = 's3://bucket'\n")
+    assert main(["ckpt", "prune", str(rundir.path)]) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert (
+        line.startswith("uploads that were cut short were not looked for: s3://bucket/demo ") and told in line
+    )

@@ -39,8 +39,9 @@ class CutUpload:
 class CutUploads:
     """The unfinished multipart uploads below one s3:// URL.
 
-    Methods raise AccessDenied, also where the environment has no keys (a machine's role is not asked), and
-    StoreUnreachable. OfflineRefused is raised at once.
+    Methods raise AccessDenied, also where the environment has no keys (a machine's role is not asked),
+    Refused where the store answers with an error, such as for a missing bucket, and StoreUnreachable, also
+    for an answer that cannot be read. OfflineRefused is raised at once.
     """
 
     def __init__(self, url: str) -> None:
@@ -57,13 +58,13 @@ class CutUploads:
         found: list[CutUpload] = []
         position: dict[str, str] = {}
         while True:
-            answer, now = self._ask("GET", "", {"uploads": "", "prefix": self._prefix, **position})
+            answer, date = self._ask("GET", "", {"uploads": "", "prefix": self._prefix, **position})
             page = _parsed(answer)
-            for upload in page.iter("Upload"):
-                begun = datetime.fromisoformat(upload.findtext("Initiated", ""))
-                if now - begun >= begun_before:
-                    key, number = upload.findtext("Key", ""), upload.findtext("UploadId", "")
-                    found.append(CutUpload(key=key, upload=number, begun=begun))
+            try:
+                found += _begun_before(page, date, begun_before)
+            except (ValueError, TypeError) as error:  # TypeError: one of the times has no zone
+                problem = f"{self.url} (unfinished uploads): a time cannot be read: {short_text(str(error))}"
+                raise StoreUnreachable(errno.EIO, problem) from error
             following = {
                 "key-marker": page.findtext("NextKeyMarker", ""),
                 "upload-id-marker": page.findtext("NextUploadIdMarker", ""),
@@ -76,8 +77,8 @@ class CutUploads:
         """End an upload; the store removes its parts. One that is gone is no error."""
         self._ask("DELETE", upload.key, {"uploadId": upload.upload})
 
-    def _ask(self, method: str, key: str, query: Mapping[str, str]) -> tuple[bytes, datetime]:
-        """Return the store's answer, and the time on its clock."""
+    def _ask(self, method: str, key: str, query: Mapping[str, str]) -> tuple[bytes, str | None]:
+        """Return the store's answer, and the date that it gives it."""
         import urllib3
 
         path = quote(f"/{self._bucket}/{key}" if key else f"/{self._bucket}", safe="/-_.~")
@@ -104,8 +105,7 @@ class CutUploads:
         if response.status >= 300 and (method, response.status) != ("DELETE", 404):
             text = short_text(content.decode(errors="replace"))
             raise Refused(errno.EIO, f"{place}: {response.status} {text}")
-        given = response.headers.get("date")
-        return content, parsedate_to_datetime(given) if given else datetime.now(UTC)
+        return content, response.headers.get("date")
 
     def _signed(self, method: str, path: str, query: str) -> dict[str, str]:
         """Return the headers of a request without a body."""
@@ -144,8 +144,19 @@ def _parsed(answer: bytes) -> ElementTree.Element:
     """Return an answer's XML, its names without their namespace."""
     try:
         page = ElementTree.fromstring(answer)
-    except ElementTree.ParseError as error:
+    except (ElementTree.ParseError, LookupError, ValueError) as error:  # an encoding that is none, too
         raise StoreUnreachable(errno.EIO, f"the list of unfinished uploads is no XML: {error}") from error
     for element in page.iter():
         element.tag = element.tag.rpartition("}")[2]
     return page
+
+
+def _begun_before(page: ElementTree.Element, date: str | None, age: timedelta) -> list[CutUpload]:
+    """Return the page's uploads that began so long before its date; None: before now."""
+    now = parsedate_to_datetime(date) if date else datetime.now(UTC)
+    begun = [datetime.fromisoformat(upload.findtext("Initiated", "")) for upload in page.iter("Upload")]
+    return [
+        CutUpload(key=upload.findtext("Key", ""), upload=upload.findtext("UploadId", ""), begun=time)
+        for upload, time in zip(page.iter("Upload"), begun, strict=True)
+        if now - time >= age
+    ]
