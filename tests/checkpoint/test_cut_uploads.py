@@ -133,6 +133,5 @@ def test_times_that_cannot_be_read_end_prune_with_a_line(
     rundir.recipe.write_text(f"[run]\nname = 'demo'\n{SMALL}\n[backup]\nurl = 's3://bucket'\n")
     assert main(["ckpt", "prune", str(rundir.path)]) == 0
     (line,) = capsys.readouterr().err.splitlines()
-    assert (
-        line.startswith("uploads that were cut short were not looked for: s3://bucket/demo ") and told in line
-    )
+    assert line.startswith("uploads that were cut short were not looked for: s3://bucket/demo (")
+    assert told in line
