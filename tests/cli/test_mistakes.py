@@ -12,6 +12,7 @@ import pytest
 
 from bloomery.cli import main
 from bloomery.config.load import dump_recipe, load_recipe
+from bloomery.errors import ConfigError
 
 TEXT, SMALL = "data.sources=text", ("model.layers=1", "model.hidden=32", "model.heads=2", "run.name=mine")
 
@@ -210,6 +211,15 @@ def test_a_setting_that_is_given_twice_is_told() -> None:
     assert loaded.recipe.train.steps == 6 and loaded.recipe.run.seed == 1
     (twice,) = [note for note in loaded.notes if "times" in note]
     assert twice == "train.steps is given 2 times on the command line; the last counts: 6"
+
+
+def test_the_password_of_a_url_is_told_neither_in_a_note_nor_in_a_mistake() -> None:
+    loaded = load_recipe("demo", ["checkpoint.url=s3://a/b", "checkpoint.url=s3://user:secret@host/x"])
+    (twice,) = [note for note in loaded.notes if "times" in note]
+    assert twice.endswith("the last counts: s3://***@host/x")
+    with pytest.raises(ConfigError) as refused:
+        load_recipe("demo", ["checkpoint.ulr=s3://user:secret@host/x"])
+    assert "'s3://***@host/x'" in str(refused.value) and "secret" not in str(refused.value)
 
 
 def test_a_field_that_no_document_has_is_named_with_those_that_are_there(

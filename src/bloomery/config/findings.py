@@ -32,7 +32,7 @@ def refuse(recipe: Recipe, sources: Mapping[str, str], findings: Sequence[Findin
         [
             Mistake(
                 key=finding.key,
-                value=_shown_value(setting_value(recipe, finding.key)),
+                value=shown_value(setting_value(recipe, finding.key)),
                 source=sources.get(finding.key, "default"),
                 problem=finding.problem,
                 remedy=finding.remedy,
@@ -49,7 +49,7 @@ def setting_value(recipe: Recipe, key: str) -> object:
     return value
 
 
-def _shown_value(value: object) -> object:
+def shown_value(value: object) -> object:
     """Return the value without the user name and password of a URL, and None for a list of tables."""
     if isinstance(value, tuple) and any(is_dataclass(entry) for entry in value):
         return None  # its key and line tell where it is

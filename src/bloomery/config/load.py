@@ -17,6 +17,7 @@ from bloomery.config.begin_from import DescribeWeights, take_described
 from bloomery.config.checkpoint import RETIRED
 from bloomery.config.convert import Unusable, Wrong, alternatives, convert_table, dump_recipe, unknown_key
 from bloomery.config.find import find_recipe, nearest
+from bloomery.config.findings import shown_value
 from bloomery.config.recipe import Recipe
 from bloomery.config.setting import key_of
 from bloomery.errors import ConfigError, Mistake
@@ -281,7 +282,8 @@ def _given_twice(overrides: Sequence[str]) -> Iterator[str]:
         values.setdefault(key.strip(), []).append(value.strip())
     for key, given in values.items():
         if len(set(given)) > 1:
-            yield f"{key} is given {len(given)} times on the command line; the last counts: {given[-1]}"
+            last = shown_value(given[-1])
+            yield f"{key} is given {len(given)} times on the command line; the last counts: {last}"
 
 
 def _take_typed_length(raw: dict[str, Any], places: dict[str, str]) -> tuple[str, ...]:
@@ -379,7 +381,7 @@ def _tables(names: Sequence[str] | Mapping[str, type]) -> str:
 def _mistake(wrong: Wrong, places: Mapping[str, str], label: str) -> Mistake:
     return Mistake(
         key=wrong.key,
-        value=wrong.value,
+        value=shown_value(wrong.value),
         source=_place(wrong.key, places) or label,
         problem=wrong.problem,
         remedy=wrong.remedy,
