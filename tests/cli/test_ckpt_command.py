@@ -189,6 +189,12 @@ def test_prune_says_what_would_go_and_removes_it_when_asked(rundir: RunDirectory
     ], "what was abandoned stays until the run has passed it"
 
 
+def test_the_help_of_prune_names_all_objects_that_it_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run(["prune", "--help"])
+    assert "and one for each upload that was cut short" in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_copy_goes_to_a_url_and_comes_back_as_a_run(rundir: RunDirectory, tmp_path: Path, capsys):
     rundir.recipe.write_text(RECIPE)
     url = f"file://{tmp_path}/elsewhere"

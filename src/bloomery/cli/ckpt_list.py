@@ -91,7 +91,11 @@ def prune(arguments: list[str]) -> int:
         "run", type=Path, metavar="RUN", help="the directory of a run that is not training now"
     )
     options.add_argument("--dry-run", action="store_true", help="print what would be removed; remove nothing")
-    options.add_argument("--json", action="store_true", help="print one JSON object for each checkpoint")
+    options.add_argument(
+        "--json",
+        action="store_true",
+        help="print one JSON object for each checkpoint, and one for each upload that was cut short",
+    )
     args = options.parse_args(arguments)
     from bloomery.config.load import load_recipe
     from bloomery.events.run_lock import lock_run
