@@ -26,7 +26,7 @@ test: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check src tests benchmarks
 	$(BIN)/lint-imports
 	$(BIN)/mypy
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal  # tests wait for processes: 3 keep 2 cores busy
 
 native-tests:
 	$(MAKE) -C native/tests

@@ -183,9 +183,12 @@ class Crew:
     def check_accounts(self) -> None:
         """Every sample that counts as consumed was spent once, by a peer that its round's commit names.
 
-        Of quick rounds the first commits may be gone; what they consumed is then taken for granted.
+        After a thousand rounds the first commits are gone, but for those that a save rests on. What was
+        consumed before the newest rounds without a gap is then taken for granted.
         """
         rounds = self.rounds()
+        gaps = [round for round in rounds if round > 0 and round - 1 not in rounds]
+        rounds = {round: commit for round, commit in rounds.items() if round >= max(gaps, default=0)}
         readies = {(one.round, one.peer): one for one in self._history()}
         spent: tuple[range, ...] = ()
         first, before = min(rounds, default=0), 0
