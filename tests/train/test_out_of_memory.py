@@ -34,6 +34,7 @@ def test_a_memory_that_is_full_is_told_beside_the_plan(
 
     record = json.loads((path / "memory" / "out-of-memory-0.json").read_text())
     assert record["error"] == _TOLD_BY_TORCH and record["rank"] == 0
+    assert any("in allocate" in line for line in record["traceback"])
     planned = record["planned_bytes"]
     assert planned["total"] == sum(size for part, size in planned.items() if part != "total")
     assert planned["activations"] > 0 and planned["master"] + planned["weights"] > 0
@@ -54,5 +55,6 @@ def test_a_disk_that_is_full_too_does_not_hide_what_happened(
         raise torch.OutOfMemoryError(_TOLD_BY_TORCH)
 
     monkeypatch.setattr(loop, "train_step", allocate)
-    with pytest.raises(TrainingFailed, match=r"CUDA out of memory.*Planned: "):
+    with pytest.raises(TrainingFailed, match=r"CUDA out of memory.*Planned: ") as failure:
         loop.train(loaded, RunDirectory(path), StartOptions(say=lambda line: None))
+    assert "out-of-memory-0.json" not in str(failure.value.remedy), "a file that is not there is not named"

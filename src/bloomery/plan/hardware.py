@@ -227,7 +227,7 @@ def dump_hardware(hardware: Hardware) -> str:
 
 
 def shipped_hardware() -> dict[str, Path]:
-    """Return the hardware files that are shipped with bloomery, by name, sorted."""
+    """Return the shipped hardware files of machines, by name, sorted, without those of links."""
     return {
         name: path for name, path in shipped_files("hardware").items() if not name.startswith("internet-")
     }

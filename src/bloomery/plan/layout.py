@@ -69,8 +69,8 @@ class Layout:
 
     @property
     def data_in_node(self) -> int:
-        """The number of data-parallel neighbours on one machine; tensor ranks are innermost, data ranks
-        next.
+        """The number of ranks of a data-parallel group on one node, whose ranks are numbered along the tensor
+        axis first and the data axis next.
         """
         return max(1, min(self.data, self.per_node // self.tensor))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -44,18 +45,20 @@ def explaining_out_of_memory(
     except torch.OutOfMemoryError as error:
         used = torch.cuda.memory_stats(mesh.device) if mesh.device.type == "cuda" else {}
         path = rundir.memory / f"out-of-memory-{mesh.rank}.json"
-        planned = None
+        planned, figures = None, ""
         try:
             planned = planned_memory(loaded, mesh, vocabulary=vocabulary)
             _write(path, error, planned, used, mesh)
+            figures = f" All figures, and where it happened: {path}."
         except Exception:
             # Whatever goes wrong here, such as a full disk, must not hide the error that is explained.
             log.exception("what the memory of rank %d held could not be written to %s", mesh.rank, path)
+        told = str(error).partition("\n")[0]
         raise TrainingFailed(
-            f"rank {mesh.rank} on {host_name()} has no device memory left: {str(error).splitlines()[0]} "
+            f"rank {mesh.rank} on {host_name()} has no device memory left: {told} "
             f"{_comparison(planned, used)}",
             remedy="Lower train.micro_batch, set train.recompute = 'selective' or 'full', or shard more "
-            f"(parallel.zero); `bloomery plan` shows each choice's memory. All figures: {path}.",
+            f"(parallel.zero); `bloomery plan` shows each choice's memory.{figures}",
         ) from error
 
 
@@ -64,6 +67,7 @@ def _write(path: Path, error: BaseException, planned: StageMemory, used: dict[st
         "rank": mesh.rank,
         "host": host_name(),
         "error": str(error),
+        "traceback": traceback.format_exception(error),
         "planned_bytes": asdict(planned) | {"total": planned.total},
         "allocator": used,
     }

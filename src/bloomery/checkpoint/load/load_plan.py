@@ -79,7 +79,7 @@ def plan_load(
     readers: Mapping[str, Sequence[int]] | None = None,
     rank: int | None = None,
 ) -> LoadPlan:
-    """Return the plan, or the part of it that concerns one rank.
+    """Return which rank reads which bytes of the files, and to which ranks it sends what it read.
 
     The reader of a unit is, of the ranks that want something of it, the one with the fewest bytes to read so
     far.

@@ -155,7 +155,12 @@ class SpanCollector:
             yield chosen[other], first_saved + int(overlaps.saved[other]), numbers
 
     def add_box(self, source: int, box: Box, *, span: tuple[int, int], wanted: Sequence[int]) -> None:
-        """Add a box of saved box number `source`, in bytes `span` of its file. wanted: as in `add_tensor`."""
+        """Add a span that `add_tensor` left to the caller: a box within a saved box.
+
+        source: the number of the saved box. box: what of its tensor is read.
+        span: the first byte in the file, and that behind the last.
+        wanted: the numbers of the takers that want something of it.
+        """
         import numpy as np
 
         row = (source, *span, 0, 0, len(self._boxes), len(wanted))
