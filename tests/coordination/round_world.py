@@ -272,6 +272,15 @@ class World:
             self.now += 0.5
         raise AssertionError(f"stuck at {self.commits[-1:]}: {[p.decide() for p in self.peers.values()]}")
 
+    def propose_attempt(self, *, steps: int = 2) -> None:
+        """Let everybody make steps and offer a part, and peer a propose an attempt, unseen so far."""
+        for peer in self.peers.values():
+            peer.see()
+            peer.work(steps)
+        for peer in self.peers.values():
+            peer.see()
+        self.peers["a"].act()
+
 
 THREE = {"a": 2, "b": 3, "c": 5}
 

@@ -25,12 +25,7 @@ def begun(*, reduced=()):
     """A run whose round 1 is being reduced; these peers are done with it."""
     run = world()
     run.settle(1)
-    for peer in run.peers.values():
-        peer.see()
-        peer.work(2)
-    for peer in run.peers.values():
-        peer.see()
-    run.peers["a"].act()
+    run.propose_attempt()
     for peer in run.peers.values():
         peer.see()
         if peer.name in reduced:

@@ -150,12 +150,7 @@ def test_a_proposer_that_takes_in_samples_not_given_does_not_bring_them_into_a_c
 def test_unequal_results_are_not_committed_and_the_minority_stays_out():
     run = world()
     run.settle(1)
-    for peer in run.peers.values():
-        peer.see()
-        peer.work(2)
-    for peer in run.peers.values():
-        peer.see()
-    run.peers["a"].act()
+    run.propose_attempt()
     for peer in run.peers.values():
         peer.see()
         peer.reduce(differs=peer.name == "a")

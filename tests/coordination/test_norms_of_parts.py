@@ -158,12 +158,7 @@ def failed(peer, attempt):
 def test_one_member_alone_has_nobody_left_out_by_such_a_report():
     run = world(samples=dict.fromkeys("abcd", 2), peers=4, minimum_peers=2)
     run.settle(1)
-    for peer in run.peers.values():
-        peer.see()
-        peer.work(2)
-    for peer in run.peers.values():
-        peer.see()
-    run.peers["a"].act()
+    run.propose_attempt()
     for peer in run.peers.values():
         peer.see()
         if peer.name == "d":

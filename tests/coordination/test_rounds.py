@@ -78,12 +78,7 @@ def test_a_member_that_dies_in_the_ring_is_not_waited_for_and_its_samples_are_gi
 def test_who_is_silent_when_an_attempt_fails_is_left_out_and_those_who_answer_are_not():
     run = world()
     run.settle(1)
-    for peer in run.peers.values():
-        peer.see()
-        peer.work(2)
-    for peer in run.peers.values():
-        peer.see()
-    run.peers["a"].act()
+    run.propose_attempt()
     for name in ("a", "b"):
         run.peers[name].see()
         run.peers[name].reduce(fails="c")
