@@ -106,6 +106,7 @@ class Crew:
             prefix="bloomery-crew-", dir=in_memory if in_memory.is_dir() else None
         )
         self.limits: dict[str, float] = {}
+        self.step_s = 0.01
         self.etcd, self.keys = Etcd([endpoint], deadline_s=DEADLINE_S), Keys(run)
 
     @property
@@ -116,7 +117,7 @@ class Crew:
     def start(self, name: str, **options: object) -> Peer:
         directory = self.base / name
         directory.mkdir(exist_ok=True)
-        chosen = {"samples": 1 << 40, "elements": 5000, "step_s": 0.01, "inner_steps": 3} | options
+        chosen = {"samples": 1 << 40, "elements": 5000, "step_s": self.step_s, "inner_steps": 3} | options
         given = {
             "peer": name,
             "run": self.run,

@@ -20,6 +20,7 @@ from bloomery.coordination.etcd_process import start_member, start_single
 def three(tmp_path_factory, coordinator):
     with Crew(tmp_path_factory.mktemp("three"), coordinator.endpoint, "three", peers=3) as crew:
         crew.limits = {"answer_s": 5.0}  # a slow disk is not taken for a peer's silence
+        crew.step_s = 0.1  # they go on while tests look on: quicker rounds show no more
         for name in "abc":
             crew.start(name)
         yield crew
