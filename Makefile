@@ -21,12 +21,18 @@ install: $(VENV)/.installed
 demo: install
 	$(BIN)/bloomery demo
 
-test: $(VENV)/.installed-dev
+test: $(VENV)/.installed-dev $(VENV)/triton/.installed
 	$(BIN)/ruff check src tests benchmarks
 	$(BIN)/ruff format --check src tests benchmarks
 	$(BIN)/lint-imports
 	$(BIN)/mypy
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal  # tests wait for processes: 3 keep 2 cores busy
+
+# Beside the environment's packages, not among them: with Triton there torch would compile for CPUs in another way.
+$(VENV)/triton/.installed: constraints.txt | $(BIN)/python
+	rm -rf $(VENV)/triton
+	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps -c constraints.txt --target $(VENV)/triton triton
+	@touch $@
 
 native-tests:
 	$(MAKE) -C native/tests

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.kernels.attention_cases import LARGE, Case, differences
 from tests.parallel.small import LENGTH, MODELS, SAMPLES, build, micro_batches
 
 import bloomery
@@ -45,6 +46,11 @@ def test_a_narrow_precision_stays_near_fp32(precision: str) -> None:
     narrow, gradients = accumulated("llama", "cuda", precision=precision)
     assert narrow == pytest.approx(loss, rel=0.05)
     assert all(gradient.isfinite().all() for gradient in gradients)
+
+
+@pytest.mark.parametrize("case", LARGE, ids=str)
+def test_attention_by_tiles_is_attention_up_to_the_roundings_of_bf16(case: Case) -> None:
+    assert max(differences(case, device="cuda", dtype=torch.bfloat16, tiles=None)) < 0.02
 
 
 def test_a_resumed_run_ends_with_the_bits_of_an_unbroken_one(

@@ -131,7 +131,7 @@ def test_the_norm_of_queries_and_keys_is_the_papers() -> None:
 
     attention.__dict__["attend"] = attend
     x = 30.0 * torch.randn(2, LENGTH, 32, generator=torch.Generator().manual_seed(4))
-    attention(x, AttentionContext(mask=None, is_causal=True, rotary=None, address=None))
+    attention(x, AttentionContext(mask=None, is_causal=True, rotary=None))
     raw = (x @ attention.qkv.weight.T).unflatten(-1, (-1, 8))
     for found, rows in zip(seen, (raw[:, :, :4], raw[:, :, 4:6]), strict=True):
         expected = torch.empty_like(rows)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch
 from bloomery.config.model import ModelSection
 from bloomery.model import attention
 from bloomery.model.decoder import build
-from bloomery.model.dropout import DropoutAddress, drop_attention, drop_hidden, dropout_address
+from bloomery.model.dropout import ElementKeys, drop, dropout_address, hidden_keys, keeps, weight_keys
 from bloomery.model.initial_values import initialise
 
 SECTION = ModelSection(
@@ -21,7 +22,7 @@ def hidden_mask(
 ) -> torch.Tensor:
     samples = torch.arange(first, first + 8)
     address = dropout_address(seed=seed, step=step, samples=samples, positions=range(64))
-    return drop_hidden(torch.ones(8, 64, 128), rate, address, site=site) != 0
+    return keeps(hidden_keys(address, site=site, width=128, held=64), rate)
 
 
 def deviations(mask: torch.Tensor, rate: float) -> torch.Tensor:
@@ -50,11 +51,11 @@ def test_neighbours_steps_sites_seeds_and_samples_are_independent() -> None:
 def test_each_block_drops_attention_weights_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     masks: list[torch.Tensor] = []
 
-    def watched(weights: torch.Tensor, rate: float, address: DropoutAddress, *, site: int) -> torch.Tensor:
-        masks.append(drop_attention(torch.ones_like(weights), rate, address, site=site) != 0)
-        return drop_attention(weights, rate, address, site=site)
+    def watched(weights: torch.Tensor, rate: float, keys: ElementKeys) -> torch.Tensor:
+        masks.append(keeps(keys, rate))
+        return drop(weights, rate, keys)
 
-    monkeypatch.setattr(attention, "drop_attention", watched)
+    monkeypatch.setattr(attention, "drop", watched)
     decoder = build(SECTION, vocabulary=50, sequence_length=32)
     initialise(decoder, seed=1)
     address = dropout_address(seed=1, step=3, samples=torch.arange(4), positions=range(32))
@@ -65,7 +66,7 @@ def test_each_block_drops_attention_weights_of_its_own(monkeypatch: pytest.Monke
 
 def test_what_is_kept_is_scaled_up() -> None:
     address = dropout_address(seed=1, step=0, samples=torch.arange(2), positions=range(8))
-    kept = drop_hidden(torch.ones(2, 8, 16), 0.2, address, site=1)
+    kept = drop(torch.ones(2, 8, 16), 0.2, hidden_keys(address, site=1, width=16, held=8))
     assert set(kept.unique().tolist()) == {0.0, 1.25}
 
 
@@ -85,16 +86,21 @@ def test_a_sample_has_its_mask_in_whatever_batch_it_comes() -> None:
 
 
 def test_a_rank_with_some_heads_or_positions_has_its_part_of_the_mask() -> None:
-    samples = torch.arange(3)
-    whole = dropout_address(seed=1, step=2, samples=samples, positions=range(16))
-    part = dropout_address(seed=1, step=2, samples=samples, positions=range(8, 16), first_head=2)
-    ones = torch.ones(3, 4, 16, 16)
-    expected = drop_attention(ones, 0.3, whole, site=3)[:, 2:, 8:]
-    assert torch.equal(drop_attention(ones[:, 2:, 8:], 0.3, part, site=3), expected)
-    values = torch.ones(3, 16, 8)
-    assert torch.equal(
-        drop_hidden(values[:, 8:], 0.3, part, site=1), drop_hidden(values, 0.3, whole, site=1)[:, 8:]
-    )
+    whole = dropout_address(seed=1, step=2, samples=torch.arange(3), positions=range(16))
+    some_heads = replace(whole, first_head=2)
+    expected = keeps(weight_keys(whole, site=3, heads=4), 0.3)[:, 2:]
+    assert torch.equal(keeps(weight_keys(some_heads, site=3, heads=2), 0.3), expected)
+    some_positions = replace(whole, first_position=8)
+    of_all = keeps(hidden_keys(whole, site=1, width=8, held=16), 0.3)
+    assert torch.equal(keeps(hidden_keys(some_positions, site=1, width=8, held=8), 0.3), of_all[:, 8:])
+
+
+def test_the_masks_of_two_rows_at_two_columns_are_independent() -> None:
+    """Keys of rows and columns are combined by xor, so four elements share four keys."""
+    kept = deviations(hidden_mask(), 0.5)
+    for shift in (1, 2, 8, 31):
+        square = kept * kept.roll(shift, 1) * kept.roll(shift, 2) * kept.roll((shift, shift), (1, 2))
+        assert abs(square.sum()) / math.sqrt(square.numel()) < 4.5
 
 
 def test_attention_with_next_to_no_dropout_is_attention() -> None:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bloomery.model.dropout import DropoutAddress, attention_weights_site, drop_attention
+from bloomery.model.dropout import BlockDropout, ElementKeys, drop
+from bloomery.model.fused_attention import Visibility, tiled_attention
 from bloomery.model.layers import Linear, Products, RMSNorm, products_for
 from bloomery.model.native_kernels import attends, causal_attention, has_units
 from bloomery.model.rope import RopeScaling, rotary_frequencies
@@ -154,13 +155,15 @@ class AttentionContext:
         `is_causal` says everything.
     is_causal: whether plain causal attention is meant.
     rotary: cosines and sines [s, d/2]; None without rotary positions.
-    address: where the run stands, for dropout; None without dropout.
+    dropout: that of the block; None where nothing is dropped.
+    visibility: what a mask would say, where attention is computed by tiles and there is none; None elsewhere.
     """
 
     mask: Tensor | None
     is_causal: bool
     rotary: tuple[Tensor, Tensor] | None
-    address: DropoutAddress | None
+    dropout: BlockDropout | None = None
+    visibility: Visibility | None = None
 
 
 class Attention(nn.Module):
@@ -219,6 +222,9 @@ class Attention(nn.Module):
         if context.rotary is not None:
             rotated = rotate(rotated, context.rotary)
         query, key = rotated.split((heads, kv_heads), dim=2)
+        if context.visibility is not None:
+            mixed = self._attend_by_tiles(query, key, value, context.visibility, context.dropout)
+            return self.output.product(mixed.flatten(2))
         if cache is not None:
             key, value = cache.extended(self.block, key, value)
         mixed = self.attend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), context)
@@ -247,6 +253,8 @@ class Attention(nn.Module):
         scores = grouped @ key.transpose(1, 2)[:, :, None].mT  # [b, kv_heads, group, s/n, s]
         if context.mask is None:
             seen = visible(at, positions, None)
+            if context.visibility is not None and context.visibility.starts is not None:
+                seen = seen & (positions >= context.visibility.starts[:, None, at, None])
         else:
             mask = context.mask[..., at, :]
             seen = mask > float("-inf") if mask.is_floating_point() else mask
@@ -265,8 +273,9 @@ class Attention(nn.Module):
         dtype = query.dtype
         if self.products == "fp32":
             query, key, value = query.float(), key.float(), value.float()
-        if self.dropout > 0.0 and context.address is not None:
-            mixed = self._attend_with_dropout(query, key, value, context.mask, context.address)
+        weights = None if context.dropout is None else context.dropout.weights
+        if weights is not None:
+            mixed = self._attend_with_dropout(query, key, value, context.mask, weights)
         else:
             mask = context.mask
             if mask is not None and mask.is_floating_point():
@@ -276,17 +285,36 @@ class Attention(nn.Module):
             )
         return mixed.to(dtype)
 
-    def _attend_with_dropout(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, address: DropoutAddress
+    def _attend_by_tiles(
+        self, query: Tensor, key: Tensor, value: Tensor, visibility: Visibility, dropout: BlockDropout | None
     ) -> Tensor:
-        """Return attention with its weights as a tensor, because a fused kernel would draw masks without
-        an address.
+        """Return [b, s, heads, d] from queries, keys and values of that order, with scores on the chip alone.
+
+        Recomputation, which replaces `attend`, has nothing to do here.
+        """
+        weights = None if dropout is None else dropout.weights
+        if weights is None:
+            return tiled_attention(query, key, value, visibility)
+        return tiled_attention(
+            query,
+            key,
+            value,
+            visibility,
+            row_keys=weights.rows,
+            column_keys=weights.columns,
+            rate=self.dropout,
+        )
+
+    def _attend_with_dropout(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, keys: ElementKeys
+    ) -> Tensor:
+        """Return attention with its weights as a tensor, because torch's fused kernels would draw masks
+        without an address.
         """
         assert mask is not None, "the decoder gives an explicit mask where weights are dropped"
         group = self.heads // self.kv_heads
         key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
         scores = (query @ key.transpose(-1, -2)).float() * self.head_dim**-0.5
         scores = scores + mask if mask.is_floating_point() else scores.masked_fill(~mask, float("-inf"))
-        weights = scores.softmax(-1)
-        weights = drop_attention(weights, self.dropout, address, site=attention_weights_site(self.block))
+        weights = drop(scores.softmax(-1), self.dropout, keys)
         return weights.to(value.dtype) @ value

@@ -7,8 +7,8 @@ sequence, h hidden, v vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -29,10 +29,12 @@ from bloomery.model.attention import (
 from bloomery.model.dropout import (
     SITE_EMBEDDING,
     DropoutAddress,
-    attention_output_site,
-    drop_hidden,
-    mlp_output_site,
+    ElementKeys,
+    block_dropout,
+    drop,
+    hidden_keys,
 )
+from bloomery.model.fused_attention import Visibility, attends_by_tiles, document_ranges
 from bloomery.model.layers import MLP, Embedding, Products, linear, norm, products_for
 from bloomery.model.loss import LossSums, NextTokenLoss
 from bloomery.model.rope import scaling_of
@@ -154,11 +156,12 @@ class Decoder(nn.Module):
         x = hidden
         padding = None if cache is None else cache.padding
         context = self._attention_context(
-            x, positions, before=before, documents=documents, address=address, padding=padding
+            x, positions, before=before, documents=documents, drops=address is not None, padding=padding
         )
-        for block in self.blocks:
+        for module in self.blocks:
+            block = cast(Block, module)
             if blocks is None or block.index in blocks:
-                x = block(x, context, cache)
+                x = block(x, self._dropping(context, block.index, address, x.shape[1]), cache)
         if cache is not None:
             cache.advance(tokens.shape[1])
         ends = blocks is None or blocks.stop == self.model.section.layers
@@ -221,7 +224,30 @@ class Decoder(nn.Module):
             x = x + self.positions(positions)
         x = self.embedding_norm(x)
         rate = self.model.section.hidden_dropout
-        return x if address is None or rate == 0.0 else drop_hidden(x, rate, address, site=SITE_EMBEDDING)
+        if address is None or rate == 0.0:
+            return x
+        return drop(x, rate, hidden_keys(address, site=SITE_EMBEDDING, width=x.shape[2], held=x.shape[1]))
+
+    def _dropping(
+        self, context: AttentionContext, block: int, address: DropoutAddress | None, held: int
+    ) -> AttentionContext:
+        """Return the context with the dropout of a block; `held` positions of the residual stream are
+        here.
+        """
+        section = self.model.section
+        weights, outputs = section.attention_dropout > 0.0, section.hidden_dropout > 0.0
+        if address is None or not (weights or outputs):
+            return context
+        dropout = block_dropout(
+            address,
+            block,
+            heads=len(self.heads),
+            hidden=section.hidden,
+            held=held,
+            weights=weights,
+            outputs=outputs,
+        )
+        return replace(context, dropout=dropout)
 
     def _attention_context(
         self,
@@ -230,7 +256,7 @@ class Decoder(nn.Module):
         *,
         before: int,
         documents: Tensor | None,
-        address: DropoutAddress | None,
+        drops: bool,
         padding: Tensor | None = None,
     ) -> AttentionContext:
         section = self.model.section
@@ -245,22 +271,28 @@ class Decoder(nn.Module):
                 length=before + positions.shape[0],
             )
         is_alibi = section.position == "alibi"
-        drops = address is not None and section.attention_dropout > 0.0
+        drops = drops and section.attention_dropout > 0.0
         sees_all = before > 0 and positions.shape[0] == 1
         is_plain = not (is_alibi or drops or documents is not None or before > 0)
         if padding is None and (is_plain or (sees_all and not is_alibi)):
-            return AttentionContext(mask=None, is_causal=not sees_all, rotary=rotary, address=address)
+            return AttentionContext(mask=None, is_causal=not sees_all, rotary=rotary)
+        slopes = None
+        if is_alibi:
+            slopes = alibi_slopes(section.heads, device=x.device)[self.heads.start : self.heads.stop]
+        if padding is None and before == 0 and attends_by_tiles(x.device, x.dtype, self.model.head_dim):
+            starts, ends = (None, None) if documents is None else document_ranges(documents)
+            visibility = Visibility(starts=starts, ends=ends, slopes=slopes)
+            return AttentionContext(mask=None, is_causal=False, rotary=rotary, visibility=visibility)
         keys = torch.arange(before + positions.shape[0], device=positions.device)
         mask = visible(positions, keys, documents)
         if padding is not None:
             # a position without a token sees itself, for a row that sees nothing would become NaN
             mask = mask & (keys >= padding[:, None, None, None]) | (keys == positions[:, None])
-        if is_alibi:
-            slopes = alibi_slopes(section.heads, device=x.device)[self.heads.start : self.heads.stop]
+        if slopes is not None:
             bias = alibi_bias(slopes, positions, keys)
             mask = torch.where(mask, bias, float("-inf"))
             mask = mask if drops or self.products == "fp32" else mask.to(x.dtype)
-        return AttentionContext(mask=mask, is_causal=False, rotary=rotary, address=address)
+        return AttentionContext(mask=mask, is_causal=False, rotary=rotary)
 
 
 class Block(nn.Module):
@@ -290,20 +322,18 @@ class Block(nn.Module):
         """Return [b, s, h] from [b, s, h]."""
         mixed = self.attention(self.enter_attention(self.attention_norm(x)), context, cache)
         mixed = self.attention.output.add_bias(self.leave_attention(mixed))
-        x = x + self._dropped(mixed, context, attention_output_site)
+        dropout = context.dropout
+        x = x + self._dropped(mixed, None if dropout is None else dropout.attention_output)
         expanded = self.leave_mlp(self.mlp(self.enter_mlp(self.mlp_norm(x))))
         expanded = self.mlp.down.add_bias(expanded)
-        x = x + self._dropped(expanded, context, mlp_output_site)
+        x = x + self._dropped(expanded, None if dropout is None else dropout.mlp_output)
         if self.hidden_maximum is not None and torch.is_grad_enabled():
             largest = x.detach().abs().amax().float()
             self.hidden_maximum.copy_(torch.maximum(self.hidden_maximum, largest))
         return x
 
-    def _dropped(self, x: Tensor, context: AttentionContext, site_of: Callable[[int], int]) -> Tensor:
-        # Without dropout the index is not read, so blocks that differ only in it share one compilation.
-        if context.address is None or self.dropout == 0.0:
-            return x
-        return drop_hidden(x, self.dropout, context.address, site=site_of(self.index))
+    def _dropped(self, x: Tensor, keys: ElementKeys | None) -> Tensor:
+        return x if keys is None else drop(x, self.dropout, keys)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,12 +1,14 @@
 """Dropout whose mask is a function of an address, not of a generator's state.
 
-An element is dropped or kept by a 32-bit hash of (seed, site, step, sample, position, channel), or for
-attention weights of (seed, site, step, sample, head, query, key). So the mask does not depend on how samples
-are batched, on what is recomputed, or on which rank holds the element.
+An element is dropped or kept by a hash of (seed, site, step, sample, position, channel), or for attention
+weights of (seed, site, step, sample, head, query, key). So the mask does not depend on how samples are
+batched, on what is recomputed, or on which rank holds the element.
 
-The hash is written for compilers. It uses each value once (x ^ x >> k uses x twice, and inductor inlines both
-uses, so that a chain of those takes minutes to compile) and never overflows (which is undefined in the C++
-that inductor writes). What depends on sample and position alone is hashed by `dropout_address`, eagerly.
+A row and a column have a 32-bit key each, hashed with care; an element hashes the two keys together in two
+products, which is all that is done for each element, and which Triton's kernels
+(`kernels/triton_attention.py`) do as well. The arithmetic is that of 32-bit integers held in 64 bits, and
+never overflows, because what compilers make of an overflow in C++ is undefined. What depends on sample and
+position alone is hashed by `dropout_address`, eagerly.
 """
 
 from __future__ import annotations
@@ -22,7 +24,11 @@ _WORD = 0xFFFFFFFF
 _HALF_WORD = 0x7FFFFFFF
 _MULTIPLIERS = (0x3FEB352D, 0x26CA68B3, 0x2C8E9CF5)  # odd, of 30 bits
 _ADDEND = 0x3C6EF372FE94F82B  # keeps small numbers from a small square; of 62 bits: sums stay below 2**63
-_RESOLUTION_BITS = 24
+_COLUMNS = 0x5851F42D  # so that a column's key is not that of a row
+FIRST_FACTOR, SECOND_FACTOR = 0x21F0AAAD, 0x735A2D97
+"""Odd numbers of 31 bits, found by Wellons' search for hashes of 32 bits with little bias
+(hash-prospector).
+"""
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,28 @@ class DropoutAddress:
     first_position: int = 0
 
 
+@dataclass(frozen=True)
+class ElementKeys:
+    """The keys of a tensor's rows, int32 [...], and of its last dimension, int32 [n]."""
+
+    rows: Tensor
+    columns: Tensor
+
+
+@dataclass(frozen=True)
+class BlockDropout:
+    """What a block needs for its dropout; None where nothing is dropped.
+
+    They are tensors, so that compiled blocks, which differ in them alone, share their code.
+    weights: of attention weights, rows [b, heads, s]. attention_output, mlp_output: rows [b, positions held
+    here].
+    """
+
+    weights: ElementKeys | None
+    attention_output: ElementKeys | None
+    mlp_output: ElementKeys | None
+
+
 def dropout_address(
     *, seed: int, step: int, samples: Tensor, positions: range, first_head: int = 0
 ) -> DropoutAddress:
@@ -53,44 +81,67 @@ def dropout_address(
     return DropoutAddress(rows=_mix((keys[:, None] + position) & _WORD), first_head=first_head)
 
 
-def attention_output_site(block: int) -> int:
-    """Return the address of a block's dropout after attention."""
-    return 1 + _SITES_PER_BLOCK * block
+def block_dropout(
+    address: DropoutAddress, block: int, *, heads: int, hidden: int, held: int, weights: bool, outputs: bool
+) -> BlockDropout:
+    """Return the keys of a block's three sites.
+
+    heads: those held here. hidden: channels of the residual stream. held: positions of it that are held here.
+    weights, outputs: whether attention weights, and what attention and MLP return, are dropped.
+    """
+    first = 1 + _SITES_PER_BLOCK * block
+
+    def of_output(site: int) -> ElementKeys | None:
+        return hidden_keys(address, site=site, width=hidden, held=held) if outputs else None
+
+    return BlockDropout(
+        weights=weight_keys(address, site=first + 2, heads=heads) if weights else None,
+        attention_output=of_output(first),
+        mlp_output=of_output(first + 1),
+    )
 
 
-def mlp_output_site(block: int) -> int:
-    """Return the address of a block's dropout after the MLP."""
-    return 2 + _SITES_PER_BLOCK * block
+def hidden_keys(address: DropoutAddress, *, site: int, width: int, held: int) -> ElementKeys:
+    """Return the keys of the residual stream: rows [b, held], of the positions from `address.first_position`
+    on.
+    """
+    first = address.first_position
+    rows = _keys_at(site, address)[:, first : first + held]
+    return ElementKeys(_as_int32(rows), _column_keys(width, rows.device))
 
 
-def attention_weights_site(block: int) -> int:
-    """Return the address of a block's dropout on attention weights."""
-    return 3 + _SITES_PER_BLOCK * block
+def weight_keys(address: DropoutAddress, *, site: int, heads: int) -> ElementKeys:
+    """Return the keys of attention weights [b, heads, s, s]: rows [b, heads, s]."""
+    head = torch.arange(heads, device=address.rows.device) + address.first_head
+    rows = _mix((_keys_at(site, address)[:, None, :] + head[:, None]) & _WORD)  # [b, heads, s]
+    return ElementKeys(_as_int32(rows), _column_keys(address.rows.shape[1], rows.device))
 
 
-def drop_hidden(x: Tensor, rate: float, address: DropoutAddress, *, site: int) -> Tensor:
-    """Apply inverted dropout to x [b, s, h], the positions from `address.first_position` on."""
-    positions = slice(address.first_position, address.first_position + x.shape[1])
-    keys = _keys_at(site, address)[:, positions, None]
-    return _drop(x, rate, keys + torch.arange(x.shape[2], device=x.device))
+def drop(x: Tensor, rate: float, keys: ElementKeys) -> Tensor:
+    """Apply inverted dropout to x [..., n], whose rows [...] and columns [n] have these keys."""
+    return torch.where(keeps(keys, rate), x * (1.0 / (1.0 - rate)), 0.0)
 
 
-def drop_attention(weights: Tensor, rate: float, address: DropoutAddress, *, site: int) -> Tensor:
-    """Inverted dropout on attention weights [b, heads, s, t]."""
-    heads = torch.arange(weights.shape[1], device=weights.device) + address.first_head
-    keys = _mix((_keys_at(site, address)[:, None, :] + heads[:, None]) & _WORD)[..., None]  # [b, heads, s, 1]
-    return _drop(weights, rate, keys + torch.arange(weights.shape[3], device=weights.device))
+def keeps(keys: ElementKeys, rate: float) -> Tensor:
+    """Return which elements are kept, boolean [..., n]."""
+    mixed = (keys.rows.long()[..., None] ^ keys.columns.long()) & _WORD
+    mixed = (mixed * FIRST_FACTOR) & _WORD
+    mixed = ((mixed ^ (mixed >> 15)) * SECOND_FACTOR) & _WORD
+    return mixed >= round(rate * 2**32)
+
+
+def _column_keys(columns: int, device: torch.device) -> Tensor:
+    return _as_int32(_mix((torch.arange(columns, device=device) + _COLUMNS) & _WORD))
+
+
+def _as_int32(word: Tensor) -> Tensor:
+    """Return 32 bits held in int64 as int32, whose numbers from 2**31 on are negative."""
+    return ((word ^ 0x80000000) - 0x80000000).to(torch.int32)
 
 
 def _keys_at(site: int, address: DropoutAddress) -> Tensor:
     """Return a new 32-bit key for each row: its hash times an odd number of this site's own."""
     return (address.rows * (_mix_int(site + 1) >> 1 | 1)) & _WORD
-
-
-def _drop(x: Tensor, rate: float, address: Tensor) -> Tensor:
-    hashed = _mix(address & _WORD) & (2**_RESOLUTION_BITS - 1)
-    keep = hashed >= round(rate * 2**_RESOLUTION_BITS)
-    return torch.where(keep, x * (1.0 / (1.0 - rate)), 0.0)
 
 
 def _mix(x: Tensor) -> Tensor:

@@ -1,0 +1,82 @@
+"""What Triton's kernels of attention share: tiles, rules of visibility, dropout's hash.
+
+Legend: b batch, s positions, heads query heads, kv_heads key/value heads, d head width. Scores are kept times
+log2(e), because the chip computes powers of two. Import this module only where `available.HAS_TRITON`.
+"""
+
+# No `from __future__ import annotations`: Triton reads the annotations of its kernels.
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from bloomery.kernels.rules import Rules, Tiles
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+HIDDEN_SCORE = tl.constexpr(-1.0e30)  # not -inf, whose difference from itself is not a number
+FIRST_FACTOR = tl.constexpr(0x21F0AAAD)  # those of `model.dropout`
+SECOND_FACTOR = tl.constexpr(0x735A2D97)
+
+
+def rule_tensors(rules: Rules, unused: Tensor) -> tuple[Tensor, ...]:
+    """Return the tensors of the rules; `unused` stands where one is missing, and no kernel reads it."""
+    tensors = (rules.starts, rules.ends, rules.slopes, rules.row_keys, rules.column_keys)
+    return tuple(unused if tensor is None else tensor for tensor in tensors)
+
+
+def strides(heads: Tensor) -> tuple[int, int, int]:
+    """Return the steps from one sample, row and head to the next; those of a width are side by side."""
+    return heads.stride(0), heads.stride(1), heads.stride(2)
+
+
+def constants(query: Tensor, key: Tensor, rules: Rules) -> dict[str, Any]:
+    """Return the numbers that all kernels of attention get, most of which are compiled into them."""
+    width = query.shape[3]
+    return {
+        "scale": width**-0.5,
+        "threshold": round(rules.rate * 2**32) - 2**31,
+        "kept": 1.0 / (1.0 - rules.rate),
+        "LENGTH": query.shape[1],
+        "HEADS": query.shape[2],
+        "KV_HEADS": key.shape[2],
+        "WIDTH": width,
+        "PADDED": max(16, triton.next_power_of_2(width)),
+        "HAS_DOCUMENTS": rules.starts is not None,
+        "HAS_SLOPES": rules.slopes is not None,
+        "DROPS": rules.row_keys is not None,
+        "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
+    }
+
+
+def launch(tiles: Tiles) -> dict[str, int]:
+    """Return a kernel's tiles as its arguments."""
+    return {
+        "QUERIES": tiles.queries, "KEYS": tiles.keys, "num_warps": tiles.warps, "num_stages": tiles.stages,
+    }  # fmt: skip
+
+
+@triton.jit
+def tile(base, rows, columns, row_stride, LENGTH: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr):
+    """Load rows of one head [rows, d]; rows and columns that do not exist are zeros."""
+    places = base + rows[:, None] * row_stride + columns[None, :]
+    if MASKED or columns.shape[0] != WIDTH:
+        return tl.load(places, mask=(rows[:, None] < LENGTH) & (columns[None, :] < WIDTH), other=0.0)
+    return tl.load(places)
+
+
+@triton.jit
+def keeps(row_key, column_key, threshold):
+    """Return which weights dropout keeps: `model.dropout.keeps` in wrapping 32-bit arithmetic."""
+    mixed = (row_key ^ column_key) * FIRST_FACTOR
+    mixed = (mixed ^ ((mixed >> 15) & 0x1FFFF)) * SECOND_FACTOR
+    return (mixed ^ -2147483648) >= threshold  # an unsigned comparison, since the signs are flipped
+
+
+@triton.jit
+def biased(scores, rows, columns, slope, HAS_SLOPES: tl.constexpr):
+    """Return the scores with ALiBi's bias, if there is one."""
+    if HAS_SLOPES:
+        scores -= slope * (rows - columns).to(tl.float32)
+    return scores
