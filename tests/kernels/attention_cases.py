@@ -1,4 +1,4 @@
-"""Attention by tiles against attention written out in fp64, on random inputs; prints the differences as JSON."""
+"""Attention by tiles against attention written out in fp64; prints the differences as JSON."""
 
 from __future__ import annotations
 
