@@ -49,6 +49,11 @@ def test_what_fits_is_taken(settings: tuple[str, ...]) -> None:
         (("pipeline=4", "chunks=2"), "parallel.chunks", "'interleaved'"),
         (("pipeline=2", "schedule=zbv", "chunks=3"), "parallel.chunks", "parallel.chunks = 2"),
         (("pipeline=2", "blocks_per_stage=[3, 4]"), "parallel.blocks_per_stage", "add up to 8"),
+        (
+            ("pipeline=2", "schedule=zero-bubble", 'recompute_per_stage=["elementwise", "none"]'),
+            "parallel.recompute_per_stage",
+            "'selective' or 'full'",
+        ),
         (("pipeline=2", 'recompute_per_stage=["full"]'), "parallel.recompute_per_stage", "Give 2"),
         (('recompute_per_stage=["full", "none"]',), "parallel.recompute_per_stage", "Give 1"),
         (("pipeline=2", "blocks_per_stage=[8]"), "parallel.blocks_per_stage", "Give 2 numbers"),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.kernels import loss_cases
 from tests.kernels.attention_cases import LARGE, Case, differences
 from tests.parallel.small import LENGTH, MODELS, SAMPLES, build, micro_batches
 
@@ -51,6 +52,12 @@ def test_a_narrow_precision_stays_near_fp32(precision: str) -> None:
 @pytest.mark.parametrize("case", LARGE, ids=str)
 def test_attention_by_tiles_is_attention_up_to_the_roundings_of_bf16(case: Case) -> None:
     assert max(differences(case, device="cuda", dtype=torch.bfloat16, tiles=None)) < 0.02
+
+
+@pytest.mark.parametrize("vocabulary", [1000, 50_257, 131_072])
+def test_the_loss_in_bf16_is_that_of_fp64_up_to_roundings(vocabulary: int) -> None:
+    found = loss_cases.differences(tokens=256, vocabulary=vocabulary, device="cuda", dtype=torch.bfloat16)
+    assert max(found) < 0.02
 
 
 def test_a_resumed_run_ends_with_the_bits_of_an_unbroken_one(

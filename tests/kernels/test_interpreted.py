@@ -10,3 +10,10 @@ def test_attention_by_tiles_is_attention_and_has_its_gradients() -> None:
     assert len(cases) == 4
     for case in cases:
         assert max(case["differences"]) < 1e-5, case
+
+
+def test_the_loss_whose_gradient_replaces_the_logits_has_the_terms_and_gradients_of_the_loss() -> None:
+    cases = interpreted("tests.kernels.loss_cases")
+    assert len(cases) == 3
+    for differences in cases:
+        assert max(differences) < 1e-5

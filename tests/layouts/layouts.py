@@ -133,6 +133,12 @@ LAYOUTS: tuple[Layout, ...] = (
         settings=("train.recompute=selective",),
         covers=(GPT,),
     ),
+    Layout(
+        name="one process, recompute elementwise",
+        ranks=1,
+        settings=("train.recompute=elementwise",),
+        covers=(LLAMA,),
+    ),
     Layout(name="one process, recompute full", ranks=1, settings=("train.recompute=full",)),
     Layout(
         name="DP 2, ZeRO 3, recompute full",
@@ -144,6 +150,12 @@ LAYOUTS: tuple[Layout, ...] = (
         name="PP 2, zero-bubble, recompute full",
         ranks=2,
         settings=("parallel.pipeline=2", "parallel.schedule=zero-bubble", "train.recompute=full"),
+    ),
+    Layout(
+        name="TP 2 + SP, recompute elementwise",
+        ranks=2,
+        settings=("parallel.tensor=2", "parallel.sequence=true", "train.recompute=elementwise"),
+        covers=(GPT,),
     ),
     Layout(
         name="TP 2 + SP, recompute full",

@@ -45,7 +45,7 @@ def test_every_layout_but_the_first_says_what_it_loses_by(bloom):
     assert bloom.ranked[0].reason == "the best"
     assert all(one.reason and one.reason != "the best" for one in bloom.ranked[1:])
     reasons = {one.reason.split(" +")[0] for one in bloom.ranked}
-    assert {"TP traffic", "recomputation"} <= reasons
+    assert {"DP traffic", "recomputation"} <= reasons
 
 
 def test_blooms_own_degrees_are_among_the_quickest(bloom):

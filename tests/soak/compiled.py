@@ -64,6 +64,7 @@ COMPILED = (
     ("TP 2", LLAMA, ()),
     ("TP 2 + SP", BLOOM, ()),
     ("TP 2", LLAMA, ("train.recompute=full",)),
+    ("TP 2", LLAMA, ("train.recompute=elementwise",)),
     ("PP 2", LLAMA, ()),
     ("DP 2, ZeRO 1", LLAMA, ()),
     ("DP 2, ZeRO 2", LLAMA, ()),

@@ -10,6 +10,8 @@ from bloomery.config.setting import setting
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero-bubble", "zbv")
 SPLIT_BACKWARD = ("zero-bubble", "zbv")
 """Pipeline schedules that compute the gradients of weights and of activations in separate passes."""
+RECOMPUTATIONS = ("none", "elementwise", "selective", "full")
+"""What is computed again in the backward: from what keeps the most to what keeps the least."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +71,7 @@ class ParallelSection:
         (),
         kind="free",
         at_start=True,
-        choices=("none", "selective", "full"),
+        choices=RECOMPUTATIONS,
         help="Activation recomputation of each stage, in order; [] uses train.recompute for all stages.",
     )
     sequence: bool = setting(

@@ -17,7 +17,7 @@ from bloomery.config.elastic import ElasticSection
 from bloomery.config.environment import EnvironmentSection
 from bloomery.config.model import ModelSection
 from bloomery.config.optim import LossSection, OptimSection, ScheduleSection
-from bloomery.config.parallel import ParallelSection
+from bloomery.config.parallel import RECOMPUTATIONS, ParallelSection
 from bloomery.config.setting import LARGEST_SEED, setting
 from bloomery.config.submit import SubmitSection
 from bloomery.config.sync import SyncSection
@@ -112,8 +112,9 @@ class TrainSection:
     recompute: str = setting(
         "none",
         kind="free",
-        choices=("none", "selective", "full"),
-        help="Which activations are not stored but computed again in the backward pass.",
+        choices=RECOMPUTATIONS,
+        help="Which activations are not stored but computed again in the backward pass: 'elementwise' those "
+        "between products, 'selective' scores of attention, 'full' whole blocks.",
     )
     compile: str = setting(
         "auto",

@@ -201,6 +201,13 @@ def pipeline_mistakes(
             problem=f"frees a block's weights after its backward, which '{parallel.schedule}' splits",
             remedy="Set parallel.working = 'kept', or parallel.schedule = 'interleaved' or '1f1b'.",
         )
+    recomputed = (train.recompute, *parallel.recompute_per_stage)
+    if "elementwise" in recomputed and parallel.schedule in SPLIT_BACKWARD:
+        yield Finding(
+            key="parallel.recompute_per_stage" if parallel.recompute_per_stage else "train.recompute",
+            problem=f"'elementwise' belongs to one backward, and '{parallel.schedule}' splits it in two",
+            remedy="Set it to 'selective' or 'full', or parallel.schedule = 'interleaved' or '1f1b'.",
+        )
     if not chunks:
         yield from _round_mistakes(parallel, train, data_degree=data_degree)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from bloomery.model.fused_loss import replaces_logits, summed_terms
 from bloomery.model.layers import Products, linear
 from bloomery.model.native_kernels import has_units, slopes_of_entropy
 
@@ -53,6 +54,8 @@ def next_token_loss(
     """
     hidden, targets = hidden.flatten(0, -2), targets.flatten()
     wants_gradient = torch.is_grad_enabled() and (hidden.requires_grad or head_weight.requires_grad)
+    if wants_gradient and products == "native" and replaces_logits(hidden):
+        return LossSums(*summed_terms(hidden, head_weight, targets, z_loss=z_loss, chunk=chunk))
     if wants_gradient:
         on_units = on_units and hidden.dtype == torch.bfloat16 and hidden.device.type == "cpu"
         total, cross_entropy, z = _Loss.apply(hidden, head_weight, targets, z_loss, chunk, products, on_units)

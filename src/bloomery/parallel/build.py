@@ -24,6 +24,7 @@ from bloomery.model.loss import IGNORED, LossSums
 from bloomery.model.shape import logical_shapes
 from bloomery.optim.clip import GradientFacts
 from bloomery.optim.groups import lay_out
+from bloomery.parallel.compilation import compile_by_block, compiled_function
 from bloomery.parallel.flat import WeightStorage
 from bloomery.parallel.inner_sizes import InnerSizes
 from bloomery.parallel.mesh import Mesh
@@ -35,7 +36,6 @@ from bloomery.parallel.recompute import set_recompute
 from bloomery.parallel.rendezvous import raising_rank_lost
 from bloomery.parallel.tensor import split_decoder
 from bloomery.plan.pipeline_stages import PipelineStage, stages_of
-from bloomery.torch_private import allow_compilations
 
 LocalLoss = Callable[[MicroBatch, int], LossSums]
 """(micro-batch, completed steps) → sums over its tokens."""
@@ -300,20 +300,6 @@ def build_training_model(
     return training_model
 
 
-def compile_by_block(decoder: Decoder, *, mesh: Mesh, parallel: ParallelSection) -> bool:
-    """Return whether each block is compiled by itself, with its collectives; allow for so many compilations.
-
-    A block's backward then gives its gradients before that of the block before it begins, so that their sum
-    over data-parallel ranks overlaps the backward, and its weights can be gathered and freed around it.
-    Blocks of equal shapes share their code; with dropout each is compiled anew, since its index differs. One
-    data-parallel rank with working weights and no tensor parallelism compiles forward and loss as a whole.
-    """
-    if mesh.tensor.degree == mesh.data.degree == 1 and parallel.working == "kept":
-        return False
-    allow_compilations(4 * len(decoder.blocks))
-    return True
-
-
 def _split_into_masters(
     decoder: Decoder, optim: OptimSection, *, mesh: Mesh, parallel: ParallelSection, precision: str
 ) -> MasterWeights:
@@ -365,18 +351,14 @@ def _tensor_loss(decoder: Decoder, *, z_loss: float, chunk: int, compiles: str) 
 
     compiles: 'whole' for the forward and the loss together, 'loss' for the loss alone, '' for nothing.
     """
-    loss_of_hidden = _compiled(decoder.loss) if compiles == "loss" else decoder.loss
+    loss_of_hidden = compiled_function(decoder.loss) if compiles == "loss" else decoder.loss
 
     def loss(tokens: Tensor, targets: Tensor, documents: Tensor | None, rows: Tensor | None) -> LossSums:
         address = None if rows is None else DropoutAddress(rows=rows)
         hidden = decoder(tokens, documents=documents, address=address)
         return loss_of_hidden(hidden, targets, z_loss=z_loss, chunk=chunk)
 
-    return _compiled(loss) if compiles == "whole" else loss
-
-
-def _compiled(function: Callable[..., LossSums]) -> Callable[..., LossSums]:
-    return torch.compile(function, dynamic=False, fullgraph=True)
+    return compiled_function(loss) if compiles == "whole" else loss
 
 
 def _micro_batch_loss(loss: TensorLoss, *, dropout_seed: int | None, reports: bool) -> LocalLoss:

@@ -19,6 +19,7 @@ from bloomery.model.decoder import Decoder
 from bloomery.model.dropout import DropoutAddress, dropout_address
 from bloomery.model.loss import LossSums
 from bloomery.optim.groups import ParameterPiece
+from bloomery.parallel.compilation import compiled_function
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.pipeline_schedule import Action, forwards_only, pipeline_order
 from bloomery.parallel.precision import MasterWeights
@@ -136,8 +137,7 @@ class StageComputation:
         self._decoder, self._weights, self._dropout_seed = decoder, weights, dropout_seed
         eager = {stage: _stage_function(decoder, stage, z_loss=z_loss, chunk=chunk) for stage in stages}
         self._functions: dict[PipelineStage, StageFunction] = {
-            stage: torch.compile(function, dynamic=False, fullgraph=True) if compiled else function
-            for stage, function in eager.items()
+            stage: compiled_function(function) if compiled else function for stage, function in eager.items()
         }
         self._parameters = {stage: tuple(_stage_parameters(decoder, stage)) for stage in stages}
 

@@ -1,21 +1,24 @@
-"""Activation recomputation (activation checkpointing): of nothing, of attention's core, or of whole blocks.
+"""Activation recomputation (activation checkpointing): of nothing, of some of each block, or of whole blocks.
 
 'full' keeps each block's input alone (Chen et al. 2016); 'selective' computes only scores and weights of
-attention again (Korthikanti et al. 2022, section 5). No random state is saved for it: dropout masks are a
-function of their address (`model/dropout.py`).
+attention again (Korthikanti et al. 2022, section 5); 'elementwise' keeps what products, fused attention and
+collectives return, and computes norms, activations, rotations and dropout again, which cost a pass over
+memory. No random state is saved for it: dropout masks are a function of their address (`model/dropout.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from bloomery.model.decoder import Block, Decoder
+from bloomery.parallel.compilation import compiled_function
 
 
 def set_recompute(
@@ -23,8 +26,9 @@ def set_recompute(
 ) -> None:
     """Set what each block computes again in its backward.
 
-    modes: 'none', 'selective' or 'full', by the block's index.
-    splits_backward: whether the pipeline schedule runs the backward by inputs and by weights apart.
+    modes: 'none', 'elementwise', 'selective' or 'full', by the block's index.
+    splits_backward: whether the pipeline schedule runs the backward by inputs and by weights apart; the
+        configuration refuses 'elementwise' then.
     compiles: whether each block is compiled by itself, with what it computes again.
     """
     wrap = _checkpointed_once if splits_backward else _checkpointed
@@ -36,10 +40,12 @@ def set_recompute(
         # outside of what is computed again, and outside of what is compiled.
         if modes[block.index] == "full":
             block.__dict__["forward"] = wrap(block.forward)
+        elif modes[block.index] == "elementwise":
+            block.__dict__["forward"] = _keeping_products(block.forward)
         elif modes[block.index] == "selective":
             block.attention.__dict__["attend"] = wrap(block.attention.attend)
         if compiles:
-            block.__dict__["forward"] = torch.compile(block.forward, dynamic=False, fullgraph=True)
+            block.__dict__["forward"] = compiled_function(block.forward)
 
 
 def _unwrap(module: nn.Module, method: str) -> None:
@@ -51,6 +57,41 @@ def _checkpointed(function: Callable[..., Any]) -> Callable[..., Any]:
         return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
 
     return call
+
+
+_PRODUCTS = (
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "_scaled_mm",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+)
+
+
+def _keeping_products(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*arguments: Any) -> Any:
+        return checkpoint(
+            function,
+            *arguments,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            context_fn=partial(create_selective_checkpoint_contexts, _kept_or_recomputed),
+        )
+
+    return call
+
+
+def _kept_or_recomputed(_context: Any, operator: Any, *_arguments: Any, **_keywords: Any) -> CheckpointPolicy:
+    """Return what torch asks for each operator of a block: whether its result is kept for the backward."""
+    namespace, name = operator.name().split("::")
+    is_product = namespace == "aten" and name.split(".")[0] in _PRODUCTS
+    # What a collective returns is kept, and waiting for it again costs nothing.
+    is_ours = namespace == "bloomery" or (namespace == "_c10d_functional" and name != "wait_tensor")
+    return CheckpointPolicy.MUST_SAVE if is_product or is_ours else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _checkpointed_once(function: Callable[..., Any]) -> Callable[..., Any]:

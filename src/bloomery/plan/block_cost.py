@@ -159,7 +159,7 @@ def block_passes(work: Workload) -> Passes:
     """Return the passes of one decoder block."""
     linear = _linears(work)
     attention = _attention(work)
-    elementwise = _elementwise(work)
+    elementwise = elementwise_pass(work)
     exchange = Spent(tensor_s=2 * _tensor_exchange_s(work))
     forward = linear.forward + attention.forward + elementwise + exchange
     backward = linear.backward + attention.backward + elementwise * 2.0 + exchange
@@ -278,7 +278,7 @@ def _attention(work: Workload) -> Passes:
     )
 
 
-def _elementwise(work: Workload) -> Spent:
+def elementwise_pass(work: Workload) -> Spent:
     """Return the cost of one block's norms, residuals, dropout, rotation and activation, forward, fused as
     a compiler fuses them.
     """

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from bloomery.config.parallel import RECOMPUTATIONS
 from bloomery.config.recipe import Recipe
 from bloomery.plan.parameters import ModelParameters
 from bloomery.plan.pipeline_stages import stages_of as partition
@@ -103,7 +104,7 @@ def layout_of(recipe: Recipe, *, accelerators: int, per_node: int, vocabulary: i
             if parallel.recompute_per_stage:
                 # Of the stages on one rank, the one that keeps the most activations decides.
                 both = (recompute[stage.rank], parallel.recompute_per_stage[stage.index])
-                recompute[stage.rank] = min(both, key=("none", "selective", "full").index)
+                recompute[stage.rank] = min(both, key=RECOMPUTATIONS.index)
             head_rank = stage.rank if stage.finishes else head_rank
     return Layout(
         tensor=parallel.tensor,

@@ -159,6 +159,8 @@ def block_activation_bytes(work: Workload, recompute: str) -> float:
         return stream
     gates = 2 if model.activation == "swiglu" else 1
     values = 2 * kv_heads(model) * head_size(model)
+    if recompute == "elementwise":
+        return _products_bytes(work, stream)
     masks = 2 * n * model.hidden / split if model.hidden_dropout > 0.0 else 0.0
     entering = 2 * n * model.hidden * a
     kept_bytes = 2 * stream + entering + masks
@@ -166,6 +168,17 @@ def block_activation_bytes(work: Workload, recompute: str) -> float:
     if recompute == "none":
         kept_bytes += _scores_bytes(work) if work.forms_scores else n * model.heads * 4 / t
     return kept_bytes
+
+
+def _products_bytes(work: Workload, stream: float) -> float:
+    """Return the bytes of a block's input and of what its products and its attention return."""
+    model, t, n, a = work.model, work.layout.tensor, work.tokens, work.value_bytes
+    gates = 2 if model.activation == "swiglu" else 1
+    values = 2 * kv_heads(model) * head_size(model)
+    kept_bytes = 3 * stream + n * (2 * query_width(model) + values + gates * ffn_width(model)) * a / t
+    scores = work.micro_batch * model.heads * work.sequence_length**2 / t
+    # Without a fused kernel the products of attention return the scores.
+    return kept_bytes + (scores * a if work.forms_scores else n * model.heads * 4 / t)
 
 
 def eager_activation_bytes(work: Workload) -> float:
@@ -195,12 +208,14 @@ def _activations(work: Workload, stage: StageParameters, index: int, training: T
     alive = in_flight(work, index, training)
     eager = 0.0 if training.fused else eager_activation_bytes(work)
     of_block = block_activation_bytes(work, recompute)
-    kept_bytes = alive * stage.blocks * (of_block + (0.0 if recompute == "full" else eager))
+    computes_again = recompute in ("elementwise", "full")
+    kept_bytes = alive * stage.blocks * (of_block + (0.0 if computes_again else eager))
     if stage.has_embedding:
         kept_bytes += alive * work.tokens * 8
-    if recompute == "full":
+    if computes_again:
         # The logits are gone when the first block is recomputed.
         again = block_activation_bytes(work, "none") + eager
+        again -= of_block if recompute == "elementwise" else 0.0
         kept_bytes += max(0.0, again - _logits(work, training)) if stage.has_head else again
     elif recompute == "selective" and work.forms_scores:
         kept_bytes += _scores_bytes(work)

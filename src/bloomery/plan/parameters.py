@@ -144,7 +144,7 @@ def token_cost(
     attention = 4 * model.layers * sequence_length * query_width(model)
     head = 2 * vocabulary * model.hidden
     needed = 3 * (blocks + attention + head)
-    repeated = {"none": 0, "selective": attention, "full": blocks + attention}[recompute]
+    repeated = {"none": 0, "elementwise": 0, "selective": attention, "full": blocks + attention}[recompute]
     return TokenCost(model=needed, hardware=needed + repeated)
 
 

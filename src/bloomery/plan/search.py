@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from bloomery.config.parallel import RECOMPUTATIONS
 from bloomery.config.recipe import Recipe
 from bloomery.config.validate_layout import (
     batch_mistakes,
@@ -35,7 +36,6 @@ from bloomery.plan.timeline import at_phase
 MICRO_BATCHES = (1, 2, 4, 8)
 CHUNKS = (1, 2, 4, 8)
 MOST_STAGES = 64
-RECOMPUTE = ("none", "selective", "full")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +175,7 @@ def _setting(request: Request, accelerators: int) -> _Setting:
             sequence_length=work.sequence_length,
             recompute=recompute,
         )
-        for recompute in RECOMPUTE
+        for recompute in RECOMPUTATIONS
     }
     return _Setting(
         recipe=recipe,
@@ -192,9 +192,9 @@ def _setting(request: Request, accelerators: int) -> _Setting:
 def _choices(setting: _Setting) -> Iterator[tuple[Workload, str]]:
     """Yield every workload to try, with its recomputation."""
     recomputations = (
-        RECOMPUTE
+        RECOMPUTATIONS
         if setting.work.forms_scores
-        else tuple(recompute for recompute in RECOMPUTE if recompute != "selective")
+        else tuple(recompute for recompute in RECOMPUTATIONS if recompute != "selective")
     )
     for layout in _layouts(setting):
         for micro_batch in MICRO_BATCHES:

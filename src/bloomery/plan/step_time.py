@@ -17,6 +17,7 @@ from bloomery.plan.block_cost import (
     attention_passes,
     between_bytes_per_s,
     block_passes,
+    elementwise_pass,
     embedding_passes,
     head_passes,
     moving_s,
@@ -152,6 +153,8 @@ def _block(work: Workload, recompute: str) -> Spent:
     spent = passes.forward + passes.backward
     if recompute == "full":
         return spent + passes.forward
+    if recompute == "elementwise":
+        return spent + elementwise_pass(work)
     if recompute == "selective" and work.forms_scores:
         return spent + attention_passes(work).forward
     return spent
