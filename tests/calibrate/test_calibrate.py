@@ -25,7 +25,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(stopwatch, "BUDGET_S", 0.0)
     monkeypatch.setattr(products, "LARGE", {"cpu": 256})
     monkeypatch.setattr(products, "WIDTHS", {"cpu": (64, 128)})
-    monkeypatch.setattr(blocks, "SHAPES", ((64, 4, 64, 2),))
+    monkeypatch.setattr(blocks, "SHAPES", {"cpu": ((64, 4, 64, 2),)})
     monkeypatch.setattr(surroundings, "COPY_BYTES", 2**22)
     monkeypatch.setattr(surroundings, "DISK_BYTES", 2**22)
 

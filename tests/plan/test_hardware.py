@@ -80,7 +80,8 @@ def test_an_unknown_machine_suggests_the_nearest():
 def test_units_stand_in_every_name():
     units = ("_gib", "_s", "_teraflops", "_efficiency", "_us", "_ns", "_w", "gbit_per_s", "_hour")
     bare = {
-        "efficiency", "overlap", "accelerators", "currency", "power_usage_effectiveness", "step_jitter",
+        "kind", "efficiency", "overlap", "accelerators", "currency", "power_usage_effectiveness",
+        "step_jitter",
         "matmul_half_size", "failures_per_1000_accelerator_days",
     }  # fmt: skip
     for table in TABLES.values():

@@ -148,10 +148,21 @@ def test_every_warning_of_a_careless_plan():
         "pipeline idles",
         "init_std = 0.02 is large",
         "should be padded to 250,752",
-        "Dropout",
         "Saving every",
     ):
         assert words in told, words
+
+
+def test_dropout_of_attention_is_warned_of_where_no_kernel_drops_weights_on_the_chip():
+    machine = load_hardware("a100-80g")
+    for kind, warned in (("cpu", True), ("gpu", False)):
+        accelerator = replace(machine.accelerator, kind=kind)
+        request = Request(
+            loaded=load_recipe("tr11-176b"),
+            hardware=replace(machine, accelerator=accelerator),
+            accelerators=384,
+        )
+        assert any(warning.startswith("Dropout") for warning in make_plan(request).warnings) == warned
 
 
 def test_shards_that_no_longer_fit_fewer_nodes_are_foretold():

@@ -7,7 +7,7 @@ chunks that a source does not give are those that its text or its successors mak
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -86,6 +86,8 @@ class Published:
 
     def work(self) -> Workload:
         hardware = load_hardware(self.hardware)
+        # These runs formed the scores of attention, as our plan says of CPUs alone.
+        hardware = replace(hardware, accelerator=replace(hardware.accelerator, kind="cpu"))
         layout = Layout(
             tensor=self.tensor,
             pipeline=self.pipeline,

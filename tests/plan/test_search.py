@@ -106,10 +106,15 @@ def test_more_memory_never_makes_fewer_layouts_fit(small, more, case):
     assert less <= larger
 
 
-@pytest.mark.parametrize(("dropout", "selective"), [(0.0, False), (0.1, True)])
-def test_selective_recomputation_is_tried_where_attention_forms_scores(dropout: float, selective: bool):
+@pytest.mark.parametrize(
+    ("dropout", "kind", "selective"), [(0.0, "cpu", False), (0.1, "cpu", True), (0.1, "gpu", False)]
+)
+def test_selective_recomputation_is_tried_where_attention_forms_scores(
+    dropout: float, kind: str, selective: bool
+):
     loaded = load_recipe("demo", [f"model.attention_dropout={dropout}"])
     machine = load_hardware("a100-80g")
+    machine = replace(machine, accelerator=replace(machine.accelerator, kind=kind))
     ranked = search_layouts(Request(loaded=loaded, hardware=machine, accelerators=2)).ranked
     tried = {one.recompute for one in ranked}
     assert {"none", "full"} <= tried and ("selective" in tried) == selective

@@ -311,8 +311,9 @@ def test_weights_rounded_block_by_block_cost_passes_over_the_masters_and_save_al
 
 
 def test_a_compiled_backward_holds_the_gradients_of_all_that_was_compiled_at_once() -> None:
-    def buffers(layout: Layout, *, fused: bool, tokens: int) -> StageMemory:
-        work = replace(of(layout), micro_batch=1, sequence_length=tokens, vocabulary=64)
+    def buffers(layout: Layout, *, fused: bool, tokens: int, kind: str = "cpu") -> StageMemory:
+        hardware = replace(HARDWARE, accelerator=replace(HARDWARE.accelerator, kind=kind))
+        work = replace(of(layout, hardware), micro_batch=1, sequence_length=tokens, vocabulary=64)
         training = Training(micro_batches=4, recompute="none", optimizer="adamw", loss_chunk=256, fused=fused)
         return stage_memory(work, parameters, stages_for(work, parameters), 0, training)
 
@@ -326,6 +327,7 @@ def test_a_compiled_backward_holds_the_gradients_of_all_that_was_compiled_at_onc
     assert few.buffers > 2 * largest
     assert buffers(alone, fused=True, tokens=2**20).buffers == 2 * largest  # activations took more before
     assert buffers(several, fused=True, tokens=8).buffers == 2 * parameters.block.total
+    assert buffers(alone, fused=True, tokens=8, kind="gpu").buffers == 2 * parameters.block.total
 
 
 @pytest.mark.parametrize(("activation", "matrices"), [("gelu", 2), ("swiglu", 3)])

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -289,6 +290,7 @@ def measure_machine(directory: Path, *, say: Callable[[str], None]) -> Hardware:
     link = link_between_processes()
     peaks = _peaks_teraflops(device, precision, peak)
     accelerator = Accelerator(
+        kind=device.type.replace("cuda", "gpu"),
         memory_gib=memory_gib(device),
         reserved_gib=context_gib(device) if device.type == "cuda" else process_gib(),
         memory_gb_per_s=copied,
@@ -336,7 +338,7 @@ def _peaks_teraflops(device: torch.device, precision: str, peak_flops: float) ->
 def _with_blocks(hardware: Hardware, precision: str, device: torch.device, dtype: torch.dtype) -> Hardware:
     """Add what blocks and losses take besides their products; each figure builds on those before it."""
 
-    def known(**figures: float) -> Hardware:
+    def known(**figures: Any) -> Hardware:
         return replace(hardware, accelerator=replace(hardware.accelerator, **figures))
 
     hardware = known(kernel_us=measure_kernel_us(device, dtype))

@@ -12,9 +12,11 @@ import torch
 from torch.nn import functional as F
 
 from bloomery.config.model import ModelSection
+from bloomery.kernels.available import HAS_TRITON
 from bloomery.model.decoder import build
 from bloomery.model.loss import next_token_loss
 from bloomery.model.native_kernels import attends, causal_attention, has_units
+from bloomery.parallel.compilation import compiled_function
 from bloomery.plan.block_cost import Workload, block_passes, head_passes
 from bloomery.plan.hardware import Hardware
 from bloomery.plan.layout import Layout
@@ -65,8 +67,16 @@ def _on_gpu_s(work: Callable[[], object], device: torch.device) -> float:
 
 
 LARGE = {"cpu": 1536, "cuda": 8192}
-WIDTHS = {"cpu": (64, 96, 160, 256, 512), "cuda": (512, 1024, 2048, 4096)}
-ROWS = 2048
+WIDTHS = {"cpu": (64, 96, 160, 256, 512), "cuda": (2048, 4096, 8192)}
+ROWS = {"cpu": 2048, "cuda": 8192}
+"""Products of the sizes that models on such devices make: a GPU is not filled by smaller ones."""
+ATTENTIONS = {
+    "cpu": ((4, 2, 512, 80), (8, 4, 256, 24), (8, 6, 128, 16), (2, 4, 512, 64)),
+    "cuda": ((2, 16, 4096, 128), (4, 16, 2048, 128), (4, 32, 2048, 64), (1, 16, 8192, 128)),
+}
+"""(samples, heads, sequence, head width) of the attention that is measured."""
+LOSSES = {"cpu": ((1024, 96, 2048), (2048, 160, 4096)), "cuda": ((8192, 2048, 32_768), (8192, 2048, 65_536))}
+"""(tokens, hidden, vocabulary) of the losses that are measured."""
 HALF_SIZES = [0.0, *(2.0 ** (exponent / 4) for exponent in range(0, 37))]
 
 
@@ -99,7 +109,8 @@ def measure_products(device: torch.device, dtype: torch.dtype) -> list[Product]:
     side = LARGE[device.type]
     shapes = [(side, side, side)]
     for width in WIDTHS[device.type]:
-        shapes += [(ROWS, width, width), (ROWS, 3 * width, width), (3 * width, width, ROWS)]
+        rows = ROWS[device.type]
+        shapes += [(rows, width, width), (rows, 3 * width, width), (3 * width, width, rows)]
     products = []
     for rows, columns, inner in shapes:
         left = torch.randn(rows, inner, device=device).to(dtype)
@@ -141,7 +152,7 @@ def fit_half_size(products: Sequence[Product], peak_flops: float) -> tuple[float
 def measure_attention(device: torch.device, dtype: torch.dtype, peak_flops: float) -> AttentionCost:
     """Fit both figures to causal attention, forward and backward, of two head widths."""
     rows = []
-    for batch, heads, length, width in ((4, 2, 512, 80), (8, 4, 256, 24), (8, 6, 128, 16), (2, 4, 512, 64)):
+    for batch, heads, length, width in ATTENTIONS[device.type]:
         qkv = torch.randn(batch, length, 3 * heads, width, device=device).to(dtype).requires_grad_()
 
         def forward_and_backward(qkv: torch.Tensor = qkv, heads: int = heads) -> None:
@@ -184,14 +195,22 @@ KERNELS_OF_A_BLOCK = 33
 twice backward.
 """
 
-SHAPES = ((96, 4, 256, 4), (160, 2, 512, 4), (256, 4, 512, 2))
+SHAPES = {
+    "cpu": ((96, 4, 256, 4), (160, 2, 512, 4), (256, 4, 512, 2)),
+    "cuda": ((2048, 16, 4096, 2), (4096, 32, 4096, 1)),
+}
 """(hidden, heads, sequence, samples) of the blocks that are measured."""
 
 
 def measure_kernel_us(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the least microseconds of one operation, from a block on so little data that nothing else
-    counts.
+    """Return the least microseconds of one operation.
+
+    On a CPU it comes from a block on so little data that nothing else counts. A GPU works off a queue that
+    the host fills ahead of it, so there it is the time between two kernels that do nothing.
     """
+    if device.type == "cuda":
+        number = torch.zeros(1, device=device)
+        return best_s(lambda: number.add_(1.0), device) * 1e6
     seconds = _block_s(_model(32, 2), samples=1, length=8, device=device, dtype=dtype)
     return seconds / KERNELS_OF_A_BLOCK * 1e6
 
@@ -202,7 +221,7 @@ def measure_elementwise_gb_per_s(hardware: Hardware, precision: str, device: tor
     """
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     moved = left = 0.0
-    for hidden, heads, length, samples in SHAPES:
+    for hidden, heads, length, samples in SHAPES[device.type]:
         model = _model(hidden, heads)
         measured = _block_s(model, samples=samples, length=length, device=device, dtype=dtype)
         work = _workload(model, hardware, precision, samples=samples, length=length)
@@ -219,7 +238,7 @@ def measure_exponential_ns(hardware: Hardware, precision: str, device: torch.dev
     """Return the nanoseconds for each logit that the loss takes besides products and passes over memory."""
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     per_logit_ns = []
-    for tokens, hidden, vocabulary in ((1024, 96, 2048), (2048, 160, 4096)):
+    for tokens, hidden, vocabulary in LOSSES[device.type]:
         states = torch.randn(tokens, hidden, device=device).to(dtype).requires_grad_()
         head = torch.randn(vocabulary, hidden, device=device).to(dtype).requires_grad_()
         targets = torch.randint(vocabulary, (tokens,), device=device)
@@ -244,7 +263,11 @@ def _model(hidden: int, heads: int) -> ModelSection:
 def _block_s(
     model: ModelSection, *, samples: int, length: int, device: torch.device, dtype: torch.dtype
 ) -> float:
-    """Return the seconds of one block, forward and backward: what two more blocks add, halved."""
+    """Return the seconds of one block, forward and backward: what two more blocks add, halved.
+
+    On a GPU blocks are compiled, as those of a training are; they share their code.
+    """
+    compiles = device.type == "cuda" and HAS_TRITON
     times = []
     for layers in (1, 3):
         decoder = build(
@@ -253,6 +276,9 @@ def _block_s(
         with torch.no_grad():
             for parameter in decoder.parameters():
                 parameter.normal_(std=0.05)
+        for block in decoder.blocks:
+            if compiles:
+                block.__dict__["forward"] = compiled_function(block.forward)
         tokens = torch.randint(VOCABULARY, (samples, length), device=device)
 
         def forward_and_backward(decoder: torch.nn.Module = decoder, tokens: torch.Tensor = tokens) -> None:

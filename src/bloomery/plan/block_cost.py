@@ -143,8 +143,15 @@ class Workload:
 
     @property
     def forms_scores(self) -> bool:
-        """Whether attention weights are written to memory, which dropout on them needs."""
-        return self.model.attention_dropout > 0.0
+        """Whether attention weights are written to memory: where they are dropped, and not by a kernel on the
+        chip (`model/fused_attention.py`).
+        """
+        return self.model.attention_dropout > 0.0 and not (self.has_tiles and head_size(self.model) <= 128)
+
+    @property
+    def has_tiles(self) -> bool:
+        """Whether kernels for GPUs compute attention and the loss's gradient: they take 16 bits alone."""
+        return self.hardware.accelerator.kind == "gpu" and self.value_bytes < 4
 
 
 @dataclass(frozen=True, kw_only=True)

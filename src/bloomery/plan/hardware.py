@@ -25,6 +25,12 @@ PRECISIONS = ("bf16", "fp16", "fp8", "fp32")
 class Accelerator:
     """The figures of one GPU or, on a machine without GPUs, of one rank's share of the machine."""
 
+    kind: str = setting(
+        "gpu",
+        kind="free",
+        choices=("gpu", "cpu"),
+        help="What it is: compilation, and kernels of attention and loss, differ between the two.",
+    )
     memory_gib: float = setting(kind="free", above=0.0, help="Memory that one rank may use.")
     reserved_gib: float = setting(
         0.0, kind="free", minimum=0.0, help="Taken before the model: context, libraries, fragmentation."

@@ -225,7 +225,8 @@ def _activations(work: Workload, stage: StageParameters, index: int, training: T
 def _logits(work: Workload, training: Training) -> float:
     """Return the bytes of one chunk's logits, their fp32 form and gradient, and the head's fp32 gradient.
 
-    The loss over a split vocabulary computes the gradient in place, beside the chunk before.
+    The loss over a split vocabulary computes the gradient in place, beside the chunk before. A GPU's kernel
+    writes the gradient over the logits, which have no fp32 form then.
     """
     columns = -(-work.vocabulary // work.layout.tensor)
     rows = min(training.loss_chunk, work.tokens)
@@ -233,6 +234,8 @@ def _logits(work: Workload, training: Training) -> float:
     if work.layout.tensor > 1:
         narrow = work.value_bytes if work.value_bytes < 4 else 0
         return rows * columns * 2 * (4 + narrow) + columns * work.model.hidden * (4 + narrow) + 2 * hidden
+    if work.has_tiles:
+        return rows * columns * work.value_bytes + columns * work.model.hidden * (4 + 2 * 2) + hidden
     return rows * columns * (2 * work.value_bytes + 3 * 4) + 2 * columns * work.model.hidden * 4 + hidden
 
 
@@ -242,8 +245,9 @@ def _gradients_at_once(
     """Return how many elements of gradients exist before they are added to the fp32 ones, beyond the peak.
 
     An eager backward gives them one by one, so that the largest counts. A compiled one gives all of its
-    region at its end: those of a block, or of the whole model where it is compiled as one (no tensor and data
-    parallelism, `parallel.working = "kept"`). By then the activations and logits of a micro-batch are gone.
+    region at its end: those of a block, or of the whole model where it is compiled as one (on a CPU, without
+    tensor and data parallelism, `parallel.working = "kept"`). By then the activations and logits of a
+    micro-batch are gone.
     freed: so many elements would fit in their place.
     """
     layout, model = work.layout, work.model
@@ -254,7 +258,8 @@ def _gradients_at_once(
         largest = max(largest, parameters.embedding / layout.tensor)
     if not fused:
         return largest
-    if layout.tensor == layout.data == 1 and not layout.rounds_by_block:
+    is_cpu = work.hardware.accelerator.kind == "cpu"
+    if is_cpu and layout.tensor == layout.data == 1 and not layout.rounds_by_block:
         return max(largest, rank_parameters(parameters, stage, work) - freed)
     return max(largest, min(stage.blocks, 1) * parameters.block.total / layout.tensor)
 

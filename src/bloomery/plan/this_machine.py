@@ -50,6 +50,7 @@ def _of_processor(processor: Path, memory_limit: Path) -> Hardware:
         name=f"this machine ({cores} cores, not measured)",
         notes="Estimated from the processor's description; `bloomery calibrate` measures it.",
         accelerator=Accelerator(
+            kind="cpu",
             memory_gib=_memory_gib(memory_limit),
             reserved_gib=_PROCESS_GIB,
             memory_gb_per_s=min(_SOCKET_GB_PER_S, _CORE_GB_PER_S * cores),

@@ -1,0 +1,76 @@
+"""Compiles the kernels for a GPU of Hopper without having one; prints what each takes of a multiprocessor."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from bloomery.kernels.rules import Tiles, tiles_for
+
+TENSORS = {
+    **dict.fromkeys(("starts", "ends", "row_keys", "column_keys"), "*i32"),
+    **dict.fromkeys(("slopes", "log_partition", "correction", "cross_entropy", "z"), "*fp32"),
+    "targets": "*i64",
+}
+NUMBERS = {"scale": "fp32", "kept": "fp32", "z_loss": "fp32", "threshold": "i32"}
+RULES = ("HAS_DOCUMENTS", "HAS_SLOPES", "DROPS")
+
+
+def compiled(kernel: Any, constants: Mapping[str, Any], *, warps: int, stages: int) -> dict[str, Any]:
+    """Return the bytes of shared memory that a kernel takes, and whether it uses the units for products."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kinds = {name: _kind(name, constants) for name in kernel.arg_names}
+    aligned = {
+        (place,): [["tt.divisibility", 16]]
+        for place, name in enumerate(kernel.arg_names)
+        if kinds[name].startswith("*") or (kinds[name] == "i32" and name not in NUMBERS)
+    }
+    source = ASTSource(fn=kernel, signature=kinds, constexprs=dict(constants), attrs=aligned)
+    options = {"num_warps": warps, "num_stages": stages}
+    program = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return {"shared": program.metadata.shared, "uses_units": "wgmma" in program.asm["ptx"]}
+
+
+def _kind(name: str, constants: Mapping[str, Any]) -> str:
+    if name in constants:
+        return "constexpr"
+    if name.endswith(("_batch", "_row", "_head", "_stride")):
+        return "i32"
+    return NUMBERS.get(name) or TENSORS.get(name) or "*bf16"
+
+
+def of_attention(width: int, rules: tuple[bool, bool, bool]) -> dict[str, Any]:
+    """Compile the three kernels of attention for heads of `width`."""
+    from bloomery.kernels.triton_attention import _forward
+    from bloomery.kernels.triton_attention_backward import _backward_of_keys, _backward_of_queries
+
+    sizes = {"LENGTH": 4096, "HEADS": 16, "KV_HEADS": 8, "WIDTH": width, "PADDED": width, "PRECISION": "tf32"}
+    tiles = tiles_for(width)
+
+    def with_tiles(kernel: Any, tile: Tiles) -> dict[str, Any]:
+        constants = sizes | dict(zip(RULES, rules, strict=True))
+        constants |= {"QUERIES": tile.queries, "KEYS": tile.keys}
+        return compiled(kernel, constants, warps=tile.warps, stages=tile.stages)
+
+    return {
+        "forward": with_tiles(_forward, tiles.forward),
+        "by keys": with_tiles(_backward_of_keys, tiles.backward_of_keys),
+        "by queries": with_tiles(_backward_of_queries, tiles.backward_of_queries),
+    }
+
+
+if __name__ == "__main__":
+    from bloomery.kernels.triton_loss import _write_slopes
+
+    found = {
+        f"attention, {width}, {rules}": of_attention(width, rules)
+        for width in (64, 128)
+        for rules in ((False, True, False), (True, False, False), (True, True, True))
+    }
+    found["loss"] = {"": compiled(_write_slopes, {"VOCABULARY": 131_072, "BLOCK": 8192}, warps=8, stages=3)}
+    sys.stdout.write(json.dumps(found) + "\n")
