@@ -27,6 +27,10 @@ class ObjectStore:
         self._ask(f"/{name}", method="PUT")
         return f"s3://{name}"
 
+    def put(self, path: str, data: bytes | None = None) -> None:
+        """Make a bucket (/BUCKET) or an object (/BUCKET/KEY)."""
+        self._ask(path, method="PUT", data=data)
+
     @contextmanager
     def checking_credentials(self) -> Iterator[None]:
         """Refuse whatever is not signed by a known user; there is none."""

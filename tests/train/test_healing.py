@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -109,8 +110,14 @@ def test_a_restraint_lasts_as_many_steps_of_the_whole_run_as_the_recipe_says(
         journal=None,
         say=lambda line: None,
     )
-    held = settings.restraint(Rung.SLOW, TrainState(goal=Goal(steps=9), position=Position(consumed=640)))
+    state = TrainState(goal=Goal(steps=9), position=Position(consumed=640))
+    held = settings.restraint(Rung.SLOW, state)
     assert held is not None and (held.start, held.stop) == (640, 640 + 5 * 32 * peers)
+    # Outer momentum would carry a rescaling of heads on, round after round.
+    clamped = settings.restraint(Rung.CLAMP, state)
+    assert clamped is not None and clamped.qk_clip == (0.0 if inner_steps else 100.0)
+    restored = replace(state, restraints=(replace(clamped, qk_clip=100.0),))
+    assert settings.clamps(restored).qk_clip == clamped.qk_clip
 
 
 LONGER = (

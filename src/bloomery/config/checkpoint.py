@@ -254,7 +254,7 @@ class GuardSection:
         at_start=True,
         minimum=0.0,
         help="On the rung 'clamp', heads whose largest attention logit is above this are rescaled, as with "
-        "optim.qk_clip; 0: they are not.",
+        "optim.qk_clip; 0: they are not. Between peers they never are.",
     )
     restrain_steps: int = setting(
         1000,

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from bloomery import durable
 from bloomery.checkpoint.format.state import Json
+from bloomery.config.checkpoint import GuardSection
 from bloomery.config.convert import dump_recipe, toml_value
 from bloomery.config.load import LoadedRecipe, load_recipe, parse_recipe
 from bloomery.config.recipe import Recipe
@@ -158,7 +159,7 @@ class RunSettings:
         say: Callable[[str], None],
     ) -> None:
         self.recipe = recipe
-        self.guards = build_guards(checkpoint=recipe.checkpoint, guard=recipe.guard)
+        self.guards = build_guards(checkpoint=recipe.checkpoint, guard=_guard_section(recipe))
         self._mesh, self._data_stream = mesh, data_stream
         self._store, self._held_out, self._journal, self._say = store, held_out, journal, say
 
@@ -202,10 +203,9 @@ class RunSettings:
 
     def clamps(self, state: TrainState) -> Clamps:
         """Return the clamps of the step from `state`, which a rewind may have put on for a while."""
-        restraint, elastic = state.restraint, self.recipe.elastic
-        # Attention logits are each peer's own, and peers that average gradients must make equal updates.
-        follows_own_samples = elastic.inner_steps > 0 and elastic.average == "gradients"
-        return Clamps(z_score=restraint.z_score, qk_clip=0.0 if follows_own_samples else restraint.qk_clip)
+        restraint, guard = state.restraint, _guard_section(self.recipe)
+        # A checkpoint may hold a restraint of before peers were without QK-clip.
+        return Clamps(z_score=restraint.z_score, qk_clip=restraint.qk_clip if guard.clamp_qk else 0.0)
 
     def restraint(self, rung: Rung, state: TrainState) -> Restraint | None:
         """Return what restrains the steps from `state` on after a rewind of this rung; None for nothing."""
@@ -273,7 +273,7 @@ class RunSettings:
     def _replace_recipe(self, recipe: Recipe, state: TrainState) -> None:
         """Make a recipe with other free settings the run's. Raises DataError where budgets do not fit it."""
         self.spread_budgets(state, recipe=recipe)
-        guards = build_guards(checkpoint=recipe.checkpoint, guard=recipe.guard)
+        guards = build_guards(checkpoint=recipe.checkpoint, guard=_guard_section(recipe))
         guards.load_state_values(self.guards.state_values())
         self.guards = guards
         self._store.section = recipe.checkpoint
@@ -288,3 +288,12 @@ class RunSettings:
 
     def _record(self, event: str, state: TrainState, **fields: Json) -> None:
         self._journal.write(event, incarnation=self._store.incarnation, step=state.step, **fields)
+
+
+def _guard_section(recipe: Recipe) -> GuardSection:
+    """Return the settings of guards, without QK-clip between peers.
+
+    There each peer would rescale heads by the logits of its own samples, and the outer momentum would carry a
+    rescaling on in the rounds after it, until queries and keys are too small or point the other way.
+    """
+    return replace(recipe.guard, clamp_qk=0.0) if recipe.elastic.inner_steps else recipe.guard
