@@ -220,6 +220,9 @@ def test_the_password_of_a_url_is_told_neither_in_a_note_nor_in_a_mistake() -> N
     with pytest.raises(ConfigError) as refused:
         load_recipe("demo", ["checkpoint.ulr=s3://user:secret@host/x"])
     assert "'s3://***@host/x'" in str(refused.value) and "secret" not in str(refused.value)
+    with pytest.raises(ConfigError) as refused:
+        load_recipe("demo", ["data.surces=['s3://user:secret@host/x', 'notes.txt']"])
+    assert "s3://***@host/x" in str(refused.value) and "secret" not in str(refused.value)
 
 
 def test_a_field_that_no_document_has_is_named_with_those_that_are_there(

@@ -20,6 +20,7 @@ from bloomery.checkpoint.load.loader import read_tensors
 from bloomery.checkpoint.save import direct
 from bloomery.checkpoint.save.direct import save_checkpoint
 from bloomery.cli import main
+from bloomery.errors import CheckpointError
 from bloomery.interchange import huggingface
 from bloomery.interchange.slim import slim_checkpoint, slim_file
 
@@ -50,6 +51,16 @@ def test_a_slim_checkpoint_is_the_model_alone_and_verifies(
     assert manifest.values == {"train": {"step": 3}, "data": {"fingerprint": "x"}}
     assert manifest.about["loss"] == 1.5
     assert done.after < 0.7 * done.before
+
+
+def test_a_slim_copy_is_not_written_into_a_run(checkpoint: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "incarnations").mkdir(parents=True)
+    (run / "recipe.toml").touch()
+    for target in (run, run / "checkpoints"):
+        with pytest.raises(CheckpointError, match="belongs to a run"):
+            slim_checkpoint(checkpoint, target)
+    assert not (run / "checkpoints").exists()
 
 
 def watched_reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:

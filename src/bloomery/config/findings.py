@@ -50,9 +50,11 @@ def setting_value(recipe: Recipe, key: str) -> object:
 
 
 def shown_value(value: object) -> object:
-    """Return the value without the user name and password of a URL, and None for a list of tables."""
+    """Return the value without user names and passwords of URLs, and None for a list of tables."""
     if isinstance(value, tuple) and any(is_dataclass(entry) for entry in value):
         return None  # its key and line tell where it is
+    if isinstance(value, (tuple, list)):
+        return type(value)(shown_value(entry) for entry in value)
     return _LOGIN.sub("://***@", value) if isinstance(value, str) else value
 
 

@@ -14,6 +14,7 @@ from bloomery.checkpoint.format.manifest import read_manifest
 from bloomery.checkpoint.format.state import StateEntry
 from bloomery.checkpoint.load.loader import read_in_pieces
 from bloomery.checkpoint.save.direct import save_streamed
+from bloomery.config.find import is_run
 from bloomery.errors import CheckpointError, storage_error
 from bloomery.events.records import ProgressCallback, counting, ignore_progress
 from bloomery.interchange.foreign_files import load_plain
@@ -46,6 +47,11 @@ def slim_checkpoint(
     It holds at most 1 GiB of tensors in memory, whatever the size of the largest, and verifies every byte
     that it reads. Raises CheckpointError and StorageError.
     """
+    if is_run(directory) or is_run(directory.parent):
+        raise CheckpointError(
+            f"{directory} belongs to a run, which would take the copy for one of its checkpoints.",
+            remedy="Choose a directory of its own.",
+        )
     manifest = read_manifest(checkpoint)
     final = directory / checkpoint.name
     if final.exists():
