@@ -133,7 +133,7 @@ def _parse(arguments: list[str]) -> Namespace:
         "--port", type=_port, default=_PORT, metavar="N", help=f"port; 0 takes a free one ({_PORT})"
     )
     options.add_argument(
-        "--interval", type=_seconds, default=2.0, metavar="S", help="seconds between what viewers get (2)"
+        "--interval", type=_seconds, default=2.5, metavar="S", help="seconds between what viewers get (2.5)"
     )
     options.add_argument(
         "--plan",

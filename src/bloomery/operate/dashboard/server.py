@@ -40,7 +40,7 @@ STATIC = {
     "uplot/LICENSE": "text/plain; charset=utf-8",
 }
 KEEPALIVE_S, GUESS_PAUSE_S = 15.0, 0.2
-LOOKS = 8
+LOOKS = 4
 """How often a stream looks for changes in an interval: after a silence, or a death, it tells them at once."""
 _MOST_VIEWERS, _MOST_BODY = 256, 4096
 

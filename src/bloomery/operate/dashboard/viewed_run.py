@@ -20,9 +20,9 @@ from bloomery.operate.dashboard.run_reader import RunReader
 from bloomery.operate.dashboard.run_summary import RunSummarizer, RunSummary
 from bloomery.operate.ledger.figures import PlannedRun
 
-INTERVAL_S = 2.0
+INTERVAL_S = 2.5
 """How often a viewer gets something new, in seconds."""
-_TABLES_EVERY_S, _RANKS_EVERY_S, _GOODPUT_EVERY_S = 10.0, 5.0, 60.0
+_TABLES_EVERY_S, _RANKS_EVERY_S, _GOODPUT_EVERY_S = 10.0, 10.0, 60.0
 _MOST_RANKS_LOOKED_AT = 64
 _MOST_ANSWERS, _MOST_ANSWER_BYTES = 32, 8 << 20
 
@@ -55,10 +55,10 @@ class ViewedRun:
         """Notice at once a rank whose process is gone; viewers then are told as if a journal had grown."""
         now = time.time()
         first = read_beat(self.reader.rundir.heartbeat())
+        others = range(1, min(first.world, _MOST_RANKS_LOOKED_AT) if first is not None else 0)
+        beats = [first, *(read_beat(self.reader.rundir.heartbeat(rank=rank)) for rank in others)]
         died = tuple(
-            rank
-            for rank in range(min(first.world, _MOST_RANKS_LOOKED_AT) if first is not None else 0)
-            if (beat := read_beat(self.reader.rundir.heartbeat(rank=rank))) and has_died_here(beat, now=now)
+            rank for rank, beat in enumerate(beats) if beat is not None and has_died_here(beat, now=now)
         )
         if died == self.died:
             return
