@@ -206,6 +206,37 @@ def test_a_tracker_without_its_package_is_told_before_the_training_starts(
     assert "log.trackers names wandb, which is not installed" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("more", [(), ("--supervise",)])
+@pytest.mark.parametrize(
+    ("words", "status", "told"),
+    [
+        (("demo", "data.sources=nofile.txt"), 1, "does not exist (looked for"),
+        (("demo", TEXT, "--run", "bad.toml"), 1, "cannot be made: bad.toml is a file"),
+        (("demo", TEXT, "--run", "begun", "run.seed=7"), 2, "and this setting is fixed"),
+    ],
+)
+def test_a_launcher_refuses_what_its_ranks_would_before_it_starts_one(
+    words: tuple[str, ...],
+    more: tuple[str, ...],
+    status: int,
+    told: str,
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    class Started(subprocess.Popen):
+        def __init__(self, *given: object, **named: object) -> None:
+            raise AssertionError("a rank was started")
+
+    monkeypatch.chdir(place)
+    monkeypatch.setattr(subprocess, "Popen", Started)
+    before = sorted(place.rglob("*"))
+    assert main(["launch", *words, "--nproc", "1", *more]) == status
+    said = capsys.readouterr().err
+    assert " ".join(said.split()).count(told) == 1
+    assert sorted(place.rglob("*")) == before
+
+
 def test_a_setting_that_is_given_twice_is_told() -> None:
     loaded = load_recipe("demo", ["train.steps=5", "run.seed=1", "train.steps=6", "run.seed=1"])
     assert loaded.recipe.train.steps == 6 and loaded.recipe.run.seed == 1

@@ -68,6 +68,18 @@ def test_the_manifest_is_a_job_of_the_api_and_names_no_field_that_it_does_not_kn
         SCHEMA.validate(made)
 
 
+@pytest.mark.parametrize("release", ["1.31", "1.34", "1.37"])
+def test_other_releases_of_the_api_know_every_field_of_the_manifest(release: str) -> None:
+    kubernetes_validate = pytest.importorskip(
+        "kubernetes_validate", reason="pip install kubernetes-validate: 108 MB of schemas, so no dependency"
+    )
+    made = manifest(request(spares=1, gpus_per_node=8, exclude=("node3",)))
+    assert kubernetes_validate.validate(made, release, strict=True) == release
+    made["spec"]["template"]["spec"]["hostname_"] = "x"
+    with pytest.raises(kubernetes_validate.ValidationError, match="hostname_"):
+        kubernetes_validate.validate(made, release, strict=True)
+
+
 def test_pods_have_nodes_of_their_own_and_never_the_excluded_ones() -> None:
     spec = manifest(request(exclude=("node3",), spares=1))["spec"]
     affinity = spec["template"]["spec"]["affinity"]

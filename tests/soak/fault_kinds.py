@@ -1,18 +1,15 @@
-"""What a planted fault is, and what must be said of faults of each of the twelve kinds in the draws."""
+"""What a planted fault is, and what must be said of faults of each of the twelve kinds."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import json
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from bloomery.operate.diagnosis import Cause
 
-BATCH = "bloomery.data_loader.batches:Batches.batch"
-READ = "bloomery.data_loader.batches:Batches._read"
-FORWARD = "bloomery.model.decoder:Block.forward"
-REPORT = "bloomery.train.metrics:Metrics.report"
-JOURNAL = "bloomery.events.journal:Journal._append"
-SAVE = "bloomery.checkpoint.save.saver:Saver.begin"
+CASES = Path(__file__).with_name("planted_faults.jsonl")
 WATCHDOG = (
     "[rank{0}]:[E807 02:07:08.408 ProcessGroupNCCL.cpp:607] [Rank {0}] Watchdog caught collective operation "
     "timeout: WorkNCCL(SeqNum={1}, OpType=ALLREDUCE, NumelIn=544, Timeout(ms)=600000) ran for 600061 ms."
@@ -42,7 +39,6 @@ class PlantedFault:
     memory_mib: int = 0
     small_shm: bool = False
     names_rank: bool = True
-    more: dict[str, str] = field(default_factory=dict)
 
 
 OF_KIND: dict[str, dict[str, Any]] = {
@@ -62,14 +58,18 @@ OF_KIND: dict[str, dict[str, Any]] = {
 """What is right for the faults of a kind, where a fault does not say otherwise."""
 
 
-def of_kind(kind: str, *variants: dict[str, Any]) -> list[PlantedFault]:
-    """Return faults of a kind, each with what differs from OF_KIND."""
-    return [PlantedFault(kind=kind, **(OF_KIND[kind] | variant)) for variant in variants]
+def planted_faults(draw: str) -> dict[str, PlantedFault]:
+    """Return the faults of a draw, or the hangs, each under its name, from planted_faults.jsonl.
 
-
-def at(place: str, *codes: str) -> list[dict]:
-    return [{"place": place, "code": code} for code in codes]
-
-
-def errno_at(place: str, number: int) -> dict:
-    return {"place": place, "code": f"raise_errno({number}, '/scratch/run/data/train.bin')"}
+    A line holds what a fault has besides what OF_KIND says of its kind. Draws were written one after another,
+    each before its faults were run once and after the rules had been mended by those before.
+    """
+    faults: dict[str, PlantedFault] = {}
+    for line in CASES.read_text().splitlines():
+        fields = json.loads(line)
+        if fields.pop("draw") != draw:
+            continue
+        name = fields.pop("name", f"fault {len(faults) + 1}")
+        kind = OF_KIND[fields["kind"]] | fields
+        faults[name] = PlantedFault(**kind | {"cause": Cause(kind["cause"])})
+    return faults

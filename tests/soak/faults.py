@@ -17,13 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.soak.fault_kinds import WATCHDOG, PlantedFault
-from tests.soak.fifth_draw import FIFTH
-from tests.soak.fourth_draw import FOURTH
-from tests.soak.planted_faults import FAULTS, HANGS
-from tests.soak.second_draw import SECOND
-from tests.soak.sixth_draw import SIXTH
-from tests.soak.third_draw import THIRD
+from tests.soak.fault_kinds import WATCHDOG, PlantedFault, planted_faults
 
 from bloomery.events.heartbeat import RankBeat, read_beat
 from bloomery.events.journal import read_journal
@@ -33,10 +27,8 @@ PLANTING = Path(__file__).parent / "planting"
 CGROUP = Path("/sys/fs/cgroup/memory")
 KINDS = os.environ.get("BLOOMERY_SOAK_KINDS", "")
 """Comma-separated kinds of faults; empty: all."""
-DRAW = {"1": FAULTS, "2": SECOND, "3": THIRD, "4": FOURTH, "5": FIFTH, "6": SIXTH}[
-    os.environ.get("BLOOMERY_SOAK_DRAW", "1")
-]
-"""The faults that are planted: later draws were written after the rules had been mended by those before."""
+DRAW = os.environ.get("BLOOMERY_SOAK_DRAW", "7")
+"""The draw whose faults are planted."""
 SKIP = int(os.environ.get("BLOOMERY_SOAK_SKIP", "0"))
 """So many faults of the order are left out, for a soak that goes on where another was broken off."""
 SEED = int(os.environ.get("BLOOMERY_SOAK_SEED", "1"))
@@ -248,7 +240,7 @@ def test_the_verdicts_on_sixty_faults_of_twelve_kinds(
     rig: Callable[..., Rig], capsys: pytest.CaptureFixture[str]
 ) -> None:
     ours, rng, began = rig(world=2), random.Random(SEED), time.monotonic()
-    chosen = [fault for fault in DRAW if not KINDS or fault.kind in KINDS.split(",")]
+    chosen = [fault for fault in planted_faults(DRAW).values() if not KINDS or fault.kind in KINDS.split(",")]
     rng.shuffle(chosen)
     chosen.sort(key=lambda fault: fault.small_shm)
     chosen = chosen[SKIP:]
@@ -288,9 +280,10 @@ def test_the_verdicts_on_sixty_faults_of_twelve_kinds(
 def test_of_twelve_planted_hangs_the_verdict_names_the_rank(
     rig: Callable[..., Rig], capsys: pytest.CaptureFixture[str]
 ) -> None:
+    hangs = planted_faults("hangs")
     ours, right, details, began = rig(world=4), 0, [], time.monotonic()
     ours.start(small_shm=False)
-    for number, (name, fault) in enumerate(HANGS.items()):
+    for number, (name, fault) in enumerate(hangs.items()):
         victim = ours.stepping(steps=12)[(number + 1) % 4]
         verdict = ours.verdict_on(fault, victim)
         is_right = not any(told_wrongly(fault, victim, verdict).values())
@@ -302,7 +295,7 @@ def test_of_twelve_planted_hangs_the_verdict_names_the_rank(
             print("right" if is_right else "WRONG", line, flush=True)
     figures = {
         "name": "hangs",
-        "hangs": len(HANGS),
+        "hangs": len(hangs),
         "named": right,
         "wrong": details,
         "seconds": round(time.monotonic() - began, 1),

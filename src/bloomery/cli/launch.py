@@ -13,7 +13,7 @@ from bloomery.cli.ranks import RankOutput, RankRange, run_ranks
 from bloomery.cli.supervised import LOOPBACK, SupervisedStart, run_supervised
 from bloomery.cli.train import prepared_environment
 from bloomery.config.find import run_path
-from bloomery.errors import StoppedBySwitch, TrainingFailed
+from bloomery.errors import BloomeryError, StoppedBySwitch, TrainingFailed
 from bloomery.events.run_directory import RunDirectory
 from bloomery.events.run_lock import host_name
 from bloomery.events.switches import Switches, note_of
@@ -40,7 +40,9 @@ def run(arguments: list[str]) -> int:
     """Start the ranks and wait until all have ended; returns the status of the first that failed, or 0."""
     options = _parse(arguments)
     _take_nodes_of_srun(options)
+    from bloomery.cli.early_refusals import refuse_early
     from bloomery.cli.given_recipe import load_given
+    from bloomery.config.environment import go_offline
     from bloomery.config.peer_settings import refuse_alone
     from bloomery.config.validate import check_recipe
     from bloomery.plan.ranks import degrees_of, other_ranks_wanted
@@ -57,6 +59,10 @@ def run(arguments: list[str]) -> int:
         raise other_ranks_wanted(parallel, world=world)
     path = run_path(options.recipe, run=options.run, name=loaded.recipe.run.name)
     _refuse_stopped(RunDirectory(path), loaded.recipe.control.directory)
+    if loaded.recipe.run.offline:
+        go_offline()
+    if options.supervise or options.nnodes == 1:
+        refuse_early(loaded, path)
     if options.supervise:
         return run_supervised(
             loaded, RunDirectory(path), _supervised(options, loaded, count=count, nodes=nodes)
@@ -189,9 +195,21 @@ def _run_share(options: Namespace, loaded: LoadedRecipe, path: Path, *, count: i
     if options.rdzv.rpartition(":")[0] in LOOPBACK:
         environment["GLOO_SOCKET_IFNAME"] = "lo"
     try:
+        _refuse_here(loaded, path, launchers)
         return _run(options, loaded, path, launchers.share, environment=environment, others=launchers)
     finally:
         launchers.leave()
+
+
+def _refuse_here(loaded: LoadedRecipe, path: Path, launchers: LauncherGroup) -> None:
+    """Refuse what this machine lacks after the rendezvous, so that the others need not wait."""
+    from bloomery.cli.early_refusals import refuse_early
+
+    try:
+        refuse_early(loaded, path)
+    except BloomeryError as refused:
+        launchers.report_failure(f"{host_name()} started no rank: {refused.message}")
+        raise
 
 
 def _run(

@@ -216,6 +216,24 @@ def test_a_start_that_died_with_its_launcher_is_down_and_not_starting_for_the_re
     assert ledger.seconds[TimeClass.DOWN] == pytest.approx(30000 - 1800)
 
 
+def test_a_rank_that_joined_at_a_larger_start_and_never_wrote_is_down_after_half_an_hour(
+    tmp_path: Path,
+) -> None:
+    operations = [
+        operation(0, "attempt", attempt="a", ranks=1),
+        operation(10, "attempt_end", attempt="a", status=137),
+        operation(12, "attempt", attempt="b", ranks=2),
+    ]
+    events = [start(1, starting=1.0), start(22, 2, ranks=2, starting=5.0), step(23, 1, 2, compute=1.0)]
+    run = write_run(tmp_path, events, operations, {1: None, 2: (0, 1)})
+    ledger = read_ledger(run, until=T0 + 30017)
+    assert ledger is not None
+    assert ledger.ranks["0-1"] == {
+        TimeClass.STARTING: pytest.approx(12 + 1800 - 17),
+        TimeClass.DOWN: pytest.approx(30000 - (12 + 1800 - 17)),
+    }
+
+
 def test_a_rewind_belongs_to_the_guard_that_wanted_it(tmp_path: Path) -> None:
     rewind = {"event": "rewind", "time": T0 + 3.5, "step": 2, "incarnation": 1, "to_step": 1, "skip": [4, 8]}
     again = {**start(5, 2, at=1), "reason": "rewind: spike", "spent": {"loading a checkpoint": 2.0}}
@@ -319,9 +337,8 @@ def test_printed_shares_sum_to_a_hundred(seconds: list[float]) -> None:
 
 def test_marks_at_the_very_end_say_what_came_before_them() -> None:
     marks = OperationMarks([Mark(time=5.0, before=TimeClass.ENDING, after=TimeClass.FINISHED)])
-    assert [
-        span.kind for span in marks.carve(0.0, 5.0, otherwise=TimeClass.DOWN) if span.end > span.begin
-    ] == [TimeClass.ENDING]
+    spans = marks.carve(0.0, 5.0, wrote=0.0, otherwise=TimeClass.DOWN)
+    assert [span.kind for span in spans if span.end > span.begin] == [TimeClass.ENDING]
 
 
 def test_a_heartbeat_counts_each_second_of_its_process_once(tmp_path: Path) -> None:

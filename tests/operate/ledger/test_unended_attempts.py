@@ -39,7 +39,7 @@ def test_what_is_recorded_after_a_start_without_an_end_holds_longer_than_half_an
 def test_a_start_is_down_half_an_hour_after_the_last_of_several_that_nobody_saw_end() -> None:
     operations = [operation(0, "attempt", attempt="a"), operation(100, "attempt", attempt="b")]
     marks = read_marks(operations, was_finished=False)
-    spans = list(marks.carve(T0, T0 + 9000, otherwise=TimeClass.STARTING))
+    spans = list(marks.carve(T0, T0 + 9000, wrote=T0, otherwise=TimeClass.STARTING))
     assert [(span.end - T0, span.kind) for span in spans] == [
         (100, TimeClass.STARTING),
         (1900, TimeClass.STARTING),
@@ -54,7 +54,7 @@ def test_a_job_that_is_seen_to_run_after_the_start_does_not_make_it_last() -> No
         operation(70, "job", state="running"),
     ]
     marks = read_marks(operations, was_finished=False)
-    spans = list(marks.carve(T0, T0 + 9000, otherwise=TimeClass.QUEUE))
+    spans = list(marks.carve(T0, T0 + 9000, wrote=T0, otherwise=TimeClass.QUEUE))
     assert [(span.end - T0, span.kind) for span in spans] == [
         (50, TimeClass.QUEUE),
         (1850, TimeClass.STARTING),

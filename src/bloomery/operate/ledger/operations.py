@@ -65,15 +65,16 @@ class OperationMarks:
         place = bisect_left(self._starts, end)
         return self._starts[place - 1] if place and self._starts[place - 1] > begin else None
 
-    def carve(self, begin: float, end: float, *, otherwise: TimeClass) -> Iterator[Span]:
+    def carve(self, begin: float, end: float, *, wrote: float, otherwise: TimeClass) -> Iterator[Span]:
         """Yield spans that fill [begin, end], in which a rank had no process.
 
+        wrote: when the rank last wrote something; minus infinity for a rank that never has.
         otherwise: the class of the time before the first mark, where that mark does not say it.
         """
         place = bisect_right(self._times, begin)
         kind = otherwise
         inside = self.marks[place : bisect_right(self._times, end)]
-        inside = [mark for mark in inside if self._holds(mark, begin)]
+        inside = [mark for mark in inside if self._holds(mark, wrote)]
         if inside and inside[0].before is not None:
             kind = inside[0].before
         for mark in inside:
@@ -81,12 +82,12 @@ class OperationMarks:
             begin, kind = mark.time, mark.after
         yield Span(begin, end, kind)
 
-    def _holds(self, mark: Mark, begin: float) -> bool:
-        """Return whether a mark counts for a rank that has written nothing since `begin`."""
+    def _holds(self, mark: Mark, wrote: float) -> bool:
+        """Return whether a mark counts for a rank that has written nothing since `wrote`."""
         if mark.since is None:
             return True
         place = bisect_left(self._sure_times, mark.time)
-        return begin <= mark.since and (place == 0 or self._sure_times[place - 1] <= mark.since)
+        return wrote <= mark.since and (place == 0 or self._sure_times[place - 1] <= mark.since)
 
 
 def read_marks(operations: Sequence[Event], *, was_finished: bool) -> OperationMarks:

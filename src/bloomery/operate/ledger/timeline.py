@@ -68,6 +68,7 @@ class _RankTimeline:
         self._marks, self._is_visible = marks, is_visible
         self._cursor, self._end = begin, max(begin, end)
         self._incarnation = 0
+        self._has_written = False
         self._otherwise = TimeClass.STARTING  # nobody wrote anything yet
         self._owed_s = 0.0
         self._is_first_step = True
@@ -79,6 +80,10 @@ class _RankTimeline:
         name, time = event["event"], time_of(event)
         if time is None:
             return
+        yield from self._take(name, time, event)
+        self._has_written = True
+
+    def _take(self, name: str, time: float, event: Event) -> Iterator[Span]:
         incarnation = event.get("incarnation", 0)
         is_new = isinstance(incarnation, int) and incarnation > self._incarnation
         if is_new:
@@ -192,7 +197,9 @@ class _RankTimeline:
     def _carve(self, end: float) -> Iterator[Span]:
         end = min(max(end, self._cursor), self._end)
         if end > self._cursor:
-            spans = self._marks.carve(self._cursor, end, otherwise=self._otherwise)
+            # Where a rank has written nothing the cursor is when it joined the run, no sign of life.
+            wrote = self._cursor if self._has_written else -math.inf
+            spans = self._marks.carve(self._cursor, end, wrote=wrote, otherwise=self._otherwise)
             yield from (span for span in spans if span.end > span.begin)
             self._cursor = end
 
