@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 
 from bloomery.operate.blame import diagnose
@@ -130,3 +132,31 @@ def test_a_killed_child_is_known_by_what_its_parent_says(line: str) -> None:
     kernel = {"node0": ["Memory cgroup out of memory: Killed process 4711 (python3)"]}
     verdict = verdict_of(lost(0), RankEnd(rank=1, host="node0", status=1, error=line), kernel=kernel)
     assert (verdict.cause, verdict.culprit.rank, verdict.retries) == (Cause.OOM_KILLER, 1, True)
+
+
+@pytest.mark.parametrize(
+    ("words", "cause"),
+    [
+        ("RuntimeError: cudaMalloc failed: out of memory", Cause.GPU_MEMORY),
+        ("RuntimeError: CUDA error: CUDA-capable device(s) is/are busy or unavailable", Cause.BAD_GPU),
+        (
+            "RuntimeError: ncclSystemError: System call failed\n"
+            "Error while creating shared memory segment /dev/shm/nccl-1pQZ2b (size 9637888)",
+            Cause.BUS_ERROR,
+        ),
+    ],
+)
+def test_words_that_a_blind_draw_found_missing(words: str, cause: Cause) -> None:
+    end = RankEnd(rank=1, host="a", status=1, error=words, step=9)
+    diagnosis = diagnose(FailureEvidence(ranks=[end], shm_free=0.0, shm_free_gib=0.0))
+    assert (diagnosis.cause, diagnosis.culprit.rank) == (cause, 1)
+
+
+def test_an_abort_of_torch_that_tells_of_a_timeout_names_the_rank_that_tells_of_none() -> None:
+    log = "[rank0]: taking the entire process down: collective timed out on work ALLREDUCE."
+    ends = [
+        RankEnd(rank=0, host="a", status=-signal.SIGABRT, log=log),
+        RankEnd(rank=1, host="b", status=-signal.SIGKILL, is_killed_here=True),
+    ]
+    diagnosis = diagnose(FailureEvidence(ranks=ends))
+    assert (diagnosis.cause, diagnosis.culprit.rank) == (Cause.NCCL_TIMEOUT, 1)

@@ -47,7 +47,7 @@ _NETWORK_OF_NCCL = re.compile(
     r"|mlx\d: \S+: got completion with error"
 )
 _GPU_MEMORY = re.compile(
-    r"(?i:\b(?:CUDA|HIP|ROCm|XPU|MPS|NPU|GPU|Triton|device|NCCL|RCCL)\b[^/]*out of memory)"
+    r"(?i:\b(?:CUDA|HIP|ROCm|XPU|MPS|NPU|GPU|Triton|device|NCCL|RCCL)\w*\b[^/]*out of memory)"
     r"|_(?:ALLOC_FAILED|OUT_OF_MEMORY|OUT_OF_RESOURCES|MEMORY_ERROR)\b|cudaErrorMemoryAllocation"
     r"|hipErrorOutOfMemory"
     r"|\bOutOfMemoryError\b"
@@ -279,7 +279,8 @@ def _exceptions(evidence: FailureEvidence) -> Iterator[Diagnosis]:
 def _aborted(evidence: FailureEvidence) -> Iterator[Diagnosis]:
     """Look for ranks that torch has aborted, where no rank failed by itself."""
     for end in evidence.ranks:
-        line = _line(end.log, _MAYBE_TIMEOUT.pattern) if _is_aborted(end) else ""
+        pattern = f"{_MAYBE_TIMEOUT.pattern}|{_REPORTS_TIMEOUT.pattern}"
+        line = _line(end.log, pattern) if _is_torchs_abort(end) else ""
         if line:
             yield _nccl_timeout(evidence, end, line)
 

@@ -26,13 +26,14 @@ _SHARED_MEMORY = (
     r"killed by signal: Bus error",
     r"(?:shared memory object|write to file) </torch_\S+>.*No space left",
     r"/dev/shm.*No space left",
-    r"unable to allocate shared memory\(shm\)",
+    r"unable to allocate shared memory\(shm\)|creating shared memory segment /dev/shm/",
 )
 _BAD_GPU = (
     r"uncorrectable (?:NVLink|ECC) error|CUDA error: .*ECC|hardware (?:stack )?error",
     r"GPU is lost|GPU requires reset|fallen off the bus|Unable to determine the device handle",
     # the fabric manager of NVSwitch is down, or the driver's state is lost
     r"Error 802: system not yet initialized|CUDA unknown error",
+    r"CUDA-capable device\(s\) is/are busy or unavailable",
     r"RmInitAdapter failed|NVLink: fatal error|HSA_STATUS_ERROR_(?:HARDWARE|EXCEPTION)",
 )
 _STORAGE_AWAY = (
