@@ -105,3 +105,21 @@ def test_what_cannot_be_done_is_said_with_a_remedy(text: Path, tokenizer: Path, 
     with pytest.raises(SystemExit) as usage:
         run(["tokenize"])
     assert usage.value.code == 2
+
+
+def test_a_part_that_gets_no_document_is_a_part_and_the_parts_join(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number in range(2):
+        (folder / f"{number}.txt").write_text(TEXTS[number])
+    tokenizer = tmp_path / "tokenizer.json"
+    assert run(["tokenizer", str(folder), "--vocabulary", "260", "--to", str(tokenizer)]) == 0
+    whole = ["tokenize", str(folder), "--tokenizer", str(tokenizer), "--held-out-every", "0"]
+    for part in range(1, 9):
+        assert run([*whole, "--to", str(tmp_path / "own"), "--part", f"{part}/8"]) == 0
+    assert "0 documents, 0 tokens" in capsys.readouterr().out
+    assert run(["merge", "--parts", "--to", str(tmp_path / "own")]) == 0
+    assert run([*whole, "--to", str(tmp_path / "at-once")]) == 0
+    assert (tmp_path / "own.bin").read_bytes() == (tmp_path / "at-once.bin").read_bytes()

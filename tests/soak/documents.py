@@ -130,12 +130,12 @@ def clone(tmp_path_factory: pytest.TempPathFactory, store: ObjectStore) -> Itera
     if DISK.exists() or not os.access(DISK.parent, os.W_OK):
         pytest.skip(f"needs the right to make {DISK}, which must not be there")
     yield clone
-    shutil.rmtree(DISK)
+    shutil.rmtree(DISK, ignore_errors=True)
 
 
 def _write_texts(clone: Path) -> None:
     text = {"content": "A text.", "prompt": "Translate: a.\n", "answer": "a"}
-    lines = "".join(json.dumps(text | {"content": f"Text number {number}."}) + "\n" for number in range(64))
+    lines = "".join(json.dumps(text | {"content": f"Text number {number}."}) + "\n" for number in range(2000))
     (clone / "texts.jsonl").write_text(lines)
     (clone / "pairs.jsonl").write_text(lines)
     (clone / "prompts.txt").write_text("def main(\nimport \n")
@@ -149,7 +149,7 @@ def _write_texts(clone: Path) -> None:
 
 def _save_published(clone: Path, name: str, *, chat: bool = False) -> None:
     """Write a directory as transformers does, of a random Llama with the tokenizer of the runs."""
-    tokenizer = clone / "runs/small/tokenizer.json"
+    tokenizer = clone / "runs/small/data/tokenizer.json"
     vocabulary = json.loads(tokenizer.read_text())["model"]["vocab"]
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = transformers.LlamaConfig(vocab_size=len(vocabulary) + 8, max_position_embeddings=2048, **sizes)
@@ -164,6 +164,7 @@ def _save_published(clone: Path, name: str, *, chat: bool = False) -> None:
 def _published(clone: Path) -> None:
     """Make what the guide presupposes: a model that transformers wrote, and the page's recipe."""
     _save_published(clone, "published")
+    shutil.rmtree(clone / "exported", ignore_errors=True)
     shutil.rmtree(clone / "runs/mine")
     page = (ROOT / "docs/guides/continuing.md").read_text()
     (clone / "my.toml").write_text(page.split("```toml\n")[1].split("```")[0])
@@ -212,10 +213,10 @@ def _parts(clone: Path) -> None:
 
 
 def _report(clone: Path) -> None:
-    pairs = '[["tokens/en", 0.5], ["tokens/code", 0.5]]'
-    recipe = RECIPE.format(steps=40).replace('sources = ["notes.txt"]', f"datasets = {pairs}")
+    recipe = RECIPE.format(steps=40).replace('sources = ["notes.txt"]', "split = [90, 10, 0]")
     own = 'tokenizer = "tokenizer.json"'
-    (clone / "recipe.toml").write_text(recipe.replace("tokenizer_vocabulary = 300", own))
+    tables = "".join(f'[[data.datasets]]\nname = "{it}"\npath = "tokens/{it}"\n' for it in ("en", "code"))
+    (clone / "recipe.toml").write_text(recipe.replace("tokenizer_vocabulary = 300", own) + tables)
 
 
 def _llama(clone: Path) -> None:
