@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -144,36 +144,59 @@ def push(level: Level, value: float, *, floor: float, widen: float = 1.0) -> tup
     return level, is_block
 
 
-def calm_block(
+def calm_blocks(
     level: Level, values: NDArray[np.float64], *, floor: float, least: float = 0.0
-) -> Level | None:
-    """Return the level after all values of a block; None where a value may be high and each must be pushed.
+) -> Iterator[Level]:
+    """Yield the level after each block of values, until one in which a value may be high.
+
+    The values of that block must be pushed one by one. Each level equals the one that `push` comes to; the
+    windows of all blocks are described at once, which is quicker.
 
     level: a full one.
-    values: the `BLOCK - entered` values that complete its block.
+    values: the `BLOCK - entered` values that complete its block, and those of whole blocks after it.
     floor: the least spread, as a share of the centre.
     least: the least spread by which heights are measured.
     """
-    count = len(values)
-    if level.is_falling or count <= RECENT:
+    first = BLOCK - level.entered
+    if first <= RECENT:
+        return
+    known = np.array([*level.window, *level.recent, *values.tolist()])
+    ends = np.arange(first, len(values) + 1, BLOCK)
+    windows = np.lib.stride_tricks.sliding_window_view(known, WINDOW)[ends]  # [blocks, WINDOW]
+    medians = _medians(windows[:, -BLOCK:]).tolist()
+    owns = _described_at_once(windows, floor=floor)
+    begin = 0
+    for end, window, own, block in zip(ends.tolist(), windows, owns, medians, strict=True):
+        heights = _calm_heights(level, values[begin:end], least=least)
+        if heights is None:
+            return
+        spreads, blocks = (*level.spreads, own[1])[-_REMEMBERED:], (*level.blocks, block)[-2 * _REMEMBERED :]
+        level = Level(
+            window=tuple(window.tolist()),
+            recent=tuple(values[end - RECENT : end].tolist()),
+            heights=tuple(heights[-RECENT:].tolist()),
+            entered=0,
+            fresh=0,
+            spreads=spreads,
+            blocks=blocks,
+            **_lasting(own, spreads, blocks),
+        )
+        yield level
+        begin = end
+
+
+def _calm_heights(level: Level, values: NDArray[np.float64], *, least: float) -> NDArray[np.float64] | None:
+    """Return the heights of the values of a block; None where one of them may be high."""
+    if level.is_falling:
         return None
-    falls = level.slope * (len(level.window) / 4 + level.fresh + RECENT + 1 + np.arange(count))
+    falls = level.slope * (len(level.window) / 4 + level.fresh + RECENT + 1 + np.arange(len(values)))
     centre, spread = level.centre + _GOES_ON * falls, np.hypot(level.spread, _UNCERTAIN * falls)
-    heights = (values - centre) / np.maximum(spread, least)
+    heights: NDArray[np.float64] = (values - centre) / np.maximum(spread, least)
     largest = heights[heights > OUTSTANDING].tolist()
     largest += [height for height in level.heights if height > OUTSTANDING]
     if len(largest) >= 3 or sum(height > 8.0 for height in largest) >= 2 or max(largest, default=0.0) > 60.0:
         return None
-    new = values.tolist()
-    window = (*level.window, *level.recent, *new[:-RECENT])[-WINDOW:]
-    return Level(
-        window=window,
-        recent=tuple(new[-RECENT:]),
-        heights=tuple(heights[-RECENT:].tolist()),
-        entered=0,
-        fresh=0,
-        **_at_the_end_of_a_block(level, window, floor=floor),
-    )
+    return heights
 
 
 def _at_the_end_of_a_block(level: Level, window: Sequence[float], *, floor: float) -> dict[str, Any]:
@@ -254,6 +277,28 @@ def described(values: Sequence[float], *, floor: float) -> tuple[float, float, f
     )
 
 
+def _described_at_once(windows: NDArray[np.float64], *, floor: float) -> list[tuple[float, float, float]]:
+    """Return `described` of each of some full windows [n, WINDOW], bit for bit."""
+    half = WINDOW // 2
+    before, centre = _medians(windows[:, :half]), _medians(windows[:, half:])
+    slope = (centre - before) / (WINDOW - half)
+    middle = WINDOW - 1 - 0.5 * (WINDOW - half - 1)
+    deviations = windows - (centre[:, None] + slope[:, None] * (np.arange(WINDOW) - middle))
+    spread = _TO_SPREAD * _medians(np.abs(deviations))
+    spread = np.maximum(np.maximum(spread, floor * np.abs(centre)), 1e-12)
+    agree = np.count_nonzero(deviations[:, 1:] * deviations[:, :-1] > 0.0, axis=1)
+    widened = spread * (1.0 + 4.0 / WINDOW) * np.array([_widening(int(count), WINDOW) for count in agree])
+    slopes = np.where(slope * (WINDOW - half) > spread, slope, np.minimum(slope, 0.0))
+    return list(zip(centre.tolist(), widened.tolist(), slopes.tolist(), strict=True))
+
+
+def _medians(rows: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return `median` of each row of an even number of values."""
+    ordered, half = np.sort(rows, axis=1), rows.shape[1] // 2
+    middle: NDArray[np.float64] = 0.5 * (ordered[:, half - 1] + ordered[:, half])
+    return middle
+
+
 def _wandering(deviations: NDArray[np.float64]) -> float:
     """Return the factor by which the spread is widened where neighbouring values are correlated.
 
@@ -262,8 +307,12 @@ def _wandering(deviations: NDArray[np.float64]) -> float:
     """
     if len(deviations) < WINDOW // 2:
         return 1.0
-    agree = int(np.count_nonzero(deviations[1:] * deviations[:-1] > 0.0)) / (len(deviations) - 1)
-    correlation = math.sin(math.pi * (agree - 0.5))
+    return _widening(int(np.count_nonzero(deviations[1:] * deviations[:-1] > 0.0)), len(deviations))
+
+
+def _widening(agreements: int, count: int) -> float:
+    """Return the factor for so many neighbours of the same sign among `count` values."""
+    correlation = math.sin(math.pi * (agreements / (count - 1) - 0.5))
     return 1.0 + _WANDERS * max(correlation - 0.3, 0.0)
 
 

@@ -17,7 +17,7 @@ from bloomery.guard.creep import HeldOutRise, InnerGrowth, MemoryCreep
 from bloomery.guard.health import LossScaleCollapse, NotFinite
 from bloomery.guard.judge import Guard, watching_guards
 from bloomery.guard.ladder import Ladder, tried_before
-from bloomery.guard.level import BLOCK, calm_block
+from bloomery.guard.level import BLOCK, calm_blocks
 from bloomery.guard.log_lines import Numbers
 from bloomery.guard.logs import Columns
 from bloomery.guard.parity import REMEMBERED, ResumeParity
@@ -25,6 +25,7 @@ from bloomery.guard.spike import FLOOR, SpikeGuard
 from bloomery.guard.trend import GradientNormRise, Plateau, ThroughputDrop
 from bloomery.guard.verdict import Anomaly, CarryOn, Rewind, Rung, Save, Stop, Verdict, Watch
 
+_MANY_BLOCKS = 64
 _MANY_LINES = 200_000
 """From so many lines on, the guards judge in parallel processes."""
 
@@ -211,50 +212,63 @@ class _Breaks:
         self._lines = [*np.flatnonzero(is_new).tolist(), len(columns)]
         self._next = 0
 
-    def none_within(self, line: int, count: int) -> bool:
-        """Return whether `count` lines from `line` on have no break. Must be called with ascending lines."""
+    def whole_blocks(self, line: int, first: int, *, most: int) -> int:
+        """Return how many lines from `line` on have no break and are a first block and whole blocks after it.
+
+        first: lines of the first block. most: blocks. Must be called with ascending lines; 0: not one block.
+        """
         while self._lines[self._next] < line:
             self._next += 1
-        return self._lines[self._next] >= line + count
+        room = self._lines[self._next] - line - first
+        return first + BLOCK * min(room // BLOCK, most - 1) if room >= 0 else 0
 
 
 def _levels(
     guard: GradientNormRise | ThroughputDrop, columns: Columns, values: Numbers
 ) -> Iterator[tuple[int, Verdict | Anomaly]]:
     """Judge blocks of calm values at once, and all others line by line."""
-    past, line, breaks = guard.begin(), 0, _Breaks(columns, values)
+    past, line, most, breaks = guard.begin(), 0, 1, _Breaks(columns, values)
     while line < len(columns):
-        count = BLOCK - past.level.entered
-        if past.level.is_full and breaks.none_within(line, count):
-            block = values[line : line + count]
-            level = calm_block(past.level, block, floor=guard.FLOOR, least=guard.LEAST_SPREAD)
-            if level is not None:
-                line += count
-                past = replace(past, level=level, step=int(columns.step[line - 1]))
-                continue
+        count = breaks.whole_blocks(line, BLOCK - past.level.entered, most=most) if past.level.is_full else 0
+        calm = calm_blocks(
+            past.level, values[line : line + count], floor=guard.FLOOR, least=guard.LEAST_SPREAD
+        )
+        levels = list(calm) if count else []
+        most = _blocks_at_once(most, len(levels))
+        if levels:
+            line += BLOCK * len(levels) - past.level.entered
+            past = replace(past, level=levels[-1], step=int(columns.step[line - 1]))
+            continue
         past, verdict = guard.judged(past, columns.report(line))
         yield line, verdict
         line += 1
+
+
+def _blocks_at_once(asked: int, calm: int) -> int:
+    """Return how many blocks to describe at once: twice as many as were calm, since those beyond are lost."""
+    return min(2 * calm, _MANY_BLOCKS) if calm >= asked else calm + 1
 
 
 def _spikes(guard: SpikeGuard, columns: Columns) -> Iterator[tuple[int, Verdict | Anomaly]]:
-    past, line, breaks = guard.begin(), 0, _Breaks(columns, columns.loss)
-    rates = np.nan_to_num(columns.learning_rate)
+    past, line, most, breaks = guard.begin(), 0, 1, _Breaks(columns, columns.loss)
+    rates, batches = np.nan_to_num(columns.learning_rate), np.nan_to_num(columns.global_batch)
     while line < len(columns):
-        count = BLOCK - past.level.entered
-        if past.level.is_full and breaks.none_within(line, count):
-            lines = slice(line, line + count)
-            if guard.is_plain(past, step=int(columns.step[line]), rate=float(rates[lines].max())):
-                level = calm_block(past.level, columns.loss[lines], floor=FLOOR)
-                if level is not None:
-                    line += count
-                    last = line - 1
-                    batch = int(np.nan_to_num(columns.global_batch[last]))
-                    past, verdict = guard.after_block(
-                        past, level, step=int(columns.step[last]), rate=float(rates[last]), batch=batch
-                    )
-                    yield line - 1, verdict
-                    continue
-        past, verdict = guard.judged(past, columns.report(line))
-        yield line, verdict
-        line += 1
+        count = breaks.whole_blocks(line, BLOCK - past.level.entered, most=most) if past.level.is_full else 0
+        calm = 0
+        for level in calm_blocks(past.level, columns.loss[line : line + count], floor=FLOOR) if count else ():
+            end = line + BLOCK - past.level.entered
+            if not guard.is_plain(past, step=int(columns.step[line]), rate=float(rates[line:end].max())):
+                break
+            last = end - 1
+            past, verdict = guard.after_block(
+                past, level, step=int(columns.step[last]), rate=float(rates[last]), batch=int(batches[last])
+            )
+            yield last, verdict
+            line, calm = end, calm + 1
+            if past.level is not level:
+                break
+        most = _blocks_at_once(most, calm)
+        if not calm:
+            past, verdict = guard.judged(past, columns.report(line))
+            yield line, verdict
+            line += 1
