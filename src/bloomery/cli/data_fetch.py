@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,15 +11,16 @@ from bloomery.cli.arguments import data_bar
 from bloomery.cli.data_pairs import print_result
 
 if TYPE_CHECKING:
-    from bloomery.data.remote_files import Shard
+    from bloomery.data.remote_files import FileSource, Shard
 
 _ABOUT = """\
 Download the files of one share of some datasets, so that every rank can train without a network.
 
 A SOURCE is NAME=ADDRESS, or an ADDRESS alone, which is named after its last part. An address is s3://, gs://,
 http(s)://, file:// or a directory. Over http(s), a file SHA256SUMS at the address must list the files; at
-other addresses it is optional and gives their checksums. Credentials come from the environment (AWS_…,
-GOOGLE_…).
+other addresses it is optional and gives their checksums. hf:OWNER/NAME is a dataset of the Hugging Face Hub,
+or of the mirror that HF_ENDPOINT names; hf:OWNER/NAME@REVISION:FOLDER is some of it. Credentials come from
+the environment (AWS_…, GOOGLE_…, HF_TOKEN).
 
 The number of shares is fixed for a run. Each node or peer owns one share, however many ranks it has. A
 .bin/.idx pair is never divided. After an interruption the same command resumes."""
@@ -27,14 +29,15 @@ _EXAMPLES = """\
 examples:
   bloomery data fetch en=s3://corpus/en code=s3://corpus/code --to data --shares 8 --share 3 --dry-run
   bloomery data fetch en=s3://corpus/en code=s3://corpus/code --to data --ratio en=0.9 --ratio code=0.1
-  bloomery data fetch https://host/corpus --to data --include '*.parquet' --limit 4"""
+  bloomery data fetch https://host/corpus --to data --include '*.parquet' --limit 4
+  bloomery data fetch web=hf:HuggingFaceFW/fineweb:sample/10BT --to data --include '*.parquet'"""
 
 
 def add_parser(commands: Any) -> None:  # Any: argparse names no type for it
     """Add the command to the table of `bloomery data`."""
     parser = commands.add_parser(
         "fetch",
-        help="download one share of some datasets from s3://, gs://, http(s):// or file://",
+        help="download one share of some datasets from s3://, gs://, http(s)://, file:// or hf:",
         description=_ABOUT,
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -75,9 +78,9 @@ def add_parser(commands: Any) -> None:  # Any: argparse names no type for it
 
 def _fetch(options: argparse.Namespace) -> int:
     from bloomery.data.fetch import fetch, refuse_other_share
-    from bloomery.data.remote_files import FetchRequest, Remote, plan_share
+    from bloomery.data.remote_files import FetchRequest, plan_share
 
-    remotes = {name: Remote(address) for name, address in _named(options.sources).items()}
+    remotes = {name: _opened(address) for name, address in _named(options.sources).items()}
     request = FetchRequest(
         shares=options.shares,
         share=options.share,
@@ -135,6 +138,16 @@ def _fetch(options: argparse.Namespace) -> int:
     return print_result(facts, lines, as_json=options.json)
 
 
+def _opened(address: str) -> FileSource:
+    from bloomery.config.data import HUB_PREFIX
+    from bloomery.data.hub_dataset import HubDataset
+    from bloomery.data.remote_files import Remote
+
+    if address.startswith(HUB_PREFIX):
+        return HubDataset(address.removeprefix(HUB_PREFIX))
+    return Remote(address)
+
+
 def _sizes(shards: list[Shard]) -> dict[str, dict[str, int]]:
     sizes: dict[str, dict[str, int]] = {}
     for shard in shards:
@@ -153,6 +166,8 @@ def _named(sources: list[str]) -> dict[str, str]:
         name, equals, address = source.partition("=")
         if not equals or "/" in name:
             name, address = source.rstrip("/").removesuffix("/SHA256SUMS").rpartition("/")[2], source
+            if source.startswith("hf:"):
+                name = re.split("[@:]", source.removeprefix("hf:"))[0].rpartition("/")[2]
         if name in named or name in ("", ".", ".."):
             raise DataError(
                 f"The source {source!r} has no name of its own ({name!r}).",

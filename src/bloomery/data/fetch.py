@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from bloomery import durable
-from bloomery.data.remote_files import FetchRequest, Remote, RemoteFile, Shard
+from bloomery.data.remote_files import FetchRequest, FileSource, RemoteFile, Shard
 from bloomery.data.storage import alone_in, refusals_named, write_whole
 from bloomery.errors import DataError
 from bloomery.events.records import ProgressCallback, ignore_progress
@@ -102,7 +102,7 @@ class FetchSummary:
 
 def fetch(
     shards: Sequence[Shard],
-    remotes: Mapping[str, Remote],
+    remotes: Mapping[str, FileSource],
     directory: Path,
     wanted: FetchRequest,
     *,
@@ -147,12 +147,12 @@ def fetch(
     )
 
 
-def refuse_other_share(directory: Path, remotes: Mapping[str, Remote], wanted: FetchRequest) -> None:
+def refuse_other_share(directory: Path, remotes: Mapping[str, FileSource], wanted: FetchRequest) -> None:
     """Raise DataError if the directory holds another share than the wanted one."""
     _Record(directory, _identity(remotes, wanted), anew=False)
 
 
-def _identity(remotes: Mapping[str, Remote], wanted: FetchRequest) -> dict[str, Any]:
+def _identity(remotes: Mapping[str, FileSource], wanted: FetchRequest) -> dict[str, Any]:
     sources = {name: remote.url for name, remote in sorted(remotes.items())}
     return {"sources": sources, **json.loads(json.dumps(asdict(wanted)))}
 
@@ -252,14 +252,14 @@ class _ByteCounter:
 
 
 def _bring_one(
-    remote: Remote, file: RemoteFile, name: str, *, record: _Record, counter: _ByteCounter
+    remote: FileSource, file: RemoteFile, name: str, *, record: _Record, counter: _ByteCounter
 ) -> None:
     digest = _bring(remote, file, record.directory / name, counter)
     if digest is not None:
         record.add(name, file, sha256=digest)
 
 
-def _bring(remote: Remote, file: RemoteFile, target: Path, counter: _ByteCounter) -> str | None:
+def _bring(remote: FileSource, file: RemoteFile, target: Path, counter: _ByteCounter) -> str | None:
     """Fetch one file, from where an earlier try ended, and return its SHA-256; None if told to stop."""
     address = hashlib.sha256(
         f"{remote.url} {file.version} {file.size_bytes} {file.sha256}".encode()
@@ -303,7 +303,7 @@ def _digest(
         digest.update(piece)
 
 
-def _other_size(remote: Remote, file: RemoteFile, place: int) -> DataError:
+def _other_size(remote: FileSource, file: RemoteFile, place: int) -> DataError:
     return DataError(
         f"{remote.url}/{file.path} ended at byte {place:,} of {file.size_bytes:,}.",
         remedy="It changed while it was fetched: start again.",

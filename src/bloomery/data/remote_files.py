@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Protocol
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -34,6 +35,23 @@ class RemoteFile:
     size_bytes: int
     sha256: str
     version: str
+
+
+class FileSource(Protocol):
+    """An address whose files can be listed, and read in pieces.
+
+    url: the address, without credentials.
+    """
+
+    url: str
+
+    def files(self) -> list[RemoteFile]:
+        """Return every file, sorted. Raises DataError."""
+        ...
+
+    def read(self, path: str, *, start: int, length: int) -> bytes:
+        """Return at most `length` bytes of a file. Raises DataError if retries do not get them."""
+        ...
 
 
 class Remote:
