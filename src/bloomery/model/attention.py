@@ -222,11 +222,11 @@ class Attention(nn.Module):
         if context.rotary is not None:
             rotated = rotate(rotated, context.rotary)
         query, key = rotated.split((heads, kv_heads), dim=2)
+        if cache is not None:
+            key, value = cache.extended(self.block, key, value)
         if context.visibility is not None:
             mixed = self._attend_by_tiles(query, key, value, context.visibility, context.dropout)
             return self.output.product(mixed.flatten(2))
-        if cache is not None:
-            key, value = cache.extended(self.block, key, value)
         mixed = self.attend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), context)
         return self.output.product(mixed.transpose(1, 2).flatten(2))
 

@@ -1,0 +1,113 @@
+"""What the decoder tells the kernels of attention, with attention written out in their place."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tests.kernels.attention_cases import written_out
+
+from bloomery.config.model import ModelSection
+from bloomery.kernels.rules import Rules
+from bloomery.model import attention, decoder
+from bloomery.model.dropout import dropout_address
+from bloomery.model.fused_attention import Visibility, attends_by_tiles, document_ranges
+from bloomery.model.initial_values import initialise
+
+SECTION = ModelSection(layers=2, hidden=32, heads=4, kv_heads=2, ffn=64, init_std=0.2)
+TOKENS = torch.arange(24).view(2, 12)
+DOCUMENTS = torch.tensor([[0] * 4 + [1] * 8, [0, 0, 1, 2, 2, 2, 2, 2, 2, 2, 3, 3]])
+
+
+def test_the_ranges_of_documents_are_their_first_and_last_positions() -> None:
+    starts, ends = document_ranges(DOCUMENTS)
+    assert starts.tolist() == [[0] * 4 + [4] * 8, [0, 0, 2, 3, 3, 3, 3, 3, 3, 3, 10, 10]]
+    assert ends.tolist() == [[3] * 4 + [11] * 8, [1, 1, 2, 9, 9, 9, 9, 9, 9, 9, 11, 11]]
+
+
+def test_kernels_take_16_bits_on_gpus_alone() -> None:
+    assert not attends_by_tiles(torch.device("cpu"), torch.bfloat16, 64)
+    assert not attends_by_tiles(torch.device("cuda"), torch.float32, 64)
+    assert not attends_by_tiles(torch.device("cuda"), torch.bfloat16, 256)
+
+
+@pytest.fixture
+def tiles(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Have attention computed where kernels would, and count it."""
+    calls: list[bool] = []
+
+    def twin(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        visibility: Visibility,
+        *,
+        row_keys: torch.Tensor | None = None,
+        column_keys: torch.Tensor | None = None,
+        rate: float = 0.0,
+    ) -> torch.Tensor:
+        calls.append(True)
+        seen = {name: getattr(visibility, name) for name in ("starts", "ends", "slopes")}
+        rules = Rules(**seen, row_keys=row_keys, column_keys=column_keys, rate=rate)
+        return written_out(query.double(), key.double(), value.double(), rules).to(query.dtype)
+
+    monkeypatch.setattr(attention, "tiled_attention", twin)
+    return calls
+
+
+@pytest.mark.parametrize("position", ["rotary", "alibi"])
+@pytest.mark.parametrize("drops", [False, True])
+@pytest.mark.parametrize("documents", [None, DOCUMENTS])
+def test_a_decoder_with_kernels_is_the_one_without(
+    tiles: list[bool],
+    monkeypatch: pytest.MonkeyPatch,
+    position: str,
+    drops: bool,
+    documents: torch.Tensor | None,
+) -> None:
+    section = replace(SECTION, position=position, attention_dropout=0.3)
+    model = decoder.build(section, vocabulary=50, sequence_length=12)
+    initialise(model, seed=1)
+    address = None
+    if drops:
+        address = dropout_address(seed=3, step=1, samples=torch.arange(2), positions=range(12))
+    expected = model(TOKENS, documents=documents, address=address)
+    assert not tiles
+    monkeypatch.setattr(decoder, "attends_by_tiles", lambda *_: True)
+    torch.testing.assert_close(
+        model(TOKENS, documents=documents, address=address), expected, rtol=0, atol=2e-5
+    )
+    is_plain = position == "rotary" and documents is None and not drops
+    assert len(tiles) == (0 if is_plain else 2)
+
+
+def test_a_prompt_fills_the_cache_where_kernels_compute_it(
+    tiles: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = decoder.build(replace(SECTION, position="alibi"), vocabulary=50, sequence_length=12)
+    initialise(model, seed=1)
+    with torch.no_grad():
+        expected = model(TOKENS)
+        monkeypatch.setattr(decoder, "attends_by_tiles", lambda *_: True)
+        cache = model.cache(batch=2, capacity=12)
+        parts = [model(TOKENS[:, :8], cache=cache), model(TOKENS[:, 8:9], cache=cache)]
+        parts += [model(TOKENS[:, 9:], cache=cache)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), expected, rtol=0, atol=2e-5)
+    assert len(tiles) == 2
+
+
+def test_the_largest_logits_are_measured_among_what_is_seen(
+    tiles: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = decoder.build(SECTION, vocabulary=50, sequence_length=12)
+    initialise(model, seed=1)
+    maxima = []
+    for by_tiles in (False, True):
+        monkeypatch.setattr(decoder, "attends_by_tiles", lambda *_, answer=by_tiles: answer)
+        for block in model.blocks:
+            block.attention.logit_maxima = torch.zeros(4)
+        model(TOKENS, documents=DOCUMENTS)
+        maxima.append(torch.stack([block.attention.logit_maxima for block in model.blocks]))
+    assert len(tiles) == 2 and maxima[0].min() > 0.0
+    assert torch.equal(*maxima)
