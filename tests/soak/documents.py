@@ -31,7 +31,8 @@ COMMANDS = [shown for shown in SHOWN if shown.words not in COVERED]
 NOT_HERE = {
     "bloomery dashboard runs/mine --host 0.0.0.0": "listens to other machines; the tests do, with TLS",
     "bloomery coordinate --certificates certs --listen 0.0.0.0": "the same; the coordinator's tests do",
-    "bloomery evaluate runs/demo --tasks lambada_openai": "downloads tasks; the extra `eval` is not in `dev`",
+    "bloomery evaluate runs/demo --tasks": "the extra `eval` (lm-eval) is not in `dev`",
+    "nice bloomery evaluate runs/demo --tasks": "the same",
     "bloomery train my.toml log.trackers": "the services' extras are not in `dev`",
     "bloomery watch runs/mine --to slack": "speaks to Slack and a mail server",
     "*/5 * * * *": "a line of cron's table",
@@ -43,7 +44,6 @@ INTERRUPTED = (
     "bloomery coordinate",
     "bloomery sync",
     "bloomery follow",
-    "nice bloomery evaluate runs/demo --tasks local_pairs --follow",
     "bloomery guard replay training.log --follow",
 )
 """Commands that go on until Ctrl-C."""
@@ -183,6 +183,17 @@ def _own_recipe(clone: Path) -> None:
     (clone / "my.toml").write_text(RECIPE.format(steps=40))
 
 
+def _large(clone: Path) -> None:
+    """A recipe whose batch can be divided by the accelerators that the page plans for."""
+    recipe = RECIPE.format(steps=40).replace("global_batch = 8", "global_batch = 4096")
+    (clone / "my.toml").write_text(recipe)
+
+
+def _endless(clone: Path) -> None:
+    """A run that does not come to its end while faults are injected."""
+    (clone / "my.toml").write_text(RECIPE.format(steps=1_000_000))
+
+
 def _own_run(clone: Path) -> None:
     _own_recipe(clone)
     shutil.rmtree(clone / "runs/mine")
@@ -213,7 +224,7 @@ def _parts(clone: Path) -> None:
 
 
 def _report(clone: Path) -> None:
-    recipe = RECIPE.format(steps=40).replace('sources = ["notes.txt"]', "split = [90, 10, 0]")
+    recipe = RECIPE.format(steps=40).replace('sources = ["notes.txt"]', "split = [1, 1, 0]")
     own = 'tokenizer = "tokenizer.json"'
     tables = "".join(f'[[data.datasets]]\nname = "{it}"\npath = "tokens/{it}"\n' for it in ("en", "code"))
     (clone / "recipe.toml").write_text(recipe.replace("tokenizer_vocabulary = 300", own) + tables)
@@ -230,11 +241,14 @@ def _imported(clone: Path) -> None:
 
 PREPARED: dict[str, Callable[[Path], None]] = {
     "bloomery config show my.toml --why": _published,
-    "bloomery plan my.toml --hardware h200 --gpus 8": _own_recipe,
+    "bloomery plan my.toml --hardware h200 --gpus 8": _large,
+    "bloomery calibrate": _own_recipe,
+    "bloomery drill my.toml": _endless,
+    "bloomery chaos my.toml": _endless,
     "bloomery launch my.toml --supervise": _own_run,
     "bloomery train my.toml data.sources=pairs.jsonl": _answers,
     "bloomery submit my.toml": _own_run,
-    "bloomery plan my.toml --hardware dgx-h100": _own_recipe,
+    "bloomery plan my.toml": _large,
     "bloomery train demo": _fresh,
     "bloomery rewind runs/demo --to-step 400 --dry-run": _restored,
     "bloomery data merge tokens/en": _tokens,
@@ -285,9 +299,11 @@ def test_a_command_runs_as_it_is_written(
             prepare(clone)
     if shown.place == "docs/peers.md" and "my.toml" in text:
         ended = _together(shown, clone)
+    elif "--revoke" in text:
+        ended = _beside_coordinator(shown.words, clone)
     elif text == LONG:
         ended = _until_ctrl_c(shown.words, clone, after_s=LONG_S)
-    elif text.startswith(INTERRUPTED) and "--init-certs" not in text and "--revoke" not in text:
+    elif text.startswith(INTERRUPTED) and "--init-certs" not in text:
         ended = _until_ctrl_c(shown.words, clone)
     elif text.startswith("srun ") or shown.place.endswith("submitting.md"):
         ended = _on_slurm(text, clone, request.getfixturevalue("cluster"))
@@ -309,6 +325,20 @@ def _on_slurm(text: str, clone: Path, cluster: SlurmCluster) -> subprocess.Compl
         timeout=600,
         check=False,
     )
+
+
+def _beside_coordinator(words: tuple[str, ...], clone: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command while a coordinator with the same certificates listens on loopback."""
+    command = [sys.executable, "-m", "bloomery", "coordinate", "--certificates", "certs"]
+    with subprocess.Popen(
+        [*command, "--data", "certified"], cwd=clone, stdout=subprocess.PIPE
+    ) as coordinator:
+        assert coordinator.stdout is not None
+        coordinator.stdout.readline()
+        try:
+            return bloomery(*words, cwd=clone)
+        finally:
+            coordinator.send_signal(signal.SIGINT)
 
 
 def _together(shown: DocumentedCommand, clone: Path) -> subprocess.CompletedProcess[str]:
