@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,15 +15,28 @@ _GONE = {errno.ENOENT, errno.ESTALE}
 _NOT_A_DIRECTORY = {errno.EEXIST, errno.ENOTDIR}
 
 
+# A path made of an address has one slash.
+_LOGIN = re.compile(r"(:/{1,2})[^/@\s'\"]+@")
+
+
+def without_logins(text: str) -> str:
+    """Return a text without the user names and passwords of the addresses in it."""
+    return _LOGIN.sub(r"\1***@", text)
+
+
 class BloomeryError(Exception):
-    """An error that a user can fix. It is printed as a message and a remedy, without a traceback."""
+    """An error that a user can fix. It is printed as a message and a remedy, without a traceback.
+
+    Logins within addresses are left out of both.
+    """
 
     exit_status = 1
 
     def __init__(self, message: str, *, remedy: str = "") -> None:
+        message = without_logins(message)
         super().__init__(message)
         self.message = message
-        self.remedy = remedy
+        self.remedy = without_logins(remedy)
 
     def __str__(self) -> str:
         return f"{self.message}\n  {self.remedy}" if self.remedy else self.message
