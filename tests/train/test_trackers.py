@@ -26,9 +26,15 @@ class Kept:
 
     def __init__(self, *, refuses: Exception | None = None) -> None:
         self.steps: list[TrackedStep] = []
-        self.opens, self.is_closed, self._refuses = threading.Event(), False, refuses
+        self.opens, self.is_asked, self.is_closed, self._refuses = (
+            threading.Event(),
+            threading.Event(),
+            False,
+            refuses,
+        )
 
     def send(self, steps: Sequence[TrackedStep]) -> None:
+        self.is_asked.set()
         assert self.opens.wait(WITHIN_S)
         if self._refuses:
             raise self._refuses
@@ -64,8 +70,10 @@ def test_a_silent_service_costs_steps_of_its_own_alone(
     monkeypatch.setattr(trackers_module, "_MOST_WAITING", 5)
     service, run = Kept(), WrittenRun(tmp_path / "run")
     observer = Tracker("service", lambda: service)
-    tell(observer, run, range(1, 100))  # nobody answers, and this comes back
-    assert observer.left_out >= 93  # five wait, and one is on its way
+    tell(observer, run, [1])
+    assert service.is_asked.wait(WITHIN_S)  # the first is on its way
+    tell(observer, run, range(2, 100))  # nobody answers, and this comes back
+    assert observer.left_out == 93  # five wait
     service.opens.set()
     observer.close()
     assert len(service.steps) + observer.left_out == 99
