@@ -119,7 +119,7 @@ class ReportedElsewhere(RankLost):
 
 
 class PeerError(BloomeryError):
-    """Between peers: somebody is gone, refused, or not to be trusted."""
+    """Raised between peers: one is gone, refused a request, or sent what cannot be trusted."""
 
 
 class CoordinatorError(BloomeryError):

@@ -17,3 +17,7 @@ def test_the_loss_whose_gradient_replaces_the_logits_has_the_terms_and_gradients
     assert len(cases) == 3
     for differences in cases:
         assert max(differences) < 1e-5
+
+
+def test_the_compiler_takes_attention_whole_forward_and_backward() -> None:
+    assert interpreted("tests.kernels.compiled_cases") == [0.0] * 4

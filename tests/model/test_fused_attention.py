@@ -11,9 +11,10 @@ from tests.kernels.attention_cases import written_out
 from bloomery.config.model import ModelSection
 from bloomery.kernels.rules import Rules
 from bloomery.model import attention, decoder
-from bloomery.model.dropout import dropout_address
-from bloomery.model.fused_attention import Visibility, attends_by_tiles, document_ranges
+from bloomery.model.dropout import ElementKeys, dropout_address
+from bloomery.model.fused_attention import MOST_WIDTH, Visibility, document_ranges, supports_tiled_attention
 from bloomery.model.initial_values import initialise
+from bloomery.plan.block_cost import WIDEST_TILED_HEAD
 
 SECTION = ModelSection(layers=2, hidden=32, heads=4, kv_heads=2, ffn=64, init_std=0.2)
 TOKENS = torch.arange(24).view(2, 12)
@@ -27,9 +28,13 @@ def test_the_ranges_of_documents_are_their_first_and_last_positions() -> None:
 
 
 def test_kernels_take_16_bits_on_gpus_alone() -> None:
-    assert not attends_by_tiles(torch.device("cpu"), torch.bfloat16, 64)
-    assert not attends_by_tiles(torch.device("cuda"), torch.float32, 64)
-    assert not attends_by_tiles(torch.device("cuda"), torch.bfloat16, 256)
+    assert not supports_tiled_attention(torch.device("cpu"), torch.bfloat16, 64)
+    assert not supports_tiled_attention(torch.device("cuda"), torch.float32, 64)
+    assert not supports_tiled_attention(torch.device("cuda"), torch.bfloat16, 256)
+
+
+def test_the_planner_knows_the_widest_head_that_kernels_take() -> None:
+    assert WIDEST_TILED_HEAD == MOST_WIDTH
 
 
 @pytest.fixture
@@ -43,13 +48,13 @@ def tiles(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         value: torch.Tensor,
         visibility: Visibility,
         *,
-        row_keys: torch.Tensor | None = None,
-        column_keys: torch.Tensor | None = None,
+        keys: ElementKeys | None = None,
         rate: float = 0.0,
     ) -> torch.Tensor:
         calls.append(True)
         seen = {name: getattr(visibility, name) for name in ("starts", "ends", "slopes")}
-        rules = Rules(**seen, row_keys=row_keys, column_keys=column_keys, rate=rate)
+        rows, columns = (None, None) if keys is None else (keys.rows, keys.columns)
+        rules = Rules(**seen, row_keys=rows, column_keys=columns, rate=rate)
         return written_out(query.double(), key.double(), value.double(), rules).to(query.dtype)
 
     monkeypatch.setattr(attention, "tiled_attention", twin)
@@ -74,7 +79,7 @@ def test_a_decoder_with_kernels_is_the_one_without(
         address = dropout_address(seed=3, step=1, samples=torch.arange(2), positions=range(12))
     expected = model(TOKENS, documents=documents, address=address)
     assert not tiles
-    monkeypatch.setattr(decoder, "attends_by_tiles", lambda *_: True)
+    monkeypatch.setattr(decoder, "supports_tiled_attention", lambda *_: True)
     torch.testing.assert_close(
         model(TOKENS, documents=documents, address=address), expected, rtol=0, atol=2e-5
     )
@@ -89,7 +94,7 @@ def test_a_prompt_fills_the_cache_where_kernels_compute_it(
     initialise(model, seed=1)
     with torch.no_grad():
         expected = model(TOKENS)
-        monkeypatch.setattr(decoder, "attends_by_tiles", lambda *_: True)
+        monkeypatch.setattr(decoder, "supports_tiled_attention", lambda *_: True)
         cache = model.cache(batch=2, capacity=12)
         parts = [model(TOKENS[:, :8], cache=cache), model(TOKENS[:, 8:9], cache=cache)]
         parts += [model(TOKENS[:, 9:], cache=cache)]
@@ -104,7 +109,7 @@ def test_the_largest_logits_are_measured_among_what_is_seen(
     initialise(model, seed=1)
     maxima = []
     for by_tiles in (False, True):
-        monkeypatch.setattr(decoder, "attends_by_tiles", lambda *_, answer=by_tiles: answer)
+        monkeypatch.setattr(decoder, "supports_tiled_attention", lambda *_, answer=by_tiles: answer)
         for block in model.blocks:
             block.attention.logit_maxima = torch.zeros(4)
         model(TOKENS, documents=DOCUMENTS)

@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional as F
 
 from bloomery.config.model import ModelSection
-from bloomery.kernels.available import HAS_TRITON
+from bloomery.kernels.available import has_triton
 from bloomery.model.decoder import build
 from bloomery.model.loss import next_token_loss
 from bloomery.model.native_kernels import attends, causal_attention, has_units
@@ -82,7 +82,7 @@ HALF_SIZES = [0.0, *(2.0 ** (exponent / 4) for exponent in range(0, 37))]
 
 @dataclass(frozen=True, kw_only=True)
 class Product:
-    """One measured product [rows, inner] × [inner, columns]."""
+    """One measured product [rows, inner] × [inner, columns]. flops: the FLOP/s that it reached."""
 
     rows: int
     columns: int
@@ -267,7 +267,7 @@ def _block_s(
 
     On a GPU blocks are compiled, as those of a training are; they share their code.
     """
-    compiles = device.type == "cuda" and HAS_TRITON
+    compiles = device.type == "cuda" and has_triton()
     times = []
     for layers in (1, 3):
         decoder = build(

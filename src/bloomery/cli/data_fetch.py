@@ -159,6 +159,7 @@ def _sizes(shards: list[Shard]) -> dict[str, dict[str, int]]:
 
 
 def _named(sources: list[str]) -> dict[str, str]:
+    from bloomery.config.data import HUB_PREFIX
     from bloomery.errors import DataError
 
     named: dict[str, str] = {}
@@ -166,8 +167,8 @@ def _named(sources: list[str]) -> dict[str, str]:
         name, equals, address = source.partition("=")
         if not equals or "/" in name:
             name, address = source.rstrip("/").removesuffix("/SHA256SUMS").rpartition("/")[2], source
-            if source.startswith("hf:"):
-                name = re.split("[@:]", source.removeprefix("hf:"))[0].rpartition("/")[2]
+            if source.startswith(HUB_PREFIX):
+                name = re.split("[@:]", source.removeprefix(HUB_PREFIX))[0].rpartition("/")[2]
         if name in named or name in ("", ".", ".."):
             raise DataError(
                 f"The source {source!r} has no name of its own ({name!r}).",

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 
 from bloomery.config.recipe import Recipe
-from bloomery.errors import ConfigError, Mistake
-
-_LOGIN = re.compile(r"://[^/@]+@")
+from bloomery.errors import ConfigError, Mistake, without_logins
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +52,7 @@ def shown_value(value: object) -> object:
         return None  # its key and line tell where it is
     if isinstance(value, (tuple, list)):
         return type(value)(shown_value(entry) for entry in value)
-    return _LOGIN.sub("://***@", value) if isinstance(value, str) else value
+    return without_logins(value) if isinstance(value, str) else value
 
 
 def divisors(number: int) -> list[int]:

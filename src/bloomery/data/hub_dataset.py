@@ -78,8 +78,9 @@ class HubDataset:
         return sorted(files, key=lambda file: file.path)
 
     def read(self, path: str, *, start: int, length: int) -> bytes:
-        """Return bytes of a file of the commit that was listed. Raises DataError if retries do not get
-        them.
+        """Return `length` bytes of a file from byte `start` on, as of the listed commit; fewer at its end.
+
+        Raises DataError if retries do not get them.
         """
         from huggingface_hub import hf_hub_url, utils
 

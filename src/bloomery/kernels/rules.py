@@ -6,6 +6,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+FIRST_FACTOR, SECOND_FACTOR = 0x21F0AAAD, 0x735A2D97
+"""The factors of dropout's hash (`model.dropout.keeps`): odd numbers of 31 bits, found by Wellons' search for
+hashes of 32 bits with little bias (hash-prospector).
+"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Tiles:

@@ -18,6 +18,7 @@ from bloomery.kernels.triton_tiles import (
     constants,
     keeps,
     launch,
+    ranges_of_keys,
     rule_tensors,
     strides,
     tile,
@@ -93,36 +94,29 @@ def _forward(
 ):  # fmt: skip
     # The last queries see most keys, so their programs start first.
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * QUERIES
-    sample = tl.program_id(1) // HEADS
+    sample = (tl.program_id(1) // HEADS).to(tl.int64)
     head = tl.program_id(1) % HEADS
     kv_head = head // (HEADS // KV_HEADS)
-    at = sample.to(tl.int64)
     rows = first + tl.arange(0, QUERIES)
     inner = tl.arange(0, PADDED)
     queries = tile(
-        query + at * query_batch + head * query_head, rows, inner, query_row, LENGTH, WIDTH, MASKED=True
+        query + sample * query_batch + head * query_head, rows, inner, query_row, LENGTH, WIDTH, MASKED=True
     )
-    key_base = key + at * key_batch + kv_head * key_head
-    value_base = value + at * value_batch + kv_head * value_head
+    key_base = key + sample * key_batch + kv_head * key_head
+    value_base = value + sample * value_batch + kv_head * value_head
     result = tl.zeros([QUERIES, PADDED], tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     largest = tl.full([QUERIES], HIDDEN_SCORE, tl.float32)
     slope = tl.load(slopes + head) * LOG2_E if HAS_SLOPES else 0.0
     row_key = rows
     if DROPS:
-        row_key = tl.load(row_keys + (at * HEADS + head) * LENGTH + rows, mask=rows < LENGTH, other=0)
+        row_key = tl.load(row_keys + (sample * HEADS + head) * LENGTH + rows, mask=rows < LENGTH, other=0)
     start = rows
-    # Keys from `lower` to `whole` are hidden from some queries by documents, those from the tile's first
-    # query on by causality, and all between are seen by all of the tile's queries.
-    lower = 0
-    whole = 0
     if HAS_DOCUMENTS:
-        start = tl.load(starts + at * LENGTH + rows, mask=rows < LENGTH, other=LENGTH)
-        lower = tl.load(starts + at * LENGTH + first) // KEYS * KEYS
-        last = tl.load(starts + at * LENGTH + tl.minimum(first + QUERIES, LENGTH) - 1)
-        whole = tl.minimum((last + KEYS - 1) // KEYS * KEYS, first // KEYS * KEYS)
-        whole = tl.maximum(whole, lower)
-    diagonal = tl.maximum(first // KEYS * KEYS, whole)
+        start = tl.load(starts + sample * LENGTH + rows, mask=rows < LENGTH, other=LENGTH)
+    lower, whole, diagonal = ranges_of_keys(
+        starts + sample * LENGTH, first, QUERIES, KEYS, LENGTH, HAS_DOCUMENTS
+    )
     if HAS_DOCUMENTS:
         result, total, largest = _attend_to(
             result, total, largest, queries, key_base, value_base, key_row, value_row, lower, whole,
@@ -141,7 +135,7 @@ def _forward(
         LENGTH, WIDTH, KEYS, HAS_DOCUMENTS, HAS_SLOPES, DROPS, PRECISION, MASKED=True,
     )  # fmt: skip
     exists = rows < LENGTH
-    tl.store(log_partition + (at * HEADS + head) * LENGTH + rows, largest + tl.log2(total), mask=exists)
+    tl.store(log_partition + (sample * HEADS + head) * LENGTH + rows, largest + tl.log2(total), mask=exists)
     result = result * ((kept if DROPS else 1.0) / total)[:, None]
-    places = mixed + at * mixed_batch + head * mixed_head + rows[:, None] * mixed_row + inner[None, :]
+    places = mixed + sample * mixed_batch + head * mixed_head + rows[:, None] * mixed_row + inner[None, :]
     tl.store(places, result.to(mixed.dtype.element_ty), mask=exists[:, None] & (inner[None, :] < WIDTH))

@@ -16,6 +16,7 @@ from bloomery.kernels.triton_tiles import (
     constants,
     keeps,
     launch,
+    ranges_of_keys,
     rule_tensors,
     strides,
     tile,
@@ -281,15 +282,11 @@ def _backward_of_queries(
     if DROPS:
         row_key = tl.load(row_keys + lines + rows, mask=exists, other=0)
     start = rows
-    lower = 0
-    whole = 0
     if HAS_DOCUMENTS:
         start = tl.load(starts + sample * LENGTH + rows, mask=exists, other=LENGTH)
-        lower = tl.load(starts + sample * LENGTH + first) // KEYS * KEYS
-        last = tl.load(starts + sample * LENGTH + tl.minimum(first + QUERIES, LENGTH) - 1)
-        whole = tl.minimum((last + KEYS - 1) // KEYS * KEYS, first // KEYS * KEYS)
-        whole = tl.maximum(whole, lower)
-    diagonal = tl.maximum(first // KEYS * KEYS, whole)
+    lower, whole, diagonal = ranges_of_keys(
+        starts + sample * LENGTH, first, QUERIES, KEYS, LENGTH, HAS_DOCUMENTS
+    )
     by_query = tl.zeros([QUERIES, PADDED], tl.float32)
     if HAS_DOCUMENTS:
         by_query = _slopes_of_queries(

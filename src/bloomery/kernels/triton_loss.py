@@ -1,6 +1,6 @@
 """Triton's kernel of the cross entropy's gradient, which it writes over the logits.
 
-Import this module only where `available.HAS_TRITON`.
+Import this module only where `available.has_triton()`.
 """
 
 # No `from __future__ import annotations`: Triton reads the annotations of its kernels.

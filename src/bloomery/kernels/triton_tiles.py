@@ -1,7 +1,7 @@
 """What Triton's kernels of attention share: tiles, rules of visibility, dropout's hash.
 
 Legend: b batch, s positions, heads query heads, kv_heads key/value heads, d head width. Scores are kept times
-log2(e), because the chip computes powers of two. Import this module only where `available.HAS_TRITON`.
+log2(e), because the chip computes powers of two. Import this module only where `available.has_triton()`.
 """
 
 # No `from __future__ import annotations`: Triton reads the annotations of its kernels.
@@ -12,12 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from bloomery.kernels import rules as shared
 from bloomery.kernels.rules import Rules, Tiles
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 HIDDEN_SCORE = tl.constexpr(-1.0e30)  # not -inf, whose difference from itself is not a number
-FIRST_FACTOR = tl.constexpr(0x21F0AAAD)  # those of `model.dropout`
-SECOND_FACTOR = tl.constexpr(0x735A2D97)
+FIRST_FACTOR = tl.constexpr(shared.FIRST_FACTOR)
+SECOND_FACTOR = tl.constexpr(shared.SECOND_FACTOR)
 
 
 def rule_tensors(rules: Rules, unused: Tensor) -> tuple[Tensor, ...]:
@@ -68,10 +69,35 @@ def tile(base, rows, columns, row_stride, LENGTH: tl.constexpr, WIDTH: tl.conste
 
 @triton.jit
 def keeps(row_key, column_key, threshold):
-    """Return which weights dropout keeps: `model.dropout.keeps` in wrapping 32-bit arithmetic."""
+    """Return which weights dropout keeps: the hash of `model.dropout.keeps` in int32, which wraps."""
     mixed = (row_key ^ column_key) * FIRST_FACTOR
     mixed = (mixed ^ ((mixed >> 15) & 0x1FFFF)) * SECOND_FACTOR
     return (mixed ^ -2147483648) >= threshold  # an unsigned comparison, since the signs are flipped
+
+
+@triton.jit
+def ranges_of_keys(
+    starts_at,
+    first,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    LENGTH: tl.constexpr,
+    HAS_DOCUMENTS: tl.constexpr,
+):
+    """Return where the keys that a tile of queries sees begin, and where two kinds of them end.
+
+    The queries are those from `first` on. Keys from the first result to the second are hidden from some of
+    them by documents, those to the third are seen by all of them, and those after it are hidden from some by
+    causality. All three are multiples of KEYS. starts_at: the sample's first positions of documents.
+    """
+    lower = 0
+    whole = 0
+    if HAS_DOCUMENTS:
+        lower = tl.load(starts_at + first) // KEYS * KEYS
+        last = tl.load(starts_at + tl.minimum(first + QUERIES, LENGTH) - 1)
+        whole = tl.minimum((last + KEYS - 1) // KEYS * KEYS, first // KEYS * KEYS)
+        whole = tl.maximum(whole, lower)
+    return lower, whole, tl.maximum(first // KEYS * KEYS, whole)
 
 
 @triton.jit

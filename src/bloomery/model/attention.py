@@ -292,18 +292,9 @@ class Attention(nn.Module):
 
         Recomputation, which replaces `attend`, has nothing to do here.
         """
-        weights = None if dropout is None else dropout.weights
-        if weights is None:
-            return tiled_attention(query, key, value, visibility)
-        return tiled_attention(
-            query,
-            key,
-            value,
-            visibility,
-            row_keys=weights.rows,
-            column_keys=weights.columns,
-            rate=self.dropout,
-        )
+        keys = None if dropout is None else dropout.weights
+        rate = 0.0 if keys is None else self.dropout
+        return tiled_attention(query, key, value, visibility, keys=keys, rate=rate)
 
     def _attend_with_dropout(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, keys: ElementKeys

@@ -34,7 +34,7 @@ from bloomery.model.dropout import (
     drop,
     hidden_keys,
 )
-from bloomery.model.fused_attention import Visibility, attends_by_tiles, document_ranges
+from bloomery.model.fused_attention import Visibility, document_ranges, supports_tiled_attention
 from bloomery.model.layers import MLP, Embedding, Products, linear, norm, products_for
 from bloomery.model.loss import LossSums, NextTokenLoss
 from bloomery.model.rope import scaling_of
@@ -63,10 +63,10 @@ def build(
 
 
 class Decoder(nn.Module):
-    """Computes hidden states from tokens; `loss` or `logits` take them on from there.
+    """Computes hidden states from tokens. `loss` and `logits` compute the loss and the logits from those.
 
-    It may hold some of the model's blocks only, under the names they have in the whole model. The
-    embedding is beside block 0, the final norm and the head are beside the last block.
+    It may hold only some of the model's blocks (a pipeline stage), under the names they have in the whole
+    model. The embedding is beside block 0, the final norm and the head are beside the last block.
 
     embeds, finishes: whether block 0 and the last block are here.
     heads: the query heads held here. sequence_index, sequence_degree: which part of the residual stream's
@@ -153,8 +153,7 @@ class Decoder(nn.Module):
             if self.resets_positions and documents is not None:
                 at = positions_within(documents)
             hidden = self._embed(tokens, at, end=before + tokens.shape[1], address=address)
-        x = hidden
-        padding = None if cache is None else cache.padding
+        x, padding = hidden, None if cache is None else cache.padding
         context = self._attention_context(
             x, positions, before=before, documents=documents, drops=address is not None, padding=padding
         )
@@ -279,7 +278,11 @@ class Decoder(nn.Module):
         slopes = None
         if is_alibi:
             slopes = alibi_slopes(section.heads, device=x.device)[self.heads.start : self.heads.stop]
-        if padding is None and before == 0 and attends_by_tiles(x.device, x.dtype, self.model.head_dim):
+        if (
+            padding is None
+            and before == 0
+            and supports_tiled_attention(x.device, x.dtype, self.model.head_dim)
+        ):
             starts, ends = (None, None) if documents is None else document_ranges(documents)
             visibility = Visibility(starts=starts, ends=ends, slopes=slopes)
             return AttentionContext(mask=None, is_causal=False, rotary=rotary, visibility=visibility)

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bloomery.kernels.rules import FIRST_FACTOR, SECOND_FACTOR
+
 SITE_EMBEDDING = 0
 _SITES_PER_BLOCK = 3
 _WORD = 0xFFFFFFFF
@@ -25,10 +27,6 @@ _HALF_WORD = 0x7FFFFFFF
 _MULTIPLIERS = (0x3FEB352D, 0x26CA68B3, 0x2C8E9CF5)  # odd, of 30 bits
 _ADDEND = 0x3C6EF372FE94F82B  # keeps small numbers from a small square; of 62 bits: sums stay below 2**63
 _COLUMNS = 0x5851F42D  # so that a column's key is not that of a row
-FIRST_FACTOR, SECOND_FACTOR = 0x21F0AAAD, 0x735A2D97
-"""Odd numbers of 31 bits, found by Wellons' search for hashes of 32 bits with little bias
-(hash-prospector).
-"""
 
 
 @dataclass(frozen=True)

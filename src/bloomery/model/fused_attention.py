@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from bloomery.kernels.available import HAS_TRITON
+from bloomery.kernels.available import has_triton
 from bloomery.kernels.rules import Rules, tiles_for
+from bloomery.model.dropout import ElementKeys
 
 MOST_WIDTH = 128
 """The largest head width whose tiles fit the chip's memory."""
@@ -49,10 +50,13 @@ def document_ranges(documents: Tensor) -> tuple[Tensor, Tensor]:
     return starts.int(), ends.int()
 
 
-def attends_by_tiles(device: torch.device, dtype: torch.dtype, width: int) -> bool:
-    """Whether `tiled_attention` can take heads of this kind."""
+def supports_tiled_attention(device: torch.device, dtype: torch.dtype, width: int) -> bool:
+    """Return whether `tiled_attention` can compute heads of this width and dtype on this device.
+
+    Compiled code cannot ask.
+    """
     narrow = dtype in (torch.bfloat16, torch.float16)
-    return HAS_TRITON and device.type == "cuda" and narrow and width <= MOST_WIDTH
+    return has_triton() and device.type == "cuda" and narrow and width <= MOST_WIDTH
 
 
 def tiled_attention(
@@ -61,15 +65,15 @@ def tiled_attention(
     value: Tensor,
     visibility: Visibility,
     *,
-    row_keys: Tensor | None = None,
-    column_keys: Tensor | None = None,
+    keys: ElementKeys | None = None,
     rate: float = 0.0,
 ) -> Tensor:
     """Return softmax(query · keyᵀ / √d + bias) · value of visible keys, [b, s, heads, d].
 
     query: [b, s, heads, d]; key, value: [b, s, kv_heads, d].
-    row_keys, column_keys, rate: the dropout of weights, see `dropout.WeightKeys`; None for none.
+    keys, rate: the dropout of weights, see `dropout.weight_keys`; None for none.
     """
+    row_keys, column_keys = (None, None) if keys is None else (keys.rows, keys.columns)
     mixed: Tensor = _TiledAttention.apply(
         query, key, value, visibility.starts, visibility.ends, visibility.slopes, row_keys, column_keys, rate
     )

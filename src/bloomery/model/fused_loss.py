@@ -7,49 +7,25 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
-
-from bloomery.kernels.available import HAS_TRITON
 
 
-def replaces_logits(hidden: Tensor) -> bool:
-    """Whether `summed_terms` is quicker for this input than the loss in separate operations."""
-    return HAS_TRITON and hidden.device.type == "cuda" and hidden.dtype in (torch.bfloat16, torch.float16)
+def supports_fused_loss(hidden: Tensor) -> bool:
+    """Return whether `loss_and_gradients` can compute this dtype on this device, where Triton is."""
+    return hidden.device.type == "cuda" and hidden.dtype in (torch.bfloat16, torch.float16)
 
 
-def summed_terms(
+def loss_and_gradients(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, z_loss: float, chunk: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the sum of both terms, to differentiate, and the summed cross entropy and z term, fp32 scalars.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of the summed loss by hidden states and weight, and its two terms, fp32 scalars.
 
-    hidden: [n, h]; weight: [v, h]; targets: int64 [n], where a negative one counts nothing.
-    chunk: number of tokens whose logits exist at one time.
+    hidden: [n, h]; weight: [v, h], whose gradient is fp32; targets: int64 [n], where a negative one counts
+    nothing. chunk: number of tokens whose logits exist at one time.
     """
-    total, cross_entropy, z = _Terms.apply(hidden, weight, targets, z_loss, chunk)
-    return total, cross_entropy, z
-
-
-class _Terms(torch.autograd.Function):
-    """Computes the sums, and on the way the gradient of their total."""
-
-    @staticmethod
-    def forward(  # type: ignore[no-untyped-def]
-        ctx, hidden: Tensor, weight: Tensor, targets: Tensor, z_loss: float, chunk: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        by_hidden, by_weight, cross_entropy, z = torch.ops.bloomery.loss_and_gradients(
-            hidden, weight, targets, z_loss, chunk
-        )
-        ctx.save_for_backward(by_hidden, by_weight)
-        ctx.weight_dtype = weight.dtype
-        ctx.mark_non_differentiable(cross_entropy, z)
-        return cross_entropy + z, cross_entropy, z
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, scale: Tensor, *_unused: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]
-        by_hidden, by_weight = ctx.saved_tensors
-        scaled = (by_hidden * scale).to(by_hidden.dtype)
-        return scaled, (by_weight * scale).to(ctx.weight_dtype), None, None, None
+    by_hidden, by_weight, cross_entropy, z = torch.ops.bloomery.loss_and_gradients(
+        hidden, weight, targets, z_loss, chunk
+    )
+    return by_hidden, by_weight, cross_entropy, z
 
 
 # An operator, so that torch.compile leaves it whole; see `layers.py` for why it is made like this.

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from bloomery.model.fused_loss import replaces_logits, summed_terms
+from bloomery.kernels.available import has_triton
+from bloomery.model.fused_loss import loss_and_gradients, supports_fused_loss
 from bloomery.model.layers import Products, linear
 from bloomery.model.native_kernels import has_units, slopes_of_entropy
 
@@ -39,6 +40,7 @@ def next_token_loss(
     chunk: int = 1024,
     products: Products = "native",
     on_units: bool = False,
+    fused: bool = False,
 ) -> LossSums:
     """Return the summed −ln p(target) + `z_loss` × log-partition², which keeps the log-partition near 0
     (PaLM, §5).
@@ -49,16 +51,18 @@ def next_token_loss(
     chunk: number of tokens whose logits exist at one time; their softmax is taken in fp32.
     products: how matrix products are computed.
     on_units: whether the processor `has_units`; the native library then computes the gradient of bf16 logits.
+    fused: whether the machine `has_triton`; on GPUs the logits are then replaced by their gradient.
     Gradients are computed in the forward pass, where the logits exist anyway; the backward pass only scales
     them.
     """
     hidden, targets = hidden.flatten(0, -2), targets.flatten()
     wants_gradient = torch.is_grad_enabled() and (hidden.requires_grad or head_weight.requires_grad)
-    if wants_gradient and products == "native" and replaces_logits(hidden):
-        return LossSums(*summed_terms(hidden, head_weight, targets, z_loss=z_loss, chunk=chunk))
     if wants_gradient:
         on_units = on_units and hidden.dtype == torch.bfloat16 and hidden.device.type == "cpu"
-        total, cross_entropy, z = _Loss.apply(hidden, head_weight, targets, z_loss, chunk, products, on_units)
+        fused = fused and products == "native" and supports_fused_loss(hidden)
+        total, cross_entropy, z = _Loss.apply(
+            hidden, head_weight, targets, z_loss, chunk, products, on_units, fused
+        )
         return LossSums(total, cross_entropy, z)
     cross_entropy = z = torch.zeros((), device=hidden.device)
     for rows, wanted in zip(hidden.split(chunk), targets.split(chunk), strict=True):
@@ -75,7 +79,7 @@ class NextTokenLoss(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.has_units = has_units()  # asked here, since compiled code cannot ask
+        self.has_units, self.has_triton = has_units(), has_triton()  # asked here, as compiled code cannot
 
     def forward(
         self,
@@ -96,6 +100,7 @@ class NextTokenLoss(nn.Module):
             chunk=chunk,
             products=products,
             on_units=self.has_units,
+            fused=self.has_triton,
         )
 
 
@@ -112,7 +117,16 @@ class _Loss(torch.autograd.Function):
         chunk: int,
         products: Products,
         on_units: bool,  # noqa: FBT001  — autograd's functions have positional arguments only
+        fused: bool,  # noqa: FBT001
     ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.weight_dtype = head_weight.dtype
+        if fused:
+            by_hidden, by_weight, cross_entropy, z = loss_and_gradients(
+                hidden, head_weight, targets, z_loss=z_loss, chunk=chunk
+            )
+            ctx.save_for_backward(by_hidden, by_weight)
+            ctx.mark_non_differentiable(cross_entropy, z)
+            return cross_entropy + z, cross_entropy, z
         wide = torch.float32 if products == "fp32" else hidden.dtype
         rows_of_chunks, weight = hidden.to(wide), head_weight.to(wide)
         cross_entropy = z = torch.zeros((), device=hidden.device)
@@ -133,7 +147,6 @@ class _Loss(torch.autograd.Function):
             weight_gradient = part if weight_gradient is None else weight_gradient + part
         assert weight_gradient is not None, "a batch has at least one token"
         ctx.save_for_backward(torch.cat(hidden_gradients).to(hidden.dtype), weight_gradient)
-        ctx.weight_dtype = head_weight.dtype
         ctx.mark_non_differentiable(cross_entropy, z)
         return cross_entropy + z, cross_entropy, z
 
@@ -142,7 +155,16 @@ class _Loss(torch.autograd.Function):
     def backward(ctx, scale: Tensor, *_unused: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]
         hidden_gradient, weight_gradient = ctx.saved_tensors
         scaled_hidden = (hidden_gradient * scale).to(hidden_gradient.dtype)
-        return scaled_hidden, (weight_gradient * scale).to(ctx.weight_dtype), None, None, None, None, None
+        return (
+            scaled_hidden,
+            (weight_gradient * scale).to(ctx.weight_dtype),
+            None,
+            None,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def _terms(logits: Tensor, targets: Tensor, z_loss: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -23,6 +23,8 @@ from bloomery.plan.parameters import ffn_width, head_size, kv_heads, query_width
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 """The bytes of one value that flows between operations; only products use fp8."""
+WIDEST_TILED_HEAD = 128
+"""The widest attention head that the kernels for GPUs compute (`model/fused_attention.py`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,11 +148,15 @@ class Workload:
         """Whether attention weights are written to memory: where they are dropped, and not by a kernel on the
         chip (`model/fused_attention.py`).
         """
-        return self.model.attention_dropout > 0.0 and not (self.has_tiles and head_size(self.model) <= 128)
+        return self.model.attention_dropout > 0.0 and not (
+            self.has_gpu_kernels and head_size(self.model) <= WIDEST_TILED_HEAD
+        )
 
     @property
-    def has_tiles(self) -> bool:
-        """Whether kernels for GPUs compute attention and the loss's gradient: they take 16 bits alone."""
+    def has_gpu_kernels(self) -> bool:
+        """Whether the kernels for GPUs compute attention (`model/fused_attention.py`) and the gradient of the
+        loss (`model/fused_loss.py`). They take values of 16 bits only.
+        """
         return self.hardware.accelerator.kind == "gpu" and self.value_bytes < 4
 
 

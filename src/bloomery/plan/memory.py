@@ -234,8 +234,12 @@ def _logits(work: Workload, training: Training) -> float:
     if work.layout.tensor > 1:
         narrow = work.value_bytes if work.value_bytes < 4 else 0
         return rows * columns * 2 * (4 + narrow) + columns * work.model.hidden * (4 + narrow) + 2 * hidden
-    if work.has_tiles:
-        return rows * columns * work.value_bytes + columns * work.model.hidden * (4 + 2 * 2) + hidden
+    if work.has_gpu_kernels:
+        return (
+            rows * columns * work.value_bytes
+            + columns * work.model.hidden * (4 + 2 * work.value_bytes)
+            + hidden
+        )
     return rows * columns * (2 * work.value_bytes + 3 * 4) + 2 * columns * work.model.hidden * 4 + hidden
 
 

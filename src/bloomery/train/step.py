@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import os
 import shutil
-import sysconfig
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +18,7 @@ from torch import Tensor
 
 from bloomery.data_loader.batches import MicroBatch
 from bloomery.events.heartbeat import RankActivity, ignore_activity
+from bloomery.kernels.available import python_header
 from bloomery.optim.clip import Clamps, GradientFacts
 from bloomery.parallel.build import TrainingModel
 from bloomery.parallel.optimizers import Optimizers
@@ -212,7 +211,6 @@ def lacking_toolchain() -> str:
     """Return what torch.compile would miss on this machine, as a phrase; '' if nothing."""
     if shutil.which("g++") is None and shutil.which("clang++") is None:
         return "no C++ compiler (install g++)"
-    header = Path(sysconfig.get_path("include")) / "Python.h"
-    if not header.exists():
-        return f"no Python headers at {header} (install python3-dev)"
+    if not python_header().exists():
+        return f"no Python headers at {python_header()} (install python3-dev)"
     return ""
