@@ -24,8 +24,8 @@ from bloomery.data.prepare import prepare
 from bloomery.errors import ConfigError
 from bloomery.events.journal import loss_curve
 from bloomery.events.run_directory import RunDirectory
+from bloomery.interchange.described_weights import described_weights
 from bloomery.interchange.huggingface import import_
-from bloomery.interchange.initial_weights import describe_weights
 from bloomery.train.loop import train
 from bloomery.train.settings import StartOptions
 
@@ -122,7 +122,7 @@ def text(corpus: Path, tmp_path: Path) -> Path:
 
 def begun(text: Path, *overrides: str) -> LoadedRecipe:
     loaded = parse_recipe(
-        BEGUN, [f"data.sources={text}", *overrides], label="begun", describe=describe_weights
+        BEGUN, [f"data.sources={text}", *overrides], label="begun", describe=described_weights
     )
     check_recipe(loaded.recipe, loaded.sources)  # as `bloomery train` does
     return loaded
@@ -201,7 +201,7 @@ def test_each_layout_begins_with_the_same_weights(text: Path, prepared: Path, tm
 
 
 def _model_of(origin: Path) -> list[tuple[str, object]]:
-    return [("[model]", None), *describe_weights(str(origin)).model.items()]
+    return [("[model]", None), *list(described_weights(str(origin)))[-1].model.items()]
 
 
 def test_a_run_begins_with_the_weights_of_a_run_and_forgets_its_optimizer(
@@ -230,7 +230,7 @@ def test_an_imported_run_brings_a_recipe_that_trains_on(
         recipe.read_text(),
         [f"data.sources={text}", "train.steps=1", "schedule.warmup=0", "data.held_out_every=0"],
         label="continue",
-        describe=describe_weights,
+        describe=described_weights,
     )
     check_recipe(loaded.recipe, loaded.sources)
     go(loaded, tmp_path / "run")
@@ -240,7 +240,7 @@ def test_an_imported_run_brings_a_recipe_that_trains_on(
 def test_a_model_of_another_shape_is_refused_by_name(text: Path, prepared: Path, tmp_path: Path) -> None:
     origin = save(llama(), tmp_path / "origin", prepared)
     with pytest.raises(ConfigError) as refused:
-        parse_recipe(TINY, [f"init.from={origin}"], label="tiny", describe=describe_weights)
+        parse_recipe(TINY, [f"init.from={origin}"], label="tiny", describe=described_weights)
     keys = {mistake.key for mistake in refused.value.mistakes}
     assert {"model.heads", "model.tied"} <= keys and "model.hidden" not in keys
     assert str(origin) in refused.value.message
@@ -270,7 +270,7 @@ def test_what_differs_on_purpose_is_told(text: Path) -> None:
         BEGUN,
         ["init.from=there", "model.rope_theta=5e5", "model.init_std=0.3"],
         label="begun",
-        describe=lambda place: weights,
+        describe=lambda place: iter([weights]),
     )
     assert loaded.notes == ("model.rope_theta is 500000.0; the weights in there had 10000.0",)
     assert loaded.recipe.model.rope_theta == 5e5 and loaded.recipe.model.init_std == 0.3
@@ -279,7 +279,13 @@ def test_what_differs_on_purpose_is_told(text: Path) -> None:
 
 
 def test_a_missing_source_and_a_wrong_setting_are_noticed_without_torch(tmp_path: Path) -> None:
-    for wrong in ("data.sources=/nowhere.txt", "train.stps=3", "init.from=/nowhere optim.rate=1"):
+    weights = tmp_path / "weights"
+    weights.mkdir()
+    (weights / "config.json").write_text(llama().config.to_json_string(use_diff=False))
+    (weights / "tokenizer.json").touch()
+    contradicts = f"init.from={weights} data.tokenizer={weights} model.hidden=48"
+    wrongs = ("data.sources=/nowhere.txt", "train.stps=3", "init.from=/nowhere optim.rate=1", contradicts)
+    for wrong in wrongs:
         command = f"""
 import sys
 from bloomery.cli import main

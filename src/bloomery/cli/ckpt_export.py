@@ -225,7 +225,7 @@ def _write_run(path: Path, imported: Imported, args: Namespace, progress: Progre
 
 
 def _eos_of(directory: Path) -> str:
-    from bloomery.interchange.initial_weights import end_of_document_of
+    from bloomery.interchange.described_weights import end_of_document_of
 
     text = end_of_document_of(directory)
     if text is None:

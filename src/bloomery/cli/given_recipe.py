@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from bloomery.config.begin_from import weights_directory
 from bloomery.config.load import LoadedRecipe, load_recipe
 
 if TYPE_CHECKING:
@@ -16,9 +15,9 @@ def load_given(path_or_name: str, overrides: Sequence[str] = ()) -> LoadedRecipe
     """Return the recipe as `load_recipe`; what it leaves to the weights of `init.from` is read from there.
 
     Raises ConfigError, and CheckpointError for weights that our decoder does not compute with. torch is
-    loaded only to read such weights, and after all other sections are known to be sound.
+    loaded only to look at a transformers directory's weight files, after all that can be seen without it.
     """
-    return load_recipe(path_or_name, overrides, describe=_describe)
+    return load_recipe(path_or_name, overrides, describe=_described)
 
 
 def settings_from_weights(path_or_name: str, overrides: Sequence[str]) -> list[str]:
@@ -36,8 +35,7 @@ def settings_from_weights(path_or_name: str, overrides: Sequence[str]) -> list[s
     return [f"{key}={values[key]}" for key, source in loaded.sources.items() if source == place]
 
 
-def _describe(place: str) -> DescribedWeights:
-    weights_directory(place)  # refused before torch is loaded
-    from bloomery.interchange.initial_weights import describe_weights
+def _described(place: str) -> Iterator[DescribedWeights]:
+    from bloomery.interchange.described_weights import described_weights  # only for recipes that name some
 
-    return describe_weights(place)
+    return described_weights(place)

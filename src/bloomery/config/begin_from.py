@@ -44,8 +44,10 @@ class DescribedWeights:
     end_of_document: str
 
 
-DescribeWeights = Callable[[str], DescribedWeights]
-"""Reads a directory, given as `init.from` names it. Raises BloomeryError for what is no model we know."""
+DescribeWeights = Callable[[str], Iterator[DescribedWeights]]
+"""Reads a directory, given as `init.from` names it, and describes it more than once if a first description is
+quicker; the last one counts. Raises BloomeryError for what is no model we know.
+"""
 
 
 def weights_directory(place: str) -> Path:
@@ -67,18 +69,22 @@ def weights_directory(place: str) -> Path:
 
 
 def take_described(
-    raw: dict[str, Any], places: dict[str, str], described: DescribedWeights
+    raw: dict[str, Any], places: dict[str, str], descriptions: Iterator[DescribedWeights]
 ) -> tuple[list[Wrong], tuple[str, ...]]:
     """Write into the recipe's tables what it leaves to the weights' directory.
 
     raw, places: the recipe as TOML, and where each key was written; both are completed.
+    descriptions: see `DescribeWeights`. The first that the recipe contradicts is the last that is asked for.
     Returns what contradicts the weights, and sentences about what differs from them on purpose.
     """
     model, data = raw.setdefault("model", {}), raw.setdefault("data", {})
     if not isinstance(model, dict) or not isinstance(data, dict):
         return [], ()  # they are refused when they are converted
+    for described in descriptions:
+        wrongs = [*_contradictions(model, described), *_tokenizer_mistakes(data, described)]
+        if wrongs:
+            return wrongs, ()
     notes = tuple(_changed_on_purpose(model, described))
-    wrongs = [*_contradictions(model, described), *_tokenizer_mistakes(data, described)]
     taken = {
         f"model.{name}": value for name, value in described.model.items() if model.get(name) in (None, "auto")
     }
@@ -92,7 +98,7 @@ def take_described(
         section, _, name = key.partition(".")
         raw[section][name] = value
         places[key] = described.place
-    return wrongs, notes
+    return [], notes
 
 
 def _differing(model: Mapping[str, Any], described: DescribedWeights) -> Iterator[tuple[str, Any, Any]]:

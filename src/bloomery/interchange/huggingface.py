@@ -22,15 +22,16 @@ from bloomery.config.model import ModelSection
 from bloomery.data.tokenizer import MODEL_FILE, tokenizer_in
 from bloomery.errors import CheckpointError, storage_error
 from bloomery.events.records import ProgressCallback, counting, ignore_progress
-from bloomery.interchange.families.family import Family, HfTensor, join_parts, stored_shape
-from bloomery.interchange.families.known import family_in, family_of, hf_config, hf_tensors
+from bloomery.interchange.families.family import Family, HfTensor, stored_shape
+from bloomery.interchange.families.known import family_in, family_of, hf_config, hf_tensors, section_from
 from bloomery.interchange.generation_files import give_companions, give_piece_model, token_ids
+from bloomery.interchange.json_objects import read_object
 from bloomery.interchange.logits_check import CompareMethod, check_logits
-from bloomery.interchange.quantised_weights import KEY as QUANTISATION
 from bloomery.interchange.quantised_weights import scheme_of
 from bloomery.interchange.tensor_matching import (
     Match,
     as_stored,
+    join_parts,
     matches,
     read_logical,
     refuse_non_finite,
@@ -40,7 +41,6 @@ from bloomery.interchange.weight_files import (
     WeightFiles,
     check_checksums,
     open_weights,
-    read_object,
     write_checksums,
     write_shards,
 )
@@ -124,7 +124,9 @@ def export(
         tensors = _in_hf_form(model, entries, weights, stored, checkpoint)
         checksums = write_shards(partial, planned, tensors, max_shard_bytes=max_shard_bytes)
         eod_id = _write_tokenizer(partial, tokenizer, end_of_document, model)
-        config = describe(model, family=family, dtype=stored, end_of_document=eod_id)
+        config = describe(
+            model, family=family, dtype=str(stored).removeprefix("torch."), end_of_document=eod_id
+        )
         _write_config(partial, config | (token_ids(companions) if companions else {}))
         if companions:
             give_companions(companions, partial)
@@ -199,8 +201,7 @@ def open_model(directory: Path, *, section: ModelSection | None = None) -> Match
     content = read_object(config_file)
     family = family_in(content)
     scheme = scheme_of(content, transposes=family.transposes)
-    plain = {key: value for key, value in content.items() if scheme is None or key != QUANTISATION}
-    own = family.section(family.settings(plain))
+    own = section_from(content)
     files = open_weights(directory, scheme=scheme)
     own = as_stored(own, family, files)
     if section is not None and section.tied and not own.tied:

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from bloomery.errors import CheckpointError
-from bloomery.interchange.families.keys import PLAIN_WEIGHTS
+from bloomery.interchange.families.keys import PLAIN_WEIGHTS, QUANTISATION
 
-KEY = "quantization_config"
 _INT8_LARGEST = 127.0
 _NO_EFFECT = frozenset(
     (
@@ -90,32 +89,32 @@ def scheme_of(content: Mapping[str, Any], *, transposes: bool) -> Scheme | None:
     transposes: whether the family stores matrices as [in, out], for which these schemes are not defined.
     Raises CheckpointError naming what is not understood.
     """
-    section = content.get(KEY)
+    section = content.get(QUANTISATION)
     if section is None:
         return None
     method = section.get("quant_method") if isinstance(section, dict) else None
     if isinstance(section, dict) and method is None and section.get("load_in_8bit") is True:
         method = "bitsandbytes"  # the first versions did not name it
     if not isinstance(method, str) or method not in _ALLOWED or transposes:
-        _refuse(f"{KEY}.quant_method", method)
+        _refuse(f"{QUANTISATION}.quant_method", method)
     for key, value in section.items():
         if key in ("quant_method", *_NO_EFFECT, *_SKIPPED) or (key, method) == ("weight_block_size", "fp8"):
             continue
         if key not in _ALLOWED[method] or value not in _ALLOWED[method][key]:
-            _refuse(f"{KEY}.{key}", value)
+            _refuse(f"{QUANTISATION}.{key}", value)
     skipped = _skipped(section)
     if method == "bitsandbytes":
         if section.get("load_in_8bit") is not True:
-            _refuse(f"{KEY}.load_in_8bit", section.get("load_in_8bit"))
+            _refuse(f"{QUANTISATION}.load_in_8bit", section.get("load_in_8bit"))
         return Scheme(kind="int8", dtype="I8", skipped=skipped)
     if section.get("fmt", "e4m3") != "e4m3":
-        _refuse(f"{KEY}.fmt", section["fmt"])
+        _refuse(f"{QUANTISATION}.fmt", section["fmt"])
     block = section.get("weight_block_size", [128, 128])
     if block is None:
         return Scheme(kind="fp8", dtype="F8_E4M3", skipped=skipped)
     is_pair = isinstance(block, list) and len(block) == 2
     if not is_pair or not all(isinstance(side, int) and side >= 1 for side in block):
-        _refuse(f"{KEY}.weight_block_size", block)
+        _refuse(f"{QUANTISATION}.weight_block_size", block)
     return Scheme(kind="fp8", dtype="F8_E4M3", block=(block[0], block[1]), skipped=skipped)
 
 
@@ -124,7 +123,7 @@ def _skipped(section: Mapping[str, Any]) -> tuple[str, ...]:
     for key in _SKIPPED:
         names = section.get(key) or []
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            _refuse(f"{KEY}.{key}", names)
+            _refuse(f"{QUANTISATION}.{key}", names)
         skipped += names
     return tuple(skipped)
 

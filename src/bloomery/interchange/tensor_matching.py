@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bloomery.config.model import ModelSection
 from bloomery.errors import CheckpointError
-from bloomery.interchange.families.family import Family, HfTensor, split_parts, stored_shape
+from bloomery.interchange.families.family import Family, HfTensor, stored_shape
 from bloomery.interchange.families.keys import PLAIN_WEIGHTS
 from bloomery.interchange.families.known import family_of, hf_tensors
 from bloomery.interchange.foreign_files import METADATA, is_megatron, read_dcp, read_megatron
@@ -303,3 +303,31 @@ def _refuse_integer_codes(directory: Path, name: str, tensor: Tensor) -> None:
 def _first_names(names: list[str]) -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more
+
+
+def join_parts(entry: HfTensor, parts: Sequence[Tensor], model: ResolvedModel) -> Tensor:
+    """Return the Hugging Face tensor made of our `parts`."""
+    if entry.layout == "plain":
+        return parts[0]
+    if entry.layout == "transposed":
+        return parts[0].t()
+    if entry.layout == "stacked":
+        return torch.cat(list(parts))
+    if entry.layout == "stacked_transposed":
+        return torch.cat(list(parts)).t()
+    by_head = [part.unflatten(0, (-1, model.head_dim)) for part in parts]  # [heads, d, …]
+    return torch.stack(by_head, dim=1).flatten(0, 2)  # [heads · 3 · d, …]
+
+
+def split_parts(entry: HfTensor, tensor: Tensor, model: ResolvedModel) -> tuple[Tensor, ...]:
+    """Return our parts of the Hugging Face `tensor`, the reverse of `join_parts`."""
+    if entry.layout == "plain":
+        return (tensor,)
+    if entry.layout == "transposed":
+        return (tensor.t(),)
+    if entry.layout == "stacked":
+        return tensor.chunk(len(entry.parts))
+    if entry.layout == "stacked_transposed":
+        return tensor.t().chunk(len(entry.parts))
+    by_head = tensor.unflatten(0, (-1, len(entry.parts), model.head_dim))
+    return tuple(part.flatten(0, 1) for part in by_head.unbind(1))

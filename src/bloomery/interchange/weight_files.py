@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO
 
 import torch
 import xxhash
@@ -28,11 +28,11 @@ from bloomery import durable
 from bloomery.checkpoint.format.data_file import safetensors_header
 from bloomery.checkpoint.save.direct import memory_of
 from bloomery.errors import CheckpointError, require_space, storage_error
+from bloomery.interchange.json_objects import read_object, refuse_damaged
 from bloomery.interchange.quantised_weights import Scheme, is_row_format
 
 USABLE = ("F32", "BF16", "F16")
 """The types whose numbers are the weights themselves, not codes for them."""
-_WHOLE_COPY = "Fetch or copy the directory again."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ class WeightFiles:
             is_format = beside.endswith(".weight_format") and beside in self.tensors
             if is_format and not is_row_format(self._stored(beside)):
                 where = self.directory / self.tensors[beside].file
-                _damaged(where, f"holds {beside}, which says that {name} does not lie row by row")
+                refuse_damaged(where, f"holds {beside}, which says that {name} does not lie row by row")
         return self.scheme.read(name, self._stored)
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
@@ -134,34 +134,21 @@ def open_weights(directory: Path, *, scheme: Scheme | None = None) -> WeightFile
     for file in dict.fromkeys(file_of.values()):
         for name, stored in _header(directory, file).items():
             if file_of.get(name) != file:
-                _damaged(index, f"does not say that {file} holds {name}")
+                refuse_damaged(index, f"does not say that {file} holds {name}")
             tensors[name] = stored
     missing = [name for name in file_of if name not in tensors]
     if missing:
-        _damaged(index, f"says that {file_of[missing[0]]} holds {missing[0]}, which it does not")
+        refuse_damaged(index, f"says that {file_of[missing[0]]} holds {missing[0]}, which it does not")
     return WeightFiles(directory=directory, tensors=tensors, scheme=scheme)
-
-
-def read_object(path: Path) -> dict[str, Any]:  # Any: values of JSON
-    """Return the JSON object in a file. Raises CheckpointError for anything else."""
-    try:
-        content = json.loads(path.read_bytes().decode("utf-8"))
-    except OSError as error:
-        _damaged(path, f"cannot be read: {error.strerror}", error)
-    except (ValueError, RecursionError) as error:
-        _damaged(path, f"is not JSON in UTF-8: {error}", error)
-    if not isinstance(content, dict):
-        _damaged(path, f"holds a {type(content).__name__}, not an object")
-    return content
 
 
 def _weight_map(index: Path) -> dict[str, str]:
     file_of = read_object(index).get("weight_map")
     if not isinstance(file_of, dict) or not file_of:
-        _damaged(index, "has no weight_map")
+        refuse_damaged(index, "has no weight_map")
     for name, file in file_of.items():
         if not isinstance(file, str) or Path(file).name != file or "\0" in file:
-            _damaged(index, f"puts {name} into {file!r}, which is no file of this directory")
+            refuse_damaged(index, f"puts {name} into {file!r}, which is no file of this directory")
     return dict(file_of)
 
 
@@ -181,11 +168,7 @@ def _opened(path: Path) -> Iterator[Any]:  # Any: safetensors has no stubs
             yield file
     except (OSError, SafetensorError) as error:
         problem = f"cannot be read: {error}" if path.is_file() else "is missing"
-        _damaged(path, problem, error)
-
-
-def _damaged(path: Path, problem: str, error: Exception | None = None) -> NoReturn:
-    raise CheckpointError(f"{path} {problem}.", remedy=_WHOLE_COPY) from error
+        refuse_damaged(path, problem, error)
 
 
 CHECKSUMS = "checksums.xxh128"
@@ -211,11 +194,11 @@ def check_checksums(directory: Path) -> None:
     try:
         lines = path.read_bytes().decode("utf-8").splitlines()
     except ValueError as error:
-        raise _list_damaged(path) from error
+        raise _listrefuse_damaged(path) from error
     for line in lines:
         match = _LINE.fullmatch(line)
         if match is None:
-            raise _list_damaged(path)
+            raise _listrefuse_damaged(path)
         file = directory / match[2]
         if not file.is_file():
             raise CheckpointError(
@@ -228,7 +211,7 @@ def check_checksums(directory: Path) -> None:
             )
 
 
-def _list_damaged(path: Path) -> CheckpointError:
+def _listrefuse_damaged(path: Path) -> CheckpointError:
     return CheckpointError(
         f"{path} is damaged: a line is not a checksum and a name.",
         remedy="Fetch or copy the directory again; or remove the list if its files are known to be whole.",

@@ -18,8 +18,8 @@ from bloomery.model.dropout import BlockDropout, ElementKeys, drop
 from bloomery.model.fused_attention import Visibility, tiled_attention
 from bloomery.model.layers import Linear, Products, RMSNorm, products_for
 from bloomery.model.native_kernels import attends, causal_attention, has_units
-from bloomery.model.rope import RopeScaling, rotary_frequencies
-from bloomery.model.shape import ResolvedModel
+from bloomery.model.rope import rotary_frequencies
+from bloomery.model.shape import ResolvedModel, RopeScaling
 
 
 class KeyValueCache:

@@ -37,8 +37,7 @@ from bloomery.model.dropout import (
 from bloomery.model.fused_attention import Visibility, document_ranges, supports_tiled_attention
 from bloomery.model.layers import MLP, Embedding, Products, linear, norm, products_for
 from bloomery.model.loss import LossSums, NextTokenLoss
-from bloomery.model.rope import scaling_of
-from bloomery.model.shape import ResolvedModel, resolve
+from bloomery.model.shape import ResolvedModel, resolve, scaling_of
 
 
 def build(

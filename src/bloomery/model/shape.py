@@ -140,3 +140,42 @@ def _linear(prefix: str, rows: int, columns: int, *, bias: bool) -> Iterator[tup
     yield f"{prefix}.weight", (rows, columns)
     if bias:
         yield f"{prefix}.bias", (rows,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """How frequencies are scaled, as the section `[model]` says.
+
+    kind: 'linear', 'dynamic', 'yarn' or 'llama3'.
+    factor: how many times longer the context becomes.
+    positions: longest context of the model, in tokens.
+    original_positions: context that the model was trained on, in tokens.
+    low_rotations, high_rotations: numbers of full turns within the original context below which a frequency
+    is scaled, and above which it is kept.
+    attention_factor: factor for cosines and sines.
+    """
+
+    kind: str
+    factor: float
+    positions: int
+    original_positions: int
+    low_rotations: float
+    high_rotations: float
+    attention_factor: float
+
+
+def scaling_of(model: ResolvedModel) -> RopeScaling | None:
+    """Return the scaling of a model; None if its frequencies are not scaled."""
+    section = model.section
+    if section.rope_scaling == "none":
+        return None
+    original = section.rope_original_positions
+    return RopeScaling(
+        kind=section.rope_scaling,
+        factor=section.rope_factor,
+        positions=model.max_positions,
+        original_positions=model.max_positions if original == "auto" else original,
+        low_rotations=section.rope_low_rotations,
+        high_rotations=section.rope_high_rotations,
+        attention_factor=section.rope_attention_factor,
+    )

@@ -17,13 +17,19 @@ from transformers.generation import GenerationConfig
 
 from bloomery.errors import CheckpointError
 from bloomery.interchange.families.family import stored_shape
-from bloomery.interchange.families.keys import COMMON, NoEffect
+from bloomery.interchange.families.keys import COMMON, NoEffect, Supported
 from bloomery.interchange.families.known import FAMILIES, hf_tensors, section_from
 from bloomery.interchange.huggingface import fill, import_
 from bloomery.model.decoder import build
 from bloomery.model.shape import logical_shapes, resolve
 
 VOCABULARY, LENGTH = 96, 24
+CONFIG_CLASSES = {
+    "llama": "LlamaConfig",
+    "qwen3": "Qwen3Config",
+    "bloom": "BloomConfig",
+    "gpt2": "GPT2Config",
+}
 SMALL: dict[str, dict[str, Any]] = {
     "llama": {
         "vocab_size": VOCABULARY,
@@ -135,12 +141,21 @@ OTHERS: dict[str, list[Any]] = {
 
 def keys_of(family: str) -> list[str]:
     """Every key of transformers' class, of what it saves, and of generation."""
-    kind = getattr(transformers, FAMILIES[family].config_class)
+    kind = getattr(transformers, CONFIG_CLASSES[family])
     keys = set(inspect.signature(kind.__init__).parameters) - {"self", "kwargs"}
     keys |= set(kind().to_dict()) | set(kind.attribute_map)
     keys |= set(GenerationConfig().to_dict())
     keys |= set(getattr(GenerationConfig, "_get_default_generation_params", dict)())
     return sorted(keys)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_key_that_is_left_out_means_what_it_means_to_transformers(family: str) -> None:
+    parameters = inspect.signature(getattr(transformers, CONFIG_CLASSES[family]).__init__).parameters
+    honoured = {key for key, use in {**COMMON, **FAMILIES[family].keys}.items() if isinstance(use, Supported)}
+    theirs = {name: parameters[name].default for name in honoured & set(parameters)}
+    ours = FAMILIES[family].defaults
+    assert ours == {name: value for name, value in theirs.items() if value is not None}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -151,14 +166,14 @@ def test_the_table_has_every_key_of_the_class_in_transformers(family: str) -> No
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_aliases_are_those_of_transformers(family: str) -> None:
-    kind = getattr(transformers, FAMILIES[family].config_class)
+    kind = getattr(transformers, CONFIG_CLASSES[family])
     legacy = {"n_embed": "hidden_size"} if family == "bloom" else {}
     assert dict(FAMILIES[family].aliases) == kind.attribute_map | legacy
 
 
 def cases() -> Iterator[tuple[str, str, Any]]:
     for family, entry in FAMILIES.items():
-        kind = getattr(transformers, entry.config_class)
+        kind = getattr(transformers, CONFIG_CLASSES[family])
         defaults = kind().to_dict()
         keys = set(keys_of(family)) | set(entry.keys) | set(COMMON) | set(entry.aliases) | set(OTHERS)
         for key in sorted(keys):

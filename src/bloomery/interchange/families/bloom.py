@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from bloomery.config.model import ModelSection
-from bloomery.interchange.families.family import Family, Settings, both, refuse_unless_divisible
-from bloomery.interchange.families.keys import NO_EFFECT, Key, Only, Supported, refuse
+from bloomery.interchange.families.family import Family, both, refuse_unless_divisible
+from bloomery.interchange.families.keys import NO_EFFECT, Key, Only, Settings, Supported, refuse
 from bloomery.model.shape import ResolvedModel
 
 
@@ -96,9 +96,23 @@ _NAMES = {
 }
 BLOOM = Family(
     name="bloom",
-    config_class="BloomConfig",
     keys=_KEYS,
     aliases={"n_embed": "hidden_size", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"},
+    defaults={
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "vocab_size": 250880,
+        "hidden_size": 64,
+        "n_layer": 2,
+        "n_head": 8,
+        "layer_norm_epsilon": 1e-05,
+        "initializer_range": 0.02,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "pretraining_tp": 1,
+        "slow_but_exact": False,
+        "tie_word_embeddings": True,
+    },
     names=_NAMES,
     prefix="transformer.",
     derived=None,

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
-from torch import Tensor
-
 from bloomery.config.model import ModelSection
-from bloomery.interchange.families.keys import Key, refuse, settings_from
+from bloomery.interchange.families.keys import Key, Settings, refuse, settings_from
 from bloomery.model.shape import ResolvedModel, Shape
 
-Settings = Mapping[str, Any]  # Any: values of JSON, of the kinds that the table says
 Layout = Literal["plain", "transposed", "stacked", "stacked_transposed", "interleaved"]
 
 
@@ -32,9 +28,10 @@ class Family:
     """One family of Hugging Face models.
 
     name: its model_type.
-    config_class: its configuration class in transformers.
     keys: what each key of config.json means.
     aliases: other names of keys.
+    defaults: what transformers' configuration class takes for a key that config.json leaves out. They are
+        written down here, because importing transformers takes seconds.
     names: names of tensors by ours, with '{}' for the block.
     prefix: what precedes the base model's tensors; files of a bare base model leave it out.
     derived: stored tensors that follow from the settings, which transformers ignores; None for none.
@@ -45,9 +42,9 @@ class Family:
     """
 
     name: str
-    config_class: str
     keys: Mapping[str, Key]
     aliases: Mapping[str, str]
+    defaults: Settings
     names: Mapping[str, str]
     prefix: str
     derived: re.Pattern[str] | None
@@ -60,7 +57,7 @@ class Family:
         """Return the honoured settings of config.json's `content`. Raises CheckpointError for all other
         settings.
         """
-        return settings_from(content, keys=self.keys, aliases=self.aliases, config_class=self.config_class)
+        return settings_from(content, keys=self.keys, aliases=self.aliases, defaults=self.defaults)
 
     def tensor(self, logical: str) -> HfTensor | None:
         """Return the Hugging Face tensor whose first part is `logical`; None if another tensor holds it."""
@@ -106,31 +103,3 @@ def stored_shape(entry: HfTensor, shapes: Mapping[str, Shape]) -> Shape:
     rows = sum(shapes[part][0] for part in entry.parts)
     whole = (rows, *first[1:])
     return whole[::-1] if entry.layout in ("transposed", "stacked_transposed") else whole
-
-
-def join_parts(entry: HfTensor, parts: Sequence[Tensor], model: ResolvedModel) -> Tensor:
-    """Return the Hugging Face tensor made of our `parts`."""
-    if entry.layout == "plain":
-        return parts[0]
-    if entry.layout == "transposed":
-        return parts[0].t()
-    if entry.layout == "stacked":
-        return torch.cat(list(parts))
-    if entry.layout == "stacked_transposed":
-        return torch.cat(list(parts)).t()
-    by_head = [part.unflatten(0, (-1, model.head_dim)) for part in parts]  # [heads, d, …]
-    return torch.stack(by_head, dim=1).flatten(0, 2)  # [heads · 3 · d, …]
-
-
-def split_parts(entry: HfTensor, tensor: Tensor, model: ResolvedModel) -> tuple[Tensor, ...]:
-    """Return our parts of the Hugging Face `tensor`, the reverse of `join_parts`."""
-    if entry.layout == "plain":
-        return (tensor,)
-    if entry.layout == "transposed":
-        return (tensor.t(),)
-    if entry.layout == "stacked":
-        return tensor.chunk(len(entry.parts))
-    if entry.layout == "stacked_transposed":
-        return tensor.t().chunk(len(entry.parts))
-    by_head = tensor.unflatten(0, (-1, len(entry.parts), model.head_dim))
-    return tuple(part.flatten(0, 1) for part in by_head.unbind(1))

@@ -6,8 +6,8 @@ import re
 from typing import Any
 
 from bloomery.config.model import ModelSection
-from bloomery.interchange.families.family import Family, Settings, both, refuse_unless_divisible
-from bloomery.interchange.families.keys import NO_EFFECT, Key, Only, Supported, refuse
+from bloomery.interchange.families.family import Family, both, refuse_unless_divisible
+from bloomery.interchange.families.keys import NO_EFFECT, Key, Only, Settings, Supported, refuse
 from bloomery.model.shape import ResolvedModel
 
 _EXACT = ("gelu", "gelu_python")
@@ -109,13 +109,28 @@ _NAMES = {
 }
 GPT2 = Family(
     name="gpt2",
-    config_class="GPT2Config",
     keys=_KEYS,
     aliases={
         "hidden_size": "n_embd",
         "max_position_embeddings": "n_positions",
         "num_attention_heads": "n_head",
         "num_hidden_layers": "n_layer",
+    },
+    defaults={
+        "bos_token_id": 50256,
+        "eos_token_id": 50256,
+        "vocab_size": 50257,
+        "n_positions": 1024,
+        "n_embd": 768,
+        "n_layer": 12,
+        "n_head": 12,
+        "activation_function": "gelu_new",
+        "resid_pdrop": 0.1,
+        "embd_pdrop": 0.1,
+        "attn_pdrop": 0.1,
+        "layer_norm_epsilon": 1e-05,
+        "initializer_range": 0.02,
+        "tie_word_embeddings": True,
     },
     names=_NAMES,
     prefix="transformer.",

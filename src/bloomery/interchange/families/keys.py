@@ -6,7 +6,6 @@ computes something else than its author meant is the worst outcome.
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any, Literal
 
 from bloomery.errors import CheckpointError
 
+Settings = Mapping[str, Any]  # Any: values of JSON, of the kinds that the table says
 Kind = Literal["count", "number", "rate", "switch", "object", "token id", "token ids", "name", "layer types"]
 _WANTED: Mapping[Kind, str] = {
     "count": "a whole number from 1 to 2,147,483,647",
@@ -95,13 +95,13 @@ def settings_from(
     *,
     keys: Mapping[str, Key],
     aliases: Mapping[str, str],
-    config_class: str,
+    defaults: Settings,
 ) -> dict[str, Any]:
-    """Return the value of each honoured key: from `content` (config.json), or else transformers' default.
+    """Return the value of each honoured key: from `content` (config.json), or else its default.
 
     keys: the family's table, which COMMON completes.
     aliases: other names of its keys.
-    config_class: the class in transformers.
+    defaults: transformers' values of keys that a config.json leaves out; None where it lacks one.
     Raises CheckpointError naming the keys that are unknown, have a wrong type, or are not computed here.
     """
     table = {**COMMON, **keys}
@@ -124,7 +124,6 @@ def settings_from(
     for key, value in merged.items():
         if not table[key].allows(value):
             refuse(key, value, wanted=table[key].wanted(), remedy=getattr(table[key], "remedy", ""))
-    defaults = transformers_defaults(config_class)
     return {
         key: merged.get(key, defaults.get(key)) for key, use in table.items() if isinstance(use, Supported)
     }
@@ -136,18 +135,6 @@ def refuse(key: str, value: object, *, wanted: str, remedy: str = "") -> None:
         f"config.json has {key} = {_short(value)}, which our decoder does not compute.",
         remedy=remedy or f"It can import models with {key} = {wanted}.",
     )
-
-
-def transformers_defaults(config_class: str) -> dict[str, Any]:
-    """Return the values that transformers uses if a config.json leaves keys out."""
-    import transformers
-
-    parameters = inspect.signature(getattr(transformers, config_class).__init__).parameters
-    return {
-        name: parameter.default
-        for name, parameter in parameters.items()
-        if parameter.default is not inspect.Parameter.empty
-    }
 
 
 def _is_of(kind: Kind, value: object) -> bool:
@@ -184,6 +171,8 @@ def _short(value: object, *, most: int = 80) -> str:
 
 
 NO_EFFECT = NoEffect()
+QUANTISATION = "quantization_config"
+"""The key that says by which scheme weights are stored as codes (`quantised_weights`)."""
 PLAIN_WEIGHTS = (
     "Let transformers undo it and save plain weights: model.dequantize(), then "
     "model.save_pretrained(directory)."

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
-
 from bloomery.config.model import ModelSection
 from bloomery.errors import CheckpointError, ExportRefused
 from bloomery.interchange.families.bloom import BLOOM
 from bloomery.interchange.families.family import Family, HfTensor
 from bloomery.interchange.families.gpt2 import GPT2
+from bloomery.interchange.families.keys import QUANTISATION
 from bloomery.interchange.families.llama import LLAMA, QWEN3
 from bloomery.model.shape import ResolvedModel, logical_shapes
 
@@ -83,14 +82,14 @@ def hf_tensors(model: ResolvedModel, family: str) -> Iterator[HfTensor]:
 
 
 def hf_config(
-    model: ResolvedModel, *, family: str, dtype: torch.dtype, end_of_document: int | None
+    model: ResolvedModel, *, family: str, dtype: str, end_of_document: int | None
 ) -> dict[str, Any]:
-    """Return the contents of config.json."""
+    """Return the contents of config.json. dtype: the name of the stored weights' type, as "float32"."""
     return {
         "model_type": family,
         "vocab_size": model.vocabulary,
         "tie_word_embeddings": model.section.tied,
-        "torch_dtype": str(dtype).removeprefix("torch."),
+        "torch_dtype": dtype,
         "bos_token_id": end_of_document,
         "eos_token_id": end_of_document,
         "initializer_range": model.init_std,
@@ -111,9 +110,12 @@ def family_in(content: Mapping[str, Any]) -> Family:
 
 
 def section_from(content: Mapping[str, Any]) -> ModelSection:
-    """Return the model section that computes what `content` (config.json) describes.
+    """Return the model section that computes what `content` (config.json) describes, whatever codes its
+    weights are stored as.
 
     Raises CheckpointError naming what our decoder does not have, and what is not known.
     """
     family = family_in(content)
-    return family.section(family.settings(content))
+    return family.section(
+        family.settings({key: value for key, value in content.items() if key != QUANTISATION})
+    )

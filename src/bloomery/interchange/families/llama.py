@@ -13,10 +13,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from bloomery.config.model import ModelSection
-from bloomery.interchange.families.family import Family, Settings, both, refuse_unless_divisible
-from bloomery.interchange.families.keys import NO_EFFECT, Key, Only, Supported, refuse
-from bloomery.model.rope import scaling_of
-from bloomery.model.shape import ResolvedModel
+from bloomery.interchange.families.family import Family, both, refuse_unless_divisible
+from bloomery.interchange.families.keys import NO_EFFECT, Key, Only, Settings, Supported, refuse
+from bloomery.model.shape import ResolvedModel, scaling_of
 
 _DEFAULT_THETA = 10_000.0  # RotaryEmbeddingConfigMixin.default_theta
 _NUMBER = Supported(kind="number")
@@ -258,9 +257,24 @@ _NAMES = {
 }
 LLAMA = Family(
     name="llama",
-    config_class="LlamaConfig",
     keys=_KEYS,
     aliases={},
+    defaults={
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 2048,
+        "initializer_range": 0.02,
+        "rms_norm_eps": 1e-06,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "mlp_bias": False,
+    },
     names=_NAMES,
     prefix="model.",
     derived=re.compile(r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq"),  # old versions stored it
@@ -307,9 +321,23 @@ _QWEN3_KEYS: dict[str, Key] = {
 }
 QWEN3 = Family(
     name="qwen3",
-    config_class="Qwen3Config",
     keys=_QWEN3_KEYS,
     aliases={},
+    defaults={
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 22016,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "max_position_embeddings": 32768,
+        "initializer_range": 0.02,
+        "rms_norm_eps": 1e-06,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "head_dim": 128,
+    },
     names={
         **{
             ours: theirs
