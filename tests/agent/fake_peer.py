@@ -24,12 +24,14 @@ from bloomery.coordination.credentials import read_bundle
 from bloomery.coordination.eligibility import RoundSettings
 from bloomery.coordination.etcd import Etcd
 from bloomery.coordination.transactions import run_token
+from bloomery.errors import PeerError
 from bloomery.events.journal import Journal
 from bloomery.protocol.keys import Keys
 from bloomery.state_transfer.averages import AverageFetcher
 from bloomery.state_transfer.client import Fetcher
 from bloomery.state_transfer.served_states import ServedStates
 from bloomery.state_transfer.server import StateServer
+from bloomery.transport.connection import Contact
 from bloomery.transport.connection_manager import ConnectionManager
 from bloomery.transport.handshake import OwnIdentity
 from bloomery.transport.trust import Trust, trust_certificates
@@ -40,6 +42,16 @@ def trust_of(options: dict, etcd: Etcd, keys: Keys) -> Trust:
         return Trust(token=run_token(etcd, keys).encode())
     bundle = read_bundle(Path(options["certificates"]))
     return trust_certificates(authority=bundle.authority, certificate=bundle.certificate, key=bundle.key)
+
+
+class NoStates(ServedStates):
+    """Those of a peer that cannot serve its state, for instance for lack of memory."""
+
+    def put(self, digest: str, directory: Path, *, round: int) -> None:
+        raise PeerError("no state is served here")
+
+    def serve_averages(self, directories: object) -> None:
+        pass
 
 
 def main() -> int:
@@ -53,6 +65,8 @@ def main() -> int:
     etcd, keys = Etcd([options["endpoint"]]), Keys(options["run"])
     trust = trust_of(options, etcd, keys)
     incarnation = secrets.token_hex(4)
+    is_dialled = section.listen != "none"
+    relays: list[Contact] = []
     connection_manager = ConnectionManager(
         OwnIdentity(
             run=options["run"],
@@ -61,7 +75,9 @@ def main() -> int:
             encrypt=section.encrypt == "tls",
         ),
         trust,
-        listen=("127.0.0.1:0",),
+        listen=("127.0.0.1:0",) if is_dialled else (),
+        is_relay=section.relay,
+        relays=lambda: tuple(relays),
         turns=limits.turns,
         patience=limits.patience,
     )
@@ -83,12 +99,13 @@ def main() -> int:
         ),
         timeouts=limits,
         streams=section.streams,
+        relays=section.relay,
         token=trust.token.decode(),
     )
     events = RoundJournal(Journal(directory / "journal.jsonl"), options["peer"])
     limit = section.bandwidth_limit_mbit_s * 1e6 / 8
-    states = ServedStates()
-    server = StateServer("127.0.0.1:0", trust, states, limit_bytes_s=limit)
+    states = NoStates() if options.get("serves_nothing") else ServedStates()
+    server = StateServer("127.0.0.1:0" if is_dialled else "", trust, states, limit_bytes_s=limit)
     fetch = Fetcher(Path(options["memory"]) / f"{options['peer']}-fetched", trust)
     knowledge = KnownCommits(directory / "known.json", run=options["run"], peer=options["peer"])
     parent = Agent(
@@ -99,6 +116,7 @@ def main() -> int:
         fetch=fetch,
         events=events,
         knowledge=knowledge,
+        relays=relays,
         averages=KeptAverages(
             directory / "averages",
             states,

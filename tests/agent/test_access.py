@@ -9,7 +9,8 @@ from urllib.parse import urlsplit
 import pytest
 from tests.diloco.served_states import write_checkpoint
 
-from bloomery.agent.assemble import _ServedState, access_of, assemble_agent, codec_warning, round_settings
+from bloomery.agent.assemble import access_of, assemble_agent, codec_warning, round_settings
+from bloomery.agent.peer_state_server import PeerStateServer
 from bloomery.agent.registration import fingerprint
 from bloomery.config.elastic import ElasticSection
 from bloomery.config.load import load_recipe
@@ -155,7 +156,7 @@ def test_a_loopback_address_is_told_to_nobody_where_the_coordinator_is_elsewhere
 def test_a_peer_that_only_dials_listens_nowhere_and_serves_nothing(bundles):
     found = access(f"elastic.certificates={bundles / 'alice'}", "elastic.listen=none")
     assert found.listen == ()
-    served = _ServedState(found, Trust(token=b"t"), ServedStates(), limit_bytes_s=0.0)
+    served = PeerStateServer(found, Trust(token=b"t"), ServedStates(), limit_bytes_s=0.0)
     assert not served.urls
     served.close()
 
@@ -165,7 +166,7 @@ def test_a_state_is_served_on_every_listening_address(tmp_path):
     (directory,) = (path for path in tmp_path.iterdir() if path.is_dir())
     found = access("elastic.listen=127.0.0.1:0,127.0.0.2:0")
     states = ServedStates()
-    served = _ServedState(found, Trust(token=b"t"), states, limit_bytes_s=1e6)
+    served = PeerStateServer(found, Trust(token=b"t"), states, limit_bytes_s=1e6)
     try:
         served.offer(directory, round=1, digest="ab12")
         urls = served.urls

@@ -13,8 +13,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from bloomery.transport.connection import Connection
-from bloomery.transport.connection_manager import ConnectionManager, Contact
+from bloomery.transport.connection import Connection, Contact
+from bloomery.transport.connection_manager import ConnectionManager
 from bloomery.transport.connection_pool import DialTiming, Neighbour
 from bloomery.transport.handshake import OwnIdentity
 from bloomery.transport.sockets import TcpTimeouts

@@ -1,4 +1,4 @@
-from bloomery.state_transfer.server import RateLimiter
+from bloomery.state_transfer.rate_limiter import RateLimiter
 
 
 class Clock:

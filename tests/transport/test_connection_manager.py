@@ -189,7 +189,7 @@ def test_a_member_that_dials_without_end_keeps_neither_descriptors_nor_others_ou
 
 
 def test_a_relay_forwards_no_more_for_one_member_than_its_part(opened, monkeypatch):
-    monkeypatch.setattr("bloomery.transport.connection_manager._OF_MEMBER", 2)
+    monkeypatch.setattr("bloomery.transport.relay._OF_MEMBER", 2)
     relay, hostile, honest, other = opened("r", is_relay=True), opened("a"), opened("b"), opened("c")
     with ExitStack() as stack:
         ends = [

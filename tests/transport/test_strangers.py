@@ -16,7 +16,7 @@ from tests.diloco.elastic_peers import DEADLINE_S, TOKEN, connection_manager, un
 from tests.diloco.served_states import make_checkpoint
 
 from bloomery.transport.bandwidth_probe import ProbeSizes
-from bloomery.transport.connection_manager import Contact
+from bloomery.transport.connection import Contact
 from bloomery.transport.listener import MemberQuota, StrangerQuota, raise_descriptor_limit
 
 LIMIT = 256

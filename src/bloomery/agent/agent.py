@@ -17,6 +17,7 @@ from bloomery.agent.agent_context import AgentContext, Events, Fetch, PeerSettin
 from bloomery.agent.backup_choice import Backups
 from bloomery.agent.kept_averages import KeptAverages
 from bloomery.agent.known_commits import KnownCommits, RecoveryReporter
+from bloomery.agent.meeting_points import MeetingPoints
 from bloomery.agent.news import News
 from bloomery.agent.rank_server import RankGone, RankSent, RankServer
 from bloomery.agent.rank_state import LocalRanks, RankProgress
@@ -33,7 +34,8 @@ from bloomery.errors import CoordinatorError
 from bloomery.protocol.keys import Keys
 from bloomery.protocol.rank_messages import StateHeld, StopTraining
 from bloomery.protocol.records import Member
-from bloomery.transport.connection_manager import ConnectionManager, Contact
+from bloomery.transport.connection import Contact
+from bloomery.transport.connection_manager import ConnectionManager
 
 log = logging.getLogger(__name__)
 
@@ -107,10 +109,13 @@ class Agent:
         self._round_driver = RoundDriver(self._context, self._registration, membership, averages)
         self._bandwidths = BandwidthReports(self._context)
         self._backups = backups
-        self._relays = relays if relays is not None else []
-        self._state_sync = StateSync(fetch, me=settings.peer, wake=self._wake, averages=averages)
+        self._meetings = MeetingPoints(
+            connection_manager, server, relays if relays is not None else [], me=settings.peer
+        )
+        reach = connection_manager.reach
+        self._state_sync = StateSync(fetch, me=settings.peer, wake=self._wake, averages=averages, reach=reach)
         self._copies = CopyKeeper(server, self._rank_server, self._local, me=settings.peer)
-        self._urls, self._listed_wants = tuple(server.urls), ""
+        self._listed_wants = ""
         self._holding: StateHeld | None = None
         self._replacing: SyncedState | None = None
         self._members: Mapping[str, ListedMember] = {}
@@ -254,6 +259,7 @@ class Agent:
             return
         round, digest = self._round_driver.held or (self._holding.round, self._holding.digest)
         self._copies.update(snapshot)
+        self._meetings.update(snapshot)
         self._listed_wants = self._state_sync.wants
         # Written again only when something has changed: others read it as an answer to the newest commit.
         self._registration.publish(
@@ -261,7 +267,7 @@ class Agent:
                 peer=self._context.me,
                 incarnation=self._settings.incarnation,
                 addresses=self._connection_manager.addresses,
-                serves=self._urls,
+                serves=self._meetings.serves,
                 round=round,
                 digest=digest,
                 ranks=self._local.world or 1,
@@ -281,17 +287,12 @@ class Agent:
             self._backups.update(snapshot)
 
     def _note_members(self, snapshot: RunSnapshot) -> None:
-        """Note who relays, close connections to members that are gone, and compare the numbers of ranks."""
+        """Close connections to members that are gone, and compare the numbers of ranks."""
         self._connection_manager.revoke(snapshot.revoked)
         if snapshot.members == self._members:
             return
         self._members = snapshot.members
         members = [listed.member for _, listed in sorted(snapshot.members.items())]
-        self._relays[:] = [
-            Contact(peer=member.peer, incarnation=member.incarnation, addresses=member.addresses)
-            for member in members
-            if member.relays and member.addresses
-        ]
         self._connection_manager.pool.keep({(member.peer, member.incarnation) for member in members})
         mine = snapshot.members.get(self._context.me)
         for name, other in sorted(snapshot.members.items()):

@@ -7,6 +7,7 @@ one after the other on a thread of its own. While the coordinator cannot be reac
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -179,6 +180,15 @@ class ServesState(Protocol):
 
     def keep(self, digests: Collection[str]) -> None:
         """Serve no other states than these any more."""
+        ...
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether there is a state or an average to be served."""
+        ...
+
+    def serve(self, connection: socket.socket, address: str) -> None:
+        """Serve a connection, which it owns, of this address. Raises OSError or RuntimeError without room."""
         ...
 
 

@@ -10,7 +10,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ from bloomery.agent.backup_choice import Backups
 from bloomery.agent.certificate_watch import CertificateWatch
 from bloomery.agent.kept_averages import KeptAverages
 from bloomery.agent.known_commits import KnownCommits
+from bloomery.agent.peer_state_server import PeerStateServer
 from bloomery.agent.timeouts import Timeouts, timeouts_of
 from bloomery.config.elastic import SPARSE, ElasticSection
 from bloomery.config.peer_settings import equal_settings
@@ -40,10 +41,10 @@ from bloomery.protocol.records import PROTOCOL, PROTOCOL_VERSION
 from bloomery.state_transfer.averages import AverageFetcher
 from bloomery.state_transfer.client import Fetcher
 from bloomery.state_transfer.served_states import ServedStates
-from bloomery.state_transfer.server import RateLimiter, StateServer
-from bloomery.transport.connection_manager import ConnectionManager, Contact
+from bloomery.transport.connection import Contact
+from bloomery.transport.connection_manager import ConnectionManager
 from bloomery.transport.handshake import OwnIdentity
-from bloomery.transport.sockets import join_address, split_address
+from bloomery.transport.sockets import split_address
 from bloomery.transport.trust import Trust, is_loopback, trust_certificates
 
 
@@ -251,7 +252,7 @@ def assemble_agent(recipe: Recipe, access: PeerAccess, rundir: RunDirectory, sta
     access.answered(etcd)
     trust = access.trust(etcd)
     incarnation = secrets.token_hex(8)
-    relays: list[Contact] = []
+    relays: list[Contact] = []  # which the agent fills
     connection_manager = ConnectionManager(
         OwnIdentity(
             run=access.run, peer=access.peer, incarnation=incarnation, encrypt=section.encrypt == "tls"
@@ -270,7 +271,7 @@ def assemble_agent(recipe: Recipe, access: PeerAccess, rundir: RunDirectory, sta
         bundle, users = access.bundle, (trust.load_certificate, etcd.load_certificate)
         stack.callback(CertificateWatch(bundle.certificate, bundle.key, users).close)
     states = ServedStates()
-    server = _ServedState(access, trust, states, limit_bytes_s=section.bandwidth_limit_mbit_s * 1e6 / 8)
+    server = PeerStateServer(access, trust, states, limit_bytes_s=section.bandwidth_limit_mbit_s * 1e6 / 8)
     stack.callback(server.close)
     warning = codec_warning(section)
     if warning:
@@ -349,43 +350,3 @@ def _sparse_warning(section: ElasticSection) -> str:
         f"sparse among {section.peers} peers sends {sent / int8:.1f} times the bytes of int8: each peer's "
         "code goes to every other peer"
     )
-
-
-class _ServedState:
-    """Serves the peer's state beside each listening port, on the next port or, if that is 0, on a free one.
-
-    A peer that only dials serves no state.
-    """
-
-    def __init__(
-        self, access: PeerAccess, trust: Trust, states: ServedStates, *, limit_bytes_s: float
-    ) -> None:
-        rate_limiter = RateLimiter(limit_bytes_s)
-        self._servers: list[StateServer] = []
-        for address in access.listen:
-            host, port = split_address(address)
-            listen = join_address(host, port + 1 if port else 0)
-            self._servers.append(StateServer(listen, trust, states, rate_limiter=rate_limiter))
-        dialled = tuple(self._dialled(address) for address in access.advertise if self._servers)
-        self._states = states
-        self.urls: Sequence[str] = dialled or [url for server in self._servers for url in server.urls]
-
-    def offer(self, directory: Path, *, round: int, digest: str) -> None:
-        """Serve this checkpoint from now on."""
-        self._states.put(digest, directory, round=round)
-
-    def keep(self, digests: Collection[str]) -> None:
-        """Serve no other states than these any more."""
-        self._states.keep(digests)
-
-    def close(self) -> None:
-        """Stop serving."""
-        for server in self._servers:
-            server.close()
-
-    def _dialled(self, address: str) -> str:
-        """Return the URL from which peers that dial `address` for the ring fetch the state."""
-        host, port = split_address(address)
-        server = self._servers[0]
-        _, own = split_address(server.address)
-        return f"{server.scheme}://{join_address(host, port + 1 if port else own)}"

@@ -24,7 +24,7 @@ from bloomery.errors import CoordinatorError
 from bloomery.protocol.encoding import decode_settings, encode_settings
 from bloomery.protocol.records import Member
 from bloomery.transport.bandwidth_probe import ProbeSizes
-from bloomery.transport.connection_manager import Contact
+from bloomery.transport.connection import Contact
 from bloomery.transport.trust import PeerRefused
 
 log = logging.getLogger(__name__)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,6 +26,9 @@ from bloomery.state_transfer.source import PeerSource
 log = logging.getLogger(__name__)
 
 _PAUSE_S = 0.5
+
+Reach = Callable[[str], socket.socket]
+"""Makes a connection to the peer of this name through a relay. Raises PeerRefused or OSError."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +101,7 @@ class StateSync:
         me: the name of this peer.
         wake: called on any thread when a fetch has succeeded or failed.
         averages: fetches the averages of rounds; None: this peer always fetches whole states.
+        reach: makes a connection to a source that cannot be dialled (`ConnectionManager.reach`).
     """
 
     def __init__(
@@ -106,7 +111,9 @@ class StateSync:
         me: str,
         wake: Callable[[], None],
         averages: KeptAverages | None = None,
+        reach: Reach | None = None,
     ) -> None:
+        self._reach = reach
         self._fetch, self._me, self._wake = fetch, me, wake
         self._averages = averages
         self._sought: _Sought | None = None
@@ -203,7 +210,7 @@ class StateSync:
         if sought.is_average:
             names = [name for name in others if name in sought.commit.members]
         return [
-            PeerSource(peer=name, url=url)
+            PeerSource(peer=name, url=url, reach=partial(self._reach, name) if self._reach else None)
             for name in sorted(names)
             if (digest, name) not in self._refused
             for url in others[name].member.serves

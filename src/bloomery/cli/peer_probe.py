@@ -111,7 +111,8 @@ def _counts(text: str) -> list[int]:
 
 
 def _measure(access: PeerAccess, snapshot: RunSnapshot, trust: object, sizes: ProbeSizes) -> Links:
-    from bloomery.transport.connection_manager import ConnectionManager, Contact
+    from bloomery.transport.connection import Contact
+    from bloomery.transport.connection_manager import ConnectionManager
     from bloomery.transport.handshake import OwnIdentity
     from bloomery.transport.trust import PeerRefused, Trust
 

@@ -159,7 +159,8 @@ class ElasticSection:
         False,
         kind="free",
         at_start=True,
-        help="Whether this peer forwards connections between peers that can reach it but not each other.",
+        help="Whether this peer forwards connections between peers that can reach it but not each other, for "
+        "rings and for the state that newcomers fetch.",
     )
     encrypt: str = setting(
         "none",

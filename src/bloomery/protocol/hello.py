@@ -18,7 +18,7 @@ MAX_BYTES = 2048
 RANDOM_BYTES = 32
 """The length of a nonce, and of a proof (SHA-256)."""
 
-Purpose = Literal["ring", "probe", "relay"]
+Purpose = Literal["ring", "probe", "relay", "serve", "fetch"]
 Hexadecimal = Annotated[str, Meta(pattern=rf"\A[0-9a-f]{{{2 * RANDOM_BYTES}}}\Z")]
 
 
@@ -35,11 +35,13 @@ class ConnectionHello(HandshakeMessage, frozen=True, kw_only=True, rename={"rank
     peer, incarnation: the dialler's name, and its process.
     target, target_incarnation: the name and the process of the peer that the dialler wants to reach.
     purpose: "ring" for tensors of an all_reduce, "probe" for a measurement of bandwidth, "relay" for one end
-        of a connection that the listener forwards.
+        of a connection of a ring that the listener forwards, "serve" for one on which the dialler waits for
+        newcomers, "fetch" for a newcomer's, which the listener joins to one of those.
     rank, stream: with "ring", which of the connections between two peers this is.
     sends: whether the dialler sends the tensors.
     encrypt: whether the dialler wants the tensors encrypted; they are authenticated in any case.
-    circuit: with "relay", a name that both ends compute; the relay joins two connections of one name.
+    circuit: with "relay", a name that both ends compute; the relay joins two connections of one name. With
+        "fetch", the name of the peer that serves.
     nonce: 32 random bytes.
     """
 

@@ -94,6 +94,12 @@ class ServedStates:
             for digest in set(self._states) - set(digests):
                 self._retire(self._states.pop(digest))
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is neither a state nor an average."""
+        with self._lock:
+            return not self._states and not self._averages
+
     @contextmanager
     def reading(self, digest: str, file: str) -> Iterator[OpenFile | None]:
         """Yield a file of a state, open as long as the `with`; None: no such state or file is served.

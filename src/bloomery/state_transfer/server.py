@@ -3,8 +3,6 @@
 The server answers GET and HEAD alone, serves only files that a manifest names, and only to members of the
 run: they authenticate by mutual TLS where the run has certificates, and otherwise by the run's token, on
 loopback. The handshake, each request and each piece that is sent have a deadline.
-
-`RateLimiter` shares one limit, in bytes a second, among all connections.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from io import BufferedIOBase
@@ -25,6 +23,7 @@ from pathlib import Path
 from typing import cast
 
 from bloomery.errors import PeerError
+from bloomery.state_transfer.rate_limiter import RateLimiter
 from bloomery.state_transfer.served_states import (
     BoundedReader,
     OpenFile,
@@ -32,7 +31,7 @@ from bloomery.state_transfer.served_states import (
     parse_path,
     parse_range,
 )
-from bloomery.transport.listener import MemberQuota, StrangerPlace, StrangerQuota, accept_all
+from bloomery.transport.listener import MemberQuota, StrangerPlace, StrangerQuota, accept_all, end
 from bloomery.transport.sockets import addresses_of, open_listener, origin_of
 from bloomery.transport.trust import PeerRefused, RefusalLog, Trust, is_loopback, names_of
 
@@ -49,54 +48,12 @@ IDLE_S = 60.0
 """A connection may wait so many seconds between requests."""
 SEND_S = 30.0
 """Each piece of a mebibyte must have been sent in so many seconds: slower clients are disconnected."""
-_PIECE_BYTES = 1 << 20
-_AHEAD_S = 0.1
-"""After a pause, what the limit allows in so many seconds may be sent at once."""
-
-
-class RateLimiter:
-    """Limits the bytes sent in a second by all threads together. Thread-safe; callers are served in order.
-
-    bytes_s: the limit in bytes a second; 0: no limit.
-    clock, sleep: replaced by tests.
-    """
-
-    def __init__(
-        self,
-        bytes_s: float,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self._bytes_s, self._clock, self._sleep = bytes_s, clock, sleep
-        self._lock = threading.Lock()
-        self._paid_until = clock() - _AHEAD_S
-
-    @property
-    def piece_bytes(self) -> int:
-        """The bytes to send at a time, so few that several senders take turns without long pauses."""
-        return (
-            int(min(_PIECE_BYTES, max(_PIECE_BYTES / 16, self._bytes_s / 4)))
-            if self._bytes_s
-            else _PIECE_BYTES
-        )
-
-    def take(self, count: int) -> None:
-        """Wait until `count` bytes may be sent."""
-        if not self._bytes_s:
-            return
-        with self._lock:
-            now = self._clock()
-            self._paid_until = max(self._paid_until, now - _AHEAD_S) + count / self._bytes_s
-            wait_s = self._paid_until - now
-        if wait_s > 0:
-            self._sleep(wait_s)
 
 
 class StateServer:
     """Serves states until it is closed. A context manager.
 
-    listen: the host:port to listen on.
+    listen: the host:port to listen on; "" for a peer that only dials and gives its connections to `serve`.
     advertise: the host:port that others dial; empty: the one listened on.
     limit_bytes_s: the bytes a second sent to all clients together; 0: no limit.
     rate_limiter: shared with other servers of this peer, in place of `limit_bytes_s`; None: one of its own.
@@ -122,21 +79,21 @@ class StateServer:
         self._ended = threading.Event()
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
-        self._listener = open_listener(listen)
-        host = str(self._listener.getsockname()[0])
-        if not trust.has_certificates and not is_loopback(host):
-            self._listener.close()
-            raise PeerError(
-                f"Without certificates no state is served at {host}: anybody could take it.",
-                remedy="Listen on 127.0.0.1, or set elastic.certificates.",
-            )
-        self._thread = threading.Thread(target=self._accept, name="serving", daemon=True)
-        self._thread.start()
+        self._listeners = [open_listener(listen)] if listen else []
+        for listener in self._listeners:
+            host = str(listener.getsockname()[0])
+            if not trust.has_certificates and not is_loopback(host):
+                listener.close()
+                raise PeerError(
+                    f"Without certificates no state is served at {host}: anybody could take it.",
+                    remedy="Listen on 127.0.0.1, or set elastic.certificates.",
+                )
+            threading.Thread(target=self._accept, args=(listener,), name="serving", daemon=True).start()
 
     @property
     def address(self) -> str:
-        """The host:port that the server listens on."""
-        return addresses_of([self._listener])[0]
+        """The host:port that the server listens on; "" if it only gets connections by `serve`."""
+        return next(iter(addresses_of(self._listeners)), "")
 
     @property
     def scheme(self) -> str:
@@ -146,7 +103,7 @@ class StateServer:
     @property
     def urls(self) -> tuple[str, ...]:
         """The URLs that others fetch from."""
-        return tuple(f"{self.scheme}://{place}" for place in self._advertise or (self.address,))
+        return tuple(f"{self.scheme}://{place}" for place in self._advertise or addresses_of(self._listeners))
 
     def offer(self, directory: Path, *, round: int, digest: str) -> tuple[str, ...]:
         """Serve a checkpoint as the state `digest` from now on; returns its URLs.
@@ -160,30 +117,16 @@ class StateServer:
         """Serve no other states than these any more."""
         self.states.keep(digests)
 
-    def close(self) -> None:
-        """End every connection and stop serving."""
-        self._ended.set()
-        with self._lock:
-            open_now = list(self._open)
-        for connection in (self._listener, *open_now):
-            try:
-                connection.shutdown(socket.SHUT_RDWR)
-            except OSError as error:  # it ended by itself
-                log.debug("a connection was closed already: %s", error)
-        self._listener.close()
-        self._thread.join(timeout=5.0)
-        self.states.clear()
+    @property
+    def is_serving(self) -> bool:
+        """Whether there is a state or an average to be served."""
+        return not self.states.is_empty
 
-    def __enter__(self) -> StateServer:
-        return self
+    def serve(self, connection: socket.socket, address: str) -> None:
+        """Serve a connection of this address as if it had been accepted, on a thread of its own.
 
-    def __exit__(self, *ended: object) -> None:
-        self.close()
-
-    def _accept(self) -> None:
-        accept_all(self._listener, self._take, ended=self._ended)
-
-    def _take(self, connection: socket.socket, address: str) -> None:
+        Raises OSError or RuntimeError if there is no descriptor or no thread for it; else it owns it.
+        """
         stranger = self._strangers.enter(connection, address)
         serving = threading.Thread(
             target=self._serve, args=(connection, stranger), name="served", daemon=True
@@ -193,6 +136,26 @@ class StateServer:
         except RuntimeError:
             stranger.leave()
             raise
+
+    def close(self) -> None:
+        """End every connection and stop serving."""
+        self._ended.set()
+        with self._lock:
+            open_now = list(self._open)
+        for connection in (*self._listeners, *open_now):
+            end(connection)  # which also wakes the thread that waits for it
+        for listener in self._listeners:
+            listener.close()
+        self.states.clear()
+
+    def __enter__(self) -> StateServer:
+        return self
+
+    def __exit__(self, *ended: object) -> None:
+        self.close()
+
+    def _accept(self, listener: socket.socket) -> None:
+        accept_all(listener, self.serve, ended=self._ended)
 
     def _serve(self, connection: socket.socket, stranger: StrangerPlace) -> None:
         until = time.monotonic() + PROOF_S

@@ -6,8 +6,8 @@ import json
 import socket
 import ssl
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import urllib3
 from urllib3.connection import HTTPConnection, HTTPSConnection
@@ -22,6 +22,9 @@ from bloomery.transport.trust import PeerRefused, Trust, check_names
 CONNECT_S = 5.0
 STALL_S = 10.0
 """A source that sends no byte for so many seconds has failed."""
+THROUGH_RELAY = "relay:"
+"""What a peer names in place of a URL if it cannot be dialled, and waits for newcomers at a relay."""
+_NO_HOST = "through-a-relay.invalid"
 _ABOUT_BYTES_AT_MOST = 4096
 _READ_BYTES = 1 << 18
 
@@ -31,11 +34,14 @@ class PeerSource:
     """A peer that serves a state.
 
     peer: its name.
-    url: where it serves, http(s)://host:port.
+    url: where it serves, http(s)://host:port; or THROUGH_RELAY.
+    reach: makes a connection to it through a relay; None: there is no other way than the URL. Raises
+        PeerRefused or OSError.
     """
 
     peer: str
     url: str
+    reach: Callable[[], socket.socket] | None = field(default=None, compare=False, repr=False)
 
 
 class SourceFailed(OSError):
@@ -192,29 +198,70 @@ def _read_into(response: urllib3.BaseHTTPResponse, view: memoryview, *, until: f
 
 
 def _pool(origin: PeerSource, trust: Trust) -> urllib3.HTTPConnectionPool:
+    host, port = _place(origin, "https" if trust.has_certificates else "http")
+    pool: urllib3.HTTPConnectionPool
+    if trust.to_dial is None:
+        pool = urllib3.HTTPConnectionPool(host, port, maxsize=8)
+        pool.ConnectionCls = _plain_connection(origin, trust)
+    else:
+        pool = urllib3.HTTPSConnectionPool(
+            host, port, maxsize=8, ssl_context=trust.to_dial, assert_hostname=False
+        )
+        pool.ConnectionCls = _known_connection(origin, trust)
+    return pool
+
+
+def _place(origin: PeerSource, scheme: str) -> tuple[str, int]:
+    """Return the host and port to dial; names that nobody has for a peer that cannot be dialled."""
+    if origin.url == THROUGH_RELAY:
+        return _NO_HOST, 443
     try:
         url = urllib3.util.parse_url(origin.url)
     except HTTPError as error:
         raise PeerError(f"{origin.peer} says it serves at {origin.url!r}") from error
-    scheme = "https" if trust.has_certificates else "http"
     if url.scheme != scheme or not url.host or not url.port or url.path not in (None, "", "/"):
         raise PeerError(f"{origin.peer} says it serves at {origin.url!r}, which is no {scheme}://HOST:PORT")
-    host = url.host.strip("[]")
-    pool: urllib3.HTTPConnectionPool
-    if trust.to_dial is None:
-        pool = urllib3.HTTPConnectionPool(host, url.port, maxsize=8)
-        pool.ConnectionCls = _plain_connection(trust)
-    else:
-        pool = urllib3.HTTPSConnectionPool(
-            host, url.port, maxsize=8, ssl_context=trust.to_dial, assert_hostname=False
-        )
-        pool.ConnectionCls = _known_connection(origin.peer, trust)
-    return pool
+    return url.host.strip("[]"), url.port
 
 
-def _plain_connection(trust: Trust) -> type[HTTPConnection]:
+class _Way:
+    """How a peer is reached: at its address, or through a relay where it has none or that does not answer."""
+
+    def __init__(self, origin: PeerSource) -> None:
+        self._reach = origin.reach
+        self._has_address = origin.url != THROUGH_RELAY
+        self._is_direct = self._has_address
+
+    def connect(self, dial: Callable[[], socket.socket]) -> socket.socket:
+        """Return a connection to the peer. Raises OSError and what `dial` raises, which dials its address."""
+        why = "it cannot be dialled"
+        if self._is_direct:
+            try:
+                return dial()
+            except HTTPError as error:
+                if self._reach is None:
+                    raise
+                why = str(error)
+        self._is_direct = self._has_address  # the address is tried again, unless there is another way
+        try:
+            if self._reach is None:
+                raise OSError(why)
+            connection = self._reach()
+        except PeerRefused as error:
+            raise OSError(f"{why}; {error}") from error
+        self._is_direct = False
+        connection.settimeout(STALL_S)
+        return connection
+
+
+def _plain_connection(origin: PeerSource, trust: Trust) -> type[HTTPConnection]:
+    way = _Way(origin)
+
     class OnLoopback(HTTPConnection):
         """A connection to this machine, for without certificates other machines are not trusted."""
+
+        def _new_conn(self) -> socket.socket:
+            return way.connect(super()._new_conn)
 
         def connect(self) -> None:
             super().connect()
@@ -227,16 +274,21 @@ def _plain_connection(trust: Trust) -> type[HTTPConnection]:
     return OnLoopback
 
 
-def _known_connection(peer: str, trust: Trust) -> type[HTTPSConnection]:
+def _known_connection(origin: PeerSource, trust: Trust) -> type[HTTPSConnection]:
+    way = _Way(origin)
+
     class OfPeer(HTTPSConnection):
         """A connection that requires the certificate of the peer that was dialled."""
+
+        def _new_conn(self) -> socket.socket:
+            return way.connect(super()._new_conn)
 
         def connect(self) -> None:
             super().connect()
             assert isinstance(self.sock, ssl.SSLSocket | socket.socket)
             try:
                 trust.check_certificate(self.sock)
-                check_names(self.sock, peer)  # type: ignore[arg-type]  # HTTPSConnection wraps with ssl
+                check_names(self.sock, origin.peer)  # type: ignore[arg-type]  # HTTPSConnection wraps with ssl
             except PeerRefused as error:
                 self.close()
                 raise OSError(str(error)) from error

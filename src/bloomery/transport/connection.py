@@ -1,4 +1,7 @@
-"""One authenticated connection to a ring neighbour, and how both ends agree to use it for an attempt."""
+"""One authenticated connection to a ring neighbour, and how both ends agree to use it for an attempt.
+
+`Contact` says where a peer can be dialled.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,15 @@ from bloomery.transport.trust import PeerRefused, proof
 _BEGIN = struct.Struct(">4sQ20s")
 _WORD = b"blom"
 _PROOF_BYTES = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contact:
+    """The addresses at which a peer can be dialled."""
+
+    peer: str
+    incarnation: str
+    addresses: tuple[str, ...]
 
 
 class ConnectionPlace(NamedTuple):

@@ -1,25 +1,18 @@
 """Manages all connections of one peer: listens, dials, keeps the pool, relays, and answers probes.
 
-A relay copies bytes between two peers that cannot dial each other: each dials the relay, which joins both.
-It has authenticated both as peers of the run. Through it they make a handshake of their own, so the relay
-does not know their key.
+Peers that cannot dial each other meet at a peer that relays: for a ring each dials it when the ring begins
+(`relay.py`), and for a state the peer that serves it waits there for newcomers (`state_relay.py`).
 """
 
 from __future__ import annotations
 
-import hashlib
-import logging
-import os
+import itertools
 import socket
-import threading
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from bloomery.protocol.hello import ConnectionHello, Purpose
 from bloomery.transport.bandwidth_probe import LinkMeasurement, ProbeSizes, answer_probe, measure
-from bloomery.transport.connection import Connection, ConnectionPlace
+from bloomery.transport.connection import Connection, ConnectionPlace, Contact
 from bloomery.transport.connection_pool import (
     ACCEPTED,
     DIALLED,
@@ -36,122 +29,16 @@ from bloomery.transport.handshake import (
     handshake_as_listener,
 )
 from bloomery.transport.listener import Listener, MemberQuota
+from bloomery.transport.relay import Relay, circuit_of
 from bloomery.transport.sockets import TcpTimeouts, addresses_of, dial, open_listener, prepare
+from bloomery.transport.state_relay import StateRelay
 from bloomery.transport.trust import PeerRefused, RefusalLog, Trust
+from bloomery.transport.waiting_connections import Serve, WaitingConnections
 
-log = logging.getLogger(__name__)
-
-_MAX_CIRCUITS = 1024
-_OF_MEMBER = _MAX_CIRCUITS // 4
-"""So many ends of circuits one member may have at a relay."""
 _PROBES = 64
 """So many connections one member may have for probes."""
-_PIECE_BYTES = 1 << 18
-
-
-class Relay:
-    """Joins pairs of connections that name the same circuit.
-
-    wait_s: how long the first connection of a circuit waits for the second, seconds.
-    """
-
-    def __init__(self, *, wait_s: float) -> None:
-        self._wait_s = wait_s
-        self._lock, self._refusals = threading.Lock(), RefusalLog()
-        self._waiting: dict[str, tuple[float, socket.socket, str]] = {}
-        self._open: dict[socket.socket, str] = {}
-        """The ends that are joined, each with the member that it belongs to."""
-
-    def join(self, authenticated: AuthenticatedConnection) -> None:
-        """Join a connection whose purpose is `relay` to its other end, or keep it until that comes."""
-        connection, circuit, peer = (
-            authenticated.connection,
-            authenticated.hello.circuit,
-            authenticated.hello.peer,
-        )
-        with self._lock:
-            self._close_late()
-            held = sum(owner == peer for owner in (*self._open.values(), *self._waiting_peers))
-            if held >= _OF_MEMBER or len(self._waiting) + len(self._open) // 2 >= _MAX_CIRCUITS:
-                self._refusals.write(f"'{peer}'", f"it is not relayed, for {held} of its ends are here")
-                connection.close()
-                return
-            _, other, first = self._waiting.pop(circuit, (0.0, None, ""))
-            if other is None:
-                self._waiting[circuit] = (time.monotonic(), connection, peer)
-                return
-            self._open |= {connection: peer, other: first}
-        log.info("relaying for '%s'", peer)
-        for source, sink in ((connection, other), (other, connection)):
-            threading.Thread(target=self._forward, args=(source, sink), name="relay", daemon=True).start()
-
-    def close(self) -> None:
-        """End all relayed and waiting connections."""
-        with self._lock:
-            for connection in (*self._open, *(connection for _, connection, _ in self._waiting.values())):
-                _end(connection)
-            self._waiting.clear()
-
-    @property
-    def _waiting_peers(self) -> Iterator[str]:
-        return (peer for _, _, peer in self._waiting.values())
-
-    def _close_late(self) -> None:
-        now = time.monotonic()
-        for circuit, (since, connection, _) in list(self._waiting.items()):
-            if now > since + self._wait_s:
-                del self._waiting[circuit]
-                connection.close()
-
-    def _forward(self, source: socket.socket, sink: socket.socket) -> None:
-        """Copy from source to sink until either ends, then end both. A pipe keeps the bytes in the kernel."""
-        pipe: tuple[int, ...] = ()
-        try:
-            pipe = reading, writing = os.pipe()
-            source.settimeout(None)
-            sink.settimeout(None)
-            while moved := os.splice(source.fileno(), writing, _PIECE_BYTES):
-                while moved:
-                    moved -= os.splice(reading, sink.fileno(), moved)
-        except OSError as error:
-            log.info("a relayed connection ended: %s", error.strerror)
-        finally:
-            for end in pipe:
-                os.close(end)
-            _end(source)
-            _end(sink)
-            with self._lock:
-                is_last = source not in self._open or sink not in self._open
-                self._open.pop(source, None)
-            if is_last:
-                source.close()
-                sink.close()
-
-
-def circuit_of(run: str, me: tuple[str, str], place: ConnectionPlace, epoch: int) -> str:
-    """Return the name of a connection through a relay, which both its ends compute alike.
-
-    me: this peer's name and incarnation.
-    epoch: of the attempt that needs the connection.
-    """
-    other = (place.peer, place.incarnation)
-    sender, receiver = (me, other) if place.sends else (other, me)
-    words = (run, *sender, *receiver, place.rank, place.stream, epoch)
-    return hashlib.sha256(repr(words).encode()).hexdigest()
-
-
-def _end(connection: socket.socket) -> None:
-    with suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Contact:
-    """The addresses at which a peer can be dialled."""
-
-    peer: str
-    incarnation: str
-    addresses: tuple[str, ...]
+_MEETING_POINTS = 2
+"""At so many of the peers that relay a peer waits for newcomers."""
 
 
 class ConnectionManager:
@@ -184,7 +71,9 @@ class ConnectionManager:
         sockets = [open_listener(address) for address in listen]
         self.addresses = _advertised(sockets, advertise)
         self._probes = MemberQuota(_PROBES)
-        self._relay = Relay(wait_s=4 * turns.turn_s)
+        self._relay, self._state_relay = Relay(wait_s=4 * turns.turn_s), StateRelay()
+        self._waiting = WaitingConnections(self._dial_waiting)
+        self._handshake_s, self._turn = handshake_s, itertools.count()
         self.pool = ConnectionPool(
             dial=self._dial_ring,
             relay=self._dial_through,
@@ -194,9 +83,10 @@ class ConnectionManager:
         handlers: Mapping[str, Callable[[AuthenticatedConnection], None]] = {
             "ring": self._accepted,
             "probe": self._probed,
+            "serve": self._state_relay.wait,
         }
         if is_relay:
-            handlers = {**handlers, "relay": self._relay.join}
+            handlers = {**handlers, "relay": self._relay.join, "fetch": self._state_relay.join}
         self._listener = Listener(
             sockets, identity, trust, handlers=handlers, patience=patience, deadline_s=handshake_s
         )
@@ -218,14 +108,42 @@ class ConnectionManager:
             for connection in connections:
                 connection.close()
 
+    def meeting_points(self, source: str) -> Sequence[Contact]:
+        """Return the peers that relay at which `source` waits for newcomers; the same at all peers."""
+        return [relay for relay in self._relays() if relay.peer != source][:_MEETING_POINTS]
+
+    def wait_at(self, places: Collection[Contact], serve: Serve) -> None:
+        """Wait at these peers for newcomers from now on, and give their connections to `serve`."""
+        self._waiting.keep_at(places, serve)
+
+    def reach(self, source: str) -> socket.socket:
+        """Return a connection that is, or will be, joined to one on which `source` waits for newcomers.
+
+        It waits at this peer itself, if that relays or no other does; and at one relay after the other from
+        call to call. Raises PeerRefused or OSError.
+        """
+        points = self.meeting_points(source)
+        if not points and not self.addresses:
+            raise PeerRefused(f"no peer relays between this one and '{source}'")
+        point = points[next(self._turn) % len(points)] if points else None
+        if point is not None and point.peer != self.identity.peer:
+            hello = self._hello(point, purpose="fetch", circuit=source)
+            return self._dial_authenticated(point.addresses, hello, self._handshake_s).connection
+        connection = self._state_relay.take(source, deadline_s=self._handshake_s)
+        if connection is None:
+            raise TimeoutError(f"'{source}' has not come here within {self._handshake_s:.0f} s")
+        return connection
+
     def revoke(self, serials: Collection[str]) -> None:
         """Trust no certificate with one of these serial numbers from now on."""
         self._trust.revoked.update(serials)
 
     def close(self) -> None:
         """Stop listening and relaying, and close all connections."""
+        self._waiting.close()
         self._listener.close()
         self._relay.close()
+        self._state_relay.close()
         self.pool.close()
 
     def _accepted(self, authenticated: AuthenticatedConnection) -> None:
@@ -271,6 +189,10 @@ class ConnectionManager:
             link.connection.close()
             raise PeerRefused("the relay joined this connection to a wrong one")
         return link
+
+    def _dial_waiting(self, place: Contact) -> socket.socket:
+        hello = self._hello(place, purpose="serve")
+        return self._dial_authenticated(place.addresses, hello, self._handshake_s).connection
 
     def _hello(
         self,

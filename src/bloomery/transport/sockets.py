@@ -91,9 +91,10 @@ def prepare(connection: socket.socket, patience: TcpTimeouts) -> None:
 def origin_of(connection: socket.socket) -> str:
     """Return the address of the other end, for logs."""
     try:
-        return join_address(*connection.getpeername()[:2])
+        address = connection.getpeername()
     except OSError:
         return "an end that has closed"
+    return join_address(*address[:2]) if address else "an encrypted connection"  # which has a proxy
 
 
 STAGGER_S = 0.25
