@@ -156,10 +156,13 @@ def test_an_offer_that_is_repeated_stays_what_attempts_call_it(etcd, keys):
 
 def test_a_peer_removes_what_it_wrote_for_rounds_long_over_and_keeps_that_of_the_last(etcd, keys):
     with joined(etcd, keys, "a") as membership:
+        before = etcd.list(keys.of_peer("a")).revision
         for round in range(1, 6):
             membership.offer(keys.ready(round, "a"), encode_text(ready("a", round)), round=round)
-        lying = {item.key for item in etcd.list(keys.of_peer("a")).items}
+        listing = etcd.list(keys.of_peer("a"))
+        lying = {item.key for item in listing.items}
         assert lying == {keys.member("a"), keys.ready(4, "a"), keys.ready(5, "a")}
+        assert listing.revision - before == 5  # removed with what was written, so that others hear once
 
 
 def test_a_record_that_makes_no_sense_is_passed_over_and_told(etcd, keys, caplog):

@@ -123,18 +123,22 @@ class Etcd:
         answer = self._call("kv/put", _put(Put(key=key, value=value, lease=lease)), deadline_s)
         return _revision(answer)
 
-    def put_once(self, key: str, value: str, *, lease: int) -> None:
+    def put_once(self, key: str, value: str, *, lease: int, delete: Sequence[str] = ()) -> None:
         """Write a key on a lease, unless it has this value on this lease already. Raises LeaseGone.
 
         A request whose answer was lost is sent again and then changes nothing. So the key's revision, by
         which other peers name an offer, grows only once.
+
+        delete: keys that are deleted in the same step, so that everybody who watches hears of all at once.
         """
         conditions = [
             {"key": _coded(key), "result": "EQUAL", "target": "VALUE", "value": _coded(value)},
             {"key": _coded(key), "result": "EQUAL", "target": "LEASE", "lease": str(lease)},
         ]
-        put = {"request_put": _put(Put(key=key, value=value, lease=lease))}
-        self._call("kv/txn", {"compare": conditions, "failure": [put]}, None)
+        deletes = [_operation(Delete(key=old)) for old in delete]
+        put = _operation(Put(key=key, value=value, lease=lease))
+        body = {"compare": conditions, "success": deletes, "failure": [put, *deletes]}
+        self._call("kv/txn", body, None)
 
     def delete(self, key: str, *, prefix: bool = False, deadline_s: float | None = None) -> None:
         """Delete a key or, with `prefix`, all keys that begin with it."""

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 from types import TracebackType
 
@@ -110,25 +111,19 @@ class Membership:
     def offer(self, key: str, value: str, *, round: int) -> None:
         """Write a key on the lease, and again whenever the lease was lost. Raises CoordinatorAway.
 
-        A key that has this value already is not written: attempts name an offer by its revision.
+        A key that has this value already is not written: attempts name an offer by its revision. In the same
+        step the keys go that this peer wrote for rounds that are over; no other peer may delete them. Those
+        of the previous round stay: a peer that lists the run checks that round's commit by them.
 
         round: the round to which the key belongs; keys of earlier rounds are not written again.
         """
         with self._lock:
             self._written = {name: entry for name, entry in self._written.items() if entry[0] >= round}
             self._written[key] = (round, value)
-            self._put(self._etcd.put_once, key, value)
-            self._clear(key, round)
-
-    def _clear(self, key: str, round: int) -> None:
-        """Delete the keys that this peer wrote for rounds that are over; no other peer may delete them.
-
-        Those of the previous round stay: a peer that lists the run checks that round's commit by them.
-        """
-        self._on_lease[key] = round
-        for old in [name for name, at in self._on_lease.items() if at < round - 1]:
-            self._etcd.delete(old)
-            del self._on_lease[old]
+            old = [name for name, at in self._on_lease.items() if at < round - 1]
+            self._put(partial(self._etcd.put_once, delete=old), key, value)
+            self._on_lease = {name: at for name, at in self._on_lease.items() if name not in old}
+            self._on_lease[key] = round
 
     def withdraw(self) -> None:
         """Leave the list of members at once and stay away until `join`, as when the ranks are stuck."""
