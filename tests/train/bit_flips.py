@@ -75,11 +75,11 @@ class Planted:
     def _plant_in_weights(self, weights: Any) -> None:
         add, reduce = weights._accumulate, weights.reduce
 
-        def adding(itself: Any, parameter: Any) -> None:
+        def adding(itself: Any, parameter: Any, *, is_last: bool = True) -> None:
             flip = self._take("gradient") if parameter.grad is not None else None
             if flip:
                 _flip(parameter.grad, flip.seed)
-            add(itself, parameter)
+            add(itself, parameter, is_last=is_last)
 
         def reducing(itself: Any) -> None:
             reduce(itself)
