@@ -82,7 +82,8 @@ def test_a_page_is_written(tmp_path, capsys):
     path = tmp_path / "plan.html"
     assert main(["plan", "tr11-176b", "--html", str(path)]) == 0
     assert path.read_text(encoding="utf-8").startswith("<!doctype html>")
-    assert main(["plan", "tr11-176b", "--html", str(tmp_path / "no" / "plan.html")]) == 1
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", "tr11-176b", "--html", str(tmp_path / "no" / "plan.html")])
     assert "cannot be written" in capsys.readouterr().err
 
 

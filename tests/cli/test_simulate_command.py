@@ -55,7 +55,6 @@ def test_the_days_of_a_life_are_drawn_whole(tmp_path: Path) -> None:
         (["nowhere"], "there is no such scenario"),
         (["bloom-176"], "Did you mean 'bloom-176b'?"),
         (["bloom-176b", "cluster.gpus=7"], "no whole number of nodes"),
-        (["bloom-176b", *SHORT, "--png", "/nowhere/life.png"], "cannot be written"),
     ],
 )
 def test_bad_input_gets_one_message(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:

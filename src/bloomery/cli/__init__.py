@@ -118,8 +118,8 @@ def _end_at_once(status: int) -> None:
 
 
 def _dispatch(words: list[str]) -> int:
-    if len(words) > 1 and words[0] == "help" and words[1] in COMMANDS:
-        words = [words[1], "--help"]
+    if len(words) > 1 and words[0] == "help":
+        words = [words[1], "--help"] if words[1] in COMMANDS else [words[1]]
     name = words[0] if words else "--help"
     if name in ("-h", "--help", "help"):
         print(_help())

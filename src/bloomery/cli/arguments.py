@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import sys
 import time
-from argparse import Action, ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
+from argparse import Action, ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+from bloomery.cli.argument_values import positive
 from bloomery.config.find import nearest
 from bloomery.events.records import ProgressCallback, ignore_progress
 
 USAGE = 2
+_UNKNOWN = "unrecognized arguments: "  # how argparse begins its message
 
 
 def parser(command: str, about: str, *, examples: str = "") -> ArgumentParser:
@@ -58,6 +60,24 @@ class CommandParser(ArgumentParser):
         super().__init__(**settings)
         self.add_argument("--version", action=_Version, nargs=0, help="print the version, and exit")
 
+    def error(self, message: str) -> NoReturn:
+        """End with status 2 and the message; of an unknown option, the most similar one is named."""
+        hint = self._hint(message.removeprefix(_UNKNOWN)) if message.startswith(_UNKNOWN) else ""
+        super().error(message + hint)
+
+    def _hint(self, words: str) -> str:
+        unknown = [word[2:].partition("=")[0] for word in words.split() if word.startswith("--")]
+        known = [option[2:] for option in self._option_string_actions if option.startswith("--")]
+        near = [f"--{name}" for word in unknown for name in nearest(word, known, cutoff=0.6)]
+        if near:
+            return f"\n  Did you mean {' and '.join(dict.fromkeys(near))}?"
+        takes_settings = any(action.dest == "overrides" for action in self._actions)
+        return (
+            "\n  Settings are written section.key=value, without dashes."
+            if unknown and takes_settings
+            else ""
+        )
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse as ArgumentParser does. Raises ParserFound when it is asked for the parser itself."""
         if args == [THE_PARSER]:
@@ -69,6 +89,17 @@ class CommandParser(ArgumentParser):
         if args == [THE_PARSER]:
             raise ParserFound(self)
         return super().parse_known_intermixed_args(args, namespace)
+
+
+class PartParser(CommandParser):
+    """The parser of one part of a command; it refuses what it does not know with its own usage."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse as ArgumentParser does, and end with status 2 where words are left."""
+        found, words = super().parse_known_args(args, namespace)
+        if words:
+            self.error(_UNKNOWN + " ".join(words))
+        return found, words
 
 
 class _Version(Action):
@@ -125,20 +156,6 @@ def add_fallback(parser: ArgumentParser) -> None:
         action="store_true",
         help="when a run's newest checkpoint is damaged, take the newest one that is intact",
     )
-
-
-def positive(text: str) -> int:
-    """Parse a whole number of at least 1, for `type=` of an argument."""
-    if not text.isdecimal() or int(text) < 1:
-        raise ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
-
-
-def not_negative(text: str) -> int:
-    """Parse a whole number of at least 0, for `type=` of an argument."""
-    if not text.isdecimal():
-        raise ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
-    return int(text)
 
 
 def run_part(

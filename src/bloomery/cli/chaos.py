@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, TypeVar
 from bloomery.chaos.faults import KINDS, rate_bytes_s, schedule, seconds, share
 from bloomery.chaos.scenario import peer_names
 from bloomery.chaos.shaped_network import Shape
-from bloomery.cli.arguments import parser, positive
+from bloomery.cli.argument_values import amount, not_negative, positive
+from bloomery.cli.arguments import parser
 
 if TYPE_CHECKING:
     from bloomery.chaos.audit import RunAudit
@@ -80,10 +81,10 @@ def chaos(arguments: list[str]) -> int:
     )
     _add_scenario_options(options)
     options.add_argument(
-        "--faults", type=int, default=20, metavar="N", help="number of faults to inject (default: 20)"
+        "--faults", type=positive, default=20, metavar="N", help="number of faults to inject (default: 20)"
     )
     options.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="seed of the fault schedule (default: 0)"
+        "--seed", type=not_negative, default=0, metavar="N", help="seed of the fault schedule (default: 0)"
     )
     options.add_argument(
         "--kinds",
@@ -93,18 +94,22 @@ def chaos(arguments: list[str]) -> int:
         help="kinds of faults to inject (default: all that are listed below)",
     )
     options.add_argument(
-        "--gap", type=float, default=5.0, metavar="S", help="mean seconds between two faults (default: 5)"
+        "--gap",
+        type=amount("a number of seconds above 0", above=0),
+        default=5.0,
+        metavar="S",
+        help="mean seconds between two faults (default: 5)",
     )
     options.add_argument(
         "--longest",
-        type=float,
+        type=amount("a number of seconds above 0", above=0),
         default=8.0,
         metavar="S",
         help="longest duration of a fault that ends by itself, in seconds (default: 8)",
     )
     options.add_argument(
         "--back",
-        type=float,
+        type=amount("a number of seconds of at least 0", least=0),
         default=3.0,
         metavar="S",
         help="seconds after which a peer that ended is started again (default: 3)",
@@ -182,7 +187,7 @@ def _add_scenario_options(options: ArgumentParser) -> None:
     )
     options.add_argument(
         "--minutes",
-        type=float,
+        type=amount("a number of minutes above 0", above=0),
         default=60.0,
         metavar="M",
         help="end everything and fail after so many minutes (default: 60)",

@@ -12,6 +12,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from bloomery.cli.argument_values import whole
 from bloomery.cli.arguments import parser
 from bloomery.cli.coordinate_status import show
 from bloomery.coordination.certificates import (
@@ -114,7 +115,7 @@ def _parser() -> ArgumentParser:
     )
     options.add_argument(
         "--days",
-        type=int,
+        type=whole(1, 36_500),
         default=DAYS,
         metavar="N",
         help=f"with --init-certs: days that a peer's certificate is valid (default: {DAYS})",
@@ -166,8 +167,6 @@ def _init_certificates(options: Namespace) -> int:
         raise CoordinatorError(
             "--init-certs needs the run and its peers", remedy="Add --run RUN --peers NAME,NAME,…"
         )
-    if options.days < 1:
-        raise CoordinatorError(f"--days {options.days}: a certificate is valid for 1 day or more")
     peers = _listed(options.peers)
     issued = init_certificates(
         options.init_certs,

@@ -9,7 +9,8 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from bloomery.cli.arguments import CommandParser, data_bar
+from bloomery.cli.argument_values import json_file, not_negative, pair_prefix, positive, whole
+from bloomery.cli.arguments import CommandParser, PartParser, data_bar
 from bloomery.cli.data_audit import add_parser as add_audit
 from bloomery.cli.data_duplicates import add_parser as add_dedup
 from bloomery.cli.data_fetch import add_parser as add_fetch
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 _END_OF_DOCUMENT = "<|endoftext|>"
 _SMALLEST = 257
 """Every byte and the end of a document."""
+_MOST_WORKERS = 1024
+"""Each is a thread at least."""
 
 
 def run(arguments: list[str]) -> int:
@@ -32,24 +35,18 @@ def run(arguments: list[str]) -> int:
     return status
 
 
-def _vocabulary(text: str) -> int:
-    if not text.isdecimal() or int(text) < _SMALLEST:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {_SMALLEST}")
-    return int(text)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="bloomery data", description="Fetch and tokenise text, and inspect tokenised datasets."
     )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=PartParser)
 
     trainer = commands.add_parser("tokenizer", help="train a byte-level BPE tokenizer on text")
     _add_sources(trainer)
     trainer.add_argument(
         "--vocabulary",
         metavar="N",
-        type=_vocabulary,
+        type=whole(_SMALLEST),
         default=8192,
         help=f"entries of the vocabulary, at least {_SMALLEST} (default: 8192)",
     )
@@ -59,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
         default="text",
         help="rules by which text is split before merging, for prose or for source code (default: text)",
     )
-    add_target(trainer, metavar="FILE", about="the tokenizer.json to write")
+    add_target(trainer, metavar="FILE", kind=json_file, about="the tokenizer.json to write")
     trainer.set_defaults(command=_train_tokenizer)
 
     tokenizing = commands.add_parser("tokenize", help="write text as token ids: PREFIX.bin and PREFIX.idx")
@@ -69,11 +66,16 @@ def _parser() -> argparse.ArgumentParser:
         required=True,
         help="a tokenizer.json, a SentencePiece model, or hf:NAME for one of Hugging Face",
     )
-    add_target(tokenizing, metavar="PREFIX", about="path of the pair to write, without its extension")
+    add_target(
+        tokenizing,
+        metavar="PREFIX",
+        kind=pair_prefix,
+        about="path of the pair to write, without its extension",
+    )
     tokenizing.add_argument(
         "--workers",
         metavar="N",
-        type=int,
+        type=whole(1, _MOST_WORKERS),
         default=len(os.sched_getaffinity(0)),
         help="cores that tokenise (default: those that this process may use)",
     )
@@ -133,14 +135,14 @@ def _add_sources(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--longest-line-mib",
         metavar="N",
-        type=int,
+        type=positive,
         default=LONGEST_LINE_MIB,
         help=f"count a longer line of a .jsonl file, in MiB, as a bad document (default: {LONGEST_LINE_MIB})",
     )
     parser.add_argument(
         "--held-out-every",
         metavar="N",
-        type=int,
+        type=not_negative,
         default=0,
         help="hold out 1 document in N, as data.held_out_every does (default: 0, none)",
     )

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bloomery.cli.argument_values import positive
 from bloomery.cli.arguments import data_bar
 from bloomery.cli.data_pairs import print_result
 
@@ -53,10 +54,12 @@ def add_parser(commands: Any) -> None:  # Any: argparse names no type for it
     audit.add_argument(
         "--tasks", nargs="+", default=[], metavar="TASK", help="bloomery's own tasks to look for likewise"
     )
-    audit.add_argument("--ngram", type=int, default=13, metavar="N", help="tokens of an n-gram (default: 13)")
+    audit.add_argument(
+        "--ngram", type=positive, default=13, metavar="N", help="tokens of an n-gram (default: 13)"
+    )
     audit.add_argument(
         "--tokens",
-        type=int,
+        type=positive,
         default=_TOKENS,
         metavar="N",
         help="tokens of training text whose n-grams are looked at; of more, stretches (default: 10⁹)",
@@ -72,8 +75,8 @@ def _audit(options: argparse.Namespace) -> int:
     from bloomery.config.validate import check_recipe
     from bloomery.errors import DataError
 
-    if options.ngram < 1 or options.tokens < 1:
-        raise DataError("--ngram and --tokens are numbers of tokens.", remedy="Give 1 or more.")
+    if options.out.exists() and not options.out.is_dir():
+        raise DataError(f"{options.out} is a file.", remedy="Name a directory for the report: --to DIR.")
     path = Path(options.recipe)
     run = path if (path / "recipe.toml").exists() else None
     loaded = load_given(str(path / "recipe.toml") if run else options.recipe, options.overrides)

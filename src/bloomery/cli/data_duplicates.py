@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
+from bloomery.cli.argument_values import pair_prefix
 from bloomery.cli.arguments import data_bar
 
 
@@ -20,12 +20,16 @@ def add_parser(commands: Any) -> None:  # Any: argparse names no type for it
         "most n-grams of tokens in common with. PREFIX-duplicates.jsonl lists what was left out and why.",
     )
     dedup.add_argument(
-        "prefixes", type=Path, nargs="+", metavar="PREFIX", help="paths of the pairs, without their extension"
+        "prefixes",
+        type=pair_prefix,
+        nargs="+",
+        metavar="PREFIX",
+        help="paths of the pairs, without their extension",
     )
-    add_target(dedup, metavar="PREFIX", about="path of the new pair, without its extension")
+    add_target(dedup, metavar="PREFIX", kind=pair_prefix, about="path of the new pair, without its extension")
     dedup.add_argument(
         "--against",
-        type=Path,
+        type=pair_prefix,
         nargs="+",
         default=[],
         metavar="PREFIX",

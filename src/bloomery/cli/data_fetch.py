@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bloomery.cli.argument_values import not_negative, positive, whole
 from bloomery.cli.arguments import data_bar
 from bloomery.cli.data_pairs import print_result
 
@@ -45,10 +46,14 @@ def add_parser(commands: Any) -> None:  # Any: argparse names no type for it
     parser.add_argument("sources", nargs="+", metavar="SOURCE", help="[NAME=]ADDRESS of a dataset")
     parser.add_argument("--to", metavar="DIR", type=Path, required=True, help="directory to download into")
     parser.add_argument(
-        "--shares", metavar="N", type=int, default=1, help="number of shares of the run (default: 1)"
+        "--shares", metavar="N", type=positive, default=1, help="number of shares of the run (default: 1)"
     )
     parser.add_argument(
-        "--share", metavar="I", type=int, default=0, help="the share to download, from 0 (default: 0)"
+        "--share",
+        metavar="I",
+        type=not_negative,
+        default=0,
+        help="the share to download, from 0 (default: 0)",
     )
     parser.add_argument(
         "--seed", metavar="N", type=int, default=0, help="seed of the order of files (default: 0)"
@@ -66,9 +71,15 @@ def add_parser(commands: Any) -> None:  # Any: argparse names no type for it
     parser.add_argument(
         "--exclude", action="append", default=[], metavar="GLOB", help="leave out files with these names"
     )
-    parser.add_argument("--limit", metavar="N", type=int, help="take at most so many shards of each dataset")
     parser.add_argument(
-        "--threads", metavar="N", type=int, default=8, help="files to download at once (default: 8)"
+        "--limit", metavar="N", type=positive, help="take at most so many shards of each dataset"
+    )
+    parser.add_argument(
+        "--threads",
+        metavar="N",
+        type=whole(1, 1024),
+        default=8,
+        help="files to download at once (default: 8)",
     )
     parser.add_argument("--dry-run", action="store_true", help="list files and sizes, and download nothing")
     parser.add_argument("--anew", action="store_true", help="replace another share that DIR holds")

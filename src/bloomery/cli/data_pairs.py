@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bloomery.cli.argument_values import not_negative, pair_prefix, picture_file, positive
 from bloomery.cli.arguments import data_bar
 from bloomery.cli.tables import table_text
 
@@ -29,19 +30,23 @@ def add_parsers(commands: Any, *, end_of_document: str) -> None:  # Any: argpars
     inspect = commands.add_parser(
         "inspect", help="show the documents, tokens and lengths of a dataset, and its first texts"
     )
-    inspect.add_argument("prefix", type=Path, help="path of the .bin/.idx pair, without its extension")
+    inspect.add_argument("prefix", type=pair_prefix, help="path of the .bin/.idx pair, without its extension")
     _add_tokenizer(inspect, end_of_document)
     inspect.add_argument(
-        "--peek", metavar="N", type=int, default=3, help="number of documents to print (default: 3)"
+        "--peek", metavar="N", type=not_negative, default=3, help="number of documents to print (default: 3)"
     )
     inspect.add_argument("--json", action="store_true", help="print one JSON object instead")
     inspect.set_defaults(command=_inspect)
 
     merge = commands.add_parser("merge", help="join several pairs in one")
     merge.add_argument(
-        "prefixes", type=Path, nargs="*", metavar="PREFIX", help="paths of the pairs, without their extension"
+        "prefixes",
+        type=pair_prefix,
+        nargs="*",
+        metavar="PREFIX",
+        help="paths of the pairs, without their extension",
     )
-    add_target(merge, metavar="PREFIX", about="path of the new pair, without its extension")
+    add_target(merge, metavar="PREFIX", kind=pair_prefix, about="path of the new pair, without its extension")
     merge.add_argument(
         "--parts",
         action="store_true",
@@ -53,10 +58,10 @@ def add_parsers(commands: Any, *, end_of_document: str) -> None:  # Any: argpars
     verify = commands.add_parser(
         "verify", help="check a pair: its checksums, its length, and that all ids are in the vocabulary"
     )
-    verify.add_argument("prefix", type=Path, help="path of the .bin/.idx pair, without its extension")
+    verify.add_argument("prefix", type=pair_prefix, help="path of the .bin/.idx pair, without its extension")
     _add_tokenizer(verify, end_of_document)
     verify.add_argument(
-        "--vocabulary", metavar="N", type=int, help="entries of the vocabulary, in place of a tokenizer"
+        "--vocabulary", metavar="N", type=positive, help="entries of the vocabulary, in place of a tokenizer"
     )
     verify.add_argument("--json", action="store_true", help="print one JSON object instead")
     verify.set_defaults(command=_verify)
@@ -215,9 +220,14 @@ def _verify(options: argparse.Namespace) -> int:
 _NAME_WIDTH, _GROUP_WIDTH = 30, 12
 
 
-def add_target(parser: argparse.ArgumentParser, *, metavar: str, about: str) -> None:
-    """Add the option that names what a command writes: --to, and --out, its name of before."""
-    parser.add_argument("--to", "--out", dest="out", type=Path, required=True, metavar=metavar, help=about)
+def add_target(
+    parser: argparse.ArgumentParser, *, metavar: str, kind: Callable[[str], Path], about: str
+) -> None:
+    """Add the option that names what a command writes: --to, and --out, its name of before.
+
+    kind: reads the path, or refuses it.
+    """
+    parser.add_argument("--to", "--out", dest="out", type=kind, required=True, metavar=metavar, help=about)
 
 
 def add_report_parser(commands: Any) -> None:  # Any: argparse keeps this type to itself
@@ -237,7 +247,9 @@ def add_report_parser(commands: Any) -> None:  # Any: argparse keeps this type t
         nargs="*",
         help="settings that replace the recipe's",
     )
-    report.add_argument("--png", metavar="FILE", type=Path, help="draw shares and epochs into this file")
+    report.add_argument(
+        "--png", metavar="FILE", type=picture_file, help="draw shares and epochs into this file"
+    )
     report.add_argument(
         "--overlap",
         action="store_true",

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bloomery.cli import INTERRUPTED
+from bloomery.cli.argument_values import amount
 from bloomery.cli.arguments import parser
 from bloomery.errors import TrainingFailed
 
@@ -108,7 +109,7 @@ def _parse(arguments: list[str]) -> Namespace:
     )
     options.add_argument(
         "--minutes",
-        type=float,
+        type=amount("a number of minutes above 0", above=0),
         metavar="M",
         default=TRAINING_MINUTES,
         help=f"duration of the training itself, in minutes (default: {TRAINING_MINUTES:g})",

@@ -16,7 +16,8 @@ from random import Random
 from textwrap import fill
 from typing import TYPE_CHECKING
 
-from bloomery.cli.arguments import add_recipe, parser, positive
+from bloomery.cli.argument_values import amount, not_negative, positive
+from bloomery.cli.arguments import add_recipe, parser
 from bloomery.cli.tables import COLUMNS, table_text
 from bloomery.errors import TrainingFailed
 from bloomery.events.run_directory import RunDirectory
@@ -227,10 +228,14 @@ def _parse(arguments: list[str]) -> Namespace:
     )
     options.add_argument("--rounds", type=positive, default=1, metavar="N", help="how often each kind (1)")
     options.add_argument("--random", type=positive, default=0, metavar="N", help="N faults, by the seed")
-    options.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the faults (0)")
+    options.add_argument("--seed", type=not_negative, default=0, metavar="N", help="seed of the faults (0)")
     options.add_argument("--steps", type=positive, default=5, metavar="N", help="steps before each fault (5)")
     options.add_argument(
-        "--patience", type=float, default=600.0, metavar="S", help="seconds for each recovery (600)"
+        "--patience",
+        type=amount("a number of seconds above 0", above=0),
+        default=600.0,
+        metavar="S",
+        help="seconds for each recovery (600)",
     )
     return options.parse_intermixed_args(arguments)
 

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bloomery.cli.arguments import parser, positive
+from bloomery.cli.argument_values import not_negative, positive
+from bloomery.cli.arguments import parser
 from bloomery.cli.run_inputs import add_loading, load_saved
 from bloomery.cli.tables import table_text
 from bloomery.errors import BloomeryError, DataError
@@ -183,7 +184,9 @@ def _parser() -> ArgumentParser:
     )
     options.add_argument("--tasks", metavar="A,B", help="score these tasks with lm-eval instead")
     options.add_argument("--limit", type=positive, metavar="N", help="with --tasks: samples of each task")
-    options.add_argument("--shots", type=int, metavar="N", help="with --tasks: examples before each question")
+    options.add_argument(
+        "--shots", type=not_negative, metavar="N", help="with --tasks: examples before each question"
+    )
     options.add_argument("--include", type=Path, metavar="DIR", help="with --tasks: further tasks")
     options.add_argument(
         "--follow", action="store_true", help="with --tasks: score new checkpoints until the run has ended"

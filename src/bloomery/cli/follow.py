@@ -8,7 +8,8 @@ from collections import deque
 from contextlib import ExitStack
 from pathlib import Path
 
-from bloomery.cli.arguments import not_negative, parser, positive
+from bloomery.cli.argument_values import not_negative, positive
+from bloomery.cli.arguments import parser
 from bloomery.cli.end_signal import EndSignal
 from bloomery.cli.run_inputs import existing_run
 from bloomery.config.data import HUB_PREFIX

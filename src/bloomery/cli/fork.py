@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bloomery.cli.argument_values import not_negative
 from bloomery.cli.arguments import parser
 from bloomery.errors import CheckpointError
 
@@ -36,7 +37,10 @@ def run(arguments: list[str]) -> int:
     options.add_argument("run", type=Path, metavar="RUN", help="the run directory")
     options.add_argument("new", type=Path, metavar="NEW", help="the directory of the new run")
     options.add_argument(
-        "--to-step", type=int, metavar="STEP", help="the latest step to keep (default: the newest checkpoint)"
+        "--to-step",
+        type=not_negative,
+        metavar="STEP",
+        help="the latest step to keep (default: the newest checkpoint)",
     )
     options.add_argument("--json", action="store_true", help="print one JSON object")
     args = options.parse_args(arguments)

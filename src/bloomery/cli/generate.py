@@ -10,7 +10,8 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bloomery.cli.arguments import add_fallback, parser, positive
+from bloomery.cli.argument_values import amount, not_negative, positive
+from bloomery.cli.arguments import add_fallback, parser
 from bloomery.errors import BloomeryError, DataError
 
 if TYPE_CHECKING:
@@ -248,14 +249,14 @@ def _parser() -> ArgumentParser:
     )
     options.add_argument(
         "--temperature",
-        type=_not_negative,
+        type=amount("a temperature", least=0),
         metavar="T",
         default=0.8,
         help="divides the logits; 0 always takes the likeliest token (default: 0.8)",
     )
     options.add_argument(
         "--top-k",
-        type=_count,
+        type=not_negative,
         default=0,
         metavar="K",
         help="sample among the K likeliest tokens (default: 0, all)",
@@ -268,7 +269,11 @@ def _parser() -> ArgumentParser:
         help="sample among the likeliest tokens whose probabilities sum to P (default: 1, all)",
     )
     options.add_argument(
-        "--seed", type=_count, metavar="N", default=0, help="seed of the first text; each further one adds 1"
+        "--seed",
+        type=not_negative,
+        metavar="N",
+        default=0,
+        help="seed of the first text; each further one adds 1",
     )
     from bloomery.cli.run_inputs import add_loading
 
@@ -278,20 +283,6 @@ def _parser() -> ArgumentParser:
         "--json", action="store_true", help="print one JSON object for each text when it is complete"
     )
     return options
-
-
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 0:
-        raise ArgumentTypeError(f"{text} is below 0")
-    return number
-
-
-def _not_negative(text: str) -> float:
-    number = float(text)
-    if not 0.0 <= number < float("inf"):
-        raise ArgumentTypeError(f"{text} is not a temperature")
-    return number
 
 
 def _share(text: str) -> float:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bloomery.cli.argument_values import picture_file
 from bloomery.cli.arguments import parser, run_part
 from bloomery.errors import StorageError
 
@@ -56,7 +57,9 @@ def replay(arguments: list[str]) -> int:
         "overrides", metavar="guard.key=value", nargs="*", help="settings of [guard] to judge by"
     )
     options.add_argument("--json", action="store_true", help="print one JSON object")
-    options.add_argument("--png", type=Path, metavar="PATH", help="draw losses and findings into this file")
+    options.add_argument(
+        "--png", type=picture_file, metavar="PATH", help="draw losses and findings into this file"
+    )
     options.add_argument(
         "--follow", action="store_true", help="go on with what is added to the log, until Ctrl-C"
     )

@@ -8,7 +8,8 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bloomery.cli.arguments import add_recipe, not_negative, parser, positive
+from bloomery.cli.argument_values import not_negative, positive
+from bloomery.cli.arguments import add_recipe, parser
 from bloomery.cli.ranks import RankOutput, RankRange, run_ranks
 from bloomery.cli.supervised import LOOPBACK, SupervisedStart, run_supervised
 from bloomery.cli.train import prepared_environment

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 
-from bloomery.cli.arguments import add_recipe, parser, positive
+from bloomery.cli.argument_values import positive
+from bloomery.cli.arguments import add_recipe, parser
 from bloomery.cli.given_recipe import load_given
 from bloomery.cli.tables import table_text
 from bloomery.config.parallel import ParallelSection

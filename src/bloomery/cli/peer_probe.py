@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bloomery.cli.argument_values import picture_file
 from bloomery.cli.arguments import add_recipe, parser
 from bloomery.cli.tables import table_text
 
@@ -80,7 +81,7 @@ def run(arguments: list[str]) -> int:
     else:
         print(_links_text(access.peer, sorted(snapshot.members), rates, links, order))
     if options.picture:
-        draw_links(sorted(snapshot.members), rates, order, Path(options.picture))
+        draw_links(sorted(snapshot.members), rates, order, options.picture)
     return 0
 
 
@@ -88,7 +89,10 @@ def _parse(arguments: list[str]) -> Namespace:
     options = parser("peer probe", ABOUT, examples=EXAMPLES)
     add_recipe(options)
     options.add_argument(
-        "--picture", metavar="FILE", help="draw the links into this file: .svg, .png or .pdf"
+        "--picture",
+        type=picture_file,
+        metavar="FILE",
+        help="draw the links into this file: .svg, .png or .pdf",
     )
     options.add_argument("--json", action="store_true", help="print one JSON object")
     options.add_argument(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from bloomery.cli.argument_values import page_file
 from bloomery.cli.arguments import parser
 from bloomery.cli.given_recipe import load_given
 from bloomery.errors import ConfigError, Mistake
@@ -101,7 +103,9 @@ def _parser() -> ArgumentParser:
         "--start", metavar="DATE", help="date of the first step, for the calendar, such as 2026-03-11"
     )
     options.add_argument("--json", action="store_true", help="print one JSON object, with units in its names")
-    options.add_argument("--html", metavar="PATH", type=Path, help="write the plan as one HTML page, too")
+    options.add_argument(
+        "--html", metavar="PATH", type=page_file, help="write the plan as one HTML page, too"
+    )
     return options
 
 
@@ -116,7 +120,7 @@ def _request(options: Namespace, recipe: str) -> Request:
             return None
         try:
             value = float(text.replace("_", ""))
-            if whole and value != int(value):
+            if not math.isfinite(value) or (whole and value != int(value)):
                 raise ValueError
         except (ValueError, OverflowError):
             name = "--" + option.replace("_", "-")

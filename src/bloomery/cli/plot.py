@@ -10,6 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bloomery.cli.argument_values import amount, picture_file
 from bloomery.cli.arguments import parser
 from bloomery.cli.run_inputs import existing_run
 from bloomery.errors import BloomeryError, ConfigError, Mistake, storage_error
@@ -27,7 +28,6 @@ PLANNED = ("learning_rate", "global_batch")
 """Columns that the recipe decides: smoothing would only blur them."""
 _MARKERS = ("o", "s", "^", "v", "D")
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
-_SUFFIXES = (".png", ".svg", ".pdf")
 _POINTS = 3000
 
 
@@ -153,7 +153,7 @@ def _parse(arguments: list[str]) -> Namespace:
     options.add_argument("runs", metavar="RUN", nargs="+", help="run directories")
     options.add_argument(
         "--output",
-        type=Path,
+        type=picture_file,
         default=Path("curves.png"),
         metavar="FILE",
         help=".png, .svg or .pdf (curves.png)",
@@ -162,11 +162,13 @@ def _parse(arguments: list[str]) -> Namespace:
     options.add_argument(
         "--against", choices=("step", "tokens", "time"), default="step", help="the axis (step)"
     )
-    options.add_argument("--from", dest="begin", type=float, metavar="X", help="where the axis begins")
-    options.add_argument("--to", dest="end", type=float, metavar="X", help="where the axis ends")
+    options.add_argument(
+        "--from", dest="begin", type=amount("a number"), metavar="X", help="where the axis begins"
+    )
+    options.add_argument("--to", dest="end", type=amount("a number"), metavar="X", help="where the axis ends")
     options.add_argument("--log", action="store_true", help="logarithmic")
     options.add_argument("--json", action="store_true", help="print one JSON object")
     chosen = options.parse_intermixed_args(arguments)
-    if chosen.output.suffix not in _SUFFIXES:
-        options.error(f"--output ends in one of {', '.join(_SUFFIXES)}")
+    if chosen.begin is not None and chosen.end is not None and chosen.begin >= chosen.end:
+        options.error(f"--from {chosen.begin:g} is not below --to {chosen.end:g}")
     return chosen

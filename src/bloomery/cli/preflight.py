@@ -12,7 +12,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bloomery.cli.arguments import add_recipe, parser, positive
+from bloomery.cli.argument_values import amount, positive
+from bloomery.cli.arguments import add_recipe, parser
 from bloomery.cli.ranks import RankRange, run_ranks
 from bloomery.cli.tables import table_text
 from bloomery.cli.train import prepared_environment
@@ -92,7 +93,7 @@ def _parse(arguments: list[str]) -> Namespace:
     options.add_argument("--storage", action="store_true", help="write and read as much as a checkpoint")
     options.add_argument(
         "--gigabytes",
-        type=float,
+        type=amount("a number of gigabytes above 0", above=0),
         metavar="X",
         help="with --storage: this node's share (default: the recipe's)",
     )

@@ -8,6 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bloomery.cli.argument_values import page_file, picture_file
 from bloomery.cli.arguments import parser
 from bloomery.cli.run_inputs import existing_run
 from bloomery.cli.tables import table_text
@@ -136,8 +137,10 @@ def _parse(arguments: list[str]) -> Namespace:
     )
     options.add_argument("run", metavar="RUN", help="the run directory")
     options.add_argument("--json", action="store_true", help="print all figures as JSON")
-    options.add_argument("--png", type=Path, metavar="FILE", help="draw the classes over time")
-    options.add_argument("--html", type=Path, metavar="FILE", help="write the dashboard's page as one file")
+    options.add_argument("--png", type=picture_file, metavar="FILE", help="draw the classes over time")
+    options.add_argument(
+        "--html", type=page_file, metavar="FILE", help="write the dashboard's page as one file"
+    )
     options.add_argument("--plan", type=Path, metavar="FILE", help="what `bloomery plan … --json` printed")
     options.add_argument(
         "--until", type=_time, metavar="TIME", help="count up to this time, as in 2026-01-31T12:00"

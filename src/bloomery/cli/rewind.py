@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bloomery.cli.argument_values import not_negative
 from bloomery.cli.arguments import parser
 from bloomery.cli.skip import add_samples, samples_of, skipped_facts, skipped_words, when_words
 
@@ -29,7 +30,9 @@ def run(arguments: list[str]) -> int:
         examples=EXAMPLES,
     )
     options.add_argument("run", type=Path, metavar="RUN", help="the run directory")
-    options.add_argument("--to-step", type=int, required=True, metavar="STEP", help="the latest step to keep")
+    options.add_argument(
+        "--to-step", type=not_negative, required=True, metavar="STEP", help="the latest step to keep"
+    )
     add_samples(options, required=False)
     options.add_argument("--dry-run", action="store_true", help="say what would be lost; ask for nothing")
     options.add_argument("--json", action="store_true", help="print one JSON object")

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from bloomery.cli.argument_values import picture_file
 from bloomery.cli.arguments import parser
 from bloomery.cli.tables import table_text
 from bloomery.errors import ConfigError, Mistake
@@ -95,7 +96,10 @@ def _parse(arguments: list[str]) -> Namespace:
         "--sweep", type=_sweep, metavar="KEY=A,B,…", help="simulate once for each value of one setting"
     )
     options.add_argument(
-        "--png", type=Path, metavar="FILE", help="draw the days of the first simulated run, or the sweep"
+        "--png",
+        type=picture_file,
+        metavar="FILE",
+        help="draw the days of the first simulated run, or the sweep",
     )
     options.add_argument("--json", action="store_true", help="print one JSON object for each scenario")
     return options.parse_intermixed_args(arguments)

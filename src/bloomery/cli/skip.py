@@ -7,6 +7,7 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bloomery.cli.argument_values import MOST
 from bloomery.cli.arguments import parser
 
 if TYPE_CHECKING:
@@ -133,4 +134,6 @@ def _span(text: str) -> range:
     first, colon, end = text.replace("_", "").partition(":")
     if not (colon and first.isdecimal() and end.isdecimal() and int(first) < int(end)):
         raise ArgumentTypeError(f"{text!r} is not FIRST:END with FIRST below END")
+    if int(end) > MOST:
+        raise ArgumentTypeError(f"{end} is too much: at most {MOST:,}")
     return range(int(first), int(end))

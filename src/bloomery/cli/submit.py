@@ -8,7 +8,8 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bloomery.cli.arguments import add_recipe, parser, positive
+from bloomery.cli.argument_values import positive
+from bloomery.cli.arguments import add_recipe, parser
 from bloomery.config.find import run_path
 from bloomery.errors import BloomeryError, storage_error
 from bloomery.events.run_directory import RunDirectory

@@ -11,7 +11,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bloomery.cli.arguments import parser, positive
+from bloomery.cli.argument_values import amount, positive
+from bloomery.cli.arguments import parser
 from bloomery.cli.end_signal import EndSignal
 from bloomery.cli.run_inputs import existing_run
 from bloomery.errors import BloomeryError
@@ -32,6 +33,7 @@ bloomery watch runs/mine --ack                                   a person knows:
 """
 _ADDRESSES = "BLOOMERY_WATCH_TO"
 _PING_S = 10.0
+_TIME = "a number of at least 0"
 
 
 def run(arguments: list[str]) -> int:
@@ -150,17 +152,28 @@ def _parse(arguments: list[str]) -> Namespace:
     )
     options.add_argument("--ping", metavar="URL", help="an address that is read after each look")
     options.add_argument(
-        "--escalate-min", type=float, default=30.0, metavar="MIN", help="repeat what is ignored after (30)"
+        "--escalate-min",
+        type=amount(_TIME, least=0),
+        default=30.0,
+        metavar="MIN",
+        help="repeat what is ignored after (30)",
     )
     options.add_argument(
-        "--pending-h", type=float, default=1.0, metavar="H", help="hours in the queue that are fine (1)"
+        "--pending-h",
+        type=amount(_TIME, least=0),
+        default=1.0,
+        metavar="H",
+        help="hours in the queue that are fine (1)",
     )
     options.add_argument(
-        "--idle-h", type=float, metavar="H", help="hours without training that are fine, stops included"
+        "--idle-h",
+        type=amount(_TIME, least=0),
+        metavar="H",
+        help="hours without training that are fine, stops included",
     )
     options.add_argument(
         "--disk-h",
-        type=float,
+        type=amount(_TIME, least=0),
         default=24.0,
         metavar="H",
         help="alert so many hours before the disk is full (24)",

@@ -6,6 +6,7 @@ Ranks of a tensor-parallel group are adjacent, then those of a data-parallel gro
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -106,6 +107,7 @@ def other_ranks_wanted(parallel: ParallelSection, *, world: int) -> TrainingFail
 
 
 _HOST = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)(\.(?!-)[A-Za-z0-9_-]{1,63}(?<!-))*")
+_MOST_HOSTS = 100_000
 _RANGE = re.compile(r"([^\[\]]*)\[(\d+)-(\d+)\]([^\[\]]*)")
 
 
@@ -129,7 +131,7 @@ def read_hosts(text: str) -> list[str]:
             f"{wrong[0]!r} is not a host name.",
             remedy="Separate names by commas, node-1,node-2; a range is node[01-12].",
         )
-    twice = sorted({host for host in hosts if hosts.count(host) > 1})
+    twice = sorted(host for host, count in Counter(hosts).items() if count > 1)
     if twice:
         raise BloomeryError(f"The host {twice[0]} is given twice.", remedy="Name each node once.")
     return hosts
@@ -216,5 +218,10 @@ def _expanded(part: str) -> list[str]:
     if ranged is None:
         return [part]
     before, first, last, after = ranged.groups()
+    if not 0 <= int(last) - int(first) < _MOST_HOSTS:
+        raise BloomeryError(
+            f"[{first}-{last}] is not the range of a list of hosts.",
+            remedy=f"Write the first and the last number, at most {_MOST_HOSTS:,} hosts: node[01-12].",
+        )
     width = len(first) if first.startswith("0") else 0
     return [f"{before}{number:0{width}d}{after}" for number in range(int(first), int(last) + 1)]

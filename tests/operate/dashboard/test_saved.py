@@ -124,4 +124,5 @@ def test_what_cannot_be_drawn_is_told(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["plot", run, "--columns", "los"]) == 2
     assert "There are" in capsys.readouterr().err
     assert main(["plot", str(tmp_path / "nothing")]) == 1
-    assert main(["plot", run, "--output", str(tmp_path / "no" / "such.png")]) == 1
+    with pytest.raises(SystemExit, match="2"):
+        main(["plot", run, "--output", str(tmp_path / "no" / "such.png")])
