@@ -75,6 +75,11 @@ def test_too_many_tokens_for_learned_positions_are_refused_before_the_first() ->
         generate(decoder, [EOD, 1, 2], max_new_tokens=7, sampling=GREEDY, ends={EOD})
 
 
+def test_more_tokens_than_memory_holds_are_refused_before_the_first() -> None:
+    with pytest.raises(BloomeryError, match="1 × 1,000,000,000,002 tokens take"):
+        generate(small(), [1, 2], max_new_tokens=10**12, sampling=Sampling(), ends=())
+
+
 @pytest.mark.parametrize("position", ["alibi", "rotary", "learned"])
 @pytest.mark.parametrize(
     "sampling", [GREEDY, Sampling(temperature=1.5, top_k=9, seed=5)], ids=["likeliest", "drawn"]

@@ -53,6 +53,14 @@ def test_a_slim_checkpoint_is_the_model_alone_and_verifies(
     assert done.after < 0.7 * done.before
 
 
+def test_a_slim_copy_of_a_damaged_checkpoint_leaves_no_directory(checkpoint: Path, tmp_path: Path) -> None:
+    (weights,) = checkpoint.glob("model-*")
+    weights.write_bytes(weights.read_bytes()[:100])
+    with pytest.raises(CheckpointError, match="ends too early"):
+        slim_checkpoint(checkpoint, tmp_path / "slim")
+    assert not (tmp_path / "slim").exists()
+
+
 def test_a_slim_copy_is_not_written_into_a_run(checkpoint: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     (run / "incarnations").mkdir(parents=True)

@@ -18,6 +18,7 @@ from bloomery.cli.run_inputs import (
     is_checkpoint,
     local_checkpoint,
     one_checkpoint,
+    refuse_existing,
     run_directory,
 )
 from bloomery.cli.tables import size_words
@@ -143,13 +144,15 @@ def slim(arguments: list[str]) -> int:
     about = "the directory or file to write"
     args = parsed_with_target(options, arguments, metavar="TARGET", about=about, required=True)
 
-    from bloomery.interchange.slim import slim_checkpoint, slim_file
-
     if not args.path.exists():
         raise CheckpointError(f"{args.path} does not exist.", remedy="Check the path.")
-    if args.path.is_dir():
+    checkpoint = local_checkpoint(args.path) if args.path.is_dir() else None
+    refuse_existing(args.to if checkpoint is None else args.to / checkpoint.name)
+    from bloomery.interchange.slim import slim_checkpoint, slim_file  # loads torch
+
+    if checkpoint is not None:
         with data_bar(shown=not args.json) as progress:
-            done = slim_checkpoint(local_checkpoint(args.path), args.to, progress=progress)
+            done = slim_checkpoint(checkpoint, args.to, progress=progress)
     else:
         done = slim_file(args.path, args.to)
     if args.json:

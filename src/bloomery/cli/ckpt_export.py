@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from bloomery import durable
 from bloomery.cli.arguments import add_fallback, data_bar, parsed_with_target, parser
+from bloomery.cli.run_inputs import refuse_existing
 from bloomery.errors import CheckpointError
 from bloomery.events.records import ProgressCallback, counting
 
@@ -48,13 +49,16 @@ def export(arguments: list[str]) -> int:
     about = "the directory to make (default: RUN/export)"
     args = parsed_with_target(options, arguments, metavar="TARGET", about=about, required=False)
 
-    from bloomery.evaluate.open_checkpoint import open_saved
-    from bloomery.events.run_directory import RunDirectory
+    from bloomery.evaluate.saved_files import find_saved
+
+    files = find_saved(args.path, fallback=args.fallback)
+    target = args.to or files.rundir.export
+    refuse_existing(target)
+    from bloomery.evaluate.open_checkpoint import opened  # loads torch
     from bloomery.interchange import huggingface
     from bloomery.interchange.generation_files import companions_of
 
-    saved = open_saved(args.path, fallback=args.fallback)
-    target = args.to or RunDirectory(saved.checkpoint.parent.parent).export
+    saved = opened(files)
     with data_bar(shown=not args.json) as progress:
         done = huggingface.export(
             saved.model,
@@ -63,7 +67,7 @@ def export(arguments: list[str]) -> int:
             tokenizer=saved.tokenizer_path,
             end_of_document=saved.tokenizer.end_of_document,
             dtype=args.dtype,
-            companions=companions_of(RunDirectory(saved.checkpoint.parent.parent)),
+            companions=companions_of(files.rundir),
             progress=progress,
         )
     if args.json:
@@ -122,9 +126,8 @@ def import_(arguments: list[str]) -> int:
     args = parsed_with_target(
         options, arguments, metavar="RUN", about="the run directory to make", required=True
     )
-    if args.to.exists():
-        raise CheckpointError(f"{args.to} exists already.", remedy="Choose another directory.")
-
+    refuse_existing(args.to)
+    _refuse_no_model(args.path)
     imported = _read_model(args)
     if imported.tokenizer is None:
         raise CheckpointError(
@@ -150,14 +153,29 @@ def import_(arguments: list[str]) -> int:
     return 0
 
 
+def _refuse_no_model(directory: Path) -> None:
+    """Raise CheckpointError, before torch is loaded, for a directory that holds no model that we know."""
+    from bloomery.interchange.families.known import section_from
+    from bloomery.interchange.json_objects import read_object
+
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory} is not a directory.", remedy="Give the checkpoint's directory.")
+    if (directory / ".metadata").is_file() or any(directory.glob("layer_*.pt")):
+        return
+    if not (directory / "config.json").is_file():
+        raise CheckpointError(
+            f"{directory} has no config.json.",
+            remedy="Give a directory written by save_pretrained, DCP (.metadata) or Megatron-DeepSpeed "
+            "(layer_*.pt).",
+        )
+    section_from(read_object(directory / "config.json"))
+
+
 def _read_model(args: Namespace) -> Imported:
     """Return the model to import, whatever program wrote it. Its tensors are read later, one by one."""
+    from bloomery.data.tokenizer import tokenizer_in
     from bloomery.interchange import huggingface
     from bloomery.interchange.tensor_matching import is_foreign, read_foreign
-
-    if not args.path.is_dir():
-        raise CheckpointError(f"{args.path} is not a directory.", remedy="Give the checkpoint's directory.")
-    from bloomery.data.tokenizer import tokenizer_in
 
     tokenizer = args.tokenizer or tokenizer_in(args.path)
     if not is_foreign(args.path):

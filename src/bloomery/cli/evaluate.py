@@ -40,8 +40,16 @@ def run(arguments: list[str]) -> int:
         options.error("--follow wants --tasks: the training measures held-out loss itself")
     if args.tasks and args.files:
         options.error("tasks are scored on their own texts: leave the files out")
+    for option in ("limit", "shots", "include"):
+        if getattr(args, option) is not None and not args.tasks:
+            options.error(f"--{option} wants --tasks")
+    if args.tasks is not None and not args.tasks.strip(", "):
+        options.error("--tasks names no task")
     if args.tasks:
         return evaluate_tasks.follow(args) if args.follow else evaluate_tasks.score_once(args)
+    for path in args.files:
+        if not path.is_file():
+            raise DataError(f"There is no file {path}.", remedy="Give files of text, .jsonl or .parquet.")
     loaded = load_saved(args.path, dtype=args.dtype, by_layer=args.by_layer)
     groups = _files(args, loaded) if args.files else _held_out(loaded)
     return _report(args, loaded, groups)
@@ -82,9 +90,6 @@ def _report(
 
 
 def _files(args: Namespace, loaded: LoadedModel) -> list[tuple[str, Iterator[TokenizedDocument]]]:
-    for path in args.files:
-        if not path.is_file():
-            raise DataError(f"There is no file {path}.", remedy="Give files of text, .jsonl or .parquet.")
     return [(str(path), _documents(args, path, loaded)) for path in args.files]
 
 

@@ -30,15 +30,19 @@ bloomery generate runs/imported --chat "What is a bloomery?"
 
 def run(arguments: list[str]) -> int:
     """Load the model and print the texts that it generates; returns the exit status."""
-    options = _parser().parse_intermixed_args(arguments)
+    parsed = _parser()
+    options = parsed.parse_intermixed_args(arguments)
+    if options.system and not options.chat:
+        parsed.error("--system wants --chat")
     prompts = _prompts(options)
 
     from bloomery.cli.run_inputs import load_saved
-    from bloomery.evaluate.generate import Sampling
 
     loaded = load_saved(
         options.path, dtype=options.dtype, by_layer=options.by_layer, fallback=options.fallback
     )
+    from bloomery.evaluate.generate import Sampling  # loads torch, as the line above did
+
     sampling = Sampling(
         temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, seed=options.seed
     )

@@ -61,6 +61,12 @@ def run_directory(path: Path) -> RunDirectory:
     return rundir
 
 
+def refuse_existing(target: Path) -> None:
+    """Raise CheckpointError where something lies already at what a command makes."""
+    if target.exists() or target.is_symlink():
+        raise CheckpointError(f"{target} exists already.", remedy="Choose another directory, or remove it.")
+
+
 DTYPES = ("auto", "fp32", "bf16")
 
 
@@ -94,13 +100,16 @@ def load_saved(path: Path, *, dtype: str, by_layer: bool, fallback: bool = False
     fallback: take the newest intact checkpoint where the newest is damaged.
     by_layer: read blocks when they compute; it is done too, and told, where memory is too small.
     """
-    import torch
+    from bloomery.evaluate.saved_files import find_saved
 
-    from bloomery.evaluate.open_checkpoint import open_saved, wants_layers
+    files = find_saved(path, fallback=fallback)
+    import torch  # after what a person may have got wrong was looked at: it takes seconds
+
+    from bloomery.evaluate.open_checkpoint import opened, wants_layers
     from bloomery.parallel.precision import DTYPES as PRECISIONS
     from bloomery.parallel.precision import resolve_precision
 
-    saved = open_saved(path, fallback=fallback)
+    saved = opened(files)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if dtype == "auto":
         dtype = resolve_precision("auto", device) if device.type == "cuda" else "fp32"

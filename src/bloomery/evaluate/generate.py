@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
+import psutil
 import torch
 from torch import Tensor
 
 from bloomery.errors import BloomeryError
-from bloomery.model.decoder import Decoder
+from bloomery.model.decoder import Block, Decoder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,10 +57,11 @@ def generate_together(
 
     openings: as in `generate`, of any lengths. The n-th text, counted from 0, draws with seed + n, so each
     is what it would be alone with that seed.
-    Raises BloomeryError if the model has no positions for so many tokens.
+    Raises BloomeryError if the model has no positions for so many tokens, or the machine no memory.
     """
     longest = max(len(opening) for opening in openings)
     _refuse_too_long(decoder, longest + max_new_tokens - 1)
+    _refuse_too_large(decoder, longest + max_new_tokens, texts=len(openings))
     return _drawn(decoder, openings, max_new_tokens=max_new_tokens, sampling=sampling, ends=ends)
 
 
@@ -70,6 +73,20 @@ def _refuse_too_long(decoder: Decoder, tokens: int) -> None:
         raise BloomeryError(
             f"Prompt and new tokens are {tokens}, but the model has {longest} learned positions.",
             remedy="Give a shorter prompt, or ask for fewer new tokens (--max-tokens).",
+        )
+
+
+def _refuse_too_large(decoder: Decoder, tokens: int, *, texts: int) -> None:
+    """Raise BloomeryError where keys and values of so many tokens are more than the free memory."""
+    device, kind = decoder.head_weight.device, decoder.head_weight.dtype
+    attention = cast(Block, decoder.blocks[0]).attention
+    each = 2 * len(decoder.blocks) * attention.kv_heads * attention.head_dim * kind.itemsize
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    if each * tokens * texts > free:
+        raise BloomeryError(
+            f"Keys and values of {texts} × {tokens:,} tokens take {each * tokens * texts / 1e9:,.1f} GB, and "
+            f"{free / 1e9:,.1f} GB of memory are free.",
+            remedy="Ask for fewer new tokens (--max-tokens), or for fewer texts at a time (--batch).",
         )
 
 

@@ -7,13 +7,15 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bloomery.errors import BloomeryError
 from bloomery.evaluate.local_tasks import LOCAL_TASKS, local_task
-from bloomery.evaluate.open_checkpoint import OpenedModel
 from bloomery.events.records import Json
-from bloomery.model.decoder import Decoder
+
+if TYPE_CHECKING:
+    from bloomery.evaluate.open_checkpoint import OpenedModel
+    from bloomery.model.decoder import Decoder
 
 
 @dataclass(frozen=True, kw_only=True)

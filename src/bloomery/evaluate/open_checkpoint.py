@@ -14,15 +14,10 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from bloomery.checkpoint.format.catalogue import checkpoints, newest_intact
-from bloomery.checkpoint.format.manifest import MANIFEST
-from bloomery.checkpoint.format.suspects import newest_trusted, trusted
 from bloomery.checkpoint.load.loader import read_model
-from bloomery.config.load import load_recipe
 from bloomery.config.recipe import Recipe
-from bloomery.data.tokenizer import JSON_FILE, Tokenizer, find_tokenizer, load_tokenizer, tokenizer_in
-from bloomery.errors import CheckpointError, DataError
-from bloomery.events.run_directory import RunDirectory
+from bloomery.data.tokenizer import Tokenizer, load_tokenizer
+from bloomery.evaluate.saved_files import SavedFiles, find_saved
 from bloomery.interchange.generation_files import TextBounds, companions_of, text_bounds
 from bloomery.interchange.huggingface import fill
 from bloomery.model.decoder import Decoder, LogicalParameter, logical_parameters
@@ -64,63 +59,24 @@ def open_saved(path: Path, *, fallback: bool = False) -> OpenedModel:
     for.
     It reads recipe and tokenizer, not the weights. Raises CheckpointError if there is no checkpoint.
     """
-    checkpoint = path if (path / MANIFEST).is_file() else _newest_of(path, fallback=fallback)
-    rundir = RunDirectory(checkpoint.parent.parent)
-    if not rundir.recipe.is_file():
-        raise CheckpointError(
-            f"{checkpoint} does not lie in a run directory: there is no {rundir.recipe}.",
-            remedy="Give a checkpoint where its run left it, RUN/checkpoints/step-….",
-        )
-    recipe = load_recipe(str(rundir.recipe)).recipe
-    tokenizer_path = tokenizer_in(rundir.data) or _tokenizer_elsewhere(recipe, rundir)
-    tokenizer = load_tokenizer(tokenizer_path, end_of_document=recipe.data.end_of_document_token)
+    return opened(find_saved(path, fallback=fallback))
+
+
+def opened(files: SavedFiles) -> OpenedModel:
+    """Return the model that files of a run describe."""
+    recipe, rundir = files.recipe, files.rundir
+    tokenizer = load_tokenizer(files.tokenizer, end_of_document=recipe.data.end_of_document_token)
     model = resolve(
         recipe.model, vocabulary=tokenizer.vocabulary_size, sequence_length=recipe.data.sequence_length
     )
     return OpenedModel(
-        checkpoint=checkpoint,
+        checkpoint=files.checkpoint,
         recipe=recipe,
         model=model,
         tokenizer=tokenizer,
-        tokenizer_path=tokenizer_path,
+        tokenizer_path=files.tokenizer,
         bounds=text_bounds(companions_of(rundir), end_of_document=tokenizer.eod),
     )
-
-
-def _tokenizer_elsewhere(recipe: Recipe, rundir: RunDirectory) -> Path:
-    """Return the tokenizer that the recipe names, for a run that has none of its own."""
-    if recipe.data.tokenizer == "train":
-        raise DataError(
-            f"{rundir.data} no longer holds the tokenizer that this run trained ({JSON_FILE}).",
-            remedy=f"Bring {rundir.data / JSON_FILE} back from a backup, or start `bloomery train` with the "
-            "run's recipe: it trains the same one again from the same text.",
-        )
-    return find_tokenizer(recipe.data.tokenizer)
-
-
-def _newest_of(path: Path, *, fallback: bool) -> Path:
-    rundir = RunDirectory(path)
-    if not rundir.exists():
-        raise CheckpointError(
-            f"{path} is neither a run directory nor a checkpoint.",
-            remedy="Give the directory of a run (runs/NAME), or one of its checkpoints/step-….",
-        )
-    saved = checkpoints(rundir)
-    if not saved:
-        raise CheckpointError(
-            f"{path} has no checkpoints yet.",
-            remedy="Let `bloomery train` run on: it saves as the recipe says.",
-        )
-    newest = newest_trusted(saved)
-    if not fallback and newest is not None:
-        return newest.directory
-    intact = newest_intact(trusted(saved))
-    if intact is None:
-        raise CheckpointError(
-            f"No checkpoint of {path} is intact.",
-            remedy="See what is damaged with `bloomery ckpt verify`, and restore one from a backup.",
-        )
-    return intact.directory
 
 
 def blocks_from_file(

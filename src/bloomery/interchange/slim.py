@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,15 +66,22 @@ def slim_checkpoint(
             yield piece
             del piece  # or it would be held while the next one is read
 
-    written = save_streamed(
-        directory,
-        pieces(),
-        step=manifest.step,
-        incarnation=manifest.incarnation,
-        time=manifest.time,
-        values={part: manifest.values[part] for part in KEPT_VALUES if part in manifest.values},
-        about=manifest.about,
-    )
+    is_new = not directory.exists()
+    try:
+        written = save_streamed(
+            directory,
+            pieces(),
+            step=manifest.step,
+            incarnation=manifest.incarnation,
+            time=manifest.time,
+            values={part: manifest.values[part] for part in KEPT_VALUES if part in manifest.values},
+            about=manifest.about,
+        )
+    except BaseException:
+        if is_new:
+            with suppress(OSError):  # it is not there, or holds something by now
+                directory.rmdir()
+        raise
     return Slimmed(path=written, before=manifest.bytes, after=read_manifest(written).bytes)
 
 
