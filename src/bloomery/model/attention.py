@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from bloomery.model.dropout import BlockDropout, ElementKeys, drop
 from bloomery.model.fused_attention import Visibility, tiled_attention
-from bloomery.model.layers import Linear, Products, RMSNorm, products_for
+from bloomery.model.layers import Linear, Products, RMSNorm, products_for, rms_norm
 from bloomery.model.native_kernels import attends, causal_attention, has_units
 from bloomery.model.rope import rotary_frequencies
 from bloomery.model.shape import ResolvedModel, RopeScaling
@@ -209,16 +209,15 @@ class Attention(nn.Module):
         """Return [b, s, h] from [b, s, h], without the output's bias (see `Linear.product`)."""
         heads, kv_heads = self.heads, self.kv_heads
         qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # [b, s, heads + 2·kv_heads, d]
-        if self.query_norm is not None and self.key_norm is not None:
-            query, key, value = qkv.split((heads, kv_heads, kv_heads), dim=2)
-            qkv = torch.cat((self.query_norm(query), self.key_norm(key), value), dim=2)
+        rotated, value = qkv.split((heads + kv_heads, kv_heads), dim=2)
+        rotated = self._normed(rotated)
         if self.logit_maxima is not None and torch.is_grad_enabled():
-            self._measure_logits(qkv.detach(), context, self.logit_maxima)
+            self._measure_logits(rotated.detach(), context, self.logit_maxima)
         if self.has_units and context.is_causal and cache is None and attends(qkv):
             # The native kernel keeps no scores, so recomputation, which replaces `attend`, has nothing to do.
-            mixed = causal_attention(qkv, heads=heads, rotary=context.rotary)
+            whole = qkv if self.query_norm is None else torch.cat((rotated, value), dim=2)
+            mixed = causal_attention(whole, heads=heads, rotary=context.rotary)
             return self.output.product(mixed.flatten(2))
-        rotated, value = qkv.split((heads + kv_heads, kv_heads), dim=2)
         if context.rotary is not None:
             rotated = rotate(rotated, context.rotary)
         query, key = rotated.split((heads, kv_heads), dim=2)
@@ -230,18 +229,25 @@ class Attention(nn.Module):
         mixed = self.attend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), context)
         return self.output.product(mixed.transpose(1, 2).flatten(2))
 
+    def _normed(self, queries_and_keys: Tensor) -> Tensor:
+        """Return queries and keys [b, s, heads + kv_heads, d] after their norms; as they are without."""
+        if self.query_norm is None or self.key_norm is None:
+            return queries_and_keys
+        query, key = self.query_norm.weight, self.key_norm.weight
+        weights = torch.cat((query.expand(self.heads, -1), key.expand(self.kv_heads, -1)))
+        return rms_norm(queries_and_keys, weights, epsilon=self.query_norm.epsilon)
+
     @torch.no_grad()
-    def _measure_logits(self, qkv: Tensor, context: AttentionContext, maxima: Tensor) -> None:
+    def _measure_logits(self, queries_and_keys: Tensor, context: AttentionContext, maxima: Tensor) -> None:
         """Raise `maxima` [heads] to the largest query · key / √d that a query sees, positions' bias left out.
 
-        qkv: [b, s, heads + 2·kv_heads, d], before rotary positions.
+        queries_and_keys: [b, s, heads + kv_heads, d], before rotary positions.
         """
         heads, kv_heads = self.heads, self.kv_heads
-        query, key, _ = qkv.split((heads, kv_heads, kv_heads), dim=2)
-        positions = torch.arange(qkv.shape[1], device=qkv.device)
-        first = (
-            qkv.shape[1] - 1
-        ) % self.logit_stride  # so that the last query, which sees all, is among them
+        query, key = queries_and_keys.split((heads, kv_heads), dim=2)
+        length = queries_and_keys.shape[1]
+        positions = torch.arange(length, device=query.device)
+        first = (length - 1) % self.logit_stride  # so that the last query, which sees all, is among them
         query, at = query[:, first :: self.logit_stride], positions[first :: self.logit_stride]
         if context.rotary is not None:
             cosine, sine = context.rotary

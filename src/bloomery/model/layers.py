@@ -197,9 +197,17 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [..., h] from [..., h]."""
-        wide = x.float()
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon)
-        return (wide * scale * self.weight.float()).to(x.dtype)
+        return rms_norm(x, self.weight, epsilon=self.epsilon)
+
+
+def rms_norm(x: Tensor, weight: Tensor, *, epsilon: float) -> Tensor:
+    """Return x / rms(x) · weight over the last dimension, computed in fp32 and returned in x's dtype.
+
+    weight: broadcast to x.
+    """
+    wide = x.float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
+    return (wide * scale * weight.float()).to(x.dtype)
 
 
 class LayerNorm(nn.Module):
