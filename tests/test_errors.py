@@ -17,7 +17,7 @@ from bloomery.errors import DataError, storage_error
     [
         (errno.ENOTDIR, "A file is where a directory is needed"),
         (errno.EEXIST, "A file is where a directory is needed"),
-        (errno.ENOENT, "Is the disk still mounted?"),
+        (errno.ENOENT, "the disk still mounted?"),
         (errno.EACCES, "Make it writable"),
         (errno.EFBIG, "ulimit -f"),
         (errno.EDQUOT, "Free some space or raise the quota"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -108,10 +109,19 @@ def test_a_fork_is_refused_where_nothing_or_something_is(stopped, capsys):
     for words, said in (
         ((str(stopped / "new"), "--to-step", "2"), "no checkpoint at or before step 2 (there are: 3, 6, 8)"),
         ((str(stopped),), "is there already"),
+        ((str(stopped / "new"),), "lies in the run itself"),
     ):
         assert main(["fork", str(stopped), *words]) != 0
         assert said in capsys.readouterr().err
     assert not (stopped / "new").exists()
+
+
+def test_a_fork_of_a_checkpoint_that_was_cut_short_is_refused(stopped, capsys):
+    (weights,) = (stopped / "checkpoints" / "step-000008.i001").glob("model-*")
+    os.truncate(weights, 100)
+    assert main(["fork", str(stopped), str(stopped.parent / "cut")]) == 1
+    assert "is damaged: it has 100 bytes" in capsys.readouterr().err
+    assert not (stopped.parent / "cut").exists()
 
 
 def chronicle(path: Path) -> str:

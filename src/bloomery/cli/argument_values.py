@@ -7,6 +7,8 @@ from argparse import ArgumentTypeError
 from collections.abc import Callable
 from pathlib import Path
 
+from bloomery.errors import BloomeryError
+
 PICTURES = (".png", ".svg", ".pdf")
 MOST = 1_000_000_000_000_000
 """What a recipe takes at most for a whole number."""
@@ -52,6 +54,22 @@ def amount(what: str, *, above: float = -math.inf, least: float = -math.inf) -> 
         return number
 
     return parse
+
+
+def is_utf8(text: str) -> bool:
+    """Say whether a word of the command line was UTF-8; Python hands other bytes on as surrogates."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def read_endpoint(endpoint: str) -> tuple[str, int]:
+    """Return host and port of --rdzv. Raises BloomeryError."""
+    host, _, port = endpoint.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise BloomeryError(
+            f"--rdzv {endpoint} is not HOST:PORT.",
+            remedy="Name the first node and a free port there, the same on all nodes: --rdzv node-1:29400",
+        )
+    return host, int(port)
 
 
 def pair_prefix(text: str) -> Path:

@@ -145,7 +145,7 @@ def _sources_at(text: str) -> list[Source]:
         if parse_name(text.rstrip("/").rsplit("/", 1)[-1]) is not None:
             return [remote_source(text)]
         try:
-            return list(remote_checkpoints(place_at(text)))
+            return list(remote_checkpoints(place_at(text, create=False)))
         except OSError as error:
             raise storage_failure(error, doing="Listing the backups") from error
     path = Path(text)

@@ -109,7 +109,7 @@ def _down(args: Namespace) -> dict[str, str | int]:
         # Before the checkpoint is committed: without its incarnations no reader would list it.
         if base:
             try:
-                download_run_files(place_at(base), rundir)
+                download_run_files(place_at(base, create=False), rundir)
             except OSError as error:
                 raise storage_failure(error, doing="Fetching the run's recipe") from error
 

@@ -203,7 +203,7 @@ def _single_pass(rows: list[dict[str, Any]], rundir: RunDirectory) -> list[dict[
 
 def _remote_rows(args: Namespace) -> list[dict[str, Any]]:
     try:
-        remote = place_at(args.run)
+        remote = place_at(args.run, create=False)
         sources: list[RemoteCheckpoint] = remote_checkpoints(remote, abandoned=args.all)
         shown = {source.name for source in (remote_checkpoints(remote) if args.all else sources)}
     except OSError as error:

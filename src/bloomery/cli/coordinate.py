@@ -64,6 +64,7 @@ def run(arguments: list[str]) -> int:
     """Start a coordinator and serve until it is stopped, or do what another option asks for and return."""
     options = _parser().parse_args(arguments)
     _check_names(options)
+    _refuse_loose_options(options)
     if options.init_certs is not None:
         return _init_certificates(options)
     if options.grant:
@@ -147,6 +148,21 @@ def _parser() -> ArgumentParser:
     )
     options.add_argument("--json", action="store_true", help="with --status: print one JSON object")
     return options
+
+
+def _refuse_loose_options(options: Namespace) -> None:
+    """Raise CoordinatorError for an option that says more about another one, which is not there."""
+    needs = {
+        "--renew": (options.renew, "--init-certs", options.init_certs),
+        "--peers": (options.peers, "--init-certs", options.init_certs),
+        "--hosts": (options.hosts, "--init-certs", options.init_certs),
+        "--json": (options.json, "--status", options.status),
+    }
+    for option, (given, wanted, there) in needs.items():
+        if given and there is None:
+            raise CoordinatorError(
+                f"{option} goes with {wanted}", remedy=f"Add {wanted}, or leave {option} out."
+            )
 
 
 def _check_names(options: Namespace) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import socket
+import ssl
 import sys
 from argparse import ArgumentTypeError, Namespace
 from pathlib import Path
@@ -43,6 +44,7 @@ def run(arguments: list[str]) -> int:
     from bloomery.operate.dashboard.server import DashboardServer, RunPoller
     from bloomery.operate.ledger.figures import read_plan
 
+    _refuse_wrong_certificate(options)
     rules, secret = _rules(options)
     listener = _listener(options)
     plan = read_plan(options.plan) if options.plan is not None else None
@@ -99,6 +101,19 @@ def _rules(options: Namespace) -> tuple[AccessRules, str]:
         has_actions=options.actions,
         hosts=() if is_private else ("localhost", "127.0.0.1", "[::1]", options.host),
     ), secret
+
+
+def _refuse_wrong_certificate(options: Namespace) -> None:
+    """Raise BloomeryError, before anything is served, for files that are no certificate with its key."""
+    if options.tls_cert is None:
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(options.tls_cert, options.tls_key)
+    except ssl.SSLError as refused:
+        raise BloomeryError(
+            f"{options.tls_cert} and {options.tls_key} are no certificate with its key: {refused.reason}.",
+            remedy="Give both as PEM, the key without a password.",
+        ) from refused
 
 
 def _listener(options: Namespace) -> socket.socket:

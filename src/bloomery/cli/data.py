@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from bloomery.cli.argument_values import json_file, not_negative, pair_prefix, positive, whole
@@ -159,18 +160,25 @@ def _train_tokenizer(options: argparse.Namespace) -> int:
     from bloomery.data.prepare import watched_texts
     from bloomery.data.sources import is_held_out
     from bloomery.data.tokenizer import train_tokenizer
+    from bloomery.errors import DataError
 
     started = time.monotonic()
     documents, bad, total_bytes = _documents(options)
+    used = itertools.count()
     training = (
         document for document in documents if not is_held_out(document.key, one_in=options.held_out_every)
     )
     with data_bar(shown=not options.json) as progress:
         tokenizer = train_tokenizer(
-            watched_texts(training, total_bytes=total_bytes, progress=progress),
+            watched_texts(_counted(training, used), total_bytes=total_bytes, progress=progress),
             vocabulary=options.vocabulary,
             end_of_document=options.end_of_document,
             split=options.split,
+        )
+    if next(used) == 0:
+        raise DataError(
+            f"No document is left to train a tokenizer on. {bad.summary()}".rstrip(),
+            remedy="Give more text, mend the bad documents, or hold out fewer (--held-out-every).",
         )
     tokenizer.save(options.out)
     facts = {
@@ -185,6 +193,12 @@ def _train_tokenizer(options: argparse.Namespace) -> int:
     if tokenizer.vocabulary_size != options.vocabulary:
         lines.append(f"{options.vocabulary:,} entries were asked for; this text does not give more.")
     return print_result(facts, [*lines, bad.summary()], as_json=options.json)
+
+
+def _counted(documents: Iterable[Document], used: Iterator[int]) -> Iterator[Document]:
+    for document in documents:
+        next(used)
+        yield document
 
 
 def _tokenize(options: argparse.Namespace) -> int:

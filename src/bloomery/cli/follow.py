@@ -35,7 +35,7 @@ def run(arguments: list[str]) -> int:
     with ExitStack() as stack:
         mirror = None
         if "://" in options.source or options.source.startswith(HUB_PREFIX):
-            place = open_place(options.source)
+            place = open_place(options.source, create=False)
             into = options.into or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="followed-")))
             _refuse_run_of_its_own(into)
             rundir, mirror = RunDirectory(into), RunMirror(place, into)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import tempfile
 from pathlib import Path
@@ -59,7 +60,7 @@ def run(arguments: list[str]) -> int:
         print(json.dumps({**facts, "checkpoint": checkpoint.name}))
         return 0
     print(f"{new.path} begins at step {checkpoint.step:,} of {rundir.path} ({checkpoint.name}).")
-    print(f"Go on with other settings: bloomery train {new.path} optim.learning_rate=…")
+    print(f"Go on with other settings: bloomery train {shlex.quote(str(new.path))} optim.learning_rate=…")
     return 0
 
 
@@ -92,6 +93,11 @@ def _fork(rundir: RunDirectory, checkpoint: CommittedCheckpoint, target: Path) -
 
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise CheckpointError(f"{target} is there already", remedy="Give the fork a directory of its own.")
+    if target.resolve().is_relative_to(rundir.path.resolve()):
+        raise CheckpointError(
+            f"{target} lies in the run itself", remedy="Give the fork a directory of its own, beside it."
+        )
+    _refuse_damaged(checkpoint)
     if not rundir.recipe.exists():
         raise CheckpointError(f"{rundir.path} has no recipe.toml", remedy="Give a whole run directory.")
     name = target.resolve().name
@@ -129,6 +135,20 @@ def _fork(rundir: RunDirectory, checkpoint: CommittedCheckpoint, target: Path) -
     except OSError as error:
         raise storage_error(error, path=target, doing="Forking a run") from error
     return name
+
+
+def _refuse_damaged(checkpoint: CommittedCheckpoint) -> None:
+    """Raise CheckpointError for a data file that has not the size it was saved with."""
+    from bloomery.checkpoint.format.manifest import read_manifest
+
+    for file in read_manifest(checkpoint.directory).files:
+        path = checkpoint.directory / file.name
+        size = path.stat().st_size if path.exists() else 0
+        if size != file.bytes:
+            raise CheckpointError(
+                f"{path} is damaged: it has {size:,} bytes, and {file.bytes:,} were saved",
+                remedy="Fork an earlier one with --to-step; `bloomery ckpt verify` says which are intact.",
+            )
 
 
 def _incarnations_up_to(rundir: RunDirectory, checkpoint: CommittedCheckpoint) -> dict[int, str]:

@@ -8,7 +8,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bloomery.cli.argument_values import not_negative, positive
+from bloomery.cli.argument_values import not_negative, positive, read_endpoint
 from bloomery.cli.arguments import add_recipe, parser
 from bloomery.cli.ranks import RankOutput, RankRange, run_ranks
 from bloomery.cli.supervised import LOOPBACK, SupervisedStart, run_supervised
@@ -40,6 +40,8 @@ srun, mpirun and torchrun can start `bloomery train RECIPE` too, once for each r
 def run(arguments: list[str]) -> int:
     """Start the ranks and wait until all have ended; returns the status of the first that failed, or 0."""
     options = _parse(arguments)
+    if options.rdzv:
+        read_endpoint(options.rdzv)
     _take_nodes_of_srun(options)
     from bloomery.cli.early_refusals import refuse_early
     from bloomery.cli.given_recipe import load_given

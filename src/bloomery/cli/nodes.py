@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
+from bloomery.cli.argument_values import read_endpoint
 from bloomery.cli.ranks import RankRange
 from bloomery.errors import BloomeryError, RankLost, TrainingFailed
 from bloomery.events.timeouts import STORE_TIMEOUT_S
@@ -154,7 +155,7 @@ def rendezvous(
     Raises BloomeryError when another program holds the port, when a launcher does not arrive within
     `timeout_s` seconds, and, on every machine, when two launchers have different recipes.
     """
-    host, port = _read_endpoint(endpoint)
+    host, port = read_endpoint(endpoint)
     store, serves = _store(host, port, timeout_s=timeout_s)
 
     def ask(call: Callable[[], _Answer]) -> _Answer:
@@ -178,16 +179,6 @@ def rendezvous(
         nodes.leave()
         raise
     return nodes
-
-
-def _read_endpoint(endpoint: str) -> tuple[str, int]:
-    host, _, port = endpoint.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise BloomeryError(
-            f"--rdzv {endpoint} is not HOST:PORT.",
-            remedy="Name the first node and a free port there, the same on all nodes: --rdzv node-1:29400",
-        )
-    return host, int(port)
 
 
 def _store(host: str, port: int, *, timeout_s: float) -> tuple[TCPStore, bool]:

@@ -18,7 +18,7 @@ from bloomery.cli.ranks import RankRange, run_ranks
 from bloomery.cli.tables import table_text
 from bloomery.cli.train import prepared_environment
 from bloomery.config.find import run_path
-from bloomery.errors import BloomeryError, RankLost, TrainingFailed
+from bloomery.errors import BloomeryError, RankLost, TrainingFailed, require_space
 from bloomery.events.run_directory import RunDirectory
 from bloomery.events.run_lock import host_name
 
@@ -62,9 +62,14 @@ def run(arguments: list[str]) -> int:
     exclusions = Exclusions.of(rundir, loaded.recipe.submit)
     if options.release:
         node = exclusions.release(options.release)
-        print(f"{node} is let back" if node else f"{options.release} is not in quarantine")
+        held = ", ".join(sorted(exclusions.nodes())) or "none"
+        print(f"{node} is let back" if node else f"{options.release} is not in quarantine; held are: {held}")
+        if not node:
+            return _WARNING
         _tell_queue(rundir, loaded, exclusions)
         return 0
+    if options.storage and options.gigabytes:
+        require_space(rundir.path, doing="Measuring the storage", bytes_needed=int(options.gigabytes * 1e9))
     facts = _measured(rundir, loaded, options)
     nodes = _of_all_nodes(rundir, facts)
     findings = _findings(nodes, loaded)
@@ -223,6 +228,7 @@ def _storage(rundir: RunDirectory, loaded: LoadedRecipe, options: Namespace, *, 
     share = int(options.gigabytes * 1e9) if options.gigabytes else -(-total // planned)
     writers = options.nproc or 2
     place = rundir.path / "preflight" / f"storage-{host_name()}-{os.getpid()}"
+    require_space(rundir.path, doing="Measuring the storage", bytes_needed=share)
     times = measure_storage(place, total=share, writers=writers)
     if not times.is_equal:
         raise TrainingFailed(

@@ -17,6 +17,7 @@ from bloomery.cli.arguments import parser
 from bloomery.cli.end_signal import EndSignal
 from bloomery.cli.run_inputs import existing_run
 from bloomery.cli.tables import size_words
+from bloomery.config.data import HUB_PREFIX
 from bloomery.errors import BloomeryError, CheckpointError, StorageError
 from bloomery.events.run_directory import RunDirectory
 
@@ -44,14 +45,15 @@ def run(arguments: list[str]) -> int:
     from bloomery.operate.sync.run_sync import RunSync
 
     rundir = RunDirectory(options.run) if options.beside else existing_run(options.run)
+    if options.checkpoints and not options.place.startswith(HUB_PREFIX):
+        raise StorageError(
+            f"--checkpoints publishes branches, and {options.place} is no repository of the Hub.",
+            remedy="Give hf:OWNER/NAME; to a store they go with backup.url or `bloomery ckpt copy`.",
+        )
     place = open_place(options.place, is_public=options.public)
     publisher = None
     if options.checkpoints:
-        if not isinstance(place, HubRepository):
-            raise StorageError(
-                f"--checkpoints publishes branches, and {options.place} is no repository of the Hub.",
-                remedy="Give hf:OWNER/NAME; to a store they go with backup.url or `bloomery ckpt copy`.",
-            )
+        assert isinstance(place, HubRepository)  # it was refused otherwise
         publisher = CheckpointPublisher(rundir, place, export=_export)
     sync = RunSync(rundir, place)
     if options.once:

@@ -183,6 +183,8 @@ def _parse(arguments: list[str]) -> Namespace:
     )
     options.add_argument("--json", action="store_true", help="with --once: print JSON")
     chosen = options.parse_intermixed_args(arguments)
+    if chosen.ping and not chosen.ping.startswith(("http://", "https://")):
+        options.error(f"--ping {chosen.ping} is no URL: write https://host/path")
     if chosen.json and not chosen.once:
         options.error("--json goes with --once")
     return chosen

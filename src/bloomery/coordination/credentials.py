@@ -113,7 +113,14 @@ DEFAULT_ENDPOINT = "http://127.0.0.1:2379"
 def endpoints_of(setting: str) -> tuple[str, ...]:
     """Return the endpoints that `setting` names, else those of BLOOMERY_COORDINATOR, else the default.
 
-    setting: elastic.coordinator, URLs separated by commas; "" for none.
+    setting: elastic.coordinator, URLs separated by commas; "" for none. Raises CoordinatorError.
     """
     named = setting or os.environ.get(ENVIRONMENT, "") or DEFAULT_ENDPOINT
-    return tuple(word.strip() for word in named.split(",") if word.strip())
+    endpoints = tuple(word.strip() for word in named.split(",") if word.strip())
+    for endpoint in endpoints:
+        if not endpoint.startswith(("http://", "https://")):
+            raise CoordinatorError(
+                f"the endpoint {endpoint!r} of the coordinator is no URL",
+                remedy=f"Write http://host:2379, in elastic.coordinator, --endpoints or {ENVIRONMENT}.",
+            )
+    return endpoints

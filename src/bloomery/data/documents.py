@@ -193,7 +193,7 @@ def _field_text(record: object, text_field: str, *, setting: str) -> str | BadTe
             return BadText(kind=_NO_FIELD, why=why)
         text = text[name]
     if not isinstance(text, str):
-        why = f"field {text_field!r} is a {type(text).__name__}, not text; its fields are "
+        why = f"field {text_field!r} holds {type(text).__name__}, not text; its fields are "
         return BadText(kind=_NO_TEXT, why=why + _listed(_paths(record)))
     return checked_text(text)
 

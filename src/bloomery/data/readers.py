@@ -397,4 +397,4 @@ def _text_in(value: object, text_field: str) -> str | BadText:
         return decoded_text(value)
     if isinstance(value, str):
         return checked_text(value)
-    return BadText(kind="not text", why=f"column {text_field!r} holds a {type(value).__name__}, not text")
+    return BadText(kind="not text", why=f"column {text_field!r} holds {type(value).__name__}, not text")

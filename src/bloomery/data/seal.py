@@ -172,8 +172,10 @@ def parse_seal(content: bytes) -> SealOutline | Seal:
         if int(plain["block_bytes"]) < 1:
             raise ValueError(f"blocks of {plain['block_bytes']} bytes")
         return Seal(facts=_facts(plain), block_bytes=int(plain["block_bytes"]), files=files)
-    except (KeyError, TypeError, AttributeError) as wrong:
+    except KeyError as wrong:
         raise ValueError(f"it lacks {wrong}") from wrong
+    except (TypeError, AttributeError) as wrong:
+        raise ValueError(f"a value has another form: {wrong}") from wrong
 
 
 def read_seal(prefix: Path) -> Seal | None:

@@ -201,6 +201,12 @@ def _files_below(source: str) -> list[SourceFile]:
                 f"The source {source!r} is an address, and data.sources are read from a disk.",
                 remedy="Bring it here first: `bloomery data fetch`.",
             )
+        if os.path.lexists(path):
+            raise DataError(
+                f"The source {source!r} is neither a file nor a directory: a pipe, a device, or a link to "
+                "nothing or to itself.",
+                remedy="Give a file, for instance a copy of what it holds.",
+            )
         raise DataError(
             f"The source {source!r} does not exist (looked for {path.absolute()}).",
             remedy='Several sources are a list: data.sources=\'["a.txt", "b.txt"]\'.'

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import unquote, urlsplit
 
 import xxhash
 
@@ -301,6 +302,8 @@ def _opened(url: str, *, total_s: float, silence_s: float, create: bool) -> Obje
     retry: RetryConfig = {"max_retries": 1}  # `_Retry` tries again, what ended in the middle too
     try:
         if scheme == "file":
+            if not create:
+                _refuse_no_directory(url)
             return LocalStore.from_url(url, mkdir=create)
         refuse_network(f"reach {without_secrets(url)}", remedy="Copy it by way of a disk: file:///path.")
         if scheme in ("http", "https"):
@@ -311,6 +314,13 @@ def _opened(url: str, *, total_s: float, silence_s: float, create: bool) -> Obje
             f"{without_secrets(url)} cannot be used: {short_text(str(error))}",
             remedy="Is the URL right, and are the credentials in the environment?",
         ) from error
+
+
+def _refuse_no_directory(url: str) -> None:
+    path = Path(unquote(urlsplit(url).path))
+    if not path.is_dir():
+        problem = "is no directory" if path.exists() else "does not exist"
+        raise StorageError(f"{without_secrets(url)} {problem}", remedy="Check the path.")
 
 
 def _is_etag(mark: str) -> bool:

@@ -19,17 +19,21 @@ log = logging.getLogger(__name__)
 
 def is_remote(text: str) -> bool:
     """Say whether a command's argument is a URL of objects rather than a path."""
-    return text.partition("://")[0] in SCHEMES and "://" in text
+    scheme, found, _ = text.partition("://")
+    return bool(found) and scheme.isalnum()
 
 
-def place_at(url: str, *, patience_s: float = PATIENCE_S) -> Objects:
-    """Return the objects at the URL of a run's backup. Raises CheckpointError, StorageError."""
-    if not is_remote(url):
+def place_at(url: str, *, patience_s: float = PATIENCE_S, create: bool = True) -> Objects:
+    """Return the objects at the URL of a run's backup. Raises CheckpointError, StorageError.
+
+    create: make the directory of a file:// URL; who only reads makes none.
+    """
+    if url.partition("://")[0] not in SCHEMES:
         raise CheckpointError(
             f"{without_secrets(url)} is not the URL of a store",
             remedy=f"One of {', '.join(SCHEMES)}://…",
         )
-    return Objects(url, patience_s=patience_s)
+    return Objects(url, patience_s=patience_s, create=create)
 
 
 def remote_checkpoints(remote: Objects, *, abandoned: bool = False) -> list[RemoteCheckpoint]:
@@ -81,7 +85,7 @@ def remote_source(url: str) -> Source:
 
     Raises CheckpointError, StorageError.
     """
-    remote = place_at(url)
+    remote = place_at(url, create=False)
     try:
         if parse_name(url.rstrip("/").rsplit("/", 1)[-1]) is not None:
             return RemoteCheckpoint(remote, "")

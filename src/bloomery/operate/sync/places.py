@@ -44,9 +44,9 @@ class StorePlace:
 
     most_bytes = 32 << 20
 
-    def __init__(self, url: str, *, patience_s: float = 120.0) -> None:
+    def __init__(self, url: str, *, patience_s: float = 120.0, create: bool = True) -> None:
         self.name = url
-        self._objects = Objects(url, patience_s=patience_s)
+        self._objects = Objects(url, patience_s=patience_s, create=create)
 
     def entries(self) -> dict[str, ObjectStat]:
         """Return the size and mark of each object."""
@@ -85,17 +85,18 @@ class StorePlace:
             raise storage_failure(error, doing=f"Reading {self.name}") from error
 
 
-def open_place(text: str, *, is_public: bool = False) -> SyncPlace:
+def open_place(text: str, *, is_public: bool = False, create: bool = True) -> SyncPlace:
     """Return the place that a user named: hf:OWNER/NAME, or a URL.
 
     is_public: whether a repository of the Hub that is made now is for everybody to read.
+    create: make the directory of a file:// URL; who only reads makes none.
     """
     if text.startswith(HUB_PREFIX):
         from bloomery.operate.sync.hub import HubRepository
 
         return HubRepository(text.removeprefix(HUB_PREFIX), is_public=is_public)
     refuse_other_places(text)
-    return StorePlace(text)
+    return StorePlace(text, create=create)
 
 
 def refuse_other_places(text: str) -> None:
