@@ -22,12 +22,14 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Protocol
 
+from bloomery.cli.child_ends import ChildEnds
 from bloomery.durable import hold_directory, remove_abandoned
 from bloomery.errors import RankLost
 from bloomery.events.run_lock import host_name
 from bloomery.events.timeouts import GRACE_AFTER_FAILURE_S, GRACE_AFTER_SIGNAL_S, GRACE_S
 
 _JOIN_S = 10.0
+_LOOK_S, _ALONE_S = 0.2, 60.0  # between questions to supervisors and other launchers; where there are none
 
 LAUNCHER = "BLOOMERY_LAUNCHER"
 """Environment variable of a rank: the process id of its launcher."""
@@ -132,7 +134,8 @@ def run_ranks(
         if supervisor is not None:
             supervisor.started({share.first + local: rank.pid for local, rank in enumerate(ranks)})
         killed: set[int] = set()
-        status = _wait(ranks, share, others, supervisor, killed)
+        with ChildEnds(ranks) as ends:
+            status = _wait(ranks, share, others, supervisor, killed, ends)
         if output:
             output.finish()
         if supervisor is not None:
@@ -202,10 +205,11 @@ def _wait(
     others: OtherLaunchers | None,
     supervisor: RankSupervisor | None,
     killed: set[int],
+    ends: ChildEnds,
 ) -> int:
     """Wait until all ranks have ended; returns the first failure's status, or 0, and adds to `killed`."""
-    failure, elsewhere, departs = 0, "", ""
-    deadline = float("inf")
+    failure, elsewhere, departs, deadline = 0, "", "", float("inf")
+    look_s = _ALONE_S if others is None and supervisor is None else _LOOK_S
     while True:
         living = [number for number, rank in enumerate(ranks) if rank.poll() is None]
         ended = {number: rank.returncode for number, rank in enumerate(ranks) if number not in living}
@@ -235,7 +239,7 @@ def _wait(
             _say(f"ranks {[share.first + number for number in living]} did not end in time: killed")
             killed.update(_signal_all(ranks, signal.SIGKILL))
             failure, deadline = failure or 1, float("inf")
-        time.sleep(0.05)
+        ends.wait(min(look_s, deadline - time.monotonic()))
     if failure < 0:
         _say("the same command goes on from the newest checkpoint")
         return 128 - failure

@@ -1,0 +1,73 @@
+"""The end of a child process is told at once, and once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from bloomery.cli.child_ends import ChildEnds
+
+LONG_S = 60.0
+
+
+@pytest.fixture
+def child() -> Iterator[Callable[[], subprocess.Popen[bytes]]]:
+    children: list[subprocess.Popen[bytes]] = []
+
+    def started() -> subprocess.Popen[bytes]:
+        children.append(subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE))
+        return children[-1]
+
+    yield started
+    for one in children:
+        one.kill()
+        one.communicate()
+
+
+def test_an_end_is_told_long_before_the_timeout_and_only_once(
+    child: Callable[[], subprocess.Popen[bytes]],
+) -> None:
+    first, second = child(), child()
+    with ChildEnds([first, second]) as ends:
+        ends.wait(0.01)
+        assert first.poll() is None
+        first.kill()
+        begun = time.monotonic()
+        ends.wait(LONG_S)
+        assert first.poll() is not None and time.monotonic() - begun < LONG_S / 2
+        threading.Timer(0.2, second.kill).start()
+        ends.wait(LONG_S)  # the first end is not told again
+        assert second.poll() is not None
+
+
+def test_a_signal_that_is_handled_does_not_end_the_wait(
+    child: Callable[[], subprocess.Popen[bytes]],
+) -> None:
+    told: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: told.append(number))
+    try:
+        one = child()
+        with ChildEnds([one]) as ends:
+            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+            threading.Timer(0.3, one.kill).start()
+            ends.wait(LONG_S)
+            assert told == [signal.SIGUSR1] and one.poll() is not None
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_where_the_system_tells_of_no_ends_the_wait_is_short(
+    child: Callable[[], subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(os, "pidfd_open")
+    with ChildEnds([child()]) as ends:
+        begun = time.monotonic()
+        ends.wait(LONG_S)
+        assert time.monotonic() - begun < LONG_S / 2
