@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import http.client
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from urllib.parse import urlsplit
 
 import pytest
@@ -151,6 +151,19 @@ def test_a_loopback_address_is_told_to_nobody_where_the_coordinator_is_elsewhere
     assert access(certificates, far, "elastic.advertise=localhost:1,a.example:2").advertise == (
         "a.example:2",
     )
+
+
+def test_a_loopback_address_that_another_machine_tells_is_not_dialled(bundles):
+    certificates = f"elastic.certificates={bundles / 'alice'}"
+    here, far = access(certificates), access(certificates, "elastic.coordinator=https://10.0.0.1:2379")
+    with closing(far.etcd()) as etcd:
+        assert here.trust(etcd).dials_loopback and not far.trust(etcd).dials_loopback
+
+
+@pytest.mark.parametrize("setting", ["elastic.listen=none", "elastic.coordinator=https://10.0.0.1:2379"])
+def test_a_peer_that_nobody_can_dial_is_no_relay(bundles, setting):
+    with pytest.raises(PeerError, match="this one only dials"):
+        access(f"elastic.certificates={bundles / 'alice'}", "elastic.relay=true", setting)
 
 
 def test_a_peer_that_only_dials_listens_nowhere_and_serves_nothing(bundles):

@@ -168,6 +168,20 @@ def test_of_several_addresses_the_one_that_answers_serves(opened):
     assert {link.connection.family for link in sending} == {socket.AF_INET6}
 
 
+def test_where_peers_are_on_other_machines_a_loopback_address_of_one_is_not_dialled(opened):
+    a, b = opened("a", replace(TOKEN, dials_loopback=False)), opened("b", turns=IMPATIENT)
+    with pytest.raises(ConnectionError, match="is this machine, and not where its peer is"):
+        a.probe(contact(b), sizes=ProbeSizes(streams=1), deadline_s=DEADLINE_S)
+    sending, _ = pair(a, b, epoch=1)
+    assert {link.way for link in sending} == {"accepted"}
+
+
+def test_an_address_that_is_unknown_keeps_nobody_from_the_next_one(opened):
+    a, b = opened("a"), opened("b")
+    known = contact(b, ("nowhere.invalid:1", *b.addresses))
+    assert a.probe(known, sizes=ProbeSizes(streams=1), deadline_s=DEADLINE_S).rtt_ms > 0
+
+
 def test_two_peers_that_cannot_be_dialled_meet_at_a_relay(opened, tmp_path):
     authority = Authority(tmp_path / "authority", "run r")
     relay = opened("r", authority.trust("r"), is_relay=True)
@@ -358,7 +372,7 @@ def test_without_certificates_no_other_machine_is_dialled(opened):
     a = opened("a")
     target = opened("b")
     elsewhere = contact(target, ("192.0.2.1:9",))
-    with pytest.raises(PeerRefused, match="no certificates"):
+    with pytest.raises(ConnectionError, match="no certificates"):
         a.probe(elsewhere, sizes=ProbeSizes(streams=1), deadline_s=DEADLINE_S)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from contextlib import ExitStack, closing
+from dataclasses import replace
 
 import pytest
 from tests.diloco.elastic_peers import DEADLINE_S, TOKEN, Authority, connection_manager, contact, raw, until
@@ -103,6 +104,22 @@ def test_a_source_whose_address_does_not_answer_is_reached_through_a_relay(opene
     with socket.create_server(("127.0.0.1", 0)) as closed:
         nowhere = f"http://127.0.0.1:{closed.getsockname()[1]}"
     assert fetched_files(tmp_path, newcomer, TOKEN, url=nowhere) == files_of(checkpoint)
+
+
+def test_a_loopback_address_of_a_source_elsewhere_is_not_dialled_and_a_relay_reaches_it(
+    opened, served, tmp_path
+):
+    relay = opened("r", is_relay=True)
+    source, newcomer = (opened(name, listen=(), relays=lambda: (contact(relay),)) for name in "bc")
+    server, checkpoint = served(TOKEN)
+    source.wait_at(source.meeting_points("b"), server.serve)
+    with socket.create_server(("127.0.0.1", 0)) as mine:
+        url = f"http://127.0.0.1:{mine.getsockname()[1]}"
+        elsewhere = replace(TOKEN, dials_loopback=False)
+        assert fetched_files(tmp_path, newcomer, elsewhere, url=url) == files_of(checkpoint)
+        mine.settimeout(0.0)
+        with pytest.raises(BlockingIOError):
+            mine.accept()
 
 
 def waiting(manager, at):

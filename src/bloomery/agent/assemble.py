@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -121,7 +121,8 @@ class PeerAccess:
         if self.bundle is None:
             return Trust(token=run_token(etcd, Keys(self.run)).encode())
         bundle = self.bundle
-        return trust_certificates(authority=bundle.authority, certificate=bundle.certificate, key=bundle.key)
+        trust = trust_certificates(authority=bundle.authority, certificate=bundle.certificate, key=bundle.key)
+        return replace(trust, dials_loopback=_are_here(self.endpoints))
 
 
 def access_of(recipe: Recipe, sources: Mapping[str, str], environment: Mapping[str, str]) -> PeerAccess:
@@ -159,12 +160,18 @@ def access_of(recipe: Recipe, sources: Mapping[str, str], environment: Mapping[s
             remedy="`bloomery coordinate --init-certs` makes them; name the bundle in elastic.certificates.",
         )
     endpoints = _listed(chosen["coordinator"])
+    reachable = _beyond_this_machine(listen, endpoints)
+    if section.relay and not reachable:
+        raise PeerError(
+            "A peer that relays for others has to be dialled by them, and this one only dials.",
+            remedy="Set elastic.listen and elastic.advertise, or elastic.relay = false.",
+        )
     return PeerAccess(
         run=recipe.run.name,
         peer=peer,
         endpoints=endpoints,
         bundle=bundle,
-        listen=_beyond_this_machine(listen, endpoints),
+        listen=reachable,
         advertise=_beyond_this_machine(advertise, endpoints),
         timeouts=timeouts_of(section),
     )
@@ -225,8 +232,7 @@ def _beyond_this_machine(addresses: tuple[str, ...], endpoints: tuple[str, ...])
 
     Others would dial their own machine at such an address. A peer that is left without an address only dials.
     """
-    hosts = [urlsplit(endpoint).hostname or "" for endpoint in endpoints]
-    if all(is_loopback(host) for host in hosts):
+    if _are_here(endpoints):
         return addresses
     reachable = tuple(address for address in addresses if not is_loopback(split_address(address)[0]))
     if reachable != addresses:
@@ -234,6 +240,11 @@ def _beyond_this_machine(addresses: tuple[str, ...], endpoints: tuple[str, ...])
             "other machines cannot reach %s: %s", ", ".join(addresses), reachable or "this peer only dials"
         )
     return reachable
+
+
+def _are_here(endpoints: tuple[str, ...]) -> bool:
+    """Whether the coordinator is on this machine, and so may be the whole run."""
+    return all(is_loopback(urlsplit(endpoint).hostname or "") for endpoint in endpoints)
 
 
 def _listed(text: str) -> tuple[str, ...]:

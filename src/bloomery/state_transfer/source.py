@@ -17,7 +17,7 @@ from bloomery.checkpoint.format.manifest import parse_name
 from bloomery.checkpoint.format.source import Ranges
 from bloomery.errors import PeerError
 from bloomery.state_transfer.served_states import PREFIX
-from bloomery.transport.trust import PeerRefused, Trust, check_names
+from bloomery.transport.trust import PeerRefused, Trust, check_names, is_loopback
 
 CONNECT_S = 5.0
 STALL_S = 10.0
@@ -202,12 +202,12 @@ def _pool(origin: PeerSource, trust: Trust) -> urllib3.HTTPConnectionPool:
     pool: urllib3.HTTPConnectionPool
     if trust.to_dial is None:
         pool = urllib3.HTTPConnectionPool(host, port, maxsize=8)
-        pool.ConnectionCls = _plain_connection(origin, trust)
+        pool.ConnectionCls = _plain_connection(origin, host, trust)
     else:
         pool = urllib3.HTTPSConnectionPool(
             host, port, maxsize=8, ssl_context=trust.to_dial, assert_hostname=False
         )
-        pool.ConnectionCls = _known_connection(origin, trust)
+        pool.ConnectionCls = _known_connection(origin, host, trust)
     return pool
 
 
@@ -227,9 +227,9 @@ def _place(origin: PeerSource, scheme: str) -> tuple[str, int]:
 class _Way:
     """How a peer is reached: at its address, or through a relay where it has none or that does not answer."""
 
-    def __init__(self, origin: PeerSource) -> None:
+    def __init__(self, origin: PeerSource, host: str, trust: Trust) -> None:
         self._reach = origin.reach
-        self._has_address = origin.url != THROUGH_RELAY
+        self._has_address = origin.url != THROUGH_RELAY and (trust.dials_loopback or not is_loopback(host))
         self._is_direct = self._has_address
 
     def connect(self, dial: Callable[[], socket.socket]) -> socket.socket:
@@ -254,8 +254,8 @@ class _Way:
         return connection
 
 
-def _plain_connection(origin: PeerSource, trust: Trust) -> type[HTTPConnection]:
-    way = _Way(origin)
+def _plain_connection(origin: PeerSource, host: str, trust: Trust) -> type[HTTPConnection]:
+    way = _Way(origin, host, trust)
 
     class OnLoopback(HTTPConnection):
         """A connection to this machine, for without certificates other machines are not trusted."""
@@ -274,8 +274,8 @@ def _plain_connection(origin: PeerSource, trust: Trust) -> type[HTTPConnection]:
     return OnLoopback
 
 
-def _known_connection(origin: PeerSource, trust: Trust) -> type[HTTPSConnection]:
-    way = _Way(origin)
+def _known_connection(origin: PeerSource, host: str, trust: Trust) -> type[HTTPSConnection]:
+    way = _Way(origin, host, trust)
 
     class OfPeer(HTTPSConnection):
         """A connection that requires the certificate of the peer that was dialled."""

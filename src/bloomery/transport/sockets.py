@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from bloomery.errors import PeerError
-from bloomery.transport.trust import Trust
+from bloomery.transport.trust import PeerRefused, Trust
 
 _CONGESTION_CONTROL = b"bbr"
 """BBR keeps its rate where losses are not due to congestion, as between sites."""
@@ -104,11 +104,11 @@ STAGGER_S = 0.25
 def dial(addresses: Sequence[str], trust: Trust, *, deadline_s: float) -> socket.socket:
     """Return a connected, blocking socket.
 
-    OSError: no address answered in time. PeerRefused: `trust` forbids an address.
+    OSError: no address that `trust` allows answered in time.
     """
     until = time.monotonic() + deadline_s
-    untried = iter(_resolved(addresses, trust))
     failures: list[str] = []
+    untried = iter(_resolved(addresses, trust, failures))
     with selectors.DefaultSelector() as selector:
         try:
             has_more = True
@@ -137,12 +137,18 @@ def dial(addresses: Sequence[str], trust: Trust, *, deadline_s: float) -> socket
     raise ConnectionError(", ".join(failures) or "the peer has no address")
 
 
-def _resolved(addresses: Sequence[str], trust: Trust) -> Iterator[tuple[str, int, tuple[object, ...]]]:
+def _resolved(
+    addresses: Sequence[str], trust: Trust, failures: list[str]
+) -> Iterator[tuple[str, int, tuple[object, ...]]]:
+    """Yield what may be dialled, and note why the rest cannot be."""
     for address in addresses:
         host, port = split_address(address)
-        for family, _, _, _, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-            trust.check_address(str(place[0]))
-            yield address, family, place
+        try:
+            for family, _, _, _, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+                trust.check_dialled(str(place[0]))
+                yield address, family, place
+        except (OSError, PeerRefused) as error:
+            failures.append(f"{address}: {error}")
 
 
 def _start_next(
@@ -155,9 +161,6 @@ def _start_next(
         address, family, place = next(untried)
     except StopIteration:
         return False
-    except OSError as error:
-        failures.append(str(error))
-        return True
     connection = socket.socket(family, socket.SOCK_STREAM)
     connection.settimeout(0.0)
     try:

@@ -62,12 +62,15 @@ class Trust:
     to_listen, to_dial: TLS 1.3 with the run's authority, where both ends show certificates; None: there are
         no certificates, so no connection leaves the machine.
     revoked: serial numbers of certificates that are no longer trusted; it grows while the peer runs.
+    dials_loopback: whether loopback addresses that others tell are dialled; False where the run is on several
+        machines, for such an address then leads to this machine and not to who told it.
     """
 
     token: bytes = b""
     to_listen: ssl.SSLContext | None = None
     to_dial: ssl.SSLContext | None = None
     revoked: set[str] = field(default_factory=set)
+    dials_loopback: bool = True
 
     @property
     def has_certificates(self) -> bool:
@@ -78,6 +81,12 @@ class Trust:
         """Raise PeerRefused if `host` is another machine and there are no certificates."""
         if not self.has_certificates and not is_loopback(host):
             raise PeerRefused(f"{host} is another machine, and this peer has no certificates")
+
+    def check_dialled(self, host: str) -> None:
+        """Raise PeerRefused if an address that another peer told must not be dialled."""
+        self.check_address(host)
+        if not self.dials_loopback and is_loopback(host):
+            raise PeerRefused(f"{host} is this machine, and not where its peer is")
 
     def check_certificate(self, connection: object) -> None:
         """Raise PeerRefused if the other end of a TLS connection shows a certificate that was revoked."""
