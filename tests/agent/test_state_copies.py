@@ -45,6 +45,8 @@ def test_few_peers_copy_for_a_newcomer_and_more_if_they_do_not_bring_it_in():
     behind_nat = {name: listed(name, serves=()) for name in ("p11", "p12")}
     reachable = replace(without, members={**run(wanting).members, **behind_nat})
     assert makers(reachable) == ["p13", "p14", "p15", "p16"]
+    relayed = {name: listed(name, serves=("relay:",)) for name in HOLDERS if name not in ("p09", "p12")}
+    assert makers(run(wanting, *relayed.values())) == ["p09", "p11", "p12", "p13"]
     liar = replace(wanting, member=example.member(peer="liar", round=5, digest="d5", copies=("d5",)))
     assert len(makers(run(wanting, liar))) in (3, 4)
     for overtaken, count in ((1, 8), (3, 32), (9, 64)):

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from msgspec import structs
 from tests.protocol import example
 
 from bloomery.agent.state_sync import Behind, StateSync
@@ -39,6 +40,27 @@ def snapshot(round: int) -> RunSnapshot:
     )
     present = ListedMember(member=member, life=1, modified=1, seen_s=0.0, said_s=0.0)
     return RunSnapshot(members={"a": present}, commits={round: commit})
+
+
+def test_a_source_that_can_be_dialled_comes_before_one_behind_a_relay_which_is_reached_by_its_name():
+    ended: queue.Queue[None] = queue.Queue()
+    reached, seen = [], []
+
+    def fetch(commit, sources, *, cancelled):
+        seen.extend(sources())
+        return FetchedState(directory=Path("here"), leader=sources()[0], bytes=1)
+
+    run = snapshot(1)
+    dialled = run.members["a"]
+    relayed = replace(dialled, member=structs.replace(dialled.member, serves=("relay:",)))
+    run = replace(run, members={"a": relayed, "z": dialled})
+    sync = StateSync(fetch, me="b", wake=lambda: ended.put(None), reach=reached.append)
+    assert sync.fetch(run, now=1e9) is None
+    ended.get(timeout=DEADLINE_S)
+    assert [(source.peer, source.url) for source in seen] == [("z", "http://127.0.0.1:1"), ("a", "relay:")]
+    for source in seen:
+        source.reach()
+    assert reached == ["z", "a"]
 
 
 def test_a_fetch_that_ends_by_an_error_nobody_foresaw_is_told_and_made_again(caplog):

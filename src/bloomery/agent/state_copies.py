@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from bloomery.agent.agent_context import ServesState
 from bloomery.agent.rank_server import RankServer
@@ -16,6 +16,7 @@ from bloomery.agent.rank_state import LocalRanks
 from bloomery.coordination.snapshot import ListedMember, RunSnapshot
 from bloomery.errors import BloomeryError
 from bloomery.protocol.rank_messages import CopyState, StateCopied
+from bloomery.state_transfer.source import THROUGH_RELAY
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +85,10 @@ def copies_wanted(snapshot: RunSnapshot, *, me: str, made: Sequence[str]) -> Cop
     keep = tuple(digest for digest in made if digest in wanted or (wanted and digest == made[-1]))
     commit = snapshot.commit
     newest = commit.digest if commit is not None else ""
-    holders = [name for name, listed in snapshot.holders(newest).items() if listed.member.serves]
+    serving = snapshot.holders(newest).items()
+    holders = {
+        name: THROUGH_RELAY in listed.member.serves for name, listed in serving if listed.member.serves
+    }
     makes = newest in wanted and newest not in made and me in holders and len(keep) < _KEPT
     is_source = any(
         me in _sources(name, listed, holders)
@@ -94,11 +98,14 @@ def copies_wanted(snapshot: RunSnapshot, *, me: str, made: Sequence[str]) -> Cop
     return CopyState(keep=keep, makes=newest if is_source else "")
 
 
-def _sources(newcomer: str, listed: ListedMember, holders: Sequence[str]) -> Sequence[str]:
+def _sources(newcomer: str, listed: ListedMember, holders: Mapping[str, bool]) -> Sequence[str]:
     """Return the peers that make a copy for a newcomer: those that follow it by name among the holders.
 
-    holders: the peers that hold the state and can serve a copy of it; one that only dials cannot.
+    Those that can be dialled come first, to spare the peers that relay.
+
+    holders: the peers that hold the state and can serve a copy of it, and whether through a relay alone.
     """
     count = SOURCES << min(listed.member.overtaken, _DOUBLINGS)
-    first = bisect(holders, newcomer)
-    return (*holders[first:], *holders[:first])[:count]
+    names = list(holders)
+    first = bisect(names, newcomer)
+    return sorted((*names[first:], *names[:first]), key=lambda name: holders[name])[:count]

@@ -21,7 +21,7 @@ from bloomery.protocol.rank_messages import CatchUp, ReplaceState
 from bloomery.protocol.records import Commit
 from bloomery.state_transfer.client import FetchedState
 from bloomery.state_transfer.served_states import average_file
-from bloomery.state_transfer.source import PeerSource
+from bloomery.state_transfer.source import THROUGH_RELAY, PeerSource
 
 log = logging.getLogger(__name__)
 
@@ -204,17 +204,21 @@ class StateSync:
         return whole if has_failed or not givers & set(snapshot.members) else average
 
     def _sources_of(self, sought: _Sought, others: Mapping[str, ListedMember]) -> list[PeerSource]:
-        """Return who may have it: those that say they have a copy, or that were in the average's round."""
+        """Return who may have it: those that say they have a copy, or that were in the average's round.
+
+        Those that can be dialled come first, for an average comes from one source.
+        """
         digest = sought.commit.digest
         names: Iterable[str] = [name for name in others if digest in others[name].member.copies]
         if sought.is_average:
             names = [name for name in others if name in sought.commit.members]
-        return [
+        found = [
             PeerSource(peer=name, url=url, reach=partial(self._reach, name) if self._reach else None)
             for name in sorted(names)
             if (digest, name) not in self._refused
             for url in others[name].member.serves
         ]
+        return sorted(found, key=lambda source: source.url == THROUGH_RELAY)
 
     def _run(self, sought: _Sought, ranks: int) -> None:
         began_s, commit = time.monotonic(), sought.commit

@@ -74,6 +74,7 @@ class StateRelay:
             return bool(taken) or self._is_closed
 
         with self._changed:
+            self._close_late()
             self._changed.wait_for(is_taken, timeout=deadline_s)
         return taken[0] if taken else None
 
