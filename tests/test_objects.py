@@ -158,3 +158,17 @@ def test_a_store_that_does_not_answer_is_told_once_while_it_is_tried_again(
         retry.pause_or_raise(StoreUnreachable("http://h/one: connection refused"))
         assert len(caplog.records) == told
     assert caplog.records[0].message == "http://h/one: connection refused; it is tried again for 60 s"
+
+
+def test_a_full_disk_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tries = []
+
+    def full(*given: object, **named: object) -> None:
+        tries.append(given)
+        raise exceptions.GenericError("Unable to copy data to file: No space left on device (os error 28)")
+
+    monkeypatch.setattr(obstore, "put", full)
+    with pytest.raises(StoreUnreachable) as refused:
+        Objects(f"file://{tmp_path}").put("a", b"x")
+    assert len(tries) == 1
+    assert "free some space" in storage_failure(refused.value, doing="Copying").remedy

@@ -161,7 +161,7 @@ def storage_error(error: OSError, *, path: Path, doing: str, bytes_needed: int |
     elif error.errno in _GONE:
         remedy = "Is the path right, and the disk still mounted? Bring it back, or choose another."
     elif error.errno == errno.EISDIR:
-        remedy = "A directory is where a file is to be written: name a file in it, or another path."
+        remedy = "A directory is where a file is needed: move it away, or name a file."
     elif error.errno in _NOT_A_DIRECTORY:
         remedy = "A file is where a directory is needed: move it away, or choose another directory."
     else:

@@ -116,6 +116,13 @@ def test_a_fork_is_refused_where_nothing_or_something_is(stopped, capsys):
     assert not (stopped / "new").exists()
 
 
+def test_a_rewind_is_forecast_where_the_journal_is_lost(stopped, capsys):
+    for journal in (stopped / "journal").iterdir():
+        journal.write_bytes(b"\xff\x00" * 1000)
+    assert main(["rewind", str(stopped), "--to-step", "7", "--dry-run"]) == 0
+    assert "step-000006" in capsys.readouterr().out
+
+
 def test_a_fork_of_a_checkpoint_that_was_cut_short_is_refused(stopped, capsys):
     (weights,) = (stopped / "checkpoints" / "step-000008.i001").glob("model-*")
     os.truncate(weights, 100)

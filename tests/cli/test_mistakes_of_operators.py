@@ -22,6 +22,12 @@ MISTAKES = [
     (("data", "tokenizer", "pipe.txt", "--to", "new.json"), "is neither a file nor a directory"),
     (("data", "tokenizer", "loop", "--to", "new.json"), "is neither a file nor a directory"),
     (("note", "run", "\udcff"), "The note is not UTF-8"),
+    (("ckpt", "list", "\udcff"), "is not UTF-8"),
+    (("data", "tokenizer", "latin", "--to", "new.json"), "The name of the file '\\xff.txt' is not UTF-8"),
+    (("calibrate", "--to", "a.txt"), "a.txt is there already and describes no machine"),
+    (("calibrate", "--to", "."), "is a directory"),
+    (("calibrate", "--disk", "a.txt"), "a.txt cannot be written"),
+    (("chaos", "demo"), "the recipe has no rounds between peers"),
     (("watch", "run", "--once", "--ping", "example.org"), "is no URL: write https://host/path"),
     (("dashboard", "run", "--tls-cert", "a.txt", "--tls-key", "a.txt"), "are no certificate with its key"),
     (("dashboard", "run", "--tls-cert", "none", "--tls-key", "none"), "Is the path right"),
@@ -44,6 +50,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "a.txt").write_text("Once upon a time. ")
     (place / "empty.txt").touch()
     (place / "loop").symlink_to("loop")
+    (place / "latin").mkdir()
+    (place / "latin" / "\udcff.txt").write_text("Once upon a time. ")
     os.mkfifo(place / "pipe.txt")
     return place
 

@@ -25,7 +25,7 @@ from bloomery.agent.known_commits import KnownCommits
 from bloomery.agent.peer_state_server import PeerStateServer
 from bloomery.agent.timeouts import Timeouts, timeouts_of
 from bloomery.config.elastic import SPARSE, ElasticSection
-from bloomery.config.peer_settings import equal_settings
+from bloomery.config.peer_settings import equal_settings, no_rounds
 from bloomery.config.recipe import Recipe
 from bloomery.coordination.credentials import Bundle, read_bundle
 from bloomery.coordination.eligibility import RoundSettings
@@ -183,15 +183,7 @@ def _refuse_mistakes(recipe: Recipe, sources: Mapping[str, str], *, peer: str, c
         if not is_name(value):
             mistakes.append(name_mistake(key, value, sources.get(key, "default")))
     if not recipe.elastic.inner_steps:
-        mistakes.append(
-            Mistake(
-                key="elastic.inner_steps",
-                value=0,
-                source=sources.get("elastic.inner_steps", "default"),
-                problem="the recipe has no rounds between peers",
-                remedy="Set elastic.inner_steps, for instance to 50; or train alone: `bloomery train`.",
-            )
-        )
+        mistakes.append(no_rounds(sources))
     if not coordinator:
         mistakes.append(
             Mistake(

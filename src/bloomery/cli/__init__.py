@@ -129,10 +129,22 @@ def _dispatch(words: list[str]) -> int:
 
         print(version_line())
         return 0
+    if name not in ("generate", "note") and (wrong := _not_utf8(words)):  # which tell it of their texts
+        print(wrong, file=sys.stderr)
+        return USAGE
     if name not in COMMANDS:
         print(_unknown(name), file=sys.stderr)
         return USAGE
     return _run(name, words[1:])
+
+
+def _not_utf8(words: list[str]) -> str:
+    """Return what is wrong with a word that is not UTF-8, which no journal, recipe or record could hold."""
+    for word in words:
+        shown = word.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+        if shown != word:
+            return f"bloomery: '{shown}' is not UTF-8\n  Write it in UTF-8; rename a file whose name is not."
+    return ""
 
 
 def _run(name: str, arguments: list[str]) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from bloomery.cli.arguments import parser
 from bloomery.cli.plan import OWN_MACHINE
+from bloomery.errors import BloomeryError, StorageError
 
 EXAMPLES = """\
 bloomery calibrate                        write this-machine.toml, which `bloomery plan` then uses by default
@@ -43,10 +44,9 @@ def run(arguments: list[str]) -> int:
     options.add_argument("--json", action="store_true", help="print the figures as one JSON object too")
     options.add_argument("--quiet", action="store_true", help="do not print what is being measured")
     chosen = options.parse_args(arguments)
-    from bloomery.errors import StorageError
-
+    _refuse_other_file(chosen.to)
     for directory in (chosen.disk, chosen.to.parent):
-        if not os.access(directory, os.W_OK):
+        if not directory.is_dir() or not os.access(directory, os.W_OK):
             remedy = "Give a directory that exists and can be written."
             raise StorageError(f"{directory} cannot be written", remedy=remedy)
     from bloomery.cli.train import MALLOC, PREPARED
@@ -66,6 +66,16 @@ def run(arguments: list[str]) -> int:
         return 0
     print(f"wrote {chosen.to}: bloomery plan RECIPE --hardware {chosen.to}")
     return 0
+
+
+def _refuse_other_file(path: Path) -> None:
+    """Raise BloomeryError, before the measuring, where its result would replace another kind of file."""
+    if path.is_dir():
+        raise BloomeryError(f"{path} is a directory.", remedy="Name a file that ends in .toml: --to FILE.")
+    if path.exists() and b"[accelerator]" not in path.read_bytes():
+        raise BloomeryError(
+            f"{path} is there already and describes no machine.", remedy="Name another file: --to FILE."
+        )
 
 
 def _say(line: str) -> None:

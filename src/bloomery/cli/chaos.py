@@ -201,7 +201,9 @@ def _run(options: Namespace, *, faults: Sequence[Fault] = (), seed: int = 0, bac
     from bloomery.chaos.processes import interrupted_once
     from bloomery.chaos.scenario import ScenarioSettings, run_scenario
     from bloomery.config.load import load_recipe
+    from bloomery.config.peer_settings import no_rounds
     from bloomery.config.validate import check_recipe
+    from bloomery.errors import ConfigError
     from bloomery.events.journal import read_journal
     from bloomery.events.run_directory import RunDirectory
     from bloomery.plan.schedule import total_samples
@@ -211,6 +213,8 @@ def _run(options: Namespace, *, faults: Sequence[Fault] = (), seed: int = 0, bac
     loaded = load_recipe(name, overrides)
     check_recipe(loaded.recipe, loaded.sources)
     recipe = loaded.recipe
+    if not recipe.elastic.inner_steps:
+        raise ConfigError([no_rounds(loaded.sources)])
     directory = options.directory or Path(tempfile.mkdtemp(prefix="bloomery-scenario-"))
     say = _print_to_stderr if options.json else _print
     say(f"{options.peers} peers, {_link_text(options)}; what each process prints is in {directory / 'logs'}")

@@ -52,7 +52,7 @@ def run(arguments: list[str]) -> int:
             f"{rundir.path} has no checkpoint at or before step {args.to_step:,} (there are: {steps})",
             remedy="Go back to a later step, or restore an older checkpoint with `bloomery ckpt copy`.",
         )
-    newest = max(listed[-1].step, *(made.report.step for made in history.steps))
+    newest = max([listed[-1].step, *(made.report.step for made in history.steps)])
     if args.to_step > newest:
         raise CheckpointError(
             f"{rundir.path} is at step {newest:,}, and cannot go back to step {args.to_step:,}",

@@ -11,6 +11,18 @@ from bloomery.config.convert import settings_of
 from bloomery.config.elastic import SPARSE
 from bloomery.config.findings import Finding, refuse
 from bloomery.config.recipe import Recipe
+from bloomery.errors import Mistake
+
+
+def no_rounds(sources: Mapping[str, str]) -> Mistake:
+    """Return the mistake of a recipe that peers are to train together, and that has no rounds."""
+    return Mistake(
+        key="elastic.inner_steps",
+        value=0,
+        source=sources.get("elastic.inner_steps", "default"),
+        problem="the recipe has no rounds between peers",
+        remedy="Set elastic.inner_steps, for instance to 50; or train alone: `bloomery train`.",
+    )
 
 
 def peer_mistakes(recipe: Recipe) -> Iterator[Finding]:

@@ -125,7 +125,16 @@ def find_files(sources: Sequence[str]) -> FoundFiles:
             "No text is given.",
             remedy=f"Set data.sources to {STANDARD_LIBRARY!r}, or files, directories or globs of {KNOWN}.",
         )
+    for file in files:
+        _refuse_other_names(file)
     return FoundFiles(files=tuple(files), ignored=tuple(ignored))
+
+
+def _refuse_other_names(file: SourceFile) -> None:
+    """Raise DataError for a file whose name is not UTF-8, which no record of the data could hold."""
+    shown = file.key.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+    if shown != file.key:
+        raise DataError(f"The name of the file '{shown}' is not UTF-8.", remedy="Rename it.")
 
 
 def read_documents(

@@ -13,6 +13,8 @@ from bloomery.errors import StorageError
 _SECRET_NAMES = re.compile(r"SECRET|TOKEN|PASSWORD|KEY|CREDENTIAL|SAS", re.IGNORECASE)
 _SECRET_IN_URL = re.compile(r"(?i)(sig|signature|x-amz-signature|x-amz-credential|token)=[^&\s\"')]+")
 _SHOWN_CHARACTERS = 400
+_FULL = "No space left on device"
+"""What the file system says of a file:// URL: to try again makes no room."""
 WRONG_CREDENTIALS = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "credential", "latest/api/token")
 _DENIED = (*WRONG_CREDENTIALS, "AccessDenied")
 """Texts in errors of stores when credentials are missing or wrong; the last: on a machine without a role."""
@@ -40,6 +42,8 @@ def storage_failure(error: OSError, *, doing: str) -> StorageError:
     """Return an error of a remote store as one for people. Raise it `from error`."""
     if isinstance(error, FileNotFoundError):
         remedy = "Is the URL right?"
+    elif error.errno == errno.ENOSPC:
+        remedy = "The disk there is full: free some space, then start again. What is saved here is kept."
     elif isinstance(error, MissingOrDenied):
         remedy = (
             "The object is missing, or may not be read: without the right to list (s3:ListBucket) a store "
@@ -84,6 +88,8 @@ def told(place: str) -> Iterator[None]:
         text = short_text(str(error))
         if any(word in text for word in _DENIED) and not _TIMED_OUT.search(text):
             raise AccessDenied(errno.EACCES, f"{place}: {text}") from error
+        if _FULL in text:
+            raise Refused(errno.ENOSPC, f"{place}: {text}") from error
         raise StoreUnreachable(errno.EIO, f"{place}: {text}") from error
 
 
