@@ -18,6 +18,7 @@ _AGAIN = "what a command prints to a file: the same command makes it again"
 _CACHE = "a cache of what lies elsewhere, whose blocks are checked by their sums whenever a process opens it"
 
 UNSYNCED = {
+    "data/duplicates.py:_allocated": "scratch of one command, which begins anew after a kill",
     "data/duplicates.py:_write_keys": "scratch of one command, which begins anew after a kill",
     "data/duplicates.py:_write_candidates": "scratch of one command, which begins anew after a kill",
     "data/duplicates.py:_candidates_in": "scratch of one command, which begins anew after a kill",

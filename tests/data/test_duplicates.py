@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -314,3 +316,13 @@ def test_prompts_with_answers_are_refused_for_they_would_be_joined(tmp_path: Pat
         against=[tmp_path / "pairs"],
     )
     assert read(tmp_path / "out") == [[1, 2, EOD]]
+
+
+def test_a_disk_without_space_is_told_and_nothing_is_left(texts: list[list[int]], tmp_path: Path) -> None:
+    written(tmp_path / "all", [texts[0]] * 100)  # equal ones share files of keys, written when these close
+    before = sorted(tmp_path.iterdir())
+    words = f"{sys.executable} -m bloomery data dedup {tmp_path / 'all'} --to {tmp_path / 'new'}"
+    ended = subprocess.run(["bash", "-c", f"ulimit -f 1; {words}"], capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert "File too large" in ended.stderr and "Traceback" not in ended.stderr
+    assert sorted(tmp_path.iterdir()) == before

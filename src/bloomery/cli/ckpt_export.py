@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,6 +15,7 @@ from bloomery.cli.arguments import add_fallback, data_bar, parsed_with_target, p
 from bloomery.cli.run_inputs import refuse_existing
 from bloomery.errors import CheckpointError
 from bloomery.events.records import ProgressCallback, counting
+from bloomery.interchange.partial_directory import partial_directory
 
 if TYPE_CHECKING:
     from bloomery.checkpoint.format.state import StateEntry
@@ -134,14 +134,10 @@ def import_(arguments: list[str]) -> int:
             f"{args.path} has no tokenizer.json and no tokenizer.model.",
             remedy="Name one with --tokenizer, or save it there: tokenizer.save_pretrained(directory).",
         )
-    partial = args.to.with_name(args.to.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of an import that was killed
-    try:
+    with partial_directory(args.to) as partial:
         with data_bar(shown=not args.json) as progress:
             _write_run(partial, imported, args, progress)
         durable.publish(partial, args.to)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)  # gone already if it was renamed
     if args.json:
         print(json.dumps({"run": str(args.to), "family": imported.family, "from": str(args.path)}))
         return 0

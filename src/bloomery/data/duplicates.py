@@ -9,6 +9,7 @@ _SORTED_AT_ONCE keys.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -119,9 +120,7 @@ def deduplicate(
         try:
             _write_keys(documents, scratch, likeness, progress=progress)
             _write_candidates(scratch, documents.count, progress=progress)
-            removed = np.memmap(
-                scratch / "removed", dtype=np.bool_, mode="w+", shape=(max(documents.count, 1),)
-            )
+            removed = _allocated(scratch / "removed", documents.count)
             entries = _duplicates(
                 documents, scratch, removed, likeness, first_written=first_written, progress=progress
             )
@@ -159,9 +158,16 @@ def _refuse_several_sequences(pairs: Sequence[IndexedDataset]) -> None:
             )
 
 
+def _allocated(path: Path, count: int) -> npt.NDArray[np.bool_]:
+    """Return so many values of False in a file, whose space is taken now: a map of a full disk would kill."""
+    with refusals_named(path), path.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, max(count, 1))
+    return np.memmap(path, dtype=np.bool_, mode="r+", shape=(max(count, 1),))
+
+
 def _write_keys(documents: _Pairs, scratch: Path, likeness: Likeness, *, progress: ProgressCallback) -> None:
     """Write each document's keys to the file of their first bits."""
-    with ExitStack() as stack, refusals_named(scratch):
+    with refusals_named(scratch), ExitStack() as stack:
         files = [stack.enter_context((scratch / f"keys-{n:03}").open("wb")) for n in range(_FILES)]
         for begin, pair in zip(documents.begins.tolist(), documents.pairs, strict=False):
             for some in documents_in_turn(pair):
@@ -209,7 +215,7 @@ def _write_candidates(scratch: Path, count: int, *, progress: ProgressCallback) 
     """Write (document, earlier one with an equal key) to files by document: the first one with the key, and
     the one just before. So their number is no square.
     """
-    with ExitStack() as stack, refusals_named(scratch):
+    with refusals_named(scratch), ExitStack() as stack:
         files = [stack.enter_context((scratch / f"pairs-{n:03}").open("wb")) for n in range(_FILES)]
         for number in range(_FILES):
             for pairs in _candidates_in(scratch / f"keys-{number:03}", bits=_FILE_BITS):

@@ -27,6 +27,7 @@ from bloomery.interchange.families.known import family_in, family_of, hf_config,
 from bloomery.interchange.generation_files import give_companions, give_piece_model, token_ids
 from bloomery.interchange.json_objects import read_object
 from bloomery.interchange.logits_check import CompareMethod, check_logits
+from bloomery.interchange.partial_directory import partial_directory
 from bloomery.interchange.quantised_weights import scheme_of
 from bloomery.interchange.tensor_matching import (
     Match,
@@ -106,13 +107,10 @@ def export(
             f"{directory} exists already.", remedy="Choose another directory, or remove it."
         )
     family = family_of(model.section, kv_heads=model.kv_heads, ffn=model.ffn)
-    partial = directory.with_name(directory.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)  # an export that was killed may have left it
-    durable.make_directory(partial)
     stored = DTYPES[dtype]
     parameters = sum(torch.Size(shape).numel() for shape in logical_shapes(model).values())
     read = counting(progress, "exporting", 4 * parameters)
-    try:
+    with partial_directory(directory) as partial:
         entries = tuple(hf_tensors(model, family))
         shapes = logical_shapes(model)
         planned = [
@@ -133,8 +131,6 @@ def export(
         write_checksums(partial, known=checksums)
         check = check_logits(model, checkpoint, partial, dtype=stored, way=way)
         _publish(partial, directory)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)  # it is gone already if it was renamed
     return Exported(
         directory=directory,
         family=family,

@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bloomery.errors import CheckpointError
+from bloomery.interchange.partial_directory import partial_directory
+
+
+def test_a_second_writer_is_refused_and_leaves_what_the_first_wrote(tmp_path: Path) -> None:
+    with partial_directory(tmp_path / "x") as first:
+        (first / "weights").write_text("half")
+        with (
+            pytest.raises(CheckpointError, match=r"Another process writes to .*x\.partial now"),
+            partial_directory(tmp_path / "x"),
+        ):
+            pass
+        assert (first / "weights").read_text() == "half"
+        first.rename(tmp_path / "x")
+    assert (tmp_path / "x" / "weights").read_text() == "half"
+
+
+def test_what_a_killed_writer_left_is_removed_and_a_failure_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "x.partial" / "deep").mkdir(parents=True)
+    (tmp_path / "x.partial" / "old").touch()
+    with pytest.raises(RuntimeError), partial_directory(tmp_path / "x") as partial:
+        assert list(partial.iterdir()) == []
+        raise RuntimeError
+    assert list(tmp_path.iterdir()) == []
