@@ -70,10 +70,12 @@ def is_incomplete(told: str) -> bool:
 @pytest.mark.parametrize(
     "command", COMMANDS_SHOWN, ids=lambda command: f"{command.place}: {command.text[:60]}"
 )
-def test_a_documented_command_parses(command: DocumentedCommand) -> None:
+def test_a_documented_command_parses(command: DocumentedCommand, tmp_path: Path) -> None:
     first = command.words[0] if command.words else "--help"
     assert first in COMMANDS or first in ("--help", "--version"), command.text
-    told = parsed(command.words)
+    (tmp_path / "runs").mkdir()  # where the documents have pictures and pages written
+    with contextlib.chdir(tmp_path):
+        told = parsed(command.words)
     if isinstance(told, str):
         assert is_incomplete(told) and not command.whole, told
         return
