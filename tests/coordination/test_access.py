@@ -17,7 +17,7 @@ from bloomery.coordination.certificates import (
     root_access,
     server_certificates,
 )
-from bloomery.coordination.credentials import ACCOUNT, COORDINATOR, read_bundle
+from bloomery.coordination.credentials import ACCOUNT, COORDINATOR, endpoints_of, read_bundle
 from bloomery.coordination.etcd import Delete, Etcd, Put
 from bloomery.coordination.etcd_process import start_single
 from bloomery.coordination.gateway import Access
@@ -267,3 +267,12 @@ def test_certificates_live_as_long_as_chosen_and_are_renewed_with_their_account(
     (bundle / "certificate.pem").write_text("no certificate")
     with pytest.raises(CoordinatorError, match="cannot be read"):
         read_certificate(path)
+
+
+def test_the_default_coordinator_of_whoever_has_certificates_has_some(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("BLOOMERY_COORDINATOR", raising=False)
+    assert endpoints_of("") == ("http://127.0.0.1:2379",)
+    assert endpoints_of("", has_certificates=True) == ("https://127.0.0.1:2379",)
+    assert endpoints_of("https://a:1, https://b:2", has_certificates=True) == ("https://a:1", "https://b:2")

@@ -368,6 +368,6 @@ def _together(shown: DocumentedCommand, clone: Path) -> subprocess.CompletedProc
         coordinator.send_signal(signal.SIGINT)
         coordinator.wait(timeout=60)
     for command in peers:
-        shutil.rmtree(clone / command.words[-1])
+        shutil.rmtree(clone / command.words[-1], ignore_errors=True)  # a peer that was refused made none
     shutil.rmtree(clone / "peers-coordinator")
     return subprocess.CompletedProcess(shown.words, running[shown.text].returncode, ended[shown.text], "")

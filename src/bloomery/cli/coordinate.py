@@ -72,7 +72,7 @@ def run(arguments: list[str]) -> int:
     if options.revoke is not None:
         return _revoke(options)
     if options.status is not None:
-        _refuse_unless_listening(endpoints_of(options.endpoints or ""))
+        _refuse_unless_listening(_endpoints(options))
         with _client(options) as etcd:
             return show(etcd, Keys(options.status), as_json=options.json)
     if options.adopt is not None:
@@ -207,7 +207,7 @@ def _init_certificates(options: Namespace) -> int:
 def _grant(options: Namespace) -> int:
     if options.certificates is None:
         raise CoordinatorError("--grant needs --certificates DIR", remedy="Make them with --init-certs.")
-    endpoints = endpoints_of(options.endpoints or "")
+    endpoints = _endpoints(options)
     count = apply_access(endpoints, root_access(options.certificates), accounts_in(options.certificates))
     restore_revocations(options.certificates, root_access(options.certificates), endpoints)
     print(f"{', '.join(endpoints)}: {count} peer{'s' if count != 1 else ''} may connect")
@@ -217,7 +217,7 @@ def _grant(options: Namespace) -> int:
 def _revoke(options: Namespace) -> int:
     if options.certificates is None or options.run is None:
         raise CoordinatorError("--revoke needs --certificates DIR and --run RUN", remedy="Add both.")
-    endpoints = endpoints_of(options.endpoints or "")
+    endpoints = _endpoints(options)
     with Etcd(endpoints, root_access(options.certificates)) as etcd:
         serial = revoke(options.certificates, etcd, run=options.run, peer=options.revoke)
     print(f"revoked  {options.revoke} of {options.run}: its account, and its certificate {serial}")
@@ -245,8 +245,13 @@ def _adopt(options: Namespace) -> int:
     return 0
 
 
+def _endpoints(options: Namespace) -> tuple[str, ...]:
+    """Return the endpoints of the coordinator that is meant; with certificates the default has some, too."""
+    return endpoints_of(options.endpoints or "", has_certificates=options.certificates is not None)
+
+
 def _client(options: Namespace) -> Etcd:
-    return Etcd(endpoints_of(options.endpoints or ""), _access(options.certificates))
+    return Etcd(_endpoints(options), _access(options.certificates))
 
 
 def _refuse_unless_listening(endpoints: Sequence[str]) -> None:

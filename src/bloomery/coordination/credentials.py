@@ -107,15 +107,18 @@ def _unusable(directory: Path, why: str) -> CoordinatorError:
 
 
 ENVIRONMENT = "BLOOMERY_COORDINATOR"
-DEFAULT_ENDPOINT = "http://127.0.0.1:2379"
+DEFAULT_ADDRESS = "127.0.0.1:2379"
 
 
-def endpoints_of(setting: str) -> tuple[str, ...]:
+def endpoints_of(setting: str, *, has_certificates: bool = False) -> tuple[str, ...]:
     """Return the endpoints that `setting` names, else those of BLOOMERY_COORDINATOR, else the default.
 
-    setting: elastic.coordinator, URLs separated by commas; "" for none. Raises CoordinatorError.
+    setting: elastic.coordinator, URLs separated by commas; "" for none.
+    has_certificates: whether the default is a coordinator with certificates.
+    Raises CoordinatorError.
     """
-    named = setting or os.environ.get(ENVIRONMENT, "") or DEFAULT_ENDPOINT
+    default = f"{'https' if has_certificates else 'http'}://{DEFAULT_ADDRESS}"
+    named = setting or os.environ.get(ENVIRONMENT, "") or default
     endpoints = tuple(word.strip() for word in named.split(",") if word.strip())
     for endpoint in endpoints:
         if not endpoint.startswith(("http://", "https://")):

@@ -119,7 +119,8 @@ def exercise(plan: DrillPlan, *, say: Callable[[str], None]) -> Iterator[DrillRe
         stack.callback(launcher.end)
         launcher.start()
         for fault in plan.faults:
-            beats = _stepping(plan, launcher)
+            # Where the only checkpoint is damaged there is none to go back to.
+            beats = _stepping(plan, launcher, saves=2 if fault is DrillFault.FLIP else 1)
             shm = Path(f"/proc/{beats[0].pid}/root/dev/shm") if plan.private_shm_mib else None
             assert launcher.process is not None
             target = DrillTarget(
@@ -183,8 +184,8 @@ def _has_stepped(plan: DrillPlan, fault: DrillFault, struck: float, step: int) -
     return is_new and all(beat.step > began[-1] for beat in beats.values())
 
 
-def _stepping(plan: DrillPlan, launcher: _Launcher) -> list[RankBeat]:
-    """Wait until all ranks have made some steps and a checkpoint is there, and return their heartbeats."""
+def _stepping(plan: DrillPlan, launcher: _Launcher, *, saves: int) -> list[RankBeat]:
+    """Wait for some steps of all ranks and for `saves` checkpoints, and return the heartbeats."""
     deadline, first = time.monotonic() + plan.patience_s, None
     while time.monotonic() < deadline:
         if not launcher.is_running:
@@ -202,12 +203,13 @@ def _stepping(plan: DrillPlan, launcher: _Launcher) -> list[RankBeat]:
             and living[0].incarnation
         ):
             first = min(beat.step for beat in living) if first is None else first
-            is_saved = any(plan.rundir.checkpoints.glob("*/manifest.json"))
+            is_saved = len(list(plan.rundir.checkpoints.glob("*/manifest.json"))) >= saves
             if is_saved and min(beat.step for beat in living) >= first + plan.steps_between:
                 return living
         time.sleep(_POLL_S)
     raise TrainingFailed(
-        f"The drill's run made no {plan.steps_between} steps and checkpoint in {plan.patience_s:.0f} s.",
+        f"The drill's run made no {plan.steps_between} steps and {saves} checkpoints in "
+        f"{plan.patience_s:.0f} s.",
         remedy="Save more often (checkpoint.every_steps), or give it more time with --patience.",
     )
 
