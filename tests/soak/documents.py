@@ -175,7 +175,8 @@ def _answers(clone: Path) -> None:
 
 
 def _peers(clone: Path) -> None:
-    (clone / "my.toml").write_text(RECIPE.format(steps=40) + ELASTIC)
+    """A recipe that counts samples, since each peer makes its own steps."""
+    (clone / "my.toml").write_text(RECIPE.format(steps=40).replace("steps = 40", "samples = 640") + ELASTIC)
 
 
 def _own_recipe(clone: Path) -> None:
