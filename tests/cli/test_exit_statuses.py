@@ -6,8 +6,9 @@ import argparse
 from pathlib import Path
 
 import pytest
+from tests.cli.in_process import status_of
 
-from bloomery.cli import COMMANDS, main
+from bloomery.cli import COMMANDS
 from bloomery.cli.completion import whole_parser
 
 
@@ -34,13 +35,6 @@ MISSING = (
     *(("follow",), ("watch", "--once"), ("sync", "file:///tmp/x", "--once"), ("fork", "runs/new")),
     *(("skip", "--samples", "1:2"), ("rewind", "--to-step", "1")),
 )
-
-
-def status_of(*words: str) -> int:
-    try:
-        return main(words)
-    except SystemExit as ended:
-        return int(ended.code or 0)
 
 
 def test_no_command_is_left_out() -> None:

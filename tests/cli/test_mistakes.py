@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.cli.in_process import status_of
 
 from bloomery.cli import main
 from bloomery.config.load import dump_recipe, load_recipe
@@ -172,10 +173,7 @@ def test_a_mistake_is_told_and_costs_nothing(
     monkeypatch.chdir(place)
     monkeypatch.setattr(os, "execve", started)
     before = sorted(place.rglob("*"))
-    try:
-        status = main(words)
-    except SystemExit as ended:
-        status = int(ended.code or 0)
+    status = status_of(*words)
     said = capsys.readouterr()
     assert status != 0
     assert told in " ".join(said.err.split()), said.err

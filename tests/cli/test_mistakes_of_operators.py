@@ -6,9 +6,8 @@ import os
 from pathlib import Path
 
 import pytest
+from tests.cli.in_process import status_of
 from tests.operate.dashboard.written_run import healed_run
-
-from bloomery.cli import main
 
 MISTAKES = [
     (("ckpt", "list", "http://127.0.0.1:9/x"), "is not the URL of a store"),
@@ -68,10 +67,7 @@ def test_a_mistake_is_told_and_leaves_nothing(
 ) -> None:
     monkeypatch.chdir(place)
     before = sorted(place.rglob("*"))
-    try:
-        status = main([word.format(place) for word in words])
-    except SystemExit as ended:
-        status = int(ended.code or 0)
+    status = status_of(*(word.format(place) for word in words))
     captured = capsys.readouterr()
     said = captured.err + captured.out
     assert status in (1, 2)

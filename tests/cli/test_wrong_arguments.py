@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
-from bloomery.cli import main
+from tests.cli.in_process import status_of
 
 TOKENIZE = ("data", "tokenize", "text", "--tokenizer", "t.json", "--to")
 FETCH = ("data", "fetch", "text", "--to", "here")
@@ -91,10 +90,7 @@ def test_a_wrong_argument_is_refused_before_any_work(
 ) -> None:
     monkeypatch.chdir(place)
     before = {path: path.is_file() and path.read_bytes() for path in place.rglob("*")}
-    try:
-        status = main(words)
-    except SystemExit as ended:
-        status = int(ended.code or 0)
+    status = status_of(*words)
     said = capsys.readouterr()
     assert status in (1, 2)
     assert told in " ".join(said.err.split()), said.err

@@ -46,7 +46,7 @@ class CopyKeeper:
         self._told = CopyState(keep=(), makes="")
 
     def update(self, snapshot: RunSnapshot) -> None:
-        """Serve the copies that were made since the last call, and tell the ranks which ones are wanted."""
+        """Serve the copies of states that ranks have made, and tell the ranks which copies to make next."""
         for copy in self._local.take_copies():
             if copy.digest not in self.made and self._serve(copy):
                 self.made = (*self.made, copy.digest)

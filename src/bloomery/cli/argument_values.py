@@ -1,4 +1,4 @@
-"""Functions for `type=` of an argument: each reads its text, or refuses it before any work is done."""
+"""Functions that read or check words of the command line before any work is done, most for `type=`."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def amount(what: str, *, above: float = -math.inf, least: float = -math.inf) -> 
 
 
 def is_utf8(text: str) -> bool:
-    """Say whether a word of the command line was UTF-8; Python hands other bytes on as surrogates."""
+    """Return whether a word of the command line was UTF-8; Python hands other bytes on as surrogates."""
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 

@@ -175,7 +175,7 @@ def _print_verdict(directory: str, problems: list[Problem]) -> None:
 
 
 def _diff(arguments: list[str]) -> int:
-    """Compare two checkpoints; returns 0 when they are equal and 1 when they differ."""
+    """Print how two checkpoints differ; returns the exit status: 0 if they are equal, 1 if they differ."""
     options = parser("ckpt diff", "Compare two checkpoints, here or at a URL. Exit status 1: they differ.")
     options.add_argument("one", metavar="RUN|CHECKPOINT|URL", help="a checkpoint, or a run's newest")
     options.add_argument("other", metavar="RUN|CHECKPOINT|URL", help="the one to compare it with")

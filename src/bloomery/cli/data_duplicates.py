@@ -10,7 +10,7 @@ from bloomery.cli.arguments import data_bar
 
 
 def add_parser(commands: Any) -> None:  # Any: argparse names no type for it
-    """Add `dedup` to the table of `bloomery data`."""
+    """Add the subcommand `dedup` and its arguments to the parser of `bloomery data`."""
     from bloomery.cli.data_pairs import add_target
 
     dedup = commands.add_parser(

@@ -125,7 +125,7 @@ def drill_text(results: Sequence[DrillResult], ledger: RunLedger | None) -> str:
 
 
 def timeouts_text(rundir: RunDirectory, *, world: int) -> str:
-    """Return all time-outs that apply to a run, and what is wrong with them, as text."""
+    """Return a table of all time-outs that apply to a run, and below it those that contradict each other."""
     from bloomery.operate.standstill import read_beats
     from bloomery.operate.timeouts import contradictions, run_timeouts
 

@@ -140,7 +140,7 @@ def _measure(access: PeerAccess, snapshot: RunSnapshot, trust: object, sizes: Pr
 
 
 def fewest_streams(compared: Comparison) -> int | None:
-    """Return the fewest connections with which the slowest link is nearly as fast as with any number.
+    """Return the smallest number of connections per link at which the slowest link is nearly at its best.
 
     Only links that were measured with every number count; None where there is no such link.
     """

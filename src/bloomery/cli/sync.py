@@ -157,7 +157,10 @@ def _parse(arguments: list[str]) -> Namespace:
 
 
 def _take_place_of_recipe(options: Namespace) -> None:
-    """Fill in what the run's own recipe says. Raises StorageError where it names no place."""
+    """Fill in the options that were not given from `[sync]` of the run's recipe.
+
+    Raises StorageError where it names no place.
+    """
     from bloomery.config.load import load_recipe
 
     rundir = existing_run(options.run)

@@ -242,7 +242,7 @@ class PlannedTensor:
 
     @property
     def bytes(self) -> int:
-        """The number of bytes that the tensor takes in the file."""
+        """The size of the tensor in the file, in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
 

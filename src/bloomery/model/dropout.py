@@ -109,7 +109,7 @@ def hidden_keys(address: DropoutAddress, *, site: int, width: int, held: int) ->
 
 
 def weight_keys(address: DropoutAddress, *, site: int, heads: int) -> ElementKeys:
-    """Return the keys of attention weights [b, heads, s, s]: rows [b, heads, s]."""
+    """Return the dropout keys of attention weights [b, heads, s, s]: rows [b, heads, s], columns [s]."""
     head = torch.arange(heads, device=address.rows.device) + address.first_head
     rows = _mix((_keys_at(site, address)[:, None, :] + head[:, None]) & _WORD)  # [b, heads, s]
     return ElementKeys(_as_int32(rows), _column_keys(address.rows.shape[1], rows.device))
