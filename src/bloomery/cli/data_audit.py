@@ -52,8 +52,13 @@ def add_parser(commands: Any) -> None:  # Any: argparse names no type for it
     )
     audit.add_argument("--text-field", default="text", help="field of --against that holds the text (text)")
     audit.add_argument(
-        "--tasks", nargs="+", default=[], metavar="TASK", help="bloomery's own tasks to look for likewise"
+        "--tasks",
+        nargs="+",
+        default=[],
+        metavar="TASK",
+        help="tasks to look for likewise: bloomery's own or, where it is installed, lm-eval's",
     )
+    audit.add_argument("--include", type=Path, metavar="DIR", help="with --tasks: further tasks of lm-eval")
     audit.add_argument(
         "--ngram", type=positive, default=13, metavar="N", help="tokens of an n-gram (default: 13)"
     )
@@ -65,7 +70,7 @@ def add_parser(commands: Any) -> None:  # Any: argparse names no type for it
         help="tokens of training text whose n-grams are looked at; of more, stretches (default: 10⁹)",
     )
     audit.add_argument("--json", action="store_true", help="print one JSON object instead")
-    audit.set_defaults(command=_audit)
+    audit.set_defaults(command=_audit, error=audit.error)
 
 
 def _audit(options: argparse.Namespace) -> int:
@@ -75,6 +80,8 @@ def _audit(options: argparse.Namespace) -> int:
     from bloomery.config.validate import check_recipe
     from bloomery.errors import DataError
 
+    if options.include and not options.tasks:
+        options.error("--include wants --tasks")
     if options.out.exists() and not options.out.is_dir():
         raise DataError(f"{options.out} is a file.", remedy="Name a directory for the report: --to DIR.")
     path = Path(options.recipe)
@@ -106,6 +113,9 @@ def _facts(
 
     recipe = loaded.recipe
     training, held_out, prepared = texts_of(loaded, run, needs_held_out=False)
+    theirs = _other_texts(options, prepared, end_of_document=recipe.data.end_of_document_token)
+    others = {f"{HELD_OUT}{name}": Ngrams.of_dataset(text, options.ngram) for name, text in held_out.items()}
+    others |= theirs
     stream = stream_of_run(recipe, prepared.train, list(training.values()))
     ahead = data_forecast(recipe, stream, run)
     rows = dataset_rows(
@@ -120,8 +130,6 @@ def _facts(
     order, sizes = ahead.stream.order, [_samples_of(ahead.stream, n) for n in range(len(rows))]
     near = neighbours_of(order, sizes, samples=ahead.samples, progress=progress)
     taken = taken_of(order, sizes, samples=ahead.samples)
-    others = {f"{HELD_OUT}{name}": Ngrams.of_dataset(text, options.ngram) for name, text in held_out.items()}
-    others |= _other_texts(options, prepared, end_of_document=recipe.data.end_of_document_token)
     text = audit_text(training, others, size=options.ngram, at_most_tokens=options.tokens, progress=progress)
     return {
         "recipe": str(options.recipe),
@@ -164,8 +172,8 @@ def _other_texts(
         documents = read_documents(files, text_field=options.text_field, bad=BadDocuments())
         texts = (document.text for document in documents)
         others[source] = Ngrams.of_texts(_tokenised(texts, tokenizer), options.ngram)
-    for task in options.tasks:
-        others[f"task: {task}"] = Ngrams.of_texts(_tokenised(task_texts(task), tokenizer), options.ngram)
+    for task, texts in task_texts(options.tasks, include=options.include).items():
+        others[f"task: {task}"] = Ngrams.of_texts(_tokenised(texts, tokenizer), options.ngram)
     return others
 
 

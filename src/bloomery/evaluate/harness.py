@@ -40,6 +40,24 @@ def refuse_without_lm_eval() -> None:
         )
 
 
+def known_tasks(names: Sequence[str], include: Path | None) -> Any:  # Any: lm-eval's TaskManager
+    """Return what loads tasks of lm-eval; without names, it knows those of `include` alone, which is quicker.
+
+    Raises BloomeryError where one of the names is not known.
+    """
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=str(include) if include else None, include_defaults=bool(names))
+    all_tasks = set(manager.all_tasks) if names else set()
+    unknown = [name for name in names if name not in all_tasks]
+    if unknown:
+        raise BloomeryError(
+            f"There is no task {', '.join(unknown)}.",
+            remedy=f"Ours are {', '.join(LOCAL_TASKS)}; `lm-eval ls tasks` lists theirs.",
+        )
+    return manager
+
+
 def score_tasks(
     saved: OpenedModel,
     decoder: Decoder,
@@ -76,18 +94,9 @@ def score_with(
     """Return the scores of a model of lm-eval. arguments: of a model that is named."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     import lm_eval
-    from lm_eval.tasks import TaskManager
 
     wanted = [local_task(name) if name in LOCAL_TASKS else name for name in tasks]
-    needs_theirs = any(isinstance(task, str) for task in wanted)
-    manager = TaskManager(include_path=str(include) if include else None, include_defaults=needs_theirs)
-    task_names = set(manager.all_tasks) if needs_theirs else set()
-    unknown = [task for task in wanted if isinstance(task, str) and task not in task_names]
-    if unknown:
-        raise BloomeryError(
-            f"There is no task {', '.join(unknown)}.",
-            remedy=f"Ours are {', '.join(LOCAL_TASKS)}; `lm-eval ls tasks` lists theirs.",
-        )
+    manager = known_tasks([task for task in wanted if isinstance(task, str)], include)
     outcome = lm_eval.simple_evaluate(
         model=model,
         model_args=dict(arguments) if arguments else None,
