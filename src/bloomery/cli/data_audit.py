@@ -172,8 +172,8 @@ def _other_texts(
         documents = read_documents(files, text_field=options.text_field, bad=BadDocuments())
         texts = (document.text for document in documents)
         others[source] = Ngrams.of_texts(_tokenised(texts, tokenizer), options.ngram)
-    for task, texts in task_texts(options.tasks, include=options.include).items():
-        others[f"task: {task}"] = Ngrams.of_texts(_tokenised(texts, tokenizer), options.ngram)
+    for task, shown in task_texts(options.tasks, include=options.include).items():
+        others[f"task: {task}"] = Ngrams.of_texts(_tokenised(shown, tokenizer), options.ngram)
     return others
 
 
