@@ -14,8 +14,7 @@ from statistics import median
 import numpy as np
 from contract import Measurement, measurement, report
 
-from bloomery.transport.gradient_codec import Codec, decode, encode, encoded_size
-from bloomery.transport.native_functions import functions
+from bloomery.transport.gradient_codec import Codec, decode, encode, encoded_size, functions
 
 FRAME_BYTES = 64 << 10
 

@@ -29,10 +29,9 @@ from tests.diloco.test_pseudo_gradient import OneTensor
 from bloomery.config.elastic import SPARSE, ElasticSection
 from bloomery.diloco.outer_update import Reduced, StoredAverage
 from bloomery.diloco.pseudo_gradient import PseudoGradient
-from bloomery.diloco.sparse_average import average_sparse
 from bloomery.plan.codec_error import ring_bytes
 from bloomery.transport.gradient_codec import Float32, decode, encode
-from bloomery.transport.sparse_codec import Words, encode_sparse
+from bloomery.transport.sparse_codec import Words, average_sparse, encode_sparse
 
 PEERS, BATCH, LENGTH = 4, 4, 64
 WIDTH, LAYERS, HEADS, VOCABULARY = 64, 2, 4, 256

@@ -13,9 +13,9 @@ from pathlib import Path
 from bloomery.agent.agent import Agent
 from bloomery.agent.agent_context import PeerSettings
 from bloomery.agent.assemble import RoundJournal
-from bloomery.agent.kept_averages import KeptAverages
 from bloomery.agent.known_commits import KnownCommits
 from bloomery.agent.rank_server import PARENT
+from bloomery.agent.state_sync import KeptAverages
 from bloomery.agent.timeouts import timeouts_of
 from bloomery.cli.peer import lead
 from bloomery.cli.ranks import RankRange, run_ranks

@@ -10,8 +10,8 @@ import pytest
 from tests.diloco.served_states import write_checkpoint
 
 from bloomery.agent.assemble import access_of, assemble_agent, codec_warning, round_settings
-from bloomery.agent.peer_state_server import PeerStateServer
 from bloomery.agent.registration import fingerprint
+from bloomery.agent.state_serving import PeerStateServer
 from bloomery.config.elastic import ElasticSection
 from bloomery.config.load import load_recipe
 from bloomery.config.peer_settings import equal_settings

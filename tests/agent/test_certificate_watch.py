@@ -11,10 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from bloomery.agent.certificate_watch import CertificateWatch
-from bloomery.coordination.certificate_dates import read_certificate
 from bloomery.coordination.certificates import init_certificates
-from bloomery.coordination.credentials import read_bundle
+from bloomery.coordination.credentials import CertificateWatch, read_bundle, read_certificate
 from bloomery.transport.trust import PeerRefused, Trust, trust_certificates
 
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from bloomery.agent.agent import Agent
-from bloomery.agent.news import News
+from bloomery.coordination.run_view import News
 
 
 class Mailbox:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 from tests.protocol import example
 
-from bloomery.agent.state_copies import SOURCES, CopyKeeper, copies_wanted
+from bloomery.agent.state_serving import SOURCES, CopyKeeper, copies_wanted
 from bloomery.coordination.snapshot import ListedMember, RunSnapshot
 from bloomery.protocol.rank_messages import CopyState, StateCopied
 

@@ -8,7 +8,6 @@ import stat
 import pytest
 from tests.coordination.test_membership import WITHIN_S, member, until
 
-from bloomery.coordination.certificate_dates import read_certificate
 from bloomery.coordination.certificates import (
     _permission,
     accounts_in,
@@ -17,7 +16,13 @@ from bloomery.coordination.certificates import (
     root_access,
     server_certificates,
 )
-from bloomery.coordination.credentials import ACCOUNT, COORDINATOR, endpoints_of, read_bundle
+from bloomery.coordination.credentials import (
+    ACCOUNT,
+    COORDINATOR,
+    endpoints_of,
+    read_bundle,
+    read_certificate,
+)
 from bloomery.coordination.etcd import Delete, Etcd, Put
 from bloomery.coordination.etcd_process import start_single
 from bloomery.coordination.gateway import Access

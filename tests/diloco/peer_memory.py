@@ -48,7 +48,7 @@ def main(elements: int, codec: str) -> None:
     section = ElasticSection(inner_steps=4, codec=codec)
     vector = OneTensor(elements)
     before = resident("VmRSS")
-    update = PseudoGradient(cast(Any, vector), section, piece=PIECE)
+    update = PseudoGradient(cast("Any", vector), section, piece=PIECE)
     update.begin()
     kept = resident("VmRSS") - before
     vector.weights += 0.01

@@ -46,10 +46,10 @@ def alone(agent: Recording, *, norm_limit: float | None) -> Attempts:
     update.offer(1)
     attempts = Attempts(
         update,
-        agent=cast(Any, agent),
+        agent=cast("Any", agent),
         rings=lambda reduce: pytest.fail("a peer that is alone has no ring"),
         gather=gather,
-        inbox=CommandInbox(cast(Any, agent), gather),
+        inbox=CommandInbox(cast("Any", agent), gather),
         salt="s",
     )
     attempt = example.attempt(round=1, epoch=7, members=("a",), weights=(1.0,))

@@ -15,12 +15,11 @@ from bloomery.config.elastic import ElasticSection
 from bloomery.diloco.all_reduce import RingFailed, WireRing
 from bloomery.diloco.outer_update import Reduced, StoredAverage
 from bloomery.diloco.pseudo_gradient import PseudoGradient
-from bloomery.diloco.sparse_average import average_sparse
 from bloomery.plan.codec_error import ring_bytes
 from bloomery.protocol.rank_messages import Reduce
-from bloomery.transport.hop_rate_limit import HopRateLimit
+from bloomery.transport.rate_limit import HopRateLimit
 from bloomery.transport.ring_all_reduce import Ring
-from bloomery.transport.sparse_codec import add_sparse, encode_sparse
+from bloomery.transport.sparse_codec import add_sparse, average_sparse, encode_sparse
 
 SIZE, DENSITY = 40_000, 1 / 64
 
@@ -124,7 +123,7 @@ def test_a_member_that_sends_what_is_no_code_is_named_by_every_other_one(monkeyp
             code[5:] = 0xFFFFFFFF
         return code
 
-    monkeypatch.setattr("bloomery.diloco.sparse_average.encode_sparse", hostile)
+    monkeypatch.setattr("bloomery.transport.sparse_codec.encode_sparse", hostile)
 
     def change(member: Member) -> None:
         if member.weight == 0.3:

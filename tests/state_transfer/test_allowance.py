@@ -1,4 +1,4 @@
-from bloomery.state_transfer.rate_limiter import RateLimiter
+from bloomery.transport.rate_limit import RateLimiter
 
 
 class Clock:

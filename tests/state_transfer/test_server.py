@@ -13,9 +13,8 @@ import pytest
 from tests.diloco.served_states import files_of, make_checkpoint
 
 from bloomery.checkpoint.format.manifest import INDEX, MANIFEST
-from bloomery.coordination.certificate_dates import read_certificate
 from bloomery.coordination.certificates import init_certificates
-from bloomery.coordination.credentials import read_bundle
+from bloomery.coordination.credentials import read_bundle, read_certificate
 from bloomery.errors import PeerError
 from bloomery.state_transfer.served_states import READ_S, ServedStates, parse_path, parse_range
 from bloomery.state_transfer.server import StateServer

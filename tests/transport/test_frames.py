@@ -11,8 +11,7 @@ import threading
 import numpy as np
 import pytest
 
-from bloomery.transport.gradient_codec import encode
-from bloomery.transport.native_functions import functions
+from bloomery.transport.gradient_codec import encode, functions
 from bloomery.transport.ring_all_reduce import Ring, RingError
 
 WORD = (1 << 64) - 1

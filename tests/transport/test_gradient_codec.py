@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from bloomery.plan.codec_error import average_error, codec_of_partial_sums
-from bloomery.transport import gradient_codec, native_functions
+from bloomery.transport import gradient_codec
 from bloomery.transport.gradient_codec import Codec, decode, encode, encoded_size
 
 SIZES = [0, 1, 2, 3, 127, 128, 129, 255, 511, 512, 513, 1025, 5000]
@@ -33,7 +33,7 @@ def decoded(encoded, kind, count):
 
 
 def test_the_library_is_there():
-    assert native_functions.functions(), "python setup.py build_ext --inplace"
+    assert gradient_codec.functions(), "python setup.py build_ext --inplace"
 
 
 @pytest.mark.parametrize("kind", Codec)
@@ -139,7 +139,7 @@ def test_adding_what_was_encoded_is_decoding_and_adding():
         encoded = encode(values, kind)
         expected = decoded(encoded, kind, values.size) + total
 
-        status = native_functions.functions()["accumulate"](
+        status = gradient_codec.functions()["accumulate"](
             kind.number, encoded.ctypes.data, values.size, 1, total.ctypes.data
         )
 

@@ -15,20 +15,17 @@ from pathlib import Path
 
 from bloomery.agent.agent_context import AgentContext, Events, Fetch, PeerSettings, ServesState, Writer
 from bloomery.agent.backup_choice import Backups
-from bloomery.agent.kept_averages import KeptAverages
 from bloomery.agent.known_commits import KnownCommits, RecoveryReporter
-from bloomery.agent.meeting_points import MeetingPoints
-from bloomery.agent.news import News
 from bloomery.agent.rank_server import RankGone, RankSent, RankServer
 from bloomery.agent.rank_state import LocalRanks, RankProgress
 from bloomery.agent.registration import Admission, BandwidthReports, Registration
 from bloomery.agent.round_driver import RoundDriver
-from bloomery.agent.state_copies import CopyKeeper
-from bloomery.agent.state_sync import Behind, StateSync, SyncedState
+from bloomery.agent.state_serving import CopyKeeper, MeetingPoints
+from bloomery.agent.state_sync import Behind, KeptAverages, StateSync, SyncedState
 from bloomery.coordination.decide import NEEDS_SOMEBODY, Decision, Ended, Wait, decide
 from bloomery.coordination.etcd import Etcd
 from bloomery.coordination.membership import Membership
-from bloomery.coordination.run_view import RunView
+from bloomery.coordination.run_view import News, RunView
 from bloomery.coordination.snapshot import ListedMember, RunSnapshot
 from bloomery.errors import CoordinatorError
 from bloomery.protocol.keys import Keys

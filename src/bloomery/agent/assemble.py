@@ -19,15 +19,14 @@ from urllib.parse import urlsplit
 from bloomery.agent.agent import Agent
 from bloomery.agent.agent_context import PeerSettings
 from bloomery.agent.backup_choice import Backups
-from bloomery.agent.certificate_watch import CertificateWatch
-from bloomery.agent.kept_averages import KeptAverages
 from bloomery.agent.known_commits import KnownCommits
-from bloomery.agent.peer_state_server import PeerStateServer
+from bloomery.agent.state_serving import PeerStateServer
+from bloomery.agent.state_sync import KeptAverages
 from bloomery.agent.timeouts import Timeouts, timeouts_of
 from bloomery.config.elastic import SPARSE, ElasticSection
 from bloomery.config.peer_settings import equal_settings, no_rounds
 from bloomery.config.recipe import Recipe
-from bloomery.coordination.credentials import Bundle, read_bundle
+from bloomery.coordination.credentials import Bundle, CertificateWatch, read_bundle
 from bloomery.coordination.eligibility import RoundSettings
 from bloomery.coordination.etcd import Etcd
 from bloomery.coordination.transactions import run_token

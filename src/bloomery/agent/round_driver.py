@@ -14,9 +14,9 @@ from statistics import median
 import msgspec
 
 from bloomery.agent.agent_context import AgentContext
-from bloomery.agent.kept_averages import KeptAverages
 from bloomery.agent.registration import Registration
 from bloomery.agent.ring_attempt import AttemptFailure, AttemptStage, AttemptTimeouts, RingAttempt
+from bloomery.agent.state_sync import KeptAverages
 from bloomery.agent.timeouts import ring_deadline_s
 from bloomery.coordination import transactions
 from bloomery.coordination.decide import Conclude, Decision, Propose, RequestFlush, TakeShare

@@ -1,8 +1,13 @@
-"""Fetches what leads from the state that this peer holds to that of the run."""
+"""Fetches what leads from this peer's state to that of the run, and keeps averages for peers that do so.
+
+A round's average is of 4 bytes a parameter (of the fragment), and a state of about 20. So who missed a few
+rounds fetches their averages, and computes the states that follow (`diloco/kept_states.py`).
+"""
 
 from __future__ import annotations
 
 import logging
+import shutil
 import socket
 import threading
 import time
@@ -11,19 +16,84 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from bloomery.agent.agent_context import Fetch
-from bloomery.agent.kept_averages import KeptAverages
+from bloomery.agent.agent_context import Fetch, FetchAverage
 from bloomery.agent.rank_server import RankServer
-from bloomery.coordination.missed_rounds import missed_rounds
 from bloomery.coordination.snapshot import ListedMember, RunSnapshot
 from bloomery.errors import BloomeryError, reporting_errors
 from bloomery.protocol.rank_messages import CatchUp, ReplaceState
 from bloomery.protocol.records import Commit
 from bloomery.state_transfer.client import FetchedState
-from bloomery.state_transfer.served_states import average_file
+from bloomery.state_transfer.served_states import ServedStates, average_file
 from bloomery.state_transfer.source import THROUGH_RELAY, PeerSource
 
 log = logging.getLogger(__name__)
+
+
+def missed_rounds(
+    snapshot: RunSnapshot, *, me: str, round: int, digest: str, overtaken: int, at_most: int
+) -> tuple[Commit, ...]:
+    """Return the commits after a round up to the newest, whose averages lead from its state to the run's.
+
+    () if that is not possible, or if there is none. The members of a round keep its average for a peer that
+    was listed then and was not in it, so only rounds that were committed since this peer came count.
+
+    me: the name of this peer.
+    round, digest: the state that it holds, or is fetching.
+    overtaken: how many rounds were committed without this peer since it came, or was last in one.
+    at_most: how many averages a peer keeps.
+    """
+    base = snapshot.commits.get(round)
+    count = snapshot.round - 1 - round
+    if base is None or base.digest != digest or not 0 < count <= min(overtaken, at_most):
+        return ()
+    commits = [snapshot.commits.get(round + number) for number in range(1, count + 1)]
+    missed = [commit for commit in commits if commit is not None and _has_average(commit, me)]
+    return tuple(missed) if len(missed) == count else ()
+
+
+def _has_average(commit: Commit, me: str) -> bool:
+    return commit.rewind_to is None and bool(commit.members) and me not in commit.members
+
+
+class KeptAverages:
+    """The averages of the newest rounds that a listed peer was not in, in a directory of this peer's run.
+
+    directory: where the ranks write them; what an earlier process left there is removed.
+    states: serves them.
+    fetch: fetches those of rounds that this peer was not in.
+    at_most: of how many rounds they are kept; 0 keeps none, and this peer fetches none.
+    """
+
+    def __init__(self, directory: Path, states: ServedStates, fetch: FetchAverage, *, at_most: int) -> None:
+        self._directory, self._states, self._at_most = directory, states, at_most
+        self.fetch = fetch
+        self._kept: list[str] = []
+        shutil.rmtree(directory, ignore_errors=True)
+
+    @property
+    def at_most(self) -> int:
+        """Of how many rounds averages are kept, here as on other peers."""
+        return self._at_most
+
+    def places(self, commit: Commit, snapshot: RunSnapshot, *, ranks: int) -> list[Path]:
+        """Return where each rank writes the average of this round; [] if no listed peer has missed it.
+
+        Call it once for each commit that includes this peer's part. Averages that nobody needs are removed.
+        """
+        missed_by = set(snapshot.members) - set(commit.members)
+        places: list[Path] = []
+        if not missed_by or not self._at_most:
+            self._kept = []
+        else:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            self._kept = [*self._kept, commit.digest][-self._at_most :]
+            places = [self._directory / f"{commit.digest}.{rank}" for rank in range(ranks)]
+        self._states.serve_averages({digest: self._directory for digest in self._kept})
+        for path in self._directory.glob("*"):
+            if path.name.partition(".")[0] not in self._kept:
+                path.unlink(missing_ok=True)
+        return places
+
 
 _PAUSE_S = 0.5
 

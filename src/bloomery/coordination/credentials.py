@@ -1,4 +1,4 @@
-"""Reads a peer's bundle, the directory with its certificate, key and account, and finds the endpoints.
+"""Reads a peer's bundle: its certificate, whose last day is watched, its key and its account.
 
 authority.pem     the authority that signed the certificates of the run's peers
 certificate.pem   this peer's certificate, with its name as subjectAltName and no common name
@@ -6,20 +6,29 @@ key.pem           the key of that certificate, mode 0600
 coordinator.pem   the authority that signed the coordinator's certificate
 account.json      run, peer, user and password, mode 0600
 
-`endpoints_of` finds the coordinator: in the recipe, in the environment, or on this machine.
+`endpoints_of` finds the coordinator: in the recipe, in the environment, or on this machine. Certificates are
+read without `cryptography`, which only the machine that makes them needs.
 """
 
 from __future__ import annotations
 
+import datetime
 import json
+import logging
 import os
 import ssl
+import threading
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from bloomery.coordination.gateway import Access
 from bloomery.errors import CoordinatorError
 from bloomery.protocol.keys import is_name
+
+log = logging.getLogger(__name__)
+
 
 AUTHORITY, CERTIFICATE, KEY = "authority.pem", "certificate.pem", "key.pem"
 COORDINATOR, ACCOUNT = "coordinator.pem", "account.json"
@@ -127,3 +136,128 @@ def endpoints_of(setting: str, *, has_certificates: bool = False) -> tuple[str, 
                 remedy=f"Write http://host:2379, in elastic.coordinator, --endpoints or {ENVIRONMENT}.",
             )
     return endpoints
+
+
+WARN_DAYS = 30
+"""A certificate that ends within so many days is warned of."""
+_SEQUENCE, _VERSION, _UTC_TIME = 0x30, 0xA0, 0x17
+_CENTURY = 50
+
+
+@dataclass(frozen=True, kw_only=True)
+class CertificateDates:
+    """What identifies a certificate, and when it ends.
+
+    serial: in upper-case hexadecimal digits, as Python's ssl module shows it.
+    ends: the last moment at which it is valid, UTC.
+    """
+
+    serial: str
+    ends: datetime.datetime
+
+    def days_left(self, now: datetime.datetime | None = None) -> float:
+        """Return the days until it ends, below 0 if it has ended."""
+        return (self.ends - (now or datetime.datetime.now(datetime.UTC))).total_seconds() / 86_400
+
+
+def read_certificate(path: Path) -> CertificateDates:
+    """Return the serial number and the end of a PEM certificate. Raises CoordinatorError."""
+    try:
+        content = ssl.PEM_cert_to_DER_cert(path.read_text(encoding="ascii"))
+        return _parsed(content)
+    except (OSError, ValueError, IndexError) as error:
+        raise CoordinatorError(
+            f"the certificate {path} cannot be read: {error}",
+            remedy="`bloomery coordinate --init-certs` makes a bundle for each peer.",
+        ) from error
+
+
+def _parsed(content: bytes) -> CertificateDates:
+    """Walk through the fields of a certificate (RFC 5280, section 4.1) up to its validity."""
+    tag, certificate, _ = _field(content)
+    if tag != _SEQUENCE:
+        raise ValueError("it is no certificate")
+    _, fields, _ = _field(certificate)
+    tag, value, rest = _field(fields)
+    if tag == _VERSION:
+        _, value, rest = _field(rest)
+    serial = int.from_bytes(value, "big")
+    for _ in ("signature algorithm", "issuer"):
+        _, _, rest = _field(rest)
+    _, validity, _ = _field(rest)
+    _, _, last = _field(validity)
+    tag, text, _ = _field(last)
+    digits = text.decode("ascii")
+    if tag == _UTC_TIME:  # years of two digits, from 1950 to 2049
+        digits = f"{'19' if int(digits[:2]) >= _CENTURY else '20'}{digits}"
+    ends = datetime.datetime.strptime(digits, "%Y%m%d%H%M%SZ").replace(tzinfo=datetime.UTC)
+    shown = f"{serial:X}"
+    return CertificateDates(serial=shown.zfill(len(shown) + len(shown) % 2), ends=ends)
+
+
+def _field(content: bytes) -> tuple[int, bytes, bytes]:
+    """Return the tag and the content of the first DER field, and what follows it."""
+    tag, length, start = content[0], content[1], 2
+    if length & 0x80:
+        start += length & 0x7F
+        length = int.from_bytes(content[2:start], "big")
+    if start + length > len(content):
+        raise ValueError("it ends too early")
+    return tag, content[start : start + length], content[start + length :]
+
+
+_LOOK_S = 60.0
+_WARN_EVERY_S = 24 * 3600.0
+
+
+class CertificateWatch:
+    """Looks at a peer's certificate file once a minute, in a thread, until `close`.
+
+    certificate, key: the files in the peer's bundle.
+    users: called with both files after they have changed; each shows the new certificate from then on, and
+        raises OSError if it cannot be used, as while only one of the two files is the new one.
+    """
+
+    def __init__(self, certificate: Path, key: Path, users: Sequence[Callable[[Path, Path], None]]) -> None:
+        self._certificate, self._key, self._users = certificate, key, tuple(users)
+        self._loaded = self._written()
+        self._warned_s = float("-inf")
+        self._ended = threading.Event()
+        self.look()
+        threading.Thread(target=self._run, name="certificate", daemon=True).start()
+
+    def look(self) -> None:
+        """Load the certificate if its files have changed, and warn once a day if it ends soon."""
+        written = self._written()
+        try:
+            if written != self._loaded:
+                for load in self._users:
+                    load(self._certificate, self._key)
+                self._loaded, self._warned_s = written, float("-inf")
+                ends = read_certificate(self._certificate).ends
+                log.info("the certificate was renewed: it is valid until %s", ends.date())
+            days = read_certificate(self._certificate).days_left()
+        except (OSError, CoordinatorError) as error:
+            log.warning("the certificate cannot be loaded, so the one before is shown: %s", error)
+            return
+        now_s = time.monotonic()
+        if days < WARN_DAYS and now_s >= self._warned_s + _WARN_EVERY_S:
+            self._warned_s = now_s
+            log.warning(
+                "this peer's certificate %s: `bloomery coordinate --init-certs DIR --run RUN --peers NAME "
+                "--renew` makes a new one; copy its certificate.pem and key.pem here, without a restart",
+                f"ends in {days:.0f} days" if days >= 0 else "has ended",
+            )
+
+    def close(self) -> None:
+        """End the thread."""
+        self._ended.set()
+
+    def _run(self) -> None:
+        while not self._ended.wait(_LOOK_S):
+            self.look()
+
+    def _written(self) -> tuple[int, ...]:
+        """Return when both files were written; zeros for one that is missing."""
+        paths = (self._certificate, self._key)
+        return tuple(path.stat().st_mtime_ns if path.exists() else 0 for path in paths)

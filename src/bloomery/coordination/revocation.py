@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bloomery import durable
-from bloomery.coordination.certificate_dates import read_certificate
-from bloomery.coordination.credentials import ACCOUNT, CERTIFICATE
+from bloomery.coordination.credentials import ACCOUNT, CERTIFICATE, read_certificate
 from bloomery.coordination.etcd import Etcd
 from bloomery.coordination.gateway import Access, EtcdRefused
 from bloomery.errors import CoordinatorError

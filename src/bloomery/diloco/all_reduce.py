@@ -22,14 +22,14 @@ from bloomery.config.elastic import SPARSE, ElasticSection
 from bloomery.coordination.eligibility import NORM_FAILURE
 from bloomery.diloco.agent_client import AgentClient, CommandInbox
 from bloomery.diloco.outer_update import OuterUpdate, Reduced, StoredAverage, peer_digest
-from bloomery.diloco.sparse_average import NotSendable, WrongCode, average_sparse
 from bloomery.errors import BloomeryError
 from bloomery.plan.codec_error import codec_of_partial_sums
 from bloomery.protocol.rank_messages import KeepAverage, Reduce
 from bloomery.protocol.records import Commit
 from bloomery.transport.gradient_codec import Float32
-from bloomery.transport.hop_rate_limit import HopRateLimit
+from bloomery.transport.rate_limit import HopRateLimit
 from bloomery.transport.ring_all_reduce import WORDS, ReduceResult, Ring, RingError, Words
+from bloomery.transport.sparse_codec import NotSendable, WrongCode, average_sparse
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from bloomery.config.elastic import ElasticSection
 from bloomery.data.position import SampleShare, first, merged, total, without
 from bloomery.diloco.agent_client import AgentClient, CommandInbox
 from bloomery.diloco.all_reduce import Attempts, RingMaker
-from bloomery.diloco.missed_rounds import AboutMissedRounds, MissedRounds
+from bloomery.diloco.kept_states import AboutMissedRounds, MissedRounds, StateCopies
 from bloomery.diloco.outer import State, TrainerHooks
 from bloomery.diloco.outer_loop_state import (
     Admitted,
@@ -40,7 +40,6 @@ from bloomery.diloco.outer_loop_state import (
 from bloomery.diloco.outer_update import FEEDBACK_OF, OuterUpdate, peer_digest
 from bloomery.diloco.peer_vector import FragmentHistory
 from bloomery.diloco.round_transition import is_last_step, transition
-from bloomery.diloco.state_copies import StateCopies
 from bloomery.diloco.transition_actions import (
     Action,
     BeginRing,

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import cast
 
 from bloomery.errors import PeerError
-from bloomery.state_transfer.rate_limiter import RateLimiter
 from bloomery.state_transfer.served_states import (
     BoundedReader,
     OpenFile,
@@ -32,6 +31,7 @@ from bloomery.state_transfer.served_states import (
     parse_range,
 )
 from bloomery.transport.listener import MemberQuota, StrangerPlace, StrangerQuota, accept_all, end
+from bloomery.transport.rate_limit import RateLimiter
 from bloomery.transport.sockets import addresses_of, open_listener, origin_of
 from bloomery.transport.trust import PeerRefused, RefusalLog, Trust, is_loopback, names_of
 
@@ -233,8 +233,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.client_address = (client.origin, 0)
         self._client = client
         self._trust, self._states, self._rate_limiter = trust, states, rate_limiter
-        self.rfile = cast(BufferedIOBase, reader)  # as much of it as http.server uses
-        self.wfile = cast(BufferedIOBase, _Writer(connection))
+        self.rfile = cast("BufferedIOBase", reader)  # as much of it as http.server uses
+        self.wfile = cast("BufferedIOBase", _Writer(connection))
         self.close_connection = False
         while not self.close_connection:
             self.handle_one_request()

@@ -31,9 +31,8 @@ from bloomery.transport.handshake import (
 from bloomery.transport.listener import Listener, MemberQuota
 from bloomery.transport.relay import Relay, circuit_of
 from bloomery.transport.sockets import TcpTimeouts, addresses_of, dial, open_listener, prepare
-from bloomery.transport.state_relay import StateRelay
+from bloomery.transport.state_relay import Serve, StateRelay, WaitingConnections
 from bloomery.transport.trust import PeerRefused, RefusalLog, Trust
-from bloomery.transport.waiting_connections import Serve, WaitingConnections
 
 _PROBES = 64
 """So many connections one member may have for probes."""

@@ -17,9 +17,15 @@ import numpy as np
 import numpy.typing as npt
 
 from bloomery.errors import BloomeryError
-from bloomery.transport.gradient_codec import Codec, largest_magnitude
-from bloomery.transport.hop_rate_limit import DeliveryStatistics, HopRateLimit
-from bloomery.transport.native_functions import RingCall, RingOptions, RingReport, functions
+from bloomery.transport.gradient_codec import (
+    Codec,
+    RingCall,
+    RingOptions,
+    RingReport,
+    functions,
+    largest_magnitude,
+)
+from bloomery.transport.rate_limit import DeliveryStatistics, HopRateLimit
 
 Float32 = npt.NDArray[np.float32]
 Culprit = Literal["previous", "next"]

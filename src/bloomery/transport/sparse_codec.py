@@ -1,4 +1,4 @@
-"""Sends the largest values of each chunk alone, with 2 bits each: the codec of SparseLoCo for thin links.
+"""Sends the largest values of each chunk alone, with 2 bits each: SparseLoCo's codec and average.
 
 SparseLoCo (Sarfi et al., 2025, arXiv 2508.15706) sends 1 to 3% of a pseudo-gradient and keeps the rest as
 error feedback. Here a chunk is 4096 values in a row. Of its largest values by magnitude the code has two
@@ -8,18 +8,23 @@ takes within half a bit of the least that sorted places need. A density of 1/64 
 
 The length of a code depends on the number of values and the density alone, so that all members' codes are
 equally long. A code that arrives is checked whole before any of it is used.
+
+Sparse parts do not fit a ring that adds up: sums of them have other places. So each member's code goes round
+the ring as it is, and every member adds up all codes, in the order of the members. All do the same fp32
+arithmetic on the same bytes, so all get the same bits.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from bloomery.transport.gradient_codec import LARGEST, Bytes, Float32
+from bloomery.transport.gradient_codec import LARGEST, Bytes, Float32, largest_magnitude
+from bloomery.transport.ring_all_reduce import LARGEST_OWN
 
 Words = npt.NDArray[np.uint32]
 _Places = npt.NDArray[np.int64]
@@ -178,3 +183,51 @@ def _decoded(code: npt.NDArray[np.uint8], row: _Row) -> tuple[_Places, Float32]:
     magnitudes = (levels.astype(np.uint32) << 16).view(np.float32)
     values = np.take_along_axis(magnitudes, is_high.astype(np.int64), axis=1)
     return places, np.where(signs, -values, values)
+
+
+class NotSendable(ValueError):
+    """A member's own values cannot be encoded, and nothing was sent."""
+
+
+class WrongCode(ValueError):
+    """A member sent what is no code. index: of the member."""
+
+    def __init__(self, why: str, *, index: int) -> None:
+        super().__init__(why)
+        self.index = index
+
+
+def average_sparse(
+    values: Float32,
+    *,
+    gather: Callable[[Words], object],
+    weights: Sequence[float],
+    index: int,
+    density: float,
+    residual: Float32 | None,
+) -> None:
+    """Replace `values` by the sum of weight × what each member sent of its values.
+
+    gather: fills an array [members, words] with the rows of the other members; this one's is in its place.
+    weights, index: the weights of all members, and which of them this one is.
+    residual: what was not sent of weight × values is added to it; None: that is lost. With weight 0 nothing
+        counts as sent, so it stays as it is.
+    Raises NotSendable, WrongCode, or what `gather` raises; `values` and `residual` are then undefined.
+    """
+    weight = np.float32(weights[index])
+    if not largest_magnitude(values) * max(1.0, float(weight)) <= LARGEST_OWN:
+        raise NotSendable("own values are not finite, or beyond 2^100; nothing was sent")
+    code = encode_sparse(values, density)
+    if residual is not None and weight:
+        unsent = values.copy()
+        add_sparse(code, density, unsent, weight=-1.0)
+        residual += unsent * weight
+    codes = np.zeros((len(weights), code.size), np.uint32)
+    codes[index] = code
+    gather(codes)
+    values.fill(0.0)
+    for member, row in enumerate(codes):
+        try:
+            add_sparse(row, density, values, weight=weights[member])
+        except ValueError as error:
+            raise WrongCode(str(error), index=member) from error
