@@ -29,3 +29,12 @@ def test_a_killed_rank_is_survived_and_nothing_is_left_behind(
     assert all(result["phases"][phase] is not None for phase in RecoveryPhases.__annotations__)
     assert 0 < result["total_s"] == pytest.approx(sum(result["phases"].values()))
     assert not list(scratch.glob("bloomery-drill-*"))
+
+
+@pytest.mark.slow
+def test_more_faults_than_the_supervisor_bears_without_a_save_wait_for_one(train_command: Train) -> None:
+    recipe = train_command()[1]
+    kills = ("--faults", "kill", "--rounds", "5", "--steps", "2", "--json")
+    done = bloomery("drill", recipe, "train.samples=400000", "checkpoint.every_steps=300", *kills)
+    assert done.status == 0, done
+    assert [fault["survived"] for fault in json.loads(done.out)["faults"]] == [True] * 5

@@ -23,6 +23,7 @@ from bloomery.operate.drill.allocation import DrillNodes
 from bloomery.operate.drill.faults import DrillFault, DrillTarget, inject
 from bloomery.operate.drill.phases import RecoveryPhases, phases_of
 from bloomery.operate.standstill import read_beats
+from bloomery.operate.supervise import RestartBudget, newest_step
 
 _POLL_S = 0.05
 _END_S = 120.0
@@ -113,14 +114,27 @@ class _Launcher:
 
 
 def exercise(plan: DrillPlan, *, say: Callable[[str], None]) -> Iterator[DrillResult]:
-    """Yield what came of each fault. Raises TrainingFailed where the run ends by itself before."""
+    """Yield what came of each fault. Raises TrainingFailed where the run ends by itself before.
+
+    A supervisor gives up after some restarts without a newer checkpoint (RestartBudget). The drill shall not
+    bring that about: before a fault that it would not bear, it waits until the run has saved again.
+    """
     rng, launcher = Random(plan.seed), _Launcher(plan)
+    saved_step, restarts = -1, 0  # of the newest checkpoint; the faults since it which ended the attempt
     with ExitStack() as stack:
         stack.callback(launcher.end)
         launcher.start()
         for fault in plan.faults:
             # Where the only checkpoint is damaged there is none to go back to.
-            beats = _stepping(plan, launcher, saves=2 if fault is DrillFault.FLIP else 1)
+            beats = _stepping(
+                plan,
+                launcher,
+                saves=2 if fault is DrillFault.FLIP else 1,
+                newer_than=saved_step if restarts >= RestartBudget().without_progress else -1,
+            )
+            if (newest := newest_step(plan.rundir)) > saved_step:
+                saved_step, restarts = newest, 0
+            restarts += fault.ends_attempt
             shm = Path(f"/proc/{beats[0].pid}/root/dev/shm") if plan.private_shm_mib else None
             assert launcher.process is not None
             target = DrillTarget(
@@ -184,8 +198,11 @@ def _has_stepped(plan: DrillPlan, fault: DrillFault, struck: float, step: int) -
     return is_new and all(beat.step > began[-1] for beat in beats.values())
 
 
-def _stepping(plan: DrillPlan, launcher: _Launcher, *, saves: int) -> list[RankBeat]:
-    """Wait for some steps of all ranks and for `saves` checkpoints, and return the heartbeats."""
+def _stepping(plan: DrillPlan, launcher: _Launcher, *, saves: int, newer_than: int) -> list[RankBeat]:
+    """Wait for some steps of all ranks and for checkpoints, and return the heartbeats.
+
+    saves: how many there must be. newer_than: the step that the newest must be beyond; -1 for any.
+    """
     deadline, first = time.monotonic() + plan.patience_s, None
     while time.monotonic() < deadline:
         if not launcher.is_running:
@@ -203,13 +220,14 @@ def _stepping(plan: DrillPlan, launcher: _Launcher, *, saves: int) -> list[RankB
             and living[0].incarnation
         ):
             first = min(beat.step for beat in living) if first is None else first
-            is_saved = len(list(plan.rundir.checkpoints.glob("*/manifest.json"))) >= saves
+            count = len(list(plan.rundir.checkpoints.glob("*/manifest.json")))
+            is_saved = count >= saves and newest_step(plan.rundir) > newer_than
             if is_saved and min(beat.step for beat in living) >= first + plan.steps_between:
                 return living
         time.sleep(_POLL_S)
     raise TrainingFailed(
-        f"The drill's run made no {plan.steps_between} steps and {saves} checkpoints in "
-        f"{plan.patience_s:.0f} s.",
+        f"The drill's run made no {plan.steps_between} steps and {saves} checkpoints"
+        f"{f' beyond step {newer_than}' if newer_than >= 0 else ''} in {plan.patience_s:.0f} s.",
         remedy="Save more often (checkpoint.every_steps), or give it more time with --patience.",
     )
 
