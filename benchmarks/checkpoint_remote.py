@@ -31,7 +31,7 @@ from obstore.store import from_url
 from bloomery.checkpoint.format.catalogue import verify
 from bloomery.checkpoint.format.manifest import read_manifest
 from bloomery.checkpoint.format.state import whole
-from bloomery.checkpoint.remote.remote_checkpoint import remote_source
+from bloomery.checkpoint.remote.remote_run import remote_source
 from bloomery.checkpoint.remote.shared_upload import POLL_S, RanksThatSend, notes_of
 from bloomery.checkpoint.remote.transfer import upload_checkpoint
 from bloomery.checkpoint.save.direct import save_checkpoint

@@ -20,8 +20,13 @@ from bloomery import durable
 from bloomery.checkpoint.format.catalogue import checkpoints, verify
 from bloomery.checkpoint.format.state import collect
 from bloomery.checkpoint.remote.backup import Backup
-from bloomery.checkpoint.remote.remote_checkpoint import place_at, remote_checkpoints, remote_source
-from bloomery.checkpoint.remote.run_files import download_run_files, upload_run_files
+from bloomery.checkpoint.remote.remote_run import (
+    download_run_files,
+    place_at,
+    remote_checkpoints,
+    remote_source,
+    upload_run_files,
+)
 from bloomery.checkpoint.remote.transfer import download_checkpoint, upload_checkpoint
 from bloomery.checkpoint.save.direct import save_checkpoint
 from bloomery.config.checkpoint import BackupSection, CheckpointSection

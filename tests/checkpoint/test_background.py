@@ -19,7 +19,7 @@ from bloomery.checkpoint.format.catalogue import verify
 from bloomery.checkpoint.format.state import whole
 from bloomery.checkpoint.load.loader import load_checkpoint
 from bloomery.checkpoint.save import background as background_module
-from bloomery.checkpoint.save import save_place as place_module
+from bloomery.checkpoint.save import direct as place_module
 from bloomery.checkpoint.save import saver as saving_module
 from bloomery.checkpoint.save.background import BackgroundSaver
 from bloomery.checkpoint.save.staging import CopyPace

@@ -15,7 +15,7 @@ from bloomery.checkpoint.format.manifest import read_manifest
 from bloomery.checkpoint.format.suspects import SUSPECT, why_suspect
 from bloomery.checkpoint.load.loader import read_tensors
 from bloomery.checkpoint.remote.backup import Backup, due
-from bloomery.checkpoint.remote.remote_checkpoint import (
+from bloomery.checkpoint.remote.remote_run import (
     remote_checkpoints,
     remote_incarnations,
     remote_source,

@@ -12,7 +12,7 @@ from tests.checkpoint.small_run import Run
 from bloomery.checkpoint.format.catalogue import checkpoints
 from bloomery.checkpoint.remote.backup import Backup
 from bloomery.checkpoint.remote.backup_duty import Duty, backed_up_round, write_duty
-from bloomery.checkpoint.remote.remote_checkpoint import remote_checkpoints
+from bloomery.checkpoint.remote.remote_run import remote_checkpoints
 from bloomery.config.checkpoint import BackupSection, CheckpointSection
 from bloomery.events.run_directory import RunDirectory
 from bloomery.objects import Objects

@@ -16,8 +16,8 @@ from bloomery.checkpoint.format import manifest as manifest_module
 from bloomery.checkpoint.format.catalogue import verify
 from bloomery.checkpoint.format.state import collect, whole
 from bloomery.checkpoint.load.loader import load_checkpoint
+from bloomery.checkpoint.save import direct as place_module
 from bloomery.checkpoint.save import direct as save_module
-from bloomery.checkpoint.save import save_place as place_module
 from bloomery.checkpoint.save.direct import save_checkpoint
 from bloomery.config.checkpoint import CheckpointSection
 from bloomery.errors import CheckpointError, StorageError

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from bloomery.checkpoint.writer import cpu_throttle
-from bloomery.checkpoint.writer.cpu_throttle import CpuThrottle
+from bloomery.checkpoint.writer import part_place
+from bloomery.checkpoint.writer.part_place import CpuThrottle
 
 
 class Clock:
@@ -28,8 +28,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     times = SimpleNamespace(
         monotonic=lambda: clock.now_s, process_time=lambda: clock.computed_s, sleep=clock.sleep
     )
-    monkeypatch.setattr(cpu_throttle, "time", times)
-    monkeypatch.setattr(cpu_throttle, "processors_of_a_rank", lambda: 2.0)
+    monkeypatch.setattr(part_place, "time", times)
+    monkeypatch.setattr(part_place, "processors_of_a_rank", lambda: 2.0)
     return clock
 
 

@@ -14,8 +14,8 @@ from bloomery.cli import main
 from bloomery.config.environment import OfflineRefused
 from bloomery.events.run_directory import RunDirectory
 from bloomery.objects import Objects
-from bloomery.objects.cut_uploads import CutUploads
 from bloomery.objects.refusals import AccessDenied, StoreUnreachable
+from bloomery.objects.uploads import CutUploads
 
 SMALL = """
 [model]

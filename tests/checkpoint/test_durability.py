@@ -15,8 +15,7 @@ from bloomery.checkpoint.format.commit import begin_partial, remove_checkpoint, 
 from bloomery.checkpoint.format.manifest import INDEX, MANIFEST
 from bloomery.checkpoint.format.source import source_of
 from bloomery.checkpoint.format.state import whole
-from bloomery.checkpoint.remote.remote_checkpoint import place_at
-from bloomery.checkpoint.remote.run_files import download_run_files, upload_run_files
+from bloomery.checkpoint.remote.remote_run import download_run_files, place_at, upload_run_files
 from bloomery.checkpoint.remote.transfer import download_checkpoint
 from bloomery.checkpoint.save.direct import save_checkpoint
 from bloomery.errors import StorageError

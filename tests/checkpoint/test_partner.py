@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from bloomery.checkpoint.format.commit import Part
+from bloomery.checkpoint.format.deadlines import send_replica_s
 from bloomery.checkpoint.format.manifest import FileRecord
 from bloomery.checkpoint.writer import partner
-from bloomery.checkpoint.writer.deadlines import send_replica_s
 from bloomery.checkpoint.writer.memory_replica import SLOTS, MemoryReplica, MemoryReplicas
 from bloomery.checkpoint.writer.partner import ReplicaLimits, ReplicaServer, ReplicaSettings, send_replica
 

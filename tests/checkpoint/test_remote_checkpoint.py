@@ -13,13 +13,12 @@ from tests.checkpoint.test_background import wait_for
 
 from bloomery.checkpoint.format.catalogue import remote_copies, verify
 from bloomery.checkpoint.format.manifest import BLOCK_BYTES, DamagedCheckpoint, read_manifest
-from bloomery.checkpoint.format.remote_source import RemoteCheckpoint
+from bloomery.checkpoint.format.source import RemoteCheckpoint
 from bloomery.checkpoint.format.state import Box, StateEntry, collect, whole
+from bloomery.checkpoint.format.verified_reader import VerifiedReader
 from bloomery.checkpoint.load.loader import load_checkpoint
-from bloomery.checkpoint.load.verified_reader import VerifiedReader
 from bloomery.checkpoint.remote.backup import Backup, due
-from bloomery.checkpoint.remote.remote_checkpoint import remote_checkpoints, remote_source
-from bloomery.checkpoint.remote.run_files import upload_run_files
+from bloomery.checkpoint.remote.remote_run import remote_checkpoints, remote_source, upload_run_files
 from bloomery.checkpoint.remote.transfer import UploadInterrupted, upload_checkpoint
 from bloomery.checkpoint.save.direct import save_checkpoint
 from bloomery.config.checkpoint import BackupSection, CheckpointSection

@@ -13,14 +13,7 @@ import pytest
 from tests.checkpoint.small_run import Ranks, Run
 
 from bloomery.checkpoint.format.catalogue import verify
-from bloomery.checkpoint.save import background as background_module
-from bloomery.checkpoint.save import saver as saving_module
-from bloomery.checkpoint.save.background import BackgroundSaver
-from bloomery.checkpoint.save.staging import PendingSave
-from bloomery.checkpoint.save.verification import OwnFilesCheck, Verdicts
-from bloomery.checkpoint.writer import client as writerprocess_module
-from bloomery.checkpoint.writer import shared_buffer as arena_module
-from bloomery.checkpoint.writer.deadlines import (
+from bloomery.checkpoint.format.deadlines import (
     ABORT_S,
     BACKUP_AFTER_ERROR_S,
     BUFFERS_S,
@@ -30,6 +23,13 @@ from bloomery.checkpoint.writer.deadlines import (
     Deadlines,
     send_replica_s,
 )
+from bloomery.checkpoint.save import background as background_module
+from bloomery.checkpoint.save import saver as saving_module
+from bloomery.checkpoint.save.background import BackgroundSaver
+from bloomery.checkpoint.save.staging import PendingSave
+from bloomery.checkpoint.save.verification import OwnFilesCheck, Verdicts
+from bloomery.checkpoint.writer import client as writerprocess_module
+from bloomery.checkpoint.writer import shared_buffer as arena_module
 from bloomery.checkpoint.writer.ranks import Ranks as StoreRanks
 from bloomery.config.checkpoint import CheckpointSection
 from bloomery.errors import CheckpointError, RankLost, ReportedElsewhere, StorageError

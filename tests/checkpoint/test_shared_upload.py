@@ -15,9 +15,14 @@ from bloomery.checkpoint.format.state import whole
 from bloomery.checkpoint.remote import backup as backup_module
 from bloomery.checkpoint.remote import shared_upload
 from bloomery.checkpoint.remote.backup import Backup
-from bloomery.checkpoint.remote.file_sender import FileSender
-from bloomery.checkpoint.remote.remote_checkpoint import remote_source
-from bloomery.checkpoint.remote.shared_upload import BackupHelper, RanksThatSend, notes_of, read_request
+from bloomery.checkpoint.remote.remote_run import remote_source
+from bloomery.checkpoint.remote.shared_upload import (
+    BackupHelper,
+    FileSender,
+    RanksThatSend,
+    notes_of,
+    read_request,
+)
 from bloomery.checkpoint.remote.transfer import upload_checkpoint
 from bloomery.checkpoint.save.direct import save_checkpoint
 from bloomery.config.checkpoint import BackupSection, CheckpointSection

@@ -7,9 +7,9 @@ import pytest
 from tests.checkpoint.small_run import Ranks, Run
 
 from bloomery.checkpoint.format.catalogue import abandoned_checkpoints, checkpoints, listing_changed
-from bloomery.checkpoint.format.read_back import read_back
 from bloomery.checkpoint.format.retention import last_single_pass
-from bloomery.checkpoint.save import save_place as place_module
+from bloomery.checkpoint.format.verified_reader import read_back
+from bloomery.checkpoint.save import direct as place_module
 from bloomery.checkpoint.writer.ranks import Ranks as StoreRanks
 from bloomery.config.checkpoint import CheckpointSection
 from bloomery.errors import CheckpointError, StorageError

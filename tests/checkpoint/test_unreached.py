@@ -25,7 +25,7 @@ from bloomery.checkpoint.format.source import Directory, Ranges
 from bloomery.checkpoint.format.state import collect
 from bloomery.checkpoint.load.loader import load_checkpoint
 from bloomery.checkpoint.remote.backup import Backup
-from bloomery.checkpoint.remote.remote_checkpoint import remote_source
+from bloomery.checkpoint.remote.remote_run import remote_source
 from bloomery.checkpoint.remote.transfer import download_checkpoint, upload_checkpoint
 from bloomery.checkpoint.save.direct import save_checkpoint
 from bloomery.checkpoint.writer.ranks import Ranks

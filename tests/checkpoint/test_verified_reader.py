@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from bloomery.checkpoint.format.manifest import BLOCK_BYTES, DamagedCheckpoint, FileRecord
 from bloomery.checkpoint.format.source import Directory
-from bloomery.checkpoint.load.verified_reader import VerifiedReader
+from bloomery.checkpoint.format.verified_reader import VerifiedReader
 
 SIZES = (1, 4096, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 3 * BLOCK_BYTES + 77)
 

@@ -16,7 +16,7 @@ from tests.disk_calls import recorded
 
 from bloomery import durable
 from bloomery.checkpoint.format import commit as commit_module
-from bloomery.checkpoint.format import part_progress
+from bloomery.checkpoint.format import deadlines
 from bloomery.checkpoint.format.catalogue import verify
 from bloomery.checkpoint.format.commit import abandon_part, begin_partial, part_record_path
 from bloomery.checkpoint.format.manifest import INDEX, MANIFEST
@@ -202,7 +202,7 @@ def test_a_rank_that_never_comes_is_named_after_the_deadline(orders: Orders):
 
 
 def test_a_rank_that_writes_nothing_is_named_long_before_the_deadline_of_all_parts(orders: Orders):
-    part_progress.progress_path(orders.partial, 1).write_text("4096")
+    deadlines.progress_path(orders.partial, 1).write_text("4096")
     orders.orders[0].update(parts_s=1e6, stall_s=0.0)
     message = orders.give(0, attempt=1)["failure"]["message"]
     assert "rank 1 has written nothing" in message and "after 4,096 bytes" in message
@@ -221,7 +221,7 @@ def test_a_slow_rank_is_waited_for_as_long_as_its_bytes_grow(orders: Orders, mon
 
     monkeypatch.setattr(commit_module, "noted_progress", look)
     monkeypatch.setattr(commit_module, "_LOOK_AT_PROGRESS_S", 0.0)
-    monkeypatch.setattr(part_progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(deadlines.time, "monotonic", lambda: now[0])
     orders.orders[0].update(parts_s=1e6)
     answer = writer._answer({**orders.orders[0], "attempt": 1}, orders.buffers[0], tell=told.append)
     assert "failure" not in answer and verify(orders.final) == [] and looks[0] >= 100
@@ -229,7 +229,7 @@ def test_a_slow_rank_is_waited_for_as_long_as_its_bytes_grow(orders: Orders, mon
 
 
 def test_a_writer_notes_its_bytes_for_the_first_rank_and_leaves_no_note_behind(orders: Orders, monkeypatch):
-    monkeypatch.setattr(part_progress, "NOTE_EVERY_S", 0.0)
+    monkeypatch.setattr(deadlines, "NOTE_EVERY_S", 0.0)
     noted: list[tuple[str, str]] = []
     write = durable.write_whole_unsynced
 

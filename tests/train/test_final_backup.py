@@ -10,10 +10,10 @@ import torch
 from torch.distributed import HashStore
 
 from bloomery.checkpoint.format.catalogue import CommittedCheckpoint, remote_copies
+from bloomery.checkpoint.format.deadlines import BACKUP_AFTER_ERROR_S
 from bloomery.checkpoint.format.state import whole
 from bloomery.checkpoint.remote.backup import Backup
 from bloomery.checkpoint.save.direct import save_checkpoint
-from bloomery.checkpoint.writer.deadlines import BACKUP_AFTER_ERROR_S
 from bloomery.config.checkpoint import BackupSection
 from bloomery.events.incarnation import begin
 from bloomery.events.run_directory import RunDirectory

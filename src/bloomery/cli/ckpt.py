@@ -14,7 +14,7 @@ from bloomery.checkpoint.format.catalogue import Problem, verify
 from bloomery.checkpoint.format.manifest import IndexedBox, Manifest, parse_name, read_index, read_manifest
 from bloomery.checkpoint.format.source import Source, source_of
 from bloomery.checkpoint.format.suspects import why_suspect
-from bloomery.checkpoint.remote.remote_checkpoint import (
+from bloomery.checkpoint.remote.remote_run import (
     is_remote,
     place_at,
     remote_checkpoints,

@@ -10,8 +10,7 @@ from bloomery.checkpoint.format.catalogue import CommittedCheckpoint, checkpoint
 from bloomery.checkpoint.remote.backup import backup_url
 from bloomery.checkpoint.remote.backup_duty import read_duty
 from bloomery.checkpoint.remote.backup_places import sections
-from bloomery.checkpoint.remote.remote_checkpoint import place_at
-from bloomery.checkpoint.remote.run_files import upload_more, upload_run_files
+from bloomery.checkpoint.remote.remote_run import place_at, upload_more, upload_run_files
 from bloomery.checkpoint.remote.shared_upload import notes_of
 from bloomery.checkpoint.remote.transfer import upload_checkpoint
 from bloomery.cli.arguments import parser

@@ -9,9 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from bloomery.checkpoint.format.catalogue import record_copy
-from bloomery.checkpoint.format.remote_source import StoredCheckpoint
-from bloomery.checkpoint.remote.remote_checkpoint import is_remote, place_at
-from bloomery.checkpoint.remote.run_files import download_run_files, upload_run_files
+from bloomery.checkpoint.format.source import StoredCheckpoint
+from bloomery.checkpoint.remote.remote_run import download_run_files, is_remote, place_at, upload_run_files
 from bloomery.checkpoint.remote.transfer import Progress, download_checkpoint, upload_checkpoint
 from bloomery.cli.arguments import data_bar, parsed_with_target, parser
 from bloomery.cli.run_inputs import (

@@ -20,11 +20,10 @@ from bloomery.checkpoint.format.catalogue import (
     verify,
 )
 from bloomery.checkpoint.format.manifest import read_manifest
-from bloomery.checkpoint.format.remote_source import RemoteCheckpoint
 from bloomery.checkpoint.format.retention import PruneDecision, last_single_pass, prune_plan
-from bloomery.checkpoint.format.source import Source, is_stored_elsewhere, source_of
+from bloomery.checkpoint.format.source import RemoteCheckpoint, Source, is_stored_elsewhere, source_of
 from bloomery.checkpoint.remote.backup_places import sections, waiting_for_copies
-from bloomery.checkpoint.remote.remote_checkpoint import (
+from bloomery.checkpoint.remote.remote_run import (
     is_remote,
     place_at,
     remote_checkpoints,
@@ -40,7 +39,7 @@ from bloomery.config.recipe import Recipe
 from bloomery.errors import BloomeryError, CheckpointError
 from bloomery.events.run_directory import RunDirectory
 from bloomery.objects import storage_failure
-from bloomery.objects.cut_uploads import CutUploads
+from bloomery.objects.uploads import CutUploads
 
 _COLUMNS = ("step", "inc", "saved", "size", "tokens", "loss", "held-out", "backup", "state", "kept")
 _KEPT_WIDTH, _STATE_WIDTH = 26, 15

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from bloomery.checkpoint.format.catalogue import checkpoints
 from bloomery.checkpoint.format.manifest import MANIFEST
 from bloomery.checkpoint.format.source import Source, source_of
-from bloomery.checkpoint.remote.remote_checkpoint import is_remote, remote_source
+from bloomery.checkpoint.remote.remote_run import is_remote, remote_source
 from bloomery.errors import CheckpointError, TrainingFailed
 from bloomery.events.run_directory import RunDirectory
 

@@ -39,8 +39,8 @@ from bloomery.objects.refusals import (
 from bloomery.objects.refusals import StoreUnreachable as StoreUnreachable
 from bloomery.objects.refusals import storage_failure as storage_failure
 from bloomery.objects.refusals import without_secrets as without_secrets
-from bloomery.objects.sending import SentFile as SentFile
-from bloomery.objects.sending import send_file, send_pieces
+from bloomery.objects.uploads import SentFile as SentFile
+from bloomery.objects.uploads import send_file, send_pieces
 
 if TYPE_CHECKING:
     from obstore import GetOptions

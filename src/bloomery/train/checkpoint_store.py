@@ -18,20 +18,19 @@ from bloomery.checkpoint.format.catalogue import (
     newest_intact,
     refusal_of_damage,
 )
+from bloomery.checkpoint.format.deadlines import ABORT_S, LOST_RANK_S
 from bloomery.checkpoint.format.manifest import DamagedCheckpoint, Manifest, parse_name, read_manifest
-from bloomery.checkpoint.format.remote_source import RemoteCheckpoint
 from bloomery.checkpoint.format.retention import prune_plan
-from bloomery.checkpoint.format.source import Source, source_of
+from bloomery.checkpoint.format.source import RemoteCheckpoint, Source, source_of
 from bloomery.checkpoint.format.state import Json, SaveResult, Stateful, StateSnapshot, collect
 from bloomery.checkpoint.format.suspects import mark_suspects, refuse_if_only_suspects, trusted
 from bloomery.checkpoint.load.loader import load_checkpoint
 from bloomery.checkpoint.remote.backup import Backup, tell_of_newer
 from bloomery.checkpoint.remote.backup_places import BackupPlaces
-from bloomery.checkpoint.remote.remote_checkpoint import place_at
+from bloomery.checkpoint.remote.remote_run import place_at
 from bloomery.checkpoint.remote.run_place import LocalRun, RunPlace
 from bloomery.checkpoint.save.peer_snapshots import PeerSnapshots
 from bloomery.checkpoint.save.saver import Saver
-from bloomery.checkpoint.writer.deadlines import ABORT_S, LOST_RANK_S
 from bloomery.checkpoint.writer.memory_replica import MemoryReplicas, find_in_memory
 from bloomery.checkpoint.writer.ranks import Exchange, Gather, Ranks, alone
 from bloomery.config.checkpoint import CheckpointSection

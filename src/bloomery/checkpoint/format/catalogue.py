@@ -28,8 +28,7 @@ from bloomery.checkpoint.format.manifest import (
     read_index,
     read_manifest,
 )
-from bloomery.checkpoint.format.remote_source import StoredCheckpoint
-from bloomery.checkpoint.format.source import Source, source_of
+from bloomery.checkpoint.format.source import Source, StoredCheckpoint, source_of
 from bloomery.errors import CheckpointError, storage_error
 from bloomery.events.incarnation import Base, read_incarnations, visible
 from bloomery.events.run_directory import RunDirectory

@@ -22,6 +22,7 @@ import xxhash
 
 from bloomery import durable
 from bloomery.checkpoint.format.coverage import check_coverage
+from bloomery.checkpoint.format.deadlines import StallWatch, noted_progress, progress_files
 from bloomery.checkpoint.format.manifest import (
     INDEX,
     MANIFEST,
@@ -34,7 +35,6 @@ from bloomery.checkpoint.format.manifest import (
     manifest_text,
     without_garbage_collection,
 )
-from bloomery.checkpoint.format.part_progress import StallWatch, noted_progress, progress_files
 from bloomery.checkpoint.format.state import Json
 from bloomery.errors import BloomeryError, RunBusy, StorageError, storage_error
 

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from bloomery.checkpoint.format.manifest import Index, IndexedBox
-from bloomery.checkpoint.format.remote_source import RemoteCheckpoint, StoredCheckpoint
-from bloomery.checkpoint.format.source import Source
+from bloomery.checkpoint.format.source import RemoteCheckpoint, Source, StoredCheckpoint
 from bloomery.checkpoint.format.state import ITEM_BYTES, Box, StateEntry
+from bloomery.checkpoint.format.verified_reader import Piece, VerifiedReader
 from bloomery.checkpoint.load.load_plan import Destination, LoadPlan, ReadItem, ReadUnit
-from bloomery.checkpoint.load.verified_reader import Piece, VerifiedReader
 from bloomery.checkpoint.save.direct import element_type, memory_of
 from bloomery.checkpoint.writer.ranks import Ranks
 from bloomery.errors import BloomeryError

@@ -15,16 +15,17 @@ from bloomery.checkpoint.format.catalogue import (
     remote_copies,
 )
 from bloomery.checkpoint.format.manifest import DamagedCheckpoint, parse_name, read_manifest
-from bloomery.checkpoint.format.remote_source import RemoteCheckpoint
+from bloomery.checkpoint.format.source import RemoteCheckpoint
 from bloomery.checkpoint.format.suspects import marks_to_send, refuse_if_only_suspects, send_marks
 from bloomery.checkpoint.remote.backup_duty import Duty, is_covered, note_round, read_duty
-from bloomery.checkpoint.remote.remote_checkpoint import (
+from bloomery.checkpoint.remote.remote_run import (
     place_at,
     remote_checkpoints,
     remote_incarnations,
     trusted_copies,
+    upload_more,
+    upload_run_files,
 )
-from bloomery.checkpoint.remote.run_files import upload_more, upload_run_files
 from bloomery.checkpoint.remote.shared_upload import RanksThatSend, notes_of
 from bloomery.checkpoint.remote.transfer import SUBSET, UploadInterrupted, upload_checkpoint
 from bloomery.config.checkpoint import BackupSection

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from bloomery.checkpoint.format.catalogue import CommittedCheckpoint
 from bloomery.checkpoint.format.manifest import parse_name
-from bloomery.checkpoint.format.remote_source import RemoteCheckpoint
+from bloomery.checkpoint.format.source import RemoteCheckpoint
 from bloomery.checkpoint.remote.backup import Backup, due
 from bloomery.config.checkpoint import BackupSection
 from bloomery.config.recipe import Recipe

@@ -17,11 +17,16 @@ from bloomery import durable
 from bloomery.checkpoint.format.catalogue import checkpoints
 from bloomery.checkpoint.format.commit import partial_directory, remove_checkpoint, sweep
 from bloomery.checkpoint.format.manifest import MANIFEST, parse_name
-from bloomery.checkpoint.format.remote_source import CHECKPOINTS, RemoteCheckpoint, stored_url
-from bloomery.checkpoint.format.source import Source, is_stored_elsewhere, source_of
+from bloomery.checkpoint.format.source import (
+    CHECKPOINTS,
+    RemoteCheckpoint,
+    Source,
+    is_stored_elsewhere,
+    source_of,
+    stored_url,
+)
 from bloomery.checkpoint.format.suspects import SUSPECT
-from bloomery.checkpoint.remote.remote_checkpoint import place_at, remote_incarnations
-from bloomery.checkpoint.remote.run_files import upload_run_files
+from bloomery.checkpoint.remote.remote_run import place_at, remote_incarnations, upload_run_files
 from bloomery.checkpoint.writer.store_place import SAVING, enter_stored
 from bloomery.config.checkpoint import CheckpointSection
 from bloomery.errors import CheckpointError

@@ -36,8 +36,7 @@ from bloomery.checkpoint.format.manifest import (
 from bloomery.checkpoint.format.source import Source, source_of
 from bloomery.checkpoint.format.state import Json
 from bloomery.checkpoint.format.suspects import SUSPECT, mark_of
-from bloomery.checkpoint.remote.file_sender import FileSender, all_notes, read_notes
-from bloomery.checkpoint.remote.shared_upload import RanksThatSend
+from bloomery.checkpoint.remote.shared_upload import FileSender, RanksThatSend, all_notes, read_notes
 from bloomery.errors import CheckpointError, require_space, storage_error
 from bloomery.objects import Objects, StoreUnreachable, storage_failure
 

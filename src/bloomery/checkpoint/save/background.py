@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from bloomery.checkpoint.format.commit import error_to_json
+from bloomery.checkpoint.format.deadlines import ABORT_S, BUFFERS_S, CONCURRENT_SAVES, WRITER_END_S, Deadlines
 from bloomery.checkpoint.format.state import StateEntry
 from bloomery.checkpoint.save.staging import (
     CopyPace,
@@ -28,7 +29,6 @@ from bloomery.checkpoint.save.staging import (
 from bloomery.checkpoint.save.verification import OwnFilesCheck
 from bloomery.checkpoint.save.write_plan import RankWritePlan
 from bloomery.checkpoint.writer.client import WriterLost, WriterProcess
-from bloomery.checkpoint.writer.deadlines import ABORT_S, BUFFERS_S, CONCURRENT_SAVES, WRITER_END_S, Deadlines
 from bloomery.checkpoint.writer.memory_replica import label_of, read_replica, remove_label
 from bloomery.checkpoint.writer.part_place import place_of
 from bloomery.checkpoint.writer.partner import ReplicaSettings

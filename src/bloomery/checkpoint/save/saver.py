@@ -12,15 +12,14 @@ from typing import Any
 import torch
 
 from bloomery.checkpoint.format.commit import Part, final_directory, partial_directory
+from bloomery.checkpoint.format.deadlines import Deadlines
 from bloomery.checkpoint.format.manifest import FileRecord, checkpoint_name, now
 from bloomery.checkpoint.format.state import Json, SaveResult, StateEntry, Stateful, StateSnapshot, collect
 from bloomery.checkpoint.save.background import BackgroundSaver
-from bloomery.checkpoint.save.direct import FILE_BYTES, finished
-from bloomery.checkpoint.save.save_place import DirectorySaves, SavePlace, StoreSaves
+from bloomery.checkpoint.save.direct import FILE_BYTES, DirectorySaves, SavePlace, StoreSaves, finished
 from bloomery.checkpoint.save.staging import PendingSave
 from bloomery.checkpoint.save.verification import Verdicts
 from bloomery.checkpoint.save.write_plan import WritePlanner
-from bloomery.checkpoint.writer.deadlines import Deadlines
 from bloomery.checkpoint.writer.partner import ReplicaSettings, agree_on_partner, memory_shortage
 from bloomery.checkpoint.writer.ranks import Ranks
 from bloomery.config.checkpoint import BACKGROUND_BYTES, CheckpointSection

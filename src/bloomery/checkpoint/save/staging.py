@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from bloomery.checkpoint.format.deadlines import Deadlines
 from bloomery.checkpoint.format.state import StateEntry
 from bloomery.checkpoint.save.write_plan import RankWritePlan
-from bloomery.checkpoint.writer.deadlines import Deadlines
 from bloomery.checkpoint.writer.shared_buffer import SharedBuffer
 from bloomery.errors import BloomeryError
 from bloomery.native import library

@@ -14,8 +14,7 @@ from collections.abc import Mapping, Sequence
 from math import inf
 from typing import Any
 
-from bloomery.checkpoint.format.part_progress import PROGRESS
-from bloomery.checkpoint.writer.deadlines import WRITER_END_S, WRITER_START_S
+from bloomery.checkpoint.format.deadlines import PROGRESS, WRITER_END_S, WRITER_START_S
 from bloomery.checkpoint.writer.shared_buffer import SharedBuffer
 from bloomery.errors import BloomeryError, CheckpointError, RunBusy, StorageError
 

@@ -1,17 +1,19 @@
-"""Where a rank's writer puts its part of a save: into a directory that all ranks share.
+"""Where a rank's writer puts its part of a save: into a directory that all ranks share, and how fast.
 
-`ObjectPlace` is the same for object storage, where there is no such directory.
+It leaves the processors to the training while the save is not urgent. `ObjectPlace` is the same for object
+storage, where there is no such directory.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from bloomery.checkpoint.format import part_progress
+from bloomery.checkpoint.format import deadlines
 from bloomery.checkpoint.format.commit import (
     Part,
     abandon_part,
@@ -24,6 +26,7 @@ from bloomery.checkpoint.format.commit import (
     write_part_record,
 )
 from bloomery.checkpoint.format.data_file import write_image
+from bloomery.checkpoint.format.deadlines import PartProgress, note_progress, progress_path
 from bloomery.checkpoint.format.manifest import (
     INDEX,
     MANIFEST,
@@ -31,11 +34,39 @@ from bloomery.checkpoint.format.manifest import (
     read_manifest,
     without_garbage_collection,
 )
-from bloomery.checkpoint.format.part_progress import PartProgress, note_progress, progress_path
-from bloomery.checkpoint.format.read_back import read_back, read_back_index
-from bloomery.checkpoint.writer.cpu_throttle import CpuThrottle
+from bloomery.checkpoint.format.verified_reader import read_back, read_back_index
 from bloomery.checkpoint.writer.shared_buffer import ABANDONED, SharedBuffer
 from bloomery.errors import CheckpointError, StorageError, require_space, storage_error
+
+_SHARE = 1 / 128
+"""The fraction of a rank's processors that its writer uses. A step slows down by more than this fraction,
+because it waits for the slowest of its threads."""
+_LONGEST_PAUSE_S = 0.15
+"""With a few megabytes between pauses, the rate stays well above `deadlines.SLOWEST_BYTES_PER_S`."""
+_POLL_URGENT_S = 0.02
+
+
+class CpuThrottle:
+    """Limits this process to its share of the processors, by pauses, while its work is not urgent."""
+
+    def __init__(self, is_urgent: Callable[[], bool]) -> None:
+        self._is_urgent = is_urgent
+        self._share = _SHARE * processors_of_a_rank()
+        self._begun_s, self._used_s = time.monotonic(), time.process_time()
+
+    def rest(self) -> None:
+        """Pause until the processor time used since the last pause is within the share again."""
+        due_s = (time.process_time() - self._used_s) / self._share
+        end = min(self._begun_s + due_s, time.monotonic() + _LONGEST_PAUSE_S)
+        while (left_s := end - time.monotonic()) > 0 and not self._is_urgent():
+            time.sleep(min(left_s, _POLL_URGENT_S))
+        self._begun_s, self._used_s = time.monotonic(), time.process_time()
+
+
+def processors_of_a_rank() -> float:
+    """Return how many of this machine's processors each of its ranks has."""
+    return len(os.sched_getaffinity(0)) / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
 
 _DOING = "Saving a checkpoint"
 _STAGING_POLL_S = 0.0005
@@ -108,7 +139,7 @@ class DirectoryPlace:
         return PartProgress(
             tell,
             note=lambda count: note_progress(self._partial, rank, count),
-            note_every_s=part_progress.NOTE_EVERY_S,
+            note_every_s=deadlines.NOTE_EVERY_S,
         )
 
     def write(self, order: Mapping[str, Any], buffer: SharedBuffer, progress: PartProgress) -> Part:

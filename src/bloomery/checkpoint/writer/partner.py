@@ -23,9 +23,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from bloomery.checkpoint.format.deadlines import AUTHENTICATION_S, send_replica_s
+from bloomery.checkpoint.format.deadlines import CONCURRENT_SAVES as BUFFERS
 from bloomery.checkpoint.format.manifest import FILE_NAME
-from bloomery.checkpoint.writer.deadlines import AUTHENTICATION_S, send_replica_s
-from bloomery.checkpoint.writer.deadlines import CONCURRENT_SAVES as BUFFERS
 from bloomery.checkpoint.writer.memory_replica import (
     SLOTS,
     MemoryReplica,

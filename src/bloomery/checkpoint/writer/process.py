@@ -23,11 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from bloomery.checkpoint.format.commit import Part, error_to_json
-from bloomery.checkpoint.format.part_progress import PROGRESS, PartProgress
-from bloomery.checkpoint.format.read_back import GivenUp
-from bloomery.checkpoint.writer.cpu_throttle import CpuThrottle
+from bloomery.checkpoint.format.deadlines import PROGRESS, PartProgress
+from bloomery.checkpoint.format.verified_reader import GivenUp
 from bloomery.checkpoint.writer.memory_replica import MemoryReplica, MemoryReplicas, write_label
-from bloomery.checkpoint.writer.part_place import place_of
+from bloomery.checkpoint.writer.part_place import CpuThrottle, place_of
 from bloomery.checkpoint.writer.partner import ReplicaLimits, ReplicaServer, send_replica
 from bloomery.checkpoint.writer.shared_buffer import SharedBuffer
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
+from bloomery.checkpoint.format.deadlines import POLL_S
 from bloomery.checkpoint.format.manifest import DamagedCheckpoint
-from bloomery.checkpoint.writer.deadlines import POLL_S
 from bloomery.errors import BloomeryError, CheckpointError, StorageError
 
 Gather = Callable[[Any], list[Any]]

@@ -36,13 +36,11 @@ from bloomery.checkpoint.format.commit import (
     stalled_part,
 )
 from bloomery.checkpoint.format.data_file import BlockHasher
+from bloomery.checkpoint.format.deadlines import PartProgress, StallWatch, progress_path
 from bloomery.checkpoint.format.manifest import INDEX, MANIFEST, FileRecord, without_garbage_collection
-from bloomery.checkpoint.format.part_progress import PartProgress, StallWatch, progress_path
-from bloomery.checkpoint.format.remote_source import CHECKPOINTS
-from bloomery.checkpoint.format.source import STORED_AT
+from bloomery.checkpoint.format.source import CHECKPOINTS, STORED_AT
 from bloomery.checkpoint.format.state import Json
-from bloomery.checkpoint.writer.cpu_throttle import CpuThrottle
-from bloomery.checkpoint.writer.part_place import wait_until_filled
+from bloomery.checkpoint.writer.part_place import CpuThrottle, wait_until_filled
 from bloomery.checkpoint.writer.shared_buffer import SharedBuffer
 from bloomery.errors import RunBusy, storage_error
 from bloomery.objects import Objects, storage_failure
