@@ -22,7 +22,7 @@ UNSYNCED = {
     "data/duplicates.py:_write_keys": "scratch of one command, which begins anew after a kill",
     "data/duplicates.py:_write_candidates": "scratch of one command, which begins anew after a kill",
     "data/duplicates.py:_candidates_in": "scratch of one command, which begins anew after a kill",
-    "cli/data_audit_report.py:_png": "into memory; its caller writes it through durable",
+    "cli/data_audit.py:_png": "into memory; its caller writes it through durable",
     "calibrate/machine.py:process_gib": "a text in a temporary directory, for a measurement",
     "calibrate/machine.py:disk_gb_per_s": "measures a disk, and removes the file",
     "checkpoint/writer/shared_buffer.py:SharedBuffer.create": _MEMORY,

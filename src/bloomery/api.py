@@ -130,7 +130,7 @@ def recipe(name: PathLike, settings: Mapping[str, object] | None = None) -> Load
     settings: by key, for instance {"train.steps": 100, "data.sources": ["notes.txt"]}.
     Raises ConfigError with every mistake; `init.from` completes it as on the command line.
     """
-    from bloomery.cli.given_recipe import load_given
+    from bloomery.cli.arguments import load_given
     from bloomery.config.validate import check_recipe
 
     overrides = [f"{key}={_as_toml(value)}" for key, value in (settings or {}).items()]

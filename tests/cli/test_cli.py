@@ -8,8 +8,8 @@ from types import ModuleType
 import pytest
 
 from bloomery import cli
+from bloomery.cli import commit_of
 from bloomery.cli.arguments import ProgressLines
-from bloomery.cli.version import commit_of
 from bloomery.errors import BloomeryError, StorageError
 
 

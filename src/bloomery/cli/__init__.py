@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from bloomery.errors import BloomeryError
 
 COMMANDS = {
@@ -22,13 +24,13 @@ COMMANDS = {
     "submit": ("bloomery.cli.submit:run", "queue the jobs of a run with SLURM, or on this machine"),
     "status": ("bloomery.cli.status:run", "say what a run does, or all runs do, and what they wait for"),
     "cancel": ("bloomery.cli.status:cancel", "end the jobs of a run"),
-    "stop": ("bloomery.cli.switch:stop", "save and stop a run, and keep queued starts from training"),
-    "save": ("bloomery.cli.switch:save", "let a run save a checkpoint now and go on"),
+    "stop": ("bloomery.cli.control:stop", "save and stop a run, and keep queued starts from training"),
+    "save": ("bloomery.cli.control:save", "let a run save a checkpoint now and go on"),
     "drill": ("bloomery.cli.drill:run", "inject faults into a real run here: how long each recovery takes"),
     "note": ("bloomery.cli.note:run", "add a note to the chronicle of a run, or write the chronicle anew"),
     "watch": ("bloomery.cli.watch:run", "watch runs and alert people: hung, gone, failed, disk full, guards"),
-    "sync": ("bloomery.cli.sync:run", "send the logs of a run elsewhere while it trains: a store, the Hub"),
-    "follow": ("bloomery.cli.follow:run", "tell what a run does that trains elsewhere, or here"),
+    "sync": ("bloomery.cli.sync:sync", "send the logs of a run elsewhere while it trains: a store, the Hub"),
+    "follow": ("bloomery.cli.sync:follow", "tell what a run does that trains elsewhere, or here"),
     "dashboard": ("bloomery.cli.dashboard:run", "serve a live page about runs: curves, events, health"),
     "top": ("bloomery.cli.top:run", "show runs live in the terminal, with sparklines"),
     "plot": ("bloomery.cli.plot:run", "draw the curves of runs as a picture: PNG, SVG or PDF"),
@@ -41,8 +43,8 @@ COMMANDS = {
     "evaluate": ("bloomery.cli.evaluate:run", "measure the loss of any text, or score a model on tasks"),
     "ckpt": ("bloomery.cli.ckpt:run", "list, show, verify, copy, export and import checkpoints"),
     "guard": ("bloomery.cli.guard:run", "replay an old log: what the guards would have done, and when"),
-    "skip": ("bloomery.cli.skip:run", "let a run leave samples out from now on; --dry-run says which"),
-    "rewind": ("bloomery.cli.rewind:run", "let a run go back; --dry-run says what would be lost"),
+    "skip": ("bloomery.cli.control:skip", "let a run leave samples out from now on; --dry-run says which"),
+    "rewind": ("bloomery.cli.control:rewind", "let a run go back; --dry-run says what would be lost"),
     "fork": ("bloomery.cli.fork:run", "begin another run from a checkpoint, to try other settings"),
     "simulate": ("bloomery.cli.simulate:run", "simulate months of a run: the cost of failures and links"),
     "simulate-internet": (
@@ -80,6 +82,9 @@ examples:
 INTERRUPTED = 130
 BROKEN_PIPE = 141
 USAGE = 2
+COMMIT_FILE = "commit.txt"
+"""Written beside the package when a wheel is built (setup.py); a clone asks git."""
+_GIT_TIMEOUT_S = 5.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -104,6 +109,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
+def version_line() -> str:
+    """Return for instance `bloomery 0.1.0 (51d1de1a2b3c)`; without the commit where nothing tells it."""
+    from importlib import metadata
+    from pathlib import Path
+
+    commit = commit_of(Path(__file__).parents[1])
+    return f"bloomery {metadata.version('bloomery')}" + (f" ({commit})" if commit else "")
+
+
+def commit_of(package: Path) -> str:
+    """Return the commit of a package directory: as it was built, or as its clone is; '' if unknown.
+
+    `-dirty` is added where files of the clone were changed.
+    """
+    import subprocess
+
+    built = package / COMMIT_FILE
+    if built.is_file():
+        return built.read_text(encoding="utf-8").strip()
+    clone = package.parents[1]
+    if not (clone / ".git").exists():
+        return ""
+    command = ["git", "-C", str(clone), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()
+
+
 def _end_at_once(status: int) -> None:
     """End a process that was started for one training, whose parts are closed already.
 
@@ -125,8 +160,6 @@ def _dispatch(words: list[str]) -> int:
         print(_help())
         return 0 if words else USAGE
     if name in ("-V", "--version"):
-        from bloomery.cli.version import version_line
-
         print(version_line())
         return 0
     if name not in ("generate", "note") and (wrong := _not_utf8(words)):  # which tell it of their texts
@@ -149,7 +182,6 @@ def _not_utf8(words: list[str]) -> str:
 
 def _run(name: str, arguments: list[str]) -> int:
     from importlib import import_module
-
     from bloomery.config.environment import go_offline, is_offline
     from bloomery.errors import BloomeryError
 

@@ -1,18 +1,30 @@
-"""What the commands share: argument parsers, commands with parts (`bloomery config show`), progress bars."""
+"""What the commands share: parsers, commands with parts, progress bars, an end by signal, the recipe given.
+
+A command with parts is one such as `bloomery config show`. The recipe that a command was given is completed
+from the directory of `init.from`.
+"""
 
 from __future__ import annotations
 
+import select
+import signal
+import socket
 import sys
 import time
 from argparse import Action, ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from bloomery.cli.argument_values import positive
 from bloomery.config.find import nearest
 from bloomery.events.records import ProgressCallback, ignore_progress
+
+if TYPE_CHECKING:
+    from bloomery.config.begin_from import DescribedWeights
+    from bloomery.config.load import LoadedRecipe
+
 
 USAGE = 2
 _UNKNOWN = "unrecognized arguments: "  # how argparse begins its message
@@ -104,7 +116,7 @@ class PartParser(CommandParser):
 
 class _Version(Action):
     def __call__(self, parser: ArgumentParser, *others: object, **more: object) -> None:
-        from bloomery.cli.version import version_line
+        from bloomery.cli import version_line
 
         print(version_line())
         parser.exit()
@@ -174,7 +186,7 @@ def run_part(
     if name == THE_PARSER:
         raise ParserFound(None, parts)
     if name == "--version":
-        from bloomery.cli.version import version_line
+        from bloomery.cli import version_line
 
         print(version_line())
         return 0
@@ -276,3 +288,61 @@ def parsed_with_target(
     if required and args.to is None:
         options.error(f"{metavar} is missing: {about}")
     return args
+
+
+class EndSignal:
+    """Notices SIGINT and SIGTERM from its making on; only the main thread may make one.
+
+    The handler takes no lock. One that sets a `threading.Event` can wait forever, for the thread that it
+    interrupts may hold that event's lock.
+    """
+
+    def __init__(self) -> None:
+        self._came = False
+        self._woken, self._wakes = socket.socketpair()
+        for end in (self._woken, self._wakes):
+            end.settimeout(0.0)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._note)
+        signal.set_wakeup_fd(self._wakes.fileno(), warn_on_full_buffer=False)
+
+    def _note(self, number: int, frame: object) -> None:
+        self._came = True
+
+    def wait(self, seconds: float) -> bool:
+        """Wait so long at most, less where a signal comes; returns whether one has come."""
+        if not self._came and select.select([self._woken], [], [], max(0.0, seconds))[0]:
+            self._woken.recv(4096)
+        return self._came
+
+
+def load_given(path_or_name: str, overrides: Sequence[str] = ()) -> LoadedRecipe:
+    """Return the recipe as `load_recipe`; what it leaves to the weights of `init.from` is read from there.
+
+    Raises ConfigError, and CheckpointError for weights that our decoder does not compute with. torch is
+    loaded only to look at a transformers directory's weight files, after all that can be seen without it.
+    """
+    from bloomery.config.load import load_recipe
+
+    return load_recipe(path_or_name, overrides, describe=_described)
+
+
+def settings_from_weights(path_or_name: str, overrides: Sequence[str]) -> list[str]:
+    """Return as `section.key=value` what the directory of `init.from` completes the recipe with.
+
+    With these beside the other overrides the recipe loads without that directory. Raises as `load_given`.
+    """
+    from bloomery.config.convert import settings_of
+
+    loaded = load_given(path_or_name, overrides)
+    if not loaded.recipe.init.from_:
+        return []
+    values = settings_of(loaded.recipe)
+    place = loaded.recipe.init.from_
+    return [f"{key}={values[key]}" for key, source in loaded.sources.items() if source == place]
+
+
+def _described(place: str) -> Iterator[DescribedWeights]:
+    from bloomery.interchange.described_weights import described_weights  # only for recipes that name some
+
+    return described_weights(place)

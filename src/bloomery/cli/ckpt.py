@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
@@ -21,11 +21,12 @@ from bloomery.checkpoint.remote.remote_run import (
     remote_source,
 )
 from bloomery.cli.arguments import data_bar, parser, run_part
-from bloomery.cli.ckpt_receipts import about_words, receipt_words, receipts_of
 from bloomery.cli.run_inputs import all_checkpoints, is_checkpoint, one_checkpoint
 from bloomery.cli.tables import size_words
 from bloomery.errors import CheckpointError
+from bloomery.events.journal import read_journal
 from bloomery.events.records import ProgressCallback, as_json, counting
+from bloomery.events.run_directory import RunDirectory
 from bloomery.objects import storage_failure
 
 DAMAGED = 1
@@ -52,7 +53,7 @@ def run(arguments: list[str]) -> int:
         "prune": (_imported("ckpt_list", "prune"), "remove the checkpoints that the recipe does not keep"),
         "copy": (_imported("ckpt_copy", "copy"), "copy to a backup or from one, verified and resumable"),
         "backup": (
-            _imported("ckpt_backup", "backup"),
+            _imported("ckpt_copy", "backup"),
             "back up the newest checkpoint now, to where the recipe says",
         ),
         "export": (_imported("ckpt_export", "export"), "write a directory that transformers loads"),
@@ -258,3 +259,50 @@ def _print_differences(first: Source, second: Source, differences: dict[str, Any
             print(f"  {name}  {shown}".rstrip())
     if not any(differences.values()):
         print("nothing differs" if contents else "same tensors; --contents compares their elements")
+
+
+def receipts_of(source: Source) -> list[dict[str, Any]]:
+    """Return the receipts of the resumes from a checkpoint; [] for one outside a run directory."""
+    directory = Path(source.place())
+    if directory.parent.name != "checkpoints":
+        return []
+    journal = RunDirectory(directory.parent.parent).journal()
+    return [
+        event
+        for event in read_journal(journal)
+        if event["event"] == "receipt" and event["checkpoint"] == directory.name
+    ]
+
+
+def receipt_words(receipt: Mapping[str, Any]) -> str:
+    """Return a receipt as one line."""
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(receipt["time"]))
+    begin = f"resumed {when} on {receipt['ranks']} rank{'s' if receipt['ranks'] != 1 else ''}: "
+    if not receipt["kept"]:
+        return f"{begin}REFUSED, {'; '.join(receipt['broken'])}"
+    changed = [
+        words
+        for name, words in (("settings_changed", "other settings"), ("mixture_changed", "another mixture"))
+        if receipt[name]
+    ]
+    samples = "another mixture" if receipt["mixture_changed"] else "same next samples"
+    parts = [samples, "same optimizer state", f"learning rate {receipt['learning_rate']:.4g}"]
+    if "other settings" in changed:
+        parts.append("settings of the learning rate changed")
+    loss = f"loss {receipt['loss']}"
+    if receipt["same_bits"] is not None:
+        loss += (
+            " as when the step was made before"
+            if receipt["same_bits"]
+            else (f", {receipt['loss_made_before']} when the step was made before")
+        )
+    elif receipt["loss_saved"] is not None:
+        loss += f" after {receipt['loss_saved']}"
+    return f"{begin}{', '.join([*parts, loss])} ({receipt['promised_by']})"
+
+
+def about_words(value: object) -> object:
+    """Return a value of a manifest's `about` as text; of a promise, all its fields."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {item}" for name, item in value.items())
+    return value

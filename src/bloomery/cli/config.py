@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from bloomery.cli.arguments import add_recipe, parser, run_part
-from bloomery.cli.given_recipe import load_given
+from bloomery.cli.arguments import add_recipe, load_given, parser, run_part
 from bloomery.config.explain import SettingRow, explain, reference
 from bloomery.config.load import LoadedRecipe, dump_recipe
 from bloomery.config.recipe import Recipe

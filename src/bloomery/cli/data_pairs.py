@@ -260,7 +260,7 @@ def add_report_parser(commands: Any) -> None:  # Any: argparse keeps this type t
 
 
 def _report(options: Namespace) -> int:
-    from bloomery.cli.given_recipe import load_given
+    from bloomery.cli.arguments import load_given
     from bloomery.config.validate import check_recipe
     from bloomery.data.stream import group_rows
 
@@ -269,7 +269,7 @@ def _report(options: Namespace) -> int:
     loaded = load_given(str(path / "recipe.toml") if run else options.recipe, options.overrides)
     check_recipe(loaded.recipe, loaded.sources)
     if options.overlap:
-        from bloomery.cli.data_overlap import report_overlap
+        from bloomery.cli.data_duplicates import report_overlap
 
         return report_overlap(loaded, run, as_json=options.json)
     rows, samples = _rows(loaded, run)

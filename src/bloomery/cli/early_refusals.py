@@ -1,18 +1,85 @@
-"""Refuses before torch is loaded what a start of a training would refuse after it."""
+"""Refuses before torch is loaded what a start would refuse after it, such as missing files and packages."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bloomery.config.data import HUB_PREFIX, DataSection
 from bloomery.config.resume import compare, refuse_fixed
-from bloomery.data.missing_files import refuse_missing
-from bloomery.errors import ConfigError, StorageError
+from bloomery.data.documents import NAME_THE_FIELD, BadDocuments
+from bloomery.data.pair_files import bin_path, idx_path
+from bloomery.data.readers import LINES, SourceFile
+from bloomery.data.sources import find_files, read_documents
+from bloomery.errors import ConfigError, DataError, StorageError
 from bloomery.train.trackers import refuse_missing_packages
 
 if TYPE_CHECKING:
     from bloomery.config.load import LoadedRecipe
+
+
+_QUICKLY_READ = 4 << 20
+"""A larger tokenizer is checked when it is used: reading it takes most of a second."""
+
+
+def refuse_missing(data: DataSection) -> None:
+    """Raise DataError where a source, the tokenizer or a dataset on this machine does not exist.
+
+    Records of JSON are read up to the first good one, and nothing else is opened, so it takes milliseconds.
+    What lies elsewhere is looked for when it is fetched.
+    """
+    if data.sources:
+        _refuse_without_text(find_files(data.sources).files, data)
+    if data.tokenizer != "train" and not data.tokenizer.startswith(HUB_PREFIX):
+        # 0.1 s that most recipes need not pay
+        from bloomery.data.tokenizer import find_tokenizer, load_tokenizer
+
+        tokenizer = find_tokenizer(data.tokenizer)
+        _refuse_missing_file(
+            tokenizer,
+            subject="Cannot read the tokenizer",
+            remedy="Give the path of a tokenizer.json, or set data.tokenizer = 'train'.",
+        )
+        if tokenizer.stat().st_size <= _QUICKLY_READ:
+            load_tokenizer(tokenizer, end_of_document=data.end_of_document_token)
+    for dataset in (*data.datasets, *data.held_out_datasets):
+        if "://" not in dataset.path:
+            prefix = Path(dataset.path).expanduser()
+            for path in (idx_path(prefix), bin_path(prefix)):
+                _refuse_missing_file(
+                    path,
+                    subject="Cannot read",
+                    remedy="Give the path of a .bin/.idx pair without the ending; `bloomery data tokenize` "
+                    "makes it.",
+                )
+
+
+def _refuse_without_text(files: Sequence[SourceFile], data: DataSection) -> None:
+    """Raise DataError where the sources are JSON Lines and no record has the field that is read."""
+    lines = list(takewhile(lambda file: file.path.name.endswith(LINES), files))
+    bad = BadDocuments(fail=data.bad_documents == "fail")
+    documents = read_documents(
+        lines,
+        text_field=data.text_field,
+        prompt_field=data.prompt_field,
+        longest_line_mib=data.longest_line_mib,
+        bad=bad,
+    )
+    first = next(documents, None)
+    if first is None and len(lines) == len(files):
+        why = f" The first: {bad.entries[0].place}: {bad.entries[0].why}." if bad.entries else ""
+        raise DataError(
+            f"The sources hold no document that can be used, and {bad.count:,} that cannot.{why}",
+            remedy=NAME_THE_FIELD + "give other files.",
+        )
+
+
+def _refuse_missing_file(path: Path, *, subject: str, remedy: str) -> None:
+    if not path.exists():
+        raise DataError(f"{subject} {path}: No such file or directory.", remedy=remedy)
 
 
 def refuse_early(loaded: LoadedRecipe, run: Path) -> None:

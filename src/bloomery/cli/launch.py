@@ -43,8 +43,8 @@ def run(arguments: list[str]) -> int:
     if options.rdzv:
         read_endpoint(options.rdzv)
     _take_nodes_of_srun(options)
+    from bloomery.cli.arguments import load_given
     from bloomery.cli.early_refusals import refuse_early
-    from bloomery.cli.given_recipe import load_given
     from bloomery.config.environment import go_offline
     from bloomery.config.peer_settings import refuse_alone
     from bloomery.config.validate import check_recipe

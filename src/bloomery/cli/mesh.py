@@ -6,8 +6,7 @@ import json
 from argparse import Namespace
 
 from bloomery.cli.argument_values import positive
-from bloomery.cli.arguments import add_recipe, parser
-from bloomery.cli.given_recipe import load_given
+from bloomery.cli.arguments import add_recipe, load_given, parser
 from bloomery.cli.tables import table_text
 from bloomery.config.parallel import ParallelSection
 from bloomery.config.recipe import Recipe

@@ -78,7 +78,7 @@ def _parse(arguments: list[str]) -> Namespace:
 def _train(options: Namespace) -> int:
     from bloomery.agent.assemble import access_of, assemble_agent
     from bloomery.agent.rank_server import PARENT
-    from bloomery.cli.given_recipe import load_given
+    from bloomery.cli.arguments import load_given
     from bloomery.config.validate import check_recipe
     from bloomery.events.run_directory import RunDirectory
     from bloomery.plan.ranks import degrees_of, other_ranks_wanted
@@ -172,7 +172,7 @@ def _explain(arguments: list[str]) -> int:
     options.add_argument("--json", action="store_true", help="print one JSON array")
     chosen = options.parse_intermixed_args(arguments)
     from bloomery.agent.timeouts import table
-    from bloomery.cli.given_recipe import load_given
+    from bloomery.cli.arguments import load_given
     from bloomery.config.elastic import ElasticSection
 
     section = ElasticSection()

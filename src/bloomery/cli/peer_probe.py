@@ -49,7 +49,7 @@ def run(arguments: list[str]) -> int:
     """Measure the links and print them; returns the exit status."""
     options = _parse(arguments)
     from bloomery.agent.assemble import access_of
-    from bloomery.cli.given_recipe import load_given
+    from bloomery.cli.arguments import load_given
     from bloomery.coordination.ring_order import ring
     from bloomery.coordination.run_view import RunView
     from bloomery.protocol.keys import Keys

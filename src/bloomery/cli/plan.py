@@ -8,11 +8,11 @@ import sys
 from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bloomery.cli.argument_values import page_file
-from bloomery.cli.arguments import parser
-from bloomery.cli.given_recipe import load_given
+from bloomery.cli.arguments import load_given, parser
+from bloomery.cli.plan_tables import days_text, rows_text, section
 from bloomery.errors import ConfigError, Mistake
 from bloomery.plan.hardware import Hardware, load_hardware, load_link
 from bloomery.plan.overview import Plan, parameters_of_stage
@@ -21,6 +21,10 @@ from bloomery.plan.request import Request
 from bloomery.plan.step_time import StepTime
 from bloomery.plan.this_machine import this_machine
 from bloomery.plan.timeline import last_step_words, ramp_up_cost
+
+if TYPE_CHECKING:
+    from bloomery.plan.progress import RunProgress
+
 
 EXAMPLES = """\
 bloomery plan tr11-176b                                  plan for the machine that the recipe names
@@ -176,8 +180,6 @@ def _plan(request: Request, options: Namespace) -> int:
 
         _write(options.html, page(plan, start=options.start))
     if options.json:
-        from bloomery.cli.plan import as_figures
-
         print(json.dumps(as_figures(plan), indent=2, ensure_ascii=False))
     else:
         from bloomery.cli.plan_tables import plan_text
@@ -213,8 +215,6 @@ def _at(options: Namespace) -> int:
     if options.json:
         print(json.dumps(as_progress_figures(progress), indent=2, ensure_ascii=False))
     else:
-        from bloomery.cli.plan_progress import progress_text
-
         print(progress_text(progress))
     return 0
 
@@ -338,3 +338,40 @@ def _step(step: StepTime) -> dict[str, Any]:
         "high_s": step.high_s,
         "bottleneck": step.bottleneck,
     }
+
+
+def progress_text(progress: RunProgress) -> str:
+    """Return what a run has done, what is left, and the plan beside what was measured."""
+    from bloomery.plan.progress import figures
+
+    of_peer = f" of this peer, one of {progress.peers}" if progress.peers > 1 else ""
+    rows = [
+        ["samples", f"{progress.consumed_samples:,} of {progress.total_samples:,}"],
+        ["tokens", f"{progress.consumed_tokens:,} of {progress.total_tokens:,}"],
+        ["steps", f"{progress.step:,} of {progress.total_steps:,}{of_peer}"],
+        [
+            "speed",
+            f"{progress.samples_per_s:,.2f} samples/s, {progress.step_s:.3g} s/step (median of the last "
+            f"{progress.steps_measured})",
+        ],
+        ["left", f"{days_text(progress.days_left)} with {progress.hours_per_day:g} hours a day"],
+    ]
+    parts = [
+        f"{progress.run}: {progress.consumed_samples / progress.total_samples:.1%} done",
+        rows_text(rows, left=(0, 1), head=False),
+    ]
+    if progress.elsewhere:
+        table = [["accelerators", "left", ""]]
+        table += [
+            [
+                f"{estimate.accelerators:,}",
+                "-" if estimate.days_left is None else days_text(estimate.days_left),
+                estimate.note,
+            ]
+            for estimate in progress.elsewhere
+        ]
+        parts.append(section("on other numbers of accelerators", rows_text(table, left=(2,))))
+    table = [["figure", "planned", "measured", "measured/planned"]]
+    table += [[name, planned, measured, ratio] for name, planned, measured, ratio in figures(progress)]
+    parts.append(section(f"planned (on {progress.hardware}) against measured", rows_text(table, left=(0,))))
+    return "\n\n".join(parts)

@@ -51,7 +51,7 @@ def run(arguments: list[str]) -> int:
         probe_as_rank(Path(arguments[1]), seconds=float(arguments[2]))
         return 0
     options = _parse(arguments)
-    from bloomery.cli.given_recipe import load_given
+    from bloomery.cli.arguments import load_given
     from bloomery.operate.exclusions import Exclusions
     from bloomery.operate.launcher import node_name
 

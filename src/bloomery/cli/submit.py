@@ -37,7 +37,7 @@ def run(arguments: list[str]) -> int:
     options = _parse(arguments)
     if options.top_up:
         return _top_up(RunDirectory(Path(options.top_up)))
-    from bloomery.cli.given_recipe import settings_from_weights
+    from bloomery.cli.arguments import settings_from_weights
     from bloomery.operate.submission import (
         check_submittable,
         keep_submission,

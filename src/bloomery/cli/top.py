@@ -11,8 +11,7 @@ from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
-from bloomery.cli.arguments import parser
-from bloomery.cli.end_signal import EndSignal
+from bloomery.cli.arguments import EndSignal, parser
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -72,8 +72,8 @@ def run(arguments: list[str]) -> int:
     """Start or resume the training; returns 0 when the run ended or stopped as it was asked to."""
     started = time.perf_counter()
     options = _parse(arguments)
+    from bloomery.cli.arguments import load_given
     from bloomery.cli.early_refusals import refuse_early
-    from bloomery.cli.given_recipe import load_given
     from bloomery.config.environment import go_offline
     from bloomery.config.peer_settings import refuse_alone
     from bloomery.config.validate import check_recipe

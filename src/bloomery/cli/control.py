@@ -1,0 +1,334 @@
+"""`bloomery stop`, `save`, `skip` and `rewind`: what people ask of a run that trains, and what it costs."""
+
+from __future__ import annotations
+
+import json
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bloomery.cli.argument_values import MOST, not_negative
+from bloomery.cli.arguments import parser
+from bloomery.errors import BloomeryError, storage_error
+from bloomery.events.run_directory import RunDirectory
+from bloomery.events.switches import Switches, arm, note_of
+
+if TYPE_CHECKING:
+    from bloomery.checkpoint.format.catalogue import CommittedCheckpoint
+    from bloomery.events.journal import History
+    from bloomery.events.run_directory import RunDirectory
+
+
+_WHAT = {
+    "stop": "Save and stop a run, and end each start at once until the switch is disarmed: the tasks that a\n"
+    "scheduler has queued end one by one.",
+    "save": "Save a checkpoint now and go on.",
+}
+_SWITCH_EXAMPLES = """\
+bloomery {name} runs/mine                 arm the switch runs/mine/control/{name}
+bloomery {name} runs/mine --disarm        take it back
+bloomery {name} --at /group/switches      the same in the directory that the recipe's control.directory names
+"""
+_ARMED = {
+    "stop": "the run saves and stops after its present step, and starts end at once until `bloomery stop {} "
+    "--disarm`",
+    "save": "the run saves after its present step",
+}
+
+
+def stop(arguments: list[str]) -> int:
+    """Run `bloomery stop`; returns the exit status."""
+    return _switch("stop", arguments)
+
+
+def save(arguments: list[str]) -> int:
+    """Run `bloomery save`; returns the exit status."""
+    return _switch("save", arguments)
+
+
+def _switch(name: str, arguments: list[str]) -> int:
+    options = parser(name, _WHAT[name], examples=_SWITCH_EXAMPLES.format(name=name))
+    options.add_argument("run", metavar="RUN", nargs="?", help="the run directory")
+    options.add_argument("--at", metavar="DIR", help="a directory of switches, in place of a run")
+    options.add_argument("--disarm", action="store_true", help="remove the switch")
+    options.add_argument("--json", action="store_true", help="print one JSON object")
+    chosen = options.parse_args(arguments)
+    if (chosen.run is None) == (chosen.at is None):
+        options.error("give RUN or --at DIR, one of them")
+    directories = _directories(chosen)
+    if chosen.disarm:
+        return _disarm(name, directories, as_json=chosen.json)
+    path = _armed(name, directories)
+    target = chosen.run or f"--at {chosen.at}"
+    if chosen.json:
+        print(json.dumps({"switch": name, "armed": str(path)}))
+    else:
+        print(f"{path} is armed: {_ARMED[name].format(target)}")
+    return 0
+
+
+def _directories(chosen: Namespace) -> list[Path]:
+    """Return the directories of the switches: that of --at, or the run's and the one its recipe names."""
+    if chosen.at is not None:
+        if not Path(chosen.at).is_dir():
+            raise BloomeryError(
+                f"There is no directory {chosen.at}.", remedy="Give the one that control.directory names."
+            )
+        return [Path(chosen.at)]
+    rundir = RunDirectory(Path(chosen.run))
+    if not (rundir.exists() or rundir.control_dir.is_dir()):
+        raise BloomeryError(
+            f"There is no run in {chosen.run}.", remedy="Give a run directory, for instance runs/demo."
+        )
+    directories = [rundir.control_dir]
+    if rundir.recipe.exists():
+        from bloomery.config.load import load_recipe
+
+        elsewhere = load_recipe(str(rundir.recipe)).recipe.control.directory
+        directories += [Path(elsewhere)] if elsewhere else []
+    return directories
+
+
+def _armed(name: str, directories: list[Path]) -> Path:
+    """Arm the switch in the first directory that can be written, and return its path. Raises StorageError."""
+    refused: OSError | None = None
+    for directory in directories:
+        try:
+            arm(directory / name)
+        except OSError as error:
+            refused = refused or error
+            continue
+        return directory / name
+    assert refused is not None
+    raise storage_error(refused, path=directories[0] / name, doing="Arming the switch") from refused
+
+
+def _disarm(name: str, directories: list[Path], *, as_json: bool) -> int:
+    switches, disarmed = Switches(directories), list[str]()
+    if switches.armed(name) is None and not as_json:
+        print(f"{name} is not armed in {' or '.join(map(str, directories))}")
+        return 0
+    while path := switches.armed(name):
+        note = note_of(path)
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise storage_error(error, path=path, doing="Disarming the switch") from error
+        disarmed.append(str(path))
+        if not as_json:
+            print(f"{path} is disarmed" + (f" ({note})" if note else ""))
+    if as_json:
+        print(json.dumps({"switch": name, "disarmed": disarmed}))
+    return 0
+
+
+_SKIP_EXAMPLES = """\
+bloomery skip runs/demo --samples 4096:8192 --dry-run   say what that leaves out; change nothing
+bloomery skip runs/demo --samples 4096:8192             never use the samples 4096 to 8191 of the stream
+bloomery skip runs/demo --steps 300:500                 nor those of the steps 300 to 499"""
+
+
+def skip(arguments: list[str]) -> int:
+    """Run `bloomery skip`; returns the exit status."""
+    options = parser(
+        "skip",
+        "Let a run leave samples out of its stream. The run takes the request after its next step, all\n"
+        "ranks and peers alike, and every checkpoint from then on remembers it.",
+        examples=_SKIP_EXAMPLES,
+    )
+    options.add_argument("run", type=Path, metavar="RUN", help="the run directory")
+    add_samples(options, required=True)
+    options.add_argument("--dry-run", action="store_true", help="say what would be left out; ask for nothing")
+    options.add_argument("--json", action="store_true", help="print one JSON object")
+    args = options.parse_args(arguments)
+    from bloomery.cli.run_inputs import run_directory
+    from bloomery.events.journal import read_history
+    from bloomery.events.switches import write_request
+
+    rundir = run_directory(args.run)
+    history = read_history(rundir)
+    samples = samples_of(args, history)
+    facts = skipped_facts(samples, history)
+    if not args.dry_run:
+        write_request(rundir, "skip", f"{samples.start}:{samples.stop}", keep=True)
+    if args.json:
+        print(json.dumps({"asked": not args.dry_run, **facts}))
+        return 0
+    print(skipped_words(facts))
+    print(when_words(rundir, dry_run=args.dry_run))
+    return 0
+
+
+def add_samples(options: ArgumentParser, *, required: bool) -> None:
+    """Add `--samples FIRST:END` and `--steps FIRST:END`, of which at most one is given."""
+    either = options.add_mutually_exclusive_group(required=required)
+    either.add_argument(
+        "--samples",
+        type=_span,
+        metavar="FIRST:END",
+        help="indices of the sample stream to leave out, the end not included",
+    )
+    either.add_argument(
+        "--steps",
+        type=_span,
+        metavar="FIRST:END",
+        help="leave out the samples of these steps, the end not included; of later ones by today's batch",
+    )
+
+
+def samples_of(args: Namespace, history: History) -> range:
+    """Return the indices of the stream that were asked for; an empty range where none were."""
+    if args.samples is not None:
+        wanted: range = args.samples
+        return wanted
+    if args.steps is None:
+        return range(0)
+    return range(cursor_after(args.steps.start - 1, history), cursor_after(args.steps.stop - 1, history))
+
+
+def cursor_after(step: int, history: History) -> int:
+    """Return the index of the stream after a step; for a future step, the index at today's batch size."""
+    if step <= 0 or not history.steps:
+        return 0
+    last = history.steps[-1].report
+    if step >= last.step:
+        return last.cursor + (step - last.step) * last.global_batch * last.peers
+    return next(made.report.cursor for made in history.steps if made.report.step >= step)
+
+
+def skipped_facts(samples: range, history: History) -> dict[str, Any]:
+    """Return what leaving these samples out means for the run, as the fields that `--json` prints."""
+    last = history.steps[-1].report if history.steps else None
+    cursor = last.cursor if last else 0
+    ahead = range(max(samples.start, cursor), max(samples.stop, cursor))
+    batch = last.global_batch * last.peers if last else 0
+    return {
+        "samples": [samples.start, samples.stop],
+        "left_out": len(ahead),
+        "used_already": len(samples) - len(ahead),
+        "steps_worth": len(ahead) / batch if batch else None,
+    }
+
+
+def skipped_words(facts: dict[str, Any]) -> str:
+    """Return the facts as a sentence."""
+    start, stop = facts["samples"]
+    steps = "" if facts["steps_worth"] is None else f", {facts['steps_worth']:,.1f} steps' worth"
+    text = f"Samples {start:,} to {stop - 1:,} of the stream: {facts['left_out']:,} are left out{steps}."
+    if facts["used_already"]:
+        text += f" {facts['used_already']:,} lie behind the run and stay used: `bloomery rewind` goes back."
+    return text
+
+
+def when_words(rundir: RunDirectory, *, dry_run: bool) -> str:
+    """Return a sentence that says when the run takes the request."""
+    from bloomery import durable
+
+    if dry_run:
+        return "Nothing was asked for: this was a dry run."
+    try:
+        with rundir.lock.open("rb") as lock:
+            is_training = not durable.try_lock(lock.fileno(), shared=True)
+    except FileNotFoundError:
+        is_training = False
+    except OSError:  # a file system without locks
+        return "The run takes it after its next step, or after the first step of its next start."
+    if is_training:
+        return "The run takes it after its next step."
+    return "The run is not training: it takes this after the first step of its next start."
+
+
+def _span(text: str) -> range:
+    first, colon, end = text.replace("_", "").partition(":")
+    if not (colon and first.isdecimal() and end.isdecimal() and int(first) < int(end)):
+        raise ArgumentTypeError(f"{text!r} is not FIRST:END with FIRST below END")
+    if int(end) > MOST:
+        raise ArgumentTypeError(f"{end} is too much: at most {MOST:,}")
+    return range(int(first), int(end))
+
+
+_REWIND_EXAMPLES = """\
+bloomery rewind runs/demo --to-step 400 --dry-run       say from which checkpoint, and what would be lost
+bloomery rewind runs/demo --to-step 400                 go back, and make the same steps again
+bloomery rewind runs/demo --to-step 400 --steps 401:700 go back, and leave out the samples of these steps"""
+
+
+def rewind(arguments: list[str]) -> int:
+    """Run `bloomery rewind`; returns the exit status."""
+    options = parser(
+        "rewind",
+        "Let a run go back to its newest checkpoint at or before a step. The run takes the request after\n"
+        "its next step, all ranks alike; a run between peers goes back together. What was abandoned stays\n"
+        "in the journal and is no longer part of the run.",
+        examples=_REWIND_EXAMPLES,
+    )
+    options.add_argument("run", type=Path, metavar="RUN", help="the run directory")
+    options.add_argument(
+        "--to-step", type=not_negative, required=True, metavar="STEP", help="the latest step to keep"
+    )
+    add_samples(options, required=False)
+    options.add_argument("--dry-run", action="store_true", help="say what would be lost; ask for nothing")
+    options.add_argument("--json", action="store_true", help="print one JSON object")
+    args = options.parse_args(arguments)
+    from bloomery.checkpoint.format.catalogue import checkpoints
+    from bloomery.cli.run_inputs import run_directory
+    from bloomery.errors import CheckpointError
+    from bloomery.events.journal import read_history
+    from bloomery.events.switches import write_request
+
+    rundir = run_directory(args.run)
+    history, listed = read_history(rundir), checkpoints(rundir)
+    early = [checkpoint for checkpoint in listed if checkpoint.step <= args.to_step]
+    if not early:
+        steps = ", ".join(f"{checkpoint.step:,}" for checkpoint in listed) or "none"
+        raise CheckpointError(
+            f"{rundir.path} has no checkpoint at or before step {args.to_step:,} (there are: {steps})",
+            remedy="Go back to a later step, or restore an older checkpoint with `bloomery ckpt copy`.",
+        )
+    newest = max([listed[-1].step, *(made.report.step for made in history.steps)])
+    if args.to_step > newest:
+        raise CheckpointError(
+            f"{rundir.path} is at step {newest:,}, and cannot go back to step {args.to_step:,}",
+            remedy="Give a step that it has made.",
+        )
+    facts = lost_facts(early[-1], history)
+    samples = samples_of(args, history)
+    if samples:
+        facts["skip"] = skipped_facts(samples, _up_to(early[-1].step, history))
+    if not args.dry_run:
+        skip = f" {samples.start}:{samples.stop}" if samples else ""
+        write_request(rundir, "rewind", f"{args.to_step}{skip}", keep=False)
+    if args.json:
+        print(json.dumps({"asked": not args.dry_run, **facts}))
+        return 0
+    print(
+        f"From {facts['checkpoint']}: {facts['steps']:,} steps, {facts['samples']:,} samples and "
+        f"{facts['seconds'] / 3600:.2f} hours of training are undone (steps {facts['to_step'] + 1:,} to "
+        f"{facts['last_step']:,}), and those that the run makes until it takes the request."
+    )
+    if samples:
+        print(skipped_words(facts["skip"]))
+    print(when_words(rundir, dry_run=args.dry_run))
+    return 0
+
+
+def lost_facts(checkpoint: CommittedCheckpoint, history: History) -> dict[str, Any]:
+    """Return the steps, samples and seconds of training that a run loses by going back to a checkpoint."""
+    undone = [made.report for made in history.steps if made.report.step > checkpoint.step]
+    kept_reports = [made.report for made in history.steps if made.report.step <= checkpoint.step]
+    consumed = kept_reports[-1].consumed_samples if kept_reports else 0
+    return {
+        "checkpoint": checkpoint.name,
+        "to_step": checkpoint.step,
+        "last_step": undone[-1].step if undone else checkpoint.step,
+        "steps": len(undone),
+        "samples": undone[-1].consumed_samples - consumed if undone else 0,
+        "seconds": round(sum(report.seconds for report in undone), 3),
+    }
+
+
+def _up_to(step: int, history: History) -> History:
+    """Return the history as it is after going back to a step."""
+    from dataclasses import replace
+
+    return replace(history, steps=tuple(made for made in history.steps if made.report.step <= step))
