@@ -29,7 +29,7 @@ from tests.diloco.test_pseudo_gradient import OneTensor
 from bloomery.config.elastic import SPARSE, ElasticSection
 from bloomery.diloco.outer_update import Reduced, StoredAverage
 from bloomery.diloco.pseudo_gradient import PseudoGradient
-from bloomery.plan.codec_error import ring_bytes
+from bloomery.plan.peer_round import ring_bytes
 from bloomery.transport.gradient_codec import Float32, decode, encode
 from bloomery.transport.sparse_codec import Words, average_sparse, encode_sparse
 

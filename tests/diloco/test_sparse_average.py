@@ -15,7 +15,7 @@ from bloomery.config.elastic import ElasticSection
 from bloomery.diloco.all_reduce import RingFailed, WireRing
 from bloomery.diloco.outer_update import Reduced, StoredAverage
 from bloomery.diloco.pseudo_gradient import PseudoGradient
-from bloomery.plan.codec_error import ring_bytes
+from bloomery.plan.peer_round import ring_bytes
 from bloomery.protocol.rank_messages import Reduce
 from bloomery.transport.rate_limit import HopRateLimit
 from bloomery.transport.ring_all_reduce import Ring

@@ -7,8 +7,8 @@ from tests.checkpoint.thread_ranks import Threads
 
 from bloomery.checkpoint.writer.ranks import Ranks
 from bloomery.errors import StorageError
-from bloomery.events import shared_directory
-from bloomery.events.shared_directory import prove_shared
+from bloomery.events import run_directory
+from bloomery.events.run_directory import prove_shared
 
 NODES = ("a", "a", "b", "b", "c")
 
@@ -51,7 +51,7 @@ def test_a_node_that_may_not_write_is_named(tmp_path: Path):
 
 
 def test_ranks_of_one_node_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(shared_directory, "_write", lambda *_: pytest.fail("one node has nothing to prove"))
+    monkeypatch.setattr(run_directory, "_write", lambda *_: pytest.fail("one node has nothing to prove"))
     assert started([tmp_path] * 3, nodes=("a", "a", "a")) == [None] * 3
 
 

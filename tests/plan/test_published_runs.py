@@ -18,9 +18,8 @@ from bloomery.plan.hardware import load_hardware, load_link
 from bloomery.plan.layout import Layout
 from bloomery.plan.memory import block_activation_bytes
 from bloomery.plan.overview import make_plan
-from bloomery.plan.parameters import count_parameters, token_cost
+from bloomery.plan.parameters import count_parameters, proportions, token_cost, unusual_shape
 from bloomery.plan.peer_round import plan_round
-from bloomery.plan.proportions import proportions, unusual_shape
 from bloomery.plan.request import Request
 from bloomery.plan.step_time import step_time
 from bloomery.plan.timeline import last_step_words, ramp_up_cost

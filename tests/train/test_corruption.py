@@ -14,8 +14,8 @@ from tests.train.test_loop import events, go
 
 from bloomery.config.load import LoadedRecipe, load_recipe
 from bloomery.events.journal import Journal
-from bloomery.events.machine_faults import machine_faults
 from bloomery.events.run_directory import RunDirectory
+from bloomery.operate.wrong_bits import machine_faults
 from bloomery.parallel.build import TrainingModel
 from bloomery.train.corruption import CorruptionCheck
 from bloomery.train.settings import RunSettings

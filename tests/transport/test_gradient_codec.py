@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from bloomery.plan.codec_error import average_error, codec_of_partial_sums
+from bloomery.plan.peer_round import average_error, codec_of_partial_sums
 from bloomery.transport import gradient_codec
 from bloomery.transport.gradient_codec import Codec, decode, encode, encoded_size
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bloomery.plan.codec_error import sparse_bytes
+from bloomery.plan.peer_round import sparse_bytes
 from bloomery.transport.sparse_codec import CHUNK, add_sparse, encode_sparse, sparse_words
 
 SIZES = (0, 1, 2, 63, 65, CHUNK, CHUNK + 1, 3 * CHUNK + 777)

@@ -33,7 +33,7 @@ from bloomery.coordination.transactions import run_token
 from bloomery.errors import ConfigError, CoordinatorAway, Mistake, PeerError
 from bloomery.events.journal import Journal
 from bloomery.events.run_directory import RunDirectory
-from bloomery.plan.codec_error import average_error, codec_of_partial_sums, ring_bytes
+from bloomery.plan.peer_round import average_error, codec_of_partial_sums, ring_bytes
 from bloomery.plan.schedule import total_samples
 from bloomery.protocol.keys import Keys, is_name, name_mistake
 from bloomery.protocol.records import PROTOCOL, PROTOCOL_VERSION

@@ -182,6 +182,7 @@ def _not_utf8(words: list[str]) -> str:
 
 def _run(name: str, arguments: list[str]) -> int:
     from importlib import import_module
+
     from bloomery.config.environment import go_offline, is_offline
     from bloomery.errors import BloomeryError
 

@@ -16,7 +16,7 @@ from bloomery.cli.plan_tables import days_text, rows_text, section
 from bloomery.errors import ConfigError, Mistake
 from bloomery.plan.hardware import Hardware, load_hardware, load_link
 from bloomery.plan.overview import Plan, parameters_of_stage
-from bloomery.plan.proportions import proportions
+from bloomery.plan.parameters import proportions
 from bloomery.plan.request import Request
 from bloomery.plan.step_time import StepTime
 from bloomery.plan.this_machine import this_machine

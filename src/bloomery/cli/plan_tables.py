@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from bloomery.cli.tables import COLUMNS, table_text
 from bloomery.errors import ConfigError, Mistake
-from bloomery.plan.proportions import proportions
+from bloomery.plan.parameters import proportions
 from bloomery.plan.timeline import last_step_words, ramp_up_cost
 
 if TYPE_CHECKING:

@@ -19,8 +19,7 @@ from bloomery.config.model import ModelSection
 from bloomery.config.optim import LossSection, OptimSection, ScheduleSection
 from bloomery.config.parallel import RECOMPUTATIONS, ParallelSection
 from bloomery.config.setting import LARGEST_SEED, setting
-from bloomery.config.submit import SubmitSection
-from bloomery.config.sync import SyncSection
+from bloomery.config.submit import SubmitSection, SyncSection
 
 
 @dataclass(frozen=True, kw_only=True)

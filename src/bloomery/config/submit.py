@@ -1,4 +1,4 @@
-"""The settings of `[submit]`: what a run asks of a scheduler."""
+"""The settings of `[submit]` and `[sync]`: what a run asks of a scheduler, and where it sends its logs."""
 
 from __future__ import annotations
 
@@ -129,4 +129,27 @@ class SubmitSection:
     )
     more: tuple[str, ...] = setting(
         (), kind="free", at_start=True, help="Further options of sbatch, for instance '--exclusive'."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncSection:
+    """Where logs go while a run trains, and checkpoints. Credentials come from the environment."""
+
+    place: str = setting(
+        "",
+        kind="free",
+        at_start=True,
+        help="s3://bucket/path, gs://…, az://…, file:///path, or hf:OWNER/NAME for a repository of the Hub, "
+        "which is made private. `launch --supervise` sends journals, logs and TensorBoard files there; "
+        "`bloomery sync` does it by hand. Empty: nowhere.",
+    )
+    every_minutes: float = setting(
+        60.0, kind="free", at_start=True, above=0.0, help="Minutes between two times of sending what is new."
+    )
+    checkpoints: bool = setting(
+        False,
+        kind="free",
+        at_start=True,
+        help="Publish every checkpoint too, exported for transformers, on a branch of its own; for the Hub.",
     )

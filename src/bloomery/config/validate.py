@@ -14,7 +14,7 @@ from bloomery.config.model import ModelSection
 from bloomery.config.optim import OptimSection, ScheduleSection
 from bloomery.config.peer_settings import peer_mistakes
 from bloomery.config.recipe import Recipe, TrainSection
-from bloomery.config.sync import SyncSection
+from bloomery.config.submit import SyncSection
 from bloomery.config.validate_data import mixing_mistakes, sample_mistakes
 from bloomery.config.validate_layout import (
     batch_mistakes,

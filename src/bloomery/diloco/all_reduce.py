@@ -23,7 +23,7 @@ from bloomery.coordination.eligibility import NORM_FAILURE
 from bloomery.diloco.agent_client import AgentClient, CommandInbox
 from bloomery.diloco.outer_update import OuterUpdate, Reduced, StoredAverage, peer_digest
 from bloomery.errors import BloomeryError
-from bloomery.plan.codec_error import codec_of_partial_sums
+from bloomery.plan.peer_round import codec_of_partial_sums
 from bloomery.protocol.rank_messages import KeepAverage, Reduce
 from bloomery.protocol.records import Commit
 from bloomery.transport.gradient_codec import Float32

@@ -11,7 +11,7 @@ from bloomery.plan.block_cost import block_passes
 from bloomery.plan.checkpoint_plan import MOST_LOST
 from bloomery.plan.hardware import GIB
 from bloomery.plan.layout import bubble_share
-from bloomery.plan.proportions import LEAST_HIDDEN, unusual_shape
+from bloomery.plan.parameters import LEAST_HIDDEN, unusual_shape
 from bloomery.plan.request import data_degrees, vocabulary_of
 
 if TYPE_CHECKING:

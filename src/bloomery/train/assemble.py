@@ -25,9 +25,8 @@ from bloomery.errors import RunBusy
 from bloomery.events.heartbeat import Heartbeat, RankActivity
 from bloomery.events.incarnation import identity
 from bloomery.events.journal import Journal, last_step
-from bloomery.events.run_directory import RunDirectory
+from bloomery.events.run_directory import RunDirectory, prove_shared
 from bloomery.events.run_lock import host_name, lock_run
-from bloomery.events.shared_directory import prove_shared
 from bloomery.parallel.build import TrainingModel, build_training_model
 from bloomery.parallel.mesh import Mesh, join_mesh
 from bloomery.parallel.optimizers import Optimizers

@@ -8,7 +8,7 @@ import pytest
 from tests.operate.sync.conftest import record, write_steps
 from tests.operate.sync.hub_server import Hub
 
-from bloomery.config.sync import SyncSection
+from bloomery.config.submit import SyncSection
 from bloomery.errors import StorageError
 from bloomery.events.journal import loss_curve
 from bloomery.events.run_directory import RunDirectory

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from types import TracebackType
 
-from bloomery.config.sync import SyncSection
+from bloomery.config.submit import SyncSection
 from bloomery.events.run_directory import RunDirectory
 
 _TICK_S = 0.2
