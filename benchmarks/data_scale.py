@@ -23,10 +23,9 @@ from typing import Any
 import numpy as np
 from contract import Measurement, measurement, report
 
-from bloomery.data.index_columns import IndexColumns
 from bloomery.data.indexed import IndexedDataset
 from bloomery.data.megatron_order import MegatronOrder
-from bloomery.data.pair_files import CODES, HEADER, MAGIC, bin_path, idx_path
+from bloomery.data.pair_files import CODES, HEADER, MAGIC, IndexColumns, bin_path, idx_path
 from bloomery.data.pairs import merge_pairs, verify_pair
 
 TOKENS_A_DOCUMENT, LENGTH = 20, 2048
@@ -191,7 +190,7 @@ def _dedup_candidates(
 
 def _audit(prefix: Path) -> None:
     """What `data audit` holds while it looks for n-grams, by default in 10⁹ tokens of the corpus."""
-    from bloomery.data.audit_text import Ngrams, audit_text
+    from bloomery.data.audit import Ngrams, audit_text
 
     dataset = IndexedDataset(prefix)
     other = Ngrams.of_texts(iter([np.arange(10_000_000) % 60_000]), 13)

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from bloomery.cli.data import run
-from bloomery.data import audit_order, audit_text
-from bloomery.data.audit_order import neighbours_of, taken_of
-from bloomery.data.audit_text import Ngrams, whole_ngrams
+from bloomery.data import audit
+from bloomery.data.audit import Ngrams, neighbours_of, taken_of, whole_ngrams
 from bloomery.data.indexed import IndexedDataset, IndexedWriter
 from bloomery.data.order import Order
 from bloomery.data.tokenizer import train_tokenizer
@@ -37,8 +36,8 @@ def test_an_order_that_shuffles_within_blocks_is_told_and_ours_is_not(
         assert ours.alarms == () and ours.is_exact and ours.looked_at == samples - 1
         (theirs,) = neighbours_of(bad, [6400], samples=samples)
         assert len(theirs.alarms) == 2 and theirs.correlations[0] > 0.9 and theirs.near > 0.5
-    monkeypatch.setattr(audit_order, "COUNTED", 4096)
-    monkeypatch.setattr(audit_order, "STRETCH", 1024)
+    monkeypatch.setattr(audit, "COUNTED", 4096)
+    monkeypatch.setattr(audit, "STRETCH", 1024)
     (some,) = neighbours_of(bad, [6400], samples=20_000)
     assert not some.is_exact and some.looked_at == 4 * 1023 and some.alarms
 
@@ -61,12 +60,12 @@ def test_what_is_taken_is_counted_sample_by_sample(monkeypatch: pytest.MonkeyPat
     large, small = taken_of(order, [500, 90], samples=1000)
     assert (large.taken, large.epochs, large.least, large.most) == (750, (500, 250), 1, 2)
     assert (small.taken, small.epochs, small.least, small.most) == (250, (90, 90, 70), 2, 3)
-    monkeypatch.setattr(audit_order, "COUNTED", 10)
+    monkeypatch.setattr(audit, "COUNTED", 10)
     assert [found.least for found in taken_of(order, [500, 90], samples=1000)] == [None, None]
 
 
 def test_memory_for_the_ngrams_of_another_text_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(audit_text, "_MOST_NGRAMS", 25)
+    monkeypatch.setattr(audit, "_MOST_NGRAMS", 25)
     texts = (np.arange(start, start + 12) for start in (0, 100, 200))
     found = Ngrams.of_texts(texts, 3).result()
     assert (found.ngrams, found.is_whole) == (20, False)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bloomery.data.best_fit import best_fit
+from bloomery.data.sample_layout import best_fit
 
 
 def slow_rooms(lengths: list[int], capacity: int) -> list[int]:

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.independent_indexed import independent_pair
 
-from bloomery.data import index_columns
+from bloomery.data import pair_files
 from bloomery.data.indexed import IndexedDataset, IndexedWriter
 from bloomery.data.pair_files import bin_path, idx_path, token_dtype
 from bloomery.errors import DataError, StorageError
@@ -172,7 +172,7 @@ def test_a_sequence_outside_of_the_tokens_is_named_before_a_pointer_is_followed(
 
 def test_a_writer_holds_no_number_for_each_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """400,000 documents, whose index takes 8 MB: 36 bytes a document would be 14 MB."""
-    monkeypatch.setattr(index_columns, "_READ_AT_ONCE", 10_000)
+    monkeypatch.setattr(pair_files, "_READ_AT_ONCE", 10_000)
     lengths = np.tile(np.array([1, 0, 3, 2], dtype=np.int64), 1_000)
     tokens = np.arange(lengths.sum(), dtype=np.uint16)
     tracemalloc.start()

@@ -14,10 +14,9 @@ from bloomery.data import native_kernels
 from bloomery.data.indexed import IndexedDataset, IndexedWriter
 from bloomery.data.megatron_order import MegatronOrder
 from bloomery.data.order import Order
-from bloomery.data.page_sums import PAGE_BYTES, page_sums, plain_page_sums
 from bloomery.data.pair_files import bin_path, idx_path, seal_path, sums_path
 from bloomery.data.pairs import merge_pairs, refuse_damaged, verify_pair
-from bloomery.data.seal import SealFacts, read_seal
+from bloomery.data.seal import PAGE_BYTES, SealFacts, page_sums, plain_page_sums, read_seal
 from bloomery.data.seal_writer import seal
 from bloomery.data_loader.reading import Samples
 from bloomery.errors import DataError

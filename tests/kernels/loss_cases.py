@@ -7,8 +7,7 @@ import sys
 
 import torch
 
-from bloomery.model.fused_loss import loss_and_gradients
-from bloomery.model.loss import IGNORED, next_token_loss
+from bloomery.model.loss import IGNORED, loss_and_gradients, next_token_loss
 
 Z_LOSS = 0.01
 

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from bloomery.config.optim import OptimSection
-from bloomery.optim.adamw import FlatAdamW
 from bloomery.optim.clip import Counted, examine
 from bloomery.optim.groups import ParameterPiece, Placement, lay_out
-from bloomery.optim.muon import FlatMuon, orthogonalise
+from bloomery.optim.update_rules import FlatAdamW, FlatMuon, orthogonalise
 
 MATRICES = (Placement(name="a", start=0, shape=(4, 8)), Placement(name="b", start=64, shape=(8, 4)))
 

@@ -14,7 +14,7 @@ from bloomery.config.load import load_recipe
 from bloomery.config.validate import check_recipe
 from bloomery.errors import ConfigError
 from bloomery.guard.verdict import CarryOn
-from bloomery.train.profiler import StepProfiler
+from bloomery.train.observers import StepProfiler
 
 
 def profiled(tmp_path: Path, *, completed: int, steps: range) -> tuple[Path, list[str]]:

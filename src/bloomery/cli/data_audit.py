@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from bloomery.config.load import LoadedRecipe
-    from bloomery.data.audit_text import Ngrams
+    from bloomery.data.audit import Ngrams
     from bloomery.data.prepare import Prepared
     from bloomery.data.tokenizer import Tokenizer
 
@@ -106,8 +106,7 @@ def _facts(
     loaded: LoadedRecipe, run: Path | None, options: argparse.Namespace, progress: Any
 ) -> dict[str, Any]:  # Any: the report as JSON
     from bloomery.cli.data_duplicates import texts_of
-    from bloomery.data.audit_order import neighbours_of, taken_of
-    from bloomery.data.audit_text import Ngrams, audit_text
+    from bloomery.data.audit import Ngrams, audit_text, neighbours_of, taken_of
     from bloomery.data.overlap import overlap_of
     from bloomery.data.stream import dataset_rows
     from bloomery.train.data_stream import data_forecast, stream_of_run
@@ -158,7 +157,7 @@ def _samples_of(stream: Any, number: int) -> int:
 def _other_texts(
     options: argparse.Namespace, prepared: Prepared, *, end_of_document: str
 ) -> dict[str, Ngrams]:
-    from bloomery.data.audit_text import Ngrams
+    from bloomery.data.audit import Ngrams
     from bloomery.data.documents import BadDocuments
     from bloomery.data.sources import find_files, read_documents
     from bloomery.data.tokenizer import load_tokenizer

@@ -1,24 +1,29 @@
-"""Parts of a corpus that several machines tokenise, each one part, and how their pairs become one.
+"""Parts of a corpus that several machines tokenise, and how their pairs and bad documents become one.
 
 The pieces of a corpus are cut alike on every machine. A part is a run of neighbouring pieces, so that the
 pairs of all parts, one after another, are what one machine would have written.
+
+The bad documents are one list, with lines counted as people do.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bloomery import durable
+from bloomery.data.documents import BadDocument, BadDocuments, count_lines
 from bloomery.data.indexed import IndexedDataset
 from bloomery.data.pair_files import idx_path
 from bloomery.data.pairs import merge_pairs
+from bloomery.data.readers import LINES, SourceFile
 from bloomery.data.storage import refusals_named, write_whole
-from bloomery.data.tokenize_worker import HELD_OUT, TextPiece
+from bloomery.data.tokenize_worker import HELD_OUT, TextPiece, bad_path
 from bloomery.errors import DataError
 from bloomery.events.records import ProgressCallback, ignore_progress
 
@@ -170,3 +175,53 @@ def _join_lists(prefixes: Sequence[Path], out: Path) -> None:
                     while chunk := listed.read(_READ_BYTES):
                         joined.write(chunk)
         durable.replace(draft, target)
+
+
+def bad_documents(
+    parts: Path, pieces: Sequence[TextPiece], results: Sequence[dict[str, Any]], report: Path | None
+) -> BadDocuments:
+    """Return what was skipped, and write it to `report`, piece by piece.
+
+    Lines are counted from the beginning of the file, not of its part.
+    """
+    bad = BadDocuments(stop_after=0)
+    draft = parts / "bad-documents"
+    draft.unlink(missing_ok=True)
+    with durable.open_new(draft) as listed:
+        for entry in _bad_of_pieces(parts, pieces, results):
+            bad.add(entry)
+            listed.write(entry.to_json_line())
+    if report is not None:
+        durable.replace(draft, report)
+    return bad
+
+
+def _bad_of_pieces(
+    parts: Path, pieces: Sequence[TextPiece], results: Sequence[dict[str, Any]]
+) -> Iterator[BadDocument]:
+    before: dict[str, int] = {}
+    lines_of_other_parts = functools.cache(_lines_before)
+    for piece, result in zip(pieces, results, strict=True):
+        offsets = []
+        for file, lines in zip(piece.files, result["lines"], strict=True):
+            path = str(file.path)
+            offset = before.get(path, 0) if file.start else 0
+            offsets.append(offset)
+            before[path] = offset + lines
+        with bad_path(parts, piece.number).open("rb") as listed:
+            for row in listed:
+                number, entry = json.loads(row)
+                line = entry["line"]
+                if line:
+                    line += offsets[number]
+                    if piece.files[number].path == pieces[0].files[0].path:
+                        line += lines_of_other_parts(pieces[0].files[0])
+                yield BadDocument(**{**entry, "line": line})
+
+
+def _lines_before(file: SourceFile) -> int:
+    """Return the number of lines that begin before a part of a file; 0 for what is not cut at lines."""
+    if not file.start or not file.path.name.endswith(LINES):
+        return 0
+    with file.path.open("rb") as stream:
+        return count_lines(stream, file.start)

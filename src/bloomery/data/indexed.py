@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 
 from bloomery import durable
-from bloomery.data.index_columns import IndexColumns
 from bloomery.data.page_check import PageCheck
 from bloomery.data.pair_files import (
     CODES,
@@ -25,6 +24,7 @@ from bloomery.data.pair_files import (
     HEADER,
     MAGIC,
     TOKENIZE_AGAIN,
+    IndexColumns,
     bin_path,
     check_documents,
     checked_header,

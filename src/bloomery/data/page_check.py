@@ -13,9 +13,8 @@ import xxhash
 
 from bloomery.data import native_kernels
 from bloomery.data.native_kernels import DamagedPage
-from bloomery.data.page_sums import PAGE_BYTES, page_sums
 from bloomery.data.pair_files import sums_path
-from bloomery.data.seal import COPY_AGAIN, Seal
+from bloomery.data.seal import COPY_AGAIN, PAGE_BYTES, Seal, page_sums
 from bloomery.errors import DataError
 
 Offsets = npt.NDArray[np.int64]

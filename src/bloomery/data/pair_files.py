@@ -1,4 +1,4 @@
-r"""The files of a pair: their names, the layout of its index (Megatron's), and how they are mapped.
+r"""The files of a pair: their names, the layout of its index (Megatron's), how they are mapped and written.
 
 `.idx`, little-endian and unpadded: `MMIDIDX\0\0`, u64 version 1, u8 dtype code, u64 sequences S, u64
 documents + 1 = D, i32[S] lengths in tokens, i64[S] byte pointers into `.bin`, i64[D] document indices.
@@ -9,8 +9,10 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -109,3 +111,57 @@ def check_documents(path: Path, indices: npt.NDArray[np.int64], sequences: int) 
             f"{indices[0]} to {indices[-1]}, not from 0 to {sequences}.",
             remedy=TOKENIZE_AGAIN,
         )
+
+
+_READ_AT_ONCE = 1 << 20
+_LENGTH, _END = np.dtype("<i4"), np.dtype("<i8")
+
+
+class IndexColumns:
+    """The lengths of sequences, and the number of sequences at the end of each document.
+
+    They lie in files of `directory` without a name, which are gone once `close` was called.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.sequence_count = self.document_count = 0
+        self._lengths = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115  — `close` closes both
+        self._ends = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115
+
+    def add_lengths(self, lengths: npt.NDArray[np.int32] | npt.NDArray[np.int64]) -> None:
+        """Append sequences, by their numbers of tokens. Raises OSError."""
+        self._lengths.write(np.ascontiguousarray(lengths, dtype=_LENGTH).data)
+        self.sequence_count += len(lengths)
+
+    def add_ends(self, ends: npt.NDArray[np.int64]) -> None:
+        """Append documents, by the number of sequences at the end of each. Raises OSError."""
+        self._ends.write(np.ascontiguousarray(ends, dtype=_END).data)
+        self.document_count += len(ends)
+
+    def pieces(self, item_bytes: int) -> Iterator[memoryview]:
+        """Yield the bytes of `.idx` after its header: lengths, where each sequence begins, where each
+        document does. Nothing is added afterwards.
+
+        item_bytes: bytes of a token.
+        """
+        yield from (lengths.data for lengths in _numbers(self._lengths, _LENGTH))
+        begin = 0
+        for lengths in _numbers(self._lengths, _LENGTH):
+            ends = begin + np.cumsum(lengths, dtype=np.int64) * item_bytes
+            yield (ends - lengths * np.int64(item_bytes)).astype(_END).data
+            begin = int(ends[-1])
+        yield np.zeros(1, dtype=_END).data
+        yield from (ends.data for ends in _numbers(self._ends, _END))
+
+    def close(self) -> None:
+        """Remove the columns from the disk."""
+        self._lengths.close()
+        self._ends.close()
+
+
+def _numbers(
+    file: IO[bytes], dtype: np.dtype[np.int32] | np.dtype[np.int64]
+) -> Iterator[npt.NDArray[np.int64]]:
+    file.seek(0)
+    while piece := file.read(_READ_AT_ONCE * dtype.itemsize):
+        yield np.frombuffer(piece, dtype)

@@ -15,9 +15,17 @@ import xxhash
 
 from bloomery import durable
 from bloomery.data.indexed import IndexedDataset, IndexedWriter
-from bloomery.data.page_sums import PAGE_BYTES, page_sums
 from bloomery.data.pair_files import HEADER, PARTS, bin_path, idx_path, seal_path
-from bloomery.data.seal import PageSums, Seal, SealFacts, damaged_sums, read_seal, refuse_other_sizes
+from bloomery.data.seal import (
+    PAGE_BYTES,
+    PageSums,
+    Seal,
+    SealFacts,
+    damaged_sums,
+    page_sums,
+    read_seal,
+    refuse_other_sizes,
+)
 from bloomery.data.storage import refusals_named
 from bloomery.errors import DataError
 from bloomery.events.records import ProgressCallback, ignore_progress

@@ -12,9 +12,8 @@ import numpy as np
 import xxhash
 
 from bloomery import durable
-from bloomery.data.page_sums import PAGE_BYTES, page_sums
 from bloomery.data.pair_files import bin_path, idx_path, seal_path, sums_path
-from bloomery.data.seal import BLOCK_BYTES, SealFacts, SealOutline, Section
+from bloomery.data.seal import BLOCK_BYTES, PAGE_BYTES, SealFacts, SealOutline, Section, page_sums
 from bloomery.data.storage import refusals_named, write_whole
 
 _READ_BYTES = 4 << 20

@@ -16,8 +16,7 @@ from typing import Any
 
 import xxhash
 
-from bloomery.data.bad_list import bad_documents
-from bloomery.data.corpus_parts import CorpusPart, remove_record, write_record
+from bloomery.data.corpus_parts import CorpusPart, bad_documents, remove_record, write_record
 from bloomery.data.documents import BadDocuments
 from bloomery.data.indexed import IndexedDataset, IndexedWriter
 from bloomery.data.pair_files import PARTS, token_dtype

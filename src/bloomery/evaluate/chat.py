@@ -12,8 +12,8 @@ from bloomery.data.tokenizer import JSON_FILE
 from bloomery.errors import CheckpointError
 from bloomery.evaluate.open_checkpoint import OpenedModel
 from bloomery.events.run_directory import RunDirectory
+from bloomery.interchange.directories import read_object
 from bloomery.interchange.generation_files import companions_of
-from bloomery.interchange.json_objects import read_object
 
 _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 

@@ -23,7 +23,7 @@ from bloomery.data.tokenizer import JSON_FILE, MODEL_FILE, Tokenizer, load_token
 from bloomery.data.tokenizer_engines import HARD_TEXTS
 from bloomery.errors import CheckpointError
 from bloomery.events.run_directory import RunDirectory
-from bloomery.interchange.json_objects import read_object
+from bloomery.interchange.directories import read_object
 
 log = logging.getLogger(__name__)
 

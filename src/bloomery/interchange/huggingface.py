@@ -22,12 +22,11 @@ from bloomery.config.model import ModelSection
 from bloomery.data.tokenizer import MODEL_FILE, tokenizer_in
 from bloomery.errors import CheckpointError, storage_error
 from bloomery.events.records import ProgressCallback, counting, ignore_progress
+from bloomery.interchange.directories import partial_directory, read_object
 from bloomery.interchange.families.family import Family, HfTensor, stored_shape
 from bloomery.interchange.families.known import family_in, family_of, hf_config, hf_tensors, section_from
 from bloomery.interchange.generation_files import give_companions, give_piece_model, token_ids
-from bloomery.interchange.json_objects import read_object
 from bloomery.interchange.logits_check import CompareMethod, check_logits
-from bloomery.interchange.partial_directory import partial_directory
 from bloomery.interchange.quantised_weights import scheme_of
 from bloomery.interchange.tensor_matching import (
     Match,

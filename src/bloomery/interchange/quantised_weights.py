@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from bloomery.errors import CheckpointError
-from bloomery.interchange.families.keys import PLAIN_WEIGHTS, QUANTISATION
+from bloomery.interchange.families.family import PLAIN_WEIGHTS, QUANTISATION
 
 _INT8_LARGEST = 127.0
 _NO_EFFECT = frozenset(

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from bloomery.config.model import ModelSection
 from bloomery.errors import CheckpointError
-from bloomery.interchange.families.family import Family, HfTensor, stored_shape
-from bloomery.interchange.families.keys import PLAIN_WEIGHTS
+from bloomery.interchange.families.family import PLAIN_WEIGHTS, Family, HfTensor, stored_shape
 from bloomery.interchange.families.known import family_of, hf_tensors
 from bloomery.interchange.foreign_files import METADATA, is_megatron, read_dcp, read_megatron
 from bloomery.interchange.weight_files import USABLE, WeightFiles

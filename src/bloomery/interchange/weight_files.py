@@ -28,7 +28,7 @@ from bloomery import durable
 from bloomery.checkpoint.format.data_file import safetensors_header
 from bloomery.checkpoint.save.direct import memory_of
 from bloomery.errors import CheckpointError, require_space, storage_error
-from bloomery.interchange.json_objects import read_object, refuse_damaged
+from bloomery.interchange.directories import read_object, refuse_damaged
 from bloomery.interchange.quantised_weights import Scheme, is_row_format
 
 USABLE = ("F32", "BF16", "F16")

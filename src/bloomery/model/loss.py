@@ -1,5 +1,7 @@
 """The loss: cross entropy of the next token and z-loss, in chunks so that few logits exist at a time.
 
+On GPUs, logits in the working dtype are replaced by their gradient, so that they exist once.
+
 Legend: n tokens, h hidden, v vocabulary.
 """
 
@@ -12,7 +14,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from bloomery.kernels.available import has_triton
-from bloomery.model.fused_loss import loss_and_gradients, supports_fused_loss
 from bloomery.model.layers import Products, linear
 from bloomery.model.native_kernels import has_units, slopes_of_entropy
 
@@ -186,3 +187,61 @@ def _slope(logits: Tensor, targets: Tensor, log_partition: Tensor, z_loss: float
     pull = 1.0 + 2.0 * z_loss * log_partition
     slope = probability * pull[:, None] - (vocabulary == targets[:, None]).float()
     return torch.where((targets != IGNORED)[:, None], slope, 0.0)
+
+
+def supports_fused_loss(hidden: Tensor) -> bool:
+    """Return whether `loss_and_gradients` can compute this dtype on this device, where Triton is."""
+    return hidden.device.type == "cuda" and hidden.dtype in (torch.bfloat16, torch.float16)
+
+
+def loss_and_gradients(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, z_loss: float, chunk: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of the summed loss by hidden states and weight, and its two terms, fp32 scalars.
+
+    hidden: [n, h]; weight: [v, h], whose gradient is fp32; targets: int64 [n], where a negative one counts
+    nothing. chunk: number of tokens whose logits exist at one time.
+    """
+    by_hidden, by_weight, cross_entropy, z = torch.ops.bloomery.loss_and_gradients(
+        hidden, weight, targets, z_loss, chunk
+    )
+    return by_hidden, by_weight, cross_entropy, z
+
+
+# An operator, so that torch.compile leaves it whole; see `layers.py` for why it is made like this.
+torch.library.define(
+    "bloomery::loss_and_gradients",
+    "(Tensor hidden, Tensor weight, Tensor targets, float z_loss, int chunk)"
+    " -> (Tensor by_hidden, Tensor by_weight, Tensor cross_entropy, Tensor z)",
+)
+
+
+@torch.library.impl("bloomery::loss_and_gradients", "default")
+def _loss_and_gradients(
+    hidden: Tensor, weight: Tensor, targets: Tensor, z_loss: float, chunk: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    from bloomery.kernels.triton_loss import write_slopes  # only where Triton is
+
+    by_hidden, by_weight, *_ = _room(hidden, weight)
+    by_weight.zero_()
+    terms = torch.empty(2, hidden.shape[0], device=hidden.device)
+    for first in range(0, hidden.shape[0], chunk):
+        at = slice(first, first + chunk)
+        logits = hidden[at] @ weight.t()  # [chunk, v], from the next line on their gradient
+        write_slopes(logits, targets[at], z_loss, terms[0, at], terms[1, at])
+        torch.mm(logits, weight, out=by_hidden[at])
+        by_weight.add_(logits.t() @ hidden[at])
+    return by_hidden, by_weight, terms[0].sum(), terms[1].sum()
+
+
+@torch.library.register_fake("bloomery::loss_and_gradients")  # type: ignore[untyped-decorator]
+def _(
+    hidden: Tensor, weight: Tensor, targets: Tensor, z_loss: float, chunk: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _room(hidden, weight)
+
+
+def _room(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    scalar = hidden.new_empty((), dtype=torch.float32)
+    by_weight = weight.new_empty(weight.shape, dtype=torch.float32)
+    return hidden.new_empty(hidden.shape), by_weight, scalar, torch.empty_like(scalar)

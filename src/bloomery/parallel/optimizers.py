@@ -10,10 +10,9 @@ from torch import Tensor
 from bloomery.checkpoint.format.state import Json, StateEntry, whole
 from bloomery.config.optim import OptimSection
 from bloomery.errors import TrainingFailed
-from bloomery.optim.adamw import FlatAdamW
 from bloomery.optim.clip import GradientFacts, GradientLimits
 from bloomery.optim.groups import GroupLayout, Rule
-from bloomery.optim.muon import FlatMuon
+from bloomery.optim.update_rules import FlatAdamW, FlatMuon
 from bloomery.parallel.precision import MasterWeights, entries_of, multiplies_bf16
 
 

@@ -155,7 +155,7 @@ class Workload:
     @property
     def has_gpu_kernels(self) -> bool:
         """Whether the kernels for GPUs compute attention (`model/fused_attention.py`) and the gradient of the
-        loss (`model/fused_loss.py`). They take values of 16 bits only.
+        loss (`model/loss.py`). They take values of 16 bits only.
         """
         return self.hardware.accelerator.kind == "gpu" and self.value_bytes < 4
 

@@ -42,13 +42,11 @@ from bloomery.train.corruption import CorruptionCheck
 from bloomery.train.data_stream import build_data_stream, training_bigrams
 from bloomery.train.data_summary import DataSummary, summarise_data
 from bloomery.train.held_out import build_held_out
-from bloomery.train.initial_weights import begins_with
 from bloomery.train.metrics import Metrics
 from bloomery.train.observers import Observer, Observers, build_observers
-from bloomery.train.out_of_memory import explaining_out_of_memory
 from bloomery.train.peering import announced, build_outer, peering_of_environment
-from bloomery.train.rank_heartbeat import make_heartbeat, ticking
-from bloomery.train.saver import Learner
+from bloomery.train.rank_diagnostics import explaining_out_of_memory, make_heartbeat, ticking
+from bloomery.train.saver import Learner, begins_with
 from bloomery.train.settings import RunSettings, StartOptions, changes_of, keep_recipe
 from bloomery.train.state import TrainState
 from bloomery.train.step import Compilation, decide_compilation, deterministic_kernels

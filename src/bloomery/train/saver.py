@@ -1,4 +1,4 @@
-"""Saves a run's state, offers it to other peers, and restores it: at the start, to rewind, or from a peer."""
+"""Saves a run's state, offers it to other peers, and restores it: at a start, to rewind, from elsewhere."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pathlib import Path
 from torch import Tensor
 
 from bloomery.checkpoint.format.state import Json, Stateful
+from bloomery.checkpoint.writer.ranks import Ranks
+from bloomery.config.recipe import InitSection
 from bloomery.diloco.outer import Outer
 from bloomery.errors import BloomeryError, RunBusy, StorageError
 from bloomery.events.heartbeat import RankActivity, ignore_activity
@@ -17,6 +19,7 @@ from bloomery.events.journal import Journal
 from bloomery.events.records import StepReport
 from bloomery.guard.corruption import CLEAN_STEP
 from bloomery.guard.verdict import Rewind, Stop
+from bloomery.interchange.initial_weights import fill_from
 from bloomery.parallel.build import TrainingModel
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.optimizers import Optimizers
@@ -320,3 +323,24 @@ class RunSaver:
 
     def _record(self, event: str, step: int, **fields: Json) -> None:
         self._journal.write(event, incarnation=self._store.incarnation, step=step, **fields)
+
+
+def begins_with(
+    init: InitSection, model: TrainingModel, mesh: Mesh, *, say: Callable[[str], None]
+) -> Callable[[], None] | None:
+    """Return what fills the masters and the working weights from `init.from`; None if that is empty.
+
+    It is collective over the peer, and may be called again, where a run goes back to its beginning.
+    say: prints a line for people.
+    """
+    if not init.from_:
+        return None
+    ranks = Ranks(rank=mesh.rank, world=mesh.world, gather=mesh.all_gather_object, exchange=mesh.exchange)
+
+    def begin() -> None:
+        entries = model.weights.state_entries()
+        origin = fill_from(init.from_, entries, model=model.decoder.model, ranks=ranks)
+        model.weights.copy_masters_to_working()
+        say(f"the weights are those of {origin}; optimizer, schedule and data begin anew")
+
+    return begin

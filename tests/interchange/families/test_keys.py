@@ -16,8 +16,7 @@ from tests.interchange.published_configs import PUBLISHED
 from transformers.generation import GenerationConfig
 
 from bloomery.errors import CheckpointError
-from bloomery.interchange.families.family import stored_shape
-from bloomery.interchange.families.keys import COMMON, NoEffect, Supported
+from bloomery.interchange.families.family import COMMON, NoEffect, Supported, stored_shape
 from bloomery.interchange.families.known import FAMILIES, hf_tensors, section_from
 from bloomery.interchange.huggingface import fill, import_
 from bloomery.model.decoder import build

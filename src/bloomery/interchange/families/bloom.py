@@ -5,8 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from bloomery.config.model import ModelSection
-from bloomery.interchange.families.family import Family, both, refuse_unless_divisible
-from bloomery.interchange.families.keys import NO_EFFECT, Key, Only, Settings, Supported, refuse
+from bloomery.interchange.families.family import (
+    NO_EFFECT,
+    Family,
+    Key,
+    Only,
+    Settings,
+    Supported,
+    both,
+    refuse,
+    refuse_unless_divisible,
+)
 from bloomery.model.shape import ResolvedModel
 
 

@@ -8,9 +8,8 @@ from typing import Any
 from bloomery.config.model import ModelSection
 from bloomery.errors import CheckpointError, ExportRefused
 from bloomery.interchange.families.bloom import BLOOM
-from bloomery.interchange.families.family import Family, HfTensor
+from bloomery.interchange.families.family import QUANTISATION, Family, HfTensor
 from bloomery.interchange.families.gpt2 import GPT2
-from bloomery.interchange.families.keys import QUANTISATION
 from bloomery.interchange.families.llama import LLAMA, QWEN3
 from bloomery.model.shape import ResolvedModel, logical_shapes
 

@@ -13,8 +13,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from bloomery.config.model import ModelSection
-from bloomery.interchange.families.family import Family, both, refuse_unless_divisible
-from bloomery.interchange.families.keys import NO_EFFECT, Key, Only, Settings, Supported, refuse
+from bloomery.interchange.families.family import (
+    NO_EFFECT,
+    Family,
+    Key,
+    Only,
+    Settings,
+    Supported,
+    both,
+    refuse,
+    refuse_unless_divisible,
+)
 from bloomery.model.shape import ResolvedModel, scaling_of
 
 _DEFAULT_THETA = 10_000.0  # RotaryEmbeddingConfigMixin.default_theta
