@@ -218,7 +218,7 @@ def answer(value: Any) -> None:
 
 
 def joined_ring(about: dict[str, Any], values: np.ndarray) -> Any:
-    from bloomery.transport.rate_limit import HopRateLimit
+    from bloomery.transport.connection import HopRateLimit
     from bloomery.transport.ring_all_reduce import Ring
 
     index, size, streams = about["index"], about["size"], about["streams"]

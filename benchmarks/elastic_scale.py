@@ -31,11 +31,11 @@ from tests.protocol import example
 
 from bloomery.agent.registration import links_to_measure
 from bloomery.coordination import transactions
+from bloomery.coordination.attempts import ring
 from bloomery.coordination.decide import Conclude, Propose, decide
 from bloomery.coordination.eligibility import RoundSettings
 from bloomery.coordination.etcd import Etcd
 from bloomery.coordination.etcd_process import EtcdServer, start_single
-from bloomery.coordination.ring_order import ring
 from bloomery.coordination.run_view import RunView
 from bloomery.protocol.encoding import decode, encode_text
 from bloomery.protocol.keys import Keys

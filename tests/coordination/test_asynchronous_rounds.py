@@ -7,8 +7,8 @@ import pytest
 from tests.coordination.round_world import World, world
 from tests.coordination.test_rounds import Counted
 
+from bloomery.coordination.attempts import gather_offers
 from bloomery.coordination.decide import RequestFlush
-from bloomery.coordination.gathering import gather_offers
 from bloomery.data.position import total
 from bloomery.protocol.encoding import decode, encode_text
 from bloomery.protocol.records import Ready

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bloomery.coordination import ring_order
-from bloomery.coordination.ring_order import hops, ring
+from bloomery.coordination import attempts
+from bloomery.coordination.attempts import hops, ring
 
 
 def slowest(order, rates):
@@ -78,9 +78,9 @@ def test_two_pieces_of_the_ring_change_places_or_one_is_reversed_where_that_help
 @pytest.mark.parametrize("count", [64, 500])
 def test_the_search_for_the_order_of_many_members_is_bounded(count, monkeypatch):
     looked_at = []
-    exchange = ring_order._with_exchange
+    exchange = attempts._with_exchange
     monkeypatch.setattr(
-        ring_order, "_with_exchange", lambda table, path: looked_at.append(path) or exchange(table, path)
+        attempts, "_with_exchange", lambda table, path: looked_at.append(path) or exchange(table, path)
     )
     chance = random.Random(count)
     names = [f"p{number:03d}" for number in range(count)]
@@ -97,5 +97,5 @@ def test_the_search_for_the_order_of_many_members_is_bounded(count, monkeypatch)
 @pytest.mark.parametrize(("size", "starts"), [(32, 13), (33, 3), (64, 3), (65, 1)])
 def test_the_search_begins_from_fewer_orders_the_more_members_there_are(size, starts):
     rates = np.random.default_rng(size).random((size, size), np.float32)
-    orders = list(ring_order._starts(rates))
+    orders = list(attempts._starts(rates))
     assert len(orders) == starts and all(sorted(order) == list(range(size)) for order in orders)

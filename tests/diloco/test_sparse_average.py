@@ -17,7 +17,7 @@ from bloomery.diloco.outer_update import Reduced, StoredAverage
 from bloomery.diloco.pseudo_gradient import PseudoGradient
 from bloomery.plan.peer_round import ring_bytes
 from bloomery.protocol.rank_messages import Reduce
-from bloomery.transport.rate_limit import HopRateLimit
+from bloomery.transport.connection import HopRateLimit
 from bloomery.transport.ring_all_reduce import Ring
 from bloomery.transport.sparse_codec import add_sparse, average_sparse, encode_sparse
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bloomery.transport.rate_limit import DeliveryStatistics, HopRateLimit
+from bloomery.transport.connection import DeliveryStatistics, HopRateLimit
 
 MEGABIT = 125_000
 

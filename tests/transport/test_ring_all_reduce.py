@@ -12,8 +12,8 @@ import pytest
 
 from bloomery.diloco.outer_update import digest
 from bloomery.transport import gradient_codec
+from bloomery.transport.connection import HopRateLimit
 from bloomery.transport.gradient_codec import Codec, decode, encode
-from bloomery.transport.rate_limit import HopRateLimit
 from bloomery.transport.ring_all_reduce import Ring, RingError
 
 SIZES = [0, 1, 2, 3, 4, 5, 9, 511, 513, 2049, 70_001]

@@ -50,7 +50,7 @@ def run(arguments: list[str]) -> int:
     options = _parse(arguments)
     from bloomery.agent.assemble import access_of
     from bloomery.cli.arguments import load_given
-    from bloomery.coordination.ring_order import ring
+    from bloomery.coordination.attempts import ring
     from bloomery.coordination.run_view import RunView
     from bloomery.protocol.keys import Keys
     from bloomery.transport.bandwidth_probe import MAX_LOAD, ProbeSizes

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from bloomery.coordination import commits
+from bloomery.coordination.attempts import gather_offers, ring, unfinished
 from bloomery.coordination.eligibility import (
     RoundSettings,
     answer_s,
@@ -26,8 +27,6 @@ from bloomery.coordination.eligibility import (
     spoilt,
     suspects,
 )
-from bloomery.coordination.gathering import gather_offers, unfinished
-from bloomery.coordination.ring_order import ring
 from bloomery.coordination.snapshot import ListedMember, ListedOffer, RunSnapshot
 from bloomery.data.position import Position, merged, within
 from bloomery.protocol.records import Attempt, Commit, ProposedAttempt, Ready, RoundShares

@@ -12,8 +12,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from statistics import median
 
-from bloomery.coordination.ring_order import Link
-from bloomery.coordination.snapshot import ListedMember, RunSnapshot
+from bloomery.coordination.snapshot import Link, ListedMember, RunSnapshot
 from bloomery.data.position import Position, Ranges, SampleShare, lease, merged, total, without
 from bloomery.protocol.records import Attempt, Commit, ProposedAttempt, Ready, RoundShares
 

@@ -16,6 +16,9 @@ from bloomery.protocol.records import (
     RoundShares,
 )
 
+Link = frozenset[str]
+"""A pair of members between which data passes, or does not."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ListedMember:

@@ -26,8 +26,8 @@ from bloomery.errors import BloomeryError
 from bloomery.plan.peer_round import codec_of_partial_sums
 from bloomery.protocol.rank_messages import KeepAverage, Reduce
 from bloomery.protocol.records import Commit
+from bloomery.transport.connection import HopRateLimit
 from bloomery.transport.gradient_codec import Float32
-from bloomery.transport.rate_limit import HopRateLimit
 from bloomery.transport.ring_all_reduce import WORDS, ReduceResult, Ring, RingError, Words
 from bloomery.transport.sparse_codec import NotSendable, WrongCode, average_sparse
 

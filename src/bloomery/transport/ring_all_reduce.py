@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bloomery.errors import BloomeryError
+from bloomery.transport.connection import DeliveryStatistics, HopRateLimit
 from bloomery.transport.gradient_codec import (
     Codec,
     RingCall,
@@ -25,7 +26,6 @@ from bloomery.transport.gradient_codec import (
     functions,
     largest_magnitude,
 )
-from bloomery.transport.rate_limit import DeliveryStatistics, HopRateLimit
 
 Float32 = npt.NDArray[np.float32]
 Culprit = Literal["previous", "next"]
