@@ -11,6 +11,7 @@ from msgspec.structs import replace as changed
 from tests.protocol import example
 
 from bloomery.data.position import Position
+from bloomery.diloco.kept_states import restored_rounds, stored_rounds
 from bloomery.diloco.outer import UnderWay
 from bloomery.diloco.outer_loop_state import (
     Admitted,
@@ -39,8 +40,7 @@ from bloomery.diloco.outer_loop_state import (
     WentBack,
 )
 from bloomery.diloco.peer_vector import FragmentHistory
-from bloomery.diloco.round_transition import UnexpectedMessage, transition
-from bloomery.diloco.transition_actions import (
+from bloomery.diloco.round_transition import (
     Action,
     BeginRing,
     CancelRing,
@@ -50,6 +50,8 @@ from bloomery.diloco.transition_actions import (
     MoveTo,
     SendReady,
     SendRefused,
+    UnexpectedMessage,
+    transition,
 )
 from bloomery.guard.verdict import Rewind, Rung, Save
 from bloomery.protocol.rank_messages import (
@@ -331,7 +333,7 @@ def test_a_stop_that_comes_while_the_run_goes_back_stops_it_once_it_went_back() 
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_checkpoint_that_was_taken_in_a_phase_is_loaded_as_what_it_was(phase: str) -> None:
     state = state_in(PHASES[phase])
-    loaded = CheckpointLoaded.from_json(state.to_json(has_feedback=False))
+    loaded = restored_rounds(stored_rounds(state, has_feedback=False))
     assert loaded.held == state.held
     assert isinstance(loaded.rest, Resumed) == state.is_within
     again, _ = transition(state_in(Loaded(rest=Idle())), loaded)
@@ -361,7 +363,7 @@ def test_with_fragments_a_part_weighs_the_tokens_since_its_fragment_was_averaged
         (32, 80, 2, 5, ((1, 2.0),)),
         (16, 48, 1, 3, ((4, 2.0),)),
     ]
-    held = CheckpointLoaded.from_json(json.loads(json.dumps(state.to_json(has_feedback=False))))
+    held = restored_rounds(json.loads(json.dumps(stored_rounds(state, has_feedback=False))))
     assert held.fragments == state.fragments
     # A newcomer takes over this state, and counts none of the steps that its source made.
     newcomer = replace(state_in(Replacing(asked=ASKED)), fragments=(FragmentHistory(), FragmentHistory()))

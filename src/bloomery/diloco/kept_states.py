@@ -1,4 +1,4 @@
-"""What a rank keeps for other peers: averages of rounds that some missed, and copies of committed states.
+"""What a rank keeps: averages of rounds that peers missed, copies of states, and its rounds in checkpoints.
 
 A round's average and the state before it give the state after it, bit for bit, on every peer. So a peer that
 holds an earlier round's state needs the averages since then, not the whole state. Whether an average is the
@@ -9,23 +9,33 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 
+from bloomery.checkpoint.format.state import Json
 from bloomery.checkpoint.writer.ranks import Gather
+from bloomery.data.position import Position, from_pairs, to_pairs
 from bloomery.diloco.agent_client import AgentClient
 from bloomery.diloco.all_reduce import Attempts
 from bloomery.diloco.outer import TrainerHooks
-from bloomery.diloco.outer_loop_state import HeldState, MissedRoundMade
-from bloomery.diloco.outer_update import OuterUpdate, StoredAverage
+from bloomery.diloco.outer_loop_state import (
+    CheckpointLoaded,
+    HeldState,
+    Idle,
+    MissedRoundMade,
+    Progress,
+    Resumed,
+    RoundState,
+)
+from bloomery.diloco.outer_update import FEEDBACK_OF, OuterUpdate, StoredAverage
+from bloomery.diloco.peer_vector import FragmentHistory
 from bloomery.protocol.rank_messages import CatchUp, CopyState, KeepAverage
 
 log = logging.getLogger(__name__)
-
 
 AboutMissedRounds = KeepAverage | CatchUp
 """The commands that `MissedRounds.take` carries out."""
@@ -124,3 +134,36 @@ class StateCopies:
             self._made[held.digest] = directory
         self._agent.copied(round=held.round, digest=held.digest, directory=directory)
         self._agent.moving("wait", step=state.step)
+
+
+def stored_rounds(state: RoundState, *, has_feedback: bool) -> dict[str, Json]:
+    """Return what a checkpoint keeps: the committed state, and what this peer did in the next round."""
+    held, progress, within = state.held, state.progress, cast(Json, None)
+    if progress is not None:
+        within = [progress.round, progress.steps, cast(Json, to_pairs(progress.spent))]
+    return {
+        "round": held.round,
+        "digest": held.digest,
+        "feedback": has_feedback,
+        "feedback_of": FEEDBACK_OF,
+        "inside": state.is_within,
+        "within": within,
+        "position": None if held.position is None else held.position.to_json(),
+        "fragments": [past.to_json() for past in state.fragments],
+    }
+
+
+def restored_rounds(values: Mapping[str, Any]) -> CheckpointLoaded:
+    """Read what `stored_rounds` wrote. Raises KeyError, TypeError or ValueError for other values."""
+    held = HeldState(
+        round=int(values["round"]),
+        digest=str(values["digest"]),
+        position=Position.from_json(values["position"]) if values.get("position") else None,
+    )
+    progress = None
+    if values["within"] is not None:
+        round, steps, spent = values["within"]
+        progress = Progress(round=int(round), steps=int(steps), spent=from_pairs(spent))
+    fragments = tuple(FragmentHistory.from_json(past) for past in values.get("fragments", ()))
+    rest = Resumed(done=progress) if values["inside"] else Idle(ahead=progress)
+    return CheckpointLoaded(held=held, rest=rest, fragments=fragments)

@@ -17,7 +17,13 @@ from bloomery.config.elastic import ElasticSection
 from bloomery.data.position import SampleShare, first, merged, total, without
 from bloomery.diloco.agent_client import AgentClient, CommandInbox
 from bloomery.diloco.all_reduce import Attempts, RingMaker
-from bloomery.diloco.kept_states import AboutMissedRounds, MissedRounds, StateCopies
+from bloomery.diloco.kept_states import (
+    AboutMissedRounds,
+    MissedRounds,
+    StateCopies,
+    restored_rounds,
+    stored_rounds,
+)
 from bloomery.diloco.outer import State, TrainerHooks
 from bloomery.diloco.outer_loop_state import (
     Admitted,
@@ -39,8 +45,7 @@ from bloomery.diloco.outer_loop_state import (
 )
 from bloomery.diloco.outer_update import FEEDBACK_OF, OuterUpdate, peer_digest
 from bloomery.diloco.peer_vector import FragmentHistory
-from bloomery.diloco.round_transition import is_last_step, transition
-from bloomery.diloco.transition_actions import (
+from bloomery.diloco.round_transition import (
     Action,
     BeginRing,
     CancelRing,
@@ -50,6 +55,8 @@ from bloomery.diloco.transition_actions import (
     MoveTo,
     SendReady,
     SendRefused,
+    is_last_step,
+    transition,
 )
 from bloomery.errors import BloomeryError, CheckpointError
 from bloomery.guard.verdict import CarryOn, Rewind, Stop, Verdict
@@ -177,7 +184,7 @@ class OuterLoop:
 
     def state_values(self) -> dict[str, Json]:
         """Return the committed round that this peer holds, and what it did in the next one."""
-        return self._rounds.to_json(has_feedback=self._update.has_feedback)
+        return stored_rounds(self._rounds, has_feedback=self._update.has_feedback)
 
     def load_state_values(self, values: Mapping[str, Any]) -> None:
         """Take the values of a checkpoint; they are empty for a run that begins."""
@@ -190,7 +197,7 @@ class OuterLoop:
         # The codec at that time kept no quantisation error, or an earlier version kept it in another unit.
         if not values.get("feedback", True) or values.get("feedback_of") != FEEDBACK_OF:
             self._update.forget_feedback()
-        self._handle(None, CheckpointLoaded.from_json(values))
+        self._handle(None, restored_rounds(values))
 
     def _obey(self, state: Any, command: AgentMessage, *, can_rewind: bool) -> Any:
         """Carry out a command of the agent. Collective over the peer: all ranks get the same commands.

@@ -26,15 +26,13 @@ From both, Decided leads to Idle where this peer's part is not in the commit, an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
 
-from bloomery.checkpoint.format.state import Json
-from bloomery.data.position import Position, Ranges, from_pairs, merged, to_pairs, without
-from bloomery.diloco.outer_update import FEEDBACK_OF
+from bloomery.data.position import Position, Ranges, fewer, merged, total, without
 from bloomery.diloco.peer_vector import FragmentHistory, fragment_of_round
 from bloomery.guard.verdict import Rewind, Save, Verdict
+from bloomery.protocol.encoding import FEW_RANGES_AT_MOST
 from bloomery.protocol.rank_messages import (
     Abort,
     CatchUp,
@@ -215,22 +213,6 @@ class RoundState:
         """Whether the weights may be from within a round; else they are those of a committed state."""
         return self.is_in_round or isinstance(_rest(self.phase), Resumed)
 
-    def to_json(self, *, has_feedback: bool) -> dict[str, Json]:
-        """Return what a checkpoint keeps: the committed state, and what this peer did in the next round."""
-        held, progress, within = self.held, self.progress, cast(Json, None)
-        if progress is not None:
-            within = [progress.round, progress.steps, cast(Json, to_pairs(progress.spent))]
-        return {
-            "round": held.round,
-            "digest": held.digest,
-            "feedback": has_feedback,
-            "feedback_of": FEEDBACK_OF,
-            "inside": self.is_within,
-            "within": within,
-            "position": None if held.position is None else held.position.to_json(),
-            "fragments": [past.to_json() for past in self.fragments],
-        }
-
     def fragment_of(self, round: int) -> FragmentHistory:
         """Return the history of the fragment that a round averages."""
         return self.fragments[fragment_of_round(round, count=len(self.fragments))]
@@ -255,6 +237,37 @@ class RoundState:
     def skipping(self, samples: range) -> RoundState:
         """Return a state whose next part asks that no peer uses these samples."""
         return replace(self, skips=merged((*self.skips, samples)))
+
+    def part(self, training: TrainingRound, part: PartMade) -> Ready:
+        """Return this peer's part of the round, with what its guards ask of all peers."""
+        wants, skips = self.wants, self.skips
+        if isinstance(wants, Rewind):
+            skips = merged((*skips, wants.skip))
+        is_finite = math.isfinite(part.squares) and math.isfinite(part.feedback)
+        before, used = self.fragment_of(training.start.round), total(training.spent)
+        has_earlier = bool(used and before.samples)
+        return Ready(
+            peer=part.peer,
+            round=training.start.round,
+            steps=training.steps,
+            tokens=used * part.tokens_per_sample,
+            drift_steps=before.steps + training.steps if has_earlier else 0,
+            drift_tokens=(before.samples + used) * part.tokens_per_sample if has_earlier else 0,
+            past=before.parts,
+            spent=training.spent,
+            kept=part.kept,
+            norm=math.sqrt(part.squares) if is_finite else None,
+            feedback=math.sqrt(part.feedback) if is_finite else 0.0,
+            finite=is_finite,
+            wants_save=isinstance(wants, Save),
+            rewind_to=part.rewind_to,
+            skip=fewer(
+                merged((*skips, wants.skip)) if isinstance(wants, Rewind) else skips, FEW_RANGES_AT_MOST
+            ),
+            why=wants.reason if isinstance(wants, Rewind) else "",
+            rung=int(wants.rung) if isinstance(wants, Rewind) else 0,
+            step_s=0.0,  # the agent fills it in
+        )
 
 
 def _rest(phase: RoundPhase) -> Idle | Resumed | None:
@@ -297,22 +310,6 @@ class CheckpointLoaded:
     held: HeldState
     rest: Idle | Resumed
     fragments: tuple[FragmentHistory, ...] = ()
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> CheckpointLoaded:
-        """Read what `RoundState.to_json` wrote. Raises KeyError, TypeError or ValueError for other values."""
-        held = HeldState(
-            round=int(values["round"]),
-            digest=str(values["digest"]),
-            position=Position.from_json(values["position"]) if values.get("position") else None,
-        )
-        progress = None
-        if values["within"] is not None:
-            round, steps, spent = values["within"]
-            progress = Progress(round=int(round), steps=int(steps), spent=from_pairs(spent))
-        fragments = tuple(FragmentHistory.from_json(past) for past in values.get("fragments", ()))
-        rest = Resumed(done=progress) if values["inside"] else Idle(ahead=progress)
-        return cls(held=held, rest=rest, fragments=fragments)
 
 
 @dataclass(frozen=True, kw_only=True)

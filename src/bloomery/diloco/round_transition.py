@@ -1,16 +1,16 @@
 """Computes what a peer does upon each message in a round: a pure function of its state and the message.
 
-`is_last_step` tells when the peer has made its steps. The table of phases is in `outer_loop_state`;
-tests/diloco/test_round_transition.py tests every pair.
+It returns the next state and the actions to carry out. `is_last_step` tells when the peer has made its
+steps. The table of phases is in `outer_loop_state`; tests/diloco/test_round_transition.py tests every pair.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from enum import Enum, auto
 
 from bloomery.config.elastic import ElasticSection
-from bloomery.data.position import Position, fewer, merged, total, without
+from bloomery.data.position import Position, merged, without
 from bloomery.diloco.outer import UnderWay
 from bloomery.diloco.outer_loop_state import (
     Admitted,
@@ -41,22 +41,84 @@ from bloomery.diloco.outer_loop_state import (
     WentBack,
 )
 from bloomery.diloco.peer_vector import FragmentHistory
-from bloomery.diloco.transition_actions import (
-    Action,
-    BeginRing,
-    CancelRing,
-    Do,
-    Halt,
-    LoadState,
-    MoveTo,
-    SendReady,
-    SendRefused,
-)
 from bloomery.errors import PeerError
 from bloomery.guard.verdict import Rewind, Rung, Save
-from bloomery.protocol.encoding import FEW_RANGES_AT_MOST
 from bloomery.protocol.rank_messages import Abort, FlushRound, Reduce, ReplaceState, StartRound, StopTraining
 from bloomery.protocol.records import Commit, Ready
+
+
+class Do(Enum):
+    """Actions without parameters."""
+
+    SEND_IDENTITY = auto()
+    """Tell the agent what identifies the stream of samples."""
+    HOLD = auto()
+    """Tell the agent which committed state is held, or was held when the round began."""
+    DROP_RING = auto()
+    """Cancel any all_reduce under way, and drop the result of the last one."""
+    RESET_UPDATE = auto()
+    """Go back to the committed weights."""
+    REFUSE_UPDATE = auto()
+    """Drop the part that was offered."""
+    ADOPT_UPDATE = auto()
+    """Continue from the result of the all_reduce."""
+    REBASE_UPDATE = auto()
+    """Continue from the state after a missed round, with this peer's own steps since the state before."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SendReady:
+    """Offer a part to the agent."""
+
+    ready: Ready
+
+
+@dataclass(frozen=True, kw_only=True)
+class SendRefused:
+    """Tell the agent that this peer refuses the state that it was to load."""
+
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class BeginRing:
+    """Begin the all_reduce of an attempt."""
+
+    reduce: Reduce
+
+
+@dataclass(frozen=True, kw_only=True)
+class CancelRing:
+    """Cancel the all_reduce of this epoch, if it is under way."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoveTo:
+    """Set the position of the training. under_way: the round that it is in; None: a committed state."""
+
+    position: Position
+    under_way: UnderWay | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadState:
+    """Load another peer's state, and answer with LoadAccepted or LoadRefused."""
+
+    asked: ReplaceState
+
+
+@dataclass(frozen=True, kw_only=True)
+class Halt:
+    """End the training. failed: whether an error is the cause."""
+
+    why: str
+    failed: bool
+
+
+Action = Do | SendReady | SendRefused | BeginRing | CancelRing | MoveTo | LoadState | Halt
+
 
 Outcome = tuple[RoundState, tuple[Action, ...]]
 
@@ -113,7 +175,7 @@ def _from_trainer(state: RoundState, message: FromTrainer) -> Outcome:
         case _, SamplesUsed():
             return state, ()
         case TrainingRound() as training, PartMade():
-            ready = _part(state, training, message)
+            ready = state.part(training, message)
             # From now on, steps and samples are those of the next round.
             state = replace(state, phase=AwaitingCommit(start=training.start, ready=ready))
             return state, (SendReady(ready=ready),)
@@ -200,34 +262,6 @@ def _stop(state: RoundState, stop: StopTraining) -> Outcome:
         # The state that the rewind loads is not halted, so it is halted again afterwards.
         return replace(state, phase=replace(state.phase, stop=stop)), (halt,)
     return state, (halt,)
-
-
-def _part(state: RoundState, training: TrainingRound, part: PartMade) -> Ready:
-    """Return this peer's part of the round, with what its guards ask of all peers."""
-    wants, skips = state.wants, state.skips
-    is_finite = math.isfinite(part.squares) and math.isfinite(part.feedback)
-    before, used = state.fragment_of(training.start.round), total(training.spent)
-    has_earlier = bool(used and before.samples)
-    return Ready(
-        peer=part.peer,
-        round=training.start.round,
-        steps=training.steps,
-        tokens=used * part.tokens_per_sample,
-        drift_steps=before.steps + training.steps if has_earlier else 0,
-        drift_tokens=(before.samples + used) * part.tokens_per_sample if has_earlier else 0,
-        past=before.parts,
-        spent=training.spent,
-        kept=part.kept,
-        norm=math.sqrt(part.squares) if is_finite else None,
-        feedback=math.sqrt(part.feedback) if is_finite else 0.0,
-        finite=is_finite,
-        wants_save=isinstance(wants, Save),
-        rewind_to=part.rewind_to,
-        skip=fewer(merged((*skips, wants.skip)) if isinstance(wants, Rewind) else skips, FEW_RANGES_AT_MOST),
-        why=wants.reason if isinstance(wants, Rewind) else "",
-        rung=int(wants.rung) if isinstance(wants, Rewind) else 0,
-        step_s=0.0,  # the agent fills it in
-    )
 
 
 def _decided(state: RoundState, decided: Decided) -> Outcome:
