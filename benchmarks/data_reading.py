@@ -28,7 +28,7 @@ from bloomery.data.indexed import IndexedDataset, IndexedWriter
 from bloomery.data.megatron_order import MegatronOrder
 from bloomery.data.order import Order
 from bloomery.data.pair_files import bin_path, idx_path, sums_path
-from bloomery.data.seal_writer import seal
+from bloomery.data.sealing import seal
 from bloomery.data_loader.reading import Samples
 from bloomery.native import library
 

@@ -15,8 +15,8 @@ from bloomery.config.load import load_recipe
 from bloomery.plan.hardware import load_hardware
 from bloomery.plan.overview import make_plan
 from bloomery.plan.request import Request
+from bloomery.plan.simulate import forecast
 from bloomery.plan.simulate.cluster import simulate_cluster
-from bloomery.plan.simulate.forecast import forecast
 from bloomery.plan.simulate.scenario import scenario_of
 
 BAR_S = 10.0

@@ -64,7 +64,7 @@ UNSYNCED = {
     "cli/ranks.py:_RankLog.write": _LOG,
     "cli/ranks.py:_Screen.write": "/dev/null",
     "data/fetch.py:_bring": "grows over starts; it is published, and so synced, when it is whole",
-    "data/seal_writer.py:SealWriter.__init__": "synced by `commit`, through durable",
+    "data/sealing.py:SealWriter.__init__": "synced by `commit`, through durable",
     "train/rank_diagnostics.py:write_stacks_on_signal": "stacks of a process that hangs now",
     "data/indexed.py:IndexedWriter.__init__": "synced by `_commit`, through durable",
     "data/block_cache.py:Mirror.__init__": _CACHE,

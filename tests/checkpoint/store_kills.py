@@ -18,8 +18,8 @@ from bloomery.checkpoint.format.manifest import MANIFEST, parse_name
 from bloomery.checkpoint.format.source import RemoteCheckpoint
 from bloomery.checkpoint.format.state import collect
 from bloomery.checkpoint.load.loader import load_checkpoint
+from bloomery.checkpoint.remote.places import run_place
 from bloomery.checkpoint.remote.remote_run import remote_checkpoints
-from bloomery.checkpoint.remote.run_place import run_place
 from bloomery.config.checkpoint import CheckpointSection
 from bloomery.events.run_directory import RunDirectory
 from bloomery.objects import Objects

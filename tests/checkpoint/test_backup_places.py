@@ -10,7 +10,7 @@ from tests.checkpoint.small_run import Run
 
 from bloomery.checkpoint.format.catalogue import checkpoints, remote_copies
 from bloomery.checkpoint.remote.backup import Backup
-from bloomery.checkpoint.remote.backup_places import BackupPlaces
+from bloomery.checkpoint.remote.places import BackupPlaces
 from bloomery.checkpoint.remote.remote_run import download_run_files, place_at, remote_checkpoints
 from bloomery.cli import main
 from bloomery.config.checkpoint import BackupSection, CheckpointSection

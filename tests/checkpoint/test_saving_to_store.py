@@ -13,8 +13,8 @@ from bloomery.checkpoint.format.catalogue import checkpoints, verify
 from bloomery.checkpoint.format.manifest import MANIFEST
 from bloomery.checkpoint.format.source import is_stored_elsewhere, source_of
 from bloomery.checkpoint.format.suspects import SUSPECT, why_suspect
+from bloomery.checkpoint.remote.places import refuse_kept_here, remove_kept, run_place
 from bloomery.checkpoint.remote.remote_run import remote_checkpoints, remote_source
-from bloomery.checkpoint.remote.run_place import refuse_kept_here, remove_kept, run_place
 from bloomery.checkpoint.writer import process as writer
 from bloomery.checkpoint.writer import store_place
 from bloomery.checkpoint.writer.store_place import ObjectPlace

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from bloomery.cli import main
-from bloomery.config.explain import reference
+from bloomery.cli.config import reference
 from bloomery.config.load import load_recipe, parse_recipe
 
 

@@ -1,7 +1,7 @@
 from dataclasses import fields
 from pathlib import Path
 
-from bloomery.config.explain import explain, reference
+from bloomery.cli.config import explain, reference
 from bloomery.config.load import load_recipe, sections
 from bloomery.config.setting import about
 

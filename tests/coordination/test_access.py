@@ -22,12 +22,13 @@ from bloomery.coordination.credentials import (
     endpoints_of,
     read_bundle,
     read_certificate,
+    restore_revocations,
+    revoke,
 )
 from bloomery.coordination.etcd import Delete, Etcd, Put
 from bloomery.coordination.etcd_process import start_single
 from bloomery.coordination.gateway import Access
 from bloomery.coordination.membership import Membership
-from bloomery.coordination.revocation import restore_revocations, revoke
 from bloomery.coordination.run_view import RunView
 from bloomery.errors import CoordinatorError
 from bloomery.protocol.keys import Keys

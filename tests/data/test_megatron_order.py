@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bloomery.data import kept_arrays, megatron_order, native_kernels
+from bloomery.data import megatron_order, native_kernels, storage
 from bloomery.data.megatron_order import Blend, DocumentRow, MegatronOrder, plan_epochs
 from bloomery.data.position import Position
 from bloomery.errors import DataError
@@ -175,7 +175,7 @@ def test_one_dataset_with_a_weight_is_a_blend_since_the_second_rule() -> None:
 
 @pytest.fixture
 def keeps_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_arrays, "AT_LEAST_BYTES", 1)
+    monkeypatch.setattr(storage, "AT_LEAST_BYTES", 1)
 
 
 def a_row(directory: Path | None, *, seed: int = 3) -> DocumentRow:

@@ -17,7 +17,7 @@ from bloomery.data.order import Order
 from bloomery.data.pair_files import bin_path, idx_path, seal_path, sums_path
 from bloomery.data.pairs import merge_pairs, refuse_damaged, verify_pair
 from bloomery.data.seal import PAGE_BYTES, SealFacts, page_sums, plain_page_sums, read_seal
-from bloomery.data.seal_writer import seal
+from bloomery.data.sealing import seal
 from bloomery.data_loader.reading import Samples
 from bloomery.errors import DataError
 

@@ -15,7 +15,7 @@ from bloomery.data.indexed import IndexedWriter
 from bloomery.data.pair_files import bin_path, idx_path, seal_path
 from bloomery.data.pairs import merge_pairs, verify_pair
 from bloomery.data.seal import SealFacts
-from bloomery.data.seal_writer import seal
+from bloomery.data.sealing import seal
 from bloomery.errors import DataError
 
 DOCUMENTS = [[1, 2, 3], [], [4, 299], [5]]

@@ -27,7 +27,7 @@ from bloomery.data.order import Order
 from bloomery.data.pair_files import bin_path
 from bloomery.data.pairs import merge_pairs, verify_pair
 from bloomery.data.prepare import Prepared, prepare
-from bloomery.data.seal_writer import seal
+from bloomery.data.sealing import seal
 from bloomery.data.streaming import CacheLocation, mount
 from bloomery.data.tokenizer import train_tokenizer
 from bloomery.data_loader.reading import Samples

@@ -118,7 +118,7 @@ def test_the_reference_engine_writes_the_same(source: Path, job: Job, tmp_path: 
 KILLED = """
 import os, sys, signal
 from pathlib import Path
-from bloomery.data import seal_writer, tokenize_corpus
+from bloomery.data import sealing, tokenize_corpus
 from bloomery.data.tokenize_worker import Job, result_path
 from bloomery.data.sources import find_files
 
@@ -139,7 +139,7 @@ tokenize_corpus._Watch = Watch
 if moment == "joining":
     tokenize_corpus.IndexedWriter.add_pair = die
 if moment == "sealing":
-    seal_writer.SealWriter.commit = die
+    sealing.SealWriter.commit = die
 if moment == "cleaning":
     tokenize_corpus.shutil.rmtree = die
 tokenize_corpus.tokenize(find_files([source]).files, Path(out), job, workers=int(workers), piece_bytes=1500)

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bloomery.data import kept_arrays, sample_layout
+from bloomery.data import sample_layout, storage
 from bloomery.data.indexed import IndexedDataset, IndexedWriter
 from bloomery.data.order import Order
 from bloomery.data.pair_files import bin_path
@@ -152,7 +152,7 @@ def test_damage_and_strange_ids_are_named(tmp_path: Path) -> None:
 def test_the_places_of_documents_are_kept_once_on_a_node(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept_arrays, "AT_LEAST_BYTES", 1)
+    monkeypatch.setattr(storage, "AT_LEAST_BYTES", 1)
     texts = texts_of(7)
     dataset = written(tmp_path / "pair", texts)
     first = Packs(dataset, length=LENGTH, kept_in=tmp_path / "orders")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bloomery.cli import evaluate_tasks
-from bloomery.cli.evaluate_tasks import _has_ended, _print
+from bloomery.cli import evaluate
+from bloomery.cli.evaluate import _has_ended, _print
 from bloomery.events.journal import Journal
 from bloomery.events.run_directory import RunDirectory
 
@@ -40,8 +40,8 @@ def test_a_checkpoint_that_was_scored_once_is_printed_and_the_command_succeeds(
         "checkpoint": "step-000008.i001",
         "scores": [{"task": "words", "samples": 3, "acc": 0.5}],
     }
-    monkeypatch.setattr(evaluate_tasks, "_score", lambda options, path: record)
-    assert evaluate_tasks.score_once(Namespace(json=False, path=Path("run"))) == 0
+    monkeypatch.setattr(evaluate, "_score", lambda options, path: record)
+    assert evaluate.score_once(Namespace(json=False, path=Path("run"))) == 0
     assert "step-000008.i001" in capsys.readouterr().out
 
 

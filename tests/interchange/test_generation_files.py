@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from bloomery.cli import ckpt_export
 from bloomery.errors import CheckpointError
-from bloomery.evaluate.chat import chat_opening
+from bloomery.evaluate.generate import chat_opening
 from bloomery.evaluate.open_checkpoint import open_saved
 from bloomery.events.run_directory import RunDirectory
 from bloomery.interchange.generation_files import companions_of, keep_companions, text_bounds

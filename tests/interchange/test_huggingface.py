@@ -18,7 +18,7 @@ from bloomery.checkpoint.format.state import whole
 from bloomery.checkpoint.save.direct import save_checkpoint
 from bloomery.config.model import ModelSection
 from bloomery.errors import CheckpointError, ExportRefused
-from bloomery.interchange.families.known import family_of, hf_config, hf_tensors
+from bloomery.interchange.families import family_of, hf_config, hf_tensors
 from bloomery.interchange.huggingface import export, fill, import_
 from bloomery.interchange.logits_check import CompareMethod, check_logits, load_with_transformers
 from bloomery.interchange.tensor_matching import join_parts

@@ -19,8 +19,7 @@ from bloomery.errors import TrainingFailed
 from bloomery.events.run_directory import RunDirectory
 from bloomery.operate.drill import faults
 from bloomery.operate.drill.allocation import drill_nodes
-from bloomery.operate.drill.connections import cut_connections
-from bloomery.operate.drill.faults import DrillFault, flip_newest, strike
+from bloomery.operate.drill.faults import DrillFault, cut_connections, flip_newest, strike
 
 CONNECTED = """
 import os, socket, sys

@@ -28,8 +28,7 @@ from bloomery.operate.group_access import AccessRepair, share_with_group
 from bloomery.operate.job_context import reactions_of
 from bloomery.operate.rehearsal import rehearsal_of
 from bloomery.operate.schedulers.interface import JobRequest, JobState, QueuedJob, SchedulerError
-from bloomery.operate.schedulers.slurm import parse_job, state_of
-from bloomery.operate.schedulers.slurm_script import batch_script
+from bloomery.operate.schedulers.slurm import batch_script, parse_job, state_of
 from bloomery.operate.submission import keep_submission, nodes_of, request_of, submission_of, top_up
 from bloomery.plan.ranks import degrees_of
 

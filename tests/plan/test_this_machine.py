@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bloomery.cli import main
-from bloomery.plan.this_machine import this_machine
+from bloomery.plan.hardware import this_machine
 
 
 def cpuinfo(tmp_path: Path, flags: str, megahertz: str = "cpu MHz : 2000.0\n") -> Path:

@@ -1,4 +1,4 @@
-from bloomery.transport.rate_limit import RateLimiter
+from bloomery.transport.sockets import RateLimiter
 
 
 class Clock:

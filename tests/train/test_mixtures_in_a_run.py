@@ -21,7 +21,7 @@ from bloomery.data.indexed import IndexedDataset, IndexedWriter
 from bloomery.data.mixture import Mixture
 from bloomery.data.order import order_through
 from bloomery.data.position import Position
-from bloomery.data.seal_writer import seal
+from bloomery.data.sealing import seal
 from bloomery.errors import ConfigError, DataError
 from bloomery.events.journal import loss_curve, read_journal
 from bloomery.events.records import StepReport

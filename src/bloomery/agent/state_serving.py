@@ -24,8 +24,7 @@ from bloomery.state_transfer.server import StateServer
 from bloomery.state_transfer.source import THROUGH_RELAY
 from bloomery.transport.connection import Contact
 from bloomery.transport.connection_manager import ConnectionManager
-from bloomery.transport.rate_limit import RateLimiter
-from bloomery.transport.sockets import join_address, split_address
+from bloomery.transport.sockets import RateLimiter, join_address, split_address
 from bloomery.transport.trust import Trust
 
 if TYPE_CHECKING:

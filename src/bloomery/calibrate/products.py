@@ -16,7 +16,7 @@ from bloomery.kernels.available import has_triton
 from bloomery.model.decoder import build
 from bloomery.model.loss import next_token_loss
 from bloomery.model.native_kernels import attends, causal_attention, has_units
-from bloomery.parallel.compilation import compiled_function
+from bloomery.parallel.recompute import compiled_function
 from bloomery.plan.block_cost import Workload, block_passes, head_passes
 from bloomery.plan.hardware import Hardware
 from bloomery.plan.layout import Layout

@@ -27,7 +27,7 @@ COMMANDS = {
     "stop": ("bloomery.cli.control:stop", "save and stop a run, and keep queued starts from training"),
     "save": ("bloomery.cli.control:save", "let a run save a checkpoint now and go on"),
     "drill": ("bloomery.cli.drill:run", "inject faults into a real run here: how long each recovery takes"),
-    "note": ("bloomery.cli.note:run", "add a note to the chronicle of a run, or write the chronicle anew"),
+    "note": ("bloomery.cli.report:note", "add a note to the chronicle of a run, or write the chronicle anew"),
     "watch": ("bloomery.cli.watch:run", "watch runs and alert people: hung, gone, failed, disk full, guards"),
     "sync": ("bloomery.cli.sync:sync", "send the logs of a run elsewhere while it trains: a store, the Hub"),
     "follow": ("bloomery.cli.sync:follow", "tell what a run does that trains elsewhere, or here"),

@@ -152,7 +152,7 @@ def import_(arguments: list[str]) -> int:
 def _refuse_no_model(directory: Path) -> None:
     """Raise CheckpointError, before torch is loaded, for a directory that holds no model that we know."""
     from bloomery.interchange.directories import read_object
-    from bloomery.interchange.families.known import section_from
+    from bloomery.interchange.families import section_from
 
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is not a directory.", remedy="Give the checkpoint's directory.")

@@ -22,13 +22,12 @@ from bloomery.checkpoint.format.catalogue import (
 from bloomery.checkpoint.format.manifest import read_manifest
 from bloomery.checkpoint.format.retention import PruneDecision, last_single_pass, prune_plan
 from bloomery.checkpoint.format.source import RemoteCheckpoint, Source, is_stored_elsewhere, source_of
-from bloomery.checkpoint.remote.backup_places import sections, waiting_for_copies
+from bloomery.checkpoint.remote.places import remove_kept, sections, waiting_for_copies
 from bloomery.checkpoint.remote.remote_run import (
     is_remote,
     place_at,
     remote_checkpoints,
 )
-from bloomery.checkpoint.remote.run_place import remove_kept
 from bloomery.checkpoint.remote.transfer import SUBSET
 from bloomery.cli.arguments import data_bar, parser
 from bloomery.cli.ckpt import verify_watched

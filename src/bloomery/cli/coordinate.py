@@ -23,13 +23,12 @@ from bloomery.coordination.certificates import (
     root_access,
     server_certificates,
 )
-from bloomery.coordination.credentials import ACCOUNT, endpoints_of, read_bundle
+from bloomery.coordination.credentials import ACCOUNT, endpoints_of, read_bundle, restore_revocations, revoke
 from bloomery.coordination.etcd import Etcd
 from bloomery.coordination.etcd_process import EtcdServer, find_etcd, start_single, take_over, version_of
 from bloomery.coordination.gateway import Access
 from bloomery.coordination.orphan import serving
 from bloomery.coordination.recovery import adopt
-from bloomery.coordination.revocation import restore_revocations, revoke
 from bloomery.errors import ConfigError, CoordinatorError
 from bloomery.protocol.keys import Keys, is_name, name_mistake
 from bloomery.transport.listener import raise_descriptor_limit

@@ -89,7 +89,7 @@ def _prompts(options: Namespace) -> list[str]:
 def _opening(options: Namespace, saved: OpenedModel, prompt: str) -> list[int]:
     if not options.chat:
         return saved.bounds.opening(saved.tokenizer.encode(prompt))
-    from bloomery.evaluate.chat import chat_opening
+    from bloomery.evaluate.generate import chat_opening
 
     system = [{"role": "system", "content": options.system}] if options.system else []
     return chat_opening(saved, [*system, {"role": "user", "content": prompt}])

@@ -14,12 +14,11 @@ from bloomery.cli.argument_values import page_file
 from bloomery.cli.arguments import load_given, parser
 from bloomery.cli.plan_tables import days_text, rows_text, section
 from bloomery.errors import ConfigError, Mistake
-from bloomery.plan.hardware import Hardware, load_hardware, load_link
+from bloomery.plan.hardware import Hardware, load_hardware, load_link, this_machine
 from bloomery.plan.overview import Plan, parameters_of_stage
 from bloomery.plan.parameters import proportions
 from bloomery.plan.request import Request
 from bloomery.plan.step_time import StepTime
-from bloomery.plan.this_machine import this_machine
 from bloomery.plan.timeline import last_step_words, ramp_up_cost
 
 if TYPE_CHECKING:

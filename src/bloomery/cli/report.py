@@ -1,4 +1,4 @@
-"""`bloomery report`: where the time of a run went, as a table, as JSON or as a picture."""
+"""`bloomery report`: where a run's time went, as a table, JSON or picture; `bloomery note`: its chronicle."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bloomery.cli.argument_values import page_file, picture_file
+from bloomery.cli.argument_values import is_utf8, page_file, picture_file
 from bloomery.cli.arguments import parser
 from bloomery.cli.run_inputs import existing_run
 from bloomery.cli.tables import table_text
-from bloomery.errors import TrainingFailed, storage_error
+from bloomery.errors import BloomeryError, TrainingFailed, storage_error
 
 if TYPE_CHECKING:
     from bloomery.operate.ledger.figures import PlannedRun
     from bloomery.operate.ledger.run_ledger import RunLedger
+
 
 EXAMPLES = """\
 bloomery report runs/mine                                   every second since the first start, by class
@@ -188,3 +189,42 @@ def draw_ledger(ledger: RunLedger, path: Path, *, title: str) -> None:
     figure.tight_layout()
     figure.savefig(path)
     pyplot.close(figure)
+
+
+_NOTE_EXAMPLES = """\
+bloomery note runs/mine "node7 went back to the vendor"
+bloomery note runs/mine                                   write chronicle.md anew, without a note
+"""
+
+
+def note(arguments: list[str]) -> int:
+    """Add a note and write the chronicle; returns 0."""
+    options = parser(
+        "note",
+        "Add a note to RUN/chronicle.md, which writes itself from the records of the run: each problem, its\n"
+        "diagnosis, what was done and what it cost. Notes, and what stands below its last line, are kept.",
+        examples=_NOTE_EXAMPLES,
+    )
+    options.add_argument("run", metavar="RUN", help="the run directory")
+    options.add_argument("text", metavar="TEXT", nargs="?", help="the note")
+    options.add_argument("--by", default="", metavar="NAME", help="who writes it (default: your account)")
+    options.add_argument("--json", action="store_true", help="print one JSON object")
+    chosen = options.parse_args(arguments)
+    from bloomery.operate.ledger.chronicle import add_note, write_chronicle
+
+    rundir = existing_run(chosen.run)
+    if chosen.text is not None:
+        if not chosen.text.strip():
+            raise BloomeryError("The note is empty.", remedy='Write it: bloomery note RUN "what happened"')
+        for text in (chosen.text, chosen.by):
+            if not is_utf8(text):
+                raise BloomeryError("The note is not UTF-8.", remedy="Give it in UTF-8 (LC_ALL=C.UTF-8).")
+        add_note(rundir, chosen.text, by=chosen.by)
+    path = write_chronicle(rundir)
+    if chosen.json:
+        print(json.dumps({"noted": chosen.text, "chronicle": None if path is None else str(path)}))
+    elif path is None:
+        print("noted; the chronicle begins with the first start of the run")
+    else:
+        print(path)
+    return 0

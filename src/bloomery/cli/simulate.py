@@ -15,9 +15,8 @@ from bloomery.cli.arguments import parser
 from bloomery.cli.tables import table_text
 from bloomery.errors import ConfigError, Mistake
 from bloomery.plan.checkpoint_plan import best_interval_s
-from bloomery.plan.simulate.forecast import GoodputForecast, forecast
-from bloomery.plan.simulate.hours_ledger import TRAINING, Life
-from bloomery.plan.simulate.scenario import Scenario, load_scenario, shipped_scenarios
+from bloomery.plan.simulate import GoodputForecast, forecast
+from bloomery.plan.simulate.scenario import TRAINING, Life, Scenario, load_scenario, shipped_scenarios
 
 COLOURS = ("#4c9f70", "#f2c14e", "#c1292e", "#e87f3a", "#7b5ea7", "#8d99ae", "#3d5a80", "#235789", "#b56576")
 MOST_BARS = 120

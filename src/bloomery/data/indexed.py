@@ -1,6 +1,6 @@
 """Reads and writes token files in Megatron's indexed format: tokens in `PREFIX.bin`, index in `PREFIX.idx`.
 
-`pair_files.py` has the layout. A pair that was sealed is checked as it is read (`page_check.py`).
+`pair_files.py` has the layout. A pair that was sealed is checked as it is read (`sealing.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 
 from bloomery import durable
-from bloomery.data.page_check import PageCheck
 from bloomery.data.pair_files import (
     CODES,
     DTYPES,
@@ -33,7 +32,7 @@ from bloomery.data.pair_files import (
     seal_path,
 )
 from bloomery.data.seal import BLOCK_BYTES, SealFacts, read_seal, refuse_other_sizes, verified_pieces
-from bloomery.data.seal_writer import SealWriter
+from bloomery.data.sealing import PageCheck, SealWriter
 from bloomery.data.storage import refusals_named
 from bloomery.data.streaming import mirror_of
 from bloomery.errors import DataError

@@ -22,10 +22,10 @@ import numpy as np
 import numpy.typing as npt
 
 from bloomery.data import native_kernels
-from bloomery.data.kept_arrays import Arrays, Shapes, digest_of, shared_arrays
 from bloomery.data.mixture import Weight
 from bloomery.data.order import sample_indices
 from bloomery.data.position import EVERYTHING, Position, Ranges, SampleShare, next_samples
+from bloomery.data.storage import Arrays, Shapes, digest_of, shared_arrays
 from bloomery.errors import DataError
 
 Indices = npt.NDArray[np.int64]

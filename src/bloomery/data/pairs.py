@@ -55,7 +55,7 @@ def refuse_damaged(prefixes: Iterable[Path]) -> None:
     GiB.
 
     A start asks it of the pairs that it will read. What is larger is checked as it is read, where its seal
-    has sums of pages (`page_check.py`); all of it by `bloomery data verify`. A pair without a seal passes.
+    has sums of pages (`sealing.py`); all of it by `bloomery data verify`. A pair without a seal passes.
     """
     left = _CHECKED_AT_START_BYTES
     for prefix in prefixes:

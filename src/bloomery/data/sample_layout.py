@@ -21,8 +21,8 @@ import numpy.typing as npt
 import xxhash
 
 from bloomery.data.indexed import IndexedDataset
-from bloomery.data.kept_arrays import Arrays, Shapes, shared_arrays
 from bloomery.data.order import derive_key
+from bloomery.data.storage import Arrays, Shapes, shared_arrays
 from bloomery.errors import DataError
 
 Indices = npt.NDArray[np.int64]

@@ -1,12 +1,22 @@
-"""Writes the files of a dataset under a lock for one writer, with errors that say what to do."""
+"""Files of a dataset: written under a lock by one writer, and large arrays that processes of a node share.
+
+Errors say what to do. Of a large array, one process computes the file, and all map it.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 import os
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
 
 from bloomery import durable
 from bloomery.errors import StorageError, storage_error
@@ -61,3 +71,125 @@ def alone_in(directory: Path, *, name: str) -> Iterator[int]:
                 remedy=f"Look what holds {path} (fuser -v), or choose another directory.",
             ) from held
         yield file
+
+
+Arrays = dict[str, npt.NDArray[Any]]
+Shapes = Mapping[str, tuple[int, npt.DTypeLike]]
+"""Of each array by name: its length and its type."""
+
+AT_LEAST_BYTES = 32 << 20
+"""Smaller arrays are computed in memory: that takes no longer than reading them."""
+_PATIENCE_S = 3600.0
+_KEPT_FILES = 4
+_READ_BYTES = 1 << 20
+_ALIGNMENT = 64
+
+
+def shared_arrays(directory: Path | None, key: str, shapes: Shapes, fill: Callable[[Arrays], None]) -> Arrays:
+    """Return the arrays that `fill` writes: computed before and read-only, or else computed now.
+
+    directory: where they are kept; None keeps none. key: names all that they depend on. A file whose bytes
+    are not those that were written is made again. While one process computes, the others wait for it. Where
+    the directory cannot be written to, or has no room, each process computes them in its own memory.
+    """
+    if directory is None or _end_of(shapes) < AT_LEAST_BYTES:
+        return _in_memory(shapes, fill)
+    try:
+        durable.make_directory(directory)
+        with durable.locked(
+            directory / "lock", owner=f"process {os.getpid()}", timeout_s=_PATIENCE_S, on_wait=_tell_of_wait
+        ):
+            path = directory / f"{key}.arrays"
+            if not _is_whole(path, shapes):
+                _write(path, shapes, fill)
+                _remove_old(directory)
+            return _mapped(path, shapes, mode="r")
+    except (OSError, durable.LockHeld) as error:
+        log.warning("the order of samples is computed in memory: %s cannot keep it: %s", directory, error)
+        return _in_memory(shapes, fill)
+
+
+def digest_of(parts: Sequence[npt.NDArray[Any]], facts: str, *, at_once: int = 1 << 20) -> str:
+    """Return a name for arrays that depend on these parts and facts."""
+    digest = xxhash.xxh3_128(facts.encode())
+    for part in parts:
+        for start in range(0, len(part), at_once):
+            digest.update(np.ascontiguousarray(part[start : start + at_once]).data)
+    return digest.hexdigest()
+
+
+def _in_memory(shapes: Shapes, fill: Callable[[Arrays], None]) -> Arrays:
+    arrays: Arrays = {name: np.empty(size, dtype) for name, (size, dtype) in shapes.items()}
+    fill(arrays)
+    return arrays
+
+
+def _write(path: Path, shapes: Shapes, fill: Callable[[Arrays], None]) -> None:
+    size = _end_of(shapes)
+    if shutil.disk_usage(path.parent).free < size:
+        raise OSError(28, f"{size:,} bytes do not fit on its disk")
+    durable.remove_drafts(path.parent)
+    draft, record = path.with_name(f".{path.name}.draft"), path.with_suffix(".json")
+    record.unlink(missing_ok=True)
+    with durable.open_new(draft) as file:
+        os.posix_fallocate(file.fileno(), 0, size)  # a hole that finds no room later would kill the process
+        arrays = _mapped(draft, shapes, mode="r+")
+        fill(arrays)
+        for array in arrays.values():
+            if isinstance(array, np.memmap):
+                array.flush()
+    durable.replace(draft, path)
+    durable.write_whole(record, json.dumps({"bytes": size, "xxh3_128": _digest(path)}))
+
+
+def _is_whole(path: Path, shapes: Shapes) -> bool:
+    try:
+        record = json.loads(path.with_suffix(".json").read_bytes())
+        size = path.stat().st_size
+        return bool(size == record["bytes"] == _end_of(shapes) and _digest(path) == record["xxh3_128"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _digest(path: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while piece := file.read(_READ_BYTES):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def _mapped(path: Path, shapes: Shapes, *, mode: Any) -> Arrays:  # Any: one of NumPy's literals
+    arrays: Arrays = {}
+    for name, (begin, size, dtype) in _places(shapes).items():
+        if size:
+            arrays[name] = np.memmap(path, dtype=dtype, mode=mode, offset=begin, shape=(size,))
+        else:
+            arrays[name] = np.empty(0, dtype)
+    return arrays
+
+
+def _places(shapes: Shapes) -> dict[str, tuple[int, int, np.dtype[Any]]]:
+    """Return (first byte, length, type) of each array in the file."""
+    places, begin = {}, 0
+    for name, (size, kind) in shapes.items():
+        dtype = np.dtype(kind)
+        places[name] = (begin, size, dtype)
+        begin += -(-size * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+    return places
+
+
+def _end_of(shapes: Shapes) -> int:
+    return max((begin + size * dtype.itemsize for begin, size, dtype in _places(shapes).values()), default=0)
+
+
+def _remove_old(directory: Path) -> None:
+    """Leave the newest files; a process that has mapped an older one keeps what it mapped."""
+    kept = sorted(directory.glob("*.arrays"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in kept[_KEPT_FILES:]:
+        path.unlink(missing_ok=True)
+        path.with_suffix(".json").unlink(missing_ok=True)
+
+
+def _tell_of_wait(owner: str) -> None:
+    log.info("waiting for %s, which computes the order of the samples", owner)

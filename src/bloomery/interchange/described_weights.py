@@ -18,7 +18,7 @@ from bloomery.data.tokenizer import tokenizer_in
 from bloomery.errors import BloomeryError, CheckpointError, ConfigError, Mistake
 from bloomery.events.run_directory import RunDirectory
 from bloomery.interchange.directories import read_object
-from bloomery.interchange.families.known import section_from
+from bloomery.interchange.families import section_from
 from bloomery.model.shape import resolve
 
 _CONFIG, _TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"

@@ -23,8 +23,8 @@ from bloomery.data.tokenizer import MODEL_FILE, tokenizer_in
 from bloomery.errors import CheckpointError, storage_error
 from bloomery.events.records import ProgressCallback, counting, ignore_progress
 from bloomery.interchange.directories import partial_directory, read_object
+from bloomery.interchange.families import family_in, family_of, hf_config, hf_tensors, section_from
 from bloomery.interchange.families.family import Family, HfTensor, stored_shape
-from bloomery.interchange.families.known import family_in, family_of, hf_config, hf_tensors, section_from
 from bloomery.interchange.generation_files import give_companions, give_piece_model, token_ids
 from bloomery.interchange.logits_check import CompareMethod, check_logits
 from bloomery.interchange.quantised_weights import scheme_of

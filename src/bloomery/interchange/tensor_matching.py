@@ -11,8 +11,8 @@ from torch import Tensor
 
 from bloomery.config.model import ModelSection
 from bloomery.errors import CheckpointError
+from bloomery.interchange.families import family_of, hf_tensors
 from bloomery.interchange.families.family import PLAIN_WEIGHTS, Family, HfTensor, stored_shape
-from bloomery.interchange.families.known import family_of, hf_tensors
 from bloomery.interchange.foreign_files import METADATA, is_megatron, read_dcp, read_megatron
 from bloomery.interchange.weight_files import USABLE, WeightFiles
 from bloomery.model.shape import ResolvedModel, Shape, logical_shapes, resolve

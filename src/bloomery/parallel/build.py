@@ -24,15 +24,14 @@ from bloomery.model.loss import IGNORED, LossSums
 from bloomery.model.shape import logical_shapes
 from bloomery.optim.clip import GradientFacts
 from bloomery.optim.groups import lay_out
-from bloomery.parallel.compilation import compile_by_block, compiled_function
 from bloomery.parallel.flat import WeightStorage
 from bloomery.parallel.inner_sizes import InnerSizes
 from bloomery.parallel.mesh import Mesh
+from bloomery.parallel.optimizers import QueryKeyClip
 from bloomery.parallel.pipeline import Pipeline, StageComputation, mark_tied_embedding
 from bloomery.parallel.precision import DTYPES, MasterWeights
-from bloomery.parallel.query_key_clip import QueryKeyClip
 from bloomery.parallel.rank_zero_task import ReportProgress
-from bloomery.parallel.recompute import set_recompute
+from bloomery.parallel.recompute import compile_by_block, compiled_function, set_recompute
 from bloomery.parallel.rendezvous import raising_rank_lost
 from bloomery.parallel.tensor import split_decoder
 from bloomery.plan.pipeline_stages import PipelineStage, stages_of

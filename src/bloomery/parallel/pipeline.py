@@ -19,10 +19,10 @@ from bloomery.model.decoder import Decoder
 from bloomery.model.dropout import DropoutAddress, dropout_address
 from bloomery.model.loss import LossSums
 from bloomery.optim.groups import ParameterPiece
-from bloomery.parallel.compilation import compiled_function
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.pipeline_schedule import Action, forwards_only, pipeline_order
 from bloomery.parallel.precision import MasterWeights
+from bloomery.parallel.recompute import compiled_function
 from bloomery.parallel.stage_p2p import MessageOrder, StageMessage, StageMessenger
 from bloomery.plan.pipeline_stages import PipelineStage
 

@@ -1,24 +1,53 @@
-"""Activation recomputation (activation checkpointing): of nothing, of some of each block, or of whole blocks.
+"""Activation recomputation (activation checkpointing) of blocks, and what torch.compile compiles of them.
 
 'full' keeps each block's input alone (Chen et al. 2016); 'selective' computes only scores and weights of
 attention again (Korthikanti et al. 2022, section 5); 'elementwise' keeps what products, fused attention and
 collectives return, and computes norms, activations, rotations and dropout again, which cost a pass over
 memory. No random state is saved for it: dropout masks are a function of their address (`model/dropout.py`).
+
+torch.compile compiles each block by itself, or forward and loss as a whole.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from bloomery.config.parallel import ParallelSection
 from bloomery.model.decoder import Block, Decoder
-from bloomery.parallel.compilation import compiled_function
+from bloomery.parallel.mesh import Mesh
+from bloomery.torch_private import allow_compilations
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+
+def compile_by_block(decoder: Decoder, *, mesh: Mesh, parallel: ParallelSection) -> bool:
+    """Return whether each block is compiled by itself, with its collectives; allow for so many compilations.
+
+    A block's backward then gives its gradients before that of the block before it begins, so that their sum
+    over data-parallel ranks overlaps the backward, and its weights can be gathered and freed around it.
+    Blocks of equal shapes share their code. On GPUs every layout compiles by block: a product fills the
+    device for itself, and the gradients of a block are added to the fp32 ones and freed before those of the
+    next exist. On CPUs one data-parallel rank with working weights and no tensor parallelism compiles forward
+    and loss as a whole.
+    """
+    is_one_part = mesh.tensor.degree == mesh.data.degree == 1 and parallel.working == "kept"
+    if is_one_part and mesh.device.type == "cpu":
+        return False
+    allow_compilations(4 * len(decoder.blocks))
+    return True
+
+
+def compiled_function(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """Return the function as one compiled graph, for arguments of one shape at a time."""
+    return torch.compile(function, dynamic=False, fullgraph=True)
 
 
 def set_recompute(

@@ -31,8 +31,7 @@ from bloomery.state_transfer.served_states import (
     parse_range,
 )
 from bloomery.transport.listener import MemberQuota, StrangerPlace, StrangerQuota, accept_all, end
-from bloomery.transport.rate_limit import RateLimiter
-from bloomery.transport.sockets import addresses_of, open_listener, origin_of
+from bloomery.transport.sockets import RateLimiter, addresses_of, open_listener, origin_of
 from bloomery.transport.trust import PeerRefused, RefusalLog, Trust, is_loopback, names_of
 
 log = logging.getLogger(__name__)

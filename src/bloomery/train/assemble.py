@@ -12,8 +12,7 @@ import torch
 
 from bloomery import __version__
 from bloomery.checkpoint.remote.backup import Backup
-from bloomery.checkpoint.remote.backup_places import BackupPlaces, sections
-from bloomery.checkpoint.remote.run_place import refuse_kept_here, run_place
+from bloomery.checkpoint.remote.places import BackupPlaces, refuse_kept_here, run_place, sections
 from bloomery.checkpoint.remote.shared_upload import BackupHelper
 from bloomery.config.convert import dump_recipe, settings_of
 from bloomery.config.load import LoadedRecipe

@@ -26,9 +26,8 @@ from bloomery.checkpoint.format.state import Json, SaveResult, Stateful, StateSn
 from bloomery.checkpoint.format.suspects import mark_suspects, refuse_if_only_suspects, trusted
 from bloomery.checkpoint.load.loader import load_checkpoint
 from bloomery.checkpoint.remote.backup import Backup, tell_of_newer
-from bloomery.checkpoint.remote.backup_places import BackupPlaces
+from bloomery.checkpoint.remote.places import BackupPlaces, LocalRun, RunPlace
 from bloomery.checkpoint.remote.remote_run import place_at
-from bloomery.checkpoint.remote.run_place import LocalRun, RunPlace
 from bloomery.checkpoint.save.peer_snapshots import PeerSnapshots
 from bloomery.checkpoint.save.saver import Saver
 from bloomery.checkpoint.writer.memory_replica import MemoryReplicas, find_in_memory

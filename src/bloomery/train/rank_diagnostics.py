@@ -26,12 +26,11 @@ from bloomery.events.run_directory import RunDirectory
 from bloomery.events.run_lock import host_name
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.rank_zero_task import ReportProgress
-from bloomery.plan.hardware import GIB, load_hardware
+from bloomery.plan.hardware import GIB, load_hardware, this_machine
 from bloomery.plan.layout import layout_of
 from bloomery.plan.memory import StageMemory
 from bloomery.plan.overview import base_workload, memory_of
 from bloomery.plan.request import Request
-from bloomery.plan.this_machine import this_machine
 
 log = logging.getLogger(__name__)
 

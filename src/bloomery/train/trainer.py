@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from bloomery.checkpoint.format.deadlines import BACKUP_AFTER_ERROR_S
 from bloomery.checkpoint.format.state import Json
-from bloomery.checkpoint.remote.backup_places import BackupPlaces
+from bloomery.checkpoint.remote.places import BackupPlaces
 from bloomery.data.megatron_order import MegatronOrder
 from bloomery.data.order import Order
 from bloomery.data_loader.batches import Batches

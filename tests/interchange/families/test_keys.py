@@ -16,8 +16,8 @@ from tests.interchange.published_configs import PUBLISHED
 from transformers.generation import GenerationConfig
 
 from bloomery.errors import CheckpointError
+from bloomery.interchange.families import FAMILIES, hf_tensors, section_from
 from bloomery.interchange.families.family import COMMON, NoEffect, Supported, stored_shape
-from bloomery.interchange.families.known import FAMILIES, hf_tensors, section_from
 from bloomery.interchange.huggingface import fill, import_
 from bloomery.model.decoder import build
 from bloomery.model.shape import logical_shapes, resolve

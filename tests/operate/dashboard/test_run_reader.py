@@ -15,8 +15,7 @@ from tests.operate.dashboard.written_run import WrittenRun, healed_run
 from bloomery.events.heartbeat import Heartbeat, RankActivity
 from bloomery.events.incarnation import visible
 from bloomery.events.journal import loss_curve
-from bloomery.operate.dashboard.curves import curves
-from bloomery.operate.dashboard.decimation import decimated, moving_mean
+from bloomery.operate.dashboard.curves import curves, decimated, moving_mean
 from bloomery.operate.dashboard.growing_file import GrowingFile
 from bloomery.operate.dashboard.panels import events_with_places
 from bloomery.operate.dashboard.run_reader import RunReader

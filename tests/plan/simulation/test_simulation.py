@@ -15,8 +15,8 @@ from bloomery.plan.checkpoint_plan import best_interval_s
 from bloomery.plan.hardware import load_hardware
 from bloomery.plan.overview import make_plan
 from bloomery.plan.request import Request
+from bloomery.plan.simulate import forecast
 from bloomery.plan.simulate.cluster import simulate_cluster
-from bloomery.plan.simulate.forecast import forecast
 from bloomery.plan.simulate.peers import all_reduce_s, ring_s, simulate_peers, speeds_of, stages_s
 from bloomery.plan.simulate.scenario import ScenarioPeers, load_scenario, scenario_of, shipped_scenarios
 

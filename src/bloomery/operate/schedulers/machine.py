@@ -21,8 +21,7 @@ from bloomery.operate.schedulers.interface import (
     SchedulerError,
     SchedulerNode,
 )
-from bloomery.operate.schedulers.machine_queue import MachineJob
-from bloomery.operate.schedulers.orphaned_job import outcome_without_status
+from bloomery.operate.schedulers.machine_queue import MachineJob, outcome_without_status
 
 
 class OneMachine:

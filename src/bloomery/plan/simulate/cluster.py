@@ -6,8 +6,15 @@ import heapq
 import math
 from random import Random
 
-from bloomery.plan.simulate.hours_ledger import TRAINING, HoursLedger, Life
-from bloomery.plan.simulate.scenario import ClusterSection, FailureSection, Scenario, ScenarioCheckpoints
+from bloomery.plan.simulate.scenario import (
+    TRAINING,
+    ClusterSection,
+    FailureSection,
+    HoursLedger,
+    Life,
+    Scenario,
+    ScenarioCheckpoints,
+)
 
 SAVING, LOST, DETECTION = "saving", "lost work", "not noticed yet"
 RESTART, NODES, QUEUE = "restart and load", "waiting for nodes", "waiting in the queue"

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from random import Random
 
-from bloomery.plan.simulate.hours_ledger import TRAINING, HoursLedger, Life
-from bloomery.plan.simulate.scenario import Scenario, ScenarioPeers
+from bloomery.plan.simulate.scenario import TRAINING, HoursLedger, Life, Scenario, ScenarioPeers
 
 SLOWER, RING, OUTER = "waiting for slower peers", "all-reduce", "outer step"
 DETECTION, JOINING, NOBODY = "not noticed yet", "waiting for a joiner", "no peer is there"
