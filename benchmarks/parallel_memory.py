@@ -45,6 +45,8 @@ compile = "off"
 [optim]
 learning_rate = 1e-3
 """
+LONG = "data.sequence_length=768"
+"""So that masks, which grow with its square, are not lost beside the rest."""
 LAYOUTS: dict[str, tuple[str, ...]] = {
     "one process": (),
     "DP 2": ("parallel.data=2",),
@@ -54,6 +56,22 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "TP 2 + SP": ("parallel.tensor=2", "parallel.sequence=true"),
     "PP 2": ("parallel.pipeline=2",),
     "recompute full": ("train.recompute=full",),
+    "hidden dropout": (LONG, "model.hidden_dropout=0.1"),
+    "attention dropout": (LONG, "model.attention_dropout=0.1"),
+    "attention dropout, recompute selective": (
+        LONG,
+        "model.attention_dropout=0.1",
+        "train.recompute=selective",
+    ),
+    "ALiBi": (LONG, "model.position=alibi"),
+    "documents masked": (LONG, "data.mask_documents=true"),
+    "documents masked, ALiBi, dropout": (
+        LONG,
+        "data.mask_documents=true",
+        "model.position=alibi",
+        "model.hidden_dropout=0.1",
+        "model.attention_dropout=0.1",
+    ),
 }
 
 
@@ -169,7 +187,12 @@ def _work(layout: Sequence[str]) -> None:
         mine = phase.global_batch // mesh.data.degree
         tokens = torch.arange(mine * length).view(mine, length) % int(recipe.model.vocabulary)
         batches = [
-            MicroBatch(tokens=part, targets=part, documents=None, samples=torch.arange(len(part)))
+            MicroBatch(
+                tokens=part,
+                targets=part,
+                documents=(part // 100).int() if recipe.data.mask_documents else None,
+                samples=torch.arange(len(part)),
+            )
             for part in tokens.split(phase.micro_batch)
         ]
         state = TrainState(goal=Goal(steps=2))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from bloomery.config.model import ModelSection
@@ -82,6 +85,23 @@ def test_a_document_does_not_see_the_one_before(decoder: Decoder) -> None:
     torch.testing.assert_close(hidden[:, 5:], changed[:, 5:], rtol=0, atol=1e-6)
     assert (hidden[:, :5] - changed[:, :5]).abs().max() > 1e-3
     torch.testing.assert_close(hidden[:, :5], decoder(tokens[:, :5]), rtol=0, atol=1e-5)
+
+
+def test_blocks_share_the_mask_of_documents_as_numbers(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Of a boolean one torch makes one of numbers in every block, and keeps each for backward.
+    masks: list[torch.Tensor] = []
+    attend = F.scaled_dot_product_attention
+
+    def watched(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, **more: Any):  # type: ignore[no-untyped-def]
+        masks.append(mask)
+        return attend(query, key, value, mask, **more)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+    decoder(some_tokens(2, LENGTH), documents=torch.zeros(2, LENGTH, dtype=torch.int32))
+    assert len(masks) == len(decoder.blocks) > 1
+    assert all(mask.dtype == torch.float32 and mask.data_ptr() == masks[0].data_ptr() for mask in masks)
 
 
 def test_with_positions_reset_each_document_is_what_it_is_alone(decoder: Decoder) -> None:

@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bloomery.config.model import ModelSection
-from bloomery.model import attention
+from bloomery.model import attention, dropout
 from bloomery.model.decoder import build
 from bloomery.model.dropout import ElementKeys, drop, dropout_address, hidden_keys, keeps, weight_keys
 from bloomery.model.initial_values import initialise
@@ -46,6 +47,27 @@ def test_neighbours_steps_sites_seeds_and_samples_are_independent() -> None:
     others += [one.roll(shift, dims=dim) for dim in (0, 1, 2) for shift in (1, 2, 4)]
     for other in others:
         assert abs((one * other).sum()) / math.sqrt(one.numel()) < 4.5
+
+
+def test_eager_code_hashes_some_rows_at_a_time_and_drops_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    largest = 0
+
+    class Largest(TorchDispatchMode):
+        def __torch_dispatch__(self, operation, types, arguments=(), keywords=None):  # type: ignore[no-untyped-def]
+            nonlocal largest
+            result = operation(*arguments, **(keywords or {}))
+            if isinstance(result, torch.Tensor) and result.dtype == torch.int64:
+                largest = max(largest, result.numel())
+            return result
+
+    address = dropout_address(seed=1, step=2, samples=torch.arange(3), positions=range(50))
+    keys = weight_keys(address, site=3, heads=4)
+    whole = keeps(keys, 0.3)
+    monkeypatch.setattr(dropout, "_ELEMENTS_AT_ONCE", 50 * 7)  # 600 rows, which are no multiple of 7
+    with Largest():
+        in_parts = keeps(keys, 0.3)
+    assert torch.equal(in_parts, whole) and whole.shape == (3, 4, 50, 50)
+    assert largest == 50 * 7
 
 
 def test_each_block_drops_attention_weights_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,14 @@ from bloomery.config.model import ModelSection
 from bloomery.plan.block_cost import Workload, muon_s
 from bloomery.plan.hardware import Accelerator, Hardware, Network, Node, Operation, Storage
 from bloomery.plan.layout import Layout
-from bloomery.plan.memory import StageMemory, Training, eager_activation_bytes, rank_parameters, stage_memory
+from bloomery.plan.memory import (
+    StageMemory,
+    Training,
+    eager_activation_bytes,
+    mask_bytes,
+    rank_parameters,
+    stage_memory,
+)
 from bloomery.plan.parameters import ModelParameters, count_parameters, ffn_width
 from bloomery.plan.step_time import StepTime, data_parallel_bytes, stages_for, step_time, step_traffic
 
@@ -294,6 +302,31 @@ def test_a_block_that_nothing_fuses_keeps_its_norms_gates_and_turned_heads(
     if position == "rotary":
         expected += TOKENS * (HIDDEN + kv_heads * HIDDEN // 16) * 2 / tensor
     assert eager_activation_bytes(work) == pytest.approx(expected)
+
+
+def test_the_mask_is_counted_once_where_it_is_formed() -> None:
+    def bytes_of(*, kind: str = "cpu", documents: bool = False, **model: Any) -> float:
+        hardware = replace(HARDWARE, accelerator=replace(HARDWARE.accelerator, kind=kind))
+        work = of(Layout(tensor=4), hardware)
+        return mask_bytes(replace(work, model=replace(MODEL, **model), masks_documents=documents))
+
+    places = LENGTH**2
+    assert bytes_of() == 0
+    assert bytes_of(position="alibi") == places * 4 * 2  # four of sixteen heads, in bf16
+    assert bytes_of(documents=True) == MICRO_BATCH * places * 2
+    assert bytes_of(documents=True, position="alibi") == MICRO_BATCH * places * 4 * 2
+    assert bytes_of(attention_dropout=0.1) == places  # boolean
+    assert bytes_of(attention_dropout=0.1, position="alibi") == places * 4 * 4
+    for documents in (False, True):
+        assert bytes_of(kind="gpu", documents=documents, position="alibi") == 0  # by tiles
+    cpu = replace(HARDWARE, accelerator=replace(HARDWARE.accelerator, kind="cpu"))
+    works = [replace(of(Layout(), cpu), masks_documents=masks) for masks in (False, True)]
+    training = Training(micro_batches=4, recompute="full", optimizer="adamw", loss_chunk=256)
+    held = [
+        stage_memory(work, PARAMETERS, stages_for(work, PARAMETERS), 0, training).activations
+        for work in works
+    ]
+    assert held[1] - held[0] == MICRO_BATCH * places * 2
 
 
 def test_weights_rounded_block_by_block_cost_passes_over_the_masters_and_save_all_blocks_but_one() -> None:

@@ -290,8 +290,9 @@ class Decoder(nn.Module):
         if padding is not None:
             # a position without a token sees itself, for a row that sees nothing would become NaN
             mask = mask & (keys >= padding[:, None, None, None]) | (keys == positions[:, None])
-        if slopes is not None:
-            bias = alibi_bias(slopes, positions, keys)
+        if slopes is not None or not drops:
+            # Of a boolean mask torch would make one of numbers in each block, and keep all for backward.
+            bias = 0.0 if slopes is None else alibi_bias(slopes, positions, keys)
             mask = torch.where(mask, bias, float("-inf"))
             mask = mask if drops or self.products == "fp32" else mask.to(x.dtype)
         return AttentionContext(mask=mask, is_causal=False, rotary=rotary)

@@ -27,6 +27,7 @@ _HALF_WORD = 0x7FFFFFFF
 _MULTIPLIERS = (0x3FEB352D, 0x26CA68B3, 0x2C8E9CF5)  # odd, of 30 bits
 _ADDEND = 0x3C6EF372FE94F82B  # keeps small numbers from a small square; of 62 bits: sums stay below 2**63
 _COLUMNS = 0x5851F42D  # so that a column's key is not that of a row
+_ELEMENTS_AT_ONCE = 1 << 18  # 6 MB while they are hashed: what a core's cache may hold
 
 
 @dataclass(frozen=True)
@@ -121,8 +122,21 @@ def drop(x: Tensor, rate: float, keys: ElementKeys) -> Tensor:
 
 
 def keeps(keys: ElementKeys, rate: float) -> Tensor:
-    """Return which elements are kept, boolean [..., n]."""
-    mixed = (keys.rows.long()[..., None] ^ keys.columns.long()) & _WORD
+    """Return which elements are kept, boolean [..., n].
+
+    Compiled code hashes each element where it is needed. Eager code would hold 24 bytes for each, so it takes
+    some rows at a time.
+    """
+    rows, columns = keys.rows, keys.columns
+    at_once = max(1, _ELEMENTS_AT_ONCE // columns.shape[0])
+    if torch.compiler.is_compiling() or rows.numel() <= at_once:
+        return _are_kept(rows, columns, rate)
+    parts = [_are_kept(some, columns, rate) for some in rows.reshape(-1).split(at_once)]
+    return torch.cat(parts).view(*rows.shape, columns.shape[0])
+
+
+def _are_kept(rows: Tensor, columns: Tensor, rate: float) -> Tensor:
+    mixed = (rows.long()[..., None] ^ columns.long()) & _WORD
     mixed = (mixed * FIRST_FACTOR) & _WORD
     mixed = ((mixed ^ (mixed >> 15)) * SECOND_FACTOR) & _WORD
     return mixed >= round(rate * 2**32)

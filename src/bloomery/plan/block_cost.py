@@ -127,6 +127,8 @@ class Workload:
     hardware: Hardware
     muon_iterations: int = 0
     """Muon's iterations at each step's update; 0 if AdamW updates everything."""
+    masks_documents: bool = False
+    """Whether a token attends within its document alone."""
 
     @property
     def tokens(self) -> int:
@@ -148,9 +150,18 @@ class Workload:
         """Whether attention weights are written to memory: where they are dropped, and not by a kernel on the
         chip (`model/fused_attention.py`).
         """
-        return self.model.attention_dropout > 0.0 and not (
-            self.has_gpu_kernels and head_size(self.model) <= WIDEST_TILED_HEAD
-        )
+        return self.model.attention_dropout > 0.0 and not self.attends_by_tiles
+
+    @property
+    def forms_mask(self) -> bool:
+        """Whether attention adds or applies a mask that is in memory (`model/decoder.py`)."""
+        needs_mask = self.model.position == "alibi" or self.model.attention_dropout > 0.0
+        return (needs_mask or self.masks_documents) and not self.attends_by_tiles
+
+    @property
+    def attends_by_tiles(self) -> bool:
+        """Whether attention is computed on the chip alone (`model/fused_attention.py`)."""
+        return self.has_gpu_kernels and head_size(self.model) <= WIDEST_TILED_HEAD
 
     @property
     def has_gpu_kernels(self) -> bool:

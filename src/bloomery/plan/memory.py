@@ -203,13 +203,28 @@ def _scores_bytes(work: Workload) -> float:
     return weights * (2 * work.value_bytes + SCORE_BYTES_BESIDE)
 
 
+def mask_bytes(work: Workload) -> float:
+    """Return the bytes of one micro-batch's attention mask, which all blocks share; 0 where none is formed.
+
+    It holds what is added to the scores, for each head with ALiBi and for each sample if documents are
+    masked. Without ALiBi it is boolean where attention weights are dropped; with it, it is fp32 there.
+    """
+    if not work.forms_mask:
+        return 0.0
+    places = work.sequence_length**2 * (work.micro_batch if work.masks_documents else 1)
+    drops, has_bias = work.model.attention_dropout > 0.0, work.model.position == "alibi"
+    if drops:
+        return places * (work.model.heads / work.layout.tensor * 4 if has_bias else 1)
+    return places * (work.model.heads / work.layout.tensor if has_bias else 1) * work.value_bytes
+
+
 def _activations(work: Workload, stage: StageParameters, index: int, training: Training) -> float:
     recompute = stage.recompute or training.recompute
     alive = in_flight(work, index, training)
     eager = 0.0 if training.fused else eager_activation_bytes(work)
     of_block = block_activation_bytes(work, recompute)
     computes_again = recompute in ("elementwise", "full")
-    kept_bytes = alive * stage.blocks * (of_block + (0.0 if computes_again else eager))
+    kept_bytes = alive * (stage.blocks * (of_block + (0.0 if computes_again else eager)) + mask_bytes(work))
     if stage.has_embedding:
         kept_bytes += alive * work.tokens * 8
     if computes_again:

@@ -197,6 +197,7 @@ def base_workload(request: Request, layout: Layout) -> Workload:
         layout=layout,
         hardware=request.hardware,
         muon_iterations=recipe.optim.muon_iterations if recipe.optim.name == "muon" else 0,
+        masks_documents=recipe.data.mask_documents,
     )
     return at_phase(work, phases(recipe.train)[0][1])
 
