@@ -19,6 +19,7 @@ from bloomery.coordination.certificates import init_certificates
 from bloomery.errors import ConfigError, CoordinatorError, PeerError
 from bloomery.events.run_directory import RunDirectory
 from bloomery.state_transfer.served_states import ServedStates
+from bloomery.transport.sockets import RateLimiter
 from bloomery.transport.trust import Trust
 
 COORDINATOR = {"BLOOMERY_COORDINATOR": "http://127.0.0.1:2379, http://127.0.0.1:2381"}
@@ -169,7 +170,7 @@ def test_a_peer_that_nobody_can_dial_is_no_relay(bundles, setting):
 def test_a_peer_that_only_dials_listens_nowhere_and_serves_nothing(bundles):
     found = access(f"elastic.certificates={bundles / 'alice'}", "elastic.listen=none")
     assert found.listen == ()
-    served = PeerStateServer(found, Trust(token=b"t"), ServedStates(), limit_bytes_s=0.0)
+    served = PeerStateServer(found, Trust(token=b"t"), ServedStates(), rate_limiter=RateLimiter(0.0))
     assert not served.urls
     served.close()
 
@@ -179,7 +180,7 @@ def test_a_state_is_served_on_every_listening_address(tmp_path):
     (directory,) = (path for path in tmp_path.iterdir() if path.is_dir())
     found = access("elastic.listen=127.0.0.1:0,127.0.0.2:0")
     states = ServedStates()
-    served = PeerStateServer(found, Trust(token=b"t"), states, limit_bytes_s=1e6)
+    served = PeerStateServer(found, Trust(token=b"t"), states, rate_limiter=RateLimiter(1e6))
     try:
         served.offer(directory, round=1, digest="ab12")
         urls = served.urls

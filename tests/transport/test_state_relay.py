@@ -16,6 +16,7 @@ from bloomery.state_transfer.served_states import ServedStates
 from bloomery.state_transfer.server import StateServer
 from bloomery.state_transfer.source import THROUGH_RELAY, PeerSource
 from bloomery.transport import connection_manager as managing
+from bloomery.transport.sockets import RateLimiter
 from bloomery.transport.state_relay import StateRelay
 from bloomery.transport.trust import PeerRefused
 
@@ -37,7 +38,7 @@ def deadlines(monkeypatch):
     """Chooses the deadlines of relays that are opened from now on."""
 
     def choose(**chosen):
-        monkeypatch.setattr(managing, "StateRelay", lambda: StateRelay(**chosen))
+        monkeypatch.setattr(managing, "StateRelay", lambda **more: StateRelay(**chosen, **more))
 
     return choose
 
@@ -77,6 +78,37 @@ def test_a_state_comes_through_a_relay_from_a_peer_that_only_dials(opened, trust
     server, checkpoint = served(trust_of("b")["trust"])
     source.wait_at(source.meeting_points("b"), server.serve)
     assert fetched_files(tmp_path, newcomer, trust_of("c")["trust"]) == files_of(checkpoint)
+
+
+def test_what_a_relay_forwards_is_limited_with_all_else_that_it_forwards(opened, served, tmp_path):
+    taken = []
+
+    class Counting(RateLimiter):
+        def take(self, count):
+            taken.append(count)
+            super().take(count)
+
+    limiter = Counting(1e9)
+    relay = opened("r", is_relay=True, rate_limiter=limiter)
+    source, newcomer = (opened(name, listen=(), relays=lambda: (contact(relay),)) for name in "bc")
+    server, checkpoint = served(TOKEN)
+    source.wait_at(source.meeting_points("b"), server.serve)
+    files = files_of(checkpoint)
+    assert fetched_files(tmp_path, newcomer, TOKEN) == files
+    assert sum(taken) > sum(map(len, files.values())) and max(taken) <= limiter.piece_bytes
+    before = sum(taken)
+    ring = [dialled(opened(name), relay, purpose="relay", circuit="a ring") for name in "de"]
+    with closing(ring[0]), closing(ring[1]):
+        ring[1].settimeout(DEADLINE_S)
+        ring[0].settimeout(DEADLINE_S)
+        ring[0].sendall(b"x" * 100_000)
+        ring[0].shutdown(socket.SHUT_WR)
+        assert len(read_all(ring[1])) == 100_000
+    assert sum(taken) == before + 100_000
+
+
+def read_all(connection):
+    return b"".join(iter(lambda: connection.recv(1 << 16), b""))
 
 
 def test_a_relay_that_lost_its_state_fetches_from_who_waits_at_it(opened, served, tmp_path):

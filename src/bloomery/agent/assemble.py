@@ -43,7 +43,7 @@ from bloomery.state_transfer.served_states import ServedStates
 from bloomery.transport.connection import Contact
 from bloomery.transport.connection_manager import ConnectionManager
 from bloomery.transport.handshake import OwnIdentity
-from bloomery.transport.sockets import split_address
+from bloomery.transport.sockets import RateLimiter, split_address
 from bloomery.transport.trust import Trust, is_loopback, trust_certificates
 
 
@@ -255,6 +255,7 @@ def assemble_agent(recipe: Recipe, access: PeerAccess, rundir: RunDirectory, sta
     trust = access.trust(etcd)
     incarnation = secrets.token_hex(8)
     relays: list[Contact] = []  # which the agent fills
+    rate_limiter = RateLimiter(section.bandwidth_limit_mbit_s * 1e6 / 8)
     connection_manager = ConnectionManager(
         OwnIdentity(
             run=access.run, peer=access.peer, incarnation=incarnation, encrypt=section.encrypt == "tls"
@@ -267,13 +268,14 @@ def assemble_agent(recipe: Recipe, access: PeerAccess, rundir: RunDirectory, sta
         patience=limits.patience,
         handshake_s=limits.handshake_s,
         relays=lambda: tuple(relays),
+        rate_limiter=rate_limiter,
     )
     stack.callback(connection_manager.close)
     if access.bundle is not None:
         bundle, users = access.bundle, (trust.load_certificate, etcd.load_certificate)
         stack.callback(CertificateWatch(bundle.certificate, bundle.key, users).close)
     states = ServedStates()
-    server = PeerStateServer(access, trust, states, limit_bytes_s=section.bandwidth_limit_mbit_s * 1e6 / 8)
+    server = PeerStateServer(access, trust, states, rate_limiter=rate_limiter)
     stack.callback(server.close)
     warning = codec_warning(section)
     if warning:

@@ -41,9 +41,8 @@ class PeerStateServer:
     """
 
     def __init__(
-        self, access: PeerAccess, trust: Trust, states: ServedStates, *, limit_bytes_s: float
+        self, access: PeerAccess, trust: Trust, states: ServedStates, *, rate_limiter: RateLimiter
     ) -> None:
-        rate_limiter = RateLimiter(limit_bytes_s)
         self._servers = [
             StateServer(address, trust, states, rate_limiter=rate_limiter)
             for address in [*map(_beside, access.listen)] or [""]

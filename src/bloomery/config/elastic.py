@@ -183,7 +183,8 @@ class ElasticSection:
         kind="free",
         at_start=True,
         minimum=0.0,
-        help="Most that this peer may send, in 10⁶ bit/s; 0 does not limit it.",
+        help="Most that this peer may send in its ring, and most that it may serve of states and forward "
+        "as a relay, in 10⁶ bit/s; 0 does not limit them.",
     )
     heartbeat_s: float = setting(
         2.0, kind="free", at_start=True, above=0.0, help="Seconds between two renewals of a peer's lease."

@@ -30,7 +30,7 @@ from bloomery.transport.handshake import (
 )
 from bloomery.transport.listener import Listener, MemberQuota
 from bloomery.transport.relay import Relay, circuit_of
-from bloomery.transport.sockets import TcpTimeouts, addresses_of, dial, open_listener, prepare
+from bloomery.transport.sockets import RateLimiter, TcpTimeouts, addresses_of, dial, open_listener, prepare
 from bloomery.transport.state_relay import Serve, StateRelay, WaitingConnections
 from bloomery.transport.trust import PeerRefused, RefusalLog, Trust
 
@@ -51,6 +51,7 @@ class ConnectionManager:
     patience: when the kernel gives up a silent connection.
     handshake_s: the deadline of a handshake, seconds.
     relays: returns the peers that relay now, in an order that is the same at all peers.
+    rate_limiter: limits what is forwarded for others; None: no limit.
     """
 
     def __init__(
@@ -65,12 +66,14 @@ class ConnectionManager:
         patience: TcpTimeouts,
         handshake_s: float = DEADLINE_S,
         relays: Callable[[], Sequence[Contact]] = tuple,
+        rate_limiter: RateLimiter | None = None,
     ) -> None:
         self.identity, self._trust, self._patience, self._relays = identity, trust, patience, relays
         sockets = [open_listener(address) for address in listen]
         self.addresses = _advertised(sockets, advertise)
         self._probes = MemberQuota(_PROBES)
-        self._relay, self._state_relay = Relay(wait_s=4 * turns.turn_s), StateRelay()
+        self._relay = Relay(wait_s=4 * turns.turn_s, rate_limiter=rate_limiter)
+        self._state_relay = StateRelay(rate_limiter=rate_limiter)
         self._waiting = WaitingConnections(self._dial_waiting)
         self._handshake_s, self._turn = handshake_s, itertools.count()
         self.pool = ConnectionPool(

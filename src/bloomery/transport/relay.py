@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from bloomery.transport.connection import ConnectionPlace
 from bloomery.transport.handshake import AuthenticatedConnection
 from bloomery.transport.listener import end
+from bloomery.transport.sockets import RateLimiter
 from bloomery.transport.trust import RefusalLog
 
 log = logging.getLogger(__name__)
@@ -33,10 +34,11 @@ class Relay:
     """Joins pairs of connections that name the same circuit of a ring.
 
     wait_s: how long the first connection of a circuit waits for the second, seconds.
+    rate_limiter: limits the bytes that are forwarded; None: no limit.
     """
 
-    def __init__(self, *, wait_s: float) -> None:
-        self._wait_s = wait_s
+    def __init__(self, *, wait_s: float, rate_limiter: RateLimiter | None = None) -> None:
+        self._wait_s, self._rate_limiter = wait_s, rate_limiter
         self._lock, self._refusals = threading.Lock(), RefusalLog()
         self._waiting: dict[str, tuple[float, socket.socket, str]] = {}
         self._open: dict[socket.socket, str] = {}
@@ -67,7 +69,7 @@ class Relay:
             self._open |= {connection: peer, other: first}
         log.info("relaying for '%s'", peer)
         try:
-            copy_both_ways(connection, other)
+            copy_both_ways(connection, other, rate_limiter=self._rate_limiter)
         finally:
             with self._lock:
                 del self._open[connection], self._open[other]
@@ -91,12 +93,15 @@ class Relay:
                 connection.close()
 
 
-def copy_both_ways(one: socket.socket, other: socket.socket, *, idle_s: float = 0.0) -> None:
+def copy_both_ways(
+    one: socket.socket, other: socket.socket, *, idle_s: float = 0.0, rate_limiter: RateLimiter | None = None
+) -> None:
     """Copy the bytes of each connection to the other one until either ends; then close both, which it owns.
 
     idle_s: both end after so many seconds without a byte in either direction; 0: only when one of them ends.
+    rate_limiter: limits the bytes of both directions together; None: no limit.
     """
-    copying = _Copying(idle_s)
+    copying = _Copying(idle_s, rate_limiter or RateLimiter(0.0))
     try:
         for connection in (one, other):
             connection.settimeout(None)
@@ -115,8 +120,10 @@ def copy_both_ways(one: socket.socket, other: socket.socket, *, idle_s: float = 
 
 
 class _Copying:
-    def __init__(self, idle_s: float) -> None:
+    def __init__(self, idle_s: float, rate_limiter: RateLimiter) -> None:
         self._idle_s, self._moved_s = idle_s, time.monotonic()
+        self._rate_limiter = rate_limiter
+        self._piece_bytes = min(_PIECE_BYTES, rate_limiter.piece_bytes)
 
     def copy(self, source: socket.socket, sink: socket.socket) -> None:
         """Copy from source to sink until either ends, then end both. A pipe keeps the bytes in the kernel."""
@@ -125,6 +132,7 @@ class _Copying:
             pipe = reading, writing = os.pipe()
             while moved := self._filled(source, writing):
                 self._moved_s = time.monotonic()
+                self._rate_limiter.take(moved)
                 while moved:
                     moved -= os.splice(reading, sink.fileno(), moved)
         except OSError as error:
@@ -139,7 +147,7 @@ class _Copying:
         """Move the next bytes into the pipe; return how many, and 0 at the end of the source."""
         while True:
             try:
-                return os.splice(source.fileno(), pipe, _PIECE_BYTES)
+                return os.splice(source.fileno(), pipe, self._piece_bytes)
             except BlockingIOError:  # silent for idle_s, as one direction may be while the other is busy
                 if time.monotonic() >= self._moved_s + self._idle_s:
                     raise

@@ -23,6 +23,7 @@ from bloomery.transport.connection import Contact
 from bloomery.transport.handshake import AuthenticatedConnection
 from bloomery.transport.listener import MemberQuota, end
 from bloomery.transport.relay import copy_both_ways
+from bloomery.transport.sockets import RateLimiter
 from bloomery.transport.trust import PeerRefused, RefusalLog
 
 log = logging.getLogger(__name__)
@@ -43,10 +44,19 @@ class StateRelay:
     """The connections of peers that serve a state, waiting at this peer, and those joined to newcomers.
 
     join_s, wait_s, idle_s: the deadlines, seconds.
+    rate_limiter: limits the bytes that are forwarded; None: no limit.
     """
 
-    def __init__(self, *, join_s: float = JOIN_S, wait_s: float = WAIT_S, idle_s: float = IDLE_S) -> None:
+    def __init__(
+        self,
+        *,
+        join_s: float = JOIN_S,
+        wait_s: float = WAIT_S,
+        idle_s: float = IDLE_S,
+        rate_limiter: RateLimiter | None = None,
+    ) -> None:
         self._join_s, self._wait_s, self._idle_s = join_s, wait_s, idle_s
+        self._rate_limiter = rate_limiter
         self._changed, self._refusals = threading.Condition(), RefusalLog()
         self._waiting: dict[str, deque[tuple[float, socket.socket]]] = {}
         """By the peer that waits, the oldest first."""
@@ -107,7 +117,7 @@ class StateRelay:
                 self._refusals.write(f"'{peer}'", f"'{source}' does not wait here, or '{peer}' sent nothing")
                 return
             log.info("relaying the state of '%s' to '%s'", source, peer)
-            copy_both_ways(newcomer, waiting, idle_s=self._idle_s)
+            copy_both_ways(newcomer, waiting, idle_s=self._idle_s, rate_limiter=self._rate_limiter)
         finally:
             with self._changed:
                 self._fetching.discard(newcomer)
