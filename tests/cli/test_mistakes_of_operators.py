@@ -20,7 +20,7 @@ MISTAKES = [
     (("data", "tokenizer", "empty.txt", "--to", "new.json"), "No document is left to train a tokenizer on"),
     (("data", "tokenizer", "pipe.txt", "--to", "new.json"), "is neither a file nor a directory"),
     (("data", "tokenizer", "loop", "--to", "new.json"), "is neither a file nor a directory"),
-    (("note", "run", "\udcff"), "The note is not UTF-8"),
+    (("note", "run", "\udcff"), "is not UTF-8: its character 1 is the byte 0xff"),
     (("ckpt", "list", "\udcff"), "is not UTF-8"),
     (("data", "tokenizer", "latin", "--to", "new.json"), "The name of the file '\\xff.txt' is not UTF-8"),
     (("calibrate", "--to", "a.txt"), "a.txt is there already and describes no machine"),

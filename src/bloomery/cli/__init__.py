@@ -162,7 +162,7 @@ def _dispatch(words: list[str]) -> int:
     if name in ("-V", "--version"):
         print(version_line())
         return 0
-    if name not in ("generate", "note") and (wrong := _not_utf8(words)):  # which tell it of their texts
+    if wrong := _not_utf8(words):
         print(wrong, file=sys.stderr)
         return USAGE
     if name not in COMMANDS:
@@ -172,11 +172,19 @@ def _dispatch(words: list[str]) -> int:
 
 
 def _not_utf8(words: list[str]) -> str:
-    """Return what is wrong with a word that is not UTF-8, which no journal, recipe or record could hold."""
+    """Return what is wrong with a word that is not UTF-8, which no journal, recipe or record could hold.
+
+    Python hands its other bytes on as surrogates.
+    """
     for word in words:
-        shown = word.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
-        if shown != word:
-            return f"bloomery: '{shown}' is not UTF-8\n  Write it in UTF-8; rename a file whose name is not."
+        at = next((n for n, character in enumerate(word) if "\ud800" <= character <= "\udfff"), None)
+        if at is not None:
+            shown = word.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+            return (
+                f"bloomery: '{shown}' is not UTF-8: its character {at + 1} is the byte "
+                f"0x{ord(word[at]) & 0xFF:02x}\n"
+                "  Write it in UTF-8 (`iconv -f latin1 -t utf-8`); rename a file whose name is not."
+            )
     return ""
 
 

@@ -56,11 +56,6 @@ def amount(what: str, *, above: float = -math.inf, least: float = -math.inf) -> 
     return parse
 
 
-def is_utf8(text: str) -> bool:
-    """Return whether a word of the command line was UTF-8; Python hands other bytes on as surrogates."""
-    return not any("\ud800" <= character <= "\udfff" for character in text)
-
-
 def read_endpoint(endpoint: str) -> tuple[str, int]:
     """Return host and port of --rdzv. Raises BloomeryError."""
     host, _, port = endpoint.rpartition(":")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from bloomery.cli.argument_values import amount, not_negative, positive
 from bloomery.cli.arguments import add_fallback, parser
-from bloomery.errors import BloomeryError, DataError
+from bloomery.errors import DataError
 
 if TYPE_CHECKING:
     from bloomery.data.tokenizer import Tokenizer
@@ -60,10 +60,8 @@ def run(arguments: list[str]) -> int:
 
 
 def _prompts(options: Namespace) -> list[str]:
-    """Return what to continue, at least one text. Raises DataError for what is not UTF-8."""
+    """Return what to continue, at least one text. Raises DataError for a file that is not UTF-8."""
     given = [*([options.option] if options.option else []), *options.prompt]
-    for prompt in given:
-        _refuse_unreadable(prompt)
     if options.prompts is None:
         return given or [""]
     try:
@@ -93,18 +91,6 @@ def _opening(options: Namespace, saved: OpenedModel, prompt: str) -> list[int]:
 
     system = [{"role": "system", "content": options.system}] if options.system else []
     return chat_opening(saved, [*system, {"role": "user", "content": prompt}])
-
-
-def _refuse_unreadable(prompt: str) -> None:
-    """Raise BloomeryError for a prompt that is not UTF-8, of which Python hands bytes on as surrogates."""
-    try:
-        prompt.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise BloomeryError(
-            f"The prompt is not UTF-8: its character {error.start + 1} is the byte "
-            f"0x{ord(prompt[error.start]) & 0xFF:02x}.",
-            remedy="Give it in UTF-8, for example with `iconv -f latin1 -t utf-8`.",
-        ) from error
 
 
 def _warn_if_long(saved: OpenedModel, opening: int, new: int) -> None:

@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bloomery.cli.argument_values import is_utf8, page_file, picture_file
+from bloomery.cli.argument_values import page_file, picture_file
 from bloomery.cli.arguments import parser
 from bloomery.cli.run_inputs import existing_run
 from bloomery.cli.tables import table_text
@@ -216,9 +216,6 @@ def note(arguments: list[str]) -> int:
     if chosen.text is not None:
         if not chosen.text.strip():
             raise BloomeryError("The note is empty.", remedy='Write it: bloomery note RUN "what happened"')
-        for text in (chosen.text, chosen.by):
-            if not is_utf8(text):
-                raise BloomeryError("The note is not UTF-8.", remedy="Give it in UTF-8 (LC_ALL=C.UTF-8).")
         add_note(rundir, chosen.text, by=chosen.by)
     path = write_chronicle(rundir)
     if chosen.json:
