@@ -63,6 +63,23 @@ def test_what_the_coordinator_knows_better_is_kept_and_the_epoch_only_grows(etcd
         assert until(view, lambda snapshot: snapshot.epoch == 51).commit == commit(7)
 
 
+def test_a_round_that_commits_meanwhile_is_not_adopted_over(etcd, keys, monkeypatch):
+    etcd.put(keys.commit(7), encode_text(commit(7)))
+    etcd.put(keys.member("a"), encode_text(member("a", epoch=41)))
+    lists = etcd.list
+
+    def list_before_the_commit(prefix):
+        found = lists(prefix)
+        if prefix == keys.commits:
+            etcd.put(keys.commit(8), encode_text(commit(8)))
+        return found
+
+    monkeypatch.setattr(etcd, "list", list_before_the_commit)
+    with pytest.raises(CoordinatorError, match="changed by another process"):
+        adopt(etcd, keys)
+    assert etcd.get(keys.epoch) is None
+
+
 def tell(etcd, keys, peer, **told):
     usual = dict(epoch=0, commit=None, shares=None, held=None)
     etcd.put(f"{keys.of_peer(peer)}what-else-it-writes", "")

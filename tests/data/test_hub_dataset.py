@@ -51,6 +51,17 @@ def test_a_dataset_is_fetched_by_its_name_by_pieces_and_checked(
     assert pieces == [f"bytes={at}-{min(at + 16_384, 50_000) - 1}" for at in range(0, 50_000, 16_384)]
 
 
+def test_a_server_that_gives_whole_files_serves_those_of_one_piece(
+    hub: Mirror, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.is_plain = True
+    assert run(["fetch", "hf:owner/texts", "--to", str(tmp_path / "raw")]) == 0
+    assert fetched(tmp_path / "raw") == {f"texts/{name}": content for name, content in FILES.items()}
+    monkeypatch.setattr(fetching, "_CHUNK_BYTES", 16_384)
+    with pytest.raises(DataError, match="whole files alone"):
+        run(["fetch", "hf:owner/texts", "--to", str(tmp_path / "again")])
+
+
 def test_a_fetch_that_was_cut_goes_on_and_what_is_there_is_not_asked_for_again(
     hub: Mirror, tmp_path: Path
 ) -> None:

@@ -149,6 +149,23 @@ def test_damage_and_strange_ids_are_named(tmp_path: Path) -> None:
         reader([again], [layout]).rows(np.arange(layout.sample_count))
 
 
+def test_the_token_before_a_piece_is_checked_with_it(tmp_path: Path) -> None:
+    length = 2048  # as many tokens as a page holds: the second piece of a document begins a page
+    written(tmp_path / "pair", [[1] * (2 * length)])
+    content = bytearray(bin_path(tmp_path / "pair").read_bytes())
+    content[0] ^= 1
+    bin_path(tmp_path / "pair").write_bytes(content)
+    dataset = IndexedDataset(tmp_path / "pair")
+    layout = Packs(dataset, length=length)
+    pieces = layout.pieces(np.arange(layout.sample_count))
+    second = int(np.flatnonzero(pieces.continues)[0])
+    order = Order([layout.sample_count], [1.0], 4)
+    samples = Samples(order, [dataset], sequence_length=length, layouts=[layout], eod=EOD)
+    at = np.flatnonzero(order.locate_samples(np.arange(2))[1] == int(pieces.row[second]))
+    with pytest.raises(DataError, match=r"pair.bin is not what was written, somewhere in bytes 0 to 4,095"):
+        samples.rows(at)
+
+
 def test_the_places_of_documents_are_kept_once_on_a_node(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
