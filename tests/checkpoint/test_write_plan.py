@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.checkpoint.thread_ranks import Threads
 
-from bloomery.checkpoint.format.state import whole
+from bloomery.checkpoint.format.state import Box, StateEntry, whole
 from bloomery.checkpoint.save.write_plan import (
     HeldBox,
     RankWritePlan,
@@ -65,3 +65,15 @@ def test_each_rank_knows_how_much_all_write_to_files_and_to_shared_buffers():
     for _, file_bytes, buffer_bytes in plans:
         assert file_bytes == [plan.file_bytes for plan, *_ in plans]
         assert buffer_bytes == [plan.bytes for plan, *_ in plans]
+
+
+def test_pieces_of_a_shard_are_its_own_rows():
+    tensor = torch.arange(40 * 16, dtype=torch.float32).view(40, 16)  # rows 100 to 139 of a tensor
+    box = Box(offset=(100, 0), shape=(40, 16))
+    shard = StateEntry(name="t", dtype="float32", tensor=tensor, global_shape=(200, 16), box=box)
+    planner = WritePlanner(Ranks(), file_bytes=1024)
+    plan = planner.agree([shard], [planner.digest([shard])])
+    items = [item for file in plan.files for item in file.items]
+    assert len(items) > 2 and all(item.entry == 0 and item.rows is not None for item in items)
+    rows = sorted((item.rows.start, item.rows.stop) for item in items if item.rows is not None)
+    assert [begin for begin, _ in rows] == [0, *(end for _, end in rows[:-1])] and rows[-1][1] == 40
