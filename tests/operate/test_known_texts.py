@@ -49,6 +49,11 @@ def lost(rank: int) -> RankEnd:
         ("KeyError: 'model.layers.503.weight'", Cause.EXCEPTION),
         ("RuntimeError: CUDA is unavailable, and device 0 was asked for", Cause.EXCEPTION),
         ("GenericError: Generic S3 error: Client error with status 403 Forbidden", Cause.EXCEPTION),
+        ("HttpResponseError: azure.core: The server is busy. ErrorCode:ServerBusy", Cause.STORAGE),
+        (
+            "An error occurred (503) when calling the UploadPart operation (reached max retries: 4)",
+            Cause.STORAGE,
+        ),
         ("OSError: [Errno 61] No data available", Cause.EXCEPTION),  # as of a missing attribute
     ],
 )
@@ -69,6 +74,7 @@ def test_what_clients_of_networks_and_stores_say_is_retried_if_it_may_pass(line:
         ("NVRM: Xid (PCI:0000:dd:00): 145, RLW_SRC_TRACK Fatal XC1 i0 Link 05", "0000:dd:00"),
         ("NVRM: Xid (PCI:0000:dd:00): 145, RLW_REMAP Nonfatal XC0 i0 Link 05", ""),
         ("NVRM: Xid (PCI:0000:dd:00): 31, MMU Fault", ""),
+        ("NVRM: GPU 0000:a1:00.0: RmInitAdapter failed! (0x62:0x40:2393)", "0000:a1:00"),
         ("amdgpu 0000:c1:00.0: amdgpu: GPU reset begin!", "0000:c1:00.0"),
         ("amdgpu 0000:c1:00.0: amdgpu: 2 uncorrectable hardware errors detected in umc", "0000:c1:00.0"),
         ("amdgpu 0000:c1:00.0: amdgpu: 0 uncorrectable hardware errors detected in umc", ""),
@@ -138,6 +144,9 @@ def test_a_killed_child_is_known_by_what_its_parent_says(line: str) -> None:
     ("words", "cause"),
     [
         ("RuntimeError: cudaMalloc failed: out of memory", Cause.GPU_MEMORY),
+        ("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED", Cause.GPU_MEMORY),
+        ("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED", Cause.EXCEPTION),
+        ("OSError: Not enough disk space. Needed: 41.26 GiB (download: 12.20 GiB)", Cause.NO_SPACE),
         ("RuntimeError: CUDA error: CUDA-capable device(s) is/are busy or unavailable", Cause.BAD_GPU),
         (
             "RuntimeError: ncclSystemError: System call failed\n"
@@ -152,8 +161,16 @@ def test_words_that_a_blind_draw_found_missing(words: str, cause: Cause) -> None
     assert (diagnosis.cause, diagnosis.culprit.rank) == (cause, 1)
 
 
-def test_an_abort_of_torch_that_tells_of_a_timeout_names_the_rank_that_tells_of_none() -> None:
-    log = "[rank0]: taking the entire process down: collective timed out on work ALLREDUCE."
+@pytest.mark.parametrize(
+    "log",
+    [
+        "[rank0]: taking the entire process down: collective timed out on work ALLREDUCE.",
+        "[PG ID 2 Rank 0] Received a dump signal due to a collective timeout from  rank 5 and we will try",
+        "[Rank 0] Exception (either an error or timeout) detected by watchdog at work: 7753, last enqueued",
+        "RuntimeError: Timed out initializing process group in store based barrier on rank: 0, for key: k",
+    ],
+)
+def test_an_abort_of_torch_that_tells_of_a_timeout_names_the_rank_that_tells_of_none(log: str) -> None:
     ends = [
         RankEnd(rank=0, host="a", status=-signal.SIGABRT, log=log),
         RankEnd(rank=1, host="b", status=-signal.SIGKILL, is_killed_here=True),

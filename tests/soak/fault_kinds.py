@@ -26,6 +26,8 @@ class PlantedFault:
     kernel: what the kernel's log says of it. memory_mib: the memory that a cgroup leaves to the rank.
     small_shm: whether the run has a small /dev/shm of its own.
     names_rank: whether the verdict must name the rank; else it must name none.
+    at_start: whether the run is ended first and started again with the fault planted, for a place that only
+    the start-up calls.
     """
 
     kind: str
@@ -39,6 +41,7 @@ class PlantedFault:
     memory_mib: int = 0
     small_shm: bool = False
     names_rank: bool = True
+    at_start: bool = False
 
 
 OF_KIND: dict[str, dict[str, Any]] = {

@@ -27,7 +27,7 @@ PLANTING = Path(__file__).parent / "planting"
 CGROUP = Path("/sys/fs/cgroup/memory")
 KINDS = os.environ.get("BLOOMERY_SOAK_KINDS", "")
 """Comma-separated kinds of faults; empty: all."""
-DRAW = os.environ.get("BLOOMERY_SOAK_DRAW", "7")
+DRAW = os.environ.get("BLOOMERY_SOAK_DRAW", "9")
 """The draw whose faults are planted."""
 SKIP = int(os.environ.get("BLOOMERY_SOAK_SKIP", "0"))
 """So many faults of the order are left out, for a soak that goes on where another was broken off."""
@@ -35,7 +35,7 @@ SEED = int(os.environ.get("BLOOMERY_SOAK_SEED", "1"))
 LONG = (
     "train.samples=40_000_000",
     "optim.name=adamw",
-    "evaluate.every_steps=0",
+    "evaluate.every_steps=20",
     "train.ramp_up=[]",
     "train.compile=off",
 )
@@ -153,9 +153,14 @@ class Rig:
 
     def verdict_on(self, fault: PlantedFault, victim: RankBeat) -> dict[str, Any]:
         """Cause a fault, and return the diagnosis with whether an attempt followed."""
+        if fault.at_start:
+            self.end()
         diagnoses, attempts = len(self.told("diagnosis")), len(self.told("attempt"))
         with memory_limit(victim.pid, fault.memory_mib) if fault.memory_mib else ExitStack():
             self.plant(fault, victim)
+            if fault.at_start:
+                self.start(small_shm=fault.small_shm)
+                attempts += 1
             launcher = self.launcher
             assert launcher is not None
             is_told = waited_for(

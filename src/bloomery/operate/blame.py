@@ -25,7 +25,7 @@ _CHILD_KILLED = re.compile(
 _LINK_DOWN = re.compile(
     r"mlx5_core \S+ \S+: Link down|(?:ib|hsn|roce)\w*: (?:link is down|carrier lost)", re.I
 )
-_NAMES_PATH = re.compile(r"['\"( ]/\S")
+_NAMES_PATH = re.compile(r"['\"( ]/\S|\bdisk space\b")
 _ROOMY_GIB = 4.0
 """Free space in /dev/shm after which a bus error is not blamed on its size."""
 _CONSEQUENCES = re.compile(
@@ -36,11 +36,13 @@ _CONSEQUENCES = re.compile(
 _ABORTED_BY_TORCH = re.compile(
     r"watchdog thread terminated with exception|taking the entire process down"
     r"|Terminating the process after attempting to dump debug info|NCCL operations have failed or timed out"
+    r"|dump signal due to a collective timeout|detected by watchdog at work"
 )
 """What torch prints on a rank that it aborts because of others, or because of a time-out."""
 _MAYBE_TIMEOUT = re.compile(
     r"operations have failed or timed out|"
-    r"due to (?:a )?(?:collective timeout|NCCL timeout|\w+ watchdog hang)|flight recorder dump signal"
+    r"due to (?:a )?(?:collective timeout|NCCL timeout|\w+ watchdog hang)"
+    r"|flight recorder dump signal|detected by watchdog at work"
 )
 _NETWORK_OF_NCCL = re.compile(
     r"NET/IB\s?: .*(?:Got completion .*(?:status=|error )\d+|Got async event)|ibv_\w+ failed"
@@ -48,7 +50,7 @@ _NETWORK_OF_NCCL = re.compile(
 )
 _GPU_MEMORY = re.compile(
     r"(?i:\b(?:CUDA|HIP|ROCm|XPU|MPS|NPU|GPU|Triton|device|NCCL|RCCL)\w*\b[^/]*out of memory)"
-    r"|_(?:ALLOC_FAILED|OUT_OF_MEMORY|OUT_OF_RESOURCES|MEMORY_ERROR)\b|cudaErrorMemoryAllocation"
+    r"|_(?:(?:DEVICE_ALLOCATION|ALLOC)_FAILED|OUT_OF_MEMORY|OUT_OF_RESOURCES|MEMORY_ERROR)\b|cudaErrorMemoryAllocation"
     r"|hipErrorOutOfMemory"
     r"|\bOutOfMemoryError\b"
 )

@@ -19,6 +19,8 @@ _AMD = re.compile(
     r"(?P<rest>.*(?:GPU reset begin|\b[1-9]\d* (?:new )?uncorrectable hardware errors).*)"
 )
 
+_NOT_INITIALISED = re.compile(r"NVRM: GPU (?P<bus>[0-9a-f:]+)(?:\.\d)?: (?P<rest>RmInitAdapter failed.*)")
+
 _SHARED_MEMORY = (
     r"insufficient shared memory",
     r"[Bb]us error.*shared memory",
@@ -51,6 +53,7 @@ _COLLECTIVE_TIMEOUT = (
     r"(?<![/\w])NCCL\b(?! operations have failed)[^/]*(?:timed out|timeout)",
     r"watchdog got stuck for \d+ seconds|Timed out waiting \d+ms for (?:recv|send) operation",
     r"[Tt]imeout at NCCL work|Heartbeat monitor timed out|(?:timed out in|failed to pass) monitoredBarrier",
+    r"Timed out initializing process group in store based barrier",
 )
 _CONNECTIONS = (
     r"client socket has (?:timed out|failed)|name resolution|Name or service not known|No route to host",
@@ -67,6 +70,7 @@ KNOWN_TEXTS: tuple[tuple[Cause, str], ...] = (
     (
         Cause.NO_SPACE,
         r"No space left on device|no inodes are left|ENOSPC|refused at \S+: no space|File too large"
+        r"|(?i:(?:not enough|insufficient) (?:free )?(?:disk|storage) space)"  # of datasets and of clients
         r"|database or disk is full|(?i:\berrno[ =:]+28\b)|os error 28"
         r"|OSError: \d+ requested and \d+ written"  # numpy
         r"|PytorchStreamWriter failed writing|inline_container.*unexpected pos \d+ vs \d+",
@@ -100,11 +104,11 @@ _TRANSIENT = re.compile(
     r"|^(?:[\w.]+\.)?(?:IncompleteRead|ProtocolError|ChunkedEncodingError)\b"
     r"|\b(?i:timed out|temporarily unavailable|service unavailable|unreachable|failed to connect)\b"
     r"|\b(?i:try again|slow ?down|reduce your request|max(?:imum)? retries|after \d+ retries)\b"
-    r"|\b(?i:error sending request|connections? failed)\b|\bUNAVAILABLE\b"
+    r"|\b(?i:error sending request|server ?busy|server is busy|connections? failed)\b|\bUNAVAILABLE\b"
     r"|\b(?:429|50[0234])\b.{0,40}(?:Server Error|Bad Gateway|Gateway Time-?out|Too Many Requests)"
 )
 _OF_STORES = re.compile(
-    r"(?i:\b(?:s3|gcs|azure|blob|bucket|put ?object|get ?object|storage|FSTimeoutError)\b)"
+    r"(?i:\b(?:s3|gcs|azure|blob|bucket|put ?object|get ?object|upload ?part|storage|FSTimeoutError)\b)"
 )
 
 
@@ -124,8 +128,8 @@ def bad_gpu_of(line: str) -> tuple[str, str] | None:
     """Return the bus of the GPU that a line of the kernel's log calls bad, and its words; None for none."""
     match = _XID.search(line)
     if match is None:
-        amd = _AMD.search(line)
-        return (amd["bus"], amd["rest"].strip()) if amd else None
+        other = _AMD.search(line) or _NOT_INITIALISED.search(line)
+        return (other["bus"], other["rest"].strip()) if other else None
     number, rest = int(match["number"]), match["rest"]
     is_bad = number in _BAD_XIDS
     if number in _XIDS_OF_LINKS:
