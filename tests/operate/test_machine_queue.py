@@ -142,7 +142,7 @@ def test_the_commands_queue_show_and_cancel(tmp_path: Path) -> None:
 
 def test_a_look_at_the_lock_keeps_no_job_from_its_start(rundir: RunDirectory) -> None:
     queue_of(rundir.path).mkdir()
-    job = MachineJob(number=0, command=("true",), directory=str(rundir.path), minutes=1.0, signal_before_s=60)
+    job = MachineJob(number=0, command=("true",), directory=str(rundir.path), minutes=9.0, signal_before_s=60)
     machine_queue.add(rundir.path, job)
     looks = os.open(queue_of(rundir.path) / "runner.lock", os.O_RDWR | os.O_CREAT)
     assert durable.try_lock(looks)
