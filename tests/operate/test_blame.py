@@ -337,6 +337,19 @@ def test_a_rank_that_waits_for_a_child_which_the_kernel_killed_is_out_of_memory(
     assert elsewhere.cause == Cause.HANG
 
 
+@pytest.mark.parametrize(("children", "cause"), [((99123,), Cause.OOM_KILLER), ((99124,), Cause.HANG)])
+def test_a_neighbours_process_that_the_kernel_killed_says_nothing_of_a_rank_that_hangs(
+    children: tuple[int, ...], cause: Cause
+) -> None:
+    finding = HangFinding(
+        culprits=(5,), hosts=("node1",), summary="rank 5 stands", evidence=("x",), sure=True
+    )
+    killed = "Memory cgroup out of memory: Killed process 99123 (python3) total-vm:98234kB"
+    ended = [replace(end, status=-9, is_killed_here=True, error="", children=children) for end in ranks()]
+    verdict = diagnose(FailureEvidence(ranks=ended, hang=finding, kernel={"node1": [killed]}))
+    assert (verdict.cause, verdict.culprit.rank) == (cause, 5)
+
+
 @pytest.mark.parametrize(
     "line",
     [

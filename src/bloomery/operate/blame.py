@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from bloomery.errors import RankLost
 from bloomery.operate.diagnosis import Cause, Culprit, Diagnosis
 from bloomery.operate.failure_evidence import FailureEvidence, RankEnd
 from bloomery.operate.flight_recorder import FlightFinding, find_absent
-from bloomery.operate.known_texts import KNOWN_TEXTS, bad_gpu_of, transient_cause_of
+from bloomery.operate.known_texts import KNOWN_TEXTS, bad_gpu_of, killed_process, transient_cause_of
 
-_KILLED = re.compile(
-    r"(?:Out of memory|Memory cgroup out of memory): Killed process (?P<pid>\d+)|oom-kill:.*pid=(?P<pid2>\d+)"
-)
 _PYTHON_KILLED = re.compile(r"Killed process \d+ \((?:python|pt_)")
 """A process that a rank may have started: torch's data workers call themselves pt_data_worker."""
 _CHILD_KILLED = re.compile(
@@ -112,8 +109,7 @@ def _kernel(evidence: FailureEvidence) -> Iterator[Diagnosis]:
                 rank = next((end.rank for end in evidence.ranks if (end.host, end.gpu) == (host, gpu)), None)
                 culprit = Culprit(host=host, gpu=gpu, rank=rank)
                 yield _found(Cause.BAD_GPU, culprit, words, f"{host}: {line}")
-            killed = _KILLED.search(line)
-            pid = int(killed["pid"] or killed["pid2"]) if killed else 0
+            pid = killed_process(line)
             for end in evidence.ranks:
                 if pid and end.host == host and end.pid == pid:
                     yield _found(Cause.OOM_KILLER, _who(end), "killed by the kernel for want of memory", line)
@@ -237,20 +233,27 @@ def _hang(evidence: FailureEvidence) -> Iterator[Diagnosis]:
     if hang is not None:
         only_culprit = hang.culprits[0] if len(hang.culprits) == 1 else None
         culprit = Culprit(host=hang.hosts[0] if len(hang.hosts) == 1 else "", rank=only_culprit)
+        suspects = [end for end in evidence.ranks if end.host == culprit.host and end.rank in hang.culprits]
         for line in evidence.kernel.get(culprit.host, ()):
-            if _PYTHON_KILLED.search(line):
+            if _is_of_ranks(line, suspects):
                 summary = f"the kernel killed a process for want of memory, and {hang.summary}"
-                shown = f"{culprit.host}: {line}"
+                shown = (f"{culprit.host}: {line}", *hang.evidence)
                 yield Diagnosis(
-                    cause=Cause.OOM_KILLER,
-                    culprit=culprit,
-                    summary=summary,
-                    evidence=(shown, *hang.evidence),
-                    sure=False,
+                    cause=Cause.OOM_KILLER, culprit=culprit, summary=summary, evidence=shown, sure=False
                 )
         yield Diagnosis(
             cause=Cause.HANG, culprit=culprit, summary=hang.summary, evidence=hang.evidence, sure=hang.sure
         )
+
+
+def _is_of_ranks(line: str, ranks: Sequence[RankEnd]) -> bool:
+    """Return whether the kernel killed a process of these ranks, or may have, where it is not known which
+    processes are theirs. A neighbour's process on the same node says nothing of them.
+    """
+    known = [end.children for end in ranks if end.children is not None]
+    if len(known) < len(ranks) or not ranks:
+        return bool(_PYTHON_KILLED.search(line))
+    return any(killed_process(line) in children for children in known)
 
 
 def _killed_children(evidence: FailureEvidence) -> Iterator[Diagnosis]:
@@ -258,7 +261,7 @@ def _killed_children(evidence: FailureEvidence) -> Iterator[Diagnosis]:
     for end in _failed(evidence):
         line = _line(f"{end.error}\n{end.log}", _CHILD_KILLED.pattern)
         for kernel_line in evidence.kernel.get(end.host, ()) if line else ():
-            if _KILLED.search(kernel_line):
+            if killed_process(kernel_line):
                 summary = "the kernel killed a process of the rank for want of memory"
                 yield _found(Cause.OOM_KILLER, _who(end), summary, f"{end.host}: {kernel_line}", sure=False)
         if line:

@@ -20,6 +20,8 @@ class RankEnd:
     log: the last lines that it printed.
     step: the steps that it has made.
     flight: the last collectives that torch's flight recorder has of it; {} where it dumped none.
+    children: the process numbers of the processes that it has started, as the kernel's log gives them; None
+        where they are unknown, as in a container that numbers processes in its own way.
     """
 
     rank: int
@@ -32,6 +34,7 @@ class RankEnd:
     log: str = ""
     step: int = 0
     flight: Flight = field(default_factory=dict)
+    children: Sequence[int] | None = None
 
     @property
     def gpu(self) -> str:

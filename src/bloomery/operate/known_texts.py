@@ -19,6 +19,9 @@ _AMD = re.compile(
     r"(?P<rest>.*(?:GPU reset begin|\b[1-9]\d* (?:new )?uncorrectable hardware errors).*)"
 )
 
+_KILLED = re.compile(
+    r"(?:Out of memory|Memory cgroup out of memory): Killed process (?P<pid>\d+)|oom-kill:.*pid=(?P<pid2>\d+)"
+)
 _NOT_INITIALISED = re.compile(r"NVRM: GPU (?P<bus>[0-9a-f:]+)(?:\.\d)?: (?P<rest>RmInitAdapter failed.*)")
 
 _SHARED_MEMORY = (
@@ -137,3 +140,9 @@ def bad_gpu_of(line: str) -> tuple[str, str] | None:
     elif number == _XID_OF_RECOVERY:
         is_bad = not rest.rstrip().endswith("(None)")
     return (match["bus"].removeprefix("PCI:"), f"Xid {number}{rest}".rstrip()) if is_bad else None
+
+
+def killed_process(line: str) -> int:
+    """Return the number of the process that the kernel killed for want of memory; 0 for other lines."""
+    killed = _KILLED.search(line)
+    return int(killed["pid"] or killed["pid2"]) if killed else 0

@@ -12,10 +12,12 @@ from pathlib import Path
 from bloomery.events.run_directory import RunDirectory
 from bloomery.operate.failure_evidence import RankEnd
 from bloomery.operate.flight_recorder import read_flight
+from bloomery.operate.process_tree import descendants, numbers_are_the_kernels
 from bloomery.operate.standstill import read_beats
 
 _TAIL_BYTES = 1 << 15
 _DMESG_S = 5.0
+_CHILDREN_AT_MOST = 1000
 
 
 class ShareLog:
@@ -29,6 +31,7 @@ class ShareLog:
         self._rundir, self._ranks, self._host = rundir, ranks, host
         self.statuses: dict[int, int] = {}
         self._pids: dict[int, int] = {}
+        self._children: dict[int, dict[int, None]] = {}
         self._killed: frozenset[int] = frozenset()
         self._kernel_before = frozenset(kernel_lines())
         self._began = time.time()
@@ -38,6 +41,18 @@ class ShareLog:
         """Record the process number of each rank."""
         self._pids = dict(pids)
 
+    def note_children(self) -> None:
+        """Record which processes the ranks have started; called about once a second.
+
+        A process that lives between two calls is missed; one that the kernel kills for its memory had to
+        take that first.
+        """
+        for rank, pid in self._pids.items():
+            known = self._children.setdefault(rank, {})
+            known.update(dict.fromkeys(descendants(pid)))
+            for oldest in list(known)[:-_CHILDREN_AT_MOST]:
+                del known[oldest]
+
     def ended(self, statuses: Mapping[int, int], *, killed: Collection[int]) -> None:
         """Record the exit status of each rank, and which ranks their launcher killed."""
         self.statuses, self._killed = dict(statuses), frozenset(killed)
@@ -45,6 +60,7 @@ class ShareLog:
     def ends(self, *, attempt: str) -> list[RankEnd]:
         """Return how each rank ended. attempt: the name that is in the heartbeats of these ranks."""
         beats = read_beats(self._rundir, ranks=self._ranks, attempt=attempt)
+        is_comparable = numbers_are_the_kernels()
         ends = []
         for rank, status in sorted(self.statuses.items()):
             end = RankEnd(
@@ -55,6 +71,7 @@ class ShareLog:
                 is_killed_here=rank in self._killed,
                 log=self._log_tail(rank),
                 flight=read_flight(self._rundir.stacks().parent, rank, since=self._began),
+                children=tuple(self._children.get(rank, ())) if is_comparable else None,
             )
             beat = beats.get(rank)
             if beat is not None:

@@ -38,6 +38,7 @@ class ShareWatch:
 
     def look(self) -> None:
         """Read whether the attempt ends. Called from the thread that follows the job."""
+        self._share.note_children()
         number = self._decision.number
         if not self._ending:
             self._ending = self._board.get(f"ending-{number}") or {}

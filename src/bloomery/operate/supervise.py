@@ -158,6 +158,7 @@ class AttemptWatch:
 
     def _watch(self) -> None:
         while not self._closed.wait(_POLL_S) and not self._why and not self._is_ending:
+            self._share.note_children()
             beats = read_beats(self._rundir, ranks=range(self._world), attempt=self.name)
             now = time.monotonic()
             self._observed = observe_ranks(self._observed, beats, now=now)

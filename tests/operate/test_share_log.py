@@ -1,0 +1,52 @@
+"""What a launcher records of its ranks: the processes that they have started."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from bloomery.events.run_directory import RunDirectory
+from bloomery.operate.process_tree import descendants, numbers_are_the_kernels
+from bloomery.operate.share_log import ShareLog
+
+# a thread starts a shell, which starts a process of its own; "go" on standard input ends and reaps both
+PARENT = """
+import subprocess, sys, threading
+
+def start():
+    global child
+    child = subprocess.Popen(["sh", "-c", "sleep 600 & echo $$ $!; wait"], stdout=subprocess.PIPE)
+    print(child.stdout.readline().decode().strip(), flush=True)
+    over.wait()
+
+over = threading.Event()
+threading.Thread(target=start).start()
+sys.stdin.readline()
+subprocess.run(["pkill", "-P", str(child.pid)], check=True)
+child.wait()
+print("reaped", flush=True)
+sys.stdin.readline()
+over.set()
+"""
+
+
+def test_children_of_threads_and_their_children_stay_known_after_their_end(tmp_path: Path) -> None:
+    share = ShareLog(RunDirectory(tmp_path), ranks=range(1), host="node0")
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as rank:
+        assert rank.stdin is not None and rank.stdout is not None
+        shell, sleeper = map(int, rank.stdout.readline().split())
+        share.started({0: rank.pid})
+        share.note_children()
+        assert sorted(descendants(rank.pid)) == sorted([shell, sleeper])
+        print("go", file=rank.stdin, flush=True)
+        assert rank.stdout.readline() == "reaped\n"
+        share.note_children()
+        assert descendants(rank.pid) == []
+    assert descendants(rank.pid) == []
+    share.ended({0: 0}, killed=())
+    (end,) = share.ends(attempt="")
+    assert end.children is None or set(end.children) == {shell, sleeper}
+    assert (end.children is None) != numbers_are_the_kernels()
