@@ -70,6 +70,27 @@ def test_prune_ends_the_uploads_of_the_run_and_no_others(client, object_store, r
     assert Objects(url).content("runs/demo/whole") == b"kept"
 
 
+def test_prune_ends_uploads_to_gs_by_its_interoperable_requests(
+    client, object_store, rundir: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys
+):
+    # S3's API stands for Google's, which takes the same requests: no emulator of Google's has them
+    bucket = object_store.new_bucket().removeprefix("s3://")
+    save_checkpoint(rundir.checkpoints, [], step=1, incarnation=1)
+    rundir.recipe.write_text(f"[run]\nname = 'demo'\n{SMALL}\n[backup]\nurl = 'gs://{bucket}/runs'\n")
+    for key in ("runs/demo/a", "runs/other/a"):
+        begin(client, bucket, key)
+    monkeypatch.setenv("GOOGLE_BASE_URL", object_store.endpoint)
+    assert main(["ckpt", "prune", str(rundir.path)]) == 0
+    assert "GS_ACCESS_KEY_ID and GS_SECRET_ACCESS_KEY" in capsys.readouterr().err
+    monkeypatch.setenv("GS_ACCESS_KEY_ID", "a-key")
+    monkeypatch.setenv("GS_SECRET_ACCESS_KEY", "a-secret")
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "of another store")
+    assert "x-amz-security-token" not in CutUploads(f"gs://{bucket}")._signed("GET", "/", "uploads=")
+    assert main(["ckpt", "prune", str(rundir.path)]) == 0
+    assert "runs/demo/a  an upload cut short" in capsys.readouterr().out
+    assert unfinished(client, bucket) == ["runs/other/a"]
+
+
 def test_an_upload_that_may_be_under_way_is_left(client, object_store):
     url = object_store.new_bucket()
     begin(client, url.removeprefix("s3://"), "run/a")

@@ -141,9 +141,9 @@ def _print_decisions(decisions: list[PruneDecision], args: Namespace, *, removed
 
 
 def _end_cut_uploads(recipe: Recipe, args: Namespace) -> None:
-    """End the multipart uploads of the run to S3 that a kill cut short; with --dry-run, only print them."""
+    """End the multipart uploads of the run that a kill cut short; with --dry-run, only print them."""
     urls = {section.url for section in sections(recipe).values()} | {recipe.checkpoint.url}
-    for url in sorted(url for url in urls if url.startswith("s3://")):
+    for url in sorted(url for url in urls if url.startswith(("s3://", "gs://"))):
         try:
             uploads = CutUploads(f"{url.rstrip('/')}/{recipe.run.name}")
             for upload in uploads.list():

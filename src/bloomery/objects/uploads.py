@@ -1,8 +1,10 @@
-"""Sends one object in parts, with the store's checksum compared, and ends unfinished uploads to S3.
+"""Sends one object in parts, with the store's checksum compared, and ends unfinished uploads to S3 and GCS.
 
 Parts are hashed on the way. An unfinished upload costs money and no listing shows it. obstore can neither
 list nor end one, so those requests are signed here, by AWS's signature version 4
 (docs.aws.amazon.com/AmazonS3/latest/API/sig-v4-header-based-auth.html), with the keys of the environment.
+Google's store takes such requests with its HMAC keys (docs.cloud.google.com/storage/docs/interoperability).
+Azure needs none: it discards blocks that nobody has committed within a week (Put Block, in its REST API).
 """
 
 from __future__ import annotations
@@ -121,8 +123,40 @@ class CutUpload:
     begun: datetime
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Dialect:
+    """How one store is asked. key, secret, endpoint: the variables of the environment that hold them."""
+
+    key: str
+    secret: str
+    endpoint: str
+    region: str
+    default_endpoint: str
+
+    @classmethod
+    def of(cls, url: str) -> _Dialect:
+        """Return that of gs:// or s3://."""
+        environment = os.environ
+        if url.startswith("gs://"):
+            return cls(
+                key="GS_ACCESS_KEY_ID",  # as GDAL calls them; Google's own programs have no names for them
+                secret="GS_SECRET_ACCESS_KEY",
+                endpoint="GOOGLE_BASE_URL",
+                region="auto",
+                default_endpoint="https://storage.googleapis.com",
+            )
+        region = environment.get("AWS_REGION") or environment.get("AWS_DEFAULT_REGION") or "us-east-1"
+        return cls(
+            key="AWS_ACCESS_KEY_ID",
+            secret="AWS_SECRET_ACCESS_KEY",
+            endpoint="AWS_ENDPOINT_URL" if environment.get("AWS_ENDPOINT_URL") else "AWS_ENDPOINT",
+            region=region,
+            default_endpoint=f"https://s3.{region}.amazonaws.com",
+        )
+
+
 class CutUploads:
-    """The unfinished multipart uploads below one s3:// URL.
+    """The unfinished multipart uploads below one URL, of s3:// or gs://.
 
     Methods raise AccessDenied, also where the environment has no keys (a machine's role is not asked),
     Refused where the store answers with an error, such as for a missing bucket, and StoreUnreachable, also
@@ -131,12 +165,11 @@ class CutUploads:
 
     def __init__(self, url: str) -> None:
         refuse_network(f"reach {url}", remedy="Leave it out: nothing else needs it.")
-        self._bucket, _, path = url.removeprefix("s3://").partition("/")
+        self._dialect = _Dialect.of(url)
+        self._bucket, _, path = url.partition("://")[2].partition("/")
         self.url, self._prefix = url.rstrip("/"), path.rstrip("/") + "/" if path else ""
-        environment = os.environ
-        self._region = environment.get("AWS_REGION") or environment.get("AWS_DEFAULT_REGION") or "us-east-1"
-        endpoint = environment.get("AWS_ENDPOINT_URL") or environment.get("AWS_ENDPOINT")
-        self._endpoint = (endpoint or f"https://s3.{self._region}.amazonaws.com").rstrip("/")
+        endpoint = os.environ.get(self._dialect.endpoint) or self._dialect.default_endpoint
+        self._endpoint = endpoint.rstrip("/")
 
     def list(self, *, begun_before: timedelta = CUT_AFTER) -> list[CutUpload]:
         """Return the uploads that began so long ago, by the store's own clock."""
@@ -194,12 +227,13 @@ class CutUploads:
 
     def _signed(self, method: str, path: str, query: str) -> dict[str, str]:
         """Return the headers of a request without a body."""
-        key, secret = os.environ.get("AWS_ACCESS_KEY_ID"), os.environ.get("AWS_SECRET_ACCESS_KEY")
+        dialect = self._dialect
+        key, secret = os.environ.get(dialect.key), os.environ.get(dialect.secret)
         if not key or not secret:
             raise AccessDenied(
                 errno.EACCES,
-                f"{self.url}: unfinished uploads are listed only with AWS_ACCESS_KEY_ID and "
-                "AWS_SECRET_ACCESS_KEY in the environment",
+                f"{self.url}: unfinished uploads are listed only with {dialect.key} and {dialect.secret} "
+                "in the environment",
             )
         time = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
         headers = {
@@ -208,12 +242,12 @@ class CutUploads:
             "x-amz-date": time,
         }
         token = os.environ.get("AWS_SESSION_TOKEN")
-        if token:
+        if token and dialect.key.startswith("AWS"):
             headers["x-amz-security-token"] = token
         names = ";".join(headers)
         lines = "".join(f"{name}:{value}\n" for name, value in headers.items())
         request = f"{method}\n{path}\n{query}\n{lines}\n{names}\n{_EMPTY}"
-        scope = f"{time[:8]}/{self._region}/s3/aws4_request"
+        scope = f"{time[:8]}/{dialect.region}/s3/aws4_request"
         text = f"AWS4-HMAC-SHA256\n{time}\n{scope}\n{hashlib.sha256(request.encode()).hexdigest()}"
         signing_key = f"AWS4{secret}".encode()
         for part in scope.split("/"):
