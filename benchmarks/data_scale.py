@@ -175,17 +175,35 @@ def _dedup_of_one_key(prefix: Path) -> None:
 def _dedup_candidates(
     prefix: Path, keys_of: Callable[[int, int], np.ndarray[Any, Any]], keys: int, *, at_once: int = 1 << 22
 ) -> None:
-    from bloomery.data import duplicates
+    from bloomery.data import duplicate_candidates
 
     path = prefix.with_name("keys")
     with path.open("wb") as file:
         for start in range(0, keys, at_once):
             stop = min(start + at_once, keys)
-            records = np.empty(stop - start, dtype=duplicates._KEY)
+            records = np.empty(stop - start, dtype=duplicate_candidates._KEY)
             records["key"], records["document"] = keys_of(start, stop), np.arange(start, stop)
             file.write(records.tobytes())
-    for pairs in duplicates._candidates_in(path, bits=0):
+    for pairs in duplicate_candidates._candidates_in(path, bits=0):
         assert (pairs["earlier"] < pairs["document"]).all()
+
+
+def _dedup_lists(prefix: Path) -> None:
+    """What it holds of one of its 512 files of candidates: two for each key of a document, all different."""
+    from bloomery.data import duplicate_candidates
+
+    documents = IndexedDataset(prefix).document_count // 512
+    path = prefix.with_name("pairs")
+    with path.open("wb") as file:
+        for place in range(34):
+            pairs = np.empty(documents, dtype=duplicate_candidates._CANDIDATE)
+            pairs["document"] = np.arange(documents) + 1_000_000
+            pairs["earlier"] = np.random.default_rng(place).integers(1_000_000, size=documents)
+            file.write(pairs.tobytes())
+    last = (0, 0)
+    for pair in duplicate_candidates._candidates_by_document(path):
+        assert pair > last
+        last = pair
 
 
 def _audit(prefix: Path) -> None:
@@ -208,6 +226,7 @@ COMMANDS: dict[str, Callable[[Path], None]] = {
     "tokenize, joining": _tokenize,
     "dedup, a file of keys": _dedup_sorts,
     "dedup, one key for all": _dedup_of_one_key,
+    "dedup, a file of candidates": _dedup_lists,
     "audit, n-grams": _audit,
 }
 

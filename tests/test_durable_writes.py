@@ -18,10 +18,10 @@ _AGAIN = "what a command prints to a file: the same command makes it again"
 _CACHE = "a cache of what lies elsewhere, whose blocks are checked by their sums whenever a process opens it"
 
 UNSYNCED = {
-    "data/duplicates.py:_allocated": "scratch of one command, which begins anew after a kill",
-    "data/duplicates.py:_write_keys": "scratch of one command, which begins anew after a kill",
-    "data/duplicates.py:_write_candidates": "scratch of one command, which begins anew after a kill",
-    "data/duplicates.py:_candidates_in": "scratch of one command, which begins anew after a kill",
+    "data/duplicates.py:_allocated": "scratch of a command that begins anew after a kill",
+    "data/duplicate_candidates.py:KeyFiles.__init__": "scratch of a command that begins anew after a kill",
+    "data/duplicate_candidates.py:KeyFiles.candidates": "scratch of a command that begins anew after a kill",
+    "data/duplicate_candidates.py:_divided": "scratch of a command that begins anew after a kill",
     "cli/data_audit.py:_png": "into memory; its caller writes it through durable",
     "calibrate/machine.py:process_gib": "a text in a temporary directory, for a measurement",
     "calibrate/machine.py:disk_gb_per_s": "measures a disk, and removes the file",

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from bloomery.cli.data import run
-from bloomery.data import duplicates, ngrams, overlap
+from bloomery.data import duplicate_candidates, duplicates, ngrams, overlap
 from bloomery.data.duplicates import Deduplicated, Likeness, deduplicate
 from bloomery.data.indexed import IndexedDataset, IndexedWriter
 from bloomery.data.ngrams import HashSet, documents_in_turn, ngram_hashes
@@ -146,14 +146,14 @@ def test_no_more_keys_are_sorted_at_once_than_memory_has_room_for(
 
     def reading(*given, **named) -> np.ndarray:
         found = from_file(*given, **named)
-        if found.dtype == duplicates._KEY:
+        if found.dtype in (duplicate_candidates._KEY, duplicate_candidates._CANDIDATE):
             read_at_once.append(found.size)
         return found
 
     at_once = 40
-    monkeypatch.setattr(duplicates, "_SORTED_AT_ONCE", at_once, raising=False)
-    monkeypatch.setattr(duplicates, "_FILES", 2)
-    monkeypatch.setattr(duplicates, "_FILE_BITS", 1)
+    monkeypatch.setattr(duplicate_candidates, "_SORTED_AT_ONCE", at_once)
+    monkeypatch.setattr(duplicate_candidates, "_FILES", 2)
+    monkeypatch.setattr(duplicate_candidates, "_FILE_BITS", 1)
     monkeypatch.setattr(np, "lexsort", sorting)
     monkeypatch.setattr(np, "fromfile", reading)
     deduplicate([tmp_path / "pair"], tmp_path / "new", likeness=Likeness())

@@ -110,6 +110,23 @@ def test_several_processes_write_the_same_and_split_off_what_is_held_out(
     assert [pair.documents for pair in done.pairs] == [len(training), len(held_out)]
 
 
+def test_joining_and_sealing_tell_how_many_bytes_are_done(source: Path, job: Job, tmp_path: Path) -> None:
+    told: list[tuple[str, int, int]] = []
+    done = tokenize(
+        find_files([str(source)]).files,
+        tmp_path / "out",
+        job,
+        workers=1,
+        piece_bytes=PIECE_BYTES,
+        progress=lambda stage, done, total, unit, note="": told.append((stage, done, total)),
+    )
+    joined = [(done, total) for stage, done, total in told if stage == "joining and sealing"]
+    size = bin_path(tmp_path / "out").stat().st_size
+    assert len(joined) == done.pieces > 2
+    assert [amount for amount, _ in joined] == sorted(amount for amount, _ in joined)
+    assert {total for _, total in joined} == {size} and joined[-1][0] == size
+
+
 def test_the_reference_engine_writes_the_same(source: Path, job: Job, tmp_path: Path) -> None:
     done = work(source, tmp_path / "out", replace(job, fast=False))
     assert set(done.engines) == {"tokenizers"} and contents(tmp_path / "out") == expected(job, TEXTS)

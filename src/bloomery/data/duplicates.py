@@ -2,8 +2,7 @@
 
 Keys of documents go to files by their value: the hash of all tokens and, for near duplicates, hashes of bands
 of a MinHash signature (Broder 1997; Indyk & Motwani 1998). Documents of equal keys are candidates, and each
-candidate is compared with the earlier one itself: nothing is removed because of a hash. Memory is that of
-_SORTED_AT_ONCE keys.
+candidate is compared with the earlier one itself: nothing is removed because of a hash.
 """
 
 from __future__ import annotations
@@ -12,16 +11,17 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from bloomery import durable
+from bloomery.data.duplicate_candidates import KeyFiles
 from bloomery.data.indexed import IndexedDataset, IndexedWriter
 from bloomery.data.ngrams import LONGEST, SomeDocuments, document_of, documents_in_turn, ngram_hashes
 from bloomery.data.pairs import agreed_facts, replace_pair
@@ -31,10 +31,6 @@ from bloomery.events.records import ProgressCallback, ignore_progress
 
 _BANDS, _ROWS, _SEED = 16, 8, 1
 _JUST_BELOW_1 = 0.9999  # equal n-grams in another number or order
-_FILES, _FILE_BITS = 512, 9
-_SORTED_AT_ONCE, _DIVISION_BITS = 1 << 22, 6  # 512 files are open meanwhile, and systems allow 1,024
-_KEY = np.dtype([("key", "<u8"), ("document", "<u8")])
-_CANDIDATE = np.dtype([("document", "<u8"), ("earlier", "<u8")])
 _COPIED_AT_ONCE, _TOKENS_AT_ONCE = 1 << 13, 1 << 22
 DUPLICATES = "-duplicates.jsonl"
 """What the list of the documents that were left out is named, after the pair."""
@@ -118,19 +114,18 @@ def deduplicate(
     scratch = out.with_name(out.name + ".dedup")
     with alone_in(scratch, name="lock"):
         try:
-            _write_keys(documents, scratch, likeness, progress=progress)
-            _write_candidates(scratch, documents.count, progress=progress)
+            with closing(KeyFiles(scratch)) as files:
+                _add_keys(documents, files, likeness, progress=progress)
+                candidates = files.candidates(documents.count, progress=progress)
             removed = _allocated(scratch / "removed", documents.count)
-            entries = _duplicates(
-                documents, scratch, removed, likeness, first_written=first_written, progress=progress
-            )
+            entries = _duplicates(documents, candidates, removed, likeness, first_written=first_written)
             equal = near = 0
             with refusals_named(scratch), durable.open_new(scratch / "listed") as listed:
                 for entry in entries:
                     equal, near = equal + (entry["alike"] == 1), near + (entry["alike"] < 1)
                     listed.write((json.dumps(entry) + "\n").encode())
             pairs, begins = documents.pairs[len(against) :], documents.begins[len(against) :].tolist()
-            tokens = _write_kept(pairs, begins, removed, scratch / out.name)
+            tokens = _write_kept(pairs, begins, removed, scratch / out.name, progress=progress)
             with refusals_named(out):
                 out.parent.mkdir(parents=True, exist_ok=True)
                 replace_pair(scratch / out.name, out)
@@ -165,20 +160,16 @@ def _allocated(path: Path, count: int) -> npt.NDArray[np.bool_]:
     return np.memmap(path, dtype=np.bool_, mode="r+", shape=(max(count, 1),))
 
 
-def _write_keys(documents: _Pairs, scratch: Path, likeness: Likeness, *, progress: ProgressCallback) -> None:
-    """Write each document's keys to the file of their first bits."""
-    with refusals_named(scratch), ExitStack() as stack:
-        files = [stack.enter_context((scratch / f"keys-{n:03}").open("wb")) for n in range(_FILES)]
-        for begin, pair in zip(documents.begins.tolist(), documents.pairs, strict=False):
-            for some in documents_in_turn(pair):
-                numbers = np.arange(some.lengths.size) + begin + some.first
-                keys = [equal_keys(some)]
-                if not likeness.is_exact:
-                    keys += _band_keys(some, likeness.ngram)
-                records = np.empty(len(keys) * numbers.size, dtype=_KEY)
-                records["key"], records["document"] = np.concatenate(keys), np.tile(numbers, len(keys))
-                _spread(files, records, (records["key"] >> np.uint64(64 - _FILE_BITS)).astype(np.int64))
-                progress("comparing", int(numbers[-1]) + 1, documents.count, "documents")
+def _add_keys(documents: _Pairs, files: KeyFiles, likeness: Likeness, *, progress: ProgressCallback) -> None:
+    """Add the keys of each document: of its tokens and, for near duplicates, of bands of its signature."""
+    for begin, pair in zip(documents.begins.tolist(), documents.pairs, strict=False):
+        for some in documents_in_turn(pair):
+            numbers = np.arange(some.lengths.size) + begin + some.first
+            keys = [equal_keys(some)]
+            if not likeness.is_exact:
+                keys += _band_keys(some, likeness.ngram)
+            files.add(np.concatenate(keys), np.tile(numbers, len(keys)))
+            progress("comparing", int(numbers[-1]) + 1, documents.count, "documents")
 
 
 def equal_keys(some: SomeDocuments) -> npt.NDArray[np.uint64]:
@@ -203,120 +194,29 @@ def _band_keys(some: SomeDocuments, ngram: int) -> list[npt.NDArray[np.uint64]]:
     return [bands.reshape(-1, _BANDS)[:, band] ^ salt[band] for band in range(_BANDS)]
 
 
-def _spread(files: Sequence[IO[bytes]], records: npt.NDArray[Any], which: npt.NDArray[np.int64]) -> None:
-    order = np.argsort(which, kind="stable")
-    edges = np.searchsorted(which[order], np.arange(len(files) + 1)).tolist()
-    for number, file in enumerate(files):
-        if edges[number] < edges[number + 1]:
-            file.write(records[order[edges[number] : edges[number + 1]]].tobytes())
-
-
-def _write_candidates(scratch: Path, count: int, *, progress: ProgressCallback) -> None:
-    """Write (document, earlier one with an equal key) to files by document: the first one with the key, and
-    the one just before. So their number is no square.
-    """
-    with refusals_named(scratch), ExitStack() as stack:
-        files = [stack.enter_context((scratch / f"pairs-{n:03}").open("wb")) for n in range(_FILES)]
-        for number in range(_FILES):
-            for pairs in _candidates_in(scratch / f"keys-{number:03}", bits=_FILE_BITS):
-                _spread(files, pairs, (pairs["document"] * _FILES // max(count, 1)).astype(np.int64))
-            progress("sorting", number + 1, _FILES, "files")
-
-
-def _candidates_in(path: Path, *, bits: int) -> Iterator[npt.NDArray[Any]]:
-    """Yield the candidates of a file of keys, and remove it.
-
-    A file that is too large to be sorted in memory is divided by the keys' next bits; one of a single key, as
-    that of a text that half of the corpus repeats, is read in order. bits: how many all keys have in common.
-    """
-    size = path.stat().st_size // _KEY.itemsize
-    if size <= _SORTED_AT_ONCE:
-        records = np.fromfile(path, dtype=_KEY)
-        path.unlink()
-        yield from _candidates_among(records[np.lexsort((records["document"], records["key"]))])
-    elif len({int(key) for block in _blocks_of(path, size) for key in _ends(block["key"])}) == 1:
-        yield from _candidates_of_one_key(_blocks_of(path, size))
-        path.unlink()
-    else:
-        taken = min(_DIVISION_BITS, 64 - bits)
-        parts = [path.with_name(f"{path.name}-{n:03}") for n in range(1 << taken)]
-        with ExitStack() as stack:
-            files = [stack.enter_context(part.open("wb")) for part in parts]
-            for block in _blocks_of(path, size):
-                which = (block["key"] << np.uint64(bits)) >> np.uint64(64 - taken)
-                _spread(files, block, which.astype(np.int64))
-        path.unlink()
-        for part in parts:
-            yield from _candidates_in(part, bits=bits + taken)
-
-
-def _ends(keys: npt.NDArray[np.uint64]) -> tuple[np.uint64, np.uint64]:
-    return keys.min(), keys.max()
-
-
-def _blocks_of(path: Path, size: int) -> Iterator[npt.NDArray[Any]]:
-    with path.open("rb") as file:
-        for start in range(0, size, _SORTED_AT_ONCE):
-            yield np.fromfile(file, dtype=_KEY, count=min(_SORTED_AT_ONCE, size - start))
-
-
-def _candidates_among(records: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
-    """Yield the candidates among records that are sorted by key, then by document."""
-    is_new = np.ones(records.size, dtype=bool)
-    is_new[1:] = records["key"][1:] != records["key"][:-1]
-    first = np.maximum.accumulate(np.where(is_new, np.arange(records.size), 0))
-    later = np.flatnonzero(~is_new)
-    for earlier in (first[later], later - 1):
-        yield _pairs(records["document"][later], records["document"][earlier])
-
-
-def _candidates_of_one_key(blocks: Iterator[npt.NDArray[Any]]) -> Iterator[npt.NDArray[Any]]:
-    """Yield the candidates among records of one key, which come in the order of their documents."""
-    first = before = None
-    for block in blocks:
-        documents = np.unique(block["document"])
-        first = documents[0] if first is None else first
-        previous = np.concatenate([[documents[0] if before is None else before], documents[:-1]])
-        for earlier in (np.full(documents.size, first), previous):
-            yield _pairs(documents, earlier)
-        before = documents[-1]
-
-
-def _pairs(documents: npt.NDArray[np.uint64], earlier: npt.NDArray[np.uint64]) -> npt.NDArray[Any]:
-    pairs = np.empty(documents.size, dtype=_CANDIDATE)
-    pairs["document"], pairs["earlier"] = documents, earlier
-    return pairs[pairs["document"] > pairs["earlier"]]
-
-
 def _duplicates(
     documents: _Pairs,
-    scratch: Path,
+    candidates: Iterator[tuple[int, int]],
     removed: npt.NDArray[np.bool_],
     likeness: Likeness,
     *,
     first_written: int,
-    progress: ProgressCallback,
 ) -> Iterator[dict[str, Any]]:
     """Mark and yield the documents that are like an earlier one that is kept, in their order."""
-    for number in range(_FILES):
-        path = scratch / f"pairs-{number:03}"
-        candidates = np.unique(np.fromfile(path, dtype=_CANDIDATE))  # by document, then by the earlier one
-        path.unlink()
-        for document, earlier in candidates.tolist():
-            if document < first_written or removed[document] or removed[earlier]:
-                continue
-            alike = _similarity(documents.tokens(document), documents.tokens(earlier), likeness)
-            if alike >= likeness.threshold:
-                removed[document] = True
-                (pair, place), (of_pair, of_place) = documents.place(document), documents.place(earlier)
-                yield {
-                    "pair": str(pair.prefix),
-                    "document": place,
-                    "like_pair": str(of_pair.prefix),
-                    "like_document": of_place,
-                    "alike": round(alike, 4),
-                }
-        progress("removing", number + 1, _FILES, "files")
+    for document, earlier in candidates:
+        if document < first_written or removed[document] or removed[earlier]:
+            continue
+        alike = _similarity(documents.tokens(document), documents.tokens(earlier), likeness)
+        if alike >= likeness.threshold:
+            removed[document] = True
+            (pair, place), (of_pair, of_place) = documents.place(document), documents.place(earlier)
+            yield {
+                "pair": str(pair.prefix),
+                "document": place,
+                "like_pair": str(of_pair.prefix),
+                "like_document": of_place,
+                "alike": round(alike, 4),
+            }
 
 
 def are_equal(tokens: npt.NDArray[Any], others: npt.NDArray[Any]) -> bool:
@@ -342,7 +242,12 @@ def _similarity(tokens: npt.NDArray[Any], earlier: npt.NDArray[Any], likeness: L
 
 
 def _write_kept(
-    pairs: Sequence[IndexedDataset], begins: Sequence[int], removed: npt.NDArray[np.bool_], staged: Path
+    pairs: Sequence[IndexedDataset],
+    begins: Sequence[int],
+    removed: npt.NDArray[np.bool_],
+    staged: Path,
+    *,
+    progress: ProgressCallback,
 ) -> int:
     """Write the documents that are kept, and return how many tokens the others have."""
     gone_tokens = 0
@@ -355,6 +260,7 @@ def _write_kept(
                 gone_tokens += int(np.diff(starts)[~kept].sum())
                 for low, high in _runs(kept):
                     _copy(pair, starts[low : high + 1], writer)
+                progress("writing", begin + stop - begins[0], removed.size - begins[0], "documents")
     return gone_tokens
 
 

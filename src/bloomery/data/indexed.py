@@ -1,11 +1,9 @@
-"""Reads and writes token files in Megatron's indexed format: tokens in `PREFIX.bin`, index in `PREFIX.idx`.
-
-`pair_files.py` has the layout. A pair that was sealed is checked as it is read (`sealing.py`).
-"""
+"""Reads and writes tokens in Megatron's indexed format: `PREFIX.bin`, and `PREFIX.idx` (pair_files.py)."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cached_property
 from itertools import chain
@@ -101,10 +99,11 @@ class IndexedWriter:
             self._columns.add_ends(ends)
         self.token_count += int(tokens.size)
 
-    def add_pair(self, pair: IndexedDataset) -> None:
+    def add_pair(self, pair: IndexedDataset, copied: Callable[[int], None] = lambda size: None) -> None:
         """Append all documents of a pair of the same token type; sequences keep their bounds.
 
-        What the pair's seal tells of its bytes is compared with them. Raises DataError at a difference.
+        copied: is told how many bytes of tokens were copied, some megabytes at a time.
+        Raises DataError where the bytes differ from what the pair's seal tells.
         """
         pair.refuse_elsewhere()
         if pair.dtype != self.dtype:
@@ -123,6 +122,7 @@ class IndexedWriter:
             )
         for content in verified_pieces(bin_path(pair.prefix), pair.seal):
             self._write(content)
+            copied(len(content))
         before = self._columns.sequence_count
         with refusals_named(self._partial):
             for start in range(0, pair.sequence_count, _CHECKED_AT_ONCE):
@@ -378,8 +378,8 @@ class IndexedDataset:
 
     def _document_indices(self, begin: int, stop: int) -> npt.NDArray[np.int64]:
         offset = HEADER.size + 12 * self._all_sequences
-        indices = np.frombuffer(self._index, "<i8", self._all_documents + 1, offset)[self._documents]
-        some = indices[begin : stop + 1]
+        all_indices = np.frombuffer(self._index, "<i8", self._all_documents + 1, offset)
+        some = all_indices[self._documents][begin : stop + 1]
         return some - self._sequences.start if self._sequences.start else some
 
     @property

@@ -28,7 +28,7 @@ from bloomery.data.seal import (
 )
 from bloomery.data.storage import refusals_named
 from bloomery.errors import DataError
-from bloomery.events.records import ProgressCallback, ignore_progress
+from bloomery.events.records import ProgressCallback, counting, ignore_progress
 
 _CHECKED_AT_START_BYTES = 1 << 30  # 0.1 to 0.3 s
 
@@ -255,12 +255,11 @@ def merge_pairs(
         )
     pairs = [IndexedDataset(prefix) for prefix in prefixes]
     staged = out.with_name(out.name + ".merging") / out.name
-    total = sum(pair.token_count for pair in pairs)
+    copied = counting(progress, "merging", sum(pair.token_count * pair.dtype.itemsize for pair in pairs))
     try:
         with IndexedWriter(staged, dtype=pairs[0].dtype, seal=agreed_facts(pairs)) as writer:
             for pair in pairs:
-                writer.add_pair(pair)
-                progress("merging", writer.token_count, total, "tokens")
+                writer.add_pair(pair, copied)
         replace_pair(staged, out)
     finally:
         shutil.rmtree(staged.parent, ignore_errors=True)

@@ -19,7 +19,7 @@ import xxhash
 from bloomery.data.corpus_parts import CorpusPart, bad_documents, remove_record, write_record
 from bloomery.data.documents import BadDocuments
 from bloomery.data.indexed import IndexedDataset, IndexedWriter
-from bloomery.data.pair_files import PARTS, token_dtype
+from bloomery.data.pair_files import PARTS, bin_path, token_dtype
 from bloomery.data.pairs import replace_pair
 from bloomery.data.readers import SourceFile
 from bloomery.data.seal import SealFacts
@@ -38,7 +38,7 @@ from bloomery.data.tokenize_worker import (
 )
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.errors import DataError
-from bloomery.events.records import ProgressCallback, ignore_progress
+from bloomery.events.records import ProgressCallback, counting, ignore_progress
 
 _PIECE_BYTES, _MOST_PIECES = 32 << 20, 4096
 _THREADS = 2  # threads of an engine in each process; while they work, Python reads what comes next
@@ -125,7 +125,17 @@ def tokenize(
         if left:
             (parts / _JOINED).unlink(missing_ok=True)
         bad = bad_documents(parts, pieces, results, report)
-        outcome = _joined(parts, pieces, results, out, tokenizer, job, bad, may_be_empty=part is not None)
+        outcome = _joined(
+            parts,
+            pieces,
+            results,
+            out,
+            tokenizer,
+            job,
+            bad,
+            may_be_empty=part is not None,
+            progress=progress,
+        )
         if part:
             remove_record(out)
         _put_in_place(parts, out, _endings(job))
@@ -266,6 +276,7 @@ def _joined(
     bad: BadDocuments,
     *,
     may_be_empty: bool,
+    progress: ProgressCallback,
 ) -> TokenizeSummary:
     """Join and seal all pieces within `parts` if that is not done yet, and return what they contain.
 
@@ -286,11 +297,13 @@ def _joined(
             end_of_document_id=tokenizer.eod,
             engine=tokenizer.engine,
         )
-        for ending in endings:
-            staged = parts / f"{_STAGED}{ending}"
-            with IndexedWriter(staged, dtype=dtype, seal=facts) as writer:
-                for piece in pieces:
-                    writer.add_pair(IndexedDataset(parts / f"{piece.number:06}{ending}"))
+        prefixes = {ending: [parts / f"{piece.number:06}{ending}" for piece in pieces] for ending in endings}
+        size = sum(bin_path(prefix).stat().st_size for some in prefixes.values() for prefix in some)
+        copied = counting(progress, "joining and sealing", size)
+        for ending, some in prefixes.items():
+            with IndexedWriter(parts / f"{_STAGED}{ending}", dtype=dtype, seal=facts) as writer:
+                for prefix in some:
+                    writer.add_pair(IndexedDataset(prefix), copied)
         sizes = {
             f"{ending}{suffix}": path(parts / f"{_STAGED}{ending}").stat().st_size
             for ending in endings
