@@ -6,16 +6,21 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 
 import pytest
 from tests.protocol import example
 
+from bloomery.agent.assemble import access_of, assemble_agent
 from bloomery.cli import main
 from bloomery.cli.coordinate_status import _content, _print
+from bloomery.config.load import load_recipe
 from bloomery.coordination.etcd import Etcd
 from bloomery.coordination.etcd_process import free_ports, start_single
 from bloomery.coordination.snapshot import RunSnapshot
 from bloomery.data.position import Position
+from bloomery.errors import PeerError
+from bloomery.events.run_directory import RunDirectory
 from bloomery.protocol.encoding import encode_text
 from bloomery.protocol.keys import Keys
 
@@ -129,6 +134,33 @@ def test_certificates_are_made_and_only_their_peers_come_in(tmp_path, capsys):
     assert main(["coordinate", "--grant", "--endpoints", endpoint, *certificates]) == 0
     assert "3 peers may connect" in capsys.readouterr().out
     assert main([*common, "--certificates", str(tmp_path / "certs" / "night" / "bern")]) == 0
+    end(process)
+
+
+@pytest.mark.parametrize(("listen", "told"), [("0.0.0.0:0", ()), ("127.0.0.1:0", ("127.0.0.1:0",))])
+def test_a_peer_beside_the_coordinator_tells_loopback_to_nobody_where_other_machines_may_connect(
+    listen, told, tmp_path
+):
+    made = ["coordinate", "--init-certs", str(tmp_path / "certs"), "--run", "night", "--peers", "oslo,lyon"]
+    assert main(made) == 0
+    process, endpoint = start("--listen", listen, "--certificates", "certs", cwd=tmp_path)
+    bundle = f"elastic.certificates={tmp_path / 'certs' / 'night' / 'oslo'}"
+    settings = ("run.name=night", "elastic.inner_steps=5", f"elastic.coordinator={endpoint}", bundle)
+    for relays in (False, True):
+        more = (*settings, f"elastic.relay={str(relays).lower()}")
+        loaded = load_recipe("demo", more)
+        access = access_of(loaded.recipe, loaded.sources, {})
+        assert access.listen == ("127.0.0.1:0",)
+        with access.etcd() as etcd:
+            seen = access.beside(etcd)
+            assert (seen.listen, seen.trust(etcd).dials_loopback) == (told, bool(told))
+        with ExitStack() as stack:
+            rundir = RunDirectory(tmp_path / f"run-{relays}")
+            if relays and not told:
+                with pytest.raises(PeerError, match="this one only dials"):
+                    assemble_agent(loaded.recipe, access, rundir, stack)
+            else:
+                assemble_agent(loaded.recipe, access, rundir, stack)
     end(process)
 
 

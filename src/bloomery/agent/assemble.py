@@ -10,7 +10,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -80,6 +80,7 @@ class PeerAccess:
     listen: addresses on which this peer accepts connections, each host:port; (): it only dials.
     advertise: addresses at which others dial this peer; () for those on which it listens.
     timeouts: all time-outs of this peer, in seconds.
+    is_on_one_machine: whether all of the run may be on this machine, so that loopback reaches every peer.
     """
 
     run: str
@@ -89,6 +90,7 @@ class PeerAccess:
     listen: tuple[str, ...]
     advertise: tuple[str, ...]
     timeouts: Timeouts
+    is_on_one_machine: bool = False
 
     def etcd(self) -> Etcd:
         """Return a client of the coordinator. It sends nothing yet."""
@@ -121,7 +123,18 @@ class PeerAccess:
             return Trust(token=run_token(etcd, Keys(self.run)).encode())
         bundle = self.bundle
         trust = trust_certificates(authority=bundle.authority, certificate=bundle.certificate, key=bundle.key)
-        return replace(trust, dials_loopback=_are_here(self.endpoints))
+        return replace(trust, dials_loopback=self.is_on_one_machine)
+
+    def beside(self, etcd: Etcd) -> PeerAccess:
+        """Return the access without addresses of loopback where the coordinator serves other machines, too.
+
+        It does where it is elsewhere, and where it is here and tells an address that others can dial.
+        Without certificates a run is on one machine.
+        """
+        if self.bundle is None or not self.is_on_one_machine or _are_here(etcd.client_urls()):
+            return self
+        listen, advertise = map(_beyond_this_machine, (self.listen, self.advertise))
+        return replace(self, listen=listen, advertise=advertise, is_on_one_machine=False)
 
 
 def access_of(recipe: Recipe, sources: Mapping[str, str], environment: Mapping[str, str]) -> PeerAccess:
@@ -159,21 +172,28 @@ def access_of(recipe: Recipe, sources: Mapping[str, str], environment: Mapping[s
             remedy="`bloomery coordinate --init-certs` makes them; name the bundle in elastic.certificates.",
         )
     endpoints = _listed(chosen["coordinator"])
-    reachable = _beyond_this_machine(listen, endpoints)
-    if section.relay and not reachable:
-        raise PeerError(
-            "A peer that relays for others has to be dialled by them, and this one only dials.",
-            remedy="Set elastic.listen and elastic.advertise, or elastic.relay = false.",
-        )
+    is_here = _are_here(endpoints)
+    if not is_here:
+        listen, advertise = map(_beyond_this_machine, (listen, advertise))
+    _refuse_relay_without_address(section, listen)
     return PeerAccess(
         run=recipe.run.name,
         peer=peer,
         endpoints=endpoints,
         bundle=bundle,
-        listen=reachable,
-        advertise=_beyond_this_machine(advertise, endpoints),
+        listen=listen,
+        advertise=advertise,
         timeouts=timeouts_of(section),
+        is_on_one_machine=is_here,
     )
+
+
+def _refuse_relay_without_address(section: ElasticSection, listen: tuple[str, ...]) -> None:
+    if section.relay and not listen:
+        raise PeerError(
+            "A peer that relays for others has to be dialled by them, and this one only dials.",
+            remedy="Set elastic.listen and elastic.advertise, or elastic.relay = false.",
+        )
 
 
 def _refuse_mistakes(recipe: Recipe, sources: Mapping[str, str], *, peer: str, coordinator: str) -> None:
@@ -218,23 +238,20 @@ def _refuse_strangers(listen: tuple[str, ...], advertise: tuple[str, ...], bundl
             )
 
 
-def _beyond_this_machine(addresses: tuple[str, ...], endpoints: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the addresses without those of loopback, unless the coordinator is on this machine too.
+def _beyond_this_machine(addresses: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the addresses without those of loopback, at which others would dial their own machine.
 
-    Others would dial their own machine at such an address. A peer that is left without an address only dials.
+    A peer that is left without an address only dials.
     """
-    if _are_here(endpoints):
-        return addresses
     reachable = tuple(address for address in addresses if not is_loopback(split_address(address)[0]))
     if reachable != addresses:
-        log.info(
-            "other machines cannot reach %s: %s", ", ".join(addresses), reachable or "this peer only dials"
-        )
+        told = ", ".join(reachable) or "nothing: this peer only dials, unless elastic.listen names an address"
+        log.warning("other machines cannot reach %s, and are told %s", ", ".join(addresses), told)
     return reachable
 
 
-def _are_here(endpoints: tuple[str, ...]) -> bool:
-    """Whether the coordinator is on this machine, and so may be the whole run."""
+def _are_here(endpoints: Sequence[str]) -> bool:
+    """Whether all URLs are of this machine."""
     return all(is_loopback(urlsplit(endpoint).hostname or "") for endpoint in endpoints)
 
 
@@ -252,6 +269,8 @@ def assemble_agent(recipe: Recipe, access: PeerAccess, rundir: RunDirectory, sta
     section, limits = recipe.elastic, access.timeouts
     etcd = stack.enter_context(access.etcd())
     access.answered(etcd)
+    access = access.beside(etcd)
+    _refuse_relay_without_address(section, access.listen)
     trust = access.trust(etcd)
     incarnation = secrets.token_hex(8)
     relays: list[Contact] = []  # which the agent fills

@@ -195,6 +195,14 @@ class Etcd:
         stream = self._gateway.stream("watch", body, deadline_s=limit_s, idle_s=idle_s)
         return KeyWatch(stream, after=after, refused=self._gateway.stream_refused)
 
+    def client_urls(self) -> tuple[str, ...]:
+        """Return the URLs at which the members of the cluster say that clients reach them."""
+        members = _rows(self._call("cluster/member/list", {}, None).get("members", []))
+        lists = [member.get("clientURLs", []) for member in members]
+        if not all(isinstance(urls, list) and all(isinstance(url, str) for url in urls) for urls in lists):
+            raise _garbled("the members")
+        return tuple(url for urls in lists for url in urls)
+
     def call(self, path: str, body: Mapping[str, Json], *, deadline_s: float | None = None) -> Json:
         """Call any other path of the API, such as those of users and roles, and return the answer."""
         return self._call(path, body, deadline_s)

@@ -74,6 +74,15 @@ class EtcdMember:
         return self._url(host, self.port)
 
     @property
+    def advertised(self) -> str:
+        """The URL that it tells to be reached at: by this machine's name where it listens on all addresses.
+
+        Peers on this machine learn from it whether other machines may connect.
+        """
+        is_for_all = self.host in ("0.0.0.0", "::", "")
+        return self._url(os.uname().nodename, self.port) if is_for_all else self.endpoint
+
+    @property
     def listens(self) -> str:
         """The URL at which it listens for clients."""
         return self._url(self.host or "0.0.0.0", self.port)
@@ -311,7 +320,7 @@ def _options(member: EtcdMember) -> list[str]:
         "name": member.name,
         "data-dir": str(member.data / "data"),
         "listen-client-urls": member.listens,
-        "advertise-client-urls": member.endpoint,
+        "advertise-client-urls": member.advertised,
         "listen-peer-urls": member.peer_url,
         "initial-advertise-peer-urls": member.peer_url,
         "initial-cluster": ",".join(f"{name}={url}" for name, url in cluster.items()),
