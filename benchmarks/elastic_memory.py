@@ -26,7 +26,7 @@ from bloomery.events.run_directory import RunDirectory
 from bloomery.train.checkpoint_store import RunStateToSave, Store
 
 PEER_MEMORY = Path(__file__).parents[1] / "tests" / "diloco" / "peer_memory.py"
-SIZES = (4_000_000, 12_000_000)
+SIZES = (8_000_000, 40_000_000)
 RETURN_AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
 

@@ -94,9 +94,9 @@ class SlurmCluster:
         fields = dict(word.partition("=")[::2] for word in shown.split())
         return f"{fields['JobState']} {fields['ExitCode']}"
 
-    def wait_until(self, seen: Callable[[], object]) -> None:
+    def wait_until(self, seen: Callable[[], object], *, within_s: float = DEADLINE_S * 4) -> None:
         """Wait for something to be seen."""
-        deadline = time.monotonic() + DEADLINE_S * 4
+        deadline = time.monotonic() + within_s
         while not seen():
             assert time.monotonic() < deadline, f"waited in vain: {self.run('squeue', '--all')}"
             time.sleep(0.05)
