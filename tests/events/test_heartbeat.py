@@ -68,6 +68,22 @@ def test_the_first_turn_of_an_activity_is_not_measured(tmp_path: Path) -> None:
     assert set(heartbeat.record().longest_s) == {RankActivity.COMPUTING}
 
 
+def test_two_turns_of_an_activity_are_early_ones_and_again_after_shapes_have_changed(tmp_path: Path) -> None:
+    heartbeat = beating(tmp_path / "0-0")
+    seen = []
+    for turn in range(8):
+        if turn == 4:
+            heartbeat.expect_early_turns()
+        heartbeat.enter(RankActivity.COMPUTING)
+        heartbeat.write()
+        beat = read_beat(heartbeat.path)
+        assert beat is not None
+        seen.append(beat.is_early)
+        heartbeat.enter(RankActivity.REDUCING)
+    assert seen == [True, True, False, False, True, True, False, False]
+    assert set(beat.first_s) == {RankActivity.COMPUTING, RankActivity.REDUCING}
+
+
 def test_an_exception_is_kept_with_the_place_where_it_was_raised(tmp_path: Path) -> None:
     heartbeat = beating(tmp_path / "0-0")
     with pytest.raises(ZeroDivisionError), heartbeat.start():

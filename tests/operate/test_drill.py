@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -25,7 +26,7 @@ Train = Callable[..., list[str]]
 
 def beat(*, rank: int = 0, gap_s: float = 0.0, **longest_s: float) -> RankBeat:
     activities = {RankActivity[name.upper()]: seconds for name, seconds in longest_s.items()}
-    return RankBeat(rank=rank, world=2, gap_s=gap_s, longest_s=activities)
+    return RankBeat(rank=rank, world=2, gap_s=gap_s, longest_s=activities, first_s=activities)
 
 
 def test_phases_follow_one_another_and_add_up() -> None:
@@ -64,6 +65,12 @@ def test_time_outs_follow_the_slowest_rank() -> None:
     assert table["standstill in a step"] == 24.0
     assert table["standstill in a save"] == 15.0
     assert table["standstill in loading"] == 1800.0  # not measured yet
+    assert table["standstill in a step that may compile"] == 480.0
+    assert {row.name: row.seconds for row in run_timeouts({})}[
+        "standstill in a step that may compile"
+    ] == 1800.0
+    compiled = run_timeouts({0: replace(beats[0], first_s={RankActivity.COMPUTING: 170.0})})
+    assert {row.name: row.seconds for row in compiled}["standstill in a step that may compile"] == 510.0
     assert table["standstill at the end"] == 315.0
     assert table["a collective"] == timeouts.COLLECTIVE_TIMEOUT_S
     assert list(table.values()) == sorted(table.values())

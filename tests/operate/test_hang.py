@@ -17,7 +17,13 @@ import bloomery
 from bloomery.events.heartbeat import RankActivity, RankBeat, read_beat
 from bloomery.operate.hang import find_hang
 from bloomery.operate.stacks import Frame, RankStack, parse_pyspy, take_stacks
-from bloomery.operate.standstill import RankObservation, StandstillLimits, judge_progress, observe_ranks
+from bloomery.operate.standstill import (
+    RankObservation,
+    StandstillLimits,
+    judge_progress,
+    longest_turns,
+    observe_ranks,
+)
 
 RANK = """
 import os, sys, threading, time, pathlib, importlib.util
@@ -183,6 +189,22 @@ def test_a_slow_step_is_no_hang_before_three_times_the_longest() -> None:
     assert judged(written(sights, 299.0), 299.0) is None
     standstill = judged(written(sights, 301.0), 301.0)
     assert standstill is not None and standstill.kind == "stuck" and standstill.allowed_s == 300.0
+
+
+@pytest.mark.parametrize(("first_s", "allowed"), [(15.0, 480.0), (200.0, 600.0)])
+def test_a_step_that_may_compile_is_compared_with_first_steps_alone(first_s: float, allowed: float) -> None:
+    """After a restart a compilation of 15 s stood beside steps of 10 ms and counted as a hang, thrice."""
+    name = str(RankActivity.COMPUTING)
+    trained = sights_of(beat(0, RankActivity.COMPUTING, longest_s={name: 0.01}, first_s={name: first_s}))
+    measured_s = longest_turns(trained, {})
+    again = sights_of(beat(0, RankActivity.COMPUTING, longest_s={}, is_early=True))
+    limits = StandstillLimits()
+    for still_s, is_stuck in ((allowed - 1, False), (allowed + 1, True)):
+        sights = written(again, still_s)
+        found = judge_progress(sights, now=still_s, limits=limits, measured_s=measured_s)
+        assert (found is not None) == is_stuck
+    later = sights_of(beat(0, RankActivity.COMPUTING, longest_s={name: 0.01}))
+    assert judge_progress(written(later, 11.0), now=11.0, limits=limits, measured_s=measured_s) is not None
 
 
 def test_what_was_never_measured_may_take_long() -> None:

@@ -15,6 +15,7 @@ import torch
 from bloomery.config.load import LoadedRecipe
 from bloomery.data_loader.batches import Batches
 from bloomery.errors import ConfigError, RunBusy, StoppedBySwitch
+from bloomery.events.heartbeat import Heartbeat, RankActivity
 from bloomery.events.journal import loss_curve, read_journal
 from bloomery.events.run_directory import RunDirectory
 from bloomery.events.run_lock import lock_run
@@ -116,6 +117,29 @@ def test_ramp_up_makes_the_batch_a_function_of_the_position(start: Start) -> Non
     batches = [(r["consumed_samples"] - r["global_batch"], r["global_batch"]) for r in events(path, "step")]
     assert batches[0] == (0, 4)
     assert all(batch == (4 if before < 24 else 8) for before, batch in batches)
+
+
+def test_the_first_step_of_each_batch_may_compile_and_its_heartbeat_says_so(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A supervisor compares such a step with first steps, not with those before it."""
+    seen: list[tuple[int, bool]] = []
+    enter = Heartbeat.enter
+
+    def entered(self: Heartbeat, activity: RankActivity) -> None:
+        enter(self, activity)
+        if activity == RankActivity.COMPUTING:
+            seen.append((self.record().step, self.record().is_early))
+
+    monkeypatch.setattr(Heartbeat, "enter", entered)
+    loaded, path = start("train.ramp_up=[2,2,24]")
+    assert go(loaded, path).finished
+    begins = [record["step"] for record in events(path, "phase")]
+    early = {step for step, is_early in seen if is_early}
+    assert (
+        len(begins) > 2 and early == {step + later for step in begins for later in (0, 1)} & dict(seen).keys()
+    )
+    assert early != dict(seen).keys()
 
 
 @pytest.mark.parametrize("micro_batch", [1, 4])

@@ -34,6 +34,8 @@ ATTEMPT = "BLOOMERY_ATTEMPT"
 STARTING = "starting"
 """What a process counts as before its first activity: its imports, and joining the other ranks."""
 _REMEMBERED = 64
+_EARLY_TURNS = 2
+"""So many turns of an activity may compile: the first, and one more where a shape or a gradient is new."""
 _MESSAGE_LENGTH = 2000
 _STARTTIME = 19
 """Place of `starttime` (proc_pid_stat(5)) among the fields behind the process's name."""
@@ -65,7 +67,10 @@ class RankBeat:
     since: when the activity began, in seconds since 1970 by the rank's clock.
     time: when the file was written, by the same clock.
     moves: counts activities and progress inside them; a rank whose count stays the same stands still.
+    is_early: whether this is an early turn of the activity: one of the first two of the process, or since
+        shapes have changed. It may compile, and so take far longer than those after it.
     longest_s: seconds of the longest recent turn of each activity, without the first turn of a process.
+    first_s: seconds of the longest first turn of each activity.
     gap_s: the longest time between two writes so far.
     attempt: the launcher's attempt that started the rank; "" where no launcher did.
     stacks: the file into which SIGUSR2 makes the process write its stacks; "" where it has no handler.
@@ -81,7 +86,9 @@ class RankBeat:
     since: float = 0.0
     time: float = 0.0
     moves: int = 0
+    is_early: bool = False
     longest_s: Mapping[str, float] = field(default_factory=dict)
+    first_s: Mapping[str, float] = field(default_factory=dict)
     gap_s: float = 0.0
     incarnation: int = 0
     host: str = ""
@@ -137,7 +144,8 @@ class Heartbeat:
         self._turns: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_REMEMBERED))
         self._spent: dict[str, float] = {STARTING: process_age_s()}
         self._counted = self._entered
-        self._first_turns: set[str] = set()
+        self._turns_since: dict[str, int] = defaultdict(int)
+        self._first_s: dict[str, float] = {}
         self._error = self._where = ""
         self._written, self._gap_s = time.monotonic(), 0.0
         self._is_refused = False
@@ -158,12 +166,22 @@ class Heartbeat:
     def enter(self, activity: RankActivity) -> None:
         """Record what this rank does from now on."""
         now = time.monotonic()
-        if self._activity in self._first_turns:
-            self._turns[self._activity].append(now - self._entered)
-        self._first_turns.add(self._activity)
+        if self._activity:
+            self._end_turn(now - self._entered)
         self._count(now)
         self._activity, self._entered, self._since = activity, now, time.time()
         self._moves += 1
+
+    def expect_early_turns(self) -> None:
+        """Count the turns from now on as early ones: shapes or settings have changed, and may be compiled."""
+        self._turns_since.clear()
+
+    def _end_turn(self, seconds: float) -> None:
+        self._turns_since[self._activity] += 1
+        if self._turns_since[self._activity] == 1:
+            self._first_s[self._activity] = max(self._first_s.get(self._activity, 0.0), seconds)
+        else:
+            self._turns[self._activity].append(seconds)
 
     def take_spent(self) -> dict[str, Json]:
         """Return the seconds of each activity since the last call, or since the process began.
@@ -202,7 +220,9 @@ class Heartbeat:
             since=round(self._since, 3),
             time=round(time.time(), 3),
             moves=self._moves,
+            is_early=self._turns_since.get(self._activity, 0) < _EARLY_TURNS,
             longest_s=longest,
+            first_s={name: round(seconds, 3) for name, seconds in dict(self._first_s).items()},
             gap_s=round(self._gap_s, 2),
             incarnation=self.incarnation,
             error=self._error,
@@ -318,7 +338,9 @@ def _checked(name: str, value: Any) -> Any:  # Any: parsed JSON
         return int(value)
     if name in ("since", "time", "gap_s", "memory_bytes"):
         return float(value)
-    if name == "longest_s":
+    if name == "is_early":
+        return value is True
+    if name in ("longest_s", "first_s"):
         return {str(activity): float(seconds) for activity, seconds in value.items()}
     return str(value)
 

@@ -19,12 +19,16 @@ class StandstillLimits:
 
     least_s: seconds below which nothing counts as a standstill, however short the measured turns are.
     unmeasured_s: seconds for an activity that no rank has measured yet, the first step for instance.
+    early_s: seconds below which no early turn counts as a standstill, once one was measured: another node may
+        have to compile what this one had kept. Less than torch's time-out of a collective, so that a rank
+        that stands still is found before torch ends those that wait for it.
     ending_s: seconds for the end of a run beside the measured time of a save.
     silence_s: seconds without a new heartbeat after which a process counts as silent.
     """
 
     least_s: float = 10.0
     unmeasured_s: float = 1800.0
+    early_s: float = 480.0
     ending_s: float = 300.0
     silence_s: float = 6.0
 
@@ -121,16 +125,20 @@ def allowed_stillness_s(
     """Return for how many seconds all ranks may stand still.
 
     That is TIMES_LONGEST times the longest measured turn of what the ranks do now, and more by the limits.
+    An early turn is compared with first turns, for it may compile.
     """
     longest = longest_turns(observations, measured_s)
     allowed = limits.least_s
-    for activity in {observation.beat.activity for observation in observations.values()}:
-        measured = longest.get(activity)
+    beats = [observation.beat for observation in observations.values()]
+    for activity, is_early in {(beat.activity, beat.is_early) for beat in beats}:
+        measured = longest.get(_first(activity) if is_early else activity)
         if activity == RankActivity.ENDING:
             saving_s = longest.get(RankActivity.SAVING, 0.0)
             allowed = max(allowed, limits.ending_s + TIMES_LONGEST * saving_s)
         elif measured is None:
             allowed = max(allowed, limits.unmeasured_s)
+        elif is_early:
+            allowed = max(allowed, limits.early_s, TIMES_LONGEST * measured)
         else:
             allowed = max(allowed, TIMES_LONGEST * measured)
     return allowed
@@ -139,12 +147,21 @@ def allowed_stillness_s(
 def longest_turns(
     observations: Mapping[int, RankObservation], measured_s: Mapping[str, float]
 ) -> dict[str, float]:
-    """Return the longest turn of each activity over all ranks and earlier attempts, in seconds."""
+    """Return the longest turn of each activity over all ranks and earlier attempts, in seconds.
+
+    Its first turns stand apart, as "first", a space and the activity.
+    """
     longest = dict(measured_s)
     for observation in observations.values():
-        for activity, seconds in observation.beat.longest_s.items():
+        beat = observation.beat
+        firsts = {_first(activity): seconds for activity, seconds in beat.first_s.items()}
+        for activity, seconds in {**beat.longest_s, **firsts}.items():
             longest[activity] = max(longest.get(activity, 0.0), seconds)
     return longest
+
+
+def _first(activity: str) -> str:
+    return f"first {activity}"
 
 
 def read_beats(rundir: RunDirectory, *, ranks: Iterable[int], attempt: str) -> dict[int, RankBeat]:

@@ -51,6 +51,9 @@ def run_timeouts(
     for beat in beats.values():
         for activity, seconds in beat.longest_s.items():
             longest[activity] = max(longest.get(activity, 0.0), seconds)
+    firsts = [
+        beat.first_s[activity] for beat in beats.values() for activity in _STEP if activity in beat.first_s
+    ]
     world = max([len(beats), *(beat.world for beat in beats.values())], default=1)
     gaps = sorted(beat.gap_s for beat in beats.values())
     gap_s = gaps[len(gaps) // 2] if gaps else 0.0
@@ -67,7 +70,9 @@ def run_timeouts(
     for name, activities in _ACTIVITIES.items():
         times = [longest[activity] for activity in activities if activity in longest]
         measured_s = max(times, default=None)
-        table.append(_standstill(name, measured_s, limits))
+        table.append(_standstill(name, measured_s, limits, least_s=limits.least_s))
+    first_s = max(firsts, default=None)
+    table.append(_standstill("a step that may compile", first_s, limits, least_s=limits.early_s))
     saving_s = longest.get(RankActivity.SAVING, 0.0)
     table.append(
         RunTimeout(
@@ -105,7 +110,9 @@ def contradictions(table: Sequence[RunTimeout]) -> list[str]:
     ]
 
 
-def _standstill(name: str, measured_s: float | None, limits: StandstillLimits) -> RunTimeout:
+def _standstill(
+    name: str, measured_s: float | None, limits: StandstillLimits, *, least_s: float
+) -> RunTimeout:
     then = "stacks taken, then ended"
     if measured_s is None:
         return RunTimeout(
@@ -116,7 +123,7 @@ def _standstill(name: str, measured_s: float | None, limits: StandstillLimits) -
         )
     return RunTimeout(
         name=f"{_STANDSTILL} {name}",
-        seconds=max(limits.least_s, TIMES_LONGEST * measured_s),
-        derived=f"{TIMES_LONGEST:g} × longest {measured_s:.3g} s, at least {limits.least_s:g} s",
+        seconds=max(least_s, TIMES_LONGEST * measured_s),
+        derived=f"{TIMES_LONGEST:g} × longest {measured_s:.3g} s, at least {least_s:g} s",
         then=then,
     )
