@@ -138,7 +138,7 @@ def allowed_stillness_s(
         elif measured is None:
             allowed = max(allowed, limits.unmeasured_s)
         elif is_early:
-            allowed = max(allowed, limits.early_s, TIMES_LONGEST * measured)
+            allowed = max(allowed, min(limits.early_s, limits.unmeasured_s), TIMES_LONGEST * measured)
         else:
             allowed = max(allowed, TIMES_LONGEST * measured)
     return allowed
