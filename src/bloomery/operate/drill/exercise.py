@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
+from bloomery.config.submit import SubmitSection
 from bloomery.errors import TrainingFailed
 from bloomery.events.heartbeat import RankActivity, RankBeat
 from bloomery.events.journal import read_journal
@@ -22,6 +23,7 @@ from bloomery.events.run_directory import RunDirectory
 from bloomery.operate.drill.allocation import DrillNodes
 from bloomery.operate.drill.faults import DrillFault, DrillTarget, inject
 from bloomery.operate.drill.phases import RecoveryPhases, phases_of
+from bloomery.operate.exclusions import Exclusions
 from bloomery.operate.standstill import read_beats
 from bloomery.operate.supervise import RestartBudget, newest_step
 
@@ -162,6 +164,7 @@ def _recovery(
             if fault == DrillFault.LAUNCHER and noticed is None:
                 noticed = time.time()
                 _await_ranks_end(plan, deadline)
+                _let_nodes_back(plan)
                 launcher.start()
             elif fault != DrillFault.LAUNCHER:
                 break
@@ -239,6 +242,18 @@ def _await_ranks_end(plan: DrillPlan, deadline: float) -> None:
         if not any(_lives(beat, plan.nodes) for beat in beats.values()):
             return
         time.sleep(_POLL_S)
+
+
+def _let_nodes_back(plan: DrillPlan) -> None:
+    """Empty the list of nodes in quarantine that an allocation's drill has of its own.
+
+    A launcher that was killed counts as a lost node, and a scheduler would start the run on another one. A
+    drill has the nodes of its job alone, and knows that they are well.
+    """
+    if plan.nodes.is_allocation:
+        exclusions = Exclusions.of(plan.rundir, SubmitSection())
+        for host in exclusions.nodes():
+            exclusions.release(host)
 
 
 def _lives(beat: RankBeat, nodes: DrillNodes) -> bool:
