@@ -112,6 +112,20 @@ def test_an_id_that_no_token_has_is_refused_with_its_place(tmp_path: Path, bad: 
 
 
 @pytest.mark.usefixtures("either_way")
+def test_a_refused_sample_of_several_documents_is_named_by_its_first_token(tmp_path: Path) -> None:
+    size, count = LENGTH - 3, 12  # so that each sample goes on in other documents
+    dataset = written(tmp_path / "pair", [[7] * (size - 1) + [121]] * count)
+    order = MegatronOrder([dataset.sequence_lengths], None, samples=8, sequence_length=LENGTH, seed=9)
+    _, numbers = order.locate_samples(np.arange(8))
+    samples = Samples(order, [dataset], sequence_length=LENGTH, vocabulary_size=121)
+    for sample, number in enumerate(numbers.tolist()):
+        place, first = divmod(number * LENGTH, size)
+        begins = f"begins with token {first} of document {order.rows[0].order[place]},"
+        with pytest.raises(DataError, match=begins):
+            samples.read(np.array([sample]))
+
+
+@pytest.mark.usefixtures("either_way")
 def test_samples_are_the_same_from_memory_and_from_the_disk(tmp_path: Path) -> None:
     texts = [list(range(1000)) for _ in range(400)]
     dataset = written(tmp_path / "pair", texts)

@@ -51,6 +51,12 @@ def test_requests_are_passed_on_and_a_stop_outweighs_a_save():
     assert verdict == Stop(judged_step=1, reason="SIGINT", failed=False)
 
 
+def test_a_person_sends_the_run_back_to_a_step_without_the_samples_named():
+    verdict = judge(guards_of(), report(7, rewind_requested=(3, 40, 60), save_requested=True))
+    assert isinstance(verdict, Rewind) and "by hand" in verdict.reason
+    assert (verdict.judged_step, verdict.to_step, verdict.skip) == (7, 3, range(40, 60))
+
+
 @pytest.mark.parametrize(
     ("guard", "facts", "reason"),
     [

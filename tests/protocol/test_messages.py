@@ -317,6 +317,13 @@ def test_records_of_the_version_before_are_read_and_written_in_their_form():
         assert json.loads(encode_text(record)) == json.loads(text)
 
 
+def test_a_part_spans_and_weighs_the_rounds_own_steps_unless_it_names_more():
+    own = example.ready(steps=3, tokens=24)
+    assert (own.spanned_steps, own.weight_tokens) == (3, 24)
+    since_averaged = example.ready(steps=3, tokens=24, drift_steps=9, drift_tokens=72)
+    assert (since_averaged.spanned_steps, since_averaged.weight_tokens) == (9, 72)
+
+
 def test_the_states_that_a_peer_serves_and_wants_are_told_and_bounded():
     member = example.member(copies=("ab12", "cd34"), wants="ef56")
     plain = json.loads(encode_text(member))
