@@ -123,6 +123,14 @@ def test_a_rank_is_stuck_past_the_deadline_of_its_phase():
     assert not progress.stuck(501.0)
 
 
+def test_a_rank_that_compiles_has_the_time_of_that_and_no_more():
+    local = ranks_of(1)
+    say(local, 0, Moving(activity="compile", step=0), now=5.0)
+    assert local.progress.next_deadline() == 5.0 + LIMITS.compile_s
+    assert not local.progress.stuck(5.0 + LIMITS.compile_s - 1)
+    assert list(local.progress.stuck(5.0 + LIMITS.compile_s + 1)) == [0]
+
+
 def test_steps_that_usually_take_long_are_given_more():
     local = ranks_of(1)
     for step in range(5):

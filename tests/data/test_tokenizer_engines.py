@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Engine
 from tokenizers import models
+from tokenizers.processors import TemplateProcessing
 
 from bloomery.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from bloomery.data.tokenizer_engines import (
@@ -132,6 +133,21 @@ def test_a_tokenizer_that_would_cut_or_pad_texts_does_neither(tmp_path: Path) ->
     cutting.use_fast()
     assert cutting.engine == "fastokens"
     assert cutting.encode("abc def ghi jkl mno pqr") == tokenizer.encode("abc def ghi jkl mno pqr")
+
+
+def test_a_tokenizer_that_would_put_a_token_before_each_text_puts_none(tmp_path: Path) -> None:
+    tokenizer = train_tokenizer(CORPUS, vocabulary=300, end_of_document=EOD)
+    tokenizer.save(tmp_path / "tokenizer.json")
+    beginning = Engine.from_file(str(tmp_path / "tokenizer.json"))
+    beginning.post_processor = TemplateProcessing(
+        single=f"{EOD} $A", special_tokens=[(EOD, beginning.token_to_id(EOD))]
+    )
+    assert beginning.encode("ab").ids[0] == tokenizer.eod
+    beginning.save(str(tmp_path / "beginning.json"))
+    read = load_tokenizer(tmp_path / "beginning.json", end_of_document=EOD)
+    assert read.encode("abc def") == tokenizer.encode("abc def")
+    read.use_fast()
+    assert read.engine == "fastokens" and read.encode("abc def") == tokenizer.encode("abc def")
 
 
 def test_ids_are_laid_out_text_by_text() -> None:

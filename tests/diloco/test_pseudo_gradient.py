@@ -142,6 +142,34 @@ def test_a_round_of_streaming_moves_its_fragment_alone() -> None:
     assert torch.equal(vector.weights[:32], update.base[:32])
 
 
+class ManyBlocks(OneTensor):
+    """Of two fragments each has blocks that lie apart."""
+
+    def places(self) -> list[tuple[str, range]]:
+        names = ("embedding.weight", *(f"blocks.{block}.norm.weight" for block in range(4)), "head.weight")
+        size = self.numel // len(names)
+        return [(name, range(i * size, (i + 1) * size)) for i, name in enumerate(names)]
+
+
+def test_fragments_of_blocks_that_lie_apart_make_the_step_of_the_whole_vector() -> None:
+    peers = []
+    for fragments in (1, 2):
+        vector = ManyBlocks(60)
+        update = PseudoGradient(vector, ElasticSection(inner_steps=4, fragments=fragments), piece=17)
+        update.begin()
+        vector.weights += 0.01 * torch.randn(60, generator=torch.Generator().manual_seed(5))
+        squares = 0.0
+        for round in range(fragments):
+            squares += update.offer(round)[0]
+            values = torch.cat([update.values(1.0, piece)[0] for piece in update.pieces()])
+            update.prepare(reduced(values, None))
+            update.adopt()
+        peers.append((vector.weights, update.base, update.momentum, squares))
+    (whole_weights, *whole_state, expected), (weights, *state, squares) = peers
+    assert torch.equal(weights, whole_weights) and squares == pytest.approx(expected)
+    assert all(map(torch.equal, state, whole_state))
+
+
 @pytest.mark.parametrize("fragments", [1, 2])
 def test_the_digest_covers_the_momentum_before_a_round_and_in_what_would_follow(fragments: int) -> None:
     digests = []
