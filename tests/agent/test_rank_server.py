@@ -323,3 +323,14 @@ def test_what_a_killed_parent_left_is_removed_and_what_others_hold_is_not(tmp_pa
             os.utime(place, (long_ago, long_ago))
         with RankServer(lambda event: None):
             assert not abandoned.exists() and young.exists() and living.path.exists()
+
+
+def test_a_process_that_fails_before_it_closes_its_server_ends() -> None:
+    fails = (
+        "import queue\n"
+        "from bloomery.agent.rank_server import RankServer\n"
+        "server = RankServer(queue.SimpleQueue().put)\n"
+        "raise SystemExit(3)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", fails], timeout=DEADLINE_S, check=False)
+    assert ended.returncode == 3

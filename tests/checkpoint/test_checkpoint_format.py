@@ -163,6 +163,14 @@ def test_boxes_that_do_not_make_up_their_tensor_are_never_committed(tmp_path: Pa
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_one_process_saves_is_in_the_files_of_an_only_rank(tmp_path: Path):
+    entries = collect(Run().fill(5).parts).entries
+    alone = saved(tmp_path, entries)
+    (tmp_path / "part").mkdir()
+    part = write_part(tmp_path / "part", entries, rank=0, world=1)
+    assert sorted(file.name for file in alone.glob("*.safetensors")) == [file.name for file in part.files]
+
+
 def test_another_model_is_refused_with_what_differs(tmp_path: Path):
     directory = saved(tmp_path, [whole("model.a", torch.zeros(4, 2)), whole("model.b", torch.zeros(3))])
     wanted = [whole("model.a", torch.zeros(4, 3)), whole("model.c", torch.zeros(3))]

@@ -113,6 +113,24 @@ def test_half_a_warc_file_is_not_a_short_file(tmp_path: Path, name: str) -> None
         read(path)
 
 
+@pytest.mark.parametrize("kind", ["metadata", "resource"])
+def test_a_warc_file_that_ends_within_a_record_that_is_no_document_is_not_a_short_file(
+    tmp_path: Path, kind: str
+) -> None:
+    path, page = tmp_path / "crawl.warc", b"<p>a page of HTML</p>"
+    with path.open("wb") as file:
+        writer = WARCWriter(file, gzip=False)
+        record = writer.create_warc_record(
+            "http://example.org/", kind, payload=io.BytesIO(page), warc_content_type="text/html"
+        )
+        writer.write_record(record)
+    assert read(path) == []
+    content = path.read_bytes()
+    path.write_bytes(content[: content.index(page) + len(page) // 2])
+    with pytest.raises(DataError, match=f"ends within record 1: {len(page) // 2} of its {len(page)} bytes"):
+        read(path)
+
+
 def test_a_record_that_is_too_long_is_not_held(tmp_path: Path) -> None:
     path = tmp_path / "long.warc"
     with path.open("wb") as file:

@@ -84,6 +84,15 @@ def test_an_index_that_contradicts_itself_is_told(prefix: Path) -> None:
     assert "document 2 begins before the one before it" in said
 
 
+def test_the_first_of_all_sequences_without_tokens_is_told(
+    prefix: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pairs, "_CHUNK_ENTRIES", 1)
+    patch(idx_path(prefix), 34, struct.pack("<2i", 0, 0))  # the lengths of the first two
+    told = [finding for finding in verify_pair(prefix).findings if "has 0 tokens" in finding]
+    assert told == [f"{idx_path(prefix)}: sequence 0 has 0 tokens."]
+
+
 def test_a_pair_that_cannot_be_read_is_refused(prefix: Path) -> None:
     bin_path(prefix).write_bytes(b"12")
     with pytest.raises(DataError, match="cut short"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from bloomery.diloco import agent_client
 from bloomery.diloco.agent_client import CommandInbox
 from bloomery.protocol.rank_messages import Abort, AgentMessage, StopTraining
 
@@ -59,6 +60,19 @@ def test_who_is_asked_to_stop_while_it_waits_tells_the_agent_once_and_hears_of_i
     agent = Agent()
     command = inbox_of(agent, asked_to_stop=lambda: "signal 15").wait("the next round")
     assert command == StopTraining(why="signal 15", failed=False) and agent.left == ["signal 15"]
+
+
+def test_who_reduces_and_is_asked_to_stop_tells_the_agent_once_however_long_the_agent_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class SlowAgent(Agent):
+        def leave(self, why: str) -> None:
+            self.left.append(why)
+
+    monkeypatch.setattr(agent_client, "_POLL_S", 0.0)
+    agent, polls = SlowAgent(), iter([False] * 5 + [True])
+    inbox = inbox_of(agent, asked_to_stop=lambda: "signal 15")
+    assert inbox.while_reducing(7, lambda timeout_s: next(polls)) and agent.left == ["signal 15"]
 
 
 def test_between_steps_all_ranks_take_as_many_commands_as_the_first_has() -> None:

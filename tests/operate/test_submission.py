@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import stat
 import subprocess
 from collections.abc import Callable
@@ -170,6 +171,25 @@ def test_files_that_the_group_cannot_write_are_repaired(tmp_path: Path) -> None:
     assert [mode & 0o070 for mode in modes] == [0o070, 0o060] and modes[0] & stat.S_ISGID
     again = share_with_group(run.path)
     assert (again.repaired, again.refused) == (0, {})
+
+
+@pytest.mark.needs(lambda: os.geteuid() == 0, rights="root, to give a directory away")
+def test_an_owner_whom_the_machine_has_no_name_for_is_told_by_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named = {entry.pw_uid for entry in pwd.getpwall()}
+    owner, other = sorted({*range(50_000, 60_000)} - named)[:2]
+    monkeypatch.chdir(tmp_path)  # the directories above it are root's alone
+    tmp_path.chmod(0o755)
+    run = Path("run")
+    run.mkdir(mode=0o700)
+    os.chown(run, owner, -1)
+    os.seteuid(other)
+    try:
+        repair = share_with_group(run)
+    finally:
+        os.seteuid(0)
+    assert repair == AccessRepair(repaired=0, refused={str(owner): (run,)})
 
 
 def test_files_of_others_that_the_group_may_not_write_are_told(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -97,6 +98,15 @@ def test_a_failure_that_would_repeat_is_not_started_again(supervised: Train, tmp
     assert diagnosis["cause"] == "exception" and not diagnosis["retries"]
     assert "not started again: the same start would fail again" in said.err
     assert len(told(run, "attempt")) == 1
+
+
+def test_a_closed_watch_looks_at_no_heartbeat_any_more(tmp_path: Path) -> None:
+    run, before = RunDirectory(tmp_path / "run").create(), set(threading.enumerate())
+    limits = StandstillLimits()
+    watch = AttemptWatch(run, world=1, host="node0", name="first", limits=limits, measured_s={})
+    assert set(threading.enumerate()) - before
+    watch.close()
+    assert not set(threading.enumerate()) - before
 
 
 def test_a_killed_rank_is_the_cause_however_long_the_others_stand_still_after_it(
