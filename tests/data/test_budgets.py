@@ -72,6 +72,17 @@ def test_a_budget_of_all_it_holds_reads_each_window_of_a_dataset_once(
     assert (beyond == 1).all()
 
 
+@settings(max_examples=100)
+@given(budget=st.integers(1, 300), rest=st.integers(10, 500))
+@example(budget=54, rest=37)  # its share, rounded, makes it 55 samples
+def test_a_budget_of_a_part_of_what_it_holds_is_given_to_the_sample(
+    datasets: list[IndexedDataset], budget: int, rest: int
+) -> None:
+    stream = stream_of(datasets, demand(budget + rest, (budget, 1), (0, 1), (0, 1)))
+    given_in_all = stream.order.given_before(budget + rest)
+    assert given_in_all[0] == budget and given_in_all.sum() == budget + rest
+
+
 def test_one_epoch_of_everything_is_everything_once(datasets: list[IndexedDataset]) -> None:
     samples = 300 + 41 + 70_000
     stream = stream_of(datasets, demand(samples, (300, 1), (41, 1), (70_000, 1)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from bloomery.checkpoint.format.catalogue import checkpoints
 from bloomery.checkpoint.format.manifest import read_manifest
 from bloomery.checkpoint.format.retention import last_single_pass
 from bloomery.cli import main
-from bloomery.config.load import LoadedRecipe
+from bloomery.config.load import LoadedRecipe, load_recipe
 from bloomery.config.validate import check_recipe
+from bloomery.data.dataset_shares import Extent, claims
 from bloomery.data.indexed import IndexedDataset, IndexedWriter
 from bloomery.data.mixture import Mixture
 from bloomery.data.order import order_through
@@ -27,6 +29,7 @@ from bloomery.events.journal import loss_curve, read_journal
 from bloomery.events.records import StepReport
 from bloomery.events.run_directory import RunDirectory
 from bloomery.guard.verdict import CarryOn
+from bloomery.train.data_stream import demand_of
 from bloomery.train.loop import train
 from bloomery.train.observers import ReadingWatch
 from bloomery.train.settings import StartOptions
@@ -251,6 +254,26 @@ def test_the_report_of_a_run_counts_what_was_given_under_earlier_weights(
     for row in told["datasets"]:
         assert row["delivered"] == pytest.approx(sum(counts[row["name"]]) / 96)
     assert 0.1 < told["datasets"][1]["delivered"] < 0.4
+
+
+@pytest.mark.parametrize("datasets", [1, 4])
+def test_a_run_of_all_its_budgets_tokens_is_met_though_each_is_rounded_to_samples(datasets: int) -> None:
+    tokens = 10 * 64 + 63  # of each dataset: its last sample lacks one token
+    budgets = ", ".join(f'{{name = "d{n}", path = "p{n}", tokens = {tokens}}}' for n in range(datasets))
+    settings = ("train.global_batch=1", "train.micro_batch=1", "train.ramp_up=[]", "train.samples=0")
+    recipe = load_recipe(
+        "demo",
+        [
+            *settings,
+            f"data.datasets=[{budgets}]",
+            "data.sources=[]",
+            "data.sequence_length=64",
+            f"train.tokens={datasets * tokens}",
+        ],
+    ).recipe
+    extents = [Extent(name=f"d{n}", tokens=tokens, windows=10) for n in range(datasets)]
+    shares = demand_of(recipe, claims(recipe.data, extents)).shares()
+    assert shares == (Fraction(1, datasets),) * datasets
 
 
 def test_a_budget_that_cannot_be_kept_stops_the_run_before_it_starts(mixed: Start) -> None:
