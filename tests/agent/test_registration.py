@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 from tests.coordination.round_world import World
 from tests.protocol import example
 
+from bloomery.agent.rank_server import RankSent
+from bloomery.agent.rank_state import LocalRanks, RankProgress
 from bloomery.agent.registration import (
     Admission,
     BandwidthReports,
@@ -19,11 +22,15 @@ from bloomery.agent.registration import (
     links_to_measure,
 )
 from bloomery.agent.round_driver import RoundDriver
+from bloomery.agent.timeouts import timeouts_of
+from bloomery.config.elastic import ElasticSection
 from bloomery.coordination.decide import Propose, RequestFlush, TakeShare, Wait, decide
 from bloomery.coordination.eligibility import RoundSettings
-from bloomery.coordination.snapshot import RunSnapshot
+from bloomery.coordination.snapshot import ListedMember, RunSnapshot
 from bloomery.data.position import RULE_KEY
 from bloomery.protocol.encoding import encode_settings
+from bloomery.protocol.rank_messages import Hello, RankReady, Reduce
+from bloomery.protocol.records import ProposedAttempt
 
 
 def judged(
@@ -149,3 +156,28 @@ def test_rounds_that_were_committed_between_two_looks_are_all_counted_as_missed(
     for newest, missed in ((3, 0), (4, 1), (7, 4)):
         driver.follow(RunSnapshot(commits={round: commits[round] for round in range(3, newest + 1)}))
         assert driver.overtaken == missed
+
+
+def test_an_attempt_is_begun_once_however_often_its_snapshot_is_looked_at() -> None:
+    limits, told = timeouts_of(ElasticSection()), list[Reduce]()
+    local = LocalRanks(RankProgress(limits))
+    local.take(RankSent(rank=0, message=Hello(rank=0, world=1, process=1)), now=0.0)
+    local.take(RankSent(rank=0, message=RankReady(ready=example.ready(round=1))), now=0.0)
+    context: Any = SimpleNamespace(
+        me="a",
+        local=local,
+        settings=SimpleNamespace(timeouts=limits, streams=1),
+        connection_manager=SimpleNamespace(pool=None),  # a ring of one needs no connection
+        rank_server=SimpleNamespace(send=lambda reduce, rank: told.append(reduce)),
+        wake=lambda: None,
+    )
+    driver = RoundDriver(context, registration=None, membership=None)  # type: ignore[arg-type]
+    member = ListedMember(member=example.member(peer="a"), life=1, modified=1, seen_s=0.0, said_s=0.0)
+    attempt = example.attempt(round=1, epoch=1, members=("a",))
+    tried = ProposedAttempt(attempt=attempt, lives=(1,), offers=(1,))
+    for _ in range(3):
+        driver.ring(RunSnapshot(members={"a": member}, tried=tried))
+        for thread in threading.enumerate():
+            if thread.name == "connect":
+                thread.join()
+    assert [reduce.attempt.epoch for reduce in told] == [1] and driver.is_ringing

@@ -209,6 +209,14 @@ def test_shifted_windows_are_cut_elsewhere_in_each_epoch(tmp_path: Path) -> None
         assert inputs[row].tolist() == samples.read(np.array([sample]))[0][0].tolist()
 
 
+def test_windows_that_are_not_shifted_follow_one_another_in_every_epoch() -> None:
+    layout = Windows.of(100, length=LENGTH)
+    numbers = np.arange(layout.sample_count)
+    for epoch in (0, 3):
+        starts = layout.starts(numbers, np.full_like(numbers, epoch)).tolist()
+        assert starts == list(range(0, 100 - LENGTH, LENGTH))
+
+
 @pytest.mark.parametrize("tokens", [2, 11, 12, 21, 22, 23, 24, 100, 101])
 def test_no_shifted_window_leaves_the_dataset(tokens: int) -> None:
     layout = Windows.of(tokens, length=LENGTH, is_shifted=True, seed=3)
