@@ -110,6 +110,19 @@ def test_a_rank_that_is_gone_or_leaves_is_known():
     assert local.are_gone
 
 
+def test_nothing_is_said_for_a_peer_of_which_a_rank_is_missing():
+    local = ranks_of(2)
+    for rank in (0, 1):
+        say(local, rank, holding("x"))
+        say(local, rank, RankReady(ready=ready()))
+        say(local, rank, RankRingDone(epoch=4, digest="y"))
+        say(local, rank, StateRefused(why="other tensors"))
+    assert local.holding and local.ready and local.digest_of(4) == "y"
+    local.take(RankGone(rank=1, why="it ended"), now=0.0)
+    assert local.holding is None and local.ready is None
+    assert local.digest_of(4) is None and local.take_refusal() is None
+
+
 def test_a_rank_is_stuck_past_the_deadline_of_its_phase():
     local = ranks_of(1)
     progress = local.progress
