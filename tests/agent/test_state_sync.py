@@ -11,6 +11,7 @@ from typing import Any
 from msgspec import structs
 from tests.protocol import example
 
+from bloomery.agent.agent import Agent
 from bloomery.agent.state_sync import Behind, StateSync
 from bloomery.coordination.snapshot import ListedMember, RunSnapshot
 from bloomery.data.position import Position
@@ -201,3 +202,19 @@ def test_what_was_fetched_while_its_sources_serve_nothing_is_not_waited_for_twic
     for now in (3e9, 4e9):
         assert not supply._next(run, behind).is_average
         supply.fetch(replace(run, members={"a": silent}), now=now, behind=behind)
+
+
+def test_a_peer_whose_ranks_hold_the_runs_state_no_longer_wants_one():
+    ended: queue.Queue[None] = queue.Queue()
+
+    def fetch(commit, sources, *, cancelled):
+        return FetchedState(directory=Path("here"), leader=sources()[0], bytes=1)
+
+    sync = StateSync(fetch, me="b", wake=lambda: ended.put(None), reach=lambda peer: None)
+    run = snapshot(3)
+    assert sync.fetch(run, now=1e9) is None and sync.wants == "d3"
+    ended.get(timeout=DEADLINE_S)
+    assert sync.fetch(run, now=1e9) is not None and sync.wants == "d3"
+    agent: Any = SimpleNamespace(_round_driver=SimpleNamespace(held=(3, "d3"), seen=3), _state_sync=sync)
+    Agent._replace(agent, run, 1e9)
+    assert sync.wants == ""
