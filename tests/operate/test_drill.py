@@ -13,12 +13,15 @@ from tests.faults.commands import bloomery
 
 from bloomery.cli.drill import drill_text, timeouts_text
 from bloomery.cli.tables import COLUMNS
+from bloomery.config.submit import SubmitSection
 from bloomery.events import timeouts
 from bloomery.events.heartbeat import RankActivity, RankBeat
 from bloomery.events.run_directory import RunDirectory
-from bloomery.operate.drill.exercise import DrillResult
+from bloomery.operate.drill.allocation import DrillNodes
+from bloomery.operate.drill.exercise import DrillPlan, DrillResult, _let_nodes_back
 from bloomery.operate.drill.faults import EFFECTS, DrillFault, DrillTarget, inject
 from bloomery.operate.drill.phases import RecoveryPhases, phases_of
+from bloomery.operate.exclusions import Exclusions, QuarantinedNode
 from bloomery.operate.timeouts import contradictions, run_timeouts
 
 Train = Callable[..., list[str]]
@@ -122,3 +125,16 @@ def test_the_shared_memory_of_the_machine_is_never_filled(tmp_path: Path) -> Non
     target = DrillTarget(rundir=RunDirectory(tmp_path), beats=[beat()], launcher=0)
     with pytest.raises(AssertionError, match="private /dev/shm"):
         inject(DrillFault.SHM, target, Random(0))
+
+
+@pytest.mark.parametrize("is_allocation", [True, False])
+def test_a_node_whose_launcher_the_drill_killed_is_let_back_where_the_list_is_the_drills_own(
+    tmp_path: Path, *, is_allocation: bool
+) -> None:
+    rundir = RunDirectory(tmp_path / "run")
+    rundir.create()
+    exclusions = Exclusions.of(rundir, SubmitSection())
+    exclusions.add(QuarantinedNode(host="node2", cause="node lost", since=1.0))
+    nodes = DrillNodes(count=2, here="node1", is_allocation=is_allocation)
+    _let_nodes_back(DrillPlan(rundir=rundir, command=(), world=2, faults=(), nodes=nodes))
+    assert set(exclusions.nodes()) == (set() if is_allocation else {"node2"})
