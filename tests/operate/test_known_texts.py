@@ -177,3 +177,86 @@ def test_an_abort_of_torch_that_tells_of_a_timeout_names_the_rank_that_tells_of_
     ]
     diagnosis = diagnose(FailureEvidence(ranks=ends))
     assert (diagnosis.cause, diagnosis.culprit.rank) == (Cause.NCCL_TIMEOUT, 1)
+
+
+ECC = (
+    "[rank0]:[E1127 02:14:51 ProcessGroupNCCL.cpp:1896] [PG ID 0 Rank 0] Process group watchdog thread "
+    "terminated with exception: CUDA error: uncorrectable ECC error encountered\n"
+    "terminate called after throwing an instance of 'c10::DistBackendError'"
+)
+
+
+def test_a_rank_that_torch_aborts_for_its_own_bad_gpu_is_the_culprit() -> None:
+    aborted = RankEnd(rank=0, host="node0", device="cuda:0", status=ABORT, log=ECC)
+    verdict = verdict_of(aborted, lost(1))
+    assert (verdict.cause, verdict.culprit.rank, verdict.culprit.gpu) == (Cause.BAD_GPU, 0, "0")
+
+
+def test_a_gpu_that_the_kernel_has_lost_without_saying_which_leaves_the_node_the_culprit() -> None:
+    line = "NVRM: nvAssertOkFailedNoLog: Assertion failed: GPU lost from the bus [NV_ERR_GPU_IS_LOST]"
+    ends = [RankEnd(rank=rank, host="node0", status=71, error="RankLost: gone") for rank in (0, 1)]
+    verdict = verdict_of(*ends, kernel={"node0": [line]})
+    assert (verdict.cause, verdict.culprit.host, verdict.culprit.rank) == (Cause.BAD_GPU, "node0", None)
+
+
+@pytest.mark.parametrize(
+    "log",
+    [
+        "torch.distributed.DistStoreError: wait timeout after 600000ms, keys: /default_pg/0//barrier/7753",
+        "[Rank 0] Caught collective operation timeout: WorkNCCL(SeqNum=7753, Timeout(ms)=1800000) ran on",
+    ],
+)
+def test_the_witness_of_a_time_out_is_not_the_rank_that_did_not_come(log: str) -> None:
+    hung = RankEnd(rank=1, host="a", status=-9, is_killed_here=True)
+    verdict = verdict_of(RankEnd(rank=0, host="a", status=ABORT, log=log), hung)
+    assert (verdict.cause, verdict.culprit.rank) == (Cause.NCCL_TIMEOUT, 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "cause", "retries"),
+    [
+        (
+            "RuntimeError: cublaslt_gemm.cu:315: cuBLAS Error: the resource allocation failed",
+            "GPU_MEMORY",
+            False,
+        ),
+        (
+            "DistBackendError: ncclUnhandledCudaError\nFailed to CUDA calloc async 608 bytes",
+            "GPU_MEMORY",
+            False,
+        ),
+        ("RuntimeError: write /lustre/home/u1/run.wandb: disk quota exceeded", "QUOTA", False),
+        ("RuntimeError: write /lustre/home/u1/run.wandb: no space left on device", "NO_SPACE", False),
+        (
+            "HttpResponseError: azure.core: Operation could not be completed within the specified time.",
+            "STORAGE",
+            True,
+        ),
+        (
+            "InvalidResponse: google.resumable_media.common: ('Request failed with status code', 503, 'OK')",
+            "STORAGE",
+            True,
+        ),
+        (
+            "ClientError: An error occurred (InternalError) when calling the PutObject operation",
+            "STORAGE",
+            True,
+        ),
+        (
+            "ConnectionError: ('Connection aborted.', ConnectionResetError(104)), (Request ID: 1c)",
+            "NETWORK",
+            True,
+        ),
+        (
+            "DistBackendError: ncclRemoteError: a network error or a remote process exiting\n"
+            "NET/IB: Got completion from peer 10.2.1.1<54862> with status=IBV_WC_RETRY_EXC_ERR(12) opcode=x",
+            "NETWORK",
+            True,
+        ),
+        ("RuntimeError: CUDA error: no CUDA-capable device is detected", "BAD_GPU", True),
+        ("ValueError: the status code of a model is 503 layers", "EXCEPTION", False),
+    ],
+)
+def test_words_that_a_tenth_draw_found_missing(words: str, cause: str, *, retries: bool) -> None:
+    verdict = verdict_of(lost(0), RankEnd(rank=1, host="a", status=1, error=words, log=words, step=9))
+    assert (verdict.cause, verdict.culprit.rank, verdict.retries) == (Cause[cause], 1, retries)

@@ -11,16 +11,23 @@ from bloomery.errors import RankLost
 from bloomery.operate.diagnosis import Cause, Culprit, Diagnosis
 from bloomery.operate.failure_evidence import FailureEvidence, RankEnd
 from bloomery.operate.flight_recorder import FlightFinding, find_absent
-from bloomery.operate.known_texts import KNOWN_TEXTS, bad_gpu_of, killed_process, transient_cause_of
+from bloomery.operate.known_texts import (
+    DRIVER_HAS_NONE,
+    GPU_MEMORY,
+    KNOWN_TEXTS,
+    LINK_DOWN,
+    MAYBE_TIMEOUT,
+    NETWORK_OF_NCCL,
+    bad_gpu_of,
+    killed_process,
+    transient_cause_of,
+)
 
 _PYTHON_KILLED = re.compile(r"Killed process \d+ \((?:python|pt_)")
 """A process that a rank may have started: torch's data workers call themselves pt_data_worker."""
 _CHILD_KILLED = re.compile(
     r"status (?:-9|137)\b|\bsignal 9\b|SIGKILL|was killed|exit ?code:? (?:-9|137)\b|terminated abruptly"
     r"|exited unexpectedly"
-)
-_LINK_DOWN = re.compile(
-    r"mlx5_core \S+ \S+: Link down|(?:ib|hsn|roce)\w*: (?:link is down|carrier lost)", re.I
 )
 _NAMES_PATH = re.compile(r"['\"( ]/\S|\bdisk space\b")
 _ROOMY_GIB = 4.0
@@ -30,33 +37,17 @@ _CONSEQUENCES = re.compile(
     r"|Broken pipe|Another rank of this run is gone"
     r"|remote process exited or there was a network error|network error or a remote process exiting"
 )
+_OF_HTTP = re.compile(r"ProtocolError|HTTPS?Connection|urllib3|aiohttp|httpx|botocore|Request ID")
+"""A client's connection to a server that is no rank."""
 _ABORTED_BY_TORCH = re.compile(
     r"watchdog thread terminated with exception|taking the entire process down"
     r"|Terminating the process after attempting to dump debug info|NCCL operations have failed or timed out"
     r"|dump signal due to a collective timeout|detected by watchdog at work"
 )
 """What torch prints on a rank that it aborts because of others, or because of a time-out."""
-_MAYBE_TIMEOUT = re.compile(
-    r"operations have failed or timed out|"
-    r"due to (?:a )?(?:collective timeout|NCCL timeout|\w+ watchdog hang)"
-    r"|flight recorder dump signal|detected by watchdog at work"
-)
-_NETWORK_OF_NCCL = re.compile(
-    r"NET/IB\s?: .*(?:Got completion .*(?:status=|error )\d+|Got async event)|ibv_\w+ failed"
-    r"|mlx\d: \S+: got completion with error"
-)
-_GPU_MEMORY = re.compile(
-    r"(?i:\b(?:CUDA|HIP|ROCm|XPU|MPS|NPU|GPU|Triton|device|NCCL|RCCL)\w*\b[^/]*out of memory)"
-    r"|_(?:(?:DEVICE_ALLOCATION|ALLOC)_FAILED|OUT_OF_MEMORY|OUT_OF_RESOURCES|MEMORY_ERROR)\b|cudaErrorMemoryAllocation"
-    r"|hipErrorOutOfMemory"
-    r"|\bOutOfMemoryError\b"
-)
-_DRIVER_HAS_NONE = re.compile(
-    r"(?:CUDA|HIP)(?: driver)? error: out of memory|Cuda failure.* 'out of memory'"
-    r"|cudaErrorMemoryAllocation|hipErrorOutOfMemory"
-)
 _REPORTS_TIMEOUT = re.compile(
     r"(?i:Watchdog caught|(?<!failed or )timed out|watchdog got stuck|timeout at NCCL work)"
+    r"|(?i:caught collective operation timeout)|DistStoreError: .*[Tt]imeout|\bwait timeout after \d+ ?ms"
 )
 _LAST_ENQUEUED = re.compile(r"last enqueued NCCL work: (\d+)")
 _OTHERS_HOLD_IT = re.compile(r"Process \d+ has [\d.]+ [GM]iB memory in use")
@@ -106,7 +97,8 @@ def _kernel(evidence: FailureEvidence) -> Iterator[Diagnosis]:
             if bad is not None:
                 bus, words = bad
                 gpu = evidence.gpu_buses.get((host, bus), bus)
-                rank = next((end.rank for end in evidence.ranks if (end.host, end.gpu) == (host, gpu)), None)
+                there = [end.rank for end in evidence.ranks if bus and (end.host, end.gpu) == (host, gpu)]
+                rank = there[0] if there else None
                 culprit = Culprit(host=host, gpu=gpu, rank=rank)
                 yield _found(Cause.BAD_GPU, culprit, words, f"{host}: {line}")
             pid = killed_process(line)
@@ -130,7 +122,9 @@ def _scheduler(evidence: FailureEvidence) -> Iterator[Diagnosis]:
 def _texts(evidence: FailureEvidence) -> Iterator[Diagnosis]:
     """Look for texts that name their cause, those of the ranks that failed by themselves first."""
     for cause, pattern in KNOWN_TEXTS:
-        for end in _failed(evidence):
+        # torch aborts a rank whose own GPU is bad in the words by which it aborts those that wait for others
+        ends = _ended(evidence) if cause == Cause.BAD_GPU else _failed(evidence)
+        for end in ends:
             line = _line(f"{end.error}\n{end.log}", pattern)
             if line:
                 if cause == Cause.NCCL_TIMEOUT:
@@ -181,10 +175,10 @@ def _bus_error_beside_room(evidence: FailureEvidence, culprit: Culprit, line: st
 
 def _gpu_memory(evidence: FailureEvidence) -> Iterator[Diagnosis]:
     for end in _failed(evidence):
-        line = _line(f"{end.error}\n{end.log}", _GPU_MEMORY.pattern)
+        line = _line(f"{end.error}\n{end.log}", GPU_MEMORY.pattern)
         if line:
             # torch's allocator names its own use; the driver alone has none left where others hold it all
-            others = bool(_OTHERS_HOLD_IT.search(f"{end.error}\n{end.log}") or _DRIVER_HAS_NONE.search(line))
+            others = bool(_OTHERS_HOLD_IT.search(f"{end.error}\n{end.log}") or DRIVER_HAS_NONE.search(line))
             at_start = end.step <= evidence.first_step and others
             cause = Cause.GPU_MEMORY_AT_START if at_start else Cause.GPU_MEMORY
             yield _found(cause, _who(end), line, f"log of rank {end.rank}: {line}")
@@ -193,12 +187,12 @@ def _gpu_memory(evidence: FailureEvidence) -> Iterator[Diagnosis]:
 def _link(evidence: FailureEvidence) -> Iterator[Diagnosis]:
     """Look for a port or a link that failed, in what NCCL says of its own adapter and in the kernel's log."""
     for end in evidence.ranks:
-        line = _line(f"{end.error}\n{end.log}", _NETWORK_OF_NCCL.pattern)
+        line = _line(f"{end.error}\n{end.log}", NETWORK_OF_NCCL.pattern)
         if line and end.status not in (0, None):
             yield _found(Cause.NETWORK, _who(end), line, f"log of rank {end.rank}: {line}", sure=False)
     for host, lines in sorted(evidence.kernel.items()):
         for line in lines:
-            if _LINK_DOWN.search(line):
+            if LINK_DOWN.search(line):
                 yield _found(Cause.NETWORK, Culprit(host=host), line, f"{host}: {line}")
 
 
@@ -284,7 +278,7 @@ def _exceptions(evidence: FailureEvidence) -> Iterator[Diagnosis]:
 def _aborted(evidence: FailureEvidence) -> Iterator[Diagnosis]:
     """Look for ranks that torch has aborted, where no rank failed by itself."""
     for end in evidence.ranks:
-        pattern = f"{_MAYBE_TIMEOUT.pattern}|{_REPORTS_TIMEOUT.pattern}"
+        pattern = f"{MAYBE_TIMEOUT.pattern}|{_REPORTS_TIMEOUT.pattern}"
         line = _line(end.log, pattern) if _is_torchs_abort(end) else ""
         if line:
             yield _nccl_timeout(evidence, end, line)
@@ -316,7 +310,12 @@ def _found(cause: Cause, culprit: Culprit, summary: str, line: str, *, sure: boo
 
 def _failed(evidence: FailureEvidence) -> list[RankEnd]:
     """Return the ranks that failed by themselves, without those that ended because another rank was lost."""
-    return [end for end in evidence.ranks if end.status not in (0, None) and not _is_consequence(end)]
+    return [end for end in _ended(evidence) if not _is_consequence(end)]
+
+
+def _ended(evidence: FailureEvidence) -> list[RankEnd]:
+    """Return the ranks that did not end well."""
+    return [end for end in evidence.ranks if end.status not in (0, None)]
 
 
 def _own_errors(evidence: FailureEvidence) -> bool:
@@ -325,7 +324,7 @@ def _own_errors(evidence: FailureEvidence) -> bool:
 
 def _is_consequence(end: RankEnd) -> bool:
     text = end.error or _last_exception(end.log)
-    is_told = bool(text and _CONSEQUENCES.search(text))
+    is_told = bool(text and _CONSEQUENCES.search(text) and not _OF_HTTP.search(text))
     return end.status == RankLost.exit_status or is_told or _is_aborted(end)
 
 
@@ -373,7 +372,7 @@ def _culprit_of_nccl(evidence: FailureEvidence, end: RankEnd) -> Culprit:
     texts = {other.rank: f"{other.error}\n{other.log}" for other in evidence.ranks}
     reporters = {rank for rank, text in texts.items() if _REPORTS_TIMEOUT.search(text)}
     # the rank that is waited for prints these, too, once the others have sent their signal through the store
-    reporters = reporters or {rank for rank, text in texts.items() if _MAYBE_TIMEOUT.search(text)}
+    reporters = reporters or {rank for rank, text in texts.items() if MAYBE_TIMEOUT.search(text)}
     absent = [other for other in evidence.ranks if other.rank not in reporters]
     if len(absent) == 1:
         return _who(absent[0])

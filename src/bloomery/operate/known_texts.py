@@ -23,19 +23,28 @@ _KILLED = re.compile(
     r"(?:Out of memory|Memory cgroup out of memory): Killed process (?P<pid>\d+)|oom-kill:.*pid=(?P<pid2>\d+)"
 )
 _NOT_INITIALISED = re.compile(r"NVRM: GPU (?P<bus>[0-9a-f:]+)(?:\.\d)?: (?P<rest>RmInitAdapter failed.*)")
+_LOST = re.compile(
+    r"NVRM: (?:GPU (?P<bus>[0-9a-f:]+)(?:\.\d)?: )?"
+    r"(?P<rest>.*(?:GPU_IS_LOST|(?:lost from|fallen off) the bus).*)"
+    r"|(?P<switch>nvidia-nvswitch\d+: SXid.*, Fatal.*)"
+)
+"""Lines that may not say of which GPU they are."""
 
 _SHARED_MEMORY = (
     r"insufficient shared memory",
     r"[Bb]us error.*shared memory",
     r"out of shared memory",
     r"killed by signal: Bus error",
-    r"(?:shared memory object|write to file) </torch_\S+>.*No space left",
-    r"/dev/shm.*No space left",
+    r"(?:shared memory object|write to file) </torch_\S+>.*(?i:no space left)",
+    r"/dev/shm.*(?i:no space left)",
     r"unable to allocate shared memory\(shm\)|creating shared memory segment /dev/shm/",
 )
 _BAD_GPU = (
     r"uncorrectable (?:NVLink|ECC) error|CUDA error: .*ECC|hardware (?:stack )?error",
-    r"GPU is lost|GPU requires reset|fallen off the bus|Unable to determine the device handle",
+    r"GPU is lost|GPU requires reset|(?:fallen off|lost from) the bus|Unable to determine the device handle",
+    r"(?i:double[- ]bit (?:ECC )?error)|(?i:row[- ]remap\w* (?:failure|failed))|NV_ERR_GPU_IS_LOST",
+    r"(?:cuda|hip)Error(?:DevicesUnavailable|ECC\w+|Hardware\w+|NoDevice|SystemNotReady|SystemDriverMismatch)",
+    r"no CUDA-capable device is detected|Failed to initialize NVML|CUDA driver initialization failed",
     # the fabric manager of NVSwitch is down, or the driver's state is lost
     r"Error 802: system not yet initialized|CUDA unknown error",
     r"CUDA-capable device\(s\) is/are busy or unavailable",
@@ -49,30 +58,31 @@ _STORAGE_AWAY = (
     # ECONNABORTED, ECONNRESET, ETIMEDOUT, ECONNREFUSED and EHOSTUNREACH of a file; connections end so too
     r"Errno (?:103|104|110|111|113)\] [^:]+: '/",
     r"Input/output error|Remote I/O error|Structure needs cleaning|Read-only file system",
-    r"[Tt]ransport endpoint|Stale (?:NFS )?file handle",
+    r"[Tt]ransport endpoint|(?i:stale (?:NFS )?file handle)",
+    r"(?i:\b(?:lustre|gpfs|beegfs|ceph|nfs|fuse)\b.{0,60}\b(?:not responding|timed out|stale|is down))",
 )
 _COLLECTIVE_TIMEOUT = (
-    r"Watchdog caught collective operation timeout",
+    r"(?i:caught collective operation timeout)|DistStoreError: .*[Tt]imeout|\bwait timeout after \d+ ?ms",
     r"(?<![/\w])NCCL\b(?! operations have failed)[^/]*(?:timed out|timeout)",
     r"watchdog got stuck for \d+ seconds|Timed out waiting \d+ms for (?:recv|send) operation",
     r"[Tt]imeout at NCCL work|Heartbeat monitor timed out|(?:timed out in|failed to pass) monitoredBarrier",
     r"Timed out initializing process group in store based barrier",
 )
 _CONNECTIONS = (
-    r"client socket has (?:timed out|failed)|name resolution|Name or service not known|No route to host",
-    r"Network is (?:unreachable|down)|Connection (?:refused|timed out|aborted)|Host is unreachable",
+    r"client socket has (?:timed out|failed)|name resolution|(?i:name or service not known|no route to host)",
+    r"(?i:network is (?:unreachable|down)|connection (?:refused|timed out|aborted)|host is unreachable)",
     r"Errno (?:100|101|110|111|113)\]",
     r"nccl(?:System|Internal)Error|Software caused connection abort|Proxy Call to rank \d+ failed",
 )
 KNOWN_TEXTS: tuple[tuple[Cause, str], ...] = (
     (Cause.RUN_BUSY, r"^RunBusy: |is being \w[\w ]* by process \S+ on \S+ since "),
     (Cause.BAD_GPU, "|".join(_BAD_GPU)),
-    (Cause.QUOTA, r"Disk quota exceeded|EDQUOT|(?i:\berrno[ =:]+122\b)|os error 122"),
+    (Cause.QUOTA, r"(?i:disk quota exceeded)|EDQUOT|(?i:\berrno[ =:]+122\b)|os error 122"),
     # torch's shared memory lies in /dev/shm: what is full there is not the run's disk
     (Cause.BUS_ERROR, "|".join(_SHARED_MEMORY)),
     (
         Cause.NO_SPACE,
-        r"No space left on device|no inodes are left|ENOSPC|refused at \S+: no space|File too large"
+        r"(?i:no space left on device)|no inodes are left|ENOSPC|refused at \S+: no space|File too large"
         r"|(?i:(?:not enough|insufficient) (?:free )?(?:disk|storage) space)"  # of datasets and of clients
         r"|database or disk is full|(?i:\berrno[ =:]+28\b)|os error 28"
         r"|OSError: \d+ requested and \d+ written"  # numpy
@@ -109,10 +119,42 @@ _TRANSIENT = re.compile(
     r"|\b(?i:try again|slow ?down|reduce your request|max(?:imum)? retries|after \d+ retries)\b"
     r"|\b(?i:error sending request|server ?busy|server is busy|connections? failed)\b|\bUNAVAILABLE\b"
     r"|\b(?:429|50[0234])\b.{0,40}(?:Server Error|Bad Gateway|Gateway Time-?out|Too Many Requests)"
+    r"|(?i:\bstatus(?: ?code)?['\"]?[:=, ]+\(?(?:429|50[0234])\b)"
+    r"|(?i:operation ?timed ?out|within the specified time)"
+    r"|\bAn error occurred \((?:5\d\d|InternalError|ServiceUnavailable|RequestTime\w+|Throttl\w+|SlowDown)\)"
 )
 _OF_STORES = re.compile(
     r"(?i:\b(?:s3|gcs|azure|blob|bucket|put ?object|get ?object|upload ?part|storage|FSTimeoutError)\b)"
+    r"|google\.resumable_media|googleapis|gcsfs|s3fs|botocore|boto3|fsspec|minio|hdfs"
 )
+NETWORK_OF_NCCL = re.compile(
+    r"NET/IB\s?: .*(?:Got completion .*(?:status=(?:\w+\()?|error )\d+|Got async event)|ibv_\w+ failed"
+    r"|mlx\d: \S+: got completion with error"
+)
+"""What NCCL says of its own network adapter."""
+GPU_MEMORY = re.compile(
+    r"(?i:\b(?:CUDA|HIP|ROCm|XPU|MPS|NPU|GPU|Triton|device|NCCL|RCCL)\w*\b[^/]*out of memory)"
+    r"|_(?:(?:DEVICE_ALLOCATION|ALLOC)_FAILED|OUT_OF_MEMORY|OUT_OF_RESOURCES|MEMORY_ERROR)\b|cudaErrorMemoryAllocation"
+    r"|hipErrorOutOfMemory|Failed to CUDA [cm]alloc"
+    r"|(?i:\bcu(?:BLAS|DNN|SPARSE|SOLVER|FFT)\w* Error: .*allocation failed)"
+    r"|\bOutOfMemoryError\b"
+)
+"""What says that a device has no memory left."""
+DRIVER_HAS_NONE = re.compile(
+    r"(?:CUDA|HIP)(?: driver)? error: out of memory|Cuda failure.* 'out of memory'"
+    r"|cudaErrorMemoryAllocation|hipErrorOutOfMemory"
+)
+"""What the driver says of it, which also sees the memory of other processes."""
+LINK_DOWN = re.compile(
+    r"mlx5_core \S+ \S+: Link down|(?:ib|hsn|roce)\w*: (?:link is down|carrier lost)", re.I
+)
+"""What the kernel says of a link of InfiniBand or Slingshot."""
+MAYBE_TIMEOUT = re.compile(
+    r"operations have failed or timed out|"
+    r"due to (?:a )?(?:collective timeout|NCCL timeout|\w+ watchdog hang)"
+    r"|flight recorder dump signal|detected by watchdog at work"
+)
+"""What torch prints where it aborts a rank for a time-out or for an error of another rank."""
 
 
 def transient_cause_of(exception: str) -> Cause | None:
@@ -128,11 +170,17 @@ def transient_cause_of(exception: str) -> Cause | None:
 
 
 def bad_gpu_of(line: str) -> tuple[str, str] | None:
-    """Return the bus of the GPU that a line of the kernel's log calls bad, and its words; None for none."""
+    """Return the bus of the GPU that a line of the kernel's log calls bad, and its words; None for none.
+
+    The bus is "" where the line does not say which GPU it is.
+    """
     match = _XID.search(line)
     if match is None:
         other = _AMD.search(line) or _NOT_INITIALISED.search(line)
-        return (other["bus"], other["rest"].strip()) if other else None
+        if other is not None:
+            return other["bus"], other["rest"].strip()
+        lost = _LOST.search(line)
+        return (lost["bus"] or "", (lost["rest"] or lost["switch"]).strip()) if lost else None
     number, rest = int(match["number"]), match["rest"]
     is_bad = number in _BAD_XIDS
     if number in _XIDS_OF_LINKS:
