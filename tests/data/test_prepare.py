@@ -289,8 +289,10 @@ def test_progress_tells_every_stage_to_its_end(data: DataSection, tmp_path: Path
 
     prepare(data, tmp_path / "out", progress=watch)
     size = sum(len(text) for text in TEXTS)
+    written = sum(path.stat().st_size for path in (tmp_path / "out").rglob("*.bin"))
     assert told == {
         "reading": (40, 40, "files"),
         "training the tokenizer": (size, size, "bytes"),
         "tokenising": (size, size, "bytes"),
+        "joining and sealing": (written, written, "bytes"),
     }

@@ -397,3 +397,10 @@ def test_what_numpy_says_of_a_full_disk_is_no_fault_of_the_program() -> None:
 def test_the_name_of_a_run_is_no_cause() -> None:
     log = "00:18:26 step 0 of 50, incarnation 1 of /tmp/NCCL-timeout/run\nValueError: invalid literal"
     assert diagnose(told_by(log)).cause == Cause.EXCEPTION
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP, signal.SIGPIPE, signal.SIGUSR1])
+def test_a_rank_that_a_signal_from_outside_has_ended_was_killed(number: signal.Signals) -> None:
+    verdict = diagnose(FailureEvidence(ranks=ranks(culprit=5, status=-number, error="", log="")))
+    assert (verdict.cause, verdict.culprit.rank, verdict.retries) == (Cause.KILLED, 5, True)
+    assert signal.Signals(number).name in verdict.summary

@@ -214,7 +214,8 @@ def _signals(evidence: FailureEvidence) -> Iterator[Diagnosis]:
             yield _found(cause, _who(end), line, line, sure=is_full)
         if -(end.status or 0) in _CRASHES and not _is_torchs_abort(end):
             yield _found(Cause.CRASH, _who(end), line, line, sure=False)
-        if end.status == -signal.SIGKILL and not end.is_killed_here and evidence.hang is None:
+        is_told = end.status in (-signal.SIGTERM, -signal.SIGINT, -signal.SIGABRT)
+        if not is_told and not end.is_killed_here and evidence.hang is None:
             yield _found(Cause.KILLED, _who(end), line, line)
     if any(end.status in (143, -signal.SIGTERM) for end in evidence.ranks) and not _own_errors(evidence):
         yield _found(
