@@ -47,20 +47,34 @@ def test_an_end_is_told_long_before_the_timeout_and_only_once(
         assert second.poll() is not None
 
 
-def test_a_signal_that_is_handled_does_not_end_the_wait(
+def test_a_signal_that_another_thread_gets_is_handled_at_once(
     child: Callable[[], subprocess.Popen[bytes]],
 ) -> None:
+    """It interrupts no system call of this thread, as one that comes just before the wait: a peer that was
+    asked to leave went on for a minute.
+    """
     told: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, frame: told.append(number))
+    wakeup = signal.set_wakeup_fd(-1)
     try:
         one = child()
         with ChildEnds([one]) as ends:
-            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1)).start()
-            threading.Timer(0.3, one.kill).start()
+            for count in (1, 2):
+                sender = threading.Timer(
+                    0.2, lambda: signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
+                )
+                sender.start()
+                begun = time.monotonic()
+                ends.wait(LONG_S)
+                assert told == count * [signal.SIGUSR1] and time.monotonic() - begun < LONG_S / 2
+                sender.join()
+            threading.Timer(0.2, one.kill).start()
             ends.wait(LONG_S)
-            assert told == [signal.SIGUSR1] and one.poll() is not None
+            assert one.poll() is not None
+        assert signal.set_wakeup_fd(-1) == -1
     finally:
         signal.signal(signal.SIGUSR1, before)
+        signal.set_wakeup_fd(wakeup)
 
 
 def test_where_the_system_tells_of_no_ends_the_wait_is_short(
