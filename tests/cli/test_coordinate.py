@@ -152,7 +152,7 @@ def test_a_peer_beside_the_coordinator_tells_loopback_to_nobody_where_other_mach
         access = access_of(loaded.recipe, loaded.sources, {})
         assert access.listen == ("127.0.0.1:0",)
         with access.etcd() as etcd:
-            seen = access.beside(etcd)
+            seen = access.without_unreachable_addresses(etcd)
             assert (seen.listen, seen.trust(etcd).dials_loopback) == (told, bool(told))
         with ExitStack() as stack:
             rundir = RunDirectory(tmp_path / f"run-{relays}")

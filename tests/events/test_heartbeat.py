@@ -73,12 +73,12 @@ def test_two_turns_of_an_activity_are_early_ones_and_again_after_shapes_have_cha
     seen = []
     for turn in range(8):
         if turn == 4:
-            heartbeat.expect_early_turns()
+            heartbeat.expect_compilation()
         heartbeat.enter(RankActivity.COMPUTING)
         heartbeat.write()
         beat = read_beat(heartbeat.path)
         assert beat is not None
-        seen.append(beat.is_early)
+        seen.append(beat.may_compile)
         heartbeat.enter(RankActivity.REDUCING)
     assert seen == [True, True, False, False, True, True, False, False]
     assert set(beat.first_s) == {RankActivity.COMPUTING, RankActivity.REDUCING}

@@ -197,7 +197,7 @@ def test_a_step_that_may_compile_is_compared_with_first_steps_alone(first_s: flo
     name = str(RankActivity.COMPUTING)
     trained = sights_of(beat(0, RankActivity.COMPUTING, longest_s={name: 0.01}, first_s={name: first_s}))
     measured_s = longest_turns(trained, {})
-    again = sights_of(beat(0, RankActivity.COMPUTING, longest_s={}, is_early=True))
+    again = sights_of(beat(0, RankActivity.COMPUTING, longest_s={}, may_compile=True))
     limits = StandstillLimits()
     for still_s, is_stuck in ((allowed - 1, False), (allowed + 1, True)):
         sights = written(again, still_s)

@@ -125,7 +125,7 @@ class PeerAccess:
         trust = trust_certificates(authority=bundle.authority, certificate=bundle.certificate, key=bundle.key)
         return replace(trust, dials_loopback=self.is_on_one_machine)
 
-    def beside(self, etcd: Etcd) -> PeerAccess:
+    def without_unreachable_addresses(self, etcd: Etcd) -> PeerAccess:
         """Return the access without addresses of loopback where the coordinator serves other machines, too.
 
         It does where it is elsewhere, and where it is here and tells an address that others can dial.
@@ -269,7 +269,7 @@ def assemble_agent(recipe: Recipe, access: PeerAccess, rundir: RunDirectory, sta
     section, limits = recipe.elastic, access.timeouts
     etcd = stack.enter_context(access.etcd())
     access.answered(etcd)
-    access = access.beside(etcd)
+    access = access.without_unreachable_addresses(etcd)
     _refuse_relay_without_address(section, access.listen)
     trust = access.trust(etcd)
     incarnation = secrets.token_hex(8)

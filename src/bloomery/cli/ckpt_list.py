@@ -141,7 +141,10 @@ def _print_decisions(decisions: list[PruneDecision], args: Namespace, *, removed
 
 
 def _end_cut_uploads(recipe: Recipe, args: Namespace) -> None:
-    """End the multipart uploads of the run that a kill cut short; with --dry-run, only print them."""
+    """Abort the run's multipart uploads that were never completed, as after a kill, and print each of them.
+
+    With --dry-run they are only printed.
+    """
     urls = {section.url for section in sections(recipe).values()} | {recipe.checkpoint.url}
     for url in sorted(url for url in urls if url.startswith(("s3://", "gs://"))):
         try:

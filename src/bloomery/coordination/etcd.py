@@ -189,7 +189,12 @@ class Etcd:
     def watch(
         self, prefix: str, *, after: int, deadline_s: float | None = None, idle_s: float = 5.0
     ) -> KeyWatch:
-        """Watch the keys that begin with `prefix`, from the revision that follows `after`."""
+        """Open a stream of the changes to all keys that begin with `prefix`, and return it.
+
+        after: the revision of the store after which changes are told.
+        deadline_s: seconds for opening the stream; None: those of this client.
+        idle_s: seconds without a byte after which the stream counts as lost.
+        """
         body = {"create_request": {**_prefix(prefix), "start_revision": str(after + 1)}}
         limit_s = self._deadline_s if deadline_s is None else deadline_s
         stream = self._gateway.stream("watch", body, deadline_s=limit_s, idle_s=idle_s)

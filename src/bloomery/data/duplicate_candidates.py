@@ -106,7 +106,10 @@ def _divided(
     *,
     dtype: np.dtype[Any],
 ) -> list[Path]:
-    """Write the records of a file to new ones, in their order, and remove it. which: numbers the new ones."""
+    """Distribute the records of a file over 64 new files beside it, in their order, and remove it.
+
+    size: the number of records. which: returns for n records the numbers of the files that they go to, [n].
+    """
     parts = [path.with_name(f"{path.name}-{n:03}") for n in range(1 << _DIVISION_BITS)]
     with ExitStack() as stack:
         files = [stack.enter_context(part.open("wb")) for part in parts]

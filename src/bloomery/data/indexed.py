@@ -320,7 +320,7 @@ class IndexedDataset:
         return self.starts_between(0, self.document_count)
 
     def starts_between(self, begin: int, stop: int) -> npt.NDArray[np.int64]:
-        """The same of the documents [begin, stop), and at the end where the last ends; [stop - begin + 1]."""
+        """Return the token offset of each document in [begin, stop), then that of the end of the last one."""
         self.refuse_damaged_index()
         first, end = self._tokens_before(self._sequences.start), self._tokens_before(self._sequences.stop)
         indices = self._document_indices(begin, stop)

@@ -34,7 +34,7 @@ ATTEMPT = "BLOOMERY_ATTEMPT"
 STARTING = "starting"
 """What a process counts as before its first activity: its imports, and joining the other ranks."""
 _REMEMBERED = 64
-_EARLY_TURNS = 2
+_COMPILING_TURNS = 2
 """So many turns of an activity may compile: the first, and one more where a shape or a gradient is new."""
 _MESSAGE_LENGTH = 2000
 _STARTTIME = 19
@@ -67,8 +67,8 @@ class RankBeat:
     since: when the activity began, in seconds since 1970 by the rank's clock.
     time: when the file was written, by the same clock.
     moves: counts activities and progress inside them; a rank whose count stays the same stands still.
-    is_early: whether this is an early turn of the activity: one of the first two of the process, or since
-        shapes have changed. It may compile, and so take far longer than those after it.
+    may_compile: whether this turn of the activity is one of its first two in the process, or since shapes or
+        settings have changed. torch.compile may work in it, so that it takes far longer than those after it.
     longest_s: seconds of the longest recent turn of each activity, without the first turn of a process.
     first_s: seconds of the longest first turn of each activity.
     gap_s: the longest time between two writes so far.
@@ -86,7 +86,7 @@ class RankBeat:
     since: float = 0.0
     time: float = 0.0
     moves: int = 0
-    is_early: bool = False
+    may_compile: bool = False
     longest_s: Mapping[str, float] = field(default_factory=dict)
     first_s: Mapping[str, float] = field(default_factory=dict)
     gap_s: float = 0.0
@@ -172,8 +172,8 @@ class Heartbeat:
         self._activity, self._entered, self._since = activity, now, time.time()
         self._moves += 1
 
-    def expect_early_turns(self) -> None:
-        """Count the turns from now on as early ones: shapes or settings have changed, and may be compiled."""
+    def expect_compilation(self) -> None:
+        """Count the turns of each activity anew, for shapes or settings have changed and may be compiled."""
         self._turns_since.clear()
 
     def _end_turn(self, seconds: float) -> None:
@@ -220,7 +220,7 @@ class Heartbeat:
             since=round(self._since, 3),
             time=round(time.time(), 3),
             moves=self._moves,
-            is_early=self._turns_since.get(self._activity, 0) < _EARLY_TURNS,
+            may_compile=self._turns_since.get(self._activity, 0) < _COMPILING_TURNS,
             longest_s=longest,
             first_s={name: round(seconds, 3) for name, seconds in dict(self._first_s).items()},
             gap_s=round(self._gap_s, 2),
@@ -245,7 +245,10 @@ class Heartbeat:
             self._is_refused = True
 
     def close(self) -> None:
-        """Write that this rank has ended, and stop the thread. Does nothing if it was never started."""
+        """Stop the thread, and write the file a last time, with the activity ENDED.
+
+        Does nothing where `start` was never called, or after the first call.
+        """
         if self._thread is None or self._closed:
             return
         self._closed = True
@@ -338,7 +341,7 @@ def _checked(name: str, value: Any) -> Any:  # Any: parsed JSON
         return int(value)
     if name in ("since", "time", "gap_s", "memory_bytes"):
         return float(value)
-    if name == "is_early":
+    if name == "may_compile":
         return value is True
     if name in ("longest_s", "first_s"):
         return {str(activity): float(seconds) for activity, seconds in value.items()}

@@ -12,6 +12,7 @@ from bloomery.operate.diagnosis import Cause, Culprit, Diagnosis
 from bloomery.operate.failure_evidence import FailureEvidence, RankEnd
 from bloomery.operate.flight_recorder import FlightFinding, find_absent
 from bloomery.operate.known_texts import (
+    CAUGHT_TIMEOUT,
     DRIVER_HAS_NONE,
     GPU_MEMORY,
     KNOWN_TEXTS,
@@ -46,8 +47,7 @@ _ABORTED_BY_TORCH = re.compile(
 )
 """What torch prints on a rank that it aborts because of others, or because of a time-out."""
 _REPORTS_TIMEOUT = re.compile(
-    r"(?i:Watchdog caught|(?<!failed or )timed out|watchdog got stuck|timeout at NCCL work)"
-    r"|(?i:caught collective operation timeout)|DistStoreError: .*[Tt]imeout|\bwait timeout after \d+ ?ms"
+    rf"(?i:Watchdog caught|(?<!failed or )timed out|watchdog got stuck|timeout at NCCL work)|{CAUGHT_TIMEOUT}"
 )
 _LAST_ENQUEUED = re.compile(r"last enqueued NCCL work: (\d+)")
 _OTHERS_HOLD_IT = re.compile(r"Process \d+ has [\d.]+ [GM]iB memory in use")
@@ -185,7 +185,7 @@ def _gpu_memory(evidence: FailureEvidence) -> Iterator[Diagnosis]:
 
 
 def _link(evidence: FailureEvidence) -> Iterator[Diagnosis]:
-    """Look for a port or a link that failed, in what NCCL says of its own adapter and in the kernel's log."""
+    """Yield a network failure: NCCL reports an error of its adapter, or the kernel that a link is down."""
     for end in evidence.ranks:
         line = _line(f"{end.error}\n{end.log}", NETWORK_OF_NCCL.pattern)
         if line and end.status not in (0, None):

@@ -61,8 +61,12 @@ _STORAGE_AWAY = (
     r"[Tt]ransport endpoint|(?i:stale (?:NFS )?file handle)",
     r"(?i:\b(?:lustre|gpfs|beegfs|ceph|nfs|fuse)\b.{0,60}\b(?:not responding|timed out|stale|is down))",
 )
+CAUGHT_TIMEOUT = (
+    r"(?i:caught collective operation timeout)|DistStoreError: .*[Tt]imeout|\bwait timeout after \d+ ?ms"
+)
+"""How a rank says that a collective which it waited for has timed out."""
 _COLLECTIVE_TIMEOUT = (
-    r"(?i:caught collective operation timeout)|DistStoreError: .*[Tt]imeout|\bwait timeout after \d+ ?ms",
+    CAUGHT_TIMEOUT,
     r"(?<![/\w])NCCL\b(?! operations have failed)[^/]*(?:timed out|timeout)",
     r"watchdog got stuck for \d+ seconds|Timed out waiting \d+ms for (?:recv|send) operation",
     r"[Tt]imeout at NCCL work|Heartbeat monitor timed out|(?:timed out in|failed to pass) monitoredBarrier",

@@ -19,16 +19,16 @@ class StandstillLimits:
 
     least_s: seconds below which nothing counts as a standstill, however short the measured turns are.
     unmeasured_s: seconds for an activity that no rank has measured yet, the first step for instance.
-    early_s: seconds below which no early turn counts as a standstill, once one was measured: another node may
-        have to compile what this one had kept. Less than torch's time-out of a collective, so that a rank
-        that stands still is found before torch ends those that wait for it.
+    compile_s: seconds below which no turn that may compile counts as a standstill, once a first turn was
+        measured: another node may have to compile what this one had kept. Less than torch's time-out of a
+        collective, so that a rank that stands still is found before torch ends those that wait for it.
     ending_s: seconds for the end of a run beside the measured time of a save.
     silence_s: seconds without a new heartbeat after which a process counts as silent.
     """
 
     least_s: float = 10.0
     unmeasured_s: float = 1800.0
-    early_s: float = 480.0
+    compile_s: float = 480.0
     ending_s: float = 300.0
     silence_s: float = 6.0
 
@@ -125,20 +125,20 @@ def allowed_stillness_s(
     """Return for how many seconds all ranks may stand still.
 
     That is TIMES_LONGEST times the longest measured turn of what the ranks do now, and more by the limits.
-    An early turn is compared with first turns, for it may compile.
+    A turn that may compile is compared with first turns.
     """
     longest = longest_turns(observations, measured_s)
     allowed = limits.least_s
     beats = [observation.beat for observation in observations.values()]
-    for activity, is_early in {(beat.activity, beat.is_early) for beat in beats}:
-        measured = longest.get(_first(activity) if is_early else activity)
+    for activity, may_compile in {(beat.activity, beat.may_compile) for beat in beats}:
+        measured = longest.get(_first(activity) if may_compile else activity)
         if activity == RankActivity.ENDING:
             saving_s = longest.get(RankActivity.SAVING, 0.0)
             allowed = max(allowed, limits.ending_s + TIMES_LONGEST * saving_s)
         elif measured is None:
             allowed = max(allowed, limits.unmeasured_s)
-        elif is_early:
-            allowed = max(allowed, min(limits.early_s, limits.unmeasured_s), TIMES_LONGEST * measured)
+        elif may_compile:
+            allowed = max(allowed, min(limits.compile_s, limits.unmeasured_s), TIMES_LONGEST * measured)
         else:
             allowed = max(allowed, TIMES_LONGEST * measured)
     return allowed
@@ -165,7 +165,10 @@ def _first(activity: str) -> str:
 
 
 def read_beats(rundir: RunDirectory, *, ranks: Iterable[int], attempt: str) -> dict[int, RankBeat]:
-    """Return the heartbeats by rank. attempt: the attempt that started the ranks; "": any attempt."""
+    """Return the newest heartbeat of each rank; ranks without a file that can be read are left out.
+
+    attempt: the name of the launcher's attempt whose heartbeats are returned; "": those of any attempt.
+    """
     beats = {rank: read_beat(rundir.heartbeat(rank=rank)) for rank in ranks}
     return {rank: beat for rank, beat in beats.items() if beat is not None and attempt in ("", beat.attempt)}
 

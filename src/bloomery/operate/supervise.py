@@ -49,10 +49,10 @@ class RestartBudget:
 
 @dataclass(frozen=True, kw_only=True)
 class JobReactions:
-    """What a job of a scheduler does about a failure, before anything is started again.
+    """Functions that a supervisor calls with the diagnosis of a failure before it starts the ranks again.
 
-    on_bad_node: gets the diagnosis of a failure whose culprit is a node that must not be used again.
-    on_repeating: gets a diagnosis after which every further start would fail in the same way.
+    on_bad_node: called where a node is the culprit and must not be used again, to quarantine it.
+    on_repeating: called where every further start would fail in the same way, to stop the queued jobs.
     """
 
     on_bad_node: Callable[[Diagnosis], None]

@@ -72,7 +72,7 @@ def run_timeouts(
         measured_s = max(times, default=None)
         table.append(_standstill(name, measured_s, limits, least_s=limits.least_s))
     first_s = max(firsts, default=None)
-    table.append(_standstill("a step that may compile", first_s, limits, least_s=limits.early_s))
+    table.append(_standstill("a step that may compile", first_s, limits, least_s=limits.compile_s))
     saving_s = longest.get(RankActivity.SAVING, 0.0)
     table.append(
         RunTimeout(

@@ -128,7 +128,7 @@ class Trainer:
             self._steps.clear()
             self._steps_recipe = recipe
         if phase not in self._steps:
-            self._heartbeat.expect_early_turns()
+            self._heartbeat.expect_compilation()
             self._steps[phase] = StepParts(
                 phase=phase,
                 model=learner.model,
