@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from bloomery.train.step import train_step
 Start = Callable[..., tuple[LoadedRecipe, Path]]
 
 
-@pytest.mark.parametrize(
+BOTH = pytest.mark.parametrize(
     "optim",
     [
         ("optim.name=adamw", "optim.clip_method=z-score"),
@@ -27,6 +28,9 @@ Start = Callable[..., tuple[LoadedRecipe, Path]]
     ],
     ids=["adamw", "muon"],
 )
+
+
+@BOTH
 def test_every_tensor_that_a_step_changes_is_registered_or_derived(
     start: Start, optim: tuple[str, ...]
 ) -> None:
@@ -52,6 +56,34 @@ def test_every_tensor_that_a_step_changes_is_registered_or_derived(
         assert len(changed) > 5
         for tensor in changed:
             assert tensor.untyped_storage().data_ptr() in stored | derived
+
+
+@BOTH
+def test_no_tensor_of_a_checkpoint_changes_before_the_saves_that_still_copy_it_were_waited_for(
+    start: Start, optim: tuple[str, ...]
+) -> None:
+    """The histories of gradient norms did: a checkpoint could hold those of the step after it."""
+    loaded, path = start(*optim, "train.precision=fp16")
+    with build_trainer(loaded, RunDirectory(path), StartOptions(say=lambda line: None)) as trainer:
+        state = trainer.saver.restore()
+        phase = trainer.phase(state)
+        changed = 0
+        for _ in range(3):
+            before = {entry.name: entry.tensor.clone() for entry in collect(trainer.saver.stateful).entries}
+            different: list[set[str]] = []
+
+            def look(before: dict[str, torch.Tensor] = before, found: list[set[str]] = different) -> None:
+                now = collect(trainer.saver.stateful).entries
+                found.append({e.name for e in now if not torch.equal(e.tensor, before[e.name])})
+
+            span = trainer.order.next_span(state.position, phase.global_batch, trainer.outer.share)
+            batch = trainer.batches.batch(span, phase.micro_batch)
+            train_step(replace(trainer.step_parts(phase), wait_staged=look), batch, state)
+            assert different == [set()]
+            look()
+            changed += len(different[-1])
+            state = state.after(span)
+        assert changed > 5
 
 
 def tensors_of(holder: Any, seen: set[int] | None = None) -> Iterator[torch.Tensor]:

@@ -146,11 +146,11 @@ def _update(parts: StepParts, state: TrainState, scale: Tensor | float) -> tuple
     """
     weights = parts.model.weights
     facts = weights.examine(limit=parts.clip(state), unscale=scale)
+    parts.wait_staged()  # what follows changes what a checkpoint holds: the histories of norms first
     facts = parts.optimizers.limit(facts, unscale=scale, z_score=parts.clamps(state).z_score)
     if parts.check:
         facts = parts.check.admit(facts)
     rate = parts.learning_rate(state)
-    parts.wait_staged()
     parts.optimizers.step(facts, learning_rate=rate)
     parts.model.after_update(facts)
     weights.copy_masters_to_working()
