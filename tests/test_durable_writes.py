@@ -40,7 +40,7 @@ UNSYNCED = {
     "cli/demo_steps.py:draw_png": _AGAIN,
     "cli/plot.py:draw": _AGAIN,
     "diloco/kept_states.py:_write": "a copy for peers that missed a round; without it they fetch the state",
-    "state_transfer/averages.py:AverageFetcher._fetch": "removed after use, and at a start",
+    "state_transfer/averages.py:_Download._begin": "removed after use, and at a start",
     "cli/guard.py:draw_replay": _AGAIN,
     "cli/report.py:draw_ledger": _AGAIN,
     "operate/sync/mirror.py:RunMirror._fetch_growing": "a copy: what a power cut takes is fetched again",

@@ -16,6 +16,7 @@ from bloomery.agent.state_sync import Behind, StateSync
 from bloomery.coordination.snapshot import ListedMember, RunSnapshot
 from bloomery.data.position import Position
 from bloomery.errors import PeerError
+from bloomery.state_transfer.averages import SOURCES, FetchedAverage
 from bloomery.state_transfer.client import FetchedState
 
 DEADLINE_S = 60.0
@@ -125,11 +126,11 @@ def test_a_fetch_that_has_begun_is_finished_though_rounds_go_on_and_their_averag
         assert not cancelled()
         return FetchedState(directory=answer, leader=sources()[0], bytes=1)
 
-    def fetch_average(commit, sources, *, ranks, cancelled):
+    def fetch_average(commit, sources, *, ranks, at_once, cancelled):
         asked.append(("average", commit.round))
         if commit.round == 3:
             raise PeerError("nobody has it")
-        return FetchedState(directory=Path(f"average {commit.round}"), leader=sources()[0], bytes=1)
+        return FetchedAverage(directory=Path(f"average {commit.round}"), peers=("a",), bytes=1)
 
     averages: Any = SimpleNamespace(fetch=fetch_average, at_most=4)
     supply = StateSync(fetch, me="b", wake=lambda: ended.put(None), averages=averages)
@@ -184,8 +185,8 @@ def test_what_was_fetched_while_its_sources_serve_nothing_is_not_waited_for_twic
     """Between a commit and its copy for newcomers a peer serves nothing, and that may be just then."""
     ended: queue.Queue[None] = queue.Queue()
 
-    def fetch_average(commit, sources, *, ranks, cancelled):
-        return FetchedState(directory=Path(f"average {commit.round}"), leader=sources()[0], bytes=1)
+    def fetch_average(commit, sources, *, ranks, at_once, cancelled):
+        return FetchedAverage(directory=Path(f"average {commit.round}"), peers=("a",), bytes=1)
 
     averages: Any = SimpleNamespace(fetch=fetch_average, at_most=4)
     supply = StateSync(None, me="b", wake=lambda: ended.put(None), averages=averages)
@@ -218,3 +219,34 @@ def test_a_peer_whose_ranks_hold_the_runs_state_no_longer_wants_one():
     agent: Any = SimpleNamespace(_round_driver=SimpleNamespace(held=(3, "d3"), seen=3), _state_sync=sync)
     Agent._replace(agent, run, 1e9)
     assert sync.wants == ""
+
+
+def test_an_average_of_which_several_peers_sent_parts_is_fetched_from_one_when_it_was_refused():
+    ended: queue.Queue[None] = queue.Queue()
+    asked = []
+
+    def fetch_average(commit, sources, *, ranks, at_once, cancelled):
+        asked.append(at_once)
+        peers = tuple(source.peer for source in sources())[:at_once]
+        return FetchedAverage(directory=Path("average"), peers=peers, bytes=1)
+
+    averages: Any = SimpleNamespace(fetch=fetch_average, at_most=4)
+    sync = StateSync(None, me="b", wake=lambda: ended.put(None), averages=averages)
+    commits = {n: snapshot(n).commits[n] for n in (1, 2)}
+    commits[2] = structs.replace(commits[2], members=("a", "c"))
+    listed = snapshot(2).members["a"]
+    other = replace(listed, member=structs.replace(listed.member, peer="c"))
+    run = replace(snapshot(2), commits=commits, members={"a": listed, "c": other})
+    behind = Behind(round=1, digest="d1", overtaken=1, ranks=1)
+
+    def fetched(now: float):
+        assert sync.fetch(run, now=now, behind=behind) is None
+        ended.get(timeout=DEADLINE_S)
+        return sync.fetch(run, now=now, behind=behind)
+
+    for now, sources in ((1e9, ("c", "a")), (2e9, ("c",)), (3e9, ("a",))):
+        synced = fetched(now)
+        assert synced.sources == sources and sync._next(run, behind).is_average
+        sync.refuse(synced)
+    assert asked == [SOURCES, 1, 1]
+    assert not sync._next(run, behind).is_average  # no peer is left that was not refused

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -21,9 +22,10 @@ from bloomery.data.position import Position
 from bloomery.errors import PeerError
 from bloomery.state_transfer import client as fetching
 from bloomery.state_transfer.client import Fetcher
+from bloomery.state_transfer.partial_checkpoint import Missing, Run
 from bloomery.state_transfer.served_states import OpenFile, ServedStates
 from bloomery.state_transfer.server import StateServer
-from bloomery.state_transfer.source import PeerSource
+from bloomery.state_transfer.source import PeerSource, ServedState
 from bloomery.transport.trust import Trust, trust_certificates
 
 TRUST = Trust(token=b"a secret of the run")
@@ -343,3 +345,40 @@ def answering(answer):
         finally:
             ended.set()
             thread.join()
+
+
+def test_runs_become_shorter_towards_the_end_and_a_run_that_came_is_no_longer_fetched():
+    whole = [Run(file="f", begin=begin * MIB, end=(begin + 4) * MIB) for begin in range(0, 32, 4)]
+    missing = Missing(whole)
+    taken = [missing.take(["f"], timeout_s=0.0) for _ in range(22)]
+    lengths = [(run.end - run.begin) // MIB for run in taken]
+    assert lengths[:4] == [4, 4, 4, 2] and lengths[-4:] == [1] * 4
+    assert lengths == sorted(lengths, reverse=True) and sum(lengths) == 32
+    assert [run.begin for run in taken] == sorted(run.begin for run in taken)
+    again = missing.take(["f"], timeout_s=0.0)  # nothing waits, so the first is fetched twice
+    assert again == taken[0] and missing.is_fetched(again)
+    assert missing.done(taken[0]) and not missing.is_fetched(again)
+    for run in taken[1:]:
+        missing.give_back(run)
+    assert sum(run.end - run.begin for run in taken[1:]) == 28 * MIB
+    back = []
+    while not missing.is_over:
+        back.append(missing.take(["f"], timeout_s=0.0))
+        missing.done(back[-1])
+    assert sum(run.end - run.begin for run in back) == 28 * MIB
+
+
+def test_bytes_that_another_source_sent_meanwhile_are_not_fetched_to_their_end(peers, tmp_path):
+    origin = peers.add("a")
+    file = next(path for path in peers.checkpoints["a"].iterdir() if path.suffix == ".safetensors")
+    state = ServedState(origin, DIGEST, TRUST)
+    view = memoryview(bytearray(file.stat().st_size))
+    answers = iter([True, False])
+    until = time.monotonic() + 60.0
+    assert not state.fetch_range(file.name, view, begin=0, until=until, is_wanted=lambda: next(answers))
+    content = file.read_bytes()
+    assert (
+        0 < next(n for n in range(0, len(view), 4096) if view[n : n + 64] != content[n : n + 64]) < len(view)
+    )
+    assert state.fetch_range(file.name, view, begin=0, until=until) and view == content
+    state.close()

@@ -237,8 +237,9 @@ class Agent:
         """Note which state the ranks hold, or that they refused one, if they have reported that anew."""
         why, synced = self._local.take_refusal(), self._replacing
         if why is not None and synced is not None:
-            log.warning("the state of round %d from '%s': %s", synced.commit.round, synced.source, why)
-            self._context.events.write("refused", round=synced.commit.round, whom=synced.source, why=why)
+            whom = ", ".join(synced.sources)
+            log.warning("the state of round %d from '%s': %s", synced.commit.round, whom, why)
+            self._context.events.write("refused", round=synced.commit.round, whom=whom, why=why)
             self._state_sync.refuse(synced)
             self._holding = None  # the ranks may now report the same state as before
         holding, went_back = self._local.holding, self._round_driver.held is None and self._replacing is None

@@ -23,6 +23,7 @@ from bloomery.coordination.etcd import Etcd
 from bloomery.errors import CoordinatorAway, CoordinatorError, reporting_errors
 from bloomery.protocol.keys import Keys
 from bloomery.protocol.records import Commit
+from bloomery.state_transfer.averages import FetchedAverage
 from bloomery.state_transfer.client import FetchedState
 from bloomery.state_transfer.source import PeerSource
 from bloomery.transport.connection_manager import ConnectionManager
@@ -216,9 +217,13 @@ class FetchAverage(Protocol):
         sources: Callable[[], Sequence[PeerSource]],
         *,
         ranks: int,
+        at_once: int,
         cancelled: Callable[[], bool],
-    ) -> FetchedState:
-        """Fetch one file for each rank of this peer. Raises PeerError; see `Fetch`."""
+    ) -> FetchedAverage:
+        """Fetch one file for each rank of this peer. Raises PeerError; see `Fetch`.
+
+        at_once: from so many peers parts are fetched; with 1 all of it comes from one peer.
+        """
         ...
 
 

@@ -220,6 +220,13 @@ def _sources(newcomer: str, listed: ListedMember, holders: Mapping[str, bool]) -
     holders: the peers that hold the state and can serve a copy of it, and whether through a relay alone.
     """
     count = SOURCES << min(listed.member.overtaken, _DOUBLINGS)
-    names = list(holders)
-    first = bisect(names, newcomer)
-    return sorted((*names[first:], *names[:first]), key=lambda name: holders[name])[:count]
+    return sorted(following(newcomer, list(holders)), key=lambda name: holders[name])[:count]
+
+
+def following(name: str, names: Sequence[str]) -> list[str]:
+    """Return the names in order from the one after `name` on, and then those up to it.
+
+    names: in order.
+    """
+    first = bisect(names, name)
+    return [*names[first:], *names[:first]]

@@ -18,11 +18,12 @@ from pathlib import Path
 
 from bloomery.agent.agent_context import Fetch, FetchAverage
 from bloomery.agent.rank_server import RankServer
+from bloomery.agent.state_serving import following
 from bloomery.coordination.snapshot import ListedMember, RunSnapshot
 from bloomery.errors import BloomeryError, reporting_errors
 from bloomery.protocol.rank_messages import CatchUp, ReplaceState
 from bloomery.protocol.records import Commit
-from bloomery.state_transfer.client import FetchedState
+from bloomery.state_transfer.averages import SOURCES
 from bloomery.state_transfer.served_states import ServedStates, average_file
 from bloomery.state_transfer.source import THROUGH_RELAY, PeerSource
 
@@ -107,14 +108,15 @@ class SyncedState:
 
     commit: the commit whose state it is.
     directory: the checkpoint, or where the average is.
-    source: the name of the peer from which it came.
+    sources: the names of the peers that may be to blame if it is not what it should be: the one whose
+        checkpoint it is, or those that sent parts of an average.
     seconds: how long the fetch took.
     is_average: whether it is the average of the commit's round.
     """
 
     commit: Commit
     directory: Path
-    source: str
+    sources: tuple[str, ...]
     seconds: float
     is_average: bool = False
 
@@ -194,6 +196,7 @@ class StateSync:
         self.is_failing = False
         self._failed: _Sought | None = None
         self._refused: set[tuple[str, str]] = set()
+        self._mixed: set[str] = set()
 
     @property
     def needs_no_waiting(self) -> bool:
@@ -211,8 +214,10 @@ class StateSync:
         behind: the state that the ranks hold; None: a whole state is fetched in any case.
         """
         assert snapshot.commit is not None, "nothing to be fetched before the first commit"
-        committed_digests = {kept.digest for kept in snapshot.commits.values()} if self._refused else ()
-        self._refused = {refused for refused in self._refused if refused[0] in committed_digests}
+        if self._refused or self._mixed:
+            committed_digests = {kept.digest for kept in snapshot.commits.values()}
+            self._refused = {refused for refused in self._refused if refused[0] in committed_digests}
+            self._mixed &= committed_digests
         sought = self._next(snapshot, behind)
         others = {name: listed for name, listed in sorted(snapshot.members.items()) if name != self._me}
         self._sources = self._sources_of(sought, others)
@@ -236,9 +241,15 @@ class StateSync:
         return None
 
     def refuse(self, synced: SyncedState) -> None:
-        """Do not fetch this state from that peer again, because what it served was not this state."""
+        """Do not fetch this state from that peer again, because what it served was not this state.
+
+        If parts came from several peers, it is fetched once more, from one at a time.
+        """
         self.is_failing = True
-        self._refused.add((synced.commit.digest, synced.source))
+        if len(synced.sources) > 1:
+            self._mixed.add(synced.commit.digest)
+        else:
+            self._refused |= {(synced.commit.digest, source) for source in synced.sources}
 
     def next_moment(self) -> float | None:
         """Return when a fetch that failed is tried again, by the monotonic clock; None if none waits."""
@@ -276,7 +287,8 @@ class StateSync:
     def _sources_of(self, sought: _Sought, others: Mapping[str, ListedMember]) -> list[PeerSource]:
         """Return who may have it: those that say they have a copy, or that were in the average's round.
 
-        Those that can be dialled come first, for an average comes from one source.
+        Those that can be dialled come first, to spare the peers that relay, and then those that follow this
+        peer by name, so that not all newcomers begin with the same peer.
         """
         digest = sought.commit.digest
         names: Iterable[str] = [name for name in others if digest in others[name].member.copies]
@@ -284,7 +296,7 @@ class StateSync:
             names = [name for name in others if name in sought.commit.members]
         found = [
             PeerSource(peer=name, url=url, reach=partial(self._reach, name) if self._reach else None)
-            for name in sorted(names)
+            for name in following(self._me, sorted(names))
             if (digest, name) not in self._refused
             for url in others[name].member.serves
         ]
@@ -297,22 +309,24 @@ class StateSync:
             return self._sought is not sought
 
         try:
-            fetched: FetchedState
             if sought.is_average:
                 assert self._averages is not None, "averages are sought only with it"
-                fetched = self._averages.fetch(
-                    commit, lambda: self._sources, ranks=ranks, cancelled=is_cancelled
+                at_once = 1 if commit.digest in self._mixed else SOURCES
+                average = self._averages.fetch(
+                    commit, lambda: self._sources, ranks=ranks, at_once=at_once, cancelled=is_cancelled
                 )
+                directory, sources = average.directory, average.peers
             else:
-                fetched = self._fetch(commit, lambda: self._sources, cancelled=is_cancelled)
+                state = self._fetch(commit, lambda: self._sources, cancelled=is_cancelled)
+                directory, sources = state.directory, (state.leader.peer,)
         except (BloomeryError, OSError) as error:
             self._give_up(sought, error)
             return
         if self._sought is sought:
             self._fetched = SyncedState(
                 commit=commit,
-                directory=fetched.directory,
-                source=fetched.leader.peer,
+                directory=directory,
+                sources=sources,
                 seconds=time.monotonic() - began_s,
                 is_average=sought.is_average,
             )

@@ -7,28 +7,47 @@ compare its digest with the commit's.
 
 from __future__ import annotations
 
-import os
 import shutil
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from io import BufferedWriter
 from pathlib import Path
 
 from bloomery.errors import PeerError, free_bytes, storage_error
 from bloomery.protocol.records import Commit
-from bloomery.state_transfer.client import RUN_S, FetchedState
+from bloomery.state_transfer.client import RUN_S
+from bloomery.state_transfer.partial_checkpoint import Missing, Run, write_at
 from bloomery.state_transfer.served_states import average_file
-from bloomery.state_transfer.source import NotYetServed, PeerSource, ServedState, SourceFailed
+from bloomery.state_transfer.source import CONNECT_S, NotYetServed, PeerSource, ServedState, SourceFailed
 from bloomery.transport.trust import Trust
 
-STREAMS = 4
-"""How many connections to one source fetch an average."""
+SOURCES = 4
+"""From so many peers an average is fetched at once."""
+STREAMS = 2
+"""How many connections to each of them fetch it."""
 PATIENCE_S = 30.0
 """So long a peer that should have an average may take to write it."""
 _PIECE_BYTES = 4 << 20
+_SMALLEST_BYTES = 256 << 10
 _PAUSE_S = 0.2
 _SHOWN = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class FetchedAverage:
+    """An average as it was received.
+
+    directory: where its files are.
+    peers: those that sent parts of it. Only of one that sent all of it is it known who sent a wrong part.
+    bytes: the size of the files.
+    """
+
+    directory: Path
+    peers: tuple[str, ...]
+    bytes: int
 
 
 class AverageFetcher:
@@ -43,79 +62,205 @@ class AverageFetcher:
         sources: Callable[[], Sequence[PeerSource]],
         *,
         ranks: int,
+        at_once: int = SOURCES,
         cancelled: Callable[[], bool],
-    ) -> FetchedState:
-        """Fetch the average of this commit's round, all of it from one peer, so that a wrong one has a name.
+    ) -> FetchedAverage:
+        """Fetch the average of this commit's round, from several peers at once.
 
         Raises PeerError if no source has it, or none has written it after a while, and StorageError.
 
         sources: called again and again; each has the state of this commit, or has had it.
         ranks: how many ranks this peer has, and so do the others.
+        at_once: from so many peers parts are fetched; with 1 all of it comes from one peer.
         cancelled: called often; the fetch is given up when it returns True.
         """
         place = self._directory / commit.digest[:_SHOWN]
         for path in self._directory.glob("*"):
             if path != place:
                 shutil.rmtree(path, ignore_errors=True)
-        until, reasons = time.monotonic() + self._patience_s, dict[str, str]()
+        until = time.monotonic() + self._patience_s
+        failed: dict[PeerSource, SourceFailed] = {}
         try:
             place.mkdir(parents=True, exist_ok=True)
             while time.monotonic() < until and not cancelled():
-                is_to_come = False
-                for origin in sources():
-                    try:
-                        size = self._fetch(origin, commit.digest, place, ranks)
-                    except SourceFailed as failed:
-                        reasons[origin.peer] = str(failed)
-                        is_to_come = is_to_come or isinstance(failed, NotYetServed)
-                        continue
-                    return FetchedState(directory=place, leader=origin, bytes=size)
-                if not is_to_come:
+                left = [source for source in sources() if not _has_failed(failed.get(source))]
+                if not left:
                     break
+                for begin in range(0, len(left), at_once):
+                    chosen = left[begin : begin + at_once]
+                    download = _Download(place, [average_file(rank) for rank in range(ranks)], failed)
+                    if download.fetch(chosen, commit.digest, self._trust, until=until, cancelled=cancelled):
+                        return FetchedAverage(
+                            directory=place, peers=tuple(sorted(download.peers)), bytes=download.bytes
+                        )
                 time.sleep(_PAUSE_S)
-        except SourceFailed:
-            raise
         except OSError as error:
             raise storage_error(error, path=place, doing="Fetching the average of a round") from error
-        refusals = "; ".join(f"{peer}: {why}" for peer, why in reasons.items())
+        reasons = "; ".join(sorted(f"{source.peer}: {why}" for source, why in failed.items()))
         raise PeerError(
-            f"nobody gives the average of round {commit.round}: {refusals or 'there is no source'}"
+            f"nobody gives the average of round {commit.round}: {reasons or 'there is no source'}"
         )
 
-    def _fetch(self, origin: PeerSource, digest: str, place: Path, ranks: int) -> int:
-        """Fetch the files of all ranks from one peer; return their bytes. Raises SourceFailed and OSError."""
-        fetched = 0
-        with (
-            closing(ServedState(origin, digest, self._trust)) as state,
-            ThreadPoolExecutor(STREAMS) as streams,
-        ):
-            for rank in range(ranks):
-                name = average_file(rank)
-                size = state.size(name)
-                if size > free_bytes(place):
-                    raise SourceFailed(f"the average has {size:,} bytes, which are not free at {place}")
-                with (place / name).open("wb") as file:
-                    pieces = (_Piece(state, name, file.fileno(), begin, end) for begin, end in _pieces(size))
-                    for _ in streams.map(_Piece.fetch, pieces):
-                        pass
-                fetched += size
-        return fetched
+
+def _has_failed(why: SourceFailed | None) -> bool:
+    return why is not None and not isinstance(why, NotYetServed)
 
 
-class _Piece:
-    def __init__(self, state: ServedState, name: str, file: int, begin: int, end: int) -> None:
-        self._state, self._name, self._file = state, name, file
-        self._begin, self._end = begin, end
+class _Download:
+    """One try to fetch the files of an average from some peers, as fast as those that answer send them.
 
-    def fetch(self) -> None:
-        """Fetch this piece and write it to its place in the file."""
-        buffer = bytearray(self._end - self._begin)
-        self._state.fetch_range(
-            self._name, memoryview(buffer), begin=self._begin, until=time.monotonic() + RUN_S
-        )
-        os.pwrite(self._file, buffer, self._begin)
+    peers: those that have sent parts.
+    bytes: the size of all files.
+
+    Args:
+        place: where the files are written.
+        names: the files.
+        failed: gets the failure of each source that fails.
+    """
+
+    # `_active` threads fetch, of which `_waiting` pause before they ask again a peer that has no average yet.
+
+    def __init__(self, place: Path, names: Sequence[str], failed: dict[PeerSource, SourceFailed]) -> None:
+        self._place, self._names, self._failed = place, names, failed
+        self._changed = threading.Condition()
+        self._sizes: dict[str, int] = {}
+        self._missing: Missing | None = None
+        self._files: dict[str, BufferedWriter] = {}
+        self._active, self._waiting, self._is_closed = 0, 0, False
+        self._error: OSError | None = None
+        self.peers: set[str] = set()
+
+    @property
+    def bytes(self) -> int:
+        return sum(self._sizes.values())
+
+    def fetch(
+        self,
+        sources: Sequence[PeerSource],
+        digest: str,
+        trust: Trust,
+        *,
+        until: float,
+        cancelled: Callable[[], bool],
+    ) -> bool:
+        """Fetch all files. Raises OSError if one is not written.
+
+        Returns False if they have not all come, or if no peer has begun to send them after CONNECT_S or at
+        `until`. A peer that has not written its average yet is asked again while another may still answer.
+        """
+        states = [ServedState(source, digest, trust) for source in sources]
+        try:
+            for state in states:
+                self._start(self._begin, state)
+            until = min(until, time.monotonic() + CONNECT_S)
+            with self._changed:
+                while self._active > self._waiting and not (self._is_over or self._error or cancelled()):
+                    if self._missing is None and time.monotonic() > until:
+                        break
+                    self._changed.wait(_PAUSE_S)
+            if self._error is not None:
+                raise self._error
+            return self._is_over
+        finally:
+            with self._changed:
+                self._is_closed = True
+                for file in self._files.values():
+                    file.close()
+            for state in states:
+                state.close()
+
+    @property
+    def _is_over(self) -> bool:
+        return self._missing is not None and self._missing.is_over
+
+    def _start(self, target: Callable[[ServedState], None], state: ServedState) -> None:
+        def run() -> None:
+            try:
+                target(state)
+            except SourceFailed as why:
+                if not self._is_closed:
+                    self._failed[state.origin] = why
+            except OSError as error:
+                self._error = error
+            finally:
+                with self._changed:
+                    self._active -= 1
+                    self._changed.notify_all()
+
+        with self._changed:
+            self._active += 1
+        threading.Thread(target=run, name="fetching", daemon=True).start()
+
+    def _begin(self, state: ServedState) -> None:
+        """Read the sizes of the files at a peer, and fetch from it. Raises SourceFailed and OSError.
+
+        The first peer to tell sizes decides; one that tells others has failed.
+        """
+        sizes = self._sizes_at(state)
+        self._failed.pop(state.origin, None)
+        with self._changed:
+            if self._missing is None and not self._is_closed:
+                if sum(sizes.values()) > free_bytes(self._place):
+                    raise SourceFailed(
+                        f"the average has {sum(sizes.values()):,} bytes, which are not free at {self._place}"
+                    )
+                self._files = {name: (self._place / name).open("wb") for name in self._names}
+                self._sizes, self._missing = sizes, Missing(_pieces(sizes), unit=_SMALLEST_BYTES)
+            if sizes != self._sizes:
+                raise SourceFailed("its average has another size than that of others")
+        for _ in range(STREAMS - 1):
+            self._start(self._stream, state)
+        self._stream(state)
+
+    def _sizes_at(self, state: ServedState) -> dict[str, int]:
+        while True:
+            try:
+                return {name: state.size(name) for name in self._names}
+            except NotYetServed as why:
+                self._failed[state.origin] = why
+                if self._is_closed:
+                    raise
+            with self._changed:
+                self._waiting += 1
+                self._changed.notify_all()
+            time.sleep(_PAUSE_S)
+            with self._changed:
+                self._waiting -= 1
+
+    def _stream(self, state: ServedState) -> None:
+        """Fetch pieces from one peer until all have come. Raises SourceFailed and OSError."""
+        assert self._missing is not None, "streams start once the sizes are known"
+        missing = self._missing
+        while not (missing.is_over or self._is_closed or state.origin in self._failed):
+            run = missing.take(self._sizes, timeout_s=_PAUSE_S)
+            if run is None:
+                continue
+            buffer = memoryview(bytearray(run.end - run.begin))
+            is_wanted = partial(self._is_wanted, missing, run)
+            until = time.monotonic() + RUN_S
+            try:
+                is_whole = state.fetch_range(
+                    run.file, buffer, begin=run.begin, until=until, is_wanted=is_wanted
+                )
+            except SourceFailed:
+                missing.give_back(run)
+                raise
+            if is_whole:
+                self._write(state, missing, run, buffer)
+
+    def _is_wanted(self, missing: Missing, run: Run) -> bool:
+        return not self._is_closed and missing.is_fetched(run)
+
+    def _write(self, state: ServedState, missing: Missing, run: Run, data: memoryview) -> None:
+        with self._changed:
+            if not self._is_closed:
+                write_at(self._files[run.file].fileno(), data, run.begin)
+                self.peers.add(state.origin.peer)
+                missing.done(run)
+                self._changed.notify_all()
 
 
-def _pieces(size: int) -> Iterator[tuple[int, int]]:
-    for begin in range(0, size, _PIECE_BYTES):
-        yield begin, min(begin + _PIECE_BYTES, size)
+def _pieces(sizes: Mapping[str, int]) -> Iterable[Run]:
+    for name, size in sizes.items():
+        for begin in range(0, size, _PIECE_BYTES):
+            yield Run(file=name, begin=begin, end=min(begin + _PIECE_BYTES, size))

@@ -334,8 +334,15 @@ class _Fetch:
             self._fetch_run(plan, source, run, memoryview(buffer)[: run.end - run.begin])
 
     def _fetch_run(self, plan: _Plan, source: _Source, run: Run, view: memoryview) -> None:
+        def is_wanted() -> bool:
+            return not self.is_over and plan.partial.missing.is_fetched(run)
+
+        until = time.monotonic() + RUN_S
         try:
-            source.state.fetch_range(run.file, view, begin=run.begin, until=time.monotonic() + RUN_S)
+            if not source.state.fetch_range(
+                run.file, view, begin=run.begin, until=until, is_wanted=is_wanted
+            ):
+                return  # another stream was faster
         except SourceFailed as error:
             plan.partial.missing.give_back(run)
             source.failures += 1

@@ -5,8 +5,9 @@ can be wrong.
 
 `Missing` hands out the blocks that are still missing, in runs of neighbours, to the threads that fetch them.
 
-When every missing run is being fetched, `Missing` hands out runs a second time, and the first result counts.
-So a source that has become slow does not delay the whole checkpoint.
+The fewer blocks are left, the shorter are the runs, so that all sources have something to send until the end.
+When every missing run is being fetched, `Missing` hands out runs a second time, and the first result counts;
+the other fetch of the run is given up. So a source that has become slow does not delay the whole checkpoint.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import os
 import shutil
 import threading
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import xxhash
@@ -41,10 +42,15 @@ class Missing:
     """The runs that have not been fetched yet. Thread-safe.
 
     A run is either in `_waiting`, or in `_at` with the number of threads that are fetching it.
+    `_waiting_bytes` are those of the runs in `_waiting`.
+
+    unit: a run that is handed out has so many bytes or a multiple of them, unless its file ends.
     """
 
-    def __init__(self, runs: Iterable[Run]) -> None:
+    def __init__(self, runs: Iterable[Run], *, unit: int = BLOCK_BYTES) -> None:
         self._waiting = sorted(runs, reverse=True)
+        self._waiting_bytes = sum(run.end - run.begin for run in self._waiting)
+        self._unit = unit
         self._at: dict[Run, int] = {}
         self._changed = threading.Condition()
 
@@ -78,7 +84,13 @@ class Missing:
                 if not self._at[run]:
                     del self._at[run]
                     self._waiting.append(run)
+                    self._waiting_bytes += run.end - run.begin
             self._changed.notify_all()
+
+    def is_fetched(self, run: Run) -> bool:
+        """Whether a run that was handed out is still missing, and so to be fetched."""
+        with self._changed:
+            return run in self._at
 
     def files(self) -> set[str]:
         """Return the names of the files of which a run is missing."""
@@ -109,9 +121,21 @@ class Missing:
         for wanted in (first, files):
             for place in range(len(self._waiting) - 1, -1, -1):
                 if self._waiting[place].file in wanted:
-                    return self._waiting.pop(place)
+                    return self._cut(place)
         shared = [run for run, count in self._at.items() if count < TWICE and run.file in files]
         return min(shared, key=lambda run: (self._at[run], run), default=None)
+
+    def _cut(self, place: int) -> Run:
+        """Remove a waiting run, or as much of its begin as leaves twice that for each who fetches already."""
+        run = self._waiting[place]
+        share = self._waiting_bytes // (2 * (len(self._at) + 1))
+        end = min(run.end, run.begin + max(1, share // self._unit) * self._unit)
+        if end == run.end:
+            del self._waiting[place]
+        else:
+            self._waiting[place] = replace(run, begin=end)
+        self._waiting_bytes -= end - run.begin
+        return replace(run, end=end)
 
 
 def runs_of(file: str, blocks: Iterable[int], size: int) -> list[Run]:
@@ -175,10 +199,7 @@ class Partial:
         with self._lock:
             if run.file not in self._descriptors:
                 return
-            position = run.begin
-            while data:
-                count = os.pwrite(self._descriptors[run.file], data, position)
-                data, position = data[count:], position + count
+            write_at(self._descriptors[run.file], data, run.begin)
         if self.missing.done(run):
             self.bytes += run.end - run.begin
 
@@ -219,6 +240,13 @@ class Partial:
             run = Run(file=name, begin=begin, end=begin + len(view))
             if count < len(view) or not self.is_right(run, view):
                 yield number
+
+
+def write_at(descriptor: int, data: memoryview, position: int) -> None:
+    """Write all of the data to its place in a file. Raises OSError."""
+    while data:
+        count = os.pwrite(descriptor, data, position)
+        data, position = data[count:], position + count
 
 
 def _blocks(size: int) -> int:

@@ -126,21 +126,36 @@ class ServedState:
             raise SourceFailed(f"it answers {response.status}")
         return int(length)
 
-    def fetch_range(self, file: str, view: memoryview, *, begin: int, until: float) -> None:
+    def fetch_range(
+        self,
+        file: str,
+        view: memoryview,
+        *,
+        begin: int,
+        until: float,
+        is_wanted: Callable[[], bool] = lambda: True,
+    ) -> bool:
         """Fill the view with the bytes of the file from offset `begin` on. Raises SourceFailed.
 
+        Returns False if the bytes were no longer wanted before they had all come. Then the connection is
+        closed, so that the peer sends no more of them.
+
         until: the time.monotonic() at which the request fails.
+        is_wanted: called before each piece of _READ_BYTES.
         """
         last = begin + len(view) - 1
         response = self._ask(file, {"Range": f"bytes={begin}-{last}"})
         try:
             if response.status != 206 or response.headers.get("Content-Length") != str(len(view)):
                 raise SourceFailed(f"it answers {response.status} to a range")
-            _read_into(response, view, until=until)
+            is_whole = _read_into(response, view, until=until, is_wanted=is_wanted)
         except BaseException:
             response.close()
             raise
+        if not is_whole:
+            response.close()
         response.release_conn()
+        return is_whole
 
     def close(self) -> None:
         """Close the connections to the peer."""
@@ -182,10 +197,19 @@ class ServedState:
             raise SourceFailed(_said(error)) from error
 
 
-def _read_into(response: urllib3.BaseHTTPResponse, view: memoryview, *, until: float) -> None:
+def _read_into(
+    response: urllib3.BaseHTTPResponse,
+    view: memoryview,
+    *,
+    until: float,
+    is_wanted: Callable[[], bool] = lambda: True,
+) -> bool:
+    """Fill the view; returns False if its content was no longer wanted before. Raises SourceFailed."""
     filled = 0
     try:
         while filled < len(view):
+            if not is_wanted():
+                return False
             piece = response.read(min(_READ_BYTES, len(view) - filled))
             if not piece:
                 raise SourceFailed("it ended too early")
@@ -195,6 +219,7 @@ def _read_into(response: urllib3.BaseHTTPResponse, view: memoryview, *, until: f
                 raise SourceFailed("it is too slow")
     except HTTPError as error:
         raise SourceFailed(_said(error)) from error
+    return True
 
 
 def _pool(origin: PeerSource, trust: Trust) -> urllib3.HTTPConnectionPool:
