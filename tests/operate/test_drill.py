@@ -68,6 +68,7 @@ def test_time_outs_follow_the_slowest_rank() -> None:
     assert table["standstill in a step"] == 24.0
     assert table["standstill in a save"] == 15.0
     assert table["standstill in loading"] == 1800.0  # not measured yet
+    assert table["standstill in evaluating"] == 80.0  # ten times the longest step
     assert table["standstill in a step that may compile"] == 480.0
     assert {row.name: row.seconds for row in run_timeouts({})}[
         "standstill in a step that may compile"

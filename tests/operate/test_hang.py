@@ -20,6 +20,7 @@ from bloomery.operate.stacks import Frame, RankStack, parse_pyspy, take_stacks
 from bloomery.operate.standstill import (
     RankObservation,
     StandstillLimits,
+    allowed_stillness_s,
     judge_progress,
     longest_turns,
     observe_ranks,
@@ -205,6 +206,28 @@ def test_a_step_that_may_compile_is_compared_with_first_steps_alone(first_s: flo
         assert (found is not None) == is_stuck
     later = sights_of(beat(0, RankActivity.COMPUTING, longest_s={name: 0.01}))
     assert judge_progress(written(later, 11.0), now=11.0, limits=limits, measured_s=measured_s) is not None
+
+
+@pytest.mark.parametrize(
+    ("longest_s", "first_s", "allowed"),
+    [
+        ({}, {}, 1800.0),  # no step was measured either
+        ({}, {"forward and backward": 4.0}, 60.0),
+        ({"forward and backward": 9.0}, {"forward and backward": 400.0}, 90.0),
+        ({"forward and backward": 900.0}, {}, 1800.0),
+        ({"forward and backward": 9.0}, {"evaluating": 50.0}, 150.0),
+        ({"forward and backward": 9.0, "evaluating": 70.0}, {"evaluating": 50.0}, 210.0),
+        ({"evaluating": 0.1}, {}, 10.0),
+    ],
+)
+def test_a_first_evaluation_is_compared_with_steps(
+    longest_s: dict[str, float], first_s: dict[str, float], allowed: float
+) -> None:
+    trained = sights_of(
+        beat(0, RankActivity.EVALUATING, longest_s=longest_s, first_s=first_s, may_compile=True)
+    )
+    found = allowed_stillness_s(trained, limits=StandstillLimits(), measured_s={})
+    assert found == allowed
 
 
 def test_what_was_never_measured_may_take_long() -> None:

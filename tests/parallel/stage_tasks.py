@@ -118,7 +118,14 @@ def computed(
 def held_out(style: str, settings: tuple[str, ...], rank: int) -> tuple[float, int]:
     """Summed over ranks: nats of eight samples with dropout off, and their tokens."""
     model, taken = _model(style, settings, rank=rank, micro_batches=5)
-    mine = model.entropy(taken)
+    moves = 0
+
+    def report_progress() -> None:
+        nonlocal moves
+        moves += 1
+
+    mine = model.entropy(taken, report_progress=report_progress)
+    assert moves, "a long evaluation reports that it goes on"
     both = torch.tensor([mine.nats, mine.tokens], dtype=torch.float64)
     if dist.is_initialized():
         dist.all_reduce(both)

@@ -142,6 +142,24 @@ def test_the_first_step_of_each_batch_may_compile_and_its_heartbeat_says_so(
     assert early != dict(seen).keys()
 
 
+def test_an_evaluation_moves_the_heartbeat_between_its_batches(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So a supervisor can tell a long one from one that stands still."""
+    moves: list[int] = []
+    tick = Heartbeat.tick
+
+    def ticked(self: Heartbeat) -> None:
+        tick(self)
+        if self.record().activity == RankActivity.EVALUATING:
+            moves.append(self.record().moves)
+
+    monkeypatch.setattr(Heartbeat, "tick", ticked)
+    loaded, path = start("evaluate.every_steps=2", "evaluate.samples=20", "guard.stop_at_step=2")
+    go(loaded, path)
+    assert len(moves) > 1 and moves == sorted(set(moves))
+
+
 @pytest.mark.parametrize("micro_batch", [1, 4])
 def test_the_micro_batch_does_not_change_what_is_learnt(start: Start, micro_batch: int) -> None:
     one = start(name="one")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import lzma
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -34,10 +34,17 @@ class Entropy:
 
 
 @torch.no_grad()
-def entropy(decoder: Decoder, batches: Iterable[MicroBatch], *, chunk: int = 1024) -> Entropy:
+def entropy(
+    decoder: Decoder,
+    batches: Iterable[MicroBatch],
+    *,
+    chunk: int = 1024,
+    report_progress: Callable[[], None] = lambda: None,
+) -> Entropy:
     """Return the entropy of `batches` under `decoder`, without dropout. Sums are kept in fp64.
 
     chunk: number of tokens whose logits exist at the same time.
+    report_progress: called after each batch.
     """
     device = decoder.head_weight.device
     nats = torch.zeros((), dtype=torch.float64)
@@ -48,6 +55,7 @@ def entropy(decoder: Decoder, batches: Iterable[MicroBatch], *, chunk: int = 102
         sums = decoder.loss(hidden, batch.targets, chunk=chunk)
         nats += sums.cross_entropy.double().cpu()
         tokens += int((cpu_batch.targets != IGNORED).sum())
+        report_progress()
     return Entropy(nats=float(nats), tokens=tokens)
 
 

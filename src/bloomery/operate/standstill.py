@@ -11,6 +11,9 @@ from bloomery.events.run_directory import RunDirectory
 
 TIMES_LONGEST = 3.0
 """A rank may take so many times the longest turn that any rank measured of the same activity."""
+EVALUATION_STEPS = 10.0
+"""Before an evaluation was measured, one of its batches may take so many times a step's forward and backward:
+it may have more rows than a micro-batch, and is computed eagerly."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +25,7 @@ class StandstillLimits:
     compile_s: seconds below which no turn that may compile counts as a standstill, once a first turn was
         measured: another node may have to compile what this one had kept. Less than torch's time-out of a
         collective, so that a rank that stands still is found before torch ends those that wait for it.
+    evaluation_s: seconds for a batch of an evaluation that was not measured yet, or more, if steps were long.
     ending_s: seconds for the end of a run beside the measured time of a save.
     silence_s: seconds without a new heartbeat after which a process counts as silent.
     """
@@ -29,6 +33,7 @@ class StandstillLimits:
     least_s: float = 10.0
     unmeasured_s: float = 1800.0
     compile_s: float = 480.0
+    evaluation_s: float = 60.0
     ending_s: float = 300.0
     silence_s: float = 6.0
 
@@ -132,7 +137,9 @@ def allowed_stillness_s(
     beats = [observation.beat for observation in observations.values()]
     for activity, may_compile in {(beat.activity, beat.may_compile) for beat in beats}:
         measured = longest.get(_first(activity) if may_compile else activity)
-        if activity == RankActivity.ENDING:
+        if activity == RankActivity.EVALUATING:
+            allowed = max(allowed, evaluation_s(longest, limits=limits))
+        elif activity == RankActivity.ENDING:
             saving_s = longest.get(RankActivity.SAVING, 0.0)
             allowed = max(allowed, limits.ending_s + TIMES_LONGEST * saving_s)
         elif measured is None:
@@ -142,6 +149,23 @@ def allowed_stillness_s(
         else:
             allowed = max(allowed, TIMES_LONGEST * measured)
     return allowed
+
+
+def evaluation_s(longest: Mapping[str, float], *, limits: StandstillLimits) -> float:
+    """Return for how many seconds an evaluation may go without progress, which it reports between batches.
+
+    No evaluation compiles. Where none was measured, the measured steps say how long a batch may take.
+
+    longest: from `longest_turns`.
+    """
+    evaluating, computing = RankActivity.EVALUATING, RankActivity.COMPUTING
+    measured = [longest[name] for name in (evaluating, _first(evaluating)) if name in longest]
+    if measured:
+        return TIMES_LONGEST * max(measured)
+    step_s = longest.get(computing, longest.get(_first(computing)))
+    if step_s is None:
+        return limits.unmeasured_s
+    return min(limits.unmeasured_s, max(limits.evaluation_s, EVALUATION_STEPS * step_s))
 
 
 def longest_turns(

@@ -7,7 +7,14 @@ from dataclasses import dataclass
 
 from bloomery.events import timeouts
 from bloomery.events.heartbeat import RankActivity, RankBeat, interval_of
-from bloomery.operate.standstill import TIMES_LONGEST, StandstillLimits
+from bloomery.operate.standstill import (
+    EVALUATION_STEPS,
+    TIMES_LONGEST,
+    StandstillLimits,
+    evaluation_s,
+    longest_turns,
+    observe_ranks,
+)
 
 _STEP = (
     RankActivity.WAITING_FOR_SAMPLES,
@@ -20,7 +27,6 @@ _ACTIVITIES = {
     "a step": _STEP,
     "a save": (RankActivity.SAVING,),
     "loading": (RankActivity.LOADING,),
-    "evaluating": (RankActivity.EVALUATING,),
 }
 _STANDSTILL = "standstill in"
 
@@ -47,10 +53,7 @@ def run_timeouts(
     beats: the newest heartbeat of each rank; {} before the first start, when nothing is measured.
     """
     limits = limits or StandstillLimits()
-    longest: dict[str, float] = {}
-    for beat in beats.values():
-        for activity, seconds in beat.longest_s.items():
-            longest[activity] = max(longest.get(activity, 0.0), seconds)
+    longest = longest_turns(observe_ranks({}, beats, now=0.0), {})
     firsts = [
         beat.first_s[activity] for beat in beats.values() for activity in _STEP if activity in beat.first_s
     ]
@@ -73,6 +76,14 @@ def run_timeouts(
         table.append(_standstill(name, measured_s, limits, least_s=limits.least_s))
     first_s = max(firsts, default=None)
     table.append(_standstill("a step that may compile", first_s, limits, least_s=limits.compile_s))
+    table.append(
+        RunTimeout(
+            name=f"{_STANDSTILL} evaluating",
+            seconds=max(limits.least_s, evaluation_s(longest, limits=limits)),
+            derived=f"{TIMES_LONGEST:g} × longest, or {EVALUATION_STEPS:g} × step, {limits.evaluation_s:g} s",
+            then="stacks taken, then ended",
+        )
+    )
     saving_s = longest.get(RankActivity.SAVING, 0.0)
     table.append(
         RunTimeout(

@@ -122,16 +122,20 @@ class TrainingModel:
             self._backward([micro_batch], step, weight=weight)
         return tap.digest
 
-    def entropy(self, batches: Sequence[MicroBatch]) -> Entropy:
+    def entropy(
+        self, batches: Sequence[MicroBatch], *, report_progress: ReportProgress = lambda: None
+    ) -> Entropy:
         """The entropy of text under the model, without dropout, computed eagerly. Collective over the peer.
 
         With a pipeline the last stage's ranks have it, and the others have zeros.
+
+        report_progress: called after each batch, with a pipeline after some.
         """
         if not self.compiled:
-            return self._entropy(batches)
+            return self._entropy(batches, report_progress)
         # Held-out batches have up to 8 widths. Each would be compiled anew, up to a limit at which it fails.
         with torch.compiler.set_stance("force_eager"):
-            return self._entropy(batches)
+            return self._entropy(batches, report_progress)
 
     def set_phase(self, *, precision: str, recompute: str) -> None:
         """Compute in this precision, and with this recomputation, from now on. Masters stay as they are.
@@ -179,14 +183,15 @@ class TrainingModel:
             )
         self.weights.copy_masters_to_working()
 
-    def _entropy(self, batches: Sequence[MicroBatch]) -> Entropy:
+    def _entropy(self, batches: Sequence[MicroBatch], report_progress: ReportProgress) -> Entropy:
         if self.weights.gathers_weights:
             # Each forward gathers weights from all replicas, which may have different numbers of batches.
             most = max(self.mesh.all_gather_object(len(batches)))
             batches = [*batches, *[_empty_batch(self.decoder)] * (most - len(batches))]
         if self.pipeline is None:
-            return entropy(self.decoder, batches)
-        nats = self.pipeline.evaluate([batch.to(self.decoder.device) for batch in batches])
+            return entropy(self.decoder, batches, report_progress=report_progress)
+        moved = [batch.to(self.decoder.device) for batch in batches]
+        nats = self.pipeline.evaluate(moved, report_progress)
         tokens = sum(int((batch.targets != IGNORED).sum()) for batch in batches)
         return Entropy(nats=float(nats), tokens=tokens if self.decoder.finishes else 0)
 

@@ -22,6 +22,7 @@ from bloomery.optim.groups import ParameterPiece
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.pipeline_schedule import Action, forwards_only, pipeline_order
 from bloomery.parallel.precision import MasterWeights
+from bloomery.parallel.rank_zero_task import ReportProgress
 from bloomery.parallel.recompute import compiled_function
 from bloomery.parallel.stage_p2p import MessageOrder, StageMessage, StageMessenger
 from bloomery.plan.pipeline_stages import PipelineStage
@@ -68,12 +69,16 @@ class Pipeline:
         return cross_entropy, z_loss
 
     @torch.no_grad()
-    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """The cross entropy summed over micro-batches, without dropout: fp64, zero but on the last stage."""
+    def evaluate(self, micro_batches: Sequence[MicroBatch], report_progress: ReportProgress) -> Tensor:
+        """The cross entropy summed over micro-batches, without dropout: fp64, zero but on the last stage.
+
+        report_progress: called after each two micro-batches for each stage of this rank.
+        """
         nats, at_once = torch.zeros((), dtype=torch.float64, device=self._mesh.device), 2 * len(self._stages)
         for start in range(0, len(micro_batches), at_once):
             for sums in self._run(micro_batches[start : start + at_once], step=None, weight=1.0):
                 nats = nats + sums.cross_entropy.double()
+            report_progress()
         return nats
 
     def _run(

@@ -94,7 +94,7 @@ def build_trainer(loaded: LoadedRecipe, rundir: RunDirectory, options: StartOpti
         model = _build_model(recipe, prepared, mesh, compiled=compilation.on)
         data_stream = build_data_stream(recipe, prepared, mesh)
         stack.callback(data_stream.batches.close)
-        held_out = build_held_out(recipe, prepared, model, mesh)
+        held_out = build_held_out(recipe, prepared, model, mesh, report_progress=heartbeat.tick)
         journal = stack.enter_context(Journal(rundir.journal(rank=mesh.rank)))
         observers = Observers([])
         stack.callback(observers.close)

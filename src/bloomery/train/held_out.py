@@ -15,6 +15,7 @@ from bloomery.data.prepare import Prepared
 from bloomery.data_loader.batches import MicroBatch, held_out_batches
 from bloomery.parallel.build import TrainingModel
 from bloomery.parallel.mesh import Mesh
+from bloomery.parallel.rank_zero_task import ReportProgress
 from bloomery.train.data_stream import held_out_documents
 from bloomery.train.state import TrainState
 
@@ -42,13 +43,17 @@ class HeldOutLoss:
         model: TrainingModel,
         mesh: Mesh,
         ratios: Mapping[str, float] | None = None,
+        report_progress: ReportProgress = lambda: None,
     ) -> None:
-        """ratios: of the datasets in the loss of all; None weighs each token alike."""
+        """ratios: of the datasets in the loss of all; None weighs each token alike.
+
+        report_progress: called between batches, so that a long evaluation is told from one that stands still.
+        """
         self.section = section
         self._batches = tuple(batches)
         self._datasets = tuple(dict.fromkeys(window.dataset for window in batches))
         self._model, self._mesh = model, mesh
-        self._ratios = ratios
+        self._ratios, self._report_progress = ratios, report_progress
         self._seen: tuple[object, ...] = ()
 
     def due(self, state: TrainState) -> bool:
@@ -72,7 +77,8 @@ class HeldOutLoss:
         own = self._batches[self._mesh.data.index :: self._mesh.data.degree]
         rows = []
         for dataset in self._datasets:
-            entropy = self._model.entropy([window.batch for window in own if window.dataset == dataset])
+            batches = [window.batch for window in own if window.dataset == dataset]
+            entropy = self._model.entropy(batches, report_progress=self._report_progress)
             rows.append([entropy.nats, entropy.tokens])
         sums = torch.tensor(rows, dtype=torch.float64, device=self._mesh.device)
         table = self._mesh.pipeline.all_reduce(self._mesh.data.all_reduce(sums)).tolist()
@@ -86,11 +92,13 @@ class HeldOutLoss:
 
 
 def build_held_out(
-    recipe: Recipe, prepared: Prepared, model: TrainingModel, mesh: Mesh
+    recipe: Recipe, prepared: Prepared, model: TrainingModel, mesh: Mesh, *, report_progress: ReportProgress
 ) -> HeldOutLoss | None:
     """Return what computes the held-out loss of a run; None where it has no held-out text.
 
     `evaluate.samples` windows are spread over the datasets by their weights, at least one each.
+
+    report_progress: called between the batches of each evaluation.
     """
     batches = list[HeldOutBatch]()
     parts = held_out_documents(recipe.data, prepared)
@@ -112,7 +120,9 @@ def build_held_out(
     ratios = None
     if held_out_weights(recipe.data) is not None:
         ratios = {part.name: part.weight for part in parts}
-    return HeldOutLoss(recipe.evaluate, batches, model=model, mesh=mesh, ratios=ratios)
+    return HeldOutLoss(
+        recipe.evaluate, batches, model=model, mesh=mesh, ratios=ratios, report_progress=report_progress
+    )
 
 
 def _shares(weights: Sequence[float], count: int) -> list[int]:
