@@ -75,6 +75,9 @@ def test_what_clients_of_networks_and_stores_say_is_retried_if_it_may_pass(line:
         ("NVRM: Xid (PCI:0000:dd:00): 145, RLW_REMAP Nonfatal XC0 i0 Link 05", ""),
         ("NVRM: Xid (PCI:0000:dd:00): 31, MMU Fault", ""),
         ("NVRM: GPU 0000:a1:00.0: RmInitAdapter failed! (0x62:0x40:2393)", "0000:a1:00"),
+        ("nvidia 0000:98:00.0: PCIe Bus Error: severity=Uncorrected (Fatal), type=Data Link", "0000:98:00"),
+        ("nvidia 0000:98:00.0: PCIe Bus Error: severity=Uncorrected (Non-Fatal), type=Transaction", ""),
+        ("nvme 0000:01:00.0: PCIe Bus Error: severity=Uncorrected (Fatal), type=Data Link Layer", ""),
         ("amdgpu 0000:c1:00.0: amdgpu: GPU reset begin!", "0000:c1:00.0"),
         ("amdgpu 0000:c1:00.0: amdgpu: 2 uncorrectable hardware errors detected in umc", "0000:c1:00.0"),
         ("amdgpu 0000:c1:00.0: amdgpu: 0 uncorrectable hardware errors detected in umc", ""),
@@ -215,6 +218,16 @@ def test_the_witness_of_a_time_out_is_not_the_rank_that_did_not_come(log: str) -
 @pytest.mark.parametrize(
     ("words", "cause", "retries"),
     [
+        (
+            "S3Exception: Client error: Unknown CRT error: AWS_ERROR_S3_INTERNAL_ERROR, Response code",
+            "STORAGE",
+            True,
+        ),
+        ("S3Exception: Client error: Unknown CRT error: AWS_ERROR_S3_INVALID_REGION", "EXCEPTION", False),
+        ("OutOfDiskError: Local disk is full", "NO_SPACE", False),
+        ("Error out of memory at line 380 in file /build/csrc/pythonInterface.c", "GPU_MEMORY", False),
+        ("OSError: [Errno 28] No space left on device: '/data/x' -> '/dev/shm/x'", "BUS_ERROR", False),
+        ("OSError: [Errno 28] No space left on device: '/dev/shm/x' -> '/data/x'", "NO_SPACE", False),
         (
             "RuntimeError: cublaslt_gemm.cu:315: cuBLAS Error: the resource allocation failed",
             "GPU_MEMORY",

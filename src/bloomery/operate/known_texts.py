@@ -22,6 +22,9 @@ _AMD = re.compile(
 _KILLED = re.compile(
     r"(?:Out of memory|Memory cgroup out of memory): Killed process (?P<pid>\d+)|oom-kill:.*pid=(?P<pid2>\d+)"
 )
+_PCI_EXPRESS = re.compile(
+    r"\bnvidia (?P<bus>[0-9a-f:]+)(?:\.\d)?: (?P<rest>PCIe Bus Error: severity=Uncorrect\w+ \(Fatal\).*)"
+)
 _NOT_INITIALISED = re.compile(r"NVRM: GPU (?P<bus>[0-9a-f:]+)(?:\.\d)?: (?P<rest>RmInitAdapter failed.*)")
 _LOST = re.compile(
     r"NVRM: (?:GPU (?P<bus>[0-9a-f:]+)(?:\.\d)?: )?"
@@ -36,7 +39,7 @@ _SHARED_MEMORY = (
     r"out of shared memory",
     r"killed by signal: Bus error",
     r"(?:shared memory object|write to file) </torch_\S+>.*(?i:no space left)",
-    r"/dev/shm.*(?i:no space left)",
+    r"/dev/shm.*(?i:no space left)|(?i:no space left).*'/dev/shm/[^']*'(?! ->)",
     r"unable to allocate shared memory\(shm\)|creating shared memory segment /dev/shm/",
 )
 _BAD_GPU = (
@@ -88,7 +91,7 @@ KNOWN_TEXTS: tuple[tuple[Cause, str], ...] = (
         Cause.NO_SPACE,
         r"(?i:no space left on device)|no inodes are left|ENOSPC|refused at \S+: no space|File too large"
         r"|(?i:(?:not enough|insufficient) (?:free )?(?:disk|storage) space)"  # of datasets and of clients
-        r"|database or disk is full|(?i:\berrno[ =:]+28\b)|os error 28"
+        r"|(?i:\bdisk is full)|(?i:\berrno[ =:]+28\b)|os error 28"
         r"|OSError: \d+ requested and \d+ written"  # numpy
         r"|PytorchStreamWriter failed writing|inline_container.*unexpected pos \d+ vs \d+",
     ),
@@ -125,11 +128,12 @@ _TRANSIENT = re.compile(
     r"|\b(?:429|50[0234])\b.{0,40}(?:Server Error|Bad Gateway|Gateway Time-?out|Too Many Requests)"
     r"|(?i:\bstatus(?: ?code)?['\"]?[:=, ]+\(?(?:429|50[0234])\b)"
     r"|(?i:operation ?timed ?out|within the specified time)"
+    r"|\bAWS_ERROR_S3_(?:INTERNAL|SLOW|REQUEST_TIME)\w+|\bAWS_(?:ERROR_HTTP|IO)_\w*(?:TIMEOUT|CLOSED)"
     r"|\bAn error occurred \((?:5\d\d|InternalError|ServiceUnavailable|RequestTime\w+|Throttl\w+|SlowDown)\)"
 )
 _OF_STORES = re.compile(
     r"(?i:\b(?:s3|gcs|azure|blob|bucket|put ?object|get ?object|upload ?part|storage|FSTimeoutError)\b)"
-    r"|google\.resumable_media|googleapis|gcsfs|s3fs|botocore|boto3|fsspec|minio|hdfs"
+    r"|\bAWS_ERROR_S3_|google\.resumable_media|googleapis|gcsfs|s3fs|botocore|boto3|fsspec|minio|hdfs"
 )
 NETWORK_OF_NCCL = re.compile(
     r"NET/IB\s?: .*(?:Got completion .*(?:status=(?:\w+\()?|error )\d+|Got async event)|ibv_\w+ failed"
@@ -141,7 +145,7 @@ GPU_MEMORY = re.compile(
     r"|_(?:(?:DEVICE_ALLOCATION|ALLOC)_FAILED|OUT_OF_MEMORY|OUT_OF_RESOURCES|MEMORY_ERROR)\b|cudaErrorMemoryAllocation"
     r"|hipErrorOutOfMemory|Failed to CUDA [cm]alloc"
     r"|(?i:\bcu(?:BLAS|DNN|SPARSE|SOLVER|FFT)\w* Error: .*allocation failed)"
-    r"|\bOutOfMemoryError\b"
+    r"|\bOutOfMemoryError\b|^Error out of memory at line \d+ in file "  # bitsandbytes
 )
 """What says that a device has no memory left."""
 DRIVER_HAS_NONE = re.compile(
@@ -180,7 +184,7 @@ def bad_gpu_of(line: str) -> tuple[str, str] | None:
     """
     match = _XID.search(line)
     if match is None:
-        other = _AMD.search(line) or _NOT_INITIALISED.search(line)
+        other = _AMD.search(line) or _NOT_INITIALISED.search(line) or _PCI_EXPRESS.search(line)
         if other is not None:
             return other["bus"], other["rest"].strip()
         lost = _LOST.search(line)
