@@ -101,6 +101,21 @@ def test_a_gap_is_no_continuity():
     assert found == []
 
 
+def test_lines_that_a_log_lacks_do_not_make_a_later_gap_shorter():
+    after_a_hole = run_of(noisy(30, seed=1), first=416)  # 15 lines are missing
+    far = [replace(one, step=one.step + 20) for one in run_of([3.5] * 40, first=446)]
+    near = run_of([3.5] * 40, first=465)
+    kinds = [kind for _, kind in said(guards_of(), [*run_of(CALM), *after_a_hole, *near])]
+    assert "rewind" in kinds  # 20 distances of one step still continue the log
+    assert said(guards_of(), [*run_of(CALM), *after_a_hole, *far]) == []
+
+
+@pytest.mark.parametrize(("back", "is_known"), [(31, True), (32, False)])
+def test_what_is_made_again_a_block_of_losses_back_is_judged_anew(back, is_known):
+    again = run_of([3.5] * 15, first=400 - back)
+    assert bool(said(guards_of(), [*run_of(CALM), *again])) == is_known
+
+
 def test_losses_that_are_not_finite_or_not_applied_count_neither_way():
     guards = guards_of(not_finite_losses=0, refused_updates=0)
     odd = [report(step, math.nan, update_applied=False) for step in range(401, 404)]

@@ -1,0 +1,118 @@
+"""Whether a resumed run goes on where it was: its first losses, and the samples of its first step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.guard.reports import BATCH, noisy, report
+
+from bloomery.events.records import Json, StepReport
+from bloomery.guard.parity import LEAST, MOST, REMEMBERED, ResumeParity
+from bloomery.guard.verdict import CarryOn, Rung, Stop, Verdict
+
+GUARD = ResumeParity()
+CALM = noisy(100)
+
+
+def told(history: Json, reports: list[StepReport]) -> tuple[Any, list[Verdict]]:
+    """The history after the reports, and the verdict on each."""
+    verdicts = []
+    for one in reports:
+        history, verdict = GUARD.judge(history, one)
+        verdicts.append(verdict)
+    return history, verdicts
+
+
+def run_of(losses: list[float], *, first: int = 1, **changed: Any) -> list[StepReport]:
+    return [report(step, loss, **changed) for step, loss in enumerate(losses, first)]
+
+
+def saved(losses: list[float] = CALM) -> Json:
+    history, verdicts = told(GUARD.fresh(), run_of(losses))
+    assert {type(verdict) for verdict in verdicts} == {CarryOn}
+    return history
+
+
+def test_losses_two_percent_above_those_before_fail_the_run_once_five_are_there() -> None:
+    history, verdicts = told(GUARD.resumed(saved()), run_of([2.55] * (LEAST + 1), first=101))
+    *before, verdict, after = verdicts
+    assert {type(one) for one in (*before, after)} == {CarryOn} and len(before) == LEAST - 1
+    assert isinstance(verdict, Stop) and verdict.failed and verdict.judged_step == 100 + LEAST
+    assert verdict.numbers["after"] == 2.55 and verdict.numbers["rise"] == pytest.approx(0.02, abs=0.003)
+    assert history["after"] is None
+
+
+@pytest.mark.parametrize("worse", [2.515, 2.45, 2.0])  # 0.6% above, and below
+def test_losses_that_are_as_low_as_before_are_not_compared_for_long(worse: float) -> None:
+    calm = noisy(100, spread=0.01)
+    before = saved(calm)
+    history, verdicts = told(GUARD.resumed(before), run_of([worse] * LEAST, first=101))
+    assert {type(verdict) for verdict in verdicts} == {CarryOn}
+    assert history["after"] is None and history["losses"] == [*calm, *[worse] * LEAST][-REMEMBERED:]
+
+
+def test_the_noisiest_losses_are_compared_fifty_at_a_time_and_then_count_as_those_before() -> None:
+    wild = noisy(MOST + 1, seed=2, spread=1.0)
+    history, _ = told(GUARD.resumed(saved()), run_of(wild[: MOST - 1], first=101))
+    assert history["after"] == wild[: MOST - 1] and history["losses"] == CALM[-REMEMBERED:]
+    history, _ = told(history, run_of(wild[MOST - 1 : MOST], first=100 + MOST))
+    assert history["after"] is None and history["losses"] == wild[:MOST][-REMEMBERED:]
+    history, _ = told(history, run_of(wild[MOST:], first=101 + MOST))
+    assert history["after"] is None and history["losses"] == wild[-REMEMBERED:]
+
+
+@pytest.mark.parametrize(
+    "changed", [{"learning_rate": 1.11e-3}, {"precision": "fp8"}, {"global_batch": 5}, {"mixture": 2}]
+)
+def test_a_rise_after_a_change_of_settings_is_expected(changed: dict[str, Any]) -> None:
+    reports = run_of([3.0] * 10, first=101, **{"consumed_samples": 100 * BATCH + 10, **changed})
+    reports[0] = report(
+        101, 3.0, **{"consumed_samples": 100 * BATCH + changed.get("global_batch", BATCH), **changed}
+    )
+    _, verdicts = told(GUARD.resumed(saved()), reports)
+    assert {type(verdict) for verdict in verdicts} == {CarryOn}
+
+
+def test_a_rise_after_a_learning_rate_that_is_almost_the_same_is_not_expected() -> None:
+    _, verdicts = told(GUARD.resumed(saved()), run_of([3.0] * 10, first=101, learning_rate=1.09e-3))
+    assert any(isinstance(verdict, Stop) for verdict in verdicts)
+
+
+@pytest.mark.parametrize("losses", [[*CALM, 2.7], CALM[: LEAST - 1]])
+def test_losses_are_not_compared_with_a_spike_or_with_too_few(losses: list[float]) -> None:
+    _, verdicts = told(GUARD.resumed(saved(losses)), run_of([3.0] * 20, first=len(losses) + 1))
+    assert {type(verdict) for verdict in verdicts} == {CarryOn}
+
+
+@pytest.mark.parametrize("off", [-1, 1])
+def test_other_samples_than_the_next_ones_fail_the_run_at_its_first_step(off: int) -> None:
+    resumed = GUARD.resumed(saved())
+    _, (verdict,) = told(resumed, [report(101, 2.5, consumed_samples=101 * BATCH + off)])
+    assert isinstance(verdict, Stop) and verdict.failed and "other data" in verdict.reason
+    assert verdict.numbers == {"consumed": 101.0 * BATCH + off, "expected": 101.0 * BATCH}
+    _, verdicts = told(resumed, [report(101, 2.5), report(102, 2.5, consumed_samples=102 * BATCH + off)])
+    assert {type(one) for one in verdicts} == {CarryOn}
+
+
+def test_samples_of_steps_that_peers_made_together_are_not_compared() -> None:
+    together = [report(step, 2.5, peers=2, consumed_samples=20 * step) for step in range(1, 101)]
+    history, _ = told(GUARD.fresh(), together)
+    alone = report(101, 2.5, consumed_samples=7)
+    assert isinstance(told(GUARD.resumed(history), [alone])[1][0], CarryOn)
+    assert isinstance(told(GUARD.resumed(saved()), [alone])[1][0], Stop)
+
+
+@pytest.mark.parametrize(("rung", "kind"), [(Rung.REPEAT, Stop), (Rung.SKIP, CarryOn)])
+def test_after_a_rewind_losses_are_compared_unless_samples_were_left_out(rung: Rung, kind: type) -> None:
+    history = GUARD.rewound(saved(), saved(), rung=rung)
+    _, verdicts = told(history, run_of([3.0] * LEAST, first=101))
+    assert isinstance(verdicts[-1], kind)
+
+
+def test_losses_that_moved_nothing_are_left_out_of_the_comparison() -> None:
+    refused = run_of([9.0] * 10, first=101, update_applied=False)
+    history, verdicts = told(GUARD.resumed(saved()), refused)
+    assert {type(verdict) for verdict in verdicts} == {CarryOn} and history["after"] == []
+    _, verdicts = told(history, run_of([2.55] * LEAST, first=111))
+    assert isinstance(verdicts[-1], Stop)
