@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import faulthandler
 import json
+import mmap
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -61,12 +64,17 @@ def differences(case: Case, *, device: str, dtype: torch.dtype, tiles: Attention
     qkv = torch.randn(
         2, case.length, case.heads + 2 * case.kv_heads, case.width, generator=random, device=device
     ).to(dtype)
-    query, key, value = qkv.split((case.heads, case.kv_heads, case.kv_heads), dim=2)
-    slope = torch.randn(query.shape, generator=random, device=device).to(dtype)
+    query, key, value = fenced(qkv).split((case.heads, case.kv_heads, case.kv_heads), dim=2)
+    slope = fenced(torch.randn(query.shape, generator=random, device=device).to(dtype))
     rules = _rules(case, random, device)
-    mixed, log_partition = torch.empty_like(slope), torch.empty(2, case.heads, case.length, device=device)
+    given = {field.name: getattr(rules, field.name) for field in fields(rules)}
+    rules = replace(rules, **{name: fenced(it) for name, it in given.items() if isinstance(it, Tensor)})
+    mixed = fenced(torch.empty_like(slope))
+    log_partition = fenced(torch.empty(2, case.heads, case.length, device=device))
     forward(query, key, value, rules, mixed, log_partition, tiles.forward)
-    slopes = (torch.empty_like(slope), *(torch.empty(key.shape, device=device, dtype=dtype) for _ in "kv"))
+    shapes = (query.shape, key.shape, key.shape)
+    by_query, by_key, by_value = (fenced(torch.empty(s, device=device, dtype=dtype)) for s in shapes)
+    slopes = (by_query, by_key, by_value)
     backward(slope, query, key, value, rules, mixed, log_partition, slopes, tiles=tiles)
     factors = [factor.double().requires_grad_() for factor in (query, key, value)]
     expected = written_out(*factors, rules)
@@ -76,6 +84,23 @@ def differences(case: Case, *, device: str, dtype: torch.dtype, tiles: Attention
         (own, factor.grad) for own, factor in zip(slopes, factors, strict=True) if factor.grad is not None
     ]
     return [float((own - other).abs().max() / other.abs().max()) for own, other in pairs]
+
+
+def fenced(tensor: Tensor) -> Tensor:
+    """Return a copy that ends at a page which nobody may read or write; on a GPU the tensor itself.
+
+    So a kernel that reads a row or a number too many ends the process, whether or not it uses them.
+    """
+    if tensor.device.type != "cpu":
+        return tensor
+    size, page = tensor.numel() * tensor.element_size(), mmap.PAGESIZE
+    room = -(-size // page) * page
+    memory = mmap.mmap(-1, room + page)
+    fence = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + room
+    no_access = 0
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(fence), page, no_access) == 0
+    copy = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=room - size)
+    return copy.view(tensor.shape).copy_(tensor)
 
 
 def written_out(query: Tensor, key: Tensor, value: Tensor, rules: Rules) -> Tensor:
@@ -113,6 +138,7 @@ def _rules(case: Case, random: torch.Generator, device: str) -> Rules:
 
 
 if __name__ == "__main__":
+    faulthandler.enable()
     found = [
         asdict(case)
         | {"differences": differences(case, device="cpu", dtype=torch.float32, tiles=SMALL_TILES)}

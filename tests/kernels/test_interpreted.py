@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.triton_interpreter import interpreted
 
 
-def test_attention_by_tiles_is_attention_and_has_its_gradients() -> None:
+def test_attention_by_tiles_is_attention_has_its_gradients_and_reads_nothing_beyond_its_tensors() -> None:
     cases = interpreted("tests.kernels.attention_cases")
     assert len(cases) == 4
     for case in cases:
