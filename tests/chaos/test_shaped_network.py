@@ -4,6 +4,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from itertools import combinations
 
 import pytest
 
@@ -60,6 +61,19 @@ def test_bytes_arrive_whole_and_in_order_over_a_slow_lossy_link(echo: int) -> No
         internet.host("a", Shape(rate=20e6, delay=0.005, loss=0.001))
         assert _through(internet.open("a", echo), sent) == sent
         assert internet.traffic("a") == (len(sent), len(sent))
+
+
+def test_packets_are_lost_by_the_seed_and_otherwise_on_each_host_and_in_each_direction() -> None:
+    def late(seed: int) -> list[list[bool]]:
+        with ShapedNetwork(seed=seed) as internet:
+            for name in "ab":
+                internet.host(name, Shape(delay=0.01, loss=0.5))
+            pipes = [pipe for name in "ab" for pipe in internet._pipes(name)]
+            return [[pipe.arrival(1, now=0.0) > 0.01 for _ in range(64)] for pipe in pipes]
+
+    losses = late(seed=3)
+    assert all(one != other for one, other in combinations(losses, 2))
+    assert late(seed=3) == losses != late(seed=4)
 
 
 def test_a_corruption_is_seen_once(echo: int) -> None:

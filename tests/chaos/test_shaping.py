@@ -1,6 +1,8 @@
 """Links as arithmetic: rate, delay, loss, cuts."""
 
-from bloomery.chaos.shaped_network import Pipe, Shape
+import pytest
+
+from bloomery.chaos.shaped_network import LEAST_RETRANSMISSION_S, SEGMENT_BYTES, Pipe, Shape
 
 
 def test_a_chunk_takes_its_length_over_the_rate_and_the_delay() -> None:
@@ -32,6 +34,14 @@ def test_loss_delays_about_its_share_of_the_packets() -> None:
     pipe = Pipe(Shape(delay=0.05, loss=0.1), seed=1)
     late = sum(pipe.arrival(1000, now=0.0) > 0.051 for _ in range(2000))
     assert 150 < late < 250
+
+
+@pytest.mark.parametrize(("segments", "late_s"), [(1, 0.4), (3, 0.4), (4, 0.2)])
+def test_a_loss_among_the_last_segments_is_noticed_by_the_timer_alone(segments: int, late_s: float) -> None:
+    pipe = Pipe(Shape(delay=0.1, loss=1 - 1e-12))
+    assert pipe.arrival(segments * SEGMENT_BYTES, now=0.0) == pytest.approx(0.1 + late_s)
+    near = Pipe(Shape(delay=0.01, loss=1 - 1e-12))
+    assert near.arrival(SEGMENT_BYTES, now=0.0) == pytest.approx(0.01 + LEAST_RETRANSMISSION_S)
 
 
 def test_one_corruption_changes_one_bit_of_one_chunk() -> None:
