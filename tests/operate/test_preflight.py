@@ -102,6 +102,12 @@ def test_few_nodes_leave_two_forecasts_and_all_nodes_one() -> None:
     few = forecast([one, one], total=400 * 10**9, nodes=40)
     assert few.save_s == (5.0, 100.0) and few.load_s == (2.0, 40.0)
     assert forecast([one] * 40, total=400 * 10**9, nodes=40).save_s == (5.0, 5.0)
+    more = StorageTimes(bytes_written=30 * 10**9, save_s=6.0, load_s=6.0, is_equal=True)
+    less = StorageTimes(bytes_written=10 * 10**9, save_s=4.0, load_s=1.0, is_equal=True)
+    unequal = forecast([more, less], total=40 * 10**9, nodes=2)  # 20 GB for each
+    assert unequal.save_s == pytest.approx((8.0, 8.0)) and unequal.load_s == pytest.approx((4.0, 4.0))
+    two_of_three = forecast([more, less], total=60 * 10**9, nodes=3)
+    assert two_of_three.save_s == pytest.approx((8.0, 9.0)) and two_of_three.measured_nodes == 2
 
 
 def test_the_command_measures_this_machine_and_lets_nodes_back(tmp_path: Path) -> None:

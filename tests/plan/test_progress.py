@@ -11,7 +11,7 @@ from bloomery.events.records import StepReport
 from bloomery.events.run_directory import RunDirectory
 from bloomery.plan.hardware import load_hardware
 from bloomery.plan.overview import make_plan
-from bloomery.plan.progress import progress_of
+from bloomery.plan.progress import figures, progress_of
 from bloomery.plan.request import Request
 from bloomery.plan.schedule import consumed_after, phase_at
 
@@ -123,12 +123,28 @@ def test_other_numbers_of_accelerators_say_when_they_divide(run):
     here = progress(run, accelerators=128).days_left
     assert found[64].days_left > 1.7 * here
     assert found[256].days_left < here / 1.7
+    fewer = {one.accelerators for one in progress(run, accelerators=16).elsewhere}
+    assert fewer == {8, 32, 64}  # a replica has 8, so 4 cannot hold the model
 
 
 def test_planned_stands_against_measured(run):
     found = progress(run, accelerators=128)
     assert found.planned_step_s == pytest.approx(found.planned_days_left / found.days_left * found.step_s)
     assert found.planned_model_teraflops == pytest.approx(found.planned_mfu * 125, rel=1e-6)
+    rows = {name: cells for name, *cells in figures(found)}
+    assert rows["s/step"][1:] == ["22.3", f"{22.3 / found.planned_step_s:.2f}"]
+    assert rows["MFU"][1:] == ["24.0%", f"{0.24 / found.planned_mfu:.2f}"]
+    rows = {name: cells for name, *cells in figures(replace(found, mfu=None))}
+    assert rows["MFU"] == [f"{found.planned_mfu:.1%}", "-", "-"]
+
+
+def test_the_age_of_a_run_is_what_lies_between_its_first_event_and_its_last(run):
+    journal = RunDirectory(run).journal()
+    lines = [json.loads(line) for line in journal.read_text().splitlines()]
+    for number, line in enumerate(lines):
+        line["time"] = 1_700_000_000.0 + 43_200.0 * number  # half a day apart
+    journal.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert progress(run, accelerators=128).started_days_ago == (len(lines) - 1) / 2
 
 
 def test_a_peers_steps_are_counted_with_the_other_peers(tmp_path):
