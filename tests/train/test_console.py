@@ -123,20 +123,24 @@ def test_objects_for_programs_hold_steps_and_verdicts() -> None:
 def test_a_notebook_has_one_output_that_is_replaced() -> None:
     outputs: list[str] = []
 
+    def text_of(shown: dict[str, str], *, raw: bool) -> str:
+        return shown["text/plain"] if raw else repr(shown)
+
     class Handle:
-        def update(self, shown: dict[str, str], *, raw: bool) -> None:
-            outputs[-1] = shown["text/plain"]
+        def update(self, shown: dict[str, str], *, raw: bool = False) -> None:
+            outputs[-1] = text_of(shown, raw=raw)
 
-    def display(shown: dict[str, str], *, raw: bool, display_id: bool) -> Handle:
-        outputs.append(shown["text/plain"])
-        return Handle()
+    def display(shown: dict[str, str], *, raw: bool = False, display_id: bool = False) -> Handle | None:
+        outputs.append(text_of(shown, raw=raw))
+        return Handle() if display_id else None  # as IPython does
 
-    bar = NotebookBar(total_steps=246_912, display=display)
+    bar = NotebookBar(total_steps=164_608, display=display)
+    assert outputs == ["the first step is under way"]
     bar.tell(REPORT, CarryOn(judged_step=1))
     bar.tell(replace(REPORT, loss=2.0), CarryOn(judged_step=1))
     bar.close()
     assert len(outputs) == 1
-    assert outputs[0].startswith("██████████░░░░░░░░░░ 123456/246912 | loss 2.000")
+    assert outputs[0].startswith("███████████████░░░░░ 123456/164608 | loss 2.000")
 
 
 def test_a_run_says_what_its_data_are_and_warns_of_text_that_is_read_often(
