@@ -1,9 +1,10 @@
-"""When a ring attempt looks again for connections, though none has changed."""
+"""When a ring attempt begins each way of connecting, and when it looks again though none has changed."""
 
 from __future__ import annotations
 
 import time
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 
@@ -34,3 +35,52 @@ def test_it_looks_again_when_a_way_has_its_turn_and_no_earlier(ago_s, deadline_s
         began = time.monotonic() - ago_s
         want = _Want(HOP, HOP.places[0], next_try={way: began + s for way, s in tries.items()})
         assert pool._next_moment([want], began, deadline_s) == pytest.approx(began + after_s, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("sends", "is_dialable", "last_way", "relays", "starts_s"),
+    [
+        (True, True, "", True, {"dialled": 0.0, "relayed": 200.0}),  # the sender dials first
+        (False, True, "", True, {"dialled": 100.0, "relayed": 200.0}),  # the receiver waits to be dialled
+        (False, False, "", True, {"dialled": 0.0, "relayed": 200.0}),  # unless nobody can dial it
+        (False, True, "dialled", True, {"dialled": 0.0, "relayed": 200.0}),  # what worked comes first
+        (True, True, "accepted", True, {"dialled": 100.0, "relayed": 200.0}),
+        (False, False, "accepted", True, {"dialled": 100.0, "relayed": 200.0}),
+        (True, True, "relayed", True, {"dialled": 0.0, "relayed": 0.0}),
+        (True, True, "relayed", False, {"dialled": 0.0}),  # no peer relays any more
+    ],
+)
+def test_the_way_that_worked_and_the_senders_dialling_begin_at_once(
+    sends, is_dialable, last_way, relays, starts_s
+):
+    hop = replace(HOP, sends=sends)
+    assert _starts_s(hop, is_dialable=is_dialable, last_way=last_way, relays=relays) == starts_s
+
+
+@pytest.mark.parametrize(("is_dialable", "relayed_s"), [(True, 200.0), (False, 0.0)])
+def test_a_relay_is_asked_at_once_where_neither_side_can_dial_the_other(is_dialable, relayed_s):
+    hop = replace(HOP, addresses=())
+    assert _starts_s(hop, is_dialable=is_dialable) == {"relayed": relayed_s}
+
+
+def test_a_way_that_is_busy_or_has_just_failed_is_not_begun():
+    pool = ConnectionPool(dial=refused, relay=refused, is_dialable=True, turns=TURNS)
+    with closing(pool):
+        want = _Want(HOP, HOP.places[0], next_try={"dialled": 230.0})
+        due = {s: pool._ways_due(want, now=s, began=0.0, relays=True) for s in (229.0, 230.0)}
+        assert due == {229.0: ["relayed"], 230.0: ["dialled", "relayed"]}
+        want.busy.add("relayed")
+        assert pool._ways_due(want, now=230.0, began=0.0, relays=True) == ["dialled"]
+
+
+def _starts_s(hop, *, is_dialable, last_way="", relays=True):
+    """The seconds after which each way is begun."""
+    pool = ConnectionPool(dial=refused, relay=refused, is_dialable=is_dialable, turns=TURNS)
+    with closing(pool):
+        if last_way:
+            pool._ways[hop.peer, hop.incarnation] = last_way
+        want, starts_s = _Want(hop, hop.places[0]), {}
+        for now in (0.0, 99.0, 100.0, 199.0, 200.0):
+            for way in pool._ways_due(want, now=now, began=0.0, relays=relays):
+                starts_s.setdefault(way, now)
+        return starts_s
