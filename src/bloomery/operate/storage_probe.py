@@ -36,7 +36,7 @@ class StorageForecast:
 
     measured_nodes, nodes: those that measured, and those of the run.
     save_s, load_s: (if each node's own path is the limit, if what all share is the limit), in seconds.
-    With all nodes measuring, both are the measured time.
+    With all nodes measuring equal bytes, both are the measured time.
     """
 
     measured_nodes: int
