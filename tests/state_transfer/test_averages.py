@@ -88,6 +88,25 @@ def test_peers_that_tell_different_sizes_are_not_mixed(sources, tmp_path):
     assert (fetched.peers, fetched.bytes) in [(("a",), len(CONTENT)), (("b",), 2 * len(CONTENT))]
 
 
+def test_a_peer_that_tells_a_wrong_size_and_sends_nothing_keeps_no_other_from_sending(sources, tmp_path):
+    class Empty(ServedStates):
+        @contextmanager
+        def reading(self, digest, file):
+            with super().reading(digest, file) as found:
+                yield replace(found, bytes=2 * len(CONTENT))
+
+    (tmp_path / "liar").mkdir()
+    (tmp_path / "liar" / "cd34.0").write_bytes(b"")
+    with StateServer("127.0.0.1:0", TRUST, Empty()) as server:
+        server.states.serve_averages({"cd34": tmp_path / "liar"})
+        liar = PeerSource(peer="c", url=server.urls[0])
+        fetch = AverageFetcher(tmp_path / "missed", TRUST)
+        for order in ([liar, *sources], [*sources, liar]):
+            fetched = fetch(COMMIT, lambda order=order: order, ranks=1, at_once=3, cancelled=lambda: False)
+            assert set(fetched.peers) <= {"a", "b"} and fetched.bytes == len(CONTENT)
+            assert (fetched.directory / "average-0").read_bytes() == CONTENT
+
+
 def test_a_peer_that_does_not_answer_does_not_delay_an_average(sources, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         mute = PeerSource(peer="m", url=f"http://127.0.0.1:{silent.getsockname()[1]}")

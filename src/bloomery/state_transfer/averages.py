@@ -102,8 +102,12 @@ class AverageFetcher:
         )
 
 
+class _OfAnotherSize(SourceFailed):
+    """A source tells another size than the one that told first, which may be the wrong one."""
+
+
 def _has_failed(why: SourceFailed | None) -> bool:
-    return why is not None and not isinstance(why, NotYetServed)
+    return why is not None and not isinstance(why, NotYetServed | _OfAnotherSize)
 
 
 class _Download:
@@ -194,7 +198,7 @@ class _Download:
     def _begin(self, state: ServedState) -> None:
         """Read the sizes of the files at a peer, and fetch from it. Raises SourceFailed and OSError.
 
-        The first peer to tell sizes decides; one that tells others has failed.
+        The first peer to tell sizes decides; those that tell others send nothing in this try.
         """
         sizes = self._sizes_at(state)
         self._failed.pop(state.origin, None)
@@ -207,7 +211,7 @@ class _Download:
                 self._files = {name: (self._place / name).open("wb") for name in self._names}
                 self._sizes, self._missing = sizes, Missing(_pieces(sizes), unit=_SMALLEST_BYTES)
             if sizes != self._sizes:
-                raise SourceFailed("its average has another size than that of others")
+                raise _OfAnotherSize("its average has another size than that of others")
         for _ in range(STREAMS - 1):
             self._start(self._stream, state)
         self._stream(state)
