@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 
 import pytest
 
@@ -224,6 +225,9 @@ def test_the_witness_of_a_time_out_is_not_the_rank_that_did_not_come(log: str) -
             True,
         ),
         ("S3Exception: Client error: Unknown CRT error: AWS_ERROR_S3_INVALID_REGION", "EXCEPTION", False),
+        ("S3Exception: Client error: Unknown CRT error: aws-c-io: AWS_IO_SOCKET_TIMEOUT", "STORAGE", True),
+        ("S3Exception: Service error: The object was not found", "EXCEPTION", False),
+        ("RuntimeError: write to /scratch: the file system is full", "NO_SPACE", False),
         ("OutOfDiskError: Local disk is full", "NO_SPACE", False),
         ("Error out of memory at line 380 in file /build/csrc/pythonInterface.c", "GPU_MEMORY", False),
         ("OSError: [Errno 28] No space left on device: '/data/x' -> '/dev/shm/x'", "BUS_ERROR", False),
@@ -273,3 +277,10 @@ def test_the_witness_of_a_time_out_is_not_the_rank_that_did_not_come(log: str) -
 def test_words_that_a_tenth_draw_found_missing(words: str, cause: str, *, retries: bool) -> None:
     verdict = verdict_of(lost(0), RankEnd(rank=1, host="a", status=1, error=words, log=words, step=9))
     assert (verdict.cause, verdict.culprit.rank, verdict.retries) == (Cause[cause], 1, retries)
+
+
+def test_a_rank_that_alone_fails_by_itself_is_named_though_its_words_are_unknown() -> None:
+    ends = RankEnd(rank=1, host="node1", status=1, log="it went wrong, said the library"), lost(0)
+    verdict = verdict_of(*ends)
+    assert (verdict.cause, verdict.culprit.rank, verdict.culprit.host) == (Cause.UNKNOWN, 1, "node1")
+    assert verdict_of(*ends, replace(ends[0], rank=2)).culprit.rank is None  # it may be either of two

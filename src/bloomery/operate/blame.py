@@ -271,9 +271,8 @@ def _exceptions(evidence: FailureEvidence) -> Iterator[Diagnosis]:
         line = end.error or _last_exception(end.log)
         cause = transient_cause_of(line.replace("\n", " "))
         if line:
-            is_sure = cause is None
-            cause = cause or Cause.EXCEPTION
-            yield _found(cause, _who(end), line.splitlines()[0], f"rank {end.rank}: {line}", sure=is_sure)
+            first, shown = line.splitlines()[0], f"rank {end.rank}: {line}"
+            yield _found(cause or Cause.EXCEPTION, _who(end), first, shown, sure=cause is None)
 
 
 def _aborted(evidence: FailureEvidence) -> Iterator[Diagnosis]:
@@ -301,7 +300,9 @@ def _network(evidence: FailureEvidence) -> Diagnosis:
     if lost and len(lost) == len([end for end in evidence.ranks if end.status != 0]):
         summary = "ranks lost each other and none failed by itself"
         return _found(Cause.NETWORK, Culprit(), summary, f"{len(lost)} ranks ended as lost", sure=False)
-    return _found(Cause.UNKNOWN, Culprit(), "nothing that was collected names a cause", "", sure=False)
+    alone = _failed(evidence)
+    culprit = _who(alone[0]) if len(alone) == 1 else Culprit()
+    return _found(Cause.UNKNOWN, culprit, "nothing that was collected names a cause", "", sure=False)
 
 
 def _found(cause: Cause, culprit: Culprit, summary: str, line: str, *, sure: bool = True) -> Diagnosis:
@@ -335,8 +336,7 @@ def _last_exception(log: str) -> str:
 
 
 def _line(text: str, pattern: str) -> str:
-    expression = re.compile(pattern)
-    return next((line.strip() for line in text.splitlines() if expression.search(line)), "")
+    return next((line.strip() for line in text.splitlines() if re.search(pattern, line)), "")
 
 
 def _who(end: RankEnd) -> Culprit:

@@ -91,7 +91,7 @@ KNOWN_TEXTS: tuple[tuple[Cause, str], ...] = (
         Cause.NO_SPACE,
         r"(?i:no space left on device)|no inodes are left|ENOSPC|refused at \S+: no space|File too large"
         r"|(?i:(?:not enough|insufficient) (?:free )?(?:disk|storage) space)"  # of datasets and of clients
-        r"|(?i:\bdisk is full)|(?i:\berrno[ =:]+28\b)|os error 28"
+        r"|(?i:\b(?:disk|file ?system|volume) is full)|(?i:\berrno[ =:]+28\b)|os error 28"
         r"|OSError: \d+ requested and \d+ written"  # numpy
         r"|PytorchStreamWriter failed writing|inline_container.*unexpected pos \d+ vs \d+",
     ),
@@ -129,11 +129,12 @@ _TRANSIENT = re.compile(
     r"|(?i:\bstatus(?: ?code)?['\"]?[:=, ]+\(?(?:429|50[0234])\b)"
     r"|(?i:operation ?timed ?out|within the specified time)"
     r"|\bAWS_ERROR_S3_(?:INTERNAL|SLOW|REQUEST_TIME)\w+|\bAWS_(?:ERROR_HTTP|IO)_\w*(?:TIMEOUT|CLOSED)"
+    r"|(?i:\binternal server error\b|\bindicates throttling\b)"
     r"|\bAn error occurred \((?:5\d\d|InternalError|ServiceUnavailable|RequestTime\w+|Throttl\w+|SlowDown)\)"
 )
 _OF_STORES = re.compile(
     r"(?i:\b(?:s3|gcs|azure|blob|bucket|put ?object|get ?object|upload ?part|storage|FSTimeoutError)\b)"
-    r"|\bAWS_ERROR_S3_|google\.resumable_media|googleapis|gcsfs|s3fs|botocore|boto3|fsspec|minio|hdfs"
+    r"|\bS3\w*(?:Exception|Error)\b|google\.resumable_media|googleapis|gcsfs|s3fs|botocore|boto3|fsspec|minio|hdfs"
 )
 NETWORK_OF_NCCL = re.compile(
     r"NET/IB\s?: .*(?:Got completion .*(?:status=(?:\w+\()?|error )\d+|Got async event)|ibv_\w+ failed"
