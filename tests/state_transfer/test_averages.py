@@ -107,6 +107,13 @@ def test_a_peer_that_tells_a_wrong_size_and_sends_nothing_keeps_no_other_from_se
             assert (fetched.directory / "average-0").read_bytes() == CONTENT
 
 
+def test_who_says_that_an_average_is_empty_is_to_blame_for_it(sources, tmp_path):
+    (tmp_path / "a" / "cd34.0").write_bytes(b"")
+    fetch = AverageFetcher(tmp_path / "missed", TRUST)
+    fetched = fetch(COMMIT, lambda: sources[:1], ranks=1, at_once=2, cancelled=lambda: False)
+    assert (fetched.peers, fetched.bytes) == (("a",), 0)
+
+
 def test_a_peer_that_does_not_answer_does_not_delay_an_average(sources, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         mute = PeerSource(peer="m", url=f"http://127.0.0.1:{silent.getsockname()[1]}")

@@ -41,7 +41,7 @@ class FetchedAverage:
     """An average as it was received.
 
     directory: where its files are.
-    peers: those that sent parts of it. Only of one that sent all of it is it known who sent a wrong part.
+    peers: those that sent parts of it or told its size. Only where it is one is it known who was wrong.
     bytes: the size of the files.
     """
 
@@ -113,7 +113,7 @@ def _has_failed(why: SourceFailed | None) -> bool:
 class _Download:
     """One try to fetch the files of an average from some peers, as fast as those that answer send them.
 
-    peers: those that have sent parts.
+    peers: those that have sent parts, and the one that told the sizes.
     bytes: the size of all files.
 
     Args:
@@ -210,6 +210,7 @@ class _Download:
                     )
                 self._files = {name: (self._place / name).open("wb") for name in self._names}
                 self._sizes, self._missing = sizes, Missing(_pieces(sizes), unit=_SMALLEST_BYTES)
+                self.peers.add(state.origin.peer)
             if sizes != self._sizes:
                 raise _OfAnotherSize("its average has another size than that of others")
         for _ in range(STREAMS - 1):
