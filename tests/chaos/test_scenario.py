@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.tiny_run import TINY
 
+from bloomery.chaos import scenario
 from bloomery.chaos.faults import schedule
-from bloomery.chaos.scenario import peer_names
+from bloomery.chaos.scenario import ScenarioSettings, peer_names, run_scenario
+from bloomery.chaos.shaped_network import Shape, ShapedNetwork
 from bloomery.cli.chaos import recipe_and_overrides
+from bloomery.coordination.etcd_process import free_ports
 
 
 @pytest.mark.parametrize(
@@ -27,6 +30,40 @@ from bloomery.cli.chaos import recipe_and_overrides
 )
 def test_a_rehearsal_has_a_recipe_of_its_own(words, recipe, overrides) -> None:
     assert recipe_and_overrides(words) == (recipe, overrides)
+
+
+class NotedNetwork(ShapedNetwork):
+    """Keeps what was opened: the host, its port, and the one that others dial."""
+
+    opened: list[tuple[str, int, int]]
+
+    def open(self, name: str, port: int, *, advertised: int = 0) -> int:
+        self.opened.append((name, port, advertised))
+        return super().open(name, port, advertised=advertised)
+
+
+def test_no_two_ends_of_the_peers_links_share_a_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    says_its_ports = ["sh", "-c", "echo $BLOOMERY_LISTEN $BLOOMERY_ADVERTISE"]
+    ports = count(*free_ports(1))
+    monkeypatch.setattr(scenario, "free_ports", lambda number: [next(ports)])  # each is beside the last
+    monkeypatch.setattr(scenario, "_bloomery", lambda *words: says_its_ports)
+    monkeypatch.setattr(scenario, "_wait_for_port", lambda port, process: None)
+    monkeypatch.setattr(scenario, "read_commits", lambda endpoint, run: ())
+    monkeypatch.setattr(scenario, "ShapedNetwork", NotedNetwork)
+    monkeypatch.setattr(NotedNetwork, "opened", [], raising=False)
+    settings = ScenarioSettings(
+        recipe="tiny", overrides=(), run="tiny", peers=2, shape=Shape(), directory=tmp_path
+    )
+
+    assert run_scenario(settings, watch=lambda *_: None).statuses == {"peer0": 0, "peer1": 0}
+
+    opened = NotedNetwork.opened
+    taken = [port for _, *both in opened for port in both]
+    assert len(taken) == 8 == len(set(taken))
+    for name, first, second in zip(peer_names(2), opened[::2], opened[1::2], strict=True):
+        assert second == (name, first[1] + 1, first[2] + 1)
+        said = (tmp_path / "logs" / f"{name}.log").read_text()
+        assert said == f"127.0.0.1:{first[1]} 127.0.0.1:{first[2]}\n"
 
 
 @pytest.mark.timeout(900)

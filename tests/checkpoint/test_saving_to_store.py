@@ -1,6 +1,6 @@
 """Ranks whose nodes share nothing save straight to object storage, and go on from there on any node."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -196,6 +196,24 @@ def test_the_commands_read_a_run_whose_checkpoints_are_elsewhere(
     assert not is_stored_elsewhere(copied.directory) and verify(copied.directory) == []
     remove_kept(checkpoints(RunDirectory(tmp_path / "a"))[-1].directory)
     assert remote_source(url).name == "step-000001.i001"
+
+
+def test_a_checkpoint_of_the_store_that_was_half_removed_is_no_checkpoint(
+    tmp_path: Path, section: CheckpointSection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable(remote: Objects, keys: Iterable[str]) -> None:
+        raise OSError("the network went away")
+
+    on_nodes(tmp_path, section, saving(1, 2), nodes="a")
+    newest = checkpoints(RunDirectory(tmp_path / "a"))[-1].directory
+    before = keys(section)
+    monkeypatch.setattr(Objects, "delete_all", unreachable)
+
+    with pytest.raises(StorageError, match="Removing an old checkpoint"):
+        remove_kept(newest)
+
+    assert len(keys(section)) == len(before) - 1
+    assert remote_source(f"{section.url}/{NAME}").name == "step-000001.i001"
 
 
 def test_damage_in_the_store_is_found_through_the_run_directory(

@@ -98,6 +98,8 @@ def test_the_message_counts_and_names_every_mistake():
         ("model.init_std=tiny", "choices"),
         ("train.ramp_up=16", "list of integers"),
         ("train.micro_batch_changes=[[1]]", "[an integer, an integer]"),
+        ("train.micro_batch_changes=16", "list of [an integer, an integer], and is an integer"),
+        ("train.precision_changes=fp8", "list of [an integer, one of 'auto'"),
         ('train.precision_changes=[[1, "bf61"]]', "choices"),
         ("data.datasets=[1]", "table"),
     ],

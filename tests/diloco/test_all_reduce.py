@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterable
 from typing import Any, cast
 
 import msgspec
 import pytest
 import torch
+from tests.diloco.memory_rings import connected
 from tests.diloco.test_pseudo_gradient import OneTensor
 from tests.protocol import example
 
 from bloomery.config.elastic import ElasticSection
 from bloomery.data.position import Position
 from bloomery.diloco.agent_client import CommandInbox
-from bloomery.diloco.all_reduce import Attempts
+from bloomery.diloco.all_reduce import Attempts, WireRings
 from bloomery.diloco.pseudo_gradient import PseudoGradient
 from bloomery.protocol.rank_messages import Reduce
 from bloomery.protocol.records import Commit
@@ -89,3 +91,17 @@ def test_an_average_that_is_larger_than_the_members_norms_allow_is_a_failure_of_
     epoch, kind, culprit, why = agent.failure
     assert (epoch, kind, culprit) == (7, "norm", None)
     assert "the average's norm is 8, and what the members say of theirs allows 7.9" in why
+
+
+def test_the_end_of_a_ring_ends_the_connections_that_it_was_given() -> None:
+    hops, others = connected(2)
+    attempt = example.attempt(members=("a", "b"), weights=(1.0, 1.0))
+    reduce = Reduce(attempt=attempt, index=0, hops=hops, stall_s=1.0, deadline_s=1.0, norm_limit=None)
+
+    WireRings(ElasticSection(inner_steps=4))(reduce).close()
+
+    (other,) = others
+    for descriptor in (*other.next_fds, *other.previous_fds):
+        with socket.socket(fileno=descriptor) as end:
+            end.setblocking(False)
+            assert end.recv(1) == b""

@@ -1,3 +1,4 @@
+import re
 from dataclasses import asdict, replace
 
 import pytest
@@ -286,6 +287,11 @@ def test_a_page_and_a_text_hold_the_plan(bloom):
     largest = bloom.draft.course[-1].global_batch
     assert [f">{batch:,.0f}</text>" in html for batch in (0, largest / 2, largest)] == [True] * 3
     assert asdict(bloom.speed)
+    for index, (stage, memory) in enumerate(zip(bloom.draft.stages, bloom.draft.memory, strict=True)):
+        bar = html[html.index(f">{index}: {stage.blocks} blocks</text>") :]
+        parts = [f"{name}: {value / 2**30:.2f} GiB" for name, value in asdict(memory).items()]
+        assert re.findall(r"<title>(.*?)</title>", bar)[: len(parts)] == parts
+        assert re.findall(r">([\d.]+)</text>", bar)[0] == f"{memory.total / 2**30:.1f}"
 
 
 def test_shards_within_a_node_hold_more_and_send_less_across_nodes_than_shards_over_all():

@@ -26,6 +26,7 @@ class Kept:
 
     def __init__(self, *, refuses: Exception | None = None) -> None:
         self.steps: list[TrackedStep] = []
+        self.at_once: list[int] = []
         self.opens, self.is_asked, self.is_closed, self._refuses = (
             threading.Event(),
             threading.Event(),
@@ -39,6 +40,7 @@ class Kept:
         if self._refuses:
             raise self._refuses
         self.steps += steps
+        self.at_once.append(len(steps))
 
     def close(self) -> None:
         self.is_closed = True
@@ -68,6 +70,7 @@ def test_a_silent_service_costs_steps_of_its_own_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(trackers_module, "_MOST_WAITING", 5)
+    monkeypatch.setattr(trackers_module, "_AT_ONCE", 4)
     service, run = Kept(), WrittenRun(tmp_path / "run")
     observer = Tracker("service", lambda: service)
     tell(observer, run, [1])
@@ -77,6 +80,7 @@ def test_a_silent_service_costs_steps_of_its_own_alone(
     service.opens.set()
     observer.close()
     assert len(service.steps) + observer.left_out == 99
+    assert service.at_once[:3] == [1, 4, 1]  # what waited goes together, so many steps at most
     assert "were not sent to service" in caplog.text
 
 
