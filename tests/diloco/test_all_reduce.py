@@ -13,12 +13,13 @@ from tests.diloco.memory_rings import connected
 from tests.diloco.test_pseudo_gradient import OneTensor
 from tests.protocol import example
 
+from bloomery.agent.rank_server import close_all
 from bloomery.config.elastic import ElasticSection
 from bloomery.data.position import Position
 from bloomery.diloco.agent_client import CommandInbox
-from bloomery.diloco.all_reduce import Attempts, WireRings
+from bloomery.diloco.all_reduce import Attempts, RingFailed, WireRing, WireRings
 from bloomery.diloco.pseudo_gradient import PseudoGradient
-from bloomery.protocol.rank_messages import Reduce
+from bloomery.protocol.rank_messages import HopConnections, Reduce
 from bloomery.protocol.records import Commit
 
 
@@ -93,15 +94,48 @@ def test_an_average_that_is_larger_than_the_members_norms_allow_is_a_failure_of_
     assert "the average's norm is 8, and what the members say of theirs allows 7.9" in why
 
 
+def ring_of(members: str, index: int, hops: tuple[HopConnections, ...], **section: Any) -> WireRing:
+    """The ring of one of these members, which have letters for names."""
+    attempt = example.attempt(members=tuple(members), weights=(1.0,) * len(members))
+    reduce = Reduce(attempt=attempt, index=index, hops=hops, stall_s=9.0, deadline_s=9.0, norm_limit=None)
+    return WireRings(ElasticSection(inner_steps=4, **section))(reduce)
+
+
 def test_the_end_of_a_ring_ends_the_connections_that_it_was_given() -> None:
     hops, others = connected(2)
-    attempt = example.attempt(members=("a", "b"), weights=(1.0, 1.0))
-    reduce = Reduce(attempt=attempt, index=0, hops=hops, stall_s=1.0, deadline_s=1.0, norm_limit=None)
+    ring = ring_of("ab", 0, hops)
 
-    WireRings(ElasticSection(inner_steps=4))(reduce).close()
+    ring.close()
 
     (other,) = others
     for descriptor in (*other.next_fds, *other.previous_fds):
         with socket.socket(fileno=descriptor) as end:
             end.setblocking(False)
             assert end.recv(1) == b""
+    with pytest.raises(RingFailed, match="this ring is closed"):
+        ring.all_reduce(torch.ones(64), weight=1.0, residual=None)
+
+
+@pytest.mark.parametrize(("gone", "culprit"), [(0, "a"), (2, "c")])
+def test_the_neighbour_whose_connection_ends_is_the_culprit(gone: int, culprit: str) -> None:
+    hops = connected(3)
+    facing = hops[0][0].next_fds if gone == 0 else hops[2][0].previous_fds
+    ring = ring_of("abc", 1, hops[1])
+    close_all(facing)
+
+    with pytest.raises(RingFailed) as failed:
+        ring.all_reduce(torch.ones(4096), weight=1.0, residual=None)
+
+    assert (failed.value.kind, failed.value.culprit) == ("closed", culprit)
+    ring.close()
+    open_still = [fd for (hop,) in (hops[0], hops[2]) for fd in (*hop.next_fds, *hop.previous_fds)]
+    close_all([fd for fd in open_still if fd not in facing])
+
+
+@pytest.mark.parametrize(("limit_mbit_s", "bytes_s"), [(0.0, None), (8.0, 1e6)])
+def test_a_recipe_limits_the_rate_of_a_hop_in_bits(limit_mbit_s: float, bytes_s: float | None) -> None:
+    hops, (other,) = connected(2)
+    ring = ring_of("ab", 0, hops, bandwidth_limit_mbit_s=limit_mbit_s)
+    assert ring._rate_limit.limit_bytes_s == bytes_s
+    ring.close()
+    close_all((*other.next_fds, *other.previous_fds))

@@ -1,5 +1,7 @@
 import re
 from dataclasses import asdict, replace
+from datetime import date, timedelta
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -287,11 +289,25 @@ def test_a_page_and_a_text_hold_the_plan(bloom):
     largest = bloom.draft.course[-1].global_batch
     assert [f">{batch:,.0f}</text>" in html for batch in (0, largest / 2, largest)] == [True] * 3
     assert asdict(bloom.speed)
+
+
+def test_a_page_draws_what_every_stage_holds_and_dates_the_calendar(bloom):
+    from bloomery.cli.plan_page import page
+
+    html = page(bloom, start="2022-03-11")
     for index, (stage, memory) in enumerate(zip(bloom.draft.stages, bloom.draft.memory, strict=True)):
         bar = html[html.index(f">{index}: {stage.blocks} blocks</text>") :]
         parts = [f"{name}: {value / 2**30:.2f} GiB" for name, value in asdict(memory).items()]
         assert re.findall(r"<title>(.*?)</title>", bar)[: len(parts)] == parts
         assert re.findall(r">([\d.]+)</text>", bar)[0] == f"{memory.total / 2**30:.1f}"
+        boxes = re.findall(r'<rect x="([\d.]+)".*? width="([\d.]+)"', bar)[: len(parts)]
+        for (x, wide), (following, _) in pairwise(boxes):
+            assert float(following) == pytest.approx(float(x) + float(wide), abs=0.2)
+    for event in bloom.calendar:
+        assert f"<td>{date(2022, 3, 11) + timedelta(days=event.days)}</td>" in html
+    (points,) = re.findall(r'points="(.*?)"', html)
+    across = [float(point.split(",")[0]) for point in points.split()]
+    assert across == sorted(across) and len(set(across)) > 2
 
 
 def test_shards_within_a_node_hold_more_and_send_less_across_nodes_than_shards_over_all():

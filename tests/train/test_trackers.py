@@ -84,6 +84,26 @@ def test_a_silent_service_costs_steps_of_its_own_alone(
     assert "were not sent to service" in caplog.text
 
 
+def test_what_still_waits_when_the_run_ends_without_an_answer_counts_as_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(trackers_module, "_MOST_WAITING", 5)
+    monkeypatch.setattr(trackers_module, "_CLOSE_S", 0.01)
+    service, run = Kept(), WrittenRun(tmp_path / "run")
+    observer = Tracker("service", lambda: service)
+    tell(observer, run, [1])
+    assert service.is_asked.wait(WITHIN_S)
+    tell(observer, run, range(2, 10))
+    assert observer.left_out == 3
+    observer.close()
+    assert observer.left_out == 8  # all but the first, which the service has
+    assert "8 steps were not sent" in caplog.text and "did not take the last steps" in caplog.text
+    service.opens.set()
+    monkeypatch.setattr(trackers_module, "_CLOSE_S", WITHIN_S)
+    observer.close()
+    assert service.is_closed
+
+
 @pytest.mark.parametrize("when", ["connecting", "sending"])
 def test_a_service_that_refuses_ends_the_tracking_and_nothing_else(
     when: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -102,6 +122,7 @@ def test_a_service_that_refuses_ends_the_tracking_and_nothing_else(
     told = [entry for entry in caplog.records if "no longer follows this run" in entry.message]
     assert len(told) == 1 and "no such project" in told[0].message and told[0].levelno == logging.WARNING
     assert service.steps == []
+    assert observer.left_out in ([49] if when == "connecting" else range(49))  # those of the refused message
 
 
 def test_a_package_that_is_missing_is_told_before_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
