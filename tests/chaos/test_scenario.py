@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from tests.tiny_run import TINY
 
 from bloomery.chaos import scenario
-from bloomery.chaos.faults import schedule
+from bloomery.chaos.faults import Fault, schedule
 from bloomery.chaos.scenario import ScenarioSettings, peer_names, run_scenario
 from bloomery.chaos.shaped_network import Shape, ShapedNetwork
 from bloomery.cli.chaos import recipe_and_overrides
@@ -42,18 +43,34 @@ class NotedNetwork(ShapedNetwork):
         return super().open(name, port, advertised=advertised)
 
 
-def test_no_two_ends_of_the_peers_links_share_a_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    says_its_ports = ["sh", "-c", "echo $BLOOMERY_LISTEN $BLOOMERY_ADVERTISE"]
-    ports = count(*free_ports(1))
-    monkeypatch.setattr(scenario, "free_ports", lambda number: [next(ports)])  # each is beside the last
-    monkeypatch.setattr(scenario, "_bloomery", lambda *words: says_its_ports)
+@pytest.fixture
+def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ScenarioSettings:
+    """Of a scenario of two peers that only say their ports and end, whose coordinator only sleeps."""
+    peer = ["sh", "-c", "echo $BLOOMERY_LISTEN $BLOOMERY_ADVERTISE; sleep 0.3"]
+    monkeypatch.setattr(scenario, "_bloomery", lambda word, *_: peer if word == "peer" else ["sleep", "60"])
     monkeypatch.setattr(scenario, "_wait_for_port", lambda port, process: None)
     monkeypatch.setattr(scenario, "read_commits", lambda endpoint, run: ())
+    return ScenarioSettings(
+        recipe="tiny", overrides=(), run="tiny", peers=2, shape=Shape(), directory=tmp_path, deadline_s=30.0
+    )
+
+
+def test_a_run_whose_peers_are_done_does_not_wait_for_a_coordinator_to_come_back(
+    settings: ScenarioSettings,
+) -> None:
+    killed = Fault(after_s=0.0, kind="kill-coordinator", peer="")
+    outcome = run_scenario(replace(settings, faults=(killed,), back_s=600.0), watch=lambda *_: None)
+    assert outcome.statuses == {"peer0": 0, "peer1": 0} and not outcome.failed
+    assert [(one.fault, one.done) for one in outcome.injected] == [(killed, True)]
+
+
+def test_no_two_ends_of_the_peers_links_share_a_port(
+    settings: ScenarioSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ports = count(*free_ports(1))
+    monkeypatch.setattr(scenario, "free_ports", lambda number: [next(ports)])  # each is beside the last
     monkeypatch.setattr(scenario, "ShapedNetwork", NotedNetwork)
     monkeypatch.setattr(NotedNetwork, "opened", [], raising=False)
-    settings = ScenarioSettings(
-        recipe="tiny", overrides=(), run="tiny", peers=2, shape=Shape(), directory=tmp_path
-    )
 
     assert run_scenario(settings, watch=lambda *_: None).statuses == {"peer0": 0, "peer1": 0}
 
