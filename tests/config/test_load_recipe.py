@@ -102,6 +102,7 @@ def test_the_message_counts_and_names_every_mistake():
         ("train.precision_changes=fp8", "list of [an integer, one of 'auto'"),
         ('train.precision_changes=[[1, "bf61"]]', "choices"),
         ("data.datasets=[1]", "table"),
+        ("data.datasets=1", "a list of tables, and is an integer"),
     ],
 )
 def test_a_value_of_the_wrong_type_or_size_is_refused(setting, problem):
@@ -115,6 +116,11 @@ def test_an_integer_is_taken_for_a_float_and_a_whole_float_is_explained_for_an_i
     assert loaded.recipe.optim.learning_rate == 1.0
     assert isinstance(loaded.recipe.optim.learning_rate, float)
     assert "1_000_000_000" in only(MINIMAL, "train.samples=1e9").remedy
+
+
+def test_a_quoted_number_is_explained_where_a_number_is_wanted_and_only_there():
+    assert only(MINIMAL, 'train.steps="10"').remedy == "Write 10, without quotes."
+    assert "quotes" not in only(MINIMAL, 'model.tied="1"').remedy
 
 
 def test_a_missing_setting_names_its_section_and_meaning():
