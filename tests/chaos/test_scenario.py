@@ -51,15 +51,15 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ScenarioSetting
     monkeypatch.setattr(scenario, "_wait_for_port", lambda port, process: None)
     monkeypatch.setattr(scenario, "read_commits", lambda endpoint, run: ())
     return ScenarioSettings(
-        recipe="tiny", overrides=(), run="tiny", peers=2, shape=Shape(), directory=tmp_path, deadline_s=30.0
+        recipe="tiny", overrides=(), run="tiny", peers=2, shape=Shape(), directory=tmp_path, deadline_s=10.0
     )
 
 
 def test_a_run_whose_peers_are_done_does_not_wait_for_a_coordinator_to_come_back(
     settings: ScenarioSettings,
 ) -> None:
-    killed = Fault(after_s=0.0, kind="kill-coordinator", peer="")
-    outcome = run_scenario(replace(settings, faults=(killed,), back_s=600.0), watch=lambda *_: None)
+    killed = Fault(after_s=0.0, kind="kill-coordinator", peer="", seconds=600.0)
+    outcome = run_scenario(replace(settings, faults=(killed,)), watch=lambda *_: None)
     assert outcome.statuses == {"peer0": 0, "peer1": 0} and not outcome.failed
     assert [(one.fault, one.done) for one in outcome.injected] == [(killed, True)]
 
