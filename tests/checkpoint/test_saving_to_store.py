@@ -180,6 +180,18 @@ def test_suspects_are_known_on_every_node(tmp_path: Path, section: CheckpointSec
     assert why_suspect(tmp_path / "b" / "checkpoints" / "step-000002.i001") == "a bit fell over"
 
 
+def test_a_node_that_has_an_entry_learns_that_its_checkpoint_became_suspect(
+    tmp_path: Path, section: CheckpointSection
+) -> None:
+    on_nodes(tmp_path, section, saving(1), nodes="a")
+    (entry,) = checkpoints(RunDirectory(tmp_path / "a"))
+    mark = b'{"why": "a bit fell over"}'
+    Objects(f"{section.url}/{NAME}").put(f"checkpoints/{entry.name}/{SUSPECT}", mark)
+    assert not (entry.directory / SUSPECT).exists()
+    run_place(RunDirectory(tmp_path / "a"), section, run_name=NAME).refresh()
+    assert (entry.directory / SUSPECT).read_bytes() == mark
+
+
 def test_the_commands_read_a_run_whose_checkpoints_are_elsewhere(
     tmp_path: Path, section: CheckpointSection, capsys: pytest.CaptureFixture[str]
 ) -> None:
