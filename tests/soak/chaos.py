@@ -15,7 +15,7 @@ import pytest
 
 FAULTS = int(os.environ.get("BLOOMERY_SOAK_FAULTS", "500"))
 SEED = os.environ.get("BLOOMERY_SOAK_SEED", "1")
-DRAWN = FAULTS * 9 // 8
+DRAWN = FAULTS * 5 // 4
 """Some are drawn for a peer that is just gone, and strike nobody."""
 TOKENS_A_FAULT, GAP_S = 7_200, 2.0
 """More than four peers on two cores train meanwhile, so that all faults come before the end."""

@@ -71,6 +71,11 @@ class GradientBuckets:
     def __len__(self) -> int:
         return len(self._order)
 
+    @property
+    def begun(self) -> int:
+        """The number of buckets of this step whose sum was begun."""
+        return self._begun
+
     def begin_step(self, *, backwards: int) -> None:
         """Begin a step. backwards: how many gradients each parameter gets from it, one a micro-batch."""
         self._wait()
