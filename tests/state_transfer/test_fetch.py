@@ -356,8 +356,8 @@ def test_runs_become_shorter_towards_the_end_and_a_run_that_came_is_no_longer_fe
     assert lengths == sorted(lengths, reverse=True) and sum(lengths) == 32
     assert [run.begin for run in taken] == sorted(run.begin for run in taken)
     again = missing.take(["f"], timeout_s=0.0)  # nothing waits, so the first is fetched twice
-    assert again == taken[0] and missing.is_fetched(again)
-    assert missing.done(taken[0]) and not missing.is_fetched(again)
+    assert again == taken[0] and missing.is_missing(again)
+    assert missing.done(taken[0]) and not missing.is_missing(again)
     for run in taken[1:]:
         missing.give_back(run)
     assert sum(run.end - run.begin for run in taken[1:]) == 28 * MIB

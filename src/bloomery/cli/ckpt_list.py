@@ -220,7 +220,7 @@ def _remote_rows(args: Namespace) -> list[dict[str, Any]]:
 
 
 def _row(source: Source, step: int, incarnation: int, check: bool) -> dict[str, Any]:  # noqa: FBT001  — an option
-    """Return one checkpoint as JSON. A damaged one gets a row too, because the list must not fail on it."""
+    """Return the values of one checkpoint in `ckpt list`; `state` says what is wrong with a damaged one."""
     problems = verify(source, contents=check)
     try:
         manifest = read_manifest(source)

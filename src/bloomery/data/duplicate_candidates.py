@@ -44,10 +44,12 @@ class KeyFiles:
             _spread(self._files, records, (keys >> np.uint64(64 - _FILE_BITS)).astype(np.int64))
 
     def candidates(self, documents: int, *, progress: ProgressCallback) -> Iterator[tuple[int, int]]:
-        """Close the files, and yield (document, an earlier one that has a key in common with it), in order.
+        """Yield the numbers (document, earlier document) of pairs that share a key, in ascending order.
 
-        documents: one more than the largest number of a document. Of all with one key each comes with the
-        first one and with the one just before it, so that their number is no square.
+        Nothing can be added afterwards. Of n documents with one key each is paired with the first of them and
+        with the one just before it: fewer than 2n pairs instead of n²/2.
+
+        documents: one more than the largest number of a document.
         """
         self.close()
         with refusals_named(self._directory), ExitStack() as stack:

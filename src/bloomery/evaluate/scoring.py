@@ -136,7 +136,9 @@ def score_tokens(decoder: Decoder, tokens: Tensor, targets: Tensor, *, chunk: in
 class DocumentScore:
     """The loss of one document, or of several together.
 
-    tokens: the targets, with one end-of-document token a document. bytes: of the text in UTF-8.
+    nats: the cross entropy summed over the tokens.
+    tokens: the number of targets, with one end-of-document token a document.
+    bytes: of the text in UTF-8.
     """
 
     name: str

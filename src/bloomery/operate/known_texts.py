@@ -167,7 +167,9 @@ MAYBE_TIMEOUT = re.compile(
 
 
 def transient_cause_of(exception: str) -> Cause | None:
-    """Return the cause of an exception that speaks of somebody who did not answer; None for any other.
+    """Return STORAGE or NETWORK for an exception that may pass by itself; None for any other.
+
+    Such are time-outs, lost connections, and answers of a service that it is busy or failed (429, 50x).
 
     Retrying a failure that repeats costs some restarts, and not retrying one that passes costs the night.
 

@@ -46,9 +46,11 @@ class StorageForecast:
 
 
 def measure_storage(directory: Path, *, total: int, writers: int) -> StorageTimes:
-    """Write `total` bytes by so many files at once, sync them, drop them from memory, and read them again.
+    """Return how long it takes to write and sync `total` bytes in parallel, and to read them from the disk.
 
-    Raises StorageError. The files are removed.
+    The pages are dropped from memory before they are read. Raises StorageError. The files are removed.
+
+    total: bytes of all files together. writers: the number of files, each written and read by a thread.
     """
     share = -(-total // writers)
     try:

@@ -10,16 +10,17 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from io import BufferedWriter
 from pathlib import Path
 
+from bloomery.checkpoint.format.manifest import BLOCK_BYTES
 from bloomery.errors import PeerError, free_bytes, storage_error
 from bloomery.protocol.records import Commit
 from bloomery.state_transfer.client import RUN_S
-from bloomery.state_transfer.partial_checkpoint import Missing, Run, write_at
+from bloomery.state_transfer.partial_checkpoint import Missing, Run, runs_of, write_at
 from bloomery.state_transfer.served_states import average_file
 from bloomery.state_transfer.source import CONNECT_S, NotYetServed, PeerSource, ServedState, SourceFailed
 from bloomery.transport.trust import Trust
@@ -30,7 +31,6 @@ STREAMS = 2
 """How many connections to each of them fetch it."""
 PATIENCE_S = 30.0
 """So long a peer that should have an average may take to write it."""
-_PIECE_BYTES = 4 << 20
 _SMALLEST_BYTES = 256 << 10
 _PAUSE_S = 0.2
 _SHOWN = 32
@@ -168,6 +168,7 @@ class _Download:
         finally:
             with self._changed:
                 self._is_closed = True
+                self._changed.notify_all()
                 for file in self._files.values():
                     file.close()
             for state in states:
@@ -209,7 +210,7 @@ class _Download:
                         f"the average has {sum(sizes.values()):,} bytes, which are not free at {self._place}"
                     )
                 self._files = {name: (self._place / name).open("wb") for name in self._names}
-                self._sizes, self._missing = sizes, Missing(_pieces(sizes), unit=_SMALLEST_BYTES)
+                self._sizes, self._missing = sizes, Missing(_runs(sizes), unit=_SMALLEST_BYTES)
                 self.peers.add(state.origin.peer)
             if sizes != self._sizes:
                 raise _OfAnotherSize("its average has another size than that of others")
@@ -218,19 +219,19 @@ class _Download:
         self._stream(state)
 
     def _sizes_at(self, state: ServedState) -> dict[str, int]:
+        """Ask a peer for the sizes until it has written its average. Raises SourceFailed."""
         while True:
             try:
                 return {name: state.size(name) for name in self._names}
             except NotYetServed as why:
                 self._failed[state.origin] = why
-                if self._is_closed:
+                with self._changed:
+                    self._waiting += 1
+                    self._changed.notify_all()
+                    is_over = self._changed.wait_for(lambda: self._is_closed, _PAUSE_S)
+                    self._waiting -= 1
+                if is_over:
                     raise
-            with self._changed:
-                self._waiting += 1
-                self._changed.notify_all()
-            time.sleep(_PAUSE_S)
-            with self._changed:
-                self._waiting -= 1
 
     def _stream(self, state: ServedState) -> None:
         """Fetch pieces from one peer until all have come. Raises SourceFailed and OSError."""
@@ -254,7 +255,7 @@ class _Download:
                 self._write(state, missing, run, buffer)
 
     def _is_wanted(self, missing: Missing, run: Run) -> bool:
-        return not self._is_closed and missing.is_fetched(run)
+        return not self._is_closed and missing.is_missing(run)
 
     def _write(self, state: ServedState, missing: Missing, run: Run, data: memoryview) -> None:
         with self._changed:
@@ -265,7 +266,7 @@ class _Download:
                 self._changed.notify_all()
 
 
-def _pieces(sizes: Mapping[str, int]) -> Iterable[Run]:
-    for name, size in sizes.items():
-        for begin in range(0, size, _PIECE_BYTES):
-            yield Run(file=name, begin=begin, end=min(begin + _PIECE_BYTES, size))
+def _runs(sizes: Mapping[str, int]) -> list[Run]:
+    return [
+        run for name, size in sizes.items() for run in runs_of(name, range(-(-size // BLOCK_BYTES)), size)
+    ]

@@ -335,7 +335,7 @@ class _Fetch:
 
     def _fetch_run(self, plan: _Plan, source: _Source, run: Run, view: memoryview) -> None:
         def is_wanted() -> bool:
-            return not self.is_over and plan.partial.missing.is_fetched(run)
+            return not self.is_over and plan.partial.missing.is_missing(run)
 
         until = time.monotonic() + RUN_S
         try:

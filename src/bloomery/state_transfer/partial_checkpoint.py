@@ -42,7 +42,7 @@ class Missing:
     """The runs that have not been fetched yet. Thread-safe.
 
     A run is either in `_waiting`, or in `_at` with the number of threads that are fetching it.
-    `_waiting_bytes` are those of the runs in `_waiting`.
+    `_waiting_bytes` is their sum over `_waiting`, which may be long, so that it is not added up each time.
 
     unit: a run that is handed out has so many bytes or a multiple of them, unless its file ends.
     """
@@ -87,8 +87,8 @@ class Missing:
                     self._waiting_bytes += run.end - run.begin
             self._changed.notify_all()
 
-    def is_fetched(self, run: Run) -> bool:
-        """Whether a run that was handed out is still missing, and so to be fetched."""
+    def is_missing(self, run: Run) -> bool:
+        """Whether nobody has fetched this run, which was handed out, to its end yet."""
         with self._changed:
             return run in self._at
 
@@ -126,7 +126,10 @@ class Missing:
         return min(shared, key=lambda run: (self._at[run], run), default=None)
 
     def _cut(self, place: int) -> Run:
-        """Remove a waiting run, or as much of its begin as leaves twice that for each who fetches already."""
+        """Take a waiting run out, or only its first bytes where little is left, and return what was taken.
+
+        With n runs being fetched it is at most the (2n + 2)th part of all waiting bytes, or one unit.
+        """
         run = self._waiting[place]
         share = self._waiting_bytes // (2 * (len(self._at) + 1))
         end = min(run.end, run.begin + max(1, share // self._unit) * self._unit)

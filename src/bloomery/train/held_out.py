@@ -31,8 +31,8 @@ class HeldOutBatch:
 
 
 class HeldOutLoss:
-    """Computes the mean cross entropy over a fixed choice of held-out windows, the same at each
-    evaluation.
+    """Computes the mean cross entropy, in nats per token, over a fixed choice of held-out windows, which is
+    the same at each evaluation.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class HeldOutLoss:
         model: TrainingModel,
         mesh: Mesh,
         ratios: Mapping[str, float] | None = None,
-        report_progress: ReportProgress = lambda: None,
+        report_progress: ReportProgress,
     ) -> None:
         """ratios: of the datasets in the loss of all; None weighs each token alike.
 
