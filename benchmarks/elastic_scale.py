@@ -36,7 +36,7 @@ from bloomery.coordination.decide import Conclude, Propose, decide
 from bloomery.coordination.eligibility import RoundSettings
 from bloomery.coordination.etcd import Etcd
 from bloomery.coordination.etcd_process import EtcdServer, start_single
-from bloomery.coordination.run_view import RunView
+from bloomery.coordination.run_view import News, RunView
 from bloomery.protocol.encoding import decode, encode_text
 from bloomery.protocol.keys import Keys
 from bloomery.protocol.records import Done, ProposedAttempt, RoundShares
@@ -174,17 +174,25 @@ def simulated(place: Path, most: int, rounds: int) -> list[Measurement]:
 
 
 def _simulated(place: Path, count: int, rounds: int) -> dict[str, float]:
+    """What etcd counts, and what one peer spends that looks at the run as an agent does."""
     server, keys = start_single(place), Keys("members")
     settings = RoundSettings(inner_steps=4, total_samples=1 << 40, peers=count, minimum_peers=count)
     options = {"endpoint": server.endpoint, "count": count}
     command = [sys.executable, str(Path(__file__)), "--members", json.dumps(options)]
+    awake = threading.Event()
     with Etcd([server.endpoint], deadline_s=WITHIN_S) as etcd, RunView(etcd, keys) as view:
+        news = News(view, wake=awake.set, failed=lambda error: awake.set())  # the next look raises the error
         members = subprocess.Popen(command)
         try:
             snapshot, spent, before, begun = view.snapshot, 0.0, {}, None
             until = time.monotonic() + WITHIN_S
+            news.start(snapshot.version)
             while begun is None or snapshot.round < begun + rounds:
                 assert time.monotonic() < until, f"round {snapshot.round} does not end"
+                awake.wait(1.0)
+                awake.clear()
+                looked = time.thread_time()
+                snapshot = view.snapshot
                 if begun is None and snapshot.round >= 3:
                     begun, spent, before = snapshot.round, time.process_time(), counters(server)
                 decision = decide(snapshot, me="p000", settings=settings, now=time.monotonic())
@@ -192,9 +200,10 @@ def _simulated(place: Path, count: int, rounds: int) -> dict[str, float]:
                     transactions.propose(etcd, keys, snapshot, decision)
                 elif isinstance(decision, Conclude):
                     transactions.conclude(etcd, keys, snapshot, decision)
-                snapshot = view.changed(snapshot.version, timeout_s=1.0)
+                news.looked(time.thread_time() - looked)
             spent, after = time.process_time() - spent, counters(server)
         finally:
+            news.close()
             members.kill()
             members.wait()
             server.stop()

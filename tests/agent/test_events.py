@@ -63,4 +63,4 @@ def test_looks_at_a_run_in_which_much_happens_take_a_part_of_a_core_alone(monkey
     news.looked(0.02)
     news._bring(0)
     assert len(woken) == 50
-    assert paused == [pytest.approx(0.06)] * 50  # a look of 20 ms, then 60 ms without one
+    assert paused == [pytest.approx(0.18)] * 50  # a look of 20 ms, then 180 ms without one

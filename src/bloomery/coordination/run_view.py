@@ -186,7 +186,7 @@ class RunView:
             self._news.notify_all()
 
 
-_PAUSES = 3.0
+_PAUSES = 9.0
 """A look at the run is followed by a pause of so many times the processor time that it took.
 
 Hundreds of members write thousands of keys a round, and a look costs in proportion to the members. So the
