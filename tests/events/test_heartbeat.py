@@ -101,7 +101,9 @@ def test_a_heartbeat_that_never_started_leaves_the_file_of_another_alone(tmp_pat
 
 
 def test_384_ranks_write_few_files_a_second_and_few_bytes(tmp_path: Path) -> None:
-    heartbeat = Heartbeat(tmp_path / "0-383", rank=383, world=384, device="cuda:7", host="jean-zay-iam52")
+    heartbeat = Heartbeat(
+        tmp_path / "0-383", rank=383, world=384, device="cuda:7", host="jean-zay-iam52", bus="0000:c9:00"
+    )
     for _ in range(2):
         for activity in RankActivity:
             heartbeat.enter(activity)
@@ -110,6 +112,8 @@ def test_384_ranks_write_few_files_a_second_and_few_bytes(tmp_path: Path) -> Non
     assert 384 * heartbeat.path.stat().st_size < 512 * 1024
     assert len(list(tmp_path.iterdir())) == 1
     assert interval_of(1) == 1.0
+    beat = read_beat(heartbeat.path)
+    assert beat is not None and (beat.device, beat.bus) == ("cuda:7", "0000:c9:00")
 
 
 def test_a_file_that_is_no_heartbeat_is_none(tmp_path: Path) -> None:

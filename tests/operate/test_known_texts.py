@@ -157,12 +157,129 @@ def test_a_killed_child_is_known_by_what_its_parent_says(line: str) -> None:
             "Error while creating shared memory segment /dev/shm/nccl-1pQZ2b (size 9637888)",
             Cause.BUS_ERROR,
         ),
+        ("UCX ERROR Please check that /dev/shm or the directory has more available memory.", Cause.BUS_ERROR),
+        ("RuntimeError: RESOURCE_EXHAUSTED: Error allocating device buffer: 2.50G", Cause.GPU_MEMORY),
+        ("RuntimeError: No HIP GPUs are available", Cause.BAD_GPU),
+        ("nvidia-container-cli: detection error: nvml error: gpu is lost", Cause.BAD_GPU),
+        (
+            "numpy._ArrayMemoryError: Unable to allocate 32.0 GiB for an array with shape (9,)",
+            Cause.OOM_KILLER,
+        ),
+        ("pyarrow.lib.ArrowMemoryError: malloc of size 17179869184 failed", Cause.OOM_KILLER),
+        ("MemoryError", Cause.OOM_KILLER),
+        ("NCCL WARN Call to ibv_modify_qp failed with 110 Connection timed out", Cause.NETWORK),
+        (
+            "NCCL WARN socketStartConnect: Connect to 10.0.0.2<41> failed : Connection timed out",
+            Cause.NETWORK,
+        ),
+        ("RuntimeError: Gloo connectFullMesh failed with [pair.cc:144] no error", Cause.NETWORK),
+        ("OFI poll failed (ofi_events.c:1064:handle:Input/output error - UNDELIVERABLE)", Cause.NETWORK),
+        ("OSError: [Errno 255] HDFS Read failed. Detail: [errno 255] Unknown error 255", Cause.STORAGE),
+        ("OSError: [Errno 16] Please reduce your request rate.", Cause.STORAGE),
+        ('ValueError: UNAVAILABLE: Error reading "gs://ckpt/run9/c/0/3": HTTP response 503', Cause.STORAGE),
+        ("org.apache.hadoop.hdfs.protocol.DSQuotaExceededException: The DiskSpace quota of /d", Cause.QUOTA),
     ],
 )
 def test_words_that_a_blind_draw_found_missing(words: str, cause: Cause) -> None:
     end = RankEnd(rank=1, host="a", status=1, error=words, step=9)
     diagnosis = diagnose(FailureEvidence(ranks=[end], shm_free=0.0, shm_free_gib=0.0))
     assert (diagnosis.cause, diagnosis.culprit.rank) == (cause, 1)
+
+
+WATCHDOG_ENDED = (
+    "[rank1]:[E1 ProcessGroupNCCL.cpp:2] Process group watchdog thread terminated with exception: "
+)
+
+
+@pytest.mark.parametrize(
+    ("words", "cause"),
+    [
+        ("CUDA error: an illegal memory access was encountered", Cause.CRASH),
+        ("CUDA error: device-side assert triggered", Cause.EXCEPTION),
+    ],
+)
+def test_a_watchdog_that_ends_by_an_error_of_its_own_gpu_names_its_rank(words: str, cause: Cause) -> None:
+    waited = "[rank0]:[E1 ProcessGroupNCCL.cpp:3] [Rank 0] Watchdog caught collective operation timeout"
+    for others in (lost(0), RankEnd(rank=0, host="node0", status=ABORT, log=waited)):
+        verdict = verdict_of(others, RankEnd(rank=1, host="node0", status=ABORT, log=WATCHDOG_ENDED + words))
+        assert (verdict.cause, verdict.culprit.rank) == (cause, 1)
+
+
+CHAINED = """\
+Traceback (most recent call last):
+  File "loader.py", line 3, in read
+botocore.exceptions.ReadTimeoutError: Read timeout on endpoint URL: "https://minio/corpus/1"
+
+The above exception was the direct cause of the following exception:
+
+Traceback (most recent call last):
+  File "loader.py", line 9, in shard
+RuntimeError: shard 311 cannot be read
+"""
+AFTER = (
+    CHAINED
+    + """\
+Traceback (most recent call last):
+  File "train.py", line 1, in step
+KeyError: 'loss'
+"""
+)
+PIPE = """\
+download failed: s3://mirror/shard-77.tar to - An error occurred (503) when calling GetObject: Slow Down
+Traceback (most recent call last):
+  File "gopen.py", line 83, in wait_for_child
+OSError: (('aws s3 cp s3://mirror/shard-77.tar -',), {}): exit 1 (read) {}
+"""
+NO_TRACEBACK = "gcs_client.cc:178: The service is unreachable.\nThe program will terminate.\n"
+
+
+@pytest.mark.parametrize(
+    ("log", "cause"),
+    [
+        (CHAINED, Cause.STORAGE),
+        (AFTER, Cause.EXCEPTION),
+        (PIPE, Cause.STORAGE),
+        (NO_TRACEBACK, Cause.NETWORK),
+    ],
+)
+def test_what_stands_behind_the_last_exception_decides_whether_to_retry(log: str, cause: Cause) -> None:
+    *_, last = log.splitlines()
+    error = last if "Error" in last else ""
+    verdict = verdict_of(lost(0), RankEnd(rank=1, host="node0", status=1, error=error, log=log))
+    assert (verdict.cause, verdict.culprit.rank, verdict.retries) == (cause, 1, cause != Cause.EXCEPTION)
+
+
+def test_a_barrier_that_names_a_rank_and_a_watchdog_that_stood_still_name_the_culprit() -> None:
+    barrier = "RuntimeError: Rank 1 failed to pass monitoredBarrier in 1800000 ms"
+    verdict = verdict_of(
+        *(RankEnd(rank=rank, host="a", status=1, error=barrier) for rank in (0, 2)),
+        RankEnd(rank=1, host="b", status=-9, is_killed_here=True),
+        RankEnd(rank=3, host="b", status=-9, is_killed_here=True),
+    )
+    assert (verdict.cause, verdict.culprit.rank) == (Cause.NCCL_TIMEOUT, 1)
+    waits = "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=9) ran for 600061 ms"
+    stuck = "ProcessGroupNCCL's watchdog got stuck for 480 seconds without making progress"
+    verdict = verdict_of(
+        RankEnd(rank=0, host="a", status=ABORT, log=waits), RankEnd(rank=1, host="b", status=ABORT, log=stuck)
+    )
+    assert (verdict.cause, verdict.culprit.rank) == (Cause.NCCL_TIMEOUT, 1)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "NVRM: Xid (PCI:0000:c9:00): 79, GPU has fallen off the bus.",
+        "amdgpu 0000:c9:00.0: {1}uncorrectable hardware error(ERREVENT_ATHUB_INTERRUPT) detected!",
+    ],
+)
+def test_a_rank_is_known_by_the_bus_of_its_gpu(line: str) -> None:
+    there = RankEnd(
+        rank=1, host="node0", device="cuda:3", bus="0000:c9:00", status=1, error="RuntimeError: x"
+    )
+    verdict = verdict_of(lost(0), there, kernel={"node0": [line]})
+    assert (str(verdict.culprit), verdict.cause) == ("node0, GPU 3, rank 1", Cause.BAD_GPU)
+    verdict = verdict_of(lost(0), there, kernel={"node1": [line]})
+    assert verdict.culprit.rank is None and verdict.culprit.host == "node1"
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from bloomery.operate.blame import diagnose
 from bloomery.operate.diagnosis import Cause
 from bloomery.operate.failure_evidence import FailureEvidence, RankEnd
 from bloomery.train import loop
+from bloomery.train.rank_diagnostics import bus_of
 from bloomery.train.settings import StartOptions
 
 _TOLD_BY_TORCH = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.15 GiB"
@@ -58,3 +60,9 @@ def test_a_disk_that_is_full_too_does_not_hide_what_happened(
     with pytest.raises(TrainingFailed, match=r"CUDA out of memory.*Planned: ") as failure:
         loop.train(loaded, RunDirectory(path), StartOptions(say=lambda line: None))
     assert "out-of-memory-0.json" not in str(failure.value.remedy), "a file that is not there is not named"
+
+
+def test_the_bus_of_a_gpu_is_written_as_kernels_write_it() -> None:
+    told = SimpleNamespace(pci_domain_id=0, pci_bus_id=0xC9, pci_device_id=0)
+    assert bus_of(told) == "0000:c9:00"
+    assert bus_of(SimpleNamespace(uuid="GPU-1")) == ""  # as of torch before it told

@@ -74,6 +74,7 @@ class RankBeat:
     gap_s: the longest time between two writes so far.
     attempt: the launcher's attempt that started the rank; "" where no launcher did.
     stacks: the file into which SIGUSR2 makes the process write its stacks; "" where it has no handler.
+    bus: the PCI bus of the rank's GPU as the kernel's log names it, "0000:3b:00"; "" where it is not known.
     error: type and message of the exception that ended the rank; "" where none did.
     where: the last lines of that exception's traceback.
     memory_bytes: what the rank held after its newest step; 0 where that is not known.
@@ -93,6 +94,7 @@ class RankBeat:
     incarnation: int = 0
     host: str = ""
     device: str = ""
+    bus: str = ""
     pid: int = 0
     attempt: str = ""
     stacks: str = ""
@@ -115,6 +117,7 @@ class Heartbeat:
         rank: int = 0,
         world: int = 1,
         device: str = "",
+        bus: str = "",
         host: str = "",
         stacks: Path | None = None,
         interval_s: float | None = None,
@@ -133,6 +136,7 @@ class Heartbeat:
             "rank": rank,
             "world": world,
             "device": device,
+            "bus": bus,
             "host": host or os.uname().nodename,
             "pid": os.getpid(),
             "attempt": os.environ.get(ATTEMPT, ""),

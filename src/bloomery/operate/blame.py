@@ -8,11 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from bloomery.errors import RankLost
+from bloomery.operate.collective_timeout import REPORTS_TIMEOUT, diagnose_timeout
 from bloomery.operate.diagnosis import Cause, Culprit, Diagnosis
 from bloomery.operate.failure_evidence import FailureEvidence, RankEnd
-from bloomery.operate.flight_recorder import FlightFinding, find_absent
 from bloomery.operate.known_texts import (
-    CAUGHT_TIMEOUT,
     DRIVER_HAS_NONE,
     GPU_MEMORY,
     KNOWN_TEXTS,
@@ -41,21 +40,25 @@ _CONSEQUENCES = re.compile(
 _OF_HTTP = re.compile(r"ProtocolError|HTTPS?Connection|urllib3|aiohttp|httpx|botocore|Request ID")
 """A client's connection to a server that is no rank."""
 _ABORTED_BY_TORCH = re.compile(
-    r"watchdog thread terminated with exception|taking the entire process down"
+    r"watchdog thread terminated with exception: (?!(?:CUDA|HIP) error)|taking the entire process down"
     r"|Terminating the process after attempting to dump debug info|NCCL operations have failed or timed out"
     r"|dump signal due to a collective timeout|detected by watchdog at work"
 )
 """What torch prints on a rank that it aborts because of others, or because of a time-out."""
-_REPORTS_TIMEOUT = re.compile(
-    rf"(?i:Watchdog caught|(?<!failed or )timed out|watchdog got stuck|timeout at NCCL work)|{CAUGHT_TIMEOUT}"
-)
-_LAST_ENQUEUED = re.compile(r"last enqueued NCCL work: (\d+)")
+_ABORTED_BY_ITS_GPU = re.compile(r"watchdog thread terminated with exception: (?:CUDA|HIP) error")
 _OTHERS_HOLD_IT = re.compile(r"Process \d+ has [\d.]+ [GM]iB memory in use")
 _EXCEPTION = re.compile(
-    r"^(?P<type>[A-Za-z_][\w.]*(?:Error|Exception|Refused|Failed|Interrupt|Exit|Warning))(?:: .*)?$"
+    r"^(?:\[rank\d+\]: )?"  # torch's prefix
+    r"(?P<type>[A-Za-z_][\w.]*(?:Error|Exception|Refused|Failed|Interrupt|Exit|Warning))(?:: .*)?$"
     r"|^bloomery train: .+$",
     re.M,
 )
+_RAISED_FROM = "The above exception was the direct cause of the following exception:"
+_TRACEBACK = "Traceback (most recent call last):"
+_CHILD_FAILED = re.compile(
+    r"\bexit(?:ed)?(?: with)?(?: code| status)? \d|non-zero exit status|\breturn ?code\b"
+)
+_LAST_LINES = 10
 _SCHEDULER = {
     "PREEMPTED": Cause.PREEMPTED,
     "TIMEOUT": Cause.PREEMPTED,
@@ -96,15 +99,16 @@ def _kernel(evidence: FailureEvidence) -> Iterator[Diagnosis]:
             bad = bad_gpu_of(line)
             if bad is not None:
                 bus, words = bad
-                gpu = evidence.gpu_buses.get((host, bus), bus)
-                there = [end.rank for end in evidence.ranks if bus and (end.host, end.gpu) == (host, gpu)]
-                rank = there[0] if there else None
-                culprit = Culprit(host=host, gpu=gpu, rank=rank)
+                # the kernel may add the function's number to the bus, "0000:c9:00.0"
+                theirs = [end for end in evidence.ranks if end.host == host and end.bus == bus[:10] != ""]
+                culprit = theirs[0].culprit if theirs else Culprit(host=host, gpu=bus)
                 yield _found(Cause.BAD_GPU, culprit, words, f"{host}: {line}")
             pid = killed_process(line)
             for end in evidence.ranks:
                 if pid and end.host == host and end.pid == pid:
-                    yield _found(Cause.OOM_KILLER, _who(end), "killed by the kernel for want of memory", line)
+                    yield _found(
+                        Cause.OOM_KILLER, end.culprit, "killed by the kernel for want of memory", line
+                    )
 
 
 def _scheduler(evidence: FailureEvidence) -> Iterator[Diagnosis]:
@@ -129,9 +133,9 @@ def _texts(evidence: FailureEvidence) -> Iterator[Diagnosis]:
             if line:
                 if cause == Cause.NCCL_TIMEOUT:
                     if not _raised_beside(evidence, end):
-                        yield _nccl_timeout(evidence, end, line)
+                        yield diagnose_timeout(evidence, end, line)
                     continue
-                culprit = _who(end)
+                culprit = end.culprit
                 culprit = Culprit() if cause == Cause.BAD_RECIPE else culprit
                 if cause == Cause.NO_SPACE and _is_full(evidence) and not _NAMES_PATH.search(line):
                     yield _found(Cause.BUS_ERROR, culprit, f"{line}: /dev/shm is full", line)
@@ -148,10 +152,13 @@ def _texts(evidence: FailureEvidence) -> Iterator[Diagnosis]:
 
 
 def _raised_beside(evidence: FailureEvidence, reporter: RankEnd) -> bool:
-    """Return whether another rank raised an exception of its own, for which the reporter waited in vain."""
-    others = [end for end in _failed(evidence) if end.rank != reporter.rank and (end.status or 0) > 0]
+    """Return whether another rank failed by an error of its own, for which the reporter waited in vain."""
+    others = [end for end in _failed(evidence) if end.rank != reporter.rank]
+    if any(_ABORTED_BY_ITS_GPU.search(end.log) for end in others):
+        return True
+    others = [end for end in others if (end.status or 0) > 0]
     errors = [end.error or _last_exception(end.log) for end in others]
-    return any(error and not _REPORTS_TIMEOUT.search(error) for error in errors)
+    return any(error and not REPORTS_TIMEOUT.search(error) for error in errors)
 
 
 def _is_full(evidence: FailureEvidence) -> bool:
@@ -181,7 +188,7 @@ def _gpu_memory(evidence: FailureEvidence) -> Iterator[Diagnosis]:
             others = bool(_OTHERS_HOLD_IT.search(f"{end.error}\n{end.log}") or DRIVER_HAS_NONE.search(line))
             at_start = end.step <= evidence.first_step and others
             cause = Cause.GPU_MEMORY_AT_START if at_start else Cause.GPU_MEMORY
-            yield _found(cause, _who(end), line, f"log of rank {end.rank}: {line}")
+            yield _found(cause, end.culprit, line, f"log of rank {end.rank}: {line}")
 
 
 def _link(evidence: FailureEvidence) -> Iterator[Diagnosis]:
@@ -189,7 +196,7 @@ def _link(evidence: FailureEvidence) -> Iterator[Diagnosis]:
     for end in evidence.ranks:
         line = _line(f"{end.error}\n{end.log}", NETWORK_OF_NCCL.pattern)
         if line and end.status not in (0, None):
-            yield _found(Cause.NETWORK, _who(end), line, f"log of rank {end.rank}: {line}", sure=False)
+            yield _found(Cause.NETWORK, end.culprit, line, f"log of rank {end.rank}: {line}", sure=False)
     for host, lines in sorted(evidence.kernel.items()):
         for line in lines:
             if LINK_DOWN.search(line):
@@ -211,12 +218,12 @@ def _signals(evidence: FailureEvidence) -> Iterator[Diagnosis]:
         if end.status == -signal.SIGBUS:
             is_full = _is_full(evidence)
             cause = Cause.BUS_ERROR if is_full or evidence.shm_free is None else Cause.CRASH
-            yield _found(cause, _who(end), line, line, sure=is_full)
+            yield _found(cause, end.culprit, line, line, sure=is_full)
         if -(end.status or 0) in _CRASHES and not _is_torchs_abort(end):
-            yield _found(Cause.CRASH, _who(end), line, line, sure=False)
+            yield _found(Cause.CRASH, end.culprit, line, line, sure=False)
         is_told = end.status in (-signal.SIGTERM, -signal.SIGINT, -signal.SIGABRT)
         if not is_told and not end.is_killed_here and evidence.hang is None:
-            yield _found(Cause.KILLED, _who(end), line, line)
+            yield _found(Cause.KILLED, end.culprit, line, line)
     if any(end.status in (143, -signal.SIGTERM) for end in evidence.ranks) and not _own_errors(evidence):
         yield _found(
             Cause.PREEMPTED, Culprit(), "all ranks were asked to end (SIGTERM)", "status 143", sure=False
@@ -258,9 +265,9 @@ def _killed_children(evidence: FailureEvidence) -> Iterator[Diagnosis]:
         for kernel_line in evidence.kernel.get(end.host, ()) if line else ():
             if killed_process(kernel_line):
                 summary = "the kernel killed a process of the rank for want of memory"
-                yield _found(Cause.OOM_KILLER, _who(end), summary, f"{end.host}: {kernel_line}", sure=False)
+                yield _found(Cause.OOM_KILLER, end.culprit, summary, f"{end.host}: {kernel_line}", sure=False)
         if line:
-            yield _found(Cause.CRASH, _who(end), line, f"log of rank {end.rank}: {line}", sure=False)
+            yield _found(Cause.CRASH, end.culprit, line, f"log of rank {end.rank}: {line}", sure=False)
 
 
 def _exceptions(evidence: FailureEvidence) -> Iterator[Diagnosis]:
@@ -269,29 +276,45 @@ def _exceptions(evidence: FailureEvidence) -> Iterator[Diagnosis]:
             line = next((line for line in end.log.splitlines() if line.strip()), "refused at its start")
             yield _found(Cause.BAD_RECIPE, Culprit(), line, f"rank {end.rank} ended with status 2")
         line = end.error or _last_exception(end.log)
-        cause = transient_cause_of(line.replace("\n", " "))
-        if line:
-            first, shown = line.splitlines()[0], f"rank {end.rank}: {line}"
-            yield _found(cause or Cause.EXCEPTION, _who(end), first, shown, sure=cause is None)
+        shown = next((text for text in (line, *_reasons(end)) if transient_cause_of(text)), line)
+        cause = transient_cause_of(shown)
+        if shown:
+            first, proof = shown.splitlines()[0], f"rank {end.rank}: {shown}"
+            yield _found(cause or Cause.EXCEPTION, end.culprit, first, proof, sure=cause is None)
+
+
+def _reasons(end: RankEnd) -> Iterator[str]:
+    """Yield what may stand behind the last exception of a rank.
+
+    Such are the exceptions that it was raised from, and the last lines of the log where a program that the
+    rank had started failed, or where there is no exception at all.
+    """
+    *before, last = end.log.split(_RAISED_FROM)
+    if last.count(_TRACEBACK) <= 1:  # else something else was raised after them
+        yield from (_last_exception(part) for part in reversed(before))
+    exception = end.error or _last_exception(end.log)
+    has_no_exception = not exception and (end.status or 0) > 0
+    if has_no_exception or _CHILD_FAILED.search(exception):
+        yield from end.log.splitlines()[: -_LAST_LINES - 1 : -1]
 
 
 def _aborted(evidence: FailureEvidence) -> Iterator[Diagnosis]:
     """Look for ranks that torch has aborted, where no rank failed by itself."""
     for end in evidence.ranks:
-        pattern = f"{MAYBE_TIMEOUT.pattern}|{_REPORTS_TIMEOUT.pattern}"
+        pattern = f"{MAYBE_TIMEOUT.pattern}|{REPORTS_TIMEOUT.pattern}"
         line = _line(end.log, pattern) if _is_torchs_abort(end) else ""
         if line:
-            yield _nccl_timeout(evidence, end, line)
+            yield diagnose_timeout(evidence, end, line)
 
 
 def _is_aborted(end: RankEnd) -> bool:
     """Return whether torch aborted a rank because of others, and not for a time-out that it reports."""
-    return _is_torchs_abort(end) and not _REPORTS_TIMEOUT.search(f"{end.error}\n{end.log}")
+    return _is_torchs_abort(end) and not REPORTS_TIMEOUT.search(f"{end.error}\n{end.log}")
 
 
 def _is_torchs_abort(end: RankEnd) -> bool:
     text = f"{end.error}\n{end.log}"
-    patterns = (_ABORTED_BY_TORCH, _CONSEQUENCES, _REPORTS_TIMEOUT)
+    patterns = (_ABORTED_BY_TORCH, _CONSEQUENCES, REPORTS_TIMEOUT)
     return end.status == -signal.SIGABRT and any(pattern.search(text) for pattern in patterns)
 
 
@@ -301,7 +324,7 @@ def _network(evidence: FailureEvidence) -> Diagnosis:
         summary = "ranks lost each other and none failed by itself"
         return _found(Cause.NETWORK, Culprit(), summary, f"{len(lost)} ranks ended as lost", sure=False)
     alone = _failed(evidence)
-    culprit = _who(alone[0]) if len(alone) == 1 else Culprit()
+    culprit = alone[0].culprit if len(alone) == 1 else Culprit()
     return _found(Cause.UNKNOWN, culprit, "nothing that was collected names a cause", "", sure=False)
 
 
@@ -337,55 +360,6 @@ def _last_exception(log: str) -> str:
 
 def _line(text: str, pattern: str) -> str:
     return next((line.strip() for line in text.splitlines() if re.search(pattern, line)), "")
-
-
-def _who(end: RankEnd) -> Culprit:
-    return Culprit(host=end.host, rank=end.rank, gpu=end.gpu)
-
-
-def _nccl_timeout(evidence: FailureEvidence, end: RankEnd, line: str) -> Diagnosis:
-    """Return what a time-out of a collective means: by torch's flight recorder, else by who told of it."""
-    shown = f"log of rank {end.rank}: {line}"
-    flight = find_absent({other.rank: other.flight for other in evidence.ranks if other.flight})
-    if flight is None:
-        return _found(Cause.NCCL_TIMEOUT, _culprit_of_nccl(evidence, end), line, shown)
-    recorded = f"flight recorder: {flight.words}"
-    culprit = _culprit_in_flight(evidence, flight)
-    return Diagnosis(
-        cause=Cause.NCCL_TIMEOUT, culprit=culprit, summary=flight.words, evidence=(recorded, shown), sure=True
-    )
-
-
-def _culprit_in_flight(evidence: FailureEvidence, flight: FlightFinding) -> Culprit:
-    """Return the only rank of a finding, or the only host of its ranks."""
-    ends = [end for end in evidence.ranks if end.rank in flight.culprits]
-    hosts = {end.host for end in ends}
-    if len(ends) == 1:
-        return _who(ends[0])
-    return Culprit(host=hosts.pop()) if len(hosts) == 1 else Culprit()
-
-
-def _culprit_of_nccl(evidence: FailureEvidence, end: RankEnd) -> Culprit:
-    """Return the rank that did not come to the collective.
-
-    That is the one that does not report the time-out, or the one that had enqueued less than all others.
-    """
-    texts = {other.rank: f"{other.error}\n{other.log}" for other in evidence.ranks}
-    reporters = {rank for rank, text in texts.items() if _REPORTS_TIMEOUT.search(text)}
-    # the rank that is waited for prints these, too, once the others have sent their signal through the store
-    reporters = reporters or {rank for rank, text in texts.items() if MAYBE_TIMEOUT.search(text)}
-    absent = [other for other in evidence.ranks if other.rank not in reporters]
-    if len(absent) == 1:
-        return _who(absent[0])
-    enqueued = {
-        other.rank: int(match[1])
-        for other in evidence.ranks
-        if (match := _LAST_ENQUEUED.search(f"{other.error}\n{other.log}"))
-    }
-    behind = [rank for rank, number in enqueued.items() if number == min(enqueued.values())]
-    if absent or len(behind) != 1:
-        return Culprit()
-    return next(_who(other) for other in evidence.ranks if other.rank == behind[0])
 
 
 def _host_of_srun(evidence: FailureEvidence) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from bloomery.operate.diagnosis import Culprit
 from bloomery.operate.flight_recorder import Flight
 from bloomery.operate.hang import HangFinding
 
@@ -13,7 +14,7 @@ from bloomery.operate.hang import HangFinding
 class RankEnd:
     """How a rank ended.
 
-    device: the torch device of the rank.
+    device: the torch device of the rank. bus: the PCI bus of its GPU, "0000:3b:00"; "" where it is not known.
     status: its exit status, negative for a signal; None while it runs or where it is unknown.
     is_killed_here: whether its own launcher killed it, so that the signal says nothing of the cause.
     error: the exception in its heartbeat; "" where there is none.
@@ -27,6 +28,7 @@ class RankEnd:
     rank: int
     host: str = ""
     device: str = ""
+    bus: str = ""
     pid: int = 0
     status: int | None = None
     is_killed_here: bool = False
@@ -35,6 +37,11 @@ class RankEnd:
     step: int = 0
     flight: Flight = field(default_factory=dict)
     children: Sequence[int] | None = None
+
+    @property
+    def culprit(self) -> Culprit:
+        """The names of this rank as the culprit of a failure."""
+        return Culprit(host=self.host, rank=self.rank, gpu=self.gpu)
 
     @property
     def gpu(self) -> str:
@@ -54,7 +61,6 @@ class FailureEvidence:
     silent_hosts: the hosts that no longer write heartbeats.
     shm_free: the free share of /dev/shm; None where it is unknown.
     shm_free_gib: its free space in GiB, the least of all hosts; None where it is unknown.
-    gpu_buses: the index of a GPU on a host by (host, PCI bus), where it is known.
     first_step: the step from which the attempt began.
     """
 
@@ -66,5 +72,4 @@ class FailureEvidence:
     silent_hosts: Sequence[str] = ()
     shm_free: float | None = None
     shm_free_gib: float | None = None
-    gpu_buses: Mapping[tuple[str, str], str] = field(default_factory=dict)
     first_step: int = 0

@@ -16,7 +16,7 @@ _XID_OF_RECOVERY = 154
 _XID = re.compile(r"NVRM: Xid \((?P<bus>[^)]*)\): (?P<number>\d+),?(?P<rest>.*)")
 _AMD = re.compile(
     r"amdgpu (?P<bus>[0-9a-f:.]+): (?:amdgpu: )?"
-    r"(?P<rest>.*(?:GPU reset begin|\b[1-9]\d* (?:new )?uncorrectable hardware errors).*)"
+    r"(?P<rest>.*(?:GPU reset begin|\b[1-9]\d*\}? ?(?:new )?uncorrectable hardware error).*)"
 )
 
 _KILLED = re.compile(
@@ -41,13 +41,16 @@ _SHARED_MEMORY = (
     r"(?:shared memory object|write to file) </torch_\S+>.*(?i:no space left)",
     r"/dev/shm.*(?i:no space left)|(?i:no space left).*'/dev/shm/[^']*'(?! ->)",
     r"unable to allocate shared memory\(shm\)|creating shared memory segment /dev/shm/",
+    r"/dev/shm\b.*(?i:more (?:available |free )?(?:memory|space)|too small|is full)",
 )
 _BAD_GPU = (
     r"uncorrectable (?:NVLink|ECC) error|CUDA error: .*ECC|hardware (?:stack )?error",
-    r"GPU is lost|GPU requires reset|(?:fallen off|lost from) the bus|Unable to determine the device handle",
+    r"(?i:GPU is lost)|GPU requires reset",
+    r"(?:fallen off|lost from) the bus|Unable to determine the device handle",
     r"(?i:double[- ]bit (?:ECC )?error)|(?i:row[- ]remap\w* (?:failure|failed))|NV_ERR_GPU_IS_LOST",
     r"(?:cuda|hip)Error(?:DevicesUnavailable|ECC\w+|Hardware\w+|NoDevice|SystemNotReady|SystemDriverMismatch)",
-    r"no CUDA-capable device is detected|Failed to initialize NVML|CUDA driver initialization failed",
+    r"no CUDA-capable device is detected|No (?:CUDA|HIP|XPU) GPUs are available|HW Exception by GPU",
+    r"Failed to initialize NVML|CUDA driver initialization failed",
     # the fabric manager of NVSwitch is down, or the driver's state is lost
     r"Error 802: system not yet initialized|CUDA unknown error",
     r"CUDA-capable device\(s\) is/are busy or unavailable",
@@ -61,6 +64,7 @@ _STORAGE_AWAY = (
     # ECONNABORTED, ECONNRESET, ETIMEDOUT, ECONNREFUSED and EHOSTUNREACH of a file; connections end so too
     r"Errno (?:103|104|110|111|113)\] [^:]+: '/",
     r"Input/output error|Remote I/O error|Structure needs cleaning|Read-only file system",
+    r"\bHDFS \w+ failed|BlockMissingException|StandbyException|RetriableException|Opening HDFS file",
     r"[Tt]ransport endpoint|(?i:stale (?:NFS )?file handle)",
     r"(?i:\b(?:lustre|gpfs|beegfs|ceph|nfs|fuse)\b.{0,60}\b(?:not responding|timed out|stale|is down))",
 )
@@ -75,6 +79,12 @@ _COLLECTIVE_TIMEOUT = (
     r"[Tt]imeout at NCCL work|Heartbeat monitor timed out|(?:timed out in|failed to pass) monitoredBarrier",
     r"Timed out initializing process group in store based barrier",
 )
+_LINKS = (
+    r"\bibv_\w+ failed|Transport retry count exceeded|IBV_WC_\w*RETRY_EXC_ERR|OFI poll failed|UNDELIVERABLE",
+    r"[Cc]onnect to \S+<\d+> failed|Gloo connectFullMesh failed|lost communication with a remote daemon",
+    r"Failed to connect to GCS",
+)
+"""What libraries of collectives say of links, in words that may also name a time-out or an input error."""
 _CONNECTIONS = (
     r"client socket has (?:timed out|failed)|name resolution|(?i:name or service not known|no route to host)",
     r"(?i:network is (?:unreachable|down)|connection (?:refused|timed out|aborted)|host is unreachable)",
@@ -84,7 +94,10 @@ _CONNECTIONS = (
 KNOWN_TEXTS: tuple[tuple[Cause, str], ...] = (
     (Cause.RUN_BUSY, r"^RunBusy: |is being \w[\w ]* by process \S+ on \S+ since "),
     (Cause.BAD_GPU, "|".join(_BAD_GPU)),
-    (Cause.QUOTA, r"(?i:disk quota exceeded)|EDQUOT|(?i:\berrno[ =:]+122\b)|os error 122"),
+    (
+        Cause.QUOTA,
+        r"(?i:disk quota exceeded)|EDQUOT|(?i:\berrno[ =:]+122\b)|os error 122|\b[DN]SQuotaExceededException",
+    ),
     # torch's shared memory lies in /dev/shm: what is full there is not the run's disk
     (Cause.BUS_ERROR, "|".join(_SHARED_MEMORY)),
     (
@@ -95,15 +108,15 @@ KNOWN_TEXTS: tuple[tuple[Cause, str], ...] = (
         r"|OSError: \d+ requested and \d+ written"  # numpy
         r"|PytorchStreamWriter failed writing|inline_container.*unexpected pos \d+ vs \d+",
     ),
-    (
-        Cause.STORAGE,
-        "|".join(_STORAGE_AWAY),
-    ),
+    (Cause.NETWORK, "|".join(_LINKS)),
+    (Cause.STORAGE, "|".join(_STORAGE_AWAY)),
     (Cause.NCCL_TIMEOUT, "|".join(_COLLECTIVE_TIMEOUT)),
     (
         Cause.OOM_KILLER,
         r"oom[-_]kill event|Detected \d+ oom.kill|killed by signal: Killed"
-        r"|[Cc]an(?:no|')t allocate memory|std::bad_alloc",
+        r"|[Cc]an(?:no|')t allocate memory|std::bad_alloc|^MemoryError\b"
+        r"|\bmemory allocation of \d+ bytes failed"  # Rust
+        r"|Unable to allocate [\d.]+ \w+ for an array|\bmalloc of size \d+ failed",  # numpy, Arrow
     ),
     (Cause.NODE_LOST, r"DUE TO NODE FAILURE|[Nn]ode failure on|launcher on \S+ has been silent"),
     (Cause.PREEMPTED, r"DUE TO (?:PREEMPTION|TIME LIMIT)|CANCELLED AT .* DUE TO"),
@@ -114,6 +127,7 @@ KNOWN_TEXTS: tuple[tuple[Cause, str], ...] = (
         r"CUDA error: (?:an illegal memory access|unspecified launch failure|misaligned address)"
         r"|killed by signal: Segmentation fault",
     ),
+    (Cause.EXCEPTION, r"device-side assert triggered"),
     (Cause.BAD_RECIPE, r"mistakes? in the recipe|ConfigError"),
 )
 """Each cause with the pattern of the lines that name it."""
@@ -134,6 +148,7 @@ _TRANSIENT = re.compile(
 )
 _OF_STORES = re.compile(
     r"(?i:\b(?:s3|gcs|azure|blob|bucket|put ?object|get ?object|upload ?part|storage|FSTimeoutError)\b)"
+    r"|\b(?:gs|az|abfss?|oss)://|reduce your request rate"
     r"|\bS3\w*(?:Exception|Error)\b|google\.resumable_media|googleapis|gcsfs|s3fs|botocore|boto3|fsspec|minio|hdfs"
 )
 NETWORK_OF_NCCL = re.compile(
@@ -146,6 +161,7 @@ GPU_MEMORY = re.compile(
     r"|_(?:(?:DEVICE_ALLOCATION|ALLOC)_FAILED|OUT_OF_MEMORY|OUT_OF_RESOURCES|MEMORY_ERROR)\b|cudaErrorMemoryAllocation"
     r"|hipErrorOutOfMemory|Failed to CUDA [cm]alloc"
     r"|(?i:\bcu(?:BLAS|DNN|SPARSE|SOLVER|FFT)\w* Error: .*allocation failed)"
+    r"|\bRESOURCE_EXHAUSTED: .*(?i:alloc|memory)|Failed to alloc DEVICE memory|\(usage: tensors\) on ND \d"
     r"|\bOutOfMemoryError\b|^Error out of memory at line \d+ in file "  # bitsandbytes
 )
 """What says that a device has no memory left."""
@@ -173,8 +189,9 @@ def transient_cause_of(exception: str) -> Cause | None:
 
     Retrying a failure that repeats costs some restarts, and not retrying one that passes costs the night.
 
-    exception: its type and message in one line.
+    exception: its type and message.
     """
+    exception = exception.replace("\n", " ")
     if _TRANSIENT.search(exception) is None:
         return None
     return Cause.STORAGE if _OF_STORES.search(exception) else Cause.NETWORK

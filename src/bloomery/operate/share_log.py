@@ -75,7 +75,7 @@ class ShareLog:
             )
             beat = beats.get(rank)
             if beat is not None:
-                end = replace(end, device=beat.device, error=beat.error, step=beat.step)
+                end = replace(end, device=beat.device, bus=beat.bus, error=beat.error, step=beat.step)
             ends.append(end)
         return ends
 

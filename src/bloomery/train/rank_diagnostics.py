@@ -123,10 +123,23 @@ def make_heartbeat(rundir: RunDirectory, mesh: Mesh) -> Heartbeat:
         rank=mesh.rank,
         world=mesh.world,
         device=str(mesh.device),
+        bus=bus_of(torch.cuda.get_device_properties(mesh.device)) if mesh.device.type == "cuda" else "",
         host=host_name(),
         stacks=rundir.stacks(rank=mesh.rank),
         before_first_write=write_stacks_on_signal,
     )
+
+
+def bus_of(properties: object) -> str:
+    """Return the PCI bus of a GPU as the kernel's log names it, "0000:3b:00"; "" where torch does not tell.
+
+    properties: what `torch.cuda.get_device_properties` returns; older torch has no `pci_…` in it.
+    """
+    names = ("pci_domain_id", "pci_bus_id", "pci_device_id")
+    domain, bus, device = (getattr(properties, name, None) for name in names)
+    if domain is None or bus is None or device is None:
+        return ""
+    return f"{domain:04x}:{bus:02x}:{device:02x}"
 
 
 def write_stacks_on_signal(path: Path) -> None:
