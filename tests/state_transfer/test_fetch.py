@@ -368,6 +368,14 @@ def test_runs_become_shorter_towards_the_end_and_a_run_that_came_is_no_longer_fe
     assert sum(run.end - run.begin for run in back) == 28 * MIB
 
 
+def test_the_first_threads_to_come_leave_as_much_to_those_that_will_come():
+    missing = Missing([Run(file="f", begin=0, end=16 * MIB)], unit=MIB // 4, streams=6)
+    taken = [missing.take(["f"], timeout_s=0.0) for _ in range(6)]
+    lengths = [run.end - run.begin for run in taken]
+    assert lengths[0] <= 16 * MIB // 12 and lengths == sorted(lengths, reverse=True)
+    assert max(lengths) <= 2 * min(lengths)
+
+
 def test_bytes_that_another_source_sent_meanwhile_are_not_fetched_to_their_end(peers, tmp_path):
     origin = peers.add("a")
     file = next(path for path in peers.checkpoints["a"].iterdir() if path.suffix == ".safetensors")

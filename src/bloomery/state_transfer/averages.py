@@ -129,6 +129,7 @@ class _Download:
         self._changed = threading.Condition()
         self._sizes: dict[str, int] = {}
         self._missing: Missing | None = None
+        self._streams = STREAMS
         self._files: dict[str, BufferedWriter] = {}
         self._active, self._waiting, self._is_closed = 0, 0, False
         self._error: OSError | None = None
@@ -153,6 +154,7 @@ class _Download:
         `until`. A peer that has not written its average yet is asked again while another may still answer.
         """
         states = [ServedState(source, digest, trust) for source in sources]
+        self._streams = STREAMS * len(states)
         try:
             for state in states:
                 self._start(self._begin, state)
@@ -210,7 +212,8 @@ class _Download:
                         f"the average has {sum(sizes.values()):,} bytes, which are not free at {self._place}"
                     )
                 self._files = {name: (self._place / name).open("wb") for name in self._names}
-                self._sizes, self._missing = sizes, Missing(_runs(sizes), unit=_SMALLEST_BYTES)
+                self._sizes = sizes
+                self._missing = Missing(_runs(sizes), unit=_SMALLEST_BYTES, streams=self._streams)
                 self.peers.add(state.origin.peer)
             if sizes != self._sizes:
                 raise _OfAnotherSize("its average has another size than that of others")

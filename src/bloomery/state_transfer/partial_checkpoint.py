@@ -45,12 +45,13 @@ class Missing:
     `_waiting_bytes` is their sum over `_waiting`, which may be long, so that it is not added up each time.
 
     unit: a run that is handed out has so many bytes or a multiple of them, unless its file ends.
+    streams: how many threads will fetch runs, so that the first to come leaves as much to each of the others.
     """
 
-    def __init__(self, runs: Iterable[Run], *, unit: int = BLOCK_BYTES) -> None:
+    def __init__(self, runs: Iterable[Run], *, unit: int = BLOCK_BYTES, streams: int = 1) -> None:
         self._waiting = sorted(runs, reverse=True)
         self._waiting_bytes = sum(run.end - run.begin for run in self._waiting)
-        self._unit = unit
+        self._unit, self._streams = unit, streams
         self._at: dict[Run, int] = {}
         self._changed = threading.Condition()
 
@@ -128,10 +129,11 @@ class Missing:
     def _cut(self, place: int) -> Run:
         """Take a waiting run out, or only its first bytes where little is left, and return what was taken.
 
-        With n runs being fetched it is at most the (2n + 2)th part of all waiting bytes, or one unit.
+        Of n threads that fetch or will fetch, none takes more than the 2n-th part of all waiting bytes, or one
+        unit.
         """
         run = self._waiting[place]
-        share = self._waiting_bytes // (2 * (len(self._at) + 1))
+        share = self._waiting_bytes // (2 * max(len(self._at) + 1, self._streams))
         end = min(run.end, run.begin + max(1, share // self._unit) * self._unit)
         if end == run.end:
             del self._waiting[place]
