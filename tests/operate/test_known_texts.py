@@ -177,6 +177,33 @@ def test_a_killed_child_is_known_by_what_its_parent_says(line: str) -> None:
         ("OSError: [Errno 255] HDFS Read failed. Detail: [errno 255] Unknown error 255", Cause.STORAGE),
         ("OSError: [Errno 16] Please reduce your request rate.", Cause.STORAGE),
         ('ValueError: UNAVAILABLE: Error reading "gs://ckpt/run9/c/0/3": HTTP response 503', Cause.STORAGE),
+        ("ClientError: An error occurred (XMinioStorageFull) when calling PutObject", Cause.NO_SPACE),
+        ("ClientError: An error occurred (QuotaExceeded) when calling UploadPart: Unknown", Cause.QUOTA),
+        ("HfHubHTTPError: 403 Forbidden: Private repository storage limit reached", Cause.QUOTA),
+        ("It appears as if there is not enough space for /dev/shm/vader_segment.n14.1", Cause.BUS_ERROR),
+        ("ValueError: The object store (200 GB) exceeds /dev/shm size (64 GB)", Cause.BUS_ERROR),
+        ("ValueError: Free memory on device cuda:3 (11/79 GiB) on startup is less than 47", Cause.GPU_MEMORY),
+        ("RuntimeError: error: 39 (UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)", Cause.GPU_MEMORY),
+        ("RuntimeError: error: 20 (UR_RESULT_ERROR_DEVICE_LOST)", Cause.BAD_GPU),
+        ("RuntimeError: device >= 0 && device < num_gpus INTERNAL ASSERT FAILED at x.cpp", Cause.BAD_GPU),
+        ("pynvml.NVMLError_DriverNotLoaded: Driver Not Loaded", Cause.BAD_GPU),
+        ("RuntimeError: HIP error: no ROCm-capable device is detected", Cause.BAD_GPU),
+        ("RuntimeError: HBM MULTI BIT ECC ERROR", Cause.BAD_GPU),
+        ("nvidia-container-cli: initialization error: driver rpc error: timed out", Cause.BAD_GPU),
+        ("ray.exceptions.OutOfMemoryError: killed due to the node running low on memory.", Cause.OOM_KILLER),
+        ("=>> PBS: job killed: mem 529424384kb exceeded limit 524288000kb", Cause.OOM_KILLER),
+        ("TERM_MEMLIMIT: job killed after reaching LSF memory usage limit.", Cause.OOM_KILLER),
+        ("LLVM ERROR: out of memory", Cause.OOM_KILLER),
+        ("ClientConnectorError: Cannot connect to host data-3:8443 ssl:default", Cause.NETWORK),
+        ('RuntimeError: status: Unavailable, message: "error trying to connect"', Cause.NETWORK),
+        ("botocore.exceptions.ResponseStreamingError: Connection broken: IncompleteRead", Cause.STORAGE),
+        ("OSError: When reading a key: AWS Error NETWORK_CONNECTION: curlCode: 28", Cause.STORAGE),
+        ("oss2.exceptions.ServerError: {'status': 500, 'x-oss-request-id': '67'}", Cause.STORAGE),
+        ("OSError: [Errno 37] No locks available", Cause.STORAGE),
+        ("sqlite3.OperationalError: disk I/O error", Cause.STORAGE),
+        ("RetryError: Timeout of 120.0s exceeded: 504 GET https://storage.googleapis.com/x", Cause.STORAGE),
+        ("ProcessExitedException: process 2 terminated with signal SIGABRT", Cause.CRASH),
+        ("CalledProcessError: Command 'pack' died with <Signals.SIGSEGV: 11>.", Cause.CRASH),
         ("org.apache.hadoop.hdfs.protocol.DSQuotaExceededException: The DiskSpace quota of /d", Cause.QUOTA),
     ],
 )
@@ -247,6 +274,21 @@ def test_what_stands_behind_the_last_exception_decides_whether_to_retry(log: str
     error = last if "Error" in last else ""
     verdict = verdict_of(lost(0), RankEnd(rank=1, host="node0", status=1, error=error, log=log))
     assert (verdict.cause, verdict.culprit.rank, verdict.retries) == (cause, 1, cause != Cause.EXCEPTION)
+
+
+def test_what_the_kernel_says_of_a_disk_or_of_systemd_explains_a_signal() -> None:
+    bus_error = RankEnd(rank=1, host="node0", status=-signal.SIGBUS, log="Fatal Python error: Bus error")
+    disk = ["nvme1n1: I/O Cmd(0x2) @ LBA 3126441984, 256 blocks, I/O Error (sct 0x2 / sc 0x81)"]
+    verdict = verdict_of(lost(0), bus_error, kernel={"node0": disk})
+    assert (verdict.cause, verdict.culprit.rank) == (Cause.STORAGE, 1)
+    verdict = verdict_of(lost(0), bus_error, kernel={"node1": disk})
+    assert verdict.cause == Cause.BUS_ERROR
+    oomd = {"node0": ["systemd-oomd[1123]: Killed /system.slice/slurmstepd.scope/task_2 due to memory used"]}
+    killed = RankEnd(rank=1, host="node0", status=-signal.SIGKILL)
+    verdict = verdict_of(lost(0), killed, kernel=oomd)
+    assert (verdict.cause, verdict.culprit.rank) == (Cause.OOM_KILLER, 1)
+    ended = replace(killed, is_killed_here=True)
+    assert verdict_of(lost(0), ended, kernel=oomd).cause != Cause.OOM_KILLER
 
 
 def test_a_barrier_that_names_a_rank_and_a_watchdog_that_stood_still_name_the_culprit() -> None:

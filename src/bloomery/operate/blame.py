@@ -26,10 +26,15 @@ from bloomery.operate.known_texts import (
 _PYTHON_KILLED = re.compile(r"Killed process \d+ \((?:python|pt_)")
 """A process that a rank may have started: torch's data workers call themselves pt_data_worker."""
 _CHILD_KILLED = re.compile(
-    r"status (?:-9|137)\b|\bsignal 9\b|SIGKILL|was killed|exit ?code:? (?:-9|137)\b|terminated abruptly"
+    r"status (?:-9|137)\b|\bsignal 9\b|SIGKILL|was killed|died with <Signals|terminated with signal"
+    r"|\{SIG\w+\(-"  # of loky
+    r"|exit ?code:? (?:-9|137)\b|terminated abruptly"
     r"|exited unexpectedly"
 )
-_NAMES_PATH = re.compile(r"['\"( ]/\S|\bdisk space\b")
+_DISK_FAILED = re.compile(r"(?i:\bI/O error\b|I/O Cmd.*error|server \S+ not responding)")
+"""What the kernel says where a page of a mapped file cannot be read, which ends the process by SIGBUS."""
+_KILLED_BY_SYSTEMD = re.compile(r"systemd-oomd\[\d+\]: Killed ")
+_NAMES_PATH = re.compile(r"['\"( ]/\S|\bdisk space\b|StorageFull\b")
 _ROOMY_GIB = 4.0
 """Free space in /dev/shm after which a bus error is not blamed on its size."""
 _CONSEQUENCES = re.compile(
@@ -103,9 +108,10 @@ def _kernel(evidence: FailureEvidence) -> Iterator[Diagnosis]:
                 theirs = [end for end in evidence.ranks if end.host == host and end.bus == bus[:10] != ""]
                 culprit = theirs[0].culprit if theirs else Culprit(host=host, gpu=bus)
                 yield _found(Cause.BAD_GPU, culprit, words, f"{host}: {line}")
-            pid = killed_process(line)
+            pid, by_systemd = killed_process(line), _KILLED_BY_SYSTEMD.search(line)
             for end in evidence.ranks:
-                if pid and end.host == host and end.pid == pid:
+                is_killed = end.status == -signal.SIGKILL and not end.is_killed_here
+                if end.host == host and ((pid and end.pid == pid) or (by_systemd and is_killed)):
                     yield _found(
                         Cause.OOM_KILLER, end.culprit, "killed by the kernel for want of memory", line
                     )
@@ -216,6 +222,8 @@ def _signals(evidence: FailureEvidence) -> Iterator[Diagnosis]:
         name = signal.Signals(-(end.status or 0)).name
         line = f"rank {end.rank} was ended by {name}"
         if end.status == -signal.SIGBUS:
+            for failed in filter(_DISK_FAILED.search, evidence.kernel.get(end.host, ())):
+                yield _found(Cause.STORAGE, end.culprit, f"{line}: {failed}", f"{end.host}: {failed}")
             is_full = _is_full(evidence)
             cause = Cause.BUS_ERROR if is_full or evidence.shm_free is None else Cause.CRASH
             yield _found(cause, end.culprit, line, line, sure=is_full)

@@ -16,7 +16,8 @@ _XID_OF_RECOVERY = 154
 _XID = re.compile(r"NVRM: Xid \((?P<bus>[^)]*)\): (?P<number>\d+),?(?P<rest>.*)")
 _AMD = re.compile(
     r"amdgpu (?P<bus>[0-9a-f:.]+): (?:amdgpu: )?"
-    r"(?P<rest>.*(?:GPU reset begin|\b[1-9]\d*\}? ?(?:new )?uncorrectable hardware error).*)"
+    r"(?P<rest>.*(?:GPU reset begin|GPU Recovery Failed"
+    r"|\b[1-9]\d*\}? ?(?:new )?uncorrectable hardware error).*)"
 )
 
 _KILLED = re.compile(
@@ -28,7 +29,8 @@ _PCI_EXPRESS = re.compile(
 _NOT_INITIALISED = re.compile(r"NVRM: GPU (?P<bus>[0-9a-f:]+)(?:\.\d)?: (?P<rest>RmInitAdapter failed.*)")
 _LOST = re.compile(
     r"NVRM: (?:GPU (?P<bus>[0-9a-f:]+)(?:\.\d)?: )?"
-    r"(?P<rest>.*(?:GPU_IS_LOST|(?:lost from|fallen off) the bus).*)"
+    r"(?P<rest>.*(?:GPU_IS_LOST|(?:lost from|fallen off) the bus|rpcSendMessage failed).*)"
+    r"|habanalabs (?P<accelerator>\w+: .*(?:heartbeat failed|PCI link is broken).*)"
     r"|(?P<switch>nvidia-nvswitch\d+: SXid.*, Fatal.*)"
 )
 """Lines that may not say of which GPU they are."""
@@ -41,7 +43,8 @@ _SHARED_MEMORY = (
     r"(?:shared memory object|write to file) </torch_\S+>.*(?i:no space left)",
     r"/dev/shm.*(?i:no space left)|(?i:no space left).*'/dev/shm/[^']*'(?! ->)",
     r"unable to allocate shared memory\(shm\)|creating shared memory segment /dev/shm/",
-    r"/dev/shm\b.*(?i:more (?:available |free )?(?:memory|space)|too small|is full)",
+    r"/dev/shm\b.*(?i:more (?:available |free )?(?:memory|space)|too small|is full|increas)",
+    r"(?i:not enough (?:space|memory)|exceeds).*/dev/shm\b",
 )
 _BAD_GPU = (
     r"uncorrectable (?:NVLink|ECC) error|CUDA error: .*ECC|hardware (?:stack )?error",
@@ -49,7 +52,9 @@ _BAD_GPU = (
     r"(?:fallen off|lost from) the bus|Unable to determine the device handle",
     r"(?i:double[- ]bit (?:ECC )?error)|(?i:row[- ]remap\w* (?:failure|failed))|NV_ERR_GPU_IS_LOST",
     r"(?:cuda|hip)Error(?:DevicesUnavailable|ECC\w+|Hardware\w+|NoDevice|SystemNotReady|SystemDriverMismatch)",
-    r"no CUDA-capable device is detected|No (?:CUDA|HIP|XPU) GPUs are available|HW Exception by GPU",
+    r"no (?:CUDA|ROCm)-capable device|No (?:CUDA|HIP|XPU) GPUs are available|HW Exception by GPU",
+    r"num_gpus INTERNAL ASSERT|NVMLError_(?:DriverNotLoaded|GpuIsLost)|nvidia-container-cli: .*error",
+    r"(?i:\bHBM\b.*\b(?:uncorrect\w+|multi.?bit))|_HW_ERR_|DEVICE_LOST\b|Device acquire failed",
     r"Failed to initialize NVML|CUDA driver initialization failed",
     # the fabric manager of NVSwitch is down, or the driver's state is lost
     r"Error 802: system not yet initialized|CUDA unknown error",
@@ -59,11 +64,11 @@ _BAD_GPU = (
 _STORAGE_AWAY = (
     # EIO, ENXIO, ENODEV, EROFS, ENOLINK, ECOMM, EPROTO, EBADMSG, EREMCHG, ENOTCONN, ESHUTDOWN, EHOSTDOWN,
     # ESTALE, EUCLEAN, EREMOTEIO
-    r"Errno (?:5|6|19|30|67|70|71|74|78|107|108|112|116|117|121)\]",
+    r"Errno (?:5|6|19|30|37|67|70|71|74|78|107|108|112|116|117|121)\]",
     r"Errno (?:61|62)\] [^:]+: '/",  # ENODATA and ETIME of a file
     # ECONNABORTED, ECONNRESET, ETIMEDOUT, ECONNREFUSED and EHOSTUNREACH of a file; connections end so too
     r"Errno (?:103|104|110|111|113)\] [^:]+: '/",
-    r"Input/output error|Remote I/O error|Structure needs cleaning|Read-only file system",
+    r"Input/output error|disk I/O error|Remote I/O error|Structure needs cleaning|Read-only file system",
     r"\bHDFS \w+ failed|BlockMissingException|StandbyException|RetriableException|Opening HDFS file",
     r"[Tt]ransport endpoint|(?i:stale (?:NFS )?file handle)",
     r"(?i:\b(?:lustre|gpfs|beegfs|ceph|nfs|fuse)\b.{0,60}\b(?:not responding|timed out|stale|is down))",
@@ -96,7 +101,8 @@ KNOWN_TEXTS: tuple[tuple[Cause, str], ...] = (
     (Cause.BAD_GPU, "|".join(_BAD_GPU)),
     (
         Cause.QUOTA,
-        r"(?i:disk quota exceeded)|EDQUOT|(?i:\berrno[ =:]+122\b)|os error 122|\b[DN]SQuotaExceededException",
+        r"(?i:disk quota exceeded)|EDQUOT|(?i:\berrno[ =:]+122\b)|os error 122|\b[DN]SQuotaExceededException"
+        r"|\(QuotaExceeded\)|(?i:storage limit (?:is )?reached)",
     ),
     # torch's shared memory lies in /dev/shm: what is full there is not the run's disk
     (Cause.BUS_ERROR, "|".join(_SHARED_MEMORY)),
@@ -104,7 +110,8 @@ KNOWN_TEXTS: tuple[tuple[Cause, str], ...] = (
         Cause.NO_SPACE,
         r"(?i:no space left on device)|no inodes are left|ENOSPC|refused at \S+: no space|File too large"
         r"|(?i:(?:not enough|insufficient) (?:free )?(?:disk|storage) space)"  # of datasets and of clients
-        r"|(?i:\b(?:disk|file ?system|volume) is full)|(?i:\berrno[ =:]+28\b)|os error 28"
+        r"|(?i:\b(?:disk|file ?system|volume) is full)|StorageFull\b|minimum free drive threshold"
+        r"|(?i:\berrno[ =:]+28\b)|os error 28"
         r"|OSError: \d+ requested and \d+ written"  # numpy
         r"|PytorchStreamWriter failed writing|inline_container.*unexpected pos \d+ vs \d+",
     ),
@@ -115,7 +122,9 @@ KNOWN_TEXTS: tuple[tuple[Cause, str], ...] = (
         Cause.OOM_KILLER,
         r"oom[-_]kill event|Detected \d+ oom.kill|killed by signal: Killed"
         r"|[Cc]an(?:no|')t allocate memory|std::bad_alloc|^MemoryError\b"
-        r"|\bmemory allocation of \d+ bytes failed"  # Rust
+        r"|\bmemory allocation of \d+ bytes failed|LLVM ERROR: out of memory"  # Rust, LLVM
+        r"|(?i:node running low on memory|exceed\w* (?:\w+ )?mem\w* (?:usage )?limit|memory usage limit)"
+        r"|(?i:\bmem \d+ ?kb exceeded limit|\bOOMKilled\b)|TERM_MEMLIMIT"  # PBS, Kubernetes, LSF
         r"|Unable to allocate [\d.]+ \w+ for an array|\bmalloc of size \d+ failed",  # numpy, Arrow
     ),
     (Cause.NODE_LOST, r"DUE TO NODE FAILURE|[Nn]ode failure on|launcher on \S+ has been silent"),
@@ -134,8 +143,12 @@ KNOWN_TEXTS: tuple[tuple[Cause, str], ...] = (
 
 _TRANSIENT = re.compile(
     # the type of an exception, without its module
-    r"^(?:[\w.]+\.)?\w*(?:Timeout|Connection|Disconnected|Unreachable|Unavailable|MaxRetry|SSLEOF)\w*(?::|$)"
+    r"^(?:[\w.]+\.)?\w*(?:Timeout|Connection|ResponseStreaming|ClientConnector|Disconnected|Unreachable|Unavailable|MaxRetry|SSLEOF)\w*(?::|$)"
     r"|^(?:[\w.]+\.)?(?:IncompleteRead|ProtocolError|ChunkedEncodingError)\b"
+    r"|\b(?i:(?:cannot|can't|couldn't|could not|unable to|trying to) connect|connect call failed)\b"
+    r"|(?i:\bdeadline[_ ](?:has )?(?:exceeded|elapsed))|\bstatus: Unavailable\b|\bconnection broken\b"
+    r"|\bcurlCode: \d+|\bAWS Error (?:NETWORK|SLOW|INTERNAL|SERVICE|REQUEST_TIME)\w+|Timeout was reached"
+    r"|\bTimeout of [\d.]+ ?s exceeded|\b(?:429|50[0234]) (?:GET|HEAD|PUT|POST|PATCH|DELETE)\b"
     r"|\b(?i:timed out|temporarily unavailable|service unavailable|unreachable|failed to connect)\b"
     r"|\b(?i:try again|slow ?down|reduce your request|max(?:imum)? retries|after \d+ retries)\b"
     r"|\b(?i:error sending request|server ?busy|server is busy|connections? failed)\b|\bUNAVAILABLE\b"
@@ -148,7 +161,7 @@ _TRANSIENT = re.compile(
 )
 _OF_STORES = re.compile(
     r"(?i:\b(?:s3|gcs|azure|blob|bucket|put ?object|get ?object|upload ?part|storage|FSTimeoutError)\b)"
-    r"|\b(?:gs|az|abfss?|oss)://|reduce your request rate"
+    r"|\b(?:gs|az|abfss?|oss)://|\boss2?\b|object_?storage|\bAWS Error\b|reduce your request rate"
     r"|\bS3\w*(?:Exception|Error)\b|google\.resumable_media|googleapis|gcsfs|s3fs|botocore|boto3|fsspec|minio|hdfs"
 )
 NETWORK_OF_NCCL = re.compile(
@@ -162,7 +175,9 @@ GPU_MEMORY = re.compile(
     r"|hipErrorOutOfMemory|Failed to CUDA [cm]alloc"
     r"|(?i:\bcu(?:BLAS|DNN|SPARSE|SOLVER|FFT)\w* Error: .*allocation failed)"
     r"|\bRESOURCE_EXHAUSTED: .*(?i:alloc|memory)|Failed to alloc DEVICE memory|\(usage: tensors\) on ND \d"
-    r"|\bOutOfMemoryError\b|^Error out of memory at line \d+ in file "  # bitsandbytes
+    r"|OUT_OF_DEVICE_MEMORY|PT_DEVMEM Allocation failed|BFCArena.*Failed to allocate memory"
+    r"|(?i:free memory on device \S+ .* is less than)"
+    r"|(?<!ray\.exceptions\.)\bOutOfMemoryError\b|^Error out of memory at line \d+ in file "  # bitsandbytes
 )
 """What says that a device has no memory left."""
 DRIVER_HAS_NONE = re.compile(
@@ -208,7 +223,11 @@ def bad_gpu_of(line: str) -> tuple[str, str] | None:
         if other is not None:
             return other["bus"], other["rest"].strip()
         lost = _LOST.search(line)
-        return (lost["bus"] or "", (lost["rest"] or lost["switch"]).strip()) if lost else None
+        return (
+            (lost["bus"] or "", (lost["rest"] or lost["accelerator"] or lost["switch"]).strip())
+            if lost
+            else None
+        )
     number, rest = int(match["number"]), match["rest"]
     is_bad = number in _BAD_XIDS
     if number in _XIDS_OF_LINKS:

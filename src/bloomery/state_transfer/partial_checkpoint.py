@@ -129,8 +129,8 @@ class Missing:
     def _cut(self, place: int) -> Run:
         """Take a waiting run out, or only its first bytes where little is left, and return what was taken.
 
-        Of n threads that fetch or will fetch, none takes more than the 2n-th part of all waiting bytes, or one
-        unit.
+        Of n threads that fetch or will fetch, none takes more than the 2n-th part of all waiting bytes, or
+        one unit.
         """
         run = self._waiting[place]
         share = self._waiting_bytes // (2 * max(len(self._at) + 1, self._streams))
