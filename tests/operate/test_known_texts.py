@@ -204,6 +204,16 @@ def test_a_killed_child_is_known_by_what_its_parent_says(line: str) -> None:
         ("RetryError: Timeout of 120.0s exceeded: 504 GET https://storage.googleapis.com/x", Cause.STORAGE),
         ("ProcessExitedException: process 2 terminated with signal SIGABRT", Cause.CRASH),
         ("CalledProcessError: Command 'pack' died with <Signals.SIGSEGV: 11>.", Cause.CRASH),
+        ("MPIDU_Init_shm_init(180): unable to allocate shared memory", Cause.BUS_ERROR),
+        ("MemoryError: std::bad_alloc: out_of_memory: RMM failure at: pool.hpp:257", Cause.GPU_MEMORY),
+        ("socketPollConnect: connect to 10.0.0.7<4813> returned Connection timed out(110)", Cause.NETWORK),
+        ("UCX  ERROR UD endpoint 0x5 to <no debug data>: unhandled timeout error", Cause.NETWORK),
+        ("httpx.RemoteProtocolError: Server disconnected without sending a response.", Cause.NETWORK),
+        ("fatal: unable to access 'https://git/x': Could not resolve host: git", Cause.NETWORK),
+        ("cos_exception.CosServiceError: {'message': 'Reduce your request rate.'}", Cause.STORAGE),
+        ("OSError: [Errno 255] HDFS open file failed, errno: 255", Cause.STORAGE),
+        ("ray.exceptions.WorkerCrashedError: The worker died unexpectedly while executing", Cause.CRASH),
+        ("earlyoom: sending SIGKILL to process 40118 uid 1001", Cause.OOM_KILLER),
         ("org.apache.hadoop.hdfs.protocol.DSQuotaExceededException: The DiskSpace quota of /d", Cause.QUOTA),
     ],
 )
@@ -274,6 +284,31 @@ def test_what_stands_behind_the_last_exception_decides_whether_to_retry(log: str
     error = last if "Error" in last else ""
     verdict = verdict_of(lost(0), RankEnd(rank=1, host="node0", status=1, error=error, log=log))
     assert (verdict.cause, verdict.culprit.rank, verdict.retries) == (cause, 1, cause != Cause.EXCEPTION)
+
+
+def test_a_lost_connection_to_a_store_is_of_storage_whatever_was_printed_before() -> None:
+    log = "urllib3.exceptions.ProtocolError: ('Connection aborted.', RemoteDisconnected('closed'))\n"
+    error = "botocore.exceptions.ConnectionClosedError: Connection was closed before a valid response"
+    verdict = verdict_of(lost(0), RankEnd(rank=1, host="a", status=1, error=error, log=log + error))
+    assert (verdict.cause, verdict.culprit.rank) == (Cause.STORAGE, 1)
+
+
+@pytest.mark.parametrize(
+    ("line", "bus"),
+    [
+        (
+            "pcieport 0000:4a:01.0: AER: Uncorrectable (Fatal) error message received from 0000:4b:00.0",
+            "0000:4b:00",
+        ),
+        ("NVRM: _issueRpcAndWait: rpcSendMessage failed with status 0x0000000f for fn 78!", ""),
+        ("habanalabs hl5: Device heartbeat failed! PCI link is broken", ""),
+        ("amdgpu 0000:b3:00.0: amdgpu: GPU Recovery Failed: -110", "0000:b3:00.0"),
+        ("nvidia-nvswitch2: SXid (PCI:0000:07:00.0): 20034, Fatal, Link 28 LTSSM Fault Up", ""),
+    ],
+)
+def test_other_lines_of_the_kernel_that_call_a_gpu_bad(line: str, bus: str) -> None:
+    found = bad_gpu_of(line)
+    assert found is not None and found[0] == bus and found[1] in line
 
 
 def test_what_the_kernel_says_of_a_disk_or_of_systemd_explains_a_signal() -> None:

@@ -28,7 +28,7 @@ _PYTHON_KILLED = re.compile(r"Killed process \d+ \((?:python|pt_)")
 _CHILD_KILLED = re.compile(
     r"status (?:-9|137)\b|\bsignal 9\b|SIGKILL|was killed|died with <Signals|terminated with signal"
     r"|\{SIG\w+\(-"  # of loky
-    r"|exit ?code:? (?:-9|137)\b|terminated abruptly"
+    r"|exit ?code:? (?:-9|137)\b|terminated abruptly|died unexpectedly"
     r"|exited unexpectedly"
 )
 _DISK_FAILED = re.compile(r"(?i:\bI/O error\b|I/O Cmd.*error|server \S+ not responding)")
@@ -141,6 +141,9 @@ def _texts(evidence: FailureEvidence) -> Iterator[Diagnosis]:
                     if not _raised_beside(evidence, end):
                         yield diagnose_timeout(evidence, end, line)
                     continue
+                is_of_store = transient_cause_of(end.error) == Cause.STORAGE
+                if cause == Cause.NETWORK and is_of_store and line not in end.error:
+                    continue  # the connection that failed before was one to a store
                 culprit = end.culprit
                 culprit = Culprit() if cause == Cause.BAD_RECIPE else culprit
                 if cause == Cause.NO_SPACE and _is_full(evidence) and not _NAMES_PATH.search(line):

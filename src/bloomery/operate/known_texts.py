@@ -26,14 +26,20 @@ _KILLED = re.compile(
 _PCI_EXPRESS = re.compile(
     r"\bnvidia (?P<bus>[0-9a-f:]+)(?:\.\d)?: (?P<rest>PCIe Bus Error: severity=Uncorrect\w+ \(Fatal\).*)"
 )
+_PORT = re.compile(
+    r"(?P<rest>AER: Uncorrect\w+ \(Fatal\) error .*\b(?P<bus>[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2})\.\d.*)"
+)
+"""What a port says of a device behind it, which may also be a network adapter: the node is bad either way."""
 _NOT_INITIALISED = re.compile(r"NVRM: GPU (?P<bus>[0-9a-f:]+)(?:\.\d)?: (?P<rest>RmInitAdapter failed.*)")
 _LOST = re.compile(
     r"NVRM: (?:GPU (?P<bus>[0-9a-f:]+)(?:\.\d)?: )?"
     r"(?P<rest>.*(?:GPU_IS_LOST|(?:lost from|fallen off) the bus|rpcSendMessage failed).*)"
-    r"|habanalabs (?P<accelerator>\w+: .*(?:heartbeat failed|PCI link is broken).*)"
-    r"|(?P<switch>nvidia-nvswitch\d+: SXid.*, Fatal.*)"
 )
-"""Lines that may not say of which GPU they are."""
+_OF_THE_NODE = re.compile(
+    r"(?P<bus>)(?P<rest>nvidia-nvswitch\d+: SXid.*, Fatal.*"
+    r"|habanalabs \w+: .*(?:heartbeat failed|link is broken).*)"
+)
+_OF_OTHER_LINES = (_AMD, _NOT_INITIALISED, _PCI_EXPRESS, _PORT, _LOST, _OF_THE_NODE)
 
 _SHARED_MEMORY = (
     r"insufficient shared memory",
@@ -42,7 +48,7 @@ _SHARED_MEMORY = (
     r"killed by signal: Bus error",
     r"(?:shared memory object|write to file) </torch_\S+>.*(?i:no space left)",
     r"/dev/shm.*(?i:no space left)|(?i:no space left).*'/dev/shm/[^']*'(?! ->)",
-    r"unable to allocate shared memory\(shm\)|creating shared memory segment /dev/shm/",
+    r"unable to allocate shared memory|creating shared memory segment /dev/shm/",
     r"/dev/shm\b.*(?i:more (?:available |free )?(?:memory|space)|too small|is full|increas)",
     r"(?i:not enough (?:space|memory)|exceeds).*/dev/shm\b",
 )
@@ -69,13 +75,12 @@ _STORAGE_AWAY = (
     # ECONNABORTED, ECONNRESET, ETIMEDOUT, ECONNREFUSED and EHOSTUNREACH of a file; connections end so too
     r"Errno (?:103|104|110|111|113)\] [^:]+: '/",
     r"Input/output error|disk I/O error|Remote I/O error|Structure needs cleaning|Read-only file system",
-    r"\bHDFS \w+ failed|BlockMissingException|StandbyException|RetriableException|Opening HDFS file",
+    r"\bHDFS [\w ]+ failed|BlockMissingException|StandbyException|SafeModeException",
+    r"RetriableException|Opening HDFS file",
     r"[Tt]ransport endpoint|(?i:stale (?:NFS )?file handle)",
     r"(?i:\b(?:lustre|gpfs|beegfs|ceph|nfs|fuse)\b.{0,60}\b(?:not responding|timed out|stale|is down))",
 )
-CAUGHT_TIMEOUT = (
-    r"(?i:caught collective operation timeout)|DistStoreError: .*[Tt]imeout|\bwait timeout after \d+ ?ms"
-)
+CAUGHT_TIMEOUT = r"(?i:caught collective operation timeout)|DistStoreError: .*[Tt]ime(?:out|d out)|\bwait timeout after \d+ ?ms"
 """How a rank says that a collective which it waited for has timed out."""
 _COLLECTIVE_TIMEOUT = (
     CAUGHT_TIMEOUT,
@@ -86,12 +91,13 @@ _COLLECTIVE_TIMEOUT = (
 )
 _LINKS = (
     r"\bibv_\w+ failed|Transport retry count exceeded|IBV_WC_\w*RETRY_EXC_ERR|OFI poll failed|UNDELIVERABLE",
-    r"[Cc]onnect to \S+<\d+> failed|Gloo connectFullMesh failed|lost communication with a remote daemon",
+    r"[Cc]onnect to \S+<\d+> (?:failed|returned)|UCX +\w+ .*(?:timeout|timed out)|unhandled timeout error",
+    r"Gloo connectFullMesh failed|lost communication with a remote daemon",
     r"Failed to connect to GCS",
 )
 """What libraries of collectives say of links, in words that may also name a time-out or an input error."""
 _CONNECTIONS = (
-    r"client socket has (?:timed out|failed)|name resolution|(?i:name or service not known|no route to host)",
+    r"Cannot establish the connection|client socket has (?:timed out|failed)|name resolution|(?i:name or service not known|no route to host)",
     r"(?i:network is (?:unreachable|down)|connection (?:refused|timed out|aborted)|host is unreachable)",
     r"Errno (?:100|101|110|111|113)\]",
     r"nccl(?:System|Internal)Error|Software caused connection abort|Proxy Call to rank \d+ failed",
@@ -125,6 +131,7 @@ KNOWN_TEXTS: tuple[tuple[Cause, str], ...] = (
         r"|\bmemory allocation of \d+ bytes failed|LLVM ERROR: out of memory"  # Rust, LLVM
         r"|(?i:node running low on memory|exceed\w* (?:\w+ )?mem\w* (?:usage )?limit|memory usage limit)"
         r"|(?i:\bmem \d+ ?kb exceeded limit|\bOOMKilled\b)|TERM_MEMLIMIT"  # PBS, Kubernetes, LSF
+        r"|earlyoom: sending SIGKILL"
         r"|Unable to allocate [\d.]+ \w+ for an array|\bmalloc of size \d+ failed",  # numpy, Arrow
     ),
     (Cause.NODE_LOST, r"DUE TO NODE FAILURE|[Nn]ode failure on|launcher on \S+ has been silent"),
@@ -144,8 +151,9 @@ KNOWN_TEXTS: tuple[tuple[Cause, str], ...] = (
 _TRANSIENT = re.compile(
     # the type of an exception, without its module
     r"^(?:[\w.]+\.)?\w*(?:Timeout|Connection|ResponseStreaming|ClientConnector|Disconnected|Unreachable|Unavailable|MaxRetry|SSLEOF)\w*(?::|$)"
-    r"|^(?:[\w.]+\.)?(?:IncompleteRead|ProtocolError|ChunkedEncodingError)\b"
+    r"|^(?:[\w.]+\.)?(?:IncompleteRead|\w*ProtocolError|ChunkedEncodingError)\b"
     r"|\b(?i:(?:cannot|can't|couldn't|could not|unable to|trying to) connect|connect call failed)\b"
+    r"|[Cc]ould not resolve\b"
     r"|(?i:\bdeadline[_ ](?:has )?(?:exceeded|elapsed))|\bstatus: Unavailable\b|\bconnection broken\b"
     r"|\bcurlCode: \d+|\bAWS Error (?:NETWORK|SLOW|INTERNAL|SERVICE|REQUEST_TIME)\w+|Timeout was reached"
     r"|\bTimeout of [\d.]+ ?s exceeded|\b(?:429|50[0234]) (?:GET|HEAD|PUT|POST|PATCH|DELETE)\b"
@@ -161,7 +169,7 @@ _TRANSIENT = re.compile(
 )
 _OF_STORES = re.compile(
     r"(?i:\b(?:s3|gcs|azure|blob|bucket|put ?object|get ?object|upload ?part|storage|FSTimeoutError)\b)"
-    r"|\b(?:gs|az|abfss?|oss)://|\boss2?\b|object_?storage|\bAWS Error\b|reduce your request rate"
+    r"|\b(?:gs|az|abfss?|oss)://|\boss2?\b|object_?storage|\bAWS Error\b|(?i:reduce your request rate)"
     r"|\bS3\w*(?:Exception|Error)\b|google\.resumable_media|googleapis|gcsfs|s3fs|botocore|boto3|fsspec|minio|hdfs"
 )
 NETWORK_OF_NCCL = re.compile(
@@ -175,7 +183,7 @@ GPU_MEMORY = re.compile(
     r"|hipErrorOutOfMemory|Failed to CUDA [cm]alloc"
     r"|(?i:\bcu(?:BLAS|DNN|SPARSE|SOLVER|FFT)\w* Error: .*allocation failed)"
     r"|\bRESOURCE_EXHAUSTED: .*(?i:alloc|memory)|Failed to alloc DEVICE memory|\(usage: tensors\) on ND \d"
-    r"|OUT_OF_DEVICE_MEMORY|PT_DEVMEM Allocation failed|BFCArena.*Failed to allocate memory"
+    r"|OUT_OF_DEVICE_MEMORY|PT_DEVMEM Allocation failed|BFCArena.*Failed to allocate memory|RMM failure"
     r"|(?i:free memory on device \S+ .* is less than)"
     r"|(?<!ray\.exceptions\.)\bOutOfMemoryError\b|^Error out of memory at line \d+ in file "  # bitsandbytes
 )
@@ -219,15 +227,8 @@ def bad_gpu_of(line: str) -> tuple[str, str] | None:
     """
     match = _XID.search(line)
     if match is None:
-        other = _AMD.search(line) or _NOT_INITIALISED.search(line) or _PCI_EXPRESS.search(line)
-        if other is not None:
-            return other["bus"], other["rest"].strip()
-        lost = _LOST.search(line)
-        return (
-            (lost["bus"] or "", (lost["rest"] or lost["accelerator"] or lost["switch"]).strip())
-            if lost
-            else None
-        )
+        found = next(filter(None, (pattern.search(line) for pattern in _OF_OTHER_LINES)), None)
+        return (found["bus"] or "", found["rest"].strip()) if found else None
     number, rest = int(match["number"]), match["rest"]
     is_bad = number in _BAD_XIDS
     if number in _XIDS_OF_LINKS:
