@@ -80,7 +80,10 @@ _STORAGE_AWAY = (
     r"[Tt]ransport endpoint|(?i:stale (?:NFS )?file handle)",
     r"(?i:\b(?:lustre|gpfs|beegfs|ceph|nfs|fuse)\b.{0,60}\b(?:not responding|timed out|stale|is down))",
 )
-CAUGHT_TIMEOUT = r"(?i:caught collective operation timeout)|DistStoreError: .*[Tt]ime(?:out|d out)|\bwait timeout after \d+ ?ms"
+CAUGHT_TIMEOUT = (
+    r"(?i:caught collective operation timeout)|DistStoreError: .*[Tt]ime(?:out|d out)"
+    r"|\bwait timeout after \d+ ?ms"
+)
 """How a rank says that a collective which it waited for has timed out."""
 _COLLECTIVE_TIMEOUT = (
     CAUGHT_TIMEOUT,
@@ -97,7 +100,8 @@ _LINKS = (
 )
 """What libraries of collectives say of links, in words that may also name a time-out or an input error."""
 _CONNECTIONS = (
-    r"Cannot establish the connection|client socket has (?:timed out|failed)|name resolution|(?i:name or service not known|no route to host)",
+    r"Cannot establish the connection",
+    r"client socket has (?:timed out|failed)|name resolution|(?i:name or service not known|no route to host)",
     r"(?i:network is (?:unreachable|down)|connection (?:refused|timed out|aborted)|host is unreachable)",
     r"Errno (?:100|101|110|111|113)\]",
     r"nccl(?:System|Internal)Error|Software caused connection abort|Proxy Call to rank \d+ failed",
@@ -148,24 +152,32 @@ KNOWN_TEXTS: tuple[tuple[Cause, str], ...] = (
 )
 """Each cause with the pattern of the lines that name it."""
 
+_PASSING_TYPES = (  # of exceptions, without their modules
+    r"^(?:[\w.]+\.)?\w*(?:Timeout|Connection|Disconnected|Unreachable|Unavailable|MaxRetry)\w*(?::|$)",
+    r"^(?:[\w.]+\.)?\w*(?:ClientConnector|ResponseStreaming|SSLEOF)\w*(?::|$)",
+    r"^(?:[\w.]+\.)?(?:IncompleteRead|\w*ProtocolError|ChunkedEncodingError)\b",
+)
+_PASSING_WORDS = (
+    r"\b(?:cannot|can't|couldn't|could not|unable to|trying to|failed to) connect\b|\bconnect call failed\b",
+    r"\bconnections? (?:failed|broken)\b|\bcould not resolve\b|\bunreachable\b|\berror sending request\b",
+    r"\btimed ?out\b|\btimeout was reached\b|\btimeout of [\d.]+ ?s exceeded|\bwithin the specified time",
+    r"\bdeadline[_ ](?:has )?(?:exceeded|elapsed)|\bafter \d+ retries\b|\bmax(?:imum)? retries\b",
+    r"\b(?:temporarily|service) unavailable\b|\bstatus: unavailable\b|\btry again\b|\bserver ?(?:is )?busy\b",
+    r"\bslow ?down\b|\breduce your request\b|\bindicates throttling\b|\binternal server error\b",
+)
+_PASSING_STATUSES = (  # of HTTP
+    r"\b(?:429|50[0234])\b.{0,40}(?:Server Error|Bad Gateway|Gateway Time-?out|Too Many Requests)",
+    r"\b(?:429|50[0234]) (?:GET|HEAD|PUT|POST|PATCH|DELETE)\b",
+    r"(?i:\bstatus(?: ?code)?['\"]?[:=, ]+\(?(?:429|50[0234])\b)",
+)
+_PASSING_CODES = (  # of gRPC, AWS, curl
+    r"\bUNAVAILABLE\b|\bOperationTimedOut\b|\bcurlCode: \d+",
+    r"\bAWS Error (?:NETWORK|SLOW|INTERNAL|SERVICE|REQUEST_TIME)\w+",
+    r"\bAWS_ERROR_S3_(?:INTERNAL|SLOW|REQUEST_TIME)\w+|\bAWS_(?:ERROR_HTTP|IO)_\w*(?:TIMEOUT|CLOSED)",
+    r"\bAn error occurred \((?:5\d\d|InternalError|ServiceUnavailable|RequestTime\w+|Throttl\w+|SlowDown)\)",
+)
 _TRANSIENT = re.compile(
-    # the type of an exception, without its module
-    r"^(?:[\w.]+\.)?\w*(?:Timeout|Connection|ResponseStreaming|ClientConnector|Disconnected|Unreachable|Unavailable|MaxRetry|SSLEOF)\w*(?::|$)"
-    r"|^(?:[\w.]+\.)?(?:IncompleteRead|\w*ProtocolError|ChunkedEncodingError)\b"
-    r"|\b(?i:(?:cannot|can't|couldn't|could not|unable to|trying to) connect|connect call failed)\b"
-    r"|[Cc]ould not resolve\b"
-    r"|(?i:\bdeadline[_ ](?:has )?(?:exceeded|elapsed))|\bstatus: Unavailable\b|\bconnection broken\b"
-    r"|\bcurlCode: \d+|\bAWS Error (?:NETWORK|SLOW|INTERNAL|SERVICE|REQUEST_TIME)\w+|Timeout was reached"
-    r"|\bTimeout of [\d.]+ ?s exceeded|\b(?:429|50[0234]) (?:GET|HEAD|PUT|POST|PATCH|DELETE)\b"
-    r"|\b(?i:timed out|temporarily unavailable|service unavailable|unreachable|failed to connect)\b"
-    r"|\b(?i:try again|slow ?down|reduce your request|max(?:imum)? retries|after \d+ retries)\b"
-    r"|\b(?i:error sending request|server ?busy|server is busy|connections? failed)\b|\bUNAVAILABLE\b"
-    r"|\b(?:429|50[0234])\b.{0,40}(?:Server Error|Bad Gateway|Gateway Time-?out|Too Many Requests)"
-    r"|(?i:\bstatus(?: ?code)?['\"]?[:=, ]+\(?(?:429|50[0234])\b)"
-    r"|(?i:operation ?timed ?out|within the specified time)"
-    r"|\bAWS_ERROR_S3_(?:INTERNAL|SLOW|REQUEST_TIME)\w+|\bAWS_(?:ERROR_HTTP|IO)_\w*(?:TIMEOUT|CLOSED)"
-    r"|(?i:\binternal server error\b|\bindicates throttling\b)"
-    r"|\bAn error occurred \((?:5\d\d|InternalError|ServiceUnavailable|RequestTime\w+|Throttl\w+|SlowDown)\)"
+    "|".join((*_PASSING_TYPES, f"(?i:{'|'.join(_PASSING_WORDS)})", *_PASSING_STATUSES, *_PASSING_CODES))
 )
 _OF_STORES = re.compile(
     r"(?i:\b(?:s3|gcs|azure|blob|bucket|put ?object|get ?object|upload ?part|storage|FSTimeoutError)\b)"
