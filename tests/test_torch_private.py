@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import platform
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,8 @@ import torch
 
 import bloomery
 from bloomery import torch_private
+from bloomery.model.layers import products_for
+from bloomery.parallel.precision import resolve_precision
 
 _SOURCE = Path(bloomery.__file__).parent
 
@@ -86,3 +90,18 @@ def test_the_limit_of_compilations_is_only_raised() -> None:
     torch_private.allow_compilations(1)
     assert torch._dynamo.config.recompile_limit == before + 5
     torch._dynamo.config.recompile_limit = before
+
+
+@pytest.mark.skipif(
+    platform.machine() != "x86_64" or sys.platform != "linux", reason="reads Linux's flags of x86"
+)
+def test_a_cpu_without_units_for_narrow_products_multiplies_in_fp32() -> None:
+    """The library oneDNN emulates bf16 on each CPU with AVX-512, five times as slowly as products in fp32."""
+    flags = re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.M)
+    assert flags is not None
+    has_units = bool({"avx512_bf16", "amx_bf16"} & set(flags[1].split()))
+    assert torch_private.has_bf16_products() == has_units
+    assert products_for(torch.device("cpu"), torch.bfloat16) == ("native" if has_units else "fp32")
+    assert resolve_precision("auto", torch.device("cpu")) == ("bf16" if has_units else "fp32")
+    has_fp16 = "amx_fp16" in flags[1].split()
+    assert products_for(torch.device("cpu"), torch.float16) == ("native" if has_fp16 else "fp32")

@@ -32,9 +32,8 @@ def products_for(device: torch.device, dtype: torch.dtype) -> Products:
     """Return the fastest way to multiply `dtype` on `device`. Call it outside of compiled code."""
     if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
         return "native"
-    units = torch.ops.mkldnn
     has_units = (
-        units._is_mkldnn_bf16_supported() if dtype is torch.bfloat16 else units._is_mkldnn_fp16_supported()
+        torch_private.has_bf16_products() if dtype is torch.bfloat16 else torch_private.has_fp16_products()
     )
     return "native" if has_units else "fp32"
 
