@@ -9,9 +9,11 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
+from urllib.error import URLError
 
 import pytest
 
+from bloomery.errors import BloomeryError
 from bloomery.events.heartbeat import (
     ATTEMPT,
     MOST_WRITES_PER_S,
@@ -84,6 +86,21 @@ def test_two_turns_of_an_activity_are_early_ones_and_again_after_shapes_have_cha
     assert set(beat.first_s) == {RankActivity.COMPUTING, RankActivity.REDUCING}
 
 
+def test_a_process_that_compiles_nothing_has_early_turns_only_after_shapes_have_changed(
+    tmp_path: Path,
+) -> None:
+    heartbeat = beating(tmp_path / "0-0")
+    heartbeat.expect_no_compilation()
+    seen = []
+    for turn in range(5):
+        if turn == 2:
+            heartbeat.expect_compilation()
+        heartbeat.enter(RankActivity.COMPUTING)
+        seen.append(heartbeat.record().may_compile)
+        heartbeat.enter(RankActivity.REDUCING)
+    assert seen == [False, False, True, True, False]
+
+
 def test_an_exception_is_kept_with_the_place_where_it_was_raised(tmp_path: Path) -> None:
     heartbeat = beating(tmp_path / "0-0")
     with pytest.raises(ZeroDivisionError), heartbeat.start():
@@ -91,6 +108,14 @@ def test_an_exception_is_kept_with_the_place_where_it_was_raised(tmp_path: Path)
     beat = read_beat(heartbeat.path)
     assert beat is not None and beat.activity == "ended"
     assert beat.error == "ZeroDivisionError: division by zero" and "_ = 1 / 0" in beat.where
+    for error, told in (
+        (BloomeryError("x"), "BloomeryError: x"),
+        (URLError("x"), "urllib.error.URLError: <"),
+    ):
+        with pytest.raises(type(error)), beating(tmp_path / "0-1").start():
+            raise error
+        beat = read_beat(tmp_path / "0-1")
+        assert beat is not None and beat.error.startswith(told)
 
 
 def test_a_heartbeat_that_never_started_leaves_the_file_of_another_alone(tmp_path: Path) -> None:

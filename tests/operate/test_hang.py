@@ -182,6 +182,10 @@ def written(
     return observe_ranks(sights, beats, now=now)
 
 
+COMPUTING = str(RankActivity.COMPUTING)
+FIRST = f"first {COMPUTING}"
+
+
 def test_a_slow_step_is_no_hang_before_three_times_the_longest() -> None:
     slow = [
         beat(rank, RankActivity.COMPUTING, longest_s={"forward and backward": 100.0}) for rank in range(2)
@@ -206,6 +210,25 @@ def test_a_step_that_may_compile_is_compared_with_first_steps_alone(first_s: flo
         assert (found is not None) == is_stuck
     later = sights_of(beat(0, RankActivity.COMPUTING, longest_s={name: 0.01}))
     assert judge_progress(written(later, 11.0), now=11.0, limits=limits, measured_s=measured_s) is not None
+
+
+@pytest.mark.parametrize(
+    ("longest_s", "first_s", "measured_s", "allowed"),
+    [
+        ({}, {}, {}, 1800.0),
+        ({}, {}, {COMPUTING: 0.5, FIRST: 5.0}, 60.0),  # a first turn, after earlier attempts
+        ({}, {}, {COMPUTING: 90.0, FIRST: 5.0}, 270.0),
+        ({}, {}, {COMPUTING: 0.5, FIRST: 70.0}, 210.0),
+        ({}, {COMPUTING: 5.0}, {}, 15.0),  # the second turn
+        ({}, {COMPUTING: 5.0}, {COMPUTING: 0.5}, 10.0),
+        ({COMPUTING: 0.5}, {COMPUTING: 400.0}, {}, 10.0),
+    ],
+)
+def test_without_compilation_the_first_turns_have_a_minute_and_the_others_their_measured_time(
+    longest_s: dict[str, float], first_s: dict[str, float], measured_s: dict[str, float], allowed: float
+) -> None:
+    sights = sights_of(beat(0, RankActivity.COMPUTING, longest_s=longest_s, first_s=first_s))
+    assert allowed_stillness_s(sights, limits=StandstillLimits(), measured_s=measured_s) == allowed
 
 
 @pytest.mark.parametrize(

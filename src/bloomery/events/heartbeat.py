@@ -69,13 +69,15 @@ class RankBeat:
     moves: counts activities and progress inside them; a rank whose count stays the same stands still.
     may_compile: whether this turn of the activity is one of its first two in the process, or since shapes or
         settings have changed. torch.compile may work in it, so that it takes far longer than those after it.
+        In a process that compiles nothing only those count whose shapes or settings have changed.
     longest_s: seconds of the longest recent turn of each activity, without the first turn of a process.
     first_s: seconds of the longest first turn of each activity.
     gap_s: the longest time between two writes so far.
     attempt: the launcher's attempt that started the rank; "" where no launcher did.
     stacks: the file into which SIGUSR2 makes the process write its stacks; "" where it has no handler.
     bus: the PCI bus of the rank's GPU as the kernel's log names it, "0000:3b:00"; "" where it is not known.
-    error: type and message of the exception that ended the rank; "" where none did.
+    error: type and message of the exception that ended the rank; "" where none did. The type of a library is
+        told with its module.
     where: the last lines of that exception's traceback.
     memory_bytes: what the rank held after its newest step; 0 where that is not known.
     """
@@ -149,6 +151,7 @@ class Heartbeat:
         self._spent: dict[str, float] = {STARTING: process_age_s()}
         self._counted = self._entered
         self._turns_since: dict[str, int] = defaultdict(int)
+        self._may_compile = True
         self._first_s: dict[str, float] = {}
         self._error = self._where = ""
         self._written, self._gap_s = time.monotonic(), 0.0
@@ -179,6 +182,11 @@ class Heartbeat:
     def expect_compilation(self) -> None:
         """Count the turns of each activity anew, for shapes or settings have changed and may be compiled."""
         self._turns_since.clear()
+        self._may_compile = True
+
+    def expect_no_compilation(self) -> None:
+        """Count no turn as one that may compile, for this process compiles nothing, until shapes change."""
+        self._may_compile = False
 
     def _end_turn(self, seconds: float) -> None:
         self._turns_since[self._activity] += 1
@@ -224,7 +232,7 @@ class Heartbeat:
             since=round(self._since, 3),
             time=round(time.time(), 3),
             moves=self._moves,
-            may_compile=self._turns_since.get(self._activity, 0) < _COMPILING_TURNS,
+            may_compile=self._may_compile and self._turns_since.get(self._activity, 0) < _COMPILING_TURNS,
             longest_s=longest,
             first_s={name: round(seconds, 3) for name, seconds in dict(self._first_s).items()},
             gap_s=round(self._gap_s, 2),
@@ -270,13 +278,19 @@ class Heartbeat:
         if error is not None:
             import traceback
 
-            self._error = f"{type(error).__name__}: {error}"[:_MESSAGE_LENGTH]
+            self._error = f"{_name_of(type(error))}: {error}"[:_MESSAGE_LENGTH]
             self._where = "".join(traceback.format_tb(trace)[-3:])[-_MESSAGE_LENGTH:]
         self.close()
 
     def _run(self) -> None:
         while not self._wake.wait(self.interval_s):
             self.write()
+
+
+def _name_of(kind: type[BaseException]) -> str:
+    """Return the name of an exception as tracebacks have it; of our own and of Python's without a module."""
+    is_bare = kind.__module__ == "builtins" or kind.__module__.startswith("bloomery.")
+    return kind.__name__ if is_bare else f"{kind.__module__}.{kind.__name__}"
 
 
 def process_age_s() -> float:

@@ -25,6 +25,8 @@ class StandstillLimits:
     compile_s: seconds below which no turn that may compile counts as a standstill, once a first turn was
         measured: another node may have to compile what this one had kept. Less than torch's time-out of a
         collective, so that a rank that stands still is found before torch ends those that wait for it.
+    first_s: seconds below which the first turn of an activity in a process is no standstill, once one was
+        measured: caches of the disk may be cold.
     evaluation_s: seconds for a batch of an evaluation that was not measured yet, or more, if steps were long.
     ending_s: seconds for the end of a run beside the measured time of a save.
     silence_s: seconds without a new heartbeat after which a process counts as silent.
@@ -33,6 +35,7 @@ class StandstillLimits:
     least_s: float = 10.0
     unmeasured_s: float = 1800.0
     compile_s: float = 480.0
+    first_s: float = 60.0
     evaluation_s: float = 60.0
     ending_s: float = 300.0
     silence_s: float = 6.0
@@ -130,13 +133,14 @@ def allowed_stillness_s(
     """Return for how many seconds all ranks may stand still.
 
     That is TIMES_LONGEST times the longest measured turn of what the ranks do now, and more by the limits.
-    A turn that may compile is compared with first turns.
+    A turn that may compile is compared with first turns, and the first turn of a process with all.
     """
     longest = longest_turns(observations, measured_s)
     allowed = limits.least_s
-    beats = [observation.beat for observation in observations.values()]
-    for activity, may_compile in {(beat.activity, beat.may_compile) for beat in beats}:
-        measured = longest.get(_first(activity) if may_compile else activity)
+    for observation in observations.values():
+        activity, may_compile = observation.beat.activity, observation.beat.may_compile
+        first, usual = longest.get(_first(activity)), longest.get(activity)
+        measured = first if may_compile or usual is None else usual
         if activity == RankActivity.EVALUATING:
             allowed = max(allowed, evaluation_s(longest, limits=limits))
         elif activity == RankActivity.ENDING:
@@ -146,9 +150,16 @@ def allowed_stillness_s(
             allowed = max(allowed, limits.unmeasured_s)
         elif may_compile:
             allowed = max(allowed, min(limits.compile_s, limits.unmeasured_s), TIMES_LONGEST * measured)
+        elif _is_first(observation.beat):
+            allowed = max(allowed, limits.first_s, TIMES_LONGEST * max(first or 0.0, measured))
         else:
             allowed = max(allowed, TIMES_LONGEST * measured)
     return allowed
+
+
+def _is_first(beat: RankBeat) -> bool:
+    """Return whether the rank has not ended any turn of its present activity in this process."""
+    return beat.activity not in beat.first_s and beat.activity not in beat.longest_s
 
 
 def evaluation_s(longest: Mapping[str, float], *, limits: StandstillLimits) -> float:

@@ -91,6 +91,8 @@ def build_trainer(loaded: LoadedRecipe, rundir: RunDirectory, options: StartOpti
         )
         total_steps = steps_of_peer(recipe.train, recipe.elastic, sequence_length=recipe.data.sequence_length)
         compilation = _compilation(recipe, cost, mesh, total_steps)
+        if not compilation.on and mesh.device.type == "cpu":  # GPUs compile single kernels even then
+            heartbeat.expect_no_compilation()
         model = _build_model(recipe, prepared, mesh, compiled=compilation.on)
         data_stream = build_data_stream(recipe, prepared, mesh)
         stack.callback(data_stream.batches.close)
