@@ -206,6 +206,7 @@ def test_a_killed_child_is_known_by_what_its_parent_says(line: str) -> None:
         ("CalledProcessError: Command 'pack' died with <Signals.SIGSEGV: 11>.", Cause.CRASH),
         ("MPIDU_Init_shm_init(180): unable to allocate shared memory", Cause.BUS_ERROR),
         ("MemoryError: std::bad_alloc: out_of_memory: RMM failure at: pool.hpp:257", Cause.GPU_MEMORY),
+        ("NCCL WARN NET/OFI Request 0x7f completed with error. RC: 103. Error: 4126", Cause.NETWORK),
         ("socketPollConnect: connect to 10.0.0.7<4813> returned Connection timed out(110)", Cause.NETWORK),
         ("UCX  ERROR UD endpoint 0x5 to <no debug data>: unhandled timeout error", Cause.NETWORK),
         ("httpx.RemoteProtocolError: Server disconnected without sending a response.", Cause.NETWORK),
@@ -284,6 +285,14 @@ def test_what_stands_behind_the_last_exception_decides_whether_to_retry(log: str
     error = last if "Error" in last else ""
     verdict = verdict_of(lost(0), RankEnd(rank=1, host="node0", status=1, error=error, log=log))
     assert (verdict.cause, verdict.culprit.rank, verdict.retries) == (cause, 1, cause != Cause.EXCEPTION)
+
+
+@pytest.mark.parametrize(("shm_free", "cause"), [(0.0, Cause.BUS_ERROR), (0.9, Cause.CRASH)])
+def test_a_child_that_a_bus_error_ended_shows_a_full_shared_memory(shm_free: float, cause: Cause) -> None:
+    error = "torch.multiprocessing.spawn.ProcessExitedException: process 0 terminated with signal SIGBUS"
+    ended = RankEnd(rank=1, host="a", status=1, error=error)
+    verdict = verdict_of(lost(0), ended, shm_free=shm_free)
+    assert (verdict.cause, verdict.culprit.rank) == (cause, 1)
 
 
 def test_a_lost_connection_to_a_store_is_of_storage_whatever_was_printed_before() -> None:

@@ -278,7 +278,9 @@ def _killed_children(evidence: FailureEvidence) -> Iterator[Diagnosis]:
                 summary = "the kernel killed a process of the rank for want of memory"
                 yield _found(Cause.OOM_KILLER, end.culprit, summary, f"{end.host}: {kernel_line}", sure=False)
         if line:
-            yield _found(Cause.CRASH, end.culprit, line, f"log of rank {end.rank}: {line}", sure=False)
+            is_full = _is_full(evidence) and "SIGBUS" in line
+            cause = Cause.BUS_ERROR if is_full else Cause.CRASH
+            yield _found(cause, end.culprit, line, f"log of rank {end.rank}: {line}", sure=is_full)
 
 
 def _exceptions(evidence: FailureEvidence) -> Iterator[Diagnosis]:

@@ -185,7 +185,8 @@ _OF_STORES = re.compile(
     r"|\bS3\w*(?:Exception|Error)\b|google\.resumable_media|googleapis|gcsfs|s3fs|botocore|boto3|fsspec|minio|hdfs"
 )
 NETWORK_OF_NCCL = re.compile(
-    r"NET/IB\s?: .*(?:Got completion .*(?:status=(?:\w+\()?|error )\d+|Got async event)|ibv_\w+ failed"
+    r"NET/OFI .*completed with error"
+    r"|NET/IB\s?: .*(?:Got completion .*(?:status=(?:\w+\()?|error )\d+|Got async event)|ibv_\w+ failed"
     r"|mlx\d: \S+: got completion with error"
 )
 """What NCCL says of its own network adapter."""
