@@ -49,11 +49,13 @@ sys.stdout.write(str(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss))
 """A small process stands between, because a child's peak memory begins with what its parent held."""
 
 ALMOST_NOTHING = (
-    *("model.layers=1", "model.hidden=16", "model.heads=1", "model.ffn=32", "model.embedding_init=normal"),
-    *("data.tokenizer_vocabulary=300", "data.sequence_length=32", "data.held_out_every=0"),
+    *("model.layers=1", "model.hidden=256", "model.heads=4", "model.ffn=1024", "model.embedding_init=normal"),
+    *("data.tokenizer_vocabulary=300", "data.sequence_length=256", "data.held_out_every=0"),
     *("train.tokens=0", "train.steps=2", "train.compile=off", "schedule.warmup=0", "checkpoint.at_end=false"),
     *("evaluate.every_steps=0", "evaluate.at_end=false", "log.tensorboard=false"),
 )
+"""A model of a million parameters, some 20 MiB: the library of products takes buffers only for matrices of
+some size."""
 
 
 def memory_gb_per_s(device: torch.device) -> float:

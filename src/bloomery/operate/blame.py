@@ -22,6 +22,7 @@ from bloomery.operate.known_texts import (
     killed_process,
     transient_cause_of,
 )
+from bloomery.operate.last_exception import exception_of, is_of_a_store, log_of_exception, reasons_of
 
 _PYTHON_KILLED = re.compile(r"Killed process \d+ \((?:python|pt_)")
 """A process that a rank may have started: torch's data workers call themselves pt_data_worker."""
@@ -34,7 +35,7 @@ _CHILD_KILLED = re.compile(
 _DISK_FAILED = re.compile(r"(?i:\bI/O error\b|I/O Cmd.*error|server \S+ not responding)")
 """What the kernel says where a page of a mapped file cannot be read, which ends the process by SIGBUS."""
 _KILLED_BY_SYSTEMD = re.compile(r"systemd-oomd\[\d+\]: Killed ")
-_NAMES_PATH = re.compile(r"['\"( ]/\S|\bdisk space\b|StorageFull\b")
+_NAMES_PATH = re.compile(r"['\"( ]/\S|\bdisk space\b|StorageFull\b|ephemeral-storage")
 _ROOMY_GIB = 4.0
 """Free space in /dev/shm after which a bus error is not blamed on its size."""
 _CONSEQUENCES = re.compile(
@@ -52,18 +53,6 @@ _ABORTED_BY_TORCH = re.compile(
 """What torch prints on a rank that it aborts because of others, or because of a time-out."""
 _ABORTED_BY_ITS_GPU = re.compile(r"watchdog thread terminated with exception: (?:CUDA|HIP) error")
 _OTHERS_HOLD_IT = re.compile(r"Process \d+ has [\d.]+ [GM]iB memory in use")
-_EXCEPTION = re.compile(
-    r"^(?:\[rank\d+\]: )?"  # torch's prefix
-    r"(?P<type>[A-Za-z_][\w.]*(?:Error|Exception|Refused|Failed|Interrupt|Exit|Warning))(?:: .*)?$"
-    r"|^bloomery train: .+$",
-    re.M,
-)
-_RAISED_FROM = "The above exception was the direct cause of the following exception:"
-_TRACEBACK = "Traceback (most recent call last):"
-_CHILD_FAILED = re.compile(
-    r"\bexit(?:ed)?(?: with)?(?: code| status)? \d|non-zero exit status|\breturn ?code\b"
-)
-_LAST_LINES = 10
 _SCHEDULER = {
     "PREEMPTED": Cause.PREEMPTED,
     "TIMEOUT": Cause.PREEMPTED,
@@ -78,6 +67,7 @@ _CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGILL, signal.SIGFPE, signal
 def diagnose(evidence: FailureEvidence) -> Diagnosis:
     """Return the cause that explains the most: hardware before signals, and signals before exceptions."""
     ranks = [replace(end, status=_OF_SHELLS.get(end.status or 0, end.status)) for end in evidence.ranks]
+    ranks = [replace(end, log=log_of_exception(end)) for end in ranks]
     evidence = replace(evidence, ranks=ranks)
     rules = (
         _kernel,
@@ -141,9 +131,8 @@ def _texts(evidence: FailureEvidence) -> Iterator[Diagnosis]:
                     if not _raised_beside(evidence, end):
                         yield diagnose_timeout(evidence, end, line)
                     continue
-                is_of_store = transient_cause_of(end.error) == Cause.STORAGE
-                if cause == Cause.NETWORK and is_of_store and line not in end.error:
-                    continue  # the connection that failed before was one to a store
+                if cause == Cause.NETWORK and is_of_a_store(end) and "esolution" not in line:
+                    cause = Cause.STORAGE
                 culprit = end.culprit
                 culprit = Culprit() if cause == Cause.BAD_RECIPE else culprit
                 if cause == Cause.NO_SPACE and _is_full(evidence) and not _NAMES_PATH.search(line):
@@ -166,7 +155,7 @@ def _raised_beside(evidence: FailureEvidence, reporter: RankEnd) -> bool:
     if any(_ABORTED_BY_ITS_GPU.search(end.log) for end in others):
         return True
     others = [end for end in others if (end.status or 0) > 0]
-    errors = [end.error or _last_exception(end.log) for end in others]
+    errors = [exception_of(end) for end in others]
     return any(error and not REPORTS_TIMEOUT.search(error) for error in errors)
 
 
@@ -288,27 +277,14 @@ def _exceptions(evidence: FailureEvidence) -> Iterator[Diagnosis]:
         if end.status == 2:
             line = next((line for line in end.log.splitlines() if line.strip()), "refused at its start")
             yield _found(Cause.BAD_RECIPE, Culprit(), line, f"rank {end.rank} ended with status 2")
-        line = end.error or _last_exception(end.log)
-        shown = next((text for text in (line, *_reasons(end)) if transient_cause_of(text)), line)
+        line = exception_of(end)
+        shown = next((text for text in (line, *reasons_of(end)) if transient_cause_of(text)), line)
         cause = transient_cause_of(shown)
+        if cause == Cause.NETWORK and is_of_a_store(end):
+            cause = Cause.STORAGE
         if shown:
             first, proof = shown.splitlines()[0], f"rank {end.rank}: {shown}"
             yield _found(cause or Cause.EXCEPTION, end.culprit, first, proof, sure=cause is None)
-
-
-def _reasons(end: RankEnd) -> Iterator[str]:
-    """Yield what may stand behind the last exception of a rank.
-
-    Such are the exceptions that it was raised from, and the last lines of the log where a program that the
-    rank had started failed, or where there is no exception at all.
-    """
-    *before, last = end.log.split(_RAISED_FROM)
-    if last.count(_TRACEBACK) <= 1:  # else something else was raised after them
-        yield from (_last_exception(part) for part in reversed(before))
-    exception = end.error or _last_exception(end.log)
-    has_no_exception = not exception and (end.status or 0) > 0
-    if has_no_exception or _CHILD_FAILED.search(exception):
-        yield from end.log.splitlines()[: -_LAST_LINES - 1 : -1]
 
 
 def _aborted(evidence: FailureEvidence) -> Iterator[Diagnosis]:
@@ -357,18 +333,13 @@ def _ended(evidence: FailureEvidence) -> list[RankEnd]:
 
 
 def _own_errors(evidence: FailureEvidence) -> bool:
-    return any(end.error or _last_exception(end.log) for end in _failed(evidence))
+    return any(exception_of(end) for end in _failed(evidence))
 
 
 def _is_consequence(end: RankEnd) -> bool:
-    text = end.error or _last_exception(end.log)
+    text = exception_of(end)
     is_told = bool(text and _CONSEQUENCES.search(text) and not _OF_HTTP.search(text))
     return end.status == RankLost.exit_status or is_told or _is_aborted(end)
-
-
-def _last_exception(log: str) -> str:
-    matches = list(_EXCEPTION.finditer(log))
-    return matches[-1].group(0) if matches else ""
 
 
 def _line(text: str, pattern: str) -> str:

@@ -16,7 +16,8 @@ _XID_OF_RECOVERY = 154
 _XID = re.compile(r"NVRM: Xid \((?P<bus>[^)]*)\): (?P<number>\d+),?(?P<rest>.*)")
 _AMD = re.compile(
     r"amdgpu (?P<bus>[0-9a-f:.]+): (?:amdgpu: )?"
-    r"(?P<rest>.*(?:GPU reset begin|GPU Recovery Failed"
+    r"(?P<rest>.*(?:GPU reset begin|GPU Recovery Failed|GPU over temperature range"
+    r"|Fatal error during GPU init"
     r"|\b[1-9]\d*\}? ?(?:new )?uncorrectable hardware error).*)"
 )
 
@@ -33,7 +34,8 @@ _PORT = re.compile(
 _NOT_INITIALISED = re.compile(r"NVRM: GPU (?P<bus>[0-9a-f:]+)(?:\.\d)?: (?P<rest>RmInitAdapter failed.*)")
 _LOST = re.compile(
     r"NVRM: (?:GPU (?P<bus>[0-9a-f:]+)(?:\.\d)?: )?"
-    r"(?P<rest>.*(?:GPU_IS_LOST|(?:lost from|fallen off) the bus|rpcSendMessage failed).*)"
+    r"(?P<rest>.*(?:GPU_IS_LOST|(?:lost from|fallen off) the bus|rpcSendMessage failed"
+    r"|I/O region assigned to your NVIDIA device is invalid).*)"
 )
 _OF_THE_NODE = re.compile(
     r"(?P<bus>)(?P<rest>nvidia-nvswitch\d+: SXid.*, Fatal.*"
@@ -49,6 +51,7 @@ _SHARED_MEMORY = (
     r"(?:shared memory object|write to file) </torch_\S+>.*(?i:no space left)",
     r"/dev/shm.*(?i:no space left)|(?i:no space left).*'/dev/shm/[^']*'(?! ->)",
     r"unable to allocate shared memory|creating shared memory segment /dev/shm/",
+    r"EmptyDir volume \S*shm\S* exceeds",  # Kubernetes
     r"/dev/shm\b.*(?i:more (?:available |free )?(?:memory|space)|too small|is full|increas)",
     r"(?i:not enough (?:space|memory)|exceeds).*/dev/shm\b",
 )
@@ -63,7 +66,8 @@ _BAD_GPU = (
     r"(?i:\bHBM\b.*\b(?:uncorrect\w+|multi.?bit))|_HW_ERR_|DEVICE_LOST\b|Device acquire failed",
     r"Failed to initialize NVML|CUDA driver initialization failed",
     # the fabric manager of NVSwitch is down, or the driver's state is lost
-    r"Error 802: system not yet initialized|CUDA unknown error",
+    r"system not yet initialized|in the Fabric Manager or NVSwitches|NVSwitch fatal error|DRIVER_NOT_LOADED",
+    r"no healthy devices present|CUDA unknown error",
     r"CUDA-capable device\(s\) is/are busy or unavailable",
     r"RmInitAdapter failed|NVLink: fatal error|HSA_STATUS_ERROR_(?:HARDWARE|EXCEPTION)",
 )
@@ -74,6 +78,7 @@ _STORAGE_AWAY = (
     r"Errno (?:61|62)\] [^:]+: '/",  # ENODATA and ETIME of a file
     # ECONNABORTED, ECONNRESET, ETIMEDOUT, ECONNREFUSED and EHOSTUNREACH of a file; connections end so too
     r"Errno (?:103|104|110|111|113)\] [^:]+: '/",
+    r"PytorchStreamReader failed reading file .*file read failed",
     r"Input/output error|disk I/O error|Remote I/O error|Structure needs cleaning|Read-only file system",
     r"\bHDFS [\w ]+ failed|BlockMissingException|StandbyException|SafeModeException",
     r"RetriableException|Opening HDFS file",
@@ -100,7 +105,7 @@ _LINKS = (
 )
 """What libraries of collectives say of links, in words that may also name a time-out or an input error."""
 _CONNECTIONS = (
-    r"Cannot establish the connection",
+    r"Cannot establish the connection|Unable to contact slurm controller",
     r"client socket has (?:timed out|failed)|name resolution|(?i:name or service not known|no route to host)",
     r"(?i:network is (?:unreachable|down)|connection (?:refused|timed out|aborted)|host is unreachable)",
     r"Errno (?:100|101|110|111|113)\]",
@@ -121,6 +126,7 @@ KNOWN_TEXTS: tuple[tuple[Cause, str], ...] = (
         r"(?i:no space left on device)|no inodes are left|ENOSPC|refused at \S+: no space|File too large"
         r"|(?i:(?:not enough|insufficient) (?:free )?(?:disk|storage) space)"  # of datasets and of clients
         r"|(?i:\b(?:disk|file ?system|volume) is full)|StorageFull\b|minimum free drive threshold"
+        r"|low on resource: ephemeral-storage"  # Kubernetes
         r"|(?i:\berrno[ =:]+28\b)|os error 28"
         r"|OSError: \d+ requested and \d+ written"  # numpy
         r"|PytorchStreamWriter failed writing|inline_container.*unexpected pos \d+ vs \d+",
@@ -135,7 +141,8 @@ KNOWN_TEXTS: tuple[tuple[Cause, str], ...] = (
         r"|\bmemory allocation of \d+ bytes failed|LLVM ERROR: out of memory"  # Rust, LLVM
         r"|(?i:node running low on memory|exceed\w* (?:\w+ )?mem\w* (?:usage )?limit|memory usage limit)"
         r"|(?i:\bmem \d+ ?kb exceeded limit|\bOOMKilled\b)|TERM_MEMLIMIT"  # PBS, Kubernetes, LSF
-        r"|earlyoom: sending SIGKILL"
+        r"|earlyoom: sending SIGKILL|low on resource: memory"  # Kubernetes
+        r"|Allocation error : not enough memory|Memory allocation still failed"  # zstd, OpenBLAS
         r"|Unable to allocate [\d.]+ \w+ for an array|\bmalloc of size \d+ failed",  # numpy, Arrow
     ),
     (Cause.NODE_LOST, r"DUE TO NODE FAILURE|[Nn]ode failure on|launcher on \S+ has been silent"),
@@ -144,18 +151,19 @@ KNOWN_TEXTS: tuple[tuple[Cause, str], ...] = (
     # an access that is not allowed may come from a race or a bad GPU; an assert on the device repeats
     (
         Cause.CRASH,
-        r"CUDA error: (?:an illegal memory access|unspecified launch failure|misaligned address)"
+        r"CUDA error: (?:an illegal memory access|an illegal instruction|misaligned address)"
+        r"|CUDA error: unspecified launch failure"
         r"|killed by signal: Segmentation fault",
     ),
-    (Cause.EXCEPTION, r"device-side assert triggered"),
+    (Cause.EXCEPTION, r"device-side assert triggered|^CUDA error \(\S+:\d+\): invalid"),
     (Cause.BAD_RECIPE, r"mistakes? in the recipe|ConfigError"),
 )
 """Each cause with the pattern of the lines that name it."""
 
 _PASSING_TYPES = (  # of exceptions, without their modules
     r"^(?:[\w.]+\.)?\w*(?:Timeout|Connection|Disconnected|Unreachable|Unavailable|MaxRetry)\w*(?::|$)",
-    r"^(?:[\w.]+\.)?\w*(?:ClientConnector|ResponseStreaming|SSLEOF)\w*(?::|$)",
-    r"^(?:[\w.]+\.)?(?:IncompleteRead|\w*ProtocolError|ChunkedEncodingError)\b",
+    r"^(?:[\w.]+\.)?\w*(?:ClientConnector|ClientPayload|ResponseStreaming|SSLEOF|gaierror)\w*(?::|$)",
+    r"^(?:[\w.]+\.)?(?:IncompleteRead\w*|\w*ProtocolError|ChunkedEncodingError)\b",
 )
 _PASSING_WORDS = (
     r"\b(?:cannot|can't|couldn't|could not|unable to|trying to|failed to) connect\b|\bconnect call failed\b",
@@ -182,8 +190,15 @@ _TRANSIENT = re.compile(
 _OF_STORES = re.compile(
     r"(?i:\b(?:s3|gcs|azure|blob|bucket|put ?object|get ?object|upload ?part|storage|FSTimeoutError)\b)"
     r"|\b(?:gs|az|abfss?|oss)://|\boss2?\b|object_?storage|\bAWS Error\b|(?i:reduce your request rate)"
-    r"|\bS3\w*(?:Exception|Error)\b|google\.resumable_media|googleapis|gcsfs|s3fs|botocore|boto3|fsspec|minio|hdfs"
+    r"|\bS3\w*(?:Exception|Error)\b|google\.resumable_media|awscrt|s3transfer|googleapis|gcsfs|s3fs|botocore|boto3|fsspec|minio|hdfs"
 )
+OF_A_STORES_CLIENT = re.compile(
+    r"^(?:azure|boto3|botocore|aiobotocore|awscrt|gcsfs|google\.(?:api_core|cloud|resumable_media)|oss2|s3fs)\."
+    r"|site-packages/(?:adlfs|azure/storage|boto3|botocore|gcsfs|google/cloud/storage|s3fs|s3transfer)/"
+    r"|\b(?:abfss?|az|gs|hdfs|oss|s3)://",
+    re.M,
+)
+"""An exception, a frame of a traceback or an address that belongs to an object store."""
 NETWORK_OF_NCCL = re.compile(
     r"NET/OFI .*completed with error"
     r"|NET/IB\s?: .*(?:Got completion .*(?:status=(?:\w+\()?|error )\d+|Got async event)|ibv_\w+ failed"
@@ -196,7 +211,10 @@ GPU_MEMORY = re.compile(
     r"|hipErrorOutOfMemory|Failed to CUDA [cm]alloc"
     r"|(?i:\bcu(?:BLAS|DNN|SPARSE|SOLVER|FFT)\w* Error: .*allocation failed)"
     r"|\bRESOURCE_EXHAUSTED: .*(?i:alloc|memory)|Failed to alloc DEVICE memory|\(usage: tensors\) on ND \d"
-    r"|OUT_OF_DEVICE_MEMORY|PT_DEVMEM Allocation failed|BFCArena.*Failed to allocate memory|RMM failure"
+    r"|(?i:\b(?:cuda|hip) (?:error|failure)\b.{0,200}\bout of memory\b)|miopenStatusAllocFailed"
+    r"|OOM when allocating tensor.*GPU"
+    r"|No executable batch size found|OUT_OF_DEVICE_MEMORY|PT_DEVMEM Allocation failed"
+    r"|BFCArena.*Failed to allocate memory|RMM failure"
     r"|(?i:free memory on device \S+ .* is less than)"
     r"|(?<!ray\.exceptions\.)\bOutOfMemoryError\b|^Error out of memory at line \d+ in file "  # bitsandbytes
 )

@@ -1,0 +1,110 @@
+"""The exception that ended a rank, what stands behind it, and what was dealt with before it."""
+
+from __future__ import annotations
+
+import pytest
+
+from bloomery.operate.blame import diagnose
+from bloomery.operate.diagnosis import Cause, Diagnosis
+from bloomery.operate.failure_evidence import FailureEvidence, RankEnd
+from bloomery.operate.last_exception import log_of_exception
+
+
+def verdict_of(*ends: RankEnd) -> Diagnosis:
+    return diagnose(FailureEvidence(ranks=ends))
+
+
+def lost(rank: int) -> RankEnd:
+    return RankEnd(rank=rank, host="node0", status=3, error="RankLost: Another rank of this run is gone.")
+
+
+CHAINED = """\
+Traceback (most recent call last):
+  File "loader.py", line 3, in read
+botocore.exceptions.ReadTimeoutError: Read timeout on endpoint URL: "https://minio/corpus/1"
+
+The above exception was the direct cause of the following exception:
+
+Traceback (most recent call last):
+  File "loader.py", line 9, in shard
+RuntimeError: shard 311 cannot be read
+"""
+AFTER = (
+    CHAINED
+    + """\
+Traceback (most recent call last):
+  File "train.py", line 1, in step
+KeyError: 'loss'
+"""
+)
+PIPE = """\
+download failed: s3://mirror/shard-77.tar to - An error occurred (503) when calling GetObject: Slow Down
+Traceback (most recent call last):
+  File "gopen.py", line 83, in wait_for_child
+OSError: (('aws s3 cp s3://mirror/shard-77.tar -',), {}): exit 1 (read) {}
+"""
+NO_TRACEBACK = "gcs_client.cc:178: The service is unreachable.\nThe program will terminate.\n"
+
+
+@pytest.mark.parametrize(
+    ("log", "cause"),
+    [
+        (CHAINED, Cause.STORAGE),
+        (AFTER, Cause.EXCEPTION),
+        (PIPE, Cause.STORAGE),
+        (NO_TRACEBACK, Cause.NETWORK),
+    ],
+)
+def test_what_stands_behind_the_last_exception_decides_whether_to_retry(log: str, cause: Cause) -> None:
+    *_, last = log.splitlines()
+    error = last if "Error" in last else ""
+    verdict = verdict_of(lost(0), RankEnd(rank=1, host="node0", status=1, error=error, log=log))
+    assert (verdict.cause, verdict.culprit.rank, verdict.retries) == (cause, 1, cause != Cause.EXCEPTION)
+
+
+PROBE = "WARNING batch-size probe: caught torch.OutOfMemoryError at mbs=8, falling back to mbs=4 (ok)\n"
+ADAPTER = "n1:20:21 [3] NCCL WARN NET/IB : mlx5_2:1 Got async event : port error\n"
+TRACE = "Traceback (most recent call last):\n  File 'x.py', line 1, in step\n"
+
+
+@pytest.mark.parametrize(
+    ("before", "error", "cause"),
+    [
+        (PROBE, "httpx.ReadTimeout: The read operation timed out", Cause.NETWORK),
+        (PROBE, "KeyError: 'loss'", Cause.EXCEPTION),
+        (ADAPTER, "RuntimeError: tensors on two devices, cuda:3 and cpu!", Cause.EXCEPTION),
+        (ADAPTER, "torch.distributed.DistBackendError: NCCL error: unhandled system error", Cause.NETWORK),
+        ("ld: No space left on device\n", "RuntimeError: Error building extension 'fused'", Cause.NO_SPACE),
+        (f"{CHAINED}\n", "KeyError: 'loss'", Cause.EXCEPTION),
+    ],
+)
+def test_what_was_dealt_with_before_an_exception_is_not_to_blame(
+    before: str, error: str, cause: Cause
+) -> None:
+    """Of an exception that another library's trouble may have caused, what was printed before counts."""
+    ended = RankEnd(rank=1, host="a", status=1, error=error, log=f"{before}{TRACE}{error}\n", step=9)
+    verdict = verdict_of(lost(0), ended)
+    assert (verdict.cause, verdict.culprit.rank) == (cause, 1)
+
+
+def test_exceptions_that_were_raised_one_from_another_are_kept_together() -> None:
+    prefixed = "".join(f"[rank1]: {line}\n" for line in CHAINED.splitlines())
+    for log in (CHAINED, prefixed):
+        error = "RuntimeError: shard 311 cannot be read"
+        end = RankEnd(rank=1, host="a", status=1, error=error, log=PROBE + log)
+        assert "ReadTimeoutError" in log_of_exception(end) and PROBE not in log_of_exception(end)
+
+
+def test_a_connection_to_a_store_is_known_by_the_frames_of_its_client() -> None:
+    frame = '  File "/v/site-packages/gcsfs/core.py", line 1121, in _cat_file\n'
+    error = "aiohttp.client_exceptions.ServerDisconnectedError: Server disconnected"
+    for extra, cause in ((frame, Cause.STORAGE), ("", Cause.NETWORK)):
+        ended = RankEnd(rank=1, host="a", status=1, error=error, log=f"{TRACE}{extra}{error}\n")
+        assert verdict_of(lost(0), ended).cause == cause
+
+
+def test_a_lost_connection_to_a_store_is_of_storage_whatever_was_printed_before() -> None:
+    log = "urllib3.exceptions.ProtocolError: ('Connection aborted.', RemoteDisconnected('closed'))\n"
+    error = "botocore.exceptions.ConnectionClosedError: Connection was closed before a valid response"
+    verdict = verdict_of(lost(0), RankEnd(rank=1, host="a", status=1, error=error, log=log + error))
+    assert (verdict.cause, verdict.culprit.rank) == (Cause.STORAGE, 1)
