@@ -38,7 +38,7 @@ def has_bf16_products() -> bool:
 
 
 def has_fp16_products() -> bool:
-    """Return whether the CPU has units for products of fp16 matrices; x86 counts as having them with AMX."""
+    """Return whether the CPU has units for products of fp16 matrices; of x86 those with AMX-FP16 count."""
     if platform.machine() in _X86:
         return torch.cpu._is_amx_fp16_supported()
     return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())

@@ -219,8 +219,8 @@ def test_a_step_that_may_compile_is_compared_with_first_steps_alone(first_s: flo
         ({}, {}, {COMPUTING: 0.5, FIRST: 5.0}, 60.0),  # a first turn, after earlier attempts
         ({}, {}, {COMPUTING: 90.0, FIRST: 5.0}, 270.0),
         ({}, {}, {COMPUTING: 0.5, FIRST: 70.0}, 210.0),
-        ({}, {COMPUTING: 5.0}, {}, 15.0),  # the second turn
-        ({}, {COMPUTING: 5.0}, {COMPUTING: 0.5}, 10.0),
+        ({}, {COMPUTING: 5.0}, {}, 60.0),  # the second turn
+        ({}, {COMPUTING: 50.0}, {COMPUTING: 0.5}, 150.0),
         ({COMPUTING: 0.5}, {COMPUTING: 400.0}, {}, 10.0),
     ],
 )
@@ -229,6 +229,12 @@ def test_without_compilation_the_first_turns_have_a_minute_and_the_others_their_
 ) -> None:
     sights = sights_of(beat(0, RankActivity.COMPUTING, longest_s=longest_s, first_s=first_s))
     assert allowed_stillness_s(sights, limits=StandstillLimits(), measured_s=measured_s) == allowed
+
+
+def test_a_checkpoint_may_be_loaded_for_eight_minutes_on_another_node_than_the_one_that_measured_it() -> None:
+    sights = sights_of(beat(0, RankActivity.LOADING, longest_s={}))
+    measured_s = {f"first {RankActivity.LOADING}": 2.0}
+    assert allowed_stillness_s(sights, limits=StandstillLimits(), measured_s=measured_s) == 480.0
 
 
 @pytest.mark.parametrize(

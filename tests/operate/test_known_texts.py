@@ -47,6 +47,12 @@ def lost(rank: int) -> RankEnd:
         ("RuntimeError: ncclInternalError: Internal check failed.", Cause.NETWORK),
         ("RuntimeError: DataLoader worker (pid(s) 17081, 17084) exited unexpectedly", Cause.CRASH),
         ("ValueError: the timeout of a connection must be positive", Cause.EXCEPTION),
+        ("ValueError: timeout of 30 s exceeded the configured maximum", Cause.EXCEPTION),
+        ("ValueError: config field exit code 3 is unknown", Cause.EXCEPTION),
+        ("numpy._ArrayMemoryError: Unable to allocate 7.28 TiB for an array", Cause.EXCEPTION),
+        ("FileNotFoundError: [Errno 2] Opening HDFS file '/data/x' failed.", Cause.EXCEPTION),
+        ("ValueError: /dev/shm/cache: sequence count must increase", Cause.EXCEPTION),
+        ("RuntimeError: nvidia-container-cli: requirement error: cuda>=12.6", Cause.EXCEPTION),
         ("KeyError: 'model.layers.503.weight'", Cause.EXCEPTION),
         ("RuntimeError: CUDA is unavailable, and device 0 was asked for", Cause.EXCEPTION),
         ("GenericError: Generic S3 error: Client error with status 403 Forbidden", Cause.EXCEPTION),
@@ -159,7 +165,7 @@ def test_a_killed_child_is_known_by_what_its_parent_says(line: str) -> None:
         ),
         ("UCX ERROR Please check that /dev/shm or the directory has more available memory.", Cause.BUS_ERROR),
         ("RuntimeError: RESOURCE_EXHAUSTED: Error allocating device buffer: 2.50G", Cause.GPU_MEMORY),
-        ("RuntimeError: No HIP GPUs are available", Cause.BAD_GPU),
+        ("RuntimeError: No HIP GPUs are available", Cause.EXCEPTION),  # a job without GPUs, on each node
         ("nvidia-container-cli: detection error: nvml error: gpu is lost", Cause.BAD_GPU),
         (
             "numpy._ArrayMemoryError: Unable to allocate 32.0 GiB for an array with shape (9,)",
@@ -274,6 +280,10 @@ def test_a_child_that_a_bus_error_ended_shows_a_full_shared_memory(shm_free: flo
         ("NVRM: _issueRpcAndWait: rpcSendMessage failed with status 0x0000000f for fn 78!", ""),
         ("habanalabs hl5: Device heartbeat failed! PCI link is broken", ""),
         ("amdgpu 0000:b3:00.0: amdgpu: GPU Recovery Failed: -110", "0000:b3:00.0"),
+        (
+            "amdgpu 0000:c1:00.0: amdgpu: uncorrectable hardware error(ERREVENT_ATHUB) detected!",
+            "0000:c1:00.0",
+        ),
         ("nvidia-nvswitch2: SXid (PCI:0000:07:00.0): 20034, Fatal, Link 28 LTSSM Fault Up", ""),
     ],
 )
@@ -295,6 +305,16 @@ def test_what_the_kernel_says_of_a_disk_or_of_systemd_explains_a_signal() -> Non
     assert (verdict.cause, verdict.culprit.rank) == (Cause.OOM_KILLER, 1)
     ended = replace(killed, is_killed_here=True)
     assert verdict_of(lost(0), ended, kernel=oomd).cause != Cause.OOM_KILLER
+
+
+def test_a_connection_that_is_tried_again_says_nothing_of_a_time_out() -> None:
+    retry = (
+        "NCCL INFO socketPollConnect: connect to 10.0.0.2<43> returned Connection refused, retrying (1/34)\n"
+    )
+    waited = "[rank0]:[E1 ProcessGroupNCCL.cpp:3] [Rank 0] Watchdog caught collective operation timeout"
+    reporter = RankEnd(rank=0, host="n0", status=ABORT, log=retry + waited)
+    verdict = verdict_of(reporter, RankEnd(rank=1, host="n1", status=-9, is_killed_here=True))
+    assert (verdict.cause, verdict.culprit.rank) == (Cause.NCCL_TIMEOUT, 1)
 
 
 def test_a_barrier_that_names_a_rank_and_a_watchdog_that_stood_still_name_the_culprit() -> None:

@@ -108,3 +108,37 @@ def test_a_lost_connection_to_a_store_is_of_storage_whatever_was_printed_before(
     error = "botocore.exceptions.ConnectionClosedError: Connection was closed before a valid response"
     verdict = verdict_of(lost(0), RankEnd(rank=1, host="a", status=1, error=error, log=log + error))
     assert (verdict.cause, verdict.culprit.rank) == (Cause.STORAGE, 1)
+
+
+IGNORED = """\
+Exception ignored in: <function Writer.__del__ at 0x7f>
+Traceback (most recent call last):
+  File "w.py", line 9, in __del__
+AttributeError: 'NoneType' object has no attribute 'close'
+"""
+IN_THREAD = "Exception in thread Thread-3:\n" + TRACE + "OSError: [Errno 5] Input/output error: '/data/a'\n"
+CHILD = "ServiceException: 503 Backend Error\nCommandException: 1 file/object could not be transferred.\n"
+CHILD_FAILED = "subprocess.CalledProcessError: Command 'gsutil cp' returned non-zero exit status 1."
+COMPILER = "fused.cu(12): warning #111-D: statement is unreachable\nfused.cu(14): error: expected a ;\n"
+WANDB = "wandb: Network error (ReadTimeout), entering retry loop.\nthe tokenizer has too few words\n"
+
+
+@pytest.mark.parametrize(
+    ("log", "error", "cause"),
+    [
+        (f"{TRACE}OSError: [Errno 28] No space left on device: '/a'\n{IGNORED}", "", Cause.NO_SPACE),
+        (f"{TRACE}torch.OutOfMemoryError: CUDA out of memory.\n{IGNORED}", "", Cause.GPU_MEMORY),
+        (f"{IN_THREAD}{TRACE}RuntimeError: it has ended\n", "RuntimeError: it has ended", Cause.STORAGE),
+        ("[rank0]: requests.exceptions.ConnectionError: HTTPSConnectionPool\n", "", Cause.NETWORK),
+        (f"{CHILD}{TRACE}{CHILD_FAILED}\n", CHILD_FAILED, Cause.STORAGE),
+        (f"{COMPILER}{TRACE}RuntimeError: Error building extension 'f'\n", "", Cause.EXCEPTION),
+        (WANDB, "", Cause.UNKNOWN),
+        (f"{PROBE}{TRACE}KeyError: 'profile_name'\n", "KeyError: 'profile_name'", Cause.EXCEPTION),
+    ],
+)
+def test_what_python_ignored_and_what_others_warned_of_hides_no_cause(
+    log: str, error: str, cause: Cause
+) -> None:
+    ended = RankEnd(rank=1, host="a", status=1, error=error, log=log, step=9)
+    verdict = verdict_of(lost(0), ended)
+    assert (verdict.cause, verdict.culprit.rank) == (cause, 1)

@@ -134,7 +134,7 @@ def test_the_first_step_of_each_batch_may_compile_and_its_heartbeat_says_so(
     monkeypatch.setattr(Heartbeat, "enter", entered)
     loaded, path = start("train.ramp_up=[2,2,24]")
     assert go(loaded, path).finished
-    begins = [record["step"] for record in events(path, "phase")]
+    begins = [record["step"] for record in events(path, "phase")][1:]  # eager: nothing compiles before
     early = {step for step, may_compile in seen if may_compile}
     assert (
         len(begins) > 2 and early == {step + later for step in begins for later in (0, 1)} & dict(seen).keys()

@@ -17,6 +17,7 @@ from bloomery.operate.known_texts import (
     KNOWN_TEXTS,
     LINK_DOWN,
     MAYBE_TIMEOUT,
+    MOST_CHARACTERS,
     NETWORK_OF_NCCL,
     bad_gpu_of,
     killed_process,
@@ -101,7 +102,9 @@ def _kernel(evidence: FailureEvidence) -> Iterator[Diagnosis]:
             pid, by_systemd = killed_process(line), _KILLED_BY_SYSTEMD.search(line)
             for end in evidence.ranks:
                 is_killed = end.status == -signal.SIGKILL and not end.is_killed_here
-                if end.host == host and ((pid and end.pid == pid) or (by_systemd and is_killed)):
+                if end.host != host:
+                    continue
+                if (pid and end.pid == pid) or (by_systemd and is_killed):
                     yield _found(
                         Cause.OOM_KILLER, end.culprit, "killed by the kernel for want of memory", line
                     )
@@ -132,7 +135,8 @@ def _texts(evidence: FailureEvidence) -> Iterator[Diagnosis]:
                         yield diagnose_timeout(evidence, end, line)
                     continue
                 if cause == Cause.NETWORK and is_of_a_store(end) and "esolution" not in line:
-                    cause = Cause.STORAGE
+                    yield _found(Cause.STORAGE, end.culprit, line, f"log of rank {end.rank}: {line}")
+                    continue
                 culprit = end.culprit
                 culprit = Culprit() if cause == Cause.BAD_RECIPE else culprit
                 if cause == Cause.NO_SPACE and _is_full(evidence) and not _NAMES_PATH.search(line):
@@ -343,7 +347,8 @@ def _is_consequence(end: RankEnd) -> bool:
 
 
 def _line(text: str, pattern: str) -> str:
-    return next((line.strip() for line in text.splitlines() if re.search(pattern, line)), "")
+    lines = (line[:MOST_CHARACTERS] for line in text.splitlines())
+    return next((line.strip() for line in lines if re.search(pattern, line)), "")
 
 
 def _host_of_srun(evidence: FailureEvidence) -> str:

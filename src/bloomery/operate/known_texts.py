@@ -6,6 +6,8 @@ import re
 
 from bloomery.operate.diagnosis import Cause
 
+MOST_CHARACTERS = 4096
+"""So much of a line is searched, for some patterns take time in proportion to the square of its length."""
 _BAD_XIDS = frozenset({46, 48, 62, 63, 64, 74, 79, 94, 95, 109, 119, 120, 140, 143, 158})
 """NVIDIA's error numbers after which its catalogue wants the GPU reset or exchanged. 13, 31, 43 and 45 are
 mostly faults of the program, and 92 is harmless."""
@@ -16,8 +18,8 @@ _XID_OF_RECOVERY = 154
 _XID = re.compile(r"NVRM: Xid \((?P<bus>[^)]*)\): (?P<number>\d+),?(?P<rest>.*)")
 _AMD = re.compile(
     r"amdgpu (?P<bus>[0-9a-f:.]+): (?:amdgpu: )?"
-    r"(?P<rest>.*(?:GPU reset begin|GPU Recovery Failed|GPU over temperature range"
-    r"|Fatal error during GPU init"
+    r"(?P<rest>.*(?:GPU (?:mode1 )?reset|GPU Recovery Failed|GPU over temperature range"
+    r"|uncorrectable hardware error\(|Fatal error during GPU init"
     r"|\b[1-9]\d*\}? ?(?:new )?uncorrectable hardware error).*)"
 )
 
@@ -52,7 +54,8 @@ _SHARED_MEMORY = (
     r"/dev/shm.*(?i:no space left)|(?i:no space left).*'/dev/shm/[^']*'(?! ->)",
     r"unable to allocate shared memory|creating shared memory segment /dev/shm/",
     r"EmptyDir volume \S*shm\S* exceeds",  # Kubernetes
-    r"/dev/shm\b.*(?i:more (?:available |free )?(?:memory|space)|too small|is full|increas)",
+    r"/dev/shm\b.*(?i:more (?:available |free )?(?:memory|space)|too small|is full)",
+    r"/dev/shm\b.*(?i:increas\w+ (?:its|the) (?:size|shm))",
     r"(?i:not enough (?:space|memory)|exceeds).*/dev/shm\b",
 )
 _BAD_GPU = (
@@ -61,12 +64,14 @@ _BAD_GPU = (
     r"(?:fallen off|lost from) the bus|Unable to determine the device handle",
     r"(?i:double[- ]bit (?:ECC )?error)|(?i:row[- ]remap\w* (?:failure|failed))|NV_ERR_GPU_IS_LOST",
     r"(?:cuda|hip)Error(?:DevicesUnavailable|ECC\w+|Hardware\w+|NoDevice|SystemNotReady|SystemDriverMismatch)",
-    r"no (?:CUDA|ROCm)-capable device|No (?:CUDA|HIP|XPU) GPUs are available|HW Exception by GPU",
-    r"num_gpus INTERNAL ASSERT|NVMLError_(?:DriverNotLoaded|GpuIsLost)|nvidia-container-cli: .*error",
+    r"no (?:CUDA|ROCm)-capable device|HW Exception by GPU",
+    r"num_gpus INTERNAL ASSERT|NVMLError_(?:DriverNotLoaded|GpuIsLost)",
+    r"nvidia-container-cli: (?!requirement).*error",
     r"(?i:\bHBM\b.*\b(?:uncorrect\w+|multi.?bit))|_HW_ERR_|DEVICE_LOST\b|Device acquire failed",
     r"Failed to initialize NVML|CUDA driver initialization failed",
     # the fabric manager of NVSwitch is down, or the driver's state is lost
-    r"system not yet initialized|in the Fabric Manager or NVSwitches|NVSwitch fatal error|DRIVER_NOT_LOADED",
+    r"(?:Error 802|CUDA driver error|CUDA error): system not yet initialized|NVSwitch fatal error",
+    r"in the Fabric Manager or NVSwitches|DRIVER_NOT_LOADED",
     r"no healthy devices present|CUDA unknown error",
     r"CUDA-capable device\(s\) is/are busy or unavailable",
     r"RmInitAdapter failed|NVLink: fatal error|HSA_STATUS_ERROR_(?:HARDWARE|EXCEPTION)",
@@ -80,8 +85,8 @@ _STORAGE_AWAY = (
     r"Errno (?:103|104|110|111|113)\] [^:]+: '/",
     r"PytorchStreamReader failed reading file .*file read failed",
     r"Input/output error|disk I/O error|Remote I/O error|Structure needs cleaning|Read-only file system",
-    r"\bHDFS [\w ]+ failed|BlockMissingException|StandbyException|SafeModeException",
-    r"RetriableException|Opening HDFS file",
+    r"^(?!.*[Ee]rrno:? (?:2|13)\b).*(?:\bHDFS [\w ]+ failed|Opening HDFS file)",
+    r"BlockMissingException|StandbyException|SafeModeException|RetriableException",
     r"[Tt]ransport endpoint|(?i:stale (?:NFS )?file handle)",
     r"(?i:\b(?:lustre|gpfs|beegfs|ceph|nfs|fuse)\b.{0,60}\b(?:not responding|timed out|stale|is down))",
 )
@@ -98,8 +103,9 @@ _COLLECTIVE_TIMEOUT = (
     r"Timed out initializing process group in store based barrier",
 )
 _LINKS = (
+    r"[Cc]onnect to \S+<\d+> (?:failed|returned)(?!.*retrying)",
     r"\bibv_\w+ failed|Transport retry count exceeded|IBV_WC_\w*RETRY_EXC_ERR|OFI poll failed|UNDELIVERABLE",
-    r"[Cc]onnect to \S+<\d+> (?:failed|returned)|UCX +\w+ .*(?:timeout|timed out)|unhandled timeout error",
+    r"UCX +\w+ .*(?:timeout|timed out)|unhandled timeout error",
     r"Gloo connectFullMesh failed|lost communication with a remote daemon",
     r"Failed to connect to GCS",
 )
@@ -139,11 +145,13 @@ KNOWN_TEXTS: tuple[tuple[Cause, str], ...] = (
         r"oom[-_]kill event|Detected \d+ oom.kill|killed by signal: Killed"
         r"|[Cc]an(?:no|')t allocate memory|std::bad_alloc|^MemoryError\b"
         r"|\bmemory allocation of \d+ bytes failed|LLVM ERROR: out of memory"  # Rust, LLVM
-        r"|(?i:node running low on memory|exceed\w* (?:\w+ )?mem\w* (?:usage )?limit|memory usage limit)"
+        r"|(?i:node running low on memory|\bexceeded (?:\w+ )?mem(?:ory)? (?:usage )?limit)"
+        r"|reaching LSF memory usage limit"
         r"|(?i:\bmem \d+ ?kb exceeded limit|\bOOMKilled\b)|TERM_MEMLIMIT"  # PBS, Kubernetes, LSF
         r"|earlyoom: sending SIGKILL|low on resource: memory"  # Kubernetes
         r"|Allocation error : not enough memory|Memory allocation still failed"  # zstd, OpenBLAS
-        r"|Unable to allocate [\d.]+ \w+ for an array|\bmalloc of size \d+ failed",  # numpy, Arrow
+        r"|Error: Unable to allocate [\d.]+ (?:[KMG]iB|bytes) for an array"  # numpy
+        r"|\bmalloc of size \d+ failed",  # Arrow
     ),
     (Cause.NODE_LOST, r"DUE TO NODE FAILURE|[Nn]ode failure on|launcher on \S+ has been silent"),
     (Cause.PREEMPTED, r"DUE TO (?:PREEMPTION|TIME LIMIT)|CANCELLED AT .* DUE TO"),
@@ -167,19 +175,22 @@ _PASSING_TYPES = (  # of exceptions, without their modules
 )
 _PASSING_WORDS = (
     r"\b(?:cannot|can't|couldn't|could not|unable to|trying to|failed to) connect\b|\bconnect call failed\b",
-    r"\bconnections? (?:failed|broken)\b|\bcould not resolve\b|\bunreachable\b|\berror sending request\b",
-    r"\btimed ?out\b|\btimeout was reached\b|\btimeout of [\d.]+ ?s exceeded|\bwithin the specified time",
+    r"\bconnections? (?:failed|broken)\b|\bcould not resolve\b",
+    r"\b(?:host|network|server|service|endpoint) (?:is )?unreachable\b|\berror sending request\b",
+    r"\btimed ?out\b",
+    r"\btimeout was reached\b|\btimeout of [\d.]+ ?s exceeded(?! the)|\bwithin the specified time",
     r"\bdeadline[_ ](?:has )?(?:exceeded|elapsed)|\bafter \d+ retries\b|\bmax(?:imum)? retries\b",
     r"\b(?:temporarily|service) unavailable\b|\bstatus: unavailable\b|\btry again\b|\bserver ?(?:is )?busy\b",
     r"\bslow ?down\b|\breduce your request\b|\bindicates throttling\b|\binternal server error\b",
 )
 _PASSING_STATUSES = (  # of HTTP
+    r"\b50[0234]\b.{0,40}Backend Error",
     r"\b(?:429|50[0234])\b.{0,40}(?:Server Error|Bad Gateway|Gateway Time-?out|Too Many Requests)",
     r"\b(?:429|50[0234]) (?:GET|HEAD|PUT|POST|PATCH|DELETE)\b",
     r"(?i:\bstatus(?: ?code)?['\"]?[:=, ]+\(?(?:429|50[0234])\b)",
 )
 _PASSING_CODES = (  # of gRPC, AWS, curl
-    r"\bUNAVAILABLE\b|\bOperationTimedOut\b|\bcurlCode: \d+",
+    r"\bUNAVAILABLE\b|\bOperationTimedOut\b|\bcurlCode: (?:6|7|28|35|52|55|56)\b",
     r"\bAWS Error (?:NETWORK|SLOW|INTERNAL|SERVICE|REQUEST_TIME)\w+",
     r"\bAWS_ERROR_S3_(?:INTERNAL|SLOW|REQUEST_TIME)\w+|\bAWS_(?:ERROR_HTTP|IO)_\w*(?:TIMEOUT|CLOSED)",
     r"\bAn error occurred \((?:5\d\d|InternalError|ServiceUnavailable|RequestTime\w+|Throttl\w+|SlowDown)\)",
@@ -189,7 +200,8 @@ _TRANSIENT = re.compile(
 )
 _OF_STORES = re.compile(
     r"(?i:\b(?:s3|gcs|azure|blob|bucket|put ?object|get ?object|upload ?part|storage|FSTimeoutError)\b)"
-    r"|\b(?:gs|az|abfss?|oss)://|\boss2?\b|object_?storage|\bAWS Error\b|(?i:reduce your request rate)"
+    r"|\bServiceException\b|\b(?:gs|az|abfss?|oss)://|\boss2?\b|object_?storage|\bAWS Error\b"
+    r"|(?i:reduce your request rate)"
     r"|\bS3\w*(?:Exception|Error)\b|google\.resumable_media|awscrt|s3transfer|googleapis|gcsfs|s3fs|botocore|boto3|fsspec|minio|hdfs"
 )
 OF_A_STORES_CLIENT = re.compile(
@@ -245,7 +257,7 @@ def transient_cause_of(exception: str) -> Cause | None:
 
     exception: its type and message.
     """
-    exception = exception.replace("\n", " ")
+    exception = exception[:MOST_CHARACTERS].replace("\n", " ")
     if _TRANSIENT.search(exception) is None:
         return None
     return Cause.STORAGE if _OF_STORES.search(exception) else Cause.NETWORK

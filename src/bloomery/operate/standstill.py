@@ -25,8 +25,8 @@ class StandstillLimits:
     compile_s: seconds below which no turn that may compile counts as a standstill, once a first turn was
         measured: another node may have to compile what this one had kept. Less than torch's time-out of a
         collective, so that a rank that stands still is found before torch ends those that wait for it.
-    first_s: seconds below which the first turn of an activity in a process is no standstill, once one was
-        measured: caches of the disk may be cold.
+    first_s: seconds below which the first two turns of an activity in a process are no standstill, once one
+        was measured: caches of the disk may be cold. What a process does once has compile_s.
     evaluation_s: seconds for a batch of an evaluation that was not measured yet, or more, if steps were long.
     ending_s: seconds for the end of a run beside the measured time of a save.
     silence_s: seconds without a new heartbeat after which a process counts as silent.
@@ -133,7 +133,7 @@ def allowed_stillness_s(
     """Return for how many seconds all ranks may stand still.
 
     That is TIMES_LONGEST times the longest measured turn of what the ranks do now, and more by the limits.
-    A turn that may compile is compared with first turns, and the first turn of a process with all.
+    A turn that may compile is compared with first turns, and the first two of a process with all.
     """
     longest = longest_turns(observations, measured_s)
     allowed = limits.least_s
@@ -150,16 +150,21 @@ def allowed_stillness_s(
             allowed = max(allowed, limits.unmeasured_s)
         elif may_compile:
             allowed = max(allowed, min(limits.compile_s, limits.unmeasured_s), TIMES_LONGEST * measured)
-        elif _is_first(observation.beat):
-            allowed = max(allowed, limits.first_s, TIMES_LONGEST * max(first or 0.0, measured))
+        elif _is_early(observation.beat):
+            least_s = limits.compile_s if activity in _ONCE else limits.first_s
+            allowed = max(allowed, least_s, TIMES_LONGEST * max(first or 0.0, measured))
         else:
             allowed = max(allowed, TIMES_LONGEST * measured)
     return allowed
 
 
-def _is_first(beat: RankBeat) -> bool:
-    """Return whether the rank has not ended any turn of its present activity in this process."""
-    return beat.activity not in beat.first_s and beat.activity not in beat.longest_s
+_ONCE = frozenset({RankActivity.PREPARING, RankActivity.BUILDING, RankActivity.LOADING})
+"""Activities that a process has once: only other nodes and earlier attempts say how long they take."""
+
+
+def _is_early(beat: RankBeat) -> bool:
+    """Return whether the rank is in one of the first two turns of its present activity in this process."""
+    return beat.activity not in beat.longest_s
 
 
 def evaluation_s(longest: Mapping[str, float], *, limits: StandstillLimits) -> float:

@@ -76,7 +76,7 @@ def run_timeouts(
         table.append(_standstill(name, measured_s, limits, least_s=limits.least_s))
     first_s = max(firsts, default=None)
     table.append(_standstill("a step that may compile", first_s, limits, least_s=limits.compile_s))
-    table.append(_standstill("in a first eager turn", first_s, limits, least_s=limits.first_s))
+    table.append(_standstill("in first eager turns", first_s, limits, least_s=limits.first_s))
     table.append(
         RunTimeout(
             name=f"{_STANDSTILL} evaluating",
