@@ -25,6 +25,7 @@ SBIN = "/usr/sbin"
 
 CONFIGURATION = """\
 ClusterName=tests
+FirstJobId={first_job}
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={controller_port}
 SlurmUser={user}
@@ -122,6 +123,8 @@ def started(place: Path, *, nodes: int = 2) -> Iterator[SlurmCluster]:
             user=getpass.getuser(),
             nodes=nodes,
             controller_port=ports[0],
+            first_job=100
+            * ports[0],  # ranks meet at a port that follows from it, and clusters run side by side
             ports=f"{ports[1]}-{ports[-1]}",
         )
     )
