@@ -180,9 +180,13 @@ class Heartbeat:
         self._moves += 1
 
     def expect_compilation(self) -> None:
-        """Count the turns of each activity anew, for shapes or settings have changed and may be compiled."""
-        self._turns_since.clear()
-        self._may_compile = True
+        """Count the turns of each activity anew, for shapes or settings have changed and may be compiled.
+
+        Does nothing before the first forward and backward has ended: until then none was of other shapes.
+        """
+        if RankActivity.COMPUTING in self._first_s:
+            self._turns_since.clear()
+            self._may_compile = True
 
     def expect_no_compilation(self) -> None:
         """Count no turn as one that may compile, for this process compiles nothing, until shapes change."""

@@ -82,7 +82,6 @@ class Trainer:
         self._slow_ranks = SlowRanks(mesh)
         self._steps: dict[Phase, StepParts] = {}
         self._steps_recipe = settings.recipe
-        self._has_begun = False
         self.outer = make_outer(self)
         self.saver = RunSaver(
             learner=learner,
@@ -129,9 +128,7 @@ class Trainer:
             self._steps.clear()
             self._steps_recipe = recipe
         if phase not in self._steps:
-            if self._has_begun:  # of its first steps the heartbeat knows whether they compile
-                self._heartbeat.expect_compilation()
-            self._has_begun = True
+            self._heartbeat.expect_compilation()
             self._steps[phase] = StepParts(
                 phase=phase,
                 model=learner.model,
