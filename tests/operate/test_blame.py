@@ -62,6 +62,9 @@ REAL_EXCEPTIONS = (
     "open('/no/such/file')",
     "assert False, 'a shape differs'",
 )
+REAL_WANT_OF_MEMORY = (
+    "import resource; resource.setrlimit(resource.RLIMIT_AS, (1 << 28, 1 << 28)); b'0' * (1 << 30)"
+)
 REAL_KILLS = tuple(f"import os; print('step {n}'); os.kill(os.getpid(), 9)" for n in range(5))
 REAL_FULL = tuple(
     f"{LIMIT} resource.setrlimit(resource.RLIMIT_FSIZE, ({size}, {size}))\n"
@@ -404,3 +407,9 @@ def test_a_rank_that_a_signal_from_outside_has_ended_was_killed(number: signal.S
     verdict = diagnose(FailureEvidence(ranks=ranks(culprit=5, status=-number, error="", log="")))
     assert (verdict.cause, verdict.culprit.rank, verdict.retries) == (Cause.KILLED, 5, True)
     assert signal.Signals(number).name in verdict.summary
+
+
+def test_a_rank_that_finds_no_memory_may_find_it_when_it_is_started_again() -> None:
+    (fault,) = of_processes(Cause.OOM_KILLER, (REAL_WANT_OF_MEMORY,), retries=True)
+    verdict = diagnose(fault.evidence)
+    assert (verdict.cause, verdict.culprit.rank, verdict.retries) == (fault.cause, fault.rank, True)

@@ -13,8 +13,6 @@ from bloomery.operate.failure_evidence import FailureEvidence, RankEnd
 from bloomery.operate.known_texts import bad_gpu_of
 
 ABORT = -6
-PREFIX = "[rank{0}]:[E1016 ProcessGroupNCCL.cpp:1557] [PG ID 0 PG GUID 0(default_pg) Rank {0}] "
-TERMINATING = "Terminating the process after attempting to dump debug info, due to {}."
 
 
 def verdict_of(*ends: RankEnd, **evidence: object) -> Diagnosis:
@@ -92,49 +90,6 @@ def test_what_clients_of_networks_and_stores_say_is_retried_if_it_may_pass(line:
 )  # fmt: skip
 def test_a_gpu_is_bad_where_the_kernel_says_that_it_needs_a_reset(line: str, bus: str) -> None:
     assert (bad_gpu_of(line) or ("", ""))[0] == bus
-
-
-def test_ranks_that_torch_aborts_beside_an_exception_hide_it_not() -> None:
-    said = "DistBackendError: NCCL error: remote process exited or there was a network error"
-    aborted = RankEnd(rank=0, host="node0", status=ABORT, log=said)
-    also = RankEnd(rank=2, host="node0", status=ABORT, log=PREFIX + TERMINATING.format("collective timeout"))
-    raised = RankEnd(rank=1, host="node0", status=1, error="ValueError: no", log="ValueError: no")
-    verdict = verdict_of(aborted, raised, also)
-    assert (verdict.cause, verdict.culprit.rank, verdict.retries) == (Cause.EXCEPTION, 1, False)
-    assert verdict_of(aborted).cause == Cause.NETWORK  # nobody is left who failed by itself
-
-
-@pytest.mark.parametrize(
-    "said",
-    [
-        "Some NCCL operations have failed or timed out. To avoid data inconsistency, we are taking the "
-        "entire process down.\n  what():  NCCL error: remote process exited or there was a network error",
-        "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)",
-    ],
-)
-def test_an_exception_is_the_cause_and_not_what_waiting_ranks_report_of_it(said: str) -> None:
-    waiting = [RankEnd(rank=rank, host="node0", status=ABORT, log=said) for rank in (0, 2, 3)]
-    raised = RankEnd(rank=1, host="node0", status=1, error="ValueError: no", log="ValueError: no")
-    verdict = verdict_of(waiting[0], raised, *waiting[1:])
-    assert (verdict.cause, verdict.culprit.rank, verdict.retries) == (Cause.EXCEPTION, 1, False)
-
-
-@pytest.mark.parametrize("why", ["collective timeout or exception", "ProcessGroupNCCL watchdog hang"])
-def test_ranks_that_torch_aborts_after_a_time_out_name_the_one_that_says_nothing(why: str) -> None:
-    ends = [
-        RankEnd(rank=rank, host="node0", status=ABORT, log=PREFIX.format(rank) + TERMINATING.format(why))
-        for rank in range(4)
-    ]
-    ends[2] = RankEnd(rank=2, host="node0", status=-9, is_killed_here=True)
-    verdict = verdict_of(*ends)
-    assert (verdict.cause, verdict.culprit.rank) == (Cause.NCCL_TIMEOUT, 2)
-
-
-def test_a_watchdog_that_caught_a_time_out_is_believed_though_torch_aborts_its_rank() -> None:
-    caught = "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)\n"
-    log = caught + "To avoid data inconsistency, we are taking the entire process down."
-    verdict = verdict_of(RankEnd(rank=0, host="node0", status=ABORT, log=log), RankEnd(rank=1, status=-15))
-    assert (verdict.cause, verdict.culprit.rank) == (Cause.NCCL_TIMEOUT, 1)
 
 
 @pytest.mark.parametrize(
@@ -243,25 +198,6 @@ def test_words_that_a_blind_draw_found_missing(words: str, cause: Cause) -> None
     assert (diagnosis.cause, diagnosis.culprit.rank) == (cause, 1)
 
 
-WATCHDOG_ENDED = (
-    "[rank1]:[E1 ProcessGroupNCCL.cpp:2] Process group watchdog thread terminated with exception: "
-)
-
-
-@pytest.mark.parametrize(
-    ("words", "cause"),
-    [
-        ("CUDA error: an illegal memory access was encountered", Cause.CRASH),
-        ("CUDA error: device-side assert triggered", Cause.EXCEPTION),
-    ],
-)
-def test_a_watchdog_that_ends_by_an_error_of_its_own_gpu_names_its_rank(words: str, cause: Cause) -> None:
-    waited = "[rank0]:[E1 ProcessGroupNCCL.cpp:3] [Rank 0] Watchdog caught collective operation timeout"
-    for others in (lost(0), RankEnd(rank=0, host="node0", status=ABORT, log=waited)):
-        verdict = verdict_of(others, RankEnd(rank=1, host="node0", status=ABORT, log=WATCHDOG_ENDED + words))
-        assert (verdict.cause, verdict.culprit.rank) == (cause, 1)
-
-
 @pytest.mark.parametrize(("shm_free", "cause"), [(0.0, Cause.BUS_ERROR), (0.9, Cause.CRASH)])
 def test_a_child_that_a_bus_error_ended_shows_a_full_shared_memory(shm_free: float, cause: Cause) -> None:
     error = "torch.multiprocessing.spawn.ProcessExitedException: process 0 terminated with signal SIGBUS"
@@ -307,32 +243,6 @@ def test_what_the_kernel_says_of_a_disk_or_of_systemd_explains_a_signal() -> Non
     assert verdict_of(lost(0), ended, kernel=oomd).cause != Cause.OOM_KILLER
 
 
-def test_a_connection_that_is_tried_again_says_nothing_of_a_time_out() -> None:
-    retry = (
-        "NCCL INFO socketPollConnect: connect to 10.0.0.2<43> returned Connection refused, retrying (1/34)\n"
-    )
-    waited = "[rank0]:[E1 ProcessGroupNCCL.cpp:3] [Rank 0] Watchdog caught collective operation timeout"
-    reporter = RankEnd(rank=0, host="n0", status=ABORT, log=retry + waited)
-    verdict = verdict_of(reporter, RankEnd(rank=1, host="n1", status=-9, is_killed_here=True))
-    assert (verdict.cause, verdict.culprit.rank) == (Cause.NCCL_TIMEOUT, 1)
-
-
-def test_a_barrier_that_names_a_rank_and_a_watchdog_that_stood_still_name_the_culprit() -> None:
-    barrier = "RuntimeError: Rank 1 failed to pass monitoredBarrier in 1800000 ms"
-    verdict = verdict_of(
-        *(RankEnd(rank=rank, host="a", status=1, error=barrier) for rank in (0, 2)),
-        RankEnd(rank=1, host="b", status=-9, is_killed_here=True),
-        RankEnd(rank=3, host="b", status=-9, is_killed_here=True),
-    )
-    assert (verdict.cause, verdict.culprit.rank) == (Cause.NCCL_TIMEOUT, 1)
-    waits = "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=9) ran for 600061 ms"
-    stuck = "ProcessGroupNCCL's watchdog got stuck for 480 seconds without making progress"
-    verdict = verdict_of(
-        RankEnd(rank=0, host="a", status=ABORT, log=waits), RankEnd(rank=1, host="b", status=ABORT, log=stuck)
-    )
-    assert (verdict.cause, verdict.culprit.rank) == (Cause.NCCL_TIMEOUT, 1)
-
-
 @pytest.mark.parametrize(
     "line",
     [
@@ -348,24 +258,6 @@ def test_a_rank_is_known_by_the_bus_of_its_gpu(line: str) -> None:
     assert (str(verdict.culprit), verdict.cause) == ("node0, GPU 3, rank 1", Cause.BAD_GPU)
     verdict = verdict_of(lost(0), there, kernel={"node1": [line]})
     assert verdict.culprit.rank is None and verdict.culprit.host == "node1"
-
-
-@pytest.mark.parametrize(
-    "log",
-    [
-        "[rank0]: taking the entire process down: collective timed out on work ALLREDUCE.",
-        "[PG ID 2 Rank 0] Received a dump signal due to a collective timeout from  rank 5 and we will try",
-        "[Rank 0] Exception (either an error or timeout) detected by watchdog at work: 7753, last enqueued",
-        "RuntimeError: Timed out initializing process group in store based barrier on rank: 0, for key: k",
-    ],
-)
-def test_an_abort_of_torch_that_tells_of_a_timeout_names_the_rank_that_tells_of_none(log: str) -> None:
-    ends = [
-        RankEnd(rank=0, host="a", status=-signal.SIGABRT, log=log),
-        RankEnd(rank=1, host="b", status=-signal.SIGKILL, is_killed_here=True),
-    ]
-    diagnosis = diagnose(FailureEvidence(ranks=ends))
-    assert (diagnosis.cause, diagnosis.culprit.rank) == (Cause.NCCL_TIMEOUT, 1)
 
 
 ECC = (
@@ -386,19 +278,6 @@ def test_a_gpu_that_the_kernel_has_lost_without_saying_which_leaves_the_node_the
     ends = [RankEnd(rank=rank, host="node0", status=71, error="RankLost: gone") for rank in (0, 1)]
     verdict = verdict_of(*ends, kernel={"node0": [line]})
     assert (verdict.cause, verdict.culprit.host, verdict.culprit.rank) == (Cause.BAD_GPU, "node0", None)
-
-
-@pytest.mark.parametrize(
-    "log",
-    [
-        "torch.distributed.DistStoreError: wait timeout after 600000ms, keys: /default_pg/0//barrier/7753",
-        "[Rank 0] Caught collective operation timeout: WorkNCCL(SeqNum=7753, Timeout(ms)=1800000) ran on",
-    ],
-)
-def test_the_witness_of_a_time_out_is_not_the_rank_that_did_not_come(log: str) -> None:
-    hung = RankEnd(rank=1, host="a", status=-9, is_killed_here=True)
-    verdict = verdict_of(RankEnd(rank=0, host="a", status=ABORT, log=log), hung)
-    assert (verdict.cause, verdict.culprit.rank) == (Cause.NCCL_TIMEOUT, 1)
 
 
 @pytest.mark.parametrize(
