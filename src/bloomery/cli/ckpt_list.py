@@ -46,7 +46,7 @@ _EXCESS = 1.2
 
 
 def show_list(arguments: list[str]) -> int:
-    """Print the checkpoints of a run or of a backup; returns 1 where --verify finds damage."""
+    """Print the checkpoints of a run or of a backup. Return the exit status: 1 if --verify finds damage."""
     options = parser("ckpt list", "List the checkpoints of a run, or of a run's backup, oldest first.")
     options.add_argument(
         "run", metavar="RUN|URL", help="a run directory, or a backup at s3://…, gs://…, az://… or file://…"

@@ -75,7 +75,10 @@ class RunView:
             return self._assembly.snapshot()
 
     def changed(self, since: int, *, timeout_s: float) -> RunSnapshot:
-        """Wait for a snapshot of a later version than `since`; return the present one after `timeout_s`."""
+        """Wait until the run has changed, for `timeout_s` seconds at most, and return the newest snapshot.
+
+        since: the version of the snapshot that the caller has.
+        """
         self.wait(since, timeout_s=timeout_s)
         return self.snapshot
 

@@ -23,10 +23,10 @@ from bloomery.model.loss import IGNORED
 
 @dataclass(frozen=True, kw_only=True)
 class Entropy:
-    """The entropy of some targets.
+    """The cross entropy of some targets.
 
-    nats: the sum of −ln p of the targets.
-    tokens: number of targets.
+    nats: the sum of −ln p over the targets, p being the probability that the model gave each.
+    tokens: the number of targets.
     """
 
     nats: float

@@ -263,7 +263,7 @@ def _is_of_ranks(line: str, ranks: Sequence[RankEnd]) -> bool:
 
 
 def _killed_children(evidence: FailureEvidence) -> Iterator[Diagnosis]:
-    """Look for ranks that say that a process of theirs died without a word of its own."""
+    """Look for ranks whose log says that a process which they had started, such as a data worker, died."""
     for end in _failed(evidence):
         line = _line(f"{end.error}\n{end.log}", _CHILD_KILLED.pattern)
         for kernel_line in evidence.kernel.get(end.host, ()) if line else ():

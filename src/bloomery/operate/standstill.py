@@ -187,9 +187,11 @@ def evaluation_s(longest: Mapping[str, float], *, limits: StandstillLimits) -> f
 def longest_turns(
     observations: Mapping[int, RankObservation], measured_s: Mapping[str, float]
 ) -> dict[str, float]:
-    """Return the longest turn of each activity over all ranks and earlier attempts, in seconds.
+    """Return for how many seconds any rank was at most in each activity without a break, by activity.
 
-    Its first turns stand apart, as "first", a space and the activity.
+    The first time of a process counts apart, under "first", a space and the activity, for it takes longer.
+
+    measured_s: the same of earlier attempts.
     """
     longest = dict(measured_s)
     for observation in observations.values():

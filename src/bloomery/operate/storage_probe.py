@@ -96,7 +96,7 @@ def forecast(times: Sequence[StorageTimes], *, total: int, nodes: int) -> Storag
 
 
 def _write(path: Path, size: int) -> str:
-    """Write bytes that no file system can compress, sync them, and return their hash."""
+    """Write `size` bytes that no file system can compress to a file, and sync it. Return their hash."""
     block, digest = os.urandom(_BLOCK), hashlib.blake2b()
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     try:

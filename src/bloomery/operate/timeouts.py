@@ -33,10 +33,12 @@ _STANDSTILL = "standstill in"
 
 @dataclass(frozen=True, kw_only=True)
 class RunTimeout:
-    """A time-out that applies now.
+    """A time-out of a run, as `bloomery drill --timeouts` shows it.
 
-    derived: how the seconds were found.
-    then: what happens after it.
+    name: what is waited for.
+    seconds: how long.
+    derived: the measured times and limits that `seconds` was computed from; "fixed" for a constant.
+    then: what is done when it is over.
     """
 
     name: str

@@ -300,7 +300,7 @@ def _build_backup(
 
 @dataclass(kw_only=True)
 class _StartUp:
-    """What is reported once an incarnation has its number and its first step."""
+    """Tells the journal and people of the start of an incarnation, once its number and step are known."""
 
     loaded: LoadedRecipe
     changes: SettingChanges
