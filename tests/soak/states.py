@@ -74,6 +74,9 @@ def _jobs_that_run(table: StateTable) -> dict[str, list[str]]:
     table.expect(run, RunStatus.SUSPENDED)
     cluster.run("scontrol", "resume", job)
     table.expect(run, RunStatus.RUNNING)
+    # SLURM says RUNNING before its SIGCONT has come, which would undo a SIGSTOP that is sent now
+    written = run.heartbeat().stat().st_mtime_ns
+    cluster.wait_until(lambda: run.heartbeat().stat().st_mtime_ns > written)
     os.kill(beat.pid, signal.SIGSTOP)
     table.expect(run, RunStatus.HUNG)
     os.kill(beat.pid, signal.SIGCONT)
