@@ -25,6 +25,7 @@ from tests.protocol import example
 from bloomery.data.position import Position, first, merged, total, without
 from bloomery.diloco.agent_client import connect_agent
 from bloomery.diloco.outer_update import digest
+from bloomery.diloco.stored_average import StoredAverage
 from bloomery.errors import PeerError
 from bloomery.protocol.rank_messages import (
     Abort,
@@ -164,12 +165,12 @@ class FakeRank:
 
     def keep_average(self, told: KeepAverage) -> None:
         if self.candidate is not None and self.candidate[:2] == (told.epoch, told.digest):
-            draft = told.file.with_name(told.file.name + ".draft")
-            self.average.tofile(draft)
-            draft.rename(told.file)
+            average = StoredAverage("int8", members=self.members)
+            average.append(self.average)
+            average.save(told.file)
 
     def catch_up(self, told: CatchUp) -> None:
-        base = self.base - np.fromfile(told.file, np.float32)
+        base = self.base - StoredAverage.load(told.file).whole()
         self.note("catch up", round=told.round)
         if digest(base) != told.digest:
             self.parent.refused("the average leads to another state")
@@ -243,7 +244,7 @@ class FakeRank:
                 epoch=epoch, kind=failed[0].kind, culprit=failed[0].culprit, why=failed[0].message
             )
             return
-        candidate, self.average = self.base - values, values
+        candidate, self.average, self.members = self.base - values, values, members
         if (self.directory / "differ").exists():
             (self.directory / "differ").unlink()
             candidate[0] += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -11,9 +12,10 @@ from torch import Tensor
 from bloomery.checkpoint.format.state import Scope, StateEntry, whole
 from bloomery.config.elastic import ElasticSection
 from bloomery.data.position import Ranges, merged
-from bloomery.diloco.outer_update import Reduced, StoredAverage
+from bloomery.diloco.outer_update import Reduced
 from bloomery.diloco.peer_vector import fragments_of
 from bloomery.diloco.pseudo_gradient import PseudoGradient
+from bloomery.diloco.stored_average import StoredAverage
 
 
 class OneTensor:
@@ -49,7 +51,7 @@ class OneTensor:
 
 
 def reduced(values: Tensor, residual: Tensor | None) -> Reduced:
-    return Reduced(average=StoredAverage.of(values), residual=residual)
+    return Reduced(average=StoredAverage.of(values.numpy()), residual=residual)
 
 
 def part_of(update: PseudoGradient, weight: float) -> tuple[Tensor, Tensor | None]:
@@ -268,14 +270,14 @@ def test_a_round_that_was_missed_is_made_up_for_by_its_average_to_the_bit(fragme
         within.prepare(reduced(values * round, residual))
         average = within.average()
         assert average is not None
-        averages.append(average.whole())
+        averages.append(average)
         within.adopt()
     assert within.average() is None and behind.residual is not None
     behind.residual += 0.5
     behind.offer(1)  # its own part was left out
     behind.refuse()
     for round, average in enumerate(averages, 1):
-        before, wrong = behind.digest(), behind.prepare_missed(round, average + 1.0)
+        before, wrong = behind.digest(), behind.prepare_missed(round, StoredAverage.of(average.whole() + 1.0))
         behind.refuse()
         assert behind.digest() == before != wrong
         prepared = behind.prepare_missed(round, average)
@@ -285,7 +287,7 @@ def test_a_round_that_was_missed_is_made_up_for_by_its_average_to_the_bit(fragme
     assert torch.equal(behind._vector.weights, behind.base)  # type: ignore[attr-defined]  — OneTensor's
     assert torch.equal(behind.residual, torch.full((64,), 0.5))  # what it still has to send
     with pytest.raises(ValueError, match="7 elements"):
-        behind.prepare_missed(1, torch.zeros(7))
+        behind.prepare_missed(1, StoredAverage.of(np.zeros(7, np.float32)))
 
 
 @pytest.mark.parametrize("fragments", [1, 2])
@@ -303,9 +305,8 @@ def test_a_late_peer_follows_a_missed_round_and_keeps_its_own_steps(fragments: i
         digest = within.prepare(reduced(values, residual))
         average = within.average()
         assert average is not None
-        whole = average.whole()
         within.adopt()
-        assert late.prepare_missed(round, whole) == digest
+        assert late.prepare_missed(round, average) == digest
         late.rebase()
         assert late.average() is None
         assert late.digest() == within.digest() and torch.equal(late.base, within.base)

@@ -13,8 +13,9 @@ from tests.protocol import example
 
 from bloomery.config.elastic import ElasticSection
 from bloomery.diloco.all_reduce import RingFailed, WireRing
-from bloomery.diloco.outer_update import Reduced, StoredAverage
+from bloomery.diloco.outer_update import Reduced
 from bloomery.diloco.pseudo_gradient import PseudoGradient
+from bloomery.diloco.stored_average import StoredAverage
 from bloomery.plan.peer_round import ring_bytes
 from bloomery.protocol.rank_messages import Reduce
 from bloomery.transport.connection import HopRateLimit
@@ -170,7 +171,7 @@ def make_round(updates: list[PseudoGradient], round: int) -> list[torch.Tensor]:
             values.numpy(), gather=gather, weights=WEIGHTS, index=index,
             density=SECTION.density, residual=residual.numpy(),
         )  # fmt: skip
-        update.prepare(Reduced(average=StoredAverage.of(values), residual=residual))
+        update.prepare(Reduced(average=StoredAverage.of(values.numpy()), residual=residual))
         update.adopt()
     return drifts
 

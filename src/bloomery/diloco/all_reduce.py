@@ -21,7 +21,8 @@ from bloomery.checkpoint.writer.ranks import Gather
 from bloomery.config.elastic import SPARSE, ElasticSection
 from bloomery.coordination.eligibility import NORM_FAILURE
 from bloomery.diloco.agent_client import AgentClient, CommandInbox
-from bloomery.diloco.outer_update import OuterUpdate, Reduced, StoredAverage, peer_digest
+from bloomery.diloco.outer_update import OuterUpdate, Reduced, peer_digest
+from bloomery.diloco.stored_average import StoredAverage
 from bloomery.errors import BloomeryError
 from bloomery.plan.peer_round import codec_of_partial_sums
 from bloomery.protocol.rank_messages import KeepAverage, Reduce
@@ -210,7 +211,7 @@ def _reduced(
         values, residual = update.values(weight, piece)
         if ring is not None:
             ring.all_reduce(values, weight=weight, residual=residual)
-        average.append(values)
+        average.append(values.numpy())
         residuals.append(residual)
     kept_residuals = [residual for residual in residuals if residual is not None]
     return Reduced(average=average, residual=torch.cat(kept_residuals) if kept_residuals else None)

@@ -13,9 +13,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
-import torch
-
 from bloomery.checkpoint.format.state import Json
 from bloomery.checkpoint.writer.ranks import Gather
 from bloomery.data.position import Position, from_pairs, to_pairs
@@ -31,8 +28,9 @@ from bloomery.diloco.outer_loop_state import (
     Resumed,
     RoundState,
 )
-from bloomery.diloco.outer_update import FEEDBACK_OF, OuterUpdate, StoredAverage
+from bloomery.diloco.outer_update import FEEDBACK_OF, OuterUpdate
 from bloomery.diloco.peer_vector import FragmentHistory
+from bloomery.diloco.stored_average import StoredAverage
 from bloomery.protocol.rank_messages import CatchUp, CopyState, KeepAverage
 
 log = logging.getLogger(__name__)
@@ -68,7 +66,7 @@ class MissedRounds:
     def _made(self, asked: CatchUp) -> MissedRoundMade:
         """Prepare the state after a missed round, and say whether it is the commit's."""
         try:
-            average = torch.from_numpy(np.fromfile(asked.file, np.float32))
+            average = StoredAverage.load(asked.file)
             rank_digest, why = self._update.prepare_missed(asked.round, average), ""
         except (OSError, ValueError) as error:
             rank_digest, why = "", str(error)
@@ -79,16 +77,10 @@ class MissedRounds:
 
 
 def _write(average: StoredAverage, path: Path) -> None:
-    """Write a vector as fp32, so that a reader sees all or nothing. It is a copy, so it is not synced."""
-    draft = path.with_name(path.name + ".draft")
     try:
-        with draft.open("wb") as file:
-            for block in average.blocks():
-                block.numpy().tofile(file)
-        draft.rename(path)
+        average.save(path)
     except OSError as error:
         log.warning("the average of a round is not kept for those who missed it: %s", error)
-        draft.unlink(missing_ok=True)
 
 
 class StateCopies:

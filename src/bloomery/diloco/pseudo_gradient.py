@@ -17,16 +17,15 @@ from bloomery.checkpoint.format.state import StateEntry
 from bloomery.config.elastic import SPARSE, ElasticSection
 from bloomery.data.position import Ranges, total
 from bloomery.diloco.outer_update import (
-    BLOCK,
     PIECE,
     Reduced,
-    StoredAverage,
     digest_of_pieces,
     pieces_of,
     rank_digest,
     squared_norm,
 )
 from bloomery.diloco.peer_vector import PeerVector, fragment_of_round, fragments_of, put, take
+from bloomery.diloco.stored_average import BLOCK, StoredAverage
 
 _WITH_FEEDBACK = ("int4", SPARSE)
 """The codecs whose error a peer keeps and adds in the next round."""
@@ -160,13 +159,13 @@ class PseudoGradient:
         """See OuterUpdate. It is the fragment's average pseudo-gradient."""
         return None if self._prepared is None else self._prepared.average
 
-    def prepare_missed(self, round: int, average: Tensor) -> str:
+    def prepare_missed(self, round: int, average: StoredAverage) -> str:
         """See OuterUpdate."""
         self._forget_offer()
         self._spans = self._fragments[fragment_of_round(round, count=self._section.fragments)]
-        if average.numel() != total(self._spans):
-            raise ValueError(f"{average.numel()} elements, and this part has {total(self._spans)}")
-        return self.prepare(Reduced(average=StoredAverage.of(average), residual=None))
+        if average.numel != total(self._spans):
+            raise ValueError(f"{average.numel} elements, and this part has {total(self._spans)}")
+        return self.prepare(Reduced(average=average, residual=None))
 
     def adopt(self) -> None:
         """See OuterUpdate. The fragment's weights become the base, or are mixed with it (elastic.mixing).
@@ -252,7 +251,7 @@ class PseudoGradient:
         for strip, place in self._strips():
             for start, average in self._prepared.average.pieces(place, place + len(strip)):
                 first = strip.start + start - place
-                yield range(first, first + average.numel()), average
+                yield range(first, first + average.size), torch.from_numpy(average)
 
     def _step(self, strip: range, average: Tensor) -> tuple[Tensor, Tensor]:
         section = self._section
@@ -348,21 +347,22 @@ class GradientAverage:
     def prepare(self, reduced: Reduced) -> str:
         """Keep the average; return the digest of the present weights and the average."""
         self._average = reduced.average
-        pieces = itertools.chain(self._blocks(self._vector.read_masters), reduced.average.blocks())
-        return digest_of_pieces((piece.numpy() for piece in pieces), nbytes=8 * self._vector.numel)
+        weights = (block.numpy() for block in self._blocks(self._vector.read_masters))
+        pieces = itertools.chain(weights, reduced.average.blocks())
+        return digest_of_pieces(pieces, nbytes=8 * self._vector.numel)
 
     def average(self) -> StoredAverage | None:
         """See OuterUpdate. Gradients are of no use later: the optimizer has to make each step in turn."""
         return None
 
-    def prepare_missed(self, round: int, average: Tensor) -> str:
+    def prepare_missed(self, round: int, average: StoredAverage) -> str:
         """See OuterUpdate."""
         raise ValueError("gradients of a step that others made cannot be made up for")
 
     def adopt(self) -> None:
         """Make the average the gradients that the optimizer's update uses."""
         assert self._average is not None, "nothing was prepared"
-        self._vector.write_gradients(self._average.whole())
+        self._vector.write_gradients(torch.from_numpy(self._average.whole()))
         self._average = None
 
     def rebase(self) -> None:

@@ -36,11 +36,12 @@ from bloomery.protocol.encoding import (
     printable,
 )
 
-PROTOCOL, PROTOCOL_VERSION = "the protocol between peers", "3"
+PROTOCOL, PROTOCOL_VERSION = "the protocol between peers", "4"
 """What a peer publishes beside its settings, so that versions that differ in it refuse each other by name.
 
 2: parts tell how many steps they span, and the ring has a codec for what is still being added up.
 3: a peer tells which state it wants, and copies a state when somebody wants it.
+4: averages of missed rounds are fetched as the ring sent them, in place of fp32.
 """
 
 
