@@ -259,7 +259,7 @@ class KeepAverage(_Tagged, frozen=True, kw_only=True, tag="keep average"):
     The commit of the round follows, which includes this peer's part.
 
     epoch, digest: of the commit. A rank that prepared another state writes nothing.
-    file: where this rank writes its elements of the average, as fp32.
+    file: where this rank writes its elements of the average, by `StoredAverage.save`.
     """
 
     epoch: Number
@@ -274,7 +274,7 @@ class CatchUp(_Tagged, frozen=True, kw_only=True, tag="catch up"):
     state that follows from the file has not the digest.
 
     round, digest, position: of the commit of the round that this peer missed.
-    file: this rank's elements of the average, as fp32.
+    file: this rank's elements of the average, for `StoredAverage.load`.
     """
 
     round: Number
