@@ -140,3 +140,23 @@ def test_the_witness_of_a_time_out_is_not_the_rank_that_did_not_come(log: str) -
     hung = RankEnd(rank=1, host="a", status=-9, is_killed_here=True)
     verdict = verdict_of(RankEnd(rank=0, host="a", status=ABORT, log=log), hung)
     assert (verdict.cause, verdict.culprit.rank) == (Cause.NCCL_TIMEOUT, 1)
+
+
+def test_a_communicator_that_was_aborted_says_nothing_of_its_own_rank() -> None:
+    said = "torch.distributed.DistBackendError: NCCL communicator was aborted on rank 0."
+    aborted = RankEnd(rank=0, host="node0", status=1, error=said, log=said)
+    raised = RankEnd(rank=1, host="node0", status=1, error="ValueError: no", log="ValueError: no")
+    verdict = verdict_of(aborted, raised)
+    assert (verdict.cause, verdict.culprit.rank, verdict.retries) == (Cause.EXCEPTION, 1, False)
+    assert verdict_of(aborted).cause == Cause.NETWORK
+
+
+def test_an_error_of_cuda_that_nccl_does_not_name_is_a_crash_of_its_rank() -> None:
+    said = (
+        "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:94, unhandled cuda error\n"
+        "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 719 'unspecified'"
+    )
+    failed = RankEnd(rank=1, host="node0", status=1, error=said, log=said)
+    waiting = RankEnd(rank=0, host="node0", status=ABORT, log="Watchdog caught collective operation timeout: W")
+    verdict = verdict_of(waiting, failed)
+    assert (verdict.cause, verdict.culprit.rank, verdict.retries) == (Cause.CRASH, 1, True)

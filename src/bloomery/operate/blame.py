@@ -43,6 +43,7 @@ _CONSEQUENCES = re.compile(
     r"RankLost|ReportedElsewhere|Connection closed by peer|Connection reset by peer|ncclRemoteError"
     r"|Broken pipe|Another rank of this run is gone"
     r"|remote process exited or there was a network error|network error or a remote process exiting"
+    r"|NCCL communicator was aborted on rank \d+\.?\s*$"
 )
 _OF_HTTP = re.compile(r"ProtocolError|HTTPS?Connection|urllib3|aiohttp|httpx|botocore|Request ID")
 """A client's connection to a server that is no rank."""

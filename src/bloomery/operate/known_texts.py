@@ -160,7 +160,7 @@ KNOWN_TEXTS: tuple[tuple[Cause, str], ...] = (
     (
         Cause.CRASH,
         r"CUDA error: (?:an illegal memory access|an illegal instruction|misaligned address)"
-        r"|CUDA error: unspecified launch failure"
+        r"|CUDA error: unspecified launch failure|unhandled cuda error|ncclUnhandledCudaError"
         r"|killed by signal: Segmentation fault",
     ),
     (Cause.EXCEPTION, r"device-side assert triggered|^CUDA error \(\S+:\d+\): invalid"),
