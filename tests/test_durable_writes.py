@@ -39,7 +39,7 @@ UNSYNCED = {
     "cli/fork.py:_share": "the fork is published, and so synced, as a whole",
     "cli/demo_steps.py:draw_png": _AGAIN,
     "cli/plot.py:draw": _AGAIN,
-    "diloco/stored_average.py:StoredAverage.save": "a copy for peers that missed a round; without it they fetch the state",
+    "diloco/stored_average.py:StoredAverage.save": "a copy for peers; without it they fetch the state",
     "state_transfer/averages.py:_Download._begin": "removed after use, and at a start",
     "cli/guard.py:draw_replay": _AGAIN,
     "cli/report.py:draw_ledger": _AGAIN,

@@ -157,6 +157,8 @@ def test_an_error_of_cuda_that_nccl_does_not_name_is_a_crash_of_its_rank() -> No
         "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 719 'unspecified'"
     )
     failed = RankEnd(rank=1, host="node0", status=1, error=said, log=said)
-    waiting = RankEnd(rank=0, host="node0", status=ABORT, log="Watchdog caught collective operation timeout: W")
+    waiting = RankEnd(
+        rank=0, host="node0", status=ABORT, log="Watchdog caught collective operation timeout: "
+    )
     verdict = verdict_of(waiting, failed)
     assert (verdict.cause, verdict.culprit.rank, verdict.retries) == (Cause.CRASH, 1, True)
