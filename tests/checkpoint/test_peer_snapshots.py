@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import torch
@@ -32,6 +33,23 @@ def test_the_states_of_two_rounds_at_one_step_are_two_copies(tmp_path: Path) -> 
         assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
     store.close()
     assert not any(path.is_file() for path in (tmp_path / "memory").rglob("*"))
+
+
+def test_the_copy_that_a_killed_life_of_a_run_left_goes_with_its_next_start(tmp_path: Path) -> None:
+    section = CheckpointSection(background="off", memory_directory=str(tmp_path / "memory"))
+    process = os.fork()
+    if process == 0:
+        run, killed = Run(), Store(RunDirectory(tmp_path / "run"), section)
+        killed.restore(run.parts)
+        killed.copy_for_peers(RunStateToSave(run.fill(0).parts, step=1))
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(process, 0)
+    assert any(path.is_file() for path in (tmp_path / "memory").rglob("*"))
+    store = Store(RunDirectory(tmp_path / "run"), section)
+    assert not any(
+        path.is_file() for path in (tmp_path / "memory").rglob("*")
+    )  # nobody asked for another one
+    store.close()
 
 
 def test_copies_that_a_killed_process_left_go_with_the_next_offer_and_those_of_living_ones_stay(

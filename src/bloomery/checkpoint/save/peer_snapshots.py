@@ -23,10 +23,11 @@ _PREFIX = "bloomery-offered-"
 class PeerSnapshots:
     """The snapshots of one run, in a directory of a memory file system below `root`.
 
-    The directory is created for the first snapshot, and locked while its process lives. Directories that
-    killed processes of any run left beside it are removed then, since each takes as much memory as a state.
+    The directory is created for the first snapshot, and locked while its process lives. Those that killed
+    processes left, of this run or of any other beside it, are removed when this object is made and at the
+    first snapshot, since each takes as much memory as a state.
 
-    `add` is collective over the ranks.
+    `add` is collective over the ranks. The owner of this object holds the run directory.
     """
 
     def __init__(self, root: Path, run: Path, ranks: Ranks) -> None:
@@ -36,6 +37,8 @@ class PeerSnapshots:
         self._offered = 0
         self._held: int | None = None
         self._saver: Saver | None = None
+        if ranks.is_first:
+            self._remove_abandoned()
 
     def add(self, snapshot: StateSnapshot) -> Path | None:
         """Write a snapshot, and return the new checkpoint's directory.
@@ -82,12 +85,16 @@ class PeerSnapshots:
     def _create(self) -> None:
         """Create the empty directory, readable for this user alone, and lock it. Raises StorageError."""
         try:
-            remove_abandoned(self.directory.parent, _PREFIX)
-            shutil.rmtree(self.directory, ignore_errors=True)
+            self._remove_abandoned()
             self.directory.mkdir(mode=0o700, parents=True)
             self._held = hold_directory(self.directory)
         except OSError as error:
             raise storage_error(error, path=self.directory, doing="Taking memory for newcomers") from error
+
+    def _remove_abandoned(self) -> None:
+        """Remove what an earlier life of this run left, and old directories of others that nobody locks."""
+        shutil.rmtree(self.directory, ignore_errors=True)
+        remove_abandoned(self.directory.parent, _PREFIX)
 
 
 def _move(saved: Path, place: Path) -> None:
