@@ -27,8 +27,9 @@ from contract import Measurement, measurement, report
 from tests.diloco.test_pseudo_gradient import OneTensor
 
 from bloomery.config.elastic import SPARSE, ElasticSection
-from bloomery.diloco.outer_update import Reduced, StoredAverage
+from bloomery.diloco.outer_update import Reduced
 from bloomery.diloco.pseudo_gradient import PseudoGradient
+from bloomery.diloco.stored_average import StoredAverage
 from bloomery.plan.peer_round import ring_bytes
 from bloomery.transport.gradient_codec import Float32, decode, encode
 from bloomery.transport.sparse_codec import Words, average_sparse, encode_sparse
@@ -58,8 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.add_argument("--rounds", type=int, default=80)
     options.add_argument("--steps", type=int, default=5, help="inner steps of a round")
     options.add_argument("--seeds", type=int, default=3)
-    options.add_argument("--rate", type=float, default=2.0, help="outer learning rate of the sparse arm")
-    options.add_argument("--decay", type=float, default=0.95, help="elastic.feedback_decay")
+    options.add_argument("--rate", type=float, default=3.0, help="outer learning rate of the sparse arm")
+    options.add_argument("--decay", type=float, default=0.98, help="elastic.feedback_decay")
     options.add_argument("--json", action="store_true")
     chosen = options.parse_args(arguments)
     torch.set_num_threads(1)
@@ -159,7 +160,7 @@ def make_round(section: ElasticSection, updates: Sequence[PseudoGradient], round
         total = sum((sent(values.numpy()) * np.float32(weight) for values, _ in parts), np.float32(0))
         parts = [(torch.from_numpy(sent(total)), None)] * len(updates)
     for update, (values, residual) in zip(updates, parts, strict=True):
-        update.prepare(Reduced(average=StoredAverage.of(values), residual=residual))
+        update.prepare(Reduced(average=StoredAverage.of(values.numpy()), residual=residual))
         update.adopt()
 
 
