@@ -109,6 +109,7 @@ def test_a_killed_child_is_known_by_what_its_parent_says(line: str) -> None:
     ("words", "cause"),
     [
         ("RuntimeError: cudaMalloc failed: out of memory", Cause.GPU_MEMORY),
+        ("RuntimeError: Failed to allocate 8589934592 bytes on device 'cuda:0'", Cause.GPU_MEMORY),  # Warp
         ("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED", Cause.GPU_MEMORY),
         ("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED", Cause.EXCEPTION),
         ("OSError: Not enough disk space. Needed: 41.26 GiB (download: 12.20 GiB)", Cause.NO_SPACE),
@@ -137,6 +138,7 @@ def test_a_killed_child_is_known_by_what_its_parent_says(line: str) -> None:
         ("OFI poll failed (ofi_events.c:1064:handle:Input/output error - UNDELIVERABLE)", Cause.NETWORK),
         ("OSError: [Errno 255] HDFS Read failed. Detail: [errno 255] Unknown error 255", Cause.STORAGE),
         ("OSError: [Errno 16] Please reduce your request rate.", Cause.STORAGE),
+        ("NOTICE: Failed to copyto: InternalError: Please try again.", Cause.STORAGE),  # rclone
         ('ValueError: UNAVAILABLE: Error reading "gs://ckpt/run9/c/0/3": HTTP response 503', Cause.STORAGE),
         ("ClientError: An error occurred (XMinioStorageFull) when calling PutObject", Cause.NO_SPACE),
         ("ClientError: An error occurred (QuotaExceeded) when calling UploadPart: Unknown", Cause.QUOTA),
@@ -199,11 +201,32 @@ def test_words_that_a_blind_draw_found_missing(words: str, cause: Cause) -> None
 
 
 @pytest.mark.parametrize(("shm_free", "cause"), [(0.0, Cause.BUS_ERROR), (0.9, Cause.CRASH)])
-def test_a_child_that_a_bus_error_ended_shows_a_full_shared_memory(shm_free: float, cause: Cause) -> None:
-    error = "torch.multiprocessing.spawn.ProcessExitedException: process 0 terminated with signal SIGBUS"
+@pytest.mark.parametrize(
+    "error",
+    [
+        "torch.multiprocessing.spawn.ProcessExitedException: process 0 terminated with signal SIGBUS",
+        "RuntimeError: reader process 31897 was killed by signal 7: Bus error",
+        "subprocess.CalledProcessError: Command 'decode' returned non-zero exit status 135.",
+        "RuntimeError: worker 3 ended with exit code -7",
+    ],
+)
+def test_a_child_that_a_bus_error_ended_shows_a_full_shared_memory(
+    error: str, shm_free: float, cause: Cause
+) -> None:
     ended = RankEnd(rank=1, host="a", status=1, error=error)
     verdict = verdict_of(lost(0), ended, shm_free=shm_free)
     assert (verdict.cause, verdict.culprit.rank) == (cause, 1)
+
+
+@pytest.mark.parametrize(
+    ("number", "cause"),
+    [(-4, Cause.CRASH), (-6, Cause.CRASH), (139, Cause.CRASH), (1, Cause.EXCEPTION), (-1, Cause.EXCEPTION)],
+)
+def test_a_child_that_a_signal_ended_has_crashed(number: int, cause: Cause) -> None:
+    error = f"subprocess.CalledProcessError: Command 'pack' returned non-zero exit status {number}."
+    ended = RankEnd(rank=1, host="a", status=1, error=error)
+    verdict = verdict_of(lost(0), ended)
+    assert (verdict.cause, verdict.culprit.rank, verdict.retries) == (cause, 1, cause == Cause.CRASH)
 
 
 @pytest.mark.parametrize(

@@ -28,11 +28,13 @@ from bloomery.operate.last_exception import exception_of, is_of_a_store, log_of_
 _PYTHON_KILLED = re.compile(r"Killed process \d+ \((?:python|pt_)")
 """A process that a rank may have started: torch's data workers call themselves pt_data_worker."""
 _CHILD_KILLED = re.compile(
-    r"status (?:-9|137)\b|\bsignal 9\b|SIGKILL|was killed|died with <Signals|terminated with signal"
+    # by number: of Python, which has signals below 0, and of shells, which add 128
+    r"(?:\bstatus|\bcode|exit ?code):? (?:-(?:[46-9]|11)|13[2-79])\b"
+    r"|\bsignal 9\b|SIGKILL|was killed|died with <Signals|terminated with signal"
     r"|\{SIG\w+\(-"  # of loky
-    r"|exit ?code:? (?:-9|137)\b|terminated abruptly|died unexpectedly"
-    r"|exited unexpectedly"
+    r"|terminated abruptly|died unexpectedly|exited unexpectedly"
 )
+_BY_SIGBUS = re.compile(r"SIGBUS|\b[Bb]us error|\bsignal 7\b|(?:status|code):? (?:-7|135)\b")
 _DISK_FAILED = re.compile(r"(?i:\bI/O error\b|I/O Cmd.*error|server \S+ not responding)")
 """What the kernel says where a page of a mapped file cannot be read, which ends the process by SIGBUS."""
 _KILLED_BY_SYSTEMD = re.compile(r"systemd-oomd\[\d+\]: Killed ")
@@ -272,7 +274,7 @@ def _killed_children(evidence: FailureEvidence) -> Iterator[Diagnosis]:
                 summary = "the kernel killed a process of the rank for want of memory"
                 yield _found(Cause.OOM_KILLER, end.culprit, summary, f"{end.host}: {kernel_line}", sure=False)
         if line:
-            is_full = _is_full(evidence) and "SIGBUS" in line
+            is_full = _is_full(evidence) and bool(_BY_SIGBUS.search(line))
             cause = Cause.BUS_ERROR if is_full else Cause.CRASH
             yield _found(cause, end.culprit, line, f"log of rank {end.rank}: {line}", sure=is_full)
 

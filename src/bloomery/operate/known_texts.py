@@ -201,7 +201,7 @@ _TRANSIENT = re.compile(
 _OF_STORES = re.compile(
     r"(?i:\b(?:s3|gcs|azure|blob|bucket|put ?object|get ?object|upload ?part|storage|FSTimeoutError)\b)"
     r"|\bServiceException\b|\b(?:gs|az|abfss?|oss)://|\boss2?\b|object_?storage|\bAWS Error\b"
-    r"|(?i:reduce your request rate)"
+    r"|(?i:reduce your request rate)|\bFailed to copy(?:to)?: "  # of rclone
     r"|\bS3\w*(?:Exception|Error)\b|google\.resumable_media|awscrt|s3transfer|googleapis|gcsfs|s3fs|botocore|boto3|fsspec|minio|hdfs"
 )
 OF_A_STORES_CLIENT = re.compile(
@@ -227,7 +227,7 @@ GPU_MEMORY = re.compile(
     r"|OOM when allocating tensor.*GPU"
     r"|No executable batch size found|OUT_OF_DEVICE_MEMORY|PT_DEVMEM Allocation failed"
     r"|BFCArena.*Failed to allocate memory|RMM failure"
-    r"|(?i:free memory on device \S+ .* is less than)"
+    r"|(?i:free memory on device \S+ .* is less than)|Failed to allocate \d+ bytes on device 'cuda"
     r"|(?<!ray\.exceptions\.)\bOutOfMemoryError\b|^Error out of memory at line \d+ in file "  # bitsandbytes
 )
 """What says that a device has no memory left."""
