@@ -2,16 +2,30 @@
 
 from dataclasses import replace
 
-from tests.coordination.round_world import world
+import pytest
+from tests.coordination.round_world import Peer, world
 from tests.protocol import example
 
 from bloomery.coordination import transactions
-from bloomery.coordination.decide import Conclude, Wait
+from bloomery.coordination.decide import Conclude, TakeShare, Wait
 from bloomery.coordination.etcd import Delete
 from bloomery.coordination.snapshot_builder import SnapshotBuilder
 from bloomery.data.position import Position, total, within, without
 from bloomery.protocol.encoding import decode, encode_text
 from bloomery.protocol.records import RoundShares
+
+
+def begin_attempt(run):
+    """Let those who are alive offer, and one of them propose an attempt, which nobody reduces."""
+    alive = [peer for peer in run.peers.values() if peer.alive]
+    for peer in alive:
+        peer.see()
+        peer.work(2)
+    for peer in alive:
+        peer.see()
+        run.now += run.settings.grace_s
+        peer.act()
+    assert any(key.startswith(run.keys.attempts(run.newest + 1)) for key in run.store.items)
 
 
 def a_commit(round, **changed):
@@ -65,10 +79,13 @@ def test_samples_that_are_skipped_without_going_back_are_never_given_out_and_wha
     assert {name: total(share) for name, share in shares.items()} == {"a": 8, "b": 12, "c": 20}
 
 
-def test_after_an_outage_the_newest_state_that_somebody_has_is_gone_back_to():
+@pytest.mark.parametrize("outage", ["between attempts", "within an attempt"])
+def test_after_an_outage_the_newest_state_that_somebody_has_is_gone_back_to(outage):
     run = world(grace_s=30.0)
     run.settle(4)
     kept = {commit.round: commit for commit in run.commits}
+    if outage == "within an attempt":
+        begin_attempt(run)
     for peer in run.peers.values():
         peer.die()
     for peer, round in zip(run.peers.values(), (1, 2, 2), strict=True):
@@ -86,6 +103,24 @@ def test_after_an_outage_the_newest_state_that_somebody_has_is_gone_back_to():
     a.act()
     run.settle(2)
     assert run.commits[-1].members == ("a", "b", "c")
+
+
+def test_a_newcomer_takes_a_share_after_all_members_of_an_attempt_have_gone():
+    run = world(minimum_peers=1)
+    run.settle(2)
+    begin_attempt(run)
+    for peer in run.peers.values():
+        peer.die()
+    newest = run.commits[-1]
+    run.samples["d"] = 1
+    run.peers["d"] = d = Peer(run, "d")  # it never had a share
+    d.die()
+    d.begin(digest=newest.digest, round=newest.round)
+    d.look()
+    assert d.snapshot.tried is not None and isinstance(d.decide(), TakeShare)
+    d.act()
+    run.settle(2)
+    assert run.commits[-1].members == ("d",)
 
 
 def test_round_0_is_not_begun_while_a_member_holds_a_later_round_or_knows_of_one():

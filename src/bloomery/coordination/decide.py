@@ -127,7 +127,8 @@ def decide(
         return Ended(commit=commit)
     if me not in snapshot.members:
         return Wait(why="this peer is not listed", whom=(me,))
-    if snapshot.tried is not None:
+    # Offers go with their members, and an attempt cannot be concluded without: then it is as if it were not.
+    if snapshot.tried is not None and _offers(snapshot):
         return _follow(snapshot, snapshot.tried, me=me, settings=settings, now=now)
     if commits.is_lost(snapshot, commit):
         return _go_back(snapshot, me=me, settings=settings, now=now)
@@ -208,8 +209,6 @@ def _follow(
         if now < rest_until:
             return Wait(why="attempts fail again and again", until_s=rest_until)
         silent = silent if not gone else ()  # whoever waited for the one that is gone is not to blame
-        if not offers:
-            return Wait(why="an attempt failed, and nobody is ready any more")
         return _propose(snapshot, offers, me=me, settings=settings, now=now, silent=silent)
     missing = tuple(peer for peer in attempt.members if peer not in snapshot.dones)
     if missing and changed:
