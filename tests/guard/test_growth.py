@@ -13,7 +13,7 @@ from bloomery.config.checkpoint import GuardSection
 from bloomery.events.records import StepReport
 from bloomery.guard.creep import InnerGrowth
 from bloomery.guard.judge import watching_guards
-from bloomery.guard.verdict import Watch
+from bloomery.guard.verdict import CarryOn, Watch
 
 LAYERS, EVERY = 12, 50
 
@@ -48,6 +48,7 @@ def warnings(reports: list[StepReport]) -> list[tuple[int, str]]:
     history, found = guard.fresh(), []
     for one in reports:
         history, verdict = guard.judge(history, one)
+        assert isinstance(verdict, Watch | CarryOn)
         if isinstance(verdict, Watch):
             found.append((one.step, verdict.reason))
     return found

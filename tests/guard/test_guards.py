@@ -84,7 +84,9 @@ def test_a_verdict_is_journalled_with_its_reason_and_its_numbers():
     ((name, verdict),) = guards.findings
     fields = described(verdict)
     assert name == "spike" and fields["action"] == "rewind" and fields["to_step"] == 100
-    assert fields["numbers"]["level"] == 2.0 and "2.000" in fields["reason"]
+    numbers = fields["numbers"]
+    assert numbers["level"] == 2.0 and "2.000" in fields["reason"]
+    assert numbers["spreads"] == pytest.approx((3.5 - 2.0) / numbers["spread"])
 
 
 def test_two_guards_of_one_name_are_a_mistake():

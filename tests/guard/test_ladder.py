@@ -146,6 +146,11 @@ def test_between_peers_samples_of_all_their_steps_are_left_out():
     assert len(beside.skip) - len(alone.skip) == 3 * skipped
 
 
+def test_where_no_step_is_remembered_samples_are_left_out_from_the_start_on():
+    asked = ladder(repeat=False).answer(LadderState(), ANOMALY, SPIKE[-1])
+    assert isinstance(asked, Rewind) and asked.to_step > 0 and asked.skip.start == 0
+
+
 def test_steps_of_other_samples_are_not_compared():
     guards = guards_of()
     judged(guards, CALM[:300])

@@ -174,6 +174,12 @@ def test_a_journal_is_judged_with_its_resumes(tmp_path):
     assert 255 <= found[0].step <= 300
 
 
+def test_the_peers_of_each_step_are_read_from_a_journal(tmp_path):
+    path = journal(tmp_path, [{"event": "step", **report(step, peers=step).to_json()} for step in (1, 3)])
+    columns = read_columns(path)
+    assert [columns.report(index).peers for index in (0, 1)] == [1, 3]
+
+
 def test_a_start_at_the_end_of_one_piece_belongs_to_the_next(tmp_path, monkeypatch):
     steps = [{"event": "step", **report(step, loss).to_json()} for step, loss in enumerate(noisy(40), 1)]
     path = journal(tmp_path, [*steps[:20], {"event": "start", "step": 20}, *steps[20:]])

@@ -37,6 +37,7 @@ def test_a_rewind_goes_back_before_the_spike_and_skips_the_data_up_to_it():
     assert verdict.skip == range(300 * BATCH, 610 * BATCH)  # 200 steps' samples beyond the spike's end
     assert "3.500 is 0.999 above 2.501" in verdict.reason and "since step 401" in verdict.reason
     assert verdict.numbers["first_step"] == 401
+    assert not verdict.may_start_anew, "no spike throws away all that the run has learned"
 
 
 def test_what_is_skipped_reaches_at_least_to_the_step_that_is_judged():
@@ -94,6 +95,13 @@ def test_a_rise_after_a_known_change_has_to_be_larger(changed):
     before = run_of(CALM, **usual)
     assert said(guards_of(), [*before, *run_of(rise, first=401, **usual)])
     assert said(guards_of(), [*before, *run_of(rise, first=401, **{**usual, **changed})]) == []
+
+
+def test_a_learning_rate_that_rises_over_a_few_steps_is_a_known_change():
+    rise = [0.13 + loss for loss in noisy(60, seed=3)]  # 6.5 spreads
+    rates = [1e-3 * 1.2 ** min(step, 4) for step in range(60)]  # no step alone rises by a quarter
+    after = [report(step, loss, learning_rate=rate) for step, (loss, rate) in enumerate(zip(rise, rates), 401)]
+    assert said(guards_of(), [*run_of(CALM), *after]) == []
 
 
 def test_a_gap_is_no_continuity():
