@@ -30,10 +30,18 @@ def test_tensor_parallel_ranks_are_neighbours_and_stages_are_far_apart() -> None
 
 @pytest.mark.parametrize(
     ("data", "world", "expected"),
-    [("auto", 24, 3), (3, 24, 3), (2, 24, None), ("auto", 20, None), ("auto", 4, None)],
+    [("auto", 24, 3), (3, 24, 3), (2, 24, None), ("auto", 20, None), ("auto", 4, None), ("auto", 8, 1)],
 )
 def test_degrees_multiply_to_the_ranks_or_are_refused(
     data: int | str, world: int, expected: int | None
 ) -> None:
     found = degrees_of(ParallelSection(data=data, tensor=4, pipeline=2), world=world)
     assert (found and found.data) == expected
+
+
+def test_neighbours_share_a_copy_and_ranks_with_the_same_part_of_it_lie_a_copy_apart() -> None:
+    degrees = Degrees(pipeline=2, data=4, tensor=2, shard=2)
+    assert degrees.shard_groups()[:2] == ((0, 2), (4, 6))
+    assert degrees.replica_groups()[:2] == ((0, 4), (2, 6))
+    for groups in (degrees.shard_groups(), degrees.replica_groups()):
+        assert sorted(rank for group in groups for rank in group) == list(range(degrees.world))

@@ -1,3 +1,4 @@
+import re
 from dataclasses import replace
 
 import pytest
@@ -83,6 +84,11 @@ def test_where_nothing_fits_the_nearest_is_told():
     none = found("tr11-176b", gpus=8)
     assert none.ranked == ()
     assert "Nothing fits. Nearest:" in none.nearest
+    lacking, of = map(float, re.search(r"lacks ([\d.]+) GiB of ([\d.]+)\. ", none.nearest).groups())
+    room = load_hardware("a100-80g").accelerator.memory_gib
+    assert of - lacking == pytest.approx(room, rel=0.1), (
+        "what it lacks is what it needs beyond the room there is"
+    )
     assert as_rows(none)["ranked"] == []
 
 

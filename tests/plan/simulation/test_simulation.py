@@ -314,6 +314,20 @@ def test_every_shipped_scenario_lives() -> None:
         assert 0.3 < forecast(load_scenario(name, ["run.days=10"]), lives=1).goodput <= 1.0
 
 
+def test_failures_while_the_run_comes_back_are_counted_among_those_of_their_kind() -> None:
+    scenario = scenario_of(
+        {
+            "run": {"name": "any", "days": 20.0},
+            "cluster": {"gpus": 8, "job_hours": 1.0, "queue_hours": 0.1},
+            "checkpoint": {"every_minutes": 10.0, "blocking_s": 1.0, "durable_s": 1.0, "restart_s": 1800.0},
+            "failures": [FAILURE | {"count": 40.0}],
+        },
+        label="test",
+    )
+    events = simulate_cluster(scenario, seed=0).events
+    assert events["jobs"] > 10 and events["failures"] == events["GPU"] > 100
+
+
 def test_all_mistakes_are_told_at_once() -> None:
     with pytest.raises(ConfigError) as refused:
         load_scenario(
@@ -337,6 +351,17 @@ def test_all_mistakes_are_told_at_once() -> None:
 def test_nonsense_gets_a_remedy(overrides: list[str], words: str) -> None:
     with pytest.raises(ConfigError, match=words.replace("[", r"\[").replace("]", r"\]")):
         load_scenario("bloom-176b", overrides)
+
+
+def test_a_scenario_whose_name_is_misspelt_is_told_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="Did you mean 'bloom-176b'"):
+        load_scenario("blom-176b")
+
+
+def test_a_round_has_at_least_one_step() -> None:
+    (name, *_) = [name for name in shipped_scenarios() if load_scenario(name).elastic is not None]
+    with pytest.raises(ConfigError, match=r"elastic\.inner_steps"):
+        load_scenario(name, ["elastic.inner_steps=0"])
 
 
 @pytest.mark.parametrize(("peers", "speeds"), [(1, (1.0,)), (2, (0.6, 1.4)), (5, (0.6, 0.8, 1.0, 1.2, 1.4))])
