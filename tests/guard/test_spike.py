@@ -101,7 +101,8 @@ def test_a_learning_rate_that_rises_over_a_few_steps_is_a_known_change():
     rise = [0.13 + loss for loss in noisy(60, seed=3)]  # 6.5 spreads
     rates = [1e-3 * 1.2 ** min(step, 4) for step in range(60)]  # no step alone rises by a quarter
     after = [
-        report(step, loss, learning_rate=rate) for step, (loss, rate) in enumerate(zip(rise, rates), 401)
+        report(step, loss, learning_rate=rate)
+        for step, (loss, rate) in enumerate(zip(rise, rates, strict=True), 401)
     ]
     assert said(guards_of(), [*run_of(CALM), *after]) == []
 
