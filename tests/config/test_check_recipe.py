@@ -1,6 +1,8 @@
+from dataclasses import replace
+
 import pytest
 
-from bloomery.config.checkpoint import BackupSection
+from bloomery.config.checkpoint import BackupSection, GuardSection
 from bloomery.config.findings import some
 from bloomery.config.load import load_recipe
 from bloomery.config.peer_settings import refuse_alone
@@ -167,6 +169,55 @@ def test_sparse_parts_need_weights_and_no_momentum_of_all_peers():
     sparse = ("elastic.codec=sparse", "elastic.outer_momentum=0")
     assert findings("intellect1-10b", *sparse) == findings("intellect1-10b")
     assert "elastic.codec" in findings("intellect1-10b", *sparse, "elastic.average=gradients")
+
+
+def test_the_feedback_of_sparse_parts_alone_sums_up_several_rounds():
+    elastic = load_recipe("intellect1-10b", ["elastic.feedback_decay=0.75"]).recipe.elastic
+    assert elastic.feedback_rounds == 1.0
+    assert replace(elastic, codec="sparse").feedback_rounds == 4.0
+
+
+def test_averaged_gradients_take_rounds_of_one_step_alone():
+    gradients = ("elastic.average=gradients", "elastic.outer_momentum=0", "elastic.fragments=1")
+    assert "elastic.inner_steps" not in findings("intellect1-10b", *gradients, "elastic.inner_steps=1")
+    assert "elastic.inner_steps" in findings("intellect1-10b", *gradients, "elastic.inner_steps=2")
+
+
+@pytest.mark.parametrize(
+    ("settings", "keys"),
+    [
+        ((), set()),
+        (("sync.place=hf:me/run",), set()),
+        (("sync.place=hf:me/run", "run.offline=true"), {"sync.place"}),
+        (("run.offline=true",), set()),
+        (("sync.place=hf:me/run", "sync.checkpoints=true"), set()),
+        (("sync.place=file:///copies", "sync.checkpoints=true"), {"sync.checkpoints"}),
+    ],
+)
+def test_a_repository_of_the_hub_takes_the_network_and_alone_has_branches(settings, keys):
+    assert {key for key in findings("demo", *settings) if key.startswith("sync.")} == keys
+
+
+def test_a_run_with_several_lengths_is_told_which_to_set_to_zero():
+    loaded = load_recipe("demo")
+    train = replace(loaded.recipe.train, samples=80, tokens=0, steps=10)
+    with pytest.raises(ConfigError) as refused:
+        check_recipe(replace(loaded.recipe, train=train), loaded.sources)
+    (mistake,) = [one for one in refused.value.mistakes if one.key == "train.steps"]
+    assert "train.samples=0" in mistake.remedy and "train.steps=0" not in mistake.remedy
+
+
+def test_tensor_degrees_that_fit_are_named():
+    mistake = findings("tr1-13b", "parallel.tensor=3")["parallel.tensor"]
+    assert mistake.remedy.endswith("1, 2, 4.")
+
+
+def test_checkpoints_are_kept_for_rewinds_only_where_a_guard_may_ask_for_one():
+    off = GuardSection(spike=False, not_finite_losses=0, refused_updates=0, corruption_steps=0)
+    assert off.reach_steps == ()
+    assert replace(off, corruption_steps=100).reach_steps == (101,)
+    (by_loss,) = replace(off, refused_updates=1).reach_steps
+    assert by_loss > off.spike_rewind_steps
 
 
 def test_a_warm_up_may_last_the_whole_run_in_any_unit():

@@ -46,3 +46,13 @@ def test_config_show_why_prints_what_a_profile_holds(capsys: pytest.CaptureFixtu
     assert main(["config", "show", "demo", "environment.profiles=['gpudirect-tcpx']", "--why"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "NCCL_SOCKET_IFNAME=eth0 NCCL_GPUDIRECTTCPX_CTRL_DEV=eth0" in shown and "command line" in shown
+
+
+def test_a_variable_of_ones_own_decides_between_profiles_that_contradict():
+    first, second = PROFILES["nccl-tcp"], PROFILES["nccl-infiniband"]
+    disputed = [name for name in first.keys() & second.keys() if first[name] != second[name]]
+    section = loaded(
+        "environment.profiles=['nccl-tcp','nccl-infiniband']",
+        f"environment.variables={[f'{name}=mine' for name in disputed]}",
+    )
+    assert {variables_of(section)[name] for name in disputed} == {"mine"}

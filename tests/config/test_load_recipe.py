@@ -121,6 +121,7 @@ def test_an_integer_is_taken_for_a_float_and_a_whole_float_is_explained_for_an_i
 def test_a_quoted_number_is_explained_where_a_number_is_wanted_and_only_there():
     assert only(MINIMAL, 'train.steps="10"').remedy == "Write 10, without quotes."
     assert "quotes" not in only(MINIMAL, 'model.tied="1"').remedy
+    assert "quotes" not in only(MINIMAL, 'train.steps="many"').remedy
 
 
 def test_a_missing_setting_names_its_section_and_meaning():

@@ -4,7 +4,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from bloomery.config import find
-from bloomery.config.find import shipped_recipes
+from bloomery.config.find import nearest, shipped_recipes
 from bloomery.config.load import load_recipe
 from bloomery.config.peer_settings import refuse_alone
 from bloomery.config.validate import check_recipe
@@ -141,3 +141,8 @@ def test_published_figures_of_the_source_runs_stand_in_their_recipes():
     assert [dataset.weight for dataset in internet.data.datasets] == [55, 10, 20, 10, 5]
     assert internet.elastic.inner_steps == 100
     assert internet.loss.z_loss == 2e-4
+
+
+def test_one_name_alone_is_suggested_for_one_that_is_not_known():
+    assert nearest("layer", ["layers", "layer_s", "hidden"], cutoff=0.6) == ["layers"]
+    assert nearest("zzz", ["layers"], cutoff=0.6) == []

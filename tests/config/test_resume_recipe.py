@@ -31,6 +31,11 @@ def test_changes_are_sorted_by_what_a_resume_may_do():
     assert changes.fixed == (SettingChange(key="model.layers", old=DEMO.model.layers, new=9),)
 
 
+@pytest.mark.parametrize("change", ["train.micro_batch=2", "optim.learning_rate=1e-4", "model.layers=9"])
+def test_a_change_of_any_one_kind_is_a_change(change):
+    assert compare(DEMO, override(DEMO, [change]))
+
+
 def test_a_fixed_change_is_refused_with_both_values():
     changes = compare(DEMO, override(DEMO, ["model.layers=9", "run.seed=7"]))
     with pytest.raises(ConfigError) as refused:

@@ -1,4 +1,4 @@
-"""How many accelerators a plan takes where none are named, what energy it costs, what a peer holds besides."""
+"""How many accelerators a plan takes where none are named, the energy it costs, what a peer holds besides."""
 
 from __future__ import annotations
 
