@@ -328,6 +328,37 @@ def test_whatever_happens_a_sample_counts_once_epochs_grow_and_rounds_have_no_ga
     spent.check()
 
 
+@seeded(seed=0)
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**31))
+def test_whenever_all_peers_die_and_whatever_states_they_come_back_with_the_run_goes_on(seed):
+    chance = random.Random(seed)
+    names = "abc"[: chance.randint(1, 3)]
+    run = world(dict.fromkeys(names, 2), peers=len(names), minimum_peers=1, inner_steps=3, grace_s=5.0)
+    run.settle(chance.randint(1, 3))
+    for _ in range(chance.randint(0, 40)):
+        _one_thing(run.peers[chance.choice(names)], chance)
+        run.now += chance.random()
+    kept = run.commits
+    back = chance.sample(names, chance.randint(1, len(names)))
+    for peer in run.peers.values():
+        peer.die()
+    for name in back:
+        state = chance.choice(kept)
+        run.peers[name].begin(digest=state.digest, round=state.round)
+    for _ in range(100):
+        for name in chance.sample(back, len(back)):
+            run.peers[name].look()
+            if run.commits[-1].digest not in {run.peers[other].digest for other in back}:
+                run.peers[name].act()
+        run.now += 1.0
+    assert run.commits[-1].digest in {run.peers[name].digest for name in back}, (
+        "somebody has the newest state"
+    )
+    run.settle(2)
+    assert set(run.commits[-1].members) == set(back)
+
+
 def _one_thing(peer, chance):
     move = chance.random()
     if not peer.alive:
