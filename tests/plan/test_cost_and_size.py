@@ -48,3 +48,12 @@ def test_overlapped_steps_hold_one_pseudo_gradient_more_while_a_round_is_made() 
     kept, made = outer_memory_bytes(replace(plain, overlap_steps=0), parameters=1000)
     kept_beside, made_beside = outer_memory_bytes(replace(plain, overlap_steps=1), parameters=1000)
     assert kept_beside == kept == 8.0 * 1000 and made_beside - made == 4.0 * 1000
+
+
+def test_a_run_that_saves_at_its_end_makes_one_checkpoint_more() -> None:
+    every = ("checkpoint.every_steps=7", "checkpoint.every_minutes=0", "train.steps=100", "train.tokens=0")
+    last, without = (
+        planned(*every, f"checkpoint.at_end={at_end}", gpus=1).draft.checkpoints
+        for at_end in ("true", "false")
+    )
+    assert (last.saves, without.saves) == (100 // 7 + 1, 100 // 7)

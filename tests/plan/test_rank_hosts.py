@@ -8,6 +8,7 @@ from bloomery.plan.ranks import (
     crosses,
     hosts_of_ranks,
     ranks_by_host,
+    reach,
     read_hosts,
     refuse_tensor_groups_across_hosts,
     span,
@@ -53,6 +54,8 @@ def test_blooms_tensor_lines_stay_inside_nodes_of_8_and_its_stages_lie_four_node
     first, fifth = (ranks_by_host(hosts)[number] for number in (0, 4))
     assert [span(BLOOM, axis, first) for axis in ("pipeline", "data", "tensor")] == ["0", "0, 1", "0–3"]
     assert span(BLOOM, "pipeline", fifth) == "1"
+    assert reach(BLOOM, "tensor", hosts) == "96 groups of 4, inside a node"
+    assert reach(BLOOM, "pipeline", hosts) == "32 groups of 12, 32 of them across nodes"
 
 
 def test_a_tensor_line_that_crosses_nodes_is_refused_with_a_layout_that_fits() -> None:

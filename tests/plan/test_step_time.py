@@ -7,7 +7,7 @@ operations over a rate, or bytes over a rate and messages times a latency.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -237,6 +237,19 @@ def test_data_read_more_slowly_than_it_is_trained_on_is_waited_for() -> None:
     assert taken.seconds == pytest.approx(reading) and taken.data_s > 0.9 * reading
     assert taken.bottleneck == "data"
     assert step(Layout()).data_s == 0
+
+
+def test_nodes_wait_for_the_slowest_for_a_share_of_all_that_a_step_does() -> None:
+    made = step(Layout(pipeline=2, data=16, zero=1))  # 4 nodes
+    done = made.seconds - made.waiting_s - made.data_s
+    assert made.pipeline_bubble_s > 0.0 and made.data_parallel_s > 0.0
+    assert made.waiting_s == pytest.approx(JITTER * math.sqrt(2 * math.log(4)) * done)
+
+
+def test_what_a_pipeline_idles_and_sends_is_one_part_of_a_step() -> None:
+    parts = dict.fromkeys((field.name for field in fields(StepTime)), 0.0)
+    made = StepTime(**{**parts, "compute_s": 3.0, "pipeline_bubble_s": 2.0, "pipeline_transfer_s": 2.0})
+    assert made.bottleneck == "PP bubble" and made.seconds == 7.0
 
 
 def test_bytes_on_each_axis() -> None:

@@ -177,7 +177,7 @@ def refuse_tensor_groups_across_hosts(degrees: Degrees, hosts: Sequence[str]) ->
     names = sorted({hosts[rank] for rank in group})
     common = gcd(*(len(node.ranks) for node in ranks_by_host(hosts)))
     fitting = [degree for degree in divisors(common) if degrees.world % (degree * degrees.pipeline) == 0]
-    best = max((degree for degree in fitting if degree <= degrees.tensor), default=1)
+    best = max(degree for degree in fitting if degree <= degrees.tensor)  # 1 always fits
     data = degrees.world // (best * degrees.pipeline)
     raise TrainingFailed(
         f"Tensor-parallel ranks {group[0]}–{group[-1]} are on {' and '.join(names)}: parallel.tensor = "

@@ -328,6 +328,20 @@ def test_failures_while_the_run_comes_back_are_counted_among_those_of_their_kind
     assert events["jobs"] > 10 and events["failures"] == events["GPU"] > 100
 
 
+def test_without_a_spare_each_failure_that_takes_a_node_waits_for_another() -> None:
+    scenario = scenario_of(
+        {
+            "run": {"name": "any", "days": 20.0},
+            "cluster": {"gpus": 8, "spare_nodes": 0, "replacement_hours": 1.0},
+            "checkpoint": {"every_minutes": 10.0, "blocking_s": 1.0, "durable_s": 1.0},
+            "failures": [FAILURE | {"takes_node": True}],
+        },
+        label="test",
+    )
+    events = simulate_cluster(scenario, seed=0).events
+    assert events["waits for a node"] == events["failures"] > 5
+
+
 def test_all_mistakes_are_told_at_once() -> None:
     with pytest.raises(ConfigError) as refused:
         load_scenario(
