@@ -13,7 +13,7 @@ from bloomery.coordination.snapshot_builder import _NAMED_AT_MOST, SnapshotBuild
 from bloomery.data.position import Position
 from bloomery.protocol.encoding import encode_text
 from bloomery.protocol.keys import Keys
-from bloomery.protocol.records import ProposedAttempt, RoundShares
+from bloomery.protocol.records import ProposedAttempt, RecoveryRecord, RoundShares
 
 KEYS = Keys("run")
 HUGE = 10**400
@@ -159,3 +159,12 @@ def test_nothing_is_kept_of_commits_that_were_deleted():
         run.assembly.take(WatchEvent(key=KEYS.commit(round), item=None))
     assert list(run.assembly.snapshot(changed=True).commits) == [4, 5]
     assert list(run.assembly._commit_revisions) == [4, 5]
+
+
+def test_a_recovery_record_that_its_peer_took_back_is_forgotten_and_its_epoch_is_not_used_again():
+    watched = Watched()
+    record = RecoveryRecord(epoch=41, commit=None, shares=None, held=None)
+    assert watched.put(KEYS.recovery_record("b"), encode_text(record)).recovery_records == {"b": record}
+    watched.assembly.take(WatchEvent(key=KEYS.recovery_record("b"), item=None))
+    after = watched.assembly.snapshot(changed=True)
+    assert after.recovery_records == {} and after.highest == 41

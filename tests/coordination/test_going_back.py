@@ -123,6 +123,20 @@ def test_a_newcomer_takes_a_share_after_all_members_of_an_attempt_have_gone():
     assert run.commits[-1].members == ("d",)
 
 
+def test_after_an_outage_fewer_peers_than_a_round_takes_wait_for_more():
+    run = world(grace_s=30.0, minimum_peers=3)
+    run.settle(4)
+    kept = run.commits[2]
+    for peer in run.peers.values():
+        peer.die()
+    for name in ("a", "b"):
+        run.peers[name].begin(digest=kept.digest, round=2)
+    run.now += 1000.0
+    run.peers["a"].look()
+    waiting = run.peers["a"].decide()
+    assert isinstance(waiting, Wait) and "2 of at least 3 peers are here" in waiting.why
+
+
 def test_round_0_is_not_begun_while_a_member_holds_a_later_round_or_knows_of_one():
     run = world()
     run.peers["c"].die()
