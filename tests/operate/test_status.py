@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 from tests.guard.reports import report
 
 from bloomery.cli import status
-from bloomery.config.load import dump_recipe, load_recipe
+from bloomery.config.load import dump_recipe, load_recipe, override
 from bloomery.events.journal import Journal
 from bloomery.events.run_directory import RunDirectory
-from bloomery.operate.overview import overview
+from bloomery.operate.overview import overview, runs_under
 
 
 @pytest.fixture
@@ -68,3 +69,49 @@ def test_a_run_that_is_gone_or_was_given_up_says_the_command_that_goes_on_and_wh
     shown = capsys.readouterr().out
     assert "killed: rank 1 was ended by SIGKILL; not started again: 3 restarts" in shown
     assert f"bloomery stop {run.path} --disarm" in shown
+
+
+def test_progress_and_the_time_left_follow_from_the_samples_and_the_newest_steps(run: RunDirectory) -> None:
+    length = ["train.samples=1000", "train.tokens=0", "train.steps=0", "train.global_batch=10"]
+    recipe = override(load_recipe("demo").recipe, [*length, "train.ramp_up=[]"])
+    run.recipe.write_text(dump_recipe(recipe))
+    with Journal(run.journal()) as journal:
+        for step, seconds in ((8, 1.0), (9, 2.0), (25, 3.0)):
+            journal.write("step", incarnation=1, **report(step, seconds=seconds).to_json())
+    seen = overview(run)
+    assert (seen.step, seen.done, seen.step_s) == (25, 0.25, 1.5), "the fixture's step took 0.1 s"
+    assert seen.left_s == 75 * 1.5
+    with Journal(run.journal()) as journal:
+        journal.write("step", incarnation=1, **report(101).to_json())
+    seen = overview(run)
+    assert (seen.done, seen.left_s) == (1.0, 0.0)
+
+
+def test_what_went_wrong_is_told_and_a_failed_save_only_until_the_next_one(run: RunDirectory) -> None:
+    with Journal(run.journal()) as journal:
+        journal.write("checkpoint_failed", incarnation=1, step=8, why="no room")
+        for _ in range(2):
+            journal.write("rewind", incarnation=1, step=8)
+        journal.write("step", incarnation=1, **report(9, float("nan"), refused_in_a_row=3).to_json())
+    told = overview(run).warnings
+    assert told == (
+        "no checkpoint at step 8: no room",
+        "rewound 2 times",
+        "the last loss is NaN",
+        "the last 3 updates were refused",
+    )
+    with Journal(run.journal()) as journal:
+        journal.write("checkpoint", incarnation=1, step=9, path="checkpoints/step-9")
+    seen = overview(run)
+    assert seen.saved_step == 9 and seen.saved is not None and seen.warnings == told[1:]
+
+
+def test_runs_that_were_written_last_come_first(run: RunDirectory) -> None:
+    other = RunDirectory(run.path.parent / "other").create()
+    with Journal(other.journal()) as journal:
+        journal.write("start", incarnation=1, step=0)
+    (run.path.parent / "no run").mkdir()
+    for first, second in ((run, other), (other, run)):
+        os.utime(first.journal(), (2000.0, 2000.0))
+        os.utime(second.journal(), (1000.0, 1000.0))
+        assert [found.path for found in runs_under(run.path.parent)] == [first.path, second.path]
