@@ -198,6 +198,32 @@ def test_a_repository_of_the_hub_takes_the_network_and_alone_has_branches(settin
     assert {key for key in findings("demo", *settings) if key.startswith("sync.")} == keys
 
 
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ((), None),
+        (("run.offline=true",), "checkpoint.url"),
+        (("backup.url=s3://other/path",), "backup.url"),
+        (("second_backup.url=s3://other/path",), "backup.url"),
+    ],
+)
+def test_checkpoints_in_a_store_need_the_network_and_no_backup(settings, key):
+    in_store = ("checkpoint.url=s3://bucket/path", *settings)
+    assert {"checkpoint.url", "backup.url"} & findings("demo", *in_store).keys() == ({key} if key else set())
+
+
+def test_peers_keep_no_checkpoints_in_a_store():
+    assert "checkpoint.url" in findings("intellect1-10b", "checkpoint.url=s3://bucket/path")
+
+
+@pytest.mark.parametrize(
+    ("split", "is_refused"), [([98, 1, 1], False), ([97, 1, 1, 1], True), ([0, 1, 1], True), ([100], False)]
+)
+def test_a_split_has_a_part_to_train_on_and_at_most_two_others(split, is_refused):
+    dataset = ("data.sources=[]", "data.tokenizer=t.json", 'data.datasets=[{name="a", path="a"}]')
+    assert ("data.split" in findings("demo", *dataset, f"data.split={split}")) == is_refused
+
+
 def test_a_run_with_several_lengths_is_told_which_to_set_to_zero():
     loaded = load_recipe("demo")
     train = replace(loaded.recipe.train, samples=80, tokens=0, steps=10)

@@ -151,6 +151,16 @@ def test_an_override_that_is_no_setting_is_refused(text):
     assert "section.key=value" in only(MINIMAL, text).remedy
 
 
+def test_a_section_that_is_misspelt_is_told_with_the_nearest():
+    mistake = only(f"{MINIMAL}\n[schedul]\nfloor = 0.1\n")
+    assert (mistake.key, mistake.problem) == ("schedul", "there is no such section")
+    assert mistake.remedy == "Did you mean [schedule]?"
+
+
+def test_an_override_that_is_no_setting_hides_no_mistake_after_it():
+    assert set(mistakes(MINIMAL, "nonsense", "model.layers=0")) == {"nonsense", "model.layers"}
+
+
 def test_overrides_are_toml_or_a_bare_word():
     loaded = parse_recipe(
         MINIMAL,

@@ -45,6 +45,7 @@ def test_what_fits_is_taken(settings: tuple[str, ...]) -> None:
     [
         (("pipeline=9",), "parallel.pipeline", "at least one block"),
         (("pipeline=4", "schedule=interleaved", "chunks=3"), "parallel.chunks", "at least one block"),
+        (("pipeline=8", "schedule=interleaved", "chunks=2"), "parallel.chunks", "at least one block"),
         (("pipeline=4", "schedule=interleaved"), "parallel.chunks", "parallel.chunks = 2"),
         (("pipeline=4", "chunks=2"), "parallel.chunks", "'interleaved'"),
         (("pipeline=2", "schedule=zbv", "chunks=3"), "parallel.chunks", "parallel.chunks = 2"),
