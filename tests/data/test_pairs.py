@@ -47,6 +47,14 @@ def test_a_whole_pair_is_whole_and_says_what_was_not_looked_at(prefix: Path) -> 
     assert [what.split(":")[0] for what in verify_pair(prefix).skipped] == ["checksums", "ids"]
 
 
+def test_a_whole_pair_is_whole_however_few_sequences_are_looked_at_at_once(
+    prefix: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for at_once in (1, 2, 3):
+        monkeypatch.setattr(pairs, "_CHUNK_ENTRIES", at_once)
+        assert verify_pair(prefix).findings == ()
+
+
 def test_an_id_beyond_the_vocabulary_is_placed(prefix: Path) -> None:
     (finding,) = verify_pair(prefix, vocabulary_size=299).findings
     assert "pair.bin: token 4 (byte 8, document 2) has id 299; the vocabulary has 299" in finding
