@@ -275,7 +275,9 @@ def test_tokenised_datasets_are_taken_as_they_are(data: DataSection, tmp_path: P
     (own,), (kept,) = prepared.train, prepared.held_out
     assert (own.name, own.weight, own.tokens) == ("own", 2.0, made.train[0].tokens)
     assert (kept.name, kept.documents) == ("kept", made.held_out[0].documents)
+    assert not prepare(given, tmp_path).notes
     assert prepare(replace(given, held_out_datasets=()), tmp_path).notes
+    assert not prepare(replace(given, held_out_datasets=(), split=(9, 1)), tmp_path).notes
     with pytest.raises(DataError, match=r"does not say whose"):
         prepare(replace(given, tokenizer="train"), tmp_path)
 
