@@ -11,6 +11,14 @@
 
 #include "bloomery.h"
 #include "pages.h"
+#include "wide.h"
+
+#ifdef BLOOMERY_WIDE
+// GCC 12 warns of its own intrinsics, which use undefined registers on purpose.
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#include <immintrin.h>
+#endif
 
 namespace {
 
@@ -134,7 +142,43 @@ BLOOMERY_CLONES uint64_t widened(const char* source, int64_t count, const char* 
     return lowest < 0 ? ~uint64_t{0} : static_cast<uint64_t>(highest);
 }
 
+#ifdef BLOOMERY_WIDE
+
+// What `widened` does, for the types that most files have. One store of AVX-512 writes a whole line, so the
+// line's old content need not be fetched; a prefetch would fetch it. prefetch_ends alone prefetches the source.
+template <typename Token>
+BLOOMERY_WIDE uint64_t widened_by_lines(const char* source, int64_t count, int32_t* out) {
+    constexpr int64_t kWidth = sizeof(Token), kLanes = 16;
+    static_assert(kWidth == 2 || kWidth == 4);
+    __m512i high = _mm512_setzero_si512();
+    const auto take = [&](int64_t lanes) BLOOMERY_WIDE {
+        const auto mask = static_cast<__mmask16>((1u << lanes) - 1);
+        __m512i tokens;
+        if constexpr (kWidth == 2) {
+            const __m512i narrow = _mm512_maskz_loadu_epi16(mask, source);
+            tokens = _mm512_cvtepu16_epi32(_mm512_castsi512_si256(narrow));
+        } else {
+            tokens = _mm512_maskz_loadu_epi32(mask, source);
+        }
+        high = _mm512_max_epu32(high, tokens);
+        _mm512_mask_storeu_epi32(out, mask, tokens);
+        count -= lanes, source += lanes * kWidth, out += lanes;
+    };
+    const int64_t past = static_cast<int64_t>(reinterpret_cast<uintptr_t>(out) / sizeof *out) % kLanes;
+    if (past) take(std::min(count, kLanes - past));
+    while (count >= kLanes) take(kLanes);
+    if (count) take(count);
+    const uint32_t largest = _mm512_reduce_max_epu32(high);
+    return largest >> 31 ? ~uint64_t{0} : largest;  // a negative token
+}
+
+#endif
+
 uint64_t widen(const char* source, int32_t type, int64_t count, const char* next, int32_t* out) {
+#ifdef BLOOMERY_WIDE
+    if (bloomery::has_wide() && type == 8) return widened_by_lines<uint16_t>(source, count, out);
+    if (bloomery::has_wide() && type == 4) return widened_by_lines<int32_t>(source, count, out);
+#endif
     switch (type) {
         case 1: return widened<uint8_t>(source, count, next, out);
         case 2: return widened<int8_t>(source, count, next, out);
@@ -143,6 +187,12 @@ uint64_t widen(const char* source, int32_t type, int64_t count, const char* next
         case 5: return widened<int64_t>(source, count, next, out);
         default: return widened<uint16_t>(source, count, next, out);
     }
+}
+
+// Prefetches the ends of a sample that is read soon. The processor then knows the addresses of its pages in
+// memory, and its own prefetcher goes on from the first two lines.
+void prefetch_ends(const char* sample, int64_t bytes) {
+    for (const int64_t at : {int64_t{0}, int64_t{64}, bytes - 1}) __builtin_prefetch(sample + at, 0, 2);
 }
 
 // Finds the byte ranges of the sample that begins at token `start` of a row of documents. Returns false if the sample
@@ -185,7 +235,12 @@ int32_t bloomery_gather(const void* tokens, int32_t type, int64_t size, int64_t 
     for (int64_t row = 0; row < std::min(ahead, rows); ++row) asking.ask(bytes(row));
     for (int64_t row = 0; row < rows; ++row) {
         if (row + ahead < rows) asking.ask(bytes(row + ahead));
-        if (pages && !bloomery::check_pages(*pages, first + bytes(row).begin, count * width)) return -3;
+        const Bytes later = bytes(std::min(row + 2, rows - 1));
+        prefetch_ends(base + later.begin, later.size);
+        if (pages) {
+            bloomery::prefetch_last_page(*pages, first + later.begin, later.size);
+            if (!bloomery::check_pages(*pages, first + bytes(row).begin, count * width)) return -3;
+        }
         const char* next = base + bytes(std::min(row + 1, rows - 1)).begin;
         largest[row] = widen(base + bytes(row).begin, type, count, next, out + places[row] * count);
     }
@@ -224,8 +279,9 @@ int32_t bloomery_gather_documents(const void* tokens, int32_t type, int64_t rows
                 if (!bloomery::check_pages(*pages, here[i].begin, here[i].size)) return -3;
             }
             const int64_t taken = here[i].size / width;
-            const char* next = base + after[std::min(i, after.size() - 1)].begin;
-            high = std::max(high, widen(base + here[i].begin, type, taken, next, to));
+            const Bytes& next = after[std::min(i, after.size() - 1)];
+            prefetch_ends(base + next.begin, next.size);
+            high = std::max(high, widen(base + here[i].begin, type, taken, base + next.begin, to));
             to += taken;
         }
         largest[row] = high;

@@ -2,7 +2,9 @@
 // sanitizer sees what tile units read and write. Python's tests compare the results with NumPy and torch.
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cstring>
+#include <limits>
 #include <thread>
 
 #include "check.h"
@@ -45,7 +47,9 @@ void test_gather_of(Random& random, int32_t type) {
     for (int turn = 0; turn < 40; ++turn) {
         const int64_t size = 1 + below(random, 5000), count = 1 + below(random, size), rows = 1 + below(random, 9);
         Guarded<T> tokens(size);
-        for (int64_t i = 0; i < size; ++i) tokens[i] = static_cast<T>(random());
+        // Every fourth turn has negative tokens, where the type can hold them.
+        const T bits = turn % 4 ? std::numeric_limits<T>::max() : static_cast<T>(-1);
+        for (int64_t i = 0; i < size; ++i) tokens[i] = static_cast<T>(static_cast<T>(random()) & bits);
         Guarded<int64_t> starts(rows), places(rows);
         Guarded<int32_t> out(rows * count);
         Guarded<uint64_t> largest(rows);
@@ -54,9 +58,13 @@ void test_gather_of(Random& random, int32_t type) {
         for (int64_t ahead : {0, 3}) {
             CHECK(bloomery_gather(tokens.data(), type, size, rows, starts.data(), places.data(), count, ahead, nullptr, out.data(),
                                   largest.data()) == 0);
-            for (int64_t row = 0; row < rows; ++row)
+            for (int64_t row = 0; row < rows; ++row) {
+                const T* const from = tokens.data() + starts[row];
                 for (int64_t i = 0; i < count; ++i)
-                    CHECK(out[places[row] * count + i] == static_cast<int32_t>(tokens[starts[row] + i]));
+                    CHECK(out[places[row] * count + i] == static_cast<int32_t>(from[i]));
+                const auto [low, high] = std::minmax_element(from, from + count);
+                CHECK(largest[row] == (*low < 0 ? ~uint64_t{0} : static_cast<uint64_t>(*high)));
+            }
         }
         starts[below(random, rows)] = turn % 2 ? size - count + 1 : -1;
         CHECK(bloomery_gather(tokens.data(), type, size, rows, starts.data(), places.data(), count, 0, nullptr, out.data(),
