@@ -42,8 +42,8 @@ WARM_BARS = {"bloomery": ">= 20", "megatron": ">= 4"}
 COLD_BARS = {"bloomery": "<= 2.5", "megatron": None}
 SEALED = "sealed"
 CHECK_BAR = "<= 1.03"
-SUMMED_PAGES, SUMMED_TIMES = 64, 256
-"""What is summed over and over for the least that a check can take: 256 KiB, which stay in a cache."""
+SUMMED_PAGES, SUMMED_TIMES = 256, 64
+"""What is summed over and over for the least that a check can take: one mebibyte, which stays in a cache."""
 COLD_CHECKS = 5
 
 
