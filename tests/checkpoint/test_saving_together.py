@@ -30,6 +30,7 @@ from bloomery.checkpoint.save.staging import PendingSave
 from bloomery.checkpoint.save.verification import OwnFilesCheck, Verdicts
 from bloomery.checkpoint.writer import client as writerprocess_module
 from bloomery.checkpoint.writer import shared_buffer as arena_module
+from bloomery.checkpoint.writer.client import WriterProcess
 from bloomery.checkpoint.writer.ranks import Ranks as StoreRanks
 from bloomery.config.checkpoint import CheckpointSection
 from bloomery.errors import CheckpointError, RankLost, ReportedElsewhere, StorageError
@@ -175,6 +176,33 @@ def test_the_end_waits_for_the_commit_and_not_until_all_is_read_back(rundir: Run
         assert store.wait_for_saves() == 1 and not go_on.is_set()
         go_on.set()
     assert is_whole(rundir)
+
+
+def test_who_waits_for_saves_that_are_over_does_not_end_the_reading_back_of_the_last(
+    rundir: RunDirectory, monkeypatch
+):
+    """Else a checkpoint whose save ends before anybody waits for it would not count as intact."""
+    begun, go_on, write = threading.Event(), threading.Event(), WriterProcess.write
+
+    def slowly(writer: WriterProcess, order: dict[str, Any], **more: Any) -> object:
+        if "verify" in order:
+            begun.set()
+            assert go_on.wait(120)
+        return write(writer, order, **more)
+
+    monkeypatch.setattr(WriterProcess, "write", slowly)
+    run = Run().fill(1)
+    with Store(rundir, ON) as store:
+        store.restore(run.parts)
+        background = store._saver.background
+        assert isinstance(background, BackgroundSaver)
+        assert store.begin_save(RunStateToSave(run.parts, step=1))
+        store.wait_staged()
+        assert begun.wait(120)
+        assert store.wait_for_saves() == 1
+        go_on.set()
+        with background._reading_back:
+            assert list(background.check.take().values()) == [""]
 
 
 def test_older_checkpoints_go_once_all_ranks_have_read_back_a_newer_one(rundir: RunDirectory):

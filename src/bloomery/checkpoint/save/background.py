@@ -71,6 +71,7 @@ class BackgroundSaver:
         self._failure: BloomeryError | None = None
         self._busy: dict[int, PendingSave] = {}
         self._open: list[PendingSave] = []
+        self._ending = threading.Lock()
         self._unstaged: list[PendingSave] = []
         self._state_free_since = 0.0
         self._step_times_s: deque[float] = deque(maxlen=_STEPS_MEASURED)
@@ -195,7 +196,11 @@ class BackgroundSaver:
         for saving in tuple(self._open):
             saving.pace.stop_pausing()
             self._buffers[saving.buffer].is_urgent = True
-        self._need_writer()
+        with self._ending:
+            if (
+                self._open
+            ):  # otherwise what is being read back is the last save, and nobody waits for the writer
+                self._need_writer()
         for saving in tuple(self._open):
             saving.over.wait(max(0.0, deadline - time.monotonic()))
         return sorted(self.under_way)
@@ -365,7 +370,8 @@ class BackgroundSaver:
                 why = error_to_json(saving.failure)
                 place_of(saving.order).abandon(saving.order["rank"], files=files, why=why)
             self._free(saving)
-            self._open.remove(saving)
+            with self._ending:
+                self._open.remove(saving)
             saving.over.set()
         with self._reading_back:
             if saving.failure is None and self._writer is not None and not self._closed:
