@@ -142,3 +142,29 @@ def test_what_python_ignored_and_what_others_warned_of_hides_no_cause(
     ended = RankEnd(rank=1, host="a", status=1, error=error, log=log, step=9)
     verdict = verdict_of(lost(0), ended)
     assert (verdict.cause, verdict.culprit.rank) == (cause, 1)
+
+
+def test_a_crash_counts_more_than_connections_that_the_program_did_without() -> None:
+    logged = "WARNING:statsd:metrics are dropped: [Errno 111] Connection refused\n"
+    shown = "2026-11-28 03:41:12,207 root [WARNING] Input/output error, reading again\n"
+    for log in (
+        logged,
+        shown,
+        f"{logged}*** stack smashing detected ***: terminated\n",
+        "[Errno 111] Connection refused\nfree(): invalid pointer\n",
+    ):
+        verdict = verdict_of(lost(0), RankEnd(rank=1, host="a", status=-6, log=log))
+        assert (verdict.cause, verdict.culprit.rank, verdict.retries) == (Cause.CRASH, 1, True)
+    terminated = "terminate called\n  what():  connect() failed: Connection refused\n"
+    assert verdict_of(RankEnd(rank=1, status=-6, log=logged + terminated)).cause == Cause.NETWORK
+
+
+def test_who_alone_loses_a_connection_of_python_is_named_and_of_several_none_is() -> None:
+    """Ranks are connected by gloo and NCCL, which say it otherwise."""
+    words = "ConnectionResetError: [Errno 104] Connection reset by peer"
+    reset = RankEnd(rank=1, host="a", status=1, error=words)
+    pipe = RankEnd(rank=2, host="b", status=1, error="BrokenPipeError: [Errno 32] Broken pipe")
+    gloo = RankEnd(rank=3, host="c", status=1, error="RuntimeError: pair.cc:547 Connection reset by peer")
+    for ends, culprit in (((lost(0), reset, gloo), 1), ((reset, pipe, gloo), None), ((lost(0), gloo), None)):
+        verdict = verdict_of(*ends)
+        assert (verdict.cause, verdict.culprit.rank, verdict.retries) == (Cause.NETWORK, culprit, True)

@@ -19,6 +19,7 @@ from bloomery.operate.known_texts import (
     MAYBE_TIMEOUT,
     MOST_CHARACTERS,
     NETWORK_OF_NCCL,
+    ONLY_LOGGED,
     bad_gpu_of,
     killed_process,
     transient_cause_of,
@@ -49,6 +50,9 @@ _CONSEQUENCES = re.compile(
 )
 _OF_HTTP = re.compile(r"ProtocolError|HTTPS?Connection|urllib3|aiohttp|httpx|botocore|Request ID")
 """A client's connection to a server that is no rank."""
+_OF_A_SOCKET = re.compile(r"^(?:ConnectionResetError|BrokenPipeError)\b")
+"""What Python raises of its own sockets; ranks are connected by libraries that raise something else."""
+_DEALT_WITH = {Cause.NETWORK: ONLY_LOGGED, Cause.STORAGE: ONLY_LOGGED}
 _ABORTED_BY_TORCH = re.compile(
     r"watchdog thread terminated with exception: (?!(?:CUDA|HIP) error)|taking the entire process down"
     r"|Terminating the process after attempting to dump debug info|NCCL operations have failed or timed out"
@@ -131,7 +135,7 @@ def _texts(evidence: FailureEvidence) -> Iterator[Diagnosis]:
         # torch aborts a rank whose own GPU is bad in the words by which it aborts those that wait for others
         ends = _ended(evidence) if cause == Cause.BAD_GPU else _failed(evidence)
         for end in ends:
-            line = _line(f"{end.error}\n{end.log}", pattern)
+            line = _line(f"{end.error}\n{end.log}", pattern, unless=_DEALT_WITH.get(cause))
             if line:
                 if cause == Cause.NCCL_TIMEOUT:
                     if not _raised_beside(evidence, end):
@@ -317,6 +321,10 @@ def _is_torchs_abort(end: RankEnd) -> bool:
 def _network(evidence: FailureEvidence) -> Diagnosis:
     lost = [end for end in evidence.ranks if end.status == RankLost.exit_status or _is_consequence(end)]
     if lost and len(lost) == len([end for end in evidence.ranks if end.status != 0]):
+        alone = [end for end in lost if _OF_A_SOCKET.search(exception_of(end))]
+        if len(alone) == 1:
+            line, (end,) = exception_of(alone[0]), alone
+            return _found(Cause.NETWORK, end.culprit, line, f"rank {end.rank}: {line}", sure=False)
         summary = "ranks lost each other and none failed by itself"
         return _found(Cause.NETWORK, Culprit(), summary, f"{len(lost)} ranks ended as lost", sure=False)
     alone = _failed(evidence)
@@ -349,9 +357,10 @@ def _is_consequence(end: RankEnd) -> bool:
     return end.status == RankLost.exit_status or is_told or _is_aborted(end)
 
 
-def _line(text: str, pattern: str) -> str:
+def _line(text: str, pattern: str, *, unless: re.Pattern[str] | None = None) -> str:
     lines = (line[:MOST_CHARACTERS] for line in text.splitlines())
-    return next((line.strip() for line in lines if re.search(pattern, line)), "")
+    found = (line.strip() for line in lines if re.search(pattern, line))
+    return next((line for line in found if unless is None or not unless.search(line)), "")
 
 
 def _host_of_srun(evidence: FailureEvidence) -> str:

@@ -110,6 +110,12 @@ _LINKS = (
     r"Failed to connect to GCS",
 )
 """What libraries of collectives say of links, in words that may also name a time-out or an input error."""
+_CORRUPTED = (
+    r"^\*\*\* [\w ]+ detected \*\*\*|^pure virtual method called",
+    r"^(?:malloc|free|realloc|munmap_chunk|malloc_consolidate)\(\): ",
+    r"^(?:double free or corruption|corrupted (?:size vs|double-linked|unsorted))",
+)
+"""What the C and C++ libraries print where they abort a process that has damaged its own memory."""
 _CONNECTIONS = (
     r"Cannot establish the connection|Unable to contact slurm controller",
     r"client socket has (?:timed out|failed)|name resolution|(?i:name or service not known|no route to host)",
@@ -155,6 +161,7 @@ KNOWN_TEXTS: tuple[tuple[Cause, str], ...] = (
     ),
     (Cause.NODE_LOST, r"DUE TO NODE FAILURE|[Nn]ode failure on|launcher on \S+ has been silent"),
     (Cause.PREEMPTED, r"DUE TO (?:PREEMPTION|TIME LIMIT)|CANCELLED AT .* DUE TO"),
+    (Cause.CRASH, "|".join(_CORRUPTED)),
     (Cause.NETWORK, "|".join(_CONNECTIONS)),
     # an access that is not allowed may come from a race or a bad GPU; an assert on the device repeats
     (
@@ -240,6 +247,8 @@ LINK_DOWN = re.compile(
     r"mlx5_core \S+ \S+: Link down|(?:ib|hsn|roce)\w*: (?:link is down|carrier lost)", re.I
 )
 """What the kernel says of a link of InfiniBand or Slingshot."""
+ONLY_LOGGED = re.compile(r"^\W*(?:[\w.:/,+-]+\s+){0,4}\W*(?:WARNING|INFO|DEBUG)\b")
+"""A line by which a program logged what it then dealt with. NCCL's WARN is none: it comes before an error."""
 MAYBE_TIMEOUT = re.compile(
     r"operations have failed or timed out|"
     r"due to (?:a )?(?:collective timeout|NCCL timeout|\w+ watchdog hang)"
