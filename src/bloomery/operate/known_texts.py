@@ -247,7 +247,7 @@ LINK_DOWN = re.compile(
     r"mlx5_core \S+ \S+: Link down|(?:ib|hsn|roce)\w*: (?:link is down|carrier lost)", re.I
 )
 """What the kernel says of a link of InfiniBand or Slingshot."""
-ONLY_LOGGED = re.compile(r"^\W*(?:[\w.:/,+-]+\s+){0,4}\W*(?:WARNING|INFO|DEBUG)\b")
+ONLY_LOGGED = re.compile(r"^(?:\S+\s+){0,5}?\W{0,3}(?:WARNING|INFO|DEBUG)\b")
 """A line by which a program logged what it then dealt with. NCCL's WARN is none: it comes before an error."""
 MAYBE_TIMEOUT = re.compile(
     r"operations have failed or timed out|"
