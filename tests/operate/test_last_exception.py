@@ -169,3 +169,25 @@ def test_who_alone_loses_a_connection_of_python_is_named_and_of_several_none_is(
     for ends, culprit in (((lost(0), reset, gloo), 1), ((reset, pipe, gloo), None), ((lost(0), gloo), None)):
         verdict = verdict_of(*ends)
         assert (verdict.cause, verdict.culprit.rank, verdict.retries) == (Cause.NETWORK, culprit, True)
+
+
+@pytest.mark.parametrize(
+    ("log", "status", "cause"),
+    [
+        ("srun: error: gpu-114: task 21: Out Of Memory", -9, Cause.OOM_KILLER),
+        ("[gpu-0031:2211] mm_posix.c:233 UCX ERROR failed to allocate: Out of memory", 1, Cause.UNKNOWN),
+        ("gpu-12 [1] NCCL WARN Cuda failure 2 'out of memory'", 1, Cause.GPU_MEMORY),
+        ("mem_heap.cpp:1509: non-zero status: 2 cuMemCreate failed", 1, Cause.GPU_MEMORY),
+        ("OSError: [Errno 28] inotify watch limit reached", 1, Cause.EXCEPTION),
+        ("==4750==ERROR: AddressSanitizer: heap-use-after-free on address 0x60", 1, Cause.CRASH),
+        ("fatal error: unexpected signal during runtime execution", 2, Cause.CRASH),
+        ("fatal error: runtime: out of memory", 2, Cause.OOM_KILLER),
+        ("ClientException: Object PUT failed: 413 b'Upload exceeds quota.'", 1, Cause.QUOTA),
+        ("swiftclient.exceptions.ClientException: GET failed: 502 Bad Gateway", 1, Cause.STORAGE),
+    ],
+)
+def test_the_names_of_nodes_and_the_words_of_other_runtimes_are_told_apart(
+    log: str, status: int, cause: Cause
+) -> None:
+    verdict = verdict_of(lost(0), RankEnd(rank=1, host="gpu-114", status=status, log=f"{log}\n", step=9))
+    assert (verdict.cause, verdict.culprit.rank) == (cause, 1)

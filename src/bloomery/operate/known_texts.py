@@ -129,26 +129,27 @@ KNOWN_TEXTS: tuple[tuple[Cause, str], ...] = (
     (
         Cause.QUOTA,
         r"(?i:disk quota exceeded)|EDQUOT|(?i:\berrno[ =:]+122\b)|os error 122|\b[DN]SQuotaExceededException"
-        r"|\(QuotaExceeded\)|(?i:storage limit (?:is )?reached)",
+        r"|\(QuotaExceeded\)|(?i:storage limit (?:is )?reached|upload exceeds quota)",
     ),
     # torch's shared memory lies in /dev/shm: what is full there is not the run's disk
     (Cause.BUS_ERROR, "|".join(_SHARED_MEMORY)),
     (
         Cause.NO_SPACE,
+        r"^(?!.*\binotify).*(?:"  # its watches are full, not a disk
         r"(?i:no space left on device)|no inodes are left|ENOSPC|refused at \S+: no space|File too large"
         r"|(?i:(?:not enough|insufficient) (?:free )?(?:disk|storage) space)"  # of datasets and of clients
         r"|(?i:\b(?:disk|file ?system|volume) is full)|StorageFull\b|minimum free drive threshold"
         r"|low on resource: ephemeral-storage"  # Kubernetes
         r"|(?i:\berrno[ =:]+28\b)|os error 28"
         r"|OSError: \d+ requested and \d+ written"  # numpy
-        r"|PytorchStreamWriter failed writing|inline_container.*unexpected pos \d+ vs \d+",
+        r"|PytorchStreamWriter failed writing|inline_container.*unexpected pos \d+ vs \d+)",
     ),
     (Cause.NETWORK, "|".join(_LINKS)),
     (Cause.STORAGE, "|".join(_STORAGE_AWAY)),
     (Cause.NCCL_TIMEOUT, "|".join(_COLLECTIVE_TIMEOUT)),
     (
         Cause.OOM_KILLER,
-        r"oom[-_]kill event|Detected \d+ oom.kill|killed by signal: Killed"
+        r"oom[-_]kill event|: tasks? [\d,-]+: Out Of Memory|Detected \d+ oom.kill|killed by signal: Killed"
         r"|[Cc]an(?:no|')t allocate memory|std::bad_alloc|^MemoryError\b"
         r"|\bmemory allocation of \d+ bytes failed|LLVM ERROR: out of memory"  # Rust, LLVM
         r"|(?i:node running low on memory|\bexceeded (?:\w+ )?mem(?:ory)? (?:usage )?limit)"
@@ -157,7 +158,8 @@ KNOWN_TEXTS: tuple[tuple[Cause, str], ...] = (
         r"|earlyoom: sending SIGKILL|low on resource: memory"  # Kubernetes
         r"|Allocation error : not enough memory|Memory allocation still failed"  # zstd, OpenBLAS
         r"|Error: Unable to allocate [\d.]+ (?:[KMG]iB|bytes) for an array"  # numpy
-        r"|\bmalloc of size \d+ failed",  # Arrow
+        r"|\bmalloc of size \d+ failed"  # Arrow
+        r"|^fatal error: runtime: (?:out of|cannot allocate) memory|insufficient memory for the Java Runtime",
     ),
     (Cause.NODE_LOST, r"DUE TO NODE FAILURE|[Nn]ode failure on|launcher on \S+ has been silent"),
     (Cause.PREEMPTED, r"DUE TO (?:PREEMPTION|TIME LIMIT)|CANCELLED AT .* DUE TO"),
@@ -168,7 +170,8 @@ KNOWN_TEXTS: tuple[tuple[Cause, str], ...] = (
         Cause.CRASH,
         r"CUDA error: (?:an illegal memory access|an illegal instruction|misaligned address)"
         r"|CUDA error: unspecified launch failure|unhandled cuda error|ncclUnhandledCudaError"
-        r"|killed by signal: Segmentation fault",
+        r"|killed by signal: Segmentation fault|ERROR: (?:Address|Thread|Memory)Sanitizer"
+        r"|^fatal error: unexpected signal|^SIG\w+: segmentation violation",  # Go
     ),
     (Cause.EXCEPTION, r"device-side assert triggered|^CUDA error \(\S+:\d+\): invalid"),
     (Cause.BAD_RECIPE, r"mistakes? in the recipe|ConfigError"),
@@ -209,7 +212,7 @@ _OF_STORES = re.compile(
     r"(?i:\b(?:s3|gcs|azure|blob|bucket|put ?object|get ?object|upload ?part|storage|FSTimeoutError)\b)"
     r"|\bServiceException\b|\b(?:gs|az|abfss?|oss)://|\boss2?\b|object_?storage|\bAWS Error\b"
     r"|(?i:reduce your request rate)|\bFailed to copy(?:to)?: "  # of rclone
-    r"|\bS3\w*(?:Exception|Error)\b|google\.resumable_media|awscrt|s3transfer|googleapis|gcsfs|s3fs|botocore|boto3|fsspec|minio|hdfs"
+    r"|\bS3\w*(?:Exception|Error)\b|google\.resumable_media|awscrt|s3transfer|swiftclient|googleapis|gcsfs|s3fs|botocore|boto3|fsspec|minio|hdfs"
 )
 OF_A_STORES_CLIENT = re.compile(
     r"^(?:azure|boto3|botocore|aiobotocore|awscrt|gcsfs|google\.(?:api_core|cloud|resumable_media)|oss2|s3fs)\."
@@ -225,7 +228,8 @@ NETWORK_OF_NCCL = re.compile(
 )
 """What NCCL says of its own network adapter."""
 GPU_MEMORY = re.compile(
-    r"(?i:\b(?:CUDA|HIP|ROCm|XPU|MPS|NPU|GPU|Triton|device|NCCL|RCCL)\w*\b[^/]*out of memory)"
+    r"(?i:^(?!srun: |slurmstepd: ).*"
+    r"\b(?!gpu-?\w*\d:)(?:CUDA|HIP|ROCm|XPU|MPS|NPU|GPU|Triton|device|NCCL|RCCL)\w*\b[^/]*out of memory)"
     r"|_(?:(?:DEVICE_ALLOCATION|ALLOC)_FAILED|OUT_OF_MEMORY|OUT_OF_RESOURCES|MEMORY_ERROR)\b|cudaErrorMemoryAllocation"
     r"|hipErrorOutOfMemory|Failed to CUDA [cm]alloc"
     r"|(?i:\bcu(?:BLAS|DNN|SPARSE|SOLVER|FFT)\w* Error: .*allocation failed)"
@@ -235,6 +239,7 @@ GPU_MEMORY = re.compile(
     r"|No executable batch size found|OUT_OF_DEVICE_MEMORY|PT_DEVMEM Allocation failed"
     r"|BFCArena.*Failed to allocate memory|RMM failure"
     r"|(?i:free memory on device \S+ .* is less than)|Failed to allocate \d+ bytes on device 'cuda"
+    r"|\bcuMem(?:Create|Alloc\w*) failed"
     r"|(?<!ray\.exceptions\.)\bOutOfMemoryError\b|^Error out of memory at line \d+ in file "  # bitsandbytes
 )
 """What says that a device has no memory left."""
