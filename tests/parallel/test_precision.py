@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,26 @@ from bloomery.events.run_directory import RunDirectory
 from bloomery.model import layers
 from bloomery.model.layers import FP8_BACKWARD, FP8_FORWARD, Maximum, fp8_linear, narrowed, scaled_product
 from bloomery.parallel.mesh import Mesh
+from bloomery.parallel.precision import MasterWeights
 from bloomery.plan.schedule import phase_at
 from bloomery.train.loop import train as train_run
 from bloomery.train.settings import StartOptions
 from bloomery.train.state import Goal, TrainState
 
 HERE = Mesh(device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("style", [LLAMA, GPT])
+def test_a_model_is_freed_with_its_gradients_once_nobody_holds_it(style: str) -> None:
+    """Else its process groups would stay too, and with them gloo's threads."""
+
+    def alive() -> int:
+        gc.collect()
+        return sum(type(held) is MasterWeights for held in gc.get_objects())
+
+    before = alive()
+    train(Job(style=style, steps=1, settings=("train.precision=bf16",)), 0)  # a tied head has a hook in bf16
+    assert alive() <= before
 
 
 def test_bf16_gradients_of_64_micro_batches_add_up_in_fp32() -> None:

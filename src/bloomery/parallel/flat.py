@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -327,6 +329,21 @@ def gather_around(
     block.register_forward_hook(after_forward)
 
 
+def weak_hook(method: Callable[[nn.Parameter], None]) -> Callable[[Tensor], None]:
+    """Return a hook of a parameter that calls a method, and does not keep the method's object alive.
+
+    Hooks are out of sight of Python's collector: an object that owns the parameter would never be freed.
+    """
+    weak = WeakMethod(method)
+
+    def hook(parameter: Tensor) -> None:
+        alive = weak()
+        assert alive is not None, "a backward needs who adds up its gradients"
+        alive(cast(nn.Parameter, parameter))
+
+    return hook
+
+
 def tied_head_of(
     module: nn.Module, mesh: Mesh, accumulate: Callable[[nn.Parameter], None]
 ) -> TiedHead | None:
@@ -349,7 +366,7 @@ class TiedHead:
         self._decoder, self._accumulate = decoder, accumulate
         self._embedding = decoder.embedding.weight
         self._head = nn.Parameter(self._embedding.data)
-        self._head.register_post_accumulate_grad_hook(self._pass_on)
+        self._head.register_post_accumulate_grad_hook(weak_hook(self._pass_on))
 
     def set_working_dtype(self, working: torch.dtype) -> None:
         """Share the memory that the embedding has now."""

@@ -28,6 +28,7 @@ from bloomery.parallel.flat import (
     WeightStorage,
     gather_around,
     tied_head_of,
+    weak_hook,
 )
 from bloomery.parallel.gradient_buckets import GradientBuckets
 from bloomery.parallel.mesh import Mesh
@@ -59,7 +60,7 @@ def multiplies_bf16(device: torch.device) -> bool:
 def measure_peak_flops(device: torch.device, precision: str) -> float:
     """Measure the FLOP/s of one large square matrix product, the reference of MFU. Takes about 0.2 s.
 
-    precision: the run's. The product is in fp32 if that is what the device multiplies with (`layers.linear`).
+    precision: the run's; fp32 where the device multiplies in that (`layers.linear`).
     """
     dtype = DTYPES[resolve_precision(precision, device)]
     if products_for(device, dtype) == "fp32":
@@ -114,10 +115,8 @@ class MasterWeights:
         self.names = tuple(own_names if names is None else names)
         parameters = dict(module.named_parameters())
         in_flight = ReductionsInFlight(1 if overlaps else 0)
-        self._groups = [
-            FlatGroup(layout, parameters, mesh=mesh, storage=storage, in_flight=in_flight)
-            for layout in layouts
-        ]
+        make = partial(FlatGroup, mesh=mesh, storage=storage, in_flight=in_flight)
+        self._groups = [make(layout, parameters) for layout in layouts]
         self._group_of = {parameter: group for group in self._groups for parameter in group.parameters}
         self.buckets = GradientBuckets(
             self._groups, tuple(parameters.values()), bucket_bytes=bucket_bytes, overlaps=overlaps
@@ -128,7 +127,7 @@ class MasterWeights:
         self.master = [group.master for group in self._groups]
         self.gradient = [group.gradient for group in self._groups]
         for parameter in self._group_of:
-            parameter.register_post_accumulate_grad_hook(self._accumulate)
+            parameter.register_post_accumulate_grad_hook(weak_hook(self._accumulate))
         self._tied_head = tied_head_of(module, mesh, partial(self._accumulate, is_last=False))
         if storage.zero == 3 or storage.rounds_by_block:
             # Rounding takes the device as much time ahead of a block as before it, and holds two blocks.
