@@ -293,6 +293,7 @@ def test_a_reason_of_several_lines_is_written_as_one():
 def test_a_peer_is_not_named_twice_and_a_finite_part_has_a_norm():
     for kind, text in (
         (records.Commit, encode_text(COMMIT).replace('["a","b"]', '["a","a"]')),
+        (records.Commit, encode_text(COMMIT).replace('"sources":["a"]', '"sources":["a","a"]')),
         (records.Attempt, encode_text(ATTEMPT).replace('["b","a"]', '["a","a"]')),
         (records.Ready, encode_text(READY).replace('"finite":false', '"finite":true')),
     ):
