@@ -140,7 +140,7 @@ def test_a_parent_is_put_together_and_taken_apart(coordinator, tmp_path):
     assert not parent.path.exists()
 
 
-def test_a_loopback_address_is_told_to_nobody_where_the_coordinator_is_elsewhere(bundles):
+def test_a_loopback_address_is_told_to_nobody_where_the_coordinator_is_elsewhere(bundles, caplog):
     certificates, far = (
         f"elastic.certificates={bundles / 'alice'}",
         "elastic.coordinator=https://10.0.0.1:2379",
@@ -149,6 +149,10 @@ def test_a_loopback_address_is_told_to_nobody_where_the_coordinator_is_elsewhere
     assert access(certificates, far).listen == ()
     both = access(certificates, far, "elastic.listen=127.0.0.1:29600,10.0.0.2:29600")
     assert both.listen == ("10.0.0.2:29600",)
+    assert "other machines cannot reach 127.0.0.1:29600, 10.0.0.2:29600, and are told 10.0.0.2" in caplog.text
+    caplog.clear()
+    access(certificates, far, "elastic.listen=10.0.0.2:29600")
+    assert not caplog.text
     assert access(certificates, far, "elastic.advertise=localhost:1,a.example:2").advertise == (
         "a.example:2",
     )
