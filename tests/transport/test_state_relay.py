@@ -294,3 +294,15 @@ def test_a_source_waits_again_after_each_newcomer_and_no_more_when_told(opened):
             stack.enter_context(connection)
         source.wait_at((), serve)
         until(lambda: relay._state_relay.take("b", deadline_s=0.0) is None)
+
+
+def test_a_relay_that_ends_ends_who_waits_at_it_and_who_is_joined(opened):
+    relay, source, newcomer = opened("r", is_relay=True), opened("b", listen=()), opened("c", listen=())
+    with (
+        waiting(source, relay) as joined,
+        fetching(newcomer, relay, "b") as theirs,
+        waiting(source, relay) as waits,
+    ):
+        assert are_joined(theirs, joined)
+        relay.close()
+        assert ends(waits) and ends(joined) and ends(theirs)
