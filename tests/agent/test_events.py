@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from bloomery.agent.agent import Agent
+from bloomery.coordination.decide import NEEDS_SOMEBODY, RequestFlush, Wait
 from bloomery.coordination.run_view import News
 
 
@@ -64,3 +65,24 @@ def test_looks_at_a_run_in_which_much_happens_take_a_part_of_a_core_alone(monkey
     news._bring(0)
     assert len(woken) == 50
     assert paused == [pytest.approx(0.18)] * 50  # a look of 20 ms, then 180 ms without one
+
+
+def test_whom_a_peer_waits_for_is_logged_now_and_then_and_at_once_what_only_somebody_can_end(caplog) -> None:
+    caplog.set_level("INFO")
+    agent = SimpleNamespace(_logged_s=1000.0, _needs="")
+
+    def logged(decision: object, now: float) -> list[str]:
+        caplog.clear()
+        Agent._log_wait(agent, decision, now)
+        return caplog.messages
+
+    waits, needs = Wait(why="others train", whom=("b", "c")), Wait(why=NEEDS_SOMEBODY[0])
+    assert logged(waits, 1000.1) == []
+    assert logged(RequestFlush(round=3), 2000.0) == []
+    assert logged(waits, 2000.1) == [], "what was looked at just now was no wait"
+    assert logged(waits, 3000.0) == ["waiting: others train (b, c)"]
+    assert logged(waits, 3000.1) == []
+    assert logged(needs, 3000.2) == [f"waiting: {NEEDS_SOMEBODY[0]}"]
+    assert logged(needs, 3000.3) == []
+    assert logged(waits, 3000.4) == [] == logged(RequestFlush(round=3), 3000.5)
+    assert logged(needs, 3000.6) == [f"waiting: {NEEDS_SOMEBODY[0]}"]
