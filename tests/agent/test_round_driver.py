@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,11 +23,12 @@ from bloomery.protocol.rank_messages import (
     AgentMessage,
     Committed,
     Hello,
+    Moving,
     RankReady,
     RankRingDone,
     StopTraining,
 )
-from bloomery.protocol.records import Commit, ProposedAttempt
+from bloomery.protocol.records import Commit, Done, ProposedAttempt
 from bloomery.transport.connection_pool import Cancelled
 
 DEADLINE_S = 60.0
@@ -127,6 +129,15 @@ def test_after_a_round_that_went_well_the_connections_are_kept_and_the_ranks_go_
     assert (ringing.links.released, ringing.links.discarded) == ([EPOCH], [])
     assert ringing.told == [Committed(commit=decided, included=True)]
     assert ringing.driver.held == (1, DIGEST) and ringing.driver.overtaken == 0
+
+
+def test_ranks_for_which_all_other_members_wait_have_a_deadline(ringing: Ringing) -> None:
+    ringing.hear(Moving(activity="ring", step=1))
+    ringing.driver.ring(ringing.snapshot)
+    assert ringing.local.progress.next_deadline() is None
+    done = Done(peer="b", round=1, epoch=EPOCH, digest=DIGEST)
+    ringing.driver.ring(replace(ringing.snapshot, dones={"b": done}))
+    assert ringing.local.progress.next_deadline() is not None
 
 
 @pytest.mark.parametrize(
