@@ -34,8 +34,8 @@ def serve(tmp_path: Path):
     """Makes servers of one state."""
     with ExitStack() as stack:
 
-        def make(trust: Trust = TRUST) -> tuple[StateServer, Path]:
-            server = stack.enter_context(StateServer("127.0.0.1:0", trust, ServedStates()))
+        def make(trust: Trust = TRUST, kind: type[StateServer] = StateServer) -> tuple[StateServer, Path]:
+            server = stack.enter_context(kind("127.0.0.1:0", trust, ServedStates()))
             checkpoint = make_checkpoint(tmp_path / "served", own=1, size=100_000)
             server.offer(checkpoint, round=3, digest=DIGEST)
             return server, checkpoint
@@ -55,6 +55,31 @@ def test_a_fetched_checkpoint_lies_on_the_disk_before_its_manifest_does(serve, t
         assert calls.synced_before(name, at=written), name
     assert INDEX in files and written < calls.index("rename", fetched.directory.name)
     until(lambda: not server._open)  # the fetch has ended its connections
+
+
+def test_a_fetch_has_one_connection_for_each_stream_and_asks_for_all_over_them(serve, tmp_path: Path) -> None:
+    class Counting(StateServer):
+        accepted = 0
+
+        def serve(self, connection: socket.socket, address: str) -> None:
+            self.accepted += 1
+            super().serve(connection, address)
+
+    server, checkpoint = serve(kind=Counting)
+    source = PeerSource(peer="a", url=server.urls[0])
+    for number in range(3):  # of two files and an index, a manifest and the name
+        fetched = fetch_state(lambda: [source], DIGEST, tmp_path / str(number), TRUST, streams=1)
+        assert files_of(fetched.directory) == files_of(checkpoint)
+    assert server.accepted <= 3 * 2
+
+
+def test_what_is_fetched_takes_the_place_of_what_was_there(serve, tmp_path: Path) -> None:
+    server, checkpoint = serve()
+    source = PeerSource(peer="a", url=server.urls[0])
+    first = fetch_state(lambda: [source], DIGEST, tmp_path / "here", TRUST).directory
+    (first / MANIFEST).write_text("spoiled")
+    again = fetch_state(lambda: [source], DIGEST, tmp_path / "here", TRUST).directory
+    assert again == first and files_of(again) == files_of(checkpoint)
 
 
 def test_a_source_whose_certificate_was_revoked_is_not_believed(serve, tmp_path: Path) -> None:
