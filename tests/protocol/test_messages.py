@@ -316,6 +316,7 @@ def test_records_of_the_version_before_are_read_and_written_in_their_form():
     for kind, text in texts.items():
         record = decode(text, getattr(records, kind))
         assert json.loads(encode_text(record)) == json.loads(text)
+        assert kind not in ("Ready", "Commit") or "rung" in text or record.rung == 0  # no remedy is asked for
 
 
 def test_a_part_spans_and_weighs_the_rounds_own_steps_unless_it_names_more():
