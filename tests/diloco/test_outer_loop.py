@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,11 +13,12 @@ from tests.protocol import example
 from torch import Tensor
 
 from bloomery.config.elastic import ElasticSection
+from bloomery.data.position import Position
 from bloomery.diloco.all_reduce import RingFailed
 from bloomery.diloco.outer_loop import OuterLoop
-from bloomery.diloco.outer_loop_state import Updating
+from bloomery.diloco.outer_loop_state import Idle, Updating
 from bloomery.diloco.pseudo_gradient import PseudoGradient
-from bloomery.protocol.rank_messages import CopyState, Reduce
+from bloomery.protocol.rank_messages import Committed, CopyState, Reduce, StartRound, StopTraining
 
 DEADLINE_S = 60.0
 
@@ -126,3 +127,39 @@ def test_a_copy_that_is_asked_for_while_the_weights_are_needed_is_made_once_they
     loop._copy_if_asked(state)
     assert copied == [None], "it is made once, of the committed state"
     assert loop._rounds == before
+
+
+@dataclass(frozen=True)
+class Training:
+    """As much of the training's state as a peer needs that waits for samples."""
+
+    position: Position = field(default_factory=Position)
+    under_way: object = None
+    step: int = 0
+    done: bool = False
+
+    def halting(self, why: str, *, failed: bool) -> Training:
+        return replace(self, done=True)
+
+
+def test_a_newcomer_that_has_nothing_when_the_run_goes_back_is_given_a_state_and_goes_back_to_none() -> None:
+    """It has made no step, so there is nothing of its own to go back to."""
+    commit = example.commit(round=1, members=(), digest="another", rewind_to=0)
+    commands = [
+        StartRound(round=1, position=Position(), live=2, samples=()),
+        Committed(commit=commit, included=False),
+        StopTraining(why="the test is over", failed=False),
+    ]
+    held = list[int]()
+    agent = SimpleNamespace(
+        moving=lambda *told, **more: None,
+        holding=lambda *, round, **more: held.append(round),
+        ready=lambda ready: None,
+        receive=lambda timeout_s: commands.pop(0),
+    )
+    trainer = SimpleNamespace(asked_to_stop=str, batch=lambda state: 4, saves=tuple, step_of=pytest.fail)
+    loop = loop_of(PseudoGradient(OneTensor(64), ElasticSection(inner_steps=3)), agent=agent, trainer=trainer)
+    loop.load_state_values({})
+    assert loop.admit(Training()).done and not commands
+    assert loop._rounds.phase == Idle() and loop._rounds.due is None
+    assert held == [0, 0], "it tells again what it holds, and is given the run's state"
