@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import http.client
+import threading
 from contextlib import ExitStack, closing
 from urllib.parse import urlsplit
 
 import pytest
+from tests.diloco.elastic_peers import until
 from tests.diloco.served_states import write_checkpoint
 
 from bloomery.agent.assemble import access_of, assemble_agent, codec_warning, round_settings
@@ -131,6 +133,7 @@ def test_round_settings_follow_the_recipe():
 def test_a_parent_is_put_together_and_taken_apart(coordinator, tmp_path):
     loaded = load_recipe("demo", ("elastic.inner_steps=50", "elastic.peer=a"))
     found = access_of(loaded.recipe, loaded.sources, {"BLOOMERY_COORDINATOR": coordinator.endpoint})
+    before = set(threading.enumerate())
     with ExitStack() as stack:
         parent = assemble_agent(loaded.recipe, found, RunDirectory(tmp_path / "run"), stack)
         parent.open()
@@ -138,9 +141,10 @@ def test_a_parent_is_put_together_and_taken_apart(coordinator, tmp_path):
         parent.ranks_ended(failed=False)
         assert not parent.run().failed
     assert not parent.path.exists()
+    until(lambda: set(threading.enumerate()) <= before)
 
 
-def test_a_loopback_address_is_told_to_nobody_where_the_coordinator_is_elsewhere(bundles):
+def test_a_loopback_address_is_told_to_nobody_where_the_coordinator_is_elsewhere(bundles, caplog):
     certificates, far = (
         f"elastic.certificates={bundles / 'alice'}",
         "elastic.coordinator=https://10.0.0.1:2379",
@@ -149,6 +153,10 @@ def test_a_loopback_address_is_told_to_nobody_where_the_coordinator_is_elsewhere
     assert access(certificates, far).listen == ()
     both = access(certificates, far, "elastic.listen=127.0.0.1:29600,10.0.0.2:29600")
     assert both.listen == ("10.0.0.2:29600",)
+    assert "other machines cannot reach 127.0.0.1:29600, 10.0.0.2:29600, and are told 10.0.0.2" in caplog.text
+    caplog.clear()
+    access(certificates, far, "elastic.listen=10.0.0.2:29600")
+    assert not caplog.text
     assert access(certificates, far, "elastic.advertise=localhost:1,a.example:2").advertise == (
         "a.example:2",
     )

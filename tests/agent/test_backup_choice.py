@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from tests.protocol import example
 
 from bloomery.agent.backup_choice import Backups
@@ -40,8 +41,9 @@ def listed(**members: tuple[int, int | None]) -> RunSnapshot:
 
 
 def test_the_first_that_can_backs_up_the_next_takes_over_and_what_is_confirmed_stays_so(
-    tmp_path: Path,
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO")
     rundir = RunDirectory(tmp_path / "b")
     backups = Backups(rundir, me="b")
     assert read_duty(rundir) == Duty(peer="b", writes=False, covered=-1)
@@ -49,6 +51,7 @@ def test_the_first_that_can_backs_up_the_next_takes_over_and_what_is_confirmed_s
     assert read_duty(rundir) == Duty(peer="b", writes=False, covered=7)
     backups.update(listed(a=(1, None), b=(9, -1), d=(12, 3)))  # c is gone
     assert read_duty(rundir) == Duty(peer="b", writes=True, covered=7)
+    assert caplog.messages == ["this peer makes the backups of the run"]
     backups.update(listed(a=(1, None), d=(12, 8)))  # b is not listed: it says nothing anew
     assert read_duty(rundir) == Duty(peer="b", writes=True, covered=7)
     assert Backups(rundir, me="b") and read_duty(rundir) == Duty(peer="b", writes=False, covered=7)

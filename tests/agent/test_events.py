@@ -1,4 +1,4 @@
-"""How long an agent waits for its next event."""
+"""How long an agent waits for its next event, and what it does about some of them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,11 @@ from types import SimpleNamespace
 import pytest
 
 from bloomery.agent.agent import Agent
+from bloomery.agent.rank_server import RankGone
+from bloomery.agent.rank_state import LocalRanks, RankProgress
+from bloomery.agent.timeouts import timeouts_of
+from bloomery.config.elastic import ElasticSection
+from bloomery.coordination.decide import NEEDS_SOMEBODY, RequestFlush, Wait
 from bloomery.coordination.run_view import News
 
 
@@ -64,3 +69,44 @@ def test_looks_at_a_run_in_which_much_happens_take_a_part_of_a_core_alone(monkey
     news._bring(0)
     assert len(woken) == 50
     assert paused == [pytest.approx(0.18)] * 50  # a look of 20 ms, then 180 ms without one
+
+
+def test_whom_a_peer_waits_for_is_logged_now_and_then_and_at_once_what_only_somebody_can_end(caplog) -> None:
+    caplog.set_level("INFO")
+    agent = SimpleNamespace(_logged_s=1000.0, _needs="")
+
+    def logged(decision: object, now: float) -> list[str]:
+        caplog.clear()
+        Agent._log_wait(agent, decision, now)
+        return caplog.messages
+
+    waits, needs = Wait(why="others train", whom=("b", "c")), Wait(why=NEEDS_SOMEBODY[0])
+    assert logged(waits, 1000.1) == []
+    assert logged(RequestFlush(round=3), 2000.0) == []
+    assert logged(waits, 2000.1) == [], "what was looked at just now was no wait"
+    assert logged(waits, 3000.0) == ["waiting: others train (b, c)"]
+    assert logged(waits, 3000.1) == []
+    assert logged(needs, 3000.2) == [f"waiting: {NEEDS_SOMEBODY[0]}"]
+    assert logged(needs, 3000.3) == []
+    assert logged(waits, 3000.4) == [] == logged(RequestFlush(round=3), 3000.5)
+    assert logged(needs, 3000.6) == [f"waiting: {NEEDS_SOMEBODY[0]}"]
+
+
+@pytest.mark.parametrize("is_finished", [False, True])
+def test_a_rank_that_is_gone_ends_its_peer_and_that_is_a_failure_unless_the_run_is_over(
+    is_finished: bool,
+) -> None:
+    ended, gone = list[tuple[str, bool]](), RankGone(rank=1, why="it was killed")
+    agent = SimpleNamespace(
+        _ending=None,
+        _local=LocalRanks(RankProgress(timeouts_of(ElasticSection()))),
+        _registration=SimpleNamespace(unlist=lambda: ended.append(("unlisted", False))),
+        _is_finished=lambda: is_finished,
+        _end=lambda why, failed: ended.append((why, failed)),
+    )
+    Agent._take(agent, gone)
+    reason = ("the samples are done", False) if is_finished else ("rank 1 is gone: it was killed", True)
+    assert ended == [("unlisted", False), reason] and agent._local.gone == {1: "it was killed"}
+    agent._ending = reason
+    Agent._take(agent, gone)
+    assert len(ended) == 2, "a peer that ends already has no other reason"

@@ -1,6 +1,9 @@
 """What a peer knows of its run when it starts again."""
 
+from contextlib import closing
+
 import pytest
+from tests.diloco.elastic_peers import until
 from tests.protocol import example
 
 from bloomery.agent.known_commits import KnownCommits
@@ -51,6 +54,14 @@ def test_the_newest_round_is_known_again_after_a_restart_and_that_of_another_run
     assert remembered is not None and remembered.commit == commit(4)
     assert (remembered.epoch, remembered.shares) == (4, snapshot(4).shares)
     assert known(path, run="another").remembered is None
+
+
+def test_what_is_noted_is_in_the_file_while_the_peer_goes_on(tmp_path):
+    path = tmp_path / "known.json"
+    with closing(KnownCommits(path, run="r", peer="a")) as knowledge:
+        knowledge.note(snapshot(3))
+        until(path.exists)
+        assert known(path).remembered.commit == commit(3)
 
 
 def test_what_a_coordinator_that_lost_its_data_says_is_not_kept(tmp_path):

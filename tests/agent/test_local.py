@@ -110,6 +110,14 @@ def test_a_rank_that_is_gone_or_leaves_is_known():
     assert local.are_gone
 
 
+def test_a_rank_that_is_gone_is_not_waited_for():
+    local = ranks_of(2)
+    say(local, 0, Moving(activity="wait", step=0))
+    assert local.progress.next_deadline() == LIMITS.start_s  # the other one still starts
+    local.take(RankGone(rank=1, why="it ended"), now=1.0)
+    assert local.progress.next_deadline() is None and not local.progress.stuck(1e9)
+
+
 def test_nothing_is_said_for_a_peer_of_which_a_rank_is_missing():
     local = ranks_of(2)
     for rank in (0, 1):

@@ -212,6 +212,7 @@ def test_a_rank_whose_parent_ends_is_told_what_was_said_before(events):
     with pytest.raises(PeerError, match="agent of this rank is gone"):
         link.moving("step", step=1)
     link.close()
+    assert not rank_server.path.parent.exists()
 
 
 def test_a_rank_answers_an_abort_while_it_computes(rank_server, events):

@@ -3,12 +3,32 @@
 from __future__ import annotations
 
 import json
+import threading
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 import pytest
+from tests.diloco.test_pseudo_gradient import OneTensor
+from tests.protocol import example
+from torch import Tensor
 
 from bloomery.config.elastic import ElasticSection
+from bloomery.data.position import Position
+from bloomery.diloco.all_reduce import RingFailed
 from bloomery.diloco.outer_loop import OuterLoop
+from bloomery.diloco.outer_loop_state import Idle, Updating
+from bloomery.diloco.pseudo_gradient import PseudoGradient
+from bloomery.protocol.rank_messages import Committed, CopyState, Reduce, StartRound, StopTraining
+
+DEADLINE_S = 60.0
+
+
+@dataclass(frozen=True)
+class State:
+    """As much of the training's state as a copy needs."""
+
+    under_way: str | None
+    step: int = 0
 
 
 class Update:
@@ -29,21 +49,17 @@ class Update:
         return "0" * 32
 
 
+def loop_of(update: object, **given: object) -> OuterLoop:
+    """The loop of a peer of one rank."""
+    usual = dict(agent=None, rings=None, trainer=SimpleNamespace(asked_to_stop=str))
+    usual |= dict(gather=lambda value: [value], peer="a", salt="", tokens_per_sample=4, identity={})
+    return OuterLoop(ElasticSection(inner_steps=3), update, **usual | given)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("had_feedback", [True, False])
 def test_a_checkpoint_without_quantisation_error_leaves_none_of_what_went_before(had_feedback: bool) -> None:
     update = Update()
-    loop = OuterLoop(
-        ElasticSection(inner_steps=3),
-        update,
-        agent=None,
-        rings=None,
-        gather=lambda value: [value],
-        peer="a",
-        salt="",
-        tokens_per_sample=4,
-        identity={},
-        trainer=SimpleNamespace(asked_to_stop=str),
-    )
+    loop = loop_of(update)
     loop.load_state_values({})
     assert (update.begun, update.forgotten) == (1, 0)
     update.has_feedback = had_feedback
@@ -51,3 +67,99 @@ def test_a_checkpoint_without_quantisation_error_leaves_none_of_what_went_before
     loop.load_state_values(stored)
     assert (update.begun, update.forgotten) == (1, 0 if had_feedback else 1)
     assert json.loads(json.dumps(loop.state_values())) == stored
+
+
+class HeldRing:
+    """A ring that goes on until it is cancelled."""
+
+    codec = "fp32"
+
+    def __init__(self) -> None:
+        self.cancelled, self.closed = threading.Event(), threading.Event()
+
+    def all_reduce(self, values: Tensor, *, weight: float, residual: Tensor | None) -> None:
+        assert self.cancelled.wait(DEADLINE_S)
+        raise RingFailed("cancelled", kind="cancelled")
+
+    def cancel(self) -> None:
+        self.cancelled.set()
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+def test_a_ring_that_is_under_way_when_a_checkpoint_is_loaded_ends_and_nothing_comes_of_it() -> None:
+    """As when the whole run goes back: what the ring averages is of steps that do not count."""
+    ring, update = HeldRing(), PseudoGradient(OneTensor(64), ElasticSection(inner_steps=3))
+    loop = loop_of(update, rings=lambda reduce: ring)
+    loop.load_state_values({})
+    update.offer(1)
+    attempt = example.attempt(round=1, epoch=7, members=("a", "b"), weights=(0.5, 0.5))
+    loop._attempts.begin(
+        Reduce(attempt=attempt, index=0, hops=(), stall_s=1.0, deadline_s=1.0, norm_limit=None)
+    )
+    loop.load_state_values({})
+    assert ring.closed.wait(DEADLINE_S) and not loop._attempts.is_under_way
+
+
+@pytest.mark.parametrize("needs", ["the ring", "the update", "nothing"])
+def test_a_copy_that_is_asked_for_while_the_weights_are_needed_is_made_once_they_are_not(needs: str) -> None:
+    copied, state = list[str | None](), State(under_way="a round")
+    trainer = SimpleNamespace(
+        asked_to_stop=str,
+        wait_staged=lambda: None,
+        copy=lambda state: copied.append(state.under_way),
+        remove_copy=pytest.fail,
+    )
+    agent = SimpleNamespace(moving=lambda *told, **more: None, copied=lambda **told: None)
+    loop = loop_of(PseudoGradient(OneTensor(64), ElasticSection(inner_steps=3)), agent=agent, trainer=trainer)
+    loop.load_state_values({})
+    asked = CopyState(keep=(), makes=loop._rounds.held.digest)
+    before = loop._rounds
+    if needs == "the ring":
+        loop._attempts = SimpleNamespace(is_under_way=True)  # type: ignore[assignment]
+    elif needs == "the update":
+        loop._rounds = replace(before, phase=Updating())
+    assert loop._obey(state, asked, can_rewind=False) is state
+    assert copied == ([None] if needs == "nothing" else [])
+    loop._attempts, loop._rounds = SimpleNamespace(is_under_way=False), before  # type: ignore[assignment]
+    loop._copy_if_asked(state)
+    loop._copy_if_asked(state)
+    assert copied == [None], "it is made once, of the committed state"
+    assert loop._rounds == before
+
+
+@dataclass(frozen=True)
+class Training:
+    """As much of the training's state as a peer needs that waits for samples."""
+
+    position: Position = field(default_factory=Position)
+    under_way: object = None
+    step: int = 0
+    done: bool = False
+
+    def halting(self, why: str, *, failed: bool) -> Training:
+        return replace(self, done=True)
+
+
+def test_a_newcomer_that_has_nothing_when_the_run_goes_back_is_given_a_state_and_goes_back_to_none() -> None:
+    """It has made no step, so there is nothing of its own to go back to."""
+    commit = example.commit(round=1, members=(), digest="another", rewind_to=0)
+    commands = [
+        StartRound(round=1, position=Position(), live=2, samples=()),
+        Committed(commit=commit, included=False),
+        StopTraining(why="the test is over", failed=False),
+    ]
+    held = list[int]()
+    agent = SimpleNamespace(
+        moving=lambda *told, **more: None,
+        holding=lambda *, round, **more: held.append(round),
+        ready=lambda ready: None,
+        receive=lambda timeout_s: commands.pop(0),
+    )
+    trainer = SimpleNamespace(asked_to_stop=str, batch=lambda state: 4, saves=tuple, step_of=pytest.fail)
+    loop = loop_of(PseudoGradient(OneTensor(64), ElasticSection(inner_steps=3)), agent=agent, trainer=trainer)
+    loop.load_state_values({})
+    assert loop.admit(Training()).done and not commands
+    assert loop._rounds.phase == Idle() and loop._rounds.due is None
+    assert held == [0, 0], "it tells again what it holds, and is given the run's state"

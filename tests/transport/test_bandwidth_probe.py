@@ -28,3 +28,12 @@ def test_a_load_is_taken_up_to_the_limit_and_one_beyond_it_ends_the_connection(
                 measure([asking], sizes, deadline_s=DEADLINE_S)
     answer.join(DEADLINE_S)
     assert not answer.is_alive()
+
+
+@pytest.mark.parametrize("pongs", [0, 1])
+def test_a_peer_that_stops_answering_is_waited_for_until_the_deadline(pongs: int) -> None:
+    asking, silent = socket.socketpair()
+    with asking, silent:
+        silent.sendall(b"p" * pongs)
+        with pytest.raises(TimeoutError):
+            measure([asking], ProbeSizes(streams=1, pings=1, first=1, most=1), deadline_s=0.1)

@@ -278,7 +278,7 @@ def test_an_attempt_that_is_over_stops_gathering(opened):
 
 def test_a_peer_that_left_keeps_no_connections(opened):
     a, b = opened("a"), opened("b")
-    pair(a, b, epoch=1)
+    sending, receiving = pair(a, b, epoch=1)
     a.pool.keep(())
     assert a.pool.size == 2  # a ring has them
     a.pool.release(1)
@@ -286,6 +286,9 @@ def test_a_peer_that_left_keeps_no_connections(opened):
     assert a.pool.size == 2
     a.pool.keep({("b", "b2")})
     assert a.pool.size == 0
+    assert all(link.connection.fileno() == -1 for link in sending)  # no descriptor is kept either
+    b.pool.discard(1)
+    assert all(link.connection.fileno() == -1 for link in receiving)
 
 
 @pytest.fixture
@@ -325,9 +328,11 @@ def test_no_certificate_is_refused(opened, guarded):
     assert is_unharmed(target, opened("a", authority.trust("a")))
 
 
-def test_another_token_is_refused(opened):
+def test_another_token_is_refused(opened, caplog):
     target = opened("b")
     refused(opened("a", Trust(token=b"u" * 32)), target)
+    until(lambda: "refused a connection from 127.0.0.1" in caplog.text)
+    assert "the connection ended within the handshake" in caplog.text
     assert is_unharmed(target, opened("a"))
 
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import queue
+import socket
+import threading
 import time
 from contextlib import closing
 from dataclasses import replace
 
 import pytest
 
+from bloomery.transport.connection import Connection, ConnectionPlace
 from bloomery.transport.connection_pool import ConnectionPool, DialTiming, Neighbour, _Want
 
+DEADLINE_S = 60.0
 TURNS = DialTiming(turn_s=100.0, answer_s=10.0, retry_s=30.0)
 HOP = Neighbour(peer="b", incarnation="1", addresses=("h:1",), sends=True, ranks=(0,), streams=1)
 
@@ -71,6 +76,41 @@ def test_a_way_that_is_busy_or_has_just_failed_is_not_begun():
         assert due == {229.0: ["relayed"], 230.0: ["dialled", "relayed"]}
         want.busy.add("relayed")
         assert pool._ways_due(want, now=230.0, began=0.0, relays=True) == ["dialled"]
+
+
+class LookedAt(threading.Event):
+    """An event that is never set; tells that it was looked at."""
+
+    def __init__(self):
+        super().__init__()
+        self.looks = threading.Event()
+
+    def is_set(self):
+        self.looks.set()
+        return False
+
+
+def test_a_connection_that_is_made_while_it_is_waited_for_is_used_at_once():
+    """The other peer has dialled, and no way of this one's has its turn before the deadline."""
+    pool = ConnectionPool(dial=refused, relay=refused, is_dialable=True, turns=TURNS)
+    hop, cancelled, gathered = replace(HOP, addresses=()), LookedAt(), queue.SimpleQueue()
+    mine, theirs = socket.socketpair()
+    mine.setblocking(False)
+
+    def gather():
+        gathered.put(pool.gather([hop], epoch=7, deadline_s=1000.0, cancelled=cancelled))
+
+    with closing(pool), theirs:
+        threading.Thread(target=gather, daemon=True).start()
+        assert cancelled.looks.wait(DEADLINE_S)  # it holds the lock until it waits
+        made = Connection(place=hop.places[0], connection=mine, key=b"k" * 32, way="accepted")
+        pool.offer(made)
+        place = ConnectionPlace("a", "1", 0, 0, sends=False)
+        other = Connection(place=place, connection=theirs, key=b"k" * 32, way="dialled")
+        theirs.settimeout(DEADLINE_S)
+        assert other.receive_begin() and other.received_epoch == 7
+        other.send_begin(7)
+        assert gathered.get(timeout=DEADLINE_S) == [made]
 
 
 def _starts_s(hop, *, is_dialable, last_way="", relays=True):

@@ -5,12 +5,15 @@ An impostor speaks the protocol by hand: it knows the messages and whatever it h
 
 from __future__ import annotations
 
+import queue
+import random
 import socket
 import ssl
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 from tests.diloco.elastic_peers import DEADLINE_S, TOKEN, Authority
@@ -98,6 +101,59 @@ def dialler_without_secret(connection: socket.socket) -> None:
     receive_message(connection, Answer, until=deadline())
     send_message(connection, Confirmation(proof=NO_PROOF), until=deadline())
     receive_message(connection, Welcome, until=deadline())
+
+
+@pytest.mark.parametrize("secured", ["by a token", "by certificates", "by encryption"])
+def test_who_reads_or_writes_after_the_handshake_never_waits(authority, secured):
+    """Connections are read by a thread that serves many of them."""
+    identity = replace(B, encrypt=secured == "by encryption")
+    mine, theirs = (TOKEN, TOKEN) if secured == "by a token" else map(authority.trust, "ab")
+    waits = []
+
+    def listen(connection: socket.socket) -> None:
+        made = handshake_as_listener(
+            connection, identity, theirs, admit=lambda hello: "", deadline_s=DEADLINE_S
+        )
+        waits.append(made.connection.getblocking())
+
+    with against(listen, dialled(mine)).connection as end:
+        waits.append(end.getblocking())
+    assert waits == [False, False]
+
+
+@pytest.mark.parametrize("sends", ["the dialler", "the listener"])
+def test_more_than_an_encrypted_connection_holds_arrives_whole_once_it_is_read(authority, sends):
+    identity, made = replace(B, encrypt=True), queue.SimpleQueue()
+    listening, done = authority.trust("b"), threading.Event()
+
+    def listen(connection: socket.socket) -> None:
+        made.put(
+            handshake_as_listener(
+                connection, identity, listening, admit=lambda hello: "", deadline_s=DEADLINE_S
+            )
+        )
+        done.wait(DEADLINE_S)
+
+    dialling, listener = socket.socketpair()
+    thread = threading.Thread(target=listen, args=(listener,))
+    thread.start()
+    ends = [dialled(authority.trust("a"))(dialling).connection, made.get(timeout=DEADLINE_S).connection]
+    sending, receiving = ends if sends == "the dialler" else ends[::-1]
+    content = random.Random(1).randbytes(1 << 20)
+    sent = 0
+    sending.settimeout(0.3)
+    with suppress(TimeoutError):  # once all that lies between the ends is full
+        while True:
+            sent += sending.send(content[sent % len(content) :])
+    receiving.settimeout(DEADLINE_S)
+    received = bytearray()
+    while len(received) < sent:
+        received += receiving.recv(1 << 20)
+    assert received == (content * (sent // len(content) + 1))[:sent]
+    done.set()
+    thread.join(DEADLINE_S)
+    for end in ends:
+        end.close()
 
 
 def test_a_listener_that_does_not_know_the_secret_is_refused_by_the_dialler():

@@ -192,9 +192,10 @@ def test_a_ring_of_one_weighs_its_values_and_refuses_what_others_would():
     ring = Ring(index=0, size=1, next_fds=[], previous_fds=[], send_keys=[], receive_keys=[], codec="int4")
     values = np.array([1, -3, 0.5], np.float32)
 
-    ring.all_reduce(values, round=0, epoch=0, stall_s=1, deadline_s=1, weight=0.5)
+    ended = ring.all_reduce(values, round=0, epoch=0, stall_s=1, deadline_s=1, weight=0.5)
 
     assert values.tolist() == [0.5, -1.5, 0.25]
+    assert (ended.sent_bytes, ended.received_bytes) == (0, 0)
     with pytest.raises(RingError) as refused:
         ring.all_reduce(np.array([np.nan], np.float32), round=0, epoch=0, stall_s=1, deadline_s=1)
     assert refused.value.kind == "not finite"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 from contextlib import ExitStack, closing
 from dataclasses import replace
 
@@ -285,6 +286,7 @@ def test_a_source_waits_again_after_each_newcomer_and_no_more_when_told(opened):
     def serve(connection, address):
         served.append(connection)
 
+    before = set(threading.enumerate())
     source.wait_at(source.meeting_points("b"), serve)
     with ExitStack() as stack:
         for number in range(1, 9):
@@ -294,3 +296,16 @@ def test_a_source_waits_again_after_each_newcomer_and_no_more_when_told(opened):
             stack.enter_context(connection)
         source.wait_at((), serve)
         until(lambda: relay._state_relay.take("b", deadline_s=0.0) is None)
+        until(lambda: not {thread.name for thread in set(threading.enumerate()) - before} & {"waiting"})
+
+
+def test_a_relay_that_ends_ends_who_waits_at_it_and_who_is_joined(opened):
+    relay, source, newcomer = opened("r", is_relay=True), opened("b", listen=()), opened("c", listen=())
+    with (
+        waiting(source, relay) as joined,
+        fetching(newcomer, relay, "b") as theirs,
+        waiting(source, relay) as waits,
+    ):
+        assert are_joined(theirs, joined)
+        relay.close()
+        assert ends(waits) and ends(joined) and ends(theirs)

@@ -126,7 +126,8 @@ class ConnectionPool:
         self._closing = False
         self._most_places = _PLACES
         self._wake, self._woken = socket.socketpair()
-        self._selector = selectors.DefaultSelector()
+        # epoll sees a connection that is registered while the watcher already waits.
+        self._selector = selectors.EpollSelector()
         self._selector.register(self._woken, selectors.EVENT_READ, None)
         self._watcher = threading.Thread(target=self._watch, name="idle links", daemon=True)
         self._watcher.start()
@@ -141,7 +142,6 @@ class ConnectionPool:
             self._links.setdefault(link.place, []).append(link)
             self._selector.register(link.connection, selectors.EVENT_READ, link)
             self._changed.notify_all()
-        self._wake_watcher()
 
     def gather(
         self,
@@ -189,7 +189,6 @@ class ConnectionPool:
             for link in self._of_epoch(epoch):
                 link.rest()
                 self._selector.register(link.connection, selectors.EVENT_READ, link)
-        self._wake_watcher()
 
     def discard(self, epoch: int) -> None:
         """Close every connection that was meant for `epoch`, after its ring or its attempt has failed."""
@@ -213,7 +212,8 @@ class ConnectionPool:
                 for link in list(links):
                     self._close(link)
             self._changed.notify_all()
-        self._wake_watcher()
+        with suppress(OSError):  # it was closed before
+            self._wake.send(b".")
         self._watcher.join(10.0)
         for resource in (self._selector, self._wake, self._woken):
             resource.close()
@@ -380,10 +380,6 @@ class ConnectionPool:
         with suppress(OSError):
             link.connection.shutdown(socket.SHUT_RDWR)  # ends it for the ranks too, which hold duplicates
         link.connection.close()
-
-    def _wake_watcher(self) -> None:
-        with suppress(OSError):
-            self._wake.send(b".")
 
 
 def _unreachable(wants: Sequence[_Want], deadline_s: float) -> LinkError:

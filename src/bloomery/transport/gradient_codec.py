@@ -185,7 +185,6 @@ def decode(
         raise ValueError("values are decoded into a contiguous float32 array")
     if source.size != encoded_size(out.size, kind):
         raise ValueError(f"{source.size} bytes are not {out.size} values of {kind}")
-    is_finite = True
     if native := functions().get("decode"):
         is_finite = native(kind.number, source.ctypes.data, out.size, _threads(threads), out.ctypes.data) == 0
     else:

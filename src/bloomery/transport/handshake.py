@@ -91,7 +91,7 @@ class AuthenticatedConnection:
     """A connection whose ends have authenticated each other.
 
     hello: what the dialler said of itself and of the purpose.
-    connection: a plain socket; where the connection is encrypted, one end of a proxy.
+    connection: a plain, non-blocking socket; where the connection is encrypted, one end of a proxy.
     key: authenticates frames; only the two ends know it.
     """
 

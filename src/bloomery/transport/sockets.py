@@ -62,7 +62,7 @@ def open_listener(address: str, *, backlog: int = 512) -> socket.socket:
             family=family,
             backlog=backlog,
             reuse_port=False,
-            dualstack_ipv6=host in ("", "::") and family == socket.AF_INET6 and socket.has_dualstack_ipv6(),
+            dualstack_ipv6=host == "::" and socket.has_dualstack_ipv6(),
         )
     except OSError as error:
         raise PeerError(

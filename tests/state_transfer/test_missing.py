@@ -1,0 +1,62 @@
+"""Who waits for a run of blocks, and who is woken."""
+
+from __future__ import annotations
+
+import queue
+import threading
+
+import pytest
+
+from bloomery.state_transfer.partial_checkpoint import TWICE, Missing, Run
+
+DEADLINE_S = 60.0
+RUN = Run(file="f", begin=0, end=1 << 20)
+
+
+class LookedAt(list[str]):
+    """Names of files; tells that it was looked into."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__(names)
+        self.looks = threading.Event()
+
+    def __contains__(self, name: object) -> bool:
+        self.looks.set()
+        return super().__contains__(name)
+
+
+@pytest.mark.parametrize("what", ["given back", "fetched"])
+def test_who_finds_every_run_taken_waits_until_one_is_given_back_or_fetched(what: str) -> None:
+    missing, files = Missing([RUN, Run(file="of others", begin=0, end=1 << 20)]), LookedAt("f")
+    taken: queue.SimpleQueue[Run | None] = queue.SimpleQueue()
+    for _ in range(TWICE):
+        assert missing.take(["f"], timeout_s=0.0) == RUN
+    waiting = threading.Thread(
+        target=lambda: taken.put(missing.take(files, timeout_s=10 * DEADLINE_S)), daemon=True
+    )
+    waiting.start()
+    assert files.looks.wait(DEADLINE_S)  # it holds the lock until it waits
+    if what == "fetched":
+        assert missing.done(RUN)
+        assert taken.get(timeout=DEADLINE_S) is None and missing.files() == {"of others"}
+    else:
+        missing.give_back(RUN)
+        assert taken.get(timeout=DEADLINE_S) == RUN and missing.is_missing(RUN)
+
+
+def test_a_run_that_was_fetched_or_given_back_twice_is_no_longer_given_back() -> None:
+    missing = Missing([RUN])
+    for _ in range(TWICE):
+        missing.take(["f"], timeout_s=0.0)
+    assert missing.done(RUN) and not missing.done(RUN)
+    missing.give_back(RUN)  # by the slower of the two
+    assert missing.is_over and missing.take(["f"], timeout_s=10 * DEADLINE_S) is None
+
+
+def test_a_run_of_a_file_that_nobody_else_has_is_handed_out_first() -> None:
+    runs = [Run(file=file, begin=0, end=1 << 20) for file in ("common", "own", "other")]
+    missing = Missing(runs)
+    assert missing.take(["common", "own"], ["own"], timeout_s=0.0).file == "own"
+    assert missing.take(["common", "own"], ["own"], timeout_s=0.0).file == "common"
+    assert missing.files() == {"common", "own", "other"}
+    assert missing.take(["nothing"], timeout_s=0.0) is None

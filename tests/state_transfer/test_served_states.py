@@ -1,0 +1,77 @@
+"""How long the files of states are open that a peer serves, or cannot serve."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from tests.diloco.served_states import make_checkpoint
+
+from bloomery.checkpoint.format.manifest import INDEX
+from bloomery.errors import CheckpointError, PeerError
+from bloomery.state_transfer.served_states import ServedStates
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return make_checkpoint(tmp_path, own=1, size=1000)
+
+
+def opened_of(directory: Path) -> list[str]:
+    """The files of a directory that this process has open."""
+    found = []
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            path = descriptor.readlink()
+            found += [path.name] if path.parent == directory else []
+    return sorted(found)
+
+
+def test_a_state_that_is_no_longer_served_is_open_until_its_last_reader_has_ended(checkpoint: Path) -> None:
+    states = ServedStates()
+    states.put("ab12", checkpoint, round=1)
+    files = sorted(path.name for path in checkpoint.iterdir())
+    with states.reading("ab12", INDEX) as first:
+        with states.reading("ab12", INDEX) as second:
+            states.keep([])
+            assert states.is_empty and states.about("ab12") is None
+            with states.reading("ab12", INDEX) as third:
+                assert third is None
+            content = (checkpoint / INDEX).read_bytes()
+            assert os.pread(second.descriptor, second.bytes, 0) == content
+        assert opened_of(checkpoint) == files
+        assert os.pread(first.descriptor, first.bytes, 0) == content
+    assert opened_of(checkpoint) == []
+
+
+def test_states_that_are_kept_are_served_and_others_are_closed(checkpoint: Path) -> None:
+    states = ServedStates()
+    for digest in ("ab12", "cd34"):
+        states.put(digest, checkpoint, round=1)
+    states.keep(["cd34", "ef56"])
+    assert states.about("ab12") is None and states.about("cd34") == {"name": checkpoint.name, "round": 1}
+    assert len(opened_of(checkpoint)) == len(list(checkpoint.iterdir()))
+    states.clear()
+    assert opened_of(checkpoint) == [] and states.is_empty
+
+
+@pytest.mark.parametrize("wrong", ["a link", "missing", "too short"])
+def test_of_a_checkpoint_that_cannot_be_served_no_file_stays_open(checkpoint: Path, wrong: str) -> None:
+    path = next(path for path in checkpoint.iterdir() if path.name.startswith("optim"))
+    content = path.read_bytes()
+    path.unlink()
+    if wrong == "a link":
+        path.symlink_to("/dev/null")
+    elif wrong == "too short":
+        path.write_bytes(content[:-1])
+    states = ServedStates()
+    with pytest.raises(CheckpointError):
+        states.put("ab12", checkpoint, round=1)
+    assert opened_of(checkpoint) == [] and states.is_empty
+
+
+def test_a_digest_that_is_none_names_no_state(checkpoint: Path) -> None:
+    with pytest.raises(PeerError, match="no digest of a state"):
+        ServedStates().put("../x", checkpoint, round=1)

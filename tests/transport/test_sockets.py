@@ -1,0 +1,92 @@
+"""Addresses, and sockets that listen at them and dial them."""
+
+from __future__ import annotations
+
+import socket
+from contextlib import closing
+from dataclasses import replace
+
+import pytest
+from tests.diloco.elastic_peers import DEADLINE_S, TOKEN
+
+from bloomery.errors import PeerError
+from bloomery.transport.sockets import addresses_of, dial, join_address, open_listener, split_address
+from bloomery.transport.trust import Trust
+
+
+@pytest.mark.parametrize(
+    ("listen", "answers"),
+    [
+        ("127.0.0.1:0", ["127.0.0.1"]),
+        ("[::1]:0", ["::1"]),
+        ("[::]:0", ["127.0.0.1", "::1"]),
+        ("0.0.0.0:0", ["127.0.0.1"]),
+    ],
+)
+def test_a_listener_answers_at_its_address_and_one_at_all_of_ipv6_at_those_of_ipv4_too(listen, answers):
+    with closing(open_listener(listen)) as listener:
+        port = listener.getsockname()[1]
+        for host in ("127.0.0.1", "::1"):
+            if host in answers:
+                dial([join_address(host, port)], TOKEN, deadline_s=DEADLINE_S).close()
+            else:
+                with pytest.raises(ConnectionError):
+                    dial([join_address(host, port)], TOKEN, deadline_s=DEADLINE_S)
+
+
+def test_an_address_that_another_listens_at_is_one_message_with_a_remedy():
+    with closing(open_listener("127.0.0.1:0")) as listener:
+        (address,) = addresses_of([listener])
+        with pytest.raises(PeerError, match=f"Nothing can listen on {address}") as refused:
+            open_listener(address)
+    assert "elastic.listen" in refused.value.remedy
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:29600", "[::1]:29600", "a.example.org:0", ":65535"])
+def test_an_address_is_its_host_and_its_port(address):
+    assert join_address(*split_address(address)) == address
+
+
+@pytest.mark.parametrize("address", ["", "here", "here:", "here:x", "here:65536", "::1:29600", "here:-1"])
+def test_what_is_no_address_is_refused(address):
+    with pytest.raises(PeerError, match="is not an address"):
+        split_address(address)
+
+
+def test_why_no_address_can_be_dialled_is_told_of_each():
+    with closing(open_listener("127.0.0.1:0")) as closed:
+        (nowhere,) = addresses_of([closed])
+    with pytest.raises(ConnectionError) as failed:
+        dial([nowhere, "192.0.2.1:9"], TOKEN, deadline_s=DEADLINE_S)
+    assert f"{nowhere}: Connection refused" in str(failed.value)
+    assert "192.0.2.1 is another machine, and this peer has no certificates" in str(failed.value)
+    with pytest.raises(ConnectionError, match="the peer has no address"):
+        dial([], TOKEN, deadline_s=DEADLINE_S)
+
+
+def test_an_address_is_tried_once_the_one_before_it_was_silent_for_a_moment():
+    """Nothing accepts at the first one, where the queue of those that want to connect is full."""
+    with socket.socket() as silent, closing(open_listener("127.0.0.1:0")) as listener:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen(0)
+        addresses = addresses_of([silent, listener])
+        waiting = [socket.socket() for _ in range(8)]
+        for one in waiting:
+            one.setblocking(False)
+            one.connect_ex(silent.getsockname())
+        with dial(addresses, TOKEN, deadline_s=DEADLINE_S) as connection:
+            assert connection.getpeername() == listener.getsockname()
+            assert connection.getblocking()
+        with pytest.raises(ConnectionError, match="no answer in time"):
+            dial(addresses[:1], TOKEN, deadline_s=0.1)
+        for one in waiting:
+            one.close()
+
+
+def test_where_peers_are_on_other_machines_none_is_dialled_at_loopback():
+    elsewhere: Trust = replace(TOKEN, dials_loopback=False)
+    with (
+        closing(open_listener("127.0.0.1:0")) as listener,
+        pytest.raises(ConnectionError, match="is this machine, and not where its peer is"),
+    ):
+        dial(addresses_of([listener]), elsewhere, deadline_s=DEADLINE_S)
