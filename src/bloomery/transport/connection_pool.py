@@ -126,8 +126,8 @@ class ConnectionPool:
         self._closing = False
         self._most_places = _PLACES
         self._wake, self._woken = socket.socketpair()
-        # epoll sees a connection that is registered while the watcher already waits.
-        self._selector = selectors.EpollSelector()
+        # epoll and kqueue see a connection that is registered while the watcher already waits.
+        self._selector = selectors.DefaultSelector()
         self._selector.register(self._woken, selectors.EVENT_READ, None)
         self._watcher = threading.Thread(target=self._watch, name="idle links", daemon=True)
         self._watcher.start()
