@@ -132,6 +132,26 @@ def test_without_py_spy_the_stacks_come_by_a_signal(tmp_path: Path, monkeypatch:
     assert finding.culprits == (2,) and "the data loader: stand (b.py:3)" in finding.summary, finding
 
 
+@pytest.mark.parametrize("is_stopped", [True, False])
+def test_a_process_that_answers_neither_way_has_no_stack_and_the_state_of_the_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_stopped: bool
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))  # py-spy may stand beside it
+    with subprocess.Popen(["/bin/sleep", "600"]) as process:
+        try:
+            os.kill(process.pid, 19 if is_stopped else 0)
+            while is_stopped and _state(process.pid) != "T":
+                time.sleep(0.001)
+            (stack,) = take_stacks({3: RankBeat(rank=3, pid=process.pid)}).values()
+        finally:
+            process.kill()
+    assert (stack.rank, stack.frames, stack.state == "T") == (3, (), is_stopped)
+    assert RankStack.from_json(stack.to_json()) == stack
+    gone = take_stacks({3: RankBeat(rank=3, pid=process.pid)})
+    assert gone == {3: RankStack(rank=3, frames=(), state="")}
+
+
 def beat(rank: int, activity: RankActivity, **more: object) -> RankBeat:
     usual = {"host": f"node{rank}", "step": 7, "world": 4, "pid": 9, "longest_s": {str(activity): 1.0}}
     return RankBeat(rank=rank, activity=activity, **{**usual, **more})  # type: ignore[arg-type]
