@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 from pathlib import Path
@@ -89,9 +90,11 @@ def test_each_look_notes_what_the_ranks_have_started(tmp_path: Path) -> None:
     ) as rank:
         assert rank.stdout is not None
         sleeper = int(rank.stdout.readline())
-        watched.started({0: rank.pid})
-        watched.look()
-        subprocess.run(["kill", str(sleeper)], check=True)
+        try:
+            watched.started({0: rank.pid})
+            watched.look()
+        finally:
+            os.kill(sleeper, signal.SIGTERM)
     watched.ended({0: 143}, killed=(0,))
     (end,) = share.ends(attempt="x-4")
     assert (end.status, end.is_killed_here, end.pid) == (143, True, rank.pid)
