@@ -30,6 +30,7 @@ journal.write("start", incarnation=1, step=first, spent={"loading a checkpoint":
 step = first
 while os.getppid() == parent:  # it ends with its launcher
     step += 1
+    print("step", step, file=sys.stderr, flush=True)
     beat.at(step=step, incarnation=1)
     beat.enter(RankActivity.COMPUTING)
     beat.write()

@@ -15,7 +15,7 @@ import pytest
 
 import bloomery
 from bloomery.events.heartbeat import RankActivity, RankBeat, read_beat
-from bloomery.operate.hang import find_hang
+from bloomery.operate.hang import find_hang, place_of
 from bloomery.operate.stacks import Frame, RankStack, parse_pyspy, take_stacks
 from bloomery.operate.standstill import (
     RankObservation,
@@ -333,3 +333,15 @@ def test_a_wait_in_a_file_of_ours_is_a_wait_for_others() -> None:
         stacks[1] = RankStack(rank=1, frames=(stands,), state="S")
         finding = find_hang({rank: beat(rank, RankActivity.COMPUTING) for rank in range(3)}, stacks)
         assert finding.culprits == (1,) and "ranks 0, 2 wait in the" in finding.summary
+
+
+def test_a_wait_for_a_lock_names_who_waits_for_it() -> None:
+    inner = [
+        Frame(function=name, file="/usr/lib/python3.11/threading.py", line=9) for name in ("wait", "join")
+    ]
+    caller = Frame(function="flush", file="/home/ann/logger.py", line=7)
+    for frames, named in (((*inner, caller), "flush (logger.py:7)"), (tuple(inner), "wait (threading.py:9)")):
+        place = place_of(
+            beat(0, RankActivity.BETWEEN_STEPS), RankStack(rank=0, frames=frames), is_silent=False
+        )
+        assert not place.waits and place.where == f"a wait for a lock or a thread: {named}"

@@ -109,9 +109,13 @@ def test_kept_rows_are_those_that_the_incarnations_make_visible(
     assert sorted(rows + hidden) == list(range(len(lines)))
 
 
-@given(st.lists(st.floats(width=32) | st.just(float("nan")), min_size=1, max_size=400), st.integers(10, 60))
-def test_decimation_keeps_the_extremes_and_invents_nothing(values: list[float], points: int) -> None:
-    y = np.array(values, np.float32)
+@given(st.integers(1, 400), st.integers(10, 60), st.sampled_from([0.0, 0.1, 0.9]), st.integers(0, 2**32 - 1))
+def test_decimation_keeps_the_extremes_and_invents_nothing(
+    count: int, points: int, missing: float, seed: int
+) -> None:
+    chance = np.random.default_rng(seed)
+    y = chance.normal(size=count).astype(np.float32)
+    y[chance.random(count) < missing] = chance.choice([np.nan, np.inf, -np.inf])
     x = np.arange(len(y), dtype=np.float64)
     curve = decimated(x, y, points=points)
     assert len(curve.x) <= 2 * points + 4 and np.all(np.diff(curve.x) > 0)

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.operate.ledger.test_ledger import T0, start, step
 
+from bloomery.operate.ledger.figures import duration
 from bloomery.operate.ledger.operations import read_marks
 from bloomery.operate.ledger.time_class import TimeClass
 from bloomery.operate.ledger.timeline import rank_spans
@@ -60,6 +61,11 @@ def test_a_first_step_that_was_lost_has_compiled_for_those_after_the_rewind() ->
         TimeClass.LOADING: pytest.approx(1),
         TimeClass.TRAINING: pytest.approx(8),
     }
+
+
+def test_seconds_are_told_in_the_unit_that_a_person_would_use() -> None:
+    told = {duration(seconds): seconds for seconds in (0.0, 12.0, 270.0, 111_600.0, 1e6, 1e9)}
+    assert list(told) == ["0.0 s", "12.0 s", "4.5 min", "31.0 h", "11.6 days", "11,574.1 days"]
 
 
 @settings(max_examples=40)
