@@ -96,6 +96,15 @@ def test_the_store_where_ranks_met_is_a_port_or_a_file(tmp_path: Path) -> None:
         assert not meeting.exists() and cut_connections(process.pid) == 2
 
 
+def test_what_closes_while_connections_are_cut_is_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    with connected() as (process, ends, _):
+        assert process.stdout is not None
+        process.stdout.readline()
+        listed = faults._sockets(process.pid)
+        monkeypatch.setattr(faults, "_sockets", lambda pid: [999, *listed])
+        assert cut_connections(process.pid) == 2 and [end.recv(1) for end in ends] == [b"", b""]
+
+
 def test_a_process_that_is_gone_is_told_as_gone() -> None:
     with subprocess.Popen(["true"]) as process:
         process.wait()

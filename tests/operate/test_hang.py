@@ -15,7 +15,7 @@ import pytest
 
 import bloomery
 from bloomery.events.heartbeat import RankActivity, RankBeat, read_beat
-from bloomery.operate.hang import find_hang
+from bloomery.operate.hang import find_hang, place_of
 from bloomery.operate.stacks import Frame, RankStack, parse_pyspy, take_stacks
 from bloomery.operate.standstill import (
     RankObservation,
@@ -130,6 +130,26 @@ def test_without_py_spy_the_stacks_come_by_a_signal(tmp_path: Path, monkeypatch:
     with hanging(tmp_path, file, code, activity, culprit=2) as beats:
         finding = find_hang(beats, take_stacks(beats))
     assert finding.culprits == (2,) and "the data loader: stand (b.py:3)" in finding.summary, finding
+
+
+@pytest.mark.parametrize("is_stopped", [True, False])
+def test_a_process_that_answers_neither_way_has_no_stack_and_the_state_of_the_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_stopped: bool
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))  # py-spy may stand beside it
+    with subprocess.Popen(["/bin/sleep", "600"]) as process:
+        try:
+            os.kill(process.pid, 19 if is_stopped else 0)
+            while is_stopped and _state(process.pid) != "T":
+                time.sleep(0.001)
+            (stack,) = take_stacks({3: RankBeat(rank=3, pid=process.pid)}).values()
+        finally:
+            process.kill()
+    assert (stack.rank, stack.frames, stack.state == "T") == (3, (), is_stopped)
+    assert RankStack.from_json(stack.to_json()) == stack
+    gone = take_stacks({3: RankBeat(rank=3, pid=process.pid)})
+    assert gone == {3: RankStack(rank=3, frames=(), state="")}
 
 
 def beat(rank: int, activity: RankActivity, **more: object) -> RankBeat:
@@ -313,3 +333,15 @@ def test_a_wait_in_a_file_of_ours_is_a_wait_for_others() -> None:
         stacks[1] = RankStack(rank=1, frames=(stands,), state="S")
         finding = find_hang({rank: beat(rank, RankActivity.COMPUTING) for rank in range(3)}, stacks)
         assert finding.culprits == (1,) and "ranks 0, 2 wait in the" in finding.summary
+
+
+def test_a_wait_for_a_lock_names_who_waits_for_it() -> None:
+    inner = [
+        Frame(function=name, file="/usr/lib/python3.11/threading.py", line=9) for name in ("wait", "join")
+    ]
+    caller = Frame(function="flush", file="/home/ann/logger.py", line=7)
+    for frames, named in (((*inner, caller), "flush (logger.py:7)"), (tuple(inner), "wait (threading.py:9)")):
+        place = place_of(
+            beat(0, RankActivity.BETWEEN_STEPS), RankStack(rank=0, frames=frames), is_silent=False
+        )
+        assert not place.waits and place.where == f"a wait for a lock or a thread: {named}"

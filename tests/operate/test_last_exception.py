@@ -116,6 +116,7 @@ Traceback (most recent call last):
   File "w.py", line 9, in __del__
 AttributeError: 'NoneType' object has no attribute 'close'
 """
+NO_ROOM_IGNORED = IGNORED.replace("AttributeError: 'NoneType'", "OSError: [Errno 28] No space left: '/a'")
 IN_THREAD = "Exception in thread Thread-3:\n" + TRACE + "OSError: [Errno 5] Input/output error: '/data/a'\n"
 CHILD = "ServiceException: 503 Backend Error\nCommandException: 1 file/object could not be transferred.\n"
 CHILD_FAILED = "subprocess.CalledProcessError: Command 'gsutil cp' returned non-zero exit status 1."
@@ -133,6 +134,8 @@ WANDB = "wandb: Network error (ReadTimeout), entering retry loop.\nthe tokenizer
         (f"{CHILD}{TRACE}{CHILD_FAILED}\n", CHILD_FAILED, Cause.STORAGE),
         (f"{COMPILER}{TRACE}RuntimeError: Error building extension 'f'\n", "", Cause.EXCEPTION),
         (WANDB, "", Cause.UNKNOWN),
+        (f"{NO_ROOM_IGNORED}{TRACE}KeyError: 'loss'\n", "KeyError: 'loss'", Cause.EXCEPTION),
+        (f"epoch 1\n{NO_ROOM_IGNORED}{TRACE}KeyError: 'loss'\n", "KeyError: 'loss'", Cause.EXCEPTION),
         (f"{PROBE}{TRACE}KeyError: 'profile_name'\n", "KeyError: 'profile_name'", Cause.EXCEPTION),
     ],
 )

@@ -56,6 +56,10 @@ def test_a_rank_of_mpirun_goes_before_the_step_that_started_mpiruns_own_daemons(
     assert [found[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")] == ["1", "4", "iam07.example"]
 
 
+def test_a_rank_that_was_started_alone_trains_alone():
+    assert variables(MPI | {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}) == {}
+
+
 def test_ranks_on_one_machine_meet_on_its_loopback():
     found = variables(MPI | {"OMPI_COMM_WORLD_SIZE": "2"})
     assert (found["MASTER_ADDR"], found["GLOO_SOCKET_IFNAME"]) == ("127.0.0.1", "lo")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import signal
@@ -116,6 +117,23 @@ def test_a_job_that_ended_without_its_queue_has_failed_unless_the_journal_says_o
     os.killpg(record.pid, signal.SIGKILL)
     wait_for(lambda: states(rundir) == [JobState.FAILED])
     assert "no good end" in jobs(rundir)[0].reason
+
+
+def test_only_an_end_without_a_failure_since_the_job_began_says_that_it_ended_well(
+    rundir: RunDirectory,
+) -> None:
+    def outcome(*events: tuple[str, float, bool]) -> JobState:
+        lines = [json.dumps({"event": name, "time": at, "failed": bad}) for name, at, bad in events]
+        rundir.journal().write_text("".join(f"{line}\n" for line in lines))
+        return machine_queue.outcome_without_status(rundir.path, started=100.0)[0]
+
+    assert outcome(("end", 99.0, False)) == JobState.FAILED, "that was another job"
+    assert outcome(("end", 99.0, False), ("start", 101.0, False)) == JobState.FAILED
+    assert outcome(("start", 101.0, False), ("end", 102.0, False), ("note", 103.0, False)) == JobState.ENDED
+    assert outcome(("start", 101.0, False), ("end", 102.0, True)) == JobState.FAILED
+    assert outcome(("end", 102.0, False), ("start", 103.0, False)) == JobState.FAILED
+    rundir.journal().unlink()
+    assert machine_queue.outcome_without_status(rundir.path, started=0.0)[0] == JobState.FAILED
 
 
 def test_a_job_that_outlives_its_queue_can_be_cancelled(rundir: RunDirectory) -> None:

@@ -157,6 +157,12 @@ def test_the_queue_is_filled_up_as_a_chain_until_the_run_is_stopped(tmp_path: Pa
         "2",
         "--supervise",
     )
+    queue.requests.clear()
+    queue.jobs_here = [QueuedJob(job="7", tasks=3, state=JobState.PENDING, state_text="PENDING")]
+    assert top_up(queue, submission, loaded, rundir) == [] == queue.requests, "it is full"
+    queue.jobs_here = []
+    none_kept = submission_of("demo", ["submit.keep_queued=0"], nproc=2)
+    assert top_up(queue, none_kept, none_kept.load(), rundir) == [] == queue.requests
     rundir.control("stop").touch()
     assert top_up(queue, submission, loaded, rundir) == []
 

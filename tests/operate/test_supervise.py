@@ -22,7 +22,7 @@ from bloomery.events.run_directory import RunDirectory
 from bloomery.operate import standstill as standstill_module
 from bloomery.operate import supervise as supervise_module
 from bloomery.operate.blame import diagnose
-from bloomery.operate.diagnosis import Cause
+from bloomery.operate.diagnosis import GAVE_UP, REPEATING_STATUSES, Cause, Culprit, Diagnosis
 from bloomery.operate.failure_evidence import FailureEvidence, RankEnd
 from bloomery.operate.ledger.run_ledger import read_ledger
 from bloomery.operate.ledger.time_class import TimeClass
@@ -182,3 +182,20 @@ def test_restarts_without_a_newer_checkpoint_come_to_an_end() -> None:
     assert why_no_restart(killed, budget=budget, in_a_row=2, in_all=2) == ""
     assert "no newer checkpoint" in why_no_restart(killed, budget=budget, in_a_row=3, in_all=3)
     assert "10 times" in why_no_restart(killed, budget=budget, in_a_row=0, in_all=10)
+
+
+def test_the_guide_has_what_follows_each_cause() -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "guides" / "supervising.md").read_text()
+    table = guide.partition("| cause | starts again |")[2].partition("\n\n")[0]
+    told: dict[Cause, tuple[bool, int]] = {}
+    for line in table.splitlines()[2:]:
+        causes, again, status = (cell.strip() for cell in line.strip("|").split("|"))
+        for words in causes.split(", "):
+            cause = max((cause for cause in Cause if words.startswith(cause)), key=len)
+            told[cause] = (again == "yes", int(status))
+    done = {
+        cause: Diagnosis(cause=cause, culprit=Culprit(), summary="", evidence=(), sure=True)
+        for cause in Cause
+    }
+    assert told == {cause: (diagnosis.retries, diagnosis.exit_status) for cause, diagnosis in done.items()}
+    assert f"given up with status {GAVE_UP}" in guide and GAVE_UP not in REPEATING_STATUSES

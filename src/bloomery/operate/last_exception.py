@@ -56,7 +56,7 @@ def log_of_exception(end: RankEnd) -> str:
     place = log.rfind(_TRACEBACK)
     while place > 0 and _CHAINED.search(log[:place]):
         place = log.rfind(_TRACEBACK, 0, place)
-    if place <= 0 or _COUNTS_ALWAYS.search(log[:place]):
+    if place < 0 or _COUNTS_ALWAYS.search(log[:place]):
         return end.log
     return log[place:]
 

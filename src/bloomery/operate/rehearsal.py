@@ -23,7 +23,7 @@ def rehearsal_of(recipe: Recipe) -> list[str]:
     parallel = recipe.parallel
     pipeline, data = _degrees(parallel)
     stages = pipeline * parallel.chunks
-    batch = (data or NODES) * max(2, 2 * pipeline)
+    batch = (data or NODES) * 2 * pipeline
     samples = STEPS * batch
     settings: dict[str, object] = {"run.name": f"{recipe.run.name}-rehearsal"}
     settings |= _model(recipe, stages=stages)

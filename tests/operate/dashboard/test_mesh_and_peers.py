@@ -14,7 +14,7 @@ from bloomery.agent.round_driver import _ring_facts
 from bloomery.cli import main
 from bloomery.config.load import parse_recipe
 from bloomery.coordination.snapshot import RunSnapshot
-from bloomery.events.heartbeat import Heartbeat, RankActivity
+from bloomery.events.heartbeat import Heartbeat, RankActivity, interval_of, read_beat
 from bloomery.events.journal import Journal
 from bloomery.operate.dashboard import panels
 from bloomery.operate.dashboard.mesh_panel import MeshPanel, mesh_panel
@@ -84,7 +84,31 @@ def test_ranks_that_work_alike_are_told_as_such_and_bad_files_are_no_error(tmp_p
     run.rundir.heartbeat(rank=1).write_text('{"rank": 1, "world": 2, "memory_bytes": "much"}')
     panel = panel_of(run, RECIPE.replace("pipeline = 2", "pipeline = 1"))
     assert [row.rank for row in panel.rows] == [0] and panel.told == ""
-    assert panel_of(run).degrees == {}  # four ranks are wanted and two are there: no place is told
+    panel = panel_of(run)
+    assert panel.degrees == {}  # four ranks are wanted and two are there: no place is told
+    assert [(stage.stage, stage.ranks, stage.most_bytes) for stage in panel.stages] == [(0, 1, 1e9)]
+
+
+def test_ranks_that_have_told_of_no_step_do_not_make_the_others_slow(tmp_path: Path) -> None:
+    run = WrittenRun(tmp_path / "run")
+    ranks_of(run, [0.0, 0.1, 0.0, 0.1, 0.0, 0.0, 0.0, 0.1], world=8)
+    panel = panel_of(run)
+    assert [row.rank for row in panel.rows if row.is_slow] == [] and "0.100 s a step" in panel.told
+
+
+def test_a_rank_is_silent_after_three_heartbeats_that_did_not_come(tmp_path: Path) -> None:
+    run = WrittenRun(tmp_path / "run")
+    ranks_of(run, [0.1, 0.1], world=2)
+    last = Heartbeat(run.rundir.heartbeat(rank=1), rank=1, world=2, host="node1", interval_s=NEVER_S)
+    last.enter(RankActivity.ENDED)
+    last.write()
+    reader, interval_s = RunReader(run.rundir.path).read_all(), interval_of(2)
+    beat = read_beat(run.rundir.heartbeat())
+    assert beat is not None
+    for missed, is_silent in ((2.5, False), (3.5, True)):
+        now = beat.time + missed * interval_s
+        first, ended = mesh_panel(reader, None, now=now).rows
+        assert (first.silent_s is not None) == is_silent and ended.silent_s is None
 
 
 def test_a_ring_has_its_order_and_the_rates_of_its_links(tmp_path: Path) -> None:

@@ -59,6 +59,16 @@ def test_a_file_that_was_replaced_or_cut_is_read_anew(tmp_path: Path) -> None:
     assert tail.lines() == [b"x"] and tail.generation == 1
 
 
+def test_a_file_that_cannot_be_read_is_told_and_read_once_it_can_be(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    path.mkdir()
+    tail = GrowingFile(path)
+    assert tail.lines() == [] and tail.error and not tail.is_missing
+    path.rmdir()
+    path.write_bytes(b"a\n")
+    assert tail.lines() == [b"a"] and not tail.error
+
+
 def test_a_line_without_end_does_not_hold_the_reader_up(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     path.write_bytes(b"x" * 5000 + b"\nlast\n")
@@ -99,9 +109,13 @@ def test_kept_rows_are_those_that_the_incarnations_make_visible(
     assert sorted(rows + hidden) == list(range(len(lines)))
 
 
-@given(st.lists(st.floats(width=32) | st.just(float("nan")), min_size=1, max_size=400), st.integers(10, 60))
-def test_decimation_keeps_the_extremes_and_invents_nothing(values: list[float], points: int) -> None:
-    y = np.array(values, np.float32)
+@given(st.integers(1, 400), st.integers(10, 60), st.sampled_from([0.0, 0.1, 0.9]), st.integers(0, 2**32 - 1))
+def test_decimation_keeps_the_extremes_and_invents_nothing(
+    count: int, points: int, missing: float, seed: int
+) -> None:
+    chance = np.random.default_rng(seed)
+    y = chance.normal(size=count).astype(np.float32)
+    y[chance.random(count) < missing] = chance.choice([np.nan, np.inf, -np.inf])
     x = np.arange(len(y), dtype=np.float64)
     curve = decimated(x, y, points=points)
     assert len(curve.x) <= 2 * points + 4 and np.all(np.diff(curve.x) > 0)
@@ -176,6 +190,20 @@ def test_a_run_that_ended_since_its_journal_was_read_is_finished_and_not_gone(tm
     assert summarizer.summary().state == "finished"
 
 
+def test_refused_updates_are_an_advice_until_one_is_made(tmp_path: Path) -> None:
+    run = WrittenRun(tmp_path / "run")
+    run.start()
+    run.steps(2)
+    reader = RunReader(run.rundir.path)
+    summarizer = RunSummarizer(reader)
+    for applied in (True, False, False, True):
+        run.steps(1, update_applied=applied)
+        reader.read_all()
+        told = any("updates were refused" in line for line in summarizer.summary().advice)
+        assert told == (not applied)
+    assert [event.kind for event in reader.news.events].count("update refused") == 1
+
+
 def test_events_stand_at_their_steps_and_say_what_happened(tmp_path: Path) -> None:
     run = healed_run(tmp_path / "run")
     run.operation("note", text="changed a cable", by="ann")
@@ -230,6 +258,18 @@ def test_damaged_lines_a_torn_end_and_a_newer_version_are_told(tmp_path: Path) -
     assert "2 lines of the journals are damaged" in told and "is unfinished" in told and "99.0.0" in told
     assert [(event.kind, event.text) for event in reader.news.events][-1] == ("teleport", "to mars")
     assert len(reader.columns) == 2
+
+
+def test_a_step_without_its_number_is_no_step(tmp_path: Path) -> None:
+    run = WrittenRun(tmp_path / "run")
+    run.start()
+    assert RunReader(run.rundir.path).read_all().columns.last("step") is None
+    with run.journal.path.open("ab") as file:
+        file.write(b'{"event": "step", "incarnation": 1, "loss": 7.5}\n')
+    run.steps(2)
+    reader = RunReader(run.rundir.path).read_all()
+    assert len(reader.columns) == 2 and reader.columns.last("step") == 2.0
+    assert reader.columns.last("no such column") is None
 
 
 def test_a_damaged_incarnation_is_told_and_the_journal_still_read(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import string
 from pathlib import Path
 
@@ -143,6 +144,16 @@ def test_a_block_ends_where_it_should(lines: list[str]) -> None:
     parsed = tokens(f"{as_block(lines)}\n\nafter")
     assert parsed[0].type == "fence"
     assert [token.content for token in parsed if token.type == "text"] == ["after"]
+
+
+@pytest.mark.parametrize("count", [1, 11, 12, 13, 14, 400])
+def test_a_block_shows_its_first_lines_and_counts_the_others(count: int) -> None:
+    _, *shown, _ = as_block(f"line {number}" for number in range(count)).splitlines()
+    assert len(shown) <= 12
+    further = re.fullmatch(r"… (\d+) further lines", shown[-1])
+    first = shown[:-1] if further else shown
+    assert first == [f"line {number}" for number in range(len(first))]
+    assert len(first) + int(further[1] if further else 0) == count
 
 
 def test_an_empty_note_and_a_missing_run_are_refused(

@@ -143,7 +143,8 @@ def _of_repository(
             repository.commits[branch] = [json.loads(body)["startingPoint"]]
             return _json({})
         case ["tree", branch]:
-            return _tree(hub, repository, branch, int(query.get("cursor", ["0"])[0]))
+            is_deep = query.get("recursive", ["False"])[0].lower() in ("true", "1")
+            return _tree(hub, repository, branch, int(query.get("cursor", ["0"])[0]), is_deep=is_deep)
         case ["preupload", branch]:
             return _preupload(repository, branch, json.loads(body))
         case ["commit", branch]:
@@ -151,10 +152,12 @@ def _of_repository(
     return _json({"error": str(path)}, 404)
 
 
-def _tree(hub: Hub, repository: Repository, branch: str, begin: int) -> Answer:
+def _tree(hub: Hub, repository: Repository, branch: str, begin: int, *, is_deep: bool) -> Answer:
     if branch not in repository.commits:
         return _json({"error": "none"}, 404, **{"X-Error-Code": "RevisionNotFound"})
-    files = sorted(repository.files(branch).items())
+    files = [
+        (key, file) for key, file in sorted(repository.files(branch).items()) if is_deep or "/" not in key
+    ]
     page = [
         {"type": "file", "path": key, "size": len(content), "oid": _blob(content)}
         for key, content in files[begin : begin + PAGE]

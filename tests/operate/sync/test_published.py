@@ -14,6 +14,7 @@ from bloomery.checkpoint.format.state import whole
 from bloomery.checkpoint.save.direct import save_streamed
 from bloomery.errors import StorageError
 from bloomery.events.run_directory import RunDirectory
+from bloomery.operate.sync import published
 from bloomery.operate.sync.hub import HubRepository
 from bloomery.operate.sync.published import MARK, CheckpointPublisher
 
@@ -63,6 +64,19 @@ def test_a_checkpoint_that_was_pruned_before_its_turn_is_published(run: RunDirec
     shutil.rmtree(pruned)
     assert publisher(run).look() == ["step-000005.i001"], "held for whoever comes next"
     assert hub.repositories["people/tiny"].files("step-000005.i001")["model.safetensors"] == weights
+
+
+def test_a_checkpoint_that_is_pruned_while_it_is_held_keeps_no_other_from_its_branch(
+    run: RunDirectory, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (5, 10):
+        save(run, step)
+    listed = published.checkpoints(run)
+    shutil.rmtree(run.checkpoints / "step-000005.i001")
+    monkeypatch.setattr(published, "checkpoints", lambda rundir: listed)
+    ours = publisher(run)
+    ours.hold()
+    assert ours.look() == ["step-000010.i001"] == branches(hub)
 
 
 def test_a_branch_whose_upload_broke_off_is_published_again(run: RunDirectory, hub: Hub) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -19,7 +20,7 @@ from bloomery.operate.watch.alerts import (
     update,
 )
 from bloomery.operate.watch.conditions import WatchedRun, WatchLimits, conditions_of
-from bloomery.operate.watch.disk import DiskSample, does_not_fit, forecast_full, thinned
+from bloomery.operate.watch.disk import DiskSample, directory_bytes, does_not_fit, forecast_full, thinned
 
 RULES = AlertRules(escalate_s=100.0, settle_s=30.0)
 
@@ -120,6 +121,25 @@ def test_inodes_run_out_too_and_a_disk_that_empties_does_not() -> None:
     assert forecast.full_in_s == pytest.approx((100_000 - 9_900) / 100 * 60)
     assert forecast_full([DiskSample(60.0 * count, 10**9 + count, -1) for count in range(100)]) is None
     assert forecast_full(samples[:3]) is None
+
+
+def test_of_space_and_inodes_the_one_that_runs_out_first_is_told() -> None:
+    for space_left, inodes_left, first in ((200, 500, "space"), (500, 200, "inodes")):
+        samples = [
+            DiskSample(60.0 * count, (space_left - count) << 30, 1000 * (inodes_left - count))
+            for count in range(100)
+        ]
+        forecast = forecast_full(samples)
+        assert forecast is not None and forecast.what == first
+        assert forecast.full_in_s == pytest.approx(60.0 * 101, rel=0.05)
+
+
+def test_the_bytes_of_a_checkpoint_are_those_of_its_own_files(tmp_path: Path) -> None:
+    (tmp_path / "below").mkdir()
+    for name, size in (("a", 300), ("b", 7), ("below/c", 10_000)):
+        (tmp_path / name).write_bytes(bytes(size))
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    assert directory_bytes(tmp_path) == 307 and directory_bytes(tmp_path / "gone") == 0
 
 
 def test_what_was_freed_begins_a_new_forecast() -> None:

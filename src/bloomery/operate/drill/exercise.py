@@ -29,6 +29,8 @@ from bloomery.operate.supervise import RestartBudget, newest_step
 
 _POLL_S = 0.05
 _END_S = 120.0
+_WORDS_S = 5.0
+"""Ranks that outlive their launcher keep its standard error open for no longer than this."""
 _SPEAKS_S = 10.0
 """A rank on another node lives if its heartbeat is not older."""
 _SPEAKS = ("was ended by", "failed with status", "no rank has moved", "could not", "lost another")
@@ -77,6 +79,7 @@ class _Launcher:
     plan: DrillPlan
     process: subprocess.Popen[str] | None = None
     said: list[tuple[float, str]] = field(default_factory=list)
+    listener: threading.Thread | None = None
 
     def start(self) -> None:
         command = [*self.plan.nodes.launch(), *self.plan.command]
@@ -86,7 +89,8 @@ class _Launcher:
         self.process = subprocess.Popen(
             command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace"
         )
-        threading.Thread(target=self._listen, args=(self.process,), daemon=True).start()
+        self.listener = threading.Thread(target=self._listen, args=(self.process,), daemon=True)
+        self.listener.start()
 
     def _listen(self, process: subprocess.Popen[str]) -> None:
         assert process.stderr is not None
@@ -101,6 +105,12 @@ class _Launcher:
         """Return when it first spoke of a failure after a moment."""
         lines = [time for time, line in self.said if time > moment and any(word in line for word in _SPEAKS)]
         return min(lines, default=None)
+
+    def last_words(self) -> str:
+        """Return the last lines of a launcher that has ended."""
+        if self.listener is not None:
+            self.listener.join(_WORDS_S)  # what it said as it ended may not have been read yet
+        return "\n".join(line for _, line in self.said[-5:])
 
     def end(self) -> None:
         """End the launcher with its ranks."""
@@ -192,13 +202,15 @@ def _has_stepped(plan: DrillPlan, fault: DrillFault, struck: float, step: int) -
         return all(beat.step > step + plan.steps_between for beat in beats.values())
     operations = [event for event in read_journal(plan.rundir.operations) if event["event"] == "attempt"]
     name = operations[-1]["attempt"] if operations and operations[-1]["time"] > struck else ""
-    began = [
-        event["step"]
-        for event in read_journal(plan.rundir.journal())
-        if event["event"] == "start" and event["time"] > struck
-    ]
-    is_new = bool(name) and bool(began) and all(beat.attempt == name for beat in beats.values())
-    return is_new and all(beat.step > began[-1] for beat in beats.values())
+    began, is_journalled = None, False
+    for event in read_journal(plan.rundir.journal()):
+        if event["event"] == "start" and event["time"] > struck:
+            began, is_journalled = event["step"], False
+        elif event["event"] == "step":  # a rank's heartbeat may tell of a step before its journal does
+            is_journalled = True
+    if not name or began is None or not is_journalled:
+        return False
+    return all(beat.attempt == name and beat.step > began for beat in beats.values())
 
 
 def _stepping(plan: DrillPlan, launcher: _Launcher, *, saves: int, newer_than: int) -> list[RankBeat]:
@@ -209,8 +221,9 @@ def _stepping(plan: DrillPlan, launcher: _Launcher, *, saves: int, newer_than: i
     deadline, first = time.monotonic() + plan.patience_s, None
     while time.monotonic() < deadline:
         if not launcher.is_running:
-            lines = "\n".join(line for _, line in launcher.said[-5:])
-            raise TrainingFailed(f"The drill's run has ended by itself:\n{lines}", remedy="Mend it first.")
+            raise TrainingFailed(
+                f"The drill's run has ended by itself:\n{launcher.last_words()}", remedy="Mend it first."
+            )
         beats = read_beats(plan.rundir, ranks=range(plan.world), attempt="")
         living = [
             beat

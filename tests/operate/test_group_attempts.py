@@ -1,0 +1,223 @@
+"""Attempts of a job of several launchers: how each goes on, and whole ones of threads in place of nodes."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+from tests.operate.test_group import boards
+
+from bloomery.events.heartbeat import RankActivity, RankBeat
+from bloomery.events.journal import read_journal
+from bloomery.events.run_directory import RunDirectory
+from bloomery.operate import group_supervisor as group_module
+from bloomery.operate.decision import HANG, SILENT, Decision, ShareResult, evidence_of
+from bloomery.operate.diagnosis import GAVE_UP, Cause, Diagnosis
+from bloomery.operate.failure_evidence import RankEnd
+from bloomery.operate.group_supervisor import GroupSize, GroupSupervisor
+from bloomery.operate.share_watch import ShareWatch
+from bloomery.operate.supervise import JobReactions, RestartBudget
+
+XID = "NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return RunDirectory(tmp_path / "run").create()
+
+
+def told(run: RunDirectory, *names: str) -> list[dict]:
+    return [event for event in read_journal(run.operations) if event["event"] in names]
+
+
+class Group:
+    """The launcher of n1, which leads n2 and, as a spare, n3; and what it said, decided and reacted to."""
+
+    def __init__(self, run: RunDirectory, *, budget: RestartBudget | None = None) -> None:
+        self.board, *_ = boards(run.path / "board", "n1", "n2", "n3")
+        self.said, self.bad, self.repeating = list[str](), list[Diagnosis](), list[Diagnosis]()
+        self.leader = GroupSupervisor(
+            run,
+            self.board,
+            job="x",
+            size=GroupSize(nodes=3, needed=2, ranks=1),
+            say=self.said.append,
+            reactions=JobReactions(on_bad_node=self.bad.append, on_repeating=self.repeating.append),
+            budget=budget,
+        )
+
+    def concludes(self, decision: Decision, *results: ShareResult, ending: dict | None = None) -> Decision:
+        self.leader._conclude(decision, {result.host: result for result in results}, ending)
+        record = self.board.get(f"decision-{decision.number + 1:06d}")
+        assert record is not None
+        return Decision.from_json(record)
+
+
+FIRST = Decision(number=1, hosts=("n1", "n2"), ranks=1)
+
+
+def result(host: str, status: int, **more: object) -> ShareResult:
+    end = RankEnd(rank=int(host[1]) - 1, host=host, status=status)
+    return ShareResult(host=host, status=status, ends=(end,), **more)  # type: ignore[arg-type]
+
+
+def test_a_node_with_a_bad_gpu_is_left_out_and_a_spare_takes_its_place(run: RunDirectory) -> None:
+    group = Group(run)
+    following = group.concludes(FIRST, result("n1", 3), result("n2", 1, kernel=(XID,)))
+    assert (following.number, following.hosts, following.bad) == (2, ("n1", "n3"), ("n2",))
+    assert (following.in_a_row, following.in_all, following.status) == (1, 1, None)
+    assert [(diagnosis.cause, diagnosis.culprit.host) for diagnosis in group.bad] == [(Cause.BAD_GPU, "n2")]
+    (diagnosis,) = told(run, "diagnosis")
+    assert (diagnosis["attempt"], diagnosis["cause"], diagnosis["gives_up"]) == ("x-1", "bad GPU", "")
+    (attempt,) = told(run, "attempt")
+    assert (attempt["attempt"], attempt["ranks"], attempt["hosts"]) == ("x-2", 2, ["n1", "n3"])
+    later = group.concludes(following, result("n1", 1, kernel=(XID,)), result("n3", 3))
+    assert later.why.endswith("1 of 2 nodes are left in this job") and later.status == 67
+
+
+def test_a_rank_that_was_killed_is_started_again_where_it_was_until_the_budget_is_spent(
+    run: RunDirectory,
+) -> None:
+    group = Group(run, budget=RestartBudget(without_progress=2, in_all=9))
+    decision = FIRST
+    for restarts in (1, 2):
+        decision = group.concludes(decision, result("n1", 3), result("n2", -9))
+        assert (decision.hosts, decision.bad, decision.in_a_row) == (("n1", "n2"), (), restarts)
+    end = group.concludes(decision, result("n1", 3), result("n2", -9))
+    assert end.status == GAVE_UP and "2 restarts in a row" in end.why and end.hosts == ()
+    assert (group.bad, group.repeating) == ([], []), "the same start may succeed in another job"
+
+
+def test_a_failure_that_would_repeat_ends_the_job_and_stops_the_queue(run: RunDirectory) -> None:
+    group = Group(run)
+    erred = replace(result("n1", 1).ends[0], error="KeyError: 'loss'", log="KeyError: 'loss'")
+    end = group.concludes(FIRST, ShareResult(host="n1", status=1, ends=(erred,)), result("n2", 3))
+    assert (end.status, end.why) == (65, "not started again: the same start would fail again")
+    assert [diagnosis.cause for diagnosis in group.repeating] == [Cause.EXCEPTION]
+
+
+def test_a_launcher_that_falls_silent_is_a_lost_node(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = Group(run)
+    group.leader._adopt(FIRST)
+    group.board.put("result-1-n1", result("n1", 3).to_json())
+    group.leader._lead()
+    assert group.board.get("ending-1") is None, "it lives"
+    monkeypatch.setattr(group.board, "is_alive", lambda host: host != "n2")
+    monkeypatch.setattr(group.board, "living", lambda: ["n1", "n3"])
+    for _ in range(2):
+        group.leader._lead()
+    ending = group.board.get("ending-1")
+    assert ending is not None and ending["kind"] == SILENT and "launcher on n2" in ending["why"]
+    (diagnosis,) = told(run, "diagnosis")
+    assert (diagnosis["cause"], diagnosis["culprit"]["host"]) == ("node lost", "n2")
+    (attempt,) = told(run, "attempt")
+    assert attempt["hosts"] == ["n1", "n3"]
+
+
+def test_ranks_that_stand_still_are_found_by_a_look_a_second(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group, clock = Group(run), [1000.0]
+    monkeypatch.setattr(group_module.time, "monotonic", lambda: clock[-1])
+    monkeypatch.setattr(group.leader, "_all_stacks", lambda decision: {})
+    group.leader._adopt(FIRST)
+    for rank in (0, 1):
+        beat = RankBeat(rank=rank, world=2, pid=7, activity=RankActivity.COMPUTING, attempt="x-1")
+        run.heartbeat(rank=rank).parent.mkdir(exist_ok=True)
+        run.heartbeat(rank=rank).write_text(json.dumps(asdict(beat)))
+    looks: list[float] = []
+    read = group.leader._beats
+    monkeypatch.setattr(group.leader, "_beats", lambda *more: looks.append(clock[-1]) or read(*more))
+    for now in (1000.0, 1000.5, 1000.9, 1001.0):
+        clock.append(now)
+        group.leader._look_for_hang(FIRST)
+    assert looks == [1000.0, 1001.0] and group.board.get("ending-1") is None
+    clock.append(9000.0)
+    group.leader._look_for_hang(FIRST)
+    ending = group.board.get("ending-1")
+    assert ending is not None and ending["kind"] == HANG and "no rank has moved for 8000 s" in ending["why"]
+    hang = evidence_of(FIRST, {host: result(host, 143) for host in FIRST.hosts}, ending=ending).hang
+    assert hang is not None and hang.summary == ending["finding"]["summary"]
+
+
+def test_the_fullest_shared_memory_of_all_nodes_is_the_evidence() -> None:
+    shares = {"n1": (0.5, 60.0), "n2": (0.01, 0.6), "n3": (0.9, 70.0)}
+    results = {host: result(host, 1, shm_free=free, shm_free_gib=gib) for host, (free, gib) in shares.items()}
+    evidence = evidence_of(FIRST, results, ending=None)
+    assert (evidence.shm_free, evidence.shm_free_gib) == (0.01, 0.6)
+    unknown = evidence_of(FIRST, {"n1": result("n1", 1)}, ending=None)
+    assert (unknown.shm_free, unknown.shm_free_gib) == (None, None)
+
+
+def launch(
+    run: RunDirectory,
+    hosts: str,
+    attempt: Callable[[str, Decision, ShareWatch], int],
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    needed: int,
+    **more: float,
+) -> tuple[list[int], list[str]]:
+    """Run a launcher for each host at once, and return their exit statuses, and what they said."""
+    monkeypatch.setattr(group_module, "_TICK_S", 0.01)
+    said: list[str] = []
+
+    def one(board) -> int:
+        board.interval_s = 0.02
+        size = GroupSize(nodes=len(hosts.split()), needed=needed, ranks=1)
+        group = GroupSupervisor(run, board, job="x", size=size, say=said.append, **more)
+        return group.run(lambda decision, watch: attempt(board.host, decision, watch))
+
+    everyone = boards(run.path / "board", *hosts.split())
+    with ThreadPoolExecutor(len(everyone)) as pool:
+        return list(pool.map(one, everyone)), said
+
+
+def test_launchers_start_again_together_and_end_with_one_status_while_a_spare_waits(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[tuple[str, int]] = []
+
+    def attempt(host: str, decision: Decision, watch: ShareWatch) -> int:
+        (rank,) = decision.share(host)
+        ran.append((host, decision.number))
+        status = 0 if decision.number == 2 else -9 if host == "n2" else 3
+        watch.started({rank: os.getpid()})
+        watch.ended({rank: status}, killed=())
+        return status
+
+    statuses, said = launch(run, "n1 n2 n3", attempt, monkeypatch, needed=2)
+    assert statuses == [0, 0, 0]
+    assert sorted(ran) == [("n1", 1), ("n1", 2), ("n2", 1), ("n2", 2)]
+    names = ("attempt", "attempt_end", "diagnosis")
+    assert [(event["event"], event["attempt"]) for event in told(run, *names)] == [
+        ("attempt", "x-1"),
+        ("attempt_end", "x-1"),
+        ("diagnosis", "x-1"),
+        ("attempt", "x-2"),
+        ("attempt_end", "x-2"),
+    ]
+    assert told(run, "diagnosis")[0]["culprit"]["rank"] == 1
+    assert any("starting again" in line for line in said)
+
+
+def test_nodes_that_do_not_come_in_time_end_the_job(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    statuses, said = launch(run, "n1", lambda *_: 0, monkeypatch, needed=2, join_timeout_s=0.05)
+    assert statuses == [3] and "1 of 2 nodes did not come" in said[0] and told(run, "attempt") == []
+
+
+def test_an_error_of_the_thread_that_leads_is_raised_by_the_launcher(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(GroupSupervisor, "_lead", lambda self: [][0])
+    with pytest.raises(IndexError):
+        launch(run, "n1", lambda *_: 0, monkeypatch, needed=1)

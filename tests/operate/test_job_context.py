@@ -1,0 +1,119 @@
+"""The job in which a launcher runs, and what it asks SLURM, for which a script stands here."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from bloomery.config.load import load_recipe
+from bloomery.events.run_directory import RunDirectory
+from bloomery.operate.diagnosis import Cause, Culprit, Diagnosis
+from bloomery.operate.exclusions import Exclusions
+from bloomery.operate.job_context import JobContext, departure_of, job_context, reactions_of
+from bloomery.operate.schedulers import kubernetes_manifest
+from bloomery.operate.schedulers.machine_queue import END, JOB
+
+SLURM = JobContext(scheduler="slurm", job="7", nodes="node[1-2]")
+OFFLINE = ["control.metadata=none"]
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An scontrol whose job ends in an hour and whose reservation for node2 begins in ten minutes."""
+    words = lambda s: time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + s))  # noqa: E731
+    (tmp_path / "scontrol").write_text(
+        f"""#!/bin/sh
+echo "$*" >> {tmp_path}/asked
+case "$*" in
+  *job*) echo "JobId=7 EndTime={words(3600)} Deadline=N/A" ;;
+  *hostnames*) printf 'node1\\nnode2\\n' ;;
+  *) echo "ReservationName=repair StartTime={words(600)} Nodes=node2 Flags=MAINT,SPEC_NODES" ;;
+esac
+"""
+    )
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    return tmp_path / "asked"
+
+
+def test_one_launcher_for_all_asks_slurm_for_the_maintenance_of_the_jobs_nodes(
+    slurm: Path, tmp_path: Path
+) -> None:
+    run, loaded = RunDirectory(tmp_path / "run").create(), load_recipe("demo", OFFLINE)
+    assert departure_of(SLURM, "node1", run, loaded, asks_scheduler=False).look() == ""
+    assert "reservation" not in slurm.read_text()
+    asks = departure_of(SLURM, "node1", run, loaded, asks_scheduler=True)
+    assert asks.look() == "maintenance: reservation repair of node2"
+
+
+def test_a_launcher_of_no_slurm_job_asks_no_slurm(slurm: Path, tmp_path: Path) -> None:
+    run, loaded = RunDirectory(tmp_path / "run").create(), load_recipe("demo", OFFLINE)
+    pod = JobContext(scheduler="kubernetes", job="7")
+    for context in (None, pod):
+        assert departure_of(context, "node1", run, loaded, asks_scheduler=True).look() == ""
+    assert not slurm.exists()
+
+
+def test_when_a_job_ends_is_asked_of_slurm_and_read_from_the_environment_elsewhere(slurm: Path) -> None:
+    assert SLURM.end() == pytest.approx(time.time() + 3600, abs=30)
+    machine = job_context({JOB: "3", END: "5000.5"})
+    assert machine == JobContext(scheduler="machine", job="3", ends=5000.5) and machine.end() == 5000.5
+    assert job_context({JOB: "3"}) == JobContext(scheduler="machine", job="3")
+    assert job_context({kubernetes_manifest.JOB: "a-0"}) == JobContext(scheduler="kubernetes", job="a-0")
+    assert job_context({}) is None
+
+
+def test_all_nodes_of_a_job_give_it_one_name_that_no_other_step_and_no_requeued_job_has() -> None:
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[1-2]"}
+    again = {**job, "SLURM_STEP_ID": "0", "SLURM_RESTART_COUNT": "1"}
+    made = [
+        job_context(one) for one in (job, {**job, "SLURM_STEP_ID": "0"}, {**job, "SLURM_STEP_ID": "1"}, again)
+    ]
+    names = [context.name for context in made if context is not None]
+    assert len(set(names)) == 4 and all(name.startswith("slurm-7") for name in names)
+    first = job_context({**job, "SLURM_RESTART_COUNT": "0", "SLURM_STEP_ID": "0"})
+    assert first is not None and first.name == names[1] and first.nodes == "node[1-2]"
+
+
+def bad_gpu(host: str) -> Diagnosis:
+    return Diagnosis(
+        cause=Cause.BAD_GPU,
+        culprit=Culprit(host=host),
+        summary="a GPU is bad",
+        evidence=("NVRM: Xid 79",),
+        sure=True,
+    )
+
+
+def test_a_bad_node_is_in_quarantine_though_the_queue_cannot_be_told(tmp_path: Path) -> None:
+    run, said = RunDirectory(tmp_path / "run").create(), list[str]()
+    loaded = load_recipe("demo", ["submit.scheduler=slurm"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", str(tmp_path))
+        reactions_of(run, loaded, say=said.append).on_bad_node(bad_gpu("node1"))
+    (node,) = Exclusions.of(run, loaded.recipe.submit).nodes().values()
+    assert (node.host, node.cause, node.evidence) == ("node1", str(Cause.BAD_GPU), "NVRM: Xid 79")
+    assert node.run == str(run.path) and abs(node.since - time.time()) < 60
+    assert len(said) == 2 and "in quarantine" in said[0] and "queue could not be told" in said[1]
+
+
+def test_a_failure_of_no_known_node_puts_none_into_quarantine(tmp_path: Path) -> None:
+    run, loaded = RunDirectory(tmp_path / "run").create(), load_recipe("demo")
+    reactions_of(run, loaded, say=pytest.fail).on_bad_node(bad_gpu(""))
+    assert Exclusions.of(run, loaded.recipe.submit).nodes() == {}
+
+
+def test_a_failure_that_would_repeat_arms_the_switch_and_tells_where_it_cannot(tmp_path: Path) -> None:
+    run, said = RunDirectory(tmp_path / "run").create(), list[str]()
+    repeats = Diagnosis(
+        cause=Cause.EXCEPTION, culprit=Culprit(), summary="KeyError: 'tokens'", evidence=(), sure=True
+    )
+    reactions = reactions_of(run, load_recipe("demo"), say=said.append)
+    reactions.on_repeating(repeats)
+    assert "KeyError" in run.control("stop").read_text() and "is armed" in said[0]
+    run.control("stop").unlink()
+    run.control("stop").mkdir()
+    reactions.on_repeating(repeats)
+    assert "could not be armed" in said[1] and len(said) == 2

@@ -1,0 +1,101 @@
+"""What the ranks of one launcher hear of the job, and what the job hears of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from bloomery.events.run_directory import RunDirectory
+from bloomery.operate.decision import FAILURE, HANG, SILENT, Decision
+from bloomery.operate.departure import Departure
+from bloomery.operate.job_board import JobBoard, LauncherCard
+from bloomery.operate.process_tree import numbers_are_the_kernels
+from bloomery.operate.share_log import ShareLog
+from bloomery.operate.share_watch import ShareWatch
+
+
+def board(place: Path, host: str) -> JobBoard:
+    return JobBoard(place / "board", LauncherCard(host=host, address="127.0.0.1", ranks=1, pid=1), nodes=2)
+
+
+def watch(place: Path, *, host: str = "n1", departure: Departure | None = None) -> ShareWatch:
+    share = ShareLog(RunDirectory(place), ranks=range(1), host=host)
+    decision = Decision(number=4, hosts=("n1", "n2"), ranks=1)
+    return ShareWatch(board(place, host), decision, share, name="x-4", departure=departure)
+
+
+def test_nothing_ends_ranks_of_which_nobody_said_anything(tmp_path: Path) -> None:
+    alone = watch(tmp_path)
+    alone.look()
+    assert (alone.why_to_stop(), alone.why_to_end(), alone.failure(), alone.asked) == ("", "", "", 0)
+
+
+@pytest.mark.parametrize("kind", [HANG, SILENT])
+def test_a_hang_that_the_leader_found_ends_the_ranks_of_every_node(kind: str, tmp_path: Path) -> None:
+    ours, theirs = watch(tmp_path), watch(tmp_path, host="n2")
+    board(tmp_path, "n1").put("ending-4", {"kind": kind, "why": "no rank has moved"})
+    for one in (ours, theirs):
+        one.look()
+        assert (one.why_to_end(), one.failure()) == ("no rank has moved", "")
+
+
+def test_the_failure_of_a_rank_ends_those_of_other_nodes_and_the_first_report_counts(tmp_path: Path) -> None:
+    ours, theirs = watch(tmp_path), watch(tmp_path, host="n2")
+    ours.report_failure("rank 0 was ended by SIGKILL")
+    theirs.report_failure("rank 1 lost rank 0")
+    for one in (ours, theirs):
+        one.look()
+        assert one.why_to_end() == ""
+    assert ours.failure() == "", "its own launcher ends them"
+    assert theirs.failure() == "rank 0 was ended by SIGKILL"
+    ending = board(tmp_path, "n1").get("ending-4")
+    assert ending is not None and (ending["kind"], ending["host"]) == (FAILURE, "n1")
+
+
+def test_ranks_end_where_the_job_has_gone_on_without_their_node(tmp_path: Path) -> None:
+    late = watch(tmp_path)
+    for number, why in ((4, ""), (5, "the other launchers have gone on without this node")):
+        board(tmp_path, "n2").put(f"decision-{number:06d}", {})
+        late.look()
+        assert late.why_to_end() == why
+
+
+def test_a_signal_asks_the_launcher_to_end_and_the_schedulers_warning_asks_for_the_end_of_the_job(
+    tmp_path: Path,
+) -> None:
+    departure = Departure(
+        RunDirectory(tmp_path), end_of_job=lambda: None, notices=(), ahead_s=0.0, unmeasured_s=300.0
+    )
+    watched = watch(tmp_path, departure=departure)
+    watched.signalled(signal.SIGUSR1)
+    assert watched.asked == 0 and "signalled" in departure.look()
+    watched.signalled(signal.SIGTERM)
+    assert watched.asked == signal.SIGTERM
+    departure.reason = "maintenance: soon"
+    assert watched.why_to_stop() == "maintenance: soon"
+    without = watch(tmp_path)
+    without.signalled(signal.SIGUSR1)
+    assert without.asked == 0
+
+
+def test_each_look_notes_what_the_ranks_have_started(tmp_path: Path) -> None:
+    share = ShareLog(RunDirectory(tmp_path), ranks=range(1), host="n1")
+    watched = ShareWatch(board(tmp_path, "n1"), Decision(number=4), share, name="x-4")
+    with subprocess.Popen(
+        ["sh", "-c", "sleep 600 & echo $!; wait"], stdout=subprocess.PIPE, text=True
+    ) as rank:
+        assert rank.stdout is not None
+        sleeper = int(rank.stdout.readline())
+        try:
+            watched.started({0: rank.pid})
+            watched.look()
+        finally:
+            os.kill(sleeper, signal.SIGTERM)
+    watched.ended({0: 143}, killed=(0,))
+    (end,) = share.ends(attempt="x-4")
+    assert (end.status, end.is_killed_here, end.pid) == (143, True, rank.pid)
+    assert end.children == ((sleeper,) if numbers_are_the_kernels() else None)
