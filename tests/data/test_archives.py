@@ -146,3 +146,18 @@ def test_a_record_that_is_too_long_is_not_held(tmp_path: Path) -> None:
     bad = BadDocuments()
     assert [document.text for document in read(path, bad, longest_line_mib=1)] == ["short"]
     assert [entry.kind for entry in bad.entries] == ["too long"]
+
+
+def test_a_file_that_ends_within_a_record_that_is_too_long_is_not_a_short_file(tmp_path: Path) -> None:
+    path, text = tmp_path / "crawl.warc", b"x" * (3 << 20)
+    with path.open("wb") as file:
+        writer = WARCWriter(file, gzip=False)
+        record = writer.create_warc_record(
+            "http://example.org/", "conversion", payload=io.BytesIO(text), warc_content_type="text/plain"
+        )
+        writer.write_record(record)
+    bad = BadDocuments()
+    assert read(path, bad, longest_line_mib=1) == [] and [entry.kind for entry in bad.entries] == ["too long"]
+    path.write_bytes(path.read_bytes()[: -(1 << 20)])
+    with pytest.raises(DataError, match="ends within record 1"):
+        read(path, longest_line_mib=1)

@@ -173,3 +173,11 @@ def test_a_report_finds_what_is_planted(place: Path, capsys: pytest.CaptureFixtu
     again, some = audited(place, capsys, "--tokens", "5000")
     assert again == 1 and not some["text"]["is_exact"] and some["text"]["tokens_read"] < 9000
     assert "a sample" in (place / "report" / "audit.md").read_text()
+
+
+def test_a_dataset_of_documents_too_short_for_an_ngram_repeats_nothing(tmp_path: Path) -> None:
+    with IndexedWriter(tmp_path / "short", dtype="<u2") as writer:
+        writer.add_documents(np.array([1, 1, 1, 2, 2]), np.array([3, 2]))
+    found = audit.audit_text({"short": IndexedDataset(tmp_path / "short")}, {}, size=5, at_most_tokens=100)
+    assert found.is_exact and found.tokens_read == 5
+    assert (found.repeated["short"].share, found.repeated["short"].most) == (0.0, ())

@@ -72,6 +72,24 @@ def test_a_budget_of_all_it_holds_reads_each_window_of_a_dataset_once(
     assert (beyond == 1).all()
 
 
+@pytest.mark.parametrize("samples", [700, BLOCK, BLOCK + 1, 2 * BLOCK + 300])
+def test_budgets_of_a_run_that_began_with_the_second_rule_end_with_it(
+    datasets: list[IndexedDataset], samples: int
+) -> None:
+    wanted = demand(samples, (300, 1), (41, 1), (0, 1))
+    today = stream_of(datasets, wanted)
+    stored = today.to_json()
+    stored["mixtures"][0]["rule"] = 2
+    stream = today.following(stored, at=0, left=samples)
+    for dataset in (0, 1):
+        assert (times_read(stream, dataset, samples) == 1).all()
+        assert (times_read(stream, dataset, samples + 500) == 1).all()
+    longer = demand(samples + 400, (300, 1), (41, 1), (0, 1))
+    later = stream.demanding(longer, at=samples - 200, left=600)
+    for dataset in (0, 1):
+        assert (times_read(later, dataset, samples + 400) == 1).all()
+
+
 @settings(max_examples=100)
 @given(budget=st.integers(1, 300), rest=st.integers(10, 500))
 @example(budget=54, rest=37)  # its share, rounded, makes it 55 samples
@@ -188,6 +206,11 @@ def test_what_small_datasets_gave_early_the_others_give_less_in_turn() -> None:
     weights = [1] * 6 + [0, 30, 8]
     left = counts_to_end(whole_shares(weights), [1] * 6 + [0] * 3, samples=10)
     assert left == [0] * 7 + [4, 0]  # their shares are 6.8 and 1.8 samples, and four are left
+
+
+def test_what_small_datasets_gave_early_is_no_reason_to_cut_a_budget() -> None:
+    shares = whole_shares([Fraction(3, 10), Fraction(3, 10), 50, Fraction(494, 10)])
+    assert counts_to_end(shares, [1, 1, 20, 20], samples=100) == [0, 0, 30, 28]
 
 
 def test_a_run_of_budgets_alone_goes_on_past_what_it_skipped(datasets: list[IndexedDataset]) -> None:

@@ -30,7 +30,7 @@ def test_an_epoch_ends_with_the_sample_that_completes_it(data: st.DataObject) ->
     sizes = data.draw(st.lists(st.integers(1, 60_000), min_size=count, max_size=count))
     weights = data.draw(st.lists(st.floats(1e-5, 1.0), min_size=count, max_size=count))
     below = data.draw(st.integers(0, 3 * BLOCK))
-    order = Order(sizes, weights, 3)
+    order = Order(sizes, weights, 3, rule=data.draw(st.integers(1, 3)))
     assert list(epoch_ends(order, below=below)) == counted(order, sizes, below)
     at = data.draw(st.integers(0, 2 * BLOCK))
     changed = order.changed([*sizes, 500], [*[0.5] * count, 0.1], at=at)

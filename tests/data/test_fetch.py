@@ -218,7 +218,8 @@ def test_a_file_that_changed_there_is_fetched_again(
     (corpus / "SHA256SUMS").unlink()
     fetch(capsys, str(corpus), tmp_path / "here")
     (corpus / "part-1.jsonl").write_bytes(b"other")
-    assert fetch(capsys, str(corpus), tmp_path / "here")["fetched_files"] == 1
+    again = fetch(capsys, str(corpus), tmp_path / "here")
+    assert (again["fetched_files"], again["kept_files"]) == (1, len(contents(corpus)) - 1)
     assert contents(tmp_path / "here" / "set") == contents(corpus)
 
 

@@ -129,7 +129,7 @@ def test_a_writer_that_fails_leaves_the_old_pair_whole(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["pair.bin", "pair.idx"]
 
 
-@pytest.mark.parametrize("documents", [[[7] * 100_000], [[7] * 10] * 10_000, [[7] * 2500]])
+@pytest.mark.parametrize("documents", [[[7] * 100_000], [[7] * 10] * 10_000, [[7] * 2500], [[7]] * 1500])
 def test_a_full_disk_names_the_file_and_keeps_what_was_there(
     tmp_path: Path, documents: list[list[int]]
 ) -> None:

@@ -55,6 +55,15 @@ def test_a_whole_pair_is_whole_however_few_sequences_are_looked_at_at_once(
         assert verify_pair(prefix).findings == ()
 
 
+def test_progress_of_a_verification_goes_up_to_all_tokens_and_no_further(
+    prefix: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pairs, "_CHUNK_TOKENS", 4)
+    told: list[tuple[int, int]] = []
+    verify_pair(prefix, progress=lambda what, done, total, unit: told.append((done, total)))
+    assert told == [(4, 6), (6, 6)]
+
+
 def test_an_id_beyond_the_vocabulary_is_placed(prefix: Path) -> None:
     (finding,) = verify_pair(prefix, vocabulary_size=299).findings
     assert "pair.bin: token 4 (byte 8, document 2) has id 299; the vocabulary has 299" in finding
@@ -161,3 +170,15 @@ def test_verifying_holds_some_documents_at_a_time(tmp_path: Path, monkeypatch: p
     assert any("somewhere in bytes" in finding for finding in findings)
     (strange,) = [finding for finding in verify_pair(prefix, vocabulary_size=9).findings if "id 9" in finding]
     assert "token 9 " in strange and "document 4)" in strange
+
+
+def test_a_pair_that_lies_under_the_seal_of_another_is_told_and_still_read(
+    prefix: Path, tmp_path: Path
+) -> None:
+    write(tmp_path / "other", [*DOCUMENTS, [1, 2, 3]])
+    for path in (bin_path, idx_path):
+        path(prefix).write_bytes(path(tmp_path / "other").read_bytes())
+    found = verify_pair(prefix)
+    assert found.tokens == 9
+    for path in (bin_path, idx_path):
+        assert any(finding.startswith(f"{path(prefix)} has") for finding in found.findings)

@@ -15,8 +15,9 @@ import pytest
 
 from bloomery.config.data import DataSection, DatasetSection
 from bloomery.data import sources
+from bloomery.data.documents import Document
 from bloomery.data.indexed import IndexedDataset
-from bloomery.data.prepare import prepare
+from bloomery.data.prepare import prepare, watched_texts
 from bloomery.data.sources import find_files, is_held_out
 from bloomery.data.tokenizer import load_tokenizer
 from bloomery.errors import DataError, StorageError
@@ -298,3 +299,13 @@ def test_progress_tells_every_stage_to_its_end(data: DataSection, tmp_path: Path
         "tokenising": (size, size, "bytes"),
         "joining and sealing": (written, written, "bytes"),
     }
+
+
+def test_training_a_tokenizer_tells_the_bytes_of_text_it_has_taken() -> None:
+    documents = [Document(text=text, place="here", size_bytes=len(text)) for text in ("one", "three")]
+    told: list[int] = []
+    texts = watched_texts(
+        documents, total_bytes=7, progress=lambda what, done, total, unit: told.append(done)
+    )
+    assert list(texts) == ["one", "three"]
+    assert told == [3, 7, 7]  # bad documents may make the total smaller than it was thought to be

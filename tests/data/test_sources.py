@@ -67,6 +67,16 @@ def test_a_directory_gives_its_text_files_in_the_order_of_their_paths(tmp_path: 
     assert find_files([str(tmp_path)]).ignored == (tmp_path / "picture.png",)
 
 
+def test_a_note_names_each_file_that_was_left_out_once_and_pairs_of_tokens_first(tmp_path: Path) -> None:
+    for name in ("a.png", "b.bin", "b.idx", "c.txt", "d.png"):
+        (tmp_path / name).write_text("x")
+    note = find_files([str(tmp_path)]).note()
+    assert note.startswith("4 files are no text known here and were left out: ") and "data.datasets" in note
+    named = note.partition("left out: ")[2].partition(" (")[0].split(", ")
+    assert [Path(name).name for name in named[:2]] == ["b.bin", "b.idx"]
+    assert {Path(name).name for name in named[2:]} == {"a.png", "d.png"} and len(named) == 4
+
+
 def test_a_single_file_and_a_glob_name_their_documents_below_themselves(tmp_path: Path) -> None:
     for name in ("x/one.txt", "y/two.txt"):
         (tmp_path / name).parent.mkdir()

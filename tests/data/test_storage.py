@@ -6,6 +6,7 @@ import logging
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from bloomery.data import storage
@@ -26,3 +27,18 @@ def test_who_waits_for_a_directory_says_for_whom_and_gives_up_in_the_end(
         assert said.startswith(f"waiting for {holder}")
     with alone_in(tmp_path, name="lock"):
         pass
+
+
+def test_the_arrays_that_were_made_last_are_those_that_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "AT_LEAST_BYTES", 0)
+    monkeypatch.setattr(storage, "_KEPT_FILES", 2)
+    for turn, key in enumerate(("first", "second", "third")):
+        made = storage.shared_arrays(
+            tmp_path, key, {"one": (5, np.int64)}, lambda arrays: arrays["one"].fill(7)
+        )
+        assert made["one"].tolist() == [7] * 5
+        os.utime(tmp_path / f"{key}.arrays", (turn, turn))
+    assert {path.stem for path in tmp_path.glob("*.arrays")} == {"second", "third"}
+    assert {path.stem for path in tmp_path.glob("*.json")} == {"second", "third"}

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from bloomery.data.readers import SourceFile
+import pyarrow as pa
+from pyarrow import parquet
+
+from bloomery.data.documents import BadDocuments
+from bloomery.data.readers import Reading, SourceFile, read_file
 from bloomery.data.tokenize_worker import cut
 
 
@@ -27,3 +31,23 @@ def test_small_files_fill_a_piece_to_its_last_byte_and_a_large_one_is_cut_into_p
 def test_a_file_that_has_no_lines_is_one_piece_however_large(tmp_path: Path) -> None:
     (piece,) = cut([written(tmp_path, "book.txt", 250)], piece_bytes=100)
     assert piece.size_bytes == 250 and len(piece.files) == 1
+
+
+def test_a_large_parquet_file_is_cut_between_its_row_groups(tmp_path: Path) -> None:
+    path, texts = tmp_path / "table.parquet", [f"{number:04} " + "x" * number for number in range(100)]
+    parquet.write_table(pa.table({"text": texts}), path, row_group_size=10, compression="none")
+    file = SourceFile(key="table.parquet", path=path)
+    metadata = parquet.read_metadata(path)
+    sizes = [metadata.row_group(group).column(0).total_compressed_size for group in range(10)]
+    pieces = cut([file], piece_bytes=1500)
+    parts = [part for piece in pieces for part in piece.files]
+    assert [part.start for part in parts[1:]] == [part.stop for part in parts[:-1]]
+    assert (parts[0].start, parts[-1].stop) == (0, 10) and len(parts) > 4
+    for piece, (part,) in zip(pieces, (piece.files for piece in pieces), strict=True):
+        assert piece.size_bytes == sum(sizes[part.start : part.stop])
+        assert piece.size_bytes <= 1500 or part.stop == part.start + 1  # a group is never divided
+        assert part.stop == 10 or piece.size_bytes + sizes[part.stop] > 1500
+    read = [
+        document.text for part in parts for document in read_file(part, reading=Reading(), bad=BadDocuments())
+    ]
+    assert read == texts

@@ -156,3 +156,7 @@ def test_ids_are_laid_out_text_by_text() -> None:
     assert ended.ids.tolist() == [9, 5, 6, 9, 9, 7, 9] and ended.lengths.tolist() == [1, 3, 1, 2]
     assert [one.tolist() for one in encoded.split()] == [[], [5, 6], [], [7]]
     assert Encoded(ids=np.array([], np.uint32), lengths=np.array([], np.int64)).with_last(1).split() == []
+
+
+def test_a_file_that_the_fast_engine_cannot_read_is_told_with_its_reason() -> None:
+    assert "fastokens does not take this tokenizer (" in str(fast_coder("{}"))

@@ -14,6 +14,7 @@ from bloomery.data.indexed import IndexedDataset, IndexedWriter
 from bloomery.data.megatron_order import MegatronOrder
 from bloomery.data.order import Order
 from bloomery.data.pair_files import bin_path
+from bloomery.data.sample_layout import Packs
 from bloomery.data_loader.reading import Samples, read_rows
 from bloomery.errors import DataError
 
@@ -153,3 +154,20 @@ def test_a_sample_beyond_the_file_is_never_read(tmp_path: Path) -> None:
     for start in (-1, 19, 10**9):
         with pytest.raises(IndexError, match="of 30"):
             read_rows(dataset, np.array([start]), np.array([0]), read)
+
+
+@pytest.mark.parametrize("kind", ["bloomery", "megatron", "packs"])
+def test_a_dataset_is_named_before_it_is_read(tmp_path: Path, kind: str) -> None:
+    datasets = [written(tmp_path / name, documents(seed)) for seed, name in enumerate("ab")]
+    order: Order | MegatronOrder = Order([one.window_count(LENGTH) for one in datasets], [0.5, 0.5], 4)
+    if kind == "megatron":
+        lengths = [one.sequence_lengths for one in datasets]
+        order = MegatronOrder(lengths, [0.5, 0.5], samples=90, sequence_length=LENGTH, seed=4)
+    layouts = [Packs(one, length=LENGTH) for one in datasets] if kind == "packs" else []
+    if layouts:
+        order = Order([layout.sample_count for layout in layouts], [0.5, 0.5], 4)
+    named: list[str] = []
+    Samples(order, datasets, sequence_length=LENGTH, layouts=layouts).read(
+        np.arange(40), beginning=named.append
+    )
+    assert sorted(named) == [str(tmp_path / name) for name in "ab"]

@@ -107,7 +107,7 @@ def fetch(
     wanted: FetchRequest,
     *,
     threads: int,
-    anew: bool = False,
+    anew: bool,
     progress: ProgressCallback = ignore_progress,
 ) -> FetchSummary:
     """Download the shards' files to `directory/DATASET/PATH`, and record which share they are.

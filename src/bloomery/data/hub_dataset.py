@@ -110,7 +110,6 @@ class HubDataset:
         return os.environ.get("HF_ENDPOINT") or None
 
     def _api(self) -> HfApi:
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         from huggingface_hub import HfApi
 
         return HfApi(endpoint=self._endpoint())

@@ -11,6 +11,7 @@ import os
 import struct
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -155,8 +156,9 @@ class IndexColumns:
 
     def close(self) -> None:
         """Remove the columns from the disk."""
-        self._lengths.close()
-        self._ends.close()
+        for file in (self._lengths, self._ends):
+            with suppress(OSError):  # a full disk was reported already, and closing writes once more
+                file.close()
 
 
 def _numbers(

@@ -95,7 +95,7 @@ class SampleStream:
         """
         changed = replace(self, demand=demand)
         if isinstance(self.order, MegatronOrder) or not left or self._is_met(demand, end=at + left):
-            return self if demand == self.demand else changed
+            return changed
         counts = self.order.given_before(at).tolist()
         is_new = demand.digest != self.mixtures[-1].demand
         shares = demand.shares(given_before=counts, samples=left, is_new=is_new)

@@ -271,7 +271,10 @@ def _beside(act: Callable[[], None]) -> None:
         except BaseException as error:  # noqa: BLE001  — whoever waits raises it
             over.set_exception(error)
 
-    threading.Thread(target=run, name="train-tokenizer", daemon=True).start()
+    thread = threading.Thread(target=run, name="train-tokenizer", daemon=True)
+    thread.start()
+    while thread.is_alive():  # a signal that comes just before a wait without end does not wake it
+        thread.join(_LOOK_S)
     over.result()
 
 
@@ -303,6 +306,7 @@ def _pre_tokenizer(split: str) -> Any:  # Any: the engine's package has no stubs
 
 _NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _FETCH_TIMEOUT_S = 60.0
+_LOOK_S = 0.2
 
 
 def find_tokenizer(name: str) -> Path:
@@ -363,7 +367,7 @@ def _fetched(name: str) -> Path:
         try:
             return Path(hf_hub_download(name, file, etag_timeout=_FETCH_TIMEOUT_S))
         except LocalEntryNotFoundError as unreachable:
-            raise _not_found(name, unreachable) from unreachable
+            raise _not_found(name, unreachable.__cause__ or unreachable) from unreachable
         except EntryNotFoundError:
             continue
         except (HfHubHTTPError, OSError) as unreachable:
@@ -372,7 +376,7 @@ def _fetched(name: str) -> Path:
 
 
 def _not_found(name: str, why: object) -> DataError:
-    reason = str(why).strip().splitlines()[0]
+    reason = (str(why).strip() or type(why).__name__).splitlines()[0].rstrip(".")
     return DataError(
         f"There is no tokenizer {name!r} in Hugging Face's cache, and it was not fetched: {reason}.",
         remedy="Check the name; BLOOMERY_OFFLINE=1 keeps from trying the network.",
