@@ -305,6 +305,26 @@ def test_the_weights_of_a_run_in_bf16_are_backed_up_alone_and_bit_for_bit(start,
     assert "run.name" in refused.value.remedy
 
 
+def test_the_end_of_a_run_hears_once_that_all_is_copied_and_only_where_it_waited_for_that(
+    rundir: RunDirectory, url: str
+):
+    told: list[str] = []
+
+    def watched() -> tuple[Store, Backup, Run]:
+        store, backup, run = begun(rundir, url)
+        backup.on_all_copied = lambda: told.append(url)
+        return store, backup, run
+
+    store, backup, run = watched()
+    save(store, run, 10)
+    backup.close()
+    assert told == [url] and not backup.due()
+    store, backup, run = watched()
+    save(store, run, 20)
+    backup.close(wait_s=DEADLINE_S)
+    assert told == [url] and not backup.due()
+
+
 def test_what_failed_on_the_way_is_tried_once_more_at_the_end(
     rundir: RunDirectory, object_store: ObjectStore
 ):

@@ -102,7 +102,12 @@ def test_at_the_end_only_the_peer_that_backs_up_waits_for_it(peers) -> None:
     a, b = peers["a"], peers["b"]
     a.save(10, round=1)
     b.save(100, round=1)
+    told: list[str] = []
+    b.backup.on_all_copied = lambda: told.append("b")
     b.backup.close()  # at once, though nothing is confirmed
-    assert [one.step for one in b.backup.due()] == [100]
+    assert [one.step for one in b.backup.due()] == [100] and told == []
+    b.told(writes=False, covered=2)
+    b.backup.close()
+    assert told == ["b"]
     a.backup.close()
     assert len(a.there) == 1 and not a.backup.due()

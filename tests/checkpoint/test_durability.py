@@ -119,6 +119,14 @@ def test_files_that_nfs_keeps_for_a_reader_do_not_stop_a_start(
     assert sweep(rundir.checkpoints) and list(rundir.checkpoints.iterdir()) == []
 
 
+def test_what_an_interrupted_removal_left_is_not_in_the_way_of_the_next(rundir: RunDirectory):
+    saved, left = save(rundir), rundir.checkpoints / f"{NAME}.partial"
+    left.mkdir()
+    (left / "model-r00000-of-00001-000.safetensors").touch()
+    remove_checkpoint(saved)
+    assert list(rundir.checkpoints.iterdir()) == []
+
+
 def test_other_files_that_cannot_be_removed_still_end_a_start(
     rundir: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ):

@@ -1,6 +1,7 @@
 """Loading by itself and with others: what is read, by whom, and what happens to what cannot be trusted."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -225,6 +226,24 @@ def test_a_manifest_that_names_a_file_elsewhere_is_refused(tmp_path: Path, name:
     (record,) = read_manifest(forged.directory).files
     directory = forged.write(files=(type(record)(**{**vars(record), "name": name}),))
     with pytest.raises(DamagedCheckpoint, match="cannot be named"):
+        read_manifest(directory)
+
+
+IMPOSSIBLE = {
+    "a file of negative size": (lambda it: {"files": (replace(it, bytes=-1),)}, "cannot have -1 bytes"),
+    "a file twice": (lambda it: {"files": (it, it)}, "names a file twice"),
+    "an index of negative size": (lambda it: {"index_bytes": -1}, "index cannot have -1 bytes"),
+    "an index too large to read": (lambda it: {"index_bytes": (64 << 30) + 1}, "index cannot have"),
+    "a size that is none": (lambda it: {"files": (replace(it, bytes="many"),)}, "not a valid manifest"),
+}
+
+
+@pytest.mark.parametrize("what", IMPOSSIBLE)
+def test_a_manifest_of_what_cannot_be_is_refused(tmp_path: Path, what: str):
+    forged, (forge, said) = Forged(tmp_path), IMPOSSIBLE[what]
+    (record,) = read_manifest(forged.directory).files
+    directory = forged.write(**forge(record))
+    with pytest.raises(DamagedCheckpoint, match=said):
         read_manifest(directory)
 
 

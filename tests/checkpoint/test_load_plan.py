@@ -83,7 +83,13 @@ def test_every_rank_gets_of_each_saved_box_what_it_wants_of_it(tensor, unit_byte
     with _limits(unit_bytes, deep_bytes):
         plan = plan_load({"model.a": boxes}, [[WantedBox("model.a", box) for box in of] for of in wanted])
     received: Counter = Counter()
+    units_of: Counter = Counter()
     for unit in plan.units:
+        assert unit.round == units_of[unit.reader], "each rank reads its units in turn"
+        units_of[unit.reader] += 1
+        spans = [item.span for item in unit.items]
+        assert len(spans) == 1 or sum(end - begin for begin, end in spans) <= unit_bytes
+        assert spans == sorted(spans) and {item.saved.file for item in unit.items} == {unit.file}
         for item in unit.items:
             begin, end = item.span
             assert item.saved.begin <= begin and end <= item.saved.end
@@ -102,6 +108,9 @@ def test_every_rank_gets_of_each_saved_box_what_it_wants_of_it(tensor, unit_byte
         for place in elements(want) & elements(box.box)
     )
     assert received == expected
+    assert plan.rounds == max(units_of.values(), default=0)
+    places = [(unit.file, unit.items[0].span[0]) for unit in plan.units]
+    assert places == sorted(places)
 
 
 class _limits:

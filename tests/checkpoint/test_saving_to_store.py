@@ -1,5 +1,6 @@
 """Ranks whose nodes share nothing save straight to object storage, and go on from there on any node."""
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -10,9 +11,10 @@ from tests.checkpoint.object_store import ObjectStore
 from tests.checkpoint.small_run import Ranks, Run
 
 from bloomery.checkpoint.format.catalogue import checkpoints, verify
-from bloomery.checkpoint.format.manifest import MANIFEST
+from bloomery.checkpoint.format.manifest import MANIFEST, DamagedCheckpoint
 from bloomery.checkpoint.format.source import is_stored_elsewhere, source_of
 from bloomery.checkpoint.format.suspects import SUSPECT, why_suspect
+from bloomery.checkpoint.load.loader import read_tensors
 from bloomery.checkpoint.remote.places import refuse_kept_here, remove_kept, run_place
 from bloomery.checkpoint.remote.remote_run import remote_checkpoints, remote_source
 from bloomery.checkpoint.writer import process as writer
@@ -237,6 +239,11 @@ def test_damage_in_the_store_is_found_through_the_run_directory(
     remote.put(key, remote.content(key)[:-1] + b"?")
     (entry,) = checkpoints(RunDirectory(tmp_path / "a"))
     assert [problem.file for problem in verify(entry.directory)] == [key.rpartition("/")[2]]
+    place = f"{section.url}/{NAME}/checkpoints/{entry.name}"
+    assert source_of(entry.directory).place() == place
+    assert source_of(entry.directory).place(MANIFEST) == f"{place}/{MANIFEST}"
+    with pytest.raises(DamagedCheckpoint, match=re.escape(f"{section.url}/{NAME}/{key}: the block at")):
+        list(read_tensors(entry.directory))
     remote.delete(f"checkpoints/{entry.name}/{MANIFEST}")
     assert [problem.file for problem in verify(entry.directory)] == [MANIFEST]
 

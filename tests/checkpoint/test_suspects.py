@@ -10,7 +10,8 @@ import pytest
 from tests.checkpoint.small_run import Run
 from tests.checkpoint.test_store import begun, save_at
 
-from bloomery.checkpoint.format.suspects import SUSPECT, why_suspect
+from bloomery.checkpoint.format.catalogue import checkpoints
+from bloomery.checkpoint.format.suspects import SUSPECT, trusted, why_suspect
 from bloomery.cli import main
 from bloomery.errors import CheckpointError
 from bloomery.events.run_directory import RunDirectory
@@ -52,6 +53,20 @@ def test_a_run_of_suspects_alone_is_refused_until_a_person_trusts_one(rundir: Ru
     (rundir.checkpoints / "step-000010.i001" / SUSPECT).unlink()
     _, restored = begun(rundir, run)
     assert restored is not None and restored.step == 10
+
+
+def test_who_only_looks_which_are_trusted_is_told_nothing_of_the_others(
+    rundir: RunDirectory, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run()
+    store, _ = begun(rundir, run)
+    save_at(store, run, 10, 20, 30)
+    store.mark_suspects(clean_step=10, why="rank 3 erred")
+    (rundir.checkpoints / "step-000030.i001" / SUSPECT).unlink()
+    caplog.clear()
+    assert [item.step for item in trusted(checkpoints(rundir))] == [10, 30] and not caplog.text
+    assert [item.step for item in trusted(checkpoints(rundir), tells=True)] == [10, 30]
+    assert caplog.text.count("passed over") == 1 and "step-000020.i001 is passed over" in caplog.text
 
 
 @pytest.mark.parametrize("content", ["", "[]", json.dumps({"time": 1})])

@@ -88,16 +88,19 @@ def verify(
 
 
 def disk_overhead(where: Path) -> float:
-    """Return a checkpoint's bytes on the disk, index and manifest aside, divided by the bytes of its tensors.
+    """Return a checkpoint's bytes on the disk, beside headers, index and manifest, divided by its tensors'.
 
     1.0 means that the checkpoint holds its tensors and nothing else. Raises CheckpointError, OSError.
     """
     manifest = read_manifest(where)
     index = read_index(where, manifest)
     needed = sum(box.end - box.begin for box in index.boxes)
-    headers = sum(8 + 4096 for _ in index.files)
+    headers = {name: record.bytes for name, record in index.files.items()}  # they end at the first tensor
+    for box in index.boxes:
+        headers[box.file] = min(headers[box.file], box.begin)
     taken = sum(path.stat().st_size for path in where.rglob("*") if path.is_file())
-    return max(0, taken - manifest.index_bytes - headers - (where / MANIFEST).stat().st_size) / max(1, needed)
+    texts = manifest.index_bytes + (where / MANIFEST).stat().st_size
+    return max(0, taken - texts - sum(headers.values())) / max(1, needed)
 
 
 def _wrong_size(source: Source, record: FileRecord) -> list[Problem]:
