@@ -9,6 +9,7 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.error import URLError
 
 import pytest
@@ -17,6 +18,7 @@ from bloomery.errors import BloomeryError
 from bloomery.events.heartbeat import (
     ATTEMPT,
     MOST_WRITES_PER_S,
+    STARTING,
     Heartbeat,
     RankActivity,
     has_died_here,
@@ -173,3 +175,90 @@ def test_a_process_that_is_gone_is_told_from_one_that_lives_or_ended_well(tmp_pa
     )  # as fresh as this, another machine of the name may write it
     for other in ({"host": "elsewhere"}, {"activity": RankActivity.ENDED}, {"pid": 0}):
         assert not has_died_here(replace(beat, **other), now=later)
+
+
+def test_the_seconds_of_each_activity_are_told_once_and_add_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    stand_in = SimpleNamespace(monotonic=lambda: now[0], time=lambda: now[0])
+    monkeypatch.setattr("bloomery.events.heartbeat.time", stand_in)
+    monkeypatch.setattr("bloomery.events.heartbeat.process_age_s", lambda: 7.0)
+    heartbeat = beating(tmp_path / "0-0")
+    now[0] += 1.0
+    heartbeat.enter(RankActivity.LOADING)
+    now[0] += 2.5
+    heartbeat.enter(RankActivity.COMPUTING)
+    now[0] += 4.0
+    assert heartbeat.take_spent() == {STARTING: 8.0, RankActivity.LOADING: 2.5, RankActivity.COMPUTING: 4.0}
+    now[0] += 1.0
+    assert heartbeat.take_spent() == {RankActivity.COMPUTING: 1.0}, "the same turn goes on"
+    told = 0.0
+    for _ in range(1000):
+        now[0] += 0.00004
+        told += sum(heartbeat.take_spent().values())
+    assert told == pytest.approx(0.04, abs=2e-4), "nothing is lost by rounding"
+
+
+def test_a_heartbeat_says_how_long_turns_took_and_the_longest_time_between_two_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    stand_in = SimpleNamespace(monotonic=lambda: now[0], time=lambda: now[0])
+    monkeypatch.setattr("bloomery.events.heartbeat.time", stand_in)
+    heartbeat = beating(tmp_path / "0-0")
+    for seconds in (9.0, 2.0, 3.0, 1.0):
+        heartbeat.enter(RankActivity.COMPUTING)
+        now[0] += seconds
+        heartbeat.enter(RankActivity.BETWEEN_STEPS)
+        heartbeat.write()
+    beat = read_beat(heartbeat.path)
+    assert beat is not None and beat.gap_s == 9.0 and beat.time == 115.0 == beat.since
+    assert beat.first_s[RankActivity.COMPUTING] == 9.0 and beat.longest_s[RankActivity.COMPUTING] == 3.0
+
+
+def test_what_moves_and_what_is_held_is_in_the_heartbeat(tmp_path: Path) -> None:
+    heartbeat = beating(tmp_path / "0-0")
+    moves = [heartbeat.record().moves]
+    for move in (lambda: heartbeat.enter(RankActivity.LOADING), heartbeat.tick, heartbeat.tick):
+        move()
+        moves.append(heartbeat.record().moves)
+    assert len(set(moves)) == 4, "each is a move of its own"
+    heartbeat.at(step=3, incarnation=2, memory_bytes=5e9)
+    heartbeat.at(step=4, memory_bytes=6e9)
+    heartbeat.write()
+    beat = read_beat(heartbeat.path)
+    assert beat is not None and (beat.step, beat.incarnation, beat.memory_bytes) == (4, 2, 6e9)
+    assert beat.moves == moves[-1] and beat.pid == os.getpid()
+
+
+def test_a_disk_that_refuses_the_heartbeat_is_told_once_until_it_works_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(path: Path, text: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    heartbeat = beating(tmp_path / "0-0")
+    for told, refused in ((1, 1), (2, 3)):
+        with monkeypatch.context() as full:
+            full.setattr("bloomery.durable.write_whole_unsynced", refuse)
+            for _ in range(refused):
+                heartbeat.write()
+        assert caplog.text.count("the heartbeat cannot be written") == told
+        heartbeat.write()
+        assert read_beat(heartbeat.path) is not None
+
+
+def test_the_handler_of_stacks_is_there_before_the_file_names_them(tmp_path: Path) -> None:
+    there: list[tuple[Path, bool]] = []
+    stacks, path = tmp_path / "stacks.txt", tmp_path / "0-0"
+    prepared = beating(
+        path, stacks=stacks, before_first_write=lambda told: there.append((told, path.exists()))
+    )
+    with prepared.start():
+        prepared.start()
+        beat = read_beat(path)
+    assert there == [(stacks, False)] and beat is not None and beat.stacks == str(stacks)
+    with beating(path, before_first_write=lambda told: there.append((told, True))).start():
+        beat = read_beat(path)
+    assert len(there) == 1 and beat is not None and beat.stacks == ""

@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import queue
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bloomery.errors import RunBusy
+from bloomery.errors import RunBusy, StorageError
 from bloomery.events.run_directory import RunDirectory
 from bloomery.events.run_lock import STALE_AFTER_S, lock_run
 
@@ -29,6 +30,12 @@ def held_by_a_child(rundir: RunDirectory) -> int:
 def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
+
+
+def open_locks(rundir: RunDirectory) -> int:
+    """How many files of this process are the lock of the run."""
+    files = [path for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    return sum(path.readlink() == rundir.lock for path in files)
 
 
 def test_a_second_trainer_is_refused_while_the_first_lives_and_takes_over_when_it_is_dead(tmp_path: Path):
@@ -106,3 +113,33 @@ def test_a_holder_that_was_taken_for_dead_is_told_and_leaves_its_successors_file
     assert json.loads(rundir.holder.read_text()) == successor
     with pytest.raises(RunBusy, match="process 1 on elsewhere"):
         lock_run(rundir)
+
+
+def test_where_files_cannot_be_locked_the_holder_file_alone_says_who_holds_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def refuse(file: int) -> bool:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("bloomery.durable.try_lock", refuse)
+    rundir = RunDirectory(tmp_path)
+    with lock_run(rundir), pytest.raises(RunBusy, match=f"process {os.getpid()}"):
+        lock_run(rundir)
+    assert not rundir.holder.exists()
+    lock_run(rundir).close()
+
+
+def test_a_run_that_cannot_be_taken_leaves_no_file_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse(file: int) -> bool:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    rundir = RunDirectory(tmp_path)
+    with lock_run(rundir):
+        with pytest.raises(RunBusy):
+            lock_run(rundir)
+        assert open_locks(rundir) == 1
+    assert open_locks(rundir) == 0
+    monkeypatch.setattr("bloomery.durable.try_lock", refuse)
+    with pytest.raises(StorageError, match=r"holder\.lock"):
+        lock_run(rundir)
+    assert open_locks(rundir) == 0

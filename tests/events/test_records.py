@@ -1,7 +1,9 @@
 import json
-from dataclasses import replace
+from dataclasses import MISSING, fields, replace
 
-from bloomery.events.records import Facts, StepReport, log_line
+import pytest
+
+from bloomery.events.records import Facts, StepReport, as_float, counting, log_line
 
 REPORT = StepReport(
     step=120,
@@ -66,3 +68,38 @@ def test_the_log_line_has_every_field_an_operator_asked_for():
 def test_what_is_not_known_is_a_dash_and_what_is_wrong_stands_out():
     line = log_line(replace(REPORT, mfu=None, update_applied=False), total_steps=None)
     assert "MFU -" in line and "loss scale -" in line and line.endswith("UPDATE REFUSED")
+
+
+def test_a_report_of_an_earlier_version_claims_nothing_that_was_not_recorded():
+    recorded = REPORT.to_json()
+    optional = {item.name for item in fields(StepReport) if item.default is not MISSING}
+    report = StepReport.from_json({name: recorded[name] for name in recorded if name not in optional})
+    assert report == REPORT
+    assert not any(getattr(report, name) for name in optional - {"peers", "facts"}) and report.peers == 1
+    assert report.facts == Facts()
+
+
+def test_figures_that_are_not_finite_survive_in_every_part_of_a_report():
+    report = replace(
+        REPORT,
+        gradient_norm=float("-inf"),
+        held_out_by_dataset={"a": float("inf"), "b": 2.0},
+        inner_sizes={"logit": [float("inf"), 1.0], "hidden": [3.0]},
+        corrupt_ranks=(3, 5),
+        facts=Facts(rewind_requested=(5, 1, 2), save_requested=True),
+    )
+    assert StepReport.from_json(json.loads(json.dumps(report.to_json(), allow_nan=False))) == report
+
+
+def test_what_is_no_number_is_refused():
+    for value in (True, "1.0", "nan", None, [1.0]):
+        with pytest.raises(ValueError, match="not a number"):
+            as_float(value)
+
+
+def test_bytes_of_a_stage_are_added_up():
+    told = []
+    add = counting(lambda *progress: told.append(progress), "joining", 10)
+    for count in (4, 0, 6):
+        add(count)
+    assert told == [("joining", done, 10, "bytes") for done in (4, 4, 10)]

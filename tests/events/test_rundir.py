@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from bloomery.errors import StorageError
-from bloomery.events.run_directory import RunDirectory
+from bloomery.events.run_directory import CONTROLS, RunDirectory
 
 
 def test_a_run_directory_is_made_once_and_again(tmp_path: Path):
@@ -32,3 +32,40 @@ def test_a_run_directory_below_a_file_is_refused(tmp_path: Path):
 def test_there_are_five_requests(tmp_path: Path):
     with pytest.raises(ValueError, match="save, stop, skip, rewind, set"):
         RunDirectory(tmp_path).control("pause")
+
+
+def test_every_file_of_a_run_has_a_place_of_its_own_in_its_directory(tmp_path: Path):
+    rundir = RunDirectory(tmp_path)
+    names = [name for name, item in vars(RunDirectory).items() if isinstance(item, property)]
+    places = [
+        *(getattr(rundir, name) for name in names),
+        *(rundir.control(request) for request in CONTROLS),
+        *(
+            place(peer=peer, rank=rank)
+            for place in (rundir.journal, rundir.heartbeat, rundir.stacks)
+            for peer, rank in (("0", 0), ("0", 1), ("1", 0))
+        ),
+        *(rundir.incarnation(number) for number in (1, 12)),
+        *(rundir.log(host=host, rank=rank) for host, rank in (("a", 0), ("a", 1), ("b", 0))),
+    ]
+    assert len(names) > 15 and len(set(places)) == len(places)
+    assert all(place.is_relative_to(tmp_path) and place != tmp_path for place in places)
+
+
+def test_a_run_was_started_once_its_recipe_or_its_first_incarnation_is_there(tmp_path: Path):
+    rundir = RunDirectory(tmp_path)
+    assert not rundir.exists()
+    rundir.recipe.write_text("")
+    assert rundir.exists()
+    rundir.recipe.unlink()
+    rundir.incarnations.mkdir()
+    assert rundir.exists()
+
+
+def test_the_journals_of_a_run_are_those_of_its_ranks_by_name(tmp_path: Path):
+    rundir = RunDirectory(tmp_path).create()
+    assert rundir.journals() == []
+    for rank in (1, 0):
+        rundir.journal(rank=rank).touch()
+    rundir.journal().with_suffix(".partial").touch()
+    assert rundir.journals() == [rundir.journal(rank=0), rundir.journal(rank=1)]

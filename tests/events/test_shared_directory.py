@@ -59,4 +59,5 @@ def test_nodes_of_one_rank_each_look_for_one_another(tmp_path: Path):
     first, second = started([tmp_path / "one", tmp_path / "other"], nodes=("a", "b"))
     assert isinstance(first, StorageError) and isinstance(second, StorageError)
     assert "node a does not see what b wrote" in first.message
-    assert started([tmp_path] * 2, nodes=("a", "b")) == [None, None]
+    shared = tmp_path / "shared"
+    assert started([shared] * 2, nodes=("a", "b")) == [None, None] and list(shared.iterdir()) == []

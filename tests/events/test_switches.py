@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
+from bloomery.errors import StorageError
 from bloomery.events.run_directory import RunDirectory
 from bloomery.events.switches import Switches, arm, note_of, write_request
 
@@ -64,3 +66,28 @@ def test_requests_wait_one_line_after_the_other_or_replace_each_other(tmp_path: 
         write_request(rundir, "rewind", line, keep=False)
     assert rundir.control("skip").read_text() == "0:8\n8:16\n"
     assert rundir.control("rewind").read_text() == "8:16\n"
+
+
+def test_who_armed_a_switch_is_told_where_accounts_have_no_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def nameless() -> str:
+        raise KeyError("getpwuid(): uid not found")
+
+    monkeypatch.delenv("USER", raising=False)
+    monkeypatch.setattr("getpass.getuser", lambda: "ada")
+    arm(tmp_path / "stop", why="the disk is full")
+    note = note_of(tmp_path / "stop")
+    assert note.startswith(f"armed by ada on {os.uname().nodename} at ") and note.endswith(
+        ": the disk is full"
+    )
+    monkeypatch.setattr("getpass.getuser", nameless)
+    arm(tmp_path / "stop")
+    assert note_of(tmp_path / "stop").startswith(f"armed by {os.getuid()} on ")
+
+
+def test_a_request_that_cannot_be_written_is_told_with_its_path(tmp_path: Path):
+    (tmp_path / "control").write_text("in the way")
+    with pytest.raises(StorageError, match=str(tmp_path / "control")):
+        write_request(RunDirectory(tmp_path), "skip", "0:8", keep=True)
+    assert note_of(tmp_path / "control" / "skip") == ""

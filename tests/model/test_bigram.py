@@ -25,3 +25,15 @@ def test_the_factors_at_full_rank_predict_the_smoothed_bigrams() -> None:
 def test_the_factors_are_a_function_of_counts_and_seed() -> None:
     first, second = (bigram_factors(counted(), hidden=8, seed=3) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_tokens_that_never_occur_get_finite_factors_and_change_nothing_for_the_others() -> None:
+    counts = counted()
+    embedding, head = bigram_factors(counts, hidden=48, seed=1)
+    wide = torch.zeros(50, 50)
+    wide[:48, :48] = counts
+    wide_embedding, wide_head = bigram_factors(wide, hidden=50, seed=1)
+    assert wide_embedding.isfinite().all() and wide_head.isfinite().all()
+    torch.testing.assert_close(
+        wide_embedding[:48] @ wide_head[:48].T, embedding @ head.T, rtol=0.05, atol=0.05
+    )

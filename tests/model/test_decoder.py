@@ -14,7 +14,7 @@ from bloomery.errors import BloomeryError, ConfigError
 from bloomery.model.attention import AttentionContext, alibi_slopes
 from bloomery.model.decoder import Decoder, build, logical_parameters
 from bloomery.model.initial_values import initialise
-from bloomery.model.layers import set_products
+from bloomery.model.layers import products_for, set_products
 from bloomery.model.shape import logical_shapes
 
 VOCABULARY, LENGTH = 64, 16
@@ -260,3 +260,15 @@ def test_an_embedding_adds_up_its_gradient_in_fp32() -> None:
     rows = made.embedding(torch.zeros(1000, dtype=torch.int64))
     (rows * 1.0).backward(torch.ones_like(rows))
     assert made.embedding.weight.grad[0, 0].item() == 1000.0  # in bf16, ones add up to 256 and no further
+
+
+@pytest.mark.parametrize(("units", "others"), [("bf16", "fp16"), ("fp16", "bf16")])
+def test_products_are_native_where_the_processor_has_units_for_their_format(
+    monkeypatch: pytest.MonkeyPatch, units: str, others: str
+) -> None:
+    monkeypatch.setattr(f"bloomery.torch_private.has_{units}_products", lambda: True)
+    monkeypatch.setattr(f"bloomery.torch_private.has_{others}_products", lambda: False)
+    formats, cpu = {"bf16": torch.bfloat16, "fp16": torch.float16}, torch.device("cpu")
+    assert products_for(cpu, formats[units]) == "native" and products_for(cpu, formats[others]) == "fp32"
+    assert products_for(cpu, torch.float32) == "native"
+    assert products_for(torch.device("cuda"), formats[others]) == "native"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bloomery.config.optim import OptimSection
-from bloomery.optim.clip import Counted, GradientFacts, GradientLimits, examine
+from bloomery.optim.clip import PREFIX, Counted, GradientFacts, GradientLimits, examine
 
 RATE = 0.1
 
@@ -177,6 +177,42 @@ def test_a_history_that_a_checkpoint_lacks_begins_anew() -> None:
     state = {entry.name: entry.tensor for entry in limits.state_entries()}
     assert float(state["optim.limit.norm_window_seen"]) == 30
     assert float(state["optim.limit.norms_seen"]) == 0
+
+
+@pytest.mark.parametrize("method", ["z-score", "tensor"])
+def test_every_history_is_kept_whole_or_begins_anew(method: str) -> None:
+    limits = limits_of(clip_method=method, skip_outliers=6.0)
+    for norm in norms_of_a_run(30):
+        limits.limit(
+            facts_of(norm),
+            unscale=1.0,
+            norms=lambda norm=norm: torch.full((2,), norm),  # type: ignore[misc]
+            scale_tensors=lambda each: None,
+        )
+    names = limits.names()
+    state = {entry.name.removeprefix(PREFIX): entry.tensor for entry in limits.state_entries()}
+    assert sorted(state) == sorted(names) and all(tensor.any() for tensor in state.values())
+    before = {name: tensor.clone() for name, tensor in state.items()}
+    limits.keep_only(names)
+    assert all(torch.equal(state[name], before[name]) for name in names)
+    limits.keep_only(["another"])
+    assert not any(tensor.any() for tensor in state.values())
+
+
+@pytest.mark.parametrize(("seen", "is_refused"), [(63, False), (64, True)])
+def test_no_update_is_an_outlier_before_there_are_64_to_compare_it_with(seen: int, is_refused: bool) -> None:
+    limits = limits_of(skip_outliers=6.0)
+    for norm in (norms_of_a_run(32) * 2)[:seen]:
+        limited(limits, facts_of(norm))
+    assert bool(limited(limits, facts_of(100.0)).applies) is not is_refused
+
+
+@pytest.mark.parametrize(("later", "is_refused"), [(127, False), (128, True)])
+def test_a_norm_is_compared_with_the_last_128_alone(later: int, is_refused: bool) -> None:
+    limits = limits_of(skip_outliers=6.0)
+    for norm in [1000.0, *(norms_of_a_run(32) * 4)[:later]]:
+        limited(limits, facts_of(norm))
+    assert bool(limited(limits, facts_of(10.0)).applies) is not is_refused
 
 
 def test_no_limit_asks_the_device_for_a_number() -> None:

@@ -150,7 +150,7 @@ def test_every_parameter_starts_at_a_multiple_of_256_bytes() -> None:
     shapes = {
         "blocks.0.mlp.down.weight": (3, 5),
         "blocks.0.mlp.up.weight": (7, 9),
-        "blocks.0.q.weight": (8, 8),
+        "blocks.1.mlp.down.weight": (8, 8),
     }
     pieces = [
         ParameterPiece(name=name, parameter_name=name, row_start=0, **whole(s)) for name, s in shapes.items()
@@ -158,3 +158,5 @@ def test_every_parameter_starts_at_a_multiple_of_256_bytes() -> None:
     (group,) = lay_out(shapes.items(), pieces, OptimSection(name="adamw", learning_rate=0.1))
     starts = [placement.start for placement in group.parameters]
     assert starts == [0, 64, 128] and group.numel % 64 == 0
+    assert group.held == range(group.numel), "nothing is sharded unless somebody says so"
+    assert group.padding == group.numel - (3 * 5 + 7 * 9 + 8 * 8)

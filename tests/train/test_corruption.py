@@ -13,11 +13,12 @@ from tests.train.real_ranks import DEADLINE_S, train_on_ranks
 from tests.train.test_loop import events, go
 
 from bloomery.config.load import LoadedRecipe, load_recipe
+from bloomery.data_loader.batches import MicroBatch
 from bloomery.events.journal import Journal
 from bloomery.events.run_directory import RunDirectory
 from bloomery.operate.wrong_bits import machine_faults
 from bloomery.parallel.build import TrainingModel
-from bloomery.train.corruption import CorruptionCheck
+from bloomery.train.corruption import CorruptionCheck, _packed, _unpacked
 from bloomery.train.settings import RunSettings
 from bloomery.train.state import Goal, TrainState
 
@@ -147,3 +148,24 @@ def test_a_peer_whose_bits_differ_offers_others_gradients_that_they_leave_out(
     assert any(layout.padding for layout in model.weights.layouts), "which no backward writes"
     assert applies == [False, True], "the gradients of the next step are finite again"
     assert corruptions[0] and corruptions[1] == ""
+
+
+@pytest.mark.parametrize("has_documents", [False, True])
+def test_a_micro_batch_that_another_rank_computes_again_arrives_as_it_was(*, has_documents: bool) -> None:
+    tokens, targets, documents = torch.arange(24, dtype=torch.int32).view(3, 2, 4)
+    batch = MicroBatch(
+        tokens=tokens,
+        targets=targets,
+        documents=documents if has_documents else None,
+        samples=torch.tensor([1 << 40, 7]),
+    )
+    like = MicroBatch(
+        tokens=torch.zeros_like(tokens),
+        targets=torch.zeros_like(targets),
+        documents=torch.zeros_like(documents) if has_documents else None,
+        samples=torch.zeros_like(batch.samples),
+    )
+    arrived = _unpacked(_packed(batch), like)
+    for name in ("tokens", "targets", "documents", "samples"):
+        sent, got = getattr(batch, name), getattr(arrived, name)
+        assert (got is None) if sent is None else (torch.equal(sent, got) and sent.dtype == got.dtype), name

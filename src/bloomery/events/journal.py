@@ -114,7 +114,7 @@ def last_step(path: Path) -> int:
         while True:
             begin = max(0, end - count)
             file.seek(begin)
-            lines = file.read(end - begin).splitlines()
+            lines = file.read().splitlines()
             events = map(_parsed, reversed(lines if begin == 0 else lines[1:]))
             step = next((event["step"] for event in events if event and event["event"] == "step"), None)
             if step is not None or begin == 0:

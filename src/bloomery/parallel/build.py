@@ -69,14 +69,14 @@ class TrainingModel:
     weights: MasterWeights
     loss: LocalLoss
     mesh: Mesh
-    recompute: Mapping[int, str] = field(default_factory=dict)
-    splits_backward: bool = False
-    pipeline: Pipeline | None = None
+    recompute: Mapping[int, str]
+    splits_backward: bool
+    pipeline: Pipeline | None
+    query_key_clip: QueryKeyClip | None
+    inner_sizes: InnerSizes | None
+    compiled: bool
+    compiles_blocks: bool
     current: SettingsInForce = field(default_factory=SettingsInForce)
-    query_key_clip: QueryKeyClip | None = None
-    inner_sizes: InnerSizes | None = None
-    compiled: bool = False
-    compiles_blocks: bool = False
 
     def clip_queries(self, limit: float) -> None:
         """Rescale heads with attention logits above this from now on, beside `optim.qk_clip`; 0: no more."""

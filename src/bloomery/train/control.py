@@ -24,7 +24,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 REQUESTS = ("set", "skip", "rewind")
 """Control files with contents, which the first rank reads for all."""
 IMPATIENCE = 2
-"""This many interrupts in a row end the process at once, without a save."""
+"""After so many interrupts the next one ends the process at once, without a save."""
 _NO_DIRECTORY = ControlSection()
 _WRITING_S = 5.0
 """An empty request file that is younger than this many seconds may be one that somebody is writing."""

@@ -1,0 +1,258 @@
+"""What signals, switches, clocks and request files ask of a run, as its first rank and the others see it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from bloomery.config.checkpoint import ControlSection
+from bloomery.errors import StoppedBySwitch
+from bloomery.events.records import Facts
+from bloomery.events.run_directory import RunDirectory
+from bloomery.events.switches import arm
+from bloomery.parallel.mesh import Mesh
+from bloomery.train.control import (
+    SIGNALS,
+    Control,
+    read_rewind,
+    read_settings,
+    read_skips,
+    refuse_when_stopped,
+)
+
+CPU = torch.device("cpu")
+ALONE = Mesh(device=CPU)
+
+
+class Others(Mesh):
+    """The mesh of a rank whose gathers have rank 0's word first, as this test gives it."""
+
+    def all_gather_object(self, value: object) -> list[object]:
+        return [{name: "" for name in value} if isinstance(value, dict) else "", value]
+
+
+LATER_RANK = Others(device=CPU, rank=1, world=2)
+
+
+@pytest.fixture
+def rundir(tmp_path: Path) -> RunDirectory:
+    return RunDirectory(tmp_path / "run").create()
+
+
+@pytest.fixture
+def control(rundir: RunDirectory) -> Iterator[Control]:
+    made = Control(rundir, ALONE)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time in seconds, which a test moves; before the control is made."""
+    now = [1000.0]
+    stand_in = SimpleNamespace(monotonic=lambda: now[0], time=time.time)
+    monkeypatch.setattr("bloomery.train.control.time", stand_in)
+    return now
+
+
+def agreed(control: Control) -> Facts:
+    return control.agree(control.local_facts().numbers())
+
+
+def test_nothing_is_asked_of_a_run_that_is_left_alone(control: Control) -> None:
+    facts = agreed(control)
+    assert (facts.save_requested, facts.stop_requested, facts.stop_reason) == (False, False, "")
+    assert (facts.settings_requested, facts.skip_requested, facts.rewind_requested) == ((), (), ())
+    assert control.asked_to_stop() == "" and control.interruptions == 0
+
+
+def test_sigusr1_asks_for_one_save(control: Control) -> None:
+    os.kill(os.getpid(), signal.SIGUSR1)
+    facts = agreed(control)
+    assert facts.save_requested and not facts.stop_requested and control.interruptions == 0
+    assert not agreed(control).save_requested
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_stop_is_told_by_its_name_as_long_as_the_run_lasts(
+    control: Control, number: signal.Signals
+) -> None:
+    os.kill(os.getpid(), number)
+    assert control.asked_to_stop() == f"signal {number.name}" and control.interruptions == 1
+    for _ in range(2):
+        facts = agreed(control)
+        assert facts.stop_requested and facts.stop_reason == f"signal {number.name}"
+        assert not facts.save_requested
+
+
+def test_the_third_ctrl_c_ends_the_process_at_once(control: Control) -> None:
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+    assert control.interruptions == 4
+
+
+def test_handlers_are_given_back_and_a_process_that_ends_hears_no_more(rundir: RunDirectory) -> None:
+    before = [signal.getsignal(number) for number in SIGNALS]
+    try:
+        Control(rundir, ALONE).close()
+        assert [signal.getsignal(number) for number in SIGNALS] == before
+        Control(rundir, ALONE, ends_process=True).close()
+        assert [signal.getsignal(number) for number in SIGNALS] == [signal.SIG_IGN] * len(SIGNALS)
+    finally:
+        for number, handler in zip(SIGNALS, before, strict=True):
+            signal.signal(number, handler)
+
+
+def test_a_save_switch_counts_once_and_a_stop_switch_until_it_is_disarmed(
+    control: Control, rundir: RunDirectory
+) -> None:
+    arm(rundir.control("save"))
+    assert agreed(control).save_requested and not rundir.control("save").exists()
+    assert not agreed(control).save_requested
+    arm(rundir.control("stop"))
+    for _ in range(2):
+        assert agreed(control).stop_reason == "control/stop" == control.asked_to_stop()
+    rundir.control("stop").unlink()
+    assert not agreed(control).stop_requested
+
+
+def test_a_stop_switch_elsewhere_is_told_by_its_path(rundir: RunDirectory, tmp_path: Path) -> None:
+    (tmp_path / "switches").mkdir()
+    section = ControlSection(directory=str(tmp_path / "switches"))
+    control = Control(rundir, ALONE, section=section)
+    try:
+        arm(tmp_path / "switches" / "stop")
+        assert agreed(control).stop_reason == str(tmp_path / "switches" / "stop")
+        arm(rundir.control("stop"))
+        assert agreed(control).stop_reason == "control/stop"
+    finally:
+        control.close()
+
+
+def test_a_signal_is_told_before_a_switch(control: Control, rundir: RunDirectory) -> None:
+    arm(rundir.control("stop"))
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert agreed(control).stop_reason == "signal SIGTERM"
+    os.kill(os.getpid(), signal.SIGINT)
+    assert agreed(control).stop_reason == "signal SIGINT"
+
+
+def test_minutes_are_counted_from_the_start_and_from_the_last_save(
+    clock: list[float], rundir: RunDirectory
+) -> None:
+    control = Control(rundir, ALONE)
+    try:
+        clock[0] += 120.0
+        facts = agreed(control)
+        assert (facts.minutes_running, facts.minutes_since_save) == (2.0, 2.0)
+        control.restart_save_clock()
+        clock[0] += 60.0
+        facts = agreed(control)
+        assert (facts.minutes_running, facts.minutes_since_save) == (3.0, 1.0)
+    finally:
+        control.close()
+
+
+def test_a_save_that_failed_is_asked_for_once_more_when_its_time_has_come(
+    clock: list[float], rundir: RunDirectory
+) -> None:
+    control = Control(rundir, ALONE)
+    try:
+        clock[0] += 600.0
+        control.save_in(60.0)
+        clock[0] += 59.0
+        facts = agreed(control)
+        assert not facts.save_requested and facts.minutes_since_save == pytest.approx(59 / 60)
+        clock[0] += 1.0
+        assert agreed(control).save_requested
+        assert not agreed(control).save_requested
+    finally:
+        control.close()
+
+
+def test_requests_in_files_are_carried_out_once(control: Control, rundir: RunDirectory) -> None:
+    rundir.control("set").write_text("log.every_steps = 5\nnonsense\n\n optim.clip=1=2 \n")
+    rundir.control("skip").write_text("8:16\n")
+    rundir.control("rewind").write_text("3 4:9\n")
+    facts = agreed(control)
+    assert facts.settings_requested == (("log.every_steps", "5"), ("optim.clip", "1=2"))
+    assert facts.skip_requested == ((8, 16),) and facts.rewind_requested == (3, 4, 9)
+    assert not any(rundir.control(name).exists() for name in ("set", "skip", "rewind"))
+    facts = agreed(control)
+    assert (facts.settings_requested, facts.skip_requested, facts.rewind_requested) == ((), (), ())
+
+
+def test_an_empty_request_is_left_for_a_moment_for_whoever_writes_it(
+    control: Control, rundir: RunDirectory
+) -> None:
+    path = rundir.control("skip")
+    path.touch()
+    assert agreed(control).skip_requested == () and path.exists()
+    path.write_text("1:2")
+    assert agreed(control).skip_requested == ((1, 2),)
+    path.touch()
+    os.utime(path, (time.time() - 60, time.time() - 60))
+    assert agreed(control).skip_requested == () and not path.exists()
+
+
+def test_other_ranks_read_no_files_and_tell_of_their_signals_alone(rundir: RunDirectory) -> None:
+    control = Control(rundir, LATER_RANK)
+    try:
+        for name in ("stop", "save", "skip"):
+            rundir.control(name).write_text("1:2")
+        control.save_in(0.0)
+        assert not any(control.local_facts().numbers())
+        facts = control.agree([1.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0])
+        assert facts.save_requested and facts.skip_requested == ()
+        assert rundir.control("save").exists() and rundir.control("skip").exists(), "rank 0 removes them"
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert control.asked_to_stop() == "signal SIGTERM"
+    finally:
+        control.close()
+
+
+def test_a_file_that_asks_for_nothing_is_told_once(
+    control: Control, rundir: RunDirectory, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory, told = rundir.control_dir, "control/pause asks for nothing"
+    for number, name in enumerate(("pause", ".hidden", "stop", "sav")):
+        (directory / name).touch()
+        os.utime(directory, (number + 1.0, number + 1.0))  # however coarse the file system's clock is
+        agreed(control)
+        agreed(control)
+    assert caplog.text.count(told) == 1 and caplog.text.count("control/sav asks for nothing") == 1
+    assert caplog.text.count("asks for nothing") == 2
+
+
+def test_no_rank_starts_where_the_stop_switch_is_armed_and_the_first_says_why(rundir: RunDirectory) -> None:
+    refuse_when_stopped(rundir, ControlSection(), ALONE)
+    refuse_when_stopped(rundir, ControlSection(), LATER_RANK)
+    arm(rundir.control("stop"), why="the disk is changed")
+    with pytest.raises(StoppedBySwitch, match=r"stop \(armed by .*: the disk is changed\)") as refused:
+        refuse_when_stopped(rundir, ControlSection(), ALONE)
+    assert f"bloomery stop {rundir.path} --disarm" in refused.value.remedy
+    rundir.control("stop").write_text("")
+    with pytest.raises(StoppedBySwitch, match="control/stop is armed"):
+        refuse_when_stopped(rundir, ControlSection(), ALONE)
+    refuse_when_stopped(rundir, ControlSection(), LATER_RANK)  # rank 0 saw none when it looked
+
+
+def test_lines_that_cannot_be_read_are_told_and_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    assert read_settings("a.b = 1\nc\n") == (("a.b", "1"),)
+    assert read_skips("0:8\n8:8\n9:8\n-1:3\nx:3\n3\n 4 : 5 \n") == ((0, 8), (4, 5))
+    assert read_rewind("") == () and read_rewind("7\n") == (7, 0, 0)
+    assert read_rewind("7 1:2\n8 3:3\n") == (8, 3, 3), "the last counts"
+    assert read_rewind("x\n7 3:2\n-1 2:3\n7 a:b\n") == ()
+    levels = [record.levelno for record in caplog.records]
+    assert levels == [logging.WARNING] * (1 + 5 + 4)

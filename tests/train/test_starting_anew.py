@@ -1,0 +1,54 @@
+"""A run that goes back to its initial values, and one that does not find its checkpoints where it looks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.train.test_loop import events, go
+
+from bloomery.config.load import LoadedRecipe
+from bloomery.errors import CheckpointError
+from bloomery.events.incarnation import read_incarnations
+from bloomery.events.journal import loss_curve
+from bloomery.events.run_directory import RunDirectory
+from bloomery.guard.verdict import Rewind
+from bloomery.train import loop
+
+Start = Callable[..., tuple[LoadedRecipe, Path]]
+FEW_STEPS = ("checkpoint.every_steps=0", "checkpoint.every_minutes=0", "evaluate.every_steps=0")
+
+
+def test_a_machine_that_erred_before_the_first_checkpoint_begins_the_run_anew(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, asked = loop.judge, list[int]()
+
+    def judge(guards, report):
+        usual = real(guards, report)
+        if report.step != 2 or asked:
+            return usual
+        asked.append(report.step)
+        return Rewind(judged_step=2, to_step=0, skip=range(0), reason="wrong bits", may_start_anew=True)
+
+    curves = []
+    for name, found in (("clean", real), ("erring", judge)):
+        monkeypatch.setattr(loop, "judge", found)
+        loaded, path = start(*FEW_STEPS, "guard.stop_at_step=4", name=name)
+        assert go(loaded, path).step == 4
+        curves.append(loss_curve(RunDirectory(path)))
+    assert read_incarnations(RunDirectory(path)) == {1: None, 2: None}
+    assert [event["to_step"] for event in events(path, "rewind")] == [0]
+    assert len(curves[0]) == 4 and curves[0] == curves[1], "from the same values, on the same samples"
+
+
+def test_a_run_whose_checkpoints_are_at_another_place_is_refused_before_it_trains(
+    start: Start, tmp_path: Path
+) -> None:
+    loaded, path = start(*FEW_STEPS, "guard.stop_at_step=1")
+    go(loaded, path)
+    loaded, path = start(*FEW_STEPS, "guard.stop_at_step=2", f"checkpoint.url=file://{tmp_path}/store")
+    with pytest.raises(CheckpointError, match=r"which checkpoint\.url does not say"):
+        go(loaded, path)
+    assert len(events(path, "step")) == 1 and not (tmp_path / "store").exists()
