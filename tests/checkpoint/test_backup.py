@@ -14,6 +14,7 @@ from bloomery.checkpoint.format.catalogue import checkpoints, record_copy, remot
 from bloomery.checkpoint.format.manifest import read_manifest
 from bloomery.checkpoint.format.suspects import SUSPECT, why_suspect
 from bloomery.checkpoint.load.loader import read_tensors
+from bloomery.checkpoint.remote import backup as backup_module
 from bloomery.checkpoint.remote.backup import Backup, due
 from bloomery.checkpoint.remote.remote_run import (
     remote_checkpoints,
@@ -326,8 +327,10 @@ def test_the_end_of_a_run_hears_once_that_all_is_copied_and_only_where_it_waited
 
 
 def test_what_failed_on_the_way_is_tried_once_more_at_the_end(
-    rundir: RunDirectory, object_store: ObjectStore
+    rundir: RunDirectory, object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ):
+    monkeypatch.setattr(backup_module, "_LONGEST_WAIT_S", 3600.0)
+    monkeypatch.setattr(backup_module, "_SHORTEST_WAIT_S", 3600.0)  # by itself it would not be tried again
     store, backup, run = begun(rundir, object_store.new_bucket())
     with object_store.checking_credentials():
         save(store, run, 1)

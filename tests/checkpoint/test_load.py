@@ -1,6 +1,7 @@
 """Loading by itself and with others: what is read, by whom, and what happens to what cannot be trusted."""
 
 import json
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -114,6 +115,23 @@ def test_damage_that_one_rank_reads_is_raised_on_all_and_nobody_waits(tmp_path: 
 
     for result in Threads(2).run(load):
         assert isinstance(result, DamagedCheckpoint) and "byte 2,097,152" in result.message
+
+
+def test_a_load_that_finds_damage_leaves_no_file_open(tmp_path: Path):
+    directory = saved(tmp_path, model__a=torch.randn(1000, 1024), optim__a=torch.randn(100, 10))
+    victim = next(directory.glob("model-*"))
+    content = bytearray(victim.read_bytes())
+    content[5000] ^= 1
+    victim.write_bytes(content)
+    blank = [whole("model.a", torch.zeros(1000, 1024)), whole("optim.a", torch.zeros(100, 10))]
+    with pytest.raises(DamagedCheckpoint):
+        load_checkpoint(directory, blank)
+    names = {path.name for path in directory.iterdir()}
+    opened = []
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # that of this listing
+            opened.append(descriptor.readlink())
+    assert not [path for path in opened if path.parent == directory and path.name in names]
 
 
 def test_a_rank_with_another_model_stops_all_with_the_difference(tmp_path: Path):

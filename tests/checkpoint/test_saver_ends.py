@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,9 +20,16 @@ from bloomery.checkpoint.save import background as background_module
 from bloomery.checkpoint.save.background import BUFFERS, BackgroundSaver
 from bloomery.checkpoint.save.verification import OwnFilesCheck
 from bloomery.checkpoint.writer.client import WriterProcess
-from bloomery.checkpoint.writer.memory_replica import MemoryReplica, label_of, read_replica, write_label
+from bloomery.checkpoint.writer.memory_replica import (
+    MemoryReplica,
+    MemoryReplicas,
+    label_of,
+    read_replica,
+    write_label,
+)
 from bloomery.checkpoint.writer.partner import ReplicaSettings
 from bloomery.checkpoint.writer.shared_buffer import mapped_bytes
+from bloomery.events.incarnation import identity
 from bloomery.events.run_directory import RunDirectory
 from bloomery.train.checkpoint_store import RunStateToSave, Store
 
@@ -86,8 +94,9 @@ def test_a_save_that_is_not_over_when_the_run_ends_is_not_committed_and_not_wait
     assert list(rundir.checkpoints.iterdir()) == []
 
 
+@pytest.mark.parametrize("waits", [False, True])
 def test_what_comes_late_for_a_save_that_failed_goes_at_the_next_and_nothing_of_it_is_read_back(
-    rundir: RunDirectory, monkeypatch: pytest.MonkeyPatch
+    rundir: RunDirectory, monkeypatch: pytest.MonkeyPatch, waits: bool
 ):
     checked: list[str] = []
     monkeypatch.setattr(OwnFilesCheck, "run", lambda self, saving, **more: checked.append(saving.name))
@@ -103,12 +112,38 @@ def test_what_comes_late_for_a_save_that_failed_goes_at_the_next_and_nothing_of_
         assert saving.over.wait(DEADLINE_S) and saving.failure is not None
         partial.mkdir()
         (partial / "model-r00001-of-00002-000.safetensors").write_text("another rank had it on its way")
+        if waits:
+            assert store.wait_for_saves() == -1 and not partial.exists()
         assert store.begin_save(RunStateToSave(Run().fill(2).parts, step=2))
         assert not partial.exists()
         store.wait_staged()
         assert store.wait_for_saves() == 2
         wait_for(lambda: checked)
     assert checked == ["step-000002.i001"]
+
+
+def test_no_replica_is_believed_in_while_the_next_state_is_copied_over_it(
+    rundir: RunDirectory, tmp_path: Path
+):
+    section = replace(BACKGROUND, partner_copies=True, memory_directory=str(tmp_path / "memory"))
+    (tmp_path / "memory").mkdir()
+    run = Run()
+    with begun(rundir, run, section) as store:
+        replicas = MemoryReplicas(tmp_path / "memory", rundir.path, identity(rundir))
+
+        def kept() -> list[int]:
+            return sorted(one.step for one in replicas.complete())
+
+        for step in (1, 2):
+            store.save(RunStateToSave(run.fill(step).parts, step=step))
+        assert kept() == [1, 2]
+        pid = writer_of(store)
+        os.kill(pid, signal.SIGSTOP)
+        assert store.begin_save(RunStateToSave(run.fill(3).parts, step=3))
+        store.wait_staged()
+        assert kept() == [2], "the older one is written over"
+        os.kill(pid, signal.SIGCONT)
+        assert store.wait_for_saves() == 3 and kept() == [2, 3]
 
 
 def test_a_rank_with_a_small_part_waits_as_long_as_the_largest_part_may_take(rundir: RunDirectory):

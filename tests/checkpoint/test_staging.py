@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 import torch
@@ -42,6 +43,23 @@ def expected(entries: list[StateEntry], share: RankWritePlan) -> dict[str, bytes
     for one in (one for file in share.files for one in file.items):
         found[f"{one.entry} {one.rows}"] = b"".join(map(bytes, tensor_bytes(one.tensor_in(entries))))
     return found
+
+
+def test_a_copy_keeps_its_pace_from_the_first_bytes_to_the_last(buffer: SharedBuffer, monkeypatch):
+    monkeypatch.setattr(staging, "_STEP_BYTES", 10_000)
+    at: list[tuple[int, int]] = []
+
+    class Watched(CopyPace):
+        def copied(self, bytes: int) -> None:
+            at.append((bytes, buffer.filled))
+
+    entries = state()
+    share = share_of(entries)
+    stage(share, entries, buffer, Watched(share.bytes, window_s=1.0, throttled=True))
+    copied = [position for position, _ in at]
+    assert copied == sorted(copied) and share.bytes - 4096 < copied[-1] <= share.bytes
+    assert max(later - before for before, later in pairwise([0, *copied])) <= 10_000 + 2 * 4096
+    assert all(filled == position for position, filled in at), "the writer may have what was copied"
 
 
 def unhurried(share: RankWritePlan) -> CopyPace:

@@ -42,7 +42,9 @@ def test_a_streamed_save_holds_one_tensor_and_so_many_bytes_before_it(
     stream = Stream()
     saved = save_streamed(tmp_path, stream, step=3, incarnation=2, time=7.5, about={"told": 1})
     assert stream.most == 4
-    assert saved.name == "step-000003.i002" and verify(saved) == []
+    read: list[int] = []
+    assert saved.name == "step-000003.i002" and verify(saved, progress=read.append) == []
+    assert sum(read) == sum(path.stat().st_size for path in saved.glob("*.safetensors"))
     manifest = read_manifest(saved)
     assert (manifest.time, manifest.about, manifest.world) == (7.5, {"told": 1}, 1)
     found = {name: tensor[0].item() for name, tensor in read_tensors(saved)}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import xxhash
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bloomery.checkpoint.format.manifest import BLOCK_BYTES, DamagedCheckpoint, FileRecord
@@ -59,6 +59,31 @@ def test_ranges_are_the_files_bytes_and_whole_blocks_are_read_at_most_once(files
     blocks = {block for begin, end in wanted if end > begin
               for block in range(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES))}  # fmt: skip
     assert sum(read) == sum(min(BLOCK_BYTES, size - block * BLOCK_BYTES) for block in blocks)
+
+
+@settings(max_examples=50)
+@given(ranges(), st.data())
+def test_a_flipped_bit_is_found_exactly_where_its_block_is_touched(files, tmp_path_factory, asked, data):
+    _, contents = files
+    size, wanted = asked
+    near = [end + by for end in range(0, size + 1, BLOCK_BYTES) for by in (-1, 0) if 0 <= end + by < size]
+    place = data.draw(st.one_of(st.sampled_from(near), st.integers(0, size - 1)), label="place")
+    block = place // BLOCK_BYTES
+    spoiled = tmp_path_factory.mktemp("spoiled")
+    content = bytearray(contents[size])
+    content[place] ^= 1
+    (spoiled / f"{size}.bin").write_bytes(content)
+    touched = any(
+        begin // BLOCK_BYTES <= block < -(-end // BLOCK_BYTES) for begin, end in wanted if end > begin
+    )
+    with VerifiedReader(Directory(spoiled), record_of(f"{size}.bin", contents[size])) as reader:
+        pieces = [(begin, memoryview(bytearray(end - begin))) for begin, end in wanted]
+        if touched:
+            with pytest.raises(DamagedCheckpoint, match=f"byte {block * BLOCK_BYTES:,} does not have"):
+                reader.read(pieces)
+        else:
+            reader.read(pieces)
+    (spoiled / f"{size}.bin").unlink()
 
 
 @pytest.mark.parametrize("size", SIZES)

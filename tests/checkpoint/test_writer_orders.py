@@ -11,7 +11,7 @@ import pytest
 from tests.checkpoint.test_background import wait_for
 from tests.checkpoint.test_partner import LIMITS, TOKEN, Kept, kept  # noqa: F401
 
-from bloomery.checkpoint.format.commit import begin_partial, read_part_record
+from bloomery.checkpoint.format.commit import begin_partial, error_to_json, read_part_record
 from bloomery.checkpoint.writer import client as client_module
 from bloomery.checkpoint.writer import process as writer
 from bloomery.checkpoint.writer.client import WriterProcess
@@ -139,3 +139,21 @@ def test_a_partner_that_keeps_nothing_is_told_and_the_save_is_made(tmp_path: Pat
         assert kept.listed() == []
     finally:
         buffer.close()
+
+
+def test_an_error_is_told_with_its_kind_and_one_that_nobody_expected_with_where_it_was_raised():
+    told = StorageError("no space", remedy="Free some."), RunBusy("taken", remedy="Wait.")
+    kinds = [error_to_json(error)["kind"] for error in (*told, CheckpointError("spoiled"))]
+    assert kinds == ["storage", "busy", "checkpoint"]
+    assert error_to_json(told[0]) == {"kind": "storage", "message": "no space", "remedy": "Free some."}
+    assert error_to_json(OSError(5, "Input/output error")) == {
+        "kind": "storage",
+        "message": "[Errno 5] Input/output error",
+        "remedy": "Look at the disk (dmesg, df).",
+    }
+    try:
+        raise KeyError("files")
+    except KeyError as error:
+        unexpected = error_to_json(error)
+    assert unexpected["kind"] == "checkpoint" and "KeyError: 'files'" in unexpected["message"]
+    assert Path(__file__).name in unexpected["message"] and "report" in unexpected["remedy"]

@@ -17,7 +17,6 @@ import select
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -107,11 +106,10 @@ def _answer(
     """
     place, rank = place_of(order), order["rank"]
     progress = place.progress(rank, tell)
-    begun = time.monotonic()
     try:
         part = place.written_before(order) if order["attempt"] > 1 else None
         if part is not None and not part.files:
-            return {"bytes": _bytes(order), "seconds": 0.0, "copy_failure": None}
+            return {"bytes": _bytes(order), "copy_failure": None}
         if part is None:
             part = place.write(order, buffer, progress)
             if rank == 0:
@@ -126,7 +124,6 @@ def _answer(
         written[order["partial"]] = part
     return {
         "bytes": _bytes(order),
-        "seconds": time.monotonic() - begun,
         "copy_failure": _keep_replicas(part, order, buffer) if "memory" in order else None,
     }
 
