@@ -117,7 +117,8 @@ def test_damage_that_one_rank_reads_is_raised_on_all_and_nobody_waits(tmp_path: 
         assert isinstance(result, DamagedCheckpoint) and "byte 2,097,152" in result.message
 
 
-def test_a_load_that_finds_damage_leaves_no_file_open(tmp_path: Path):
+def test_a_load_that_finds_damage_leaves_no_file_open(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(load_plan, "UNIT_BYTES", 1 << 18)  # many reads are left
     directory = saved(tmp_path, model__a=torch.randn(1000, 1024), optim__a=torch.randn(100, 10))
     victim = next(directory.glob("model-*"))
     content = bytearray(victim.read_bytes())

@@ -77,6 +77,8 @@ def test_a_flipped_bit_is_found_exactly_where_its_block_is_touched(files, tmp_pa
         begin // BLOCK_BYTES <= block < -(-end // BLOCK_BYTES) for begin, end in wanted if end > begin
     )
     with VerifiedReader(Directory(spoiled), record_of(f"{size}.bin", contents[size])) as reader:
+        blocks_at_once = data.draw(st.sampled_from([1, 2, 8]), label="blocks read at once")
+        reader._file.window_bytes = blocks_at_once * BLOCK_BYTES  # a remote file has larger windows
         pieces = [(begin, memoryview(bytearray(end - begin))) for begin, end in wanted]
         if touched:
             with pytest.raises(DamagedCheckpoint, match=f"byte {block * BLOCK_BYTES:,} does not have"):
@@ -113,6 +115,26 @@ def test_a_flipped_bit_is_found_whichever_part_of_its_block_was_wanted(tmp_path:
         begin = (block + 1) % 4 * BLOCK_BYTES
         reader.read([(begin, memoryview(other))])
         assert other == content[begin : begin + 5]
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_a_view_over_several_blocks_that_begins_within_one_is_verified_to_its_end(tmp_path: Path, block: int):
+    """As a read from a store is: its windows hold several blocks."""
+    content = os.urandom(SIZES[-1])
+    place, wanted = block * BLOCK_BYTES + 30, bytearray(2 * BLOCK_BYTES + 60)
+    damaged = bytearray(content)
+    damaged[place] ^= 8
+    for stored, right in ((content, True), (damaged, False)):
+        (tmp_path / "a.bin").write_bytes(stored)
+        with VerifiedReader(Directory(tmp_path), record_of("a.bin", content)) as reader:
+            reader._file.window_bytes = 8 * BLOCK_BYTES
+            pieces = [(BLOCK_BYTES - 1, memoryview(wanted))]  # it touches all four blocks
+            if right:
+                reader.read(pieces)
+                assert wanted == content[BLOCK_BYTES - 1 :][: len(wanted)]
+            else:
+                with pytest.raises(DamagedCheckpoint, match=f"byte {block * BLOCK_BYTES:,} does not have"):
+                    reader.read(pieces)
 
 
 def test_a_file_that_has_grown_shorter_is_told_from_one_that_is_gone(tmp_path: Path):

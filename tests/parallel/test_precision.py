@@ -297,3 +297,22 @@ def test_a_digest_of_gradients_holds_both_of_a_tied_embedding() -> None:
         clean = digest(precision, 1)
         assert clean == digest(precision, 3), "gradients of later backwards do not count"
         assert all(digest(precision, 1, spoilt=number) != clean for number in range(gradients))
+
+
+def test_a_micro_batch_that_is_computed_once_more_has_its_digest_and_adds_nothing() -> None:
+    recipe = recipe_of(GPT, ("model.tied=true", "train.precision=bf16", "train.global_batch=4"))
+    model = build(recipe, HERE)
+    model.initialise(seed=1, bigrams=lambda: torch.zeros(1, 1))
+    model.set_phase(precision="bf16", recompute="none")
+    order, data = batches(recipe, HERE)
+    span = order.next_span(TrainState(goal=Goal(steps=1)).position, 4, EVERYTHING)
+    first, second, *_ = data.batch(span, 1)
+    with model.weights.tapped(discards=False) as tap:
+        model.accumulate([first, second], 0, weight=1.0)
+    before = [gradient.clone() for gradient in model.weights.gradient]
+    assert any(gradient.any() for gradient in before)
+    assert model.digest_gradients(first, 0, weight=1.0) == tap.digest
+    assert model.digest_gradients(second, 0, weight=1.0) != tap.digest
+    assert model.digest_gradients(first, 0, weight=2.0) != tap.digest
+    after = model.weights.gradient
+    assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))

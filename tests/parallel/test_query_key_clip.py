@@ -19,7 +19,7 @@ from bloomery.errors import ConfigError
 from bloomery.model.attention import rotary_table, rotate
 from bloomery.optim.clip import Counted, examine
 from bloomery.parallel.build import TrainingModel, build_training_model
-from bloomery.parallel.inner_sizes import by_kind
+from bloomery.parallel.inner_sizes import InnerSizes, by_kind
 from bloomery.parallel.mesh import Mesh
 from bloomery.train.step import lacking_toolchain
 
@@ -218,6 +218,17 @@ def test_sizes_of_inner_tensors_are_those_of_the_forwards(style: str, threshold:
             taken = [block.attention.logit_maxima for block in model.decoder.blocks]
             assert all((maxima is None) == (threshold == 0.0) for maxima in taken)
             assert all(block.hidden_maximum is None for block in model.decoder.blocks)
+
+
+@pytest.mark.parametrize(("length", "stride"), [(8, 1), (16, 1), (64, 4)])
+def test_of_a_long_sequence_some_queries_are_measured_and_of_a_short_one_all(
+    length: int, stride: int
+) -> None:
+    model = model_of("llama", threshold=0.0)
+    sizes = InnerSizes(model.decoder, model.weights, mesh=model.mesh, sequence_length=length, stays_on=False)
+    sizes.begin(wanted=True)
+    assert [block.attention.logit_stride for block in model.decoder.blocks] == [stride] * 2
+    assert all(block.attention.logit_maxima is not None for block in model.decoder.blocks)
 
 
 def test_a_compiled_model_is_measured_and_clamped_as_an_eager_one_and_is_compiled_once() -> None:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -108,6 +109,20 @@ def test_short_lines_begin_with_the_first_step_and_full_ones_hold_every_figure()
     LogLines(every_steps=1, total_steps=20, say=said.append).tell(REPORT, CarryOn(judged_step=1))
     assert said[0].startswith("step 1/20 | loss 3.4567 | 1,211,900 tokens/s")
     assert "TFLOPs 0.420 model 0.450 hardware" in said[1]
+
+
+def test_full_lines_tell_once_how_long_the_first_step_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bloomery.train.console.time", SimpleNamespace(perf_counter=lambda: 107.25))
+    said: list[str] = []
+    lines = LogLines(every_steps=10, total_steps=20, say=said.append, started=100.0)
+    report = replace(REPORT, held_out_loss=None, update_applied=True)
+    for step in (1, 2, 10):
+        lines.tell(replace(report, step=step), CarryOn(judged_step=step))
+    assert said[0] == "first step done 7.2 s after the start"
+    assert len(said) == 2 and said[1].startswith("step 10/20")
+    lines.rewound(4)
+    lines.tell(replace(report, step=5), Stop(judged_step=5, failed=True, reason="enough"))
+    assert said[2:] == ["rewound to step 4", "step 5 | stop: enough"]
 
 
 def test_objects_for_programs_hold_steps_and_verdicts() -> None:

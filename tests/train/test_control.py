@@ -222,6 +222,19 @@ def test_other_ranks_read_no_files_and_tell_of_their_signals_alone(rundir: RunDi
         control.close()
 
 
+def test_ranks_speak_of_requests_only_where_there_is_one(rundir: RunDirectory) -> None:
+    class Silent(Mesh):
+        def all_gather_object(self, value: object) -> list[object]:
+            return pytest.fail("each step would wait for it")
+
+    control = Control(rundir, Silent(device=CPU, world=2))
+    try:
+        facts = agreed(control)
+        assert (facts.settings_requested, facts.skip_requested, facts.rewind_requested) == ((), (), ())
+    finally:
+        control.close()
+
+
 def test_a_file_that_asks_for_nothing_is_told_once(
     control: Control, rundir: RunDirectory, caplog: pytest.LogCaptureFixture
 ) -> None:

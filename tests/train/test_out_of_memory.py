@@ -16,8 +16,10 @@ from bloomery.events.run_directory import RunDirectory
 from bloomery.operate.blame import diagnose
 from bloomery.operate.diagnosis import Cause
 from bloomery.operate.failure_evidence import FailureEvidence, RankEnd
+from bloomery.parallel.mesh import Mesh
+from bloomery.plan.hardware import load_hardware
 from bloomery.train import loop
-from bloomery.train.rank_diagnostics import bus_of
+from bloomery.train.rank_diagnostics import bus_of, planned_memory
 from bloomery.train.settings import StartOptions
 
 _TOLD_BY_TORCH = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.15 GiB"
@@ -60,6 +62,18 @@ def test_a_disk_that_is_full_too_does_not_hide_what_happened(
     with pytest.raises(TrainingFailed, match=r"CUDA out of memory.*Planned: ") as failure:
         loop.train(loaded, RunDirectory(path), StartOptions(say=lambda line: None))
     assert "out-of-memory-0.json" not in str(failure.value.remedy), "a file that is not there is not named"
+
+
+def test_the_plan_of_a_rank_is_the_same_on_a_machine_that_nobody_described(
+    start: Callable[..., tuple[LoadedRecipe, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded, _ = start()
+    mesh, plans = Mesh(device=torch.device("cpu")), []
+    for machine in (None, load_hardware("h100-80g")):
+        monkeypatch.setattr("bloomery.train.rank_diagnostics.this_machine", lambda found=machine: found)
+        plans.append(planned_memory(loaded, mesh, vocabulary=300))
+    assert plans[0] == plans[1] and plans[0].total > 0
+    assert planned_memory(loaded, mesh, vocabulary=30_000).total > plans[0].total
 
 
 def test_the_bus_of_a_gpu_is_written_as_kernels_write_it() -> None:

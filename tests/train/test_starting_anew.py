@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from bloomery.events.journal import loss_curve
 from bloomery.events.run_directory import RunDirectory
 from bloomery.guard.verdict import Rewind
 from bloomery.train import loop
+from bloomery.train.control import SIGNALS
 
 Start = Callable[..., tuple[LoadedRecipe, Path]]
 FEW_STEPS = ("checkpoint.every_steps=0", "checkpoint.every_minutes=0", "evaluate.every_steps=0")
@@ -46,8 +48,10 @@ def test_a_machine_that_erred_before_the_first_checkpoint_begins_the_run_anew(
 def test_a_run_whose_checkpoints_are_at_another_place_is_refused_before_it_trains(
     start: Start, tmp_path: Path
 ) -> None:
+    before = [signal.getsignal(number) for number in SIGNALS]
     loaded, path = start(*FEW_STEPS, "guard.stop_at_step=1")
     go(loaded, path)
+    assert [signal.getsignal(number) for number in SIGNALS] == before, "the process goes on, and hears them"
     loaded, path = start(*FEW_STEPS, "guard.stop_at_step=2", f"checkpoint.url=file://{tmp_path}/store")
     with pytest.raises(CheckpointError, match=r"which checkpoint\.url does not say"):
         go(loaded, path)
