@@ -253,6 +253,7 @@ def test_sizes_that_cannot_hold_the_data_are_refused_together() -> None:
     with pytest.raises(ConfigError) as refused:
         build(section, vocabulary=11, sequence_length=5)
     assert [mistake.key for mistake in refused.value.mistakes] == ["model.vocabulary", "model.max_positions"]
+    assert build(section, vocabulary=10, sequence_length=4).model.max_positions == 4, "it just fits"
 
 
 def test_an_embedding_adds_up_its_gradient_in_fp32() -> None:

@@ -30,6 +30,12 @@ def deviations(mask: torch.Tensor, rate: float) -> torch.Tensor:
     return (mask.double() - (1 - rate)) / math.sqrt(rate * (1 - rate))
 
 
+def test_samples_of_the_longest_streams_have_masks_of_their_own() -> None:
+    masks = [hidden_mask(first=first) for first in (0, 1 << 32, 1 << 33, 3 << 32, 1 << 40)]
+    alike = [(one == other).double().mean() for one in masks for other in masks if one is not other]
+    assert max(abs(share - 0.5) for share in alike) < 0.05
+
+
 @pytest.mark.parametrize("rate", [0.1, 0.5])
 def test_the_kept_share_is_one_minus_the_rate_in_every_direction(rate: float) -> None:
     kept = deviations(hidden_mask(rate=rate), rate)

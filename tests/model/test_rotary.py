@@ -77,6 +77,13 @@ def test_yarn_is_a_ramp_over_the_channels_between_two_numbers_of_turns() -> None
     assert frequencies("yarn") == pytest.approx(expected)
 
 
+def test_yarn_of_a_short_context_begins_its_ramp_with_the_first_channel() -> None:
+    short = replace(SCALING, kind="yarn", original_positions=16)  # no pair makes four turns in it
+    found = rotary_frequencies(head_dim=WIDTH, theta=THETA, scaling=short, length=0, device=CPU).tolist()
+    last = math.ceil(WIDTH / 2 * math.log(16 / (2 * math.pi)) / math.log(THETA))
+    assert last == 1 and found == pytest.approx([1.0, *(one / 4 for one in plain()[1:])])
+
+
 def test_the_same_distance_gives_the_same_product_wherever_it_is() -> None:
     generator = torch.Generator().manual_seed(1)
     query, key = torch.randn(2, 1, 1, 1, WIDTH, generator=generator, dtype=torch.float64)

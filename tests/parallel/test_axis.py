@@ -3,9 +3,11 @@
 import pytest
 import torch
 
+from bloomery.config.parallel import ParallelSection
+from bloomery.errors import TrainingFailed
 from bloomery.parallel import axis
 from bloomery.parallel.axis import ALONE, Axis
-from bloomery.parallel.mesh import Mesh
+from bloomery.parallel.mesh import Mesh, join_mesh
 
 
 @pytest.mark.parametrize(("backend", "called"), [("gloo", "all_reduce"), ("nccl", "reduce_scatter")])
@@ -71,6 +73,16 @@ def test_a_mesh_of_one_rank_asks_nobody() -> None:
     told: list[str] = []
     assert mesh.run_on_rank_zero(lambda report: report() or told.append("done") or 5, doing="it") == 5
     assert told == ["done"] and mesh.is_first
+
+
+def test_a_rank_alone_that_the_recipe_wants_more_of_is_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("WORLD_SIZE", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(TrainingFailed):
+        join_mesh(ParallelSection(data=2))
+    assert join_mesh(ParallelSection()).world == 1
 
 
 @pytest.mark.parametrize("degree", [2, 3])

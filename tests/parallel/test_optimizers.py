@@ -48,6 +48,8 @@ def weights_of(optim: OptimSection, *, shards: int = 1, split: bool = False) -> 
         master=master,
         gradient=[torch.zeros_like(m) for m in master],
         names=tuple(SHAPES),
+        norms_by_tensor=None,  # which no limit of these tests asks for
+        scale_gradients=None,
         device=torch.device("cpu"),
     )
 
@@ -102,6 +104,20 @@ def test_after_a_refused_step_the_optimizers_go_on_as_if_it_had_not_been() -> No
             step(optimizers, weights)
         results.append([*weights.master, *(entry.tensor for entry in optimizers.state_entries())])
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+def test_optimizers_that_begin_anew_have_forgotten_every_step() -> None:
+    optim = OptimSection(name="muon", learning_rate=0.1, clip_method="z-score", skip_outliers=6.0)
+    weights = weights_of(optim)
+    optimizers = Optimizers(weights, optim)
+    for flat in weights.gradient:
+        flat.fill_(1.0)
+    facts = examine([Counted(gradient=flat) for flat in weights.gradient], limit=0.0, unscale=1.0)
+    optimizers.step(optimizers.limit(facts, unscale=1.0), learning_rate=0.1)
+    state = {entry.name: entry.tensor for entry in optimizers.state_entries()}
+    assert all(state[f"optim.limit.{name}"].any() for name in ("norm_mean", "norms_seen", "norm_window"))
+    optimizers.reset()
+    assert not any(tensor.any() for tensor in state.values())
 
 
 @pytest.mark.parametrize(
