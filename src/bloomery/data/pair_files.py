@@ -155,9 +155,9 @@ class IndexColumns:
         yield from (ends.data for ends in _numbers(self._ends, _END))
 
     def close(self) -> None:
-        """Remove the columns from the disk."""
+        """Close both temporary files, which removes them from the disk."""
         for file in (self._lengths, self._ends):
-            with suppress(OSError):  # a full disk was reported already, and closing writes once more
+            with suppress(OSError):  # closing writes what is buffered, which a full disk refuses
                 file.close()
 
 

@@ -295,8 +295,9 @@ _NAMED = 200
 def stream_identity(
     stream: SampleStream, datasets: Mapping[str, IndexedDataset], *, text: str
 ) -> dict[str, str]:
-    """Return what two machines must have alike for a sample's number to mean the same sample, by what it
-    describes.
+    """Return digests of the datasets and of the order of the samples, by what each describes.
+
+    Two machines on which a sample's number means the same sample have equal ones.
 
     text: fingerprint of the text and its tokenizer.
 

@@ -323,7 +323,7 @@ def _network(evidence: FailureEvidence) -> Diagnosis:
     if lost and len(lost) == len([end for end in evidence.ranks if end.status != 0]):
         alone = [end for end in lost if _OF_A_SOCKET.search(exception_of(end))]
         if len(alone) == 1:
-            line, (end,) = exception_of(alone[0]), alone
+            end, line = alone[0], exception_of(alone[0])
             return _found(Cause.NETWORK, end.culprit, line, f"rank {end.rank}: {line}", sure=False)
         summary = "ranks lost each other and none failed by itself"
         return _found(Cause.NETWORK, Culprit(), summary, f"{len(lost)} ranks ended as lost", sure=False)

@@ -229,7 +229,7 @@ NETWORK_OF_NCCL = re.compile(
 """What NCCL says of its own network adapter."""
 GPU_MEMORY = re.compile(
     r"(?i:^(?!srun: |slurmstepd: ).*"
-    r"\b(?!gpu-?\w*\d:)(?:CUDA|HIP|ROCm|XPU|MPS|NPU|GPU|Triton|device|NCCL|RCCL)\w*\b[^/]*out of memory)"
+    r"\b(?!gpu-\w*\d:)(?:CUDA|HIP|ROCm|XPU|MPS|NPU|GPU|Triton|device|NCCL|RCCL)\w*\b[^/]*out of memory)"
     r"|_(?:(?:DEVICE_ALLOCATION|ALLOC)_FAILED|OUT_OF_MEMORY|OUT_OF_RESOURCES|MEMORY_ERROR)\b|cudaErrorMemoryAllocation"
     r"|hipErrorOutOfMemory|Failed to CUDA [cm]alloc"
     r"|(?i:\bcu(?:BLAS|DNN|SPARSE|SOLVER|FFT)\w* Error: .*allocation failed)"

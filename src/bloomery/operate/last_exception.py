@@ -44,7 +44,7 @@ def exception_of(end: RankEnd) -> str:
 
 
 def log_of_exception(end: RankEnd) -> str:
-    """Return the log from the traceback that ended the rank on, where that exception speaks for itself.
+    """Return the log from the last traceback on, where the exception that ended the rank explains itself.
 
     What was printed before it, such as a want of memory that the program dealt with, is not to blame then. Of
     other exceptions the whole log is returned.

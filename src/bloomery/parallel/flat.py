@@ -338,7 +338,7 @@ def weak_hook(method: Callable[[nn.Parameter], None]) -> Callable[[Tensor], None
 
     def hook(parameter: Tensor) -> None:
         alive = weak()
-        assert alive is not None, "a backward needs who adds up its gradients"
+        assert alive is not None, "a backward ran after the gradients were freed"
         alive(cast(nn.Parameter, parameter))
 
     return hook

@@ -60,7 +60,7 @@ def multiplies_bf16(device: torch.device) -> bool:
 def measure_peak_flops(device: torch.device, precision: str) -> float:
     """Measure the FLOP/s of one large square matrix product, the reference of MFU. Takes about 0.2 s.
 
-    precision: the run's; fp32 where the device multiplies in that (`layers.linear`).
+    precision: the run's. The product is in fp32 if that is what the device multiplies with (`layers.linear`).
     """
     dtype = DTYPES[resolve_precision(precision, device)]
     if products_for(device, dtype) == "fp32":

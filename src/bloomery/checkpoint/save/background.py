@@ -197,9 +197,7 @@ class BackgroundSaver:
             saving.pace.stop_pausing()
             self._buffers[saving.buffer].is_urgent = True
         with self._ending:
-            if (
-                self._open
-            ):  # otherwise what is being read back is the last save, and nobody waits for the writer
+            if self._open:  # else the last save may be being read back, and nobody waits for the writer
                 self._need_writer()
         for saving in tuple(self._open):
             saving.over.wait(max(0.0, deadline - time.monotonic()))
