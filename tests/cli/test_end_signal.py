@@ -9,7 +9,7 @@ import sys
 
 PROGRAM = """
 import os, random, signal
-from bloomery.cli.arguments import EndSignal
+from bloomery.cli.end_signal import EndSignal
 chance = random.Random(int(os.environ["SEED"]))
 for turn in range(200):
     ended = EndSignal()
@@ -31,7 +31,7 @@ def test_no_moment_of_the_signal_makes_the_command_wait_forever() -> None:
 
 def test_without_a_signal_it_waits_so_long_as_it_is_told() -> None:
     program = (
-        "from bloomery.cli.arguments import EndSignal\n"
+        "from bloomery.cli.end_signal import EndSignal\n"
         "ended = EndSignal()\n"
         "assert not ended.wait(0.05) and not ended.wait(0.0) and not ended.wait(-1.0)\n"
         "print('waiting', flush=True)\n"

@@ -6,9 +6,6 @@ from the directory of `init.from`.
 
 from __future__ import annotations
 
-import select
-import signal
-import socket
 import sys
 import time
 from argparse import Action, ArgumentParser, Namespace, RawDescriptionHelpFormatter
@@ -19,11 +16,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from bloomery.cli.argument_values import positive
 from bloomery.config.find import nearest
-from bloomery.events.records import ProgressCallback, ignore_progress
 
 if TYPE_CHECKING:
     from bloomery.config.begin_from import DescribedWeights
     from bloomery.config.load import LoadedRecipe
+    from bloomery.events.records import ProgressCallback
 
 
 USAGE = 2
@@ -217,6 +214,8 @@ def data_bar(*, shown: bool, lines: bool = False) -> Iterator[ProgressCallback]:
     is false.
     """
     if not shown:
+        from bloomery.events.records import ignore_progress  # not by each command: it takes 5 ms to load
+
         yield ignore_progress
         return
     if lines or not sys.stderr.isatty():
@@ -288,32 +287,6 @@ def parsed_with_target(
     if required and args.to is None:
         options.error(f"{metavar} is missing: {about}")
     return args
-
-
-class EndSignal:
-    """Notices SIGINT and SIGTERM from its making on; only the main thread may make one.
-
-    The handler takes no lock. One that sets a `threading.Event` can wait forever, for the thread that it
-    interrupts may hold that event's lock.
-    """
-
-    def __init__(self) -> None:
-        self._came = False
-        self._woken, self._wakes = socket.socketpair()
-        for end in (self._woken, self._wakes):
-            end.settimeout(0.0)
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._note)
-        signal.set_wakeup_fd(self._wakes.fileno(), warn_on_full_buffer=False)
-
-    def _note(self, number: int, frame: object) -> None:
-        self._came = True
-
-    def wait(self, seconds: float) -> bool:
-        """Wait so long at most, less where a signal comes; returns whether one has come."""
-        if not self._came and select.select([self._woken], [], [], max(0.0, seconds))[0]:
-            self._woken.recv(4096)
-        return self._came
 
 
 def load_given(path_or_name: str, overrides: Sequence[str] = ()) -> LoadedRecipe:

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bloomery.cli.argument_values import not_negative, positive
-from bloomery.cli.arguments import EndSignal, parser
+from bloomery.cli.arguments import parser
+from bloomery.cli.end_signal import EndSignal
 from bloomery.cli.run_inputs import existing_run
 from bloomery.cli.tables import size_words
 from bloomery.config.data import HUB_PREFIX

@@ -46,7 +46,8 @@ def table_text(
         table.add_column(
             Text(rows[0][column]) if head else "",
             justify="left" if column in left else "right",
-            max_width=max(room, _NARROWEST) if column == last else None,
+            # Given the width, rich does not measure each cell again.
+            width=min(widths[column], max(room, _NARROWEST)) if column == last else widths[column],
             no_wrap=column != last or not wrap,
             overflow="fold" if column == last and wrap else "ellipsis",
         )

@@ -11,7 +11,8 @@ from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
-from bloomery.cli.arguments import EndSignal, parser
+from bloomery.cli.arguments import parser
+from bloomery.cli.end_signal import EndSignal
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

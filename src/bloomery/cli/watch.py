@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bloomery.cli.argument_values import amount, positive
-from bloomery.cli.arguments import EndSignal, parser
+from bloomery.cli.arguments import parser
+from bloomery.cli.end_signal import EndSignal
 from bloomery.cli.run_inputs import existing_run
 from bloomery.errors import BloomeryError
 

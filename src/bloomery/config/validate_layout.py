@@ -6,6 +6,7 @@ Each mistake names the degrees, batches or settings that would fit.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from math import gcd
 
 from bloomery.config.findings import Finding, divisors, some
@@ -132,8 +133,8 @@ def batch_mistakes(train: TrainSection, parallel: ParallelSection, *, data_degre
 
 def batch_pairs(train: TrainSection) -> list[tuple[int, int]]:
     """Return every (global batch, micro-batch) that the run uses at some position, in order."""
-    batches = _from_samples(train)
-    micros = [(0, train.micro_batch), *train.micro_batch_changes]
+    batches = _from_samples(train.ramp_up, train.global_batch)
+    micros = ((0, train.micro_batch), *train.micro_batch_changes)
     pairs: list[tuple[int, int]] = []
     for at in sorted({at for at, _ in batches + micros}):
         batch = next(value for begin, value in reversed(batches) if begin <= at)
@@ -143,15 +144,18 @@ def batch_pairs(train: TrainSection) -> list[tuple[int, int]]:
     return pairs
 
 
-def _from_samples(train: TrainSection) -> list[tuple[int, int]]:
+@lru_cache(maxsize=8)  # a search of layouts asks for the same ramp-up hundreds of times
+def _from_samples(ramp_up: tuple[int, ...], global_batch: int) -> tuple[tuple[int, int], ...]:
     """Return (first sample, global batch) for each batch of the ramp-up."""
-    if not train.ramp_up:
-        return [(0, train.global_batch)]
-    start, increment, samples = train.ramp_up
-    intervals = (train.global_batch - start) // increment
+    if not ramp_up:
+        return ((0, global_batch),)
+    start, increment, samples = ramp_up
+    intervals = (global_batch - start) // increment
     if not intervals:
-        return [(0, train.global_batch)]
-    return [(-(-index * samples // intervals), start + index * increment) for index in range(intervals + 1)]
+        return ((0, global_batch),)
+    return tuple(
+        (-(-index * samples // intervals), start + index * increment) for index in range(intervals + 1)
+    )
 
 
 def _remedy(pairs: list[tuple[int, int]], parallel: ParallelSection, *, batch: int, ranks: int) -> str:

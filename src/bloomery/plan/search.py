@@ -326,8 +326,7 @@ def _reason(setting: _Setting, candidate: Candidate, best: Candidate) -> str:
     if candidate is best:
         return "the best"
     behind = candidate.step.seconds - best.step.seconds
-    mine, theirs = asdict(candidate.step), asdict(best.step)
-    beyond = {name: mine[name] - theirs[name] for name in mine}
+    beyond = {part: getattr(candidate.step, part) - getattr(best.step, part) for part in NAMES}
     worst = max(beyond, key=lambda name: beyond[name])
     if behind <= 0 or beyond[worst] <= 0:
         return "memory: as quick, but fuller"

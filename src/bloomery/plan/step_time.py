@@ -167,13 +167,14 @@ def _ends(work: Workload) -> tuple[Spent, Spent]:
     return embedding.forward + embedding.backward, head.forward + head.backward
 
 
+@lru_cache(maxsize=64)  # the batches of a ramp-up differ in the number of micro-batches alone
 def _all_stages(
     work: Workload, parameters: ModelParameters, stages: tuple[StageParameters, ...], recompute: str
-) -> list[Spent]:
+) -> tuple[Spent, ...]:
     """Return each stage's time for one micro-batch."""
     embedding, head = _ends(work)
-    by_stage = []
-    for stage in stages:
+    times: dict[StageParameters, Spent] = {}  # most stages are alike
+    for stage in set(stages):
         parameters_held = rank_parameters(parameters, stage, work)
         spent = _block(work, stage.recompute or recompute) * stage.blocks + Spent(
             memory_s=accumulation_s(work, parameters_held)
@@ -182,8 +183,8 @@ def _all_stages(
             spent = spent + embedding
         if stage.has_head:
             spent = spent + head
-        by_stage.append(spent)
-    return by_stage
+        times[stage] = spent
+    return tuple(times[stage] for stage in stages)
 
 
 def boundary_bytes(work: Workload) -> float:
@@ -228,7 +229,7 @@ def _exchange_s(
     layout = work.layout
     if layout.data == 1:
         return 0.0
-    parameters_held = max(rank_parameters(parameters, stage, work) for stage in stages)
+    parameters_held = max(rank_parameters(parameters, stage, work) for stage in set(stages))
     shards, replicas = layout.shards, layout.data // layout.shards
     # The ranks of a shard group are neighbours; replicas lie across the groups.
     shards_in_node = min(shards, layout.data_in_node)
@@ -293,7 +294,7 @@ def data_parallel_bytes(work: Workload, held: float, micro_batches: int) -> floa
 def _update_s(
     work: Workload, parameters: ModelParameters, stages: tuple[StageParameters, ...], *, micro_batches: int
 ) -> float:
-    parameters_held = max(rank_parameters(parameters, stage, work) for stage in stages)
+    parameters_held = max(rank_parameters(parameters, stage, work) for stage in set(stages))
     share = 1 / work.layout.shards
     roundings = 2 * micro_batches if work.layout.rounds_by_block and work.precision != "fp32" else 0
     if work.layout.offload:
