@@ -109,8 +109,12 @@ def test_a_run_without_checkpoints_and_a_wrong_path_are_told_apart(tmp_path: Pat
     rundir = RunDirectory(tmp_path / "new").create()
     assert run(["list", str(rundir.path)]) == 0
     assert "no checkpoints yet" in capsys.readouterr().out
-    with pytest.raises(CheckpointError, match="no checkpoints yet"):
-        run(["show", str(rundir.path)])
+    for part in (["show"], ["verify"], ["verify", "--json"]):
+        with pytest.raises(CheckpointError, match="no checkpoints yet"):
+            run([*part, str(rundir.path)])
+    (tmp_path / "another bucket").mkdir()
+    with pytest.raises(CheckpointError, match="nothing was verified"):
+        run(["verify", f"file://{tmp_path}/another bucket"])
     with pytest.raises(CheckpointError, match="neither a run directory nor a checkpoint"):
         run(["list", str(tmp_path / "nothing")])
 

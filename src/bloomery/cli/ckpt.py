@@ -48,7 +48,10 @@ def run(arguments: list[str]) -> int:
     parts = {
         "list": (_imported("ckpt_list", "show_list"), "list a run's checkpoints, and why each is kept"),
         "show": (_show, "show what a checkpoint holds"),
-        "verify": (_verify, "read and check every byte; exit status 1 when something is damaged"),
+        "verify": (
+            _verify,
+            "read and check every byte; exit status 1: something is damaged, or nothing is there",
+        ),
         "diff": (_diff, "compare two checkpoints"),
         "prune": (_imported("ckpt_list", "prune"), "remove the checkpoints that the recipe does not keep"),
         "copy": (_imported("ckpt_copy", "copy"), "copy to a backup or from one, verified and resumable"),
@@ -117,6 +120,11 @@ def _verify(arguments: list[str]) -> int:
     args = options.parse_args(arguments)
     damaged_count = 0
     sources = _sources_at(args.path)
+    if not sources:  # a mistyped address, say: who asks whether a backup is intact must not be told yes
+        raise CheckpointError(
+            f"{args.path} has no checkpoints yet: nothing was verified",
+            remedy="Give a run or an address under which `bloomery ckpt list` shows checkpoints.",
+        )
     for source in sources:
         with data_bar(shown=not args.json) as progress:
             problems, directory = verify_watched(source, progress), source.place()
@@ -125,8 +133,6 @@ def _verify(arguments: list[str]) -> int:
             print(json.dumps({"checkpoint": directory, "problems": [asdict(item) for item in problems]}))
         else:
             _print_verdict(directory, problems)
-    if not sources and not args.json:
-        print(f"{args.path} has no checkpoints yet.")
     return DAMAGED if damaged_count else 0
 
 
