@@ -101,3 +101,10 @@ def test_what_is_not_there_is_refused_as_by_the_commands(tmp_path: Path) -> None
     ):
         with pytest.raises(error):
             call()
+
+
+def test_a_recipe_of_peers_is_not_trained_alone(tmp_path: Path) -> None:
+    loaded = bloomery.recipe("demo", {"elastic.inner_steps": 10, "data.sources": ["python:stdlib"]})
+    with pytest.raises(ConfigError, match="each peer needs an agent"):
+        bloomery.fit(loaded, tmp_path / "run", progress=False)
+    assert not (tmp_path / "run").exists()

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import obstore
@@ -12,6 +13,7 @@ from tests.range_server import Served, serving
 from bloomery import objects
 from bloomery.errors import StorageError
 from bloomery.objects import AccessDenied, MissingOrDenied, Objects, StoreUnreachable, storage_failure
+from bloomery.objects.uploads import regrouped
 
 CONTENT = random.Random(3).randbytes(4000)
 
@@ -172,3 +174,13 @@ def test_a_full_disk_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
         Objects(f"file://{tmp_path}").put("a", b"x")
     assert len(tries) == 1
     assert "free some space" in storage_failure(refused.value, doing="Copying").remedy
+
+
+def test_pieces_of_any_size_are_sent_in_their_order() -> None:
+    content = bytes(range(256))
+    for cuts in ((0, 3, 13, 23, 24), (0, 10, 20, 27), (0, 256), (0, 1, 11, 30)):
+        pieces = [content[low:high] for low, high in pairwise([*cuts, 256])]
+        for given in (pieces, [memoryview(piece) for piece in pieces]):
+            parts = list(regrouped(given, 10))
+            assert b"".join(parts) == content
+            assert [len(part) for part in parts] == [10] * 25 + [6]

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import threading
 import time
 from pathlib import Path
 
@@ -98,6 +99,31 @@ def test_pruning_waits_for_a_place_that_is_down_only_where_it_is_named(
 
     left = [item.step for item in checkpoints(rundir)]
     assert left == [1, 2, 3, 4] if waits else 1 not in left
+
+
+def test_a_checkpoint_that_is_being_sent_stays_also_where_pruning_waits_for_no_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    send, sending, go_on = Objects.send, threading.Event(), threading.Event()
+
+    def slowly(remote: Objects, key: str, path: Path):
+        sending.set()
+        assert go_on.wait(DEADLINE_S)
+        return send(remote, key, path)
+
+    monkeypatch.setattr(Objects, "send", slowly)
+    rundir = RunDirectory(tmp_path / "run").create()
+    far = BackupSection(url=f"file://{tmp_path}/far", prune_waits=False)
+    backup = BackupPlaces([Backup(rundir, far, run_name="run")])
+    store, run = begun(rundir, backup)
+    save(store, run, 1)
+    assert sending.wait(DEADLINE_S)
+    save(store, run, 2, 3, 4)
+    meanwhile = [item.step for item in checkpoints(rundir)]
+    go_on.set()
+    backup.close()
+    assert 1 in meanwhile and 2 not in meanwhile
+    assert steps_at(tmp_path / "far")[0] == "step-000001.i001"
 
 
 def test_a_start_takes_the_newest_of_both_places_and_does_without_one_that_is_lost(

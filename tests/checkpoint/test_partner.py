@@ -78,6 +78,12 @@ def test_the_two_newest_parts_of_each_owner_are_kept_and_no_memory_beyond(kept: 
     assert kept.bytes() < SLOTS * len(LIMITS.owners) * 4096
 
 
+def test_after_a_rewind_the_parts_that_it_abandoned_make_room_first(kept: Kept):
+    for incarnation, step in ((1, 8), (1, 9), (2, 5), (2, 6)):
+        send_replica(kept.address, TOKEN, replica(step=step, incarnation=incarnation), content(1000))
+    assert kept.listed() == [(1, 5), (1, 6)]
+
+
 FILE = FileRecord(name="f", bytes=10, xxh3_128="", blocks="")
 
 

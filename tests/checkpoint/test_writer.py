@@ -7,6 +7,7 @@ import subprocess
 import sys
 from math import inf
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,9 +20,11 @@ from bloomery.checkpoint.format import commit as commit_module
 from bloomery.checkpoint.format import deadlines
 from bloomery.checkpoint.format.catalogue import verify
 from bloomery.checkpoint.format.commit import abandon_part, begin_partial, part_record_path
+from bloomery.checkpoint.format.deadlines import Deadlines
 from bloomery.checkpoint.format.manifest import INDEX, MANIFEST
 from bloomery.checkpoint.format.state import Box, StateEntry
 from bloomery.checkpoint.save.staging import CopyPace, stage
+from bloomery.checkpoint.save.verification import OwnFilesCheck
 from bloomery.checkpoint.save.write_plan import WritePlanner
 from bloomery.checkpoint.writer import client as client_module
 from bloomery.checkpoint.writer import process as writer
@@ -310,6 +313,28 @@ def test_reading_back_is_given_up_for_a_save_and_by_a_writer_that_did_not_write(
     orders.buffers[1].stops_reading = True
     assert read_back_by(orders, 1, parts[1], to_its_end=False) is None
     assert read_back_by(orders, 1, parts[1]) == "" and read_back_by(orders, 1, {}) is None
+
+
+def test_after_a_reading_back_that_was_given_up_the_next_one_goes_to_its_end(orders: Orders):
+    """Else of saves that follow each other without a pause none would ever be known to be intact."""
+    (_, parts), buffer, check = written_by_both(orders), orders.buffers[1], OwnFilesCheck()
+
+    def write(order: dict[str, Any], **waits: Any) -> dict[str, Any]:
+        buffer.stops_reading = True  # another save begins meanwhile
+        return {"problem": writer._read_back(parts[order["verify"]], order, buffer)}
+
+    saving = SimpleNamespace(
+        name="step-000001.i001",
+        order={"partial": str(orders.partial), "store": "", "rank": 1},
+        buffer=1,
+        deadlines=Deadlines(part_bytes=0, largest_part_bytes=0),
+    )
+
+    def look() -> dict[str, str]:
+        check.run(saving, writer=SimpleNamespace(write=write), buffer=buffer, is_free=lambda: True)
+        return check.take()
+
+    assert [look() for _ in range(3)] == [{}, {"step-000001.i001": ""}, {}]
 
 
 @pytest.fixture

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tests.train.test_loop import Start, events, go
 
 from bloomery.cli import main
+from bloomery.cli.control import cursor_after
 from bloomery.config.load import load_recipe
 from bloomery.events.incarnation import identity
+from bloomery.events.journal import read_history
 from bloomery.events.run_directory import RunDirectory
 
 SETTINGS = ("train.samples=0", "train.steps=12", "train.ramp_up=[]", "checkpoint.every_steps=3")
@@ -57,6 +60,14 @@ def test_a_run_goes_back_and_leaves_out_what_was_asked_for(stopped, start: Start
     assert [record["step"] for record in steps] == list(range(7, 13))
     assert [record["cursor"] - record["consumed_samples"] for record in steps] == [16] * 6
     assert not RunDirectory(stopped).control("rewind").exists()
+
+
+def test_steps_to_come_of_several_peers_take_the_samples_of_all(stopped):
+    history = read_history(RunDirectory(stopped))
+    assert cursor_after(10, history) == 80
+    last = replace(history.steps[-1], report=replace(history.steps[-1].report, peers=3))
+    shared = replace(history, steps=(*history.steps[:-1], last))
+    assert cursor_after(10, shared) == 64 + 2 * 8 * 3 and cursor_after(7, shared) == 56
 
 
 def test_requests_to_skip_add_up(stopped, start: Start):

@@ -8,11 +8,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import pytest
 
 from bloomery.cli.child_ends import ChildEnds
+from bloomery.cli.ranks import RankRange, run_ranks
 
 LONG_S = 60.0
 
@@ -85,3 +86,35 @@ def test_where_the_system_tells_of_no_ends_the_wait_is_short(
         begun = time.monotonic()
         ends.wait(LONG_S)
         assert time.monotonic() - begun < LONG_S / 2
+
+
+class SeesAllEnd:
+    """A supervisor that lets the launcher look at its ranks only once all of them have ended."""
+
+    def started(self, pids: Mapping[int, int]) -> None:
+        for pid in pids.values():
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+
+    def why_to_end(self) -> str:
+        return ""
+
+    why_to_stop = why_to_end
+
+    def ending(self) -> None: ...
+
+    def ended(self, statuses: Mapping[int, int], *, killed: Collection[int]) -> None: ...
+
+    def signalled(self, number: int) -> None: ...
+
+
+def test_of_ranks_that_ended_together_the_one_that_a_signal_ended_is_to_blame(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code = "import os, signal\nos.environ['RANK'] == '0' and os._exit(7)\nos.kill(os.getpid(), 9)"
+    status = run_ranks(
+        [sys.executable, "-c", code],
+        RankRange(count=2, world=2),
+        environment=dict(os.environ),
+        supervisor=SeesAllEnd(),
+    )
+    assert status == 128 + signal.SIGKILL and "rank 1 (process" in capsys.readouterr().err

@@ -193,6 +193,15 @@ def test_prune_says_what_would_go_and_removes_it_when_asked(rundir: RunDirectory
     ], "what was abandoned stays until the run has passed it"
 
 
+def test_a_run_that_is_being_trained_is_not_pruned(rundir: RunDirectory):
+    rundir.recipe.write_text(RECIPE)
+    with lock_run(rundir):
+        assert run(["prune", str(rundir.path), "--dry-run"]) == 0
+        with pytest.raises(RunBusy, match="is being trained by process"):
+            run(["prune", str(rundir.path)])
+    assert len(list(rundir.checkpoints.iterdir())) == 3
+
+
 def test_the_help_of_prune_names_all_objects_that_it_prints(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         run(["prune", "--help"])

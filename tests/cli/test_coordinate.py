@@ -15,6 +15,7 @@ from bloomery.agent.assemble import access_of, assemble_agent
 from bloomery.cli import main
 from bloomery.cli.coordinate_status import _content, _print
 from bloomery.config.load import load_recipe
+from bloomery.coordination.certificates import root_access
 from bloomery.coordination.etcd import Etcd
 from bloomery.coordination.etcd_process import free_ports, start_single
 from bloomery.coordination.snapshot import RunSnapshot
@@ -135,6 +136,23 @@ def test_certificates_are_made_and_only_their_peers_come_in(tmp_path, capsys):
     assert "3 peers may connect" in capsys.readouterr().out
     assert main([*common, "--certificates", str(tmp_path / "certs" / "night" / "bern")]) == 0
     end(process)
+
+
+def test_a_coordinator_that_lost_its_data_still_knows_who_was_revoked(tmp_path, capsys):
+    certificates = ["--certificates", str(tmp_path / "certs")]
+    made = ["coordinate", "--init-certs", str(tmp_path / "certs"), "--run", "night", "--peers", "oslo,lyon"]
+    assert main(made) == 0
+    process, endpoint = start("--listen", "127.0.0.1:0", "--certificates", "certs", cwd=tmp_path)
+    revoke = ["coordinate", "--revoke", "oslo", "--run", "night", "--endpoints", endpoint]
+    assert main([*revoke, *certificates]) == 0
+    assert "revoked  oslo of night" in capsys.readouterr().out
+    end(process)
+    options = ("--listen", "127.0.0.1:0", "--certificates", "certs", "--data", "empty")
+    process, endpoint = start(*options, cwd=tmp_path)
+    with Etcd([endpoint], root_access(tmp_path / "certs"), deadline_s=WITHIN_S) as etcd:
+        revoked = etcd.list(Keys("night").revoked("")).items
+    end(process)
+    assert len(revoked) == 1
 
 
 @pytest.mark.parametrize(("listen", "told"), [("0.0.0.0:0", ()), ("127.0.0.1:0", ("127.0.0.1:0",))])

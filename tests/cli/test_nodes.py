@@ -51,3 +51,13 @@ def test_a_launcher_hears_which_rank_failed_elsewhere_and_who_fell_silent(
         alone = LauncherGroup(relay.served, 0, PAIR, serves=True, store_at="node-1:29400")
         alone._signs[1] = (0, time.monotonic() - nodes.SILENCE_S)  # instead of waiting for so long
         assert "node-2 has been silent for 60 s" in until(alone.failure)
+
+
+def test_a_launcher_whose_ranks_ended_well_may_fall_silent() -> None:
+    with relayed_store() as relay:
+        alone = LauncherGroup(relay.served, 0, PAIR, serves=True, store_at="node-1:29400")
+        alone._signs[1] = (0, time.monotonic() - nodes.SILENCE_S - 1.0)
+        assert "node-2 has been silent" in alone._exchange_heartbeats()
+        relay.served.add("left", 1)
+        assert alone._exchange_heartbeats() == ""
+        alone._left.set()

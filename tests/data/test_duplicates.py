@@ -90,6 +90,17 @@ def test_of_documents_that_are_alike_the_first_is_kept(texts: list[list[int]], t
     assert not (tmp_path / "new.dedup").exists()
 
 
+def test_a_document_that_is_like_a_removed_one_alone_is_kept(tmp_path: Path) -> None:
+    draw = np.random.default_rng(3)
+    first = text(draw, 200)
+    second = altered(draw, first, 3)
+    third = altered(draw, second, 3)
+    assert similarity(first, third) < 0.8 < min(similarity(first, second), similarity(second, third))
+    written(tmp_path / "pair", [first, second, third])
+    deduplicate([tmp_path / "pair"], tmp_path / "new", likeness=Likeness())
+    assert read(tmp_path / "new") == [first, third]
+
+
 def test_equal_documents_alone_go_and_those_of_another_pair_too(
     texts: list[list[int]], tmp_path: Path
 ) -> None:

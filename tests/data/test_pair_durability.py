@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 from tests.disk_calls import recorded
 
+from bloomery import durable
 from bloomery.data.indexed import IndexedDataset, IndexedWriter
-from bloomery.data.pair_files import bin_path, idx_path
+from bloomery.data.pair_files import bin_path, idx_path, seal_path
+from bloomery.data.pairs import replace_pair, verify_pair
 from bloomery.data.seal import SealFacts
 from bloomery.data.sealing import seal
 from bloomery.errors import BloomeryError
@@ -49,3 +51,26 @@ def test_a_pair_that_cannot_be_sealed_has_no_part_of_a_seal(tmp_path: Path) -> N
     with pytest.raises((BloomeryError, OSError)):
         seal(tmp_path / "pair", vocabulary_size=300, end_of_document_id=0)
     assert list(tmp_path.iterdir()) == [bin_path(tmp_path / "pair")]
+
+
+@pytest.mark.parametrize("moved", range(4))
+def test_a_replacement_that_is_cut_short_leaves_no_seal_of_other_tokens_and_can_be_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moved: int
+) -> None:
+    pair, staged = tmp_path / "pair", tmp_path / "new" / "pair"
+    write(pair, [[1, 2], [3]])
+    write(staged, [[4, 5, 6]])
+    replace, done = durable.replace, list[Path]()
+
+    def killed(source: Path, target: Path) -> None:
+        if len(done) == moved:
+            raise KeyboardInterrupt
+        replace(source, target)
+        done.append(target)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(durable, "replace", killed)
+        replace_pair(staged, pair)
+    assert not seal_path(pair).exists()
+    replace_pair(staged, pair)
+    assert IndexedDataset(pair).document(0).tolist() == [4, 5, 6] and verify_pair(pair).findings == ()

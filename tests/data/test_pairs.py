@@ -14,7 +14,7 @@ from bloomery.data import pairs
 from bloomery.data.indexed import IndexedWriter
 from bloomery.data.pair_files import bin_path, idx_path, seal_path
 from bloomery.data.pairs import merge_pairs, verify_pair
-from bloomery.data.seal import SealFacts
+from bloomery.data.seal import SealFacts, read_seal, verified_pieces
 from bloomery.data.sealing import seal
 from bloomery.errors import DataError
 
@@ -182,3 +182,14 @@ def test_a_pair_that_lies_under_the_seal_of_another_is_told_and_still_read(
     assert found.tokens == 9
     for path in (bin_path, idx_path):
         assert any(finding.startswith(f"{path(prefix)} has") for finding in found.findings)
+
+
+def test_a_pair_that_loses_whole_blocks_while_it_is_copied_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "pair", [list(range(1, 280))] * 4)
+    seal(tmp_path / "pair", vocabulary_size=300, end_of_document_id=0, block_bytes=512)
+    path, whole = bin_path(tmp_path / "pair"), read_seal(tmp_path / "pair")
+    content = path.read_bytes()
+    assert b"".join(verified_pieces(path, whole)) == content and len(content) > 1024
+    path.write_bytes(content[:1024])
+    with pytest.raises(DataError, match=r"has 1,024 bytes; .* were written"):
+        list(verified_pieces(path, whole))

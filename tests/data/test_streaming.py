@@ -281,6 +281,17 @@ def test_what_is_not_sealed_or_read_whole_is_refused(pair: Path, server: Served,
     assert "data tokenize" in refused.value.remedy
 
 
+def test_pairs_share_one_cache_by_their_sizes(pair: Path, server: Served, tmp_path: Path) -> None:
+    part = pair.with_name("part")
+    with IndexedWriter(part, dtype="<u2") as writer:
+        writer.add_document(np.ones(BLOCKS // 2 * BLOCK_BYTES // 2, dtype=np.int64))
+    seal(part, vocabulary_size=280, end_of_document_id=0, block_bytes=BLOCK_BYTES)
+    addresses = [f"{server.url}/corpus", f"{server.url}/part"]
+    prefixes = mount(addresses, CacheLocation(directory=tmp_path / "cache", limit_bytes=90 * BLOCK_BYTES))
+    mirrors = [IndexedDataset(prefixes[address]).mirror for address in addresses]
+    assert [mirror and mirror.capacity for mirror in mirrors] == [60, 30]
+
+
 def test_a_recipe_names_addresses_beside_paths(pair: Path, server: Served, tmp_path: Path) -> None:
     texts = ["some words to learn from " * 9]
     train_tokenizer(texts, vocabulary=280, end_of_document="<|endoftext|>").save(tmp_path / "tokenizer.json")

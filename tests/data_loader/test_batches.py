@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tracemalloc
 from collections.abc import Iterator
+from concurrent.futures import wait
 from pathlib import Path
 from threading import Event
 
@@ -99,6 +100,20 @@ def test_read_ahead_or_not_the_batches_are_the_same(order: Order, datasets: list
         ahead.expect(spans[3], MICRO_BATCH)
         back = ahead.batch(spans[0], MICRO_BATCH)  # a rewind: something else than expected
         assert back[0].samples.tolist() == [0, 1]
+
+
+def test_what_was_read_ahead_in_another_order_is_not_given(
+    order: Order, datasets: list[IndexedDataset]
+) -> None:
+    other, span = Order(order.windows, [0.3, 0.7], 6), (range(0, 12),)
+    with batches(order, datasets, prefetch=2) as ahead:
+        before = ahead.batch(span, 12)[0].tokens
+        ahead.expect(span, 12)
+        wait(ahead._expected.values())
+        ahead.follow(other)
+        (found,) = ahead.batch(span, 12)
+    (wanted,) = batches(other, datasets).batch(span, 12)
+    assert torch.equal(found.tokens, wanted.tokens) and not torch.equal(found.tokens, before)
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])

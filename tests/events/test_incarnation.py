@@ -36,6 +36,17 @@ def test_processes_that_begin_at_once_get_different_numbers(tmp_path: Path):
     assert sorted(read_incarnations(rundir)) == list(range(1, 21))
 
 
+def test_a_number_that_another_machine_has_claimed_is_not_begun_here(tmp_path: Path):
+    rundir, asked = RunDirectory(tmp_path).create(), list[int]()
+
+    def claim(number: int, record: str) -> bool:
+        asked.append(number)
+        return number > 2
+
+    assert begin(rundir, base=(7, 0), reason="start", claim=claim) == 3
+    assert asked == [1, 2, 3] and read_incarnations(rundir) == {3: (7, 0)}
+
+
 def test_a_record_that_a_crash_left_empty_never_began(tmp_path: Path):
     rundir = RunDirectory(tmp_path).create()
     begin(rundir, base=None, reason="start")

@@ -413,3 +413,13 @@ def test_a_rank_that_finds_no_memory_may_find_it_when_it_is_started_again() -> N
     (fault,) = of_processes(Cause.OOM_KILLER, (REAL_WANT_OF_MEMORY,), retries=True)
     verdict = diagnose(fault.evidence)
     assert (verdict.cause, verdict.culprit.rank, verdict.retries) == (fault.cause, fault.rank, True)
+
+
+def test_a_model_that_is_too_large_for_the_gpu_at_its_first_step_is_no_fault_of_the_node() -> None:
+    text = (
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total of 79 GiB "
+        "of which 1 GiB is free. Including non-PyTorch memory, this process has 77.1 GiB memory in use."
+    )
+    ends = ranks(culprit=2, step=100, log=text)
+    verdict = diagnose(FailureEvidence(ranks=ends, first_step=100))
+    assert (verdict.cause, verdict.retries) == (Cause.GPU_MEMORY, False)

@@ -6,10 +6,13 @@ import json
 import os
 import shlex
 import signal
+import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 from tests.faults.commands import bloomery, wait_for
 
@@ -167,3 +170,30 @@ def test_a_look_at_the_lock_keeps_no_job_from_its_start(rundir: RunDirectory) ->
     threading.Timer(0.1, os.close, (looks,)).start()
     machine_queue.run_queue(rundir.path)
     assert jobs(rundir)[0].state == JobState.ENDED
+
+
+def test_a_job_that_ignores_the_end_of_its_time_is_killed_with_all_that_it_started(
+    rundir: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine_queue, "KILL_WAIT_S", 0.1)
+    queue_of(rundir.path).mkdir()
+    shell = "trap '' TERM USR1; sleep 120 & echo $! > child; mv child here; wait"
+    leader = subprocess.Popen(["bash", "-c", shell], cwd=rundir.path, process_group=0)
+    wait_for((rundir.path / "here").exists)
+    child = psutil.Process(int((rundir.path / "here").read_text()))
+    job = MachineJob(
+        number=1,
+        command=(),
+        directory="",
+        minutes=1.0,
+        signal_before_s=0.0,
+        started=time.time() - 100.0,
+        pid=leader.pid,
+    )
+    machine_queue._wait(rundir.path, job, is_over=lambda: leader.poll() is not None)
+    try:
+        child.wait(30.0)
+    except psutil.TimeoutExpired:
+        child.kill()
+        raise
+    assert leader.returncode == -signal.SIGKILL

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -122,3 +125,34 @@ def test_the_command_measures_this_machine_and_lets_nodes_back(tmp_path: Path) -
     exclusions.add(QuarantinedNode(host="node7", cause="bad GPU", since=time.time()))
     assert "is let back" in bloomery("preflight", "demo", "--run", run, "--release", "node7").out
     assert exclusions.nodes() == {}
+
+
+def test_the_slowest_and_the_wrong_rank_tell_of_their_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two real ranks, of which the second measures less and computes something else."""
+    target, meeting = tmp_path / "probe.json", str(tmp_path / "meeting")
+    environment = {"WORLD_SIZE": "2", "BLOOMERY_RENDEZVOUS_FILE": meeting, "GLOO_SOCKET_IFNAME": "lo"}
+    code = """
+import sys
+from pathlib import Path
+from bloomery.calibrate import node_probe
+node_probe._products = lambda device, seconds: (1.0, False, 3)
+node_probe.probe_as_rank(Path(sys.argv[1]), seconds=0.0)
+"""
+    command = [sys.executable, "-c", code, str(target)]
+    other = subprocess.Popen(command, env=os.environ | environment | {"RANK": "1"})
+    try:
+        from bloomery.calibrate import node_probe
+
+        for name, value in (environment | {"RANK": "0"}).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(node_probe, "_products", lambda device, seconds: (2.0, True, 3))
+        node_probe.probe_as_rank(target, seconds=0.0)
+        assert other.wait(60.0) == 0
+    finally:
+        other.kill()
+        other.wait()
+    found = json.loads(target.read_text())
+    assert (found["teraflops"], found["is_exact"], found["products"]) == (1.0, False, 3)
+    assert found["all_reduce_gb_per_s"] > 0.0

@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tests.faults.commands import Said
@@ -24,6 +25,7 @@ from bloomery.events.run_lock import lock_run
 from bloomery.operate import group_access
 from bloomery.operate.blame import diagnose
 from bloomery.operate.diagnosis import Cause
+from bloomery.operate.exclusions import keep_out_of_queue
 from bloomery.operate.failure_evidence import FailureEvidence, RankEnd
 from bloomery.operate.group_access import AccessRepair, share_with_group
 from bloomery.operate.job_context import reactions_of
@@ -282,3 +284,16 @@ def test_a_run_given_as_the_recipe_is_the_run_that_goes_on(here: Here, tmp_path:
     assert "/runs/demo-small-rehearsal " in rehearsal.out, rehearsal
     run.control("stop").write_text("")
     assert f"{run.control('stop')} is armed" in here("launch", run.path, "--supervise").err
+
+
+def test_a_node_that_is_excluded_later_joins_those_of_the_recipe(tmp_path: Path) -> None:
+    told: list[tuple[list[str], list[str]]] = []
+    states = {"1": JobState.RUNNING, "2": JobState.PENDING, "3": JobState.HELD, "4": JobState.ENDED}
+    queue = SimpleNamespace(
+        jobs=lambda *, name, run: [SimpleNamespace(job=job, state=state) for job, state in states.items()],
+        exclude=lambda jobs, nodes: told.append((list(jobs), list(nodes))),
+    )
+    section = SubmitSection(exclude=("node7", "node9"))
+    rundir = RunDirectory(tmp_path)
+    assert keep_out_of_queue(queue, rundir, name="x", section=section, nodes=["node3"]) == ["2", "3"]
+    assert told == [(["2", "3"], ["node3", "node7", "node9"])]

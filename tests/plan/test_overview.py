@@ -379,6 +379,13 @@ def test_saves_by_samples_are_counted_and_no_run_loses_all_of_its_time():
     assert plan.whole.days == pytest.approx(plan.whole.training_days / (1 - MOST_LOST), rel=0.01)
 
 
+def test_a_restart_takes_the_time_to_notice_to_start_and_to_load():
+    request = Request(loaded=load_recipe("tr11-176b"), hardware=load_hardware("a100-80g"), accelerators=384)
+    kept, operation = make_plan(request).draft.checkpoints, request.hardware.operation
+    assert kept.load_s > 1.0
+    assert kept.restart_s == pytest.approx(operation.detection_s + operation.restart_s + kept.load_s)
+
+
 def test_a_save_beside_the_training_stops_it_for_the_copy_alone():
     request = Request(loaded=load_recipe("tr11-176b"), hardware=load_hardware("a100-80g"), accelerators=384)
     beside = make_plan(request).draft.checkpoints

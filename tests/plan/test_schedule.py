@@ -18,6 +18,7 @@ from bloomery.plan.schedule import (
     phase_at,
     phases,
     progress,
+    steps_left,
     steps_of_run,
     steps_until,
     total_samples,
@@ -202,3 +203,11 @@ def test_after_the_warm_up_the_rate_never_rises_and_stays_above_the_floor(shape,
     curve = rates(schedule, *range(warmup, 450))
     assert all(later <= earlier + 1e-12 for earlier, later in pairwise(curve))
     assert all(floor - 1e-12 <= rate <= 1.0 + 1e-12 for rate in curve)
+
+
+@pytest.mark.parametrize(("consumed", "peers", "left"), [(0, 1, 10), (0, 3, 4), (95, 3, 1), (100, 3, 0)])
+def test_each_of_some_peers_makes_its_part_of_the_steps_that_are_left_rounded_up(
+    consumed: int, peers: int, left: int
+):
+    train = TrainSection(samples=100, global_batch=10)
+    assert steps_left(train, sequence_length=8, consumed=consumed, peers=peers) == left

@@ -16,7 +16,7 @@ from tests.tiny_run import TINY
 from tests.train.real_ranks import train_on_ranks
 
 from bloomery.cli import main
-from bloomery.config.begin_from import DescribedWeights
+from bloomery.config.begin_from import DescribedWeights, take_described
 from bloomery.config.load import LoadedRecipe, parse_recipe
 from bloomery.config.validate import check_recipe
 from bloomery.data.indexed import IndexedDataset
@@ -276,6 +276,18 @@ def test_what_differs_on_purpose_is_told(text: Path) -> None:
     assert loaded.recipe.model.rope_theta == 5e5 and loaded.recipe.model.init_std == 0.3
     assert loaded.recipe.data.end_of_document_token == "</s>"
     assert loaded.sources["model.layers"] == "there"
+
+
+@pytest.mark.parametrize(("position", "is_refused"), [("learned", True), ("rotary", False)])
+def test_another_table_of_learned_positions_contradicts_the_weights(position: str, is_refused: bool) -> None:
+    model = {"layers": 1, "hidden": 8, "heads": 1, "position": position, "max_positions": 64}
+    weights = DescribedWeights(
+        place="there", model=model, tokenizer="there/tokenizer.json", end_of_document=""
+    )
+    raw = {"model": {"max_positions": 128}}
+    wrongs, _ = take_described(raw, {}, iter([weights]))
+    assert [wrong.key for wrong in wrongs] == (["model.max_positions"] if is_refused else [])
+    assert raw["model"]["max_positions"] == 128
 
 
 def test_a_missing_source_and_a_wrong_setting_are_noticed_without_torch(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from bloomery.events.switches import Switches, arm, note_of
 if TYPE_CHECKING:
     from bloomery.checkpoint.format.catalogue import CommittedCheckpoint
     from bloomery.events.journal import History
-    from bloomery.events.run_directory import RunDirectory
 
 
 _WHAT = {

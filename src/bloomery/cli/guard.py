@@ -18,11 +18,6 @@ if TYPE_CHECKING:
     from bloomery.guard.logs import Columns
     from bloomery.guard.replay import ReplayFinding
     from bloomery.guard.verdict import Rewind
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from bloomery.guard.logs import Columns
-    from bloomery.guard.replay import ReplayFinding
 
 EXAMPLES = """\
 bloomery guard replay runs/demo                       a run's own journal
@@ -76,8 +71,6 @@ def _replay(options: Namespace) -> int:
     columns = read_columns(_log(options.log))
     findings = replay_columns(columns, section)
     if options.png:
-        from bloomery.cli.guard import draw_replay
-
         draw_replay(columns, findings, options.png, title=options.log.name)
     if options.json:
         print(json.dumps(_facts(columns, findings), ensure_ascii=False, allow_nan=False))
@@ -95,7 +88,6 @@ def _replay(options: Namespace) -> int:
 
 def _follow(options: Namespace, section: GuardSection) -> int:
     """Print each finding once, as the log grows; with --json one object a line. Returns 0 at Ctrl-C."""
-    from bloomery.cli.guard import draw_replay
     from bloomery.guard.judge import described
     from bloomery.guard.logs import read_columns
     from bloomery.guard.replay import replay_columns

@@ -16,7 +16,7 @@ from tests.interchange.published_configs import PUBLISHED
 from transformers.generation import GenerationConfig
 
 from bloomery.errors import CheckpointError
-from bloomery.interchange.families import FAMILIES, hf_tensors, section_from
+from bloomery.interchange.families import FAMILIES, hf_config, hf_tensors, section_from
 from bloomery.interchange.families.family import COMMON, NoEffect, Supported, stored_shape
 from bloomery.interchange.huggingface import fill, import_
 from bloomery.model.decoder import build
@@ -246,3 +246,17 @@ def test_a_published_config_gives_the_tensors_that_transformers_makes_of_it(
     assert {entry.name: stored_shape(entry, shapes) for entry in entries} == {
         name: tuple(parameter.shape) for name, parameter in theirs.named_parameters()
     }
+
+
+@pytest.mark.parametrize(
+    ("name", "rates"),
+    [
+        ("gpt2", {"embd_pdrop": 0.25, "resid_pdrop": 0.25, "attn_pdrop": 0.125}),
+        ("bloom", {"hidden_dropout": 0.25, "attention_dropout": 0.125}),
+    ],
+)
+def test_each_rate_of_dropout_is_written_as_it_was_read(name: str, rates: dict[str, float]) -> None:
+    section = section_from({"model_type": name, **SMALL[name], **rates})
+    model = resolve(section, vocabulary=VOCABULARY, sequence_length=LENGTH)
+    written = hf_config(model, family=name, dtype="float32", end_of_document=0)
+    assert {key: written[key] for key in rates} == rates

@@ -119,6 +119,19 @@ def test_each_second_of_a_killed_run_has_the_class_that_arithmetic_gives_it(tmp_
     assert ledger.incident_s == [pytest.approx(2 + 10 + 1 + 4 + 1)]
 
 
+def test_the_goodput_up_to_an_incident_is_of_all_ranks_time(tmp_path: Path) -> None:
+    events, operations, bases = killed_once()
+    alone = read_ledger(write_run(tmp_path / "alone", events, operations, bases), now=T0 + 1000)
+    for event in (*events, *operations):
+        event |= {"ranks": 2} if "ranks" in event else {}
+    run = write_run(tmp_path / "both", events, operations, bases)
+    run.journal(rank=1).write_bytes(run.journal().read_bytes())
+    both = read_ledger(run, now=T0 + 1000)
+    assert alone is not None and both is not None and len(both.ranks) == 2
+    (share,) = alone.goodput_at_incident
+    assert 0.0 < share < 0.5 and both.goodput_at_incident == [pytest.approx(share)]
+
+
 def test_time_that_a_person_had_stopped_lowers_the_effective_time_and_not_the_ettr(tmp_path: Path) -> None:
     events, operations, bases = killed_once()
     events.append(start(130, 3, at=5))

@@ -191,3 +191,9 @@ def test_disks_saves_guards_speed_and_a_silent_watcher_are_conditions() -> None:
     assert seen(guards=[(1.0, "spike", "long ago")]) == []
     (hostile,) = seen(failed_save="a\n\x1b[31mb\u2028c")
     assert hostile.line == "a [31mb c"
+
+
+def test_a_run_that_has_just_started_again_owes_no_checkpoint_for_the_time_that_it_was_away() -> None:
+    saves = [0.0, 100.0, 200.0]  # it is 10,000 by now
+    assert seen(saves=saves, since=9000.0) == []
+    assert [condition.kind for condition in seen(saves=saves, since=8000.0)] == ["no checkpoint"]

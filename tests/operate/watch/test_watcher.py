@@ -108,6 +108,13 @@ def test_a_run_that_is_gone_reaches_people_once_and_so_does_its_return(
     assert words == ["new", "over"]
 
 
+def test_one_look_at_several_runs_fails_where_any_of_them_is_in_trouble(tmp_path: Path) -> None:
+    gone, well = a_run(tmp_path / "gone", beat_age_s=600), a_run(tmp_path / "well")
+    for runs in ([gone, well], [well, gone]):
+        assert main(["watch", *(str(run.path) for run in runs), "--once"]) == 1
+    assert main(["watch", str(well.path), "--once"]) == 0
+
+
 def test_a_scheduler_that_is_silent_makes_no_run_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
