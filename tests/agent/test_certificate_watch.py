@@ -73,3 +73,22 @@ def test_a_certificate_is_warned_of_and_a_renewed_one_is_shown_without_a_restart
     other.revoked.add(after)
     with pytest.raises((PeerRefused, ssl.SSLError), match="was revoked"):
         shown(mine, other)
+
+
+def test_a_certificate_that_could_not_be_loaded_is_tried_again_though_its_files_stay(tmp_path: Path) -> None:
+    init_certificates(tmp_path, run="one", peers=["a"], days=90)
+    bundle, loads = tmp_path / "one/a", list[str]()
+
+    def load(certificate: Path, key: Path) -> None:
+        loads.append(read_certificate(certificate).serial)
+        if len(loads) == 1:
+            raise OSError("no descriptor is left")
+
+    watch = CertificateWatch(bundle / "certificate.pem", bundle / "key.pem", [load])
+    try:
+        init_certificates(tmp_path, run="one", peers=["a"], days=90, renews=True)
+        for _ in range(3):
+            watch.look()
+        assert loads == [read_certificate(bundle / "certificate.pem").serial] * 2
+    finally:
+        watch.close()

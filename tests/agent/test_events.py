@@ -15,6 +15,7 @@ from bloomery.agent.timeouts import timeouts_of
 from bloomery.config.elastic import ElasticSection
 from bloomery.coordination.decide import NEEDS_SOMEBODY, RequestFlush, Wait
 from bloomery.coordination.run_view import News
+from bloomery.protocol.rank_messages import StopTraining
 
 
 class Mailbox:
@@ -110,3 +111,37 @@ def test_a_rank_that_is_gone_ends_its_peer_and_that_is_a_failure_unless_the_run_
     agent._ending = reason
     Agent._take(agent, gone)
     assert len(ended) == 2, "a peer that ends already has no other reason"
+
+
+def test_a_peer_that_finds_another_run_under_its_name_ends_and_its_ranks_save() -> None:
+    ended, unlisted = list[tuple[str, bool, bool]](), list[str]()
+
+    def end(why: str, *, failed: bool, saves: bool = False) -> None:
+        ended.append((why, failed, saves))
+
+    agent = SimpleNamespace(
+        _ending=None,
+        _local=SimpleNamespace(are_here=True),
+        _check_progress=lambda snapshot, now: None,
+        _take_holding=lambda: None,
+        _holding=None,
+        _recovery=SimpleNamespace(contradiction=lambda snapshot, holding: "another run"),
+        _registration=SimpleNamespace(unlist=lambda: unlisted.append("unlisted")),
+        _end=end,
+    )
+    Agent._step(agent, SimpleNamespace(), 0.0)
+    assert ended == [("another run", True, True)] and unlisted == ["unlisted"]
+
+
+@pytest.mark.parametrize(("failed", "saves", "told"), [(True, True, False), (True, False, True)])
+def test_ranks_whose_state_is_right_are_not_told_that_they_failed(
+    failed: bool, saves: bool, told: bool
+) -> None:
+    sent = list[StopTraining]()
+    agent = SimpleNamespace(
+        _ending=None,
+        _round_driver=SimpleNamespace(stop=lambda: None),
+        _rank_server=SimpleNamespace(send=sent.append),
+    )
+    Agent._end(agent, "it ends", failed=failed, saves=saves)
+    assert [message.failed for message in sent] == [told] and agent._ending.failed is failed

@@ -201,6 +201,23 @@ def test_a_killed_rank_is_noticed_by_its_socket(rank_server, events):
         rank.wait()
 
 
+def test_connections_that_wait_for_a_rank_that_is_sent_away_are_closed(rank_server, events):
+    hello = encode_local(Hello(rank=0, world=2, process=os.getpid()))
+    here, there = socket.socketpair()
+    with here, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as rank:
+        rank.connect(str(rank_server.path))
+        rank.send(hello)
+        assert isinstance(events.get(timeout=DEADLINE_S), RankSent)
+        with there:
+            for _ in range(2000):  # more than its socket holds
+                rank_server.send(FlushRound(round=1), rank=0)
+            rank_server.send(reduce_over(here, there), rank=0)
+        rank.send(hello)  # out of turn
+        assert isinstance(events.get(timeout=DEADLINE_S), RankGone)
+        here.settimeout(DEADLINE_S)
+        assert here.recv(1) == b"", "nobody has the other end any more"
+
+
 def test_a_rank_whose_parent_ends_is_told_what_was_said_before(events):
     rank_server = RankServer(events.put)
     link = connected(rank_server, events)

@@ -85,6 +85,23 @@ def test_a_rewind_hides_what_lies_beyond_it(rundir: RunDirectory):
     assert newest is not None and newest.base == (20, 2)
 
 
+def test_a_state_that_came_from_elsewhere_is_not_saved_here_before_it_was_saved(
+    rundir: RunDirectory, tmp_path: Path
+):
+    other = RunDirectory(tmp_path / "other").create()
+    theirs, _ = begun(other, Run())
+    save_at(theirs, Run(), 30)
+    run = Run()
+    store, _ = begun(rundir, run)
+    save_at(store, run, 10)
+    (checkpoint,) = theirs.checkpoints()
+    adopted = store.adopt(run.parts, checkpoint.directory, reason="replaced", check=lambda: None)
+    assert adopted.step == 30 and run.equals(Run().fill(30))
+    assert store.wait_for_saves() == -1, "an end of the run here has to take a checkpoint"
+    store.save(RunStateToSave(run.parts, step=30))
+    assert store.wait_for_saves() == 30
+
+
 def test_the_last_before_the_end_of_a_first_epoch_stays(rundir: RunDirectory):
     run = Run()
     store, _ = begun(rundir, run, CheckpointSection(keep_last=1, keep_tenths=False))

@@ -2,7 +2,7 @@
 
 import socket
 import threading
-from contextlib import closing
+from contextlib import closing, suppress
 
 import pytest
 
@@ -212,6 +212,37 @@ def test_an_answer_that_is_no_etcds_is_refused(keys, answer):
             thread.join()
 
 
+def test_an_answer_that_comes_byte_by_byte_is_not_waited_for_beyond_the_deadline(keys):
+    """Each byte comes within the time-out of a read."""
+    ended, went_on = threading.Event(), threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as dripping:
+
+        def drip():
+            connection, _ = dripping.accept()
+            with connection, suppress(OSError):
+                connection.recv(65536)
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
+                for number in range(1000):
+                    connection.sendall(b" ")
+                    if number == 500:
+                        went_on.set()
+                    if ended.wait(0.02):
+                        return
+
+        thread = threading.Thread(target=drip)
+        thread.start()
+        try:
+            with (
+                Etcd([f"http://127.0.0.1:{dripping.getsockname()[1]}"]) as client,
+                pytest.raises(CoordinatorAway),
+            ):
+                client.get(keys.epoch, deadline_s=0.3)
+            assert not went_on.is_set()
+        finally:
+            ended.set()
+            thread.join()
+
+
 def test_nothing_is_forgotten_by_a_killed_etcd_that_comes_back(tmp_path, keys):
     server = start_single(tmp_path)
     with Etcd([server.endpoint], deadline_s=60.0) as client:
@@ -226,6 +257,18 @@ def test_nothing_is_forgotten_by_a_killed_etcd_that_comes_back(tmp_path, keys):
             assert client.keep_alive(lease)
         finally:
             again.stop()
+
+
+def test_what_the_environment_says_of_another_etcd_does_not_reach_this_one(tmp_path, monkeypatch):
+    monkeypatch.setenv("ETCD_DATA_DIR", str(tmp_path / "another"))
+    monkeypatch.setenv("ETCD_QUOTA_BACKEND_BYTES", "1")
+    server = start_single(tmp_path / "own")
+    try:
+        with Etcd([server.endpoint], deadline_s=60.0) as client:
+            client.put("/bloomery/r/epoch", "1")
+    finally:
+        server.stop()
+    assert not (tmp_path / "another").exists()
 
 
 @pytest.mark.parametrize("reason", ["etcdserver: invalid auth token", "the server is stopping"])

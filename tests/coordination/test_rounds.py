@@ -41,6 +41,17 @@ def test_a_run_waits_for_its_planned_peers_until_the_grace_has_passed():
     assert isinstance(run.peers["a"].decide(), Conclude)
 
 
+def test_the_grace_of_a_beginning_counts_from_when_there_are_enough_peers():
+    run = world({"a": 2})
+    run.now = 50.0
+    run.samples["b"] = 3
+    run.peers["b"] = Peer(run, "b")
+    for peer in run.peers.values():
+        peer.see()
+    waiting = run.peers["a"].decide()
+    assert isinstance(waiting, Wait) and waiting.until_s == 110.0
+
+
 def test_rounds_follow_one_another_and_weights_are_shares_of_the_tokens():
     run = world()
     run.settle(4)
@@ -198,6 +209,19 @@ def test_a_newcomer_takes_a_share_of_the_round_under_way_that_nobody_else_has():
         )
         is None
     )
+
+
+def test_a_newcomer_takes_no_share_of_a_round_that_is_committed():
+    run = world()
+    run.settle(2)  # whose shares are still there: the next commit deletes them
+    assert run.keys.shares(1) in run.store.items and run.keys.commit(1) in run.store.items
+    run.samples["d"] = 4
+    run.peers["d"] = Peer(run, "d")
+    before = run.store.items[run.keys.shares(1)]
+    taken = transactions.join_shares(
+        run.store, run.keys, round=1, peer="d", life=run.peers["d"].life(), samples=4, settings=run.settings
+    )
+    assert taken is None and run.store.items[run.keys.shares(1)] == before
 
 
 @pytest.mark.parametrize("garbage", ["", "{", '{"round": 1}', "9" * 400])

@@ -224,3 +224,13 @@ def test_the_norm_that_a_peer_says_bounds_the_average_with_its_feedback() -> Non
         limit += sum(weight * float(drift.norm()) for weight, drift in zip(WEIGHTS, drifts, strict=True))
         average = updates[0].momentum  # with a decay of 0, the average of the last round
         assert float(average.norm()) <= limit
+
+
+def test_an_offer_tells_the_error_of_earlier_rounds_as_it_is_sent() -> None:
+    updates = begun()
+    make_round(updates, 1)
+    residual = updates[0].residual
+    assert residual is not None and 0.0 < SECTION.feedback_decay < 1.0
+    _, squares = updates[0].offer(2)
+    assert squares > 0.0
+    assert squares == pytest.approx(float((SECTION.feedback_decay * residual).double().square().sum()))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -78,6 +79,16 @@ def test_too_many_tokens_for_learned_positions_are_refused_before_the_first() ->
 def test_more_tokens_than_memory_holds_are_refused_before_the_first() -> None:
     with pytest.raises(BloomeryError, match="1 × 1,000,000,000,002 tokens take"):
         generate(small(), [1, 2], max_new_tokens=10**12, sampling=Sampling(), ends=())
+
+
+def test_the_memory_of_all_texts_counts_before_the_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = small()  # 2 tensors × 2 blocks × 16 channels × 4 bytes a token
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=3 * 10 * 256))
+    assert (
+        len(list(generate_together(decoder, [[1, 2]] * 3, max_new_tokens=8, sampling=GREEDY, ends=()))) == 8
+    )
+    with pytest.raises(BloomeryError, match="4 × 10 tokens take"):
+        generate_together(decoder, [[1, 2]] * 4, max_new_tokens=8, sampling=GREEDY, ends=())
 
 
 @pytest.mark.parametrize("position", ["alibi", "rotary", "learned"])

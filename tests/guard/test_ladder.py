@@ -161,6 +161,13 @@ def test_steps_of_other_samples_are_not_compared():
     assert {type(one) for one in judged(guards, other)} == {CarryOn}
 
 
+def test_steps_that_peers_made_together_are_not_compared_with_those_that_one_makes_alone():
+    state = LadderState(rung=Rung.REPEAT)
+    made, _ = ladder().after_step(state, report(1, 2.5, peers=2), is_calm=False)
+    again = ladder().rewound(made, LadderState(), Rung.REPEAT)
+    assert ladder().after_step(again, report(1, 2.6), is_calm=True)[1] == ()
+
+
 def test_not_a_number_is_the_same_bits_again():
     state = LadderState(rung=Rung.REPEAT)
     made, _ = ladder().after_step(state, report(1, math.nan), is_calm=False)

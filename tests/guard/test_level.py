@@ -1,5 +1,7 @@
 """What the level of a history is said to be, on histories whose level is known."""
 
+import statistics
+
 import numpy as np
 import pytest
 
@@ -49,3 +51,14 @@ def test_windows_described_at_once_have_the_bits_of_those_described_alone(scale:
     assert _described_at_once(windows, floor=0.01) == [
         described(window.tolist(), floor=0.01) for window in windows
     ]
+
+
+def test_a_stretch_that_is_calmer_than_the_run_does_not_narrow_the_spread() -> None:
+    random, level = np.random.default_rng(2), Level()
+    for value in 3.0 + 0.1 * random.normal(size=12 * BLOCK):
+        level, _ = push(level, float(value), floor=0.0)
+    usual = statistics.median(level.spreads)
+    for value in 3.0 + 0.001 * random.normal(size=WINDOW + BLOCK):
+        level, _ = push(level, float(value), floor=0.0)
+    assert level.spreads[-1] < 0.1 * usual, "the window alone looks calm"
+    assert level.spread > 0.5 * usual

@@ -60,6 +60,12 @@ def test_a_spike_that_recovers_by_itself_is_told_and_left_alone():
     assert found == [(403, "fast spike"), (408, "recovered")]
 
 
+def test_a_loss_that_stays_high_after_it_was_judged_becomes_the_level_and_is_judged_by_itself():
+    higher = noisy(1200, seed=4, level=2.9)
+    found = said(guards_of(plateau=False, resume_parity=False), run_of([*CALM, *higher]))
+    assert [kind for _, kind in found] == ["fast spike", "rewind", "new level"]
+
+
 def test_a_spike_that_is_coming_down_is_given_more_time():
     falling = [2.5 + 2.0 * math.exp(-step / 4) for step in range(25)]
     found = said(guards_of(), run_of([*CALM, *falling, *noisy(50, seed=1)]))

@@ -8,7 +8,8 @@ import pytest
 from tests.guard.reports import BATCH, guards_of, judged, noisy, report, said
 
 from bloomery.guard.judge import judge
-from bloomery.guard.verdict import CarryOn, Rewind, Rung, Stop
+from bloomery.guard.trend import Plateau
+from bloomery.guard.verdict import CarryOn, Rewind, Rung, Stop, Watch
 
 
 def calm(steps, *, first=1, seed=0, **changed):
@@ -82,6 +83,20 @@ def test_a_loss_that_no_longer_falls_is_told_once():
     assert [kind for _, kind in found] == ["plateau"]
     falls = [3.0 + 4.0 * step**-0.3 for step in range(1, 40_000)]
     assert said(guards_of(**only), [report(step, loss) for step, loss in enumerate(falls, 1)]) == []
+
+
+def test_steps_of_a_log_that_were_made_again_after_a_spike_do_not_hide_a_plateau():
+    def told(reports):
+        history, found = Plateau().fresh(), []
+        for one in reports:
+            history, verdict = Plateau().judge(history, one)
+            found += [one.step] if isinstance(verdict, Watch) else []
+        return found
+
+    losses = [3.0 if step < 4096 else 2.5 for step in range(1, 17_000)]
+    usual = [report(step, loss) for step, loss in enumerate(losses, 1)]
+    spike = [report(step, 9.0) for step in range(5000, 8000)]
+    assert told([*usual[:4999], *spike, *usual[4500:]]) == told(usual) == [16_384]
 
 
 def resumed(guards):

@@ -112,15 +112,17 @@ def test_special_tokens_template_and_generation_survive_import_and_export(tmp_pa
     assert [each("def main").input_ids for each in tokenizers] == [[0, 5, 6], [0, 5, 6]]
 
 
-@pytest.mark.parametrize("named", ["chat_template.jinja", "tokenizer_config.json"])
+@pytest.mark.parametrize("named", ["chat_template.jinja", "tokenizer_config.json", "several"])
 def test_a_chat_is_opened_with_the_ids_of_transformers(tmp_path: Path, named: str) -> None:
     theirs = their_directory(tmp_path / "theirs", adds_bos=True, settings={})
     template = "{{ bos_token }}" + TEMPLATE + "{% if add_generation_prompt %}main{% endif %}"
     (theirs / "chat_template.jinja").write_text(template)
-    if named == "tokenizer_config.json":
+    if named != "chat_template.jinja":
         (theirs / "chat_template.jinja").unlink()
-        content = json.loads((theirs / named).read_text())
-        (theirs / named).write_text(json.dumps({**content, "chat_template": template}))
+        content = json.loads((theirs / "tokenizer_config.json").read_text())
+        by_name = [{"name": "tool_use", "template": "main"}, {"name": "default", "template": template}]
+        content["chat_template"] = by_name if named == "several" else template
+        (theirs / "tokenizer_config.json").write_text(json.dumps(content))
     saved = open_saved(run_of(theirs, tmp_path))
     messages = [{"role": "system", "content": "a"}, {"role": "user", "content": "def main"}]
     their = transformers.AutoTokenizer.from_pretrained(theirs, local_files_only=True)

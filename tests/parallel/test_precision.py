@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from bloomery.events.journal import read_journal
 from bloomery.events.run_directory import RunDirectory
 from bloomery.model import layers
 from bloomery.model.layers import FP8_BACKWARD, FP8_FORWARD, Maximum, fp8_linear, narrowed, scaled_product
+from bloomery.parallel.axis import Axis
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.precision import MasterWeights
 from bloomery.plan.schedule import phase_at
@@ -110,6 +112,17 @@ def test_what_no_backward_of_a_step_reached_has_no_gradient_of_the_step_before()
             part = gradient[place.start : place.start + place.numel]
             expected = 3.0 if any(parameter is one for one in parameters[::2]) else 0.0
             assert (part == expected).all(), place.name
+
+
+def test_of_replicas_that_hold_the_same_gradients_one_counts_their_norms() -> None:
+    """Else the history of norms that a checkpoint keeps would be that of another number of replicas."""
+    first, second = (
+        build(recipe_of(LLAMA, ()), replace(HERE, replica=Axis(index=index, ranks=(0, 1)))).weights
+        for index in range(2)
+    )
+    for gradient in (*first.gradient, *second.gradient):
+        gradient.fill_(1.0)
+    assert (first.norms_by_tensor() >= 1.0).all() and not second.norms_by_tensor().any()
 
 
 def test_fp16_learns_what_fp32_learns_and_recovers_from_an_overflow() -> None:

@@ -147,11 +147,11 @@ def test_a_refused_update_rescales_nothing_and_evaluation_measures_nothing() -> 
     assert all(torch.equal(a, b) for a, b in zip(before, model.weights.master, strict=True))
 
 
-def test_a_stride_looks_at_every_nth_query_and_at_the_last() -> None:
-    model = model_of("gpt2", threshold=1.0, stride=5)
+@pytest.mark.parametrize(("stride", "every"), [(5, [0, 5, 10, 15]), (6, [3, 9, 15])])
+def test_a_stride_looks_at_every_nth_query_and_at_the_last(stride: int, every: list[int]) -> None:
+    model = model_of("gpt2", threshold=1.0, stride=stride)
     model.accumulate([batch(3)], 0, weight=1.0)
     measured = torch.stack([block.attention.logit_maxima for block in model.decoder.blocks])
-    every = [0, 5, 10, 15]
     expected = torch.stack([scores[:, :, every].amax((0, 2, 3)) for scores in logits(model, batch(3))])
     torch.testing.assert_close(measured, expected.clamp(min=0.0))
 

@@ -6,14 +6,19 @@ import math
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.layouts.layouts import LLAMA
 from tests.layouts.styles import recipe_of
+from torch import nn
 
 from bloomery.config.optim import OptimSection
 from bloomery.errors import ConfigError
 from bloomery.optim.groups import GroupLayout, ParameterPiece, lay_out, rectangles
+from bloomery.parallel.axis import Axis, PendingCollective
+from bloomery.parallel.flat import FlatGroup, ReductionsInFlight, WeightStorage
+from bloomery.parallel.mesh import Mesh
 from bloomery.plan.ranks import Degrees
 
 SHAPES = {
@@ -102,3 +107,36 @@ def test_what_sharding_does_not_allow_is_refused_with_what_would_do(
     with pytest.raises(ConfigError) as refused:
         recipe_of(LLAMA, settings)
     assert said in str(refused.value)
+
+
+class FirstOfTwo(Axis):
+    """The first rank of two; nothing comes from the other one."""
+
+    def begin_reduce_scatter(self, flat: torch.Tensor, elements: range) -> PendingCollective:
+        return PendingCollective()
+
+    def all_gather(self, flat: torch.Tensor) -> None:
+        pass
+
+
+def test_sharded_gradients_that_no_backward_of_a_step_reached_are_not_those_of_the_step_before() -> None:
+    layout = layouts_of(2, 0, by_block=False)[0]
+    parameters = {name: nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
+    axis = FirstOfTwo(ranks=(0, 1))
+    group = FlatGroup(
+        layout,
+        parameters,
+        mesh=Mesh(device=torch.device("cpu"), data=axis, shard=axis),
+        storage=WeightStorage(zero=2),
+        in_flight=ReductionsInFlight(0),
+    )
+    group.set_working_dtype(torch.float32)
+    sums = []
+    for reached in (group.parameters, ()):
+        group.begin_accumulation()
+        for parameter in reached:
+            parameter.grad = torch.ones_like(parameter)
+            group.accumulate(parameter)
+        group.end_accumulation()
+        sums.append(float(group.reduced_gradient.sum()))
+    assert sums[0] > 0.0 and sums[1] == 0.0

@@ -290,6 +290,13 @@ def test_a_reason_of_several_lines_is_written_as_one():
     assert decode_settings(encode_settings({"a": "one\ntwo"})) == {"a": "one two"}
 
 
+@pytest.mark.parametrize("path", ["", "/tmp/a\0b", "x" * 4097, 3])
+def test_what_no_file_can_be_called_is_no_path(path):
+    plain = json.loads(encode_text(StateCopied(round=3, digest="ab12", directory=Path("/tmp/a"))))
+    with pytest.raises(ProtocolError):
+        decode_rank_message(json.dumps(plain | {"directory": path}).encode())
+
+
 def test_a_peer_is_not_named_twice_and_a_finite_part_has_a_norm():
     for kind, text in (
         (records.Commit, encode_text(COMMIT).replace('["a","b"]', '["a","a"]')),

@@ -298,6 +298,16 @@ def test_a_state_that_would_not_fit_is_not_begun(peers, tmp_path, monkeypatch):
         fetch_state([origin], DIGEST, tmp_path / "here", TRUST, **PATIENT)
 
 
+def test_of_a_state_that_was_fetched_in_part_only_the_rest_must_fit(peers, tmp_path, monkeypatch):
+    shelf = Breaking(after=2, breaks=garbage)
+    breaking = peers.add("a", shelf=shelf, size=12 * MIB)
+    with pytest.raises(PeerError, match="nobody gives"):
+        fetch_state([breaking], DIGEST, tmp_path / "here", TRUST, streams=1, **PATIENT)
+    shelf.left = 10**6
+    monkeypatch.setattr(fetching, "free_bytes", lambda path: 20 * MIB)  # of 24
+    fetched_whole(fetch_state([breaking], DIGEST, tmp_path / "here", TRUST, **PATIENT), peers)
+
+
 @pytest.mark.parametrize("url", ["http://127.0.0.1", "ftp://127.0.0.1:1", "http://a/b", "http://a:1/x", ""])
 def test_an_address_that_is_none_is_dropped(tmp_path, url):
     with pytest.raises(PeerError, match="bad"):

@@ -11,7 +11,7 @@ from tests.diloco.served_states import make_checkpoint
 
 from bloomery.checkpoint.format.manifest import INDEX
 from bloomery.errors import CheckpointError, PeerError
-from bloomery.state_transfer.served_states import ServedStates
+from bloomery.state_transfer.served_states import READ_S, ServedStates
 
 
 @pytest.fixture
@@ -55,6 +55,19 @@ def test_states_that_are_kept_are_served_and_others_are_closed(checkpoint: Path)
     assert len(opened_of(checkpoint)) == len(list(checkpoint.iterdir()))
     states.clear()
     assert opened_of(checkpoint) == [] and states.is_empty
+
+
+def test_a_state_that_a_newcomer_has_just_asked_for_stays_until_its_first_block(checkpoint: Path) -> None:
+    now = 100.0
+    states = ServedStates(clock=lambda: now)
+    states.put("ab12", checkpoint, round=1)
+    assert states.about("ab12") is not None
+    now += READ_S - 1.0
+    for number in (2, 3):
+        states.put(f"cd{number}", checkpoint, round=number)
+    with states.reading("ab12", INDEX) as file:
+        assert file is not None
+    states.clear()
 
 
 @pytest.mark.parametrize("wrong", ["a link", "missing", "too short"])

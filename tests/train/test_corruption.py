@@ -16,8 +16,10 @@ from bloomery.config.load import LoadedRecipe, load_recipe
 from bloomery.data_loader.batches import MicroBatch
 from bloomery.events.journal import Journal
 from bloomery.events.run_directory import RunDirectory
+from bloomery.guard.digests import BitFault
 from bloomery.operate.wrong_bits import machine_faults
 from bloomery.parallel.build import TrainingModel
+from bloomery.train import corruption
 from bloomery.train.corruption import CorruptionCheck, _packed, _unpacked
 from bloomery.train.settings import RunSettings
 from bloomery.train.state import Goal, TrainState
@@ -119,6 +121,29 @@ def test_a_step_that_peers_gave_up_is_not_computed_again_with_the_weights_that_c
     state = TrainState(goal=Goal(steps=9))
     assert check.due(state) is is_checked
     assert bool(is_checked and check.run(state)["corruption"]) is is_checked
+
+
+def test_a_step_at_which_nobody_had_a_majority_is_checked_when_it_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the interval was changed meanwhile: who held wrong bits shows only then."""
+    undecided = BitFault(what="weights", ranks=(0, 1), is_certain=False, reason="they differ")
+    faults, mesh, state = [[undecided], []], mesh_for(0), TrainState(goal=Goal(steps=9))
+    monkeypatch.setattr(corruption, "held_faults", lambda ranks: faults.pop(0))
+    model = build("llama", mesh)
+    recipes = [load_recipe("demo", [f"guard.corruption_steps={interval}"]).recipe for interval in (4, 3)]
+    with Journal(tmp_path / "journal.jsonl") as journal:
+        parts = {"data_stream": None, "store": None, "held_out": None}
+        settings = RunSettings(recipes[0], mesh=mesh, **parts, journal=journal, say=print)
+        check = CorruptionCheck(model, mesh=mesh, settings=settings, journal=journal, incarnation=lambda: 1)
+        checked = []
+        for recipe in recipes:
+            settings.recipe = recipe
+            check.accumulate(micro_batches(1, index=0, degree=1), 4, weight=1.0)
+            model.weights.reduce()
+            check.admit(model.weights.examine(limit=1.0, unscale=1.0))
+            checked.append(check.due(state) and check.run(state)["corruption"])
+    assert checked == ["they differ", ""]
 
 
 def test_a_peer_whose_bits_differ_offers_others_gradients_that_they_leave_out(

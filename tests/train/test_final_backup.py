@@ -81,6 +81,15 @@ def test_one_more_interruption_leaves_the_rest_to_the_next_start():
     assert upload.waits_s == [None, 0.0]
 
 
+def test_a_run_that_an_interruption_has_stopped_waits_for_its_backup_too():
+    upload, (mesh,) = Upload(), meshes(1)
+    with backed_up_at_the_end(
+        upload, mesh, interruptions=lambda: 1, say=lambda line: None, on_progress=upload.done.set
+    ):
+        pass
+    assert upload.waits_s == [None]
+
+
 def test_after_an_error_the_wait_is_short_and_nobody_waits_for_the_others():
     upload, (mesh, _) = Upload(), meshes(2)
     with (

@@ -120,6 +120,26 @@ def test_a_restraint_lasts_as_many_steps_of_the_whole_run_as_the_recipe_says(
     assert settings.clamps(restored).qk_clip == clamped.qk_clip
 
 
+def test_what_one_rewind_left_out_stays_left_out_when_a_later_one_goes_back_further(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, wanted = loop.judge, [(4, range(40, 48)), (2, range(24, 28))]
+
+    def judge(guards, report):
+        usual = real(guards, report)
+        if report.step != 6 or not wanted:
+            return usual
+        to_step, skip = wanted.pop(0)
+        return Rewind(judged_step=6, to_step=to_step, skip=skip, rung=Rung.SKIP, reason="planned")
+
+    monkeypatch.setattr(loop, "judge", judge)
+    loaded, path = start(*SETTINGS, "guard.stop_at_step=8")
+    go(loaded, path)
+    assert [record["to_step"] for record in events(path, "rewind")] == [4, 2]
+    last = events(path, "step")[-1]
+    assert last["cursor"] == last["consumed_samples"] + 8 + 4
+
+
 LONGER = (
     "train.samples=0",
     "train.ramp_up=[]",

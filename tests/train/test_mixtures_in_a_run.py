@@ -146,6 +146,16 @@ def test_the_end_of_an_epoch_is_journalled_and_known_to_checkpoints(
     assert row["step"] == last.step
 
 
+def test_an_epoch_that_ended_before_a_stop_is_not_journalled_again_by_the_next_start(mixed: Start) -> None:
+    settings = ("train.samples=160", "train.ramp_up=[]", "evaluate.every_steps=0")
+    for stop in (15, 0):
+        loaded, path = mixed(*settings, f"guard.stop_at_step={stop}")
+        go(loaded, path)
+    (ended,) = [record for record in events(path, "epoch_end") if record["dataset"] == "small"]
+    assert ended["incarnation"] == 1
+    assert {record["incarnation"] for record in events(path, "step")} == {1, 2}
+
+
 def test_the_held_out_loss_follows_the_catalogues_ratios_for_validation(mixed: Start, tmp_path: Path) -> None:
     catalogue = tmp_path / "catalogue.json"
     train = [{"dataset_path": "large", "ratio": 0.5}, {"dataset_path": "small", "ratio": 0.5}]

@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from tests.guard.reports import report
 
 from bloomery.config.load import load_recipe
 from bloomery.data.position import Position
 from bloomery.errors import DataError
 from bloomery.events.journal import Journal, read_journal
 from bloomery.events.records import Facts
+from bloomery.guard.judge import judge
 from bloomery.guard.restraint import Restraint
 from bloomery.parallel.mesh import Mesh
 from bloomery.plan.schedule import learning_rate
@@ -135,6 +137,8 @@ def test_samples_that_somebody_leaves_out_are_told_journalled_and_made_up_for(ru
 def test_a_free_setting_is_in_force_everywhere_once_it_was_asked_for(run: Run) -> None:
     guards, recipe = run.settings.guards, run.settings.recipe
     guards.load_state_values({})
+    before = guards.state_values()
+    judge(guards, report(10))
     settings = (("train.samples", "800"), ("checkpoint.every_steps", "7"), ("evaluate.every_steps", "9"))
     state = run.asked(STATE, settings_requested=settings)
     assert state.goal == Goal(samples=800) == run.settings.goal
@@ -144,7 +148,7 @@ def test_a_free_setting_is_in_force_everywhere_once_it_was_asked_for(run: Run) -
     assert run.store.reach_steps == run.settings.recipe.guard.reach_steps
     assert [(event["key"], event["value"]) for event in run.events("setting")] == list(settings)
     assert run.said[0] == "control/set: train.samples = 800 from step 11 on"
-    assert run.settings.guards.state_values() == guards.state_values()
+    assert run.settings.guards.state_values() == guards.state_values() != before
 
 
 @pytest.mark.parametrize(("key", "value"), [("model.layers", "3"), ("no.such", "1"), ("optim.clip", "x")])

@@ -25,9 +25,11 @@ FEW_STEPS = ("checkpoint.every_steps=0", "checkpoint.every_minutes=0", "evaluate
 def test_a_machine_that_erred_before_the_first_checkpoint_begins_the_run_anew(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, asked = loop.judge, list[int]()
+    real, asked, known = loop.judge, list[int](), []
 
     def judge(guards, report):
+        if report.step == 1:
+            known.append({name: past for name, past in guards.state_values().items() if name != "memory"})
         usual = real(guards, report)
         if report.step != 2 or asked:
             return usual
@@ -41,6 +43,7 @@ def test_a_machine_that_erred_before_the_first_checkpoint_begins_the_run_anew(
         assert go(loaded, path).step == 4
         curves.append(loss_curve(RunDirectory(path)))
     assert read_incarnations(RunDirectory(path)) == {1: None, 2: None}
+    assert len(known) == 2 and known[0] == known[1], "of the steps no guard knows"
     assert [event["to_step"] for event in events(path, "rewind")] == [0]
     assert len(curves[0]) == 4 and curves[0] == curves[1], "from the same values, on the same samples"
 

@@ -19,6 +19,7 @@ import pytest
 from tests.diloco.elastic_peers import DEADLINE_S, TOKEN, Authority
 from tests.protocol import example
 
+from bloomery.coordination.credentials import read_certificate
 from bloomery.transport.handshake import (
     MAGIC,
     Answer,
@@ -211,6 +212,17 @@ def test_a_dialler_with_another_peers_certificate_is_refused_by_the_listener(aut
     """'c' belongs to the run, and says hello as 'a'."""
     with pytest.raises(PeerRefused, match="'a' shows a certificate of c"):
         against(dialled(authority.trust("c")), accepted(authority.trust("b")))
+
+
+@pytest.mark.parametrize("side", ["listener", "dialler"])
+def test_an_end_whose_certificate_was_revoked_is_refused_by_the_other(authority, side):
+    honest = authority.trust("a" if side == "listener" else "b")
+    other = authority.trust("b" if side == "listener" else "a")
+    pretend, honest_end = (accepted, dialled) if side == "listener" else (dialled, accepted)
+    shown = authority.directory / f"{'b' if side == 'listener' else 'a'}.pem"
+    honest.revoked.add(read_certificate(shown).serial)
+    with pytest.raises(PeerRefused, match="was revoked"):
+        against(pretend(other), honest_end(honest))
 
 
 @pytest.mark.parametrize("side", ["listener", "dialler"])

@@ -235,6 +235,15 @@ def test_a_newcomer_that_fetches_without_end_leaves_room_for_others(opened, monk
         )
 
 
+def test_a_newcomer_whose_connections_have_ended_may_make_others(opened, monkeypatch):
+    monkeypatch.setattr("bloomery.transport.state_relay.OF_NEWCOMER", 2)
+    relay, source, newcomer = opened("r", is_relay=True), opened("b", listen=()), opened("c", listen=())
+    for _ in range(4):
+        with waiting(source, relay) as mine, fetching(newcomer, relay, "b") as theirs:
+            assert are_joined(theirs, mine)
+        until(lambda: not relay._state_relay._quota._held)
+
+
 def has_byte(connection):
     connection.settimeout(0.0)
     try:
