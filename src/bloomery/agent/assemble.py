@@ -24,7 +24,7 @@ from bloomery.agent.state_serving import PeerStateServer
 from bloomery.agent.state_sync import KeptAverages
 from bloomery.agent.timeouts import Timeouts, timeouts_of
 from bloomery.config.elastic import SPARSE, ElasticSection
-from bloomery.config.peer_settings import equal_settings, no_rounds
+from bloomery.config.peer_settings import equal_settings, no_rounds_mistake
 from bloomery.config.recipe import Recipe
 from bloomery.coordination.credentials import Bundle, CertificateWatch, read_bundle
 from bloomery.coordination.eligibility import RoundSettings
@@ -202,7 +202,7 @@ def _refuse_mistakes(recipe: Recipe, sources: Mapping[str, str], *, peer: str, c
         if not is_name(value):
             mistakes.append(name_mistake(key, value, sources.get(key, "default")))
     if not recipe.elastic.inner_steps:
-        mistakes.append(no_rounds(sources))
+        mistakes.append(no_rounds_mistake(sources))
     if not coordinator:
         mistakes.append(
             Mistake(

@@ -9,7 +9,7 @@ from dataclasses import MISSING, Field, asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from bloomery.cli.arguments import add_recipe, load_given, parser, run_part
+from bloomery.cli.arguments import add_recipe, load_given, parser, run_subcommand
 from bloomery.config.convert import describe, toml_value
 from bloomery.config.environment import PROFILES
 from bloomery.config.load import LoadedRecipe, dump_recipe, sections
@@ -32,13 +32,15 @@ bloomery config reference                   print the reference of all settings
 
 
 def run(arguments: list[str]) -> int:
-    """Run `bloomery config PART …`; returns the exit status."""
-    parts = {
+    """Run `bloomery config COMMAND …`; returns the exit status."""
+    subcommands = {
         "show": (_show, "print a recipe with all its settings filled in"),
         "check": (_check, "report every mistake in a recipe at once"),
         "reference": (_reference, "print or write the reference of all settings"),
     }
-    return run_part("config", arguments, parts, about="Show and check recipes.", examples=EXAMPLES)
+    return run_subcommand(
+        "config", arguments, subcommands, about="Show and check recipes.", examples=EXAMPLES
+    )
 
 
 def _show(arguments: list[str]) -> int:

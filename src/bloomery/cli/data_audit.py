@@ -36,7 +36,7 @@ def add_parser(commands: Any) -> None:  # Any: argparse names no type for it
         description="Write a report with pictures: whether neighbours in the order of samples lie near each "
         "other in the files, what each dataset gives in each epoch, which held-out documents are trained on, "
         "which n-grams training text shares with held-out text and with tasks, and how much documents repeat "
-        "themselves. Status 1 where something wants a look.",
+        "themselves. Exit status 1 if there is a finding.",
     )
     audit.add_argument("recipe", metavar="RECIPE|RUN", help="a recipe, or a run directory")
     audit.add_argument(
@@ -69,7 +69,7 @@ def add_parser(commands: Any) -> None:  # Any: argparse names no type for it
         type=positive,
         default=_TOKENS,
         metavar="N",
-        help="tokens of training text whose n-grams are looked at; of more, stretches (default: 10⁹)",
+        help="most tokens of training text to read; of a longer text, evenly spaced stretches (default: 10⁹)",
     )
     audit.add_argument("--json", action="store_true", help="print one JSON object instead")
     audit.set_defaults(command=_audit, error=audit.error)

@@ -26,9 +26,9 @@ def add_parser(commands: Any) -> None:  # Any: argparse names no type for it
 
     dedup = commands.add_parser(
         "dedup",
-        help="join pairs in one without documents that an earlier one is equal to, or alike",
-        description="Join pairs in one, without the documents that an earlier document is equal to, or has "
-        "most n-grams of tokens in common with. PREFIX-duplicates.jsonl lists what was left out and why.",
+        help="join pairs into one without duplicates: of near-equal documents only the first is kept",
+        description="Join pairs into one without duplicates: of equal or near-equal documents (by shared "
+        "n-grams of tokens) only the first is kept. PREFIX-duplicates.jsonl lists what was left out and why.",
     )
     dedup.add_argument(
         "prefixes",

@@ -28,9 +28,17 @@ _PEEK_TOKENS = 64
 def add_parsers(commands: Any, *, end_of_document: str) -> None:  # Any: argparse names no type for it
     """Add `inspect`, `merge` and `verify` to the table of `bloomery data`."""
     inspect = commands.add_parser(
-        "inspect", help="show the documents, tokens and lengths of a dataset, and its first texts"
+        "inspect",
+        help="show the documents, tokens and lengths of a dataset, and its first texts",
+        description="Show the number of documents and tokens of a dataset, a histogram of document lengths, "
+        "and its first texts.",
     )
-    inspect.add_argument("prefix", type=pair_prefix, help="path of the .bin/.idx pair, without its extension")
+    inspect.add_argument(
+        "prefix",
+        metavar="PREFIX",
+        type=pair_prefix,
+        help="path of the .bin/.idx pair, without its extension",
+    )
     _add_tokenizer(inspect, end_of_document)
     inspect.add_argument(
         "--peek", metavar="N", type=not_negative, default=3, help="number of documents to print (default: 3)"
@@ -38,7 +46,11 @@ def add_parsers(commands: Any, *, end_of_document: str) -> None:  # Any: argpars
     inspect.add_argument("--json", action="store_true", help="print one JSON object instead")
     inspect.set_defaults(command=_inspect)
 
-    merge = commands.add_parser("merge", help="join several pairs in one")
+    merge = commands.add_parser(
+        "merge",
+        help="join several pairs into one",
+        description="Join several .bin/.idx pairs into one, in the order given.",
+    )
     merge.add_argument(
         "prefixes",
         type=pair_prefix,
@@ -56,9 +68,17 @@ def add_parsers(commands: Any, *, end_of_document: str) -> None:  # Any: argpars
     merge.set_defaults(command=_merge)
 
     verify = commands.add_parser(
-        "verify", help="check a pair: its checksums, its length, and that all ids are in the vocabulary"
+        "verify",
+        help="check a pair: its checksums, its length, and that all ids are in the vocabulary",
+        description="Read a .bin/.idx pair and check its checksums, its length, and that all ids are in the "
+        "vocabulary.",
     )
-    verify.add_argument("prefix", type=pair_prefix, help="path of the .bin/.idx pair, without its extension")
+    verify.add_argument(
+        "prefix",
+        metavar="PREFIX",
+        type=pair_prefix,
+        help="path of the .bin/.idx pair, without its extension",
+    )
     _add_tokenizer(verify, end_of_document)
     verify.add_argument(
         "--vocabulary", metavar="N", type=positive, help="entries of the vocabulary, in place of a tokenizer"
@@ -123,7 +143,7 @@ def _inspect(options: argparse.Namespace) -> int:
         f"{options.prefix}: {dataset.document_count:,} documents, {dataset.token_count:,} tokens "
         f"({dataset.dtype.name})",
         "",
-        "tokens a document",
+        "tokens per document",
     ]
     widest = max((count for *_, count in histogram), default=1)
     for low, high, count in histogram:

@@ -219,9 +219,9 @@ def _parser() -> ArgumentParser:
     options.add_argument(
         "prompt", nargs="*", default=[], metavar="PROMPT", help="the text to continue; several: together"
     )
-    options.add_argument("--prompt", dest="option", default="", help="the same, as an option")
+    options.add_argument("--prompt", dest="option", default="", metavar="TEXT", help="same as PROMPT")
     options.add_argument(
-        "--prompts", metavar="FILE", help="a file with one prompt a line; '-': standard input"
+        "--prompts", metavar="FILE", help="a file with one prompt per line; '-': standard input"
     )
     options.add_argument(
         "--batch", type=positive, default=8, metavar="N", help="prompts computed together (default: 8)"

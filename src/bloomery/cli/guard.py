@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bloomery.cli.argument_values import picture_file
-from bloomery.cli.arguments import parser, run_part
+from bloomery.cli.arguments import parser, run_subcommand
 from bloomery.errors import StorageError
 
 if TYPE_CHECKING:
@@ -37,10 +37,10 @@ FOLLOW_S = 2.0
 
 def run(arguments: list[str]) -> int:
     """Run one of the commands of `bloomery guard`; returns the exit status."""
-    parts = {
+    subcommands = {
         "replay": (replay, "report what the guards would have found in an old or a growing log"),
     }
-    return run_part("guard", arguments, parts, about="Apply the guards to the log of a training.")
+    return run_subcommand("guard", arguments, subcommands, about="Apply the guards to the log of a training.")
 
 
 def replay(arguments: list[str]) -> int:

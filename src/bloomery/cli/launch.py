@@ -128,19 +128,20 @@ def _parse(arguments: list[str]) -> Namespace:
     options.add_argument(
         "--supervise",
         action="store_true",
-        help="end ranks that stand still, say who held them up, and start again where that can help",
+        help="kill hung ranks, name the culprit, and restart where that can help",
     )
     options.add_argument(
         "--spares",
         type=not_negative,
         default=0,
         metavar="N",
-        help="with --supervise: so many of the machines wait until another is lost (default: 0)",
+        help="with --supervise: N of the machines are hot spares, used when another is lost (default: 0)",
     )
     options.add_argument(
         "--job",
         metavar="TEXT",
-        help="with --supervise on several machines without SLURM: equal on all, and new at each start",
+        help="job id (as torchrun's --rdzv-id) for --supervise on several machines without SLURM: equal on "
+        "all, new at each start",
     )
     chosen = options.parse_intermixed_args(arguments)
     if not chosen.supervise and ((chosen.nnodes or 1) > 1) != (chosen.rdzv is not None):

@@ -63,7 +63,7 @@ def _parse(arguments: list[str]) -> Namespace:
     options = parser(
         "mesh",
         "Show which rank runs on which node: tensor parallelism innermost, then data, then pipeline.\n"
-        "Nothing is started. A layout that is not possible is refused, and a possible one is named.",
+        "Nothing is started. An impossible layout is refused, and the message names a possible one.",
         examples=EXAMPLES,
     )
     add_recipe(options)

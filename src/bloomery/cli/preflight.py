@@ -100,7 +100,7 @@ def _parse(arguments: list[str]) -> Namespace:
         "--gigabytes",
         type=amount("a number of gigabytes above 0", above=0),
         metavar="X",
-        help="with --storage: this node's share (default: the recipe's)",
+        help="with --storage: GB that this node writes (default: its share of the recipe's checkpoint)",
     )
     options.add_argument("--release", metavar="HOST", help="let a node out of quarantine, and end")
     options.add_argument("--json", action="store_true", help="print JSON")

@@ -144,7 +144,7 @@ def _parse(arguments: list[str]) -> Namespace:
         "place", metavar="PLACE", nargs="?", default="", help="a URL, or hf:OWNER/NAME (default: sync.place)"
     )
     options.add_argument(
-        "--every", type=_minutes, default=60.0, metavar="MIN", help="minutes between two times (60)"
+        "--every", type=_minutes, default=60.0, metavar="MIN", help="minutes between two uploads (60)"
     )
     options.add_argument("--once", action="store_true", help="send once, for cron")
     options.add_argument(
@@ -152,9 +152,11 @@ def _parse(arguments: list[str]) -> Namespace:
     )
     options.add_argument("--public", action="store_true", help="let everybody read a repository that is made")
     options.add_argument(
-        "--beside", action="store_true", help="wait for the run, and end with the process that started this"
+        "--beside",
+        action="store_true",
+        help="wait until the run directory exists, and exit when the parent process does",
     )
-    options.add_argument("--json", action="store_true", help="print one JSON object each time")
+    options.add_argument("--json", action="store_true", help="print one JSON object per upload")
     chosen = options.parse_intermixed_args(arguments)
     if not chosen.place:
         _take_place_of_recipe(chosen)

@@ -163,7 +163,8 @@ def _parse(arguments: list[str]) -> Namespace:
     options = parser(
         "top",
         "Show runs in the terminal: state, progress, time left, sparklines of curves, newest events, what\n"
-        "to do. It reads the run directories alone. Without a terminal it prints once; status 1: look at it.",
+        "to do. It only reads run directories. Without a terminal it prints once. Exit status 1: a run\n"
+        "needs attention.",
         examples=EXAMPLES,
     )
     options.add_argument("runs", metavar="RUN", nargs="+", help="run directories")

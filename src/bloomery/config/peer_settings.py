@@ -14,7 +14,7 @@ from bloomery.config.recipe import Recipe
 from bloomery.errors import Mistake
 
 
-def no_rounds(sources: Mapping[str, str]) -> Mistake:
+def no_rounds_mistake(sources: Mapping[str, str]) -> Mistake:
     """Return the mistake of a recipe that peers are to train together, and that has no rounds."""
     return Mistake(
         key="elastic.inner_steps",

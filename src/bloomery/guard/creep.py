@@ -18,7 +18,7 @@ MIB = 1 << 20
 class HeldOutRise:
     """Warns once that the held-out loss rose at three evaluations in a row while the training loss did not.
 
-    The run then learns its training data by heart, or one of both losses is computed from wrong data.
+    The run then overfits, or one of the two losses is computed from wrong data.
     """
 
     RISES = 3
@@ -98,8 +98,8 @@ class MemoryCreep:
             return kept, carry_on
         steps = self.RISES * self.BLOCK_STEPS
         reason = (
-            f"the memory of a rank grew by {grown / MIB:,.0f} MiB in {steps} steps, on average to "
-            f"{means[-1] / MIB:,.0f} MiB, and in each part of them: something is kept that should be freed"
+            f"memory per rank (mean over the ranks) grew by {grown / MIB:,.0f} MiB in {steps} steps to "
+            f"{means[-1] / MIB:,.0f} MiB, and in every {self.BLOCK_STEPS} of them: probably a memory leak"
         )
         numbers = {"bytes": means[-1], "bytes_before": means[0], "bytes_a_step": grown / steps}
         verdict = Watch(judged_step=report.step, kind="memory", reason=reason, numbers=numbers)
@@ -249,7 +249,7 @@ class InnerGrowth:
         least = [min(values) for values in zip(*measured, strict=True)]
         block, limit = max(range(len(least)), key=least.__getitem__), _KINDS[kind].limit
         if least[block] > limit:
-            how = f"is above {limit:g} ({least[block]:.0f}): bf16 keeps whole units alone there"
+            how = f"is above {limit:g} ({least[block]:.0f}): bf16 resolves no fractions above 128"
             return _warning(kind, block, now=least[block], how=how, told=told, step=step)
         if len(medians) < 3:
             return None

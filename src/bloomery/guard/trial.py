@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bloomery.events.records import Json, StepReport, as_float, as_json
-from bloomery.guard.level import described, median
+from bloomery.guard.level import median, window_statistics
 from bloomery.guard.verdict import Anomaly, Rung, Watch
 
 ADOPTED = "remedy adopted"
@@ -103,7 +103,7 @@ def begun(
     losses_before: the newest losses up to the step that it went back to.
     """
     calm = [loss for loss in losses_before if math.isfinite(loss)]
-    usual, spread, _ = described(calm, floor=_FLOOR) if len(calm) >= _LEAST else (math.nan, 0.0, 0.0)
+    usual, spread, _ = window_statistics(calm, floor=_FLOOR) if len(calm) >= _LEAST else (math.nan, 0.0, 0.0)
     return Trial(
         rung=rung,
         base_step=base_step,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from bloomery.model.decoder import Block, Decoder, LogicalParameter, logical_parameters
 from bloomery.model.layers import Embedding, Linear, products_for, rows_of, set_products
-from bloomery.model.shape import is_head_norm, logical_shapes
+from bloomery.model.shape import is_qk_norm, logical_shapes
 from bloomery.optim.groups import ParameterPiece, Share
 from bloomery.parallel.axis import Axis
 from bloomery.parallel.tensor_collectives import (
@@ -119,7 +119,7 @@ def _share(name: str, split: Split | None, axis: Axis, *, sequence: bool) -> Sha
         return "split"
     # With a split sequence a whole weight sees only this rank's positions, and the norm of queries or keys
     # only this rank's heads: its gradients must be summed.
-    return "partial" if axis.degree > 1 and (sequence or is_head_norm(name)) else "whole"
+    return "partial" if axis.degree > 1 and (sequence or is_qk_norm(name)) else "whole"
 
 
 def _replace_parameter(

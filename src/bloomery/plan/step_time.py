@@ -15,16 +15,16 @@ from bloomery.plan.block_cost import (
     Workload,
     accumulation_s,
     attention_passes,
-    between_bytes_per_s,
     block_passes,
     elementwise_pass,
     embedding_passes,
     head_passes,
+    internode_bytes_per_s,
     moving_s,
     muon_s,
+    residual_bytes,
     ring_bytes,
     ring_s,
-    tensor_bytes,
 )
 from bloomery.plan.layout import StageParameters, bubble_slots, stages_of
 from bloomery.plan.memory import rank_parameters
@@ -205,7 +205,7 @@ def _transfer_s(work: Workload, micro_batches: int) -> float:
     speed = hardware.link_bytes_per_s
     latency = hardware.node.link_us * 1e-6
     if layout.leaves_node:
-        speed, latency = between_bytes_per_s(hardware) / layout.per_node, hardware.network.latency_us * 1e-6
+        speed, latency = internode_bytes_per_s(hardware) / layout.per_node, hardware.network.latency_us * 1e-6
     once = boundary_bytes(work) / (speed or 1e9) + latency
     visible = (layout.pipeline - 1) + VISIBLE_TRANSFER * micro_batches * layout.chunks
     return 2 * once * visible
@@ -370,4 +370,4 @@ def _stage_tensor_bytes(work: Workload, stage: StageParameters, micro_batches: i
         return 0.0
     exchanges = stage.blocks * (6 if (stage.recompute or recompute) == "full" else 4)
     exchanges += (1 if stage.has_embedding else 0) + (1 if stage.has_head else 0)
-    return micro_batches * exchanges * ring_bytes(tensor_bytes(work), work.layout.tensor, passes=2)
+    return micro_batches * exchanges * ring_bytes(residual_bytes(work), work.layout.tensor, passes=2)

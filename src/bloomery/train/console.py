@@ -245,7 +245,8 @@ def bar_text(
 
 
 class NotebookBar:
-    """Shows the progress in one output of a notebook's cell, which is replaced as the training goes on.
+    """Shows the progress in one output of a notebook's cell, which is replaced as the training goes on, and
+    below it each verdict of the guards and each rewind.
 
     display: `IPython.display.display`.
     """
@@ -255,12 +256,13 @@ class NotebookBar:
     def __init__(self, *, total_steps: int | None, display: Callable[..., Any]) -> None:
         # Any: IPython's handle of an output
         self._total, self._left = total_steps, TimeLeft(total_steps)
+        self._display = display
         self._handle = display(_shown("the first step is under way"), raw=True, display_id=True)
         self._held_out: float | None = None
         self._text, self._drawn = "", 0.0
 
     def tell(self, report: StepReport, verdict: Verdict) -> None:
-        """Replace the output, at most twice a second."""
+        """Replace the output, at most twice per second, and add one for a verdict."""
         if report.held_out_loss is not None:
             self._held_out = report.held_out_loss
         share = report.step / self._total if self._total else 0.0
@@ -273,12 +275,15 @@ class NotebookBar:
             columns=75,
         )
         self._text = f"{'█' * filled}{'░' * (20 - filled)} {text}"
+        if not isinstance(verdict, CarryOn):
+            self._display(_shown(f"step {report.step}: {described(verdict)}"), raw=True)
         if time.monotonic() - self._drawn >= self.EVERY_S:
             self._draw()
 
     def rewound(self, step: int) -> None:
-        """Start timing again."""
+        """Show at which step the run goes on."""
         self._left.restart()
+        self._display(_shown(f"rewound to step {step}"), raw=True)
 
     def close(self) -> None:
         """Draw the last step."""

@@ -14,7 +14,7 @@ from bloomery.events.heartbeat import has_died_here, read_beat
 from bloomery.operate.dashboard import panels
 from bloomery.operate.dashboard.curves import Axis, curves
 from bloomery.operate.dashboard.mesh_panel import mesh_panel
-from bloomery.operate.dashboard.panels import Paced
+from bloomery.operate.dashboard.panels import CachedValue
 from bloomery.operate.dashboard.peer_panel import rounds
 from bloomery.operate.dashboard.run_reader import RunReader
 from bloomery.operate.dashboard.run_summary import RunSummarizer, RunSummary
@@ -40,12 +40,14 @@ class ViewedRun:
         self.reader = RunReader(path)
         self._summarizer = RunSummarizer(self.reader)
         self._lock, self._interval_s = threading.Lock(), interval_s
-        self._summary = Paced(self._summarizer.summary, least_s=interval_s)
-        self._saves = Paced(
+        self._summary = CachedValue(self._summarizer.summary, least_s=interval_s)
+        self._saves = CachedValue(
             lambda: panels.saves(self.reader, self._summarizer.recipe), least_s=_TABLES_EVERY_S
         )
-        self._goodput = Paced(lambda: panels.goodput(self.reader, plan), least_s=_GOODPUT_EVERY_S)
-        self._ranks = Paced(lambda: mesh_panel(self.reader, self._summarizer.recipe), least_s=_RANKS_EVERY_S)
+        self._goodput = CachedValue(lambda: panels.goodput(self.reader, plan), least_s=_GOODPUT_EVERY_S)
+        self._ranks = CachedValue(
+            lambda: mesh_panel(self.reader, self._summarizer.recipe), least_s=_RANKS_EVERY_S
+        )
         self._answers: OrderedDict[CurveQuery, tuple[int, bytes]] = OrderedDict()
         self.died: tuple[int, ...] = ()
         self._panels = b""

@@ -104,7 +104,7 @@ def _queued(run: Path, record: MachineJob, *, is_run: bool, expected_start: floa
             "the process of the queue is gone; any `bloomery submit` starts it again",
         )
     if not is_run and state == JobState.RUNNING:
-        if record.is_left:
+        if record.is_orphan:
             reason = "the process of the queue is gone, and the job runs on"
         else:
             state, reason = outcome_without_status(run, started=record.started)
