@@ -276,7 +276,7 @@ def _is_still_there(file: int, path: Path) -> bool:
 
 
 _YOUNG_S = 60.0
-"""A directory younger than so many seconds may not have been locked yet by the process that made it."""
+"""The seconds in which a new directory may not yet have been locked by the process that made it."""
 
 
 def hold_directory(directory: Path) -> int | None:

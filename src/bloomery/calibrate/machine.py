@@ -1,4 +1,4 @@
-"""Measures a machine and writes its hardware file: memory, disk, links, and the products of `products`.
+"""Measures this machine's memory, disk, links and compute, and writes its hardware file.
 
 The figures are bandwidth of memory and disk, memory sizes, and links between two processes.
 """
@@ -48,7 +48,7 @@ sys.stdout.write(str(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss))
 """
 """A small process stands between, because a child's peak memory begins with what its parent held."""
 
-ALMOST_NOTHING = (
+TINY_MODEL = (
     *("model.layers=1", "model.hidden=256", "model.heads=4", "model.ffn=1024", "model.embedding_init=normal"),
     *("data.tokenizer_vocabulary=300", "data.sequence_length=256", "data.held_out_every=0"),
     *("train.tokens=0", "train.steps=2", "train.compile=off", "schedule.warmup=0", "checkpoint.at_end=false"),
@@ -85,7 +85,7 @@ def process_gib() -> float:
         text.write_text(Path(argparse.__file__).read_text(encoding="utf-8"), encoding="utf-8")
         train = [sys.executable, "-m", "bloomery", "train", "demo-small", "--run", f"{directory}/run"]
         done = subprocess.run(
-            [sys.executable, "-c", WATCH, *train, "--plain", f"data.sources={text}", *ALMOST_NOTHING],
+            [sys.executable, "-c", WATCH, *train, "--plain", f"data.sources={text}", *TINY_MODEL],
             capture_output=True,
             text=True,
             check=True,

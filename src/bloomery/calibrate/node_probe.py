@@ -1,4 +1,4 @@
-"""Measures matrix products and an all-reduce with a node's ranks, to compare the node with its peers."""
+"""Measures matmuls and an all-reduce with a node's ranks, so that preflight can compare nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measures a machine's compute: matrix products, attention, elementwise bandwidth, starts of kernels."""
+"""Measures a machine's compute: matmuls, attention, elementwise bandwidth, and kernel launches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bloomery.config.model import ModelSection
 from bloomery.kernels.available import has_triton
 from bloomery.model.decoder import build
 from bloomery.model.loss import next_token_loss
-from bloomery.model.native_kernels import attends, causal_attention, has_units
+from bloomery.model.native_kernels import causal_attention, has_amx, supports_attention
 from bloomery.parallel.recompute import compiled_function
 from bloomery.plan.block_cost import Workload, block_passes, head_passes
 from bloomery.plan.hardware import Hardware
@@ -156,7 +156,7 @@ def measure_attention(device: torch.device, dtype: torch.dtype, peak_flops: floa
         qkv = torch.randn(batch, length, 3 * heads, width, device=device).to(dtype).requires_grad_()
 
         def forward_and_backward(qkv: torch.Tensor = qkv, heads: int = heads) -> None:
-            if has_units() and attends(qkv):
+            if has_amx() and supports_attention(qkv):
                 mixed = causal_attention(qkv, heads=heads, rotary=None)
             else:
                 query, key, value = (part.transpose(1, 2) for part in qkv.split(heads, dim=2))

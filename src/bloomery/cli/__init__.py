@@ -20,7 +20,7 @@ COMMANDS = {
     "calibrate": ("bloomery.cli.calibrate:run", "measure this machine, so that `bloomery plan` knows it"),
     "train": ("bloomery.cli.train:run", "start or resume a training run"),
     "launch": ("bloomery.cli.launch:run", "start the ranks of this machine, for a run on one or several"),
-    "preflight": ("bloomery.cli.preflight:run", "look at the nodes of a job and measure them before a run"),
+    "preflight": ("bloomery.cli.preflight:run", "check the nodes of a job and measure them before a run"),
     "submit": ("bloomery.cli.submit:run", "queue the jobs of a run with SLURM, or on this machine"),
     "status": ("bloomery.cli.status:run", "show what one run or all runs are doing, and what they wait for"),
     "cancel": ("bloomery.cli.status:cancel", "end the jobs of a run"),

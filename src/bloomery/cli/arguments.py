@@ -1,4 +1,4 @@
-"""What all commands share: argument parsers, subcommands, progress bars, and loading the recipe given.
+"""What all commands share: argument parsers, subcommands, progress bars, and loading the given recipe.
 
 `bloomery config show` is a subcommand. The recipe that a command was given is completed from the directory
 of `init.from`.

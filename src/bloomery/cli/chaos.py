@@ -193,7 +193,7 @@ def _add_scenario_options(options: ArgumentParser) -> None:
         type=amount("a number of minutes above 0", above=0),
         default=60.0,
         metavar="M",
-        help="end everything and fail after so many minutes (default: 60)",
+        help="end everything and fail after M minutes (default: 60)",
     )
     options.add_argument("--json", action="store_true", help="print one JSON object at the end")
 

@@ -1,4 +1,4 @@
-"""`bloomery ckpt copy`: to a URL or from one; `ckpt backup`: a run, now; `ckpt slim`: a smaller copy."""
+"""`bloomery ckpt copy`, `backup` and `slim`: copy checkpoints to or from a URL, or write smaller ones."""
 
 from __future__ import annotations
 

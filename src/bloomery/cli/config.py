@@ -14,7 +14,7 @@ from bloomery.config.convert import describe, toml_value
 from bloomery.config.environment import PROFILES
 from bloomery.config.load import LoadedRecipe, dump_recipe, sections
 from bloomery.config.recipe import Recipe
-from bloomery.config.setting import Setting, about, key_of
+from bloomery.config.setting import Setting, declaration_of, key_of
 from bloomery.config.validate import check_recipe
 from bloomery.errors import ConfigError, StorageError
 from bloomery.plan.early_warnings import warnings_of
@@ -210,8 +210,8 @@ def explain(loaded: LoadedRecipe) -> tuple[SettingRow, ...]:
             key=f"{name}.{key_of(field)}",
             value=toml_value(getattr(getattr(loaded.recipe, name), field.name)),
             source=loaded.sources[f"{name}.{key_of(field)}"],
-            kind=kind_of(about(field)),
-            help=about(field).help
+            kind=kind_of(declaration_of(field)),
+            help=declaration_of(field).help
             + _between_peers(loaded, f"{name}.{key_of(field)}")
             + _held_by_profiles(loaded, f"{name}.{key_of(field)}"),
         )
@@ -295,7 +295,7 @@ def _section(heading: str, section: type) -> Iterator[str]:
     yield "| setting | takes | default | kind | meaning |"
     yield "|---|---|---|---|---|"
     for field in fields(section):
-        setting = about(field)
+        setting = declaration_of(field)
         cells = (
             f"`{key_of(field)}`",
             describe(hints[field.name], setting),

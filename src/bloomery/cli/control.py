@@ -1,4 +1,4 @@
-"""`bloomery stop`, `save`, `skip` and `rewind`: what people ask of a run that trains, and what it costs."""
+"""`bloomery stop`, `save`, `skip` and `rewind`: write requests to a running training, or show their cost."""
 
 from __future__ import annotations
 

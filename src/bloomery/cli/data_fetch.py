@@ -1,4 +1,4 @@
-"""`bloomery data fetch`: downloads the files of one share of some datasets from an object store."""
+"""`bloomery data fetch`: downloads one share of datasets' files from an object store or the Hub."""
 
 from __future__ import annotations
 
@@ -71,9 +71,7 @@ def add_parser(commands: Any) -> None:  # Any: argparse names no type for it
     parser.add_argument(
         "--exclude", action="append", default=[], metavar="GLOB", help="leave out files with these names"
     )
-    parser.add_argument(
-        "--limit", metavar="N", type=positive, help="take at most so many shards of each dataset"
-    )
+    parser.add_argument("--limit", metavar="N", type=positive, help="take at most N shards of each dataset")
     parser.add_argument(
         "--threads",
         metavar="N",

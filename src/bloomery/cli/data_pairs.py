@@ -30,19 +30,11 @@ def add_parsers(commands: Any, *, end_of_document: str) -> None:  # Any: argpars
     inspect = commands.add_parser(
         "inspect",
         help="show the documents, tokens and lengths of a dataset, and its first texts",
-        description="Show the number of documents and tokens of a dataset, a histogram of document lengths, "
-        "and its first texts.",
+        description="Show a dataset's documents, tokens, histogram of document lengths, and first texts.",
     )
-    inspect.add_argument(
-        "prefix",
-        metavar="PREFIX",
-        type=pair_prefix,
-        help="path of the .bin/.idx pair, without its extension",
-    )
+    _add_pair(inspect)
     _add_tokenizer(inspect, end_of_document)
-    inspect.add_argument(
-        "--peek", metavar="N", type=not_negative, default=3, help="number of documents to print (default: 3)"
-    )
+    inspect.add_argument("--peek", metavar="N", type=not_negative, default=3, help="documents to print (3)")
     inspect.add_argument("--json", action="store_true", help="print one JSON object instead")
     inspect.set_defaults(command=_inspect)
 
@@ -70,15 +62,9 @@ def add_parsers(commands: Any, *, end_of_document: str) -> None:  # Any: argpars
     verify = commands.add_parser(
         "verify",
         help="check a pair: its checksums, its length, and that all ids are in the vocabulary",
-        description="Read a .bin/.idx pair and check its checksums, its length, and that all ids are in the "
-        "vocabulary.",
+        description="Check the checksums and length of a pair, and that all ids are in the vocabulary.",
     )
-    verify.add_argument(
-        "prefix",
-        metavar="PREFIX",
-        type=pair_prefix,
-        help="path of the .bin/.idx pair, without its extension",
-    )
+    _add_pair(verify)
     _add_tokenizer(verify, end_of_document)
     verify.add_argument(
         "--vocabulary", metavar="N", type=positive, help="entries of the vocabulary, in place of a tokenizer"
@@ -96,10 +82,13 @@ def print_result(facts: dict[str, Any], lines: Sequence[str], *, as_json: bool) 
     return 0
 
 
+def _add_pair(parser: argparse.ArgumentParser) -> None:
+    about = "path of the .bin/.idx pair, without its extension"
+    parser.add_argument("prefix", metavar="PREFIX", type=pair_prefix, help=about)
+
+
 def _add_tokenizer(parser: argparse.ArgumentParser, end_of_document: str) -> None:
-    parser.add_argument(
-        "--tokenizer", help="tokenizer of the pair (default: the tokenizer.json beside the pair)"
-    )
+    parser.add_argument("--tokenizer", help="its tokenizer (default: the tokenizer.json beside the pair)")
     parser.add_argument(
         "--end-of-document",
         metavar="TOKEN",

@@ -30,9 +30,9 @@ bloomery guard replay training.log --png spikes.png   the log of a Megatron-styl
 bloomery guard replay training.log --follow           a log that is still growing, until Ctrl-C
 bloomery guard replay training.log --json guard.spike_patience=20"""
 
-MOST_TOLD = 200
+MOST_SHOWN = 200
 FOLLOW_S = 2.0
-"""Seconds between two looks at a growing log, and at least three times what the last look took."""
+"""The least seconds between two readings of a growing log; or three times what the last one took."""
 
 
 def run(arguments: list[str]) -> int:
@@ -84,10 +84,10 @@ def _replay(options: Namespace) -> int:
         return 0
     steps = f"steps {int(columns.step[0]):,} to {int(columns.step[-1]):,}"
     print(f"{len(columns):,} lines, {steps}: {_counted(findings)}")
-    for finding in findings[:MOST_TOLD]:
+    for finding in findings[:MOST_SHOWN]:
         print(_line(finding))
-    if len(findings) > MOST_TOLD:
-        print(f"  … and {len(findings) - MOST_TOLD:,} more: --json has all of them")
+    if len(findings) > MOST_SHOWN:
+        print(f"  … and {len(findings) - MOST_SHOWN:,} more: --json has all of them")
     if options.png:
         print(f"Drawn into {options.png}.")
     return 0

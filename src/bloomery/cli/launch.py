@@ -48,7 +48,7 @@ def run(arguments: list[str]) -> int:
     from bloomery.config.environment import go_offline
     from bloomery.config.peer_settings import refuse_alone
     from bloomery.config.validate import check_recipe
-    from bloomery.plan.ranks import degrees_of, other_ranks_wanted
+    from bloomery.plan.ranks import degrees_of, wrong_ranks_error
 
     loaded = load_given(options.recipe, options.overrides)
     parallel = loaded.recipe.parallel
@@ -59,7 +59,7 @@ def run(arguments: list[str]) -> int:
     check_recipe(loaded.recipe, loaded.sources, data_degree=degrees.data if degrees else None)
     refuse_alone(loaded.recipe, loaded.sources)
     if degrees is None:
-        raise other_ranks_wanted(parallel, world=world)
+        raise wrong_ranks_error(parallel, world=world)
     path = run_path(options.recipe, run=options.run, name=loaded.recipe.run.name)
     _refuse_stopped(RunDirectory(path), loaded.recipe.control.directory)
     if loaded.recipe.run.offline:

@@ -18,12 +18,12 @@ from bloomery.plan.ranks import (
     axes,
     degrees_of,
     hosts_of_ranks,
-    other_ranks_wanted,
+    indices_on_node,
     ranks_by_host,
-    reach,
+    reach_words,
     read_hosts,
     refuse_tensor_groups_across_hosts,
-    span,
+    wrong_ranks_error,
 )
 
 EXAMPLES = """\
@@ -44,7 +44,7 @@ def run(arguments: list[str]) -> int:
     degrees = degrees_of(parallel, world=world)
     check_recipe(loaded.recipe, loaded.sources)
     if degrees is None:
-        raise other_ranks_wanted(parallel, world=world)
+        raise wrong_ranks_error(parallel, world=world)
     hosts = _hosts(options.nodes, parallel, world=world)
     refuse_tensor_groups_across_hosts(degrees, hosts)
     if options.json:
@@ -99,11 +99,11 @@ def _show(name: str, degrees: Degrees, hosts: list[str]) -> None:
     )
     for axis in reversed(axes()):
         if degrees.of(axis) > 1:
-            print(f"  {axis:<9} {reach(degrees, axis, hosts)}")
+            print(f"  {axis:<9} {reach_words(degrees, axis, hosts)}")
     rows = [("node", "ranks", *axes())]
     for node in nodes:
         ranks = f"{node.ranks[0]}–{node.ranks[-1]}" if len(node.ranks) > 1 else f"{node.ranks[0]}"
-        rows.append((node.host, ranks, *(span(degrees, axis, node) for axis in axes())))
+        rows.append((node.host, ranks, *(indices_on_node(degrees, axis, node) for axis in axes())))
     print(f"\n{table_text(rows, left=range(len(rows[0])))}")
 
 

@@ -105,16 +105,16 @@ def load_saved(path: Path, *, dtype: str, by_layer: bool, fallback: bool = False
     files = find_saved(path, fallback=fallback)
     import torch  # after what a person may have got wrong was looked at: it takes seconds
 
-    from bloomery.evaluate.open_checkpoint import opened, wants_layers
+    from bloomery.evaluate.open_checkpoint import must_load_by_block, open_model
     from bloomery.parallel.precision import DTYPES as PRECISIONS
     from bloomery.parallel.precision import resolve_precision
 
-    saved = opened(files)
+    saved = open_model(files)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if dtype == "auto":
         dtype = resolve_precision("auto", device) if device.type == "cuda" else "fp32"
     kind = PRECISIONS[dtype]
-    if not by_layer and wants_layers(saved.model, device=device, dtype=kind):
+    if not by_layer and must_load_by_block(saved.model, device=device, dtype=kind):
         by_layer = True
         print("the model does not fit into memory: layers are read from the file each time", file=sys.stderr)
     return LoadedModel(saved=saved, decoder=saved.decoder(device=device, dtype=kind, by_layer=by_layer))

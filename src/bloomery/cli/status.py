@@ -1,4 +1,4 @@
-"""`bloomery status` and `bloomery cancel`: what runs do, and how their jobs are ended."""
+"""`bloomery status` and `bloomery cancel`: show what runs are doing, and end their jobs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`bloomery sync` sends a run's logs and checkpoints elsewhere; `bloomery follow` tells what comes."""
+"""`bloomery sync` uploads a run's logs and checkpoints; `bloomery follow` shows what arrives."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def sync(arguments: list[str]) -> int:
 def _repeat(
     rundir: RunDirectory, sync: RunSync, publisher: CheckpointPublisher | None, options: Namespace
 ) -> None:
-    """Look again and again; the last look follows the signal that ends it, or the end of the parent."""
+    """Upload repeatedly; the last upload follows the signal that ends the command, or the parent's end."""
     ended, parent, due = EndSignal(), os.getppid(), time.monotonic()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # a launcher starts this with it held back
     if publisher is not None:  # an export may take as long as several saves, of which each is pruned soon
@@ -105,11 +105,11 @@ def _hold(rundir: RunDirectory, publisher: CheckpointPublisher) -> None:
 
 
 def _look(sync: RunSync, publisher: CheckpointPublisher | None, options: Namespace) -> None:
-    sent = sync.look()
+    sent = sync.send_new()
     published = []
     if publisher is not None:
         publisher.hold()
-        published = publisher.look()
+        published = publisher.publish_held()
     if options.json:
         print(json.dumps({"files": sent.count, "bytes": sent.bytes, "published": published}), flush=True)
         return

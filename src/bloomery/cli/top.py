@@ -53,7 +53,7 @@ def run(arguments: list[str]) -> int:
     if options.once or not sys.stdout.isatty():
         summaries = [summarizer.summary() for _, summarizer in runs]
         for (reader, _), summary in zip(runs, summaries, strict=True):
-            console.print(block(reader, summary, width=min(console.width, _WIDEST)))
+            console.print(run_block(reader, summary, width=min(console.width, _WIDEST)))
         return int(any(summary.health == "bad" for summary in summaries))
     _watch(console, runs, options)
     return 0
@@ -68,7 +68,7 @@ def _watch(console: object, runs: Sequence[tuple[RunReader, RunSummarizer]], opt
 
     def screen() -> RenderableType:
         width = min(console.width, _WIDEST)
-        return Group(*(block(reader, summarizer.summary(), width=width) for reader, summarizer in runs))
+        return Group(*(run_block(reader, summarizer.summary(), width=width) for reader, summarizer in runs))
 
     with Live(screen(), console=console, screen=True, auto_refresh=False) as live:
         while not ended.wait(options.interval):
@@ -77,7 +77,7 @@ def _watch(console: object, runs: Sequence[tuple[RunReader, RunSummarizer]], opt
             live.update(screen(), refresh=True)
 
 
-def block(reader: RunReader, summary: RunSummary, *, width: int) -> RenderableType:
+def run_block(reader: RunReader, summary: RunSummary, *, width: int) -> RenderableType:
     """Return what is shown of one run, in lines of at most `width` columns. Texts of a journal stay text."""
     from rich.text import Text
 

@@ -79,7 +79,7 @@ def run(arguments: list[str]) -> int:
 
 def _once(watchers: list[RunWatcher], options: Namespace) -> int:
     for watcher in watchers:
-        watcher.look()
+        watcher.check()
         opened = [incident.condition for incident in watcher.incidents.values()]
         if options.json:
             shown = {condition.kind: condition.line for condition in opened}
@@ -99,7 +99,7 @@ def _watch(watchers: list[RunWatcher], options: Namespace) -> None:
     while True:
         for watcher in watchers:
             try:
-                watcher.look()
+                watcher.check()
             except (BloomeryError, OSError) as refused:
                 log.warning("%s: %s", watcher.rundir.path, refused)
         _ping(options.ping)

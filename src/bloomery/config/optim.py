@@ -62,7 +62,7 @@ class OptimSection:
         0.0,
         kind="journalled",
         minimum=0.0,
-        help="Refuses an update whose gradient norm is so many standard deviations above the mean of the "
+        help="Refuses an update whose gradient norm is this many standard deviations above the mean of the "
         "last 128; 0 refuses none. 6 is usual.",
     )
     qk_clip: float = setting(

@@ -1,4 +1,4 @@
-"""Checks `[elastic]` against the rest of a recipe, and lists the settings that all peers must have equal.
+"""Checks `[elastic]` against the rest of a recipe, and lists the settings that must be equal on all peers.
 
 Every setting is either in EQUAL or in FREE.
 """

@@ -89,7 +89,7 @@ class TrainSection:
         (),
         kind="journalled",
         help="[start, increment, samples]: the global batch grows from start to global_batch in steps of "
-        "increment, over so many samples. [] does not ramp up.",
+        "increment, over that number of samples. [] does not ramp up.",
     )
     micro_batch_changes: tuple[tuple[int, int], ...] = setting(
         (), kind="free", help="[[from_sample, micro_batch], …]: later values of micro_batch."

@@ -212,7 +212,7 @@ def _started(pid: int) -> str:
     return stat.rpartition(")")[2].split()[19]
 
 
-def life_of(pid: int) -> str:
+def process_identity(pid: int) -> str:
     """Return a text that no other process on any machine ever has; "" where there is no such process."""
     ticks = _started(pid)
     return f"{_machine()}/{ticks}" if ticks else ""

@@ -1,4 +1,4 @@
-"""Guards of what goes wrong slowly: a held-out loss that rises, memory and inner tensors that grow."""
+"""Guards against slow trouble: a rising held-out loss, and memory or inner tensors that keep growing."""
 
 from __future__ import annotations
 

@@ -317,7 +317,7 @@ def _autocorrelation_widening(deviations: NDArray[np.float64]) -> float:
 
 
 def _widening(agreements: int, count: int) -> float:
-    """Return the factor for so many neighbours of the same sign among `count` values."""
+    """Return the factor for `agreements` pairs of neighbours of the same sign among `count` values."""
     correlation = math.sin(math.pi * (agreements / (count - 1) - 0.5))
     return 1.0 + _AUTOCORRELATION * max(correlation - 0.3, 0.0)
 

@@ -14,17 +14,17 @@ from bloomery.guard.verdict import Anomaly, CarryOn, Rung, Watch
 FLOOR = 0.001
 """The spread is at least this share of the loss."""
 HIGH = 3.0
-"""A loss that is more than so many spreads above the centre is high."""
+"""The robust z-score (spreads above the centre) beyond which a loss is high."""
 START_UP_STEPS, FIRST_STEPS = 200, 20
 """In the first START_UP_STEPS steps the spread is taken for wider; the first FIRST_STEPS are not judged."""
 GAP = 20
-"""A log is taken for another one after a gap of more than so many usual distances between reports."""
+"""The gap after which a log counts as another run's, as a multiple of the usual distance between reports."""
 MOST_DISTANCE = 1000
-"""The usual distance between reports is at most so many steps."""
+"""The most steps that the usual distance between reports may be."""
 EXCUSED_REPORTS = 100
-"""For so many reports after a known change the spread is taken for wider than it was."""
+"""The number of reports after a known change for which the spread is widened."""
 ACCEPTED_STEPS = 500
-"""When a spike that was judged has been high for so many steps, its loss becomes the new level."""
+"""The steps for which a judged spike must stay high before its loss becomes the new normal."""
 _WIDER = 3.0
 _RATE_RISE = 1.25
 _BLOCKS = 64

@@ -12,13 +12,13 @@ from bloomery.guard.level import RobustWindow, is_high, push, window_from_json
 from bloomery.guard.verdict import CarryOn, Rung, Verdict, Watch
 
 QUIET_STEPS = 200
-"""A guard does not repeat a warning for so many steps."""
+"""The number of steps for which a guard does not repeat a warning."""
 MOST_GAP_STEPS = 1000
-"""The past of a quantity begins anew where so many steps were not reported."""
+"""The number of unreported steps after which the past of a quantity begins anew."""
 THROUGHPUT = "throughput"
 """The name of the guard whose warnings make ranks compare how long each worked by itself."""
 LEAST_VALUES = 16
-"""A guard warns only when its level is made of at least so many values."""
+"""The fewest past values with which a guard warns."""
 
 
 @dataclass(frozen=True, kw_only=True)

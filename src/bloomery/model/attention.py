@@ -19,8 +19,8 @@ from torch.nn import functional as F
 
 from bloomery.model.dropout import BlockDropout, ElementKeys, drop
 from bloomery.model.fused_attention import Visibility, tiled_attention
-from bloomery.model.layers import Linear, Products, RMSNorm, products_for, rms_norm
-from bloomery.model.native_kernels import attends, causal_attention, has_units
+from bloomery.model.layers import Linear, MatmulMode, RMSNorm, matmul_mode_for, rms_norm
+from bloomery.model.native_kernels import causal_attention, has_amx, supports_attention
 from bloomery.model.shape import ResolvedModel, RopeScaling
 
 
@@ -231,8 +231,8 @@ class Attention(nn.Module):
         self.head_dim = model.head_dim
         self.block = block
         self.dropout = model.section.attention_dropout
-        self.products: Products = products_for(device, dtype)
-        self.has_units = has_units()  # asked here, since compiled code cannot ask
+        self.products: MatmulMode = matmul_mode_for(device, dtype)
+        self.has_units = has_amx()  # asked here, since compiled code cannot ask
         heads, hidden, bias = model.section.heads, model.section.hidden, model.section.attention_bias
         rows = (heads + 2 * model.kv_heads) * self.head_dim
         self.qkv = Linear(rows, hidden, bias=bias, device=device, dtype=dtype)
@@ -264,7 +264,7 @@ class Attention(nn.Module):
         rotated = self._normed(rotated)
         if self.logit_maxima is not None and torch.is_grad_enabled():
             self._measure_logits(rotated.detach(), context, self.logit_maxima)
-        if self.has_units and context.is_causal and cache is None and attends(qkv):
+        if self.has_units and context.is_causal and cache is None and supports_attention(qkv):
             # The native kernel keeps no scores, so recomputation, which replaces `attend`, has nothing to do.
             whole = qkv if self.query_norm is None else torch.cat((rotated, value), dim=2)
             mixed = causal_attention(whole, heads=heads, rotary=context.rotary)

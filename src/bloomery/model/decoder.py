@@ -35,7 +35,7 @@ from bloomery.model.dropout import (
     hidden_keys,
 )
 from bloomery.model.fused_attention import Visibility, document_ranges, supports_tiled_attention
-from bloomery.model.layers import MLP, Embedding, Products, linear, norm, products_for
+from bloomery.model.layers import MLP, Embedding, MatmulMode, linear, matmul_mode_for, norm
 from bloomery.model.loss import LossSums, NextTokenLoss
 from bloomery.model.shape import ResolvedModel, resolve, scaling_of
 
@@ -85,7 +85,7 @@ class Decoder(nn.Module):
         section = model.section
         blocks = range(section.layers) if blocks is None else blocks
         self.model = model
-        self.products: Products = products_for(device, dtype)
+        self.products: MatmulMode = matmul_mode_for(device, dtype)
         self.embeds, self.finishes = 0 in blocks, section.layers - 1 in blocks
 
         def table(rows: int) -> Embedding:

@@ -1,10 +1,10 @@
-"""The decoder's layers: linear layers, embeddings, the MLP and norms, and matrix products of 8-bit floats.
+"""The decoder's layers: linear layers, embeddings, the MLP, norms, and fp8 matmuls.
 
 A CPU without bf16 units multiplies bf16 200 times slower than fp32. There the factors of a matrix product are
 widened to fp32 and the result is rounded once, which are the numerics of units that accumulate in fp32. An
 embedding's gradient is summed in one order, so it is the same on every run. Norms are computed in fp32.
 
-Products of 8-bit floats: E4M3 forward, E5M2 for gradients (Micikevicius et al., 2022). Each factor is scaled
+Matmuls of 8-bit floats: E4M3 forward, E5M2 for gradients (Micikevicius et al., 2022). Each factor is scaled
 by its largest element at the moment of the product. Where tensor parallelism splits a factor, the largest
 element is that of the whole factor, so each layout rounds alike. Devices without units for 8 bits compute the
 same numbers with fp32 products of the rounded factors: these are exact, and the units sum in fp32 too.
@@ -24,28 +24,28 @@ from torch.nn import functional as F
 from bloomery import torch_private
 from bloomery.model.shape import ResolvedModel
 
-Products = Literal["native", "fp32", "fp8"]
+MatmulMode = Literal["native", "fp32", "fp8"]
 """How a matrix product is computed: in the factors' dtype, in fp32, or from 8-bit factors."""
 
 
-def products_for(device: torch.device, dtype: torch.dtype) -> Products:
+def matmul_mode_for(device: torch.device, dtype: torch.dtype) -> MatmulMode:
     """Return the fastest way to multiply `dtype` on `device`. Call it outside of compiled code."""
     if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
         return "native"
     has_units = (
-        torch_private.has_bf16_products() if dtype is torch.bfloat16 else torch_private.has_fp16_products()
+        torch_private.has_bf16_matmul() if dtype is torch.bfloat16 else torch_private.has_fp16_matmul()
     )
     return "native" if has_units else "fp32"
 
 
-def set_products(module: nn.Module, products: Products) -> None:
+def set_matmul_mode(module: nn.Module, products: MatmulMode) -> None:
     """Set how every matrix product inside `module` is computed."""
     for part in module.modules():
         if hasattr(part, "products"):
             cast(Any, part).products = products  # a module's stub cannot know this attribute
 
 
-def narrow_products(module: nn.Module) -> None:
+def use_fp8_matmuls(module: nn.Module) -> None:
     """Compute the products of every `Linear` inside `module` with factors rounded to 8 bits."""
     for part in module.modules():
         if isinstance(part, Linear):
@@ -57,7 +57,7 @@ def linear(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
-    products: Products,
+    products: MatmulMode,
     maximum: Maximum | None = None,
 ) -> Tensor:
     """Return x · weightᵀ + bias in x's dtype. x: [..., in], weight: [out, in], bias: [out].
@@ -85,7 +85,7 @@ class Linear(nn.Module):
         self, rows: int, columns: int, *, bias: bool, device: torch.device, dtype: torch.dtype
     ) -> None:
         super().__init__()
-        self.products: Products = products_for(device, dtype)
+        self.products: MatmulMode = matmul_mode_for(device, dtype)
         self.weight = nn.Parameter(torch.empty(rows, columns, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(rows, device=device, dtype=dtype)) if bias else None
 
@@ -257,8 +257,8 @@ class _Fp8Product(torch.autograd.Function):
         largest = torch.stack([x.abs().amax(), weight.abs().amax()])
         if maximum is not None:
             largest = maximum(largest)
-        narrow_x, scale_x = narrowed(x, FP8_FORWARD, largest[0])
-        narrow_weight, scale_weight = narrowed(weight, FP8_FORWARD, largest[1])
+        narrow_x, scale_x = to_fp8(x, FP8_FORWARD, largest[0])
+        narrow_weight, scale_weight = to_fp8(weight, FP8_FORWARD, largest[1])
         ctx.save_for_backward(narrow_x, scale_x, narrow_weight, scale_weight)
         ctx.dtype, ctx.maximum = x.dtype, maximum
         scales = (scale_x, scale_weight)
@@ -271,13 +271,13 @@ class _Fp8Product(torch.autograd.Function):
         largest = gradient.abs().amax()
         if ctx.maximum is not None:
             largest = ctx.maximum(largest)
-        narrow, scale = narrowed(gradient, FP8_BACKWARD, largest)
+        narrow, scale = to_fp8(gradient, FP8_BACKWARD, largest)
         by_x = _fp8_product(narrow, weight, (scale, scale_weight), ctx.dtype)  # [n, i]
         by_weight = _fp8_product(narrow.t(), x, (scale, scale_x), ctx.dtype)  # [o, i]
         return by_x, by_weight, None
 
 
-def narrowed(x: Tensor, dtype: torch.dtype, largest: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def to_fp8(x: Tensor, dtype: torch.dtype, largest: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return `x` in 8 bits, and the fp32 scale by which it is multiplied to give about x again.
 
     largest: the largest magnitude of the whole factor, a scalar; that of `x` if it is not given.
@@ -305,14 +305,14 @@ def scaled_product(
 ) -> Tensor:
     """Return what `_fp8_product` does, computed by the units for 8 bits, which want whole tiles."""
     rows, columns = left.shape[0], right.shape[1]
-    left, right = padded(left), padded(right)
+    left, right = padded_to_tiles(left), padded_to_tiles(right)
     # The units need the left factor by rows and the right one by columns.
     by_columns = right.t().contiguous().t()
     product = torch_private.scaled_matmul(left.contiguous(), by_columns, scales, dtype, is_fast=is_fast)
     return product[:rows, :columns]
 
 
-def padded(matrix: Tensor) -> Tensor:
+def padded_to_tiles(matrix: Tensor) -> Tensor:
     """Return an 8-bit matrix with rows and columns of zeros added up to whole tiles, which change no sum."""
     rows, columns = (-size % FP8_MULTIPLE for size in matrix.shape)
     if not rows and not columns:

@@ -1,4 +1,4 @@
-"""Finds the rank for which the others waited when a collective timed out."""
+"""Finds the rank that the others waited for when a collective timed out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds out from the stacks and heartbeats of all ranks which ranks hold up a run that stands still."""
+"""Finds the ranks that hold up a hung run, from the stacks and heartbeats of all ranks."""
 
 from __future__ import annotations
 

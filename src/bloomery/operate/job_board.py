@@ -1,4 +1,4 @@
-"""The files through which the launchers of one job find each other, and agree on what happens next.
+"""The rendezvous of a job's launchers through files, in which they also agree on the next attempt.
 
 They lie in RUN/launchers/JOB. Each launcher writes a card, `HOST.json`, every second; a launcher whose card
 stays the same is lost. A decision is a file that is created exclusively, so that of two launchers which both
@@ -24,7 +24,7 @@ from bloomery.operate.node_facts import NodeFacts
 INTERVAL_S = 1.0
 SILENCE_S = 6.0
 MOST_CARDS_PER_S = 100.0
-"""All launchers of a job together write so many cards a second at most."""
+"""The most cards per second that all launchers of a job together write."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,7 @@ class JobBoard:
     def hosts(self) -> list[str]:
         """Return all hosts that ever had a card, in natural order: node-2 before node-10."""
         names = [path.stem for path in self._directory.glob("*.json") if not _RECORD.match(path.stem)]
-        return sorted(names, key=natural)
+        return sorted(names, key=natural_sort_key)
 
     def card(self, host: str) -> LauncherCard | None:
         """Read a launcher's card now; None where there is none that can be read."""
@@ -162,12 +162,14 @@ class JobBoard:
 _RECORD = re.compile(r"(?:decision|ending|ask|result|stacks|facts)-\d")
 
 
-def natural(host: str) -> list[tuple[int, str]]:
+def natural_sort_key(host: str) -> list[tuple[int, str]]:
     """Return a key that sorts node-2 before node-10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", host)]
 
 
-def seats(before: Iterable[str], *, living: Iterable[str], bad: Iterable[str], wanted: int) -> list[str]:
+def assign_hosts(
+    before: Iterable[str], *, living: Iterable[str], bad: Iterable[str], wanted: int
+) -> list[str]:
     """Return the hosts of the next attempt, those that go on in their old places, so that ranks keep theirs.
 
     before: the hosts of the attempt before. living: hosts whose launchers are alive. bad: hosts to leave out.

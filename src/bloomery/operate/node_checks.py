@@ -1,4 +1,4 @@
-"""Judges the nodes of a job by what they say of themselves and by each other, as a pure function."""
+"""Judges the nodes of a job by the facts each reports and by comparing them, as a pure function."""
 
 from __future__ import annotations
 

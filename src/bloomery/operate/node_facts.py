@@ -1,4 +1,4 @@
-"""What a node says of itself before a run starts on it: versions, devices, memory, disk and clock."""
+"""Gathers facts about this node before a run starts on it: versions, devices, memory, disk and clock."""
 
 from __future__ import annotations
 

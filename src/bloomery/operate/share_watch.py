@@ -1,4 +1,4 @@
-"""Says why the ranks of one launcher must stop or end, and reports their failures to the other launchers."""
+"""Watches the ranks of one launcher: why they must stop, and reports of failures to other launchers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ShareWatch:
         self._ending: Mapping[str, Any] = {}
         self._is_over, self.asked = False, 0
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Read whether the attempt ends. Called from the thread that follows the job."""
         self._share.note_children()
         number = self._decision.number

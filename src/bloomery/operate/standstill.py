@@ -1,4 +1,4 @@
-"""Tells a run that stands still from a slow one, by the heartbeats of all ranks and times they measured."""
+"""Distinguishes a hung run from a slow one, by the heartbeats of all ranks and the times they measured."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from bloomery.events.heartbeat import RankActivity, RankBeat, interval_of, read_
 from bloomery.events.run_directory import RunDirectory
 
 TIMES_LONGEST = 3.0
-"""A rank may take so many times the longest turn that any rank measured of the same activity."""
+"""The multiple of the longest turn that any rank measured of an activity, which a rank may take for it."""
 EVALUATION_STEPS = 10.0
-"""Before an evaluation was measured, one of its batches may take so many times a step's forward and backward:
-it may have more rows than a micro-batch, and is computed eagerly."""
+"""The multiple of a step's forward and backward that a batch of an unmeasured evaluation may take: it may
+have more rows than a micro-batch, and is computed eagerly."""
 
 
 @dataclass(frozen=True, kw_only=True)

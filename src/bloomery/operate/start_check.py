@@ -1,4 +1,4 @@
-"""Looks at the nodes of a run before its ranks start: the quick preflight of `bloomery launch --supervise`.
+"""Checks the nodes of a run before its ranks start: the quick preflight of `bloomery launch --supervise`.
 
 It starts no process of its own but nvidia-smi and git, and takes well under a second without GPUs.
 `bloomery preflight` measures products and an all-reduce besides.
@@ -23,7 +23,7 @@ from bloomery.operate.supervise import JobReactions
 from bloomery.plan.parameters import count_parameters
 
 _AGAIN_S = 5.0
-"""A node that something is wrong with looks again after so many seconds: a job may just have ended there."""
+"""The seconds after which a node with a finding checks again: a job may just have ended there."""
 _BYTES_OF_PARAMETER = 12
 
 
@@ -39,7 +39,7 @@ class StartCheck:
     disk_gb: float
     environment: Mapping[str, str]
 
-    def look(self, rundir: RunDirectory, host: str) -> NodeFacts:
+    def gather(self, rundir: RunDirectory, host: str) -> NodeFacts:
         """Return what this node says of itself; looks twice where something is wrong."""
         durable.make_directory(rundir.path)
         facts = gather_facts(rundir.path, host=host)

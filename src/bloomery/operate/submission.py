@@ -19,7 +19,7 @@ from bloomery.events.journal import read_tail
 from bloomery.events.records import known_values
 from bloomery.events.run_directory import RunDirectory
 from bloomery.operate.exclusions import Exclusions
-from bloomery.operate.job_board import natural
+from bloomery.operate.job_board import natural_sort_key
 from bloomery.operate.schedulers.interface import JobRequest, Scheduler, SchedulerError
 from bloomery.operate.schedulers.kubernetes import Kubernetes
 from bloomery.operate.schedulers.machine import OneMachine
@@ -163,7 +163,9 @@ def top_up(
     missing = wanted - sum(job.tasks for job in living)
     if missing <= 0:
         return []
-    last = max(living, key=lambda job: (job.state.is_queued, job.submitted, natural(job.job)), default=None)
+    last = max(
+        living, key=lambda job: (job.state.is_queued, job.submitted, natural_sort_key(job.job)), default=None
+    )
     # The number of an array stands for all its tasks; no scheduler takes a range of them here.
     after = last.job.partition("_")[0] if last else ""
     return submit(scheduler, request_of(submission, loaded, rundir, tasks=missing, after=after))

@@ -1,4 +1,4 @@
-"""Supervises a run on one machine: ends an attempt that stands still, and restarts after a failure."""
+"""Supervises a run on one machine: kills an attempt that hangs, and restarts after a failure."""
 
 from __future__ import annotations
 

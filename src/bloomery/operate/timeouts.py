@@ -1,4 +1,4 @@
-"""All time-outs of a run on one cluster in one table, computed from what its ranks measured."""
+"""Computes a table of all time-outs of a run on one cluster, from what its ranks measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The update rules on one flat fp32 buffer: AdamW, fused, and Muon, which orthogonalises its momentum.
+"""The update rules on one flat fp32 buffer: fused AdamW, and Muon, which orthogonalises its momentum.
 
 AdamW skips updates on the device whose gradient is not finite. Muon's update is momentum brought near the
 closest orthogonal matrix (Jordan et al., 2024).

@@ -19,7 +19,7 @@ from bloomery.evaluate.scoring import Entropy, entropy
 from bloomery.model.decoder import Decoder, build
 from bloomery.model.dropout import DropoutAddress, dropout_address
 from bloomery.model.initial_values import bigram_factors, fill_initial
-from bloomery.model.layers import narrow_products, products_for, set_products
+from bloomery.model.layers import matmul_mode_for, set_matmul_mode, use_fp8_matmuls
 from bloomery.model.loss import IGNORED, LossSums
 from bloomery.model.shape import logical_shapes
 from bloomery.optim.clip import GradientFacts
@@ -146,9 +146,9 @@ class TrainingModel:
             dtype = DTYPES[precision]
             if self.weights.dtype != dtype:
                 self.weights.set_working_dtype(dtype)
-            set_products(self.decoder, products_for(self.decoder.device, dtype))
+            set_matmul_mode(self.decoder, matmul_mode_for(self.decoder.device, dtype))
             if precision == "fp8":
-                narrow_products(self.decoder.blocks)
+                use_fp8_matmuls(self.decoder.blocks)
         if self.current.recompute != recompute:
             modes = dict.fromkeys(range(self.decoder.model.section.layers), recompute) | dict(self.recompute)
             set_recompute(

@@ -35,8 +35,8 @@ from bloomery.plan.ranks import (
     OUTERMOST_FIRST,
     Degrees,
     degrees_of,
-    other_ranks_wanted,
     refuse_tensor_groups_across_hosts,
+    wrong_ranks_error,
 )
 from bloomery.torch_private import PrefixStore, Store
 
@@ -239,7 +239,7 @@ def mesh_of(
 def _refuse_other_degrees(parallel: ParallelSection, degrees: Degrees | None, *, world: int) -> None:
     """Raise TrainingFailed where the degrees do not multiply to `world`, or shards do not divide the data."""
     if degrees is None:
-        raise other_ranks_wanted(parallel, world=world)
+        raise wrong_ranks_error(parallel, world=world)
     if degrees.data % degrees.shard:
         raise TrainingFailed(
             f"parallel.shard_degree = {degrees.shard} does not divide the data degree {degrees.data}.",

@@ -29,7 +29,9 @@ _Result = TypeVar("_Result")
 
 
 def compile_by_block(decoder: Decoder, *, mesh: Mesh, parallel: ParallelSection) -> bool:
-    """Return whether each block is compiled by itself, with its collectives; allow for so many compilations.
+    """Return whether each block is compiled by itself, with its collectives.
+
+    If so, torch's limit on compilations is raised to the number that the blocks need.
 
     A block's backward then gives its gradients before that of the block before it begins, so that their sum
     over data-parallel ranks overlaps the backward, and its weights can be gathered and freed around it.

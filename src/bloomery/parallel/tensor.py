@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from bloomery.model.decoder import Block, Decoder, LogicalParameter, logical_parameters
-from bloomery.model.layers import Embedding, Linear, products_for, rows_of, set_products
+from bloomery.model.layers import Embedding, Linear, matmul_mode_for, rows_of, set_matmul_mode
 from bloomery.model.shape import is_qk_norm, logical_shapes
 from bloomery.optim.groups import ParameterPiece, Share
 from bloomery.parallel.axis import Axis
@@ -80,7 +80,7 @@ def split_decoder(
         held = _pieces(list(parameters), shapes, axis, sequence=sequence)
         pieces += held
         _replace_parameter(decoder, stored, held, axis, device=device)
-    set_products(decoder, products_for(device, next(decoder.parameters()).dtype))
+    set_matmul_mode(decoder, matmul_mode_for(device, next(decoder.parameters()).dtype))
     if axis.degree > 1:
         _place_collectives(decoder, axis, tensor_group_of(axis), sequence=sequence)
     return pieces

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from bloomery import torch_private
-from bloomery.model.layers import Products
+from bloomery.model.layers import MatmulMode
 from bloomery.model.loss import IGNORED, LossSums
 from bloomery.parallel.axis import Axis
 
@@ -43,16 +43,16 @@ class TensorGroup:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of `x` over the group."""
-        return torch_private.wait_for(torch_private.all_reduce_begun(x.contiguous(), "sum", self.group))
+        return torch_private.wait_for(torch_private.begin_all_reduce(x.contiguous(), "sum", self.group))
 
     def maximum(self, x: Tensor) -> Tensor:
         """The elementwise maximum of `x` over the group."""
-        return torch_private.wait_for(torch_private.all_reduce_begun(x.contiguous(), "max", self.group))
+        return torch_private.wait_for(torch_private.begin_all_reduce(x.contiguous(), "max", self.group))
 
     def all_gather(self, x: Tensor) -> Tensor:
         """[…] of each rank → [tp, …], by index in the group."""
         gathered = torch_private.wait_for(
-            torch_private.all_gather_begun(x.contiguous(), self.degree, self.group)
+            torch_private.begin_all_gather(x.contiguous(), self.degree, self.group)
         )
         return gathered.unflatten(0, (self.degree, -1)) if x.dim() else gathered
 
@@ -66,7 +66,7 @@ class TensorGroup:
         if not self.has_fast_reduce_scatter:
             return self.all_reduce(x).chunk(self.degree, dim=1)[self.index].contiguous()
         parts = x.unflatten(1, (self.degree, -1)).transpose(0, 1).contiguous()  # [tp, b, s/tp, h]
-        scattered = torch_private.reduce_scatter_begun(parts, self.degree, self.group)
+        scattered = torch_private.begin_reduce_scatter(parts, self.degree, self.group)
         return torch_private.wait_for(scattered).squeeze(0)
 
 
@@ -143,7 +143,7 @@ class VocabularyParallelLoss(nn.Module):
         *,
         z_loss: float,
         chunk: int,
-        products: Products,
+        products: MatmulMode,
     ) -> LossSums:
         """Sums over the tokens of `targets` [b, s]. Collective over the group.
 
@@ -214,7 +214,7 @@ class _LossTerms:
     """The loss of a chunk of tokens, and its gradient by the logits, from this rank's logits [n, v/tp]."""
 
     def __init__(
-        self, group: TensorGroup, rows: range, *, z_loss: float, chunk: int, products: Products
+        self, group: TensorGroup, rows: range, *, z_loss: float, chunk: int, products: MatmulMode
     ) -> None:
         self.group, self.rows = group, rows
         self.z_loss, self.chunk, self.products = z_loss, chunk, products

@@ -123,7 +123,7 @@ def _network(draft: Draft) -> Iterator[str]:
         yield (
             f"Reducing gradients between replicas takes {share:.0%} of a step on this network: a larger "
             f"batch, "
-            "fewer replicas, or peers that average every so many steps ([elastic]) need less."
+            "fewer replicas, or peers that average every few steps ([elastic]) need less."
         )
     if step.data_s > 0.0:
         yield "Storage cannot deliver tokens as fast as they are trained on."

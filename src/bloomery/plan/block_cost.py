@@ -43,7 +43,7 @@ class Spent:
         )
 
     def __mul__(self, times: float) -> Spent:
-        """Return the time of doing it so many times."""
+        """Return the time of doing it `times` times."""
         return Spent(
             compute_s=self.compute_s * times, memory_s=self.memory_s * times, tensor_s=self.tensor_s * times
         )

@@ -1,4 +1,4 @@
-"""The warnings of a plan for those who did not ask for one: `config check` and the start of a training."""
+"""Computes a plan's warnings for `config check` and the start of a training, which ask for no plan."""
 
 from __future__ import annotations
 

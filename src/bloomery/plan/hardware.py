@@ -1,4 +1,4 @@
-"""Reads hardware files and links between peers for plans, and describes this machine where a plan names none.
+"""Reads hardware files and links between peers for plans, and estimates this machine if none is named.
 
 Hardware files are TOML, shipped or written by `bloomery calibrate`. Rates are of one direction. GB and Gbit
 are 10⁹, GiB is 2³⁰.
@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from bloomery.config.convert import Unusable, convert_table
+from bloomery.config.convert import BadValues, convert_table
 from bloomery.config.find import nearest, shipped_files
 from bloomery.config.setting import setting
 from bloomery.errors import ConfigError, Mistake
@@ -204,7 +204,7 @@ def parse_hardware(raw: Mapping[str, Any], *, label: str) -> Hardware:
     for name, table in TABLES.items():
         try:
             built[name] = table(**convert_table(table, raw.get(name, {}), name))
-        except Unusable as unusable:
+        except BadValues as unusable:
             mistakes += [
                 Mistake(
                     key=wrong.key, value=wrong.value, source=label, problem=wrong.problem, remedy=wrong.remedy
@@ -299,7 +299,7 @@ def load_link(path_or_name: str) -> SiteLink:
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
         values = convert_table(SiteLink, raw.get("link", {}), "link")
-    except Unusable as unusable:
+    except BadValues as unusable:
         wrongs = [
             Mistake(
                 key=wrong.key, value=wrong.value, source=path.name, problem=wrong.problem, remedy=wrong.remedy

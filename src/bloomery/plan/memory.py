@@ -267,7 +267,7 @@ def _gradients_at_once(
     region at its end: those of a block, or of the whole model where it is compiled as one (on a CPU, without
     tensor and data parallelism, `parallel.working = "kept"`). By then the activations and logits of a
     micro-batch are gone.
-    freed: so many elements would fit in their place.
+    freed: the number of elements that would fit in their place.
     """
     layout, model = work.layout, work.model
     gates = 2 if model.activation == "swiglu" else 1

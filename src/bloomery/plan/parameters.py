@@ -1,4 +1,4 @@
-"""Counts a model's parameters by part and training's operations by matrix products; compares proportions.
+"""Counts a model's parameters by part and its training FLOPs per token; flags unusual proportions.
 
 A weight in a linear layer costs 2 operations for each token forward and 4 backward. Attention multiplies
 queries with keys and weights with values: 4·s·h forward for each token and layer, counted over the whole

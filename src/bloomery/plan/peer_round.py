@@ -32,7 +32,7 @@ _ERROR_AT_MOST = {"int4": 0.2, "int8": 0.05, "bf16": 0.05, "fp32": 0.0}
 
 
 def average_error(codec: str, peers: int, *, reduce_codec: str | None = None) -> float:
-    """Return the relative error of the average of so many equal, independent parts.
+    """Return the relative error of the average of the contributions of `peers` peers, equal and independent.
 
     codec: of the complete sums; the setting elastic.codec.
     reduce_codec: of the partial sums; None: as `codec`.
@@ -44,7 +44,7 @@ def average_error(codec: str, peers: int, *, reduce_codec: str | None = None) ->
 
 
 def codec_of_partial_sums(codec: str, peers: int) -> str:
-    """Return the codec in which the ring of so many peers sends partial sums: `codec` or a wider one.
+    """Return the codec in which a ring of `peers` peers sends partial sums: `codec` or a wider one.
 
     It is the narrowest with which the average's error stays within the bound of `codec`. All members of an
     attempt compute it from the number of members, and so choose the same.
@@ -64,7 +64,7 @@ def sparse_bytes(density: float) -> float:
 
 
 def ring_bytes(values: int, codec: str, peers: int, *, density: float) -> float:
-    """Return how many bytes each peer of a ring sends to average so many values, without scales.
+    """Return the bytes that each peer of a ring sends to average `values` values, without scales.
 
     density: the setting elastic.density, for the sparse codec.
     """

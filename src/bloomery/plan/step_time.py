@@ -278,7 +278,7 @@ def exchanges_of(zero: int, micro_batches: int) -> Exchanges:
 
 
 def data_parallel_bytes(work: Workload, held: float, micro_batches: int) -> float:
-    """Return the bytes that one rank with so many parameters sends over the data axis in one step."""
+    """Return the bytes that one rank, which holds `held` parameters, sends over the data axis in one step."""
     layout = work.layout
     if layout.data == 1:
         return 0.0

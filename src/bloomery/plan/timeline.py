@@ -56,7 +56,7 @@ def peers_of(recipe: Recipe) -> int:
 def _walk(recipe: Recipe, work: Workload, parameters: ModelParameters, until: int) -> Iterator[Stretch]:
     step = sample = 0
     for steps, phase in stretches(recipe.train, until):
-        now = at_phase(work, phase)
+        now = workload_at_phase(work, phase)
         yield Stretch(
             first_step=step,
             first_sample=sample,
@@ -70,7 +70,7 @@ def _walk(recipe: Recipe, work: Workload, parameters: ModelParameters, until: in
         step, sample = step + steps, sample + steps * phase.global_batch
 
 
-def at_phase(work: Workload, phase: Phase) -> Workload:
+def workload_at_phase(work: Workload, phase: Phase) -> Workload:
     """Return the workload of a phase, with its precision resolved for the machine."""
     precision = phase.precision
     if precision == "auto":

@@ -1,4 +1,4 @@
-"""What a training shows of its steps: a progress bar, short lines, lines with every figure, or JSON lines."""
+"""Shows the steps of a training: a progress bar, short lines, lines with every figure, or JSON lines."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def duration(seconds: float) -> str:
 
 
 class LogLines:
-    """Writes a line each so many steps, and one for whatever happens.
+    """Prints a line every `every_steps` steps, and one for each verdict of the guards and each rewind.
 
     started: `time.perf_counter()` at the start of the command; 0 leaves out the time until the first step.
     full: whether lines hold every figure, however long they get.
@@ -138,7 +138,7 @@ class LogLines:
 
 
 class JsonLines:
-    """Emits an object each so many steps, and one for whatever happens, for programs.
+    """Emits a JSON object every `every_steps` steps, and one for each verdict and rewind, for programs.
 
     A step has the fields of the journal's `step` event, and `left_s`; a verdict has `kind` and `reason`.
     """

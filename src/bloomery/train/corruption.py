@@ -1,4 +1,4 @@
-"""Checks for silent corruption: bits that a machine computed or kept wrongly without any error.
+"""Checks for silent data corruption: wrong bits in computed or stored tensors, without any error.
 
 At a check each rank computes the first micro-batch of its step a second time, and that of another replica,
 and digests of the gradients are compared; so are those of weights and reduced gradients, which replicas hold
@@ -41,7 +41,7 @@ from bloomery.train.state import TrainState
 log = logging.getLogger(__name__)
 
 _DISPUTES = 4
-"""At most so many disputed micro-batches are computed by everybody."""
+"""The most disputed micro-batches that all ranks compute again."""
 
 
 @dataclass(frozen=True, kw_only=True)

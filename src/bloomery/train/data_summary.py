@@ -1,4 +1,4 @@
-"""Says at each start how large the model and its data are, and how often the run reads its text."""
+"""Summarises at each start the sizes of model and data, and how many epochs the run reads."""
 
 from __future__ import annotations
 

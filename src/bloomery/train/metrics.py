@@ -1,4 +1,4 @@
-"""Reduces a step's tensors and the ranks' facts to one report, and finds the ranks that are slow.
+"""Reduces a step's tensors and the ranks' facts to one report, and finds slow ranks.
 
 A report costs one host synchronisation.
 """

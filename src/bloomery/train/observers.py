@@ -140,7 +140,7 @@ class Observers:
                 self._observers.remove(observer)
 
 
-class ReadingWatch:
+class SlowDataWarning:
     """Warns when steps wait for their samples, because then the data pipeline, not the device, sets the
     pace.
     """
@@ -215,7 +215,7 @@ def build_observers(
     tracked: what trackers are told of the run.
     """
     observers: list[Observer] = [
-        ReadingWatch(options.say),
+        SlowDataWarning(options.say),
         _console(section, options, first_step=first_step, total_steps=total_steps),
     ]
     if section.tensorboard:

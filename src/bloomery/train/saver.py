@@ -1,4 +1,4 @@
-"""Saves a run's state, offers it to other peers, and restores it: at a start, to rewind, from elsewhere."""
+"""Saves a run's state, offers it to other peers, and restores it: at a start, a rewind, or from a peer."""
 
 from __future__ import annotations
 

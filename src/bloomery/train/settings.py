@@ -1,4 +1,4 @@
-"""The recipe of a run: what a start may change in it, what it says at each position, and changes on the way.
+"""The settings in force in a run: what a start may change, their values at a position, changes on the way.
 
 `StartOptions` holds what the command line asks for beside the recipe.
 """

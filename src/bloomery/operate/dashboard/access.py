@@ -1,4 +1,4 @@
-"""Who may look and who may act: tokens, the names that a loopback server answers to, and headers."""
+"""Access control of the dashboard: tokens for reading and acting, allowed Host names, security headers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The mesh of a run: where each rank stands, what it does, how long it works by itself, and what it holds."""
+"""Builds the mesh panel of a run's page: each rank's place, activity, own time per step, and memory."""
 
 from __future__ import annotations
 

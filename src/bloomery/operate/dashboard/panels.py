@@ -1,4 +1,4 @@
-"""The tables of a run's page: checkpoints, where the time went, and what happened."""
+"""Builds the tables of a run's page: checkpoints, goodput by class of time, and events."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def _kept_checkpoints(reader: RunReader, recipe: Recipe | None) -> dict[str, tup
             reader.rundir, section=recipe.checkpoint, run_length_steps=length, is_intact=is_committed
         )
     except (BloomeryError, OSError):
-        return {}  # the directory changed under the listing: the next look sees it
+        return {}  # the directory changed under the listing: the next call sees it
     return {
         item.checkpoint.name: (item.checkpoint.step, ", ".join(item.why) or "to be removed")
         for item in decisions

@@ -1,4 +1,4 @@
-"""The figures of runs in the text format of Prometheus (version 0.0.4)."""
+"""Writes the metrics of runs in Prometheus's text format (version 0.0.4)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happened in a run, one sentence for each event of its journals, to be shown as text."""
+"""Turns each event of a run's journals into one sentence for the dashboard's list of events."""
 
 from __future__ import annotations
 

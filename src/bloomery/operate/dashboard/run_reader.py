@@ -1,4 +1,4 @@
-"""One run as its journals tell it: columns of its steps, what happened, its saves, and what is wrong to read.
+"""Follows the journals of one run: its steps as columns, its events and saves, and unreadable files.
 
 It reads files and nothing else, so that whoever looks on costs the training nothing.
 """
@@ -28,7 +28,7 @@ from bloomery.operate.dashboard.step_columns import StepColumns, StepLine
 _MOST_EVENTS, _MOST_ROUNDS, _MOST_SAVES = 3000, 2000, 2000
 _LONG = ("recipe", "spent")
 _STUCK_POLLS = 3
-"""A last line without an end counts as torn once so many polls saw it unchanged."""
+"""The number of polls that see an unfinished last line unchanged before it counts as torn."""
 
 
 @dataclass
@@ -111,7 +111,7 @@ class RunReader:
         return self._steps.read_bytes / self._steps.size if self._steps.size else 1.0
 
     def read_all(self) -> RunReader:
-        """Read to the ends of the journals and return self; for those who look once."""
+        """Read to the ends of the journals and return self; for callers that read them once."""
         self.poll()
         while self.is_behind:
             self.poll()

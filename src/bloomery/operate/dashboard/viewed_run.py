@@ -1,4 +1,4 @@
-"""A run that is watched for several viewers at once: what was made for one of them serves all."""
+"""Caches the dashboard's answers about one run, so that all its viewers share them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class ViewedRun:
         self._panels = b""
         self._panels_made, self._panels_version = -1.0, -1
 
-    def look_at_ranks(self) -> None:
+    def check_ranks(self) -> None:
         """Notice at once a rank whose process is gone; viewers then are told as if a journal had grown."""
         now = time.time()
         first = read_beat(self.reader.rundir.heartbeat())

@@ -1,4 +1,4 @@
-"""The faults that a drill injects into a supervised run, cut connections among them, and what they need."""
+"""Injects the faults of a drill into a supervised run: kills, hangs, cut connections, a full disk."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def inject(fault: DrillFault, target: DrillTarget, rng: Random) -> Callable[[], 
     if fault == DrillFault.DISK:
         return _fill(target.rundir.path, for_s=_FULL_S)
     if fault == DrillFault.FLIP:
-        flip_newest(target.rundir, rng)
+        flip_checkpoint_bit(target.rundir, rng)
     if fault == DrillFault.SHM:
         assert target.shm is not None, "the drill refuses this fault without a private /dev/shm"
         undo = _fill(target.shm, for_s=_FULL_S)
@@ -166,7 +166,7 @@ def _launcher_on(host: str, rundir: RunDirectory) -> int:
     return int(json.loads(cards[-1].read_text())["pid"])
 
 
-def flip_newest(rundir: RunDirectory, rng: Random) -> Path | None:
+def flip_checkpoint_bit(rundir: RunDirectory, rng: Random) -> Path | None:
     """Flip a bit of a tensor file of the newest checkpoint, and return its path; None where there is none."""
     newest = max(checkpoints(rundir), key=lambda checkpoint: checkpoint.step, default=None)
     if newest is None:

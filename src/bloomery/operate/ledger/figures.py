@@ -1,4 +1,4 @@
-"""A ledger as plain figures for programs, and against the forecast of a plan."""
+"""Turns a ledger into plain figures for programs, and compares it with the forecast of a plan."""
 
 from __future__ import annotations
 

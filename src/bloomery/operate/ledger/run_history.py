@@ -1,4 +1,4 @@
-"""What happened to a run, in order of time: how it began and ended, and each incident between."""
+"""Reads the history of a run from its journals: its first start, each incident in order, and its end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One machine as a scheduler: a queue of its own in the run directory, whose jobs run one after another."""
+"""One machine as a scheduler: a queue in the run directory, whose jobs run one after another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tells what is new in a run directory, or in a mirror of one, line by line."""
+"""Yields the new events of a run directory, or of a mirror of one, as lines of text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns conditions into alerts: one when something begins, one when it is ignored, one when it is over."""
+"""Turns conditions into alerts: when an incident begins, again while it is unacknowledged, when it ends."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def update(
     now: float,
     rules: AlertRules,
 ) -> tuple[dict[str, OpenIncident], list[Alert]]:
-    """Return the open incidents after a look at a run, and the alerts that the look gives rise to."""
+    """Return the open incidents after a check of a run, and the alerts to send because of it."""
     current = {condition.group or condition.kind: condition for condition in conditions}
     after: dict[str, OpenIncident] = {}
     alerts = []
