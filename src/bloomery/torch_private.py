@@ -1,6 +1,6 @@
 """Wraps the private functions of torch that this package calls, each under a name of its own.
 
-torch promises nothing of names with an underscore. They stand here alone, so that who moves to another
+torch promises nothing of names with an underscore. They stand only here, so that who moves to another
 version of torch reads one file; `tests/test_torch_private.py` calls each and says which versions were tried.
 """
 
@@ -143,7 +143,7 @@ def allow_compilations(count: int) -> None:
 def backward_of_input(
     root: Tensor, output_gradient: Tensor | None, x: Tensor, parameters: Iterator[nn.Parameter]
 ) -> tuple[Tensor, Any]:
-    """Compute the gradient of `x` alone, and return it with what `backward_of_weights` needs for the rest."""
+    """Compute only the gradient of `x`, and return it with what `backward_of_weights` needs for the rest."""
     # Imported here because it takes seconds to load, and only zero-bubble schedules split a backward.
     from torch.distributed.pipelining._backward import stage_backward_input
 

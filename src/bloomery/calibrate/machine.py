@@ -40,7 +40,7 @@ DISK_BYTES = 128 * 2**20
 LINK_BYTES = 32 * 2**20
 OVERLAP_SIDE = {"cpu": 512, "cuda": 4096}
 OVERLAP_ROUNDS = 9
-PATIENCE_S = 300
+PATIENCE_S = 300  # for a process that measures
 WATCH = """
 import resource, subprocess, sys
 subprocess.run(sys.argv[1:], check=True, stdout=subprocess.DEVNULL)

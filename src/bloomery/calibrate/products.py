@@ -21,8 +21,8 @@ from bloomery.plan.block_cost import Workload, block_passes, head_passes
 from bloomery.plan.hardware import Hardware
 from bloomery.plan.layout import Layout
 
-LEAST_REPEATS = 5
-BUDGET_S = 0.4
+LEAST_REPEATS = 5  # of one measurement
+BUDGET_S = 0.4  # for one measurement
 ROW_S = 5e-3
 """The shortest work between two events of a GPU, whose clock ticks in half microseconds, in seconds."""
 
@@ -122,7 +122,7 @@ def measure_products(device: torch.device, dtype: torch.dtype) -> list[Product]:
 
 
 def measure_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the FLOP/s of the large square product alone."""
+    """Return the FLOP/s of only the large square matmul."""
     side = LARGE[device.type]
     left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     return 2 * side**3 / best_s(partial(F.linear, left, right), device)

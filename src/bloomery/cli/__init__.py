@@ -110,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def version_line() -> str:
-    """Return for instance `bloomery 0.1.0 (51d1de1a2b3c)`; without the commit where nothing tells it."""
+    """Return for instance `bloomery 0.1.0 (51d1de1a2b3c)`; without the commit where it is unknown."""
     from importlib import metadata
     from pathlib import Path
 

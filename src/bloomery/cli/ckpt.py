@@ -139,7 +139,7 @@ def _verify(arguments: list[str]) -> int:
 
 
 def verify_watched(where: Path | Source, progress: ProgressCallback) -> list[Problem]:
-    """Return what is wrong with a checkpoint, and tell how much of it is read."""
+    """Return what is wrong with a checkpoint, and show how much of it is read."""
     source = source_of(where)
     try:
         total = read_manifest(source).bytes

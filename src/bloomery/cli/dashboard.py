@@ -117,7 +117,7 @@ def _refuse_wrong_certificate(options: Namespace) -> None:
 
 
 def _listener(options: Namespace) -> socket.socket:
-    """Return the bound socket, so that a port that is taken is told before anything begins."""
+    """Return the bound socket, so that a taken port is refused before anything begins."""
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

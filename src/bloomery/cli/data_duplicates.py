@@ -46,7 +46,7 @@ def add_parser(commands: Any) -> None:  # Any: argparse names no type for it
         metavar="PREFIX",
         help="pairs whose documents are left out of the new one too, such as held-out text",
     )
-    dedup.add_argument("--exact", action="store_true", help="leave out equal documents alone")
+    dedup.add_argument("--exact", action="store_true", help="leave out only equal documents")
     dedup.add_argument(
         "--threshold",
         type=float,

@@ -262,7 +262,7 @@ def add_report_parser(commands: Any) -> None:  # Any: argparse keeps this type t
     report.add_argument(
         "--overlap",
         action="store_true",
-        help="read all documents, and tell which held-out ones are in the training text too (status 1)",
+        help="read all documents, and list which held-out ones are in the training text too (status 1)",
     )
     report.add_argument("--json", action="store_true", help="print one JSON object instead")
     report.set_defaults(command=_report)

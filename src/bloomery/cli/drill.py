@@ -60,7 +60,7 @@ def run(arguments: list[str]) -> int:
     _refuse_what_needs_root(faults)
     _refuse_what_is_of_one_machine(faults, options, nodes)
     with ExitStack() as stack:
-        # The ranks and the scratch directory shall not outlive a drill that is told to end.
+        # The ranks and the scratch directory shall not outlive a drill that is asked to end.
         before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         stack.callback(signal.signal, signal.SIGTERM, before)
         if DrillFault.DISK in faults:

@@ -30,7 +30,7 @@ bloomery guard replay training.log --png spikes.png   the log of a Megatron-styl
 bloomery guard replay training.log --follow           a log that is still growing, until Ctrl-C
 bloomery guard replay training.log --json guard.spike_patience=20"""
 
-MOST_SHOWN = 200
+MOST_SHOWN = 200  # findings in the terminal
 FOLLOW_S = 2.0
 """The least seconds between two readings of a growing log; or three times what the last one took."""
 
@@ -205,8 +205,8 @@ def _facts(columns: Columns, findings: Sequence[ReplayFinding]) -> dict[str, Any
 
 
 COLOURS = {"rewind": "#c1292e", "stop": "#000000", "watch": "#e87f3a"}
-BINS = 4000
-MOST_MARKS = 300
+BINS = 4000  # of the drawn curve, each with its lowest and highest loss
+MOST_MARKS = 300  # findings in the picture
 
 
 def draw_replay(columns: Columns, findings: Sequence[ReplayFinding], path: Path, *, title: str) -> None:

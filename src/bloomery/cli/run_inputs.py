@@ -98,7 +98,7 @@ def load_saved(path: Path, *, dtype: str, by_layer: bool, fallback: bool = False
 
     dtype: one of DTYPES.
     fallback: take the newest intact checkpoint where the newest is damaged.
-    by_layer: read blocks when they compute; it is done too, and told, where memory is too small.
+    by_layer: read each block when it is computed; done, with a message, also where memory is too small.
     """
     from bloomery.evaluate.saved_files import find_saved
 

@@ -270,6 +270,6 @@ def _follow_options(arguments: list[str]) -> Namespace:
         metavar="N",
         help="lines of the past to begin with (20; 0: all)",
     )
-    options.add_argument("--steps", type=positive, default=10, metavar="N", help="tell each N-th step (10)")
-    options.add_argument("--once", action="store_true", help="tell what is there, and end")
+    options.add_argument("--steps", type=positive, default=10, metavar="N", help="show every Nth step (10)")
+    options.add_argument("--once", action="store_true", help="show what is there, and exit")
     return options.parse_args(arguments)

@@ -22,7 +22,7 @@ _OF_POSITIONS = (
     "rope_high_rotations",
     "rope_attention_factor",
 )
-"""Settings that the recipe may change on purpose, for instance for a longer context; that is told."""
+"""Settings that the recipe may change on purpose, for instance for a longer context; a note says so."""
 
 _OF_WEIGHTS = ("config.json", "manifest.json", "recipe.toml", ".metadata", "*.pt")
 """Files by which a directory may hold weights; what they are is seen when they are read."""

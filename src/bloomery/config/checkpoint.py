@@ -147,7 +147,7 @@ class ControlSection:
         kind="free",
         at_start=True,
         choices=("auto", "none", "gce", "aws", "azure"),
-        help="Cloud whose metadata service each node asks for such notices; 'auto' is told by the firmware.",
+        help="Cloud whose metadata service each node asks for such notices; 'auto' asks the firmware.",
     )
     metadata_url: str = setting(
         "", kind="free", at_start=True, help="Address of the metadata service; empty: the cloud's own."
@@ -345,7 +345,7 @@ class BackupSection:
         kind="free",
         at_start=True,
         choices=("all", "model"),
-        help="What is copied: 'all', the whole state, or 'model', the weights alone.",
+        help="What is copied: 'all', the whole state, or 'model', only the weights.",
     )
     every_steps: int = setting(
         0,

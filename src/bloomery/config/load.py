@@ -156,7 +156,7 @@ def parse_recipe(
     later = _DESCRIBED if taken else ()
     built, more = _built(raw, [name for name in sections_by_name if name not in later])
     wrongs += more
-    if describe is not None and taken and not wrongs:  # what the recipe alone shows is told first
+    if describe is not None and taken and not wrongs:  # mistakes of the recipe itself are reported first
         wrongs, of_weights = take_described(raw, places, describe(_begins_from(raw)))
         notes += of_weights
     if later and not wrongs:

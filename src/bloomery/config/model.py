@@ -12,7 +12,7 @@ Auto = Literal["auto"]
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSection:
-    """The shape and parts of a decoder-only transformer; Llama, BLOOM and GPT-2 differ in these alone."""
+    """The shape and parts of a decoder-only transformer; Llama, BLOOM and GPT-2 differ only in these."""
 
     layers: int = setting(kind="fixed", minimum=1, help="Number of decoder blocks.")
     hidden: int = setting(kind="fixed", minimum=1, help="Width of the residual stream, in channels.")

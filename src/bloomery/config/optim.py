@@ -45,7 +45,7 @@ class OptimSection:
         "norm",
         kind="journalled",
         choices=("norm", "z-score", "tensor"),
-        help="How gradients are clipped: 'norm' by optim.clip alone; 'z-score' also where the norm is far "
+        help="How gradients are clipped: 'norm' only by optim.clip; 'z-score' also where the norm is far "
         "above its running mean (ZClip); 'tensor' each tensor by its own running norm, after 100 steps by "
         "optim.clip (AdaGC).",
     )

@@ -39,7 +39,7 @@ def backup_mistakes(
         problem, remedy = "cannot be written to", f"Use a URL of {', '.join(SCHEMES)}."
     elif parts.username or parts.password or parts.query:
         problem = "holds credentials, which do not belong in a recipe: it is journalled and shared"
-        remedy = "Put them into the environment (AWS_ACCESS_KEY_ID, …) and write the bucket and path alone."
+        remedy = "Put them into the environment (AWS_ACCESS_KEY_ID, …) and write only the bucket and path."
     elif not (parts.netloc or parts.scheme == "file"):
         problem, remedy = "names no bucket", "Write s3://bucket/path."
     elif offline and parts.scheme != "file":

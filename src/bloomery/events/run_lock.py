@@ -19,7 +19,7 @@ from bloomery.errors import RunBusy, storage_error
 from bloomery.events.heartbeat import read_heartbeat, write_unsynced
 from bloomery.events.run_directory import RunDirectory
 
-STALE_AFTER_S = 60.0
+STALE_AFTER_S = 60.0  # without a refresh, after which another machine may take the lock
 TRAINING = "trained"
 _REFRESH_S = 10.0
 _LOOK_S = 2.0

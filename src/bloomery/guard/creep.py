@@ -21,9 +21,9 @@ class HeldOutRise:
     The run then overfits, or one of the two losses is computed from wrong data.
     """
 
-    RISES = 3
-    SHARE = 0.01
-    LOSSES = 50
+    RISES = 3  # evaluations in a row
+    LEAST_RISE = 0.01  # of the held-out loss, as a share
+    LOSSES = 50  # training losses, whose median is compared
     name: str = "held_out"
 
     def fresh(self) -> Json:
@@ -46,7 +46,7 @@ class HeldOutRise:
         is_reported = past["told"] and rises
         first, last = points[0], points[-1]
         kept: dict[str, Json] = {"losses": losses, "points": points, "told": is_reported}
-        if is_reported or not rises or last[1] < (1.0 + self.SHARE) * first[1] or last[2] > first[2]:
+        if is_reported or not rises or last[1] < (1.0 + self.LEAST_RISE) * first[1] or last[2] > first[2]:
             return kept, carry_on
         reason = (
             f"the held-out loss rose at {self.RISES} evaluations in a row, from {first[1]:.4f} at step "
@@ -73,8 +73,8 @@ class MemoryCreep:
     """
 
     BLOCK_STEPS = 100
-    RISES = 6
-    SHARE, LEAST_BYTES = 0.05, 32 * MIB
+    RISES = 6  # blocks in a row
+    LEAST_SHARE, LEAST_BYTES = 0.05, 32 * MIB  # of growth, to be reported
     name: str = "memory"
 
     def fresh(self) -> Json:
@@ -94,7 +94,7 @@ class MemoryCreep:
         kept = {**past, "means": means, "sum": 0.0, "count": 0, "started": True}
         rises = len(means) > self.RISES and all(later > before for before, later in pairwise(means))
         grown = means[-1] - means[0] if rises else 0.0
-        if past["told"] or grown < max(self.SHARE * (means[0] if means else 0.0), self.LEAST_BYTES):
+        if past["told"] or grown < max(self.LEAST_SHARE * (means[0] if means else 0.0), self.LEAST_BYTES):
             return kept, carry_on
         steps = self.RISES * self.BLOCK_STEPS
         reason = (
@@ -170,8 +170,8 @@ class InnerGrowth:
     JUMP = 4.0
     NOISES = 8.0
     REMEMBERED = 0.8
-    MOST_IN_ONE = 0.6
-    SLOWS = 0.7
+    LARGEST_RISE_SHARE = 0.6  # of the whole growth, by one median: more is a jump
+    LEAST_PACE = 0.7  # of the second half of the growth, relative to the first: less slows down
     name: str = "growth"
 
     def fresh(self) -> Json:
@@ -284,9 +284,9 @@ def _grows_faster(path: tuple[float, ...], guard: InnerGrowth) -> bool:
     rises = [math.log(later / before) for before, later in pairwise(path)]
     whole, half = sum(rises), len(rises) // 2
     is_steady = (
-        sum(rise > 0.0 for rise in rises) >= len(rises) - 1 and max(rises) <= guard.MOST_IN_ONE * whole
+        sum(rise > 0.0 for rise in rises) >= len(rises) - 1 and max(rises) <= guard.LARGEST_RISE_SHARE * whole
     )
-    return is_steady and sum(rises[-half:]) >= guard.SLOWS * sum(rises[:half])
+    return is_steady and sum(rises[-half:]) >= guard.LEAST_PACE * sum(rises[:half])
 
 
 def _warning(kind: str, block: int, *, now: float, how: str, told: Any, step: int) -> Watch | None:

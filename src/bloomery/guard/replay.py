@@ -37,7 +37,7 @@ class ReplayFinding:
     """The verdict that one guard would have given at one line of a log.
 
     again: the verdict if the anomaly came again after `verdict`; None where `verdict` undoes nothing.
-    in_steps: whether the log has no samples, so that what is skipped is told in steps.
+    in_steps: whether the log has no samples, so that what is skipped is counted in steps.
     """
 
     guard: str

@@ -345,7 +345,7 @@ class Attention(nn.Module):
     def _attend_by_tiles(
         self, query: Tensor, key: Tensor, value: Tensor, visibility: Visibility, dropout: BlockDropout | None
     ) -> Tensor:
-        """Return [b, s, heads, d] from queries, keys and values of that order, with scores on the chip alone.
+        """Return [b, s, heads, d] from queries, keys and values of that order, with scores only on the chip.
 
         Recomputation, which replaces `attend`, has nothing to do here.
         """

@@ -56,7 +56,7 @@ class ElementKeys:
 class BlockDropout:
     """What a block needs for its dropout; None where nothing is dropped.
 
-    They are tensors, so that compiled blocks, which differ in them alone, share their code.
+    They are tensors, so that compiled blocks, which differ only in them, share their code.
     weights: of attention weights, rows [b, heads, s]. attention_output, mlp_output: rows [b, positions held
     here].
     """

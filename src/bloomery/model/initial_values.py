@@ -135,7 +135,7 @@ def bigram_factors(counts: Tensor, *, hidden: int, seed: int) -> tuple[Tensor, T
     ln(p(b | a) / p(b)), the pointwise mutual information (PMI).
     counts: how often b follows a, [v, v].
     The factors of rank h come from a randomised singular value decomposition (Halko, Martinsson & Tropp,
-    2011) that gives frequent tokens more weight. They are a function of the arguments alone, so equal on all
+    2011) that gives frequent tokens more weight. They depend only on the arguments, so are equal on all
     ranks.
     """
     counts = counts.float()

@@ -198,7 +198,7 @@ def _gpu_memory(evidence: FailureEvidence) -> Iterator[Diagnosis]:
     for end in _failed(evidence):
         line = _line(f"{end.error}\n{end.log}", GPU_MEMORY.pattern)
         if line:
-            # torch's allocator names its own use; the driver alone has none left where others hold it all
+            # torch's allocator names its own use; the driver's error also counts what others hold
             others = bool(
                 _OTHERS_HOLD_IT.search(f"{end.error}\n{end.log}") or DRIVER_OUT_OF_MEMORY.search(line)
             )

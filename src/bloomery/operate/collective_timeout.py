@@ -20,7 +20,7 @@ _IS_STUCK = re.compile(r"watchdog got stuck for \d+ seconds|due to \w+ watchdog 
 
 
 def diagnose_timeout(evidence: FailureEvidence, end: RankEnd, line: str) -> Diagnosis:
-    """Return what a time-out of a collective means: by torch's flight recorder, else by who told of it.
+    """Return the cause of a collective's time-out: by torch's flight recorder, else by who reported it.
 
     end, line: a rank that reports the time-out, and its words.
     """

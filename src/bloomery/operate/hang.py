@@ -59,7 +59,7 @@ class HangFinding:
     hosts: the hosts of the culprits.
     summary: one sentence.
     evidence: a line for each group of ranks in the same place.
-    sure: whether stacks or the kernel show it; False where heartbeats alone do.
+    sure: whether stacks or the kernel show it; False where only heartbeats do.
     """
 
     culprits: tuple[int, ...]

@@ -21,8 +21,8 @@ from bloomery.errors import TrainingFailed, storage_error
 from bloomery.events.records import known_values
 from bloomery.operate.node_facts import NodeFacts
 
-INTERVAL_S = 1.0
-SILENCE_S = 6.0
+INTERVAL_S = 1.0  # between two writes of a launcher's card
+SILENCE_S = 6.0  # without a new card, after which a launcher is lost
 MOST_CARDS_PER_S = 100.0
 """The most cards per second that all launchers of a job together write."""
 

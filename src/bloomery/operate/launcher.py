@@ -105,7 +105,7 @@ def node_group(environment: Environment, *, address_of: AddressOf | None = None)
         count = _number(environment, "SLURM_JOB_NUM_NODES", 1)
         if "SLURM_JOB_ID" in environment and "SLURMD_NODENAME" in environment and count > 1:
             raise TrainingFailed(
-                f"This job has {count} nodes, and `bloomery launch` was started on the first alone.",
+                f"This job has {count} nodes, and `bloomery launch` was started only on the first.",
                 remedy="Write `srun --ntasks-per-node=1` before it.",
             )
         return None

@@ -15,7 +15,7 @@ from bloomery.operate.share_log import ShareLog
 
 
 class ShareWatch:
-    """What the ranks of one launcher are told by the job during one attempt, and what it tells of them.
+    """Follows one attempt for the ranks of one launcher: when they must stop, and what to report of them.
 
     It serves `run_ranks` as the supervisor of the ranks and as the launchers of the other nodes.
 

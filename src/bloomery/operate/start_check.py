@@ -49,7 +49,7 @@ class StartCheck:
         return facts
 
     def judge(self, nodes: Mapping[str, NodeFacts]) -> list[NodeFinding]:
-        """Return what is wrong with these nodes, alone and beside each other."""
+        """Return what is wrong with these nodes, each by itself and compared with the others."""
         return judge_nodes(nodes, disk_gb=self.disk_gb, gpus=self.gpus, environment=self.environment)
 
     def unfit_hosts(

@@ -28,7 +28,7 @@ from bloomery.operate.schedulers.slurm import Slurm
 
 @dataclass(frozen=True, kw_only=True)
 class Submission:
-    """What `bloomery submit` was told, kept as submission.json in the run directory for those that follow.
+    """The arguments of `bloomery submit`, kept as submission.json in the run directory for those that follow.
 
     recipe: the recipe's name, or its absolute path.
     overrides: settings of the command line.

@@ -159,7 +159,7 @@ class TrainingModel:
     def initialise(self, *, seed: int, bigrams: Callable[[], Tensor]) -> None:
         """Give every weight its initial value, which depends on neither the layout nor the precision.
 
-        bigrams: makes the bigram counts [v, v] of the training text; called on rank 0 alone, and only if
+        bigrams: makes the bigram counts [v, v] of the training text; called only on rank 0, and only if
         model.embedding_init asks for them. Collective over the peer.
         """
         model = self.decoder.model
@@ -351,9 +351,9 @@ def _empty_batch(decoder: Decoder) -> MicroBatch:
 
 
 def _tensor_loss(decoder: Decoder, *, z_loss: float, chunk: int, compiles: str) -> TensorLoss:
-    """The loss as a function of tensors alone, which torch.compile can compile.
+    """The loss as a function of only tensors, which torch.compile can compile.
 
-    compiles: 'whole' for the forward and the loss together, 'loss' for the loss alone, '' for nothing.
+    compiles: 'whole' for the forward and the loss together, 'loss' for only the loss, '' for nothing.
     """
     loss_of_hidden = compiled_function(decoder.loss) if compiles == "loss" else decoder.loss
 

@@ -217,7 +217,7 @@ class QueryKeyClip:
         self.clamp(0.0)
 
     def clamp(self, limit: float) -> None:
-        """Rescale from now on by this limit or the recipe's, the lower one; 0: by the recipe's alone."""
+        """Rescale from now on by this limit or the recipe's, the lower one; 0: only by the recipe's."""
         threshold = min(filter(None, (self._own, limit)), default=0.0)
         if bool(threshold) != bool(self._threshold):
             for attention, maximum in zip(self._attentions, self._maxima, strict=True):

@@ -33,7 +33,7 @@ from bloomery.parallel.flat import (
 from bloomery.parallel.gradient_buckets import GradientBuckets
 from bloomery.parallel.mesh import Mesh
 
-PEAK_PROBE_S = 0.15
+PEAK_PROBE_S = 0.15  # for which matmuls are repeated
 DTYPES: dict[str, torch.dtype] = {
     "bf16": torch.bfloat16,
     "fp32": torch.float32,

@@ -1,6 +1,6 @@
 """Activation recomputation (activation checkpointing) of blocks, and what torch.compile compiles of them.
 
-'full' keeps each block's input alone (Chen et al. 2016); 'selective' computes only scores and weights of
+'full' keeps only each block's input (Chen et al. 2016); 'selective' computes only scores and weights of
 attention again (Korthikanti et al. 2022, section 5); 'elementwise' keeps what products, fused attention and
 collectives return, and computes norms, activations, rotations and dropout again, which cost a pass over
 memory. No random state is saved for it: dropout masks are a function of their address (`model/dropout.py`).

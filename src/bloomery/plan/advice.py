@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from bloomery.config.recipe import Recipe
     from bloomery.plan.overview import Draft
 
-BUBBLE = 0.1
-TIGHT = 0.92
-LARGE_HIDDEN = 4096
-STD_MARGIN = 1.5
-PADDING = 64
+BUBBLE = 0.1  # share of a step above which the pipeline bubble is warned of
+TIGHT = 0.92  # share of the memory above which a plan counts as tight
+LARGE_HIDDEN = 4096  # above this hidden size a large initial deviation is warned of
+STD_MARGIN = 1.5  # times the usual initial deviation
+PADDING = 64  # to a multiple of these rows on each tensor-parallel rank
 
 
 def recipe_advice(recipe: Recipe, *, tensor: int) -> list[str]:

@@ -27,7 +27,7 @@ class BlockParameters:
     mlp_norm: int
     mlp: int
     matrices: int
-    """The weights of the linear layers alone, which are multiplied for every token."""
+    """The weights of only the linear layers, which are multiplied for every token."""
 
     @property
     def total(self) -> int:
@@ -150,7 +150,7 @@ def token_cost(
 
 
 def forward_cost(model: ModelSection, *, vocabulary: int, sequence_length: int) -> int:
-    """Return the operations for each token of a forward pass alone, as in evaluation."""
+    """Return the operations for each token of only a forward pass, as in evaluation."""
     return token_cost(model, vocabulary=vocabulary, sequence_length=sequence_length).model // 3
 
 

@@ -19,8 +19,8 @@ from bloomery.plan.schedule import phase_at, steps_left, steps_of_run, total_sam
 from bloomery.plan.step_time import step_time
 from bloomery.plan.timeline import peers_of, workload_at_phase
 
-MEASURED_STEPS = 100
-FACTORS = (0.25, 0.5, 2, 4)
+MEASURED_STEPS = 100  # the newest steps, whose median speed counts
+FACTORS = (0.25, 0.5, 2, 4)  # of the accelerators, for `OtherScale`
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,7 +32,7 @@ class Request:
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe alone."""
+        """The recipe, without where its settings came from."""
         return self.loaded.recipe
 
 

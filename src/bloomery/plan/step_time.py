@@ -167,7 +167,7 @@ def _ends(work: Workload) -> tuple[Spent, Spent]:
     return embedding.forward + embedding.backward, head.forward + head.backward
 
 
-@lru_cache(maxsize=64)  # the batches of a ramp-up differ in the number of micro-batches alone
+@lru_cache(maxsize=64)  # the batches of a ramp-up differ only in the number of micro-batches
 def _all_stages(
     work: Workload, parameters: ModelParameters, stages: tuple[StageParameters, ...], recompute: str
 ) -> tuple[Spent, ...]:

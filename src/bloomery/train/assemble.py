@@ -180,7 +180,7 @@ def _take_and_prepare(
 ) -> tuple[SettingChanges, Prepared]:
     """Lock the run directory on the first rank, and prepare the data there while the other ranks wait.
 
-    Returns what this start changes in the run's settings, which the first rank alone knows, and the data.
+    Returns what this start changes in the run's settings, which only the first rank knows, and the data.
     The lock is released when `stack` is closed. Collective over the peer.
     """
     section = loaded.recipe.data

@@ -248,7 +248,7 @@ def refuse_when_stopped(rundir: RunDirectory, section: ControlSection, mesh: Mes
 
 
 def _reason(*, stop: str, interrupted: bool, terminated: bool) -> str:
-    """Why to stop, from what any rank was told; empty for no reason. A signal may have reached only one."""
+    """Why to stop, from what any rank has seen; empty for no reason. A signal may have reached only one."""
     if interrupted:
         return "signal SIGINT"
     if terminated:

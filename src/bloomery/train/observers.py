@@ -212,7 +212,7 @@ def build_observers(
 
     first_step: the steps that were made before.
     device: what this rank computes on.
-    tracked: what trackers are told of the run.
+    tracked: what trackers get about the run.
     """
     observers: list[Observer] = [
         SlowDataWarning(options.say),

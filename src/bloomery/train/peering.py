@@ -105,7 +105,7 @@ def peering_of_environment(recipe: Recipe, mesh: Mesh, stack: ExitStack) -> Peer
 
 
 def announce_interludes(interludes: Sequence[Interlude], peering: Peering | None) -> list[Interlude]:
-    """Return the interludes so that each tells the agent that it runs, or it would be taken for a step
+    """Return the interludes so that each reports to the agent that it runs, or it would be taken for a step
     that hangs.
     """
     if peering is None:

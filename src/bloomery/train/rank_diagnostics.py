@@ -131,7 +131,7 @@ def make_heartbeat(rundir: RunDirectory, mesh: Mesh) -> Heartbeat:
 
 
 def pci_bus_of(properties: object) -> str:
-    """Return the PCI bus of a GPU as the kernel's log names it, "0000:3b:00"; "" where torch does not tell.
+    """Return the PCI bus of a GPU as the kernel's log names it, "0000:3b:00"; "" if torch lacks it.
 
     properties: what `torch.cuda.get_device_properties` returns; older torch has no `pci_…` in it.
     """

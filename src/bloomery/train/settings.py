@@ -115,7 +115,7 @@ class StartOptions:
     form: what the console shows of steps: 'bar', 'short', 'full' or 'json'; '' is the form of `log.form`.
     columns: the length of short lines.
     say: prints a line for people.
-    emit: prints an event for programs; called in the form 'json' alone.
+    emit: prints an event for programs; called only in the form 'json'.
     data_progress: opens the callback that gets the progress of preparing the data.
     started: `time.perf_counter()` when the command began.
     peering: the connection to a peer's agent, for a run between peers; else None.

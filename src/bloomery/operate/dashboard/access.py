@@ -14,7 +14,7 @@ from typing import Any
 from bloomery.errors import BloomeryError, storage_error
 
 COOKIE = "bloomery-dashboard"
-LEAST_TOKEN = 16
+LEAST_TOKEN = 16  # characters
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"

@@ -55,7 +55,7 @@ class StageMemoryInUse(msgspec.Struct, kw_only=True):
 class MeshPanel(msgspec.Struct, kw_only=True):
     """The ranks that have a heartbeat.
 
-    degrees: the sizes of the axes; {} where the recipe does not say. told: who is slow, in a sentence.
+    degrees: the sizes of the axes; {} where the recipe does not say. told: the slow ranks, in a sentence.
     """
 
     rows: list[RankRow]
@@ -65,7 +65,7 @@ class MeshPanel(msgspec.Struct, kw_only=True):
 
 
 def mesh_panel(reader: RunReader, recipe: Recipe | None, *, now: float | None = None) -> MeshPanel:
-    """Return the ranks of a run as their heartbeats and their own journals tell of them."""
+    """Return the ranks of a run, from their heartbeats and their own journals."""
     now = time.time() if now is None else now
     first = read_beat(reader.rundir.heartbeat())
     world = first.world if first is not None else 0

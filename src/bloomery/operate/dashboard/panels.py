@@ -78,7 +78,7 @@ class SaveRow(msgspec.Struct, kw_only=True):
 
 
 def saves(reader: RunReader, recipe: Recipe | None) -> list[SaveRow]:
-    """Return the newest checkpoints, newest first: those on the disk, and those that the journal tells of."""
+    """Return the newest checkpoints, newest first: those on the disk, and those in the journal."""
     kept_names = _kept_checkpoints(reader, recipe)
     copies = remote_copies(reader.rundir) if kept_names else {}
     with reader.lock:

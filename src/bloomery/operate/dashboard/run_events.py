@@ -138,7 +138,7 @@ def _end(event: Event) -> str:
 
 
 def _data(event: Event) -> str:
-    """Return what a start told of its data, without the tables that the recipe has too."""
+    """Return what a `start` event has of its data, without the tables that the recipe has too."""
     whole, held_out = event.get("tokens"), event.get("held_out_tokens")
     warnings = event.get("warnings")
     told = " ".join(map(str, warnings)) if isinstance(warnings, list) else ""

@@ -56,7 +56,7 @@ class JournalNews:
 class RunReader:
     """Follows the journals of a run. Every method takes the lock, so that a poller and viewers share it.
 
-    version: grows with each change, so that what was made of an earlier one can be told to be old.
+    version: grows with each change, so that callers can tell that what they made of an earlier one is old.
     """
 
     def __init__(self, path: Path) -> None:

@@ -41,7 +41,7 @@ STATIC = {
 }
 KEEPALIVE_S, GUESS_PAUSE_S = 15.0, 0.2
 CHECKS_PER_INTERVAL = 4
-"""How often a stream looks for changes in an interval: after a silence, or a death, it tells them at once."""
+"""The checks for changes per interval of a stream; after a silence, or a death, it sends them at once."""
 _MOST_VIEWERS, _MOST_BODY = 256, 4096
 
 

@@ -54,7 +54,7 @@ class ViewedRun:
         self._panels_made, self._panels_version = -1.0, -1
 
     def check_ranks(self) -> None:
-        """Notice at once a rank whose process is gone; viewers then are told as if a journal had grown."""
+        """Notice at once a rank whose process is gone; viewers then get an update, as of a grown journal."""
         now = time.time()
         first = read_beat(self.reader.rundir.heartbeat())
         others = range(1, min(first.world, _MOST_RANKS_LOOKED_AT) if first is not None else 0)

@@ -261,7 +261,7 @@ def _let_nodes_back(plan: DrillPlan) -> None:
     """Empty the list of nodes in quarantine that an allocation's drill has of its own.
 
     A launcher that was killed counts as a lost node, and a scheduler would start the run on another one. A
-    drill has the nodes of its job alone, and knows that they are well.
+    drill has the nodes of its job to itself, and knows that they are well.
     """
     if plan.nodes.is_allocation:
         exclusions = Exclusions.of(plan.rundir, SubmitSection())

@@ -73,7 +73,7 @@ ORDINARY = (
     DrillFault.STORE,
     DrillFault.LAUNCHER,
 )
-"""The kinds that a drill injects unless it is told others: they harm nothing on the disk."""
+"""The kinds that a drill injects by default: they harm nothing on the disk."""
 _SIGNALS = {
     DrillFault.KILL: signal.SIGKILL,
     DrillFault.CRASH: signal.SIGSEGV,

@@ -13,7 +13,7 @@ from bloomery.operate.ledger.time_class import TimeClass
 
 Event = Mapping[str, Any]  # Any: a parsed line of a journal
 
-AGREED = (0, 130, 143)
+AGREED = (0, 130, 143)  # exit statuses of attempts that ended as asked
 _LONGEST_START_S = 1800.0
 """The seconds after which an attempt counts as down if its end is not recorded and no rank wrote anything."""
 _OF_JOB = {

@@ -45,7 +45,7 @@ class OneMachine:
         """Queue the jobs, and start the process that runs them where there is none."""
         if request.nodes > 1:
             raise SchedulerError(
-                f"The run wants {request.nodes} nodes, and its queue is on this machine alone.",
+                f"The run wants {request.nodes} nodes, and its queue is only on this machine.",
                 remedy="Submit it where SLURM is, or set submit.nodes=1.",
             )
         job = MachineJob(

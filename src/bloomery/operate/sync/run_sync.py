@@ -26,7 +26,7 @@ class SentFiles:
 
 
 class RunSync:
-    """Sends the logs of one run to one place. What the place holds already is told by its listing alone."""
+    """Sends the logs of one run to one place; the place's listing shows what it has already."""
 
     def __init__(self, rundir: RunDirectory, place: SyncPlace) -> None:
         self._rundir, self._place = rundir, place

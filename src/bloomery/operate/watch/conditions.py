@@ -66,7 +66,7 @@ class WatchedRun:
     path: the run directory, as commands take it.
     since: when the present state began.
     disk: the newest sample of the file system and the forecast from all samples; None where it has no name.
-    quotas: those that the run's files count for; () where there are none, or no command tells.
+    quotas: those that the run's files count for; () where there are none, or no command reports them.
     save_bytes: the size of the newest checkpoint.
     shm_used: the used share of /dev/shm; None where there is none.
     saves: the times of the last checkpoints.
