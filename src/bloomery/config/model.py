@@ -112,7 +112,7 @@ class ModelSection:
         False,
         kind="fixed",
         help="Whether each head's queries and keys are normalised (RMSNorm over the head's channels) before "
-        "positions and products, so that attention logits cannot grow without bound.",
+        "positions and scores, so that attention logits cannot grow without bound.",
     )
     hidden_dropout: float = setting(
         0.0,

@@ -1,13 +1,13 @@
 """The decoder's layers: linear layers, embeddings, the MLP, norms, and fp8 matmuls.
 
-A CPU without bf16 units multiplies bf16 200 times slower than fp32. There the factors of a matrix product are
+A CPU without bf16 units multiplies bf16 200 times slower than fp32. There the factors of a matmul are
 widened to fp32 and the result is rounded once, which are the numerics of units that accumulate in fp32. An
 embedding's gradient is summed in one order, so it is the same on every run. Norms are computed in fp32.
 
 Matmuls of 8-bit floats: E4M3 forward, E5M2 for gradients (Micikevicius et al., 2022). Each factor is scaled
-by its largest element at the moment of the product. Where tensor parallelism splits a factor, the largest
+by its largest element at the moment of the matmul. Where tensor parallelism splits a factor, the largest
 element is that of the whole factor, so each layout rounds alike. Devices without units for 8 bits compute the
-same numbers with fp32 products of the rounded factors: these are exact, and the units sum in fp32 too.
+same numbers with fp32 matmuls of the rounded factors: these are exact, and the units sum in fp32 too.
 Legend: n rows of x, i inputs, o outputs.
 """
 
@@ -25,7 +25,7 @@ from bloomery import torch_private
 from bloomery.model.shape import ResolvedModel
 
 MatmulMode = Literal["native", "fp32", "fp8"]
-"""How a matrix product is computed: in the factors' dtype, in fp32, or from 8-bit factors."""
+"""How a matmul is computed: in the factors' dtype, in fp32, or from 8-bit factors."""
 
 
 def matmul_mode_for(device: torch.device, dtype: torch.dtype) -> MatmulMode:
@@ -38,18 +38,18 @@ def matmul_mode_for(device: torch.device, dtype: torch.dtype) -> MatmulMode:
     return "native" if has_units else "fp32"
 
 
-def set_matmul_mode(module: nn.Module, products: MatmulMode) -> None:
-    """Set how every matrix product inside `module` is computed."""
+def set_matmul_mode(module: nn.Module, matmul_mode: MatmulMode) -> None:
+    """Set how every matmul inside `module` is computed."""
     for part in module.modules():
-        if hasattr(part, "products"):
-            cast(Any, part).products = products  # a module's stub cannot know this attribute
+        if hasattr(part, "matmul_mode"):
+            cast(Any, part).matmul_mode = matmul_mode  # a module's stub cannot know this attribute
 
 
 def use_fp8_matmuls(module: nn.Module) -> None:
-    """Compute the products of every `Linear` inside `module` with factors rounded to 8 bits."""
+    """Compute the matmuls of every `Linear` inside `module` with factors rounded to 8 bits."""
     for part in module.modules():
         if isinstance(part, Linear):
-            part.products = "fp8"
+            part.matmul_mode = "fp8"
 
 
 def linear(
@@ -57,17 +57,17 @@ def linear(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
-    products: MatmulMode,
+    matmul_mode: MatmulMode,
     maximum: Maximum | None = None,
 ) -> Tensor:
     """Return x · weightᵀ + bias in x's dtype. x: [..., in], weight: [out, in], bias: [out].
 
     maximum: see `fp8_linear`, the only one that asks for it.
     """
-    if products == "fp8":
+    if matmul_mode == "fp8":
         product = fp8_linear(x, weight, maximum)
         return product if bias is None else product + bias
-    if products == "native" or x.dtype == torch.float32:
+    if matmul_mode == "native" or x.dtype == torch.float32:
         return F.linear(x, weight, bias)
     wide_bias = None if bias is None else bias.float()
     return F.linear(x.float(), weight.float(), wide_bias).to(x.dtype)
@@ -85,19 +85,19 @@ class Linear(nn.Module):
         self, rows: int, columns: int, *, bias: bool, device: torch.device, dtype: torch.dtype
     ) -> None:
         super().__init__()
-        self.products: MatmulMode = matmul_mode_for(device, dtype)
+        self.matmul_mode: MatmulMode = matmul_mode_for(device, dtype)
         self.weight = nn.Parameter(torch.empty(rows, columns, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(rows, device=device, dtype=dtype)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [..., out] from [..., in]."""
-        return linear(x, self.weight, self.bias, products=self.products, maximum=self.maximum)
+        return linear(x, self.weight, self.bias, matmul_mode=self.matmul_mode, maximum=self.maximum)
 
-    def product(self, x: Tensor) -> Tensor:
+    def matmul(self, x: Tensor) -> Tensor:
         """Do the same as `forward` without the bias, which is added after tensor-parallel ranks were
         summed.
         """
-        return linear(x, self.weight, products=self.products, maximum=self.maximum)
+        return linear(x, self.weight, matmul_mode=self.matmul_mode, maximum=self.maximum)
 
     def add_bias(self, product: Tensor) -> Tensor:
         """Return `product` with the bias added, if there is one."""
@@ -176,8 +176,8 @@ class MLP(nn.Module):
         self.down = Linear(model.section.hidden, model.ffn, bias=bias, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return [b, s, h] from [b, s, h], without the output's bias (see `Linear.product`)."""
-        return self.down.product(self._activate(self.expand(x)))
+        """Return [b, s, h] from [b, s, h], without the output's bias (see `Linear.matmul`)."""
+        return self.down.matmul(self._activate(self.expand(x)))
 
     def _activate(self, x: Tensor) -> Tensor:
         if self.activation == "swiglu":

@@ -39,7 +39,7 @@ def next_token_loss(
     *,
     z_loss: float = 0.0,
     chunk: int = 1024,
-    products: MatmulMode = "native",
+    matmul_mode: MatmulMode = "native",
     on_units: bool = False,
     fused: bool = False,
 ) -> LossSums:
@@ -50,7 +50,7 @@ def next_token_loss(
     head_weight: [v, h].
     targets: int64 [...]; −100 is ignored.
     chunk: number of tokens whose logits exist at one time; their softmax is taken in fp32.
-    products: how matrix products are computed.
+    matmul_mode: how matmuls are computed.
     on_units: whether the processor `has_amx`; the native library then computes the gradient of bf16 logits.
     fused: whether the machine `has_triton`; on GPUs the logits are then replaced by their gradient.
     Gradients are computed in the forward pass, where the logits exist anyway; the backward pass only scales
@@ -60,14 +60,14 @@ def next_token_loss(
     wants_gradient = torch.is_grad_enabled() and (hidden.requires_grad or head_weight.requires_grad)
     if wants_gradient:
         on_units = on_units and hidden.dtype == torch.bfloat16 and hidden.device.type == "cpu"
-        fused = fused and products == "native" and supports_fused_loss(hidden)
+        fused = fused and matmul_mode == "native" and supports_fused_loss(hidden)
         total, cross_entropy, z = _Loss.apply(
-            hidden, head_weight, targets, z_loss, chunk, products, on_units, fused
+            hidden, head_weight, targets, z_loss, chunk, matmul_mode, on_units, fused
         )
         return LossSums(total, cross_entropy, z)
     cross_entropy = z = torch.zeros((), device=hidden.device)
     for rows, wanted in zip(hidden.split(chunk), targets.split(chunk), strict=True):
-        logits = linear(rows, head_weight, products=products).float()
+        logits = linear(rows, head_weight, matmul_mode=matmul_mode).float()
         chunk_entropy, chunk_z, _ = _terms(logits, wanted, z_loss)
         cross_entropy, z = cross_entropy + chunk_entropy, z + chunk_z
     return LossSums(cross_entropy + z, cross_entropy, z)
@@ -90,7 +90,7 @@ class NextTokenLoss(nn.Module):
         *,
         z_loss: float,
         chunk: int,
-        products: MatmulMode,
+        matmul_mode: MatmulMode,
     ) -> LossSums:
         """Return sums over the tokens of `targets` [b, s]; hidden [b, s, h], head_weight [v, h]."""
         return next_token_loss(
@@ -99,7 +99,7 @@ class NextTokenLoss(nn.Module):
             targets,
             z_loss=z_loss,
             chunk=chunk,
-            products=products,
+            matmul_mode=matmul_mode,
             on_units=self.has_units,
             fused=self.has_triton,
         )
@@ -116,7 +116,7 @@ class _Loss(torch.autograd.Function):
         targets: Tensor,
         z_loss: float,
         chunk: int,
-        products: MatmulMode,
+        matmul_mode: MatmulMode,
         on_units: bool,  # noqa: FBT001  — autograd's functions have positional arguments only
         fused: bool,  # noqa: FBT001
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -128,7 +128,7 @@ class _Loss(torch.autograd.Function):
             ctx.save_for_backward(by_hidden, by_weight)
             ctx.mark_non_differentiable(cross_entropy, z)
             return cross_entropy + z, cross_entropy, z
-        wide = torch.float32 if products == "fp32" else hidden.dtype
+        wide = torch.float32 if matmul_mode == "fp32" else hidden.dtype
         rows_of_chunks, weight = hidden.to(wide), head_weight.to(wide)
         cross_entropy = z = torch.zeros((), device=hidden.device)
         hidden_gradients = []

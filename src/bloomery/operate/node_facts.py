@@ -49,8 +49,8 @@ class NodeFacts:
     memory_gib: memory that programs may still take. disk_gb: free on the disk of the run directory.
     inodes: free there; None where the file system does not count them. shm_share: free share of /dev/shm.
     clock_s: how far this clock is ahead of that of the run directory's file system, in seconds.
-    teraflops: of a matrix product, the slowest rank's. all_reduce_gb_per_s: of the ranks of this node.
-    is_exact: whether equal products were equal to the bit. None where they were not measured.
+    teraflops: of a matmul, the slowest rank's. all_reduce_gb_per_s: of the ranks of this node.
+    is_exact: whether equal matmuls were equal to the bit. None where they were not measured.
     interfaces: network interfaces that are not down. infiniband_ports: InfiniBand ports that are active; None
         where there is no adapter.
     """

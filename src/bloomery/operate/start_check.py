@@ -1,7 +1,7 @@
 """Checks the nodes of a run before its ranks start: the quick preflight of `bloomery launch --supervise`.
 
 It starts no process of its own but nvidia-smi and git, and takes well under a second without GPUs.
-`bloomery preflight` measures products and an all-reduce besides.
+`bloomery preflight` measures matmuls and an all-reduce besides.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ DTYPES: dict[str, torch.dtype] = {
     "fp16": torch.float16,
     "fp8": torch.bfloat16,
 }
-"""Precision → dtype of the working weights. With 'fp8' each matrix product rounds its factors to 8 bits."""
+"""Precision → dtype of the working weights. With 'fp8' each matmul rounds its factors to 8 bits."""
 
 
 def resolve_precision(precision: str, device: torch.device) -> str:
@@ -51,14 +51,14 @@ def resolve_precision(precision: str, device: torch.device) -> str:
 
 
 def multiplies_bf16(device: torch.device) -> bool:
-    """Whether the device has units for bf16 matrix products."""
+    """Whether the device has units for bf16 matmuls."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     return torch_private.has_bf16_matmul()
 
 
 def measure_peak_flops(device: torch.device, precision: str) -> float:
-    """Measure the FLOP/s of one large square matrix product, the reference of MFU. Takes about 0.2 s.
+    """Measure the FLOP/s of one large square matmul, the reference of MFU. Takes about 0.2 s.
 
     precision: the run's. The product is in fp32 if that is what the device multiplies with (`layers.linear`).
     """

@@ -143,20 +143,20 @@ class VocabularyParallelLoss(nn.Module):
         *,
         z_loss: float,
         chunk: int,
-        products: MatmulMode,
+        matmul_mode: MatmulMode,
     ) -> LossSums:
         """Sums over the tokens of `targets` [b, s]. Collective over the group.
 
         hidden: [b, s, h], or [b, s/tp, h] under sequence parallelism. head_weight: [v/tp, h].
         z_loss: weight of the z term. chunk: tokens whose logits exist at one time.
-        products: the precision in which matrices are multiplied.
+        matmul_mode: the precision in which matrices are multiplied.
         """
         hidden = self.enter(hidden).flatten(0, -2)
         has_gradient = torch.is_grad_enabled() and (hidden.requires_grad or head_weight.requires_grad)
-        terms = _LossTerms(self.group, self.rows, z_loss=z_loss, chunk=chunk, products=products)
+        terms = _LossTerms(self.group, self.rows, z_loss=z_loss, chunk=chunk, matmul_mode=matmul_mode)
         if has_gradient:
             return LossSums(*_LossWithGradient.apply(hidden, head_weight, targets.flatten(), terms))
-        wide = torch.float32 if products == "fp32" else hidden.dtype
+        wide = torch.float32 if matmul_mode == "fp32" else hidden.dtype
         weight, sums = head_weight.to(wide), torch.zeros(2, device=hidden.device)
         for rows, chunk_targets in zip(hidden.split(chunk), targets.flatten().split(chunk), strict=True):
             sums = sums + terms.of((rows.to(wide) @ weight.t()).to(hidden.dtype), chunk_targets)[0]
@@ -214,10 +214,10 @@ class _LossTerms:
     """The loss of a chunk of tokens, and its gradient by the logits, from this rank's logits [n, v/tp]."""
 
     def __init__(
-        self, group: TensorGroup, rows: range, *, z_loss: float, chunk: int, products: MatmulMode
+        self, group: TensorGroup, rows: range, *, z_loss: float, chunk: int, matmul_mode: MatmulMode
     ) -> None:
         self.group, self.rows = group, rows
-        self.z_loss, self.chunk, self.products = z_loss, chunk, products
+        self.z_loss, self.chunk, self.matmul_mode = z_loss, chunk, matmul_mode
 
     def of(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(summed cross entropy and z term [2], log-partitions [n], fp32 logits [n, v/tp])."""
@@ -266,7 +266,7 @@ class _LossWithGradient(torch.autograd.Function):
         ctx, hidden: Tensor, head_weight: Tensor, targets: Tensor, terms: _LossTerms
     ) -> tuple[Tensor, Tensor, Tensor]:
         dtype = hidden.dtype
-        wide = torch.float32 if terms.products == "fp32" else dtype
+        wide = torch.float32 if terms.matmul_mode == "fp32" else dtype
         weight, sums = head_weight.to(wide), torch.zeros(2, device=hidden.device)
         hidden_gradient = torch.empty_like(hidden)
         weight_gradient = torch.zeros(weight.shape, device=weight.device)

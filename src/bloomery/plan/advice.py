@@ -159,7 +159,7 @@ def _vocabulary(recipe: Recipe, *, tensor: int, vocabulary: int) -> Iterator[str
         padded = -(-vocabulary // multiple) * multiple
         yield (
             f"The vocabulary, {vocabulary:,}, should be padded to {padded:,} (a multiple of {PADDING} × TP): "
-            "the head's product is quicker, and the layout masks what is added."
+            "the head's matmul is quicker, and the layout masks what is added."
         )
 
 

@@ -47,21 +47,21 @@ class Accelerator:
     bf16_teraflops: float = setting(0.0, kind="free", minimum=0.0, help="Peak; 0: not supported.")
     fp16_teraflops: float = setting(0.0, kind="free", minimum=0.0, help="Peak; 0: not supported.")
     fp8_teraflops: float = setting(0.0, kind="free", minimum=0.0, help="Peak; 0: not supported.")
-    fp32_teraflops: float = setting(0.0, kind="free", minimum=0.0, help="Peak of fp32 (or TF32) products.")
+    fp32_teraflops: float = setting(0.0, kind="free", minimum=0.0, help="Peak of fp32 (or TF32) matmuls.")
     matmul_efficiency: float = setting(
-        0.7, kind="free", above=0.0, maximum=1.0, help="Share of the peak that large products sustain."
+        0.7, kind="free", above=0.0, maximum=1.0, help="Share of the peak that large matmuls sustain."
     )
     fp8_efficiency: float = setting(
-        0.55, kind="free", above=0.0, maximum=1.0, help="The same of fp8 products, casts included."
+        0.55, kind="free", above=0.0, maximum=1.0, help="The same of fp8 matmuls, casts included."
     )
     matmul_half_size: float = setting(
-        96.0, kind="free", minimum=0.0, help="Length of a side at which a product loses half its speed."
+        96.0, kind="free", minimum=0.0, help="Length of a side at which a matmul loses half its speed."
     )
     attention_efficiency: float = setting(
         0.4, kind="free", above=0.0, maximum=1.0, help="The same of fused attention, over the causal half."
     )
     attention_pass_ns: float = setting(
-        0.0, kind="free", minimum=0.0, help="Beyond products: nanoseconds for each weight of the square."
+        0.0, kind="free", minimum=0.0, help="Beyond matmuls: nanoseconds for each weight of the square."
     )
     exponential_ns: float = setting(
         0.0, kind="free", minimum=0.0, help="Beyond memory: nanoseconds for each logit of the loss."
@@ -330,7 +330,7 @@ _MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _BY_MODEL = (("H200", "h200"), ("H100", "h100-80g"), ("A100", "a100-80g"), ("V100", "v100-32g"))
 _USUAL_HZ = 2.5e9
 _FLOPS_PER_CYCLE = (("avx512f", 64.0), ("avx2", 32.0), ("avx", 16.0), ("asimd", 16.0))
-"""fp32 operations of one core in one cycle, with two units for products that add."""
+"""fp32 operations of one core in one cycle, with two FMA units."""
 _BF16_GAIN = (("amx_bf16", 8.0), ("avx512_bf16", 2.0), ("avx512bf16", 2.0), ("bf16", 2.0))
 _CORE_GB_PER_S, _SOCKET_GB_PER_S = 12.0, 100.0
 _PROCESS_GIB = 0.5

@@ -45,7 +45,7 @@ channels of DDR4 reach.
 """
 
 BACKWARD_SHARE = 2 / 3
-"""The share of a micro-batch's time that its backward takes: two products for each one of the forward."""
+"""The share of a micro-batch's time that its backward takes: two matmuls for each one of the forward."""
 
 LEAST_EXPOSED = 0.1
 """The share of an exchange that nothing hides: the first and the last bucket."""

@@ -69,7 +69,7 @@ def _on_gpu_s(work: Callable[[], object], device: torch.device) -> float:
 LARGE = {"cpu": 1536, "cuda": 8192}
 WIDTHS = {"cpu": (64, 96, 160, 256, 512), "cuda": (2048, 4096, 8192)}
 ROWS = {"cpu": 2048, "cuda": 8192}
-"""Products of the sizes that models on such devices make: a GPU is not filled by smaller ones."""
+"""Matmuls of the sizes that models on such devices make: a GPU is not filled by smaller ones."""
 ATTENTIONS = {
     "cpu": ((4, 2, 512, 80), (8, 4, 256, 24), (8, 6, 128, 16), (2, 4, 512, 64)),
     "cuda": ((2, 16, 4096, 128), (4, 16, 2048, 128), (4, 32, 2048, 64), (1, 16, 8192, 128)),
@@ -81,8 +81,8 @@ HALF_SIZES = [0.0, *(2.0 ** (exponent / 4) for exponent in range(0, 37))]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Product:
-    """One measured product [rows, inner] × [inner, columns]. flops: the FLOP/s that it reached."""
+class MatmulRate:
+    """One measured matmul [rows, inner] × [inner, columns]. flops: the FLOP/s that it reached."""
 
     rows: int
     columns: int
@@ -92,7 +92,7 @@ class Product:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionCost:
-    """What fused attention adds to products.
+    """What fused attention adds to matmuls.
 
     efficiency: the share of the peak that it reaches.
     pass_ns: nanoseconds for each attention weight.
@@ -102,8 +102,8 @@ class AttentionCost:
     pass_ns: float
 
 
-def measure_products(device: torch.device, dtype: torch.dtype) -> list[Product]:
-    """Return the FLOP/s of a large square product, and of those that narrow models make, forward and for
+def measure_matmuls(device: torch.device, dtype: torch.dtype) -> list[MatmulRate]:
+    """Return the FLOP/s of a large square matmul, and of those that narrow models make, forward and for
     gradients.
     """
     side = LARGE[device.type]
@@ -111,14 +111,14 @@ def measure_products(device: torch.device, dtype: torch.dtype) -> list[Product]:
     for width in WIDTHS[device.type]:
         rows = ROWS[device.type]
         shapes += [(rows, width, width), (rows, 3 * width, width), (3 * width, width, rows)]
-    products = []
+    matmuls = []
     for rows, columns, inner in shapes:
         left = torch.randn(rows, inner, device=device).to(dtype)
         right = torch.randn(columns, inner, device=device).to(dtype)
         seconds = best_s(partial(F.linear, left, right), device)
         flops = 2 * rows * columns * inner / seconds
-        products.append(Product(rows=rows, columns=columns, inner=inner, flops=flops))
-    return products
+        matmuls.append(MatmulRate(rows=rows, columns=columns, inner=inner, flops=flops))
+    return matmuls
 
 
 def measure_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
@@ -128,19 +128,19 @@ def measure_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     return 2 * side**3 / best_s(partial(F.linear, left, right), device)
 
 
-def fit_half_size(products: Sequence[Product], peak_flops: float) -> tuple[float, float]:
-    """Return the (efficiency, half size) with which the plan's formula comes nearest to the products, as a
+def fit_half_size(matmuls: Sequence[MatmulRate], peak_flops: float) -> tuple[float, float]:
+    """Return the (efficiency, half size) with which the plan's formula comes nearest to the matmuls, as a
     ratio.
     """
 
     def shares(half: float) -> list[float]:
-        return [math.prod(side / (side + half) for side in (p.rows, p.columns, p.inner)) for p in products]
+        return [math.prod(side / (side + half) for side in (p.rows, p.columns, p.inner)) for p in matmuls]
 
     best = (math.inf, 1.0, 0.0)
     for half in HALF_SIZES:
         logs = [
-            math.log(product.flops / (peak_flops * share))
-            for product, share in zip(products, shares(half), strict=True)
+            math.log(matmul.flops / (peak_flops * share))
+            for matmul, share in zip(matmuls, shares(half), strict=True)
         ]
         mean = min(0.0, sum(logs) / len(logs))
         error = sum((log - mean) ** 2 for log in logs)
@@ -164,7 +164,7 @@ def measure_attention(device: torch.device, dtype: torch.dtype, peak_flops: floa
             mixed.sum().backward()
 
         weights = batch * heads * length * length
-        # The plan counts 1 + 2.5 times the products of the causal half, and three passes over its weights.
+        # The plan counts 1 + 2.5 times the matmuls of the causal half, and three passes over its weights.
         rows.append(
             (
                 3.5 * 2 * weights * width / peak_flops,
@@ -191,7 +191,7 @@ def _least_squares(rows: Sequence[tuple[float, float, float]]) -> tuple[float, f
 
 VOCABULARY = 512
 KERNELS_OF_A_BLOCK = 33
-"""The kernels that the plan counts, forward and backward: 12 products, 3 of attention, 6 elementwise,
+"""The kernels that the plan counts, forward and backward: 12 matmuls, 3 of attention, 6 elementwise,
 twice backward.
 """
 
@@ -216,7 +216,7 @@ def measure_kernel_us(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def measure_elementwise_gb_per_s(hardware: Hardware, precision: str, device: torch.device) -> float:
-    """Return the GB/s with which the plan's bytes explain what blocks take besides products and starts of
+    """Return the GB/s with which the plan's bytes explain what blocks take besides matmuls and starts of
     kernels.
     """
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
@@ -235,7 +235,7 @@ def measure_elementwise_gb_per_s(hardware: Hardware, precision: str, device: tor
 
 
 def measure_exponential_ns(hardware: Hardware, precision: str, device: torch.device) -> float:
-    """Return the nanoseconds for each logit that the loss takes besides products and passes over memory."""
+    """Return the nanoseconds for each logit that the loss takes besides matmuls and passes over memory."""
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     per_logit_ns = []
     for tokens, hidden, vocabulary in LOSSES[device.type]:
