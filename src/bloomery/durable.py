@@ -182,7 +182,7 @@ class LockHeld(Exception):
 
 
 def try_lock(file: int, *, shared: bool = False) -> bool:
-    """Lock an open file or directory, and say whether that went; False where another process holds it.
+    """Lock an open file or directory, and return True; return False where another process holds the lock.
 
     The lock ends when all descriptors that a process and its children have of this opening are closed.
     shared: several may hold it at once. Raises OSError where the file system has no locks.

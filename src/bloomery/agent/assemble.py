@@ -33,7 +33,7 @@ from bloomery.coordination.transactions import run_token
 from bloomery.errors import ConfigError, CoordinatorAway, Mistake, PeerError
 from bloomery.events.journal import Journal
 from bloomery.events.run_directory import RunDirectory
-from bloomery.plan.peer_round import average_error, codec_of_partial_sums, ring_bytes
+from bloomery.plan.peer_round import average_error, codec_of_partial_sums, peer_ring_bytes
 from bloomery.plan.schedule import total_samples
 from bloomery.protocol.keys import Keys, is_name, name_mistake
 from bloomery.protocol.records import PROTOCOL, PROTOCOL_VERSION
@@ -366,7 +366,9 @@ def codec_warning(section: ElasticSection) -> str:
 
 def _sparse_warning(section: ElasticSection) -> str:
     """Return "", or that the planned peers are so many that int8 sends less."""
-    sent, int8 = (ring_bytes(1, codec, section.peers, density=section.density) for codec in (SPARSE, "int8"))
+    sent, int8 = (
+        peer_ring_bytes(1, codec, section.peers, density=section.density) for codec in (SPARSE, "int8")
+    )
     if sent <= int8:
         return ""
     return (

@@ -41,7 +41,7 @@ LINK_BYTES = 32 * 2**20
 OVERLAP_SIDE = {"cpu": 512, "cuda": 4096}
 OVERLAP_ROUNDS = 9
 PATIENCE_S = 300  # for a process that measures
-WATCH = """
+MEMORY_WATCHER = """
 import resource, subprocess, sys
 subprocess.run(sys.argv[1:], check=True, stdout=subprocess.DEVNULL)
 sys.stdout.write(str(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss))
@@ -85,7 +85,7 @@ def process_gib() -> float:
         text.write_text(Path(argparse.__file__).read_text(encoding="utf-8"), encoding="utf-8")
         train = [sys.executable, "-m", "bloomery", "train", "demo-small", "--run", f"{directory}/run"]
         done = subprocess.run(
-            [sys.executable, "-c", WATCH, *train, "--plain", f"data.sources={text}", *TINY_MODEL],
+            [sys.executable, "-c", MEMORY_WATCHER, *train, "--plain", f"data.sources={text}", *TINY_MODEL],
             capture_output=True,
             text=True,
             check=True,

@@ -166,7 +166,7 @@ def _take_nodes_of_srun(options: Namespace) -> None:
             remedy="Leave --nnodes out, or change srun's --nodes.",
         )
     options.nnodes = options.nnodes or (group.nodes if group else 1)
-    options.rdzv = options.rdzv or (group.meeting_point if group else None)
+    options.rdzv = options.rdzv or (group.rendezvous if group else None)
 
 
 def _usual_count(parallel: ParallelSection, *, nodes: int) -> int:

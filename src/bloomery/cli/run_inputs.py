@@ -62,7 +62,7 @@ def run_directory(path: Path) -> RunDirectory:
 
 
 def refuse_existing(target: Path) -> None:
-    """Raise CheckpointError where something lies already at what a command makes."""
+    """Raise CheckpointError where the output path of a command exists already."""
     if target.exists() or target.is_symlink():
         raise CheckpointError(f"{target} exists already.", remedy="Choose another directory, or remove it.")
 

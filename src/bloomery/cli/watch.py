@@ -37,7 +37,7 @@ _TIME = "a number of at least 0"
 
 
 def run(arguments: list[str]) -> int:
-    """Watch runs until SIGINT or SIGTERM, or check once; returns 1 where one check found something wrong."""
+    """Watch runs until SIGINT or SIGTERM, or check once; returns 1 if that check leaves an alert open."""
     options = _parse(arguments)
     from bloomery.operate.watch.alerts import AlertRules
     from bloomery.operate.watch.conditions import WatchLimits

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from bloomery.events.records import Json, StepReport
-from bloomery.guard.level import median
+from bloomery.guard.robust_window import median
 from bloomery.guard.verdict import CarryOn, Rung, Verdict, Watch
 
 MIB = 1 << 20

@@ -24,8 +24,8 @@ from typing import Any
 from bloomery.config.checkpoint import GuardSection
 from bloomery.events.records import Json, StepReport, as_float, as_json
 from bloomery.guard import trial as trials
-from bloomery.guard.level import WINDOW
 from bloomery.guard.restraint import Restraint
+from bloomery.guard.robust_window import WINDOW
 from bloomery.guard.trial import Trial, trial_from_json
 from bloomery.guard.verdict import Anomaly, Rewind, Rung, Stop, Watch
 

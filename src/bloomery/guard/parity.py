@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bloomery.events.records import Json, StepReport
-from bloomery.guard.level import median
+from bloomery.guard.robust_window import median
 from bloomery.guard.verdict import CarryOn, Rung, Stop, Verdict
 
 SHARE = 0.01

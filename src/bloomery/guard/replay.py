@@ -17,10 +17,10 @@ from bloomery.guard.creep import HeldOutRise, InnerGrowth, MemoryCreep
 from bloomery.guard.health import LossScaleCollapse, NotFinite
 from bloomery.guard.judge import Guard, watching_guards
 from bloomery.guard.ladder import Ladder, earlier_rungs_words
-from bloomery.guard.level import BLOCK, calm_blocks
 from bloomery.guard.log_lines import Numbers
 from bloomery.guard.logs import Columns
 from bloomery.guard.parity import REMEMBERED, ResumeParity
+from bloomery.guard.robust_window import BLOCK, calm_blocks
 from bloomery.guard.spike import FLOOR, SpikeGuard
 from bloomery.guard.trend import GradientNormRise, Plateau, ThroughputDrop
 from bloomery.guard.verdict import Anomaly, CarryOn, Rewind, Rung, Save, Stop, Verdict, Watch

@@ -8,7 +8,15 @@ from itertools import pairwise
 from typing import Any
 
 from bloomery.events.records import Json, StepReport
-from bloomery.guard.level import BLOCK, RobustWindow, is_extreme, is_high, median, push, window_from_json
+from bloomery.guard.robust_window import (
+    BLOCK,
+    RobustWindow,
+    is_extreme,
+    is_high,
+    median,
+    push,
+    window_from_json,
+)
 from bloomery.guard.verdict import Anomaly, CarryOn, Rung, Watch
 
 FLOOR = 0.001

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bloomery.events.records import Json, StepReport
-from bloomery.guard.level import RobustWindow, is_high, push, window_from_json
+from bloomery.guard.robust_window import RobustWindow, is_high, push, window_from_json
 from bloomery.guard.verdict import CarryOn, Rung, Verdict, Watch
 
 QUIET_STEPS = 200

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bloomery.events.records import Json, StepReport, as_float, as_json
-from bloomery.guard.level import median, window_statistics
+from bloomery.guard.robust_window import median, window_statistics
 from bloomery.guard.verdict import Anomaly, Rung, Watch
 
 ADOPTED = "remedy adopted"

@@ -150,7 +150,7 @@ class Departure:
         self.close()
 
     def check(self) -> str:
-        """Return why the run must save and stop now; "" while it need not. Asks what is due to be asked."""
+        """Return why the run must save and stop now; "" while it need not. Asks what is due."""
         now = time.monotonic()
         if now - self._asked_end >= _END_EVERY_S:
             self._asked_end = now

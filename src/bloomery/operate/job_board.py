@@ -29,7 +29,7 @@ MOST_CARDS_PER_S = 100.0
 
 @dataclass(frozen=True, kw_only=True)
 class LauncherCard:
-    """What a launcher says about itself.
+    """A launcher's record about itself, rewritten as its heartbeat.
 
     address: where its ranks can be reached. ranks: the number that it starts.
     beats: how often the card was written. asked: the signal that asked this launcher to end; 0 for none.
@@ -146,11 +146,11 @@ class JobBoard:
         return record if isinstance(record, dict) else None
 
     def put_facts(self, facts: NodeFacts) -> None:
-        """Write what this node says of itself, before its first card. Raises StorageError."""
+        """Write the facts of this node, before its first card. Raises StorageError."""
         self.put(f"facts-0-{self._own.host}", facts.to_json())
 
     def facts(self, hosts: Iterable[str]) -> dict[str, NodeFacts]:
-        """Return what nodes say of themselves, without those that said nothing."""
+        """Return the facts of the nodes that have written them."""
         records = {host: self.get(f"facts-0-{host}") for host in hosts}
         return {host: NodeFacts.from_json(record) for host, record in records.items() if record is not None}
 

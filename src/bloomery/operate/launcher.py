@@ -52,11 +52,11 @@ class NodeGroup:
     """The machines on which srun has started one launcher each.
 
     nodes: their number.
-    meeting_point: the HOST:PORT of the rendezvous, equal on all of them.
+    rendezvous: the HOST:PORT of the rendezvous, equal on all of them.
     """
 
     nodes: int
-    meeting_point: str
+    rendezvous: str
 
 
 def rank_variables(environment: Environment, *, address_of: AddressOf | None = None) -> dict[str, str]:
@@ -119,7 +119,7 @@ def node_group(environment: Environment, *, address_of: AddressOf | None = None)
             "a rank.",
         )
     address = (address_of or address_of_node)(step.master)
-    return NodeGroup(nodes=nodes, meeting_point=f"{address}:{port_of(step.job)}")
+    return NodeGroup(nodes=nodes, rendezvous=f"{address}:{port_of(step.job)}")
 
 
 def port_of(job: int) -> int:

@@ -84,7 +84,7 @@ class NodeFacts:
 
 
 def gather_facts(run: Path, *, host: str) -> NodeFacts:
-    """Return what this node says of itself, within about a second. run: the run directory, which exists."""
+    """Return the facts of this node, within about a second. run: the run directory, which exists."""
     disk = os.statvfs(run)
     gpus, driver = _gpus()
     return NodeFacts(

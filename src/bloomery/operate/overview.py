@@ -28,7 +28,7 @@ _LIMITS = StandstillLimits(silence_s=15.0)
 
 @dataclass(frozen=True, kw_only=True)
 class RunOverview:
-    """What `bloomery status` says of a run.
+    """What `bloomery status` shows of a run.
 
     done: the share of its samples that were used; None before the first step.
     step: the last step. step_s: the median seconds of the last steps; None where none was made.

@@ -37,7 +37,7 @@ class ShareWatch:
         self._is_over, self.asked = False, 0
 
     def poll(self) -> None:
-        """Read whether the attempt ends. Called from the thread that follows the job."""
+        """Read from the board whether the attempt ends. Called from the thread that follows the job."""
         self._share.note_children()
         number = self._decision.number
         if not self._ending:

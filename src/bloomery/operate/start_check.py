@@ -40,7 +40,7 @@ class StartCheck:
     environment: Mapping[str, str]
 
     def gather(self, rundir: RunDirectory, host: str) -> NodeFacts:
-        """Return what this node says of itself; looks twice where something is wrong."""
+        """Return the facts of this node; gathers them a second time where something is wrong."""
         durable.make_directory(rundir.path)
         facts = gather_facts(rundir.path, host=host)
         if bad_hosts(self.judge({host: facts})):

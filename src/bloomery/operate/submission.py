@@ -107,7 +107,7 @@ def nodes_of(section: SubmitSection, parallel: ParallelSection) -> int:
 def request_of(
     submission: Submission, loaded: LoadedRecipe, rundir: RunDirectory, *, tasks: int, after: str = ""
 ) -> JobRequest:
-    """Return what is asked of the scheduler: `tasks` jobs, of which the first waits for the job `after`."""
+    """Return the request to the scheduler: `tasks` jobs, of which the first waits for the job `after`."""
     section, run = loaded.recipe.submit, rundir.path.absolute()
     nodes = nodes_of(section, loaded.recipe.parallel)
     bloomery = (sys.executable, "-m", "bloomery")

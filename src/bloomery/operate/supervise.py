@@ -49,7 +49,7 @@ class RestartBudget:
 
 @dataclass(frozen=True, kw_only=True)
 class JobReactions:
-    """Functions that a supervisor calls with the diagnosis of a failure before it starts the ranks again.
+    """The functions that a supervisor calls with the diagnosis of a failure before it starts the ranks again.
 
     on_bad_node: called where a node is the culprit and must not be used again, to quarantine it.
     on_repeating: called where every further start would fail in the same way, to stop the queued jobs.

@@ -133,5 +133,5 @@ class Axis:
             return PendingCollective(works=(_all_gather(flat, own, group=self.group, async_op=True),))
 
 
-ALONE = Axis()
+SINGLE_RANK_AXIS = Axis()
 """An axis of one rank."""

@@ -21,7 +21,7 @@ from bloomery.config.parallel import ParallelSection
 from bloomery.errors import TrainingFailed
 from bloomery.events.run_lock import host_name
 from bloomery.events.timeouts import COLLECTIVE_TIMEOUT_S, JOIN_TIMEOUT_S, STORE_TIMEOUT_S
-from bloomery.parallel.axis import ALONE, Axis
+from bloomery.parallel.axis import SINGLE_RANK_AXIS, Axis
 from bloomery.parallel.pipeline_schedule import P2PChannel, p2p_channels
 from bloomery.parallel.rank_zero_task import ReportProgress, run_as_rank_zero, wait_for_rank_zero
 from bloomery.parallel.rendezvous import (
@@ -64,12 +64,12 @@ class Mesh:
     rank: int = 0
     world: int = 1
     device: torch.device
-    pipeline: Axis = ALONE
-    data: Axis = ALONE
-    tensor: Axis = ALONE
-    embedding: Axis = ALONE
-    shard: Axis = ALONE
-    replica: Axis = ALONE
+    pipeline: Axis = SINGLE_RANK_AXIS
+    data: Axis = SINGLE_RANK_AXIS
+    tensor: Axis = SINGLE_RANK_AXIS
+    embedding: Axis = SINGLE_RANK_AXIS
+    shard: Axis = SINGLE_RANK_AXIS
+    replica: Axis = SINGLE_RANK_AXIS
     channels: Mapping[P2PChannel, Axis] = field(default_factory=dict)
     store: Store | None = None
     task_numbers: Iterator[int] = field(default_factory=count)

@@ -76,7 +76,7 @@ def plan_checkpoints(
     failures_per_week: float | None,
     reach_steps: Collection[int],
 ) -> CheckpointPlan:
-    """Return what the recipe's saving and retention amount to.
+    """Return the checkpoints that the recipe's saving and retention give.
 
     course: the run as stretches of equal steps.
     failures_per_week: failures of the whole run in a week; None takes the hardware file's rate.

@@ -53,8 +53,8 @@ class Speed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Whole:
-    """The run from start to end. Days are days of the calendar, with saves, evaluations and allocation
+class RunTotals:
+    """The totals of a whole run. Days are days of the calendar, with saves, evaluations and allocation
     hours.
     """
 
@@ -79,7 +79,7 @@ class Whole:
 
 @dataclass(frozen=True, kw_only=True)
 class Draft:
-    """A plan before advice is added: what advice looks at."""
+    """A plan without its advice, which is computed from it."""
 
     request: Request
     work: Workload
@@ -119,7 +119,7 @@ class Plan:
     assumptions: tuple[str, ...]
     speed: Speed
     traffic: Traffic
-    whole: Whole
+    whole: RunTotals
     between_peers: Round | None
     calendar: tuple[Milestone, ...]
     warnings: tuple[str, ...]
@@ -292,7 +292,7 @@ def _speed(draft: Draft) -> Speed:
     )
 
 
-def _whole(draft: Draft) -> Whole:
+def _whole(draft: Draft) -> RunTotals:
     request, course, work = draft.request, draft.course, draft.work
     hardware, ranks = request.hardware, work.layout.world
     training = total_seconds(course)
@@ -309,7 +309,7 @@ def _whole(draft: Draft) -> Whole:
     price = request.price_per_accelerator_hour
     price = hardware.operation.price_per_accelerator_hour if price is None else price
     cost = token_cost(work.model, vocabulary=work.vocabulary, sequence_length=work.sequence_length)
-    return Whole(
+    return RunTotals(
         steps=total_steps(course),
         samples=samples,
         tokens=samples * work.sequence_length,

@@ -63,7 +63,7 @@ def sparse_bytes(density: float) -> float:
     return (4 + (kept * (low_bits + 2) + bitmap + 7) // 8) / SPARSE_CHUNK
 
 
-def ring_bytes(values: int, codec: str, peers: int, *, density: float) -> float:
+def peer_ring_bytes(values: int, codec: str, peers: int, *, density: float) -> float:
     """Return the bytes that each peer of a ring sends to average `values` values, without scales.
 
     density: the setting elastic.density, for the sparse codec.
@@ -141,7 +141,7 @@ def plan_round(
     peers, is_sparse = elastic.peers, elastic.codec == SPARSE
     payload = parameters * (sparse_bytes(elastic.density) if is_sparse else CODEC_BYTES[elastic.codec])
     reduce_codec = elastic.codec if is_sparse else codec_of_partial_sums(elastic.codec, peers)
-    sent = ring_bytes(parameters, elastic.codec, peers, density=elastic.density)
+    sent = peer_ring_bytes(parameters, elastic.codec, peers, density=elastic.density)
     speed = link.gbit_per_s * 1e9 / 8 * link.efficiency
     hops = (1 if is_sparse else 2) * (peers - 1)
     exchange = sent / speed + hops * link.latency_ms / 1000 + link.outer_step_s
@@ -157,7 +157,7 @@ def plan_round(
         reduce_codec=reduce_codec,
         quantisation_error=average_error(elastic.codec, peers, reduce_codec=reduce_codec),
         sent_bytes=sent,
-        part_of_int8=sent / (ring_bytes(parameters, "int8", peers, density=0.0) or 1.0),
+        part_of_int8=sent / (peer_ring_bytes(parameters, "int8", peers, density=0.0) or 1.0),
         host_bytes=host_bytes,
         host_peak_bytes=host_peak_bytes,
         copy_bytes=state_bytes + host_bytes + weights_apart_bytes,

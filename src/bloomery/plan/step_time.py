@@ -26,7 +26,7 @@ from bloomery.plan.block_cost import (
     ring_bytes,
     ring_s,
 )
-from bloomery.plan.layout import StageParameters, bubble_slots, stages_of
+from bloomery.plan.layout import StageParameters, bubble_slots, stage_parameters
 from bloomery.plan.memory import rank_parameters
 from bloomery.plan.parameters import ModelParameters
 
@@ -143,7 +143,7 @@ def step_time(work: Workload, parameters: ModelParameters, *, global_batch: int,
 
 def stages_for(work: Workload, parameters: ModelParameters) -> tuple[StageParameters, ...]:
     """Return what each pipeline rank holds."""
-    return stages_of(work.layout, parameters)
+    return stage_parameters(work.layout, parameters)
 
 
 @lru_cache(maxsize=65536)

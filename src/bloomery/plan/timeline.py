@@ -120,7 +120,7 @@ class RampUpCost:
 
 
 def ramp_up_cost(course: Sequence[Stretch]) -> RampUpCost:
-    """Return what is spent before the last stretch of the run; zeros where it is the only one."""
+    """Return the time spent before the last stretch of the run; zeros where it is the only one."""
     ramping, full = course[:-1], course[-1]
     samples = sum(stretch.steps * stretch.global_batch for stretch in ramping)
     seconds = sum(stretch.seconds for stretch in ramping)

@@ -195,7 +195,7 @@ _OWN = (RankActivity.WAITING_FOR_SAMPLES, RankActivity.COMPUTING, RankActivity.U
 
 
 class SlowRanks:
-    """Keeps how long this rank worked by itself in its newest steps, and compares that with other ranks."""
+    """Records this rank's own time in its newest steps (without waits), and compares it with other ranks'."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh

@@ -156,7 +156,7 @@ def write_stacks_on_signal(path: Path) -> None:
 
 
 def progress_with_ticks(progress: ProgressCallback, *ticks: ReportProgress) -> ProgressCallback:
-    """Return `progress` as a function that also calls each of `ticks`, which say that something moves."""
+    """Return `progress` as a function that also calls each of `ticks`, which report that something moves."""
 
     def progress_and_ticks(stage: str, done: int, total: int, unit: str, note: str = "") -> None:
         for tick in ticks:

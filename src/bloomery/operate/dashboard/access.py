@@ -37,7 +37,7 @@ Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 @dataclass(frozen=True, kw_only=True)
 class AccessRules:
-    """Who may do what.
+    """The rules of who may read and who may act.
 
     token: what readers present where `is_private`, and actions always; None where there are no actions.
     hosts: the names under which a loopback server may be asked, so that no foreign page reaches it through a
@@ -65,7 +65,7 @@ class AccessRules:
 
 
 class AccessGate:
-    """Wraps the server's application: refuses whoever may not read, and sets the headers of every answer."""
+    """Wraps the server's application: refuses requests that may not read; sets headers in every answer."""
 
     def __init__(self, application: Application, rules: AccessRules) -> None:
         self._application, self._rules = application, rules

@@ -22,7 +22,7 @@ _RANK_TAIL_BYTES, _MOST_RANKS, _RANK_STEPS = 48 << 10, 512, 20
 
 
 class RankRow(msgspec.Struct, kw_only=True):
-    """One rank: what it does, and its mean seconds a step by activity over its last steps.
+    """One rank: its activity, and its mean seconds per step by activity over its last steps.
 
     place: its index on each axis of the mesh; {} where the recipe does not say. own_s: seconds by itself.
     silent_s: for how long it has written no heartbeat; None if it is not silent. died: its process is gone.

@@ -33,7 +33,7 @@ _STUCK_POLLS = 3
 
 @dataclass
 class JournalNews:
-    """What the events of a run's journals left behind beside its steps. Each part has a bounded length.
+    """The events of a run's journals other than its steps, by kind. Each list has a bounded length.
 
     saves: the newest event of each checkpoint, by its name.
     rounds: the events of a peer's rounds.

@@ -77,7 +77,7 @@ class RunPoller:
 
 
 class SharedAnswer(NamedTuple):
-    """An answer that is made, or is being made. versions: of the runs when it was asked for."""
+    """An answer for several viewers, perhaps still being computed. versions: of the runs at the request."""
 
     versions: tuple[int, ...]
     asked: float

@@ -31,7 +31,7 @@ CurveQuery = tuple[tuple[str, ...], Axis, float | None, float | None, int]
 
 
 class ViewedRun:
-    """The answers about one run. Each is kept until the run changes, or for some seconds; thread-safe.
+    """Caches the answers about one run. Each is kept until the run changes, or for some seconds; thread-safe.
 
     died: ranks whose processes were of this machine and are gone without a last word.
     """

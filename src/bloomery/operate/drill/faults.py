@@ -103,7 +103,7 @@ class DrillTarget:
 
 
 def inject(fault: DrillFault, target: DrillTarget, rng: Random) -> Callable[[], None]:
-    """Inject a fault, and return what takes back what it left behind. Raises OSError."""
+    """Inject a fault, and return a function that removes what it left behind. Raises OSError."""
     victim, undo = rng.choice(target.beats), _nothing
     if fault == DrillFault.DISK:
         return _fill(target.rundir.path, for_s=_FULL_S)

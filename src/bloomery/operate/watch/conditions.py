@@ -105,7 +105,7 @@ class WatchedRun:
 
 
 def conditions_of(run: WatchedRun, limits: WatchLimits) -> list[WatchCondition]:
-    """Return what a person should know of the run now."""
+    """Return the conditions of the run that hold now and that a person should know."""
     conditions = [
         *_state(run, limits),
         *_scheduler(run, limits),

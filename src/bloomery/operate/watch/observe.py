@@ -98,7 +98,7 @@ class RunObserver:
         self._short_since = 0.0
 
     def observe(self, *, now: float, silent_s: float = 0.0) -> WatchedRun:
-        """Return what the run shows now. now: seconds since 1970. silent_s: for how long nobody looked."""
+        """Return what the run shows. now: seconds since 1970. silent_s: for how long no watcher checked."""
         for event in self._journal.read():
             self._take(event)
         recipe = self._current_recipe()

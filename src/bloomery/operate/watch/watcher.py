@@ -73,7 +73,7 @@ class RunWatcher:
         return self._observer.state
 
     def check(self, *, now: float | None = None) -> list[Alert]:
-        """Look at the run, record and send what is new, and return the alerts. now: seconds since 1970."""
+        """Check the run, record and send new alerts, and return them. now: seconds since 1970."""
         now = time.time() if now is None else now
         gap_s = now - self._alive if self._alive else 0.0
         allowed_s = max(_SILENT_LEAST_S, _SILENT_TIMES * self._gap_s)

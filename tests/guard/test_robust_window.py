@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from bloomery.guard.level import (
+from bloomery.guard.robust_window import (
     BLOCK,
     WINDOW,
     RobustWindow,
