@@ -1,4 +1,4 @@
-"""`bloomery simulate-internet` and `chaos`: real peers here, simulated links and faults, audited samples."""
+"""`bloomery simulate-internet` and `chaos`: train real peers here behind simulated links and faults."""
 
 from __future__ import annotations
 

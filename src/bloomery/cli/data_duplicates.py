@@ -1,4 +1,4 @@
-"""`bloomery data dedup` and `data report --overlap`: remove duplicate documents, or list held-out ones.
+"""`bloomery data dedup` and `data report --overlap`: remove duplicates, find held-out text in training.
 
 `dedup` writes a pair without the documents that an earlier one is equal to, or alike; `--overlap` lists the
 held-out documents that are in the training text too.

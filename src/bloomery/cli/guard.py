@@ -1,4 +1,4 @@
-"""`bloomery guard replay`: what the guards would have done with an old run, and when."""
+"""`bloomery guard replay`: applies the guards to an old log, and shows what they would have done."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`bloomery plot`: draws the curves of one run or several as a picture."""
+"""`bloomery plot`: draws the curves of one run or several as a PNG, SVG or PDF."""
 
 from __future__ import annotations
 

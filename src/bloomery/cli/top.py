@@ -1,4 +1,4 @@
-"""`bloomery top`: runs in the terminal, live, for a screen at the other end of ssh."""
+"""`bloomery top`: shows runs live in the terminal: state, progress, sparklines and newest events."""
 
 from __future__ import annotations
 

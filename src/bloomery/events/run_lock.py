@@ -1,4 +1,4 @@
-"""The run lock, which lets one process at a time write a run directory, and the name of this machine."""
+"""The run lock, with which one process at a time writes a run directory; and this machine's name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything that launchers collect about a failure, for the rules that find its cause."""
+"""The evidence that launchers collect about a failure, for the rules that find its cause."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism: which dimension of each weight is split, and a decoder of the parts.
+"""Tensor and sequence parallelism: how each weight is split, and a decoder turned into a rank's part.
 
 Column-parallel layers come after `EnterTensorParallelRegion`, row-parallel ones before
 `LeaveTensorParallelRegion` (Megatron-LM's pairing), so each branch of a block has one collective on its way

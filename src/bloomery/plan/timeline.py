@@ -1,4 +1,4 @@
-"""The predicted course of a run: stretches of equal steps, and its milestones such as the ends of epochs."""
+"""Predicts the course of a run: stretches of equal steps, and milestones such as the ends of epochs."""
 
 from __future__ import annotations
 
