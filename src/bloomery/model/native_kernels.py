@@ -201,18 +201,18 @@ def entropy_gradient(logits: Tensor, targets: Tensor, z_loss: float) -> tuple[Te
     logits: bf16 [n, v] on a CPU that `has_amx`.
     targets: a target outside of the vocabulary counts nothing.
     """
-    slopes: tuple[Tensor, Tensor, Tensor] = torch.ops.bloomery.slopes_of_entropy(logits, targets, z_loss)
+    slopes: tuple[Tensor, Tensor, Tensor] = torch.ops.bloomery.entropy_gradient(logits, targets, z_loss)
     return slopes
 
 
 torch.library.define(
-    "bloomery::slopes_of_entropy",
+    "bloomery::entropy_gradient",
     "(Tensor logits, Tensor targets, float z_loss) -> (Tensor slopes, Tensor cross_entropy, Tensor z)",
 )
 
 
-@torch.library.impl("bloomery::slopes_of_entropy", "default")
-def _slopes_of_entropy(logits: Tensor, targets: Tensor, z_loss: float) -> tuple[Tensor, Tensor, Tensor]:
+@torch.library.impl("bloomery::entropy_gradient", "default")
+def _entropy_gradient(logits: Tensor, targets: Tensor, z_loss: float) -> tuple[Tensor, Tensor, Tensor]:
     logits, targets = logits.contiguous(), targets.contiguous()
     slopes, cross_entropy, z = _terms(logits)
     call = _Entropy(
@@ -231,7 +231,7 @@ def _slopes_of_entropy(logits: Tensor, targets: Tensor, z_loss: float) -> tuple[
     return slopes, cross_entropy, z
 
 
-@torch.library.register_fake("bloomery::slopes_of_entropy")  # type: ignore[untyped-decorator]
+@torch.library.register_fake("bloomery::entropy_gradient")  # type: ignore[untyped-decorator]
 def _(logits: Tensor, targets: Tensor, z_loss: float) -> tuple[Tensor, Tensor, Tensor]:
     return _terms(logits)
 
