@@ -29,7 +29,7 @@ def test_a_batch_between_peers_is_explained_as_that_of_each_peer():
 
     alone, between = helps(), helps("elastic.inner_steps=10", "elastic.peers=3")
     assert between["train.global_batch"].endswith(
-        "the planned 3 peers use 48 samples a step, and schedules count the samples of all peers."
+        "the planned 3 peers use 48 samples per step, and schedules count the samples of all peers."
     )
     assert [key for key in alone if alone[key] != between[key]] == ["train.global_batch"]
 

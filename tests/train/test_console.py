@@ -184,7 +184,7 @@ def test_a_run_says_what_its_data_are_and_warns_of_text_that_is_read_often(
     text = "\n".join(said)
     (data,) = [event for event in read_journal(RunDirectory(path).journal()) if event["event"] == "data"]
     assert f"{data['parameters']:,} parameters" in text and f"{data['tokens']:,} tokens to train on" in text
-    assert "128 to 256 tokens a step" in text  # ramp_up from 4 to 8 samples of 32 tokens
+    assert "128 to 256 tokens per step" in text  # ramp_up from 4 to 8 samples of 32 tokens
     assert data["epochs"] == pytest.approx(40000 * 32 / data["tokens"])
     assert data["epochs"] > 4 and "beyond 4 times, more reading hardly helps" in text
     assert "warning: There is no held-out text" in text

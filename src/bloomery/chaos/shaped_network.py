@@ -29,7 +29,7 @@ LEAST_RETRANSMISSION_S = 0.2
 class Shape:
     """The properties of a link, the same in each direction.
 
-    rate: bytes a second; 0: no limit.
+    rate: bytes per second; 0: no limit.
     delay: seconds one way.
     loss: the share of packets that is lost, from 0 to below 1.
     """

@@ -152,7 +152,7 @@ def _facts(recipe: Recipe) -> list[tuple[str, str]]:
             (
                 "peers",
                 f"{peers} planned: each with the batch and the steps above, "
-                f"{peers * batches[-1]:,} samples a step in all",
+                f"{peers * batches[-1]:,} samples per step in all",
             )
         )
     vocabulary = recipe.model.vocabulary
@@ -227,7 +227,7 @@ def _between_peers(loaded: LoadedRecipe, key: str) -> str:
         return ""
     return (
         f" Each peer uses a batch of this size: the planned {elastic.peers} peers use "
-        f"{elastic.peers * batch:,} samples a step, and schedules count the samples of all peers."
+        f"{elastic.peers * batch:,} samples per step, and schedules count the samples of all peers."
     )
 
 

@@ -271,7 +271,8 @@ def _tokenize(options: argparse.Namespace) -> int:
     engines = " and ".join(done.engines)
     lines.append(
         f"{done.text_bytes / 1e6:,.1f} MB in {seconds:.1f} s ({speed:,.1f} MB/s, {engines}, "
-        f"{options.workers} at work)" + (f", {done.text_bytes / tokens:.2f} bytes a token" if tokens else "")
+        f"{options.workers} at work)"
+        + (f", {done.text_bytes / tokens:.2f} bytes per token" if tokens else "")
     )
     if done.pieces_kept:
         lines.append(f"{done.pieces_kept} of {done.pieces} pieces were kept from an earlier start.")

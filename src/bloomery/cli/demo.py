@@ -261,7 +261,7 @@ def _about_data(prepared: Prepared) -> str:
     (train,), held_out = prepared.train, prepared.held_out
     lines = [
         f"   {train.documents:,} training files: {train.text_bytes / 1e6:.1f} MB, {train.tokens:,} tokens "
-        f"({train.text_bytes / train.tokens:.2f} bytes a token, vocabulary {prepared.vocabulary_size:,})"
+        f"({train.text_bytes / train.tokens:.2f} bytes per token, vocabulary {prepared.vocabulary_size:,})"
     ]
     lines += [
         f"   {dataset.documents:,} held-out files: {dataset.text_bytes / 1e6:.1f} MB, "

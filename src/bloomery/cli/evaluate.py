@@ -222,7 +222,7 @@ def _parser() -> ArgumentParser:
         "--batch", type=positive, default=8, metavar="N", help="windows computed together (default: 8)"
     )
     add_loading(options)
-    options.add_argument("--json", action="store_true", help="print one JSON object a line")
+    options.add_argument("--json", action="store_true", help="print one JSON object per line")
     return options
 
 

@@ -94,7 +94,7 @@ def _replay(options: Namespace) -> int:
 
 
 def _follow(options: Namespace, section: GuardSection) -> int:
-    """Print each finding once, as the log grows; with --json one object a line. Returns 0 at Ctrl-C."""
+    """Print each finding once, as the log grows; with --json one object per line. Returns 0 at Ctrl-C."""
     from bloomery.cli.guard import draw_replay
     from bloomery.guard.judge import described
     from bloomery.guard.logs import read_columns

@@ -74,7 +74,7 @@ def _parse(arguments: list[str]) -> Namespace:
         "--nodes", metavar="HOST,…", help="names of the nodes, in the order of their ranks: a,b,node[01-12]"
     )
     options.add_argument("--stages", action="store_true", help="also show what each pipeline stage holds")
-    options.add_argument("--json", action="store_true", help="print one JSON object a rank")
+    options.add_argument("--json", action="store_true", help="print one JSON object per rank")
     return options.parse_intermixed_args(arguments)
 
 

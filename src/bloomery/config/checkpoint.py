@@ -100,7 +100,7 @@ class LogSection:
         at_start=True,
         choices=("short", "full", "json"),
         help="Lines of the console: 'short', of at most 100 columns with the time left; 'full', with every "
-        "figure; 'json', an object a line for programs. A terminal shows a bar in place of short lines.",
+        "figure; 'json', one object per line for programs. A terminal shows a bar in place of short lines.",
     )
     tensorboard: bool = setting(
         True, kind="free", at_start=True, help="Write TensorBoard files to the run directory."

@@ -312,7 +312,7 @@ def ignore_activity(activity: RankActivity) -> None:
 
 
 def interval_of(world: int) -> float:
-    """Return the seconds between two heartbeats of a rank, so that `world` ranks write few files a second."""
+    """Return the seconds between two heartbeats of a rank: `world` ranks shall write few files per second."""
     return max(INTERVAL_S, world / MOST_WRITES_PER_S)
 
 

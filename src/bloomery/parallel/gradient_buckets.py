@@ -77,7 +77,7 @@ class GradientBuckets:
         return self._begun
 
     def begin_step(self, *, backwards: int) -> None:
-        """Begin a step. backwards: how many gradients each parameter gets from it, one a micro-batch."""
+        """Begin a step. backwards: how many gradients each parameter gets from it, one per micro-batch."""
         self._wait()
         self._begun = 0
         for bucket in self._order:

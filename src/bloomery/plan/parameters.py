@@ -6,7 +6,7 @@ square (as published figures do, though a causal kernel needs about half). Looku
 optimizer are not counted.
 
 Legend: h hidden, l layers, f ffn, v vocabulary, d channels of a head, kv key/value heads, s sequence length,
-B global batch, t seconds a step, n accelerators.
+B global batch, t seconds per step, n accelerators.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class DataSummary:
         held_out = f"{self.held_out_documents:,} documents, {self.held_out_tokens:,} tokens held out"
         return [
             f"model: {self.parameters:,} parameters, vocabulary {self.vocabulary:,}, context "
-            f"{self.sequence_length:,} tokens, {batch} tokens a step",
+            f"{self.sequence_length:,} tokens, {batch} tokens per step",
             f"data: {self.documents:,} documents, {self.tokens:,} tokens to train on; {held_out}",
             f"plan: {self.planned_tokens:,} tokens, {_times(self.epochs)} through the text",
             *(f"warning: {warning}" for warning in self.warnings),

@@ -209,7 +209,7 @@ class SlowRanks:
     def compare(self) -> dict[str, Json]:
         """Return which ranks worked longer by themselves than the others, for the journal.
 
-        `slow` is [rank, host, seconds a step] of at most eight, the slowest first; it is empty where all took
+        `slow` is [rank, host, seconds per step] of at most eight, the slowest first; empty where all took
         alike, or where ranks wait for each other while they compute. Collective over the peer.
         """
         mean = sum(self._own) / len(self._own) if self._own else 0.0
