@@ -31,7 +31,7 @@ bloomery launch tr11-176b --nnodes 48 --rdzv node-1:29400       start this on ea
 
 What a rank prints is shown after its number, and kept in RUN/logs/HOST-RANK.log. The same command resumes
 the run. Ctrl-C and SIGTERM save and stop it. `bloomery mesh RECIPE` shows which rank runs on which node.
---supervise ends ranks that stand still, says why they failed, and starts again, over several nodes too.
+--supervise kills hung ranks, says why they failed, and restarts them, over several nodes too.
 In a job of SLURM: srun --ntasks-per-node=1 bloomery launch RECIPE, which needs no --nnodes and no --rdzv.
 srun, mpirun and torchrun can start `bloomery train RECIPE` too, once for each rank.
 """

@@ -1,7 +1,7 @@
 """The heartbeat file of a rank: its activity, since when, and its step, for supervisors and watchers.
 
-A thread writes the file, so that a rank which stands still in one activity (its file is fresh) is told from
-one whose process stands still (its file is old). One rank writes one small file and reads none.
+A thread writes the file, so that a rank which hangs in one activity (its file is fresh) differs from
+one whose process is frozen (its file is old). One rank writes one small file and reads none.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class RankBeat:
     activity: a RankActivity.
     since: when the activity began, in seconds since 1970 by the rank's clock.
     time: when the file was written, by the same clock.
-    moves: counts activities and progress inside them; a rank whose count stays the same stands still.
+    moves: counts activities and progress inside them; a rank whose count stays the same makes no progress.
     may_compile: whether this turn of the activity is one of its first two in the process, or since shapes or
         settings have changed. torch.compile may work in it, so that it takes far longer than those after it.
         In a process that compiles nothing only those count whose shapes or settings have changed.

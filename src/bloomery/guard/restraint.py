@@ -67,5 +67,5 @@ def restraint_at(restraints: Iterable[Restraint], consumed: int) -> Restraint:
 
 
 def smallest_limit(limits: Iterable[float]) -> float:
-    """Return the smallest limit of those that are not 0, which is none; 0 where there is none."""
+    """Return the smallest limit above 0; 0, which means no limit, where all are 0."""
     return min((limit for limit in limits if limit), default=0.0)

@@ -16,7 +16,7 @@ REPORTS_TIMEOUT = re.compile(
 _LAST_ENQUEUED = re.compile(r"last enqueued NCCL work: (\d+)")
 _NAMES_RANK = re.compile(r"\b[Rr]anks? (\d+) failed to (?:pass|reach) monitoredBarrier")
 _IS_STUCK = re.compile(r"watchdog got stuck for \d+ seconds|due to \w+ watchdog hang|GIL[- ]induced hang")
-"""What a rank prints whose own program stands still, so that not even torch's watchdog goes on."""
+"""What a rank prints whose own program hangs, so that not even torch's watchdog goes on."""
 
 
 def diagnose_timeout(evidence: FailureEvidence, end: RankEnd, line: str) -> Diagnosis:

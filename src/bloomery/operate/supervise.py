@@ -105,7 +105,7 @@ class AttemptWatch:
 
     @property
     def hang(self) -> HangFinding | None:
-        """Why the attempt stands still; None while it does not, and where a rank had failed before it did."""
+        """Why the attempt hangs; None while it does not, and where a rank had failed before it did."""
         return None if self._is_ending else self._hang
 
     @property

@@ -104,7 +104,7 @@ def run_timeouts(
         "all ranks join": (timeouts.JOIN_TIMEOUT_S, "the start fails, with names"),
         "a collective": (float(timeouts.COLLECTIVE_TIMEOUT_S), "torch ends who waits"),
         "rank 0's task is silent": (timeouts.RANK_ZERO_SILENCE_S, "the others give up"),
-        "rank 0's task stands still": (timeouts.RANK_ZERO_STALL_S, "the others give up"),
+        "rank 0's task hangs": (timeouts.RANK_ZERO_STALL_S, "the others give up"),
     }
     table += [
         RunTimeout(name=name, seconds=seconds, derived="fixed", then=then)
