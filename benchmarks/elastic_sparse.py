@@ -30,7 +30,7 @@ from bloomery.config.elastic import SPARSE, ElasticSection
 from bloomery.diloco.outer_update import Reduced
 from bloomery.diloco.pseudo_gradient import PseudoGradient
 from bloomery.diloco.stored_average import StoredAverage
-from bloomery.plan.peer_round import ring_bytes
+from bloomery.plan.peer_round import peer_ring_bytes
 from bloomery.transport.gradient_codec import Float32, decode, encode
 from bloomery.transport.sparse_codec import Words, average_sparse, encode_sparse
 
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for section in (int8, sparse)
         for seeds in [range(1, chosen.seeds + 1)]
     }
-    bytes_of = {codec: ring_bytes(NUMEL, codec, PEERS, density=sparse.density) for codec in losses}
+    bytes_of = {codec: peer_ring_bytes(NUMEL, codec, PEERS, density=sparse.density) for codec in losses}
     told = ", ".join(f"{codec} {fmean(each):.4f}" for codec, each in losses.items())
     size = f"{chosen.seeds} seeds, {chosen.rounds} rounds of {chosen.steps}"
     return report(

@@ -95,7 +95,7 @@ def test_a_documented_command_parses(command: DocumentedCommand, tmp_path: Path)
 
 
 def test_a_command_that_does_not_exist_is_found() -> None:
-    assert "no part" in str(parsed(("ckpt", "lst", "runs/mine")))
+    assert "no command" in str(parsed(("ckpt", "lst", "runs/mine")))
     assert "unrecognized" in str(parsed(("report", "runs/mine", "--pictures")))
     assert len(COMMANDS_SHOWN) > 100
 

@@ -12,7 +12,7 @@ import torch
 
 import bloomery
 from bloomery import torch_private
-from bloomery.model.layers import products_for
+from bloomery.model.layers import matmul_mode_for
 from bloomery.parallel.precision import resolve_precision
 
 _SOURCE = Path(bloomery.__file__).parent
@@ -66,9 +66,9 @@ def test_one_update_is_that_of_adamw_or_none(is_refused: float) -> None:
 
 def test_norms_and_factors_are_of_each_tensor() -> None:
     tensors = [torch.tensor([3.0, 4.0]), torch.tensor([[1.0], [2.0], [2.0]])]
-    assert torch_private.norms(tensors).tolist() == [5.0, 3.0]
-    torch_private.multiply_each(tensors, [torch.tensor(2.0), torch.tensor(0.5)])
-    assert torch_private.norms(tensors).tolist() == [10.0, 1.5]
+    assert torch_private.tensor_norms(tensors).tolist() == [5.0, 3.0]
+    torch_private.scale_tensors(tensors, [torch.tensor(2.0), torch.tensor(0.5)])
+    assert torch_private.tensor_norms(tensors).tolist() == [10.0, 1.5]
 
 
 def test_a_backward_in_two_halves_gives_the_gradients_of_one() -> None:
@@ -100,8 +100,8 @@ def test_a_cpu_without_units_for_narrow_products_multiplies_in_fp32() -> None:
     flags = re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.M)
     assert flags is not None
     has_units = bool({"avx512_bf16", "amx_bf16"} & set(flags[1].split()))
-    assert torch_private.has_bf16_products() == has_units
-    assert products_for(torch.device("cpu"), torch.bfloat16) == ("native" if has_units else "fp32")
+    assert torch_private.has_bf16_matmul() == has_units
+    assert matmul_mode_for(torch.device("cpu"), torch.bfloat16) == ("native" if has_units else "fp32")
     assert resolve_precision("auto", torch.device("cpu")) == ("bf16" if has_units else "fp32")
     has_fp16 = "amx_fp16" in flags[1].split()
-    assert products_for(torch.device("cpu"), torch.float16) == ("native" if has_fp16 else "fp32")
+    assert matmul_mode_for(torch.device("cpu"), torch.float16) == ("native" if has_fp16 else "fp32")

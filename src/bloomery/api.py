@@ -227,7 +227,7 @@ class SampleOrder:
 def samples(run: PathLike | LoadedRecipe, directory: PathLike | None = None) -> SampleOrder:
     """Return the samples of a run, or of a recipe, in the order of its training, as a torch dataset.
 
-    directory: where a recipe's text is tokenised, as in a run's `data`; needed for a recipe alone.
+    directory: where a recipe's text is tokenised, as in a run's `data`; needed only for a recipe.
     """
     from bloomery.config.load import LoadedRecipe, load_recipe
     from bloomery.errors import StorageError

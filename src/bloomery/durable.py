@@ -182,7 +182,7 @@ class LockHeld(Exception):
 
 
 def try_lock(file: int, *, shared: bool = False) -> bool:
-    """Lock an open file or directory, and say whether that went; False where another process holds it.
+    """Lock an open file or directory, and return True; return False where another process holds the lock.
 
     The lock ends when all descriptors that a process and its children have of this opening are closed.
     shared: several may hold it at once. Raises OSError where the file system has no locks.
@@ -276,7 +276,7 @@ def _is_still_there(file: int, path: Path) -> bool:
 
 
 _YOUNG_S = 60.0
-"""A directory younger than so many seconds may not have been locked yet by the process that made it."""
+"""The seconds in which a new directory may not yet have been locked by the process that made it."""
 
 
 def hold_directory(directory: Path) -> int | None:

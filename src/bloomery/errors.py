@@ -1,4 +1,4 @@
-"""The exceptions of the program, each with a remedy for the user, and the StorageError of an OSError."""
+"""The exceptions of the program, each with a remedy for the user; an OSError becomes a StorageError."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def storage_error(error: OSError, *, path: Path, doing: str, bytes_needed: int |
 
 
 def require_space(path: Path, *, doing: str, bytes_needed: int) -> None:
-    """Raise StorageError, before the first byte is written, where so many bytes do not fit on the disk."""
+    """Raise StorageError, before the first byte is written, where `bytes_needed` do not fit on the disk."""
     if free_bytes(path) >= bytes_needed:
         return
     raise StorageError(

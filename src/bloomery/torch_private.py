@@ -1,6 +1,6 @@
-"""Private functions of torch that this package calls, each under a name of its own.
+"""Wraps the private functions of torch that this package calls, each under a name of its own.
 
-torch promises nothing of names with an underscore. They stand here alone, so that who moves to another
+torch promises nothing of names with an underscore. They stand only here, so that who moves to another
 version of torch reads one file; `tests/test_torch_private.py` calls each and says which versions were tried.
 """
 
@@ -26,7 +26,7 @@ TRIED_VERSIONS = ("2.11", "2.13")
 _X86 = ("x86_64", "AMD64")
 
 
-def has_bf16_products() -> bool:
+def has_bf16_matmul() -> bool:
     """Return whether the CPU has units for products of bf16 matrices.
 
     oneDNN says that it supports bf16 on every x86 with AVX-512, also where it emulates it: there a product
@@ -37,7 +37,7 @@ def has_bf16_products() -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def has_fp16_products() -> bool:
+def has_fp16_matmul() -> bool:
     """Return whether the CPU has units for products of fp16 matrices; of x86 those with AMX-FP16 count."""
     if platform.machine() in _X86:
         return torch.cpu._is_amx_fp16_supported()
@@ -83,12 +83,12 @@ def fused_adamw(
     )
 
 
-def norms(tensors: Sequence[Tensor]) -> Tensor:
+def tensor_norms(tensors: Sequence[Tensor]) -> Tensor:
     """Return the 2-norm of each of at least one tensor, [n], with few kernels for many tensors."""
     return torch.stack(torch._foreach_norm(list(tensors)))
 
 
-def multiply_each(tensors: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
+def scale_tensors(tensors: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
     """Multiply each tensor with its own factor, one number, in place, with few kernels for many tensors."""
     torch._foreach_mul_(list(tensors), list(factors))
 
@@ -115,17 +115,17 @@ def scaled_matmul(
 # at once with a tensor whose values are there after `wait_for`.
 
 
-def all_reduce_begun(x: Tensor, operation: str, group: str) -> Tensor:
+def begin_all_reduce(x: Tensor, operation: str, group: str) -> Tensor:
     """Begin to reduce `x` over a group. operation: "sum" or "max"."""
     return cast(Tensor, torch.ops._c10d_functional.all_reduce(x, operation, group))
 
 
-def all_gather_begun(x: Tensor, degree: int, group: str) -> Tensor:
+def begin_all_gather(x: Tensor, degree: int, group: str) -> Tensor:
     """Begin to join the `x` of `degree` ranks along the first dimension."""
     return cast(Tensor, torch.ops._c10d_functional.all_gather_into_tensor(x, degree, group))
 
 
-def reduce_scatter_begun(x: Tensor, degree: int, group: str) -> Tensor:
+def begin_reduce_scatter(x: Tensor, degree: int, group: str) -> Tensor:
     """Begin to sum `x` over `degree` ranks; each gets its part of the first dimension."""
     return cast(Tensor, torch.ops._c10d_functional.reduce_scatter_tensor(x, "sum", degree, group))
 
@@ -143,7 +143,7 @@ def allow_compilations(count: int) -> None:
 def backward_of_input(
     root: Tensor, output_gradient: Tensor | None, x: Tensor, parameters: Iterator[nn.Parameter]
 ) -> tuple[Tensor, Any]:
-    """Compute the gradient of `x` alone, and return it with what `backward_of_weights` needs for the rest."""
+    """Compute only the gradient of `x`, and return it with what `backward_of_weights` needs for the rest."""
     # Imported here because it takes seconds to load, and only zero-bubble schedules split a backward.
     from torch.distributed.pipelining._backward import stage_backward_input
 

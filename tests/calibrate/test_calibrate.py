@@ -4,12 +4,12 @@ from itertools import pairwise
 import pytest
 import torch
 
-from bloomery.calibrate import machine, products
+from bloomery.calibrate import compute, machine
+from bloomery.calibrate import compute as blocks
+from bloomery.calibrate import compute as stopwatch
 from bloomery.calibrate import machine as surroundings
-from bloomery.calibrate import products as blocks
-from bloomery.calibrate import products as stopwatch
+from bloomery.calibrate.compute import HALF_SIZES, MatmulRate, fit_half_size
 from bloomery.calibrate.machine import MeasuredLink, measure_machine
-from bloomery.calibrate.products import HALF_SIZES, Product, fit_half_size
 from bloomery.cli import main
 from bloomery.config.load import load_recipe
 from bloomery.plan.hardware import dump_hardware, load_hardware
@@ -23,8 +23,8 @@ CPU = torch.device("cpu")
 def quick(monkeypatch):
     """Small shapes and few repeats: that every part measures, not what."""
     monkeypatch.setattr(stopwatch, "BUDGET_S", 0.0)
-    monkeypatch.setattr(products, "LARGE", {"cpu": 256})
-    monkeypatch.setattr(products, "WIDTHS", {"cpu": (64, 128)})
+    monkeypatch.setattr(compute, "LARGE", {"cpu": 256})
+    monkeypatch.setattr(compute, "WIDTHS", {"cpu": (64, 128)})
     monkeypatch.setattr(blocks, "SHAPES", {"cpu": ((64, 4, 64, 2),)})
     monkeypatch.setattr(surroundings, "COPY_BYTES", 2**22)
     monkeypatch.setattr(surroundings, "DISK_BYTES", 2**22)
@@ -32,10 +32,10 @@ def quick(monkeypatch):
 
 @pytest.mark.parametrize("half", HALF_SIZES[::6])
 @pytest.mark.parametrize("efficiency", [0.5, 0.9])
-def test_the_fit_finds_the_half_size_that_products_were_made_with(half, efficiency):
+def test_the_fit_finds_the_half_size_that_matmuls_were_made_with(half, efficiency):
     sides = [(2048, 64, 64), (2048, 512, 256), (96, 96, 2048), (1024, 1024, 1024)]
     made = [
-        Product(
+        MatmulRate(
             rows=rows,
             columns=columns,
             inner=inner,
@@ -50,7 +50,7 @@ def test_the_fit_finds_the_half_size_that_products_were_made_with(half, efficien
 
 def test_the_fit_of_attention_finds_both_figures():
     rows = [(x, y, 2.5 * x + 4.0 * y) for x, y in ((1e-3, 1e-4), (2e-3, 1e-3), (5e-4, 8e-4))]
-    share, pass_ns = products._least_squares(rows)
+    share, pass_ns = compute._least_squares(rows)
     assert share == pytest.approx(2.5)
     assert pass_ns == pytest.approx(4.0)
 
@@ -115,7 +115,7 @@ def test_a_measured_machine_makes_a_file_that_plans(quick, tmp_path, monkeypatch
     monkeypatch.setattr(machine, "process_gib", lambda: 0.3)
     said = []
     hardware = measure_machine(tmp_path, say=said.append)
-    assert [line.split()[0] for line in said] == ["products", "peak", "memory,", "blocks"]
+    assert [line.split()[0] for line in said] == ["matmuls", "peak", "memory,", "blocks"]
     assert "TFLOP/s" in said[1]
     given = {key.split(".")[1] for key in hardware.sources}
     assert {"memory_gib", "kernel_us", "link_gb_per_s", "write_gb_per_s"} <= given

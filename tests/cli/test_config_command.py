@@ -52,9 +52,9 @@ def test_check_tells_what_a_sound_recipe_describes(capsys):
 def test_check_and_show_say_what_a_batch_is_to_each_peer_and_to_the_run(capsys):
     status, out, _ = run(capsys, "check", "intellect1-10b")
     assert status == 0
-    assert "14 planned" in out and "1,792 samples a step in all" in out
+    assert "14 planned" in out and "1,792 samples per step in all" in out
     _, shown, _ = run(capsys, "show", "intellect1-10b", "--why")
-    assert "use 1,792 samples a step" in " ".join(shown.split())
+    assert "use 1,792 samples per step" in " ".join(shown.split())
 
 
 def test_check_says_nothing_of_training_where_it_can_train(capsys):

@@ -12,13 +12,13 @@ import pytest
 from tests.guard.reports import report
 
 from bloomery.cli import demo
-from bloomery.cli.demo_steps import GRAIN, Fitted, refitted
+from bloomery.cli.demo_steps import TOKEN_UNIT, Fitted, refitted
 from bloomery.config.load import load_recipe
 from bloomery.errors import TrainingFailed
 from bloomery.events.journal import Journal
 from bloomery.events.run_directory import RunDirectory
 
-TOKENS = 100 * GRAIN
+TOKENS = 100 * TOKEN_UNIT
 WAITS = "import time; print('ready', flush=True); time.sleep(600)"
 
 
@@ -40,9 +40,9 @@ def test_a_run_is_shortened_to_what_fits_into_the_time_that_is_left(rundir: RunD
     enough_s = (TOKENS - done) / 100
     assert refitted(fitted, rundir, left_s=enough_s) is fitted
     shorter = refitted(fitted, rundir, left_s=enough_s / 2)
-    assert 0 <= done + 100 * enough_s / 2 - shorter.tokens < GRAIN
+    assert 0 <= done + 100 * enough_s / 2 - shorter.tokens < TOKEN_UNIT
     assert shorter.overrides == [f"train.tokens={shorter.tokens}"]
-    assert done < refitted(fitted, rundir, left_s=0.0).tokens <= done + GRAIN
+    assert done < refitted(fitted, rundir, left_s=0.0).tokens <= done + TOKEN_UNIT
 
 
 def test_a_training_that_takes_too_long_is_asked_to_save_and_stop(capsys: pytest.CaptureFixture[str]) -> None:

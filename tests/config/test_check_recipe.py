@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from bloomery.config.checkpoint import BackupSection, GuardSection
-from bloomery.config.findings import some
+from bloomery.config.findings import nearest_numbers
 from bloomery.config.load import load_recipe
 from bloomery.config.peer_settings import refuse_alone
 from bloomery.config.validate import backup_mistakes, check_recipe
@@ -261,4 +261,4 @@ def test_a_backup_url_with_any_credential_is_refused(url):
 
 
 def test_a_remedy_names_the_eight_numbers_that_are_nearest():
-    assert some(list(range(1, 31)), near=20) == "16, 17, 18, 19, 20, 21, 22, 23"
+    assert nearest_numbers(list(range(1, 31)), near=20) == "16, 17, 18, 19, 20, 21, 22, 23"

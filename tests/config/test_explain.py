@@ -3,7 +3,7 @@ from pathlib import Path
 
 from bloomery.cli.config import explain, reference
 from bloomery.config.load import load_recipe, sections
-from bloomery.config.setting import about
+from bloomery.config.setting import declaration_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "settings.md"
 
@@ -29,7 +29,7 @@ def test_a_batch_between_peers_is_explained_as_that_of_each_peer():
 
     alone, between = helps(), helps("elastic.inner_steps=10", "elastic.peers=3")
     assert between["train.global_batch"].endswith(
-        "the planned 3 peers use 48 samples a step, and schedules count the samples of all peers."
+        "the planned 3 peers use 48 samples per step, and schedules count the samples of all peers."
     )
     assert [key for key in alone if alone[key] != between[key]] == ["train.global_batch"]
 
@@ -37,11 +37,11 @@ def test_a_batch_between_peers_is_explained_as_that_of_each_peer():
 def test_every_setting_says_what_it_means_in_a_sentence():
     for name, section in sections().items():
         for field in fields(section):
-            assert about(field).help.endswith((".", "'.")), f"{name}.{field.name}"
+            assert declaration_of(field).help.endswith((".", "'.")), f"{name}.{field.name}"
             assert section.__doc__
 
 
 def test_only_free_settings_are_read_at_the_start():
     for section in sections().values():
         for field in fields(section):
-            assert about(field).kind == "free" or not about(field).at_start
+            assert declaration_of(field).kind == "free" or not declaration_of(field).at_start

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bloomery.config.convert import Unusable, convert, dump_recipe
+from bloomery.config.convert import BadValues, convert, dump_recipe
 from bloomery.config.load import line_numbers, load_recipe, override, parse_recipe, sections
 from bloomery.config.setting import Setting, key_of
 from bloomery.config.validate import check_recipe
@@ -351,6 +351,6 @@ def test_an_integer_beyond_all_counts_is_told_its_nearest_bound():
     assert only(MINIMAL, f"train.steps={10**16}").problem == "must be at most 1_000_000_000_000_000"
     assert only(MINIMAL, f"train.steps=-{10**16}").problem == "must be at least 0"
     unbounded = Setting(kind="free", help="")
-    with pytest.raises(Unusable) as refused:
+    with pytest.raises(BadValues) as refused:
         convert(int, unbounded, -(10**16), key="a.b")
     assert refused.value.wrongs[0].problem == "must be at least -1_000_000_000_000_000"

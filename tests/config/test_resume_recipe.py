@@ -4,7 +4,7 @@ import pytest
 
 from bloomery.config.load import load_recipe, override, sections
 from bloomery.config.resume import SettingChange, apply_free, compare, refuse_fixed
-from bloomery.config.setting import about
+from bloomery.config.setting import declaration_of
 from bloomery.errors import ConfigError
 
 DEMO = load_recipe("demo").recipe
@@ -68,7 +68,7 @@ def test_a_change_of_any_number_is_found_under_its_kind():
                 continue
             new = replace(DEMO, **{name: replace(before, **{field.name: value + 1})})
             changes = compare(DEMO, new)
-            (found,) = getattr(changes, about(field).kind)
+            (found,) = getattr(changes, declaration_of(field).kind)
             assert found == SettingChange(key=f"{name}.{field.name}", old=value, new=value + 1)
             assert len(changes.free + changes.journalled + changes.fixed) == 1
 

@@ -23,7 +23,7 @@ from bloomery.events.run_directory import RunDirectory
 from bloomery.protocol.rank_messages import AgentMessage, Committed, CopyState, ReplaceState, StartRound
 from bloomery.protocol.records import Attempt, Ready
 from bloomery.train.loop import train
-from bloomery.train.peering import round_of
+from bloomery.train.peering import round_of_checkpoint
 from bloomery.train.settings import StartOptions
 
 Start = Callable[..., tuple[LoadedRecipe, Path]]
@@ -290,7 +290,7 @@ def test_a_peer_tells_where_each_round_ended_and_on_which_its_checkpoints_rest(p
     assert [(round, position) for round, position, _ in tells] == [
         (commit.round, commit.position) for commit in meeting.commits
     ]
-    saved = {round_of(found.directory) for found in checkpoints(RunDirectory(starts["a"][1]))}
+    saved = {round_of_checkpoint(found.directory) for found in checkpoints(RunDirectory(starts["a"][1]))}
     assert set(tells[-1][2]) <= saved and len(tells[-1][2]) >= 2
     stopped, path = peers("guard.stop_at_step=5", names="b")["b"]
     meeting = meeting_of(stopped, "b")

@@ -16,7 +16,7 @@ from bloomery.diloco.all_reduce import RingFailed, WireRing
 from bloomery.diloco.outer_update import Reduced
 from bloomery.diloco.pseudo_gradient import PseudoGradient
 from bloomery.diloco.stored_average import StoredAverage
-from bloomery.plan.peer_round import ring_bytes
+from bloomery.plan.peer_round import peer_ring_bytes
 from bloomery.protocol.rank_messages import Reduce
 from bloomery.transport.connection import HopRateLimit
 from bloomery.transport.ring_all_reduce import Ring
@@ -103,7 +103,7 @@ def test_four_peers_send_at_most_a_twentieth_of_the_bytes_of_int8(monkeypatch: p
         averaged((0.25, 0.25, 0.25, 0.25), codec)
     assert len(sent["sparse"]) == len(sent["int8"]) == 4
     assert 20 * max(sent["sparse"]) <= min(sent["int8"])
-    planned = ring_bytes(SIZE, "sparse", 4, density=DENSITY)
+    planned = peer_ring_bytes(SIZE, "sparse", 4, density=DENSITY)
     assert max(sent["sparse"]) == pytest.approx(planned, rel=0.15)  # frames' headers
 
 

@@ -12,7 +12,7 @@ from tests.train.test_loop import Start, go
 
 from bloomery.cli import main
 from bloomery.config.model import ModelSection
-from bloomery.evaluate.scoring import TokenizedDocument, score_documents, score_tokens, total
+from bloomery.evaluate.scoring import TokenizedDocument, score_documents, score_tokens, total_score
 from bloomery.events.journal import read_journal
 from bloomery.events.run_directory import RunDirectory
 from bloomery.model.decoder import Decoder, build
@@ -49,7 +49,7 @@ def test_a_documents_loss_is_that_of_its_windows_one_by_one() -> None:
         assert score.loss == pytest.approx(nats / len(targets), rel=1e-5)
         assert score.perplexity == pytest.approx(math.exp(score.loss))
     assert [score.name for score in scores] == [document.name for document in documents]
-    together = total(scores, name="all")
+    together = total_score(scores, name="all")
     assert together.bits_per_byte == pytest.approx(
         sum(score.nats for score in scores) / math.log(2) / together.bytes
     )

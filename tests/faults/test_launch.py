@@ -74,6 +74,6 @@ def test_two_nodes_with_different_recipes_both_end_and_name_the_setting(
                 launcher.ended().refuses("has another recipe than", "run.seed", status=1)
 
 
-def test_nodes_without_a_meeting_point_are_refused_before_anything_starts(launch_command: Train) -> None:
+def test_nodes_without_a_rendezvous_are_refused_before_anything_starts(launch_command: Train) -> None:
     said = bloomery(*launch_command("--nnodes", "2"))
     said.refuses("--nnodes above 1 and --rdzv HOST:PORT go together", status=2)

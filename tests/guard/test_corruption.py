@@ -13,7 +13,7 @@ from bloomery.guard.digests import (
     RankDigests,
     computation_faults,
     digests_from_json,
-    disputed,
+    disputed_micro_batches,
     held_faults,
     is_not_deterministic,
     settled_by_repetition,
@@ -68,7 +68,7 @@ def holding(row: list[RankDigests], rank: int, **held: int) -> list[RankDigests]
 
 def test_replicas_that_agree_give_no_fault() -> None:
     row = ranks(4)
-    assert held_faults(row) == [] and disputed(row) == () and computation_faults(row) == []
+    assert held_faults(row) == [] and disputed_micro_batches(row) == () and computation_faults(row) == []
     assert not is_not_deterministic(row)
     assert [digests_from_json(rank.to_json()) for rank in row] == row
 
@@ -104,19 +104,19 @@ def test_ranks_of_other_hardware_are_not_compared() -> None:
 def test_an_error_that_comes_once_is_named_from_any_of_the_three_computations(count: int) -> None:
     trained = computing(ranks(count), 1, 1, WRONG, RIGHT + 1)
     again = computing(ranks(count), 1, 1, RIGHT + 1, WRONG)
-    assert disputed(trained) == disputed(again) == (1,)
+    assert disputed_micro_batches(trained) == disputed_micro_batches(again) == (1,)
     for row in (trained, again):
         (fault,) = computation_faults(repeating(row, 1))
         assert fault.ranks == (1,) and fault.is_certain
     of_other = computing(ranks(count), 1, (1 + 1) % count, WRONG)
-    (data,) = disputed(of_other)
+    (data,) = disputed_micro_batches(of_other)
     (fault,) = computation_faults(repeating(of_other, data))
     assert fault.ranks == (1,)
 
 
 def test_a_rank_that_always_computes_wrongly_is_outvoted_by_three_others_and_not_by_one() -> None:
     row = computing(computing(ranks(4), 1, 1, WRONG, WRONG), 1, 2, WRONG)
-    assert disputed(row) == (1, 2)
+    assert disputed_micro_batches(row) == (1, 2)
     row = repeating(repeating(row, 1, r1=WRONG), 2, r1=WRONG)
     (fault,) = computation_faults(row)
     assert fault.ranks == (1,) and fault.is_certain
@@ -127,7 +127,7 @@ def test_a_rank_that_always_computes_wrongly_is_outvoted_by_three_others_and_not
 
 def test_one_replica_finds_what_does_not_repeat_and_knows_kernels_that_never_do() -> None:
     row = computing(ranks(1), 0, 0, WRONG, RIGHT)
-    assert disputed(row) == (0,)
+    assert disputed_micro_batches(row) == (0,)
     (fault,) = computation_faults(repeating(row, 0))
     assert fault.ranks == (0,)
     assert not is_not_deterministic(repeating(row, 0))
@@ -206,7 +206,7 @@ def test_ranks_are_looked_at_once_however_many_places_they_have() -> None:
         for place in range(16)
         for rank in ranks(8)
     )
-    assert disputed(grid) == () and computation_faults(grid) == []
+    assert disputed_micro_batches(grid) == () and computation_faults(grid) == []
     before = {rank.rank: dict(rank.held) for rank in tuple(grid)}
     assert settled_by_repetition({**before, 9: {"weights": 2}}, grid) == (9,)
     assert grid.looks <= 4

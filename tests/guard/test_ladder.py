@@ -8,8 +8,8 @@ import pytest
 from tests.guard.reports import BATCH, guards_of, judged, noisy, report
 
 from bloomery.config.checkpoint import GuardSection
-from bloomery.guard.ladder import Ladder, LadderState, ladder_from_json, tried_before
-from bloomery.guard.restraint import Restraint, restrained, restraints_from_json
+from bloomery.guard.ladder import Ladder, LadderState, earlier_rungs_words, ladder_from_json
+from bloomery.guard.restraint import Restraint, restraint_at, restraints_from_json
 from bloomery.guard.verdict import Anomaly, CarryOn, Rewind, Rung, Stop, Watch
 
 # rung: (after anomaly, after calm), as the docstring of the module has it.
@@ -51,7 +51,7 @@ def test_without_repeating_samples_are_left_out_at_once():
 
 @pytest.mark.parametrize("rung", Rung)
 def test_each_rung_asks_for_what_it_is_and_says_why_in_a_sentence(rung):
-    asked = ladder().answer_from(rung, ANOMALY, SPIKE[-1], before=3000, history=tried_before(rung, 7))
+    asked = ladder().answer_from(rung, ANOMALY, SPIKE[-1], before=3000, history=earlier_rungs_words(rung, 7))
     following, _ = TABLE[rung]
     assert asked.reason.startswith("it rose. ") and asked.numbers["rung"] == following
     if following is Rung.STOP:
@@ -199,7 +199,7 @@ def test_only_the_last_two_rungs_restrain_the_steps_that_follow(rung):
 def test_restraints_hold_in_their_stretch_and_the_strictest_of_several_counts():
     half = Restraint(start=10, stop=30, rate=0.5, clip=1.0, qk_clip=100.0)
     clamped = Restraint(start=20, stop=40, rate=0.8, clip=0.25, z_score=2.5, qk_clip=50.0)
-    held = [restrained((half, clamped), consumed) for consumed in (9, 10, 20, 29, 30, 40)]
+    held = [restraint_at((half, clamped), consumed) for consumed in (9, 10, 20, 29, 30, 40)]
     factors = [(each.rate, each.clip) for each in held]
     assert factors == [(1.0, 1.0), (0.5, 1.0), (0.5, 0.25), (0.5, 0.25), (0.8, 0.25), (1.0, 1.0)]
     clamps = [(each.z_score, each.qk_clip) for each in held]

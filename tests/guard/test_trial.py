@@ -9,7 +9,7 @@ from tests.guard.reports import BATCH, guards_of, judged, noisy, report
 from bloomery.config.checkpoint import GuardSection
 from bloomery.guard.judge import Guards, described
 from bloomery.guard.ladder import ladder_from_json
-from bloomery.guard.trial import ADOPTED, begun, trial_from_json
+from bloomery.guard.trial import ADOPTED, begin_trial, trial_from_json
 from bloomery.guard.verdict import CarryOn, Rewind, Rung, Stop, Watch
 
 BASE, BAD, STEPS = 300, 401, 40
@@ -114,7 +114,7 @@ def test_nothing_is_on_trial_by_default_nor_after_a_rewind_that_is_no_remedy():
     run = Run()
     run.go_back(Rung.WATCH)
     assert run.trial is None and GuardSection().trial_steps == 0
-    trial = begun(Rung.SKIP, base_step=3, problem_step=5, steps=4, losses_before=[2.0, 2.1])
+    trial = begin_trial(Rung.SKIP, base_step=3, problem_step=5, steps=4, losses_before=[2.0, 2.1])
     assert trial.limit == math.inf, "too few losses to tell what is usual"
 
 

@@ -16,7 +16,7 @@ import torch
 from bloomery.data_loader.batches import Batches, MicroBatch
 from bloomery.model.decoder import Decoder
 from bloomery.optim import clip
-from bloomery.optim.clip import Counted
+from bloomery.optim.clip import CountedGradient
 from bloomery.parallel import build, precision
 from bloomery.parallel.axis import Axis, PendingCollective
 from bloomery.parallel.flat import FlatGroup
@@ -54,10 +54,10 @@ def skipped_micro_batch() -> Iterator[None]:
 def norm_counted_twice() -> Iterator[None]:
     """What every rank holds is counted by every rank."""
 
-    def everything(**values: Any) -> Counted:
-        return Counted(**(values | {"counts": True}))
+    def everything(**values: Any) -> CountedGradient:
+        return CountedGradient(**(values | {"counts": True}))
 
-    with patch.object(precision, "Counted", everything):
+    with patch.object(precision, "CountedGradient", everything):
         yield
 
 

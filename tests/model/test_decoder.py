@@ -14,7 +14,7 @@ from bloomery.errors import BloomeryError, ConfigError
 from bloomery.model.attention import AttentionContext, alibi_slopes
 from bloomery.model.decoder import Decoder, build, logical_parameters
 from bloomery.model.initial_values import initialise
-from bloomery.model.layers import products_for, set_products
+from bloomery.model.layers import matmul_mode_for, set_matmul_mode
 from bloomery.model.shape import logical_shapes
 
 VOCABULARY, LENGTH = 64, 16
@@ -194,7 +194,7 @@ def test_products_widened_to_fp32_stay_within_a_rounding_of_bf16(decoder: Decode
     tokens = some_tokens(2, LENGTH)
     exact = decoder(tokens)
     narrow = decoder.bfloat16()
-    set_products(narrow, "fp32")
+    set_matmul_mode(narrow, "fp32")
     hidden = narrow(tokens)
     assert hidden.dtype == torch.bfloat16
     assert ((hidden.float() - exact).norm() / exact.norm()).item() < 0.05
@@ -267,9 +267,11 @@ def test_an_embedding_adds_up_its_gradient_in_fp32() -> None:
 def test_products_are_native_where_the_processor_has_units_for_their_format(
     monkeypatch: pytest.MonkeyPatch, units: str, others: str
 ) -> None:
-    monkeypatch.setattr(f"bloomery.torch_private.has_{units}_products", lambda: True)
-    monkeypatch.setattr(f"bloomery.torch_private.has_{others}_products", lambda: False)
+    monkeypatch.setattr(f"bloomery.torch_private.has_{units}_matmul", lambda: True)
+    monkeypatch.setattr(f"bloomery.torch_private.has_{others}_matmul", lambda: False)
     formats, cpu = {"bf16": torch.bfloat16, "fp16": torch.float16}, torch.device("cpu")
-    assert products_for(cpu, formats[units]) == "native" and products_for(cpu, formats[others]) == "fp32"
-    assert products_for(cpu, torch.float32) == "native"
-    assert products_for(torch.device("cuda"), formats[others]) == "native"
+    assert (
+        matmul_mode_for(cpu, formats[units]) == "native" and matmul_mode_for(cpu, formats[others]) == "fp32"
+    )
+    assert matmul_mode_for(cpu, torch.float32) == "native"
+    assert matmul_mode_for(torch.device("cuda"), formats[others]) == "native"

@@ -11,9 +11,9 @@ from bloomery.model.attention import rotary_table, rotate
 from bloomery.model.decoder import build
 from bloomery.model.initial_values import initialise
 from bloomery.model.loss import IGNORED, next_token_loss
-from bloomery.model.native_kernels import attends, causal_attention, has_units
+from bloomery.model.native_kernels import causal_attention, has_amx, supports_attention
 
-pytestmark = pytest.mark.skipif(not has_units(), reason="this processor has no bf16 matrix units")
+pytestmark = pytest.mark.skipif(not has_amx(), reason="this processor has no bf16 matrix units")
 
 
 @pytest.mark.parametrize("is_rotary", [True, False], ids=["rotary", "as they are"])
@@ -87,9 +87,9 @@ def test_what_is_not_finite_is_passed_on():
 def test_only_what_it_can_compute_is_given_to_it():
     qkv = torch.zeros(1, 8, 6, 64, dtype=torch.bfloat16)
 
-    assert attends(qkv)
-    assert not attends(qkv.float())
-    assert not attends(qkv[..., :47])
+    assert supports_attention(qkv)
+    assert not supports_attention(qkv.float())
+    assert not supports_attention(qkv[..., :47])
 
 
 def test_a_decoder_in_bf16_sees_only_what_came_before():

@@ -53,7 +53,7 @@ def test_terms_for_reports_cannot_be_differentiated_by_mistake() -> None:
 
 def test_widened_bf16_differs_from_native_by_roundings_alone() -> None:
     hidden, weight, targets = inputs(torch.bfloat16)
-    wide = next_token_loss(hidden, weight, targets, chunk=8, products="fp32")
+    wide = next_token_loss(hidden, weight, targets, chunk=8, matmul_mode="fp32")
     native = next_token_loss(hidden, weight, targets, chunk=8)
     torch.testing.assert_close(wide.total, native.total, rtol=1e-3, atol=0)
     assert wide.total.dtype == torch.float32

@@ -147,9 +147,9 @@ def test_the_last_save_is_given_three_times_the_longest_measured_one(tmp_path: P
     watch = departure(run, lambda: end)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "time", lambda: end - 100.0)
-        assert watch.look() == ""
+        assert watch.check() == ""
         patch.setattr(time, "time", lambda: end - 38.0)
-        assert "the last save is given 40 s" in watch.look()
+        assert "the last save is given 40 s" in watch.check()
 
 
 def test_a_save_that_took_longer_than_the_job_leaves_half_of_it_for_training(tmp_path: Path) -> None:
@@ -160,18 +160,18 @@ def test_a_save_that_took_longer_than_the_job_leaves_half_of_it_for_training(tmp
     watch = departure(run, lambda: end)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "time", lambda: end - 100.0)
-        assert watch.look() == ""
+        assert watch.check() == ""
         patch.setattr(time, "time", lambda: end - 45.0)
-        assert "the last save is given 50 s" in watch.look()
+        assert "the last save is given 50 s" in watch.check()
 
 
 def test_a_short_job_that_has_measured_no_save_trains_three_quarters_of_its_time(tmp_path: Path) -> None:
     end = time.time() + 100.0
     watch = departure(RunDirectory(tmp_path).create(), lambda: end)
-    assert watch.look() == ""
+    assert watch.check() == ""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "time", lambda: end - 20.0)
-        assert "the last save is given 25 s" in watch.look()
+        assert "the last save is given 25 s" in watch.check()
 
 
 def test_the_signal_counts_where_the_scheduler_does_not_say_when_the_job_ends(tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_the_signal_counts_where_the_scheduler_does_not_say_when_the_job_ends(tm
     )
     for one in (known, unknown):
         one.warned()
-    assert (known.look(), "signalled" in unknown.look()) == ("", True)
+    assert (known.check(), "signalled" in unknown.check()) == ("", True)
 
 
 def test_maintenance_counts_from_half_an_hour_ahead(tmp_path: Path) -> None:
@@ -192,9 +192,9 @@ def test_maintenance_counts_from_half_an_hour_ahead(tmp_path: Path) -> None:
     notices: list[MaintenanceNotice] = []
     watch = departure(run, notices=(lambda: notices,), poll_s=0.0)
     notices.append(MaintenanceNotice(at=time.time() + 1900.0, what="later"))
-    assert watch.look() == ""
+    assert watch.check() == ""
     notices.append(MaintenanceNotice(at=time.time() + 1700.0, what="soon"))
-    assert watch.look() == "maintenance: soon"
+    assert watch.check() == "maintenance: soon"
     file = run.control_dir / "maintenance"
     file.write_text("2031-05-06T07:08\n")
     (notice,) = notices_of_files([file, run.control_dir / "none"])
@@ -237,17 +237,17 @@ def test_an_unreadable_journal_counts_as_one_without_saves(tmp_path: Path) -> No
     run = RunDirectory(tmp_path).create()
     run.journal().mkdir()
     end = time.time() + 5.0
-    assert "the job ends in" in departure(run, lambda: end).look()
+    assert "the job ends in" in departure(run, lambda: end).check()
 
 
 def test_the_schedulers_signal_asks_at_once_for_an_end_that_has_changed(tmp_path: Path) -> None:
     end = time.time() + 3600.0
     watch = departure(RunDirectory(tmp_path), lambda: end)
-    assert watch.look() == ""
+    assert watch.check() == ""
     end = time.time() + 5.0
-    assert watch.look() == "", "it is asked each minute"
+    assert watch.check() == "", "it is asked each minute"
     watch.warned()
-    assert "the job ends in" in watch.look()
+    assert "the job ends in" in watch.check()
 
 
 def test_an_answer_that_is_no_http_is_none(caplog: pytest.LogCaptureFixture) -> None:

@@ -65,17 +65,15 @@ def test_time_outs_follow_the_slowest_rank() -> None:
     beats = {0: beat(gap_s=1.0, computing=2.0, saving=5.0), 1: beat(rank=1, gap_s=9.0, computing=8.0)}
     table = {timeout.name: timeout.seconds for timeout in run_timeouts(beats)}
     assert table["silence of a process"] == 18.0
-    assert table["standstill in a step"] == 24.0
-    assert table["standstill in a save"] == 15.0
-    assert table["standstill in loading"] == 1800.0  # not measured yet
-    assert table["standstill in evaluating"] == 80.0  # ten times the longest step
-    assert table["standstill in a step that may compile"] == 480.0
-    assert {row.name: row.seconds for row in run_timeouts({})}[
-        "standstill in a step that may compile"
-    ] == 1800.0
+    assert table["hang in a step"] == 24.0
+    assert table["hang in a save"] == 15.0
+    assert table["hang in loading"] == 1800.0  # not measured yet
+    assert table["hang in evaluating"] == 80.0  # ten times the longest step
+    assert table["hang in a compiling step"] == 480.0
+    assert {row.name: row.seconds for row in run_timeouts({})}["hang in a compiling step"] == 1800.0
     compiled = run_timeouts({0: replace(beats[0], first_s={RankActivity.COMPUTING: 170.0})})
-    assert {row.name: row.seconds for row in compiled}["standstill in a step that may compile"] == 510.0
-    assert table["standstill at the end"] == 315.0
+    assert {row.name: row.seconds for row in compiled}["hang in a compiling step"] == 510.0
+    assert table["hang at the end"] == 315.0
     assert table["a collective"] == timeouts.COLLECTIVE_TIMEOUT_S
     assert list(table.values()) == sorted(table.values())
 
@@ -85,7 +83,7 @@ def test_a_standstill_that_torch_ends_first_is_told() -> None:
     assert contradictions(run_timeouts(quick)) == []
     slow = {0: beat(computing=2.0, saving=250.0, loading=1.0, evaluating=1.0)}
     (line,) = contradictions(run_timeouts(slow))
-    assert line.startswith("a standstill in a save is noticed after 750 s, and torch ends a collective")
+    assert line.startswith("a hang in a save is noticed after 750 s, and torch ends a collective")
 
 
 def test_the_tables_fit_the_terminal(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from bloomery.errors import TrainingFailed
 from bloomery.events.run_directory import RunDirectory
 from bloomery.operate.drill import faults
 from bloomery.operate.drill.allocation import drill_nodes
-from bloomery.operate.drill.faults import DrillFault, cut_connections, flip_newest, strike
+from bloomery.operate.drill.faults import DrillFault, cut_connections, flip_checkpoint_bit, strike
 
 CONNECTED = """
 import os, socket, sys
@@ -42,13 +42,13 @@ def test_a_bit_of_the_newest_checkpoint_flips_in_the_second_half_of_its_largest_
             (rundir.checkpoints / checkpoint.name / f"{name}.safetensors").write_bytes(bytes(size))
     monkeypatch.setattr(faults, "checkpoints", lambda rundir: listed)
     for seed in range(20):
-        path = flip_newest(rundir, Random(seed))
+        path = flip_checkpoint_bit(rundir, Random(seed))
         assert path == rundir.checkpoints / "step-3" / "b.safetensors"
         (place,) = np.flatnonzero(np.frombuffer(path.read_bytes(), np.uint8)).tolist()
         assert place >= 500 and path.read_bytes()[place].bit_count() == 1
         path.write_bytes(bytes(1000))
     monkeypatch.setattr(faults, "checkpoints", lambda rundir: [])
-    assert flip_newest(rundir, Random(0)) is None
+    assert flip_checkpoint_bit(rundir, Random(0)) is None
 
 
 @contextmanager

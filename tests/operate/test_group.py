@@ -16,7 +16,7 @@ from bloomery.operate.decision import Decision, ShareResult, evidence_of
 from bloomery.operate.diagnosis import Cause, Diagnosis
 from bloomery.operate.failure_evidence import RankEnd
 from bloomery.operate.group_supervisor import GroupSize, GroupSupervisor
-from bloomery.operate.job_board import JobBoard, LauncherCard, seats
+from bloomery.operate.job_board import JobBoard, LauncherCard, assign_hosts
 from bloomery.operate.node_facts import GpuFacts, NodeFacts
 from bloomery.operate.stacks import RankStack
 from bloomery.operate.standstill import read_beats
@@ -100,7 +100,7 @@ def test_a_launcher_that_waits_counts_cards_and_not_what_else_lies_there(tmp_pat
     ],
 )
 def test_spares_take_the_places_of_the_lost(living: str, bad: str, expected: str) -> None:
-    assert seats("abc", living=living.split(), bad=bad.split(), wanted=3) == expected.split()
+    assert assign_hosts("abc", living=living.split(), bad=bad.split(), wanted=3) == expected.split()
 
 
 def started(place: Path, *, needed: int, **wrong: dict) -> tuple[Decision, RunDirectory, list[Diagnosis]]:

@@ -42,17 +42,17 @@ def test_one_launcher_for_all_asks_slurm_for_the_maintenance_of_the_jobs_nodes(
     slurm: Path, tmp_path: Path
 ) -> None:
     run, loaded = RunDirectory(tmp_path / "run").create(), load_recipe("demo", OFFLINE)
-    assert departure_of(SLURM, "node1", run, loaded, asks_scheduler=False).look() == ""
+    assert departure_of(SLURM, "node1", run, loaded, asks_scheduler=False).check() == ""
     assert "reservation" not in slurm.read_text()
     asks = departure_of(SLURM, "node1", run, loaded, asks_scheduler=True)
-    assert asks.look() == "maintenance: reservation repair of node2"
+    assert asks.check() == "maintenance: reservation repair of node2"
 
 
 def test_a_launcher_of_no_slurm_job_asks_no_slurm(slurm: Path, tmp_path: Path) -> None:
     run, loaded = RunDirectory(tmp_path / "run").create(), load_recipe("demo", OFFLINE)
     pod = JobContext(scheduler="kubernetes", job="7")
     for context in (None, pod):
-        assert departure_of(context, "node1", run, loaded, asks_scheduler=True).look() == ""
+        assert departure_of(context, "node1", run, loaded, asks_scheduler=True).check() == ""
     assert not slurm.exists()
 
 

@@ -106,10 +106,10 @@ def test_variables_that_disagree_are_refused(environment: dict[str, str], words:
     assert words in refused.value.message and refused.value.remedy
 
 
-def test_a_launcher_on_each_node_finds_the_meeting_point():
+def test_a_launcher_on_each_node_finds_the_rendezvous():
     one_a_node = STEP | {"SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_TASKS_PER_NODE": "1(x3)"}
     group = node_group(one_a_node, address_of=lambda name: name)
-    assert (group.nodes, group.meeting_point) == (3, f"iam07:{port_of(712 * 8 + 3)}")
+    assert (group.nodes, group.rendezvous) == (3, f"iam07:{port_of(712 * 8 + 3)}")
     assert node_group({}) is None
     assert node_group(STEP | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NUM_NODES": "1"}) is None
 

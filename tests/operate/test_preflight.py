@@ -38,7 +38,7 @@ def nodes(**changed: dict) -> dict[str, NodeFacts]:
         ),
         ({"gpus": (GpuFacts(index="0", name="A", used_mib=40_000, total_mib=81_920),)}, "are held", True),
         ({"gpus": ()}, "0 of 1 GPUs are there", True),
-        ({"teraflops": 165.0}, "matrix products reach 165 TFLOP/s, and 200 on the median", True),
+        ({"teraflops": 165.0}, "matmuls reach 165 TFLOP/s, and 200 on the median", True),
         ({"is_exact": False}, "it computes wrongly", True),
         ({"shm_share": 0.01}, "/dev/shm is 99% full", True),
         ({"disk_gb": 3.0}, "3.0 GB are free for the run, 10.0 GB are needed", False),

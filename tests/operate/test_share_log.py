@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from bloomery.events.run_directory import RunDirectory
-from bloomery.operate.process_tree import descendants, numbers_are_the_kernels
+from bloomery.operate.process_tree import descendants, sees_kernel_pids
 from bloomery.operate.share_log import ShareLog
 
 # a thread starts a shell, which starts a process of its own; "go" on standard input ends and reaps both
@@ -49,4 +49,4 @@ def test_children_of_threads_and_their_children_stay_known_after_their_end(tmp_p
     share.ended({0: 0}, killed=())
     (end,) = share.ends(attempt="")
     assert end.children is None or set(end.children) == {shell, sleeper}
-    assert (end.children is None) != numbers_are_the_kernels()
+    assert (end.children is None) != sees_kernel_pids()

@@ -13,7 +13,7 @@ from bloomery.events.run_directory import RunDirectory
 from bloomery.operate.decision import FAILURE, HANG, SILENT, Decision
 from bloomery.operate.departure import Departure
 from bloomery.operate.job_board import JobBoard, LauncherCard
-from bloomery.operate.process_tree import numbers_are_the_kernels
+from bloomery.operate.process_tree import sees_kernel_pids
 from bloomery.operate.share_log import ShareLog
 from bloomery.operate.share_watch import ShareWatch
 
@@ -30,7 +30,7 @@ def watch(place: Path, *, host: str = "n1", departure: Departure | None = None) 
 
 def test_nothing_ends_ranks_of_which_nobody_said_anything(tmp_path: Path) -> None:
     alone = watch(tmp_path)
-    alone.look()
+    alone.poll()
     assert (alone.why_to_stop(), alone.why_to_end(), alone.failure(), alone.asked) == ("", "", "", 0)
 
 
@@ -39,7 +39,7 @@ def test_a_hang_that_the_leader_found_ends_the_ranks_of_every_node(kind: str, tm
     ours, theirs = watch(tmp_path), watch(tmp_path, host="n2")
     board(tmp_path, "n1").put("ending-4", {"kind": kind, "why": "no rank has moved"})
     for one in (ours, theirs):
-        one.look()
+        one.poll()
         assert (one.why_to_end(), one.failure()) == ("no rank has moved", "")
 
 
@@ -48,7 +48,7 @@ def test_the_failure_of_a_rank_ends_those_of_other_nodes_and_the_first_report_co
     ours.report_failure("rank 0 was ended by SIGKILL")
     theirs.report_failure("rank 1 lost rank 0")
     for one in (ours, theirs):
-        one.look()
+        one.poll()
         assert one.why_to_end() == ""
     assert ours.failure() == "", "its own launcher ends them"
     assert theirs.failure() == "rank 0 was ended by SIGKILL"
@@ -60,7 +60,7 @@ def test_ranks_end_where_the_job_has_gone_on_without_their_node(tmp_path: Path) 
     late = watch(tmp_path)
     for number, why in ((4, ""), (5, "the other launchers have gone on without this node")):
         board(tmp_path, "n2").put(f"decision-{number:06d}", {})
-        late.look()
+        late.poll()
         assert late.why_to_end() == why
 
 
@@ -72,7 +72,7 @@ def test_a_signal_asks_the_launcher_to_end_and_the_schedulers_warning_asks_for_t
     )
     watched = watch(tmp_path, departure=departure)
     watched.signalled(signal.SIGUSR1)
-    assert watched.asked == 0 and "signalled" in departure.look()
+    assert watched.asked == 0 and "signalled" in departure.check()
     watched.signalled(signal.SIGTERM)
     assert watched.asked == signal.SIGTERM
     departure.reason = "maintenance: soon"
@@ -92,10 +92,10 @@ def test_each_look_notes_what_the_ranks_have_started(tmp_path: Path) -> None:
         sleeper = int(rank.stdout.readline())
         try:
             watched.started({0: rank.pid})
-            watched.look()
+            watched.poll()
         finally:
             os.kill(sleeper, signal.SIGTERM)
     watched.ended({0: 143}, killed=(0,))
     (end,) = share.ends(attempt="x-4")
     assert (end.status, end.is_killed_here, end.pid) == (143, True, rank.pid)
-    assert end.children == ((sleeper,) if numbers_are_the_kernels() else None)
+    assert end.children == ((sleeper,) if sees_kernel_pids() else None)

@@ -26,7 +26,7 @@ from bloomery.operate.exclusions import Exclusions
 from bloomery.operate.failure_evidence import FailureEvidence
 from bloomery.operate.job_context import NodeInQuarantine, reactions_of, refuse_quarantined
 from bloomery.operate.maintenance import notices_of_slurm
-from bloomery.operate.run_state import RunStatus, judge_state, look
+from bloomery.operate.run_state import RunStatus, judge_state, observe_run
 from bloomery.operate.schedulers.interface import JobRequest, JobState
 from bloomery.operate.schedulers.slurm import Slurm
 from bloomery.operate.standstill import StandstillLimits
@@ -86,7 +86,7 @@ def beating(rundir: RunDirectory, *more: str) -> tuple[str, ...]:
 
 
 def state_of(slurm: Slurm, rundir: RunDirectory, limits: StandstillLimits | None = None) -> RunStatus:
-    return judge_state(look(rundir, slurm.jobs(name="x", run=rundir.path)), limits=limits).state
+    return judge_state(observe_run(rundir, slurm.jobs(name="x", run=rundir.path)), limits=limits).state
 
 
 def comes_to(cluster: SlurmCluster, slurm: Slurm, rundir: RunDirectory, state: RunStatus) -> None:

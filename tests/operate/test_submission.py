@@ -216,7 +216,7 @@ def test_files_of_others_that_the_group_may_not_write_are_told(
 
 def test_what_cannot_be_submitted_is_refused(here: Here, tmp_path: Path) -> None:
     machine = ("submit.scheduler=machine", "--run", tmp_path / "r")
-    here("submit", "demo", *machine, "submit.nodes=2").refuses("wants 2 nodes", "on this machine alone")
+    here("submit", "demo", *machine, "submit.nodes=2").refuses("wants 2 nodes", "only on this machine")
     here("submit", "demo", *machine, "submit.minutes=1").refuses("signal_before_s", "1 minutes")
     here("submit", "demo", *machine, "submit.group=nosuchgroup").refuses("no group 'nosuchgroup'")
     here("submit", "diloco-internet", *machine).refuses("peer")

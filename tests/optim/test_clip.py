@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bloomery.config.optim import OptimSection
-from bloomery.optim.clip import PREFIX, Counted, GradientFacts, GradientLimits, examine
+from bloomery.optim.clip import PREFIX, CountedGradient, GradientFacts, GradientLimits, examine
 
 RATE = 0.1
 
@@ -31,7 +31,7 @@ def limits_of(**settings: object) -> GradientLimits:
 
 def facts_of(norm: float, *, limit: float = 0.0, unscale: float = 1.0) -> GradientFacts:
     gradient = torch.tensor([norm * unscale, 0.0])
-    return examine([Counted(gradient=gradient)], limit=limit, unscale=unscale)
+    return examine([CountedGradient(gradient=gradient)], limit=limit, unscale=unscale)
 
 
 def limited(
@@ -222,7 +222,9 @@ def test_no_limit_asks_the_device_for_a_number() -> None:
         section = OptimSection(learning_rate=RATE, clip_method=method, skip_outliers=6.0)
         limits = GradientLimits(section, tensors=2, device=torch.device("meta"))
         gradient = torch.ones(4, device="meta")
-        facts = examine([Counted(gradient=gradient)], limit=1.0, unscale=torch.ones((), device="meta"))
+        facts = examine(
+            [CountedGradient(gradient=gradient)], limit=1.0, unscale=torch.ones((), device="meta")
+        )
         limits.limit(
             facts, unscale=1.0, norms=lambda: torch.ones(2, device="meta"), scale_tensors=lambda each: None
         )

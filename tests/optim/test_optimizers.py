@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bloomery.config.optim import OptimSection
-from bloomery.optim.clip import Counted, examine
+from bloomery.optim.clip import CountedGradient, examine
 from bloomery.optim.groups import ParameterPiece, Placement, lay_out
 from bloomery.optim.update_rules import FlatAdamW, FlatMuon, orthogonalise
 
@@ -20,7 +20,7 @@ def whole(shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
 
 
 def facts_of(gradient: torch.Tensor, limit: float = 0.0, unscale: float = 1.0):
-    return examine([Counted(gradient=gradient)], limit=limit, unscale=unscale)
+    return examine([CountedGradient(gradient=gradient)], limit=limit, unscale=unscale)
 
 
 def muon() -> tuple[FlatMuon, torch.Tensor, torch.Tensor]:
@@ -121,7 +121,7 @@ def test_clipping_and_unscaling_meet_in_one_coefficient() -> None:
 
 def test_zeros_do_not_count_the_padding() -> None:
     gradient = torch.tensor([1.0, 0.0, 2.0, 0.0, 0.0])
-    assert int(examine([Counted(gradient=gradient, padding=2)], limit=0.0, unscale=1.0).zeros) == 1
+    assert int(examine([CountedGradient(gradient=gradient, padding=2)], limit=0.0, unscale=1.0).zeros) == 1
 
 
 def test_norms_and_biases_are_never_decayed_and_embeddings_never_go_to_muon() -> None:

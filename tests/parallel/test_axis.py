@@ -6,7 +6,7 @@ import torch
 from bloomery.config.parallel import ParallelSection
 from bloomery.errors import TrainingFailed
 from bloomery.parallel import axis
-from bloomery.parallel.axis import ALONE, Axis
+from bloomery.parallel.axis import SINGLE_RANK_AXIS, Axis
 from bloomery.parallel.mesh import Mesh, join_mesh
 
 
@@ -51,16 +51,18 @@ def test_a_rank_alone_waits_for_nobody_and_keeps_its_numbers() -> None:
     """There is no process group, so any collective of torch would raise."""
     flat = torch.arange(6.0)
     pending = [
-        ALONE.begin_all_reduce(flat),
-        ALONE.begin_reduce_scatter(flat, range(2, 4)),
-        ALONE.begin_all_gather(flat),
+        SINGLE_RANK_AXIS.begin_all_reduce(flat),
+        SINGLE_RANK_AXIS.begin_reduce_scatter(flat, range(2, 4)),
+        SINGLE_RANK_AXIS.begin_all_gather(flat),
     ]
     for each in pending:
         each.wait_for_collective()
-    ALONE.all_gather(flat)
-    assert ALONE.all_reduce(flat) is flat and ALONE.all_reduce(flat, maximum=True) is flat
-    assert ALONE.reduce_scatter(flat).tolist() == flat.tolist() == list(range(6))
-    assert ALONE.is_first and ALONE.is_last and ALONE.degree == 1
+    SINGLE_RANK_AXIS.all_gather(flat)
+    assert (
+        SINGLE_RANK_AXIS.all_reduce(flat) is flat and SINGLE_RANK_AXIS.all_reduce(flat, maximum=True) is flat
+    )
+    assert SINGLE_RANK_AXIS.reduce_scatter(flat).tolist() == flat.tolist() == list(range(6))
+    assert SINGLE_RANK_AXIS.is_first and SINGLE_RANK_AXIS.is_last and SINGLE_RANK_AXIS.degree == 1
 
 
 def test_a_mesh_of_one_rank_asks_nobody() -> None:

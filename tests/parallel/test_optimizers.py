@@ -10,7 +10,7 @@ import torch
 
 from bloomery.config.optim import OptimSection
 from bloomery.errors import TrainingFailed
-from bloomery.optim.clip import Counted, examine
+from bloomery.optim.clip import CountedGradient, examine
 from bloomery.optim.groups import ParameterPiece, lay_out
 from bloomery.parallel.optimizers import Optimizers
 from bloomery.parallel.precision import LossScale
@@ -55,7 +55,7 @@ def weights_of(optim: OptimSection, *, shards: int = 1, split: bool = False) -> 
 
 
 def step(optimizers: Optimizers, weights: SimpleNamespace, learning_rate: float = 0.1) -> None:
-    facts = examine([Counted(gradient=flat) for flat in weights.gradient], limit=0.0, unscale=1.0)
+    facts = examine([CountedGradient(gradient=flat) for flat in weights.gradient], limit=0.0, unscale=1.0)
     optimizers.step(facts, learning_rate=learning_rate)
 
 
@@ -112,7 +112,7 @@ def test_optimizers_that_begin_anew_have_forgotten_every_step() -> None:
     optimizers = Optimizers(weights, optim)
     for flat in weights.gradient:
         flat.fill_(1.0)
-    facts = examine([Counted(gradient=flat) for flat in weights.gradient], limit=0.0, unscale=1.0)
+    facts = examine([CountedGradient(gradient=flat) for flat in weights.gradient], limit=0.0, unscale=1.0)
     optimizers.step(optimizers.limit(facts, unscale=1.0), learning_rate=0.1)
     state = {entry.name: entry.tensor for entry in optimizers.state_entries()}
     assert all(state[f"optim.limit.{name}"].any() for name in ("norm_mean", "norms_seen", "norm_window"))

@@ -22,7 +22,7 @@ from bloomery.data.position import EVERYTHING
 from bloomery.events.journal import read_journal
 from bloomery.events.run_directory import RunDirectory
 from bloomery.model import layers
-from bloomery.model.layers import FP8_BACKWARD, FP8_FORWARD, Maximum, fp8_linear, narrowed, scaled_product
+from bloomery.model.layers import FP8_BACKWARD, FP8_FORWARD, Maximum, fp8_linear, scaled_product, to_fp8
 from bloomery.parallel.axis import Axis
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.precision import MasterWeights
@@ -154,7 +154,7 @@ def test_a_product_in_8_bits_is_the_exact_product_of_the_rounded_factors() -> No
     assert x.grad is not None and weight.grad is not None
 
     def rounded(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        narrow, scale = narrowed(tensor.detach(), dtype)
+        narrow, scale = to_fp8(tensor.detach(), dtype)
         assert narrow.float().abs().max() == torch.finfo(dtype).max
         return narrow.double() * scale.double()
 
@@ -205,8 +205,8 @@ def test_the_units_for_8_bits_get_whole_tiles_and_the_product_is_the_same(
 ) -> None:
     n, i, o = sizes
     generator = torch.Generator().manual_seed(4)
-    left, left_scale = narrowed(torch.randn(n, i, generator=generator), FP8_FORWARD)
-    right, right_scale = narrowed(torch.randn(i, o, generator=generator), FP8_BACKWARD)
+    left, left_scale = to_fp8(torch.randn(n, i, generator=generator), FP8_FORWARD)
+    right, right_scale = to_fp8(torch.randn(i, o, generator=generator), FP8_BACKWARD)
     product = scaled_product(left, right, (left_scale, right_scale), torch.bfloat16)
     exact = left.double() @ right.double() * (left_scale.double() * right_scale.double())
     torch.testing.assert_close(product.double(), exact, rtol=2**-7, atol=1e-3)

@@ -17,7 +17,7 @@ from bloomery.config.validate import check_recipe
 from bloomery.data_loader.batches import MicroBatch
 from bloomery.errors import ConfigError
 from bloomery.model.attention import rotary_table, rotate
-from bloomery.optim.clip import Counted, examine
+from bloomery.optim.clip import CountedGradient, examine
 from bloomery.parallel.build import TrainingModel, build_training_model
 from bloomery.parallel.inner_sizes import InnerSizes, by_kind
 from bloomery.parallel.mesh import Mesh
@@ -94,7 +94,7 @@ def test_heads_above_the_threshold_come_down_to_it_and_others_keep_every_bit(sty
     measured = torch.stack([block.attention.logit_maxima for block in model.decoder.blocks])
     torch.testing.assert_close(measured, before)
     weights = [block.attention.qkv.weight.detach().clone() for block in model.decoder.blocks]
-    model.after_update(examine([Counted(gradient=torch.ones(1))], limit=0.0, unscale=1.0))
+    model.after_update(examine([CountedGradient(gradient=torch.ones(1))], limit=0.0, unscale=1.0))
     model.weights.copy_masters_to_working()
     changed = 0
     for index, block in enumerate(model.decoder.blocks):
@@ -123,7 +123,7 @@ def test_heads_above_the_threshold_come_down_to_it_and_others_keep_every_bit(sty
 def test_a_clamp_rescales_as_the_recipe_does_and_measures_only_while_it_holds() -> None:
     recipes, clamped = model_of("llama", threshold=0.05), model_of("llama", threshold=0.0)
     unclamped = [master.clone() for master in clamped.weights.master]
-    applied = examine([Counted(gradient=torch.ones(1))], limit=0.0, unscale=1.0)
+    applied = examine([CountedGradient(gradient=torch.ones(1))], limit=0.0, unscale=1.0)
     for limit in (0.0, 0.05, 0.0):
         clamped.clip_queries(limit)
         clamped.accumulate([batch(1)], 0, weight=1.0)
@@ -143,7 +143,7 @@ def test_a_refused_update_rescales_nothing_and_evaluation_measures_nothing() -> 
     assert all(float(block.attention.logit_maxima.max()) == 0.0 for block in model.decoder.blocks)
     model.accumulate([batch(1)], 0, weight=1.0)
     before = [master.clone() for master in model.weights.master]
-    model.after_update(examine([Counted(gradient=torch.tensor([math.nan]))], limit=0.0, unscale=1.0))
+    model.after_update(examine([CountedGradient(gradient=torch.tensor([math.nan]))], limit=0.0, unscale=1.0))
     assert all(torch.equal(a, b) for a, b in zip(before, model.weights.master, strict=True))
 
 
@@ -247,7 +247,7 @@ def test_a_compiled_model_is_measured_and_clamped_as_an_eager_one_and_is_compile
             if step % 2 == 1:
                 assert model.inner_sizes is not None
                 sizes.append(by_kind(model.inner_sizes.collect().flatten().tolist()))
-            model.after_update(examine([Counted(gradient=torch.ones(1))], limit=0.0, unscale=1.0))
+            model.after_update(examine([CountedGradient(gradient=torch.ones(1))], limit=0.0, unscale=1.0))
             model.weights.copy_masters_to_working()
         runs.append(sizes)
     for eager, own in zip(*runs, strict=True):

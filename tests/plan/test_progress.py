@@ -11,7 +11,7 @@ from bloomery.events.records import StepReport
 from bloomery.events.run_directory import RunDirectory
 from bloomery.plan.hardware import load_hardware
 from bloomery.plan.overview import make_plan
-from bloomery.plan.progress import figures, progress_of
+from bloomery.plan.progress import progress_of, progress_rows
 from bloomery.plan.request import Request
 from bloomery.plan.schedule import consumed_after, phase_at
 
@@ -131,10 +131,10 @@ def test_planned_stands_against_measured(run):
     found = progress(run, accelerators=128)
     assert found.planned_step_s == pytest.approx(found.planned_days_left / found.days_left * found.step_s)
     assert found.planned_model_teraflops == pytest.approx(found.planned_mfu * 125, rel=1e-6)
-    rows = {name: cells for name, *cells in figures(found)}
+    rows = {name: cells for name, *cells in progress_rows(found)}
     assert rows["s/step"][1:] == ["22.3", f"{22.3 / found.planned_step_s:.2f}"]
     assert rows["MFU"][1:] == ["24.0%", f"{0.24 / found.planned_mfu:.2f}"]
-    rows = {name: cells for name, *cells in figures(replace(found, mfu=None))}
+    rows = {name: cells for name, *cells in progress_rows(replace(found, mfu=None))}
     assert rows["MFU"] == [f"{found.planned_mfu:.1%}", "-", "-"]
 
 

@@ -5,13 +5,13 @@ import pytest
 from bloomery.errors import BloomeryError, TrainingFailed
 from bloomery.plan.ranks import (
     Degrees,
-    crosses,
+    groups_across_hosts,
     hosts_of_ranks,
+    indices_on_node,
     ranks_by_host,
-    reach,
+    reach_words,
     read_hosts,
     refuse_tensor_groups_across_hosts,
-    span,
 )
 
 BLOOM = Degrees(pipeline=12, data=8, tensor=4)
@@ -49,13 +49,17 @@ def test_every_rank_has_its_seat_and_nodes_that_do_not_divide_are_refused_with_t
 
 def test_blooms_tensor_lines_stay_inside_nodes_of_8_and_its_stages_lie_four_nodes_apart() -> None:
     hosts = hosts_of_ranks([f"node-{number}" for number in range(48)], world=384)
-    assert crosses(BLOOM, "tensor", hosts) == []
-    assert len(crosses(BLOOM, "pipeline", hosts)) == 32
+    assert groups_across_hosts(BLOOM, "tensor", hosts) == []
+    assert len(groups_across_hosts(BLOOM, "pipeline", hosts)) == 32
     first, fifth = (ranks_by_host(hosts)[number] for number in (0, 4))
-    assert [span(BLOOM, axis, first) for axis in ("pipeline", "data", "tensor")] == ["0", "0, 1", "0–3"]
-    assert span(BLOOM, "pipeline", fifth) == "1"
-    assert reach(BLOOM, "tensor", hosts) == "96 groups of 4, inside a node"
-    assert reach(BLOOM, "pipeline", hosts) == "32 groups of 12, 32 of them across nodes"
+    assert [indices_on_node(BLOOM, axis, first) for axis in ("pipeline", "data", "tensor")] == [
+        "0",
+        "0, 1",
+        "0–3",
+    ]
+    assert indices_on_node(BLOOM, "pipeline", fifth) == "1"
+    assert reach_words(BLOOM, "tensor", hosts) == "96 groups of 4, inside a node"
+    assert reach_words(BLOOM, "pipeline", hosts) == "32 groups of 12, 32 of them across nodes"
 
 
 def test_a_tensor_line_that_crosses_nodes_is_refused_with_a_layout_that_fits() -> None:

@@ -30,7 +30,7 @@ def test_the_gpt_shape_costs_what_the_formula_says(name):
 
 
 def products(model, vocabulary, sequence_length):
-    """(rows, inner, columns) of every matrix product of one forward pass over one sample."""
+    """(rows, inner, columns) of every matmul of one forward pass over one sample."""
     s, d = sequence_length, model.hidden // model.heads
     narrow = model.kv_heads * d
     for _ in range(model.layers):

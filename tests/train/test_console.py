@@ -158,6 +158,23 @@ def test_a_notebook_has_one_output_that_is_replaced() -> None:
     assert outputs[0].startswith("███████████████░░░░░ 123456/164608 | loss 2.000")
 
 
+def test_a_notebook_shows_verdicts_and_rewinds_below_the_bar() -> None:
+    outputs: list[str] = []
+
+    class Handle:
+        def update(self, shown: dict[str, str], *, raw: bool = False) -> None:
+            pass
+
+    def display(shown: dict[str, str], *, raw: bool = False, display_id: bool = False) -> Handle | None:
+        outputs.append(shown["text/plain"])
+        return Handle() if display_id else None
+
+    bar = NotebookBar(total_steps=164_608, display=display)
+    bar.tell(REPORT, Stop(judged_step=3, failed=True, reason="enough"))
+    bar.rewound(2)
+    assert outputs[1:] == [f"step {REPORT.step}: stop: enough", "rewound to step 2"]
+
+
 def test_a_run_says_what_its_data_are_and_warns_of_text_that_is_read_often(
     start: Start, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -167,7 +184,7 @@ def test_a_run_says_what_its_data_are_and_warns_of_text_that_is_read_often(
     text = "\n".join(said)
     (data,) = [event for event in read_journal(RunDirectory(path).journal()) if event["event"] == "data"]
     assert f"{data['parameters']:,} parameters" in text and f"{data['tokens']:,} tokens to train on" in text
-    assert "128 to 256 tokens a step" in text  # ramp_up from 4 to 8 samples of 32 tokens
+    assert "128 to 256 tokens per step" in text  # ramp_up from 4 to 8 samples of 32 tokens
     assert data["epochs"] == pytest.approx(40000 * 32 / data["tokens"])
     assert data["epochs"] > 4 and "beyond 4 times, more reading hardly helps" in text
     assert "warning: There is no held-out text" in text

@@ -18,7 +18,7 @@ from bloomery.diloco.outer import UnderWay
 from bloomery.events.heartbeat import RankActivity
 from bloomery.events.records import StepReport
 from bloomery.events.run_directory import RunDirectory
-from bloomery.optim.clip import Counted, examine
+from bloomery.optim.clip import CountedGradient, examine
 from bloomery.parallel.mesh import Mesh
 from bloomery.plan.parameters import TokenCost
 from bloomery.plan.schedule import Phase
@@ -62,7 +62,7 @@ def result_of(gradient: Sequence[float] = (3.0, 0.0, -4.0), **fields: Any) -> St
         z_loss=torch.tensor(1.5),
         tokens=32,
         counted=12,
-        gradients=examine([Counted(gradient=torch.tensor(gradient))], limit=0.0, unscale=1.0),
+        gradients=examine([CountedGradient(gradient=torch.tensor(gradient))], limit=0.0, unscale=1.0),
         loss_scale=None,
         learning_rate=1e-3,
         started=time.perf_counter() - 2.0,

@@ -31,7 +31,7 @@ from bloomery.events.run_directory import RunDirectory
 from bloomery.guard.verdict import CarryOn
 from bloomery.train.data_stream import demand_of
 from bloomery.train.loop import train
-from bloomery.train.observers import ReadingWatch
+from bloomery.train.observers import SlowDataWarning
 from bloomery.train.settings import StartOptions
 from bloomery.train.state import TrainingOutcome
 
@@ -298,7 +298,7 @@ def test_a_budget_that_cannot_be_kept_stops_the_run_before_it_starts(mixed: Star
 
 def test_steps_that_wait_for_samples_name_the_data_pipeline() -> None:
     said: list[str] = []
-    watch = ReadingWatch(said.append)
+    watch = SlowDataWarning(said.append)
     usual = {field: 0 for field in StepReport.__dataclass_fields__ if field not in ("facts", "held_out_loss")}
     for step in range(1, 61):
         slow = 20 < step <= 40

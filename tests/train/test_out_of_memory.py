@@ -19,7 +19,7 @@ from bloomery.operate.failure_evidence import FailureEvidence, RankEnd
 from bloomery.parallel.mesh import Mesh
 from bloomery.plan.hardware import load_hardware
 from bloomery.train import loop
-from bloomery.train.rank_diagnostics import bus_of, planned_memory
+from bloomery.train.rank_diagnostics import pci_bus_of, planned_memory
 from bloomery.train.settings import StartOptions
 
 _TOLD_BY_TORCH = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.15 GiB"
@@ -78,5 +78,5 @@ def test_the_plan_of_a_rank_is_the_same_on_a_machine_that_nobody_described(
 
 def test_the_bus_of_a_gpu_is_written_as_kernels_write_it() -> None:
     told = SimpleNamespace(pci_domain_id=0, pci_bus_id=0xC9, pci_device_id=0)
-    assert bus_of(told) == "0000:c9:00"
-    assert bus_of(SimpleNamespace(uuid="GPU-1")) == ""  # as of torch before it told
+    assert pci_bus_of(told) == "0000:c9:00"
+    assert pci_bus_of(SimpleNamespace(uuid="GPU-1")) == ""  # as of torch before it told

@@ -24,7 +24,7 @@ from bloomery.agent.state_serving import PeerStateServer
 from bloomery.agent.state_sync import KeptAverages
 from bloomery.agent.timeouts import Timeouts, timeouts_of
 from bloomery.config.elastic import SPARSE, ElasticSection
-from bloomery.config.peer_settings import equal_settings, no_rounds
+from bloomery.config.peer_settings import equal_settings, no_rounds_mistake
 from bloomery.config.recipe import Recipe
 from bloomery.coordination.credentials import Bundle, CertificateWatch, read_bundle
 from bloomery.coordination.eligibility import RoundSettings
@@ -33,7 +33,7 @@ from bloomery.coordination.transactions import run_token
 from bloomery.errors import ConfigError, CoordinatorAway, Mistake, PeerError
 from bloomery.events.journal import Journal
 from bloomery.events.run_directory import RunDirectory
-from bloomery.plan.peer_round import average_error, codec_of_partial_sums, ring_bytes
+from bloomery.plan.peer_round import average_error, codec_of_partial_sums, peer_ring_bytes
 from bloomery.plan.schedule import total_samples
 from bloomery.protocol.keys import Keys, is_name, name_mistake
 from bloomery.protocol.records import PROTOCOL, PROTOCOL_VERSION
@@ -202,7 +202,7 @@ def _refuse_mistakes(recipe: Recipe, sources: Mapping[str, str], *, peer: str, c
         if not is_name(value):
             mistakes.append(name_mistake(key, value, sources.get(key, "default")))
     if not recipe.elastic.inner_steps:
-        mistakes.append(no_rounds(sources))
+        mistakes.append(no_rounds_mistake(sources))
     if not coordinator:
         mistakes.append(
             Mistake(
@@ -366,7 +366,9 @@ def codec_warning(section: ElasticSection) -> str:
 
 def _sparse_warning(section: ElasticSection) -> str:
     """Return "", or that the planned peers are so many that int8 sends less."""
-    sent, int8 = (ring_bytes(1, codec, section.peers, density=section.density) for codec in (SPARSE, "int8"))
+    sent, int8 = (
+        peer_ring_bytes(1, codec, section.peers, density=section.density) for codec in (SPARSE, "int8")
+    )
     if sent <= int8:
         return ""
     return (

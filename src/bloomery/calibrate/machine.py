@@ -1,4 +1,4 @@
-"""Measures a machine and writes its hardware file: memory, disk, links, and the products of `products`.
+"""Measures this machine's memory, disk, links and compute, and writes its hardware file.
 
 The figures are bandwidth of memory and disk, memory sizes, and links between two processes.
 """
@@ -22,15 +22,15 @@ import torch
 import torch.distributed as dist
 
 from bloomery import durable
-from bloomery.calibrate.products import (
+from bloomery.calibrate.compute import (
     best_s,
     fit_half_size,
     measure_attention,
     measure_elementwise_gb_per_s,
     measure_exponential_ns,
     measure_kernel_us,
+    measure_matmuls,
     measure_peak_flops,
-    measure_products,
 )
 from bloomery.parallel.precision import multiplies_bf16
 from bloomery.plan.hardware import Accelerator, Hardware, Network, Node, Operation, Storage
@@ -40,21 +40,21 @@ DISK_BYTES = 128 * 2**20
 LINK_BYTES = 32 * 2**20
 OVERLAP_SIDE = {"cpu": 512, "cuda": 4096}
 OVERLAP_ROUNDS = 9
-PATIENCE_S = 300
-WATCH = """
+PATIENCE_S = 300  # for a process that measures
+MEMORY_WATCHER = """
 import resource, subprocess, sys
 subprocess.run(sys.argv[1:], check=True, stdout=subprocess.DEVNULL)
 sys.stdout.write(str(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss))
 """
 """A small process stands between, because a child's peak memory begins with what its parent held."""
 
-ALMOST_NOTHING = (
+TINY_MODEL = (
     *("model.layers=1", "model.hidden=256", "model.heads=4", "model.ffn=1024", "model.embedding_init=normal"),
     *("data.tokenizer_vocabulary=300", "data.sequence_length=256", "data.held_out_every=0"),
     *("train.tokens=0", "train.steps=2", "train.compile=off", "schedule.warmup=0", "checkpoint.at_end=false"),
     *("evaluate.every_steps=0", "evaluate.at_end=false", "log.tensorboard=false"),
 )
-"""A model of a million parameters, some 20 MiB: the library of products takes buffers only for matrices of
+"""A model of a million parameters, some 20 MiB: the BLAS library takes buffers only for matrices of
 some size."""
 
 
@@ -85,7 +85,7 @@ def process_gib() -> float:
         text.write_text(Path(argparse.__file__).read_text(encoding="utf-8"), encoding="utf-8")
         train = [sys.executable, "-m", "bloomery", "train", "demo-small", "--run", f"{directory}/run"]
         done = subprocess.run(
-            [sys.executable, "-c", WATCH, *train, "--plain", f"data.sources={text}", *ALMOST_NOTHING],
+            [sys.executable, "-c", MEMORY_WATCHER, *train, "--plain", f"data.sources={text}", *TINY_MODEL],
             capture_output=True,
             text=True,
             check=True,
@@ -103,7 +103,7 @@ def context_gib(device: torch.device) -> float:
     The GPU must belong to this process alone, because the memory of other processes cannot be told apart.
     """
     square = torch.ones(256, 256, device=device, dtype=torch.bfloat16)
-    torch.mm(square, square)  # loads the library of products
+    torch.mm(square, square)  # loads the BLAS library
     torch.cuda.synchronize(device)
     free, total = torch.cuda.mem_get_info(device)
     return max(0, total - free - torch.cuda.memory_reserved(device)) / 2**30
@@ -135,7 +135,7 @@ class MeasuredLink:
     """What two processes measured of the link between them.
 
     gb_per_s: what an all-reduce reaches. latency_us: of a small one. overlap: the share of the time of matrix
-    products by which an all-reduce beside them ends earlier than after them.
+    matmuls by which an all-reduce beside them ends earlier than after them.
     """
 
     gb_per_s: float
@@ -204,14 +204,14 @@ def _as_one_of_two(meeting: str, rank: int) -> None:
 def _measured_overlap(device: torch.device) -> float:
     """Return the share of computation beside which an all-reduce goes on. Collective over the two ranks.
 
-    Products are made that take about as long as the all-reduce, alone, and beside it: see `overlap_share`.
+    Matmuls are made that take about as long as the all-reduce, alone, and beside it: see `overlap_share`.
     """
     size = OVERLAP_SIDE[device.type]
     left = torch.ones(size, size, device=device)
     reduced = torch.ones(LINK_BYTES // 4, device=device)
     out = torch.empty_like(left)
 
-    def timed(products: int, *, reduces: bool) -> float:
+    def timed(matmuls: int, *, reduces: bool) -> float:
         """Return seconds, the median of some, of the slower rank."""
         each = []
         for _ in range(OVERLAP_ROUNDS):
@@ -219,7 +219,7 @@ def _measured_overlap(device: torch.device) -> float:
             _wait_for(device)
             started = time.perf_counter()
             pending = dist.all_reduce(reduced, async_op=True) if reduces else None
-            for _ in range(products):
+            for _ in range(matmuls):
                 torch.mm(left, left, out=out)
             if pending is not None:
                 pending.wait()
@@ -231,11 +231,11 @@ def _measured_overlap(device: torch.device) -> float:
 
     timed(1, reduces=True)
     alone_s = timed(0, reduces=True)
-    products = max(1, round(alone_s / timed(1, reduces=False)))  # the same number on both ranks
+    matmuls = max(1, round(alone_s / timed(1, reduces=False)))  # the same number on both ranks
     return overlap_share(
         exchange_s=alone_s,
-        compute_s=timed(products, reduces=False),
-        both_s=timed(products, reduces=True),
+        compute_s=timed(matmuls, reduces=False),
+        both_s=timed(matmuls, reduces=True),
     )
 
 
@@ -255,18 +255,18 @@ def _wait_for(device: torch.device) -> None:
 HOW = {
     "accelerator.memory_gib": "of the device, or the RAM that this process may use",
     "accelerator.reserved_gib": "a training process with almost no model; of a GPU, context and libraries",
-    "accelerator.memory_gb_per_s": "real blocks: what they take beyond products, for the bytes that the "
+    "accelerator.memory_gb_per_s": "real blocks: what they take beyond matmuls, for the bytes that the "
     "plan counts",
     "accelerator.memory_efficiency": "in the figure before",
-    "accelerator.matmul_efficiency": "fitted to products of many shapes",
-    "accelerator.matmul_half_size": "fitted to products of many shapes",
+    "accelerator.matmul_efficiency": "fitted to matmuls of many shapes",
+    "accelerator.matmul_half_size": "fitted to matmuls of many shapes",
     "accelerator.attention_efficiency": "fitted to fused attention, forward and backward",
     "accelerator.attention_pass_ns": "fitted to fused attention, forward and backward",
-    "accelerator.exponential_ns": "real losses: what they take beyond products and memory",
+    "accelerator.exponential_ns": "real losses: what they take beyond matmuls and memory",
     "accelerator.kernel_us": "a block on eight tokens",
     "node.link_gb_per_s": "all-reduce of 32 MiB between two processes: NCCL on two GPUs, else gloo",
     "node.link_us": "all-reduce of one number between two processes",
-    "node.overlap": "an all-reduce of 32 MiB alone, products alone, and both at once, in two processes",
+    "node.overlap": "an all-reduce of 32 MiB alone, matmuls alone, and both at once, in two processes",
     "storage.write_gb_per_s": "128 MiB written and flushed",
     "storage.read_gb_per_s": "read again; may come from the page cache",
 }
@@ -280,10 +280,10 @@ def measure_machine(directory: Path, *, say: Callable[[str], None]) -> Hardware:
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     precision = "bf16" if multiplies_bf16(device) else "fp32"
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    say(f"products in {precision} on {device}, {torch.get_num_threads()} threads")
-    products = measure_products(device, dtype)
-    peak = max(product.flops for product in products)
-    efficiency, half_size = fit_half_size(products, peak)
+    say(f"matmuls in {precision} on {device}, {torch.get_num_threads()} threads")
+    matmuls = measure_matmuls(device, dtype)
+    peak = max(matmul.flops for matmul in matmuls)
+    efficiency, half_size = fit_half_size(matmuls, peak)
     say(f"peak {peak / 1e12:.4g} TFLOP/s; attention")
     attention = measure_attention(device, dtype, peak)
     say("memory, disk, links")
@@ -319,7 +319,7 @@ def measure_machine(directory: Path, *, say: Callable[[str], None]) -> Hardware:
         network=Network(),
         storage=Storage(write_gb_per_s=written, read_gb_per_s=read),
         operation=Operation(step_jitter=0.0, failures_per_1000_accelerator_days=0.0),
-        sources=HOW | {f"accelerator.{name}": "the quickest product measured" for name in peaks},
+        sources=HOW | {f"accelerator.{name}": "the quickest matmul measured" for name in peaks},
     )
     say("blocks and losses")
     return _with_blocks(hardware, precision, device, dtype)
@@ -338,7 +338,7 @@ def _peaks_teraflops(device: torch.device, precision: str, peak_flops: float) ->
 
 
 def _with_blocks(hardware: Hardware, precision: str, device: torch.device, dtype: torch.dtype) -> Hardware:
-    """Add what blocks and losses take besides their products; each figure builds on those before it."""
+    """Add what blocks and losses take besides their matmuls; each figure builds on those before it."""
 
     def known(**figures: Any) -> Hardware:
         return replace(hardware, accelerator=replace(hardware.accelerator, **figures))

@@ -1,4 +1,4 @@
-"""Measures matrix products and an all-reduce with a node's ranks, to compare the node with its peers."""
+"""Measures matmuls and an all-reduce with a node's ranks, so that preflight can compare nodes."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class ProbeResult:
     """What the ranks of a node measured.
 
     teraflops: of the slowest rank. all_reduce_gb_per_s: bytes of the buffer by the time of an all-reduce;
-    None for one rank. is_exact: whether each product was equal to the first, to the bit, on every rank.
-    products: how many were compared.
+    None for one rank. is_exact: whether each matmul was equal to the first, to the bit, on every rank.
+    products: the number of matmuls that were compared.
     """
 
     teraflops: float
@@ -68,7 +68,7 @@ def probe_as_rank(target: Path, *, seconds: float) -> None:
 
 
 def _products(device: torch.device, *, seconds: float) -> tuple[float, bool, int]:
-    """Return (TFLOP/s, whether equal products were equal, their number)."""
+    """Return (TFLOP/s, whether equal matmuls were equal, their number)."""
     size = _SIZE[device.type]
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     generator = torch.Generator(device="cpu").manual_seed(1)

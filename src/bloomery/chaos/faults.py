@@ -1,12 +1,12 @@
 """The faults of a chaos run: draws a repeatable list of them from a seed, injects them, and undoes them.
 
-`rate_bytes_s`, `seconds` and `share` parse what people write on the command line: 200mbit, 50ms, 0.1%.
+`parse_rate`, `parse_seconds` and `parse_share` parse what people write on the command line: 200mbit, 50ms,
+0.1%.
 """
 
 from __future__ import annotations
 
 import heapq
-import logging
 import re
 import signal
 import time
@@ -22,8 +22,8 @@ KINDS = {
     "kill-peer": "kill -9 of a peer's parent and its ranks at once, as when a host vanishes",
     "stop-rank": "SIGSTOP of one training process, SIGCONT after a while",
     "stop-peer": "SIGSTOP of a peer's parent and its ranks, SIGCONT after a while",
-    "leave": "SIGTERM of a peer's parent: it says goodbye",
-    "cut": "no byte to or from a peer for a while, and nobody is told",
+    "leave": "SIGTERM of a peer's parent: it saves, leaves the run and exits",
+    "cut": "all traffic of a peer is dropped silently for a while; its connections stay open",
     "sever": "every connection of a peer is reset",
     "slow": "everything to and from a peer is delayed for a while",
     "corrupt": "one bit of what next goes to a peer is flipped",
@@ -93,17 +93,17 @@ TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _NUMBER = r"\d+(?:\.\d+)?"
 
 
-def rate_bytes_s(text: str) -> float:
-    """Parse '200mbit' into bytes a second; '0' gives 0, which means no limit. Raises ValueError."""
+def parse_rate(text: str) -> float:
+    """Parse '200mbit' into bytes per second; '0' gives 0, which means no limit. Raises ValueError."""
     return _of(text, RATES, "200mbit, 1gbit, or 0 for no limit") / 8
 
 
-def seconds(text: str) -> float:
+def parse_seconds(text: str) -> float:
     """Parse '50ms' into seconds. Raises ValueError."""
     return _of(text, TIMES, "50ms, 0.2s, or 0")
 
 
-def share(text: str) -> float:
+def parse_share(text: str) -> float:
     """Parse '0.1%' or '0.001' into 0.001. Raises ValueError."""
     match = re.fullmatch(rf"({_NUMBER})(%?)", text.strip())
     value = float(match[1]) / (100 if match[2] else 1) if match else 1.0
@@ -120,8 +120,6 @@ def _of(text: str, units: dict[str, float], understood: str) -> float:
         raise ValueError(f"{text!r} is not understood: write {understood}")
     return float(match[1]) * units[match[2]]
 
-
-log = logging.getLogger(__name__)
 
 EXTRA_DELAY_S = 0.5
 """The delay in seconds that a `slow` fault adds to a peer's link."""
@@ -229,7 +227,7 @@ class FaultInjector:
         return True
 
     def _bring_back(self, process: ManagedProcess) -> None:
-        """Start a peer again once it has ended; a peer that is still ending is looked at again after back_s.
+        """Start a peer again once it has ended; a peer that is still ending is checked again after back_s.
 
         When the run is over by then, the peer notices that and ends.
         """

@@ -17,7 +17,7 @@ import psutil
 from bloomery.errors import PeerError
 
 EXIT_S = 30.0
-"""A process that was asked to end is killed after so many seconds."""
+"""The seconds after which a process that was asked to end is killed."""
 
 
 @dataclass(kw_only=True)

@@ -29,8 +29,8 @@ log = logging.getLogger(__name__)
 MARK = "BLOOMERY_SCENARIO"
 """Every process of a scenario has this environment variable, so that processes left running can be found."""
 TICK_S = 0.2
-READY_S = 60.0
-PAIRS_TRIED = 100
+READY_S = 60.0  # for the coordinator to come up
+PAIRS_TRIED = 100  # of free ports, before it fails
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,7 +247,7 @@ class _ScenarioRun:
         raise PeerError(f"No {count} free ports beside each other were found on 127.0.0.1.")
 
     def _peer(self, name: str) -> ManagedProcess:
-        """Return a peer that the others reach through its shaped link alone, as if it had its own host."""
+        """Return a peer that the others reach only through its shaped link, as if it had its own host."""
         settings, listens, advertised = self._settings, self._free_ports(2)[0], self._free_ports(2)[0]
         self.internet.host(name, settings.shape)
         for port in range(2):  # the port of the ring, and the next one, of the state server

@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 SEGMENT_BYTES = 1448
-"""One lost packet loses so many bytes: a TCP segment at MTU 1500."""
+"""The bytes that one lost packet loses: a TCP segment at MTU 1500."""
 LEAST_RETRANSMISSION_S = 0.2
 """Linux's shortest retransmission timeout, in seconds."""
 
@@ -29,7 +29,7 @@ LEAST_RETRANSMISSION_S = 0.2
 class Shape:
     """The properties of a link, the same in each direction.
 
-    rate: bytes a second; 0: no limit.
+    rate: bytes per second; 0: no limit.
     delay: seconds one way.
     loss: the share of packets that is lost, from 0 to below 1.
     """
@@ -109,7 +109,7 @@ log = logging.getLogger(__name__)
 CHUNK_BYTES = 1 << 16
 LEAST_WINDOW_BYTES = 1 << 18
 UNLIMITED_WINDOW_BYTES = 1 << 26
-"""At most so many bytes of one connection are in flight when no rate limits it."""
+"""The most bytes of one connection that are in flight when no rate limits it."""
 DEADLINE_S = 30.0
 """Seconds within which the thread that serves the proxies must answer a request."""
 

@@ -20,9 +20,9 @@ COMMANDS = {
     "calibrate": ("bloomery.cli.calibrate:run", "measure this machine, so that `bloomery plan` knows it"),
     "train": ("bloomery.cli.train:run", "start or resume a training run"),
     "launch": ("bloomery.cli.launch:run", "start the ranks of this machine, for a run on one or several"),
-    "preflight": ("bloomery.cli.preflight:run", "look at the nodes of a job and measure them before a run"),
+    "preflight": ("bloomery.cli.preflight:run", "check the nodes of a job and measure them before a run"),
     "submit": ("bloomery.cli.submit:run", "queue the jobs of a run with SLURM, or on this machine"),
-    "status": ("bloomery.cli.status:run", "say what a run does, or all runs do, and what they wait for"),
+    "status": ("bloomery.cli.status:run", "show what one run or all runs are doing, and what they wait for"),
     "cancel": ("bloomery.cli.status:cancel", "end the jobs of a run"),
     "stop": ("bloomery.cli.control:stop", "save and stop a run, and keep queued starts from training"),
     "save": ("bloomery.cli.control:save", "let a run save a checkpoint now and go on"),
@@ -30,7 +30,7 @@ COMMANDS = {
     "note": ("bloomery.cli.report:note", "add a note to the chronicle of a run, or write the chronicle anew"),
     "watch": ("bloomery.cli.watch:run", "watch runs and alert people: hung, gone, failed, disk full, guards"),
     "sync": ("bloomery.cli.sync:sync", "send the logs of a run elsewhere while it trains: a store, the Hub"),
-    "follow": ("bloomery.cli.sync:follow", "tell what a run does that trains elsewhere, or here"),
+    "follow": ("bloomery.cli.sync:follow", "show what a run is doing that trains elsewhere, or here"),
     "dashboard": ("bloomery.cli.dashboard:run", "serve a live page about runs: curves, events, health"),
     "top": ("bloomery.cli.top:run", "show runs live in the terminal, with sparklines"),
     "plot": ("bloomery.cli.plot:run", "draw the curves of runs as a picture: PNG, SVG or PDF"),
@@ -110,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def version_line() -> str:
-    """Return for instance `bloomery 0.1.0 (51d1de1a2b3c)`; without the commit where nothing tells it."""
+    """Return for instance `bloomery 0.1.0 (51d1de1a2b3c)`; without the commit where it is unknown."""
     from importlib import metadata
     from pathlib import Path
 

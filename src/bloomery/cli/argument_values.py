@@ -1,4 +1,4 @@
-"""Functions that read or check words of the command line before any work is done, most for `type=`."""
+"""Functions that parse or check values of the command line, most of them for argparse's `type=`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What the commands share: parsers, commands with parts, progress bars, an end by signal, the recipe given.
+"""What all commands share: argument parsers, subcommands, progress bars, and loading the given recipe.
 
-A command with parts is one such as `bloomery config show`. The recipe that a command was given is completed
-from the directory of `init.from`.
+`bloomery config show` is a subcommand. The recipe that a command was given is completed from the directory
+of `init.from`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def parser(command: str, about: str, *, examples: str = "") -> ArgumentParser:
     """Return a parser without arguments for `bloomery COMMAND`; --help keeps the line breaks of both texts.
 
     about: what the command does, shown above its arguments.
-    examples: one command a line, shown at the end.
+    examples: one command per line, shown at the end.
     """
     epilog = f"examples:\n{_indented(examples)}" if examples else None
     return CommandParser(
@@ -44,33 +44,34 @@ def parser(command: str, about: str, *, examples: str = "") -> ArgumentParser:
 
 
 THE_PARSER = "--the-parser"
-"""As the only argument, it makes a command hand out its parser, or the parts that it has."""
+"""As the only argument, it makes a command raise ParserFound with its parser or subcommands."""
 
 
 class ParserFound(Exception):
-    """What a command was asked for with THE_PARSER, which only shell completion does.
+    """Carries the parser of a command to shell completion, which calls the command with THE_PARSER.
 
-    parser: of a command without parts; None for one with parts. parts: as `run_part` takes them.
+    parser: of a command without subcommands; None for one with them.
+    subcommands: as `run_subcommand` takes them.
     """
 
     def __init__(
         self,
         parser: ArgumentParser | None,
-        parts: Mapping[str, tuple[Callable[[list[str]], int], str]] | None = None,
+        subcommands: Mapping[str, tuple[Callable[[list[str]], int], str]] | None = None,
     ) -> None:
         super().__init__()
-        self.parser, self.parts = parser, parts or {}
+        self.parser, self.subcommands = parser, subcommands or {}
 
 
 class CommandParser(ArgumentParser):
-    """The parser of a command or of one of its parts: with --version, and known to shell completion."""
+    """The parser of a command or subcommand: with --version, and known to shell completion."""
 
     def __init__(self, **settings: Any) -> None:  # Any: what ArgumentParser takes
         super().__init__(**settings)
         self.add_argument("--version", action=_Version, nargs=0, help="print the version, and exit")
 
     def error(self, message: str) -> NoReturn:
-        """End with status 2 and the message; of an unknown option, the most similar one is named."""
+        """Exit with status 2 and the message; for an unknown option the most similar one is named."""
         hint = self._hint(message.removeprefix(_UNKNOWN)) if message.startswith(_UNKNOWN) else ""
         super().error(message + hint)
 
@@ -100,8 +101,8 @@ class CommandParser(ArgumentParser):
         return super().parse_known_intermixed_args(args, namespace)
 
 
-class PartParser(CommandParser):
-    """The parser of one part of a command; it refuses what it does not know with its own usage."""
+class SubcommandParser(CommandParser):
+    """The parser of a subcommand; it refuses unknown arguments with its own usage."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse as ArgumentParser does, and end with status 2 where words are left."""
@@ -167,37 +168,37 @@ def add_fallback(parser: ArgumentParser) -> None:
     )
 
 
-def run_part(
+def run_subcommand(
     command: str,
     arguments: list[str],
-    parts: Mapping[str, tuple[Callable[[list[str]], int], str]],
+    subcommands: Mapping[str, tuple[Callable[[list[str]], int], str]],
     *,
     about: str,
     examples: str = "",
 ) -> int:
-    """Run one part of a command and return its exit status.
+    """Run one subcommand of a command and return its exit status.
 
-    parts: by name, the function that takes the remaining arguments, and one line of help.
+    subcommands: by name, the function that takes the remaining arguments, and one line of help.
     """
     name = arguments[0] if arguments else "--help"
     if name == THE_PARSER:
-        raise ParserFound(None, parts)
+        raise ParserFound(None, subcommands)
     if name == "--version":
         from bloomery.cli import version_line
 
         print(version_line())
         return 0
-    if name in parts:
-        return parts[name][0](arguments[1:])
+    if name in subcommands:
+        return subcommands[name][0](arguments[1:])
     if name in ("-h", "--help"):
-        width = max(len(part) for part in parts)
-        lines = "\n".join(f"{part:<{width}}  {line}" for part, (_, line) in parts.items())
+        width = max(len(subcommand) for subcommand in subcommands)
+        lines = "\n".join(f"{subcommand:<{width}}  {line}" for subcommand, (_, line) in subcommands.items())
         shown = f"\n\nexamples:\n{_indented(examples)}" if examples else ""
-        print(f"usage: bloomery {command} PART …\n\n{about}\n\nparts:\n{_indented(lines)}{shown}")
+        print(f"usage: bloomery {command} COMMAND …\n\n{about}\n\ncommands:\n{_indented(lines)}{shown}")
         return 0 if arguments else USAGE
-    near = nearest(name, parts, cutoff=0.5)
-    hint = f"Did you mean `bloomery {command} {near[0]}`?" if near else f"Parts: {', '.join(parts)}."
-    print(f"bloomery {command}: there is no part '{name}'\n  {hint}", file=sys.stderr)
+    near = nearest(name, subcommands, cutoff=0.5)
+    hint = f"Did you mean `bloomery {command} {near[0]}`?" if near else f"Commands: {', '.join(subcommands)}."
+    print(f"bloomery {command}: there is no command '{name}'\n  {hint}", file=sys.stderr)
     return USAGE
 
 
@@ -244,7 +245,7 @@ def data_bar(*, shown: bool, lines: bool = False) -> Iterator[ProgressCallback]:
 
 
 class ProgressLines:
-    """A progress callback that says a line at most every ten seconds, for logs; short work says nothing.
+    """A progress callback that prints a line at most every ten seconds, for logs; short work prints none.
 
     say: prints a line. clock: seconds, from any moment.
     """
@@ -256,7 +257,7 @@ class ProgressLines:
         self._said = clock()
 
     def __call__(self, stage: str, done: int, total: int, unit: str, note: str = "") -> None:
-        """Say how far a stage is, if nothing was said for ten seconds."""
+        """Print how far a stage is, if nothing was printed for ten seconds."""
         now = self._clock()
         if now - self._said < self.EVERY_S:
             return
@@ -290,10 +291,10 @@ def parsed_with_target(
 
 
 def load_given(path_or_name: str, overrides: Sequence[str] = ()) -> LoadedRecipe:
-    """Return the recipe as `load_recipe`; what it leaves to the weights of `init.from` is read from there.
+    """Return the recipe as `load_recipe` does, completed with the model shape and tokenizer of `init.from`.
 
-    Raises ConfigError, and CheckpointError for weights that our decoder does not compute with. torch is
-    loaded only to look at a transformers directory's weight files, after all that can be seen without it.
+    Raises ConfigError, and CheckpointError for weights of an architecture that our decoder does not have.
+    torch is loaded only to read a transformers directory's weight files, after all checks without it.
     """
     from bloomery.config.load import load_recipe
 
@@ -301,9 +302,9 @@ def load_given(path_or_name: str, overrides: Sequence[str] = ()) -> LoadedRecipe
 
 
 def settings_from_weights(path_or_name: str, overrides: Sequence[str]) -> list[str]:
-    """Return as `section.key=value` what the directory of `init.from` completes the recipe with.
+    """Return the settings that the directory of `init.from` adds to the recipe, as `section.key=value`.
 
-    With these beside the other overrides the recipe loads without that directory. Raises as `load_given`.
+    With these and the other overrides the recipe loads without that directory. Raises as `load_given`.
     """
     from bloomery.config.convert import settings_of
 

@@ -23,7 +23,7 @@ def run(arguments: list[str]) -> int:
     """Measure this machine and write its hardware file; returns the exit status."""
     options = parser(
         "calibrate",
-        "Measure matrix products, memory, links between processes and the disk of this machine, for about a\n"
+        "Measure matmuls, memory, links between processes and the disk of this machine, for about a\n"
         "minute, and write the file that `bloomery plan --hardware` reads. Run it while nothing else runs.",
         examples=EXAMPLES,
     )

@@ -1,4 +1,4 @@
-"""`bloomery simulate-internet` and `chaos`: real peers here, simulated links and faults, audited samples."""
+"""`bloomery simulate-internet` and `chaos`: train real peers here behind simulated links and faults."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from bloomery.chaos.faults import KINDS, rate_bytes_s, schedule, seconds, share
+from bloomery.chaos.faults import KINDS, parse_rate, parse_seconds, parse_share, schedule
 from bloomery.chaos.scenario import peer_names
 from bloomery.chaos.shaped_network import Shape
 from bloomery.cli.argument_values import amount, not_negative, positive
@@ -41,7 +41,7 @@ same and injects faults as well.
 CHAOS_EXAMPLES = """\
 bloomery chaos                                      20 faults of all kinds, on the recipe diloco-internet
 bloomery chaos mine.toml --faults 500 --seed 7      a longer run; the same seed gives the same faults
-bloomery chaos mine.toml --kinds kill-peer,cut      faults of these kinds alone
+bloomery chaos mine.toml --kinds kill-peer,cut      only faults of these kinds
 bloomery chaos mine.toml --plain --nproc 8          20 faults in a run without peers (see bloomery drill)
 
 kinds of faults:
@@ -75,13 +75,16 @@ def chaos(arguments: list[str]) -> int:
         return drill(words if "--random" in words else [*words, "--random", "20"])
     options = parser(
         "chaos",
-        "Train several real peers on this machine, and inject faults by a seeded schedule. With --plain the\n"
-        "faults go into a supervised run without peers: see bloomery drill --help.",
+        "Train several real peers on this machine, and inject faults by a seeded schedule. With --plain it\n"
+        "runs `bloomery drill --random 20` instead, whose options then apply (there --faults names kinds).",
         examples=CHAOS_EXAMPLES,
     )
     _add_scenario_options(options)
     options.add_argument(
         "--faults", type=positive, default=20, metavar="N", help="number of faults to inject (default: 20)"
+    )
+    options.add_argument(
+        "--plain", action="store_true", help="a run without peers; the other options are those of drill"
     )
     options.add_argument(
         "--seed", type=not_negative, default=0, metavar="N", help="seed of the fault schedule (default: 0)"
@@ -158,22 +161,22 @@ def _add_scenario_options(options: ArgumentParser) -> None:
     )
     options.add_argument(
         "--rate",
-        type=_read_by(rate_bytes_s),
-        default=rate_bytes_s("200mbit"),
+        type=_read_by(parse_rate),
+        default=parse_rate("200mbit"),
         metavar="RATE",
         help="rate of each peer's link in each direction, such as 200mbit or 1gbit "
         "(default: 200mbit; 0: no limit)",
     )
     options.add_argument(
         "--rtt",
-        type=_read_by(seconds),
-        default=seconds("50ms"),
+        type=_read_by(parse_seconds),
+        default=parse_seconds("50ms"),
         metavar="TIME",
         help="round trip between two peers, such as 50ms (default: 50ms)",
     )
     options.add_argument(
         "--loss",
-        type=_read_by(share),
+        type=_read_by(parse_share),
         default=0.0,
         metavar="SHARE",
         help="share of packets that each link loses, such as 0.1%% (default: 0)",
@@ -190,7 +193,7 @@ def _add_scenario_options(options: ArgumentParser) -> None:
         type=amount("a number of minutes above 0", above=0),
         default=60.0,
         metavar="M",
-        help="end everything and fail after so many minutes (default: 60)",
+        help="end everything and fail after M minutes (default: 60)",
     )
     options.add_argument("--json", action="store_true", help="print one JSON object at the end")
 
@@ -201,7 +204,7 @@ def _run(options: Namespace, *, faults: Sequence[Fault] = (), seed: int = 0, bac
     from bloomery.chaos.processes import interrupted_once
     from bloomery.chaos.scenario import ScenarioSettings, run_scenario
     from bloomery.config.load import load_recipe
-    from bloomery.config.peer_settings import no_rounds
+    from bloomery.config.peer_settings import no_rounds_mistake
     from bloomery.config.validate import check_recipe
     from bloomery.errors import ConfigError
     from bloomery.events.journal import read_journal
@@ -214,7 +217,7 @@ def _run(options: Namespace, *, faults: Sequence[Fault] = (), seed: int = 0, bac
     check_recipe(loaded.recipe, loaded.sources)
     recipe = loaded.recipe
     if not recipe.elastic.inner_steps:
-        raise ConfigError([no_rounds(loaded.sources)])
+        raise ConfigError([no_rounds_mistake(loaded.sources)])
     directory = options.directory or Path(tempfile.mkdtemp(prefix="bloomery-scenario-"))
     say = _print_to_stderr if options.json else _print
     say(f"{options.peers} peers, {_link_text(options)}; what each process prints is in {directory / 'logs'}")

@@ -1,4 +1,4 @@
-"""Waits for the ends of child processes, and for signals, without asking many times a second."""
+"""Waits for child processes to exit, and for signals, on Linux without polling."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from types import TracebackType
 
 _PAUSE_S = 0.05
-"""The wait between two questions where the system does not tell of ends."""
+"""The seconds of one wait where the system has no descriptors of processes."""
 
 
 class ChildEnds:
     """Tells when one of some child processes ends, or a signal comes. A context manager.
 
-    Linux tells it by descriptors of processes. On other systems `wait` is a short pause, so callers look at
+    Linux tells it by descriptors of processes. On other systems `wait` is a short pause, so callers poll
     the processes after each call.
 
     A signal ends `wait` by the descriptor that Python writes to. One that comes just before the wait begins,
@@ -70,7 +70,7 @@ class ChildEnds:
         try:
             descriptor = os.pidfd_open(pid)
         except OSError:
-            # The child's end was taken already, or the kernel has no such descriptors: callers have to look.
+            # The child's end was taken already, or the kernel has no such descriptors: callers have to poll.
             self._are_told = False
             return
         self._descriptors.append(descriptor)

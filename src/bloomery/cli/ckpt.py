@@ -20,7 +20,7 @@ from bloomery.checkpoint.remote.remote_run import (
     remote_checkpoints,
     remote_source,
 )
-from bloomery.cli.arguments import data_bar, parser, run_part
+from bloomery.cli.arguments import data_bar, parser, run_subcommand
 from bloomery.cli.run_inputs import all_checkpoints, is_checkpoint, one_checkpoint
 from bloomery.cli.tables import size_words
 from bloomery.errors import CheckpointError
@@ -44,8 +44,8 @@ bloomery ckpt export runs/demo exported                     write a directory th
 
 
 def run(arguments: list[str]) -> int:
-    """Run one part of the command; returns the exit status."""
-    parts = {
+    """Run one subcommand of `bloomery ckpt`; returns the exit status."""
+    subcommands = {
         "list": (_imported("ckpt_list", "show_list"), "list a run's checkpoints, and why each is kept"),
         "show": (_show, "show what a checkpoint holds"),
         "verify": (
@@ -69,11 +69,13 @@ def run(arguments: list[str]) -> int:
             "write a smaller copy: without the optimizer, or without unused storage",
         ),
     }
-    return run_part("ckpt", arguments, parts, about="Work on the checkpoints of a run.", examples=EXAMPLES)
+    return run_subcommand(
+        "ckpt", arguments, subcommands, about="Work on the checkpoints of a run.", examples=EXAMPLES
+    )
 
 
 def _imported(module: str, function: str) -> Callable[[list[str]], int]:
-    """Return a part of the command whose module is imported when the part runs."""
+    """Return a subcommand whose module is imported when it runs."""
 
     def run_it(arguments: list[str]) -> int:
         status: int = getattr(import_module(f"bloomery.cli.{module}"), function)(arguments)
@@ -137,7 +139,7 @@ def _verify(arguments: list[str]) -> int:
 
 
 def verify_watched(where: Path | Source, progress: ProgressCallback) -> list[Problem]:
-    """Return what is wrong with a checkpoint, and tell how much of it is read."""
+    """Return what is wrong with a checkpoint, and show how much of it is read."""
     source = source_of(where)
     try:
         total = read_manifest(source).bytes

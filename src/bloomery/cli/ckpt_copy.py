@@ -1,4 +1,4 @@
-"""`bloomery ckpt copy`: to a URL or from one; `ckpt backup`: a run, now; `ckpt slim`: a smaller copy."""
+"""`bloomery ckpt copy`, `backup` and `slim`: copy checkpoints to or from a URL, or write smaller ones."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ from bloomery.objects import storage_failure
 COPY_EXAMPLES = """\
 bloomery ckpt copy runs/demo s3://bucket/demo                 back up the newest checkpoint and the recipe
 bloomery ckpt copy s3://bucket/demo runs/demo                 restore them
-bloomery ckpt copy runs/demo file:///mnt/usb/demo --what model    copy the weights alone to a disk"""
+bloomery ckpt copy runs/demo file:///mnt/usb/demo --what model    copy only the weights to a disk"""
 SLIM_EXAMPLES = """\
-bloomery ckpt slim runs/demo/checkpoints/step-000500.i001 slim     keep the model alone
-bloomery ckpt slim pytorch_model.bin slim.bin                      keep each tensor's own elements alone"""
+bloomery ckpt slim runs/demo/checkpoints/step-000500.i001 slim     keep only the model
+bloomery ckpt slim pytorch_model.bin slim.bin                      keep only each tensor's own elements"""
 
 
 def copy(arguments: list[str]) -> int:
@@ -60,7 +60,7 @@ def copy(arguments: list[str]) -> int:
         "--what",
         choices=("all", "model"),
         default="all",
-        help="all: the whole checkpoint (default); model: the weights alone",
+        help="all: the whole checkpoint (default); model: only the weights",
     )
     options.add_argument("--json", action="store_true", help="print one JSON object")
     args = options.parse_args(arguments)

@@ -54,11 +54,11 @@ def export(arguments: list[str]) -> int:
     files = find_saved(args.path, fallback=args.fallback)
     target = args.to or files.rundir.export
     refuse_existing(target)
-    from bloomery.evaluate.open_checkpoint import opened  # loads torch
+    from bloomery.evaluate.open_checkpoint import open_model  # loads torch
     from bloomery.interchange import huggingface
     from bloomery.interchange.generation_files import companions_of
 
-    saved = opened(files)
+    saved = open_model(files)
     with data_bar(shown=not args.json) as progress:
         done = huggingface.export(
             saved.model,

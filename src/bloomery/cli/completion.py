@@ -33,7 +33,7 @@ def run(arguments: list[str]) -> int:
 
 
 def whole_parser() -> ArgumentParser:
-    """Return one parser that knows all commands, their parts and their options."""
+    """Return one parser that knows all commands, their subcommands and their options."""
     import shtab
 
     whole = ArgumentParser(prog="bloomery", description="Pre-trains language models.")
@@ -49,12 +49,12 @@ def whole_parser() -> ArgumentParser:
             _complete_files(added, shtab.FILE)
             continue
         command = commands.add_parser(name, help=line)
-        parts = command.add_subparsers(metavar="PART")
-        for part, (act, about) in found.parts.items():
-            of_part = _asked(act).parser
-            assert of_part is not None, "parts have no parts"
-            added = parts.add_parser(
-                part, help=about, parents=[of_part], add_help=False, conflict_handler="resolve"
+        subcommands = command.add_subparsers(metavar="COMMAND")
+        for subcommand, (act, about) in found.subcommands.items():
+            its_parser = _asked(act).parser
+            assert its_parser is not None, "subcommands have no subcommands"
+            added = subcommands.add_parser(
+                subcommand, help=about, parents=[its_parser], add_help=False, conflict_handler="resolve"
             )
             _complete_files(added, shtab.FILE)
     return whole

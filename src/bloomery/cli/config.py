@@ -9,12 +9,12 @@ from dataclasses import MISSING, Field, asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from bloomery.cli.arguments import add_recipe, load_given, parser, run_part
+from bloomery.cli.arguments import add_recipe, load_given, parser, run_subcommand
 from bloomery.config.convert import describe, toml_value
 from bloomery.config.environment import PROFILES
 from bloomery.config.load import LoadedRecipe, dump_recipe, sections
 from bloomery.config.recipe import Recipe
-from bloomery.config.setting import Setting, about, key_of
+from bloomery.config.setting import Setting, declaration_of, key_of
 from bloomery.config.validate import check_recipe
 from bloomery.errors import ConfigError, StorageError
 from bloomery.plan.early_warnings import warnings_of
@@ -32,13 +32,15 @@ bloomery config reference                   print the reference of all settings
 
 
 def run(arguments: list[str]) -> int:
-    """Run `bloomery config PART …`; returns the exit status."""
-    parts = {
+    """Run `bloomery config COMMAND …`; returns the exit status."""
+    subcommands = {
         "show": (_show, "print a recipe with all its settings filled in"),
         "check": (_check, "report every mistake in a recipe at once"),
         "reference": (_reference, "print or write the reference of all settings"),
     }
-    return run_part("config", arguments, parts, about="Show and check recipes.", examples=EXAMPLES)
+    return run_subcommand(
+        "config", arguments, subcommands, about="Show and check recipes.", examples=EXAMPLES
+    )
 
 
 def _show(arguments: list[str]) -> int:
@@ -150,7 +152,7 @@ def _facts(recipe: Recipe) -> list[tuple[str, str]]:
             (
                 "peers",
                 f"{peers} planned: each with the batch and the steps above, "
-                f"{peers * batches[-1]:,} samples a step in all",
+                f"{peers * batches[-1]:,} samples per step in all",
             )
         )
     vocabulary = recipe.model.vocabulary
@@ -208,8 +210,8 @@ def explain(loaded: LoadedRecipe) -> tuple[SettingRow, ...]:
             key=f"{name}.{key_of(field)}",
             value=toml_value(getattr(getattr(loaded.recipe, name), field.name)),
             source=loaded.sources[f"{name}.{key_of(field)}"],
-            kind=kind_of(about(field)),
-            help=about(field).help
+            kind=kind_of(declaration_of(field)),
+            help=declaration_of(field).help
             + _between_peers(loaded, f"{name}.{key_of(field)}")
             + _held_by_profiles(loaded, f"{name}.{key_of(field)}"),
         )
@@ -225,7 +227,7 @@ def _between_peers(loaded: LoadedRecipe, key: str) -> str:
         return ""
     return (
         f" Each peer uses a batch of this size: the planned {elastic.peers} peers use "
-        f"{elastic.peers * batch:,} samples a step, and schedules count the samples of all peers."
+        f"{elastic.peers * batch:,} samples per step, and schedules count the samples of all peers."
     )
 
 
@@ -293,7 +295,7 @@ def _section(heading: str, section: type) -> Iterator[str]:
     yield "| setting | takes | default | kind | meaning |"
     yield "|---|---|---|---|---|"
     for field in fields(section):
-        setting = about(field)
+        setting = declaration_of(field)
         cells = (
             f"`{key_of(field)}`",
             describe(hints[field.name], setting),

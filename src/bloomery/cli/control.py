@@ -1,4 +1,4 @@
-"""`bloomery stop`, `save`, `skip` and `rewind`: what people ask of a run that trains, and what it costs."""
+"""`bloomery stop`, `save`, `skip` and `rewind`: write requests to a running training, or show their cost."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 _WHAT = {
-    "stop": "Save and stop a run, and end each start at once until the switch is disarmed: the tasks that a\n"
-    "scheduler has queued end one by one.",
+    "stop": "Save and stop a run. Until the switch is disarmed each new start exits at once, so that jobs\n"
+    "that are already queued drain one by one.",
     "save": "Save a checkpoint now and go on.",
 }
 _SWITCH_EXAMPLES = """\
@@ -171,7 +171,8 @@ def add_samples(options: ArgumentParser, *, required: bool) -> None:
         "--steps",
         type=_span,
         metavar="FIRST:END",
-        help="leave out the samples of these steps, the end not included; of later ones by today's batch",
+        help="leave out the samples of these steps, the end not included; for steps not yet made they are "
+        "computed with the present global batch",
     )
 
 

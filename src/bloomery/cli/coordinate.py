@@ -1,4 +1,4 @@
-"""`bloomery coordinate`: starts an etcd for runs between peers, makes accounts, shows or restores a run."""
+"""`bloomery coordinate`: starts the etcd of elastic runs, makes accounts, shows or restores a run."""
 
 from __future__ import annotations
 

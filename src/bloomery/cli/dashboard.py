@@ -117,7 +117,7 @@ def _refuse_wrong_certificate(options: Namespace) -> None:
 
 
 def _listener(options: Namespace) -> socket.socket:
-    """Return the bound socket, so that a port that is taken is told before anything begins."""
+    """Return the bound socket, so that a taken port is refused before anything begins."""
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -148,7 +148,11 @@ def _parse(arguments: list[str]) -> Namespace:
         "--port", type=_port, default=_PORT, metavar="N", help=f"port; 0 takes a free one ({_PORT})"
     )
     options.add_argument(
-        "--interval", type=_seconds, default=2.5, metavar="S", help="seconds between what viewers get (2.5)"
+        "--interval",
+        type=_seconds,
+        default=2.5,
+        metavar="S",
+        help="seconds between updates of the page (2.5)",
     )
     options.add_argument(
         "--plan",
@@ -156,9 +160,12 @@ def _parse(arguments: list[str]) -> Namespace:
         metavar="FILE",
         help="what `bloomery plan … --json` printed; it stands beside the run",
     )
-    options.add_argument("--actions", action="store_true", help="let who has the token act on the runs")
+    options.add_argument("--actions", action="store_true", help="let viewers with the token act on the runs")
     options.add_argument(
-        "--token-file", type=Path, metavar="FILE", help="the token, which then all must give"
+        "--token-file",
+        type=Path,
+        metavar="FILE",
+        help="file with the access token, which viewers must then give too",
     )
     options.add_argument("--tls-cert", type=Path, metavar="FILE", help="certificate for https, PEM")
     options.add_argument("--tls-key", type=Path, metavar="FILE", help="its key, PEM")

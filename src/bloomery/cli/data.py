@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from bloomery.cli.argument_values import json_file, not_negative, pair_prefix, positive, whole
-from bloomery.cli.arguments import CommandParser, PartParser, data_bar
+from bloomery.cli.arguments import CommandParser, SubcommandParser, data_bar
 from bloomery.cli.data_audit import add_parser as add_audit
 from bloomery.cli.data_duplicates import add_parser as add_dedup
 from bloomery.cli.data_fetch import add_parser as add_fetch
@@ -40,9 +40,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="bloomery data", description="Fetch and tokenise text, and inspect tokenised datasets."
     )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=PartParser)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=SubcommandParser)
 
-    trainer = commands.add_parser("tokenizer", help="train a byte-level BPE tokenizer on text")
+    trainer = commands.add_parser(
+        "tokenizer",
+        help="train a byte-level BPE tokenizer on text",
+        description="Train a byte-level BPE tokenizer on text, and write its tokenizer.json.",
+    )
     _add_sources(trainer)
     trainer.add_argument(
         "--vocabulary",
@@ -60,7 +64,11 @@ def _parser() -> argparse.ArgumentParser:
     add_target(trainer, metavar="FILE", kind=json_file, about="the tokenizer.json to write")
     trainer.set_defaults(command=_train_tokenizer)
 
-    tokenizing = commands.add_parser("tokenize", help="write text as token ids: PREFIX.bin and PREFIX.idx")
+    tokenizing = commands.add_parser(
+        "tokenize",
+        help="write text as token ids: PREFIX.bin and PREFIX.idx",
+        description="Tokenise text on all cores into a pair PREFIX.bin and PREFIX.idx, in Megatron's format.",
+    )
     _add_sources(tokenizing)
     tokenizing.add_argument(
         "--tokenizer",
@@ -138,7 +146,7 @@ def _add_sources(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         type=positive,
         default=LONGEST_LINE_MIB,
-        help=f"count a longer line of a .jsonl file, in MiB, as a bad document (default: {LONGEST_LINE_MIB})",
+        help=f"treat a .jsonl line longer than N MiB as a bad document (default: {LONGEST_LINE_MIB})",
     )
     parser.add_argument(
         "--held-out-every",
@@ -263,7 +271,8 @@ def _tokenize(options: argparse.Namespace) -> int:
     engines = " and ".join(done.engines)
     lines.append(
         f"{done.text_bytes / 1e6:,.1f} MB in {seconds:.1f} s ({speed:,.1f} MB/s, {engines}, "
-        f"{options.workers} at work)" + (f", {done.text_bytes / tokens:.2f} bytes a token" if tokens else "")
+        f"{options.workers} at work)"
+        + (f", {done.text_bytes / tokens:.2f} bytes per token" if tokens else "")
     )
     if done.pieces_kept:
         lines.append(f"{done.pieces_kept} of {done.pieces} pieces were kept from an earlier start.")

@@ -1,4 +1,4 @@
-"""`bloomery data audit`: a report on the training text of a recipe or run, and on the order it is read in."""
+"""`bloomery data audit`: reports on a recipe's training text, and on the order in which it is read."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def add_parser(commands: Any) -> None:  # Any: argparse names no type for it
         description="Write a report with pictures: whether neighbours in the order of samples lie near each "
         "other in the files, what each dataset gives in each epoch, which held-out documents are trained on, "
         "which n-grams training text shares with held-out text and with tasks, and how much documents repeat "
-        "themselves. Status 1 where something wants a look.",
+        "themselves. Exit status 1 if there is a finding.",
     )
     audit.add_argument("recipe", metavar="RECIPE|RUN", help="a recipe, or a run directory")
     audit.add_argument(
@@ -69,7 +69,7 @@ def add_parser(commands: Any) -> None:  # Any: argparse names no type for it
         type=positive,
         default=_TOKENS,
         metavar="N",
-        help="tokens of training text whose n-grams are looked at; of more, stretches (default: 10⁹)",
+        help="most tokens of training text to read; of a longer text, evenly spaced stretches (default: 10⁹)",
     )
     audit.add_argument("--json", action="store_true", help="print one JSON object instead")
     audit.set_defaults(command=_audit, error=audit.error)
@@ -91,7 +91,7 @@ def _audit(options: argparse.Namespace) -> int:
     check_recipe(loaded.recipe, loaded.sources)
     with data_bar(shown=not options.json) as progress:
         facts = _facts(loaded, run, options, progress)
-    facts["look_at"] = look_at(facts)
+    facts["look_at"] = findings_of(facts)
     options.out.mkdir(parents=True, exist_ok=True)
     for name, content in pictures_of(facts).items():
         durable.write_whole(options.out / name, content)
@@ -184,8 +184,8 @@ def _tokenised(texts: Iterator[str] | Sequence[str], tokenizer: Tokenizer) -> It
         yield np.array(tokenizer.encode(text), dtype=np.int64)
 
 
-def look_at(facts: dict[str, Any]) -> list[str]:
-    """Return a sentence for each thing of a report that wants a look."""
+def findings_of(facts: dict[str, Any]) -> list[str]:
+    """Return a sentence for each finding of a report."""
     found = []
     for row in facts["datasets"]:
         found += [f"order of {row['name']}: {alarm}" for alarm in row["neighbours"]["alarms"]]

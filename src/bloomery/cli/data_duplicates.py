@@ -1,4 +1,4 @@
-"""`bloomery data dedup` and `data report --overlap`: documents that are there twice.
+"""`bloomery data dedup` and `data report --overlap`: remove duplicates, find held-out text in training.
 
 `dedup` writes a pair without the documents that an earlier one is equal to, or alike; `--overlap` lists the
 held-out documents that are in the training text too.
@@ -26,9 +26,9 @@ def add_parser(commands: Any) -> None:  # Any: argparse names no type for it
 
     dedup = commands.add_parser(
         "dedup",
-        help="join pairs in one without documents that an earlier one is equal to, or alike",
-        description="Join pairs in one, without the documents that an earlier document is equal to, or has "
-        "most n-grams of tokens in common with. PREFIX-duplicates.jsonl lists what was left out and why.",
+        help="join pairs into one without duplicates: of near-equal documents only the first is kept",
+        description="Join pairs into one without duplicates: of equal or near-equal documents (by shared "
+        "n-grams of tokens) only the first is kept. PREFIX-duplicates.jsonl lists what was left out and why.",
     )
     dedup.add_argument(
         "prefixes",
@@ -46,7 +46,7 @@ def add_parser(commands: Any) -> None:  # Any: argparse names no type for it
         metavar="PREFIX",
         help="pairs whose documents are left out of the new one too, such as held-out text",
     )
-    dedup.add_argument("--exact", action="store_true", help="leave out equal documents alone")
+    dedup.add_argument("--exact", action="store_true", help="leave out only equal documents")
     dedup.add_argument(
         "--threshold",
         type=float,

@@ -1,4 +1,4 @@
-"""`bloomery data fetch`: downloads the files of one share of some datasets from an object store."""
+"""`bloomery data fetch`: downloads one share of datasets' files from an object store or the Hub."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _ABOUT = """\
 Download the files of one share of some datasets, so that every rank can train without a network.
 
-A SOURCE is NAME=ADDRESS, or an ADDRESS alone, which is named after its last part. An address is s3://, gs://,
+A SOURCE is NAME=ADDRESS, or just an ADDRESS, which is named after its last part. An address is s3://, gs://,
 http(s)://, file:// or a directory. Over http(s), a file SHA256SUMS at the address must list the files; at
 other addresses it is optional and gives their checksums. hf:OWNER/NAME is a dataset of the Hugging Face Hub,
 or of the mirror that HF_ENDPOINT names; hf:OWNER/NAME@REVISION:FOLDER is some of it. Credentials come from
@@ -66,14 +66,12 @@ def add_parser(commands: Any) -> None:  # Any: argparse names no type for it
         help="part of all bytes that a dataset shall have, for instance en=0.9 (once for each dataset)",
     )
     parser.add_argument(
-        "--include", action="append", default=[], metavar="GLOB", help="take files with these names alone"
+        "--include", action="append", default=[], metavar="GLOB", help="take only files with these names"
     )
     parser.add_argument(
         "--exclude", action="append", default=[], metavar="GLOB", help="leave out files with these names"
     )
-    parser.add_argument(
-        "--limit", metavar="N", type=positive, help="take at most so many shards of each dataset"
-    )
+    parser.add_argument("--limit", metavar="N", type=positive, help="take at most N shards of each dataset")
     parser.add_argument(
         "--threads",
         metavar="N",

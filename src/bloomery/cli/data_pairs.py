@@ -28,17 +28,21 @@ _PEEK_TOKENS = 64
 def add_parsers(commands: Any, *, end_of_document: str) -> None:  # Any: argparse names no type for it
     """Add `inspect`, `merge` and `verify` to the table of `bloomery data`."""
     inspect = commands.add_parser(
-        "inspect", help="show the documents, tokens and lengths of a dataset, and its first texts"
+        "inspect",
+        help="show the documents, tokens and lengths of a dataset, and its first texts",
+        description="Show a dataset's documents, tokens, histogram of document lengths, and first texts.",
     )
-    inspect.add_argument("prefix", type=pair_prefix, help="path of the .bin/.idx pair, without its extension")
+    _add_pair(inspect)
     _add_tokenizer(inspect, end_of_document)
-    inspect.add_argument(
-        "--peek", metavar="N", type=not_negative, default=3, help="number of documents to print (default: 3)"
-    )
+    inspect.add_argument("--peek", metavar="N", type=not_negative, default=3, help="documents to print (3)")
     inspect.add_argument("--json", action="store_true", help="print one JSON object instead")
     inspect.set_defaults(command=_inspect)
 
-    merge = commands.add_parser("merge", help="join several pairs in one")
+    merge = commands.add_parser(
+        "merge",
+        help="join several pairs into one",
+        description="Join several .bin/.idx pairs into one, in the order given.",
+    )
     merge.add_argument(
         "prefixes",
         type=pair_prefix,
@@ -56,9 +60,11 @@ def add_parsers(commands: Any, *, end_of_document: str) -> None:  # Any: argpars
     merge.set_defaults(command=_merge)
 
     verify = commands.add_parser(
-        "verify", help="check a pair: its checksums, its length, and that all ids are in the vocabulary"
+        "verify",
+        help="check a pair: its checksums, its length, and that all ids are in the vocabulary",
+        description="Check the checksums and length of a pair, and that all ids are in the vocabulary.",
     )
-    verify.add_argument("prefix", type=pair_prefix, help="path of the .bin/.idx pair, without its extension")
+    _add_pair(verify)
     _add_tokenizer(verify, end_of_document)
     verify.add_argument(
         "--vocabulary", metavar="N", type=positive, help="entries of the vocabulary, in place of a tokenizer"
@@ -76,10 +82,13 @@ def print_result(facts: dict[str, Any], lines: Sequence[str], *, as_json: bool) 
     return 0
 
 
+def _add_pair(parser: argparse.ArgumentParser) -> None:
+    about = "path of the .bin/.idx pair, without its extension"
+    parser.add_argument("prefix", metavar="PREFIX", type=pair_prefix, help=about)
+
+
 def _add_tokenizer(parser: argparse.ArgumentParser, end_of_document: str) -> None:
-    parser.add_argument(
-        "--tokenizer", help="tokenizer of the pair (default: the tokenizer.json beside the pair)"
-    )
+    parser.add_argument("--tokenizer", help="its tokenizer (default: the tokenizer.json beside the pair)")
     parser.add_argument(
         "--end-of-document",
         metavar="TOKEN",
@@ -123,7 +132,7 @@ def _inspect(options: argparse.Namespace) -> int:
         f"{options.prefix}: {dataset.document_count:,} documents, {dataset.token_count:,} tokens "
         f"({dataset.dtype.name})",
         "",
-        "tokens a document",
+        "tokens per document",
     ]
     widest = max((count for *_, count in histogram), default=1)
     for low, high, count in histogram:
@@ -253,7 +262,7 @@ def add_report_parser(commands: Any) -> None:  # Any: argparse keeps this type t
     report.add_argument(
         "--overlap",
         action="store_true",
-        help="read all documents, and tell which held-out ones are in the training text too (status 1)",
+        help="read all documents, and list which held-out ones are in the training text too (status 1)",
     )
     report.add_argument("--json", action="store_true", help="print one JSON object instead")
     report.set_defaults(command=_report)

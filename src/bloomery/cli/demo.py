@@ -34,8 +34,8 @@ TRAINING_MINUTES = 5.0
 KILL_AFTER_SHARE = 0.15
 """The trainer is killed once it is past this share of its steps and has a checkpoint to lose work from."""
 SLACK, LAST_SHARE = 1.25, 0.25
-"""The training is stopped, and the demo goes on with what it has, once it took so many times its duration; a
-resumed one gets at least this share of it."""
+"""The multiple of its planned duration after which the training is stopped, and the demo goes on with what it
+has; and the least share of that duration that a resumed training gets."""
 PICTURE = "loss.png"
 """The demo draws this file last, so a run directory that has it holds a finished demo."""
 PROMPT = "def read_lines(path):\n"
@@ -261,7 +261,7 @@ def _about_data(prepared: Prepared) -> str:
     (train,), held_out = prepared.train, prepared.held_out
     lines = [
         f"   {train.documents:,} training files: {train.text_bytes / 1e6:.1f} MB, {train.tokens:,} tokens "
-        f"({train.text_bytes / train.tokens:.2f} bytes a token, vocabulary {prepared.vocabulary_size:,})"
+        f"({train.text_bytes / train.tokens:.2f} bytes per token, vocabulary {prepared.vocabulary_size:,})"
     ]
     lines += [
         f"   {dataset.documents:,} held-out files: {dataset.text_bytes / 1e6:.1f} MB, "

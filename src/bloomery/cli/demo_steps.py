@@ -31,13 +31,13 @@ from bloomery.parallel.precision import measure_peak_flops
 from bloomery.plan.parameters import token_cost
 from bloomery.train.step import lacking_toolchain
 
-EVALUATION_ROWS = 16
+EVALUATION_ROWS = 16  # sequences per batch
 LARGER_FROM_FLOPS = 0.5e12
 PEAK_PROBES = 3
-GRAIN = 16384
+TOKEN_UNIT = 16384  # the length of the training is a multiple of these tokens
 FEW_STEPS = 5
-"""Fewer steps than these tell nothing of a machine's speed."""
-NEARLY = 0.9
+"""The fewest steps from which a machine's speed can be judged."""
+FITS_SHARE = 0.9  # of the planned tokens, from which on the recipe is left as it is
 EFFICIENCY = {"demo": 0.3, "demo-small": 0.5}
 """Share of the measured matmul peak that training reached on the machine where each recipe was tuned."""
 EAGER_SHARE = 0.9
@@ -151,8 +151,8 @@ def fitted_recipe(rundir: RunDirectory, *, minutes: float) -> Fitted:
     )
     reached = peak * EFFICIENCY[name] * (EAGER_SHARE if lacking_toolchain() else 1.0)
     affordable = int(minutes * 60 * reached / cost.model)
-    tokens = min(recipe.train.tokens, affordable // GRAIN * GRAIN)
-    if tokens < GRAIN:
+    tokens = min(recipe.train.tokens, affordable // TOKEN_UNIT * TOKEN_UNIT)
+    if tokens < TOKEN_UNIT:
         raise TrainingFailed(
             f"{minutes:g} minutes are not enough to train on anything here.",
             remedy="Give --minutes 1 or more.",
@@ -175,9 +175,9 @@ def refitted(fitted: Fitted, rundir: RunDirectory, *, left_s: float) -> Fitted:
         return fitted
     done = int(steps[-1]["consumed_tokens"])
     fits = done + int(median(record["tokens_per_s"] for record in steps[1:]) * left_s)
-    if fits >= NEARLY * fitted.tokens:
+    if fits >= FITS_SHARE * fitted.tokens:
         return fitted
-    tokens = max(fits // GRAIN, done // GRAIN + 1) * GRAIN
+    tokens = max(fits // TOKEN_UNIT, done // TOKEN_UNIT + 1) * TOKEN_UNIT
     overrides = [f"train.tokens={tokens}"]
     return replace(fitted, loaded=load_recipe(fitted.name, overrides), overrides=overrides)
 

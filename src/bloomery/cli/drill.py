@@ -60,7 +60,7 @@ def run(arguments: list[str]) -> int:
     _refuse_what_needs_root(faults)
     _refuse_what_is_of_one_machine(faults, options, nodes)
     with ExitStack() as stack:
-        # The ranks and the scratch directory shall not outlive a drill that is told to end.
+        # The ranks and the scratch directory shall not outlive a drill that is asked to end.
         before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         stack.callback(signal.signal, signal.SIGTERM, before)
         if DrillFault.DISK in faults:
@@ -210,8 +210,9 @@ def _refuse_existing(rundir: RunDirectory) -> None:
 def _parse(arguments: list[str]) -> Namespace:
     options = parser(
         "drill",
-        "Train a recipe for some minutes at its real layout on this machine, inject faults, and print the\n"
-        "seconds of each phase until it steps again, beside the time-outs that apply.",
+        "Train a recipe for some minutes at its real layout, on this machine or on all nodes of the SLURM\n"
+        "job, inject faults, and print the seconds of each phase of each recovery and the time-outs in\n"
+        "force.",
         examples=EXAMPLES,
     )
     if any(word.split("=")[0] == "--timeouts" for word in arguments):

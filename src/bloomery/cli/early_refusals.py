@@ -1,4 +1,4 @@
-"""Refuses before torch is loaded what a start would refuse after it, such as missing files and packages."""
+"""Checks for missing files and packages before torch is loaded, so that a bad start is refused at once."""
 
 from __future__ import annotations
 

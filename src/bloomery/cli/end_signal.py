@@ -1,4 +1,4 @@
-"""Notices the signals that end a command which watches until it is ended."""
+"""Catches the signals that end a long-running command, such as `bloomery watch`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class EndSignal:
         self._came = True
 
     def wait(self, seconds: float) -> bool:
-        """Wait so long at most, less where a signal comes; returns whether one has come."""
+        """Wait for a signal, at most `seconds`; returns whether one has come."""
         if not self._came and select.select([self._woken], [], [], max(0.0, seconds))[0]:
             self._woken.recv(4096)
         return self._came

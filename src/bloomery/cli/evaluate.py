@@ -65,7 +65,7 @@ def run(arguments: list[str]) -> int:
 def _report(
     args: Namespace, loaded: LoadedModel, groups: Sequence[tuple[str, Iterator[TokenizedDocument]]]
 ) -> int:
-    from bloomery.evaluate.scoring import score_documents, total
+    from bloomery.evaluate.scoring import score_documents, total_score
 
     saved = loaded.saved
     rows: list[DocumentScore] = []
@@ -83,10 +83,10 @@ def _report(
         )
         if not scores:
             raise DataError(f"{name} holds no document.", remedy="Give a file with text.")
-        rows += scores if args.by_document else [total(scores, name=name)]
+        rows += scores if args.by_document else [total_score(scores, name=name)]
         every += scores
     if len(rows) > 1:
-        rows.append(total(every, name="all together"))
+        rows.append(total_score(every, name="all together"))
     if args.json:
         for row in rows:
             print(json.dumps({"checkpoint": str(saved.checkpoint), **_facts(row)}, ensure_ascii=False))
@@ -215,14 +215,14 @@ def _parser() -> ArgumentParser:
         type=positive,
         default=120,
         metavar="MINUTES",
-        help="with --follow: end after so long without a new checkpoint (default: 120)",
+        help="with --follow: exit after MINUTES without a new checkpoint (default: 120)",
     )
     options.add_argument("--table", action="store_true", help="print the scores of all checkpoints so far")
     options.add_argument(
         "--batch", type=positive, default=8, metavar="N", help="windows computed together (default: 8)"
     )
     add_loading(options)
-    options.add_argument("--json", action="store_true", help="print one JSON object a line")
+    options.add_argument("--json", action="store_true", help="print one JSON object per line")
     return options
 
 

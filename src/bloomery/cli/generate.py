@@ -69,7 +69,7 @@ def _prompts(options: Namespace) -> list[str]:
     except OSError as unreadable:
         raise DataError(
             f"Cannot read the prompts in {options.prompts}: {unreadable.strerror}.",
-            remedy="Give a text file with one prompt a line, or '-' for standard input.",
+            remedy="Give a text file with one prompt per line, or '-' for standard input.",
         ) from unreadable
     try:
         lines = content.decode().splitlines()
@@ -80,7 +80,7 @@ def _prompts(options: Namespace) -> list[str]:
         ) from wrong
     prompts = [*given, *(line for line in lines if line)]
     if not prompts:
-        raise DataError(f"{options.prompts} holds no prompt.", remedy="Write one prompt a line.")
+        raise DataError(f"{options.prompts} holds no prompt.", remedy="Write one prompt per line.")
     return prompts
 
 
@@ -219,9 +219,9 @@ def _parser() -> ArgumentParser:
     options.add_argument(
         "prompt", nargs="*", default=[], metavar="PROMPT", help="the text to continue; several: together"
     )
-    options.add_argument("--prompt", dest="option", default="", help="the same, as an option")
+    options.add_argument("--prompt", dest="option", default="", metavar="TEXT", help="same as PROMPT")
     options.add_argument(
-        "--prompts", metavar="FILE", help="a file with one prompt a line; '-': standard input"
+        "--prompts", metavar="FILE", help="a file with one prompt per line; '-': standard input"
     )
     options.add_argument(
         "--batch", type=positive, default=8, metavar="N", help="prompts computed together (default: 8)"

@@ -1,4 +1,4 @@
-"""`bloomery guard replay`: what the guards would have done with an old run, and when."""
+"""`bloomery guard replay`: applies the guards to an old log, and shows what they would have done."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bloomery.cli.argument_values import picture_file
-from bloomery.cli.arguments import parser, run_part
+from bloomery.cli.arguments import parser, run_subcommand
 from bloomery.errors import StorageError
 
 if TYPE_CHECKING:
@@ -25,17 +25,17 @@ bloomery guard replay training.log --png spikes.png   the log of a Megatron-styl
 bloomery guard replay training.log --follow           a log that is still growing, until Ctrl-C
 bloomery guard replay training.log --json guard.spike_patience=20"""
 
-MOST_TOLD = 200
+MOST_SHOWN = 200  # findings in the terminal
 FOLLOW_S = 2.0
-"""Seconds between two looks at a growing log, and at least three times what the last look took."""
+"""The least seconds between two readings of a growing log; or three times what the last one took."""
 
 
 def run(arguments: list[str]) -> int:
     """Run one of the commands of `bloomery guard`; returns the exit status."""
-    parts = {
+    subcommands = {
         "replay": (replay, "report what the guards would have found in an old or a growing log"),
     }
-    return run_part("guard", arguments, parts, about="Apply the guards to the log of a training.")
+    return run_subcommand("guard", arguments, subcommands, about="Apply the guards to the log of a training.")
 
 
 def replay(arguments: list[str]) -> int:
@@ -77,17 +77,17 @@ def _replay(options: Namespace) -> int:
         return 0
     steps = f"steps {int(columns.step[0]):,} to {int(columns.step[-1]):,}"
     print(f"{len(columns):,} lines, {steps}: {_counted(findings)}")
-    for finding in findings[:MOST_TOLD]:
+    for finding in findings[:MOST_SHOWN]:
         print(_line(finding))
-    if len(findings) > MOST_TOLD:
-        print(f"  … and {len(findings) - MOST_TOLD:,} more: --json has all of them")
+    if len(findings) > MOST_SHOWN:
+        print(f"  … and {len(findings) - MOST_SHOWN:,} more: --json has all of them")
     if options.png:
         print(f"Drawn into {options.png}.")
     return 0
 
 
 def _follow(options: Namespace, section: GuardSection) -> int:
-    """Print each finding once, as the log grows; with --json one object a line. Returns 0 at Ctrl-C."""
+    """Print each finding once, as the log grows; with --json one object per line. Returns 0 at Ctrl-C."""
     from bloomery.guard.judge import described
     from bloomery.guard.logs import read_columns
     from bloomery.guard.replay import replay_columns
@@ -197,8 +197,8 @@ def _facts(columns: Columns, findings: Sequence[ReplayFinding]) -> dict[str, Any
 
 
 COLOURS = {"rewind": "#c1292e", "stop": "#000000", "watch": "#e87f3a"}
-BINS = 4000
-MOST_MARKS = 300
+BINS = 4000  # of the drawn curve, each with its lowest and highest loss
+MOST_MARKS = 300  # findings in the picture
 
 
 def draw_replay(columns: Columns, findings: Sequence[ReplayFinding], path: Path, *, title: str) -> None:

@@ -31,7 +31,7 @@ bloomery launch tr11-176b --nnodes 48 --rdzv node-1:29400       start this on ea
 
 What a rank prints is shown after its number, and kept in RUN/logs/HOST-RANK.log. The same command resumes
 the run. Ctrl-C and SIGTERM save and stop it. `bloomery mesh RECIPE` shows which rank runs on which node.
---supervise ends ranks that stand still, says why they failed, and starts again, over several nodes too.
+--supervise kills hung ranks, says why they failed, and restarts them, over several nodes too.
 In a job of SLURM: srun --ntasks-per-node=1 bloomery launch RECIPE, which needs no --nnodes and no --rdzv.
 srun, mpirun and torchrun can start `bloomery train RECIPE` too, once for each rank.
 """
@@ -48,7 +48,7 @@ def run(arguments: list[str]) -> int:
     from bloomery.config.environment import go_offline
     from bloomery.config.peer_settings import refuse_alone
     from bloomery.config.validate import check_recipe
-    from bloomery.plan.ranks import degrees_of, other_ranks_wanted
+    from bloomery.plan.ranks import degrees_of, wrong_ranks_error
 
     loaded = load_given(options.recipe, options.overrides)
     parallel = loaded.recipe.parallel
@@ -59,7 +59,7 @@ def run(arguments: list[str]) -> int:
     check_recipe(loaded.recipe, loaded.sources, data_degree=degrees.data if degrees else None)
     refuse_alone(loaded.recipe, loaded.sources)
     if degrees is None:
-        raise other_ranks_wanted(parallel, world=world)
+        raise wrong_ranks_error(parallel, world=world)
     path = run_path(options.recipe, run=options.run, name=loaded.recipe.run.name)
     _refuse_stopped(RunDirectory(path), loaded.recipe.control.directory)
     if loaded.recipe.run.offline:
@@ -128,19 +128,20 @@ def _parse(arguments: list[str]) -> Namespace:
     options.add_argument(
         "--supervise",
         action="store_true",
-        help="end ranks that stand still, say who held them up, and start again where that can help",
+        help="kill hung ranks, name the culprit, and restart where that can help",
     )
     options.add_argument(
         "--spares",
         type=not_negative,
         default=0,
         metavar="N",
-        help="with --supervise: so many of the machines wait until another is lost (default: 0)",
+        help="with --supervise: N of the machines are hot spares, used when another is lost (default: 0)",
     )
     options.add_argument(
         "--job",
         metavar="TEXT",
-        help="with --supervise on several machines without SLURM: equal on all, and new at each start",
+        help="job id (as torchrun's --rdzv-id) for --supervise on several machines without SLURM: equal on "
+        "all, new at each start",
     )
     chosen = options.parse_intermixed_args(arguments)
     if not chosen.supervise and ((chosen.nnodes or 1) > 1) != (chosen.rdzv is not None):
@@ -165,7 +166,7 @@ def _take_nodes_of_srun(options: Namespace) -> None:
             remedy="Leave --nnodes out, or change srun's --nodes.",
         )
     options.nnodes = options.nnodes or (group.nodes if group else 1)
-    options.rdzv = options.rdzv or (group.meeting_point if group else None)
+    options.rdzv = options.rdzv or (group.rendezvous if group else None)
 
 
 def _usual_count(parallel: ParallelSection, *, nodes: int) -> int:

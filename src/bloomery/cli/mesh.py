@@ -18,12 +18,12 @@ from bloomery.plan.ranks import (
     axes,
     degrees_of,
     hosts_of_ranks,
-    other_ranks_wanted,
+    indices_on_node,
     ranks_by_host,
-    reach,
+    reach_words,
     read_hosts,
     refuse_tensor_groups_across_hosts,
-    span,
+    wrong_ranks_error,
 )
 
 EXAMPLES = """\
@@ -44,7 +44,7 @@ def run(arguments: list[str]) -> int:
     degrees = degrees_of(parallel, world=world)
     check_recipe(loaded.recipe, loaded.sources)
     if degrees is None:
-        raise other_ranks_wanted(parallel, world=world)
+        raise wrong_ranks_error(parallel, world=world)
     hosts = _hosts(options.nodes, parallel, world=world)
     refuse_tensor_groups_across_hosts(degrees, hosts)
     if options.json:
@@ -63,7 +63,7 @@ def _parse(arguments: list[str]) -> Namespace:
     options = parser(
         "mesh",
         "Show which rank runs on which node: tensor parallelism innermost, then data, then pipeline.\n"
-        "Nothing is started. A layout that is not possible is refused, and a possible one is named.",
+        "Nothing is started. An impossible layout is refused, and the message names a possible one.",
         examples=EXAMPLES,
     )
     add_recipe(options)
@@ -74,7 +74,7 @@ def _parse(arguments: list[str]) -> Namespace:
         "--nodes", metavar="HOST,…", help="names of the nodes, in the order of their ranks: a,b,node[01-12]"
     )
     options.add_argument("--stages", action="store_true", help="also show what each pipeline stage holds")
-    options.add_argument("--json", action="store_true", help="print one JSON object a rank")
+    options.add_argument("--json", action="store_true", help="print one JSON object per rank")
     return options.parse_intermixed_args(arguments)
 
 
@@ -99,11 +99,11 @@ def _show(name: str, degrees: Degrees, hosts: list[str]) -> None:
     )
     for axis in reversed(axes()):
         if degrees.of(axis) > 1:
-            print(f"  {axis:<9} {reach(degrees, axis, hosts)}")
+            print(f"  {axis:<9} {reach_words(degrees, axis, hosts)}")
     rows = [("node", "ranks", *axes())]
     for node in nodes:
         ranks = f"{node.ranks[0]}–{node.ranks[-1]}" if len(node.ranks) > 1 else f"{node.ranks[0]}"
-        rows.append((node.host, ranks, *(span(degrees, axis, node) for axis in axes())))
+        rows.append((node.host, ranks, *(indices_on_node(degrees, axis, node) for axis in axes())))
     print(f"\n{table_text(rows, left=range(len(rows[0])))}")
 
 

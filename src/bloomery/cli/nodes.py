@@ -22,7 +22,7 @@ from bloomery.cli.argument_values import read_endpoint
 from bloomery.cli.ranks import RankRange
 from bloomery.errors import BloomeryError, RankLost, TrainingFailed
 from bloomery.events.timeouts import STORE_TIMEOUT_S
-from bloomery.parallel.rendezvous import ask_store, difference
+from bloomery.parallel.rendezvous import ask_store, setting_difference
 from bloomery.torch_private import Store, TCPStore
 
 CONNECT_S = 20.0
@@ -278,7 +278,7 @@ def _check_equal(nodes: list[LauncherNode]) -> None:
                 remedy="Give every node the same --nnodes.",
             )
         if node.recipe != first.recipe:
-            differences = difference(
+            differences = setting_difference(
                 node.recipe, first.recipe, there=f"on {node.host}", here=f"on {first.host}"
             )
             raise TrainingFailed(

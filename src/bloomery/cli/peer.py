@@ -81,14 +81,14 @@ def _train(options: Namespace) -> int:
     from bloomery.cli.arguments import load_given
     from bloomery.config.validate import check_recipe
     from bloomery.events.run_directory import RunDirectory
-    from bloomery.plan.ranks import degrees_of, other_ranks_wanted
+    from bloomery.plan.ranks import degrees_of, wrong_ranks_error
     from bloomery.transport.listener import raise_descriptor_limit
 
     loaded = load_given(options.recipe, options.overrides)
     degrees = degrees_of(loaded.recipe.parallel, world=options.nproc)
     check_recipe(loaded.recipe, loaded.sources, data_degree=degrees.data if degrees else None)
     if degrees is None:
-        raise other_ranks_wanted(loaded.recipe.parallel, world=options.nproc)
+        raise wrong_ranks_error(loaded.recipe.parallel, world=options.nproc)
     access = access_of(loaded.recipe, loaded.sources, os.environ)
     rundir = RunDirectory(Path(options.run or Path("runs") / f"{access.run}-{access.peer}"))
     _refuse_when_stopped(rundir, loaded)

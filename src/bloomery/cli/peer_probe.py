@@ -34,7 +34,7 @@ bloomery peer probe my.toml --streams 1,2,4,8,16  compare numbers of connections
 _DEADLINE_S = 30.0
 _MOST_STREAMS = 64
 _COMPARISON_S = 2.0
-"""Each number of connections is measured for so long, because a connection that has just begun is slow."""
+"""The seconds for which each number of connections is measured, since a new connection is slow at first."""
 _NEARLY_BEST = 0.9
 """A number of connections is enough when it reaches this share of the best rate."""
 Rates = Mapping[str, Mapping[str, float]]

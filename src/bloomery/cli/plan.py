@@ -341,7 +341,7 @@ def _step(step: StepTime) -> dict[str, Any]:
 
 def progress_text(progress: RunProgress) -> str:
     """Return what a run has done, what is left, and the plan beside what was measured."""
-    from bloomery.plan.progress import figures
+    from bloomery.plan.progress import progress_rows
 
     of_peer = f" of this peer, one of {progress.peers}" if progress.peers > 1 else ""
     rows = [
@@ -371,6 +371,6 @@ def progress_text(progress: RunProgress) -> str:
         ]
         parts.append(section("on other numbers of accelerators", rows_text(table, left=(2,))))
     table = [["figure", "planned", "measured", "measured/planned"]]
-    table += [[name, planned, measured, ratio] for name, planned, measured, ratio in figures(progress)]
+    table += [[name, planned, measured, ratio] for name, planned, measured, ratio in progress_rows(progress)]
     parts.append(section(f"planned (on {progress.hardware}) against measured", rows_text(table, left=(0,))))
     return "\n\n".join(parts)

@@ -1,4 +1,4 @@
-"""`bloomery plot`: draws the curves of one run or several as a picture."""
+"""`bloomery plot`: draws the curves of one run or several as a PNG, SVG or PDF."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def _parse(arguments: list[str]) -> Namespace:
         "--from", dest="begin", type=amount("a number"), metavar="X", help="where the axis begins"
     )
     options.add_argument("--to", dest="end", type=amount("a number"), metavar="X", help="where the axis ends")
-    options.add_argument("--log", action="store_true", help="logarithmic")
+    options.add_argument("--log", action="store_true", help="logarithmic y axis")
     options.add_argument("--json", action="store_true", help="print one JSON object")
     chosen = options.parse_intermixed_args(arguments)
     if chosen.begin is not None and chosen.end is not None and chosen.begin >= chosen.end:

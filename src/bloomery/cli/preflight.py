@@ -1,4 +1,4 @@
-"""`bloomery preflight`: looks at the nodes of a job, measures them, and names those that must be left out."""
+"""`bloomery preflight`: checks and measures the nodes of a job, and names those to leave out."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from bloomery.operate.node_facts import NodeFacts
 
 EXAMPLES = """\
-bloomery preflight my.toml                              look at this machine, and measure it for a few seconds
+bloomery preflight my.toml                              check this machine, and measure it for a few seconds
 srun --ntasks-per-node=1 bloomery preflight my.toml     all nodes of a job, compared with each other
 bloomery preflight my.toml --long                       measure for ten minutes; lets a node out of quarantine
 bloomery preflight my.toml --storage                    save and load as many bytes as a checkpoint has
@@ -100,7 +100,7 @@ def _parse(arguments: list[str]) -> Namespace:
         "--gigabytes",
         type=amount("a number of gigabytes above 0", above=0),
         metavar="X",
-        help="with --storage: this node's share (default: the recipe's)",
+        help="with --storage: GB that this node writes (default: its share of the recipe's checkpoint)",
     )
     options.add_argument("--release", metavar="HOST", help="let a node out of quarantine, and end")
     options.add_argument("--json", action="store_true", help="print JSON")
@@ -109,13 +109,13 @@ def _parse(arguments: list[str]) -> Namespace:
 
 def _tell_queue(rundir: RunDirectory, loaded: LoadedRecipe, exclusions: Exclusions) -> None:
     """Let the run's waiting jobs start on all nodes but those that are still in quarantine."""
-    from bloomery.operate.exclusions import keep_out_of_queue
+    from bloomery.operate.exclusions import exclude_in_queue
     from bloomery.operate.submission import scheduler_of
 
     section, hosts = loaded.recipe.submit, sorted(exclusions.nodes())
     scheduler = scheduler_of(section, rundir.path.absolute())
     try:
-        jobs = keep_out_of_queue(scheduler, rundir, name=loaded.recipe.run.name, section=section, nodes=hosts)
+        jobs = exclude_in_queue(scheduler, rundir, name=loaded.recipe.run.name, section=section, nodes=hosts)
     except BloomeryError as silent:  # the list is right all the same, and jobs that start read it
         print(f"the queue could not be told: {silent.message}")
         return
@@ -152,7 +152,7 @@ def _measured(rundir: RunDirectory, loaded: LoadedRecipe, options: Namespace) ->
 def _of_all_nodes(rundir: RunDirectory, own: NodeFacts) -> dict[str, NodeFacts]:
     """Return the facts of all nodes of srun's step by host, sorted; each waits for all others."""
     from bloomery import durable
-    from bloomery.operate.job_board import natural
+    from bloomery.operate.job_board import natural_sort_key
     from bloomery.operate.job_context import job_context
     from bloomery.operate.launcher import node_group
     from bloomery.operate.node_facts import NodeFacts
@@ -174,7 +174,7 @@ def _of_all_nodes(rundir: RunDirectory, own: NodeFacts) -> dict[str, NodeFacts]:
             )
         time.sleep(_POLL_S)
     facts = [NodeFacts.from_json(json.loads(path.read_text())) for path in paths]
-    return {fact.host: fact for fact in sorted(facts, key=lambda fact: natural(fact.host))}
+    return {fact.host: fact for fact in sorted(facts, key=lambda fact: natural_sort_key(fact.host))}
 
 
 def _findings(nodes: dict[str, NodeFacts], loaded: LoadedRecipe) -> list[NodeFinding]:

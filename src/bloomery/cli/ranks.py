@@ -57,7 +57,7 @@ class RankSupervisor(Protocol):
         ...
 
     def why_to_end(self) -> str:
-        """Return why the ranks must be killed now; empty while they need not. Asked many times a second."""
+        """Return why the ranks must be killed now; empty while they need not. Asked many times per second."""
         ...
 
     def ending(self) -> None:

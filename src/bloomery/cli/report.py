@@ -109,20 +109,24 @@ def _figures_text(ledger: RunLedger, plan: PlannedRun | None) -> str:
     best = f"{ledger.best_tokens_per_s:,.0f} tokens/s"
     rows = [
         ["figure", "", "definition"],
-        ["effective time", f"{ledger.effective_time:.1%}", "kept steps, of all time"],
-        ["ETTR", f"{ledger.ettr:.1%}", "the same, of the time that nobody had stopped; the queue counts"],
-        ["goodput of tokens", f"{ledger.token_goodput():.1%}", f"kept tokens, of all time at {best}"],
+        ["effective time", f"{ledger.effective_time:.1%}", "kept steps / all time"],
+        [
+            "ETTR",
+            f"{ledger.ettr:.1%}",
+            "kept steps / (all time - deliberate stops); time in the queue counts as lost",
+        ],
+        ["goodput of tokens", f"{ledger.token_goodput():.1%}", f"kept tokens / (all time x {best})"],
     ]
     if plan is not None:
         beside = plan_figures(ledger, plan)
         days = "-" if beside["days"] is None else f"{beside['days']:,.1f}"
         rows += [
             [
-                "goodput of tokens",
+                "goodput vs. plan",
                 f"{beside['token_goodput_of_plan']:.1%}",
-                "of all time at the plan's speed",
+                "kept tokens / (all time x the plan's tokens/s)",
             ],
-            ["planned goodput", f"{plan.goodput:.1%}", "training days of the plan, of its days"],
+            ["planned goodput", f"{plan.goodput:.1%}", "planned training days / planned calendar days"],
             ["planned speed", f"{plan.tokens_per_s:,.0f}", f"tokens/s; measured {best}"],
             ["planned days", f"{plan.days:,.1f}", f"at the pace so far: {days}"],
         ]
@@ -201,8 +205,8 @@ def note(arguments: list[str]) -> int:
     """Add a note and write the chronicle; returns 0."""
     options = parser(
         "note",
-        "Add a note to RUN/chronicle.md, which writes itself from the records of the run: each problem, its\n"
-        "diagnosis, what was done and what it cost. Notes, and what stands below its last line, are kept.",
+        "Add a note to RUN/chronicle.md, which is generated from the run's records: each problem, its\n"
+        "diagnosis, what was done and what it cost. Notes, and text below its last line, are kept.",
         examples=_NOTE_EXAMPLES,
     )
     options.add_argument("run", metavar="RUN", help="the run directory")

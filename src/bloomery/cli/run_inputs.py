@@ -62,7 +62,7 @@ def run_directory(path: Path) -> RunDirectory:
 
 
 def refuse_existing(target: Path) -> None:
-    """Raise CheckpointError where something lies already at what a command makes."""
+    """Raise CheckpointError where the output path of a command exists already."""
     if target.exists() or target.is_symlink():
         raise CheckpointError(f"{target} exists already.", remedy="Choose another directory, or remove it.")
 
@@ -98,23 +98,23 @@ def load_saved(path: Path, *, dtype: str, by_layer: bool, fallback: bool = False
 
     dtype: one of DTYPES.
     fallback: take the newest intact checkpoint where the newest is damaged.
-    by_layer: read blocks when they compute; it is done too, and told, where memory is too small.
+    by_layer: read each block when it is computed; done, with a message, also where memory is too small.
     """
     from bloomery.evaluate.saved_files import find_saved
 
     files = find_saved(path, fallback=fallback)
     import torch  # after what a person may have got wrong was looked at: it takes seconds
 
-    from bloomery.evaluate.open_checkpoint import opened, wants_layers
+    from bloomery.evaluate.open_checkpoint import must_load_by_block, open_model
     from bloomery.parallel.precision import DTYPES as PRECISIONS
     from bloomery.parallel.precision import resolve_precision
 
-    saved = opened(files)
+    saved = open_model(files)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if dtype == "auto":
         dtype = resolve_precision("auto", device) if device.type == "cuda" else "fp32"
     kind = PRECISIONS[dtype]
-    if not by_layer and wants_layers(saved.model, device=device, dtype=kind):
+    if not by_layer and must_load_by_block(saved.model, device=device, dtype=kind):
         by_layer = True
         print("the model does not fit into memory: layers are read from the file each time", file=sys.stderr)
     return LoadedModel(saved=saved, decoder=saved.decoder(device=device, dtype=kind, by_layer=by_layer))

@@ -232,7 +232,7 @@ def _draw(options: Namespace, forecasts: Sequence[tuple[str, GoodputForecast]]) 
 
 
 def draw_life(result: GoodputForecast, path: Path) -> None:
-    """Draw the first simulated run: one bar a day, or for several days in a long run, divided by cause."""
+    """Draw the first simulated run: one bar per day, or for several days in a long run, divided by cause."""
     import matplotlib
 
     matplotlib.use("Agg")  # no display is needed

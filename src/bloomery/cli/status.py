@@ -1,4 +1,4 @@
-"""`bloomery status` and `bloomery cancel`: what runs do, and how their jobs are ended."""
+"""`bloomery status` and `bloomery cancel`: show what runs are doing, and end their jobs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _BAD = 1
 
 def run(arguments: list[str]) -> int:
     """Print what one run does, or all; returns 1 where a person should look at one of them, else 0."""
-    options = parser("status", "Say what a run does, or all runs do.", examples=_EXAMPLES)
+    options = parser("status", "Show what one run or all runs are doing.", examples=_EXAMPLES)
     options.add_argument("run", metavar="RUN", nargs="?", type=Path, help="a run directory (default: all)")
     options.add_argument(
         "--under", metavar="DIR", type=Path, default=Path("runs"), help="where all runs are (default: runs)"

@@ -1,4 +1,4 @@
-"""Starts ranks under supervision, on one machine or together with the launchers of others."""
+"""Runs ranks under supervision, on one machine or together with the launchers of other machines."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def run_supervised(loaded: LoadedRecipe, rundir: RunDirectory, start: Supervised
 
 def _is_unfit(check: StartCheck, rundir: RunDirectory, reactions: JobReactions | None) -> bool:
     """Say what is wrong with this machine; returns whether a job must end, as no other start must."""
-    facts = check.look(rundir, host_name())
+    facts = check.gather(rundir, host_name())
     unfit = check.unfit_hosts(rundir, {facts.host: facts}, say=_say, reactions=reactions)
     return bool(unfit) and reactions is not None
 

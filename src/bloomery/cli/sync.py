@@ -1,4 +1,4 @@
-"""`bloomery sync` sends a run's logs and checkpoints elsewhere; `bloomery follow` tells what comes."""
+"""`bloomery sync` uploads a run's logs and checkpoints; `bloomery follow` shows what arrives."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def sync(arguments: list[str]) -> int:
 def _repeat(
     rundir: RunDirectory, sync: RunSync, publisher: CheckpointPublisher | None, options: Namespace
 ) -> None:
-    """Look again and again; the last look follows the signal that ends it, or the end of the parent."""
+    """Upload repeatedly; the last upload follows the signal that ends the command, or the parent's end."""
     ended, parent, due = EndSignal(), os.getppid(), time.monotonic()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # a launcher starts this with it held back
     if publisher is not None:  # an export may take as long as several saves, of which each is pruned soon
@@ -105,11 +105,11 @@ def _hold(rundir: RunDirectory, publisher: CheckpointPublisher) -> None:
 
 
 def _look(sync: RunSync, publisher: CheckpointPublisher | None, options: Namespace) -> None:
-    sent = sync.look()
+    sent = sync.send_new()
     published = []
     if publisher is not None:
         publisher.hold()
-        published = publisher.look()
+        published = publisher.publish_held()
     if options.json:
         print(json.dumps({"files": sent.count, "bytes": sent.bytes, "published": published}), flush=True)
         return
@@ -144,7 +144,7 @@ def _parse(arguments: list[str]) -> Namespace:
         "place", metavar="PLACE", nargs="?", default="", help="a URL, or hf:OWNER/NAME (default: sync.place)"
     )
     options.add_argument(
-        "--every", type=_minutes, default=60.0, metavar="MIN", help="minutes between two times (60)"
+        "--every", type=_minutes, default=60.0, metavar="MIN", help="minutes between two uploads (60)"
     )
     options.add_argument("--once", action="store_true", help="send once, for cron")
     options.add_argument(
@@ -152,9 +152,11 @@ def _parse(arguments: list[str]) -> Namespace:
     )
     options.add_argument("--public", action="store_true", help="let everybody read a repository that is made")
     options.add_argument(
-        "--beside", action="store_true", help="wait for the run, and end with the process that started this"
+        "--beside",
+        action="store_true",
+        help="wait until the run directory exists, and exit when the parent process does",
     )
-    options.add_argument("--json", action="store_true", help="print one JSON object each time")
+    options.add_argument("--json", action="store_true", help="print one JSON object per upload")
     chosen = options.parse_intermixed_args(arguments)
     if not chosen.place:
         _take_place_of_recipe(chosen)
@@ -268,6 +270,6 @@ def _follow_options(arguments: list[str]) -> Namespace:
         metavar="N",
         help="lines of the past to begin with (20; 0: all)",
     )
-    options.add_argument("--steps", type=positive, default=10, metavar="N", help="tell each N-th step (10)")
-    options.add_argument("--once", action="store_true", help="tell what is there, and end")
+    options.add_argument("--steps", type=positive, default=10, metavar="N", help="show every Nth step (10)")
+    options.add_argument("--once", action="store_true", help="show what is there, and exit")
     return options.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""`bloomery top`: runs in the terminal, live, for a screen at the other end of ssh."""
+"""`bloomery top`: shows runs live in the terminal: state, progress, sparklines and newest events."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def run(arguments: list[str]) -> int:
     if options.once or not sys.stdout.isatty():
         summaries = [summarizer.summary() for _, summarizer in runs]
         for (reader, _), summary in zip(runs, summaries, strict=True):
-            console.print(block(reader, summary, width=min(console.width, _WIDEST)))
+            console.print(run_block(reader, summary, width=min(console.width, _WIDEST)))
         return int(any(summary.health == "bad" for summary in summaries))
     _watch(console, runs, options)
     return 0
@@ -68,7 +68,7 @@ def _watch(console: object, runs: Sequence[tuple[RunReader, RunSummarizer]], opt
 
     def screen() -> RenderableType:
         width = min(console.width, _WIDEST)
-        return Group(*(block(reader, summarizer.summary(), width=width) for reader, summarizer in runs))
+        return Group(*(run_block(reader, summarizer.summary(), width=width) for reader, summarizer in runs))
 
     with Live(screen(), console=console, screen=True, auto_refresh=False) as live:
         while not ended.wait(options.interval):
@@ -77,7 +77,7 @@ def _watch(console: object, runs: Sequence[tuple[RunReader, RunSummarizer]], opt
             live.update(screen(), refresh=True)
 
 
-def block(reader: RunReader, summary: RunSummary, *, width: int) -> RenderableType:
+def run_block(reader: RunReader, summary: RunSummary, *, width: int) -> RenderableType:
     """Return what is shown of one run, in lines of at most `width` columns. Texts of a journal stay text."""
     from rich.text import Text
 
@@ -163,7 +163,8 @@ def _parse(arguments: list[str]) -> Namespace:
     options = parser(
         "top",
         "Show runs in the terminal: state, progress, time left, sparklines of curves, newest events, what\n"
-        "to do. It reads the run directories alone. Without a terminal it prints once; status 1: look at it.",
+        "to do. It only reads run directories. Without a terminal it prints once. Exit status 1: a run\n"
+        "needs attention.",
         examples=EXAMPLES,
     )
     options.add_argument("runs", metavar="RUN", nargs="+", help="run directories")

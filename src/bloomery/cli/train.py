@@ -77,7 +77,7 @@ def run(arguments: list[str]) -> int:
     from bloomery.config.environment import go_offline
     from bloomery.config.peer_settings import refuse_alone
     from bloomery.config.validate import check_recipe
-    from bloomery.plan.ranks import degrees_of, other_ranks_wanted
+    from bloomery.plan.ranks import degrees_of, wrong_ranks_error
 
     loaded = load_given(options.recipe, options.overrides)
     if loaded.recipe.run.offline:
@@ -88,7 +88,7 @@ def run(arguments: list[str]) -> int:
     if PARENT not in os.environ:
         refuse_alone(loaded.recipe, loaded.sources)
     if degrees is None:
-        raise other_ranks_wanted(loaded.recipe.parallel, world=ranks)
+        raise wrong_ranks_error(loaded.recipe.parallel, world=ranks)
     path = run_path(options.recipe, run=options.run, name=loaded.recipe.run.name)
     if PREPARED not in os.environ:
         refuse_early(loaded, path)

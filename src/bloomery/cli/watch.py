@@ -25,11 +25,11 @@ log = logging.getLogger(__name__)
 
 EXAMPLES = """\
 bloomery watch runs/mine                                         print alerts as they come
-bloomery watch runs/mine --to-file ~/.config/alerts              send them to apprise's addresses, one a line
-bloomery watch runs/a runs/b --to ntfys://ntfy.sh/TOPIC          the same; others see an address typed here
-bloomery watch runs/mine --once --to-file …                      one look, for cron; status 1: look at it
-bloomery watch runs/mine --ping https://hc-ping.com/UUID         a server that misses this watcher if it dies
-bloomery watch runs/mine --ack                                   a person knows: do not repeat what is open
+bloomery watch runs/mine --to-file ~/.config/alerts              send them to Apprise URLs, one per line
+bloomery watch runs/a runs/b --to ntfys://ntfy.sh/TOPIC          as arguments: other users see them in `ps`
+bloomery watch runs/mine --once --to-file …                      check once, for cron; status 1: an alert
+bloomery watch runs/mine --ping https://hc-ping.com/UUID         a server that alerts when these pings stop
+bloomery watch runs/mine --ack                                   acknowledge: do not repeat the open alerts
 """
 _ADDRESSES = "BLOOMERY_WATCH_TO"
 _PING_S = 10.0
@@ -37,7 +37,7 @@ _TIME = "a number of at least 0"
 
 
 def run(arguments: list[str]) -> int:
-    """Watch runs until SIGINT or SIGTERM, or look once; returns 1 where something is wrong after one look."""
+    """Watch runs until SIGINT or SIGTERM, or check once; returns 1 if that check leaves an alert open."""
     options = _parse(arguments)
     from bloomery.operate.watch.alerts import AlertRules
     from bloomery.operate.watch.conditions import WatchLimits
@@ -79,7 +79,7 @@ def run(arguments: list[str]) -> int:
 
 def _once(watchers: list[RunWatcher], options: Namespace) -> int:
     for watcher in watchers:
-        watcher.look()
+        watcher.check()
         opened = [incident.condition for incident in watcher.incidents.values()]
         if options.json:
             shown = {condition.kind: condition.line for condition in opened}
@@ -99,7 +99,7 @@ def _watch(watchers: list[RunWatcher], options: Namespace) -> None:
     while True:
         for watcher in watchers:
             try:
-                watcher.look()
+                watcher.check()
             except (BloomeryError, OSError) as refused:
                 log.warning("%s: %s", watcher.rundir.path, refused)
         _ping(options.ping)
@@ -138,45 +138,55 @@ def _parse(arguments: list[str]) -> Namespace:
         "watch",
         "Watch runs, and tell people when one hangs, fails, is gone or waits too long, when a guard finds\n"
         "something, when saves fail, or the disk will be full: one alert for each incident, again when it\n"
-        "is ignored, and one when it is over. It reads files alone, on any machine that has them.",
+        "is ignored, and one when it is over. It only reads files, on any machine that has them.",
         examples=EXAMPLES,
     )
     options.add_argument("runs", metavar="RUN", nargs="+", help="run directories")
-    options.add_argument("--once", action="store_true", help="look once, for cron")
+    options.add_argument("--once", action="store_true", help="check once, for cron")
     options.add_argument(
-        "--interval", type=positive, default=15, metavar="S", help="seconds between looks (15)"
+        "--interval", type=positive, default=15, metavar="S", help="seconds between checks (15)"
     )
-    options.add_argument("--to", action="append", default=[], metavar="URL", help="an address of apprise")
     options.add_argument(
-        "--to-file", type=Path, metavar="FILE", help=f"addresses, one a line; also ${_ADDRESSES}"
+        "--to",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="notification URL in Apprise's syntax (may be repeated)",
     )
-    options.add_argument("--ping", metavar="URL", help="an address that is read after each look")
+    options.add_argument(
+        "--to-file", type=Path, metavar="FILE", help=f"such URLs, one per line; also ${_ADDRESSES}"
+    )
+    options.add_argument(
+        "--ping",
+        metavar="URL",
+        help="URL to GET after each check (dead-man's switch such as healthchecks.io)",
+    )
     options.add_argument(
         "--escalate-min",
         type=amount(_TIME, least=0),
         default=30.0,
         metavar="MIN",
-        help="repeat what is ignored after (30)",
+        help="minutes until an unacknowledged alert is sent again (30)",
     )
     options.add_argument(
         "--pending-h",
         type=amount(_TIME, least=0),
         default=1.0,
         metavar="H",
-        help="hours in the queue that are fine (1)",
+        help="alert when a job has been queued for more than H hours (1)",
     )
     options.add_argument(
         "--idle-h",
         type=amount(_TIME, least=0),
         metavar="H",
-        help="hours without training that are fine, stops included",
+        help="alert after H hours without training, also when stopped on purpose (default: off)",
     )
     options.add_argument(
         "--disk-h",
         type=amount(_TIME, least=0),
         default=24.0,
         metavar="H",
-        help="alert so many hours before the disk is full (24)",
+        help="alert H hours before the disk is full (24)",
     )
     options.add_argument(
         "--ack", nargs="?", const="", metavar="KIND", help="acknowledge what is open, or one kind of it"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bloomery.config.convert import Wrong, toml_value
+from bloomery.config.convert import BadValue, toml_value
 from bloomery.errors import ConfigError, Mistake
 
 _OF_TRAINING = ("hidden_dropout", "attention_dropout", "init_std", "residual_init", "embedding_init")
@@ -22,7 +22,7 @@ _OF_POSITIONS = (
     "rope_high_rotations",
     "rope_attention_factor",
 )
-"""Settings that the recipe may change on purpose, for instance for a longer context; that is told."""
+"""Settings that the recipe may change on purpose, for instance for a longer context; a note says so."""
 
 _OF_WEIGHTS = ("config.json", "manifest.json", "recipe.toml", ".metadata", "*.pt")
 """Files by which a directory may hold weights; what they are is seen when they are read."""
@@ -70,7 +70,7 @@ def weights_directory(place: str) -> Path:
 
 def take_described(
     raw: dict[str, Any], places: dict[str, str], descriptions: Iterator[DescribedWeights]
-) -> tuple[list[Wrong], tuple[str, ...]]:
+) -> tuple[list[BadValue], tuple[str, ...]]:
     """Write into the recipe's tables what it leaves to the weights' directory.
 
     raw, places: the recipe as TOML, and where each key was written; both are completed.
@@ -110,14 +110,14 @@ def _differing(model: Mapping[str, Any], described: DescribedWeights) -> Iterato
         yield name, own, value
 
 
-def _contradictions(model: Mapping[str, Any], described: DescribedWeights) -> Iterator[Wrong]:
+def _contradictions(model: Mapping[str, Any], described: DescribedWeights) -> Iterator[BadValue]:
     learned = described.model["position"] == "learned"
     for name, own, value in _differing(model, described):
         may_differ = name in _OF_TRAINING or (name in _OF_POSITIONS and not learned)
         # Weights whose config.json ties the head may hold a head of their own: loading compares them.
         if may_differ or (name == "tied" and own is False):
             continue
-        yield Wrong(
+        yield BadValue(
             key=f"model.{name}",
             value=own,
             problem=f"the weights in {described.place} have {toml_value(value)}",
@@ -134,10 +134,10 @@ def _changed_on_purpose(model: Mapping[str, Any], described: DescribedWeights) -
             yield f"model.{name} is {toml_value(own)}; {weights}"
 
 
-def _tokenizer_mistakes(data: Mapping[str, Any], described: DescribedWeights) -> Iterator[Wrong]:
+def _tokenizer_mistakes(data: Mapping[str, Any], described: DescribedWeights) -> Iterator[BadValue]:
     trains = data.get("tokenizer") == "train"
     if trains or ("tokenizer" not in data and not described.tokenizer):
-        yield Wrong(
+        yield BadValue(
             key="data.tokenizer",
             value="train",
             problem=f"a new tokenizer would give other ids than those that {described.place} was trained on",

@@ -100,7 +100,7 @@ class LogSection:
         at_start=True,
         choices=("short", "full", "json"),
         help="Lines of the console: 'short', of at most 100 columns with the time left; 'full', with every "
-        "figure; 'json', an object a line for programs. A terminal shows a bar in place of short lines.",
+        "figure; 'json', one object per line for programs. A terminal shows a bar in place of short lines.",
     )
     tensorboard: bool = setting(
         True, kind="free", at_start=True, help="Write TensorBoard files to the run directory."
@@ -147,7 +147,7 @@ class ControlSection:
         kind="free",
         at_start=True,
         choices=("auto", "none", "gce", "aws", "azure"),
-        help="Cloud whose metadata service each node asks for such notices; 'auto' is told by the firmware.",
+        help="Cloud whose metadata service each node asks for such notices; 'auto' asks the firmware.",
     )
     metadata_url: str = setting(
         "", kind="free", at_start=True, help="Address of the metadata service; empty: the cloud's own."
@@ -170,19 +170,19 @@ class GuardSection:
         20,
         kind="free",
         minimum=0,
-        help="Rewind after so many updates in a row that were refused because they were not finite; 0 never.",
+        help="Rewind after this many updates in a row that were refused as not finite; 0 never.",
     )
     not_finite_losses: int = setting(
         3,
         kind="free",
         minimum=0,
-        help="Rewind after so many losses in a row that were not finite; 0 never.",
+        help="Rewind after this many losses in a row that were not finite; 0 never.",
     )
     stop_after_minutes: float = setting(
         0.0,
         kind="free",
         minimum=0.0,
-        help="Save and stop after so many minutes in this process; 0 never.",
+        help="Save and stop after this many minutes in this process; 0 never.",
     )
     stop_at_step: int = setting(0, kind="free", minimum=0, help="Save and stop after this step; 0 never.")
     spike: bool = setting(
@@ -219,7 +219,7 @@ class GuardSection:
         kind="free",
         minimum=0,
         maximum=1000,
-        help="Try each remedy on a fork of the run first, until so many steps beyond the problem: it is "
+        help="Try each remedy on a fork of the run first, until this many steps beyond the problem: it is "
         "adopted where their median loss is what it was before the problem, else the next remedy begins from "
         "the same checkpoint. 0: a remedy counts until the problem comes again.",
     )
@@ -345,7 +345,7 @@ class BackupSection:
         kind="free",
         at_start=True,
         choices=("all", "model"),
-        help="What is copied: 'all', the whole state, or 'model', the weights alone.",
+        help="What is copied: 'all', the whole state, or 'model', only the weights.",
     )
     every_steps: int = setting(
         0,

@@ -11,11 +11,11 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from bloomery.config.find import nearest
 from bloomery.config.recipe import Recipe
-from bloomery.config.setting import Setting, about, key_of
+from bloomery.config.setting import Setting, declaration_of, key_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wrong:
+class BadValue:
     """One value that cannot be used. key: its dotted place in the recipe."""
 
     key: str
@@ -24,10 +24,10 @@ class Wrong:
     remedy: str
 
 
-class Unusable(Exception):
+class BadValues(Exception):
     """Raised when values of a table or an array cannot be used; `wrongs` holds each of them."""
 
-    def __init__(self, wrongs: Iterable[Wrong]) -> None:
+    def __init__(self, wrongs: Iterable[BadValue]) -> None:
         super().__init__()
         self.wrongs = tuple(wrongs)
 
@@ -35,7 +35,7 @@ class Unusable(Exception):
 def convert_table(section: type, table: Mapping[str, Any], key: str) -> dict[str, Any]:
     """Return the constructor arguments of `section` from a TOML table.
 
-    Raises Unusable with every mistake in the table. key: the table's dotted name, for messages.
+    Raises BadValues with every mistake in the table. key: the table's dotted name, for messages.
     """
     annotations = get_type_hints(section)
     declared = {key_of(field): field for field in fields(section)}
@@ -48,24 +48,24 @@ def convert_table(section: type, table: Mapping[str, Any], key: str) -> dict[str
             continue
         try:
             annotation = annotations[field.name]
-            values[field.name] = convert(annotation, about(field), table[name], key=f"{key}.{name}")
-        except Unusable as unusable:
+            values[field.name] = convert(annotation, declaration_of(field), table[name], key=f"{key}.{name}")
+        except BadValues as unusable:
             wrongs.extend(unusable.wrongs)
     if wrongs:
-        raise Unusable(wrongs)
+        raise BadValues(wrongs)
     return values
 
 
 def convert(annotation: Any, known: Setting, value: Any, *, key: str) -> Any:
     """Return `value` as the type of `annotation`, within the bounds and choices of the setting `known`.
 
-    An integer is accepted for a float; a bool is never accepted for a number. Raises Unusable.
+    An integer is accepted for a float; a bool is never accepted for a number. Raises BadValues.
     """
     if get_origin(annotation) is tuple:
         return _array(annotation, known, value, key)
     if is_dataclass(annotation) and isinstance(annotation, type):
         if not isinstance(value, dict):
-            raise Unusable([_of_wrong_type(annotation, known, value, key)])
+            raise BadValues([_of_wrong_type(annotation, known, value, key)])
         return annotation(**convert_table(annotation, value, key))
     for alternative in alternatives(annotation):
         if alternative is float and type(value) in (int, float):
@@ -78,7 +78,7 @@ def convert(annotation: Any, known: Setting, value: Any, *, key: str) -> Any:
             return value
         if get_origin(alternative) is Literal and type(value) is str and value in get_args(alternative):
             return value
-    raise Unusable([_of_wrong_type(annotation, known, value, key)])
+    raise BadValues([_of_wrong_type(annotation, known, value, key)])
 
 
 def alternatives(annotation: Any) -> tuple[Any, ...]:
@@ -98,35 +98,35 @@ def describe(annotation: Any, known: Setting) -> str:
     return " or ".join(_single(alternative, known) for alternative in alternatives(annotation))
 
 
-def unknown_key(key: str, value: object, declared: Iterable[str]) -> Wrong:
+def unknown_key(key: str, value: object, declared: Iterable[str]) -> BadValue:
     """Return the mistake of an unknown key, with the most similar one of the `declared` names."""
     section, _, name = key.rpartition(".")
     near = nearest(name, declared, cutoff=0.6)
     remedy = f"Did you mean {section}.{near[0]}?" if near else f"[{section}] has: {', '.join(declared)}."
-    return Wrong(key=key, value=value, problem="there is no such setting", remedy=remedy)
+    return BadValue(key=key, value=value, problem="there is no such setting", remedy=remedy)
 
 
-def _missing(key: str, field: Field[Any]) -> Wrong:
+def _missing(key: str, field: Field[Any]) -> BadValue:
     section, _, name = key.rpartition(".")
-    remedy = f"Add `{name} = …` to [{section}]: {about(field).help}"
-    return Wrong(key=key, value=None, problem="is required and missing", remedy=remedy)
+    remedy = f"Add `{name} = …` to [{section}]: {declaration_of(field).help}"
+    return BadValue(key=key, value=None, problem="is required and missing", remedy=remedy)
 
 
 def _array(annotation: Any, known: Setting, value: Any, key: str) -> tuple[Any, ...]:
     inner = get_args(annotation)
     repeated = inner[-1] is Ellipsis
     if not isinstance(value, list) or (not repeated and len(value) != len(inner)):
-        raise Unusable([_of_wrong_type(annotation, known, value, key)])
+        raise BadValues([_of_wrong_type(annotation, known, value, key)])
     converted: list[Any] = []
-    wrongs: list[Wrong] = []
+    wrongs: list[BadValue] = []
     for index, element in enumerate(value):
         inner_type = inner[0] if repeated else inner[index]
         try:
             converted.append(convert(inner_type, known, element, key=f"{key}[{index}]"))
-        except Unusable as unusable:
+        except BadValues as unusable:
             wrongs.extend(unusable.wrongs)
     if wrongs:
-        raise Unusable(wrongs)
+        raise BadValues(wrongs)
     return tuple(converted)
 
 
@@ -157,7 +157,7 @@ def _bounded(number: float, known: Setting, value: object, key: str) -> float:
         problem = f"must be at most {_digits(most)}"
     else:
         return number
-    raise Unusable([Wrong(key=key, value=value, problem=problem, remedy=known.help)])
+    raise BadValues([BadValue(key=key, value=value, problem=problem, remedy=known.help)])
 
 
 def _chosen(text: str, known: Setting, key: str) -> str:
@@ -166,17 +166,17 @@ def _chosen(text: str, known: Setting, key: str) -> str:
     near = nearest(text, known.choices, cutoff=0.6)
     remedy = f"Did you mean '{near[0]}'? " if near else ""
     remedy += f"It takes {_quoted(known.choices)}."
-    raise Unusable([Wrong(key=key, value=text, problem="is not one of the choices", remedy=remedy)])
+    raise BadValues([BadValue(key=key, value=text, problem="is not one of the choices", remedy=remedy)])
 
 
-def _of_wrong_type(annotation: Any, known: Setting, value: object, key: str) -> Wrong:
+def _of_wrong_type(annotation: Any, known: Setting, value: object, key: str) -> BadValue:
     remedy = known.help
     if type(value) is float and value.is_integer() and int in alternatives(annotation):
         remedy = f"Write {int(value):_}, without a point or an exponent."
     elif isinstance(value, str) and {int, float} & set(alternatives(annotation)) and _is_number(value):
         remedy = f"Write {value}, without quotes."
     problem = f"must be {describe(annotation, known)}, and is {_kind_of(value)}"
-    return Wrong(key=key, value=value, problem=problem, remedy=remedy)
+    return BadValue(key=key, value=value, problem=problem, remedy=remedy)
 
 
 def _is_number(text: str) -> bool:

@@ -123,8 +123,7 @@ class DataSection:
         10,
         kind="fixed",
         minimum=0,
-        help="One document in so many is held out of data.sources, chosen by the hash of its key; 0 holds "
-        "out none.",
+        help="Holds out one document in N of data.sources, by the hash of its key; 0 holds out none.",
     )
     tokenizer: str = setting(
         "train",

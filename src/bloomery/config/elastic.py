@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from bloomery.config.setting import setting
 
 SPARSE = "sparse"
-"""The codec of elastic.codec that sends the largest values alone (SparseLoCo)."""
+"""The codec of elastic.codec that sends only the largest values (SparseLoCo)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +133,7 @@ class ElasticSection:
         kind="free",
         at_start=True,
         help="Directory of this peer's certificates, which `bloomery coordinate --init-certs` makes. Empty: "
-        "the variable BLOOMERY_CERTIFICATES; without either, peers connect over loopback alone.",
+        "the variable BLOOMERY_CERTIFICATES; without either, peers connect only over loopback.",
     )
     peer: str = setting(
         "",

@@ -1,4 +1,4 @@
-"""The settings of `[environment]`: variables for the ranks' libraries; and how the network is forbidden.
+"""The settings of `[environment]`: variables for the ranks' libraries; and the offline mode.
 
 `run.offline` and BLOOMERY_OFFLINE=1 forbid all use of the network: `refuse_network` asks before each use.
 """

@@ -60,7 +60,7 @@ def divisors(number: int) -> list[int]:
     return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
 
 
-def some(numbers: list[int], *, near: int) -> str:
+def nearest_numbers(numbers: list[int], *, near: int) -> str:
     """Return up to eight of the numbers as text: those nearest to `near`."""
     nearest = sorted(numbers, key=lambda number: (abs(number - near), number))[:8]
     return ", ".join(str(number) for number in sorted(nearest))

@@ -15,7 +15,7 @@ from typing import Any, get_type_hints
 
 from bloomery.config.begin_from import DescribeWeights, take_described
 from bloomery.config.checkpoint import RETIRED
-from bloomery.config.convert import Unusable, Wrong, alternatives, convert_table, dump_recipe, unknown_key
+from bloomery.config.convert import BadValue, BadValues, alternatives, convert_table, dump_recipe, unknown_key
 from bloomery.config.find import find_recipe, nearest
 from bloomery.config.findings import shown_value
 from bloomery.config.recipe import Recipe
@@ -156,7 +156,7 @@ def parse_recipe(
     later = _DESCRIBED if taken else ()
     built, more = _built(raw, [name for name in sections_by_name if name not in later])
     wrongs += more
-    if describe is not None and taken and not wrongs:  # what the recipe alone shows is told first
+    if describe is not None and taken and not wrongs:  # mistakes of the recipe itself are reported first
         wrongs, of_weights = take_described(raw, places, describe(_begins_from(raw)))
         notes += of_weights
     if later and not wrongs:
@@ -174,16 +174,16 @@ def _begins_from(raw: Mapping[str, Any]) -> str:
     return place if isinstance(place, str) else ""
 
 
-def _built(raw: Mapping[str, Any], names: Iterable[str]) -> tuple[dict[str, Any], list[Wrong]]:
+def _built(raw: Mapping[str, Any], names: Iterable[str]) -> tuple[dict[str, Any], list[BadValue]]:
     """Return the sections of these names, and what is wrong in the others."""
     built: dict[str, Any] = {}
-    wrongs: list[Wrong] = []
+    wrongs: list[BadValue] = []
     sections_by_name = sections()
     for name in names:
         table = raw.get(name, {})
         if not isinstance(table, dict):
             wrongs.append(
-                Wrong(
+                BadValue(
                     key=name,
                     value=table,
                     problem="must be a table",
@@ -193,7 +193,7 @@ def _built(raw: Mapping[str, Any], names: Iterable[str]) -> tuple[dict[str, Any]
             continue
         try:
             built[name] = sections_by_name[name](**convert_table(sections_by_name[name], table, name))
-        except Unusable as unusable:
+        except BadValues as unusable:
             wrongs.extend(_retired(_in_another_section(wrong)) for wrong in unusable.wrongs)
     return built, wrongs
 
@@ -251,9 +251,9 @@ def _parse(text: str, label: str) -> dict[str, Any]:
     raise ConfigError([Mistake(key="syntax", value=None, source=source, problem=problem, remedy=remedy)])
 
 
-def _apply_overrides(raw: dict[str, Any], places: dict[str, str], overrides: Sequence[str]) -> list[Wrong]:
+def _apply_overrides(raw: dict[str, Any], places: dict[str, str], overrides: Sequence[str]) -> list[BadValue]:
     """Write each override into the raw tables and note its source; returns those that are no settings."""
-    wrongs: list[Wrong] = []
+    wrongs: list[BadValue] = []
     sections_by_name = sections()
     for text in overrides:
         key, equals, value = text.partition("=")
@@ -262,7 +262,7 @@ def _apply_overrides(raw: dict[str, Any], places: dict[str, str], overrides: Seq
             places[text] = COMMAND_LINE
             blanks = ", without blanks" if "=" in overrides else ""
             remedy = f"Write section.key=value{blanks}, for instance train.global_batch=16."
-            wrongs.append(Wrong(key=text, value=None, problem="is not a setting", remedy=remedy))
+            wrongs.append(BadValue(key=text, value=None, problem="is not a setting", remedy=remedy))
             continue
         table = raw.setdefault(section, {})
         if isinstance(table, dict):
@@ -327,7 +327,7 @@ def _override_value(section: type | None, name: str, text: str) -> Any:
     return value
 
 
-def _unknown_section(name: str, value: object) -> Wrong:
+def _unknown_section(name: str, value: object) -> BadValue:
     sections_by_name = sections()
     if not isinstance(value, dict):
         owners = [section for section, kind in sections_by_name.items() if name in _names(kind)]
@@ -336,13 +336,13 @@ def _unknown_section(name: str, value: object) -> Wrong:
             if owners
             else f"Put settings under one of {_tables(sections_by_name)}."
         )
-        return Wrong(key=name, value=value, problem="stands in no section", remedy=remedy)
+        return BadValue(key=name, value=value, problem="stands in no section", remedy=remedy)
     near = nearest(name, sections_by_name, cutoff=0.6)
     remedy = f"Did you mean [{near[0]}]?" if near else f"There are {_tables(sections_by_name)}."
-    return Wrong(key=name, value=None, problem="there is no such section", remedy=remedy)
+    return BadValue(key=name, value=None, problem="there is no such section", remedy=remedy)
 
 
-def _in_another_section(wrong: Wrong) -> Wrong:
+def _in_another_section(wrong: BadValue) -> BadValue:
     """Return the mistake with another remedy where the unknown key exists in another section."""
     section, _, name = wrong.key.partition(".")
     if wrong != unknown_key(wrong.key, wrong.value, _names(sections()[section])):
@@ -351,7 +351,7 @@ def _in_another_section(wrong: Wrong) -> Wrong:
     if not owners:
         return wrong
     remedy = f"It belongs to {_tables(owners)}: write {owners[0]}.{name}."
-    return Wrong(key=wrong.key, value=wrong.value, problem=wrong.problem, remedy=remedy)
+    return BadValue(key=wrong.key, value=wrong.value, problem=wrong.problem, remedy=remedy)
 
 
 def _leave_out_retired(raw: dict[str, Any]) -> None:
@@ -361,11 +361,11 @@ def _leave_out_retired(raw: dict[str, Any]) -> None:
             raw[section].pop(name, None)
 
 
-def _retired(wrong: Wrong) -> Wrong:
+def _retired(wrong: BadValue) -> BadValue:
     """A setting that an earlier version had: say what to write instead."""
     if wrong.key not in RETIRED:
         return wrong
-    return Wrong(
+    return BadValue(
         key=wrong.key, value=wrong.value, problem="is no longer a setting", remedy=RETIRED[wrong.key]
     )
 
@@ -378,7 +378,7 @@ def _tables(names: Sequence[str] | Mapping[str, type]) -> str:
     return ", ".join(f"[{name}]" for name in names)
 
 
-def _mistake(wrong: Wrong, places: Mapping[str, str], label: str) -> Mistake:
+def _mistake(wrong: BadValue, places: Mapping[str, str], label: str) -> Mistake:
     return Mistake(
         key=wrong.key,
         value=shown_value(wrong.value),

@@ -12,7 +12,7 @@ Auto = Literal["auto"]
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSection:
-    """The shape and parts of a decoder-only transformer; Llama, BLOOM and GPT-2 differ in these alone."""
+    """The shape and parts of a decoder-only transformer; Llama, BLOOM and GPT-2 differ only in these."""
 
     layers: int = setting(kind="fixed", minimum=1, help="Number of decoder blocks.")
     hidden: int = setting(kind="fixed", minimum=1, help="Width of the residual stream, in channels.")
@@ -112,7 +112,7 @@ class ModelSection:
         False,
         kind="fixed",
         help="Whether each head's queries and keys are normalised (RMSNorm over the head's channels) before "
-        "positions and products, so that attention logits cannot grow without bound.",
+        "positions and scores, so that attention logits cannot grow without bound.",
     )
     hidden_dropout: float = setting(
         0.0,

@@ -45,7 +45,7 @@ class OptimSection:
         "norm",
         kind="journalled",
         choices=("norm", "z-score", "tensor"),
-        help="How gradients are clipped: 'norm' by optim.clip alone; 'z-score' also where the norm is far "
+        help="How gradients are clipped: 'norm' only by optim.clip; 'z-score' also where the norm is far "
         "above its running mean (ZClip); 'tensor' each tensor by its own running norm, after 100 steps by "
         "optim.clip (AdaGC).",
     )
@@ -62,7 +62,7 @@ class OptimSection:
         0.0,
         kind="journalled",
         minimum=0.0,
-        help="Refuses an update whose gradient norm is so many standard deviations above the mean of the "
+        help="Refuses an update whose gradient norm is this many standard deviations above the mean of the "
         "last 128; 0 refuses none. 6 is usual.",
     )
     qk_clip: float = setting(

@@ -112,7 +112,7 @@ class ParallelSection:
         at_start=True,
         choices=("kept", "by-block"),
         help="Whether weights in the working precision are 'kept' beside the fp32 masters, or rounded from "
-        "them 'by-block' whenever a block is computed: 16 bytes a parameter instead of 18 with AdamW, for a "
+        "them 'by-block' when a block is computed: 16 bytes per parameter instead of 18 with AdamW, for a "
         "pass over the masters in each forward and backward.",
     )
     overlap: bool = setting(

@@ -1,4 +1,4 @@
-"""Checks `[elastic]` against the rest of a recipe, and lists the settings that all peers must have equal.
+"""Checks `[elastic]` against the rest of a recipe, and lists the settings that must be equal on all peers.
 
 Every setting is either in EQUAL or in FREE.
 """
@@ -14,7 +14,7 @@ from bloomery.config.recipe import Recipe
 from bloomery.errors import Mistake
 
 
-def no_rounds(sources: Mapping[str, str]) -> Mistake:
+def no_rounds_mistake(sources: Mapping[str, str]) -> Mistake:
     """Return the mistake of a recipe that peers are to train together, and that has no rounds."""
     return Mistake(
         key="elastic.inner_steps",

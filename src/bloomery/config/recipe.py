@@ -89,7 +89,7 @@ class TrainSection:
         (),
         kind="journalled",
         help="[start, increment, samples]: the global batch grows from start to global_batch in steps of "
-        "increment, over so many samples. [] does not ramp up.",
+        "increment, over that number of samples. [] does not ramp up.",
     )
     micro_batch_changes: tuple[tuple[int, int], ...] = setting(
         (), kind="free", help="[[from_sample, micro_batch], …]: later values of micro_batch."
@@ -98,7 +98,7 @@ class TrainSection:
         "auto",
         kind="journalled",
         choices=PRECISIONS,
-        help="Precision of the matrix products; master weights, accumulation and reductions are fp32. "
+        help="Precision of the matmuls; master weights, accumulation and reductions are fp32. "
         "'auto' is bf16 where the device multiplies it natively, else fp32. 'fp16' scales the loss "
         "dynamically. 'fp8' is E4M3 in the forward pass and E5M2 in the backward pass.",
     )
@@ -113,7 +113,7 @@ class TrainSection:
         kind="free",
         choices=RECOMPUTATIONS,
         help="Which activations are not stored but computed again in the backward pass: 'elementwise' those "
-        "between products, 'selective' scores of attention, 'full' whole blocks.",
+        "between matmuls, 'selective' scores of attention, 'full' whole blocks.",
     )
     compile: str = setting(
         "auto",

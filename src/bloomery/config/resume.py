@@ -11,7 +11,7 @@ from bloomery.config.data import HUB_PREFIX
 from bloomery.config.load import override, sections
 from bloomery.config.peer_settings import EQUAL
 from bloomery.config.recipe import Recipe
-from bloomery.config.setting import Kind, Setting, about, key_of
+from bloomery.config.setting import Kind, Setting, declaration_of, key_of
 from bloomery.config.validate import check_recipe
 from bloomery.errors import ConfigError, Mistake
 
@@ -83,7 +83,7 @@ def apply_free(recipe: Recipe, key: str, value_text: str, *, data_degree: int | 
         _refuse(
             key, "there is no such section", f"Settings are section.key, of {', '.join(sections_by_name)}."
         )
-    settings = {key_of(field): about(field) for field in fields(sections_by_name[section])}
+    settings = {key_of(field): declaration_of(field) for field in fields(sections_by_name[section])}
     if name not in settings:
         wrong = unknown_key(key, None, settings)
         _refuse(key, wrong.problem, wrong.remedy)
@@ -116,7 +116,7 @@ def _differences(key: str, old: Any, new: Any, bound: Kind = "fixed") -> Iterato
     bound: the kind of an entry's setting is at most as strict as that of the list which holds the entry.
     """
     for field in fields(old):
-        kind = min(about(field).kind, bound, key=_STRICTNESS.index)
+        kind = min(declaration_of(field).kind, bound, key=_STRICTNESS.index)
         before, after = getattr(old, field.name), getattr(new, field.name)
         if before == after:
             continue

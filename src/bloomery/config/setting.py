@@ -67,7 +67,7 @@ def key_of(declared: Field[Any]) -> str:
     return declared.name.removesuffix("_")
 
 
-def about(declared: Field[Any]) -> Setting:
+def declaration_of(declared: Field[Any]) -> Setting:
     """Return the declaration of a section's field."""
     declaration: Setting = declared.metadata["setting"]
     return declaration

@@ -19,7 +19,7 @@ class SubmitSection:
         kind="free",
         at_start=True,
         choices=("auto", *SCHEDULERS),
-        help="'slurm', 'machine' (a queue in the run directory, on this machine alone), or 'kubernetes' (an "
+        help="'slurm', 'machine' (a queue in the run directory, only on this machine), or 'kubernetes' (an "
         "Indexed Job, by kubectl); 'auto' is slurm where sbatch is found, else machine.",
     )
     nodes: int | Auto = setting(

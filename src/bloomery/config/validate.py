@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from bloomery.config.checkpoint import SCHEMES, BackupSection, LogSection
 from bloomery.config.data import HUB_PREFIX, DataSection
 from bloomery.config.environment import PROFILES, EnvironmentSection
-from bloomery.config.findings import Finding, divisors, refuse, some
+from bloomery.config.findings import Finding, divisors, nearest_numbers, refuse
 from bloomery.config.model import ModelSection
 from bloomery.config.optim import OptimSection, ScheduleSection
 from bloomery.config.peer_settings import peer_mistakes
@@ -39,7 +39,7 @@ def backup_mistakes(
         problem, remedy = "cannot be written to", f"Use a URL of {', '.join(SCHEMES)}."
     elif parts.username or parts.password or parts.query:
         problem = "holds credentials, which do not belong in a recipe: it is journalled and shared"
-        remedy = "Put them into the environment (AWS_ACCESS_KEY_ID, …) and write the bucket and path alone."
+        remedy = "Put them into the environment (AWS_ACCESS_KEY_ID, …) and write only the bucket and path."
     elif not (parts.netloc or parts.scheme == "file"):
         problem, remedy = "names no bucket", "Write s3://bucket/path."
     elif offline and parts.scheme != "file":
@@ -140,7 +140,8 @@ def _model_mistakes(model: ModelSection, data: DataSection, optim: OptimSection)
         yield Finding(
             key="model.heads",
             problem=f"does not divide model.hidden = {model.hidden}",
-            remedy=f"Heads that do: {some(divisors(model.hidden), near=model.heads)}. Or set model.head_dim.",
+            remedy=f"Heads that do: {nearest_numbers(divisors(model.hidden), near=model.heads)}. "
+            "Or set model.head_dim.",
         )
     elif model.position == "rotary" and width % 2:
         yield Finding(
@@ -152,7 +153,7 @@ def _model_mistakes(model: ModelSection, data: DataSection, optim: OptimSection)
         yield Finding(
             key="model.kv_heads",
             problem=f"does not divide model.heads = {model.heads}",
-            remedy=f"Key/value heads that do: {some(divisors(model.heads), near=model.kv_heads)}.",
+            remedy=f"Key/value heads that do: {nearest_numbers(divisors(model.heads), near=model.kv_heads)}.",
         )
     if model.rope_scaling == "dynamic" and width == 2:
         yield Finding(

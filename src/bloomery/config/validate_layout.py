@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from math import gcd
 
-from bloomery.config.findings import Finding, divisors, some
+from bloomery.config.findings import Finding, divisors, nearest_numbers
 from bloomery.config.model import ModelSection
 from bloomery.config.parallel import SCHEDULES, SPLIT_BACKWARD, ParallelSection
 from bloomery.config.recipe import Recipe, TrainSection
@@ -75,7 +75,7 @@ def _split_sizes(model: ModelSection) -> dict[str, int]:
 def _fitting(recipe: Recipe, *, near: int) -> str:
     per_node = recipe.parallel.ranks_per_node
     common = gcd(*_split_sizes(recipe.model).values(), 0 if per_node == "auto" else per_node)
-    return some(divisors(common), near=near)
+    return nearest_numbers(divisors(common), near=near)
 
 
 def ramp_up_mistakes(train: TrainSection) -> Iterator[Finding]:

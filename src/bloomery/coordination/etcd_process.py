@@ -17,7 +17,7 @@ from pathlib import Path
 
 from bloomery.coordination.orphan import EtcdProcessRecord, OrphanProcess, find_orphan, write_record
 from bloomery.errors import CoordinatorError
-from bloomery.events.run_lock import life_of
+from bloomery.events.run_lock import process_identity
 
 log = logging.getLogger(__name__)
 
@@ -273,7 +273,7 @@ def launch(member: EtcdMember, *, program: Path | None = None) -> EtcdServer:
         member.data,
         EtcdProcessRecord(
             process=process.pid,
-            born=life_of(process.pid),
+            born=process_identity(process.pid),
             host=member.host,
             port=member.port,
             peer_port=member.peer_port,

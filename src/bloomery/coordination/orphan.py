@@ -22,7 +22,7 @@ import psutil
 from bloomery import durable
 from bloomery.errors import CoordinatorError
 from bloomery.events.heartbeat import read_heartbeat, write_unsynced
-from bloomery.events.run_lock import life_of
+from bloomery.events.run_lock import process_identity
 
 _RECORD, _LOCK = "process.json", "coordinate.lock"
 _LOOK_S = 0.05
@@ -33,7 +33,7 @@ class EtcdProcessRecord:
     """The process that serves a data directory, and how it was started.
 
     process: its id.
-    born: tells it from a later process with the same id (see `life_of`).
+    born: tells it from a later process with the same id (see `process_identity`).
     certificates: path and SHA-256 of certificate, key and authority, which etcd reads at its start alone;
         None: it was started without TLS.
     """
@@ -115,7 +115,7 @@ class OrphanProcess:
 
     def _lives(self) -> bool:
         try:
-            is_same = life_of(self.pid) == self._born
+            is_same = process_identity(self.pid) == self._born
             return is_same and psutil.Process(self.pid).status() != psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return False

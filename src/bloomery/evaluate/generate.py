@@ -87,7 +87,7 @@ def _refuse_too_long(decoder: Decoder, tokens: int) -> None:
 
 
 def _refuse_too_large(decoder: Decoder, tokens: int, *, texts: int) -> None:
-    """Raise BloomeryError where keys and values of so many tokens are more than the free memory."""
+    """Raise BloomeryError where the keys and values of `tokens` tokens exceed the free memory."""
     device, kind = decoder.head_weight.device, decoder.head_weight.dtype
     attention = cast(Block, decoder.blocks[0]).attention
     each = 2 * len(decoder.blocks) * attention.kv_heads * attention.head_dim * kind.itemsize

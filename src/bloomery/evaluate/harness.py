@@ -41,7 +41,7 @@ def refuse_without_lm_eval() -> None:
 
 
 def known_tasks(names: Sequence[str], include: Path | None) -> Any:  # Any: lm-eval's TaskManager
-    """Return what loads tasks of lm-eval; without names, it knows those of `include` alone, which is quicker.
+    """Return lm-eval's task manager; without names, it knows only those of `include`, which is quicker.
 
     Raises BloomeryError where one of the names is not known.
     """

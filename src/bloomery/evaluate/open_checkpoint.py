@@ -59,10 +59,10 @@ def open_saved(path: Path, *, fallback: bool = False) -> OpenedModel:
     for.
     It reads recipe and tokenizer, not the weights. Raises CheckpointError if there is no checkpoint.
     """
-    return opened(find_saved(path, fallback=fallback))
+    return open_model(find_saved(path, fallback=fallback))
 
 
-def opened(files: SavedFiles) -> OpenedModel:
+def open_model(files: SavedFiles) -> OpenedModel:
     """Return the model that files of a run describe."""
     recipe, rundir = files.recipe, files.rundir
     tokenizer = load_tokenizer(files.tokenizer, end_of_document=recipe.data.end_of_document_token)
@@ -102,7 +102,7 @@ def blocks_from_file(
     return decoder
 
 
-def wants_layers(model: ResolvedModel, *, device: torch.device, dtype: torch.dtype) -> bool:
+def must_load_by_block(model: ResolvedModel, *, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the weights of a model leave too little of the device's free memory to hold all of them."""
     parameters = sum(torch.Size(shape).numel() for shape in logical_shapes(model).values())
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available

@@ -1,4 +1,4 @@
-"""Finds the checkpoint, the recipe and the tokenizer of a run without torch, so mistakes are told at once."""
+"""Finds a run's checkpoint, recipe and tokenizer without torch, so that mistakes show at once."""
 
 from __future__ import annotations
 

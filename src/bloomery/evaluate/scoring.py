@@ -1,4 +1,4 @@
-"""Scores texts under a model: the loss of a text, bits per byte beside xz, the log-probability of each token.
+"""Scores texts under a model: loss, bits per byte beside xz, and the log-probability of each token.
 
 `compress` gives the model's bits per byte, and `xz_bits_per_byte` those of xz for the same documents.
 
@@ -210,7 +210,7 @@ def score_documents(
         yield _score(pending.pop(number), *sums.pop(number))
 
 
-def total(scores: Sequence[DocumentScore], *, name: str) -> DocumentScore:
+def total_score(scores: Sequence[DocumentScore], *, name: str) -> DocumentScore:
     """Return the score of several documents together, at least one."""
     return DocumentScore(
         name=name,

@@ -1,4 +1,4 @@
-"""The texts of tasks, to look for them in training text."""
+"""Returns the texts of evaluation tasks, to search training text for contamination."""
 
 from __future__ import annotations
 

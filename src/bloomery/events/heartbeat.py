@@ -1,7 +1,7 @@
-"""The heartbeat file of a rank: what it does, at which step and since when, for those who watch the run.
+"""The heartbeat file of a rank: its activity, since when, and its step, for supervisors and watchers.
 
-A thread writes the file, so that a rank which stands still in one activity (its file is fresh) is told from
-one whose process stands still (its file is old). One rank writes one small file and reads none.
+A thread writes the file, so that a rank which hangs in one activity (its file is fresh) differs from
+one whose process is frozen (its file is old). One rank writes one small file and reads none.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ log = logging.getLogger(__name__)
 INTERVAL_S = 1.0
 """Seconds between two writes of a rank's heartbeat, in a run of few ranks."""
 MOST_WRITES_PER_S = 100.0
-"""All ranks of a run together write so many heartbeats a second at most: in large runs each writes rarely."""
+"""The most heartbeats per second of all ranks of a run together: in large runs each rank writes rarely."""
 ATTEMPT = "BLOOMERY_ATTEMPT"
 """The environment variable that names the launcher's attempt which started this rank."""
 STARTING = "starting"
 """What a process counts as before its first activity: its imports, and joining the other ranks."""
 _REMEMBERED = 64
 _COMPILING_TURNS = 2
-"""So many turns of an activity may compile: the first, and one more where a shape or a gradient is new."""
+"""The turns of an activity that may compile: the first, and one more where a shape or a gradient is new."""
 _MESSAGE_LENGTH = 2000
 _STARTTIME = 19
 """Place of `starttime` (proc_pid_stat(5)) among the fields behind the process's name."""
@@ -66,7 +66,7 @@ class RankBeat:
     activity: a RankActivity.
     since: when the activity began, in seconds since 1970 by the rank's clock.
     time: when the file was written, by the same clock.
-    moves: counts activities and progress inside them; a rank whose count stays the same stands still.
+    moves: counts activities and progress inside them; a rank whose count stays the same makes no progress.
     may_compile: whether this turn of the activity is one of its first two in the process, or since shapes or
         settings have changed. torch.compile may work in it, so that it takes far longer than those after it.
         In a process that compiles nothing only those count whose shapes or settings have changed.
@@ -312,7 +312,7 @@ def ignore_activity(activity: RankActivity) -> None:
 
 
 def interval_of(world: int) -> float:
-    """Return the seconds between two heartbeats of a rank, so that `world` ranks write few files a second."""
+    """Return the seconds between two heartbeats of a rank: `world` ranks shall write few files per second."""
     return max(INTERVAL_S, world / MOST_WRITES_PER_S)
 
 

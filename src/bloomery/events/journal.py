@@ -21,7 +21,7 @@ from bloomery.events.run_directory import RunDirectory
 log = logging.getLogger(__name__)
 
 _MOST_WAITING = 100_000
-"""At most so many lines are kept in memory while the disk refuses them: about 100 MB."""
+"""The most lines that are kept in memory while the disk refuses them: about 100 MB."""
 _TAIL_BYTES = 1 << 16
 
 

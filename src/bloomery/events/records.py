@@ -1,4 +1,4 @@
-"""What a run reports: each step, as plain numbers that are equal on every rank of a peer, and progress.
+"""The report of a step (plain numbers, equal on every rank of a peer), and callbacks for progress.
 
 `as_json` writes NaN and infinities, which JSON does not have, as texts, and `as_float` reads them back.
 """

@@ -1,4 +1,4 @@
-"""The run lock, which lets one process at a time write a run directory, and the name of this machine."""
+"""The run lock, with which one process at a time writes a run directory; and this machine's name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bloomery.errors import RunBusy, storage_error
 from bloomery.events.heartbeat import read_heartbeat, write_unsynced
 from bloomery.events.run_directory import RunDirectory
 
-STALE_AFTER_S = 60.0
+STALE_AFTER_S = 60.0  # without a refresh, after which another machine may take the lock
 TRAINING = "trained"
 _REFRESH_S = 10.0
 _LOOK_S = 2.0
@@ -212,7 +212,7 @@ def _started(pid: int) -> str:
     return stat.rpartition(")")[2].split()[19]
 
 
-def life_of(pid: int) -> str:
+def process_identity(pid: int) -> str:
     """Return a text that no other process on any machine ever has; "" where there is no such process."""
     ticks = _started(pid)
     return f"{_machine()}/{ticks}" if ticks else ""

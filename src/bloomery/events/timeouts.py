@@ -9,11 +9,11 @@ JOIN_TIMEOUT_S = 300.0
 STORE_TIMEOUT_S = 60.0
 """How long a store may take to answer, on a machine where much else happens."""
 RANK_ZERO_SILENCE_S = 600.0
-"""If rank 0 wrote no status of its task, such as preparing the data, for so long, it is lost."""
+"""The seconds without a status of rank 0's task, such as preparing the data, after which rank 0 is lost."""
 RANK_ZERO_STALL_S = 3600.0
-"""If rank 0 writes its status, but neither made progress nor computed anything for so long, it hangs."""
+"""The seconds without progress or computation after which rank 0 hangs, though it still writes its status."""
 GRACE_S = 60.0
-"""The other ranks may take so long to save and end once one rank has ended, before they are killed."""
+"""The seconds that the other ranks may take to save and end once one rank has ended; then they are killed."""
 GRACE_AFTER_FAILURE_S = 20.0
 """The same once a rank has failed: the others can no longer save together."""
 GRACE_AFTER_SIGNAL_S = 3.0

@@ -1,4 +1,4 @@
-"""The guard of silent corruption: goes back where bits differed, and stops when one rank is named often."""
+"""The guard against silent data corruption: rewinds, or stops the run if one rank is blamed repeatedly."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ CLEAN_STEP = "clean step"
 class SilentCorruption:
     """Goes back to before the last clean check when a check found bits that differ; see `digests`.
 
-    faults: stop when one rank was named so often, or when nobody could be named more often than that.
-    forget_steps: a fault counts for so many steps.
+    faults: stop when one rank was named this often, or when nobody could be named more often than that.
+    forget_steps: the number of steps for which a fault counts.
     """
 
     faults: int

@@ -1,4 +1,4 @@
-"""Guards of what goes wrong slowly: a held-out loss that rises, memory and inner tensors that grow."""
+"""Guards against slow trouble: a rising held-out loss, and memory or inner tensors that keep growing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from bloomery.events.records import Json, StepReport
-from bloomery.guard.level import median
+from bloomery.guard.robust_window import median
 from bloomery.guard.verdict import CarryOn, Rung, Verdict, Watch
 
 MIB = 1 << 20
@@ -18,12 +18,12 @@ MIB = 1 << 20
 class HeldOutRise:
     """Warns once that the held-out loss rose at three evaluations in a row while the training loss did not.
 
-    The run then learns its training data by heart, or one of both losses is computed from wrong data.
+    The run then overfits, or one of the two losses is computed from wrong data.
     """
 
-    RISES = 3
-    SHARE = 0.01
-    LOSSES = 50
+    RISES = 3  # evaluations in a row
+    LEAST_RISE = 0.01  # of the held-out loss, as a share
+    LOSSES = 50  # training losses, whose median is compared
     name: str = "held_out"
 
     def fresh(self) -> Json:
@@ -46,7 +46,7 @@ class HeldOutRise:
         is_reported = past["told"] and rises
         first, last = points[0], points[-1]
         kept: dict[str, Json] = {"losses": losses, "points": points, "told": is_reported}
-        if is_reported or not rises or last[1] < (1.0 + self.SHARE) * first[1] or last[2] > first[2]:
+        if is_reported or not rises or last[1] < (1.0 + self.LEAST_RISE) * first[1] or last[2] > first[2]:
             return kept, carry_on
         reason = (
             f"the held-out loss rose at {self.RISES} evaluations in a row, from {first[1]:.4f} at step "
@@ -73,8 +73,8 @@ class MemoryCreep:
     """
 
     BLOCK_STEPS = 100
-    RISES = 6
-    SHARE, LEAST_BYTES = 0.05, 32 * MIB
+    RISES = 6  # blocks in a row
+    LEAST_SHARE, LEAST_BYTES = 0.05, 32 * MIB  # of growth, to be reported
     name: str = "memory"
 
     def fresh(self) -> Json:
@@ -94,12 +94,12 @@ class MemoryCreep:
         kept = {**past, "means": means, "sum": 0.0, "count": 0, "started": True}
         rises = len(means) > self.RISES and all(later > before for before, later in pairwise(means))
         grown = means[-1] - means[0] if rises else 0.0
-        if past["told"] or grown < max(self.SHARE * (means[0] if means else 0.0), self.LEAST_BYTES):
+        if past["told"] or grown < max(self.LEAST_SHARE * (means[0] if means else 0.0), self.LEAST_BYTES):
             return kept, carry_on
         steps = self.RISES * self.BLOCK_STEPS
         reason = (
-            f"the memory of a rank grew by {grown / MIB:,.0f} MiB in {steps} steps, on average to "
-            f"{means[-1] / MIB:,.0f} MiB, and in each part of them: something is kept that should be freed"
+            f"memory per rank (mean over the ranks) grew by {grown / MIB:,.0f} MiB in {steps} steps to "
+            f"{means[-1] / MIB:,.0f} MiB, and in every {self.BLOCK_STEPS} of them: probably a memory leak"
         )
         numbers = {"bytes": means[-1], "bytes_before": means[0], "bytes_a_step": grown / steps}
         verdict = Watch(judged_step=report.step, kind="memory", reason=reason, numbers=numbers)
@@ -170,8 +170,8 @@ class InnerGrowth:
     JUMP = 4.0
     NOISES = 8.0
     REMEMBERED = 0.8
-    MOST_IN_ONE = 0.6
-    SLOWS = 0.7
+    LARGEST_RISE_SHARE = 0.6  # of the whole growth, by one median: more is a jump
+    LEAST_PACE = 0.7  # of the second half of the growth, relative to the first: less slows down
     name: str = "growth"
 
     def fresh(self) -> Json:
@@ -249,7 +249,7 @@ class InnerGrowth:
         least = [min(values) for values in zip(*measured, strict=True)]
         block, limit = max(range(len(least)), key=least.__getitem__), _KINDS[kind].limit
         if least[block] > limit:
-            how = f"is above {limit:g} ({least[block]:.0f}): bf16 keeps whole units alone there"
+            how = f"is above {limit:g} ({least[block]:.0f}): bf16 resolves no fractions above 128"
             return _warning(kind, block, now=least[block], how=how, told=told, step=step)
         if len(medians) < 3:
             return None
@@ -284,9 +284,9 @@ def _grows_faster(path: tuple[float, ...], guard: InnerGrowth) -> bool:
     rises = [math.log(later / before) for before, later in pairwise(path)]
     whole, half = sum(rises), len(rises) // 2
     is_steady = (
-        sum(rise > 0.0 for rise in rises) >= len(rises) - 1 and max(rises) <= guard.MOST_IN_ONE * whole
+        sum(rise > 0.0 for rise in rises) >= len(rises) - 1 and max(rises) <= guard.LARGEST_RISE_SHARE * whole
     )
-    return is_steady and sum(rises[-half:]) >= guard.SLOWS * sum(rises[:half])
+    return is_steady and sum(rises[-half:]) >= guard.LEAST_PACE * sum(rises[:half])
 
 
 def _warning(kind: str, block: int, *, now: float, how: str, told: Any, step: int) -> Watch | None:

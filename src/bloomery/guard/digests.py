@@ -74,7 +74,7 @@ class BitFault:
     reason: str
 
 
-def disputed(ranks: Sequence[RankDigests]) -> tuple[int, ...]:
+def disputed_micro_batches(ranks: Sequence[RankDigests]) -> tuple[int, ...]:
     """Return the data indices whose micro-batch did not give the same gradients each time, ascending."""
     disputes = set()
     for results in _results(ranks).values():

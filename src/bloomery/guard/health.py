@@ -10,7 +10,7 @@ from bloomery.events.records import Json, StepReport
 from bloomery.guard.verdict import Anomaly, CarryOn, Rung, Watch
 
 START_UP_STEPS = 200
-"""In so many first steps refused updates are normal, for the loss scale is still being found."""
+"""The first steps, in which refused updates are normal while the loss scale is still being found."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,15 +24,15 @@ from typing import Any
 from bloomery.config.checkpoint import GuardSection
 from bloomery.events.records import Json, StepReport, as_float, as_json
 from bloomery.guard import trial as trials
-from bloomery.guard.level import WINDOW
 from bloomery.guard.restraint import Restraint
+from bloomery.guard.robust_window import WINDOW
 from bloomery.guard.trial import Trial, trial_from_json
 from bloomery.guard.verdict import Anomaly, Rewind, Rung, Stop, Watch
 
 OTHER_BITS = "other bits"
 """The kind of the warning that a step, made again on the same data, gave another loss."""
 _MARGIN = 64
-"""So many more steps are remembered than a rewind goes back."""
+"""The number of steps remembered beyond those that a rewind goes back."""
 _RUNGS = {"repeat": Rung.REPEAT, "skip": Rung.SKIP, "slow": Rung.SLOW, "clamp": Rung.CLAMP}
 
 
@@ -144,7 +144,7 @@ class Ladder:
         if state.trial is not None:
             return self._after_trial(state, state.trial, anomaly, report)
         to_step = max(anomaly.first_bad - 1 - self.section.spike_rewind_steps, 0)
-        before, history = _cursor_after(state.steps, to_step), tried_before(state.rung, state.same)
+        before, history = _cursor_after(state.steps, to_step), earlier_rungs_words(state.rung, state.same)
         return self.answer_from(state.rung, anomaly, report, before=before, history=history)
 
     def _after_trial(
@@ -152,7 +152,7 @@ class Ladder:
     ) -> Rewind | Stop:
         """Return the next remedy, from the checkpoint that the discarded one began from."""
         before = _cursor_after(state.steps, trial.base_step)
-        history = "" if trial.is_over else tried_before(state.rung, state.same)
+        history = "" if trial.is_over else earlier_rungs_words(state.rung, state.same)
         asked = self.answer_from(state.rung, anomaly, report, before=before, history=history)
         numbers = {**trial.evidence(), **asked.numbers}
         if isinstance(asked, Stop):
@@ -240,7 +240,7 @@ class Ladder:
             discarded = (*discarded, _found(before.trial, None))
             if before.trial.is_over:
                 problem_step = before.trial.problem_step
-        trial = trials.begun(
+        trial = trials.begin_trial(
             state.rung,
             base_step=base_step,
             problem_step=problem_step,
@@ -271,12 +271,13 @@ class Ladder:
 def _found(trial: Trial, anomaly: Anomaly | None) -> str:
     """Return what a trial found that was discarded. anomaly: what ended it, where that is known."""
     if trial.is_over:
-        return f"{trials.named(trial.rung)}: the median loss was {trial.evidence()['median']:.4f} in the end."
+        loss = trial.evidence()["median"]
+        return f"{trials.rung_words(trial.rung)}: the median loss was {loss:.4f} in the end."
     why = "the problem came again" if anomaly is None else anomaly.reason
-    return f"{trials.named(trial.rung)}: {why}."
+    return f"{trials.rung_words(trial.rung)}: {why}."
 
 
-def tried_before(rung: Rung, same: int) -> str:
+def earlier_rungs_words(rung: Rung, same: int) -> str:
     """Return a sentence on what was tried before; "" where nothing was."""
     match rung:
         case Rung.REPEAT:

@@ -29,9 +29,9 @@ class _WithoutMemory:
 class SaveIntervals(_WithoutMemory):
     """Asks for checkpoints at intervals; an interval of 0 means never.
 
-    every_steps: a checkpoint is due at each multiple of so many steps.
-    every_samples: a checkpoint is due when a multiple of so many samples was passed.
-    every_minutes: a checkpoint is due so many minutes after the last one.
+    every_steps: a checkpoint is due at each multiple of this number of steps.
+    every_samples: a checkpoint is due when a multiple of this number of samples was passed.
+    every_minutes: the minutes after which the next checkpoint is due.
     """
 
     every_steps: int

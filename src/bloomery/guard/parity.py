@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from bloomery.events.records import Json, StepReport
-from bloomery.guard.level import median
+from bloomery.guard.robust_window import median
 from bloomery.guard.verdict import CarryOn, Rung, Stop, Verdict
 
 SHARE = 0.01
 """A loss that is higher than before the resume by more than this share fails the run."""
-SPREADS = 5.0
+SPREADS = 5.0  # standard errors by which losses must differ
 LEAST, MOST = 5, 50
 """At least LEAST and at most MOST losses after a resume are compared, until their noise is below SHARE."""
-REMEMBERED = 50
+REMEMBERED = 50  # losses before the resume
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The receipt of a resume: what a checkpoint promises of the next step, and whether every rank keeps it."""
+"""Checks a resume against what its checkpoint promised of the next step, on every rank."""
 
 from __future__ import annotations
 

@@ -16,20 +16,20 @@ from bloomery.guard.corruption import SilentCorruption
 from bloomery.guard.creep import HeldOutRise, InnerGrowth, MemoryCreep
 from bloomery.guard.health import LossScaleCollapse, NotFinite
 from bloomery.guard.judge import Guard, watching_guards
-from bloomery.guard.ladder import Ladder, tried_before
-from bloomery.guard.level import BLOCK, calm_blocks
+from bloomery.guard.ladder import Ladder, earlier_rungs_words
 from bloomery.guard.log_lines import Numbers
 from bloomery.guard.logs import Columns
 from bloomery.guard.parity import REMEMBERED, ResumeParity
+from bloomery.guard.robust_window import BLOCK, calm_blocks
 from bloomery.guard.spike import FLOOR, SpikeGuard
 from bloomery.guard.trend import GradientNormRise, Plateau, ThroughputDrop
 from bloomery.guard.verdict import Anomaly, CarryOn, Rewind, Rung, Save, Stop, Verdict, Watch
 
 _MANY_BLOCKS = 64
 _MANY_LINES = 200_000
-"""From so many lines on, the guards judge in parallel processes."""
+"""The number of lines from which on the guards judge in parallel processes."""
 
-Found = Watch | Rewind | Stop
+ReplayedVerdict = Watch | Rewind | Stop
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,13 +37,13 @@ class ReplayFinding:
     """The verdict that one guard would have given at one line of a log.
 
     again: the verdict if the anomaly came again after `verdict`; None where `verdict` undoes nothing.
-    in_steps: whether the log has no samples, so that what is skipped is told in steps.
+    in_steps: whether the log has no samples, so that what is skipped is counted in steps.
     """
 
     guard: str
     line: int
     step: int
-    verdict: Found
+    verdict: ReplayedVerdict
     again: Rewind | Stop | None = None
     in_steps: bool = False
 
@@ -71,11 +71,11 @@ def replay_columns(columns: Columns, section: GuardSection) -> list[ReplayFindin
     return [_finding(name, line, verdict, columns, ladder) for name, line, verdict in ordered]
 
 
-_Judgement = tuple[str, int, Found | Anomaly]
+_Judgement = tuple[str, int, ReplayedVerdict | Anomaly]
 
 
 def _finding(
-    name: str, line: int, verdict: Found | Anomaly, columns: Columns, ladder: Ladder
+    name: str, line: int, verdict: ReplayedVerdict | Anomaly, columns: Columns, ladder: Ladder
 ) -> ReplayFinding:
     """Return a finding, with what the ladder would have done: its first rung, and then its next."""
     step = int(columns.step[line])
@@ -91,7 +91,7 @@ def _finding(
     first = ladder.answer_from(Rung.WATCH, verdict, report, before=before, in_steps=in_steps)
     again = None
     if isinstance(first, Rewind):
-        history = tried_before(first.rung, 0)
+        history = earlier_rungs_words(first.rung, 0)
         again = ladder.answer_from(
             first.rung, verdict, report, before=before, history=history, in_steps=in_steps
         )

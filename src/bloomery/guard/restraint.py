@@ -1,4 +1,4 @@
-"""A lower learning rate and clamps for a stretch of the run, as a function of the position."""
+"""Temporary limits after a rewind: a lower learning rate and tighter clipping, as a function of position."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def restraints_from_json(values: Iterable[Mapping[str, Any]]) -> tuple[Restraint
     )
 
 
-def restrained(restraints: Iterable[Restraint], consumed: int) -> Restraint:
+def restraint_at(restraints: Iterable[Restraint], consumed: int) -> Restraint:
     """Return what restrains a step that begins after `consumed` samples, as one restraint.
 
     When several restraints hold, the smallest of each limit counts and not their product. Otherwise a run
@@ -61,11 +61,11 @@ def restrained(restraints: Iterable[Restraint], consumed: int) -> Restraint:
         stop=min((restraint.stop for restraint in in_force), default=consumed),
         rate=min((restraint.rate for restraint in in_force), default=1.0),
         clip=min((restraint.clip for restraint in in_force), default=1.0),
-        z_score=smallest(restraint.z_score for restraint in in_force),
-        qk_clip=smallest(restraint.qk_clip for restraint in in_force),
+        z_score=smallest_limit(restraint.z_score for restraint in in_force),
+        qk_clip=smallest_limit(restraint.qk_clip for restraint in in_force),
     )
 
 
-def smallest(limits: Iterable[float]) -> float:
-    """Return the smallest limit of those that are not 0, which is none; 0 where there is none."""
+def smallest_limit(limits: Iterable[float]) -> float:
+    """Return the smallest limit above 0; 0, which means no limit, where all are 0."""
     return min((limit for limit in limits if limit), default=0.0)

@@ -8,23 +8,31 @@ from itertools import pairwise
 from typing import Any
 
 from bloomery.events.records import Json, StepReport
-from bloomery.guard.level import BLOCK, Level, is_extreme, is_high, level_from_json, median, push
+from bloomery.guard.robust_window import (
+    BLOCK,
+    RobustWindow,
+    is_extreme,
+    is_high,
+    median,
+    push,
+    window_from_json,
+)
 from bloomery.guard.verdict import Anomaly, CarryOn, Rung, Watch
 
 FLOOR = 0.001
 """The spread is at least this share of the loss."""
 HIGH = 3.0
-"""A loss that is more than so many spreads above the centre is high."""
+"""The robust z-score (spreads above the centre) beyond which a loss is high."""
 START_UP_STEPS, FIRST_STEPS = 200, 20
 """In the first START_UP_STEPS steps the spread is taken for wider; the first FIRST_STEPS are not judged."""
 GAP = 20
-"""A log is taken for another one after a gap of more than so many usual distances between reports."""
+"""The gap after which a log counts as another run's, as a multiple of the usual distance between reports."""
 MOST_DISTANCE = 1000
-"""The usual distance between reports is at most so many steps."""
+"""The most steps that the usual distance between reports may be."""
 EXCUSED_REPORTS = 100
-"""For so many reports after a known change the spread is taken for wider than it was."""
+"""The number of reports after a known change for which the spread is widened."""
 ACCEPTED_STEPS = 500
-"""When a spike that was judged has been high for so many steps, its loss becomes the new level."""
+"""The steps for which a judged spike must stay high before its loss becomes the new normal."""
 _WIDER = 3.0
 _RATE_RISE = 1.25
 _BLOCKS = 64
@@ -65,7 +73,7 @@ class _Past:
     circumstances: str = ""
     excused_until: int = 0
     climbs: bool = False
-    level: Level = field(default_factory=Level)
+    level: RobustWindow = field(default_factory=RobustWindow)
     blocks: tuple[tuple[int, float], ...] = ()
     """(last step, median) of each block of calm losses."""
     spike: Spike | None = None
@@ -113,7 +121,7 @@ class SpikeGuard:
         return settled and rate <= _RATE_RISE * past.rate and step == past.step + past.distance
 
     def after_block(
-        self, past: _Past, level: Level, *, step: int, rate: float, batch: int
+        self, past: _Past, level: RobustWindow, *, step: int, rate: float, batch: int
     ) -> tuple[_Past, CarryOn | Watch | Anomaly]:
         """Return the past after a block of calm losses, and the verdict on the rise of block medians.
 
@@ -204,7 +212,7 @@ class SpikeGuard:
             verdict = Watch(
                 judged_step=report.step, kind="new level", reason=reason, numbers=_numbers(spike, report)
             )
-            return replace(past, spike=None, level=Level(), blocks=()), verdict
+            return replace(past, spike=None, level=RobustWindow(), blocks=()), verdict
         comes_back = median(newest) - spike.level < 0.5 * (spike.peak - spike.level)
         if not is_up or spike.high_steps < self.patience * (3 if comes_back else 1):
             return replace(past, spike=spike), carry_on
@@ -273,12 +281,12 @@ def _continued(past: _Past, report: StepReport) -> _Past:
         # A run's history is that of its checkpoint; a log has the losses up to where it broke off, which were
         # lower than those far before.
         is_near = -ahead < BLOCK * max(past.distance, 1)
-        level = replace(past.level, recent=(), heights=()) if is_near else Level()
+        level = replace(past.level, recent=(), heights=()) if is_near else RobustWindow()
         blocks = tuple(block for block in past.blocks if block[0] < report.step)
         past = replace(past, spike=None, level=level, blocks=blocks)
     else:
         distance = 0  # it is known from the next report on
-        past = replace(past, spike=None, level=Level(), blocks=(), climbs=False)
+        past = replace(past, spike=None, level=RobustWindow(), blocks=(), climbs=False)
     excused_until = report.step + EXCUSED_REPORTS * max(distance, 1)
     if past.excused_until < report.step and report.global_batch < past.batch:
         past = replace(past, excused_until=excused_until, blocks=())
@@ -340,7 +348,7 @@ def _from_json(value: Json) -> _Past:
     blocks: Any = value["blocks"]
     return _Past(
         **fields,
-        level=level_from_json(value["level"]),
+        level=window_from_json(value["level"]),
         blocks=tuple((step, loss) for step, loss in blocks),
         spike=None if spike is None else Spike(**{**spike, "newest": tuple(spike["newest"])}),
     )

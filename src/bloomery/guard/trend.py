@@ -8,17 +8,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bloomery.events.records import Json, StepReport
-from bloomery.guard.level import Level, is_high, level_from_json, push
+from bloomery.guard.robust_window import RobustWindow, is_high, push, window_from_json
 from bloomery.guard.verdict import CarryOn, Rung, Verdict, Watch
 
 QUIET_STEPS = 200
-"""A guard does not repeat a warning for so many steps."""
+"""The number of steps for which a guard does not repeat a warning."""
 MOST_GAP_STEPS = 1000
-"""The past of a quantity begins anew where so many steps were not reported."""
+"""The number of unreported steps after which the past of a quantity begins anew."""
 THROUGHPUT = "throughput"
 """The name of the guard whose warnings make ranks compare how long each worked by itself."""
 LEAST_VALUES = 16
-"""A guard warns only when its level is made of at least so many values."""
+"""The fewest past values with which a guard warns."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class _LevelHistory:
     about: the batch, precision and peers that the level belongs to.
     """
 
-    level: Level
+    level: RobustWindow
     step: int = 0
     warned_step: int = 0
     about: str = ""
@@ -54,7 +54,7 @@ class _LevelHistory:
         """
         about = f"{report.global_batch} {report.precision} {report.peers}"
         is_other = report.step <= self.step or report.step > self.step + MOST_GAP_STEPS or about != self.about
-        level = Level() if is_other else self.level
+        level = RobustWindow() if is_other else self.level
         widen = max(1.0, least_spread / level.spread) if least_spread and level.is_known else 1.0
         level, _ = push(level, value, floor=floor, widen=widen)
         return replace(self, level=level, about=about, step=report.step)
@@ -74,9 +74,9 @@ class _LevelHistory:
 
 def _history_from_json(values: Any) -> _LevelHistory:  # Any: written by `to_json`
     if not isinstance(values, dict):
-        return _LevelHistory(level=Level())
+        return _LevelHistory(level=RobustWindow())
     return _LevelHistory(
-        level=level_from_json(values["level"]),
+        level=window_from_json(values["level"]),
         step=values["step"],
         warned_step=values["told"],
         about=values["about"],
@@ -98,7 +98,7 @@ class GradientNormRise:
 
     def fresh(self) -> Json:
         """Return the history before the first step."""
-        return _LevelHistory(level=Level()).to_json()
+        return _LevelHistory(level=RobustWindow()).to_json()
 
     def judge(self, history: Json, report: StepReport) -> tuple[Json, Verdict]:
         """Judge the logarithm of the norm."""
@@ -107,7 +107,7 @@ class GradientNormRise:
 
     def begin(self) -> _LevelHistory:
         """Return the past before the first step."""
-        return _LevelHistory(level=Level())
+        return _LevelHistory(level=RobustWindow())
 
     def judged(self, past: _LevelHistory, report: StepReport) -> tuple[_LevelHistory, Verdict]:
         """Return the past after `report`, and the verdict."""
@@ -153,7 +153,7 @@ class ThroughputDrop:
 
     def fresh(self) -> Json:
         """Return the history before the first step."""
-        return _LevelHistory(level=Level()).to_json()
+        return _LevelHistory(level=RobustWindow()).to_json()
 
     def judge(self, history: Json, report: StepReport) -> tuple[Json, Verdict]:
         """Judge the seconds of a step."""
@@ -162,7 +162,7 @@ class ThroughputDrop:
 
     def begin(self) -> _LevelHistory:
         """Return the past before the first step."""
-        return _LevelHistory(level=Level())
+        return _LevelHistory(level=RobustWindow())
 
     def judged(self, past: _LevelHistory, report: StepReport) -> tuple[_LevelHistory, Verdict]:
         """Return the past after `report`, and the verdict."""

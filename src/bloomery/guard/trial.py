@@ -1,4 +1,4 @@
-"""Trials: a remedy is tried on a fork of the run until some steps beyond the problem, and judged then.
+"""Trials: a remedy is tried on a fork of the run for some steps beyond the problem, then adopted or not.
 
 The fork is the incarnation that a rewind begins. The checkpoint that it began from is kept while it is on
 trial, so that the next remedy begins there too, and no step that was made with a discarded one remains.
@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bloomery.events.records import Json, StepReport, as_float, as_json
-from bloomery.guard.level import described, median
+from bloomery.guard.robust_window import median, window_statistics
 from bloomery.guard.verdict import Anomaly, Rung, Watch
 
 ADOPTED = "remedy adopted"
 """The kind of the message that a trial went well."""
 HIGHEST = 3.0
-"""The median loss at the end of a trial may be so many spreads above that from before the problem."""
+"""The most spreads by which the median loss at the end of a trial may exceed that from before the problem."""
 _LEAST, _FLOOR = 16, 0.001
 
 
@@ -94,7 +94,7 @@ def trial_from_json(values: Any) -> Trial | None:  # Any: written by `to_json`
     return Trial(**{**values, "rung": rung, "losses": losses, "held_out": held_out})
 
 
-def begun(
+def begin_trial(
     rung: Rung, *, base_step: int, problem_step: int, steps: int, losses_before: Sequence[float]
 ) -> Trial:
     """Return the trial of a remedy, which has just gone back.
@@ -103,7 +103,7 @@ def begun(
     losses_before: the newest losses up to the step that it went back to.
     """
     calm = [loss for loss in losses_before if math.isfinite(loss)]
-    usual, spread, _ = described(calm, floor=_FLOOR) if len(calm) >= _LEAST else (math.nan, 0.0, 0.0)
+    usual, spread, _ = window_statistics(calm, floor=_FLOOR) if len(calm) >= _LEAST else (math.nan, 0.0, 0.0)
     return Trial(
         rung=rung,
         base_step=base_step,
@@ -131,8 +131,8 @@ def after_step(trial: Trial, report: StepReport) -> tuple[Trial | None, Watch | 
     numbers = trial.evidence()
     end = numbers["median"]
     told = (
-        f"{named(trial.rung)} was tried on a fork of step {trial.base_step}, until {len(trial.losses)} steps "
-        f"beyond the problem, where the median loss is {end:.4f}"
+        f"{rung_words(trial.rung)} was tried on a fork of step {trial.base_step}, until {len(trial.losses)} "
+        f"steps beyond the problem, where the median loss is {end:.4f}"
     )
     if trial.spread:
         told = f"{told} (before the problem {trial.usual:.4f}, at most {trial.limit:.4f} is taken)"
@@ -148,7 +148,7 @@ def after_step(trial: Trial, report: StepReport) -> tuple[Trial | None, Watch | 
     )
 
 
-def named(rung: Rung) -> str:
+def rung_words(rung: Rung) -> str:
     """Return a remedy in words."""
     return {
         Rung.REPEAT: "Making the same steps again",

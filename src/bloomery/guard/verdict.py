@@ -39,7 +39,7 @@ class Save:
 
 @dataclass(frozen=True, kw_only=True)
 class Anomaly:
-    """Something went wrong from step `first_bad` on and has to be undone: the ladder says how (`ladder`)."""
+    """Something went wrong from step `first_bad` on and must be undone; `guard/ladder.py` decides how."""
 
     judged_step: int
     first_bad: int
@@ -48,7 +48,7 @@ class Anomaly:
 
 
 class Rung(IntEnum):
-    """What is done about an anomaly, from the mildest to the last; `ladder` has the rules."""
+    """The remedies for an anomaly, from the mildest to the last; `guard/ladder.py` has the rules."""
 
     WATCH = 0
     REPEAT = 1

@@ -1,4 +1,4 @@
-"""Whether Triton's kernels can run here, and what compiling needs."""
+"""Checks whether Triton's kernels can run here, and finds the header that compiling needs."""
 
 from __future__ import annotations
 

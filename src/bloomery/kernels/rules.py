@@ -1,4 +1,4 @@
-"""What the kernels of attention are told: rules of visibility, and the sizes of their tiles."""
+"""The parameters of the attention kernels: which keys a query sees, dropout, and tile sizes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Triton's kernel of causal attention with ALiBi, documents and dropout by address: the forward.
+"""The Triton kernel of causal attention's forward, with ALiBi, document masks and dropout.
 
-The algorithm is FlashAttention-2 (Dao 2023): scores exist in tiles on the chip alone, and each row keeps its
+The algorithm is FlashAttention-2 (Dao 2023): scores exist only in tiles on the chip, and each row keeps its
 log-partition for the backward. Tiles in which nothing is visible are not computed, so that documents cost
 less than the whole triangle does. The legend is that of `triton_tiles`.
 """

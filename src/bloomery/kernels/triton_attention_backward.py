@@ -1,4 +1,4 @@
-"""Triton's kernels of the backward of `triton_attention`: by keys and values, and by queries.
+"""The Triton kernels of causal attention's backward: one by keys and values, one by queries.
 
 Each computes the scores of its tiles anew (Dao 2023, algorithm 2). The legend is that of `triton_tiles`.
 """

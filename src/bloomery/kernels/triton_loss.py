@@ -1,4 +1,4 @@
-"""Triton's kernel of the cross entropy's gradient, which it writes over the logits.
+"""The Triton kernel that writes the cross entropy's gradient over the logits.
 
 Import this module only where `available.has_triton()`.
 """
@@ -9,7 +9,9 @@ import triton.language as tl
 from torch import Tensor
 
 
-def write_slopes(logits: Tensor, targets: Tensor, z_loss: float, cross_entropy: Tensor, z: Tensor) -> None:
+def write_loss_gradient(
+    logits: Tensor, targets: Tensor, z_loss: float, cross_entropy: Tensor, z: Tensor
+) -> None:
     """Replace logits [n, v] by the gradient of the summed loss by them, and write each token's two terms.
 
     targets: int64 [n]; a token with a negative one counts nothing.

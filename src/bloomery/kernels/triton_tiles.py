@@ -1,4 +1,4 @@
-"""What Triton's kernels of attention share: tiles, rules of visibility, dropout's hash.
+"""What the Triton attention kernels share: loading tiles, mask rules, and the dropout hash.
 
 Legend: b batch, s positions, heads query heads, kv_heads key/value heads, d head width. Scores are kept times
 log2(e), because the chip computes powers of two. Import this module only where `available.has_triton()`.

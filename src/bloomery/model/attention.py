@@ -19,8 +19,8 @@ from torch.nn import functional as F
 
 from bloomery.model.dropout import BlockDropout, ElementKeys, drop
 from bloomery.model.fused_attention import Visibility, tiled_attention
-from bloomery.model.layers import Linear, Products, RMSNorm, products_for, rms_norm
-from bloomery.model.native_kernels import attends, causal_attention, has_units
+from bloomery.model.layers import Linear, MatmulMode, RMSNorm, matmul_mode_for, rms_norm
+from bloomery.model.native_kernels import causal_attention, has_amx, supports_attention
 from bloomery.model.shape import ResolvedModel, RopeScaling
 
 
@@ -231,8 +231,8 @@ class Attention(nn.Module):
         self.head_dim = model.head_dim
         self.block = block
         self.dropout = model.section.attention_dropout
-        self.products: Products = products_for(device, dtype)
-        self.has_units = has_units()  # asked here, since compiled code cannot ask
+        self.matmul_mode: MatmulMode = matmul_mode_for(device, dtype)
+        self.has_units = has_amx()  # asked here, since compiled code cannot ask
         heads, hidden, bias = model.section.heads, model.section.hidden, model.section.attention_bias
         rows = (heads + 2 * model.kv_heads) * self.head_dim
         self.qkv = Linear(rows, hidden, bias=bias, device=device, dtype=dtype)
@@ -257,18 +257,18 @@ class Attention(nn.Module):
         return (self.qkv.weight.shape[0] // self.head_dim - self.heads) // 2
 
     def forward(self, x: Tensor, context: AttentionContext, cache: KeyValueCache | None = None) -> Tensor:
-        """Return [b, s, h] from [b, s, h], without the output's bias (see `Linear.product`)."""
+        """Return [b, s, h] from [b, s, h], without the output's bias (see `Linear.matmul`)."""
         heads, kv_heads = self.heads, self.kv_heads
         qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # [b, s, heads + 2·kv_heads, d]
         rotated, value = qkv.split((heads + kv_heads, kv_heads), dim=2)
         rotated = self._normed(rotated)
         if self.logit_maxima is not None and torch.is_grad_enabled():
             self._measure_logits(rotated.detach(), context, self.logit_maxima)
-        if self.has_units and context.is_causal and cache is None and attends(qkv):
+        if self.has_units and context.is_causal and cache is None and supports_attention(qkv):
             # The native kernel keeps no scores, so recomputation, which replaces `attend`, has nothing to do.
             whole = qkv if self.query_norm is None else torch.cat((rotated, value), dim=2)
             mixed = causal_attention(whole, heads=heads, rotary=context.rotary)
-            return self.output.product(mixed.flatten(2))
+            return self.output.matmul(mixed.flatten(2))
         if context.rotary is not None:
             rotated = rotate(rotated, context.rotary)
         query, key = rotated.split((heads, kv_heads), dim=2)
@@ -276,9 +276,9 @@ class Attention(nn.Module):
             key, value = cache.extended(self.block, key, value)
         if context.visibility is not None:
             mixed = self._attend_by_tiles(query, key, value, context.visibility, context.dropout)
-            return self.output.product(mixed.flatten(2))
+            return self.output.matmul(mixed.flatten(2))
         mixed = self.attend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), context)
-        return self.output.product(mixed.transpose(1, 2).flatten(2))
+        return self.output.matmul(mixed.transpose(1, 2).flatten(2))
 
     def _normed(self, queries_and_keys: Tensor) -> Tensor:
         """Return queries and keys [b, s, heads + kv_heads, d] after their norms; as they are without."""
@@ -304,7 +304,7 @@ class Attention(nn.Module):
             cosine, sine = context.rotary
             query = rotate(query, (cosine[at], sine[at]))
             key = rotate(key, context.rotary)
-        if self.products == "fp32":
+        if self.matmul_mode == "fp32":
             query, key = query.float(), key.float()
         grouped = query.transpose(1, 2).unflatten(1, (kv_heads, -1))  # [b, kv_heads, group, s/n, d]
         scores = grouped @ key.transpose(1, 2)[:, :, None].mT  # [b, kv_heads, group, s/n, s]
@@ -328,7 +328,7 @@ class Attention(nn.Module):
         query: [b, heads, s, d], key and value: [b, kv_heads, t, d]; returns [b, heads, s, d].
         """
         dtype = query.dtype
-        if self.products == "fp32":
+        if self.matmul_mode == "fp32":
             query, key, value = query.float(), key.float(), value.float()
         weights = None if context.dropout is None else context.dropout.weights
         if weights is not None:
@@ -345,7 +345,7 @@ class Attention(nn.Module):
     def _attend_by_tiles(
         self, query: Tensor, key: Tensor, value: Tensor, visibility: Visibility, dropout: BlockDropout | None
     ) -> Tensor:
-        """Return [b, s, heads, d] from queries, keys and values of that order, with scores on the chip alone.
+        """Return [b, s, heads, d] from queries, keys and values of that order, with scores only on the chip.
 
         Recomputation, which replaces `attend`, has nothing to do here.
         """

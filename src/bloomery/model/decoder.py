@@ -35,7 +35,7 @@ from bloomery.model.dropout import (
     hidden_keys,
 )
 from bloomery.model.fused_attention import Visibility, document_ranges, supports_tiled_attention
-from bloomery.model.layers import MLP, Embedding, Products, linear, norm, products_for
+from bloomery.model.layers import MLP, Embedding, MatmulMode, linear, matmul_mode_for, norm
 from bloomery.model.loss import LossSums, NextTokenLoss
 from bloomery.model.shape import ResolvedModel, resolve, scaling_of
 
@@ -85,7 +85,7 @@ class Decoder(nn.Module):
         section = model.section
         blocks = range(section.layers) if blocks is None else blocks
         self.model = model
-        self.products: Products = products_for(device, dtype)
+        self.matmul_mode: MatmulMode = matmul_mode_for(device, dtype)
         self.embeds, self.finishes = 0 in blocks, section.layers - 1 in blocks
 
         def table(rows: int) -> Embedding:
@@ -167,7 +167,7 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [..., v] from hidden states [..., h], in the working dtype."""
-        return linear(hidden, self.head_weight, products=self.products)
+        return linear(hidden, self.head_weight, matmul_mode=self.matmul_mode)
 
     def loss(self, hidden: Tensor, targets: Tensor, *, z_loss: float = 0.0, chunk: int = 1024) -> LossSums:
         """Return the loss of what `forward` returned.
@@ -177,7 +177,7 @@ class Decoder(nn.Module):
         chunk: number of tokens whose logits exist at one time.
         """
         sums: LossSums = self.token_loss(
-            hidden, self.head_weight, targets, z_loss=z_loss, chunk=chunk, products=self.products
+            hidden, self.head_weight, targets, z_loss=z_loss, chunk=chunk, matmul_mode=self.matmul_mode
         )
         return sums
 
@@ -294,7 +294,7 @@ class Decoder(nn.Module):
             # Of a boolean mask torch would make one of numbers in each block, and keep all for backward.
             bias = 0.0 if slopes is None else alibi_bias(slopes, positions, keys)
             mask = torch.where(mask, bias, float("-inf"))
-            mask = mask if drops or self.products == "fp32" else mask.to(x.dtype)
+            mask = mask if drops or self.matmul_mode == "fp32" else mask.to(x.dtype)
         return AttentionContext(mask=mask, is_causal=False, rotary=rotary)
 
 

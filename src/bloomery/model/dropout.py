@@ -1,4 +1,4 @@
-"""Dropout whose mask is a function of an address, not of a generator's state.
+"""Counter-based dropout: the mask is a hash of seed, step, sample and position, not a generator's state.
 
 An element is dropped or kept by a hash of (seed, site, step, sample, position, channel), or for attention
 weights of (seed, site, step, sample, head, query, key). So the mask does not depend on how samples are
@@ -56,7 +56,7 @@ class ElementKeys:
 class BlockDropout:
     """What a block needs for its dropout; None where nothing is dropped.
 
-    They are tensors, so that compiled blocks, which differ in them alone, share their code.
+    They are tensors, so that compiled blocks, which differ only in them, share their code.
     weights: of attention weights, rows [b, heads, s]. attention_output, mlp_output: rows [b, positions held
     here].
     """

@@ -1,4 +1,4 @@
-"""Attention on GPUs whose scores never lie in memory, whatever positions, documents and dropout there are.
+"""Fused attention on GPUs (scores never in memory) with ALiBi, document masks and dropout.
 
 torch's fused kernels know neither ALiBi nor documents nor dropout by address, other than as a mask of all
 scores; these do. Plain causal attention is left to torch, whose kernels for it are faster. Legend: b batch, s

@@ -131,22 +131,21 @@ _EMBEDDING_RMS = 0.5
 
 
 def bigram_factors(counts: Tensor, *, hidden: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Return embedding and head, [v, h] each, fp32, for which head · rms_norm(embedding[a]) ≈ ln p(b | a) /
-    p(b).
-
+    """Return embedding and head, [v, h] each, fp32, for which head · rms_norm(embedding[a]) ≈
+    ln(p(b | a) / p(b)), the pointwise mutual information (PMI).
     counts: how often b follows a, [v, v].
     The factors of rank h come from a randomised singular value decomposition (Halko, Martinsson & Tropp,
-    2011) that gives frequent tokens more weight. They are a function of the arguments alone, so equal on all
+    2011) that gives frequent tokens more weight. They depend only on the arguments, so are equal on all
     ranks.
     """
     counts = counts.float()
     after = counts.sum(1, keepdim=True)  # [v, 1]
     unigram = counts.sum(0, keepdim=True) / counts.sum()  # [1, v]
     smoothed = (counts + SMOOTHING * unigram) / (after + SMOOTHING)
-    surprise = torch.log(smoothed / (unigram + 1e-9) + 1e-9)
+    pmi = torch.log(smoothed / (unigram + 1e-9) + 1e-9)
     row_weight = torch.sqrt(after / after.mean()).clamp(max=_MOST_WEIGHT).sqrt()
     column_weight = torch.sqrt(unigram * unigram.numel()).clamp(max=_MOST_WEIGHT).sqrt()
-    left, values, right = _factorise(surprise * row_weight * column_weight, rank=hidden, seed=seed)
+    left, values, right = _factorise(pmi * row_weight * column_weight, rank=hidden, seed=seed)
     embedding = left * values.sqrt() / row_weight.clamp(min=0.05)
     head = right * values.sqrt() / column_weight.T.clamp(min=0.05)
     # The norm removes a row's length, so the head gets the mean of the lengths.

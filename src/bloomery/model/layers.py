@@ -1,13 +1,13 @@
-"""The decoder's layers: linear layers, embeddings, the MLP and norms, and matrix products of 8-bit floats.
+"""The decoder's layers: linear layers, embeddings, the MLP, norms, and fp8 matmuls.
 
-A CPU without bf16 units multiplies bf16 200 times slower than fp32. There the factors of a matrix product are
+A CPU without bf16 units multiplies bf16 200 times slower than fp32. There the factors of a matmul are
 widened to fp32 and the result is rounded once, which are the numerics of units that accumulate in fp32. An
 embedding's gradient is summed in one order, so it is the same on every run. Norms are computed in fp32.
 
-Products of 8-bit floats: E4M3 forward, E5M2 for gradients (Micikevicius et al., 2022). Each factor is scaled
-by its largest element at the moment of the product. Where tensor parallelism splits a factor, the largest
+Matmuls of 8-bit floats: E4M3 forward, E5M2 for gradients (Micikevicius et al., 2022). Each factor is scaled
+by its largest element at the moment of the matmul. Where tensor parallelism splits a factor, the largest
 element is that of the whole factor, so each layout rounds alike. Devices without units for 8 bits compute the
-same numbers with fp32 products of the rounded factors: these are exact, and the units sum in fp32 too.
+same numbers with fp32 matmuls of the rounded factors: these are exact, and the units sum in fp32 too.
 Legend: n rows of x, i inputs, o outputs.
 """
 
@@ -24,32 +24,32 @@ from torch.nn import functional as F
 from bloomery import torch_private
 from bloomery.model.shape import ResolvedModel
 
-Products = Literal["native", "fp32", "fp8"]
-"""How a matrix product is computed: in the factors' dtype, in fp32, or from 8-bit factors."""
+MatmulMode = Literal["native", "fp32", "fp8"]
+"""How a matmul is computed: in the factors' dtype, in fp32, or from 8-bit factors."""
 
 
-def products_for(device: torch.device, dtype: torch.dtype) -> Products:
+def matmul_mode_for(device: torch.device, dtype: torch.dtype) -> MatmulMode:
     """Return the fastest way to multiply `dtype` on `device`. Call it outside of compiled code."""
     if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
         return "native"
     has_units = (
-        torch_private.has_bf16_products() if dtype is torch.bfloat16 else torch_private.has_fp16_products()
+        torch_private.has_bf16_matmul() if dtype is torch.bfloat16 else torch_private.has_fp16_matmul()
     )
     return "native" if has_units else "fp32"
 
 
-def set_products(module: nn.Module, products: Products) -> None:
-    """Set how every matrix product inside `module` is computed."""
+def set_matmul_mode(module: nn.Module, matmul_mode: MatmulMode) -> None:
+    """Set how every matmul inside `module` is computed."""
     for part in module.modules():
-        if hasattr(part, "products"):
-            cast(Any, part).products = products  # a module's stub cannot know this attribute
+        if hasattr(part, "matmul_mode"):
+            cast(Any, part).matmul_mode = matmul_mode  # a module's stub cannot know this attribute
 
 
-def narrow_products(module: nn.Module) -> None:
-    """Compute the products of every `Linear` inside `module` with factors rounded to 8 bits."""
+def use_fp8_matmuls(module: nn.Module) -> None:
+    """Compute the matmuls of every `Linear` inside `module` with factors rounded to 8 bits."""
     for part in module.modules():
         if isinstance(part, Linear):
-            part.products = "fp8"
+            part.matmul_mode = "fp8"
 
 
 def linear(
@@ -57,17 +57,17 @@ def linear(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
-    products: Products,
+    matmul_mode: MatmulMode,
     maximum: Maximum | None = None,
 ) -> Tensor:
     """Return x · weightᵀ + bias in x's dtype. x: [..., in], weight: [out, in], bias: [out].
 
     maximum: see `fp8_linear`, the only one that asks for it.
     """
-    if products == "fp8":
+    if matmul_mode == "fp8":
         product = fp8_linear(x, weight, maximum)
         return product if bias is None else product + bias
-    if products == "native" or x.dtype == torch.float32:
+    if matmul_mode == "native" or x.dtype == torch.float32:
         return F.linear(x, weight, bias)
     wide_bias = None if bias is None else bias.float()
     return F.linear(x.float(), weight.float(), wide_bias).to(x.dtype)
@@ -85,19 +85,19 @@ class Linear(nn.Module):
         self, rows: int, columns: int, *, bias: bool, device: torch.device, dtype: torch.dtype
     ) -> None:
         super().__init__()
-        self.products: Products = products_for(device, dtype)
+        self.matmul_mode: MatmulMode = matmul_mode_for(device, dtype)
         self.weight = nn.Parameter(torch.empty(rows, columns, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(rows, device=device, dtype=dtype)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [..., out] from [..., in]."""
-        return linear(x, self.weight, self.bias, products=self.products, maximum=self.maximum)
+        return linear(x, self.weight, self.bias, matmul_mode=self.matmul_mode, maximum=self.maximum)
 
-    def product(self, x: Tensor) -> Tensor:
+    def matmul(self, x: Tensor) -> Tensor:
         """Do the same as `forward` without the bias, which is added after tensor-parallel ranks were
         summed.
         """
-        return linear(x, self.weight, products=self.products, maximum=self.maximum)
+        return linear(x, self.weight, matmul_mode=self.matmul_mode, maximum=self.maximum)
 
     def add_bias(self, product: Tensor) -> Tensor:
         """Return `product` with the bias added, if there is one."""
@@ -176,8 +176,8 @@ class MLP(nn.Module):
         self.down = Linear(model.section.hidden, model.ffn, bias=bias, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return [b, s, h] from [b, s, h], without the output's bias (see `Linear.product`)."""
-        return self.down.product(self._activate(self.expand(x)))
+        """Return [b, s, h] from [b, s, h], without the output's bias (see `Linear.matmul`)."""
+        return self.down.matmul(self._activate(self.expand(x)))
 
     def _activate(self, x: Tensor) -> Tensor:
         if self.activation == "swiglu":
@@ -257,8 +257,8 @@ class _Fp8Product(torch.autograd.Function):
         largest = torch.stack([x.abs().amax(), weight.abs().amax()])
         if maximum is not None:
             largest = maximum(largest)
-        narrow_x, scale_x = narrowed(x, FP8_FORWARD, largest[0])
-        narrow_weight, scale_weight = narrowed(weight, FP8_FORWARD, largest[1])
+        narrow_x, scale_x = to_fp8(x, FP8_FORWARD, largest[0])
+        narrow_weight, scale_weight = to_fp8(weight, FP8_FORWARD, largest[1])
         ctx.save_for_backward(narrow_x, scale_x, narrow_weight, scale_weight)
         ctx.dtype, ctx.maximum = x.dtype, maximum
         scales = (scale_x, scale_weight)
@@ -271,13 +271,13 @@ class _Fp8Product(torch.autograd.Function):
         largest = gradient.abs().amax()
         if ctx.maximum is not None:
             largest = ctx.maximum(largest)
-        narrow, scale = narrowed(gradient, FP8_BACKWARD, largest)
+        narrow, scale = to_fp8(gradient, FP8_BACKWARD, largest)
         by_x = _fp8_product(narrow, weight, (scale, scale_weight), ctx.dtype)  # [n, i]
         by_weight = _fp8_product(narrow.t(), x, (scale, scale_x), ctx.dtype)  # [o, i]
         return by_x, by_weight, None
 
 
-def narrowed(x: Tensor, dtype: torch.dtype, largest: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def to_fp8(x: Tensor, dtype: torch.dtype, largest: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return `x` in 8 bits, and the fp32 scale by which it is multiplied to give about x again.
 
     largest: the largest magnitude of the whole factor, a scalar; that of `x` if it is not given.
@@ -305,14 +305,14 @@ def scaled_product(
 ) -> Tensor:
     """Return what `_fp8_product` does, computed by the units for 8 bits, which want whole tiles."""
     rows, columns = left.shape[0], right.shape[1]
-    left, right = padded(left), padded(right)
+    left, right = padded_to_tiles(left), padded_to_tiles(right)
     # The units need the left factor by rows and the right one by columns.
     by_columns = right.t().contiguous().t()
     product = torch_private.scaled_matmul(left.contiguous(), by_columns, scales, dtype, is_fast=is_fast)
     return product[:rows, :columns]
 
 
-def padded(matrix: Tensor) -> Tensor:
+def padded_to_tiles(matrix: Tensor) -> Tensor:
     """Return an 8-bit matrix with rows and columns of zeros added up to whole tiles, which change no sum."""
     rows, columns = (-size % FP8_MULTIPLE for size in matrix.shape)
     if not rows and not columns:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from bloomery.kernels.available import has_triton
-from bloomery.model.layers import Products, linear
-from bloomery.model.native_kernels import has_units, slopes_of_entropy
+from bloomery.model.layers import MatmulMode, linear
+from bloomery.model.native_kernels import entropy_gradient, has_amx
 
 IGNORED = -100
 
@@ -39,7 +39,7 @@ def next_token_loss(
     *,
     z_loss: float = 0.0,
     chunk: int = 1024,
-    products: Products = "native",
+    matmul_mode: MatmulMode = "native",
     on_units: bool = False,
     fused: bool = False,
 ) -> LossSums:
@@ -50,8 +50,8 @@ def next_token_loss(
     head_weight: [v, h].
     targets: int64 [...]; −100 is ignored.
     chunk: number of tokens whose logits exist at one time; their softmax is taken in fp32.
-    products: how matrix products are computed.
-    on_units: whether the processor `has_units`; the native library then computes the gradient of bf16 logits.
+    matmul_mode: how matmuls are computed.
+    on_units: whether the processor `has_amx`; the native library then computes the gradient of bf16 logits.
     fused: whether the machine `has_triton`; on GPUs the logits are then replaced by their gradient.
     Gradients are computed in the forward pass, where the logits exist anyway; the backward pass only scales
     them.
@@ -60,14 +60,14 @@ def next_token_loss(
     wants_gradient = torch.is_grad_enabled() and (hidden.requires_grad or head_weight.requires_grad)
     if wants_gradient:
         on_units = on_units and hidden.dtype == torch.bfloat16 and hidden.device.type == "cpu"
-        fused = fused and products == "native" and supports_fused_loss(hidden)
+        fused = fused and matmul_mode == "native" and supports_fused_loss(hidden)
         total, cross_entropy, z = _Loss.apply(
-            hidden, head_weight, targets, z_loss, chunk, products, on_units, fused
+            hidden, head_weight, targets, z_loss, chunk, matmul_mode, on_units, fused
         )
         return LossSums(total, cross_entropy, z)
     cross_entropy = z = torch.zeros((), device=hidden.device)
     for rows, wanted in zip(hidden.split(chunk), targets.split(chunk), strict=True):
-        logits = linear(rows, head_weight, products=products).float()
+        logits = linear(rows, head_weight, matmul_mode=matmul_mode).float()
         chunk_entropy, chunk_z, _ = _terms(logits, wanted, z_loss)
         cross_entropy, z = cross_entropy + chunk_entropy, z + chunk_z
     return LossSums(cross_entropy + z, cross_entropy, z)
@@ -80,7 +80,7 @@ class NextTokenLoss(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.has_units, self.has_triton = has_units(), has_triton()  # asked here, as compiled code cannot
+        self.has_units, self.has_triton = has_amx(), has_triton()  # asked here, as compiled code cannot
 
     def forward(
         self,
@@ -90,7 +90,7 @@ class NextTokenLoss(nn.Module):
         *,
         z_loss: float,
         chunk: int,
-        products: Products,
+        matmul_mode: MatmulMode,
     ) -> LossSums:
         """Return sums over the tokens of `targets` [b, s]; hidden [b, s, h], head_weight [v, h]."""
         return next_token_loss(
@@ -99,7 +99,7 @@ class NextTokenLoss(nn.Module):
             targets,
             z_loss=z_loss,
             chunk=chunk,
-            products=products,
+            matmul_mode=matmul_mode,
             on_units=self.has_units,
             fused=self.has_triton,
         )
@@ -116,7 +116,7 @@ class _Loss(torch.autograd.Function):
         targets: Tensor,
         z_loss: float,
         chunk: int,
-        products: Products,
+        matmul_mode: MatmulMode,
         on_units: bool,  # noqa: FBT001  — autograd's functions have positional arguments only
         fused: bool,  # noqa: FBT001
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -128,7 +128,7 @@ class _Loss(torch.autograd.Function):
             ctx.save_for_backward(by_hidden, by_weight)
             ctx.mark_non_differentiable(cross_entropy, z)
             return cross_entropy + z, cross_entropy, z
-        wide = torch.float32 if products == "fp32" else hidden.dtype
+        wide = torch.float32 if matmul_mode == "fp32" else hidden.dtype
         rows_of_chunks, weight = hidden.to(wide), head_weight.to(wide)
         cross_entropy = z = torch.zeros((), device=hidden.device)
         hidden_gradients = []
@@ -136,7 +136,7 @@ class _Loss(torch.autograd.Function):
         for rows, wanted in zip(rows_of_chunks.split(chunk), targets.split(chunk), strict=True):
             logits = (rows @ weight.t()).to(hidden.dtype)  # [n, v]
             if on_units:
-                slope, entropies, zs = slopes_of_entropy(logits, wanted, z_loss)
+                slope, entropies, zs = entropy_gradient(logits, wanted, z_loss)
                 chunk_entropy, chunk_z = entropies.sum(), zs.sum()
             else:
                 logits = logits.float()
@@ -220,7 +220,7 @@ torch.library.define(
 def _loss_and_gradients(
     hidden: Tensor, weight: Tensor, targets: Tensor, z_loss: float, chunk: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    from bloomery.kernels.triton_loss import write_slopes  # only where Triton is
+    from bloomery.kernels.triton_loss import write_loss_gradient  # only where Triton is
 
     by_hidden, by_weight, *_ = _room(hidden, weight)
     by_weight.zero_()
@@ -228,7 +228,7 @@ def _loss_and_gradients(
     for first in range(0, hidden.shape[0], chunk):
         at = slice(first, first + chunk)
         logits = hidden[at] @ weight.t()  # [chunk, v], from the next line on their gradient
-        write_slopes(logits, targets[at], z_loss, terms[0, at], terms[1, at])
+        write_loss_gradient(logits, targets[at], z_loss, terms[0, at], terms[1, at])
         torch.mm(logits, weight, out=by_hidden[at])
         by_weight.add_(logits.t() @ hidden[at])
     return by_hidden, by_weight, terms[0].sum(), terms[1].sum()

@@ -1,4 +1,4 @@
-"""Attention and the gradient of the loss in the native library, for bf16 on CPUs with matrix units (AMX).
+"""Attention and the loss's gradient in the native library, for bf16 on CPUs with matrix units (AMX).
 
 torch's own kernels take several times as long there. Legend: b batch, s positions, d head width; n tokens, v
 vocabulary.
@@ -54,14 +54,14 @@ class _Entropy(ctypes.Structure):
 
 
 @functools.cache
-def has_units() -> bool:
+def has_amx() -> bool:
     """Whether the native library is present, and this processor has the units for it."""
     native = library()
     return native is not None and bool(native.bloomery_attention_units())
 
 
-def attends(qkv: Tensor) -> bool:
-    """Whether `causal_attention` can take these arguments, if the processor `has_units`."""
+def supports_attention(qkv: Tensor) -> bool:
+    """Whether `causal_attention` can take these arguments, if the processor `has_amx`."""
     return qkv.dtype == torch.bfloat16 and qkv.device.type == "cpu" and qkv.shape[3] % 2 == 0
 
 
@@ -194,25 +194,25 @@ def _table(part: Tensor | None) -> int | None:
     return part.data_ptr()
 
 
-def slopes_of_entropy(logits: Tensor, targets: Tensor, z_loss: float) -> tuple[Tensor, Tensor, Tensor]:
+def entropy_gradient(logits: Tensor, targets: Tensor, z_loss: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return slopes [n, v] in bf16 of the sum of both terms, with each token's cross entropy and z term, fp32
     [n].
 
-    logits: bf16 [n, v] on a CPU that `has_units`.
+    logits: bf16 [n, v] on a CPU that `has_amx`.
     targets: a target outside of the vocabulary counts nothing.
     """
-    slopes: tuple[Tensor, Tensor, Tensor] = torch.ops.bloomery.slopes_of_entropy(logits, targets, z_loss)
+    slopes: tuple[Tensor, Tensor, Tensor] = torch.ops.bloomery.entropy_gradient(logits, targets, z_loss)
     return slopes
 
 
 torch.library.define(
-    "bloomery::slopes_of_entropy",
+    "bloomery::entropy_gradient",
     "(Tensor logits, Tensor targets, float z_loss) -> (Tensor slopes, Tensor cross_entropy, Tensor z)",
 )
 
 
-@torch.library.impl("bloomery::slopes_of_entropy", "default")
-def _slopes_of_entropy(logits: Tensor, targets: Tensor, z_loss: float) -> tuple[Tensor, Tensor, Tensor]:
+@torch.library.impl("bloomery::entropy_gradient", "default")
+def _entropy_gradient(logits: Tensor, targets: Tensor, z_loss: float) -> tuple[Tensor, Tensor, Tensor]:
     logits, targets = logits.contiguous(), targets.contiguous()
     slopes, cross_entropy, z = _terms(logits)
     call = _Entropy(
@@ -231,7 +231,7 @@ def _slopes_of_entropy(logits: Tensor, targets: Tensor, z_loss: float) -> tuple[
     return slopes, cross_entropy, z
 
 
-@torch.library.register_fake("bloomery::slopes_of_entropy")  # type: ignore[untyped-decorator]
+@torch.library.register_fake("bloomery::entropy_gradient")  # type: ignore[untyped-decorator]
 def _(logits: Tensor, targets: Tensor, z_loss: float) -> tuple[Tensor, Tensor, Tensor]:
     return _terms(logits)
 

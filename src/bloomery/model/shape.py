@@ -104,8 +104,8 @@ def is_residual_output(name: str) -> bool:
     return name.endswith((".attention.output.weight", ".mlp.down.weight"))
 
 
-def is_head_norm(name: str) -> bool:
-    """Whether `name` is a norm of queries or keys, which all heads share."""
+def is_qk_norm(name: str) -> bool:
+    """Whether `name` is a QK norm, whose weight all heads share."""
     return name.endswith((".attention.query_norm.weight", ".attention.key_norm.weight"))
 
 

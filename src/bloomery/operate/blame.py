@@ -12,19 +12,24 @@ from bloomery.operate.collective_timeout import REPORTS_TIMEOUT, diagnose_timeou
 from bloomery.operate.diagnosis import Cause, Culprit, Diagnosis
 from bloomery.operate.failure_evidence import FailureEvidence, RankEnd
 from bloomery.operate.known_texts import (
-    DRIVER_HAS_NONE,
+    DRIVER_OUT_OF_MEMORY,
     GPU_MEMORY,
+    HANDLED_ERROR,
     KNOWN_TEXTS,
     LINK_DOWN,
     MAYBE_TIMEOUT,
     MOST_CHARACTERS,
-    NETWORK_OF_NCCL,
-    ONLY_LOGGED,
+    NCCL_NETWORK,
     bad_gpu_of,
     killed_process,
     transient_cause_of,
 )
-from bloomery.operate.last_exception import exception_of, is_of_a_store, log_of_exception, reasons_of
+from bloomery.operate.last_exception import (
+    exception_of,
+    is_store_client_error,
+    log_of_exception,
+    possible_causes,
+)
 
 _PYTHON_KILLED = re.compile(r"Killed process \d+ \((?:python|pt_)")
 """A process that a rank may have started: torch's data workers call themselves pt_data_worker."""
@@ -52,7 +57,7 @@ _OF_HTTP = re.compile(r"ProtocolError|HTTPS?Connection|urllib3|aiohttp|httpx|bot
 """A client's connection to a server that is no rank."""
 _OF_A_SOCKET = re.compile(r"^(?:ConnectionResetError|BrokenPipeError)\b")
 """What Python raises of its own sockets; ranks are connected by libraries that raise something else."""
-_DEALT_WITH = {Cause.NETWORK: ONLY_LOGGED, Cause.STORAGE: ONLY_LOGGED}
+_DEALT_WITH = {Cause.NETWORK: HANDLED_ERROR, Cause.STORAGE: HANDLED_ERROR}
 _ABORTED_BY_TORCH = re.compile(
     r"watchdog thread terminated with exception: (?!(?:CUDA|HIP) error)|taking the entire process down"
     r"|Terminating the process after attempting to dump debug info|NCCL operations have failed or timed out"
@@ -141,7 +146,7 @@ def _texts(evidence: FailureEvidence) -> Iterator[Diagnosis]:
                     if not _raised_beside(evidence, end):
                         yield diagnose_timeout(evidence, end, line)
                     continue
-                if cause == Cause.NETWORK and is_of_a_store(end) and "esolution" not in line:
+                if cause == Cause.NETWORK and is_store_client_error(end) and "esolution" not in line:
                     yield _found(Cause.STORAGE, end.culprit, line, f"log of rank {end.rank}: {line}")
                     continue
                 culprit = end.culprit
@@ -193,8 +198,10 @@ def _gpu_memory(evidence: FailureEvidence) -> Iterator[Diagnosis]:
     for end in _failed(evidence):
         line = _line(f"{end.error}\n{end.log}", GPU_MEMORY.pattern)
         if line:
-            # torch's allocator names its own use; the driver alone has none left where others hold it all
-            others = bool(_OTHERS_HOLD_IT.search(f"{end.error}\n{end.log}") or DRIVER_HAS_NONE.search(line))
+            # torch's allocator names its own use; the driver's error also counts what others hold
+            others = bool(
+                _OTHERS_HOLD_IT.search(f"{end.error}\n{end.log}") or DRIVER_OUT_OF_MEMORY.search(line)
+            )
             at_start = end.step <= evidence.first_step and others
             cause = Cause.GPU_MEMORY_AT_START if at_start else Cause.GPU_MEMORY
             yield _found(cause, end.culprit, line, f"log of rank {end.rank}: {line}")
@@ -203,7 +210,7 @@ def _gpu_memory(evidence: FailureEvidence) -> Iterator[Diagnosis]:
 def _link(evidence: FailureEvidence) -> Iterator[Diagnosis]:
     """Yield a network failure: NCCL reports an error of its adapter, or the kernel that a link is down."""
     for end in evidence.ranks:
-        line = _line(f"{end.error}\n{end.log}", NETWORK_OF_NCCL.pattern)
+        line = _line(f"{end.error}\n{end.log}", NCCL_NETWORK.pattern)
         if line and end.status not in (0, None):
             yield _found(Cause.NETWORK, end.culprit, line, f"log of rank {end.rank}: {line}", sure=False)
     for host, lines in sorted(evidence.kernel.items()):
@@ -289,9 +296,9 @@ def _exceptions(evidence: FailureEvidence) -> Iterator[Diagnosis]:
             line = next((line for line in end.log.splitlines() if line.strip()), "refused at its start")
             yield _found(Cause.BAD_RECIPE, Culprit(), line, f"rank {end.rank} ended with status 2")
         line = exception_of(end)
-        shown = next((text for text in (line, *reasons_of(end)) if transient_cause_of(text)), line)
+        shown = next((text for text in (line, *possible_causes(end)) if transient_cause_of(text)), line)
         cause = transient_cause_of(shown)
-        if cause == Cause.NETWORK and is_of_a_store(end):
+        if cause == Cause.NETWORK and is_store_client_error(end):
             cause = Cause.STORAGE
         if shown:
             first, proof = shown.splitlines()[0], f"rank {end.rank}: {shown}"

@@ -1,4 +1,4 @@
-"""Finds the rank for which the others waited when a collective timed out."""
+"""Finds the rank that the others waited for when a collective timed out."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ REPORTS_TIMEOUT = re.compile(
 _LAST_ENQUEUED = re.compile(r"last enqueued NCCL work: (\d+)")
 _NAMES_RANK = re.compile(r"\b[Rr]anks? (\d+) failed to (?:pass|reach) monitoredBarrier")
 _IS_STUCK = re.compile(r"watchdog got stuck for \d+ seconds|due to \w+ watchdog hang|GIL[- ]induced hang")
-"""What a rank prints whose own program stands still, so that not even torch's watchdog goes on."""
+"""What a rank prints whose own program hangs, so that not even torch's watchdog goes on."""
 
 
 def diagnose_timeout(evidence: FailureEvidence, end: RankEnd, line: str) -> Diagnosis:
-    """Return what a time-out of a collective means: by torch's flight recorder, else by who told of it.
+    """Return the cause of a collective's time-out: by torch's flight recorder, else by who reported it.
 
     end, line: a rank that reports the time-out, and its words.
     """

@@ -1,4 +1,4 @@
-"""What the launchers of a job do next: one record for each attempt, and a last one with the exit status."""
+"""The decisions that all launchers of a job follow: the next attempt and its hosts, or the exit status."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Says when a job must save and leave: before its time limit, and ahead of maintenance of its nodes."""
+"""Decides when a job must save and exit: before its time limit, and ahead of maintenance of its nodes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bloomery.operate.maintenance import MaintenanceNotice, earliest
 log = logging.getLogger(__name__)
 
 LEAST_S = 10.0
-"""A job stops so many seconds before its end at the latest, however quick its saves are."""
+"""The least seconds before its end at which a job stops, however quick its saves are."""
 TIMES = 3.0
 """Times the longest measured save, and the longest step, that are left for the last ones."""
 EXIT_TIMES, EXIT_UNMEASURED_S = 2.0, 15.0
@@ -149,8 +149,8 @@ class Departure:
     def __exit__(self, *error: Any) -> None:  # Any: an exception's kind, value and trace
         self.close()
 
-    def look(self) -> str:
-        """Return why the run must save and stop now; "" while it need not. Asks what is due to be asked."""
+    def check(self) -> str:
+        """Return why the run must save and stop now; "" while it need not. Asks what is due."""
         now = time.monotonic()
         if now - self._asked_end >= _END_EVERY_S:
             self._asked_end = now
@@ -190,7 +190,7 @@ class Departure:
         logged_error = ""
         while not self.reason and not self._closed.wait(self._poll_s):
             try:
-                self.reason = self.look()
+                self.reason = self.check()
             except Exception as error:  # noqa: BLE001 - without this thread the job is killed at its limit
                 before, logged_error = logged_error, f"{type(error).__name__}: {error}"
                 if logged_error != before:

@@ -1,4 +1,4 @@
-"""The causes of failures that bloomery knows: what each means, what helps, and whether it would repeat."""
+"""The known causes of failures: what each means, its remedy, and whether a restart would fail again."""
 
 from __future__ import annotations
 

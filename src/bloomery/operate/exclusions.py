@@ -1,4 +1,4 @@
-"""The nodes in quarantine: a file that several runs may share, and its effect on jobs that wait."""
+"""The list of quarantined nodes, a file that several runs may share, which queued jobs then avoid."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Exclusions:
             raise storage_error(refused, path=self.path, doing="Writing the nodes in quarantine") from refused
 
 
-def keep_out_of_queue(
+def exclude_in_queue(
     scheduler: Scheduler, rundir: RunDirectory, *, name: str, section: SubmitSection, nodes: Sequence[str]
 ) -> list[str]:
     """Exclude `nodes` from every job of a run that waits; returns the names of these jobs.

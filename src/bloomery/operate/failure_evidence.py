@@ -1,4 +1,4 @@
-"""Everything that launchers collect about a failure, for the rules that find its cause."""
+"""The evidence that launchers collect about a failure, for the rules that find its cause."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class FailureEvidence:
     kernel: the lines of each host's kernel log since the attempt began.
     scheduler: the scheduler's state of the job, such as "PREEMPTED"; "" without a scheduler.
     messages: what launchers and the scheduler printed.
-    hang: which ranks held up the run; None where it did not stand still.
+    hang: which ranks held up the run; None where it did not hang.
     silent_hosts: the hosts that no longer write heartbeats.
     shm_free: the free share of /dev/shm; None where it is unknown.
     shm_free_gib: its free space in GiB, the least of all hosts; None where it is unknown.

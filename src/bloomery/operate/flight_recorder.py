@@ -1,4 +1,4 @@
-"""Reads what torch's flight recorder dumped when a collective timed out: which rank did not come to it.
+"""Reads the dumps of torch's flight recorder after a time-out, and finds ranks that missed a collective.
 
 A dump is a pickle of plain values. It is read by an unpickler that refuses every class and function, so that
 a file of another's making can hold wrong numbers and no code. See torch/distributed/flight_recorder.

@@ -21,7 +21,7 @@ from bloomery.operate.decision import HANG, SILENT, Decision, ShareResult, evide
 from bloomery.operate.departure import Departure
 from bloomery.operate.diagnosis import EXIT_STATUSES, GAVE_UP, NODE_IS_BAD, Cause, Diagnosis
 from bloomery.operate.hang import find_hang
-from bloomery.operate.job_board import JobBoard, seats
+from bloomery.operate.job_board import JobBoard, assign_hosts
 from bloomery.operate.launcher import port_for_ranks
 from bloomery.operate.share_log import ShareLog, free_gib, free_share
 from bloomery.operate.share_watch import ShareWatch
@@ -47,7 +47,7 @@ from bloomery.operate.wrong_bits import diagnose_wrong_bits
 
 _TICK_S = 0.25
 _SPARES_S = 30.0
-"""A job starts without launchers that are still missing so many seconds after enough have come."""
+"""The seconds to wait for more launchers once enough for a start have come."""
 _RESULTS_S = 45.0
 """Seconds that the ranks of living nodes may take to end, once one has failed."""
 _STACKS_S = 10.0
@@ -107,7 +107,7 @@ class GroupSupervisor:
             threading.Thread(target=self._repeat, args=(self._tick, _TICK_S), daemon=True),
         ]
         if self._check is not None:  # before the first heartbeat: who lives has said what it is
-            self._board.put_facts(self._check.look(self._rundir, self._board.host))
+            self._board.put_facts(self._check.gather(self._rundir, self._board.host))
         self._beat()
         for thread in threads:
             thread.start()
@@ -173,7 +173,7 @@ class GroupSupervisor:
     def _tick(self) -> None:
         self._follow()
         if self._watch is not None:
-            self._watch.look()
+            self._watch.poll()
         if self._board.leads():
             self._lead()
 
@@ -320,7 +320,9 @@ class GroupSupervisor:
             )
             why_not = why_not or departs
             bad = self._bad_nodes(decision, diagnosis, results)
-            hosts = seats(decision.hosts, living=self._board.living(), bad=bad, wanted=self._size.needed)
+            hosts = assign_hosts(
+                decision.hosts, living=self._board.living(), bad=bad, wanted=self._size.needed
+            )
             if not why_not and len(hosts) < self._size.needed:
                 why_not = f"{len(hosts)} of {self._size.needed} nodes are left in this job"
             journal.write(

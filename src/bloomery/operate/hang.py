@@ -1,4 +1,4 @@
-"""Finds out from the stacks and heartbeats of all ranks which ranks hold up a run that stands still."""
+"""Finds the ranks that hold up a hung run, from the stacks and heartbeats of all ranks."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ class RankPlace:
 
 @dataclass(frozen=True, kw_only=True)
 class HangFinding:
-    """Which ranks hold up a run that stands still.
+    """Which ranks hold up a hung run.
 
     culprits: the ranks that the others wait for; empty where all ranks wait in the same place.
     hosts: the hosts of the culprits.
     summary: one sentence.
     evidence: a line for each group of ranks in the same place.
-    sure: whether stacks or the kernel show it; False where heartbeats alone do.
+    sure: whether stacks or the kernel show it; False where only heartbeats do.
     """
 
     culprits: tuple[int, ...]
@@ -105,7 +105,7 @@ def find_hang(
 
 
 def place_of(beat: RankBeat, stack: RankStack | None, *, is_silent: bool) -> RankPlace:
-    """Return where a rank stands, by its stack where there is one, else by its heartbeat."""
+    """Return the code that a rank has reached, by its stack where there is one, else by its heartbeat."""
     if stack is not None and stack.state == "T":
         return RankPlace(waits=False, where="a stop (SIGSTOP): the process is stopped")
     if stack is not None and stack.frames:

@@ -1,4 +1,4 @@
-"""The files through which the launchers of one job find each other, and agree on what happens next.
+"""The rendezvous of a job's launchers through files, in which they also agree on the next attempt.
 
 They lie in RUN/launchers/JOB. Each launcher writes a card, `HOST.json`, every second; a launcher whose card
 stays the same is lost. A decision is a file that is created exclusively, so that of two launchers which both
@@ -21,15 +21,15 @@ from bloomery.errors import TrainingFailed, storage_error
 from bloomery.events.records import known_values
 from bloomery.operate.node_facts import NodeFacts
 
-INTERVAL_S = 1.0
-SILENCE_S = 6.0
+INTERVAL_S = 1.0  # between two writes of a launcher's card
+SILENCE_S = 6.0  # without a new card, after which a launcher is lost
 MOST_CARDS_PER_S = 100.0
-"""All launchers of a job together write so many cards a second at most."""
+"""The most cards per second that all launchers of a job together write."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LauncherCard:
-    """What a launcher says about itself.
+    """A launcher's record about itself, rewritten as its heartbeat.
 
     address: where its ranks can be reached. ranks: the number that it starts.
     beats: how often the card was written. asked: the signal that asked this launcher to end; 0 for none.
@@ -95,7 +95,7 @@ class JobBoard:
     def hosts(self) -> list[str]:
         """Return all hosts that ever had a card, in natural order: node-2 before node-10."""
         names = [path.stem for path in self._directory.glob("*.json") if not _RECORD.match(path.stem)]
-        return sorted(names, key=natural)
+        return sorted(names, key=natural_sort_key)
 
     def card(self, host: str) -> LauncherCard | None:
         """Read a launcher's card now; None where there is none that can be read."""
@@ -146,11 +146,11 @@ class JobBoard:
         return record if isinstance(record, dict) else None
 
     def put_facts(self, facts: NodeFacts) -> None:
-        """Write what this node says of itself, before its first card. Raises StorageError."""
+        """Write the facts of this node, before its first card. Raises StorageError."""
         self.put(f"facts-0-{self._own.host}", facts.to_json())
 
     def facts(self, hosts: Iterable[str]) -> dict[str, NodeFacts]:
-        """Return what nodes say of themselves, without those that said nothing."""
+        """Return the facts of the nodes that have written them."""
         records = {host: self.get(f"facts-0-{host}") for host in hosts}
         return {host: NodeFacts.from_json(record) for host, record in records.items() if record is not None}
 
@@ -162,12 +162,14 @@ class JobBoard:
 _RECORD = re.compile(r"(?:decision|ending|ask|result|stacks|facts)-\d")
 
 
-def natural(host: str) -> list[tuple[int, str]]:
+def natural_sort_key(host: str) -> list[tuple[int, str]]:
     """Return a key that sorts node-2 before node-10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", host)]
 
 
-def seats(before: Iterable[str], *, living: Iterable[str], bad: Iterable[str], wanted: int) -> list[str]:
+def assign_hosts(
+    before: Iterable[str], *, living: Iterable[str], bad: Iterable[str], wanted: int
+) -> list[str]:
     """Return the hosts of the next attempt, those that go on in their old places, so that ranks keep theirs.
 
     before: the hosts of the attempt before. living: hosts whose launchers are alive. bad: hosts to leave out.

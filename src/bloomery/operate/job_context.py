@@ -1,4 +1,4 @@
-"""The scheduler's job in which this process runs: when it ends, and what is done when it fails."""
+"""The scheduler's job in which this process runs: its end, and what it does about failures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bloomery.events.run_directory import RunDirectory
 from bloomery.events.switches import arm
 from bloomery.operate.departure import Departure, maintenance_files
 from bloomery.operate.diagnosis import Cause, Diagnosis
-from bloomery.operate.exclusions import Exclusions, QuarantinedNode, keep_out_of_queue
+from bloomery.operate.exclusions import Exclusions, QuarantinedNode, exclude_in_queue
 from bloomery.operate.maintenance import notices_of_cloud, notices_of_files, notices_of_slurm
 from bloomery.operate.schedulers import kubernetes_manifest
 from bloomery.operate.schedulers.machine_queue import END, JOB
@@ -127,7 +127,7 @@ def reactions_of(rundir: RunDirectory, loaded: LoadedRecipe, *, say: Say) -> Job
             say(f"{host} is in quarantine ({exclusions.path})")
             scheduler = scheduler_of(section, rundir.path.absolute())
             hosts = sorted(exclusions.nodes())
-            jobs = keep_out_of_queue(scheduler, rundir, name=name, section=section, nodes=hosts)
+            jobs = exclude_in_queue(scheduler, rundir, name=name, section=section, nodes=hosts)
             if jobs:
                 say(f"{', '.join(hosts)} excluded from {', '.join(jobs)}")
         except BloomeryError as refused:  # the next job looks at the list itself when it starts

@@ -1,4 +1,4 @@
-"""The texts by which ranks, launchers, kernels and schedulers name a cause, those that count most first."""
+"""Patterns of log lines that name a failure's cause, by priority: of ranks, kernels and schedulers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from bloomery.operate.diagnosis import Cause
 
 MOST_CHARACTERS = 4096
-"""So much of a line is searched, for some patterns take time in proportion to the square of its length."""
+"""The most characters of a line that are searched: some patterns take time quadratic in its length."""
 _BAD_XIDS = frozenset({46, 48, 62, 63, 64, 74, 79, 94, 95, 109, 119, 120, 140, 143, 158})
 """NVIDIA's error numbers after which its catalogue wants the GPU reset or exchanged. 13, 31, 43 and 45 are
 mostly faults of the program, and 92 is harmless."""
@@ -214,14 +214,14 @@ _OF_STORES = re.compile(
     r"|(?i:reduce your request rate)|\bFailed to copy(?:to)?: "  # of rclone
     r"|\bS3\w*(?:Exception|Error)\b|google\.resumable_media|awscrt|s3transfer|swiftclient|googleapis|gcsfs|s3fs|botocore|boto3|fsspec|minio|hdfs"
 )
-OF_A_STORES_CLIENT = re.compile(
+STORE_CLIENT = re.compile(
     r"^(?:azure|boto3|botocore|aiobotocore|awscrt|gcsfs|google\.(?:api_core|cloud|resumable_media)|oss2|s3fs)\."
     r"|site-packages/(?:adlfs|azure/storage|boto3|botocore|gcsfs|google/cloud/storage|s3fs|s3transfer)/"
     r"|\b(?:abfss?|az|gs|hdfs|oss|s3)://",
     re.M,
 )
 """An exception, a frame of a traceback or an address that belongs to an object store."""
-NETWORK_OF_NCCL = re.compile(
+NCCL_NETWORK = re.compile(
     r"NET/OFI .*completed with error"
     r"|NET/IB\s?: .*(?:Got completion .*(?:status=(?:\w+\()?|error )\d+|Got async event)|ibv_\w+ failed"
     r"|mlx\d: \S+: got completion with error"
@@ -243,7 +243,7 @@ GPU_MEMORY = re.compile(
     r"|(?<!ray\.exceptions\.)\bOutOfMemoryError\b|^Error out of memory at line \d+ in file "  # bitsandbytes
 )
 """What says that a device has no memory left."""
-DRIVER_HAS_NONE = re.compile(
+DRIVER_OUT_OF_MEMORY = re.compile(
     r"(?:CUDA|HIP)(?: driver)? error: out of memory|Cuda failure.* 'out of memory'"
     r"|cudaErrorMemoryAllocation|hipErrorOutOfMemory"
 )
@@ -252,7 +252,7 @@ LINK_DOWN = re.compile(
     r"mlx5_core \S+ \S+: Link down|(?:ib|hsn|roce)\w*: (?:link is down|carrier lost)", re.I
 )
 """What the kernel says of a link of InfiniBand or Slingshot."""
-ONLY_LOGGED = re.compile(r"^(?:\S+\s+){0,5}?\W{0,3}(?:WARNING|INFO|DEBUG)\b")
+HANDLED_ERROR = re.compile(r"^(?:\S+\s+){0,5}?\W{0,3}(?:WARNING|INFO|DEBUG)\b")
 """A line by which a program logged what it then dealt with. NCCL's WARN is none: it comes before an error."""
 MAYBE_TIMEOUT = re.compile(
     r"operations have failed or timed out|"

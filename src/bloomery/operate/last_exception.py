@@ -1,4 +1,4 @@
-"""Finds in the log of a rank the exception that ended it, what stands behind it, and what came before it."""
+"""Finds in a rank's log the exception that ended it, its chained causes, and the lines before it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from bloomery.operate.diagnosis import Cause
 from bloomery.operate.failure_evidence import RankEnd
-from bloomery.operate.known_texts import KNOWN_TEXTS, OF_A_STORES_CLIENT
+from bloomery.operate.known_texts import KNOWN_TEXTS, STORE_CLIENT
 
 _EXCEPTION = re.compile(
     r"^(?:\[rank\d+\]: )?"  # torch's prefix
@@ -61,7 +61,7 @@ def log_of_exception(end: RankEnd) -> str:
     return log[place:]
 
 
-def reasons_of(end: RankEnd) -> Iterator[str]:
+def possible_causes(end: RankEnd) -> Iterator[str]:
     """Yield what may stand behind the last exception of a rank.
 
     Such are the exceptions that it was raised from; what was printed last, and before the traceback, where a
@@ -81,11 +81,11 @@ def reasons_of(end: RankEnd) -> Iterator[str]:
         yield from (line for line in reversed(told) if not _IS_WARNING.search(line))
 
 
-def is_of_a_store(end: RankEnd) -> bool:
+def is_store_client_error(end: RankEnd) -> bool:
     """Return whether the exception that ended the rank is one of an object store's client."""
     log = _without_ignored(end.log)
     last = log[log.rfind(_TRACEBACK) :] if _TRACEBACK in log else ""
-    return bool(OF_A_STORES_CLIENT.search(end.error) or OF_A_STORES_CLIENT.search(last))
+    return bool(STORE_CLIENT.search(end.error) or STORE_CLIENT.search(last))
 
 
 def _last_exception(log: str) -> str:

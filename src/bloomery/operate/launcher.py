@@ -52,11 +52,11 @@ class NodeGroup:
     """The machines on which srun has started one launcher each.
 
     nodes: their number.
-    meeting_point: the HOST:PORT of the rendezvous, equal on all of them.
+    rendezvous: the HOST:PORT of the rendezvous, equal on all of them.
     """
 
     nodes: int
-    meeting_point: str
+    rendezvous: str
 
 
 def rank_variables(environment: Environment, *, address_of: AddressOf | None = None) -> dict[str, str]:
@@ -105,7 +105,7 @@ def node_group(environment: Environment, *, address_of: AddressOf | None = None)
         count = _number(environment, "SLURM_JOB_NUM_NODES", 1)
         if "SLURM_JOB_ID" in environment and "SLURMD_NODENAME" in environment and count > 1:
             raise TrainingFailed(
-                f"This job has {count} nodes, and `bloomery launch` was started on the first alone.",
+                f"This job has {count} nodes, and `bloomery launch` was started only on the first.",
                 remedy="Write `srun --ntasks-per-node=1` before it.",
             )
         return None
@@ -119,7 +119,7 @@ def node_group(environment: Environment, *, address_of: AddressOf | None = None)
             "a rank.",
         )
     address = (address_of or address_of_node)(step.master)
-    return NodeGroup(nodes=nodes, meeting_point=f"{address}:{port_of(step.job)}")
+    return NodeGroup(nodes=nodes, rendezvous=f"{address}:{port_of(step.job)}")
 
 
 def port_of(job: int) -> int:

@@ -1,4 +1,4 @@
-"""Notices that a machine will go away: from clouds' metadata services, SLURM's reservations, and files."""
+"""Reads notices of node maintenance: clouds' metadata services, SLURM's reservations, and files."""
 
 from __future__ import annotations
 

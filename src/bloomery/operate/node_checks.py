@@ -1,4 +1,4 @@
-"""Judges the nodes of a job by what they say of themselves and by each other, as a pure function."""
+"""Judges the nodes of a job by the facts each reports and by comparing them, as a pure function."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def judge_nodes(
     findings += _links(nodes, environment or {})
     findings += _versions(nodes)
     findings += _clocks(nodes)
-    findings += _speeds(nodes, "teraflops", "matrix products", "TFLOP/s")
+    findings += _speeds(nodes, "teraflops", "matmuls", "TFLOP/s")
     findings += _speeds(nodes, "all_reduce_gb_per_s", "all-reduce", "GB/s")
     return findings
 
@@ -95,7 +95,7 @@ def _alone(facts: NodeFacts, disk_gb: float, gpus: int) -> list[NodeFinding]:
             f"/dev/shm is {1 - facts.shm_share:.0%} full", "Remove what earlier jobs left there.", is_bad=True
         )
     if facts.is_exact is False:
-        find("equal products differ: it computes wrongly", "Have the node tested.", is_bad=True)
+        find("equal matmuls differ: it computes wrongly", "Have the node tested.", is_bad=True)
     return findings
 
 

@@ -1,4 +1,4 @@
-"""What a node says of itself before a run starts on it: versions, devices, memory, disk and clock."""
+"""Gathers facts about this node before a run starts on it: versions, devices, memory, disk and clock."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class NodeFacts:
     memory_gib: memory that programs may still take. disk_gb: free on the disk of the run directory.
     inodes: free there; None where the file system does not count them. shm_share: free share of /dev/shm.
     clock_s: how far this clock is ahead of that of the run directory's file system, in seconds.
-    teraflops: of a matrix product, the slowest rank's. all_reduce_gb_per_s: of the ranks of this node.
-    is_exact: whether equal products were equal to the bit. None where they were not measured.
+    teraflops: of a matmul, the slowest rank's. all_reduce_gb_per_s: of the ranks of this node.
+    is_exact: whether equal matmuls were equal to the bit. None where they were not measured.
     interfaces: network interfaces that are not down. infiniband_ports: InfiniBand ports that are active; None
         where there is no adapter.
     """
@@ -84,7 +84,7 @@ class NodeFacts:
 
 
 def gather_facts(run: Path, *, host: str) -> NodeFacts:
-    """Return what this node says of itself, within about a second. run: the run directory, which exists."""
+    """Return the facts of this node, within about a second. run: the run directory, which exists."""
     disk = os.statvfs(run)
     gpus, driver = _gpus()
     return NodeFacts(

@@ -1,4 +1,4 @@
-"""What `bloomery status` says of a run: state, progress, time left, losses, last save, jobs, warnings."""
+"""Collects what `bloomery status` shows of a run: state, progress, time left, losses, last save, jobs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bloomery.errors import BloomeryError, ConfigError
 from bloomery.events.journal import read_tail
 from bloomery.events.run_directory import RunDirectory
 from bloomery.operate.exclusions import Exclusions
-from bloomery.operate.run_state import RunVerdict, judge_state, look
+from bloomery.operate.run_state import RunVerdict, judge_state, observe_run
 from bloomery.operate.schedulers.interface import QueuedJob
 from bloomery.operate.standstill import StandstillLimits
 from bloomery.operate.submission import scheduler_of, was_submitted
@@ -23,12 +23,12 @@ from bloomery.plan.schedule import steps_left, total_samples
 
 _MEASURED_STEPS = 50
 _LIMITS = StandstillLimits(silence_s=15.0)
-"""One look cannot tell a late heartbeat from a missing one as surely as a watcher can."""
+"""Longer limits than a watcher's: one reading cannot tell a late heartbeat from a missing one as surely."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOverview:
-    """What `bloomery status` says of a run.
+    """What `bloomery status` shows of a run.
 
     done: the share of its samples that were used; None before the first step.
     step: the last step. step_s: the median seconds of the last steps; None where none was made.
@@ -85,7 +85,7 @@ def overview(rundir: RunDirectory) -> RunOverview:
                 silent = refused.message
                 warnings.append(silent)
         switches = [Path(recipe.control.directory)] if recipe.control.directory else []
-    verdict = judge_state(look(rundir, jobs, switches=switches, silent=silent), limits=_LIMITS)
+    verdict = judge_state(observe_run(rundir, jobs, switches=switches, silent=silent), limits=_LIMITS)
     return RunOverview(
         run=str(rundir.path),
         name=recipe.run.name if recipe else rundir.path.name,

@@ -1,4 +1,4 @@
-"""Which processes a process has started, by the files of Linux in /proc."""
+"""Lists all processes that a process has started, directly or not, from Linux's /proc."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def numbers_are_the_kernels() -> bool:
+def sees_kernel_pids() -> bool:
     """Return whether this process sees process numbers as the kernel's log has them: not in a container."""
     try:
         return Path("/proc/self/ns/pid").stat().st_ino == _FIRST_NAMESPACE

@@ -8,7 +8,7 @@ from bloomery.config.recipe import Recipe
 from bloomery.plan.schedule import total_samples
 
 NODES = 2
-STEPS = 20
+STEPS = 20  # of the rehearsal
 SEQUENCE_LENGTH = 128
 _HEAD = 32
 _MINUTES = 20.0

@@ -1,4 +1,4 @@
-"""The state of a run in one word, from what its scheduler and its run directory say."""
+"""Judges the state of a run (running, hung, pending, failed …) by its scheduler and its run directory."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _FRESH_S = 120.0
 
 
 _ENDING_S = 2.0
-"""A job's processes may still write for so many seconds after the end that the scheduler has recorded."""
+"""The seconds after a job's recorded end for which its processes may still write."""
 
 
 class RunStatus(StrEnum):
-    """What a run does."""
+    """The states of a run; the values are the words that people see."""
 
     RUNNING = "running"
     STARTING = "starting"
@@ -63,11 +63,11 @@ _BAD = {
 
 @dataclass(frozen=True, kw_only=True)
 class RunObservation:
-    """What one look at a run showed.
+    """What was observed of a run at one moment.
 
     jobs: its jobs in the scheduler's queue; () without a scheduler.
     ranks: the newest heartbeat of each rank, as `RankObservation` in seconds of `now`.
-    now: the moment of the look, in seconds.
+    now: the moment of the observation, in seconds.
     last: the last `start` or `end` in the first rank's journal, or {}.
     attempt: the last `attempt_end` or `diagnosis` in operations.jsonl after the last start, or {}.
     switch: the armed stop switch and who armed it; "" where it is not armed.
@@ -100,7 +100,7 @@ class RunVerdict:
     job: QueuedJob | None = None
 
 
-def look(
+def observe_run(
     rundir: RunDirectory,
     jobs: Sequence[QueuedJob],
     *,
@@ -284,7 +284,7 @@ def _goes_on(observation: RunObservation) -> str:
 
 
 def _ranks(rundir: RunDirectory, now: float) -> dict[int, RankObservation]:
-    """Return the newest heartbeat of each rank of the newest world, with the times that one look can know."""
+    """Return the newest heartbeat of each rank of the newest world, with the times one reading can know."""
     first = read_beat(rundir.heartbeat())
     world = first.world if first else 0
     ranks = {}
@@ -298,7 +298,7 @@ def _ranks(rundir: RunDirectory, now: float) -> dict[int, RankObservation]:
 
 
 def _rank(beat: RankBeat, *, written_s: float, now: float) -> RankObservation:
-    """Return what one look shows: the rank's own clock says for how long it has done what it does."""
+    """Return a rank's observation from one reading: the rank's own clock says how long its activity lasts."""
     written_s = min(written_s, now)
     still_s = max(0.0, beat.time - beat.since) if beat.activity != RankActivity.ENDED else 0.0
     return RankObservation(beat=beat, written_s=written_s, moved_s=written_s - still_s)

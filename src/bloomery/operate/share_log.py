@@ -1,4 +1,4 @@
-"""What a launcher knows of the ranks that it has started: processes, exit statuses, and what they printed."""
+"""Records of the ranks that one launcher started: processes, exit statuses, and what they printed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from bloomery.events.run_directory import RunDirectory
 from bloomery.operate.failure_evidence import RankEnd
 from bloomery.operate.flight_recorder import read_flight
-from bloomery.operate.process_tree import descendants, numbers_are_the_kernels
+from bloomery.operate.process_tree import descendants, sees_kernel_pids
 from bloomery.operate.standstill import read_beats
 
 _TAIL_BYTES = 1 << 15
@@ -60,7 +60,7 @@ class ShareLog:
     def ends(self, *, attempt: str) -> list[RankEnd]:
         """Return how each rank ended. attempt: the name that is in the heartbeats of these ranks."""
         beats = read_beats(self._rundir, ranks=self._ranks, attempt=attempt)
-        is_comparable = numbers_are_the_kernels()
+        is_comparable = sees_kernel_pids()
         ends = []
         for rank, status in sorted(self.statuses.items()):
             end = RankEnd(

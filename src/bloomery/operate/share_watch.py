@@ -1,4 +1,4 @@
-"""Says why the ranks of one launcher must stop or end, and reports their failures to the other launchers."""
+"""Watches the ranks of one launcher: why they must stop, and reports of failures to other launchers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bloomery.operate.share_log import ShareLog
 
 
 class ShareWatch:
-    """What the ranks of one launcher are told by the job during one attempt, and what it tells of them.
+    """Follows one attempt for the ranks of one launcher: when they must stop, and what to report of them.
 
     It serves `run_ranks` as the supervisor of the ranks and as the launchers of the other nodes.
 
@@ -36,8 +36,8 @@ class ShareWatch:
         self._ending: Mapping[str, Any] = {}
         self._is_over, self.asked = False, 0
 
-    def look(self) -> None:
-        """Read whether the attempt ends. Called from the thread that follows the job."""
+    def poll(self) -> None:
+        """Read from the board whether the attempt ends. Called from the thread that follows the job."""
         self._share.note_children()
         number = self._decision.number
         if not self._ending:

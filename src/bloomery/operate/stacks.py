@@ -1,4 +1,4 @@
-"""Takes the stacks of the ranks of this machine, by py-spy where it works and by SIGUSR2 elsewhere."""
+"""Takes the stacks of this machine's ranks, by py-spy where it works and by SIGUSR2 elsewhere."""
 
 from __future__ import annotations
 

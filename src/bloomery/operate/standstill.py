@@ -1,4 +1,4 @@
-"""Tells a run that stands still from a slow one, by the heartbeats of all ranks and times they measured."""
+"""Distinguishes a hung run from a slow one, by the heartbeats of all ranks and the times they measured."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from bloomery.events.heartbeat import RankActivity, RankBeat, interval_of, read_
 from bloomery.events.run_directory import RunDirectory
 
 TIMES_LONGEST = 3.0
-"""A rank may take so many times the longest turn that any rank measured of the same activity."""
+"""The multiple of the longest turn that any rank measured of an activity, which a rank may take for it."""
 EVALUATION_STEPS = 10.0
-"""Before an evaluation was measured, one of its batches may take so many times a step's forward and backward:
-it may have more rows than a micro-batch, and is computed eagerly."""
+"""The multiple of a step's forward and backward that a batch of an unmeasured evaluation may take: it may
+have more rows than a micro-batch, and is computed eagerly."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StandstillLimits:
-    """How long a run may stand still.
+    """How long a run may make no progress before it counts as hung.
 
     least_s: seconds below which nothing counts as a standstill, however short the measured turns are.
     unmeasured_s: seconds for an activity that no rank has measured yet, the first step for instance.
     compile_s: seconds below which no turn that may compile counts as a standstill, once a first turn was
         measured: another node may have to compile what this one had kept. Less than torch's time-out of a
-        collective, so that a rank that stands still is found before torch ends those that wait for it.
+        collective, so that a hung rank is found before torch ends those that wait for it.
     first_s: seconds below which the first two turns of an activity in a process are no standstill, once one
         was measured: caches of the disk may be cold. What a process does once has compile_s.
     evaluation_s: seconds for a batch of an evaluation that was not measured yet, or more, if steps were long.
@@ -106,7 +106,7 @@ def judge_progress(
 ) -> Standstill | None:
     """Return why the run counts as standing still; None while it moves, starts or has ended.
 
-    A run stands still when no rank moves. A run that waits for a slow rank keeps moving, if slowly.
+    A run hangs when no rank makes progress. A run that waits for a slow rank keeps moving, if slowly.
 
     now: the present time.monotonic().
     measured_s: the longest turn of each activity in earlier attempts of the same run, in seconds.
@@ -130,7 +130,7 @@ def judge_progress(
 def allowed_stillness_s(
     observations: Mapping[int, RankObservation], *, limits: StandstillLimits, measured_s: Mapping[str, float]
 ) -> float:
-    """Return for how many seconds all ranks may stand still.
+    """Return the seconds for which all ranks may make no progress.
 
     That is TIMES_LONGEST times the longest measured turn of what the ranks do now, and more by the limits.
     A turn that may compile is compared with first turns, and the first two of a process with all.

@@ -1,7 +1,7 @@
-"""Looks at the nodes of a run before its ranks start: the quick preflight of `bloomery launch --supervise`.
+"""Checks the nodes of a run before its ranks start: the quick preflight of `bloomery launch --supervise`.
 
 It starts no process of its own but nvidia-smi and git, and takes well under a second without GPUs.
-`bloomery preflight` measures products and an all-reduce besides.
+`bloomery preflight` measures matmuls and an all-reduce besides.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from bloomery.operate.supervise import JobReactions
 from bloomery.plan.parameters import count_parameters
 
 _AGAIN_S = 5.0
-"""A node that something is wrong with looks again after so many seconds: a job may just have ended there."""
+"""The seconds after which a node with a finding checks again: a job may just have ended there."""
 _BYTES_OF_PARAMETER = 12
 
 
@@ -39,8 +39,8 @@ class StartCheck:
     disk_gb: float
     environment: Mapping[str, str]
 
-    def look(self, rundir: RunDirectory, host: str) -> NodeFacts:
-        """Return what this node says of itself; looks twice where something is wrong."""
+    def gather(self, rundir: RunDirectory, host: str) -> NodeFacts:
+        """Return the facts of this node; gathers them a second time where something is wrong."""
         durable.make_directory(rundir.path)
         facts = gather_facts(rundir.path, host=host)
         if bad_hosts(self.judge({host: facts})):
@@ -49,7 +49,7 @@ class StartCheck:
         return facts
 
     def judge(self, nodes: Mapping[str, NodeFacts]) -> list[NodeFinding]:
-        """Return what is wrong with these nodes, alone and beside each other."""
+        """Return what is wrong with these nodes, each by itself and compared with the others."""
         return judge_nodes(nodes, disk_gb=self.disk_gb, gpus=self.gpus, environment=self.environment)
 
     def unfit_hosts(

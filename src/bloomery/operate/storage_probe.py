@@ -1,4 +1,4 @@
-"""Saves and loads as many bytes as a checkpoint has, from all nodes at once, and says what that will take."""
+"""Times writing and reading a checkpoint's bytes from all nodes at once, and forecasts saves and loads."""
 
 from __future__ import annotations
 

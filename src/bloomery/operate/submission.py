@@ -19,7 +19,7 @@ from bloomery.events.journal import read_tail
 from bloomery.events.records import known_values
 from bloomery.events.run_directory import RunDirectory
 from bloomery.operate.exclusions import Exclusions
-from bloomery.operate.job_board import natural
+from bloomery.operate.job_board import natural_sort_key
 from bloomery.operate.schedulers.interface import JobRequest, Scheduler, SchedulerError
 from bloomery.operate.schedulers.kubernetes import Kubernetes
 from bloomery.operate.schedulers.machine import OneMachine
@@ -28,7 +28,7 @@ from bloomery.operate.schedulers.slurm import Slurm
 
 @dataclass(frozen=True, kw_only=True)
 class Submission:
-    """What `bloomery submit` was told, kept as submission.json in the run directory for those that follow.
+    """The arguments of `bloomery submit`, kept as submission.json in the run directory for those that follow.
 
     recipe: the recipe's name, or its absolute path.
     overrides: settings of the command line.
@@ -107,7 +107,7 @@ def nodes_of(section: SubmitSection, parallel: ParallelSection) -> int:
 def request_of(
     submission: Submission, loaded: LoadedRecipe, rundir: RunDirectory, *, tasks: int, after: str = ""
 ) -> JobRequest:
-    """Return what is asked of the scheduler: `tasks` jobs, of which the first waits for the job `after`."""
+    """Return the request to the scheduler: `tasks` jobs, of which the first waits for the job `after`."""
     section, run = loaded.recipe.submit, rundir.path.absolute()
     nodes = nodes_of(section, loaded.recipe.parallel)
     bloomery = (sys.executable, "-m", "bloomery")
@@ -163,7 +163,9 @@ def top_up(
     missing = wanted - sum(job.tasks for job in living)
     if missing <= 0:
         return []
-    last = max(living, key=lambda job: (job.state.is_queued, job.submitted, natural(job.job)), default=None)
+    last = max(
+        living, key=lambda job: (job.state.is_queued, job.submitted, natural_sort_key(job.job)), default=None
+    )
     # The number of an array stands for all its tasks; no scheduler takes a range of them here.
     after = last.job.partition("_")[0] if last else ""
     return submit(scheduler, request_of(submission, loaded, rundir, tasks=missing, after=after))

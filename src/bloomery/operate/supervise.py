@@ -1,4 +1,4 @@
-"""Supervises a run on one machine: ends an attempt that stands still, and restarts after a failure."""
+"""Supervises a run on one machine: kills an attempt that hangs, and restarts after a failure."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class RestartBudget:
 
 @dataclass(frozen=True, kw_only=True)
 class JobReactions:
-    """Functions that a supervisor calls with the diagnosis of a failure before it starts the ranks again.
+    """The functions that a supervisor calls with the diagnosis of a failure before it starts the ranks again.
 
     on_bad_node: called where a node is the culprit and must not be used again, to quarantine it.
     on_repeating: called where every further start would fail in the same way, to stop the queued jobs.
@@ -105,7 +105,7 @@ class AttemptWatch:
 
     @property
     def hang(self) -> HangFinding | None:
-        """Why the attempt stands still; None while it does not, and where a rank had failed before it did."""
+        """Why the attempt hangs; None while it does not, and where a rank had failed before it did."""
         return None if self._is_ending else self._hang
 
     @property

@@ -1,4 +1,4 @@
-"""All time-outs of a run on one cluster in one table, computed from what its ranks measured."""
+"""Computes a table of all time-outs of a run on one cluster, from what its ranks measured."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _ACTIVITIES = {
     "a save": (RankActivity.SAVING,),
     "loading": (RankActivity.LOADING,),
 }
-_STANDSTILL = "standstill in"
+_HANG = "hang in"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,11 +77,11 @@ def run_timeouts(
         measured_s = max(times, default=None)
         table.append(_standstill(name, measured_s, limits, least_s=limits.least_s))
     first_s = max(firsts, default=None)
-    table.append(_standstill("a step that may compile", first_s, limits, least_s=limits.compile_s))
-    table.append(_standstill("in first eager turns", first_s, limits, least_s=limits.first_s))
+    table.append(_standstill("a compiling step", first_s, limits, least_s=limits.compile_s))
+    table.append(_standstill("first eager turns", first_s, limits, least_s=limits.first_s))
     table.append(
         RunTimeout(
-            name=f"{_STANDSTILL} evaluating",
+            name=f"{_HANG} evaluating",
             seconds=max(limits.least_s, evaluation_s(longest, limits=limits)),
             derived=f"{TIMES_LONGEST:g} × longest, or {EVALUATION_STEPS:g} × step, {limits.evaluation_s:g} s",
             then="stacks taken, then ended",
@@ -90,7 +90,7 @@ def run_timeouts(
     saving_s = longest.get(RankActivity.SAVING, 0.0)
     table.append(
         RunTimeout(
-            name="standstill at the end",
+            name="hang at the end",
             seconds=limits.ending_s + TIMES_LONGEST * saving_s,
             derived=f"{limits.ending_s:g} s + {TIMES_LONGEST:g} × save {saving_s:.3g} s",
             then="stacks taken, then ended",
@@ -104,7 +104,7 @@ def run_timeouts(
         "all ranks join": (timeouts.JOIN_TIMEOUT_S, "the start fails, with names"),
         "a collective": (float(timeouts.COLLECTIVE_TIMEOUT_S), "torch ends who waits"),
         "rank 0's task is silent": (timeouts.RANK_ZERO_SILENCE_S, "the others give up"),
-        "rank 0's task stands still": (timeouts.RANK_ZERO_STALL_S, "the others give up"),
+        "rank 0's task hangs": (timeouts.RANK_ZERO_STALL_S, "the others give up"),
     }
     table += [
         RunTimeout(name=name, seconds=seconds, derived="fixed", then=then)
@@ -120,7 +120,7 @@ def contradictions(table: Sequence[RunTimeout]) -> list[str]:
         f"a {timeout.name} is noticed after {timeout.seconds:.0f} s, and torch ends a collective after "
         f"{collective_s} s: its message will not say who held it up"
         for timeout in table
-        if timeout.name.startswith(_STANDSTILL) and timeout.seconds >= collective_s
+        if timeout.name.startswith(_HANG) and timeout.seconds >= collective_s
     ]
 
 
@@ -130,13 +130,13 @@ def _standstill(
     then = "stacks taken, then ended"
     if measured_s is None:
         return RunTimeout(
-            name=f"{_STANDSTILL} {name}",
+            name=f"{_HANG} {name}",
             seconds=limits.unmeasured_s,
             derived="not measured yet",
             then=then,
         )
     return RunTimeout(
-        name=f"{_STANDSTILL} {name}",
+        name=f"{_HANG} {name}",
         seconds=max(least_s, TIMES_LONGEST * measured_s),
         derived=f"{TIMES_LONGEST:g} × longest {measured_s:.3g} s, at least {least_s:g} s",
         then=then,

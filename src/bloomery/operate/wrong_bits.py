@@ -1,4 +1,4 @@
-"""Which machine is to blame where a run was stopped for silent corruption, by its journal's records."""
+"""Finds the machine to blame for a stop by silent data corruption, from the run's journal."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class GradientFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Counted:
+class CountedGradient:
     """A flat fp32 gradient, or this rank's shard of one, with what this rank has to count of it.
 
     padding: number of elements that belong to no parameter and are always zero.
@@ -70,7 +70,7 @@ class Counted:
 
 
 def examine(
-    gradients: Sequence[Counted],
+    gradients: Sequence[CountedGradient],
     *,
     limit: float,
     unscale: Tensor | float,

@@ -16,9 +16,7 @@ muon use AdamW.
 """
 
 ALIGNMENT = 64
-"""The start of each parameter is rounded up to so many elements, which aligns every view to 256 bytes in
-fp32.
-"""
+"""Each parameter starts at a multiple of this number of elements, so every fp32 view is 256-byte aligned."""
 
 
 Share = Literal["whole", "split", "partial", "echoed", "echo"]

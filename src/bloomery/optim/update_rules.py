@@ -1,4 +1,4 @@
-"""The update rules on one flat fp32 buffer: AdamW, fused, and Muon, which orthogonalises its momentum.
+"""The update rules on one flat fp32 buffer: fused AdamW, and Muon, which orthogonalises its momentum.
 
 AdamW skips updates on the device whose gradient is not finite. Muon's update is momentum brought near the
 closest orthogonal matrix (Jordan et al., 2024).
@@ -87,7 +87,7 @@ class FlatMuon:
         momentum: float,
         weight_decay: float,
         iterations: int,
-        products: torch.dtype = torch.float32,
+        matmul_dtype: torch.dtype = torch.float32,
     ) -> None:
         self._master, self._gradient = master, gradient
         self.momentum_buffer = torch.zeros_like(master)
@@ -95,7 +95,7 @@ class FlatMuon:
         for matrix in matrices:
             self._by_shape.setdefault(matrix.shape, []).append(matrix)
         self._momentum, self._weight_decay = momentum, weight_decay
-        self._iterations, self._products = iterations, products
+        self._iterations, self._matmul_dtype = iterations, matmul_dtype
 
     @torch.no_grad()
     def step(self, facts: GradientFacts, *, learning_rate: float) -> None:
@@ -110,7 +110,7 @@ class FlatMuon:
         self._master.mul_(1.0 - rate * self._weight_decay)
         for shape, matrices in self._by_shape.items():
             stacked = torch.stack([_view(ahead, matrix) for matrix in matrices])  # [n, rows, columns]
-            updates = orthogonalise(stacked, iterations=self._iterations, products=self._products)
+            updates = orthogonalise(stacked, iterations=self._iterations, matmul_dtype=self._matmul_dtype)
             updates *= -rate * 0.2 * math.sqrt(max(shape))
             for matrix, update in zip(matrices, updates.unbind(), strict=True):
                 _view(self._master, matrix).add_(update)
@@ -121,18 +121,18 @@ class FlatMuon:
         return {"momentum": self.momentum_buffer}
 
 
-def orthogonalise(matrices: Tensor, *, iterations: int, products: torch.dtype = torch.float32) -> Tensor:
+def orthogonalise(matrices: Tensor, *, iterations: int, matmul_dtype: torch.dtype = torch.float32) -> Tensor:
     """Return matrices whose singular values a quintic Newton-Schulz iteration has pushed towards 1.
 
     matrices: [n, rows, columns].
     The coefficients maximise the slope at 0, so singular values end in about [0.7, 1.2], which is all Muon
-    needs (Jordan et al., 2024). So bf16 `products` suffice if the device has units for them.
+    needs (Jordan et al., 2024). So matmuls in bf16 suffice if the device has units for them.
     """
     a, b, c = 3.4445, -4.7750, 2.0315
     wide = matrices.size(-2) <= matrices.size(-1)
     x = matrices if wide else matrices.mT  # [n, small, large]
     x = x / (torch.linalg.matrix_norm(x, keepdim=True) + 1e-7)
-    x = x.to(products)
+    x = x.to(matmul_dtype)
     for _ in range(iterations):
         gram = x @ x.mT  # [n, small, small]
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)

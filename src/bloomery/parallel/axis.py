@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bloomery.parallel.rendezvous import raising_rank_lost
 
-# The names since torch 2.13, which warns of the old ones; older versions have the old ones alone.
+# The names since torch 2.13, which warns of the old ones; older versions have only the old ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -133,5 +133,5 @@ class Axis:
             return PendingCollective(works=(_all_gather(flat, own, group=self.group, async_op=True),))
 
 
-ALONE = Axis()
+SINGLE_RANK_AXIS = Axis()
 """An axis of one rank."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 _ROW = 4093
-"""Elements of a row; a prime, so that a fault that hits every so many bytes does not hit one column alone."""
+"""Elements of a row; a prime, so that a fault at a regular stride of bytes does not hit only one column."""
 _MIXED, _WORD = 0x9E3779B97F4A7C15, 1 << 64
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -19,7 +19,7 @@ from bloomery.evaluate.scoring import Entropy, entropy
 from bloomery.model.decoder import Decoder, build
 from bloomery.model.dropout import DropoutAddress, dropout_address
 from bloomery.model.initial_values import bigram_factors, fill_initial
-from bloomery.model.layers import narrow_products, products_for, set_products
+from bloomery.model.layers import matmul_mode_for, set_matmul_mode, use_fp8_matmuls
 from bloomery.model.loss import IGNORED, LossSums
 from bloomery.model.shape import logical_shapes
 from bloomery.optim.clip import GradientFacts
@@ -146,9 +146,9 @@ class TrainingModel:
             dtype = DTYPES[precision]
             if self.weights.dtype != dtype:
                 self.weights.set_working_dtype(dtype)
-            set_products(self.decoder, products_for(self.decoder.device, dtype))
+            set_matmul_mode(self.decoder, matmul_mode_for(self.decoder.device, dtype))
             if precision == "fp8":
-                narrow_products(self.decoder.blocks)
+                use_fp8_matmuls(self.decoder.blocks)
         if self.current.recompute != recompute:
             modes = dict.fromkeys(range(self.decoder.model.section.layers), recompute) | dict(self.recompute)
             set_recompute(
@@ -159,7 +159,7 @@ class TrainingModel:
     def initialise(self, *, seed: int, bigrams: Callable[[], Tensor]) -> None:
         """Give every weight its initial value, which depends on neither the layout nor the precision.
 
-        bigrams: makes the bigram counts [v, v] of the training text; called on rank 0 alone, and only if
+        bigrams: makes the bigram counts [v, v] of the training text; called only on rank 0, and only if
         model.embedding_init asks for them. Collective over the peer.
         """
         model = self.decoder.model
@@ -351,9 +351,9 @@ def _empty_batch(decoder: Decoder) -> MicroBatch:
 
 
 def _tensor_loss(decoder: Decoder, *, z_loss: float, chunk: int, compiles: str) -> TensorLoss:
-    """The loss as a function of tensors alone, which torch.compile can compile.
+    """The loss as a function of only tensors, which torch.compile can compile.
 
-    compiles: 'whole' for the forward and the loss together, 'loss' for the loss alone, '' for nothing.
+    compiles: 'whole' for the forward and the loss together, 'loss' for only the loss, '' for nothing.
     """
     loss_of_hidden = compiled_function(decoder.loss) if compiles == "loss" else decoder.loss
 

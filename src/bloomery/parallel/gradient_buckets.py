@@ -53,7 +53,7 @@ class GradientBuckets:
     ) -> None:
         """parameters: all of the module, in the order in which a forward reaches them.
 
-        bucket_bytes: a bucket is closed once its fp32 gradients have so many bytes; 0: one bucket a group.
+        bucket_bytes: size of its fp32 gradients at which a bucket is closed; 0: one bucket per group.
         overlaps: whether a bucket is begun as soon as its last gradient is there.
         """
         positions = {parameter: position for position, parameter in enumerate(parameters)}
@@ -77,7 +77,7 @@ class GradientBuckets:
         return self._begun
 
     def begin_step(self, *, backwards: int) -> None:
-        """Begin a step. backwards: how many gradients each parameter gets from it, one a micro-batch."""
+        """Begin a step. backwards: how many gradients each parameter gets from it, one per micro-batch."""
         self._wait()
         self._begun = 0
         for bucket in self._order:

@@ -21,7 +21,7 @@ KINDS = ("logit", "hidden", "weight")
 """The rows of `InnerSizes.collect`: the largest attention logit, the largest absolute value behind the block,
 and the root mean square of the block's weights."""
 QUERIES = 16
-"""Attention logits are those of so many queries of each sample, the last one among them."""
+"""The number of queries of each sample whose attention logits are measured, the last query among them."""
 
 
 class InnerSizes:

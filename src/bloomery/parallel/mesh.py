@@ -21,7 +21,7 @@ from bloomery.config.parallel import ParallelSection
 from bloomery.errors import TrainingFailed
 from bloomery.events.run_lock import host_name
 from bloomery.events.timeouts import COLLECTIVE_TIMEOUT_S, JOIN_TIMEOUT_S, STORE_TIMEOUT_S
-from bloomery.parallel.axis import ALONE, Axis
+from bloomery.parallel.axis import SINGLE_RANK_AXIS, Axis
 from bloomery.parallel.pipeline_schedule import P2PChannel, p2p_channels
 from bloomery.parallel.rank_zero_task import ReportProgress, run_as_rank_zero, wait_for_rank_zero
 from bloomery.parallel.rendezvous import (
@@ -35,8 +35,8 @@ from bloomery.plan.ranks import (
     OUTERMOST_FIRST,
     Degrees,
     degrees_of,
-    other_ranks_wanted,
     refuse_tensor_groups_across_hosts,
+    wrong_ranks_error,
 )
 from bloomery.torch_private import PrefixStore, Store
 
@@ -64,12 +64,12 @@ class Mesh:
     rank: int = 0
     world: int = 1
     device: torch.device
-    pipeline: Axis = ALONE
-    data: Axis = ALONE
-    tensor: Axis = ALONE
-    embedding: Axis = ALONE
-    shard: Axis = ALONE
-    replica: Axis = ALONE
+    pipeline: Axis = SINGLE_RANK_AXIS
+    data: Axis = SINGLE_RANK_AXIS
+    tensor: Axis = SINGLE_RANK_AXIS
+    embedding: Axis = SINGLE_RANK_AXIS
+    shard: Axis = SINGLE_RANK_AXIS
+    replica: Axis = SINGLE_RANK_AXIS
     channels: Mapping[P2PChannel, Axis] = field(default_factory=dict)
     store: Store | None = None
     task_numbers: Iterator[int] = field(default_factory=count)
@@ -239,7 +239,7 @@ def mesh_of(
 def _refuse_other_degrees(parallel: ParallelSection, degrees: Degrees | None, *, world: int) -> None:
     """Raise TrainingFailed where the degrees do not multiply to `world`, or shards do not divide the data."""
     if degrees is None:
-        raise other_ranks_wanted(parallel, world=world)
+        raise wrong_ranks_error(parallel, world=world)
     if degrees.data % degrees.shard:
         raise TrainingFailed(
             f"parallel.shard_degree = {degrees.shard} does not divide the data degree {degrees.data}.",

@@ -47,10 +47,10 @@ class Optimizers:
             if group.rule != "muon"
         }
         in_bf16 = precision != "fp32" and multiplies_bf16(weights.master[0].device)
-        products = torch.bfloat16 if in_bf16 else torch.float32
+        matmul_dtype = torch.bfloat16 if in_bf16 else torch.float32
         self._limits = GradientLimits(optim, tensors=len(weights.names), device=weights.device)
         self._optimizers = [
-            _make_optimizer(group, master, gradient, optim, self._updates.get(group.rule), products)
+            _make_optimizer(group, master, gradient, optim, self._updates.get(group.rule), matmul_dtype)
             for group, master, gradient in zip(weights.layouts, weights.master, weights.gradient, strict=True)
         ]
 
@@ -131,7 +131,7 @@ def _make_optimizer(
     gradient: Tensor,
     optim: OptimSection,
     updates: Tensor | None,
-    products: torch.dtype,
+    matmul_dtype: torch.dtype,
 ) -> FlatAdamW | FlatMuon:
     if group.rule == "muon":
         _refuse_parts(group)
@@ -142,7 +142,7 @@ def _make_optimizer(
             momentum=optim.muon_momentum,
             weight_decay=optim.weight_decay,
             iterations=optim.muon_iterations,
-            products=products,
+            matmul_dtype=matmul_dtype,
         )
     assert updates is not None, "every rule but muon follows AdamW, and has its count"
     is_embedding = group.rule in ("embedding", "head")
@@ -217,7 +217,7 @@ class QueryKeyClip:
         self.clamp(0.0)
 
     def clamp(self, limit: float) -> None:
-        """Rescale from now on by this limit or the recipe's, the lower one; 0: by the recipe's alone."""
+        """Rescale from now on by this limit or the recipe's, the lower one; 0: only by the recipe's."""
         threshold = min(filter(None, (self._own, limit)), default=0.0)
         if bool(threshold) != bool(self._threshold):
             for attention, maximum in zip(self._attentions, self._maxima, strict=True):

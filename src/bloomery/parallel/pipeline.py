@@ -277,7 +277,7 @@ class _BatchPass:
 
 
 def _stage_function(decoder: Decoder, stage: PipelineStage, *, z_loss: float, chunk: int) -> StageFunction:
-    """A stage as a function of tensors alone, which torch.compile can compile."""
+    """A stage as a function of only tensors, which torch.compile can compile."""
 
     def forward(
         tokens: Tensor,

@@ -26,7 +26,7 @@ from bloomery.plan.pipeline_stages import rank_of_stage
 
 Kind = Literal["forward", "backward", "backward_input", "backward_weight"]
 SLOTS: Mapping[Kind, int] = {"forward": 1, "backward": 2, "backward_input": 1, "backward_weight": 1}
-"""How long each kind takes, in forwards: a backward has two matrix products where a forward has one."""
+"""How long each kind takes, in forwards: a backward has two matmuls where a forward has one."""
 
 _TORCH_ORDERS: Mapping[str, str] = {
     "interleaved": "ScheduleInterleaved1F1B",

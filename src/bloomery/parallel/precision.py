@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from bloomery import torch_private
 from bloomery.checkpoint.format.state import Box, Json, Scope, StateEntry
-from bloomery.model.layers import products_for
-from bloomery.optim.clip import Counted, GradientFacts, examine
+from bloomery.model.layers import matmul_mode_for
+from bloomery.optim.clip import CountedGradient, GradientFacts, examine
 from bloomery.optim.groups import GroupLayout, Placement
 from bloomery.parallel.bit_digest import GradientTap
 from bloomery.parallel.flat import (
@@ -33,14 +33,14 @@ from bloomery.parallel.flat import (
 from bloomery.parallel.gradient_buckets import GradientBuckets
 from bloomery.parallel.mesh import Mesh
 
-PEAK_PROBE_S = 0.15
+PEAK_PROBE_S = 0.15  # for which matmuls are repeated
 DTYPES: dict[str, torch.dtype] = {
     "bf16": torch.bfloat16,
     "fp32": torch.float32,
     "fp16": torch.float16,
     "fp8": torch.bfloat16,
 }
-"""Precision → dtype of the working weights. With 'fp8' each matrix product rounds its factors to 8 bits."""
+"""Precision → dtype of the working weights. With 'fp8' each matmul rounds its factors to 8 bits."""
 
 
 def resolve_precision(precision: str, device: torch.device) -> str:
@@ -51,19 +51,19 @@ def resolve_precision(precision: str, device: torch.device) -> str:
 
 
 def multiplies_bf16(device: torch.device) -> bool:
-    """Whether the device has units for bf16 matrix products."""
+    """Whether the device has units for bf16 matmuls."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    return torch_private.has_bf16_products()
+    return torch_private.has_bf16_matmul()
 
 
 def measure_peak_flops(device: torch.device, precision: str) -> float:
-    """Measure the FLOP/s of one large square matrix product, the reference of MFU. Takes about 0.2 s.
+    """Measure the FLOP/s of one large square matmul, the reference of MFU. Takes about 0.2 s.
 
     precision: the run's. The product is in fp32 if that is what the device multiplies with (`layers.linear`).
     """
     dtype = DTYPES[resolve_precision(precision, device)]
-    if products_for(device, dtype) == "fp32":
+    if matmul_mode_for(device, dtype) == "fp32":
         dtype = torch.float32
     size = 8192 if device.type == "cuda" else 1024
     left = torch.randn(size, size, device=device).to(dtype)
@@ -223,7 +223,7 @@ class MasterWeights:
         loss scale.
         """
         counted = [
-            Counted(gradient=flat.reduced_gradient, padding=group.padding, counts=self._counts(group))
+            CountedGradient(gradient=flat.reduced_gradient, padding=group.padding, counts=self._counts(group))
             for group, flat in zip(self.layouts, self._groups, strict=True)
         ]
         return examine(counted, limit=limit, unscale=unscale, total=self._mesh.all_reduce)
@@ -239,7 +239,7 @@ class MasterWeights:
         for group, gradient in zip(self.layouts, self.gradient, strict=True):
             places = list(group.held_logical()) if self._counts(group) else []
             if places:
-                norms = torch_private.norms([_view(gradient, place) for place in places])
+                norms = torch_private.tensor_norms([_view(gradient, place) for place in places])
                 at = torch.tensor([index[place.name] for place in places], device=self.device)
                 squares.index_add_(0, at, norms.to(self.device).double().square())
         return self._mesh.all_reduce(squares).sqrt().float()
@@ -255,7 +255,7 @@ class MasterWeights:
                 if self._counts(group) and place.name.startswith("blocks.")
             ]
             if held:
-                norms = torch_private.norms([_view(master, place) for _, place in held])
+                norms = torch_private.tensor_norms([_view(master, place) for _, place in held])
                 both = torch.stack([norms.double().square(), norms.new_tensor([p.numel for _, p in held])])
                 at = torch.tensor([block for block, _ in held], device=self.device)
                 squares.index_add_(1, at, both.to(self.device))
@@ -270,7 +270,7 @@ class MasterWeights:
             places = list(group.held_logical())
             each = factors.to(gradient.device).unbind()
             if places:
-                torch_private.multiply_each(
+                torch_private.scale_tensors(
                     [_view(gradient, place) for place in places],
                     [each[index[place.name]] for place in places],
                 )

@@ -1,7 +1,7 @@
 """Activation recomputation (activation checkpointing) of blocks, and what torch.compile compiles of them.
 
-'full' keeps each block's input alone (Chen et al. 2016); 'selective' computes only scores and weights of
-attention again (Korthikanti et al. 2022, section 5); 'elementwise' keeps what products, fused attention and
+'full' keeps only each block's input (Chen et al. 2016); 'selective' computes only scores and weights of
+attention again (Korthikanti et al. 2022, section 5); 'elementwise' keeps what matmuls, fused attention and
 collectives return, and computes norms, activations, rotations and dropout again, which cost a pass over
 memory. No random state is saved for it: dropout masks are a function of their address (`model/dropout.py`).
 
@@ -29,11 +29,13 @@ _Result = TypeVar("_Result")
 
 
 def compile_by_block(decoder: Decoder, *, mesh: Mesh, parallel: ParallelSection) -> bool:
-    """Return whether each block is compiled by itself, with its collectives; allow for so many compilations.
+    """Return whether each block is compiled by itself, with its collectives.
+
+    If so, torch's limit on compilations is raised to the number that the blocks need.
 
     A block's backward then gives its gradients before that of the block before it begins, so that their sum
     over data-parallel ranks overlaps the backward, and its weights can be gathered and freed around it.
-    Blocks of equal shapes share their code. On GPUs every layout compiles by block: a product fills the
+    Blocks of equal shapes share their code. On GPUs every layout compiles by block: a matmul fills the
     device for itself, and the gradients of a block are added to the fp32 ones and freed before those of the
     next exist. On CPUs one data-parallel rank with working weights and no tensor parallelism compiles forward
     and loss as a whole.

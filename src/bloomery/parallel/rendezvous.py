@@ -167,19 +167,19 @@ def refuse_unequal(ranks: Sequence[Introduction]) -> None:
         if rank.recipe != ranks[0].recipe:
             raise TrainingFailed(
                 f"Rank {number} on {rank.host} has another recipe than rank 0 on {ranks[0].host}: "
-                f"{difference(rank.recipe, ranks[0].recipe)}.",
+                f"{setting_difference(rank.recipe, ranks[0].recipe)}.",
                 remedy="Give every node the same recipe file and the same overrides.",
             )
     for number, rank in enumerate(ranks):
         if rank.chosen != ranks[0].chosen:
             raise TrainingFailed(
                 f"Rank {number} on {rank.host} resolves 'auto' differently from rank 0 on {ranks[0].host}: "
-                f"{difference(rank.chosen, ranks[0].chosen)}.",
+                f"{setting_difference(rank.chosen, ranks[0].chosen)}.",
                 remedy="Write what all machines can do in place of 'auto'.",
             )
 
 
-def difference(
+def setting_difference(
     theirs: Mapping[str, str], ours: Mapping[str, str], *, there: str = "there", here: str = "here"
 ) -> str:
     """Describe the first setting in which two recipes differ, with both values.
@@ -194,7 +194,7 @@ def ask_store(call: Callable[[], _Answer], *, by: str, within_s: float = STORE_T
     """Return what `call`, a question to a store, returns; raise what it raises.
 
     by: the name of whoever serves the store, for the message.
-    within_s: after so many seconds without an answer RankLost is raised, as it is if the server is gone.
+    within_s: seconds without an answer after which RankLost is raised, as it is if the server is gone.
     """
     ended = threading.Event()
     values: list[_Answer] = []

@@ -76,7 +76,7 @@ class MessageOrder:
 class StageMessenger:
     """Sends and receives this rank's messages during one pass over a pipeline order.
 
-    Sending does not wait. Each channel has a process group of its sender and its receiver alone, and its
+    Sending does not wait. Each channel has a process group of only its sender and its receiver, and its
     messages are received in the order in which they are sent, so a channel waits for nothing but its own two
     ranks. NCCL buffers nothing and runs the operations of one group one after the other: in a group of more
     ranks a send would wait behind a receive that was only posted ahead, and from four ranks on such waits can

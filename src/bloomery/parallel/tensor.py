@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism: which dimension of each weight is split, and a decoder of the parts.
+"""Tensor and sequence parallelism: how each weight is split, and a decoder turned into a rank's part.
 
 Column-parallel layers come after `EnterTensorParallelRegion`, row-parallel ones before
 `LeaveTensorParallelRegion` (Megatron-LM's pairing), so each branch of a block has one collective on its way
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from bloomery.model.decoder import Block, Decoder, LogicalParameter, logical_parameters
-from bloomery.model.layers import Embedding, Linear, products_for, rows_of, set_products
-from bloomery.model.shape import is_head_norm, logical_shapes
+from bloomery.model.layers import Embedding, Linear, matmul_mode_for, rows_of, set_matmul_mode
+from bloomery.model.shape import is_qk_norm, logical_shapes
 from bloomery.optim.groups import ParameterPiece, Share
 from bloomery.parallel.axis import Axis
 from bloomery.parallel.tensor_collectives import (
@@ -80,7 +80,7 @@ def split_decoder(
         held = _pieces(list(parameters), shapes, axis, sequence=sequence)
         pieces += held
         _replace_parameter(decoder, stored, held, axis, device=device)
-    set_products(decoder, products_for(device, next(decoder.parameters()).dtype))
+    set_matmul_mode(decoder, matmul_mode_for(device, next(decoder.parameters()).dtype))
     if axis.degree > 1:
         _place_collectives(decoder, axis, tensor_group_of(axis), sequence=sequence)
     return pieces
@@ -119,7 +119,7 @@ def _share(name: str, split: Split | None, axis: Axis, *, sequence: bool) -> Sha
         return "split"
     # With a split sequence a whole weight sees only this rank's positions, and the norm of queries or keys
     # only this rank's heads: its gradients must be summed.
-    return "partial" if axis.degree > 1 and (sequence or is_head_norm(name)) else "whole"
+    return "partial" if axis.degree > 1 and (sequence or is_qk_norm(name)) else "whole"
 
 
 def _replace_parameter(

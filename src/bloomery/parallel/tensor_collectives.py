@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from bloomery import torch_private
-from bloomery.model.layers import Products
+from bloomery.model.layers import MatmulMode
 from bloomery.model.loss import IGNORED, LossSums
 from bloomery.parallel.axis import Axis
 
@@ -43,16 +43,16 @@ class TensorGroup:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of `x` over the group."""
-        return torch_private.wait_for(torch_private.all_reduce_begun(x.contiguous(), "sum", self.group))
+        return torch_private.wait_for(torch_private.begin_all_reduce(x.contiguous(), "sum", self.group))
 
     def maximum(self, x: Tensor) -> Tensor:
         """The elementwise maximum of `x` over the group."""
-        return torch_private.wait_for(torch_private.all_reduce_begun(x.contiguous(), "max", self.group))
+        return torch_private.wait_for(torch_private.begin_all_reduce(x.contiguous(), "max", self.group))
 
     def all_gather(self, x: Tensor) -> Tensor:
         """[…] of each rank → [tp, …], by index in the group."""
         gathered = torch_private.wait_for(
-            torch_private.all_gather_begun(x.contiguous(), self.degree, self.group)
+            torch_private.begin_all_gather(x.contiguous(), self.degree, self.group)
         )
         return gathered.unflatten(0, (self.degree, -1)) if x.dim() else gathered
 
@@ -66,7 +66,7 @@ class TensorGroup:
         if not self.has_fast_reduce_scatter:
             return self.all_reduce(x).chunk(self.degree, dim=1)[self.index].contiguous()
         parts = x.unflatten(1, (self.degree, -1)).transpose(0, 1).contiguous()  # [tp, b, s/tp, h]
-        scattered = torch_private.reduce_scatter_begun(parts, self.degree, self.group)
+        scattered = torch_private.begin_reduce_scatter(parts, self.degree, self.group)
         return torch_private.wait_for(scattered).squeeze(0)
 
 
@@ -143,20 +143,20 @@ class VocabularyParallelLoss(nn.Module):
         *,
         z_loss: float,
         chunk: int,
-        products: Products,
+        matmul_mode: MatmulMode,
     ) -> LossSums:
         """Sums over the tokens of `targets` [b, s]. Collective over the group.
 
         hidden: [b, s, h], or [b, s/tp, h] under sequence parallelism. head_weight: [v/tp, h].
         z_loss: weight of the z term. chunk: tokens whose logits exist at one time.
-        products: the precision in which matrices are multiplied.
+        matmul_mode: the precision in which matrices are multiplied.
         """
         hidden = self.enter(hidden).flatten(0, -2)
         has_gradient = torch.is_grad_enabled() and (hidden.requires_grad or head_weight.requires_grad)
-        terms = _LossTerms(self.group, self.rows, z_loss=z_loss, chunk=chunk, products=products)
+        terms = _LossTerms(self.group, self.rows, z_loss=z_loss, chunk=chunk, matmul_mode=matmul_mode)
         if has_gradient:
             return LossSums(*_LossWithGradient.apply(hidden, head_weight, targets.flatten(), terms))
-        wide = torch.float32 if products == "fp32" else hidden.dtype
+        wide = torch.float32 if matmul_mode == "fp32" else hidden.dtype
         weight, sums = head_weight.to(wide), torch.zeros(2, device=hidden.device)
         for rows, chunk_targets in zip(hidden.split(chunk), targets.flatten().split(chunk), strict=True):
             sums = sums + terms.of((rows.to(wide) @ weight.t()).to(hidden.dtype), chunk_targets)[0]
@@ -214,10 +214,10 @@ class _LossTerms:
     """The loss of a chunk of tokens, and its gradient by the logits, from this rank's logits [n, v/tp]."""
 
     def __init__(
-        self, group: TensorGroup, rows: range, *, z_loss: float, chunk: int, products: Products
+        self, group: TensorGroup, rows: range, *, z_loss: float, chunk: int, matmul_mode: MatmulMode
     ) -> None:
         self.group, self.rows = group, rows
-        self.z_loss, self.chunk, self.products = z_loss, chunk, products
+        self.z_loss, self.chunk, self.matmul_mode = z_loss, chunk, matmul_mode
 
     def of(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(summed cross entropy and z term [2], log-partitions [n], fp32 logits [n, v/tp])."""
@@ -266,7 +266,7 @@ class _LossWithGradient(torch.autograd.Function):
         ctx, hidden: Tensor, head_weight: Tensor, targets: Tensor, terms: _LossTerms
     ) -> tuple[Tensor, Tensor, Tensor]:
         dtype = hidden.dtype
-        wide = torch.float32 if terms.products == "fp32" else dtype
+        wide = torch.float32 if terms.matmul_mode == "fp32" else dtype
         weight, sums = head_weight.to(wide), torch.zeros(2, device=hidden.device)
         hidden_gradient = torch.empty_like(hidden)
         weight_gradient = torch.zeros(weight.shape, device=weight.device)

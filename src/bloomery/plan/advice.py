@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from bloomery.config.recipe import Recipe
     from bloomery.plan.overview import Draft
 
-BUBBLE = 0.1
-TIGHT = 0.92
-LARGE_HIDDEN = 4096
-STD_MARGIN = 1.5
-PADDING = 64
+BUBBLE = 0.1  # share of a step above which the pipeline bubble is warned of
+TIGHT = 0.92  # share of the memory above which a plan counts as tight
+LARGE_HIDDEN = 4096  # above this hidden size a large initial deviation is warned of
+STD_MARGIN = 1.5  # times the usual initial deviation
+PADDING = 64  # to a multiple of these rows on each tensor-parallel rank
 
 
 def recipe_advice(recipe: Recipe, *, tensor: int) -> list[str]:
@@ -123,7 +123,7 @@ def _network(draft: Draft) -> Iterator[str]:
         yield (
             f"Reducing gradients between replicas takes {share:.0%} of a step on this network: a larger "
             f"batch, "
-            "fewer replicas, or peers that average every so many steps ([elastic]) need less."
+            "fewer replicas, or peers that average every few steps ([elastic]) need less."
         )
     if step.data_s > 0.0:
         yield "Storage cannot deliver tokens as fast as they are trained on."
@@ -159,7 +159,7 @@ def _vocabulary(recipe: Recipe, *, tensor: int, vocabulary: int) -> Iterator[str
         padded = -(-vocabulary // multiple) * multiple
         yield (
             f"The vocabulary, {vocabulary:,}, should be padded to {padded:,} (a multiple of {PADDING} × TP): "
-            "the head's product is quicker, and the layout masks what is added."
+            "the head's matmul is quicker, and the layout masks what is added."
         )
 
 

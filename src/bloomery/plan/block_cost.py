@@ -1,15 +1,14 @@
-"""Predicts the time that blocks, embedding and head take on one rank, and that of products and collectives.
+"""Predicts the seconds that blocks, embedding and head take on one rank, by the roofline of each operation.
 
-All times are of one micro-batch, forward and backward. Work that tensor parallelism splits is divided by t;
-norms and residuals are divided only under sequence parallelism. The time of single operations (products,
-passes over memory, collectives) comes from the hardware file.
+Times are of one micro-batch, forward and backward; only `muon_s` is of a whole step. Work that tensor
+parallelism splits is divided by t; norms and residuals are divided only under sequence parallelism. The time
+of single operations (matmuls, passes over memory, collectives) comes from the hardware file.
 
-A product reaches `matmul_efficiency` of the peak when it is large, and loses half of that for each side that
+A matmul reaches `matmul_efficiency` of the peak when it is large, and loses half of that for each side that
 is as short as `matmul_half_size` (tiles that are not filled, waves that do not cover the chip). It is never
 faster than the memory that it reads, nor than the start of a kernel (the roofline of Williams et al., 2009).
 
-Legend: n tokens of a micro-batch, s sequence, h hidden, f ffn, v vocabulary, t tensor degree, a bytes of a
-value.
+Legend: n tokens of a micro-batch, s sequence length, h hidden size, t tensor-parallel degree.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from bloomery.plan.layout import Layout
 from bloomery.plan.parameters import ffn_width, head_size, kv_heads, query_width
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
-"""The bytes of one value that flows between operations; only products use fp8."""
+"""The bytes of one value that flows between operations; only matmuls use fp8."""
 WIDEST_TILED_HEAD = 128
 """The widest attention head that the kernels for GPUs compute (`model/fused_attention.py`)."""
 
@@ -44,7 +43,7 @@ class Spent:
         )
 
     def __mul__(self, times: float) -> Spent:
-        """Return the time of doing it so many times."""
+        """Return the time of doing it `times` times."""
         return Spent(
             compute_s=self.compute_s * times, memory_s=self.memory_s * times, tensor_s=self.tensor_s * times
         )
@@ -58,7 +57,7 @@ class Spent:
 def matmul_s(
     hardware: Hardware, precision: str, *, rows: float, columns: float, inner: float, count: float = 1.0
 ) -> float:
-    """Return the seconds of `count` products [rows, inner] × [inner, columns] in one kernel."""
+    """Return the seconds of `count` matmuls [rows, inner] × [inner, columns] in one kernel."""
     accelerator = hardware.accelerator
     half = accelerator.matmul_half_size
     shape = rows / (rows + half) * columns / (columns + half) * inner / (inner + half)
@@ -100,12 +99,12 @@ def ring_s(hardware: Hardware, size: float, ranks: int, *, passes: int, per_node
     if ranks <= per_node:
         return inside + hops * hardware.node.link_us * 1e-6
     return (
-        max(inside, sent * sharing / between_bytes_per_s(hardware))
+        max(inside, sent * sharing / internode_bytes_per_s(hardware))
         + hops * hardware.network.latency_us * 1e-6
     )
 
 
-def between_bytes_per_s(hardware: Hardware) -> float:
+def internode_bytes_per_s(hardware: Hardware) -> float:
     """Return the bytes/s that one machine sends to others; without a network, those of its links."""
     return hardware.network_bytes_per_s or hardware.link_bytes_per_s or 1e9
 
@@ -128,7 +127,7 @@ class Workload:
     muon_iterations: int = 0
     """Muon's iterations at each step's update; 0 if AdamW updates everything."""
     masks_documents: bool = False
-    """Whether a token attends within its document alone."""
+    """Whether a token attends only within its document."""
 
     @property
     def tokens(self) -> int:
@@ -141,8 +140,8 @@ class Workload:
         return BYTES[self.precision]
 
     @property
-    def products(self) -> str:
-        """The precision of products; only the blocks' matrices are multiplied in fp8."""
+    def matmul_precision(self) -> str:
+        """The precision of matmuls other than the blocks' linear layers, which alone are computed in fp8."""
         return "bf16" if self.precision == "fp8" else self.precision
 
     @property
@@ -160,7 +159,7 @@ class Workload:
 
     @property
     def attends_by_tiles(self) -> bool:
-        """Whether attention is computed on the chip alone (`model/fused_attention.py`)."""
+        """Whether attention scores stay on the chip, in tiles (`model/fused_attention.py`)."""
         return self.has_gpu_kernels and head_size(self.model) <= WIDEST_TILED_HEAD
 
     @property
@@ -209,12 +208,12 @@ def head_passes(work: Workload) -> Passes:
     """Return the passes of the head: logits, softmax and loss, and their gradients."""
     hardware, n, h = work.hardware, work.tokens, work.model.hidden
     columns = -(-work.vocabulary // work.layout.tensor)
-    product = matmul_s(hardware, work.products, rows=n, columns=columns, inner=h)
+    product = matmul_s(hardware, work.matmul_precision, rows=n, columns=columns, inner=h)
     logits = n * columns
     softmax = moving_s(hardware, logits * (4 * 4 + 3 * work.value_bytes), kernels=6)
     softmax += logits * hardware.accelerator.exponential_ns * 1e-9
-    back = matmul_s(hardware, work.products, rows=n, columns=h, inner=columns)
-    back += matmul_s(hardware, work.products, rows=columns, columns=h, inner=n)
+    back = matmul_s(hardware, work.matmul_precision, rows=n, columns=h, inner=columns)
+    back += matmul_s(hardware, work.matmul_precision, rows=columns, columns=h, inner=n)
     return Passes(
         forward=Spent(compute_s=product, memory_s=softmax),
         backward=Spent(compute_s=back, tensor_s=_tensor_exchange_s(work)),
@@ -227,7 +226,7 @@ def accumulation_s(work: Workload, parameters: float) -> float:
 
 
 def muon_s(work: Workload, blocks: float) -> float:
-    """Return the seconds of Muon's orthogonalisation: three products for each matrix and iteration."""
+    """Return the seconds of Muon's orthogonalisation in one step: three matmuls per matrix and iteration."""
     model, hardware = work.model, work.hardware
     narrow, gates = kv_heads(model) * head_size(model), 2 if model.activation == "swiglu" else 1
     hidden, t = model.hidden, work.layout.tensor
@@ -236,13 +235,15 @@ def muon_s(work: Workload, blocks: float) -> float:
     for rows, columns, each in shapes:
         small, large = min(rows, columns), max(rows, columns)
         count = blocks * each / t
-        wide = matmul_s(hardware, work.products, rows=small, columns=small, inner=large, count=count)
-        square = matmul_s(hardware, work.products, rows=small, columns=small, inner=small, count=count)
+        wide = matmul_s(hardware, work.matmul_precision, rows=small, columns=small, inner=large, count=count)
+        square = matmul_s(
+            hardware, work.matmul_precision, rows=small, columns=small, inner=small, count=count
+        )
         spent += work.muon_iterations * (2 * wide + square)
     return spent
 
 
-def tensor_bytes(work: Workload) -> float:
+def residual_bytes(work: Workload) -> float:
     """Return the bytes of the residual stream, which tensor parallelism reduces."""
     return work.tokens * work.model.hidden * work.value_bytes
 
@@ -251,7 +252,7 @@ def _tensor_exchange_s(work: Workload) -> float:
     layout = work.layout
     return ring_s(
         work.hardware,
-        tensor_bytes(work),
+        residual_bytes(work),
         layout.tensor,
         passes=2,
         per_node=min(layout.tensor, layout.per_node),
@@ -283,16 +284,16 @@ def _attention(work: Workload) -> Passes:
     heads = work.micro_batch * model.heads / work.layout.tensor
     size = head_size(model)
     if work.forms_scores:
-        scores = matmul_s(hardware, work.products, rows=s, columns=s, inner=size, count=heads)
-        mixed = matmul_s(hardware, work.products, rows=s, columns=size, inner=s, count=heads)
+        scores = matmul_s(hardware, work.matmul_precision, rows=s, columns=s, inner=size, count=heads)
+        mixed = matmul_s(hardware, work.matmul_precision, rows=s, columns=size, inner=s, count=heads)
         moved = heads * s * s * work.value_bytes
         return Passes(
             forward=Spent(compute_s=scores + mixed, memory_s=moving_s(hardware, 6 * moved, kernels=3)),
             backward=Spent(compute_s=2 * (scores + mixed), memory_s=moving_s(hardware, 8 * moved, kernels=4)),
         )
     accelerator = hardware.accelerator
-    peak = hardware.peak_flops(work.products) or hardware.peak_flops("fp32")
-    # A fused kernel computes the causal half only; its backward needs five products where forward needs two.
+    peak = hardware.peak_flops(work.matmul_precision) or hardware.peak_flops("fp32")
+    # A fused kernel computes the causal half only; its backward needs five matmuls where forward needs two.
     causal = 2 * heads * s * s * size / (peak * accelerator.attention_efficiency)
     weights = heads * s * s / 2 * accelerator.attention_pass_ns * 1e-9
     start = accelerator.kernel_us * 1e-6

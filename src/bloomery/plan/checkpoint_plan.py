@@ -16,12 +16,12 @@ FULL_CHECKPOINT_BYTES = 14
 """Bytes of one parameter in a full checkpoint: 8 for Adam's moments, 4 for fp32, 2 for the bf16 weight."""
 
 WEIGHTS_BYTES = 2
-"""Bytes of one parameter in a checkpoint of bf16 weights alone."""
+"""Bytes of one parameter in a checkpoint of only bf16 weights."""
 
 DAY_S = 86_400.0
 MOST_SAVES_LISTED = 100_000
 MOST_LOST = 0.999
-"""A run that loses a larger share of its time to failures is told as one that does not end."""
+"""The largest share of time lost to failures with which a run is planned; beyond it, it does not end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class CheckpointPlan:
     full_bytes: int
     """The bytes with the 16-bit weights beside them, as other trainers store them: 14 for each parameter."""
     weights_bytes: int
-    """The bytes of 16-bit weights alone: 2 for each parameter."""
+    """The bytes of only 16-bit weights: 2 for each parameter."""
     save_s: float
     """The seconds until a save is durable."""
     blocking_s: float
@@ -76,7 +76,7 @@ def plan_checkpoints(
     failures_per_week: float | None,
     reach_steps: Collection[int],
 ) -> CheckpointPlan:
-    """Return what the recipe's saving and retention amount to.
+    """Return the checkpoints that the recipe's saving and retention give.
 
     course: the run as stretches of equal steps.
     failures_per_week: failures of the whole run in a week; None takes the hardware file's rate.

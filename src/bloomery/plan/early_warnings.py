@@ -1,4 +1,4 @@
-"""The warnings of a plan for those who did not ask for one: `config check` and the start of a training."""
+"""Computes a plan's warnings for `config check` and the start of a training, which ask for no plan."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bloomery.plan.request import Request
 
 
 def warnings_of(loaded: LoadedRecipe, *, accelerators: int | None = None) -> tuple[str, ...]:
-    """Return what `bloomery plan` warns of: all of it where the recipe names its machine (`run.hardware`).
+    """Return the warnings of `bloomery plan`: all of it where the recipe names its machine (`run.hardware`).
 
     accelerators: their number; None for the recipe's own. Where no plan can be made, those are left that need
     no machine: a training may run on what its recipe does not describe.

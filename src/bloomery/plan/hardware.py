@@ -1,4 +1,4 @@
-"""Reads hardware files and links between peers for plans, and describes this machine where a plan names none.
+"""Reads hardware files and links between peers for plans, and estimates this machine if none is named.
 
 Hardware files are TOML, shipped or written by `bloomery calibrate`. Rates are of one direction. GB and Gbit
 are 10⁹, GiB is 2³⁰.
@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from bloomery.config.convert import Unusable, convert_table
+from bloomery.config.convert import BadValues, convert_table
 from bloomery.config.find import nearest, shipped_files
 from bloomery.config.setting import setting
 from bloomery.errors import ConfigError, Mistake
@@ -47,21 +47,21 @@ class Accelerator:
     bf16_teraflops: float = setting(0.0, kind="free", minimum=0.0, help="Peak; 0: not supported.")
     fp16_teraflops: float = setting(0.0, kind="free", minimum=0.0, help="Peak; 0: not supported.")
     fp8_teraflops: float = setting(0.0, kind="free", minimum=0.0, help="Peak; 0: not supported.")
-    fp32_teraflops: float = setting(0.0, kind="free", minimum=0.0, help="Peak of fp32 (or TF32) products.")
+    fp32_teraflops: float = setting(0.0, kind="free", minimum=0.0, help="Peak of fp32 (or TF32) matmuls.")
     matmul_efficiency: float = setting(
-        0.7, kind="free", above=0.0, maximum=1.0, help="Share of the peak that large products sustain."
+        0.7, kind="free", above=0.0, maximum=1.0, help="Share of the peak that large matmuls sustain."
     )
     fp8_efficiency: float = setting(
-        0.55, kind="free", above=0.0, maximum=1.0, help="The same of fp8 products, casts included."
+        0.55, kind="free", above=0.0, maximum=1.0, help="The same of fp8 matmuls, casts included."
     )
     matmul_half_size: float = setting(
-        96.0, kind="free", minimum=0.0, help="Length of a side at which a product loses half its speed."
+        96.0, kind="free", minimum=0.0, help="Length of a side at which a matmul loses half its speed."
     )
     attention_efficiency: float = setting(
         0.4, kind="free", above=0.0, maximum=1.0, help="The same of fused attention, over the causal half."
     )
     attention_pass_ns: float = setting(
-        0.0, kind="free", minimum=0.0, help="Beyond products: nanoseconds for each weight of the square."
+        0.0, kind="free", minimum=0.0, help="Beyond matmuls: nanoseconds for each weight of the square."
     )
     exponential_ns: float = setting(
         0.0, kind="free", minimum=0.0, help="Beyond memory: nanoseconds for each logit of the loss."
@@ -204,7 +204,7 @@ def parse_hardware(raw: Mapping[str, Any], *, label: str) -> Hardware:
     for name, table in TABLES.items():
         try:
             built[name] = table(**convert_table(table, raw.get(name, {}), name))
-        except Unusable as unusable:
+        except BadValues as unusable:
             mistakes += [
                 Mistake(
                     key=wrong.key, value=wrong.value, source=label, problem=wrong.problem, remedy=wrong.remedy
@@ -299,7 +299,7 @@ def load_link(path_or_name: str) -> SiteLink:
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
         values = convert_table(SiteLink, raw.get("link", {}), "link")
-    except Unusable as unusable:
+    except BadValues as unusable:
         wrongs = [
             Mistake(
                 key=wrong.key, value=wrong.value, source=path.name, problem=wrong.problem, remedy=wrong.remedy
@@ -330,7 +330,7 @@ _MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _BY_MODEL = (("H200", "h200"), ("H100", "h100-80g"), ("A100", "a100-80g"), ("V100", "v100-32g"))
 _USUAL_HZ = 2.5e9
 _FLOPS_PER_CYCLE = (("avx512f", 64.0), ("avx2", 32.0), ("avx", 16.0), ("asimd", 16.0))
-"""fp32 operations of one core in one cycle, with two units for products that add."""
+"""fp32 operations of one core in one cycle, with two FMA units."""
 _BF16_GAIN = (("amx_bf16", 8.0), ("avx512_bf16", 2.0), ("avx512bf16", 2.0), ("bf16", 2.0))
 _CORE_GB_PER_S, _SOCKET_GB_PER_S = 12.0, 100.0
 _PROCESS_GIB = 0.5

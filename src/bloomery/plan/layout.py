@@ -153,7 +153,7 @@ class StageParameters:
     """What its blocks recompute, if that differs from the phase's setting."""
 
 
-def stages_of(layout: Layout, parameters: ModelParameters) -> tuple[StageParameters, ...]:
+def stage_parameters(layout: Layout, parameters: ModelParameters) -> tuple[StageParameters, ...]:
     """Return the parameters that each pipeline rank holds, in all its chunks together."""
     if not layout.blocks:
         return even_stages(parameters, layout.pipeline, parameters.embedding / parameters.block.total)

@@ -54,7 +54,7 @@ class Training:
     optimizer: str
     loss_chunk: int
     fused: bool = True
-    """Whether the compiler fuses what lies between products. Eager blocks keep each intermediate value for
+    """Whether the compiler fuses what lies between matmuls. Eager blocks keep each intermediate value for
     backward.
     """
 
@@ -171,13 +171,13 @@ def block_activation_bytes(work: Workload, recompute: str) -> float:
 
 
 def _products_bytes(work: Workload, stream: float) -> float:
-    """Return the bytes of a block's input and of what its products and its attention return."""
+    """Return the bytes of a block's input and of what its matmuls and its attention return."""
     model, t, n, a = work.model, work.layout.tensor, work.tokens, work.value_bytes
     gates = 2 if model.activation == "swiglu" else 1
     values = 2 * kv_heads(model) * head_size(model)
     kept_bytes = 3 * stream + n * (2 * query_width(model) + values + gates * ffn_width(model)) * a / t
     scores = work.micro_batch * model.heads * work.sequence_length**2 / t
-    # Without a fused kernel the products of attention return the scores.
+    # Without a fused kernel the matmuls of attention return the scores.
     return kept_bytes + (scores * a if work.forms_scores else n * model.heads * 4 / t)
 
 
@@ -267,7 +267,7 @@ def _gradients_at_once(
     region at its end: those of a block, or of the whole model where it is compiled as one (on a CPU, without
     tensor and data parallelism, `parallel.working = "kept"`). By then the activations and logits of a
     micro-batch are gone.
-    freed: so many elements would fit in their place.
+    freed: the number of elements that would fit in their place.
     """
     layout, model = work.layout, work.model
     gates = 2 if model.activation == "swiglu" else 1

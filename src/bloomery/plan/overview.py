@@ -1,4 +1,4 @@
-"""Makes the plan of a run, with all its figures, from a recipe, a machine and a number of accelerators."""
+"""Makes the plan of a run (memory, speed, duration, cost) from a recipe, a machine and its accelerators."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from bloomery.plan.layout import Layout, StageParameters, bubble_share, layout_o
 from bloomery.plan.memory import StageMemory, Training, rank_parameters, stage_memory
 from bloomery.plan.parameters import ModelParameters, count_parameters, forward_cost, teraflops, token_cost
 from bloomery.plan.peer_round import Round, plan_round
-from bloomery.plan.request import Request, data_degrees, refuse_nonsense, vocabulary_of
+from bloomery.plan.request import Request, data_degrees, refuse_impossible, vocabulary_of
 from bloomery.plan.schedule import Phase, phases
 from bloomery.plan.step_time import HIGH, LOW, Traffic, stages_for, step_traffic
 from bloomery.plan.timeline import (
     Milestone,
     Stretch,
-    at_phase,
     milestones,
     peers_of,
     total_seconds,
     total_steps,
     walk_run,
+    workload_at_phase,
 )
 
 
@@ -53,8 +53,8 @@ class Speed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Whole:
-    """The run from start to end. Days are days of the calendar, with saves, evaluations and allocation
+class RunTotals:
+    """The totals of a whole run. Days are days of the calendar, with saves, evaluations and allocation
     hours.
     """
 
@@ -79,7 +79,7 @@ class Whole:
 
 @dataclass(frozen=True, kw_only=True)
 class Draft:
-    """A plan before advice is added: what advice looks at."""
+    """A plan without its advice, which is computed from it."""
 
     request: Request
     work: Workload
@@ -119,7 +119,7 @@ class Plan:
     assumptions: tuple[str, ...]
     speed: Speed
     traffic: Traffic
-    whole: Whole
+    whole: RunTotals
     between_peers: Round | None
     calendar: tuple[Milestone, ...]
     warnings: tuple[str, ...]
@@ -132,7 +132,7 @@ class Plan:
 
 def make_plan(request: Request) -> Plan:
     """Plan a run. Raises ConfigError that lists everything impossible in the request."""
-    refuse_nonsense(request)
+    refuse_impossible(request)
     request, assumptions = _settled(request)
     recipe = request.recipe
     accelerators = request.accelerators or 1
@@ -145,7 +145,7 @@ def make_plan(request: Request) -> Plan:
     work = base_workload(request, layout)
     parameters = _parameters(recipe, work.vocabulary)
     course = walk_run(recipe, work, parameters)
-    work = at_phase(work, phases(recipe.train)[-1][1])
+    work = workload_at_phase(work, phases(recipe.train)[-1][1])
     stages = stages_for(work, parameters)
     draft = Draft(
         request=request,
@@ -199,7 +199,7 @@ def base_workload(request: Request, layout: Layout) -> Workload:
         muon_iterations=recipe.optim.muon_iterations if recipe.optim.name == "muon" else 0,
         masks_documents=recipe.data.mask_documents,
     )
-    return at_phase(work, phases(recipe.train)[0][1])
+    return workload_at_phase(work, phases(recipe.train)[0][1])
 
 
 def memory_of(recipe: Recipe, work: Workload) -> tuple[StageMemory, ...]:
@@ -220,7 +220,7 @@ def memory_of(recipe: Recipe, work: Workload) -> tuple[StageMemory, ...]:
             loss_chunk=recipe.train.loss_chunk,
             fused=recipe.train.compile != "off",
         )
-        now = at_phase(work, phase)
+        now = workload_at_phase(work, phase)
         memories.append(
             tuple(stage_memory(now, parameters, stages, index, training) for index in range(len(stages)))
         )
@@ -292,7 +292,7 @@ def _speed(draft: Draft) -> Speed:
     )
 
 
-def _whole(draft: Draft) -> Whole:
+def _whole(draft: Draft) -> RunTotals:
     request, course, work = draft.request, draft.course, draft.work
     hardware, ranks = request.hardware, work.layout.world
     training = total_seconds(course)
@@ -309,7 +309,7 @@ def _whole(draft: Draft) -> Whole:
     price = request.price_per_accelerator_hour
     price = hardware.operation.price_per_accelerator_hour if price is None else price
     cost = token_cost(work.model, vocabulary=work.vocabulary, sequence_length=work.sequence_length)
-    return Whole(
+    return RunTotals(
         steps=total_steps(course),
         samples=samples,
         tokens=samples * work.sequence_length,
@@ -354,7 +354,7 @@ def _rounds_s(draft: Draft) -> float:
 def _failure_s(draft: Draft, training_s: float) -> float:
     """Return the seconds that failures cost: repeated work, restarts and loads.
 
-    A run that would lose more than MOST_LOST of its time is given the seconds of one that loses so much;
+    A run that would lose more than MOST_LOST of its time is given the seconds of one that loses MOST_LOST;
     `advice` says that it does not end.
     """
     figures = draft.checkpoints

@@ -1,4 +1,4 @@
-"""Counts a model's parameters by part and training's operations by matrix products; compares proportions.
+"""Counts a model's parameters by part and its training FLOPs per token; flags unusual proportions.
 
 A weight in a linear layer costs 2 operations for each token forward and 4 backward. Attention multiplies
 queries with keys and weights with values: 4·s·h forward for each token and layer, counted over the whole
@@ -6,7 +6,7 @@ square (as published figures do, though a causal kernel needs about half). Looku
 optimizer are not counted.
 
 Legend: h hidden, l layers, f ffn, v vocabulary, d channels of a head, kv key/value heads, s sequence length,
-B global batch, t seconds a step, n accelerators.
+B global batch, t seconds per step, n accelerators.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class BlockParameters:
     mlp_norm: int
     mlp: int
     matrices: int
-    """The weights of the linear layers alone, which are multiplied for every token."""
+    """The weights of only the linear layers, which are multiplied for every token."""
 
     @property
     def total(self) -> int:
@@ -150,7 +150,7 @@ def token_cost(
 
 
 def forward_cost(model: ModelSection, *, vocabulary: int, sequence_length: int) -> int:
-    """Return the operations for each token of a forward pass alone, as in evaluation."""
+    """Return the operations for each token of only a forward pass, as in evaluation."""
     return token_cost(model, vocabulary=vocabulary, sequence_length=sequence_length).model // 3
 
 

@@ -32,7 +32,7 @@ _ERROR_AT_MOST = {"int4": 0.2, "int8": 0.05, "bf16": 0.05, "fp32": 0.0}
 
 
 def average_error(codec: str, peers: int, *, reduce_codec: str | None = None) -> float:
-    """Return the relative error of the average of so many equal, independent parts.
+    """Return the relative error of the average of the contributions of `peers` peers, equal and independent.
 
     codec: of the complete sums; the setting elastic.codec.
     reduce_codec: of the partial sums; None: as `codec`.
@@ -44,7 +44,7 @@ def average_error(codec: str, peers: int, *, reduce_codec: str | None = None) ->
 
 
 def codec_of_partial_sums(codec: str, peers: int) -> str:
-    """Return the codec in which the ring of so many peers sends partial sums: `codec` or a wider one.
+    """Return the codec in which a ring of `peers` peers sends partial sums: `codec` or a wider one.
 
     It is the narrowest with which the average's error stays within the bound of `codec`. All members of an
     attempt compute it from the number of members, and so choose the same.
@@ -63,8 +63,8 @@ def sparse_bytes(density: float) -> float:
     return (4 + (kept * (low_bits + 2) + bitmap + 7) // 8) / SPARSE_CHUNK
 
 
-def ring_bytes(values: int, codec: str, peers: int, *, density: float) -> float:
-    """Return how many bytes each peer of a ring sends to average so many values, without scales.
+def peer_ring_bytes(values: int, codec: str, peers: int, *, density: float) -> float:
+    """Return the bytes that each peer of a ring sends to average `values` values, without scales.
 
     density: the setting elastic.density, for the sparse codec.
     """
@@ -141,7 +141,7 @@ def plan_round(
     peers, is_sparse = elastic.peers, elastic.codec == SPARSE
     payload = parameters * (sparse_bytes(elastic.density) if is_sparse else CODEC_BYTES[elastic.codec])
     reduce_codec = elastic.codec if is_sparse else codec_of_partial_sums(elastic.codec, peers)
-    sent = ring_bytes(parameters, elastic.codec, peers, density=elastic.density)
+    sent = peer_ring_bytes(parameters, elastic.codec, peers, density=elastic.density)
     speed = link.gbit_per_s * 1e9 / 8 * link.efficiency
     hops = (1 if is_sparse else 2) * (peers - 1)
     exchange = sent / speed + hops * link.latency_ms / 1000 + link.outer_step_s
@@ -157,7 +157,7 @@ def plan_round(
         reduce_codec=reduce_codec,
         quantisation_error=average_error(elastic.codec, peers, reduce_codec=reduce_codec),
         sent_bytes=sent,
-        part_of_int8=sent / (ring_bytes(parameters, "int8", peers, density=0.0) or 1.0),
+        part_of_int8=sent / (peer_ring_bytes(parameters, "int8", peers, density=0.0) or 1.0),
         host_bytes=host_bytes,
         host_peak_bytes=host_peak_bytes,
         copy_bytes=state_bytes + host_bytes + weights_apart_bytes,

@@ -17,14 +17,14 @@ from bloomery.plan.parameters import count_parameters
 from bloomery.plan.request import Request, data_degrees, vocabulary_of
 from bloomery.plan.schedule import phase_at, steps_left, steps_of_run, total_samples
 from bloomery.plan.step_time import step_time
-from bloomery.plan.timeline import at_phase, peers_of
+from bloomery.plan.timeline import peers_of, workload_at_phase
 
-MEASURED_STEPS = 100
-FACTORS = (0.25, 0.5, 2, 4)
+MEASURED_STEPS = 100  # the newest steps, whose median speed counts
+FACTORS = (0.25, 0.5, 2, 4)  # of the accelerators, for `OtherScale`
 
 
 @dataclass(frozen=True, kw_only=True)
-class Elsewhere:
+class OtherScale:
     """What would be left of the run on another number of accelerators."""
 
     accelerators: int
@@ -61,7 +61,7 @@ class RunProgress:
     hardware_teraflops: float
     mfu: float | None
     days_left: float
-    elsewhere: tuple[Elsewhere, ...]
+    elsewhere: tuple[OtherScale, ...]
     planned_step_s: float
     planned_days: float
     planned_days_left: float
@@ -119,7 +119,7 @@ def progress_of(request: Request, run: Path) -> RunProgress:
         if last.mfu is not None
         else None,
         days_left=days,
-        elsewhere=elsewhere(request, plan, accelerators, days),
+        elsewhere=at_other_scales(request, plan, accelerators, days),
         planned_step_s=planned_s,
         planned_days=plan.whole.days,
         planned_days_left=days * scale,
@@ -136,7 +136,7 @@ def as_progress_figures(progress: RunProgress) -> dict[str, Any]:
     return asdict(progress)
 
 
-def figures(progress: RunProgress) -> list[tuple[str, str, str, str]]:
+def progress_rows(progress: RunProgress) -> list[tuple[str, str, str, str]]:
     """Return (figure, planned, measured, measured ÷ planned) for each row of a table."""
     pairs: list[tuple[str, float, float | None, str]] = [
         ("s/step", progress.planned_step_s, progress.step_s, ".4g"),
@@ -153,7 +153,7 @@ def figures(progress: RunProgress) -> list[tuple[str, str, str, str]]:
     return rows
 
 
-def elsewhere(request: Request, plan: Plan, accelerators: int, days: float) -> tuple[Elsewhere, ...]:
+def at_other_scales(request: Request, plan: Plan, accelerators: int, days: float) -> tuple[OtherScale, ...]:
     """Return the remaining days on a quarter to four times as many accelerators, scaled by the plans of
     both.
     """
@@ -173,14 +173,14 @@ def elsewhere(request: Request, plan: Plan, accelerators: int, days: float) -> t
         batch = recipe.train.global_batch
         if batch % (work.micro_batch * int(degree)):
             estimates.append(
-                Elsewhere(accelerators=int(count), days_left=None, note="does not divide the batch")
+                OtherScale(accelerators=int(count), days_left=None, note="does not divide the batch")
             )
             continue
         there_s = step_time(
             work, plan.draft.parameters, global_batch=batch, recompute=recipe.train.recompute
         ).seconds
         note = "" if int(degree) in data_degrees(recipe) else "once the full batch is reached"
-        estimates.append(Elsewhere(accelerators=int(count), days_left=days * there_s / here_s, note=note))
+        estimates.append(OtherScale(accelerators=int(count), days_left=days * there_s / here_s, note=note))
     return tuple(estimates)
 
 
@@ -221,7 +221,7 @@ def _planned_seconds_left(plan: Plan, last: StepReport, *, until: int) -> float:
 def _planned_step_s(request: Request, plan: Plan, last: StepReport) -> float:
     recipe = request.recipe
     phase = phase_at(recipe.train, max(0, last.consumed_samples - last.global_batch))
-    work = at_phase(base_workload(request, plan.draft.work.layout), phase)
+    work = workload_at_phase(base_workload(request, plan.draft.work.layout), phase)
     parameters = count_parameters(
         recipe.model, vocabulary=vocabulary_of(recipe), sequence_length=recipe.data.sequence_length
     )

@@ -13,7 +13,7 @@ from itertools import groupby
 from math import gcd
 from typing import Literal
 
-from bloomery.config.findings import divisors, some
+from bloomery.config.findings import divisors, nearest_numbers
 from bloomery.config.parallel import ParallelSection
 from bloomery.errors import BloomeryError, TrainingFailed
 
@@ -92,7 +92,7 @@ def degrees_of(parallel: ParallelSection, *, world: int) -> Degrees | None:
     return degrees if data >= 1 and degrees.world == world else None
 
 
-def other_ranks_wanted(parallel: ParallelSection, *, world: int) -> TrainingFailed:
+def wrong_ranks_error(parallel: ParallelSection, *, world: int) -> TrainingFailed:
     """Return the error for `world` ranks to which the recipe's degrees do not multiply."""
     replica = parallel.tensor * parallel.pipeline
     asked = [("data", parallel.data), ("tensor", parallel.tensor), ("pipeline", parallel.pipeline)]
@@ -142,7 +142,7 @@ def hosts_of_ranks(hosts: Sequence[str], *, world: int) -> list[str]:
     fit.
     """
     if world % len(hosts):
-        near = some(divisors(world), near=len(hosts))
+        near = nearest_numbers(divisors(world), near=len(hosts))
         raise BloomeryError(
             f"{world} ranks do not divide among {len(hosts)} nodes.",
             remedy=f"Numbers of nodes that do: {near}.",
@@ -163,14 +163,14 @@ def ranks_by_host(hosts: Sequence[str]) -> list[HostRanks]:
     return by_host
 
 
-def crosses(degrees: Degrees, axis: AxisName, hosts: Sequence[str]) -> list[tuple[int, ...]]:
+def groups_across_hosts(degrees: Degrees, axis: AxisName, hosts: Sequence[str]) -> list[tuple[int, ...]]:
     """Return the process groups along an axis that lie on more than one host."""
     return [group for group in degrees.groups(axis) if len({hosts[rank] for rank in group}) > 1]
 
 
 def refuse_tensor_groups_across_hosts(degrees: Degrees, hosts: Sequence[str]) -> None:
     """Raise TrainingFailed if tensor-parallel ranks are on several hosts, and name degrees that fit."""
-    split = crosses(degrees, "tensor", hosts)
+    split = groups_across_hosts(degrees, "tensor", hosts)
     if not split:
         return
     group = split[0]
@@ -187,7 +187,7 @@ def refuse_tensor_groups_across_hosts(degrees: Degrees, hosts: Sequence[str]) ->
     )
 
 
-def span(degrees: Degrees, axis: AxisName, node: HostRanks) -> str:
+def indices_on_node(degrees: Degrees, axis: AxisName, node: HostRanks) -> str:
     """Return the indices on an axis of the ranks at `node`, as text: '0', '0–3', or '0, 4'."""
     indices = sorted({degrees.place(rank)[axis] for rank in node.ranks})
     if len(indices) > 2 and indices == list(range(indices[0], indices[-1] + 1)):
@@ -195,10 +195,10 @@ def span(degrees: Degrees, axis: AxisName, node: HostRanks) -> str:
     return ", ".join(map(str, indices))
 
 
-def reach(degrees: Degrees, axis: AxisName, hosts: Sequence[str]) -> str:
+def reach_words(degrees: Degrees, axis: AxisName, hosts: Sequence[str]) -> str:
     """Return whether an axis' process groups stay inside a node, as text for a person."""
     groups = degrees.groups(axis)
-    apart = len(crosses(degrees, axis, hosts))
+    apart = len(groups_across_hosts(degrees, axis, hosts))
     where = "inside a node" if not apart else f"{apart} of them across nodes"
     return f"{len(groups)} group{'s' if len(groups) > 1 else ''} of {degrees.of(axis)}, {where}"
 

@@ -32,7 +32,7 @@ class Request:
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe alone."""
+        """The recipe, without where its settings came from."""
         return self.loaded.recipe
 
 
@@ -43,7 +43,7 @@ def vocabulary_of(recipe: Recipe) -> int:
     return recipe.data.tokenizer_vocabulary if recipe.data.tokenizer == "train" else 0
 
 
-def refuse_nonsense(request: Request) -> None:
+def refuse_impossible(request: Request) -> None:
     """Raise ConfigError that lists everything impossible in the request, and what would be possible."""
     mistakes = [*_option_mistakes(request), *_machine_mistakes(request)]
     replica = _replica(request.recipe)

@@ -28,10 +28,10 @@ from bloomery.plan.parameters import (
     teraflops,
     token_cost,
 )
-from bloomery.plan.request import Request, refuse_nonsense
+from bloomery.plan.request import Request, refuse_impossible
 from bloomery.plan.schedule import phases
 from bloomery.plan.step_time import StepTime, stages_for, step_time
-from bloomery.plan.timeline import at_phase
+from bloomery.plan.timeline import workload_at_phase
 
 MICRO_BATCHES = (1, 2, 4, 8)
 CHUNKS = (1, 2, 4, 8)
@@ -160,14 +160,14 @@ def _accelerators(request: Request) -> int:
     alone = replace(parallel, tensor=1, pipeline=1, data="auto", sequence=False)
     loaded = replace(request.loaded, recipe=replace(recipe, parallel=alone))
     # The search chooses degrees and batches, so only the count is refused here.
-    refuse_nonsense(replace(request, loaded=loaded, accelerators=None if count >= 1 else count))
+    refuse_impossible(replace(request, loaded=loaded, accelerators=None if count >= 1 else count))
     return count
 
 
 def _setting(request: Request, accelerators: int) -> _Setting:
     recipe = request.recipe
     layout = Layout(data=accelerators, per_node=request.hardware.node.accelerators)
-    work = at_phase(base_workload(request, layout), phases(recipe.train)[-1][1])
+    work = workload_at_phase(base_workload(request, layout), phases(recipe.train)[-1][1])
     costs = {
         recompute: token_cost(
             recipe.model,

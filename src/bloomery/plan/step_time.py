@@ -15,18 +15,18 @@ from bloomery.plan.block_cost import (
     Workload,
     accumulation_s,
     attention_passes,
-    between_bytes_per_s,
     block_passes,
     elementwise_pass,
     embedding_passes,
     head_passes,
+    internode_bytes_per_s,
     moving_s,
     muon_s,
+    residual_bytes,
     ring_bytes,
     ring_s,
-    tensor_bytes,
 )
-from bloomery.plan.layout import StageParameters, bubble_slots, stages_of
+from bloomery.plan.layout import StageParameters, bubble_slots, stage_parameters
 from bloomery.plan.memory import rank_parameters
 from bloomery.plan.parameters import ModelParameters
 
@@ -45,7 +45,7 @@ channels of DDR4 reach.
 """
 
 BACKWARD_SHARE = 2 / 3
-"""The share of a micro-batch's time that its backward takes: two products for each one of the forward."""
+"""The share of a micro-batch's time that its backward takes: two matmuls for each one of the forward."""
 
 LEAST_EXPOSED = 0.1
 """The share of an exchange that nothing hides: the first and the last bucket."""
@@ -143,7 +143,7 @@ def step_time(work: Workload, parameters: ModelParameters, *, global_batch: int,
 
 def stages_for(work: Workload, parameters: ModelParameters) -> tuple[StageParameters, ...]:
     """Return what each pipeline rank holds."""
-    return stages_of(work.layout, parameters)
+    return stage_parameters(work.layout, parameters)
 
 
 @lru_cache(maxsize=65536)
@@ -167,7 +167,7 @@ def _ends(work: Workload) -> tuple[Spent, Spent]:
     return embedding.forward + embedding.backward, head.forward + head.backward
 
 
-@lru_cache(maxsize=64)  # the batches of a ramp-up differ in the number of micro-batches alone
+@lru_cache(maxsize=64)  # the batches of a ramp-up differ only in the number of micro-batches
 def _all_stages(
     work: Workload, parameters: ModelParameters, stages: tuple[StageParameters, ...], recompute: str
 ) -> tuple[Spent, ...]:
@@ -205,7 +205,7 @@ def _transfer_s(work: Workload, micro_batches: int) -> float:
     speed = hardware.link_bytes_per_s
     latency = hardware.node.link_us * 1e-6
     if layout.leaves_node:
-        speed, latency = between_bytes_per_s(hardware) / layout.per_node, hardware.network.latency_us * 1e-6
+        speed, latency = internode_bytes_per_s(hardware) / layout.per_node, hardware.network.latency_us * 1e-6
     once = boundary_bytes(work) / (speed or 1e9) + latency
     visible = (layout.pipeline - 1) + VISIBLE_TRANSFER * micro_batches * layout.chunks
     return 2 * once * visible
@@ -278,7 +278,7 @@ def exchanges_of(zero: int, micro_batches: int) -> Exchanges:
 
 
 def data_parallel_bytes(work: Workload, held: float, micro_batches: int) -> float:
-    """Return the bytes that one rank with so many parameters sends over the data axis in one step."""
+    """Return the bytes that one rank, which holds `held` parameters, sends over the data axis in one step."""
     layout = work.layout
     if layout.data == 1:
         return 0.0
@@ -370,4 +370,4 @@ def _stage_tensor_bytes(work: Workload, stage: StageParameters, micro_batches: i
         return 0.0
     exchanges = stage.blocks * (6 if (stage.recompute or recompute) == "full" else 4)
     exchanges += (1 if stage.has_embedding else 0) + (1 if stage.has_head else 0)
-    return micro_batches * exchanges * ring_bytes(tensor_bytes(work), work.layout.tensor, passes=2)
+    return micro_batches * exchanges * ring_bytes(residual_bytes(work), work.layout.tensor, passes=2)

@@ -1,4 +1,4 @@
-"""The predicted course of a run: stretches of equal steps, and its milestones such as the ends of epochs."""
+"""Predicts the course of a run: stretches of equal steps, and milestones such as the ends of epochs."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def peers_of(recipe: Recipe) -> int:
 def _walk(recipe: Recipe, work: Workload, parameters: ModelParameters, until: int) -> Iterator[Stretch]:
     step = sample = 0
     for steps, phase in stretches(recipe.train, until):
-        now = at_phase(work, phase)
+        now = workload_at_phase(work, phase)
         yield Stretch(
             first_step=step,
             first_sample=sample,
@@ -70,7 +70,7 @@ def _walk(recipe: Recipe, work: Workload, parameters: ModelParameters, until: in
         step, sample = step + steps, sample + steps * phase.global_batch
 
 
-def at_phase(work: Workload, phase: Phase) -> Workload:
+def workload_at_phase(work: Workload, phase: Phase) -> Workload:
     """Return the workload of a phase, with its precision resolved for the machine."""
     precision = phase.precision
     if precision == "auto":
@@ -120,7 +120,7 @@ class RampUpCost:
 
 
 def ramp_up_cost(course: Sequence[Stretch]) -> RampUpCost:
-    """Return what is spent before the last stretch of the run; zeros where it is the only one."""
+    """Return the time spent before the last stretch of the run; zeros where it is the only one."""
     ramping, full = course[:-1], course[-1]
     samples = sum(stretch.steps * stretch.global_batch for stretch in ramping)
     seconds = sum(stretch.seconds for stretch in ramping)

@@ -43,8 +43,8 @@ from bloomery.train.data_summary import DataSummary, summarise_data
 from bloomery.train.held_out import build_held_out
 from bloomery.train.metrics import Metrics
 from bloomery.train.observers import Observer, Observers, build_observers
-from bloomery.train.peering import announced, build_outer, peering_of_environment
-from bloomery.train.rank_diagnostics import explaining_out_of_memory, make_heartbeat, ticking
+from bloomery.train.peering import announce_interludes, build_outer, peering_of_environment
+from bloomery.train.rank_diagnostics import explaining_out_of_memory, make_heartbeat, progress_with_ticks
 from bloomery.train.saver import Learner, begins_with
 from bloomery.train.settings import RunSettings, StartOptions, changes_of, keep_recipe
 from bloomery.train.state import TrainState
@@ -131,7 +131,7 @@ def build_trainer(loaded: LoadedRecipe, rundir: RunDirectory, options: StartOpti
         metrics = Metrics(
             mesh=mesh,
             control=control,
-            interludes=[*announced([held_out] if held_out else [], peering), check],
+            interludes=[*announce_interludes([held_out] if held_out else [], peering), check],
             cost=cost,
             peak_flops=measure_peak_flops(mesh.device, recipe.train.precision),
             sequence_length=recipe.data.sequence_length,
@@ -180,7 +180,7 @@ def _take_and_prepare(
 ) -> tuple[SettingChanges, Prepared]:
     """Lock the run directory on the first rank, and prepare the data there while the other ranks wait.
 
-    Returns what this start changes in the run's settings, which the first rank alone knows, and the data.
+    Returns what this start changes in the run's settings, which only the first rank knows, and the data.
     The lock is released when `stack` is closed. Collective over the peer.
     """
     section = loaded.recipe.data
@@ -193,7 +193,7 @@ def _take_and_prepare(
         changes = changes_of(loaded, rundir)
         refuse_kept_here(rundir, loaded.recipe.checkpoint)
         with options.data_progress() as progress:
-            report_progress = ticking(progress, tick, heartbeat.tick)
+            report_progress = progress_with_ticks(progress, tick, heartbeat.tick)
             return changes, prepare(section, rundir.data, progress=report_progress)
 
     # The other ranks wait here: they must find the data prepared, and must not race for the directory.

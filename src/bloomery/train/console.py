@@ -1,4 +1,4 @@
-"""What a training shows of its steps: a progress bar, short lines, lines with every figure, or JSON lines."""
+"""Shows the steps of a training: a progress bar, short lines, lines with every figure, or JSON lines."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def duration(seconds: float) -> str:
 
 
 class LogLines:
-    """Writes a line each so many steps, and one for whatever happens.
+    """Prints a line every `every_steps` steps, and one for each verdict of the guards and each rewind.
 
     started: `time.perf_counter()` at the start of the command; 0 leaves out the time until the first step.
     full: whether lines hold every figure, however long they get.
@@ -138,7 +138,7 @@ class LogLines:
 
 
 class JsonLines:
-    """Emits an object each so many steps, and one for whatever happens, for programs.
+    """Emits a JSON object every `every_steps` steps, and one for each verdict and rewind, for programs.
 
     A step has the fields of the journal's `step` event, and `left_s`; a verdict has `kind` and `reason`.
     """
@@ -245,7 +245,8 @@ def bar_text(
 
 
 class NotebookBar:
-    """Shows the progress in one output of a notebook's cell, which is replaced as the training goes on.
+    """Shows the progress in one output of a notebook's cell, which is replaced as the training goes on, and
+    below it each verdict of the guards and each rewind.
 
     display: `IPython.display.display`.
     """
@@ -255,12 +256,13 @@ class NotebookBar:
     def __init__(self, *, total_steps: int | None, display: Callable[..., Any]) -> None:
         # Any: IPython's handle of an output
         self._total, self._left = total_steps, TimeLeft(total_steps)
+        self._display = display
         self._handle = display(_shown("the first step is under way"), raw=True, display_id=True)
         self._held_out: float | None = None
         self._text, self._drawn = "", 0.0
 
     def tell(self, report: StepReport, verdict: Verdict) -> None:
-        """Replace the output, at most twice a second."""
+        """Replace the output, at most twice per second, and add one for a verdict."""
         if report.held_out_loss is not None:
             self._held_out = report.held_out_loss
         share = report.step / self._total if self._total else 0.0
@@ -273,12 +275,15 @@ class NotebookBar:
             columns=75,
         )
         self._text = f"{'█' * filled}{'░' * (20 - filled)} {text}"
+        if not isinstance(verdict, CarryOn):
+            self._display(_shown(f"step {report.step}: {described(verdict)}"), raw=True)
         if time.monotonic() - self._drawn >= self.EVERY_S:
             self._draw()
 
     def rewound(self, step: int) -> None:
-        """Start timing again."""
+        """Show at which step the run goes on."""
         self._left.restart()
+        self._display(_shown(f"rewound to step {step}"), raw=True)
 
     def close(self) -> None:
         """Draw the last step."""

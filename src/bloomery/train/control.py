@@ -24,7 +24,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 REQUESTS = ("set", "skip", "rewind")
 """Control files with contents, which the first rank reads for all."""
 IMPATIENCE = 2
-"""After so many interrupts the next one ends the process at once, without a save."""
+"""The number of interrupts after which the next one ends the process at once, without a save."""
 _NO_DIRECTORY = ControlSection()
 _WRITING_S = 5.0
 """An empty request file that is younger than this many seconds may be one that somebody is writing."""
@@ -176,7 +176,7 @@ class Control:
         self._saved = time.monotonic()
 
     def save_in(self, seconds: float) -> None:
-        """Ask for another save after so many seconds, since one failed, and let the clock wait for that
+        """Ask for another save after `seconds`, since one failed, and let the clock wait for that
         one.
         """
         self._saved = time.monotonic()
@@ -248,7 +248,7 @@ def refuse_when_stopped(rundir: RunDirectory, section: ControlSection, mesh: Mes
 
 
 def _reason(*, stop: str, interrupted: bool, terminated: bool) -> str:
-    """Why to stop, from what any rank was told; empty for no reason. A signal may have reached only one."""
+    """Why to stop, from what any rank has seen; empty for no reason. A signal may have reached only one."""
     if interrupted:
         return "signal SIGINT"
     if terminated:

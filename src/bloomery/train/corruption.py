@@ -1,4 +1,4 @@
-"""Checks for silent corruption: bits that a machine computed or kept wrongly without any error.
+"""Checks for silent data corruption: wrong bits in computed or stored tensors, without any error.
 
 At a check each rank computes the first micro-batch of its step a second time, and that of another replica,
 and digests of the gradients are compared; so are those of weights and reduced gradients, which replicas hold
@@ -24,7 +24,7 @@ from bloomery.guard.digests import (
     RankDigests,
     computation_faults,
     digests_from_json,
-    disputed,
+    disputed_micro_batches,
     held_faults,
     is_not_deterministic,
     settled_by_repetition,
@@ -41,7 +41,7 @@ from bloomery.train.state import TrainState
 log = logging.getLogger(__name__)
 
 _DISPUTES = 4
-"""At most so many disputed micro-batches are computed by everybody."""
+"""The most disputed micro-batches that all ranks compute again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,7 @@ class CorruptionCheck:
     ) -> None:
         self._model, self._mesh, self._settings = model, mesh, settings
         self._journal, self._incarnation = journal, incarnation
-        self._kind, self._host = kind_of(mesh.device), os.uname().nodename
+        self._kind, self._host = numerics_of(mesh.device), os.uname().nodename
         elastic = settings.recipe.elastic
         self._averages_gradients = elastic.inner_steps > 0 and elastic.average == "gradients"
         self._known = _Known()
@@ -173,7 +173,7 @@ class CorruptionCheck:
                 computed[other] = [self._compute(trained, self._first_of_next(trained, offset))]
         own_digests = self._held()
         ranks = self._gather(own_digests, computed)
-        disputes = disputed(ranks)
+        disputes = disputed_micro_batches(ranks)
         faults = held_faults(ranks)
         if any(fault.what == "weights" for fault in faults):
             return ranks, faults  # of other weights come other gradients
@@ -280,7 +280,7 @@ class CorruptionCheck:
             log.warning("step %d: %s", step, why)
 
 
-def kind_of(device: torch.device) -> str:
+def numerics_of(device: torch.device) -> str:
     """Return what decides over the bits of a result on this rank, as a text to compare."""
     if device.type == "cuda":
         model = f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"

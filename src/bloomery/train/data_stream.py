@@ -1,4 +1,4 @@
-"""The data of a run: its documents and its stream of samples, and the batches that feed the training loop.
+"""Builds the data of a run: its documents, its stream of samples, and the batches of this rank.
 
 `data_forecast` computes what a run has taken from its stream, and what it is going to take.
 """

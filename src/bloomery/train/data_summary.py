@@ -1,4 +1,4 @@
-"""Says at each start how large the model and its data are, and how often the run reads its text."""
+"""Summarises at each start the sizes of model and data, and how many epochs the run reads."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class DataSummary:
         held_out = f"{self.held_out_documents:,} documents, {self.held_out_tokens:,} tokens held out"
         return [
             f"model: {self.parameters:,} parameters, vocabulary {self.vocabulary:,}, context "
-            f"{self.sequence_length:,} tokens, {batch} tokens a step",
+            f"{self.sequence_length:,} tokens, {batch} tokens per step",
             f"data: {self.documents:,} documents, {self.tokens:,} tokens to train on; {held_out}",
             f"plan: {self.planned_tokens:,} tokens, {_times(self.epochs)} through the text",
             *(f"warning: {warning}" for warning in self.warnings),

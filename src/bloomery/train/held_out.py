@@ -47,7 +47,7 @@ class HeldOutLoss:
     ) -> None:
         """ratios: of the datasets in the loss of all; None weighs each token alike.
 
-        report_progress: called between batches, so that a long evaluation is told from one that stands still.
+        report_progress: called between batches, so that a long evaluation does not count as hung.
         """
         self.section = section
         self._batches = tuple(batches)

@@ -1,4 +1,4 @@
-"""Reduces a step's tensors and the ranks' facts to one report, and finds the ranks that are slow.
+"""Reduces a step's tensors and the ranks' facts to one report, and finds slow ranks.
 
 A report costs one host synchronisation.
 """
@@ -195,7 +195,7 @@ _OWN = (RankActivity.WAITING_FOR_SAMPLES, RankActivity.COMPUTING, RankActivity.U
 
 
 class SlowRanks:
-    """Keeps how long this rank worked by itself in its newest steps, and compares that with other ranks."""
+    """Records this rank's own time in its newest steps (without waits), and compares it with other ranks'."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
@@ -209,7 +209,7 @@ class SlowRanks:
     def compare(self) -> dict[str, Json]:
         """Return which ranks worked longer by themselves than the others, for the journal.
 
-        `slow` is [rank, host, seconds a step] of at most eight, the slowest first; it is empty where all took
+        `slow` is [rank, host, seconds per step] of at most eight, the slowest first; empty where all took
         alike, or where ranks wait for each other while they compute. Collective over the peer.
         """
         mean = sum(self._own) / len(self._own) if self._own else 0.0

@@ -140,7 +140,7 @@ class Observers:
                 self._observers.remove(observer)
 
 
-class ReadingWatch:
+class SlowDataWarning:
     """Warns when steps wait for their samples, because then the data pipeline, not the device, sets the
     pace.
     """
@@ -212,10 +212,10 @@ def build_observers(
 
     first_step: the steps that were made before.
     device: what this rank computes on.
-    tracked: what trackers are told of the run.
+    tracked: what trackers get about the run.
     """
     observers: list[Observer] = [
-        ReadingWatch(options.say),
+        SlowDataWarning(options.say),
         _console(section, options, first_step=first_step, total_steps=total_steps),
     ]
     if section.tensorboard:

@@ -104,8 +104,8 @@ def peering_of_environment(recipe: Recipe, mesh: Mesh, stack: ExitStack) -> Peer
     return Peering(agent=agent, rings=WireRings(recipe.elastic), name=name)
 
 
-def announced(interludes: Sequence[Interlude], peering: Peering | None) -> list[Interlude]:
-    """Return the interludes so that each tells the agent that it runs, or it would be taken for a step
+def announce_interludes(interludes: Sequence[Interlude], peering: Peering | None) -> list[Interlude]:
+    """Return the interludes so that each reports to the agent that it runs, or it would be taken for a step
     that hangs.
     """
     if peering is None:
@@ -182,13 +182,13 @@ class _CheckpointedRounds:
         """Return the first rank's list of steps by round, on all ranks."""
         pairs = []
         for checkpoint in self._store.checkpoints() if self._mesh.is_first else ():
-            round = round_of(checkpoint.directory)
+            round = round_of_checkpoint(checkpoint.directory)
             if round is not None:
                 pairs.append([round, checkpoint.step])
         return {round: step for round, step in self._mesh.all_gather_object(pairs)[0]}
 
 
-def round_of(directory: Path) -> int | None:
+def round_of_checkpoint(directory: Path) -> int | None:
     """Return the committed round whose state a checkpoint holds; None for one within a round or a damaged
     one.
     """

@@ -1,4 +1,4 @@
-"""What a rank leaves for those who look for a cause: heartbeat, stacks upon SIGUSR2, memory when it ran out.
+"""Diagnostics of one rank: its heartbeat, its stacks upon SIGUSR2, and its memory when that ran out.
 
 Beside what a device's memory held stands what was planned for it.
 """
@@ -123,15 +123,15 @@ def make_heartbeat(rundir: RunDirectory, mesh: Mesh) -> Heartbeat:
         rank=mesh.rank,
         world=mesh.world,
         device=str(mesh.device),
-        bus=bus_of(torch.cuda.get_device_properties(mesh.device)) if mesh.device.type == "cuda" else "",
+        bus=pci_bus_of(torch.cuda.get_device_properties(mesh.device)) if mesh.device.type == "cuda" else "",
         host=host_name(),
         stacks=rundir.stacks(rank=mesh.rank),
         before_first_write=write_stacks_on_signal,
     )
 
 
-def bus_of(properties: object) -> str:
-    """Return the PCI bus of a GPU as the kernel's log names it, "0000:3b:00"; "" where torch does not tell.
+def pci_bus_of(properties: object) -> str:
+    """Return the PCI bus of a GPU as the kernel's log names it, "0000:3b:00"; "" if torch lacks it.
 
     properties: what `torch.cuda.get_device_properties` returns; older torch has no `pci_…` in it.
     """
@@ -155,8 +155,8 @@ def write_stacks_on_signal(path: Path) -> None:
     faulthandler.register(signal.SIGUSR2, file=file, all_threads=True)  # which keeps the file open
 
 
-def ticking(progress: ProgressCallback, *ticks: ReportProgress) -> ProgressCallback:
-    """Return `progress` as a function that also calls each of `ticks`, which say that something moves."""
+def progress_with_ticks(progress: ProgressCallback, *ticks: ReportProgress) -> ProgressCallback:
+    """Return `progress` as a function that also calls each of `ticks`, which report that something moves."""
 
     def progress_and_ticks(stage: str, done: int, total: int, unit: str, note: str = "") -> None:
         for tick in ticks:

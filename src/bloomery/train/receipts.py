@@ -1,4 +1,4 @@
-"""Promises of checkpoints about the next step, and the receipt that proves each resume against them."""
+"""Stores promises about the next step with checkpoints, and checks each resume against them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saves a run's state, offers it to other peers, and restores it: at a start, to rewind, from elsewhere."""
+"""Saves a run's state, offers it to other peers, and restores it: at a start, a rewind, or from a peer."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class RunSaver:
         """on_begin: called with the state, the reason and the number of each incarnation when it begins.
 
         take_fallback: restore from the newest intact checkpoint where the newest of all is damaged.
-        enter: tells those outside what this rank does from now on.
+        enter: records in the heartbeat the activity that this rank begins.
         """
         self._learner, self._outer, self._settings = learner, outer, settings
         self._data_stream, self._store, self._control = data_stream, store, control

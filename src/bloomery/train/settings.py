@@ -1,4 +1,4 @@
-"""The recipe of a run: what a start may change in it, what it says at each position, and changes on the way.
+"""The settings in force in a run: what a start may change, their values at a position, changes on the way.
 
 `StartOptions` holds what the command line asks for beside the recipe.
 """
@@ -115,7 +115,7 @@ class StartOptions:
     form: what the console shows of steps: 'bar', 'short', 'full' or 'json'; '' is the form of `log.form`.
     columns: the length of short lines.
     say: prints a line for people.
-    emit: prints an event for programs; called in the form 'json' alone.
+    emit: prints an event for programs; called only in the form 'json'.
     data_progress: opens the callback that gets the progress of preparing the data.
     started: `time.perf_counter()` when the command began.
     peering: the connection to a peer's agent, for a run between peers; else None.

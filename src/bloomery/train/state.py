@@ -9,7 +9,7 @@ from typing import Any
 from bloomery.checkpoint.format.state import Json
 from bloomery.data.position import Position
 from bloomery.diloco.outer import UnderWay
-from bloomery.guard.restraint import Restraint, restrained, restraints_from_json
+from bloomery.guard.restraint import Restraint, restraint_at, restraints_from_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class TrainState:
     @property
     def restraint(self) -> Restraint:
         """What restrains the next step, as one restraint."""
-        return restrained(self.restraints, self.consumed())
+        return restraint_at(self.restraints, self.consumed())
 
     @property
     def done(self) -> bool:

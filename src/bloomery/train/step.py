@@ -80,7 +80,7 @@ class StepParts:
     average_gradients: Callable[[TrainState], None] = lambda state: None
     """Averages the reduced gradients over all peers; does nothing in a run of one peer."""
     enter: Callable[[RankActivity], None] = ignore_activity
-    """Is told what this rank does from now on."""
+    """Is called with the activity that this rank begins."""
     clamps: Callable[[TrainState], Clamps] = lambda state: Clamps()
     """Returns the limits that hold beside those of the recipe."""
     sizes_every: Callable[[], int] = lambda: 0

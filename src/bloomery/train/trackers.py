@@ -28,7 +28,7 @@ _MLFLOW_NAME = re.compile(r"[^\w\-. /]")
 
 @dataclass(frozen=True, kw_only=True)
 class TrackedRun:
-    """What a tracker is told of a run.
+    """What a tracker gets about a run.
 
     identity: a text that names the run for ever, so that a resumed one goes on under the same entry.
     settings: every setting of the recipe, by its key.

@@ -71,7 +71,7 @@ class Trainer:
 
         make_outer: makes the outer for this trainer, which it may call from its first `admit` on.
         on_begin, take_fallback: see `RunSaver`.
-        heartbeat: tells those outside what this rank does.
+        heartbeat: shows other processes what this rank does.
         check: computes the gradients of each step, and may refuse its update.
         """
         self.mesh, self.store, self.control, self.metrics = mesh, store, control, metrics
@@ -246,7 +246,7 @@ def backed_up_at_the_end(
 
     backup: None on ranks that have none.
     interruptions: returns how often the process was interrupted so far.
-    say: is told what is left to copy.
+    say: prints what is left to copy.
     on_progress: called on the first rank while it copies.
 
     Every rank stays until the first has copied what is left, or until it is interrupted once more. After an

@@ -189,7 +189,7 @@ def test_a_dear_table_takes_half_a_percent_of_a_core_at_most(monkeypatch: pytest
         clock[0] += 3.0
         return clock[0]
 
-    table = panels.Paced(compute, least_s=20.0)
+    table = panels.CachedValue(compute, least_s=20.0)
     while clock[0] < 20_000.0:
         table.get()
         clock[0] += 1.0

@@ -15,7 +15,7 @@ from tests.operate.dashboard.written_run import WrittenRun, healed_run
 from bloomery.events.heartbeat import Heartbeat, RankActivity
 from bloomery.events.incarnation import visible
 from bloomery.events.journal import loss_curve
-from bloomery.operate.dashboard.curves import curves, decimated, moving_mean
+from bloomery.operate.dashboard.curves import curves, downsampled, moving_mean
 from bloomery.operate.dashboard.growing_file import GrowingFile
 from bloomery.operate.dashboard.panels import events_with_places
 from bloomery.operate.dashboard.run_reader import RunReader
@@ -117,7 +117,7 @@ def test_decimation_keeps_the_extremes_and_invents_nothing(
     y = chance.normal(size=count).astype(np.float32)
     y[chance.random(count) < missing] = chance.choice([np.nan, np.inf, -np.inf])
     x = np.arange(len(y), dtype=np.float64)
-    curve = decimated(x, y, points=points)
+    curve = downsampled(x, y, points=points)
     assert len(curve.x) <= 2 * points + 4 and np.all(np.diff(curve.x) > 0)
     finite = y[np.isfinite(y)]
     if len(finite):

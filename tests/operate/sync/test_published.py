@@ -46,14 +46,16 @@ def test_each_checkpoint_is_a_branch_that_holds_its_export_alone(run: RunDirecto
     directories = [save(run, 5), save(run, 10)]
     ours = publisher(run)
     ours.hold()
-    assert ours.look() == ["step-000005.i001", "step-000010.i001"] == branches(hub)
+    assert ours.publish_held() == ["step-000005.i001", "step-000010.i001"] == branches(hub)
     for directory in directories:
         files = hub.repositories["people/tiny"].files(directory.name)
         assert set(files) == {".gitattributes", "config.json", "model.safetensors", MARK}
         assert files["model.safetensors"] == next(directory.glob("*.safetensors")).read_bytes()
     later = publisher(run)
     later.hold()
-    assert ours.look() == [] == later.look(), "also by a process that knows nothing of the first"
+    assert ours.publish_held() == [] == later.publish_held(), (
+        "also by a process that knows nothing of the first"
+    )
     assert not list((run.path / "publishing").iterdir())
 
 
@@ -62,7 +64,7 @@ def test_a_checkpoint_that_was_pruned_before_its_turn_is_published(run: RunDirec
     ours.hold()
     weights = next(pruned.glob("*.safetensors")).read_bytes()
     shutil.rmtree(pruned)
-    assert publisher(run).look() == ["step-000005.i001"], "held for whoever comes next"
+    assert publisher(run).publish_held() == ["step-000005.i001"], "held for whoever comes next"
     assert hub.repositories["people/tiny"].files("step-000005.i001")["model.safetensors"] == weights
 
 
@@ -76,7 +78,7 @@ def test_a_checkpoint_that_is_pruned_while_it_is_held_keeps_no_other_from_its_br
     monkeypatch.setattr(published, "checkpoints", lambda rundir: listed)
     ours = publisher(run)
     ours.hold()
-    assert ours.look() == ["step-000010.i001"] == branches(hub)
+    assert ours.publish_held() == ["step-000010.i001"] == branches(hub)
 
 
 def test_a_branch_whose_upload_broke_off_is_published_again(run: RunDirectory, hub: Hub) -> None:
@@ -84,10 +86,10 @@ def test_a_branch_whose_upload_broke_off_is_published_again(run: RunDirectory, h
     hub.refusals, ours = 1, publisher(run)
     ours.hold()
     with pytest.raises(StorageError, match="failed"):
-        ours.look()
+        ours.publish_held()
     assert branches(hub) == ["step-000005.i001"]
     assert MARK not in hub.repositories["people/tiny"].files("step-000005.i001")
-    assert publisher(run).look() == ["step-000005.i001"]
+    assert publisher(run).publish_held() == ["step-000005.i001"]
     assert MARK in hub.repositories["people/tiny"].files("step-000005.i001")
 
 

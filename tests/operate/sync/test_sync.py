@@ -41,18 +41,18 @@ def test_a_mirror_elsewhere_has_the_bytes_of_the_run_after_each_sync(
     sync, elsewhere = RunSync(run, place), tmp_path / "elsewhere"
     mirror = RunMirror(place, elsewhere)
     for step in range(6, 18, 4):
-        sync.look()
+        sync.send_new()
         mirror.fetch()
         assert contents(elsewhere) == contents(run.path)
         write_steps(run, step, step + 4)
         run.chronicle.write_text(f"up to step {step}\n")
         with (run.tensorboard / "events.out.tfevents.1.vm").open("ab") as file:
             file.write(record(b"x" * step))
-    assert RunSync(run, place).look().count > 0, "another process goes on where the first one was"
+    assert RunSync(run, place).send_new().count > 0, "another process goes on where the first one was"
     RunMirror(place, elsewhere).fetch()
     assert contents(elsewhere) == contents(run.path)
     assert loss_curve(RunDirectory(elsewhere)) == loss_curve(run)
-    assert (sync.look().count, RunMirror(place, elsewhere).fetch()) == (0, 0)
+    assert (sync.send_new().count, RunMirror(place, elsewhere).fetch()) == (0, 0)
 
 
 def test_a_file_that_was_written_anew_replaces_its_pieces(
@@ -62,14 +62,14 @@ def test_a_file_that_was_written_anew_replaces_its_pieces(
     log, elsewhere = run.log(host="vm", rank=0), tmp_path / "elsewhere"
     log.write_text("an old line\n" * 40)
     sync, mirror = RunSync(run, place), RunMirror(place, elsewhere)
-    sync.look()
+    sync.send_new()
     mirror.fetch()
     log.write_text("a new line\n" * 12)
-    sync.look()
+    sync.send_new()
     mirror.fetch()
     assert contents(elsewhere) == contents(run.path)
     log.write_text("another line\n" * 30)  # longer than before: told by the piece that changed
-    RunSync(run, place).look()
+    RunSync(run, place).send_new()
     assert sum(key.startswith("logs/vm-0") for key in place.entries()) > 1
 
 
@@ -78,17 +78,17 @@ def test_a_refused_commit_loses_nothing(run: RunDirectory, hub: Hub, tmp_path: P
     sync = RunSync(run, place)
     hub.refusals = 1
     with pytest.raises(StorageError, match="Sending to hf:people/tiny failed"):
-        sync.look()
-    sync.look()
+        sync.send_new()
+    sync.send_new()
     RunMirror(place, tmp_path / "elsewhere").fetch()
     assert contents(tmp_path / "elsewhere") == contents(run.path)
 
 
 def test_a_new_repository_is_private_and_a_look_is_one_commit(run: RunDirectory, hub: Hub) -> None:
-    RunSync(run, open_place("hf:people/tiny")).look()
+    RunSync(run, open_place("hf:people/tiny")).send_new()
     made = hub.repositories["people/tiny"]
     assert made.private and len(made.commits["main"]) == 2
-    RunSync(run, open_place("hf:people/open", is_public=True)).look()
+    RunSync(run, open_place("hf:people/open", is_public=True)).send_new()
     assert not hub.repositories["people/open"].private
 
 
@@ -97,7 +97,7 @@ def test_who_may_not_write_is_told_what_to_do(
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_of_somebody")
     with pytest.raises(StorageError, match="failed") as refused:
-        RunSync(run, open_place("hf:people/tiny")).look()
+        RunSync(run, open_place("hf:people/tiny")).send_new()
     assert "hf auth login" in refused.value.remedy and "hf_of_somebody" not in str(refused.value)
 
 
@@ -112,12 +112,12 @@ def test_a_place_of_backups_is_refused(run: RunDirectory, tmp_path: Path) -> Non
     (tmp_path / "store" / "checkpoints").mkdir(parents=True)
     (tmp_path / "store" / "checkpoints" / "x").write_bytes(b"x")
     with pytest.raises(StorageError, match="holds backups"):
-        RunSync(run, StorePlace(f"file://{tmp_path / 'store'}")).look()
+        RunSync(run, StorePlace(f"file://{tmp_path / 'store'}")).send_new()
 
 
 def test_names_from_elsewhere_lead_nowhere(run: RunDirectory, hub: Hub, tmp_path: Path) -> None:
     place = open_place("hf:people/tiny")
-    RunSync(run, place).look()
+    RunSync(run, place).send_new()
     bad = ["journal/../../out", "../out", "out", "journal/.hidden", "recipe.toml/../../out", "logs/a\x1b[2J"]
     repository = hub.repositories["people/tiny"]
     repository.commit("main", repository.files("main") | dict.fromkeys(bad, b"out\n"))

@@ -74,7 +74,7 @@ def test_a_quota_that_a_run_uses_up_is_told_before_it_is(
     told = []
     for minute in range(8):
         used.write_text(str(100 + 1024 * minute))
-        told += watcher.look(now=1e9 + 61.0 * minute)
+        told += watcher.check(now=1e9 + 61.0 * minute)
         if minute == 4:
             watcher.close()
             watcher = RunWatcher(run, send=lambda alert: True)
@@ -99,15 +99,15 @@ def test_what_is_known_of_a_quota_outlives_an_answer_that_did_not_come(
     observer = RunObserver(a_run(tmp_path / "run"))
     for minute in range(30):
         silent = {"group llm"} if minute >= 20 else set()
-        seen = observer.look(now=1e9 + 61.0 * minute)
+        seen = observer.observe(now=1e9 + 61.0 * minute)
     assert [quota.owner for quota in seen.quotas] == ["user ann", "group llm"]
     before = len(observer.quotas["group llm"])
     assert before > 1
     silent = set()
-    observer.look(now=1e9 + 61.0 * 30)
+    observer.observe(now=1e9 + 61.0 * 30)
     assert len(observer.quotas["group llm"]) >= before
     silent = {"group llm"}
-    assert [quota.owner for quota in observer.look(now=1e9 + 6000.0).quotas] == ["user ann"]
+    assert [quota.owner for quota in observer.observe(now=1e9 + 6000.0).quotas] == ["user ann"]
 
 
 def test_a_save_that_no_quota_has_room_for_is_told() -> None:

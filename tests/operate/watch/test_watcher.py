@@ -132,11 +132,11 @@ def test_a_scheduler_that_is_silent_makes_no_run_gone(
     answers("echo 'Unable to contact slurm controller' >&2; exit 1")
     watcher = RunWatcher(run, lambda alert: True)
     began = time.time()
-    assert watcher.look(now=began) == [] and watcher.state == "unknown"
+    assert watcher.check(now=began) == [] and watcher.state == "unknown"
     answers("")
-    assert [alert.condition.kind for alert in watcher.look(now=began + 20)] == ["gone"]
+    assert [alert.condition.kind for alert in watcher.check(now=began + 20)] == ["gone"]
     answers("exit 1")
-    alerts = [alert for after_s in range(100, 900, 100) for alert in watcher.look(now=began + after_s)]
+    alerts = [alert for after_s in range(100, 900, 100) for alert in watcher.check(now=began + after_s)]
     assert [(alert.condition.kind, alert.word) for alert in alerts] == [("scheduler", AlertWord.RAISED)]
     assert watcher.state == "gone", "it is not over either"
     watcher.close()
@@ -159,14 +159,14 @@ def test_what_a_person_acknowledged_is_not_escalated(
     run = a_run(tmp_path / "mine", beat_age_s=600)
     now, alerts = time.time(), list[Alert]()
     watcher = RunWatcher(run, lambda alert: not alerts.append(alert), rules=AlertRules(escalate_s=60))
-    watcher.look(now=now)
-    watcher.look(now=now + 61)
+    watcher.check(now=now)
+    watcher.check(now=now + 61)
     watcher.close()
     assert [str(alert.word) for alert in alerts] == ["new", "still"]
     assert main(["watch", str(run.path), "--ack"]) == 0
     assert "acknowledged: gone" in capsys.readouterr().out
     watcher = RunWatcher(run, lambda alert: not alerts.append(alert), rules=AlertRules(escalate_s=60))
-    watcher.look(now=now + 1000)
+    watcher.check(now=now + 1000)
     watcher.close()
     assert [alert.condition.kind for alert in alerts][2:] == []
 
@@ -178,12 +178,12 @@ def test_a_watcher_that_died_is_missed_by_the_next(tmp_path: Path) -> None:
     watcher = RunWatcher(run, lambda alert: not alerts.append(alert))
     with pytest.raises(RunBusy, match="watched already by process"):
         RunWatcher(run, lambda alert: True)
-    watcher.look(now=now)
-    watcher.look(now=now + 15)
+    watcher.check(now=now)
+    watcher.check(now=now + 15)
     os.close(watcher._lock)  # as the kernel does when the process is killed
     beat(run, age_s=-2000)
     following = RunWatcher(run, lambda alert: not alerts.append(alert))
-    following.look(now=now + 2000)
+    following.check(now=now + 2000)
     following.close()
     assert [alert.condition.kind for alert in alerts] == ["watcher"]
     assert "33.1 min" in alerts[0].condition.line
@@ -193,16 +193,16 @@ def test_guards_and_failing_saves_are_read_as_the_journal_grows(tmp_path: Path) 
     run = a_run(tmp_path / "mine")
     alerts: list[Alert] = []
     watcher = RunWatcher(run, lambda alert: not alerts.append(alert))
-    watcher.look()
+    watcher.check()
     with Journal(run.journal()) as journal:
         journal.write("guard", incarnation=1, step=2, guard="spike", action="watch", reason="the loss rose")
         journal.write("checkpoint_failed", incarnation=1, step=2, why="No space left on device")
     beat(run)
-    watcher.look()
+    watcher.check()
     with Journal(run.journal()) as journal:
         journal.write("checkpoint", incarnation=1, step=3, path="step-000003.i001")
     beat(run)
-    watcher.look(now=time.time() + 60)
+    watcher.check(now=time.time() + 60)
     watcher.close()
     told = [(str(alert.word), alert.condition.kind) for alert in alerts]
     assert told == [("new", "saves fail"), ("new", "guard spike"), ("over", "saves fail")]
@@ -217,7 +217,7 @@ def test_a_queue_that_is_no_longer_kept_full_is_told_until_it_is(tmp_path: Path)
     watcher = RunWatcher(run, lambda alert: not alerts.append(alert))
     for passed_s in (0, 600, 901):
         beat(run, age_s=-passed_s)
-        watcher.look(now=now + passed_s)
+        watcher.check(now=now + passed_s)
     watcher.close()
     (told,) = [alert.condition for alert in alerts if alert.condition.kind == "queue"]
     assert "0 of 2 jobs run or wait" in told.line and "bloomery submit" in told.command

@@ -1,4 +1,4 @@
-"""Who may look and who may act: tokens, the names that a loopback server answers to, and headers."""
+"""Access control of the dashboard: tokens for reading and acting, allowed Host names, security headers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from bloomery.errors import BloomeryError, storage_error
 
 COOKIE = "bloomery-dashboard"
-LEAST_TOKEN = 16
+LEAST_TOKEN = 16  # characters
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -37,7 +37,7 @@ Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 @dataclass(frozen=True, kw_only=True)
 class AccessRules:
-    """Who may do what.
+    """The rules of who may read and who may act.
 
     token: what readers present where `is_private`, and actions always; None where there are no actions.
     hosts: the names under which a loopback server may be asked, so that no foreign page reaches it through a
@@ -65,7 +65,7 @@ class AccessRules:
 
 
 class AccessGate:
-    """Wraps the server's application: refuses whoever may not read, and sets the headers of every answer."""
+    """Wraps the server's application: refuses requests that may not read; sets headers in every answer."""
 
     def __init__(self, application: Application, rules: AccessRules) -> None:
         self._application, self._rules = application, rules

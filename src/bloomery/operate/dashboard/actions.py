@@ -12,7 +12,7 @@ from bloomery.errors import BloomeryError, storage_error
 from bloomery.events.journal import Journal
 from bloomery.events.run_directory import RunDirectory
 from bloomery.events.switches import arm, write_request
-from bloomery.operate.exclusions import Exclusions, QuarantinedNode, keep_out_of_queue
+from bloomery.operate.exclusions import Exclusions, QuarantinedNode, exclude_in_queue
 from bloomery.operate.submission import scheduler_of, was_submitted
 
 _LONGEST = 300
@@ -80,7 +80,7 @@ def _exclude(rundir: RunDirectory, what: str, why: str) -> str:
     if not was_submitted(rundir):
         return f"{what} takes no further job of this run."
     scheduler = scheduler_of(recipe.submit, rundir.path.absolute())
-    jobs = keep_out_of_queue(scheduler, rundir, name=recipe.run.name, section=recipe.submit, nodes=[what])
+    jobs = exclude_in_queue(scheduler, rundir, name=recipe.run.name, section=recipe.submit, nodes=[what])
     return f"{what} takes no further job of this run; {len(jobs)} waiting jobs were told."
 
 

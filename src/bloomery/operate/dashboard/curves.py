@@ -1,4 +1,4 @@
-"""The curves of a run for a range of its steps, tokens or time, reduced to what a screen shows.
+"""Computes the curves of a run over a range of steps, tokens or time, downsampled to a screen's width.
 
 Each extreme stays at its place.
 """
@@ -71,7 +71,7 @@ def curves(
 
 def _line(name: str, x: NDArray[Any], y: NDArray[Any], points: int) -> Curve:
     if not name.endswith(SMOOTH):
-        return decimated(x, y, points=points)
+        return downsampled(x, y, points=points)
     window = max(5, min(_MOST_SMOOTHED, len(y) // _SMOOTHED_SHARE))
     return moving_mean(x, y, window=window, points=points)
 
@@ -101,7 +101,7 @@ def _branches(
 
 def _clipped(x: NDArray[Any], y: NDArray[Any], begin: float | None, end: float | None, points: int) -> Curve:
     rows = rows_between(x, begin, end)
-    return decimated(x[rows], y[rows], points=points)
+    return downsampled(x[rows], y[rows], points=points)
 
 
 def _ascending(x: NDArray[Any], axis: Axis) -> NDArray[Any]:
@@ -132,7 +132,7 @@ class Curve:
     y: NDArray[Any]
 
 
-def decimated(x: NDArray[Any], y: NDArray[Any], *, points: int) -> Curve:
+def downsampled(x: NDArray[Any], y: NDArray[Any], *, points: int) -> Curve:
     """Return at most about `points` of the points: the lowest and the highest of each bucket of neighbours.
 
     Every returned point is one of the given ones, so that a spike of one step keeps its step and its height.

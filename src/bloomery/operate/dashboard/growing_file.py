@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 SLICE_BYTES = 4 << 20
-"""One call reads at most so many bytes, so that memory stays bounded however long a journal is."""
+"""The most bytes that one call reads, so that memory stays bounded however long a journal is."""
 
 
 class GrowingFile:

@@ -1,4 +1,4 @@
-"""The mesh of a run: where each rank stands, what it does, how long it works by itself, and what it holds."""
+"""Builds the mesh panel of a run's page: each rank's place, activity, own time per step, and memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _RANK_TAIL_BYTES, _MOST_RANKS, _RANK_STEPS = 48 << 10, 512, 20
 
 
 class RankRow(msgspec.Struct, kw_only=True):
-    """One rank: what it does, and its mean seconds a step by activity over its last steps.
+    """One rank: its activity, and its mean seconds per step by activity over its last steps.
 
     place: its index on each axis of the mesh; {} where the recipe does not say. own_s: seconds by itself.
     silent_s: for how long it has written no heartbeat; None if it is not silent. died: its process is gone.
@@ -55,7 +55,7 @@ class StageMemoryInUse(msgspec.Struct, kw_only=True):
 class MeshPanel(msgspec.Struct, kw_only=True):
     """The ranks that have a heartbeat.
 
-    degrees: the sizes of the axes; {} where the recipe does not say. told: who is slow, in a sentence.
+    degrees: the sizes of the axes; {} where the recipe does not say. told: the slow ranks, in a sentence.
     """
 
     rows: list[RankRow]
@@ -65,7 +65,7 @@ class MeshPanel(msgspec.Struct, kw_only=True):
 
 
 def mesh_panel(reader: RunReader, recipe: Recipe | None, *, now: float | None = None) -> MeshPanel:
-    """Return the ranks of a run as their heartbeats and their own journals tell of them."""
+    """Return the ranks of a run, from their heartbeats and their own journals."""
     now = time.time() if now is None else now
     first = read_beat(reader.rundir.heartbeat())
     world = first.world if first is not None else 0

@@ -1,4 +1,4 @@
-"""The tables of a run's page: checkpoints, where the time went, and what happened."""
+"""Builds the tables of a run's page: checkpoints, goodput by class of time, and events."""
 
 from __future__ import annotations
 
@@ -23,22 +23,24 @@ from bloomery.operate.ledger.time_class import MEANINGS
 from bloomery.plan.schedule import steps_of_run
 
 MOST_LEDGER_BYTES = 256 << 20
-"""A ledger reads the journal as a whole; above so many bytes it is left to `bloomery report`."""
-_COST_SHARE = 200
-"""A table that took a second to make is made anew after so many seconds at the earliest."""
+"""The most bytes of a journal for which a page shows the ledger; of larger ones `bloomery report` does."""
+_WAIT_PER_COST = 200
+"""The seconds to wait, for each second that computing a table took, before it is computed again."""
 _SHOWN_SAVES, _SHOWN_INCIDENTS = 60, 100
 
 T = TypeVar("T")
 
 
-class Paced(Generic[T]):
-    """A value that is computed anew at most every `least_s` seconds, and the more rarely the dearer it is.
+class CachedValue(Generic[T]):
+    """A value that is computed again at most every `least_s` seconds, and less often the longer it takes.
 
-    share: seconds to wait for each second that computing it took.
+    wait_per_cost: seconds to wait for each second that computing it took.
     """
 
-    def __init__(self, compute: Callable[[], T], *, least_s: float, share: float = _COST_SHARE) -> None:
-        self._compute, self._least_s, self._share = compute, least_s, share
+    def __init__(
+        self, compute: Callable[[], T], *, least_s: float, wait_per_cost: float = _WAIT_PER_COST
+    ) -> None:
+        self._compute, self._least_s, self._wait_per_cost = compute, least_s, wait_per_cost
         self._value: T | None = None
         self._due = 0.0
 
@@ -53,14 +55,17 @@ class Paced(Generic[T]):
             is_first = self._value is None  # which also pays for imports, and tells nothing of the next
             self._value = self._compute()
             now = time.monotonic()
-            self._due = now + max(self._least_s, 0.0 if is_first else self._share * (now - began))
+            self._due = now + max(self._least_s, 0.0 if is_first else self._wait_per_cost * (now - began))
         return self._value
 
 
 class SaveRow(msgspec.Struct, kw_only=True):
-    """One checkpoint. blocked_s: how long it stopped the training. durable: when it was committed.
+    """One checkpoint.
 
-    kept: why it is kept; "" where it is no longer there. backed_up: whether a verified copy is elsewhere.
+    blocked_s: the seconds for which it stopped the training.
+    durable: whether it was committed. time: when, in seconds since 1970.
+    kept: why it is kept; "" where it is no longer there.
+    backed_up: whether a verified copy is elsewhere.
     """
 
     name: str
@@ -73,7 +78,7 @@ class SaveRow(msgspec.Struct, kw_only=True):
 
 
 def saves(reader: RunReader, recipe: Recipe | None) -> list[SaveRow]:
-    """Return the newest checkpoints, newest first: those on the disk, and those that the journal tells of."""
+    """Return the newest checkpoints, newest first: those on the disk, and those in the journal."""
     kept_names = _kept_checkpoints(reader, recipe)
     copies = remote_copies(reader.rundir) if kept_names else {}
     with reader.lock:
@@ -110,7 +115,7 @@ def _kept_checkpoints(reader: RunReader, recipe: Recipe | None) -> dict[str, tup
             reader.rundir, section=recipe.checkpoint, run_length_steps=length, is_intact=is_committed
         )
     except (BloomeryError, OSError):
-        return {}  # the directory changed under the listing: the next look sees it
+        return {}  # the directory changed under the listing: the next call sees it
     return {
         item.checkpoint.name: (item.checkpoint.step, ", ".join(item.why) or "to be removed")
         for item in decisions

@@ -1,4 +1,4 @@
-"""The peers of a run between sites: the ring and the rates of its links, and the newest rounds over time."""
+"""Builds the peer panel of a run's page: the newest rounds, their ring, and the rates of its links."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The figures of runs in the text format of Prometheus (version 0.0.4)."""
+"""Writes the metrics of runs in Prometheus's text format (version 0.0.4)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _OF_COLUMNS = {
     "gradient_norm": "the newest gradient norm",
     "learning_rate": "the newest learning rate",
     "global_batch": "the samples of the newest step",
-    "tokens_per_s": "tokens a second of the newest step",
+    "tokens_per_s": "tokens per second of the newest step",
     "model_tflops": "TFLOPs of a rank in the newest step",
     "mfu": "the share of the peak in the newest step",
     "memory_bytes": "memory of a rank",

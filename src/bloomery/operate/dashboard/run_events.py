@@ -1,4 +1,4 @@
-"""What happened in a run, one sentence for each event of its journals, to be shown as text."""
+"""Turns each event of a run's journals into one sentence for the dashboard's list of events."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def _end(event: Event) -> str:
 
 
 def _data(event: Event) -> str:
-    """Return what a start told of its data, without the tables that the recipe has too."""
+    """Return what a `start` event has of its data, without the tables that the recipe has too."""
     whole, held_out = event.get("tokens"), event.get("held_out_tokens")
     warnings = event.get("warnings")
     told = " ".join(map(str, warnings)) if isinstance(warnings, list) else ""

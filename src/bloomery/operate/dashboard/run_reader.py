@@ -1,4 +1,4 @@
-"""One run as its journals tell it: columns of its steps, what happened, its saves, and what is wrong to read.
+"""Follows the journals of one run: its steps as columns, its events and saves, and unreadable files.
 
 It reads files and nothing else, so that whoever looks on costs the training nothing.
 """
@@ -28,12 +28,12 @@ from bloomery.operate.dashboard.step_columns import StepColumns, StepLine
 _MOST_EVENTS, _MOST_ROUNDS, _MOST_SAVES = 3000, 2000, 2000
 _LONG = ("recipe", "spent")
 _STUCK_POLLS = 3
-"""A last line without an end counts as torn once so many polls saw it unchanged."""
+"""The number of polls that see an unfinished last line unchanged before it counts as torn."""
 
 
 @dataclass
 class JournalNews:
-    """What the events of a run's journals left behind beside its steps. Each part has a bounded length.
+    """The events of a run's journals other than its steps, by kind. Each list has a bounded length.
 
     saves: the newest event of each checkpoint, by its name.
     rounds: the events of a peer's rounds.
@@ -56,7 +56,7 @@ class JournalNews:
 class RunReader:
     """Follows the journals of a run. Every method takes the lock, so that a poller and viewers share it.
 
-    version: grows with each change, so that what was made of an earlier one can be told to be old.
+    version: grows with each change, so that callers can tell that what they made of an earlier one is old.
     """
 
     def __init__(self, path: Path) -> None:
@@ -111,7 +111,7 @@ class RunReader:
         return self._steps.read_bytes / self._steps.size if self._steps.size else 1.0
 
     def read_all(self) -> RunReader:
-        """Read to the ends of the journals and return self; for those who look once."""
+        """Read to the ends of the journals and return self; for callers that read them once."""
         self.poll()
         while self.is_behind:
             self.poll()

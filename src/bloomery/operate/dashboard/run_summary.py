@@ -18,7 +18,7 @@ from bloomery.events.heartbeat import RankActivity, has_died_here, interval_of, 
 from bloomery.operate.dashboard.run_reader import RunReader
 from bloomery.operate.dashboard.step_columns import HELD_OUT
 from bloomery.operate.ledger.figures import duration
-from bloomery.operate.run_state import RunStatus, RunVerdict, judge_state, look
+from bloomery.operate.run_state import RunStatus, RunVerdict, judge_state, observe_run
 from bloomery.operate.schedulers.interface import QueuedJob
 from bloomery.operate.standstill import StandstillLimits
 from bloomery.operate.submission import kept_submission, scheduler_of, was_submitted
@@ -131,9 +131,9 @@ class RunSummarizer:
             self._ask_scheduler(recipe)
         elsewhere = [Path(recipe.control.directory)] if recipe and recipe.control.directory else []
         last = None if self._reader.is_behind else self._reader.news.last
-        verdict = judge_state(look(rundir, self._jobs, switches=elsewhere, last=last), limits=_LIMITS)
+        verdict = judge_state(observe_run(rundir, self._jobs, switches=elsewhere, last=last), limits=_LIMITS)
         if verdict.state.is_bad and last is not None:  # the run may have ended since its journal was read
-            verdict = judge_state(look(rundir, self._jobs, switches=elsewhere), limits=_LIMITS)
+            verdict = judge_state(observe_run(rundir, self._jobs, switches=elsewhere), limits=_LIMITS)
         return verdict
 
     def _ask_scheduler(self, recipe: Recipe) -> None:

@@ -1,4 +1,4 @@
-"""The dashboard's page of a run as one file that needs no server, to be kept or sent by mail."""
+"""Writes the dashboard's page of runs as one HTML file that needs no server, to be kept or mailed."""
 
 from __future__ import annotations
 

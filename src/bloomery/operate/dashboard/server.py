@@ -1,4 +1,4 @@
-"""The server of `bloomery dashboard`: the page, its data as JSON, changes as server-sent events, actions."""
+"""The HTTP server of `bloomery dashboard`: the page, its JSON data, server-sent events, and actions."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ STATIC = {
     "uplot/LICENSE": "text/plain; charset=utf-8",
 }
 KEEPALIVE_S, GUESS_PAUSE_S = 15.0, 0.2
-LOOKS = 4
-"""How often a stream looks for changes in an interval: after a silence, or a death, it tells them at once."""
+CHECKS_PER_INTERVAL = 4
+"""The checks for changes per interval of a stream; after a silence, or a death, it sends them at once."""
 _MOST_VIEWERS, _MOST_BODY = 256, 4096
 
 
@@ -68,7 +68,7 @@ class RunPoller:
             for run in self._runs:
                 try:
                     run.reader.poll()
-                    run.look_at_ranks()
+                    run.check_ranks()
                 except Exception:
                     # The edge of a thread: one run that cannot be read must not hide the others.
                     log.exception("%s could not be read", run.reader.rundir.path)
@@ -77,7 +77,7 @@ class RunPoller:
 
 
 class SharedAnswer(NamedTuple):
-    """An answer that is made, or is being made. versions: of the runs when it was asked for."""
+    """An answer for several viewers, perhaps still being computed. versions: of the runs at the request."""
 
     versions: tuple[int, ...]
     asked: float
@@ -177,8 +177,12 @@ class DashboardServer:
             time.monotonic(),
         )
         known = self._answers.get(question)
-        if known is None or known.versions != versions or now - known.asked > self._interval_s / LOOKS:
-            is_new = now - self._interval_s / LOOKS
+        if (
+            known is None
+            or known.versions != versions
+            or now - known.asked > self._interval_s / CHECKS_PER_INTERVAL
+        ):
+            is_new = now - self._interval_s / CHECKS_PER_INTERVAL
             self._answers = {key: kept for key, kept in self._answers.items() if kept.asked > is_new}
             known = SharedAnswer(versions, now, asyncio.ensure_future(run_in_threadpool(make)))
             self._answers[question] = known
@@ -202,7 +206,7 @@ class DashboardServer:
             seen, sent = self._versions(), time.monotonic()
             known = self._died()
             while not self.is_closing():
-                await asyncio.sleep(self._interval_s / LOOKS)
+                await asyncio.sleep(self._interval_s / CHECKS_PER_INTERVAL)
                 versions, now, died = self._versions(), time.monotonic(), self._died()
                 if versions != seen and (now - sent >= self._interval_s or died != known):
                     seen, sent, known = versions, now, died

@@ -1,4 +1,4 @@
-"""The steps of a run as columns of numbers, and which of them are part of the run."""
+"""Holds a run's steps as columns of numbers, and which rows still count after rewinds and crashes."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class GrowingArray:
     """A NumPy array that grows at its end. `values` is a view that the next `extend` may detach."""
 
     def __init__(self, dtype: type[np.generic], *, fill: int = 0, value: float = 0.0) -> None:
-        """Make an array that holds `value` so many times."""
+        """Make an array that holds `value` `fill` times."""
         self._data: NDArray[Any] = np.empty(max(_FIRST_ROWS, fill), dtype)
         self._data[:fill] = value
         self._count = fill

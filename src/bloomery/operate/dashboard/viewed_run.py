@@ -1,4 +1,4 @@
-"""A run that is watched for several viewers at once: what was made for one of them serves all."""
+"""Caches the dashboard's answers about one run, so that all its viewers share them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bloomery.events.heartbeat import has_died_here, read_beat
 from bloomery.operate.dashboard import panels
 from bloomery.operate.dashboard.curves import Axis, curves
 from bloomery.operate.dashboard.mesh_panel import mesh_panel
-from bloomery.operate.dashboard.panels import Paced
+from bloomery.operate.dashboard.panels import CachedValue
 from bloomery.operate.dashboard.peer_panel import rounds
 from bloomery.operate.dashboard.run_reader import RunReader
 from bloomery.operate.dashboard.run_summary import RunSummarizer, RunSummary
@@ -31,7 +31,7 @@ CurveQuery = tuple[tuple[str, ...], Axis, float | None, float | None, int]
 
 
 class ViewedRun:
-    """The answers about one run. Each is kept until the run changes, or for some seconds; thread-safe.
+    """Caches the answers about one run. Each is kept until the run changes, or for some seconds; thread-safe.
 
     died: ranks whose processes were of this machine and are gone without a last word.
     """
@@ -40,19 +40,21 @@ class ViewedRun:
         self.reader = RunReader(path)
         self._summarizer = RunSummarizer(self.reader)
         self._lock, self._interval_s = threading.Lock(), interval_s
-        self._summary = Paced(self._summarizer.summary, least_s=interval_s)
-        self._saves = Paced(
+        self._summary = CachedValue(self._summarizer.summary, least_s=interval_s)
+        self._saves = CachedValue(
             lambda: panels.saves(self.reader, self._summarizer.recipe), least_s=_TABLES_EVERY_S
         )
-        self._goodput = Paced(lambda: panels.goodput(self.reader, plan), least_s=_GOODPUT_EVERY_S)
-        self._ranks = Paced(lambda: mesh_panel(self.reader, self._summarizer.recipe), least_s=_RANKS_EVERY_S)
+        self._goodput = CachedValue(lambda: panels.goodput(self.reader, plan), least_s=_GOODPUT_EVERY_S)
+        self._ranks = CachedValue(
+            lambda: mesh_panel(self.reader, self._summarizer.recipe), least_s=_RANKS_EVERY_S
+        )
         self._answers: OrderedDict[CurveQuery, tuple[int, bytes]] = OrderedDict()
         self.died: tuple[int, ...] = ()
         self._panels = b""
         self._panels_made, self._panels_version = -1.0, -1
 
-    def look_at_ranks(self) -> None:
-        """Notice at once a rank whose process is gone; viewers then are told as if a journal had grown."""
+    def check_ranks(self) -> None:
+        """Notice at once a rank whose process is gone; viewers then get an update, as of a grown journal."""
         now = time.time()
         first = read_beat(self.reader.rundir.heartbeat())
         others = range(1, min(first.world, _MOST_RANKS_LOOKED_AT) if first is not None else 0)

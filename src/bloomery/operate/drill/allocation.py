@@ -36,7 +36,7 @@ class DrillNodes:
 
 
 def drill_nodes(environment: Mapping[str, str] | None = None) -> DrillNodes:
-    """Return the nodes of this job; this machine alone outside of a job and in one of one node.
+    """Return the nodes of this job; only this machine outside of a job and in a job of one node.
 
     Raises TrainingFailed within a step, where srun cannot start another on the same nodes.
     """

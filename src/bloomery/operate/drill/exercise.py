@@ -38,7 +38,7 @@ _SPEAKS = ("was ended by", "failed with status", "no rank has moved", "could not
 
 @dataclass(frozen=True, kw_only=True)
 class DrillResult:
-    """What came of one fault.
+    """The outcome of one fault.
 
     survived: whether the run made a step after it by itself.
     cause: the cause that the supervisor found; "" where it found none.
@@ -126,7 +126,7 @@ class _Launcher:
 
 
 def exercise(plan: DrillPlan, *, say: Callable[[str], None]) -> Iterator[DrillResult]:
-    """Yield what came of each fault. Raises TrainingFailed where the run ends by itself before.
+    """Yield the outcome of each fault. Raises TrainingFailed where the run ends by itself before.
 
     A supervisor gives up after some restarts without a newer checkpoint (RestartBudget). The drill shall not
     bring that about: before a fault that it would not bear, it waits until the run has saved again.
@@ -261,7 +261,7 @@ def _let_nodes_back(plan: DrillPlan) -> None:
     """Empty the list of nodes in quarantine that an allocation's drill has of its own.
 
     A launcher that was killed counts as a lost node, and a scheduler would start the run on another one. A
-    drill has the nodes of its job alone, and knows that they are well.
+    drill has the nodes of its job to itself, and knows that they are well.
     """
     if plan.nodes.is_allocation:
         exclusions = Exclusions.of(plan.rundir, SubmitSection())

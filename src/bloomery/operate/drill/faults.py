@@ -1,4 +1,4 @@
-"""The faults that a drill injects into a supervised run, cut connections among them, and what they need."""
+"""Injects the faults of a drill into a supervised run: kills, hangs, cut connections, a full disk."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ ORDINARY = (
     DrillFault.STORE,
     DrillFault.LAUNCHER,
 )
-"""The kinds that a drill injects unless it is told others: they harm nothing on the disk."""
+"""The kinds that a drill injects by default: they harm nothing on the disk."""
 _SIGNALS = {
     DrillFault.KILL: signal.SIGKILL,
     DrillFault.CRASH: signal.SIGSEGV,
@@ -103,12 +103,12 @@ class DrillTarget:
 
 
 def inject(fault: DrillFault, target: DrillTarget, rng: Random) -> Callable[[], None]:
-    """Inject a fault, and return what takes back what it left behind. Raises OSError."""
+    """Inject a fault, and return a function that removes what it left behind. Raises OSError."""
     victim, undo = rng.choice(target.beats), _nothing
     if fault == DrillFault.DISK:
         return _fill(target.rundir.path, for_s=_FULL_S)
     if fault == DrillFault.FLIP:
-        flip_newest(target.rundir, rng)
+        flip_checkpoint_bit(target.rundir, rng)
     if fault == DrillFault.SHM:
         assert target.shm is not None, "the drill refuses this fault without a private /dev/shm"
         undo = _fill(target.shm, for_s=_FULL_S)
@@ -166,7 +166,7 @@ def _launcher_on(host: str, rundir: RunDirectory) -> int:
     return int(json.loads(cards[-1].read_text())["pid"])
 
 
-def flip_newest(rundir: RunDirectory, rng: Random) -> Path | None:
+def flip_checkpoint_bit(rundir: RunDirectory, rng: Random) -> Path | None:
     """Flip a bit of a tensor file of the newest checkpoint, and return its path; None where there is none."""
     newest = max(checkpoints(rundir), key=lambda checkpoint: checkpoint.step, default=None)
     if newest is None:

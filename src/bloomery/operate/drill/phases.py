@@ -1,4 +1,4 @@
-"""How long each phase of a recovery took, as a pure function of what the run recorded."""
+"""Computes the seconds of each phase of a recovery, as a pure function of what the run recorded."""
 
 from __future__ import annotations
 

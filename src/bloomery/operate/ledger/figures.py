@@ -1,4 +1,4 @@
-"""A ledger as plain figures for programs, and against the forecast of a plan."""
+"""Turns a ledger into plain figures for programs, and compares it with the forecast of a plan."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def plan_figures(ledger: RunLedger, plan: PlannedRun) -> dict[str, float | None]
 
 
 def duration(seconds: float) -> str:
-    """Return seconds in the unit in which a person would say them: "12.0 s", "4.5 min", "31.0 h"."""
+    """Return seconds in the unit that a person would use: "12.0 s", "4.5 min", "31.0 h"."""
     for limit, unit_s, unit in ((120.0, 1.0, "s"), (2 * HOUR_S, 60.0, "min"), (3 * DAY_S, HOUR_S, "h")):
         if seconds < limit:
             return f"{seconds / unit_s:.1f} {unit}"

@@ -1,4 +1,4 @@
-"""What supervisors and schedulers recorded of a run: which time without a running rank has which class."""
+"""Classifies the time without a running rank, from what supervisors and schedulers recorded."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from bloomery.operate.ledger.time_class import TimeClass
 
 Event = Mapping[str, Any]  # Any: a parsed line of a journal
 
-AGREED = (0, 130, 143)
+AGREED = (0, 130, 143)  # exit statuses of attempts that ended as asked
 _LONGEST_START_S = 1800.0
-"""An attempt whose end nobody recorded, and of which no rank wrote anything, counts as down after so long."""
+"""The seconds after which an attempt counts as down if its end is not recorded and no rank wrote anything."""
 _OF_JOB = {
     "pending": TimeClass.QUEUE,
     "held": TimeClass.QUEUE,

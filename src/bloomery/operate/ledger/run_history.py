@@ -1,4 +1,4 @@
-"""What happened to a run, in order of time: how it began and ended, and each incident between."""
+"""Reads the history of a run from its journals: its first start, each incident in order, and its end."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class RunHistory:
     is_finished: whether its samples are done.
     kept_steps, kept_tokens: those that are part of the run.
     step: the newest step that is part of the run.
-    speeds: tokens a second of each kept step, sorted.
+    speeds: tokens per second of each kept step, sorted.
     members: (time, number of ranks) of each start.
     """
 

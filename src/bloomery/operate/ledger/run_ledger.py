@@ -131,7 +131,7 @@ def read_ledger(
     now: the present time, in seconds since 1970; None takes the clock.
     until: the end of the window in place of the present; None leaves it.
     bins: the number of parts of the window whose sums are kept.
-    ranks: the ranks that are counted; the first alone is quicker by as many times as there are ranks.
+    ranks: the ranks that are counted; only the first is quicker by as many times as there are ranks.
     """
     now = time.time() if now is None else now
     operations = list(read_journal(rundir.operations))

@@ -13,10 +13,10 @@ from bloomery.operate.ledger.operations import Event, OperationMarks, Span, seco
 from bloomery.operate.ledger.time_class import OF_ACTIVITY, TimeClass
 
 _STEPS_COMPARED = 5
-"""The first step of a process is compared with the median of so many that follow it."""
+"""The number of steps after a process's first, with whose median the first is compared."""
 _MOST_OWED_S = 0.1
-"""An event is written a moment after its times were taken: so many seconds at most of a process, in all,
-are moved from one span to the next before they count as unexplained."""
+"""The most seconds of a process, in all, that are moved from one span to the next before they count as
+unexplained: an event is written a moment after its times were taken."""
 
 
 class LivingRank(NamedTuple):

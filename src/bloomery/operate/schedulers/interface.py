@@ -1,4 +1,4 @@
-"""What bloomery asks of a scheduler: submit, list, cancel, exclude; and the records that it gives back."""
+"""The interface of a scheduler: submit, list, cancel, exclude; and its records of jobs and nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One machine as a scheduler: a queue of its own in the run directory, whose jobs run one after another."""
+"""One machine as a scheduler: a queue in the run directory, whose jobs run one after another."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class OneMachine:
         """Queue the jobs, and start the process that runs them where there is none."""
         if request.nodes > 1:
             raise SchedulerError(
-                f"The run wants {request.nodes} nodes, and its queue is on this machine alone.",
+                f"The run wants {request.nodes} nodes, and its queue is only on this machine.",
                 remedy="Submit it where SLURM is, or set submit.nodes=1.",
             )
         job = MachineJob(
@@ -104,7 +104,7 @@ def _queued(run: Path, record: MachineJob, *, is_run: bool, expected_start: floa
             "the process of the queue is gone; any `bloomery submit` starts it again",
         )
     if not is_run and state == JobState.RUNNING:
-        if record.is_left:
+        if record.is_orphan:
             reason = "the process of the queue is gone, and the job runs on"
         else:
             state, reason = outcome_without_status(run, started=record.started)

@@ -1,11 +1,11 @@
-"""The queue of one machine: a directory of jobs, and the process that runs them one after another.
+"""The job queue of one machine: job files in a directory, and the runner process that runs them in turn.
 
-Run as `python -m bloomery.operate.schedulers.machine_queue RUN`. A second such process ends at once. Only
-this process changes a job's record once it is queued; a job is cancelled by a file beside its record.
+The runner is `python -m bloomery.operate.schedulers.machine_queue RUN`. A second one ends after waiting a
+second for the lock. Only the runner changes a job's record once it is queued; a job is cancelled by a file
+beside its record.
 
-A job can outlive the process of the queue, and only the parent of a process learns its exit status. A later
-process of the queue can watch such a job, signal it and end it; whether it ended well is what the run's own
-journal says.
+A job can outlive its runner, and only the parent of a process learns its exit status. A later runner can
+watch such an orphan, signal it and end it; whether it ended well is what the run's own journal says.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def began_at(pid: int) -> float:
     return 0.0
 
 
-def runs_still(pid: int, *, began: float) -> bool:
+def is_running(pid: int, *, began: float) -> bool:
     """Return whether the process that began at `began`, in seconds since 1970, has not ended."""
     with suppress(psutil.Error):
         process = psutil.Process(pid)
@@ -79,7 +79,7 @@ KILL_WAIT_S = 30.0
 """Seconds between SIGTERM, at the end of the time limit, and SIGKILL."""
 _POLL_S = 0.1
 _LOCK_S = 1.0
-"""A new process of the queue waits so long for its lock, which whoever asks for it takes for a moment."""
+"""The seconds that a new runner waits for the lock, which `ask_to_cancel` and `has_runner` take briefly."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,9 +117,9 @@ class MachineJob:
         return self.started + 60.0 * self.minutes
 
     @property
-    def is_left(self) -> bool:
-        """Whether its process runs, asked where the queue's process is gone."""
-        return self.state == JobState.RUNNING and runs_still(self.pid, began=self.pid_began)
+    def is_orphan(self) -> bool:
+        """Whether its process still runs. Asked only where its runner is gone."""
+        return self.state == JobState.RUNNING and is_running(self.pid, began=self.pid_began)
 
 
 def queue_of(run: Path) -> Path:
@@ -150,20 +150,20 @@ def read_jobs(run: Path) -> list[MachineJob]:
 
 
 def ask_to_cancel(run: Path, number: int) -> None:
-    """Ask the queue's process to end a job, or to leave it out. Raises OSError.
+    """Ask the runner to end a job, or not to start it. Raises OSError.
 
-    Where that process was killed and left the job running, another one is started, which ends it.
+    Where the runner was killed and left the job running, another runner is started, which ends the job.
     """
     durable.write_whole(_request(run, number), "")
     with _hold(run) as is_ours:
         if is_ours:
-            _settle(run)
-    if is_ours and any(job.number == number and job.is_left for job in read_jobs(run)):
+            _record_cancelled(run)
+    if is_ours and any(job.number == number and job.is_orphan for job in read_jobs(run)):
         start_runner(run)
 
 
 def start_runner(run: Path) -> None:
-    """Start the queue's process, apart from this terminal; it ends at once where there is one already."""
+    """Start a runner in a session of its own, apart from this terminal; it ends if there is one already."""
     with (queue_of(run) / "runner.log").open("ab") as log_file:
         subprocess.Popen(
             [sys.executable, "-m", "bloomery.operate.schedulers.machine_queue", str(run)],
@@ -188,16 +188,16 @@ def has_runner(run: Path) -> bool:
 
 def run_queue(run: Path) -> None:
     """Run the jobs of a queue until none waits; returns at once where another process runs them."""
-    while _waiting(run) or any(job.is_left for job in read_jobs(run)):
-        # Asked again without the lock: a job may come between the last look and here.
+    while _waiting(run) or any(job.is_orphan for job in read_jobs(run)):
+        # Checked again without the lock: a job may have been added since the last check under it.
         with _hold(run, wait_s=_LOCK_S) as is_ours:
             if not is_ours:
                 return
-            _finish_left(run)
-            _settle(run)
+            _wait_for_orphans(run)
+            _record_cancelled(run)
             while jobs := _waiting(run):
                 _run(run, jobs[0])
-                _settle(run)
+                _record_cancelled(run)
 
 
 def _run(run: Path, job: MachineJob) -> None:
@@ -252,19 +252,19 @@ def _waiting(run: Path) -> list[MachineJob]:
     return [job for job in read_jobs(run) if job.state == JobState.PENDING]
 
 
-def _settle(run: Path) -> None:
+def _record_cancelled(run: Path) -> None:
     """Record as ended the waiting jobs that were cancelled. Only the holder of the lock calls it."""
     for job in _waiting(run):
         if _request(run, job.number).exists():
             _write(run, replace(job, state=JobState.ENDED, reason="cancelled", ended=time.time()))
 
 
-def _finish_left(run: Path) -> None:
-    """Wait for the jobs that an earlier process of the queue left running, and record how they ended."""
+def _wait_for_orphans(run: Path) -> None:
+    """Wait for the jobs that an earlier runner left running, and record how they ended."""
     for job in read_jobs(run):
         if job.state != JobState.RUNNING:
             continue
-        _wait(run, job, is_over=lambda job=job: not job.is_left)  # type: ignore[misc]  # mypy: lambda's default
+        _wait(run, job, is_over=lambda job=job: not job.is_orphan)  # type: ignore[misc]  # mypy: lambda's default
         state, reason = outcome_without_status(run, started=job.started)
         if _request(run, job.number).exists():
             state, reason = JobState.ENDED, "cancelled"

@@ -1,4 +1,4 @@
-"""SLURM as a scheduler, by its own commands and batch scripts; all versions that know job arrays do."""
+"""SLURM as a scheduler, by its commands and batch scripts; any version that has job arrays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A repository of the Hugging Face Hub: the logs of a run on `main`, and checkpoints on branches."""
+"""Uploads to a repository of the Hugging Face Hub: a run's logs to `main`, checkpoints to branches."""
 
 from __future__ import annotations
 

@@ -20,7 +20,8 @@ class SyncKeeper:
 
     A launcher that is killed cannot end it: it sees for itself that its parent is gone (`--beside`).
 
-    wait_s: how long the end waits for the last look, asked then. say: prints a message for the user.
+    wait_s: returns how long the end waits for the last upload, asked then.
+    say: prints a message for the user.
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class SyncKeeper:
         self._command += ["--checkpoints"] if section.checkpoints else []
 
     def __enter__(self) -> SyncKeeper:
-        # Without a handler SIGTERM would end it without a last look: `bloomery sync` lets it through later.
+        # Without a handler SIGTERM would end it without a last upload: `bloomery sync` lets it through later.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         try:
             self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, process_group=0)
@@ -48,7 +49,7 @@ class SyncKeeper:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Wait for the last look; SIGINT and SIGTERM end the wait. The next start sends what is missing."""
+        """Wait for the last upload; SIGINT and SIGTERM end the wait. The next start sends what is missing."""
         self._process.terminate()
         wait_s, asked = self._wait_s(), list[int]()
         numbers = (signal.SIGINT, signal.SIGTERM)

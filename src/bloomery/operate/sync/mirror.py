@@ -1,4 +1,4 @@
-"""Fetches into a directory what `bloomery sync` has sent, at each look what is new, to be read like a run."""
+"""Downloads what `bloomery sync` uploaded, each time only what is new, into a directory like a run's."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class RunMirror:
                     here, fetched = here + len(content), fetched + len(content)
                 self._marks[key] = entries[key].mark
                 if here < begin + size:
-                    break  # the piece was written anew while it was read: the next look goes on
+                    break  # the piece was written anew while it was read: the next fetch goes on
         return fetched
 
     def _fetch_whole(self, file: str, stat: ObjectStat) -> int:

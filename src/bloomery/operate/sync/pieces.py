@@ -1,4 +1,4 @@
-"""Cuts files that only grow into pieces, each of which can be read alone and is written once it is full.
+"""Cuts append-only files into pieces for upload; each can be read by itself, and is final once full.
 
 A piece ends where a line ends or, in a file of TensorBoard's, where a record ends. The first piece has the
 name of the file, and the others have its name and a number: `events.out.tfevents.1.000002`. The pieces of a
@@ -15,7 +15,7 @@ from itertools import count, takewhile
 from pathlib import Path
 
 PIECE_BYTES = 4 << 20
-"""A piece has at most so many bytes, unless a record is longer. The newest is sent again as it grows."""
+"""The most bytes of a piece, unless one record is longer. The newest piece is sent again as it grows."""
 _LONGEST_RECORD = 64 << 20
 """A longer record of TensorBoard's is taken for damage, after which the file is cut anywhere."""
 _HEADER, _FOOTER = 12, 4
@@ -78,7 +78,7 @@ def new_pieces(path: Path, sent: Sequence[int]) -> Iterator[Piece]:
             if number >= len(known) or len(content) > known[number]:
                 yield Piece(number=number, content=content)
             elif len(content) < known[number]:
-                return  # it was written anew meanwhile: the next look finds it shorter
+                return  # it was written anew meanwhile: the next call finds it shorter
             begin, number = begin + len(content), number + 1
 
 

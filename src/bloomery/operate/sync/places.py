@@ -1,4 +1,4 @@
-"""Where the logs of a run are sent: an object store, or a repository of the Hugging Face Hub."""
+"""Opens the destination of `bloomery sync`: an object store, or a repository of the Hugging Face Hub."""
 
 from __future__ import annotations
 

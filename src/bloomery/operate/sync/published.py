@@ -41,7 +41,7 @@ class CheckpointPublisher:
     def hold(self) -> None:
         """Hold the checkpoints that were not seen yet. Cheap and without the network, so call it often.
 
-        It may run in another thread than `look`. Raises StorageError.
+        It may run in another thread than `publish_held`. Raises StorageError.
         """
         for checkpoint in checkpoints(self._rundir):
             place = self._held / checkpoint.name
@@ -56,7 +56,7 @@ class CheckpointPublisher:
             except OSError as error:
                 raise storage_error(error, path=place, doing="Holding a checkpoint") from error
 
-    def look(self) -> list[str]:
+    def publish_held(self) -> list[str]:
         """Publish what is held, oldest first, and return the names. Raises BloomeryError."""
         if self._published is None:
             self._published = self._whole_branches()

@@ -1,4 +1,4 @@
-"""Sends the logs of a run elsewhere beside its writers: at each look what is new, and nothing twice."""
+"""Uploads the logs of a run while it trains: each pass sends only what is new."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ WHOLE = ("recipe.toml", "sources.toml", "incarnations", "stacks", "chronicle.md"
 
 @dataclass(frozen=True, kw_only=True)
 class SentFiles:
-    """What one look sent: files or pieces of them, and their bytes."""
+    """What one call of `send_new` sent: the number of files or pieces of them, and their bytes."""
 
     count: int
     bytes: int
 
 
 class RunSync:
-    """Sends the logs of one run to one place. What the place holds already is told by its listing alone."""
+    """Sends the logs of one run to one place; the place's listing shows what it has already."""
 
     def __init__(self, rundir: RunDirectory, place: SyncPlace) -> None:
         self._rundir, self._place = rundir, place
         self._sent: dict[str, tuple[int, int]] = {}
 
-    def look(self) -> SentFiles:
-        """Send what is new and return what was sent. Raises StorageError: the next look goes on from there.
+    def send_new(self) -> SentFiles:
+        """Send what is new and return what was sent. Raises StorageError: the next call goes on from there.
 
         A growing file costs its new bytes and at most PIECE_BYTES more, since its newest piece is sent again.
         """
@@ -83,7 +83,7 @@ class RunSync:
     def _whole(
         self, path: Path, held: Mapping[str, int], seen: dict[str, tuple[int, int]]
     ) -> Iterator[tuple[str, bytes]]:
-        """Yield a file that has changed since it was sent; the first look compares it with what is there."""
+        """Yield a file that has changed since it was sent; the first call compares it with what is there."""
         key = path.relative_to(self._rundir.path).as_posix()
         try:
             facts = path.stat()

@@ -1,4 +1,4 @@
-"""Tells what is new in a run directory, or in a mirror of one, line by line."""
+"""Yields the new events of a run directory, or of a mirror of one, as lines of text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Event = Mapping[str, Any]  # Any: a parsed line of a journal
 class RunTail:
     """Follows the first rank's journal and the operations of a run.
 
-    every_steps: of the steps, only multiples of this are told.
+    every_steps: of the steps, only multiples of this are shown.
     """
 
     def __init__(self, rundir: RunDirectory, *, every_steps: int) -> None:
@@ -39,7 +39,7 @@ class RunTail:
                 return
 
     def _line(self, event: Event) -> str:
-        """Return an event in words; "" for one that is not told."""
+        """Return an event in words; "" for one that is not shown."""
         step, name = event.get("step"), event.get("event")
         if name == "step":
             is_due = isinstance(step, int) and step % self._every_steps == 0

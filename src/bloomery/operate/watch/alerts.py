@@ -1,4 +1,4 @@
-"""Turns conditions into alerts: one when something begins, one when it is ignored, one when it is over."""
+"""Turns conditions into alerts: when an incident begins, again while it is unacknowledged, when it ends."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class OpenIncident:
     """A condition that holds, and what was said of it. Times are seconds since 1970.
 
     seen: when it was last seen.
-    told: when it was last told.
-    escalations: how often it was told since, because nobody acknowledged it.
-    acknowledged: whether a person knows; it is not told again until it is over.
+    told: when an alert about it was last sent.
+    escalations: how often an alert was repeated, because nobody acknowledged it.
+    acknowledged: whether a person has acknowledged it; the next alert is then that it is over.
     """
 
     condition: WatchCondition
@@ -76,7 +76,7 @@ class Alert:
 class AlertRules:
     """When alerts are repeated and when incidents end.
 
-    escalate_s: seconds after which an incident that nobody acknowledged is told again; the time doubles each
+    escalate_s: seconds after which an incident that nobody acknowledged is repeated; the time doubles each
         time.
     settle_s: seconds without the condition after which an incident is over, so that one which comes and goes
         is told once.
@@ -94,7 +94,7 @@ def update(
     now: float,
     rules: AlertRules,
 ) -> tuple[dict[str, OpenIncident], list[Alert]]:
-    """Return the open incidents after a look at a run, and the alerts that the look gives rise to."""
+    """Return the open incidents after a check of a run, and the alerts to send because of it."""
     current = {condition.group or condition.kind: condition for condition in conditions}
     after: dict[str, OpenIncident] = {}
     alerts = []

@@ -1,4 +1,4 @@
-"""What a person should know of a run, as a pure function of one look at it."""
+"""Evaluates the alert conditions of a run (hung, failed, disk full …), a pure function of an observation."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class WatchLimits:
     idle_s: seconds without training whatever the reason, stops included; None where that is nobody's matter.
     disk_s: seconds until a file system is full.
     guard_s: seconds for which a guard's finding is shown.
-    save_times: a checkpoint is late after so many times the usual time between two, save_least_s at least.
+    save_times: a checkpoint is late after this multiple of the usual time between two, and save_least_s.
     backup_s: seconds for which the newest checkpoint may have no copy elsewhere.
     unheard_s: seconds for which the scheduler does not answer.
     short_s: seconds for which fewer jobs are in the queue than wanted.
-    slow_times: a run is slow when its last steps take so many times what its steps took before.
+    slow_times: a run is slow when its last steps take this multiple of what its steps took before.
     """
 
     pending_s: float = 3600.0
@@ -51,7 +51,7 @@ class WatchedQuota:
     """A quota that the files of a run count for.
 
     owner: such as "group llm".
-    left: what was left of it at the newest look. forecast: when it is used up, from all looks.
+    left: what was left of it at the newest check. forecast: when it is used up, from all checks.
     """
 
     owner: str
@@ -61,12 +61,12 @@ class WatchedQuota:
 
 @dataclass(frozen=True, kw_only=True)
 class WatchedRun:
-    """What one look at a run showed, and what looks before it have kept. Times are seconds since 1970.
+    """What one check of a run showed, and what earlier checks have kept. Times are seconds since 1970.
 
     path: the run directory, as commands take it.
     since: when the present state began.
     disk: the newest sample of the file system and the forecast from all samples; None where it has no name.
-    quotas: those that the run's files count for; () where there are none, or no command tells.
+    quotas: those that the run's files count for; () where there are none, or no command reports them.
     save_bytes: the size of the newest checkpoint.
     shm_used: the used share of /dev/shm; None where there is none.
     saves: the times of the last checkpoints.
@@ -75,7 +75,7 @@ class WatchedRun:
     step_s, usual_step_s: the seconds of the last steps and of those before them; () where too few are known.
     unsaved_copy_s: seconds since the newest checkpoint that should have a copy elsewhere has none; 0.0 where
         it has one, or where none is wanted.
-    silent_s: seconds for which no watcher looked, before this look.
+    silent_s: seconds for which no watcher checked the run, before this check.
     jobs, wanted_jobs, short_s: jobs that run or wait, those that submit.keep_queued wants, and for how long
         there have been fewer; 0 wanted where nobody does.
     unheard, unheard_s: why the scheduler does not answer, and for how long; "" and 0.0 where it does.
@@ -105,7 +105,7 @@ class WatchedRun:
 
 
 def conditions_of(run: WatchedRun, limits: WatchLimits) -> list[WatchCondition]:
-    """Return what a person should know of the run now."""
+    """Return the conditions of the run that hold now and that a person should know."""
     conditions = [
         *_state(run, limits),
         *_scheduler(run, limits),

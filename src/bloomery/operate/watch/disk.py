@@ -14,7 +14,7 @@ _SPACING_S = 5.0
 _MOST_PAIRED = 144
 _FITS_TIMES = 1.05
 _FARTHEST_TIMES = 100.0
-"""No forecast reaches further than so many times the seconds it has seen: a minute says little of a day."""
+"""The longest forecast, as a multiple of the seconds observed: a minute says little about a day."""
 
 
 class DiskSample(NamedTuple):

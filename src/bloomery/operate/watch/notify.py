@@ -1,4 +1,4 @@
-"""Sends a message through apprise, in a process of its own, so that no server can hold up a watcher.
+"""Sends a message through Apprise, in a process of its own, so that no slow server blocks the watcher.
 
 The addresses go through the process's standard input, for they hold passwords and a command line is public.
 """

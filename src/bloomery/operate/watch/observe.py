@@ -1,4 +1,4 @@
-"""Looks at one run again and again, reading only what its journal has gained since the last look."""
+"""Observes one run repeatedly, reading only what its journal gained since the last time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bloomery.config.load import load_recipe
 from bloomery.config.recipe import Recipe
 from bloomery.errors import BloomeryError
 from bloomery.events.run_directory import RunDirectory
-from bloomery.operate.run_state import RunStatus, RunVerdict, judge_state, look
+from bloomery.operate.run_state import RunStatus, RunVerdict, judge_state, observe_run
 from bloomery.operate.schedulers.interface import QueuedJob
 from bloomery.operate.standstill import StandstillLimits
 from bloomery.operate.submission import kept_submission, scheduler_of
@@ -30,7 +30,7 @@ _MOST_BYTES = 8 << 20
 _JOBS_EVERY_S = 45.0
 _QUOTAS_EVERY_S = 60.0
 _QUOTA_KEPT_S = 3600.0
-"""A quota that no command tells, as while a server is slow, is taken as it was for so long."""
+"""The seconds for which the last known quota is used while no command reports one, as if a server is slow."""
 _LIMITS = StandstillLimits(silence_s=15.0)
 _SHM = Path("/dev/shm")
 _WANTS_JOBS = (RunStatus.RUNNING, RunStatus.STARTING, RunStatus.PENDING)
@@ -97,14 +97,14 @@ class RunObserver:
         self._unheard, self._unheard_since = "", 0.0
         self._short_since = 0.0
 
-    def look(self, *, now: float, silent_s: float = 0.0) -> WatchedRun:
-        """Return what the run shows now. now: seconds since 1970. silent_s: for how long nobody looked."""
+    def observe(self, *, now: float, silent_s: float = 0.0) -> WatchedRun:
+        """Return what the run shows. now: seconds since 1970. silent_s: for how long no watcher checked."""
         for event in self._journal.read():
             self._take(event)
         recipe = self._current_recipe()
         switches = [Path(recipe.control.directory)] if recipe and recipe.control.directory else []
         jobs = self._current_jobs(recipe, now)
-        seen = look(self.rundir, jobs, switches=switches, silent=self._unheard)
+        seen = observe_run(self.rundir, jobs, switches=switches, silent=self._unheard)
         verdict = judge_state(seen, limits=_LIMITS)
         # A scheduler that is silent for a while changes nothing: what was known before remains.
         if verdict.state != self.state and not (verdict.state == RunStatus.UNKNOWN and self.state):

@@ -1,4 +1,4 @@
-"""Watches runs: looks at each, keeps its open incidents in RUN/watch.json, records and sends alerts."""
+"""Watches a run: observes it, keeps its open incidents in RUN/watch.json, and sends alerts."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ Send = Callable[[Alert], bool]
 class RunWatcher:
     """Watches one run; only one process at a time does.
 
-    send: sends an alert; one that is not taken is tried again at each look.
+    send: sends an alert; one that is not taken is tried again at each check.
     gap_s: the seconds between the last two looks.
     """
 
@@ -69,18 +69,18 @@ class RunWatcher:
 
     @property
     def state(self) -> str:
-        """The state of the run at the last look."""
+        """The state of the run at the last check."""
         return self._observer.state
 
-    def look(self, *, now: float | None = None) -> list[Alert]:
-        """Look at the run, record and send what is new, and return the alerts. now: seconds since 1970."""
+    def check(self, *, now: float | None = None) -> list[Alert]:
+        """Check the run, record and send new alerts, and return them. now: seconds since 1970."""
         now = time.time() if now is None else now
         gap_s = now - self._alive if self._alive else 0.0
         allowed_s = max(_SILENT_LEAST_S, _SILENT_TIMES * self._gap_s)
         silent_s = gap_s if not self._ended and gap_s > allowed_s else 0.0
         self._take_acknowledged()
         before = self.state
-        seen = self._observer.look(now=now, silent_s=silent_s)
+        seen = self._observer.observe(now=now, silent_s=silent_s)
         conditions = conditions_of(seen, self.limits)
         if seen.verdict.state == RunStatus.UNKNOWN and STATE in self.incidents:
             conditions.append(self.incidents[STATE].condition)  # nobody knows that it is over
@@ -123,7 +123,7 @@ class RunWatcher:
         return lock
 
     def _take_acknowledged(self) -> None:
-        """Mark incidents as known that a person has acknowledged since the last look."""
+        """Mark incidents as known that a person has acknowledged since the last check."""
         path = self.rundir.path / _ACKNOWLEDGED
         try:
             kinds = path.read_text().splitlines()
@@ -189,7 +189,7 @@ class RunWatcher:
 def acknowledge(rundir: RunDirectory, kind: str) -> list[str]:
     """Ask the watcher of a run not to repeat what is open; returns the kinds. Raises StorageError.
 
-    kind: the incident; "" takes all. The watcher takes it at its next look, whoever it is.
+    kind: the incident; "" takes all. The watcher reads the acknowledgement at its next check.
     """
     try:
         opened = incidents_from_json(json.loads(rundir.watch.read_text())["incidents"])

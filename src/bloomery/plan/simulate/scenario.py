@@ -1,4 +1,4 @@
-"""The scenario of a simulation, loaded from TOML with all mistakes reported at once, and its hours by cause.
+"""Loads the scenario of a simulation from TOML, and counts its hours by cause.
 
 A scenario describes a machine with its failures and checkpoints, or peers with their links. Names carry their
 units. Rates are those of the whole run unless they say "per GPU" or "per peer". Every hour of a
@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from bloomery.config.convert import Unusable, Wrong, convert_table
+from bloomery.config.convert import BadValue, BadValues, convert_table
 from bloomery.config.setting import setting
 from bloomery.errors import ConfigError, Mistake
 
@@ -45,13 +45,13 @@ class ClusterSection:
         4.0, kind="free", minimum=0.0, help="Mean wait for another node where no spare is left."
     )
     job_hours: float = setting(
-        0.0, kind="free", minimum=0.0, help="The scheduler ends a job after so long; 0 never."
+        0.0, kind="free", minimum=0.0, help="The scheduler's limit on a job's duration; 0: none."
     )
     queue_hours: float = setting(
         0.0, kind="free", minimum=0.0, help="Mean wait in the queue for the next job."
     )
     maintenance_every_days: float = setting(
-        0.0, kind="free", minimum=0.0, help="The machine is taken away each so many days; 0 never."
+        0.0, kind="free", minimum=0.0, help="Days between two maintenances of the machine; 0: none."
     )
     maintenance_hours: float = setting(8.0, kind="free", minimum=0.0, help="How long it is away.")
     straggler_every_days: float = setting(
@@ -83,9 +83,9 @@ class FailureSection:
     """`[[failures]]`: one kind of failure, seen `count` times in `days` days on `gpus` GPUs."""
 
     name: str = setting(kind="free", help="What breaks.")
-    count: float = setting(kind="free", minimum=0.0, help="How often it was seen …")
-    days: float = setting(kind="free", above=0.0, help="… in so many days …")
-    gpus: int = setting(kind="free", minimum=1, help="… on so many GPUs.")
+    count: float = setting(kind="free", minimum=0.0, help="Number of failures observed …")
+    days: float = setting(kind="free", above=0.0, help="… in this number of days …")
+    gpus: int = setting(kind="free", minimum=1, help="… on this number of GPUs.")
     takes_node: bool = setting(True, kind="free", help="Whether a node has to be replaced.")
     detection_s: float = setting(60.0, kind="free", minimum=0.0, help="Until it is noticed.")
 
@@ -117,7 +117,7 @@ class ScenarioPeers:
         1,
         kind="free",
         minimum=1,
-        help="So many rings, whose members then meet in rings of one of each; 1: one ring.",
+        help="Groups of a hierarchical all-reduce (within groups, then between them); 1: one ring.",
     )
     fragments: int = setting(
         1, kind="free", minimum=1, help="Parts of the model that are averaged one by one (streaming)."
@@ -132,7 +132,9 @@ class ScenarioPeers:
         10.0, kind="free", minimum=0.0, help="Until a peer that died is known to be dead."
     )
     absent_hours: float = setting(12.0, kind="free", minimum=0.0, help="Mean time until it comes back.")
-    join_s: float = setting(0.0, kind="free", minimum=0.0, help="A joiner needs so long for the state.")
+    join_s: float = setting(
+        0.0, kind="free", minimum=0.0, help="Seconds that a joining peer needs to fetch the state."
+    )
     join_blocks: bool = setting(False, kind="free", help="Whether the others wait for a joiner.")
 
 
@@ -197,14 +199,14 @@ def scenario_of(raw: Mapping[str, Any], *, label: Path | str) -> Scenario:
         if name in raw or name == "run":
             try:
                 built[name] = section(**convert_table(section, _table(raw.get(name, {}), name), name))
-            except Unusable as unusable:
+            except BadValues as unusable:
                 wrongs += unusable.wrongs
     failures = []
     for index, table in enumerate(raw.get(FAILURES, ())):
         key = f"{FAILURES}[{index}]"
         try:
             failures.append(FailureSection(**convert_table(FailureSection, _table(table, key), key)))
-        except Unusable as unusable:
+        except BadValues as unusable:
             wrongs += unusable.wrongs
     wrongs += _across(raw)
     if wrongs:
@@ -212,7 +214,7 @@ def scenario_of(raw: Mapping[str, Any], *, label: Path | str) -> Scenario:
     return Scenario(failures=tuple(failures), **built)
 
 
-def _across(raw: Mapping[str, Any]) -> list[Wrong]:
+def _across(raw: Mapping[str, Any]) -> list[BadValue]:
     """Return the mistakes that concern several sections."""
     if ("cluster" in raw) == ("elastic" in raw):
         remedy = "Describe one cluster, or peers between sites; not both, and not neither."
@@ -227,7 +229,7 @@ def _across(raw: Mapping[str, Any]) -> list[Wrong]:
     return []
 
 
-def _override(raw: dict[str, Any], text: str) -> list[Wrong]:
+def _override(raw: dict[str, Any], text: str) -> list[BadValue]:
     """Write one `section.key=value` into the tables, and return what is wrong with it."""
     key, equals, value_text = text.partition("=")
     section, dot, name = key.strip().partition(".")
@@ -266,14 +268,14 @@ def _find(path_or_name: str) -> Path:
 def _table(value: object, key: str) -> dict[str, Any]:
     if isinstance(value, dict):
         return value
-    raise Unusable([_wrong(key, value, "must be a table", "Write it in brackets, on a line of its own.")])
+    raise BadValues([_wrong(key, value, "must be a table", "Write it in brackets, on a line of its own.")])
 
 
-def _wrong(key: str, value: object, problem: str, remedy: str) -> Wrong:
-    return Wrong(key=key, value=value, problem=problem, remedy=remedy)
+def _wrong(key: str, value: object, problem: str, remedy: str) -> BadValue:
+    return BadValue(key=key, value=value, problem=problem, remedy=remedy)
 
 
-def _refused(wrongs: Sequence[Wrong], label: Path | str) -> ConfigError:
+def _refused(wrongs: Sequence[BadValue], label: Path | str) -> ConfigError:
     source = label.name if isinstance(label, Path) else label
     return ConfigError(
         [

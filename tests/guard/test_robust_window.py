@@ -5,28 +5,36 @@ import statistics
 import numpy as np
 import pytest
 
-from bloomery.guard.level import BLOCK, WINDOW, Level, _described_at_once, calm_blocks, described, push
+from bloomery.guard.robust_window import (
+    BLOCK,
+    WINDOW,
+    RobustWindow,
+    _statistics_at_once,
+    calm_blocks,
+    push,
+    window_statistics,
+)
 
 
 @pytest.mark.parametrize("count", [16, 64, 130])
 @pytest.mark.parametrize("slope", [-0.5, 0.0, 0.25])
 def test_values_on_a_line_have_its_slope_and_no_spread(count: int, slope: float) -> None:
     values = [10.0 + slope * step for step in range(count)]
-    centre, spread, found = described(values, floor=0.0)
+    centre, spread, found = window_statistics(values, floor=0.0)
     newer = values[count // 2 :]
     assert centre == pytest.approx(sum(newer) / len(newer))
     assert found == pytest.approx(slope) and 0.0 <= spread < 1e-9
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_blocks_described_at_once_are_the_levels_of_values_pushed_one_by_one(seed: int) -> None:
+def test_blocks_statistics_at_once_are_the_levels_of_values_pushed_one_by_one(seed: int) -> None:
     """The series wanders and falls slowly, and has some outliers; whole blocks begin at any of its places."""
     random = np.random.default_rng(seed)
     noise = random.normal(size=40 * BLOCK)
     noise[1:] += 0.7 * noise[:-1]
     values = 3.0 - 1e-5 * np.arange(len(noise)) + 0.02 * noise
     values[random.integers(0, len(values), 3)] += 0.5
-    level, at = Level(), 0
+    level, at = RobustWindow(), 0
     compared = 0
     while at < len(values):
         room = BLOCK - level.entered + (len(values) - at - BLOCK + level.entered) // BLOCK * BLOCK
@@ -46,10 +54,10 @@ def test_blocks_described_at_once_are_the_levels_of_values_pushed_one_by_one(see
 
 
 @pytest.mark.parametrize("scale", [1e-9, 1.0, 1e6])
-def test_windows_described_at_once_have_the_bits_of_those_described_alone(scale: float) -> None:
+def test_windows_statistics_at_once_have_the_bits_of_those_described_alone(scale: float) -> None:
     windows = np.random.default_rng(1).normal(size=(50, WINDOW)).cumsum(axis=1) * scale
-    assert _described_at_once(windows, floor=0.01) == [
-        described(window.tolist(), floor=0.01) for window in windows
+    assert _statistics_at_once(windows, floor=0.01) == [
+        window_statistics(window.tolist(), floor=0.01) for window in windows
     ]
 
 

@@ -1,4 +1,4 @@
-"""Judges whether a value is unusually high: its distance above the recent median, in robust spreads."""
+"""A running window of a quantity's past values, and whether a new one is unusually high (robust z-score)."""
 
 from __future__ import annotations
 
@@ -13,29 +13,33 @@ from numpy.typing import NDArray
 from bloomery.events.records import Json
 
 WINDOW = 96
-"""The centre and the spread are computed from so many values."""
+"""The number of values from which centre and spread are computed."""
 BLOCK = 32
-"""When the window is full, both are computed again after so many more values."""
+"""The number of new values after which the statistics of a full window are computed again."""
 RECENT = 9
-"""So many newest values wait before they enter the window, so that those of a spike never enter it."""
+"""The number of newest values that are held back from the window, so that those of a spike never enter it."""
 LEAST = 3
-"""Nothing is judged with fewer values than these."""
+"""The fewest values with which anything is judged."""
 OUTSTANDING = 3.75
-"""Most of the newest values must be so many spreads above the centre to count as high."""
-_FEW = 16
-_GOES_ON, _UNCERTAIN, _WANDERS = 0.8, 0.06, 0.25
-_REMEMBERED, _NEWEST = 8, 15
-_OF_A_BLOCK, _BEYOND_BLOCKS = 0.25, 2.0
+"""The robust z-score that most of the newest values must exceed to count as high."""
+_FEW = 16  # with fewer values there is no slope, and the window begins with the newest values
+_TREND_SHARE = 0.8  # of the slope, with which a trend is expected to go on
+_UNCERTAIN = 0.06  # the share of the expected change that widens the spread
+_AUTOCORRELATION = 0.25  # how much the spread widens by, per correlation of neighbours above 0.3
+_REMEMBERED = 8  # spreads of past blocks, and half of the medians
+_NEWEST = 15  # values, whose median a steep fall is not expected to pass
+_OF_A_BLOCK = 0.25  # spreads by which the median of a block scatters anyway
+_BEYOND_BLOCKS = 2.0  # the weight of the variance between blocks
 _TO_SPREAD = 1.4826  # a normal distribution's standard deviation by its median absolute deviation
 
 
 @dataclass(frozen=True, kw_only=True)
-class Level:
-    """The past of one quantity. Never changed in place.
+class RobustWindow:
+    """The past values of one quantity, and their robust statistics. Never changed in place.
 
     window: the calm values, oldest first.
     recent: the newest values, which have not entered the window yet.
-    heights: how far each recent value was above the expected one, in spreads.
+    heights: the robust z-score of each recent value: (value - expected) / spread.
     centre: the median of the window's newer half.
     spread: a robust spread of the window; 0: there are too few values.
     slope: the change from a value to the next where values fall or clearly rise, else 0.
@@ -71,7 +75,7 @@ class Level:
         if not self.slope:
             return self.centre, self.spread
         falls = self.slope * (len(self.window) / 4 + self.fresh + len(self.recent) + 1 + ahead)
-        centre, spread = self.centre + _GOES_ON * falls, math.hypot(self.spread, _UNCERTAIN * falls)
+        centre, spread = self.centre + _TREND_SHARE * falls, math.hypot(self.spread, _UNCERTAIN * falls)
         if self.is_falling:
             centre = max(centre, median(self.window[-_NEWEST:]))
         return centre, spread
@@ -87,7 +91,7 @@ class Level:
         return len(self.window) == WINDOW and len(self.recent) == RECENT
 
     def to_json(self) -> dict[str, Json]:
-        """Return what `level_from_json` reads."""
+        """Return what `window_from_json` reads."""
         return {
             "window": list(self.window),
             "recent": list(self.recent),
@@ -102,20 +106,20 @@ class Level:
         }
 
 
-def level_from_json(values: Any) -> Level:  # Any: written by `to_json`
-    """Return the level in a history; an empty level where there is none."""
+def window_from_json(values: Any) -> RobustWindow:  # Any: written by `to_json`
+    """Return the window that a history holds; an empty one where it holds none."""
     if not isinstance(values, dict):
-        return Level()
+        return RobustWindow()
     # A history of before `spreads` and `blocks` were kept has none.
     names = ("window", "recent", "heights", "spreads", "blocks")
     lists = {name: tuple(values.get(name, ())) for name in names}
-    return Level(**{**values, **lists})
+    return RobustWindow(**{**values, **lists})
 
 
-def push(level: Level, value: float, *, floor: float, widen: float = 1.0) -> tuple[Level, bool]:
-    """Return the level after `value`, and whether a block of a full window was completed.
+def push(level: RobustWindow, value: float, *, floor: float, widen: float = 1.0) -> tuple[RobustWindow, bool]:
+    """Return the window after `value`, and whether a block of a full window was completed.
 
-    The height of `value` is the newest of `heights`.
+    The z-score of `value` is the newest of `heights`.
 
     floor: the least spread, as a share of the centre.
     widen: the factor of the spread after a known change.
@@ -125,7 +129,7 @@ def push(level: Level, value: float, *, floor: float, widen: float = 1.0) -> tup
     recent, heights = (*level.recent, value), (*level.heights, height)
     if len(recent) <= RECENT:
         level = replace(level, recent=recent, heights=heights)
-        return (taken(level, floor=floor) if len(level.window) < _FEW else level), False
+        return (recomputed(level, floor=floor) if len(level.window) < _FEW else level), False
     window = (*level.window, recent[0])[-WINDOW:]
     block_is_full = level.entered + 1 == BLOCK
     level = replace(
@@ -138,24 +142,24 @@ def push(level: Level, value: float, *, floor: float, widen: float = 1.0) -> tup
     )
     is_block = block_is_full and len(window) == WINDOW
     if is_block:
-        level = replace(level, fresh=0, **_at_the_end_of_a_block(level, window, floor=floor))
+        level = replace(level, fresh=0, **_after_block(level, window, floor=floor))
     elif len(window) < WINDOW or level.is_falling:
-        level = taken(level, floor=floor)
+        level = recomputed(level, floor=floor)
     return level, is_block
 
 
 def calm_blocks(
-    level: Level, values: NDArray[np.float64], *, floor: float, least: float = 0.0
-) -> Iterator[Level]:
-    """Yield the level after each block of values, until one in which a value may be high.
+    level: RobustWindow, values: NDArray[np.float64], *, floor: float, least: float = 0.0
+) -> Iterator[RobustWindow]:
+    """Yield the window after each block of values, until one in which a value may be high.
 
-    The values of that block must be pushed one by one. Each level equals the one that `push` comes to; the
-    windows of all blocks are described at once, which is quicker.
+    The values of that block must be pushed one by one. Each window equals the one that `push` comes to; the
+    statistics of all blocks' windows are computed at once, which is quicker.
 
     level: a full one.
     values: the `BLOCK - entered` values that complete its block, and those of whole blocks after it.
     floor: the least spread, as a share of the centre.
-    least: the least spread by which heights are measured.
+    least: the least spread by which z-scores are measured.
     """
     first = BLOCK - level.entered
     if first <= RECENT:
@@ -164,14 +168,14 @@ def calm_blocks(
     ends = np.arange(first, len(values) + 1, BLOCK)
     windows = np.lib.stride_tricks.sliding_window_view(known, WINDOW)[ends]  # [blocks, WINDOW]
     medians = _medians(windows[:, -BLOCK:]).tolist()
-    owns = _described_at_once(windows, floor=floor)
+    owns = _statistics_at_once(windows, floor=floor)
     begin = 0
     for end, window, own, block in zip(ends.tolist(), windows, owns, medians, strict=True):
         heights = _calm_heights(level, values[begin:end], least=least)
         if heights is None:
             return
         spreads, blocks = (*level.spreads, own[1])[-_REMEMBERED:], (*level.blocks, block)[-2 * _REMEMBERED :]
-        level = Level(
+        level = RobustWindow(
             window=tuple(window.tolist()),
             recent=tuple(values[end - RECENT : end].tolist()),
             heights=tuple(heights[-RECENT:].tolist()),
@@ -179,18 +183,20 @@ def calm_blocks(
             fresh=0,
             spreads=spreads,
             blocks=blocks,
-            **_lasting(own, spreads, blocks),
+            **_with_spread_memory(own, spreads, blocks),
         )
         yield level
         begin = end
 
 
-def _calm_heights(level: Level, values: NDArray[np.float64], *, least: float) -> NDArray[np.float64] | None:
-    """Return the heights of the values of a block; None where one of them may be high."""
+def _calm_heights(
+    level: RobustWindow, values: NDArray[np.float64], *, least: float
+) -> NDArray[np.float64] | None:
+    """Return the z-scores of the values of a block; None where one of them may be high."""
     if level.is_falling:
         return None
     falls = level.slope * (len(level.window) / 4 + level.fresh + RECENT + 1 + np.arange(len(values)))
-    centre, spread = level.centre + _GOES_ON * falls, np.hypot(level.spread, _UNCERTAIN * falls)
+    centre, spread = level.centre + _TREND_SHARE * falls, np.hypot(level.spread, _UNCERTAIN * falls)
     heights: NDArray[np.float64] = (values - centre) / np.maximum(spread, least)
     largest = heights[heights > OUTSTANDING].tolist()
     largest += [height for height in level.heights if height > OUTSTANDING]
@@ -199,18 +205,18 @@ def _calm_heights(level: Level, values: NDArray[np.float64], *, least: float) ->
     return heights
 
 
-def _at_the_end_of_a_block(level: Level, window: Sequence[float], *, floor: float) -> dict[str, Any]:
-    """Return the fields of a level that is described anew by a window, whose spread and median it remembers.
+def _after_block(level: RobustWindow, window: Sequence[float], *, floor: float) -> dict[str, Any]:
+    """Return the fields to replace after a block: the statistics of its window, and the remembered ones.
 
-    Any: as `Level` has them.
+    Any: as `RobustWindow` has them.
     """
-    own = described(window, floor=floor)
+    own = window_statistics(window, floor=floor)
     spreads = (*level.spreads, own[1])[-_REMEMBERED:]
     blocks = (*level.blocks, median(window[-BLOCK:]))[-2 * _REMEMBERED :]
-    return {"spreads": spreads, "blocks": blocks, **_lasting(own, spreads, blocks)}
+    return {"spreads": spreads, "blocks": blocks, **_with_spread_memory(own, spreads, blocks)}
 
 
-def _lasting(
+def _with_spread_memory(
     own: tuple[float, float, float], spreads: Sequence[float], blocks: Sequence[float]
 ) -> dict[str, Any]:
     """Return centre, spread and slope, where a calm stretch does not narrow the spread.
@@ -218,7 +224,7 @@ def _lasting(
     Correlated noise and data that come in runs look calm for a window, and are not.
 
     own: centre, spread and slope of the window.
-    spreads, blocks: those that the level remembers.
+    spreads, blocks: those that the window remembers.
     """
     centre, spread, slope = own
     spread = max(spread, median(spreads)) if spreads else spread
@@ -240,16 +246,16 @@ def _excess(blocks: Sequence[float], spread: float) -> float:
     return max(own * own / 6.0 - (_OF_A_BLOCK * spread) ** 2, 0.0)
 
 
-def taken(level: Level, *, floor: float) -> Level:
-    """Return the level with centre, spread and slope computed again."""
+def recomputed(level: RobustWindow, *, floor: float) -> RobustWindow:
+    """Return the window with centre, spread and slope computed again."""
     values = level.window if len(level.window) >= _FEW else (*level.window, *level.recent)
     if len(values) < LEAST:
         return level
-    own = described(values, floor=floor)
-    return replace(level, fresh=0, **_lasting(own, level.spreads, level.blocks))
+    own = window_statistics(values, floor=floor)
+    return replace(level, fresh=0, **_with_spread_memory(own, level.spreads, level.blocks))
 
 
-def described(values: Sequence[float], *, floor: float) -> tuple[float, float, float]:
+def window_statistics(values: Sequence[float], *, floor: float) -> tuple[float, float, float]:
     """Return the median of the newer half, a robust spread, and the slope; 0 for a rise that may be noise.
 
     The spread is about the line through the medians of both halves, so that a steady fall does not count. A
@@ -272,13 +278,13 @@ def described(values: Sequence[float], *, floor: float) -> tuple[float, float, f
     is_rise = slope * (count - half) > spread
     return (
         centre,
-        spread * (1.0 + 4.0 / count) * _wandering(deviations),
+        spread * (1.0 + 4.0 / count) * _autocorrelation_widening(deviations),
         slope if is_rise else min(slope, 0.0),
     )
 
 
-def _described_at_once(windows: NDArray[np.float64], *, floor: float) -> list[tuple[float, float, float]]:
-    """Return `described` of each of some full windows [n, WINDOW], bit for bit."""
+def _statistics_at_once(windows: NDArray[np.float64], *, floor: float) -> list[tuple[float, float, float]]:
+    """Return `window_statistics` of each of some full windows [n, WINDOW], bit for bit."""
     half = WINDOW // 2
     before, centre = _medians(windows[:, :half]), _medians(windows[:, half:])
     slope = (centre - before) / (WINDOW - half)
@@ -299,7 +305,7 @@ def _medians(rows: NDArray[np.float64]) -> NDArray[np.float64]:
     return middle
 
 
-def _wandering(deviations: NDArray[np.float64]) -> float:
+def _autocorrelation_widening(deviations: NDArray[np.float64]) -> float:
     """Return the factor by which the spread is widened where neighbouring values are correlated.
 
     Correlated noise stays high for several values by itself. The correlation of neighbours is estimated from
@@ -311,9 +317,9 @@ def _wandering(deviations: NDArray[np.float64]) -> float:
 
 
 def _widening(agreements: int, count: int) -> float:
-    """Return the factor for so many neighbours of the same sign among `count` values."""
+    """Return the factor for `agreements` pairs of neighbours of the same sign among `count` values."""
     correlation = math.sin(math.pi * (agreements / (count - 1) - 0.5))
-    return 1.0 + _WANDERS * max(correlation - 0.3, 0.0)
+    return 1.0 + _AUTOCORRELATION * max(correlation - 0.3, 0.0)
 
 
 def median(values: Sequence[float]) -> float:

@@ -1,4 +1,4 @@
-"""Measures a machine's compute: matrix products, attention, elementwise bandwidth, starts of kernels."""
+"""Measures a machine's compute: matmuls, attention, elementwise bandwidth, and kernel launches."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from bloomery.config.model import ModelSection
 from bloomery.kernels.available import has_triton
 from bloomery.model.decoder import build
 from bloomery.model.loss import next_token_loss
-from bloomery.model.native_kernels import attends, causal_attention, has_units
+from bloomery.model.native_kernels import causal_attention, has_amx, supports_attention
 from bloomery.parallel.recompute import compiled_function
 from bloomery.plan.block_cost import Workload, block_passes, head_passes
 from bloomery.plan.hardware import Hardware
 from bloomery.plan.layout import Layout
 
-LEAST_REPEATS = 5
-BUDGET_S = 0.4
+LEAST_REPEATS = 5  # of one measurement
+BUDGET_S = 0.4  # for one measurement
 ROW_S = 5e-3
 """The shortest work between two events of a GPU, whose clock ticks in half microseconds, in seconds."""
 
@@ -69,7 +69,7 @@ def _on_gpu_s(work: Callable[[], object], device: torch.device) -> float:
 LARGE = {"cpu": 1536, "cuda": 8192}
 WIDTHS = {"cpu": (64, 96, 160, 256, 512), "cuda": (2048, 4096, 8192)}
 ROWS = {"cpu": 2048, "cuda": 8192}
-"""Products of the sizes that models on such devices make: a GPU is not filled by smaller ones."""
+"""Matmuls of the sizes that models on such devices make: a GPU is not filled by smaller ones."""
 ATTENTIONS = {
     "cpu": ((4, 2, 512, 80), (8, 4, 256, 24), (8, 6, 128, 16), (2, 4, 512, 64)),
     "cuda": ((2, 16, 4096, 128), (4, 16, 2048, 128), (4, 32, 2048, 64), (1, 16, 8192, 128)),
@@ -81,8 +81,8 @@ HALF_SIZES = [0.0, *(2.0 ** (exponent / 4) for exponent in range(0, 37))]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Product:
-    """One measured product [rows, inner] × [inner, columns]. flops: the FLOP/s that it reached."""
+class MatmulRate:
+    """One measured matmul [rows, inner] × [inner, columns]. flops: the FLOP/s that it reached."""
 
     rows: int
     columns: int
@@ -92,7 +92,7 @@ class Product:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionCost:
-    """What fused attention adds to products.
+    """What fused attention adds to matmuls.
 
     efficiency: the share of the peak that it reaches.
     pass_ns: nanoseconds for each attention weight.
@@ -102,8 +102,8 @@ class AttentionCost:
     pass_ns: float
 
 
-def measure_products(device: torch.device, dtype: torch.dtype) -> list[Product]:
-    """Return the FLOP/s of a large square product, and of those that narrow models make, forward and for
+def measure_matmuls(device: torch.device, dtype: torch.dtype) -> list[MatmulRate]:
+    """Return the FLOP/s of a large square matmul, and of those that narrow models make, forward and for
     gradients.
     """
     side = LARGE[device.type]
@@ -111,36 +111,36 @@ def measure_products(device: torch.device, dtype: torch.dtype) -> list[Product]:
     for width in WIDTHS[device.type]:
         rows = ROWS[device.type]
         shapes += [(rows, width, width), (rows, 3 * width, width), (3 * width, width, rows)]
-    products = []
+    matmuls = []
     for rows, columns, inner in shapes:
         left = torch.randn(rows, inner, device=device).to(dtype)
         right = torch.randn(columns, inner, device=device).to(dtype)
         seconds = best_s(partial(F.linear, left, right), device)
         flops = 2 * rows * columns * inner / seconds
-        products.append(Product(rows=rows, columns=columns, inner=inner, flops=flops))
-    return products
+        matmuls.append(MatmulRate(rows=rows, columns=columns, inner=inner, flops=flops))
+    return matmuls
 
 
 def measure_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the FLOP/s of the large square product alone."""
+    """Return the FLOP/s of only the large square matmul."""
     side = LARGE[device.type]
     left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     return 2 * side**3 / best_s(partial(F.linear, left, right), device)
 
 
-def fit_half_size(products: Sequence[Product], peak_flops: float) -> tuple[float, float]:
-    """Return the (efficiency, half size) with which the plan's formula comes nearest to the products, as a
+def fit_half_size(matmuls: Sequence[MatmulRate], peak_flops: float) -> tuple[float, float]:
+    """Return the (efficiency, half size) with which the plan's formula comes nearest to the matmuls, as a
     ratio.
     """
 
     def shares(half: float) -> list[float]:
-        return [math.prod(side / (side + half) for side in (p.rows, p.columns, p.inner)) for p in products]
+        return [math.prod(side / (side + half) for side in (p.rows, p.columns, p.inner)) for p in matmuls]
 
     best = (math.inf, 1.0, 0.0)
     for half in HALF_SIZES:
         logs = [
-            math.log(product.flops / (peak_flops * share))
-            for product, share in zip(products, shares(half), strict=True)
+            math.log(matmul.flops / (peak_flops * share))
+            for matmul, share in zip(matmuls, shares(half), strict=True)
         ]
         mean = min(0.0, sum(logs) / len(logs))
         error = sum((log - mean) ** 2 for log in logs)
@@ -156,7 +156,7 @@ def measure_attention(device: torch.device, dtype: torch.dtype, peak_flops: floa
         qkv = torch.randn(batch, length, 3 * heads, width, device=device).to(dtype).requires_grad_()
 
         def forward_and_backward(qkv: torch.Tensor = qkv, heads: int = heads) -> None:
-            if has_units() and attends(qkv):
+            if has_amx() and supports_attention(qkv):
                 mixed = causal_attention(qkv, heads=heads, rotary=None)
             else:
                 query, key, value = (part.transpose(1, 2) for part in qkv.split(heads, dim=2))
@@ -164,7 +164,7 @@ def measure_attention(device: torch.device, dtype: torch.dtype, peak_flops: floa
             mixed.sum().backward()
 
         weights = batch * heads * length * length
-        # The plan counts 1 + 2.5 times the products of the causal half, and three passes over its weights.
+        # The plan counts 1 + 2.5 times the matmuls of the causal half, and three passes over its weights.
         rows.append(
             (
                 3.5 * 2 * weights * width / peak_flops,
@@ -191,7 +191,7 @@ def _least_squares(rows: Sequence[tuple[float, float, float]]) -> tuple[float, f
 
 VOCABULARY = 512
 KERNELS_OF_A_BLOCK = 33
-"""The kernels that the plan counts, forward and backward: 12 products, 3 of attention, 6 elementwise,
+"""The kernels that the plan counts, forward and backward: 12 matmuls, 3 of attention, 6 elementwise,
 twice backward.
 """
 
@@ -216,7 +216,7 @@ def measure_kernel_us(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def measure_elementwise_gb_per_s(hardware: Hardware, precision: str, device: torch.device) -> float:
-    """Return the GB/s with which the plan's bytes explain what blocks take besides products and starts of
+    """Return the GB/s with which the plan's bytes explain what blocks take besides matmuls and starts of
     kernels.
     """
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
@@ -235,7 +235,7 @@ def measure_elementwise_gb_per_s(hardware: Hardware, precision: str, device: tor
 
 
 def measure_exponential_ns(hardware: Hardware, precision: str, device: torch.device) -> float:
-    """Return the nanoseconds for each logit that the loss takes besides products and passes over memory."""
+    """Return the nanoseconds for each logit that the loss takes besides matmuls and passes over memory."""
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     per_logit_ns = []
     for tokens, hidden, vocabulary in LOSSES[device.type]:
