@@ -36,7 +36,7 @@ from bloomery.coordination.decide import Conclude, Propose, decide
 from bloomery.coordination.eligibility import RoundSettings
 from bloomery.coordination.etcd import Etcd
 from bloomery.coordination.etcd_process import EtcdServer, start_single
-from bloomery.coordination.run_view import News, RunView
+from bloomery.coordination.run_view import RunView, SnapshotListener
 from bloomery.protocol.encoding import decode, encode_text
 from bloomery.protocol.keys import Keys
 from bloomery.protocol.records import Done, ProposedAttempt, RoundShares
@@ -181,7 +181,9 @@ def _simulated(place: Path, count: int, rounds: int) -> dict[str, float]:
     command = [sys.executable, str(Path(__file__)), "--members", json.dumps(options)]
     awake = threading.Event()
     with Etcd([server.endpoint], deadline_s=WITHIN_S) as etcd, RunView(etcd, keys) as view:
-        news = News(view, wake=awake.set, failed=lambda error: awake.set())  # the next look raises the error
+        news = SnapshotListener(
+            view, wake=awake.set, failed=lambda error: awake.set()
+        )  # the next look raises the error
         members = subprocess.Popen(command)
         try:
             snapshot, spent, before, begun = view.snapshot, 0.0, {}, None
@@ -200,7 +202,7 @@ def _simulated(place: Path, count: int, rounds: int) -> dict[str, float]:
                     transactions.propose(etcd, keys, snapshot, decision)
                 elif isinstance(decision, Conclude):
                     transactions.conclude(etcd, keys, snapshot, decision)
-                news.looked(time.thread_time() - looked)
+                news.note_cost(time.thread_time() - looked)
             spent, after = time.process_time() - spent, counters(server)
         finally:
             news.close()

@@ -67,11 +67,11 @@ UNSYNCED = {
     "data/sealing.py:SealWriter.__init__": "synced by `commit`, through durable",
     "train/rank_diagnostics.py:write_stacks_on_signal": "stacks of a process that hangs now",
     "data/indexed.py:IndexedWriter.__init__": "synced by `_commit`, through durable",
-    "data/block_cache.py:Mirror.__init__": _CACHE,
+    "data/block_cache.py:BlockCache.__init__": _CACHE,
     "data/streaming.py:_bring_index": _CACHE,
     "coordination/etcd_process.py:launch": _LOG,
     "chaos/processes.py:ManagedProcess.start": _LOG,
-    "state_transfer/partial_checkpoint.py:Partial.__init__": "synced by `finish`, through durable",
+    "state_transfer/partial_checkpoint.py:PartialCheckpoint.__init__": "synced by `finish`, through durable",
     "events/run_lock.py:_locked": "an empty file to lock",
     "events/journal.py:Journal.__init__": "a power cut costs the lines of steps that are trained again",
 }

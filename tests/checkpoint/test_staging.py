@@ -46,7 +46,7 @@ def expected(entries: list[StateEntry], share: RankWritePlan) -> dict[str, bytes
 
 
 def test_a_copy_keeps_its_pace_from_the_first_bytes_to_the_last(buffer: SharedBuffer, monkeypatch):
-    monkeypatch.setattr(staging, "_STEP_BYTES", 10_000)
+    monkeypatch.setattr(staging, "_COPY_BYTES", 10_000)
     at: list[tuple[int, int]] = []
 
     class Watched(CopyPace):

@@ -14,7 +14,7 @@ from bloomery.coordination import transactions
 from bloomery.coordination.decide import Conclude, Decision, Propose, TakeShare, decide
 from bloomery.coordination.eligibility import RoundSettings
 from bloomery.coordination.etcd import Delete, Put, TransactionResult
-from bloomery.coordination.etcd_watch import Item, WatchEvent
+from bloomery.coordination.etcd_watch import KeyValue, WatchEvent
 from bloomery.coordination.snapshot_builder import SnapshotBuilder
 from bloomery.data.position import first, merged, total, without
 from bloomery.protocol.encoding import decode, encode_text
@@ -27,7 +27,7 @@ class Store:
 
     def __init__(self) -> None:
         self.revision = 1
-        self.items: dict[str, Item] = {}
+        self.items: dict[str, KeyValue] = {}
         self.log: list[tuple[int, WatchEvent]] = []
         self.loses_answers = lambda: False
 
@@ -62,7 +62,9 @@ class Store:
         item = None
         if isinstance(one, Put):
             created = before.created if before else self.revision
-            item = Item(key=key, value=one.value, created=created, modified=self.revision, lease=one.lease)
+            item = KeyValue(
+                key=key, value=one.value, created=created, modified=self.revision, lease=one.lease
+            )
             self.items[key] = item
         elif before is None:
             return

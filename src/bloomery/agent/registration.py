@@ -1,4 +1,4 @@
-"""Lists a peer among the run's members, refuses one that trains something else, and publishes bandwidths.
+"""Registers a peer in the coordinator, refuses other settings than the run's, and publishes link bandwidths.
 
 A peer is listed with the state that it holds, and unlisted while its ranks make no progress. Bandwidths are
 measured after a member has joined, for a fraction of a second each, one after the other and never during an
@@ -109,7 +109,7 @@ class Registration:
 _AGAIN_S = 60.0
 _MOST = 1 << 22
 _NEAR, _FAR = 12, 12
-"""How many links a peer measures: to so many peers that follow it by name, and to so many others."""
+"""The most links that a peer measures to peers that follow it by name, and to peers further on."""
 _PUBLISHED_EVERY_S = 10.0
 
 

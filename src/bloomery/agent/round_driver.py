@@ -1,4 +1,4 @@
-"""Drives a peer through the rounds: starts its ranks, offers their part, runs attempts, proposes decisions.
+"""Drives a peer through the rounds: starts them at its ranks, offers their part, runs attempts, commits.
 
 Each method compares the newest snapshot with what it has done already, and does the rest; called again with
 the same snapshot it does nothing.
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 _AGAIN_S = 0.5
 _STEPS = 2.0
-"""How many usual step times are added to stall_s where steps overlap the ring."""
+"""The usual step times that are added to stall_s where steps overlap the ring."""
 
 
 class RoundDriver:
@@ -93,7 +93,7 @@ class RoundDriver:
         self._note(commit, snapshot, included=included, ringing=ringing)
         if is_first:
             return  # ranks that have just started report what they hold, and the agent compares that
-        # On a busy machine several commits may have arrived since the last look.
+        # On a busy machine several commits may have arrived since the last snapshot.
         self.overtaken = 0 if included else self.overtaken + commit.round - before
         if included:
             self._keep_average(commit, snapshot)

@@ -123,7 +123,7 @@ def _measure(access: PeerAccess, snapshot: RunSnapshot, trust: object, sizes: Pr
     assert isinstance(trust, Trust)
     identity = OwnIdentity(run=access.run, peer=access.peer, incarnation=secrets.token_hex(8))
     connections = ConnectionManager(
-        identity, trust, listen=(), turns=access.timeouts.turns, patience=access.timeouts.patience
+        identity, trust, listen=(), turns=access.timeouts.dialing, patience=access.timeouts.tcp
     )
     links: dict[str, LinkMeasurement | str] = {}
     for name, listed in sorted(snapshot.members.items()):

@@ -1,4 +1,4 @@
-"""Creates certificate authorities and certificates for a coordinator and the peers of a run.
+"""Creates the certificates of a coordinator and of a run's peers, and their accounts in etcd.
 
     DIRECTORY/coordinator/   authority.pem, authority.key; server.pem, server.key; clients.pem; root.password
     DIRECTORY/RUN/           authority.pem, authority.key

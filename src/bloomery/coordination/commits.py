@@ -1,4 +1,4 @@
-"""Checks whether a commit follows from what members wrote, and chooses the commit that a run goes back to.
+"""Validates a round's commit against the members' records, and chooses the commit to which a run rewinds.
 
 Whichever peer is first concludes a round, so every member may write the key of a commit. No peer trusts a
 commit for its own sake: each compares it with the attempt, with the members' offers, and with the state

@@ -23,8 +23,8 @@ class RoundSettings:
 
     peers: how many are planned.
     grace_s: how long a round waits for slow peers after the first offer, seconds.
-    patience_s: after so long the slow peers are asked to offer the steps that they have made, seconds.
-    outlier_factor: an offer whose norm is so many times what the others' norms let expect is left out.
+    patience_s: the seconds after which slow peers are asked to offer the steps that they have made.
+    outlier_factor: an offer is left out if its norm exceeds what the others' norms let expect by this factor.
     feedback_rounds: how many rounds' parts a peer's error feedback may be the sum of.
     quorum: with how many offers an asynchronous round begins to be decided; 0: rounds are synchronous.
     overlap_steps: how many steps a peer makes while a round is decided.
@@ -53,7 +53,7 @@ LINK_FAILURES = 2
 """Attempts of a round that must fail between two members before their link counts as broken."""
 PIECES_MORE = 64
 """A peer spends its share from the beginning, so in no more pieces than it was given. What it leaves between
-pieces becomes holes of the position, which the commit has to hold; so many more are tolerated."""
+pieces becomes holes of the position, which the commit has to hold; this many more are tolerated."""
 _ROUND_TRIPS, _ROUND_TRIP_S_AT_MOST = 4, 5.0
 _AT_ONCE, _REST_S, _REST_S_AT_MOST = 3, 0.1, 10.0
 
@@ -233,7 +233,7 @@ Part = tuple[int, float]
 """How many steps a pseudo-gradient spans, and its norm."""
 
 OVERSTATED = "the average came out larger than the members' norms allow, and is tried without it"
-"""Why a member is left out of an attempt while the one that said too small a norm is searched."""
+"""Why a member is left out of an attempt during the search for the one that reported too small a norm."""
 
 NORM_FAILURE = "norm"
 """The kind of a failure that a member reports if the average is larger than the norms allow."""
@@ -241,7 +241,7 @@ NORM_FAILURE = "norm"
 _SLACK = 1.5
 """How far the norm of an average may exceed its bound, which the codecs' errors may pass."""
 _SEARCHES = 8
-"""How many attempts at most find the member that said too small a norm."""
+"""The most attempts that search for the member that reported too small a norm."""
 
 
 def largest_norm(steps: int, part: Part) -> float:

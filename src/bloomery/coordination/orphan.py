@@ -33,7 +33,7 @@ class EtcdProcessRecord:
     """The process that serves a data directory, and how it was started.
 
     process: its id.
-    born: tells it from a later process with the same id (see `life_of`).
+    born: distinguishes it from a later process with the same id (see `life_of`).
     certificates: path and SHA-256 of certificate, key and authority, which etcd reads at its start alone;
         None: it was started without TLS.
     """

@@ -1,4 +1,4 @@
-"""The etcd transactions of a round: propose an attempt, conclude it, share samples, commit.
+"""The etcd transactions of a round: propose an attempt, commit the round, and lease samples to peers.
 
 `TransactionResult.REFUSED` is no error: another peer was quicker, or a peer left. The next snapshot shows it.
 """
@@ -22,11 +22,11 @@ from bloomery.protocol.records import Commit, RoundShares
 log = logging.getLogger(__name__)
 
 COMMITS_KEPT = 1_000
-"""So many of the newest commits are kept. An older one is kept only if a saved checkpoint is of its state."""
+"""The newest commits that are kept. An older one is kept only if a saved checkpoint is of its state."""
 SAVED_COMMITS_KEPT = 1_000
 COMMITS_AT_MOST = COMMITS_KEPT + SAVED_COMMITS_KEPT + 1
 _PRUNED_AT_ONCE = 16
-"""One transaction removes at most so many commits; usually one is due."""
+"""The most commits that one transaction removes; usually one is due."""
 _TRIES = 100
 
 

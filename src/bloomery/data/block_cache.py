@@ -1,8 +1,8 @@
 """Caches the blocks of a remote file in a local sparse file, and fetches them when they are read.
 
-A reader maps the sparse file and reads it inside `Mirror.read`, which fetches the blocks first and may remove
-the least recently used ones. `PREFIX.blocks` records which blocks are present. All processes of a machine
-share the file, and the blocks stay when the processes end.
+A reader maps the sparse file and reads it inside `BlockCache.read`, which fetches the blocks first and may
+remove the least recently used ones. `PREFIX.blocks` records which blocks are present. All processes of a
+machine share the file, and the blocks stay when the processes end.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Outline:
     sums: npt.NDArray[np.uint64]
 
 
-class Mirror:
+class BlockCache:
     """Fetches blocks of a remote file into `path`, and keeps at most `capacity` of them.
 
     Threads and processes may share it. The state holds a version for each block, which is odd while the block

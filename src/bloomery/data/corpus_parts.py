@@ -1,9 +1,9 @@
-"""Parts of a corpus that several machines tokenise, and how their pairs and bad documents become one.
+"""Splits a corpus into parts for several machines to tokenise, and joins their outputs into one pair.
 
 The pieces of a corpus are cut alike on every machine. A part is a run of neighbouring pieces, so that the
 pairs of all parts, one after another, are what one machine would have written.
 
-The bad documents are one list, with lines counted as people do.
+Bad documents are joined into one JSONL list; its line numbers count from 1 at the start of each source file.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def remove_record(prefix: Path) -> None:
 
 
 def write_record(prefix: Path, *, corpus: str, engine: str, held_out: bool) -> None:
-    """Record that a part is whole. corpus: digest of all that the corpus's tokens depend on."""
+    """Record that a part is complete. corpus: digest of all that the corpus's tokens depend on."""
     record = {"corpus": corpus, "engine": engine, "held_out": held_out}
     write_whole(record_path(prefix), json.dumps(record).encode())
 
@@ -126,7 +126,7 @@ def _parts_of(out: Path) -> list[Path]:
         of_each = " and ".join(f"of {count}" for count in counts)
         raise DataError(
             f"{out.parent} holds {'parts ' + of_each if counts else 'no parts'} of {out.name}.",
-            remedy="Remove those of the division that you gave up."
+            remedy="Keep the parts of one N, and remove those of the others."
             if counts
             else "Make them with `bloomery data tokenize … --to PREFIX --part 1/N`, and give that PREFIX.",
         )
@@ -180,7 +180,7 @@ def _join_lists(prefixes: Sequence[Path], out: Path) -> None:
 def bad_documents(
     parts: Path, pieces: Sequence[TextPiece], results: Sequence[dict[str, Any]], report: Path | None
 ) -> BadDocuments:
-    """Return what was skipped, and write it to `report`, piece by piece.
+    """Return the documents that were skipped while tokenising, and write them to `report`, piece by piece.
 
     Lines are counted from the beginning of the file, not of its part.
     """

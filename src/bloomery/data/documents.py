@@ -1,4 +1,4 @@
-"""Documents of text: read from lines, in batches, ahead of their use; and the record of bad ones."""
+"""Text documents: decoding from records, batching, read-ahead, and the list of those that cannot be used."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Document:
 
 
 STOP_AFTER = 1_000
-"""Where so many documents are bad and none good, the rest is not read."""
+"""The bad documents, without a good one, after which the rest is not read."""
 KEPT = 10_000
 
 
@@ -81,8 +81,8 @@ class BadDocuments:
     """The documents that were skipped. Two threads may add some.
 
     fail: raise an error at the first one instead.
-    stop_after: raise an error where so many have been bad and none good: the corpus is not what the settings
-        say. 0 never.
+    stop_after: the bad documents without a good one after which an error is raised: the corpus is not what
+        the settings say. 0 never.
     good: number of good documents so far. count: number of bad ones. kinds: how many there are of each kind.
     entries: the first of them, at most KEPT: there may be half a billion.
     keep: is called with each, to write it down.

@@ -1,4 +1,4 @@
-"""Finds which documents have a key in common, in files that may be larger than the memory.
+"""Finds pairs of documents with a key in common, by an external sort that needs little memory.
 
 Keys are spread over files by their first bits, and candidates by document; a file with too many records is
 divided again. At most _SORTED_AT_ONCE records are in memory.

@@ -1,4 +1,4 @@
-"""Finds documents that are equal to earlier ones, or nearly so, and writes a pair without them.
+"""Removes documents that are equal or nearly equal (MinHash) to earlier ones, and writes the rest as a pair.
 
 Keys of documents go to files by their value: the hash of all tokens and, for near duplicates, hashes of bands
 of a MinHash signature (Broder 1997; Indyk & Motwani 1998). Documents of equal keys are candidates, and each
@@ -51,7 +51,7 @@ class Deduplicated:
 class Likeness:
     """What counts as nearly equal.
 
-    threshold: share of common n-grams (Jaccard) from which on a document is removed. 1: equal ones alone.
+    threshold: share of common n-grams (Jaccard) from which on a document is removed. 1: only equal ones.
     ngram: tokens of an n-gram.
     """
 

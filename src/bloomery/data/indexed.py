@@ -32,7 +32,7 @@ from bloomery.data.pair_files import (
 from bloomery.data.seal import BLOCK_BYTES, SealFacts, read_seal, refuse_other_sizes, verified_pieces
 from bloomery.data.sealing import PageCheck, SealWriter
 from bloomery.data.storage import refusals_named
-from bloomery.data.streaming import mirror_of
+from bloomery.data.streaming import block_cache_of
 from bloomery.errors import DataError
 
 _CHECKED_AT_ONCE = 1 << 20
@@ -102,8 +102,8 @@ class IndexedWriter:
     def add_pair(self, pair: IndexedDataset, copied: Callable[[int], None] = lambda size: None) -> None:
         """Append all documents of a pair of the same token type; sequences keep their bounds.
 
-        copied: is told how many bytes of tokens were copied, some megabytes at a time.
-        Raises DataError where the bytes differ from what the pair's seal tells.
+        copied: called with the bytes of tokens that were copied, some megabytes at a time.
+        Raises DataError where the bytes differ from what the pair's seal says.
         """
         pair.refuse_elsewhere()
         if pair.dtype != self.dtype:
@@ -221,7 +221,7 @@ class IndexedDataset:
         self._all_sequences, self._all_documents = self.sequence_count, self.document_count
         self._sequences, self._documents = slice(0, self.sequence_count), slice(0, self.document_count + 1)
         check_documents(index, self.document_indices, self.sequence_count)
-        self.mirror = mirror_of(prefix)
+        self.mirror = block_cache_of(prefix)
         self._tokens = mapped(tokens, at_random=True)
         wanted = self._expected_bytes()
         if len(self._tokens) != wanted:

@@ -82,7 +82,7 @@ def first(ranges: Ranges, count: int) -> Ranges:
 
 
 def fewer(ranges: Ranges, at_most: int) -> Ranges:
-    """Return at most so many ranges that hold all samples of `ranges`, and those of the smallest gaps.
+    """Return at most `count` ranges that hold all samples of `ranges`, and those of the smallest gaps.
 
     ranges: as `merged` returns them.
     """

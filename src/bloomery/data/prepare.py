@@ -21,7 +21,7 @@ from bloomery.data.pair_files import PARTS
 from bloomery.data.pairs import refuse_damaged, replace_pair
 from bloomery.data.sources import FoundFiles, SourceHashes, documents_of, find_files, is_held_out
 from bloomery.data.storage import alone_in, refusals_named, write_whole
-from bloomery.data.streaming import CacheLocation, is_elsewhere, mirror_of, mount
+from bloomery.data.streaming import CacheLocation, block_cache_of, is_elsewhere, mount
 from bloomery.data.tokenize_corpus import tokenize
 from bloomery.data.tokenize_worker import Job
 from bloomery.data.tokenizer import (
@@ -80,7 +80,7 @@ def prepare(data: DataSection, directory: Path, *, progress: ProgressCallback = 
     `datasets` are used as they are. `sources` are tokenised into `directory`, unless a manifest there shows
     the same text and settings. A kill at any moment leaves either the whole result or none, and the next
     start continues where it was. One process works at a time; others wait, and find the result. The tokenizer
-    is trained on training documents alone.
+    is trained only on training documents.
     """
     if not data.sources:
         tokenised = _tokenised_before(data, directory)
@@ -108,7 +108,7 @@ def prepare(data: DataSection, directory: Path, *, progress: ProgressCallback = 
 def _refuse_damaged_pairs(prepared: Prepared) -> None:
     """Compare local pairs with their seals; remote ones are checked block by block as they are fetched."""
     prefixes = [dataset.prefix for dataset in (*prepared.train, *prepared.held_out)]
-    refuse_damaged(prefix for prefix in prefixes if mirror_of(prefix) is None)
+    refuse_damaged(prefix for prefix in prefixes if block_cache_of(prefix) is None)
 
 
 def _tokenised_before(data: DataSection, directory: Path) -> Prepared:

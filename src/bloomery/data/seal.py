@@ -1,4 +1,4 @@
-"""The seal of a pair: what was written, so that damage is found and placed; and the sums of pages in it.
+"""The seal of a token pair: checksums of its blocks and pages, by which damage is found and located.
 
 `PREFIX.seal.json` is small: sizes, vocabulary, what made the tokens, its own checksum, and where in
 `PREFIX.seal.sums` which sums lie. That file is mapped and never parsed: for each of both files of the pair

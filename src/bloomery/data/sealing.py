@@ -1,4 +1,4 @@
-"""Seals a pair, as it is written or afterwards, and checks the pages of a sealed pair at their first use.
+"""Writes the seal (checksums) of a token pair, and verifies the pages of a sealed pair at their first use.
 
 A seal is made from the bytes on their way to the disk, or from files that are there.
 """

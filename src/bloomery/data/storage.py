@@ -1,4 +1,4 @@
-"""Files of a dataset: written under a lock by one writer, and large arrays that processes of a node share.
+"""Writes a dataset's files durably under a lock, and shares large arrays between a node's processes.
 
 Errors say what to do. Of a large array, one process computes the file, and all map it.
 """
@@ -68,17 +68,17 @@ def alone_in(directory: Path, *, name: str) -> Iterator[int]:
             raise StorageError(
                 f"Waited {_LOCK_TIMEOUT_S:.0f} s for {held.owner or 'another process'}, which works in "
                 f"{directory}.",
-                remedy=f"Look what holds {path} (fuser -v), or choose another directory.",
+                remedy=f"Find out what holds {path} (fuser -v), or choose another directory.",
             ) from held
         yield file
 
 
 Arrays = dict[str, npt.NDArray[Any]]
 Shapes = Mapping[str, tuple[int, npt.DTypeLike]]
-"""Of each array by name: its length and its type."""
+"""The length and the type of each array, by name."""
 
 AT_LEAST_BYTES = 32 << 20
-"""Smaller arrays are computed in memory: that takes no longer than reading them."""
+"""The size from which arrays are shared by files; computing smaller ones takes no longer than reading."""
 _PATIENCE_S = 3600.0
 _KEPT_FILES = 4
 _READ_BYTES = 1 << 20

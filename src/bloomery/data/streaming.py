@@ -14,7 +14,7 @@ import xxhash
 
 from bloomery import durable
 from bloomery.config.environment import refuse_network
-from bloomery.data.block_cache import Mirror, Outline, punch
+from bloomery.data.block_cache import BlockCache, Outline, punch
 from bloomery.data.pair_files import bin_path, idx_path
 from bloomery.data.remote_files import Remote
 from bloomery.data.seal import BlockSums, Seal, SealedFile, parse_seal
@@ -65,7 +65,7 @@ def mount(addresses: Sequence[str], cache: CacheLocation) -> dict[str, Path]:
     return prefixes
 
 
-def mirror_of(prefix: Path) -> Mirror | None:
+def block_cache_of(prefix: Path) -> BlockCache | None:
     """Return the block cache behind the `.bin` of a mounted prefix; None for a local pair."""
     if not _marker_path(prefix).exists():
         return None
@@ -89,7 +89,7 @@ def mirror_of(prefix: Path) -> Mirror | None:
         block_bytes=marker["block_bytes"],
         sums=_block_sums(prefix, facts),
     )
-    return Mirror(bin_path(prefix), outline, capacity=marker["capacity"], fetch=fetch)
+    return BlockCache(bin_path(prefix), outline, capacity=marker["capacity"], fetch=fetch)
 
 
 def _block_sums(prefix: Path, facts: Mapping[str, Any]) -> BlockSums:

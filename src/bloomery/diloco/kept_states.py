@@ -1,4 +1,4 @@
-"""What a rank keeps: averages of rounds that peers missed, copies of states, and its rounds in checkpoints.
+"""Carries out an agent's commands about missed rounds and state copies; keeps the round in checkpoints.
 
 A round's average and the state before it give the state after it, bit for bit, on every peer. So a peer that
 holds an earlier round's state needs the averages since then, not the whole state. Whether an average is the
@@ -116,7 +116,7 @@ class StateCopies:
         state: that of the training; within a round its weights are replaced by the committed ones and back.
         held: the committed state.
         """
-        self._agent.moving("offer", step=state.step)
+        self._agent.report_activity("offer", step=state.step)
         self._trainer.wait_staged()
         self._update.swap_in_committed()
         directory = self._trainer.copy(state)
@@ -124,8 +124,8 @@ class StateCopies:
         self._is_asked = False
         if directory is not None:
             self._made[held.digest] = directory
-        self._agent.copied(round=held.round, digest=held.digest, directory=directory)
-        self._agent.moving("wait", step=state.step)
+        self._agent.report_copy(round=held.round, digest=held.digest, directory=directory)
+        self._agent.report_activity("wait", step=state.step)
 
 
 def stored_rounds(state: RoundState, *, has_feedback: bool) -> dict[str, Json]:

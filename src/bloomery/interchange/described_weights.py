@@ -1,4 +1,4 @@
-"""Says what the weights of `init.from` are, without torch as far as their config.json or recipe says it."""
+"""Reads the model settings of the weights that `init.from` names, from config.json or a recipe."""
 
 from __future__ import annotations
 

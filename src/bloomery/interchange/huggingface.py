@@ -142,7 +142,7 @@ def export(
 def watched(
     tensors: Iterator[tuple[str, Tensor]], read: Callable[[int], None]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors as they come, and tell the bytes of each. read: called with them."""
+    """Yield tensors as they come. read: called with the bytes of each."""
     for name, tensor in tensors:
         read(tensor.nbytes)
         yield name, tensor

@@ -1,4 +1,4 @@
-"""Begins a run with weights that are there already: a transformers directory, a run, or a checkpoint of ours.
+"""Fills a new run's parameters from a transformers directory, a run, or a checkpoint (`init.from`).
 
 `described_weights.py` says what they are; `fill_from` copies the boxes that a rank holds.
 """

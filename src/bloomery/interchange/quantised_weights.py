@@ -1,4 +1,4 @@
-"""Reads weights that are stored as codes, by the two schemes that say plainly what a code stands for.
+"""Dequantises stored weights of two schemes, fp8 (block scales) and int8 (bitsandbytes); refuses others.
 
 'fp8' is transformers' FineGrainedFP8Config: float8_e4m3 times a scale for each block of a matrix, or one for
 the whole. 'int8' is bitsandbytes' LLM.int8 (Dettmers et al. 2022): whole numbers times a row's largest

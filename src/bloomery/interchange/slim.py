@@ -1,4 +1,4 @@
-"""Makes smaller copies: a checkpoint without its optimizer, a torch.save file without unused storage."""
+"""Writes smaller copies: a checkpoint without its optimizer, a torch.save file without unused storage."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ class WeightFiles:
 
 
 def open_weights(directory: Path, *, scheme: Scheme | None = None) -> WeightFiles:
-    """Return what the files of `directory` hold, from their headers alone.
+    """Return what the files of `directory` hold, read only from their headers.
 
     scheme: how codes become weights, if config.json says it.
     Raises CheckpointError for files that are missing, damaged, or do not hold what the index says.

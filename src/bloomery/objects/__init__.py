@@ -31,9 +31,9 @@ from bloomery.objects.refusals import (
     WRONG_CREDENTIALS,
     AccessDenied,
     MissingOrDenied,
-    Refused,
+    PermanentStoreError,
+    as_os_error,
     short_text,
-    told,
     written_again,
 )
 from bloomery.objects.refusals import StoreUnreachable as StoreUnreachable
@@ -234,7 +234,7 @@ class Objects:
             options["range"] = (begin, end)
         elif begin:
             options["range"] = {"offset": begin}
-        with told(self.place(key)):
+        with as_os_error(self.place(key)):
             response = obstore.get(self._receiving, key, options=options)
             stream = iter(response.stream(min_chunk_size=piece_bytes))
         given = str(response.meta["e_tag"] or "")
@@ -244,7 +244,7 @@ class Objects:
 
     def _received(self, key: str, stream: Iterator[Any]) -> Iterator[memoryview]:  # Any: obstore's bytes
         while True:
-            with told(self.place(key)):
+            with as_os_error(self.place(key)):
                 piece = next(stream, None)
             if piece is None:
                 return
@@ -254,7 +254,7 @@ class Objects:
         retry = _Retry(self._patience_s)
         while True:
             try:
-                with told(self.place(key)):
+                with as_os_error(self.place(key)):
                     return act()
             except StoreUnreachable as error:
                 retry.pause_or_raise(error)
@@ -274,7 +274,7 @@ class _Retry:
 
     def pause_or_raise(self, error: StoreUnreachable) -> None:
         """Wait before another try; raise where there is to be none."""
-        if isinstance(error, AccessDenied | Refused):
+        if isinstance(error, AccessDenied | PermanentStoreError):
             raise error
         if not self._failures:
             self._deadline = time.monotonic() + self._patience_s

@@ -1,4 +1,4 @@
-"""What goes wrong with objects elsewhere, as errors of one line that show no credentials."""
+"""Turns object-store errors into exceptions with one-line messages that show no credentials."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TIMED_OUT = re.compile(r"timed out|operation timeout|deadline exceeded|\b(50[02
 
 
 class StoreUnreachable(OSError):
-    """The store was not reached, or did not let us. Says nothing of the object: it may be whole."""
+    """The store was not reached, or denied access. Says nothing of the object: it may be intact."""
 
 
 class AccessDenied(StoreUnreachable, PermissionError):
@@ -31,11 +31,11 @@ class AccessDenied(StoreUnreachable, PermissionError):
 
 
 class MissingOrDenied(AccessDenied):
-    """The object is not there, or may not be read: the store tells neither without the right to list."""
+    """The object is not there, or may not be read: without the right to list, stores do not say which."""
 
 
-class Refused(StoreUnreachable):
-    """An error that a retry cannot mend."""
+class PermanentStoreError(StoreUnreachable):
+    """An error that no retry helps against, such as a missing bucket or a full disk."""
 
 
 def storage_failure(error: OSError, *, doing: str) -> StorageError:
@@ -68,20 +68,20 @@ def without_secrets(text: str) -> str:
 
 
 @contextmanager
-def told(place: str) -> Iterator[None]:
-    """Turn what obstore raises into an OSError of one line."""
+def as_os_error(place: str) -> Iterator[None]:
+    """Turn what obstore raises into an OSError with a one-line message. place: the URL, for the message."""
     from obstore import exceptions
 
     try:
         yield
     except (FileNotFoundError, exceptions.NotFoundError) as error:
         if "NoSuchBucket" in str(error):
-            raise Refused(errno.EIO, f"{place}: {short_text(str(error))}") from error
+            raise PermanentStoreError(errno.EIO, f"{place}: {short_text(str(error))}") from error
         raise FileNotFoundError(errno.ENOENT, f"{place} does not exist: not found") from error
     except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError, PermissionError) as error:
         raise AccessDenied(errno.EACCES, f"{place}: {short_text(str(error))}") from error
     except (exceptions.InvalidPathError, exceptions.NotSupportedError) as error:
-        raise Refused(errno.EINVAL, f"{place}: {short_text(str(error))}") from error
+        raise PermanentStoreError(errno.EINVAL, f"{place}: {short_text(str(error))}") from error
     except exceptions.PreconditionError as error:
         raise written_again(place) from error
     except (exceptions.BaseError, OSError) as error:
@@ -89,13 +89,13 @@ def told(place: str) -> Iterator[None]:
         if any(word in text for word in _DENIED) and not _TIMED_OUT.search(text):
             raise AccessDenied(errno.EACCES, f"{place}: {text}") from error
         if _FULL in text:
-            raise Refused(errno.ENOSPC, f"{place}: {text}") from error
+            raise PermanentStoreError(errno.ENOSPC, f"{place}: {text}") from error
         raise StoreUnreachable(errno.EIO, f"{place}: {text}") from error
 
 
-def written_again(place: str) -> Refused:
+def written_again(place: str) -> PermanentStoreError:
     """Return the error for an object that another version replaced while it was read."""
-    return Refused(errno.ESTALE, f"{place}: the object was written again while it was read")
+    return PermanentStoreError(errno.ESTALE, f"{place}: the object was written again while it was read")
 
 
 def short_text(text: str) -> str:

@@ -38,7 +38,7 @@ SAVES_AT_MOST = 64
 COPIES_AT_MOST = 8
 """How many copies of states a member may name."""
 PAST_AT_MOST = 8
-"""How many earlier parts an offer may tell of."""
+"""The most earlier parts that an offer may list."""
 
 # Texts reach logs and terminals, so they hold no control characters, no line separators, and no characters
 # that are invisible or change the direction of a text.

@@ -44,7 +44,7 @@ KEY_BYTES = 32
 RANKS_AT_MOST = 65_536
 
 RoundActivity = Literal["start", "compile", "step", "evaluate", "ring", "offer", "save", "wait"]
-"""What a rank can be doing, as it tells its agent."""
+"""What a rank is doing, as it reports to its agent."""
 
 RankIndex = Annotated[int, Meta(ge=0, lt=RANKS_AT_MOST)]
 Descriptors = Annotated[tuple[Annotated[int, Meta(ge=0, lt=1 << 31)], ...], Meta(max_length=MAX_DESCRIPTORS)]

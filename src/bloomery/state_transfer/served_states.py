@@ -1,4 +1,4 @@
-"""The checkpoints that a peer serves to newcomers, with files held open, and the requests it understands.
+"""The checkpoints and averages that a peer serves, with files held open; parses the HTTP requests for them.
 
 A state is named by its digest. The newest two states are served, so that newcomers can finish fetching one
 after the next has been put. A checkpoint that is served may be renamed or removed on disk: its files are
@@ -24,7 +24,7 @@ from bloomery.errors import CheckpointError, PeerError
 
 KEPT = 2
 READ_S = 60.0
-"""A state that was read within so many seconds is being fetched."""
+"""The seconds after its last read for which a state counts as being fetched."""
 _AVERAGE = "average-"
 _DIGEST = re.compile(r"[A-Za-z0-9]{1,128}")
 

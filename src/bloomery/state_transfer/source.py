@@ -1,4 +1,4 @@
-"""Reads the state that another peer serves over HTTP(S)."""
+"""HTTP(S) client of one peer's state server: reads a served checkpoint's manifest, index and byte ranges."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from bloomery.transport.trust import PeerRefused, Trust, check_names, is_loopbac
 
 CONNECT_S = 5.0
 STALL_S = 10.0
-"""A source that sends no byte for so many seconds has failed."""
+"""The seconds without a byte after which a source has failed."""
 THROUGH_RELAY = "relay:"
-"""What a peer names in place of a URL if it cannot be dialled, and waits for newcomers at a relay."""
+"""What a peer names in place of a URL if it cannot be dialled and keeps reverse connections at a relay."""
 _NO_HOST = "through-a-relay.invalid"
 _ABOUT_BYTES_AT_MOST = 4096
 _READ_BYTES = 1 << 18
@@ -114,7 +114,7 @@ class ServedState:
         return self._read(file, at_most=at_most)
 
     def size(self, file: str) -> int:
-        """Return the size of a file in bytes, as the peer tells it. Raises SourceFailed and NotYetServed."""
+        """Return a file's size in bytes, as the peer reports it. Raises SourceFailed and NotYetServed."""
         response = self._ask(file, {}, method="HEAD")
         length = response.headers.get("Content-Length", "")
         response.close()

@@ -1,4 +1,4 @@
-"""Accepts connections from peers, and closes those of strangers.
+"""Accepts connections from peers, authenticates them within quotas, and passes them to their handlers.
 
 Each connection gets a deadline for its handshake. How many may be unauthenticated is limited, in all and per
 address, so that strangers cannot use up the descriptors of the process.

@@ -106,8 +106,7 @@ def commit(
     parts: what each rank wrote, in the order of the ranks.
     time: seconds since 1970. values: the small JSON values of each part of the run. about: facts for people.
     records: files in `partial` that do not belong to the checkpoint. They are removed only once the manifest
-        is
-        durable: if this process dies, its successor finds either the records, or a directory to `publish`.
+        is durable: if this process dies, its successor finds either the records, or a directory to `publish`.
 
     Raises CheckpointError when the boxes do not fill their tensors exactly, and StorageError.
     """
@@ -257,7 +256,8 @@ def recorded_part(content: bytes) -> Part | None:
 
 
 def abandon_part(partial: Path, rank: int, *, files: Iterable[str], why: Mapping[str, str]) -> None:
-    """Remove what a rank wrote for a save that failed, and tell the first rank, which commits, at once.
+    """Remove what a rank wrote for a save that failed, and report that at once to the first rank, which
+    commits.
 
     The first rank removes the directory. Another rank removes its own files, unless it has recorded its part:
     then the first rank may commit at any moment. Nobody may begin to save under the same name meanwhile.

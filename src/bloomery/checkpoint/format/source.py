@@ -18,7 +18,7 @@ from bloomery.objects import Objects
 STORED_AT = "stored-at.json"
 """The file of an entry in the run directory that says where in object storage the checkpoint is."""
 LOCAL_WINDOW_BYTES = 1 << 20
-"""So much is read at a time: it is still in the processor's cache when it is hashed."""
+"""The bytes that are read at a time: they are still in the processor's cache when they are hashed."""
 _VIEWS_AT_ONCE = 512
 """preadv takes 1,024 buffers at most."""
 

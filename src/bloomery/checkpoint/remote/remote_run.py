@@ -1,4 +1,4 @@
-"""A run in a remote store: finds its checkpoints and reads them like local ones, and copies its other files.
+"""Reads a run in object storage: lists and opens its checkpoints, and copies its other files there or back.
 
 The other files are the recipe, incarnations, data, journals and logs.
 """
