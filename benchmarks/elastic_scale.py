@@ -31,7 +31,7 @@ from tests.protocol import example
 
 from bloomery.agent.registration import links_to_measure
 from bloomery.coordination import transactions
-from bloomery.coordination.attempts import ring
+from bloomery.coordination.attempts import ring_order
 from bloomery.coordination.decide import Conclude, Propose, decide
 from bloomery.coordination.eligibility import RoundSettings
 from bloomery.coordination.etcd import Etcd
@@ -81,7 +81,7 @@ def orders(count: int, bar_s: float) -> list[Measurement]:
     found = []
     for what, rates in (("all links", whole), ("the links that peers measure", usual)):
         began = time.process_time()
-        order, dropped = ring(names, rates=rates)
+        order, dropped = ring_order(names, rates=rates)
         seconds = time.process_time() - began
         slowest = min(
             rates[one].get(two, 0.0) for one, two in zip(order, (*order[1:], order[0]), strict=True)

@@ -31,7 +31,7 @@ UNSYNCED = {
     "checkpoint/writer/partner.py:_receive_into": _MEMORY,
     "checkpoint/format/data_file.py:HashingWriter.__init__": "synced by `finish`, through durable",
     "checkpoint/format/data_file.py:_opened": "past the page cache; `write_image` syncs it, through durable",
-    "interchange/generation_files.py:give_companions": "the export is published, and so synced, as a whole",
+    "interchange/generation_files.py:export_generation_files": "the export is synced, as a whole",
     "interchange/slim.py:slim_file": "torch writes by path; it is published, and so synced, afterwards",
     "checkpoint/remote/shared_upload.py:FileSender._note": "spares reading a copy back; if lost it is read",
     "cli/calibrate.py:run": _AGAIN,

@@ -50,7 +50,7 @@ _LAST_WORDS_S = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class PeerOutcome:
-    """How a peer's part in the run ended. failed: False if somebody asked for it, or the samples are done."""
+    """How a peer's part in the run ended. failed: False if the end was asked for, or all samples are used."""
 
     why: str
     failed: bool

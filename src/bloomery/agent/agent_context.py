@@ -168,7 +168,7 @@ class EventSink(Protocol):
 
 
 class ServesState(Protocol):
-    """Serves copies of this peer's states to newcomers, and averages of rounds."""
+    """Serves copies of this peer's states to joining peers, and averages of rounds."""
 
     @property
     def urls(self) -> Sequence[str]:

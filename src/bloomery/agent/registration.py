@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 _JOB = "the list of members"
 _SHOWN = 5
-"""How many of the differing settings a refusal names."""
+"""The most differing settings that a refusal names."""
 
 
 class Registration:

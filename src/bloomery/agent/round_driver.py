@@ -1,4 +1,4 @@
-"""Drives a peer through the rounds: starts them at its ranks, offers their part, runs attempts, commits.
+"""Drives a peer through the rounds: sends its ranks StartRound, offers their part, runs attempts, commits.
 
 Each method compares the newest snapshot with what it has done already, and does the rest; called again with
 the same snapshot it does nothing.

@@ -40,7 +40,7 @@ _Rates = npt.NDArray[np.float32]
 _Order = npt.NDArray[np.intp]
 
 
-def ring(
+def ring_order(
     members: Sequence[str],
     *,
     rates: Mapping[str, Mapping[str, float]] | None = None,
@@ -238,7 +238,7 @@ def gather_offers(
     patience_s, grace_s = settings.patience_s, settings.grace_s
     quorum = min(settings.quorum, len(with_tokens_s) + len(missing))
     if 0 < quorum <= len(with_tokens_s):
-        first_s, patience_s, grace_s = with_tokens_s[quorum - 1], 0.0, window_s(offers, settings)
+        first_s, patience_s, grace_s = with_tokens_s[quorum - 1], 0.0, quorum_window_s(offers, settings)
     elif quorum:
         return Gathering(why=f"{len(with_tokens_s)} of a quorum of {quorum} are ready", whom=missing)
     if missing or len(offers) < settings.minimum_peers:
@@ -258,16 +258,16 @@ def gather_offers(
     return Gathering()
 
 
-def window_s(offers: Mapping[str, ListedOffer], settings: RoundSettings) -> float:
+def quorum_window_s(offers: Mapping[str, ListedOffer], settings: RoundSettings) -> float:
     """Return the seconds that a quorum waits for the others: less than its fastest peer's overlap lasts."""
     steps_s = [offer.ready.step_s for offer in offers.values() if offer.ready.tokens]
     return min(settings.grace_s, _WINDOW * settings.overlap_steps * min(steps_s, default=0.0))
 
 
-def unfinished(
+def carried_shares(
     snapshot: RunSnapshot, attempt: Attempt, holes: Ranges, settings: RoundSettings
 ) -> dict[str, Ranges]:
-    """Return the shares of the peers that go on with their steps after an asynchronous round without them.
+    """Return the shares that peers keep which were not in an asynchronous round and go on with their steps.
 
     These shares stay theirs, with the samples that they have used: they bring them in a later round. A peer
     that offered what cannot be averaged drops its steps, so its samples are shared out anew.

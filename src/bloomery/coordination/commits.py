@@ -18,7 +18,7 @@ from bloomery.data.position import Position, Ranges
 from bloomery.protocol.records import Commit, Ready
 
 SKIPS_AT_MOST = 4_096
-"""How many ranges a position may skip. A request beyond that is not followed: the commit and the shares hold
+"""The most ranges that a position may skip. A request for more is ignored: the commit and the shares hold
 the position, and a transaction that is too large for etcd would end every agent that tries it."""
 
 
@@ -117,7 +117,7 @@ def objection(commit: Commit, before: RunSnapshot) -> str:
 
 
 def objection_of_listing(commit: Commit, listed: RunSnapshot) -> str:
-    """Return what speaks against the newest commit of a listing, or "".
+    """Return why the newest commit of a listing is not valid, or "".
 
     A listing does not have all the keys that were there before the commit: the announcements of members that
     left went with their leases. So only the members that are still listed are checked.

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from bloomery.coordination import commits
-from bloomery.coordination.attempts import gather_offers, ring, unfinished
+from bloomery.coordination.attempts import carried_shares, gather_offers, ring_order
 from bloomery.coordination.eligibility import (
     RoundSettings,
     answer_s,
@@ -243,14 +243,14 @@ def _propose(
     turn = _until_turn(snapshot, fit, me, settings, now)
     if turn is not None:  # only one of the members searches for the ring's order, which is costly for 500
         return turn
-    order, dropped = ring(tuple(fit), rates=snapshot.rates, broken=broken_links(snapshot))
+    order, dropped = ring_order(tuple(fit), rates=snapshot.rates, broken=broken_links(snapshot))
     left_out |= dict.fromkeys(dropped, CUT_OFF)
     if commits.is_minority(order, snapshot):
         # Nobody accepts a commit of so few members. Those that only earlier attempts left out, or whose links
         # or result failed once, may succeed in another attempt; one that is silent may still answer this one.
         left_out = {**bad, **dict.fromkeys(silent, SILENT)}
         fit = {name: offer.ready for name, offer in offers.items() if name not in left_out}
-        order, _ = ring(tuple(fit), rates=snapshot.rates)
+        order, _ = ring_order(tuple(fit), rates=snapshot.rates)
     tokens = {name: fit[name].weight_tokens for name in order}
     shares = snapshot.shares.shares if snapshot.shares else {}
     if me in fit and me not in shares and not sum(tokens.values()):
@@ -299,7 +299,7 @@ def _conclude(
         return _propose(snapshot, offers, me=me, settings=settings, now=now, silent=())
     position = commits.position_after(standing.shares.position, readies)
     kept = {ready.peer: within(merged(ready.kept), position.holes) for ready in readies}
-    kept |= unfinished(snapshot, attempt, position.holes, settings)
+    kept |= carried_shares(snapshot, attempt, position.holes, settings)
     commit = Commit(
         round=attempt.round,
         epoch=attempt.epoch,

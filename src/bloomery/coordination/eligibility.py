@@ -147,7 +147,7 @@ def brings_first_part(snapshot: RunSnapshot, attempt: Attempt, peer: str) -> boo
 
 
 def overtaken_newcomers(snapshot: RunSnapshot) -> Iterable[str]:
-    """Yield the newcomers for which this round waits: rounds ended while they fetched the state.
+    """Yield the joining peers for which this round waits: rounds ended while they fetched the state.
 
     A round waits after 2, 3, 4, 5, 8, 9, 16, 17 … such rounds, so a newcomer whose fetch takes longer than
     the grace time delays the others ever more rarely. Two rounds in a row wait, because the first may be
@@ -160,7 +160,7 @@ def overtaken_newcomers(snapshot: RunSnapshot) -> Iterable[str]:
 
 
 def may_take_share(snapshot: RunSnapshot, newest: Commit, *, me: str, settings: RoundSettings) -> bool:
-    """Whether this newcomer starts within the round: if the recipe says so, or nobody works on the round."""
+    """Whether a joining peer starts within the round: if the recipe says so, or nobody works on the round."""
     has_share = snapshot.shares is None or me in snapshot.shares.shares
     if has_share or snapshot.members[me].member.digest != newest.digest:
         return False

@@ -83,7 +83,7 @@ def conclude(etcd: Etcd, keys: Keys, snapshot: RunSnapshot, decided: Conclude) -
 
 
 def outdated(snapshot: RunSnapshot, round: int) -> list[int]:
-    """Return the rounds whose commits are deleted when `round` is committed: no member could go back to them.
+    """Return the rounds whose commits are deleted when `round` is committed: no member can rewind to them.
 
     A commit whose state a member saved is kept at any age, for it may be the newest state on any disk. The
     last old commit that asked for a save is kept too, because members may not have reported that save yet.

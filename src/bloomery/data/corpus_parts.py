@@ -31,7 +31,7 @@ _WRITTEN = re.compile(r"(\d+)/(\d+)")
 _MOST_PARTS = 100_000
 _READ_BYTES = 1 << 20
 BAD_LIST = "-bad-documents.jsonl"
-"""What the list of a pair's bad documents is named, after the pair."""
+"""The ending of the list of a pair's bad documents, after the pair's name."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from bloomery.errors import DataError
 
 _BATCH_BYTES = 1 << 20
 _SHOWN = 20
-"""How many fields of a record a message names."""
+"""The most fields of a record that a message names."""
 STRAY_END = "with an end of document inside"
 _NO_FIELD, _NO_TEXT = "without the field", "not text"
 NAME_THE_FIELD = (

@@ -25,7 +25,7 @@ from bloomery.data.duplicate_candidates import KeyFiles
 from bloomery.data.indexed import IndexedDataset, IndexedWriter
 from bloomery.data.ngrams import LONGEST, SomeDocuments, document_of, documents_in_turn, ngram_hashes
 from bloomery.data.pairs import agreed_facts, replace_pair
-from bloomery.data.storage import alone_in, refusals_named
+from bloomery.data.storage import locked_directory, refusals_named
 from bloomery.errors import DataError
 from bloomery.events.records import ProgressCallback, ignore_progress
 
@@ -33,12 +33,12 @@ _BANDS, _ROWS, _SEED = 16, 8, 1
 _JUST_BELOW_1 = 0.9999  # equal n-grams in another number or order
 _COPIED_AT_ONCE, _TOKENS_AT_ONCE = 1 << 13, 1 << 22
 DUPLICATES = "-duplicates.jsonl"
-"""What the list of the documents that were left out is named, after the pair."""
+"""The ending of the list of the documents that were left out, after the pair's name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Deduplicated:
-    """What is left, in documents and tokens, and what was removed."""
+    """The result: documents and tokens that are left, and those that were removed."""
 
     documents: int
     tokens: int
@@ -112,7 +112,7 @@ def deduplicate(
     _refuse_several_sequences(documents.pairs[len(against) :])
     first_written = int(documents.begins[len(against)])
     scratch = out.with_name(out.name + ".dedup")
-    with alone_in(scratch, name="lock"):
+    with locked_directory(scratch, name="lock"):
         try:
             with closing(KeyFiles(scratch)) as files:
                 _add_keys(documents, files, likeness, progress=progress)

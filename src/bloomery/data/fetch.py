@@ -17,7 +17,7 @@ from typing import Any
 
 from bloomery import durable
 from bloomery.data.remote_files import FetchRequest, FileSource, RemoteFile, Shard
-from bloomery.data.storage import alone_in, refusals_named, write_whole
+from bloomery.data.storage import locked_directory, refusals_named, write_whole
 from bloomery.errors import DataError
 from bloomery.events.records import ProgressCallback, ignore_progress
 
@@ -116,7 +116,7 @@ def fetch(
     anew: another share may replace the one that is there, whose other files are then removed.
     Raises DataError for files that cannot be read or do not match; files that are complete by then are kept.
     """
-    with alone_in(directory, name="fetched.lock"):
+    with locked_directory(directory, name="fetched.lock"):
         record = _Record(directory, _identity(remotes, wanted), anew=anew)
         files = [
             (f"{shard.dataset}/{file.path}", shard.dataset, file) for shard in shards for file in shard.files

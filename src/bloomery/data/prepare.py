@@ -20,7 +20,7 @@ from bloomery.data.indexed import IndexedDataset
 from bloomery.data.pair_files import PARTS
 from bloomery.data.pairs import refuse_damaged, replace_pair
 from bloomery.data.sources import FoundFiles, SourceHashes, documents_of, find_files, is_held_out
-from bloomery.data.storage import alone_in, refusals_named, write_whole
+from bloomery.data.storage import locked_directory, refusals_named, write_whole
 from bloomery.data.streaming import CacheLocation, block_cache_of, is_elsewhere, mount
 from bloomery.data.tokenize_corpus import tokenize
 from bloomery.data.tokenize_worker import Job
@@ -93,7 +93,7 @@ def prepare(data: DataSection, directory: Path, *, progress: ProgressCallback = 
     if prepared is None:
         with refusals_named(directory):
             directory.mkdir(parents=True, exist_ok=True)
-        with alone_in(directory, name=_LOCK):
+        with locked_directory(directory, name=_LOCK):
             prepared = _found_again(data, directory, wanted)
             if prepared is None:
                 _build(data, files, directory, wanted, progress=progress)

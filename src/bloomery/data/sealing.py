@@ -1,6 +1,6 @@
 """Writes the seal (checksums) of a token pair, and verifies the pages of a sealed pair at their first use.
 
-A seal is made from the bytes on their way to the disk, or from files that are there.
+A seal is made from the bytes on their way to the disk, or from existing files.
 """
 
 from __future__ import annotations

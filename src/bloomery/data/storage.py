@@ -1,6 +1,6 @@
 """Writes a dataset's files durably under a lock, and shares large arrays between a node's processes.
 
-Errors say what to do. Of a large array, one process computes the file, and all map it.
+Errors carry a remedy. One process computes the file of a large array, and all processes map it.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 @contextmanager
-def alone_in(directory: Path, *, name: str) -> Iterator[int]:
-    """Hold a directory's lock, which the system releases when its holder and all who inherited it have ended.
+def locked_directory(directory: Path, *, name: str) -> Iterator[int]:
+    """Hold a directory's lock, which the kernel releases when its holder and all its heirs have ended.
 
     Yields the descriptor of the lock's file, which names the holder. Other processes log whom they wait for,
     and get a StorageError that names the holder after an hour.

@@ -18,7 +18,7 @@ from bloomery.data.block_cache import BlockCache, Outline, punch
 from bloomery.data.pair_files import bin_path, idx_path
 from bloomery.data.remote_files import Remote
 from bloomery.data.seal import BlockSums, Seal, SealedFile, parse_seal
-from bloomery.data.storage import alone_in, refusals_named, write_whole
+from bloomery.data.storage import locked_directory, refusals_named, write_whole
 from bloomery.errors import DataError
 
 MARKER = ".mirror.json"
@@ -51,7 +51,7 @@ def mount(addresses: Sequence[str], cache: CacheLocation) -> dict[str, Path]:
     for address, prefix in prefixes.items():
         with refusals_named(prefix.parent):
             prefix.parent.mkdir(parents=True, exist_ok=True)
-        with alone_in(prefix.parent, name="lock"):
+        with locked_directory(prefix.parent, name="lock"):
             if not _is_mounted(prefix, address):
                 _bring_index(prefix, address)
     markers = {address: _marker(prefix) for address, prefix in prefixes.items()}

@@ -23,7 +23,7 @@ from bloomery.data.pair_files import PARTS, bin_path, token_dtype
 from bloomery.data.pairs import replace_pair
 from bloomery.data.readers import SourceFile
 from bloomery.data.seal import SealFacts
-from bloomery.data.storage import alone_in, refusals_named, write_whole
+from bloomery.data.storage import locked_directory, refusals_named, write_whole
 from bloomery.data.tokenize_pool import BatchDone, PieceDone, work
 from bloomery.data.tokenize_worker import (
     HELD_OUT,
@@ -105,7 +105,7 @@ def tokenize(
     parts = out.with_name(out.name + ".parts")
     job = replace(job, directory=str(parts))
     tokenizer = prepared_tokenizer(job)
-    with alone_in(parts, name="lock") as lock:
+    with locked_directory(parts, name="lock") as lock:
         corpus = _planned(parts, files, job, piece_bytes=piece_bytes or piece_size(total_bytes(files)))
         _decide_engine(parts, corpus, job, tokenizer)
         job = replace(job, engine=tokenizer.engine)

@@ -29,7 +29,7 @@ from bloomery.data.tokenizer_engines import (
     disagreement,
     fast_coder,
     joined,
-    own_texts,
+    probe_texts,
     unproven,
 )
 from bloomery.errors import DataError
@@ -155,7 +155,7 @@ class Tokenizer:
             self.use_reference(f"The slower engine is used: {fast}.")
             return
         self._coder = fast
-        self.prove([*HARD_TEXTS, *own_texts(content)])
+        self.prove([*HARD_TEXTS, *probe_texts(content)])
 
     def use_reference(self, note: str = "") -> None:
         """Encode with the reference from now on.

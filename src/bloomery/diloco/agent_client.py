@@ -46,17 +46,17 @@ from bloomery.protocol.records import Ready
 log = logging.getLogger(__name__)
 
 _SEND_S = 60
-"""How long a send may block, in seconds; after that the agent counts as gone."""
+"""The seconds that a send may block; after that the agent counts as gone."""
 _REPORT_S = 60.0
-"""How often a rank that waits logs what it waits for."""
+"""The seconds between two log lines of what a waiting rank waits for."""
 _WAIT_S = 24 * 3600.0
 """The longest wait for a command, in seconds. Usually the agent gives up before and ends its ranks."""
 _POLL_S = 0.5
-"""How often a rank that waits checks whether it is asked to stop, in seconds."""
+"""The seconds between two checks of a waiting rank whether it is asked to stop."""
 _RING_POLL_S = 0.02
-"""How often a rank that reduces checks whether the agent aborts that, in seconds."""
+"""The seconds between two checks of a reducing rank whether the agent aborts that."""
 _SAME_S = 120.0
-"""How much later than the first rank another rank may get the same command, in seconds."""
+"""The most seconds by which another rank may get a command later than the first rank."""
 
 _REMEDY = "See the agent's last lines; the same command starts the peer again, and it joins the others."
 

@@ -35,7 +35,7 @@ from bloomery.transport.sparse_codec import NotSendable, WrongCode, average_spar
 log = logging.getLogger(__name__)
 
 _CANCEL_S = 60.0
-"""How long a cancelled ring may take until it no longer uses its buffers, in seconds."""
+"""The seconds within which a cancelled ring must no longer use its buffers."""
 
 
 class RingConnections(Protocol):

@@ -1,4 +1,4 @@
-"""Carries out an agent's commands about missed rounds and state copies; keeps the round in checkpoints.
+"""Carries out the agent's commands for peers that missed rounds or join: keeps averages, copies states.
 
 A round's average and the state before it give the state after it, bit for bit, on every peer. So a peer that
 holds an earlier round's state needs the averages since then, not the whole state. Whether an average is the
@@ -40,7 +40,7 @@ AboutMissedRounds = KeepAverage | CatchUp
 
 
 class MissedRounds:
-    """One rank's part in what peers do for rounds that they missed.
+    """One rank's part in catching up: keeps averages for lagging peers, or makes a missed outer step.
 
     update: the outer update, which has the averages and makes the steps.
     attempts: knows to which state the average leads that was prepared last.
@@ -84,7 +84,7 @@ def _write(average: StoredAverage, path: Path) -> None:
 
 
 class StateCopies:
-    """The copies of one peer. Each takes as much memory as the state, so there are none without a newcomer.
+    """Copies of a peer's state for joining peers; made on demand, since each takes the memory of a state.
 
     All ranks of the peer make and remove them together.
 

@@ -1,4 +1,4 @@
-"""Runs the outer loop of a run between peers: trains on the samples of a round, averages, and continues.
+"""Runs a rank's outer loop between peers: trains on its samples of a round, averages, and continues.
 
 A rank acts only on the commands of its agent, in the order in which they arrive. `outer_loop_state` defines
 the phases of a round; this module turns events into messages, and carries out the actions that

@@ -51,12 +51,12 @@ log = logging.getLogger(__name__)
 PATIENCE_S = 120.0
 _SILENCE_S, _CONNECT_S = 60.0, 20.0
 _SENDING_S = 900.0
-"""For sending one part (5 MB, twelve at once): obstore does not report how far it has come."""
+"""The seconds for sending one part (5 MB, twelve at once), since obstore reports no progress of it."""
 _WHOLE_S = 7 * 86_400.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 20.0
 _TOLD_AT = 3  # failures in a row, after about two seconds
 _PIECE_BYTES = 64 << 10
-"""Bytes of a piece are lost when the connection breaks within it; larger pieces were no faster."""
+"""The bytes of a piece, lost when the connection breaks within it; larger pieces were no faster."""
 Result = TypeVar("Result")
 
 

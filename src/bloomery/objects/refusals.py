@@ -14,7 +14,7 @@ _SECRET_NAMES = re.compile(r"SECRET|TOKEN|PASSWORD|KEY|CREDENTIAL|SAS", re.IGNOR
 _SECRET_IN_URL = re.compile(r"(?i)(sig|signature|x-amz-signature|x-amz-credential|token)=[^&\s\"')]+")
 _SHOWN_CHARACTERS = 400
 _FULL = "No space left on device"
-"""What the file system says of a file:// URL: to try again makes no room."""
+"""The error text of a full file system behind a file:// URL: to try again makes no room."""
 WRONG_CREDENTIALS = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "credential", "latest/api/token")
 _DENIED = (*WRONG_CREDENTIALS, "AccessDenied")
 """Texts in errors of stores when credentials are missing or wrong; the last: on a machine without a role."""
@@ -39,7 +39,7 @@ class PermanentStoreError(StoreUnreachable):
 
 
 def storage_failure(error: OSError, *, doing: str) -> StorageError:
-    """Return an error of a remote store as one for people. Raise it `from error`."""
+    """Return an error of a remote store as a StorageError with a remedy. Raise it `from error`."""
     if isinstance(error, FileNotFoundError):
         remedy = "Is the URL right?"
     elif error.errno == errno.ENOSPC:

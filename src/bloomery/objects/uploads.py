@@ -108,7 +108,7 @@ def regrouped(pieces: Iterable[bytes | memoryview], part_bytes: int) -> Iterator
 
 
 ABANDONED_AFTER = timedelta(days=1)
-"""An upload is one file of a checkpoint: of 1 GiB, or one tensor. What began earlier is not under way."""
+"""The age from which an upload is abandoned: one is a file of a checkpoint, of 1 GiB or one tensor."""
 _TIMEOUT_S = 60.0
 _ANSWER_BYTES_AT_MOST = 16 << 20
 _EMPTY = hashlib.sha256(b"").hexdigest()

@@ -284,7 +284,7 @@ class CatchUp(_Tagged, frozen=True, kw_only=True, tag="catch up"):
 
 
 class CopyState(_Tagged, frozen=True, kw_only=True, tag="copy state"):
-    """Keep copies of these states for newcomers, and remove all others.
+    """Keep copies of these states for joining peers, and remove all others.
 
     keep: the digests of the copies that stay.
     makes: the digest of the state to copy as well; "" for none. The ranks copy the state that they hold when

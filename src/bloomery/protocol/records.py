@@ -245,7 +245,7 @@ class Commit(Reasoned, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class RoundShares(Message, frozen=True, kw_only=True):
-    """The samples that each peer may use in a round. Newcomers add themselves until the round is committed.
+    """The samples that each peer may use in a round. Joining peers add themselves until the commit.
 
     round: the round.
     position: the position in the stream, in which all samples that are shared out are holes.

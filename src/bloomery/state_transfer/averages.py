@@ -28,7 +28,7 @@ from bloomery.transport.trust import Trust
 SOURCES = 4
 """The number of peers from which an average is fetched at once."""
 STREAMS = 2
-"""How many connections to each of them fetch it."""
+"""The connections to each of them that fetch it."""
 PATIENCE_S = 30.0
 """The seconds that a peer which should have an average may take to write it."""
 _SMALLEST_BYTES = 256 << 10

@@ -1,4 +1,4 @@
-"""Reads files of a checkpoint with each block's hash verified: ranges for a load, or all that a rank wrote.
+"""Reads a checkpoint's files, each block verified by its hash: ranges for a load, or all that a rank wrote.
 
 What was just written is read past the page cache, so that the disk is checked and not the memory.
 """

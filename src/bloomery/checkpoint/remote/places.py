@@ -1,4 +1,4 @@
-"""Begins incarnations, and marks and removes checkpoints, in the run directory or a bucket; joins backups.
+"""Begins incarnations, and lists, marks and removes checkpoints, in the run directory or in a bucket.
 
 The first rank uses it; `checkpoint/save` does the saving itself. A checkpoint in object storage has an entry
 `checkpoints/NAME` in the run directory, with a copy of the manifest and the URL, so that code which lists,

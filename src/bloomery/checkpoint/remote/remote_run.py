@@ -173,7 +173,7 @@ def upload_more(
 
 
 def download_run_files(remote: Objects, rundir: RunDirectory) -> None:
-    """Download what these two uploaded, where the run directory lacks the file or has an empty one.
+    """Download what these two uploaded, where the run directory has no such file or an empty one.
 
     Raises OSError, and CheckpointError where the directory is another run's.
     """

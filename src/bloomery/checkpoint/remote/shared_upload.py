@@ -139,7 +139,7 @@ def _request_of(rundir: RunDirectory, place: str) -> Path:
 
 
 class UploadCoordinator:
-    """The first rank's view of the ranks that send files of a checkpoint with it.
+    """The first rank's side of a shared upload: asks the other ranks for their shares, and waits for them.
 
     world: the number of ranks, this one included. stall_s: see STALL_S. place: see `Backup`.
     """
@@ -201,7 +201,7 @@ class UploadCoordinator:
 
 
 class BackupHelper:
-    """A thread of a rank other than the first that sends its share of what the first rank asks for.
+    """The other ranks' side of a shared upload: a thread that sends its share when the first rank asks.
 
     close: ends it; a file that is being sent is left unsent. place: see `Backup`.
     """

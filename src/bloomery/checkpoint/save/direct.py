@@ -81,7 +81,7 @@ def save_checkpoint(
     Returns the existing checkpoint where this incarnation has saved the step already. Several ranks call
     `write_part` each and one of them `commit` instead. Raises StorageError, leaving nothing half-written.
     """
-    present = finished(directory, step=step, incarnation=incarnation)
+    present = already_saved(directory, step=step, incarnation=incarnation)
     if present is not None:
         return present
     partial = partial_directory(directory, step=step, incarnation=incarnation)
@@ -151,7 +151,7 @@ def save_streamed(
         raise
 
 
-def finished(directory: Path, *, step: int, incarnation: int) -> Path | None:
+def already_saved(directory: Path, *, step: int, incarnation: int) -> Path | None:
     """Return the checkpoint that this incarnation has already saved at this step; None where there is none.
 
     One with a damaged manifest counts as none: it is saved again. Raises StorageError.

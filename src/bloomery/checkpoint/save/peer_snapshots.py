@@ -53,7 +53,7 @@ class PeerSnapshots:
             saved = self._ensure_saver().save(snapshot)
             self._ranks.run_on_first(lambda: _move(saved, place))
         except StorageError as refused:
-            log.warning("newcomers cannot fetch the state of step %d here: %s", snapshot.step, refused)
+            log.warning("joining peers cannot fetch the state of step %d here: %s", snapshot.step, refused)
             return None
         return place / saved.name
 

@@ -21,7 +21,7 @@ from bloomery.checkpoint.save.direct import (
     DirectoryBackend,
     ObjectStoreBackend,
     SaveBackend,
-    finished,
+    already_saved,
 )
 from bloomery.checkpoint.save.staging import PendingSave
 from bloomery.checkpoint.save.verification import Verdicts
@@ -274,7 +274,7 @@ class Saver:
         """Create a save's directory; return True where the checkpoint exists already. Raises StorageError."""
         self._collect_ended()
         self._clear_failed_partials(under_way)
-        if finished(self._directory, step=snapshot.step, incarnation=snapshot.incarnation) is not None:
+        if already_saved(self._directory, step=snapshot.step, incarnation=snapshot.incarnation) is not None:
             return True
         self._place.begin(self._partial(snapshot), bytes=sum(self._planner.file_bytes))
         return False
@@ -310,7 +310,7 @@ class Saver:
         step, incarnation = snapshot.step, snapshot.incarnation
         return bool(
             self._ranks.run_on_first(
-                lambda: finished(self._directory, step=step, incarnation=incarnation) is not None
+                lambda: already_saved(self._directory, step=step, incarnation=incarnation) is not None
             )
         )
 
