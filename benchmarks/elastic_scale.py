@@ -32,7 +32,7 @@ from tests.protocol import example
 from bloomery.agent.registration import links_to_measure
 from bloomery.coordination import transactions
 from bloomery.coordination.attempts import ring_order
-from bloomery.coordination.decide import Conclude, Propose, decide
+from bloomery.coordination.decide import CommitRound, Propose, decide
 from bloomery.coordination.eligibility import RoundSettings
 from bloomery.coordination.etcd import Etcd
 from bloomery.coordination.etcd_process import EtcdServer, start_single
@@ -200,8 +200,8 @@ def _simulated(place: Path, count: int, rounds: int) -> dict[str, float]:
                 decision = decide(snapshot, me="p000", settings=settings, now=time.monotonic())
                 if isinstance(decision, Propose):
                     transactions.propose(etcd, keys, snapshot, decision)
-                elif isinstance(decision, Conclude):
-                    transactions.conclude(etcd, keys, snapshot, decision)
+                elif isinstance(decision, CommitRound):
+                    transactions.commit_round(etcd, keys, snapshot, decision)
                 news.note_cost(time.thread_time() - looked)
             spent, after = time.process_time() - spent, counters(server)
         finally:

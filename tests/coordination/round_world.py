@@ -11,7 +11,7 @@ import msgspec
 from tests.protocol import example
 
 from bloomery.coordination import transactions
-from bloomery.coordination.decide import Conclude, Decision, Propose, TakeShare, decide
+from bloomery.coordination.decide import CommitRound, Decision, Propose, TakeShare, decide
 from bloomery.coordination.eligibility import RoundSettings
 from bloomery.coordination.etcd import Delete, Put, TransactionResult
 from bloomery.coordination.etcd_watch import KeyValue, WatchEvent
@@ -217,10 +217,10 @@ class Peer:
             )
             self.look()
             self.offered = -1
-        if isinstance(found, Conclude):
-            outcome = transactions.conclude(store, keys, self.snapshot, found)
+        if isinstance(found, CommitRound):
+            outcome = transactions.commit_round(store, keys, self.snapshot, found)
             if outcome is TransactionResult.UNKNOWN:
-                transactions.committed(store, keys, found.commit.round)
+                transactions.read_commit(store, keys, found.commit.round)
             return outcome
         return None
 

@@ -19,7 +19,7 @@ from bloomery.agent.ring_attempt import AttemptFailure, AttemptStage, AttemptTim
 from bloomery.agent.state_sync import KeptAverages
 from bloomery.agent.timeouts import ring_deadline_s
 from bloomery.coordination import transactions
-from bloomery.coordination.decide import Conclude, Decision, Propose, RequestFlush, TakeShare
+from bloomery.coordination.decide import CommitRound, Decision, Propose, RequestFlush, TakeShare
 from bloomery.coordination.eligibility import norm_limit
 from bloomery.coordination.etcd import TransactionResult
 from bloomery.coordination.membership import Membership
@@ -175,7 +175,9 @@ class RoundDriver:
         if isinstance(decision, RequestFlush) and self._flushed_round < decision.round:
             self._flushed_round = decision.round
             self._context.rank_server.send(FlushRound(round=decision.round))
-        if not isinstance(decision, Propose | Conclude | TakeShare) or self._context.writer.is_at("decision"):
+        if not isinstance(decision, Propose | CommitRound | TakeShare) or self._context.writer.is_at(
+            "decision"
+        ):
             return
         version, acted_s = self._acted
         if snapshot.version == version and now < acted_s + _AGAIN_S:
@@ -345,8 +347,8 @@ class RoundDriver:
         etcd, keys, me = self._context.etcd, self._context.keys, self._context.me
         if isinstance(decision, Propose):
             outcome = transactions.propose(etcd, keys, snapshot, decision)
-        elif isinstance(decision, Conclude):
-            outcome = transactions.conclude(etcd, keys, snapshot, decision)
+        elif isinstance(decision, CommitRound):
+            outcome = transactions.commit_round(etcd, keys, snapshot, decision)
         else:
             assert isinstance(decision, TakeShare), decision
             present = snapshot.members[me]

@@ -140,6 +140,7 @@ SOURCES = 4
 """The peers that make a copy for one joining peer. They double with each round that is committed without it,
 since a peer that makes none, or a wrong one, must not keep it out."""
 _DOUBLINGS = 10
+"""The most doublings of SOURCES."""
 _KEPT = 2
 """The most copies that a peer keeps: one that is being fetched, and one of a later state."""
 

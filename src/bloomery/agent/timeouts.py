@@ -13,6 +13,7 @@ from bloomery.transport.connection_pool import DialTiming
 from bloomery.transport.sockets import TcpTimeouts
 
 _MEDIANS = 10.0
+"""The multiple of the median duration after which a step or a ring counts as hung."""
 _NAT_S, _AWAY_S = 30, 15.0
 
 

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.hashes import SHA256
 
 DAYS = 3650
+"""The days that a certificate is valid."""
 CLIENTS, SERVER, SERVER_KEY, PASSWORD = "clients.pem", "server.pem", "server.key", "root.password"
 _AUTHORITY_KEY = "authority.key"
 _OVERLAP = datetime.timedelta(hours=1)

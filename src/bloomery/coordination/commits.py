@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from bloomery.coordination.eligibility import changed_offers, spoilt
+from bloomery.coordination.eligibility import changed_offers, unusable_offers
 from bloomery.coordination.snapshot import ListedOffer, RunSnapshot
 from bloomery.data.position import Position, Ranges
 from bloomery.protocol.records import Commit, Ready
@@ -163,7 +163,7 @@ def is_minority(members: Iterable[str], snapshot: RunSnapshot, *, before: int | 
         for name, offer in snapshot.readies.items()
         if name in shares and (before is None or offer.modified < before)
     }
-    usable = set(readies) - set(spoilt(snapshot, readies))
+    usable = set(readies) - set(unusable_offers(snapshot, readies))
     return 2 * len(usable & set(members)) < len(usable)
 
 
@@ -180,7 +180,7 @@ def _objection_to_average(commit: Commit, before: RunSnapshot) -> str:
     if standing is None or any(name not in before.readies for name in members):
         return "it names members that brought nothing"
     readies = {name: before.readies[name].ready for name in members}
-    for name, why in {**changed_offers(before, tried), **spoilt(before, readies)}.items():
+    for name, why in {**changed_offers(before, tried), **unusable_offers(before, readies)}.items():
         return f"'{name}': {why}"
     if is_minority(members, before, before=before.tried_revision):
         return "its members are fewer than half of those that could take part"

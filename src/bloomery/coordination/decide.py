@@ -24,8 +24,8 @@ from bloomery.coordination.eligibility import (
     left_out_before,
     may_take_share,
     rest_s,
-    spoilt,
     suspects,
+    unusable_offers,
 )
 from bloomery.coordination.snapshot import ListedMember, ListedOffer, RunSnapshot
 from bloomery.data.position import Position, merged, within
@@ -73,7 +73,7 @@ class Propose:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Conclude:
+class CommitRound:
     """Commit the round, and give out the shares of the next one.
 
     lives: create_revision of the key of each peer that must still be listed.
@@ -107,7 +107,7 @@ class Ended:
     commit: Commit
 
 
-Decision = Wait | Propose | Conclude | RequestFlush | TakeShare | Ended
+Decision = Wait | Propose | CommitRound | RequestFlush | TakeShare | Ended
 
 
 def decide(
@@ -216,7 +216,7 @@ def _follow(
     if missing:
         return Wait(why=f"epoch {attempt.epoch} of round {attempt.round} is being reduced", whom=missing)
     digest, wrong = compare_results({peer: snapshot.dones[peer].digest for peer in attempt.members})
-    wrong |= spoilt(snapshot, {peer: snapshot.readies[peer].ready for peer in attempt.members})
+    wrong |= unusable_offers(snapshot, {peer: snapshot.readies[peer].ready for peer in attempt.members})
     if wrong or changed:
         return _propose(snapshot, offers, me=me, settings=settings, now=now, silent=(), wrong=wrong)
     return _conclude(snapshot, digest=digest, me=me, settings=settings, now=now)
@@ -315,7 +315,7 @@ def _conclude(
     going_on = {peer: snapshot.members[peer] for peer in sorted(kept)}
     shares = lease_samples(position, going_on, commit.round + 1, settings, kept=kept)
     revisions = dict(zip(attempt.members, tried.offers, strict=True))
-    return Conclude(commit=commit, shares=shares, offers=revisions)
+    return CommitRound(commit=commit, shares=shares, offers=revisions)
 
 
 def _rewind(
@@ -360,10 +360,10 @@ def _go_back(snapshot: RunSnapshot, *, me: str, settings: RoundSettings, now: fl
 
 def _concluded(
     snapshot: RunSnapshot, commit: Commit, members: Mapping[str, ListedMember], settings: RoundSettings
-) -> Conclude:
+) -> CommitRound:
     shares = lease_samples(commit.position, members, commit.round + 1, settings)
     lives = {name: present.life for name, present in members.items()}
-    return Conclude(commit=commit, shares=shares, lives=lives)
+    return CommitRound(commit=commit, shares=shares, lives=lives)
 
 
 def _until_turn(

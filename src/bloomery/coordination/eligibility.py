@@ -55,6 +55,7 @@ PIECES_MORE = 64
 """A peer spends its share from the beginning, so in no more pieces than it was given. What it leaves between
 pieces becomes holes of the position, which the commit has to hold; this many more are tolerated."""
 _ROUND_TRIPS, _ROUND_TRIP_S_AT_MOST = 4, 5.0
+"""The round trips to the coordinator that an answer may take, and the most seconds that one counts."""
 _AT_ONCE, _REST_S, _REST_S_AT_MOST = 3, 0.1, 10.0
 
 
@@ -62,13 +63,13 @@ def ineligible(
     snapshot: RunSnapshot, readies: Mapping[str, Ready], settings: RoundSettings
 ) -> dict[str, str]:
     """Return the peers whose part may not be averaged, and why."""
-    unfit = spoilt(snapshot, readies)
+    unfit = unusable_offers(snapshot, readies)
     parts = {name: ready for name, ready in readies.items() if name not in unfit}
     factor, feedback_rounds = settings.outlier_factor, settings.feedback_rounds
     return unfit | outliers(parts, factor=factor, feedback_rounds=feedback_rounds)
 
 
-def spoilt(snapshot: RunSnapshot, readies: Mapping[str, Ready]) -> dict[str, str]:
+def unusable_offers(snapshot: RunSnapshot, readies: Mapping[str, Ready]) -> dict[str, str]:
     """Return the peers whose part cannot be averaged at all, and why, from each part alone."""
     reasons = {name: "its part is not finite" for name, ready in readies.items() if not ready.finite}
     shares = snapshot.shares.shares if snapshot.shares else {}

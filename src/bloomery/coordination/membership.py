@@ -26,6 +26,7 @@ from bloomery.protocol.records import Member
 log = logging.getLogger(__name__)
 
 JOIN_S = 30.0
+"""The least seconds that a peer waits to be listed."""
 _LEAVE_S = 2.0
 _LEASES = 6
 _ROUND_TRIPS = 15

@@ -25,7 +25,7 @@ from bloomery.events.heartbeat import read_heartbeat, write_unsynced
 from bloomery.events.run_lock import life_of
 
 _RECORD, _LOCK = "process.json", "coordinate.lock"
-_LOOK_S = 0.05
+_POLL_S = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +98,7 @@ class OrphanProcess:
         while (status := self.poll()) is None:
             if until is not None and time.monotonic() >= until:
                 raise subprocess.TimeoutExpired([str(self.pid)], timeout or 0.0)
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
         return status
 
     def send_signal(self, number: int) -> None:

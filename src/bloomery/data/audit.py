@@ -20,6 +20,7 @@ from bloomery.data.order import Order
 from bloomery.events.records import ProgressCallback, ignore_progress
 
 LAGS = 32
+"""The distances 1, 2, … in the order at which the places of samples are correlated."""
 COUNTED = 1 << 22
 """The samples up to which all are read; of more, stretches of STRETCH at even distances."""
 STRETCH = 1 << 16
@@ -149,6 +150,7 @@ def _epochs(taken: int, size: int) -> tuple[int, ...]:
 
 
 BINS = 20
+"""The bins of the histogram of repeated n-grams."""
 _STRETCHES = 256  # of a dataset that is not read whole
 _SHOWN = 20
 _MOST_NGRAMS = 40_000_000  # of one text to compare with: 320 MB

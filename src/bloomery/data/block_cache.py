@@ -23,7 +23,7 @@ import numpy.typing as npt
 import xxhash
 
 from bloomery import durable
-from bloomery.data.storage import refusals_named
+from bloomery.data.storage import as_storage_error
 from bloomery.errors import DataError, StorageError
 
 _CONNECTIONS = 16
@@ -65,7 +65,7 @@ class BlockCache:
         self.outline, self.capacity = outline, capacity
         self._path, self._fetch = path, fetch
         count = -(-outline.size_bytes // outline.block_bytes)
-        with refusals_named(path):
+        with as_storage_error(path):
             self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
             os.ftruncate(self._file, outline.size_bytes)
             state = path.with_suffix(".blocks")
@@ -152,7 +152,7 @@ class BlockCache:
             if int(self._versions[block]) == version:
                 self._drop(np.array([block]), np.array([version]))
         content = self._fetched(begin, length, int(self.outline.sums[block]))
-        with self._alone(), refusals_named(self._path):
+        with self._alone(), as_storage_error(self._path):
             if self._versions[block] & 1:
                 return  # another process was quicker; the block is checked when it is read
             self._make_room()

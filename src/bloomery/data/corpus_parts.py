@@ -22,7 +22,7 @@ from bloomery.data.indexed import IndexedDataset
 from bloomery.data.pair_files import idx_path
 from bloomery.data.pairs import merge_pairs
 from bloomery.data.readers import LINES, SourceFile
-from bloomery.data.storage import refusals_named, write_whole
+from bloomery.data.storage import as_storage_error, write_whole
 from bloomery.data.tokenize_worker import HELD_OUT, TextPiece, bad_path
 from bloomery.errors import DataError
 from bloomery.events.records import ProgressCallback, ignore_progress
@@ -75,7 +75,7 @@ def record_path(prefix: Path) -> Path:
 
 def remove_record(prefix: Path) -> None:
     """Remove the record of a part that is about to be replaced."""
-    with refusals_named(record_path(prefix)):
+    with as_storage_error(record_path(prefix)):
         record_path(prefix).unlink(missing_ok=True)
         durable.sync_directory(prefix.parent)
 
@@ -119,7 +119,7 @@ def join_parts(out: Path, *, progress: ProgressCallback = ignore_progress) -> li
 def _parts_of(out: Path) -> list[Path]:
     """Return the prefixes of all parts of `out`. Raises DataError where there are none, or one is missing."""
     named = re.compile(re.escape(out.name) + r"-part-(\d+)-of-(\d+)\.(?:part\.json|idx)")
-    with refusals_named(out.parent):
+    with as_storage_error(out.parent):
         matches = [named.fullmatch(path.name) for path in out.parent.iterdir()]
     counts = sorted({int(match[2]) for match in matches if match})
     if len(counts) != 1:
@@ -163,7 +163,7 @@ def _join_lists(prefixes: Sequence[Path], out: Path) -> None:
     lists = [prefix.with_name(prefix.name + BAD_LIST) for prefix in prefixes]
     there = [path for path in lists if path.exists()]
     target = out.with_name(out.name + BAD_LIST)
-    with refusals_named(target):
+    with as_storage_error(target):
         target.unlink(missing_ok=True)
         if not there:
             return

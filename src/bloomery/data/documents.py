@@ -316,7 +316,7 @@ def count_lines(stream: IO[bytes], stop: int) -> int:
 
 Item = TypeVar("Item")
 
-_LOOK_S = 0.2
+_POLL_S = 0.2
 _SILENCE_S = 600.0
 _ENDING_S = 10.0
 
@@ -346,7 +346,7 @@ def read_ahead(
     def put(item: Item | _Ended) -> bool:
         while not unwanted.is_set():
             try:
-                made.put(item, timeout=_LOOK_S)
+                made.put(item, timeout=_POLL_S)
             except queue.Full:
                 continue
             return True

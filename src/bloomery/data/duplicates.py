@@ -25,7 +25,7 @@ from bloomery.data.duplicate_candidates import KeyFiles
 from bloomery.data.indexed import IndexedDataset, IndexedWriter
 from bloomery.data.ngrams import LONGEST, SomeDocuments, document_of, documents_in_turn, ngram_hashes
 from bloomery.data.pairs import agreed_facts, replace_pair
-from bloomery.data.storage import locked_directory, refusals_named
+from bloomery.data.storage import as_storage_error, locked_directory
 from bloomery.errors import DataError
 from bloomery.events.records import ProgressCallback, ignore_progress
 
@@ -120,13 +120,13 @@ def deduplicate(
             removed = _allocated(scratch / "removed", documents.count)
             entries = _duplicates(documents, candidates, removed, likeness, first_written=first_written)
             equal = near = 0
-            with refusals_named(scratch), durable.open_new(scratch / "listed") as listed:
+            with as_storage_error(scratch), durable.open_new(scratch / "listed") as listed:
                 for entry in entries:
                     equal, near = equal + (entry["alike"] == 1), near + (entry["alike"] < 1)
                     listed.write((json.dumps(entry) + "\n").encode())
             pairs, begins = documents.pairs[len(against) :], documents.begins[len(against) :].tolist()
             tokens = _write_kept(pairs, begins, removed, scratch / out.name, progress=progress)
-            with refusals_named(out):
+            with as_storage_error(out):
                 out.parent.mkdir(parents=True, exist_ok=True)
                 replace_pair(scratch / out.name, out)
                 durable.replace(scratch / "listed", out.with_name(out.name + DUPLICATES))
@@ -155,7 +155,7 @@ def _refuse_several_sequences(pairs: Sequence[IndexedDataset]) -> None:
 
 def _allocated(path: Path, count: int) -> npt.NDArray[np.bool_]:
     """Return so many values of False in a file, whose space is taken now: a map of a full disk would kill."""
-    with refusals_named(path), path.open("wb") as file:
+    with as_storage_error(path), path.open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, max(count, 1))
     return np.memmap(path, dtype=np.bool_, mode="r+", shape=(max(count, 1),))
 

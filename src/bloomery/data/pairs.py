@@ -26,7 +26,7 @@ from bloomery.data.seal import (
     read_seal,
     refuse_other_sizes,
 )
-from bloomery.data.storage import refusals_named
+from bloomery.data.storage import as_storage_error
 from bloomery.errors import DataError
 from bloomery.events.records import ProgressCallback, counting, ignore_progress
 
@@ -40,7 +40,7 @@ def replace_pair(staged: Path, target: Path) -> None:
     At every moment the seal and the tokens belong together, and an index never lies on other tokens. On the
     way there is a moment without an index, which readers report as a missing pair.
     """
-    with refusals_named(bin_path(target)):
+    with as_storage_error(bin_path(target)):
         if bin_path(staged).exists():
             seal_path(target).unlink(missing_ok=True)
             idx_path(target).unlink(missing_ok=True)

@@ -20,7 +20,7 @@ from bloomery.data.indexed import IndexedDataset
 from bloomery.data.pair_files import PARTS
 from bloomery.data.pairs import refuse_damaged, replace_pair
 from bloomery.data.sources import FoundFiles, SourceHashes, documents_of, find_files, is_held_out
-from bloomery.data.storage import locked_directory, refusals_named, write_whole
+from bloomery.data.storage import as_storage_error, locked_directory, write_whole
 from bloomery.data.streaming import CacheLocation, block_cache_of, is_elsewhere, mount
 from bloomery.data.tokenize_corpus import tokenize
 from bloomery.data.tokenize_worker import Job
@@ -91,7 +91,7 @@ def prepare(data: DataSection, directory: Path, *, progress: ProgressCallback = 
     wanted = _wanted(data, files, directory, progress=progress)
     prepared = _found_again(data, directory, wanted)
     if prepared is None:
-        with refusals_named(directory):
+        with as_storage_error(directory):
             directory.mkdir(parents=True, exist_ok=True)
         with locked_directory(directory, name=_LOCK):
             prepared = _found_again(data, directory, wanted)
@@ -263,7 +263,7 @@ def _build(
     """
     building = directory / _BUILDING
     if _read(building / _WANTED) != wanted:
-        with refusals_named(building):
+        with as_storage_error(building):
             shutil.rmtree(building, ignore_errors=True)
             building.mkdir()
         write_whole(building / _WANTED, json.dumps(wanted).encode())
@@ -271,7 +271,7 @@ def _build(
     if manifest is None:
         manifest = _build_in(building, data, files, wanted, progress=progress)
         write_whole(building / _MANIFEST, json.dumps(manifest, indent=1).encode())
-    with refusals_named(directory):
+    with as_storage_error(directory):
         (directory / _MANIFEST).unlink(missing_ok=True)
         durable.sync_directory(directory)
         for name in manifest["files"]:

@@ -27,7 +27,7 @@ _LOCK_TIMEOUT_S = 3600.0
 
 
 @contextmanager
-def refusals_named(path: Path) -> Iterator[None]:
+def as_storage_error(path: Path) -> Iterator[None]:
     """Turn an OSError of the block into a StorageError that names `path` and says what to do."""
     try:
         yield
@@ -37,7 +37,7 @@ def refusals_named(path: Path) -> Iterator[None]:
 
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file durably: afterwards it is there whole, or not at all. Raises StorageError."""
-    with refusals_named(path):
+    with as_storage_error(path):
         durable.write_whole(path, content)
 
 
@@ -61,7 +61,7 @@ def locked_directory(directory: Path, *, name: str) -> Iterator[int]:
 
     with ExitStack() as stack:
         try:
-            with refusals_named(path):
+            with as_storage_error(path):
                 lock = durable.locked(path, owner=owner, timeout_s=_LOCK_TIMEOUT_S, on_wait=say)
                 file = stack.enter_context(lock)
         except durable.LockHeld as held:

@@ -18,7 +18,7 @@ from bloomery.data.block_cache import BlockCache, Outline, punch
 from bloomery.data.pair_files import bin_path, idx_path
 from bloomery.data.remote_files import Remote
 from bloomery.data.seal import BlockSums, Seal, SealedFile, parse_seal
-from bloomery.data.storage import locked_directory, refusals_named, write_whole
+from bloomery.data.storage import as_storage_error, locked_directory, write_whole
 from bloomery.errors import DataError
 
 MARKER = ".mirror.json"
@@ -49,7 +49,7 @@ def mount(addresses: Sequence[str], cache: CacheLocation) -> dict[str, Path]:
     """
     prefixes = {address: _prefix(address, cache) for address in addresses}
     for address, prefix in prefixes.items():
-        with refusals_named(prefix.parent):
+        with as_storage_error(prefix.parent):
             prefix.parent.mkdir(parents=True, exist_ok=True)
         with locked_directory(prefix.parent, name="lock"):
             if not _is_mounted(prefix, address):
@@ -123,7 +123,7 @@ def _bring_index(prefix: Path, address: str) -> None:
             remedy="It was written anew or is damaged there: seal what is there now, or bring the old back.",
         )
     tokens = seal.files[".bin"]
-    with refusals_named(prefix):
+    with as_storage_error(prefix):
         for leftover in prefix.parent.iterdir():
             if leftover.name.startswith(f"{prefix.name}."):
                 leftover.unlink()

@@ -37,7 +37,7 @@ class PieceDone:
     number: int
 
 
-def work(
+def tokenize_pieces(
     pieces: Sequence[TextPiece], job: Job, *, processes: int, threads: int, held_open: Sequence[int]
 ) -> Iterator[BatchDone | PieceDone]:
     """Have worker processes tokenise the pieces; yield each batch and piece that they finish.

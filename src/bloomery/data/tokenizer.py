@@ -274,7 +274,7 @@ def _beside(act: Callable[[], None]) -> None:
     thread = threading.Thread(target=run, name="train-tokenizer", daemon=True)
     thread.start()
     while thread.is_alive():  # a signal that comes just before a wait without end does not wake it
-        thread.join(_LOOK_S)
+        thread.join(_POLL_S)
     over.result()
 
 
@@ -306,7 +306,7 @@ def _pre_tokenizer(split: str) -> Any:  # Any: the engine's package has no stubs
 
 _NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _FETCH_TIMEOUT_S = 60.0
-_LOOK_S = 0.2
+_POLL_S = 0.2
 
 
 def find_tokenizer(name: str) -> Path:

@@ -1,6 +1,6 @@
 """Fills a new run's parameters from a transformers directory, a run, or a checkpoint (`init.from`).
 
-`described_weights.py` says what they are; `fill_from` copies the boxes that a rank holds.
+`described_weights.py` says what they are; `load_initial_weights` copies the boxes that a rank holds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from bloomery.model.shape import ResolvedModel
 _PREFIX = "model."
 
 
-def fill_from(place: str, entries: Iterable[StateEntry], *, model: ResolvedModel, ranks: Ranks) -> str:
+def load_initial_weights(
+    place: str, entries: Iterable[StateEntry], *, model: ResolvedModel, ranks: Ranks
+) -> str:
     """Copy the weights at `place` into the boxes of `entries`, and return what they were, in words.
 
     Each rank reads the tensors that it holds boxes of, one at a time; plain matrices by their rows. From a

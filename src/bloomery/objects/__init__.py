@@ -49,12 +49,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PATIENCE_S = 120.0
+"""The seconds without a byte after which a transfer is given up."""
 _SILENCE_S, _CONNECT_S = 60.0, 20.0
 _SENDING_S = 900.0
 """The seconds for sending one part (5 MB, twelve at once), since obstore reports no progress of it."""
 _WHOLE_S = 7 * 86_400.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 20.0
-_TOLD_AT = 3  # failures in a row, after about two seconds
+_LOGGED_AT = 3  # failures in a row, after about two seconds
 _PIECE_BYTES = 64 << 10
 """The bytes of a piece, lost when the connection breaks within it; larger pieces were no faster."""
 Result = TypeVar("Result")
@@ -282,7 +283,7 @@ class _Retry:
             raise error
         pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**self._failures) * random.uniform(0.5, 1.0)
         self._failures += 1
-        if self._failures == _TOLD_AT:
+        if self._failures == _LOGGED_AT:
             log.warning("%s; it is tried again for %.0f s", error, self._patience_s)
         time.sleep(max(0.0, min(pause_s, self._deadline - time.monotonic())))
 

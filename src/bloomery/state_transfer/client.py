@@ -36,6 +36,7 @@ from bloomery.transport.trust import Trust
 log = logging.getLogger(__name__)
 
 STREAMS = 2
+"""The connections to each source."""
 FAILURES = 3
 """The failures in a row after which a source is given up."""
 RUN_S = 120.0

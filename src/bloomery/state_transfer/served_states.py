@@ -23,6 +23,7 @@ from bloomery.checkpoint.format.manifest import INDEX, MANIFEST, read_manifest
 from bloomery.errors import CheckpointError, PeerError
 
 KEPT = 2
+"""The newest states that are served by default."""
 READ_S = 60.0
 """The seconds after its last read for which a state counts as being fetched."""
 _AVERAGE = "average-"

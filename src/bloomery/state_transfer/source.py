@@ -20,6 +20,7 @@ from bloomery.state_transfer.served_states import PREFIX
 from bloomery.transport.trust import PeerRefused, Trust, check_names, is_loopback
 
 CONNECT_S = 5.0
+"""The seconds for connecting to a source."""
 STALL_S = 10.0
 """The seconds without a byte after which a source has failed."""
 THROUGH_RELAY = "relay:"

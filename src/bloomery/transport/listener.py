@@ -29,6 +29,7 @@ from bloomery.transport.trust import PeerRefused, RefusalLog, Trust
 log = logging.getLogger(__name__)
 
 PAUSE_S = 0.5
+"""The seconds of pause after a connection could not be accepted."""
 _LOG_PERIOD_S = 60.0
 """A lasting shortage is logged at most once in this time."""
 _MOST = 256

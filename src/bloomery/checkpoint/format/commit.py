@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 _KEPT_BY_NFS = ".nfs"
 _POLL_S = 0.01
-_LOOK_AT_PROGRESS_S = 1.0
+_PROGRESS_POLL_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,7 +200,7 @@ def wait_for_part_record(
     Raises StorageError where the rank is stuck or late, and with its own error where it recorded one.
     """
     path, watch = part_record_path(partial, rank), StallWatch(stall_s)
-    written, look_s = 0, clock.monotonic()
+    written, poll_s = 0, clock.monotonic()
     while not path.exists():
         if not partial.exists():
             raise StorageError(
@@ -208,8 +208,8 @@ def wait_for_part_record(
             )
         if clock.monotonic() > until:
             raise late_part(rank, partial.name)
-        if clock.monotonic() >= look_s:
-            look_s = clock.monotonic() + _LOOK_AT_PROGRESS_S
+        if clock.monotonic() >= poll_s:
+            poll_s = clock.monotonic() + _PROGRESS_POLL_S
             before, written = written, noted_progress(partial, rank)
             if written != before:
                 progressed(written - before)

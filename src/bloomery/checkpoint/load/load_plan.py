@@ -16,6 +16,7 @@ from bloomery.checkpoint.format.state import ITEM_BYTES, Box, BoxOverlaps, all_o
 from bloomery.checkpoint.load.planned_spans import DistinctBox, PlannedSpans, SpanCollector
 
 UNIT_BYTES = 64 << 20
+"""The most bytes that a rank reads at a time, unless one row is larger."""
 _DEEP_BYTES = 4 << 20
 """Rows above this size of which only a part is wanted are split along their next dimension."""
 

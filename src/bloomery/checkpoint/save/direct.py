@@ -64,7 +64,9 @@ def tensor_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
 
 
 FILE_BYTES = 1 << 30
+"""The most bytes of one data file, unless a box is larger."""
 STREAM_BYTES = 128 << 20
+"""The bytes of entries after which a streamed save writes a file."""
 
 
 def save_checkpoint(
