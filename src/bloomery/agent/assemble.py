@@ -71,7 +71,7 @@ _LOSSY = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class PeerAccess:
-    """Who a peer is and what it has access to, from [elastic] of the recipe, the environment and the bundle.
+    """A peer's name, addresses and credentials, from [elastic] of the recipe, the environment and the bundle.
 
     run: the name of the run.
     peer: the name of this peer.
@@ -138,7 +138,7 @@ class PeerAccess:
 
 
 def access_of(recipe: Recipe, sources: Mapping[str, str], environment: Mapping[str, str]) -> PeerAccess:
-    """Return who the peer is that this recipe describes on this machine, and what it has access to.
+    """Return the name, addresses and credentials of the peer that this recipe describes on this machine.
 
     Raises ConfigError, CoordinatorError or PeerError.
 

@@ -49,7 +49,7 @@ class _Pace:
     begun: when its activity began.
     asked: when it was told to do something though it waits for others; None while it has nothing to
         do.
-    copies: how long its last copies of the state for newcomers took, seconds.
+    copies: how long its last copies of the state for joining peers took, seconds.
     seconds: how long its last steps took, seconds.
     """
 

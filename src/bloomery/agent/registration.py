@@ -260,12 +260,12 @@ class Admission:
         mine = {key: value for key, value in self.settings.items() if key not in without}
         differing = differences({key: theirs[key] for key in theirs if key not in without}, mine)
         if differing or fingerprint(theirs) != asked:
-            self._refuse(OtherRun(first, differing))
+            self._refuse(SettingsMismatch(first, differing))
         else:
             self._alike |= {asked}
 
 
-class OtherRun(CoordinatorError):
+class SettingsMismatch(CoordinatorError):
     """The settings of a peer are not those of the run; the message names some of them, with both values."""
 
     def __init__(self, first: str, differing: list[str]) -> None:

@@ -288,7 +288,7 @@ class StateSync:
         """Return who may have it: those that say they have a copy, or that were in the average's round.
 
         Those that can be dialled come first, to spare the peers that relay, and then those that follow this
-        peer by name, so that not all newcomers begin with the same peer.
+        peer by name, so that not all joining peers begin with the same peer.
         """
         digest = sought.commit.digest
         names: Iterable[str] = [name for name in others if digest in others[name].member.copies]

@@ -232,7 +232,7 @@ def gather_offers(
     if not offers:
         return Gathering(why="nobody is ready", whom=missing)
     with_tokens_s = sorted(offer.seen_s for offer in offers.values() if offer.ready.tokens)
-    if missing and not with_tokens_s:  # only newcomers without a share have offered: the others have time
+    if missing and not with_tokens_s:  # only joining peers without a share have offered: the others have time
         return Gathering(why="nobody who has a share is ready", whom=missing)
     first_s = min(with_tokens_s or (offer.seen_s for offer in offers.values()))
     patience_s, grace_s = settings.patience_s, settings.grace_s

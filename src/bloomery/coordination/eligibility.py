@@ -28,7 +28,7 @@ class RoundSettings:
     feedback_rounds: how many rounds' parts a peer's error feedback may be the sum of.
     quorum: with how many offers an asynchronous round begins to be decided; 0: rounds are synchronous.
     overlap_steps: how many steps a peer makes while a round is decided.
-    joins_within: whether newcomers take a share of the round under way.
+    joins_within: whether joining peers take a share of the round under way.
     answer_s: how long members have to report that they left the ring of a failed attempt, seconds, beside
         what the coordinator takes.
     stagger_s: how much later each peer acts than the one before it by name, seconds.
@@ -150,9 +150,9 @@ def brings_first_part(snapshot: RunSnapshot, attempt: Attempt, peer: str) -> boo
 def overtaken_newcomers(snapshot: RunSnapshot) -> Iterable[str]:
     """Yield the joining peers for which this round waits: rounds ended while they fetched the state.
 
-    A round waits after 2, 3, 4, 5, 8, 9, 16, 17 … such rounds, so a newcomer whose fetch takes longer than
-    the grace time delays the others ever more rarely. Two rounds in a row wait, because the first may be
-    decided before the newcomer's record has arrived.
+    A round waits after 2, 3, 4, 5, 8, 9, 16, 17 … such rounds, so a joining peer whose fetch takes longer
+    than the grace time delays the others ever more rarely. Two rounds in a row wait, because the first may be
+    decided before the joining peer's record has arrived.
     """
     for name, present in sorted(snapshot.members.items()):
         rounds = present.member.overtaken

@@ -59,7 +59,7 @@ _SOCKET_OPTIONS = [
 
 @dataclass(frozen=True, kw_only=True)
 class Access:
-    """Credentials for etcd.
+    """Credentials for etcd: TLS context, user and password.
 
     context: it trusts the coordinator's authority and has this peer's certificate; None: plain HTTP.
     user: "": there is no authentication by password.

@@ -370,7 +370,7 @@ class SnapshotBuilder:
 
 
 def _is_more(shares: RoundShares, before: RoundShares) -> bool:
-    """Whether the shares are those of `before`, and perhaps more shares for newcomers."""
+    """Whether the shares are those of `before`, and perhaps more shares for joining peers."""
     return (shares.position.consumed, shares.position.skips) == (
         before.position.consumed,
         before.position.skips,

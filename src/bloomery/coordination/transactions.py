@@ -108,7 +108,7 @@ def join_shares(
 
     None if the round is over, the peer is not listed, or what lies under the key is no record of shares.
 
-    Other newcomers may change the shares at the same time, so it is tried again until it succeeds.
+    Other joining peers may change the shares at the same time, so it is tried again until it succeeds.
 
     peer, life: this peer's name, and the create_revision of its key.
     samples: how many samples the peer uses in one inner step.

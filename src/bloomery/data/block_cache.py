@@ -40,8 +40,8 @@ Fetch = Callable[[int, int], bytes]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outline:
-    """What is known of a remote file before it is read.
+class RemoteFileInfo:
+    """The address, size and block checksums of a remote file, known before it is read.
 
     sums: xxh3-64 of each block; [blocks].
     """
@@ -61,7 +61,7 @@ class BlockCache:
     their use.
     """
 
-    def __init__(self, path: Path, outline: Outline, *, capacity: int, fetch: Fetch) -> None:
+    def __init__(self, path: Path, outline: RemoteFileInfo, *, capacity: int, fetch: Fetch) -> None:
         self.outline, self.capacity = outline, capacity
         self._path, self._fetch = path, fetch
         count = -(-outline.size_bytes // outline.block_bytes)
@@ -195,7 +195,9 @@ class BlockCache:
         """
         self._versions[blocks] += 1
         for block in blocks.tolist():
-            punch(self._file, block * self.outline.block_bytes, self.outline.block_bytes, path=self._path)
+            punch_hole(
+                self._file, block * self.outline.block_bytes, self.outline.block_bytes, path=self._path
+            )
         self._state["used"][0] = int((self._versions & 1).sum())
 
     @contextmanager
@@ -213,8 +215,8 @@ class BlockCache:
                 durable.unlock(self._lock_file)
 
 
-def punch(file: int, start: int, length: int, *, path: Path) -> None:
-    """Return a part of a file to the disk. Raises StorageError if its file system cannot do that."""
+def punch_hole(file: int, start: int, length: int, *, path: Path) -> None:
+    """Free the disk blocks of a part of a file. Raises StorageError if its file system cannot do that."""
     fallocate = ctypes.CDLL(None, use_errno=True).fallocate
     status = fallocate(file, _PUNCH_AND_KEEP_SIZE, ctypes.c_int64(start), ctypes.c_int64(length))
     if status and ctypes.get_errno() != errno.EINTR:

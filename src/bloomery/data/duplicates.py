@@ -48,8 +48,8 @@ class Deduplicated:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Likeness:
-    """What counts as nearly equal.
+class SimilarityThreshold:
+    """From which similarity on documents count as duplicates.
 
     threshold: share of common n-grams (Jaccard) from which on a document is removed. 1: only equal ones.
     ngram: tokens of an n-gram.
@@ -93,7 +93,7 @@ def deduplicate(
     prefixes: Sequence[Path],
     out: Path,
     *,
-    likeness: Likeness,
+    likeness: SimilarityThreshold,
     against: Sequence[Path] = (),
     progress: ProgressCallback = ignore_progress,
 ) -> Deduplicated:
@@ -160,7 +160,9 @@ def _allocated(path: Path, count: int) -> npt.NDArray[np.bool_]:
     return np.memmap(path, dtype=np.bool_, mode="r+", shape=(max(count, 1),))
 
 
-def _add_keys(documents: _Pairs, files: KeyFiles, likeness: Likeness, *, progress: ProgressCallback) -> None:
+def _add_keys(
+    documents: _Pairs, files: KeyFiles, likeness: SimilarityThreshold, *, progress: ProgressCallback
+) -> None:
     """Add the keys of each document: of its tokens and, for near duplicates, of bands of its signature."""
     for begin, pair in zip(documents.begins.tolist(), documents.pairs, strict=False):
         for some in documents_in_turn(pair):
@@ -198,7 +200,7 @@ def _duplicates(
     documents: _Pairs,
     candidates: Iterator[tuple[int, int]],
     removed: npt.NDArray[np.bool_],
-    likeness: Likeness,
+    likeness: SimilarityThreshold,
     *,
     first_written: int,
 ) -> Iterator[dict[str, Any]]:
@@ -227,7 +229,7 @@ def are_equal(tokens: npt.NDArray[Any], others: npt.NDArray[Any]) -> bool:
     )
 
 
-def _similarity(tokens: npt.NDArray[Any], earlier: npt.NDArray[Any], likeness: Likeness) -> float:
+def _similarity(tokens: npt.NDArray[Any], earlier: npt.NDArray[Any], likeness: SimilarityThreshold) -> float:
     """Return 1 for equal documents, else the share of their n-grams that both have, below 1."""
     if are_equal(tokens, earlier):
         return 1.0

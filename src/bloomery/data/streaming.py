@@ -14,7 +14,7 @@ import xxhash
 
 from bloomery import durable
 from bloomery.config.environment import refuse_network
-from bloomery.data.block_cache import BlockCache, Outline, punch
+from bloomery.data.block_cache import BlockCache, RemoteFileInfo, punch_hole
 from bloomery.data.pair_files import bin_path, idx_path
 from bloomery.data.remote_files import Remote
 from bloomery.data.seal import BlockSums, Seal, SealedFile, parse_seal
@@ -83,7 +83,7 @@ def block_cache_of(prefix: Path) -> BlockCache | None:
             remote.append(Remote(_parent(marker["address"])))
         return remote[0].read(_name(marker["address"]) + ".bin", start=start, length=length)
 
-    outline = Outline(
+    outline = RemoteFileInfo(
         address=address,
         size_bytes=facts["bytes"],
         block_bytes=marker["block_bytes"],
@@ -131,7 +131,7 @@ def _bring_index(prefix: Path, address: str) -> None:
         mirrored = bin_path(prefix)
         with mirrored.open("wb") as file:
             file.truncate(tokens.bytes)
-            punch(file.fileno(), 0, 1 << 16, path=mirrored)
+            punch_hole(file.fileno(), 0, 1 << 16, path=mirrored)
     write_whole(prefix.with_name(prefix.name + _SUMS), tokens.block_sums.astype("<u8").tobytes())
     write_whole(idx_path(prefix), content)
     marker = {

@@ -278,7 +278,7 @@ class OuterLoop:
             # A resumed peer may have made all its steps before it stopped, without being in a commit.
             is_done = training.steps > 0 and not self._rounds.averages_gradients and self._is_over(state)
             return self._conclude_round(state, can_rewind=False) if is_done else state
-        # A newcomer without samples takes part with weight 0, so that it holds the state after the round.
+        # A joining peer without samples takes part with weight 0, so that it holds the state after the round.
         before = state
         self._update.offer_nothing()
         state = self._conclude_round(state, can_rewind=False)
@@ -361,7 +361,7 @@ class OuterLoop:
             self._agent.report_activity("save", step=state.step)
 
     def _copy_if_asked(self, state: State) -> None:
-        """Copy the committed state for newcomers, if the agent asked for it and nothing needs the weights."""
+        """Copy the committed state for joining peers, if the agent asked and nothing needs the weights."""
         rounds = self._rounds
         is_busy = self._attempts.is_under_way or isinstance(rounds.phase, Updating)
         if not is_busy and self._copies.is_due(rounds.held.digest):

@@ -43,7 +43,7 @@ _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 @dataclass(frozen=True, kw_only=True)
 class TextBounds:
-    """How texts begin and end.
+    """The token ids with which texts begin and end.
 
     begins: token ids before a text.
     empty: the token id that stands for an empty text.

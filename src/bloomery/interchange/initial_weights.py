@@ -13,7 +13,7 @@ import torch
 from bloomery.checkpoint.format.state import StateEntry
 from bloomery.checkpoint.load.loader import load_checkpoint
 from bloomery.checkpoint.writer.ranks import Ranks
-from bloomery.interchange.described_weights import is_ours, newest_in
+from bloomery.interchange.described_weights import is_run_or_checkpoint, newest_checkpoint_in
 from bloomery.interchange.huggingface import MatchedModel, open_model
 from bloomery.interchange.tensor_matching import Match, read_match, read_rows
 from bloomery.interchange.weight_files import check_checksums
@@ -35,8 +35,8 @@ def load_initial_weights(
     """
     directory = Path(place).expanduser()
     wanted = tuple(entries)
-    if is_ours(directory):
-        checkpoint = Path(ranks.run_on_first(lambda: str(newest_in(directory))))
+    if is_run_or_checkpoint(directory):
+        checkpoint = Path(ranks.run_on_first(lambda: str(newest_checkpoint_in(directory))))
         load_checkpoint(checkpoint, wanted, parts={"model"}, ranks=ranks)
         return str(checkpoint)
     ranks.poll_on_first(lambda: check_checksums(directory))

@@ -41,7 +41,7 @@ SMALL_BYTES = 128 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class LogitsCheck:
-    """The result of a comparison.
+    """The result of a comparison of logits.
 
     largest: the largest difference of two logits.
     tolerance: the difference that rounding explains.

@@ -40,7 +40,7 @@ _ALLOWED: Mapping[str, Mapping[str, tuple[object, ...]]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
-    """How codes become weights.
+    """A quantisation scheme: how stored codes become weights.
 
     dtype: the type of codes, as safetensors names it.
     block: rows and columns that share a scale; None for one scale (fp8) or one for each row (int8).
@@ -84,7 +84,7 @@ class Scheme:
 
 
 def scheme_of(content: Mapping[str, Any], *, transposes: bool) -> Scheme | None:
-    """Return how `content` (config.json) says that weights are stored; None where they are plain.
+    """Return the quantisation scheme that `content` (config.json) names; None for plain weights.
 
     transposes: whether the family stores matrices as [in, out], for which these schemes are not defined.
     Raises CheckpointError naming what is not understood.

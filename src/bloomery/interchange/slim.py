@@ -28,7 +28,7 @@ KEPT_VALUES = ("train", "data")
 
 @dataclass(frozen=True, kw_only=True)
 class Slimmed:
-    """What was written.
+    """The smaller copy that was written.
 
     before, after: bytes of the original and of the copy.
     repaired: number of tensors that were saved with a larger storage than their own elements.

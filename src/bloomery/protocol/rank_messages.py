@@ -163,8 +163,8 @@ class StartRound(_Tagged, frozen=True, kw_only=True, tag="go"):
     round: the round to train.
     position: the position after the round before; samples that any peer may use in this round are its holes.
     live: how many peers schedules of the learning rate count.
-    samples: this peer's share. A newcomer has none until the next round: it offers a part of no steps and no
-        tokens at once, whose weight is 0, and takes part in the ring, so that it holds the next state too.
+    samples: this peer's share. A joining peer has none until the next round: it offers a part of no steps and
+        no tokens at once, whose weight is 0, and takes part in the ring, so that it holds the next state too.
 
     The agent may send it again within a round. If `samples` contain what the ranks have offered, they offer
     that again, because the coordinator has lost the offer. If they offered a part without samples and get

@@ -1,7 +1,7 @@
 """The checkpoints and averages that a peer serves, with files held open; parses the HTTP requests for them.
 
-A state is named by its digest. The newest two states are served, so that newcomers can finish fetching one
-after the next has been put. A checkpoint that is served may be renamed or removed on disk: its files are
+A state is named by its digest. The newest two states are served, so that joining peers can finish fetching
+one after the next has been put. A checkpoint that is served may be renamed or removed on disk: its files are
 held open, so its readers go on reading the same bytes.
 
 The parsers of a request's path and range refuse malformed requests, and `BoundedReader` limits their size.
@@ -54,8 +54,8 @@ class _State:
 class ServedStates:
     """The states that are served, by digest. Thread-safe.
 
-    Beside the newest ones, one older state is served as long as somebody fetches it: a newcomer whose fetch
-    takes longer than a round finishes it, and makes up for the rounds since then by their averages.
+    Beside the newest ones, one older state is served as long as somebody fetches it: a joining peer whose
+    fetch takes longer than a round finishes it, and makes up for the rounds since then by their averages.
 
     kept: how many states are served in any case; the oldest is dropped first.
     clock: the monotonic clock, seconds.

@@ -14,7 +14,7 @@ from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.exceptions import HTTPError
 
 from bloomery.checkpoint.format.manifest import parse_name
-from bloomery.checkpoint.format.source import Ranges
+from bloomery.checkpoint.format.source import RangedFile
 from bloomery.errors import PeerError
 from bloomery.state_transfer.served_states import PREFIX
 from bloomery.transport.trust import PeerRefused, Trust, check_names, is_loopback
@@ -79,7 +79,7 @@ class ReceivedMetadata:
         """Return the size of a received file in bytes."""
         return len(self._texts[file])
 
-    def open(self, file: str) -> Ranges:
+    def open(self, file: str) -> RangedFile:
         """Raise FileNotFoundError, for data files are fetched in blocks and from several peers."""
         raise FileNotFoundError(file)
 

@@ -5,8 +5,8 @@ at a relay. A joining peer's connection names the peer that it wants, and is joi
 ends authenticate each other and check what they receive as they do where one has dialled the other; the relay
 copies their bytes and reads none.
 
-The first byte on a waiting connection is a newcomer's. Then the connection is served like an accepted one,
-and another one takes its place.
+The first byte on a waiting connection is a joining peer's. Then the connection is served like an accepted
+one, and another one takes its place.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class StateRelay:
         self._is_closed = False
 
     def wait(self, authenticated: AuthenticatedConnection) -> None:
-        """Keep a connection whose purpose is `serve` until a newcomer wants the peer that made it."""
+        """Keep a connection whose purpose is `serve` until a joining peer wants the peer that made it."""
         peer, connection = authenticated.hello.peer, authenticated.connection
         with self._changed:
             self._close_late()
@@ -138,7 +138,7 @@ class StateRelay:
             self._changed.notify_all()
 
     def _has_begun(self, newcomer: socket.socket) -> bool:
-        """Wait for the newcomer's first byte: the other end takes it as the sign that it was joined."""
+        """Wait for the joining peer's first byte: the other end takes it as the sign that it was joined."""
         poll = select.poll()
         poll.register(newcomer, select.POLLIN)
         return bool(poll.poll(self._join_s * 1000)) and is_begun(newcomer)
@@ -226,7 +226,7 @@ class _Keeper:
         self._pause_s, self._next_s = PAUSE_S, 0.0
 
     def run(self) -> None:
-        """Make connections, and serve those that newcomers were joined to, until `end` is called."""
+        """Make connections, and serve those that joining peers were joined to, until `end` is called."""
         while not self._ended.is_set():
             left_s = self._next_s - time.monotonic()
             if len(self._waiting) < EACH and left_s <= 0:

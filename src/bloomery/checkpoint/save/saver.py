@@ -24,7 +24,7 @@ from bloomery.checkpoint.save.direct import (
     already_saved,
 )
 from bloomery.checkpoint.save.staging import PendingSave
-from bloomery.checkpoint.save.verification import Verdicts
+from bloomery.checkpoint.save.verification import VerificationResults
 from bloomery.checkpoint.save.write_plan import WritePlanner
 from bloomery.checkpoint.writer.partner import ReplicaSettings, agree_on_partner, memory_shortage
 from bloomery.checkpoint.writer.ranks import Ranks
@@ -62,7 +62,7 @@ class Saver:
         self._directory, self._ranks, self._section = directory, ranks, section
         self._place: SaveBackend = ObjectStoreBackend(store) if store else DirectoryBackend()
         self._committed = committed
-        self._verdicts = None if intact is None else Verdicts(world=ranks.world, intact=intact)
+        self._verdicts = None if intact is None else VerificationResults(world=ranks.world, intact=intact)
         self._background: BackgroundSaver | None = None
         self._prepared = False
         self._pending: list[PendingSave] = []
@@ -338,7 +338,7 @@ class Saver:
                 self._place.clear(partial)  # an error of the removal must not hide the first
             raise
 
-    def _read_back(self, final: Path, written: Sequence[FileRecord], verdicts: Verdicts) -> None:
+    def _read_back(self, final: Path, written: Sequence[FileRecord], verdicts: VerificationResults) -> None:
         """Have each rank read back its files of a checkpoint that was saved at once."""
         outcomes = self._ranks.poll_on_all(
             lambda: self._place.read_back(final, written, is_first=self._ranks.is_first),

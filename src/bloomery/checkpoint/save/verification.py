@@ -67,8 +67,8 @@ class OwnFilesCheck:
         return outcomes
 
 
-class Verdicts:
-    """The first rank's view: a checkpoint is intact once every rank has read back its own files of it.
+class VerificationResults:
+    """Combines the ranks' results: a checkpoint is intact once every rank has read back its own files of it.
 
     intact: called with the name of a checkpoint when that is known.
     """

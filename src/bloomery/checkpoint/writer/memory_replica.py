@@ -328,7 +328,7 @@ class MemorySource:
 
 
 class _FileRange:
-    """A range of a file, as `source.Ranges`."""
+    """A range of a file, as `source.RangedFile`."""
 
     window_bytes = LOCAL_WINDOW_BYTES
 
