@@ -32,7 +32,7 @@ from bloomery.checkpoint.format.catalogue import verify
 from bloomery.checkpoint.format.manifest import read_manifest
 from bloomery.checkpoint.format.state import whole
 from bloomery.checkpoint.remote.remote_run import remote_source
-from bloomery.checkpoint.remote.shared_upload import POLL_S, RanksThatSend, notes_of
+from bloomery.checkpoint.remote.shared_upload import POLL_S, UploadCoordinator, notes_of
 from bloomery.checkpoint.remote.transfer import upload_checkpoint
 from bloomery.checkpoint.save.direct import save_checkpoint
 from bloomery.events.run_directory import RunDirectory
@@ -118,7 +118,7 @@ def _ranks_against_one(
             directory,
             Objects(f"s3://{bucket}"),
             notes=notes_of(rundir, directory.name),
-            others=RanksThatSend(rundir, world=count, poll_s=poll_s),
+            others=UploadCoordinator(rundir, world=count, poll_s=poll_s),
         )
         seconds.append(time.perf_counter() - begun)
         os.environ["AWS_ENDPOINT_URL"] = endpoint

@@ -22,7 +22,7 @@ from contract import Measurement, measurement, report
 from tests.protocol import example
 
 from bloomery.coordination import transactions
-from bloomery.coordination.decide import Conclude, Propose, decide
+from bloomery.coordination.decide import CommitRound, Propose, decide
 from bloomery.coordination.eligibility import RoundSettings
 from bloomery.coordination.etcd import Etcd, TransactionResult
 from bloomery.coordination.etcd_process import EtcdMember as Etcd3
@@ -206,7 +206,7 @@ def _begin(etcd: Etcd, keys: Keys, snapshot: RunSnapshot) -> None:
     commit = example.commit(round=0, epoch=0, members=(), digest="d", position=Position(), sources=PEERS)
     shares = RoundShares(round=1, position=Position(), shares=dict.fromkeys(PEERS, ()), live=len(PEERS))
     assert (
-        transactions.conclude(etcd, keys, snapshot, Conclude(commit=commit, shares=shares))
+        transactions.commit_round(etcd, keys, snapshot, CommitRound(commit=commit, shares=shares))
         is TransactionResult.DONE
     )
 
@@ -231,8 +231,8 @@ def _round(etcd: Etcd, keys: Keys, view: RunView) -> tuple[float, float]:
         etcd.put(keys.done(number, epoch, name), text)
     after = _until(view, lambda snapshot: len(snapshot.dones) == len(PEERS))
     decided = decide(after, me="a", settings=SETTINGS, now=time.monotonic())
-    assert isinstance(decided, Conclude), decided
-    commit_s = _timed(lambda: transactions.conclude(etcd, keys, after, decided))
+    assert isinstance(decided, CommitRound), decided
+    commit_s = _timed(lambda: transactions.commit_round(etcd, keys, after, decided))
     _until(view, lambda snapshot: snapshot.round == number + 1)
     return attempt_s, commit_s
 

@@ -31,12 +31,12 @@ from tests.protocol import example
 
 from bloomery.agent.registration import links_to_measure
 from bloomery.coordination import transactions
-from bloomery.coordination.attempts import ring
-from bloomery.coordination.decide import Conclude, Propose, decide
+from bloomery.coordination.attempts import ring_order
+from bloomery.coordination.decide import CommitRound, Propose, decide
 from bloomery.coordination.eligibility import RoundSettings
 from bloomery.coordination.etcd import Etcd
 from bloomery.coordination.etcd_process import EtcdServer, start_single
-from bloomery.coordination.run_view import News, RunView
+from bloomery.coordination.run_view import RunView, SnapshotListener
 from bloomery.protocol.encoding import decode, encode_text
 from bloomery.protocol.keys import Keys
 from bloomery.protocol.records import Done, ProposedAttempt, RoundShares
@@ -81,7 +81,7 @@ def orders(count: int, bar_s: float) -> list[Measurement]:
     found = []
     for what, rates in (("all links", whole), ("the links that peers measure", usual)):
         began = time.process_time()
-        order, dropped = ring(names, rates=rates)
+        order, dropped = ring_order(names, rates=rates)
         seconds = time.process_time() - began
         slowest = min(
             rates[one].get(two, 0.0) for one, two in zip(order, (*order[1:], order[0]), strict=True)
@@ -181,7 +181,9 @@ def _simulated(place: Path, count: int, rounds: int) -> dict[str, float]:
     command = [sys.executable, str(Path(__file__)), "--members", json.dumps(options)]
     awake = threading.Event()
     with Etcd([server.endpoint], deadline_s=WITHIN_S) as etcd, RunView(etcd, keys) as view:
-        news = News(view, wake=awake.set, failed=lambda error: awake.set())  # the next look raises the error
+        news = SnapshotListener(
+            view, wake=awake.set, failed=lambda error: awake.set()
+        )  # the next look raises the error
         members = subprocess.Popen(command)
         try:
             snapshot, spent, before, begun = view.snapshot, 0.0, {}, None
@@ -198,9 +200,9 @@ def _simulated(place: Path, count: int, rounds: int) -> dict[str, float]:
                 decision = decide(snapshot, me="p000", settings=settings, now=time.monotonic())
                 if isinstance(decision, Propose):
                     transactions.propose(etcd, keys, snapshot, decision)
-                elif isinstance(decision, Conclude):
-                    transactions.conclude(etcd, keys, snapshot, decision)
-                news.looked(time.thread_time() - looked)
+                elif isinstance(decision, CommitRound):
+                    transactions.commit_round(etcd, keys, snapshot, decision)
+                news.note_cost(time.thread_time() - looked)
             spent, after = time.process_time() - spent, counters(server)
         finally:
             news.close()

@@ -28,7 +28,7 @@ from bloomery.errors import PeerError
 from bloomery.events.journal import Journal
 from bloomery.protocol.keys import Keys
 from bloomery.state_transfer.averages import AverageFetcher
-from bloomery.state_transfer.client import Fetcher
+from bloomery.state_transfer.client import StateFetcher
 from bloomery.state_transfer.served_states import ServedStates
 from bloomery.state_transfer.server import StateServer
 from bloomery.transport.connection import Contact
@@ -78,8 +78,8 @@ def main() -> int:
         listen=("127.0.0.1:0",) if is_dialled else (),
         is_relay=section.relay,
         relays=lambda: tuple(relays),
-        turns=limits.turns,
-        patience=limits.patience,
+        turns=limits.dialing,
+        patience=limits.tcp,
     )
     settings = PeerSettings(
         run=options["run"],
@@ -106,7 +106,7 @@ def main() -> int:
     limit = section.bandwidth_limit_mbit_s * 1e6 / 8
     states = NoStates() if options.get("serves_nothing") else ServedStates()
     server = StateServer("127.0.0.1:0" if is_dialled else "", trust, states, limit_bytes_s=limit)
-    fetch = Fetcher(Path(options["memory"]) / f"{options['peer']}-fetched", trust)
+    fetch = StateFetcher(Path(options["memory"]) / f"{options['peer']}-fetched", trust)
     knowledge = KnownCommits(directory / "known.json", run=options["run"], peer=options["peer"])
     parent = Agent(
         settings,

@@ -67,7 +67,7 @@ class FakeRank:
 
     def run(self) -> int:
         if self.rank == 0:
-            self.parent.reading({"the dataset 'x'": self.options.get("data", "one")})
+            self.parent.report_data_identity({"the dataset 'x'": self.options.get("data", "one")})
         self.hold()
         while not self.over:
             told = self.parent.receive(0.0 if self.is_working else 1.0)
@@ -85,7 +85,7 @@ class FakeRank:
         return self.go is not None and self.offered is None
 
     def work(self) -> None:
-        self.parent.moving("step", step=self.step)
+        self.parent.report_activity("step", step=self.step)
         unused = without(merged(self.go.samples), merged(self.spent))
         is_over = self.steps >= self.options["inner_steps"] or (self.hurried and self.steps) or not unused
         if is_over:
@@ -122,8 +122,8 @@ class FakeRank:
             norm=norm if math.isfinite(norm) else None,
             finite=math.isfinite(norm),
         )
-        self.parent.moving("ring", step=self.step)
-        self.parent.ready(self.offered)
+        self.parent.report_activity("ring", step=self.step)
+        self.parent.offer_part(self.offered)
         self.note("ready", round=self.offered.round, tokens=self.offered.tokens)
 
     def obey(self, told: object) -> None:
@@ -154,7 +154,7 @@ class FakeRank:
             time.sleep(0.01)
         base = np.frombuffer(content_of(told.directory, "model"), np.float32).copy()
         if digest(base) != told.digest:
-            self.parent.refused("its weights are others than the digest says")
+            self.parent.refuse_state("its weights are others than the digest says")
             self.hold()
             return
         self.base = base
@@ -173,7 +173,7 @@ class FakeRank:
         base = self.base - StoredAverage.load(told.file).whole()
         self.note("catch up", round=told.round)
         if digest(base) != told.digest:
-            self.parent.refused("the average leads to another state")
+            self.parent.refuse_state("the average leads to another state")
         else:
             self.base, self.round, self.position = base, told.round, told.position
             self.go = self.offered = self.candidate = None
@@ -182,7 +182,7 @@ class FakeRank:
     def begin(self, go: StartRound) -> None:
         if self.offered is not None and self.offered.round == go.round:
             if self.offered.tokens or not go.samples:
-                self.parent.ready(self.offered)
+                self.parent.offer_part(self.offered)
                 return
         elif self.go is not None and self.go.round == go.round:
             self.go = go
@@ -240,7 +240,7 @@ class FakeRank:
         if is_called_off:
             return
         if failed:
-            self.parent.failed(
+            self.parent.report_ring_failed(
                 epoch=epoch, kind=failed[0].kind, culprit=failed[0].culprit, why=failed[0].message
             )
             return
@@ -249,7 +249,7 @@ class FakeRank:
             (self.directory / "differ").unlink()
             candidate[0] += 1
         self.candidate = (epoch, digest(candidate), candidate)
-        self.parent.done(epoch=epoch, digest=self.candidate[1])
+        self.parent.report_ring_done(epoch=epoch, digest=self.candidate[1])
 
     def is_called_off(self, epoch: int) -> bool:
         return any(
@@ -271,21 +271,21 @@ class FakeRank:
             self.go_back(commit.rewind_to)
             return
         if not mine:
-            self.parent.moving("wait", step=self.step)
+            self.parent.report_activity("wait", step=self.step)
             return
         assert self.candidate[:2] == (commit.epoch, commit.digest)
         self.base, self.round, self.position = self.candidate[2], commit.round, commit.position
         self.hold()
 
     def hold(self) -> None:
-        self.parent.moving("save", step=self.step)
+        self.parent.report_activity("save", step=self.step)
         if self.rank == 0 and self.round % self.options.get("keeps", 1 << 40) == 0:
             position = json.dumps(self.position.to_json())
             np.savez(self.directory / "new.npz", base=self.base, round=self.round, position=position)
             (self.directory / "new.npz").rename(self.directory / "saved.npz")
             self.saves = (self.round,)
         held = digest(self.base)
-        self.parent.holding(
+        self.parent.report_state(
             round=self.round,
             digest=held,
             step=self.step,
@@ -294,7 +294,7 @@ class FakeRank:
             saves=self.saves,
         )
         self.note("holding", round=self.round, digest=held, optimizer_of=self.own.decode())
-        self.parent.moving("wait", step=self.step)
+        self.parent.report_activity("wait", step=self.step)
 
     def copy(self, asked: CopyState) -> None:
         """Copy what is held for newcomers; the copies are removed with the memory of all peers."""
@@ -309,7 +309,7 @@ class FakeRank:
             }
             self.copies += 1
             slot = write_checkpoint(place / str(self.copies), contents, step=self.round)
-            self.parent.copied(round=self.round, digest=held, directory=slot)
+            self.parent.report_copy(round=self.round, digest=held, directory=slot)
             self.note("copied", round=self.round)
 
     def load(self, path: Path) -> None:

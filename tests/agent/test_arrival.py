@@ -28,7 +28,7 @@ def access(port: int, **limits: float) -> PeerAccess:
 
 def test_a_coordinator_that_comes_later_is_waited_for_and_that_is_told(tmp_path, caplog):
     (port,) = free_ports(1)
-    mine, servers = access(port, arrival_s=120.0), []
+    mine, servers = access(port, coordinator_start_s=120.0), []
     with mine.etcd() as etcd:
         waiting = threading.Thread(target=mine.answered, args=(etcd,))
         waiting.start()
@@ -42,6 +42,6 @@ def test_a_coordinator_that_comes_later_is_waited_for_and_that_is_told(tmp_path,
 
 def test_one_that_never_comes_is_named_in_the_end():
     (port,) = free_ports(1)
-    mine = access(port, arrival_s=0.5)
+    mine = access(port, coordinator_start_s=0.5)
     with mine.etcd() as etcd, pytest.raises(CoordinatorAway, match=str(port)):
         mine.answered(etcd)

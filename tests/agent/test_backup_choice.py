@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tests.protocol import example
 
-from bloomery.agent.backup_choice import Backups
+from bloomery.agent.backup_choice import BackupChoice
 from bloomery.checkpoint.remote.backup_duty import Duty, read_duty
 from bloomery.coordination.snapshot import ListedMember, RunSnapshot
 from bloomery.events.run_directory import RunDirectory
@@ -45,7 +45,7 @@ def test_the_first_that_can_backs_up_the_next_takes_over_and_what_is_confirmed_s
 ) -> None:
     caplog.set_level("INFO")
     rundir = RunDirectory(tmp_path / "b")
-    backups = Backups(rundir, me="b")
+    backups = BackupChoice(rundir, me="b")
     assert read_duty(rundir) == Duty(peer="b", writes=False, covered=-1)
     backups.update(listed(a=(1, None), b=(9, -1), c=(5, 7)))  # a makes no backups
     assert read_duty(rundir) == Duty(peer="b", writes=False, covered=7)
@@ -54,4 +54,4 @@ def test_the_first_that_can_backs_up_the_next_takes_over_and_what_is_confirmed_s
     assert caplog.messages == ["this peer makes the backups of the run"]
     backups.update(listed(a=(1, None), d=(12, 8)))  # b is not listed: it says nothing anew
     assert read_duty(rundir) == Duty(peer="b", writes=True, covered=7)
-    assert Backups(rundir, me="b") and read_duty(rundir) == Duty(peer="b", writes=False, covered=7)
+    assert BackupChoice(rundir, me="b") and read_duty(rundir) == Duty(peer="b", writes=False, covered=7)

@@ -53,7 +53,7 @@ def test_a_certificate_is_warned_of_and_a_renewed_one_is_shown_without_a_restart
     watch = CertificateWatch(bundle / "certificate.pem", bundle / "key.pem", loads)
     try:
         assert "this peer's certificate ends in 29 days" in caplog.text
-        watch.look()
+        watch.check()
         assert caplog.text.count("ends in 29 days") == 1  # once a day
         before = shown(mine, other)
         assert before == read_certificate(bundle / "certificate.pem").serial
@@ -61,11 +61,11 @@ def test_a_certificate_is_warned_of_and_a_renewed_one_is_shown_without_a_restart
         init_certificates(tmp_path, run="one", peers=["a"], days=90, renews=True)
         renewed = (bundle / "key.pem").read_bytes()
         (bundle / "key.pem").write_bytes(key)  # only one of the two files is copied so far
-        watch.look()
+        watch.check()
         assert "the one before is shown" in caplog.text
         (bundle / "key.pem").write_bytes(renewed)
         os.utime(bundle / "key.pem")
-        watch.look()
+        watch.check()
         after = shown(mine, other)
         assert after == read_certificate(bundle / "certificate.pem").serial != before
     finally:

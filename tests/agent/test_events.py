@@ -14,7 +14,7 @@ from bloomery.agent.rank_state import LocalRanks, RankProgress
 from bloomery.agent.timeouts import timeouts_of
 from bloomery.config.elastic import ElasticSection
 from bloomery.coordination.decide import NEEDS_SOMEBODY, RequestFlush, Wait
-from bloomery.coordination.run_view import News
+from bloomery.coordination.run_view import SnapshotListener
 from bloomery.protocol.rank_messages import StopTraining
 
 
@@ -64,9 +64,9 @@ class ViewOfManyWriters:
 
 def test_looks_at_a_run_in_which_much_happens_take_a_part_of_a_core_alone(monkeypatch) -> None:
     view, paused, woken = ViewOfManyWriters(50), list[float](), list[int]()
-    view.news = news = News(view, wake=lambda: woken.append(view.version), failed=pytest.fail)
+    view.news = news = SnapshotListener(view, wake=lambda: woken.append(view.version), failed=pytest.fail)
     monkeypatch.setattr(news._ended, "wait", paused.append)
-    news.looked(0.02)
+    news.note_cost(0.02)
     news._bring(0)
     assert len(woken) == 50
     assert paused == [pytest.approx(0.18)] * 50  # a look of 20 ms, then 180 ms without one

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from tests.protocol import example
 
-from bloomery.agent.state_serving import NEWCOMERS, MeetingPoints
+from bloomery.agent.state_serving import NEWCOMERS, ReverseConnections
 from bloomery.coordination.snapshot import ListedMember, RunSnapshot
 from bloomery.protocol.records import Member
 from bloomery.transport.connection import Contact
@@ -23,8 +23,8 @@ class Peer:
     def __init__(self, *urls: str) -> None:
         self.relays, self.waits = list[Contact](), list[str]()
         self.server = SimpleNamespace(urls=urls, is_serving=True, serve=None)
-        connections = SimpleNamespace(meeting_points=self._meeting_points, wait_at=self._wait_at)
-        self.points = MeetingPoints(connections, self.server, self.relays, me="m")  # type: ignore[arg-type]
+        connections = SimpleNamespace(relays_for=self._meeting_points, keep_reverse_connections=self._wait_at)
+        self.points = ReverseConnections(connections, self.server, self.relays, me="m")  # type: ignore[arg-type]
 
     def look(self, *members: Member) -> list[str]:
         """Where it waits once these are listed."""

@@ -134,7 +134,7 @@ def test_a_rank_that_comes_while_no_descriptor_is_left_is_let_in_later(rank_serv
         until_s = time.monotonic() + DEADLINE_S
         while "a rank cannot connect" not in caplog.text:
             assert time.monotonic() < until_s
-        link.moving("step", step=1)  # who is here is heard meanwhile
+        link.report_activity("step", step=1)  # who is here is heard meanwhile
         assert events.get(timeout=DEADLINE_S) == RankSent(rank=0, message=Moving(activity="step", step=1))
     assert events.get(timeout=DEADLINE_S) == RankSent(rank=1, message=Hello(rank=1, world=2, process=7))
     late.close()
@@ -227,7 +227,7 @@ def test_a_rank_whose_parent_ends_is_told_what_was_said_before(events):
     with pytest.raises(PeerError, match="agent of this rank is gone"):
         link.receive(DEADLINE_S)
     with pytest.raises(PeerError, match="agent of this rank is gone"):
-        link.moving("step", step=1)
+        link.report_activity("step", step=1)
     link.close()
     assert not rank_server.path.parent.exists()
 
@@ -245,7 +245,7 @@ def test_last_words_are_heard_though_nobody_is_left_to_be_told(rank_server, even
     for round in range(200):  # unheard when the rank ends
         rank_server.send(FlushRound(round=round))
     for step in range(200):
-        link.moving("step", step=step)
+        link.report_activity("step", step=step)
     link.leave("SIGTERM")
     link.close()
     rank_server.send(StopTraining(why="", failed=False))
@@ -263,7 +263,7 @@ def test_last_words_of_a_parent_are_heard_though_it_heard_nothing(events):
     rank_server.send(StopTraining(why="over", failed=False))
     rank_server.close()
     with suppress(PeerError):
-        link.moving("step", step=1)
+        link.report_activity("step", step=1)
     while (told := link.receive(DEADLINE_S)) is None:
         pass
     assert told == StopTraining(why="over", failed=False)
@@ -280,7 +280,7 @@ def test_a_process_that_does_not_begin_with_hello_is_sent_away_and_others_stay(r
         stranger.settimeout(DEADLINE_S)
         stranger.send(content)
         assert stranger.recv(100) == b""
-    link.moving("step", step=1)
+    link.report_activity("step", step=1)
     assert events.get(timeout=DEADLINE_S) == RankSent(rank=0, message=Moving(activity="step", step=1))
     link.close()
 

@@ -16,8 +16,8 @@ from bloomery.agent.rank_state import LocalRanks, RankProgress
 from bloomery.agent.registration import (
     Admission,
     BandwidthReports,
-    OtherRun,
     Registration,
+    SettingsMismatch,
     fingerprint,
     links_to_measure,
 )
@@ -35,7 +35,7 @@ from bloomery.protocol.records import ProposedAttempt
 
 def judged(
     theirs: dict[str, str], mine: dict[str, str], *, commits: dict[int, str]
-) -> tuple[bool, list[OtherRun]]:
+) -> tuple[bool, list[SettingsMismatch]]:
     """Whether a member with the settings `theirs` is taken for another run's in the end, and the refusals."""
     refused: list[Any] = []
     published = SimpleNamespace(value=encode_settings(theirs))

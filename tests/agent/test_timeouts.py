@@ -24,12 +24,12 @@ def test_what_waits_for_something_waits_longer_than_it_takes(stall_s, lease_s, g
     section = replace(ElasticSection(), stall_s=stall_s, lease_s=lease_s, grace_s=grace_s)
     limits = timeouts_of(section)
     assert limits.connect_s > 2 * limits.turn_s + limits.handshake_s
-    assert limits.begin_s <= limits.connect_s and limits.turn_s <= limits.stall_s
+    assert limits.redial_s <= limits.connect_s and limits.turn_s <= limits.stall_s
     assert limits.ring_s > limits.stall_s and limits.unanswered_s > limits.stall_s
     assert limits.coordinator_s <= limits.lease_s / 2
     assert limits.step_s >= 2 * limits.lease_s
     assert limits.answer_s > 2 * limits.stagger_s
-    assert 1 <= limits.patience.probe_s <= limits.patience.idle_s <= 30
+    assert 1 <= limits.tcp.probe_s <= limits.tcp.idle_s <= 30
     assert limits.grace_s == grace_s  # how long the quick wait follows from nothing else
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from bloomery.agent.agent_context import Writer
+from bloomery.agent.agent_context import CoordinatorWriter
 from bloomery.errors import CoordinatorAway, CoordinatorError
 
 DEADLINE_S = 60.0
@@ -21,7 +21,7 @@ class Writing:
         self.written, self.away = list[str](), set[str]()
         self.failures, self.wakes = list[CoordinatorError](), queue.SimpleQueue[None]()
         self._begun, self._released = threading.Event(), threading.Event()
-        self.writer = Writer(wake=lambda: self.wakes.put(None), failed=self.failures.append)
+        self.writer = CoordinatorWriter(wake=lambda: self.wakes.put(None), failed=self.failures.append)
         self.writer.write("first", self._hold)
         assert self._begun.wait(DEADLINE_S)
 
@@ -126,7 +126,7 @@ def test_a_writer_that_closes_while_the_coordinator_is_away_does_not_try_for_eve
         tries.put(None)
         raise CoordinatorAway("nobody answers")
 
-    writer = Writer(wake=lambda: None, failed=pytest.fail)
+    writer = CoordinatorWriter(wake=lambda: None, failed=pytest.fail)
     writer.write("ready", away)
     tries.get(timeout=DEADLINE_S)
     writer.close(within_s=DEADLINE_S)

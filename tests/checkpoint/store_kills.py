@@ -18,7 +18,7 @@ from bloomery.checkpoint.format.manifest import MANIFEST, parse_name
 from bloomery.checkpoint.format.source import RemoteCheckpoint
 from bloomery.checkpoint.format.state import collect
 from bloomery.checkpoint.load.loader import load_checkpoint
-from bloomery.checkpoint.remote.places import run_place
+from bloomery.checkpoint.remote.places import run_storage
 from bloomery.checkpoint.remote.remote_run import remote_checkpoints
 from bloomery.config.checkpoint import CheckpointSection
 from bloomery.events.run_directory import RunDirectory
@@ -34,7 +34,7 @@ def save_until_killed(path: str, url: str, background: str, environment: dict[st
     os.environ |= environment
     section = CheckpointSection(url=url, keep_last=KEPT, keep_tenths=False, background=background)
     rundir, run = RunDirectory(Path(path)).create(), Run(size=SIZE)
-    with Store(rundir, section, place=run_place(rundir, section, run_name=NAME)) as store:
+    with Store(rundir, section, place=run_storage(rundir, section, run_name=NAME)) as store:
         restored = store.restore(run.parts)
         step = 0 if restored is None else restored.step
         assert restored is None or run.equals(Run(size=SIZE).fill(step))
@@ -73,7 +73,7 @@ def kill_again_and_again(path: Path, url: str, *, kills: int, seed: int) -> Soak
     soak.steps = max(((parse_name(name) or (0, 0))[0] for name in seen), default=0)
     section = CheckpointSection(url=url, keep_last=KEPT, keep_tenths=False, background="off")
     last = RunDirectory(path / "last").create()
-    with Store(last, section, place=run_place(last, section, run_name=NAME)) as store_of_last:
+    with Store(last, section, place=run_storage(last, section, run_name=NAME)) as store_of_last:
         store_of_last.restore(Run(size=SIZE).parts)
     assert not _unfinished(store), "the next start removes what was not committed"
     return soak

@@ -11,7 +11,7 @@ from tests.checkpoint.small_run import Run
 
 from bloomery.checkpoint.format.catalogue import checkpoints, remote_copies
 from bloomery.checkpoint.remote.backup import Backup
-from bloomery.checkpoint.remote.places import BackupPlaces
+from bloomery.checkpoint.remote.places import CombinedBackups
 from bloomery.checkpoint.remote.remote_run import download_run_files, place_at, remote_checkpoints
 from bloomery.cli import main
 from bloomery.config.checkpoint import BackupSection, CheckpointSection
@@ -24,8 +24,8 @@ KEEP_ONE = CheckpointSection(keep_last=1, keep_tenths=False)
 DEADLINE_S = 60.0
 
 
-def places(rundir: RunDirectory, first: BackupSection, second: BackupSection) -> BackupPlaces:
-    return BackupPlaces(
+def places(rundir: RunDirectory, first: BackupSection, second: BackupSection) -> CombinedBackups:
+    return CombinedBackups(
         [
             Backup(rundir, first, run_name="run"),
             Backup(rundir, second, run_name="run", place="second"),
@@ -33,7 +33,7 @@ def places(rundir: RunDirectory, first: BackupSection, second: BackupSection) ->
     )
 
 
-def begun(rundir: RunDirectory, backup: BackupPlaces) -> tuple[Store, Run]:
+def begun(rundir: RunDirectory, backup: CombinedBackups) -> tuple[Store, Run]:
     run, store = Run(), Store(rundir, KEEP_ONE, backup=backup)
     store.restore(run.parts)
     return store, run
@@ -44,7 +44,7 @@ def save(store: Store, run: Run, *steps: int) -> None:
         store.save(RunStateToSave(run.fill(step).parts, step=step))
 
 
-def wait_until_copied(backup: BackupPlaces) -> None:
+def wait_until_copied(backup: CombinedBackups) -> None:
     until = time.monotonic() + DEADLINE_S
     while backup.due() and time.monotonic() < until:
         time.sleep(0.01)
@@ -114,7 +114,7 @@ def test_a_checkpoint_that_is_being_sent_stays_also_where_pruning_waits_for_no_p
     monkeypatch.setattr(Objects, "send", slowly)
     rundir = RunDirectory(tmp_path / "run").create()
     far = BackupSection(url=f"file://{tmp_path}/far", prune_waits=False)
-    backup = BackupPlaces([Backup(rundir, far, run_name="run")])
+    backup = CombinedBackups([Backup(rundir, far, run_name="run")])
     store, run = begun(rundir, backup)
     save(store, run, 1)
     assert sending.wait(DEADLINE_S)
@@ -148,7 +148,7 @@ def test_a_start_takes_the_newest_of_both_places_and_does_without_one_that_is_lo
     monkeypatch.setattr(
         lost, "restorable", lambda **_: (_ for _ in ()).throw(StorageError("down", remedy=""))
     )
-    store, run = begun(rundir, BackupPlaces([Backup(rundir, near, run_name="run"), lost]))
+    store, run = begun(rundir, CombinedBackups([Backup(rundir, near, run_name="run"), lost]))
     assert run.equals(Run().fill(5)) and "passed over: down" in caplog.text
 
 

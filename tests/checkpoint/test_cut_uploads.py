@@ -15,7 +15,7 @@ from bloomery.config.environment import OfflineRefused
 from bloomery.events.run_directory import RunDirectory
 from bloomery.objects import Objects
 from bloomery.objects.refusals import AccessDenied, StoreUnreachable
-from bloomery.objects.uploads import CutUploads
+from bloomery.objects.uploads import UnfinishedUploads
 
 SMALL = """
 [model]
@@ -85,7 +85,7 @@ def test_prune_ends_uploads_to_gs_by_its_interoperable_requests(
     monkeypatch.setenv("GS_ACCESS_KEY_ID", "a-key")
     monkeypatch.setenv("GS_SECRET_ACCESS_KEY", "a-secret")
     monkeypatch.setenv("AWS_SESSION_TOKEN", "of another store")
-    assert "x-amz-security-token" not in CutUploads(f"gs://{bucket}")._signed("GET", "/", "uploads=")
+    assert "x-amz-security-token" not in UnfinishedUploads(f"gs://{bucket}")._signed("GET", "/", "uploads=")
     assert main(["ckpt", "prune", str(rundir.path)]) == 0
     assert "runs/demo/a  an upload cut short" in capsys.readouterr().out
     assert unfinished(client, bucket) == ["runs/other/a"]
@@ -94,7 +94,7 @@ def test_prune_ends_uploads_to_gs_by_its_interoperable_requests(
 def test_an_upload_that_may_be_under_way_is_left(client, object_store):
     url = object_store.new_bucket()
     begin(client, url.removeprefix("s3://"), "run/a")
-    uploads = CutUploads(f"{url}/run")
+    uploads = UnfinishedUploads(f"{url}/run")
     assert uploads.list(begun_before=timedelta(days=100 * 365)) == []
     (found,) = uploads.list()
     uploads.end(found)
@@ -109,7 +109,7 @@ def test_requests_are_signed_as_aws_signs_them(monkeypatch, object_store):
 
     monkeypatch.setenv("AWS_SESSION_TOKEN", "a/token=")
     path, query = "/bucket/a%20b", "key-marker=a%2Fb&prefix=run%2F&uploads="
-    ours = CutUploads("s3://bucket/run")._signed("GET", path, query)
+    ours = UnfinishedUploads("s3://bucket/run")._signed("GET", path, query)
     headers = {name: value for name, value in ours.items() if name != "authorization"}
     request = AWSRequest("GET", f"{object_store.endpoint}{path}?{query}", headers=headers)
     request.context["timestamp"] = ours["x-amz-date"]
@@ -120,13 +120,13 @@ def test_requests_are_signed_as_aws_signs_them(monkeypatch, object_store):
 
 def test_missing_keys_and_missing_buckets_are_told(object_store, monkeypatch):
     with pytest.raises(StoreUnreachable, match="NoSuchBucket"):
-        CutUploads("s3://there-is-none/run").list()
+        UnfinishedUploads("s3://there-is-none/run").list()
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     with pytest.raises(AccessDenied, match="AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"):
-        CutUploads("s3://bucket/run").list()
+        UnfinishedUploads("s3://bucket/run").list()
     monkeypatch.setenv("BLOOMERY_OFFLINE", "1")
     with pytest.raises(OfflineRefused):
-        CutUploads("s3://bucket/run")
+        UnfinishedUploads("s3://bucket/run")
 
 
 DATE, BEGUN = "Thu, 26 Nov 2026 04:00:00 GMT", "<Initiated>2026-01-01T00:00:00Z</Initiated>"

@@ -105,7 +105,7 @@ class Nodes:
             restored = store.restore({"model": state})
             result = act(store, state, restored)
             store.wait_for_saves()
-            store._saver.close(forget=not dies)
+            store._saver.close(remove_replicas=not dies)
             return result
 
         return Threads(WORLD).run(one)

@@ -38,7 +38,11 @@ def save(rundir: RunDirectory, *steps: int, incarnation: int = 1, **about: objec
 
 
 def planned(
-    rundir: RunDirectory, *, intact: Collection[str] | None = None, only_here: Collection[str] = (), **section
+    rundir: RunDirectory,
+    *,
+    intact: Collection[str] | None = None,
+    not_backed_up: Collection[str] = (),
+    **section,
 ) -> dict[str, tuple[str, ...]]:
     """The reasons to keep each checkpoint. intact: the names of those that are; None for all."""
     decided = prune_plan(
@@ -46,7 +50,7 @@ def planned(
         section=CheckpointSection(**{"keep_last": 1, "keep_tenths": False, **section}),
         run_length_steps=100,
         is_intact=lambda item: intact is None or item.name in intact,
-        only_here=only_here,
+        not_backed_up=not_backed_up,
     )
     assert [item.checkpoint for item in decided] == sorted(item.checkpoint for item in decided)
     return {item.checkpoint.name: item.why for item in decided}
@@ -63,7 +67,7 @@ def run(rundir: RunDirectory) -> RunDirectory:
 
 def test_what_nothing_speaks_for_goes_and_the_rest_says_why_it_stays(run: RunDirectory):
     save(run, *NAMES)
-    assert planned(run, keep_every_steps=20, only_here={NAMES[30], "step-000099.i001"}) == {
+    assert planned(run, keep_every_steps=20, not_backed_up={NAMES[30], "step-000099.i001"}) == {
         NAMES[10]: (),
         NAMES[20]: ("every 20",),
         NAMES[30]: ("not backed up",),

@@ -276,7 +276,7 @@ def test_without_credentials_training_goes_on_and_every_copy_is_kept(
     assert "the local copies are kept" in caplog.text and "not backed up" in caplog.text
     assert os.environ["AWS_SECRET_ACCESS_KEY"] not in caplog.text
     later = Backup(rundir, BackupSection(url=backup._section.url), run_name="run")
-    later.look()
+    later.wake()
     later.close()
     assert later.due() == [], "the next start goes on with it"
 

@@ -53,7 +53,7 @@ def why(steps, **more) -> dict[int, tuple[str, ...]]:
 
 
 def test_what_is_not_backed_up_stays_until_it_is():
-    assert why([10, 20, 30], only_here={10})[10] == ("not backed up",)
+    assert why([10, 20, 30], not_backed_up={10})[10] == ("not backed up",)
     assert why([10, 20, 30])[10] == ()
 
 

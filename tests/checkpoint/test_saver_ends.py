@@ -217,5 +217,5 @@ def test_only_a_replica_that_fits_todays_memory_outlives_a_restart_and_the_oldes
     finally:
         saver.close()
     assert settings.slot(1).exists(), "a restart finds it"
-    saver.forget()
+    saver.remove_replicas()
     assert not settings.replicas.directory.exists()

@@ -15,11 +15,11 @@ from bloomery.checkpoint.format.manifest import MANIFEST, DamagedCheckpoint
 from bloomery.checkpoint.format.source import is_stored_elsewhere, source_of
 from bloomery.checkpoint.format.suspects import SUSPECT, why_suspect
 from bloomery.checkpoint.load.loader import read_tensors
-from bloomery.checkpoint.remote.places import refuse_kept_here, remove_kept, run_place
+from bloomery.checkpoint.remote.places import refuse_changed_url, remove_kept, run_storage
 from bloomery.checkpoint.remote.remote_run import remote_checkpoints, remote_source
 from bloomery.checkpoint.writer import process as writer
 from bloomery.checkpoint.writer import store_place
-from bloomery.checkpoint.writer.store_place import ObjectPlace
+from bloomery.checkpoint.writer.store_place import ObjectPartWriter
 from bloomery.cli import main
 from bloomery.config.checkpoint import CheckpointSection
 from bloomery.errors import BloomeryError, CheckpointError, RunBusy, StorageError
@@ -47,7 +47,7 @@ def on_nodes(
 
     def live(rank: int) -> object:
         rundir = RunDirectory(tmp_path / nodes[rank]).create()
-        place, run = run_place(rundir, section, run_name=NAME), Run()
+        place, run = run_storage(rundir, section, run_name=NAME), Run()
         gather = ranks.gather_of(rank)
         with Store(rundir, section, rank=rank, world=len(nodes), gather=gather, place=place) as store:
             store.restore(run.parts)
@@ -119,7 +119,7 @@ def test_incarnations_are_claimed_once_whoever_looks_at_the_same_moment(
     tmp_path: Path, section: CheckpointSection
 ) -> None:
     places = [
-        run_place(RunDirectory(tmp_path / name).create(), section, run_name=NAME) for name in "abcdefgh"
+        run_storage(RunDirectory(tmp_path / name).create(), section, run_name=NAME) for name in "abcdefgh"
     ]
     numbers = Ranks.run(len(places), lambda rank: places[rank].begin(base=None, reason="start"))
     assert sorted(map(int, numbers)) == [1, 2, 3, 4, 5, 6, 7, 8]
@@ -128,14 +128,14 @@ def test_incarnations_are_claimed_once_whoever_looks_at_the_same_moment(
 def test_a_save_that_one_rank_cannot_send_leaves_nothing_and_the_next_is_made(
     tmp_path: Path, section: CheckpointSection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    send = ObjectPlace.send
+    send = ObjectPartWriter.send
 
-    def refused(place: ObjectPlace, name: str, **more: object) -> object:
+    def refused(place: ObjectPartWriter, name: str, **more: object) -> object:
         if "-r00001-" in name and "step-000002" in place.name:
             raise StorageError("the line is cut", remedy="Mend it.")
         return send(place, name, **more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(ObjectPlace, "send", refused)
+    monkeypatch.setattr(ObjectPartWriter, "send", refused)
 
     def act(store: Store, run: Run) -> object:
         saving(1)(store, run)
@@ -156,7 +156,7 @@ def test_what_is_not_kept_goes_from_the_store_and_from_other_nodes_lists(
     assert on_nodes(tmp_path, keep_one, saving(2, 3)) == [2, 2]
     names = {key.split("/")[1] for key in keys(section) if key.startswith("checkpoints/")}
     assert names == {"step-000003.i002"}
-    run_place(RunDirectory(tmp_path / "c"), section, run_name=NAME).refresh()
+    run_storage(RunDirectory(tmp_path / "c"), section, run_name=NAME).refresh()
     assert [item.name for item in checkpoints(RunDirectory(tmp_path / "c"))] == ["step-000003.i002"]
 
 
@@ -167,7 +167,7 @@ def test_a_start_removes_what_interrupted_saves_left_and_nothing_else(
     before, remote = keys(section), Objects(f"{section.url}/{NAME}")
     for key in ("checkpoints/step-000002.i001/model-r00000-of-00002-000.safetensors", "saving/x/part-r00001"):
         remote.put(key, b"half")
-    run_place(RunDirectory(tmp_path / "b").create(), section, run_name=NAME).refresh()
+    run_storage(RunDirectory(tmp_path / "b").create(), section, run_name=NAME).refresh()
     assert keys(section) == before
 
 
@@ -190,7 +190,7 @@ def test_a_node_that_has_an_entry_learns_that_its_checkpoint_became_suspect(
     mark = b'{"why": "a bit fell over"}'
     Objects(f"{section.url}/{NAME}").put(f"checkpoints/{entry.name}/{SUSPECT}", mark)
     assert not (entry.directory / SUSPECT).exists()
-    run_place(RunDirectory(tmp_path / "a"), section, run_name=NAME).refresh()
+    run_storage(RunDirectory(tmp_path / "a"), section, run_name=NAME).refresh()
     assert (entry.directory / SUSPECT).read_bytes() == mark
 
 
@@ -252,11 +252,11 @@ def test_a_run_that_has_checkpoints_at_the_other_place_is_refused(tmp_path: Path
     here, there = CheckpointSection(), CheckpointSection(url=f"file://{tmp_path}/store", background="off")
     on_nodes(tmp_path, there, saving(1), nodes="a")
     with pytest.raises(CheckpointError, match="store/mine"):
-        refuse_kept_here(RunDirectory(tmp_path / "a"), here)
-    refuse_kept_here(RunDirectory(tmp_path / "a"), there)
+        refuse_changed_url(RunDirectory(tmp_path / "a"), here)
+    refuse_changed_url(RunDirectory(tmp_path / "a"), there)
     on_nodes(tmp_path, here, saving(1), nodes="b")
     with pytest.raises(CheckpointError, match=r"kept at .*/b/checkpoints"):
-        refuse_kept_here(RunDirectory(tmp_path / "b"), there)
+        refuse_changed_url(RunDirectory(tmp_path / "b"), there)
 
 
 class TestWriters:
@@ -290,7 +290,7 @@ class TestWriters:
         assert (self.partials[0].with_suffix("") / MANIFEST).exists()
 
     def test_a_rank_that_failed_is_named_to_the_first(self) -> None:
-        ObjectPlace(self.partials[1], self.url).abandon(
+        ObjectPartWriter(self.partials[1], self.url).abandon(
             1, files=(), why={"message": "it broke", "remedy": ""}
         )
         failure = self.give(0)["failure"]
@@ -304,7 +304,7 @@ class TestWriters:
 
     def test_notes_of_progress_are_for_whoever_waits(self) -> None:
         told: list[int] = []
-        progress = ObjectPlace(self.partials[1], self.url).progress(1, told.append)
+        progress = ObjectPartWriter(self.partials[1], self.url).progress(1, told.append)
         progress._noted_s -= 1e6
         progress.add(4096)
         assert self.remote.content("saving/step-000001.i001/progress-r00001") == b"4096"

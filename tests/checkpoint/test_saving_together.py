@@ -27,7 +27,7 @@ from bloomery.checkpoint.save import background as background_module
 from bloomery.checkpoint.save import saver as saving_module
 from bloomery.checkpoint.save.background import BackgroundSaver
 from bloomery.checkpoint.save.staging import PendingSave
-from bloomery.checkpoint.save.verification import OwnFilesCheck, Verdicts
+from bloomery.checkpoint.save.verification import OwnFilesCheck, VerificationResults
 from bloomery.checkpoint.writer import client as writerprocess_module
 from bloomery.checkpoint.writer import shared_buffer as arena_module
 from bloomery.checkpoint.writer.client import WriterProcess
@@ -229,7 +229,7 @@ def test_older_checkpoints_go_once_all_ranks_have_read_back_a_newer_one(rundir: 
 
 def test_a_checkpoint_counts_as_intact_once_every_rank_says_so_and_never_where_one_found_damage(caplog):
     intact: list[str] = []
-    verdicts = Verdicts(world=3, intact=intact.append)
+    verdicts = VerificationResults(world=3, intact=intact.append)
     assert verdicts.add(0, {"a": "", "b": ""}) == verdicts.add(1, {"a": "", "b": "x is not what"}) == []
     assert verdicts.add(2, {"b": ""}) == [] and intact == []
     assert verdicts.add(2, {"a": ""}) == ["a"] == intact

@@ -19,7 +19,7 @@ from bloomery.checkpoint.remote.remote_run import remote_source
 from bloomery.checkpoint.remote.shared_upload import (
     BackupHelper,
     FileSender,
-    RanksThatSend,
+    UploadCoordinator,
     notes_of,
     read_request,
 )
@@ -37,7 +37,7 @@ FILES, WORLD = 8, 4
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     usual = {"stall_s": shared_upload.STALL_S, "poll_s": 0.01, "place": ""}
-    monkeypatch.setattr(RanksThatSend.__init__, "__kwdefaults__", usual)
+    monkeypatch.setattr(UploadCoordinator.__init__, "__kwdefaults__", usual)
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def sent_by_all(rundir: RunDirectory, url: str, *, helpers: int, **more: float) 
             directory,
             Objects(url),
             notes=notes_of(rundir, directory.name),
-            others=RanksThatSend(rundir, world=WORLD, **more),
+            others=UploadCoordinator(rundir, world=WORLD, **more),
         )
     finally:
         for helper in running:

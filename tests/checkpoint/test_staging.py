@@ -46,7 +46,7 @@ def expected(entries: list[StateEntry], share: RankWritePlan) -> dict[str, bytes
 
 
 def test_a_copy_keeps_its_pace_from_the_first_bytes_to_the_last(buffer: SharedBuffer, monkeypatch):
-    monkeypatch.setattr(staging, "_STEP_BYTES", 10_000)
+    monkeypatch.setattr(staging, "_COPY_BYTES", 10_000)
     at: list[tuple[int, int]] = []
 
     class Watched(CopyPace):
@@ -88,12 +88,12 @@ def state(device: str | torch.device = "cpu") -> list[StateEntry]:
     return [whole(name, tensor) for name, tensor in tensors.items()]
 
 
-@pytest.mark.parametrize("step_bytes", [100, 4096, 1 << 30])
-def test_pieces_of_a_tensor_are_its_bytes_in_order_none_much_larger_than_a_step(step_bytes: int):
+@pytest.mark.parametrize("copy_bytes", [100, 4096, 1 << 30])
+def test_pieces_of_a_tensor_are_its_bytes_in_order_none_much_larger_than_a_step(copy_bytes: int):
     for entry in state():
-        pieces = list(_flat_pieces(entry.tensor, step_bytes=step_bytes))
+        pieces = list(_flat_pieces(entry.tensor, copy_bytes=copy_bytes))
         assert b"".join(piece.numpy().tobytes() for piece in pieces) == b"".join(tensor_bytes(entry.tensor))
-        assert all(0 < len(piece) <= step_bytes for piece in pieces)
+        assert all(0 < len(piece) <= copy_bytes for piece in pieces)
 
 
 @pytest.mark.parametrize("built", [True, False])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bloomery.checkpoint.format.catalogue import disk_overhead, verify
+from bloomery.checkpoint.format.catalogue import disk_bytes_per_tensor_byte, verify
 from bloomery.checkpoint.format.manifest import read_manifest
 from bloomery.checkpoint.format.state import StateEntry, whole
 from bloomery.checkpoint.load.loader import read_in_pieces, read_tensors
@@ -68,9 +68,11 @@ def test_the_bytes_that_a_checkpoint_takes_beyond_its_tensors_are_told(tmp_path:
     many = save_checkpoint(
         tmp_path, [whole(f"model.{n}", torch.ones(1)) for n in range(99)], step=4, incarnation=1
     )
-    assert [disk_overhead(saved) for saved in (few, many)] == [1.0, 1.0], "however long the headers are"
+    assert [disk_bytes_per_tensor_byte(saved) for saved in (few, many)] == [1.0, 1.0], (
+        "however long the headers are"
+    )
     (few / "beside").write_bytes(bytes(ITEMS * 4 * COUNT // 2))
-    assert disk_overhead(few) == 1.5
+    assert disk_bytes_per_tensor_byte(few) == 1.5
 
 
 @pytest.mark.parametrize("piece_bytes", [1, 40, 41, 79, 80, 1 << 20])

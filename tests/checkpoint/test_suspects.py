@@ -65,7 +65,7 @@ def test_who_only_looks_which_are_trusted_is_told_nothing_of_the_others(
     (rundir.checkpoints / "step-000030.i001" / SUSPECT).unlink()
     caplog.clear()
     assert [item.step for item in trusted(checkpoints(rundir))] == [10, 30] and not caplog.text
-    assert [item.step for item in trusted(checkpoints(rundir), tells=True)] == [10, 30]
+    assert [item.step for item in trusted(checkpoints(rundir), warns=True)] == [10, 30]
     assert caplog.text.count("passed over") == 1 and "step-000020.i001 is passed over" in caplog.text
 
 

@@ -16,7 +16,7 @@ from bloomery.checkpoint.format.manifest import (
     read_index,
     read_manifest,
 )
-from bloomery.checkpoint.format.source import Directory, Ranges
+from bloomery.checkpoint.format.source import LocalCheckpoint, RangedFile
 from bloomery.checkpoint.format.state import whole
 from bloomery.checkpoint.format.suspects import SUSPECT, why_suspect
 from bloomery.checkpoint.remote import transfer
@@ -27,14 +27,14 @@ from bloomery.errors import CheckpointError, StorageError
 from bloomery.objects import Objects
 
 
-class Watched(Directory):
+class Watched(LocalCheckpoint):
     """A checkpoint that counts how often each file is opened to be read."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self.opened: list[str] = []
 
-    def open(self, file: str) -> Ranges:
+    def open(self, file: str) -> RangedFile:
         self.opened.append(file.partition("-")[0])
         return super().open(file)
 

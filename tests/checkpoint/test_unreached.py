@@ -21,7 +21,7 @@ from bloomery.checkpoint.format.manifest import (
     read_manifest,
     unreadable,
 )
-from bloomery.checkpoint.format.source import Directory, Ranges
+from bloomery.checkpoint.format.source import LocalCheckpoint, RangedFile
 from bloomery.checkpoint.format.state import collect
 from bloomery.checkpoint.load.loader import load_checkpoint
 from bloomery.checkpoint.remote.backup import Backup
@@ -45,7 +45,7 @@ def saved(tmp_path: Path) -> Path:
     )
 
 
-class Faulty(Directory):
+class Faulty(LocalCheckpoint):
     """A checkpoint whose files, but for those in `works`, answer with an error."""
 
     def __init__(self, path: Path, error: OSError, *, works: Sequence[str] = (), opens: bool = False) -> None:
@@ -57,7 +57,7 @@ class Faulty(Directory):
             raise self._error
         return super().content(file, at_most=at_most)
 
-    def open(self, file: str) -> Ranges:
+    def open(self, file: str) -> RangedFile:
         if not self._opens:
             raise self._error
         opened = super().open(file)
@@ -101,7 +101,7 @@ def test_at_every_place_of_a_read_the_two_are_told_apart(saved: Path):
 def test_what_one_rank_does_not_reach_ends_all_with_the_same_words(saved: Path):
     def one(ranks: Ranks) -> None:
         error = SILENT if ranks.rank == 1 else None
-        source = Faulty(saved, error, works=ALL, opens=True) if error else Directory(saved)
+        source = Faulty(saved, error, works=ALL, opens=True) if error else LocalCheckpoint(saved)
         load_checkpoint(source, collect(Run().parts).entries, ranks=ranks)
 
     ended = Threads(2).run(one)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bloomery.checkpoint.format.manifest import BLOCK_BYTES, DamagedCheckpoint, FileRecord
-from bloomery.checkpoint.format.source import Directory
+from bloomery.checkpoint.format.source import LocalCheckpoint
 from bloomery.checkpoint.format.verified_reader import VerifiedReader
 
 SIZES = (1, 4096, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 3 * BLOCK_BYTES + 77)
@@ -51,7 +51,7 @@ def test_ranges_are_the_files_bytes_and_whole_blocks_are_read_at_most_once(files
     read: list[int] = []
     record = record_of(f"{size}.bin", contents[size])
     buffers = [bytearray(end - begin) for begin, end in wanted]
-    with VerifiedReader(Directory(directory), record, count=read.append) as reader:
+    with VerifiedReader(LocalCheckpoint(directory), record, count=read.append) as reader:
         pieces = [(begin, memoryview(it)) for (begin, _), it in zip(wanted, buffers, strict=True)]
         reader.read(pieces)
     for (begin, end), buffer in zip(wanted, buffers, strict=True):
@@ -76,7 +76,7 @@ def test_a_flipped_bit_is_found_exactly_where_its_block_is_touched(files, tmp_pa
     touched = any(
         begin // BLOCK_BYTES <= block < -(-end // BLOCK_BYTES) for begin, end in wanted if end > begin
     )
-    with VerifiedReader(Directory(spoiled), record_of(f"{size}.bin", contents[size])) as reader:
+    with VerifiedReader(LocalCheckpoint(spoiled), record_of(f"{size}.bin", contents[size])) as reader:
         blocks_at_once = data.draw(st.sampled_from([1, 2, 8]), label="blocks read at once")
         reader._file.window_bytes = blocks_at_once * BLOCK_BYTES  # a remote file has larger windows
         pieces = [(begin, memoryview(bytearray(end - begin))) for begin, end in wanted]
@@ -93,7 +93,7 @@ def test_a_range_beyond_the_end_is_refused_and_nothing_is_read(files, size: int)
     directory, contents = files
     read: list[int] = []
     with VerifiedReader(
-        Directory(directory), record_of(f"{size}.bin", contents[size]), count=read.append
+        LocalCheckpoint(directory), record_of(f"{size}.bin", contents[size]), count=read.append
     ) as reader:
         for begin in (size - 1, size, size + 5):
             with pytest.raises(ValueError, match="beyond"):
@@ -108,7 +108,7 @@ def test_a_flipped_bit_is_found_whichever_part_of_its_block_was_wanted(tmp_path:
     damaged = bytearray(content)
     damaged[block * BLOCK_BYTES + 30] ^= 8
     (tmp_path / "a.bin").write_bytes(damaged)
-    with VerifiedReader(Directory(tmp_path), record) as reader:
+    with VerifiedReader(LocalCheckpoint(tmp_path), record) as reader:
         with pytest.raises(DamagedCheckpoint, match=f"byte {block * BLOCK_BYTES:,} does not have"):
             reader.read([(block * BLOCK_BYTES + 60, memoryview(bytearray(9)))])
         other = bytearray(5)
@@ -126,7 +126,7 @@ def test_a_view_over_several_blocks_that_begins_within_one_is_verified_to_its_en
     damaged[place] ^= 8
     for stored, right in ((content, True), (damaged, False)):
         (tmp_path / "a.bin").write_bytes(stored)
-        with VerifiedReader(Directory(tmp_path), record_of("a.bin", content)) as reader:
+        with VerifiedReader(LocalCheckpoint(tmp_path), record_of("a.bin", content)) as reader:
             reader._file.window_bytes = 8 * BLOCK_BYTES
             pieces = [(BLOCK_BYTES - 1, memoryview(wanted))]  # it touches all four blocks
             if right:
@@ -141,10 +141,10 @@ def test_a_file_that_has_grown_shorter_is_told_from_one_that_is_gone(tmp_path: P
     content = os.urandom(2 * BLOCK_BYTES)
     record = record_of("a.bin", content)
     with pytest.raises(DamagedCheckpoint, match="is missing"):
-        VerifiedReader(Directory(tmp_path), record)
+        VerifiedReader(LocalCheckpoint(tmp_path), record)
     (tmp_path / "a.bin").write_bytes(content[: BLOCK_BYTES + 9])
     with (
-        VerifiedReader(Directory(tmp_path), record) as reader,
+        VerifiedReader(LocalCheckpoint(tmp_path), record) as reader,
         pytest.raises(DamagedCheckpoint, match="byte 1,048,576 ends too early"),
     ):
         reader.read([(0, memoryview(bytearray(len(content))))])
@@ -154,6 +154,6 @@ def test_a_thousand_pieces_are_read_in_one_go(tmp_path: Path):
     content = os.urandom(BLOCK_BYTES)
     (tmp_path / "a.bin").write_bytes(content)
     buffers = [bytearray(7) for _ in range(3000)]
-    with VerifiedReader(Directory(tmp_path), record_of("a.bin", content)) as reader:
+    with VerifiedReader(LocalCheckpoint(tmp_path), record_of("a.bin", content)) as reader:
         reader.read([(11 * number, memoryview(buffer)) for number, buffer in enumerate(buffers)])
     assert all(buffer == content[11 * n : 11 * n + 7] for n, buffer in enumerate(buffers))

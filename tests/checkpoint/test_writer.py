@@ -223,7 +223,7 @@ def test_a_slow_rank_is_waited_for_as_long_as_its_bytes_grow(orders: Orders, mon
         return looks[0] * 1000
 
     monkeypatch.setattr(commit_module, "noted_progress", look)
-    monkeypatch.setattr(commit_module, "_LOOK_AT_PROGRESS_S", 0.0)
+    monkeypatch.setattr(commit_module, "_PROGRESS_POLL_S", 0.0)
     monkeypatch.setattr(deadlines.time, "monotonic", lambda: now[0])
     orders.orders[0].update(parts_s=1e6)
     answer = writer._answer({**orders.orders[0], "attempt": 1}, orders.buffers[0], tell=told.append)

@@ -11,10 +11,10 @@ import msgspec
 from tests.protocol import example
 
 from bloomery.coordination import transactions
-from bloomery.coordination.decide import Conclude, Decision, Propose, TakeShare, decide
+from bloomery.coordination.decide import CommitRound, Decision, Propose, TakeShare, decide
 from bloomery.coordination.eligibility import RoundSettings
 from bloomery.coordination.etcd import Delete, Put, TransactionResult
-from bloomery.coordination.etcd_watch import Item, WatchEvent
+from bloomery.coordination.etcd_watch import KeyValue, WatchEvent
 from bloomery.coordination.snapshot_builder import SnapshotBuilder
 from bloomery.data.position import first, merged, total, without
 from bloomery.protocol.encoding import decode, encode_text
@@ -27,7 +27,7 @@ class Store:
 
     def __init__(self) -> None:
         self.revision = 1
-        self.items: dict[str, Item] = {}
+        self.items: dict[str, KeyValue] = {}
         self.log: list[tuple[int, WatchEvent]] = []
         self.loses_answers = lambda: False
 
@@ -62,7 +62,9 @@ class Store:
         item = None
         if isinstance(one, Put):
             created = before.created if before else self.revision
-            item = Item(key=key, value=one.value, created=created, modified=self.revision, lease=one.lease)
+            item = KeyValue(
+                key=key, value=one.value, created=created, modified=self.revision, lease=one.lease
+            )
             self.items[key] = item
         elif before is None:
             return
@@ -215,10 +217,10 @@ class Peer:
             )
             self.look()
             self.offered = -1
-        if isinstance(found, Conclude):
-            outcome = transactions.conclude(store, keys, self.snapshot, found)
+        if isinstance(found, CommitRound):
+            outcome = transactions.commit_round(store, keys, self.snapshot, found)
             if outcome is TransactionResult.UNKNOWN:
-                transactions.committed(store, keys, found.commit.round)
+                transactions.read_commit(store, keys, found.commit.round)
             return outcome
         return None
 

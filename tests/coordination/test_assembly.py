@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from tests.coordination.test_membership import member, ready
 from tests.protocol import example
 
-from bloomery.coordination.etcd_watch import Item, WatchEvent
+from bloomery.coordination.etcd_watch import KeyValue, WatchEvent
 from bloomery.coordination.snapshot_builder import _NAMED_AT_MOST, SnapshotBuilder
 from bloomery.data.position import Position
 from bloomery.protocol.encoding import encode_text
@@ -28,7 +28,7 @@ class Watched:
 
     def put(self, key, value):
         self.revision += 1
-        item = Item(key=key, value=value, created=self.revision, modified=self.revision)
+        item = KeyValue(key=key, value=value, created=self.revision, modified=self.revision)
         self.assembly.take(WatchEvent(key=key, item=item))
         return self.assembly.snapshot(changed=True)
 
@@ -139,7 +139,7 @@ def test_changes_that_nobody_asks_about_cost_no_snapshot(monkeypatch):
     made.clear()
     for number in range(1, 200):
         key = KEYS.member(f"p{number:03d}")
-        item = Item(key=key, value=encode_text(member(f"p{number:03d}")), created=number, modified=number)
+        item = KeyValue(key=key, value=encode_text(member(f"p{number:03d}")), created=number, modified=number)
         watched.assembly.take(WatchEvent(key=key, item=item))
         watched.assembly.note_change()
     assert not made and watched.assembly.version == first.version + 199
@@ -152,7 +152,7 @@ def test_nothing_is_kept_of_commits_that_were_deleted():
     run = Watched()
     for round in range(6):
         text = encode_text(example.commit(round=round, members=("a",) if round else ()))
-        item = Item(key=KEYS.commit(round), value=text, created=1, modified=1)
+        item = KeyValue(key=KEYS.commit(round), value=text, created=1, modified=1)
         run.assembly.take(WatchEvent(key=item.key, item=item))
     assert list(run.assembly.snapshot(changed=True).commits) == [0, 1, 2, 3, 4, 5]
     for round in range(4):

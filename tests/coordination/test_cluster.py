@@ -7,7 +7,7 @@ from tests.coordination.test_membership import WITHIN_S, member
 from tests.protocol import example
 
 from bloomery.coordination import transactions
-from bloomery.coordination.decide import Conclude, Propose, Wait, decide
+from bloomery.coordination.decide import CommitRound, Propose, Wait, decide
 from bloomery.coordination.eligibility import RoundSettings
 from bloomery.coordination.etcd import Etcd, TransactionResult
 from bloomery.coordination.etcd_process import EtcdMember, PortTaken, free_ports, launch, wait_until_ready
@@ -95,7 +95,7 @@ class Actor(threading.Thread):
                     found = decide(snapshot, me=self.peer, settings=SETTINGS, now=snapshot.changed_s + 9.0)
                     if isinstance(found, Propose):
                         transactions.propose(self.etcd, self.keys, snapshot, found)
-                    elif isinstance(found, Conclude):
+                    elif isinstance(found, CommitRound):
                         self.conclude(snapshot, found)
                 except CoordinatorError:
                     continue  # away for a while: what lacks is done again
@@ -124,8 +124,8 @@ class Actor(threading.Thread):
         membership.offer(key, encode_text(done), round=attempt.round)
 
     def conclude(self, snapshot, found):
-        if transactions.conclude(self.etcd, self.keys, snapshot, found) is TransactionResult.UNKNOWN:
-            transactions.committed(self.etcd, self.keys, found.commit.round)
+        if transactions.commit_round(self.etcd, self.keys, snapshot, found) is TransactionResult.UNKNOWN:
+            transactions.read_commit(self.etcd, self.keys, found.commit.round)
 
 
 def until_committed(actors, count):

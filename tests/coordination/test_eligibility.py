@@ -27,7 +27,7 @@ from bloomery.protocol.records import ProposedAttempt, RoundShares
     ],
 )
 def test_a_part_is_spoilt_by_its_values_or_by_samples_that_are_not_its_own(fields, why) -> None:
-    told = eligibility.spoilt(run("a"), {"a": example.ready(**fields)})
+    told = eligibility.unusable_offers(run("a"), {"a": example.ready(**fields)})
     assert told == ({} if why is None else {"a": why})
 
 
@@ -36,7 +36,7 @@ def test_a_part_of_too_many_pieces_is_spoilt(more: int) -> None:
     spent = tuple(range(2 * piece, 2 * piece + 1) for piece in range(1 + PIECES_MORE + more))
     shares = RoundShares(round=2, position=Position(), shares={"a": (range(1000),)}, live=1)
     snapshot = replace(run("a"), standing=ListedShares(shares=shares, modified=1))
-    told = eligibility.spoilt(snapshot, {"a": example.ready(spent=spent)})
+    told = eligibility.unusable_offers(snapshot, {"a": example.ready(spent=spent)})
     assert told == ({"a": "it spent its samples in too many pieces"} if more else {})
 
 

@@ -16,7 +16,7 @@ from bloomery.coordination.etcd import (
     absent,
 )
 from bloomery.coordination.etcd_process import find_etcd, free_ports, start_single, version_of
-from bloomery.coordination.etcd_watch import HistoryLost, Item, WatchEvent
+from bloomery.coordination.etcd_watch import HistoryLost, KeyValue, WatchEvent
 from bloomery.coordination.gateway import EtcdRefused, Gateway
 from bloomery.errors import CoordinatorAway, CoordinatorError
 
@@ -25,7 +25,9 @@ def test_what_was_put_is_got_and_listed_in_the_order_of_keys(etcd, keys):
     first = etcd.put(f"{keys.root}b", "two")
     etcd.put(f"{keys.root}a", "Ünïcödé")
 
-    assert etcd.get(f"{keys.root}b") == Item(key=f"{keys.root}b", value="two", created=first, modified=first)
+    assert etcd.get(f"{keys.root}b") == KeyValue(
+        key=f"{keys.root}b", value="two", created=first, modified=first
+    )
     assert [item.value for item in etcd.list(keys.root).items] == ["Ünïcödé", "two"]
     assert [item.key for item in etcd.list(keys.root, newest=1).items] == [f"{keys.root}b"]
     assert etcd.get(f"{keys.root}c") is None

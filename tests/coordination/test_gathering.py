@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from tests.protocol import example
 
-from bloomery.coordination.attempts import gather_offers, unfinished, window_s
+from bloomery.coordination.attempts import carried_shares, gather_offers, quorum_window_s
 from bloomery.coordination.eligibility import RoundSettings
 from bloomery.coordination.snapshot import ListedMember, ListedOffer, ListedShares, RunSnapshot
 from bloomery.data.position import Position
@@ -128,15 +128,15 @@ def test_a_quorum_is_no_larger_than_the_peers_that_can_offer() -> None:
 
 def test_the_window_of_a_quorum_is_no_longer_than_the_grace_time() -> None:
     settings = replace(SETTINGS, overlap_steps=20)
-    assert window_s({"a": offer("a", step_s=3.0), "b": offer("b", step_s=5.0)}, settings) == 30.0
-    assert window_s({"a": offer("a", step_s=30.0)}, settings) == 60.0
-    assert window_s({"n": offer("n", tokens=0, step_s=1.0)}, settings) == 0.0
+    assert quorum_window_s({"a": offer("a", step_s=3.0), "b": offer("b", step_s=5.0)}, settings) == 30.0
+    assert quorum_window_s({"a": offer("a", step_s=30.0)}, settings) == 60.0
+    assert quorum_window_s({"n": offer("n", tokens=0, step_s=1.0)}, settings) == 0.0
 
 
 def test_peers_that_an_asynchronous_round_did_not_wait_for_keep_their_share() -> None:
     snapshot, attempt = run("a", "b", "c", "d"), example.attempt(members=("a",), left_out={"b": "not finite"})
     holes = (range(4, 20),)
     settings = replace(SETTINGS, quorum=1)
-    assert unfinished(snapshot, attempt, holes, settings) == {"c": (range(4, 8),), "d": (range(4, 8),)}
-    assert unfinished(snapshot, attempt, holes, SETTINGS) == {}
-    assert unfinished(replace(snapshot, standing=None), attempt, holes, settings) == {}
+    assert carried_shares(snapshot, attempt, holes, settings) == {"c": (range(4, 8),), "d": (range(4, 8),)}
+    assert carried_shares(snapshot, attempt, holes, SETTINGS) == {}
+    assert carried_shares(replace(snapshot, standing=None), attempt, holes, settings) == {}

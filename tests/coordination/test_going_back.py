@@ -7,7 +7,7 @@ from tests.coordination.round_world import Peer, world
 from tests.protocol import example
 
 from bloomery.coordination import transactions
-from bloomery.coordination.decide import Conclude, TakeShare, Wait
+from bloomery.coordination.decide import CommitRound, TakeShare, Wait
 from bloomery.coordination.etcd import Delete
 from bloomery.coordination.snapshot_builder import SnapshotBuilder
 from bloomery.data.position import Position, total, within, without
@@ -96,7 +96,7 @@ def test_after_an_outage_the_newest_state_that_somebody_has_is_gone_back_to(outa
     assert isinstance(waiting, Wait) and "nobody has the state of the newest commit" in waiting.why
     run.now += 30.0
     found = a.decide()
-    assert isinstance(found, Conclude)
+    assert isinstance(found, CommitRound)
     assert (found.commit.rewind_to, found.commit.digest) == (2, kept[2].digest)
     assert found.commit.sources == ("b", "c") and set(found.shares.shares) == {"b", "c"}
     assert found.commit.position == kept[2].position
@@ -194,7 +194,7 @@ def test_a_state_whose_commit_was_forgotten_is_gone_back_to_as_its_holder_tells_
     a.look()
     run.now += 30.0
     found = a.decide()
-    assert isinstance(found, Conclude)
+    assert isinstance(found, CommitRound)
     assert (found.commit.rewind_to, found.commit.digest) == (1, "saved long ago")
     assert found.commit.position == Position(consumed=7)
 
@@ -215,7 +215,7 @@ def test_with_one_step_a_round_the_commits_that_saves_rest_on_are_kept_and_gone_
     a.look()
     run.now += 30.0
     found = a.decide()
-    assert isinstance(found, Conclude)
+    assert isinstance(found, CommitRound)
     assert (found.commit.rewind_to, found.commit.position) == (9, saved.position)
     a.act()
     a.saves = (9,)  # a later save took the place of the first
@@ -235,11 +235,11 @@ def test_commits_that_go_are_few_at_once_and_those_that_saves_rest_on_are_bounde
     peer.look()
     snapshot = replace(peer.snapshot, commits=commits)
     assert (
-        transactions.outdated(snapshot, 100)
+        transactions.outdated_rounds(snapshot, 100)
         == [number for number in range(19) if number not in (8, 11, 12)][:16]
     )
     left = {number: one for number, one in commits.items() if number in (8, 11, 12) or number > 90}
-    assert transactions.outdated(replace(snapshot, commits=left), 100) == []
+    assert transactions.outdated_rounds(replace(snapshot, commits=left), 100) == []
 
 
 def test_nobody_goes_back_while_a_member_has_not_said_what_it_holds_since_the_commit():

@@ -6,7 +6,7 @@ from tests.coordination.round_world import offers_of, rewrite, world
 from tests.protocol import example
 
 from bloomery.coordination import transactions
-from bloomery.coordination.decide import Conclude, Propose, Wait
+from bloomery.coordination.decide import CommitRound, Propose, Wait
 from bloomery.coordination.etcd import Delete, TransactionResult
 from bloomery.data.position import merged, within
 from bloomery.protocol.records import ProposedAttempt
@@ -60,7 +60,7 @@ def test_a_round_is_not_concluded_on_an_attempt_that_another_has_followed():
         peer.reduce()
     a.see()
     found = a.decide()
-    assert isinstance(found, Conclude) and found.commit.epoch == 1
+    assert isinstance(found, CommitRound) and found.commit.epoch == 1
     b.see()
     again = Propose(
         tried=msgspec.structs.replace(

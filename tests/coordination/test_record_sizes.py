@@ -6,7 +6,7 @@ import pytest
 from tests.protocol import example
 
 from bloomery.coordination.commits import SKIPS_AT_MOST, position_after
-from bloomery.coordination.eligibility import PIECES_MORE, spoilt
+from bloomery.coordination.eligibility import PIECES_MORE, unusable_offers
 from bloomery.coordination.snapshot import ListedShares, RunSnapshot
 from bloomery.data.position import Position, Ranges, fewer, total, within
 from bloomery.protocol.encoding import FEW_RANGES_AT_MOST, ProtocolError, decode, encode_text
@@ -48,7 +48,7 @@ def test_a_part_that_leaves_thousands_of_holes_in_its_share_is_left_out() -> Non
     snapshot = RunSnapshot(standing=ListedShares(shares=shares, modified=1))
     honest = example.ready(peer="a", spent=(range(0, 1000), range(5000, 5200)))
     hostile = example.ready(peer="b", spent=scattered(3 + PIECES_MORE, first=0))
-    reasons = spoilt(snapshot, {"a": honest, "b": hostile})
+    reasons = unusable_offers(snapshot, {"a": honest, "b": hostile})
     assert list(reasons) == ["b"] and "too many pieces" in reasons["b"]
 
 

@@ -6,7 +6,7 @@ import threading
 import pytest
 from tests.coordination.test_membership import WITHIN_S, joined, member, until
 
-from bloomery.agent.agent_context import Writer
+from bloomery.agent.agent_context import CoordinatorWriter
 from bloomery.coordination.membership import Membership
 from bloomery.coordination.run_view import RunView
 from bloomery.coordination.snapshot_builder import SnapshotBuilder
@@ -54,7 +54,7 @@ def test_a_lease_whose_thread_ends_is_told(etcd, keys, monkeypatch):
 
 def test_a_writer_whose_thread_ends_is_told():
     told = AgentMessage()
-    writer = Writer(wake=lambda: None, failed=told)
+    writer = CoordinatorWriter(wake=lambda: None, failed=told)
     writer.write("anything", unforeseen)
     assert "'writer'" in str(told.wait())
     writer.close(within_s=WITHIN_S)

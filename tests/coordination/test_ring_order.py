@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bloomery.coordination import attempts
-from bloomery.coordination.attempts import hops, ring
+from bloomery.coordination.attempts import hops, ring_order
 
 
 def slowest(order, rates):
@@ -21,7 +21,7 @@ def test_no_order_has_a_faster_slowest_hop(seed, count):
     chance = random.Random(seed)
     names = "abcdef"[:count]
     rates = {one: {two: chance.choice((10.0, 20.0, 50.0)) for two in names if two != one} for one in names}
-    order, dropped = ring(names, rates=rates)
+    order, dropped = ring_order(names, rates=rates)
     best = max(slowest(other, rates) for other in itertools.permutations(names))
     assert dropped == () and sorted(order) == list(names)
     assert slowest(order, rates) == best
@@ -33,7 +33,7 @@ def test_a_broken_link_is_avoided_where_an_order_avoids_it_and_else_the_worst_go
     names = "abcdefg"[:count]
     pairs = [frozenset(pair) for pair in itertools.combinations(names, 2)]
     broken = set(chance.sample(pairs, chance.randint(0, len(pairs))))
-    order, dropped = ring(names, broken=broken)
+    order, dropped = ring_order(names, broken=broken)
     assert not any(frozenset(hop) in broken for hop in hops(order))
     assert sorted([*order, *dropped]) == list(names)
     avoidable = any(
@@ -51,15 +51,15 @@ def test_a_large_ring_avoids_its_broken_links_and_its_slow_ones(count):
         one: {two: 1000.0 if sites[one] == sites[two] else 50.0 for two in names if two != one}
         for one in names
     }
-    order, dropped = ring(names, rates=rates, broken={frozenset(names[:2])})
+    order, dropped = ring_order(names, rates=rates, broken={frozenset(names[:2])})
     assert dropped == () and frozenset(names[:2]) not in map(frozenset, hops(order))
     assert sum(sites[one] != sites[two] for one, two in hops(order)) == 2
 
 
 def test_without_measurements_the_order_is_that_of_names():
-    assert ring("cab") == (("a", "b", "c"), ())
-    assert ring("a") == (("a",), ())
-    assert ring("ba", broken={frozenset("ab")}) == (("a",), ("b",))
+    assert ring_order("cab") == (("a", "b", "c"), ())
+    assert ring_order("a") == (("a",), ())
+    assert ring_order("ba", broken={frozenset("ab")}) == (("a",), ("b",))
 
 
 def test_two_pieces_of_the_ring_change_places_or_one_is_reversed_where_that_helps():
@@ -70,7 +70,7 @@ def test_two_pieces_of_the_ring_change_places_or_one_is_reversed_where_that_help
         rates = {
             one: {two: round(chance.uniform(10.0, 1000.0)) for two in names if two != one} for one in names
         }
-        order, _ = ring(names, rates=rates)
+        order, _ = ring_order(names, rates=rates)
         best = max(slowest((names[0], *rest), rates) for rest in itertools.permutations(names[1:]))
         assert slowest(order, rates) >= 0.9 * best
 
@@ -85,13 +85,13 @@ def test_the_search_for_the_order_of_many_members_is_bounded(count, monkeypatch)
     chance = random.Random(count)
     names = [f"p{number:03d}" for number in range(count)]
     rates = {one: {two: chance.uniform(10.0, 1000.0) for two in names if two != one} for one in names}
-    order, dropped = ring(names, rates=rates)
+    order, dropped = ring_order(names, rates=rates)
     assert dropped == () and sorted(order) == names
     reachable = min(max(row.values()) for row in rates.values())  # nobody's slowest hop can be faster
     assert slowest(order, rates) > 0.95 * reachable
     assert 0 < len(looked_at) * count**2 <= 3 * 25_000_000
     asked = len(looked_at)
-    assert ring(names, rates=rates) == (order, dropped) and len(looked_at) == asked  # remembered
+    assert ring_order(names, rates=rates) == (order, dropped) and len(looked_at) == asked  # remembered
 
 
 @pytest.mark.parametrize(("size", "starts"), [(32, 13), (33, 3), (64, 3), (65, 1)])

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.coordination.round_world import Peer, offers_of, world
 
 from bloomery.coordination import transactions
-from bloomery.coordination.decide import Conclude, Ended, Propose, RequestFlush, Wait
+from bloomery.coordination.decide import CommitRound, Ended, Propose, RequestFlush, Wait
 from bloomery.coordination.etcd import TransactionResult
 from bloomery.data.position import merged, total, within, without
 from bloomery.protocol.encoding import decode
@@ -38,7 +38,7 @@ def test_a_run_waits_for_its_planned_peers_until_the_grace_has_passed():
     waiting = run.peers["a"].decide()
     assert isinstance(waiting, Wait) and waiting.until_s == 60.0
     run.now = 60.0
-    assert isinstance(run.peers["a"].decide(), Conclude)
+    assert isinstance(run.peers["a"].decide(), CommitRound)
 
 
 def test_the_grace_of_a_beginning_counts_from_when_there_are_enough_peers():
@@ -449,7 +449,7 @@ def test_only_the_peer_whose_turn_it_is_puts_the_commit_together(monkeypatch):
         peer.reduce()
     for peer in run.peers.values():
         peer.look()
-    assert isinstance(run.peers["a"].decide(), Conclude)
+    assert isinstance(run.peers["a"].decide(), CommitRound)
     monkeypatch.setattr(
         "bloomery.coordination.decide.lease_samples", lambda *_, **more: pytest.fail("leased")
     )

@@ -10,7 +10,7 @@ import pytest
 
 from bloomery.cli.data import run
 from bloomery.data import audit
-from bloomery.data.audit import Ngrams, neighbours_of, taken_of, whole_ngrams
+from bloomery.data.audit import Ngrams, neighbours_of, sample_counts_of, whole_ngrams
 from bloomery.data.indexed import IndexedDataset, IndexedWriter
 from bloomery.data.order import Order
 from bloomery.data.tokenizer import train_tokenizer
@@ -57,11 +57,11 @@ def test_the_places_of_several_datasets_correlate_as_numpy_says() -> None:
 
 def test_what_is_taken_is_counted_sample_by_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     order = Order([500, 90], [3.0, 1.0], 7)
-    large, small = taken_of(order, [500, 90], samples=1000)
+    large, small = sample_counts_of(order, [500, 90], samples=1000)
     assert (large.taken, large.epochs, large.least, large.most) == (750, (500, 250), 1, 2)
     assert (small.taken, small.epochs, small.least, small.most) == (250, (90, 90, 70), 2, 3)
     monkeypatch.setattr(audit, "COUNTED", 10)
-    assert [found.least for found in taken_of(order, [500, 90], samples=1000)] == [None, None]
+    assert [found.least for found in sample_counts_of(order, [500, 90], samples=1000)] == [None, None]
 
 
 def test_memory_for_the_ngrams_of_another_text_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from bloomery.cli.data import run
 from bloomery.data import duplicate_candidates, duplicates, ngrams, overlap
-from bloomery.data.duplicates import Deduplicated, Likeness, deduplicate
+from bloomery.data.duplicates import Deduplicated, SimilarityThreshold, deduplicate
 from bloomery.data.indexed import IndexedDataset, IndexedWriter
 from bloomery.data.ngrams import HashSet, documents_in_turn, ngram_hashes
 from bloomery.data.overlap import overlap_of
@@ -67,7 +67,7 @@ def texts() -> list[list[int]]:
 
 def test_of_documents_that_are_alike_the_first_is_kept(texts: list[list[int]], tmp_path: Path) -> None:
     written(tmp_path / "pair", texts)
-    done = deduplicate([tmp_path / "pair"], tmp_path / "new", likeness=Likeness())
+    done = deduplicate([tmp_path / "pair"], tmp_path / "new", likeness=SimilarityThreshold())
     kept: list[list[int]] = []
     removed = []
     for number, tokens in enumerate(texts):
@@ -97,7 +97,7 @@ def test_a_document_that_is_like_a_removed_one_alone_is_kept(tmp_path: Path) -> 
     third = altered(draw, second, 3)
     assert similarity(first, third) < 0.8 < min(similarity(first, second), similarity(second, third))
     written(tmp_path / "pair", [first, second, third])
-    deduplicate([tmp_path / "pair"], tmp_path / "new", likeness=Likeness())
+    deduplicate([tmp_path / "pair"], tmp_path / "new", likeness=SimilarityThreshold())
     assert read(tmp_path / "new") == [first, third]
 
 
@@ -107,7 +107,7 @@ def test_equal_documents_alone_go_and_those_of_another_pair_too(
     pairs = [tmp_path / name for name in ("held", "a", "b")]
     for prefix, own in zip(pairs, (texts[10:14], texts[:40], texts[40:]), strict=True):
         written(prefix, own)
-    deduplicate(pairs[1:], tmp_path / "new", likeness=Likeness(threshold=1.0), against=pairs[:1])
+    deduplicate(pairs[1:], tmp_path / "new", likeness=SimilarityThreshold(threshold=1.0), against=pairs[:1])
     kept: list[list[int]] = []
     for tokens in texts:
         if tokens not in kept and tokens not in texts[10:14]:
@@ -120,7 +120,7 @@ def test_a_hash_that_is_equal_by_chance_removes_nothing(
 ) -> None:
     monkeypatch.setattr(duplicates, "equal_keys", lambda some: np.zeros(some.lengths.size, dtype=np.uint64))
     written(tmp_path / "pair", texts[:20])
-    done = deduplicate([tmp_path / "pair"], tmp_path / "new", likeness=Likeness(threshold=1.0))
+    done = deduplicate([tmp_path / "pair"], tmp_path / "new", likeness=SimilarityThreshold(threshold=1.0))
     assert done.removed_equal == 0 and read(tmp_path / "new") == texts[:20]
 
 
@@ -135,7 +135,7 @@ def test_the_candidates_of_many_equal_documents_are_no_square(tmp_path: Path) ->
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(duplicates, "_similarity", counted)
-        done = deduplicate([tmp_path / "pair"], tmp_path / "new", likeness=Likeness())
+        done = deduplicate([tmp_path / "pair"], tmp_path / "new", likeness=SimilarityThreshold())
     assert (done.documents, done.removed_equal) == (1, 2999) and calls == 2999
 
 
@@ -147,7 +147,7 @@ def test_no_more_keys_are_sorted_at_once_than_memory_has_room_for(
     several = [[9, 9, EOD], *texts, *[[9, 9, EOD]] * 100]
     shuffled = [several[number] for number in draw.permutation(len(several))]
     written(tmp_path / "pair", shuffled)
-    deduplicate([tmp_path / "pair"], tmp_path / "expected", likeness=Likeness())
+    deduplicate([tmp_path / "pair"], tmp_path / "expected", likeness=SimilarityThreshold())
     sorted_at_once, read_at_once = [0], [0]
     sort, from_file = np.lexsort, np.fromfile
 
@@ -167,23 +167,23 @@ def test_no_more_keys_are_sorted_at_once_than_memory_has_room_for(
     monkeypatch.setattr(duplicate_candidates, "_FILE_BITS", 1)
     monkeypatch.setattr(np, "lexsort", sorting)
     monkeypatch.setattr(np, "fromfile", reading)
-    deduplicate([tmp_path / "pair"], tmp_path / "new", likeness=Likeness())
+    deduplicate([tmp_path / "pair"], tmp_path / "new", likeness=SimilarityThreshold())
     assert read(tmp_path / "new") == read(tmp_path / "expected")
     assert max(sorted_at_once) <= at_once and max(read_at_once) <= at_once
 
 
 def test_damage_is_refused_and_the_older_output_stays(texts: list[list[int]], tmp_path: Path) -> None:
     written(tmp_path / "pair", texts)
-    deduplicate([tmp_path / "pair"], tmp_path / "new", likeness=Likeness())
+    deduplicate([tmp_path / "pair"], tmp_path / "new", likeness=SimilarityThreshold())
     before = read(tmp_path / "new")
     content = bytearray(bin_path(tmp_path / "pair").read_bytes())
     content[5000] ^= 1
     bin_path(tmp_path / "pair").write_bytes(content)
     with pytest.raises(DataError, match="is not what was written"):
-        deduplicate([tmp_path / "pair"], tmp_path / "new", likeness=Likeness())
+        deduplicate([tmp_path / "pair"], tmp_path / "new", likeness=SimilarityThreshold())
     assert read(tmp_path / "new") == before
     with pytest.raises(DataError, match="one of the pairs to read"):
-        deduplicate([tmp_path / "pair"], tmp_path / "pair", likeness=Likeness())
+        deduplicate([tmp_path / "pair"], tmp_path / "pair", likeness=SimilarityThreshold())
 
 
 def test_ngrams_stay_within_their_documents() -> None:
@@ -318,12 +318,12 @@ def test_prompts_with_answers_are_refused_for_they_would_be_joined(tmp_path: Pat
     written(tmp_path / "texts", [[1, 2, EOD]])
     for prefixes in ([tmp_path / "pairs"], [tmp_path / "texts", tmp_path / "pairs"]):
         with pytest.raises(DataError, match="2 sequences in 1 documents"):
-            deduplicate(prefixes, tmp_path / "out", likeness=Likeness(threshold=1.0, ngram=5))
+            deduplicate(prefixes, tmp_path / "out", likeness=SimilarityThreshold(threshold=1.0, ngram=5))
     assert not list(tmp_path.glob("out*"))
     deduplicate(
         [tmp_path / "texts"],
         tmp_path / "out",
-        likeness=Likeness(threshold=1.0, ngram=5),
+        likeness=SimilarityThreshold(threshold=1.0, ngram=5),
         against=[tmp_path / "pairs"],
     )
     assert read(tmp_path / "out") == [[1, 2, EOD]]

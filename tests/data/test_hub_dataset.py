@@ -58,7 +58,7 @@ def test_a_server_that_gives_whole_files_serves_those_of_one_piece(
     assert run(["fetch", "hf:owner/texts", "--to", str(tmp_path / "raw")]) == 0
     assert fetched(tmp_path / "raw") == {f"texts/{name}": content for name, content in FILES.items()}
     monkeypatch.setattr(fetching, "_CHUNK_BYTES", 16_384)
-    with pytest.raises(DataError, match="whole files alone"):
+    with pytest.raises(DataError, match="only whole files"):
         run(["fetch", "hf:owner/texts", "--to", str(tmp_path / "again")])
 
 

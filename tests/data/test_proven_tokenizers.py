@@ -14,7 +14,16 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from bloomery.data.tokenizer import Tokenizer, load_tokenizer
-from bloomery.data.tokenizer_engines import BLOOM, CODE, GPT2, LLAMA3, NOT_PROVEN, QWEN2, own_texts, unproven
+from bloomery.data.tokenizer_engines import (
+    BLOOM,
+    CODE,
+    GPT2,
+    LLAMA3,
+    NOT_PROVEN,
+    QWEN2,
+    probe_texts,
+    unproven,
+)
 from bloomery.errors import DataError
 
 EOD = "<|end|>"
@@ -218,7 +227,7 @@ def test_random_tokenizers_give_the_ids_of_the_reference(
         assume(False)  # the reference itself takes no such pattern
     assert (used.engine == "tokenizers") == bool(unproven(content))
     drawn = data.draw(st.lists(st.text(REPRESENTATIVES, max_size=40), max_size=20))
-    assert_equal(slow, used, [*drawn, *own_texts(content)[:100], "Chapter one\n\nIt begins"])
+    assert_equal(slow, used, [*drawn, *probe_texts(content)[:100], "Chapter one\n\nIt begins"])
 
 
 @pytest.mark.parametrize(

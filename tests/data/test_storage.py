@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from bloomery.data import storage
-from bloomery.data.storage import alone_in
+from bloomery.data.storage import locked_directory
 from bloomery.errors import StorageError
 
 
@@ -19,13 +19,13 @@ def test_who_waits_for_a_directory_says_for_whom_and_gives_up_in_the_end(
 ) -> None:
     holder = rf"process {os.getpid()} on {os.uname().nodename}, which works in {tmp_path}"
     monkeypatch.setattr(storage, "_LOCK_TIMEOUT_S", 0.3)
-    with alone_in(tmp_path, name="lock"), caplog.at_level(logging.WARNING):
-        with pytest.raises(StorageError, match=holder), alone_in(tmp_path, name="lock"):
+    with locked_directory(tmp_path, name="lock"), caplog.at_level(logging.WARNING):
+        with pytest.raises(StorageError, match=holder), locked_directory(tmp_path, name="lock"):
             raise AssertionError("two hold it")
         # Threads of earlier tests may warn of something else meanwhile.
         (said,) = (one.getMessage() for one in caplog.records if one.name == storage.__name__)
         assert said.startswith(f"waiting for {holder}")
-    with alone_in(tmp_path, name="lock"):
+    with locked_directory(tmp_path, name="lock"):
         pass
 
 

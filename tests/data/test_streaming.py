@@ -20,7 +20,7 @@ from tests.range_server import Served, serving
 from bloomery.config.data import DataSection, DatasetSection
 from bloomery.config.environment import SWITCH, OfflineRefused
 from bloomery.data import block_cache
-from bloomery.data.block_cache import Mirror, Outline
+from bloomery.data.block_cache import BlockCache, RemoteFileInfo
 from bloomery.data.indexed import IndexedDataset, IndexedWriter
 from bloomery.data.megatron_order import MegatronOrder
 from bloomery.data.order import Order
@@ -107,9 +107,11 @@ def test_what_is_let_go_is_given_back_to_the_disk(pair: Path, tmp_path: Path) ->
     content = bin_path(pair).read_bytes()
     cut = [content[start : start + (1 << 16)] for start in range(0, len(content), 1 << 16)]
     sums = np.array([xxhash.xxh3_64_intdigest(one) for one in cut], dtype=np.uint64)
-    outline = Outline(address="there", size_bytes=len(content), block_bytes=1 << 16, sums=sums)
+    outline = RemoteFileInfo(address="there", size_bytes=len(content), block_bytes=1 << 16, sums=sums)
     here = tmp_path / "here.bin"
-    mirror = Mirror(here, outline, capacity=8, fetch=lambda start, length: content[start : start + length])
+    mirror = BlockCache(
+        here, outline, capacity=8, fetch=lambda start, length: content[start : start + length]
+    )
     for block in range(32):
         start, stop = np.array([block << 16]), np.array([(block + 1) << 16])
         read = mirror.read(start, stop, lambda at=block: here.read_bytes()[at << 16 : (at + 1) << 16])
@@ -126,21 +128,21 @@ def test_a_block_that_another_process_left_is_hashed_once(
     size = 1 << 13
     cut = [content[start : start + size] for start in range(0, len(content), size)]
     sums = np.array([xxhash.xxh3_64_intdigest(block) for block in cut], dtype=np.uint64)
-    outline = Outline(address="there", size_bytes=len(content), block_bytes=size, sums=sums)
+    outline = RemoteFileInfo(address="there", size_bytes=len(content), block_bytes=size, sums=sums)
     here = tmp_path / "here.bin"
     starts, stops = np.arange(len(cut)) * size, (np.arange(len(cut)) + 1) * size
 
-    def all_of(mirror: Mirror) -> bytes:
+    def all_of(mirror: BlockCache) -> bytes:
         return mirror.read(starts, stops, here.read_bytes)
 
-    first = Mirror(
+    first = BlockCache(
         here, outline, capacity=len(cut), fetch=lambda start, length: content[start : start + length]
     )
     assert all_of(first) == content
     hashed: list[bytes] = []
     hash_of = block_cache._sum
     monkeypatch.setattr(block_cache, "_sum", lambda block: hashed.append(block) or hash_of(block))
-    later = Mirror(here, outline, capacity=len(cut), fetch=lambda *_: pytest.fail("every block is here"))
+    later = BlockCache(here, outline, capacity=len(cut), fetch=lambda *_: pytest.fail("every block is here"))
     assert [all_of(later) == content for _ in range(3)] == [True] * 3
     assert len(hashed) == len(cut)
 
@@ -196,13 +198,13 @@ def test_threads_and_processes_that_share_a_small_cache_never_read_a_hole(tmp_pa
     content = draw.integers(1, 255, size * count, dtype=np.uint8).tobytes()
     cut = [content[start : start + size] for start in range(0, len(content), size)]
     sums = np.array([xxhash.xxh3_64_intdigest(one) for one in cut], dtype=np.uint64)
-    outline = Outline(address="there", size_bytes=len(content), block_bytes=size, sums=sums)
+    outline = RemoteFileInfo(address="there", size_bytes=len(content), block_bytes=size, sums=sums)
     path, wrong = tmp_path / "here.bin", list[int]()
 
     def fetch(start: int, length: int) -> bytes:
         return content[start : start + length]
 
-    mirrors = [Mirror(path, outline, capacity=24, fetch=fetch) for _ in range(2)]  # as of two processes
+    mirrors = [BlockCache(path, outline, capacity=24, fetch=fetch) for _ in range(2)]  # as of two processes
 
     def work(number: int) -> None:
         mirror, own = mirrors[number % 2], np.random.default_rng(number)

@@ -86,7 +86,7 @@ def test_an_engine_that_differs_on_a_proof_is_dropped_and_it_is_said(monkeypatch
     reference = tokenizer.encode("box")
     monkeypatch.setattr("bloomery.data.tokenizer_engines.HARD_TEXTS", ("",))
     monkeypatch.setattr("bloomery.data.tokenizer.HARD_TEXTS", ("",))
-    monkeypatch.setattr("bloomery.data.tokenizer.own_texts", lambda _: [])
+    monkeypatch.setattr("bloomery.data.tokenizer.probe_texts", lambda _: [])
     wrong = Wrong(tokenizer._reference)  # type: ignore[arg-type]
     monkeypatch.setattr("bloomery.data.tokenizer.fast_coder", lambda _: wrong)
     tokenizer.use_fast()

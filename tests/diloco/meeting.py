@@ -416,10 +416,10 @@ class MemoryParent:
             return self._rings(reduce)
         return TableRing(self.tables[reduce.attempt.epoch], reduce.index)
 
-    def moving(self, phase: str, *, step: int) -> None:
+    def report_activity(self, phase: str, *, step: int) -> None:
         self.phases.append(phase)
 
-    def holding(
+    def report_state(
         self,
         *,
         round: int,
@@ -432,24 +432,24 @@ class MemoryParent:
         self.tells.append((round, position, tuple(saves)))
         self.meeting.holds(self.name, digest, samples)
 
-    def copied(self, *, round: int, digest: str, directory: Path | None) -> None:
+    def report_copy(self, *, round: int, digest: str, directory: Path | None) -> None:
         self.meeting.copied(self.name, digest, directory)
 
-    def reading(self, identity: Mapping[str, str]) -> None:
+    def report_data_identity(self, identity: Mapping[str, str]) -> None:
         self.identity = dict(identity)
 
-    def refused(self, why: str) -> None:
+    def refuse_state(self, why: str) -> None:
         self.refusals.append(why)
 
-    def ready(self, ready: Ready) -> None:
+    def offer_part(self, ready: Ready) -> None:
         if self.spoils:
             self.spoils, ready = False, msgspec.structs.replace(ready, finite=False, norm=None)
         self.meeting.offer(self.name, ready)
 
-    def done(self, *, epoch: int, digest: str) -> None:
+    def report_ring_done(self, *, epoch: int, digest: str) -> None:
         self.meeting.reduced(self.name, epoch, digest)
 
-    def failed(self, *, epoch: int, kind: str, culprit: str | None, why: str) -> None:
+    def report_ring_failed(self, *, epoch: int, kind: str, culprit: str | None, why: str) -> None:
         with self.meeting.lock:
             if self.meeting.attempt is not None and self.meeting.attempt.epoch == epoch:
                 self.meeting.abort(why)

@@ -33,10 +33,10 @@ class Recording:
     def __init__(self) -> None:
         self.digest = ""
 
-    def done(self, *, epoch: int, digest: str) -> None:
+    def report_ring_done(self, *, epoch: int, digest: str) -> None:
         self.digest = digest
 
-    def failed(self, *, epoch: int, kind: str, culprit: str | None, why: str) -> None:
+    def report_ring_failed(self, *, epoch: int, kind: str, culprit: str | None, why: str) -> None:
         self.failure = (epoch, kind, culprit, why)
 
 

@@ -275,10 +275,10 @@ def test_a_round_that_was_missed_is_made_up_for_by_its_average_to_the_bit(fragme
     assert within.average() is None and behind.residual is not None
     behind.residual += 0.5
     behind.offer(1)  # its own part was left out
-    behind.refuse()
+    behind.drop_offer()
     for round, average in enumerate(averages, 1):
         before, wrong = behind.digest(), behind.prepare_missed(round, StoredAverage.of(average.whole() + 1.0))
-        behind.refuse()
+        behind.drop_offer()
         assert behind.digest() == before != wrong
         prepared = behind.prepare_missed(round, average)
         behind.adopt()

@@ -426,8 +426,8 @@ def test_what_was_prepared_in_another_attempt_than_the_committed_one_is_not_adop
     peers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refused: list[PseudoGradient] = []
-    refuse = PseudoGradient.refuse
-    monkeypatch.setattr(PseudoGradient, "refuse", lambda update: (refused.append(update), refuse(update)))
+    refuse = PseudoGradient.drop_offer
+    monkeypatch.setattr(PseudoGradient, "drop_offer", lambda update: (refused.append(update), refuse(update)))
     starts = peers()
     meeting = meeting_of(starts["a"][0], starts)
     told: list[AgentMessage] = []

@@ -62,7 +62,7 @@ def test_windows_statistics_at_once_have_the_bits_of_those_described_alone(scale
 
 
 def test_a_stretch_that_is_calmer_than_the_run_does_not_narrow_the_spread() -> None:
-    random, level = np.random.default_rng(2), Level()
+    random, level = np.random.default_rng(2), RobustWindow()
     for value in 3.0 + 0.1 * random.normal(size=12 * BLOCK):
         level, _ = push(level, float(value), floor=0.0)
     usual = statistics.median(level.spreads)

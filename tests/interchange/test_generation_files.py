@@ -16,7 +16,7 @@ from bloomery.errors import CheckpointError
 from bloomery.evaluate.generate import chat_opening
 from bloomery.evaluate.open_checkpoint import open_saved
 from bloomery.events.run_directory import RunDirectory
-from bloomery.interchange.generation_files import companions_of, keep_companions, text_bounds
+from bloomery.interchange.generation_files import generation_files_of, keep_generation_files, text_bounds
 
 VOCABULARY = {"<s>": 0, "</s>": 1, "<pad>": 2, "<eot>": 3, "a": 4, "def": 5, "main": 6, "<unk>": 7}
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}<eot>{% endfor %}"
@@ -84,15 +84,15 @@ def test_another_tokenizer_than_the_models_says_itself_how_texts_begin(
     theirs = their_directory(tmp_path / "theirs", adds_bos=not adds_bos, settings={})
     other = their_directory(tmp_path / "other", adds_bos=adds_bos, settings={}) / "tokenizer.json"
     rundir = RunDirectory(tmp_path / "run").create()
-    keep_companions(theirs, rundir, tokenizer=other, end_of_document=1, vocabulary=8)
-    bounds = text_bounds(companions_of(rundir), end_of_document=1)
+    keep_generation_files(theirs, rundir, tokenizer=other, end_of_document=1, vocabulary=8)
+    bounds = text_bounds(generation_files_of(rundir), end_of_document=1)
     assert bounds.begins == ((0,) if adds_bos else ())
 
 
 def test_a_model_trained_here_begins_and_ends_with_the_end_of_document(tmp_path: Path) -> None:
     bounds = text_bounds(None, end_of_document=7)
     assert (bounds.opening([5]), bounds.opening([]), bounds.ends) == ([7, 5], [7], {7})
-    assert companions_of(RunDirectory(tmp_path)) is None
+    assert generation_files_of(RunDirectory(tmp_path)) is None
 
 
 def test_special_tokens_template_and_generation_survive_import_and_export(tmp_path: Path) -> None:

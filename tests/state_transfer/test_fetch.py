@@ -21,8 +21,8 @@ from bloomery.coordination.credentials import read_bundle
 from bloomery.data.position import Position
 from bloomery.errors import PeerError
 from bloomery.state_transfer import client as fetching
-from bloomery.state_transfer.client import Fetcher
-from bloomery.state_transfer.partial_checkpoint import Missing, Run
+from bloomery.state_transfer.client import StateFetcher
+from bloomery.state_transfer.partial_checkpoint import BlockRun, MissingBlocks
 from bloomery.state_transfer.served_states import OpenFile, ServedStates
 from bloomery.state_transfer.server import StateServer
 from bloomery.state_transfer.source import PeerSource, ServedState
@@ -262,9 +262,9 @@ def test_a_source_that_comes_later_is_asked_too_and_older_states_go(peers, tmp_p
 
     peers.add("a")
     with pytest.raises(PeerError, match="there is no source"):
-        Fetcher(tmp_path, TRUST)(commit, sources, cancelled=lambda: False)
+        StateFetcher(tmp_path, TRUST)(commit, sources, cancelled=lambda: False)
     asked += [1, 1, 1]
-    fetched = Fetcher(tmp_path, TRUST)(commit, sources, cancelled=lambda: False)
+    fetched = StateFetcher(tmp_path, TRUST)(commit, sources, cancelled=lambda: False)
     assert verify(fetched.directory) == [] and not (tmp_path / "old").exists()
 
 
@@ -358,8 +358,8 @@ def answering(answer):
 
 
 def test_runs_become_shorter_towards_the_end_and_a_run_that_came_is_no_longer_fetched():
-    whole = [Run(file="f", begin=begin * MIB, end=(begin + 4) * MIB) for begin in range(0, 32, 4)]
-    missing = Missing(whole)
+    whole = [BlockRun(file="f", begin=begin * MIB, end=(begin + 4) * MIB) for begin in range(0, 32, 4)]
+    missing = MissingBlocks(whole)
     taken = [missing.take(["f"], timeout_s=0.0) for _ in range(22)]
     lengths = [(run.end - run.begin) // MIB for run in taken]
     assert lengths[:4] == [4, 4, 4, 2] and lengths[-4:] == [1] * 4
@@ -379,7 +379,7 @@ def test_runs_become_shorter_towards_the_end_and_a_run_that_came_is_no_longer_fe
 
 
 def test_the_first_threads_to_come_leave_as_much_to_those_that_will_come():
-    missing = Missing([Run(file="f", begin=0, end=16 * MIB)], unit=MIB // 4, streams=6)
+    missing = MissingBlocks([BlockRun(file="f", begin=0, end=16 * MIB)], unit=MIB // 4, streams=6)
     taken = [missing.take(["f"], timeout_s=0.0) for _ in range(6)]
     lengths = [run.end - run.begin for run in taken]
     assert lengths[0] <= 16 * MIB // 12 and lengths == sorted(lengths, reverse=True)

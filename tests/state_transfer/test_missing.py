@@ -7,10 +7,10 @@ import threading
 
 import pytest
 
-from bloomery.state_transfer.partial_checkpoint import TWICE, Missing, Run
+from bloomery.state_transfer.partial_checkpoint import TWICE, BlockRun, MissingBlocks
 
 DEADLINE_S = 60.0
-RUN = Run(file="f", begin=0, end=1 << 20)
+RUN = BlockRun(file="f", begin=0, end=1 << 20)
 
 
 class LookedAt(list[str]):
@@ -27,8 +27,8 @@ class LookedAt(list[str]):
 
 @pytest.mark.parametrize("what", ["given back", "fetched"])
 def test_who_finds_every_run_taken_waits_until_one_is_given_back_or_fetched(what: str) -> None:
-    missing, files = Missing([RUN, Run(file="of others", begin=0, end=1 << 20)]), LookedAt("f")
-    taken: queue.SimpleQueue[Run | None] = queue.SimpleQueue()
+    missing, files = MissingBlocks([RUN, BlockRun(file="of others", begin=0, end=1 << 20)]), LookedAt("f")
+    taken: queue.SimpleQueue[BlockRun | None] = queue.SimpleQueue()
     for _ in range(TWICE):
         assert missing.take(["f"], timeout_s=0.0) == RUN
     waiting = threading.Thread(
@@ -45,7 +45,7 @@ def test_who_finds_every_run_taken_waits_until_one_is_given_back_or_fetched(what
 
 
 def test_a_run_that_was_fetched_or_given_back_twice_is_no_longer_given_back() -> None:
-    missing = Missing([RUN])
+    missing = MissingBlocks([RUN])
     for _ in range(TWICE):
         missing.take(["f"], timeout_s=0.0)
     assert missing.done(RUN) and not missing.done(RUN)
@@ -54,8 +54,8 @@ def test_a_run_that_was_fetched_or_given_back_twice_is_no_longer_given_back() ->
 
 
 def test_a_run_of_a_file_that_nobody_else_has_is_handed_out_first() -> None:
-    runs = [Run(file=file, begin=0, end=1 << 20) for file in ("common", "own", "other")]
-    missing = Missing(runs)
+    runs = [BlockRun(file=file, begin=0, end=1 << 20) for file in ("common", "own", "other")]
+    missing = MissingBlocks(runs)
     assert missing.take(["common", "own"], ["own"], timeout_s=0.0).file == "own"
     assert missing.take(["common", "own"], ["own"], timeout_s=0.0).file == "common"
     assert missing.files() == {"common", "own", "other"}

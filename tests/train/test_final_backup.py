@@ -116,7 +116,7 @@ def test_a_run_that_ends_well_leaves_nothing_to_be_copied_and_one_that_fails_doe
         save_checkpoint(rundir.checkpoints, [whole("model.w", torch.ones(9))], step=1, incarnation=1)
         if fails:
             raise KeyError
-        backup.look()
+        backup.wake()
     assert fails or list(remote_copies(rundir)) == ["step-000001.i001"]
     if not fails:
         backup._thread.join(DEADLINE_S)

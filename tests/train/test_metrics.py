@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bloomery.data.position import Position
-from bloomery.data_loader.batches import Queue
+from bloomery.data_loader.batches import QueueStatus
 from bloomery.diloco.outer import UnderWay
 from bloomery.events.heartbeat import RankActivity
 from bloomery.events.records import StepReport
@@ -109,7 +109,7 @@ def test_losses_are_means_over_the_tokens_that_count_on_all_ranks(metrics_of) ->
 
 
 def test_what_ranks_measure_is_told_as_their_mean(metrics_of) -> None:
-    queue = Queue(ready=3.0, waited_s=0.25)
+    queue = QueueStatus(ready=3.0, waited_s=0.25)
     report = reported(metrics_of(Pair(device=CPU, world=2), queue=lambda: queue), result_of())
     assert (report.data_queue, report.data_wait_s) == (3.0, 0.25)
     assert report.memory_bytes == pytest.approx(memory_in_use(CPU), rel=0.5) and report.memory_bytes > 2**20

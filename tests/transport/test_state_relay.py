@@ -77,7 +77,7 @@ def test_a_state_comes_through_a_relay_from_a_peer_that_only_dials(opened, trust
     relays = lambda: (contact(relay),)  # noqa: E731
     source, newcomer = (opened(name, **trust_of(name), listen=(), relays=relays) for name in "bc")
     server, checkpoint = served(trust_of("b")["trust"])
-    source.wait_at(source.meeting_points("b"), server.serve)
+    source.keep_reverse_connections(source.relays_for("b"), server.serve)
     assert fetched_files(tmp_path, newcomer, trust_of("c")["trust"]) == files_of(checkpoint)
 
 
@@ -93,7 +93,7 @@ def test_what_a_relay_forwards_is_limited_with_all_else_that_it_forwards(opened,
     relay = opened("r", is_relay=True, rate_limiter=limiter)
     source, newcomer = (opened(name, listen=(), relays=lambda: (contact(relay),)) for name in "bc")
     server, checkpoint = served(TOKEN)
-    source.wait_at(source.meeting_points("b"), server.serve)
+    source.keep_reverse_connections(source.relays_for("b"), server.serve)
     files = files_of(checkpoint)
     assert fetched_files(tmp_path, newcomer, TOKEN) == files
     assert sum(taken) > sum(map(len, files.values())) and max(taken) <= limiter.piece_bytes
@@ -116,14 +116,14 @@ def test_a_relay_that_lost_its_state_fetches_from_who_waits_at_it(opened, served
     relay = opened("r", is_relay=True, relays=lambda: (contact(relay),))
     source = opened("b", listen=(), relays=lambda: (contact(relay),))
     server, checkpoint = served(TOKEN)
-    source.wait_at(source.meeting_points("b"), server.serve)
+    source.keep_reverse_connections(source.relays_for("b"), server.serve)
     assert fetched_files(tmp_path, relay, TOKEN) == files_of(checkpoint)
 
 
 def test_where_nobody_relays_a_newcomer_that_listens_is_dialled_by_the_source(opened, served, tmp_path):
     newcomer, source = opened("c"), opened("b", listen=())
     server, checkpoint = served(TOKEN)
-    source.wait_at((contact(newcomer),), server.serve)
+    source.keep_reverse_connections((contact(newcomer),), server.serve)
     assert fetched_files(tmp_path, newcomer, TOKEN) == files_of(checkpoint)
     with pytest.raises(PeerRefused, match="no peer relays between this one and 'c'"):
         source.reach("c")
@@ -133,7 +133,7 @@ def test_a_source_whose_address_does_not_answer_is_reached_through_a_relay(opene
     relay = opened("r", is_relay=True)
     source, newcomer = (opened(name, listen=(), relays=lambda: (contact(relay),)) for name in "bc")
     server, checkpoint = served(TOKEN)
-    source.wait_at(source.meeting_points("b"), server.serve)
+    source.keep_reverse_connections(source.relays_for("b"), server.serve)
     with socket.create_server(("127.0.0.1", 0)) as closed:
         nowhere = f"http://127.0.0.1:{closed.getsockname()[1]}"
     assert fetched_files(tmp_path, newcomer, TOKEN, url=nowhere) == files_of(checkpoint)
@@ -145,7 +145,7 @@ def test_a_loopback_address_of_a_source_elsewhere_is_not_dialled_and_a_relay_rea
     relay = opened("r", is_relay=True)
     source, newcomer = (opened(name, listen=(), relays=lambda: (contact(relay),)) for name in "bc")
     server, checkpoint = served(TOKEN)
-    source.wait_at(source.meeting_points("b"), server.serve)
+    source.keep_reverse_connections(source.relays_for("b"), server.serve)
     with socket.create_server(("127.0.0.1", 0)) as mine:
         url = f"http://127.0.0.1:{mine.getsockname()[1]}"
         elsewhere = replace(TOKEN, dials_loopback=False)
@@ -296,14 +296,14 @@ def test_a_source_waits_again_after_each_newcomer_and_no_more_when_told(opened):
         served.append(connection)
 
     before = set(threading.enumerate())
-    source.wait_at(source.meeting_points("b"), serve)
+    source.keep_reverse_connections(source.relays_for("b"), serve)
     with ExitStack() as stack:
         for number in range(1, 9):
             stack.enter_context(fetching(newcomer, relay, "b"))
             until(lambda number=number: len(served) == number)
         for connection in served:
             stack.enter_context(connection)
-        source.wait_at((), serve)
+        source.keep_reverse_connections((), serve)
         until(lambda: relay._state_relay.take("b", deadline_s=0.0) is None)
         until(lambda: not {thread.name for thread in set(threading.enumerate()) - before} & {"waiting"})
 

@@ -13,19 +13,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from bloomery.agent.agent_context import AgentContext, Events, Fetch, PeerSettings, ServesState, Writer
-from bloomery.agent.backup_choice import Backups
+from bloomery.agent.agent_context import (
+    AgentContext,
+    CoordinatorWriter,
+    EventSink,
+    FetchState,
+    PeerSettings,
+    ServesState,
+)
+from bloomery.agent.backup_choice import BackupChoice
 from bloomery.agent.known_commits import KnownCommits, RecoveryReporter
 from bloomery.agent.rank_server import RankGone, RankSent, RankServer
 from bloomery.agent.rank_state import LocalRanks, RankProgress
 from bloomery.agent.registration import Admission, BandwidthReports, Registration
 from bloomery.agent.round_driver import RoundDriver
-from bloomery.agent.state_serving import CopyKeeper, MeetingPoints
+from bloomery.agent.state_serving import CopyKeeper, ReverseConnections
 from bloomery.agent.state_sync import Behind, KeptAverages, StateSync, SyncedState
 from bloomery.coordination.decide import NEEDS_SOMEBODY, Decision, Ended, Wait, decide
 from bloomery.coordination.etcd import Etcd
 from bloomery.coordination.membership import Membership
-from bloomery.coordination.run_view import News, RunView
+from bloomery.coordination.run_view import RunView, SnapshotListener
 from bloomery.coordination.snapshot import ListedMember, RunSnapshot
 from bloomery.errors import CoordinatorError
 from bloomery.protocol.keys import Keys
@@ -38,12 +45,12 @@ log = logging.getLogger(__name__)
 
 _LOG_EVERY_S = 30.0
 _LAST_WORDS_S = 2.0
-"""How long the agent waits for messages that ranks sent before they ended."""
+"""The seconds that the agent waits for messages that ranks sent before they ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PeerOutcome:
-    """How a peer's part in the run ended. failed: False if somebody asked for it, or the samples are done."""
+    """How a peer's part in the run ended. failed: False if the end was asked for, or all samples are used."""
 
     why: str
     failed: bool
@@ -55,8 +62,8 @@ class Agent:
     server, fetch: `server` serves this peer's state to others, `fetch` fetches theirs.
     knowledge: what this peer knew of the run when it last took part in it.
     relays: a list, which this agent keeps filled with the members that forward connections.
-    backups: this peer's part in the run's backups; None where the recipe asks for none.
-    averages: the averages of rounds, for who missed them; None: who missed one fetches a whole state.
+    backups: decides whether this peer makes the run's backups; None where the recipe asks for none.
+    averages: averages kept for peers that missed their rounds; None: such peers fetch a whole state.
     """
 
     def __init__(
@@ -66,11 +73,11 @@ class Agent:
         etcd: Etcd,
         connection_manager: ConnectionManager,
         server: ServesState,
-        fetch: Fetch,
-        events: Events,
+        fetch: FetchState,
+        events: EventSink,
         knowledge: KnownCommits,
         relays: list[Contact] | None = None,
-        backups: Backups | None = None,
+        backups: BackupChoice | None = None,
         averages: KeptAverages | None = None,
     ) -> None:
         self._settings, self._etcd, self._connection_manager = settings, etcd, connection_manager
@@ -78,7 +85,7 @@ class Agent:
         self._local = LocalRanks(RankProgress(settings.timeouts))
         self._rank_server = RankServer(self._mailbox.put)
         keys, limits = Keys(settings.run), settings.timeouts
-        self._writer = Writer(wake=self._wake, failed=self._mailbox.put)
+        self._writer = CoordinatorWriter(wake=self._wake, failed=self._mailbox.put)
         self._context = AgentContext(
             settings=settings,
             etcd=etcd,
@@ -98,15 +105,14 @@ class Agent:
             heartbeat_s=limits.heartbeat_s,
             failed=self._mailbox.put,
         )
-        self._view = RunView(etcd, keys, idle_s=limits.silence_s, remembered=knowledge.remembered)
-        self._news = News(self._view, wake=self._wake, failed=self._mailbox.put)
+        self._view = RunView(etcd, keys, idle_s=limits.coordinator_silence_s, remembered=knowledge.remembered)
+        self._news = SnapshotListener(self._view, wake=self._wake, failed=self._mailbox.put)
         self._recovery = RecoveryReporter(self._context, membership, knowledge)
         self._admission = Admission(self._context, refuse=self._mailbox.put)
         self._registration = Registration(self._context, membership)
         self._round_driver = RoundDriver(self._context, self._registration, membership, averages)
-        self._bandwidths = BandwidthReports(self._context)
-        self._backups = backups
-        self._meetings = MeetingPoints(
+        self._bandwidths, self._backups = BandwidthReports(self._context), backups
+        self._reverse = ReverseConnections(
             connection_manager, server, relays if relays is not None else [], me=settings.peer
         )
         reach = connection_manager.reach
@@ -128,7 +134,7 @@ class Agent:
 
     def open(self) -> None:
         """Read the state of the run. Raises CoordinatorAway where the coordinator cannot be reached."""
-        self._view.start(deadline_s=self._settings.timeouts.arrival_s)
+        self._view.start(deadline_s=self._settings.timeouts.coordinator_start_s)
 
     def run(self) -> PeerOutcome:
         """Lead this peer through the run until its ranks have ended. Call `open` first."""
@@ -137,7 +143,7 @@ class Agent:
             while not self._is_over():
                 now, began_s = time.monotonic(), time.thread_time()
                 until_s = self._step(self._newest(), now)
-                self._news.looked(time.thread_time() - began_s)
+                self._news.note_cost(time.thread_time() - began_s)
                 self._take_events(until_s)
         finally:
             self._close()
@@ -257,7 +263,7 @@ class Agent:
             return
         round, digest = self._round_driver.held or (self._holding.round, self._holding.digest)
         self._copies.update(snapshot)
-        self._meetings.update(snapshot)
+        self._reverse.update(snapshot)
         self._listed_wants = self._state_sync.wants
         # Written again only when something has changed: others read it as an answer to the newest commit.
         self._registration.publish(
@@ -265,7 +271,7 @@ class Agent:
                 peer=self._context.me,
                 incarnation=self._settings.incarnation,
                 addresses=self._connection_manager.addresses,
-                serves=self._meetings.serves,
+                serves=self._reverse.serves,
                 round=round,
                 digest=digest,
                 ranks=self._local.world or 1,
@@ -298,9 +304,8 @@ class Agent:
                 continue
             ranks = other.member.ranks
             if ranks != mine.member.ranks:
-                self._end(
-                    f"'{name}', who was there before, has {ranks} ranks: use --nproc {ranks}", failed=True
-                )
+                why = f"'{name}', who was listed before, has {ranks} ranks: use --nproc {ranks}"
+                self._end(why, failed=True)
 
     def _replace(self, snapshot: RunSnapshot, now: float) -> None:
         """Fetch the run's state and have the ranks load it, where they hold another one."""

@@ -1,7 +1,7 @@
-"""What the parts of an agent share: settings, connections, and the writer to the coordinator.
+"""What an agent's parts share: settings, connections, and a thread that writes to the coordinator.
 
-The agent's loop never waits for the coordinator. Each write to it is a job of `Writer`, which runs the jobs
-one after the other on a thread of its own. While the coordinator cannot be reached the jobs wait.
+The agent's loop never waits for the coordinator. Each write to it is a job of `CoordinatorWriter`, which runs
+the jobs one after the other on a thread of its own. While the coordinator cannot be reached the jobs wait.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Job:
     repeats: bool
 
 
-class Writer:
+class CoordinatorWriter:
     """Runs jobs that talk to the coordinator, one after the other, on a thread of its own.
 
     Args:
@@ -159,8 +159,8 @@ class PeerSettings:
     token: str = ""
 
 
-class Events(Protocol):
-    """A journal, to which the agent appends what happens."""
+class EventSink(Protocol):
+    """The journal to which the agent appends events."""
 
     def write(self, event: str, *, round: int, **fields: object) -> None:
         """Append one event. fields: its further fields, by name."""
@@ -168,7 +168,7 @@ class Events(Protocol):
 
 
 class ServesState(Protocol):
-    """Serves copies of this peer's states to newcomers, and averages of rounds."""
+    """Serves copies of this peer's states to joining peers, and averages of rounds."""
 
     @property
     def urls(self) -> Sequence[str]:
@@ -193,7 +193,7 @@ class ServesState(Protocol):
         ...
 
 
-class Fetch(Protocol):
+class FetchState(Protocol):
     """Fetches the state of a commit from peers that have it."""
 
     def __call__(
@@ -220,9 +220,9 @@ class FetchAverage(Protocol):
         at_once: int,
         cancelled: Callable[[], bool],
     ) -> FetchedAverage:
-        """Fetch one file for each rank of this peer. Raises PeerError; see `Fetch`.
+        """Fetch one file for each rank of this peer. Raises PeerError; see `FetchState`.
 
-        at_once: from so many peers parts are fetched; with 1 all of it comes from one peer.
+        at_once: the number of peers that are fetched from; with 1 all of it comes from one peer.
         """
         ...
 
@@ -242,8 +242,8 @@ class AgentContext:
     connection_manager: ConnectionManager
     rank_server: RankServer
     local: LocalRanks
-    writer: Writer
-    events: Events
+    writer: CoordinatorWriter
+    events: EventSink
     wake: Callable[[], None]
 
     @property

@@ -1,4 +1,4 @@
-"""Builds an agent from a recipe, which is what `bloomery peer` runs, with its access and its journal.
+"""Assembles the agent that `bloomery peer` runs from a recipe: credentials, listeners, state server, journal.
 
 `PeerAccess` says who the peer is, where its coordinator is, which certificates it has and where it listens;
 `RoundJournal` writes what happens in the rounds to RUN/rounds.jsonl.
@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from bloomery.agent.agent import Agent
 from bloomery.agent.agent_context import PeerSettings
-from bloomery.agent.backup_choice import Backups
+from bloomery.agent.backup_choice import BackupChoice
 from bloomery.agent.known_commits import KnownCommits
 from bloomery.agent.state_serving import PeerStateServer
 from bloomery.agent.state_sync import KeptAverages
@@ -38,7 +38,7 @@ from bloomery.plan.schedule import total_samples
 from bloomery.protocol.keys import Keys, is_name, name_mistake
 from bloomery.protocol.records import PROTOCOL, PROTOCOL_VERSION
 from bloomery.state_transfer.averages import AverageFetcher
-from bloomery.state_transfer.client import Fetcher
+from bloomery.state_transfer.client import StateFetcher
 from bloomery.state_transfer.served_states import ServedStates
 from bloomery.transport.connection import Contact
 from bloomery.transport.connection_manager import ConnectionManager
@@ -62,16 +62,16 @@ log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1:0"
 DIALS_ONLY = "none"
-"""What elastic.listen says of a peer that accepts no connections, as behind a NAT."""
+"""The value of elastic.listen for a peer that accepts no connections, as behind a NAT."""
 _KEPT_ROUNDS = 4
-"""Of how many rounds a peer keeps averages at most, for listed peers that were not in them."""
+"""The most rounds of which a peer keeps averages, for listed peers that were not in them."""
 _LOSSY = 0.1
 """The relative error of a round's average above which a peer warns at its start."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PeerAccess:
-    """Who a peer is and what it has access to, from [elastic] of the recipe, the environment and the bundle.
+    """A peer's name, addresses and credentials, from [elastic] of the recipe, the environment and the bundle.
 
     run: the name of the run.
     peer: the name of this peer.
@@ -100,9 +100,9 @@ class PeerAccess:
     def answered(self, etcd: Etcd) -> None:
         """Wait until the coordinator answers, since it may be restarting.
 
-        Raises CoordinatorAway when `timeouts.arrival_s` has passed without an answer.
+        Raises CoordinatorAway when `timeouts.coordinator_start_s` has passed without an answer.
         """
-        end_s = time.monotonic() + self.timeouts.arrival_s
+        end_s = time.monotonic() + self.timeouts.coordinator_start_s
         while True:
             try:
                 etcd.get(Keys(self.run).epoch)
@@ -128,7 +128,7 @@ class PeerAccess:
     def without_unreachable_addresses(self, etcd: Etcd) -> PeerAccess:
         """Return the access without addresses of loopback where the coordinator serves other machines, too.
 
-        It does where it is elsewhere, and where it is here and tells an address that others can dial.
+        It does where it is elsewhere, and where it is here and advertises an address that others can dial.
         Without certificates a run is on one machine.
         """
         if self.bundle is None or not self.is_on_one_machine or _are_here(etcd.client_urls()):
@@ -138,7 +138,7 @@ class PeerAccess:
 
 
 def access_of(recipe: Recipe, sources: Mapping[str, str], environment: Mapping[str, str]) -> PeerAccess:
-    """Return who the peer is that this recipe describes on this machine, and what it has access to.
+    """Return the name, addresses and credentials of the peer that this recipe describes on this machine.
 
     Raises ConfigError, CoordinatorError or PeerError.
 
@@ -245,8 +245,12 @@ def _beyond_this_machine(addresses: tuple[str, ...]) -> tuple[str, ...]:
     """
     reachable = tuple(address for address in addresses if not is_loopback(split_address(address)[0]))
     if reachable != addresses:
-        told = ", ".join(reachable) or "nothing: this peer only dials, unless elastic.listen names an address"
-        log.warning("other machines cannot reach %s, and are told %s", ", ".join(addresses), told)
+        advertised = (
+            ", ".join(reachable) or "nothing: this peer only dials, unless elastic.listen names an address"
+        )
+        log.warning(
+            "other machines cannot reach %s; this peer advertises %s", ", ".join(addresses), advertised
+        )
     return reachable
 
 
@@ -283,8 +287,8 @@ def assemble_agent(recipe: Recipe, access: PeerAccess, rundir: RunDirectory, sta
         listen=access.listen,
         advertise=access.advertise,
         is_relay=section.relay,
-        turns=limits.turns,
-        patience=limits.patience,
+        turns=limits.dialing,
+        patience=limits.tcp,
         handshake_s=limits.handshake_s,
         relays=lambda: tuple(relays),
         rate_limiter=rate_limiter,
@@ -318,11 +322,11 @@ def assemble_agent(recipe: Recipe, access: PeerAccess, rundir: RunDirectory, sta
         etcd=etcd,
         connection_manager=connection_manager,
         server=server,
-        fetch=Fetcher(rundir.path / "fetched", trust),
+        fetch=StateFetcher(rundir.path / "fetched", trust),
         events=RoundJournal(journal, access.peer),
         knowledge=knowledge,
         relays=relays,
-        backups=Backups(rundir, me=access.peer) if recipe.backup.url else None,
+        backups=BackupChoice(rundir, me=access.peer) if recipe.backup.url else None,
         averages=KeptAverages(
             rundir.path / "averages",
             states,

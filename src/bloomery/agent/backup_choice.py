@@ -1,4 +1,4 @@
-"""Decides which member backs the run up: of those that can, the one that was listed first."""
+"""Chooses the peer that makes a run's backups: of the members that can, the one that was listed first."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from bloomery.events.run_directory import RunDirectory
 log = logging.getLogger(__name__)
 
 
-class Backups:
-    """One peer's part in the backups of its run. It tells its ranks through a file in the run directory.
+class BackupChoice:
+    """Decides at each snapshot whether this peer makes the run's backups, and writes that to a file for its
+    ranks.
 
     Each member publishes the newest round that it has backed up. The member that was listed first makes the
     backups; the others prune their checkpoints as if its backups were their own. When it is gone the next
@@ -36,7 +37,7 @@ class Backups:
         return backed_up_round(self._rundir)
 
     def update(self, snapshot: RunSnapshot) -> None:
-        """Decide whether this peer makes the backups; tell its ranks that, and what others have backed up."""
+        """Decide whether this peer makes the backups; write for its ranks that and what others backed up."""
         lives = {
             name: listed.life
             for name, listed in snapshot.members.items()

@@ -1,4 +1,4 @@
-"""Keeps what a peer knows of its run in RUN/known.json, so that a coordinator that lost its data is noticed.
+"""Keeps the newest commit that a peer knows in RUN/known.json, and detects a coordinator that lost its data.
 
 The file holds the newest commit that the peer has read, the shares of samples that belong to it, and the
 highest epoch. The checkpoint that the ranks restored belongs to one more commit. Where the coordinator knows

@@ -1,4 +1,4 @@
-"""Serves the socket to which a peer's ranks connect: receives their messages, sends requests and descriptors.
+"""Unix socket server between an agent and its ranks: receives messages, sends commands and descriptors.
 
 It is a Unix socket that keeps messages whole (SOCK_SEQPACKET), in a directory that only this user may enter.
 When a rank dies the kernel closes its end, so the agent learns of it within a millisecond, without polling.

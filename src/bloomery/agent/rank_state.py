@@ -1,4 +1,4 @@
-"""Keeps the state of a peer's ranks as their messages report it, and finds ranks that make no progress.
+"""Combines what the ranks of a peer have reported to its agent, and finds ranks that make no progress.
 
 `LocalRanks` combines the messages of all ranks: what the peer as a whole holds, offers and has reduced.
 `RankProgress` has a deadline for each activity, by this machine's monotonic clock. The lease shows only that
@@ -34,7 +34,7 @@ from bloomery.protocol.records import Ready
 
 _REMEMBERED = 32
 _NO_ANSWERS = (StateHeld, StateCopied)
-"""Messages after which a rank still has to do what it was told."""
+"""Messages after which a rank has not yet carried out its agent's command."""
 _WORKING = ("start", "compile", "step", "evaluate", "offer", "save")
 """Activities with a deadline. In the others a rank waits for ranks that have deadlines of their own."""
 
@@ -49,7 +49,7 @@ class _Pace:
     begun: when its activity began.
     asked: when it was told to do something though it waits for others; None while it has nothing to
         do.
-    copies: how long its last copies of the state for newcomers took, seconds.
+    copies: how long its last copies of the state for joining peers took, seconds.
     seconds: how long its last steps took, seconds.
     """
 

@@ -1,4 +1,4 @@
-"""Lists a peer among the run's members, refuses one that trains something else, and publishes bandwidths.
+"""Registers a peer in the coordinator, refuses other settings than the run's, and publishes link bandwidths.
 
 A peer is listed with the state that it holds, and unlisted while its ranks make no progress. Bandwidths are
 measured after a member has joined, for a fraction of a second each, one after the other and never during an
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 _JOB = "the list of members"
 _SHOWN = 5
-"""How many of the differing settings a refusal names."""
+"""The most differing settings that a refusal names."""
 
 
 class Registration:
@@ -109,7 +109,7 @@ class Registration:
 _AGAIN_S = 60.0
 _MOST = 1 << 22
 _NEAR, _FAR = 12, 12
-"""How many links a peer measures: to so many peers that follow it by name, and to so many others."""
+"""The most links that a peer measures to peers that follow it by name, and to peers further on."""
 _PUBLISHED_EVERY_S = 10.0
 
 
@@ -260,12 +260,12 @@ class Admission:
         mine = {key: value for key, value in self.settings.items() if key not in without}
         differing = differences({key: theirs[key] for key in theirs if key not in without}, mine)
         if differing or fingerprint(theirs) != asked:
-            self._refuse(OtherRun(first, differing))
+            self._refuse(SettingsMismatch(first, differing))
         else:
             self._alike |= {asked}
 
 
-class OtherRun(CoordinatorError):
+class SettingsMismatch(CoordinatorError):
     """The settings of a peer are not those of the run; the message names some of them, with both values."""
 
     def __init__(self, first: str, differing: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""Runs one attempt of a round's all_reduce: collects connections, lends them to the ranks, and ends it."""
+"""Runs one attempt of a round's all_reduce: connects to both neighbours, and passes sockets to the ranks."""
 
 from __future__ import annotations
 

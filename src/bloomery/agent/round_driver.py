@@ -1,4 +1,4 @@
-"""Drives a peer through the rounds: starts its ranks, offers their part, runs attempts, proposes decisions.
+"""Drives a peer through the rounds: sends its ranks StartRound, offers their part, runs attempts, commits.
 
 Each method compares the newest snapshot with what it has done already, and does the rest; called again with
 the same snapshot it does nothing.
@@ -19,7 +19,7 @@ from bloomery.agent.ring_attempt import AttemptFailure, AttemptStage, AttemptTim
 from bloomery.agent.state_sync import KeptAverages
 from bloomery.agent.timeouts import ring_deadline_s
 from bloomery.coordination import transactions
-from bloomery.coordination.decide import Conclude, Decision, Propose, RequestFlush, TakeShare
+from bloomery.coordination.decide import CommitRound, Decision, Propose, RequestFlush, TakeShare
 from bloomery.coordination.eligibility import norm_limit
 from bloomery.coordination.etcd import TransactionResult
 from bloomery.coordination.membership import Membership
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 _AGAIN_S = 0.5
 _STEPS = 2.0
-"""How many usual step times are added to stall_s where steps overlap the ring."""
+"""The usual step times that are added to stall_s where steps overlap the ring."""
 
 
 class RoundDriver:
@@ -93,7 +93,7 @@ class RoundDriver:
         self._note(commit, snapshot, included=included, ringing=ringing)
         if is_first:
             return  # ranks that have just started report what they hold, and the agent compares that
-        # On a busy machine several commits may have arrived since the last look.
+        # On a busy machine several commits may have arrived since the last snapshot.
         self.overtaken = 0 if included else self.overtaken + commit.round - before
         if included:
             self._keep_average(commit, snapshot)
@@ -175,7 +175,9 @@ class RoundDriver:
         if isinstance(decision, RequestFlush) and self._flushed_round < decision.round:
             self._flushed_round = decision.round
             self._context.rank_server.send(FlushRound(round=decision.round))
-        if not isinstance(decision, Propose | Conclude | TakeShare) or self._context.writer.is_at("decision"):
+        if not isinstance(decision, Propose | CommitRound | TakeShare) or self._context.writer.is_at(
+            "decision"
+        ):
             return
         version, acted_s = self._acted
         if snapshot.version == version and now < acted_s + _AGAIN_S:
@@ -345,8 +347,8 @@ class RoundDriver:
         etcd, keys, me = self._context.etcd, self._context.keys, self._context.me
         if isinstance(decision, Propose):
             outcome = transactions.propose(etcd, keys, snapshot, decision)
-        elif isinstance(decision, Conclude):
-            outcome = transactions.conclude(etcd, keys, snapshot, decision)
+        elif isinstance(decision, CommitRound):
+            outcome = transactions.commit_round(etcd, keys, snapshot, decision)
         else:
             assert isinstance(decision, TakeShare), decision
             present = snapshot.members[me]

@@ -1,7 +1,7 @@
-"""Serves a peer's state to newcomers: where it is dialled, where it waits, and of what it keeps copies.
+"""Serves a peer's state to joining peers: its URLs, reverse connections through NAT, copies on demand.
 
 A copy takes as much memory as the state, and a peer that makes one pauses for it. So none is made before a
-listed peer wants a state, a few peers make one for each, and it goes when nobody wants it any more.
+listed peer wants a state; then a few peers make one, and remove it when nobody wants it any more.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 class PeerStateServer:
     """Serves the peer's state beside each listening port, on the next port or, if that is 0, on a free one.
 
-    A peer that only dials serves the connections on which it waits at other peers.
+    A peer that only dials serves its reverse connections.
     """
 
     def __init__(
@@ -79,24 +79,24 @@ class PeerStateServer:
 
 
 def _beside(address: str) -> str:
-    """Return the address that is beside one of the rings."""
+    """Return the state server's address for a ring's address: the next port, or a free one for port 0."""
     host, port = split_address(address)
     return join_address(host, port + 1 if port else 0)
 
 
 NEWCOMERS = 8
-"""A peer waits at so many newcomers at most at a time."""
+"""The most joining peers to which a peer that cannot be dialled keeps reverse connections."""
 
 
-class MeetingPoints:
-    """Waits at peers that relay as long as this peer serves something.
+class ReverseConnections:
+    """Keeps reverse connections to relays while this peer serves something, for peers that cannot dial it.
 
-    Where no peer relays, one that only dials waits at those newcomers that can be dialled.
+    Where no peer relays, a peer that only dials keeps them to those joining peers that can be dialled.
 
     serves: where this peer serves, for its entry in the list of members.
 
     Args:
-        connections: makes the connections that wait.
+        connections: makes the reverse connections.
         server: serves them.
         relays: a list that is kept filled with the members that relay.
         me: the name of this peer.
@@ -112,18 +112,20 @@ class MeetingPoints:
         self._points: Sequence[Contact] = ()
 
     def update(self, snapshot: RunSnapshot) -> None:
-        """Note who relays and who is new, and wait where newcomers come."""
+        """Note which members relay or join, and keep reverse connections to those where they are needed."""
         if snapshot.members != self._members:
             self._members = snapshot.members
             members = [listed.member for _, listed in sorted(snapshot.members.items())]
             self._relays[:] = [_contact(member) for member in members if member.relays and member.addresses]
-            self._points = self._connections.meeting_points(self._me)
+            self._points = self._connections.relays_for(self._me)
             if not self._points and not self._urls:
                 self._points = [_contact(member) for member in members if self._is_newcomer(member)][
                     :NEWCOMERS
                 ]
             self.serves = self._urls or ((THROUGH_RELAY,) if self._points else ())
-        self._connections.wait_at(self._points if self._server.is_serving else (), self._server.serve)
+        self._connections.keep_reverse_connections(
+            self._points if self._server.is_serving else (), self._server.serve
+        )
 
     def _is_newcomer(self, member: Member) -> bool:
         """Whether this member fetches a state or an average, and can be dialled."""
@@ -135,11 +137,12 @@ def _contact(member: Member) -> Contact:
 
 
 SOURCES = 4
-"""So many peers make a copy for one newcomer, and twice as many with each round that is committed without it,
-since one that makes none, or a wrong one, must not keep it out."""
+"""The peers that make a copy for one joining peer. They double with each round that is committed without it,
+since a peer that makes none, or a wrong one, must not keep it out."""
 _DOUBLINGS = 10
+"""The most doublings of SOURCES."""
 _KEPT = 2
-"""A peer keeps so many copies at most: one that is being fetched, and one of a later state."""
+"""The most copies that a peer keeps: one that is being fetched, and one of a later state."""
 
 
 class CopyKeeper:
@@ -149,7 +152,7 @@ class CopyKeeper:
 
     Args:
         server: serves the copies.
-        ranks: where the ranks are told.
+        ranks: sends commands to the ranks.
         local: what the ranks have reported.
         me: the name of this peer.
     """
@@ -217,7 +220,7 @@ def _sources(newcomer: str, listed: ListedMember, holders: Mapping[str, bool]) -
 
     Those that can be dialled come first, to spare the peers that relay.
 
-    holders: the peers that hold the state and can serve a copy of it, and whether through a relay alone.
+    holders: the peers that hold the state and can serve a copy of it, and whether only through a relay.
     """
     count = SOURCES << min(listed.member.overtaken, _DOUBLINGS)
     return sorted(following(newcomer, list(holders)), key=lambda name: holders[name])[:count]

@@ -1,4 +1,4 @@
-"""Fetches what leads from this peer's state to that of the run, and keeps averages for peers that do so.
+"""Brings a peer that is behind to the run's state: fetches missed rounds' averages, or a whole checkpoint.
 
 A round's average is of 4 bytes a parameter (of the fragment), and a state of about 20. So who missed a few
 rounds fetches their averages, and computes the states that follow (`diloco/kept_states.py`).
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from bloomery.agent.agent_context import Fetch, FetchAverage
+from bloomery.agent.agent_context import FetchAverage, FetchState
 from bloomery.agent.rank_server import RankServer
 from bloomery.agent.state_serving import following
 from bloomery.coordination.snapshot import ListedMember, RunSnapshot
@@ -178,7 +178,7 @@ class StateSync:
 
     def __init__(
         self,
-        fetch: Fetch,
+        fetch: FetchState,
         *,
         me: str,
         wake: Callable[[], None],
@@ -288,7 +288,7 @@ class StateSync:
         """Return who may have it: those that say they have a copy, or that were in the average's round.
 
         Those that can be dialled come first, to spare the peers that relay, and then those that follow this
-        peer by name, so that not all newcomers begin with the same peer.
+        peer by name, so that not all joining peers begin with the same peer.
         """
         digest = sought.commit.digest
         names: Iterable[str] = [name for name in others if digest in others[name].member.copies]

@@ -1,4 +1,4 @@
-"""Keeps all time-outs of training between peers in one table, each from a setting or another time-out.
+"""The table of all time-outs of training between peers, each computed from a setting or another time-out.
 
 `bloomery peer explain` prints the table.
 """
@@ -13,6 +13,7 @@ from bloomery.transport.connection_pool import DialTiming
 from bloomery.transport.sockets import TcpTimeouts
 
 _MEDIANS = 10.0
+"""The multiple of the median duration after which a step or a ring counts as hung."""
 _NAT_S, _AWAY_S = 30, 15.0
 
 
@@ -23,7 +24,7 @@ class Entry:
     name: its field in `Timeouts`.
     seconds: how long it is.
     origin: the setting that it is, or how it is computed from others.
-    why: what waits so long, and for what.
+    why: what waits, and for what.
     """
 
     name: str
@@ -39,8 +40,8 @@ class Timeouts:
     heartbeat_s: float
     lease_s: float
     coordinator_s: float
-    arrival_s: float
-    silence_s: float
+    coordinator_start_s: float
+    coordinator_silence_s: float
     grace_s: float
     patience_s: float
     stagger_s: float
@@ -49,7 +50,7 @@ class Timeouts:
     ring_s: float
     turn_s: float
     handshake_s: float
-    begin_s: float
+    redial_s: float
     connect_s: float
     keepalive_s: float
     unanswered_s: float
@@ -60,13 +61,13 @@ class Timeouts:
     ending_s: float
 
     @property
-    def turns(self) -> DialTiming:
-        """Return the time-outs of connecting to a neighbour."""
-        return DialTiming(turn_s=self.turn_s, answer_s=self.begin_s, retry_s=self.turn_s / 10)
+    def dialing(self) -> DialTiming:
+        """Return the time-outs of dialling a ring neighbour."""
+        return DialTiming(turn_s=self.turn_s, answer_s=self.redial_s, retry_s=self.turn_s / 10)
 
     @property
-    def patience(self) -> TcpTimeouts:
-        """Return the time-outs that the kernel applies to connections."""
+    def tcp(self) -> TcpTimeouts:
+        """Return the TCP time-outs that the kernel applies to connections."""
         idle_s = int(self.keepalive_s)
         return TcpTimeouts(
             idle_s=idle_s, probe_s=max(1, idle_s // 3), probes=3, unanswered_s=self.unanswered_s
@@ -115,13 +116,13 @@ def table(section: ElasticSection) -> tuple[Entry, ...]:
             why="the limit of one request to the coordinator, so that two fit into a lease",
         ),
         Entry(
-            name="arrival_s",
+            name="coordinator_start_s",
             seconds=6 * coordinator_s,
             origin="6 × coordinator_s",
-            why="a starting peer waits so long for the coordinator, which may be restarting",
+            why="how long a starting peer waits for the coordinator, which may be restarting",
         ),
         Entry(
-            name="silence_s",
+            name="coordinator_silence_s",
             seconds=coordinator_s,
             origin="coordinator_s",
             why="a coordinator that is silent for so long is asked again, at its next endpoint",
@@ -175,7 +176,7 @@ def table(section: ElasticSection) -> tuple[Entry, ...]:
             why="a connection that has not authenticated itself by then is closed",
         ),
         Entry(
-            name="begin_s",
+            name="redial_s",
             seconds=turn_s,
             origin="turn_s",
             why="a kept connection that was silent for so long is dialled again",

@@ -56,7 +56,7 @@ def export(arguments: list[str]) -> int:
     refuse_existing(target)
     from bloomery.evaluate.open_checkpoint import open_model  # loads torch
     from bloomery.interchange import huggingface
-    from bloomery.interchange.generation_files import companions_of
+    from bloomery.interchange.generation_files import generation_files_of
 
     saved = open_model(files)
     with data_bar(shown=not args.json) as progress:
@@ -67,7 +67,7 @@ def export(arguments: list[str]) -> int:
             tokenizer=saved.tokenizer_path,
             end_of_document=saved.tokenizer.end_of_document,
             dtype=args.dtype,
-            companions=companions_of(files.rundir),
+            companions=generation_files_of(files.rundir),
             progress=progress,
         )
     if args.json:
@@ -203,7 +203,7 @@ def _write_run(path: Path, imported: Imported, args: Namespace, progress: Progre
     from bloomery.data.tokenizer import load_tokenizer
     from bloomery.events.incarnation import begin
     from bloomery.events.run_directory import RunDirectory
-    from bloomery.interchange.generation_files import CONFIG, keep_companions
+    from bloomery.interchange.generation_files import CONFIG, keep_generation_files
     from bloomery.model.shape import logical_shapes, resolve
 
     assert imported.tokenizer is not None, "the caller checked it"
@@ -215,7 +215,7 @@ def _write_run(path: Path, imported: Imported, args: Namespace, progress: Progre
     )  # refuses too many tokens
     tokenizer.save(rundir.data / tokenizer.file_name)
     if (args.path / CONFIG).is_file():  # a Hugging Face directory
-        keep_companions(
+        keep_generation_files(
             args.path,
             rundir,
             tokenizer=imported.tokenizer,

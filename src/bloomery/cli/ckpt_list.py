@@ -15,7 +15,7 @@ from bloomery.checkpoint.format.catalogue import (
     CommittedCheckpoint,
     RemoteCopy,
     checkpoints,
-    disk_overhead,
+    disk_bytes_per_tensor_byte,
     remote_copies,
     verify,
 )
@@ -38,7 +38,7 @@ from bloomery.config.recipe import Recipe
 from bloomery.errors import BloomeryError, CheckpointError
 from bloomery.events.run_directory import RunDirectory
 from bloomery.objects import storage_failure
-from bloomery.objects.uploads import CutUploads
+from bloomery.objects.uploads import UnfinishedUploads
 
 _COLUMNS = ("step", "inc", "saved", "size", "tokens", "loss", "held-out", "backup", "state", "kept")
 _KEPT_WIDTH, _STATE_WIDTH = 26, 15
@@ -148,7 +148,7 @@ def _end_cut_uploads(recipe: Recipe, args: Namespace) -> None:
     urls = {section.url for section in sections(recipe).values()} | {recipe.checkpoint.url}
     for url in sorted(url for url in urls if url.startswith(("s3://", "gs://"))):
         try:
-            uploads = CutUploads(f"{url.rstrip('/')}/{recipe.run.name}")
+            uploads = UnfinishedUploads(f"{url.rstrip('/')}/{recipe.run.name}")
             for upload in uploads.list():
                 if not args.dry_run:
                     uploads.end(upload)
@@ -255,7 +255,7 @@ def _prune_plan(
         section=recipe.checkpoint if recipe is not None else CheckpointSection(),
         run_length_steps=length,
         is_intact=intact,
-        only_here=() if recipe is None else waiting_for_copies(rundir, recipe),
+        not_backed_up=() if recipe is None else waiting_for_copies(rundir, recipe),
         reach_steps=() if recipe is None else recipe.guard.reach_steps,
     )
 
@@ -289,7 +289,7 @@ def _excess(checkpoint: CommittedCheckpoint) -> float | None:
     if is_stored_elsewhere(checkpoint.directory):
         return None
     try:
-        return round(disk_overhead(checkpoint.directory), 3)
+        return round(disk_bytes_per_tensor_byte(checkpoint.directory), 3)
     except (CheckpointError, OSError):
         return None
 

@@ -106,7 +106,7 @@ def _facts(
     loaded: LoadedRecipe, run: Path | None, options: argparse.Namespace, progress: Any
 ) -> dict[str, Any]:  # Any: the report as JSON
     from bloomery.cli.data_duplicates import texts_of
-    from bloomery.data.audit import Ngrams, audit_text, neighbours_of, taken_of
+    from bloomery.data.audit import Ngrams, audit_text, neighbours_of, sample_counts_of
     from bloomery.data.overlap import overlap_of
     from bloomery.data.stream import dataset_rows
     from bloomery.train.data_stream import data_forecast, stream_of_run
@@ -129,7 +129,7 @@ def _facts(
     )
     order, sizes = ahead.stream.order, [_samples_of(ahead.stream, n) for n in range(len(rows))]
     near = neighbours_of(order, sizes, samples=ahead.samples, progress=progress)
-    taken = taken_of(order, sizes, samples=ahead.samples)
+    taken = sample_counts_of(order, sizes, samples=ahead.samples)
     text = audit_text(training, others, size=options.ngram, at_most_tokens=options.tokens, progress=progress)
     return {
         "recipe": str(options.recipe),

@@ -61,7 +61,7 @@ def add_parser(commands: Any) -> None:  # Any: argparse names no type for it
 
 def _dedup(options: argparse.Namespace) -> int:
     from bloomery.cli.data_pairs import print_result
-    from bloomery.data.duplicates import DUPLICATES, Likeness, deduplicate
+    from bloomery.data.duplicates import DUPLICATES, SimilarityThreshold, deduplicate
     from bloomery.errors import DataError
 
     if not 0.5 <= options.threshold <= 1 or not 1 <= options.ngram <= 64:
@@ -69,7 +69,7 @@ def _dedup(options: argparse.Namespace) -> int:
             f"--threshold {options.threshold} and --ngram {options.ngram} find no near duplicates.",
             remedy="Give a share from 0.5 to 1, and 1 to 64 tokens.",
         )
-    likeness = Likeness(threshold=1.0 if options.exact else options.threshold, ngram=options.ngram)
+    likeness = SimilarityThreshold(threshold=1.0 if options.exact else options.threshold, ngram=options.ngram)
     with data_bar(shown=not options.json) as progress:
         done = deduplicate(
             options.prefixes, options.out, likeness=likeness, against=options.against, progress=progress

@@ -50,7 +50,7 @@ def run(arguments: list[str]) -> int:
     options = _parse(arguments)
     from bloomery.agent.assemble import access_of
     from bloomery.cli.arguments import load_given
-    from bloomery.coordination.attempts import ring
+    from bloomery.coordination.attempts import ring_order
     from bloomery.coordination.run_view import RunView
     from bloomery.protocol.keys import Keys
     from bloomery.transport.bandwidth_probe import MAX_LOAD, ProbeSizes
@@ -74,7 +74,7 @@ def run(arguments: list[str]) -> int:
         sizes = ProbeSizes(streams=loaded.recipe.elastic.streams)
         links = _measure(access, snapshot, access.trust(etcd), sizes)
     rates = {name: dict(row) for name, row in snapshot.rates.items() if name in snapshot.members}
-    order, _ = ring(tuple(snapshot.members), rates=rates)
+    order, _ = ring_order(tuple(snapshot.members), rates=rates)
     if options.json:
         measured = {"peer": access.peer, "now": _links_json(links), "rates": rates, "order": list(order)}
         print(json.dumps(measured, indent=1))
@@ -123,7 +123,7 @@ def _measure(access: PeerAccess, snapshot: RunSnapshot, trust: object, sizes: Pr
     assert isinstance(trust, Trust)
     identity = OwnIdentity(run=access.run, peer=access.peer, incarnation=secrets.token_hex(8))
     connections = ConnectionManager(
-        identity, trust, listen=(), turns=access.timeouts.turns, patience=access.timeouts.patience
+        identity, trust, listen=(), turns=access.timeouts.dialing, patience=access.timeouts.tcp
     )
     links: dict[str, LinkMeasurement | str] = {}
     for name, listed in sorted(snapshot.members.items()):

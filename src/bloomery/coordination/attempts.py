@@ -1,4 +1,4 @@
-"""Puts an attempt together: how long it waits for parts, and in which order its members stand in the ring.
+"""Plans an all_reduce attempt: how long it waits for offers, and the order of its members in the ring.
 
 In synchronous rounds all who have a share are waited for, up to grace_s after the first offer. Asynchronous
 rounds (Decoupled DiLoCo, arXiv 2604.21428) begin once a quorum has offered, and wait for the others only
@@ -27,20 +27,20 @@ from bloomery.protocol.records import Attempt
 _EXHAUSTIVE = 7
 """Members up to which every order is tried: 720 then."""
 _SMALL = 64
-"""Members up to which the search is thorough: it takes some 30 ms for so many, and under a second for 500."""
+"""Members up to which the search is thorough: with 64 it takes some 30 ms, with 500 under a second."""
 _TINY, _DRAWN = 32, 10
-"""Members up to which the search also begins from so many orders drawn at random."""
+"""Up to _TINY members the search also begins from _DRAWN random orders."""
 _EXCHANGES = 25_000_000
-"""Exchanges of two pieces that one search looks at, at most."""
+"""The most exchanges of two pieces that one search tries."""
 _IN_VAIN, _IN_VAIN_IF_SMALL = 8, 24
-"""Slow hops that a search looks at without finding anything better before it ends."""
+"""The slow hops that a search tries in vain before it ends; the second is for small rings."""
 _UNMEASURED, _BROKEN = 0.0, -1.0
 
 _Rates = npt.NDArray[np.float32]
 _Order = npt.NDArray[np.intp]
 
 
-def ring(
+def ring_order(
     members: Sequence[str],
     *,
     rates: Mapping[str, Mapping[str, float]] | None = None,
@@ -93,7 +93,7 @@ def _table(
 
 @functools.lru_cache(maxsize=8)
 def _remembered_order(size: int, rates: bytes) -> tuple[int, ...]:
-    """Return `_best_order`; the same question is asked at every look at the round under way."""
+    """Return `_best_order`; the same order is asked for at every decision about the round under way."""
     return tuple(_best_order(np.frombuffer(rates, np.float32).reshape(size, size)).tolist())
 
 
@@ -200,15 +200,15 @@ def _with_reversal(table: _Rates, path: _Order) -> _Order | None:
 
 
 _WINDOW = 0.5
-"""The share of the overlapped steps for which a quorum waits; the exchange has the other half."""
+"""The share of the overlapped steps for which a quorum waits; the all_reduce has the other half."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gathering:
-    """Whether parts are waited for.
+    """Whether the round waits for more offers.
 
     why: the reason for waiting, for logs; "": an attempt is proposed now.
-    whom: the peers that are waited for.
+    whom: the peers whose offers are waited for.
     until_s: by the local monotonic clock, seconds; None: until something changes.
     hurries: whether this peer is waited for, and must offer the steps that it has made.
     """
@@ -232,13 +232,13 @@ def gather_offers(
     if not offers:
         return Gathering(why="nobody is ready", whom=missing)
     with_tokens_s = sorted(offer.seen_s for offer in offers.values() if offer.ready.tokens)
-    if missing and not with_tokens_s:  # only newcomers without a share have offered: the others have time
+    if missing and not with_tokens_s:  # only joining peers without a share have offered: the others have time
         return Gathering(why="nobody who has a share is ready", whom=missing)
     first_s = min(with_tokens_s or (offer.seen_s for offer in offers.values()))
     patience_s, grace_s = settings.patience_s, settings.grace_s
     quorum = min(settings.quorum, len(with_tokens_s) + len(missing))
     if 0 < quorum <= len(with_tokens_s):
-        first_s, patience_s, grace_s = with_tokens_s[quorum - 1], 0.0, window_s(offers, settings)
+        first_s, patience_s, grace_s = with_tokens_s[quorum - 1], 0.0, quorum_window_s(offers, settings)
     elif quorum:
         return Gathering(why=f"{len(with_tokens_s)} of a quorum of {quorum} are ready", whom=missing)
     if missing or len(offers) < settings.minimum_peers:
@@ -258,16 +258,16 @@ def gather_offers(
     return Gathering()
 
 
-def window_s(offers: Mapping[str, ListedOffer], settings: RoundSettings) -> float:
-    """Return how long a quorum waits for the others, seconds: less than its fastest peer's overlap lasts."""
+def quorum_window_s(offers: Mapping[str, ListedOffer], settings: RoundSettings) -> float:
+    """Return the seconds that a quorum waits for the others: less than its fastest peer's overlap lasts."""
     steps_s = [offer.ready.step_s for offer in offers.values() if offer.ready.tokens]
     return min(settings.grace_s, _WINDOW * settings.overlap_steps * min(steps_s, default=0.0))
 
 
-def unfinished(
+def carried_shares(
     snapshot: RunSnapshot, attempt: Attempt, holes: Ranges, settings: RoundSettings
 ) -> dict[str, Ranges]:
-    """Return the shares of the peers that go on with their steps after an asynchronous round without them.
+    """Return the shares that peers keep which were not in an asynchronous round and go on with their steps.
 
     These shares stay theirs, with the samples that they have used: they bring them in a later round. A peer
     that offered what cannot be averaged drops its steps, so its samples are shared out anew.

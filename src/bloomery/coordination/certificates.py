@@ -1,4 +1,4 @@
-"""Creates certificate authorities and certificates for a coordinator and the peers of a run.
+"""Creates the certificates of a coordinator and of a run's peers, and their accounts in etcd.
 
     DIRECTORY/coordinator/   authority.pem, authority.key; server.pem, server.key; clients.pem; root.password
     DIRECTORY/RUN/           authority.pem, authority.key
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.hashes import SHA256
 
 DAYS = 3650
+"""The days that a certificate is valid."""
 CLIENTS, SERVER, SERVER_KEY, PASSWORD = "clients.pem", "server.pem", "server.key", "root.password"
 _AUTHORITY_KEY = "authority.key"
 _OVERLAP = datetime.timedelta(hours=1)

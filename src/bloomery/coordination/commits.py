@@ -1,4 +1,4 @@
-"""Checks whether a commit follows from what members wrote, and chooses the commit that a run goes back to.
+"""Validates a round's commit against the members' records, and chooses the commit to which a run rewinds.
 
 Whichever peer is first concludes a round, so every member may write the key of a commit. No peer trusts a
 commit for its own sake: each compares it with the attempt, with the members' offers, and with the state
@@ -12,13 +12,13 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from bloomery.coordination.eligibility import changed_offers, spoilt
+from bloomery.coordination.eligibility import changed_offers, unusable_offers
 from bloomery.coordination.snapshot import ListedOffer, RunSnapshot
 from bloomery.data.position import Position, Ranges
 from bloomery.protocol.records import Commit, Ready
 
 SKIPS_AT_MOST = 4_096
-"""How many ranges a position may skip. A request beyond that is not followed: the commit and the shares hold
+"""The most ranges that a position may skip. A request for more is ignored: the commit and the shares hold
 the position, and a transaction that is too large for etcd would end every agent that tries it."""
 
 
@@ -117,7 +117,7 @@ def objection(commit: Commit, before: RunSnapshot) -> str:
 
 
 def objection_of_listing(commit: Commit, listed: RunSnapshot) -> str:
-    """Return what speaks against the newest commit of a listing, or "".
+    """Return why the newest commit of a listing is not valid, or "".
 
     A listing does not have all the keys that were there before the commit: the announcements of members that
     left went with their leases. So only the members that are still listed are checked.
@@ -163,7 +163,7 @@ def is_minority(members: Iterable[str], snapshot: RunSnapshot, *, before: int | 
         for name, offer in snapshot.readies.items()
         if name in shares and (before is None or offer.modified < before)
     }
-    usable = set(readies) - set(spoilt(snapshot, readies))
+    usable = set(readies) - set(unusable_offers(snapshot, readies))
     return 2 * len(usable & set(members)) < len(usable)
 
 
@@ -180,7 +180,7 @@ def _objection_to_average(commit: Commit, before: RunSnapshot) -> str:
     if standing is None or any(name not in before.readies for name in members):
         return "it names members that brought nothing"
     readies = {name: before.readies[name].ready for name in members}
-    for name, why in {**changed_offers(before, tried), **spoilt(before, readies)}.items():
+    for name, why in {**changed_offers(before, tried), **unusable_offers(before, readies)}.items():
         return f"'{name}': {why}"
     if is_minority(members, before, before=before.tried_revision):
         return "its members are fewer than half of those that could take part"

@@ -1,4 +1,4 @@
-"""A peer's bundle (certificate, key, account): reads it, watches the certificate's last day, and revokes it.
+"""A peer's bundle (certificate, key, account): reads it, warns before the certificate expires, revokes it.
 
 authority.pem     the authority that signed the certificates of the run's peers
 certificate.pem   this peer's certificate, with its name as subjectAltName and no common name
@@ -143,7 +143,7 @@ def endpoints_of(setting: str, *, has_certificates: bool = False) -> tuple[str, 
 
 
 WARN_DAYS = 30
-"""A certificate that ends within so many days is warned of."""
+"""The days before the end of a certificate from which on its peer warns of that."""
 _SEQUENCE, _VERSION, _UTC_TIME = 0x30, 0xA0, 0x17
 _CENTURY = 50
 
@@ -210,12 +210,13 @@ def _field(content: bytes) -> tuple[int, bytes, bytes]:
     return tag, content[start : start + length], content[start + length :]
 
 
-_LOOK_S = 60.0
+_CHECK_EVERY_S = 60.0
 _WARN_EVERY_S = 24 * 3600.0
 
 
 class CertificateWatch:
-    """Looks at a peer's certificate file once a minute, in a thread, until `close`.
+    """Reloads a peer's certificate when its file changes, and warns before it expires; a thread, until
+    `close`.
 
     certificate, key: the files in the peer's bundle.
     users: called with both files after they have changed; each shows the new certificate from then on, and
@@ -227,10 +228,10 @@ class CertificateWatch:
         self._loaded = self._written()
         self._warned_s = float("-inf")
         self._ended = threading.Event()
-        self.look()
+        self.check()
         threading.Thread(target=self._run, name="certificate", daemon=True).start()
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Load the certificate if its files have changed, and warn once a day if it ends soon."""
         written = self._written()
         try:
@@ -258,8 +259,8 @@ class CertificateWatch:
         self._ended.set()
 
     def _run(self) -> None:
-        while not self._ended.wait(_LOOK_S):
-            self.look()
+        while not self._ended.wait(_CHECK_EVERY_S):
+            self.check()
 
     def _written(self) -> tuple[int, ...]:
         """Return when both files were written; zeros for one that is missing."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from bloomery.coordination import commits
-from bloomery.coordination.attempts import gather_offers, ring, unfinished
+from bloomery.coordination.attempts import carried_shares, gather_offers, ring_order
 from bloomery.coordination.eligibility import (
     RoundSettings,
     answer_s,
@@ -24,8 +24,8 @@ from bloomery.coordination.eligibility import (
     left_out_before,
     may_take_share,
     rest_s,
-    spoilt,
     suspects,
+    unusable_offers,
 )
 from bloomery.coordination.snapshot import ListedMember, ListedOffer, RunSnapshot
 from bloomery.data.position import Position, merged, within
@@ -73,7 +73,7 @@ class Propose:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Conclude:
+class CommitRound:
     """Commit the round, and give out the shares of the next one.
 
     lives: create_revision of the key of each peer that must still be listed.
@@ -107,7 +107,7 @@ class Ended:
     commit: Commit
 
 
-Decision = Wait | Propose | Conclude | RequestFlush | TakeShare | Ended
+Decision = Wait | Propose | CommitRound | RequestFlush | TakeShare | Ended
 
 
 def decide(
@@ -216,7 +216,7 @@ def _follow(
     if missing:
         return Wait(why=f"epoch {attempt.epoch} of round {attempt.round} is being reduced", whom=missing)
     digest, wrong = compare_results({peer: snapshot.dones[peer].digest for peer in attempt.members})
-    wrong |= spoilt(snapshot, {peer: snapshot.readies[peer].ready for peer in attempt.members})
+    wrong |= unusable_offers(snapshot, {peer: snapshot.readies[peer].ready for peer in attempt.members})
     if wrong or changed:
         return _propose(snapshot, offers, me=me, settings=settings, now=now, silent=(), wrong=wrong)
     return _conclude(snapshot, digest=digest, me=me, settings=settings, now=now)
@@ -243,14 +243,14 @@ def _propose(
     turn = _until_turn(snapshot, fit, me, settings, now)
     if turn is not None:  # only one of the members searches for the ring's order, which is costly for 500
         return turn
-    order, dropped = ring(tuple(fit), rates=snapshot.rates, broken=broken_links(snapshot))
+    order, dropped = ring_order(tuple(fit), rates=snapshot.rates, broken=broken_links(snapshot))
     left_out |= dict.fromkeys(dropped, CUT_OFF)
     if commits.is_minority(order, snapshot):
         # Nobody accepts a commit of so few members. Those that only earlier attempts left out, or whose links
         # or result failed once, may succeed in another attempt; one that is silent may still answer this one.
         left_out = {**bad, **dict.fromkeys(silent, SILENT)}
         fit = {name: offer.ready for name, offer in offers.items() if name not in left_out}
-        order, _ = ring(tuple(fit), rates=snapshot.rates)
+        order, _ = ring_order(tuple(fit), rates=snapshot.rates)
     tokens = {name: fit[name].weight_tokens for name in order}
     shares = snapshot.shares.shares if snapshot.shares else {}
     if me in fit and me not in shares and not sum(tokens.values()):
@@ -299,7 +299,7 @@ def _conclude(
         return _propose(snapshot, offers, me=me, settings=settings, now=now, silent=())
     position = commits.position_after(standing.shares.position, readies)
     kept = {ready.peer: within(merged(ready.kept), position.holes) for ready in readies}
-    kept |= unfinished(snapshot, attempt, position.holes, settings)
+    kept |= carried_shares(snapshot, attempt, position.holes, settings)
     commit = Commit(
         round=attempt.round,
         epoch=attempt.epoch,
@@ -315,7 +315,7 @@ def _conclude(
     going_on = {peer: snapshot.members[peer] for peer in sorted(kept)}
     shares = lease_samples(position, going_on, commit.round + 1, settings, kept=kept)
     revisions = dict(zip(attempt.members, tried.offers, strict=True))
-    return Conclude(commit=commit, shares=shares, offers=revisions)
+    return CommitRound(commit=commit, shares=shares, offers=revisions)
 
 
 def _rewind(
@@ -360,10 +360,10 @@ def _go_back(snapshot: RunSnapshot, *, me: str, settings: RoundSettings, now: fl
 
 def _concluded(
     snapshot: RunSnapshot, commit: Commit, members: Mapping[str, ListedMember], settings: RoundSettings
-) -> Conclude:
+) -> CommitRound:
     shares = lease_samples(commit.position, members, commit.round + 1, settings)
     lives = {name: present.life for name, present in members.items()}
-    return Conclude(commit=commit, shares=shares, lives=lives)
+    return CommitRound(commit=commit, shares=shares, lives=lives)
 
 
 def _until_turn(

@@ -23,12 +23,12 @@ class RoundSettings:
 
     peers: how many are planned.
     grace_s: how long a round waits for slow peers after the first offer, seconds.
-    patience_s: after so long the slow peers are asked to offer the steps that they have made, seconds.
-    outlier_factor: an offer whose norm is so many times what the others' norms let expect is left out.
+    patience_s: the seconds after which slow peers are asked to offer the steps that they have made.
+    outlier_factor: an offer is left out if its norm exceeds what the others' norms let expect by this factor.
     feedback_rounds: how many rounds' parts a peer's error feedback may be the sum of.
     quorum: with how many offers an asynchronous round begins to be decided; 0: rounds are synchronous.
     overlap_steps: how many steps a peer makes while a round is decided.
-    joins_within: whether newcomers take a share of the round under way.
+    joins_within: whether joining peers take a share of the round under way.
     answer_s: how long members have to report that they left the ring of a failed attempt, seconds, beside
         what the coordinator takes.
     stagger_s: how much later each peer acts than the one before it by name, seconds.
@@ -53,8 +53,9 @@ LINK_FAILURES = 2
 """Attempts of a round that must fail between two members before their link counts as broken."""
 PIECES_MORE = 64
 """A peer spends its share from the beginning, so in no more pieces than it was given. What it leaves between
-pieces becomes holes of the position, which the commit has to hold; so many more are tolerated."""
+pieces becomes holes of the position, which the commit has to hold; this many more are tolerated."""
 _ROUND_TRIPS, _ROUND_TRIP_S_AT_MOST = 4, 5.0
+"""The round trips to the coordinator that an answer may take, and the most seconds that one counts."""
 _AT_ONCE, _REST_S, _REST_S_AT_MOST = 3, 0.1, 10.0
 
 
@@ -62,13 +63,13 @@ def ineligible(
     snapshot: RunSnapshot, readies: Mapping[str, Ready], settings: RoundSettings
 ) -> dict[str, str]:
     """Return the peers whose part may not be averaged, and why."""
-    unfit = spoilt(snapshot, readies)
+    unfit = unusable_offers(snapshot, readies)
     parts = {name: ready for name, ready in readies.items() if name not in unfit}
     factor, feedback_rounds = settings.outlier_factor, settings.feedback_rounds
     return unfit | outliers(parts, factor=factor, feedback_rounds=feedback_rounds)
 
 
-def spoilt(snapshot: RunSnapshot, readies: Mapping[str, Ready]) -> dict[str, str]:
+def unusable_offers(snapshot: RunSnapshot, readies: Mapping[str, Ready]) -> dict[str, str]:
     """Return the peers whose part cannot be averaged at all, and why, from each part alone."""
     reasons = {name: "its part is not finite" for name, ready in readies.items() if not ready.finite}
     shares = snapshot.shares.shares if snapshot.shares else {}
@@ -147,11 +148,11 @@ def brings_first_part(snapshot: RunSnapshot, attempt: Attempt, peer: str) -> boo
 
 
 def overtaken_newcomers(snapshot: RunSnapshot) -> Iterable[str]:
-    """Yield the newcomers for which this round waits: rounds ended while they fetched the state.
+    """Yield the joining peers for which this round waits: rounds ended while they fetched the state.
 
-    A round waits after 2, 3, 4, 5, 8, 9, 16, 17 … such rounds, so a newcomer whose fetch takes longer than
-    the grace time delays the others ever more rarely. Two rounds in a row wait, because the first may be
-    decided before the newcomer's record has arrived.
+    A round waits after 2, 3, 4, 5, 8, 9, 16, 17 … such rounds, so a joining peer whose fetch takes longer
+    than the grace time delays the others ever more rarely. Two rounds in a row wait, because the first may be
+    decided before the joining peer's record has arrived.
     """
     for name, present in sorted(snapshot.members.items()):
         rounds = present.member.overtaken
@@ -160,7 +161,7 @@ def overtaken_newcomers(snapshot: RunSnapshot) -> Iterable[str]:
 
 
 def may_take_share(snapshot: RunSnapshot, newest: Commit, *, me: str, settings: RoundSettings) -> bool:
-    """Whether this newcomer starts within the round: if the recipe says so, or nobody works on the round."""
+    """Whether a joining peer starts within the round: if the recipe says so, or nobody works on the round."""
     has_share = snapshot.shares is None or me in snapshot.shares.shares
     if has_share or snapshot.members[me].member.digest != newest.digest:
         return False
@@ -233,7 +234,7 @@ Part = tuple[int, float]
 """How many steps a pseudo-gradient spans, and its norm."""
 
 OVERSTATED = "the average came out larger than the members' norms allow, and is tried without it"
-"""Why a member is left out of an attempt while the one that said too small a norm is searched."""
+"""Why a member is left out of an attempt during the search for the one that reported too small a norm."""
 
 NORM_FAILURE = "norm"
 """The kind of a failure that a member reports if the average is larger than the norms allow."""
@@ -241,7 +242,7 @@ NORM_FAILURE = "norm"
 _SLACK = 1.5
 """How far the norm of an average may exceed its bound, which the codecs' errors may pass."""
 _SEARCHES = 8
-"""How many attempts at most find the member that said too small a norm."""
+"""The most attempts that search for the member that reported too small a norm."""
 
 
 def largest_norm(steps: int, part: Part) -> float:

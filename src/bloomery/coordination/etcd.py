@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
-from bloomery.coordination.etcd_watch import Item, KeyWatch
+from bloomery.coordination.etcd_watch import KeyValue, KeyWatch
 from bloomery.coordination.gateway import Access, EtcdRefused, Gateway, Json, OutcomeUnknown
 from bloomery.errors import CoordinatorAway, CoordinatorError
 
@@ -32,7 +32,7 @@ class Listing:
     """
 
     revision: int
-    items: tuple[Item, ...]
+    items: tuple[KeyValue, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,7 @@ class Etcd:
         """The URLs of the cluster's members."""
         return self._gateway.endpoints
 
-    def get(self, key: str, *, deadline_s: float | None = None) -> Item | None:
+    def get(self, key: str, *, deadline_s: float | None = None) -> KeyValue | None:
         """Return a key, read linearizably; None if it is absent."""
         items = self._range({"key": _coded(key)}, deadline_s).items
         return items[0] if items else None
@@ -111,7 +111,7 @@ class Etcd:
         """Return the keys that begin with `prefix`.
 
         revision: as of this revision; 0: now.
-        newest: only so many, from the last key backwards; 0: all.
+        newest: the most items to return, from the last key backwards; 0: all.
         """
         body: dict[str, Json] = {**_prefix(prefix), "revision": str(revision), "keys_only": keys_only}
         if newest:
@@ -191,7 +191,7 @@ class Etcd:
     ) -> KeyWatch:
         """Open a stream of the changes to all keys that begin with `prefix`, and return it.
 
-        after: the revision of the store after which changes are told.
+        after: the revision of the store after which changes are reported.
         deadline_s: seconds for opening the stream; None: those of this client.
         idle_s: seconds without a byte after which the stream counts as lost.
         """
@@ -295,8 +295,8 @@ def _decoded(text: Json) -> str:
         raise _garbled("a value") from error
 
 
-def _item(row: Mapping[str, Json]) -> Item:
-    return Item(
+def _item(row: Mapping[str, Json]) -> KeyValue:
+    return KeyValue(
         key=_decoded(row.get("key", "")),
         value=_decoded(row.get("value", "")),
         created=_whole(row, "create_revision"),

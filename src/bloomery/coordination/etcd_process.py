@@ -75,7 +75,7 @@ class EtcdMember:
 
     @property
     def advertised(self) -> str:
-        """The URL that it tells to be reached at: by this machine's name where it listens on all addresses.
+        """The URL that it advertises: by this machine's name where it listens on all addresses.
 
         Peers on this machine learn from it whether other machines may connect.
         """

@@ -1,4 +1,4 @@
-"""Reads the changes of an etcd watch."""
+"""Decodes the response stream of an etcd watch into batches of changed keys."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Item:
+class KeyValue:
     """A key and its value at some revision.
 
     created, modified: etcd's create_revision and mod_revision.
@@ -33,7 +33,7 @@ class WatchEvent:
     """The change of one key. item: None: the key was deleted."""
 
     key: str
-    item: Item | None
+    item: KeyValue | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +136,7 @@ def _change(row: _Change) -> WatchEvent:
     key = stored.key.decode(errors="replace")
     if row.type == "DELETE":
         return WatchEvent(key=key, item=None)
-    item = Item(
+    item = KeyValue(
         key=key,
         value=stored.value.decode(errors="replace"),
         created=stored.create_revision,

@@ -1,4 +1,4 @@
-"""Sends requests to etcd's JSON gateway: several endpoints, one token, a deadline for each call.
+"""HTTP client of etcd's JSON gateway: fails over between endpoints, renews its token, bounds every call.
 
 The gateway speaks HTTP, so TLS and certificates are those of Python's `ssl`. The endpoint that answered last
 is asked first; an endpoint that cannot be reached costs `CONNECT_S`, then the next one is asked.
@@ -59,7 +59,7 @@ _SOCKET_OPTIONS = [
 
 @dataclass(frozen=True, kw_only=True)
 class Access:
-    """Credentials for etcd.
+    """Credentials for etcd: TLS context, user and password.
 
     context: it trusts the coordinator's authority and has this peer's certificate; None: plain HTTP.
     user: "": there is no authentication by password.
@@ -138,7 +138,7 @@ class Gateway:
     ) -> ResponseStream:
         """Open a stream of answers, one a line. Raises EtcdRefused or CoordinatorAway.
 
-        idle_s: a stream that is silent for so long ends, seconds.
+        idle_s: the seconds of silence after which a stream ends.
         """
         until = time.monotonic() + deadline_s
         last_failure = "no endpoint was asked in time"

@@ -26,6 +26,7 @@ from bloomery.protocol.records import Member
 log = logging.getLogger(__name__)
 
 JOIN_S = 30.0
+"""The least seconds that a peer waits to be listed."""
 _LEAVE_S = 2.0
 _LEASES = 6
 _ROUND_TRIPS = 15
@@ -34,7 +35,7 @@ _ROUND_TRIPS = 15
 class Membership:
     """The entry of this peer in the run's list of members. A context manager: leaving it leaves the run.
 
-    lease_s: the lease ends so long after its last renewal, rounded up to whole seconds.
+    lease_s: the seconds from the last renewal of the lease to its end, rounded up to whole ones.
     heartbeat_s: seconds between renewals.
     lost: called from the thread when the lease has ended, before the peer is listed again; None: not called.
     failed: called from the thread with the error that ended it, after which the lease runs out; None: the

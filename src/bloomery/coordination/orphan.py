@@ -25,7 +25,7 @@ from bloomery.events.heartbeat import read_heartbeat, write_unsynced
 from bloomery.events.run_lock import process_identity
 
 _RECORD, _LOCK = "process.json", "coordinate.lock"
-_LOOK_S = 0.05
+_POLL_S = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class EtcdProcessRecord:
     """The process that serves a data directory, and how it was started.
 
     process: its id.
-    born: tells it from a later process with the same id (see `process_identity`).
+    born: distinguishes it from a later process with the same id (see `process_identity`).
     certificates: path and SHA-256 of certificate, key and authority, which etcd reads at its start alone;
         None: it was started without TLS.
     """
@@ -98,7 +98,7 @@ class OrphanProcess:
         while (status := self.poll()) is None:
             if until is not None and time.monotonic() >= until:
                 raise subprocess.TimeoutExpired([str(self.pid)], timeout or 0.0)
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
         return status
 
     def send_signal(self, number: int) -> None:

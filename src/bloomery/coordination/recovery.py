@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from bloomery.coordination.etcd import Condition, Etcd, Put, TransactionResult, absent
-from bloomery.coordination.etcd_watch import Item
+from bloomery.coordination.etcd_watch import KeyValue
 from bloomery.coordination.membership import Membership
 from bloomery.errors import CoordinatorError
 from bloomery.protocol.encoding import Message, ProtocolError, decode, decode_epoch, encode_text
@@ -163,7 +163,7 @@ def _holders(members: Mapping[str, Member], commit: Commit | None) -> tuple[str,
     return tuple(name for name, member in sorted(members.items()) if member.digest == digest != "")
 
 
-def _commit(item: Item | None) -> Commit | None:
+def _commit(item: KeyValue | None) -> Commit | None:
     return None if item is None else decode(item.value, Commit)
 
 

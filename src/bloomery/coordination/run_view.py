@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 IDLE_S = 5.0
-"""A watch that is silent for so long is begun anew, which finds a coordinator that hangs."""
+"""The seconds of silence after which a watch is begun anew, which finds a coordinator that hangs."""
 _PAUSE_S = 0.1
 _LISTED = ("peers/", "attempt/", "shares/", "adopted", "revoked/")
 
@@ -34,7 +34,7 @@ class RunView:
     """A snapshot of a run that a thread keeps up to date. A context manager.
 
     clock: the monotonic clock of the snapshots' times, seconds.
-    idle_s: a watch that is silent for so long is begun anew, seconds.
+    idle_s: the seconds of silence after which a watch is begun anew.
     pause_s: the wait before a watch that ended is begun anew, seconds.
     remembered: what this peer knew of the run when it last took part; None: nothing.
     """
@@ -94,7 +94,7 @@ class RunView:
             return self._assembly.version
 
     def wake(self) -> None:
-        """Make whoever waits in `changed` look again, as after something local has happened."""
+        """Wake whoever waits in `changed`, as after something local has happened."""
         with self._news:
             self._publish()
 
@@ -190,18 +190,19 @@ class RunView:
 
 
 _PAUSES = 9.0
-"""A look at the run is followed by a pause of so many times the processor time that it took.
+"""After each evaluation of a snapshot comes a pause of this multiple of the CPU time that it took.
 
-Hundreds of members write thousands of keys a round, and a look costs in proportion to the members. So the
-looks of a round cost in proportion to the members too, and not to their square.
+Hundreds of members write thousands of keys a round, and an evaluation costs in proportion to the members. So
+the evaluations of a round cost in proportion to the members too, and not to their square.
 """
 _WAIT_S = 60.0
 
 
-class News:
-    """Follows a view on a thread of its own, from `start` until `close`.
+class SnapshotListener:
+    """Waits for newer snapshots of a view on a thread, from `start` until `close`, and wakes the agent's
+    loop.
 
-    wake: called whenever a newer snapshot can be looked at.
+    wake: called whenever there is a newer snapshot, at most as often as its evaluation's cost allows.
     failed: called with the error that ended the view.
     """
 
@@ -213,12 +214,12 @@ class News:
         self._look_s = 0.0
 
     def start(self, version: int) -> None:
-        """Begin to follow the view. version: of the snapshot that was looked at last."""
+        """Begin to follow the view. version: of the snapshot that was evaluated last."""
         bring = reporting_errors(lambda: self._bring(version), name="news", on_error=self._failed)
         threading.Thread(target=bring, name="news", daemon=True).start()
 
-    def looked(self, seconds: float) -> None:
-        """Note how much processor time the last look at the run took."""
+    def note_cost(self, seconds: float) -> None:
+        """Note how much CPU time the last evaluation of a snapshot took."""
         self._look_s = seconds
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""A run as the coordinator knows it at one revision: the frozen value that decisions are made from."""
+"""A frozen snapshot of a run's records in etcd at one revision, from which all decisions are made."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from bloomery.coordination.commits import objection, objection_of_listing
-from bloomery.coordination.etcd_watch import Item, WatchEvent
+from bloomery.coordination.etcd_watch import KeyValue, WatchEvent
 from bloomery.coordination.snapshot import ListedMember, ListedOffer, ListedShares, RunSnapshot
 from bloomery.data.position import merged, total, without
 from bloomery.protocol.encoding import ProtocolError, decode, decode_epoch, decode_rates
@@ -32,7 +32,7 @@ from bloomery.protocol.records import (
 log = logging.getLogger(__name__)
 
 _NAMED_AT_MOST = 1_000
-"""At most so many wrong keys are named in the log, one line each."""
+"""The most wrong keys that are named in the log, one line each."""
 
 
 class SnapshotBuilder:
@@ -83,7 +83,7 @@ class SnapshotBuilder:
     def take(self, change: WatchEvent) -> None:
         """Apply one change of a key. A key that cannot be decoded is logged and counts as absent."""
         kind, *names = self._keys.parts(change.key)
-        takers: dict[str, Callable[[list[str], Item | None], None]] = {
+        takers: dict[str, Callable[[list[str], KeyValue | None], None]] = {
             "epoch": self._take_epoch,
             "adopted": self._take_adopted,
             "member": self._take_member,
@@ -210,15 +210,15 @@ class SnapshotBuilder:
     def _remembers_later_than(self, newest: int) -> bool:
         return self._remembered is not None and self._remembered.round > newest
 
-    def _take_epoch(self, names: list[str], item: Item | None) -> None:
+    def _take_epoch(self, names: list[str], item: KeyValue | None) -> None:
         _same(names, [])
         self._epoch = 0 if item is None else decode_epoch(item.value)
 
-    def _take_adopted(self, names: list[str], item: Item | None) -> None:
+    def _take_adopted(self, names: list[str], item: KeyValue | None) -> None:
         _same(names, [])
         self._adopted = 0 if item is None else item.modified
 
-    def _take_member(self, names: list[str], item: Item | None) -> None:
+    def _take_member(self, names: list[str], item: KeyValue | None) -> None:
         (peer,) = names
         if item is None:
             self._members.pop(peer, None)
@@ -236,7 +236,7 @@ class SnapshotBuilder:
         )
         self._highest = max(self._highest, member.epoch)
 
-    def _take_commit(self, names: list[str], item: Item | None) -> None:
+    def _take_commit(self, names: list[str], item: KeyValue | None) -> None:
         (round,) = map(self._keys.number, names)
         if item is None:
             self._refused.pop(round, None)
@@ -281,7 +281,7 @@ class SnapshotBuilder:
         self._refused[round] = revision
         log.error("the commit of round %d, written at revision %d, is refused: %s", round, revision, why)
 
-    def _take_shares(self, names: list[str], item: Item | None) -> None:
+    def _take_shares(self, names: list[str], item: KeyValue | None) -> None:
         (round,) = map(self._keys.number, names)
         if item is None:
             self._standing.pop(round, None)
@@ -298,7 +298,7 @@ class SnapshotBuilder:
             shares = before.shares
         self._standing[round] = ListedShares(shares=shares, modified=item.modified)
 
-    def _take_ready(self, names: list[str], item: Item | None) -> None:
+    def _take_ready(self, names: list[str], item: KeyValue | None) -> None:
         number, peer = names
         round = self._keys.number(number)
         if item is None:
@@ -310,7 +310,7 @@ class SnapshotBuilder:
         seen_s = before.seen_s if before is not None else self._clock()
         self._readies[round, peer] = ListedOffer(ready=ready, modified=item.modified, seen_s=seen_s)
 
-    def _take_attempt(self, names: list[str], item: Item | None) -> None:
+    def _take_attempt(self, names: list[str], item: KeyValue | None) -> None:
         round, epoch = map(self._keys.number, names)
         place = round, epoch
         if item is None:
@@ -326,7 +326,7 @@ class SnapshotBuilder:
             return
         self._tried[place] = tried, self._clock(), item.modified
 
-    def _take_done(self, names: list[str], item: Item | None) -> None:
+    def _take_done(self, names: list[str], item: KeyValue | None) -> None:
         number, attempt, peer = names
         place = self._keys.number(number), self._keys.number(attempt), peer
         if item is None:
@@ -336,7 +336,7 @@ class SnapshotBuilder:
         _same((done.round, done.epoch, done.peer), place)
         self._dones[place] = done
 
-    def _take_failed(self, names: list[str], item: Item | None) -> None:
+    def _take_failed(self, names: list[str], item: KeyValue | None) -> None:
         number, attempt, peer = names
         place = self._keys.number(number), self._keys.number(attempt), peer
         if item is None:
@@ -348,7 +348,7 @@ class SnapshotBuilder:
         # A failure that is written again keeps its first time: peers wait for answers from that time on.
         self._failures[place] = failed, seen_s
 
-    def _take_recovery_record(self, names: list[str], item: Item | None) -> None:
+    def _take_recovery_record(self, names: list[str], item: KeyValue | None) -> None:
         (peer,) = names
         if item is None:
             self._recovery_records.pop(peer, None)
@@ -356,12 +356,12 @@ class SnapshotBuilder:
         self._recovery_records[peer] = decode(item.value, RecoveryRecord)
         self._highest = max(self._highest, self._recovery_records[peer].epoch)
 
-    def _take_revoked(self, names: list[str], item: Item | None) -> None:
+    def _take_revoked(self, names: list[str], item: KeyValue | None) -> None:
         (serial,) = names
         if item is not None:
             self._revoked.add(serial)
 
-    def _take_rates(self, names: list[str], item: Item | None) -> None:
+    def _take_rates(self, names: list[str], item: KeyValue | None) -> None:
         (peer,) = names
         if item is None:
             self._rates.pop(peer, None)
@@ -370,7 +370,7 @@ class SnapshotBuilder:
 
 
 def _is_more(shares: RoundShares, before: RoundShares) -> bool:
-    """Whether the shares are those of `before`, and perhaps more shares for newcomers."""
+    """Whether the shares are those of `before`, and perhaps more shares for joining peers."""
     return (shares.position.consumed, shares.position.skips) == (
         before.position.consumed,
         before.position.skips,

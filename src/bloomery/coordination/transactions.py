@@ -1,4 +1,4 @@
-"""The etcd transactions of a round: propose an attempt, conclude it, share samples, commit.
+"""The etcd transactions of a round: propose an attempt, commit the round, and lease samples to peers.
 
 `TransactionResult.REFUSED` is no error: another peer was quicker, or a peer left. The next snapshot shows it.
 """
@@ -9,7 +9,7 @@ import logging
 import secrets
 from collections.abc import Mapping
 
-from bloomery.coordination.decide import Conclude, Propose
+from bloomery.coordination.decide import CommitRound, Propose
 from bloomery.coordination.eligibility import RoundSettings, with_newcomer
 from bloomery.coordination.etcd import Condition, Delete, Etcd, Put, TransactionResult, absent
 from bloomery.coordination.snapshot import RunSnapshot
@@ -22,11 +22,11 @@ from bloomery.protocol.records import Commit, RoundShares
 log = logging.getLogger(__name__)
 
 COMMITS_KEPT = 1_000
-"""So many of the newest commits are kept. An older one is kept only if a saved checkpoint is of its state."""
+"""The newest commits that are kept. An older one is kept only if a saved checkpoint is of its state."""
 SAVED_COMMITS_KEPT = 1_000
 COMMITS_AT_MOST = COMMITS_KEPT + SAVED_COMMITS_KEPT + 1
 _PRUNED_AT_ONCE = 16
-"""One transaction removes at most so many commits; usually one is due."""
+"""The most commits that one transaction removes; usually one is due."""
 _TRIES = 100
 
 
@@ -50,11 +50,11 @@ def propose(etcd: Etcd, keys: Keys, snapshot: RunSnapshot, proposal: Propose) ->
     )
 
 
-def conclude(etcd: Etcd, keys: Keys, snapshot: RunSnapshot, decided: Conclude) -> TransactionResult:
+def commit_round(etcd: Etcd, keys: Keys, snapshot: RunSnapshot, decided: CommitRound) -> TransactionResult:
     """Commit a round and lease the samples of the next one, in one transaction.
 
     The same transaction deletes the attempts and shares of the previous round, and outdated commits. After
-    `TransactionResult.UNKNOWN` the caller reads with `committed` whether it was carried out.
+    `TransactionResult.UNKNOWN` the caller reads with `read_commit` whether it was carried out.
     """
     commit = decided.commit
     standing = snapshot.standing
@@ -78,12 +78,12 @@ def conclude(etcd: Etcd, keys: Keys, snapshot: RunSnapshot, decided: Conclude) -
         earlier = commit.round - 1
         operations.append(Delete(key=keys.attempts(earlier), prefix=True))
         operations.append(Delete(key=keys.shares(earlier)))
-    operations += [Delete(key=keys.commit(old)) for old in outdated(snapshot, commit.round)]
+    operations += [Delete(key=keys.commit(old)) for old in outdated_rounds(snapshot, commit.round)]
     return etcd.transact(conditions, operations)
 
 
-def outdated(snapshot: RunSnapshot, round: int) -> list[int]:
-    """Return the rounds whose commits are deleted when `round` is committed: no member could go back to them.
+def outdated_rounds(snapshot: RunSnapshot, round: int) -> list[int]:
+    """Return the rounds whose commits are deleted when `round` is committed: no member can rewind to them.
 
     A commit whose state a member saved is kept at any age, for it may be the newest state on any disk. The
     last old commit that asked for a save is kept too, because members may not have reported that save yet.
@@ -95,7 +95,7 @@ def outdated(snapshot: RunSnapshot, round: int) -> list[int]:
     return [number for number in old if number not in kept_rounds][:_PRUNED_AT_ONCE]
 
 
-def committed(etcd: Etcd, keys: Keys, round: int) -> Commit | None:
+def read_commit(etcd: Etcd, keys: Keys, round: int) -> Commit | None:
     """Read the commit of a round; None as long as there is none."""
     stored = etcd.get(keys.commit(round))
     return None if stored is None else decode(stored.value, Commit)
@@ -108,7 +108,7 @@ def join_shares(
 
     None if the round is over, the peer is not listed, or what lies under the key is no record of shares.
 
-    Other newcomers may change the shares at the same time, so it is tried again until it succeeds.
+    Other joining peers may change the shares at the same time, so it is tried again until it succeeds.
 
     peer, life: this peer's name, and the create_revision of its key.
     samples: how many samples the peer uses in one inner step.

@@ -1,4 +1,4 @@
-"""Documents that are a prompt and its answer: two sequences of a pair, of which the answer alone counts.
+"""Encodes documents of a prompt and an answer, and finds the answer tokens, which alone count in the loss.
 
 The pair needs no further file: the index says where each sequence begins, and every second one is an answer.
 """

@@ -1,4 +1,4 @@
-"""Examines what a run trains on: the order of its samples, and n-grams that its text shares or repeats.
+"""Audits the training data: how well its order is shuffled, and n-grams that it shares or repeats.
 
 Do neighbours in the stream lie near each other in the files, and how often is each sample taken? Which
 n-grams does the text share with other texts, and which does a document repeat?
@@ -20,18 +20,20 @@ from bloomery.data.order import Order
 from bloomery.events.records import ProgressCallback, ignore_progress
 
 LAGS = 32
+"""The distances 1, 2, … in the order at which the places of samples are correlated."""
 COUNTED = 1 << 22
-"""Up to so many samples all are looked at; of more, stretches of STRETCH at even distances."""
+"""The samples up to which all are read; of more, stretches of STRETCH at even distances."""
 STRETCH = 1 << 16
+"""The samples of one stretch."""
 _NEAR = 0.01
-_ALARM = 5.0  # standard deviations: by chance once in a million looks
+_ALARM = 5.0  # standard deviations: by chance once in a million tests
 
 
 @dataclass(frozen=True, kw_only=True)
 class Neighbours:
     """How samples of one dataset that follow each other in the stream lie in it.
 
-    looked_at: pairs of neighbours. is_exact: whether all samples of the run were looked at.
+    looked_at: the number of pairs of neighbours that were compared. is_exact: whether all samples were.
     correlations: of the places of samples 1, 2, … apart; by chance each is within ± 1/√looked_at or so.
     near: share of neighbours whose places are within 1% of the dataset; near_by_chance: as expected.
     alarms: sentences about what chance does not explain.
@@ -46,7 +48,7 @@ class Neighbours:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Taken:
+class SampleCounts:
     """How often the samples of one dataset are taken over the run.
 
     epochs: samples taken in its first, second, … epoch; of more than 1,000, the first ones.
@@ -77,7 +79,7 @@ def neighbours_of(
         which, windows = order.locate_samples(np.arange(begin, begin + length, dtype=np.int64))
         for dataset in np.unique(which).tolist():
             sums[dataset].add((windows[which == dataset] + 0.5) / sizes[dataset])
-        progress("looking at the order", (number + 1) * length, count * length, "samples")
+        progress("checking the order", (number + 1) * length, count * length, "samples")
     return [found.result(is_exact=is_exact) for found in sums]
 
 
@@ -125,7 +127,9 @@ class _Sums:
         )
 
 
-def taken_of(order: Order | MegatronOrder, sizes: Sequence[int], *, samples: int) -> list[Taken]:
+def sample_counts_of(
+    order: Order | MegatronOrder, sizes: Sequence[int], *, samples: int
+) -> list[SampleCounts]:
     """Return for each dataset how often its samples are taken in the first `samples` of the stream."""
     counts = order.given_before(samples).tolist()
     extremes: list[tuple[int | None, int | None]] = [(None, None)] * len(sizes)
@@ -135,7 +139,7 @@ def taken_of(order: Order | MegatronOrder, sizes: Sequence[int], *, samples: int
             times = np.bincount(windows[which == dataset], minlength=size)
             extremes[dataset] = int(times.min()), int(times.max())
     return [
-        Taken(samples=size, taken=taken, epochs=_epochs(taken, size), least=least, most=most)
+        SampleCounts(samples=size, taken=taken, epochs=_epochs(taken, size), least=least, most=most)
         for taken, size, (least, most) in zip(counts, sizes, extremes, strict=True)
     ]
 
@@ -146,6 +150,7 @@ def _epochs(taken: int, size: int) -> tuple[int, ...]:
 
 
 BINS = 20
+"""The bins of the histogram of repeated n-grams."""
 _STRETCHES = 256  # of a dataset that is not read whole
 _SHOWN = 20
 _MOST_NGRAMS = 40_000_000  # of one text to compare with: 320 MB
@@ -219,7 +224,7 @@ class Ngrams:
         """Return those of texts that were tokenised."""
         return cls(whole_ngrams(tokens, np.array([tokens.size]), size)[0] for tokens in texts)
 
-    def look(
+    def compare(
         self, name: str, some: SomeDocuments, hashes: npt.NDArray[np.uint64], document: npt.NDArray[np.int64]
     ) -> None:
         """Note which of the n-grams of some training documents are among them."""
@@ -265,7 +270,7 @@ def audit_text(
         for some in _stretches(dataset, share):
             hashes, document = whole_ngrams(some.tokens, some.lengths, size)
             for other in others.values():
-                other.look(name, some, hashes, document)
+                other.compare(name, some, hashes, document)
             repeats.add(some, hashes, document)
             read += int(some.tokens.size)
             progress("reading documents", read, round(total * share), "tokens")

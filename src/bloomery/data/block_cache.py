@@ -1,8 +1,8 @@
 """Caches the blocks of a remote file in a local sparse file, and fetches them when they are read.
 
-A reader maps the sparse file and reads it inside `Mirror.read`, which fetches the blocks first and may remove
-the least recently used ones. `PREFIX.blocks` records which blocks are present. All processes of a machine
-share the file, and the blocks stay when the processes end.
+A reader maps the sparse file and reads it inside `BlockCache.read`, which fetches the blocks first and may
+remove the least recently used ones. `PREFIX.blocks` records which blocks are present. All processes of a
+machine share the file, and the blocks stay when the processes end.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy.typing as npt
 import xxhash
 
 from bloomery import durable
-from bloomery.data.storage import refusals_named
+from bloomery.data.storage import as_storage_error
 from bloomery.errors import DataError, StorageError
 
 _CONNECTIONS = 16
@@ -40,8 +40,8 @@ Fetch = Callable[[int, int], bytes]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outline:
-    """What is known of a remote file before it is read.
+class RemoteFileInfo:
+    """The address, size and block checksums of a remote file, known before it is read.
 
     sums: xxh3-64 of each block; [blocks].
     """
@@ -52,7 +52,7 @@ class Outline:
     sums: npt.NDArray[np.uint64]
 
 
-class Mirror:
+class BlockCache:
     """Fetches blocks of a remote file into `path`, and keeps at most `capacity` of them.
 
     Threads and processes may share it. The state holds a version for each block, which is odd while the block
@@ -61,11 +61,11 @@ class Mirror:
     their use.
     """
 
-    def __init__(self, path: Path, outline: Outline, *, capacity: int, fetch: Fetch) -> None:
+    def __init__(self, path: Path, outline: RemoteFileInfo, *, capacity: int, fetch: Fetch) -> None:
         self.outline, self.capacity = outline, capacity
         self._path, self._fetch = path, fetch
         count = -(-outline.size_bytes // outline.block_bytes)
-        with refusals_named(path):
+        with as_storage_error(path):
             self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
             os.ftruncate(self._file, outline.size_bytes)
             state = path.with_suffix(".blocks")
@@ -152,7 +152,7 @@ class Mirror:
             if int(self._versions[block]) == version:
                 self._drop(np.array([block]), np.array([version]))
         content = self._fetched(begin, length, int(self.outline.sums[block]))
-        with self._alone(), refusals_named(self._path):
+        with self._alone(), as_storage_error(self._path):
             if self._versions[block] & 1:
                 return  # another process was quicker; the block is checked when it is read
             self._make_room()
@@ -195,7 +195,9 @@ class Mirror:
         """
         self._versions[blocks] += 1
         for block in blocks.tolist():
-            punch(self._file, block * self.outline.block_bytes, self.outline.block_bytes, path=self._path)
+            punch_hole(
+                self._file, block * self.outline.block_bytes, self.outline.block_bytes, path=self._path
+            )
         self._state["used"][0] = int((self._versions & 1).sum())
 
     @contextmanager
@@ -213,8 +215,8 @@ class Mirror:
                 durable.unlock(self._lock_file)
 
 
-def punch(file: int, start: int, length: int, *, path: Path) -> None:
-    """Return a part of a file to the disk. Raises StorageError if its file system cannot do that."""
+def punch_hole(file: int, start: int, length: int, *, path: Path) -> None:
+    """Free the disk blocks of a part of a file. Raises StorageError if its file system cannot do that."""
     fallocate = ctypes.CDLL(None, use_errno=True).fallocate
     status = fallocate(file, _PUNCH_AND_KEEP_SIZE, ctypes.c_int64(start), ctypes.c_int64(length))
     if status and ctypes.get_errno() != errno.EINTR:

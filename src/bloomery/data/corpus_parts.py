@@ -1,9 +1,9 @@
-"""Parts of a corpus that several machines tokenise, and how their pairs and bad documents become one.
+"""Splits a corpus into parts for several machines to tokenise, and joins their outputs into one pair.
 
 The pieces of a corpus are cut alike on every machine. A part is a run of neighbouring pieces, so that the
 pairs of all parts, one after another, are what one machine would have written.
 
-The bad documents are one list, with lines counted as people do.
+Bad documents are joined into one JSONL list; its line numbers count from 1 at the start of each source file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from bloomery.data.indexed import IndexedDataset
 from bloomery.data.pair_files import idx_path
 from bloomery.data.pairs import merge_pairs
 from bloomery.data.readers import LINES, SourceFile
-from bloomery.data.storage import refusals_named, write_whole
+from bloomery.data.storage import as_storage_error, write_whole
 from bloomery.data.tokenize_worker import HELD_OUT, TextPiece, bad_path
 from bloomery.errors import DataError
 from bloomery.events.records import ProgressCallback, ignore_progress
@@ -31,7 +31,7 @@ _WRITTEN = re.compile(r"(\d+)/(\d+)")
 _MOST_PARTS = 100_000
 _READ_BYTES = 1 << 20
 BAD_LIST = "-bad-documents.jsonl"
-"""What the list of a pair's bad documents is named, after the pair."""
+"""The ending of the list of a pair's bad documents, after the pair's name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,13 +75,13 @@ def record_path(prefix: Path) -> Path:
 
 def remove_record(prefix: Path) -> None:
     """Remove the record of a part that is about to be replaced."""
-    with refusals_named(record_path(prefix)):
+    with as_storage_error(record_path(prefix)):
         record_path(prefix).unlink(missing_ok=True)
         durable.sync_directory(prefix.parent)
 
 
 def write_record(prefix: Path, *, corpus: str, engine: str, held_out: bool) -> None:
-    """Record that a part is whole. corpus: digest of all that the corpus's tokens depend on."""
+    """Record that a part is complete. corpus: digest of all that the corpus's tokens depend on."""
     record = {"corpus": corpus, "engine": engine, "held_out": held_out}
     write_whole(record_path(prefix), json.dumps(record).encode())
 
@@ -119,14 +119,14 @@ def join_parts(out: Path, *, progress: ProgressCallback = ignore_progress) -> li
 def _parts_of(out: Path) -> list[Path]:
     """Return the prefixes of all parts of `out`. Raises DataError where there are none, or one is missing."""
     named = re.compile(re.escape(out.name) + r"-part-(\d+)-of-(\d+)\.(?:part\.json|idx)")
-    with refusals_named(out.parent):
+    with as_storage_error(out.parent):
         matches = [named.fullmatch(path.name) for path in out.parent.iterdir()]
     counts = sorted({int(match[2]) for match in matches if match})
     if len(counts) != 1:
         of_each = " and ".join(f"of {count}" for count in counts)
         raise DataError(
             f"{out.parent} holds {'parts ' + of_each if counts else 'no parts'} of {out.name}.",
-            remedy="Remove those of the division that you gave up."
+            remedy="Keep the parts of one N, and remove those of the others."
             if counts
             else "Make them with `bloomery data tokenize … --to PREFIX --part 1/N`, and give that PREFIX.",
         )
@@ -163,7 +163,7 @@ def _join_lists(prefixes: Sequence[Path], out: Path) -> None:
     lists = [prefix.with_name(prefix.name + BAD_LIST) for prefix in prefixes]
     there = [path for path in lists if path.exists()]
     target = out.with_name(out.name + BAD_LIST)
-    with refusals_named(target):
+    with as_storage_error(target):
         target.unlink(missing_ok=True)
         if not there:
             return
@@ -180,7 +180,7 @@ def _join_lists(prefixes: Sequence[Path], out: Path) -> None:
 def bad_documents(
     parts: Path, pieces: Sequence[TextPiece], results: Sequence[dict[str, Any]], report: Path | None
 ) -> BadDocuments:
-    """Return what was skipped, and write it to `report`, piece by piece.
+    """Return the documents that were skipped while tokenising, and write them to `report`, piece by piece.
 
     Lines are counted from the beginning of the file, not of its part.
     """

@@ -52,7 +52,7 @@ class Demand:
     """What a recipe asks of its mixture.
 
     samples: number of samples from the run's first to its last.
-    slack: number of samples by which budgets alone may miss the run's length.
+    slack: samples by which budgets may miss the run's length where every dataset has one.
     sequence_length: number of tokens in a sample.
     """
 

@@ -1,4 +1,4 @@
-"""Documents of text: read from lines, in batches, ahead of their use; and the record of bad ones."""
+"""Text documents: decoding from records, batching, read-ahead, and the list of those that cannot be used."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bloomery.errors import DataError
 
 _BATCH_BYTES = 1 << 20
 _SHOWN = 20
-"""How many fields of a record a message names."""
+"""The most fields of a record that a message names."""
 STRAY_END = "with an end of document inside"
 _NO_FIELD, _NO_TEXT = "without the field", "not text"
 NAME_THE_FIELD = (
@@ -46,7 +46,7 @@ class Document:
 
 
 STOP_AFTER = 1_000
-"""Where so many documents are bad and none good, the rest is not read."""
+"""The bad documents, without a good one, after which the rest is not read."""
 KEPT = 10_000
 
 
@@ -81,8 +81,8 @@ class BadDocuments:
     """The documents that were skipped. Two threads may add some.
 
     fail: raise an error at the first one instead.
-    stop_after: raise an error where so many have been bad and none good: the corpus is not what the settings
-        say. 0 never.
+    stop_after: the bad documents without a good one after which an error is raised: the corpus is not what
+        the settings say. 0 never.
     good: number of good documents so far. count: number of bad ones. kinds: how many there are of each kind.
     entries: the first of them, at most KEPT: there may be half a billion.
     keep: is called with each, to write it down.
@@ -316,7 +316,7 @@ def count_lines(stream: IO[bytes], stop: int) -> int:
 
 Item = TypeVar("Item")
 
-_LOOK_S = 0.2
+_POLL_S = 0.2
 _SILENCE_S = 600.0
 _ENDING_S = 10.0
 
@@ -346,7 +346,7 @@ def read_ahead(
     def put(item: Item | _Ended) -> bool:
         while not unwanted.is_set():
             try:
-                made.put(item, timeout=_LOOK_S)
+                made.put(item, timeout=_POLL_S)
             except queue.Full:
                 continue
             return True

@@ -1,4 +1,4 @@
-"""Finds which documents have a key in common, in files that may be larger than the memory.
+"""Finds pairs of documents with a key in common, by an external sort that needs little memory.
 
 Keys are spread over files by their first bits, and candidates by document; a file with too many records is
 divided again. At most _SORTED_AT_ONCE records are in memory.
@@ -14,7 +14,7 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from bloomery.data.storage import refusals_named
+from bloomery.data.storage import as_storage_error
 from bloomery.events.records import ProgressCallback
 
 _FILES, _FILE_BITS = 512, 9
@@ -32,7 +32,7 @@ class KeyFiles:
 
     def __init__(self, directory: Path) -> None:
         self._directory, self._stack = directory, ExitStack()
-        with refusals_named(directory):
+        with as_storage_error(directory):
             paths = [directory / f"keys-{n:03}" for n in range(_FILES)]
             self._files = [self._stack.enter_context(path.open("wb")) for path in paths]
 
@@ -40,7 +40,7 @@ class KeyFiles:
         """Add keys, each of the document beside it."""
         records = np.empty(keys.size, dtype=_KEY)
         records["key"], records["document"] = keys, documents
-        with refusals_named(self._directory):
+        with as_storage_error(self._directory):
             _spread(self._files, records, (keys >> np.uint64(64 - _FILE_BITS)).astype(np.int64))
 
     def candidates(self, documents: int, *, progress: ProgressCallback) -> Iterator[tuple[int, int]]:
@@ -52,7 +52,7 @@ class KeyFiles:
         documents: one more than the largest number of a document.
         """
         self.close()
-        with refusals_named(self._directory), ExitStack() as stack:
+        with as_storage_error(self._directory), ExitStack() as stack:
             paths = [self._directory / f"pairs-{n:03}" for n in range(_FILES)]
             files = [stack.enter_context(path.open("wb")) for path in paths]
             for number in range(_FILES):
@@ -65,7 +65,7 @@ class KeyFiles:
 
     def close(self) -> None:
         """Close the files; the directory is the caller's to remove."""
-        with refusals_named(self._directory):
+        with as_storage_error(self._directory):
             self._stack.close()
 
 

@@ -1,4 +1,4 @@
-"""Finds documents that are equal to earlier ones, or nearly so, and writes a pair without them.
+"""Removes documents that are equal or nearly equal (MinHash) to earlier ones, and writes the rest as a pair.
 
 Keys of documents go to files by their value: the hash of all tokens and, for near duplicates, hashes of bands
 of a MinHash signature (Broder 1997; Indyk & Motwani 1998). Documents of equal keys are candidates, and each
@@ -25,7 +25,7 @@ from bloomery.data.duplicate_candidates import KeyFiles
 from bloomery.data.indexed import IndexedDataset, IndexedWriter
 from bloomery.data.ngrams import LONGEST, SomeDocuments, document_of, documents_in_turn, ngram_hashes
 from bloomery.data.pairs import agreed_facts, replace_pair
-from bloomery.data.storage import alone_in, refusals_named
+from bloomery.data.storage import as_storage_error, locked_directory
 from bloomery.errors import DataError
 from bloomery.events.records import ProgressCallback, ignore_progress
 
@@ -33,12 +33,12 @@ _BANDS, _ROWS, _SEED = 16, 8, 1
 _JUST_BELOW_1 = 0.9999  # equal n-grams in another number or order
 _COPIED_AT_ONCE, _TOKENS_AT_ONCE = 1 << 13, 1 << 22
 DUPLICATES = "-duplicates.jsonl"
-"""What the list of the documents that were left out is named, after the pair."""
+"""The ending of the list of the documents that were left out, after the pair's name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Deduplicated:
-    """What is left, in documents and tokens, and what was removed."""
+    """The result: documents and tokens that are left, and those that were removed."""
 
     documents: int
     tokens: int
@@ -48,10 +48,10 @@ class Deduplicated:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Likeness:
-    """What counts as nearly equal.
+class SimilarityThreshold:
+    """From which similarity on documents count as duplicates.
 
-    threshold: share of common n-grams (Jaccard) from which on a document is removed. 1: equal ones alone.
+    threshold: share of common n-grams (Jaccard) from which on a document is removed. 1: only equal ones.
     ngram: tokens of an n-gram.
     """
 
@@ -93,7 +93,7 @@ def deduplicate(
     prefixes: Sequence[Path],
     out: Path,
     *,
-    likeness: Likeness,
+    likeness: SimilarityThreshold,
     against: Sequence[Path] = (),
     progress: ProgressCallback = ignore_progress,
 ) -> Deduplicated:
@@ -112,7 +112,7 @@ def deduplicate(
     _refuse_several_sequences(documents.pairs[len(against) :])
     first_written = int(documents.begins[len(against)])
     scratch = out.with_name(out.name + ".dedup")
-    with alone_in(scratch, name="lock"):
+    with locked_directory(scratch, name="lock"):
         try:
             with closing(KeyFiles(scratch)) as files:
                 _add_keys(documents, files, likeness, progress=progress)
@@ -120,13 +120,13 @@ def deduplicate(
             removed = _allocated(scratch / "removed", documents.count)
             entries = _duplicates(documents, candidates, removed, likeness, first_written=first_written)
             equal = near = 0
-            with refusals_named(scratch), durable.open_new(scratch / "listed") as listed:
+            with as_storage_error(scratch), durable.open_new(scratch / "listed") as listed:
                 for entry in entries:
                     equal, near = equal + (entry["alike"] == 1), near + (entry["alike"] < 1)
                     listed.write((json.dumps(entry) + "\n").encode())
             pairs, begins = documents.pairs[len(against) :], documents.begins[len(against) :].tolist()
             tokens = _write_kept(pairs, begins, removed, scratch / out.name, progress=progress)
-            with refusals_named(out):
+            with as_storage_error(out):
                 out.parent.mkdir(parents=True, exist_ok=True)
                 replace_pair(scratch / out.name, out)
                 durable.replace(scratch / "listed", out.with_name(out.name + DUPLICATES))
@@ -155,12 +155,14 @@ def _refuse_several_sequences(pairs: Sequence[IndexedDataset]) -> None:
 
 def _allocated(path: Path, count: int) -> npt.NDArray[np.bool_]:
     """Return so many values of False in a file, whose space is taken now: a map of a full disk would kill."""
-    with refusals_named(path), path.open("wb") as file:
+    with as_storage_error(path), path.open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, max(count, 1))
     return np.memmap(path, dtype=np.bool_, mode="r+", shape=(max(count, 1),))
 
 
-def _add_keys(documents: _Pairs, files: KeyFiles, likeness: Likeness, *, progress: ProgressCallback) -> None:
+def _add_keys(
+    documents: _Pairs, files: KeyFiles, likeness: SimilarityThreshold, *, progress: ProgressCallback
+) -> None:
     """Add the keys of each document: of its tokens and, for near duplicates, of bands of its signature."""
     for begin, pair in zip(documents.begins.tolist(), documents.pairs, strict=False):
         for some in documents_in_turn(pair):
@@ -198,7 +200,7 @@ def _duplicates(
     documents: _Pairs,
     candidates: Iterator[tuple[int, int]],
     removed: npt.NDArray[np.bool_],
-    likeness: Likeness,
+    likeness: SimilarityThreshold,
     *,
     first_written: int,
 ) -> Iterator[dict[str, Any]]:
@@ -227,7 +229,7 @@ def are_equal(tokens: npt.NDArray[Any], others: npt.NDArray[Any]) -> bool:
     )
 
 
-def _similarity(tokens: npt.NDArray[Any], earlier: npt.NDArray[Any], likeness: Likeness) -> float:
+def _similarity(tokens: npt.NDArray[Any], earlier: npt.NDArray[Any], likeness: SimilarityThreshold) -> float:
     """Return 1 for equal documents, else the share of their n-grams that both have, below 1."""
     if are_equal(tokens, earlier):
         return 1.0

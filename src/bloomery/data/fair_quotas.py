@@ -1,4 +1,4 @@
-"""Mixtures that are fair at every sample: each dataset is always within one sample of its share.
+"""Interleaves the datasets of a mixture so that each is always within one sample of its share.
 
 The stream is cut into blocks. The samples that each dataset gave before a block are computed for any block,
 and the samples of a block are laid out from the counts at its two ends, so nothing of the stream need be

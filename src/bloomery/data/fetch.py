@@ -17,7 +17,7 @@ from typing import Any
 
 from bloomery import durable
 from bloomery.data.remote_files import FetchRequest, FileSource, RemoteFile, Shard
-from bloomery.data.storage import alone_in, refusals_named, write_whole
+from bloomery.data.storage import as_storage_error, locked_directory, write_whole
 from bloomery.errors import DataError
 from bloomery.events.records import ProgressCallback, ignore_progress
 
@@ -116,7 +116,7 @@ def fetch(
     anew: another share may replace the one that is there, whose other files are then removed.
     Raises DataError for files that cannot be read or do not match; files that are complete by then are kept.
     """
-    with alone_in(directory, name="fetched.lock"):
+    with locked_directory(directory, name="fetched.lock"):
         record = _Record(directory, _identity(remotes, wanted), anew=anew)
         files = [
             (f"{shard.dataset}/{file.path}", shard.dataset, file) for shard in shards for file in shard.files
@@ -186,7 +186,7 @@ class _Record:
     def add(self, name: str, file: RemoteFile, *, sha256: str) -> None:
         """Record that a file is complete. Any thread may call this."""
         entry = {"name": name, "bytes": file.size_bytes, "version": file.version, "sha256": sha256}
-        with self._lock, refusals_named(self._list):
+        with self._lock, as_storage_error(self._list):
             durable.append(self._list, json.dumps(entry) + "\n")
 
     def begin(self, names: Mapping[str, int]) -> int:
@@ -197,7 +197,7 @@ class _Record:
         """
         others = sorted(set(self._files) - set(names))
         for name in others:
-            with refusals_named(self.directory / name):
+            with as_storage_error(self.directory / name):
                 (self.directory / name).unlink(missing_ok=True)
             del self._files[name]
         lines = "".join(json.dumps(entry) + "\n" for entry in self._files.values())
@@ -266,7 +266,7 @@ def _bring(remote: FileSource, file: RemoteFile, target: Path, counter: _ByteCou
     ).hexdigest()
     partial = target.with_name(f"{target.name}.{address[:12]}.partial")
     digest = hashlib.sha256()
-    with refusals_named(partial):
+    with as_storage_error(partial):
         durable.make_directory(target.parent)
         with partial.open("ab+") as stream:
             place = min(stream.tell(), file.size_bytes)
@@ -290,7 +290,7 @@ def _bring(remote: FileSource, file: RemoteFile, target: Path, counter: _ByteCou
             f"{file.sha256}.",
             remedy="The same command fetches it again. If that ends so too, the file or the list is wrong.",
         )
-    with refusals_named(target):  # the file is durable before the record says that it is complete
+    with as_storage_error(target):  # the file is durable before the record says that it is complete
         durable.publish(partial, target)
     return digest.hexdigest()
 

@@ -1,4 +1,4 @@
-"""A dataset of the Hugging Face Hub, or of a mirror with its API, as files to fetch."""
+"""Lists and reads the files of a dataset on the Hugging Face Hub, or on a mirror with its API."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class HubDataset:
             answer = hub.http_backoff("GET", address, headers=headers, follow_redirects=True)
             hub.hf_raise_for_status(answer)
             if answer.status_code != 206 and (start or len(answer.content) > length):
-                raise ValueError("its server gives whole files alone, not pieces")
+                raise ValueError("its server sends only whole files, not pieces")
             return bytes(answer.content)
 
     def _checked(self, path: str) -> str:

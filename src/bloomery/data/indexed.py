@@ -31,8 +31,8 @@ from bloomery.data.pair_files import (
 )
 from bloomery.data.seal import BLOCK_BYTES, SealFacts, read_seal, refuse_other_sizes, verified_pieces
 from bloomery.data.sealing import PageCheck, SealWriter
-from bloomery.data.storage import refusals_named
-from bloomery.data.streaming import mirror_of
+from bloomery.data.storage import as_storage_error
+from bloomery.data.streaming import block_cache_of
 from bloomery.errors import DataError
 
 _CHECKED_AT_ONCE = 1 << 20
@@ -61,7 +61,7 @@ class IndexedWriter:
             raise ValueError(f"tokens cannot be stored as {self.dtype}")
         self.token_count = 0
         self._partial = bin_path(prefix).with_name(bin_path(prefix).name + ".partial")
-        with refusals_named(self._partial):
+        with as_storage_error(self._partial):
             prefix.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._partial.open("wb")
             self._columns = IndexColumns(prefix.parent)
@@ -94,7 +94,7 @@ class IndexedWriter:
         each = 1 if prompts is None else 2
         in_document = (sequences > 0).reshape(len(lengths), each).sum(axis=1)
         ends = self._columns.sequence_count + np.cumsum(in_document, dtype=np.int64)
-        with refusals_named(self._partial):
+        with as_storage_error(self._partial):
             self._columns.add_lengths(whole)
             self._columns.add_ends(ends)
         self.token_count += int(tokens.size)
@@ -102,8 +102,8 @@ class IndexedWriter:
     def add_pair(self, pair: IndexedDataset, copied: Callable[[int], None] = lambda size: None) -> None:
         """Append all documents of a pair of the same token type; sequences keep their bounds.
 
-        copied: is told how many bytes of tokens were copied, some megabytes at a time.
-        Raises DataError where the bytes differ from what the pair's seal tells.
+        copied: called with the bytes of tokens that were copied, some megabytes at a time.
+        Raises DataError where the bytes differ from what the pair's seal says.
         """
         pair.refuse_elsewhere()
         if pair.dtype != self.dtype:
@@ -124,7 +124,7 @@ class IndexedWriter:
             self._write(content)
             copied(len(content))
         before = self._columns.sequence_count
-        with refusals_named(self._partial):
+        with as_storage_error(self._partial):
             for start in range(0, pair.sequence_count, _CHECKED_AT_ONCE):
                 self._columns.add_lengths(pair.sequence_lengths[start : start + _CHECKED_AT_ONCE])
             for start in range(0, pair.document_count, _CHECKED_AT_ONCE):
@@ -133,7 +133,7 @@ class IndexedWriter:
         self.token_count += pair.token_count
 
     def _write(self, content: bytes | memoryview) -> None:
-        with refusals_named(self._partial):
+        with as_storage_error(self._partial):
             self._file.write(content)
         if self._seal:
             self._seal.tokens.update(content)
@@ -177,10 +177,10 @@ class IndexedWriter:
         """Put the files in place: `.bin`, then `.idx`, without which it is not a dataset, then the seal."""
         target, index = bin_path(self.prefix), idx_path(self.prefix)
         partial_index = index.with_name(index.name + ".partial")
-        with refusals_named(target):
+        with as_storage_error(target):
             self._file.flush()
             durable.sync_file(self._file.fileno())
-        with refusals_named(index):
+        with as_storage_error(index):
             try:
                 partial_index.unlink(missing_ok=True)  # a writer that was killed may have left it
                 with durable.open_new(partial_index) as file:
@@ -221,7 +221,7 @@ class IndexedDataset:
         self._all_sequences, self._all_documents = self.sequence_count, self.document_count
         self._sequences, self._documents = slice(0, self.sequence_count), slice(0, self.document_count + 1)
         check_documents(index, self.document_indices, self.sequence_count)
-        self.mirror = mirror_of(prefix)
+        self.mirror = block_cache_of(prefix)
         self._tokens = mapped(tokens, at_random=True)
         wanted = self._expected_bytes()
         if len(self._tokens) != wanted:

@@ -1,4 +1,4 @@
-"""Megatron's order of samples, so that a run which Megatron began can continue with the same samples.
+"""Megatron's order of samples, with which a run that Megatron began continues on the same samples.
 
 Documents are shuffled and laid end to end in a row. Sample k of a dataset is tokens [k·L, k·L + L] of that
 row, and a second shuffle gives the order of samples. Everything except the weights of a blend is computed in

@@ -46,7 +46,7 @@ _ARGUMENTS = {
 
 
 class DamagedPage(Exception):
-    """A page that was to be read is not what its sum says."""
+    """The checksum of a page that was to be read differs from the seal."""
 
 
 def permute(index: Int64, size: int, keys: npt.NDArray[np.uint64], out: Int64) -> bool:

@@ -1,4 +1,4 @@
-"""Hashes of n-grams of tokens, for many documents at once."""
+"""Hashes the n-grams of many documents' tokens at once, and looks hashes up in a set."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Indices = npt.NDArray[np.int64]
 _BASE = np.uint64(0x9E3779B97F4A7C15)
 _DOCUMENTS_AT_ONCE, _TOKENS_AT_ONCE = 1 << 13, 1 << 20
 LONGEST = 1 << 24
-"""Of a longer document so many tokens are looked at, from its beginning."""
+"""The tokens of a document that are hashed, from its beginning; the rest of a longer one is left out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,7 @@ def _mixed(state: Hashes) -> Hashes:
 
 
 class HashSet:
-    """A sorted set of hashes that tells which of many it holds: a bitmap first, then a search."""
+    """A sorted set of hashes; `holds` says which of many hashes are in it: a bitmap first, then a search."""
 
     _BITS = 24
 

@@ -1,4 +1,4 @@
-"""Finds documents of held-out text that are in the training text too, token by token."""
+"""Finds held-out documents that the training data contains too, compared token by token."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class SharedDocument:
 
 @dataclass(frozen=True, kw_only=True)
 class Overlap:
-    """The held-out documents that are in a training dataset too. Every document was compared.
+    """The held-out documents that are in a training dataset too. Every document with tokens was compared.
 
     documents: number of held-out documents by dataset. shared: how many of them are in any training dataset.
     by_training: held-out documents that are in each training dataset. examples: the first of them.

@@ -1,4 +1,4 @@
-r"""The files of a pair: their names, the layout of its index (Megatron's), how they are mapped and written.
+r"""The files of a token pair (.bin, .idx): names, the index's layout (Megatron's), mapping and writing.
 
 `.idx`, little-endian and unpadded: `MMIDIDX\0\0`, u64 version 1, u8 dtype code, u64 sequences S, u64
 documents + 1 = D, i32[S] lengths in tokens, i64[S] byte pointers into `.bin`, i64[D] document indices.

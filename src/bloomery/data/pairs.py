@@ -1,4 +1,4 @@
-"""Verifies and merges pairs of indexed files, and puts one in the place of another."""
+"""Verifies pairs of token files (.bin, .idx), merges several into one, and replaces one by another."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from bloomery.data.seal import (
     read_seal,
     refuse_other_sizes,
 )
-from bloomery.data.storage import refusals_named
+from bloomery.data.storage import as_storage_error
 from bloomery.errors import DataError
 from bloomery.events.records import ProgressCallback, counting, ignore_progress
 
@@ -40,7 +40,7 @@ def replace_pair(staged: Path, target: Path) -> None:
     At every moment the seal and the tokens belong together, and an index never lies on other tokens. On the
     way there is a moment without an index, which readers report as a missing pair.
     """
-    with refusals_named(bin_path(target)):
+    with as_storage_error(bin_path(target)):
         if bin_path(staged).exists():
             seal_path(target).unlink(missing_ok=True)
             idx_path(target).unlink(missing_ok=True)
@@ -237,7 +237,7 @@ def _strange_ids(
                 f"{vocabulary_size:,}."
             )
             return
-        progress("looking at ids", start + count, dataset.token_count, "tokens")
+        progress("checking ids", start + count, dataset.token_count, "tokens")
 
 
 def merge_pairs(
@@ -246,7 +246,7 @@ def merge_pairs(
     """Write the documents of several pairs, in the order given, to `out`. The pairs stay as they are.
 
     They are joined and sealed beside `out`, so that an older pair there stays whole until the new one is.
-    What the seals of the pairs tell is compared with every byte that is copied: damage is refused, and never
+    What the seals of the pairs say is compared with every byte that is copied: damage is refused, and never
     sealed anew. A pair without a seal is copied as it is.
     """
     if any(prefix.absolute() == out.absolute() for prefix in prefixes):

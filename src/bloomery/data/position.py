@@ -14,7 +14,7 @@ from typing import Any
 from bloomery.errors import DataError
 
 RULE_KEY = "the rule of the mixture"
-"""What a stream's identity calls the rule by which its datasets' quotas are rounded (`mixture.RULE`)."""
+"""The key in a stream's identity of the rule by which datasets' quotas are rounded (`mixture.RULE`)."""
 
 Ranges = tuple[range, ...]
 
@@ -82,7 +82,7 @@ def first(ranges: Ranges, count: int) -> Ranges:
 
 
 def fewer(ranges: Ranges, at_most: int) -> Ranges:
-    """Return at most so many ranges that hold all samples of `ranges`, and those of the smallest gaps.
+    """Return at most `count` ranges that hold all samples of `ranges`, and those of the smallest gaps.
 
     ranges: as `merged` returns them.
     """

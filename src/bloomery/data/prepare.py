@@ -20,8 +20,8 @@ from bloomery.data.indexed import IndexedDataset
 from bloomery.data.pair_files import PARTS
 from bloomery.data.pairs import refuse_damaged, replace_pair
 from bloomery.data.sources import FoundFiles, SourceHashes, documents_of, find_files, is_held_out
-from bloomery.data.storage import alone_in, refusals_named, write_whole
-from bloomery.data.streaming import CacheLocation, is_elsewhere, mirror_of, mount
+from bloomery.data.storage import as_storage_error, locked_directory, write_whole
+from bloomery.data.streaming import CacheLocation, block_cache_of, is_elsewhere, mount
 from bloomery.data.tokenize_corpus import tokenize
 from bloomery.data.tokenize_worker import Job
 from bloomery.data.tokenizer import (
@@ -80,7 +80,7 @@ def prepare(data: DataSection, directory: Path, *, progress: ProgressCallback = 
     `datasets` are used as they are. `sources` are tokenised into `directory`, unless a manifest there shows
     the same text and settings. A kill at any moment leaves either the whole result or none, and the next
     start continues where it was. One process works at a time; others wait, and find the result. The tokenizer
-    is trained on training documents alone.
+    is trained only on training documents.
     """
     if not data.sources:
         tokenised = _tokenised_before(data, directory)
@@ -91,9 +91,9 @@ def prepare(data: DataSection, directory: Path, *, progress: ProgressCallback = 
     wanted = _wanted(data, files, directory, progress=progress)
     prepared = _found_again(data, directory, wanted)
     if prepared is None:
-        with refusals_named(directory):
+        with as_storage_error(directory):
             directory.mkdir(parents=True, exist_ok=True)
-        with alone_in(directory, name=_LOCK):
+        with locked_directory(directory, name=_LOCK):
             prepared = _found_again(data, directory, wanted)
             if prepared is None:
                 _build(data, files, directory, wanted, progress=progress)
@@ -108,7 +108,7 @@ def prepare(data: DataSection, directory: Path, *, progress: ProgressCallback = 
 def _refuse_damaged_pairs(prepared: Prepared) -> None:
     """Compare local pairs with their seals; remote ones are checked block by block as they are fetched."""
     prefixes = [dataset.prefix for dataset in (*prepared.train, *prepared.held_out)]
-    refuse_damaged(prefix for prefix in prefixes if mirror_of(prefix) is None)
+    refuse_damaged(prefix for prefix in prefixes if block_cache_of(prefix) is None)
 
 
 def _tokenised_before(data: DataSection, directory: Path) -> Prepared:
@@ -263,7 +263,7 @@ def _build(
     """
     building = directory / _BUILDING
     if _read(building / _WANTED) != wanted:
-        with refusals_named(building):
+        with as_storage_error(building):
             shutil.rmtree(building, ignore_errors=True)
             building.mkdir()
         write_whole(building / _WANTED, json.dumps(wanted).encode())
@@ -271,7 +271,7 @@ def _build(
     if manifest is None:
         manifest = _build_in(building, data, files, wanted, progress=progress)
         write_whole(building / _MANIFEST, json.dumps(manifest, indent=1).encode())
-    with refusals_named(directory):
+    with as_storage_error(directory):
         (directory / _MANIFEST).unlink(missing_ok=True)
         durable.sync_directory(directory)
         for name in manifest["files"]:

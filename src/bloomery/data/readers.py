@@ -44,7 +44,7 @@ BY_NAME = (
     *(*ARRAY, *TABLE, ".md", ".markdown", ".rst", ".tex", ".html", ".xml", ".log", ".sh"),
     *(".py", ".js", ".ts", ".c", ".h", ".cpp", ".rs", ".go", ".java"),
 )
-"""Endings of files that are read if a source names them, and left out where they lie in a directory."""
+"""Endings of files that are read only if a source names them; in a directory they are left out."""
 ENDINGS = (*TEXT, *PACKED_TEXT, *LINES, *PACKED_LINES, *PARQUET, *ARROW, *ZIP, *WARC)
 KNOWN = (
     ".txt, .jsonl (one document a line), both also .gz and .zst, .parquet, .zip of texts, WARC files, "

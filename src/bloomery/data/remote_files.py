@@ -67,7 +67,7 @@ class Remote:
         if parts.username or parts.password or parts.query:
             raise DataError(
                 f"The address of {parts.hostname} holds credentials, and it would be printed and kept.",
-                remedy="Put them into the environment (AWS_ACCESS_KEY_ID, …) and give the address alone.",
+                remedy="Put them into the environment (AWS_ACCESS_KEY_ID, …) and give only the address.",
             )
         if not url.startswith("file://"):
             refuse_network(

@@ -1,4 +1,4 @@
-"""How a dataset's tokens become samples: windows, windows cut elsewhere each epoch, or packs by best fit.
+"""Cuts a dataset's tokens into samples: windows, windows shifted each epoch, or best-fit packed documents.
 
 Pieces of one length can be exchanged, so what is packed is how many there are of each length. The packing is
 a table of some thousand groups of samples that are filled alike; which pieces a sample holds is computed from

@@ -1,9 +1,9 @@
-"""The seal of a pair: what was written, so that damage is found and placed; and the sums of pages in it.
+"""The seal of a token pair: checksums of its blocks and pages, by which damage is found and located.
 
 `PREFIX.seal.json` is small: sizes, vocabulary, what made the tokens, its own checksum, and where in
 `PREFIX.seal.sums` which sums lie. That file is mapped and never parsed: for each of both files of the pair
-the xxh3-64 of its blocks (u64, of what one read of a pair elsewhere brings) and the sums of its pages of 4
-KiB (u32). Seals of format 1, which held the blocks' sums as text and no pages, are still read.
+the xxh3-64 of its blocks (u64; one read of a remote pair fetches a block) and the sums of its pages of 4 KiB
+(u32). Seals of format 1, which held the blocks' sums as text and no pages, are still read.
 
 The sum of a page is NH of UMAC, brought to 32 bits by multiply-shift; see native/src/pages.cpp. Two different
 pages have one sum with a chance of at most 3 in 2^32. The keys are public: the sums find damage, no forgery.
@@ -27,7 +27,7 @@ from bloomery.data.pair_files import bin_path, idx_path, seal_path, sums_path
 from bloomery.errors import DataError
 
 PAGE_BYTES = 4096
-"""What a memory page is at least: to check a page brings nothing from the disk that is not read anyway."""
+"""The smallest memory page: checking a page reads nothing from the disk that is not read anyway."""
 
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 _PAGES_AT_ONCE = 1024
@@ -67,7 +67,7 @@ def _keys() -> npt.NDArray[Any]:
 
 
 BLOCK_BYTES = 256 << 10
-"""What one read of a pair elsewhere brings."""
+"""The bytes that one read of a remote pair fetches."""
 FORMAT = 2
 COPY_AGAIN = "Copy the pair and its seal again from where they are whole, or tokenise again."
 _READ_BYTES = 1 << 24
@@ -79,7 +79,7 @@ PageSums = npt.NDArray[np.uint32]
 
 @dataclass(frozen=True, kw_only=True)
 class SealFacts:
-    """What a seal says of the tokens; None: not known. engine: what turned the text into ids."""
+    """What a seal records of the tokens; None: not known. engine: the tokenizer engine that made them."""
 
     vocabulary_size: int | None = None
     end_of_document_id: int | None = None

@@ -1,6 +1,6 @@
-"""Seals a pair, as it is written or afterwards, and checks the pages of a sealed pair at their first use.
+"""Writes the seal (checksums) of a token pair, and verifies the pages of a sealed pair at their first use.
 
-A seal is made from the bytes on their way to the disk, or from files that are there.
+A seal is made from the bytes on their way to the disk, or from existing files.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from bloomery.data.seal import (
     Section,
     page_sums,
 )
-from bloomery.data.storage import refusals_named, write_whole
+from bloomery.data.storage import as_storage_error, write_whole
 from bloomery.errors import DataError
 
 _READ_BYTES = 4 << 20
@@ -98,7 +98,7 @@ class SealWriter:
     def __init__(self, prefix: Path, facts: SealFacts, *, block_bytes: int = BLOCK_BYTES) -> None:
         self._prefix, self._facts, self._block_bytes = prefix, facts, block_bytes
         self._partial = sums_path(prefix).with_name(sums_path(prefix).name + ".partial")
-        with refusals_named(self._partial):
+        with as_storage_error(self._partial):
             self._file = self._partial.open("wb")
         self._index_pages = bytearray()
         self.tokens = RunningSums(block_bytes=block_bytes, write_pages=self._file.write)
@@ -110,7 +110,7 @@ class SealWriter:
         self.index.finish()
         sections = {(".bin", "pages"): self.tokens.pages_section(offset=0)}
         end = sections[".bin", "pages"].size
-        with refusals_named(self._partial):
+        with as_storage_error(self._partial):
             for ending, kind, content in (
                 (".bin", "blocks", _plain(self.tokens.blocks)),
                 (".idx", "blocks", _plain(self.index.blocks)),
@@ -156,7 +156,7 @@ def seal(
     writer = SealWriter(prefix, facts, block_bytes=block_bytes)
     try:
         for path, sums in ((bin_path(prefix), writer.tokens), (idx_path(prefix), writer.index)):
-            with refusals_named(path), path.open("rb") as file:
+            with as_storage_error(path), path.open("rb") as file:
                 while piece := file.read(_READ_BYTES):
                     sums.update(piece)
         writer.commit()

@@ -249,7 +249,7 @@ log = logging.getLogger(__name__)
 _HASHES = "source-hashes.json"
 _PIECE_BYTES = 4 << 20
 _SETTLED_NS = 2_000_000_000
-"""A file that was changed later than so long before it was hashed may be changed again at the same time."""
+"""The least age of a hashed file for its record: a younger one may change again within its time stamp."""
 
 
 class SourceHashes:

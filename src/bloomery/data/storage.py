@@ -1,6 +1,6 @@
-"""Files of a dataset: written under a lock by one writer, and large arrays that processes of a node share.
+"""Writes a dataset's files durably under a lock, and shares large arrays between a node's processes.
 
-Errors say what to do. Of a large array, one process computes the file, and all map it.
+Errors carry a remedy. One process computes the file of a large array, and all processes map it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LOCK_TIMEOUT_S = 3600.0
 
 
 @contextmanager
-def refusals_named(path: Path) -> Iterator[None]:
+def as_storage_error(path: Path) -> Iterator[None]:
     """Turn an OSError of the block into a StorageError that names `path` and says what to do."""
     try:
         yield
@@ -37,13 +37,13 @@ def refusals_named(path: Path) -> Iterator[None]:
 
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file durably: afterwards it is there whole, or not at all. Raises StorageError."""
-    with refusals_named(path):
+    with as_storage_error(path):
         durable.write_whole(path, content)
 
 
 @contextmanager
-def alone_in(directory: Path, *, name: str) -> Iterator[int]:
-    """Hold a directory's lock, which the system releases when its holder and all who inherited it have ended.
+def locked_directory(directory: Path, *, name: str) -> Iterator[int]:
+    """Hold a directory's lock, which the kernel releases when its holder and all its heirs have ended.
 
     Yields the descriptor of the lock's file, which names the holder. Other processes log whom they wait for,
     and get a StorageError that names the holder after an hour.
@@ -61,24 +61,24 @@ def alone_in(directory: Path, *, name: str) -> Iterator[int]:
 
     with ExitStack() as stack:
         try:
-            with refusals_named(path):
+            with as_storage_error(path):
                 lock = durable.locked(path, owner=owner, timeout_s=_LOCK_TIMEOUT_S, on_wait=say)
                 file = stack.enter_context(lock)
         except durable.LockHeld as held:
             raise StorageError(
                 f"Waited {_LOCK_TIMEOUT_S:.0f} s for {held.owner or 'another process'}, which works in "
                 f"{directory}.",
-                remedy=f"Look what holds {path} (fuser -v), or choose another directory.",
+                remedy=f"Find out what holds {path} (fuser -v), or choose another directory.",
             ) from held
         yield file
 
 
 Arrays = dict[str, npt.NDArray[Any]]
 Shapes = Mapping[str, tuple[int, npt.DTypeLike]]
-"""Of each array by name: its length and its type."""
+"""The length and the type of each array, by name."""
 
 AT_LEAST_BYTES = 32 << 20
-"""Smaller arrays are computed in memory: that takes no longer than reading them."""
+"""The size from which arrays are shared by files; computing smaller ones takes no longer than reading."""
 _PATIENCE_S = 3600.0
 _KEPT_FILES = 4
 _READ_BYTES = 1 << 20

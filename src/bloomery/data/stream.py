@@ -317,7 +317,7 @@ def stream_identity(
         **described,
         "the order of the samples": xxhash.xxh3_64_hexdigest(f"{list(datasets)} {order}".encode()),
         "the text and its tokenizer": text,
-        # Versions that know rules 1 and 2 alone do not name theirs.
+        # Versions that know only rules 1 and 2 do not name theirs.
         **({RULE_KEY: str(rule)} if mixes and rule > 2 else {}),
     }
 

@@ -14,11 +14,11 @@ import xxhash
 
 from bloomery import durable
 from bloomery.config.environment import refuse_network
-from bloomery.data.block_cache import Mirror, Outline, punch
+from bloomery.data.block_cache import BlockCache, RemoteFileInfo, punch_hole
 from bloomery.data.pair_files import bin_path, idx_path
 from bloomery.data.remote_files import Remote
 from bloomery.data.seal import BlockSums, Seal, SealedFile, parse_seal
-from bloomery.data.storage import alone_in, refusals_named, write_whole
+from bloomery.data.storage import as_storage_error, locked_directory, write_whole
 from bloomery.errors import DataError
 
 MARKER = ".mirror.json"
@@ -49,9 +49,9 @@ def mount(addresses: Sequence[str], cache: CacheLocation) -> dict[str, Path]:
     """
     prefixes = {address: _prefix(address, cache) for address in addresses}
     for address, prefix in prefixes.items():
-        with refusals_named(prefix.parent):
+        with as_storage_error(prefix.parent):
             prefix.parent.mkdir(parents=True, exist_ok=True)
-        with alone_in(prefix.parent, name="lock"):
+        with locked_directory(prefix.parent, name="lock"):
             if not _is_mounted(prefix, address):
                 _bring_index(prefix, address)
     markers = {address: _marker(prefix) for address, prefix in prefixes.items()}
@@ -65,7 +65,7 @@ def mount(addresses: Sequence[str], cache: CacheLocation) -> dict[str, Path]:
     return prefixes
 
 
-def mirror_of(prefix: Path) -> Mirror | None:
+def block_cache_of(prefix: Path) -> BlockCache | None:
     """Return the block cache behind the `.bin` of a mounted prefix; None for a local pair."""
     if not _marker_path(prefix).exists():
         return None
@@ -83,13 +83,13 @@ def mirror_of(prefix: Path) -> Mirror | None:
             remote.append(Remote(_parent(marker["address"])))
         return remote[0].read(_name(marker["address"]) + ".bin", start=start, length=length)
 
-    outline = Outline(
+    outline = RemoteFileInfo(
         address=address,
         size_bytes=facts["bytes"],
         block_bytes=marker["block_bytes"],
         sums=_block_sums(prefix, facts),
     )
-    return Mirror(bin_path(prefix), outline, capacity=marker["capacity"], fetch=fetch)
+    return BlockCache(bin_path(prefix), outline, capacity=marker["capacity"], fetch=fetch)
 
 
 def _block_sums(prefix: Path, facts: Mapping[str, Any]) -> BlockSums:
@@ -123,7 +123,7 @@ def _bring_index(prefix: Path, address: str) -> None:
             remedy="It was written anew or is damaged there: seal what is there now, or bring the old back.",
         )
     tokens = seal.files[".bin"]
-    with refusals_named(prefix):
+    with as_storage_error(prefix):
         for leftover in prefix.parent.iterdir():
             if leftover.name.startswith(f"{prefix.name}."):
                 leftover.unlink()
@@ -131,7 +131,7 @@ def _bring_index(prefix: Path, address: str) -> None:
         mirrored = bin_path(prefix)
         with mirrored.open("wb") as file:
             file.truncate(tokens.bytes)
-            punch(file.fileno(), 0, 1 << 16, path=mirrored)
+            punch_hole(file.fileno(), 0, 1 << 16, path=mirrored)
     write_whole(prefix.with_name(prefix.name + _SUMS), tokens.block_sums.astype("<u8").tobytes())
     write_whole(idx_path(prefix), content)
     marker = {

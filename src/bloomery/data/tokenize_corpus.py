@@ -23,13 +23,13 @@ from bloomery.data.pair_files import PARTS, bin_path, token_dtype
 from bloomery.data.pairs import replace_pair
 from bloomery.data.readers import SourceFile
 from bloomery.data.seal import SealFacts
-from bloomery.data.storage import alone_in, refusals_named, write_whole
-from bloomery.data.tokenize_pool import BatchDone, PieceDone, work
+from bloomery.data.storage import as_storage_error, locked_directory, write_whole
+from bloomery.data.tokenize_pool import BatchDone, PieceDone, tokenize_pieces
 from bloomery.data.tokenize_worker import (
     HELD_OUT,
     Job,
     TextPiece,
-    cut,
+    cut_corpus,
     prepared_tokenizer,
     result_path,
     sampled_texts,
@@ -105,7 +105,7 @@ def tokenize(
     parts = out.with_name(out.name + ".parts")
     job = replace(job, directory=str(parts))
     tokenizer = prepared_tokenizer(job)
-    with alone_in(parts, name="lock") as lock:
+    with locked_directory(parts, name="lock") as lock:
         corpus = _planned(parts, files, job, piece_bytes=piece_bytes or piece_size(total_bytes(files)))
         _decide_engine(parts, corpus, job, tokenizer)
         job = replace(job, engine=tokenizer.engine)
@@ -116,7 +116,7 @@ def tokenize(
         whole = sum(piece.size_bytes for piece in pieces)
         watch = _Watch(progress, done=whole - sum(piece.size_bytes for piece in left), total=whole)
         if processes > 1:
-            events = work(left, job, processes=processes, threads=_THREADS, held_open=[lock])
+            events = tokenize_pieces(left, job, processes=processes, threads=_THREADS, held_open=[lock])
         else:
             events = _alone(left, job, tokenizer, watch=watch)
         for event in events:
@@ -143,7 +143,7 @@ def tokenize(
             digest = _corpus_digest(corpus, job)
             write_record(out, corpus=digest, engine=job.engine, held_out=bool(job.held_out_every))
         watch.end()
-        with refusals_named(parts):
+        with as_storage_error(parts):
             shutil.rmtree(parts)
     return replace(outcome, pieces_kept=len(finished))
 
@@ -196,11 +196,11 @@ def _planned(parts: Path, files: Sequence[SourceFile], job: Job, *, piece_bytes:
             return [TextPiece.from_json(piece) for piece in plan["pieces"]]
     except (OSError, ValueError, KeyError, TypeError):
         pass  # there was no plan, or it has another form
-    with refusals_named(parts):
+    with as_storage_error(parts):
         for stale in parts.iterdir():
             if stale.name != "lock":
                 stale.unlink()
-    pieces = cut(files, piece_bytes=piece_bytes)
+    pieces = cut_corpus(files, piece_bytes=piece_bytes)
     plan = {"identity": identity, "pieces": [piece.to_json() for piece in pieces]}
     write_whole(parts / _PLAN, json.dumps(plan).encode())
     return pieces

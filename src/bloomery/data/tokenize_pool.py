@@ -37,10 +37,10 @@ class PieceDone:
     number: int
 
 
-def work(
+def tokenize_pieces(
     pieces: Sequence[TextPiece], job: Job, *, processes: int, threads: int, held_open: Sequence[int]
 ) -> Iterator[BatchDone | PieceDone]:
-    """Have worker processes tokenise the pieces, and yield what they finish.
+    """Have worker processes tokenise the pieces; yield each batch and piece that they finish.
 
     processes, threads: number of processes, and of threads in each.
     held_open: file descriptors that stay open as long as any worker lives, such as a lock's.

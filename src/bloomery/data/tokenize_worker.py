@@ -65,7 +65,7 @@ class TextPiece:
         return cls(number=plain["number"], files=files, size_bytes=plain["size_bytes"])
 
 
-def cut(files: Sequence[SourceFile], *, piece_bytes: int) -> list[TextPiece]:
+def cut_corpus(files: Sequence[SourceFile], *, piece_bytes: int) -> list[TextPiece]:
     """Return pieces of about `piece_bytes`, in reading order: large files in parts, small ones together."""
     pieces: list[TextPiece] = []
     piece: list[SourceFile] = []

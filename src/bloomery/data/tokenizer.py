@@ -29,7 +29,7 @@ from bloomery.data.tokenizer_engines import (
     disagreement,
     fast_coder,
     joined,
-    own_texts,
+    probe_texts,
     unproven,
 )
 from bloomery.errors import DataError
@@ -155,7 +155,7 @@ class Tokenizer:
             self.use_reference(f"The slower engine is used: {fast}.")
             return
         self._coder = fast
-        self.prove([*HARD_TEXTS, *own_texts(content)])
+        self.prove([*HARD_TEXTS, *probe_texts(content)])
 
     def use_reference(self, note: str = "") -> None:
         """Encode with the reference from now on.
@@ -274,7 +274,7 @@ def _beside(act: Callable[[], None]) -> None:
     thread = threading.Thread(target=run, name="train-tokenizer", daemon=True)
     thread.start()
     while thread.is_alive():  # a signal that comes just before a wait without end does not wake it
-        thread.join(_LOOK_S)
+        thread.join(_POLL_S)
     over.result()
 
 
@@ -306,7 +306,7 @@ def _pre_tokenizer(split: str) -> Any:  # Any: the engine's package has no stubs
 
 _NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _FETCH_TIMEOUT_S = 60.0
-_LOOK_S = 0.2
+_POLL_S = 0.2
 
 
 def find_tokenizer(name: str) -> Path:

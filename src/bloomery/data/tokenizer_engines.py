@@ -207,7 +207,7 @@ def unproven(content: Mapping[str, Any]) -> str:
     return ""
 
 
-def own_texts(content: Mapping[str, Any]) -> list[str]:
+def probe_texts(content: Mapping[str, Any]) -> list[str]:
     """Return texts that exercise what is particular to a tokenizer: its pattern, added tokens and
     vocabulary.
     """

@@ -57,7 +57,7 @@ class MicroBatch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Queue:
+class QueueStatus:
     """The state of the queue when the last batch was asked for.
 
     ready: number of batches that had been read ahead.
@@ -107,7 +107,7 @@ class Batches:
         self._mask_documents = mask_documents
         self._rank, self._degree = rank, degree
         self.prefetch = prefetch
-        self.queue = Queue()
+        self.queue = QueueStatus()
         self._device = torch.device(device)
         self._timeout_s = timeout_s
         self._reading = "no dataset yet"
@@ -141,7 +141,7 @@ class Batches:
                 if not future.done():
                     raise self._too_late() from late
                 ready = future.result()  # either it is done, or the error is the reader's own
-        self.queue = Queue(ready=ahead, waited_s=time.perf_counter() - asked)
+        self.queue = QueueStatus(ready=ahead, waited_s=time.perf_counter() - asked)
         return tuple(future.to(self._device) for future in ready)
 
     def expect(self, span: Ranges, micro_batch: int) -> None:

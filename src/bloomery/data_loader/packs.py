@@ -1,4 +1,4 @@
-"""Reads samples that hold whole documents into arrays: tokens, targets, and which document each is of."""
+"""Reads packed samples (whole documents) into arrays: tokens, targets, and the document of each token."""
 
 from __future__ import annotations
 

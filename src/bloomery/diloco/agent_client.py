@@ -1,4 +1,4 @@
-"""Connects a rank to the agent of its peer, and receives the agent's commands.
+"""A rank's connection to its peer's agent: reports what the rank does, and receives the agent's commands.
 
 `connect_agent` opens the connection. `CommandInbox` gives every rank of a peer the same commands in the same
 order.
@@ -46,17 +46,17 @@ from bloomery.protocol.records import Ready
 log = logging.getLogger(__name__)
 
 _SEND_S = 60
-"""How long a send may block, in seconds; after that the agent counts as gone."""
+"""The seconds that a send may block; after that the agent counts as gone."""
 _REPORT_S = 60.0
-"""How often a rank that waits logs what it waits for."""
+"""The seconds between two log lines of what a waiting rank waits for."""
 _WAIT_S = 24 * 3600.0
 """The longest wait for a command, in seconds. Usually the agent gives up before and ends its ranks."""
 _POLL_S = 0.5
-"""How often a rank that waits checks whether it is asked to stop, in seconds."""
+"""The seconds between two checks of a waiting rank whether it is asked to stop."""
 _RING_POLL_S = 0.02
-"""How often a rank that reduces checks whether the agent aborts that, in seconds."""
+"""The seconds between two checks of a reducing rank whether the agent aborts that."""
 _SAME_S = 120.0
-"""How much later than the first rank another rank may get the same command, in seconds."""
+"""The most seconds by which another rank may get a command later than the first rank."""
 
 _REMEDY = "See the agent's last lines; the same command starts the peer again, and it joins the others."
 
@@ -88,7 +88,8 @@ def connect_agent(*, rank: int, world: int, path: Path | None = None) -> AgentCl
 class AgentClient:
     """A rank's connection to its peer's agent. Any thread may send and receive.
 
-    Sending returns at once. When the agent has died, every method raises PeerError. A thread of this object
+    Sending does not wait for an answer, but may block up to 60 s while the agent's socket is full. When the
+    agent has died, every method raises PeerError. A thread of this object
     receives the agent's messages and answers an abort at once, because a rank whose main thread computes for
     seconds (a step of a large model, its outer step) must not be left out as if it hung.
     """
@@ -103,15 +104,15 @@ class AgentClient:
         self._arrived = threading.Condition()
         threading.Thread(target=self._listen, name="agent", daemon=True).start()
 
-    def moving(self, activity: RoundActivity, *, step: int) -> None:
+    def report_activity(self, activity: RoundActivity, *, step: int) -> None:
         """Tell the agent what this rank does now. step: the inner step that it makes, or made last."""
         self.send(Moving(activity=activity, step=step))
 
-    def reading(self, identity: Mapping[str, str]) -> None:
+    def report_data_identity(self, identity: Mapping[str, str]) -> None:
         """Tell the agent what identifies the stream of samples. Only the first rank calls it, once."""
         self.send(DataIdentity(identity=dict(identity)))
 
-    def holding(
+    def report_state(
         self,
         *,
         round: int,
@@ -133,23 +134,23 @@ class AgentClient:
             )
         )
 
-    def copied(self, *, round: int, digest: str, directory: Path | None) -> None:
+    def report_copy(self, *, round: int, digest: str, directory: Path | None) -> None:
         """Tell the agent of a copy of a state; `StateCopied` explains each parameter."""
         self.send(StateCopied(round=round, digest=digest, directory=directory))
 
-    def refused(self, why: str) -> None:
-        """Refuse the state of a `ReplaceState`, whose digest is wrong. Call `holding` afterwards."""
+    def refuse_state(self, why: str) -> None:
+        """Refuse the state of a `ReplaceState`, whose digest is wrong. Call `report_state` afterwards."""
         self.send(StateRefused(why=why))
 
-    def ready(self, ready: Ready) -> None:
+    def offer_part(self, ready: Ready) -> None:
         """Offer this peer's part of a round. The part stays unchanged until the round is committed."""
         self.send(RankReady(ready=ready))
 
-    def done(self, *, epoch: int, digest: str) -> None:
+    def report_ring_done(self, *, epoch: int, digest: str) -> None:
         """Tell the agent that this epoch's all_reduce is complete. digest: that of the state it leads to."""
         self.send(RankRingDone(epoch=epoch, digest=digest))
 
-    def failed(self, *, epoch: int, kind: str, culprit: str | None, why: str) -> None:
+    def report_ring_failed(self, *, epoch: int, kind: str, culprit: str | None, why: str) -> None:
         """Tell the agent that this epoch's all_reduce failed; `RankRingFailed` explains each parameter."""
         self.send(RankRingFailed(epoch=epoch, kind=kind, culprit=culprit, why=why))
 

@@ -35,7 +35,7 @@ from bloomery.transport.sparse_codec import NotSendable, WrongCode, average_spar
 log = logging.getLogger(__name__)
 
 _CANCEL_S = 60.0
-"""How long a cancelled ring may take until it no longer uses its buffers, in seconds."""
+"""The seconds within which a cancelled ring must no longer use its buffers."""
 
 
 class RingConnections(Protocol):
@@ -78,7 +78,7 @@ class RingFailed(BloomeryError):
 
 
 class Attempts:
-    """Runs the attempts of a round's all_reduce, and tells the agent the result of each.
+    """Runs the attempts of a round's all_reduce, and reports the result of each to the agent.
 
     All methods but `cancel`, `drop` and `fits` are collective over the peer.
 
@@ -144,7 +144,7 @@ class Attempts:
         if None in rank_digests:
             return
         self._prepared = running.epoch, peer_digest(rank_digests, salt=self._salt)
-        self._agent.done(epoch=running.epoch, digest=self._prepared[1])
+        self._agent.report_ring_done(epoch=running.epoch, digest=self._prepared[1])
 
     def cancel(self, epoch: int) -> None:
         """Cancel the all-reduce of this epoch, if it runs; `conclude` ends the attempt."""
@@ -164,7 +164,8 @@ class Attempts:
     def _is_plausible(self, running: _ThreadedRing | _NoRing, reduced: Reduced | None) -> bool:
         """Return whether the average is as small as the members' norms say; if not, tell the agent.
 
-        Collective over the peer. It returns True where a rank has no average: that failure is told already.
+        Collective over the peer. It returns True where a rank has no average: that failure is reported
+        already.
         """
         limit = running.norm_limit
         if limit is None:  # on all ranks alike
@@ -177,7 +178,7 @@ class Attempts:
         if norm <= limit:
             return True
         why = f"the average's norm is {norm:.3g}, and what the members say of theirs allows {limit:.3g}"
-        self._agent.failed(epoch=running.epoch, kind=NORM_FAILURE, culprit=None, why=why)
+        self._agent.report_ring_failed(epoch=running.epoch, kind=NORM_FAILURE, culprit=None, why=why)
         return False
 
     def _result(self, ring: _ThreadedRing) -> Reduced | None:
@@ -186,7 +187,7 @@ class Attempts:
             return ring.result()
         except RingFailed as failed:
             if failed.kind != "cancelled":
-                self._agent.failed(
+                self._agent.report_ring_failed(
                     epoch=ring.epoch, kind=failed.kind, culprit=failed.culprit, why=failed.message
                 )
             return None

@@ -1,4 +1,4 @@
-"""What a rank keeps: averages of rounds that peers missed, copies of states, and its rounds in checkpoints.
+"""Carries out the agent's commands for peers that missed rounds or join: keeps averages, copies states.
 
 A round's average and the state before it give the state after it, bit for bit, on every peer. So a peer that
 holds an earlier round's state needs the averages since then, not the whole state. Whether an average is the
@@ -40,7 +40,7 @@ AboutMissedRounds = KeepAverage | CatchUp
 
 
 class MissedRounds:
-    """One rank's part in what peers do for rounds that they missed.
+    """One rank's part in catching up: keeps averages for lagging peers, or makes a missed outer step.
 
     update: the outer update, which has the averages and makes the steps.
     attempts: knows to which state the average leads that was prepared last.
@@ -84,7 +84,7 @@ def _write(average: StoredAverage, path: Path) -> None:
 
 
 class StateCopies:
-    """The copies of one peer. Each takes as much memory as the state, so there are none without a newcomer.
+    """Copies of a peer's state for joining peers; made on demand, since each takes the memory of a state.
 
     All ranks of the peer make and remove them together.
 
@@ -116,7 +116,7 @@ class StateCopies:
         state: that of the training; within a round its weights are replaced by the committed ones and back.
         held: the committed state.
         """
-        self._agent.moving("offer", step=state.step)
+        self._agent.report_activity("offer", step=state.step)
         self._trainer.wait_staged()
         self._update.swap_in_committed()
         directory = self._trainer.copy(state)
@@ -124,8 +124,8 @@ class StateCopies:
         self._is_asked = False
         if directory is not None:
             self._made[held.digest] = directory
-        self._agent.copied(round=held.round, digest=held.digest, directory=directory)
-        self._agent.moving("wait", step=state.step)
+        self._agent.report_copy(round=held.round, digest=held.digest, directory=directory)
+        self._agent.report_activity("wait", step=state.step)
 
 
 def stored_rounds(state: RoundState, *, has_feedback: bool) -> dict[str, Json]:

@@ -1,4 +1,4 @@
-"""Runs the outer loop of a run between peers: trains on the samples of a round, averages, and continues.
+"""Runs a rank's outer loop between peers: trains on its samples of a round, averages, and continues.
 
 A rank acts only on the commands of its agent, in the order in which they arrive. `outer_loop_state` defines
 the phases of a round; this module turns events into messages, and carries out the actions that
@@ -65,7 +65,7 @@ from bloomery.protocol.rank_messages import AgentMessage, Committed, CopyState, 
 _UNUSABLE = (CheckpointError, KeyError, TypeError, ValueError)
 """What loading raises, on all ranks alike, for a checkpoint whose writer was wrong or hostile."""
 _LONGEST_REASON = 500
-"""How many characters of a refusal the agent is told."""
+"""The most characters of a refusal that are sent to the agent."""
 
 
 class OuterLoop:
@@ -126,12 +126,12 @@ class OuterLoop:
         """Wait until this peer has samples or the run ends. Collective over the peer."""
         state = self._handle(state, Admitted(position=state.position))
         while not self._rounds.is_in_round and not state.done:
-            self._agent.moving("wait", step=state.step)
+            self._agent.report_activity("wait", step=state.step)
             command = self._inbox.wait(f"round {self._rounds.held.round + 1} to begin")
             state = self._obey(state, command, can_rewind=False)
             if isinstance(self._rounds.phase, TrainingRound):
                 state = self._conclude_without_steps(state, self._rounds.phase)
-        self._agent.moving("step", step=state.step)
+        self._agent.report_activity("step", step=state.step)
         return state
 
     def average_gradients(self, state: State) -> None:
@@ -144,14 +144,14 @@ class OuterLoop:
         for command in self._inbox.between_steps():
             state = self._obey(state, command, can_rewind=True)
         if not self._rounds.is_in_round or state.done:
-            self._update.refuse()
+            self._update.drop_offer()
         else:
             spent = self._rounds.progress.spent if self._rounds.progress else ()
             used = first(self._rounds.unused(state.position), self._trainer.batch(state))
             state = self._handle(state, SamplesUsed(steps=1, spent=merged((*spent, *used))))
             state = self._conclude_round(state, can_rewind=True)
             if not isinstance(self._rounds.phase, Updating):  # this peer was left out, or told to stop
-                self._update.refuse()
+                self._update.drop_offer()
                 state = self._handle(state, StepRefused())
         self._state_without_step = state
 
@@ -245,11 +245,11 @@ class OuterLoop:
                 self._hold(state)
             case Do.SEND_IDENTITY:
                 if self._identity:
-                    self._agent.reading(self._identity)
+                    self._agent.report_data_identity(self._identity)
             case SendReady(ready=ready):
-                self._agent.ready(ready)
+                self._agent.offer_part(ready)
             case SendRefused(why=why):
-                self._agent.refused(why)
+                self._agent.refuse_state(why)
             case _:
                 self._change_update(action)
         return state
@@ -263,7 +263,7 @@ class OuterLoop:
             case Do.DROP_RING:
                 self._attempts.drop()
             case Do.REFUSE_UPDATE:
-                self._update.refuse()
+                self._update.drop_offer()
             case Do.RESET_UPDATE | Do.ADOPT_UPDATE | Do.REBASE_UPDATE:
                 self._trainer.wait_staged()
                 update = self._update
@@ -278,7 +278,7 @@ class OuterLoop:
             # A resumed peer may have made all its steps before it stopped, without being in a commit.
             is_done = training.steps > 0 and not self._rounds.averages_gradients and self._is_over(state)
             return self._conclude_round(state, can_rewind=False) if is_done else state
-        # A newcomer without samples takes part with weight 0, so that it holds the state after the round.
+        # A joining peer without samples takes part with weight 0, so that it holds the state after the round.
         before = state
         self._update.offer_nothing()
         state = self._conclude_round(state, can_rewind=False)
@@ -294,7 +294,7 @@ class OuterLoop:
             state = self._handle(state, self._part(state, self._rounds.phase.start.round))
             if not self._is_over(state):
                 return state
-        self._agent.moving("ring", step=state.step)
+        self._agent.report_activity("ring", step=state.step)
         while isinstance(self._rounds.phase, AwaitingCommit) and not state.done:
             if self._attempts.is_under_way:
                 self._attempts.conclude()
@@ -349,7 +349,7 @@ class OuterLoop:
     def _hold(self, state: State) -> None:
         """Tell the agent what is held."""
         held_state = self._rounds.held
-        self._agent.holding(
+        self._agent.report_state(
             round=held_state.round,
             digest=held_state.digest,
             step=state.step,
@@ -358,10 +358,10 @@ class OuterLoop:
             saves=self._trainer.saves(),
         )
         if self._rounds.due is not None:  # a save or rewind follows, which takes longer
-            self._agent.moving("save", step=state.step)
+            self._agent.report_activity("save", step=state.step)
 
     def _copy_if_asked(self, state: State) -> None:
-        """Copy the committed state for newcomers, if the agent asked for it and nothing needs the weights."""
+        """Copy the committed state for joining peers, if the agent asked and nothing needs the weights."""
         rounds = self._rounds
         is_busy = self._attempts.is_under_way or isinstance(rounds.phase, Updating)
         if not is_busy and self._copies.is_due(rounds.held.digest):
@@ -371,7 +371,7 @@ class OuterLoop:
 
     def _load(self, asked: ReplaceState) -> Any:
         """Load another peer's state if its digest is right; else reload this peer's own, and refuse that."""
-        self._agent.moving("save", step=0)
+        self._agent.report_activity("save", step=0)
         self._trainer.wait_staged()
         try:
             state = self._trainer.load(asked.directory, asked.why, lambda: self._check(asked))

@@ -1,7 +1,7 @@
-"""Defines how a peer takes part in a round: what it offers, how it applies the average, and state digests.
+"""The interface of an outer update (a rank's part in a round, how the average is applied), and digests.
 
-`PseudoGradient` (DiLoCo) and `GradientAverage` in `pseudo_gradient.py` implement `OuterUpdate`. Digests tell
-peers when their weights differ.
+`PseudoGradient` (DiLoCo) and `GradientAverage` in `pseudo_gradient.py` implement `OuterUpdate`. Peers compare
+digests to notice that their weights differ.
 """
 
 from __future__ import annotations
@@ -38,10 +38,13 @@ class Reduced:
 
 
 class OuterUpdate(Protocol):
-    """One rank's share of its peer's part in each round: fp32 vectors in the CPU's memory.
+    """The interface of a rank's part in each round: what it contributes, and how it applies the average.
+
+    A *part* is the contribution of a peer or rank: a pseudo-gradient or a gradient, as fp32 vectors in the
+    CPU's memory. *Feedback* is error feedback: the quantisation error that the next part makes up for.
 
     Every rank of the peer calls each method; methods that write weights or gradients are collective over it.
-    A round calls `offer`, then `values` and `prepare` for each attempt, then `adopt` or `refuse`.
+    A round calls `offer`, then `values` and `prepare` for each attempt, then `adopt` or `drop_offer`.
     """
 
     @property
@@ -50,7 +53,7 @@ class OuterUpdate(Protocol):
 
     @property
     def has_feedback(self) -> bool:
-        """Whether it keeps the quantisation error of a round and adds it to the next round's part."""
+        """Whether it keeps error feedback: a round's quantisation error, added to the next round's part."""
 
     def forget_feedback(self) -> None:
         """Set the quantisation error that was kept to zero."""
@@ -121,7 +124,7 @@ class OuterUpdate(Protocol):
         peer's last one that was averaged.
         """
 
-    def refuse(self) -> None:
+    def drop_offer(self) -> None:
         """Drop the part that was offered, because the round is committed without it."""
 
     def digest(self) -> str:

@@ -167,7 +167,7 @@ def _own_part(layout: GroupLayout, mesh: Mesh) -> tuple[int, int]:
 
 
 PAST_PARTS = 5
-"""How many of its earlier parts a peer tells the others of."""
+"""The number of its earlier parts that a peer lists in an offer."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What peers average: pseudo-gradients for DiLoCo's outer optimizer, or the gradients of each step.
+"""The two outer updates: DiLoCo (pseudo-gradients, Nesterov outer optimizer), or averaging every gradient.
 
 A pseudo-gradient is the difference between the weights that were last equal on all peers and the present
 ones. Fragments, as in Streaming DiLoCo, are parts of the model that are averaged in turn, one in each
@@ -198,7 +198,7 @@ class PseudoGradient:
             _of(self.base, strip).copy_(base)
             _of(self.momentum, strip).copy_(momentum)
 
-    def refuse(self) -> None:
+    def drop_offer(self) -> None:
         """See OuterUpdate. The weights stay as they are until another peer's state replaces them."""
         self._forget_offer()
 
@@ -369,7 +369,7 @@ class GradientAverage:
         """See OuterUpdate."""
         raise ValueError("gradients of a step that others made cannot be made up for")
 
-    def refuse(self) -> None:
+    def drop_offer(self) -> None:
         """Make the gradients NaN, so that the optimizer refuses the update."""
         self._average = None
         self._vector.spoil_gradients()

@@ -1,4 +1,4 @@
-"""Keeps the average of a round in few bytes, in memory and in files that peers fetch from one another."""
+"""A round's average in the compressed encoding of the ring, in memory and in files that peers fetch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MAGIC = b"bloomery average\n"
 _HEADER = struct.Struct("<8sIQ")
 """Before each block of a file: its codec's name, how many values it has, and its bytes."""
 _MOST_BLOCKS = 1 << 20
-"""A file has at most so many, three times those of 100 billion values that 500 peers averaged."""
+"""The most blocks of a file, three times those of 100 billion values that 500 peers averaged."""
 
 
 class StoredAverage:

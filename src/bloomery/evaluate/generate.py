@@ -20,7 +20,7 @@ from bloomery.errors import BloomeryError, CheckpointError
 from bloomery.evaluate.open_checkpoint import OpenedModel
 from bloomery.events.run_directory import RunDirectory
 from bloomery.interchange.directories import read_object
-from bloomery.interchange.generation_files import companions_of
+from bloomery.interchange.generation_files import generation_files_of
 from bloomery.model.decoder import Block, Decoder
 
 
@@ -186,7 +186,7 @@ def chat_opening(saved: OpenedModel, messages: Sequence[Mapping[str, str]]) -> l
 def _template(saved: OpenedModel) -> tuple[str, dict[str, Any]]:
     """Return the template and the tokenizer's settings, from what `ckpt import` kept."""
     rundir = RunDirectory(saved.checkpoint.parent.parent)
-    companions = companions_of(rundir)
+    companions = generation_files_of(rundir)
     if companions is not None:
         settings = _object(companions / "tokenizer_config.json")
         file = companions / "chat_template.jinja"

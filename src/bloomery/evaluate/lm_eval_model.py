@@ -17,7 +17,7 @@ from bloomery.evaluate.generate import Sampling, generate_together
 from bloomery.evaluate.open_checkpoint import OpenedModel
 from bloomery.evaluate.scoring import score_tokens
 from bloomery.events.run_directory import RunDirectory
-from bloomery.interchange.generation_files import companions_of
+from bloomery.interchange.generation_files import generation_files_of
 from bloomery.model.decoder import Decoder
 from bloomery.model.loss import IGNORED
 
@@ -33,7 +33,7 @@ class SavedModel(TemplateLM):
     def __init__(self, saved: OpenedModel, decoder: Decoder, *, batch: int = 8) -> None:
         super().__init__()
         self._saved, self._decoder, self._batch = saved, decoder, batch
-        is_imported = companions_of(RunDirectory(saved.checkpoint.parent.parent)) is not None
+        is_imported = generation_files_of(RunDirectory(saved.checkpoint.parent.parent)) is not None
         # Exports of runs that began here put nothing before a text; an import's tokenizer says itself.
         self._begins = list(saved.bounds.begins) if is_imported else []
 

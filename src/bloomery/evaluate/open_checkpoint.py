@@ -18,7 +18,7 @@ from bloomery.checkpoint.load.loader import read_model
 from bloomery.config.recipe import Recipe
 from bloomery.data.tokenizer import Tokenizer, load_tokenizer
 from bloomery.evaluate.saved_files import SavedFiles, find_saved
-from bloomery.interchange.generation_files import TextBounds, companions_of, text_bounds
+from bloomery.interchange.generation_files import TextBounds, generation_files_of, text_bounds
 from bloomery.interchange.huggingface import fill
 from bloomery.model.decoder import Decoder, LogicalParameter, logical_parameters
 from bloomery.model.shape import ResolvedModel, logical_shapes, resolve
@@ -75,7 +75,7 @@ def open_model(files: SavedFiles) -> OpenedModel:
         model=model,
         tokenizer=tokenizer,
         tokenizer_path=files.tokenizer,
-        bounds=text_bounds(companions_of(rundir), end_of_document=tokenizer.eod),
+        bounds=text_bounds(generation_files_of(rundir), end_of_document=tokenizer.eod),
     )
 
 

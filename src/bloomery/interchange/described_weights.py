@@ -1,4 +1,4 @@
-"""Says what the weights of `init.from` are, without torch as far as their config.json or recipe says it."""
+"""Reads the model settings of the weights that `init.from` names, from config.json or a recipe."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def described_weights(place: str) -> Iterator[DescribedWeights]:
     compute.
     """
     directory = weights_directory(place)
-    if is_ours(directory):
+    if is_run_or_checkpoint(directory):
         yield _described_run(place, directory)
         return
     if not (directory / _CONFIG).is_file():
@@ -51,12 +51,12 @@ def described_weights(place: str) -> Iterator[DescribedWeights]:
     yield replace(by_config, model=_numbers(open_model(directory).section, sequence_length=0))
 
 
-def is_ours(directory: Path) -> bool:
+def is_run_or_checkpoint(directory: Path) -> bool:
     """Return whether the directory is a run, or a checkpoint of one."""
     return (directory / MANIFEST).is_file() or is_run(directory)
 
 
-def newest_in(directory: Path) -> Path:
+def newest_checkpoint_in(directory: Path) -> Path:
     """Return the newest checkpoint of a run that is not suspect; a checkpoint itself is the newest. Raises
     CheckpointError if there is none.
     """
@@ -80,7 +80,7 @@ def end_of_document_of(directory: Path) -> str | None:
 
 
 def _described_run(place: str, directory: Path) -> DescribedWeights:
-    rundir = RunDirectory(newest_in(directory).parent.parent)
+    rundir = RunDirectory(newest_checkpoint_in(directory).parent.parent)
     if not rundir.recipe.is_file():
         raise _refused(
             place,

@@ -1,4 +1,4 @@
-"""Directories of other programs: reads their JSON files without torch, and holds one while it is written."""
+"""Reads JSON files of Hugging Face directories, and makes the locked .partial directory of an export."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def load_plain(path: Path, *, begin: int = 0, length: int | None = None) -> obje
         raise CheckpointError(
             f"{path} cannot be read{place} without running what it holds, or is damaged: "
             f"{str(bad).splitlines()[0]}",
-            remedy="Take another copy; or save its tensors alone: torch.save({name: tensor}, file).",
+            remedy="Take another copy; or save only its tensors: torch.save({name: tensor}, file).",
         ) from bad
 
 

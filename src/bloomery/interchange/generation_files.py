@@ -43,7 +43,7 @@ _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 @dataclass(frozen=True, kw_only=True)
 class TextBounds:
-    """How texts begin and end.
+    """The token ids with which texts begin and end.
 
     begins: token ids before a text.
     empty: the token id that stands for an empty text.
@@ -59,13 +59,13 @@ class TextBounds:
         return [*self.begins, *prompt] or [self.empty]
 
 
-def companions_of(rundir: RunDirectory) -> Path | None:
+def generation_files_of(rundir: RunDirectory) -> Path | None:
     """Return the directory in which an imported run keeps these files; None for a run that began here."""
     directory = rundir.data / "transformers"
     return directory if directory.is_dir() else None
 
 
-def keep_companions(
+def keep_generation_files(
     model: Path, rundir: RunDirectory, *, tokenizer: Path, end_of_document: int, vocabulary: int
 ) -> None:
     """Copy the files beside `model`, a Hugging Face directory, into the run, with the bounds of its texts.
@@ -102,12 +102,12 @@ def keep_companions(
     write_whole(directory / _BOUNDS, json.dumps(content).encode())
 
 
-def give_companions(companions: Path, export: Path) -> None:
-    """Copy the kept files, except config.json, into an export, over what was written there."""
+def export_generation_files(companions: Path, export: Path) -> None:
+    """Copy the kept generation files, except config.json, into an export, over what was written there."""
     shutil.copytree(companions, export, ignore=shutil.ignore_patterns(CONFIG, _BOUNDS), dirs_exist_ok=True)
 
 
-def give_piece_model(export: Path, tokenizer: Path, end_of_document: str) -> int:
+def export_sentencepiece_model(export: Path, tokenizer: Path, end_of_document: str) -> int:
     """Copy a SentencePiece model into an export, and return the id of its end-of-document piece.
 
     `tokenizer_config.json` names a class of transformers only where that class gives the model's own ids for

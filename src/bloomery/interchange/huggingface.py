@@ -25,7 +25,11 @@ from bloomery.events.records import ProgressCallback, counting, ignore_progress
 from bloomery.interchange.directories import partial_directory, read_object
 from bloomery.interchange.families import family_in, family_of, hf_config, hf_tensors, section_from
 from bloomery.interchange.families.family import Family, HfTensor, stored_shape
-from bloomery.interchange.generation_files import give_companions, give_piece_model, token_ids
+from bloomery.interchange.generation_files import (
+    export_generation_files,
+    export_sentencepiece_model,
+    token_ids,
+)
 from bloomery.interchange.logits_check import CompareMethod, check_logits
 from bloomery.interchange.quantised_weights import scheme_of
 from bloomery.interchange.tensor_matching import (
@@ -97,7 +101,7 @@ def export(
     max_shard_bytes: largest size of one file.
     describe: makes the contents of config.json.
     way: how the logits are compared.
-    companions: the files of an imported model that are given back (`companions_of`); None for none.
+    companions: the files of an imported model that are given back (`generation_files_of`); None for none.
     progress: called with the bytes that are read.
     It holds little more than the largest tensor in memory. Raises ExportRefused, leaving nothing behind.
     """
@@ -126,7 +130,7 @@ def export(
         )
         _write_config(partial, config | (token_ids(companions) if companions else {}))
         if companions:
-            give_companions(companions, partial)
+            export_generation_files(companions, partial)
         write_checksums(partial, known=checksums)
         check = check_logits(model, checkpoint, partial, dtype=stored, way=way)
         _publish(partial, directory)
@@ -142,7 +146,7 @@ def export(
 def watched(
     tensors: Iterator[tuple[str, Tensor]], read: Callable[[int], None]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors as they come, and tell the bytes of each. read: called with them."""
+    """Yield tensors as they come. read: called with the bytes of each."""
     for name, tensor in tensors:
         read(tensor.nbytes)
         yield name, tensor
@@ -269,7 +273,7 @@ def _write_tokenizer(
     if tokenizer is None:
         return None
     if tokenizer.name == MODEL_FILE:
-        return give_piece_model(directory, tokenizer, end_of_document)
+        return export_sentencepiece_model(directory, tokenizer, end_of_document)
     content = json.loads(tokenizer.read_text(encoding="utf-8"))
     vocabulary = dict(content["model"]["vocab"])
     vocabulary.update({added["content"]: added["id"] for added in content.get("added_tokens", ())})

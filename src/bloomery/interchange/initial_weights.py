@@ -1,6 +1,6 @@
-"""Begins a run with weights that are there already: a transformers directory, a run, or a checkpoint of ours.
+"""Fills a new run's parameters from a transformers directory, a run, or a checkpoint (`init.from`).
 
-`described_weights.py` says what they are; `fill_from` copies the boxes that a rank holds.
+`described_weights.py` says what they are; `load_initial_weights` copies the boxes that a rank holds.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from bloomery.checkpoint.format.state import StateEntry
 from bloomery.checkpoint.load.loader import load_checkpoint
 from bloomery.checkpoint.writer.ranks import Ranks
-from bloomery.interchange.described_weights import is_ours, newest_in
+from bloomery.interchange.described_weights import is_run_or_checkpoint, newest_checkpoint_in
 from bloomery.interchange.huggingface import MatchedModel, open_model
 from bloomery.interchange.tensor_matching import Match, read_match, read_rows
 from bloomery.interchange.weight_files import check_checksums
@@ -22,7 +22,9 @@ from bloomery.model.shape import ResolvedModel
 _PREFIX = "model."
 
 
-def fill_from(place: str, entries: Iterable[StateEntry], *, model: ResolvedModel, ranks: Ranks) -> str:
+def load_initial_weights(
+    place: str, entries: Iterable[StateEntry], *, model: ResolvedModel, ranks: Ranks
+) -> str:
     """Copy the weights at `place` into the boxes of `entries`, and return what they were, in words.
 
     Each rank reads the tensors that it holds boxes of, one at a time; plain matrices by their rows. From a
@@ -33,8 +35,8 @@ def fill_from(place: str, entries: Iterable[StateEntry], *, model: ResolvedModel
     """
     directory = Path(place).expanduser()
     wanted = tuple(entries)
-    if is_ours(directory):
-        checkpoint = Path(ranks.run_on_first(lambda: str(newest_in(directory))))
+    if is_run_or_checkpoint(directory):
+        checkpoint = Path(ranks.run_on_first(lambda: str(newest_checkpoint_in(directory))))
         load_checkpoint(checkpoint, wanted, parts={"model"}, ranks=ranks)
         return str(checkpoint)
     ranks.poll_on_first(lambda: check_checksums(directory))

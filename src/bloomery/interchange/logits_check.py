@@ -36,12 +36,12 @@ _PROBE = (2, 64)
 _MEMORY_SHARE = 0.6
 """The part of the free memory that both whole models may take."""
 SMALL_BYTES = 128 << 20
-"""Up to so many bytes of fp32 weights, a comparison in this process is quicker than starting another one."""
+"""The bytes of fp32 weights up to which a comparison in this process is quicker than in a new one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogitsCheck:
-    """The result of a comparison.
+    """The result of a comparison of logits.
 
     largest: the largest difference of two logits.
     tolerance: the difference that rounding explains.
@@ -67,7 +67,7 @@ def check_logits(
     """Compare the model saved at `checkpoint`, rounded to `dtype`, with the files in `directory`.
 
     way: how to compare; 'auto' chooses by size.
-    small_bytes: models of up to so many bytes are compared in this process.
+    small_bytes: the size up to which models are compared in this process.
     Raises ExportRefused if transformers cannot load the files or computes something else.
     """
     if _weight_bytes(model) <= small_bytes:
@@ -118,7 +118,7 @@ def _compared_elsewhere(
 
 
 def load_with_transformers(directory: Path) -> Any:  # Any: a transformers model
-    """Return the fp32 model that transformers makes of `directory`, from its files alone."""
+    """Return the fp32 model that transformers makes of only the files in `directory`."""
     with _offline():
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging as transformers_logging
@@ -297,7 +297,7 @@ def _where(difference: Tensor, tolerance: float) -> str:
     place = f"most at position {int(worst.argmax())} of the probe, first at position {first}. "
     if first == 0:
         return (
-            place + "A first token attends to itself alone, so the likely cause is the activation, "
+            place + "A first token attends only to itself, so the likely cause is the activation, "
             "a norm's epsilon, or a wrongly mapped weight."
         )
     return place + "The first tokens agree, so the likely cause is how positions enter attention."

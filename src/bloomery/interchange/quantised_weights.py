@@ -1,4 +1,4 @@
-"""Reads weights that are stored as codes, by the two schemes that say plainly what a code stands for.
+"""Dequantises stored weights of two schemes, fp8 (block scales) and int8 (bitsandbytes); refuses others.
 
 'fp8' is transformers' FineGrainedFP8Config: float8_e4m3 times a scale for each block of a matrix, or one for
 the whole. 'int8' is bitsandbytes' LLM.int8 (Dettmers et al. 2022): whole numbers times a row's largest
@@ -40,7 +40,7 @@ _ALLOWED: Mapping[str, Mapping[str, tuple[object, ...]]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
-    """How codes become weights.
+    """A quantisation scheme: how stored codes become weights.
 
     dtype: the type of codes, as safetensors names it.
     block: rows and columns that share a scale; None for one scale (fp8) or one for each row (int8).
@@ -84,7 +84,7 @@ class Scheme:
 
 
 def scheme_of(content: Mapping[str, Any], *, transposes: bool) -> Scheme | None:
-    """Return how `content` (config.json) says that weights are stored; None where they are plain.
+    """Return the quantisation scheme that `content` (config.json) names; None for plain weights.
 
     transposes: whether the family stores matrices as [in, out], for which these schemes are not defined.
     Raises CheckpointError naming what is not understood.

@@ -1,4 +1,4 @@
-"""Makes smaller copies: a checkpoint without its optimizer, a torch.save file without unused storage."""
+"""Writes smaller copies: a checkpoint without its optimizer, a torch.save file without unused storage."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KEPT_VALUES = ("train", "data")
 
 @dataclass(frozen=True, kw_only=True)
 class Slimmed:
-    """What was written.
+    """The smaller copy that was written.
 
     before, after: bytes of the original and of the copy.
     repaired: number of tensors that were saved with a larger storage than their own elements.

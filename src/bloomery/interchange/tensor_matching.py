@@ -43,7 +43,7 @@ def as_stored(section: ModelSection, family: Family, files: WeightFiles) -> Mode
     """Return the section with `tied` as transformers interprets it: a stored head that differs from the
     embedding counts.
 
-    Raises CheckpointError if the files cannot hold so many layers.
+    Raises CheckpointError if the files cannot hold that many layers.
     """
     if section.layers > len(files.tensors):
         raise CheckpointError(

@@ -36,7 +36,7 @@ USABLE = ("F32", "BF16", "F16")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stored:
+class StoredTensor:
     """Where a tensor is, and what its file's header says of it.
 
     dtype: the name that safetensors gives the type.
@@ -55,7 +55,7 @@ class WeightFiles:
     """
 
     directory: Path
-    tensors: Mapping[str, Stored]
+    tensors: Mapping[str, StoredTensor]
     scheme: Scheme | None = None
 
     def is_coded(self, name: str) -> bool:
@@ -111,7 +111,7 @@ class WeightFiles:
 
 
 def open_weights(directory: Path, *, scheme: Scheme | None = None) -> WeightFiles:
-    """Return what the files of `directory` hold, from their headers alone.
+    """Return what the files of `directory` hold, read only from their headers.
 
     scheme: how codes become weights, if config.json says it.
     Raises CheckpointError for files that are missing, damaged, or do not hold what the index says.
@@ -130,7 +130,7 @@ def open_weights(directory: Path, *, scheme: Scheme | None = None) -> WeightFile
             remedy="Convert it with transformers: model.save_pretrained(directory).",
         )
     file_of = _weight_map(index)
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, StoredTensor] = {}
     for file in dict.fromkeys(file_of.values()):
         for name, stored in _header(directory, file).items():
             if file_of.get(name) != file:
@@ -152,12 +152,12 @@ def _weight_map(index: Path) -> dict[str, str]:
     return dict(file_of)
 
 
-def _header(directory: Path, file: str) -> dict[str, Stored]:
-    tensors: dict[str, Stored] = {}
+def _header(directory: Path, file: str) -> dict[str, StoredTensor]:
+    tensors: dict[str, StoredTensor] = {}
     with _opened(directory / file) as opened:
         for name in opened.keys():  # noqa: SIM118  — it is not a mapping
             part = opened.get_slice(name)
-            tensors[name] = Stored(file=file, dtype=part.get_dtype(), shape=tuple(part.get_shape()))
+            tensors[name] = StoredTensor(file=file, dtype=part.get_dtype(), shape=tuple(part.get_shape()))
     return tensors
 
 

@@ -31,9 +31,9 @@ from bloomery.objects.refusals import (
     WRONG_CREDENTIALS,
     AccessDenied,
     MissingOrDenied,
-    Refused,
+    PermanentStoreError,
+    as_os_error,
     short_text,
-    told,
     written_again,
 )
 from bloomery.objects.refusals import StoreUnreachable as StoreUnreachable
@@ -49,14 +49,15 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PATIENCE_S = 120.0
+"""The seconds without a byte after which a transfer is given up."""
 _SILENCE_S, _CONNECT_S = 60.0, 20.0
 _SENDING_S = 900.0
-"""For sending one part (5 MB, twelve at once): obstore does not report how far it has come."""
+"""The seconds for sending one part (5 MB, twelve at once), since obstore reports no progress of it."""
 _WHOLE_S = 7 * 86_400.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 20.0
-_TOLD_AT = 3  # failures in a row, after about two seconds
+_LOGGED_AT = 3  # failures in a row, after about two seconds
 _PIECE_BYTES = 64 << 10
-"""Bytes of a piece are lost when the connection breaks within it; larger pieces were no faster."""
+"""The bytes of a piece, lost when the connection breaks within it; larger pieces were no faster."""
 Result = TypeVar("Result")
 
 
@@ -234,7 +235,7 @@ class Objects:
             options["range"] = (begin, end)
         elif begin:
             options["range"] = {"offset": begin}
-        with told(self.place(key)):
+        with as_os_error(self.place(key)):
             response = obstore.get(self._receiving, key, options=options)
             stream = iter(response.stream(min_chunk_size=piece_bytes))
         given = str(response.meta["e_tag"] or "")
@@ -244,7 +245,7 @@ class Objects:
 
     def _received(self, key: str, stream: Iterator[Any]) -> Iterator[memoryview]:  # Any: obstore's bytes
         while True:
-            with told(self.place(key)):
+            with as_os_error(self.place(key)):
                 piece = next(stream, None)
             if piece is None:
                 return
@@ -254,7 +255,7 @@ class Objects:
         retry = _Retry(self._patience_s)
         while True:
             try:
-                with told(self.place(key)):
+                with as_os_error(self.place(key)):
                     return act()
             except StoreUnreachable as error:
                 retry.pause_or_raise(error)
@@ -274,7 +275,7 @@ class _Retry:
 
     def pause_or_raise(self, error: StoreUnreachable) -> None:
         """Wait before another try; raise where there is to be none."""
-        if isinstance(error, AccessDenied | Refused):
+        if isinstance(error, AccessDenied | PermanentStoreError):
             raise error
         if not self._failures:
             self._deadline = time.monotonic() + self._patience_s
@@ -282,7 +283,7 @@ class _Retry:
             raise error
         pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**self._failures) * random.uniform(0.5, 1.0)
         self._failures += 1
-        if self._failures == _TOLD_AT:
+        if self._failures == _LOGGED_AT:
             log.warning("%s; it is tried again for %.0f s", error, self._patience_s)
         time.sleep(max(0.0, min(pause_s, self._deadline - time.monotonic())))
 

@@ -1,4 +1,4 @@
-"""What goes wrong with objects elsewhere, as errors of one line that show no credentials."""
+"""Turns object-store errors into exceptions with one-line messages that show no credentials."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SECRET_NAMES = re.compile(r"SECRET|TOKEN|PASSWORD|KEY|CREDENTIAL|SAS", re.IGNOR
 _SECRET_IN_URL = re.compile(r"(?i)(sig|signature|x-amz-signature|x-amz-credential|token)=[^&\s\"')]+")
 _SHOWN_CHARACTERS = 400
 _FULL = "No space left on device"
-"""What the file system says of a file:// URL: to try again makes no room."""
+"""The error text of a full file system behind a file:// URL: to try again makes no room."""
 WRONG_CREDENTIALS = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "credential", "latest/api/token")
 _DENIED = (*WRONG_CREDENTIALS, "AccessDenied")
 """Texts in errors of stores when credentials are missing or wrong; the last: on a machine without a role."""
@@ -23,7 +23,7 @@ _TIMED_OUT = re.compile(r"timed out|operation timeout|deadline exceeded|\b(50[02
 
 
 class StoreUnreachable(OSError):
-    """The store was not reached, or did not let us. Says nothing of the object: it may be whole."""
+    """The store was not reached, or denied access. Says nothing of the object: it may be intact."""
 
 
 class AccessDenied(StoreUnreachable, PermissionError):
@@ -31,15 +31,15 @@ class AccessDenied(StoreUnreachable, PermissionError):
 
 
 class MissingOrDenied(AccessDenied):
-    """The object is not there, or may not be read: the store tells neither without the right to list."""
+    """The object is not there, or may not be read: without the right to list, stores do not say which."""
 
 
-class Refused(StoreUnreachable):
-    """An error that a retry cannot mend."""
+class PermanentStoreError(StoreUnreachable):
+    """An error that no retry helps against, such as a missing bucket or a full disk."""
 
 
 def storage_failure(error: OSError, *, doing: str) -> StorageError:
-    """Return an error of a remote store as one for people. Raise it `from error`."""
+    """Return an error of a remote store as a StorageError with a remedy. Raise it `from error`."""
     if isinstance(error, FileNotFoundError):
         remedy = "Is the URL right?"
     elif error.errno == errno.ENOSPC:
@@ -68,20 +68,20 @@ def without_secrets(text: str) -> str:
 
 
 @contextmanager
-def told(place: str) -> Iterator[None]:
-    """Turn what obstore raises into an OSError of one line."""
+def as_os_error(place: str) -> Iterator[None]:
+    """Turn what obstore raises into an OSError with a one-line message. place: the URL, for the message."""
     from obstore import exceptions
 
     try:
         yield
     except (FileNotFoundError, exceptions.NotFoundError) as error:
         if "NoSuchBucket" in str(error):
-            raise Refused(errno.EIO, f"{place}: {short_text(str(error))}") from error
+            raise PermanentStoreError(errno.EIO, f"{place}: {short_text(str(error))}") from error
         raise FileNotFoundError(errno.ENOENT, f"{place} does not exist: not found") from error
     except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError, PermissionError) as error:
         raise AccessDenied(errno.EACCES, f"{place}: {short_text(str(error))}") from error
     except (exceptions.InvalidPathError, exceptions.NotSupportedError) as error:
-        raise Refused(errno.EINVAL, f"{place}: {short_text(str(error))}") from error
+        raise PermanentStoreError(errno.EINVAL, f"{place}: {short_text(str(error))}") from error
     except exceptions.PreconditionError as error:
         raise written_again(place) from error
     except (exceptions.BaseError, OSError) as error:
@@ -89,13 +89,13 @@ def told(place: str) -> Iterator[None]:
         if any(word in text for word in _DENIED) and not _TIMED_OUT.search(text):
             raise AccessDenied(errno.EACCES, f"{place}: {text}") from error
         if _FULL in text:
-            raise Refused(errno.ENOSPC, f"{place}: {text}") from error
+            raise PermanentStoreError(errno.ENOSPC, f"{place}: {text}") from error
         raise StoreUnreachable(errno.EIO, f"{place}: {text}") from error
 
 
-def written_again(place: str) -> Refused:
+def written_again(place: str) -> PermanentStoreError:
     """Return the error for an object that another version replaced while it was read."""
-    return Refused(errno.ESTALE, f"{place}: the object was written again while it was read")
+    return PermanentStoreError(errno.ESTALE, f"{place}: the object was written again while it was read")
 
 
 def short_text(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Sends one object in parts, with the store's checksum compared, and ends unfinished uploads to S3 and GCS.
+"""Multipart uploads of one object, their checksums compared with the store's; aborts unfinished ones.
 
 Parts are hashed on the way. An unfinished upload costs money and no listing shows it. obstore can neither
 list nor end one, so those requests are signed here, by AWS's signature version 4
@@ -25,7 +25,7 @@ from xml.etree import ElementTree
 import xxhash
 
 from bloomery.config.environment import refuse_network
-from bloomery.objects.refusals import AccessDenied, Refused, StoreUnreachable, short_text
+from bloomery.objects.refusals import AccessDenied, PermanentStoreError, StoreUnreachable, short_text
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -107,15 +107,15 @@ def regrouped(pieces: Iterable[bytes | memoryview], part_bytes: int) -> Iterator
         yield bytes(held)
 
 
-CUT_AFTER = timedelta(days=1)
-"""An upload is one file of a checkpoint: of 1 GiB, or one tensor. What began earlier is not under way."""
+ABANDONED_AFTER = timedelta(days=1)
+"""The age from which an upload is abandoned: one is a file of a checkpoint, of 1 GiB or one tensor."""
 _TIMEOUT_S = 60.0
 _ANSWER_BYTES_AT_MOST = 16 << 20
 _EMPTY = hashlib.sha256(b"").hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True)
-class CutUpload:
+class UnfinishedUpload:
     """A multipart upload that was begun and not finished."""
 
     key: str
@@ -155,12 +155,12 @@ class _Dialect:
         )
 
 
-class CutUploads:
+class UnfinishedUploads:
     """The unfinished multipart uploads below one URL, of s3:// or gs://.
 
     Methods raise AccessDenied, also where the environment has no keys (a machine's role is not asked),
-    Refused where the store answers with an error, such as for a missing bucket, and StoreUnreachable, also
-    for an answer that cannot be read. OfflineRefused is raised at once.
+    PermanentStoreError where the store answers with an error, such as for a missing bucket, and
+    StoreUnreachable, also for an answer that cannot be read. OfflineRefused is raised at once.
     """
 
     def __init__(self, url: str) -> None:
@@ -171,9 +171,9 @@ class CutUploads:
         endpoint = os.environ.get(self._dialect.endpoint) or self._dialect.default_endpoint
         self._endpoint = endpoint.rstrip("/")
 
-    def list(self, *, begun_before: timedelta = CUT_AFTER) -> list[CutUpload]:
-        """Return the uploads that began so long ago, by the store's own clock."""
-        found: list[CutUpload] = []
+    def list(self, *, begun_before: timedelta = ABANDONED_AFTER) -> list[UnfinishedUpload]:
+        """Return the uploads that began at least this long ago, by the store's own clock."""
+        found: list[UnfinishedUpload] = []
         position: dict[str, str] = {}
         while True:
             answer, date = self._ask("GET", "", {"uploads": "", "prefix": self._prefix, **position})
@@ -191,7 +191,7 @@ class CutUploads:
                 return found
             position = following
 
-    def end(self, upload: CutUpload) -> None:
+    def end(self, upload: UnfinishedUpload) -> None:
         """End an upload; the store removes its parts. One that is gone is no error."""
         self._ask("DELETE", upload.key, {"uploadId": upload.upload})
 
@@ -222,7 +222,7 @@ class CutUploads:
             raise AccessDenied(errno.EACCES, f"{place}: {short_text(content.decode(errors='replace'))}")
         if response.status >= 300 and (method, response.status) != ("DELETE", 404):
             text = short_text(content.decode(errors="replace"))
-            raise Refused(errno.EIO, f"{place}: {response.status} {text}")
+            raise PermanentStoreError(errno.EIO, f"{place}: {response.status} {text}")
         return content, response.headers.get("date")
 
     def _signed(self, method: str, path: str, query: str) -> dict[str, str]:
@@ -270,12 +270,12 @@ def _parsed(answer: bytes) -> ElementTree.Element:
     return page
 
 
-def _begun_before(page: ElementTree.Element, date: str | None, age: timedelta) -> list[CutUpload]:
-    """Return the page's uploads that began so long before its date; None: before now."""
+def _begun_before(page: ElementTree.Element, date: str | None, age: timedelta) -> list[UnfinishedUpload]:
+    """Return the page's uploads that began at least this long before its date; None: before now."""
     now = parsedate_to_datetime(date) if date else datetime.now(UTC)
     begun = [datetime.fromisoformat(upload.findtext("Initiated", "")) for upload in page.iter("Upload")]
     return [
-        CutUpload(key=upload.findtext("Key", ""), upload=upload.findtext("UploadId", ""), begun=time)
+        UnfinishedUpload(key=upload.findtext("Key", ""), upload=upload.findtext("UploadId", ""), begun=time)
         for upload, time in zip(page.iter("Upload"), begun, strict=True)
         if now - time >= age
     ]

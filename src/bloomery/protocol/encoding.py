@@ -30,15 +30,15 @@ PATH_AT_MOST = 4_096
 PEERS_AT_MOST = 4_096
 RANGES_AT_MOST = 65_536
 FEW_RANGES_AT_MOST = 256
-"""How many ranges one offer may ask to skip."""
+"""The most ranges that one offer may ask to skip."""
 SECONDS_AT_MOST = 3_600.0
 RATE_AT_MOST = 1e9
 SAVES_AT_MOST = 64
-"""How many checkpoints a member may name."""
+"""The most checkpoints that a member may name."""
 COPIES_AT_MOST = 8
-"""How many copies of states a member may name."""
+"""The most copies of states that a member may name."""
 PAST_AT_MOST = 8
-"""How many earlier parts an offer may tell of."""
+"""The most earlier parts that an offer may list."""
 
 # Texts reach logs and terminals, so they hold no control characters, no line separators, and no characters
 # that are invisible or change the direction of a text.

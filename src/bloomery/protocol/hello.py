@@ -36,7 +36,7 @@ class ConnectionHello(HandshakeMessage, frozen=True, kw_only=True, rename={"rank
     target, target_incarnation: the name and the process of the peer that the dialler wants to reach.
     purpose: "ring" for tensors of an all_reduce, "probe" for a measurement of bandwidth, "relay" for one end
         of a connection of a ring that the listener forwards, "serve" for one on which the dialler waits for
-        newcomers, "fetch" for a newcomer's, which the listener joins to one of those.
+        joining peers, "fetch" for a joining peer's, which the listener joins to one of those.
     rank, stream: with "ring", which of the connections between two peers this is.
     sends: whether the dialler sends the tensors.
     encrypt: whether the dialler wants the tensors encrypted; they are authenticated in any case.

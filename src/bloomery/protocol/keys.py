@@ -1,4 +1,4 @@
-"""Spells the keys of a run in the coordinator, all below /bloomery/<run>/.
+"""The names of a run's keys in etcd, all below /bloomery/<run>/.
 
 A peer writes its own records below `peers/<peer>/`, where no other peer may write. `Keys.shared` are the keys
 of records that any peer may write, since the first that does so writes them for all. Numbers in keys have ten
@@ -14,7 +14,7 @@ from bloomery.errors import Mistake
 
 ROOT = "/bloomery/"
 NAME_PATTERN = r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,62}\Z"
-"""What the name of a run or a peer must match."""
+"""The pattern of the name of a run or a peer."""
 RECOVERY = "testimony"
 """The last part of the keys of recovery records. Accounts that were made before hold rights to this name."""
 _OWN = ("member", "ready", "done", "failed", RECOVERY, "rates")

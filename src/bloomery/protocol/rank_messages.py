@@ -44,7 +44,7 @@ KEY_BYTES = 32
 RANKS_AT_MOST = 65_536
 
 RoundActivity = Literal["start", "compile", "step", "evaluate", "ring", "offer", "save", "wait"]
-"""What a rank can be doing, as it tells its agent."""
+"""What a rank is doing, as it reports to its agent."""
 
 RankIndex = Annotated[int, Meta(ge=0, lt=RANKS_AT_MOST)]
 Descriptors = Annotated[tuple[Annotated[int, Meta(ge=0, lt=1 << 31)], ...], Meta(max_length=MAX_DESCRIPTORS)]
@@ -163,8 +163,8 @@ class StartRound(_Tagged, frozen=True, kw_only=True, tag="go"):
     round: the round to train.
     position: the position after the round before; samples that any peer may use in this round are its holes.
     live: how many peers schedules of the learning rate count.
-    samples: this peer's share. A newcomer has none until the next round: it offers a part of no steps and no
-        tokens at once, whose weight is 0, and takes part in the ring, so that it holds the next state too.
+    samples: this peer's share. A joining peer has none until the next round: it offers a part of no steps and
+        no tokens at once, whose weight is 0, and takes part in the ring, so that it holds the next state too.
 
     The agent may send it again within a round. If `samples` contain what the ranks have offered, they offer
     that again, because the coordinator has lost the offer. If they offered a part without samples and get
@@ -284,7 +284,7 @@ class CatchUp(_Tagged, frozen=True, kw_only=True, tag="catch up"):
 
 
 class CopyState(_Tagged, frozen=True, kw_only=True, tag="copy state"):
-    """Keep copies of these states for newcomers, and remove all others.
+    """Keep copies of these states for joining peers, and remove all others.
 
     keep: the digests of the copies that stay.
     makes: the digest of the state to copy as well; "" for none. The ranks copy the state that they hold when

@@ -52,7 +52,7 @@ class Member(Message, frozen=True, kw_only=True, omit_defaults=True, rename={"ra
     incarnation: a random name of this process of the peer; a restarted peer has another one.
     addresses: where other peers dial it, each 'host:port'; () if it cannot be dialled.
     serves: URLs at which it serves copies of states, and averages of rounds; 'relay:' if it cannot be
-        dialled and waits for newcomers at peers that relay.
+        dialled and keeps reverse connections to peers that relay.
     round, digest: the round and the digest of the state that it holds; -1 and "" before it holds any.
     ranks: how many rings it runs side by side, one for each of its ranks; `lanes` in the record.
     recipe: a fingerprint of the settings that must be equal on all peers.
@@ -245,7 +245,7 @@ class Commit(Reasoned, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class RoundShares(Message, frozen=True, kw_only=True):
-    """The samples that each peer may use in a round. Newcomers add themselves until the round is committed.
+    """The samples that each peer may use in a round. Joining peers add themselves until the commit.
 
     round: the round.
     position: the position in the stream, in which all samples that are shared out are holes.

@@ -1,8 +1,8 @@
-"""Fetches averages of rounds, so that a peer that missed some need not fetch the whole state again.
+"""Downloads the average of a missed round from other peers into files; the ranks then apply and verify it.
 
 The average of a round is served under the digest of the state that it leads to, one file for each rank of a
-peer (`average_file`). What was fetched is believed by nobody: the ranks compute the state that follows, and
-compare its digest with the commit's.
+peer (`average_file`). A fetched average is not trusted: the ranks apply it, and accept the state only if its
+digest equals the commit's.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from bloomery.checkpoint.format.manifest import BLOCK_BYTES
 from bloomery.errors import PeerError, free_bytes, storage_error
 from bloomery.protocol.records import Commit
 from bloomery.state_transfer.client import RUN_S
-from bloomery.state_transfer.partial_checkpoint import Missing, Run, runs_of, write_at
+from bloomery.state_transfer.partial_checkpoint import BlockRun, MissingBlocks, runs_of, write_at
 from bloomery.state_transfer.served_states import average_file
 from bloomery.state_transfer.source import CONNECT_S, NotYetServed, PeerSource, ServedState, SourceFailed
 from bloomery.transport.trust import Trust
 
 SOURCES = 4
-"""From so many peers an average is fetched at once."""
+"""The number of peers from which an average is fetched at once."""
 STREAMS = 2
-"""How many connections to each of them fetch it."""
+"""The connections to each of them that fetch it."""
 PATIENCE_S = 30.0
-"""So long a peer that should have an average may take to write it."""
+"""The seconds that a peer which should have an average may take to write it."""
 _SMALLEST_BYTES = 256 << 10
 _PAUSE_S = 0.2
 _SHOWN = 32
@@ -38,10 +38,10 @@ _SHOWN = 32
 
 @dataclass(frozen=True, kw_only=True)
 class FetchedAverage:
-    """An average as it was received.
+    """An average as it was received; nothing verified its content yet.
 
     directory: where its files are.
-    peers: those that sent parts of it or told its size. Only where it is one is it known who was wrong.
+    peers: those that sent parts of it or its size. Which peer sent wrong bytes is known only if there is one.
     bytes: the size of the files.
     """
 
@@ -71,7 +71,7 @@ class AverageFetcher:
 
         sources: called again and again; each has the state of this commit, or has had it.
         ranks: how many ranks this peer has, and so do the others.
-        at_once: from so many peers parts are fetched; with 1 all of it comes from one peer.
+        at_once: the number of peers that are fetched from; with 1 all of it comes from one peer.
         cancelled: called often; the fetch is given up when it returns True.
         """
         place = self._directory / commit.digest[:_SHOWN]
@@ -103,7 +103,7 @@ class AverageFetcher:
 
 
 class _OfAnotherSize(SourceFailed):
-    """A source tells another size than the one that told first, which may be the wrong one."""
+    """A source reports another size than the first source did, and either may be wrong."""
 
 
 def _has_failed(why: SourceFailed | None) -> bool:
@@ -113,7 +113,7 @@ def _has_failed(why: SourceFailed | None) -> bool:
 class _Download:
     """One try to fetch the files of an average from some peers, as fast as those that answer send them.
 
-    peers: those that have sent parts, and the one that told the sizes.
+    peers: those that have sent parts, and the one that reported the sizes.
     bytes: the size of all files.
 
     Args:
@@ -128,7 +128,7 @@ class _Download:
         self._place, self._names, self._failed = place, names, failed
         self._changed = threading.Condition()
         self._sizes: dict[str, int] = {}
-        self._missing: Missing | None = None
+        self._missing: MissingBlocks | None = None
         self._streams = STREAMS
         self._files: dict[str, BufferedWriter] = {}
         self._active, self._waiting, self._is_closed = 0, 0, False
@@ -201,7 +201,7 @@ class _Download:
     def _begin(self, state: ServedState) -> None:
         """Read the sizes of the files at a peer, and fetch from it. Raises SourceFailed and OSError.
 
-        The first peer to tell sizes decides; those that tell others send nothing in this try.
+        The first peer that reports sizes decides; those that report others send nothing in this try.
         """
         sizes = self._sizes_at(state)
         self._failed.pop(state.origin, None)
@@ -213,7 +213,7 @@ class _Download:
                     )
                 self._files = {name: (self._place / name).open("wb") for name in self._names}
                 self._sizes = sizes
-                self._missing = Missing(_runs(sizes), unit=_SMALLEST_BYTES, streams=self._streams)
+                self._missing = MissingBlocks(_runs(sizes), unit=_SMALLEST_BYTES, streams=self._streams)
                 self.peers.add(state.origin.peer)
             if sizes != self._sizes:
                 raise _OfAnotherSize("its average has another size than that of others")
@@ -257,10 +257,10 @@ class _Download:
             if is_whole:
                 self._write(state, missing, run, buffer)
 
-    def _is_wanted(self, missing: Missing, run: Run) -> bool:
+    def _is_wanted(self, missing: MissingBlocks, run: BlockRun) -> bool:
         return not self._is_closed and missing.is_missing(run)
 
-    def _write(self, state: ServedState, missing: Missing, run: Run, data: memoryview) -> None:
+    def _write(self, state: ServedState, missing: MissingBlocks, run: BlockRun, data: memoryview) -> None:
         with self._changed:
             if not self._is_closed:
                 write_at(self._files[run.file].fileno(), data, run.begin)
@@ -269,7 +269,7 @@ class _Download:
                 self._changed.notify_all()
 
 
-def _runs(sizes: Mapping[str, int]) -> list[Run]:
+def _runs(sizes: Mapping[str, int]) -> list[BlockRun]:
     return [
         run for name, size in sizes.items() for run in runs_of(name, range(-(-size // BLOCK_BYTES)), size)
     ]

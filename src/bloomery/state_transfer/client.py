@@ -1,4 +1,4 @@
-"""Fetches the run's state from several peers at once, block by block, each block hashed.
+"""Downloads the run's state as a checkpoint from several peers at once, each block verified by its hash.
 
 Peers that hold one state have equal files of the weights and the outer momentum, and different files of
 their inner optimizers. So one of them is the leader: its manifest and index list the blocks of the
@@ -28,7 +28,7 @@ from bloomery.checkpoint.format.manifest import (
 )
 from bloomery.errors import BloomeryError, PeerError, free_bytes, storage_error
 from bloomery.protocol.records import Commit
-from bloomery.state_transfer.partial_checkpoint import Partial, Run
+from bloomery.state_transfer.partial_checkpoint import BlockRun, PartialCheckpoint
 from bloomery.state_transfer.served_states import is_digest
 from bloomery.state_transfer.source import STALL_S, PeerSource, ReceivedMetadata, ServedState, SourceFailed
 from bloomery.transport.trust import Trust
@@ -36,19 +36,20 @@ from bloomery.transport.trust import Trust
 log = logging.getLogger(__name__)
 
 STREAMS = 2
+"""The connections to each source."""
 FAILURES = 3
-"""A source is given up after so many failures in a row."""
+"""The failures in a row after which a source is given up."""
 RUN_S = 120.0
-"""One run of blocks must have been fetched after so many seconds."""
+"""The seconds within which one run of blocks must have been fetched."""
 PROGRESS_S = 60.0
-"""The whole fetch fails when no source has sent a block for so many seconds."""
+"""The seconds without a block from any source after which the whole fetch fails."""
 LEADER_S = 20.0
-"""Another source becomes the leader when no block has come for so many seconds."""
+"""The seconds without a block after which another source becomes the leader."""
 MANIFEST_BYTES_AT_MOST = 64 << 20
 INDEX_BYTES_AT_MOST = 1 << 30
 _BACK_OFF_S = 0.2
 _SHOWN = 32
-"""The name of a state's directory is so many characters of its digest."""
+"""The characters of a state's digest that name its directory."""
 
 Progress = Callable[[int, int], None]
 
@@ -69,7 +70,7 @@ class FetchedState:
     bytes: int
 
 
-class Fetcher:
+class StateFetcher:
     """Fetches states of commits into a directory, and deletes from it what belongs to other commits."""
 
     def __init__(self, directory: Path, trust: Trust, *, progress: Progress | None = None) -> None:
@@ -159,7 +160,7 @@ class _Plan:
     """
 
     leader: _Source
-    partial: Partial
+    partial: PartialCheckpoint
     index: bytes
 
     def files_of(self, source: _Source) -> frozenset[str]:
@@ -291,7 +292,7 @@ class _Fetch:
             raise PeerError(f"its state takes {manifest.bytes:,} bytes, which are not free at {self.place}")
         return _Plan(
             leader=leader,
-            partial=Partial(partial, manifest, index),
+            partial=PartialCheckpoint(partial, manifest, index),
             index=text,
         )
 
@@ -333,7 +334,7 @@ class _Fetch:
                 buffer = bytearray(run.end - run.begin)
             self._fetch_run(plan, source, run, memoryview(buffer)[: run.end - run.begin])
 
-    def _fetch_run(self, plan: _Plan, source: _Source, run: Run, view: memoryview) -> None:
+    def _fetch_run(self, plan: _Plan, source: _Source, run: BlockRun, view: memoryview) -> None:
         def is_wanted() -> bool:
             return not self.is_over and plan.partial.missing.is_missing(run)
 

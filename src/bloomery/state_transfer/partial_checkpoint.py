@@ -1,13 +1,14 @@
-"""A checkpoint that is being fetched: which of its blocks are present and verified, and who fetches which.
+"""A partly downloaded checkpoint: its verified blocks, and the missing ones handed to fetching threads.
 
 Blocks that an earlier try fetched are recognised by their hashes. No other record of them is kept, so none
 can be wrong.
 
-`Missing` hands out the blocks that are still missing, in runs of neighbours, to the threads that fetch them.
+`MissingBlocks` hands out the blocks that are still missing, in runs of neighbours, to the threads that fetch.
 
 The fewer blocks are left, the shorter are the runs, so that all sources have something to send until the end.
-When every missing run is being fetched, `Missing` hands out runs a second time, and the first result counts;
-the other fetch of the run is given up. So a source that has become slow does not delay the whole checkpoint.
+When every missing run is being fetched, `MissingBlocks` hands out runs a second time; the first result
+counts, and the other fetch of the run is given up. So a source that has become slow does not delay the whole
+checkpoint.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from bloomery.checkpoint.format.manifest import BLOCK_BYTES, DIGITS, INDEX, MANI
 
 RUN_BLOCKS = 4
 TWICE = 2
-"""At most so many threads fetch the same run when no other run is left."""
+"""The most threads that fetch the same run when no other run is left."""
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
-class Run:
+class BlockRun:
     """Neighbouring blocks of one file: bytes [begin, end)."""
 
     file: str
@@ -38,24 +39,26 @@ class Run:
     end: int
 
 
-class Missing:
+class MissingBlocks:
     """The runs that have not been fetched yet. Thread-safe.
 
     A run is either in `_waiting`, or in `_at` with the number of threads that are fetching it.
     `_waiting_bytes` is their sum over `_waiting`, which may be long, so that it is not added up each time.
 
-    unit: a run that is handed out has so many bytes or a multiple of them, unless its file ends.
+    unit: bytes; a run that is handed out is a multiple of it, unless its file ends.
     streams: how many threads will fetch runs, so that the first to come leaves as much to each of the others.
     """
 
-    def __init__(self, runs: Iterable[Run], *, unit: int = BLOCK_BYTES, streams: int = 1) -> None:
+    def __init__(self, runs: Iterable[BlockRun], *, unit: int = BLOCK_BYTES, streams: int = 1) -> None:
         self._waiting = sorted(runs, reverse=True)
         self._waiting_bytes = sum(run.end - run.begin for run in self._waiting)
         self._unit, self._streams = unit, streams
-        self._at: dict[Run, int] = {}
+        self._at: dict[BlockRun, int] = {}
         self._changed = threading.Condition()
 
-    def take(self, files: Collection[str], first: Collection[str] = (), *, timeout_s: float) -> Run | None:
+    def take(
+        self, files: Collection[str], first: Collection[str] = (), *, timeout_s: float
+    ) -> BlockRun | None:
         """Return a missing run of one of these files, which the caller is to fetch.
 
         first: the files whose runs are handed out before those of others.
@@ -70,14 +73,14 @@ class Missing:
                 self._at[run] = self._at.get(run, 0) + 1
             return run
 
-    def done(self, run: Run) -> bool:
+    def done(self, run: BlockRun) -> bool:
         """Record that the run has been fetched. Returns whether it was missing until now."""
         with self._changed:
             was_missing = self._at.pop(run, None) is not None
             self._changed.notify_all()
             return was_missing
 
-    def give_back(self, run: Run) -> None:
+    def give_back(self, run: BlockRun) -> None:
         """Record that a caller of `take` could not fetch the run, so that another may."""
         with self._changed:
             if run in self._at:
@@ -88,7 +91,7 @@ class Missing:
                     self._waiting_bytes += run.end - run.begin
             self._changed.notify_all()
 
-    def is_missing(self, run: Run) -> bool:
+    def is_missing(self, run: BlockRun) -> bool:
         """Whether nobody has fetched this run, which was handed out, to its end yet."""
         with self._changed:
             return run in self._at
@@ -111,14 +114,14 @@ class Missing:
                 self._changed.wait(timeout_s)
 
     def wake(self) -> None:
-        """Wake all who wait, for something that they look at has changed elsewhere."""
+        """Wake all who wait, because something that they check has changed elsewhere."""
         with self._changed:
             self._changed.notify_all()
 
     def _some(self) -> bool:
         return bool(self._waiting or self._at)
 
-    def _next(self, files: Collection[str], first: Collection[str]) -> Run | None:
+    def _next(self, files: Collection[str], first: Collection[str]) -> BlockRun | None:
         for wanted in (first, files):
             for place in range(len(self._waiting) - 1, -1, -1):
                 if self._waiting[place].file in wanted:
@@ -126,7 +129,7 @@ class Missing:
         shared = [run for run, count in self._at.items() if count < TWICE and run.file in files]
         return min(shared, key=lambda run: (self._at[run], run), default=None)
 
-    def _cut(self, place: int) -> Run:
+    def _cut(self, place: int) -> BlockRun:
         """Take a waiting run out, or only its first bytes where little is left, and return what was taken.
 
         Of n threads that fetch or will fetch, none takes more than the 2n-th part of all waiting bytes, or
@@ -143,7 +146,7 @@ class Missing:
         return replace(run, end=end)
 
 
-def runs_of(file: str, blocks: Iterable[int], size: int) -> list[Run]:
+def runs_of(file: str, blocks: Iterable[int], size: int) -> list[BlockRun]:
     """Join neighbouring blocks of a file into runs of at most RUN_BLOCKS.
 
     blocks: block numbers in ascending order.
@@ -156,12 +159,12 @@ def runs_of(file: str, blocks: Iterable[int], size: int) -> list[Run]:
         else:
             groups.append([block])
     return [
-        Run(file=file, begin=group[0] * BLOCK_BYTES, end=min(size, (group[-1] + 1) * BLOCK_BYTES))
+        BlockRun(file=file, begin=group[0] * BLOCK_BYTES, end=min(size, (group[-1] + 1) * BLOCK_BYTES))
         for group in groups
     ]
 
 
-class Partial:
+class PartialCheckpoint:
     """The files of a checkpoint that is being fetched. Thread-safe.
 
     missing: the runs that have not been fetched yet.
@@ -173,7 +176,7 @@ class Partial:
         self._lock = threading.Lock()
         self._descriptors: dict[str, int] = {}
         directory.mkdir(parents=True, exist_ok=True)
-        runs: list[Run] = []
+        runs: list[BlockRun] = []
         try:
             for record in manifest.files:
                 path = directory / record.name
@@ -186,10 +189,10 @@ class Partial:
         except BaseException:
             self.close()
             raise
-        self.missing = Missing(runs)
+        self.missing = MissingBlocks(runs)
         self.bytes = manifest.bytes - sum(run.end - run.begin for run in runs)
 
-    def is_right(self, run: Run, data: memoryview) -> bool:
+    def is_right(self, run: BlockRun, data: memoryview) -> bool:
         """Return whether the data has the hashes that the index lists for the run."""
         hashes = self._index.files[run.file].blocks
         for begin in range(run.begin, run.end, BLOCK_BYTES):
@@ -199,7 +202,7 @@ class Partial:
                 return False
         return True
 
-    def write(self, run: Run, data: memoryview) -> None:
+    def write(self, run: BlockRun, data: memoryview) -> None:
         """Write a run whose data `is_right`; does nothing after `finish` or `close`. Raises OSError."""
         with self._lock:
             if run.file not in self._descriptors:
@@ -242,7 +245,7 @@ class Partial:
             begin = number * BLOCK_BYTES
             view = memoryview(buffer)[: min(BLOCK_BYTES, size - begin)]
             count = os.preadv(self._descriptors[name], [view], begin)
-            run = Run(file=name, begin=begin, end=begin + len(view))
+            run = BlockRun(file=name, begin=begin, end=begin + len(view))
             if count < len(view) or not self.is_right(run, view):
                 yield number
 

@@ -1,7 +1,7 @@
-"""The checkpoints that a peer serves to newcomers, with files held open, and the requests it understands.
+"""The checkpoints and averages that a peer serves, with files held open; parses the HTTP requests for them.
 
-A state is named by its digest. The newest two states are served, so that newcomers can finish fetching one
-after the next has been put. A checkpoint that is served may be renamed or removed on disk: its files are
+A state is named by its digest. The newest two states are served, so that joining peers can finish fetching
+one after the next has been put. A checkpoint that is served may be renamed or removed on disk: its files are
 held open, so its readers go on reading the same bytes.
 
 The parsers of a request's path and range refuse malformed requests, and `BoundedReader` limits their size.
@@ -23,8 +23,9 @@ from bloomery.checkpoint.format.manifest import INDEX, MANIFEST, read_manifest
 from bloomery.errors import CheckpointError, PeerError
 
 KEPT = 2
+"""The newest states that are served by default."""
 READ_S = 60.0
-"""A state that was read within so many seconds is being fetched."""
+"""The seconds after its last read for which a state counts as being fetched."""
 _AVERAGE = "average-"
 _DIGEST = re.compile(r"[A-Za-z0-9]{1,128}")
 
@@ -53,8 +54,8 @@ class _State:
 class ServedStates:
     """The states that are served, by digest. Thread-safe.
 
-    Beside the newest ones, one older state is served as long as somebody fetches it: a newcomer whose fetch
-    takes longer than a round finishes it, and makes up for the rounds since then by their averages.
+    Beside the newest ones, one older state is served as long as somebody fetches it: a joining peer whose
+    fetch takes longer than a round finishes it, and makes up for the rounds since then by their averages.
 
     kept: how many states are served in any case; the oldest is dropped first.
     clock: the monotonic clock, seconds.

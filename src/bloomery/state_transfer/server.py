@@ -1,6 +1,6 @@
-"""The HTTP(S) server that serves ranges of a committed checkpoint's files to newcomers, rate-limited.
+"""HTTP(S) server from which joining peers download a checkpoint's files by ranges, rate-limited.
 
-The server answers GET and HEAD alone, serves only files that a manifest names, and only to members of the
+The server answers only GET and HEAD, serves only files that a manifest names, and only to members of the
 run: they authenticate by mutual TLS where the run has certificates, and otherwise by the run's token, on
 loopback. The handshake, each request and each piece that is sent have a deadline.
 """
@@ -37,16 +37,17 @@ from bloomery.transport.trust import PeerRefused, RefusalLog, Trust, is_loopback
 log = logging.getLogger(__name__)
 
 CONNECTIONS = 64
+"""The most connections of a state server in all."""
 OF_MEMBER = 16
-"""So many of them one member may have; a newcomer opens three to each source, and four for an average."""
+"""The most of one member; a joining peer opens three to each source, and four for an average."""
 PROOF_S = 10.0
-"""A stranger must authenticate itself within so many seconds, by TLS or by the run's token."""
+"""The seconds within which a stranger must authenticate itself, by TLS or by the run's token."""
 REQUEST_S = 10.0
-"""A request must have come so many seconds after its first byte."""
+"""The seconds from the first byte of a request within which all of it must have come."""
 IDLE_S = 60.0
-"""A connection may wait so many seconds between requests."""
+"""The seconds that a connection may wait between requests."""
 SEND_S = 30.0
-"""Each piece of a mebibyte must have been sent in so many seconds: slower clients are disconnected."""
+"""The seconds within which a piece of a mebibyte must have been sent: slower clients are disconnected."""
 
 
 class StateServer:

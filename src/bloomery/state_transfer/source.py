@@ -1,4 +1,4 @@
-"""Reads the state that another peer serves over HTTP(S)."""
+"""HTTP(S) client of one peer's state server: reads a served checkpoint's manifest, index and byte ranges."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.exceptions import HTTPError
 
 from bloomery.checkpoint.format.manifest import parse_name
-from bloomery.checkpoint.format.source import Ranges
+from bloomery.checkpoint.format.source import RangedFile
 from bloomery.errors import PeerError
 from bloomery.state_transfer.served_states import PREFIX
 from bloomery.transport.trust import PeerRefused, Trust, check_names, is_loopback
 
 CONNECT_S = 5.0
+"""The seconds for connecting to a source."""
 STALL_S = 10.0
-"""A source that sends no byte for so many seconds has failed."""
+"""The seconds without a byte after which a source has failed."""
 THROUGH_RELAY = "relay:"
-"""What a peer names in place of a URL if it cannot be dialled, and waits for newcomers at a relay."""
+"""What a peer names in place of a URL if it cannot be dialled and keeps reverse connections at a relay."""
 _NO_HOST = "through-a-relay.invalid"
 _ABOUT_BYTES_AT_MOST = 4096
 _READ_BYTES = 1 << 18
@@ -78,7 +79,7 @@ class ReceivedMetadata:
         """Return the size of a received file in bytes."""
         return len(self._texts[file])
 
-    def open(self, file: str) -> Ranges:
+    def open(self, file: str) -> RangedFile:
         """Raise FileNotFoundError, for data files are fetched in blocks and from several peers."""
         raise FileNotFoundError(file)
 
@@ -114,7 +115,7 @@ class ServedState:
         return self._read(file, at_most=at_most)
 
     def size(self, file: str) -> int:
-        """Return the size of a file in bytes, as the peer tells it. Raises SourceFailed and NotYetServed."""
+        """Return a file's size in bytes, as the peer reports it. Raises SourceFailed and NotYetServed."""
         response = self._ask(file, {}, method="HEAD")
         length = response.headers.get("Content-Length", "")
         response.close()

@@ -12,7 +12,7 @@ import torch
 
 from bloomery import __version__
 from bloomery.checkpoint.remote.backup import Backup
-from bloomery.checkpoint.remote.places import BackupPlaces, refuse_kept_here, run_place, sections
+from bloomery.checkpoint.remote.places import CombinedBackups, refuse_changed_url, run_storage, sections
 from bloomery.checkpoint.remote.shared_upload import BackupHelper
 from bloomery.config.convert import dump_recipe, settings_of
 from bloomery.config.load import LoadedRecipe
@@ -191,7 +191,7 @@ def _take_and_prepare(
         stack.enter_context(lock_run(rundir, on_lost=on_lost))
         heartbeat.start().enter(RankActivity.PREPARING)
         changes = changes_of(loaded, rundir)
-        refuse_kept_here(rundir, loaded.recipe.checkpoint)
+        refuse_changed_url(rundir, loaded.recipe.checkpoint)
         with options.data_progress() as progress:
             report_progress = progress_with_ticks(progress, tick, heartbeat.tick)
             return changes, prepare(section, rundir.data, progress=report_progress)
@@ -229,7 +229,7 @@ def _build_model(recipe: Recipe, prepared: Prepared, mesh: Mesh, *, compiled: bo
     )
 
 
-def _open_store(recipe: Recipe, rundir: RunDirectory, mesh: Mesh, backup: BackupPlaces | None) -> Store:
+def _open_store(recipe: Recipe, rundir: RunDirectory, mesh: Mesh, backup: CombinedBackups | None) -> Store:
     return Store(
         rundir,
         recipe.checkpoint,
@@ -239,7 +239,7 @@ def _open_store(recipe: Recipe, rundir: RunDirectory, mesh: Mesh, backup: Backup
         exchange=mesh.exchange,
         backup=backup,
         reach_steps=recipe.guard.reach_steps,
-        place=run_place(rundir, recipe.checkpoint, run_name=recipe.run.name),
+        place=run_storage(rundir, recipe.checkpoint, run_name=recipe.run.name),
     )
 
 
@@ -267,7 +267,7 @@ def _build_backup(
     options: StartOptions,
     stack: ExitStack,
     on_progress: ReportProgress,
-) -> BackupPlaces | None:
+) -> CombinedBackups | None:
     """Return the backups on the rank that holds the run, None on others, which send shares of the files.
 
     They end after the last save.
@@ -277,7 +277,7 @@ def _build_backup(
         return None
     backup = None
     if mesh.is_first:
-        backup = BackupPlaces(
+        backup = CombinedBackups(
             [
                 Backup(rundir, section, run_name=recipe.run.name, world=mesh.world, place=place)
                 for place, section in named.items()

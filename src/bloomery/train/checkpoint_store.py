@@ -26,7 +26,7 @@ from bloomery.checkpoint.format.state import Json, SaveResult, Stateful, StateSn
 from bloomery.checkpoint.format.suspects import mark_suspects, refuse_if_only_suspects, trusted
 from bloomery.checkpoint.load.loader import load_checkpoint
 from bloomery.checkpoint.remote.backup import Backup, tell_of_newer
-from bloomery.checkpoint.remote.places import BackupPlaces, LocalRun, RunPlace
+from bloomery.checkpoint.remote.places import CombinedBackups, LocalRunStorage, RunStorage
 from bloomery.checkpoint.remote.remote_run import place_at
 from bloomery.checkpoint.save.peer_snapshots import PeerSnapshots
 from bloomery.checkpoint.save.saver import Saver
@@ -89,14 +89,14 @@ class Store:
         world: int = 1,
         gather: Gather = alone,
         exchange: Exchange | None = None,
-        backup: Backup | BackupPlaces | None = None,
+        backup: Backup | CombinedBackups | None = None,
         reach_steps: Collection[int] = (),
-        place: RunPlace | None = None,
+        place: RunStorage | None = None,
     ) -> None:
         self.incarnation = 0
         self.reach_steps: Collection[int] = reach_steps
         self._rundir, self._section = rundir, section
-        self._place = LocalRun(rundir) if place is None else place
+        self._place = LocalRunStorage(rundir) if place is None else place
         self._ranks = Ranks(rank=rank, world=world, gather=gather, exchange=exchange)
         self._intact: set[str] = set()
         self._backup = backup if rank == 0 else None
@@ -179,7 +179,7 @@ class Store:
         # After an error somebody will start again, perhaps from memory.
         is_lost = isinstance(error, RankLost) and not isinstance(error, ReportedElsewhere)
         abort_s = LOST_RANK_S if is_lost else ABORT_S
-        self._saver.close(wait_s=None if error is None else abort_s, forget=error is None)
+        self._saver.close(wait_s=None if error is None else abort_s, remove_replicas=error is None)
         self._peer_snapshots.close()
 
     def restore(
@@ -205,7 +205,7 @@ class Store:
         base = None if restored is None else (restored.step, restored.incarnation)
         self.incarnation = self._ranks.poll_on_first(lambda: self._place.begin(base=base, reason=reason))
         if self._backup is not None:
-            self._backup.look()
+            self._backup.wake()
         self._saver.committed_step = -1 if restored is None else restored.step
         self._saver.prepare(parts)
         return restored
@@ -254,7 +254,7 @@ class Store:
         mark = partial(mark_suspects, self._rundir, clean_step=clean_step, why=why)
         marked = self._ranks.poll_on_first(lambda: self._place.mark(mark(self.checkpoints())))
         if self._backup is not None:
-            self._backup.look()
+            self._backup.wake()
         return list(marked)
 
     def _snapshot(self, state: RunStateToSave) -> StateSnapshot:
@@ -268,13 +268,13 @@ class Store:
             run_length_steps=state.run_length_steps,
         )
 
-    def _candidates(self, up_to_step: int | None, *, tells: bool = False) -> list[CommittedCheckpoint]:
+    def _candidates(self, up_to_step: int | None, *, warns: bool = False) -> list[CommittedCheckpoint]:
         last = float("inf") if up_to_step is None else up_to_step
-        return trusted([item for item in reversed(self.checkpoints()) if item.step <= last], tells=tells)
+        return trusted([item for item in reversed(self.checkpoints()) if item.step <= last], warns=warns)
 
     def _restorable(self, up_to_step: int | None) -> list[list[str]]:
         """Return [its URL, name] of what can be restored, newest first; a local checkpoint has the URL ''."""
-        local = [["", item.name] for item in self._candidates(up_to_step, tells=True)]
+        local = [["", item.name] for item in self._candidates(up_to_step, warns=True)]
         here = [item.name for item in self.checkpoints()]
         is_start = up_to_step is None
         if self._backup is None or (local and not is_start):
@@ -368,7 +368,7 @@ class Store:
 
     def _committed(self, name: str, run_length_steps: int | None) -> None:
         if self._backup is not None:
-            self._backup.look()
+            self._backup.wake()
         self._run_length_steps = run_length_steps
         self._place.saved()
         self._prune_or_tell(f"{name} is there, but older checkpoints were not removed")
@@ -384,13 +384,13 @@ class Store:
         """Remove checkpoints that need not be kept, beside the newest that is known to be intact on the
         disk: the one that was restored, or one that all ranks have read back. Nothing is read here.
         """
-        only_here = {item.name for item in self._backup.in_use()} if self._backup else ()
+        not_backed_up = {item.name for item in self._backup.in_use()} if self._backup else ()
         decided = prune_plan(
             self._rundir,
             section=self._section,
             run_length_steps=run_length_steps,
             is_intact=lambda item: item.name in self._intact,
-            only_here=only_here,
+            not_backed_up=not_backed_up,
             reach_steps=self.reach_steps,
         )
         for fate in decided:

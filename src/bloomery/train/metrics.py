@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from bloomery.checkpoint.format.state import Json
-from bloomery.data_loader.batches import Queue
+from bloomery.data_loader.batches import QueueStatus
 from bloomery.events.heartbeat import RankActivity, ignore_activity
 from bloomery.events.records import StepReport
 from bloomery.events.run_lock import host_name
@@ -78,7 +78,7 @@ class Metrics:
         cost: TokenCost,
         peak_flops: float | None,
         sequence_length: int,
-        queue: Callable[[], Queue] = Queue,
+        queue: Callable[[], QueueStatus] = QueueStatus,
         mixture: Callable[[], int] = int,
         enter: Callable[[RankActivity], None] = ignore_activity,
     ) -> None:

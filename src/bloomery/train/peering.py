@@ -122,7 +122,7 @@ class _Announced:
         return self.interlude.due(state)
 
     def run(self, state: TrainState) -> dict[str, Any]:  # Any: of the report's fields
-        self.agent.moving("evaluate", step=state.step)
+        self.agent.report_activity("evaluate", step=state.step)
         return self.interlude.run(state)
 
 

@@ -19,7 +19,7 @@ from bloomery.events.journal import Journal
 from bloomery.events.records import StepReport
 from bloomery.guard.corruption import CLEAN_STEP
 from bloomery.guard.verdict import Rewind, Stop
-from bloomery.interchange.initial_weights import fill_from
+from bloomery.interchange.initial_weights import load_initial_weights
 from bloomery.parallel.build import TrainingModel
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.optimizers import Optimizers
@@ -339,7 +339,7 @@ def begins_with(
 
     def begin() -> None:
         entries = model.weights.state_entries()
-        origin = fill_from(init.from_, entries, model=model.decoder.model, ranks=ranks)
+        origin = load_initial_weights(init.from_, entries, model=model.decoder.model, ranks=ranks)
         model.weights.copy_masters_to_working()
         say(f"the weights are those of {origin}; optimizer, schedule and data begin anew")
 

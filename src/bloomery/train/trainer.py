@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from bloomery.checkpoint.format.deadlines import BACKUP_AFTER_ERROR_S
 from bloomery.checkpoint.format.state import Json
-from bloomery.checkpoint.remote.places import BackupPlaces
+from bloomery.checkpoint.remote.places import CombinedBackups
 from bloomery.data.megatron_order import MegatronOrder
 from bloomery.data.order import Order
 from bloomery.data_loader.batches import Batches
@@ -235,7 +235,7 @@ _POLL_S = 0.1
 
 @contextmanager
 def backed_up_at_the_end(
-    backup: BackupPlaces | None,
+    backup: CombinedBackups | None,
     mesh: Mesh,
     *,
     interruptions: Callable[[], int],
@@ -273,7 +273,7 @@ def backed_up_at_the_end(
 
 
 def _finish(
-    backup: BackupPlaces,
+    backup: CombinedBackups,
     tick: ReportProgress,
     *,
     interruptions: Callable[[], int],

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from bloomery.transport.handshake import AuthenticatedConnection
 from bloomery.transport.trust import PeerRefused
 
-_ORDER = struct.Struct(">cI")
+_REQUEST = struct.Struct(">cI")
 _PING, _LOAD = b"p", b"l"
 MAX_LOAD = 1 << 28
-"""The answering peer accepts loads of up to so many bytes."""
+"""The most bytes of one load that the answering peer accepts."""
 _IDLE_S = 30.0
 _PIECE = bytes(1 << 16)
 
@@ -35,7 +35,7 @@ class ProbeSizes:
     streams: connections that send at the same time.
     pings: round trips, of which the shortest counts.
     first, most: bytes of the first and of the largest load of a stream; each is four times the one before.
-    enough_s: a load that takes so long is the last one, seconds.
+    enough_s: the seconds of a load after which no larger one follows.
     """
 
     streams: int = 4
@@ -66,8 +66,8 @@ def answer_probe(authenticated: AuthenticatedConnection) -> None:
     with authenticated.connection as connection:
         try:
             connection.settimeout(_IDLE_S)
-            while order := _receive(connection, _ORDER.size):
-                word, size = _ORDER.unpack(order)
+            while request := _receive(connection, _REQUEST.size):
+                word, size = _REQUEST.unpack(request)
                 if size > MAX_LOAD or word not in (_PING, _LOAD):
                     return
                 received = 0
@@ -105,7 +105,7 @@ def _load_all(connections: Sequence[socket.socket], size: int, until: float) -> 
 def _exchange(connection: socket.socket, word: bytes, size: int, until: float) -> float:
     began = time.monotonic()
     connection.settimeout(max(0.001, until - began))
-    connection.sendall(_ORDER.pack(word, size))
+    connection.sendall(_REQUEST.pack(word, size))
     for start in range(0, size, len(_PIECE)):
         connection.sendall(_PIECE[: size - start])
     if connection.recv(1) != word:

@@ -1,4 +1,4 @@
-"""One authenticated connection to a ring neighbour: both ends agree to use it, and its rate is limited.
+"""One authenticated connection to a ring neighbour: both ends agree to use it, and learn its rate limit.
 
 The limit of a hop, which is all connections to the next member, is learnt from the losses of each exchange.
 

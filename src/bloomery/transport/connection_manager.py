@@ -1,7 +1,7 @@
 """Manages all connections of one peer: listens, dials, keeps the pool, relays, and answers probes.
 
 Peers that cannot dial each other meet at a peer that relays: for a ring each dials it when the ring begins
-(`relay.py`), and for a state the peer that serves it waits there for newcomers (`state_relay.py`).
+(`relay.py`), and for a state the peer that serves it keeps reverse connections there (`state_relay.py`).
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from bloomery.transport.handshake import (
 from bloomery.transport.listener import Listener, MemberQuota
 from bloomery.transport.relay import Relay, circuit_of
 from bloomery.transport.sockets import RateLimiter, TcpTimeouts, addresses_of, dial, open_listener, prepare
-from bloomery.transport.state_relay import Serve, StateRelay, WaitingConnections
+from bloomery.transport.state_relay import ReverseDialer, Serve, StateRelay
 from bloomery.transport.trust import PeerRefused, RefusalLog, Trust
 
 _PROBES = 64
-"""So many connections one member may have for probes."""
-_MEETING_POINTS = 2
-"""At so many of the peers that relay a peer waits for newcomers."""
+"""The most connections that one member may have for probes."""
+_RELAYS_OF_PEER = 2
+"""The relays to which a peer that serves a state keeps reverse connections."""
 
 
 class ConnectionManager:
@@ -74,7 +74,7 @@ class ConnectionManager:
         self._probes = MemberQuota(_PROBES)
         self._relay = Relay(wait_s=4 * turns.turn_s, rate_limiter=rate_limiter)
         self._state_relay = StateRelay(rate_limiter=rate_limiter)
-        self._waiting = WaitingConnections(self._dial_waiting)
+        self._waiting = ReverseDialer(self._dial_waiting)
         self._handshake_s, self._turn = handshake_s, itertools.count()
         self.pool = ConnectionPool(
             dial=self._dial_ring,
@@ -110,21 +110,21 @@ class ConnectionManager:
             for connection in connections:
                 connection.close()
 
-    def meeting_points(self, source: str) -> Sequence[Contact]:
-        """Return the peers that relay at which `source` waits for newcomers; the same at all peers."""
-        return [relay for relay in self._relays() if relay.peer != source][:_MEETING_POINTS]
+    def relays_for(self, source: str) -> Sequence[Contact]:
+        """Return the relays to which `source` keeps reverse connections; the same at all peers."""
+        return [relay for relay in self._relays() if relay.peer != source][:_RELAYS_OF_PEER]
 
-    def wait_at(self, places: Collection[Contact], serve: Serve) -> None:
-        """Wait at these peers for newcomers from now on, and give their connections to `serve`."""
+    def keep_reverse_connections(self, places: Collection[Contact], serve: Serve) -> None:
+        """Keep reverse connections to these peers from now on; `serve` gets those that are used."""
         self._waiting.keep_at(places, serve)
 
     def reach(self, source: str) -> socket.socket:
-        """Return a connection that is, or will be, joined to one on which `source` waits for newcomers.
+        """Return a connection that is, or will be, joined to a reverse connection of `source`.
 
-        It waits at this peer itself, if that relays or no other does; and at one relay after the other from
-        call to call. Raises PeerRefused or OSError.
+        The reverse connection is at this peer itself, if that relays or no other does; else at one relay
+        after the other from call to call. Raises PeerRefused or OSError.
         """
-        points = self.meeting_points(source)
+        points = self.relays_for(source)
         if not points and not self.addresses:
             raise PeerRefused(f"no peer relays between this one and '{source}'")
         point = points[next(self._turn) % len(points)] if points else None

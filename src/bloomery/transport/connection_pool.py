@@ -28,7 +28,7 @@ from bloomery.transport.trust import PeerRefused
 log = logging.getLogger(__name__)
 
 _SPARE, _PLACES = 4, 64
-"""One peer may have so many times the connections that a ring needs, and a ring is taken to need so many at
+"""One peer may have _SPARE times the connections that a ring needs, and a ring is taken to need _PLACES at
 least: a hostile member could use up the descriptors otherwise."""
 
 DIALLED, ACCEPTED, RELAYED = "dialled", "accepted", "relayed"
@@ -65,9 +65,9 @@ class Neighbour:
 class DialTiming:
     """When each way of connecting is tried.
 
-    turn_s: after so long the next way is tried as well, seconds.
+    turn_s: the seconds after which the next way is tried as well.
     answer_s: how long a neighbour has to answer `begin`, seconds.
-    retry_s: after so long a way that failed is tried again, seconds.
+    retry_s: the seconds after which a way that failed is tried again.
     """
 
     turn_s: float
@@ -179,7 +179,7 @@ class ConnectionPool:
                 self._changed.wait(max(0.0, self._next_moment(wants, began, deadline_s) - now))
 
     def check_cancelled(self) -> None:
-        """Make `gather` look at its event `cancelled` now."""
+        """Make `gather` check its event `cancelled` now."""
         with self._changed:
             self._changed.notify_all()
 
@@ -310,7 +310,7 @@ class ConnectionPool:
         return [way for way in due if way not in want.busy]
 
     def _next_moment(self, wants: Sequence[_Want], began: float, deadline_s: float) -> float:
-        """Return when `gather` must look again even if no connection has changed, monotonic seconds."""
+        """Return when `gather` must check again even if no connection has changed, monotonic seconds."""
         turn_s, answer_s = self._turns.turn_s, self._turns.answer_s
         moments = [began + deadline_s + 0.001]
         now = time.monotonic()

@@ -2,9 +2,9 @@
 
 The native library, whose functions for the codec and the ring are declared first, and the NumPy code here
 give equal bytes. A block of int8 is its scale (fp32, largest / 127) and 512 codes; of int4 its scale
-(largest / 7) and 128 codes in 64 bytes, byte j holding value j below and value j + 64 above. The last block
-may be shorter. Codes are rounded to nearest, ties to even. A block whose values are all below 2^-100 is sent
-as zeros.
+(largest / 7) and 128 codes in 64 bytes, byte j holding value j in its low nibble and value j + 64 in its high
+one. The last block may be shorter. Codes are rounded to nearest, ties to even. A block whose values are all
+below 2^-100 is sent as zeros.
 """
 
 from __future__ import annotations
@@ -111,8 +111,9 @@ Float32 = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
 
 LARGEST = np.float32(2.0**120)
+"""The largest magnitude that any codec sends."""
 TINY = np.float32(2.0**-100)
-GROUP = 512
+"""A block whose largest magnitude is below this is sent as zeros."""
 
 
 class Codec(enum.StrEnum):

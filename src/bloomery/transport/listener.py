@@ -1,4 +1,4 @@
-"""Accepts connections from peers, and closes those of strangers.
+"""Accepts connections from peers, authenticates them within quotas, and passes them to their handlers.
 
 Each connection gets a deadline for its handshake. How many may be unauthenticated is limited, in all and per
 address, so that strangers cannot use up the descriptors of the process.
@@ -29,6 +29,7 @@ from bloomery.transport.trust import PeerRefused, RefusalLog, Trust
 log = logging.getLogger(__name__)
 
 PAUSE_S = 0.5
+"""The seconds of pause after a connection could not be accepted."""
 _LOG_PERIOD_S = 60.0
 """A lasting shortage is logged at most once in this time."""
 _MOST = 256

@@ -1,4 +1,4 @@
-"""Joins connections of two peers that cannot dial each other, and copies bytes between them.
+"""Relays ring connections between two peers that cannot dial each other, by copying bytes both ways.
 
 Both have dialled this peer, which has authenticated each as a peer of the run. Through it they make a
 handshake of their own, so the relay does not know their key.
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 _MAX_CIRCUITS = 1024
 _OF_MEMBER = _MAX_CIRCUITS // 4
-"""So many ends of circuits one member may have at a relay."""
+"""The most ends of circuits that one member may have at a relay."""
 _PIECE_BYTES = 1 << 18
 _TIMEOUT = struct.Struct("@ll")
 

@@ -1,4 +1,4 @@
-"""Parses addresses, opens sockets for links between sites, and limits how fast they send together.
+"""Parses addresses, opens sockets for links between sites, and limits the send rate of all threads together.
 
 `dial` tries the addresses of a peer, each a moment after the one before, and takes the first that answers.
 """
@@ -27,8 +27,8 @@ class TcpTimeouts:
 
     idle_s: silence before the first keep-alive probe, seconds.
     probe_s: time between probes, seconds.
-    probes: so many unanswered probes end the connection.
-    unanswered_s: sent data may stay unacknowledged for so long, seconds.
+    probes: the unanswered probes that end the connection.
+    unanswered_s: the seconds that sent data may stay unacknowledged.
     """
 
     idle_s: int = 15
@@ -99,7 +99,7 @@ def origin_of(connection: socket.socket) -> str:
 
 
 STAGGER_S = 0.25
-"""How long an address is tried alone before the next one is tried too (RFC 8305)."""
+"""The seconds that an address is tried before the next one is tried as well (RFC 8305)."""
 
 
 def dial(addresses: Sequence[str], trust: Trust, *, deadline_s: float) -> socket.socket:
@@ -178,7 +178,7 @@ def _start_next(
 
 _PIECE_BYTES = 1 << 20
 _AHEAD_S = 0.1
-"""After a pause, what the limit allows in so many seconds may be sent at once."""
+"""The seconds whose share of the limit may be sent at once after a pause."""
 
 
 class RateLimiter:

@@ -1,4 +1,4 @@
-"""Sends the largest values of each chunk alone, with 2 bits each: SparseLoCo's codec and average.
+"""SparseLoCo's codec and average: of each chunk only the largest values are sent, with 2 bits each.
 
 SparseLoCo (Sarfi et al., 2025, arXiv 2508.15706) sends 1 to 3% of a pseudo-gradient and keeps the rest as
 error feedback. Here a chunk is 4096 values in a row. Of its largest values by magnitude the code has two

@@ -1,11 +1,12 @@
-"""Joins newcomers that fetch a state to peers that serve one and wait at a relay, as they cannot be dialled.
+"""Relays state downloads: joins a fetching peer to a reverse connection of a peer that cannot be dialled.
 
-A peer that serves a state keeps connections waiting at a relay. A newcomer's connection names the peer that
-it wants, and is joined to one of those. Then both ends authenticate each other and check what they receive as
-they do where one has dialled the other; the relay copies their bytes and reads none.
+A peer that serves a state and cannot be dialled keeps *reverse connections*, which it dialled itself, waiting
+at a relay. A joining peer's connection names the peer that it wants, and is joined to one of those. Then both
+ends authenticate each other and check what they receive as they do where one has dialled the other; the relay
+copies their bytes and reads none.
 
-The first byte on a waiting connection is a newcomer's. Then the connection is served like an accepted one,
-and another one takes its place.
+The first byte on a waiting connection is a joining peer's. Then the connection is served like an accepted
+one, and another one takes its place.
 """
 
 from __future__ import annotations
@@ -29,19 +30,19 @@ from bloomery.transport.trust import PeerRefused, RefusalLog
 log = logging.getLogger(__name__)
 
 WAITING, OF_SOURCE = 2048, 8
-"""So many connections may wait in all, and so many of one peer: of more, its oldest one is closed."""
+"""The most reverse connections that wait in all, and of one peer: of more, its oldest one is closed."""
 WAIT_S = 600.0
-"""A connection that has waited so many seconds is closed; a peer that still serves makes another."""
+"""The seconds after which a waiting connection is closed; a peer that still serves makes another."""
 JOINED, OF_NEWCOMER = 256, 32
-"""So many fetching connections may be here in all, and of one newcomer."""
+"""The most connections of fetching peers in all, and of one peer."""
 JOIN_S = 5.0
-"""So many seconds a newcomer's connection has for its first byte, and then for somebody to join it to."""
+"""The seconds that a fetching connection has for its first byte, and then to be joined to another."""
 IDLE_S = 120.0
-"""Joined connections end after so many seconds without a byte."""
+"""The seconds without a byte after which joined connections end."""
 
 
 class StateRelay:
-    """The connections of peers that serve a state, waiting at this peer, and those joined to newcomers.
+    """The reverse connections that wait at this peer, and those that were joined to a fetching peer.
 
     join_s, wait_s, idle_s: the deadlines, seconds.
     rate_limiter: limits the bytes that are forwarded; None: no limit.
@@ -65,7 +66,7 @@ class StateRelay:
         self._is_closed = False
 
     def wait(self, authenticated: AuthenticatedConnection) -> None:
-        """Keep a connection whose purpose is `serve` until a newcomer wants the peer that made it."""
+        """Keep a connection whose purpose is `serve` until a joining peer wants the peer that made it."""
         peer, connection = authenticated.hello.peer, authenticated.connection
         with self._changed:
             self._close_late()
@@ -137,7 +138,7 @@ class StateRelay:
             self._changed.notify_all()
 
     def _has_begun(self, newcomer: socket.socket) -> bool:
-        """Wait for the newcomer's first byte: the other end takes it as the sign that it was joined."""
+        """Wait for the joining peer's first byte: the other end takes it as the sign that it was joined."""
         poll = select.poll()
         poll.register(newcomer, select.POLLIN)
         return bool(poll.poll(self._join_s * 1000)) and is_begun(newcomer)
@@ -183,9 +184,9 @@ def _is_silent(connection: socket.socket) -> bool:
 
 
 EACH = 2
-"""So many connections wait at each place."""
+"""The reverse connections that wait at each relay."""
 PAUSE_S, PAUSE_AT_MOST_S = 0.5, 30.0
-"""A place that cannot be dialled, or closes a connection, is dialled again after a pause, which doubles."""
+"""A relay that cannot be dialled, or closes a connection, is dialled again after a pause, which doubles."""
 
 Serve = Callable[[socket.socket, str], None]
 """Serves a connection, which it owns, that came from this place.
@@ -193,10 +194,10 @@ Serve = Callable[[socket.socket, str], None]
 Raises OSError or RuntimeError if there is no descriptor or no thread for it."""
 
 
-class WaitingConnections:
-    """Waiting connections of one peer, kept by a thread for each place where they wait.
+class ReverseDialer:
+    """Keeps one peer's reverse connections, with a thread for each relay to which it dials them.
 
-    dial: makes a connection that waits. Raises PeerRefused or OSError.
+    dial: makes a reverse connection. Raises PeerRefused or OSError.
     """
 
     def __init__(self, dial: Callable[[Contact], socket.socket]) -> None:
@@ -204,7 +205,7 @@ class WaitingConnections:
         self._keepers: dict[Contact, _Keeper] = {}
 
     def keep_at(self, places: Collection[Contact], serve: Serve) -> None:
-        """Wait at these peers from now on, and no more at others. Not for several threads at once."""
+        """Keep reverse connections to these peers from now on, and to no others. Not for several threads."""
         for place in self._keepers.keys() - set(places):
             self._keepers.pop(place).end()
         for place in set(places) - self._keepers.keys():
@@ -225,7 +226,7 @@ class _Keeper:
         self._pause_s, self._next_s = PAUSE_S, 0.0
 
     def run(self) -> None:
-        """Make connections, and serve those that newcomers were joined to, until `end` is called."""
+        """Make connections, and serve those that joining peers were joined to, until `end` is called."""
         while not self._ended.is_set():
             left_s = self._next_s - time.monotonic()
             if len(self._waiting) < EACH and left_s <= 0:

@@ -62,8 +62,8 @@ class Trust:
     to_listen, to_dial: TLS 1.3 with the run's authority, where both ends show certificates; None: there are
         no certificates, so no connection leaves the machine.
     revoked: serial numbers of certificates that are no longer trusted; it grows while the peer runs.
-    dials_loopback: whether loopback addresses that others tell are dialled; False where the run is on several
-        machines, for such an address then leads to this machine and not to who told it.
+    dials_loopback: whether loopback addresses that others advertise are dialled; False where the run is on
+        several machines, for such an address then leads to this machine and not to its advertiser.
     """
 
     token: bytes = b""
@@ -83,7 +83,7 @@ class Trust:
             raise PeerRefused(f"{host} is another machine, and this peer has no certificates")
 
     def check_dialled(self, host: str) -> None:
-        """Raise PeerRefused if an address that another peer told must not be dialled."""
+        """Raise PeerRefused if an address that another peer advertised must not be dialled."""
         self.check_address(host)
         if not self.dials_loopback and is_loopback(host):
             raise PeerRefused(f"{host} is this machine, and not where its peer is")

@@ -87,8 +87,8 @@ def verify(
     return problems
 
 
-def disk_overhead(where: Path) -> float:
-    """Return a checkpoint's bytes on the disk, beside headers, index and manifest, divided by its tensors'.
+def disk_bytes_per_tensor_byte(where: Path) -> float:
+    """Return the checkpoint's bytes on disk, without headers, index and manifest, per byte of its tensors.
 
     1.0 means that the checkpoint holds its tensors and nothing else. Raises CheckpointError, OSError.
     """
@@ -259,7 +259,7 @@ def _committed(rundir: RunDirectory) -> list[CommittedCheckpoint]:
 class RemoteCopy:
     """A remote copy of a checkpoint, which was read back and found equal.
 
-    url: of the copy itself. what: "all", or "model" for the weights alone. time: seconds since 1970.
+    url: of the copy itself. what: "all", or "model" for only the weights. time: seconds since 1970.
     """
 
     url: str

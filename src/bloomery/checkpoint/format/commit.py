@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 _KEPT_BY_NFS = ".nfs"
 _POLL_S = 0.01
-_LOOK_AT_PROGRESS_S = 1.0
+_PROGRESS_POLL_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,8 +106,7 @@ def commit(
     parts: what each rank wrote, in the order of the ranks.
     time: seconds since 1970. values: the small JSON values of each part of the run. about: facts for people.
     records: files in `partial` that do not belong to the checkpoint. They are removed only once the manifest
-        is
-        durable: if this process dies, its successor finds either the records, or a directory to `publish`.
+        is durable: if this process dies, its successor finds either the records, or a directory to `publish`.
 
     Raises CheckpointError when the boxes do not fill their tensors exactly, and StorageError.
     """
@@ -201,7 +200,7 @@ def wait_for_part_record(
     Raises StorageError where the rank is stuck or late, and with its own error where it recorded one.
     """
     path, watch = part_record_path(partial, rank), StallWatch(stall_s)
-    written, look_s = 0, clock.monotonic()
+    written, poll_s = 0, clock.monotonic()
     while not path.exists():
         if not partial.exists():
             raise StorageError(
@@ -209,8 +208,8 @@ def wait_for_part_record(
             )
         if clock.monotonic() > until:
             raise late_part(rank, partial.name)
-        if clock.monotonic() >= look_s:
-            look_s = clock.monotonic() + _LOOK_AT_PROGRESS_S
+        if clock.monotonic() >= poll_s:
+            poll_s = clock.monotonic() + _PROGRESS_POLL_S
             before, written = written, noted_progress(partial, rank)
             if written != before:
                 progressed(written - before)
@@ -257,7 +256,8 @@ def recorded_part(content: bytes) -> Part | None:
 
 
 def abandon_part(partial: Path, rank: int, *, files: Iterable[str], why: Mapping[str, str]) -> None:
-    """Remove what a rank wrote for a save that failed, and tell the first rank, which commits, at once.
+    """Remove what a rank wrote for a save that failed, and report that at once to the first rank, which
+    commits.
 
     The first rank removes the directory. Another rank removes its own files, unless it has recorded its part:
     then the first rank may commit at any moment. Nobody may begin to save under the same name meanwhile.

@@ -1,4 +1,4 @@
-"""Checks that the boxes of a checkpoint fill each tensor exactly: 384 ranks write 240,000 boxes."""
+"""Checks that the boxes of a checkpoint fill each tensor exactly once, fast enough for 240,000 boxes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _PAIRS_AT_ONCE = 1 << 20
-"""So many pairs of boxes are compared at a time, which bounds the memory."""
+"""The pairs of boxes that are compared at a time, which bounds the memory."""
 
 
 def check_coverage(boxes: Iterable[IndexedBox]) -> None:

@@ -1,4 +1,4 @@
-"""How long each wait of a save may last, and how whoever waits sees that a rank still makes progress.
+"""The deadline of each wait of a save, and the progress files that show that a slow rank still writes.
 
 It is one table, so that an inner wait always ends before an outer one. The first rank's writer waits for
 the other ranks' parts, each trainer for its writer's answer, and the end of a run, or a restore, for all
@@ -7,8 +7,8 @@ the processes.
 
 A save that hangs is noticed by its progress: no new bytes for STALL_S. A writer leaves the number of bytes
 that it has written in a small file of the `.partial` directory, every few seconds, and the first rank's
-writer, which waits for all parts, reads that file. The deadlines beside it are for a disk that trickles;
-they follow from the largest part of a rank, not from the sum over the ranks.
+writer, which waits for all parts, reads that file. The deadlines also catch a disk that is slow but not
+stalled; they follow from the largest part of a rank, not from the sum over the ranks.
 """
 
 from __future__ import annotations
@@ -27,28 +27,30 @@ SLOWEST_BYTES_PER_S = 20e6
 SLOWEST_RANK_BYTES_PER_S = 2e6
 """The same for one rank's share of a disk that all ranks write to."""
 STALL_S = 300.0
-"""A rank that has written no byte for so long is stuck. One sync of a file of a gibibyte fits in it."""
-_LEAST_S = 300.0
-_LEAST_TO_PARTNER_S = 60.0
-_BETWEEN_S = 60.0
-"""So much longer is an outer wait than the wait within it."""
+"""The seconds without a written byte after which a rank is stuck. A sync of a file of 1 GiB fits in it."""
+_MINIMUM_S = 300.0
+_MINIMUM_TO_PARTNER_S = 60.0
+_OUTER_MARGIN_S = 60.0
+"""The seconds by which an outer wait exceeds the wait within it."""
 CONCURRENT_SAVES = 2
 """Saves that may be under way at once: each has a shared buffer."""
 
 BUFFERS_S = 300.0
-"""For allocating the shared buffers. A gather over the ranks waits for it, which torch allows 600 s."""
+"""The seconds for allocating shared buffers. A gather over the ranks waits for it, which may last 600 s."""
 POLL_S = 5.0
-"""Ranks that wait for one of them gather so often, so that no collective comes near its time-out."""
+"""The seconds between gathers of ranks that wait for one of them, so that no collective times out."""
 AUTHENTICATION_S = 10.0
-"""A connection to a replica server has so long to authenticate itself."""
+"""The seconds in which a connection to a replica server must authenticate itself."""
 WRITER_START_S = 60.0
+"""The seconds for a writer process to start and answer."""
 WRITER_END_S = 3.0
-"""For a writer to end when it is asked to, and again when it is killed."""
+"""The seconds for a writer to end when it is asked to, and again when it is killed."""
 ABORT_S = 8.0
-"""For saves that are under way when the run ends with an error: the launcher kills everything after 20 s."""
+"""The seconds for saves under way when the run ends with an error: the launcher kills everything after 20."""
 LOST_RANK_S = 1.0
 """The same once another rank is lost: only a save whose parts are all written can still be committed."""
 BACKUP_AFTER_ERROR_S = 2.0
+"""The seconds for which the end of a run waits for a backup under way after an error."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +66,7 @@ class Deadlines:
     @property
     def parts_s(self) -> float:
         """How long the committing writer waits for other ranks' parts once its own is written."""
-        return _LEAST_S + self.largest_part_bytes / SLOWEST_RANK_BYTES_PER_S
+        return _MINIMUM_S + self.largest_part_bytes / SLOWEST_RANK_BYTES_PER_S
 
     @property
     def stall_s(self) -> float:
@@ -74,37 +76,38 @@ class Deadlines:
     @property
     def silence_s(self) -> float:
         """How long a trainer waits for the next sign of progress of its writer."""
-        return self.stall_s + _BETWEEN_S
+        return self.stall_s + _OUTER_MARGIN_S
 
     @property
     def answer_s(self) -> float:
         """How long a trainer waits for its writer: for its own part, the others' parts, and the replica."""
-        return 2 * self.parts_s + send_replica_s(self.part_bytes) + _BETWEEN_S
+        return 2 * self.parts_s + send_replica_s(self.part_bytes) + _OUTER_MARGIN_S
 
     @property
     def staging_s(self) -> float:
         """How long a trainer waits until its state is copied, before it changes the state."""
-        return _LEAST_S + self.part_bytes / SLOWEST_BYTES_PER_S
+        return _MINIMUM_S + self.part_bytes / SLOWEST_BYTES_PER_S
 
     @property
     def prune_s(self) -> float:
         """For reading back a checkpoint (and, where it is damaged, an older one) and removing old ones."""
-        return 2 * self.parts_s + _BETWEEN_S
+        return 2 * self.parts_s + _OUTER_MARGIN_S
 
     @property
     def finish_s(self) -> float:
         """For all saves under way, one after the other, and the pruning after them."""
-        return CONCURRENT_SAVES * (self.answer_s + _BETWEEN_S) + self.prune_s
+        return CONCURRENT_SAVES * (self.answer_s + _OUTER_MARGIN_S) + self.prune_s
 
 
 def send_replica_s(bytes: int) -> float:
     """Return how long sending a replica of so many bytes to the partner may take, in seconds."""
-    return _LEAST_TO_PARTNER_S + bytes / SLOWEST_BYTES_PER_S
+    return _MINIMUM_TO_PARTNER_S + bytes / SLOWEST_BYTES_PER_S
 
 
 NOTE_EVERY_S = 5.0
-"""Saves that are shorter leave no note."""
-TELL_EVERY_S = 1.0
+"""The seconds between two progress notes of a rank; saves that are shorter leave none."""
+REPORT_EVERY_S = 1.0
+"""The least seconds between two progress reports of a writer to its trainer."""
 PROGRESS = "progress"
 """The key of a line from a writer to its trainer that says only that the writer goes on."""
 _PREFIX = "progress-r"
@@ -134,7 +137,7 @@ def noted_progress(partial: Path, rank: int) -> int:
 
 
 class PartProgress:
-    """Counts what a writer does for one order, tells its trainer, and notes the bytes for the first rank.
+    """Counts the bytes of one write request, reports them to the trainer, and notes them for the first rank.
 
     tell: called with the count, at most once a second.
     note: leaves a note of the count for the first rank; None where nobody waits for this part.
@@ -156,7 +159,7 @@ class PartProgress:
         """Count bytes that were written or read, or another rank's progress. Called by one thread."""
         self.count += count
         now = time.monotonic()
-        if now - self._told_s >= TELL_EVERY_S:
+        if now - self._told_s >= REPORT_EVERY_S:
             self._told_s = now
             self._tell(self.count)
         if self._note is not None and now - self._noted_s >= self._note_every_s:

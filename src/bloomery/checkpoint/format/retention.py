@@ -1,4 +1,4 @@
-"""Decides which checkpoints of a run are kept, and why: by step, and by what is intact and backed up."""
+"""The retention policy: decides which checkpoints of a run are kept, with reasons, and which are pruned."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def steps_to_keep(
     section: CheckpointSection,
     run_length_steps: int | None,
     newest_intact: int | None,
-    only_here: Collection[int] = (),
+    not_backed_up: Collection[int] = (),
     epoch_ends: Collection[int] = (),
     reach_steps: Collection[int] = (),
 ) -> set[int]:
@@ -36,7 +36,7 @@ def steps_to_keep(
         section=section,
         run_length_steps=run_length_steps,
         newest_intact=newest_intact,
-        only_here=only_here,
+        not_backed_up=not_backed_up,
         epoch_ends=epoch_ends,
         reach_steps=reach_steps,
     )
@@ -49,7 +49,7 @@ def reasons_to_keep(
     section: CheckpointSection,
     run_length_steps: int | None,
     newest_intact: int | None,
-    only_here: Collection[int] = (),
+    not_backed_up: Collection[int] = (),
     epoch_ends: Collection[int] = (),
     reach_steps: Collection[int] = (),
     held_out: Mapping[int, float] = _NOTHING,
@@ -58,16 +58,15 @@ def reasons_to_keep(
 
     Kept are the newest `keep_last`, multiples of `keep_every_steps`, the first of each tenth of the run, the
     newest intact one, the `keep_best` with the lowest held-out loss, those that are not backed up yet, the
-    last before an epoch ended, and for each reach two to go back to: one from which a rewind reaches, and the
-    one that takes its place later. It is the first of a tenth, not the last, so that the choice never changes
-    later. Everything is kept while nothing is known to be intact.
+    last before an epoch ended, and for each of `reach_steps` two: the newest that is at least so many steps
+    old, and the oldest younger one, which takes its place later. It is the first of a tenth, not the last, so
+    that the choice never changes later. Everything is kept while nothing is known to be intact.
 
     run_length_steps: None where the run's length in steps is not known; then no tenth is kept.
     newest_intact: None where no checkpoint is known to be intact.
-    only_here: steps that are to be backed up and are not yet.
+    not_backed_up: steps that are to be backed up and are not yet.
     epoch_ends: steps of the last checkpoints before a dataset's first epoch ended.
-    reach_steps: how many steps before the newest rewinds may have to begin, by their cause; () where none is
-        expected.
+    reach_steps: how many steps before the newest checkpoint a rewind may have to begin; () for none.
     held_out: the held-out loss of each step that has one.
     """
     ordered = sorted(set(steps))
@@ -82,7 +81,7 @@ def reasons_to_keep(
     if section.keep_tenths and run_length_steps:
         for tenth, step in _first_of_tenths(ordered, run_length_steps).items():
             reasons[step].append(f"tenth {tenth}")
-    for step in {step for reach in reach_steps for step in _to_go_back_to(ordered, reach)}:
+    for step in {step for reach in reach_steps for step in _rewind_targets(ordered, reach)}:
         reasons[step].append("for a rewind")
     if newest_intact in reasons:
         reasons[newest_intact].append("newest intact")
@@ -91,7 +90,7 @@ def reasons_to_keep(
     for step in ordered:
         if step in epoch_ends:
             reasons[step].append("first epoch's end")
-        if step in only_here:
+        if step in not_backed_up:
             reasons[step].append("not backed up")
     return {step: tuple(why) for step, why in reasons.items()}
 
@@ -102,8 +101,8 @@ def _best(steps: Sequence[int], held_out: Mapping[int, float], count: int) -> li
     return [(step, f"best {place}" if place > 1 else "best") for place, (_, step) in enumerate(lowest, 1)]
 
 
-def _to_go_back_to(ordered: Sequence[int], reach: int) -> tuple[int, ...]:
-    """Return the newest step that lies so far back, and the oldest after it.
+def _rewind_targets(ordered: Sequence[int], reach: int) -> tuple[int, ...]:
+    """Return the newest step that lies at least `reach` steps back, and the oldest after it.
 
     The second becomes the first when the run has gone on as far. So one is always there once the run is
     longer than that, at most twice as far back and one save interval, and two are enough at any interval.
@@ -141,7 +140,7 @@ def prune_plan(
     section: CheckpointSection,
     run_length_steps: int | None,
     is_intact: Callable[[CommittedCheckpoint], bool],
-    only_here: Collection[str] = (),
+    not_backed_up: Collection[str] = (),
     reach_steps: Collection[int] = (),
 ) -> list[PruneDecision]:
     """Return for each checkpoint of a run whether it is kept, in the order of their steps.
@@ -149,10 +148,10 @@ def prune_plan(
     Of two checkpoints of the same step, only that of the later incarnation can be kept for its step. What a
     rewind abandoned may be removed once an intact checkpoint of the run has reached its step.
 
-    is_intact: asked newest first, until it says yes. only_here: names of checkpoints that are not backed up
+    is_intact: asked newest first, until it says yes. not_backed_up: names of checkpoints that have no backup
         yet.
     """
-    # Not loaded with this module: the planner, which is to be quick, uses the rules alone.
+    # Not loaded with this module: the planner, which is to be quick, uses only the rules.
     from bloomery.checkpoint.format.catalogue import abandoned_checkpoints, checkpoints
 
     committed = checkpoints(rundir)
@@ -163,7 +162,7 @@ def prune_plan(
         section=section,
         run_length_steps=run_length_steps,
         newest_intact=None if intact is None else intact.step,
-        only_here={step for step, item in newest_of_step.items() if item.name in only_here},
+        not_backed_up={step for step, item in newest_of_step.items() if item.name in not_backed_up},
         epoch_ends=_last_of_first_epochs(committed),
         reach_steps=reach_steps,
         held_out=held_out_losses(newest_of_step.values()),

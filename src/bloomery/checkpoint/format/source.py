@@ -18,12 +18,12 @@ from bloomery.objects import Objects
 STORED_AT = "stored-at.json"
 """The file of an entry in the run directory that says where in object storage the checkpoint is."""
 LOCAL_WINDOW_BYTES = 1 << 20
-"""So much is read at a time: it is still in the processor's cache when it is hashed."""
+"""The bytes that are read at a time: they are still in the processor's cache when they are hashed."""
 _VIEWS_AT_ONCE = 512
 """preadv takes 1,024 buffers at most."""
 
 
-class Ranges(Protocol):
+class RangedFile(Protocol):
     """One file, open for ranged reads from several threads. A context manager: leaving it closes the file.
 
     window_bytes: how much to read at a time, a multiple of the block size.
@@ -37,7 +37,7 @@ class Ranges(Protocol):
         Fewer than the views hold only where the file ends. Raises OSError.
         """
 
-    def __enter__(self) -> Ranges: ...
+    def __enter__(self) -> RangedFile: ...
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -60,11 +60,11 @@ class Source(Protocol):
     def size(self, file: str) -> int:
         """Return a file's bytes. Raises OSError; FileNotFoundError where it is missing."""
 
-    def open(self, file: str) -> Ranges:
+    def open(self, file: str) -> RangedFile:
         """Open a file. Raises OSError; FileNotFoundError where it is missing."""
 
 
-class Directory:
+class LocalCheckpoint:
     """A checkpoint on a file system."""
 
     def __init__(self, path: Path) -> None:
@@ -88,7 +88,7 @@ class Directory:
         """Return a file's bytes."""
         return (self.path / file).stat().st_size
 
-    def open(self, file: str) -> Ranges:
+    def open(self, file: str) -> RangedFile:
         """Open a file."""
         return _LocalFile(self.path / file)
 
@@ -101,7 +101,7 @@ def source_of(where: Path | Source) -> Source:
     if not isinstance(where, Path):
         return where
     if not is_stored_elsewhere(where):
-        return Directory(where)
+        return LocalCheckpoint(where)
     return StoredCheckpoint(where)
 
 
@@ -178,7 +178,7 @@ class RemoteCheckpoint:
         """Return a file's bytes."""
         return self._remote.stat(self._key(file)).bytes
 
-    def open(self, file: str) -> Ranges:
+    def open(self, file: str) -> RangedFile:
         """Open a file. Asks for its size, so that a missing file is an error here."""
         return _RemoteFile(self._remote, self._key(file))
 
@@ -194,7 +194,7 @@ class StoredCheckpoint:
     """
 
     def __init__(self, entry: Path) -> None:
-        self._entry = Directory(entry)
+        self._entry = LocalCheckpoint(entry)
         self.stored = RemoteCheckpoint(Objects(stored_url(entry)), "")
 
     @property
@@ -215,7 +215,7 @@ class StoredCheckpoint:
         """Return a file's bytes."""
         return self.stored.size(file)
 
-    def open(self, file: str) -> Ranges:
+    def open(self, file: str) -> RangedFile:
         """Open a file."""
         return self.stored.open(file)
 

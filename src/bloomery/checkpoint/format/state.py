@@ -1,4 +1,4 @@
-"""The state that a checkpoint saves: boxes of logical tensors, which of them overlap, and small JSON values.
+"""Describes the state that a checkpoint saves: boxes of logical tensors, JSON values, overlaps of boxes.
 
 Of a tensor, 1,024 ranks may have thousands of boxes, saved and wanted: comparing each with each takes hours.
 `BoxOverlaps` and `all_overlaps` find those that overlap in time linear in the overlaps.
@@ -27,7 +27,7 @@ Scope = Literal["shared", "peer"]
 """shared: equal on all peers of an elastic run (weights, position); peer: its own (inner optimizer)."""
 
 OPTIONAL_PREFIXES = ("outer.residual.", "optim.limit.")
-"""Prefixes of tensors that may be in the checkpoint or the run alone: a resume may change their setting."""
+"""Prefixes of tensors that may be in only one of checkpoint and run: a resume may change their setting."""
 
 ITEM_BYTES: Mapping[str, int] = {
     "float64": 8,
@@ -212,7 +212,7 @@ def dtype_of(tensor: Any) -> str:  # Any: a torch.Tensor
 
 
 class BoxOverlaps:
-    """Finds which of many boxes of a tensor overlap a given one, without a look at every box.
+    """Finds which of many boxes of a tensor overlap a given one, without a test of every box.
 
     The boxes are sorted along the dimension in which they begin at the most different places. `_reach[i]` is
     the farthest end of the boxes 0 to i, so that both ends of the range of candidates are found by bisection.

@@ -102,14 +102,14 @@ def why_suspect(where: Path | Source) -> str:
         return "its mark cannot be read"
 
 
-def trusted(checkpoints: Iterable[CommittedCheckpoint], *, tells: bool = False) -> list[CommittedCheckpoint]:
-    """Return those that are not marked, in their order. tells: log a warning for each that is left out."""
+def trusted(checkpoints: Iterable[CommittedCheckpoint], *, warns: bool = False) -> list[CommittedCheckpoint]:
+    """Return those that are not marked, in their order. warns: log a warning for each that is left out."""
     trusted_ones = []
     for checkpoint in checkpoints:
         why = why_suspect(checkpoint.directory)
         if not why:
             trusted_ones.append(checkpoint)
-        elif tells:
+        elif warns:
             log.warning("%s is passed over as suspect: %s", checkpoint.name, why)
     return trusted_ones
 
@@ -120,7 +120,7 @@ def newest_trusted(checkpoints: Sequence[CommittedCheckpoint]) -> CommittedCheck
     checkpoints: oldest first. Raises CheckpointError where all are marked.
     """
     for checkpoint in reversed(checkpoints):
-        if trusted([checkpoint], tells=True):
+        if trusted([checkpoint], warns=True):
             return checkpoint
     refuse_if_only_suspects(checkpoint.name for checkpoint in checkpoints)
     return None

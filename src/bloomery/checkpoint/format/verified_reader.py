@@ -1,4 +1,4 @@
-"""Reads files of a checkpoint with each block's hash verified: ranges for a load, or all that a rank wrote.
+"""Reads a checkpoint's files, each block verified by its hash: ranges for a load, or all that a rank wrote.
 
 What was just written is read past the page cache, so that the disk is checked and not the memory.
 """
@@ -27,7 +27,7 @@ from bloomery.checkpoint.format.manifest import (
     read_manifest,
     unreadable,
 )
-from bloomery.checkpoint.format.source import Ranges, Source
+from bloomery.checkpoint.format.source import RangedFile, Source
 from bloomery.errors import CheckpointError
 
 Piece: TypeAlias = tuple[int, memoryview]
@@ -52,7 +52,7 @@ class VerifiedReader:
         self._record, self._boxes, self._count = record, boxes, count
         self._place = source.place(record.name)
         try:
-            self._file: Ranges = source.open(record.name)
+            self._file: RangedFile = source.open(record.name)
         except OSError as error:
             raise unreadable(self._place, error) from error
 

@@ -22,13 +22,13 @@ from bloomery.checkpoint.writer.ranks import Ranks
 from bloomery.errors import BloomeryError
 
 THREADS = 4
-"""Threads that read and hash: with two, the disk was idle while both of them hashed."""
+"""The threads that read and hash: with two, the disk was idle while both of them hashed."""
 _ALIGNMENT = 64
 
 Count = Callable[[int], None]
 
 
-def load_alone(
+def load_on_one_rank(
     source: Source,
     index: Index,
     units: Sequence[ReadUnit],
@@ -36,7 +36,7 @@ def load_alone(
     *,
     count: Count | None = None,
 ) -> None:
-    """Read all units and fill the entries. count: called with the bytes of each read.
+    """Read all units and fill the entries, without other ranks. count: called with the bytes of each read.
 
     Raises DamagedCheckpoint, and StorageError where the checkpoint cannot be reached.
     """
@@ -45,7 +45,7 @@ def load_alone(
             pass
 
 
-def load_together(
+def load_on_all_ranks(
     source: Source,
     index: Index,
     plan: LoadPlan,

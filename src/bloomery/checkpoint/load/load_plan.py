@@ -13,9 +13,10 @@ from math import prod
 
 from bloomery.checkpoint.format.manifest import IndexedBox, without_garbage_collection
 from bloomery.checkpoint.format.state import ITEM_BYTES, Box, BoxOverlaps, all_overlaps
-from bloomery.checkpoint.load.planned_spans import PlannedSpans, SpanCollector, Taker
+from bloomery.checkpoint.load.planned_spans import DistinctBox, PlannedSpans, SpanCollector
 
 UNIT_BYTES = 64 << 20
+"""The most bytes that a rank reads at a time, unless one row is larger."""
 _DEEP_BYTES = 4 << 20
 """Rows above this size of which only a part is wanted are split along their next dimension."""
 
@@ -101,7 +102,7 @@ def _plan_load(
 ) -> LoadPlan:
     import numpy as np  # here, because looking at checkpoints must not take the time to load it
 
-    spans = _spans_of_all(saved, _takers_by_name(wanted))
+    spans = _spans_of_all(saved, _wanted_by_name(wanted))
     units: list[ReadUnit] = []
     bytes_to_read, units_to_read = np.zeros(len(wanted), np.int64), [0] * len(wanted)
     for first, stop in spans.units(UNIT_BYTES):
@@ -121,7 +122,7 @@ def _plan_load(
     return LoadPlan(units=tuple(units), rounds=max(units_to_read, default=0))
 
 
-def _takers_by_name(wanted: Sequence[Sequence[WantedBox]]) -> dict[str, list[Taker]]:
+def _wanted_by_name(wanted: Sequence[Sequence[WantedBox]]) -> dict[str, list[DistinctBox]]:
     """Return the different boxes that are wanted of each tensor."""
     by_name: dict[str, dict[Box, list[tuple[int, int]]]] = {}
     for rank, boxes in enumerate(wanted):
@@ -134,21 +135,22 @@ def _takers_by_name(wanted: Sequence[Sequence[WantedBox]]) -> dict[str, list[Tak
                 of_tensor[want.box] = [(rank, number)]
             else:
                 wanted_by.append((rank, number))
-    return {name: list(map(Taker._make, of_tensor.items())) for name, of_tensor in by_name.items()}
+    return {name: list(map(DistinctBox._make, of_tensor.items())) for name, of_tensor in by_name.items()}
 
 
 def _spans_of_all(
-    saved: Mapping[str, Sequence[IndexedBox]], takers_by_name: Mapping[str, list[Taker]]
+    saved: Mapping[str, Sequence[IndexedBox]], wanted_by_name: Mapping[str, list[DistinctBox]]
 ) -> PlannedSpans:
     """Return what is to be read of the saved boxes of all tensors."""
     found = SpanCollector(unit_bytes=UNIT_BYTES, deep_bytes=_DEEP_BYTES)
-    for name, takers in takers_by_name.items():
+    for name, wanted_boxes in wanted_by_name.items():
         stored = saved.get(name, ())
         if not stored:
             continue
-        overlaps = all_overlaps([item.box for item in stored], [taker.box for taker in takers])
-        for item, source, wanted in found.add_tensor(stored, takers, overlaps):
-            for box, numbers in _parts_of_box(item, {found.takers[number].box: number for number in wanted}):
+        overlaps = all_overlaps([item.box for item in stored], [distinct.box for distinct in wanted_boxes])
+        for item, source, wanted in found.add_tensor(stored, wanted_boxes, overlaps):
+            numbers_of_boxes = {found.wanted_boxes[number].box: number for number in wanted}
+            for box, numbers in _parts_of_box(item, numbers_of_boxes):
                 found.add_box(source, box, span=_span(item, box), wanted=numbers)
     return found.spans()
 
@@ -168,11 +170,11 @@ def _parts_of_box(saved: IndexedBox, wanted: Mapping[Box, int]) -> Iterator[tupl
 def _item(spans: PlannedSpans, span: int) -> ReadItem:
     box = spans.box_of(span)
     destinations: list[Destination] = []
-    for taker in spans.takers_of(span):
-        region = taker.box.intersection(box)
-        assert region is not None, "a taker of a span overlaps it"
+    for wanted_box in spans.wanted_of(span):
+        region = wanted_box.box.intersection(box)
+        assert region is not None, "a wanted_box of a span overlaps it"
         destinations += [
-            Destination(rank=rank, wanted=number, region=region) for rank, number in taker.wanted_by
+            Destination(rank=rank, wanted=number, region=region) for rank, number in wanted_box.wanted_by
         ]
     saved = spans.saved[spans.source[span]]
     return ReadItem(saved=saved, box=box, destinations=tuple(destinations))

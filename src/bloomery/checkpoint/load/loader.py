@@ -23,7 +23,7 @@ from bloomery.checkpoint.format.state import (
     StateEntry,
     whole,
 )
-from bloomery.checkpoint.load.executor import load_alone, load_together
+from bloomery.checkpoint.load.executor import load_on_all_ranks, load_on_one_rank
 from bloomery.checkpoint.load.load_plan import WantedBox, plan_load
 from bloomery.checkpoint.save.direct import element_type
 from bloomery.checkpoint.writer.ranks import Ranks
@@ -143,10 +143,10 @@ def load_checkpoint(
     saved = _by_name(index.boxes)
     if ranks.world == 1 or ranks.exchange is None:
         units = plan_load(saved, [own_boxes]).units
-        ranks.poll_on_all(lambda: load_alone(source, index, units, wanted, count=count))
+        ranks.poll_on_all(lambda: load_on_one_rank(source, index, units, wanted, count=count))
         return values
     plan = plan_load(saved, wanted_by_rank, readers=readers, rank=ranks.rank)
-    failure = load_together(source, index, plan, wanted, ranks=ranks, count=count)
+    failure = load_on_all_ranks(source, index, plan, wanted, ranks=ranks, count=count)
     ranks.run_on_all(lambda: _raise(failure))
     return values
 
@@ -192,7 +192,7 @@ def read_tensors(
         entry = whole(name, empty(boxes[0].global_shape, dtype=element_type(boxes[0].dtype)))
         refuse_incomplete(source.place(), [entry], saved)
         units = plan_load({name: boxes}, [[WantedBox(name, entry.box)]]).units
-        load_alone(source, index, units, [entry])
+        load_on_one_rank(source, index, units, [entry])
         yield name, entry.tensor
 
 
@@ -227,7 +227,7 @@ def read_in_pieces(where: Path | Source, *, prefix: str, piece_bytes: int) -> It
             )
             refuse_incomplete(source.place(), [entry], saved)
             units = plan_load({name: boxes}, [[WantedBox(name, box)]]).units
-            load_alone(source, index, units, [entry])
+            load_on_one_rank(source, index, units, [entry])
             yield entry
             del entry  # or it would be held while the next one is read
 

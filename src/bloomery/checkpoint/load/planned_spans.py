@@ -1,4 +1,4 @@
-"""The bytes that a load reads and the wanted boxes that they go to, as arrays: there may be a million."""
+"""The byte spans that a load reads and the boxes that they fill, as arrays: there may be a million."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     Numbers = NDArray[np.int64]
 
 
-class Taker(NamedTuple):
-    """A wanted box, and who wants it: (rank, number of the box among those of the rank)."""
+class DistinctBox(NamedTuple):
+    """A wanted box, once for all who want it: (rank, number of the box among those of the rank)."""
 
     box: Box
     wanted_by: list[tuple[int, int]]
@@ -29,12 +29,12 @@ class PlannedSpans:
 
     file, begin, end: a number for the file, and bytes [begin, end) of it. source: the number of the saved box
     in `saved`. first_row, stop_row: the rows of the tensor that the span holds, where `box` is negative; else
-    the span holds box number `box` of `boxes`. wanted: numbers, in `takers`, of the wanted boxes that overlap
-    the first span, then the second, and so on; those of span i end before wanted_stops[i].
+    the span holds box number `box` of `boxes`. wanted: numbers, in `wanted_boxes`, of those that overlap the
+    first span, then the second, and so on; those of span i end before wanted_stops[i].
     """
 
     saved: Sequence[IndexedBox]
-    takers: Sequence[Taker]
+    wanted_boxes: Sequence[DistinctBox]
     boxes: Sequence[Box]
     file: Numbers
     begin: Numbers
@@ -49,7 +49,8 @@ class PlannedSpans:
     def units(self, unit_bytes: int) -> Iterator[tuple[int, int]]:
         """Yield the spans [first, stop) of each unit: neighbours of one file.
 
-        So few blocks are read for two units. unit_bytes: the largest size of a unit of more than one span.
+        Units end at gaps, so that few checksum blocks are read twice. unit_bytes: the largest size of a unit
+        of more than one span.
         """
         import numpy as np
 
@@ -71,17 +72,17 @@ class PlannedSpans:
 
         ranks = {
             rank
-            for taker in np.unique(
+            for wanted_box in np.unique(
                 self.wanted[self._wanted_from(first) : self.wanted_stops[stop - 1]]
             ).tolist()
-            for rank, _ in self.takers[taker].wanted_by
+            for rank, _ in self.wanted_boxes[wanted_box].wanted_by
         }
         return np.array(sorted(ranks), np.int64)
 
-    def takers_of(self, span: int) -> list[Taker]:
+    def wanted_of(self, span: int) -> list[DistinctBox]:
         """Return the wanted boxes that overlap a span."""
         numbers = self.wanted[self._wanted_from(span) : self.wanted_stops[span]]
-        return [self.takers[number] for number in numbers.tolist()]
+        return [self.wanted_boxes[number] for number in numbers.tolist()]
 
     def box_of(self, span: int) -> Box:
         """Return the box that a span holds."""
@@ -98,30 +99,30 @@ class PlannedSpans:
 class SpanCollector:
     """Collects the spans of one tensor after the other.
 
-    unit_bytes: spans are no larger, where rows are not. deep_bytes: of rows above this size, of which only a
-    part may be wanted, the caller decides what is read.
+    unit_bytes: the largest span, unless one row is larger. deep_bytes: boxes with rows above this many bytes
+    are left to the caller (`add_box`), since perhaps only part of each row is wanted.
     """
 
     def __init__(self, *, unit_bytes: int, deep_bytes: int) -> None:
         self._unit_bytes, self._deep_bytes = unit_bytes, deep_bytes
         self.saved: list[IndexedBox] = []
-        self.takers: list[Taker] = []
+        self.wanted_boxes: list[DistinctBox] = []
         self._boxes: list[Box] = []
         self._rows: list[tuple[Numbers, ...]] = []
         self._wanted: list[Numbers] = []
 
     def add_tensor(
-        self, saved: Sequence[IndexedBox], takers: Sequence[Taker], overlaps: Overlaps
+        self, saved: Sequence[IndexedBox], wanted_boxes: Sequence[DistinctBox], overlaps: Overlaps
     ) -> Iterator[tuple[IndexedBox, int, list[int]]]:
         """Add the saved boxes of which one run of whole rows is wanted; yield the others, for `add_box`.
 
-        Yields the box, its number, and the numbers of the takers that overlap it.
+        Yields the box, its number, and the numbers of the wanted boxes that overlap it.
         """
         import numpy as np
 
-        first_saved, first_taker = len(self.saved), len(self.takers)
+        first_saved, first_wanted_box = len(self.saved), len(self.wanted_boxes)
         self.saved += saved
-        self.takers += takers
+        self.wanted_boxes += wanted_boxes
         if not len(overlaps.saved):
             return
         counts = np.diff(overlaps.stops, prepend=0)
@@ -129,7 +130,7 @@ class SpanCollector:
         first_row = np.minimum.reduceat(overlaps.start, firsts)
         stop_row = np.maximum.reduceat(overlaps.stop, firsts)
         group = np.repeat(np.arange(len(counts)), counts)
-        wanted = overlaps.wanted + first_taker
+        wanted = overlaps.wanted + first_wanted_box
         chosen = [saved[number] for number in overlaps.saved.tolist()]
         begin = np.fromiter((item.begin for item in chosen), np.int64, len(chosen))
         end = np.fromiter((item.end for item in chosen), np.int64, len(chosen))
@@ -159,7 +160,7 @@ class SpanCollector:
 
         source: the number of the saved box. box: what of its tensor is read.
         span: the first byte in the file, and that behind the last.
-        wanted: the numbers of the takers that want something of it.
+        wanted: the numbers of the wanted boxes that want something of it.
         """
         import numpy as np
 
@@ -185,7 +186,7 @@ class SpanCollector:
         wanted = np.concatenate(self._wanted) if self._wanted else np.zeros(0, np.int64)
         return PlannedSpans(
             saved=self.saved,
-            takers=self.takers,
+            wanted_boxes=self.wanted_boxes,
             boxes=self._boxes,
             file=file[order],
             begin=begin[order],

@@ -26,7 +26,7 @@ from bloomery.checkpoint.remote.remote_run import (
     upload_more,
     upload_run_files,
 )
-from bloomery.checkpoint.remote.shared_upload import RanksThatSend, notes_of
+from bloomery.checkpoint.remote.shared_upload import UploadCoordinator, notes_of
 from bloomery.checkpoint.remote.transfer import SUBSET, UploadInterrupted, upload_checkpoint
 from bloomery.config.checkpoint import BackupSection
 from bloomery.config.environment import OfflineRefused
@@ -43,7 +43,7 @@ _SHORTEST_WAIT_S, _LONGEST_WAIT_S, _TICK_S = 5.0, 600.0, 0.2
 
 
 class Backup:
-    """Uploads the checkpoints of one run to `URL/NAME`. Used by rank 0 alone; `close` ends it.
+    """Uploads the checkpoints of one run to `URL/NAME`. Used only by rank 0; `close` ends it.
 
     The newest goes first. Where saves come faster than uploads, those between two uploads are passed over:
     they are uploaded later if they are still here, but nothing waits for them.
@@ -67,7 +67,7 @@ class Backup:
         world: int = 1,
         place: str = "",
     ) -> None:
-        self._others, self._place = RanksThatSend(rundir, world=world, place=place), place
+        self._others, self._place = UploadCoordinator(rundir, world=world, place=place), place
         self._has_files_left = False
         self._rundir, self._section, self._run_name = rundir, section, run_name
         self.url = backup_url(section, run_name, read_duty(rundir))
@@ -78,7 +78,7 @@ class Backup:
         self._thread = threading.Thread(target=self._run, name="checkpoint-backup", daemon=True)
         self._started = False
 
-    def look(self) -> None:
+    def wake(self) -> None:
         """Wake the thread to look for checkpoints to upload, after each save and rewind. Does not wait."""
         if not self._started:
             self._started = True
@@ -106,7 +106,7 @@ class Backup:
         Also downloads the incarnation records of the backed-up run.
         instead_of: the names of the run's checkpoints here, which are suspect, or too new for a rewind.
         up_to_step: None at a start; it is refused where all backups are suspect, so that no run begins anew.
-        Raises StorageError, and CheckpointError where the backups are another run's, or of the weights alone.
+        Raises StorageError, and CheckpointError where the backups are another run's, or of only the weights.
         """
         try:
             remote = place_at(self.url)
@@ -216,7 +216,7 @@ class Backup:
             except Exception:  # the thread's edge
                 log.exception("the backup of %s failed", self._rundir.path)
                 wait_s, self._failed_try = _LONGEST_WAIT_S, self._tries
-            # A peer that makes no backups looks often whether it is to take over, which a file says.
+            # A peer that makes no backups checks often whether it is to take over, which a file says.
             self._wake.wait(wait_s if self._writes() else _SHORTEST_WAIT_S)
 
     def _writes(self) -> bool:
@@ -365,7 +365,7 @@ def _back_up(
     section: BackupSection,
     *,
     stopped: threading.Event,
-    others: RanksThatSend,
+    others: UploadCoordinator,
     place: str,
 ) -> None:
     begun = time.monotonic()

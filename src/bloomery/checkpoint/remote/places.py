@@ -1,8 +1,8 @@
-"""Where a run's checkpoints are kept, in its directory or in object storage, and the places of its backups.
+"""Begins incarnations, and lists, marks and removes checkpoints, in the run directory or in a bucket.
 
-What the first rank does there besides saving: it looks what there is, begins incarnations, and removes
-checkpoints. An entry is a directory `checkpoints/NAME` with a copy of the manifest and the URL, so that all
-that lists, judges or shows checkpoints works as for those that are here.
+The first rank uses it; `checkpoint/save` does the saving itself. A checkpoint in object storage has an entry
+`checkpoints/NAME` in the run directory, with a copy of the manifest and the URL, so that code which lists,
+judges or shows checkpoints treats both kinds alike.
 
 A run is backed up to all places that its recipe names: each at its own pace, with its own contents.
 """
@@ -41,7 +41,7 @@ from bloomery.objects import Objects, storage_failure
 log = logging.getLogger(__name__)
 
 
-class RunPlace(Protocol):
+class RunStorage(Protocol):
     """The checkpoints of one run, as its first rank sees them.
 
     url: of the run in object storage; "" for a run that keeps its checkpoints in its directory.
@@ -50,7 +50,7 @@ class RunPlace(Protocol):
     url: str
 
     def refresh(self) -> None:
-        """Remove what interrupted saves left, and learn what others added. Called at each restore.
+        """Remove what interrupted saves left, and list what other nodes saved. Called at each restore.
 
         Raises StorageError, and CheckpointError where the place holds another run's checkpoints.
         """
@@ -65,7 +65,7 @@ class RunPlace(Protocol):
         """Remove a checkpoint, by its directory. Raises StorageError."""
 
     def mark(self, names: Sequence[str]) -> Sequence[str]:
-        """Let checkpoints bear the marks that their directories have got; return `names`.
+        """Copy the suspect marks of these checkpoints to where the checkpoints are kept; return `names`.
 
         Raises StorageError.
         """
@@ -74,10 +74,10 @@ class RunPlace(Protocol):
         """Do what follows a commit. Called in the save's thread."""
 
 
-def run_place(rundir: RunDirectory, section: CheckpointSection, *, run_name: str) -> RunPlace:
-    """Return where a run keeps its checkpoints. Uses no network. Raises StorageError, CheckpointError."""
+def run_storage(rundir: RunDirectory, section: CheckpointSection, *, run_name: str) -> RunStorage:
+    """Return the storage of a run's checkpoints. Uses no network. Raises StorageError, CheckpointError."""
     url = store_url(section, run_name=run_name)
-    return StoredRun(rundir, url) if url else LocalRun(rundir)
+    return ObjectRunStorage(rundir, url) if url else LocalRunStorage(rundir)
 
 
 def store_url(section: CheckpointSection, *, run_name: str) -> str:
@@ -85,8 +85,8 @@ def store_url(section: CheckpointSection, *, run_name: str) -> str:
     return f"{section.url.rstrip('/')}/{run_name}" if section.url else ""
 
 
-class LocalRun:
-    """A run that keeps its checkpoints in its directory: see `RunPlace`."""
+class LocalRunStorage:
+    """A run that keeps its checkpoints in its directory: see `RunStorage`."""
 
     url = ""
 
@@ -94,32 +94,32 @@ class LocalRun:
         self._rundir = rundir
 
     def refresh(self) -> None:
-        """See `RunPlace`."""
+        """See `RunStorage`."""
         for leftover in sweep(self._rundir.checkpoints):
             log.info("removed an unfinished checkpoint: %s", leftover.name)
 
     def begin(self, *, base: Base | None, reason: str) -> int:
-        """See `RunPlace`."""
+        """See `RunStorage`."""
         return begin(self._rundir, base=base, reason=reason)
 
     def source(self, name: str) -> Source:
-        """See `RunPlace`."""
+        """See `RunStorage`."""
         return source_of(self._rundir.checkpoints / name)
 
     def remove(self, directory: Path) -> None:
-        """See `RunPlace`."""
+        """See `RunStorage`."""
         remove_checkpoint(directory)
 
     def mark(self, names: Sequence[str]) -> Sequence[str]:
-        """See `RunPlace`. The directories are the checkpoints."""
+        """See `RunStorage`. The directories are the checkpoints."""
         return names
 
     def saved(self) -> None:
-        """See `RunPlace`. Nothing follows."""
+        """See `RunStorage`. Nothing follows."""
 
 
-class StoredRun:
-    """A run that saves straight to object storage; its nodes share no file system: see `RunPlace`.
+class ObjectRunStorage:
+    """A run that saves straight to object storage; its nodes share no file system: see `RunStorage`.
 
     Incarnation records are created exclusively in the store before they are made here. So two machines that
     start the same run get different numbers, and what the earlier of them goes on to save is ignored.
@@ -130,9 +130,9 @@ class StoredRun:
         self._rundir, self._remote = rundir, place_at(url)
 
     def refresh(self) -> None:
-        """See `RunPlace`. Afterwards the directory has an entry of each checkpoint of the store."""
+        """See `RunStorage`. Afterwards the directory has an entry of each checkpoint of the store."""
         sweep(self._rundir.checkpoints)
-        with _told("Looking for checkpoints"):
+        with _as_storage_error("Looking for checkpoints"):
             merge_records(self._rundir, remote_incarnations(self._remote))
             keys = {entry.key for entry in self._remote.entries(f"{CHECKPOINTS}/")}
             notes = {entry.key for entry in self._remote.entries(f"{SAVING}/")}
@@ -148,33 +148,33 @@ class StoredRun:
                 remove_checkpoint(path)
 
     def begin(self, *, base: Base | None, reason: str) -> int:
-        """See `RunPlace`."""
+        """See `RunStorage`."""
 
         def claim(number: int, record: str) -> bool:
             return self._remote.create(f"incarnations/{number:06d}.json", record.encode())
 
-        with _told("Beginning an incarnation"):
+        with _as_storage_error("Beginning an incarnation"):
             return begin(self._rundir, base=base, reason=reason, claim=claim)
 
     def source(self, name: str) -> Source:
-        """See `RunPlace`."""
+        """See `RunStorage`."""
         return RemoteCheckpoint(self._remote, f"{CHECKPOINTS}/{name}")
 
     def remove(self, directory: Path) -> None:
-        """See `RunPlace`. The manifest goes first: half removed, it must not count as a checkpoint."""
-        with _told("Removing an old checkpoint"):
+        """See `RunStorage`. The manifest goes first: half removed, it must not count as a checkpoint."""
+        with _as_storage_error("Removing an old checkpoint"):
             remove_stored(directory)
 
     def mark(self, names: Sequence[str]) -> Sequence[str]:
-        """See `RunPlace`."""
-        with _told("Marking a checkpoint"):
+        """See `RunStorage`."""
+        with _as_storage_error("Marking a checkpoint"):
             for name in names:
                 mark = (self._rundir.checkpoints / name / SUSPECT).read_bytes()
                 self._remote.put(f"{CHECKPOINTS}/{name}/{SUSPECT}", mark)
         return names
 
     def saved(self) -> None:
-        """See `RunPlace`. Recipe and tokenizer are sent too: the URL is all that another node needs."""
+        """See `RunStorage`. Recipe and tokenizer are sent too: the URL is all that another node needs."""
         try:
             upload_run_files(self._rundir, self._remote)
         except OSError as error:  # the checkpoint is there, and the next save sends what is missing
@@ -198,7 +198,7 @@ class StoredRun:
 def remove_kept(directory: Path) -> None:
     """Remove a checkpoint of a run by its directory, wherever it is kept. Raises StorageError."""
     if is_stored_elsewhere(directory):
-        with _told("Removing an old checkpoint"):
+        with _as_storage_error("Removing an old checkpoint"):
             remove_stored(directory)
     else:
         remove_checkpoint(directory)
@@ -213,7 +213,7 @@ def remove_stored(directory: Path) -> None:
     remove_checkpoint(directory)
 
 
-def refuse_kept_here(rundir: RunDirectory, section: CheckpointSection) -> None:
+def refuse_changed_url(rundir: RunDirectory, section: CheckpointSection) -> None:
     """Raise CheckpointError where a run has checkpoints at another place than the settings now say."""
     for checkpoint in checkpoints(rundir):
         if is_stored_elsewhere(checkpoint.directory) != bool(section.url):
@@ -226,7 +226,7 @@ def refuse_kept_here(rundir: RunDirectory, section: CheckpointSection) -> None:
 
 
 @contextmanager
-def _told(doing: str) -> Iterator[None]:
+def _as_storage_error(doing: str) -> Iterator[None]:
     """Raise StorageError for an error of the store."""
     try:
         yield
@@ -253,8 +253,8 @@ def waiting_for_copies(rundir: RunDirectory, recipe: Recipe) -> set[str]:
     }
 
 
-class BackupPlaces:
-    """The backups of one run to several places, used like one `Backup`.
+class CombinedBackups:
+    """The uploaders of one run to several places, used like one `Backup`: wakes, awaits, restores from all.
 
     backups: one for each place, in the order in which they are asked for a checkpoint to go on from.
     """
@@ -272,10 +272,10 @@ class BackupPlaces:
         for backup in self._backups:
             backup.on_all_copied = call
 
-    def look(self) -> None:
+    def wake(self) -> None:
         """Wake all threads to look for checkpoints to upload. Does not wait."""
         for backup in self._backups:
-            backup.look()
+            backup.wake()
 
     def due(self) -> list[CommittedCheckpoint]:
         """Return the checkpoints that are due to any place, oldest first."""
@@ -290,8 +290,8 @@ class BackupPlaces:
     ) -> list[RemoteCheckpoint]:
         """Return the backups from which a run can go on, newest first: see `Backup.restorable`.
 
-        A place that cannot be reached, or that holds the weights alone, is told and passed over where another
-        has something. Raises StorageError and CheckpointError where none has.
+        A place that cannot be reached, or that holds only the weights, is logged and passed over where
+        another has something. Raises StorageError and CheckpointError where none has.
         """
         copies: list[RemoteCheckpoint] = []
         failures: list[CheckpointError | StorageError] = []

@@ -1,4 +1,4 @@
-"""A run in a remote store: finds its checkpoints and reads them like local ones, and copies its other files.
+"""Reads a run in object storage: lists and opens its checkpoints, and copies its other files there or back.
 
 The other files are the recipe, incarnations, data, journals and logs.
 """
@@ -173,7 +173,7 @@ def upload_more(
 
 
 def download_run_files(remote: Objects, rundir: RunDirectory) -> None:
-    """Download what these two uploaded, where the run directory lacks the file or has an empty one.
+    """Download what these two uploaded, where the run directory has no such file or an empty one.
 
     Raises OSError, and CheckpointError where the directory is another run's.
     """

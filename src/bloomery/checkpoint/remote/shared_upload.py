@@ -1,4 +1,4 @@
-"""Sends a checkpoint's files to a remote store, each verified and noted, and each rank its share of them.
+"""Splits the upload of a checkpoint among the ranks: each sends, verifies and notes its share of the files.
 
 The first rank writes a request into the run directory: which checkpoint goes where, and its files. A thread
 of each other rank takes every n-th file, sends it, verifies it and notes that. The first rank sends its own
@@ -110,9 +110,9 @@ def all_notes(notes: Path) -> list[Path]:
 
 
 STALL_S = 600.0
-"""A rank that finishes no file for so long is not waited for: its files are sent by the first rank."""
+"""The seconds without a finished file after which the first rank sends a rank's files itself."""
 POLL_S = 2.0
-"""Time between two looks at the request, and at the notes of the other ranks."""
+"""The seconds between two polls of the request, and of the notes of the other ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,8 +138,8 @@ def _request_of(rundir: RunDirectory, place: str) -> Path:
     return rundir.backups / f"sending{place and '.'}{place}.json"
 
 
-class RanksThatSend:
-    """The first rank's view of the ranks that send files of a checkpoint with it.
+class UploadCoordinator:
+    """The first rank's side of a shared upload: asks the other ranks for their shares, and waits for them.
 
     world: the number of ranks, this one included. stall_s: see STALL_S. place: see `Backup`.
     """
@@ -201,7 +201,7 @@ class RanksThatSend:
 
 
 class BackupHelper:
-    """A thread of a rank other than the first that sends its share of what the first rank asks for.
+    """The other ranks' side of a shared upload: a thread that sends its share when the first rank asks.
 
     close: ends it; a file that is being sent is left unsent. place: see `Backup`.
     """

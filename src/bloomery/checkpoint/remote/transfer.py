@@ -4,7 +4,7 @@ An upload verifies each file by the store's checksum, or reads it back (`FileSen
 files (`shared_upload`). The manifest is written last, once everything that it names is verified: before that
 there is no checkpoint in the store. Verified files are recorded beside the run, so that an upload which was
 killed goes on where it was. A download hashes each file while it arrives, and commits by a rename. An upload
-may be of some parts of the checkpoint alone: the same data files, with an index and a manifest of their own
+may be of only some parts of the checkpoint: the same data files, with an index and a manifest of their own
 (`subset`).
 """
 
@@ -36,7 +36,7 @@ from bloomery.checkpoint.format.manifest import (
 from bloomery.checkpoint.format.source import Source, source_of
 from bloomery.checkpoint.format.state import Json
 from bloomery.checkpoint.format.suspects import SUSPECT, mark_of
-from bloomery.checkpoint.remote.shared_upload import FileSender, RanksThatSend, all_notes, read_notes
+from bloomery.checkpoint.remote.shared_upload import FileSender, UploadCoordinator, all_notes, read_notes
 from bloomery.errors import CheckpointError, require_space, storage_error
 from bloomery.objects import Objects, StoreUnreachable, storage_failure
 
@@ -54,7 +54,7 @@ class CheckpointTexts:
 
 
 def subset(manifest: Manifest, index: Index, *, parts: Collection[str]) -> CheckpointTexts:
-    """Return the texts of a checkpoint that holds `parts` alone. Each file holds one part, so none changes.
+    """Return the texts of a checkpoint that holds only `parts`. Each file holds one part, so none changes.
 
     Raises CheckpointError where a file holds several parts, or the checkpoint holds none of `parts`.
     """
@@ -87,7 +87,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class UploadResult:
-    """A verified upload. what: "all", or "model" for the weights alone.
+    """A verified upload. what: "all", or "model" for only the weights.
 
     bytes: of the checkpoint in the store. bytes_sent: what this upload sent; the rest was there already.
     """
@@ -110,12 +110,12 @@ def upload_checkpoint(
     notes: Path,
     progress: Progress | None = None,
     go_on: Callable[[], bool] = lambda: True,
-    others: RanksThatSend | None = None,
+    others: UploadCoordinator | None = None,
     workers: int = 1,
 ) -> UploadResult:
     """Upload a checkpoint to `checkpoints/NAME` of a remote store, and verify it there.
 
-    what: "all", or "model" for the weights alone; a whole checkpoint that is there stays whole.
+    what: "all", or "model" for only the weights; a whole checkpoint that is there stays whole.
     notes: a file that records which files have been verified.
     go_on: asked between files; UploadInterrupted is raised when it returns False.
     others: the ranks that send files too; None where this process sends all. workers: files sent at a time.
@@ -158,7 +158,7 @@ class _Upload:
         return self._is_same(MANIFEST, self._texts.manifest)
 
     def carry_out(
-        self, progress: Progress, go_on: Callable[[], bool], others: RanksThatSend | None, workers: int
+        self, progress: Progress, go_on: Callable[[], bool], others: UploadCoordinator | None, workers: int
     ) -> int:
         """Upload what is missing or different in the store; return the bytes that this process sent."""
         if not self.is_there:
@@ -203,7 +203,7 @@ class _Upload:
         return sent
 
     def _send_with(
-        self, others: RanksThatSend, progress: Progress, go_on: Callable[[], bool], workers: int
+        self, others: UploadCoordinator, progress: Progress, go_on: Callable[[], bool], workers: int
     ) -> int:
         """Send this rank's share, and what another rank does not send in time."""
         name, url, files = self._directory.name, self._remote.url, self._texts.files

@@ -30,7 +30,7 @@ from bloomery.checkpoint.save.verification import OwnFilesCheck
 from bloomery.checkpoint.save.write_plan import RankWritePlan
 from bloomery.checkpoint.writer.client import WriterLost, WriterProcess
 from bloomery.checkpoint.writer.memory_replica import label_of, read_replica, remove_label
-from bloomery.checkpoint.writer.part_place import place_of
+from bloomery.checkpoint.writer.part_place import part_writer_for
 from bloomery.checkpoint.writer.partner import ReplicaSettings
 from bloomery.checkpoint.writer.shared_buffer import ABANDONED, SharedBuffer, mapped_bytes
 from bloomery.errors import BloomeryError, CheckpointError, storage_error
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 BUFFERS = CONCURRENT_SAVES
 _STEPS_MEASURED = 3
-"""Of so many steps, the shortest says how long the next one will be: one may have been held up."""
+"""The shortest of this many last steps predicts how long the next one takes: one may have been held up."""
 
 
 class BackgroundSaver:
@@ -124,7 +124,7 @@ class BackgroundSaver:
 
         The caller has seen that `unavailable_reason` is None, that a buffer is free, and that the plan fits.
 
-        order: what the writer is told, as JSON values. texts: further fields of it that are JSON texts
+        order: the request to the writer, as JSON values. texts: further fields of it that are JSON texts
             already.
         partner: host and port of the writer that keeps a replica of the part; None where none does.
         """
@@ -158,7 +158,7 @@ class BackgroundSaver:
             self._buffers[earlier.buffer].is_urgent = True  # it has had the whole time between two saves
         self._busy[number] = saving
         self._open.append(saving)
-        self._need_writer()
+        self._stop_reading_back()
         self._unstaged.append(saving)
         self._buffers[number].filled = 0
         self._buffers[number].is_urgent = not self.throttled
@@ -198,7 +198,7 @@ class BackgroundSaver:
             self._buffers[saving.buffer].is_urgent = True
         with self._ending:
             if self._open:  # else the last save may be being read back, and nobody waits for the writer
-                self._need_writer()
+                self._stop_reading_back()
         for saving in tuple(self._open):
             saving.over.wait(max(0.0, deadline - time.monotonic()))
         return sorted(self.under_way)
@@ -234,12 +234,12 @@ class BackgroundSaver:
             return None
         return self._memory.host, self._writer.port
 
-    def run_beside(self, act: Callable[[], None]) -> None:
+    def run_in_save_thread(self, act: Callable[[], None]) -> None:
         """Call a function in a thread of the saves, once one of them is free."""
         self._writing.put(act)
 
-    def forget(self) -> None:
-        """Remove what this rank keeps in memory, once the run has ended well. Called after `close`."""
+    def remove_replicas(self) -> None:
+        """Remove this rank's replicas from memory, once the run has ended well. Called after `close`."""
         if self._memory is not None:
             self._memory.replicas.remove(self._memory.rank)
 
@@ -366,7 +366,7 @@ class BackgroundSaver:
             if saving.failure is not None and not is_written:
                 files = [file.name for file in saving.plan.files]
                 why = error_to_json(saving.failure)
-                place_of(saving.order).abandon(saving.order["rank"], files=files, why=why)
+                part_writer_for(saving.order).abandon(saving.order["rank"], files=files, why=why)
             self._free(saving)
             with self._ending:
                 self._open.remove(saving)
@@ -376,8 +376,8 @@ class BackgroundSaver:
                 buffer = self._buffers[saving.buffer]
                 self.check.run(saving, writer=self._writer, buffer=buffer, is_free=lambda: not self._open)
 
-    def _need_writer(self) -> None:
-        """Have the writer give up reading back what it wrote: a save, or the end, waits for it."""
+    def _stop_reading_back(self) -> None:
+        """Have the writer stop reading back what it wrote: a save, or the end of the run, waits for it."""
         for buffer in self._buffers:
             buffer.stops_reading = True
 

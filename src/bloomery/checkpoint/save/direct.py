@@ -1,4 +1,4 @@
-"""Saves at once: tensors go to files from where they lie, in the run's directory or in object storage.
+"""Saves synchronously: writes tensors to files in the run directory or object storage, without a copy.
 
 No second copy of the state is made.
 """
@@ -27,12 +27,12 @@ from bloomery.checkpoint.format.manifest import (
 from bloomery.checkpoint.format.state import Json, StateEntry, StateSnapshot
 from bloomery.checkpoint.format.verified_reader import read_back, read_back_index
 from bloomery.checkpoint.writer.part_place import MARGIN_BYTES
-from bloomery.checkpoint.writer.store_place import ObjectPlace
+from bloomery.checkpoint.writer.store_place import ObjectPartWriter
 from bloomery.errors import require_space, storage_error
 from bloomery.objects import storage_failure
 
 PIECE_BYTES = 32 << 20
-"""So much of a tensor is copied at a time where its bytes cannot be written from where they lie."""
+"""The bytes of a tensor that are copied at a time where they cannot be written from where they lie."""
 
 
 def element_type(name: str) -> torch.dtype:
@@ -64,7 +64,9 @@ def tensor_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
 
 
 FILE_BYTES = 1 << 30
+"""The most bytes of one data file, unless a box is larger."""
 STREAM_BYTES = 128 << 20
+"""The bytes of entries after which a streamed save writes a file."""
 
 
 def save_checkpoint(
@@ -81,7 +83,7 @@ def save_checkpoint(
     Returns the existing checkpoint where this incarnation has saved the step already. Several ranks call
     `write_part` each and one of them `commit` instead. Raises StorageError, leaving nothing half-written.
     """
-    present = finished(directory, step=step, incarnation=incarnation)
+    present = already_saved(directory, step=step, incarnation=incarnation)
     if present is not None:
         return present
     partial = partial_directory(directory, step=step, incarnation=incarnation)
@@ -151,7 +153,7 @@ def save_streamed(
         raise
 
 
-def finished(directory: Path, *, step: int, incarnation: int) -> Path | None:
+def already_saved(directory: Path, *, step: int, incarnation: int) -> Path | None:
     """Return the checkpoint that this incarnation has already saved at this step; None where there is none.
 
     One with a damaged manifest counts as none: it is saved again. Raises StorageError.
@@ -177,7 +179,7 @@ def write_part(
 ) -> Part:
     """Write this rank's entries to durable files in `partial`, and return the part.
 
-    file_bytes: entries are gathered into files of so many bytes at most; a larger entry makes a larger file.
+    file_bytes: the most bytes of a file into which entries are gathered; a larger entry makes a larger file.
     first: the number of the first file, where other files of this rank are there already.
     Raises StorageError, before the first byte is written where the disk has not enough space.
     """
@@ -191,7 +193,7 @@ def write_part(
     return Part(files=records, boxes=tuple(box for file in files for box in file.boxes))
 
 
-def send_part(place: ObjectPlace, entries: Iterable[StateEntry], *, rank: int, world: int) -> Part:
+def send_part(place: ObjectPartWriter, entries: Iterable[StateEntry], *, rank: int, world: int) -> Part:
     """Send this rank's entries as data files to object storage, and return the part. Raises StorageError."""
     files = lay_out(entries, rank=rank, world=world, file_bytes=FILE_BYTES)
     records = tuple(
@@ -213,8 +215,9 @@ def _write(directory: Path, file: DataFile) -> FileRecord:
         return writer.finish()
 
 
-class SavePlace(Protocol):
-    """What differs between the places; `partial` is the directory of a save in the run directory.
+class SaveBackend(Protocol):
+    """Where a synchronous save goes, as a set of steps; `partial` is the directory of a save in the run
+    directory.
 
     store: the run's URL in object storage; "" for a run that saves into its directory.
     """
@@ -237,26 +240,26 @@ class SavePlace(Protocol):
         """Return what is wrong with what this rank wrote; "" for nothing."""
 
 
-class DirectorySaves:
-    """Saves into the run directory, which all ranks share: see `SavePlace`."""
+class DirectoryBackend:
+    """Saves into the run directory, which all ranks share: see `SaveBackend`."""
 
     store = ""
 
     def begin(self, partial: Path, *, bytes: int) -> None:
-        """See `SavePlace`."""
+        """See `SaveBackend`."""
         require_space(partial, doing="Saving a checkpoint", bytes_needed=bytes + MARGIN_BYTES)
         begin_partial(partial)
 
     def clear(self, partial: Path) -> None:
-        """See `SavePlace`."""
+        """See `SaveBackend`."""
         shutil.rmtree(partial, ignore_errors=True)
 
     def write(self, partial: Path, entries: Sequence[StateEntry], *, rank: int, world: int) -> Part:
-        """See `SavePlace`."""
+        """See `SaveBackend`."""
         return write_part(partial, entries, rank=rank, world=world)
 
     def commit(self, partial: Path, parts: Sequence[Part], snapshot: StateSnapshot) -> None:
-        """See `SavePlace`."""
+        """See `SaveBackend`."""
         commit(
             partial,
             parts,
@@ -268,35 +271,35 @@ class DirectorySaves:
         )
 
     def read_back(self, partial: Path, written: Sequence[FileRecord], *, is_first: bool) -> str:
-        """See `SavePlace`."""
+        """See `SaveBackend`."""
         return (read_back_index(partial) if is_first else "") or read_back(partial, written)
 
 
-class StoreSaves:
-    """Saves to object storage, from every rank: see `SavePlace` and `ObjectPlace`."""
+class ObjectStoreBackend:
+    """Saves to object storage, from every rank: see `SaveBackend` and `ObjectPartWriter`."""
 
     def __init__(self, url: str) -> None:
         self.store = url
 
     def begin(self, partial: Path, *, bytes: int) -> None:
-        """See `SavePlace`. What an earlier try sent is removed."""
+        """See `SaveBackend`. What an earlier try sent is removed."""
         try:
-            ObjectPlace(partial, self.store).clear()
+            ObjectPartWriter(partial, self.store).clear()
         except OSError as error:
             raise storage_failure(error, doing="Saving a checkpoint") from error
         begin_partial(partial)
 
     def clear(self, partial: Path) -> None:
-        """See `SavePlace`."""
-        ObjectPlace(partial, self.store).abandon(0, files=(), why={})
+        """See `SaveBackend`."""
+        ObjectPartWriter(partial, self.store).abandon(0, files=(), why={})
 
     def write(self, partial: Path, entries: Sequence[StateEntry], *, rank: int, world: int) -> Part:
-        """See `SavePlace`."""
-        return send_part(ObjectPlace(partial, self.store), entries, rank=rank, world=world)
+        """See `SaveBackend`."""
+        return send_part(ObjectPartWriter(partial, self.store), entries, rank=rank, world=world)
 
     def commit(self, partial: Path, parts: Sequence[Part], snapshot: StateSnapshot) -> None:
-        """See `SavePlace`."""
-        ObjectPlace(partial, self.store).commit_parts(
+        """See `SaveBackend`."""
+        ObjectPartWriter(partial, self.store).commit_parts(
             parts,
             step=snapshot.step,
             incarnation=snapshot.incarnation,
@@ -306,5 +309,5 @@ class StoreSaves:
         )
 
     def read_back(self, partial: Path, written: Sequence[FileRecord], *, is_first: bool) -> str:
-        """See `SavePlace`. Each file was verified when it was sent."""
+        """See `SaveBackend`. Each file was verified when it was sent."""
         return ""

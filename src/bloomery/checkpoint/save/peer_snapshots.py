@@ -1,4 +1,4 @@
-"""Makes copies of the run's state in memory, as checkpoints that peers which join may fetch."""
+"""Copies the run's state into checkpoints in memory (tmpfs), for joining peers to download."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class PeerSnapshots:
             saved = self._ensure_saver().save(snapshot)
             self._ranks.run_on_first(lambda: _move(saved, place))
         except StorageError as refused:
-            log.warning("newcomers cannot fetch the state of step %d here: %s", snapshot.step, refused)
+            log.warning("joining peers cannot fetch the state of step %d here: %s", snapshot.step, refused)
             return None
         return place / saved.name
 
@@ -83,7 +83,7 @@ class PeerSnapshots:
         return self._saver
 
     def _create(self) -> None:
-        """Create the empty directory, readable for this user alone, and lock it. Raises StorageError."""
+        """Create the empty directory, readable only for this user, and lock it. Raises StorageError."""
         try:
             self._remove_abandoned()
             self.directory.mkdir(mode=0o700, parents=True)

@@ -1,4 +1,4 @@
-"""Saves the state of a run, collectively over its ranks: at once, or in the background."""
+"""Saves the state of a run, collectively over its ranks: synchronously, or in the background."""
 
 from __future__ import annotations
 
@@ -16,9 +16,15 @@ from bloomery.checkpoint.format.deadlines import Deadlines
 from bloomery.checkpoint.format.manifest import FileRecord, checkpoint_name, now
 from bloomery.checkpoint.format.state import Json, SaveResult, StateEntry, Stateful, StateSnapshot, collect
 from bloomery.checkpoint.save.background import BackgroundSaver
-from bloomery.checkpoint.save.direct import FILE_BYTES, DirectorySaves, SavePlace, StoreSaves, finished
+from bloomery.checkpoint.save.direct import (
+    FILE_BYTES,
+    DirectoryBackend,
+    ObjectStoreBackend,
+    SaveBackend,
+    already_saved,
+)
 from bloomery.checkpoint.save.staging import PendingSave
-from bloomery.checkpoint.save.verification import Verdicts
+from bloomery.checkpoint.save.verification import VerificationResults
 from bloomery.checkpoint.save.write_plan import WritePlanner
 from bloomery.checkpoint.writer.partner import ReplicaSettings, agree_on_partner, memory_shortage
 from bloomery.checkpoint.writer.ranks import Ranks
@@ -54,9 +60,9 @@ class Saver:
         self.committed_step = -1
         """Step of the newest checkpoint that this process saved or restored; -1 for none. Right on rank 0."""
         self._directory, self._ranks, self._section = directory, ranks, section
-        self._place: SavePlace = StoreSaves(store) if store else DirectorySaves()
+        self._place: SaveBackend = ObjectStoreBackend(store) if store else DirectoryBackend()
         self._committed = committed
-        self._verdicts = None if intact is None else Verdicts(world=ranks.world, intact=intact)
+        self._verdicts = None if intact is None else VerificationResults(world=ranks.world, intact=intact)
         self._background: BackgroundSaver | None = None
         self._prepared = False
         self._pending: list[PendingSave] = []
@@ -215,19 +221,19 @@ class Saver:
         self._clear_failed_partials(())
         return int(self._ranks.gather(self.committed_step)[0])
 
-    def close(self, *, wait_s: float | None = None, forget: bool = False) -> None:
+    def close(self, *, wait_s: float | None = None, remove_replicas: bool = False) -> None:
         """End the writer and release the memory. Not collective.
 
         wait_s: how long pending saves may take, in seconds; None for the deadline of their size.
-        forget: whether to remove the replicas in memory too, from which a restart could be restored.
+        remove_replicas: whether to remove the replicas in memory too, from which a restart could be restored.
         """
         if self._background is not None:
             late = self._background.wait(deadline_s=self._deadlines.finish_s if wait_s is None else wait_s)
             if late:
                 log.warning("not saved, because the run ends: %s", ", ".join(late))
             self._background.close()
-            if forget:
-                self._background.forget()
+            if remove_replicas:
+                self._background.remove_replicas()
             self._background = None
 
     def _degrade(self, why: str) -> None:
@@ -268,7 +274,7 @@ class Saver:
         """Create a save's directory; return True where the checkpoint exists already. Raises StorageError."""
         self._collect_ended()
         self._clear_failed_partials(under_way)
-        if finished(self._directory, step=snapshot.step, incarnation=snapshot.incarnation) is not None:
+        if already_saved(self._directory, step=snapshot.step, incarnation=snapshot.incarnation) is not None:
             return True
         self._place.begin(self._partial(snapshot), bytes=sum(self._planner.file_bytes))
         return False
@@ -304,7 +310,7 @@ class Saver:
         step, incarnation = snapshot.step, snapshot.incarnation
         return bool(
             self._ranks.run_on_first(
-                lambda: finished(self._directory, step=step, incarnation=incarnation) is not None
+                lambda: already_saved(self._directory, step=step, incarnation=incarnation) is not None
             )
         )
 
@@ -332,7 +338,7 @@ class Saver:
                 self._place.clear(partial)  # an error of the removal must not hide the first
             raise
 
-    def _read_back(self, final: Path, written: Sequence[FileRecord], verdicts: Verdicts) -> None:
+    def _read_back(self, final: Path, written: Sequence[FileRecord], verdicts: VerificationResults) -> None:
         """Have each rank read back its files of a checkpoint that was saved at once."""
         outcomes = self._ranks.poll_on_all(
             lambda: self._place.read_back(final, written, is_first=self._ranks.is_first),
@@ -351,7 +357,7 @@ class Saver:
         intact = [self._verdicts.add(rank, fact["read_back"]) for rank, fact in enumerate(facts)]
         names = [name for names in intact for name in names]
         if names:
-            background.run_beside(lambda: self._committed(max(names), snapshot.run_length_steps))
+            background.run_in_save_thread(lambda: self._committed(max(names), snapshot.run_length_steps))
 
     def _on_written(self, saving: PendingSave) -> None:
         """Note that this rank's part was written; on the first rank: committed. Runs in the save's thread."""

@@ -23,10 +23,10 @@ from bloomery.native import library
 
 log = logging.getLogger(__name__)
 
-_STEP_BYTES = 4 << 20
-_DEVICE_STEP_BYTES = 32 << 20  # each is waited for, which takes as long as a device needs for a few MB
+_COPY_BYTES = 4 << 20
+_DEVICE_COPY_BYTES = 32 << 20  # each is waited for, which takes as long as a device needs for a few MB
 _SPARE = 2.0
-"""A paced copy aims at so many times the speed that it needs, so as to end well in time."""
+"""A paced copy aims at this multiple of the speed that it needs, so as to end well in time."""
 
 
 class CopyPace:
@@ -59,7 +59,7 @@ class CopyPace:
 class PendingSave:
     """A save that has begun. failure, seconds and bytes are set once `over` is.
 
-    order: what the writer is told, as JSON values. texts: further fields of it that are JSON texts already.
+    order: the request to the writer, as JSON values. texts: further fields of it that are JSON texts already.
     buffer: the number of the shared buffer it uses. run_length_steps: for retention; None where unknown.
     window_s: the time over which the copying may spread.
     staged: set when the state was copied. over: set when the writer has answered and the callback returned.
@@ -111,7 +111,7 @@ def stage(
             position = file.offset + len(file.header)
             buffer.view[file.offset : position] = file.header
             for item in file.items:
-                for piece in _flat_pieces(item.tensor_in(entries), step_bytes=_step_bytes(ready)):
+                for piece in _flat_pieces(item.tensor_in(entries), copy_bytes=_copy_bytes(ready)):
                     copy(target[position : position + len(piece)], piece)
                     synchronize()
                     position += len(piece)
@@ -187,18 +187,18 @@ def _side_stream(ready: StateReadyEvent | None) -> Iterator[Callable[[], None]]:
             yield stream.synchronize
 
 
-def _step_bytes(ready: StateReadyEvent | None) -> int:
-    return _STEP_BYTES if ready is None else _DEVICE_STEP_BYTES
+def _copy_bytes(ready: StateReadyEvent | None) -> int:
+    return _COPY_BYTES if ready is None else _DEVICE_COPY_BYTES
 
 
-def _flat_pieces(tensor: torch.Tensor, *, step_bytes: int) -> Iterator[torch.Tensor]:
+def _flat_pieces(tensor: torch.Tensor, *, copy_bytes: int) -> Iterator[torch.Tensor]:
     """Yield a tensor's bytes in row-major order, on its device: views where it is contiguous, else copies."""
     tensor = tensor.detach()
     if tensor.numel() == 0:
         return
     if tensor.is_contiguous():
-        yield from tensor.reshape(-1).view(torch.uint8).split(step_bytes)
+        yield from tensor.reshape(-1).view(torch.uint8).split(copy_bytes)
         return
-    rows = max(1, step_bytes // (tensor[0].numel() * tensor.element_size()))
+    rows = max(1, copy_bytes // (tensor[0].numel() * tensor.element_size()))
     for some in tensor.split(rows):
-        yield from some.contiguous().reshape(-1).view(torch.uint8).split(step_bytes)
+        yield from some.contiguous().reshape(-1).view(torch.uint8).split(copy_bytes)

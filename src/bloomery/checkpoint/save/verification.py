@@ -1,8 +1,8 @@
-"""Reads back what was saved: each rank its own files. The first rank puts together what all ranks found.
+"""Reads saved checkpoints back and verifies them: each rank its own files; the first rank combines results.
 
 After a save beside the training, a rank's writer reads its files back while no other save is under way, and
 the ranks tell each other the outcome when the next save begins. So no rank reads more than it wrote, and the
-end of a run waits for the commit alone.
+end of a run waits only for the commit.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class OwnFilesCheck:
         return outcomes
 
 
-class Verdicts:
-    """The first rank's view: a checkpoint is intact once every rank has read back its own files of it.
+class VerificationResults:
+    """Combines the ranks' results: a checkpoint is intact once every rank has read back its own files of it.
 
     intact: called with the name of a checkpoint when that is known.
     """

@@ -59,7 +59,7 @@ def box_key(entry: StateEntry) -> BoxKey:
 def assign_writers(ranks: Sequence[Sequence[HeldBox]]) -> list[set[BoxKey]]:
     """Return for each rank the boxes that it writes. ranks: the boxes that each rank holds.
 
-    A box that one rank alone holds is written by that rank. Then each replicated box, the largest first, goes
+    A box that only one rank holds is written by that rank. Then each replicated box, the largest first, goes
     to the holder that has the fewest bytes to write so far; on a tie, to the lower rank.
     """
     holders: dict[HeldBox, list[int]] = {}

@@ -1,4 +1,4 @@
-"""Starts the writer process, sends it orders, and starts it again when it has died: the trainer's side."""
+"""The trainer's client of the writer process: starts it, sends write requests, and restarts it if it dies."""
 
 from __future__ import annotations
 

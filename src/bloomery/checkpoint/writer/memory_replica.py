@@ -85,7 +85,7 @@ class MemoryReplicas:
     """The replicas of one run in one node's memory.
 
     root: a directory of a memory file system. run: the run directory.
-    identity: tells the run from another that was at the same path before (see `events.incarnation`).
+    identity: distinguishes the run from another that was at the same path before (see `events.incarnation`).
     """
 
     def __init__(self, root: Path, run: Path, identity: str) -> None:
@@ -103,7 +103,7 @@ class MemoryReplicas:
         return self.directory / f"{whose}-{number}"
 
     def create(self) -> None:
-        """Create the directory, for this user alone, and lock it until `release`. Raises OSError."""
+        """Create the directory, readable only for this user, and lock it until `release`. Raises OSError."""
         if self._held is not None:
             return
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -328,7 +328,7 @@ class MemorySource:
 
 
 class _FileRange:
-    """A range of a file, as `source.Ranges`."""
+    """A range of a file, as `source.RangedFile`."""
 
     window_bytes = LOCAL_WINDOW_BYTES
 

@@ -1,7 +1,7 @@
-"""Where a rank's writer puts its part of a save: into a directory that all ranks share, and how fast.
+"""Writes one rank's part of a save into a directory that all ranks share, throttled in favour of training.
 
-It leaves the processors to the training while the save is not urgent. `ObjectPlace` is the same for object
-storage, where there is no such directory.
+It leaves the processors to the training while the save is not urgent. `ObjectPartWriter` is the same for
+object storage, where there is no such directory.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ MARGIN_BYTES = 1 << 20
 """Bytes of a save beside the data files: the index, the manifest and the directory's own blocks."""
 
 
-class PartPlace(Protocol):
+class PartWriter(Protocol):
     """What a rank's writer does for one save, in the order in which it is called.
 
-    order: what the trainer told the writer (`process`), as JSON values.
+    order: the trainer's request to the writer (`process`), as JSON values.
     """
 
     def written_before(self, order: Mapping[str, Any]) -> Part | None:
@@ -99,7 +99,7 @@ class PartPlace(Protocol):
         """Wait for the parts of all other ranks, and commit the checkpoint. Called by the first rank."""
 
     def abandon(self, rank: int, *, files: Iterable[str], why: Mapping[str, str]) -> None:
-        """Remove what a rank wrote for a save that failed, and tell the first rank at once."""
+        """Remove what a rank wrote for a save that failed, and report that to the first rank at once."""
 
     def read_back(
         self,
@@ -113,27 +113,27 @@ class PartPlace(Protocol):
         """Return what is wrong with the files of a part; "" for nothing. Raises GivenUp: see `read_back`."""
 
 
-def place_of(order: Mapping[str, Any]) -> PartPlace:
-    """Return where an order wants its part to be written: a directory, or object storage at `store`."""
+def part_writer_for(order: Mapping[str, Any]) -> PartWriter:
+    """Return the part writer that an order asks for: to a directory, or to object storage at `store`."""
     if order.get("store"):
-        from bloomery.checkpoint.writer.store_place import ObjectPlace  # it loads what only stores need
+        from bloomery.checkpoint.writer.store_place import ObjectPartWriter  # it loads what only stores need
 
-        return ObjectPlace(Path(order["partial"]), order["store"])
-    return DirectoryPlace(Path(order["partial"]))
+        return ObjectPartWriter(Path(order["partial"]), order["store"])
+    return DirectoryPartWriter(Path(order["partial"]))
 
 
-class DirectoryPlace:
+class DirectoryPartWriter:
     """Writes into the `.partial` directory of a save, which all ranks see."""
 
     def __init__(self, partial: Path) -> None:
         self._partial = partial
 
     def written_before(self, order: Mapping[str, Any]) -> Part | None:
-        """See `PartPlace`."""
+        """See `PartWriter`."""
         return _part_already_written(self._partial, order)
 
     def progress(self, rank: int, tell: Callable[[int], None]) -> PartProgress:
-        """See `PartPlace`."""
+        """See `PartWriter`."""
         if not rank:
             return PartProgress(tell)
         return PartProgress(
@@ -143,20 +143,20 @@ class DirectoryPlace:
         )
 
     def write(self, order: Mapping[str, Any], buffer: SharedBuffer, progress: PartProgress) -> Part:
-        """See `PartPlace`."""
+        """See `PartWriter`."""
         return _write(self._partial, order, buffer, progress)
 
     def record(self, rank: int, part: Part) -> None:
-        """See `PartPlace`."""
+        """See `PartWriter`."""
         progress_path(self._partial, rank).unlink(missing_ok=True)
         write_part_record(self._partial, rank, part)
 
     def commit(self, part: Part, order: Mapping[str, Any], progress: PartProgress) -> None:
-        """See `PartPlace`."""
+        """See `PartWriter`."""
         _commit(self._partial, part, order, progress)
 
     def abandon(self, rank: int, *, files: Iterable[str], why: Mapping[str, str]) -> None:
-        """See `PartPlace`."""
+        """See `PartWriter`."""
         abandon_part(self._partial, rank, files=files, why=why)
 
     def read_back(
@@ -168,13 +168,13 @@ class DirectoryPlace:
         rest: Callable[[], None],
         go_on: Callable[[], bool],
     ) -> str:
-        """See `PartPlace`. The first rank reads the manifest and the index back too."""
+        """See `PartWriter`. The first rank reads the manifest and the index back too."""
         problem = read_back_index(self._partial) if rank == 0 else ""
         return problem or read_back(self._partial, part.files, read=read, rest=rest, go_on=go_on)
 
 
 def _part_already_written(partial: Path, order: Mapping[str, Any]) -> Part | None:
-    """See `PartPlace.written_before`. What a commit may already include must not be changed or removed.
+    """See `PartWriter.written_before`. What a commit may already include must not be changed or removed.
 
     The checks come in the reverse order of a commit, which removes the part records once
     the manifest is durable, and only then renames the directory.

@@ -25,7 +25,7 @@ from bloomery.checkpoint.format.commit import Part, error_to_json
 from bloomery.checkpoint.format.deadlines import PROGRESS, PartProgress
 from bloomery.checkpoint.format.verified_reader import GivenUp
 from bloomery.checkpoint.writer.memory_replica import MemoryReplica, MemoryReplicas, write_label
-from bloomery.checkpoint.writer.part_place import CpuThrottle, place_of
+from bloomery.checkpoint.writer.part_place import CpuThrottle, part_writer_for
 from bloomery.checkpoint.writer.partner import ReplicaLimits, ReplicaServer, send_replica
 from bloomery.checkpoint.writer.shared_buffer import SharedBuffer
 
@@ -104,7 +104,7 @@ def _answer(
     tell: called with a growing number while there is progress, at most once a second.
     written: gets the part that is written, by the directory.
     """
-    place, rank = place_of(order), order["rank"]
+    place, rank = part_writer_for(order), order["rank"]
     progress = place.progress(rank, tell)
     try:
         part = place.written_before(order) if order["attempt"] > 1 else None
@@ -142,7 +142,7 @@ def _read_back(
     if part is None:
         return None
     place, throttle = (
-        place_of({**order, "partial": order["verify"]}),
+        part_writer_for({**order, "partial": order["verify"]}),
         CpuThrottle(lambda: buffer.stops_reading),
     )
     try:

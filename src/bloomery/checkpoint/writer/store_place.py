@@ -1,4 +1,4 @@
-"""Where a rank's writer puts its part of a save when checkpoints go straight to object storage.
+"""Writes one rank's part of a save straight to object storage, and commits the checkpoint there.
 
 Every rank sends its own data files to `checkpoints/NAME/` of the run's URL, and then a record of its part to
 `saving/NAME/`. The first rank waits for all records, sends the index, and last the manifest, which it creates
@@ -48,7 +48,7 @@ from bloomery.objects import Objects, storage_failure
 log = logging.getLogger(__name__)
 
 SAVING = "saving"
-"""The prefix of what ranks tell each other during a save."""
+"""The prefix of the records that ranks exchange during a save."""
 _NOTE_EVERY_S = 60.0
 """Each note is a request that costs money, and a stall is judged after minutes."""
 _FIRST_POLL_S, _LONGEST_POLL_S = 0.02, 2.0
@@ -56,8 +56,8 @@ _CHUNK_BYTES = 8 << 20
 _READS_AT_ONCE = 16
 
 
-class ObjectPlace:
-    """A save to object storage: see `PartPlace`, which it implements.
+class ObjectPartWriter:
+    """A save to object storage: see `PartWriter`, which it implements.
 
     directory: what the `.partial` directory of the save would be; the first rank makes the run's entry there.
     url: of the run in the store.
@@ -69,7 +69,7 @@ class ObjectPlace:
         self._files, self._notes = f"{CHECKPOINTS}/{self.name}/", f"{SAVING}/{self.name}/"
 
     def written_before(self, order: Mapping[str, Any]) -> Part | None:
-        """See `PartPlace`."""
+        """See `PartWriter`."""
         with _told():
             if order["rank"] == 0:
                 if not self._objects.exists(self._files + MANIFEST):
@@ -83,7 +83,7 @@ class ObjectPlace:
                 return Part(files=(), boxes=()) if is_whole else None
 
     def progress(self, rank: int, tell: Callable[[int], None]) -> PartProgress:
-        """See `PartPlace`."""
+        """See `PartWriter`."""
         if not rank:
             return PartProgress(tell)
         key = self._notes + progress_path(self._partial, rank).name
@@ -94,7 +94,7 @@ class ObjectPlace:
         )
 
     def write(self, order: Mapping[str, Any], buffer: SharedBuffer, progress: PartProgress) -> Part:
-        """See `PartPlace`. A file is sent in parts while it is still being staged."""
+        """See `PartWriter`. A file is sent in parts while it is still being staged."""
         records = []
         for file in order["files"]:
             pieces = partial(_staged, buffer, file["offset"], file["bytes"], progress)
@@ -125,12 +125,12 @@ class ObjectPlace:
         return record
 
     def record(self, rank: int, part: Part) -> None:
-        """See `PartPlace`."""
+        """See `PartWriter`."""
         with _told():
             self._objects.put(self._record_key(rank), part_record(part))
 
     def commit(self, part: Part, order: Mapping[str, Any], progress: PartProgress) -> None:
-        """See `PartPlace`."""
+        """See `PartWriter`."""
         with without_garbage_collection():
             parts = [part, *self._parts_of_others(order, progress)]
             self.commit_parts(parts, time=order["time"], values=order["values"], **order["checkpoint"])
@@ -168,7 +168,7 @@ class ObjectPlace:
             log.warning("what ranks noted of %s stays for now: %s", self.name, error)
 
     def abandon(self, rank: int, *, files: Iterable[str], why: Mapping[str, str]) -> None:
-        """See `PartPlace`."""
+        """See `PartWriter`."""
         try:
             if rank == 0:
                 self.clear()
@@ -198,7 +198,7 @@ class ObjectPlace:
         rest: Callable[[], None],
         go_on: Callable[[], bool],
     ) -> str:
-        """See `PartPlace`. Nothing is read: each file was verified when it was sent."""
+        """See `PartWriter`. Nothing is read: each file was verified when it was sent."""
         return ""
 
     def _parts_of_others(self, order: Mapping[str, Any], progress: PartProgress) -> list[Part]:

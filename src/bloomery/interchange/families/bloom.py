@@ -1,4 +1,4 @@
-"""BLOOM: ALiBi, a norm after the embedding, query, key and value interleaved by head."""
+"""The BLOOM family: ALiBi, a norm after the embedding, query, key and value interleaved by head."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Describes a family of Hugging Face models: its config.json, of which each key is checked, and its tensors.
+"""Describes a Hugging Face model family: its config.json, of which each key is checked, and its tensors.
 
 A key that is in no table is refused by name. transformers ignores unknown keys, but a model that silently
 computes something else than its author meant is the worst outcome.

@@ -1,4 +1,4 @@
-"""GPT-2: learned positions, matrices stored as [in, out], query, key and value stacked."""
+"""The GPT-2 family: learned positions, matrices stored as [in, out], query, key and value stacked."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _section(settings: Settings) -> ModelSection:
             "embd_pdrop",
             settings["embd_pdrop"],
             wanted=f"resid_pdrop = {settings['resid_pdrop']}",
-            remedy="It and resid_pdrop are one rate here. Dropout acts in training alone: set both alike.",
+            remedy="It and resid_pdrop are one rate here. Dropout acts only in training: set both alike.",
         )
     return ModelSection(
         layers=settings["n_layer"],
