@@ -130,15 +130,19 @@ class StoredRun:
         self._rundir, self._remote = rundir, place_at(url)
 
     def refresh(self) -> None:
-        """See `RunPlace`. Afterwards the directory has an entry of each checkpoint of the store."""
+        """See `RunPlace`. Afterwards the directory has an entry of each checkpoint of the store.
+
+        Only what has a checkpoint's name is removed: people keep other things beside the checkpoints, and a
+        console leaves an object for a folder.
+        """
         sweep(self._rundir.checkpoints)
         with _told("Looking for checkpoints"):
             merge_records(self._rundir, remote_incarnations(self._remote))
-            keys = {entry.key for entry in self._remote.entries(f"{CHECKPOINTS}/")}
+            keys = {entry.key for entry in self._remote.entries(f"{CHECKPOINTS}/") if _name_in(entry.key)}
             notes = {entry.key for entry in self._remote.entries(f"{SAVING}/")}
-            committed = {key.split("/")[1] for key in keys if key.endswith(f"/{MANIFEST}")}
-            unfinished = {key for key in keys if key.split("/")[1] not in committed}
-            for name in sorted({key.split("/")[1] for key in unfinished}):
+            committed = {_name_in(key) for key in keys if key.endswith(f"/{MANIFEST}")}
+            unfinished = {key for key in keys if _name_in(key) not in committed}
+            for name in sorted({_name_in(key) for key in unfinished}):
                 log.info("removed an unfinished checkpoint: %s", self._remote.place(f"{CHECKPOINTS}/{name}"))
             self._remote.delete_all(unfinished | notes)
             for name in sorted(committed):
@@ -193,6 +197,12 @@ class StoredRun:
         manifest = self._remote.content(f"{prefix}/{MANIFEST}")
         directory = partial_directory(self._rundir.checkpoints, step=parsed[0], incarnation=parsed[1])
         enter_stored(directory, manifest, url=self._remote.place(prefix), mark=mark)
+
+
+def _name_in(key: str) -> str:
+    """Return the name of the checkpoint that an object is of; "" where it is of none."""
+    name, _, file = key.removeprefix(f"{CHECKPOINTS}/").partition("/")
+    return name if file and parse_name(name) is not None else ""
 
 
 def remove_kept(directory: Path) -> None:
