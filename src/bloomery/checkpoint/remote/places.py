@@ -29,7 +29,12 @@ from bloomery.checkpoint.format.source import (
 )
 from bloomery.checkpoint.format.suspects import SUSPECT
 from bloomery.checkpoint.remote.backup import Backup, due
-from bloomery.checkpoint.remote.remote_run import place_at, remote_incarnations, upload_run_files
+from bloomery.checkpoint.remote.remote_run import (
+    place_at,
+    remote_incarnations,
+    tell_of_copy,
+    upload_run_files,
+)
 from bloomery.checkpoint.writer.store_place import SAVING, enter_stored
 from bloomery.config.checkpoint import BackupSection, CheckpointSection
 from bloomery.config.recipe import Recipe
@@ -301,36 +306,37 @@ class BackupPlaces:
         """Return the backups from which a run can go on, newest first: see `Backup.restorable`.
 
         A place that cannot be reached, or that holds the weights alone, is told and passed over where another
-        has something. Raises StorageError and CheckpointError where none has.
+        has something. What one place still shows may be left behind by a rewind that only another knows.
+        Raises StorageError and CheckpointError where none has.
         """
         copies: list[RemoteCheckpoint] = []
         failures: list[CheckpointError | StorageError] = []
         for backup in self._backups:
             try:
-                copies += backup.restorable(instead_of=instead_of, up_to_step=up_to_step)
+                copies += backup.restorable(instead_of=instead_of, up_to_step=up_to_step, tells=False)
             except (CheckpointError, StorageError) as error:
                 failures.append(error)
         if failures and not copies:
             raise failures[0]
         for failure in failures:
             log.warning("a place of backups was passed over: %s", failure)
-        return _newest_first(copies)
+        found = self._newest_first(copies)
+        tell_of_copy(found, instead_of=instead_of)
+        return found
 
     def newer(self) -> list[RemoteCheckpoint]:
         """Return the backups in all places that are newer than the newest local checkpoint, newest first."""
-        return _newest_first(copy for backup in self._backups for copy in backup.newer())
+        return self._newest_first(copy for backup in self._backups for copy in backup.newer())
 
     def close(self, *, wait_s: float | None = None) -> None:
         """Wait until everything is uploaded to every place, then stop the threads: see `Backup.close`."""
         for backup in self._backups:
             backup.close(wait_s=wait_s)
 
-
-def _newest_first(copies: Iterable[RemoteCheckpoint]) -> list[RemoteCheckpoint]:
-    """Return one copy of each checkpoint, the first place's where several have it."""
-    by_name: dict[str, RemoteCheckpoint] = {}
-    for copy in copies:
-        by_name.setdefault(copy.name, copy)
-    return [
-        by_name[name] for name in sorted(by_name, key=lambda name: parse_name(name) or (0, 0), reverse=True)
-    ]
+    def _newest_first(self, copies: Iterable[RemoteCheckpoint]) -> list[RemoteCheckpoint]:
+        """Return one copy of each checkpoint of the run, the first place's where several have it."""
+        by_name: dict[str, RemoteCheckpoint] = {}
+        for copy in copies:
+            by_name.setdefault(copy.name, copy)
+        names = sorted(by_name, key=lambda name: parse_name(name) or (0, 0), reverse=True)
+        return self._backups[0].part_of_run(by_name[name] for name in names)
