@@ -272,7 +272,8 @@ def download_checkpoint(
     check_coverage(read_index(source, manifest).boxes)
     partial = final.with_name(final.name + PARTIAL)
     try:
-        require_space(directory, doing="Copying a checkpoint", bytes_needed=manifest.bytes)
+        here = sum(_bytes_here(partial / file.name, file) for file in manifest.files)
+        require_space(directory, doing="Copying a checkpoint", bytes_needed=manifest.bytes - here)
         durable.make_directory(directory)
         partial.mkdir(exist_ok=True)
         done = 0
@@ -307,6 +308,11 @@ def _mark_as(source: Source, directory: Path) -> None:
         raise storage_failure(error, doing=f"Fetching {source.name}") from error
     if mark is not None:
         durable.write_whole(directory / SUSPECT, mark)
+
+
+def _bytes_here(path: Path, record: FileRecord) -> int:
+    """Return what an earlier try left of a file: it is kept, or removed before the file is fetched anew."""
+    return min(record.bytes, path.stat().st_size) if path.exists() else 0
 
 
 def _is_here(path: Path, record: FileRecord) -> bool:
