@@ -8,6 +8,7 @@ on. It ends when its input does.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,7 +16,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TextIO
 
 import numpy as np
 
@@ -336,8 +337,13 @@ def _write(encoded: Encoded, batch: list[Document], writers: list[IndexedWriter]
     return sum(document.size_bytes for document, is_kept in zip(batch, held_out_mask, strict=True) if is_kept)
 
 
-def serve() -> None:
+def serve(messages: TextIO) -> None:
     """Tokenise pieces until the input ends."""
+
+    def say(**what: Any) -> None:  # Any: plain JSON
+        messages.write(json.dumps(what) + "\n")
+        messages.flush()
+
     first = sys.stdin.readline()
     if not first:
         return
@@ -348,19 +354,21 @@ def serve() -> None:
         for line in sys.stdin:
             piece = TextPiece.from_json(json.loads(line))
             number = piece.number
-            tokenize_piece(piece, job, tokenizer, tell=lambda size, tokens: _say(batch=[size, tokens]))
-            _say(done=number)
+            tokenize_piece(piece, job, tokenizer, tell=lambda size, tokens: say(batch=[size, tokens]))
+            say(done=number)
     except BloomeryError as refused:
         kind = "storage" if isinstance(refused, StorageError) else "data"
-        _say(refused={"kind": kind, "message": refused.message, "remedy": refused.remedy})
+        say(refused={"kind": kind, "message": refused.message, "remedy": refused.remedy})
     except (KeyboardInterrupt, BrokenPipeError):
         pass  # the process that started this worker is gone or ending, and reports that itself
 
 
-def _say(**what: Any) -> None:  # Any: plain JSON
-    sys.stdout.write(json.dumps(what) + "\n")
-    sys.stdout.flush()
+def output_for_messages() -> TextIO:
+    """Return this process's output for messages alone; what a library prints goes to standard error."""
+    messages = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    return messages
 
 
 if __name__ == "__main__":
-    serve()
+    serve(output_for_messages())
