@@ -22,6 +22,7 @@ UNSYNCED = {
     "data/duplicate_candidates.py:KeyFiles.__init__": "scratch of a command that begins anew after a kill",
     "data/duplicate_candidates.py:KeyFiles.candidates": "scratch of a command that begins anew after a kill",
     "data/duplicate_candidates.py:_divided": "scratch of a command that begins anew after a kill",
+    "data/tokenize_worker.py:output_for_messages": "a pipe to the process that started this one",
     "cli/data_audit.py:_png": "into memory; its caller writes it through durable",
     "calibrate/machine.py:process_gib": "a text in a temporary directory, for a measurement",
     "calibrate/machine.py:disk_gb_per_s": "measures a disk, and removes the file",

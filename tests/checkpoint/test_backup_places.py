@@ -152,6 +152,36 @@ def test_a_start_takes_the_newest_of_both_places_and_does_without_one_that_is_lo
     assert run.equals(Run().fill(5)) and "passed over: down" in caplog.text
 
 
+@pytest.mark.parametrize("is_here", [False, True])
+def test_what_a_rewind_left_behind_stays_so_where_only_the_second_place_knows_of_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, is_here: bool
+):
+    near, far = (BackupSection(url=f"file://{tmp_path}/{name}") for name in ("near", "far"))
+    rundir = RunDirectory(tmp_path / "run").create()
+    backup = places(rundir, near, far)
+    store, run = begun(rundir, backup)
+    save(store, run, 1)
+    wait_until_copied(backup)
+    shutil.copytree(rundir.path, tmp_path / "earlier")
+    save(store, run, 2)
+    wait_until_copied(backup)
+    backup.close()
+
+    second = Backup(rundir, far, run_name="run", place="second")
+    store = Store(rundir, KEEP_ONE, backup=second)
+    store.restore(run.parts, up_to_step=1, reason="rewind")
+    save(store, run, 3)
+    wait_until_copied(CombinedBackups([second]))
+    second.close()
+
+    there = RunDirectory(tmp_path / ("earlier" if is_here else "new")).create()
+    both = places(there, near, far)
+    found = both.newer() if is_here else both.restorable()
+    left = ["step-000003.i002"] if is_here else ["step-000003.i002", "step-000001.i001"]
+    assert [copy.name for copy in found] == left
+    assert is_here or "step-000002" not in caplog.text
+
+
 def test_logs_and_data_are_backed_up_once_and_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     sent: list[str] = []
     send = Objects.send

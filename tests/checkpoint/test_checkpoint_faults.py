@@ -3,7 +3,7 @@ import os
 import resource
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,8 +12,10 @@ from tests.checkpoint.small_run import Run
 from tests.machine import may_mount, mounted
 
 from bloomery import errors
+from bloomery.checkpoint.format import catalogue
 from bloomery.checkpoint.format import manifest as manifest_module
 from bloomery.checkpoint.format.catalogue import verify
+from bloomery.checkpoint.format.manifest import BLOCK_BYTES, Index, IndexedBox, read_index, read_manifest
 from bloomery.checkpoint.format.state import collect, whole
 from bloomery.checkpoint.load.loader import load_checkpoint
 from bloomery.checkpoint.save import direct as place_module
@@ -113,6 +115,34 @@ def test_a_flipped_bit_in_any_region_of_any_file_is_found_and_named(tmp_path: Pa
             assert problems and problems[0].file == path.name, (path.name, offset)
         path.write_bytes(content)
     assert verify(directory) == []
+
+
+def test_of_a_file_of_zeros_each_block_is_named_with_its_tensors_in_one_look_at_the_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    class Looked(tuple[IndexedBox, ...]):
+        times = 0
+
+        def __iter__(self) -> Iterator[IndexedBox]:
+            Looked.times += 1
+            return super().__iter__()
+
+    sizes = [0, 7, BLOCK_BYTES // 4, 100, 3 * BLOCK_BYTES // 4, 0, *[BLOCK_BYTES // 16] * 9]
+    entries = [whole(f"model.w{number}", torch.ones(size)) for number, size in enumerate(sizes)]
+    directory = save_checkpoint(tmp_path, entries, step=1, incarnation=1)
+    index = read_index(directory, read_manifest(directory))
+    monkeypatch.setattr(
+        catalogue, "read_index", lambda *about: Index(boxes=Looked(index.boxes), files=index.files)
+    )
+    (path,) = directory.glob("model-*")
+    path.write_bytes(bytes(path.stat().st_size))
+    problems = verify(directory)
+    assert [problem.offset for problem in problems] == list(range(0, path.stat().st_size, BLOCK_BYTES))
+    for problem in problems:
+        start, stop = problem.offset or 0, (problem.offset or 0) + BLOCK_BYTES
+        touched = {box.name for box in index.boxes if box.begin < stop and start < box.end}
+        assert {*problem.tensors} == touched
+    assert Looked.times == 1
 
 
 def test_a_damaged_block_is_named_with_its_file_place_and_tensors(tmp_path: Path):

@@ -1,6 +1,9 @@
 """Data files: what is laid out in them, and that every byte of it is written, however it is written."""
 
+import errno
+import fcntl
 import os
+import threading
 from itertools import pairwise
 from pathlib import Path
 
@@ -75,6 +78,27 @@ def test_a_write_of_which_the_system_takes_only_a_part_is_gone_on_with(
         writer.write(memoryview(content))
         assert writer.finish() == record_of("b.bin", content)
     assert (tmp_path / "b.bin").read_bytes() == content
+
+
+def test_a_file_system_that_refuses_direct_writes_after_it_opened_the_file_so_gets_plain_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """All threads are refused at once, and only one of them is the first to clear the flag."""
+    monkeypatch.setattr(data_file, "_CHUNK_BYTES", CHUNK)
+    content, pwrite = os.urandom(9 * CHUNK), os.pwrite
+    together, refused = threading.Barrier(4), list[int]()
+
+    def plain_only(file: int, data: memoryview, offset: int) -> int:
+        if fcntl.fcntl(file, fcntl.F_GETFL) & getattr(os, "O_DIRECT", 0):
+            together.wait(60)
+            refused.append(offset)
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return pwrite(file, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", plain_only)
+    record = write_image(tmp_path / "a.bin", image_of(content), length=len(content))
+    assert (tmp_path / "a.bin").read_bytes() == content and record == record_of("a.bin", content)
+    assert len(refused) in (0, 4), "none where the disk of this test knows no direct I/O"
 
 
 def test_a_file_that_is_there_already_is_in_the_way_unless_a_dead_writer_left_it(tmp_path: Path):

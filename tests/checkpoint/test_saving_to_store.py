@@ -164,11 +164,23 @@ def test_a_start_removes_what_interrupted_saves_left_and_nothing_else(
     tmp_path: Path, section: CheckpointSection
 ) -> None:
     on_nodes(tmp_path, section, saving(1), nodes="a")
-    before, remote = keys(section), Objects(f"{section.url}/{NAME}")
+    remote = Objects(f"{section.url}/{NAME}")
+    for key in ("checkpoints/hf-export/model.safetensors", "checkpoints/README.md"):
+        remote.put(key, b"somebody else's")
+    before = keys(section)
     for key in ("checkpoints/step-000002.i001/model-r00000-of-00002-000.safetensors", "saving/x/part-r00001"):
         remote.put(key, b"half")
     run_storage(RunDirectory(tmp_path / "b").create(), section, run_name=NAME).refresh()
     assert keys(section) == before
+
+
+def test_the_object_that_a_console_makes_for_a_folder_is_no_checkpoint(
+    tmp_path: Path, object_store: ObjectStore
+) -> None:
+    section = CheckpointSection(url=object_store.new_bucket(), background="off")
+    object_store.put(f"/{section.url.removeprefix('s3://')}/{NAME}/checkpoints/")
+    assert on_nodes(tmp_path, section, saving(1), nodes="a") == [1]
+    assert restored(tmp_path, section, "b") == 1
 
 
 def test_suspects_are_known_on_every_node(tmp_path: Path, section: CheckpointSection) -> None:

@@ -1,5 +1,6 @@
 """Ranks that back a checkpoint up together: who sends what, what is read back, and what is passed over."""
 
+import shutil
 import threading
 from pathlib import Path
 
@@ -164,3 +165,34 @@ def test_a_sender_notes_what_it_verified_and_sends_it_no_second_time(rundir: Run
     remote, notes = Objects(f"file://{tmp_path}/elsewhere"), rundir.path / "notes"
     assert FileSender(directory, remote, notes=notes, noted={}).send(record) == record.bytes
     assert FileSender(directory, remote, notes=notes, noted={}).send(record) == 0
+
+
+def test_files_that_were_removed_from_the_store_since_they_were_noted_are_sent_again(
+    rundir: RunDirectory, tmp_path: Path
+):
+    """An upload is killed when the other ranks have sent their shares, and somebody tidies the store."""
+    url, directory = f"file://{tmp_path}/elsewhere", saved(rundir)
+    for rank in range(1, WORLD):
+        notes = notes_of(rundir, directory.name, rank=rank)
+        sender = FileSender(directory, Objects(url), notes=notes, noted={})
+        for file in read_manifest(directory).files[rank::WORLD]:
+            sender.send(file)
+    shutil.rmtree(tmp_path / "elsewhere/checkpoints")
+    sent_by_all(rundir, url, helpers=0, stall_s=0.1)
+    assert verify(remote_source(f"{url}/checkpoints/{directory.name}")) == []
+
+
+def test_a_backup_from_which_a_file_goes_before_its_manifest_is_written_is_none(
+    rundir: RunDirectory, tmp_path: Path
+):
+    directory, store = saved(rundir), tmp_path / "elsewhere"
+
+    def remove_one(done: int, total: int) -> None:
+        for path in store.glob("checkpoints/*/part0*") if done > total / 2 else ():
+            path.unlink()
+
+    with pytest.raises(StorageError, match="is not there in full now"):
+        upload_checkpoint(
+            directory, Objects(f"file://{store}"), notes=rundir.path / "notes", progress=remove_one
+        )
+    assert not list(store.glob("checkpoints/*/manifest.json"))

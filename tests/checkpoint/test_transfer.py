@@ -100,6 +100,23 @@ def test_a_copy_that_would_not_fit_is_refused_before_anything_is_fetched(
     assert source.opened == [] and not (tmp_path / "here").exists()
 
 
+def test_room_is_needed_only_for_what_an_earlier_try_has_not_fetched(
+    source: Watched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    fetched = download_checkpoint(source, tmp_path / "here")
+    partial = fetched.rename(fetched.with_name(f"{source.name}.partial"))
+    (partial / MANIFEST).unlink()
+    (model,), (optim,) = partial.glob("model-*"), partial.glob("optim-*")
+    missing = model.stat().st_size + (partial / INDEX).stat().st_size + 100
+    optim.write_bytes(optim.read_bytes()[:-100])
+    model.unlink()
+    monkeypatch.setattr(errors, "free_bytes", lambda path: missing - 1)
+    with pytest.raises(StorageError, match=r"no space.*needed"):
+        download_checkpoint(source, tmp_path / "here")
+    monkeypatch.setattr(errors, "free_bytes", lambda path: missing)
+    assert same(download_checkpoint(source, tmp_path / "here"), source.path)
+
+
 def test_what_is_damaged_or_cut_off_there_never_becomes_a_checkpoint_here(source: Watched, tmp_path: Path):
     (optim,) = source.path.glob("optim-*")
     content = optim.read_bytes()

@@ -15,8 +15,10 @@ from bloomery.data.indexed import IndexedDataset, IndexedWriter
 from bloomery.data.order import Order
 from bloomery.data.pairs import merge_pairs
 from bloomery.data.prepare import prepare
+from bloomery.data.readers import SourceFile
 from bloomery.data.sample_layout import layout_of
-from bloomery.data.tokenizer import load_tokenizer
+from bloomery.data.tokenize_worker import Job, TextPiece, bad_path, prepared_tokenizer, tokenize_piece
+from bloomery.data.tokenizer import load_tokenizer, train_tokenizer
 from bloomery.data_loader.batches import IGNORED, Batches, MicroBatch, held_out_batches
 from bloomery.errors import DataError
 
@@ -149,6 +151,31 @@ def test_a_prompt_is_encoded_as_it_will_be_without_its_answer(tmp_path: Path) ->
     assert sorted(seen) == sorted(pair for pair in good if pair[0])
     told = " ".join(prepared.notes)
     assert "2 documents skipped" in told and "no field 'answer' (data.text_field)" in told
+
+
+def test_a_prompt_of_which_the_tokenizer_leaves_nothing_is_a_bad_document(tmp_path: Path) -> None:
+    """SentencePiece and BERT's tokenizers strip blanks; without its prompt, a document has one sequence."""
+    trained = train_tokenizer(["question one answer two " * 9], vocabulary=300, end_of_document="<eod>")
+    spec = json.loads(trained._engine.to_str()) | {
+        "normalizer": {"type": "Strip", "strip_left": True, "strip_right": True}
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    records = [{"prompt": prompt, "text": " answer"} for prompt in ("question", " \n", "one")]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    file = SourceFile(key="in.jsonl", path=tmp_path / "in.jsonl")
+    job = Job(
+        directory=str(tmp_path),
+        tokenizer=str(tmp_path / "tokenizer.json"),
+        end_of_document="<eod>",
+        prompt_field="prompt",
+        fast=False,
+    )
+    piece = TextPiece(number=0, files=(file,), size_bytes=1)
+    tokenize_piece(piece, job, prepared_tokenizer(job), tell=lambda size, tokens: None)
+    dataset = IndexedDataset(tmp_path / "000000")
+    assert dataset.document_count == 2 and AnswerTokens(dataset).mask(0, 1).tolist() == [False]
+    (number, bad) = json.loads(bad_path(tmp_path, 0).read_text())
+    assert number == 0 and bad["line"] == 2 and "its prompt has no token" in bad["why"]
 
 
 def test_what_has_no_prompts_is_refused_by_name(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from bloomery.config.data import DataSection
+from bloomery.data import megatron_order, storage
 from bloomery.data.dataset_shares import Claim, Demand
 from bloomery.data.indexed import IndexedDataset, IndexedWriter
 from bloomery.data.pair_files import idx_path
@@ -20,9 +21,9 @@ from bloomery.errors import DataError
 LENGTH = 16
 
 
-def pair(prefix: Path) -> IndexedDataset:
+def pair(prefix: Path, *, documents: int = 20) -> IndexedDataset:
     with IndexedWriter(prefix, dtype="<u2") as writer:
-        for _ in range(20):
+        for _ in range(documents):
             writer.add_document(np.arange(100))
     return IndexedDataset(prefix)
 
@@ -43,6 +44,24 @@ def test_megatrons_order_refuses_an_index_that_leads_out_of_its_file(tmp_path: P
     section = DataSection(sources=("x",), sequence_length=LENGTH, order="megatron")
     with pytest.raises(DataError, match="sequence 1 has 100 tokens from byte 1,099,511,627,776 on"):
         begin_stream(section, [IndexedDataset(tmp_path / "pair")], demand(0), seed=1, samples=100)
+
+
+def test_the_orders_of_many_datasets_in_one_directory_are_computed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "AT_LEAST_BYTES", 0)
+    fill, filled = megatron_order._fill_row, list[object]()
+
+    def watched(*about: object) -> None:
+        filled.append(about)
+        fill(*about)
+
+    monkeypatch.setattr(megatron_order, "_fill_row", watched)
+    datasets = [pair(tmp_path / f"pair-{number}", documents=20 + number) for number in range(6)]
+    section = DataSection(sources=("x",), sequence_length=LENGTH, order="megatron")
+    for _ in range(2):
+        begin_stream(section, datasets, demand(*[0] * 6), seed=1, samples=100)
+    assert len(filled) == 6
 
 
 def test_a_run_at_its_end_takes_what_the_recipe_asks_now_and_mixes_as_before(tmp_path: Path) -> None:

@@ -1,13 +1,18 @@
-"""The workers that tokenise: none is left when their work ends."""
+"""The workers that tokenise: what they say is heard, and none is left when their work ends."""
 
 from __future__ import annotations
 
+import queue
 import signal
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from bloomery.data import tokenize_pool
+from bloomery.data.readers import SourceFile
+from bloomery.data.tokenize_worker import TextPiece
 
 
 @pytest.mark.parametrize(("trap", "by"), [("", signal.SIGTERM), ("trap '' TERM; ", signal.SIGKILL)])
@@ -28,3 +33,32 @@ def test_a_worker_is_gone_when_it_was_ended_whether_it_heeds_that_or_not(
         assert worker.returncode == -by
     finally:
         worker.kill()
+
+
+def test_half_a_message_of_a_killed_worker_is_told_as_its_death(caplog: pytest.LogCaptureFixture) -> None:
+    worker = subprocess.Popen(
+        ["sh", "-c", """read piece; echo '{"batch": [1, 2]}'; printf '{"ba'; kill -9 $$"""],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        encoding="utf-8",
+    )
+    piece = TextPiece(number=7, files=(SourceFile(key="a.txt", path=Path("a.txt")),), size_bytes=1)
+    waiting, messages = queue.SimpleQueue[TextPiece](), queue.SimpleQueue[dict[str, object]]()
+    waiting.put(piece)
+    try:
+        tokenize_pool._tend(worker, waiting, messages, {})
+        assert messages.get_nowait() == {"batch": [1, 2]}
+        assert "was killed by signal 9 while it tokenised a.txt" in str(messages.get_nowait())
+        assert "no message" in caplog.text
+    finally:
+        tokenize_pool._end(worker)
+
+
+def test_what_a_library_prints_in_a_worker_is_no_message() -> None:
+    code = (
+        "import os; from bloomery.data.tokenize_worker import output_for_messages;"
+        "messages = output_for_messages(); print('a banner', flush=True); os.write(1, b'of C');"
+        "print('{}', file=messages, flush=True)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (ended.stdout, ended.stderr) == ("{}\n", "a banner\nof C")

@@ -60,3 +60,22 @@ def test_a_run_of_a_file_that_nobody_else_has_is_handed_out_first() -> None:
     assert missing.take(["common", "own"], ["own"], timeout_s=0.0).file == "common"
     assert missing.files() == {"common", "own", "other"}
     assert missing.take(["nothing"], timeout_s=0.0) is None
+
+
+def test_who_takes_a_run_looks_at_files_and_not_at_each_of_a_large_checkpoints_runs() -> None:
+    class Counted(set[str]):
+        looks = 0
+
+        def __contains__(self, name: object) -> bool:
+            Counted.looks += 1
+            return super().__contains__(name)
+
+    files = ("a", "b", "c")
+    missing = MissingBlocks(
+        BlockRun(file=file, begin=n << 20, end=(n + 1) << 20) for file in files for n in range(999)
+    )
+    run = missing.take(Counted(files), Counted(["own"]), timeout_s=0.0)
+    assert run is not None and (run.file, run.begin) == ("a", 0) and Counted.looks <= 2 * len(files)
+    missing.done(run)
+    run = missing.take(Counted(files), timeout_s=0.0)
+    assert run is not None and (run.file, run.begin) == ("a", 1 << 20), "each file from its beginning"

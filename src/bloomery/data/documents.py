@@ -17,7 +17,7 @@ from bloomery.errors import DataError
 _BATCH_BYTES = 1 << 20
 _SHOWN = 20
 """The most fields of a record that a message names."""
-STRAY_END = "with an end of document inside"
+STRAY_END, NO_PROMPT = "with an end of document inside", "with a prompt that has no token"
 _NO_FIELD, _NO_TEXT = "without the field", "not text"
 NAME_THE_FIELD = (
     "Name the one that holds the text: data.text_field, or --text-field ('a.b' for b inside a). Or "

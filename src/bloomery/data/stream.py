@@ -162,8 +162,13 @@ def layouts_of(section: DataSection, datasets: Sequence[IndexedDataset], *, seed
 
 
 def _place_of_orders(section: DataSection, dataset: IndexedDataset) -> Path:
-    """Return where a dataset's order is kept: on the node's own disk where the recipe names one."""
-    return (Path(section.cache).expanduser() if section.cache else dataset.prefix.parent) / "orders"
+    """Return where a dataset's order is kept: on the node's own disk where the recipe names one.
+
+    Each dataset has a directory of its own, in which the newest orders are kept: in one for all, those of
+    many datasets would replace each other at each start.
+    """
+    directory = Path(section.cache).expanduser() if section.cache else dataset.prefix.parent
+    return directory / "orders" / dataset.prefix.name
 
 
 def _weights_of_megatron(section: DataSection, demand: Demand) -> Sequence[Fraction] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import queue
 import subprocess
@@ -17,9 +18,12 @@ from typing import Any
 from bloomery.data.tokenize_worker import Job, TextPiece
 from bloomery.errors import DataError, StorageError
 
+log = logging.getLogger(__name__)
+
 ENGINE_THREADS = "RAYON_NUM_THREADS"  # both engines read this variable once, when they first work
 _SILENCE_S = 900.0  # a batch is a mebibyte, for which the slowest engine needs seconds
 _ENDING_S = 10.0
+_SHOWN = 200
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +146,11 @@ def _tend(
         at_work[process.pid] = piece
         _give(process, piece.to_json())
         for line in process.stdout:
-            event = json.loads(line)
+            try:
+                event = json.loads(line)
+            except ValueError:  # a worker that is killed may leave half a message: its output ends then
+                log.warning("a worker wrote what is no message: %r", line[:_SHOWN])
+                continue
             messages.put(event)
             if "done" in event:
                 break

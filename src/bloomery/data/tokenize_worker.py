@@ -8,6 +8,7 @@ on. It ends when its input does.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,7 +16,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TextIO
 
 import numpy as np
 
@@ -23,6 +24,7 @@ from bloomery import durable
 from bloomery.config.data import LONGEST_LINE_MIB
 from bloomery.data.answers import encode_documents
 from bloomery.data.documents import (
+    NO_PROMPT,
     STOP_AFTER,
     STRAY_END,
     BadDocument,
@@ -241,7 +243,7 @@ def tokenize_piece(piece: TextPiece, job: Job, tokenizer: Tokenizer, *, tell: Te
         ahead = read_ahead(text, count=_BATCHES_AHEAD, what=lambda: f"text of {files.at}")
         for batch in ahead:
             encoded = encode_documents(tokenizer, batch)
-            encoded, batch = files.without_stray_ends(encoded, batch, tokenizer.eod)
+            encoded, batch = files.without_bad_tokens(encoded, batch, tokenizer.eod)
             held_out_bytes += _write(encoded, batch, writers, one_in=job.held_out_every)
             size = sum(document.size_bytes for document in batch)
             text_bytes += size
@@ -270,7 +272,7 @@ class _Files:
         self._bad = bad
         self._number = 0
         self._numbers: deque[int] = deque()  # of the file of each document that was read and not yet encoded
-        self._stray = -1
+        self._encoded_number = -1
         self.lines: list[int] = []
         self.at: Path | str = "the first file"
 
@@ -285,35 +287,40 @@ class _Files:
 
     def list_in(self, file: BinaryIO, bad: BadDocument) -> None:
         """Write a bad document down, with the number of its file in the piece."""
-        number = self._stray if bad.kind == STRAY_END else self._number
+        number = self._encoded_number if bad.kind in (STRAY_END, NO_PROMPT) else self._number
         file.write((json.dumps([number, asdict(bad)]) + "\n").encode())
 
-    def without_stray_ends(
+    def without_bad_tokens(
         self, encoded: Encoded, batch: list[Document], eod: int
     ) -> tuple[Encoded, list[Document]]:
-        """Return the documents that hold no end-of-document token but their last; the others are bad.
+        """Return the documents whose tokens can be used; the others are bad.
 
-        Text never becomes a special token, but a tokenizer may spell one with ordinary pieces, or have its
-        end of a document as a token that its author defined for texts.
+        Their only end-of-document token is their last. Text never becomes a special token, but a tokenizer
+        may spell one with ordinary pieces, or have its end of a document as a token that its author defined
+        for texts. And a prompt has a token: one of blanks has none where the tokenizer strips them, and the
+        pair could not tell prompts from answers any more.
         """
         numbers = [self._numbers.popleft() for _ in batch]
         ends = encoded.ids == eod
-        if np.count_nonzero(ends) == len(batch):
+        prompts = np.ones_like(encoded.lengths) if encoded.prompts is None else encoded.prompts
+        if np.count_nonzero(ends) == len(batch) and prompts.all():
             return encoded, batch
         starts = np.cumsum(encoded.lengths) - encoded.lengths
         strays = np.add.reduceat(ends, starts, dtype=np.int64) - 1
-        for document, number, count in zip(batch, numbers, strays.tolist(), strict=True):
-            if count:
-                file, _, line = document.place.rpartition(":")
-                self._stray = number
-                why = f"its text becomes the end-of-document token, {count} times"
-                place = (file, int(line)) if line.isdecimal() else (document.place, 0)
-                self._bad.add(BadText(kind=STRAY_END, why=why).at(*place))
-        good = strays == 0
+        for at in np.flatnonzero((strays > 0) | (prompts == 0)).tolist():
+            file, _, line = batch[at].place.rpartition(":")
+            self._encoded_number = numbers[at]
+            bad = BadText(kind=NO_PROMPT, why="its prompt has no token: the tokenizer leaves nothing of it")
+            if strays[at]:
+                why = f"its text becomes the end-of-document token, {strays[at]} times"
+                bad = BadText(kind=STRAY_END, why=why)
+            place = (file, int(line)) if line.isdecimal() else (batch[at].place, 0)
+            self._bad.add(bad.at(*place))
+        good = (strays == 0) & (prompts > 0)
         good_documents = [document for document, is_good in zip(batch, good.tolist(), strict=True) if is_good]
         ids = encoded.ids[np.repeat(good, encoded.lengths)]
-        prompts = None if encoded.prompts is None else encoded.prompts[good]
-        return Encoded(ids=ids, lengths=encoded.lengths[good], prompts=prompts), good_documents
+        kept = None if encoded.prompts is None else prompts[good]
+        return Encoded(ids=ids, lengths=encoded.lengths[good], prompts=kept), good_documents
 
 
 def _write(encoded: Encoded, batch: list[Document], writers: list[IndexedWriter], *, one_in: int) -> int:
@@ -330,8 +337,13 @@ def _write(encoded: Encoded, batch: list[Document], writers: list[IndexedWriter]
     return sum(document.size_bytes for document, is_kept in zip(batch, held_out_mask, strict=True) if is_kept)
 
 
-def serve() -> None:
+def serve(messages: TextIO) -> None:
     """Tokenise pieces until the input ends."""
+
+    def say(**what: Any) -> None:  # Any: plain JSON
+        messages.write(json.dumps(what) + "\n")
+        messages.flush()
+
     first = sys.stdin.readline()
     if not first:
         return
@@ -342,19 +354,21 @@ def serve() -> None:
         for line in sys.stdin:
             piece = TextPiece.from_json(json.loads(line))
             number = piece.number
-            tokenize_piece(piece, job, tokenizer, tell=lambda size, tokens: _say(batch=[size, tokens]))
-            _say(done=number)
+            tokenize_piece(piece, job, tokenizer, tell=lambda size, tokens: say(batch=[size, tokens]))
+            say(done=number)
     except BloomeryError as refused:
         kind = "storage" if isinstance(refused, StorageError) else "data"
-        _say(refused={"kind": kind, "message": refused.message, "remedy": refused.remedy})
+        say(refused={"kind": kind, "message": refused.message, "remedy": refused.remedy})
     except (KeyboardInterrupt, BrokenPipeError):
         pass  # the process that started this worker is gone or ending, and reports that itself
 
 
-def _say(**what: Any) -> None:  # Any: plain JSON
-    sys.stdout.write(json.dumps(what) + "\n")
-    sys.stdout.flush()
+def output_for_messages() -> TextIO:
+    """Return this process's output for messages alone; what a library prints goes to standard error."""
+    messages = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    return messages
 
 
 if __name__ == "__main__":
-    serve()
+    serve(output_for_messages())

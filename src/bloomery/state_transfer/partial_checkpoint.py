@@ -42,16 +42,19 @@ class BlockRun:
 class MissingBlocks:
     """The runs that have not been fetched yet. Thread-safe.
 
-    A run is either in `_waiting`, or in `_at` with the number of threads that are fetching it.
-    `_waiting_bytes` is their sum over `_waiting`, which may be long, so that it is not added up each time.
+    A run is either in `_waiting`, or in `_at` with the number of threads that are fetching it. A large
+    checkpoint has half a million runs. So they are kept by file, the next one last, and a file without any
+    is left out: who looks for a run looks at the files alone. `_waiting_bytes` is the sum over `_waiting`.
 
     unit: bytes; a run that is handed out is a multiple of it, unless its file ends.
     streams: how many threads will fetch runs, so that the first to come leaves as much to each of the others.
     """
 
     def __init__(self, runs: Iterable[BlockRun], *, unit: int = BLOCK_BYTES, streams: int = 1) -> None:
-        self._waiting = sorted(runs, reverse=True)
-        self._waiting_bytes = sum(run.end - run.begin for run in self._waiting)
+        self._waiting: dict[str, list[BlockRun]] = {}
+        self._waiting_bytes = 0
+        for run in sorted(runs, key=lambda run: (run.file, -run.begin)):
+            self._put(run)
         self._unit, self._streams = unit, streams
         self._at: dict[BlockRun, int] = {}
         self._changed = threading.Condition()
@@ -87,8 +90,7 @@ class MissingBlocks:
                 self._at[run] -= 1
                 if not self._at[run]:
                     del self._at[run]
-                    self._waiting.append(run)
-                    self._waiting_bytes += run.end - run.begin
+                    self._put(run)
             self._changed.notify_all()
 
     def is_missing(self, run: BlockRun) -> bool:
@@ -99,7 +101,7 @@ class MissingBlocks:
     def files(self) -> set[str]:
         """Return the names of the files of which a run is missing."""
         with self._changed:
-            return {run.file for run in (*self._waiting, *self._at)}
+            return {*self._waiting, *(run.file for run in self._at)}
 
     @property
     def is_over(self) -> bool:
@@ -123,25 +125,30 @@ class MissingBlocks:
 
     def _next(self, files: Collection[str], first: Collection[str]) -> BlockRun | None:
         for wanted in (first, files):
-            for place in range(len(self._waiting) - 1, -1, -1):
-                if self._waiting[place].file in wanted:
-                    return self._cut(place)
+            file = next((file for file in self._waiting if file in wanted), None) if wanted else None
+            if file is not None:
+                return self._cut(file)
         shared = [run for run, count in self._at.items() if count < TWICE and run.file in files]
         return min(shared, key=lambda run: (self._at[run], run), default=None)
 
-    def _cut(self, place: int) -> BlockRun:
-        """Take a waiting run out, or only its first bytes where little is left, and return what was taken.
+    def _put(self, run: BlockRun) -> None:
+        self._waiting.setdefault(run.file, []).append(run)
+        self._waiting_bytes += run.end - run.begin
+
+    def _cut(self, file: str) -> BlockRun:
+        """Take a file's next run out, or only its first bytes where little is left; return what was taken.
 
         Of n threads that fetch or will fetch, none takes more than the 2n-th part of all waiting bytes, or
         one unit.
         """
-        run = self._waiting[place]
+        runs = self._waiting[file]
+        run = runs.pop()
         share = self._waiting_bytes // (2 * max(len(self._at) + 1, self._streams))
         end = min(run.end, run.begin + max(1, share // self._unit) * self._unit)
-        if end == run.end:
-            del self._waiting[place]
-        else:
-            self._waiting[place] = replace(run, begin=end)
+        if end < run.end:
+            runs.append(replace(run, begin=end))
+        if not runs:
+            del self._waiting[file]
         self._waiting_bytes -= end - run.begin
         return replace(run, end=end)
 

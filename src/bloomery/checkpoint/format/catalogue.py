@@ -7,6 +7,7 @@ remote copies of a checkpoint are recorded in `backups/step-000123.i007.json`.
 from __future__ import annotations
 
 import json
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -126,7 +127,8 @@ def _wrong_contents(
 ) -> list[Problem]:
     """Hash one file as a whole, and block by block where the index is intact, to name the damaged blocks."""
     blocks = index.files[record.name].blocks if record.name in index.files else ""
-    problems = []
+    problems: list[Problem] = []
+    damaged: list[int] = []
     whole = xxhash.xxh3_128()
     buffer = memoryview(bytearray(min(_WINDOW_BYTES, record.bytes)))
     try:
@@ -143,9 +145,10 @@ def _wrong_contents(
                     expected = blocks[number * DIGITS : (number + 1) * DIGITS]
                     block = data[offset : offset + BLOCK_BYTES]
                     if count < offset + len(block) or xxhash.xxh3_64_hexdigest(block) != expected:
-                        problems.append(_damaged_block(record, start + offset, index))
+                        damaged.append(start + offset)
     except OSError as error:
         return [_unreadable(record, error)]
+    problems += _damaged_blocks(record, damaged, index)
     if not problems and whole.hexdigest() != record.xxh3_128:
         problems.append(Problem(file=record.name, offset=None, text="damaged: it has another hash"))
     return problems
@@ -171,15 +174,21 @@ def _wrong_header(record: FileRecord, lead: bytes) -> list[Problem]:
     return [Problem(file=record.name, offset=0, text=text)]
 
 
-def _damaged_block(record: FileRecord, start: int, index: Index) -> Problem:
-    touched = tuple(
-        item.name
-        for item in index.boxes
-        if item.file == record.name and item.begin < start + BLOCK_BYTES and start < item.end
-    )
-    return Problem(
-        file=record.name, offset=start, text="damaged: the block has another hash", tensors=touched
-    )
+def _damaged_blocks(record: FileRecord, starts: list[int], index: Index) -> list[Problem]:
+    """Return a problem for each damaged block, with the tensors that it touches. Boxes do not overlap."""
+    if not starts:
+        return []
+    boxes = [box for box in index.boxes if box.file == record.name]
+    boxes.sort(key=lambda box: (box.begin, box.end))
+    begins, ends = [box.begin for box in boxes], [box.end for box in boxes]
+    problems = []
+    for start in starts:
+        touched = boxes[bisect_right(ends, start) : bisect_left(begins, start + BLOCK_BYTES)]
+        names = tuple(box.name for box in touched)
+        problems.append(
+            Problem(file=record.name, offset=start, text="damaged: the block has another hash", tensors=names)
+        )
+    return problems
 
 
 @dataclass(frozen=True, kw_only=True, order=True)

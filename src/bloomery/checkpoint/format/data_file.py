@@ -310,14 +310,17 @@ def _reserve(file: int, length: int) -> None:
 
 
 def _write_at(file: int, data: memoryview, offset: int) -> int:
-    """Write all of `data` at an offset, and return its length."""
-    length = len(data)
+    """Write all of `data` at an offset, and return its length.
+
+    Some file systems open a file for direct I/O and then refuse to write so; the file's flag then goes, which
+    all threads share. So a thread looks at it before it writes: another one may clear it meanwhile.
+    """
+    length, direct = len(data), getattr(os, "O_DIRECT", 0)
     while data:
+        flags = fcntl.fcntl(file, fcntl.F_GETFL)
         try:
             count = os.pwrite(file, data, offset)
         except OSError as error:
-            flags = fcntl.fcntl(file, fcntl.F_GETFL)
-            direct = getattr(os, "O_DIRECT", 0)
             if error.errno not in _REFUSALS or not flags & direct:
                 raise
             fcntl.fcntl(file, fcntl.F_SETFL, flags & ~direct)

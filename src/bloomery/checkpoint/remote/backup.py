@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from bloomery.checkpoint.format.catalogue import (
     CommittedCheckpoint,
@@ -22,6 +22,7 @@ from bloomery.checkpoint.remote.remote_run import (
     place_at,
     remote_checkpoints,
     remote_incarnations,
+    tell_of_copy,
     trusted_copies,
     upload_more,
     upload_run_files,
@@ -31,7 +32,14 @@ from bloomery.checkpoint.remote.transfer import SUBSET, UploadInterrupted, uploa
 from bloomery.config.checkpoint import BackupSection
 from bloomery.config.environment import OfflineRefused
 from bloomery.errors import BloomeryError, CheckpointError, StorageError
-from bloomery.events.incarnation import current, is_same_run, merge_records, read_incarnations, visible
+from bloomery.events.incarnation import (
+    Base,
+    current,
+    is_same_run,
+    merge_records,
+    read_incarnations,
+    visibility,
+)
 from bloomery.events.run_directory import RunDirectory
 from bloomery.objects import Objects, storage_failure
 
@@ -99,27 +107,24 @@ class Backup:
         return [*(self.due() if self._section.prune_waits else ()), *sending]
 
     def restorable(
-        self, *, instead_of: Collection[str] = (), up_to_step: int | None = None
+        self, *, instead_of: Collection[str] = (), up_to_step: int | None = None, warns: bool = True
     ) -> list[RemoteCheckpoint]:
         """Return the backups from which a run can go on that has no checkpoint to go on from, newest first.
 
         Also downloads the incarnation records of the backed-up run.
         instead_of: the names of the run's checkpoints here, which are suspect, or too new for a rewind.
         up_to_step: None at a start; it is refused where all backups are suspect, so that no run begins anew.
+        warns: whether to log from which one the run goes on.
         Raises StorageError, and CheckpointError where the backups are another run's, or of only the weights.
         """
         try:
             remote = place_at(self.url)
-            copies = {
-                parse_name(checkpoint.name): checkpoint
-                for checkpoint in remote_checkpoints(remote, abandoned=True)
-            }
+            copies = remote_checkpoints(remote, abandoned=True)
             if copies:
                 merge_records(self._rundir, remote_incarnations(remote))
         except OSError as error:
             raise storage_failure(error, doing="Looking for a backup of the run") from error
-        shown = visible((base for base in copies if base is not None), read_incarnations(self._rundir))
-        sources = [copies[base] for base in sorted(shown, reverse=True)]
+        sources = self.part_of_run(reversed(copies))
         whole = [source for source in sources if not _is_in_part(source)]
         if sources and not whole:
             raise CheckpointError(
@@ -127,15 +132,19 @@ class Backup:
                 remedy="To start anew, choose another run.name or backup.url (see also backup.what).",
             )
         last = float("inf") if up_to_step is None else up_to_step
-        early = [source for source in whole if (parse_name(source.name) or (0, 0))[0] <= last]
+        early = [source for source in whole if _base_of(source)[0] <= last]
         # What is suspect here is suspect there too, even before its backup is marked.
         unmarked = trusted_copies(source for source in early if source.name not in instead_of)
         if up_to_step is None and not unmarked:
             refuse_if_only_suspects(sorted({*instead_of, *(source.name for source in whole)}))
-        if unmarked:
-            here = "no checkpoint here can be gone on from" if instead_of else "nothing is here"
-            log.warning("%s: going on from the backup %s", here, unmarked[0].place())
+        if warns:
+            tell_of_copy(unmarked, instead_of=instead_of)
         return unmarked
+
+    def part_of_run(self, copies: Iterable[RemoteCheckpoint]) -> list[RemoteCheckpoint]:
+        """Return those backups that no incarnation known by now has left behind, in their order."""
+        is_part = visibility(read_incarnations(self._rundir))
+        return [copy for copy in copies if is_part(_base_of(copy))]
 
     def newer(self) -> list[RemoteCheckpoint]:
         """Return the backups that are newer than the newest local checkpoint, newest first.
@@ -146,10 +155,7 @@ class Backup:
         """
         try:
             remote = place_at(self.url, patience_s=_COMPARE_TIMEOUT_S)
-            copies = {
-                parse_name(checkpoint.name): checkpoint
-                for checkpoint in remote_checkpoints(remote, abandoned=True)
-            }
+            copies = remote_checkpoints(remote, abandoned=True)
             records = remote_incarnations(remote) if copies else {}
         except (OSError, StorageError, OfflineRefused) as error:
             log.warning(
@@ -163,9 +169,8 @@ class Backup:
             return []  # uploading reports it where the backup is another run's
         merge_records(self._rundir, records)
         local = checkpoints(self._rundir)
-        shown = visible((base for base in copies if base is not None), read_incarnations(self._rundir))
-        beyond = sorted((base for base in shown if not local or base > local[-1].base), reverse=True)
-        return trusted_copies(copies[base] for base in beyond if not _is_in_part(copies[base]))
+        beyond = [copy for copy in copies if not local or _base_of(copy) > local[-1].base]
+        return trusted_copies(copy for copy in self.part_of_run(reversed(beyond)) if not _is_in_part(copy))
 
     def close(self, *, wait_s: float | None = None) -> None:
         """Wait until everything is uploaded, then stop the thread.
@@ -299,6 +304,10 @@ def tell_of_newer(newer: Sequence[RemoteCheckpoint], *, here: str) -> None:
             here,
             newer[0].place(),
         )
+
+
+def _base_of(copy: RemoteCheckpoint) -> Base:
+    return parse_name(copy.name) or (0, 0)
 
 
 def _is_in_part(source: RemoteCheckpoint) -> bool:

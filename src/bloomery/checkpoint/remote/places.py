@@ -29,7 +29,12 @@ from bloomery.checkpoint.format.source import (
 )
 from bloomery.checkpoint.format.suspects import SUSPECT
 from bloomery.checkpoint.remote.backup import Backup, due
-from bloomery.checkpoint.remote.remote_run import place_at, remote_incarnations, upload_run_files
+from bloomery.checkpoint.remote.remote_run import (
+    place_at,
+    remote_incarnations,
+    tell_of_copy,
+    upload_run_files,
+)
 from bloomery.checkpoint.writer.store_place import SAVING, enter_stored
 from bloomery.config.checkpoint import BackupSection, CheckpointSection
 from bloomery.config.recipe import Recipe
@@ -130,15 +135,19 @@ class ObjectRunStorage:
         self._rundir, self._remote = rundir, place_at(url)
 
     def refresh(self) -> None:
-        """See `RunStorage`. Afterwards the directory has an entry of each checkpoint of the store."""
+        """See `RunStorage`. Afterwards the directory has an entry of each checkpoint of the store.
+
+        Only what has a checkpoint's name is removed: people keep other things beside the checkpoints, and a
+        console leaves an object for a folder.
+        """
         sweep(self._rundir.checkpoints)
         with _as_storage_error("Looking for checkpoints"):
             merge_records(self._rundir, remote_incarnations(self._remote))
-            keys = {entry.key for entry in self._remote.entries(f"{CHECKPOINTS}/")}
+            keys = {entry.key for entry in self._remote.entries(f"{CHECKPOINTS}/") if _name_in(entry.key)}
             notes = {entry.key for entry in self._remote.entries(f"{SAVING}/")}
-            committed = {key.split("/")[1] for key in keys if key.endswith(f"/{MANIFEST}")}
-            unfinished = {key for key in keys if key.split("/")[1] not in committed}
-            for name in sorted({key.split("/")[1] for key in unfinished}):
+            committed = {_name_in(key) for key in keys if key.endswith(f"/{MANIFEST}")}
+            unfinished = {key for key in keys if _name_in(key) not in committed}
+            for name in sorted({_name_in(key) for key in unfinished}):
                 log.info("removed an unfinished checkpoint: %s", self._remote.place(f"{CHECKPOINTS}/{name}"))
             self._remote.delete_all(unfinished | notes)
             for name in sorted(committed):
@@ -193,6 +202,12 @@ class ObjectRunStorage:
         manifest = self._remote.content(f"{prefix}/{MANIFEST}")
         directory = partial_directory(self._rundir.checkpoints, step=parsed[0], incarnation=parsed[1])
         enter_stored(directory, manifest, url=self._remote.place(prefix), mark=mark)
+
+
+def _name_in(key: str) -> str:
+    """Return the name of the checkpoint that an object is of; "" where it is of none."""
+    name, _, file = key.removeprefix(f"{CHECKPOINTS}/").partition("/")
+    return name if file and parse_name(name) is not None else ""
 
 
 def remove_kept(directory: Path) -> None:
@@ -291,36 +306,37 @@ class CombinedBackups:
         """Return the backups from which a run can go on, newest first: see `Backup.restorable`.
 
         A place that cannot be reached, or that holds only the weights, is logged and passed over where
-        another has something. Raises StorageError and CheckpointError where none has.
+        another has something. What one place still shows may be left behind by a rewind that only another knows.
+        Raises StorageError and CheckpointError where none has.
         """
         copies: list[RemoteCheckpoint] = []
         failures: list[CheckpointError | StorageError] = []
         for backup in self._backups:
             try:
-                copies += backup.restorable(instead_of=instead_of, up_to_step=up_to_step)
+                copies += backup.restorable(instead_of=instead_of, up_to_step=up_to_step, warns=False)
             except (CheckpointError, StorageError) as error:
                 failures.append(error)
         if failures and not copies:
             raise failures[0]
         for failure in failures:
             log.warning("a place of backups was passed over: %s", failure)
-        return _newest_first(copies)
+        found = self._newest_first(copies)
+        tell_of_copy(found, instead_of=instead_of)
+        return found
 
     def newer(self) -> list[RemoteCheckpoint]:
         """Return the backups in all places that are newer than the newest local checkpoint, newest first."""
-        return _newest_first(copy for backup in self._backups for copy in backup.newer())
+        return self._newest_first(copy for backup in self._backups for copy in backup.newer())
 
     def close(self, *, wait_s: float | None = None) -> None:
         """Wait until everything is uploaded to every place, then stop the threads: see `Backup.close`."""
         for backup in self._backups:
             backup.close(wait_s=wait_s)
 
-
-def _newest_first(copies: Iterable[RemoteCheckpoint]) -> list[RemoteCheckpoint]:
-    """Return one copy of each checkpoint, the first place's where several have it."""
-    by_name: dict[str, RemoteCheckpoint] = {}
-    for copy in copies:
-        by_name.setdefault(copy.name, copy)
-    return [
-        by_name[name] for name in sorted(by_name, key=lambda name: parse_name(name) or (0, 0), reverse=True)
-    ]
+    def _newest_first(self, copies: Iterable[RemoteCheckpoint]) -> list[RemoteCheckpoint]:
+        """Return one copy of each checkpoint of the run, the first place's where several have it."""
+        by_name: dict[str, RemoteCheckpoint] = {}
+        for copy in copies:
+            by_name.setdefault(copy.name, copy)
+        names = sorted(by_name, key=lambda name: parse_name(name) or (0, 0), reverse=True)
+        return self._backups[0].part_of_run(by_name[name] for name in names)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from bloomery import durable
@@ -74,6 +74,13 @@ def trusted_copies(copies: Iterable[RemoteCheckpoint]) -> list[RemoteCheckpoint]
         else:
             kept.append(checkpoint)
     return kept
+
+
+def tell_of_copy(copies: Sequence[RemoteCheckpoint], *, instead_of: Collection[str]) -> None:
+    """Log that a run goes on from a backup, where there is one. instead_of: see `Backup.restorable`."""
+    if copies:
+        here = "no checkpoint here can be gone on from" if instead_of else "nothing is here"
+        log.warning("%s: going on from the backup %s", here, copies[0].place())
 
 
 def remote_incarnations(remote: Objects) -> dict[str, bytes]:

@@ -13,7 +13,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,6 +78,11 @@ class FileSender:
         except FileNotFoundError:
             return None
 
+    def sizes(self) -> dict[str, int]:
+        """Return the bytes of each file of this checkpoint in the store, by one list. Raises OSError."""
+        listed = self._remote.entries(self.prefix)
+        return {entry.key.removeprefix(self.prefix): entry.stat.bytes for entry in listed}
+
     def _note(self, record: FileRecord, stored: ObjectStat) -> None:
         line = json.dumps({"url": self._remote.url, "file": record.name, "mark": stored.mark})
         with self._writing:
@@ -102,6 +107,28 @@ def read_notes(notes: Path, url: str) -> dict[str, str]:
             except (ValueError, KeyError, TypeError):
                 continue
     return noted
+
+
+def forget_removed(notes: Path, url: str, *, files: Sequence[FileRecord], sizes: Mapping[str, int]) -> None:
+    """Drop the notes of files that the store no longer has in full: the ranks then send these again.
+
+    Whoever tidies a bucket may remove an upload that was cut short; the next start would take its files as
+    sent. sizes: see `FileSender.sizes`.
+    """
+    removed = {file.name for file in files if sizes.get(file.name) != file.bytes}
+    if removed.isdisjoint(read_notes(notes, url)):
+        return
+    for path in all_notes(notes):
+        lines = path.read_text(encoding="utf-8").splitlines()
+        kept = [f"{line}\n" for line in lines if not _tells_of(line, removed)]
+        durable.write_whole_unsynced(path, "".join(kept))
+
+
+def _tells_of(line: str, names: Collection[str]) -> bool:
+    try:
+        return json.loads(line)["file"] in names
+    except (ValueError, KeyError, TypeError):
+        return False
 
 
 def all_notes(notes: Path) -> list[Path]:

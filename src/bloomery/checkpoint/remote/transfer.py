@@ -36,7 +36,13 @@ from bloomery.checkpoint.format.manifest import (
 from bloomery.checkpoint.format.source import Source, source_of
 from bloomery.checkpoint.format.state import Json
 from bloomery.checkpoint.format.suspects import SUSPECT, mark_of
-from bloomery.checkpoint.remote.shared_upload import FileSender, UploadCoordinator, all_notes, read_notes
+from bloomery.checkpoint.remote.shared_upload import (
+    FileSender,
+    UploadCoordinator,
+    all_notes,
+    forget_removed,
+    read_notes,
+)
 from bloomery.errors import CheckpointError, require_space, storage_error
 from bloomery.objects import Objects, StoreUnreachable, storage_failure
 
@@ -167,6 +173,7 @@ class _Upload:
             sent = self._send(self._texts.files, progress, go_on, workers)
         else:
             sent = self._send_with(others, progress, go_on, workers)
+        self._require_all()
         mark = mark_of(source_of(self._directory))
         if mark is not None:  # before the manifest, so that nobody sees the checkpoint without its mark
             self._remote.put(self.prefix + SUSPECT, mark)
@@ -207,6 +214,7 @@ class _Upload:
     ) -> int:
         """Send this rank's share, and what another rank does not send in time."""
         name, url, files = self._directory.name, self._remote.url, self._texts.files
+        forget_removed(self._notes, url, files=files, sizes=self._sender.sizes())
         others.ask(name, url=url, files=files)
         try:
             sent = self._send(files[:: others.world], progress, go_on, workers)
@@ -217,6 +225,15 @@ class _Upload:
         if not go_on():
             raise UploadInterrupted(self._directory.name)
         return sent
+
+    def _require_all(self) -> None:
+        """Raise OSError where the store lacks a file: it may have been removed there since it was noted."""
+        sizes = self._sender.sizes()
+        for file in self._texts.files:
+            if sizes.get(file.name) != file.bytes:
+                raise OSError(
+                    5, f"{self._remote.place(self.prefix + file.name)} was sent, and is not there in full now"
+                )
 
     def _remove_other_manifest(self) -> None:
         """Remove another content's manifest first: half replaced, it must not count as a checkpoint."""
@@ -255,7 +272,8 @@ def download_checkpoint(
     check_coverage(read_index(source, manifest).boxes)
     partial = final.with_name(final.name + PARTIAL)
     try:
-        require_space(directory, doing="Copying a checkpoint", bytes_needed=manifest.bytes)
+        here = sum(_bytes_here(partial / file.name, file) for file in manifest.files)
+        require_space(directory, doing="Copying a checkpoint", bytes_needed=manifest.bytes - here)
         durable.make_directory(directory)
         partial.mkdir(exist_ok=True)
         done = 0
@@ -290,6 +308,11 @@ def _mark_as(source: Source, directory: Path) -> None:
         raise storage_failure(error, doing=f"Fetching {source.name}") from error
     if mark is not None:
         durable.write_whole(directory / SUSPECT, mark)
+
+
+def _bytes_here(path: Path, record: FileRecord) -> int:
+    """Return what an earlier try left of a file: it is kept, or removed before the file is fetched anew."""
+    return min(record.bytes, path.stat().st_size) if path.exists() else 0
 
 
 def _is_here(path: Path, record: FileRecord) -> bool:
