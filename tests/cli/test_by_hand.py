@@ -99,6 +99,7 @@ def test_a_fork_goes_on_from_a_checkpoint_of_a_run_that_goes_on_too(stopped, sta
     facts = told(capsys, "fork", str(stopped), str(fork), "--to-step", "7")
     assert (facts["checkpoint"], facts["name"]) == ("step-000006.i001", "fork")
     recipe = str(RunDirectory(fork).recipe)
+    assert load_recipe(recipe).recipe.sync.place == "", "two runs in one place overwrite each other"
     slow = load_recipe(recipe, ["guard.stop_at_step=0", "optim.learning_rate=1e-5"])
     go(slow, fork)
     go(*start(*SETTINGS))

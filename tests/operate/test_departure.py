@@ -92,6 +92,22 @@ GCE, AWS = "/computeMetadata/v1/instance", "/latest/meta-data"
             },
             [WHEN.timestamp()],
         ),
+        (
+            "azure",
+            {
+                "/metadata/instance/compute/name?api-version=2021-02-01&format=text": "vm2",
+                "/metadata/scheduledevents?api-version=2020-07-01": json.dumps(
+                    {
+                        "Events": [
+                            {"EventType": "Redeploy", "NotBefore": MAIL, "Resources": ["vm1"]},
+                            {"EventType": "Freeze", "Resources": ["vm2"], "DurationInSeconds": 5},
+                            {"EventType": "Freeze", "NotBefore": MAIL, "Resources": ["vm2"]},
+                        ]
+                    }
+                ),
+            },
+            [WHEN.timestamp()],
+        ),
     ],
 )
 def test_notices_of_the_clouds(cloud: str, answers: dict[str, str], expected: list[float]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pwd
 import stat
@@ -167,6 +168,21 @@ def test_the_queue_is_filled_up_as_a_chain_until_the_run_is_stopped(tmp_path: Pa
     assert top_up(queue, none_kept, none_kept.load(), rundir) == [] == queue.requests
     rundir.control("stop").touch()
     assert top_up(queue, submission, loaded, rundir) == []
+
+
+def test_a_switch_in_the_directory_of_the_recipe_keeps_the_queue_from_filling_up(
+    here: Here, tmp_path: Path
+) -> None:
+    rundir, queue, elsewhere = RunDirectory(tmp_path / "run").create(), Queue(), tmp_path / "switches"
+    submission = submission_of(
+        "demo", ["submit.keep_queued=3", f"control.directory={json.dumps(str(elsewhere))}"], nproc=2
+    )
+    elsewhere.mkdir()
+    (elsewhere / "stop").touch()
+    assert top_up(queue, submission, submission.load(), rundir) == [] == queue.requests
+    words = ["demo", f"control.directory={json.dumps(str(elsewhere))}", "--run", str(rundir.path)]
+    refused = here("submit", *words)
+    assert refused.status == 1 and f"--disarm --at {elsewhere}" in refused.err
 
 
 def test_files_that_the_group_cannot_write_are_repaired(tmp_path: Path) -> None:

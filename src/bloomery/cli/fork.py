@@ -101,7 +101,9 @@ def _fork(rundir: RunDirectory, checkpoint: CommittedCheckpoint, target: Path) -
     if not rundir.recipe.exists():
         raise CheckpointError(f"{rundir.path} has no recipe.toml", remedy="Give a whole run directory.")
     name = target.resolve().name
-    loaded = load_recipe(str(rundir.recipe), [f"run.name={json.dumps(name)}"])
+    # Two runs that sync to one place would overwrite each other's logs there.
+    changed = [f"run.name={json.dumps(name)}", "sync.place=''"]
+    loaded = load_recipe(str(rundir.recipe), changed)
     if loaded.recipe.elastic.inner_steps:
         raise CheckpointError(
             f"{rundir.path} is one peer of a run between peers, whose state they hold together",

@@ -77,7 +77,7 @@ def run(arguments: list[str]) -> int:
 
 def _refuse_stopped(rundir: RunDirectory, directory: str) -> None:
     """Raise StoppedBySwitch where the stop switch is armed, before ranks have to load torch to find it so."""
-    armed = Switches([rundir.control_dir, *([Path(directory)] if directory else [])]).armed("stop")
+    armed = Switches.of_run(rundir, directory).armed("stop")
     if armed is not None:
         raise StoppedBySwitch(
             f"Nothing was started: the switch {armed} is armed ({note_of(armed) or 'by hand'}).",

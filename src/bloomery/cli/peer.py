@@ -111,8 +111,7 @@ def _train(options: Namespace) -> int:
 
 def _refuse_when_stopped(rundir: RunDirectory, loaded: LoadedRecipe) -> None:
     """Raise StoppedBySwitch where the stop switch is armed, before other peers hear of this one."""
-    elsewhere = loaded.recipe.control.directory
-    path = Switches([rundir.control_dir, *([Path(elsewhere)] if elsewhere else [])]).armed("stop")
+    path = Switches.of_run(rundir, loaded.recipe.control.directory).armed("stop")
     if path is not None:
         raise StoppedBySwitch(
             f"Nothing was trained: the switch {path} is armed.",

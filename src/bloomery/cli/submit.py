@@ -13,6 +13,7 @@ from bloomery.cli.arguments import add_recipe, parser
 from bloomery.config.find import run_path
 from bloomery.errors import BloomeryError, storage_error
 from bloomery.events.run_directory import RunDirectory
+from bloomery.events.switches import Switches
 
 if TYPE_CHECKING:
     from bloomery.config.load import LoadedRecipe
@@ -69,7 +70,7 @@ def run(arguments: list[str]) -> int:
     if options.dry_run:
         print(scheduler.script(request), end="")
         return 0
-    _refuse_stopped(rundir)
+    _refuse_stopped(rundir, loaded)
     _prepare(rundir, loaded)
     keep_submission(rundir, submission)
     jobs = top_up(scheduler, submission, loaded, rundir) if keep else submit(scheduler, request)
@@ -115,11 +116,13 @@ def _check(loaded: LoadedRecipe) -> None:
     refuse_alone(loaded.recipe, loaded.sources)
 
 
-def _refuse_stopped(rundir: RunDirectory) -> None:
-    if rundir.control("stop").exists():
+def _refuse_stopped(rundir: RunDirectory, loaded: LoadedRecipe) -> None:
+    armed = Switches.of_run(rundir, loaded.recipe.control.directory).armed("stop")
+    if armed is not None:
+        own = "" if armed.parent == rundir.control_dir else f" --at {armed.parent}"
         raise BloomeryError(
-            f"The switch {rundir.control('stop')} is armed, so no job would train.",
-            remedy=f"bloomery stop {rundir.path} --disarm",
+            f"The switch {armed} is armed, so no job would train.",
+            remedy=f"bloomery stop {rundir.path} --disarm{own}",
         )
 
 

@@ -41,7 +41,7 @@ def run(arguments: list[str]) -> int:
     options = _parse(arguments)
     from bloomery.operate.watch.alerts import AlertRules
     from bloomery.operate.watch.conditions import WatchLimits
-    from bloomery.operate.watch.notify import refuse_bad_addresses, send
+    from bloomery.operate.watch.notify import AlertSender, refuse_bad_addresses
     from bloomery.operate.watch.watcher import RunWatcher, acknowledge
 
     if options.ack is not None:
@@ -56,13 +56,15 @@ def run(arguments: list[str]) -> int:
         disk_s=options.disk_h * 3600.0,
     )
 
-    def deliver(alert: Alert) -> bool:
-        if not options.json:
+    sender = AlertSender(addresses)
+
+    def deliver(alert: Alert) -> Alert | None:
+        if not options.json and alert.owed is None:
             print(
                 f"{time.strftime('%H:%M:%S')} {alert.title}: {' | '.join(alert.body.splitlines())}",
                 flush=True,
             )
-        return not addresses or send(addresses, title=alert.title, body=alert.body)
+        return sender.send(alert)
 
     with ExitStack() as stack:
         watchers = []

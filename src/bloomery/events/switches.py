@@ -37,6 +37,11 @@ class Switches:
         self._taken: dict[Path, tuple[int, int]] = {}
         self._refused: set[Path] = set()
 
+    @classmethod
+    def of_run(cls, rundir: RunDirectory, directory: str) -> Switches:
+        """Return the switches of a run. directory: where more are (`control.directory`); "": nowhere."""
+        return cls([rundir.control_dir, *([Path(directory)] if directory else [])])
+
     def armed(self, name: str) -> Path | None:
         """Return the first file of a switch that was not taken; None where the switch is not armed."""
         for directory in self.directories:

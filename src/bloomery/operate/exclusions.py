@@ -96,6 +96,7 @@ def exclude_in_queue(
 ) -> list[str]:
     """Exclude `nodes` from every job of a run that waits; returns the names of these jobs.
 
+    nodes: all that are excluded beside the recipe's, for they replace those that a job excluded before.
     Raises SchedulerError.
     """
     waiting = [

@@ -30,6 +30,8 @@ ADDRESSES = {
 _ANSWER_S = 5.0
 _DMI = Path("/sys/class/dmi/id")
 _AZURE_TAG = "7783-7084-3265-9085-8269-3286-77"
+_SHORT_PAUSE_S = 30
+"""A pause of so many seconds ends no collective; it is waited for."""
 _HARMLESS = {"NONE", "MIGRATE_ON_HOST_MAINTENANCE"}
 
 
@@ -132,13 +134,23 @@ def _aws(url: str) -> list[MaintenanceNotice]:
 def _azure(url: str) -> list[MaintenanceNotice]:
     answer = _get(f"{url}/metadata/scheduledevents?api-version=2020-07-01", {"Metadata": "true"})
     events = _parsed(answer)
+    listed = events.get("Events", []) if isinstance(events, dict) else []
+    if not listed:
+        return []
+    own = _get(
+        f"{url}/metadata/instance/compute/name?api-version=2021-02-01&format=text", {"Metadata": "true"}
+    )
     notices = []
-    for event in events.get("Events", []) if isinstance(events, dict) else []:
+    for event in listed:
         kind, begins = str(event.get("EventType", "event")), str(event.get("NotBefore", ""))
-        hit = ", ".join(map(str, event.get("Resources", [])))
-        notices.append(
-            MaintenanceNotice(at=_mail_date(begins), what=f"Azure: {kind} of {hit or 'this machine'}")
-        )
+        hit = [str(name) for name in event.get("Resources", [])]
+        # All machines of a scale set are told of each other's events.
+        is_of_others = bool(own.strip() and hit) and own.strip() not in hit
+        pause_s = event.get("DurationInSeconds", -1)  # -1: not known
+        is_short = kind == "Freeze" and isinstance(pause_s, int) and 0 <= pause_s <= _SHORT_PAUSE_S
+        if not is_of_others and not is_short:
+            what = f"Azure: {kind} of {', '.join(hit) or 'this machine'}"
+            notices.append(MaintenanceNotice(at=_mail_date(begins), what=what))
     return notices
 
 

@@ -18,6 +18,7 @@ from bloomery.errors import BloomeryError, TrainingFailed, storage_error
 from bloomery.events.journal import read_tail
 from bloomery.events.records import known_values
 from bloomery.events.run_directory import RunDirectory
+from bloomery.events.switches import Switches
 from bloomery.operate.exclusions import Exclusions
 from bloomery.operate.job_board import natural_sort_key
 from bloomery.operate.schedulers.interface import JobRequest, Scheduler, SchedulerError
@@ -151,12 +152,15 @@ def submit(scheduler: Scheduler, request: JobRequest) -> list[str]:
 def top_up(
     scheduler: Scheduler, submission: Submission, loaded: LoadedRecipe, rundir: RunDirectory
 ) -> list[str]:
-    """Submit as many jobs as are missing in the queue; returns their names. A run that is over gets none.
+    """Submit as many jobs as are missing in the queue; returns their names.
+
+    A run that is over, or whose stop switch is armed, gets none.
 
     Raises SchedulerError.
     """
     wanted = loaded.recipe.submit.keep_queued
-    if is_finished(rundir) or rundir.control("stop").exists():
+    stopped = Switches.of_run(rundir, loaded.recipe.control.directory).armed("stop")
+    if is_finished(rundir) or stopped is not None:
         return []
     jobs = scheduler.jobs(name=loaded.recipe.run.name, run=rundir.path.absolute())
     living = [job for job in jobs if not job.state.is_over]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.error import URLError
 from urllib.request import urlopen
 
@@ -24,10 +25,11 @@ from bloomery.config.load import load_recipe
 from bloomery.coordination.certificates import AUTHORITY, init_certificates, server_certificates
 from bloomery.errors import BloomeryError
 from bloomery.events.journal import read_journal
-from bloomery.operate.dashboard import prometheus
+from bloomery.operate.dashboard import actions, prometheus
 from bloomery.operate.dashboard.access import AccessRules, read_token
 from bloomery.operate.dashboard.server import DashboardServer
 from bloomery.operate.dashboard.viewed_run import ViewedRun
+from bloomery.operate.schedulers.interface import JobState
 
 ROOT = Path(__file__).parents[3]
 
@@ -128,6 +130,24 @@ def test_an_action_needs_the_token_and_leaves_a_control_file_and_a_record(
         ("skip", "1_000:2_000"),
     ]
     wait_until(lambda: any(e["kind"] == "request" for e in dashboard.json("api/panels?run=0")["events"]))
+
+
+def test_a_node_that_is_excluded_on_the_page_lets_no_earlier_one_back_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[list[str]] = []
+    queue = SimpleNamespace(
+        jobs=lambda *, name, run: [SimpleNamespace(job="7", state=JobState.PENDING)],
+        exclude=lambda jobs, nodes: told.append(list(nodes)),
+    )
+    monkeypatch.setattr(actions, "was_submitted", lambda rundir: True)
+    monkeypatch.setattr(actions, "scheduler_of", lambda section, path: queue)
+    run = healed_run(tmp_path / "healed")
+    run.rundir.recipe.write_text(dump_recipe(load_recipe("demo").recipe))
+    for node in ("bad-1", "bad-2"):
+        request = actions.ActionRequest(run=0, action="exclude", what=node, why="an ECC error")
+        actions.carry_out(run.rundir, request, by="engineer")
+    assert told == [["bad-1"], ["bad-1", "bad-2"]]
 
 
 def test_stopping_arms_the_switch_and_excluding_quarantines_the_node(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from tests.operate.sync.hub_server import Hub
 
 from bloomery.checkpoint.format.state import whole
 from bloomery.checkpoint.save.direct import save_streamed
-from bloomery.errors import StorageError
+from bloomery.errors import BloomeryError, StorageError
 from bloomery.events.run_directory import RunDirectory
 from bloomery.operate.sync import published
 from bloomery.operate.sync.hub import HubRepository
@@ -79,6 +79,21 @@ def test_a_checkpoint_that_is_pruned_while_it_is_held_keeps_no_other_from_its_br
     ours = publisher(run)
     ours.hold()
     assert ours.publish_held() == ["step-000010.i001"] == branches(hub)
+
+
+def test_of_checkpoints_that_cannot_be_published_the_newest_few_are_held(run: RunDirectory, hub: Hub) -> None:
+    def fails(checkpoint: Path, target: Path) -> None:
+        raise BloomeryError("this model has no such form", remedy="None.")
+
+    ours = CheckpointPublisher(run, HubRepository("people/tiny"), export=fails)
+    for step in range(1, 8):
+        shutil.rmtree(run.checkpoints / f"step-{step - 1:06d}.i001", ignore_errors=True)  # as pruning does
+        save(run, step)
+        ours.hold()
+        with pytest.raises(BloomeryError, match="no such form"):
+            ours.look()
+    held = sorted(path.name for path in (run.path / "publishing").glob("step-*"))
+    assert len(held) <= 5 and held[-1] == "step-000007.i001"
 
 
 def test_a_branch_whose_upload_broke_off_is_published_again(run: RunDirectory, hub: Hub) -> None:

@@ -70,14 +70,14 @@ def test_a_quota_that_a_run_uses_up_is_told_before_it_is(
     imitation.chmod(0o755)
     monkeypatch.setenv("PATH", str(imitation.parent), prepend=":")
     monkeypatch.setattr(quota, "_owners", lambda path: iter([("-g", "llm", 77)]))
-    watcher = RunWatcher(run, send=lambda alert: True)
+    watcher = RunWatcher(run, send=lambda alert: None)
     told = []
     for minute in range(8):
         used.write_text(str(100 + 1024 * minute))
         told += watcher.check(now=1e9 + 61.0 * minute)
         if minute == 4:
             watcher.close()
-            watcher = RunWatcher(run, send=lambda alert: True)
+            watcher = RunWatcher(run, send=lambda alert: None)
     watcher.close()
     said = [alert.condition for alert in told if "quota" in alert.condition.kind]
     assert [condition.kind for condition in said] == ["quota space (group llm)"]

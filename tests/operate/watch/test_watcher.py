@@ -18,7 +18,8 @@ from bloomery.events.heartbeat import RankActivity
 from bloomery.events.journal import Journal, read_journal
 from bloomery.events.run_directory import RunDirectory
 from bloomery.operate.submission import keep_submission, submission_of
-from bloomery.operate.watch.alerts import Alert, AlertRules, AlertWord
+from bloomery.operate.watch.alerts import Alert, AlertRules, AlertWord, WatchCondition
+from bloomery.operate.watch.notify import AlertSender
 from bloomery.operate.watch.watcher import RunWatcher
 
 
@@ -29,7 +30,7 @@ class Received(HTTPServer):
 
     def __init__(self) -> None:
         self.messages: list[dict] = []
-        self.pings = 0
+        self.pings = self.requests = 0
         super().__init__(("127.0.0.1", 0), _Handler)
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
@@ -42,6 +43,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: Received
 
     def do_POST(self) -> None:
+        self.server.requests += 1
         message = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if self.server.status == 200:
             self.server.messages.append(message)
@@ -130,7 +132,7 @@ def test_a_scheduler_that_is_silent_makes_no_run_gone(
         squeue.chmod(0o755)
 
     answers("echo 'Unable to contact slurm controller' >&2; exit 1")
-    watcher = RunWatcher(run, lambda alert: True)
+    watcher = RunWatcher(run, lambda alert: None)
     began = time.time()
     assert watcher.check(now=began) == [] and watcher.state == "unknown"
     answers("")
@@ -153,19 +155,49 @@ def test_an_alert_that_a_server_refuses_is_sent_again(tmp_path: Path, server: Re
     assert message["title"] == "[mine] new: failed" and "ValueError: of mine" in message["message"]
 
 
+def test_an_address_that_took_an_alert_does_not_get_it_again_while_another_is_dead(
+    tmp_path: Path, server: Received, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = a_run(tmp_path / "mine", error="ValueError: of mine", beat_age_s=200)
+    dead = ["--to", "json://127.0.0.1:9/gone"]
+    look = ["watch", str(run.path), "--once", *dead, "--to", f"json://{server.place}/alerts"]
+    assert [main(look) for _ in range(3)] == [1, 1, 1]
+    assert len(server.messages) == 1 and capsys.readouterr().out.count("new: failed") == 1
+    # The dead address is replaced by a living one, which gets what that was owed.
+    look[4] = f"json://{server.place}/alerts"
+    assert main(look) == 1 and len(server.messages) == 2
+    assert main(look) == 1 and len(server.messages) == 2
+
+
+def test_an_address_that_fails_is_tried_again_after_ever_longer_waits(server: Received) -> None:
+    clock = iter((0.0, 0.0, 14.0, 15.0, 15.0, 44.0, 45.0, 45.0, 105.0))
+    sender = AlertSender([f"json://{server.place}/alerts"], clock=lambda: next(clock))
+    condition = WatchCondition(kind="gone", line="the run is gone")
+    alert = Alert(run="mine", word=AlertWord.RAISED, condition=condition, began=0.0)
+    server.status, tries = 500, []
+    for _ in range(5):
+        before = server.requests
+        owed = sender.send(alert)
+        assert owed is not None and owed.owed == (0,)
+        tries.append(server.requests - before)
+    assert tries == [1, 0, 1, 0, 1]
+    server.status = 200
+    assert sender.send(alert) is None and len(server.messages) == 1
+
+
 def test_what_a_person_acknowledged_is_not_escalated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = a_run(tmp_path / "mine", beat_age_s=600)
     now, alerts = time.time(), list[Alert]()
-    watcher = RunWatcher(run, lambda alert: not alerts.append(alert), rules=AlertRules(escalate_s=60))
+    watcher = RunWatcher(run, lambda alert: alerts.append(alert), rules=AlertRules(escalate_s=60))
     watcher.check(now=now)
     watcher.check(now=now + 61)
     watcher.close()
     assert [str(alert.word) for alert in alerts] == ["new", "still"]
     assert main(["watch", str(run.path), "--ack"]) == 0
     assert "acknowledged: gone" in capsys.readouterr().out
-    watcher = RunWatcher(run, lambda alert: not alerts.append(alert), rules=AlertRules(escalate_s=60))
+    watcher = RunWatcher(run, lambda alert: alerts.append(alert), rules=AlertRules(escalate_s=60))
     watcher.check(now=now + 1000)
     watcher.close()
     assert [alert.condition.kind for alert in alerts][2:] == []
@@ -175,14 +207,14 @@ def test_a_watcher_that_died_is_missed_by_the_next(tmp_path: Path) -> None:
     run = a_run(tmp_path / "mine")
     alerts: list[Alert] = []
     now = time.time()
-    watcher = RunWatcher(run, lambda alert: not alerts.append(alert))
+    watcher = RunWatcher(run, lambda alert: alerts.append(alert))
     with pytest.raises(RunBusy, match="watched already by process"):
-        RunWatcher(run, lambda alert: True)
+        RunWatcher(run, lambda alert: None)
     watcher.check(now=now)
     watcher.check(now=now + 15)
     os.close(watcher._lock)  # as the kernel does when the process is killed
     beat(run, age_s=-2000)
-    following = RunWatcher(run, lambda alert: not alerts.append(alert))
+    following = RunWatcher(run, lambda alert: alerts.append(alert))
     following.check(now=now + 2000)
     following.close()
     assert [alert.condition.kind for alert in alerts] == ["watcher"]
@@ -192,7 +224,7 @@ def test_a_watcher_that_died_is_missed_by_the_next(tmp_path: Path) -> None:
 def test_guards_and_failing_saves_are_read_as_the_journal_grows(tmp_path: Path) -> None:
     run = a_run(tmp_path / "mine")
     alerts: list[Alert] = []
-    watcher = RunWatcher(run, lambda alert: not alerts.append(alert))
+    watcher = RunWatcher(run, lambda alert: alerts.append(alert))
     watcher.check()
     with Journal(run.journal()) as journal:
         journal.write("guard", incarnation=1, step=2, guard="spike", action="watch", reason="the loss rose")
@@ -214,7 +246,7 @@ def test_a_queue_that_is_no_longer_kept_full_is_told_until_it_is(tmp_path: Path)
         Path("recipes/demo.toml").read_text() + '\n[submit]\nscheduler = "machine"\nkeep_queued = 2\n'
     )
     alerts, now = list[Alert](), time.time()
-    watcher = RunWatcher(run, lambda alert: not alerts.append(alert))
+    watcher = RunWatcher(run, lambda alert: alerts.append(alert))
     for passed_s in (0, 600, 901):
         beat(run, age_s=-passed_s)
         watcher.check(now=now + passed_s)

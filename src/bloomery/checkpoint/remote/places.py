@@ -306,7 +306,8 @@ class CombinedBackups:
         """Return the backups from which a run can go on, newest first: see `Backup.restorable`.
 
         A place that cannot be reached, or that holds only the weights, is logged and passed over where
-        another has something. What one place still shows may be left behind by a rewind that only another knows.
+        another has something. What one place still shows may be left behind by a rewind that only another
+        knows.
         Raises StorageError and CheckpointError where none has.
         """
         copies: list[RemoteCheckpoint] = []

@@ -76,11 +76,14 @@ def _exclude(rundir: RunDirectory, what: str, why: str) -> str:
     node = QuarantinedNode(
         host=what, cause="excluded by a person", since=time.time(), run=recipe.run.name, evidence=why
     )
-    Exclusions.of(rundir, recipe.submit).add(node)
+    exclusions = Exclusions.of(rundir, recipe.submit)
+    exclusions.add(node)
     if not was_submitted(rundir):
         return f"{what} takes no further job of this run."
     scheduler = scheduler_of(recipe.submit, rundir.path.absolute())
-    jobs = exclude_in_queue(scheduler, rundir, name=recipe.run.name, section=recipe.submit, nodes=[what])
+    jobs = exclude_in_queue(
+        scheduler, rundir, name=recipe.run.name, section=recipe.submit, nodes=list(exclusions.nodes())
+    )
     return f"{what} takes no further job of this run; {len(jobs)} waiting jobs were told."
 
 

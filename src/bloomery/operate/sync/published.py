@@ -18,6 +18,7 @@ from bloomery.operate.sync.hub import HubRepository
 
 log = logging.getLogger(__name__)
 
+_MOST_HELD = 4
 MARK = "bloomery.json"
 """A branch without this file is not whole: an upload was broken off between the branch and its commit."""
 Export = Callable[[Path, Path], None]
@@ -27,7 +28,8 @@ Export = Callable[[Path, Path], None]
 class CheckpointPublisher:
     """Publishes each checkpoint of a run as a branch that is named like it, such as step-000500.i001.
 
-    A checkpoint that is seen is held by hard links in RUN/publishing, so that it may be pruned meanwhile.
+    A checkpoint that is seen is held by hard links in RUN/publishing, so that it may be pruned meanwhile. Of
+    those that cannot be published the newest few are held, because they fill the disk.
 
     export: writes what is to be published. It raises BloomeryError.
     """
@@ -37,6 +39,7 @@ class CheckpointPublisher:
         self._held = rundir.path / "publishing"
         self._published: set[str] | None = None
         self._seen: set[str] = set()
+        self._publishing = ""
 
     def hold(self) -> None:
         """Hold the checkpoints that were not seen yet. Cheap and without the network, so call it often.
@@ -55,6 +58,10 @@ class CheckpointPublisher:
                 continue  # it was pruned meanwhile
             except OSError as error:
                 raise storage_error(error, path=place, doing="Holding a checkpoint") from error
+        for name in self._waiting()[:-_MOST_HELD]:
+            if name != self._publishing:
+                log.warning("%s is not published: %d newer ones wait already", name, _MOST_HELD)
+                shutil.rmtree(self._held / name, ignore_errors=True)
 
     def publish_held(self) -> list[str]:
         """Publish what is held, oldest first, and return the names. Raises BloomeryError."""
@@ -62,6 +69,7 @@ class CheckpointPublisher:
             self._published = self._whole_branches()
         done: list[str] = []
         while names := self._waiting():
+            self._publishing = names[0]
             if names[0] not in self._published:
                 self._publish(names[0])
                 self._published.add(names[0])

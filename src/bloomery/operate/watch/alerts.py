@@ -58,6 +58,8 @@ class Alert:
     word: AlertWord
     condition: WatchCondition
     began: float
+    owed: tuple[int, ...] | None = None
+    """Numbers of the addresses that have not taken it yet; None: it was not sent before."""
 
     @property
     def title(self) -> str:

@@ -42,15 +42,15 @@ _AFTER_WAITING = {
     str(RunStatus.STOPPED): "cancelled",
 }
 
-Send = Callable[[Alert], bool]
-"""Sends an alert, and returns whether it was taken."""
+Send = Callable[[Alert], Alert | None]
+"""Sends an alert; returns None, or the alert with the addresses to which it is still owed."""
 
 
 @dataclass
 class RunWatcher:
     """Watches one run; only one process at a time does.
 
-    send: sends an alert; one that is not taken is tried again at each check.
+    send: sends an alert; what is still owed of it is tried again at each check.
     gap_s: the seconds between the last two looks.
     """
 
@@ -94,7 +94,8 @@ class RunWatcher:
         self._alive, self._gap_s, self._ended = now, gap_s, False
         self._record(alerts, before=before)
         self._unsent = [*self._unsent, *alerts][-_MOST_UNSENT:]
-        self._unsent = [alert for alert in self._unsent if not self.send(alert)]
+        owed = [self.send(alert) for alert in self._unsent]
+        self._unsent = [alert for alert in owed if alert is not None]
         self._keep()
         return alerts
 
@@ -212,11 +213,17 @@ def _alert_to_json(alert: Alert) -> dict[str, Any]:
         "word": str(alert.word),
         "began": alert.began,
         "condition": dict(alert.condition.__dict__),
+        "owed": alert.owed,
     }
 
 
 def _alert_from_json(record: dict[str, Any]) -> Alert:
     condition = WatchCondition(**record["condition"])
+    owed = record.get("owed")  # watchers before it did not tell who had taken an alert
     return Alert(
-        run=record["run"], word=AlertWord(record["word"]), condition=condition, began=record["began"]
+        run=record["run"],
+        word=AlertWord(record["word"]),
+        condition=condition,
+        began=record["began"],
+        owed=None if owed is None else tuple(owed),
     )
