@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from bloomery import torch_private
 from bloomery.checkpoint.format.state import Box, Json, Scope, StateEntry
 from bloomery.model.layers import products_for
-from bloomery.optim.clip import Counted, GradientFacts, examine
+from bloomery.optim.clip import Counted, GradientFacts, examine, squared_norms
 from bloomery.optim.groups import GroupLayout, Placement
 from bloomery.parallel.bit_digest import GradientTap
 from bloomery.parallel.flat import (
@@ -239,9 +239,9 @@ class MasterWeights:
         for group, gradient in zip(self.layouts, self.gradient, strict=True):
             places = list(group.held_logical()) if self._counts(group) else []
             if places:
-                norms = torch_private.norms([_view(gradient, place) for place in places])
+                each = squared_norms([_view(gradient, place) for place in places])
                 at = torch.tensor([index[place.name] for place in places], device=self.device)
-                squares.index_add_(0, at, norms.to(self.device).double().square())
+                squares.index_add_(0, at, each.to(self.device))
         return self._mesh.all_reduce(squares).sqrt().float()
 
     @torch.no_grad()
@@ -255,8 +255,8 @@ class MasterWeights:
                 if self._counts(group) and place.name.startswith("blocks.")
             ]
             if held:
-                norms = torch_private.norms([_view(master, place) for _, place in held])
-                both = torch.stack([norms.double().square(), norms.new_tensor([p.numel for _, p in held])])
+                each = squared_norms([_view(master, place) for _, place in held])
+                both = torch.stack([each, each.new_tensor([place.numel for _, place in held])])
                 at = torch.tensor([block for block, _ in held], device=self.device)
                 squares.index_add_(1, at, both.to(self.device))
         self._mesh.all_reduce(squares)
