@@ -188,9 +188,26 @@ def test_requests_in_files_are_carried_out_once(control: Control, rundir: RunDir
     facts = agreed(control)
     assert facts.settings_requested == (("log.every_steps", "5"), ("optim.clip", "1=2"))
     assert facts.skip_requested == ((8, 16),) and facts.rewind_requested == (3, 4, 9)
+    control.settle(facts, stops=False)
     assert not any(rundir.control(name).exists() for name in ("set", "skip", "rewind"))
     facts = agreed(control)
     assert (facts.settings_requested, facts.skip_requested, facts.rewind_requested) == ((), (), ())
+
+
+def test_a_rewind_that_a_stop_came_before_is_left_for_the_next_start(
+    control: Control, rundir: RunDirectory
+) -> None:
+    path = rundir.control("rewind")
+    path.write_text("3 4:9\n")
+    os.kill(os.getpid(), signal.SIGTERM)
+    facts = agreed(control)
+    assert facts.stop_requested
+    control.settle(facts, stops=True)
+    assert path.read_text() == "3 4:9\n"
+    control.settle(facts, stops=False)
+    assert not path.exists()
+    path.write_text("nonsense\n")
+    assert agreed(control).rewind_requested == () and not path.exists(), "it would be told at every step"
 
 
 def test_an_empty_request_is_left_for_a_moment_for_whoever_writes_it(

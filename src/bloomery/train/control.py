@@ -127,7 +127,7 @@ class Control:
         """Return the facts from the reduced numbers, equal on every rank.
 
         Collective over the peer if a request waits. The request files are removed, so that each is carried
-        out once. A line that cannot be read is logged and left out.
+        out once; that of a rewind by `settle`. A line that cannot be read is logged and left out.
         """
         save, stop, interrupted, terminated, request, minutes, since_save = numbers
         reason = _reason(
@@ -146,7 +146,7 @@ class Control:
             if self._mesh.is_first:
                 self._switches.take("save")
         if request > 0:
-            mine = {name: self._take(name, is_written=True) for name in REQUESTS}
+            mine = {name: self._take(name, is_written=True, keep=name == "rewind") for name in REQUESTS}
             taken = self._mesh.all_gather_object(mine)[0]
             facts = replace(
                 facts,
@@ -154,7 +154,17 @@ class Control:
                 skip_requested=read_skips(taken["skip"]),
                 rewind_requested=read_rewind(taken["rewind"]),
             )
+            if taken["rewind"] and not facts.rewind_requested:
+                self._take("rewind")
         return facts
+
+    def settle(self, facts: Facts, *, stops: bool) -> None:
+        """Remove a request for a rewind that was answered; where a stop came first, the next start answers.
+
+        stops: whether the step's verdict ends the run.
+        """
+        if facts.rewind_requested and not stops:
+            self._take("rewind")
 
     def _name_unknown_requests(self) -> None:
         """Warn once of each file in control/ that asks for nothing; the directory is listed when it
@@ -209,10 +219,11 @@ class Control:
         if self._received.count("SIGINT") > IMPATIENCE:
             raise KeyboardInterrupt
 
-    def _take(self, name: str, *, is_written: bool = False) -> str:
+    def _take(self, name: str, *, is_written: bool = False, keep: bool = False) -> str:
         """Return the content of a control file and remove it; '' on other ranks and without a file.
 
         is_written: leave an empty file that was just made, because its author is about to write it.
+        keep: leave a file that is not empty.
         """
         path = self._rundir.control(name)
         if not self._mesh.is_first or not path.exists():
@@ -220,7 +231,8 @@ class Control:
         content = path.read_text(encoding="utf-8", errors="replace")
         if is_written and not content and time.time() - path.stat().st_mtime < _WRITING_S:
             return ""
-        path.unlink(missing_ok=True)
+        if not (keep and content):
+            path.unlink(missing_ok=True)
         return content
 
 
