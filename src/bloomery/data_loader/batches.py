@@ -265,6 +265,7 @@ def held_out_batches(
     eod: int,
     limit: int | None = None,
     answers_alone: bool = False,
+    divisor: int = 1,
 ) -> Iterator[MicroBatch]:
     """Yield every token of every document as a target exactly once, in windows without context across
     documents.
@@ -272,6 +273,7 @@ def held_out_batches(
     rows: number of rows in each batch.
     limit: largest number of windows, spread evenly over the file; None takes all.
     answers_alone: the documents are prompts with answers, and targets that belong to prompts do not count.
+    divisor: what divides the width of every batch, as it does `sequence_length`.
 
     A document's inputs are the end-of-document token and all its tokens except the last; windows do not
     overlap. Windows of similar length share a batch, longest first; a batch is padded to the next eighth of
@@ -281,7 +283,7 @@ def held_out_batches(
     taken, windows = _held_out_windows(dataset, sequence_length, limit=limit)
     answers = AnswerTokens(dataset) if answers_alone else None
     longest_first = np.argsort(-windows[:, 1], kind="stable")
-    grain = max(1, sequence_length // 8)
+    grain = -(-max(1, sequence_length // 8) // divisor) * divisor
     for start in range(0, len(taken), rows):
         chosen = longest_first[start : start + rows]
         width = min(sequence_length, -(-int(windows[chosen[0], 1]) // grain) * grain)

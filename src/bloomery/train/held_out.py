@@ -118,6 +118,7 @@ def build_held_out(
                 eod=prepared.end_of_document_id,
                 limit=windows,
                 answers_alone=bool(recipe.data.prompt_field),
+                divisor=model.decoder.sequence_degree,
             )
         ]
         if any(bool((each.batch.targets != IGNORED).any()) for each in own):
