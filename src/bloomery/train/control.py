@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import signal
 import threading
 import time
@@ -76,6 +78,7 @@ class Control:
         self._wants_save = False
         self._save_at: float | None = None
         self._listed_ns, self._unknown = 0, frozenset[str]()
+        self._refused: set[str] = set()
         self._started = self._saved = time.monotonic()
         # Only the main thread receives signals.
         heard = SIGNALS if threading.current_thread() is threading.main_thread() else ()
@@ -105,7 +108,7 @@ class Control:
             stop=self._stop_switch() if first else 0.0,
             interrupted=float("SIGINT" in self._received),
             terminated=float("SIGTERM" in self._received),
-            request=float(first and any(self._rundir.control(name).exists() for name in REQUESTS)),
+            request=float(first and any(map(self._waits, REQUESTS))),
             minutes=(now - self._started) / 60 if first else 0.0,
             minutes_since_save=(now - self._saved) / 60 if first else 0.0,
         )
@@ -226,14 +229,46 @@ class Control:
         keep: leave a file that is not empty.
         """
         path = self._rundir.control(name)
-        if not self._mesh.is_first or not path.exists():
+        if not self._mesh.is_first:
             return ""
-        content = path.read_text(encoding="utf-8", errors="replace")
-        if is_written and not content and time.time() - path.stat().st_mtime < _WRITING_S:
+        try:
+            content = path.read_text(encoding="utf-8", errors="replace")
+            if is_written and not content and time.time() - path.stat().st_mtime < _WRITING_S:
+                return ""
+            if not (keep and content):
+                path.unlink()
+        except FileNotFoundError:
             return ""
-        if not (keep and content):
-            path.unlink(missing_ok=True)
+        except OSError as refused:
+            self._refuse(name, refused.strerror or str(refused))
+            return ""
         return content
+
+    def _waits(self, name: str) -> bool:
+        """Whether there is a control file that can be read and removed; another is named once."""
+        path = self._rundir.control(name)
+        if _may(path, os.R_OK) and _may(path.parent, os.W_OK):
+            return True
+        if _may(path, os.F_OK):
+            self._refuse(name, os.strerror(errno.EACCES))
+        return False
+
+    def _refuse(self, name: str, why: str) -> None:
+        """Say once that a request is left alone: carried out and not removed, it would count at each step."""
+        if name not in self._refused:
+            self._refused.add(name)
+            log.warning(
+                "control/%s is not carried out, for it cannot be read or removed (%s). Remove it, or let the "
+                "user that trains read it and write in %s.",
+                name,
+                why,
+                self._rundir.control_dir,
+            )
+
+
+def _may(path: Path, mode: int) -> bool:
+    """Whether this process may do something with a file; unlike `Path.exists` it raises no OSError."""
+    return os.access(path, mode, effective_ids=True)
 
 
 def switches_of(rundir: RunDirectory, section: ControlSection) -> Switches:
