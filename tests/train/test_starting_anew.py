@@ -15,6 +15,7 @@ from bloomery.events.incarnation import read_incarnations
 from bloomery.events.journal import loss_curve
 from bloomery.events.run_directory import RunDirectory
 from bloomery.guard.verdict import Rewind
+from bloomery.parallel.precision import LossScale
 from bloomery.train import loop
 from bloomery.train.control import SIGNALS
 
@@ -22,8 +23,9 @@ Start = Callable[..., tuple[LoadedRecipe, Path]]
 FEW_STEPS = ("checkpoint.every_steps=0", "checkpoint.every_minutes=0", "evaluate.every_steps=0")
 
 
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_a_machine_that_erred_before_the_first_checkpoint_begins_the_run_anew(
-    start: Start, monkeypatch: pytest.MonkeyPatch
+    start: Start, monkeypatch: pytest.MonkeyPatch, precision: str
 ) -> None:
     real, asked = loop.judge, list[int]()
 
@@ -34,14 +36,22 @@ def test_a_machine_that_erred_before_the_first_checkpoint_begins_the_run_anew(
         asked.append(report.step)
         return Rewind(judged_step=2, to_step=0, skip=range(0), reason="wrong bits", may_start_anew=True)
 
+    adapt = LossScale.update
+
+    def overflow(scale, finite):  # until the run begins anew
+        adapt(scale, finite & bool(asked))
+
     curves = []
-    for name, found in (("clean", real), ("erring", judge)):
+    for name, found, update in (("clean", real, adapt), ("erring", judge, overflow)):
         monkeypatch.setattr(loop, "judge", found)
-        loaded, path = start(*FEW_STEPS, "guard.stop_at_step=4", name=name)
+        monkeypatch.setattr(LossScale, "update", update)
+        loaded, path = start(*FEW_STEPS, "guard.stop_at_step=4", f"train.precision={precision}", name=name)
         assert go(loaded, path).step == 4
         curves.append(loss_curve(RunDirectory(path)))
     assert read_incarnations(RunDirectory(path)) == {1: None, 2: None}
     assert [event["to_step"] for event in events(path, "rewind")] == [0]
+    scales = [event["loss_scale"] for event in events(path, "step") if event["incarnation"] == 2]
+    assert scales[0] == (LossScale.FIRST if precision == "fp16" else None)
     assert len(curves[0]) == 4 and curves[0] == curves[1], "from the same values, on the same samples"
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from bloomery import torch_private
-from bloomery.checkpoint.format.state import Box, Json, Scope, StateEntry
+from bloomery.checkpoint.format.state import Box, Json, Scope, StateEntry, whole
 from bloomery.model.layers import products_for
 from bloomery.optim.clip import Counted, GradientFacts, examine, squared_norms
 from bloomery.optim.groups import GroupLayout, Placement
@@ -361,11 +361,16 @@ class LossScale:
     """
 
     GROWTH_INTERVAL = 1000
-    SMALLEST = 1.0
+    SMALLEST, FIRST = 1.0, 2.0**16
 
     def __init__(self, device: torch.device) -> None:
-        self.scale = torch.tensor(2.0**16, device=device)
+        self.scale = torch.tensor(self.FIRST, device=device)
         self.good_steps = torch.tensor(0.0, device=device)
+
+    def reset(self) -> None:
+        """Take the scale of a run that begins."""
+        self.scale.fill_(self.FIRST)
+        self.good_steps.zero_()
 
     @torch.no_grad()
     def update(self, finite: Tensor) -> None:
@@ -382,14 +387,7 @@ class LossScale:
     def state_entries(self) -> Iterable[StateEntry]:
         """The scale and the counter of good steps, so that a resume need not search for the scale again."""
         for name, tensor in (("scale", self.scale), ("good_steps", self.good_steps)):
-            yield StateEntry(
-                name=f"loss_scale.{name}",
-                global_shape=(),
-                dtype="float32",
-                box=Box(offset=(), shape=()),
-                tensor=tensor,
-                scope="peer",
-            )
+            yield whole(f"loss_scale.{name}", tensor, scope="peer")
 
     def state_values(self) -> dict[str, Json]:
         """Return no values: the whole state is in tensors."""

@@ -55,12 +55,15 @@ class Learner:
     begin: Callable[[], None] | None = None
 
     def initialise(self, *, seed: int) -> None:
-        """Give the weights their initial values and clear every moment. Collective over the peer."""
+        """Give the weights and the loss scale their initial values and clear every moment. Collective over
+        the peer.
+        """
         if self.begin is None:
             self.model.initialise(seed=seed, bigrams=self.bigrams)
         else:
             self.begin()
         self.optimizers.reset()
+        self.loss_scale.reset()
 
 
 class RunSaver:
