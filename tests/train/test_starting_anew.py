@@ -10,7 +10,7 @@ import pytest
 from tests.train.test_loop import events, go
 
 from bloomery.config.load import LoadedRecipe
-from bloomery.errors import CheckpointError
+from bloomery.errors import CheckpointError, DataError
 from bloomery.events.incarnation import read_incarnations
 from bloomery.events.journal import loss_curve
 from bloomery.events.run_directory import RunDirectory
@@ -53,6 +53,20 @@ def test_a_machine_that_erred_before_the_first_checkpoint_begins_the_run_anew(
     scales = [event["loss_scale"] for event in events(path, "step") if event["incarnation"] == 2]
     assert scales[0] == (LossScale.FIRST if precision == "fp16" else None)
     assert len(curves[0]) == 4 and curves[0] == curves[1], "from the same values, on the same samples"
+
+
+def test_an_embedding_from_more_bigrams_than_memory_holds_is_refused_with_the_numbers(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded, path = start("model.embedding_init=bigram", "model.tied=false", "guard.stop_at_step=1")
+    with monkeypatch.context() as large:
+        large.setattr("bloomery.train.data_stream.BIGRAM_BYTES", 1 << 40)
+        with pytest.raises(
+            DataError, match=r"takes 92,160,000 GiB with a vocabulary of 300, and this machine"
+        ):
+            go(loaded, path)
+    assert events(path, "step") == []
+    assert go(loaded, path).step == 1
 
 
 def test_a_run_whose_checkpoints_are_at_another_place_is_refused_before_it_trains(
