@@ -44,12 +44,13 @@ def write_whole(path: Path, content: bytes | str, *, mode: int = 0o666) -> None:
 def write_whole_unsynced(path: Path, content: str) -> None:
     """Replace a file as `write_whole` does, but without a sync: after a power cut it may be empty or missing.
 
-    For what tells of living processes (a heartbeat, who holds a lock), and for memory file systems.
+    For what tells of living processes (a heartbeat, who holds a lock), and for memory file systems. Of a path
+    in it that is no UTF-8, `?` stands for what cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = _draft_of(path)
     try:
-        draft.write_text(content, encoding="utf-8")
+        draft.write_text(content, encoding="utf-8", errors="replace")
         draft.replace(path)
     except BaseException:
         _remove_quietly(draft)

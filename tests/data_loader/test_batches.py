@@ -213,6 +213,14 @@ def test_held_out_batches_hold_every_token_once_without_context_across_documents
     assert list(held_out_batches(written(tmp_path / "none", []), sequence_length=8, rows=2, eod=EOD)) == []
 
 
+def test_widths_of_held_out_batches_can_be_split_over_the_ranks_of_a_sequence(tmp_path: Path) -> None:
+    documents = [[*range(1, size), EOD] for size in range(1, 121, 7)]
+    dataset = written(tmp_path / "kept", documents)
+    batches = held_out_batches(dataset, sequence_length=120, rows=2, eod=EOD, divisor=4)
+    widths = [batch.tokens.shape[1] for batch in batches]
+    assert set(widths) == {16, 32, 48, 64, 80, 96, 112, 120}
+
+
 def test_some_held_out_windows_take_memory_for_some_documents_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -120,6 +120,14 @@ def test_an_exception_is_kept_with_the_place_where_it_was_raised(tmp_path: Path)
         assert beat is not None and beat.error.startswith(told)
 
 
+def test_an_exception_that_names_a_path_which_is_no_utf_8_is_kept_and_not_replaced(tmp_path: Path) -> None:
+    name = os.fsdecode(b"caf\xe9")
+    with pytest.raises(RuntimeError, match="cannot read"), beating(tmp_path / "0-0").start() as heartbeat:
+        raise RuntimeError(f"cannot read /data/{name}/x.bin")
+    beat = read_beat(heartbeat.path)
+    assert beat is not None and beat.error == "RuntimeError: cannot read /data/caf?/x.bin"
+
+
 def test_a_heartbeat_that_never_started_leaves_the_file_of_another_alone(tmp_path: Path) -> None:
     with beating(tmp_path / "0-0", host="first").start(), beating(tmp_path / "0-0", host="second"):
         pass

@@ -47,6 +47,15 @@ def test_a_torn_line_costs_only_itself_at_every_place_it_may_be_torn(tmp_path: P
         assert events[0] == "one" and events[-1] == "two"
 
 
+def test_an_error_that_names_a_path_which_is_no_utf_8_is_written(tmp_path: Path):
+    name = os.fsdecode(b"caf\xe9")
+    with Journal(tmp_path / "a.jsonl") as journal:
+        journal.write("checkpoint_failed", incarnation=1, step=5, why=f"/data/{name}: No space left")
+        journal.write("step", incarnation=1, step=6)
+    failed, step = read_journal(tmp_path / "a.jsonl")
+    assert failed["why"] == "/data/caf?: No space left" and step["step"] == 6
+
+
 def test_a_missing_journal_is_an_empty_one(tmp_path: Path):
     assert list(read_journal(tmp_path / "none.jsonl")) == []
 

@@ -1,9 +1,11 @@
+import math
 from dataclasses import replace
 
 import pytest
 from tests.guard.reports import guards_of, judged, report
 
 from bloomery.config.checkpoint import GuardSection
+from bloomery.events.records import Facts
 from bloomery.guard.health import LossScaleCollapse
 from bloomery.guard.judge import Guards, described, judge, replay
 from bloomery.guard.ladder import Ladder
@@ -68,6 +70,23 @@ def test_limits_stop_the_run_without_failing_it(guard, facts, reason):
     assert isinstance(judge(guards_of(**guard), report(6)), CarryOn)
     verdict = judge(guards_of(**guard), report(7, **facts))
     assert isinstance(verdict, Stop) and not verdict.failed and reason in verdict.reason
+
+
+@pytest.mark.parametrize("bad", [math.nan, 3.5])
+def test_a_rewind_that_a_stop_came_before_is_asked_for_again_by_the_resumed_run(bad):
+    unbroken, stopped, resumed = (guards_of(not_finite_losses=3) for _ in range(3))
+    calm = [report(step) for step in range(1, 301)]
+    judged(stopped, calm)
+    judged(unbroken, calm)
+    bad_steps = [report(step, bad, update_applied=math.isfinite(bad)) for step in range(301, 321)]
+    verdicts = judged(unbroken, bad_steps)
+    (due,) = (at for at, verdict in enumerate(verdicts) if isinstance(verdict, Rewind))
+    judged(stopped, bad_steps[:due])
+    asked_to_stop = Facts(stop_requested=True, stop_reason="signal SIGTERM")
+    assert isinstance(judge(stopped, replace(bad_steps[due], facts=asked_to_stop)), Stop)
+    resumed.load_state_values(stopped.state_values())
+    resumed.resumed()
+    assert isinstance(judge(resumed, bad_steps[due + 1]), Rewind)
 
 
 def test_an_old_journal_can_be_judged_again():

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bloomery.config.optim import OptimSection
-from bloomery.optim.clip import PREFIX, CountedGradient, GradientFacts, GradientLimits, examine
+from bloomery.optim.clip import PREFIX, CountedGradient, GradientFacts, GradientLimits, examine, squared_norms
 
 RATE = 0.1
 
@@ -44,6 +44,23 @@ def limited(
         scale_tensors=lambda each: None,
         z_score=z_score,
     )
+
+
+def test_the_norm_of_a_large_gradient_is_exact_and_the_same_in_any_number_of_shards() -> None:
+    gradient = torch.randn(1 << 24, generator=torch.Generator().manual_seed(5))
+    exact = math.sqrt(float(torch.dot(gradient.double(), gradient.double())))
+    whole = examine([CountedGradient(gradient=gradient)], limit=1.0, unscale=1.0)
+    shards = [CountedGradient(gradient=part) for part in gradient.chunk(5)]
+    assert float(whole.norm) == pytest.approx(exact, rel=5e-5)
+    assert float(examine(shards, limit=1.0, unscale=1.0).norm) == pytest.approx(exact, rel=5e-5)
+    of_tensors = squared_norms([gradient[:6].view(2, 3), gradient.view(1 << 12, -1)])
+    assert float(of_tensors[1]) == pytest.approx(exact**2, rel=1e-4)
+
+
+def test_the_norm_of_a_small_gradient_has_the_bits_of_one_sum() -> None:
+    gradient = torch.randn(300_001, generator=torch.Generator().manual_seed(5))
+    found = examine([CountedGradient(gradient=gradient)], limit=1.0, unscale=1.0)
+    assert found.norm == torch.linalg.vector_norm(gradient)
 
 
 def test_the_z_score_clips_what_the_paper_clips() -> None:

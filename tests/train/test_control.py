@@ -188,9 +188,26 @@ def test_requests_in_files_are_carried_out_once(control: Control, rundir: RunDir
     facts = agreed(control)
     assert facts.settings_requested == (("log.every_steps", "5"), ("optim.clip", "1=2"))
     assert facts.skip_requested == ((8, 16),) and facts.rewind_requested == (3, 4, 9)
+    control.settle(facts, stops=False)
     assert not any(rundir.control(name).exists() for name in ("set", "skip", "rewind"))
     facts = agreed(control)
     assert (facts.settings_requested, facts.skip_requested, facts.rewind_requested) == ((), (), ())
+
+
+def test_a_rewind_that_a_stop_came_before_is_left_for_the_next_start(
+    control: Control, rundir: RunDirectory
+) -> None:
+    path = rundir.control("rewind")
+    path.write_text("3 4:9\n")
+    os.kill(os.getpid(), signal.SIGTERM)
+    facts = agreed(control)
+    assert facts.stop_requested
+    control.settle(facts, stops=True)
+    assert path.read_text() == "3 4:9\n"
+    control.settle(facts, stops=False)
+    assert not path.exists()
+    path.write_text("nonsense\n")
+    assert agreed(control).rewind_requested == () and not path.exists(), "it would be told at every step"
 
 
 def test_an_empty_request_is_left_for_a_moment_for_whoever_writes_it(
@@ -204,6 +221,40 @@ def test_an_empty_request_is_left_for_a_moment_for_whoever_writes_it(
     path.touch()
     os.utime(path, (time.time() - 60, time.time() - 60))
     assert agreed(control).skip_requested == () and not path.exists()
+
+
+@pytest.mark.needs(lambda: os.geteuid() == 0, rights="root, to be another user for a moment")
+@pytest.mark.parametrize("unreadable", ["file", "directory"])
+def test_a_request_that_the_training_may_not_read_or_remove_is_named_once_and_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, unreadable: str
+) -> None:
+    monkeypatch.chdir(tmp_path)  # the directories above it are root's alone
+    tmp_path.chmod(0o755)
+    rundir = RunDirectory(Path("run")).create()
+    rundir.path.chmod(0o755)
+    control = Control(rundir, ALONE)
+    path = rundir.control("rewind")
+    path.write_text("3 4:9\n")
+    rundir.control_dir.chmod(0o777 if unreadable == "file" else 0o755)
+    path.chmod(0o600 if unreadable == "file" else 0o644)
+    os.seteuid(65534)
+    try:
+        for _ in range(2):
+            assert agreed(control).rewind_requested == ()
+    finally:
+        os.seteuid(0)
+        control.close()
+    assert path.exists() and caplog.text.count("control/rewind is not carried out") == 1
+    assert agreed(control).rewind_requested == (3, 4, 9)
+
+
+def test_a_directory_in_place_of_a_request_is_named_once_and_left_alone(
+    control: Control, rundir: RunDirectory, caplog: pytest.LogCaptureFixture
+) -> None:
+    rundir.control("set").mkdir()
+    for _ in range(2):
+        assert agreed(control).settings_requested == ()
+    assert caplog.text.count("control/set is not carried out") == 1 and "Is a directory" in caplog.text
 
 
 def test_other_ranks_read_no_files_and_tell_of_their_signals_alone(rundir: RunDirectory) -> None:

@@ -17,6 +17,9 @@ from bloomery.checkpoint.format.state import Box, StateEntry
 from bloomery.cli import main
 from bloomery.errors import CheckpointError
 from bloomery.guard.receipt import Promise, RankEvidence, broken_promises
+from bloomery.guard.verdict import Rewind
+from bloomery.train import loop
+from bloomery.train.checkpoint_store import Store
 from bloomery.train.receipts import _digest
 from bloomery.train.settings import RunSettings
 from bloomery.train.state import TrainState
@@ -51,6 +54,36 @@ def test_a_resume_is_proved_with_the_bits_that_its_first_step_had_before(crashed
     assert main(["ckpt", "show", str(crashed / "checkpoints" / "step-000003.i001")]) == 0
     out = capsys.readouterr().out
     assert "on 1 rank: same next samples, same optimizer state" in out and "as when the step was made" in out
+
+
+def test_a_checkpoint_that_was_being_saved_when_the_run_went_back_to_it_keeps_its_own_promise(
+    start: Start, monkeypatch
+):
+    judge, take, reaches = loop.judge, Store.take_save_results, Store.reaches_back_to
+    went_back = []
+
+    def judged(guards, report):
+        usual = judge(guards, report)
+        if report.step != 3 or went_back:
+            return usual
+        return Rewind(judged_step=3, to_step=2, skip=range(16, 32), reason="planned")
+
+    def reaches_back_to(store, step):
+        went_back.append(step)
+        return reaches(store, step)
+
+    monkeypatch.setattr(loop, "judge", judged)
+    monkeypatch.setattr(Store, "reaches_back_to", reaches_back_to)
+    monkeypatch.setattr(Store, "take_save_results", lambda store: take(store) if went_back else [])
+    settings = (*SETTINGS, "checkpoint.every_steps=2", "checkpoint.at_end=false")
+    loaded, path = start(*settings, "guard.stop_at_step=3")
+    go(loaded, path)
+    before, after = events(path, "checkpoint")
+    assert (before["path"], after["path"]) == ("step-000002.i001", "step-000002.i002")
+    assert (before["promise"]["first"], after["promise"]["first"]) == (16, 32)
+    shutil.rmtree(path / "checkpoints" / "step-000002.i002")  # as if its save had failed
+    go(*start(*settings, "guard.stop_at_step=3"))
+    assert receipts(path)[-1]["checkpoint"] == "step-000002.i001" and receipts(path)[-1]["kept"]
 
 
 def shifted(restore):

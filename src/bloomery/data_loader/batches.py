@@ -5,6 +5,7 @@ Legend: b samples of a micro-batch, s tokens of a sample.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,6 +26,8 @@ from bloomery.data.sample_layout import Layout
 from bloomery.data_loader.packs import IGNORED, SampleRows
 from bloomery.data_loader.reading import Samples
 from bloomery.errors import DataError
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +114,7 @@ class Batches:
         self._device = torch.device(device)
         self._timeout_s = timeout_s
         self._reading = "no dataset yet"
+        self._told_that_nothing_counts = False
         self._expected: dict[tuple[Ranges, int], Future[tuple[MicroBatch, ...]]] = {}
         self._readers = (
             ThreadPoolExecutor(min(prefetch, threads), thread_name_prefix="bloomery-read")
@@ -195,12 +199,25 @@ class Batches:
         own = samples.reshape(-1, self._degree, micro_batch)[:, self._rank]  # [A, m]
         rows = self._samples.rows(own.reshape(-1), beginning=self._begin)
         counted = self._samples.counted(samples)
+        if not counted:
+            self._tell_that_nothing_counts(samples)
         return tuple(
             self._micro_batch(
                 rows, slice(start, start + micro_batch), own[start // micro_batch], global_targets=counted
             )
             for start in range(0, own.size, micro_batch)
         )
+
+    def _tell_that_nothing_counts(self, samples: npt.NDArray[np.int64]) -> None:
+        """Warn once of a global batch that teaches nothing: its loss is 0, and not for being learned."""
+        if self._rank == 0 and not self._told_that_nothing_counts:
+            self._told_that_nothing_counts = True
+            log.warning(
+                "the %d samples from %d on are all prompt: no token of their step counts, and its loss is 0. "
+                "Raise data.sequence_length, or leave documents out whose prompts are that long.",
+                samples.size,
+                samples[0],
+            )
 
     def _reading_in(self, order: Order | MegatronOrder) -> Samples:
         return Samples(
@@ -248,6 +265,7 @@ def held_out_batches(
     eod: int,
     limit: int | None = None,
     answers_alone: bool = False,
+    divisor: int = 1,
 ) -> Iterator[MicroBatch]:
     """Yield every token of every document as a target exactly once, in windows without context across
     documents.
@@ -255,6 +273,7 @@ def held_out_batches(
     rows: number of rows in each batch.
     limit: largest number of windows, spread evenly over the file; None takes all.
     answers_alone: the documents are prompts with answers, and targets that belong to prompts do not count.
+    divisor: what divides the width of every batch, as it does `sequence_length`.
 
     A document's inputs are the end-of-document token and all its tokens except the last; windows do not
     overlap. Windows of similar length share a batch, longest first; a batch is padded to the next eighth of
@@ -264,7 +283,7 @@ def held_out_batches(
     taken, windows = _held_out_windows(dataset, sequence_length, limit=limit)
     answers = AnswerTokens(dataset) if answers_alone else None
     longest_first = np.argsort(-windows[:, 1], kind="stable")
-    grain = max(1, sequence_length // 8)
+    grain = -(-max(1, sequence_length // 8) // divisor) * divisor
     for start in range(0, len(taken), rows):
         chosen = longest_first[start : start + rows]
         width = min(sequence_length, -(-int(windows[chosen[0], 1]) // grain) * grain)

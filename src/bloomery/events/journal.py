@@ -80,7 +80,7 @@ class Journal:
             self._append("\n")
 
     def _append(self, text: str) -> None:
-        self._waiting.append(text.encode())
+        self._waiting.append(text.encode(errors="replace"))  # a path in it may be no UTF-8
         if len(self._waiting) > _MOST_WAITING:
             del self._waiting[1]  # the first may be half written
             self._dropped += 1

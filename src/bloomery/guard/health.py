@@ -57,8 +57,9 @@ class NotFinite:
         return kept, carry_on
 
     def resumed(self, history: Json) -> Json:
-        """Return the history as it was: a resumed run goes on."""
-        return history
+        """Return the history with nothing asked: a stop came before what the last process asked for."""
+        past: Any = history if isinstance(history, dict) else _row_of_bad()  # Any: written here
+        return {**past, "asked": False}
 
     def rewound(self, before: Json, restored: Json, *, rung: Rung) -> Json:
         """Return the history of a run in which nothing is wrong yet."""

@@ -104,8 +104,10 @@ class SpikeGuard:
         return _to_json(past), verdict
 
     def resumed(self, history: Json) -> Json:
-        """Return the history as it was: a resumed run goes on."""
-        return history
+        """Return the history with its spike not judged: a stop came before the rewind that it asked for."""
+        past = _from_json(history)
+        spike = None if past.spike is None else replace(past.spike, judged=False)
+        return _to_json(replace(past, spike=spike))
 
     def rewound(self, before: Json, restored: Json, *, rung: Rung) -> Json:
         """Return the checkpoint's history with no spike under way."""

@@ -13,6 +13,7 @@ from math import inf
 import torch
 from torch import Tensor
 
+from bloomery import torch_private
 from bloomery.checkpoint.format.state import StateEntry, whole
 from bloomery.config.optim import OptimSection
 
@@ -21,6 +22,8 @@ TENSOR_DECAY, TENSOR_WARMUP = 0.98, 100
 OUTLIER_WINDOW, OUTLIER_MINIMUM = 128, 64
 PREFIX = "optim.limit."
 _TINY = 1e-6
+_PIECE = 1 << 20
+"""Elements of which a CPU sums the squares at once: in fp32 and in one row, 2^27 of them lose 2%."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +92,7 @@ def examine(
     zeros = torch.zeros((), dtype=torch.float64, device=device)
     for counted in gradients:
         if counted.counts:
-            squares += torch.linalg.vector_norm(counted.gradient).double().square()
+            squares += squared_norm(counted.gradient)
             zeros += counted.gradient.numel() - torch.count_nonzero(counted.gradient) - counted.padding
     squares, zeros = total(torch.stack([squares, zeros])).unbind()
     norm = squares.sqrt().float() / unscale
@@ -99,6 +102,24 @@ def examine(
     return GradientFacts(
         norm=norm, finite=finite, applies=finite, shrink=shrink, coefficient=coefficient, zeros=zeros
     )
+
+
+def squared_norm(values: Tensor) -> Tensor:
+    """Return the sum of the squares of an fp32 tensor's elements, an fp64 scalar.
+
+    A CPU sums piece by piece, so that large buffers lose nothing and any split of them has the same norm.
+    """
+    if values.device.type != "cpu":
+        return torch.linalg.vector_norm(values).double().square()
+    pieces = values.reshape(-1).split(_PIECE)
+    return torch.stack([torch.linalg.vector_norm(piece) for piece in pieces]).double().square().sum()
+
+
+def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
+    """Return `squared_norm` of each of at least one tensor, fp64 [n]."""
+    if tensors[0].device.type != "cpu":
+        return torch_private.tensor_norms(tensors).double().square()
+    return torch.stack([squared_norm(tensor) for tensor in tensors])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from bloomery import torch_private
-from bloomery.checkpoint.format.state import Box, Json, Scope, StateEntry
+from bloomery.checkpoint.format.state import Box, Json, Scope, StateEntry, whole
 from bloomery.model.layers import matmul_mode_for
-from bloomery.optim.clip import CountedGradient, GradientFacts, examine
+from bloomery.optim.clip import CountedGradient, GradientFacts, examine, squared_norms
 from bloomery.optim.groups import GroupLayout, Placement
 from bloomery.parallel.bit_digest import GradientTap
 from bloomery.parallel.flat import (
@@ -239,9 +239,9 @@ class MasterWeights:
         for group, gradient in zip(self.layouts, self.gradient, strict=True):
             places = list(group.held_logical()) if self._counts(group) else []
             if places:
-                norms = torch_private.tensor_norms([_view(gradient, place) for place in places])
+                each = squared_norms([_view(gradient, place) for place in places])
                 at = torch.tensor([index[place.name] for place in places], device=self.device)
-                squares.index_add_(0, at, norms.to(self.device).double().square())
+                squares.index_add_(0, at, each.to(self.device))
         return self._mesh.all_reduce(squares).sqrt().float()
 
     @torch.no_grad()
@@ -255,8 +255,8 @@ class MasterWeights:
                 if self._counts(group) and place.name.startswith("blocks.")
             ]
             if held:
-                norms = torch_private.tensor_norms([_view(master, place) for _, place in held])
-                both = torch.stack([norms.double().square(), norms.new_tensor([p.numel for _, p in held])])
+                each = squared_norms([_view(master, place) for _, place in held])
+                both = torch.stack([each, each.new_tensor([place.numel for _, place in held])])
                 at = torch.tensor([block for block, _ in held], device=self.device)
                 squares.index_add_(1, at, both.to(self.device))
         self._mesh.all_reduce(squares)
@@ -361,11 +361,16 @@ class LossScale:
     """
 
     GROWTH_INTERVAL = 1000
-    SMALLEST = 1.0
+    SMALLEST, FIRST = 1.0, 2.0**16
 
     def __init__(self, device: torch.device) -> None:
-        self.scale = torch.tensor(2.0**16, device=device)
+        self.scale = torch.tensor(self.FIRST, device=device)
         self.good_steps = torch.tensor(0.0, device=device)
+
+    def reset(self) -> None:
+        """Take the scale of a run that begins."""
+        self.scale.fill_(self.FIRST)
+        self.good_steps.zero_()
 
     @torch.no_grad()
     def update(self, finite: Tensor) -> None:
@@ -382,14 +387,7 @@ class LossScale:
     def state_entries(self) -> Iterable[StateEntry]:
         """The scale and the counter of good steps, so that a resume need not search for the scale again."""
         for name, tensor in (("scale", self.scale), ("good_steps", self.good_steps)):
-            yield StateEntry(
-                name=f"loss_scale.{name}",
-                global_shape=(),
-                dtype="float32",
-                box=Box(offset=(), shape=()),
-                tensor=tensor,
-                scope="peer",
-            )
+            yield whole(f"loss_scale.{name}", tensor, scope="peer")
 
     def state_values(self) -> dict[str, Json]:
         """Return no values: the whole state is in tensors."""

@@ -364,7 +364,7 @@ def _of_processor(processor: Path, memory_limit: Path) -> Hardware:
         notes="Estimated from the processor's description; `bloomery calibrate` measures it.",
         accelerator=Accelerator(
             kind="cpu",
-            memory_gib=_memory_gib(memory_limit),
+            memory_gib=main_memory_gib(memory_limit),
             reserved_gib=_PROCESS_GIB,
             memory_gb_per_s=min(_SOCKET_GB_PER_S, _CORE_GB_PER_S * cores),
             fp32_teraflops=fp32,
@@ -378,7 +378,7 @@ def _of_processor(processor: Path, memory_limit: Path) -> Hardware:
     )
 
 
-def _memory_gib(memory_limit: Path) -> float:
+def main_memory_gib(memory_limit: Path = _MEMORY_LIMIT) -> float:
     """Return the RAM, or what a container may use of it, in GiB."""
     most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = _field(memory_limit, r"^(\d+)")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import signal
 import threading
 import time
@@ -76,6 +78,7 @@ class Control:
         self._wants_save = False
         self._save_at: float | None = None
         self._listed_ns, self._unknown = 0, frozenset[str]()
+        self._refused: set[str] = set()
         self._started = self._saved = time.monotonic()
         # Only the main thread receives signals.
         heard = SIGNALS if threading.current_thread() is threading.main_thread() else ()
@@ -105,7 +108,7 @@ class Control:
             stop=self._stop_switch() if first else 0.0,
             interrupted=float("SIGINT" in self._received),
             terminated=float("SIGTERM" in self._received),
-            request=float(first and any(self._rundir.control(name).exists() for name in REQUESTS)),
+            request=float(first and any(map(self._waits, REQUESTS))),
             minutes=(now - self._started) / 60 if first else 0.0,
             minutes_since_save=(now - self._saved) / 60 if first else 0.0,
         )
@@ -127,7 +130,7 @@ class Control:
         """Return the facts from the reduced numbers, equal on every rank.
 
         Collective over the peer if a request waits. The request files are removed, so that each is carried
-        out once. A line that cannot be read is logged and left out.
+        out once; that of a rewind by `settle`. A line that cannot be read is logged and left out.
         """
         save, stop, interrupted, terminated, request, minutes, since_save = numbers
         reason = _reason(
@@ -146,7 +149,7 @@ class Control:
             if self._mesh.is_first:
                 self._switches.take("save")
         if request > 0:
-            mine = {name: self._take(name, is_written=True) for name in REQUESTS}
+            mine = {name: self._take(name, is_written=True, keep=name == "rewind") for name in REQUESTS}
             taken = self._mesh.all_gather_object(mine)[0]
             facts = replace(
                 facts,
@@ -154,7 +157,17 @@ class Control:
                 skip_requested=read_skips(taken["skip"]),
                 rewind_requested=read_rewind(taken["rewind"]),
             )
+            if taken["rewind"] and not facts.rewind_requested:
+                self._take("rewind")
         return facts
+
+    def settle(self, facts: Facts, *, stops: bool) -> None:
+        """Remove a request for a rewind that was answered; where a stop came first, the next start answers.
+
+        stops: whether the step's verdict ends the run.
+        """
+        if facts.rewind_requested and not stops:
+            self._take("rewind")
 
     def _name_unknown_requests(self) -> None:
         """Warn once of each file in control/ that asks for nothing; the directory is listed when it
@@ -209,19 +222,53 @@ class Control:
         if self._received.count("SIGINT") > IMPATIENCE:
             raise KeyboardInterrupt
 
-    def _take(self, name: str, *, is_written: bool = False) -> str:
+    def _take(self, name: str, *, is_written: bool = False, keep: bool = False) -> str:
         """Return the content of a control file and remove it; '' on other ranks and without a file.
 
         is_written: leave an empty file that was just made, because its author is about to write it.
+        keep: leave a file that is not empty.
         """
         path = self._rundir.control(name)
-        if not self._mesh.is_first or not path.exists():
+        if not self._mesh.is_first:
             return ""
-        content = path.read_text(encoding="utf-8", errors="replace")
-        if is_written and not content and time.time() - path.stat().st_mtime < _WRITING_S:
+        try:
+            content = path.read_text(encoding="utf-8", errors="replace")
+            if is_written and not content and time.time() - path.stat().st_mtime < _WRITING_S:
+                return ""
+            if not (keep and content):
+                path.unlink()
+        except FileNotFoundError:
             return ""
-        path.unlink(missing_ok=True)
+        except OSError as refused:
+            self._refuse(name, refused.strerror or str(refused))
+            return ""
         return content
+
+    def _waits(self, name: str) -> bool:
+        """Whether there is a control file that can be read and removed; another is named once."""
+        path = self._rundir.control(name)
+        if _may(path, os.R_OK) and _may(path.parent, os.W_OK):
+            return True
+        if _may(path, os.F_OK):
+            self._refuse(name, os.strerror(errno.EACCES))
+        return False
+
+    def _refuse(self, name: str, why: str) -> None:
+        """Say once that a request is left alone: carried out and not removed, it would count at each step."""
+        if name not in self._refused:
+            self._refused.add(name)
+            log.warning(
+                "control/%s is not carried out, for it cannot be read or removed (%s). Remove it, or let the "
+                "user that trains read it and write in %s.",
+                name,
+                why,
+                self._rundir.control_dir,
+            )
+
+
+def _may(path: Path, mode: int) -> bool:
+    """Whether this process may do something with a file; unlike `Path.exists` it raises no OSError."""
+    return os.access(path, mode, effective_ids=True)
 
 
 def switches_of(rundir: RunDirectory, section: ControlSection) -> Switches:

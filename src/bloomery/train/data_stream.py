@@ -41,6 +41,8 @@ from bloomery.errors import DataError
 from bloomery.events.journal import read_history
 from bloomery.events.run_directory import RunDirectory
 from bloomery.parallel.mesh import Mesh
+from bloomery.plan.hardware import GIB, main_memory_gib
+from bloomery.plan.memory import BIGRAM_BYTES
 from bloomery.plan.schedule import Phase, consumed_at_end, stretches
 from bloomery.train.state import TrainState
 
@@ -372,6 +374,17 @@ def build_data_stream(recipe: Recipe, prepared: Prepared, mesh: Mesh) -> DataStr
 
 
 def training_bigrams(recipe: Recipe, prepared: Prepared) -> torch.Tensor:
-    """Return counts[a, b], how often b follows a in the beginning of each training dataset; [v, v]."""
+    """Return counts[a, b], how often b follows a in the beginning of each training dataset; [v, v].
+
+    Raises DataError where this machine has too little memory for all pairs: the kernel would kill it.
+    """
+    vocabulary, there = prepared.vocabulary_size, main_memory_gib()
+    needed = BIGRAM_BYTES * vocabulary**2 / GIB
+    if needed > there:
+        raise DataError(
+            f"An embedding from bigrams takes {needed:,.0f} GiB with a vocabulary of {vocabulary:,}, "
+            f"and this machine has {there:,.0f}.",
+            remedy="Set model.embedding_init = 'normal' or 'xavier_uniform', or train a smaller tokenizer.",
+        )
     datasets = training_documents(recipe.data, prepared.train)
     return torch.from_numpy(count_bigrams(datasets, prepared.vocabulary_size))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,11 +14,14 @@ from bloomery.config.recipe import Recipe
 from bloomery.data.dataset_shares import held_out_weights
 from bloomery.data.prepare import Prepared
 from bloomery.data_loader.batches import MicroBatch, held_out_batches
+from bloomery.data_loader.packs import IGNORED
 from bloomery.parallel.build import TrainingModel
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.rank_zero_task import ReportProgress
 from bloomery.train.data_stream import held_out_documents
 from bloomery.train.state import TrainState
+
+log = logging.getLogger(__name__)
 
 _ROWS = 8
 
@@ -94,9 +98,10 @@ class HeldOutLoss:
 def build_held_out(
     recipe: Recipe, prepared: Prepared, model: TrainingModel, mesh: Mesh, *, report_progress: ReportProgress
 ) -> HeldOutLoss | None:
-    """Return what computes the held-out loss of a run; None where it has no held-out text.
+    """Return what computes the held-out loss of a run; None where it has no held-out text that counts.
 
-    `evaluate.samples` windows are spread over the datasets by their weights, at least one each.
+    `evaluate.samples` windows are spread over the datasets by their weights, at least one each. A dataset of
+    whose windows no token counts is named and left out: its mean would be one over nothing.
 
     report_progress: called between the batches of each evaluation.
     """
@@ -104,7 +109,7 @@ def build_held_out(
     parts = held_out_documents(recipe.data, prepared)
     shares = _shares([part.weight for part in parts], recipe.evaluate.samples)
     for part, windows in zip(parts, shares, strict=True):
-        batches += [
+        own = [
             HeldOutBatch(dataset=part.name, batch=batch)
             for batch in held_out_batches(
                 part.documents,
@@ -113,9 +118,18 @@ def build_held_out(
                 eod=prepared.end_of_document_id,
                 limit=windows,
                 answers_alone=bool(recipe.data.prompt_field),
+                divisor=model.decoder.sequence_degree,
             )
         ]
-    if not batches:  # no dataset has a document, so there is nothing to evaluate on
+        if any(bool((each.batch.targets != IGNORED).any()) for each in own):
+            batches += own
+        elif own and mesh.is_first:
+            log.warning(
+                "no loss of %r is measured: the windows that are taken of it are all prompt, and answers "
+                "alone count. Raise evaluate.samples or data.sequence_length.",
+                part.name,
+            )
+    if not batches:  # there is nothing to evaluate on
         return None
     ratios = None
     if held_out_weights(recipe.data) is not None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from bloomery.checkpoint.format.manifest import checkpoint_name
 from bloomery.checkpoint.format.state import Json, Stateful
 from bloomery.checkpoint.writer.ranks import Ranks
 from bloomery.config.recipe import InitSection
@@ -54,12 +55,15 @@ class Learner:
     begin: Callable[[], None] | None = None
 
     def initialise(self, *, seed: int) -> None:
-        """Give the weights their initial values and clear every moment. Collective over the peer."""
+        """Give the weights and the loss scale their initial values and clear every moment. Collective over
+        the peer.
+        """
         if self.begin is None:
             self.model.initialise(seed=seed, bigrams=self.bigrams)
         else:
             self.begin()
         self.optimizers.reset()
+        self.loss_scale.reset()
 
 
 class RunSaver:
@@ -99,8 +103,8 @@ class RunSaver:
             mesh=mesh,
             journal=journal,
         )
-        self._promises: dict[int, Json] = {}
-        """What the checkpoints promise that are being saved, by step, for the journal."""
+        self._promises: dict[str, Json] = {}
+        """What the checkpoints promise that are being saved, by name, for the journal."""
         self.last_report: StepReport | None = None
 
     @property
@@ -142,6 +146,7 @@ class RunSaver:
             why = f"{reason}; no checkpoint at or before step {latest} is there to go back to"
             self._record("rewind_impossible", state.step, to_step=wanted.to_step, reason=why)
             return state.halting(why, failed=True)
+        self.journal_ended_saves()
         histories, skips = self._settings.guards.state_values(), (*state.position.skips, wanted.skip)
         skip: list[Json] = [wanted.skip.start, wanted.skip.stop]
         rung = wanted.rung.name.lower()
@@ -225,12 +230,12 @@ class RunSaver:
         Raises RunBusy where another process has gone on with the run: nothing that is saved here counts.
         """
         for saved in self._store.take_save_results():
+            promise = self._promises.pop(saved.name, None)
             if isinstance(saved.failure, RunBusy):
                 raise saved.failure
             if saved.failure is not None:
                 self._note_failed_save(saved.step, saved.failure)
             elif self._mesh.is_first:
-                promise = self._promises.pop(saved.step, None)
                 self._record("checkpoint", saved.step, path=saved.name, promise=promise)
         for why in self._store.take_background_failures():
             step = self.last_report.step if self.last_report else 0
@@ -260,7 +265,7 @@ class RunSaver:
     def _promising(self, state: TrainState) -> RunStateToSave:
         """Return the state with what it promises of the step after it."""
         promise = self._receipts.promise(state).to_json()
-        self._promises[state.step] = promise
+        self._promises[checkpoint_name(state.step, self._store.incarnation)] = promise
         to_save = self._to_save(state)
         return replace(to_save, about={**to_save.about, PROMISE: promise})
 

@@ -178,6 +178,7 @@ class Trainer:
         for epoch in self._data_stream.epochs_ended(report.cursor, below=max(end, report.cursor)):
             self._record("epoch_end", report.step, **epoch)
         self.saver.journal_ended_saves()
+        self.control.settle(report.facts, stops=isinstance(verdict, Stop))
         self._observers.tell(report, verdict)
 
     def _name_slow_ranks(self, step: int) -> None:
