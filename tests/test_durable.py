@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import threading
 from pathlib import Path
@@ -53,6 +54,26 @@ def test_what_tells_of_the_living_is_replaced_whole_and_never_synced(tmp_path: P
         durable.write_whole_unsynced(tmp_path / "heartbeat", "2")
     assert calls.names == [("rename", "heartbeat")] * 2 and (tmp_path / "heartbeat").read_text() == "2"
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_sign_of_life_is_written_over_the_old_one_where_a_draft_finds_no_room(tmp_path: Path, monkeypatch):
+    path = tmp_path / "heartbeat"
+    durable.refresh(path, '{"moves": 17}\n')
+
+    def refused(number: int):
+        return lambda *content: (_ for _ in ()).throw(OSError(number, "no"))
+
+    monkeypatch.setattr(Path, "write_text", lambda *_, **__: refused(errno.EDQUOT)())
+    durable.refresh(path, '{"moves": 9}\n')
+    assert json.loads(path.read_text()) == {"moves": 9} and list(tmp_path.iterdir()) == [path]
+    with pytest.raises(OSError, match="no"):
+        durable.refresh(tmp_path / "first", "1")
+    monkeypatch.setattr(Path, "write_text", lambda *_, **__: refused(errno.EROFS)())
+    with pytest.raises(OSError, match="no"):
+        durable.refresh(path, '{"moves": 10}\n')
+    monkeypatch.undo()
+    durable.refresh(path, "1")
+    assert path.read_text() == "1"
 
 
 def test_two_writers_of_one_file_never_mix(tmp_path: Path):

@@ -12,6 +12,7 @@ Every function raises OSError; `errors.storage_error` makes a message for people
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import secrets
@@ -24,6 +25,7 @@ from typing import BinaryIO
 
 _DRAFT = ".draft"
 _LOCK_POLL_S = 0.1
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def write_whole(path: Path, content: bytes | str, *, mode: int = 0o666) -> None:
@@ -54,6 +56,20 @@ def write_whole_unsynced(path: Path, content: str) -> None:
     except BaseException:
         _remove_quietly(draft)
         raise
+
+
+def refresh(path: Path, content: str) -> None:
+    """Replace a process's sign of life as `write_whole_unsynced` does; on a full disk, write over it.
+
+    A full disk has no room for a draft, and lets a file's own blocks be written again: so who is alive still
+    shows it. A reader may then meet half of the text, and where it became shorter, blanks behind it.
+    """
+    try:
+        write_whole_unsynced(path, content)
+    except OSError as refused:
+        if refused.errno not in _FULL or not path.exists():
+            raise
+        _write_over(path, content.encode())
 
 
 def write_new(path: Path, content: bytes | str, *, mode: int = 0o666) -> None:
@@ -243,6 +259,16 @@ def locked(
 def _draft_of(path: Path) -> Path:
     """A name beside `path` that no other process or thread takes: two writers never share a draft."""
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}{_DRAFT}")
+
+
+def _write_over(path: Path, content: bytes) -> None:
+    file = os.open(path, os.O_WRONLY)
+    try:
+        content = content.ljust(os.fstat(file).st_size)
+        if os.write(file, content) < len(content):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+    finally:
+        os.close(file)
 
 
 def _remove_quietly(path: Path) -> None:

@@ -236,7 +236,7 @@ def test_a_disk_that_refuses_the_heartbeat_is_told_once_until_it_works_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(path: Path, text: str) -> None:
-        raise OSError(28, "No space left on device")
+        raise OSError(30, "Read-only file system")
 
     heartbeat = beating(tmp_path / "0-0")
     for told, refused in ((1, 1), (2, 3)):

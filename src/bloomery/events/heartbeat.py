@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any
 
 from bloomery import durable
-from bloomery.errors import StorageError, storage_error
+from bloomery.errors import storage_error
 from bloomery.events.records import Json, known_values
 
 log = logging.getLogger(__name__)
@@ -253,11 +253,12 @@ class Heartbeat:
         self._gap_s, self._written = max(self._gap_s, now - self._written), now
         shown = {name: value for name, value in asdict(self.record()).items() if value != ""}
         try:
-            write_unsynced(self.path, json.dumps(shown, ensure_ascii=False) + "\n")
+            durable.refresh(self.path, json.dumps(shown, ensure_ascii=False) + "\n")
             self._is_refused = False
-        except StorageError as refused:
+        except OSError as refused:
             if not self._is_refused:
-                log.warning("the heartbeat cannot be written: %s", refused)
+                told = storage_error(refused, path=self.path, doing="Writing")
+                log.warning("the heartbeat cannot be written: %s", told)
             self._is_refused = True
 
     def close(self) -> None:

@@ -23,18 +23,11 @@ from bloomery.operate.diagnosis import EXIT_STATUSES, GAVE_UP, NODE_IS_BAD, Caus
 from bloomery.operate.hang import find_hang
 from bloomery.operate.job_board import JobBoard, seats
 from bloomery.operate.launcher import port_for_ranks
+from bloomery.operate.progress_watch import ProgressWatch
 from bloomery.operate.share_log import ShareLog, free_gib, free_share
 from bloomery.operate.share_watch import ShareWatch
 from bloomery.operate.stacks import RankStack, take_stacks
-from bloomery.operate.standstill import (
-    RankObservation,
-    Standstill,
-    StandstillLimits,
-    judge_progress,
-    longest_turns,
-    observe_ranks,
-    read_beats,
-)
+from bloomery.operate.standstill import Standstill, StandstillLimits, read_beats
 from bloomery.operate.start_check import StartCheck
 from bloomery.operate.supervise import (
     AGREED,
@@ -91,7 +84,7 @@ class GroupSupervisor:
         self._decision: Decision | None = None
         self._watch: ShareWatch | None = None
         self._asked = 0
-        self._observed: dict[int, RankObservation] = {}
+        self._progress = ProgressWatch(rundir, self._limits)
         self._enough_since = self._ending_since = self._looked = float("-inf")
         self._stacks_given = 0
         self._error: BaseException | None = None
@@ -196,7 +189,7 @@ class GroupSupervisor:
         with self._changed:
             self._decision = decision
             self._changed.notify_all()
-        self._observed, self._ending_since = {}, float("-inf")
+        self._progress, self._ending_since = ProgressWatch(self._rundir, self._limits), float("-inf")
 
     def _beats(self, decision: Decision, ranks: range) -> dict[int, Any]:
         return read_beats(self._rundir, ranks=ranks, attempt=f"{self._job}-{decision.number}")
@@ -269,10 +262,7 @@ class GroupSupervisor:
             return
         self._looked = now
         beats = self._beats(decision, range(decision.world))
-        self._observed = observe_ranks(self._observed, beats, now=now)
-        standstill = judge_progress(
-            self._observed, now=now, limits=self._limits, measured_s=decision.measured_s
-        )
+        standstill = self._progress.look(beats, decision.measured_s)
         if standstill is not None:
             finding = find_hang(beats, self._all_stacks(decision), silent=standstill.silent)
             why = f"{_described(standstill)}: {finding.summary}"
@@ -333,7 +323,7 @@ class GroupSupervisor:
             in_a_row=in_a_row + 1,
             in_all=decision.in_all + 1,
             bad=tuple(bad),
-            measured_s=longest_turns(self._observed, decision.measured_s),
+            measured_s=self._progress.longest_turns(decision.measured_s),
         )
         if not why_not:
             self._say(f"starting again from the newest checkpoint (restart {following.in_all})")

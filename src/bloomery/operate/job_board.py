@@ -88,7 +88,7 @@ class JobBoard:
         self._own = replace(self._own, beats=self._own.beats + 1, asked=asked, departs=departs)
         path = self._directory / f"{self._own.host}.json"
         try:
-            durable.write_whole_unsynced(path, json.dumps(asdict(self._own)) + "\n")
+            durable.refresh(path, json.dumps(asdict(self._own)) + "\n")
         except OSError as refused:
             raise storage_error(refused, path=path, doing="Writing this launcher's heartbeat") from refused
 

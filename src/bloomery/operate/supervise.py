@@ -18,16 +18,10 @@ from bloomery.operate.departure import Departure
 from bloomery.operate.diagnosis import GAVE_UP, NODE_IS_BAD, Diagnosis
 from bloomery.operate.failure_evidence import FailureEvidence
 from bloomery.operate.hang import HangFinding, find_hang
+from bloomery.operate.progress_watch import ProgressWatch
 from bloomery.operate.share_log import ShareLog, free_gib, free_share
 from bloomery.operate.stacks import take_stacks
-from bloomery.operate.standstill import (
-    RankObservation,
-    StandstillLimits,
-    judge_progress,
-    longest_turns,
-    observe_ranks,
-    read_beats,
-)
+from bloomery.operate.standstill import StandstillLimits, read_beats
 from bloomery.operate.wrong_bits import diagnose_wrong_bits
 
 AGREED = (0, 130, 143)
@@ -93,9 +87,9 @@ class AttemptWatch:
         departure: Departure | None = None,
     ) -> None:
         self.name = name
-        self._rundir, self._world, self._host, self._limits = rundir, world, host, limits
+        self._rundir, self._world, self._host = rundir, world, host
         self._measured_s, self._departure = measured_s, departure
-        self._observed: dict[int, RankObservation] = {}
+        self._progress = ProgressWatch(rundir, limits)
         self._hang: HangFinding | None = None
         self._is_ending, self._why, self.asked = False, "", 0
         self._share = ShareLog(rundir, ranks=range(world), host=host)
@@ -111,7 +105,7 @@ class AttemptWatch:
     @property
     def measured_s(self) -> dict[str, float]:
         """The longest turn of each activity in this attempt and those before it, in seconds."""
-        return longest_turns(self._observed, self._measured_s)
+        return self._progress.longest_turns(self._measured_s)
 
     def started(self, pids: Mapping[int, int]) -> None:
         """Record the process number of each rank."""
@@ -160,11 +154,7 @@ class AttemptWatch:
         while not self._closed.wait(_POLL_S) and not self._why and not self._is_ending:
             self._share.note_children()
             beats = read_beats(self._rundir, ranks=range(self._world), attempt=self.name)
-            now = time.monotonic()
-            self._observed = observe_ranks(self._observed, beats, now=now)
-            standstill = judge_progress(
-                self._observed, now=now, limits=self._limits, measured_s=self._measured_s
-            )
+            standstill = self._progress.look(beats, self._measured_s)
             if standstill is None:
                 continue
             finding = find_hang(beats, take_stacks(beats), silent=standstill.silent)
