@@ -102,6 +102,39 @@ def test_a_created_file_is_synced_and_its_name_too_and_only_one_creates_it(tmp_p
     assert (tmp_path / "000001.json").read_text() == "first"
 
 
+def test_who_dies_while_creating_a_file_leaves_no_empty_one_that_keeps_others_out(tmp_path: Path):
+    path = tmp_path / "decision-000001.json"
+    child = os.fork()
+    if child == 0:
+        os.write = lambda file, data: os.kill(os.getpid(), 9)
+        durable.create(path, "first")
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 9
+    durable.create(path, "second")
+    assert path.read_text() == "second"
+
+
+@pytest.mark.parametrize("is_answered", [True, False])
+def test_a_file_is_created_once_where_links_are_refused_or_their_answer_is_lost(
+    tmp_path: Path, monkeypatch, is_answered: bool
+):
+    link = os.link
+
+    def lost(source: Path, target: Path) -> None:
+        if is_answered:
+            raise PermissionError(errno.EPERM, "no hard links here")
+        link(source, target)
+        raise FileExistsError(errno.EEXIST, "asked twice")
+
+    path = tmp_path / "000001.json"
+    monkeypatch.setattr(os, "link", lost)
+    durable.create(path, "first")
+    monkeypatch.setattr(os, "link", link)
+    with pytest.raises(FileExistsError):
+        durable.create(path, "second")
+    assert path.read_text() == "first" and list(tmp_path.iterdir()) == [path]
+
+
 def test_what_is_appended_is_synced_and_the_name_of_a_new_file_too(tmp_path: Path):
     with recorded() as calls:
         durable.append(tmp_path / "list", "a\n")

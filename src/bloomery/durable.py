@@ -25,6 +25,7 @@ from typing import BinaryIO
 
 _DRAFT = ".draft"
 _LOCK_POLL_S = 0.1
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -91,8 +92,24 @@ def write_new(path: Path, content: bytes | str, *, mode: int = 0o666) -> None:
 
 
 def create(path: Path, content: bytes | str) -> None:
-    """Make a durable file, name included. All but one of several who try at once get FileExistsError."""
-    write_new(path, content)
+    """Make a durable file, name included. All but one of several who try at once get FileExistsError.
+
+    It gets its name when its bytes are synced, so that who dies meanwhile leaves none that is empty, which
+    would keep the others out for ever. A file system without hard links cannot promise that.
+    """
+    draft = _draft_of(path)
+    write_new(draft, content)
+    try:
+        os.link(draft, path)
+    except FileExistsError:
+        if draft.stat().st_nlink < 2:  # else NFS has lost its answer, asked again, and met its own link
+            raise
+    except OSError as refused:
+        if refused.errno not in _NO_LINKS:
+            raise
+        write_new(path, content)
+    finally:
+        _remove_quietly(draft)
     sync_directory(path.parent)
 
 
