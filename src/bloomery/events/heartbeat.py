@@ -298,10 +298,13 @@ def _name_of(kind: type[BaseException]) -> str:
     return kind.__name__ if is_bare else f"{kind.__module__}.{kind.__name__}"
 
 
-def process_age_s() -> float:
-    """Return the seconds since this process began, by the clock of the kernel; 0.0 where it does not say."""
+def process_age_s(pid: int | None = None) -> float:
+    """Return the seconds since a process began, by the clock of the kernel; 0.0 where it does not say.
+
+    pid: None takes this process.
+    """
     try:
-        fields_after_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        fields_after_name = Path(f"/proc/{pid or 'self'}/stat").read_text().rpartition(")")[2].split()
         began_s = int(fields_after_name[_STARTTIME]) / os.sysconf("SC_CLK_TCK")
         return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - began_s)
     except (OSError, ValueError, IndexError, AttributeError):

@@ -26,9 +26,11 @@ from typing import Any
 import psutil
 
 from bloomery import durable
+from bloomery.events.heartbeat import process_age_s
 from bloomery.events.journal import read_tail
 from bloomery.events.records import known_values
 from bloomery.events.run_directory import RunDirectory
+from bloomery.events.run_lock import life_of
 from bloomery.operate.schedulers.interface import SIGNAL, JobState
 
 log = logging.getLogger(__name__)
@@ -44,11 +46,16 @@ def began_at(pid: int) -> float:
     return 0.0
 
 
-def runs_still(pid: int, *, began: float) -> bool:
-    """Return whether the process that began at `began`, in seconds since 1970, has not ended."""
+def runs_still(pid: int, *, began: float, life: str) -> bool:
+    """Return whether a process has not ended, and no later one has its number.
+
+    began: when it began, in seconds since 1970; asked where `life` is "", for it moves with the clock.
+    life: what `life_of` said of it.
+    """
     with suppress(psutil.Error):
         process = psutil.Process(pid)
-        return abs(process.create_time() - began) < _SAME_S and process.status() != psutil.STATUS_ZOMBIE
+        is_same = life_of(pid) == life if life else abs(process.create_time() - began) < _SAME_S
+        return is_same and process.status() != psutil.STATUS_ZOMBIE
     return False
 
 
@@ -91,7 +98,8 @@ class MachineJob:
     minutes: its time limit. signal_before_s: how long before that it gets SIGUSR1.
     after: the number of the job that must have ended before; 0 for none.
     submitted, started, ended: seconds since 1970; 0.0 where it has not come to that.
-    pid, pid_began: its process, and when that began in seconds since 1970, so that no other is taken for it.
+    pid, pid_began: its process, and when that began in seconds since 1970.
+    pid_life: what `life_of` says of its process, so that no other is taken for it; "" where it is not known.
     status: its exit status, negative for a signal; None before its end, and where it is lost.
     """
 
@@ -109,6 +117,7 @@ class MachineJob:
     ended: float = 0.0
     pid: int = 0
     pid_began: float = 0.0
+    pid_life: str = ""
     status: int | None = None
 
     @property
@@ -119,7 +128,9 @@ class MachineJob:
     @property
     def is_left(self) -> bool:
         """Whether its process runs, asked where the queue's process is gone."""
-        return self.state == JobState.RUNNING and runs_still(self.pid, began=self.pid_began)
+        return self.state == JobState.RUNNING and runs_still(
+            self.pid, began=self.pid_began, life=self.pid_life
+        )
 
 
 def queue_of(run: Path) -> Path:
@@ -222,7 +233,8 @@ def _run(run: Path, job: MachineJob) -> None:
             over = replace(job, state=JobState.FAILED, status=127, ended=time.time(), reason=str(refused))
             _write(run, over)
             return
-    job = replace(job, pid=process.pid, pid_began=began_at(process.pid))
+    pid = process.pid
+    job = replace(job, pid=pid, pid_began=began_at(pid), pid_life=life_of(pid))
     _write(run, job)
     _wait(run, job, is_over=lambda: process.poll() is not None)
     status = process.returncode
@@ -231,10 +243,15 @@ def _run(run: Path, job: MachineJob) -> None:
 
 
 def _wait(run: Path, job: MachineJob, *, is_over: Callable[[], bool]) -> None:
-    """Wait for the end of a job; signal it before its limit, and end it at its limit or when asked to."""
-    warn_at, end_at, kill_at = job.ends - job.signal_before_s, job.ends, float("inf")
+    """Wait for the end of a job; signal it before its limit, and end it at its limit or when asked to.
+
+    How long it has run is asked of the kernel, for a clock that is set moves no limit.
+    """
+    ran_s = process_age_s(job.pid) or max(0.0, time.time() - job.started)
+    end_at, kill_at = time.monotonic() + 60.0 * job.minutes - ran_s, float("inf")
+    warn_at = end_at - job.signal_before_s
     while not is_over():
-        now = time.time()
+        now = time.monotonic()
         with suppress(ProcessLookupError):
             if now >= warn_at:
                 warn_at = float("inf")
