@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from bloomery.errors import TrainingFailed
+from bloomery import durable
+from bloomery.errors import StorageError, TrainingFailed
 from bloomery.events.journal import read_journal
 from bloomery.events.run_directory import RunDirectory
 from bloomery.operate.blame import diagnose
@@ -170,6 +171,35 @@ def test_a_disk_that_refuses_for_a_moment_ends_no_launcher(tmp_path: Path) -> No
 
     group._repeat(look, 0.0)
     assert (len(looks), group._error) == (2, None)
+
+
+@pytest.mark.parametrize("name", ["write_whole_unsynced", "create"])
+def test_a_disk_that_refuses_for_a_moment_hides_no_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (board,) = boards(tmp_path / "board", "n1")
+    size = GroupSize(nodes=1, needed=1, ranks=1)
+    group = GroupSupervisor(RunDirectory(tmp_path), board, job="x", size=size, say=print)
+    write, refusals = getattr(durable, name), [errno.ESTALE, errno.EIO]
+
+    def refused(*content: object) -> None:
+        if refusals:
+            raise OSError(refusals.pop(), "no")
+        write(*content)
+
+    monkeypatch.setattr(durable, name, refused)
+    group._asked = 15
+    group._report(3, ShareResult(host="n1", status=1, ends=()))
+    assert board.get("result-3-n1") is not None and refusals == []
+    card = board.card("n1")
+    assert card is not None and card.asked == 15
+    refusals += [errno.EIO] * 2
+    monkeypatch.setattr("bloomery.operate.group_supervisor._RESULTS_S", 0.0)
+    with pytest.raises(StorageError):
+        group._report(4, ShareResult(host="n1", status=1, ends=()))
+    group._adopt(Decision(number=5))
+    group._report(4, ShareResult(host="n1", status=1, ends=()))
+    assert board.get("result-4-n1") is None and refusals == [], "the others have gone on without it"
 
 
 @pytest.mark.parametrize(("asked", "status", "ends_with"), [(15, 1, 143), (15, 0, 0), (0, 0, 0)])

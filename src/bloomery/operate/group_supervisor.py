@@ -130,7 +130,6 @@ class GroupSupervisor:
         status = run_attempt(decision, watch)
         self._watch = None
         self._asked = self._asked or watch.asked
-        self._beat()
         result = ShareResult(
             host=host,
             status=status,
@@ -139,7 +138,26 @@ class GroupSupervisor:
             shm_free=free_share(Path("/dev/shm")),
             shm_free_gib=free_gib(Path("/dev/shm")),
         )
-        self._board.put(f"result-{number}-{host}", result.to_json())
+        self._report(number, result)
+
+    def _report(self, number: int, result: ShareResult) -> None:
+        """Tell how an attempt ended, and before that whether this launcher was asked to end.
+
+        A disk that refuses is asked again until the others go on without the result, or for as long as they
+        wait for it. Raises StorageError.
+        """
+        refused_at = time.monotonic() + _RESULTS_S
+        while True:
+            try:
+                self._beat()
+                self._board.put(f"result-{number}-{result.host}", result.to_json())
+                return
+            except StorageError:
+                if self._decision is not None and self._decision.number > number:
+                    return
+                if time.monotonic() > refused_at:
+                    raise
+                time.sleep(_TICK_S)
 
     def _next_after(self, number: int) -> Decision:
         """Wait for the newest decision after `number`; a leader that is lost is replaced by another."""
