@@ -27,7 +27,7 @@ from bloomery.operate.progress_watch import ProgressWatch
 from bloomery.operate.share_log import ShareLog, free_gib, free_share
 from bloomery.operate.share_watch import ShareWatch
 from bloomery.operate.stacks import RankStack, take_stacks
-from bloomery.operate.standstill import Standstill, StandstillLimits, read_beats
+from bloomery.operate.standstill import StandstillLimits, read_beats
 from bloomery.operate.start_check import StartCheck
 from bloomery.operate.supervise import (
     AGREED,
@@ -283,7 +283,7 @@ class GroupSupervisor:
         standstill = self._progress.look(beats, decision.measured_s)
         if standstill is not None:
             finding = find_hang(beats, self._all_stacks(decision), silent=standstill.silent)
-            why = f"{_described(standstill)}: {finding.summary}"
+            why = f"{standstill}: {finding.summary}"
             self._end(decision, kind=HANG, why=why, finding=asdict(finding))
 
     def _all_stacks(self, decision: Decision) -> dict[int, RankStack]:
@@ -398,7 +398,3 @@ class GroupSupervisor:
     def _decide(self, decision: Decision) -> None:
         if self._board.put(f"decision-{decision.number:06d}", decision.to_json()):
             self._adopt(decision)
-
-
-def _described(standstill: Standstill) -> str:
-    return f"no rank has moved for {standstill.still_s:.0f} s ({standstill.allowed_s:.0f} s allowed)"

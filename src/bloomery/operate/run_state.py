@@ -306,7 +306,7 @@ def _rank(beat: RankBeat, *, written_s: float, now: float) -> RankObservation:
 
 def _described(standstill: Standstill) -> str:
     silent = f", silent: ranks {list(standstill.silent)}" if standstill.silent else ""
-    return f"no rank has moved for {standstill.still_s:.0f} s ({standstill.allowed_s:.0f} s allowed){silent}"
+    return f"{standstill}{silent}"
 
 
 def _clock(moment: float) -> str:

@@ -74,6 +74,9 @@ class Standstill:
     still_s: float
     allowed_s: float
 
+    def __str__(self) -> str:
+        return f"no rank has moved for {self.still_s:.0f} s ({self.allowed_s:.0f} s allowed)"
+
 
 def observe_ranks(
     observations: Mapping[int, RankObservation], beats: Mapping[int, RankBeat], *, now: float

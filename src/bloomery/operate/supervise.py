@@ -162,8 +162,7 @@ class AttemptWatch:
                 culprit = beats[finding.culprits[0]]
                 finding = replace(finding, hosts=(culprit.host,))
             self._hang = finding
-            still = f"no rank has moved for {standstill.still_s:.0f} s ({standstill.allowed_s:.0f} s allowed)"
-            self._why = f"{still}: {finding.summary}"
+            self._why = f"{standstill}: {finding.summary}"
 
 
 def supervise(
