@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,6 +20,7 @@ from bloomery.operate.failure_evidence import RankEnd
 from bloomery.operate.group_supervisor import GroupSize, GroupSupervisor
 from bloomery.operate.job_board import JobBoard, LauncherCard, seats
 from bloomery.operate.node_facts import GpuFacts, NodeFacts
+from bloomery.operate.share_watch import ShareWatch
 from bloomery.operate.stacks import RankStack
 from bloomery.operate.standstill import read_beats
 from bloomery.operate.start_check import StartCheck
@@ -171,6 +173,27 @@ def test_a_disk_that_refuses_for_a_moment_ends_no_launcher(tmp_path: Path) -> No
 
     group._repeat(look, 0.0)
     assert (len(looks), group._error) == (2, None)
+
+
+def test_an_error_while_ranks_run_leaves_their_watch_alive(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (board,) = boards(tmp_path / "board", "n1")
+    size = GroupSize(nodes=1, needed=1, ranks=1)
+    group = GroupSupervisor(RunDirectory(tmp_path), board, job="x", size=size, say=print)
+    decision, share = Decision(number=1, hosts=("n1",), ranks=1), SimpleNamespace()
+    group._watch = ShareWatch(board, decision, share, name="x-1")  # type: ignore[arg-type]
+    looks: list[int] = []
+
+    def look() -> None:
+        looks.append(1)
+        if len(looks) == 4:
+            group._watch = None
+        raise RuntimeError("can't start new thread")
+
+    group._repeat(look, 0.0)
+    assert len(looks) == 4 and isinstance(group._error, RuntimeError), "raised where no rank runs any more"
+    assert caplog.text.count("can't start new thread") == 1
 
 
 @pytest.mark.parametrize("name", ["write_whole_unsynced", "create"])

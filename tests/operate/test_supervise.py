@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import json
 import os
 import signal
@@ -176,6 +178,51 @@ def test_a_full_disk_makes_no_rank_silent(
             filler.unlink()
             wait_for(lambda: read_beat(run.heartbeat(rank=0)) != after)
         watch.close()
+
+
+def test_a_watch_that_fails_once_finds_a_standstill_after_it(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    watched_at_short_limits: Callable[[RunDirectory], AttemptWatch],
+) -> None:
+    run, looks = RunDirectory(tmp_path / "run").create(), itertools.count()
+    run.heartbeat(rank=0).write_text(json.dumps(asdict(RankBeat(step=7, activity="forward and backward"))))
+    read = supervise_module.read_beats
+
+    def failing(*run: RunDirectory, **more: object) -> dict[int, RankBeat]:
+        if next(looks) < 3:
+            raise RuntimeError("can't start new thread")
+        return read(*run, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(supervise_module, "read_beats", failing)
+    watch = watched_at_short_limits(run)
+    wait_for(watch.why_to_end)
+    watch.close()
+    assert "no rank has moved" in watch.why_to_end() and caplog.text.count("can't start new thread") == 1
+
+
+def test_a_disk_that_does_not_list_the_checkpoints_ends_no_supervisor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file server fails over when the first attempt has ended, and is back after the second."""
+    run, statuses, said = RunDirectory(tmp_path / "run").create(), [137, 137, 0], list[str]()
+    listed = supervise_module.checkpoints
+
+    def refusing(rundir: RunDirectory) -> tuple:
+        if len(statuses) in (1, 2):
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return listed(rundir)
+
+    monkeypatch.setattr(supervise_module, "checkpoints", refusing)
+
+    def attempt(watch: AttemptWatch) -> int:
+        watch.ended({0: -9}, killed=())
+        return statuses.pop(0)
+
+    status = supervise_module.supervise(run, attempt, world=1, host="node0", say=said.append)
+    assert status == 0 and statuses == []
+    assert [event["step"] for event in told(run, "attempt_end")] == [-1, -1, -1]
 
 
 def test_a_rank_that_its_launcher_killed_hides_no_exception() -> None:

@@ -6,6 +6,7 @@ heartbeats of all launchers and ranks, and writes the next decision; when it is 
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -29,14 +30,10 @@ from bloomery.operate.share_watch import ShareWatch
 from bloomery.operate.stacks import RankStack, take_stacks
 from bloomery.operate.standstill import StandstillLimits, read_beats
 from bloomery.operate.start_check import StartCheck
-from bloomery.operate.supervise import (
-    AGREED,
-    JobReactions,
-    RestartBudget,
-    newest_step,
-    why_no_restart,
-)
+from bloomery.operate.supervise import AGREED, JobReactions, RestartBudget, newest_step, why_no_restart
 from bloomery.operate.wrong_bits import diagnose_wrong_bits
+
+log = logging.getLogger(__name__)
 
 _TICK_S = 0.25
 _SPARES_S = 30.0
@@ -88,6 +85,7 @@ class GroupSupervisor:
         self._enough_since = self._ending_since = self._looked = float("-inf")
         self._stacks_given = 0
         self._error: BaseException | None = None
+        self._warned = ""
         self._closed, self._changed = threading.Event(), threading.Condition()
 
     def run(self, run_attempt: Callable[[Decision, ShareWatch], int]) -> int:
@@ -175,8 +173,16 @@ class GroupSupervisor:
             except (StorageError, OSError):
                 continue  # a disk that hangs for a while makes this launcher silent, which the others judge
             except BaseException as error:  # noqa: BLE001 - the edge of a thread: raised by the main thread
+                if self._watch is not None and isinstance(error, Exception):
+                    self._warn_once(error)  # and this thread goes on to watch the ranks that run
+                    continue
                 self._error = error
                 return
+
+    def _warn_once(self, error: Exception) -> None:
+        before, self._warned = self._warned, f"{type(error).__name__}: {error}"
+        if self._warned != before:
+            log.warning("the job could not be looked after: %s", self._warned)
 
     def _beat(self) -> None:
         self._board.beat(asked=self._asked, departs=self._departure.reason if self._departure else "")
@@ -306,12 +312,12 @@ class GroupSupervisor:
         self, decision: Decision, results: Mapping[str, ShareResult], ending: Mapping[str, Any] | None
     ) -> None:
         """Journal how an attempt ended, and decide what comes next."""
-        newest = newest_step(self._rundir)
+        newest = newest_step(self._rundir, known=decision.newest)
         statuses = [result.status for result in results.values()]
         is_agreed = ending is None and all(status in AGREED for status in statuses)
         status = max(statuses, default=RankLost.exit_status)
         name = f"{self._job}-{decision.number}"
-        asked, departs = self._asked_to_end(decision), self._departs(decision)
+        asked, departs = self._asked or self._board.asked(decision.hosts), self._board.departs(decision.hosts)
         with Journal(self._rundir.operations) as journal:
             journal.write("attempt_end", incarnation=0, step=newest, attempt=name, status=status)
             if is_agreed or asked:
@@ -365,16 +371,6 @@ class GroupSupervisor:
                 self._reactions.on_bad_node(diagnosis)
             bad += [host] if diagnosis.cause != Cause.GPU_MEMORY_AT_START else []
         return list(dict.fromkeys(bad))
-
-    def _asked_to_end(self, decision: Decision) -> int:
-        """Return the signal by which somebody asked one of the launchers to end; 0 where nobody did."""
-        cards = [self._board.card(host) for host in decision.hosts]
-        return self._asked or max((card.asked for card in cards if card), default=0)
-
-    def _departs(self, decision: Decision) -> str:
-        """Return why a launcher has let the run save and stop; "" where none did."""
-        cards = [self._board.card(host) for host in decision.hosts]
-        return next((card.departs for card in cards if card and card.departs), "")
 
     def _attempt(self, before: Decision, hosts: list[str]) -> None:
         """Decide on the next attempt, on these hosts."""

@@ -113,6 +113,16 @@ class JobBoard:
             return True
         return self.card(host) is not None and time.monotonic() - self._seen[host][1] <= self.silence_s
 
+    def asked(self, hosts: Iterable[str]) -> int:
+        """Return the signal by which somebody asked one of these launchers to end; 0 where nobody did."""
+        cards = [self.card(host) for host in hosts]
+        return max((card.asked for card in cards if card), default=0)
+
+    def departs(self, hosts: Iterable[str]) -> str:
+        """Return why one of these launchers has let the run save and stop; "" where none did."""
+        cards = [self.card(host) for host in hosts]
+        return next((card.departs for card in cards if card and card.departs), "")
+
     def leads(self) -> bool:
         """Return whether no launcher before this one, in the order of hosts, is alive."""
         for host in self.hosts():
