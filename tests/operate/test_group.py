@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,12 +43,27 @@ def test_the_first_host_in_natural_order_leads_and_the_next_one_when_its_card_st
     tenth, second, first = boards(tmp_path, "n10", "n2", "n1")
     assert [board.leads() for board in (first, second, tenth)] == [True, False, False]
     assert first.living() == ["n1", "n2", "n10"]
-    now = time.monotonic() + second.silence_s + 1.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    tenth.beat()
+    clock = itertools.count(time.monotonic())
+    now = [next(clock)]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    for _ in range(int(second.silence_s) + 1):
+        now[0] = next(clock)
+        tenth.beat()
+        second.living()
     assert second.leads() and second.living() == ["n2", "n10"], "the first one's card has not changed"
     first.beat()
     assert not second.leads(), "it was only slow"
+
+
+def test_launchers_that_stood_still_together_take_none_of_them_for_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their machine was frozen, or the server of the run directory was away, for an hour."""
+    first, second = boards(tmp_path, "n1", "n2")
+    assert first.living() == second.living() == ["n1", "n2"]
+    frozen = time.monotonic() + 3600.0
+    monkeypatch.setattr(time, "monotonic", lambda: frozen)
+    assert first.living() == ["n1", "n2"] and not second.leads(), "no card was written since"
 
 
 def test_of_two_leaders_one_decides(tmp_path: Path) -> None:

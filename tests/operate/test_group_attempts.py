@@ -21,6 +21,7 @@ from bloomery.operate.diagnosis import GAVE_UP, Cause, Diagnosis
 from bloomery.operate.failure_evidence import RankEnd
 from bloomery.operate.group_supervisor import GroupSize, GroupSupervisor
 from bloomery.operate.share_watch import ShareWatch
+from bloomery.operate.standstill import StandstillLimits
 from bloomery.operate.supervise import JobReactions, RestartBudget
 
 XID = "NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus"
@@ -141,8 +142,13 @@ def test_ranks_that_stand_still_are_found_by_a_look_a_second(
     assert looks == [1000.0, 1001.0] and group.board.get("ending-1") is None
     clock.append(9000.0)
     group.leader._look_for_hang(FIRST)
+    assert group.board.get("ending-1") is None, "the leader itself stood still"
+    while group.board.get("ending-1") is None:
+        clock.append(clock[-1] + 1.0)
+        group.leader._look_for_hang(FIRST)
     ending = group.board.get("ending-1")
-    assert ending is not None and ending["kind"] == HANG and "no rank has moved for 8000 s" in ending["why"]
+    assert ending is not None and ending["kind"] == HANG and "no rank has moved for 7 s" in ending["why"]
+    assert clock[-1] <= 9000.0 + StandstillLimits().silence_s
     hang = evidence_of(FIRST, {host: result(host, 143) for host in FIRST.hosts}, ending=ending).hang
     assert hang is not None and hang.summary == ending["finding"]["summary"]
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from bloomery import durable
 from bloomery.errors import TrainingFailed, storage_error
 from bloomery.events.records import known_values
 from bloomery.operate.node_facts import NodeFacts
+from bloomery.operate.progress_watch import WatchClock
 
 INTERVAL_S = 1.0
 SILENCE_S = 6.0
@@ -56,6 +56,7 @@ class JobBoard:
         self.interval_s = max(INTERVAL_S, nodes / MOST_CARDS_PER_S)
         self.silence_s = max(SILENCE_S, 3 * self.interval_s)
         self._seen: dict[str, tuple[LauncherCard, float]] = {}
+        self._clock = WatchClock()
         try:
             durable.make_directory(directory)
         except OSError as refused:
@@ -104,14 +105,17 @@ class JobBoard:
             return self._seen[host][0] if host in self._seen else None
         card = LauncherCard(**known_values(LauncherCard, record))
         if host not in self._seen or self._seen[host][0] != card:
-            self._seen[host] = (card, time.monotonic())
+            self._seen[host] = (card, self._now())
         return card
+
+    def _now(self) -> float:
+        return self._clock.look(most_s=self.silence_s / 3)
 
     def is_alive(self, host: str) -> bool:
         """Return whether a launcher's card has changed within the allowed silence; reads it."""
         if host == self._own.host:
             return True
-        return self.card(host) is not None and time.monotonic() - self._seen[host][1] <= self.silence_s
+        return self.card(host) is not None and self._now() - self._seen[host][1] <= self.silence_s
 
     def asked(self, hosts: Iterable[str]) -> int:
         """Return the signal by which somebody asked one of these launchers to end; 0 where nobody did."""
@@ -124,7 +128,8 @@ class JobBoard:
         return next((card.departs for card in cards if card and card.departs), "")
 
     def leads(self) -> bool:
-        """Return whether no launcher before this one, in the order of hosts, is alive."""
+        """Return whether no launcher before this one, in the order of hosts, is alive. Asked all the time."""
+        self._now()  # counts the time in which no other card is read
         for host in self.hosts():
             if host == self._own.host:
                 return True
