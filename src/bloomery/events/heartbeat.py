@@ -64,7 +64,7 @@ class RankBeat:
     """What a heartbeat file holds.
 
     activity: a RankActivity.
-    since: when the activity began, in seconds since 1970 by the rank's clock.
+    since: when the activity began, in seconds since 1970 by the rank's clock as it is set now.
     time: when the file was written, by the same clock.
     moves: counts activities and progress inside them; a rank whose count stays the same stands still.
     may_compile: whether this turn of the activity is one of its first two in the process, or since shapes or
@@ -144,7 +144,7 @@ class Heartbeat:
             "attempt": os.environ.get(ATTEMPT, ""),
             "stacks": str(stacks or ""),
         }
-        self._activity, self._since, self._entered = "", time.time(), time.monotonic()
+        self._activity, self._entered = "", time.monotonic()
         self._moves = self._step = self.incarnation = 0
         self._memory_bytes = 0.0
         self._turns: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_REMEMBERED))
@@ -176,7 +176,7 @@ class Heartbeat:
         if self._activity:
             self._end_turn(now - self._entered)
         self._count(now)
-        self._activity, self._entered, self._since = activity, now, time.time()
+        self._activity, self._entered = activity, now
         self._moves += 1
 
     def expect_compilation(self) -> None:
@@ -233,7 +233,7 @@ class Heartbeat:
         return RankBeat(
             step=self._step,
             activity=self._activity,
-            since=round(self._since, 3),
+            since=round(time.time() - (time.monotonic() - self._entered), 3),
             time=round(time.time(), 3),
             moves=self._moves,
             may_compile=self._may_compile and self._turns_since.get(self._activity, 0) < _COMPILING_TURNS,
@@ -289,7 +289,12 @@ class Heartbeat:
 
     def _run(self) -> None:
         while not self._wake.wait(self.interval_s):
-            self.write()
+            try:
+                self.write()
+            except Exception:
+                if not self._is_refused:  # without this thread the rank would be taken for silent, and killed
+                    log.exception("the heartbeat cannot be written")
+                self._is_refused = True
 
 
 def _name_of(kind: type[BaseException]) -> str:
