@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 from tests.faults.commands import bloomery, wait_for
+from tests.machine import may_mount, mounted
 
 from bloomery import durable
 from bloomery.config.submit import SubmitSection
@@ -162,6 +163,28 @@ def test_the_queue_of_an_earlier_version_knows_its_job_by_when_it_began() -> Non
     for shifted_s, is_same in ((0.0, True), (5.0, False)):
         assert machine_queue.runs_still(os.getpid(), began=began + shifted_s, life="") == is_same
     assert not machine_queue.runs_still(os.getpid(), began=began, life="another")
+
+
+@pytest.mark.needs(may_mount, rights="root, to mount a file system")
+def test_a_full_disk_ends_no_queue_and_loses_no_exit_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine_queue, "_DISK_S", 0.05)
+    with mounted(tmp_path / "disk", "size=200k") as disk:
+        run = RunDirectory(disk / "run").create()
+        shell = f"cat /dev/zero > {disk}/filler; touch {tmp_path}/full; exit 3"
+        job = MachineJob(
+            number=0, command=("sh", "-c", shell), directory="/", minutes=9.0, signal_before_s=60
+        )
+        machine_queue.add(run.path, job)
+        queue = threading.Thread(target=machine_queue.run_queue, args=(run.path,), daemon=True)
+        queue.start()
+        wait_for((tmp_path / "full").exists)
+        time.sleep(0.5)  # it meets the full disk when the job ends
+        assert queue.is_alive()
+        (disk / "filler").unlink()
+        wait_for(lambda: not queue.is_alive())
+        assert states(run) == [JobState.FAILED] and jobs(run)[0].reason == "exit status 3"
 
 
 def test_a_job_that_outlives_its_queue_can_be_cancelled(rundir: RunDirectory) -> None:

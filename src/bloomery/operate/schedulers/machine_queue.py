@@ -10,6 +10,7 @@ journal says.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -21,7 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, TypeVar
 
 import psutil
 
@@ -32,6 +33,8 @@ from bloomery.events.records import known_values
 from bloomery.events.run_directory import RunDirectory
 from bloomery.events.run_lock import life_of
 from bloomery.operate.schedulers.interface import SIGNAL, JobState
+
+_T = TypeVar("_T")
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +88,8 @@ JOB = "BLOOMERY_JOB"
 KILL_WAIT_S = 30.0
 """Seconds between SIGTERM, at the end of the time limit, and SIGKILL."""
 _POLL_S = 0.1
+_DISK_S = 1.0
+_MAY_PASS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
 _LOCK_S = 1.0
 """A new process of the queue waits so long for its lock, which whoever asks for it takes for a moment."""
 
@@ -214,11 +219,10 @@ def run_queue(run: Path) -> None:
 def _run(run: Path, job: MachineJob) -> None:
     started = time.time()
     job = replace(job, started=started, state=JobState.RUNNING, reason="")
-    _write(run, job)
+    _write_at_last(run, job)
     environment = os.environ | job.environment | {END: f"{job.ends:.3f}", JOB: str(job.number)}
     log_path = run / "logs" / f"job-{job.number}.log"
-    durable.make_directory(log_path.parent)
-    with log_path.open("ab") as output:
+    with _at_last(lambda: _opened(log_path)) as output:
         try:
             process = subprocess.Popen(
                 job.command,
@@ -231,26 +235,60 @@ def _run(run: Path, job: MachineJob) -> None:
             )
         except OSError as refused:
             over = replace(job, state=JobState.FAILED, status=127, ended=time.time(), reason=str(refused))
-            _write(run, over)
+            _write_at_last(run, over)
             return
     pid = process.pid
     job = replace(job, pid=pid, pid_began=began_at(pid), pid_life=life_of(pid))
-    _write(run, job)
     _wait(run, job, is_over=lambda: process.poll() is not None)
     status = process.returncode
     state = JobState.ENDED if status == 0 or _request(run, job.number).exists() else JobState.FAILED
-    _write(run, replace(job, status=status, ended=time.time(), state=state))
+    _write_at_last(run, replace(job, status=status, ended=time.time(), state=state))
+
+
+def _at_last(do: Callable[[], _T]) -> _T:
+    """Return what a call returns once the disk lets it; a disk that is full now may have room later.
+
+    A queue that ended instead would forget the job that it runs, and the next one would start another beside.
+    """
+    is_told = False
+    while True:
+        try:
+            return do()
+        except OSError as refused:
+            if refused.errno not in _MAY_PASS:
+                raise
+            if not is_told:
+                log.warning("the queue waits for the disk: %s", refused)
+            is_told = True
+            time.sleep(_DISK_S)
+
+
+def _write_at_last(run: Path, job: MachineJob) -> None:
+    _at_last(lambda: _write(run, job))
+
+
+def _opened(log_path: Path) -> BinaryIO:
+    durable.make_directory(log_path.parent)
+    return log_path.open("ab")
+
+
+def _is_written(run: Path, job: MachineJob) -> bool:
+    with suppress(OSError):
+        _write(run, job)
+        return True
+    return False
 
 
 def _wait(run: Path, job: MachineJob, *, is_over: Callable[[], bool]) -> None:
-    """Wait for the end of a job; signal it before its limit, and end it at its limit or when asked to.
+    """Record a job and wait for its end; signal it before its limit, and end it there or when asked to.
 
     How long it has run is asked of the kernel, for a clock that is set moves no limit.
     """
     ran_s = process_age_s(job.pid) or max(0.0, time.time() - job.started)
     end_at, kill_at = time.monotonic() + 60.0 * job.minutes - ran_s, float("inf")
-    warn_at = end_at - job.signal_before_s
+    warn_at, is_written = end_at - job.signal_before_s, False
     while not is_over():
+        is_written = is_written or _is_written(run, job)
         now = time.monotonic()
         with suppress(ProcessLookupError):
             if now >= warn_at:
@@ -285,7 +323,7 @@ def _finish_left(run: Path) -> None:
         state, reason = outcome_without_status(run, started=job.started)
         if _request(run, job.number).exists():
             state, reason = JobState.ENDED, "cancelled"
-        _write(run, replace(job, state=state, reason=reason, ended=time.time()))
+        _write_at_last(run, replace(job, state=state, reason=reason, ended=time.time()))
 
 
 @contextmanager
