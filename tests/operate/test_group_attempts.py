@@ -122,6 +122,28 @@ def test_a_launcher_that_falls_silent_is_a_lost_node(
     assert attempt["hosts"] == ["n1", "n3"]
 
 
+def test_a_node_is_late_with_its_result_after_45_seconds_in_which_the_leader_watched(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launchers were frozen together while the ranks of an attempt ended: no node is bad for that."""
+    group, clock = Group(run), [1000.0]
+    monkeypatch.setattr(group_module.time, "monotonic", lambda: clock[-1])
+    group.leader._adopt(FIRST)
+    group.board.put("ending-1", {"kind": HANG, "why": "it hung"})
+    group.board.put("result-1-n1", result("n1", 143).to_json())
+    monkeypatch.setattr(group.board, "is_alive", lambda host: True)
+    monkeypatch.setattr(group.board, "living", lambda: ["n1", "n2", "n3"])
+    group.leader._lead()
+    for later_s in (3600.0, *[1.0] * 42):
+        clock.append(clock[-1] + later_s)
+        group.leader._lead()
+    assert group.leader._decision == FIRST, "its result may still come"
+    for _ in range(4):
+        clock.append(clock[-1] + 1.0)
+        group.leader._lead()
+    assert group.leader._decision is not None and group.leader._decision.bad == ("n2",)
+
+
 def test_ranks_that_stand_still_are_found_by_a_look_a_second(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

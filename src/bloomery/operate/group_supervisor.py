@@ -235,8 +235,8 @@ class GroupSupervisor:
         elif ending is None and missing:
             self._look_for_hang(decision)
         if ending is not None and self._ending_since == float("-inf"):
-            self._ending_since = time.monotonic()
-        is_late = ending is not None and time.monotonic() - self._ending_since > _RESULTS_S
+            self._ending_since = self._board.now()
+        is_late = ending is not None and self._board.now() - self._ending_since > _RESULTS_S
         if not missing or (ending is not None and (missing == silent or is_late)):
             self._conclude(decision, results, ending)
 

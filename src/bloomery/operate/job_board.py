@@ -105,17 +105,18 @@ class JobBoard:
             return self._seen[host][0] if host in self._seen else None
         card = LauncherCard(**known_values(LauncherCard, record))
         if host not in self._seen or self._seen[host][0] != card:
-            self._seen[host] = (card, self._now())
+            self._seen[host] = (card, self.now())
         return card
 
-    def _now(self) -> float:
+    def now(self) -> float:
+        """Return the seconds during which this launcher really watched the others."""
         return self._clock.look(most_s=self.silence_s / 3)
 
     def is_alive(self, host: str) -> bool:
         """Return whether a launcher's card has changed within the allowed silence; reads it."""
         if host == self._own.host:
             return True
-        return self.card(host) is not None and self._now() - self._seen[host][1] <= self.silence_s
+        return self.card(host) is not None and self.now() - self._seen[host][1] <= self.silence_s
 
     def asked(self, hosts: Iterable[str]) -> int:
         """Return the signal by which somebody asked one of these launchers to end; 0 where nobody did."""
@@ -129,7 +130,7 @@ class JobBoard:
 
     def leads(self) -> bool:
         """Return whether no launcher before this one, in the order of hosts, is alive. Asked all the time."""
-        self._now()  # counts the time in which no other card is read
+        self.now()  # counts the time in which no other card is read
         for host in self.hosts():
             if host == self._own.host:
                 return True
