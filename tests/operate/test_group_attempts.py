@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable
@@ -12,6 +13,8 @@ from pathlib import Path
 import pytest
 from tests.operate.test_group import boards
 
+from bloomery import durable
+from bloomery.errors import StorageError
 from bloomery.events.heartbeat import RankActivity, RankBeat
 from bloomery.events.journal import read_journal
 from bloomery.events.run_directory import RunDirectory
@@ -120,6 +123,30 @@ def test_a_launcher_that_falls_silent_is_a_lost_node(
     assert (diagnosis["cause"], diagnosis["culprit"]["host"]) == ("node lost", "n2")
     (attempt,) = told(run, "attempt")
     assert attempt["hosts"] == ["n1", "n3"]
+
+
+def test_what_led_to_a_decision_is_told_once_however_often_the_disk_refuses_it(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group, create, refusals = Group(run), durable.create, [errno.ENOSPC] * 3
+    group.leader._adopt(FIRST)
+    for host, status, kernel in (("n1", 3, ()), ("n2", 1, (XID,))):
+        group.board.put(f"result-1-{host}", result(host, status, kernel=kernel).to_json())
+
+    def refused(path: Path, content: str) -> None:
+        if refusals:
+            raise OSError(refusals.pop(), "No space left on device")
+        create(path, content)
+
+    monkeypatch.setattr(durable, "create", refused)
+    for _ in range(3):
+        with pytest.raises(StorageError):
+            group.leader._lead()
+    group.leader._lead()
+    following = group.leader._decision
+    assert following is not None and (following.number, following.hosts) == (2, ("n1", "n3"))
+    names = [event["event"] for event in told(run, "attempt_end", "diagnosis", "attempt")]
+    assert names == ["attempt_end", "diagnosis", "attempt"] and len(group.bad) == 1 and len(group.said) == 2
 
 
 def test_a_node_is_late_with_its_result_after_45_seconds_in_which_the_leader_watched(

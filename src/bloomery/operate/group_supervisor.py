@@ -79,13 +79,13 @@ class GroupSupervisor:
         self._budget, self._limits = budget or RestartBudget(), limits or StandstillLimits()
         self._join_timeout_s, self._began = join_timeout_s, time.monotonic()
         self._decision: Decision | None = None
+        self._unwritten: Decision | None = None
         self._watch: ShareWatch | None = None
-        self._asked = 0
+        self._asked, self._warned = 0, ""
         self._progress = ProgressWatch(rundir, self._limits)
         self._enough_since = self._ending_since = self._looked = float("-inf")
         self._stacks_given = 0
         self._error: BaseException | None = None
-        self._warned = ""
         self._closed, self._changed = threading.Event(), threading.Condition()
 
     def run(self, run_attempt: Callable[[Decision, ShareWatch], int]) -> int:
@@ -211,7 +211,7 @@ class GroupSupervisor:
 
     def _adopt(self, decision: Decision) -> None:
         with self._changed:
-            self._decision = decision
+            self._decision, self._unwritten = decision, None
             self._changed.notify_all()
         self._progress, self._ending_since = ProgressWatch(self._rundir, self._limits), float("-inf")
 
@@ -220,6 +220,9 @@ class GroupSupervisor:
 
     def _lead(self) -> None:
         decision = self._decision
+        if self._unwritten is not None:  # the disk refused it, and all that led to it was told already
+            self._decide(self._unwritten)
+            return
         if decision is None:
             self._begin()
             return
@@ -392,5 +395,6 @@ class GroupSupervisor:
         self._decide(decision)
 
     def _decide(self, decision: Decision) -> None:
+        self._unwritten = decision
         if self._board.put(f"decision-{decision.number:06d}", decision.to_json()):
             self._adopt(decision)
