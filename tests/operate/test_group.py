@@ -75,6 +75,23 @@ def test_of_two_leaders_one_decides(tmp_path: Path) -> None:
     assert record is not None and Decision.from_json(record) == ours and one.hosts() == ["n1", "n2"]
 
 
+def test_a_decision_that_was_left_empty_is_taken_again_after_the_allowed_silence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a leader leaves it that dies while it creates it, on a file system without hard links."""
+    (board,) = boards(tmp_path, "n2")
+    name, record = "decision-000002", {"number": 2}
+    (tmp_path / f"{name}.json").touch()
+    now = [time.monotonic()]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    puts = []
+    for _ in range(9):
+        puts.append(board.put(name, record))
+        now[0] += 0.9
+    assert puts == [False] * 8 + [True] and board.get(name) == record
+    assert not any(board.put(name, {}) for _ in range(3)) and board.hosts() == ["n2"]
+
+
 def test_the_name_of_a_job_is_refused_where_it_was_used_before(tmp_path: Path) -> None:
     (first,) = boards(tmp_path, "n1")
     newcomer = JobBoard(tmp_path, LauncherCard(host="n2", address="a", ranks=2, pid=2), nodes=2)

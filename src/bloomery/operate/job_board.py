@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,7 @@ class JobBoard:
         self.interval_s = max(INTERVAL_S, nodes / MOST_CARDS_PER_S)
         self.silence_s = max(SILENCE_S, 3 * self.interval_s)
         self._seen: dict[str, tuple[LauncherCard, float]] = {}
+        self._empty_since: dict[str, float] = {}
         self._clock = WatchClock()
         try:
             durable.make_directory(directory)
@@ -148,10 +150,26 @@ class JobBoard:
         try:
             durable.create(path, json.dumps(record, ensure_ascii=False) + "\n")
         except FileExistsError:
+            self._clear_if_left_empty(path)
             return False
         except OSError as refused:
             raise storage_error(refused, path=path, doing="Deciding with the other launchers") from refused
         return True
+
+    def _clear_if_left_empty(self, path: Path) -> None:
+        """Take a record away that has been empty for the allowed silence, so that the next `put` creates it.
+
+        Where there are no hard links, a launcher that dies while it creates a record leaves it so.
+        """
+        with suppress(FileNotFoundError):  # another launcher was first
+            since = self._empty_since.setdefault(path.name, self.now())
+            if path.stat().st_size > 0:
+                del self._empty_since[path.name]
+            elif self.now() - since > self.silence_s:
+                left = path.with_name(f".{path.name}.{self._own.host}")
+                durable.replace(path, left)
+                if left.stat().st_size > 0:  # it was written in this very moment
+                    durable.replace(left, path)
 
     def get(self, name: str) -> dict[str, Any] | None:
         """Read a record; None where there is none, or none that is complete."""
