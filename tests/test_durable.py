@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import threading
 from pathlib import Path
@@ -55,6 +56,26 @@ def test_what_tells_of_the_living_is_replaced_whole_and_never_synced(tmp_path: P
     assert len(list(tmp_path.iterdir())) == 1
 
 
+def test_a_sign_of_life_is_written_over_the_old_one_where_a_draft_finds_no_room(tmp_path: Path, monkeypatch):
+    path = tmp_path / "heartbeat"
+    durable.refresh(path, '{"moves": 17}\n')
+
+    def refused(number: int):
+        return lambda *content: (_ for _ in ()).throw(OSError(number, "no"))
+
+    monkeypatch.setattr(Path, "write_text", lambda *_, **__: refused(errno.EDQUOT)())
+    durable.refresh(path, '{"moves": 9}\n')
+    assert json.loads(path.read_text()) == {"moves": 9} and list(tmp_path.iterdir()) == [path]
+    with pytest.raises(OSError, match="no"):
+        durable.refresh(tmp_path / "first", "1")
+    monkeypatch.setattr(Path, "write_text", lambda *_, **__: refused(errno.EROFS)())
+    with pytest.raises(OSError, match="no"):
+        durable.refresh(path, '{"moves": 10}\n')
+    monkeypatch.undo()
+    durable.refresh(path, "1")
+    assert path.read_text() == "1"
+
+
 def test_two_writers_of_one_file_never_mix(tmp_path: Path):
     """Each has a draft of its own: with a common one, a writer would rename what another is writing."""
     path, contents = tmp_path / "file", [str(number) * 100_000 for number in range(4)]
@@ -79,6 +100,39 @@ def test_a_created_file_is_synced_and_its_name_too_and_only_one_creates_it(tmp_p
     with pytest.raises(FileExistsError):
         durable.create(tmp_path / "000001.json", "second")
     assert (tmp_path / "000001.json").read_text() == "first"
+
+
+def test_who_dies_while_creating_a_file_leaves_no_empty_one_that_keeps_others_out(tmp_path: Path):
+    path = tmp_path / "decision-000001.json"
+    child = os.fork()
+    if child == 0:
+        os.write = lambda file, data: os.kill(os.getpid(), 9)
+        durable.create(path, "first")
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 9
+    durable.create(path, "second")
+    assert path.read_text() == "second"
+
+
+@pytest.mark.parametrize("is_answered", [True, False])
+def test_a_file_is_created_once_where_links_are_refused_or_their_answer_is_lost(
+    tmp_path: Path, monkeypatch, is_answered: bool
+):
+    link = os.link
+
+    def lost(source: Path, target: Path) -> None:
+        if is_answered:
+            raise PermissionError(errno.EPERM, "no hard links here")
+        link(source, target)
+        raise FileExistsError(errno.EEXIST, "asked twice")
+
+    path = tmp_path / "000001.json"
+    monkeypatch.setattr(os, "link", lost)
+    durable.create(path, "first")
+    monkeypatch.setattr(os, "link", link)
+    with pytest.raises(FileExistsError):
+        durable.create(path, "second")
+    assert path.read_text() == "first" and list(tmp_path.iterdir()) == [path]
 
 
 def test_what_is_appended_is_synced_and_the_name_of_a_new_file_too(tmp_path: Path):

@@ -12,6 +12,7 @@ Every function raises OSError; `errors.storage_error` makes a message for people
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import secrets
@@ -24,6 +25,8 @@ from typing import BinaryIO
 
 _DRAFT = ".draft"
 _LOCK_POLL_S = 0.1
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def write_whole(path: Path, content: bytes | str, *, mode: int = 0o666) -> None:
@@ -57,6 +60,20 @@ def write_whole_unsynced(path: Path, content: str) -> None:
         raise
 
 
+def refresh(path: Path, content: str) -> None:
+    """Replace a process's sign of life as `write_whole_unsynced` does; on a full disk, write over it.
+
+    A full disk has no room for a draft, and lets a file's own blocks be written again: so who is alive still
+    shows it. A reader may then meet half of the text, and where it became shorter, blanks behind it.
+    """
+    try:
+        write_whole_unsynced(path, content)
+    except OSError as refused:
+        if refused.errno not in _FULL or not path.exists():
+            raise
+        _write_over(path, content.encode())
+
+
 def write_new(path: Path, content: bytes | str, *, mode: int = 0o666) -> None:
     """Make a file and sync its bytes. Raises FileExistsError where there is one.
 
@@ -76,8 +93,24 @@ def write_new(path: Path, content: bytes | str, *, mode: int = 0o666) -> None:
 
 
 def create(path: Path, content: bytes | str) -> None:
-    """Make a durable file, name included. All but one of several who try at once get FileExistsError."""
-    write_new(path, content)
+    """Make a durable file, name included. All but one of several who try at once get FileExistsError.
+
+    It gets its name when its bytes are synced, so that who dies meanwhile leaves none that is empty, which
+    would keep the others out for ever. A file system without hard links cannot promise that.
+    """
+    draft = _draft_of(path)
+    write_new(draft, content)
+    try:
+        os.link(draft, path)
+    except FileExistsError:
+        if draft.stat().st_nlink < 2:  # else NFS has lost its answer, asked again, and met its own link
+            raise
+    except OSError as refused:
+        if refused.errno not in _NO_LINKS:
+            raise
+        write_new(path, content)
+    finally:
+        _remove_quietly(draft)
     sync_directory(path.parent)
 
 
@@ -244,6 +277,16 @@ def locked(
 def _draft_of(path: Path) -> Path:
     """A name beside `path` that no other process or thread takes: two writers never share a draft."""
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}{_DRAFT}")
+
+
+def _write_over(path: Path, content: bytes) -> None:
+    file = os.open(path, os.O_WRONLY)
+    try:
+        content = content.ljust(os.fstat(file).st_size)
+        if os.write(file, content) < len(content):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+    finally:
+        os.close(file)
 
 
 def _remove_quietly(path: Path) -> None:

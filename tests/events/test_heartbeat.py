@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from urllib.error import URLError
 
 import pytest
+from tests.faults.commands import wait_for
 
 from bloomery.errors import BloomeryError
 from bloomery.events.heartbeat import (
@@ -21,6 +22,7 @@ from bloomery.events.heartbeat import (
     STARTING,
     Heartbeat,
     RankActivity,
+    RankBeat,
     has_died_here,
     interval_of,
     read_beat,
@@ -225,6 +227,40 @@ def test_a_heartbeat_says_how_long_turns_took_and_the_longest_time_between_two_w
     assert beat.first_s[RankActivity.COMPUTING] == 9.0 and beat.longest_s[RankActivity.COMPUTING] == 3.0
 
 
+@pytest.mark.parametrize("by_s", [3600.0, -3600.0])
+def test_a_clock_that_is_set_makes_no_activity_older(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_s: float
+) -> None:
+    now, clock = [100.0], [5000.0]
+    stand_in = SimpleNamespace(monotonic=lambda: now[0], time=lambda: clock[0] + now[0])
+    monkeypatch.setattr("bloomery.events.heartbeat.time", stand_in)
+    heartbeat = beating(tmp_path / "0-0")
+    heartbeat.enter(RankActivity.COMPUTING)
+    now[0] += 2.0
+    clock[0] += by_s
+    beat = heartbeat.record()
+    assert beat.time - beat.since == 2.0
+
+
+def test_a_heartbeat_that_fails_once_is_told_and_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    heartbeat, failures = Heartbeat(tmp_path / "0-0", interval_s=0.01), [2]
+    record = heartbeat.record
+
+    def failing() -> RankBeat:
+        if failures[0]:
+            failures[0] -= 1
+            raise RuntimeError("deque mutated during iteration")
+        return record()
+
+    with heartbeat.start():
+        monkeypatch.setattr(heartbeat, "record", failing)
+        heartbeat.at(step=7)
+        wait_for(lambda: (beat := read_beat(heartbeat.path)) is not None and beat.step == 7)
+    assert failures == [0] and caplog.text.count("the heartbeat cannot be written") == 1
+
+
 def test_what_moves_and_what_is_held_is_in_the_heartbeat(tmp_path: Path) -> None:
     heartbeat = beating(tmp_path / "0-0")
     moves = [heartbeat.record().moves]
@@ -244,7 +280,7 @@ def test_a_disk_that_refuses_the_heartbeat_is_told_once_until_it_works_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(path: Path, text: str) -> None:
-        raise OSError(28, "No space left on device")
+        raise OSError(30, "Read-only file system")
 
     heartbeat = beating(tmp_path / "0-0")
     for told, refused in ((1, 1), (2, 3)):

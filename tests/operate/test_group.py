@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from bloomery.errors import TrainingFailed
+from bloomery import durable
+from bloomery.errors import StorageError, TrainingFailed
 from bloomery.events.journal import read_journal
 from bloomery.events.run_directory import RunDirectory
 from bloomery.operate.blame import diagnose
@@ -18,6 +21,7 @@ from bloomery.operate.failure_evidence import RankEnd
 from bloomery.operate.group_supervisor import GroupSize, GroupSupervisor
 from bloomery.operate.job_board import JobBoard, LauncherCard, assign_hosts
 from bloomery.operate.node_facts import GpuFacts, NodeFacts
+from bloomery.operate.share_watch import ShareWatch
 from bloomery.operate.stacks import RankStack
 from bloomery.operate.standstill import read_beats
 from bloomery.operate.start_check import StartCheck
@@ -39,12 +43,27 @@ def test_the_first_host_in_natural_order_leads_and_the_next_one_when_its_card_st
     tenth, second, first = boards(tmp_path, "n10", "n2", "n1")
     assert [board.leads() for board in (first, second, tenth)] == [True, False, False]
     assert first.living() == ["n1", "n2", "n10"]
-    now = time.monotonic() + second.silence_s + 1.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    tenth.beat()
+    clock = itertools.count(time.monotonic())
+    now = [next(clock)]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    for _ in range(int(second.silence_s) + 1):
+        now[0] = next(clock)
+        tenth.beat()
+        second.living()
     assert second.leads() and second.living() == ["n2", "n10"], "the first one's card has not changed"
     first.beat()
     assert not second.leads(), "it was only slow"
+
+
+def test_launchers_that_stood_still_together_take_none_of_them_for_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their machine was frozen, or the server of the run directory was away, for an hour."""
+    first, second = boards(tmp_path, "n1", "n2")
+    assert first.living() == second.living() == ["n1", "n2"]
+    frozen = time.monotonic() + 3600.0
+    monkeypatch.setattr(time, "monotonic", lambda: frozen)
+    assert first.living() == ["n1", "n2"] and not second.leads(), "no card was written since"
 
 
 def test_of_two_leaders_one_decides(tmp_path: Path) -> None:
@@ -54,6 +73,23 @@ def test_of_two_leaders_one_decides(tmp_path: Path) -> None:
     assert one.put("decision-000001", ours.to_json()) and not other.put("decision-000001", theirs.to_json())
     record = other.get("decision-000001")
     assert record is not None and Decision.from_json(record) == ours and one.hosts() == ["n1", "n2"]
+
+
+def test_a_decision_that_was_left_empty_is_taken_again_after_the_allowed_silence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a leader leaves it that dies while it creates it, on a file system without hard links."""
+    (board,) = boards(tmp_path, "n2")
+    name, record = "decision-000002", {"number": 2}
+    (tmp_path / f"{name}.json").touch()
+    now = [time.monotonic()]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    puts = []
+    for _ in range(9):
+        puts.append(board.put(name, record))
+        now[0] += 0.9
+    assert puts == [False] * 8 + [True] and board.get(name) == record
+    assert not any(board.put(name, {}) for _ in range(3)) and board.hosts() == ["n2"]
 
 
 def test_the_name_of_a_job_is_refused_where_it_was_used_before(tmp_path: Path) -> None:
@@ -170,6 +206,56 @@ def test_a_disk_that_refuses_for_a_moment_ends_no_launcher(tmp_path: Path) -> No
 
     group._repeat(look, 0.0)
     assert (len(looks), group._error) == (2, None)
+
+
+def test_an_error_while_ranks_run_leaves_their_watch_alive(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (board,) = boards(tmp_path / "board", "n1")
+    size = GroupSize(nodes=1, needed=1, ranks=1)
+    group = GroupSupervisor(RunDirectory(tmp_path), board, job="x", size=size, say=print)
+    decision, share = Decision(number=1, hosts=("n1",), ranks=1), SimpleNamespace()
+    group._watch = ShareWatch(board, decision, share, name="x-1")  # type: ignore[arg-type]
+    looks: list[int] = []
+
+    def look() -> None:
+        looks.append(1)
+        if len(looks) == 4:
+            group._watch = None
+        raise RuntimeError("can't start new thread")
+
+    group._repeat(look, 0.0)
+    assert len(looks) == 4 and isinstance(group._error, RuntimeError), "raised where no rank runs any more"
+    assert caplog.text.count("can't start new thread") == 1
+
+
+@pytest.mark.parametrize("name", ["write_whole_unsynced", "create"])
+def test_a_disk_that_refuses_for_a_moment_hides_no_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (board,) = boards(tmp_path / "board", "n1")
+    size = GroupSize(nodes=1, needed=1, ranks=1)
+    group = GroupSupervisor(RunDirectory(tmp_path), board, job="x", size=size, say=print)
+    write, refusals = getattr(durable, name), [errno.ESTALE, errno.EIO]
+
+    def refused(*content: object) -> None:
+        if refusals:
+            raise OSError(refusals.pop(), "no")
+        write(*content)
+
+    monkeypatch.setattr(durable, name, refused)
+    group._asked = 15
+    group._report(3, ShareResult(host="n1", status=1, ends=()))
+    assert board.get("result-3-n1") is not None and refusals == []
+    card = board.card("n1")
+    assert card is not None and card.asked == 15
+    refusals += [errno.EIO] * 2
+    monkeypatch.setattr("bloomery.operate.group_supervisor._RESULTS_S", 0.0)
+    with pytest.raises(StorageError):
+        group._report(4, ShareResult(host="n1", status=1, ends=()))
+    group._adopt(Decision(number=5))
+    group._report(4, ShareResult(host="n1", status=1, ends=()))
+    assert board.get("result-4-n1") is None and refusals == [], "the others have gone on without it"
 
 
 @pytest.mark.parametrize(("asked", "status", "ends_with"), [(15, 1, 143), (15, 0, 0), (0, 0, 0)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable
@@ -12,6 +13,8 @@ from pathlib import Path
 import pytest
 from tests.operate.test_group import boards
 
+from bloomery import durable
+from bloomery.errors import StorageError
 from bloomery.events.heartbeat import RankActivity, RankBeat
 from bloomery.events.journal import read_journal
 from bloomery.events.run_directory import RunDirectory
@@ -21,6 +24,7 @@ from bloomery.operate.diagnosis import GAVE_UP, Cause, Diagnosis
 from bloomery.operate.failure_evidence import RankEnd
 from bloomery.operate.group_supervisor import GroupSize, GroupSupervisor
 from bloomery.operate.share_watch import ShareWatch
+from bloomery.operate.standstill import StandstillLimits
 from bloomery.operate.supervise import JobReactions, RestartBudget
 
 XID = "NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus"
@@ -121,6 +125,52 @@ def test_a_launcher_that_falls_silent_is_a_lost_node(
     assert attempt["hosts"] == ["n1", "n3"]
 
 
+def test_what_led_to_a_decision_is_told_once_however_often_the_disk_refuses_it(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group, create, refusals = Group(run), durable.create, [errno.ENOSPC] * 3
+    group.leader._adopt(FIRST)
+    for host, status, kernel in (("n1", 3, ()), ("n2", 1, (XID,))):
+        group.board.put(f"result-1-{host}", result(host, status, kernel=kernel).to_json())
+
+    def refused(path: Path, content: str) -> None:
+        if refusals:
+            raise OSError(refusals.pop(), "No space left on device")
+        create(path, content)
+
+    monkeypatch.setattr(durable, "create", refused)
+    for _ in range(3):
+        with pytest.raises(StorageError):
+            group.leader._lead()
+    group.leader._lead()
+    following = group.leader._decision
+    assert following is not None and (following.number, following.hosts) == (2, ("n1", "n3"))
+    names = [event["event"] for event in told(run, "attempt_end", "diagnosis", "attempt")]
+    assert names == ["attempt_end", "diagnosis", "attempt"] and len(group.bad) == 1 and len(group.said) == 2
+
+
+def test_a_node_is_late_with_its_result_after_45_seconds_in_which_the_leader_watched(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launchers were frozen together while the ranks of an attempt ended: no node is bad for that."""
+    group, clock = Group(run), [1000.0]
+    monkeypatch.setattr(group_module.time, "monotonic", lambda: clock[-1])
+    group.leader._adopt(FIRST)
+    group.board.put("ending-1", {"kind": HANG, "why": "it hung"})
+    group.board.put("result-1-n1", result("n1", 143).to_json())
+    monkeypatch.setattr(group.board, "is_alive", lambda host: True)
+    monkeypatch.setattr(group.board, "living", lambda: ["n1", "n2", "n3"])
+    group.leader._lead()
+    for later_s in (3600.0, *[1.0] * 42):
+        clock.append(clock[-1] + later_s)
+        group.leader._lead()
+    assert group.leader._decision == FIRST, "its result may still come"
+    for _ in range(4):
+        clock.append(clock[-1] + 1.0)
+        group.leader._lead()
+    assert group.leader._decision is not None and group.leader._decision.bad == ("n2",)
+
+
 def test_ranks_that_stand_still_are_found_by_a_look_a_second(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,8 +191,13 @@ def test_ranks_that_stand_still_are_found_by_a_look_a_second(
     assert looks == [1000.0, 1001.0] and group.board.get("ending-1") is None
     clock.append(9000.0)
     group.leader._look_for_hang(FIRST)
+    assert group.board.get("ending-1") is None, "the leader itself stood still"
+    while group.board.get("ending-1") is None:
+        clock.append(clock[-1] + 1.0)
+        group.leader._look_for_hang(FIRST)
     ending = group.board.get("ending-1")
-    assert ending is not None and ending["kind"] == HANG and "no rank has moved for 8000 s" in ending["why"]
+    assert ending is not None and ending["kind"] == HANG and "no rank has moved for 7 s" in ending["why"]
+    assert clock[-1] <= 9000.0 + StandstillLimits().silence_s
     hang = evidence_of(FIRST, {host: result(host, 143) for host in FIRST.hosts}, ending=ending).hang
     assert hang is not None and hang.summary == ending["finding"]["summary"]
 

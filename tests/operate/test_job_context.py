@@ -59,10 +59,19 @@ def test_a_launcher_of_no_slurm_job_asks_no_slurm(slurm: Path, tmp_path: Path) -
 def test_when_a_job_ends_is_asked_of_slurm_and_read_from_the_environment_elsewhere(slurm: Path) -> None:
     assert SLURM.end() == pytest.approx(time.time() + 3600, abs=30)
     machine = job_context({JOB: "3", END: "5000.5"})
-    assert machine == JobContext(scheduler="machine", job="3", ends=5000.5) and machine.end() == 5000.5
+    assert machine == JobContext(scheduler="machine", job="3", ends=5000.5)
+    assert machine.end() == pytest.approx(5000.5, abs=0.1)
     assert job_context({JOB: "3"}) == JobContext(scheduler="machine", job="3")
     assert job_context({kubernetes_manifest.JOB: "a-0"}) == JobContext(scheduler="kubernetes", job="a-0")
     assert job_context({}) is None
+
+
+def test_a_clock_that_is_set_leaves_a_job_as_much_time_as_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = time.time
+    machine = job_context({JOB: "3", END: f"{clock() + 600:.3f}"})
+    monkeypatch.setattr(time, "time", lambda: clock() + 7200.0)
+    end = machine.end() if machine is not None else None
+    assert end is not None and end - time.time() == pytest.approx(600.0, abs=30.0)
 
 
 def test_all_nodes_of_a_job_give_it_one_name_that_no_other_step_and_no_requeued_job_has() -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from tests.faults.commands import bloomery, wait_for
+from tests.machine import may_mount, mounted
 
 from bloomery import durable
 from bloomery.config.submit import SubmitSection
@@ -137,6 +138,54 @@ def test_only_an_end_without_a_failure_since_the_job_began_says_that_it_ended_we
     assert outcome(("end", 102.0, False), ("start", 103.0, False)) == JobState.FAILED
     rundir.journal().unlink()
     assert machine_queue.outcome_without_status(rundir.path, started=0.0)[0] == JobState.FAILED
+
+
+@pytest.mark.parametrize("by_s", [-7200.0, 7200.0])
+def test_a_clock_that_is_set_neither_loses_a_job_nor_moves_its_limit(
+    rundir: RunDirectory, monkeypatch: pytest.MonkeyPatch, by_s: float
+) -> None:
+    """The job's queue was killed, and the next one, in this process, waits for it after the clock was set."""
+    submit(rundir, "touch here; exec sleep 60", minutes=2.5 / 60, signal_before_s=0)
+    wait_for((rundir.path / "here").exists)
+    kill_queue(rundir)
+    began = time.monotonic()
+    clock, boot_time = time.time, psutil._pslinux.boot_time
+    monkeypatch.setattr(time, "time", lambda: clock() + by_s)
+    monkeypatch.setattr(psutil._pslinux, "boot_time", lambda: boot_time() + by_s)  # it follows the clock
+    (record,) = machine_queue.read_jobs(rundir.path)
+    assert record.is_orphan, "it runs"
+    machine_queue.run_queue(rundir.path)
+    assert 0.5 < time.monotonic() - began < 10.0, "it was ended at its limit"
+    assert states(rundir) == [JobState.FAILED]
+
+
+def test_the_queue_of_an_earlier_version_knows_its_job_by_when_it_began() -> None:
+    began = machine_queue.began_at(os.getpid())
+    for shifted_s, is_same in ((0.0, True), (5.0, False)):
+        assert machine_queue.is_running(os.getpid(), began=began + shifted_s, life="") == is_same
+    assert not machine_queue.is_running(os.getpid(), began=began, life="another")
+
+
+@pytest.mark.needs(may_mount, rights="root, to mount a file system")
+def test_a_full_disk_ends_no_queue_and_loses_no_exit_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine_queue, "_DISK_S", 0.05)
+    with mounted(tmp_path / "disk", "size=200k") as disk:
+        run = RunDirectory(disk / "run").create()
+        shell = f"cat /dev/zero > {disk}/filler; touch {tmp_path}/full; exit 3"
+        job = MachineJob(
+            number=0, command=("sh", "-c", shell), directory="/", minutes=9.0, signal_before_s=60
+        )
+        machine_queue.add(run.path, job)
+        queue = threading.Thread(target=machine_queue.run_queue, args=(run.path,), daemon=True)
+        queue.start()
+        wait_for((tmp_path / "full").exists)
+        time.sleep(0.5)  # it meets the full disk when the job ends
+        assert queue.is_alive()
+        (disk / "filler").unlink()
+        wait_for(lambda: not queue.is_alive())
+        assert states(run) == [JobState.FAILED] and jobs(run)[0].reason == "exit status 3"
 
 
 def test_a_job_that_outlives_its_queue_can_be_cancelled(rundir: RunDirectory) -> None:

@@ -45,6 +45,17 @@ def test_heartbeats_of_the_job_before_say_nothing_of_this_one() -> None:
     assert verdict(rank(wrote_s_ago=2.0), job=young).state == RunStatus.RUNNING
 
 
+def test_jobs_of_a_time_that_is_still_to_come_hide_no_process_that_lives() -> None:
+    """The clock was set back by an hour since they started, or ended."""
+    runs = replace(JOB, started=NOW + 3600.0)
+    assert verdict(rank(), job=runs).state == RunStatus.RUNNING
+    assert verdict(rank(moved_s_ago=50.0), job=runs).state == RunStatus.HUNG
+    assert verdict(job=runs).state == RunStatus.STARTING
+    over = replace(JOB, state=JobState.ENDED, ends=NOW + 3600.0)
+    assert verdict(rank(), job=over).state == RunStatus.RUNNING
+    assert verdict(rank(), job=replace(over, ends=NOW + 5.0)).state == RunStatus.GONE, "clocks differ a bit"
+
+
 def test_a_job_that_goes_on_after_all_its_ranks_have_ended_is_hung_at_last() -> None:
     ended = {"activity": RankActivity.ENDED}
     just = verdict(rank(wrote_s_ago=299.0, **ended), rank(wrote_s_ago=500.0, **ended))

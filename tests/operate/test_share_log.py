@@ -50,3 +50,12 @@ def test_children_of_threads_and_their_children_stay_known_after_their_end(tmp_p
     (end,) = share.ends(attempt="")
     assert end.children is None or set(end.children) == {shell, sleeper}
     assert (end.children is None) != sees_kernel_pids()
+
+
+def test_a_log_that_cannot_be_read_hides_no_exit_status(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    share = ShareLog(run, ranks=range(1), host="node0")
+    run.log(host="node0", rank=0).mkdir(parents=True)  # opening it raises OSError, as a stale file's does
+    share.ended({0: -9}, killed=())
+    (end,) = share.ends(attempt="")
+    assert (end.status, end.log) == (-9, "")

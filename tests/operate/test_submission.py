@@ -26,7 +26,7 @@ from bloomery.events.run_lock import lock_run
 from bloomery.operate import group_access
 from bloomery.operate.blame import diagnose
 from bloomery.operate.diagnosis import Cause
-from bloomery.operate.exclusions import keep_out_of_queue
+from bloomery.operate.exclusions import exclude_in_queue
 from bloomery.operate.failure_evidence import FailureEvidence, RankEnd
 from bloomery.operate.group_access import AccessRepair, share_with_group
 from bloomery.operate.job_context import reactions_of
@@ -311,5 +311,5 @@ def test_a_node_that_is_excluded_later_joins_those_of_the_recipe(tmp_path: Path)
     )
     section = SubmitSection(exclude=("node7", "node9"))
     rundir = RunDirectory(tmp_path)
-    assert keep_out_of_queue(queue, rundir, name="x", section=section, nodes=["node3"]) == ["2", "3"]
+    assert exclude_in_queue(queue, rundir, name="x", section=section, nodes=["node3"]) == ["2", "3"]
     assert told == [(["2", "3"], ["node3", "node7", "node9"])]

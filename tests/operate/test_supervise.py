@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import json
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -13,10 +16,13 @@ from types import SimpleNamespace
 
 import pytest
 from tests.faults.commands import bloomery, running, wait_for
+from tests.faults.test_disk import fill_beside_others
+from tests.machine import may_mount, mounted
 
+from bloomery import durable
 from bloomery.cli import ranks as ranks_module
 from bloomery.cli.ranks import RankRange, run_ranks
-from bloomery.events.heartbeat import RankBeat, read_beat
+from bloomery.events.heartbeat import Heartbeat, RankActivity, RankBeat, read_beat
 from bloomery.events.journal import read_journal
 from bloomery.events.run_directory import RunDirectory
 from bloomery.operate import standstill as standstill_module
@@ -133,6 +139,90 @@ def test_a_killed_rank_is_the_cause_however_long_the_others_stand_still_after_it
     assert [(end.status, end.is_killed_here) for end in evidence.ranks] == [(-9, True), (-9, False)]
     diagnosis = diagnose(evidence)
     assert (diagnosis.cause, diagnosis.culprit.rank) == (Cause.KILLED, 1)
+
+
+@pytest.fixture
+def watched_at_short_limits(monkeypatch: pytest.MonkeyPatch) -> Callable[[RunDirectory], AttemptWatch]:
+    """Returns a watch of one rank that counts as silent after 0.6 s."""
+    monkeypatch.setattr(standstill_module, "interval_of", lambda world: 0.05)
+    monkeypatch.setattr(supervise_module, "_POLL_S", 0.05)
+    limits = StandstillLimits(silence_s=0.6)
+    return lambda run: AttemptWatch(run, world=1, host="node0", name="", limits=limits, measured_s={})
+
+
+@pytest.mark.needs(may_mount, rights="root, to mount a file system")
+@pytest.mark.parametrize("is_written_over", [True, False])
+def test_a_full_disk_makes_no_rank_silent(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    watched_at_short_limits: Callable[[RunDirectory], AttemptWatch],
+    is_written_over: bool,
+) -> None:
+    """Some file systems let a file's blocks be written again when they are full, and others do not."""
+    if not is_written_over:
+        monkeypatch.setattr(durable, "refresh", durable.write_whole_unsynced)
+    with mounted(tmp_path / "disk", "size=200k") as disk:
+        run = RunDirectory(disk / "run").create()
+        with Heartbeat(run.heartbeat(rank=0), interval_s=0.05).start() as heartbeat:
+            watch = watched_at_short_limits(run)
+            wait_for(lambda: watch._progress._seen)
+            filler = fill_beside_others(disk)
+            before = read_beat(run.heartbeat(rank=0))
+            end = time.monotonic() + 1.5
+            while time.monotonic() < end:
+                heartbeat.enter(RankActivity.COMPUTING)
+                time.sleep(0.02)
+            after = read_beat(run.heartbeat(rank=0))
+            assert before is not None and after is not None and watch.why_to_end() == ""
+            assert (after.moves > before.moves) == is_written_over
+            filler.unlink()
+            wait_for(lambda: read_beat(run.heartbeat(rank=0)) != after)
+        watch.close()
+
+
+def test_a_watch_that_fails_once_finds_a_standstill_after_it(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    watched_at_short_limits: Callable[[RunDirectory], AttemptWatch],
+) -> None:
+    run, looks = RunDirectory(tmp_path / "run").create(), itertools.count()
+    run.heartbeat(rank=0).write_text(json.dumps(asdict(RankBeat(step=7, activity="forward and backward"))))
+    read = supervise_module.read_beats
+
+    def failing(*run: RunDirectory, **more: object) -> dict[int, RankBeat]:
+        if next(looks) < 3:
+            raise RuntimeError("can't start new thread")
+        return read(*run, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(supervise_module, "read_beats", failing)
+    watch = watched_at_short_limits(run)
+    wait_for(watch.why_to_end)
+    watch.close()
+    assert "no rank has moved" in watch.why_to_end() and caplog.text.count("can't start new thread") == 1
+
+
+def test_a_disk_that_does_not_list_the_checkpoints_ends_no_supervisor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file server fails over when the first attempt has ended, and is back after the second."""
+    run, statuses, said = RunDirectory(tmp_path / "run").create(), [137, 137, 0], list[str]()
+    listed = supervise_module.checkpoints
+
+    def refusing(rundir: RunDirectory) -> tuple:
+        if len(statuses) in (1, 2):
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return listed(rundir)
+
+    monkeypatch.setattr(supervise_module, "checkpoints", refusing)
+
+    def attempt(watch: AttemptWatch) -> int:
+        watch.ended({0: -9}, killed=())
+        return statuses.pop(0)
+
+    status = supervise_module.supervise(run, attempt, world=1, host="node0", say=said.append)
+    assert status == 0 and statuses == []
+    assert [event["step"] for event in told(run, "attempt_end")] == [-1, -1, -1]
 
 
 def test_a_rank_that_its_launcher_killed_hides_no_exception() -> None:

@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any
 
 from bloomery import durable
-from bloomery.errors import StorageError, storage_error
+from bloomery.errors import storage_error
 from bloomery.events.records import Json, known_values
 
 log = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class RankBeat:
     """What a heartbeat file holds.
 
     activity: a RankActivity.
-    since: when the activity began, in seconds since 1970 by the rank's clock.
+    since: when the activity began, in seconds since 1970 by the rank's clock as it is set now.
     time: when the file was written, by the same clock.
     moves: counts activities and progress inside them; a rank whose count stays the same makes no progress.
     may_compile: whether this turn of the activity is one of its first two in the process, or since shapes or
@@ -144,7 +144,7 @@ class Heartbeat:
             "attempt": os.environ.get(ATTEMPT, ""),
             "stacks": str(stacks or ""),
         }
-        self._activity, self._since, self._entered = "", time.time(), time.monotonic()
+        self._activity, self._entered = "", time.monotonic()
         self._moves = self._step = self.incarnation = 0
         self._memory_bytes = 0.0
         self._turns: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_REMEMBERED))
@@ -176,7 +176,7 @@ class Heartbeat:
         if self._activity:
             self._end_turn(now - self._entered)
         self._count(now)
-        self._activity, self._entered, self._since = activity, now, time.time()
+        self._activity, self._entered = activity, now
         self._moves += 1
 
     def expect_compilation(self) -> None:
@@ -233,7 +233,7 @@ class Heartbeat:
         return RankBeat(
             step=self._step,
             activity=self._activity,
-            since=round(self._since, 3),
+            since=round(time.time() - (time.monotonic() - self._entered), 3),
             time=round(time.time(), 3),
             moves=self._moves,
             may_compile=self._may_compile and self._turns_since.get(self._activity, 0) < _COMPILING_TURNS,
@@ -253,11 +253,12 @@ class Heartbeat:
         self._gap_s, self._written = max(self._gap_s, now - self._written), now
         shown = {name: value for name, value in asdict(self.record()).items() if value != ""}
         try:
-            write_unsynced(self.path, json.dumps(shown, ensure_ascii=False) + "\n")
+            durable.refresh(self.path, json.dumps(shown, ensure_ascii=False) + "\n")
             self._is_refused = False
-        except StorageError as refused:
+        except OSError as refused:
             if not self._is_refused:
-                log.warning("the heartbeat cannot be written: %s", refused)
+                told = storage_error(refused, path=self.path, doing="Writing")
+                log.warning("the heartbeat cannot be written: %s", told)
             self._is_refused = True
 
     def close(self) -> None:
@@ -288,7 +289,12 @@ class Heartbeat:
 
     def _run(self) -> None:
         while not self._wake.wait(self.interval_s):
-            self.write()
+            try:
+                self.write()
+            except Exception:
+                if not self._is_refused:  # without this thread the rank would be taken for silent, and killed
+                    log.exception("the heartbeat cannot be written")
+                self._is_refused = True
 
 
 def _name_of(kind: type[BaseException]) -> str:
@@ -297,10 +303,13 @@ def _name_of(kind: type[BaseException]) -> str:
     return kind.__name__ if is_bare else f"{kind.__module__}.{kind.__name__}"
 
 
-def process_age_s() -> float:
-    """Return the seconds since this process began, by the clock of the kernel; 0.0 where it does not say."""
+def process_age_s(pid: int | None = None) -> float:
+    """Return the seconds since a process began, by the clock of the kernel; 0.0 where it does not say.
+
+    pid: None takes this process.
+    """
     try:
-        fields_after_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        fields_after_name = Path(f"/proc/{pid or 'self'}/stat").read_text().rpartition(")")[2].split()
         began_s = int(fields_after_name[_STARTTIME]) / os.sysconf("SC_CLK_TCK")
         return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - began_s)
     except (OSError, ValueError, IndexError, AttributeError):

@@ -6,6 +6,7 @@ heartbeats of all launchers and ranks, and writes the next decision; when it is 
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -23,27 +24,16 @@ from bloomery.operate.diagnosis import EXIT_STATUSES, GAVE_UP, NODE_IS_BAD, Caus
 from bloomery.operate.hang import find_hang
 from bloomery.operate.job_board import JobBoard, assign_hosts
 from bloomery.operate.launcher import port_for_ranks
+from bloomery.operate.progress_watch import ProgressWatch
 from bloomery.operate.share_log import ShareLog, free_gib, free_share
 from bloomery.operate.share_watch import ShareWatch
 from bloomery.operate.stacks import RankStack, take_stacks
-from bloomery.operate.standstill import (
-    RankObservation,
-    Standstill,
-    StandstillLimits,
-    judge_progress,
-    longest_turns,
-    observe_ranks,
-    read_beats,
-)
+from bloomery.operate.standstill import StandstillLimits, read_beats
 from bloomery.operate.start_check import StartCheck
-from bloomery.operate.supervise import (
-    AGREED,
-    JobReactions,
-    RestartBudget,
-    newest_step,
-    why_no_restart,
-)
+from bloomery.operate.supervise import AGREED, JobReactions, RestartBudget, newest_step, why_no_restart
 from bloomery.operate.wrong_bits import diagnose_wrong_bits
+
+log = logging.getLogger(__name__)
 
 _TICK_S = 0.25
 _SPARES_S = 30.0
@@ -89,9 +79,10 @@ class GroupSupervisor:
         self._budget, self._limits = budget or RestartBudget(), limits or StandstillLimits()
         self._join_timeout_s, self._began = join_timeout_s, time.monotonic()
         self._decision: Decision | None = None
+        self._unwritten: Decision | None = None
         self._watch: ShareWatch | None = None
-        self._asked = 0
-        self._observed: dict[int, RankObservation] = {}
+        self._asked, self._warned = 0, ""
+        self._progress = ProgressWatch(rundir, self._limits)
         self._enough_since = self._ending_since = self._looked = float("-inf")
         self._stacks_given = 0
         self._error: BaseException | None = None
@@ -137,7 +128,6 @@ class GroupSupervisor:
         status = run_attempt(decision, watch)
         self._watch = None
         self._asked = self._asked or watch.asked
-        self._beat()
         result = ShareResult(
             host=host,
             status=status,
@@ -146,7 +136,26 @@ class GroupSupervisor:
             shm_free=free_share(Path("/dev/shm")),
             shm_free_gib=free_gib(Path("/dev/shm")),
         )
-        self._board.put(f"result-{number}-{host}", result.to_json())
+        self._report(number, result)
+
+    def _report(self, number: int, result: ShareResult) -> None:
+        """Tell how an attempt ended, and before that whether this launcher was asked to end.
+
+        A disk that refuses is asked again until the others go on without the result, or for as long as they
+        wait for it. Raises StorageError.
+        """
+        refused_at = time.monotonic() + _RESULTS_S
+        while True:
+            try:
+                self._beat()
+                self._board.put(f"result-{number}-{result.host}", result.to_json())
+                return
+            except StorageError:
+                if self._decision is not None and self._decision.number > number:
+                    return
+                if time.monotonic() > refused_at:
+                    raise
+                time.sleep(_TICK_S)
 
     def _next_after(self, number: int) -> Decision:
         """Wait for the newest decision after `number`; a leader that is lost is replaced by another."""
@@ -164,8 +173,16 @@ class GroupSupervisor:
             except (StorageError, OSError):
                 continue  # a disk that hangs for a while makes this launcher silent, which the others judge
             except BaseException as error:  # noqa: BLE001 - the edge of a thread: raised by the main thread
+                if self._watch is not None and isinstance(error, Exception):
+                    self._warn_once(error)  # and this thread goes on to watch the ranks that run
+                    continue
                 self._error = error
                 return
+
+    def _warn_once(self, error: Exception) -> None:
+        before, self._warned = self._warned, f"{type(error).__name__}: {error}"
+        if self._warned != before:
+            log.warning("the job could not be looked after: %s", self._warned)
 
     def _beat(self) -> None:
         self._board.beat(asked=self._asked, departs=self._departure.reason if self._departure else "")
@@ -194,15 +211,18 @@ class GroupSupervisor:
 
     def _adopt(self, decision: Decision) -> None:
         with self._changed:
-            self._decision = decision
+            self._decision, self._unwritten = decision, None
             self._changed.notify_all()
-        self._observed, self._ending_since = {}, float("-inf")
+        self._progress, self._ending_since = ProgressWatch(self._rundir, self._limits), float("-inf")
 
     def _beats(self, decision: Decision, ranks: range) -> dict[int, Any]:
         return read_beats(self._rundir, ranks=ranks, attempt=f"{self._job}-{decision.number}")
 
     def _lead(self) -> None:
         decision = self._decision
+        if self._unwritten is not None:  # the disk refused it, and all that led to it was told already
+            self._decide(self._unwritten)
+            return
         if decision is None:
             self._begin()
             return
@@ -218,8 +238,8 @@ class GroupSupervisor:
         elif ending is None and missing:
             self._look_for_hang(decision)
         if ending is not None and self._ending_since == float("-inf"):
-            self._ending_since = time.monotonic()
-        is_late = ending is not None and time.monotonic() - self._ending_since > _RESULTS_S
+            self._ending_since = self._board.now()
+        is_late = ending is not None and self._board.now() - self._ending_since > _RESULTS_S
         if not missing or (ending is not None and (missing == silent or is_late)):
             self._conclude(decision, results, ending)
 
@@ -269,13 +289,10 @@ class GroupSupervisor:
             return
         self._looked = now
         beats = self._beats(decision, range(decision.world))
-        self._observed = observe_ranks(self._observed, beats, now=now)
-        standstill = judge_progress(
-            self._observed, now=now, limits=self._limits, measured_s=decision.measured_s
-        )
+        standstill = self._progress.look(beats, decision.measured_s)
         if standstill is not None:
             finding = find_hang(beats, self._all_stacks(decision), silent=standstill.silent)
-            why = f"{_described(standstill)}: {finding.summary}"
+            why = f"{standstill}: {finding.summary}"
             self._end(decision, kind=HANG, why=why, finding=asdict(finding))
 
     def _all_stacks(self, decision: Decision) -> dict[int, RankStack]:
@@ -298,12 +315,12 @@ class GroupSupervisor:
         self, decision: Decision, results: Mapping[str, ShareResult], ending: Mapping[str, Any] | None
     ) -> None:
         """Journal how an attempt ended, and decide what comes next."""
-        newest = newest_step(self._rundir)
+        newest = newest_step(self._rundir, known=decision.newest)
         statuses = [result.status for result in results.values()]
         is_agreed = ending is None and all(status in AGREED for status in statuses)
         status = max(statuses, default=RankLost.exit_status)
         name = f"{self._job}-{decision.number}"
-        asked, departs = self._asked_to_end(decision), self._departs(decision)
+        asked, departs = self._asked or self._board.asked(decision.hosts), self._board.departs(decision.hosts)
         with Journal(self._rundir.operations) as journal:
             journal.write("attempt_end", incarnation=0, step=newest, attempt=name, status=status)
             if is_agreed or asked:
@@ -335,7 +352,7 @@ class GroupSupervisor:
             in_a_row=in_a_row + 1,
             in_all=decision.in_all + 1,
             bad=tuple(bad),
-            measured_s=longest_turns(self._observed, decision.measured_s),
+            measured_s=self._progress.longest_turns(decision.measured_s),
         )
         if not why_not:
             self._say(f"starting again from the newest checkpoint (restart {following.in_all})")
@@ -360,16 +377,6 @@ class GroupSupervisor:
             bad += [host] if diagnosis.cause != Cause.GPU_MEMORY_AT_START else []
         return list(dict.fromkeys(bad))
 
-    def _asked_to_end(self, decision: Decision) -> int:
-        """Return the signal by which somebody asked one of the launchers to end; 0 where nobody did."""
-        cards = [self._board.card(host) for host in decision.hosts]
-        return self._asked or max((card.asked for card in cards if card), default=0)
-
-    def _departs(self, decision: Decision) -> str:
-        """Return why a launcher has let the run save and stop; "" where none did."""
-        cards = [self._board.card(host) for host in decision.hosts]
-        return next((card.departs for card in cards if card and card.departs), "")
-
     def _attempt(self, before: Decision, hosts: list[str]) -> None:
         """Decide on the next attempt, on these hosts."""
         card = self._board.card(hosts[0])
@@ -390,9 +397,6 @@ class GroupSupervisor:
         self._decide(decision)
 
     def _decide(self, decision: Decision) -> None:
+        self._unwritten = decision
         if self._board.put(f"decision-{decision.number:06d}", decision.to_json()):
             self._adopt(decision)
-
-
-def _described(standstill: Standstill) -> str:
-    return f"no rank has moved for {standstill.still_s:.0f} s ({standstill.allowed_s:.0f} s allowed)"

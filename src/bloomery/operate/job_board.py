@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from bloomery import durable
 from bloomery.errors import TrainingFailed, storage_error
 from bloomery.events.records import known_values
 from bloomery.operate.node_facts import NodeFacts
+from bloomery.operate.progress_watch import WatchClock
 
 INTERVAL_S = 1.0  # between two writes of a launcher's card
 SILENCE_S = 6.0  # without a new card, after which a launcher is lost
@@ -56,6 +57,8 @@ class JobBoard:
         self.interval_s = max(INTERVAL_S, nodes / MOST_CARDS_PER_S)
         self.silence_s = max(SILENCE_S, 3 * self.interval_s)
         self._seen: dict[str, tuple[LauncherCard, float]] = {}
+        self._empty_since: dict[str, float] = {}
+        self._clock = WatchClock()
         try:
             durable.make_directory(directory)
         except OSError as refused:
@@ -88,7 +91,7 @@ class JobBoard:
         self._own = replace(self._own, beats=self._own.beats + 1, asked=asked, departs=departs)
         path = self._directory / f"{self._own.host}.json"
         try:
-            durable.write_whole_unsynced(path, json.dumps(asdict(self._own)) + "\n")
+            durable.refresh(path, json.dumps(asdict(self._own)) + "\n")
         except OSError as refused:
             raise storage_error(refused, path=path, doing="Writing this launcher's heartbeat") from refused
 
@@ -104,17 +107,32 @@ class JobBoard:
             return self._seen[host][0] if host in self._seen else None
         card = LauncherCard(**known_values(LauncherCard, record))
         if host not in self._seen or self._seen[host][0] != card:
-            self._seen[host] = (card, time.monotonic())
+            self._seen[host] = (card, self.now())
         return card
+
+    def now(self) -> float:
+        """Return the seconds during which this launcher really watched the others."""
+        return self._clock.look(most_s=self.silence_s / 3)
 
     def is_alive(self, host: str) -> bool:
         """Return whether a launcher's card has changed within the allowed silence; reads it."""
         if host == self._own.host:
             return True
-        return self.card(host) is not None and time.monotonic() - self._seen[host][1] <= self.silence_s
+        return self.card(host) is not None and self.now() - self._seen[host][1] <= self.silence_s
+
+    def asked(self, hosts: Iterable[str]) -> int:
+        """Return the signal by which somebody asked one of these launchers to end; 0 where nobody did."""
+        cards = [self.card(host) for host in hosts]
+        return max((card.asked for card in cards if card), default=0)
+
+    def departs(self, hosts: Iterable[str]) -> str:
+        """Return why one of these launchers has let the run save and stop; "" where none did."""
+        cards = [self.card(host) for host in hosts]
+        return next((card.departs for card in cards if card and card.departs), "")
 
     def leads(self) -> bool:
-        """Return whether no launcher before this one, in the order of hosts, is alive."""
+        """Return whether no launcher before this one, in the order of hosts, is alive. Asked all the time."""
+        self.now()  # counts the time in which no other card is read
         for host in self.hosts():
             if host == self._own.host:
                 return True
@@ -132,10 +150,26 @@ class JobBoard:
         try:
             durable.create(path, json.dumps(record, ensure_ascii=False) + "\n")
         except FileExistsError:
+            self._clear_if_left_empty(path)
             return False
         except OSError as refused:
             raise storage_error(refused, path=path, doing="Deciding with the other launchers") from refused
         return True
+
+    def _clear_if_left_empty(self, path: Path) -> None:
+        """Take a record away that has been empty for the allowed silence, so that the next `put` creates it.
+
+        Where there are no hard links, a launcher that dies while it creates a record leaves it so.
+        """
+        with suppress(FileNotFoundError):  # another launcher was first
+            since = self._empty_since.setdefault(path.name, self.now())
+            if path.stat().st_size > 0:
+                del self._empty_since[path.name]
+            elif self.now() - since > self.silence_s:
+                left = path.with_name(f".{path.name}.{self._own.host}")
+                durable.replace(path, left)
+                if left.stat().st_size > 0:  # it was written in this very moment
+                    durable.replace(left, path)
 
     def get(self, name: str) -> dict[str, Any] | None:
         """Read a record; None where there is none, or none that is complete."""

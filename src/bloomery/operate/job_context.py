@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from bloomery.config.load import LoadedRecipe
 from bloomery.errors import BloomeryError
@@ -29,6 +29,11 @@ class NodeInQuarantine(BloomeryError):
     exit_status = 67
 
 
+def _clock_offset_s() -> float:
+    """Return a number of seconds that changes when the clock is set, and only then."""
+    return time.time() - time.monotonic()
+
+
 @dataclass(frozen=True, kw_only=True)
 class JobContext:
     """A job of a scheduler.
@@ -36,6 +41,7 @@ class JobContext:
     scheduler: "slurm", "machine" or "kubernetes". job: its number. step: SLURM's step, or "".
     nodes: its nodes, as SLURM writes them.
     ends: the end of its time limit in seconds since 1970, where the environment has it; else None.
+    clock_s: what the clock showed when `ends` was read, so that setting it later does not move the end.
     """
 
     scheduler: str
@@ -43,6 +49,7 @@ class JobContext:
     step: str = ""
     nodes: str = ""
     ends: float | None = None
+    clock_s: float = field(default_factory=_clock_offset_s, compare=False)
 
     @property
     def name(self) -> str:
@@ -54,7 +61,9 @@ class JobContext:
 
         Raises SchedulerError where SLURM does not answer.
         """
-        return Slurm().end_of_job(self.job) if self.scheduler == "slurm" else self.ends
+        if self.scheduler == "slurm":
+            return Slurm().end_of_job(self.job)
+        return None if self.ends is None else self.ends + _clock_offset_s() - self.clock_s
 
 
 def job_context(environment: Mapping[str, str]) -> JobContext | None:

@@ -25,6 +25,8 @@ _FRESH_S = 120.0
 
 _ENDING_S = 2.0
 """The seconds after a job's recorded end for which its processes may still write."""
+_SKEW_S = 60.0
+"""The most seconds that the scheduler's clock is ahead."""
 
 
 class RunStatus(StrEnum):
@@ -184,12 +186,12 @@ def _of_job(job: QueuedJob, observation: RunObservation, limits: StandstillLimit
 
 
 def _running(job: QueuedJob, observation: RunObservation, limits: StandstillLimits, *, on: str) -> RunVerdict:
-    begun = job.started or 0.0
+    begun = _passed(job.started, observation.now)
     own = {number: rank for number, rank in observation.ranks.items() if rank.beat.time >= begun - 1.0}
     living = {number: rank for number, rank in own.items() if not rank.has_ended}
     if not own:
         waited_s = observation.now - begun
-        if job.started and waited_s > limits.unmeasured_s:
+        if begun and waited_s > limits.unmeasured_s:
             why = f"{on}: no rank has written a heartbeat since it began, {waited_s / 60:.0f} minutes ago"
             return RunVerdict(
                 state=RunStatus.HUNG, why=why, remedy=f"bloomery cancel, job {job.job}", job=job
@@ -213,6 +215,11 @@ def _running(job: QueuedJob, observation: RunObservation, limits: StandstillLimi
     return RunVerdict(state=RunStatus.RUNNING, why=on, job=job)
 
 
+def _passed(moment: float | None, now: float) -> float:
+    """Return a moment that has passed; 0.0 where it is not known, or the clock was set back since."""
+    return moment if moment is not None and moment < now + _SKEW_S else 0.0
+
+
 def _without_job(observation: RunObservation, limits: StandstillLimits) -> RunVerdict:
     living = {
         number: rank
@@ -220,8 +227,9 @@ def _without_job(observation: RunObservation, limits: StandstillLimits) -> RunVe
         if not rank.has_ended and number not in observation.died
     }
     # What a job wrote before it ended does not tell of a process that runs without one.
-    after = max((job.ends or 0.0 for job in observation.jobs if job.state.is_over), default=0.0) + _ENDING_S
-    begin = max(after, observation.now - _FRESH_S)
+    now, over = observation.now, [job for job in observation.jobs if job.state.is_over]
+    after = max((_passed(job.ends, now) for job in over), default=0.0) + _ENDING_S
+    begin = max(after, now - _FRESH_S)
     fresh = [number for number, rank in living.items() if rank.written_s > begin]
     if observation.last.get("event") == "end" and observation.last.get("finished") and not fresh:
         return RunVerdict(state=RunStatus.FINISHED, why=str(observation.last.get("reason", "")))
@@ -306,7 +314,7 @@ def _rank(beat: RankBeat, *, written_s: float, now: float) -> RankObservation:
 
 def _described(standstill: Standstill) -> str:
     silent = f", silent: ranks {list(standstill.silent)}" if standstill.silent else ""
-    return f"no rank has moved for {standstill.still_s:.0f} s ({standstill.allowed_s:.0f} s allowed){silent}"
+    return f"{standstill}{silent}"
 
 
 def _clock(moment: float) -> str:

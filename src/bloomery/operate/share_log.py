@@ -6,6 +6,7 @@ import os
 import subprocess
 import time
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -93,9 +94,10 @@ class ShareLog:
         begin = max(self._log_sizes[rank], size - _TAIL_BYTES)
         if size <= begin:
             return ""
-        with path.open("rb") as file:
+        with suppress(OSError), path.open("rb") as file:  # what else is known says how the rank ended
             file.seek(begin)
             return file.read().decode(errors="replace")
+        return ""
 
 
 def kernel_lines() -> list[str]:

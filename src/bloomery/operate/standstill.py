@@ -43,7 +43,7 @@ class StandstillLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class RankObservation:
-    """A rank's newest heartbeat, and when it changed, by time.monotonic() of the watching process.
+    """A rank's newest heartbeat, and when it changed, by the clock of the watching process.
 
     written_s: when the file last changed.
     moved_s: when the rank's step or count of moves last changed.
@@ -74,6 +74,9 @@ class Standstill:
     still_s: float
     allowed_s: float
 
+    def __str__(self) -> str:
+        return f"no rank has moved for {self.still_s:.0f} s ({self.allowed_s:.0f} s allowed)"
+
 
 def observe_ranks(
     observations: Mapping[int, RankObservation], beats: Mapping[int, RankBeat], *, now: float
@@ -82,7 +85,7 @@ def observe_ranks(
 
     observations: what was known before.
     beats: the heartbeats that were read.
-    now: the time.monotonic() of reading.
+    now: when they were read, by the clock of the watching process.
     """
     seen = dict(observations)
     for rank, beat in beats.items():
@@ -108,7 +111,7 @@ def judge_progress(
 
     A run hangs when no rank makes progress. A run that waits for a slow rank keeps moving, if slowly.
 
-    now: the present time.monotonic().
+    now: the present time by the clock of the watching process.
     measured_s: the longest turn of each activity in earlier attempts of the same run, in seconds.
     """
     running = {rank: observation for rank, observation in observations.items() if not observation.has_ended}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -11,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bloomery.checkpoint.format.catalogue import checkpoints
+from bloomery.errors import CheckpointError
 from bloomery.events.journal import Journal
 from bloomery.events.run_directory import RunDirectory
 from bloomery.operate.blame import diagnose
@@ -18,17 +20,13 @@ from bloomery.operate.departure import Departure
 from bloomery.operate.diagnosis import GAVE_UP, NODE_IS_BAD, Diagnosis
 from bloomery.operate.failure_evidence import FailureEvidence
 from bloomery.operate.hang import HangFinding, find_hang
+from bloomery.operate.progress_watch import ProgressWatch
 from bloomery.operate.share_log import ShareLog, free_gib, free_share
 from bloomery.operate.stacks import take_stacks
-from bloomery.operate.standstill import (
-    RankObservation,
-    StandstillLimits,
-    judge_progress,
-    longest_turns,
-    observe_ranks,
-    read_beats,
-)
+from bloomery.operate.standstill import StandstillLimits, read_beats
 from bloomery.operate.wrong_bits import diagnose_wrong_bits
+
+log = logging.getLogger(__name__)
 
 AGREED = (0, 130, 143)
 """The exit statuses of an attempt that finished, or that somebody asked to end."""
@@ -93,9 +91,9 @@ class AttemptWatch:
         departure: Departure | None = None,
     ) -> None:
         self.name = name
-        self._rundir, self._world, self._host, self._limits = rundir, world, host, limits
+        self._rundir, self._world, self._host = rundir, world, host
         self._measured_s, self._departure = measured_s, departure
-        self._observed: dict[int, RankObservation] = {}
+        self._progress = ProgressWatch(rundir, limits)
         self._hang: HangFinding | None = None
         self._is_ending, self._why, self.asked = False, "", 0
         self._share = ShareLog(rundir, ranks=range(world), host=host)
@@ -111,7 +109,7 @@ class AttemptWatch:
     @property
     def measured_s(self) -> dict[str, float]:
         """The longest turn of each activity in this attempt and those before it, in seconds."""
-        return longest_turns(self._observed, self._measured_s)
+        return self._progress.longest_turns(self._measured_s)
 
     def started(self, pids: Mapping[int, int]) -> None:
         """Record the process number of each rank."""
@@ -157,23 +155,27 @@ class AttemptWatch:
         )
 
     def _watch(self) -> None:
+        logged_error = ""
         while not self._closed.wait(_POLL_S) and not self._why and not self._is_ending:
-            self._share.note_children()
-            beats = read_beats(self._rundir, ranks=range(self._world), attempt=self.name)
-            now = time.monotonic()
-            self._observed = observe_ranks(self._observed, beats, now=now)
-            standstill = judge_progress(
-                self._observed, now=now, limits=self._limits, measured_s=self._measured_s
-            )
-            if standstill is None:
-                continue
-            finding = find_hang(beats, take_stacks(beats), silent=standstill.silent)
-            if len(finding.culprits) == 1:
-                culprit = beats[finding.culprits[0]]
-                finding = replace(finding, hosts=(culprit.host,))
-            self._hang = finding
-            still = f"no rank has moved for {standstill.still_s:.0f} s ({standstill.allowed_s:.0f} s allowed)"
-            self._why = f"{still}: {finding.summary}"
+            try:
+                self._look()
+            except Exception as error:  # noqa: BLE001 - without this thread no standstill is ever found
+                before, logged_error = logged_error, f"{type(error).__name__}: {error}"
+                if logged_error != before:
+                    log.warning("it could not be judged whether the ranks stand still: %s", logged_error)
+
+    def _look(self) -> None:
+        self._share.note_children()
+        beats = read_beats(self._rundir, ranks=range(self._world), attempt=self.name)
+        standstill = self._progress.look(beats, self._measured_s)
+        if standstill is None:
+            return
+        finding = find_hang(beats, take_stacks(beats), silent=standstill.silent)
+        if len(finding.culprits) == 1:
+            culprit = beats[finding.culprits[0]]
+            finding = replace(finding, hosts=(culprit.host,))
+        self._hang = finding
+        self._why = f"{standstill}: {finding.summary}"
 
 
 def supervise(
@@ -218,7 +220,8 @@ def supervise(
                 status = run_attempt(watch)
             finally:
                 watch.close()
-            journal.write("attempt_end", incarnation=0, step=newest_step(rundir), attempt=name, status=status)
+            before, newest = newest, newest_step(rundir, known=newest)
+            journal.write("attempt_end", incarnation=0, step=newest, attempt=name, status=status)
             leaves = departure.reason if departure is not None else ""
             if status in AGREED:
                 if leaves:
@@ -227,9 +230,9 @@ def supervise(
                 return status
             if watch.asked:
                 return 128 + watch.asked
-            evidence = watch.evidence(first_step=max(newest, 0))
+            evidence = watch.evidence(first_step=max(before, 0))
             diagnosis = diagnose_wrong_bits(rundir, evidence) or diagnose(evidence)
-            measured_s, before, newest = watch.measured_s, newest, newest_step(rundir)
+            measured_s = watch.measured_s
             in_a_row = 0 if newest > before else in_a_row
             why_not = why_no_restart(diagnosis, budget=budget, in_a_row=in_a_row, in_all=in_all) or leaves
             if reactions is not None and diagnosis.cause in NODE_IS_BAD:
@@ -249,6 +252,13 @@ def supervise(
             say(f"starting again from the newest checkpoint (restart {in_all})")
 
 
-def newest_step(rundir: RunDirectory) -> int:
-    """Return the step of the newest checkpoint; -1 where there is none."""
-    return max((checkpoint.step for checkpoint in checkpoints(rundir)), default=-1)
+def newest_step(rundir: RunDirectory, *, known: int = -1) -> int:
+    """Return the step of the newest checkpoint; -1 where there is none.
+
+    known: what it was before, which is returned where the disk does not say: no supervisor ends for that.
+    """
+    try:
+        return max((checkpoint.step for checkpoint in checkpoints(rundir)), default=-1)
+    except (OSError, CheckpointError) as refused:
+        log.warning("the checkpoints of %s could not be listed: %s", rundir.path, refused)
+        return known

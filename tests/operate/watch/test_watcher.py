@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,7 +19,9 @@ from bloomery.events.heartbeat import RankActivity
 from bloomery.events.journal import Journal, read_journal
 from bloomery.events.run_directory import RunDirectory
 from bloomery.operate.submission import keep_submission, submission_of
+from bloomery.operate.watch import observe
 from bloomery.operate.watch.alerts import Alert, AlertRules, AlertWord, WatchCondition
+from bloomery.operate.watch.disk import DiskSample, forecast_full, thinned
 from bloomery.operate.watch.notify import AlertSender
 from bloomery.operate.watch.watcher import RunWatcher
 
@@ -142,6 +145,42 @@ def test_a_scheduler_that_is_silent_makes_no_run_gone(
     assert [(alert.condition.kind, alert.word) for alert in alerts] == [("scheduler", AlertWord.RAISED)]
     assert watcher.state == "gone", "it is not over either"
     watcher.close()
+
+
+def test_a_watcher_sees_as_much_after_the_clock_was_set_back(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "mine", error="ValueError: of mine", beat_age_s=200)
+    watcher = RunWatcher(run, lambda alert: True, rules=AlertRules(escalate_s=100))
+    began = time.time() + 86400.0
+    (raised,) = watcher.look(now=began)
+    assert watcher.look(now=began + 60.0) == []
+    began -= 86400.0
+    assert watcher.look(now=began + 60.0) == []
+    (told_again,) = watcher.look(now=began + 170.0)
+    assert raised.word == AlertWord.RAISED and told_again.word == AlertWord.ESCALATED
+    beat(run)
+    (over,) = watcher.look(now=began + 210.0)
+    assert over.word == AlertWord.RESOLVED
+    watcher.close()
+
+
+def test_a_disk_and_a_scheduler_are_looked_at_after_the_clock_was_set_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tomorrow = [DiskSample(86400.0 + 30.0 * look, 500 << 30, 10**6) for look in range(60)]
+    today = [DiskSample(30.0 * look, (500 - look) << 30, 10**6) for look in range(60)]
+    samples: list[DiskSample] = []
+    for sample in tomorrow + today:
+        samples = thinned(samples, sample)
+    assert forecast_full(samples) is not None and samples == today
+    run = a_run(tmp_path / "mine")
+    keep_submission(run, submission_of("demo", ["submit.scheduler=slurm"], nproc=1))
+    asked: list[float] = []
+    monkeypatch.setattr(observe, "scheduler_of", lambda *_: SimpleNamespace(jobs=lambda **_: []))
+    monkeypatch.setattr(observe.RunObserver, "_sample", lambda self, now: asked.append(self._jobs_time))
+    observer = observe.RunObserver(run)
+    for now in (86400.0, 86410.0, 20.0, 30.0, 80.0):
+        observer.look(now=now)
+    assert asked == [86400.0, 86400.0, 20.0, 20.0, 80.0]
 
 
 def test_an_alert_that_a_server_refuses_is_sent_again(tmp_path: Path, server: Received) -> None:

@@ -10,6 +10,7 @@ watch such an orphan, signal it and end it; whether it ended well is what the ru
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -21,15 +22,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, TypeVar
 
 import psutil
 
 from bloomery import durable
+from bloomery.events.heartbeat import process_age_s
 from bloomery.events.journal import read_tail
 from bloomery.events.records import known_values
 from bloomery.events.run_directory import RunDirectory
+from bloomery.events.run_lock import process_identity
 from bloomery.operate.schedulers.interface import SIGNAL, JobState
+
+_T = TypeVar("_T")
 
 log = logging.getLogger(__name__)
 
@@ -44,11 +49,16 @@ def began_at(pid: int) -> float:
     return 0.0
 
 
-def is_running(pid: int, *, began: float) -> bool:
-    """Return whether the process that began at `began`, in seconds since 1970, has not ended."""
+def is_running(pid: int, *, began: float, life: str) -> bool:
+    """Return whether a process has not ended, and no later one has its number.
+
+    began: when it began, in seconds since 1970; asked where `life` is "", for it moves with the clock.
+    life: what `process_identity` said of it.
+    """
     with suppress(psutil.Error):
         process = psutil.Process(pid)
-        return abs(process.create_time() - began) < _SAME_S and process.status() != psutil.STATUS_ZOMBIE
+        is_same = process_identity(pid) == life if life else abs(process.create_time() - began) < _SAME_S
+        return is_same and process.status() != psutil.STATUS_ZOMBIE
     return False
 
 
@@ -78,6 +88,8 @@ JOB = "BLOOMERY_JOB"
 KILL_WAIT_S = 30.0
 """Seconds between SIGTERM, at the end of the time limit, and SIGKILL."""
 _POLL_S = 0.1
+_DISK_S = 1.0
+_MAY_PASS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
 _LOCK_S = 1.0
 """The seconds that a new runner waits for the lock, which `ask_to_cancel` and `has_runner` take briefly."""
 
@@ -91,7 +103,8 @@ class MachineJob:
     minutes: its time limit. signal_before_s: how long before that it gets SIGUSR1.
     after: the number of the job that must have ended before; 0 for none.
     submitted, started, ended: seconds since 1970; 0.0 where it has not come to that.
-    pid, pid_began: its process, and when that began in seconds since 1970, so that no other is taken for it.
+    pid, pid_began: its process, and when that began in seconds since 1970.
+    pid_life: what `process_identity` says of its process, so that no other is taken for it; "" where it is not known.
     status: its exit status, negative for a signal; None before its end, and where it is lost.
     """
 
@@ -109,6 +122,7 @@ class MachineJob:
     ended: float = 0.0
     pid: int = 0
     pid_began: float = 0.0
+    pid_life: str = ""
     status: int | None = None
 
     @property
@@ -118,8 +132,10 @@ class MachineJob:
 
     @property
     def is_orphan(self) -> bool:
-        """Whether its process still runs. Asked only where its runner is gone."""
-        return self.state == JobState.RUNNING and is_running(self.pid, began=self.pid_began)
+        """Whether its process runs, asked where its runner is gone."""
+        return self.state == JobState.RUNNING and is_running(
+            self.pid, began=self.pid_began, life=self.pid_life
+        )
 
 
 def queue_of(run: Path) -> Path:
@@ -203,11 +219,10 @@ def run_queue(run: Path) -> None:
 def _run(run: Path, job: MachineJob) -> None:
     started = time.time()
     job = replace(job, started=started, state=JobState.RUNNING, reason="")
-    _write(run, job)
+    _write_at_last(run, job)
     environment = os.environ | job.environment | {END: f"{job.ends:.3f}", JOB: str(job.number)}
     log_path = run / "logs" / f"job-{job.number}.log"
-    durable.make_directory(log_path.parent)
-    with log_path.open("ab") as output:
+    with _at_last(lambda: _opened(log_path)) as output:
         try:
             process = subprocess.Popen(
                 job.command,
@@ -220,21 +235,61 @@ def _run(run: Path, job: MachineJob) -> None:
             )
         except OSError as refused:
             over = replace(job, state=JobState.FAILED, status=127, ended=time.time(), reason=str(refused))
-            _write(run, over)
+            _write_at_last(run, over)
             return
-    job = replace(job, pid=process.pid, pid_began=began_at(process.pid))
-    _write(run, job)
+    pid = process.pid
+    job = replace(job, pid=pid, pid_began=began_at(pid), pid_life=process_identity(pid))
     _wait(run, job, is_over=lambda: process.poll() is not None)
     status = process.returncode
     state = JobState.ENDED if status == 0 or _request(run, job.number).exists() else JobState.FAILED
-    _write(run, replace(job, status=status, ended=time.time(), state=state))
+    _write_at_last(run, replace(job, status=status, ended=time.time(), state=state))
+
+
+def _at_last(do: Callable[[], _T]) -> _T:
+    """Return what a call returns once the disk lets it; a disk that is full now may have room later.
+
+    A queue that ended instead would forget the job that it runs, and the next one would start another beside.
+    """
+    is_told = False
+    while True:
+        try:
+            return do()
+        except OSError as refused:
+            if refused.errno not in _MAY_PASS:
+                raise
+            if not is_told:
+                log.warning("the queue waits for the disk: %s", refused)
+            is_told = True
+            time.sleep(_DISK_S)
+
+
+def _write_at_last(run: Path, job: MachineJob) -> None:
+    _at_last(lambda: _write(run, job))
+
+
+def _opened(log_path: Path) -> BinaryIO:
+    durable.make_directory(log_path.parent)
+    return log_path.open("ab")
+
+
+def _is_written(run: Path, job: MachineJob) -> bool:
+    with suppress(OSError):
+        _write(run, job)
+        return True
+    return False
 
 
 def _wait(run: Path, job: MachineJob, *, is_over: Callable[[], bool]) -> None:
-    """Wait for the end of a job; signal it before its limit, and end it at its limit or when asked to."""
-    warn_at, end_at, kill_at = job.ends - job.signal_before_s, job.ends, float("inf")
+    """Record a job and wait for its end; signal it before its limit, and end it there or when asked to.
+
+    How long it has run is asked of the kernel, for a clock that is set moves no limit.
+    """
+    ran_s = process_age_s(job.pid) or max(0.0, time.time() - job.started)
+    end_at, kill_at = time.monotonic() + 60.0 * job.minutes - ran_s, float("inf")
+    warn_at, is_written = end_at - job.signal_before_s, False
     while not is_over():
-        now = time.time()
+        is_written = is_written or _is_written(run, job)
+        now = time.monotonic()
         with suppress(ProcessLookupError):
             if now >= warn_at:
                 warn_at = float("inf")
@@ -268,7 +323,7 @@ def _wait_for_orphans(run: Path) -> None:
         state, reason = outcome_without_status(run, started=job.started)
         if _request(run, job.number).exists():
             state, reason = JobState.ENDED, "cancelled"
-        _write(run, replace(job, state=state, reason=reason, ended=time.time()))
+        _write_at_last(run, replace(job, state=state, reason=reason, ended=time.time()))
 
 
 @contextmanager

@@ -48,9 +48,10 @@ def thinned(samples: Sequence[DiskSample], sample: DiskSample) -> list[DiskSampl
     """Return the samples with one more; at most _MOST_SAMPLES, of which the older ones lie further apart.
 
     Samples much closer together than _SPACING_S replace each other, and once there are too many, every other
-    one is left out: so the first of them stays, and the slope is that of the whole time.
+    one is left out: so the first of them stays, and the slope is that of the whole time. Samples of a time
+    that is still to come are left out: the clock was set back since, and they would hide all later ones.
     """
-    thinned_samples = list(samples)
+    thinned_samples = [earlier for earlier in samples if earlier.time <= sample.time]
     if len(thinned_samples) > 1 and sample.time - thinned_samples[-2].time < _SPACING_S:
         thinned_samples.pop()
     thinned_samples.append(sample)

@@ -139,6 +139,15 @@ class RunObserver:
             short_s=now - self._short_since if self._short_since else 0.0,
         )
 
+    def set_back(self, by_s: float) -> None:
+        """Move the times that are remembered with a clock that was set back by so many seconds."""
+        self.since -= by_s
+        self._saves = deque(((time - by_s, name) for time, name in self._saves), self._saves.maxlen)
+        guards = ((time - by_s, guard, words) for time, guard, words in self._guards)
+        self._guards = deque(guards, self._guards.maxlen)
+        self._unheard_since -= by_s
+        self._short_since -= by_s if self._short_since else 0.0
+
     def _queue_depth(self, recipe: Recipe | None, verdict: RunVerdict, now: float) -> tuple[int, int]:
         """Return the jobs that run or wait, and those that are wanted; note since when there are fewer."""
         wanted = recipe.submit.keep_queued if recipe is not None else 0
@@ -207,7 +216,7 @@ class RunObserver:
         return self._recipe
 
     def _current_jobs(self, recipe: Recipe | None, now: float) -> Sequence[QueuedJob]:
-        if recipe is not None and now - self._jobs_time >= _JOBS_EVERY_S:
+        if recipe is not None and abs(now - self._jobs_time) >= _JOBS_EVERY_S:
             run = self.rundir.path.absolute()
             try:
                 self._jobs = scheduler_of(recipe.submit, run).jobs(name=recipe.run.name, run=run)

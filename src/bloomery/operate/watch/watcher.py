@@ -76,6 +76,9 @@ class RunWatcher:
         """Check the run, record and send new alerts, and return them. now: seconds since 1970."""
         now = time.time() if now is None else now
         gap_s = now - self._alive if self._alive else 0.0
+        if gap_s < 0.0:
+            self._set_back(-gap_s)
+            gap_s = self._gap_s
         allowed_s = max(_SILENT_LEAST_S, _SILENT_TIMES * self._gap_s)
         silent_s = gap_s if not self._ended and gap_s > allowed_s else 0.0
         self._take_acknowledged()
@@ -98,6 +101,14 @@ class RunWatcher:
         self._unsent = [alert for alert in owed if alert is not None]
         self._keep()
         return alerts
+
+    def _set_back(self, by_s: float) -> None:
+        """Move what is remembered with a clock that was set back, or no incident ends or is repeated."""
+        self._observer.set_back(by_s)
+        self.incidents = {
+            key: replace(open, began=open.began - by_s, seen=open.seen - by_s, told=open.told - by_s)
+            for key, open in self.incidents.items()
+        }
 
     def close(self) -> None:
         """Record that this watcher ends as it should, and let others watch."""
