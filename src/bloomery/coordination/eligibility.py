@@ -56,6 +56,8 @@ PIECES_MORE = 64
 pieces becomes holes of the position, which the commit has to hold; so many more are tolerated."""
 _ROUND_TRIPS, _ROUND_TRIP_S_AT_MOST = 4, 5.0
 _AT_ONCE, _REST_S, _REST_S_AT_MOST = 3, 0.1, 10.0
+_DOUBLINGS_AT_MOST = 16
+"""After more, the rest has long been the longest, and the power would soon be larger than any float."""
 
 
 def ineligible(
@@ -133,7 +135,8 @@ def answer_s(snapshot: RunSnapshot, attempt: Attempt, settings: RoundSettings) -
 def rest_s(snapshot: RunSnapshot) -> float:
     """Return how long to wait before the next attempt, seconds: 0 after few failures, then ever longer."""
     failed = len({failure.epoch for failure in snapshot.failures})
-    return min(_REST_S_AT_MOST, _REST_S * 2.0 ** (failed - _AT_ONCE)) if failed > _AT_ONCE else 0.0
+    doublings = min(failed - _AT_ONCE, _DOUBLINGS_AT_MOST)
+    return min(_REST_S_AT_MOST, _REST_S * 2.0**doublings) if doublings > 0 else 0.0
 
 
 def brings_first_part(snapshot: RunSnapshot, attempt: Attempt, peer: str) -> bool:
