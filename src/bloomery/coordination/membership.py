@@ -111,6 +111,7 @@ class Membership:
     def offer(self, key: str, value: str, *, round: int) -> None:
         """Write a key on the lease, and again whenever the lease was lost. Raises CoordinatorAway.
 
+        While this peer is not listed, the key waits for `join`.
         A key that has this value already is not written: attempts name an offer by its revision. In the same
         step the keys go that this peer wrote for rounds that are over; no other peer may delete them. Those
         of the previous round stay: a peer that lists the run checks that round's commit by them.
@@ -157,22 +158,25 @@ class Membership:
             thread.join(timeout=self._ttl_s)
 
     def _put(self, put: Callable[..., object], key: str, value: str) -> None:
+        if not self._lease:  # an earlier listing failed; to etcd, a key on lease 0 is one that stays for ever
+            self._list_again(deadline_s=JOIN_S)  # this writes the key, too
+            return
         try:
             put(key, value, lease=self._lease)
         except LeaseGone:
-            self._list_again(deadline_s=JOIN_S)  # this writes the key, too
+            self._list_again(deadline_s=JOIN_S)
 
     def _keep(self) -> None:
         """Renew the lease until `withdraw`. A coordinator that does not answer is no reason to end."""
         while not self._ended.wait(self._heartbeat_s):
             try:
-                began_s = time.monotonic()
-                if self._etcd.keep_alive(self._lease, deadline_s=max(1.0, self._heartbeat_s)):
+                began_s, lease = time.monotonic(), self._lease
+                if self._etcd.keep_alive(lease, deadline_s=max(1.0, self._heartbeat_s)):
                     self._renewed_s = time.monotonic()
                     self._round_trips_s.append(self._renewed_s - began_s)
                     continue
                 with self._lock:
-                    if not self._ended.is_set():
+                    if not self._ended.is_set() and self._lease == lease:
                         self._list_again(deadline_s=max(1.0, self._heartbeat_s))
             except CoordinatorError as error:
                 log.warning("the lease was not renewed for %.0f s: %s", self.silent_s, error.message)
