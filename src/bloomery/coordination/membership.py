@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import threading
 import time
 from collections import deque
@@ -29,6 +30,8 @@ JOIN_S = 30.0
 _LEAVE_S = 2.0
 _LEASES = 6
 _ROUND_TRIPS = 15
+_EVERY_ROUND = sys.maxsize
+"""The round of keys that belong to none: no later one removes them."""
 
 
 class Membership:
@@ -126,11 +129,21 @@ class Membership:
             self._on_lease = {name: at for name, at in self._on_lease.items() if name not in old}
             self._on_lease[key] = round
 
+    def keep(self, key: str, value: str) -> None:
+        """Write a key that lies on the lease in every round, whenever this peer is listed.
+
+        Before `join` it waits, and is then written together with the peer's record. Raises CoordinatorAway.
+        """
+        with self._lock:
+            self._written[key] = (_EVERY_ROUND, value)
+            self._put(self._etcd.put_once, key, value)
+
     def withdraw(self) -> None:
         """Leave the list of members at once and stay away until `join`, as when the ranks are stuck."""
         self._stop_thread()
         with self._lock:
-            lease, self._lease, self._written, self._on_lease = self._lease, 0, {}, {}
+            self._written = {name: entry for name, entry in self._written.items() if entry[0] == _EVERY_ROUND}
+            lease, self._lease, self._on_lease = self._lease, 0, {}
             self._member = None
             if not lease:
                 return
