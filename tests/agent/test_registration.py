@@ -34,19 +34,24 @@ from bloomery.protocol.records import ProposedAttempt
 
 
 def judged(
-    theirs: dict[str, str], mine: dict[str, str], *, commits: dict[int, str]
+    theirs: dict[str, str], mine: dict[str, str], *, commits: dict[int, str], leaves: bool = False
 ) -> tuple[bool, list[SettingsMismatch]]:
-    """Whether a member with the settings `theirs` is taken for another run's in the end, and the refusals."""
+    """Whether a member with the settings `theirs` is taken for another run's in the end, and the refusals.
+
+    leaves: whether its settings are gone, with its lease, when they are first asked for.
+    """
     refused: list[Any] = []
+    found = [False, leaves]
     published = SimpleNamespace(value=encode_settings(theirs))
     context: Any = SimpleNamespace(
         me="new",
         settings=SimpleNamespace(settings={}, incarnation="new1"),
         keys=SimpleNamespace(settings=lambda name: f"settings/{name}"),
-        etcd=SimpleNamespace(put=lambda key, text: None, get=lambda key: published),
+        etcd=SimpleNamespace(get=lambda key: None if found.pop() else published),
         writer=SimpleNamespace(write=lambda what, work: work()),
     )
-    admission = Admission(context, refuse=refused.append)
+    membership: Any = SimpleNamespace(keep=lambda key, text: None)
+    admission = Admission(context, membership, refuse=refused.append)
     admission.publish(mine)
     listed = SimpleNamespace(life=1, member=SimpleNamespace(recipe=fingerprint(theirs), incarnation="old1"))
     snapshot: Any = SimpleNamespace(members={"old": listed}, commits=commits)
@@ -58,6 +63,12 @@ def judged(
 def test_a_peer_of_other_settings_is_refused_at_any_time(commits: dict[int, str]) -> None:
     is_other, refused = judged({"run.seed": "1"}, {"run.seed": "2"}, commits=commits)
     assert is_other and "run.seed is 1 there and 2 here" in str(refused[0])
+
+
+def test_a_member_that_left_before_its_settings_were_compared_is_no_reason_to_refuse() -> None:
+    alike = {"run.seed": "1", "data": "d"}
+    assert judged(alike | {"data": "e"}, alike, commits={}, leaves=True)[1], "the next look compares again"
+    assert not judged(alike, alike, commits={}, leaves=True)[1]
 
 
 def test_another_rule_of_the_mixture_is_refused_until_a_state_says_which_one_the_run_follows() -> None:
@@ -128,15 +139,15 @@ def test_measured_links_are_published_together() -> None:
         me="p00",
         settings=SimpleNamespace(timeouts=SimpleNamespace(connect_s=1.0), streams=1),
         keys=SimpleNamespace(rate=lambda name: f"rates/{name}"),
-        etcd=SimpleNamespace(put=lambda key, text: puts.append(text)),
         writer=SimpleNamespace(write=lambda what, work: work()),
         connection_manager=links,
         wake=lambda: None,
     )
+    membership: Any = SimpleNamespace(keep=lambda key, text: puts.append(text))
     members = {
         name: SimpleNamespace(member=example.member(peer=name, addresses=("127.0.0.1:1",))) for name in names
     }
-    reports, snapshot = BandwidthReports(context), RunSnapshot(members=members)  # type: ignore[arg-type]
+    reports, snapshot = BandwidthReports(context, membership), RunSnapshot(members=members)  # type: ignore[arg-type]
     for second in range(25):
         reports.update(snapshot, is_ringing=False, now=float(second))
         if reports._thread is not None:

@@ -51,6 +51,7 @@ def test_all_mistakes_across_sections_are_reported_at_once():
         (["model.heads=256"], "model.heads"),
         (["model.hidden=12", "model.heads=4"], "model.heads"),
         (["model.position=alibi", "model.max_positions=64"], "model.max_positions"),
+        (["model.rope_scaling=yarn", "model.rope_theta=1.0"], "model.rope_theta"),
         (["model.position=learned", "model.max_positions=64"], "data.sequence_length"),
         (["data.sources=[]"], "data.sources"),
         (["data.reset_positions=true"], "data.reset_positions"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bloomery.cli import main
+from bloomery.cli import main, peer
 from bloomery.cli.train import prepared_environment
 from bloomery.config.environment import PROFILES, variables_of
 from bloomery.config.load import load_recipe
@@ -26,6 +26,17 @@ def test_profiles_and_variables_become_the_ranks_environment_and_what_is_set_is_
     environment = prepared_environment(section)
     assert (environment["NCCL_IB_DISABLE"], environment["NCCL_NET"]) == ("0", "Mine")
     assert "NCCL_NET" not in prepared_environment(loaded())
+
+
+def test_the_ranks_of_a_peer_get_the_recipes_environment_too(monkeypatch, tmp_path):
+    monkeypatch.setattr("bloomery.agent.assemble.assemble_agent", lambda *arguments: None)
+    monkeypatch.setattr(peer, "lead", lambda agent, start_ranks: (start_ranks("socket"), None))
+    given: dict[str, str] = {}
+    monkeypatch.setattr(peer, "run_ranks", lambda *arguments, environment: given.update(environment) or 7)
+    recipe = ["diloco-internet", "elastic.coordinator=http://127.0.0.1:1", "elastic.peer=a"]
+    recipe += ["environment.variables=['NCCL_NET=Mine']", "--run", str(tmp_path / "run")]
+    assert main(["peer", *recipe]) == 7
+    assert given["NCCL_NET"] == "Mine" and given["BLOOMERY_PEER"] == "a"
 
 
 @pytest.mark.parametrize(

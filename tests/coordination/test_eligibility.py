@@ -69,7 +69,8 @@ def test_a_link_is_broken_once_two_attempts_failed_between_its_ends() -> None:
 
 
 @pytest.mark.parametrize(
-    ("failed", "rest_s"), [(0, 0.0), (3, 0.0), (4, 0.2), (5, 0.4), (9, 6.4), (10, 10.0), (40, 10.0)]
+    ("failed", "rest_s"),
+    [(0, 0.0), (3, 0.0), (4, 0.2), (5, 0.4), (9, 6.4), (10, 10.0), (40, 10.0), (5000, 10.0)],
 )
 def test_attempts_that_fail_again_and_again_pause_ever_longer(failed: int, rest_s: float) -> None:
     failures = tuple(example.failed(epoch=epoch, peer=peer) for epoch in range(failed) for peer in "ab")

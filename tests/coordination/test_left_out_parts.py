@@ -5,7 +5,7 @@ import pytest
 from tests.coordination.round_world import offers_of, rewrite, world
 from tests.protocol import example
 
-from bloomery.coordination import transactions
+from bloomery.coordination import eligibility, transactions
 from bloomery.coordination.decide import CommitRound, Propose, Wait
 from bloomery.coordination.etcd import Delete, TransactionResult
 from bloomery.data.position import merged, within
@@ -165,3 +165,22 @@ def test_unequal_results_are_not_committed_and_the_minority_stays_out():
     for peer in run.peers.values():
         peer.see()
     assert {peer.digest for peer in run.peers.values()} == {run.commits[-1].digest}
+
+
+@pytest.mark.parametrize("names", ["ab", "abc"])
+def test_a_link_that_failed_twice_is_tried_again_where_the_round_needs_both_its_ends(names: str) -> None:
+    run = world(dict.fromkeys(names, 4), peers=len(names), minimum_peers=len(names))
+    run.settle(2)
+    run.propose_attempt()
+    for _ in range(eligibility.LINK_FAILURES):
+        for name, peer in run.peers.items():
+            peer.see()
+            peer.reduce(fails={"a": "b", "b": "a"}.get(name, ""))
+        for peer in run.peers.values():
+            peer.see()
+        run.now += 20.0
+        proposal = run.peers["a"].decide()
+        assert isinstance(proposal, Propose) and not proposal.tried.attempt.left_out
+        run.peers["a"].act()
+    run.settle(1)
+    assert run.commits[-1].members == tuple(names)

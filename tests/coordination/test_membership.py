@@ -154,6 +154,47 @@ def test_an_offer_that_is_repeated_stays_what_attempts_call_it(etcd, keys):
         assert etcd.get(key).value == text
 
 
+def test_an_offer_after_a_failed_listing_lists_the_peer_again_and_lies_on_its_lease(etcd, keys, monkeypatch):
+    key, text = keys.ready(1, "a"), encode_text(ready("a", 1))
+
+    def away(*arguments, **limits):
+        raise CoordinatorAway("no answer")
+
+    with joined(etcd, keys, "a", heartbeat_s=60.0) as membership:
+        etcd.revoke(membership.lease)
+        with monkeypatch.context() as patch:
+            patch.setattr(etcd, "transact", away)
+            with pytest.raises(CoordinatorAway):
+                membership.offer(key, text, round=1)
+        membership.offer(key, text, round=1)
+        assert 0 < membership.lease == etcd.get(key).lease == etcd.get(keys.member("a")).lease
+    assert etcd.get(key) is None
+
+
+def test_an_offer_of_a_peer_that_has_left_is_not_written_before_it_joins(etcd, keys):
+    with joined(etcd, keys, "a") as membership:
+        membership.withdraw()
+        membership.offer(keys.ready(1, "a"), encode_text(ready("a", 1)), round=1)
+        assert etcd.get(keys.ready(1, "a")) is None
+        membership.join(member("a"))
+        assert etcd.get(keys.ready(1, "a")).lease == membership.lease
+
+
+def test_what_is_kept_lies_on_the_lease_of_a_listed_peer_in_every_round(etcd, keys):
+    membership = Membership(etcd, keys, lease_s=60.0, heartbeat_s=0.2)
+    membership.keep(keys.settings("a"), "{}")
+    assert etcd.get(keys.settings("a")) is None
+    for _ in range(2):
+        membership.join(member("a"))
+        membership.keep(keys.rate("a"), "{}")
+        for round in range(1, 5):
+            membership.offer(keys.ready(round, "a"), encode_text(ready("a", round)), round=round)
+        leases = {etcd.get(key).lease for key in (keys.member("a"), keys.settings("a"), keys.rate("a"))}
+        assert leases == {membership.lease}
+        membership.leave()
+        assert not etcd.list(keys.of_peer("a")).items
+
+
 def test_a_peer_removes_what_it_wrote_for_rounds_long_over_and_keeps_that_of_the_last(etcd, keys):
     with joined(etcd, keys, "a") as membership:
         before = etcd.list(keys.of_peer("a")).revision

@@ -91,14 +91,16 @@ def test_the_memory_of_all_texts_counts_before_the_first_token(monkeypatch: pyte
         generate_together(decoder, [[1, 2]] * 4, max_new_tokens=8, sampling=GREEDY, ends=())
 
 
-@pytest.mark.parametrize("position", ["alibi", "rotary", "learned"])
+@pytest.mark.parametrize("position", ["alibi", "rotary", "stretched", "learned"])
 @pytest.mark.parametrize(
     "sampling", [GREEDY, Sampling(temperature=1.5, top_k=9, seed=5)], ids=["likeliest", "drawn"]
 )
 def test_texts_of_several_lengths_together_are_those_of_each_alone(position: str, sampling: Sampling) -> None:
-    section = ModelSection(
-        layers=2, hidden=16, heads=2, ffn=24, position=position, init_std=0.5, max_positions=32
-    )
+    section = ModelSection(layers=2, hidden=16, heads=2, ffn=24, init_std=0.5, max_positions=32)
+    if position == "stretched":
+        section = replace(section, rope_scaling="dynamic", rope_factor=4.0, max_positions=4)
+    else:
+        section = replace(section, position=position)
     decoder = build(section, vocabulary=30, sequence_length=8)
     initialise(decoder, seed=4)
     openings = [[29, 3], [29, 1, 2, 3, 4, 5, 6], [29], [29, 8, 8]]

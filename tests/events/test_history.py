@@ -11,7 +11,7 @@ import pytest
 from tests.events.test_records import REPORT
 
 from bloomery.events.incarnation import begin
-from bloomery.events.journal import Journal, read_history, read_journal
+from bloomery.events.journal import Journal, last_step, loss_curve, read_history, read_journal
 from bloomery.events.run_directory import RunDirectory
 
 
@@ -59,6 +59,15 @@ def test_the_span_of_a_history_is_from_its_first_event_to_its_last(
         with Journal(rundir.journal()) as journal:
             journal.write("note", incarnation=1, step=0)
     assert read_history(rundir).span_s == 30.5
+
+
+def test_events_that_lack_fields_are_no_part_of_the_history(rundir: RunDirectory) -> None:
+    write(rundir, begin(rundir, base=None, reason="start"), range(1, 4), batch=8, ranks=4)
+    before = read_history(rundir)
+    with rundir.journal().open("a") as journal:
+        journal.write('{"event": "step"}\n{"event": "step", "incarnation": 1}\n{"event": "start"}\n')
+    assert read_history(rundir) == before and last_step(rundir.journal()) == 3
+    assert [step for step, _ in loss_curve(rundir)] == [1, 2, 3]
 
 
 def test_a_run_without_a_journal_has_an_empty_history(rundir: RunDirectory) -> None:

@@ -106,6 +106,16 @@ def test_what_went_wrong_is_told_and_a_failed_save_only_until_the_next_one(run: 
     assert seen.saved_step == 9 and seen.saved is not None and seen.warnings == told[1:]
 
 
+def test_events_that_lack_fields_are_passed_over(run: RunDirectory) -> None:
+    before = overview(run)
+    with run.journal().open("a") as journal:
+        journal.write(
+            '{"event": "step", "step": 9}\n{"event": "checkpoint"}\n{"event": "checkpoint", "step": 9}\n'
+        )
+    after = overview(run)
+    assert (after.step, after.loss, after.saved, after.warnings) == (7, 2.5, None, before.warnings)
+
+
 def test_runs_that_were_written_last_come_first(run: RunDirectory) -> None:
     other = RunDirectory(run.path.parent / "other").create()
     with Journal(other.journal()) as journal:

@@ -318,5 +318,6 @@ def test_lines_that_cannot_be_read_are_told_and_left_out(caplog: pytest.LogCaptu
     assert read_rewind("") == () and read_rewind("7\n") == (7, 0, 0)
     assert read_rewind("7 1:2\n8 3:3\n") == (8, 3, 3), "the last counts"
     assert read_rewind("x\n7 3:2\n-1 2:3\n7 a:b\n") == ()
+    assert read_skips(f"0:{10**19}\n0:{'9' * 5000}\n") == read_rewind(f"7 0:{10**19}\n{10**19}\n") == ()
     levels = [record.levelno for record in caplog.records]
-    assert levels == [logging.WARNING] * (1 + 5 + 4)
+    assert levels == [logging.WARNING] * (1 + 5 + 4 + 4)

@@ -108,10 +108,11 @@ class Agent:
         self._view = RunView(etcd, keys, idle_s=limits.coordinator_silence_s, remembered=knowledge.remembered)
         self._news = SnapshotListener(self._view, wake=self._wake, failed=self._mailbox.put)
         self._recovery = RecoveryReporter(self._context, membership, knowledge)
-        self._admission = Admission(self._context, refuse=self._mailbox.put)
+        self._admission = Admission(self._context, membership, refuse=self._mailbox.put)
         self._registration = Registration(self._context, membership)
         self._round_driver = RoundDriver(self._context, self._registration, membership, averages)
-        self._bandwidths, self._backups = BandwidthReports(self._context), backups
+        self._bandwidths = BandwidthReports(self._context, membership)
+        self._backups = backups
         self._reverse = ReverseConnections(
             connection_manager, server, relays if relays is not None else [], me=settings.peer
         )

@@ -132,8 +132,8 @@ class BandwidthReports:
     only one order.
     """
 
-    def __init__(self, context: AgentContext) -> None:
-        self._context = context
+    def __init__(self, context: AgentContext, membership: Membership) -> None:
+        self._context, self._membership = context, membership
         self._measured: dict[str, tuple[str, float]] = {}
         self._again_s: dict[tuple[str, str], float] = {}
         self._thread: threading.Thread | None = None
@@ -187,10 +187,7 @@ class BandwidthReports:
         key = self._context.keys.rate(self._context.me)
         text = json.dumps({peer: round(rate, 1) for peer, (_, rate) in sorted(self._measured.items())})
 
-        def put() -> None:
-            self._context.etcd.put(key, text)
-
-        self._context.writer.write("rates", put)
+        self._context.writer.write("rates", lambda: self._membership.keep(key, text))
 
 
 class Admission:
@@ -202,28 +199,33 @@ class Admission:
 
     Args:
         context: what all parts of this agent share.
+        membership: holds the settings in the coordinator while this peer is listed.
         refuse: called on the writer's thread, with the reason, when this peer must not take part.
     """
 
-    def __init__(self, context: AgentContext, *, refuse: Callable[[CoordinatorError], None]) -> None:
-        self._context, self._refuse = context, refuse
+    def __init__(
+        self,
+        context: AgentContext,
+        membership: Membership,
+        *,
+        refuse: Callable[[CoordinatorError], None],
+    ) -> None:
+        self._context, self._membership, self._refuse = context, membership, refuse
         self.settings: Mapping[str, str] = {}
         self.fingerprint = ""
         self._asked: str | None = None
         self._alike: frozenset[str] = frozenset()
 
     def publish(self, data: Mapping[str, str]) -> None:
-        """Write this peer's settings to the coordinator. Call it before the peer is first listed.
+        """Have this peer's settings in the coordinator while it is listed. Call it before it first is.
 
         data: what identifies the stream of samples that this peer's ranks read.
         """
         self.settings = {**self._context.settings.settings, **data}
         self.fingerprint = fingerprint(self.settings)
         text = encode_settings(self.settings)
-        self._context.writer.write("settings", lambda: self._put(text))
-
-    def _put(self, text: str) -> None:
-        self._context.etcd.put(self._context.keys.settings(self._context.me), text)
+        key = self._context.keys.settings(self._context.me)
+        self._context.writer.write("settings", lambda: self._membership.keep(key, text))
 
     def is_other(self, snapshot: RunSnapshot) -> bool:
         """Return whether the member that was listed first has other settings than this peer.
@@ -256,7 +258,10 @@ class Admission:
         asked: the fingerprint of the other member's settings. without: settings that need not be alike.
         """
         entry = self._context.etcd.get(self._context.keys.settings(first))
-        theirs = {} if entry is None else decode_settings(entry.value)
+        if entry is None:  # that member has left since; whoever is the first now is asked at the next look
+            self._asked = None
+            return
+        theirs = decode_settings(entry.value)
         mine = {key: value for key, value in self.settings.items() if key not in without}
         differing = differences({key: theirs[key] for key in theirs if key not in without}, mine)
         if differing or fingerprint(theirs) != asked:

@@ -7,10 +7,11 @@ from argparse import ArgumentTypeError
 from collections.abc import Callable
 from pathlib import Path
 
+from bloomery.config.setting import LARGEST_COUNT
 from bloomery.errors import BloomeryError
 
 PICTURES = (".png", ".svg", ".pdf")
-MOST = 1_000_000_000_000_000
+MOST = LARGEST_COUNT
 """What a recipe takes at most for a whole number."""
 
 

@@ -101,7 +101,8 @@ def _train(options: Namespace) -> int:
         command += ["--fallback"] if options.fallback else []
 
         def start_ranks(path: str) -> int:
-            environment = prepared_environment() | {PARENT: path, "BLOOMERY_PEER": access.peer}
+            prepared = prepared_environment(loaded.recipe.environment)
+            environment = prepared | {PARENT: path, "BLOOMERY_PEER": access.peer}
             share = RankRange(count=options.nproc, world=options.nproc)
             return run_ranks(command, share, environment=environment)
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from bloomery.config.find import nearest
 from bloomery.config.recipe import Recipe
-from bloomery.config.setting import Setting, declaration_of, key_of
+from bloomery.config.setting import LARGEST_COUNT, Setting, declaration_of, key_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,11 +130,6 @@ def _array(annotation: Any, known: Setting, value: Any, key: str) -> tuple[Any, 
     return tuple(converted)
 
 
-_LARGEST = 10**15
-"""No count of a run is larger, and its products with other counts fit 64 bits. The largest size of an integer
-setting that declares no bound of its own."""
-
-
 def _as_float(value: float) -> float:
     try:
         return float(value)
@@ -145,8 +140,8 @@ def _as_float(value: float) -> float:
 def _bounded(number: float, known: Setting, value: object, key: str) -> float:
     least, most = known.minimum, known.maximum
     if isinstance(number, int):
-        least = -_LARGEST if least is None else least
-        most = _LARGEST if most is None else most
+        least = -LARGEST_COUNT if least is None else least
+        most = LARGEST_COUNT if most is None else most
     if isinstance(number, float) and not math.isfinite(number):
         problem = "must be a finite number"
     elif known.above is not None and number <= known.above:

@@ -8,6 +8,9 @@ from typing import Any, Literal
 
 LARGEST_SEED = 2**63 - 1
 """The largest integer of TOML; every generator here takes it."""
+LARGEST_COUNT = 10**15
+"""No count of a run is larger, and its products with other counts fit 64 bits. The largest size of an integer
+setting that declares no bound of its own."""
 
 Kind = Literal["free", "journalled", "fixed"]
 """What a resume may do to a setting.

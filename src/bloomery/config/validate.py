@@ -167,6 +167,12 @@ def _model_mistakes(model: ModelSection, data: DataSection, optim: OptimSection)
             problem=f"is not above model.rope_low_rotations = {model.rope_low_rotations}",
             remedy="Between the two lie the channels that are scaled in part.",
         )
+    if model.rope_scaling == "yarn" and model.rope_theta <= 1.0:
+        yield Finding(
+            key="model.rope_theta",
+            problem=f"is {model.rope_theta}, and 'yarn' divides by its logarithm",
+            remedy="Set it above 1, or another model.rope_scaling.",
+        )
     if model.embedding_init == "bigram" and model.tied:
         yield Finding(
             key="model.embedding_init",

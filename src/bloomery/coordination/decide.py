@@ -7,7 +7,7 @@ transactions one succeeds. Peers later in the order of names wait a little longe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from bloomery.coordination import commits
@@ -251,12 +251,17 @@ def _propose(
         left_out = {**bad, **dict.fromkeys(silent, SILENT)}
         fit = {name: offer.ready for name, offer in offers.items() if name not in left_out}
         order, _ = ring_order(tuple(fit), rates=snapshot.rates)
+    elif len(_reachable(offers, left_out)) < settings.minimum_peers:
+        # The round needs those whose links failed, and a link that was away may be back.
+        left_out = {name: why for name, why in left_out.items() if why not in (SILENT, CUT_OFF)}
+        left_out |= dict.fromkeys(silent, SILENT)
+        fit = {name: offer.ready for name, offer in offers.items() if name not in left_out}
+        order, _ = ring_order(tuple(fit), rates=snapshot.rates)
     tokens = {name: fit[name].weight_tokens for name in order}
     shares = snapshot.shares.shares if snapshot.shares else {}
     if me in fit and me not in shares and not sum(tokens.values()):
         return TakeShare(round=snapshot.round)  # nobody with a share can take part
-    reachable = [name for name in offers if left_out.get(name) not in (SILENT, CUT_OFF)]
-    too_few = len(reachable) < settings.minimum_peers or not sum(tokens.values())
+    too_few = len(_reachable(offers, left_out)) < settings.minimum_peers or not sum(tokens.values())
     if too_few or commits.is_minority(order, snapshot):
         why = f"{len(order)} of {len(offers)} peers can take part, {settings.minimum_peers} are wanted"
         return Wait(why=why, whom=tuple(left_out), until_s=now + settings.grace_s)
@@ -276,6 +281,10 @@ def _propose(
         offers={name: offers[name].modified for name in order},
         unseen=tuple(sorted(set(shares) - set(snapshot.readies))),
     )
+
+
+def _reachable(offers: Iterable[str], left_out: Mapping[str, str]) -> list[str]:
+    return [name for name in offers if left_out.get(name) not in (SILENT, CUT_OFF)]
 
 
 def _weights(tokens: list[int]) -> tuple[float, ...]:

@@ -57,6 +57,8 @@ pieces becomes holes of the position, which the commit has to hold; this many mo
 _ROUND_TRIPS, _ROUND_TRIP_S_AT_MOST = 4, 5.0
 """The round trips to the coordinator that an answer may take, and the most seconds that one counts."""
 _AT_ONCE, _REST_S, _REST_S_AT_MOST = 3, 0.1, 10.0
+_DOUBLINGS_AT_MOST = 16
+"""After more, the rest has long been the longest, and the power would soon be larger than any float."""
 
 
 def ineligible(
@@ -134,7 +136,8 @@ def answer_s(snapshot: RunSnapshot, attempt: Attempt, settings: RoundSettings) -
 def rest_s(snapshot: RunSnapshot) -> float:
     """Return how long to wait before the next attempt, seconds: 0 after few failures, then ever longer."""
     failed = len({failure.epoch for failure in snapshot.failures})
-    return min(_REST_S_AT_MOST, _REST_S * 2.0 ** (failed - _AT_ONCE)) if failed > _AT_ONCE else 0.0
+    doublings = min(failed - _AT_ONCE, _DOUBLINGS_AT_MOST)
+    return min(_REST_S_AT_MOST, _REST_S * 2.0**doublings) if doublings > 0 else 0.0
 
 
 def brings_first_part(snapshot: RunSnapshot, attempt: Attempt, peer: str) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import threading
 import time
 from collections import deque
@@ -30,6 +31,8 @@ JOIN_S = 30.0
 _LEAVE_S = 2.0
 _LEASES = 6
 _ROUND_TRIPS = 15
+_EVERY_ROUND = sys.maxsize
+"""The round of keys that belong to none: no later one removes them."""
 
 
 class Membership:
@@ -112,6 +115,7 @@ class Membership:
     def offer(self, key: str, value: str, *, round: int) -> None:
         """Write a key on the lease, and again whenever the lease was lost. Raises CoordinatorAway.
 
+        While this peer is not listed, the key waits for `join`.
         A key that has this value already is not written: attempts name an offer by its revision. In the same
         step the keys go that this peer wrote for rounds that are over; no other peer may delete them. Those
         of the previous round stay: a peer that lists the run checks that round's commit by them.
@@ -126,11 +130,21 @@ class Membership:
             self._on_lease = {name: at for name, at in self._on_lease.items() if name not in old}
             self._on_lease[key] = round
 
+    def keep(self, key: str, value: str) -> None:
+        """Write a key that lies on the lease in every round, whenever this peer is listed.
+
+        Before `join` it waits, and is then written together with the peer's record. Raises CoordinatorAway.
+        """
+        with self._lock:
+            self._written[key] = (_EVERY_ROUND, value)
+            self._put(self._etcd.put_once, key, value)
+
     def withdraw(self) -> None:
         """Leave the list of members at once and stay away until `join`, as when the ranks are stuck."""
         self._stop_thread()
         with self._lock:
-            lease, self._lease, self._written, self._on_lease = self._lease, 0, {}, {}
+            self._written = {name: entry for name, entry in self._written.items() if entry[0] == _EVERY_ROUND}
+            lease, self._lease, self._on_lease = self._lease, 0, {}
             self._member = None
             if not lease:
                 return
@@ -158,22 +172,25 @@ class Membership:
             thread.join(timeout=self._ttl_s)
 
     def _put(self, put: Callable[..., object], key: str, value: str) -> None:
+        if not self._lease:  # an earlier listing failed; to etcd, a key on lease 0 is one that stays for ever
+            self._list_again(deadline_s=JOIN_S)  # this writes the key, too
+            return
         try:
             put(key, value, lease=self._lease)
         except LeaseGone:
-            self._list_again(deadline_s=JOIN_S)  # this writes the key, too
+            self._list_again(deadline_s=JOIN_S)
 
     def _keep(self) -> None:
         """Renew the lease until `withdraw`. A coordinator that does not answer is no reason to end."""
         while not self._ended.wait(self._heartbeat_s):
             try:
-                began_s = time.monotonic()
-                if self._etcd.keep_alive(self._lease, deadline_s=max(1.0, self._heartbeat_s)):
+                began_s, lease = time.monotonic(), self._lease
+                if self._etcd.keep_alive(lease, deadline_s=max(1.0, self._heartbeat_s)):
                     self._renewed_s = time.monotonic()
                     self._round_trips_s.append(self._renewed_s - began_s)
                     continue
                 with self._lock:
-                    if not self._ended.is_set():
+                    if not self._ended.is_set() and self._lease == lease:
                         self._list_again(deadline_s=max(1.0, self._heartbeat_s))
             except CoordinatorError as error:
                 log.warning("the lease was not renewed for %.0f s: %s", self.silent_s, error.message)

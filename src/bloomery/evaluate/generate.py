@@ -6,7 +6,8 @@ A conversation becomes the token ids that a model with a chat template goes on f
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,6 +23,7 @@ from bloomery.events.run_directory import RunDirectory
 from bloomery.interchange.directories import read_object
 from bloomery.interchange.generation_files import generation_files_of
 from bloomery.model.decoder import Block, Decoder
+from bloomery.model.shape import scaling_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +74,22 @@ def generate_together(
     longest = max(len(opening) for opening in openings)
     _refuse_too_long(decoder, longest + max_new_tokens - 1)
     _refuse_too_large(decoder, longest + max_new_tokens, texts=len(openings))
+    scaling = scaling_of(decoder.model)
+    is_stretched = scaling and scaling.kind == "dynamic" and longest + max_new_tokens > scaling.positions
+    if is_stretched and len({len(opening) for opening in openings}) > 1:
+        # The frequencies follow from a text's length so far, and the rows of one pass share them.
+        alone = [
+            _drawn(
+                decoder,
+                [opening],
+                max_new_tokens=max_new_tokens,
+                sampling=replace(sampling, seed=sampling.seed + place),
+                ends=ends,
+            )
+            for place, opening in enumerate(openings)
+        ]
+        steps = zip_longest(*alone, fillvalue=(None,))
+        return (tuple(token for (token,) in step) for step in steps)
     return _drawn(decoder, openings, max_new_tokens=max_new_tokens, sampling=sampling, ends=ends)
 
 

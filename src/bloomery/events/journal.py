@@ -7,8 +7,8 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 _MOST_WAITING = 100_000
 """The most lines that are kept in memory while the disk refuses them: about 100 MB."""
 _TAIL_BYTES = 1 << 16
+_REPORT = {item.name for item in fields(StepReport) if item.default is MISSING}
 
 
 class Journal:
@@ -116,7 +117,7 @@ def last_step(path: Path) -> int:
             file.seek(begin)
             lines = file.read().splitlines()
             events = map(_parsed, reversed(lines if begin == 0 else lines[1:]))
-            step = next((event["step"] for event in events if event and event["event"] == "step"), None)
+            step = next((event["step"] for event in events if event and is_step(event, {"step"})), None)
             if step is not None or begin == 0:
                 return int(step or 0)
             count *= 4
@@ -172,11 +173,16 @@ def loss_curve(rundir: RunDirectory, *, peer: str = "0", rank: int = 0) -> list[
     """
     losses: dict[Base, float] = {}
     for event in read_journal(rundir.journal(peer=peer, rank=rank)):
-        if event["event"] == "step":
+        if is_step(event, {"step", "incarnation", "loss"}):
             losses[event["step"], event["incarnation"]] = as_float(event["loss"])
     visible_steps = sorted(visible(losses, read_incarnations(rundir)))
     newest = {step: losses[step, incarnation] for step, incarnation in visible_steps}  # the last one counts
     return sorted(newest.items())
+
+
+def is_step(event: Mapping[str, Any], needed: Set[str]) -> bool:
+    """Whether an event is a step with the fields that a reader needs, which a damaged line may lack."""
+    return event["event"] == "step" and event.keys() >= needed
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:
@@ -231,10 +237,11 @@ def read_history(rundir: RunDirectory) -> History:
     ranks: dict[int, int] = {}
     times: list[float] = []
     for event in read_journal(rundir.journal()):
-        times.append(float(event.get("time", 0.0)))
-        if event["event"] == "step":
+        if "time" in event:
+            times.append(float(event["time"]))
+        if is_step(event, {"incarnation", *_REPORT}):
             reports[event["step"], event["incarnation"]] = StepReport.from_json(event)
-        elif event["event"] == "start":
+        elif event["event"] == "start" and "incarnation" in event:
             ranks[event["incarnation"]] = int(event.get("ranks", 1))
     newest = {base[0]: base for base in sorted(visible(reports, read_incarnations(rundir)))}
     steps = tuple(Step(incarnation=newest[step][1], report=reports[newest[step]]) for step in sorted(newest))

@@ -12,7 +12,7 @@ from typing import Any
 from bloomery.config.load import load_recipe
 from bloomery.config.recipe import Recipe
 from bloomery.errors import BloomeryError, ConfigError
-from bloomery.events.journal import read_tail
+from bloomery.events.journal import is_step, read_tail
 from bloomery.events.run_directory import RunDirectory
 from bloomery.operate.exclusions import Exclusions
 from bloomery.operate.run_state import RunVerdict, judge_state, observe_run
@@ -111,17 +111,17 @@ def _progress(rundir: RunDirectory, recipe: Recipe | None, warnings: list[str]) 
     rewinds = 0
     for event in read_tail(rundir.journal()):
         match event["event"]:
-            case "step":
+            case "step" if is_step(event, {"step", "loss", "seconds", "consumed_samples"}):
                 steps.append(event)
                 if event.get("held_out_loss") is not None:
                     facts["held_out_loss"] = event["held_out_loss"]
             case "evaluation":
                 facts["held_out_loss"] = event.get("held_out_loss", facts.get("held_out_loss"))
-            case "checkpoint":
+            case "checkpoint" if {"time", "step"} <= event.keys():
                 facts |= {"saved": event["time"], "saved_step": event["step"]}
                 failed_save = ""
             case "checkpoint_failed":
-                failed_save = f"no checkpoint at step {event['step']}: {event.get('why', '')}"
+                failed_save = f"no checkpoint at step {event.get('step')}: {event.get('why', '')}"
             case "rewind":
                 rewinds += 1
     warnings += [failed_save] if failed_save else []

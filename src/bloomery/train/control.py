@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 
 from bloomery.config.checkpoint import ControlSection
+from bloomery.config.setting import LARGEST_COUNT
 from bloomery.errors import StoppedBySwitch
 from bloomery.events.records import Facts
 from bloomery.events.run_directory import CONTROLS, RunDirectory
@@ -319,9 +320,9 @@ def read_skips(text: str) -> tuple[tuple[int, int], ...]:
     """Return the `first:end` lines of a control/skip file: absolute sample ranges without their end."""
     skips = []
     for line in _lines(text):
-        first, _, end = line.partition(":")
-        if first.strip().isdecimal() and end.strip().isdecimal() and int(first) < int(end):
-            skips.append((int(first), int(end)))
+        first, end = _span(line)
+        if 0 <= first < end:
+            skips.append((first, end))
         else:
             log.warning("control/skip: %r is not 'first:end' with first < end and was left out", line)
     return tuple(skips)
@@ -335,12 +336,23 @@ def read_rewind(text: str) -> tuple[int, ...]:
     wanted: tuple[int, ...] = ()
     for line in _lines(text):
         step, _, samples = line.partition(" ")
-        first, _, end = (samples.strip() or "0:0").partition(":")
-        if step.isdecimal() and first.isdecimal() and end.isdecimal() and int(first) <= int(end):
-            wanted = (int(step), int(first), int(end))
+        first, end = _span(samples.strip() or "0:0")
+        if _count(step) >= 0 and 0 <= first <= end:
+            wanted = (_count(step), first, end)
         else:
             log.warning("control/rewind: %r is not 'step' or 'step first:end' and was left out", line)
     return wanted
+
+
+def _span(text: str) -> tuple[int, int]:
+    """Return the numbers of `first:end`; -1 for each that is no count of a run."""
+    first, _, end = text.partition(":")
+    return _count(first.strip()), _count(end.strip())
+
+
+def _count(text: str) -> int:
+    is_count = text.isdecimal() and len(text) <= len(str(LARGEST_COUNT)) and int(text) <= LARGEST_COUNT
+    return int(text) if is_count else -1
 
 
 def _lines(text: str) -> tuple[str, ...]:

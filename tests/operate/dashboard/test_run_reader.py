@@ -69,6 +69,20 @@ def test_a_file_that_cannot_be_read_is_told_and_read_once_it_can_be(tmp_path: Pa
     assert tail.lines() == [b"a"] and not tail.error
 
 
+def test_a_file_that_goes_away_before_it_is_read_to_its_end_is_not_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    path.write_bytes(b"first\nsecond\n")
+    tail = GrowingFile(path)
+    assert tail.lines(most_bytes=8) == [b"first"] and tail.is_behind
+    path.rename(tmp_path / "moved")
+    assert tail.lines() == [] and tail.is_missing and not tail.is_behind
+    path.mkdir()
+    assert tail.lines() == [] and tail.error and not tail.is_behind
+    path.rmdir()
+    (tmp_path / "moved").rename(path)
+    assert tail.lines() == [b"second"] and not tail.is_behind
+
+
 def test_a_line_without_end_does_not_hold_the_reader_up(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     path.write_bytes(b"x" * 5000 + b"\nlast\n")

@@ -117,6 +117,9 @@ def test_an_action_needs_the_token_and_leaves_a_control_file_and_a_record(
     assert "before the move" in run.rundir.control("save").read_text()
     status, told, _ = dashboard.post("api/action", {"run": 0, "action": "skip", "what": "90:40"}, **owner)
     assert status == 400 and "FIRST below END" in told
+    far = {"run": 0, "action": "skip", "what": f"0:{10**19}"}
+    status, told, _ = dashboard.post("api/action", far, **owner)
+    assert status == 400 and "is too much" in told
     assert (
         dashboard.post("api/action", {"run": 0, "action": "skip", "what": "1_000:2_000"}, **owner)[0] == 200
     )

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from bloomery.config.load import load_recipe
+from bloomery.config.setting import LARGEST_COUNT
 from bloomery.errors import BloomeryError, storage_error
 from bloomery.events.journal import Journal
 from bloomery.events.run_directory import RunDirectory
@@ -64,6 +65,11 @@ def _skip(rundir: RunDirectory, what: str, why: str) -> str:
     if not (colon and first.isdecimal() and end.isdecimal() and int(first) < int(end)):
         raise BloomeryError(
             f"{what[:40]!r} is not FIRST:END with FIRST below END.", remedy="Give sample numbers."
+        )
+    if int(end) > LARGEST_COUNT:
+        raise BloomeryError(
+            f"{end[:40]} is too much: at most {LARGEST_COUNT:,}.",
+            remedy="Give numbers of samples of this run.",
         )
     write_request(rundir, "skip", f"{int(first)}:{int(end)}", keep=True)
     return f"The run leaves the samples {int(first):,} to {int(end) - 1:,} out from its next step on."

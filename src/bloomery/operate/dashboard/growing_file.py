@@ -35,7 +35,10 @@ class GrowingFile:
         return self.read_bytes + self.torn < self.size
 
     def lines(self, *, most_bytes: int = SLICE_BYTES) -> list[bytes]:
-        """Return the whole lines in the next `most_bytes`; [] where there are none, or no file."""
+        """Return the whole lines in the next `most_bytes`; [] where there are none, or no file.
+
+        While the file is missing or cannot be read, nothing more of it is to be read at once.
+        """
         self.is_missing, self.error = False, ""
         try:
             with self.path.open("rb") as file:
@@ -46,10 +49,10 @@ class GrowingFile:
                 file.seek(self.read_bytes)
                 data = file.read(min(most_bytes, max(0, self.size - self.read_bytes)))
         except FileNotFoundError:
-            self.is_missing = True
+            self.is_missing, self.size = True, self.read_bytes + self.torn
             return []
         except OSError as refused:
-            self.error = refused.strerror or str(refused)
+            self.error, self.size = refused.strerror or str(refused), self.read_bytes + self.torn
             return []
         return self._whole_lines(data, most_bytes)
 

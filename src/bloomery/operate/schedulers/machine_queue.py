@@ -104,7 +104,7 @@ class MachineJob:
     after: the number of the job that must have ended before; 0 for none.
     submitted, started, ended: seconds since 1970; 0.0 where it has not come to that.
     pid, pid_began: its process, and when that began in seconds since 1970.
-    pid_life: what `process_identity` says of its process, so that no other is taken for it; "" where it is not known.
+    pid_life: the `process_identity` of its process, which no later process has; "": not known.
     status: its exit status, negative for a signal; None before its end, and where it is lost.
     """
 
