@@ -111,8 +111,7 @@ class Agent:
         self._admission = Admission(self._context, membership, refuse=self._mailbox.put)
         self._registration = Registration(self._context, membership)
         self._round_driver = RoundDriver(self._context, self._registration, membership, averages)
-        self._bandwidths = BandwidthReports(self._context, membership)
-        self._backups = backups
+        self._bandwidths, self._backups = BandwidthReports(self._context, membership), backups
         self._reverse = ReverseConnections(
             connection_manager, server, relays if relays is not None else [], me=settings.peer
         )

@@ -81,12 +81,10 @@ class GroupSupervisor:
         self._decision: Decision | None = None
         self._unwritten: Decision | None = None
         self._watch: ShareWatch | None = None
-        self._asked, self._warned = 0, ""
-        self._progress = ProgressWatch(rundir, self._limits)
+        self._asked, self._warned, self._progress = 0, "", ProgressWatch(rundir, self._limits)
         self._enough_since = self._ending_since = self._looked = float("-inf")
-        self._stacks_given = 0
+        self._stacks_given, self._closed, self._changed = 0, threading.Event(), threading.Condition()
         self._error: BaseException | None = None
-        self._closed, self._changed = threading.Event(), threading.Condition()
 
     def run(self, run_attempt: Callable[[Decision, ShareWatch], int]) -> int:
         """Take part in attempts until the leader decides the exit status, which is returned.
