@@ -88,7 +88,7 @@ def test_a_certificate_that_could_not_be_loaded_is_tried_again_though_its_files_
     try:
         init_certificates(tmp_path, run="one", peers=["a"], days=90, renews=True)
         for _ in range(3):
-            watch.look()
+            watch.check()
         assert loads == [read_certificate(bundle / "certificate.pem").serial] * 2
     finally:
         watch.close()

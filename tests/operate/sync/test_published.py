@@ -91,7 +91,7 @@ def test_of_checkpoints_that_cannot_be_published_the_newest_few_are_held(run: Ru
         save(run, step)
         ours.hold()
         with pytest.raises(BloomeryError, match="no such form"):
-            ours.look()
+            ours.publish_held()
     held = sorted(path.name for path in (run.path / "publishing").glob("step-*"))
     assert len(held) <= 5 and held[-1] == "step-000007.i001"
 

@@ -151,14 +151,14 @@ def test_a_watcher_sees_as_much_after_the_clock_was_set_back(tmp_path: Path) -> 
     run = a_run(tmp_path / "mine", error="ValueError: of mine", beat_age_s=200)
     watcher = RunWatcher(run, lambda alert: True, rules=AlertRules(escalate_s=100))
     began = time.time() + 86400.0
-    (raised,) = watcher.look(now=began)
-    assert watcher.look(now=began + 60.0) == []
+    (raised,) = watcher.check(now=began)
+    assert watcher.check(now=began + 60.0) == []
     began -= 86400.0
-    assert watcher.look(now=began + 60.0) == []
-    (told_again,) = watcher.look(now=began + 170.0)
+    assert watcher.check(now=began + 60.0) == []
+    (told_again,) = watcher.check(now=began + 170.0)
     assert raised.word == AlertWord.RAISED and told_again.word == AlertWord.ESCALATED
     beat(run)
-    (over,) = watcher.look(now=began + 210.0)
+    (over,) = watcher.check(now=began + 210.0)
     assert over.word == AlertWord.RESOLVED
     watcher.close()
 
@@ -179,7 +179,7 @@ def test_a_disk_and_a_scheduler_are_looked_at_after_the_clock_was_set_back(
     monkeypatch.setattr(observe.RunObserver, "_sample", lambda self, now: asked.append(self._jobs_time))
     observer = observe.RunObserver(run)
     for now in (86400.0, 86410.0, 20.0, 30.0, 80.0):
-        observer.look(now=now)
+        observer.observe(now=now)
     assert asked == [86400.0, 86400.0, 20.0, 20.0, 80.0]
 
 
