@@ -324,7 +324,10 @@ def read_skips(text: str) -> tuple[tuple[int, int], ...]:
         if 0 <= first < end:
             skips.append((first, end))
         else:
-            log.warning("control/skip: %r is not 'first:end' with first < end and was left out", line)
+            log.warning(
+                "control/skip: %r is not 'first:end' with first < end, counts of a run, and was left out",
+                line,
+            )
     return tuple(skips)
 
 
