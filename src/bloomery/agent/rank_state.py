@@ -47,8 +47,8 @@ class _Pace:
     step: the step that the rank last reported.
     since: when the rank last sent a message.
     begun: when its activity began.
-    asked: when it was told to do something though it waits for others; None while it has nothing to
-        do.
+    asked: since when something is expected of it, which gives a waiting rank a deadline; None while
+        nothing is.
     copies: how long its last copies of the state for joining peers took, seconds.
     seconds: how long its last steps took, seconds.
     """

@@ -1,4 +1,4 @@
-"""The settings of `[elastic]`: training between peers (DiLoCo) or, with `inner_steps = 0`, without peers."""
+"""The settings of `[elastic]`: DiLoCo rounds, and how peers find, reach, trust and wait for each other."""
 
 from __future__ import annotations
 

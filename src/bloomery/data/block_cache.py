@@ -74,7 +74,7 @@ class BlockCache:
         self._state = np.memmap(state, dtype=_ENTRY, mode="r+")
         self._versions, self._used = self._state["version"][1:], self._state["used"][1:]
         self._checked = np.zeros(count, dtype=np.uint32)
-        """Turn at which this process found a block to be what its sum says."""
+        """The version of each block when this process last verified it against its checksum; 0: never."""
         self._threads = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
         with self._alone():

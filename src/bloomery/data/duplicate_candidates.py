@@ -46,8 +46,8 @@ class KeyFiles:
     def candidates(self, documents: int, *, progress: ProgressCallback) -> Iterator[tuple[int, int]]:
         """Yield the numbers (document, earlier document) of pairs that share a key, in ascending order.
 
-        Nothing can be added afterwards. Of n documents with one key each is paired with the first of them and
-        with the one just before it: fewer than 2n pairs instead of n²/2.
+        Nothing can be added afterwards. Of n documents that share a key, each later one is paired with the
+        first and with the one just before it: fewer than 2n pairs instead of n²/2.
 
         documents: one more than the largest number of a document.
         """

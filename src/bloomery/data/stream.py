@@ -35,7 +35,7 @@ class SampleStream:
     mixtures: all mixtures that the order went through; the last one is in force.
     demand: what today's recipe asks of the mixture.
     windows: number of samples in each dataset of today's recipe.
-    layouts: how the tokens of each of them become samples. packing: the name of that, as in `data.packing`.
+    layouts: for each dataset, how its tokens become samples. packing: the value of `data.packing`.
     """
 
     order: Order | MegatronOrder
@@ -302,12 +302,12 @@ def stream_identity(
 ) -> dict[str, str]:
     """Return digests of the datasets and of the order of the samples, by what each describes.
 
-    Two machines on which a sample's number means the same sample have equal ones.
+    They are equal on two machines where each sample number means the same sample.
 
     text: fingerprint of the text and its tokenizer.
 
-    A pair may have terabytes. So 32 pieces of its tokens at even distances are hashed, and its documents are
-    counted; equal values do not prove that no token differs.
+    A dataset may have terabytes, so 32 evenly spaced pieces of its tokens are hashed and its documents are
+    counted. Equal values do not prove that every token is equal.
     """
     described = {f"the dataset '{name}'": _of_pair(dataset) for name, dataset in datasets.items()}
     if len(described) > _NAMED:

@@ -119,8 +119,8 @@ class Tokenizer:
         return self._reference.name
 
     def texts_that_end_documents(self) -> list[str]:
-        """Return those added tokens, and of the end of a document itself, whose text becomes the id that ends
-        a document. Each is tried alone, within words, between blanks and within texts that are hard.
+        """Return the added tokens, the end-of-document token included, whose text is encoded as the id that
+        ends a document. Each is tried alone, within words, between blanks and within texts that are hard.
         """
         contents = [self.end_of_document]
         if not isinstance(self._engine, PieceModel):

@@ -28,8 +28,8 @@ class SavedFiles:
 def find_saved(path: Path, *, fallback: bool = False) -> SavedFiles:
     """Find what lies at `path`: a run directory (its newest checkpoint) or one of its checkpoints.
 
-    fallback: of a run, take the newest checkpoint that is intact, which all bytes of the newest ones are read
-    for.
+    fallback: for a run directory, take the newest intact checkpoint. To find it, all bytes of the newest
+        ones are read.
     Raises CheckpointError if there is no checkpoint, and DataError if its tokenizer is gone.
     """
     checkpoint = path if (path / MANIFEST).is_file() else _newest_of(path, fallback=fallback)

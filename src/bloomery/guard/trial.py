@@ -30,7 +30,7 @@ class Trial:
     base_step: the step of the checkpoint that it began from.
     problem_step: the step at which the problem was judged; losses after it count.
     last_step: the trial is over after this step.
-    usual, spread: the losses before the trial; a spread of 0: they are not known.
+    usual, spread: median and spread of the losses before the trial; a spread of 0: too few are known.
     losses: the losses after `problem_step`.
     refused: how many updates were refused since the beginning.
     held_out: the newest held-out loss of the trial; None: there is none.
@@ -115,7 +115,7 @@ def begin_trial(
 
 
 def after_step(trial: Trial, report: StepReport) -> tuple[Trial | None, Watch | Anomaly | None]:
-    """Return the trial after a step, None where its remedy was adopted, and how it ended if it did."""
+    """Return the trial after a step (None once its remedy is adopted), and the verdict if it ended."""
     if trial.is_over:  # the run has not gone back yet, as between peers
         return trial, None
     counts = report.step > trial.problem_step

@@ -27,8 +27,8 @@ _CONFIG, _TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
 def described_weights(place: str) -> Iterator[DescribedWeights]:
     """Yield what the directory at `place` says of the settings of a run that begins with its weights.
 
-    The first is quick. For a transformers directory a second one comes, after its weight files were looked
-    at, which takes torch: a head that is stored beside the embedding may not be tied.
+    The first is quick. For a transformers directory a second one follows, for which torch opens the weight
+    files: only they show whether a stored head is tied to the embedding.
     Raises ConfigError where there is no model that we know, and CheckpointError for what our decoder does not
     compute.
     """
@@ -100,7 +100,7 @@ def _described_run(place: str, directory: Path) -> DescribedWeights:
 def _numbers(section: ModelSection, *, sequence_length: int) -> dict[str, Any]:
     """Return the settings of a model by name, with numbers for 'auto', and without what stays 'auto'.
 
-    sequence_length: what a number of positions that is 'auto' is.
+    sequence_length: the value of `model.max_positions` where that is 'auto'.
     """
     resolved = resolve(section, vocabulary=2, sequence_length=1)
     values = {field.name: getattr(section, field.name) for field in fields(section)}

@@ -1,10 +1,10 @@
-"""Predicts a round between peers: the bytes that each sends, its time, its memory, and what quantising costs.
+"""Predicts the bytes, time, memory and error of a peer round, and picks the codec of its partial sums.
 
 In a ring of n peers each value is quantised n times: n − 1 times as a growing partial sum, and once as the
 complete sum, whose bytes are handed round. With equal, independent parts the variance of the k-th partial
 sum is k/n of the sum's, so the relative error of the average is √(e² · (n − 1) / 2 + g²), where e and g are
-the errors of one quantisation in the codec of the partial sums and of the complete one. It stays as it is
-however many peers there are only while e²·n is small beside g².
+the errors of one quantisation in the codec of the partial sums and of the complete one. It is
+independent of the number of peers only while e²·n is small beside g².
 
 The sparse codec has no partial sums: each peer's code goes round the ring whole. So what a peer sends grows
 with the number of peers, whereas a ring that adds up sends each peer's values twice at most.
@@ -80,7 +80,7 @@ class Round:
 
     inner_s: seconds of a peer's `inner_steps` together.
     payload_bytes: what a peer brings to the all_reduce, encoded. sent_bytes: what it sends for that.
-    part_of_int8: that, as a share of what it would send with codec = "int8".
+    part_of_int8: `sent_bytes` as a share of what would be sent with codec = "int8".
     codec: of complete sums. reduce_codec: of partial sums.
     quantisation_error: of the average, relative to it, if the peers' parts are equally large and independent.
     exchange_s: seconds of the all_reduce and of the outer step after it.

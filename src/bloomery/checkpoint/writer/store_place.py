@@ -1,4 +1,4 @@
-"""Writes one rank's part of a save straight to object storage, and commits the checkpoint there.
+"""Writes a rank's part of a save to object storage, commits it there, and enters it in the run directory.
 
 Every rank sends its own data files to `checkpoints/NAME/` of the run's URL, and then a record of its part to
 `saving/NAME/`. The first rank waits for all records, sends the index, and last the manifest, which it creates

@@ -67,9 +67,9 @@ def forecast_full(samples: Sequence[DiskSample]) -> DiskForecast | None:
 
     The rate is the median of the slopes between all samples a quarter of the series apart or more, weighted
     by their distance in time (after Theil and Sen). Pairs of many distances are needed: with one distance
-    alone, saves that come and go make every slope too steep or too flat. What is left is counted from the
-    low side of the samples, as when a save is there. What fell before space was freed, by half of what it
-    had fallen or more, no longer counts.
+    alone, saves that come and go make every slope too steep or too flat. The space left is taken at the low
+    side of the samples, where a save is present. Once more than half of a fall has been freed again, samples
+    from before no longer count.
     """
     forecasts = []
     for what, place in (("space", 1), ("inodes", 2)):
