@@ -10,7 +10,7 @@ from tests.checkpoint.small_run import Run
 from tests.checkpoint.test_background import wait_for
 
 from bloomery.checkpoint.format.catalogue import checkpoints, remote_copies, verify
-from bloomery.checkpoint.format.manifest import read_manifest
+from bloomery.checkpoint.format.manifest import FileRecord, read_manifest
 from bloomery.checkpoint.format.state import whole
 from bloomery.checkpoint.remote import backup as backup_module
 from bloomery.checkpoint.remote import shared_upload
@@ -21,6 +21,7 @@ from bloomery.checkpoint.remote.shared_upload import (
     FileSender,
     RanksThatSend,
     notes_of,
+    read_notes,
     read_request,
 )
 from bloomery.checkpoint.remote.transfer import upload_checkpoint
@@ -164,3 +165,26 @@ def test_a_sender_notes_what_it_verified_and_sends_it_no_second_time(rundir: Run
     remote, notes = Objects(f"file://{tmp_path}/elsewhere"), rundir.path / "notes"
     assert FileSender(directory, remote, notes=notes, noted={}).send(record) == record.bytes
     assert FileSender(directory, remote, notes=notes, noted={}).send(record) == 0
+
+
+def test_a_rank_whose_store_refused_once_sends_its_share_all_the_same(
+    rundir: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    directory, url = saved(rundir), f"file://{tmp_path}/elsewhere"
+    refused, send = list[str](), FileSender.send
+
+    def refusing_once(sender: FileSender, record: FileRecord) -> int:
+        if not refused:
+            refused.append(record.name)
+            raise OSError(5, "the store is away")
+        return send(sender, record)
+
+    monkeypatch.setattr(FileSender, "send", refusing_once)
+    files, notes = read_manifest(directory).files, notes_of(rundir, directory.name)
+    rundir.backups.mkdir(exist_ok=True)
+    helper = BackupHelper(rundir, rank=1, world=2, poll_s=0.01)
+    try:
+        RanksThatSend(rundir, world=2).ask(directory.name, url=url, files=files)
+        wait_for(lambda: set(read_notes(notes, url)) == {file.name for file in files[1::2]})
+    finally:
+        helper.close()
