@@ -1,9 +1,11 @@
 import math
+import os
 from itertools import pairwise
 
 import pytest
 import torch
 
+from bloomery import durable
 from bloomery.calibrate import compute, machine
 from bloomery.calibrate import compute as blocks
 from bloomery.calibrate import compute as stopwatch
@@ -134,3 +136,33 @@ def test_a_measured_machine_makes_a_file_that_plans(quick, tmp_path, monkeypatch
 def test_a_place_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path, capsys):
     assert main(["calibrate", "--to", str(tmp_path / "no" / "machine.toml")]) == 1
     assert "cannot be written" in capsys.readouterr().err
+
+
+def test_no_efficiency_above_the_peak_is_fitted():
+    fast = [Product(rows=side, columns=side, inner=side, flops=1.2e11) for side in (64, 256, 1024)]
+    assert fit_half_size(fast, 1e11) == (1.0, 0.0)
+
+
+def test_attention_never_takes_less_than_nothing_for_its_weights():
+    rows = [(x, y, 2.5 * x - 0.5 * y) for x, y in ((1e-3, 1e-4), (2e-3, 1e-3), (5e-4, 8e-4))]
+    assert compute._least_squares(rows)[1] == 0.0
+
+
+def test_the_time_of_a_block_is_half_of_what_two_more_add(monkeypatch):
+    seconds = iter([1.0, 5.0])
+    monkeypatch.setattr(products, "best_s", lambda work, device: next(seconds))
+    model = compute._model(32, 2)
+    taken = compute._block_s(model, samples=1, length=8, device=CPU, dtype=torch.float32)
+    assert taken == 2.0
+
+
+def test_the_speed_of_a_disk_is_that_of_what_has_reached_it(quick, tmp_path, monkeypatch):
+    sync, synced = durable.sync_file, []
+
+    def noted(file):
+        synced.append(os.fstat(file).st_size)
+        sync(file)
+
+    monkeypatch.setattr(durable, "sync_file", noted)
+    assert min(machine.disk_gb_per_s(tmp_path)) > 0.0
+    assert synced == [machine.DISK_BYTES]

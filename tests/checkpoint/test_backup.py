@@ -344,3 +344,15 @@ def until(seen: Callable[[], object]) -> None:
     while not seen():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def test_a_backup_of_the_last_clean_step_is_not_marked(tmp_path: Path):
+    url = f"file://{tmp_path}/elsewhere"
+    rundir = RunDirectory(tmp_path / "run").create()
+    store, backup, run = begun(rundir, url, keeping=KEEP_ONE)
+    for step in (5, 10):
+        save(store, run, step)
+        until(lambda: not backup.due())
+    assert store.mark_suspects(clean_step=5, why="rank 3 erred") == ["step-000010.i001"]
+    backup.close()
+    assert marks(url) == {"step-000010.i001"}

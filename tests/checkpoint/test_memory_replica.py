@@ -319,3 +319,22 @@ def test_what_lies_in_memory_says_how_large_each_of_its_files_is_and_where(tmp_p
     with here.open(file.name) as opened:
         assert opened.read_into([memoryview(content)[:3], memoryview(content)[3:]], begin=1) == 6
     assert bytes(content) == b"234567\0\0\0"
+
+
+def test_what_a_rank_that_has_ended_leaves_of_others_is_freed_once_their_run_is_gone(tmp_path: Path):
+    def replicas(name: str) -> MemoryReplicas:
+        rundir = RunDirectory(tmp_path / name).create()
+        begin(rundir, base=None, reason="start")
+        made = MemoryReplicas(tmp_path / "memory", rundir.path, identity(rundir))
+        made.create()
+        return made
+
+    living, gone = replicas("living"), replicas("gone")
+    for rank in (0, 1):
+        gone.slot(rank, 0).write_bytes(b"x")
+    gone.remove(0)
+    gone.release()
+    assert gone.slot(1, 0).exists() and not gone.slot(0, 0).exists()
+    shutil.rmtree(tmp_path / "gone")
+    assert living.sweep() == [gone.directory]
+    living.release()

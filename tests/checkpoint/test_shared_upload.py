@@ -11,7 +11,7 @@ from tests.checkpoint.small_run import Run
 from tests.checkpoint.test_background import wait_for
 
 from bloomery.checkpoint.format.catalogue import checkpoints, remote_copies, verify
-from bloomery.checkpoint.format.manifest import read_manifest
+from bloomery.checkpoint.format.manifest import FileRecord, read_manifest
 from bloomery.checkpoint.format.state import whole
 from bloomery.checkpoint.remote import backup as backup_module
 from bloomery.checkpoint.remote import shared_upload
@@ -22,6 +22,7 @@ from bloomery.checkpoint.remote.shared_upload import (
     FileSender,
     UploadCoordinator,
     notes_of,
+    read_notes,
     read_request,
 )
 from bloomery.checkpoint.remote.transfer import upload_checkpoint
@@ -196,3 +197,26 @@ def test_a_backup_from_which_a_file_goes_before_its_manifest_is_written_is_none(
             directory, Objects(f"file://{store}"), notes=rundir.path / "notes", progress=remove_one
         )
     assert not list(store.glob("checkpoints/*/manifest.json"))
+
+
+def test_a_rank_whose_store_refused_once_sends_its_share_all_the_same(
+    rundir: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    directory, url = saved(rundir), f"file://{tmp_path}/elsewhere"
+    refused, send = list[str](), FileSender.send
+
+    def refusing_once(sender: FileSender, record: FileRecord) -> int:
+        if not refused:
+            refused.append(record.name)
+            raise OSError(5, "the store is away")
+        return send(sender, record)
+
+    monkeypatch.setattr(FileSender, "send", refusing_once)
+    files, notes = read_manifest(directory).files, notes_of(rundir, directory.name)
+    rundir.backups.mkdir(exist_ok=True)
+    helper = BackupHelper(rundir, rank=1, world=2, poll_s=0.01)
+    try:
+        UploadCoordinator(rundir, world=2).ask(directory.name, url=url, files=files)
+        wait_for(lambda: set(read_notes(notes, url)) == {file.name for file in files[1::2]})
+    finally:
+        helper.close()

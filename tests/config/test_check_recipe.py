@@ -263,3 +263,17 @@ def test_a_backup_url_with_any_credential_is_refused(url):
 
 def test_a_remedy_names_the_eight_numbers_that_are_nearest():
     assert nearest_numbers(list(range(1, 31)), near=20) == "16, 17, 18, 19, 20, 21, 22, 23"
+
+
+def test_a_shard_degree_has_to_divide_the_degree_of_a_launch():
+    sharded = ("parallel.zero=1", "optim.name=adamw", "parallel.shard_degree=3")
+    assert "parallel.shard_degree" not in findings("demo", *sharded)
+    assert "parallel.shard_degree" not in findings("demo", *sharded, data_degree=6)
+    assert "parallel.shard_degree" in findings("demo", *sharded, data_degree=4)
+
+
+def test_averaged_gradients_take_no_step_of_fp16_at_any_time():
+    gradients = ("elastic.average=gradients", "elastic.fragments=1", "elastic.inner_steps=1")
+    assert "train.precision" not in findings("intellect1-10b", *gradients)
+    later = 'train.precision_changes=[[1000, "fp16"]]'
+    assert "train.precision" in findings("intellect1-10b", *gradients, later)

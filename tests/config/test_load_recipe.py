@@ -354,3 +354,13 @@ def test_an_integer_beyond_all_counts_is_told_its_nearest_bound():
     with pytest.raises(BadValues) as refused:
         convert(int, unbounded, -(10**16), key="a.b")
     assert refused.value.wrongs[0].problem == "must be at least -1_000_000_000_000_000"
+
+
+def test_a_run_that_began_from_weights_is_read_from_its_record_alone(tmp_path):
+    def asked(directory):
+        raise AssertionError("the record is complete")
+
+    (tmp_path / "recipe.toml").write_text(MINIMAL + '[init]\nfrom = "there"\n')
+    (tmp_path / "sources.toml").touch()
+    loaded = load_recipe(str(tmp_path / "recipe.toml"), describe=asked)
+    assert loaded.recipe.init.from_ == "there"

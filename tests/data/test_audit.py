@@ -181,3 +181,16 @@ def test_a_dataset_of_documents_too_short_for_an_ngram_repeats_nothing(tmp_path:
     found = audit.audit_text({"short": IndexedDataset(tmp_path / "short")}, {}, size=5, at_most_tokens=100)
     assert found.is_exact and found.tokens_read == 5
     assert (found.repeated["short"].share, found.repeated["short"].most) == (0.0, ())
+
+
+def test_the_documents_that_repeat_themselves_most_are_told_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(audit, "_SHOWN", 2)
+    with IndexedWriter(tmp_path / "some", dtype="<u2") as writer:
+        for period in (40, 5, 20):
+            writer.add_document([number % period for number in range(60)])
+    found = audit.audit_text(
+        {"some": IndexedDataset(tmp_path / "some")}, {}, size=3, at_most_tokens=1_000_000
+    ).repeated["some"]
+    assert [document for document, _, _ in found.most] == [1, 2]

@@ -140,3 +140,16 @@ def test_pieces_grow_with_the_corpus() -> None:
     assert piece_size(10**9) == 32 << 20
     for total in (10**12, 4 * 10**12, 10**14):
         assert total / piece_size(total) <= 4096
+
+
+def test_a_list_of_bad_documents_does_not_outlive_those_of_its_parts(
+    source: Path, job: Job, tmp_path: Path
+) -> None:
+    part = CorpusPart(number=1, count=1)
+    work(source, tmp_path / "out", job, part)
+    join_parts(tmp_path / "out")
+    joined = tmp_path / "out-bad-documents.jsonl"
+    assert joined.read_text()
+    part.prefix(joined.with_name("out")).with_name("out-part-1-of-1-bad-documents.jsonl").unlink()
+    join_parts(tmp_path / "out")
+    assert not joined.exists()

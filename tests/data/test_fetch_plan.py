@@ -77,3 +77,9 @@ def test_what_cannot_be_planned_is_refused(wanted: FetchRequest, said: str) -> N
     with pytest.raises(DataError, match=said) as refused:
         plan_share({"a": parquet(3)}, wanted)
     assert refused.value.remedy
+
+
+def test_a_share_is_the_same_in_whatever_order_the_datasets_are_named() -> None:
+    datasets = {"en": parquet(40), "code": parquet(40)}
+    wanted = FetchRequest(shares=4, share=1, ratios={})
+    assert plan_share(datasets, wanted) == plan_share(dict(reversed(datasets.items())), wanted)

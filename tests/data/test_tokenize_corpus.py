@@ -419,3 +419,13 @@ def test_a_text_that_becomes_the_end_of_a_document_is_counted_and_left_out(
     assert contents(tmp_path / "out") == expected(job, good)
     with pytest.raises(DataError, match=r"strays.jsonl:2: its text becomes") if strays else nullcontext():
         tokenize(find_files([str(path)]).files, tmp_path / "no", replace(job, fail=True), workers=1)
+
+
+def test_what_was_joined_of_pieces_that_were_made_anew_is_joined_anew(
+    source: Path, job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as broken, pytest.raises(KeyboardInterrupt):
+        broken.setattr("bloomery.data.tokenize_corpus._put_in_place", interrupted)
+        work(source, tmp_path / "out", job)
+    work(source, tmp_path / "out", replace(job, fast=False))
+    assert json.loads(seal_path(tmp_path / "out").read_bytes())["engine"] == "tokenizers"

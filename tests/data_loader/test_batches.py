@@ -247,3 +247,16 @@ def test_beginnings_of_some_documents_are_those_among_all(tmp_path: Path, docume
     for begin in range(len(documents)):
         for stop in range(begin, len(documents) + 1):
             assert dataset.starts_between(begin, stop).tolist() == expected[begin : stop + 1].tolist()
+
+
+def test_of_more_batches_than_may_wait_the_one_expected_first_gives_way(
+    order: Order, datasets: list[IndexedDataset]
+) -> None:
+    _, second, third = spans = [(range(start, start + 12),) for start in (0, 12, 24)]
+    with batches(order, datasets, prefetch=2) as ahead:
+        for span in spans:
+            ahead.expect(span, MICRO_BATCH)
+        assert [span for span, _ in ahead._expected] == [second, third]
+        wait(ahead._expected.values())
+        ahead.batch(third, MICRO_BATCH)
+        assert ahead.queue.ready == 2

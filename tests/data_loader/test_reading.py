@@ -15,7 +15,7 @@ from bloomery.data.megatron_order import MegatronOrder
 from bloomery.data.order import Order
 from bloomery.data.pair_files import bin_path
 from bloomery.data.sample_layout import Packs
-from bloomery.data_loader.reading import Samples, read_rows
+from bloomery.data_loader.reading import Samples, _groups, read_rows
 from bloomery.errors import DataError
 
 LENGTH = 11
@@ -171,3 +171,9 @@ def test_a_dataset_is_named_before_it_is_read(tmp_path: Path, kind: str) -> None
         np.arange(40), beginning=named.append
     )
     assert sorted(named) == [str(tmp_path / name) for name in "ab"]
+
+
+def test_samples_are_read_together_as_far_as_their_blocks_may_be_held() -> None:
+    groups = [(group.start, group.stop) for group in _groups([2, 2, 1, 2, 1, 9, 1, 1], most=4)]
+    assert groups == [(0, 2), (2, 5), (5, 6), (6, 8)]
+    assert list(_groups([], most=4)) == []

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from bloomery.cli import evaluate
-from bloomery.cli.evaluate import _has_ended, _print
+from bloomery.cli.evaluate import _has_ended, _of_dataset, _print
+from bloomery.data.indexed import IndexedDataset, IndexedWriter
+from bloomery.data.tokenizer import train_tokenizer
 from bloomery.events.journal import Journal
 from bloomery.events.run_directory import RunDirectory
 
@@ -50,3 +53,15 @@ def test_a_table_of_scores_has_the_metrics_without_their_standard_errors(capsys:
     _print([{"step": 1200, "checkpoint": "step-001200.i001", "scores": [score]}], Namespace(json=False))
     (row,) = [line for line in capsys.readouterr().out.splitlines() if "words" in line]
     assert row.split() == ["1,200", "step-001200.i001", "words", "3", "acc", "0.5"]
+
+
+def test_a_held_out_document_is_scored_without_the_token_that_ends_it(tmp_path: Path) -> None:
+    tokenizer = train_tokenizer(["to be or not to be"] * 9, vocabulary=270, end_of_document="<end>")
+    words = tokenizer.encode("to be")
+    with IndexedWriter(tmp_path / "kept", dtype="<u2") as writer:
+        writer.add_document([*words, tokenizer.eod])
+        writer.add_document(words)
+        writer.add_document([])
+    loaded = SimpleNamespace(saved=SimpleNamespace(tokenizer=tokenizer))
+    found = list(_of_dataset("kept", IndexedDataset(tmp_path / "kept"), loaded))
+    assert [(list(each.tokens), each.size) for each in found] == [(words, 5), (words, 5), ([], 0)]

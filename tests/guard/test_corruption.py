@@ -210,3 +210,8 @@ def test_ranks_are_looked_at_once_however_many_places_they_have() -> None:
     before = {rank.rank: dict(rank.held) for rank in tuple(grid)}
     assert settled_by_repetition({**before, 9: {"weights": 2}}, grid) == (9,)
     assert grid.looks <= 4
+
+
+def test_where_nobody_held_the_bits_of_now_a_repetition_names_nobody() -> None:
+    before = {rank: {"weights": WRONG + rank, "gradients": RIGHT} for rank in range(2)}
+    assert settled_by_repetition(before, ranks(2)) == ()

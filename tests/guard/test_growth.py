@@ -107,3 +107,14 @@ def test_a_resumed_run_judges_as_the_unbroken_one_and_bad_numbers_do_no_harm() -
     assert sum(whole) >= 1
     read = StepReport.from_json(json.loads(json.dumps(report(5, inner_sizes={"logit": [1.0]}).to_json())))
     assert read.inner_sizes == {"logit": [1.0]}
+
+
+def test_growth_that_measurements_scatter_by_is_not_told() -> None:
+    def growing(scatter: float) -> list[StepReport]:
+        return [
+            report(step, inner_sizes={"logit": [22.0 * 1.2 ** (step // 3) * scatter ** (step % 3 - 1)]})
+            for step in range(3, 33)
+        ]
+
+    assert warnings(growing(1.0))
+    assert warnings(growing(1.8)) == []

@@ -212,3 +212,9 @@ def test_a_log_that_goes_far_back_is_judged_anew_there():
     steps = [*range(2000), *range(600, 2000)]
     reports = [report(step + 1, curve[step] + noise[line]) for line, step in enumerate(steps)]
     assert said(guards_of(), reports) == []
+
+
+def test_a_slow_rise_is_not_measured_from_losses_whose_steps_were_made_again():
+    first = run_of([*noisy(600), *noisy(200, seed=1, level=2.3)])
+    again = run_of(noisy(400, seed=2), first=601)
+    assert said(guards_of(plateau=False, resume_parity=False), [*first, *again]) == []

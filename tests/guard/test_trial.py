@@ -121,3 +121,10 @@ def test_nothing_is_on_trial_by_default_nor_after_a_rewind_that_is_no_remedy():
 def test_the_checkpoint_that_a_trial_began_from_is_kept_for_it():
     (by_loss, _), (longer, _) = GuardSection().reach_steps, GuardSection(trial_steps=STEPS).reach_steps
     assert longer == by_loss + STEPS
+
+
+def test_the_newest_held_out_loss_of_a_trial_is_among_its_evidence():
+    run, _ = spiked(repeat=False)
+    judged(run.guards, [report(BASE + 1, 2.5, held_out_loss=2.8), report(BASE + 2, 2.5, held_out_loss=2.7)])
+    (told,) = run.steps(noisy(200, seed=3), BASE + 3)
+    assert told.kind == ADOPTED and told.numbers["held_out"] == 2.7

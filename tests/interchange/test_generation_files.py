@@ -147,3 +147,13 @@ def test_bounds_that_are_damaged_are_refused_by_their_file(tmp_path: Path, conte
     (tmp_path / "bounds.json").write_text(content)
     with pytest.raises(CheckpointError, match=r"bounds\.json does not say how texts begin and end"):
         text_bounds(tmp_path, end_of_document=0)
+
+
+def test_the_settings_of_generation_say_where_texts_end_before_those_of_the_model(tmp_path: Path) -> None:
+    theirs = their_directory(tmp_path / "theirs", adds_bos=False, settings={})
+    config = json.loads((theirs / "config.json").read_text())
+    (theirs / "config.json").write_text(json.dumps({**config, "eos_token_id": 1, "bos_token_id": 4}))
+    rundir = RunDirectory(tmp_path / "run").create()
+    keep_companions(theirs, rundir, tokenizer=theirs / "tokenizer.json", end_of_document=1, vocabulary=8)
+    bounds = text_bounds(companions_of(rundir), end_of_document=1)
+    assert (bounds.empty, bounds.ends) == (0, {1, 3})

@@ -28,3 +28,13 @@ def test_what_a_killed_writer_left_is_removed_and_a_failure_leaves_nothing(tmp_p
         assert list(partial.iterdir()) == []
         raise RuntimeError
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_link_in_what_a_killed_writer_left_goes_and_what_it_leads_to_stays(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "kept").touch()
+    (tmp_path / "x.partial").mkdir()
+    (tmp_path / "x.partial" / "link").symlink_to(tmp_path / "elsewhere")
+    with partial_directory(tmp_path / "x") as partial:
+        assert list(partial.iterdir()) == []
+    assert (tmp_path / "elsewhere" / "kept").exists()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from bloomery.checkpoint.format.state import whole
 from bloomery.checkpoint.save.direct import save_checkpoint
@@ -18,7 +19,7 @@ from bloomery.data.tokenizer import train_tokenizer
 from bloomery.errors import BloomeryError, CheckpointError
 from bloomery.interchange import huggingface
 from bloomery.interchange.logits_check import load_with_transformers
-from bloomery.interchange.weight_files import CHECKSUMS, INDEX, SINGLE
+from bloomery.interchange.weight_files import CHECKSUMS, INDEX, SINGLE, open_weights
 from bloomery.model.decoder import Decoder, build, logical_parameters
 from bloomery.model.initial_values import initialise
 
@@ -190,3 +191,13 @@ def test_the_checksums_of_an_export_are_in_the_form_of_xxh128sum(exported: Path)
     assert listed.keys() == {path.name for path in exported.iterdir()} - {CHECKSUMS}
     for name, checksum in listed.items():
         assert xxhash.xxh3_128((exported / name).read_bytes()).hexdigest() == checksum
+
+
+def test_tensors_that_differ_in_their_last_rows_alone_are_not_equal(tmp_path: Path) -> None:
+    values = torch.arange(40.0).reshape(10, 4)
+    other = values.clone()
+    other[9, 3] += 1.0
+    save_file({"a": values, "b": values.clone(), "c": other}, tmp_path / SINGLE)
+    files = open_weights(tmp_path)
+    assert files.are_equal("a", "b", slice_bytes=32)
+    assert not files.are_equal("a", "c", slice_bytes=32)

@@ -345,3 +345,12 @@ def test_a_wait_for_a_lock_names_who_waits_for_it() -> None:
             beat(0, RankActivity.BETWEEN_STEPS), RankStack(rank=0, frames=frames), is_silent=False
         )
         assert not place.waits and place.where == f"a wait for a lock or a thread: {named}"
+
+
+def test_a_run_whose_last_rank_but_one_has_just_ended_does_not_stand_still() -> None:
+    both = [beat(rank, RankActivity.COMPUTING, longest_s={COMPUTING: 1.0}) for rank in range(2)]
+    sights = written(sights_of(*both), 20.0, silent=1)
+    ended = replace(both[1], activity=str(RankActivity.ENDED), moves=both[1].moves + 1)
+    sights = observe_ranks(sights, {1: ended}, now=20.0)
+    assert judged(written(sights, 29.0, silent=1), 29.0) is None
+    assert judged(written(sights, 31.0, silent=1), 31.0) is not None

@@ -8,14 +8,19 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tests.faults.commands import bloomery
 
+from bloomery.cli.supervised import _is_unfit
+from bloomery.events.run_directory import RunDirectory
 from bloomery.operate.exclusions import Exclusions, QuarantinedNode
 from bloomery.operate.node_checks import bad_hosts, judge_nodes
 from bloomery.operate.node_facts import GpuFacts, NodeFacts, gather_facts, parse_smi
+from bloomery.operate.start_check import StartCheck
 from bloomery.operate.storage_probe import StorageTimes, forecast, measure_storage
+from bloomery.operate.supervise import JobReactions
 
 GPU = GpuFacts(index="0", name="A100", used_mib=3.0, total_mib=81920.0)
 
@@ -156,3 +161,34 @@ node_probe.probe_as_rank(Path(sys.argv[1]), seconds=0.0)
     found = json.loads(target.read_text())
     assert (found["teraflops"], found["is_exact"], found["products"]) == (1.0, False, 3)
     assert found["all_reduce_gb_per_s"] > 0.0
+
+
+def test_one_wrong_product_among_right_ones_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from bloomery.calibrate import node_probe
+
+    equal, compared = torch.equal, list[bool]()
+
+    def wrong_once(one: torch.Tensor, other: torch.Tensor) -> bool:
+        compared.append(len(compared) != 1 and equal(one, other))
+        return compared[-1]
+
+    ticks = iter(range(100))
+    monkeypatch.setattr(torch, "equal", wrong_once)
+    clock = SimpleNamespace(monotonic=lambda: next(ticks), perf_counter=time.perf_counter)
+    monkeypatch.setattr(node_probe, "time", clock)
+    _, is_exact, count = node_probe._products(torch.device("cpu"), seconds=4.0)
+    assert count == 3 and compared == [True, False], "after a wrong one nothing is compared any more"
+    assert not is_exact
+
+
+def test_a_machine_that_is_not_fit_ends_the_start_of_a_job_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("bloomery.operate.start_check._AGAIN_S", 0.0)
+    check, rundir, told = StartCheck(gpus=10_000, disk_gb=0.0, environment={}), RunDirectory(tmp_path), []
+    assert not _is_unfit(check, rundir, None)
+    assert "GPUs" in capsys.readouterr().err
+    assert _is_unfit(check, rundir, JobReactions(on_bad_node=told.append, on_repeating=told.append))
+    assert len(told) == 1

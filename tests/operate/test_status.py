@@ -125,3 +125,13 @@ def test_runs_that_were_written_last_come_first(run: RunDirectory) -> None:
         os.utime(first.journal(), (2000.0, 2000.0))
         os.utime(second.journal(), (1000.0, 1000.0))
         assert [found.path for found in runs_under(run.path.parent)] == [first.path, second.path]
+
+
+def test_one_run_among_others_that_a_person_should_look_at_is_told_by_the_exit_status(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    young = RunDirectory(run.path.parent / "young").create()
+    young.control("stop").touch()
+    assert status.run([str(young.path)]) == 0
+    assert status.run(["--under", str(run.path.parent)]) == 1
+    assert "young" in capsys.readouterr().out

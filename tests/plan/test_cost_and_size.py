@@ -57,3 +57,10 @@ def test_a_run_that_saves_at_its_end_makes_one_checkpoint_more() -> None:
         for at_end in ("true", "false")
     )
     assert (last.saves, without.saves) == (100 // 7 + 1, 100 // 7)
+
+
+def test_the_hours_of_all_peers_are_paid_for() -> None:
+    peers = ("elastic.inner_steps=10", "train.samples=6400", "train.steps=0", "schedule.unit=samples")
+    hours = [planned(*peers, f"elastic.peers={count}", gpus=1).whole for count in (1, 2)]
+    assert hours[1].accelerator_hours == pytest.approx(2 * 24 * hours[1].days)
+    assert hours[0].accelerator_hours == pytest.approx(24 * hours[0].days)

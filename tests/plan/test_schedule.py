@@ -12,6 +12,7 @@ from bloomery.config.recipe import TrainSection
 from bloomery.plan.schedule import (
     Phase,
     consumed_after,
+    consumed_at_end,
     is_done,
     learning_rate,
     length_in_unit,
@@ -211,3 +212,10 @@ def test_each_of_some_peers_makes_its_part_of_the_steps_that_are_left_rounded_up
 ):
     train = TrainSection(samples=100, global_batch=10)
     assert steps_left(train, sequence_length=8, consumed=consumed, peers=peers) == left
+
+
+@pytest.mark.parametrize("step", [0, 7, 20, 25])
+def test_a_run_counted_in_steps_makes_only_those_that_are_left(step: int):
+    train = TrainSection(steps=20, samples=0, tokens=0, global_batch=10)
+    end = consumed_at_end(train, sequence_length=8, step=step, consumed=10 * step)
+    assert end == 10 * max(step, 20)

@@ -15,17 +15,20 @@ import transformers
 from tests.tiny_run import TINY
 from tests.train.real_ranks import train_on_ranks
 
+from bloomery.checkpoint.writer.ranks import Ranks
 from bloomery.cli import main
 from bloomery.config.begin_from import DescribedWeights, take_described
 from bloomery.config.load import LoadedRecipe, parse_recipe
 from bloomery.config.validate import check_recipe
 from bloomery.data.indexed import IndexedDataset
 from bloomery.data.prepare import prepare
-from bloomery.errors import ConfigError
+from bloomery.errors import CheckpointError, ConfigError
 from bloomery.events.journal import loss_curve
 from bloomery.events.run_directory import RunDirectory
 from bloomery.interchange.described_weights import described_weights
 from bloomery.interchange.huggingface import import_
+from bloomery.interchange.initial_weights import fill_from
+from bloomery.interchange.weight_files import write_checksums
 from bloomery.train.loop import train
 from bloomery.train.settings import StartOptions
 
@@ -315,3 +318,18 @@ def test_import_still_reads_what_matches(prepared: Path, tmp_path: Path) -> None
     origin = save(gpt2(), tmp_path / "origin", prepared)
     tensors = dict(import_(origin).tensors)
     assert tensors["blocks.1.attention.value.weight"].shape == (32, 32)
+
+
+def test_weights_that_were_damaged_on_their_way_are_refused_by_their_checksum(
+    prepared: Path, tmp_path: Path
+) -> None:
+    origin = save(llama(), tmp_path / "origin", prepared)
+    write_checksums(origin, known={})
+    model = import_(origin).resolved
+    fill_from(str(origin), (), model=model, ranks=Ranks())
+    weights = origin / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    with pytest.raises(CheckpointError, match="its checksum differs"):
+        fill_from(str(origin), (), model=model, ranks=Ranks())

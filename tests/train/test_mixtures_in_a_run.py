@@ -161,7 +161,7 @@ def test_the_held_out_loss_follows_the_catalogues_ratios_for_validation(mixed: S
     train = [{"dataset_path": "large", "ratio": 0.5}, {"dataset_path": "small", "ratio": 0.5}]
     settings = ("data.split=[8, 2]", f"data.weights_file={catalogue}", "guard.stop_at_step=2")
     found = {}
-    for ratios in ((0.9, 0.1), (0.0, 1.0)):
+    for ratios in ((1.8, 0.2), (0.0, 1.0)):
         valid = [
             {"dataset_path": name, "ratio": r} for name, r in zip(("large", "small"), ratios, strict=True)
         ]
@@ -169,10 +169,10 @@ def test_the_held_out_loss_follows_the_catalogues_ratios_for_validation(mixed: S
         loaded, path = mixed(*settings, "evaluate.every_steps=2", name=f"run{ratios[0]}")
         go(loaded, path)
         (found[ratios],) = [event for event in events(path, "step") if event["held_out_loss"] is not None]
-    both = found[0.9, 0.1]["held_out_by_dataset"]
-    assert found[0.9, 0.1]["held_out_loss"] == pytest.approx(0.9 * both["large"] + 0.1 * both["small"])
+    both = found[1.8, 0.2]["held_out_by_dataset"]
+    assert found[1.8, 0.2]["held_out_loss"] == pytest.approx(0.9 * both["large"] + 0.1 * both["small"])
     alone = found[0.0, 1.0]
-    assert alone["held_out_by_dataset"] is None and alone["held_out_loss"] != found[0.9, 0.1]["held_out_loss"]
+    assert alone["held_out_by_dataset"] is None and alone["held_out_loss"] != found[1.8, 0.2]["held_out_loss"]
     catalogue.write_text(json.dumps({"train": train, "valid": {"medium": 1.0}}))
     with pytest.raises(DataError, match="validates on what the recipe lacks: 'medium'"):
         go(*mixed(*settings))

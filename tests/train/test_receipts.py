@@ -20,7 +20,7 @@ from bloomery.guard.receipt import Promise, RankEvidence, broken_promises
 from bloomery.guard.verdict import Rewind
 from bloomery.train import loop
 from bloomery.train.checkpoint_store import Store
-from bloomery.train.receipts import _digest
+from bloomery.train.receipts import Receipts, _digest
 from bloomery.train.settings import RunSettings
 from bloomery.train.state import TrainState
 
@@ -191,3 +191,14 @@ def test_the_digest_of_a_tensor_is_that_of_its_parts_and_any_bit_changes_it(row:
     swapped = values.clone()
     swapped[0], swapped[1] = values[1], values[0]
     assert _digest(entry(swapped, Box((0, 0), (7, 5)), (7, 5))) != whole
+
+
+def test_a_receipt_is_of_the_checkpoint_that_was_resumed_last(crashed, start: Start, monkeypatch):
+    check = Receipts.check
+
+    def check_two(self, restored, state, **more):
+        check(self, restored, state, **more)
+        check(self, replace(restored, about={}), state, **more)
+
+    monkeypatch.setattr(Receipts, "check", check_two)
+    assert go(*start(*SETTINGS)).finished and receipts(crashed) == []

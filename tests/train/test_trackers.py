@@ -6,6 +6,7 @@ import logging
 import os
 import struct
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -140,7 +141,7 @@ def test_mlflow_gives_back_what_two_starts_of_a_run_sent(
 
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    run = WrittenRun(tmp_path / "run")
+    run, began = WrittenRun(tmp_path / "run"), time.time()
     for steps in (range(1, 4), range(4, 6)):
         (observer,) = trackers(["mlflow"], RUN)
         tell(observer, run, steps, held_out_loss=2.5, held_out_by_dataset={"a:b": 2.25})
@@ -153,6 +154,7 @@ def test_mlflow_gives_back_what_two_starts_of_a_run_sent(
     assert sorted((point.step, point.value) for point in points) == [
         (step, pytest.approx(6.0 - step / 10)) for step in range(1, 6)
     ]
+    assert all(1000 * began - 1 <= point.timestamp <= 1000 * time.time() for point in points)
     assert entry.data.metrics["held_out/a_b"] == 2.25
     assert (entry.data.params["model.layers"], entry.info.status) == ("2", "FINISHED")
 

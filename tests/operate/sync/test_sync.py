@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -146,3 +147,15 @@ def test_a_sync_beside_a_launcher_sends_the_last_lines_at_its_end(run: RunDirect
         write_steps(run, 6, 9)
     RunMirror(open_place(section.place), tmp_path / "elsewhere").fetch()
     assert contents(tmp_path / "elsewhere") == contents(run.path)
+
+
+def test_signals_are_the_launchers_own_again_after_the_last_sync(run: RunDirectory, tmp_path: Path) -> None:
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.getsignal(number) for number in numbers]
+    try:
+        with SyncKeeper(run, SyncSection(place=f"file://{tmp_path}"), wait_s=lambda: 0.0, say=print):
+            pass
+        assert [signal.getsignal(number) for number in numbers] == before
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)

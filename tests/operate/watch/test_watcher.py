@@ -149,7 +149,7 @@ def test_a_scheduler_that_is_silent_makes_no_run_gone(
 
 def test_a_watcher_sees_as_much_after_the_clock_was_set_back(tmp_path: Path) -> None:
     run = a_run(tmp_path / "mine", error="ValueError: of mine", beat_age_s=200)
-    watcher = RunWatcher(run, lambda alert: True, rules=AlertRules(escalate_s=100))
+    watcher = RunWatcher(run, lambda alert: None, rules=AlertRules(escalate_s=100))
     began = time.time() + 86400.0
     (raised,) = watcher.check(now=began)
     assert watcher.check(now=began + 60.0) == []

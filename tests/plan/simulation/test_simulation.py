@@ -17,8 +17,14 @@ from bloomery.plan.overview import make_plan
 from bloomery.plan.request import Request
 from bloomery.plan.simulate import forecast
 from bloomery.plan.simulate.cluster import simulate_cluster
-from bloomery.plan.simulate.peers import all_reduce_s, ring_s, simulate_peers, speeds_of, stages_s
-from bloomery.plan.simulate.scenario import ScenarioPeers, load_scenario, scenario_of, shipped_scenarios
+from bloomery.plan.simulate.peers import RING, all_reduce_s, ring_s, simulate_peers, speeds_of, stages_s
+from bloomery.plan.simulate.scenario import (
+    TRAINING,
+    ScenarioPeers,
+    load_scenario,
+    scenario_of,
+    shipped_scenarios,
+)
 
 FAILURE = {"name": "GPU", "count": 1.0, "days": 1.0, "gpus": 8, "takes_node": False, "detection_s": 0.0}
 
@@ -382,3 +388,16 @@ def test_a_round_has_at_least_one_step() -> None:
 def test_the_speeds_of_peers_lie_evenly_from_the_slowest_to_the_fastest(peers, speeds):
     elastic = ScenarioPeers(peers=peers, step_s=1.0, speed_spread=0.4, parameters=1e9, bandwidth_mbit_s=100.0)
     assert speeds_of(elastic) == pytest.approx(speeds)
+
+
+def test_what_a_round_computes_hides_as_much_of_all_stages_of_an_all_reduce_together() -> None:
+    calm = ["elastic.crashes_per_peer_day=0", "elastic.leaves_per_peer_day=0", "elastic.speed_spread=0"]
+    scenario = load_scenario("internet-elastic", [*calm, "elastic.peers=64"])
+    assert scenario.elastic is not None
+    grouped = replace(scenario.elastic, groups=8, overlap=True)
+    stages = stages_s(grouped, peers=64)
+    hidden_s = 1.5 * stages[0]
+    elastic = replace(grouped, step_s=hidden_s / grouped.inner_steps)
+    life = simulate_peers(replace(scenario, elastic=elastic), seed=0)
+    shown_s = life.hours[RING] / life.hours[TRAINING] * hidden_s
+    assert shown_s == pytest.approx(sum(stages) - hidden_s, rel=0.02)
