@@ -139,7 +139,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_anything_is_measured(t
 
 
 def test_no_efficiency_above_the_peak_is_fitted():
-    fast = [Product(rows=side, columns=side, inner=side, flops=1.2e11) for side in (64, 256, 1024)]
+    fast = [MatmulRate(rows=side, columns=side, inner=side, flops=1.2e11) for side in (64, 256, 1024)]
     assert fit_half_size(fast, 1e11) == (1.0, 0.0)
 
 
@@ -150,7 +150,7 @@ def test_attention_never_takes_less_than_nothing_for_its_weights():
 
 def test_the_time_of_a_block_is_half_of_what_two_more_add(monkeypatch):
     seconds = iter([1.0, 5.0])
-    monkeypatch.setattr(products, "best_s", lambda work, device: next(seconds))
+    monkeypatch.setattr(compute, "best_s", lambda work, device: next(seconds))
     model = compute._model(32, 2)
     taken = compute._block_s(model, samples=1, length=8, device=CPU, dtype=torch.float32)
     assert taken == 2.0

@@ -154,6 +154,8 @@ def test_the_settings_of_generation_say_where_texts_end_before_those_of_the_mode
     config = json.loads((theirs / "config.json").read_text())
     (theirs / "config.json").write_text(json.dumps({**config, "eos_token_id": 1, "bos_token_id": 4}))
     rundir = RunDirectory(tmp_path / "run").create()
-    keep_companions(theirs, rundir, tokenizer=theirs / "tokenizer.json", end_of_document=1, vocabulary=8)
-    bounds = text_bounds(companions_of(rundir), end_of_document=1)
+    keep_generation_files(
+        theirs, rundir, tokenizer=theirs / "tokenizer.json", end_of_document=1, vocabulary=8
+    )
+    bounds = text_bounds(generation_files_of(rundir), end_of_document=1)
     assert (bounds.empty, bounds.ends) == (0, {1, 3})

@@ -27,7 +27,7 @@ from bloomery.events.journal import loss_curve
 from bloomery.events.run_directory import RunDirectory
 from bloomery.interchange.described_weights import described_weights
 from bloomery.interchange.huggingface import import_
-from bloomery.interchange.initial_weights import fill_from
+from bloomery.interchange.initial_weights import load_initial_weights
 from bloomery.interchange.weight_files import write_checksums
 from bloomery.train.loop import train
 from bloomery.train.settings import StartOptions
@@ -326,10 +326,10 @@ def test_weights_that_were_damaged_on_their_way_are_refused_by_their_checksum(
     origin = save(llama(), tmp_path / "origin", prepared)
     write_checksums(origin, known={})
     model = import_(origin).resolved
-    fill_from(str(origin), (), model=model, ranks=Ranks())
+    load_initial_weights(str(origin), (), model=model, ranks=Ranks())
     weights = origin / "model.safetensors"
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
     with pytest.raises(CheckpointError, match="its checksum differs"):
-        fill_from(str(origin), (), model=model, ranks=Ranks())
+        load_initial_weights(str(origin), (), model=model, ranks=Ranks())
