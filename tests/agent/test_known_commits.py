@@ -25,7 +25,7 @@ def snapshot(round, **changed):
     )
     usual = dict(
         epoch=round,
-        highest=round,
+        own_highest=round,
         commits={round: commit(round)},
         standing=ListedShares(shares=shares, modified=1),
     )
@@ -68,7 +68,7 @@ def test_what_a_coordinator_that_lost_its_data_says_is_not_kept(tmp_path):
     path = tmp_path / "known.json"
     knowledge = KnownCommits(path, run="r", peer="a")
     knowledge.note(snapshot(7))
-    knowledge.note(snapshot(0, forgotten=True, highest=7))
+    knowledge.note(snapshot(0, forgotten=True, own_highest=7))
     knowledge.note(RunSnapshot())
     knowledge.close()
     assert known(path).remembered.commit == commit(7)

@@ -7,12 +7,13 @@ from hypothesis import example as seeded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.coordination.round_world import Peer, offers_of, world
+from tests.protocol import example
 
 from bloomery.coordination import transactions
 from bloomery.coordination.decide import CommitRound, Ended, Propose, RequestFlush, Wait
 from bloomery.coordination.etcd import TransactionResult
 from bloomery.data.position import merged, total, within, without
-from bloomery.protocol.encoding import decode
+from bloomery.protocol.encoding import decode, encode_text
 from bloomery.protocol.records import Commit, ProposedAttempt, Ready, RoundShares
 
 
@@ -456,3 +457,17 @@ def test_only_the_peer_whose_turn_it_is_puts_the_commit_together(monkeypatch):
     for name in "bc":
         decision = run.peers[name].decide()
         assert isinstance(decision, Wait) and decision.why == "another peer proposes"
+
+
+def test_a_peer_of_an_earlier_run_stops_this_one_only_while_it_is_listed():
+    run = world({"a": 4, "b": 4}, peers=2, minimum_peers=1)
+    run.settle(5)
+    stale = example.member(peer="c", round=300, digest="of the earlier run", epoch=500)
+    run.store.put(run.keys.member("c"), encode_text(stale), lease="c1")
+    for peer in run.peers.values():
+        peer.see()
+        waiting = peer.decide()
+        assert isinstance(waiting, Wait) and waiting.whom == ("c",)
+        assert peer.snapshot.own_highest == peer.snapshot.epoch < 500, "it repeats no claim of another"
+    run.store.end_lease("c1")
+    run.settle(3)

@@ -278,7 +278,7 @@ class Agent:
                 recipe=self._admission.fingerprint,
                 samples=self._holding.samples,
                 relays=self._settings.relays,
-                epoch=snapshot.highest,
+                epoch=snapshot.own_highest,
                 overtaken=0 if self._state_sync.needs_no_waiting else self._round_driver.overtaken,
                 backed_up=None if self._backups is None else self._backups.round,
                 saves=self._holding.saves,

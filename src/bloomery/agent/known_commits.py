@@ -51,7 +51,7 @@ class KnownCommits:
         commit = snapshot.commit
         if commit is None or snapshot.forgotten:
             return
-        noted = RecoveryRecord(epoch=snapshot.highest, commit=commit, shares=snapshot.shares, held=None)
+        noted = RecoveryRecord(epoch=snapshot.own_highest, commit=commit, shares=snapshot.shares, held=None)
         if noted == self._noted:
             return
         self._noted, self._newest = noted, commit
@@ -87,7 +87,7 @@ class KnownCommits:
         commit, shares = (memory.commit, memory.shares) if memory else (None, None)
         if commit is None and held_commit is None:
             return None
-        return RecoveryRecord(epoch=snapshot.highest, commit=commit, shares=shares, held=held_commit)
+        return RecoveryRecord(epoch=snapshot.own_highest, commit=commit, shares=shares, held=held_commit)
 
     def close(self) -> None:
         """Write the record that still waits, and end the thread."""

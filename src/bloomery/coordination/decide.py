@@ -35,8 +35,9 @@ DONE = "the samples are done"
 SILENT = "it did not answer when an attempt failed"
 CUT_OFF = "its links to the others fail"
 FORGOTTEN = (
-    "the coordinator has lost what it knew, for peers know of later rounds. If its data does not come back, "
-    "`bloomery coordinate --adopt RUN` goes on from what they know"
+    "the coordinator has lost what it knew, for peers know of later rounds. A peer that was started with the "
+    "run directory of an earlier run of this name says so too: end that one. If it is true and the data does "
+    "not come back, `bloomery coordinate --adopt RUN` goes on from what these peers know"
 )
 NOBODY_HAS_IT = (
     "nobody has any state that this run ever committed. Start a peer that has one in its run directory, or "

@@ -81,9 +81,11 @@ class RunSnapshot:
     recovery_records: recovery records, by peer.
     revoked: serial numbers of revoked certificates.
     rates: bandwidths, megabits a second, as rates[sender][receiver].
-    highest: the highest epoch that was ever seen.
-    forgotten: whether the coordinator lost data: its epoch is below `highest`, or its newest commit is of an
-        earlier round than `peers_ahead` or this peer know.
+    highest: the highest epoch that was ever seen, of whomever.
+    own_highest: the highest epoch that this peer itself read from the coordinator.
+    forgotten: whether the coordinator lost data: its epoch is below `own_highest` or one that a present
+        member or record names, or its newest commit is of an earlier round than `peers_ahead` or this peer
+        know.
     peers_ahead: members that know of a later round than the coordinator, in the order of names.
     remembered: if `forgotten`, the newest commit and shares that this machine read before; else None.
     """
@@ -110,6 +112,7 @@ class RunSnapshot:
     changed_s: float = 0.0
     heard_s: float = 0.0
     highest: int = 0
+    own_highest: int = 0
     forgotten: bool = False
     peers_ahead: tuple[str, ...] = ()
     remembered: RecoveryRecord | None = None

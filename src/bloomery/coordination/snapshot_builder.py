@@ -49,6 +49,7 @@ class SnapshotBuilder:
     ) -> None:
         self._keys, self._clock = keys, clock
         self._version, self._highest = 0, remembered.epoch if remembered else 0
+        self._own_highest = self._highest
         self._last, self._is_stale = RunSnapshot(), False
         self._remembered = remembered
         self._named: set[str] = set()
@@ -124,6 +125,7 @@ class SnapshotBuilder:
         """Give the next snapshot a version that is one later, because keys were taken."""
         self._version += 1
         self._changed_s = self._clock()
+        self._own_highest = max(self._own_highest, self._epoch)
         self._highest = max(self._highest, self._epoch)
         if self._is_listing:
             self._is_listing = False
@@ -154,7 +156,8 @@ class SnapshotBuilder:
         failures = self._failures_of(under_way)
         revision, committed_s = self._commit_revisions.get(newest, (0, 0.0))
         peers_ahead = self._peers_ahead(newest)
-        forgotten = self._epoch < self._highest or bool(peers_ahead) or self._remembers_later_than(newest)
+        is_older = self._epoch < max(self._own_highest, self._highest_claim())
+        forgotten = is_older or bool(peers_ahead) or self._remembers_later_than(newest)
         return RunSnapshot(
             version=self._version,
             revision=self._revision,
@@ -182,6 +185,7 @@ class SnapshotBuilder:
             changed_s=self._changed_s,
             heard_s=self._heard_s,
             highest=self._highest,
+            own_highest=self._own_highest,
             forgotten=forgotten,
             peers_ahead=peers_ahead,
             remembered=self._remembered if forgotten else None,
@@ -195,6 +199,16 @@ class SnapshotBuilder:
             for (at, epoch, peer), failure in self._failures.items()
             if at == round and peer in members.get((at, epoch), ())
         ]
+
+    def _highest_claim(self) -> int:
+        """Return the highest epoch of the members and recovery records that are there now.
+
+        A claim goes with its peer, which may be of an earlier run with this name: else one such peer would
+        stop the run for ever.
+        """
+        members = (listed.member.epoch for listed in self._members.values())
+        records = (record.epoch for record in self._recovery_records.values())
+        return max((*members, *records), default=0)
 
     def _peers_ahead(self, newest: int) -> tuple[str, ...]:
         """Return the members that hold or remember a later round than the newest commit's.
