@@ -220,3 +220,22 @@ def test_a_rank_whose_store_refused_once_sends_its_share_all_the_same(
         wait_for(lambda: set(read_notes(notes, url)) == {file.name for file in files[1::2]})
     finally:
         helper.close()
+
+
+def test_what_a_store_does_not_vouch_for_is_read_back(
+    rundir: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    directory = saved(rundir)
+    record, send = read_manifest(directory).files[0], Objects.send
+
+    def damaging(remote: Objects, key: str, path: Path):
+        sent = send(remote, key, path)
+        stored = tmp_path / "elsewhere" / key
+        stored.write_bytes(bytes(record.bytes))
+        return sent
+
+    remote = Objects(f"file://{tmp_path}/elsewhere")
+    monkeypatch.setattr(Objects, "send", damaging)
+    with pytest.raises(OSError, match="is not what was saved"):
+        FileSender(directory, remote, notes=rundir.path / "notes", noted={}).send(record)
+    assert not (rundir.path / "notes").exists()
