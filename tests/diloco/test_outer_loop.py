@@ -111,7 +111,7 @@ def test_a_copy_that_is_asked_for_while_the_weights_are_needed_is_made_once_they
         copy=lambda state: copied.append(state.under_way),
         remove_copy=pytest.fail,
     )
-    agent = SimpleNamespace(moving=lambda *told, **more: None, copied=lambda **told: None)
+    agent = SimpleNamespace(report_activity=lambda *told, **more: None, report_copy=lambda **told: None)
     loop = loop_of(PseudoGradient(OneTensor(64), ElasticSection(inner_steps=3)), agent=agent, trainer=trainer)
     loop.load_state_values({})
     asked = CopyState(keep=(), makes=loop._rounds.held.digest)
@@ -152,9 +152,9 @@ def test_a_newcomer_that_has_nothing_when_the_run_goes_back_is_given_a_state_and
     ]
     held = list[int]()
     agent = SimpleNamespace(
-        moving=lambda *told, **more: None,
-        holding=lambda *, round, **more: held.append(round),
-        ready=lambda ready: None,
+        report_activity=lambda *told, **more: None,
+        report_state=lambda *, round, **more: held.append(round),
+        offer_part=lambda ready: None,
         receive=lambda timeout_s: commands.pop(0),
     )
     trainer = SimpleNamespace(asked_to_stop=str, batch=lambda state: 4, saves=tuple, step_of=pytest.fail)

@@ -234,9 +234,9 @@ def test_a_job_that_ignores_the_end_of_its_time_is_killed_with_all_that_it_start
         number=1,
         command=(),
         directory="",
-        minutes=1.0,
+        minutes=0.005,
         signal_before_s=0.0,
-        started=time.time() - 100.0,
+        started=time.time(),
         pid=leader.pid,
     )
     machine_queue._wait(rundir.path, job, is_over=lambda: leader.poll() is not None)
