@@ -198,16 +198,19 @@ def test_another_run_at_the_same_path_gets_nothing_of_the_one_that_was_removed(n
     assert nodes.live(what_came_back) == [(1, True)] * WORLD
 
 
-def test_only_memory_of_runs_that_are_gone_and_that_nobody_holds_is_freed(tmp_path: Path):
-    def replicas(name: str) -> MemoryReplicas:
-        rundir = RunDirectory(tmp_path / name).create()
-        begin(rundir, base=None, reason="start")
-        made = MemoryReplicas(tmp_path / "memory", rundir.path, identity(rundir))
-        made.create()
-        made.slot(0, 0).write_bytes(b"x")
-        return made
+def replicas_of(directory: Path, name: str) -> MemoryReplicas:
+    """The replicas of a run that has begun, in one memory for all runs."""
+    rundir = RunDirectory(directory / name).create()
+    begin(rundir, base=None, reason="start")
+    made = MemoryReplicas(directory / "memory", rundir.path, identity(rundir))
+    made.create()
+    return made
 
-    living, gone, held = replicas("living"), replicas("gone"), replicas("held")
+
+def test_only_memory_of_runs_that_are_gone_and_that_nobody_holds_is_freed(tmp_path: Path):
+    living, gone, held = (replicas_of(tmp_path, name) for name in ("living", "gone", "held"))
+    for one in (living, gone, held):
+        one.slot(0, 0).write_bytes(b"x")
     for one in (living, gone):
         one.release()
     for name in ("gone", "held"):
@@ -322,14 +325,7 @@ def test_what_lies_in_memory_says_how_large_each_of_its_files_is_and_where(tmp_p
 
 
 def test_what_a_rank_that_has_ended_leaves_of_others_is_freed_once_their_run_is_gone(tmp_path: Path):
-    def replicas(name: str) -> MemoryReplicas:
-        rundir = RunDirectory(tmp_path / name).create()
-        begin(rundir, base=None, reason="start")
-        made = MemoryReplicas(tmp_path / "memory", rundir.path, identity(rundir))
-        made.create()
-        return made
-
-    living, gone = replicas("living"), replicas("gone")
+    living, gone = replicas_of(tmp_path, "living"), replicas_of(tmp_path, "gone")
     for rank in (0, 1):
         gone.slot(rank, 0).write_bytes(b"x")
     gone.remove(0)

@@ -106,7 +106,7 @@ class Agent:
             failed=self._mailbox.put,
         )
         self._view = RunView(etcd, keys, idle_s=limits.coordinator_silence_s, remembered=knowledge.remembered)
-        self._news = SnapshotListener(self._view, wake=self._wake, failed=self._mailbox.put)
+        self._listener = SnapshotListener(self._view, wake=self._wake, failed=self._mailbox.put)
         self._recovery = RecoveryReporter(self._context, membership, knowledge)
         self._admission = Admission(self._context, membership, refuse=self._mailbox.put)
         self._registration = Registration(self._context, membership)
@@ -138,12 +138,12 @@ class Agent:
 
     def run(self) -> PeerOutcome:
         """Lead this peer through the run until its ranks have ended. Call `open` first."""
-        self._news.start(self._view.snapshot.version)
+        self._listener.start(self._view.snapshot.version)
         try:
             while not self._is_over():
                 now, began_s = time.monotonic(), time.thread_time()
                 until_s = self._step(self._newest(), now)
-                self._news.note_cost(time.thread_time() - began_s)
+                self._listener.note_cost(time.thread_time() - began_s)
                 self._take_events(until_s)
         finally:
             self._close()
@@ -385,7 +385,7 @@ class Agent:
         return ended or time.monotonic() > self._ending_s + self._settings.timeouts.ending_s
 
     def _close(self) -> None:
-        self._news.close()
+        self._listener.close()
         self._registration.unlist()
         self._writer.close(within_s=self._settings.timeouts.coordinator_s)
         self._rank_server.close()

@@ -99,7 +99,7 @@ def read_bundle(directory: Path) -> Bundle:
 
 
 def read_account(directory: Path) -> CoordinatorAccount:
-    """Return the account of a bundle. Raises CoordinatorError."""
+    """Return the etcd account in a peer's directory of credentials. Raises CoordinatorError."""
     try:
         stored = json.loads((directory / ACCOUNT).read_text(encoding="utf-8"))
         account = CoordinatorAccount(**stored)

@@ -67,7 +67,10 @@ def _row_corrections(
     gradient_batch, gradient_row, gradient_head, mixed_batch, mixed_row, mixed_head,
     LENGTH: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Write the sum over d of gradient · mixed, fp32 [b, heads, s] (Dao 2023, algorithm 2, line 4)."""
+    """Write each query's sum over channels of (gradient of the output) · output, fp32 [b, heads, s].
+
+    That is D in Dao 2023, algorithm 2, line 4. mixed: the output, which is values mixed by the weights.
+    """
     sample = (tl.program_id(1) // HEADS).to(tl.int64)
     head = tl.program_id(1) % HEADS
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)

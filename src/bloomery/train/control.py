@@ -274,7 +274,7 @@ def _may(path: Path, mode: int) -> bool:
 
 def switches_of(rundir: RunDirectory, section: ControlSection) -> Switches:
     """Return the switches of a run: in its control directory, and in the directory that its recipe names."""
-    return Switches([rundir.control_dir, *([Path(section.directory)] if section.directory else [])])
+    return Switches.of_run(rundir, section.directory)
 
 
 def refuse_when_stopped(rundir: RunDirectory, section: ControlSection, mesh: Mesh) -> None:

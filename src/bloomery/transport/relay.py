@@ -130,7 +130,7 @@ class _Copying:
         pipe: tuple[int, ...] = ()
         try:
             pipe = reading, writing = os.pipe()
-            while moved := self._filled(source, writing):
+            while moved := self._fill_pipe(source, writing):
                 self._moved_s = time.monotonic()
                 self._rate_limiter.take(moved)
                 while moved:
@@ -143,8 +143,8 @@ class _Copying:
             end(source)
             end(sink)
 
-    def _filled(self, source: socket.socket, pipe: int) -> int:
-        """Move the next bytes into the pipe; return how many, and 0 at the end of the source."""
+    def _fill_pipe(self, source: socket.socket, pipe: int) -> int:
+        """Move bytes from the source into the pipe, and return how many; 0: the source has ended."""
         while True:
             try:
                 return os.splice(source.fileno(), pipe, self._piece_bytes)

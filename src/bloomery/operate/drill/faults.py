@@ -167,7 +167,7 @@ def _launcher_on(host: str, rundir: RunDirectory) -> int:
 
 
 def flip_checkpoint_bit(rundir: RunDirectory, rng: Random) -> Path | None:
-    """Flip a bit of a tensor file of the newest checkpoint, and return its path; None where there is none."""
+    """Flip a bit in the newest checkpoint's largest tensor file; return its path, None if there is none."""
     newest = max(checkpoints(rundir), key=lambda checkpoint: checkpoint.step, default=None)
     if newest is None:
         return None
