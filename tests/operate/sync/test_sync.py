@@ -74,6 +74,25 @@ def test_a_file_that_was_written_anew_replaces_its_pieces(
     assert sum(key.startswith("logs/vm-0") for key in place.entries()) > 1
 
 
+def test_a_place_with_the_logs_of_another_run_is_refused_and_stays_as_it_was(
+    run: RunDirectory, place: SyncPlace, tmp_path: Path
+) -> None:
+    RunSync(run, place).send_new()
+    before = place.entries()
+    other = RunDirectory(tmp_path / "other").create()
+    other.recipe.write_text("[run]\nname = 'other'\n")
+    assert RunSync(other, place).send_new().count == 0, "a run that has not begun is sent nowhere"
+    other.incarnation(1).write_text('{"base": null, "began": "later"}')
+    write_steps(other, 1, 3)
+    for _ in range(2):
+        with pytest.raises(StorageError, match="holds the logs of another run"):
+            RunSync(other, place).send_new()
+    assert place.entries() == before
+    moved = run.path.rename(tmp_path / "moved")
+    RunDirectory(moved).incarnation(2).write_text('{"base": [5, 1]}')
+    assert RunSync(RunDirectory(moved), place).send_new().count == 1, "the same run goes on elsewhere"
+
+
 def test_a_refused_commit_loses_nothing(run: RunDirectory, hub: Hub, tmp_path: Path) -> None:
     place = open_place("hf:people/tiny")
     sync = RunSync(run, place)

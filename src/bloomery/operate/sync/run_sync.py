@@ -6,15 +6,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from bloomery.errors import storage_error
+from bloomery.errors import StorageError, storage_error
+from bloomery.events.incarnation import identity, is_same_run
 from bloomery.events.run_directory import RunDirectory
+from bloomery.objects import ObjectStat
 from bloomery.operate.sync.pieces import new_pieces, piece_key, pieces_by_file
 from bloomery.operate.sync.places import SyncPlace
 
 GROWING = ("journal", "logs", "tensorboard", "operations.jsonl", "evaluations.jsonl", "rounds.jsonl")
 """Files, and directories of files, that are only appended to."""
-WHOLE = ("recipe.toml", "sources.toml", "incarnations", "stacks", "chronicle.md", "submission.json")
-"""Files, and directories of files, that are written anew as a whole."""
+WHOLE = ("incarnations", "recipe.toml", "sources.toml", "stacks", "chronicle.md", "submission.json")
+"""Files, and directories of files, that are written anew as a whole. The first one tells the run."""
+_RECORDS = f"{WHOLE[0]}/"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,13 +34,21 @@ class RunSync:
     def __init__(self, rundir: RunDirectory, place: SyncPlace) -> None:
         self._rundir, self._place = rundir, place
         self._sent: dict[str, tuple[int, int]] = {}
+        self._is_ours = False
 
     def send_new(self) -> SentFiles:
         """Send what is new and return what was sent. Raises StorageError: the next call goes on from there.
 
         A growing file costs its new bytes and at most PIECE_BYTES more, since its newest piece is sent again.
+        Nothing is sent before the run has begun, nor to a place with the logs of another run.
         """
-        held = {key: entry.bytes for key, entry in self._place.entries().items()}
+        entries = self._place.entries()
+        if not self._is_ours:
+            if not identity(self._rundir):
+                return SentFiles(count=0, bytes=0)
+            self._refuse_another_run(entries)
+            self._is_ours = True
+        held = {key: entry.bytes for key, entry in entries.items()}
         count = sent = 0
         batch: dict[str, bytes] = {}
         stale: list[str] = []
@@ -54,13 +65,27 @@ class RunSync:
         self._sent |= seen  # only now: what could not be sent is tried again
         return SentFiles(count=count, bytes=sent)
 
+    def _refuse_another_run(self, entries: Mapping[str, ObjectStat]) -> None:
+        """Raise StorageError where the place holds files of another run, which would be overwritten."""
+        records = [key for key, entry in entries.items() if key.startswith(_RECORDS) and entry.bytes]
+        if not records:
+            return
+        first = min(records)
+        if not is_same_run(self._rundir, {first: self._place.content(first)}):
+            raise StorageError(
+                f"{self._place.name} holds the logs of another run than {self._rundir.path}.",
+                remedy="Give each run a place of its own, or remove what is there.",
+            )
+
     def _new(
         self, held: Mapping[str, int], stale: list[str], seen: dict[str, tuple[int, int]]
     ) -> Iterator[tuple[str, bytes]]:
-        """Yield what is to be sent.
+        """Yield what is to be sent, first what tells whose files they are.
 
         stale: gets the pieces of files that have become shorter. seen: gets size and time of whole files.
         """
+        for path in self._files(WHOLE):
+            yield from self._whole(path, held, seen)
         pieces = pieces_by_file(held)
         for path in self._files(GROWING):
             key = path.relative_to(self._rundir.path).as_posix()
@@ -77,8 +102,6 @@ class RunSync:
                 continue  # a person has removed it meanwhile
             except OSError as error:
                 raise storage_error(error, path=path, doing="Reading what is to be sent") from error
-        for path in self._files(WHOLE):
-            yield from self._whole(path, held, seen)
 
     def _whole(
         self, path: Path, held: Mapping[str, int], seen: dict[str, tuple[int, int]]
