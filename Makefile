@@ -26,7 +26,8 @@ test: $(VENV)/.installed-dev $(VENV)/triton/.installed
 	$(BIN)/ruff format --check src tests benchmarks
 	$(BIN)/lint-imports
 	$(BIN)/mypy
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal  # tests wait for processes: 3 keep 2 cores busy
+	# Tests wait for processes: 3 workers keep 2 cores busy. The processes share compiled modules, whatever the shell says.
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal
 
 # Beside the environment's packages, not among them: with Triton there torch would compile for CPUs in another way.
 $(VENV)/triton/.installed: constraints.txt | $(BIN)/python
