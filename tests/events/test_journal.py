@@ -3,6 +3,7 @@ import json
 import math
 import os
 import tempfile
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import bloomery.events.journal as journal_module
+from bloomery import durable
 from bloomery.errors import StorageError
 from bloomery.events.incarnation import begin
 from bloomery.events.journal import Journal, last_step, loss_curve, read_journal, read_tail
@@ -45,6 +47,31 @@ def test_a_torn_line_costs_only_itself_at_every_place_it_may_be_torn(tmp_path: P
             journal.write("two", incarnation=2, step=1)
         events = [event["event"] for event in read_journal(path)]
         assert events[0] == "one" and events[-1] == "two"
+
+
+def test_who_shares_a_journal_waits_for_the_others_lines_and_for_nobody_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path = tmp_path / "operations.jsonl"
+
+    def note() -> None:
+        with Journal(path, is_shared=True) as journal:
+            journal.write("note", incarnation=1, step=2)
+
+    with path.open("wb") as held:  # by one that appends on another node
+        assert durable.try_lock(held.fileno())
+        other = threading.Thread(target=note)
+        other.start()
+        other.join(0.1)  # it would have written by now
+        assert not path.stat().st_size
+        durable.unlock(held.fileno())
+        other.join()
+        assert path.stat().st_size
+        note()
+        assert durable.try_lock(held.fileno()), "each line lets the lock go"
+        monkeypatch.setattr(journal_module, "_LOCK_S", 0.0)
+        note()  # beside one that stands still
+    assert [event["event"] for event in read_journal(path)] == ["note"] * 3
 
 
 def test_an_error_that_names_a_path_which_is_no_utf_8_is_written(tmp_path: Path):

@@ -299,7 +299,7 @@ def _score(args: Namespace, path: Path) -> dict[str, Any]:
     rundir = RunDirectory(directory.parent.parent)
     checkpoint = {item.name: item for item in checkpoints(rundir)}.get(directory.name)
     step, incarnation = (checkpoint.step, checkpoint.incarnation) if checkpoint else (0, 0)
-    with Journal(rundir.evaluations) as journal:
+    with Journal(rundir.evaluations, is_shared=True) as journal:
         journal.write(
             EVENT,
             incarnation=incarnation,

@@ -8,11 +8,13 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, suppress
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from bloomery import durable
 from bloomery.errors import storage_error
 from bloomery.events.incarnation import Base, read_incarnations, visible
 from bloomery.events.records import StepReport, as_float, as_json
@@ -23,6 +25,7 @@ log = logging.getLogger(__name__)
 _MOST_WAITING = 100_000
 """The most lines that are kept in memory while the disk refuses them: about 100 MB."""
 _TAIL_BYTES = 1 << 16
+_LOCK_S = 2.0
 _REPORT = {item.name for item in fields(StepReport) if item.default is MISSING}
 
 
@@ -32,15 +35,19 @@ class Journal:
     When an earlier writer left a torn line, this one starts on a new line. Non-finite floats become texts
     (see `as_json`). Opening raises StorageError. A disk that refuses a line later does not end the
     training: that is logged once, lines wait in memory, and each new line tries again.
+
+    is_shared: others append to the file too, perhaps from other nodes. On NFS two appends at once may be
+        written over each other, so the file is locked for each.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, is_shared: bool = False) -> None:
         self.path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         except OSError as error:
             raise storage_error(error, path=path, doing="Opening the journal") from error
+        self._is_shared = is_shared
         self._waiting: deque[bytes] = deque()
         self._dropped, self._is_refused = 0, False
         self._close_torn_line()
@@ -89,6 +96,24 @@ class Journal:
 
     def _write_waiting(self) -> None:
         """Write the waiting lines in order, as far as the disk accepts them."""
+        with self._locked():
+            self._try_to_write()
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Hold the lock of a shared file; without locks, or if somebody keeps it, lines are written too."""
+        is_held = False
+        if self._is_shared:
+            with suppress(OSError):
+                is_held = durable.wait_for_lock(self._file, timeout_s=_LOCK_S)
+        try:
+            yield
+        finally:
+            if is_held:
+                durable.unlock(self._file)
+
+    def _try_to_write(self) -> None:
+        """Write the waiting lines; the first refusal of the disk is logged, and the end of the refusals."""
         try:
             while self._waiting:  # a disk that becomes full may accept half a line
                 line = self._waiting[0]

@@ -319,7 +319,7 @@ class GroupSupervisor:
         status = max(statuses, default=RankLost.exit_status)
         name = f"{self._job}-{decision.number}"
         asked, departs = self._asked or self._board.asked(decision.hosts), self._board.departs(decision.hosts)
-        with Journal(self._rundir.operations) as journal:
+        with Journal(self._rundir.operations, is_shared=True) as journal:
             journal.write("attempt_end", incarnation=0, step=newest, attempt=name, status=status)
             if is_agreed or asked:
                 final = status if is_agreed else 128 + asked
@@ -387,7 +387,7 @@ class GroupSupervisor:
             ranks=self._size.ranks,
             meeting=f"{card.address}:{port_for_ranks(is_here=hosts[0] == self._board.host)}",
         )
-        with Journal(self._rundir.operations) as journal:
+        with Journal(self._rundir.operations, is_shared=True) as journal:
             fields = {"attempt": f"{self._job}-{number}", "ranks": decision.world, "hosts": hosts}
             journal.write(
                 "attempt", incarnation=0, step=max(decision.newest, 0), host=self._board.host, **fields

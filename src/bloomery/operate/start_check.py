@@ -67,7 +67,7 @@ class StartCheck:
         findings = self.judge(nodes)
         for finding in findings:
             say(f"preflight: {finding}\n  {finding.remedy}")
-        with Journal(rundir.operations) as journal:
+        with Journal(rundir.operations, is_shared=True) as journal:
             journal.write("preflight", incarnation=0, step=0, **_record(nodes, findings))
         unfit = bad_hosts(findings)
         if reactions is not None:

@@ -203,7 +203,7 @@ def supervise(
     measured_s: dict[str, float] = {}
     newest = newest_step(rundir)
     began_ms = int(1000 * time.time())  # in containers, host and process number are those of the start before
-    with Journal(rundir.operations) as journal:
+    with Journal(rundir.operations, is_shared=True) as journal:
         while True:
             name = f"{host}-{os.getpid()}-{began_ms:x}-{in_all}"
             journal.write("attempt", incarnation=0, step=max(newest, 0), attempt=name, ranks=world, host=host)

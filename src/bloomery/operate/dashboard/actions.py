@@ -45,7 +45,7 @@ def carry_out(rundir: RunDirectory, request: ActionRequest, *, by: str) -> str:
         raise BloomeryError(f"{rundir.path} is no run directory.", remedy="Look at the messages above.")
     what, why = request.what.strip()[:_LONGEST], " ".join(request.why.split())[:_LONGEST]
     answer = _ACTIONS[request.action](rundir, what, why)
-    with Journal(rundir.operations) as journal:
+    with Journal(rundir.operations, is_shared=True) as journal:
         journal.write("request", incarnation=0, step=0, action=request.action, what=what, why=why, by=by)
     return answer
 

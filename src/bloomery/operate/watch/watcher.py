@@ -187,7 +187,7 @@ class RunWatcher:
         if not alerts and waits == waited:
             return
         try:
-            with Journal(self.rundir.operations) as journal:
+            with Journal(self.rundir.operations, is_shared=True) as journal:
                 if waits != waited:
                     state = "pending" if waits else _AFTER_WAITING.get(self.state, "failed")
                     journal.write("job", incarnation=0, step=0, state=state)
