@@ -218,6 +218,8 @@ def test_an_account_that_makes_no_sense_is_refused(tmp_path, stored):
 def test_a_revoked_peer_is_off_the_list_at_once_and_stays_out_also_of_an_empty_coordinator(tmp_path):
     directory = tmp_path / "certificates"
     init_certificates(directory, run="one", peers=["a", "b"])
+    earlier = read_certificate(directory / "one/a/certificate.pem")  # whoever has stolen it may use it still
+    init_certificates(directory, run="one", peers=["a"], renews=True)
     server = start_single(tmp_path / "data", certificates=server_certificates(directory))
     root = root_access(directory)
     try:
@@ -232,9 +234,9 @@ def test_a_revoked_peer_is_off_the_list_at_once_and_stays_out_also_of_an_empty_c
             membership.join(member("a"))
             until(view, lambda snapshot: "a" in snapshot.members)
             certificate = read_certificate(directory / "one/a/certificate.pem")
-            assert revoke(directory, etcd, run="one", peer="a") == certificate.serial
+            assert revoke(directory, etcd, run="one", peer="a") == (certificate.serial, earlier.serial)
             snapshot = until(view, lambda snapshot: "a" not in snapshot.members)  # long before its lease ends
-            assert snapshot.revoked == {certificate.serial}
+            assert snapshot.revoked == {certificate.serial, earlier.serial}
             with pytest.raises(CoordinatorError):
                 theirs.put(ONE.rate("a"), "{}")
             with pytest.raises(CoordinatorError):
@@ -249,9 +251,9 @@ def test_a_revoked_peer_is_off_the_list_at_once_and_stays_out_also_of_an_empty_c
     try:
         init_certificates(directory, run="one", peers=["a"])  # the name comes back, its old certificate not
         apply_access([server.endpoint], root, accounts_in(directory))
-        assert restore_revocations(directory, root, [server.endpoint]) == 1
+        assert restore_revocations(directory, root, [server.endpoint]) == 2
         with client(server, directory, "one/a") as etcd, RunView(etcd, ONE) as view:
-            assert view.snapshot.revoked == {certificate.serial}
+            assert view.snapshot.revoked == {certificate.serial, earlier.serial}
             etcd.put(ONE.rate("a"), "{}")
     finally:
         server.stop()

@@ -218,8 +218,9 @@ def _revoke(options: Namespace) -> int:
         raise CoordinatorError("--revoke needs --certificates DIR and --run RUN", remedy="Add both.")
     endpoints = _endpoints(options)
     with Etcd(endpoints, root_access(options.certificates)) as etcd:
-        serial = revoke(options.certificates, etcd, run=options.run, peer=options.revoke)
-    print(f"revoked  {options.revoke} of {options.run}: its account, and its certificate {serial}")
+        serials = revoke(options.certificates, etcd, run=options.run, peer=options.revoke)
+    certificates = f"certificate{'s' if len(serials) > 1 else ''} {', '.join(serials)}"
+    print(f"revoked  {options.revoke} of {options.run}: its account, and its {certificates}")
     print("Peers close their connections to it. --init-certs can make a new bundle for the name.")
     return 0
 

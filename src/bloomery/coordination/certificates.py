@@ -28,9 +28,11 @@ from bloomery.coordination.credentials import (
     AUTHORITY,
     CERTIFICATE,
     COORDINATOR,
+    EARLIER,
     KEY,
     CoordinatorAccount,
     read_account,
+    read_certificate,
 )
 from bloomery.coordination.etcd import Etcd
 from bloomery.coordination.etcd_process import ServerCertificates
@@ -139,6 +141,8 @@ def _bundle(signer: _Signer, central: Path, place: Path, *, run: str, peer: str,
     from cryptography import x509
 
     place.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if (place / CERTIFICATE).exists():
+        _keep_earlier(place)
     names = [x509.DNSName(peer), x509.UniformResourceIdentifier(f"bloomery:{run}/{peer}")]
     _issue(signer, place / CERTIFICATE, place / KEY, names=names, days=days)
     _write(place / AUTHORITY, (place.parent / AUTHORITY).read_bytes())
@@ -148,6 +152,13 @@ def _bundle(signer: _Signer, central: Path, place: Path, *, run: str, peer: str,
     account = CoordinatorAccount(run=run, peer=peer, user=f"{run}/{peer}", password=secrets.token_urlsafe(32))
     _write(place / ACCOUNT, account.text().encode(), mode=0o600)
     return place
+
+
+def _keep_earlier(bundle: Path) -> None:
+    """Keep the certificate that is about to be replaced, so that a revocation names it too."""
+    certificate = bundle / CERTIFICATE
+    (bundle / EARLIER).mkdir(exist_ok=True, mode=0o700)
+    _write(bundle / EARLIER / f"{read_certificate(certificate).serial}.pem", certificate.read_bytes())
 
 
 def _authority(place: Path, name: str) -> _Signer:

@@ -5,6 +5,7 @@ certificate.pem   this peer's certificate, with its name as subjectAltName and n
 key.pem           the key of that certificate, mode 0600
 coordinator.pem   the authority that signed the coordinator's certificate
 account.json      run, peer, user and password, mode 0600
+earlier/          the certificates that were renewed, each valid until its end: a revocation names them too
 
 `endpoints_of` finds the coordinator: in the recipe, in the environment, or on this machine. Certificates are
 read without `cryptography`, which only the machine that makes them needs.
@@ -35,7 +36,7 @@ from bloomery.protocol.keys import Keys, is_name
 log = logging.getLogger(__name__)
 
 AUTHORITY, CERTIFICATE, KEY = "authority.pem", "certificate.pem", "key.pem"
-COORDINATOR, ACCOUNT = "coordinator.pem", "account.json"
+COORDINATOR, ACCOUNT, EARLIER = "coordinator.pem", "account.json", "earlier"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,8 +273,8 @@ _REVOKED = ".revoked"
 _ABSENT = ("user name not found", "role name not found")
 
 
-def revoke(directory: Path, etcd: Etcd, *, run: str, peer: str) -> str:
-    """Revoke a peer's account and certificate; return the certificate's serial number.
+def revoke(directory: Path, etcd: Etcd, *, run: str, peer: str) -> tuple[str, ...]:
+    """Revoke a peer's account and its certificates; return their serial numbers, that in use first.
 
     Its bundle is moved to DIRECTORY/RUN/.revoked, so that --init-certs can make a new one for the name.
 
@@ -286,9 +287,9 @@ def revoke(directory: Path, etcd: Etcd, *, run: str, peer: str) -> str:
             f"{directory} has no bundle of a peer {peer!r} of the run {run!r}",
             remedy="Name the directory of --init-certs, the run and one of its peers.",
         )
-    serial = read_certificate(bundle / CERTIFICATE).serial
-    _remove(etcd, Keys(run), run=run, peer=peer, serial=serial)
-    kept_at = directory / run / _REVOKED / f"{peer}-{serial}"
+    serials = _serials(bundle)
+    _remove(etcd, Keys(run), run=run, peer=peer, serials=serials)
+    kept_at = directory / run / _REVOKED / f"{peer}-{serials[0]}"
     try:
         kept_at.parent.mkdir(mode=0o700, exist_ok=True)
         durable.replace(bundle, kept_at)
@@ -297,28 +298,46 @@ def revoke(directory: Path, etcd: Etcd, *, run: str, peer: str) -> str:
             f"{peer!r} is revoked, but its bundle cannot be moved to {kept_at}: {error.strerror}",
             remedy="Move it by hand, or the next start of the coordinator makes its account again.",
         ) from error
-    return serial
+    return serials
 
 
 def restore_revocations(directory: Path, root: Access, endpoints: Sequence[str]) -> int:
-    """Write down again, in a coordinator that may have lost its data, who was revoked; return how many."""
+    """Write down again, in a coordinator that may have lost its data, who was revoked.
+
+    Returns the number of certificates.
+    """
     revoked = sorted(directory.glob(f"*/{_REVOKED}/*/{CERTIFICATE}"))
     if not revoked:
         return 0
+    count = 0
     with Etcd(endpoints, root, deadline_s=30.0) as etcd:
         for certificate in revoked:
             run = certificate.parents[2].name
-            peer, _, serial = certificate.parent.name.rpartition("-")
+            peer = certificate.parent.name.rpartition("-")[0]
+            serials = _serials(certificate.parent)
             if (directory / run / peer / ACCOUNT).is_file():  # the name has a new bundle and account
-                etcd.put(Keys(run).revoked(serial), peer)
+                _refuse(etcd, Keys(run), peer, serials)
             else:
-                _remove(etcd, Keys(run), run=run, peer=peer, serial=serial)
-    return len(revoked)
+                _remove(etcd, Keys(run), run=run, peer=peer, serials=serials)
+            count += len(serials)
+    return count
 
 
-def _remove(etcd: Etcd, keys: Keys, *, run: str, peer: str, serial: str) -> None:
+def _serials(bundle: Path) -> tuple[str, ...]:
+    """Return the serial numbers of all certificates that a peer has got, that in use first."""
+    earlier = sorted((bundle / EARLIER).glob("*.pem"))
+    return tuple(read_certificate(path).serial for path in (bundle / CERTIFICATE, *earlier))
+
+
+def _refuse(etcd: Etcd, keys: Keys, peer: str, serials: Sequence[str]) -> None:
+    """Write down for all peers that a peer's certificates are refused."""
+    for serial in serials:
+        etcd.put(keys.revoked(serial), peer)
+
+
+def _remove(etcd: Etcd, keys: Keys, *, run: str, peer: str, serials: Sequence[str]) -> None:
     """Take away the account, then the lease with what lies on it, then the other records."""
-    etcd.put(keys.revoked(serial), peer)
+    _refuse(etcd, keys, peer, serials)
     for path, body in (
         ("auth/user/delete", {"name": f"{run}/{peer}"}),
         ("auth/role/delete", {"role": f"peer-{run}/{peer}"}),
