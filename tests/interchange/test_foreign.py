@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import pickle
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from bloomery.interchange.huggingface import fill, import_
 from bloomery.interchange.tensor_matching import read_foreign
 from bloomery.model.decoder import build, logical_parameters
 from bloomery.model.initial_values import initialise
+from bloomery.model.shape import logical_shapes, resolve
 
 VOCABULARY, LENGTH = 96, 24
 
@@ -113,6 +116,26 @@ def test_replicas_that_differ_are_refused(tmp_path: Path) -> None:
     torch.save(content, path)
     with pytest.raises(CheckpointError, match="should be equal on all ranks"):
         logits_of(tmp_path / "m", bloom_section(), tokens())
+
+
+@pytest.mark.parametrize(
+    "difference",
+    [{"layers": 1}, {"bias": False}, {"tied": True}, {"embedding_norm": False}],
+    ids=lambda difference: next(iter(difference)),
+)
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_a_dcp_checkpoint_of_a_larger_model_is_refused_and_none_of_it_left_out(
+    difference: dict[str, Any], prefix: str, tmp_path: Path
+) -> None:
+    stored = ModelSection(layers=2, hidden=32, heads=2, bias=True, embedding_norm=True, vocabulary=VOCABULARY)
+    shapes = logical_shapes(resolve(stored, vocabulary=VOCABULARY, sequence_length=LENGTH))
+    state = {prefix + name: torch.randn(shape) for name, shape in shapes.items()}
+    state["optim.state.blocks.0.exp_avg"] = torch.zeros(2)
+    dcp.save(state, checkpoint_id=tmp_path)
+    read_foreign(tmp_path, stored, vocabulary=VOCABULARY, sequence_length=LENGTH)
+    with pytest.raises(CheckpointError, match="that the recipe's model has not") as refused:
+        read_foreign(tmp_path, replace(stored, **difference), vocabulary=VOCABULARY, sequence_length=LENGTH)
+    assert "model.layers, tied, bias" in refused.value.remedy
 
 
 @pytest.mark.parametrize("prefix", ["", "model.", "state.module."])

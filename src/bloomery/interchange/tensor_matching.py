@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from bloomery.config.model import ModelSection
 from bloomery.errors import CheckpointError
-from bloomery.interchange.families import family_of, hf_tensors
+from bloomery.interchange.families import FAMILIES, family_of, hf_tensors
 from bloomery.interchange.families.family import PLAIN_WEIGHTS, Family, HfTensor, stored_shape
 from bloomery.interchange.foreign_files import METADATA, is_megatron, read_dcp, read_megatron
 from bloomery.interchange.weight_files import USABLE, WeightFiles
@@ -19,6 +20,7 @@ from bloomery.model.shape import ResolvedModel, Shape, logical_shapes, resolve
 
 _CHECKED_AT_ONCE = 1 << 20
 _EMBEDDING, _HEAD = "embedding.weight", "head.weight"
+_OWN_PARTS = ("embedding", "embedding_norm", "positions", "blocks", "final_norm", "head")
 _QUANTISED = (
     ".weight_scale_inv",
     ".weight_scale",
@@ -221,7 +223,8 @@ def read_foreign(
     order.
 
     Tensors may have our names or those of transformers, behind any prefix. Rows that pad the vocabulary are
-    left out. Raises CheckpointError, with everything that does not fit, before any tensor is read.
+    left out. Raises CheckpointError, with everything that does not fit, before any tensor is read but a head
+    that may be tied.
     """
     model = resolve(section, vocabulary=vocabulary, sequence_length=sequence_length)
     lazy = read_dcp(directory) if (directory / METADATA).is_file() else read_megatron(directory)
@@ -229,6 +232,7 @@ def read_foreign(
     prefix = _prefix(lazy, next(iter(own)))
     if prefix is not None:
         _refuse_missing(directory, lazy, [prefix + name for name in own])
+        _refuse_unclaimed(directory, lazy, prefix, list(own), begins=_OWN_PARTS, tied=(_EMBEDDING, _HEAD))
         return model, (
             (name, _fitting(directory, name, lazy[prefix + name](), shape)) for name, shape in own.items()
         )
@@ -240,7 +244,12 @@ def read_foreign(
             f"{directory} has neither {next(iter(own))} nor {entries[0].name}, behind any prefix.",
             remedy=f"It has {_first_names(sorted(lazy))}. Is it a model of another family than the recipe's?",
         )
-    _refuse_missing(directory, lazy, [prefix + entry.name for entry in entries])
+    names = [entry.name for entry in entries]
+    _refuse_missing(directory, lazy, [prefix + name for name in names])
+    theirs, derived = FAMILIES[family].names, FAMILIES[family].derived
+    begins = {name.partition(".")[0] for name in theirs.values()}
+    tied = theirs[_EMBEDDING], theirs[_HEAD]
+    _refuse_unclaimed(directory, lazy, prefix, names, begins=begins, tied=tied, derived=derived)
 
     def read() -> Iterator[tuple[str, Tensor]]:
         for entry in entries:
@@ -270,6 +279,42 @@ def _refuse_missing(directory: Path, lazy: Lazy, names: list[str]) -> None:
         raise CheckpointError(
             f"{directory} lacks {len(missing)} of the recipe's {len(names)} tensors: "
             f"{_first_names(missing)}.",
+            remedy="Give the recipe of this model: model.layers, tied, bias and so on must be its own.",
+        )
+
+
+def _refuse_unclaimed(
+    directory: Path,
+    lazy: Lazy,
+    prefix: str,
+    names: list[str],
+    *,
+    begins: Collection[str],
+    tied: tuple[str, str],
+    derived: re.Pattern[str] | None = None,
+) -> None:
+    """Raise CheckpointError for tensors of the checkpoint's model that the recipe's model has not.
+
+    begins: the first words of the names of a model's tensors; what else a checkpoint holds, such as an
+        optimizer's state, has other ones.
+    tied: the embedding and the head. A head that the recipe has not must be equal to the embedding.
+    derived: tensors that follow from the settings.
+    """
+    embedding, head = tied
+    claimed = set(names)
+    inside = (key.removeprefix(prefix) for key in lazy if key.startswith(prefix))
+    more = [
+        name
+        for name in inside
+        if name not in claimed
+        and name.partition(".")[0] in begins
+        and not (derived and derived.fullmatch(name))
+    ]
+    if head in more and torch.equal(lazy[prefix + head](), lazy[prefix + embedding]()):
+        more.remove(head)
+    if more:
+        raise CheckpointError(
+            f"{directory} holds {len(more)} tensors that the recipe's model has not: {_first_names(more)}.",
             remedy="Give the recipe of this model: model.layers, tied, bias and so on must be its own.",
         )
 
