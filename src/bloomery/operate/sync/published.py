@@ -29,7 +29,7 @@ class CheckpointPublisher:
     """Publishes each checkpoint of a run as a branch that is named like it, such as step-000500.i001.
 
     A checkpoint that is seen is held by hard links in RUN/publishing, so that it may be pruned meanwhile. Of
-    those that cannot be published the newest few are held, because they fill the disk.
+    those that were pruned before they could be published the newest few are held, because they fill the disk.
 
     export: writes what is to be published. It raises BloomeryError.
     """
@@ -46,7 +46,8 @@ class CheckpointPublisher:
 
         It may run in another thread than `publish_held`. Raises StorageError.
         """
-        for checkpoint in checkpoints(self._rundir):
+        present = checkpoints(self._rundir)
+        for checkpoint in present:
             place = self._held / checkpoint.name
             if checkpoint.name in self._seen:
                 continue
@@ -58,7 +59,8 @@ class CheckpointPublisher:
                 continue  # it was pruned meanwhile
             except OSError as error:
                 raise storage_error(error, path=place, doing="Holding a checkpoint") from error
-        for name in self._waiting()[:-_MOST_HELD]:
+        free = {checkpoint.name for checkpoint in present}  # the run has their bytes anyhow
+        for name in [name for name in self._waiting() if name not in free][:-_MOST_HELD]:
             if name != self._publishing:
                 log.warning("%s is not published: %d newer ones wait already", name, _MOST_HELD)
                 shutil.rmtree(self._held / name, ignore_errors=True)
