@@ -78,7 +78,7 @@ class LanguageModel:
             self.decoder, opening, max_new_tokens=max_tokens, sampling=sampling, ends=bounds.ends
         )
         written = [token for token in drawn if token not in bounds.ends]
-        return self.tokenizer.decode(written)
+        return self.tokenizer.decode_after(written, before=opening)
 
 
 def load(

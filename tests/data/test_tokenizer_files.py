@@ -8,7 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import sentencepiece
+import tokenizers
 
+from bloomery.cli.generate import _pieces
 from bloomery.config.environment import OfflineRefused, go_offline, is_offline, refuse_network
 from bloomery.data.tokenizer import Tokenizer, find_tokenizer, load_tokenizer, train_tokenizer
 from bloomery.errors import DataError
@@ -113,6 +115,45 @@ def test_a_text_that_spells_a_control_symbol_does_not_end_the_document(pieces: T
     (ids,) = pieces.encode_batch(["the cat </s> the mat"]).split()
     assert np.count_nonzero(ids == pieces.eod) == 1
     assert pieces.decode(ids.tolist()).endswith("the mat</s>")
+
+
+@pytest.fixture
+def blanks_first(tmp_path: Path) -> Tokenizer:
+    """A tokenizer.json such as Llama 2's: a blank before each text, left out when it is decoded."""
+    blank = "\N{LOWER ONE EIGHTH BLOCK}"
+    engine = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>", byte_fallback=True))
+    prepend = tokenizers.normalizers.Prepend(blank), tokenizers.normalizers.Replace(" ", blank)
+    engine.normalizer = tokenizers.normalizers.Sequence(list(prepend))
+    decode = tokenizers.decoders
+    engine.decoder = decode.Sequence(
+        [decode.Replace(blank, " "), decode.ByteFallback(), decode.Fuse(), decode.Strip(" ", 1, 0)]
+    )
+    bytes_ = [f"<0x{number:02X}>" for number in range(256)]
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=400, special_tokens=["<unk>", "</s>", *bytes_], show_progress=False
+    )
+    engine.train_from_iterator(TEXTS, trainer)
+    engine.save(str(tmp_path / "tokenizer.json"))
+    return load_tokenizer(tmp_path / "tokenizer.json", end_of_document="</s>")
+
+
+@pytest.mark.parametrize("kind", ["pieces", "blanks_first"])
+def test_what_is_written_piece_by_piece_is_the_text_with_its_blanks(
+    kind: str, request: pytest.FixtureRequest
+) -> None:
+    tokenizer = request.getfixturevalue(kind)
+    text = "the cat sat on the mat, and so did others"
+    ids = tokenizer.encode(text)
+    for begin in range(len(ids)):
+        opening, rest = ids[:begin], ids[begin:]
+        before = tokenizer.decode(opening)
+        written = "".join(piece for piece, _, _ in _pieces(iter(rest), opening, tokenizer, {tokenizer.eod}))
+        assert before + written == text == before + tokenizer.decode_after(rest, before=opening)
+
+
+def test_an_id_of_padding_has_no_text(pieces: Tokenizer) -> None:
+    ids = pieces.encode("the cat")
+    assert pieces.decode([*ids, pieces.vocabulary_size, pieces.vocabulary_size + 7]) == "the cat"
 
 
 def test_what_is_neither_kind_of_tokenizer_is_refused(tmp_path: Path) -> None:

@@ -102,15 +102,16 @@ def sample(rundir: RunDirectory, *, prompt: str, max_new_tokens: int = 160) -> s
     """Return `prompt` and the text with which the model continues it."""
     saved = open_saved(rundir.path)
     decoder = saved.decoder(device=torch.device("cpu"))
+    opening = saved.bounds.opening(saved.tokenizer.encode(prompt))
     drawn = generate(
         decoder,
-        saved.bounds.opening(saved.tokenizer.encode(prompt)),
+        opening,
         max_new_tokens=max_new_tokens,
         sampling=Sampling(temperature=0.6, top_p=0.95),
         ends=saved.bounds.ends,
     )
     ids = [token for token in drawn if token != saved.tokenizer.eod]
-    return prompt + saved.tokenizer.decode(ids)
+    return prompt + saved.tokenizer.decode_after(ids, before=opening)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -119,7 +119,7 @@ def _write_as_it_comes(
     started, count, text, ended = time.monotonic(), 0, "", False
     if not (options.json or options.chat):
         print(prompt, end="", flush=True)
-    for piece, count, ended in _pieces(ids, saved.tokenizer, ends):  # noqa: B007  — the last values are told below
+    for piece, count, ended in _pieces(ids, opening, saved.tokenizer, ends):  # noqa: B007  — the last values are told below
         text += piece
         if not options.json:
             print(piece, end="", flush=True)
@@ -164,9 +164,10 @@ def _write_together(
             if token is not None:
                 ids.append(token)
     seconds = time.monotonic() - started
-    for number, (prompt, ids) in enumerate(zip(prompts, written, strict=True), start=first):
+    texts = zip(prompts, openings, written, strict=True)
+    for number, (prompt, opening, ids) in enumerate(texts, start=first):
         ended = bool(ids) and ids[-1] in saved.bounds.ends
-        text = saved.tokenizer.decode(ids[:-1] if ended else ids)
+        text = saved.tokenizer.decode_after(ids[:-1] if ended else ids, before=opening)
         if options.json:
             _print_summary(saved, prompt, text, tokens=len(ids), ended=ended, seconds=seconds)
             continue
@@ -190,27 +191,30 @@ def _print_summary(
 
 
 def _pieces(
-    ids: Iterator[int], tokenizer: Tokenizer, ends: Collection[int]
+    ids: Iterator[int], opening: Sequence[int], tokenizer: Tokenizer, ends: Collection[int]
 ) -> Iterator[tuple[str, int, bool]]:
     """Yield (text, tokens so far, whether the model ended the text) each time the last character is whole.
 
     A character may take several tokens, and is decoded once all of them are there.
+
+    opening: the ids that precede them.
     """
-    pending: list[int] = []
+    before, pending = list(opening), list[int]()
     count = 0
     for token in ids:
         count += 1
         if token in ends:
             break
         pending.append(token)
-        piece = tokenizer.decode(pending)
+        piece = tokenizer.decode_after(pending, before=before)
         if not piece.endswith("\ufffd"):
+            before += pending
             pending.clear()
             yield piece, count, False
     else:
-        yield tokenizer.decode(pending), count, False
+        yield tokenizer.decode_after(pending, before=before), count, False
         return
-    yield tokenizer.decode(pending), count, True
+    yield tokenizer.decode_after(pending, before=before), count, True
 
 
 def _parser() -> ArgumentParser:

@@ -36,6 +36,8 @@ from bloomery.errors import DataError
 
 _PIECE = 1 << 18
 _TRIED = 2048
+_CONTEXT = 16
+"""The ids before others that can change their text: those of one character, and some more."""
 _AROUND = (("", ""), ("a", "b"), (" ", " "), ("\n", "\n"), ("a ", " b"), ("<", ">"), ("é", "語"))
 _BETWEEN_WORDS = re.compile(r"[^\W\d_](?= [^\W\d_])")
 
@@ -67,6 +69,8 @@ class PieceModel:
         parts: list[str] = []
         run: list[int] = []
         for token in ids:
+            if token >= self._model.get_piece_size():
+                continue  # a row of padding of the model's vocabulary: no text, as with a tokenizer.json
             if not self._model.is_control(token):
                 run.append(token)
                 continue
@@ -192,6 +196,15 @@ class Tokenizer:
         """Return the text of some ids. spells_special: special tokens are spelt out, not left out."""
         text: str = self._engine.decode(list(ids), skip_special_tokens=not spells_special)
         return text
+
+    def decode_after(self, ids: Sequence[int], *, before: Sequence[int]) -> str:
+        """Return the text that some ids add to that of the ids before them, special tokens spelt out.
+
+        Alone they may have another text: SentencePiece leaves out a blank with which a text begins.
+        """
+        context = list(before[-_CONTEXT:])
+        known, text = self.decode(context), self.decode([*context, *ids])
+        return text.removeprefix(known) if text.startswith(known) else self.decode(ids)
 
     def save(self, path: Path) -> None:
         """Write the tokenizer's file: a `tokenizer.json` that `transformers` reads too, or the model."""
