@@ -87,6 +87,8 @@ def test_a_free_setting_changes_while_running():
         ("optim.learning_rate", "1e-4", "journalled"),
         ("model.layers", "3", "fixed"),
         ("parallel.tensor", "2", "when training starts"),
+        ("evaluate.samples", "8", "when training starts"),
+        ("log.every_steps", "1", "when training starts"),
         ("checkpoint.evry_steps", "3", "checkpoint.every_steps"),
         ("checkpont.every_steps", "3", "no such section"),
         ("checkpoint.every_steps", "-3", "at least 0"),

@@ -7,9 +7,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from bloomery.checkpoint.format.state import whole
+from bloomery.checkpoint.save.direct import save_streamed
 from bloomery.cli import evaluate
-from bloomery.cli.evaluate import _has_ended, _of_dataset, _print
+from bloomery.cli.evaluate import _has_ended, _next, _of_dataset, _print
 from bloomery.data.indexed import IndexedDataset, IndexedWriter
 from bloomery.data.tokenizer import train_tokenizer
 from bloomery.events.journal import Journal
@@ -46,6 +49,26 @@ def test_a_checkpoint_that_was_scored_once_is_printed_and_the_command_succeeds(
     monkeypatch.setattr(evaluate, "_score", lambda options, path: record)
     assert evaluate.score_once(Namespace(json=False, path=Path("run"))) == 0
     assert "step-000008.i001" in capsys.readouterr().out
+
+
+def test_a_checkpoint_whose_scores_have_the_names_of_the_tasks_of_a_group_counts_as_scored(
+    tmp_path: Path,
+) -> None:
+    rundir = RunDirectory(tmp_path).create()
+    save_streamed(rundir.checkpoints, [whole("model.weight", torch.ones(4))], step=5, incarnation=1)
+    asked = Namespace(tasks="ai2_arc,words", every_steps=1)
+    newest = rundir.checkpoints / "step-000005.i001"
+    for tasks, names in ((None, "easy hard"), (["ai2_arc"], "easy hard"), (["words"], "words")):
+        assert _next(rundir, asked) == newest
+        more = {} if tasks is None else {"tasks": tasks}  # earlier versions wrote none
+        scores = [{"task": name, "samples": 1} for name in names.split()]
+        with Journal(rundir.evaluations) as journal:
+            journal.write("tasks", incarnation=1, step=5, checkpoint=newest.name, scores=scores, **more)
+    together = [{"task": name, "samples": 1} for name in ("easy", "hard", "words")]
+    with Journal(rundir.evaluations) as journal:
+        fields = {"checkpoint": newest.name, "scores": together, "tasks": ["ai2_arc", "words"]}
+        journal.write("tasks", incarnation=1, step=5, **fields)
+    assert _next(rundir, asked) is None
 
 
 def test_a_table_of_scores_has_the_metrics_without_their_standard_errors(capsys: pytest.CaptureFixture[str]):

@@ -27,6 +27,17 @@ def test_the_factors_are_a_function_of_counts_and_seed() -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+def test_a_model_that_is_wider_than_its_vocabulary_gets_all_factors_there_are() -> None:
+    narrow, narrow_head = bigram_factors(counted(), hidden=48, seed=1)
+    embedding, head = bigram_factors(counted(), hidden=60, seed=1)
+    assert embedding.shape == head.shape == (48, 60)
+    products = [
+        factor / factor.square().mean(1, keepdim=True).sqrt() @ other.T
+        for factor, other in ((narrow, narrow_head), (embedding, head))
+    ]
+    torch.testing.assert_close(*products, rtol=0.05, atol=0.05)
+
+
 def test_tokens_that_never_occur_get_finite_factors_and_change_nothing_for_the_others() -> None:
     counts = counted()
     embedding, head = bigram_factors(counts, hidden=48, seed=1)

@@ -220,6 +220,17 @@ def test_sizes_of_inner_tensors_are_those_of_the_forwards(style: str, threshold:
             assert all(block.hidden_maximum is None for block in model.decoder.blocks)
 
 
+def test_the_clamp_looks_at_its_own_queries_after_a_measurement_of_others() -> None:
+    model = model_of("llama", threshold=0.0, stride=2)
+    sizes = InnerSizes(model.decoder, model.weights, mesh=model.mesh, sequence_length=80, stays_on=False)
+    for wanted, limit, stride in ((True, 0.0, 5), (False, 1.0, 2)):
+        model.clip_queries(limit)
+        sizes.begin(wanted=wanted)
+        attentions = [block.attention for block in model.decoder.blocks]
+        assert {attention.logit_stride for attention in attentions} == {stride}
+        assert all(attention.logit_maxima is not None for attention in attentions)
+
+
 @pytest.mark.parametrize(("length", "stride"), [(8, 1), (16, 1), (64, 4)])
 def test_of_a_long_sequence_some_queries_are_measured_and_of_a_short_one_all(
     length: int, stride: int

@@ -16,6 +16,7 @@ from bloomery.chaos.scenario import peer_names
 from bloomery.chaos.shaped_network import Shape
 from bloomery.cli.argument_values import amount, not_negative, positive
 from bloomery.cli.arguments import parser
+from bloomery.events.records import as_float
 
 if TYPE_CHECKING:
     from bloomery.chaos.audit import RunAudit
@@ -280,7 +281,7 @@ def _newest_step(journal: Path) -> str:
         except ValueError:
             continue
         if event.get("event") == "step":
-            return f"step {event['step']} loss {event['loss']:.3f}"
+            return f"step {event['step']} loss {as_float(event['loss']):.3f}"  # texts are not finite
     return "starts"
 
 

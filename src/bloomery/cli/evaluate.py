@@ -305,6 +305,7 @@ def _score(args: Namespace, path: Path) -> dict[str, Any]:
             incarnation=incarnation,
             step=step,
             checkpoint=directory.name,
+            tasks=_names(args),  # a name may stand for several tasks, under whose names the scores are
             limit=args.limit,
             shots=args.shots,
             scores=[score.to_json() for score in scores],
@@ -321,7 +322,8 @@ def _next(rundir: RunDirectory, args: Namespace) -> Path | None:
     done = [
         record
         for record in read_journal(rundir.evaluations)
-        if record["event"] == EVENT and tasks <= {score["task"] for score in record["scores"]}
+        if record["event"] == EVENT
+        and tasks <= {*record.get("tasks", ()), *(score["task"] for score in record["scores"])}
     ]
     newest = committed[-1]
     if any(record["checkpoint"] == newest.name for record in done):

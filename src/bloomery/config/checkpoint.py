@@ -85,7 +85,9 @@ class EvaluateSection:
     every_steps: int = setting(
         500, kind="free", minimum=0, help="Steps between two evaluations; 0 does not evaluate on the way."
     )
-    samples: int = setting(64, kind="free", minimum=1, help="Number of held-out samples in one evaluation.")
+    samples: int = setting(
+        64, kind="free", at_start=True, minimum=1, help="Number of held-out samples in one evaluation."
+    )
     at_end: bool = setting(True, kind="free", help="Evaluate when the run has used all its samples.")
 
 
@@ -93,7 +95,7 @@ class EvaluateSection:
 class LogSection:
     """What is logged, and how often."""
 
-    every_steps: int = setting(10, kind="free", minimum=1, help="Steps between two log lines.")
+    every_steps: int = setting(10, kind="free", at_start=True, minimum=1, help="Steps between two log lines.")
     form: str = setting(
         "short",
         kind="free",

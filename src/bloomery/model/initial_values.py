@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from bloomery.model.decoder import Decoder, logical_parameters
 from bloomery.model.shape import ResolvedModel, is_residual_output
@@ -148,6 +149,8 @@ def bigram_factors(counts: Tensor, *, hidden: int, seed: int) -> tuple[Tensor, T
     left, values, right = _factorise(pmi * row_weight * column_weight, rank=hidden, seed=seed)
     embedding = left * values.sqrt() / row_weight.clamp(min=0.05)
     head = right * values.sqrt() / column_weight.T.clamp(min=0.05)
+    lacking = (0, hidden - values.numel())  # a matrix of fewer tokens has no more factors
+    embedding, head = pad(embedding, lacking), pad(head, lacking)
     # The norm removes a row's length, so the head gets the mean of the lengths.
     lengths = embedding.square().mean(1, keepdim=True).sqrt()
     length = (lengths * after).sum() / after.sum()

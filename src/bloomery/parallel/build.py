@@ -220,9 +220,10 @@ class TrainingModel:
         model, device = self.decoder.model, self.decoder.device
         factors = self.mesh.run_on_rank_zero(factorise, doing="counting bigrams for the initial embedding")
         for number, name in enumerate(names):
-            whole = torch.empty((model.vocabulary, model.section.hidden), device=device)
+            # Rows beyond the tokenizer's vocabulary stand for no token, and stay zero.
+            whole = torch.zeros((model.vocabulary, model.section.hidden), device=device)
             if factors is not None:
-                whole.copy_(factors[number])
+                whole[: len(factors[number])].copy_(factors[number])
             self.mesh.broadcast(whole)
             for entry in self.weights.state_entries():
                 if entry.name == f"model.{name}":

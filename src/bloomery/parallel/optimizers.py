@@ -191,6 +191,7 @@ class QueryKeyClip:
 
     def __init__(self, decoder: Decoder, weights: MasterWeights, *, mesh: Mesh, optim: OptimSection) -> None:
         self._own, self._threshold, self._mesh = optim.qk_clip, 0.0, mesh
+        self._stride = optim.qk_clip_stride
         self._shares_keys = decoder.model.kv_heads != decoder.model.section.heads
         self._maxima: list[Tensor] = []
         self._attentions: list[Attention] = []
@@ -199,7 +200,6 @@ class QueryKeyClip:
             block = cast(Block, module)
             blocks[f"blocks.{block.index}.attention"] = len(self._maxima)
             self._maxima.append(torch.zeros(block.attention.heads, device=mesh.device))
-            block.attention.logit_stride = optim.qk_clip_stride
             self._attentions.append(block.attention)
         first_key = split_range(
             decoder.model.kv_heads, index=mesh.tensor.index, degree=mesh.tensor.degree
@@ -222,6 +222,7 @@ class QueryKeyClip:
         if bool(threshold) != bool(self._threshold):
             for attention, maximum in zip(self._attentions, self._maxima, strict=True):
                 attention.logit_maxima = maximum.zero_() if threshold else None
+                attention.logit_stride = self._stride  # a measurement of inner sizes may have set another
         self._threshold = threshold
 
     @torch.no_grad()

@@ -241,6 +241,8 @@ def test_an_address_for_others_wants_a_token_and_tls(
     assert not rules.may_read({}) and not rules.may_read({b"cookie": b"bloomery-dashboard=wrong"})
     assert rules.may_read({b"authorization": b"Bearer 0123456789abcdef"})
     assert rules.may_read({b"cookie": b"bloomery-dashboard=0123456789abcdef"})
+    others = b'theme={"a":1}; x=b c; bloomery-dashboard=0123456789abcdef; y=1'  # of other servers
+    assert rules.may_read({b"cookie": others})
 
 
 def test_a_server_with_a_token_shows_nothing_without_it(run: WrittenRun, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import hmac
 import secrets
 import stat
 from collections.abc import Awaitable, Callable, MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass
 from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
@@ -123,11 +124,13 @@ def new_token() -> str:
 
 
 def _cookie(headers: dict[bytes, bytes]) -> str:
-    try:
-        cookie: SimpleCookie = SimpleCookie(headers.get(b"cookie", b"").decode("latin-1"))
-    except CookieError:
-        return ""
-    return cookie[COOKIE].value if COOKIE in cookie else ""
+    for text in headers.get(b"cookie", b"").decode("latin-1").split(";"):
+        # By itself, for SimpleCookie reads nothing after a cookie of another server that it cannot read.
+        if text.partition("=")[0].strip() == COOKIE:
+            with suppress(CookieError):
+                cookie: SimpleCookie = SimpleCookie(text.strip())
+                return cookie[COOKIE].value if COOKIE in cookie else ""
+    return ""
 
 
 async def _refuse(send: Send, status: int, body: bytes) -> None:
