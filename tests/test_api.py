@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import subprocess
 import sys
@@ -10,8 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.tiny_run import TINY
 
 import bloomery
+from bloomery.config.load import parse_recipe
 from bloomery.errors import CheckpointError, ConfigError, StorageError
 from bloomery.evaluate.scoring import IGNORED
 from bloomery.events.journal import loss_curve
@@ -67,6 +70,18 @@ def test_the_order_is_that_of_the_training(place: Path, monkeypatch: pytest.Monk
     assert float(loss) == pytest.approx(bloomery.journal(place / "zero")["loss"][0], abs=1e-5)
     with pytest.raises(IndexError):
         samples[len(samples)]
+
+
+def test_the_targets_of_prompts_count_in_no_sample_where_answers_alone_count(tmp_path: Path) -> None:
+    records = [{"prompt": f"what comes after the number {n}?", "text": f" {n + 1}."} for n in range(60)]
+    file = tmp_path / "pairs.jsonl"
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    samples = bloomery.samples(
+        parse_recipe(TINY, [f"data.sources={file}", "data.prompt_field=prompt"], label="tiny"), tmp_path
+    )
+    targets = torch.stack([sample["targets"] for sample in samples.__getitems__(range(4))])
+    counted = (targets != IGNORED).float().mean()
+    assert 0.0 < counted < 0.5
 
 
 def _still(recipe: object) -> dict[str, object]:

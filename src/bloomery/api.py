@@ -178,11 +178,13 @@ class SampleOrder:
     """The samples of a run in the order in which it trains on them; `samples` returns one.
 
     It is a map-style dataset for `torch.utils.data.DataLoader`: sample i is {"tokens", "targets"}, each
-    int64 [data.sequence_length]; a target is the token after the one at its place. Without shuffling, a
-    loader of batches of the recipe's size sees what the run sees at each step.
+    int64 [data.sequence_length]; a target is the token after the one at its place, or -100 where it does not
+    count. Without shuffling, a loader of batches of the recipe's size sees what the run sees at each step,
+    as long as no skip, rewind or change of the mixture has come on the way.
     """
 
     def __init__(self, loaded: LoadedRecipe, directory: Path) -> None:
+        from bloomery.data.answers import AnswerTokens
         from bloomery.data.prepare import prepare
         from bloomery.data_loader.reading import Samples
         from bloomery.train.data_stream import run_samples, stream_of_run, training_documents
@@ -198,6 +200,7 @@ class SampleOrder:
             vocabulary_size=self._prepared.vocabulary_size,
             layouts=stream.layouts,
             eod=self._prepared.end_of_document_id,
+            answers=[AnswerTokens(dataset) for dataset in datasets] if section.prompt_field else (),
         )
         self._length = run_samples(loaded.recipe)
 

@@ -231,6 +231,18 @@ def test_the_clamp_looks_at_its_own_queries_after_a_measurement_of_others() -> N
         assert all(attention.logit_maxima is not None for attention in attentions)
 
 
+def test_forwards_after_the_sizes_were_collected_count_to_no_step() -> None:
+    model = model_of("llama", threshold=0.0)
+    assert model.inner_sizes is not None
+    model.begin_sizes(wanted=True)
+    model.accumulate([batch(1)], 0, weight=1.0)
+    expected = model.inner_sizes.collect()
+    model.accumulate([batch(2)], 0, weight=1.0)  # as a check for flipped bits repeats a step
+    model.begin_sizes(wanted=True)
+    model.accumulate([batch(1)], 1, weight=1.0)
+    torch.testing.assert_close(model.inner_sizes.collect(), expected)
+
+
 @pytest.mark.parametrize(("length", "stride"), [(8, 1), (16, 1), (64, 4)])
 def test_of_a_long_sequence_some_queries_are_measured_and_of_a_short_one_all(
     length: int, stride: int

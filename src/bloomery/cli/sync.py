@@ -71,8 +71,12 @@ def sync(arguments: list[str]) -> int:
 def _repeat(
     rundir: RunDirectory, sync: RunSync, publisher: CheckpointPublisher | None, options: Namespace
 ) -> None:
-    """Upload repeatedly; the last upload follows the signal that ends the command, or the parent's end."""
+    """Upload repeatedly; the last upload follows the signal that ends the command, or the parent's end.
+
+    Checkpoints do not wait for the logs' time: they are published as soon as they are held.
+    """
     ended, parent, due = EndSignal(), os.getppid(), time.monotonic()
+    again = due
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # a launcher starts this with it held back
     if publisher is not None:  # an export may take as long as several saves, of which each is pruned soon
         threading.Thread(target=_hold, args=(rundir, publisher), daemon=True).start()
@@ -84,10 +88,12 @@ def _repeat(
                 if is_last or time.monotonic() >= due:
                     due = time.monotonic() + 60.0 * options.every
                     _look(sync, publisher, options)
+                elif publisher is not None and publisher.is_waiting and time.monotonic() >= again:
+                    _look(None, publisher, options)
             elif time.monotonic() >= due:
                 due = time.monotonic() + _TICK_S
         except BloomeryError as error:  # what was not sent is sent later: a run does not end for its logs
-            due = time.monotonic() + min(_AGAIN_S, 60.0 * options.every)
+            due = again = time.monotonic() + min(_AGAIN_S, 60.0 * options.every)
             print(f"bloomery sync: {error}", file=sys.stderr, flush=True)
         if is_last:
             return
@@ -104,19 +110,22 @@ def _hold(rundir: RunDirectory, publisher: CheckpointPublisher) -> None:
         time.sleep(_TICK_S)
 
 
-def _look(sync: RunSync, publisher: CheckpointPublisher | None, options: Namespace) -> None:
-    sent = sync.send_new()
-    published = []
+def _look(sync: RunSync | None, publisher: CheckpointPublisher | None, options: Namespace) -> None:
+    """Send what is new of the logs (`sync`), publish the checkpoints that are held, and print what went."""
+    count, size, published = 0, 0, []
+    if sync is not None:
+        sent = sync.send_new()
+        count, size = sent.count, sent.bytes
     if publisher is not None:
         publisher.hold()
         published = publisher.publish_held()
     if options.json:
-        print(json.dumps({"files": sent.count, "bytes": sent.bytes, "published": published}), flush=True)
+        print(json.dumps({"files": count, "bytes": size, "published": published}), flush=True)
         return
     branches = f"; published {', '.join(published)}" if published else ""
-    if sent.count or published or options.once:
-        size = f"{size_words(float(sent.bytes))} in {sent.count} files"
-        print(f"{time.strftime('%H:%M:%S')} {options.place}: {size}{branches}", flush=True)
+    if count or published or options.once:
+        words = f"{size_words(float(size))} in {count} files"
+        print(f"{time.strftime('%H:%M:%S')} {options.place}: {words}{branches}", flush=True)
 
 
 def _export(checkpoint: Path, target: Path) -> None:

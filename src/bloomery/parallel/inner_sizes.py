@@ -56,7 +56,8 @@ class InnerSizes:
             elif not wanted and attention.logit_maxima is logits:
                 attention.logit_maxima = None
             block.hidden_maximum = hidden if wanted else None
-            if wanted and not self._is_on:
+            # A check may have repeated a step's forwards after its sizes were collected.
+            if wanted and not (self._is_on and self._stays_on):
                 logits.zero_()
                 hidden.zero_()
         self._is_on = wanted

@@ -18,7 +18,7 @@ from bloomery.events.heartbeat import Heartbeat, RankActivity, interval_of, read
 from bloomery.events.journal import Journal
 from bloomery.operate.dashboard import panels
 from bloomery.operate.dashboard.mesh_panel import MeshPanel, mesh_panel
-from bloomery.operate.dashboard.panels import goodput
+from bloomery.operate.dashboard.panels import goodput, newest_first
 from bloomery.operate.dashboard.peer_panel import rounds
 from bloomery.operate.dashboard.run_events import shown_event
 from bloomery.operate.dashboard.run_reader import RunReader
@@ -196,3 +196,9 @@ def test_a_dear_table_takes_half_a_percent_of_a_core_at_most(monkeypatch: pytest
     first, *others = made[1:]
     assert others[0] - first < 30.0  # the first, which also imports, tells nothing of the next
     assert 3.0 * len(others) <= 0.005 * 20_000.0 + 2 * 3.0 and len(others) > 20
+
+
+def test_the_newest_save_is_that_of_the_largest_step_whatever_its_digits() -> None:
+    names = ["step-999999.i001", "step-1000000.i002", "<b>", "step-1000000.i010", "step-000001.i001"]
+    ordered = ["step-1000000.i010", "step-1000000.i002", "step-999999.i001", "step-000001.i001", "<b>"]
+    assert newest_first(names) == ordered

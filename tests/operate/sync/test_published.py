@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -12,11 +15,13 @@ from tests.operate.sync.hub_server import Hub
 
 from bloomery.checkpoint.format.state import whole
 from bloomery.checkpoint.save.direct import save_streamed
+from bloomery.cli import sync
 from bloomery.errors import BloomeryError, StorageError
 from bloomery.events.run_directory import RunDirectory
 from bloomery.operate.sync import published
 from bloomery.operate.sync.hub import HubRepository
 from bloomery.operate.sync.published import MARK, CheckpointPublisher
+from bloomery.operate.sync.run_sync import RunSync
 
 
 def save(run: RunDirectory, step: int) -> Path:
@@ -102,6 +107,33 @@ def test_all_checkpoints_of_a_run_are_published_also_where_many_wait(run: RunDir
     ours = publisher(run)
     ours.hold()
     assert ours.publish_held() == names == branches(hub)
+
+
+def test_a_checkpoint_is_published_long_before_the_logs_are_due(
+    run: RunDirectory, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, looks = publisher(run), list[list[str]]()
+    publish = ours.publish_held
+
+    def publish_and_end() -> list[str]:
+        looks.append(publish())
+        if len(looks) == 1:
+            save(run, 5)
+        elif looks[-1]:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return looks[-1]
+
+    monkeypatch.setattr(ours, "publish_held", publish_and_end)
+    monkeypatch.setattr(sync, "_TICK_S", 0.01)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        options = Namespace(every=60.0, beside=False, json=True, once=False, place="hf:people/tiny")
+        sync._repeat(run, RunSync(run, HubRepository("people/tiny")), ours, options)
+    finally:
+        signal.set_wakeup_fd(-1)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert looks[:2] == [[], ["step-000005.i001"]] and branches(hub) == looks[1]
 
 
 def test_a_branch_whose_upload_broke_off_is_published_again(run: RunDirectory, hub: Hub) -> None:

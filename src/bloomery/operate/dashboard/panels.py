@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from typing import Any, Generic, TypeVar
 
@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from bloomery.checkpoint.format.catalogue import CommittedCheckpoint, remote_copies
+from bloomery.checkpoint.format.manifest import parse_name
 from bloomery.checkpoint.format.retention import prune_plan
 from bloomery.config.recipe import Recipe
 from bloomery.errors import BloomeryError
@@ -77,12 +78,18 @@ class SaveRow(msgspec.Struct, kw_only=True):
     kept: str
 
 
+def newest_first(names: Iterable[str]) -> list[str]:
+    """Return the names of checkpoints by step and incarnation; what is no such name comes last."""
+    return sorted(names, key=lambda name: (parse_name(name) or (0, 0), name), reverse=True)
+
+
 def saves(reader: RunReader, recipe: Recipe | None) -> list[SaveRow]:
     """Return the newest checkpoints, newest first: those on the disk, and those in the journal."""
     kept_names = _kept_checkpoints(reader, recipe)
     copies = remote_copies(reader.rundir) if kept_names else {}
     with reader.lock:
-        names = sorted({*kept_names, *list(reader.news.saves)[-_SHOWN_SAVES:]}, reverse=True)[:_SHOWN_SAVES]
+        known = {*kept_names, *list(reader.news.saves)[-_SHOWN_SAVES:]}
+        names = newest_first(known)[:_SHOWN_SAVES]
         rows = []
         for name in names:
             event = reader.news.saves.get(name, {})

@@ -79,6 +79,11 @@ class CheckpointPublisher:
             shutil.rmtree(self._held / names[0])
         return done
 
+    @property
+    def is_waiting(self) -> bool:
+        """Return whether some checkpoint is held."""
+        return bool(self._waiting())
+
     def _waiting(self) -> list[str]:
         """Return the names of the checkpoints that are held, oldest first."""
         names = [path.name for path in self._held.glob("step-*")] if self._held.is_dir() else []
