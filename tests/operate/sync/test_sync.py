@@ -77,6 +77,7 @@ def test_a_file_that_was_written_anew_replaces_its_pieces(
 def test_a_place_with_the_logs_of_another_run_is_refused_and_stays_as_it_was(
     run: RunDirectory, place: SyncPlace, tmp_path: Path
 ) -> None:
+    place.publish({"incarnations/0-by-hand.txt": b"x"})
     RunSync(run, place).send_new()
     before = place.entries()
     other = RunDirectory(tmp_path / "other").create()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ GROWING = ("journal", "logs", "tensorboard", "operations.jsonl", "evaluations.js
 """Files, and directories of files, that are only appended to."""
 WHOLE = ("incarnations", "recipe.toml", "sources.toml", "stacks", "chronicle.md", "submission.json")
 """Files, and directories of files, that are written anew as a whole. The first one tells the run."""
-_RECORDS = f"{WHOLE[0]}/"
+_RECORD = re.compile(rf"{WHOLE[0]}/\d{{6,}}\.json", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +68,7 @@ class RunSync:
 
     def _refuse_another_run(self, entries: Mapping[str, ObjectStat]) -> None:
         """Raise StorageError where the place holds files of another run, which would be overwritten."""
-        records = [key for key, entry in entries.items() if key.startswith(_RECORDS) and entry.bytes]
+        records = [key for key, entry in entries.items() if _RECORD.fullmatch(key) and entry.bytes]
         if not records:
             return
         first = min(records)
