@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from bloomery.config.load import LoadedRecipe
     from bloomery.config.recipe import Recipe
+    from bloomery.data.prepare import Prepared
     from bloomery.data.tokenizer import Tokenizer
     from bloomery.evaluate.open_checkpoint import OpenedModel
     from bloomery.model.decoder import Decoder
@@ -183,14 +184,13 @@ class SampleOrder:
     as long as no skip, rewind or change of the mixture has come on the way.
     """
 
-    def __init__(self, loaded: LoadedRecipe, directory: Path) -> None:
+    def __init__(self, loaded: LoadedRecipe, prepared: Prepared) -> None:
         from bloomery.data.answers import AnswerTokens
-        from bloomery.data.prepare import prepare
         from bloomery.data_loader.reading import Samples
         from bloomery.train.data_stream import run_samples, stream_of_run, training_documents
 
         section = loaded.recipe.data
-        self._prepared = prepare(section, directory)
+        self._prepared = prepared
         datasets = training_documents(section, self._prepared.train)
         stream = stream_of_run(loaded.recipe, self._prepared.train, datasets)
         self._samples = Samples(
@@ -233,17 +233,19 @@ def samples(run: PathLike | LoadedRecipe, directory: PathLike | None = None) -> 
     directory: where a recipe's text is tokenised, as in a run's `data`; needed only for a recipe.
     """
     from bloomery.config.load import LoadedRecipe, load_recipe
+    from bloomery.data.prepare import prepare, prepared_of_run
     from bloomery.errors import StorageError
     from bloomery.events.run_directory import RunDirectory
 
     if not isinstance(run, LoadedRecipe):
         rundir = RunDirectory(Path(run))
-        return SampleOrder(load_recipe(str(rundir.recipe)), rundir.data)
+        loaded = load_recipe(str(rundir.recipe))
+        return SampleOrder(loaded, prepared_of_run(loaded.recipe.data, rundir.data))
     if directory is None:
         raise StorageError(
             "samples() of a recipe needs a directory for its tokens.", remedy="Give directory=…, or a run."
         )
-    return SampleOrder(run, Path(directory))
+    return SampleOrder(run, prepare(run.recipe.data, Path(directory)))
 
 
 def _rows(read: np.ndarray) -> Iterator[torch.Tensor]:

@@ -17,7 +17,8 @@ from bloomery.config.data import DataSection, DatasetSection
 from bloomery.data import sources
 from bloomery.data.documents import Document
 from bloomery.data.indexed import IndexedDataset
-from bloomery.data.prepare import prepare, watched_texts
+from bloomery.data.prepare import prepare, prepared_of_run
+from bloomery.data.prepare_build import watched_texts
 from bloomery.data.sources import find_files, is_held_out
 from bloomery.data.tokenizer import load_tokenizer
 from bloomery.errors import DataError, StorageError
@@ -144,7 +145,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from bloomery.config.data import DataSection
-from bloomery.data import tokenize_corpus, prepare
+from bloomery.data import tokenize_corpus, prepare, prepare_build
 
 source, out, moment = sys.argv[1:]
 
@@ -162,7 +163,7 @@ whole = tokenize_corpus.tokenize
 def in_pieces(*arguments, **settings):
     return whole(*arguments, **settings | {"piece_bytes": 400, "workers": 1})
 
-prepare.tokenize = in_pieces
+prepare_build.tokenize = in_pieces
 if moment == "tokenising":
     tokenize_corpus._Watch = Watch
 if moment == "moving":
@@ -201,8 +202,8 @@ def test_after_a_kill_the_next_start_goes_on_with_what_was_made(
     def never(*_: object, **__: object) -> None:
         raise AssertionError("the tokenizer was there")
 
-    monkeypatch.setattr("bloomery.data.prepare.tokenize", counted)
-    monkeypatch.setattr("bloomery.data.prepare.train_tokenizer", never)
+    monkeypatch.setattr("bloomery.data.prepare_build.tokenize", counted)
+    monkeypatch.setattr("bloomery.data.prepare_build.train_tokenizer", never)
     assert not prepare(data, out).reused
     assert contents(out) == contents(tmp_path / "unbroken")
     assert [count for count, whole in kept if count < whole] == ([4] if moment == "tokenising" else [])
@@ -309,3 +310,34 @@ def test_training_a_tokenizer_tells_the_bytes_of_text_it_has_taken() -> None:
     )
     assert list(texts) == ["one", "three"]
     assert told == [3, 7, 7]  # bad documents may make the total smaller than it was thought to be
+
+
+def test_what_a_model_was_trained_on_stays_when_the_sources_give_other_text(
+    data: DataSection, tmp_path: Path
+) -> None:
+    first = prepare(data, tmp_path / "out")
+    before = contents(tmp_path / "out")
+    assert prepare(data, tmp_path / "out", is_trained_on=True) == replace(first, reused=True)
+    (tmp_path / "text" / "00.txt").write_text("zyxw vuts " * 200)
+    with pytest.raises(DataError, match="was trained on other text") as refused:
+        prepare(data, tmp_path / "out", is_trained_on=True)
+    assert "Bring the old files back" in refused.value.remedy
+    assert prepared_of_run(data, tmp_path / "out") == replace(first, reused=True)
+    assert contents(tmp_path / "out") == before
+    other = prepare(data, tmp_path / "out")
+    assert other.fingerprint != first.fingerprint, "before there is a model, text may change"
+
+
+def test_the_text_of_a_run_that_was_restored_is_tokenised_again_where_it_is_the_same(
+    data: DataSection, tmp_path: Path
+) -> None:
+    first = prepare(data, tmp_path / "out")
+    before = contents(tmp_path / "out")
+    (tmp_path / "out" / "train.bin").unlink()  # a backup may have the tokenizer and the record alone
+    assert prepared_of_run(data, tmp_path / "out") == replace(first, reused=False)
+    assert contents(tmp_path / "out") == before
+    (tmp_path / "out" / "train.bin").unlink()
+    (tmp_path / "text" / "00.txt").write_text("zyxw vuts " * 200)
+    with pytest.raises(DataError, match="was trained on other text"):
+        prepared_of_run(data, tmp_path / "out")
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == before["tokenizer.json"]

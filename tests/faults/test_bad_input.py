@@ -104,7 +104,11 @@ def test_another_text_under_a_run_is_refused_until_the_old_is_back(
     before = (mine / "cmd.txt").read_text()
     (mine / "cmd.txt").write_text(before + "and another line\n")
     slower = "optim.learning_rate=0.005"
+    prepared = [tmp_path / "run" / "data" / name for name in ("tokenizer.json", "train.bin")]
+    kept = [path.read_bytes() for path in prepared]
     here(*command, slower).refuses("was trained on other text", "Bring the old files back")
+    here("evaluate", tmp_path / "run")  # of the text that it was trained on, whatever lies there now
+    assert [path.read_bytes() for path in prepared] == kept
     (mine / "cmd.txt").write_text(before)
     assert here(*command, slower, "guard.stop_at_step=3").status == 0
     assert steps_told(tmp_path / "run") == 3

@@ -165,7 +165,7 @@ def _add_sources(parser: argparse.ArgumentParser) -> None:
 
 
 def _train_tokenizer(options: argparse.Namespace) -> int:
-    from bloomery.data.prepare import watched_texts
+    from bloomery.data.prepare_build import watched_texts
     from bloomery.data.sources import is_held_out
     from bloomery.data.tokenizer import train_tokenizer
     from bloomery.errors import DataError

@@ -128,7 +128,7 @@ def texts_of(
     """
     from tempfile import gettempdir
 
-    from bloomery.data.prepare import prepare
+    from bloomery.data.prepare import prepare, prepared_of_run
     from bloomery.errors import DataError
     from bloomery.events.run_directory import RunDirectory
     from bloomery.train.data_stream import held_out_documents, training_documents
@@ -139,8 +139,8 @@ def texts_of(
             "The recipe's data.sources are not tokenised yet.",
             remedy="Give the directory of a run that was started, or a recipe with data.datasets.",
         )
-    place = RunDirectory(run).data if run else Path(gettempdir()) / "bloomery-data"
-    prepared = prepare(data, place)
+    place = Path(gettempdir()) / "bloomery-data"
+    prepared = prepared_of_run(data, RunDirectory(run).data) if run else prepare(data, place)
     training = training_documents(data, prepared.train)
     held_out = {part.name: part.documents for part in held_out_documents(data, prepared)}
     if needs_held_out and not held_out:

@@ -326,7 +326,8 @@ def prepared_datasets(loaded: LoadedRecipe, run: Path | None) -> list[Any]:
     from tempfile import gettempdir
 
     from bloomery.data.indexed import IndexedDataset
-    from bloomery.data.prepare import TRAIN, PreparedDataset, dataset_prefixes
+    from bloomery.data.prepare import PreparedDataset, dataset_prefixes
+    from bloomery.data.prepare_build import TRAIN
     from bloomery.errors import DataError
     from bloomery.events.run_directory import RunDirectory
 

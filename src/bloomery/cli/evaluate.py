@@ -114,7 +114,7 @@ def _documents(args: Namespace, path: Path, loaded: LoadedModel) -> Iterator[Tok
 
 def _held_out(loaded: LoadedModel) -> list[tuple[str, Iterator[TokenizedDocument]]]:
     """Return the held-out text of the model's run, by dataset."""
-    from bloomery.data.prepare import prepare
+    from bloomery.data.prepare import prepared_of_run
     from bloomery.events.run_directory import RunDirectory
     from bloomery.train.data_stream import held_out_documents
 
@@ -125,7 +125,7 @@ def _held_out(loaded: LoadedModel) -> list[tuple[str, Iterator[TokenizedDocument
             f"{rundir.path} has no data of its own, as after an import.",
             remedy="Name the texts to evaluate on: bloomery evaluate RUN FILE …",
         )
-    parts = held_out_documents(saved.recipe.data, prepare(saved.recipe.data, rundir.data))
+    parts = held_out_documents(saved.recipe.data, prepared_of_run(saved.recipe.data, rundir.data))
     if not parts:
         raise BloomeryError(
             f"{rundir.path} has no held-out text.",

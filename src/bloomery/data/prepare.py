@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,29 +12,21 @@ import xxhash
 
 from bloomery import durable
 from bloomery.config.data import LONGEST_LINE_MIB, DataSection, DatasetSection
-from bloomery.data.documents import BadDocuments, Document
 from bloomery.data.fetch import refuse_incomplete
 from bloomery.data.indexed import IndexedDataset
-from bloomery.data.pair_files import PARTS
-from bloomery.data.pairs import refuse_damaged, replace_pair
-from bloomery.data.sources import FoundFiles, SourceHashes, documents_of, find_files, is_held_out
+from bloomery.data.pairs import refuse_damaged
+from bloomery.data.prepare_build import FORMAT, HELD_OUT, TRAIN, build_in
+from bloomery.data.sources import FoundFiles, SourceHashes, find_files
 from bloomery.data.storage import as_storage_error, locked_directory, write_whole
 from bloomery.data.streaming import CacheLocation, block_cache_of, is_elsewhere, mount
-from bloomery.data.tokenize_corpus import tokenize
-from bloomery.data.tokenize_worker import Job
 from bloomery.data.tokenizer import (
     JSON_FILE,
-    Tokenizer,
     find_tokenizer,
     load_tokenizer,
-    tokenizer_in,
-    train_tokenizer,
 )
 from bloomery.errors import DataError
 from bloomery.events.records import ProgressCallback, ignore_progress
 
-TRAIN, HELD_OUT, BAD_DOCUMENTS = "train", "held-out", "bad-documents.jsonl"
-_FORMAT = 1
 _MANIFEST, _LOCK, _BUILDING, _WANTED = "prepared.json", "prepared.lock", "building", "wanted.json"
 
 
@@ -74,13 +64,22 @@ class Prepared:
     reused: bool
 
 
-def prepare(data: DataSection, directory: Path, *, progress: ProgressCallback = ignore_progress) -> Prepared:
+def prepare(
+    data: DataSection,
+    directory: Path,
+    *,
+    progress: ProgressCallback = ignore_progress,
+    is_trained_on: bool = False,
+) -> Prepared:
     """Make or find the tokenizer and the datasets of a run.
 
     `datasets` are used as they are. `sources` are tokenised into `directory`, unless a manifest there shows
     the same text and settings. A kill at any moment leaves either the whole result or none, and the next
     start continues where it was. One process works at a time; others wait, and find the result. The tokenizer
     is trained only on training documents.
+
+    is_trained_on: a model was trained on what is in `directory`. Other text then raises DataError: tokenised
+        in its place it would take the model's tokenizer away.
     """
     if not data.sources:
         tokenised = _tokenised_before(data, directory)
@@ -96,6 +95,8 @@ def prepare(data: DataSection, directory: Path, *, progress: ProgressCallback = 
         with locked_directory(directory, name=_LOCK):
             prepared = _found_again(data, directory, wanted)
             if prepared is None:
+                if is_trained_on:
+                    _refuse_other_text(directory, wanted)
                 _build(data, files, directory, wanted, progress=progress)
                 prepared = _found_again(data, directory, wanted, reused=False)
                 assert prepared is not None, "what was just built fits what was wanted"
@@ -103,6 +104,30 @@ def prepare(data: DataSection, directory: Path, *, progress: ProgressCallback = 
     for dataset in prepared.train:
         _refuse_too_small(dataset, data.sequence_length)
     return prepared
+
+
+def prepared_of_run(data: DataSection, directory: Path) -> Prepared:
+    """Return the tokenizer and the datasets that a run was trained on, whatever its sources hold now.
+
+    Text that is not there, as after a restore, is tokenised as `prepare` does. Raises DataError where the
+    sources give other text by then.
+    """
+    kept = _found_again(data, directory, None) if data.sources else None
+    if kept is None:
+        return prepare(data, directory, is_trained_on=True)
+    _refuse_damaged_pairs(kept)
+    return kept
+
+
+def _refuse_other_text(directory: Path, wanted: dict[str, Any]) -> None:
+    manifest = _read(directory / _MANIFEST)
+    if manifest is not None and manifest.get("wanted") not in (None, wanted):
+        raise DataError(
+            f"The model was trained on other text, or with another tokenizer, than data.sources gives now; "
+            f"{directory} stays as it is.",
+            remedy="Bring the old files back (relative names are sought from where the command runs), or "
+            "start a run of another name.",
+        )
 
 
 def _refuse_damaged_pairs(prepared: Prepared) -> None:
@@ -218,14 +243,17 @@ def _wanted(
 
 
 def _found_again(
-    data: DataSection, directory: Path, wanted: dict[str, Any], *, reused: bool = True
+    data: DataSection, directory: Path, wanted: dict[str, Any] | None, *, reused: bool = True
 ) -> Prepared | None:
-    """Return the result in `directory` if it is whole and was made from what is wanted now; else None."""
+    """Return the result in `directory` if it is whole and was made from what is wanted now; else None.
+
+    wanted: None takes it from whatever it was made.
+    """
     try:
         manifest = json.loads((directory / _MANIFEST).read_bytes())
-        fits = manifest["format"] == _FORMAT and manifest["wanted"] == wanted
+        fits = manifest["format"] == FORMAT and wanted in (None, manifest["wanted"])
         whole = all((directory / name).stat().st_size == size for name, size in manifest["files"].items())
-        refused = data.bad_documents == "fail" and manifest["bad_documents"]
+        refused = wanted is not None and data.bad_documents == "fail" and manifest["bad_documents"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     if not fits or not whole or refused:
@@ -243,7 +271,7 @@ def _found_again(
         train=(datasets[TRAIN],),
         held_out=((datasets[HELD_OUT],) if HELD_OUT in datasets else ()) + held_out,
         notes=tuple(manifest["notes"]),
-        fingerprint=xxhash.xxh3_128_hexdigest(json.dumps(wanted, sort_keys=True).encode()),
+        fingerprint=xxhash.xxh3_128_hexdigest(json.dumps(manifest["wanted"], sort_keys=True).encode()),
         reused=reused,
     )
 
@@ -269,7 +297,7 @@ def _build(
         write_whole(building / _WANTED, json.dumps(wanted).encode())
     manifest = _read(building / _MANIFEST)
     if manifest is None:
-        manifest = _build_in(building, data, files, wanted, progress=progress)
+        manifest = build_in(building, data, files, wanted, progress=progress)
         write_whole(building / _MANIFEST, json.dumps(manifest, indent=1).encode())
     with as_storage_error(directory):
         (directory / _MANIFEST).unlink(missing_ok=True)
@@ -281,120 +309,9 @@ def _build(
     shutil.rmtree(building, ignore_errors=True)
 
 
-def _build_in(
-    building: Path,
-    data: DataSection,
-    files: FoundFiles,
-    wanted: dict[str, Any],
-    *,
-    progress: ProgressCallback,
-) -> dict[str, Any]:
-    """Make the tokenizer and the pairs in `building`, and return their manifest."""
-    tokenizer = _tokenizer_in(building, data, total_bytes=wanted["source_bytes"], progress=progress)
-    job = Job(
-        directory="",
-        tokenizer=str(building / tokenizer.file_name),
-        end_of_document=data.end_of_document_token,
-        text_field=data.text_field,
-        prompt_field=data.prompt_field,
-        separator=data.separator,
-        longest_line_mib=data.longest_line_mib,
-        fail=data.bad_documents == "fail",
-        held_out_every=data.held_out_every,
-    )
-    cores = len(os.sched_getaffinity(0))
-    done = tokenize(
-        files.files,
-        building / TRAIN,
-        job,
-        workers=cores,
-        report=building / BAD_DOCUMENTS,
-        progress=progress,
-    )
-    if job.held_out_every:
-        replace_pair(done.pairs[1].prefix, building / HELD_OUT)
-    held_out = done.pairs[1].documents if job.held_out_every else 0
-    pairs = {name: pair for name, pair in zip((TRAIN, HELD_OUT), done.pairs, strict=False) if pair.documents}
-    written = [building / tokenizer.file_name, building / BAD_DOCUMENTS]
-    written += [path(building / name) for name in pairs for path in PARTS.values()]
-    return {
-        "format": _FORMAT,
-        "wanted": wanted,
-        "files": {file.name: file.stat().st_size for file in written},
-        "datasets": {
-            name: {"documents": pair.documents, "tokens": pair.tokens, "text_bytes": pair.text_bytes}
-            for name, pair in pairs.items()
-        },
-        "tokenizer_file": tokenizer.file_name,
-        "vocabulary_size": tokenizer.vocabulary_size,
-        "end_of_document_id": tokenizer.eod,
-        "bad_documents": done.bad.count,
-        "engine": next(iter(done.engines), ""),
-        "notes": [*_notes(data, files, done.bad, held_out=held_out), *done.notes],
-    }
-
-
 def _read(path: Path) -> dict[str, Any] | None:
     try:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return None
     return content if isinstance(content, dict) else None
-
-
-def _tokenizer_in(
-    building: Path, data: DataSection, *, total_bytes: int, progress: ProgressCallback
-) -> Tokenizer:
-    """Return the run's tokenizer, saved in `building`; one that is there already was made for the same
-    text.
-    """
-    saved = tokenizer_in(building)
-    if saved is not None:
-        return load_tokenizer(saved, end_of_document=data.end_of_document_token)
-    tokenizer = _tokenizer(data, total_bytes=total_bytes, progress=progress)
-    tokenizer.save(building / tokenizer.file_name)
-    return tokenizer
-
-
-def _tokenizer(data: DataSection, *, total_bytes: int, progress: ProgressCallback) -> Tokenizer:
-    if data.tokenizer != "train":
-        path = find_tokenizer(data.tokenizer)
-        return load_tokenizer(path, end_of_document=data.end_of_document_token)
-    training = (
-        document
-        for document in documents_of(data)
-        if not is_held_out(document.key, one_in=data.held_out_every)
-    )
-    return train_tokenizer(
-        watched_texts(training, total_bytes=total_bytes, progress=progress),
-        vocabulary=data.tokenizer_vocabulary,
-        end_of_document=data.end_of_document_token,
-        split=data.tokenizer_split,
-    )
-
-
-def watched_texts(
-    documents: Iterable[Document], *, total_bytes: int, progress: ProgressCallback
-) -> Iterator[str]:
-    """Yield the texts of some documents, and report to `progress` how much has been read."""
-    done = 0
-    for document in documents:
-        yield document.text
-        done += document.size_bytes
-        progress("training the tokenizer", min(done, total_bytes), total_bytes, "bytes")
-    progress("training the tokenizer", total_bytes, total_bytes, "bytes")
-
-
-def _notes(data: DataSection, files: FoundFiles, bad: BadDocuments, *, held_out: int) -> list[str]:
-    notes = []
-    if bad.count:
-        notes.append(f"{bad.summary()}; all are listed in {BAD_DOCUMENTS}.")
-    if files.ignored:
-        notes.append(files.note())
-    if data.held_out_every and not held_out:
-        notes.append(
-            f"No document is held out: none of these few falls into the 1 in {data.held_out_every}, so there "
-            "is no held-out loss. Give more documents, a smaller data.held_out_every, or "
-            "data.held_out_datasets."
-        )
-    return notes

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from bloomery import __version__
+from bloomery.checkpoint.format.catalogue import checkpoints
 from bloomery.checkpoint.remote.backup import Backup
 from bloomery.checkpoint.remote.places import CombinedBackups, refuse_changed_url, run_storage, sections
 from bloomery.checkpoint.remote.shared_upload import BackupHelper
@@ -194,7 +195,9 @@ def _take_and_prepare(
         refuse_changed_url(rundir, loaded.recipe.checkpoint)
         with options.data_progress() as progress:
             report_progress = progress_with_ticks(progress, tick, heartbeat.tick)
-            return changes, prepare(section, rundir.data, progress=report_progress)
+            is_trained_on = bool(loaded.recipe.checkpoint.url or checkpoints(rundir))
+            prepared = prepare(section, rundir.data, progress=report_progress, is_trained_on=is_trained_on)
+            return changes, prepared
 
     # The other ranks wait here: they must find the data prepared, and must not race for the directory.
     begun = mesh.run_on_rank_zero(begin, doing="preparing the data")
