@@ -3,11 +3,14 @@
 from pathlib import Path
 
 import pytest
+import xxhash
 
 from bloomery.checkpoint.format.commit import Part
+from bloomery.checkpoint.format.deadlines import PartProgress
 from bloomery.checkpoint.format.manifest import MANIFEST, FileRecord
 from bloomery.checkpoint.writer import process as writer
 from bloomery.checkpoint.writer import store_place
+from bloomery.checkpoint.writer.shared_buffer import SharedBuffer
 from bloomery.checkpoint.writer.store_place import ObjectPartWriter
 from bloomery.errors import RunBusy, StorageError
 from bloomery.objects import Objects
@@ -114,6 +117,37 @@ class TestWriters:
         monkeypatch.setattr(Objects, "digest", lambda store, key: "0")
         with pytest.raises(StorageError, match="is not what was sent"):
             first.send("f", size=5, pieces=lambda: content)
+
+    def test_what_was_staged_is_sent_file_by_file_from_its_place_in_the_buffer(self) -> None:
+        buffer = SharedBuffer.create(8192, name="sent")
+        try:
+            buffer.view[:8] = b"abcdefgh"
+            buffer.filled, buffer.is_urgent = 8192, True
+            files = [{"name": "one", "offset": 0, "bytes": 3}, {"name": "two", "offset": 3, "bytes": 5}]
+            place, progress = ObjectPartWriter(self.partials[1], self.url), PartProgress(lambda count: None)
+            part = place.write({"files": files, "boxes": []}, buffer, progress)
+        finally:
+            buffer.close()
+        assert [(file.name, file.bytes) for file in part.files] == [("one", 3), ("two", 5)]
+        contents = [self.remote.content(f"checkpoints/step-000001.i001/{name}") for name in ("one", "two")]
+        assert contents == [b"abc", b"defgh"] and progress.count == 8
+        assert [file.xxh3_128 for file in part.files] == [xxhash.xxh3_128_hexdigest(one) for one in contents]
+
+    def test_a_rank_is_waited_for_until_the_deadline_and_no_longer(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        failure = self.give(0, parts_s=-1.0)["failure"]
+        assert isinstance(failure, dict) and "rank 1 did not write its part" in failure["message"]
+        pauses: list[float] = []
+
+        def pause(seconds: float) -> None:
+            pauses.append(seconds)
+            if len(pauses) == 3:
+                ObjectPartWriter(self.partials[1], self.url).record(1, Part(files=(), boxes=()))
+
+        monkeypatch.setattr(store_place.time, "sleep", pause)
+        assert "failure" not in self.give(0)
+        assert pauses == pytest.approx([0.02, 0.03, 0.045])
 
     def test_a_store_that_is_away_while_a_save_is_given_up_is_no_further_error(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
