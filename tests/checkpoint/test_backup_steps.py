@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Collection
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,20 +19,17 @@ from bloomery.checkpoint.format.catalogue import (
     remote_copies,
 )
 from bloomery.checkpoint.format.manifest import MANIFEST
-from bloomery.checkpoint.format.source import RemoteCheckpoint
 from bloomery.checkpoint.format.state import whole
 from bloomery.checkpoint.format.suspects import SUSPECT, mark_suspects, marks_to_send, newest_trusted
 from bloomery.checkpoint.remote import backup as backup_module
 from bloomery.checkpoint.remote.backup import Backup, backup_url, due, tell_of_newer, uncopied
 from bloomery.checkpoint.remote.backup_duty import Duty, backed_up_round, write_duty
-from bloomery.checkpoint.remote.places import CombinedBackups, _name_in
 from bloomery.checkpoint.remote.remote_run import place_at, remote_checkpoints, remote_incarnations
 from bloomery.checkpoint.save.direct import save_checkpoint
 from bloomery.config.checkpoint import BackupSection
 from bloomery.errors import CheckpointError, StorageError
 from bloomery.events.incarnation import begin
 from bloomery.events.run_directory import RunDirectory
-from bloomery.objects import Objects
 
 NAMES = ["step-000010.i001", "step-000020.i001", "step-000030.i001"]
 
@@ -72,7 +70,9 @@ def test_each_place_has_records_of_its_own_of_copies_files_and_marks(
     there = place_at(second.url)
     assert [one.name for one in remote_checkpoints(there)] == NAMES[:2]
     assert there.content("journal/0.jsonl") == b'{"event": "start"}\n'
+    assert mark_suspects(run, checkpoints(run), clean_step=20, why="rank 3 erred") == []
     assert mark_suspects(run, checkpoints(run), clean_step=15, why="rank 3 erred") == NAMES[1:2]
+    assert marks_to_send(run, "s3://without/copies", place="second") == {}
     assert set(marks_to_send(run, second.url, place="second")) == {NAMES[1]}
     second._copy_all()
     assert there.exists(f"checkpoints/{NAMES[1]}/{SUSPECT}")
@@ -191,8 +191,12 @@ def test_what_is_due_is_newer_than_the_newest_copy_and_what_has_no_copy_is_uncop
     write_duty(run, Duty(peer="north", writes=False, covered=99))
     assert names(uncopied(run, section, run_name="small")) == NAMES, "another place, and no rounds"
     assert uncopied(run, section, run_name="small", place="second") == []
+    assert backup_of(run, section, "second")._uncopied() == [] != backup_of(run, section)._uncopied()
     write_duty(run, Duty(peer="north", writes=True, covered=99))
-    assert names(uncopied(run, section, run_name="small", place="second")) == NAMES
+    save(run, 40, outer={"round": 4, "inside": False})
+    assert names(uncopied(run, section, run_name="small")) == NAMES, "another's backup covers that round"
+    second = names(uncopied(run, section, run_name="small", place="second"))
+    assert second == [*NAMES, "step-000040.i001"], "at a further place nobody else's counts"
 
 
 def test_the_place_of_a_runs_backups_is_its_own_and_each_peers(section: BackupSection) -> None:
@@ -295,98 +299,27 @@ def test_a_run_goes_on_from_backups_that_are_whole_early_enough_and_trusted(
     assert NAMES[0] in caplog.text and f"{backup.url}/checkpoints/{NAMES[2]}" in caplog.text
 
 
-class Place:
-    """A stand-in for the backup to one place: it notes what it was asked."""
-
-    def __init__(self, *names: str, items: Collection[int] = (), failure: Exception | None = None) -> None:
-        self.copies = [RemoteCheckpoint(Objects("file:///tmp"), name) for name in names]
-        self.items = [
-            CommittedCheckpoint(step=step, incarnation=1, directory=Path(str(step))) for step in items
-        ]
-        self.failure, self.asked = failure, list[object]()
-        self.on_all_copied: Callable[[], None] = lambda: None
-
-    def wake(self) -> None:
-        self.asked.append("wake")
-
-    def due(self) -> list[CommittedCheckpoint]:
-        return self.items
-
-    def in_use(self) -> list[CommittedCheckpoint]:
-        return self.items[:1]
-
-    def close(self, *, wait_s: float | None) -> None:
-        self.asked.append(wait_s)
-
-    def newer(self) -> list[RemoteCheckpoint]:
-        return self.copies
-
-    def restorable(self, **how: object) -> list[RemoteCheckpoint]:
-        self.asked.append(how)
-        if self.failure is not None:
-            raise self.failure
-        return self.copies
-
-    def part_of_run(self, copies: Any) -> list[RemoteCheckpoint]:
-        return list(copies)
-
-
-def both(*places: Place) -> CombinedBackups:
-    return CombinedBackups(places)  # type: ignore[arg-type]
-
-
-def test_all_places_are_woken_asked_and_awaited_and_the_first_ones_copy_counts(
-    caplog: pytest.LogCaptureFixture,
+def test_only_backups_that_are_newer_than_what_is_here_are_gone_on_from(
+    run: RunDirectory, section: BackupSection, tmp_path: Path
 ) -> None:
-    first = Place("step-000009.i003", "step-000010.i001", items=(30, 10))
-    second = Place("step-000010.i001", "step-000010.i002", items=(20, 30))
-    combined = both(first, second)
-    told: list[int] = []
-    combined.on_all_copied = lambda: told.append(1)
-    for place in (first, second):
-        place.on_all_copied()
-    combined.on_all_copied()
-    assert len(told) == 3
-    assert [item.step for item in combined.due()] == [10, 20, 30]
-    assert [item.step for item in combined.in_use()] == [20, 30]
-    found = combined.restorable(instead_of=["a"], up_to_step=7)
-    assert [copy.name for copy in found] == ["step-000010.i002", "step-000010.i001", "step-000009.i003"]
-    assert found[1] is first.copies[1] and [copy.name for copy in combined.newer()] == [c.name for c in found]
-    combined.wake()
-    combined.close(wait_s=2.5)
-    asked = [{"instead_of": ["a"], "up_to_step": 7, "warns": False}, "wake", 2.5]
-    assert first.asked == second.asked == asked
-    assert "no checkpoint here can be gone on from" in caplog.text
+    here = RunDirectory(tmp_path / "here")
+    shutil.copytree(run.path, here.path)
+    save(run, 30)
+    backup_of(run, section)._copy_all()
+    assert [copy.name for copy in backup_of(here, section).newer()] == NAMES[2:]
+    assert backup_of(run, section).newer() == []
+    other = RunDirectory(tmp_path / "other").create()
+    assert backup_of(other, section).newer() == [], "what has nothing restores"
+    begin(other, base=None, reason="another start")
+    save(other, 10)
+    assert backup_of(other, section).newer() == [], "it is another run's"
 
 
-def test_a_place_that_fails_is_passed_over_only_where_another_has_something(
-    caplog: pytest.LogCaptureFixture,
+def test_the_weights_alone_are_no_run_to_go_on_from(
+    run: RunDirectory, section: BackupSection, tmp_path: Path
 ) -> None:
-    down, weights = (
-        Place(failure=StorageError("down", remedy="")),
-        Place(failure=CheckpointError("half", remedy="")),
-    )
-    with pytest.raises(StorageError, match="down"):
-        both(down, weights).restorable()
-    with pytest.raises(CheckpointError, match="half"):
-        both(Place(), weights, down).restorable()
-    assert "passed over" not in caplog.text
-    caplog.set_level(logging.WARNING)
-    assert len(both(down, Place("step-000010.i001"), weights).restorable()) == 1
-    assert caplog.text.count("was passed over") == 2
-    assert both(Place(), Place()).restorable() == []
-
-
-@pytest.mark.parametrize(
-    ("key", "name"),
-    [
-        ("checkpoints/step-000010.i001/manifest.json", "step-000010.i001"),
-        ("checkpoints/step-000010.i001/deep/file", "step-000010.i001"),
-        ("checkpoints/step-000010.i001/", ""),
-        ("checkpoints/step-000010.i001", ""),
-        ("checkpoints/export/model.safetensors", ""),
-        ("checkpoints/", ""),
-    ],
-)
-def test_only_what_lies_in_a_checkpoint_is_of_one(key: str, name: str) -> None:
-    assert _name_in(key) == name
+    backup_of(run, replace(section, what="model"))._copy_all()
+    new = RunDirectory(tmp_path / "new").create()
+    with pytest.raises(CheckpointError, match="hold the weights alone"):
+        backup_of(new, section).restorable()
+    assert backup_of(new, section).newer() == []
