@@ -7,14 +7,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from bloomery.checkpoint.format.source import RemoteCheckpoint
 from bloomery.checkpoint.format.state import whole
 from bloomery.checkpoint.format.suspects import SUSPECT
 from bloomery.checkpoint.remote import remote_run
 from bloomery.checkpoint.remote.remote_run import (
     download_run_files,
+    is_remote,
+    place_at,
     remote_checkpoints,
     remote_incarnations,
     remote_source,
+    tell_of_copy,
     upload_more,
     upload_run_files,
 )
@@ -168,3 +172,37 @@ def test_a_store_lists_its_checkpoints_by_step_and_takes_nothing_else_for_one(
     assert remote_source(f"{remote.url}/checkpoints/{names[0]}/").place().endswith(names[0])
     with pytest.raises(StorageError, match="does not exist"):
         remote_source(f"{remote.url}-2")
+
+
+@pytest.mark.parametrize(
+    ("text", "is_url"),
+    [
+        ("s3://b/run", True),
+        ("file:///mnt/run", True),
+        ("runs/demo", False),
+        ("://b", False),
+        ("a b://c", False),
+        ("runs/s3://b", False),
+    ],
+)
+def test_an_address_is_of_a_store_where_it_begins_with_a_scheme(text: str, is_url: bool) -> None:
+    assert is_remote(text) is is_url
+
+
+def test_a_store_of_no_known_kind_is_refused_without_its_secrets(tmp_path: Path) -> None:
+    for url in ("nothing", "mail://b/run?token=abc"):
+        with pytest.raises(CheckpointError, match="is not the URL of a store") as refused:
+            place_at(url)
+        assert "abc" not in refused.value.message
+    assert place_at(f"file://{tmp_path}/new", patience_s=7.5)._patience_s == 7.5
+    assert (tmp_path / "new").is_dir()
+
+
+def test_the_beginning_of_a_run_from_a_backup_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    tell_of_copy([], instead_of=["one"])
+    assert not caplog.text
+    copies = [
+        RemoteCheckpoint(Objects("file:///tmp"), f"checkpoints/step-00000{step}.i001") for step in (9, 5)
+    ]
+    tell_of_copy(copies, instead_of=[])
+    assert "nothing is here: going on from the backup file:///tmp/checkpoints/step-000009.i001" in caplog.text
