@@ -209,7 +209,9 @@ def answered(*lines: bytes, deadline_s: float = 60.0, silence_s: float = 60.0) -
 def test_a_writers_answer_comes_after_its_signs_of_progress_or_not_at_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    read = os.read
     monkeypatch.setattr(client, "_TICK_S", 0.001)
+    monkeypatch.setattr(os, "read", lambda file, most: read(file, 10))
     assert answered(b'{"progress": 1}\n{"pro', b'gress": 2}\n{"bytes": 7}\n') == {"bytes": 7}
     with pytest.raises(OSError, match="the writer has ended"):
         answered(b'{"progress": 1}\n{"byt', b"")

@@ -119,7 +119,11 @@ def test_room_is_needed_only_for_what_an_earlier_try_has_not_fetched(
     (partial / MANIFEST).unlink()
     optim.write_bytes(optim.read_bytes() + b"too long")
     model.write_bytes(model.read_bytes()[:-100])
-    monkeypatch.setattr(errors, "free_bytes", lambda path: (partial / INDEX).stat().st_size + 100)
+    missing = (partial / INDEX).stat().st_size + 100
+    monkeypatch.setattr(errors, "free_bytes", lambda path: missing - 1)
+    with pytest.raises(StorageError, match=r"no space.*needed"):
+        download_checkpoint(source, tmp_path / "here")
+    monkeypatch.setattr(errors, "free_bytes", lambda path: missing)
     assert same(download_checkpoint(source, tmp_path / "here"), source.path)
 
 
