@@ -54,6 +54,8 @@ def test_what_tells_of_the_living_is_replaced_whole_and_never_synced(tmp_path: P
         durable.write_whole_unsynced(tmp_path / "heartbeat", "2")
     assert calls.names == [("rename", "heartbeat")] * 2 and (tmp_path / "heartbeat").read_text() == "2"
     assert len(list(tmp_path.iterdir())) == 1
+    durable.write_whole_unsynced(tmp_path / "new" / "deep" / "heartbeat", "3")
+    assert (tmp_path / "new" / "deep" / "heartbeat").read_text() == "3"
 
 
 def test_a_sign_of_life_is_written_over_the_old_one_where_a_draft_finds_no_room(tmp_path: Path, monkeypatch):
@@ -167,6 +169,117 @@ def test_a_published_directory_is_synced_to_the_last_file_before_it_gets_its_nam
     assert calls.names[renamed + 1 :] == [("sync", tmp_path.name)]
 
 
+def test_a_file_that_only_its_owner_may_read_is_so_from_its_first_byte(tmp_path: Path):
+    durable.write_whole(tmp_path / "key", "secret", mode=0o600)
+    assert (tmp_path / "key").stat().st_mode & 0o777 == 0o600
+
+
+def test_what_could_not_get_its_name_leaves_nothing_beside(tmp_path: Path, monkeypatch):
+    def refused(*paths: object) -> None:
+        raise OSError(errno.EIO, "no")
+
+    (tmp_path / "there").mkdir()
+    monkeypatch.setattr(Path, "rename", refused)
+    monkeypatch.setattr(Path, "replace", refused)
+    monkeypatch.setattr(os, "link", refused)
+    for write in (durable.write_whole, durable.write_whole_unsynced, durable.create):
+        with pytest.raises(OSError, match="no"):
+            write(tmp_path / "file", "content")
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+
+
+def test_a_path_that_is_no_text_is_told_as_well_as_it_can_be(tmp_path: Path):
+    durable.write_whole_unsynced(tmp_path / "lock", "in /data/\udcff on ä")
+    assert (tmp_path / "lock").read_bytes() == "in /data/? on ä".encode()
+    (tmp_path / "lock").write_bytes(b"by \xff")
+    with (tmp_path / "lock").open("rb") as held:
+        assert durable.try_lock(held.fileno())
+        with pytest.raises(durable.LockHeld, match="by"), durable.locked(tmp_path / "lock", owner="me"):
+            raise AssertionError("two hold it")
+
+
+def test_what_is_streamed_or_added_is_in_the_file_when_it_is_synced(tmp_path: Path, monkeypatch):
+    sizes: list[int] = []
+    monkeypatch.setattr(durable, "sync_file", lambda file: sizes.append(os.fstat(file).st_size))
+    with durable.open_new(tmp_path / "new") as file:
+        file.write(b"abc")
+    durable.append(tmp_path / "new", b"de")
+    assert sizes == [3, 5] and (tmp_path / "new").read_bytes() == b"abcde"
+
+
+def test_where_even_the_old_blocks_cannot_be_written_a_sign_of_life_is_refused(tmp_path: Path, monkeypatch):
+    durable.refresh(tmp_path / "heartbeat", "1")
+    monkeypatch.setattr(durable, "write_whole_unsynced", lambda *_: _full_disk())
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda file, content: write(file, content[:3]))
+    durable.refresh(tmp_path / "heartbeat", "2")
+    with pytest.raises(OSError, match="space") as refused:
+        durable.refresh(tmp_path / "heartbeat", "four")
+    assert refused.value.errno == errno.ENOSPC
+    with pytest.raises(OSError, match="no room"):
+        durable.refresh(tmp_path / "first", "1")
+
+
+def test_a_published_file_is_synced_before_it_gets_its_name(tmp_path: Path):
+    (tmp_path / "draft").write_text("x")
+    with recorded() as calls:
+        durable.publish(tmp_path / "draft", tmp_path / "file")
+    assert calls.names[-2:] == [("rename", "file"), ("sync", tmp_path.name)]
+    assert [call for call, _ in calls.names] == ["sync", "rename", "sync"]
+
+
+def test_a_directory_that_cannot_be_listed_is_not_taken_for_one_that_is_synced(tmp_path: Path, monkeypatch):
+    (tmp_path / "whole" / "deep").mkdir(parents=True)
+    scan = os.scandir
+
+    def refusing(path: str):
+        if str(path).endswith("deep"):
+            raise OSError(errno.EIO, "no answer")
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    with pytest.raises(OSError, match="no answer"):
+        durable.sync_tree(tmp_path / "whole")
+
+
+def test_no_call_leaves_a_descriptor_open(tmp_path: Path, monkeypatch):
+    def count() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    path, before = tmp_path / "file", count()
+    durable.write_whole(path, "1")
+    durable.append(path, "2")
+    durable.create(tmp_path / "other", "1")
+    durable.sync_tree(tmp_path)
+    lock = durable.hold_directory(tmp_path)
+    assert lock is not None and durable.hold_directory(tmp_path) is None
+    os.close(lock)
+    monkeypatch.setattr(durable, "write_whole_unsynced", lambda *_: _full_disk())
+    durable.refresh(path, "3")
+    assert count() == before and path.read_text() == "3 "
+
+
+def _full_disk() -> None:
+    raise OSError(errno.ENOSPC, "no room")
+
+
+def test_a_lock_is_waited_for_as_long_as_was_asked(tmp_path: Path, monkeypatch):
+    (tmp_path / "lock").touch()
+    holder, waiter = (os.open(tmp_path / "lock", os.O_RDONLY) for _ in range(2))
+    assert durable.try_lock(holder)
+    pauses: list[float] = []
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 3:
+            durable.unlock(holder)
+
+    monkeypatch.setattr(durable.time, "sleep", pause)
+    assert durable.wait_for_lock(waiter, timeout_s=600, poll_s=0.25) and pauses == [0.25] * 3
+    for file in (holder, waiter):
+        os.close(file)
+
+
 def test_drafts_of_writers_that_were_killed_are_removed_and_nothing_else(tmp_path: Path):
     def killed() -> None:
         os.fsync = lambda file: os.kill(os.getpid(), 9)
@@ -231,6 +344,42 @@ def test_a_lock_that_its_owner_removed_with_its_directory_is_taken_anew(tmp_path
     assert held == [True]
 
 
+def test_a_lock_that_is_removed_between_opening_and_locking_it_is_taken_anew(tmp_path: Path, monkeypatch):
+    path, lock, removed = tmp_path / "parts" / "lock", durable.try_lock, list[Path]()
+
+    def late(file: int) -> bool:
+        if not removed:
+            removed.append(path)
+            path.unlink()
+            path.parent.rmdir()
+        return lock(file)
+
+    monkeypatch.setattr(durable, "try_lock", late)
+    with durable.locked(path, owner="me"):
+        assert path.read_text() == "me"
+
+
+def test_an_owner_is_told_once_however_long_it_is_waited_for(tmp_path: Path, monkeypatch):
+    path, told, pauses = tmp_path / "lock", list[str](), list[float]()
+    path.touch()
+    holder = os.open(path, os.O_RDONLY)
+    assert durable.try_lock(holder)
+    with pytest.raises(durable.LockHeld, match="held by another process"), durable.locked(path, owner="me"):
+        raise AssertionError("two hold it")
+    path.write_text("process 7")
+    with pytest.raises(durable.LockHeld, match="held by process 7"), durable.locked(path, owner="me"):
+        raise AssertionError("two hold it")
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 3:
+            os.close(holder)
+
+    monkeypatch.setattr(durable.time, "sleep", pause)
+    with durable.locked(path, owner="me", timeout_s=600, on_wait=told.append):
+        assert told == ["process 7"] and len(pauses) == 3
+
+
 def test_shared_locks_live_together_and_keep_an_exclusive_one_out(tmp_path: Path):
     path = tmp_path / "lock"
     path.touch()
@@ -239,6 +388,8 @@ def test_shared_locks_live_together_and_keep_an_exclusive_one_out(tmp_path: Path
         assert durable.try_lock(files[0], shared=True) and durable.try_lock(files[1], shared=True)
         assert not durable.try_lock(files[2])
         assert not durable.wait_for_lock(files[2], timeout_s=0)
+        durable.unlock(files[1])
+        assert durable.wait_for_lock(files[1], timeout_s=0, shared=True)
         for file in files[:2]:
             durable.unlock(file)
         assert durable.wait_for_lock(files[2], timeout_s=0)

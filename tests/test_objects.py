@@ -1,5 +1,6 @@
 """Lines that are slow, silent or gone, and stores that refuse: by progress, with patience, told once."""
 
+import errno
 import random
 from collections.abc import Iterator
 from itertools import pairwise
@@ -7,12 +8,20 @@ from pathlib import Path
 
 import obstore
 import pytest
+import xxhash
 from obstore import exceptions
 from tests.range_server import Served, serving
 
 from bloomery import objects
 from bloomery.errors import StorageError
-from bloomery.objects import AccessDenied, MissingOrDenied, Objects, StoreUnreachable, storage_failure
+from bloomery.objects import (
+    AccessDenied,
+    MissingOrDenied,
+    Objects,
+    StoreUnreachable,
+    storage_failure,
+)
+from bloomery.objects.refusals import PermanentStoreError
 from bloomery.objects.uploads import regrouped
 
 CONTENT = random.Random(3).randbytes(4000)
@@ -184,3 +193,75 @@ def test_pieces_of_any_size_are_sent_in_their_order() -> None:
             parts = list(regrouped(given, 10))
             assert b"".join(parts) == content
             assert [len(part) for part in parts] == [10] * 25 + [6]
+
+
+@pytest.mark.parametrize("is_conditional", [True, False])
+def test_of_several_who_create_an_object_the_first_content_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_conditional: bool
+) -> None:
+    put = obstore.put
+
+    def without_conditions(place: object, key: str, content: bytes, **more: object) -> object:
+        if more:
+            raise exceptions.NotSupportedError("no conditions here")
+        return put(place, key, content)
+
+    if not is_conditional:
+        monkeypatch.setattr(obstore, "put", without_conditions)
+    store = Objects(f"file://{tmp_path}", patience_s=0)
+    assert store.create("a/one", b"first") and store.create("a/one", b"first")
+    assert not store.create("a/one", b"second")
+    assert store.content("a/one") == b"first" and store.exists("a/one") and not store.exists("a/two")
+
+
+def test_objects_are_listed_by_their_keys_and_removed_though_some_are_gone(tmp_path: Path) -> None:
+    store = Objects(f"file://{tmp_path}")
+    for key in ("b/2", "b/1", "a/3", "bb"):
+        store.put(key, key.encode() * 2)
+    assert [(entry.key, entry.stat.bytes) for entry in store.entries("b/")] == [("b/1", 6), ("b/2", 6)]
+    assert [entry.key for entry in store.entries()] == ["a/3", "b/1", "b/2", "bb"]
+    assert store.digest("b/1") == xxhash.xxh3_128_hexdigest(b"b/1b/1")
+    store.delete_all(["b/0", "b/1", "b/2", "c"])
+    assert [entry.key for entry in store.entries()] == ["a/3", "bb"]
+    store.delete_all([])
+    store.delete("bb")
+    assert [entry.key for entry in store.entries()] == ["a/3"]
+
+
+def test_what_is_tried_again_waits_ever_longer_and_ends_when_nothing_came_for_so_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pauses, now = list[float](), [1000.0]
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        now[0] += seconds
+
+    monkeypatch.setattr(objects.time, "sleep", pause)
+    monkeypatch.setattr(objects.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(objects.random, "uniform", lambda low, high: high)
+    monkeypatch.setattr(objects, "_FIRST_PAUSE_S", 0.5)
+    monkeypatch.setattr(objects, "_LONGEST_PAUSE_S", 20.0)
+    retry, error = objects._Retry(60.0), StoreUnreachable(errno.EIO, "no answer")
+    with pytest.raises(StoreUnreachable):
+        for _ in range(100):
+            retry.pause_or_raise(error)
+    assert pauses == [0.5, 1, 2, 4, 8, 16, 20, 8.5], "no longer than until the deadline"
+    pauses.clear()
+    now[0] += 500.0  # while bytes came
+    retry.got_on()
+    retry.pause_or_raise(error)
+    assert pauses == [0.5]
+    for lasting in (AccessDenied(errno.EACCES, "no"), PermanentStoreError(errno.EIO, "no bucket")):
+        with pytest.raises(type(lasting)):
+            objects._Retry(60.0).pause_or_raise(lasting)
+    assert pauses == [0.5]
+
+
+def test_a_mark_that_names_no_bytes_binds_no_read(tmp_path: Path) -> None:
+    (tmp_path / "one").write_bytes(CONTENT)
+    store = Objects(f"file://{tmp_path}", patience_s=0)
+    for mark in ('W/"weak"', "2026-01-01", ""):
+        assert b"".join(store.pieces("one", begin=3, end=9, mark=mark)) == CONTENT[3:9]
+    assert objects._stat({"size": 7, "e_tag": None, "last_modified": "monday"}).mark == "monday"
+    assert objects._stat({"size": 7, "e_tag": '"a"', "last_modified": "monday"}).mark == '"a"'

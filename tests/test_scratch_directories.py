@@ -24,7 +24,9 @@ def make(root: Path, name: str, *, age_s: float) -> Path:
     return directory
 
 
-def test_only_what_is_old_and_locked_by_nobody_is_removed(tmp_path: Path) -> None:
+def test_only_what_is_old_this_users_and_locked_by_nobody_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     left, locked = make(tmp_path, "one-left", age_s=3600), make(tmp_path, "one-locked", age_s=3600)
     young, other = make(tmp_path, "one-young", age_s=0), make(tmp_path, "other", age_s=3600)
     (tmp_path / "one-link").symlink_to(other)
@@ -34,8 +36,13 @@ def test_only_what_is_old_and_locked_by_nobody_is_removed(tmp_path: Path) -> Non
     assert not left.exists()
     assert locked.exists() and young.exists() and (other / "file").exists()
     os.close(held)
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(os, "getuid", lambda: locked.stat().st_uid + 1)
+        remove_abandoned(tmp_path, "one-")
+    assert locked.exists(), "it is another user's"
+    before = len(list(Path("/proc/self/fd").iterdir()))
     remove_abandoned(tmp_path, "one-")
-    assert not locked.exists()
+    assert not locked.exists() and len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 def test_what_a_killed_launcher_left_goes_with_the_next_start(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import urllib3
 from tests.checkpoint.object_store import ObjectStore
 
 from bloomery.checkpoint.save.direct import save_checkpoint
@@ -14,8 +16,14 @@ from bloomery.cli import main
 from bloomery.config.environment import OfflineRefused
 from bloomery.events.run_directory import RunDirectory
 from bloomery.objects import Objects
-from bloomery.objects.refusals import AccessDenied, StoreUnreachable
-from bloomery.objects.uploads import UnfinishedUploads
+from bloomery.objects.refusals import AccessDenied, PermanentStoreError, StoreUnreachable
+from bloomery.objects.uploads import (
+    ABANDONED_AFTER,
+    UnfinishedUpload,
+    UnfinishedUploads,
+    _begun_before,
+    _parsed,
+)
 
 SMALL = """
 [model]
@@ -156,3 +164,169 @@ def test_times_that_cannot_be_read_end_prune_with_a_line(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("uploads that were cut short were not looked for: s3://bucket/demo (")
     assert told in line
+
+
+class Asked:
+    """What `urllib3.request` was asked, and its answers, one after the other."""
+
+    def __init__(self, *answers: tuple[int, str]) -> None:
+        self._answers = list(answers)
+        self.requests: list[tuple[str, str]] = []
+        self.more: list[dict[str, Any]] = []
+        self.released = 0
+
+    def __call__(self, method: str, address: str, **more: Any) -> SimpleNamespace:
+        self.requests.append((method, address))
+        self.more.append(more)
+        status, content = self._answers.pop(0)
+        if not status:
+            raise urllib3.exceptions.ProtocolError(content)
+
+        def release() -> None:
+            self.released += 1
+
+        return SimpleNamespace(
+            read=lambda most: content.encode()[:most], release_conn=release, status=status, headers={}
+        )
+
+
+@pytest.fixture
+def keys(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name in ("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ENDPOINT", "AWS_ENDPOINT_URL", "GOOGLE_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("AWS", "GS"):
+        monkeypatch.setenv(f"{name}_ACCESS_KEY_ID", f"{name}-key")
+        monkeypatch.setenv(f"{name}_SECRET_ACCESS_KEY", f"{name}-secret")
+    return monkeypatch
+
+
+def page(*uploads: tuple[str, str], following: tuple[str, str] | None = None) -> str:
+    listed = "".join(
+        f"<Upload><Key>{key}</Key><UploadId>{number}</UploadId>"
+        "<Initiated>2026-01-01T00:00:00Z</Initiated></Upload>"
+        for key, number in uploads
+    )
+    end = "<IsTruncated>false</IsTruncated>"
+    if following is not None:
+        end = (
+            f"<IsTruncated>true</IsTruncated><NextKeyMarker>{following[0]}</NextKeyMarker>"
+            f"<NextUploadIdMarker>{following[1]}</NextUploadIdMarker>"
+        )
+    return f'<L xmlns="http://s3.amazonaws.com/doc/2006-03-01/">{listed}{end}</L>'
+
+
+def test_a_list_of_several_pages_is_read_to_its_end_and_each_request_is_bounded(keys: pytest.MonkeyPatch):
+    asked = Asked((200, page(("r/a", "1"), following=("r/a", "1"))), (200, page(("r/b c", "2"))), (204, ""))
+    keys.setattr("urllib3.request", asked)
+    uploads = UnfinishedUploads("s3://bucket/r/")
+    found = uploads.list(begun_before=timedelta(0))
+    assert [(one.key, one.upload) for one in found] == [("r/a", "1"), ("r/b c", "2")]
+    uploads.end(found[1])
+    root = "https://s3.us-east-1.amazonaws.com/bucket"
+    assert asked.requests == [
+        ("GET", f"{root}?prefix=r%2F&uploads="),
+        ("GET", f"{root}?key-marker=r%2Fa&prefix=r%2F&upload-id-marker=1&uploads="),
+        ("DELETE", f"{root}/r/b%20c?uploadId=2"),
+    ]
+    assert asked.released == 3
+    for more in asked.more:
+        assert more["timeout"] == 60 and more["preload_content"] is False
+        assert more["headers"]["authorization"].startswith("AWS4-HMAC-SHA256 Credential=AWS-key/")
+        retries = more["retries"]
+        assert (retries.total, retries.backoff_factor) == (3, 0.5)
+        assert set(retries.status_forcelist) == {500, 502, 503, 504}
+
+
+def test_a_store_that_gives_the_same_page_for_ever_is_not_asked_for_ever(keys: pytest.MonkeyPatch):
+    asked = Asked(*[(200, page(("a", "1"), following=("a", "1")))] * 2)
+    keys.setattr("urllib3.request", asked)
+    assert len(UnfinishedUploads("s3://bucket").list(begun_before=timedelta(0))) == 2
+    assert "prefix=&" in asked.requests[0][1], "a bucket as a whole has no prefix"
+
+
+@pytest.mark.parametrize(
+    ("status", "content", "kind"),
+    [
+        (401, "who?", AccessDenied),
+        (403, "<Code>AccessDenied</Code>", AccessDenied),
+        (404, "<Code>NoSuchBucket</Code>", PermanentStoreError),
+        (301, "elsewhere", PermanentStoreError),
+        (0, "cut", StoreUnreachable),
+        (200, "no xml", StoreUnreachable),
+        (200, "<?xml version='1.0' encoding='none'?><a/>", StoreUnreachable),
+    ],
+)
+def test_each_answer_of_a_store_that_is_no_list_is_told(
+    keys: pytest.MonkeyPatch, status: int, content: str, kind: type[OSError]
+):
+    keys.setattr("urllib3.request", Asked((status, content)))
+    with pytest.raises(StoreUnreachable) as told:
+        UnfinishedUploads("s3://bucket/run").list()
+    assert type(told.value) is kind
+
+
+def test_an_upload_that_is_gone_is_ended_and_one_that_may_not_be_is_told(keys: pytest.MonkeyPatch):
+    gone = UnfinishedUpload(key="a", upload="1", begun=datetime(2026, 1, 1, tzinfo=UTC))
+    keys.setattr("urllib3.request", Asked((404, "<Code>NoSuchUpload</Code>"), (400, "no"), (403, "no")))
+    uploads = UnfinishedUploads("gs://bucket")
+    uploads.end(gone)
+    with pytest.raises(PermanentStoreError, match="400 no"):
+        uploads.end(gone)
+    with pytest.raises(AccessDenied):
+        uploads.end(gone)
+
+
+@pytest.mark.parametrize(
+    ("url", "environment", "begins", "signed_for"),
+    [
+        ("s3://b", {}, "https://s3.us-east-1.amazonaws.com/b?", "AWS-key/*/us-east-1/"),
+        ("s3://b", {"AWS_DEFAULT_REGION": "eu-1"}, "https://s3.eu-1.amazonaws.com/b?", "AWS-key/*/eu-1/"),
+        (
+            "s3://b",
+            {"AWS_DEFAULT_REGION": "eu-1", "AWS_REGION": "eu-2"},
+            "https://s3.eu-2.",
+            "AWS-key/*/eu-2/",
+        ),
+        ("s3://b", {"AWS_ENDPOINT": "http://one/"}, "http://one/b?", "AWS-key/*/us-east-1/"),
+        (
+            "s3://b",
+            {"AWS_ENDPOINT": "http://one", "AWS_ENDPOINT_URL": "http://two"},
+            "http://two/b?",
+            "AWS-key/",
+        ),
+        ("gs://b", {"AWS_ENDPOINT": "http://one"}, "https://storage.googleapis.com/b?", "GS-key/*/auto/"),
+        ("gs://b", {"GOOGLE_BASE_URL": "http://g"}, "http://g/b?", "GS-key/*/auto/"),
+    ],
+)
+def test_each_store_is_asked_where_it_is_with_its_own_keys(
+    keys: pytest.MonkeyPatch, url: str, environment: dict[str, str], begins: str, signed_for: str
+):
+    for name, value in environment.items():
+        keys.setenv(name, value)
+    asked = Asked((200, page()))
+    keys.setattr("urllib3.request", asked)
+    assert UnfinishedUploads(url).list() == []
+    assert asked.requests[0][1].startswith(begins)
+    credential = asked.more[0]["headers"]["authorization"].partition("Credential=")[2]
+    before, _, after = signed_for.partition("*")
+    assert credential.startswith(before) and after in credential
+
+
+@pytest.mark.parametrize("missing", ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"])
+def test_half_a_pair_of_keys_signs_nothing(keys: pytest.MonkeyPatch, missing: str):
+    keys.delenv(missing)
+    with pytest.raises(AccessDenied, match="only with AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"):
+        UnfinishedUploads("s3://bucket/run").list()
+
+
+def test_an_upload_counts_as_abandoned_from_the_very_second_on_by_the_stores_clock():
+    tree = _parsed(page(("a", "1")).encode())
+    for date, count in (
+        ("Fri, 02 Jan 2026 00:00:00 GMT", 1),
+        ("Thu, 01 Jan 2026 23:59:59 GMT", 0),
+        (None, 1),
+    ):
+        found = _begun_before(tree, date, ABANDONED_AFTER)
+        assert [(one.key, one.upload, one.begun.isoformat()) for one in found] == [
+            ("a", "1", "2026-01-01T00:00:00+00:00")
+        ] * count

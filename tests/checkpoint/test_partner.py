@@ -15,7 +15,7 @@ import pytest
 
 from bloomery.checkpoint.format.commit import Part
 from bloomery.checkpoint.format.deadlines import send_replica_s
-from bloomery.checkpoint.format.manifest import FileRecord
+from bloomery.checkpoint.format.manifest import FileRecord, IndexedBox
 from bloomery.checkpoint.writer import partner
 from bloomery.checkpoint.writer.memory_replica import SLOTS, MemoryReplica, MemoryReplicas
 from bloomery.checkpoint.writer.partner import ReplicaLimits, ReplicaServer, ReplicaSettings, send_replica
@@ -247,3 +247,82 @@ def test_memory_is_asked_for_what_all_ranks_of_the_machine_have_not_allocated_ye
         assert partner.memory_shortage(gathers_failures, 100, settings) == ""
     buffers = partner.BUFFERS
     assert asked == [buffers * 100 + 70, *(2 * 100 * left + 70 for left in range(buffers, -1, -1))]
+
+
+def files(*sizes: int) -> Part:
+    records = [
+        FileRecord(name=f"f-{n}.safetensors", bytes=size, xxh3_128="", blocks="")
+        for n, size in enumerate(sizes)
+    ]
+    return Part(files=tuple(records), boxes=())
+
+
+def boxes(count: int) -> Part:
+    box = IndexedBox(
+        name="a",
+        dtype="int8",
+        global_shape=(1,),
+        offset=(0,),
+        shape=(1,),
+        scope="shared",
+        file="f",
+        begin=0,
+        end=1,
+    )
+    return Part(files=(), boxes=(box,) * count)
+
+
+@pytest.mark.parametrize(
+    ("sent", "size", "said"),
+    [
+        (replica(size=100_000), 100_000, ""),
+        (replica(size=100_000), 100_001, "100001 bytes, of at most 100000"),
+        (replica(rank=2), 1000, ""),
+        (replica(rank=0), 1000, "rank 0 of 3 is not kept here"),
+        (replica(rank=1, world=2), 1000, "rank 1 of 2 is not kept here"),
+        (replica(step=0, incarnation=0), 1000, ""),
+        (replica(step=-1), 1000, "bytes, of at most"),
+        (replica(incarnation=-1), 1000, "bytes, of at most"),
+        (replica(step=True), 1000, "bytes, of at most"),
+        (replica(), -1, "bytes, of at most"),
+        (replica(offsets={"model-000.safetensors": -1}), 1000, "bytes, of at most"),
+        (replica(part=boxes(10), offsets={}), 0, ""),
+        (replica(part=boxes(11), offsets={}), 0, "11 boxes, of at most 10"),
+        (replica(part=files(*[1] * 11), offsets={f"f-{n}.safetensors": n for n in range(11)}), 11, ""),
+        (
+            replica(part=files(*[1] * 12), offsets={f"f-{n}.safetensors": n for n in range(12)}),
+            12,
+            "of at most",
+        ),
+        (replica(part=files(3, 4), offsets={"f-0.safetensors": 0}), 7, "places"),
+        (replica(part=files(3), offsets={"f-0.safetensors": 0, "f-1.safetensors": 0}), 7, "places"),
+        (replica(part=files(3, 4), offsets={"f-0.safetensors": 4, "f-1.safetensors": 0}), 7, ""),
+        (replica(part=files(3, 4), offsets={"f-0.safetensors": 5, "f-1.safetensors": 0}), 7, "lies outside"),
+        (replica(part=files(-1), offsets={"f-0.safetensors": 0}), 7, "lies outside"),
+    ],
+)
+def test_each_limit_of_what_is_kept_has_its_edge(sent: MemoryReplica, size: int, said: str):
+    if not said:
+        LIMITS.check(sent, bytes=size)
+        return
+    with pytest.raises(ValueError, match=said):
+        LIMITS.check(sent, bytes=size)
+
+
+def test_a_label_may_be_as_long_as_its_boxes_and_hashes_need():
+    limits = ReplicaLimits(owners=(3, 1), world=5, bytes=7 << 20, boxes=11)
+    assert limits.hello_bytes == (16 << 20) + 2048 * 11 + 2 * 16 * 7
+    assert ReplicaLimits.from_json(json.loads(json.dumps(limits.to_json()))) == limits
+
+
+def test_who_is_past_the_deadline_gets_no_further_wait():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(b"abcd")
+        assert partner._received(ours, 4, until=time.monotonic() + 60) == b"abcd"
+        with pytest.raises(TimeoutError, match="too slow"):
+            partner._received(ours, 4, until=time.monotonic() - 1)
+        theirs.sendall(b"ab")
+        theirs.close()
+        with pytest.raises(OSError, match="ended too early"):
+            partner._received(ours, 4, until=time.monotonic() + 60)

@@ -6,9 +6,11 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
 import torch
 from tests.checkpoint.small_run import Run
 
+from bloomery import errors
 from bloomery.checkpoint.format.catalogue import verify
 from bloomery.checkpoint.load.loader import read_tensors
 from bloomery.config.checkpoint import CheckpointSection
@@ -72,3 +74,18 @@ def test_copies_that_a_killed_process_left_go_with_the_next_offer_and_those_of_l
     assert len(list(memory.glob("bloomery-offered-*"))) == 3, "each has its lock"
     for store in stores.values():
         store.close()
+
+
+def test_where_there_is_no_memory_for_a_copy_none_is_offered_and_the_next_is_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    section = CheckpointSection(background="off", memory_directory=str(tmp_path / "memory"))
+    store, run = Store(RunDirectory(tmp_path / "run"), section), Run()
+    store.restore(run.parts)
+    with monkeypatch.context() as full:
+        full.setattr(errors, "free_bytes", lambda path: 0)
+        assert store.copy_for_peers(RunStateToSave(run.fill(1).parts, step=7)) is None
+    assert "joining peers cannot fetch the state of step 7 here" in caplog.text
+    offered = store.copy_for_peers(RunStateToSave(run.fill(2).parts, step=8))
+    assert offered is not None and verify(offered) == []
+    store.close()

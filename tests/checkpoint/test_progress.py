@@ -8,6 +8,7 @@ import pytest
 
 from bloomery.checkpoint.format import deadlines
 from bloomery.checkpoint.format.deadlines import (
+    Deadlines,
     PartProgress,
     StallWatch,
     note_progress,
@@ -141,3 +142,15 @@ def test_the_one_rank_there_is_does_it_itself_and_one_that_is_late_is_named_by_a
         TwoRanks([False, "pruning for 60 s"]).ranks.poll_on_all(lambda: 4)
     two = TwoRanks([False, ""], [False, ""], [True, ""], {"result": 5, "failure": None})
     assert two.ranks.poll_on_all(lambda: 4) == [4, 5] and len(two.heard) == 4
+
+
+def test_each_wait_of_a_save_follows_from_what_is_written_and_outlasts_those_within_it() -> None:
+    waits = Deadlines(part_bytes=2 * 10**9, largest_part_bytes=8 * 10**9)
+    assert waits.parts_s == 300 + 4000
+    assert waits.stall_s == 60 + 400 and waits.silence_s == 460 + 60
+    assert waits.answer_s == 2 * 4300 + (60 + 100) + 60
+    assert waits.staging_s == 300 + 100
+    assert waits.prune_s == 2 * 4300 + 60
+    assert waits.finish_s == 2 * (8820 + 60) + 8660
+    small = Deadlines(part_bytes=0, largest_part_bytes=20_000_000)
+    assert small.stall_s == 300, "sending so little to a partner takes less"

@@ -5,10 +5,22 @@ from bloomery.checkpoint.format.retention import reasons_to_keep, steps_to_keep
 from bloomery.config.checkpoint import CheckpointSection
 
 
-def kept(steps, *, length=None, intact="newest", **section) -> list[int]:
+def kept(
+    steps, *, length=None, intact="newest", epoch_ends=(), not_backed_up=(), reach_steps=(), **section
+) -> list[int]:
     newest = max(steps, default=None) if intact == "newest" else intact
     settings = CheckpointSection(**{"keep_tenths": False, "keep_last": 1, **section})
-    return sorted(steps_to_keep(steps, section=settings, run_length_steps=length, newest_intact=newest))
+    return sorted(
+        steps_to_keep(
+            steps,
+            section=settings,
+            run_length_steps=length,
+            newest_intact=newest,
+            epoch_ends=epoch_ends,
+            not_backed_up=not_backed_up,
+            reach_steps=reach_steps,
+        )
+    )
 
 
 def test_the_newest_are_kept():
@@ -101,3 +113,19 @@ def test_what_is_kept_for_a_rewind_is_told_with_its_reason():
         150: ("for a rewind",),
         200: ("last 1", "newest intact"),
     }
+
+
+def test_each_reason_counts_for_what_is_kept():
+    assert kept([10, 20, 30, 40], epoch_ends={20}) == [20, 40]
+    assert kept([10, 20, 30, 40], not_backed_up={10}) == [10, 40]
+    assert kept([10, 90, 150, 200], reach_steps=(100,)) == [90, 150, 200]
+    assert why([10, 20, 30], held_out={10: 2.0, 20: 1.0, 5: 0.5})[20] == ("best",)
+
+
+def test_who_may_go_back_exactly_as_far_as_a_checkpoint_lies_finds_it():
+    assert why([10, 100, 200], reach_steps=(100,)) == {
+        10: (),
+        100: ("for a rewind",),
+        200: ("last 1", "for a rewind", "newest intact"),
+    }
+    assert kept([10, 100, 200], reach_steps=(0,)) == [200]

@@ -17,8 +17,6 @@ from bloomery.checkpoint.format.suspects import SUSPECT, why_suspect
 from bloomery.checkpoint.load.loader import read_tensors
 from bloomery.checkpoint.remote.places import refuse_changed_url, remove_kept, run_storage
 from bloomery.checkpoint.remote.remote_run import remote_checkpoints, remote_source
-from bloomery.checkpoint.writer import process as writer
-from bloomery.checkpoint.writer import store_place
 from bloomery.checkpoint.writer.store_place import ObjectPartWriter
 from bloomery.cli import main
 from bloomery.config.checkpoint import CheckpointSection
@@ -269,57 +267,6 @@ def test_a_run_that_has_checkpoints_at_the_other_place_is_refused(tmp_path: Path
     on_nodes(tmp_path, here, saving(1), nodes="b")
     with pytest.raises(CheckpointError, match=r"kept at .*/b/checkpoints"):
         refuse_changed_url(RunDirectory(tmp_path / "b"), there)
-
-
-class TestWriters:
-    """Two writers of one save, with what each is told; their parts are empty but for a file of the first."""
-
-    @pytest.fixture(autouse=True)
-    def orders(self, tmp_path: Path) -> None:
-        self.url = f"file://{tmp_path}/store/{NAME}"
-        self.partials = [tmp_path / node / "checkpoints" / "step-000001.i001.partial" for node in "ab"]
-        self.remote = Objects(self.url)
-
-    def give(self, rank: int, attempt: int = 1, **more: float) -> dict[str, object]:
-        order = {
-            **{"partial": str(self.partials[rank]), "store": self.url, "rank": rank, "world": 2},
-            **{"attempt": attempt, "files": [], "boxes": [], "time": 1.0, "values": {}},
-            **{"checkpoint": {"step": 1, "incarnation": 1, "about": {}}, "parts_s": 60.0, "stall_s": 60.0},
-            **more,
-        }
-        return writer._answer(order, buffer=None)  # type: ignore[arg-type]  — no file is written
-
-    def test_a_writer_that_takes_anothers_place_finds_what_is_done(self) -> None:
-        assert "failure" not in self.give(1) and "failure" not in self.give(0)
-        before = [entry.key for entry in self.remote.entries()]
-        assert before == [
-            "checkpoints/step-000001.i001/index.json",
-            "checkpoints/step-000001.i001/manifest.json",
-        ]
-        for rank in (1, 0, 1):
-            assert self.give(rank, attempt=2)["bytes"] == 0
-        assert [entry.key for entry in self.remote.entries()] == before
-        assert (self.partials[0].with_suffix("") / MANIFEST).exists()
-
-    def test_a_rank_that_failed_is_named_to_the_first(self) -> None:
-        ObjectPartWriter(self.partials[1], self.url).abandon(
-            1, files=(), why={"message": "it broke", "remedy": ""}
-        )
-        failure = self.give(0)["failure"]
-        assert isinstance(failure, dict) and failure["message"] == "rank 1: it broke"
-        assert self.remote.entries() == []
-
-    def test_a_rank_of_which_nothing_is_heard_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(store_place, "_FIRST_POLL_S", 0.0)
-        failure = self.give(0, stall_s=-1.0)["failure"]
-        assert isinstance(failure, dict) and "rank 1 has written nothing" in failure["message"]
-
-    def test_notes_of_progress_are_for_whoever_waits(self) -> None:
-        told: list[int] = []
-        progress = ObjectPartWriter(self.partials[1], self.url).progress(1, told.append)
-        progress._noted_s -= 1e6
-        progress.add(4096)
-        assert self.remote.content("saving/step-000001.i001/progress-r00001") == b"4096"
 
 
 def test_a_start_learns_of_incarnations_that_others_began(tmp_path: Path, section: CheckpointSection) -> None:

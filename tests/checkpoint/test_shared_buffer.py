@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -99,3 +100,46 @@ def test_a_machine_without_the_memory_refuses_and_keeps_no_descriptor(
     assert "checkpoint.background=off" in refused.value.remedy
     assert len(list(Path("/proc/self/fd").iterdir())) == before
     assert (tmp_path / "slot").stat().st_size == 0
+
+
+@pytest.mark.parametrize(
+    ("absent", "limit", "expected"),
+    [
+        ("", "4000000", 2_500_000),
+        ("", "9000000", 5_120_000),
+        ("", "max", 5_120_000),
+        ("memory.current", "4000000", 5_120_000),
+        ("cgroup", "4000000", 5_120_000),
+        ("meminfo", "4000000", None),
+    ],
+)
+def test_memory_is_free_where_the_machine_and_the_control_group_both_have_it(
+    monkeypatch: pytest.MonkeyPatch, absent: str, limit: str, expected: int | None
+):
+    texts = {
+        "/proc/meminfo": "MemTotal:  9000 kB\nMemFree:  10 kB\nMemAvailable:   5000 kB\nBuffers: 1 kB\n",
+        "/proc/self/cgroup": "0::/job/one\n",
+        "/sys/fs/cgroup/job/one/memory.max": f"{limit}\n",
+        "/sys/fs/cgroup/job/one/memory.current": "1500000\n",
+    }
+
+    def read(path: Path) -> str:
+        if absent and str(path).endswith(absent):
+            raise FileNotFoundError(path)
+        return texts[str(path)]
+
+    monkeypatch.setattr(Path, "read_text", read)
+    assert shared_buffer.available_memory_bytes() == expected
+
+
+def test_ranks_of_one_machine_know_each_other_by_its_boot_or_else_by_its_name(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(Path, "read_text", lambda path: f"of {path.name}\n")
+    assert shared_buffer.machine_id() == "of boot_id"
+
+    def unknown(path: Path) -> str:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(Path, "read_text", unknown)
+    assert shared_buffer.machine_id() == os.uname().nodename

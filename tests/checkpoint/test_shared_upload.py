@@ -2,6 +2,7 @@
 
 import shutil
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -239,3 +240,85 @@ def test_what_a_store_does_not_vouch_for_is_read_back(
     with pytest.raises(OSError, match="is not what was saved"):
         FileSender(directory, remote, notes=rundir.path / "notes", noted={}).send(record)
     assert not (rundir.path / "notes").exists()
+
+
+def test_each_place_and_each_rank_has_its_own_notes_and_requests(rundir: RunDirectory):
+    name = "step-000001.i001"
+    assert notes_of(rundir, name) == rundir.backups / f"{name}.notes"
+    assert notes_of(rundir, name, rank=3) == rundir.backups / f"{name}.notes-r00003"
+    second = notes_of(rundir, name, rank=3, place="second")
+    assert second == rundir.backups / f"{name}.second.notes-r00003"
+    files = [FileRecord(name="a", bytes=5, xxh3_128="ab", blocks="")]
+    first, other = UploadCoordinator(rundir, world=2), UploadCoordinator(rundir, world=2, place="second")
+    first.ask(name, url="s3://one", files=files)
+    other.ask(name, url="s3://two", files=files * 2)
+    asked = read_request(rundir)
+    assert asked is not None and (asked.url, asked.checkpoint, asked.files) == (
+        "s3://one",
+        name,
+        tuple(files),
+    )
+    there = read_request(rundir, "second")
+    assert there is not None and there.url == "s3://two" and there.token != asked.token
+    first.end()
+    first.end()
+    assert read_request(rundir) is None and read_request(rundir, "second") == there
+    for damaged in ("", "[]", "{}", '{"token": 1, "checkpoint": "a", "url": "b", "files": 5}'):
+        (rundir.backups / "sending.second.json").write_text(damaged)
+        assert read_request(rundir, "second") is None
+
+
+def test_a_rank_that_helps_with_a_further_place_notes_it_there(rundir: RunDirectory, tmp_path: Path):
+    directory, url = saved(rundir), f"file://{tmp_path}/elsewhere"
+    rundir.backups.mkdir(exist_ok=True)
+    files = read_manifest(directory).files
+    helper = BackupHelper(rundir, rank=1, world=3, poll_s=0.01, place="second")
+    try:
+        UploadCoordinator(rundir, world=3, place="second").ask(directory.name, url=url, files=files)
+        notes = notes_of(rundir, directory.name, place="second")
+        wait_for(lambda: set(read_notes(notes, url)) == {file.name for file in files[1::3]})
+    finally:
+        helper.close()
+    assert read_notes(notes_of(rundir, directory.name), url) == {}
+    assert read_notes(notes, f"{url}2") == {}, "what another store has says nothing of this one"
+
+
+def test_notes_of_what_a_store_has_lost_go_and_all_others_stay(rundir: RunDirectory):
+    rundir.backups.mkdir(exist_ok=True)
+    notes = notes_of(rundir, "step-000001.i001")
+    lines = [f'{{"url": "s3://b", "file": "{name}", "mark": "{name}1"}}' for name in "abc"]
+    notes.write_text("\n".join([*lines[:2], "[]", "{", ""]))
+    notes_of(rundir, "step-000001.i001", rank=2).write_text(lines[2] + "\n")
+    files = [FileRecord(name=name, bytes=7, xxh3_128="", blocks="") for name in "abcd"]
+    shared_upload.forget_removed(notes, "s3://b", files=files, sizes={"a": 7, "b": 6})
+    assert read_notes(notes, "s3://b") == {"a": "a1"}
+    assert notes.read_text().splitlines() == [lines[0], "[]", "{"]
+
+
+def test_who_is_told_to_stop_waits_for_no_other_rank(rundir: RunDirectory):
+    rundir.backups.mkdir(exist_ok=True)
+    files = [FileRecord(name=name, bytes=7, xxh3_128="", blocks="") for name in "abcd"]
+    answers = iter([True, True, False])
+    waiting = UploadCoordinator(rundir, world=2, poll_s=0.0)
+    assert list(waiting.unsent("step", url="s3://b", files=files, go_on=lambda: next(answers))) == []
+    late = UploadCoordinator(rundir, world=2, poll_s=0.0, stall_s=-1.0)
+    left = late.unsent("step", url="s3://b", files=files, go_on=lambda: True)
+    assert [file.name for file in left] == ["b", "d"]
+
+
+def test_after_the_first_file_that_cannot_be_sent_no_further_one_is(
+    rundir: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    tried: list[str] = []
+
+    def refusing(sender: FileSender, record: FileRecord) -> int:
+        tried.append(record.name)
+        if len(tried) == 1:
+            raise OSError(5, "the store is away")
+        time.sleep(0.05)
+        return record.bytes
+
+    monkeypatch.setattr(FileSender, "send", refusing)
+    with pytest.raises(StorageError, match="the store is away"):
+        upload_checkpoint(saved(rundir), Objects(f"file://{tmp_path}/elsewhere"), notes=rundir.path / "notes")
+    assert len(tried) < FILES

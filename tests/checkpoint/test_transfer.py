@@ -115,6 +115,16 @@ def test_room_is_needed_only_for_what_an_earlier_try_has_not_fetched(
         download_checkpoint(source, tmp_path / "here")
     monkeypatch.setattr(errors, "free_bytes", lambda path: missing)
     assert same(download_checkpoint(source, tmp_path / "here"), source.path)
+    fetched.rename(partial)
+    (partial / MANIFEST).unlink()
+    optim.write_bytes(optim.read_bytes() + b"too long")
+    model.write_bytes(model.read_bytes()[:-100])
+    missing = (partial / INDEX).stat().st_size + 100
+    monkeypatch.setattr(errors, "free_bytes", lambda path: missing - 1)
+    with pytest.raises(StorageError, match=r"no space.*needed"):
+        download_checkpoint(source, tmp_path / "here")
+    monkeypatch.setattr(errors, "free_bytes", lambda path: missing)
+    assert same(download_checkpoint(source, tmp_path / "here"), source.path)
 
 
 def test_what_is_damaged_or_cut_off_there_never_becomes_a_checkpoint_here(source: Watched, tmp_path: Path):

@@ -7,6 +7,7 @@ and boxes, or says why it failed. The first rank waits for all records, and comm
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import shutil
@@ -297,8 +298,11 @@ def _decoded(record: bytes) -> _PartRecord:
 def _write_record(partial: Path, rank: int, record: bytes) -> None:
     """Write a record, all of it at once.
 
-    The record need not outlive the machine: the next start removes what was not committed.
+    The record need not outlive the machine: the next start removes what was not committed. Raises OSError,
+    also where the directory is gone: made again, it would stay beside the checkpoint until the next start.
     """
+    if not partial.is_dir():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(partial))
     durable.write_whole_unsynced(part_record_path(partial, rank), record.decode())
 
 

@@ -119,8 +119,9 @@ def progress_path(partial: Path, rank: int) -> Path:
 
 
 def note_progress(partial: Path, rank: int, count: int) -> None:
-    """Leave a note of the bytes that a rank has written. Raises OSError."""
-    durable.write_whole_unsynced(progress_path(partial, rank), str(count))
+    """Leave a note of the bytes that a rank has written, unless the save was given up. Raises OSError."""
+    if partial.is_dir():
+        durable.write_whole_unsynced(progress_path(partial, rank), str(count))
 
 
 def progress_files(partial: Path) -> list[Path]:

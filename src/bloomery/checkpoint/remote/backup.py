@@ -330,14 +330,12 @@ def due(
     newer than the newest copy. Older ones were passed over, and may be removed. place: see `Backup`.
     """
     left = uncopied(rundir, section, run_name=run_name, place=place)
-    names = {item.name for item in left}
     url, done = backup_url(section, run_name, read_duty(rundir)), remote_copies(rundir)
     newest_copy = max(
         (
             item
             for item in checkpoints(rundir)
-            if item.name not in names
-            and is_copied(done.get(item.name, ()), name=item.name, url=url, what=section.what)
+            if is_copied(done.get(item.name, ()), name=item.name, url=url, what=section.what)
         ),
         default=None,
     )

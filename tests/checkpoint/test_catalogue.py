@@ -1,0 +1,167 @@
+"""What is wrong with a checkpoint, found by size, block and file, and told with its place and tensors."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from bloomery.checkpoint.format import catalogue
+from bloomery.checkpoint.format.catalogue import Problem, disk_bytes_per_tensor_byte, verify
+from bloomery.checkpoint.format.manifest import (
+    BLOCK_BYTES,
+    INDEX,
+    MANIFEST,
+    FileRecord,
+    Index,
+    IndexedBox,
+    read_manifest,
+)
+from bloomery.checkpoint.format.source import LocalCheckpoint, RangedFile, Source, source_of
+from bloomery.checkpoint.format.state import whole
+from bloomery.checkpoint.save.direct import save_checkpoint
+from bloomery.errors import StorageError
+from bloomery.objects import StoreUnreachable
+
+ROWS = BLOCK_BYTES // 4096
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A file of the model of 4096 bytes of header, five blocks and some bytes, and one of the optimizer."""
+    entries = [
+        whole("model.a", torch.zeros(3 * ROWS, 1024)),
+        whole("model.b", torch.ones(2 * ROWS, 1024)),
+        whole("optim.a", torch.ones(99)),
+    ]
+    return save_checkpoint(tmp_path, entries, step=3, incarnation=1)
+
+
+def flip(path: Path, *places: int) -> None:
+    with path.open("r+b") as file:
+        for place in places:
+            file.seek(place)
+            (byte,) = file.read(1)
+            file.seek(place)
+            file.write(bytes([byte ^ 1]))
+
+
+def one(saved: Path, kind: str) -> Path:
+    (path,) = saved.glob(f"{kind}-*")
+    return path
+
+
+def told(saved: Path, **how: bool) -> list[tuple[str, int | None, tuple[str, ...]]]:
+    return [(item.file.partition("-")[0], item.offset, item.tensors) for item in verify(saved, **how)]
+
+
+def test_each_damaged_block_is_named_whichever_window_it_lies_in_and_all_bytes_are_read(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catalogue, "_WINDOW_BYTES", 2 * BLOCK_BYTES)
+    read: list[int] = []
+    assert verify(saved, progress=read.append) == []
+    assert sum(read) == read_manifest(saved).bytes - read_manifest(saved).index_bytes
+    assert max(read) == 2 * BLOCK_BYTES
+    size = one(saved, "model").stat().st_size
+    flip(one(saved, "model"), 2 * BLOCK_BYTES + 5, 3 * BLOCK_BYTES + 7, size - 1)
+    assert told(saved) == [
+        ("model", 2 * BLOCK_BYTES, ("model.a",)),
+        ("model", 3 * BLOCK_BYTES, ("model.a", "model.b")),
+        ("model", 5 * BLOCK_BYTES, ("model.b",)),
+    ]
+    assert told(saved, contents=False) == []
+
+
+def test_sizes_are_told_without_reading_and_what_is_missing_is_told_too(saved: Path) -> None:
+    optim = one(saved, "optim")
+    content = optim.read_bytes()
+    for wrong, said in ((content[:-1], "truncated"), (content + b"x", "too long"), (None, "missing")):
+        optim.unlink() if wrong is None else optim.write_bytes(wrong)
+        for how in (True, False):
+            (problem,) = verify(saved, contents=how)
+            assert problem.text.startswith(said) and problem.file == optim.name and problem.offset is None
+    optim.write_bytes(content)
+    index = (saved / INDEX).read_bytes()
+    (saved / INDEX).write_bytes(index + b" ")
+    assert told(saved, contents=False) == [(INDEX, None, ())]
+    (saved / INDEX).unlink()
+    assert told(saved, contents=False) == [(INDEX, None, ())] == told(saved)
+    (saved / MANIFEST).write_text("{}")
+    assert told(saved) == [(MANIFEST, None, ())]
+
+
+def test_where_the_index_is_damaged_each_file_is_still_held_against_its_hash(saved: Path) -> None:
+    flip(saved / INDEX, 40)
+    assert told(saved) == [(INDEX, None, ())]
+    flip(one(saved, "optim"), 4100)
+    assert told(saved) == [(INDEX, None, ()), ("optim", None, ())]
+    assert "it has another hash" in str(verify(saved)[1])
+
+
+def test_a_header_that_claims_more_than_the_file_has_is_told_as_that(saved: Path) -> None:
+    flip(one(saved, "optim"), 6)
+    header, block = verify(saved)
+    assert header.offset == 0 and "its header claims" in header.text
+    assert block.offset == 0 and block.tensors == ("optim.a",)
+    record = FileRecord(name="f", bytes=100, xxh3_128="", blocks="")
+    for length, count in ((92, 0), (93, 1)):
+        assert len(catalogue._wrong_header(record, length.to_bytes(8, "little"))) == count
+    assert len(catalogue._wrong_header(record, bytes(7))) == 1
+
+
+def box(name: str, begin: int, end: int, *, file: str = "f") -> IndexedBox:
+    size = end - begin
+    place = {"global_shape": (size,), "offset": (0,), "shape": (size,)}
+    return IndexedBox(name=name, dtype="int8", **place, scope="shared", file=file, begin=begin, end=end)
+
+
+def test_a_block_holds_the_tensors_that_have_a_byte_in_it_and_no_neighbours() -> None:
+    record = FileRecord(name="f", bytes=3 * BLOCK_BYTES, xxh3_128="", blocks="")
+    boxes = (
+        box("d", BLOCK_BYTES + 10, 2 * BLOCK_BYTES),
+        box("e", 2 * BLOCK_BYTES, 3 * BLOCK_BYTES),
+        box("other", 0, 3 * BLOCK_BYTES, file="g"),
+        box("a", 0, BLOCK_BYTES),
+        box("c", BLOCK_BYTES, BLOCK_BYTES + 10),
+    )
+    index = Index(boxes=boxes, files={})
+    found = catalogue._damaged_blocks(record, [0, BLOCK_BYTES, 2 * BLOCK_BYTES], index)
+    assert [(item.offset, item.tensors) for item in found] == [
+        (0, ("a",)),
+        (BLOCK_BYTES, ("c", "d")),
+        (2 * BLOCK_BYTES, ("e",)),
+    ]
+
+
+def test_a_problem_is_one_line_with_its_place_and_what_it_holds() -> None:
+    assert str(Problem(file="f", offset=None, text="missing")) == "f: missing"
+    shown = str(Problem(file="f", offset=1048576, text="damaged", tensors=("model.a",)))
+    assert shown == "f at byte 1,048,576: damaged (it holds model.a)"
+
+
+class Broken(LocalCheckpoint):
+    """A checkpoint whose data files raise an error when they are opened."""
+
+    def __init__(self, path: Path, error: OSError) -> None:
+        super().__init__(path)
+        self._error = error
+
+    def open(self, file: str) -> RangedFile:
+        raise self._error
+
+
+def test_what_cannot_be_reached_is_not_called_damaged_and_what_cannot_be_read_is(saved: Path) -> None:
+    source: Source = Broken(saved, StoreUnreachable(5, "no answer"))
+    with pytest.raises(StorageError, match=r"Verifying model-.* failed: no answer"):
+        verify(source)
+    problems = verify(Broken(saved, OSError(5, "Input/output error")))
+    assert [item.text for item in problems] == ["cannot be read: Input/output error"] * 2
+
+
+def test_a_checkpoint_takes_the_bytes_of_its_tensors_unless_something_lies_beside(saved: Path) -> None:
+    assert disk_bytes_per_tensor_byte(saved) == 1.0
+    tensors = 5 * BLOCK_BYTES + 4 * 99
+    (saved / "deep").mkdir()
+    (saved / "deep" / "core").write_bytes(bytes(tensors))
+    assert disk_bytes_per_tensor_byte(saved) == 2.0
+    assert source_of(saved).size(MANIFEST) == (saved / MANIFEST).stat().st_size

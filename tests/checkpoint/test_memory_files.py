@@ -1,0 +1,85 @@
+"""Files of copies in memory: which go with their rank, whose lock is waited for, and where each is read."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.checkpoint.test_memory_replica import replicas_of
+
+from bloomery import durable
+from bloomery.checkpoint.format.commit import Part
+from bloomery.checkpoint.format.manifest import FileRecord
+from bloomery.checkpoint.writer import memory_replica
+from bloomery.checkpoint.writer.memory_replica import (
+    MemoryReplica,
+    MemoryReplicas,
+    find_in_memory,
+    label_of,
+)
+from bloomery.checkpoint.writer.ranks import Ranks
+from bloomery.events.incarnation import identity
+from bloomery.events.run_directory import RunDirectory
+
+
+def test_a_rank_removes_what_it_staged_and_what_it_kept_and_nothing_of_others(tmp_path: Path):
+    replicas = replicas_of(tmp_path, "run")
+    assert replicas.directory.stat().st_mode & 0o777 == 0o700
+    left = [replicas.slot(1, 0, keeper=2), replicas.slot(2, 1), replicas.slot(11, 0)]
+    gone = [replicas.slot(1, 0), replicas.slot(1, 1), replicas.slot(2, 0, keeper=1)]
+    for path in (*left, *gone, label_of(gone[0])):
+        path.touch()
+    replicas.remove(1)
+    assert sorted(path for path in replicas.directory.glob("rank-*")) == sorted(left)
+    replicas.remove(2)
+    assert [path.name for path in replicas.directory.glob("rank-*")] == [left[2].name]
+    replicas.remove(11)
+    assert not replicas.directory.exists()
+    replicas.release()
+
+
+def test_a_directory_that_another_removes_right_now_is_not_waited_for_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(memory_replica, "_LOCK_TIMEOUT_S", 0.0)
+    first = replicas_of(tmp_path, "run")
+    (owner,) = first.directory.iterdir()
+    first.release()
+    with owner.open("rb") as file:
+        assert durable.try_lock(file.fileno())
+        with pytest.raises(TimeoutError, match="locked by another process"):
+            MemoryReplicas(
+                tmp_path / "memory", tmp_path / "run", identity(RunDirectory(tmp_path / "run"))
+            ).create()
+
+
+def test_each_file_is_read_where_its_own_part_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def part(rank: int, step: int) -> MemoryReplica:
+        path = tmp_path / f"rank-{rank:05d}-{step}"
+        path.write_bytes(b"0123456789")
+        file = FileRecord(name=f"f{rank}.safetensors", bytes=7, blocks="", xxh3_128="0" * 32)
+        usual = {"incarnation": 1, "world": 2, "time": 0.0, "values": {}, "about": {}}
+        files = Part(files=(file,), boxes=())
+        return MemoryReplica(path=path, step=step, rank=rank, part=files, offsets={file.name: 2}, **usual)
+
+    on_first, on_second = [part(0, 5), part(0, 6)], [part(0, 5), part(1, 5), part(1, 4)]
+    replicas = replicas_of(tmp_path, "run")
+    monkeypatch.setattr(MemoryReplicas, "complete", lambda self: on_first)
+    said = {"result": None, "failure": None}
+
+    def gather(value: Any) -> list[Any]:
+        theirs = [one.to_json() for one in on_second] if isinstance(value, list) else said
+        return [value, theirs]
+
+    found = find_in_memory(replicas, Ranks(rank=0, world=2, gather=gather), lambda bases: bases)
+    assert found is not None and found.base == (5, 1)
+    assert found.readers == {"f0.safetensors": [0, 1], "f1.safetensors": [1]}
+    preadv, content = os.preadv, bytearray(9)
+    monkeypatch.setattr(os, "preadv", lambda file, views, at: preadv(file, [views[0][:3]], at))
+    with found.source.open("f0.safetensors") as opened:
+        assert opened.read_into([memoryview(content)[:4], memoryview(content)[4:]], begin=1) == 6
+    assert bytes(content) == b"345678\0\0\0"
+    with pytest.raises(FileNotFoundError):
+        found.source.open("f1.safetensors")
+    replicas.release()
+    assert find_in_memory(replicas, Ranks(rank=0, world=2, gather=gather), lambda bases: []) is None

@@ -1,0 +1,133 @@
+"""What a writer needs before it writes, waits for while it writes, and notes for whoever waits for it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bloomery import errors
+from bloomery.checkpoint.format.commit import Part, part_record_path, read_part_record
+from bloomery.checkpoint.format.deadlines import note_progress, progress_path
+from bloomery.checkpoint.format.manifest import FileRecord
+from bloomery.checkpoint.writer import part_place
+from bloomery.checkpoint.writer.part_place import (
+    MARGIN_BYTES,
+    DirectoryPartWriter,
+    part_writer_for,
+    processors_of_a_rank,
+    wait_until_filled,
+)
+from bloomery.checkpoint.writer.shared_buffer import ABANDONED, SharedBuffer
+from bloomery.checkpoint.writer.store_place import ObjectPartWriter
+from bloomery.errors import CheckpointError, StorageError
+
+EMPTY = Part(files=(), boxes=())
+
+
+@pytest.fixture
+def buffer() -> Iterator[SharedBuffer]:
+    made = SharedBuffer.create(8192, name="part")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def partial(tmp_path: Path) -> Path:
+    path = tmp_path / "step-000001.i001.partial"
+    path.mkdir()
+    return path
+
+
+def test_what_is_staged_is_waited_for_to_the_byte_unless_the_staging_failed(
+    buffer: SharedBuffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        buffer.filled = len(pauses) * 1000
+
+    monkeypatch.setattr(part_place.time, "sleep", pause)
+    wait_until_filled(buffer, 3000)
+    assert len(pauses) == 3
+    wait_until_filled(buffer, 3000)
+    assert len(pauses) == 3
+    buffer.filled = ABANDONED
+    with pytest.raises(CheckpointError, match="could not be copied"):
+        wait_until_filled(buffer, 3000)
+
+
+def order(*files: tuple[str, int, int], attempt: int = 1) -> dict[str, Any]:
+    listed = [{"name": name, "offset": offset, "bytes": size} for name, offset, size in files]
+    return {"files": listed, "boxes": [], "attempt": attempt, "rank": 1, "world": 3}
+
+
+def test_a_part_is_written_from_its_places_in_the_buffer_where_there_is_room_for_all_of_it(
+    buffer: SharedBuffer, partial: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffer.view[:10], buffer.view[4096:4100] = b"0123456789", b"abcd"
+    buffer.filled, buffer.is_urgent = 8192, True
+    asked = order(("one", 0, 10), ("two", 4096, 4))
+    free = [10 + 4 + MARGIN_BYTES - 1]
+    monkeypatch.setattr(errors, "free_bytes", lambda path: free[0])
+    place, told = DirectoryPartWriter(partial), list[int]()
+    with pytest.raises(StorageError, match="no space"):
+        place.write(asked, buffer, place.progress(1, told.append))
+    assert list(partial.iterdir()) == []
+    free[0] += 1
+    progress = place.progress(1, told.append)
+    part = place.write(asked, buffer, progress)
+    assert [(file.name, file.bytes) for file in part.files] == [("one", 10), ("two", 4)]
+    assert [(partial / name).read_bytes() for name in ("one", "two")] == [b"0123456789", b"abcd"]
+    with pytest.raises(StorageError, match="File exists"):
+        place.write(asked, buffer, progress)
+    again = place.write(order(("one", 1, 9), attempt=2), buffer, progress)
+    assert (partial / "one").read_bytes() == b"123456789" and again.files[0].bytes == 9
+
+
+def test_only_who_is_waited_for_leaves_notes_and_they_go_with_its_record(partial: Path) -> None:
+    place = DirectoryPartWriter(partial)
+    for rank, noted in ((0, False), (4, True)):
+        progress = place.progress(rank, lambda count: None)
+        progress._noted_s -= 4.9
+        progress.add(7)
+        assert list(partial.iterdir()) == [], "a save that takes seconds leaves none"
+        progress._noted_s -= 5.0
+        progress.add(8)
+        assert progress_path(partial, rank).exists() is noted
+    assert progress_path(partial, 4).read_text() == "15"
+    note_progress(partial, 2, 1)
+    place.record(4, EMPTY)
+    assert read_part_record(partial, 4) == EMPTY
+    assert sorted(partial.iterdir()) == [part_record_path(partial, 4), progress_path(partial, 2)]
+
+
+def test_files_of_other_ranks_are_counted_before_a_commit(partial: Path) -> None:
+    (partial / "one").write_bytes(b"12345")
+    record = FileRecord(name="one", bytes=5, xxh3_128="", blocks="")
+    part_place._refuse_lost_files(partial, [EMPTY, Part(files=(record,), boxes=())])
+    (partial / "one").write_bytes(b"123456")
+    with pytest.raises(StorageError, match="has 6 bytes of the 5 that were written"):
+        part_place._refuse_lost_files(partial, [EMPTY, Part(files=(record,), boxes=())])
+    (partial / "one").unlink()
+    with pytest.raises(StorageError, match="Saving a checkpoint failed"):
+        part_place._refuse_lost_files(partial, [Part(files=(record,), boxes=())])
+
+
+def test_the_processors_of_a_machine_are_shared_by_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(12)))
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert processors_of_a_rank() == 12
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert processors_of_a_rank() == 1.5
+
+
+def test_an_order_goes_to_the_directory_or_to_the_store_that_it_names(tmp_path: Path) -> None:
+    partial = str(tmp_path / "step-000001.i001.partial")
+    assert isinstance(part_writer_for({"partial": partial, "store": ""}), DirectoryPartWriter)
+    stored = part_writer_for({"partial": partial, "store": f"file://{tmp_path}/store"})
+    assert isinstance(stored, ObjectPartWriter) and stored.name == "step-000001.i001"

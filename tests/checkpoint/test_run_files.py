@@ -1,0 +1,208 @@
+"""What a run needs beside its checkpoints, in a store: sent once, read back, fetched to its place alone."""
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from bloomery.checkpoint.format.source import RemoteCheckpoint
+from bloomery.checkpoint.format.state import whole
+from bloomery.checkpoint.format.suspects import SUSPECT
+from bloomery.checkpoint.remote import remote_run
+from bloomery.checkpoint.remote.remote_run import (
+    download_run_files,
+    is_remote,
+    place_at,
+    remote_checkpoints,
+    remote_incarnations,
+    remote_source,
+    tell_of_copy,
+    upload_more,
+    upload_run_files,
+)
+from bloomery.checkpoint.remote.transfer import upload_checkpoint
+from bloomery.checkpoint.save.direct import save_checkpoint
+from bloomery.config.checkpoint import BackupSection
+from bloomery.errors import CheckpointError, StorageError
+from bloomery.events.incarnation import begin
+from bloomery.events.run_directory import RunDirectory
+from bloomery.objects import Objects
+
+SECTION = BackupSection(url="file:///there")
+
+
+@pytest.fixture
+def remote(tmp_path: Path) -> Objects:
+    return Objects(f"file://{tmp_path}/elsewhere")
+
+
+def write(rundir: RunDirectory, files: dict[str, bytes]) -> None:
+    for name, content in files.items():
+        (rundir.path / name).parent.mkdir(parents=True, exist_ok=True)
+        (rundir.path / name).write_bytes(content)
+
+
+def keys(remote: Objects) -> list[str]:
+    return [entry.key for entry in remote.entries()]
+
+
+FILES = {
+    "data/train.bin": b"12345",
+    "data/tokenizer.json": b"{}",
+    "journal/0.jsonl": b"abc",
+    "logs/.half": b"half",
+    "stacks/0.txt": b"1234567",
+    "evaluations.jsonl": b"{}\n",
+    "other/file": b"mine",
+}
+
+
+def test_logs_and_data_are_sent_as_a_place_asks_and_only_when_they_changed(
+    rundir: RunDirectory, remote: Objects
+) -> None:
+    write(rundir, FILES)
+    (rundir.path / "logs" / "link").symlink_to(rundir.path / "other" / "file")
+    logs = ["evaluations.jsonl", "journal/0.jsonl", "stacks/0.txt"]
+    assert upload_more(rundir, remote, BackupSection(url="file:///there", data=False)) == 3 + 7 + 3
+    assert keys(remote) == logs
+    assert upload_more(rundir, remote, BackupSection(url="file:///there", logs=False)) == 5
+    assert keys(remote) == ["data/train.bin", *logs], "the tokenizer goes with the recipe"
+    assert upload_more(rundir, remote, SECTION) == 0
+    write(rundir, {"journal/0.jsonl": b"abcdef"})
+    os.utime(rundir.path / "stacks" / "0.txt", ns=(5, 5))
+    assert upload_more(rundir, remote, SECTION) == 6 + 7
+    assert remote.content("journal/0.jsonl") == b"abcdef"
+    second = Objects(remote.url + "2")
+    assert upload_more(rundir, second, SECTION, place="second") == 5 + 6 + 7 + 3
+    assert upload_more(rundir, remote, SECTION) == 0, "each place has a record of its own"
+
+
+def test_what_was_sent_before_a_stop_or_an_error_is_not_sent_again(
+    rundir: RunDirectory, remote: Objects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(rundir, FILES)
+    answers = iter([True, False])
+    assert upload_more(rundir, remote, SECTION, go_on=lambda: next(answers)) == 3
+    assert keys(remote) == ["journal/0.jsonl"]
+    send = Objects.send
+
+    def away(store: Objects, key: str, path: Path) -> object:
+        if key == "evaluations.jsonl":
+            raise OSError(5, "no answer")
+        return send(store, key, path)
+
+    with monkeypatch.context() as cut:
+        cut.setattr(Objects, "send", away)
+        with pytest.raises(OSError, match="no answer"):
+            upload_more(rundir, remote, SECTION)
+    assert upload_more(rundir, remote, SECTION) == 5 + 3
+    write(rundir, {"stacks/0.txt": b"changed"})
+    with monkeypatch.context() as damaging:
+        damaging.setattr(Objects, "digest", lambda store, key: "0")
+        with pytest.raises(OSError, match="is not what was sent"):
+            upload_more(rundir, remote, SECTION)
+    assert upload_more(rundir, remote, SECTION) == 7, "what arrived changed does not count as sent"
+
+
+@pytest.mark.parametrize("entry", ["data/../../evil", "logs/./a", "journal//b", "data/.."])
+def test_no_name_in_a_store_leads_out_of_the_run(
+    rundir: RunDirectory, monkeypatch: pytest.MonkeyPatch, entry: str
+) -> None:
+    store = SimpleNamespace(pieces=lambda key: iter([b"evil"]))
+    monkeypatch.setattr(remote_run, "remote_incarnations", lambda remote: {})
+    monkeypatch.setattr(remote_run, "_content", lambda remote, key: None)
+    directory = entry.partition("/")[0]
+    listed = [entry, f"{directory}/deep/good"]
+    monkeypatch.setattr(remote_run, "_entries", lambda remote, name: listed if name == directory else [])
+    before = {path for path in rundir.path.parent.rglob("*") if path.is_file()}
+    download_run_files(store, rundir)  # type: ignore[arg-type]
+    made = {path for path in rundir.path.parent.rglob("*") if path.is_file()} - before
+    assert made == {rundir.path / directory / "deep" / "good"}
+
+
+def test_what_is_here_stays_and_what_is_missing_or_empty_comes(
+    rundir: RunDirectory, remote: Objects, tmp_path: Path
+) -> None:
+    write(rundir, {**FILES, "sources.toml": b"# sources\n", "recipe.toml": b"# recipe\n"})
+    begin(rundir, base=None, reason="start")
+    upload_run_files(rundir, remote)
+    upload_more(rundir, remote, SECTION)
+    write(rundir, {"recipe.toml": b"# another recipe\n"})
+    upload_run_files(rundir, remote)
+    assert remote.content("recipe.toml") == b"# another recipe\n", "the newest recipe counts"
+    back = RunDirectory(tmp_path / "back").create()
+    write(back, {"data/train.bin": b"", "journal/0.jsonl": b"mine", "journal/.0.jsonl.draft": b"half"})
+    download_run_files(remote, back)
+    assert (back.path / "data/train.bin").read_bytes() == b"12345"
+    assert (back.path / "journal/0.jsonl").read_bytes() == b"mine"
+    assert (back.path / "sources.toml").read_bytes() == b"# sources\n"
+    assert (back.path / "evaluations.jsonl").read_bytes() == b"{}\n"
+    assert back.incarnation(1).read_bytes() == rundir.incarnation(1).read_bytes()
+
+
+def test_only_numbered_records_are_incarnations(remote: Objects) -> None:
+    for name in ("000002.json", "000010.json", "notes.json", "000003.json.draft", "00x.json"):
+        remote.put(f"incarnations/{name}", name.encode())
+    assert remote_incarnations(remote) == {
+        f"{remote.url}/incarnations/{name}": name.encode() for name in ("000002.json", "000010.json")
+    }
+
+
+def test_a_store_lists_its_checkpoints_by_step_and_takes_nothing_else_for_one(
+    tmp_path: Path, remote: Objects, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(CheckpointError, match="holds no finished checkpoint"):
+        remote_source(remote.url)
+    names = []
+    for step, incarnation in ((9, 3), (10, 1), (10, 2)):
+        entries = [whole("model.a", torch.full((3,), float(step)))]
+        saved = save_checkpoint(tmp_path / "here", entries, step=step, incarnation=incarnation)
+        upload_checkpoint(saved, remote, notes=tmp_path / "notes")
+        names.append(saved.name)
+    for key in ("step-000011.i001/model-0.safetensors", "export/manifest.json", "manifest.json"):
+        remote.put(f"checkpoints/{key}", b"{}")
+    assert [item.name for item in remote_checkpoints(remote)] == names
+    assert remote_source(remote.url).name == names[-1]
+    remote.put(f"checkpoints/{names[2]}/{SUSPECT}", b'{"why": "rank 3 erred"}')
+    assert [item.is_marked for item in remote_checkpoints(remote)] == [False, False, True]
+    assert remote_source(f"{remote.url}/").name == names[1]
+    assert f"{names[2]} is passed over as suspect: rank 3 erred" in caplog.text
+    assert remote_source(f"{remote.url}/checkpoints/{names[0]}/").place().endswith(names[0])
+    with pytest.raises(StorageError, match="does not exist"):
+        remote_source(f"{remote.url}-2")
+
+
+@pytest.mark.parametrize(
+    ("text", "is_url"),
+    [
+        ("s3://b/run", True),
+        ("file:///mnt/run", True),
+        ("runs/demo", False),
+        ("://b", False),
+        ("a b://c", False),
+        ("runs/s3://b", False),
+    ],
+)
+def test_an_address_is_of_a_store_where_it_begins_with_a_scheme(text: str, is_url: bool) -> None:
+    assert is_remote(text) is is_url
+
+
+def test_a_store_of_no_known_kind_is_refused_without_its_secrets(tmp_path: Path) -> None:
+    for url in ("nothing", "mail://b/run?token=abc"):
+        with pytest.raises(CheckpointError, match="is not the URL of a store") as refused:
+            place_at(url)
+        assert "abc" not in refused.value.message
+    assert place_at(f"file://{tmp_path}/new", patience_s=7.5)._patience_s == 7.5
+    assert (tmp_path / "new").is_dir()
+
+
+def test_the_beginning_of_a_run_from_a_backup_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    tell_of_copy([], instead_of=["one"])
+    assert not caplog.text
+    copies = [
+        RemoteCheckpoint(Objects("file:///tmp"), f"checkpoints/step-00000{step}.i001") for step in (9, 5)
+    ]
+    tell_of_copy(copies, instead_of=[])
+    assert "nothing is here: going on from the backup file:///tmp/checkpoints/step-000009.i001" in caplog.text
