@@ -183,6 +183,9 @@ def taking(monkeypatch, *seconds):
         monkeypatch.setattr(module, "best_s", lambda work, device: next(left))
 
 
+PERFECT = {"matmul_efficiency": 1.0, "matmul_half_size": 0.0}
+
+
 def quickest(**figures):
     """A machine that computes and moves in no time, but for what is given."""
     usual = {"memory_gib": 1.0, "memory_gb_per_s": 1e12, "fp32_teraflops": 1e12, "bf16_teraflops": 1e12}
@@ -249,6 +252,10 @@ def test_logits_take_what_a_loss_takes_beyond_matmuls_and_memory(monkeypatch):
     monkeypatch.setattr(compute, "LOSSES", {"cpu": ((4, 8, 16), (2, 8, 32))})
     taking(monkeypatch, 64 * 10e-9, 64 * 30e-9)
     assert compute.measure_exponential_ns(quickest(), "fp32", CPU) == pytest.approx(20.0, rel=1e-3)
+    # Besides: 28 bytes for each of 64 logits, and three products of 1,024 operations.
+    known = quickest(memory_gb_per_s=1.0, memory_efficiency=1.0, fp32_teraflops=5e-4, **PERFECT)
+    taking(monkeypatch, *[64 * 28e-9 + 3 * 2048e-9 + 64 * 10e-9] * 2)
+    assert compute.measure_exponential_ns(known, "fp32", CPU) == pytest.approx(10.0)
     taking(monkeypatch, 0.0, 0.0)
     assert compute.measure_exponential_ns(quickest(memory_gb_per_s=1.0), "fp32", CPU) == 0.0
 
@@ -270,9 +277,34 @@ def test_the_memory_of_a_process_is_told_in_kibibytes(monkeypatch):
     assert machine.process_gib() == 1.5
 
 
-def test_each_figure_of_a_machine_is_the_one_that_was_measured(tmp_path, monkeypatch):
+def test_a_disks_speeds_are_its_bytes_over_the_time_of_each_way(tmp_path, monkeypatch):
+    clock = iter([0.0, 2.0, 10.0, 14.0])
+    monkeypatch.setattr(machine, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(machine, "DISK_BYTES", 2**22)
+    assert machine.disk_gb_per_s(tmp_path) == (2**22 / 2.0 / 1e9, 2**22 / 4.0 / 1e9)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("precision", "has_bf16", "peaks"),
+    [
+        ("bf16", True, {"bf16": 9.0, "fp16": 7.0, "fp32": 3.0}),
+        ("fp32", False, {"fp32": 9.0, "fp16": 7.0}),
+    ],
+)
+def test_a_gpu_is_measured_in_each_precision_that_it_may_train_in(monkeypatch, precision, has_bf16, peaks):
+    speeds = {torch.float16: 7e12, torch.bfloat16: 8e12, torch.float32: 3e12}
+    monkeypatch.setattr(machine, "measure_peak_flops", lambda device, dtype: speeds[dtype])
+    monkeypatch.setattr(machine, "multiplies_bf16", lambda device: has_bf16)
+    found = machine._peaks_teraflops(torch.device("cuda"), precision, 9e12)
+    assert found == {f"{name}_teraflops": peak for name, peak in peaks.items()}
+    assert machine._peaks_teraflops(CPU, precision, 9e12) == {f"{precision}_teraflops": 9.0}
+
+
+@pytest.mark.parametrize("has_bf16", [False, True])
+def test_each_figure_of_a_machine_is_the_one_that_was_measured(tmp_path, monkeypatch, has_bf16):
     measured = {
-        "multiplies_bf16": False,
+        "multiplies_bf16": has_bf16,
         "measure_matmuls": [
             MatmulRate(rows=1, columns=1, inner=1, flops=flops) for flops in (2e12, 5e12, 3e12)
         ],
@@ -294,7 +326,9 @@ def test_each_figure_of_a_machine_is_the_one_that_was_measured(tmp_path, monkeyp
         )
     found = measure_machine(tmp_path, say=lambda line: None)
     accelerator, node = found.accelerator, found.node
-    assert (accelerator.kind, accelerator.fp32_teraflops, accelerator.bf16_teraflops) == ("cpu", 5.0, 0.0)
+    peaks = (accelerator.fp32_teraflops, accelerator.bf16_teraflops)
+    assert accelerator.kind == "cpu" and peaks == ((0.0, 5.0) if has_bf16 else (5.0, 0.0))
+    assert asked["measure_matmuls"] == (CPU, torch.bfloat16 if has_bf16 else torch.float32)
     assert (accelerator.memory_gib, accelerator.reserved_gib) == (24.0, 0.8)
     assert (accelerator.matmul_efficiency, accelerator.matmul_half_size) == (0.75, 48.0)
     assert (accelerator.attention_efficiency, accelerator.attention_pass_ns) == (0.3, 0.6)
@@ -313,4 +347,4 @@ def test_each_figure_of_a_machine_is_the_one_that_was_measured(tmp_path, monkeyp
     built_on = asked["measure_elementwise_gb_per_s"][0].accelerator
     assert (built_on.kernel_us, built_on.memory_gb_per_s) == (6.5, 11.0)
     assert asked["measure_exponential_ns"][0].accelerator.memory_gb_per_s == 13.0
-    assert "accelerator.fp32_teraflops" in found.sources
+    assert f"accelerator.{'bf16' if has_bf16 else 'fp32'}_teraflops" in found.sources
