@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -68,3 +69,43 @@ def test_the_order_of_a_mixture_is_that_of_its_weights() -> None:
     span = (range(70_000, 70_400),)
     one = np.stack(order_through([Mixture.of(windows, weights)], 3).locate(span))
     assert np.array_equal(one, np.stack(Order(windows, weights, 3).locate(span)))
+
+
+@pytest.mark.parametrize(
+    ("weights", "shares"),
+    [
+        ([1, 1, 1], [4, 3, 3]),
+        ([5, 3, 1], [6, 3, 1]),
+        ([1e-9, 1.0], [1, 9]),  # what is above nothing gets something
+        ([1e-9, 1e-9, 1.0], [1, 1, 8]),
+        ([0, 1], [0, 10]),
+        ([2, 8], [2, 8]),
+        ([1, 2, 1], [3, 5, 2]),
+    ],
+)
+def test_whole_shares_go_by_the_largest_remainders(weights: list[float], shares: list[int]) -> None:
+    assert whole_shares(weights, share_sum=10) == shares
+
+
+@pytest.mark.parametrize("weights", [[], [0.0, 0.0], [1.0, -1e-9]])
+def test_weights_that_give_no_mixture_are_refused(weights: list[float]) -> None:
+    with pytest.raises(DataError, match="give no mixture"):
+        whole_shares(weights)
+
+
+def test_a_mixture_of_a_later_rule_is_refused_and_one_of_an_earlier_keeps_it() -> None:
+    stored = Mixture.of([10, 20], [1, 2]).to_json()
+    assert stored["rule"] == 3 and Mixture.from_json({**stored, "rule": 2}, windows=[10, 20]).rule == 2
+    with pytest.raises(DataError, match="follows rule 4, and this version knows rules up to 3"):
+        Mixture.from_json({**stored, "rule": 4}, windows=[10, 20])
+
+
+def test_datasets_whose_budgets_are_spent_have_no_share_unless_all_have_one() -> None:
+    mixture = replace(Mixture.of([10, 20, 30], [1, 2, 1], at=5), length=40, budgeted=(1,), demand="d")
+    assert mixture.shares_after == (1 << 45, 0, 1 << 45)
+    everyone = replace(mixture, budgeted=(0, 1, 2))
+    assert everyone.shares_after == everyone.shares
+    again = Mixture.from_json(json.loads(json.dumps(mixture.to_json())), windows=[10, 20, 30])
+    assert again == mixture and (again.length, again.budgeted, again.demand, again.at) == (40, (1,), "d", 5)
+    assert not mixture.is_like(Mixture.of([10, 20, 31], [1, 2, 1]))
+    assert not mixture.is_like(Mixture.of([10, 20, 30], [1, 2, 2]))
