@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bloomery.data import native_kernels
 from bloomery.data.mixture import BLOCK, Mixture, Quotas, whole_shares
 from bloomery.data.order import Order, order_through
 from bloomery.data.position import Position
@@ -109,3 +110,37 @@ def test_datasets_whose_budgets_are_spent_have_no_share_unless_all_have_one() ->
     assert again == mixture and (again.length, again.budgeted, again.demand, again.at) == (40, (1,), "d", 5)
     assert not mixture.is_like(Mixture.of([10, 20, 31], [1, 2, 1]))
     assert not mixture.is_like(Mixture.of([10, 20, 30], [1, 2, 2]))
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize(
+    ("weights", "block"),
+    [([1, 1, 1], 4), ([5, 3, 2, 1], 7), ([0.5, 0.26, 0.2, 0.04, 0.0], 9), ([31, 1, 1], 3)],
+)
+def test_by_rule_2_each_block_and_all_before_it_hold_shares_rounded_up_or_down(
+    weights: list[float], block: int, native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not native:
+        monkeypatch.setattr(native_kernels, "_functions", dict)
+    quotas, due = Quotas(weights, rule=2, block=block), np.array(weights) / sum(weights) * block
+    before = np.zeros(len(weights), dtype=np.int64)
+    counts = [before]
+    for number in range(1, 100):
+        after = quotas.before(number)
+        assert after.sum() == number * block
+        assert (np.abs(after - number * due) < 1 + 1e-6).all() and (
+            np.abs(after - before - due) < 1 + 1e-6
+        ).all()
+        before = after
+        counts.append(after)
+    assert quotas.before(70).tolist() == counts[70].tolist(), "an earlier block is walked to again"
+    for dataset in range(len(weights)):
+        for turn in (0, 5, 40):
+            (within,) = [
+                number
+                for number in range(99)
+                if counts[number][dataset] <= turn < counts[number + 1][dataset]
+            ] or [None]
+            assert quotas.block_of(dataset, turn, below=99) == within
+            if within is not None:
+                assert quotas.block_of(dataset, turn, below=within) is None
