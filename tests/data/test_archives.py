@@ -161,3 +161,16 @@ def test_a_file_that_ends_within_a_record_that_is_too_long_is_not_a_short_file(t
     path.write_bytes(path.read_bytes()[: -(1 << 20)])
     with pytest.raises(DataError, match="ends within record 1"):
         read(path, longest_line_mib=1)
+
+
+def test_a_mark_of_utf8_before_the_first_line_of_a_member_is_no_part_of_it(tmp_path: Path) -> None:
+    path, mark = tmp_path / "lines.zip", "\ufeff"
+    line = json.dumps({"a": {"text": "one"}}) + "\n"
+    with zipfile.ZipFile(path, "w") as made:
+        made.writestr("lines.jsonl", mark + line + mark + line)
+        made.writestr("deep/.hidden/x.jsonl", line)
+    bad = BadDocuments()
+    assert [document.text for document in read(path, bad)] == ["one"]
+    assert [(entry.place, entry.kind) for entry in bad.entries] == [
+        (f"{path}!lines.jsonl:2", "malformed JSON")
+    ]

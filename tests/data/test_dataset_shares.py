@@ -11,7 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bloomery.config.data import DataSection, DatasetSection
-from bloomery.data.dataset_shares import Demand, Extent, claims, read_weights, split_documents
+from bloomery.data.dataset_shares import (
+    Demand,
+    Extent,
+    claims,
+    held_out_weights,
+    read_weights,
+    split_documents,
+)
 from bloomery.errors import DataError
 
 
@@ -148,3 +155,75 @@ def test_what_is_left_of_budgets_decides_who_replaces_skipped_samples() -> None:
     demand = Demand(claims=claims(data, extents), samples=400, slack=10, sequence_length=1)
     assert demand.shares(given_before=[290, 60], samples=50) == (Fraction(1, 5), Fraction(4, 5))
     assert demand.shares(given_before=[300, 100], samples=8, is_new=False) == (Fraction(3, 4), Fraction(1, 4))
+
+
+@pytest.mark.parametrize(
+    ("dataset", "tokens", "samples"),
+    [
+        ({"tokens": 1007}, 5000, 100),  # whole samples of ten tokens
+        ({"tokens": 9}, 5000, 1),
+        ({"tokens": 5000}, 5000, 499),  # no more than it has
+        ({"epochs": 1.5}, 5000, 748),
+        ({"epochs": 1e-9}, 5000, 1),
+        ({"weight": 2.0}, 5000, 0),
+    ],
+)
+def test_a_budget_is_counted_in_whole_samples(dataset: dict[str, object], tokens: int, samples: int) -> None:
+    data = section(dataset, {})
+    extents = [Extent(name=name, tokens=tokens, windows=(tokens - 1) // 10) for name in ("d0", "d1")]
+    data = DataSection(sequence_length=10, datasets=data.datasets)
+    first, _ = claims(data, extents)
+    assert first.samples == samples and first.name == "d0"
+
+
+def test_budgets_of_a_run_that_goes_on_are_less_what_was_given_and_never_less_than_that() -> None:
+    data = section({"tokens": 300}, {"weight": 3.0}, {"weight": 1.0})
+    extents = [Extent(name=dataset.name, tokens=500, windows=500) for dataset in data.datasets]
+    demand = Demand(claims=claims(data, extents), samples=1000, slack=0, sequence_length=7)
+    shares = demand.shares(given_before=[100, 250, 50], samples=600)
+    assert shares == (Fraction(200, 600), Fraction(300, 600), Fraction(100, 600))
+    with pytest.raises(DataError, match="has given 2,107 tokens, and its budget is 2,100 now"):
+        demand.shares(given_before=[301], samples=600)
+    assert demand.shares(given_before=[301], samples=600, is_new=False)[0] == 0
+    assert demand.shares(given_before=[300], samples=600)[0] == 0, (
+        "what it has given is all that it shall give"
+    )
+    with pytest.raises(DataError, match="yet take 1,400 tokens, and the run yet has 1,400"):
+        demand.shares(given_before=[100], samples=200)
+    assert demand.budgeted == (0,) and demand.digest
+    alone = Demand(claims=demand.claims[1:], samples=1000, slack=0, sequence_length=7)
+    assert (alone.budgeted, alone.digest) == ((), "")
+
+
+def test_the_ratios_of_a_held_out_loss_are_those_of_the_split_for_validation(tmp_path: Path) -> None:
+    path = tmp_path / "w.json"
+
+    def ratios(content: object) -> dict[str, Fraction] | None:
+        path.write_text(json.dumps(content))
+        kept = (DatasetSection(path="p", name="kept"),)
+        return held_out_weights(section({}, {}, weights_file=str(path), held_out_datasets=kept))
+
+    assert held_out_weights(section({})) is None and ratios({"train": {"d0": 1, "d1": 2}}) is None
+    for key in ("valid", "validation"):
+        assert ratios({"train": {"d0": 1}, key: {"d0": 3, "kept": 0.5}}) == {"d0": 3, "kept": Fraction(1, 2)}
+    with pytest.raises(DataError, match="validates on what the recipe lacks: 'd7'"):
+        ratios({"valid": {"d0": 1, "d7": 1}})
+    with pytest.raises(DataError, match="sum to 0"):
+        ratios({"valid": {"d0": 0, "kept": 0}})
+
+
+@pytest.mark.parametrize(
+    ("count", "parts", "exact", "ends"),
+    [
+        (10, [8, 1, 1], False, (8, 9, 10)),
+        (10, [949, 50, 1], False, (9, 10, 10)),
+        (5, [1, 1], True, (2, 5, 5)),  # two and a half, to the even one
+        (7, [1, 1], True, (4, 7, 7)),
+        (9, [], False, (9, 9, 9)),
+        (100, [2, 1, 1], True, (50, 75, 100)),
+    ],
+)
+def test_documents_are_split_in_order_at_rounded_ends(
+    count: int, parts: list[int], exact: bool, ends: tuple[int, int, int]
+) -> None:
+    assert tuple(part.stop for part in split_documents(count, parts, exact=exact)) == ends

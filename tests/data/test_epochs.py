@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from bloomery.data.megatron_order import MegatronOrder
 from bloomery.data.mixture import BLOCK
 from bloomery.data.order import Order
-from bloomery.data.stream import ends_passed, epoch_ends
+from bloomery.data.stream import DatasetRow, ends_passed, epoch_ends, group_rows
 
 
 def counted(order: Order | MegatronOrder, sizes: list[int], below: int) -> list[tuple[int, int]]:
@@ -56,3 +56,23 @@ def test_far_ends_are_found_without_walking_every_sample() -> None:
 
 def test_an_end_is_passed_by_the_step_that_reaches_it_and_by_no_later_one() -> None:
     assert ends_passed(((3, 100), (1, 250)), after=100, up_to=250) == ((1, 250),)
+
+
+def test_an_end_is_passed_by_the_step_that_reaches_it_and_by_no_other() -> None:
+    ends = ((1, 10), (0, 25))
+    assert ends_passed(ends, after=0, up_to=9) == () == ends_passed(ends, after=10, up_to=24)
+    assert ends_passed(ends, after=9, up_to=10) == ((1, 10),) and ends_passed(ends, after=9, up_to=25) == ends
+
+
+def test_a_group_is_the_sum_of_its_datasets_and_its_epochs_are_those_of_its_tokens() -> None:
+    def row(name: str, group: str, tokens: int, wanted: float, epochs: float) -> DatasetRow:
+        return DatasetRow(
+            name=name, group=group, tokens=tokens, wanted=wanted, delivered=wanted / 2, epochs=epochs,
+            first_epoch_step=3,
+        )  # fmt: skip
+
+    rows = [row("a", "web", 300, 0.1, 1.0), row("b", "code", 50, 0.6, 4.0), row("c", "web", 100, 0.2, 5.0)]
+    code, web = group_rows([*rows, row("d", "", 7, 0.1, 9.0)])
+    assert (code.name, code.tokens, code.wanted, code.epochs) == ("code", 50, 0.6, 4.0)
+    assert (web.name, web.tokens, web.epochs, web.first_epoch_step) == ("web", 400, 2.0, None)
+    assert (web.wanted, web.delivered) == pytest.approx((0.3, 0.15))

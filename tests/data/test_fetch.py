@@ -316,3 +316,88 @@ def test_each_file_and_its_name_are_on_the_disk_before_the_record_says_that_it_i
         )
         directory = calls.paths.index(("sync", path.parent), named)
         assert data < named < directory < record
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "https://me@there/set",
+        "https://:secret@there/set",
+        "s3://key:secret@there/set",
+        "https://there/set?token=secret",
+    ],
+)
+def test_an_address_with_credentials_is_refused_and_not_repeated(address: str) -> None:
+    with pytest.raises(DataError, match="holds credentials") as refused:
+        Remote(address)
+    assert "secret" not in f"{refused.value.message} {refused.value.remedy}"
+
+
+def test_what_an_address_lacks_is_told_with_its_place(corpus: Path) -> None:
+    remote = Remote(str(corpus))
+    assert remote.size("deep/one.bin") == (corpus / "deep" / "one.bin").stat().st_size
+    whole = (corpus / "part-0.jsonl").read_bytes()
+    assert remote.read("part-0.jsonl", start=3, length=90) == whole[3:93]
+    for asked in (lambda: remote.read("none.bin", start=0, length=1), lambda: remote.size("none.bin")):
+        with pytest.raises(DataError, match=r"Cannot read .*none\.bin"):
+            asked()
+    with pytest.raises(DataError, match="nowhere does not exist"):
+        Remote(str(corpus / "nowhere"))
+
+
+@pytest.mark.parametrize(
+    ("line", "is_taken"),
+    [
+        (f"{'a' * 64}  part-0.jsonl", True),
+        (f"{'A' * 64} *./part-0.jsonl", True),
+        (f"{'a' * 63}  part-0.jsonl", False),
+        (f"{'a' * 64}  ../part-0.jsonl", False),
+        (f"{'a' * 64}  deep/../../part-0.jsonl", False),
+        (f"{'a' * 64}  /part-0.jsonl", False),
+        (f"{'a' * 64}  ", False),
+    ],
+)
+def test_a_list_of_checksums_names_files_below_it_alone(corpus: Path, line: str, is_taken: bool) -> None:
+    (corpus / "SHA256SUMS").write_text(line + "\n")
+    if is_taken:
+        (first,) = [file for file in Remote(str(corpus)).files() if file.path == "part-0.jsonl"]
+        assert first.sha256 == "a" * 64
+    else:
+        with pytest.raises(DataError, match="SHA256SUMS:1 is not a checksum and a path below"):
+            Remote(str(corpus)).files()
+
+
+def test_a_file_that_another_share_had_and_that_is_gone_is_no_obstacle(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    to = tmp_path / "here"
+    fetch(capsys, str(corpus), to, "--include", "part-*")
+    (to / "set" / "part-0.jsonl").unlink()
+    done = fetch(capsys, str(corpus), to, "--include", "part-5*", "--anew")
+    assert (done["removed_files"], done["kept_files"], done["fetched_files"]) == (5, 1, 0)
+    assert list(contents(to / "set")) == ["part-5.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "is_whole"), [("", True), ("size", False), ("gone", False), ("record", False)]
+)
+def test_a_directory_is_whole_where_each_recorded_file_is_there_with_its_size(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], changed: str, is_whole: bool
+) -> None:
+    to = tmp_path / "here"
+    fetch(capsys, str(corpus), to)
+    file = to / "set" / "part-3.jsonl"
+    if changed == "size":
+        file.write_bytes(file.read_bytes()[:-1])
+    elif changed == "gone":
+        file.unlink()
+    elif changed == "record":
+        lines = (to / "fetched-files.jsonl").read_text().splitlines(keepends=True)
+        (to / "fetched-files.jsonl").write_text("".join(lines[:-1]) + lines[-1][:20])
+    if is_whole:
+        refuse_incomplete([to / "set" / "deep" / "one.bin"])
+    else:
+        with pytest.raises(DataError, match=f"holds {len(NAMES) - 1} of the {len(NAMES)} files"):
+            refuse_incomplete([to / "set" / "deep" / "one.bin"])
+        given = fetch(capsys, str(corpus), to)
+        assert given["fetched_files"] == 1 and contents(to / "set") == contents(corpus)

@@ -8,10 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.data import hub_mirror
 from tests.data.hub_mirror import TOKEN, Mirror, mirror
 
 from bloomery.cli.data import run
 from bloomery.data import fetch as fetching
+from bloomery.data.hub_dataset import HubDataset
 from bloomery.errors import BloomeryError, DataError
 
 FILES = {
@@ -60,6 +62,26 @@ def test_a_server_that_gives_whole_files_serves_those_of_one_piece(
     monkeypatch.setattr(fetching, "_CHUNK_BYTES", 16_384)
     with pytest.raises(DataError, match="only whole files"):
         run(["fetch", "hf:owner/texts", "--to", str(tmp_path / "again")])
+
+
+def test_a_server_that_gives_whole_files_gives_no_piece_of_one(hub: Mirror) -> None:
+    hub.is_plain = True
+    dataset = HubDataset("owner/texts")
+    dataset.files()
+    whole = FILES["en/a.jsonl"]
+    assert dataset.read("en/a.jsonl", start=0, length=100) == whole
+    for start, length in ((3, 100), (0, len(whole) - 1)):
+        with pytest.raises(DataError, match="only whole files"):
+            dataset.read("en/a.jsonl", start=start, length=length)
+    hub.is_plain = False
+    assert dataset.read("en/a.jsonl", start=3, length=5) == whole[3:8]
+
+
+def test_an_answer_that_names_no_commit_is_refused(hub: Mirror, monkeypatch: pytest.MonkeyPatch) -> None:
+    for commit in ("main", "0123abc", "../" + "a" * 37):
+        monkeypatch.setattr(hub_mirror, "COMMIT", commit)
+        with pytest.raises(DataError, match="names no commit"):
+            HubDataset("owner/texts").files()
 
 
 def test_a_fetch_that_was_cut_goes_on_and_what_is_there_is_not_asked_for_again(

@@ -78,6 +78,8 @@ def damage(prefix: Path, how: str) -> None:
         index.unlink()
     elif how == "short idx":
         os.truncate(index, len(content) - 3)
+    elif how == "cut header":
+        os.truncate(index, 20)
     elif how == "empty idx":
         os.truncate(index, 0)
     elif how == "documents":
@@ -102,6 +104,7 @@ def damage(prefix: Path, how: str) -> None:
         ("no bin", r"Cannot read .*pair\.bin: No such file"),
         ("no idx", r"Cannot read .*pair\.idx: No such file"),
         ("short idx", r"pair\.idx is damaged: .* take 70 bytes, and it has 67"),
+        ("cut header", r"pair\.idx is not an index of tokens"),
         ("empty idx", r"pair\.idx is not an index of tokens"),
         ("documents", r"document indices .* from 0 to 7, not from 0 to 1"),
         ("magic", r"byte 0"),
@@ -161,13 +164,15 @@ def test_ids_that_do_not_fit_are_refused_instead_of_wrapped(tmp_path: Path) -> N
     [([2, 2, 2], [0, 99_999, 8]), ([2, 2, 2], [0, -4, 8]), ([2, -2, 2], [0, 4, 8]), ([2, 9, 2], [0, 4, 8])],
 )
 def test_a_sequence_outside_of_the_tokens_is_named_before_a_pointer_is_followed(
-    lengths: list[int], pointers: list[int], tmp_path: Path
+    lengths: list[int], pointers: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     header = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, 3, 4)
     idx_path(tmp_path / "odd").write_bytes(header + struct.pack("<3i3q4q", *lengths, *pointers, 0, 1, 2, 3))
     bin_path(tmp_path / "odd").write_bytes(struct.pack("<6H", *range(6)))
-    with pytest.raises(DataError, match="sequence 1 has"):
-        IndexedDataset(tmp_path / "odd").refuse_stray_sequences()
+    for at_once in (1 << 20, 1):
+        monkeypatch.setattr("bloomery.data.indexed._CHECKED_AT_ONCE", at_once)
+        with pytest.raises(DataError, match=f"sequence 1 has {lengths[1]} tokens from byte {pointers[1]:,}"):
+            IndexedDataset(tmp_path / "odd").refuse_stray_sequences()
 
 
 def test_a_writer_holds_no_number_for_each_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,3 +57,25 @@ def test_indices_of_64_bits_are_left_to_numpy() -> None:
     assert not native_kernels.shuffle(words, place, wide)
     assert not native_kernels.cumulate(np.ones(9, dtype=np.int32), wide, wide)
     assert np.array_equal(wide, before)
+
+
+@pytest.mark.parametrize(
+    ("status", "error"),
+    [
+        (native_kernels._OUTSIDE, IndexError),
+        (native_kernels._DAMAGED, native_kernels.DamagedPage),
+        (native_kernels._NO_MEMORY, MemoryError),
+        (99, AssertionError),
+    ],
+)
+def test_what_the_library_refuses_is_raised_and_never_taken_for_done(
+    status: int, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers = np.zeros(3, dtype=np.int64)
+    monkeypatch.setattr(native_kernels, "_functions", lambda: {"permute": lambda *given: status})
+    with pytest.raises(error):
+        native_kernels.permute(numbers, 5, np.zeros(1, dtype=np.uint64), numbers)
+    monkeypatch.setattr(native_kernels, "_functions", lambda: {"permute": lambda *given: 0})
+    assert native_kernels.permute(numbers, 5, np.zeros(1, dtype=np.uint64), numbers)
+    monkeypatch.setattr(native_kernels, "_functions", dict)
+    assert not native_kernels.permute(numbers, 5, np.zeros(1, dtype=np.uint64), numbers)

@@ -16,7 +16,15 @@ from bloomery.data.megatron_order import MegatronOrder
 from bloomery.data.order import Order
 from bloomery.data.pair_files import bin_path, idx_path, seal_path, sums_path
 from bloomery.data.pairs import merge_pairs, refuse_damaged, verify_pair
-from bloomery.data.seal import PAGE_BYTES, SealFacts, page_sums, plain_page_sums, read_seal
+from bloomery.data.seal import (
+    PAGE_BYTES,
+    SealFacts,
+    page_sums,
+    parse_seal,
+    plain_page_sums,
+    read_seal,
+    verified_pieces,
+)
 from bloomery.data.sealing import seal
 from bloomery.data_loader.reading import Samples
 from bloomery.errors import DataError
@@ -59,6 +67,15 @@ def test_all_ways_to_sum_pages_agree(size: int) -> None:
         native = np.zeros_like(plain)
         if native_kernels.page_sums(content, native, instructions=instructions):
             assert np.array_equal(native, plain)
+
+
+def test_pages_are_summed_some_at_a_time_as_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    content = np.random.default_rng(5).integers(0, 256, 7 * PAGE_BYTES + 9, dtype=np.uint8)
+    whole, parts = (np.zeros(8, dtype=np.uint32) for _ in range(2))
+    plain_page_sums(content, whole)
+    monkeypatch.setattr("bloomery.data.seal._PAGES_AT_ONCE", 3)
+    plain_page_sums(content, parts)
+    assert np.array_equal(parts, whole) and len(set(whole.tolist())) == 8
 
 
 def test_every_single_bit_changes_the_sum() -> None:
@@ -162,6 +179,54 @@ def test_sums_of_bytes_that_pass_are_those_of_the_files_and_the_seal_stays_small
     assert sealed.files[".bin"].page_sums.size == pages and isinstance(
         sealed.files[".bin"].page_sums, np.memmap
     )
+
+
+def with_changes(prefix: Path, **changes: object) -> bytes:
+    """A seal's bytes with other values, and a checksum that fits them."""
+    content = {**json.loads(seal_path(prefix).read_bytes()), **changes}
+    del content["checksum"]
+    digest = xxhash.xxh3_64_hexdigest(json.dumps(content, sort_keys=True).encode())
+    return json.dumps({**content, "checksum": digest}).encode()
+
+
+def test_a_seal_whose_sums_would_lie_elsewhere_is_refused(prefix: Path) -> None:
+    assert parse_seal(with_changes(prefix)) == parse_seal(seal_path(prefix).read_bytes())
+    with pytest.raises(ValueError, match="pages of 8192 bytes"):
+        parse_seal(with_changes(prefix, page_bytes=8192))
+    with pytest.raises(ValueError, match=r"its sums of blocks are not as many as \.bin has"):
+        parse_seal(with_changes(prefix, block_bytes=4096))
+    with pytest.raises(ValueError, match="of format 3, and formats 1 and 2 are known"):
+        parse_seal(with_changes(prefix, format=3))
+    files = json.loads(seal_path(prefix).read_bytes())["files"]
+    files[".idx"]["bytes"] += 1 << 20
+    with pytest.raises(ValueError, match=r"its sums of blocks are not as many as \.idx has"):
+        parse_seal(with_changes(prefix, files=files))
+    with pytest.raises(ValueError, match="it lacks 'checksum'"):
+        parse_seal(b'{"format": 2}')
+    with pytest.raises(ValueError, match="another form"):
+        parse_seal(b"[]")
+    plain = {"format": 1, "vocabulary_size": 3, "end_of_document_id": 0, "block_bytes": 0}
+    empty = {ending: {"bytes": 0, "xxh3_64": []} for ending in (".bin", ".idx")}
+    with pytest.raises(ValueError, match="blocks of 0 bytes"):
+        parse_seal(json.dumps({**plain, "files": empty}).encode())
+
+
+def test_damage_within_a_block_that_is_smaller_than_a_page_is_placed_by_its_block(prefix: Path) -> None:
+    seal(prefix, vocabulary_size=300, end_of_document_id=0, block_bytes=512)
+    damage(bin_path(prefix), 5 * 512 + 6)
+    (finding,) = verify_pair(prefix).findings
+    assert "somewhere in bytes 2,560 to 3,071" in finding
+    with pytest.raises(DataError, match="somewhere in bytes 0 to 4,095"):
+        IndexedDataset(prefix).window(0, 10)
+
+
+def test_a_seal_of_blocks_that_are_larger_than_one_read_is_compared_whole(
+    prefix: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = read_seal(prefix)
+    monkeypatch.setattr("bloomery.data.seal._READ_BYTES", 1000)
+    assert b"".join(verified_pieces(bin_path(prefix), whole)) == bin_path(prefix).read_bytes()
+    assert b"".join(verified_pieces(bin_path(prefix), None)) == bin_path(prefix).read_bytes()
 
 
 def as_format_1(prefix: Path, *, block_bytes: int = 256 << 10) -> None:

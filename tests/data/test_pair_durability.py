@@ -53,6 +53,26 @@ def test_a_pair_that_cannot_be_sealed_has_no_part_of_a_seal(tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == [bin_path(tmp_path / "pair")]
 
 
+@pytest.mark.parametrize("moved", range(2))
+def test_a_writer_that_is_killed_leaves_no_index_on_other_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moved: int
+) -> None:
+    write(tmp_path / "pair", [[1, 2], [3]])
+    replace, done = durable.replace, list[Path]()
+
+    def killed(source: Path, target: Path) -> None:
+        if len(done) == moved:
+            raise KeyboardInterrupt
+        replace(source, target)
+        done.append(target)
+
+    monkeypatch.setattr(durable, "replace", killed)
+    with recorded() as calls, pytest.raises(KeyboardInterrupt):
+        write(tmp_path / "pair", [[4, 5, 6]])
+    assert not idx_path(tmp_path / "pair").exists() and not seal_path(tmp_path / "pair").exists()
+    assert calls.synced_before(tmp_path.name, at=len(calls.names)), "the index is gone before tokens come"
+
+
 @pytest.mark.parametrize("moved", range(4))
 def test_a_replacement_that_is_cut_short_leaves_no_seal_of_other_tokens_and_can_be_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moved: int

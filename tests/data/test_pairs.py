@@ -131,6 +131,18 @@ def test_a_merged_pair_is_what_one_writer_would_have_written(tmp_path: Path, cod
     assert verify_pair(tmp_path / "all", vocabulary_size=300).findings == ()
 
 
+def test_a_merge_tells_of_all_bytes_that_it_copies(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        write(tmp_path / name, [[1, 2, 3]], code=4)
+    told: list[tuple[int, int, str]] = []
+
+    def progress(what: str, done: int, total: int, unit: str, note: str = "") -> None:
+        told.append((done, total, unit))
+
+    merge_pairs([tmp_path / "one", tmp_path / "two"], tmp_path / "all", progress=progress)
+    assert told == [(12, 24, "bytes"), (24, 24, "bytes")]
+
+
 def test_pairs_that_do_not_fit_together_are_refused_and_nothing_is_left(prefix: Path) -> None:
     wide, apart, out = (prefix.with_name(name) for name in ("wide", "apart", "out"))
     write(wide, [[1]], code=4)

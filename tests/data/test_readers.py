@@ -316,3 +316,74 @@ def test_a_line_beyond_the_limit_is_bad_and_is_not_held(tmp_path: Path) -> None:
     assert peak_bytes < 32 << 20
     part = SourceFile(key="a", path=path, start=1 << 20, stop=(64 << 20) + 100)
     assert [document.text for document in read_file(part, reading=reading, bad=BadDocuments())] == ["after"]
+
+
+def of(path: Path, **reading: object) -> tuple[list[Document], BadDocuments]:
+    bad = BadDocuments()
+    return list(read_file(SourceFile(key=path.name, path=path), reading=Reading(**reading), bad=bad)), bad  # type: ignore[arg-type]
+
+
+def test_rows_are_numbered_through_all_batches_and_row_groups(tmp_path: Path) -> None:
+    texts: list[str | None] = [f"text {number}" for number in range(2_500)]
+    texts[0] = texts[1_100] = texts[2_400] = None
+    parquet.write_table(pa.table({"text": texts}), tmp_path / "rows.parquet", row_group_size=1_500)
+    write_arrow(tmp_path / "rows.arrow", pa.table({"text": texts}), rows=1_000)
+    for name in ("rows.parquet", "rows.arrow"):
+        found, bad = of(tmp_path / name)
+        assert [entry.line for entry in bad.entries] == [1, 1_101, 2_401]
+        assert (found[0].place, found[-1].place) == (f"{tmp_path / name}:2", f"{tmp_path / name}:2500")
+    last = SourceFile(key="rows.parquet", path=tmp_path / "rows.parquet", start=1, stop=2)
+    bad = BadDocuments()
+    (one, *_) = read_file(last, reading=Reading(), bad=bad)
+    assert one.text == "text 1500" and one.place.endswith(":1501")
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())])
+def test_columns_of_every_kind_of_text_are_read_and_not_utf8_is_told(
+    tmp_path: Path, kind: pa.DataType
+) -> None:
+    path = tmp_path / "kinds.parquet"
+    parquet.write_table(pa.table({"text": pa.array(["one", "zwei ä"]).cast(kind)}), path)
+    assert [document.text for document in of(path)[0]] == ["one", "zwei ä"]
+    if kind == pa.large_string():
+        broken = pa.array([b"fine", b"caf\xe9"], pa.large_binary()).view(kind)
+        parquet.write_table(pa.table({"text": broken}), path)
+        found, bad = of(path)
+        assert [one.text for one in found] == ["fine"]
+        assert [(entry.line, entry.kind) for entry in bad.entries] == [(2, "not UTF-8")]
+
+
+def test_a_list_of_records_has_prompts_and_what_holds_none_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "all.json"
+    path.write_text(json.dumps([{"q": "how? ", "text": "so"}, {"text": "alone"}, {"q": 3, "text": "x"}]))
+    found, bad = of(path, prompt_field="q")
+    assert [(one.text, one.prompt, one.place) for one in found] == [("how? so", 5, f"{path}[1]")]
+    assert [(entry.line, entry.kind) for entry in bad.entries] == [(2, "without the field"), (3, "not text")]
+    (tmp_path / "plain.txt").write_text("x")
+    with pytest.raises(DataError, match="holds no prompts"):
+        of(tmp_path / "plain.txt", prompt_field="q")
+
+
+def test_a_table_without_a_row_has_no_column_and_a_dotted_field_needs_an_object(tmp_path: Path) -> None:
+    (tmp_path / "empty.csv").write_text("")
+    with pytest.raises(DataError, match=r"no column 'text'; its columns are none"):
+        of(tmp_path / "empty.csv")
+    (tmp_path / "dotted.jsonl").write_text('{"a": "xbx"}\n{"a": {"b": "found"}}\n{"a.b": "by its name"}\n')
+    found, bad = of(tmp_path / "dotted.jsonl", text_field="a.b")
+    assert [one.text for one in found] == ["found", "by its name"]
+    assert [(entry.line, entry.kind) for entry in bad.entries] == [(1, "without the field")]
+
+
+def test_half_a_surrogate_pair_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "half.jsonl").write_bytes(b'{"text": "a\\ud800"}\n{"text": ""}\n{"text": "whole"}\n')
+    found, bad = of(tmp_path / "half.jsonl")
+    assert [one.text for one in found] == ["whole"]
+    assert [entry.kind for entry in bad.entries] == ["not UTF-8", "empty"]
+
+
+def test_an_empty_file_is_bad_as_a_whole_and_one_that_is_not_utf8_at_its_line(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"")
+    (tmp_path / "b.txt").write_bytes(b"one\ntwo\ncaf\xe9\n")
+    entries = [entry for name in ("a.txt", "b.txt") for entry in of(tmp_path / name)[1].entries]
+    assert [(entry.line, entry.kind) for entry in entries] == [(0, "empty"), (3, "not UTF-8")]
+    assert entries[0].place == str(tmp_path / "a.txt") and entries[1].place == f"{tmp_path / 'b.txt'}:3"

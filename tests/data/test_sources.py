@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import os
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,14 @@ import pytest
 
 from bloomery.config.data import DataSection
 from bloomery.data.documents import BadDocuments, Document
-from bloomery.data.sources import documents_of, find_files, is_held_out, read_documents, standard_library
+from bloomery.data.sources import (
+    SourceHashes,
+    documents_of,
+    find_files,
+    is_held_out,
+    read_documents,
+    standard_library,
+)
 from bloomery.errors import DataError
 
 
@@ -182,3 +190,56 @@ def test_sources_that_hold_nothing_are_refused_with_what_would_do(tmp_path: Path
         assert refused.value.remedy
     with pytest.raises(DataError, match="No text is given"):
         read()
+
+
+def test_what_is_hidden_anywhere_below_a_directory_is_left_out(tmp_path: Path) -> None:
+    for name in ("a.txt", ".b.txt", ".git/c.txt", "deep/.cache/d.txt", "deep/e.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x")
+    found = find_files([str(tmp_path)])
+    assert [file.key for file in found.files] == ["a.txt", "deep/e.txt"] and found.ignored == ()
+
+
+def test_a_link_to_nothing_is_told_as_such_and_not_as_missing(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(DataError, match="is neither a file nor a directory"):
+        find_files([str(tmp_path / "link")])
+    with pytest.raises(DataError, match="does not exist"):
+        find_files([str(tmp_path / "nowhere")])
+
+
+@pytest.mark.parametrize(
+    ("count", "said"), [(1, "1 file is no text"), (7, " and 2 more. "), (5, "5 files are")]
+)
+def test_files_that_are_left_out_are_named_and_those_beyond_five_counted(
+    tmp_path: Path, count: int, said: str
+) -> None:
+    (tmp_path / "a.txt").write_text("x")
+    for number in range(count):
+        (tmp_path / f"picture-{number}.png").write_bytes(b"x")
+    note = find_files([str(tmp_path)]).note()
+    assert said in note and note.count(".png") == min(count, 5) and (" more" in note) is (count > 5)
+
+
+def test_a_hash_is_kept_for_files_that_are_old_enough_to_have_settled(tmp_path: Path) -> None:
+    old, young = tmp_path / "old.txt", tmp_path / "young.txt"
+    for path in (old, young):
+        path.write_text("one")
+    before_s = old.stat().st_mtime - 60
+    os.utime(old, (before_s, before_s))
+    hashes = SourceHashes(tmp_path / "run")
+    (tmp_path / "run").mkdir()
+    digests = [hashes.of(path) for path in (old, young)]
+    assert digests[0] == digests[1] and digests[0][1] == 3
+    hashes.keep()
+    record = json.loads((tmp_path / "run" / "source-hashes.json").read_text())
+    assert list(record) == [str(old)]
+    again = SourceHashes(tmp_path / "run")
+    again._known[str(old)][3] = "as recorded"
+    assert again.of(old) == ("as recorded", 3), "its content is not read again"
+    old.write_text("two")
+    os.utime(old, (before_s, before_s))
+    changed, _ = again.of(old)
+    assert changed not in ("as recorded", digests[0][0]), "the time of its change tells"
+    again.keep()
+    assert SourceHashes(tmp_path / "run")._known[str(old)][3] == changed

@@ -89,6 +89,7 @@ def test_any_ranks_and_micro_batches_share_out_the_same_global_batch(
 def test_read_ahead_or_not_the_batches_are_the_same(order: Order, datasets: list[IndexedDataset]) -> None:
     spans = [(range(start, start + 12),) for start in range(0, 120, 12)]
     plain = batches(order, datasets)
+    assert (plain.queue.ready, plain.queue.waited_s) == (0, 0.0)
     with batches(order, datasets, prefetch=2) as ahead:
         for number, span in enumerate(spans):
             for later in spans[number : number + 4]:  # more than may wait

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,8 +14,9 @@ from bloomery.data.order import Order
 from bloomery.data.pair_files import bin_path
 from bloomery.data.sample_layout import Packs, Windows
 from bloomery.data.seal import SealFacts
+from bloomery.data_loader import reading
 from bloomery.data_loader.batches import Batches
-from bloomery.data_loader.packs import IGNORED
+from bloomery.data_loader.packs import IGNORED, _groups
 from bloomery.data_loader.reading import Samples
 from bloomery.errors import DataError
 
@@ -224,3 +226,24 @@ def test_no_shifted_window_leaves_the_dataset(tokens: int) -> None:
         starts = layout.starts(np.full(500, layout.sample_count - 1), np.arange(500))
         assert starts.max() + LENGTH + 1 <= tokens
     assert layout.sample_count >= Windows.of(tokens, length=LENGTH).sample_count - 1
+
+
+@pytest.mark.parametrize(
+    ("blocks", "groups"),
+    [
+        ([], []),
+        ([3, 1, 2, 5, 1], [(0, 2), (2, 3), (3, 4), (4, 5)]),
+        ([9, 9], [(0, 1), (1, 2)]),
+        ([1, 1, 1, 1], [(0, 4)]),
+        ([2, 3, 1, 1], [(0, 1), (1, 3), (3, 4)]),
+    ],
+)
+def test_pieces_of_a_remote_pair_are_read_together_up_to_a_quarter_of_its_cache(
+    blocks: list[int], groups: list[tuple[int, int]]
+) -> None:
+    mirror = SimpleNamespace(capacity=16, blocks_of=lambda begins, ends: int((ends - begins).sum()))
+    source: object = SimpleNamespace(mirror=mirror)
+    begins = 100 * np.arange(len(blocks))
+    found = _groups(source, begins, begins + np.array(blocks, dtype=np.int64))  # type: ignore[arg-type]
+    assert [(group.start, group.stop) for group in found] == groups
+    assert [(group.start, group.stop) for group in reading._groups(blocks, most=4)] == groups

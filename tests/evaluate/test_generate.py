@@ -8,9 +8,11 @@ import torch
 
 from bloomery.config.model import ModelSection
 from bloomery.errors import BloomeryError
-from bloomery.evaluate.generate import Sampling, generate, generate_together
+from bloomery.evaluate.generate import Sampling, _default, _draw, _text, generate, generate_together
+from bloomery.evaluate.open_checkpoint import must_load_by_block
 from bloomery.model.decoder import Decoder, build
 from bloomery.model.initial_values import initialise
+from bloomery.model.shape import resolve
 
 EOD = 0
 GREEDY = Sampling(temperature=0.0)
@@ -124,3 +126,51 @@ def test_texts_of_several_lengths_together_are_those_of_each_alone(position: str
     ]
     assert texts == alone
     assert len({len(text) for text in texts}) > 1 or all(len(text) == 12 for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "drawn"),
+    [
+        (Sampling(temperature=1.0), {3, 0, 2, 1}),
+        (Sampling(temperature=1.0, top_k=2), {3, 0}),
+        (Sampling(temperature=1.0, top_k=3), {3, 0, 2}),
+        (Sampling(temperature=1.0, top_p=0.5), {3}),
+        (Sampling(temperature=1.0, top_p=0.52), {3, 0}),
+        (Sampling(temperature=1.0, top_p=0.81), {3, 0, 2}),
+        (Sampling(temperature=0.01), {3}),
+        (Sampling(temperature=0.0), {3}),
+        (Sampling(temperature=2.0, top_p=0.64), {3, 0}),  # its share is less where all are more alike
+    ],
+)
+def test_a_token_is_drawn_of_the_likeliest_that_reach_the_share(sampling: Sampling, drawn: set[int]) -> None:
+    logits = torch.log(torch.tensor([0.29, 0.05, 0.15, 0.51]))
+    generator = torch.Generator().manual_seed(1)
+    assert {_draw(logits.clone(), sampling, generator) for _ in range(200)} == drawn
+
+
+def test_of_two_that_are_as_likely_the_first_has_half() -> None:
+    generator = torch.Generator().manual_seed(1)
+    half, more = (Sampling(temperature=1.0, top_p=share) for share in (0.5, 0.51))
+    assert {_draw(torch.zeros(2), half, generator) for _ in range(50)} == {0}
+    assert {_draw(torch.zeros(2), more, generator) for _ in range(50)} == {0, 1}
+
+
+def test_weights_that_leave_too_little_of_the_memory_are_read_block_by_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    section = ModelSection(layers=2, hidden=16, heads=2, ffn=24)
+    model = resolve(section, vocabulary=30, sequence_length=8)
+    parameters = 2 * 30 * 16 + 2 * (4 * 16 * 16 + 3 * 16 * 24 + 2 * 16) + 16
+    for itemsize, dtype in ((4, torch.float32), (2, torch.bfloat16)):
+        for free, is_too_large in (
+            (parameters * itemsize / 0.8 + 1, False),
+            (parameters * itemsize / 0.8 - 1, True),
+        ):
+            monkeypatch.setattr("psutil.virtual_memory", lambda free=free: SimpleNamespace(available=free))
+            assert must_load_by_block(model, device=torch.device("cpu"), dtype=dtype) is is_too_large
+
+
+def test_the_template_for_plain_conversations_is_taken_of_several() -> None:
+    named = [{"name": "tools", "template": "T"}, {"name": "default", "template": "D"}, "odd"]
+    assert (_default(named), _default("P"), _default(None), _default(named[:1])) == ("D", "P", "", "")
+    assert (_text("<s>"), _text({"content": "</s>", "lstrip": True}), _text({})) == ("<s>", "</s>", "")

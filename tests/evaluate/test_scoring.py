@@ -22,10 +22,10 @@ from bloomery.model.loss import IGNORED
 END = 29
 
 
-def small() -> Decoder:
+def small(seed: int = 4) -> Decoder:
     section = ModelSection(layers=2, hidden=16, heads=2, ffn=24, init_std=0.5)
     decoder = build(section, vocabulary=30, sequence_length=8)
-    initialise(decoder, seed=4)
+    initialise(decoder, seed=seed)
     return decoder
 
 

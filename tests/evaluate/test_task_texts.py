@@ -53,6 +53,15 @@ def include(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return directory
 
 
+def test_our_questions_are_followed_by_their_right_answers() -> None:
+    directory = Path(task_texts.__code__.co_filename).parent / "tasks"
+    for name in ("local_pairs", "local_last_word"):
+        lines = [json.loads(line) for line in (directory / f"{name}.jsonl").read_text().splitlines()]
+        answers = [f" {line['choices'][line['right']]}" if "choices" in line else "" for line in lines]
+        wanted = [line["text"] + answer for line, answer in zip(lines, answers, strict=True)]
+        assert task_texts([name]) == {name: wanted}
+
+
 def test_texts_of_our_tasks_need_no_lm_eval() -> None:
     texts = task_texts(["local_pairs", "local_texts"])
     assert list(texts) == ["local_pairs", "local_texts"]

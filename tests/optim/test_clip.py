@@ -63,6 +63,34 @@ def test_the_norm_of_a_small_gradient_has_the_bits_of_one_sum() -> None:
     assert found.norm == torch.linalg.vector_norm(gradient)
 
 
+def test_a_norm_is_that_of_all_ranks_and_each_element_counts_once() -> None:
+    ours = CountedGradient(gradient=torch.tensor([3.0, 0.0, 0.0, 0.0]) * 8, padding=2)
+    echoed = CountedGradient(gradient=torch.tensor([100.0, 0.0]), counts=False)
+    summed: list[list[float]] = []
+
+    def total(sums: torch.Tensor) -> torch.Tensor:
+        summed.append(sums.tolist())
+        return sums + torch.tensor([16.0 * 64, 5.0])  # another rank's, with a norm of 4
+
+    found = examine([ours, echoed], limit=2.5, unscale=8.0, total=total)
+    assert summed == [[9.0 * 64, 1.0]]
+    assert (float(found.norm), int(found.zeros), bool(found.applies)) == (5.0, 6, True)
+    assert float(found.shrink) == pytest.approx(0.5) and float(found.coefficient) == pytest.approx(0.5 / 8)
+    unlimited = examine([ours], limit=0.0, unscale=8.0)
+    assert (float(unlimited.shrink), float(unlimited.coefficient)) == (1.0, 1 / 8)
+    below = examine([ours], limit=4.0, unscale=8.0)
+    assert float(below.shrink) == 1.0, "what is below the limit is not made larger"
+
+
+def test_facts_with_another_shrink_have_the_coefficient_that_follows_from_it() -> None:
+    facts = facts_of(5.0, limit=2.5, unscale=8.0)
+    less = facts.shrunk_to(torch.tensor(0.1))
+    assert float(less.shrink) == pytest.approx(0.1) and float(less.coefficient) == pytest.approx(0.1 / 8)
+    assert float(facts_of(math.inf, limit=2.5).shrunk_to(torch.tensor(0.1)).coefficient) == 0.0
+    assert facts.to(torch.device("cpu")) is facts
+    assert facts.to(torch.device("meta")).zeros.device.type == "meta"
+
+
 def test_the_z_score_clips_what_the_paper_clips() -> None:
     limits = limits_of(clip_method="z-score", clip=0.0)
     norms, threshold, decay = norms_of_a_run(200), 2.5, 0.97

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from bloomery.config.optim import OptimSection
 from bloomery.optim.clip import CountedGradient, examine
-from bloomery.optim.groups import ParameterPiece, Placement, lay_out
+from bloomery.optim.groups import ParameterPiece, Placement, block_of, lay_out, rectangles, rule_of
 from bloomery.optim.update_rules import FlatAdamW, FlatMuon, orthogonalise
 
 MATRICES = (Placement(name="a", start=0, shape=(4, 8)), Placement(name="b", start=64, shape=(8, 4)))
@@ -110,6 +111,87 @@ def test_orthogonalising_brings_singular_values_near_one_and_keeps_the_direction
     u, _, v = torch.linalg.svd(matrix[0], full_matrices=False)
     turned = u.T @ result[0] @ v.T
     assert (turned - torch.diag(torch.diagonal(turned))).abs().max() < 1e-3
+
+
+def test_products_of_16_bits_give_updates_of_32() -> None:
+    matrix = torch.randn(2, 16, 48, generator=torch.Generator().manual_seed(5))
+    rounded = orthogonalise(matrix, iterations=5, matmul_dtype=torch.bfloat16)
+    whole = orthogonalise(matrix, iterations=5)
+    assert rounded.dtype == torch.float32 and rounded.shape == matrix.shape
+    assert not torch.equal(rounded, whole) and (rounded - whole).abs().max() < 0.1
+    unscaled = orthogonalise(1000 * matrix, iterations=5)
+    assert torch.allclose(unscaled, whole, atol=1e-4), "only directions count"
+
+
+def test_a_refused_update_leaves_weights_moments_and_momentum() -> None:
+    optimizer, master, gradient = muon()
+    optimizer.step(facts_of(gradient), learning_rate=0.1)
+    before = master.clone(), optimizer.momentum_buffer.clone()
+    facts = facts_of(gradient)
+    refused = replace(facts, applies=torch.tensor(False))
+    optimizer.step(refused, learning_rate=0.1)
+    assert torch.equal(master, before[0]) and torch.equal(optimizer.momentum_buffer, before[1])
+    assert optimizer.moments == {"momentum": optimizer.momentum_buffer}
+
+
+def test_adamw_names_its_moments_and_begins_with_none() -> None:
+    adamw = FlatAdamW(
+        torch.ones(4), torch.full((4,), 2.0), betas=(0.9, 0.75), epsilon=1e-8, weight_decay=0.0,
+        updates=torch.ones(()),
+    )  # fmt: skip
+    assert not adamw.moments["first_moment"].any() and not adamw.moments["second_moment"].any()
+    adamw.step(facts_of(torch.full((4,), 2.0)), learning_rate=0.0)
+    assert adamw.moments["first_moment"].tolist() == pytest.approx([0.2] * 4)
+    assert adamw.moments["second_moment"].tolist() == pytest.approx([1.0] * 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "adamw", "orthogonal"),
+    [
+        ("blocks.3.mlp.up.weight", (8, 4), "matrix", "muon"),
+        ("blocks.3.mlp_norm.weight", (4,), "plain", "plain"),
+        ("embedding.weight", (8, 4), "embedding", "embedding"),
+        ("positions.weight", (8, 4), "embedding", "embedding"),
+        ("head.weight", (8, 4), "head", "head"),
+        ("final_norm.weight", (4,), "plain", "plain"),
+    ],
+)
+def test_the_rule_of_a_tensor_follows_from_its_place_and_shape(
+    name: str, shape: tuple[int, ...], adamw: str, orthogonal: str
+) -> None:
+    piece = ParameterPiece(name=name, parameter_name=name, row_start=0, **whole(shape))
+    assert rule_of(piece, OptimSection(name="adamw", learning_rate=0.1)) == adamw
+    assert rule_of(piece, OptimSection(name="muon", learning_rate=0.1)) == orthogonal
+    assert block_of(name) == ("blocks.3" if name.startswith("blocks.") else "")
+
+
+def test_a_stretch_of_a_matrix_is_a_rows_end_whole_rows_and_a_rows_beginning() -> None:
+    assert list(rectangles((9,), 2, 7)) == [(2, (2,), (5,))]
+    assert list(rectangles((5, 4), 6, 18)) == [(6, (1, 2), (1, 2)), (8, (2, 0), (2, 4)), (16, (4, 0), (1, 2))]
+    assert list(rectangles((5, 4), 5, 7)) == [(5, (1, 1), (1, 2))]
+    assert list(rectangles((5, 4), 4, 12)) == [(4, (1, 0), (2, 4))]
+
+
+def test_shards_of_a_group_are_equal_and_a_block_may_have_a_group_of_its_own() -> None:
+    names = ("blocks.0.mlp.up.weight", "blocks.1.mlp.up.weight", "embedding.weight")
+    shapes = dict(zip(names, ((7, 9), (3, 5), (10, 4)), strict=True))
+    pieces = [
+        ParameterPiece(name=name, parameter_name=name, row_start=0, **whole(shape))
+        for name, shape in shapes.items()
+    ]
+    optim = OptimSection(name="adamw", learning_rate=0.1)
+    together = lay_out(shapes.items(), pieces, optim, shards=3, shard=1)
+    assert [(group.rule, group.bucket, group.numel, group.held) for group in together] == [
+        ("matrix", "", 192, range(64, 128)),
+        ("embedding", "", 192, range(64, 128)),
+    ]
+    # The second shard of the blocks is the last of them, whose fifteen elements begin at 64.
+    assert [(place.name, place.start, place.shape) for place in together[0].held_logical()] == [
+        ("blocks.1.mlp.up.weight", 0, (3, 5))
+    ]
+    assert together[0].padding == 64 - 15 and together[1].padding == 64
+    apart = lay_out(shapes.items(), pieces, optim, by_block=True)
+    assert [group.bucket for group in apart] == ["blocks.0", "blocks.1", ""]
 
 
 def test_clipping_and_unscaling_meet_in_one_coefficient() -> None:
