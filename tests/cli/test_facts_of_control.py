@@ -136,6 +136,19 @@ def test_switches_are_disarmed_wherever_they_are(tmp_path: Path, capsys: pytest.
     assert not (group / "stop").exists() and not rundir.control("stop").exists()
     assert status_of("stop", run, "--disarm", "--json") == 0
     assert json.loads(capsys.readouterr().out)["disarmed"] == []
+    rundir.recipe.write_text(RECIPE)
+    monkeypatch.chdir(group)
+    (group / "stop").touch()
+    assert status_of("stop", run, "--disarm") == 0 and (group / "stop").exists(), "a file of another name"
+    assert status_of("save", run) == 0 and status_of("save", run, "--disarm") == 0
+    told = capsys.readouterr().out
+    assert f"{rundir.control_dir}/save is disarmed (armed by " in told
+    rundir.recipe.unlink()
+    rundir.incarnations.rmdir()
+    assert status_of("save", run) == 0, "a directory that was only submitted has a place for switches"
     for words in ((), (run, "--at", str(group))):
         assert status_of("stop", *words) == 2
     assert status_of("stop", "--at", str(tmp_path / "none")) == 1 == status_of("stop", str(group))
+    (rundir.control("save")).unlink()
+    rundir.control("save").mkdir()
+    assert status_of("save", run, "--disarm") == 1 and "Disarming the switch" in capsys.readouterr().err
