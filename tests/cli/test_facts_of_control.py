@@ -119,7 +119,9 @@ def test_a_switch_is_armed_in_the_first_directory_that_takes_it(tmp_path: Path) 
         _armed("save", [closed, tmp_path / "file"])
 
 
-def test_switches_are_disarmed_wherever_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_switches_are_disarmed_wherever_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     rundir, group = RunDirectory(tmp_path / "run").create(), tmp_path / "group"
     group.mkdir()
     rundir.recipe.write_text(f'{RECIPE}[control]\ndirectory = "{group}"\n')

@@ -134,6 +134,35 @@ def test_a_failure_is_told_here_and_elsewhere_and_ends_the_others(capsys: pytest
     assert "rank 5 (process 71)" in (said := capsys.readouterr().err) and "ending the other ranks" in said
 
 
+def test_what_follows_a_failure_is_said_where_somebody_is_left(capsys: pytest.CaptureFixture[str]) -> None:
+    assert waited(Rank(0), Rank(7), Rank(answer=143))[0] == 7
+    assert "; ending the other ranks" in capsys.readouterr().err
+    assert waited(Rank(LOST), Rank(0))[0] == LOST
+    assert "the ranks here lost another" in capsys.readouterr().err
+    assert waited(Rank(0), Rank(143))[0] == 143 and capsys.readouterr().err == ""
+    assert waited(Rank(-9))[0] == 137 and "goes on from the newest checkpoint" in capsys.readouterr().err
+    waited(Rank(), supervisor=Supervisor(end="rank 4 stands still"))
+    assert "rank 4 stands still; ending the ranks" in capsys.readouterr().err
+    waited(Rank(answer=0), supervisor=Supervisor(stop="the job ends soon"))
+    assert capsys.readouterr().err == "bloomery: the job ends soon; the ranks save and stop\n"
+
+
+def test_a_launcher_that_is_asked_nothing_by_others_looks_rarely() -> None:
+    def longest(**beside: Any) -> float:
+        looks: list[float] = []
+
+        def look(seconds: float) -> None:
+            looks.append(seconds)
+            rank.returncode = 0
+
+        rank: Any = Rank()
+        others, supervisor = beside.get("others"), beside.get("supervisor")
+        _wait([rank], RankRange(count=1, world=1), others, supervisor, set(), SimpleNamespace(wait=look))  # type: ignore[arg-type]
+        return max(looks)
+
+    assert longest() == 60.0 and longest(others=Others()) == 0.2 == longest(supervisor=Supervisor())
+
+
 def test_a_failure_that_follows_another_machines_is_not_told_as_one_here(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
