@@ -239,15 +239,17 @@ def ended(monkeypatch: pytest.MonkeyPatch, run: Path, **outcome: Any) -> tuple[i
     given = {"finished": False, "failed": False, "step": 9, "reason": "it is so", **outcome}
     loop = SimpleNamespace(train=lambda *words: SimpleNamespace(**given))  # the real one loads torch
     monkeypatch.setitem(sys.modules, "bloomery.train.loop", loop)  # type: ignore[arg-type]
+    options = SimpleNamespace(StartOptions=lambda **given: given)
+    monkeypatch.setitem(sys.modules, "bloomery.train.settings", options)  # type: ignore[arg-type]
     monkeypatch.setattr(train.Screen, "say", lambda self, line: said.append(line))
     monkeypatch.setattr(
         train.Screen, "conclude", lambda self, rundir, *, hints: said.append(f"hints {hints}")
     )
-    options: Any = train._parse(["demo", "--no-hints"])
+    parsed: Any = train._parse(["demo", "--no-hints"])
     from bloomery.config.load import load_recipe
 
     try:
-        return train._train(load_recipe("demo"), run, options, 0.0), "\n".join(said)
+        return train._train(load_recipe("demo"), run, parsed, 0.0), "\n".join(said)
     except TrainingFailed as failed:
         return str(failed), "\n".join(said)
 
