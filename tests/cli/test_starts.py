@@ -14,7 +14,7 @@ import pytest
 from bloomery.cli import launch, nodes, supervised, train
 from bloomery.cli.ranks import LAUNCHER, RankRange
 from bloomery.cli.supervised import SupervisedStart
-from bloomery.cli.train import PREPARED
+from bloomery.cli.train import PARENT, PREPARED
 from bloomery.config.environment import SWITCH, is_offline
 from bloomery.errors import BloomeryError, ConfigError, DataError, StoppedBySwitch, TrainingFailed
 from bloomery.events.run_directory import RunDirectory
@@ -30,6 +30,7 @@ RECIPE = (
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in (
         PREPARED,
+        PARENT,
         LAUNCHER,
         "WORLD_SIZE",
         "RANK",
@@ -206,14 +207,20 @@ def test_a_training_starts_again_in_an_environment_of_its_own_or_as_several_rank
     assert "note: " in capsys.readouterr().err, "a typed length takes the place of the recipe's"
     assert train.run([*RECIPE, "--nproc", "4", "--run", str(run)]) == 7
     assert started.share == RankRange(count=4, world=4) and started.command[3] == "train"
-    for words, error in (
-        ((*RECIPE, "--nproc", "3"), TrainingFailed),
-        ((*RECIPE, "--nproc", "6"), ConfigError),
-        (("demo", "elastic.inner_steps=5"), ConfigError),
-        (("demo", "data.tokenizer=none.json"), DataError),
+    assert not is_offline()
+    for words, error, told in (
+        ((*RECIPE, "--nproc", "3"), TrainingFailed, "3 ranks"),
+        ((*RECIPE, "--nproc", "6"), ConfigError, "train.global_batch"),
+        (("demo", "elastic.inner_steps=5"), ConfigError, "each peer needs an agent"),
+        (("demo", "data.tokenizer=none.json"), DataError, "none.json"),
     ):
-        with pytest.raises(error):
+        with pytest.raises(error) as refused:
             train.run([*words, "--run", str(run)])
+        assert told in str(refused.value)
+    monkeypatch.setenv(PARENT, "a socket")
+    with pytest.raises(Replaced):
+        train.run(["demo", "elastic.inner_steps=5", "run.offline=true", "--run", str(run)])
+    assert is_offline() and executed.pop()[0][4] == "demo"
     assert len(executed) == 1
 
 

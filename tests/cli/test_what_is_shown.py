@@ -172,7 +172,14 @@ def test_the_newest_checkpoint_is_scored_once_and_at_its_distance_or_where_the_r
     with Journal(rundir.evaluations) as journal:
         journal.write("tasks", incarnation=1, step=30, checkpoint=listed[1].name, scores=scores)
     assert following() is None
-    listed += committed(tmp_path, 60)
+    with Journal(rundir.evaluations) as journal:
+        for step in (60, 20):
+            journal.write("tasks", incarnation=1, step=step, checkpoint=f"step-{step}", scores=scores)
+    rundir.journal().unlink()
+    listed += committed(tmp_path, 40)
+    assert following(every=11) is None, "ten steps after the newest that was scored"
+    assert following(every=10) == "step-000040.i001", "step 60 was abandoned"
+    listed += committed(tmp_path, 70)
     (listed[-1].directory / "manifest.json").unlink()
     assert following() is None, "it was pruned meanwhile"
 
