@@ -206,3 +206,171 @@ def test_what_a_start_lacks_is_told_before_it(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="file is a file"):
         _refuse_unusable(tmp_path / "file" / "run")
     _refuse_unusable(tmp_path / "new" / "run")
+
+
+class Called:
+    """Stands for the functions of certificates and revocations, and keeps their calls in order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        returned = {
+            "init_certificates": SimpleNamespace(bundles=["certs/night/oslo"]),
+            "apply_access": 3,
+            "restore_revocations": None,
+            "revoke": "77",
+        }
+        for name, value in returned.items():
+            monkeypatch.setattr(coordinate, name, self._noted(name, value))
+        monkeypatch.setattr(coordinate, "root_access", lambda directory: f"root of {directory}")
+        monkeypatch.setattr(coordinate, "accounts_in", lambda directory: f"accounts of {directory}")
+
+    def _noted(self, name: str, value: object) -> Any:
+        def call(*given: Any, **named: Any) -> object:
+            self.calls.append((name, *given, named))
+            return value
+
+        return call
+
+
+def test_certificates_are_made_for_the_peers_run_and_hosts_that_were_given(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    called = Called(monkeypatch)
+    words = ["--init-certs", "certs", "--run", "night", "--peers", "oslo,lyon", "--days", "9", "--renew"]
+    assert coordinate.run([*words, "--hosts", "a.example.org, 203.0.113.7"]) == 0
+    given = {"run": "night", "peers": ("oslo", "lyon"), "days": 9, "renews": True}
+    hosts = ("a.example.org", "203.0.113.7")
+    assert called.calls == [("init_certificates", Path("certs"), {**given, "hosts": hosts})]
+    told = capsys.readouterr().out
+    assert "made    certs/night/oslo\n" in told and "elastic.certificates=…/oslo" in told
+    assert coordinate.run(words) == 0 and called.calls[1][2]["hosts"] == ("127.0.0.1",)
+    monkeypatch.setattr(coordinate, "init_certificates", lambda *given, **named: SimpleNamespace(bundles=[]))
+    capsys.readouterr()
+    assert coordinate.run(words) == 0
+    assert "every peer has its bundle already, in certs/night" in capsys.readouterr().out
+
+
+def test_who_was_revoked_stays_so_in_an_etcd_that_is_granted_accounts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    called = Called(monkeypatch)
+    words = ["--certificates", "certs", "--endpoints", "https://a:2379,https://b:2379"]
+    assert coordinate.run([*words, "--grant"]) == 0
+    endpoints = ("https://a:2379", "https://b:2379")
+    certs = Path("certs")
+    assert called.calls == [
+        ("apply_access", endpoints, "root of certs", "accounts of certs", {}),
+        ("restore_revocations", certs, "root of certs", endpoints, {}),
+    ]
+    assert capsys.readouterr().out == "https://a:2379, https://b:2379: 3 peers may connect\n"
+    clients: list[tuple[Any, ...]] = []
+
+    class Client:
+        """A client of the coordinator that says nothing."""
+
+        def __init__(self, *given: Any) -> None:
+            clients.append(given)
+
+        def __enter__(self) -> Client:
+            return self
+
+        def __exit__(self, *given: object) -> None: ...
+
+    monkeypatch.setattr(coordinate, "Etcd", Client)
+    called.calls.clear()
+    assert coordinate.run([*words, "--revoke", "lyon", "--run", "night"]) == 0
+    ((name, directory, _, named),) = called.calls
+    assert (name, directory, named) == ("revoke", certs, {"run": "night", "peer": "lyon"})
+    assert clients == [(endpoints, "root of certs")]
+    assert "revoked  lyon of night: its account, and its certificate 77" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("adopted", "told"),
+    [
+        ({"round": -1}, "epochs go on at 8; no peer remembers a commit"),
+        ({"peers_ahead": ("a", "b")}, "goes on after round 5, epoch 8, as told by a, b\n"),
+        ({}, "goes on after round 5, epoch 8, as the coordinator knew it\n"),
+        ({"holders": ()}, "No peer that is here holds the state of that round."),
+    ],
+)
+def test_a_run_that_is_adopted_says_from_whom_and_whether_anybody_holds_it(
+    adopted: dict[str, Any],
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from contextlib import nullcontext
+
+    given = {"round": 5, "epoch": 8, "peers_ahead": (), "holders": ("a",), **adopted}
+    monkeypatch.setattr(coordinate, "adopt", lambda etcd, keys: SimpleNamespace(**given))
+    monkeypatch.setattr(coordinate, "_client", lambda options: nullcontext("etcd"))
+    assert coordinate.run(["--adopt", "night"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("night: ") and told in said
+    assert ("No peer" in said) == (given["holders"] == ())
+
+
+def test_a_coordinator_gives_accounts_before_its_address_and_stops_its_etcd_however_it_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    called = Called(monkeypatch)
+    monkeypatch.setattr(coordinate, "_handle_stop_signals", lambda: [2])
+    member = SimpleNamespace(listens="https://0.0.0.0:2379")
+    process = SimpleNamespace(pid=9, wait=lambda timeout: 7)
+    server: Any = SimpleNamespace(
+        endpoint="https://a:2379", member=member, process=process, stop=lambda: called.calls.append(("stop",))
+    )
+
+    def attended(*words: str, version: tuple[int, ...] = (3, 5, 6)) -> str:
+        options = coordinate._parser().parse_args(["--data", str(tmp_path), *words])
+        assert coordinate._attend(server, options, version) == 0
+        return capsys.readouterr().out
+
+    told = attended("--certificates", "certs")
+    assert [call[0] for call in called.calls] == ["apply_access", "restore_revocations", "stop"]
+    assert called.calls[0][1] == ["https://a:2379"] and called.calls[1][3] == ["https://a:2379"]
+    assert f"etcd 3.5.6 at https://0.0.0.0:2379, data in {tmp_path}" in told
+    assert "elastic.coordinator=https://a:2379" in told and "on other machines" in told
+    assert told.endswith("stopped\n") and "may lose data" not in told
+    called.calls.clear()
+    assert "may lose data" in attended(version=(3, 5, 2)) and called.calls == [("stop",)]
+    assert "may lose data" in attended(version=(3, 5, 0))
+    for version in ((3, 5, 3), (3, 4, 30)):
+        assert "may lose data" not in attended(version=version)
+    monkeypatch.setattr(coordinate, "_handle_stop_signals", list)
+    called.calls.clear()
+    options = coordinate._parser().parse_args(["--data", str(tmp_path)])
+    with pytest.raises(CoordinatorError, match="etcd ended by itself, with status 7"):
+        coordinate._attend(server, options, (3, 5, 6))
+    assert called.calls == [("stop",)]
+
+
+def test_a_coordinator_takes_over_an_etcd_or_starts_one_with_its_certificates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from contextlib import nullcontext
+
+    monkeypatch.chdir(tmp_path)
+    left: list[Any] = [None]
+    got: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(coordinate, "find_etcd", lambda: "etcd")
+    monkeypatch.setattr(coordinate, "version_of", lambda program: (3, 5, 6))
+    monkeypatch.setattr(coordinate, "raise_descriptor_limit", lambda: got.append(("limit",)))
+    monkeypatch.setattr(coordinate, "server_certificates", lambda directory: f"files of {directory}")
+    monkeypatch.setattr(coordinate, "serving", lambda data: nullcontext(got.append(("serving", data))))
+    monkeypatch.setattr(coordinate, "take_over", lambda data, **given: got.append((data, given)) or left[0])
+    monkeypatch.setattr(
+        coordinate, "start_single", lambda data, **given: got.append((data, given)) or "started"
+    )
+    monkeypatch.setattr(coordinate, "_attend", lambda server, options, version: got.append((server, version)))
+    coordinate.run(["--data", "d", "--certificates", "c", "--listen", "0.0.0.0:99"])
+    where = {"host": "0.0.0.0", "port": 99, "certificates": "files of c"}
+    assert got[:3] == [("limit",), ("serving", Path("d")), (Path("d"), where)]
+    assert got[3:] == [(Path("d"), {**where, "program": "etcd"}), ("started", (3, 5, 6))]
+    got.clear()
+    left[0] = SimpleNamespace(process=SimpleNamespace(pid=4321))
+    coordinate.run([])
+    where = {"host": "127.0.0.1", "port": 2379, "certificates": None}
+    assert got[2:] == [(Path("coordinator"), where), (left[0], (3, 5, 6))]
+    assert "process 4321" in capsys.readouterr().out
