@@ -88,6 +88,8 @@ def test_settings_reach_the_guards_that_they_are_for() -> None:
     )
     one_of_both = GuardSection(not_finite_losses=0, refused_updates=6)
     assert NotFinite(losses=0, updates=6) in watching_guards(one_of_both)
+    one_of_both = GuardSection(not_finite_losses=4, refused_updates=0)
+    assert NotFinite(losses=4, updates=0) in watching_guards(one_of_both)
 
 
 def test_only_warnings_rewinds_and_failures_are_findings() -> None:
