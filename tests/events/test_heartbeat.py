@@ -317,6 +317,18 @@ def test_a_heartbeat_is_late_by_a_fifth_of_its_interval_before_its_process_is_lo
     assert not has_died_here(beat, now=105.9) and has_died_here(beat, now=106.1)
 
 
+def test_before_the_first_forward_pass_no_shapes_have_changed(tmp_path: Path) -> None:
+    heartbeat = beating(tmp_path / "0-0")
+    heartbeat.expect_no_compilation()
+    heartbeat.enter(RankActivity.LOADING)
+    heartbeat.enter(RankActivity.COMPUTING)
+    heartbeat.expect_compilation()
+    assert not heartbeat.record().may_compile
+    heartbeat.enter(RankActivity.REDUCING)
+    heartbeat.expect_compilation()
+    assert heartbeat.record().may_compile
+
+
 def test_long_errors_are_cut_and_deep_ones_end_with_their_last_places(tmp_path: Path) -> None:
     def one() -> None:
         raise ValueError("x" * 5000)
@@ -336,8 +348,10 @@ def test_long_errors_are_cut_and_deep_ones_end_with_their_last_places(tmp_path: 
 
 
 def test_a_heartbeat_ends_once_and_reads_what_others_wrote_as_it_is_meant(tmp_path: Path) -> None:
-    heartbeat = beating(tmp_path / "0-0").start()
-    heartbeat.close()
+    with beating(tmp_path / "0-0").start() as heartbeat:
+        pass
+    beat = read_beat(heartbeat.path)
+    assert beat is not None and (beat.activity, beat.error, beat.where) == ("ended", "", "")
     before = (tmp_path / "0-0").stat().st_ino
     heartbeat.close()
     assert (tmp_path / "0-0").stat().st_ino == before, "closing again writes nothing"
