@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,9 +17,12 @@ from tests.tiny_run import TINY
 import bloomery
 from bloomery.config.load import parse_recipe
 from bloomery.errors import CheckpointError, ConfigError, StorageError
+from bloomery.evaluate.generate import Sampling
 from bloomery.evaluate.scoring import IGNORED
-from bloomery.events.journal import loss_curve
+from bloomery.events.incarnation import begin
+from bloomery.events.journal import Journal, loss_curve
 from bloomery.events.run_directory import RunDirectory
+from bloomery.train.settings import StartOptions
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "api.md"
 
@@ -68,8 +72,9 @@ def test_the_order_is_that_of_the_training(place: Path, monkeypatch: pytest.Monk
     logits = bloomery.load(place / "zero").logits(tokens)
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
     assert float(loss) == pytest.approx(bloomery.journal(place / "zero")["loss"][0], abs=1e-5)
-    with pytest.raises(IndexError):
-        samples[len(samples)]
+    for beyond in (len(samples), -1):
+        with pytest.raises(IndexError):
+            samples[beyond]
 
 
 def test_the_targets_of_prompts_count_in_no_sample_where_answers_alone_count(tmp_path: Path) -> None:
@@ -123,3 +128,81 @@ def test_a_recipe_of_peers_is_not_trained_alone(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="each peer needs an agent"):
         bloomery.fit(loaded, tmp_path / "run", progress=False)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_journals_columns_have_each_field_of_the_events_that_are_part_of_the_run(tmp_path: Path) -> None:
+    rundir = RunDirectory(tmp_path / "run").create()
+    begin(rundir, base=None, reason="start")
+    begin(rundir, base=(2, 1), reason="rewind")
+    with Journal(rundir.journal()) as journal:
+        for incarnation, step, loss in ((1, 1, 5.0), (1, 2, 4.0), (1, 3, 9.0), (2, 3, 3.0)):
+            journal.write("step", incarnation=incarnation, step=step, loss=loss)
+        journal.write("guard", incarnation=1, step=3, kind="spike")
+        journal.write("guard", incarnation=2, step=3, reason="it rose")
+    steps = bloomery.journal(rundir.path)
+    assert (steps["step"], steps["loss"], steps["incarnation"]) == ([1, 2, 3], [5.0, 4.0, 3.0], [1, 1, 2])
+    guards = bloomery.journal(str(rundir.path), "guard")
+    assert (guards["kind"], guards["reason"]) == (["spike", None], [None, "it rose"])
+    assert bloomery.journal(rundir.path, "nothing of the kind") == {}
+
+
+def test_what_is_given_to_load_and_generate_reaches_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[dict[str, object]] = []
+    drawn: list[dict[str, object]] = []
+
+    class Tokenizer:
+        def encode(self, text: str) -> list[int]:
+            return [*text.encode()]
+
+        def decode(self, ids: list[int]) -> str:
+            return bytes(ids).decode()
+
+    class Saved:
+        recipe, checkpoint = "its recipe", Path("runs/x/checkpoints/step-5")
+        tokenizer = Tokenizer()
+        bounds = SimpleNamespace(opening=lambda ids: [7, *ids], ends={0})
+
+        def decoder(self, **given: object) -> torch.nn.Module:
+            opened.append(given)
+            return torch.nn.Identity()
+
+    def open_saved(path: Path, *, fallback: bool) -> Saved:
+        opened.append({"path": path, "fallback": fallback})
+        return Saved()
+
+    def generate(decoder: object, opening: list[int], **given: object) -> list[int]:
+        drawn.append({"opening": opening, **given})
+        return [104, 105, 0]
+
+    monkeypatch.setattr("bloomery.evaluate.open_checkpoint.open_saved", open_saved)
+    monkeypatch.setattr("bloomery.evaluate.generate.generate", generate)
+    model = bloomery.load("runs/x", dtype="bf16", device="meta", fallback=True)
+    assert opened[0] == {"path": Path("runs/x"), "fallback": True}
+    assert opened[1] == {"device": torch.device("meta"), "dtype": torch.bfloat16}
+    assert model.generate("a", max_tokens=9, temperature=0.5, top_k=3, top_p=0.75, seed=4) == "hi"
+    sampling = Sampling(temperature=0.5, top_k=3, top_p=0.75, seed=4)
+    assert drawn.pop() == {"opening": [7, 97], "max_new_tokens": 9, "sampling": sampling, "ends": {0}}
+    bloomery.load("runs/x").generate("a")
+    assert opened[-2:] == [
+        {"path": Path("runs/x"), "fallback": False},
+        {"device": torch.device("cpu"), "dtype": torch.float32},
+    ]
+    usual = Sampling(temperature=0.8, top_k=0, top_p=1.0, seed=0)
+    assert (drawn[0]["max_new_tokens"], drawn[0]["sampling"]) == (200, usual)
+
+
+def test_a_fit_trains_in_the_directory_given_or_in_that_of_the_recipes_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[tuple[object, ...]] = []
+
+    def train(loaded: object, rundir: RunDirectory, options: StartOptions) -> str:
+        started.append((loaded, rundir.path, options.form))
+        options.say("not shown")
+        return "the outcome"
+
+    monkeypatch.setattr("bloomery.train.loop.train", train)
+    loaded = bloomery.recipe("demo", {"run.name": "mine", "data.sources": [Path("a.txt"), "b.txt"]})
+    assert loaded.recipe.data.sources == ("a.txt", "b.txt")
+    assert bloomery.fit(loaded) == "the outcome" == bloomery.fit(loaded, "elsewhere", progress=False)
+    assert started == [(loaded, Path("runs/mine"), "bar"), (loaded, Path("elsewhere"), "short")]

@@ -3,6 +3,7 @@ from dataclasses import replace
 import pytest
 
 from bloomery.config.checkpoint import BackupSection, GuardSection
+from bloomery.config.data import DatasetSection
 from bloomery.config.findings import nearest_numbers
 from bloomery.config.load import load_recipe
 from bloomery.config.peer_settings import refuse_alone
@@ -10,6 +11,9 @@ from bloomery.config.validate import backup_mistakes, check_recipe
 from bloomery.config.validate_layout import batch_pairs
 from bloomery.errors import ConfigError
 from bloomery.plan.schedule import phase_at
+
+ROTATIONS = "model.rope_low_rotations={} model.rope_high_rotations={}"
+DATASETS = ("data.sources=[]", "data.tokenizer=t.json", 'data.datasets=[{name="a", path="a"}]')
 
 
 def findings(name, *overrides, check=check_recipe, **facts):
@@ -78,10 +82,122 @@ def test_all_mistakes_across_sections_are_reported_at_once():
             "data.sequence_length",
         ),
         (["run.name=a/b"], "run.name"),
+        (["run.name=.hidden"], "run.name"),
+        (["model.head_dim=7"], "model.head_dim"),
+        (["model.heads=128", "model.rope_scaling=dynamic"], "model.rope_scaling"),
+        (["model.rope_scaling=llama3", *ROTATIONS.format(4.0, 4.0).split()], "model.rope_high_rotations"),
+        (["model.rope_scaling=yarn", *ROTATIONS.format(4.0, 3.0).split()], "model.rope_high_rotations"),
+        (["model.embedding_init=bigram", "model.tied=true"], "model.embedding_init"),
+        (["model.qk_norm=true", "optim.qk_clip=100.0"], "optim.qk_clip"),
+        (["model.position=alibi", "model.max_positions=256"], "model.max_positions"),
+        (["data.sources=['a.txt', ' ']"], "data.sources"),
+        (["data.weights_file=w.toml"], "data.weights_file"),
+        (["data.split=[9, 1]"], "data.split"),
+        (["data.order=bloomery", "data.order_samples=100"], "data.order_samples"),
+        (["data.packing=documents", "data.mask_documents=false"], "data.packing"),
+        (["data.packing=documents", "data.mask_documents=true", "data.order=megatron"], "data.packing"),
+        (["data.prompt_field=question", "data.order=megatron"], "data.prompt_field"),
+        ([*DATASETS, "data.prompt_field=question"], "data.prompt_field"),
+        ([*DATASETS[:2], 'data.datasets=[{name="a", path="a", weight=2.0, tokens=9}]'], "data.datasets"),
+        ([*DATASETS[:2], 'data.datasets=[{name="a", path="a", epochs=1.5, tokens=9}]'], "data.datasets"),
+        ([*DATASETS[:2], 'data.datasets=[{name="a", path="a"}, {name="a", path="b"}]'], "data.datasets"),
+        (["log.profile_steps=[5]"], "log.profile_steps"),
+        (["log.profile_steps=[6, 5]"], "log.profile_steps"),
+        (["train.micro_batch_changes=[[5, 1], [5, 2]]"], "train.micro_batch_changes"),
+        (["optim.learning_rate=1e-3", "schedule.floor=1.1e-3"], "schedule.floor"),
+        (["backup.url=s3://b/x", "second_backup.url=s3://b/x"], "second_backup.url"),
+        (["environment.variables=['1X=2']"], "environment.variables"),
     ],
 )
 def test_each_combination_that_cannot_work_is_refused(settings, key):
     assert list(findings("demo", *settings)) == [key]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["run.name=a.b_c+d-1"],
+        ["model.head_dim=8"],
+        ["model.heads=64", "model.rope_scaling=dynamic"],
+        ["model.rope_scaling=llama3", *ROTATIONS.format(3.0, 4.0).split()],
+        ["model.rope_scaling=linear", *ROTATIONS.format(4.0, 3.0).split()],
+        ["model.embedding_init=bigram", "model.tied=false"],
+        ["model.position=learned", "model.max_positions=256", "data.sequence_length=256"],
+        ["model.position=rotary", "model.max_positions=64", "data.sequence_length=256"],
+        ["data.order=megatron", "data.order_samples=100"],
+        ["data.packing=documents", "data.mask_documents=true", "data.reset_positions=true"],
+        ["data.prompt_field=question"],
+        [*DATASETS, "data.weights_file=w.toml"],
+        [*DATASETS[:2], 'data.datasets=[{name="a", path="a", weight=0.0}, {name="b", path="b", epochs=1.5}]'],
+        [*DATASETS[:2], 'data.datasets=[{name="a", path="a", weight=1.0, tokens=9}]'],
+        ["log.profile_steps=[5, 5]"],
+        ["train.micro_batch_changes=[[1, 2], [9, 1]]"],
+        ["optim.learning_rate=1e-3", "schedule.floor=1e-3"],
+        ["schedule.warmup=10", "schedule.decay=10"],
+        ["backup.url=s3://b/x", "second_backup.url=s3://b/y"],
+        ["environment.variables=['_X1=a=b']"],
+    ],
+)
+def test_combinations_at_the_edge_of_what_works_are_taken(settings):
+    assert findings("demo", *settings) == {}
+
+
+@pytest.mark.parametrize(
+    ("settings", "key", "refused"),
+    [
+        (["elastic.inner_steps=96", "elastic.fragments=32"], "elastic.fragments", False),
+        (["elastic.fragments=33"], "elastic.fragments", True),
+        (["elastic.overlap_steps=98"], "elastic.overlap_steps", False),
+        (["elastic.overlap_steps=99"], "elastic.overlap_steps", True),
+        (["elastic.overlap_steps=2", "elastic.mixing=0.5"], "elastic.mixing", False),
+        (["elastic.minimum_peers=8"], "elastic.minimum_peers", False),
+        (["elastic.minimum_peers=9"], "elastic.minimum_peers", True),
+        (["elastic.overlap_steps=2", "elastic.minimum_peers=3", "elastic.quorum=2"], "elastic.quorum", True),
+        (["elastic.overlap_steps=2", "elastic.minimum_peers=3", "elastic.quorum=3"], "elastic.quorum", False),
+        (["elastic.overlap_steps=2", "elastic.minimum_peers=3", "elastic.quorum=8"], "elastic.quorum", False),
+        (["elastic.overlap_steps=2", "elastic.minimum_peers=3", "elastic.quorum=9"], "elastic.quorum", True),
+        (["elastic.average=gradients", "optim.qk_clip=9.0"], "optim.qk_clip", True),
+        (["optim.qk_clip=9.0"], "optim.qk_clip", False),
+        (["elastic.average=gradients", "elastic.fragments=3"], "elastic.fragments", True),
+        (["elastic.average=gradients", "elastic.overlap_steps=1"], "elastic.overlap_steps", True),
+        (["elastic.average=gradients", "train.precision=fp16"], "train.precision", True),
+        (["schedule.unit=steps", "schedule.decay=900000"], "schedule.unit", False),
+        (["schedule.unit=steps", "schedule.decay='auto'", "schedule.shape=constant"], "schedule.unit", False),
+    ],
+)
+def test_rounds_are_taken_up_to_their_bounds(settings, key, refused):
+    rounds = ("elastic.inner_steps=99", "elastic.fragments=1", "elastic.peers=8", "model.layers=32")
+    assert (key in findings("intellect1-10b", *rounds, *settings)) == refused
+
+
+def test_what_follows_from_the_settings_of_rounds_models_and_datasets():
+    elastic = load_recipe("intellect1-10b", ["elastic.inner_steps=103", "elastic.fragments=4"]).recipe.elastic
+    assert elastic.round_steps == 25 and replace(elastic, overlap_steps=3).leased_steps == 28
+    assert replace(elastic, inner_steps=0).round_steps == 1
+    model = load_recipe("demo").recipe.model
+    assert replace(model, hidden=96, heads=6).head_width == 16
+    assert replace(model, hidden=96, heads=6, head_dim=20).head_width == 20
+    biases = {
+        (kind, on): (one.attention_bias, one.mlp_bias)
+        for kind in ("all", "attention", "mlp")
+        for on in (True, False)
+        for one in [replace(model, bias=on, bias_in=kind)]
+    }
+    assert biases == {
+        ("all", True): (True, True),
+        ("attention", True): (True, False),
+        ("mlp", True): (False, True),
+        **{(kind, False): (False, False) for kind in ("all", "attention", "mlp")},
+    }
+    assert DatasetSection(name="a", path="a").resolved_weight == 1.0
+    assert DatasetSection(name="a", path="a", weight=0.25).resolved_weight == 0.25
+
+
+def test_the_reach_of_rewinds_is_what_a_guard_and_a_trial_take():
+    guard = GuardSection(spike_rewind_steps=100, spike_patience=7, trial_steps=5, corruption_steps=40)
+    assert guard.reach_steps == (136, 41)
+    assert replace(guard, spike=False, refused_updates=0, not_finite_losses=3).reach_steps == (136, 41)
+    assert replace(guard, spike=False, refused_updates=0, not_finite_losses=0).reach_steps == (41,)
 
 
 @pytest.mark.parametrize(

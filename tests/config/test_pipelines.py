@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from bloomery.config.load import load_recipe
 from bloomery.config.validate import check_recipe
+from bloomery.config.validate_layout import batch_pairs, rounds_fit
 from bloomery.errors import ConfigError, Mistake
 
 SETTINGS = ("model.layers=8", "train.global_batch=16", "train.micro_batch=2", "train.ramp_up=[]")
@@ -100,3 +103,97 @@ def test_weights_that_are_rounded_block_by_block_are_refused_where_a_rank_lacks_
 ) -> None:
     both = refused(*settings, "working=by-block", data_degree=2)
     assert set(both) == {*refused(*settings, data_degree=2), "parallel.working"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "degree", "key", "words"),
+    [
+        (("offload=nvme",), 1, "parallel.offload", "read and write all optimizer states on a disk"),
+        (("shard_degree=2",), 2, "parallel.shard_degree", "shards nothing"),
+        (("zero=1", "shard_degree=2", "data=3"), 3, "parallel.shard_degree", "3 data-parallel ranks"),
+        (("pipeline=4", "schedule=gpipe", "chunks=2"), 1, "parallel.chunks", "'gpipe' has 1 on each rank"),
+        (("pipeline=4", "schedule=zbv", "chunks=1"), 1, "parallel.chunks", "'zbv' has 2 on each rank"),
+        (("pipeline=4", "schedule=interleaved"), 1, "parallel.chunks", "has 2 or more on each rank"),
+        (
+            ("pipeline=2", "blocks_per_stage=[3, 6]"),
+            1,
+            "parallel.blocks_per_stage",
+            "2 stages 9 blocks, 3 to",
+        ),
+        (
+            ("pipeline=2", "schedule=zero-bubble", "zero=3", "data=2"),
+            2,
+            "parallel.zero",
+            "which 'zero-bubble'",
+        ),
+        (
+            ('recompute_per_stage=["full", "none", "none"]',),
+            1,
+            "parallel.recompute_per_stage",
+            "there is 1 stage",
+        ),
+        (("data=3",), 3, "train.global_batch", "16 is not divisible by micro-batch 2 × data degree 3"),
+    ],
+)
+def test_each_mistake_of_a_layout_is_told_with_its_numbers(
+    settings: tuple[str, ...], degree: int, key: str, words: str
+) -> None:
+    found = refused("tensor=1", *settings, data_degree=degree)
+    mistake = found.pop(key)
+    assert words in mistake.problem and set(found) <= {"optim.name", "parallel.zero", "train.global_batch"}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("offload=cpu",),
+        ("data=4", "zero=1", "shard_degree=2"),
+        ("data=4", "zero=1", "shard_degree=4"),
+        ("pipeline=2", "zero=3", "data=2"),
+        ("pipeline=2", "schedule=interleaved", "chunks=4"),
+        ("working=by-block",),
+    ],
+)
+def test_layouts_at_the_edge_of_what_works_are_taken(settings: tuple[str, ...]) -> None:
+    degree = next((int(one.removeprefix("data=")) for one in settings if one.startswith("data=")), 1)
+    loaded = load_recipe("demo", [*SETTINGS, "optim.name=adamw", *(f"parallel.{one}" for one in settings)])
+    check_recipe(loaded.recipe, loaded.sources, data_degree=degree)
+
+
+@pytest.mark.parametrize(
+    ("model", "tensor", "per_node", "told"),
+    [
+        (("model.heads=8", "model.kv_heads=2"), 4, "auto", "2 key/value heads"),
+        (("model.heads=8", "model.ffn=1022"), 4, "auto", "1022 channels of the MLP"),
+        (("model.heads=8", "model.kv_heads=8", "model.ffn=1024"), 4, "auto", ""),
+        (("model.heads=8", "model.kv_heads=8", "model.ffn=1024"), 4, "4", ""),
+        (("model.heads=8", "model.kv_heads=8", "model.ffn=1024"), 4, "8", ""),
+        (("model.heads=8", "model.kv_heads=8", "model.ffn=1024"), 4, "6", "the 6 ranks of a node"),
+        (("model.heads=8", "model.kv_heads=8", "model.ffn=1024"), 4, "2", "the 2 ranks of a node"),
+    ],
+)
+def test_a_tensor_degree_divides_all_that_is_split_and_stays_inside_a_node(
+    model: tuple[str, ...], tensor: int, per_node: str, told: str
+) -> None:
+    layout = (f"parallel.tensor={tensor}", f"parallel.ranks_per_node={per_node}", "optim.name=adamw")
+    loaded = load_recipe("demo", [*SETTINGS, *model, "model.hidden=256", *layout])
+    try:
+        check_recipe(loaded.recipe, loaded.sources, data_degree=1)
+    except ConfigError as error:
+        assert told and told in error.mistakes[0].problem and error.mistakes[0].key == "parallel.tensor"
+    else:
+        assert told == ""
+
+
+def test_rounds_are_equal_where_micro_batches_divide_into_them() -> None:
+    fitting = {n for n in range(1, 17) if rounds_fit(n, pipeline=4)}
+    assert fitting == {*range(1, 9), 10, 12, 15, 16}
+    assert not rounds_fit(9, pipeline=4) and not rounds_fit(13, pipeline=4) and rounds_fit(9, pipeline=3)
+
+
+def test_the_batches_of_a_ramp_up_begin_evenly_over_its_samples() -> None:
+    train = load_recipe("demo", ["train.global_batch=10", "train.ramp_up=[4, 3, 101]"]).recipe.train
+    assert batch_pairs(train) == [(4, train.micro_batch), (7, train.micro_batch), (10, train.micro_batch)]
+    changes = replace(train, micro_batch=1, micro_batch_changes=((50, 3), (51, 2), (101, 5)))
+    assert batch_pairs(changes) == [(4, 1), (4, 3), (7, 2), (10, 5)], "from sample 51 and 101 on"
+    assert batch_pairs(replace(train, ramp_up=(10, 3, 101))) == [(10, train.micro_batch)]

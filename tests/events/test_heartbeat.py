@@ -306,3 +306,56 @@ def test_the_handler_of_stacks_is_there_before_the_file_names_them(tmp_path: Pat
     with beating(path, before_first_write=lambda told: there.append((told, True))).start():
         beat = read_beat(path)
     assert len(there) == 1 and beat is not None and beat.stacks == ""
+
+
+def test_a_heartbeat_is_late_by_a_fifth_of_its_interval_before_its_process_is_looked_for() -> None:
+    gone = os.fork()
+    if gone == 0:
+        os._exit(0)
+    os.waitpid(gone, 0)
+    beat = RankBeat(pid=gone, host=os.uname().nodename, world=500, time=100.0)  # every 5 s
+    assert not has_died_here(beat, now=105.9) and has_died_here(beat, now=106.1)
+
+
+def test_before_the_first_forward_pass_no_shapes_have_changed(tmp_path: Path) -> None:
+    heartbeat = beating(tmp_path / "0-0")
+    heartbeat.expect_no_compilation()
+    heartbeat.enter(RankActivity.LOADING)
+    heartbeat.enter(RankActivity.COMPUTING)
+    heartbeat.expect_compilation()
+    assert not heartbeat.record().may_compile
+    heartbeat.enter(RankActivity.REDUCING)
+    heartbeat.expect_compilation()
+    assert heartbeat.record().may_compile
+
+
+def test_long_errors_are_cut_and_deep_ones_end_with_their_last_places(tmp_path: Path) -> None:
+    def one() -> None:
+        raise ValueError("x" * 5000)
+
+    def two() -> None:
+        one()
+
+    def three() -> None:
+        two()
+
+    with pytest.raises(ValueError, match="x"), beating(tmp_path / "0-0").start():
+        three()
+    beat = read_beat(tmp_path / "0-0")
+    assert beat is not None and len(beat.error) == 2000 and beat.error.startswith("ValueError: xxx")
+    places = [line.rpartition(" in ")[2] for line in beat.where.splitlines() if " line " in line]
+    assert places == ["three", "two", "one"] and "raise ValueError" in beat.where
+
+
+def test_a_heartbeat_ends_once_and_reads_what_others_wrote_as_it_is_meant(tmp_path: Path) -> None:
+    with beating(tmp_path / "0-0").start() as heartbeat:
+        pass
+    beat = read_beat(heartbeat.path)
+    assert beat is not None and (beat.activity, beat.error, beat.where) == ("ended", "", "")
+    before = (tmp_path / "0-0").stat().st_ino
+    heartbeat.close()
+    assert (tmp_path / "0-0").stat().st_ino == before, "closing again writes nothing"
+    written = {"rank": 3, "time": 7, "may_compile": "yes", "longest_s": {"a": 2}, "of a later version": 1}
+    (tmp_path / "0-1").write_text(json.dumps(written))
+    assert read_beat(tmp_path / "0-1") == RankBeat(rank=3, time=7.0, longest_s={"a": 2.0})
+    assert read_beat(tmp_path / "0-2") is None

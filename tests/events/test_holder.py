@@ -7,10 +7,17 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.faults.commands import wait_for
 
 from bloomery.errors import RunBusy, StorageError
 from bloomery.events.run_directory import RunDirectory
-from bloomery.events.run_lock import STALE_AFTER_S, lock_run
+from bloomery.events.run_lock import (
+    STALE_AFTER_S,
+    _lives,
+    host_name,
+    lock_run,
+    process_identity,
+)
 
 
 def held_by_a_child(rundir: RunDirectory) -> int:
@@ -143,3 +150,72 @@ def test_a_run_that_cannot_be_taken_leaves_no_file_open(tmp_path: Path, monkeypa
     with pytest.raises(StorageError, match=r"holder\.lock"):
         lock_run(rundir)
     assert open_locks(rundir) == 0
+
+
+def test_a_holder_elsewhere_is_alive_until_the_minute_is_over(tmp_path: Path):
+    rundir = RunDirectory(tmp_path)
+    record = {"host": "elsewhere", "pid": 1, "time": 0.0, "machine": "m"}
+    rundir.holder.write_text(json.dumps(record))
+    for age, lives in ((STALE_AFTER_S - 10.0, True), (STALE_AFTER_S + 1.0, False)):
+        moment = time.time() - age
+        os.utime(rundir.holder, (moment, moment))
+        assert _lives(record, rundir.holder, locked=False) is lives
+    assert [path.name for path in tmp_path.iterdir()] == ["holder.json"], (
+        "the look at the clock leaves nothing"
+    )
+
+
+def test_a_living_holder_refreshes_its_file_so_that_no_other_machine_takes_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("bloomery.events.run_lock._LOOK_S", 0.01)
+    monkeypatch.setattr("bloomery.events.run_lock._REFRESH_S", 0.0)
+    rundir = RunDirectory(tmp_path)
+    with lock_run(rundir):
+        os.utime(rundir.holder, (1.0, 1.0))
+        wait_for(lambda: rundir.holder.stat().st_mtime > 1.0)
+    assert not rundir.holder.exists()
+
+
+def test_a_process_of_this_machine_holds_a_run_while_it_runs_itself(monkeypatch: pytest.MonkeyPatch):
+    machine, ticks = process_identity(os.getpid()).rsplit("/", 1)
+    here = {"machine": machine, "pid": os.getpid(), "started": ticks}
+    nowhere = Path("/nowhere/holder.json")  # the age of the file is no matter here
+
+    def lives(record: dict[str, object], *, locked: bool) -> bool:
+        return _lives(record, nowhere, locked=locked)
+
+    assert lives(here, locked=False) and lives(here, locked=True)
+    assert not lives({**here, "started": "1"}, locked=False)
+    unknown = {**here, "started": ""}  # a system that does not tell: the lock decides
+    assert not lives(unknown, locked=True)
+    gone = os.fork()
+    if gone == 0:
+        os._exit(0)
+    os.waitpid(gone, 0)
+    assert not lives({**here, "pid": gone}, locked=False) and process_identity(gone) == ""
+    assert process_identity(os.getppid()) != process_identity(os.getpid())
+
+    def anothers(pid: int, number: int) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr("os.kill", anothers)
+    assert lives({**here, "pid": gone}, locked=False), "of another user"
+
+
+def test_who_restores_a_run_is_waited_for_and_who_trains_it_is_stopped(tmp_path: Path):
+    rundir = RunDirectory(tmp_path)
+    for doing, remedy in (("restored", "Wait until that one has ended"), ("trained", "Stop that one first")):
+        with lock_run(rundir, doing=doing), pytest.raises(RunBusy) as busy:
+            lock_run(rundir)
+        assert f"is being {doing} by process {os.getpid()}" in busy.value.message
+        assert busy.value.remedy.startswith(remedy) and "last sign of life" not in busy.value.remedy
+    since = time.strftime("%Y-%m-%d %H:%M", time.localtime())[:10]
+    assert f"since {since}" in busy.value.message
+
+
+def test_the_name_of_a_machine_is_the_launchers_or_the_systems(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("BLOOMERY_HOST", "node-7")
+    assert host_name() == "node-7"
+    monkeypatch.setenv("BLOOMERY_HOST", "")
+    assert host_name() == os.uname().nodename

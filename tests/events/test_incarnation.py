@@ -1,3 +1,4 @@
+import json
 import os
 import random
 from pathlib import Path
@@ -9,7 +10,15 @@ from tests.disk_calls import recorded
 
 from bloomery import durable
 from bloomery.errors import CheckpointError, StorageError
-from bloomery.events.incarnation import begin, current, identity, merge_records, read_incarnations, visible
+from bloomery.events.incarnation import (
+    begin,
+    current,
+    identity,
+    is_same_run,
+    merge_records,
+    read_incarnations,
+    visible,
+)
 from bloomery.events.run_directory import RunDirectory
 
 
@@ -163,3 +172,42 @@ def test_an_incarnation_and_its_name_are_on_the_disk_when_it_begins(tmp_path: Pa
     with recorded() as calls:
         begin(rundir, base=None, reason="start")
     assert calls.names == [("sync", "000001.json"), ("sync", "incarnations")]
+
+
+def test_who_continued_a_run_that_its_copy_continued_too_is_told_what_to_move(tmp_path: Path):
+    one, other = RunDirectory(tmp_path / "one").create(), RunDirectory(tmp_path / "other").create()
+    begin(one, base=None, reason="start")
+    merge_records(other, {"x/000001.json": one.incarnation(1).read_bytes()})
+    for rundir in (one, other):
+        begin(rundir, base=(5, 1), reason=str(rundir.path))
+    copy = {f"x/{path.name}": path.read_bytes() for path in one.incarnations.iterdir()}
+    with pytest.raises(CheckpointError, match=r"x/000002\.json were both continued as incarnation 2"):
+        merge_records(other, copy)
+    assert is_same_run(other, copy) and is_same_run(other, {"9/000001.json": copy["x/000001.json"]})
+    assert not is_same_run(other, {}) and not is_same_run(other, {"x/000001.json": b"\n"})
+    assert not is_same_run(RunDirectory(tmp_path / "new"), copy)
+
+
+def test_a_record_that_a_crash_left_empty_is_taken_from_the_copy_and_never_the_other_way(tmp_path: Path):
+    one, other = RunDirectory(tmp_path / "one").create(), RunDirectory(tmp_path / "other").create()
+    for base in (None, (5, 1)):
+        begin(one, base=base, reason="start")
+    copy = {f"x/{path.name}": path.read_bytes() for path in one.incarnations.iterdir()}
+    merge_records(other, copy)
+    other.incarnation(2).write_text("")
+    merge_records(other, copy)
+    assert read_incarnations(other) == {1: None, 2: (5, 1)}
+    merge_records(other, {**copy, "x/000002.json": b"", "x/000003.json": b"\n"})
+    assert read_incarnations(other) == {1: None, 2: (5, 1)}
+
+
+def test_a_record_says_who_began_it_when_and_why(tmp_path: Path):
+    rundir = RunDirectory(tmp_path).create()
+    begin(rundir, base=(7, 3), reason="a rewind")
+    record = json.loads(rundir.incarnation(1).read_text())
+    assert record["base"] == {"step": 7, "incarnation": 3} and record["reason"] == "a rewind"
+    assert (record["pid"], record["host"], record["format"]) == (os.getpid(), os.uname().nodename, 1)
+    assert len(record["token"]) == 16
+    (rundir.incarnations / "notes.json").write_text("of a person")
+    rundir.incarnation(12).write_text(json.dumps({"base": None}))
+    assert begin(rundir, base=None, reason="start") == 13 and set(read_incarnations(rundir)) == {1, 12, 13}

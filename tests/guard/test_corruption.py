@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -70,7 +71,8 @@ def test_replicas_that_agree_give_no_fault() -> None:
     row = ranks(4)
     assert held_faults(row) == [] and disputed_micro_batches(row) == () and computation_faults(row) == []
     assert not is_not_deterministic(row)
-    assert [digests_from_json(rank.to_json()) for rank in row] == row
+    row[0] = replace(row[0], shard=3, place=(2, 1))
+    assert [digests_from_json(json.loads(json.dumps(rank.to_json()))) for rank in row] == row
 
 
 def test_the_replica_that_holds_other_bits_than_the_majority_is_named() -> None:
@@ -215,3 +217,33 @@ def test_ranks_are_looked_at_once_however_many_places_they_have() -> None:
 def test_where_nobody_held_the_bits_of_now_a_repetition_names_nobody() -> None:
     before = {rank: {"weights": WRONG + rank, "gradients": RIGHT} for rank in range(2)}
     assert settled_by_repetition(before, ranks(2)) == ()
+
+
+def test_of_many_ranks_four_are_named_and_the_rest_are_counted_in_their_order() -> None:
+    row = [replace(rank, held={"weights": RIGHT if rank.rank < 10 else rank.rank}) for rank in ranks(17)]
+    (fault,) = held_faults(row)
+    assert fault.ranks == tuple(range(10, 17)) and fault.is_certain
+    assert "rank 13 (cpu of host13) and 3 more holds other weights than the 10 replicas" in fault.reason
+    assert "rank 14" not in fault.reason
+    half = [replace(rank, held={"weights": rank.rank % 2}) for rank in ranks(4)]
+    (fault,) = held_faults(half)
+    assert fault.ranks == (0, 1, 2, 3) and not fault.is_certain and "none has a majority" in fault.reason
+
+
+def test_other_gradients_are_told_beside_other_weights_of_other_ranks_alone() -> None:
+    row = holding(holding(ranks(5), 1, weights=WRONG, gradients=WRONG), 3, gradients=WRONG + 1)
+    weights, gradients = held_faults(row)
+    assert (weights.what, weights.ranks) == ("weights", (1,))
+    assert (gradients.what, gradients.ranks) == ("gradients", (1, 3))
+    alone = held_faults(holding(ranks(5), 1, weights=WRONG, gradients=WRONG))
+    assert [(fault.what, fault.ranks) for fault in alone] == [("weights", (1,))]
+
+
+def test_computations_that_nobody_can_decide_are_told_beside_those_that_are_certain() -> None:
+    row = computing(ranks(4), 1, 1, WRONG, WRONG)
+    row = repeating(row, 1)
+    row = [replace(rank, computed={**rank.computed, 9: (100 + rank.rank,)}) for rank in row]
+    certain, unclear = computation_faults(row)
+    assert (certain.ranks, certain.is_certain) == ((1,), True)
+    assert (unclear.ranks, unclear.is_certain) == ((0, 1, 2, 3), False)
+    assert "none has a majority" in unclear.reason and disputed_micro_batches(row) == (1, 9)

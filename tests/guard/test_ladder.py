@@ -204,6 +204,8 @@ def test_restraints_hold_in_their_stretch_and_the_strictest_of_several_counts():
     assert factors == [(1.0, 1.0), (0.5, 1.0), (0.5, 0.25), (0.5, 0.25), (0.8, 0.25), (1.0, 1.0)]
     clamps = [(each.z_score, each.qk_clip) for each in held]
     assert clamps == [(0.0, 0.0), (0.0, 100.0), (2.5, 50.0), (2.5, 50.0), (2.5, 50.0), (0.0, 0.0)]
+    ends = [(each.start, each.stop) for each in held]
+    assert ends == [(9, 9), (10, 30), (20, 30), (20, 30), (20, 40), (40, 40)], "the stretch in which it holds"
     stored = json.loads(json.dumps([half.to_json(), clamped.to_json()]))
     assert restraints_from_json(stored) == (half, clamped)
 

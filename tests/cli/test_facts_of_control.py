@@ -1,0 +1,156 @@
+"""What skipping samples and going back mean for a run, in numbers; and switches in several directories."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tests.cli.in_process import status_of
+from tests.cli.test_ckpt_command import RECIPE
+from tests.guard.reports import report
+
+from bloomery.cli.control import (
+    _armed,
+    _up_to,
+    cursor_after,
+    lost_facts,
+    samples_of,
+    skipped_facts,
+    skipped_words,
+    when_words,
+)
+from bloomery.errors import StorageError
+from bloomery.events.journal import History, Step
+from bloomery.events.run_directory import RunDirectory
+from bloomery.events.run_lock import lock_run
+
+
+def history(steps: range, *, peers: int = 1) -> History:
+    """Steps of ten samples a peer, of which each is read 5 samples behind the ones that count."""
+    made = [
+        replace(
+            report(step, peers=peers, cursor=10 * peers * step + 5, consumed_samples=10 * peers * step),
+            seconds=0.25 * step,
+        )
+        for step in steps
+    ]
+    return History(steps=tuple(Step(incarnation=1, report=one) for one in made), ranks={1: 2}, span_s=9.0)
+
+
+NOTHING = History(steps=(), ranks={}, span_s=0.0)
+
+
+def test_where_the_stream_stood_follows_from_steps_made_and_to_come() -> None:
+    past = history(range(3, 9), peers=3)
+    assert [cursor_after(step, past) for step in (0, -1, 3, 7, 8, 9, 11)] == [0, 0, 95, 215, 245, 275, 335]
+    assert cursor_after(1, past) == 95, "the first that is known"
+    assert cursor_after(5, NOTHING) == 0
+
+
+def test_samples_are_those_asked_for_or_those_of_steps() -> None:
+    past = history(range(1, 9))
+    assert samples_of(Namespace(samples=range(3, 7), steps=None), past) == range(3, 7)
+    assert samples_of(Namespace(samples=None, steps=range(4, 10)), past) == range(35, 95)
+    assert samples_of(Namespace(samples=None, steps=None), past) == range(0)
+
+
+@pytest.mark.parametrize(
+    ("samples", "left_out", "used"),
+    [(range(20, 50), 0, 30), (range(40, 90), 5, 45), (range(85, 90), 5, 0), (range(100, 170), 70, 0)],
+)
+def test_samples_behind_the_run_stay_used_and_those_ahead_are_left_out(
+    samples: range, left_out: int, used: int
+) -> None:
+    facts = skipped_facts(samples, history(range(1, 9)))
+    assert (facts["left_out"], facts["used_already"]) == (left_out, used)
+    assert facts["samples"] == [samples.start, samples.stop] and facts["steps_worth"] == left_out / 10
+    told = skipped_words(facts)
+    assert f"Samples {samples.start} to {samples.stop - 1} of the stream" in told
+    assert ("lie behind the run" in told) == bool(used)
+
+
+def test_steps_of_several_peers_are_as_large_as_all_of_theirs_and_a_new_run_has_no_steps() -> None:
+    assert skipped_facts(range(1000, 1090), history(range(1, 9), peers=3))["steps_worth"] == 3.0
+    facts = skipped_facts(range(5, 9), NOTHING)
+    assert facts == {"samples": [5, 9], "left_out": 4, "used_already": 0, "steps_worth": None}
+    assert "worth" not in skipped_words(facts)
+
+
+def test_what_going_back_undoes_is_what_lies_behind_the_checkpoint() -> None:
+    past = history(range(1, 9))
+    checkpoint: Any = SimpleNamespace(step=5, name="step-000005.i001")
+    assert lost_facts(checkpoint, past) == {
+        "checkpoint": "step-000005.i001",
+        "to_step": 5,
+        "last_step": 8,
+        "steps": 3,
+        "samples": 30,
+        "seconds": 0.25 * (6 + 7 + 8),
+    }
+    newest: Any = SimpleNamespace(step=8, name="step-000008.i001")
+    facts = lost_facts(newest, past)
+    assert (facts["last_step"], facts["steps"], facts["samples"], facts["seconds"]) == (8, 0, 0, 0)
+    first: Any = SimpleNamespace(step=0, name="step-000000.i001")
+    assert lost_facts(first, past)["samples"] == 80
+    assert [made.report.step for made in _up_to(5, past).steps] == [1, 2, 3, 4, 5]
+
+
+def test_when_a_run_takes_a_request_depends_on_whether_it_trains(tmp_path: Path) -> None:
+    rundir = RunDirectory(tmp_path).create()
+    assert "not training" in when_words(rundir, dry_run=False), "nobody ever held it"
+    with lock_run(rundir):
+        assert when_words(rundir, dry_run=False) == "The run takes it after its next step."
+    assert "not training" in when_words(rundir, dry_run=False)
+    assert "dry run" in when_words(rundir, dry_run=True)
+    with lock_run(rundir):
+        pass  # asking has not kept the lock
+
+
+def test_a_switch_is_armed_in_the_first_directory_that_takes_it(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    closed, other = tmp_path / "file" / "control", tmp_path / "other"
+    assert _armed("stop", [closed, other]) == other / "stop" and (other / "stop").is_file()
+    with pytest.raises(StorageError, match=str(closed / "save")):
+        _armed("save", [closed, tmp_path / "file"])
+
+
+def test_switches_are_disarmed_wherever_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rundir, group = RunDirectory(tmp_path / "run").create(), tmp_path / "group"
+    group.mkdir()
+    rundir.recipe.write_text(f'{RECIPE}[control]\ndirectory = "{group}"\n')
+    run = str(rundir.path)
+    assert status_of("stop", run, "--json") == 0
+    assert json.loads(capsys.readouterr().out) == {"switch": "stop", "armed": f"{rundir.control_dir}/stop"}
+    assert status_of("stop", "--at", str(group)) == 0 and (group / "stop").is_file()
+    assert f"`bloomery stop --at {group} --disarm`" in capsys.readouterr().out
+    assert status_of("save", run, "--disarm") == 0
+    assert "save is not armed in" in capsys.readouterr().out and (group / "stop").is_file()
+    assert status_of("stop", run, "--disarm", "--json") == 0
+    disarmed = json.loads(capsys.readouterr().out)
+    assert disarmed == {"switch": "stop", "disarmed": [f"{rundir.control_dir}/stop", f"{group}/stop"]}
+    assert not (group / "stop").exists() and not rundir.control("stop").exists()
+    assert status_of("stop", run, "--disarm", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["disarmed"] == []
+    rundir.recipe.write_text(RECIPE)
+    monkeypatch.chdir(group)
+    (group / "stop").touch()
+    assert status_of("stop", run, "--disarm") == 0 and (group / "stop").exists(), "a file of another name"
+    assert status_of("save", run) == 0 and status_of("save", run, "--disarm") == 0
+    told = capsys.readouterr().out
+    assert f"{rundir.control_dir}/save is disarmed (armed by " in told
+    rundir.recipe.unlink()
+    rundir.incarnations.rmdir()
+    assert status_of("save", run) == 0, "a directory that was only submitted has a place for switches"
+    for words in ((), (run, "--at", str(group))):
+        assert status_of("stop", *words) == 2
+    assert status_of("stop", "--at", str(tmp_path / "none")) == 1 == status_of("stop", str(group))
+    (rundir.control("save")).unlink()
+    rundir.control("save").mkdir()
+    assert status_of("save", run, "--disarm") == 1 and "Disarming the switch" in capsys.readouterr().err

@@ -1,0 +1,127 @@
+"""What exercises, preflights and syncs hand on: to drills, to probes, to storage and to exports."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from bloomery.cli import chaos, preflight, sync
+from bloomery.errors import CheckpointError, ConfigError
+
+
+def test_a_plain_exercise_is_a_drill_of_twenty_faults_or_of_those_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    got: list[list[str]] = []
+    monkeypatch.setattr("bloomery.cli.drill.run", lambda words: got.append(words) or 5)
+    assert chaos.chaos(["demo", "--plain", "a.b=1"]) == 5
+    assert chaos.chaos(["--plain", "demo", "--random", "3"]) == 5
+    assert got == [["demo", "a.b=1", "--random", "20"], ["demo", "--random", "3"]]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [(("demo",), "the recipe has no rounds"), (("diloco-internet", "model.heads=7"), "model.heads")],
+)
+def test_an_exercise_refuses_a_recipe_that_peers_cannot_train(
+    words: tuple[str, ...], told: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        chaos.simulate_internet([*words, "--directory", str(tmp_path / "new")])
+    assert told in str(refused.value) and not (tmp_path / "new").exists()
+
+
+def test_a_preflight_asks_for_room_before_it_measures_the_storage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    asks = lambda path, *, doing, bytes_needed: asked.append(bytes_needed)  # noqa: E731
+    monkeypatch.setattr(preflight, "require_space", asks)
+    held = SimpleNamespace(release=lambda host: None, nodes=list)
+    monkeypatch.setattr("bloomery.operate.exclusions.Exclusions.of", lambda rundir, section: held)
+    monkeypatch.setattr(
+        preflight, "_measured", lambda *given: asked.append("measured") or SimpleNamespace(host="n1")
+    )
+    monkeypatch.setattr(preflight, "_of_all_nodes", lambda rundir, own: {"n1": own, "n2": own})
+    monkeypatch.setattr(preflight, "_findings", lambda nodes, loaded: [])
+    monkeypatch.setattr(preflight, "_show", lambda *given, **more: None)
+    monkeypatch.setattr(preflight, "_storage", lambda *given, nodes: asked.append(("storage", nodes)))
+    run = ["demo", "--run", str(tmp_path)]
+    assert preflight.run([*run, "--storage", "--gigabytes", "1.5"]) == 0
+    assert asked == [1_500_000_000, "measured", ("storage", 2)]
+    asked.clear()
+    assert preflight.run([*run, "--storage"]) == 0 and asked == ["measured", ("storage", 2)]
+    asked.clear()
+    assert preflight.run([*run, "--gigabytes", "1.5"]) == 0 and asked == ["measured"]
+
+
+def test_ranks_of_a_preflight_measure_for_as_long_as_they_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    got: list[Any] = []
+    probe = SimpleNamespace(probe_as_rank=lambda path, *, seconds: got.append((path, seconds)))
+    monkeypatch.setitem(sys.modules, "bloomery.calibrate.node_probe", probe)  # type: ignore[arg-type]
+    assert preflight.run(["--probe", "here.json", "2.5"]) == 0 and got == [(Path("here.json"), 2.5)]
+
+
+@pytest.mark.parametrize(
+    ("words", "seconds", "count"), [((), 2.0, 3), (("--long", "--nproc", "5"), 600.0, 5)]
+)
+def test_a_node_is_measured_by_a_rank_for_each_gpu_or_as_many_as_were_given(
+    words: tuple[str, ...], seconds: float, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dataclasses import dataclass
+
+    from bloomery.config.load import load_recipe
+    from bloomery.errors import TrainingFailed
+    from bloomery.events.run_directory import RunDirectory
+
+    @dataclass(frozen=True)
+    class Facts:
+        host: str = "n1"
+        gpus: tuple[str, ...] = ("a", "b", "c")
+        teraflops: float = 0.0
+        all_reduce_gb_per_s: float = 0.0
+        is_exact: bool = True
+
+    status = [0]
+    started: list[Any] = []
+
+    def run_ranks(command: list[str], share: Any, *, environment: dict[str, str]) -> int:
+        started.append((command, share, environment))
+        text = '{"teraflops": 7.5, "all_reduce_gb_per_s": 1.5, "is_exact": false}'
+        Path(command[command.index("--probe") + 1]).write_text(text)
+        return status[0]
+
+    monkeypatch.setattr("bloomery.operate.node_facts.gather_facts", lambda path, host: Facts())
+    monkeypatch.setattr(preflight, "run_ranks", run_ranks)
+    loaded = load_recipe("demo", ["environment.variables=['NCCL_NET=Mine']"])
+    options = preflight._parse(["demo", *words])
+    monkeypatch.delenv("NCCL_NET", raising=False)
+    facts: Any = preflight._measured(RunDirectory(tmp_path), loaded, options)
+    assert (facts.teraflops, facts.all_reduce_gb_per_s, facts.is_exact) == (7.5, 1.5, False)
+    ((command, share, environment),) = started
+    assert float(command[-1]) == seconds and environment["NCCL_NET"] == "Mine"
+    assert (share.count, share.world) == (count, count)
+    status[0] = 9
+    with pytest.raises(TrainingFailed, match="n1 ended with status 9"):
+        preflight._measured(RunDirectory(tmp_path), loaded, options)
+
+
+def test_an_export_that_fails_is_told_with_the_end_of_what_it_printed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ran: list[list[str]] = []
+    done = SimpleNamespace(returncode=0, stderr="")
+    monkeypatch.setattr(sync.subprocess, "run", lambda command, **more: ran.append(command) or done)
+    sync._export(Path("checkpoints/step-5"), Path("new"))
+    assert ran[0][1:] == ["-m", "bloomery", "ckpt", "export", "checkpoints/step-5", "new", "--json"]
+    done.returncode, done.stderr = 3, "x" * 700 + "\nthe end\n"
+    with pytest.raises(CheckpointError, match=r"step-5 could not be exported: x+ the end\n") as refused:
+        sync._export(Path("checkpoints/step-5"), Path("new"))
+    assert refused.value.message.count("x") < 610
+    done.stderr = ""
+    with pytest.raises(CheckpointError, match="status 3"):
+        sync._export(Path("checkpoints/step-5"), Path("new"))

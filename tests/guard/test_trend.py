@@ -1,0 +1,134 @@
+"""What the guards that only warn say of norms, seconds and plateaus, to the number."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from tests.guard.reports import BATCH, report
+
+from bloomery.events.records import StepReport
+from bloomery.guard.trend import GradientNormRise, Plateau, ThroughputDrop
+from bloomery.guard.verdict import Rung, Watch
+
+
+def told(guard: Any, reports: Iterable[StepReport]) -> list[Watch]:
+    history, found = guard.fresh(), []
+    for one in reports:
+        history, verdict = guard.judge(history, one)
+        found += [verdict] if isinstance(verdict, Watch) else []
+    return found
+
+
+def normed(norms: list[float], *, first: int = 1, **more: Any) -> list[StepReport]:
+    return [report(step, gradient_norm=norm, **more) for step, norm in enumerate(norms, first)]
+
+
+def timed(seconds: list[float], *, first: int = 1, **more: Any) -> list[StepReport]:
+    return [report(step, shared_seconds=value, **more) for step, value in enumerate(seconds, first)]
+
+
+def test_norms_of_three_times_the_usual_are_told_with_both_and_not_again_for_200_steps() -> None:
+    usual = [0.5 if step % 2 else 0.52 for step in range(300)]
+    (warning,) = told(GradientNormRise(), normed([*usual, *[1.5] * 8, *usual[:100], *[1.5] * 4]))
+    assert warning.kind == "gradient norm" and warning.numbers["gradient_norm"] == 1.5
+    assert 0.5 <= warning.numbers["usual"] <= 0.52
+    assert warning.numbers["times"] == pytest.approx(1.5 / warning.numbers["usual"])
+    assert len(told(GradientNormRise(), normed([*usual, *[1.5] * 8, *usual[:200], *[1.5] * 8]))) == 2
+
+
+def test_norms_of_a_start_of_too_few_steps_and_of_refused_updates_are_not_told() -> None:
+    high = [*[0.5] * 150, *[1.5] * 9]
+    assert told(GradientNormRise(), normed(high)) == [], "the first 200 steps"
+    assert told(GradientNormRise(), normed(high, first=201))
+    assert told(GradientNormRise(), normed([*[0.5] * 9, *[1.5] * 9], first=201)) == [], "9 are known"
+    refused = normed([1.5] * 9, first=351, update_applied=False)
+    assert told(GradientNormRise(), [*normed([0.5] * 150, first=201), *refused]) == []
+
+
+@pytest.mark.parametrize("change", [{"global_batch": 5}, {"precision": "fp8"}, {"peers": 2}])
+def test_norms_and_seconds_after_a_change_are_not_compared_with_those_before(change: dict[str, Any]) -> None:
+    norms = [*normed([0.5] * 150, first=201), *normed([1.5] * 20, first=351, **change)]
+    assert told(GradientNormRise(), norms) == []
+    assert told(ThroughputDrop(), [*timed([1.0] * 150), *timed([2.0] * 20, first=151, **change)]) == []
+
+
+def test_what_comes_a_thousand_steps_later_is_not_compared_with_what_was_before() -> None:
+    usual = timed([1.0] * 150)
+    assert told(ThroughputDrop(), [*usual, *timed([2.0] * 5, first=150 + 1000)])
+    assert told(ThroughputDrop(), [*usual, *timed([2.0] * 5, first=150 + 1001)]) == []
+    assert told(ThroughputDrop(), [*usual, *timed([2.0] * 5, first=150)]) == [], "made again"
+
+
+def test_three_steps_that_are_slower_by_a_twentieth_of_the_throughput_are_told() -> None:
+    steady = [2.0] * 100  # the spread is its floor: 1% of 2 s, and a little for a window of few values
+    (warning,) = told(ThroughputDrop(), timed([*steady, *[2.3] * 5]))
+    assert warning.judged_step == 103 and warning.kind == "throughput"
+    assert warning.numbers["seconds"] == 2.3 and warning.numbers["usual"] == 2.0
+    assert 0.02 <= warning.numbers["spread"] < 0.022 and "13.0% less throughput" in warning.reason
+    assert told(ThroughputDrop(), timed([*steady, 2.3, 2.3, 2.0, 2.3, 2.3])) == []
+    assert told(ThroughputDrop(), timed([*steady, *[2.09] * 5])) == [], "within five spreads"
+    assert told(ThroughputDrop(), timed([*steady, *[0.0] * 3, *[2.0] * 5])) == [], "nobody measured these"
+    on = [*steady, *[2.3] * 3, *steady[:80]]
+    assert len(told(ThroughputDrop(), timed([*on, *[2.4] * 5]))) == 1, "not again so soon"
+
+
+def flattening(
+    *, fall_before: float, fall: float, rate: float = 1e-3, steps: int = 16_384
+) -> list[StepReport]:
+    """Reports of every 8th step whose mean falls by two amounts in the last two whole doublings."""
+    levels = {12: 3.0 + fall_before, 13: 3.0, 14: 3.0 - fall}
+    return [
+        report(
+            step,
+            levels.get(step.bit_length(), 3.0 + fall_before if step.bit_length() < 14 else 3.0 - fall),
+            learning_rate=1e-3 if step < steps else rate,
+        )
+        for step in range(8, steps + 1, 8)
+    ]
+
+
+def test_a_plateau_is_told_with_what_each_doubling_brought() -> None:
+    (warning,) = told(Plateau(), flattening(fall_before=0.5, fall=0.01))
+    assert warning.judged_step == 16_384 and warning.kind == "plateau"
+    assert warning.numbers == {
+        "fall": pytest.approx(0.01),
+        "fall_before": pytest.approx(0.5),
+        "loss": pytest.approx(2.99),
+    }
+    assert "by 0.0100 to 2.9900" in warning.reason and "by 0.5000 in as large a part" in warning.reason
+
+
+@pytest.mark.parametrize(
+    ("changed", "is_told"),
+    [
+        ({"fall": 0.016}, False),  # more than half a percent of the loss
+        ({"fall": 0.014}, True),
+        ({"fall_before": 0.1, "fall": 0.011}, False),  # more than a tenth of the fall before
+        ({"fall_before": 0.1, "fall": 0.009}, True),
+        ({"fall_before": 0.02, "fall": 0.0}, False),  # there was hardly a fall before
+        ({"rate": 0.49e-3}, False),  # at a learning rate that has decayed
+        ({"rate": 0.51e-3}, True),
+    ],
+)
+def test_a_fall_that_is_small_by_every_measure_is_a_plateau(changed: dict[str, float], is_told: bool) -> None:
+    found = told(Plateau(), flattening(**{"fall_before": 0.5, "fall": 0.01, **changed}))
+    assert bool(found) is is_told
+
+
+def test_a_plateau_of_few_or_early_steps_is_none_and_one_is_told_once() -> None:
+    flat = flattening(fall_before=0.5, fall=0.01, steps=16_376)
+    early = [report(step, 3.5 if step < 1024 else 3.0) for step in range(1, 4097)]
+    assert told(Plateau(), early) == [], "before step 8192"
+    few = [one for one in flat if one.step % 128 == 0]
+    assert told(Plateau(), [*few, report(16_384, 2.99)]) == [], "64 losses in the half"
+    on = [*flat, *(report(step, 2.99) for step in range(16_384, 32_769, 8))]
+    assert [one.judged_step for one in told(Plateau(), on)] == [16_384]
+
+
+def test_a_rewind_takes_the_checkpoints_histories_and_a_resume_keeps_them() -> None:
+    guard: Any
+    for guard in (GradientNormRise(), ThroughputDrop(), Plateau()):
+        assert guard.rewound({"a": BATCH}, {"b": 2}, rung=Rung.SLOW) == {"b": 2}
+        assert guard.resumed({"a": 3}) == {"a": 3}
