@@ -135,6 +135,9 @@ def test_an_incident_moves_with_a_clock_that_was_set_back(run: RunDirectory) -> 
     watching.check(now=NOW - 1000)
     (incident,) = watching.incidents.values()
     assert (incident.began, incident.told) == (NOW - 1020, NOW - 1020)
+    opened(watching, "slow")
+    watching._set_back(300.0)
+    assert watching.incidents["slow"].seen == NOW - 300.0
     assert watching._gap_s == 20, "the gap between two looks is as it was"
     watching.close()
 

@@ -148,11 +148,11 @@ def test_the_file_system_of_a_path_is_the_innermost_mount_of_its_device(
     device = tmp_path.stat().st_dev
     here, number = tmp_path.resolve(), f"{os.major(device)}:{os.minor(device)}"
     lines = [
+        f"40 35 0:99999 / {here} rw - nfs4 filer:/vol rw",
         f"36 35 {number} / {here.parent} rw,noatime shared:1 - ext4 /dev/outer rw",
         f"37 35 {number} / {here} rw,noatime - xfs /dev/a\\040disk rw",
         f"38 35 {number} / / rw - ext4 /dev/root rw",
         f"39 35 {number} / {here}/deeper rw - ext4 /dev/deeper rw",
-        f"40 35 0:99999 / {here} rw - nfs4 filer:/vol rw",
     ]
     monkeypatch.setattr(Path, "read_text", lambda self: "\n".join(lines))
     assert mounted_at(here) == MountedAt(kind="xfs", place=str(here), source="/dev/a disk")
