@@ -324,10 +324,11 @@ def test_the_longest_save_and_exit_count_of_saves_that_belong_to_their_steps(tmp
     again = [(90.0, "step", 6, 2), (91.0, "checkpoint", 6, 2), (96.0, "checkpoint", 5, 2)]
     ends = [(100.0, "end", 6, 2), (130.0, "end", 6, 2), (200.0, "end", 6, 2)]
     journal(run, *first, *again, *ends, seconds=4.0)
+    run.journal().write_text(run.journal().read_text().replace('"seconds": 4.0', '"seconds": 5.5', 1))
     with run.operations.open("w") as file:
         for time_, status in ((50.0, 143), (104.0, 143), (139.0, 0), (190.0, 137), (206.0, 130)):
             file.write(json.dumps({"event": "attempt_end", "time": time_, "status": status}) + "\n")
-    assert measured_save(run) == SaveTimes(save_s=7.0, step_s=4.0, exit_s=9.0)
+    assert measured_save(run) == SaveTimes(save_s=7.0, step_s=5.5, exit_s=9.0)
 
 
 @pytest.mark.parametrize(
@@ -355,6 +356,16 @@ def test_the_length_of_a_job_is_what_was_left_when_its_end_was_first_asked(tmp_p
         for moment[0], leaves in ((10_000.0, False), (11_799.0, False), (11_801.0, True)):
             watch.warned()
             assert bool(watch.check()) == leaves, "half of the hour is kept for the save"
+
+
+def test_a_long_job_that_has_measured_no_save_leaves_as_long_before_its_end_as_the_recipe_says(
+    tmp_path: Path,
+) -> None:
+    watch, moment = departure(RunDirectory(tmp_path), lambda: 20_000.0, unmeasured_s=300.0), [0.0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "time", lambda: moment[0])
+        for moment[0], leaves in ((10_000.0, False), (19_699.0, False), (19_701.0, True)):
+            assert bool(watch.check()) == leaves
 
 
 def test_an_end_that_nobody_tells_any_more_is_the_one_that_was_told_before(tmp_path: Path) -> None:
