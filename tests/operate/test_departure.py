@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import socket
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -34,6 +36,7 @@ from bloomery.operate.departure import (
 from bloomery.operate.maintenance import (
     MaintenanceNotice,
     _get,
+    _iso,
     cloud_here,
     earliest,
     notices_of_cloud,
@@ -496,6 +499,27 @@ def test_only_an_answer_that_means_no_notice_is_no_warning(caplog: pytest.LogCap
         assert caplog.text.count("answers") == expected
     server.shutdown()
     server.server_close()
+
+
+def test_a_time_without_a_zone_is_utc(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", "Asia/Tokyo")
+    time.tzset()
+    try:
+        assert _iso("2031-05-06T07:08:09") == WHEN.timestamp() == _iso("2031-05-06T16:08:09+09:00")
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+
+
+def test_an_answer_is_waited_for_and_read_for_so_long_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[float] = []
+
+    def opened(request: object, *, timeout: float) -> io.BytesIO:
+        limits.append(timeout)
+        return io.BytesIO(b"x" * (3 << 20))
+
+    monkeypatch.setattr(urllib.request, "urlopen", opened)
+    assert len(_get("http://any", {})) == 1 << 20 and limits == [5.0]
 
 
 def test_a_reservation_counts_for_the_nodes_of_the_job_from_its_start() -> None:
