@@ -15,7 +15,9 @@ import pytest
 
 import bloomery
 from bloomery.events.heartbeat import RankActivity, RankBeat, read_beat
+from bloomery.events.run_directory import RunDirectory
 from bloomery.operate.hang import find_hang, place_of
+from bloomery.operate.progress_watch import ProgressWatch, WatchClock, takes_heartbeats
 from bloomery.operate.stacks import Frame, RankStack, parse_pyspy, take_stacks
 from bloomery.operate.standstill import (
     RankObservation,
@@ -429,3 +431,49 @@ def test_of_ranks_that_all_wait_the_few_at_another_step_are_named() -> None:
     finding = find_hang(beats, {})
     assert (finding.culprits, finding.hosts, finding.sure) == ((1, 4), ("node1", "node4"), False)
     assert find_hang(dict(list(beats.items())[:1]), {}).culprits == ()
+
+
+def test_a_watcher_counts_the_seconds_in_which_it_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    clock, counted = WatchClock(), []
+    for now[0] in (101.0, 103.5, 900.0, 901.0):
+        counted.append(clock.look(most_s=2.0))
+    assert counted == [1.0, 3.0, 5.0, 6.0]
+
+
+def test_ranks_that_write_rarely_are_watched_as_rarely(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    watch = ProgressWatch(RunDirectory(tmp_path).create(), StandstillLimits())
+    found = []
+    for now[0] in (100.0, 109.0, 118.0):
+        written_then = beat(0, RankActivity.COMPUTING, world=1000, longest_s={COMPUTING: 4.0}, time=now[0])
+        found.append(watch.look({0: written_then}, {}))
+    assert found[:2] == [None, None] and found[2] is not None and found[2].still_s == 18.0
+
+
+def test_ranks_are_not_silent_while_nobody_can_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, now = RunDirectory(tmp_path).create(), [100.0]
+    place = run.heartbeat().parent
+    assert takes_heartbeats(run) and list(place.iterdir()) == []
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    watch, stands = ProgressWatch(run, StandstillLimits()), beat(0, RankActivity.COMPUTING)
+
+    def look_until(end: int) -> list[int]:
+        """Return at which seconds the rank counted as standing still."""
+        silent = []
+        while now[0] < end:
+            now[0] += 1.0
+            if watch.look({0: stands}, {}) is not None:
+                silent.append(int(now[0]))
+        return silent
+
+    place.rmdir()
+    place.touch()
+    assert not takes_heartbeats(run) and look_until(120) == []
+    place.unlink()
+    place.mkdir()
+    assert look_until(130)[0] == 122, "six seconds after the last look at which nobody could, at 115"

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -260,9 +260,12 @@ def test_a_start_wants_what_its_recipe_says_and_tells_why_a_node_is_not_fit(run:
     assert {("a", "1", True), ("b", "3.0", False), ("b", "an", True), ("c", "5", False)} <= findings
     reactions = JobReactions(on_bad_node=bad.append, on_repeating=bad.append)
     check = StartCheck(gpus=1, disk_gb=5.0, environment={})
-    assert check.unfit_hosts(run, facts, say=lambda line: None, reactions=reactions) == ["c"]
-    (diagnosis,) = bad
-    assert diagnosis.summary == "c is not fit to train: 0 of 1 GPUs are there"
+    facts = facts | {"d": replace(facts["d"], is_exact=False)}
+    assert check.unfit_hosts(run, facts, say=lambda line: None, reactions=reactions) == ["c", "d"]
+    assert [diagnosis.summary for diagnosis in bad] == [
+        "c is not fit to train: 0 of 1 GPUs are there",
+        "d is not fit to train: equal matmuls differ: it computes wrongly",
+    ]
 
 
 def test_the_room_for_one_checkpoint_more_than_are_kept_must_be_free() -> None:
@@ -367,7 +370,7 @@ def test_a_record_that_is_written_while_it_is_taken_for_empty_is_kept(
     (board,) = boards(tmp_path, "n2")
     path = tmp_path / "decision-000002.json"
     path.touch()
-    clock, replace = [0.0], durable.replace
+    clock, move = [0.0], durable.replace
     monkeypatch.setattr(board, "now", lambda: clock[0])
     assert not board.put("decision-000002", {"of": "us"})
     clock[0] = 7.0
@@ -375,7 +378,7 @@ def test_a_record_that_is_written_while_it_is_taken_for_empty_is_kept(
     def replaced(source: Path, target: Path) -> None:
         if source == path:
             path.write_text('{"of": "them"}')
-        replace(source, target)
+        move(source, target)
 
     monkeypatch.setattr(durable, "replace", replaced)
     assert not board.put("decision-000002", {"of": "us"})
