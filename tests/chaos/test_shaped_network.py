@@ -90,6 +90,14 @@ def test_a_fault_strikes_both_directions_of_its_host_and_no_other() -> None:
         assert [pipe.arrival(0, now=now) - now for pipe in internet._pipes("b")] == [pytest.approx(41.0)] * 2
 
 
+def test_dialling_takes_a_round_trip_before_the_first_byte(echo: int) -> None:
+    with ShapedNetwork() as internet:
+        internet.host("a", Shape(delay=0.05))
+        port, begun = internet.open("a", echo), time.monotonic()
+        assert _through(port, b"bytes") == b"bytes"
+        assert time.monotonic() - begun >= 0.2
+
+
 def test_what_goes_to_a_host_is_told_before_what_comes_from_it() -> None:
     with ShapedNetwork() as internet:
         internet.host("a", Shape())
