@@ -85,7 +85,7 @@ def test_a_fault_strikes_both_directions_of_its_host_and_no_other() -> None:
         now = internet._loop.time()
         internet.cut("a", 500.0)
         late = [pipe.arrival(0, now=now) - now for name in "ab" for pipe in internet._pipes(name)]
-        assert late == [pytest.approx(501.0, abs=5.0)] * 2 + [pytest.approx(1.0)] * 2
+        assert late == [pytest.approx(501.0, abs=60.0)] * 2 + [pytest.approx(1.0)] * 2
         internet.slow("b", 40.0, lasting=600.0)
         assert [pipe.arrival(0, now=now) - now for pipe in internet._pipes("b")] == [pytest.approx(41.0)] * 2
 

@@ -160,11 +160,14 @@ def test_the_evidence_names_the_step_from_which_the_attempt_began(
         supervise_module, "diagnose", lambda evidence: seen.append(evidence) or diagnose(evidence)
     )
     monkeypatch.setattr(share_log, "kernel_lines", lambda: ["a line"] if supervised.watches else [])
+    monkeypatch.setattr(
+        supervise_module, "free_share", lambda path: 0.25 if path == Path("/dev/shm") else 0.0
+    )
+    monkeypatch.setattr(supervise_module, "free_gib", lambda path: 7.5 if path == Path("/dev/shm") else 0.0)
     supervised.ends((-9, 3), (-9, 8), (0, 9))
     assert [evidence.first_step for evidence in seen] == [0, 3]
     assert seen[0].kernel == {"node0": ["a line"]}
-    assert seen[0].shm_free_gib == pytest.approx(share_log.free_gib(Path("/dev/shm")), abs=0.5)
-    assert seen[0].shm_free is not None and 0.0 < seen[0].shm_free <= 1.0
+    assert (seen[0].shm_free, seen[0].shm_free_gib) == (0.25, 7.5)
 
 
 def test_a_machine_that_the_journal_blames_for_wrong_bits_is_in_quarantine(supervised: Supervised) -> None:
