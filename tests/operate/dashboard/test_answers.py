@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from starlette.requests import Request
 from tests.operate.dashboard.written_run import WrittenRun, healed_run
 
 from bloomery.config.load import dump_recipe, load_recipe, override
@@ -398,3 +399,62 @@ def test_only_a_later_version_is_newer() -> None:
     later, earlier = [*ours[:-1], ours[-1] + 1], [max(0, ours[0] - 1), 0, 0]
     assert _is_newer(".".join(map(str, later))) and not _is_newer(__version__)
     assert not _is_newer(".".join(map(str, earlier))) and not _is_newer("x.y")
+
+
+def test_a_question_about_curves_is_bounded(run: WrittenRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    server, asked_for = DashboardServer([run.rundir.path], AccessRules()), list[Any]()
+
+    def noted(names: list[str], *, axis: str, begin: float | None, end: float | None, points: int) -> bytes:
+        asked_for.append((len(names), axis, begin, end, points))
+        return b"[]"
+
+    monkeypatch.setattr(server.runs[0], "curves", noted)
+
+    async def ask(query: str) -> int:
+        scope = {"type": "http", "path": "/api/curves", "query_string": query.encode(), "headers": []}
+        return (await server._curves(Request(scope))).status_code
+
+    async def all_of(*queries: str) -> list[int]:
+        return [await ask(query) for query in queries]
+
+    names = "&".join(f"name=n{number}" for number in range(70))
+    assert (
+        asyncio.run(all_of(f"run=0&{names}&points=1", "run=0&points=99999&axis=time&begin=-2.5&end=7"))
+        == [200] * 2
+    )
+    assert asked_for == [(64, "step", None, None, 10), (0, "time", -2.5, 7.0, 4000)]
+    assert asyncio.run(all_of("run=0&begin=inf", "run=0&points=1.5", "run=1", "run=0&axis=x")) == [
+        400,
+        400,
+        404,
+        404,
+    ]
+
+
+def test_an_answer_is_shared_for_a_moment_and_forgotten_after_it(
+    run: WrittenRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bloomery.operate.dashboard import server as server_module
+
+    server, made, clock = (
+        DashboardServer([run.rundir.path], AccessRules(), interval_s=8.0),
+        list[int](),
+        [100.0],
+    )
+    monkeypatch.setattr(server_module, "time", SimpleNamespace(monotonic=lambda: clock[0], time=time.time))
+
+    async def ask(query: bytes) -> bytes:
+        scope = {"type": "http", "path": "/api/panels", "query_string": query, "headers": []}
+        make = lambda: made.append(1) or str(len(made)).encode()  # noqa: E731
+        return bytes((await server._shared(Request(scope), make)).body)
+
+    async def asked_at() -> list[bytes]:
+        found = []
+        for clock[0], query in ((100.0, b"a"), (102.0, b"a"), (102.1, b"a"), (103.0, b"b"), (104.2, b"b")):
+            found.append(await ask(query))
+        return found
+
+    assert asyncio.run(asked_at()) == [b"1", b"1", b"2", b"3", b"3"]
+    clock[0] = 106.0
+    asyncio.run(ask(b"c"))
+    assert list(server._answers) == ["/api/panels?c"], "older ones take no memory"
