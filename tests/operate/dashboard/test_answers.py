@@ -30,6 +30,7 @@ from bloomery.operate.dashboard.run_reader import RunReader, _is_newer
 from bloomery.operate.dashboard.run_summary import RunSummarizer, night_words, silent_ranks
 from bloomery.operate.dashboard.server import _MOST_BODY, DashboardServer, _body
 from bloomery.operate.dashboard.viewed_run import ViewedRun
+from bloomery.operate.submission import keep_submission, submission_of
 
 TOKEN = "0123456789abcdef"
 
@@ -290,8 +291,11 @@ def test_a_saves_row_tells_what_it_cost_and_why_it_is_kept(run: WrittenRun) -> N
     run.event("checkpoint", path="step-000092.i002")
     own = {name: record[name] for name in ("loss", "seconds", "consumed_samples", "consumed_tokens")}
     run.event("step", step=93, **own, spent={"saving a checkpoint": 1.5, "forward and backward": 0.1})
+    run.event("checkpoint", step=94, path="step-000094.i002")
+    run.event("step", step=95, **own, spent={"saving a checkpoint": 2.5, "forward and backward": 0.1})
     rows = saves(RunReader(run.rundir.path).read_all(), None)
     assert [(row.name, row.step, row.blocked_s, row.durable, row.kept) for row in rows] == [
+        ("step-000094.i002", 94, None, True, ""),
         ("step-000092.i002", 92, 1.5, True, ""),
         ("step-000050.i001", 50, 0.0, True, ""),
     ]
@@ -350,7 +354,10 @@ def test_a_clock_that_goes_back_moves_no_curve_to_the_left(run: WrittenRun) -> N
     assert all(later >= earlier for earlier, later in zip(loss.x, loss.x[1:], strict=False))
     (smooth,) = curves(reader, ["loss~"], points=20)
     assert smooth.name == "loss~" and len(smooth.x) == 20
-    assert curves(reader, ["loss!"], begin=70.0) == [] and len(curves(reader, ["loss!"], end=70.0)) == 1
+    assert (
+        curves(reader, ["loss!"], end=40.0) == [] == curves(reader, ["loss!"], begin=70.0)
+        and len(curves(reader, ["loss!"], end=70.0)) == 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -458,3 +465,103 @@ def test_an_answer_is_shared_for_a_moment_and_forgotten_after_it(
     clock[0] = 106.0
     asyncio.run(ask(b"c"))
     assert list(server._answers) == ["/api/panels?c"], "older ones take no memory"
+
+
+def test_tables_are_as_new_as_what_was_read_and_seconds_old_at_most(
+    run: WrittenRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, dead, made = [100.0], set[int](), list[int]()
+    run.rundir.heartbeat().write_text(json.dumps({"rank": 0, "world": 1, "pid": 1, "time": time.time()}))
+    monkeypatch.setattr(viewed_run, "time", SimpleNamespace(monotonic=lambda: clock[0], time=time.time))
+    monkeypatch.setattr(viewed_run, "has_died_here", lambda beat, *, now: beat.rank in dead)
+    monkeypatch.setattr(viewed_run, "mesh_panel", lambda reader, recipe: made.append(1) or "ranks")
+    viewed = ViewedRun(run.rundir.path, interval_s=8.0)
+    viewed.reader.read_all()
+    first = viewed.tables()
+    clock[0] = 107.9
+    assert viewed.tables() is first and json.loads(first)["ranks"] == "ranks"
+    clock[0] = 108.0
+    second = viewed.tables()
+    assert second is not first and viewed.tables() is second and made == [1], "ranks are older"
+    viewed.reader.version += 1
+    assert viewed.tables() is not second
+    dead.add(0)
+    viewed.check_ranks()
+    viewed.tables()
+    assert made == [1, 1], "one has died"
+
+
+def summarizer_of(run: WrittenRun, *settings: str) -> RunSummarizer:
+    recipe = override(load_recipe("demo").recipe, ["train.global_batch=8", "train.ramp_up=[]", *settings])
+    run.rundir.recipe.write_text(dump_recipe(recipe))
+    return RunSummarizer(RunReader(run.rundir.path).read_all())
+
+
+def test_the_time_that_is_left_is_by_the_newest_fifty_steps_of_all_peers(run: WrittenRun) -> None:
+    run.steps(60, seconds=7.0, peers=2)
+    run.steps(50, seconds=2.0, peers=2)
+    shown = summarizer_of(run, "train.samples=3208").summary(now=1000.0)
+    assert (shown.step, shown.step_s) == (201, 2.0)
+    assert (shown.steps, shown.left_s) == (301, 200.0), "1600 samples are left, of which a step takes 16"
+    over = summarizer_of(run, "train.samples=800").summary(now=1000.0)
+    assert (over.done, over.left_s) == (1.0, 0.0)
+
+
+def test_a_run_that_goes_on_with_a_loss_that_is_none_is_bad(run: WrittenRun) -> None:
+    beat = RankBeat(world=1, activity="forward and backward", time=time.time(), since=time.time())
+    run.rundir.heartbeat().write_text(json.dumps(beat.__dict__))
+    shown = summarizer_of(run, "train.samples=1600").summary()
+    assert (shown.state, shown.health, shown.advice) == ("running", "good", ["Nothing: no person is needed."])
+    assert shown.ends == pytest.approx(time.time() + 109 * 0.1, abs=60.0)
+    run.steps(1, loss=float("nan"))
+    shown = summarizer_of(run, "train.samples=1600").summary()
+    assert (shown.state, shown.health, shown.loss) == ("running", "bad", None)
+    run.steps(1)
+    run.event("checkpoint_failed", why="No space left")
+    shown = summarizer_of(run, "train.samples=1600").summary()
+    assert shown.health == "attention" and "No space left" in shown.advice[0]
+
+
+def test_the_scheduler_is_asked_once_a_minute_and_the_recipe_read_when_it_changes(
+    run: WrittenRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, asked_at = [1000.0], list[float]()
+    queue = SimpleNamespace(jobs=lambda *, name, run: asked_at.append(clock[0]) or [])
+    monkeypatch.setattr(run_summary, "scheduler_of", lambda section, path: queue)
+    monkeypatch.setattr(run_summary, "time", SimpleNamespace(monotonic=lambda: clock[0], time=time.time))
+    keep_submission(run.rundir, submission_of("demo", [], nproc=None))
+    summarizer = summarizer_of(run, "train.samples=1600")
+    for clock[0] in (1000.0, 1059.0, 1060.0, 1061.0):
+        summarizer.summary()
+    assert asked_at == [1000.0, 1060.0]
+    summarizer_of(run, "train.samples=16000")
+    assert summarizer.summary().steps == 2000
+    run.rundir.recipe.write_text("[run")
+    assert "the recipe cannot be read" in summarizer.summary().problems[0] and summarizer.recipe is not None
+
+
+def test_a_journal_that_is_too_long_for_a_page_is_counted_by_the_command(
+    run: WrittenRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = RunReader(run.rundir.path).read_all()
+    assert "problem" not in panels.goodput(reader)
+    monkeypatch.setattr(panels, "MOST_LEDGER_BYTES", 1000)
+    assert "`bloomery report" in panels.goodput(reader)["problem"]
+
+
+def test_a_save_says_why_it_is_kept_and_whether_it_has_a_copy(
+    run: WrittenRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = {"step-000050.i001": ["newest", "each 50"], "step-000090.i002": []}
+    decisions = [
+        SimpleNamespace(checkpoint=SimpleNamespace(name=name, step=int(name[5:11])), why=why)
+        for name, why in names.items()
+    ]
+    monkeypatch.setattr(panels, "prune_plan", lambda rundir, **more: decisions)
+    monkeypatch.setattr(panels, "remote_copies", lambda rundir: {"step-000090.i002": None})
+    reader = RunReader(run.rundir.path).read_all()
+    rows = saves(reader, RunSummarizer(reader).recipe)
+    assert [(row.name, row.step, row.backed_up, row.kept, row.durable) for row in rows] == [
+        ("step-000090.i002", 90, True, "to be removed", True),
+        ("step-000050.i001", 50, False, "newest, each 50", True),
+    ]
