@@ -22,7 +22,7 @@ from bloomery.events.journal import read_journal
 from bloomery.operate.dashboard import panels, run_summary, viewed_run
 from bloomery.operate.dashboard.access import AccessGate, AccessRules, bearer, read_token
 from bloomery.operate.dashboard.actions import ActionRequest, carry_out
-from bloomery.operate.dashboard.curves import curves, downsampled, moving_mean, rows_between
+from bloomery.operate.dashboard.curves import _line, curves, downsampled, moving_mean, rows_between
 from bloomery.operate.dashboard.panels import CachedValue, saves
 from bloomery.operate.dashboard.prometheus import metrics_text
 from bloomery.operate.dashboard.run_events import shown_event
@@ -520,6 +520,12 @@ def test_a_run_that_goes_on_with_a_loss_that_is_none_is_bad(run: WrittenRun) -> 
     run.event("checkpoint_failed", why="No space left")
     shown = summarizer_of(run, "train.samples=1600").summary()
     assert shown.health == "attention" and "No space left" in shown.advice[0]
+    viewed = ViewedRun(run.rundir.path)
+    viewed.reader.read_all()
+    (up,) = (line for line in metrics_text([viewed]).splitlines() if line.startswith("bloomery_up{"))
+    assert up.endswith(" 1"), "a person should look, and it trains"
+    last = [event.text for event in viewed.reader.news.events if event.kind == "loss not finite"]
+    assert len(last) == 1 and last[0].endswith("the update was made")
 
 
 def test_the_scheduler_is_asked_once_a_minute_and_the_recipe_read_when_it_changes(
@@ -565,3 +571,28 @@ def test_a_save_says_why_it_is_kept_and_whether_it_has_a_copy(
         ("step-000090.i002", 90, True, "to be removed", True),
         ("step-000050.i001", 50, False, "newest, each 50", True),
     ]
+
+
+def test_a_smoothed_curve_is_the_mean_of_a_fiftieth_of_its_points() -> None:
+    for count, mean in ((100, 1 / 5), (1000, 1 / 20), (200_000, 1 / 2000)):
+        y = np.zeros(count)
+        y[-1] = 1.0
+        assert _line("loss~", np.arange(float(count)), y, 10).y[-1] == pytest.approx(mean)
+    assert _line("loss", np.arange(3.0), np.arange(3.0), 10).y.tolist() == [0.0, 1.0, 2.0]
+
+
+def test_a_journal_that_was_replaced_is_read_anew_and_nothing_of_the_old_one_is_shown(
+    run: WrittenRun,
+) -> None:
+    reader = RunReader(run.rundir.path).read_all()
+    run.event("checkpoint_failed", why="No space left")
+    assert reader.read_all().news.failed_save.endswith("No space left")
+    run.event("checkpoint", path="step-000091.i002")
+    assert reader.read_all().news.failed_save == ""
+    lines = run.journal.path.read_bytes().splitlines(keepends=True)
+    run.journal.path.write_bytes(b"".join(lines[:21]))
+    version = reader.version
+    assert reader.poll() and reader.version > version
+    reader.read_all()
+    assert (len(reader.columns), reader.columns.last("step")) == (20, 20.0)
+    assert [event.kind for event in reader.news.events] == ["start"] and not reader.news.saves
