@@ -11,16 +11,18 @@ from tests.operate.ledger.test_ledger import T0, killed_once, operation, start, 
 
 from bloomery.errors import ConfigError
 from bloomery.events.heartbeat import RankActivity
+from bloomery.events.run_directory import RunDirectory
 from bloomery.operate.ledger.figures import PlannedRun, ledger_figures, percentages, plan_figures, read_plan
 from bloomery.operate.ledger.operations import Mark, OperationMarks, read_marks, seconds_of, time_of
 from bloomery.operate.ledger.run_history import (
     NO_WORD,
     SAVE_REFUSED,
+    Incident,
     RunHistory,
     read_run_history,
     rewind_words,
 )
-from bloomery.operate.ledger.run_ledger import RunLedger, _running_attempt, read_ledger
+from bloomery.operate.ledger.run_ledger import RunLedger, _living, _running_attempt, read_ledger
 from bloomery.operate.ledger.time_class import TimeClass
 from bloomery.operate.ledger.timeline import LivingRank, rank_spans
 
@@ -290,3 +292,61 @@ def test_what_a_living_rank_does_explains_the_time_since_it_began() -> None:
     ended = [*events, operation(5, "end", finished=True, spent={"ending": 3.0})]
     assert spans_of(ended, None)[-1] == (5.0, 30.0, TimeClass.FINISHED)
     assert spans_of([*events, operation(5, "end", failed=True)], None)[-1] == (5.0, 30.0, TimeClass.DOWN)
+
+
+def test_causes_are_told_with_all_that_they_cost_the_dearest_first() -> None:
+    incidents = [
+        Incident(time=T0 + 1, cause="a", times=3, steps_lost=2),
+        Incident(time=T0 + 2, cause="b"),
+        Incident(time=T0 + 3, cause="a", steps_lost=5),
+    ]
+    ledger = RunLedger(
+        begin=T0, end=T0 + 9, ranks={}, history=RunHistory(incidents=incidents), incident_s=[3.0, 9.0, 4.0]
+    )
+    assert list(ledger.by_cause().items()) == [("b", (1, 9.0, 0)), ("a", (4, 7.0, 7))]
+
+
+def test_an_incident_costs_what_it_cost_a_rank_on_average(tmp_path: Path) -> None:
+    events, operations, bases = killed_once()
+    for event in (*events, *operations):
+        event |= {"ranks": 2} if "ranks" in event else {}
+    run = write_run(tmp_path, events, operations, bases)
+    run.journal(rank=1).write_bytes(run.journal().read_bytes())
+    ledger = read_ledger(run, now=T0 + 1000)
+    assert ledger is not None and ledger.incident_s == [pytest.approx(18.0)]
+
+
+@pytest.mark.parametrize(
+    ("beat", "lives"),
+    [
+        ({}, True),
+        ({"attempt": "b"}, True),
+        ({"attempt": "a"}, False),
+        ({"error": "KeyError"}, False),
+        ({"activity": "ended"}, False),
+        ({"time": T0 - 34.0}, False),
+        ({"time": T0 - 32.0}, True),
+    ],
+)
+def test_a_rank_lives_by_a_fresh_heartbeat_of_the_attempt_that_runs(
+    tmp_path: Path, beat: dict, lives: bool
+) -> None:
+    run = RunDirectory(tmp_path).create()
+    record = {"time": T0 - 1.0, "world": 4, "activity": "saving a checkpoint", **beat}
+    run.heartbeat(rank=3).write_text(json.dumps(record))
+    living = _living(run, "0-3", ("b", T0 - 9.0), now=T0)
+    assert (living is not None) == lives
+    assert living is None or living.began == (T0 - 9.0 if beat.get("attempt") else None)
+
+
+def test_the_first_step_of_each_process_may_compile() -> None:
+    events = [start(1, starting=1.0)]
+    for began, incarnation in ((1, 1), (11, 2)):
+        events += [start(began, incarnation, starting=1.0)] if incarnation > 1 else []
+        for number, seconds in enumerate((4.0, 1.0, 1.0, 1.0)):
+            events.append(step(began + 4 + number, 4 * incarnation + number, incarnation, compute=seconds))
+    found = rank_spans(
+        events, marks=read_marks([], was_finished=False), is_visible=lambda base: True, begin=T0, end=T0 + 18
+    )
+    compiling = [(span.begin - T0, span.end - T0) for span in found if span.kind == TimeClass.FIRST_STEP]
+    assert compiling == [(1.0, 4.0), (11.0, 14.0)]

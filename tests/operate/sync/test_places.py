@@ -162,7 +162,8 @@ def test_a_mirror_fetches_what_is_missing_and_anew_what_changed(tmp_path: Path) 
     place.held["logs/a"] = b"78\n"
     assert (RunMirror(place, tmp_path / "m").fetch(), target.read_bytes()) == (9, b"78\n34\n56\n")
     place.held = {"logs/a": b"78\n"}
-    assert (fetched.fetch(), target.read_bytes()) == (3, b"78\n"), "it has become shorter there"
+    shorter = RunMirror(place, tmp_path / "m")
+    assert (shorter.fetch(), target.read_bytes()) == (3, b"78\n"), "a piece is gone there"
 
 
 def test_a_piece_that_changes_while_it_is_fetched_is_finished_by_the_next_fetch(tmp_path: Path) -> None:
@@ -238,10 +239,15 @@ def test_the_newest_four_are_held_beside_the_one_that_is_published(
         (place / "part").write_text(str(step))
         listed.append(CommittedCheckpoint(directory=place, step=step, incarnation=1))
     monkeypatch.setattr(published, "checkpoints", lambda rundir: listed)
+    link, linked = published._link, list[str]()
+    monkeypatch.setattr(
+        published, "_link", lambda source, target: linked.append(target.name) or link(source, target)
+    )
     ours = CheckpointPublisher(bare, None, export=lambda source, target: None)  # type: ignore[arg-type]
     ours._publishing = listed[1].name
     ours.hold()
     held = sorted(path.name for path in (bare.path / "publishing").iterdir())
     assert held == [listed[number].name for number in (1, 3, 4, 5, 6)]
     ours.hold()
-    assert sorted(path.name for path in (bare.path / "publishing").iterdir()) == held, "no old one comes back"
+    assert sorted(path.name for path in (bare.path / "publishing").iterdir()) == held
+    assert len(linked) == 7, "each is held once"
