@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import grp
 import os
+import signal
 import stat
 import time
 from dataclasses import replace
@@ -162,3 +163,65 @@ def test_a_file_that_goes_away_meanwhile_is_passed_over(
     monkeypatch.setattr(group_access, "_repair", repair)
     found = share_with_group(run.path)
     assert (found.repaired, found.refused) == (1, {})
+
+
+@pytest.mark.parametrize("ran_s", [0.0, 25.0])
+def test_a_job_is_warned_asked_to_end_and_killed_by_the_time_that_it_ran(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, ran_s: float
+) -> None:
+    """Its limit is a minute; it ran for a while before this runner came to it."""
+    clock, sent = [1000.0], list[tuple[float, str]]()
+    step = SimpleNamespace(
+        monotonic=lambda: clock[0], time=time.time, sleep=lambda s: clock.append(clock.pop() + 1.0)
+    )
+    monkeypatch.setattr(machine_queue, "time", step)
+    monkeypatch.setattr(machine_queue, "process_age_s", lambda pid: ran_s)
+    note = lambda pid, number: sent.append((clock[0] - 1000.0 + ran_s, signal.Signals(number).name))  # noqa: E731
+    monkeypatch.setattr(os, "kill", note)
+    monkeypatch.setattr(os, "killpg", note)
+    queue_of(run.path).mkdir()
+    job = MachineJob(
+        number=1, command=("x",), directory="/", minutes=1.0, signal_before_s=20, pid=7, started=time.time()
+    )
+    machine_queue._wait(run.path, job, is_over=lambda: clock[0] > 1200.0)
+    assert sent == [(40.0, "SIGUSR1"), (60.0, "SIGTERM"), (90.0, "SIGKILL")]
+    assert [kept.pid for kept in read_jobs(run.path)] == [7], "its record says which process it is"
+    sent.clear()
+    clock[0] = 1000.0
+    (queue_of(run.path) / "000001.cancel").touch()
+    machine_queue._wait(run.path, job, is_over=lambda: clock[0] > 1030.0)
+    assert [name for _, name in sent if name != "SIGUSR1"] == ["SIGTERM", "SIGKILL"] and sent[0][0] == ran_s
+
+
+@pytest.mark.parametrize(
+    ("command", "is_cancelled", "state", "status"),
+    [
+        (("true",), False, JobState.ENDED, 0),
+        (("false",), False, JobState.FAILED, 1),
+        (("false",), True, JobState.ENDED, 1),
+        (("/no/such/command",), False, JobState.FAILED, 127),
+    ],
+)
+def test_a_job_ends_as_its_command_did_unless_it_was_cancelled(
+    run: RunDirectory, command: tuple[str, ...], is_cancelled: bool, state: JobState, status: int
+) -> None:
+    job = MachineJob(number=1, command=command, directory="/", minutes=1.0, signal_before_s=20)
+    queue_of(run.path).mkdir()
+    if is_cancelled:
+        (queue_of(run.path) / "000001.cancel").touch()
+    machine_queue._run(run.path, job)
+    (kept,) = read_jobs(run.path)
+    assert (kept.state, kept.status) == (state, status) and kept.ended >= kept.started > 0.0
+
+
+def test_a_cancelled_job_that_outlived_its_queue_has_a_runner_to_end_it_and_others_have_none(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs, started = queued(run, monkeypatch), list[Path]()
+    monkeypatch.setattr(machine_queue, "start_runner", started.append)
+    orphan = {"pid": os.getpid(), "pid_life": machine_queue.process_identity(os.getpid())}
+    _write(run.path, replace(jobs[0], state=JobState.RUNNING, started=1.0, **orphan))
+    machine_queue.ask_to_cancel(run.path, 3)
+    assert started == [] and [job.state for job in read_jobs(run.path)] == ["running", "pending", "ended"]
+    machine_queue.ask_to_cancel(run.path, 1)
+    assert started == [run.path]
