@@ -214,6 +214,16 @@ def test_a_job_ends_as_its_command_did_unless_it_was_cancelled(
     assert (kept.state, kept.status) == (state, status) and kept.ended >= kept.started > 0.0
 
 
+def test_a_job_knows_its_number_and_its_end_and_writes_into_its_own_log(run: RunDirectory) -> None:
+    command = ("sh", "-c", "echo $A $BLOOMERY_JOB $BLOOMERY_JOB_END; pwd")
+    given = {"command": command, "directory": "/", "environment": {"A": "b"}}
+    queue_of(run.path).mkdir()
+    machine_queue._run(run.path, MachineJob(number=5, minutes=2.0, signal_before_s=20, **given))  # type: ignore[arg-type]
+    (kept,) = read_jobs(run.path)
+    log = (run.path / "logs" / "job-5.log").read_text()
+    assert log == f"b 5 {kept.started + 120.0:.3f}\n/\n"
+
+
 def test_a_cancelled_job_that_outlived_its_queue_has_a_runner_to_end_it_and_others_have_none(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
