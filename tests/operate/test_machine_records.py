@@ -7,6 +7,7 @@ import grp
 import os
 import signal
 import stat
+import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -235,3 +236,25 @@ def test_a_cancelled_job_that_outlived_its_queue_has_a_runner_to_end_it_and_othe
     assert started == [] and [job.state for job in read_jobs(run.path)] == ["running", "pending", "ended"]
     machine_queue.ask_to_cancel(run.path, 1)
     assert started == [run.path]
+
+
+def test_a_job_has_a_process_group_of_its_own(run: RunDirectory) -> None:
+    job = MachineJob(
+        number=1,
+        command=("cut", "-d", " ", "-f5", "/proc/self/stat"),
+        directory="/",
+        minutes=1.0,
+        signal_before_s=20,
+    )
+    queue_of(run.path).mkdir()
+    machine_queue._run(run.path, job)
+    assert int((run.path / "logs" / "job-1.log").read_text()) != os.getpgrp()
+
+
+def test_a_process_that_has_ended_does_not_run_though_nobody_waited_for_it() -> None:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        life, began = machine_queue.process_identity(process.pid), machine_queue.began_at(process.pid)
+        assert machine_queue.is_running(process.pid, began=began, life=life)
+        os.kill(process.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it is left as it ended
+        assert not machine_queue.is_running(process.pid, began=began, life=life)
