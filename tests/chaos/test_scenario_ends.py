@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -118,9 +119,13 @@ def test_a_stopped_process_ends_by_itself_when_it_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(processes, "EXIT_S", 5.0)
-    with ManagedProcess(name="a", command=["sleep", "60"], environment={}, log=tmp_path / "log") as process:
+    answers = ["sh", "-c", "trap 'exit 7' TERM; echo ready; while :; do sleep 0.05; done"]
+    environment = {"PATH": os.environ["PATH"]}
+    with ManagedProcess(name="a", command=answers, environment=environment, log=tmp_path / "log") as process:
         process.start()
+        while process.log.read_text() != "ready\n":
+            time.sleep(0.01)
         process.signal(signal.SIGSTOP)
-    assert process.status == -signal.SIGTERM
+    assert process.status == 7, "it was asked, and not killed"
     with pytest.raises(PeerError, match="never started"):
         ManagedProcess(name="b", command=["true"], environment={}, log=tmp_path / "log").wait(1.0)

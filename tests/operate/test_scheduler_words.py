@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -242,6 +243,19 @@ def test_what_slurm_refuses_comes_with_what_helps(commands: Commands, said: str,
     with pytest.raises(SchedulerError) as refused:
         Slurm().submit(asked())
     assert said in refused.value.message and remedy in refused.value.remedy
+
+
+def test_a_scheduler_is_waited_for_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(command: list[str], **more: Any) -> None:
+        limits.append(more["timeout"])
+        raise subprocess.TimeoutExpired(command, more["timeout"])
+
+    limits: list[float] = []
+    monkeypatch.setattr(subprocess, "run", late)
+    for scheduler in (Slurm(), Kubernetes()):
+        with pytest.raises(SchedulerError, match="has not answered"):
+            scheduler.nodes()
+    assert limits == [60.0, 60.0]
 
 
 def test_nodes_and_reservations_are_read_as_slurm_writes_them(commands: Commands) -> None:

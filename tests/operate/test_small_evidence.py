@@ -213,3 +213,11 @@ def test_a_host_is_read_from_a_message_as_a_whole() -> None:
     failed = ["srun: error: n1: task 0: Killed", "srun: error: n1: tasks 1-3: Exited"]
     assert _host_of_srun(FailureEvidence(messages=failed)) == "n1"
     assert _host_of_srun(FailureEvidence(messages=[*failed, "srun: error: n2: task 4: Killed"])) == ""
+
+
+def test_a_rank_that_ended_well_tells_of_no_failure() -> None:
+    well = RankEnd(
+        rank=0, host="n1", status=0, log="RuntimeError: CUDA error: uncorrectable ECC error encountered"
+    )
+    assert cause(well, KILLED) == (Cause.KILLED, "n2")
+    assert cause(replace(well, status=1), KILLED) == (Cause.BAD_GPU, "n1")

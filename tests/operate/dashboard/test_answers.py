@@ -498,11 +498,11 @@ def summarizer_of(run: WrittenRun, *settings: str) -> RunSummarizer:
 
 
 def test_the_time_that_is_left_is_by_the_newest_fifty_steps_of_all_peers(run: WrittenRun) -> None:
-    run.steps(60, seconds=7.0, peers=2)
+    run.steps(100, seconds=7.0, peers=2)
     run.steps(50, seconds=2.0, peers=2)
-    shown = summarizer_of(run, "train.samples=3208").summary(now=1000.0)
-    assert (shown.step, shown.step_s) == (201, 2.0)
-    assert (shown.steps, shown.left_s) == (301, 200.0), "1600 samples are left, of which a step takes 16"
+    shown = summarizer_of(run, "train.samples=3528").summary(now=1000.0)
+    assert (shown.step, shown.step_s) == (241, 2.0)
+    assert (shown.steps, shown.left_s) == (341, 200.0), "1600 samples are left, of which a step takes 16"
     over = summarizer_of(run, "train.samples=800").summary(now=1000.0)
     assert (over.done, over.left_s) == (1.0, 0.0)
 
