@@ -47,3 +47,31 @@ def test_a_round_that_is_missing_and_one_that_goes_back_are_seen() -> None:
 
 def test_a_run_that_did_not_end_is_seen() -> None:
     assert "64 of 100" in audit(COMMITS, {}, samples=100).mistakes[0]
+
+
+def test_a_run_adds_up_over_its_rounds_and_peers() -> None:
+    commits = [_commit(0, 0), replace(_commit(3, 32), epoch=9, members=("a", "b", "c")), _commit(4, 50)]
+    lost = {"event": "step", "global_batch": 100, "loss": 4.0, "held_out_loss": None}
+    told = [
+        {"event": "step", "global_batch": 8, "loss": 2.0, "held_out_loss": 3.5},
+        {"event": "evaluation", "held_out_loss": 3.0},
+        {"event": "step", "global_batch": 8, "loss": 1.0, "held_out_loss": None},
+    ]
+    account = audit(commits, {"a": told, "b": [lost, lost | {"loss": 5.0}], "c": []}, samples=50)
+    assert (account.rounds, account.attempts, account.peers) == (2, 9, 2.5)
+    assert (account.consumed, account.computed, account.loss) == (50, 216, (3.0 + 5.0) / 2)
+    assert account.to_json()["lost_share"] == account.lost_share == 1 - 50 / 216
+    nothing = audit([], {}, samples=5)
+    assert (nothing.loss, nothing.peers, nothing.consumed, nothing.lost_share) == (None, 0.0, 0, 0.0)
+    assert nothing.mistakes == ("no round was ever committed",)
+
+
+def test_two_rounds_of_one_attempt_are_seen_and_so_are_the_first_mistakes_of_many() -> None:
+    twice = [COMMITS[1], replace(COMMITS[2], epoch=1)]
+    (mistake,) = audit(twice, {}, samples=64).mistakes
+    assert "no epoch of its own" in mistake
+    beginning = [replace(COMMITS[0], epoch=1), COMMITS[1]]
+    assert audit(beginning, {}, samples=32).mistakes == (), "the state that all begin with was no attempt"
+    many = [_commit(2 * number, number) for number in range(1, 9)]
+    mistakes = audit(many, {}, samples=8).mistakes
+    assert len(mistakes) == 5 and mistakes[0] == "round 4 follows round 2"

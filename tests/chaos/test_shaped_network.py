@@ -76,6 +76,37 @@ def test_packets_are_lost_by_the_seed_and_otherwise_on_each_host_and_in_each_dir
     assert late(seed=3) == losses != late(seed=4)
 
 
+def test_a_fault_strikes_both_directions_of_its_host_and_no_other() -> None:
+    with ShapedNetwork() as internet:
+        for name in "ab":
+            internet.host(name, Shape(delay=1.0))
+        with pytest.raises(ValueError, match="already a host"):
+            internet.host("a", Shape())
+        now = internet._loop.time()
+        internet.cut("a", 500.0)
+        late = [pipe.arrival(0, now=now) - now for name in "ab" for pipe in internet._pipes(name)]
+        assert late == [pytest.approx(501.0, abs=60.0)] * 2 + [pytest.approx(1.0)] * 2
+        internet.slow("b", 40.0, lasting=600.0)
+        assert [pipe.arrival(0, now=now) - now for pipe in internet._pipes("b")] == [pytest.approx(41.0)] * 2
+
+
+def test_dialling_takes_a_round_trip_before_the_first_byte(echo: int) -> None:
+    with ShapedNetwork() as internet:
+        internet.host("a", Shape(delay=0.05))
+        port, begun = internet.open("a", echo), time.monotonic()
+        assert _through(port, b"bytes") == b"bytes"
+        assert time.monotonic() - begun >= 0.2
+
+
+def test_what_goes_to_a_host_is_told_before_what_comes_from_it() -> None:
+    with ShapedNetwork() as internet:
+        internet.host("a", Shape())
+        arriving, leaving = internet._pipes("a")
+        arriving.arrival(100, now=0.0)
+        leaving.arrival(7, now=0.0)
+        assert internet.traffic("a") == (100, 7)
+
+
 def test_a_corruption_is_seen_once(echo: int) -> None:
     sent = bytes(100_000)
     with ShapedNetwork() as internet:

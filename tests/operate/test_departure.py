@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
 import socket
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from email.utils import format_datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tests.faults.commands import events, running, steps_told, wait_for
@@ -21,8 +25,24 @@ from bloomery.cli.watch import _ping as ping
 from bloomery.config.checkpoint import ControlSection
 from bloomery.events.journal import Journal
 from bloomery.events.run_directory import RunDirectory
-from bloomery.operate.departure import EXIT_UNMEASURED_S, Departure, SaveTimes, measured_save, time_to_leave_s
-from bloomery.operate.maintenance import MaintenanceNotice, cloud_here, notices_of_cloud, notices_of_files
+from bloomery.operate.departure import (
+    EXIT_UNMEASURED_S,
+    Departure,
+    SaveTimes,
+    maintenance_files,
+    measured_save,
+    time_to_leave_s,
+)
+from bloomery.operate.maintenance import (
+    MaintenanceNotice,
+    _get,
+    _iso,
+    cloud_here,
+    earliest,
+    notices_of_cloud,
+    notices_of_files,
+    notices_of_slurm,
+)
 from bloomery.operate.schedulers.interface import SchedulerError
 
 
@@ -285,3 +305,226 @@ def test_an_answer_that_is_no_http_is_none(caplog: pytest.LogCaptureFixture) -> 
         ping(url)
         assert "the dead-man's switch was not reached" in caplog.text
         server.shutdown(socket.SHUT_RDWR)
+
+
+def journal(run: RunDirectory, *events: tuple[float, str, int, int], seconds: float = 1.0) -> None:
+    """Write (time, event, step, incarnation)."""
+    records = [
+        {"event": name, "time": time, "step": step, "incarnation": incarnation, "seconds": seconds}
+        for time, name, step, incarnation in events
+    ]
+    run.journal().write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def test_the_longest_save_and_exit_count_of_saves_that_belong_to_their_steps(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path).create()
+    first = [
+        (10.0, "step", 5, 1),
+        (17.0, "checkpoint", 5, 1),
+        (20.0, "step", 6, 1),
+        (23.0, "checkpoint", 6, 1),
+    ]
+    again = [(90.0, "step", 6, 2), (91.0, "checkpoint", 6, 2), (96.0, "checkpoint", 5, 2)]
+    ends = [(100.0, "end", 6, 2), (130.0, "end", 6, 2), (200.0, "end", 6, 2)]
+    journal(run, *first, *again, *ends, seconds=4.0)
+    run.journal().write_text(run.journal().read_text().replace('"seconds": 4.0', '"seconds": 5.5', 1))
+    with run.operations.open("w") as file:
+        for time_, status in ((50.0, 143), (104.0, 143), (139.0, 0), (190.0, 137), (206.0, 130)):
+            file.write(json.dumps({"event": "attempt_end", "time": time_, "status": status}) + "\n")
+    assert measured_save(run) == SaveTimes(save_s=7.0, step_s=5.5, exit_s=9.0)
+
+
+@pytest.mark.parametrize(
+    ("times", "unmeasured_s", "needed_s"),
+    [
+        (SaveTimes(save_s=None, step_s=50.0), 300.0, 300.0),
+        (SaveTimes(save_s=None, step_s=50.0), 4.0, 10.0),
+        (SaveTimes(save_s=1.0, step_s=2.0), 300.0, 10.0 + 15.0),
+        (SaveTimes(save_s=6.0, step_s=4.0, exit_s=0.5), 300.0, 30.0 + 1.0),
+        (SaveTimes(save_s=6.0, step_s=4.0, exit_s=30.0), 300.0, 30.0 + 60.0),
+    ],
+)
+def test_a_job_leaves_in_time_for_its_last_save_and_exit(
+    times: SaveTimes, unmeasured_s: float, needed_s: float
+) -> None:
+    assert time_to_leave_s(times, unmeasured_s=unmeasured_s) == needed_s
+
+
+def test_the_length_of_a_job_is_what_was_left_when_its_end_was_first_asked(tmp_path: Path) -> None:
+    run, moment = RunDirectory(tmp_path).create(), [10_000.0]
+    journal(run, (1.0, "step", 1, 1), (901.0, "checkpoint", 1, 1))  # a save of 15 minutes
+    watch = departure(run, lambda: 13_600.0, unmeasured_s=3.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "time", lambda: moment[0])
+        for moment[0], leaves in ((10_000.0, False), (11_799.0, False), (11_801.0, True)):
+            watch.warned()
+            assert bool(watch.check()) == leaves, "half of the hour is kept for the save"
+
+
+def test_a_long_job_that_has_measured_no_save_leaves_as_long_before_its_end_as_the_recipe_says(
+    tmp_path: Path,
+) -> None:
+    watch, moment = departure(RunDirectory(tmp_path), lambda: 20_000.0, unmeasured_s=300.0), [0.0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "time", lambda: moment[0])
+        for moment[0], leaves in ((10_000.0, False), (19_699.0, False), (19_701.0, True)):
+            assert bool(watch.check()) == leaves
+
+
+def test_an_end_that_nobody_tells_any_more_is_the_one_that_was_told_before(tmp_path: Path) -> None:
+    answers = [time.time() + 5.0]
+
+    def asked() -> float:
+        if not answers:
+            raise SchedulerError("SLURM does not answer")
+        return answers.pop()
+
+    watch = departure(RunDirectory(tmp_path), asked)
+    for _ in range(2):
+        assert "the job ends in" in watch.check()
+        watch.warned()
+
+
+def test_sources_of_notices_are_asked_every_few_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, clock = list[float](), [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    watch = departure(RunDirectory(tmp_path), notices=(lambda: asked.append(clock[0]) or [],), poll_s=1.0)
+    for clock[0] in (100.0, 104.9, 105.0, 106.0, 110.0):
+        assert watch.check() == ""
+    assert asked == [100.0, 105.0, 110.0]
+
+
+def test_a_source_that_does_not_answer_hides_no_other(tmp_path: Path) -> None:
+    def silent() -> list[MaintenanceNotice]:
+        raise SchedulerError("SLURM does not answer")
+
+    watch = departure(
+        RunDirectory(tmp_path), notices=(silent, lambda: [MaintenanceNotice(at=0.0, what="now")])
+    )
+    assert watch.check() == "maintenance: now"
+
+
+def test_files_of_maintenance_lie_beside_the_switches(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    assert maintenance_files(run, "") == [run.control_dir / "maintenance"]
+    assert maintenance_files(run, "/else") == [run.control_dir / "maintenance", Path("/else/maintenance")]
+
+
+def test_what_comes_first_is_told_and_what_is_over_is_now() -> None:
+    now = time.time()
+    later, soon, at_once = (MaintenanceNotice(at=at, what=str(at)) for at in (now + 900.0, now + 60.0, 0.0))
+    past = MaintenanceNotice(at=now - 60.0, what="past")
+    assert earliest([later, soon]) == soon and earliest([later, at_once, soon]) == at_once
+    assert earliest([at_once, past]) == past and earliest([]) is None
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "cloud"),
+    [
+        ("sys_vendor", "Amazon EC2", "aws"),
+        ("product_name", "Amazon EC2", "aws"),
+        ("chassis_asset_tag", "7783-7084-3265-9085-8269-3286-77", "azure"),
+        ("chassis_asset_tag", "7783", ""),
+    ],
+)
+def test_each_cloud_is_told_by_its_own_word(tmp_path: Path, file: str, text: str, cloud: str) -> None:
+    (tmp_path / file).write_text(f"{text}\n")
+    assert cloud_here(tmp_path) == cloud
+
+
+EVENTS = "/metadata/scheduledevents?api-version=2020-07-01"
+NAME = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
+
+
+@pytest.mark.parametrize(
+    ("cloud", "answers", "told"),
+    [
+        ("gce", {f"{GCE}/upcoming-maintenance?alt=json": json.dumps({"windowStartTime": ISO})},
+            [(WHEN.timestamp(), f"Google Cloud: maintenance from {ISO}")]),
+        ("gce", {f"{GCE}/upcoming-maintenance?alt=json": "{}"}, []),
+        ("aws",
+            {f"{AWS}/spot/instance-action": json.dumps({"action": "stop", "time": "2031-05-06T07:08:09"})},
+            [(WHEN.timestamp(), "AWS: stop")]),
+        ("aws",
+            {f"{AWS}/events/maintenance/scheduled": json.dumps([{"Code": "reboot", "NotBefore": "soon"}])},
+            [(0.0, "AWS: reboot")]),
+        ("azure",
+            {EVENTS: json.dumps({"Events": [{"EventType": "Reboot", "Resources": ["vm1"]}]}), NAME: "\n"},
+            [(0.0, "Azure: Reboot of vm1")]),
+        ("azure", {EVENTS: json.dumps({"Events": [{"EventType": "Reboot"}]}), NAME: "vm2"},
+            [(0.0, "Azure: Reboot of this machine")]),
+        ("azure", {NAME: "vm1\n", EVENTS: json.dumps({"Events": [
+                {"EventType": "Reboot", "Resources": ["vm1"], "DurationInSeconds": 9},
+                {"EventType": "Freeze", "Resources": ["vm1"], "DurationInSeconds": -1},
+                {"EventType": "Freeze", "Resources": ["vm1"], "DurationInSeconds": 30},
+                {"EventType": "Freeze", "Resources": ["vm1"], "DurationInSeconds": 31},
+            ]})},
+            [(0.0, "Azure: Reboot of vm1"), (0.0, "Azure: Freeze of vm1"), (0.0, "Azure: Freeze of vm1")]),
+    ],
+)  # fmt: skip
+def test_what_a_cloud_tells_is_told_with_its_time(
+    cloud: str, answers: dict[str, str], told: list[tuple[float, str]]
+) -> None:
+    with metadata(answers, asked=[]) as url:
+        notices = notices_of_cloud(ControlSection(metadata=cloud, metadata_url=f"{url}/"))()
+    assert [(notice.at, notice.what) for notice in notices] == told
+
+
+def test_the_token_of_a_cloud_is_asked_for_and_sent_as_one_word() -> None:
+    asked: list[str] = []
+    with metadata({"/latest/api/token": "secret\n"}, asked=asked) as url:
+        assert notices_of_cloud(ControlSection(metadata="aws", metadata_url=url))() == []
+    assert [line.split()[0] for line in asked] == ["PUT", "GET", "GET"]
+    assert [line.partition(" [")[2] for line in asked] == ["]", "'secret']", "'secret']"]
+
+
+def test_only_an_answer_that_means_no_notice_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    statuses = [404, 405, 503, 500]
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(statuses.pop(0))
+            self.end_headers()
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    for expected in (0, 0, 0, 1):
+        assert _get(url, {}) == ""
+        assert caplog.text.count("answers") == expected
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_time_without_a_zone_is_utc(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", "Asia/Tokyo")
+    time.tzset()
+    try:
+        assert _iso("2031-05-06T07:08:09") == WHEN.timestamp() == _iso("2031-05-06T16:08:09+09:00")
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+
+
+def test_an_answer_is_waited_for_and_read_for_so_long_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[float] = []
+
+    def opened(request: object, *, timeout: float) -> io.BytesIO:
+        limits.append(timeout)
+        return io.BytesIO(b"x" * (3 << 20))
+
+    monkeypatch.setattr(urllib.request, "urlopen", opened)
+    assert len(_get("http://any", {})) == 1 << 20 and limits == [5.0]
+
+
+def test_a_reservation_counts_for_the_nodes_of_the_job_from_its_start() -> None:
+    reserved = [("repair", 500.0, ("n2", "n3")), ("other", 100.0, ("n9",))]
+    slurm: Any = SimpleNamespace(reservations=lambda: reserved)
+    assert notices_of_slurm(slurm, ["n1", "n2", "n3"]) == [
+        MaintenanceNotice(at=500.0, what="reservation repair of n2, n3")
+    ]

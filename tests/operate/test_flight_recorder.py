@@ -129,3 +129,30 @@ def test_torch_dumps_into_the_run_where_its_recorder_is_on(tmp_path: Path) -> No
     assert flight_variables({}, tmp_path) == {}
     on = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000", "TORCH_FR_DUMP_TEMP_FILE": "/mine/"}
     assert flight_variables(on, tmp_path) == {"TORCH_NCCL_DEBUG_INFO_TEMP_FILE": f"{tmp_path}/flight-"}
+
+
+def entry(number: int, name: str, *, group: str = "0", is_p2p: bool = False) -> dict:
+    return {
+        "is_p2p": is_p2p,
+        "process_group": (group, "g"),
+        "collective_seq_id": number,
+        "profiling_name": f"nccl:{name}",
+    }
+
+
+def test_the_last_collective_of_each_group_counts_and_no_exchange_of_two_ranks() -> None:
+    entries = [
+        entry(7, "all_reduce"),
+        entry(5, "broadcast"),
+        entry(9, "send", is_p2p=True),
+        entry(2, "x", group="1"),
+    ]
+    assert last_collectives({"entries": entries}) == {"0:g": (7, "all_reduce"), "1:g": (2, "x")}
+
+
+def test_a_dump_that_is_far_too_long_is_not_read(stacks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = dump(3)
+    monkeypatch.setattr("bloomery.operate.flight_recorder._MOST_BYTES", len(content))
+    assert flights(stacks, r0=content)[0] != {}
+    monkeypatch.setattr("bloomery.operate.flight_recorder._MOST_BYTES", len(content) - 1)
+    assert flights(stacks, r0=content) == {0: {}}

@@ -15,7 +15,9 @@ import pytest
 
 import bloomery
 from bloomery.events.heartbeat import RankActivity, RankBeat, read_beat
+from bloomery.events.run_directory import RunDirectory
 from bloomery.operate.hang import find_hang, place_of
+from bloomery.operate.progress_watch import ProgressWatch, WatchClock, takes_heartbeats
 from bloomery.operate.stacks import Frame, RankStack, parse_pyspy, take_stacks
 from bloomery.operate.standstill import (
     RankObservation,
@@ -354,3 +356,124 @@ def test_a_run_whose_last_rank_but_one_has_just_ended_does_not_stand_still() -> 
     sights = observe_ranks(sights, {1: ended}, now=20.0)
     assert judged(written(sights, 29.0, silent=1), 29.0) is None
     assert judged(written(sights, 31.0, silent=1), 31.0) is not None
+
+
+def test_a_rank_moves_by_its_step_or_its_count_of_moves_and_begins_anew_with_its_process() -> None:
+    sights = sights_of(*(beat(rank, RankActivity.COMPUTING, moves=5) for rank in range(4)), now=1.0)
+    changed = [{"time": 9.0}, {"moves": 6}, {"step": 8}, {"pid": 10}]
+    after = observe_ranks(
+        sights, {rank: replace(sights[rank].beat, **more) for rank, more in enumerate(changed)}, now=9.0
+    )
+    assert [sight.moved_s for sight in after.values()] == [1.0, 9.0, 9.0, 9.0]
+    assert [sight.written_s for sight in after.values()] == [9.0] * 4
+    assert observe_ranks(after, {0: after[0].beat}, now=20.0)[0].written_s == 9.0, "nothing was written"
+
+
+@pytest.mark.parametrize(
+    ("more", "activity", "limits", "allowed"),
+    [
+        ({"longest_s": {"saving a checkpoint": 50.0}}, "ending", {"ending_s": 200.0}, 350.0),
+        ({"first_s": {COMPUTING: 4.0}, "may_compile": True}, COMPUTING, {"unmeasured_s": 100.0}, 100.0),
+        ({"first_s": {"preparing the data": 4.0}}, "preparing the data", {}, 480.0),
+        ({"first_s": {"building the model": 4.0}}, "building the model", {}, 480.0),
+        ({"first_s": {COMPUTING: 9.0}}, "evaluating", {}, 90.0),
+        ({"longest_s": {COMPUTING: 2.0}}, COMPUTING, {"least_s": 4.0}, 6.0),
+    ],
+)
+def test_what_a_rank_does_says_how_long_it_may_stand(
+    more: dict, activity: str, limits: dict, allowed: float
+) -> None:
+    sights = sights_of(beat(0, RankActivity(activity), **{"longest_s": {}, **more}))
+    assert allowed_stillness_s(sights, limits=StandstillLimits(**limits), measured_s={}) == allowed
+
+
+def test_the_longest_turn_is_that_of_the_slowest_rank_and_of_earlier_attempts() -> None:
+    sights = sights_of(*(
+        beat(rank, RankActivity.COMPUTING, longest_s={COMPUTING: seconds}, first_s={COMPUTING: 2 * seconds})
+        for rank, seconds in enumerate((3.0, 7.0, 5.0))
+    ))  # fmt: skip
+    assert longest_turns(sights, {COMPUTING: 6.0, FIRST: 20.0, "x": 1.0}) == {
+        COMPUTING: 7.0,
+        FIRST: 20.0,
+        "x": 1.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("world", "gaps", "silence_s"),
+    [(4, (0.0, 0.0, 0.0), 6.0), (4, (5.0, 9.0, 50.0), 18.0), (1000, (0.0, 0.0, 0.0), 30.0)],
+)
+def test_a_process_is_silent_after_gaps_that_are_longer_than_usual(
+    world: int, gaps: tuple[float, ...], silence_s: float
+) -> None:
+    sights = sights_of(
+        *(
+            beat(
+                rank, RankActivity.REDUCING, world=world, gap_s=gap_s, longest_s={"reducing gradients": 99.0}
+            )
+            for rank, gap_s in enumerate(gaps)
+        )
+    )
+    assert judged(written(sights, silence_s - 0.1, silent=1), silence_s - 0.1) is None
+    standstill = judged(written(sights, silence_s + 0.1, silent=1), silence_s + 0.1)
+    assert standstill is not None and (standstill.silent, standstill.allowed_s) == ((1,), silence_s)
+
+
+def test_a_silent_rank_without_a_stack_is_named_and_a_waiting_one_is_not() -> None:
+    beats = {rank: beat(rank, RankActivity.REDUCING) for rank in range(3)}
+    finding = find_hang(beats, {}, silent=[1])
+    assert (finding.culprits, finding.sure) == ((1,), False)
+    assert "silence since it began reducing gradients" in finding.summary
+
+
+def test_of_ranks_that_all_wait_the_few_at_another_step_are_named() -> None:
+    beats = {rank: beat(rank, RankActivity.REDUCING, step=7 if rank in (1, 4) else 6) for rank in range(5)}
+    finding = find_hang(beats, {})
+    assert (finding.culprits, finding.hosts, finding.sure) == ((1, 4), ("node1", "node4"), False)
+    assert find_hang(dict(list(beats.items())[:1]), {}).culprits == ()
+
+
+def test_a_watcher_counts_the_seconds_in_which_it_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    clock, counted = WatchClock(), []
+    for now[0] in (101.0, 103.5, 900.0, 901.0):
+        counted.append(clock.look(most_s=2.0))
+    assert counted == [1.0, 3.0, 5.0, 6.0]
+
+
+def test_ranks_that_write_rarely_are_watched_as_rarely(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    watch = ProgressWatch(RunDirectory(tmp_path).create(), StandstillLimits())
+    found = []
+    for now[0] in (100.0, 109.0, 118.0):
+        written_then = beat(0, RankActivity.COMPUTING, world=1000, longest_s={COMPUTING: 4.0}, time=now[0])
+        found.append(watch.look({0: written_then}, {}))
+    assert found[:2] == [None, None] and found[2] is not None and found[2].still_s == 18.0
+
+
+def test_ranks_are_not_silent_while_nobody_can_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, now = RunDirectory(tmp_path).create(), [100.0]
+    place = run.heartbeat().parent
+    assert takes_heartbeats(run) and list(place.iterdir()) == []
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    watch, stands = ProgressWatch(run, StandstillLimits()), beat(0, RankActivity.COMPUTING)
+
+    def look_until(end: int) -> list[int]:
+        """Return at which seconds the rank counted as standing still."""
+        silent = []
+        while now[0] < end:
+            now[0] += 1.0
+            if watch.look({0: stands}, {}) is not None:
+                silent.append(int(now[0]))
+        return silent
+
+    place.rmdir()
+    place.touch()
+    assert not takes_heartbeats(run) and look_until(120) == []
+    place.unlink()
+    place.mkdir()
+    assert look_until(130)[0] == 122, "six seconds after the last look at which nobody could, at 115"

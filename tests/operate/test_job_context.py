@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from bloomery.config.load import load_recipe
 from bloomery.events.run_directory import RunDirectory
+from bloomery.operate import job_context as job_context_module
 from bloomery.operate.diagnosis import Cause, Culprit, Diagnosis
-from bloomery.operate.exclusions import Exclusions
-from bloomery.operate.job_context import JobContext, departure_of, job_context, reactions_of
+from bloomery.operate.exclusions import Exclusions, QuarantinedNode
+from bloomery.operate.job_context import (
+    JobContext,
+    NodeInQuarantine,
+    departure_of,
+    job_context,
+    reactions_of,
+    refuse_quarantined,
+)
 from bloomery.operate.schedulers import kubernetes_manifest
+from bloomery.operate.schedulers.interface import JobState
 from bloomery.operate.schedulers.machine_queue import END, JOB
 
 SLURM = JobContext(scheduler="slurm", job="7", nodes="node[1-2]")
@@ -126,3 +136,58 @@ def test_a_failure_that_would_repeat_arms_the_switch_and_tells_where_it_cannot(t
     run.control("stop").mkdir()
     reactions.on_repeating(repeats)
     assert "could not be armed" in said[1] and len(said) == 2
+
+
+def test_a_job_leaves_as_long_before_its_end_as_its_recipe_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = ["control.maintenance_minutes=7", "submit.signal_before_s=123", *OFFLINE]
+    run, loaded = RunDirectory(tmp_path / "run").create(), load_recipe("demo", settings)
+    monkeypatch.setattr(job_context_module, "Departure", lambda rundir, **more: SimpleNamespace(**more))
+    job = JobContext(scheduler="machine", job="3", ends=time.time() + 60.0)
+    for context, end in ((job, job.ends), (None, None)):
+        made = departure_of(context, "n1", run, loaded, asks_scheduler=True)
+        assert (made.ahead_s, made.unmeasured_s, len(made.notices)) == (420.0, 123.0, 2)  # type: ignore[attr-defined]
+        ends = made.end_of_job()  # type: ignore[attr-defined]
+        assert ends == (None if end is None else pytest.approx(end, abs=5.0))
+    file = run.control_dir / "maintenance"
+    file.write_text("2001-02-03T04:05\n")
+    assert made.notices[1]() == [], "it was over before this job began"  # type: ignore[attr-defined]
+    file.write_text("")
+    assert len(made.notices[1]()) == 1  # type: ignore[attr-defined]
+
+
+def test_slurm_is_asked_for_the_node_itself_where_the_job_does_not_list_its_nodes(
+    slurm: Path, tmp_path: Path
+) -> None:
+    run, loaded = RunDirectory(tmp_path / "run").create(), load_recipe("demo", OFFLINE)
+    alone = JobContext(scheduler="slurm", job="7")
+    assert departure_of(alone, "node2", run, loaded, asks_scheduler=True).check().startswith("maintenance: ")
+    assert departure_of(alone, "node1", run, loaded, asks_scheduler=True).check() == ""
+
+
+def test_a_node_in_quarantine_starts_nothing_and_others_do(tmp_path: Path) -> None:
+    run, loaded = RunDirectory(tmp_path / "run").create(), load_recipe("demo")
+    exclusions = Exclusions.of(run, loaded.recipe.submit)
+    exclusions.add(QuarantinedNode(host="node1", cause="bad GPU", since=1e9))
+    refuse_quarantined("node2", run, loaded)
+    with pytest.raises(NodeInQuarantine, match="bad GPU") as refused:
+        refuse_quarantined("node1", run, loaded)
+    assert refused.value.exit_status == 67
+
+
+def test_the_queue_is_told_of_all_nodes_in_quarantine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, loaded, said = RunDirectory(tmp_path / "run").create(), load_recipe("demo"), list[str]()
+    told: list[tuple[list[str], list[str]]] = []
+    queue = SimpleNamespace(
+        jobs=lambda *, name, run: [SimpleNamespace(job="8", state=JobState.PENDING)],
+        exclude=lambda jobs, nodes: told.append((list(jobs), list(nodes))),
+    )
+    monkeypatch.setattr(job_context_module, "scheduler_of", lambda section, path: queue)
+    reactions = reactions_of(run, loaded, say=said.append)
+    for host in ("node2", "node1"):
+        reactions.on_bad_node(bad_gpu(host))
+    assert told == [(["8"], ["node2"]), (["8"], ["node1", "node2"])]
+    assert said[-1] == "node1, node2 excluded from 8"

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import os
+import random
+import socket
 
 import pytest
 
+from bloomery.coordination.etcd_process import free_ports
 from bloomery.errors import TrainingFailed
-from bloomery.operate.launcher import first_node, node_group, port_of, rank_variables
+from bloomery.operate.launcher import (
+    FIRST_PORT,
+    first_node,
+    node_group,
+    port_for_ranks,
+    port_of,
+    rank_variables,
+)
 
 STEP = {
     "SLURM_JOB_ID": "712",
@@ -141,3 +151,40 @@ def test_the_first_of_slurms_list_of_nodes():
 def test_ports_are_below_those_of_outgoing_connections_and_differ_between_neighbouring_jobs():
     ports = [port_of(job) for job in range(100_000, 100_000 + 5_000)]
     assert len(set(ports)) == len(ports) and min(ports) > 1024 and max(ports) < 32_768
+
+
+def test_the_last_node_may_have_fewer_tasks():
+    fewer = STEP | {"SLURM_STEP_TASKS_PER_NODE": "3(x2),1", "SLURM_STEP_NUM_TASKS": "7"}
+    assert [variables(fewer | {"SLURM_NODEID": node})["LOCAL_WORLD_SIZE"] for node in "012"] == [
+        "3",
+        "3",
+        "1",
+    ]
+    assert "LOCAL_WORLD_SIZE" not in variables(fewer | {"SLURM_NODEID": "3"})
+
+
+@pytest.mark.parametrize(("bound", "threads"), [(8, "4"), (3, None)])
+def test_ranks_share_the_cores_where_nobody_has_bound_them(
+    monkeypatch: pytest.MonkeyPatch, bound: int, threads: str | None
+):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(bound)))
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    assert variables(STEP).get("OMP_NUM_THREADS") == threads
+
+
+def test_a_port_here_is_tried_and_one_elsewhere_is_drawn(monkeypatch: pytest.MonkeyPatch):
+    (free,) = free_ports(1)
+    with socket.create_server(("", 0)) as server:
+        taken = server.getsockname()[1]
+        drawn = [taken - FIRST_PORT]
+        monkeypatch.setattr(random, "randrange", lambda count: drawn.pop(0))
+        assert port_for_ranks(is_here=False) == taken
+        drawn += [taken - FIRST_PORT, free - FIRST_PORT]
+        assert port_for_ranks(is_here=True) == free
+
+
+def test_a_job_of_two_nodes_is_not_started_on_the_first_alone():
+    job = {"SLURM_JOB_ID": "712", "SLURMD_NODENAME": "iam07", "SLURM_JOB_NUM_NODES": "2"}
+    with pytest.raises(TrainingFailed, match="only on the first"):
+        node_group(job)
+    assert node_group(job | {"SLURM_JOB_NUM_NODES": "1"}) is None

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import os
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 
 from bloomery.events.heartbeat import RankActivity, RankBeat
-from bloomery.operate.run_state import RunObservation, RunStatus, RunVerdict, judge_state
+from bloomery.events.run_directory import RunDirectory
+from bloomery.events.switches import arm
+from bloomery.operate import run_state
+from bloomery.operate.run_state import RunObservation, RunStatus, RunVerdict, judge_state, observe_run
 from bloomery.operate.schedulers.interface import JobState, QueuedJob
 from bloomery.operate.standstill import RankObservation, StandstillLimits
 
@@ -139,3 +145,88 @@ def test_a_run_that_failed_says_why_from_its_heartbeat_its_diagnosis_or_its_last
     )
     assert seen.remedy == "Look; then bloomery stop runs/a --disarm"
     assert verdict(job=None, last={"event": "end", "failed": True, "reason": "it broke"}).why == "it broke"
+
+
+@pytest.mark.parametrize(
+    ("state", "reason", "status", "remedy"),
+    [
+        (JobState.HELD, "JobHeldUser", RunStatus.HELD, "scontrol release 712"),
+        (JobState.HELD, "suspended: kubectl patch", RunStatus.HELD, "suspended: kubectl patch"),
+        (JobState.NEVER, "DependencyNeverSatisfied", RunStatus.NEVER, "bloomery cancel"),
+        (JobState.SUSPENDED, "", RunStatus.SUSPENDED, "scontrol resume 712"),
+        (JobState.COMPLETING, "", RunStatus.COMPLETING, ""),
+    ],
+)
+def test_each_state_of_a_job_is_one_of_the_run(
+    state: JobState, reason: str, status: RunStatus, remedy: str
+) -> None:
+    seen = verdict(job=replace(JOB, state=state, reason=reason))
+    assert (seen.state, seen.job.job if seen.job else "") == (status, "712") and remedy in seen.remedy
+    assert seen.why == f"job 712 on n1: {reason or state}"
+    assert seen.state.is_bad == (status != RunStatus.COMPLETING)
+
+
+def test_a_heartbeat_of_the_second_in_which_its_job_began_is_the_jobs_own() -> None:
+    young = replace(JOB, started=NOW - 60.0)
+    assert verdict(rank(wrote_s_ago=60.9, moved_s_ago=60.9), job=young).state == RunStatus.HUNG
+    assert verdict(rank(wrote_s_ago=61.1), job=young).state == RunStatus.STARTING
+
+
+def test_a_job_that_failed_before_heartbeats_were_written_does_not_speak_for_those() -> None:
+    failed = replace(JOB, state=JobState.FAILED, state_text="TIMEOUT", reason="TimeLimit", ends=NOW - 500.0)
+    assert verdict(rank(wrote_s_ago=900.0), job=failed).state == RunStatus.GONE
+    assert verdict(job=failed).state == RunStatus.FAILED
+
+
+def written(run: RunDirectory, *, world: int = 1, **more: object) -> RankBeat:
+    beat = RankBeat(world=world, activity=RankActivity.COMPUTING, **more)  # type: ignore[arg-type]
+    path = run.heartbeat(rank=beat.rank)
+    path.write_text(json.dumps(asdict(beat)))
+    os.utime(path, (beat.time, beat.time))
+    return beat
+
+
+def test_what_is_observed_of_the_ranks_is_as_old_as_they_say(tmp_path: Path) -> None:
+    run, now = RunDirectory(tmp_path).create(), time.time()
+    written(run, world=3, time=now - 10.0, since=now - 50.0)
+    written(run, world=3, rank=1, time=now + 500.0, since=now + 500.0)  # its clock is ahead
+    run.heartbeat(rank=2).write_text("{")
+    written(run, world=9, rank=5, time=now)  # of a larger start before
+    ranks = observe_run(run, ()).ranks
+    assert set(ranks) == {0, 1}
+    assert (now - ranks[0].written_s, now - ranks[0].moved_s) == (pytest.approx(10.0), pytest.approx(50.0))
+    assert ranks[1].written_s == ranks[1].moved_s == pytest.approx(now, abs=5.0)
+    ended = RankBeat(activity=RankActivity.ENDED, time=now - 10.0, since=now - 50.0)
+    run.heartbeat().write_text(json.dumps(asdict(ended)))
+    os.utime(run.heartbeat(), (now - 10.0, now - 10.0))
+    assert now - observe_run(run, ()).ranks[0].moved_s == pytest.approx(10.0)
+
+
+@pytest.mark.parametrize(("attempt", "died"), [("", (0,)), ("x-1", ())])
+def test_a_rank_that_a_launcher_started_has_not_died_before_that_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attempt: str, died: tuple[int, ...]
+) -> None:
+    run = RunDirectory(tmp_path).create()
+    written(run, time=time.time(), attempt=attempt)
+    monkeypatch.setattr(run_state, "has_died_here", lambda beat, *, now: True)
+    assert observe_run(run, ()).died == died
+
+
+def test_what_the_journals_tell_last_is_observed(tmp_path: Path) -> None:
+    run, elsewhere = RunDirectory(tmp_path / "my run").create(), tmp_path / "switches"
+    elsewhere.mkdir()
+    events = [{"event": "start"}, {"event": "end", "failed": True}, {"event": "step"}]
+    run.journal().write_text("".join(f"{json.dumps(event)}\n" for event in events))
+    failed = [{"event": "attempt", "attempt": "a"}, {"event": "attempt_end", "attempt": "a", "status": 1}]
+    failed += [{"event": "diagnosis", "attempt": "a", "cause": "hang"}]
+    run.operations.write_text("".join(f"{json.dumps(event)}\n" for event in failed))
+    seen = observe_run(run, (JOB,), switches=[elsewhere], silent="down")
+    assert (seen.last["event"], seen.last["failed"], seen.switch, seen.silent) == ("end", True, "", "down")
+    assert (seen.attempt["cause"], seen.attempt["status"], seen.jobs) == ("hang", 1, (JOB,))
+    assert seen.path == f"'{run.path}'"
+    arm(elsewhere / "stop", why="maintenance")
+    with run.operations.open("a") as operations:
+        operations.write('{"event": "attempt", "attempt": "b"}\n')
+    seen = observe_run(run, (), switches=[elsewhere], last={"event": "start"})
+    assert (seen.last, seen.attempt) == ({"event": "start"}, {})
+    assert seen.switch.startswith(f"{elsewhere / 'stop'} (") and "maintenance" in seen.switch

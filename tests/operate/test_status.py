@@ -13,7 +13,8 @@ from bloomery.cli import status
 from bloomery.config.load import dump_recipe, load_recipe, override
 from bloomery.events.journal import Journal
 from bloomery.events.run_directory import RunDirectory
-from bloomery.operate.overview import overview, runs_under
+from bloomery.operate.exclusions import Exclusions, QuarantinedNode
+from bloomery.operate.overview import last_losses, overview, runs_under
 
 
 @pytest.fixture
@@ -135,3 +136,49 @@ def test_one_run_among_others_that_a_person_should_look_at_is_told_by_the_exit_s
     assert status.run([str(young.path)]) == 0
     assert status.run(["--under", str(run.path.parent)]) == 1
     assert "young" in capsys.readouterr().out
+
+
+def test_the_loss_on_held_out_text_is_the_newest_that_was_measured(run: RunDirectory) -> None:
+    assert last_losses(run) == {"loss": 2.5, "held_out_loss": 2.75}
+    with Journal(run.journal()) as journal:
+        journal.write("evaluation", incarnation=1, step=7, held_out_loss=2.25)
+        journal.write("evaluation", incarnation=1, step=7)
+        journal.write("step", incarnation=1, **report(8, loss=2.0).to_json())
+    assert last_losses(run) == {"loss": 2.0, "held_out_loss": 2.25}
+
+
+def test_the_time_left_is_shared_by_the_peers_and_measured_by_the_newest_steps(run: RunDirectory) -> None:
+    length = ["train.samples=4000", "train.tokens=0", "train.steps=0", "train.global_batch=10"]
+    run.recipe.write_text(dump_recipe(override(load_recipe("demo").recipe, [*length, "train.ramp_up=[]"])))
+    with Journal(run.journal()) as journal:
+        for step in range(8, 58):
+            journal.write("step", incarnation=1, **report(step, seconds=9.0, peers=2).to_json())
+        for step in range(58, 100):
+            journal.write("step", incarnation=1, **report(step, seconds=2.0, peers=2).to_json())
+    seen = overview(run)
+    assert seen.step_s == 2.0, "of the last fifty, 42 took 2 s"
+    assert seen.left_s == 302.0, "151 steps of 20 samples for the 3010 that are left"
+
+
+def test_what_is_kept_of_a_run_is_shown(
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = tmp_path / "switches"
+    elsewhere.mkdir()
+    (elsewhere / "stop").touch()
+    directory = f"control.directory={json.dumps(str(elsewhere))}"
+    recipe = override(load_recipe("demo").recipe, [directory, "submit.scheduler=slurm"])
+    run.recipe.write_text(dump_recipe(recipe))
+    exclusions = Exclusions.of(run, recipe.submit)
+    exclusions.add(QuarantinedNode(host="n7", cause="bad GPU", since=1e9, evidence="Xid 79"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    seen = overview(run)
+    assert seen.verdict.state == "unknown" and "squeue" in " ".join(seen.warnings), "the recipe wants SLURM"
+    assert (
+        len(seen.excluded) == 1 and "n7 since 2001-09-09" in seen.excluded[0] and "Xid 79" in seen.excluded[0]
+    )
+    run.recipe.write_text(dump_recipe(override(load_recipe("demo").recipe, [directory])))
+    seen = overview(run)
+    assert seen.verdict.state == "stopped" and str(elsewhere / "stop") in seen.verdict.why
+    exclusions.path.write_text("{")
+    assert any("is damaged" in line for line in overview(run).warnings)

@@ -81,7 +81,7 @@ def find_absent(flights: Mapping[int, Flight]) -> FlightFinding | None:
         most = max(number for number, _ in lasts.values())
         behind = sorted(rank for rank, (number, _) in lasts.items() if number < most)
         name = next(name for number, name in lasts.values() if number == most)
-        if behind and len(behind) < len(lasts):
+        if behind:
             first = lasts[behind[0]][0]
             words = f"{_ranks(behind)} did not come to {name} {most} of group {group}, and began {first} last"
             return FlightFinding(culprits=tuple(behind), words=words)

@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from bloomery.checkpoint.format.catalogue import checkpoints
@@ -171,9 +171,6 @@ class AttemptWatch:
         if standstill is None:
             return
         finding = find_hang(beats, take_stacks(beats), silent=standstill.silent)
-        if len(finding.culprits) == 1:
-            culprit = beats[finding.culprits[0]]
-            finding = replace(finding, hosts=(culprit.host,))
         self._hang = finding
         self._why = f"{standstill}: {finding.summary}"
 

@@ -89,6 +89,17 @@ def test_ranks_that_work_alike_are_told_as_such_and_bad_files_are_no_error(tmp_p
     assert [(stage.stage, stage.ranks, stage.most_bytes) for stage in panel.stages] == [(0, 1, 1e9)]
 
 
+def test_ranks_are_compared_with_the_faster_half_by_their_last_twenty_steps(tmp_path: Path) -> None:
+    run = WrittenRun(tmp_path / "run")
+    ranks_of(run, [0.1] * 3 + [0.2] * 4, world=8)
+    with Journal(run.rundir.journal(rank=0)) as journal:
+        for step in range(30, 50):
+            journal.write("step", incarnation=1, step=step, spent={"forward and backward": 0.15})
+    panel = panel_of(run)
+    assert [row.own_s for row in panel.rows[:2]] == [pytest.approx(0.15), pytest.approx(0.1)]
+    assert [row.rank for row in panel.rows if row.is_slow] == [0, 3, 4, 5, 6]
+
+
 def test_ranks_that_have_told_of_no_step_do_not_make_the_others_slow(tmp_path: Path) -> None:
     run = WrittenRun(tmp_path / "run")
     ranks_of(run, [0.0, 0.1, 0.0, 0.1, 0.0, 0.0, 0.0, 0.1], world=8)

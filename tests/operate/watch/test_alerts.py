@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from bloomery.operate.run_state import RunStatus, RunVerdict
 from bloomery.operate.watch.alerts import (
+    Alert,
     AlertRules,
     AlertWord,
     OpenIncident,
@@ -20,7 +21,14 @@ from bloomery.operate.watch.alerts import (
     update,
 )
 from bloomery.operate.watch.conditions import WatchedRun, WatchLimits, conditions_of
-from bloomery.operate.watch.disk import DiskSample, directory_bytes, does_not_fit, forecast_full, thinned
+from bloomery.operate.watch.disk import (
+    DiskForecast,
+    DiskSample,
+    directory_bytes,
+    does_not_fit,
+    forecast_full,
+    thinned,
+)
 
 RULES = AlertRules(escalate_s=100.0, settle_s=30.0)
 
@@ -67,6 +75,31 @@ def test_what_a_person_knows_is_not_told_again() -> None:
     assert alerts == [] and incidents["gone"].acknowledged
     _, alerts = update(incidents, [], run="mine", now=2e6, rules=RULES)
     assert [alert.word for alert in alerts] == [AlertWord.RESOLVED]
+
+
+def test_an_alert_says_since_when_and_what_helps_until_it_is_over() -> None:
+    condition = WatchCondition(kind="gone", line="no process", command="bloomery submit r")
+    incidents, told = update({}, [condition], run="mine", now=50.0, rules=RULES)
+    for now, conditions in ((150.0, [condition]), (200.0, [])):
+        incidents, new = update(incidents, conditions, run="mine", now=now, rules=RULES)
+        told += new
+    assert [(str(alert.word), alert.began) for alert in told] == [
+        ("new", 50.0),
+        ("still", 50.0),
+        ("over", 50.0),
+    ]
+    assert [alert.body for alert in told] == ["no process\nbloomery submit r"] * 2 + ["no process"]
+    assert {alert.title for alert in told} == {f"[mine] {word}: gone" for word in ("new", "still", "over")}
+    bare = Alert(run="mine", word=AlertWord.RAISED, condition=WatchCondition(kind="x", line="y"), began=0.0)
+    assert bare.body == "y"
+
+
+def test_an_incident_that_cannot_be_read_hides_no_other() -> None:
+    condition = WatchCondition(kind="gone", line="x")
+    kept = incidents_to_json({"gone": OpenIncident(condition=condition, began=1.0, seen=2.0, told=3.0)})
+    for wrong in ({}, {"condition": {"kind": "x"}}, None):
+        assert set(incidents_from_json({"wrong": wrong, **kept})) == {"gone"}
+    assert incidents_from_json([]) == {}
 
 
 @given(st.lists(st.tuples(st.floats(1, 60), st.sets(st.sampled_from(["a", "b"]))), max_size=40))
@@ -121,6 +154,28 @@ def test_inodes_run_out_too_and_a_disk_that_empties_does_not() -> None:
     assert forecast.full_in_s == pytest.approx((100_000 - 9_900) / 100 * 60)
     assert forecast_full([DiskSample(60.0 * count, 10**9 + count, -1) for count in range(100)]) is None
     assert forecast_full(samples[:3]) is None
+
+
+def test_a_disk_that_the_next_save_fills_is_full_now() -> None:
+    samples = [
+        DiskSample(60.0 * minute, (201 - 2 * minute - (8 if minute % 5 == 0 else 0)) << 20, -1)
+        for minute in range(100)
+    ]
+    forecast = forecast_full(samples)
+    assert forecast is not None and forecast.full_in_s == 0.0
+
+
+def test_the_forecast_is_of_the_whole_time_and_not_of_its_beginning() -> None:
+    def left_s(faster: int) -> float:
+        free, samples = 10**12, list[DiskSample]()
+        for minute in range(288):
+            samples.append(DiskSample(60.0 * minute, free, -1))
+            free -= 10**8 * (faster if minute > 144 else 1)
+        forecast = forecast_full(samples)
+        assert forecast is not None
+        return forecast.full_in_s
+
+    assert left_s(9) < 0.5 * left_s(1)
 
 
 def test_of_space_and_inodes_the_one_that_runs_out_first_is_told() -> None:
@@ -191,6 +246,63 @@ def test_disks_saves_guards_speed_and_a_silent_watcher_are_conditions() -> None:
     assert seen(guards=[(1.0, "spike", "long ago")]) == []
     (hostile,) = seen(failed_save="a\n\x1b[31mb\u2028c")
     assert hostile.line == "a [31mb c"
+
+
+FULL = {"what": "space", "full_in_s": 86400.0}
+
+
+@pytest.mark.parametrize(
+    ("kind", "at_limit", "beyond", "words"),
+    [
+        ("scheduler", {"unheard": "down", "unheard_s": 600.0}, {"unheard_s": 601.0}, ("10.0 min: down",)),
+        ("queue", {"jobs": 1, "wanted_jobs": 3, "short_s": 900.0}, {"short_s": 901.0},
+            ("1 of 3 jobs", "when it ends nothing follows", "bloomery submit runs/mine")),
+        ("queue", {"jobs": 0, "wanted_jobs": 3, "short_s": 900.0}, {"short_s": 901.0}, ("nothing trains",)),
+        ("disk space", {"forecast": DiskForecast(**FULL)},
+            {"forecast": DiskForecast(**FULL | {"full_in_s": 86399.0})},
+            ("disk is full in 24.0 h", "df -h runs/")),
+        ("disk inodes", {"forecast": DiskForecast(**FULL)},
+            {"forecast": DiskForecast(what="inodes", full_in_s=60.0)},
+            ("no inodes are left", "df -i runs/mine")),
+        ("no room for a save", {"disk": DiskSample(0.0, 3 << 30, -1), "save_bytes": 2 << 30},
+            {"save_bytes": 3 << 30}, ("3.00 GiB, and 3.00 GiB are free", "bloomery ckpt list runs/mine")),
+        ("shm", {"shm_used": 0.9}, {"shm_used": 0.91}, ("91% full",)),
+        ("backup", {"unsaved_copy_s": 7200.0}, {"unsaved_copy_s": 7201.0}, ("2.0 h",)),
+        ("slow", {"step_s": [1.5, 1.5, 9.0], "usual_step_s": [1.0, 1.0, 0.1]}, {"step_s": [1.6, 1.6, 0.1]},
+            ("1.6 s, and took 1 s",)),
+        ("guard spike", {"guards": [(8199.0, "spike", "the loss rose")]},
+            {"guards": [(8200.0, "spike", "the loss rose")]}, ("the loss rose",)),
+        ("no checkpoint", {"saves": [4000.0, 6000.0, 7000.0]}, {"saves": [2000.0, 3000.0, 6900.0, 6990.0]},
+            ("no checkpoint for 50.2 min; they came every 16.7 min", "bloomery save runs/mine")),
+        ("no checkpoint", {"saves": [8000.0, 8100.0, 8200.0]}, {"saves": [8000.0, 8100.0, 8199.0]},
+            ("30.0 min",)),
+        ("watcher", {"silent_s": 0.0}, {"silent_s": 0.1}, ("bloomery watch runs/mine",)),
+    ],
+)  # fmt: skip
+def test_each_condition_begins_beyond_its_limit_and_says_what_helps(
+    kind: str, at_limit: dict, beyond: dict, words: tuple[str, ...]
+) -> None:
+    assert seen(**at_limit) == []
+    (condition,) = seen(**at_limit | beyond)
+    assert condition.kind == kind
+    assert all(part in f"{condition.line}; {condition.command}" for part in words), condition
+
+
+def test_a_run_that_does_not_run_owes_no_checkpoint_and_two_saves_tell_of_no_rhythm() -> None:
+    saves = [0.0, 100.0, 200.0]
+    assert seen(saves=saves[:2]) == [] and seen(RunStatus.FINISHED, saves=saves) == []
+    assert [condition.kind for condition in seen(saves=saves)] == ["no checkpoint"]
+    assert [condition.kind for condition in seen(saves=saves, failed_save="no room")] == ["saves fail"]
+
+
+def test_the_remedy_of_a_state_is_its_command_and_a_long_line_is_cut() -> None:
+    verdict = RunVerdict(state=RunStatus.HUNG, why="x" * 500, remedy="cancel job 7; the next goes on")
+    limits = WatchLimits(idle_s=1.0)
+    (condition,) = conditions_of(WatchedRun(path="r", verdict=verdict, now=9e5, since=0.0), limits)
+    assert condition.command == verdict.remedy and condition.group == "state"
+    assert len(condition.line) == 400 and condition.line == "x" * 399 + "…"
+    exact = WatchedRun(path="r", verdict=RunVerdict(state=RunStatus.GONE, why="y" * 400), now=1.0, since=0.0)
+    assert conditions_of(exact, limits)[0].line == "y" * 400
 
 
 def test_a_run_that_has_just_started_again_owes_no_checkpoint_for_the_time_that_it_was_away() -> None:

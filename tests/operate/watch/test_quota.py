@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tests.operate.watch.test_watcher import a_run
@@ -126,3 +128,57 @@ def test_a_save_that_no_quota_has_room_for_is_told() -> None:
     said = {condition.kind: condition.line for condition in conditions_of(seen, WatchLimits())}
     assert set(said) == {"no quota for a save (user ann)", "quota files (user ann)"}
     assert "2.00 GiB, 1.00 GiB left" in said["no quota for a save (user ann)"]
+
+
+@pytest.mark.parametrize(("what", "named"), [("space", "space"), ("inodes", "files")])
+def test_a_quota_is_told_once_it_is_used_up_within_a_day(what: str, named: str) -> None:
+    def told(full_in_s: float) -> list[str]:
+        left, forecast = DiskSample(5.0, 9 << 30, 9), DiskForecast(what=what, full_in_s=full_in_s)
+        quotas = [WatchedQuota(owner="user ann", left=left, forecast=forecast)]
+        running = RunVerdict(state=RunStatus.RUNNING)
+        run = WatchedRun(path="run", verdict=running, now=5.0, since=0.0, quotas=quotas)
+        return [condition.kind for condition in conditions_of(run, WatchLimits())]
+
+    assert (told(86400.0), told(86399.0)) == ([], [f"quota {named} (user ann)"])
+
+
+def test_the_file_system_of_a_path_is_the_innermost_mount_of_its_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = tmp_path.stat().st_dev
+    here, number = tmp_path.resolve(), f"{os.major(device)}:{os.minor(device)}"
+    lines = [
+        f"40 35 0:99999 / {here} rw - nfs4 filer:/vol rw",
+        f"36 35 {number} / {here.parent} rw,noatime shared:1 - ext4 /dev/outer rw",
+        f"37 35 {number} / {here} rw,noatime - xfs /dev/a\\040disk rw",
+        f"38 35 {number} / / rw - ext4 /dev/root rw",
+        f"39 35 {number} / {here}/deeper rw - ext4 /dev/deeper rw",
+    ]
+    monkeypatch.setattr(Path, "read_text", lambda self: "\n".join(lines))
+    assert mounted_at(here) == MountedAt(kind="xfs", place=str(here), source="/dev/a disk")
+
+
+def test_each_command_is_asked_for_its_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("quota", "lfs"):
+        (tmp_path / name).write_text(f'#!/bin/sh\necho "{name} $*"\nexit 1\n')
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    asked = [quota._asked(mount, flag, 77) for mount in (NFS, LUSTRE) for flag in ("-u", "-g")]
+    place = LUSTRE.place
+    assert [line.strip() for line in asked] == [
+        "quota -w -p -u", "quota -w -p -g 77", f"lfs quota -q -u 77 {place}", f"lfs quota -q -g 77 {place}"
+    ]  # fmt: skip
+    monkeypatch.setenv("PATH", str(tmp_path / "none"))
+    assert quota._asked(NFS, "-u", 77) == ""
+
+
+@pytest.mark.parametrize(
+    ("user", "group", "owners"),
+    [(0, 0, []), (0, 61234, [("-g", "61234", 61234)]), (61235, 0, [("-u", "61235", 61235)])],
+)
+def test_nobody_limits_root_and_a_number_without_a_name_is_told_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, user: int, group: int, owners: list
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    monkeypatch.setattr(Path, "stat", lambda self: SimpleNamespace(st_gid=group))
+    assert list(quota._owners(tmp_path)) == owners

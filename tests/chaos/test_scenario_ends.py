@@ -1,0 +1,131 @@
+"""How a scenario begins and ends: its seeds and threads, what its peers leave behind, and when it is over."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from bloomery.chaos import processes, scenario
+from bloomery.chaos.faults import FaultInjector
+from bloomery.chaos.processes import ManagedProcess
+from bloomery.chaos.scenario import ScenarioSettings, run_scenario
+from bloomery.chaos.shaped_network import Shape, ShapedNetwork
+from bloomery.errors import PeerError
+
+
+@pytest.fixture
+def played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ScenarioSettings]:
+    """Returns the settings of a scenario of three peers that run a line of shell each; $0 is their memory."""
+    monkeypatch.setattr(scenario, "_wait_for_port", lambda port, process: None)
+    monkeypatch.setattr(scenario, "read_commits", lambda endpoint, run: ())
+
+    def settings(shell: str) -> ScenarioSettings:
+        def stand_in(word: str, *words: str) -> list[str]:
+            memory = [one.partition("=")[2] for one in words if one.startswith("checkpoint.memory")]
+            return ["sh", "-c", shell, *memory] if word == "peer" else ["sleep", "60"]
+
+        monkeypatch.setattr(scenario, "_bloomery", stand_in)
+        return ScenarioSettings(
+            recipe="r", overrides=(), run="r", peers=3, shape=Shape(), directory=tmp_path, ranks=2, seed=77
+        )
+
+    return settings
+
+
+def test_what_peers_leave_in_memory_is_told_and_removed(played: Callable[[str], ScenarioSettings]) -> None:
+    outcome = run_scenario(played('mkdir -p "$0" && touch "$0/part"'), watch=lambda *_: None)
+    assert [Path(path).parts[-2:] for path in outcome.leftover] == [(f"peer{n}", "part") for n in range(3)]
+    assert outcome.failed and set(outcome.statuses.values()) == {0}
+    assert not any(Path(path).parent.exists() for path in outcome.leftover)
+
+
+def test_a_scenario_that_takes_too_long_is_ended(played: Callable[[str], ScenarioSettings]) -> None:
+    with pytest.raises(PeerError, match="did not end within 0 s"):
+        run_scenario(replace(played("exec sleep 60"), deadline_s=0.1), watch=lambda *_: None)
+
+
+def test_the_seed_is_that_of_the_links_and_of_the_faults_and_the_cores_are_shared(
+    played: Callable[[str], ScenarioSettings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seeds: list[int] = []
+
+    class Links(ShapedNetwork):
+        def __init__(self, *, seed: int = 0) -> None:
+            seeds.append(seed)
+            super().__init__(seed=seed)
+
+    class Faults(FaultInjector):
+        def __init__(self, *, seed: int = 0, **more: Any) -> None:
+            seeds.append(seed)
+            super().__init__(seed=seed, **more)
+
+    monkeypatch.setattr(scenario, "ShapedNetwork", Links)
+    monkeypatch.setattr(scenario, "FaultInjector", Faults)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(13)))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    run_scenario(played("echo $OMP_NUM_THREADS"), watch=lambda *_: None)
+    assert seeds == [77, 77]
+    assert (tmp_path / "logs" / "peer2.log").read_text() == "2\n", "of thirteen cores for six ranks"
+
+
+@pytest.mark.parametrize(
+    ("alive", "status", "away", "next_s", "is_over"),
+    [
+        (True, None, set(), float("inf"), False),
+        (False, 0, set(), 9.0, True),
+        (False, 0, {"a"}, 9.0, False),
+        (False, 3, set(), 9.0, False),
+        (False, 3, set(), float("inf"), True),
+    ],
+)
+def test_a_scenario_is_over_once_a_peer_has_seen_the_end_or_nothing_comes_back(
+    alive: bool, status: int | None, away: set[str], next_s: float, is_over: bool
+) -> None:
+    run: Any = SimpleNamespace(peers={"a": SimpleNamespace(alive=alive, status=status)})
+    injector: Any = SimpleNamespace(away=away, next_s=next_s)
+    assert scenario._ScenarioRun._is_over(run, injector) == is_over
+
+
+def test_a_peer_that_was_stopped_goes_on_before_it_is_asked_to_leave() -> None:
+    notes: list[Any] = []
+    peer = SimpleNamespace(signal=notes.append, leave=lambda: notes.append("leave"))
+    run: Any = SimpleNamespace(peers={"a": peer})
+    scenario._ScenarioRun._ask_to_leave(run)
+    assert notes == [signal.SIGCONT, "leave"]
+
+
+def test_a_coordinator_that_has_ended_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        alive: Any = SimpleNamespace(alive=True, log=tmp_path / "log")
+        scenario._wait_for_port(port, alive)
+    monkeypatch.setattr(scenario.time, "sleep", lambda seconds: pytest.fail("it waits"))
+    with pytest.raises(PeerError, match="did not come up"):
+        scenario._wait_for_port(port, SimpleNamespace(alive=False, log=tmp_path / "log"))  # type: ignore[arg-type]
+
+
+def test_a_stopped_process_ends_by_itself_when_it_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "EXIT_S", 5.0)
+    answers = ["sh", "-c", "trap 'exit 7' TERM; echo ready; while :; do sleep 0.05; done"]
+    environment = {"PATH": os.environ["PATH"]}
+    with ManagedProcess(name="a", command=answers, environment=environment, log=tmp_path / "log") as process:
+        process.start()
+        while process.log.read_text() != "ready\n":
+            time.sleep(0.01)
+        process.signal(signal.SIGSTOP)
+    assert process.status == 7, "it was asked, and not killed"
+    with pytest.raises(PeerError, match="never started"):
+        ManagedProcess(name="b", command=["true"], environment={}, log=tmp_path / "log").wait(1.0)

@@ -1,0 +1,598 @@
+"""What the dashboard answers without a server: who may ask, what is cached, and each figure of a run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from starlette.requests import Request
+from tests.operate.dashboard.written_run import WrittenRun, healed_run
+
+from bloomery.config.load import dump_recipe, load_recipe, override
+from bloomery.errors import BloomeryError
+from bloomery.events.heartbeat import RankActivity, RankBeat
+from bloomery.events.journal import read_journal
+from bloomery.operate.dashboard import panels, run_summary, viewed_run
+from bloomery.operate.dashboard.access import AccessGate, AccessRules, bearer, read_token
+from bloomery.operate.dashboard.actions import ActionRequest, carry_out
+from bloomery.operate.dashboard.curves import _line, curves, downsampled, moving_mean, rows_between
+from bloomery.operate.dashboard.panels import CachedValue, saves
+from bloomery.operate.dashboard.prometheus import metrics_text
+from bloomery.operate.dashboard.run_events import shown_event
+from bloomery.operate.dashboard.run_reader import RunReader, _is_newer
+from bloomery.operate.dashboard.run_summary import RunSummarizer, night_words, silent_ranks
+from bloomery.operate.dashboard.server import _MOST_BODY, DashboardServer, _body
+from bloomery.operate.dashboard.viewed_run import ViewedRun
+from bloomery.operate.submission import keep_submission, submission_of
+
+TOKEN = "0123456789abcdef"
+
+
+def asked(rules: AccessRules, path: str, headers: dict[bytes, bytes]) -> tuple[int, dict[bytes, bytes]]:
+    """Return status and headers of what a gate before an application that answers 200 says."""
+    sent: list[Any] = []
+
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"x-own", b"1")]})
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "path": path, "headers": list({b"host": b"localhost:9", **headers}.items())}
+    asyncio.run(AccessGate(application, rules)(scope, None, send))  # type: ignore[arg-type]
+    return sent[0]["status"], dict(sent[0]["headers"])
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "status"),
+    [
+        ("/", {}, 200),
+        ("/static/dashboard.js", {}, 200),
+        ("/api/session", {}, 200),
+        ("/api/sessions", {}, 401),
+        ("/api/runs", {}, 401),
+        ("/metrics", {}, 401),
+        ("/statics", {}, 401),
+        ("/api/runs", {b"authorization": b"bearer  0123456789abcdef "}, 200),
+        ("/api/runs", {b"authorization": b"Basic 0123456789abcdef"}, 401),
+        ("/api/runs", {b"cookie": b"a=b; bloomery-dashboard=0123456789abcdef"}, 200),
+        ("/api/runs", {b"cookie": b"bloomery-dashboard=0123456789abcdeF"}, 401),
+        ("/", {b"host": b"evil.example"}, 421),
+    ],
+)
+def test_a_private_server_shows_the_page_and_nothing_of_a_run_without_its_token(
+    path: str, headers: dict[bytes, bytes], status: int
+) -> None:
+    answered, sent = asked(AccessRules(token=TOKEN, is_private=True), path, headers)
+    assert answered == status and b"default-src 'none'" in sent[b"content-security-policy"]
+    assert sent[b"x-content-type-options"] == b"nosniff" and sent[b"referrer-policy"] == b"no-referrer"
+    assert (b"x-own" in sent) == (status == 200)
+
+
+@pytest.mark.parametrize(
+    ("host", "knows"),
+    [
+        (b"localhost", True), (b"localhost:8000", True), (b"127.0.0.1:80", True), (b"[::1]", True),
+        (b"[::1]:8000", True), (b"localhost.evil.example", False), (b"evil.example:80", False), (b"", False),
+    ],
+)  # fmt: skip
+def test_a_server_of_this_machine_answers_to_its_own_names(host: bytes, knows: bool) -> None:
+    assert AccessRules().knows_host({b"host": host}) == knows
+    assert AccessRules(hosts=()).knows_host({b"host": host})
+
+
+def test_no_token_lets_nobody_in_and_none_is_wanted_of_a_public_reader() -> None:
+    assert not AccessRules(is_private=True).may_read({b"authorization": b"Bearer "})
+    assert AccessRules(token=TOKEN).may_read({}) and not AccessRules(token=TOKEN).is_token("0")
+    assert bearer({b"authorization": b"0123456789abcdef"}) == "" == bearer({})
+    assert not AccessRules(token=TOKEN, is_private=True).may_read({b"cookie": b"\xff=;;=[]"})
+
+
+@pytest.mark.parametrize(
+    ("text", "is_good"), [("x" * 16, True), ("x" * 15, False), ("é" * 20, False), ("a b" * 9, False)]
+)
+def test_a_token_is_one_long_word(tmp_path: Path, text: str, is_good: bool) -> None:
+    path = tmp_path / "token"
+    path.touch(mode=0o600)
+    path.write_text(f"{text}\n")
+    if is_good:
+        assert read_token(path) == text
+    else:
+        with pytest.raises(BloomeryError, match="one word of at least 16"):
+            read_token(path)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> WrittenRun:
+    made = healed_run(tmp_path_factory.mktemp("written") / "healed")
+    settings = ["train.samples=1600", "train.global_batch=8", "train.ramp_up=[]"]
+    made.rundir.recipe.write_text(dump_recipe(override(load_recipe("demo").recipe, settings)))
+    return made
+
+
+@pytest.fixture
+def run(written: WrittenRun, tmp_path: Path) -> WrittenRun:
+    """A run with a spike and a rewind, of which each test has its own copy."""
+    shutil.copytree(written.rundir.path, tmp_path / "healed")
+    made = WrittenRun(tmp_path / "healed")
+    made.incarnation, made.step = written.incarnation, written.step
+    return made
+
+
+@pytest.mark.parametrize(
+    ("what", "kept"),
+    [
+        ("400:480", "400:480\n"),
+        ("1,000:2_000", "1000:2000\n"),
+        ("5:5", ""),
+        ("5", ""),
+        ("-5:9", ""),
+        ("a:9", ""),
+    ],
+)
+def test_samples_are_skipped_where_their_numbers_are_some(run: WrittenRun, what: str, kept: str) -> None:
+    request = ActionRequest(run=0, action="skip", what=what, why="a\nspike " * 99)
+    if not kept:
+        with pytest.raises(BloomeryError, match="FIRST:END"):
+            carry_out(run.rundir, request, by="ann")
+        assert not run.rundir.operations.exists() and not run.rundir.control("skip").exists()
+        return
+    answer = carry_out(run.rundir, request, by="ann")
+    first, end = map(int, kept.split(":"))
+    assert f"{first:,} to {end - 1:,}" in answer and run.rundir.control("skip").read_text() == kept
+    (record,) = read_journal(run.rundir.operations)
+    assert (record["event"], record["action"], record["by"], record["what"]) == (
+        "request",
+        "skip",
+        "ann",
+        what,
+    )
+    assert record["why"].startswith("a spike a spike") and len(record["why"]) == 300
+
+
+def test_an_action_that_nobody_knows_and_one_of_no_run_are_refused(run: WrittenRun, tmp_path: Path) -> None:
+    for rundir, action in ((run.rundir, "rm"), (type(run.rundir)(tmp_path / "none"), "save")):
+        with pytest.raises(BloomeryError):
+            carry_out(rundir, ActionRequest(run=0, action=action), by="ann")
+    assert not run.rundir.operations.exists()
+
+
+@pytest.mark.parametrize("name", ["", "a b", "n1;rm", "n1\n", "../x"])
+def test_only_the_name_of_a_node_is_excluded(run: WrittenRun, name: str) -> None:
+    request = ActionRequest(run=0, action="exclude", what=name)
+    if name.strip() == "n1":
+        assert "n1 takes no further job" in carry_out(run.rundir, request, by="ann")
+        return
+    with pytest.raises(BloomeryError, match="is not the name of a node"):
+        carry_out(run.rundir, request, by="ann")
+    assert not (run.rundir.path / "exclusions.json").exists()
+
+
+def body_of(*chunks: bytes, kind: str = "application/json; charset=utf-8") -> Any:
+    async def stream() -> Any:
+        for chunk in chunks:
+            yield chunk
+
+    return asyncio.run(_body(SimpleNamespace(headers={"content-type": kind}, stream=stream)))  # type: ignore[arg-type]
+
+
+def test_the_body_of_a_request_is_short_json_and_nothing_else() -> None:
+    assert body_of(b'{"a":', b" 1}") == {"a": 1}
+    assert body_of(b'"' + b"x" * (_MOST_BODY - 2) + b'"') == "x" * (_MOST_BODY - 2)
+    assert body_of(b'"' + b"x" * (_MOST_BODY - 1), b'"') is None
+    assert body_of(b"{}", kind="text/plain") is None and body_of(b"{") is None
+
+
+def test_viewers_are_counted_and_too_many_are_refused(
+    run: WrittenRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bloomery.operate.dashboard import server as server_module
+
+    monkeypatch.setattr(server_module, "_MOST_VIEWERS", 2)
+    server = DashboardServer([run.rundir.path], AccessRules(), interval_s=0.02)
+
+    async def look() -> list[int]:
+        streams = []
+        for _ in range(2):
+            answer = await server._changes(None)  # type: ignore[arg-type]
+            streams.append(answer.body_iterator)  # type: ignore[attr-defined]
+            assert await anext(streams[-1]) == b"retry: 1000\n\n"
+        counts = [(await server._changes(None)).status_code]  # type: ignore[arg-type]
+        change = asyncio.ensure_future(anext(streams[0]))
+        await asyncio.sleep(0.0)  # until it has seen the run as it was
+        server.runs[0].reader.version += 1
+        assert b"event: change" in await change
+        await streams[0].aclose()
+        counts.append((await server._changes(None)).status_code)  # type: ignore[arg-type]
+        server.is_closing = lambda: True
+        assert [chunk async for chunk in streams[1]] == []
+        return [*counts, server._viewers]
+
+    assert asyncio.run(look()) == [503, 200, 0]
+
+
+def test_a_rank_that_died_makes_the_answers_anew(run: WrittenRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    for rank in range(3):
+        beat = {"rank": rank, "world": 3, "pid": rank, "time": time.time()}
+        run.rundir.heartbeat(rank=rank).write_text(json.dumps(beat))
+    dead: set[int] = set()
+    monkeypatch.setattr(viewed_run, "has_died_here", lambda beat, *, now: beat.rank in dead)
+    viewed = ViewedRun(run.rundir.path, interval_s=3600.0)
+    viewed.reader.read_all()
+    first, version = viewed.summary(), viewed.reader.version
+    viewed.check_ranks()
+    assert (viewed.died, viewed.reader.version, viewed.summary() is first) == ((), version, True)
+    dead |= {0, 2}
+    for _ in range(2):
+        viewed.check_ranks()
+    assert (viewed.died, viewed.reader.version) == ((0, 2), version + 1)
+    assert viewed.summary() is not first
+
+
+def test_an_answer_of_a_changed_run_is_made_anew_and_the_oldest_is_forgotten(
+    run: WrittenRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    viewed = ViewedRun(run.rundir.path)
+    viewed.reader.read_all()
+    ask = lambda points: viewed.curves(["loss"], axis="step", begin=None, end=None, points=points)  # noqa: E731
+    first = ask(20)
+    assert ask(20) is first and len(json.loads(ask(20))[0]["x"]) < len(json.loads(ask(60))[0]["x"])
+    viewed.reader.version += 1
+    assert ask(20) is not first
+    monkeypatch.setattr(viewed_run, "_MOST_ANSWER_BYTES", 1)
+    last = ask(30)
+    assert [answer for _, answer in viewed._answers.values()] == [last]
+
+
+def test_the_head_of_a_page_has_the_figures_of_the_newest_step_that_counts(run: WrittenRun) -> None:
+    run.event("checkpoint", path="step-000091.i002")
+    summary = RunSummarizer(RunReader(run.rundir.path).read_all()).summary(now=1000.0)
+    assert (summary.step, summary.steps, summary.done) == (91, 200, 91 * 8 / 1600)
+    assert (summary.step_s, summary.left_s) == (pytest.approx(0.1), pytest.approx(109 * 0.1))
+    assert (summary.held_out, summary.saved_step, summary.tokens) == (2.75, 91, 91 * 256)
+    assert (summary.ranks, summary.device, summary.rows) == (1, "cpu", 101)
+    assert summary.name == "healed (demo)" and summary.ends is None, "it does not run"
+    assert (summary.state, summary.health) == ("gone", "bad")
+
+
+def test_the_night_is_what_happened_in_twelve_hours(run: WrittenRun) -> None:
+    now = time.time()
+    reader = RunReader(run.rundir.path).read_all()
+    told = night_words(reader, now=now)
+    assert told == ("In the last 12 hours: 91 steps, 1 start, 1 × guard, 1 × rewind, 10 steps discarded.")
+    assert night_words(reader, now=now + 13 * 3600.0) == "In the last 12 hours nothing happened."
+
+
+def test_ranks_are_silent_after_three_heartbeats_or_with_their_process(
+    run: WrittenRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = RunReader(run.rundir.path)
+    assert silent_ranks(reader, now=1000.0) == []
+    for rank, (age_s, activity) in enumerate(
+        ((2.9, "computing"), (3.1, "computing"), (9.0, RankActivity.ENDED))
+    ):
+        beat = RankBeat(rank=rank, world=4, activity=activity, time=1000.0 - age_s)
+        run.rundir.heartbeat(rank=rank).write_text(json.dumps(beat.__dict__))
+    assert silent_ranks(reader, now=1000.0) == [1]
+    monkeypatch.setattr(run_summary, "has_died_here", lambda beat, *, now: beat.rank == 0)
+    assert silent_ranks(reader, now=1000.0) == [0, 1]
+
+
+def test_a_saves_row_tells_what_it_cost_and_why_it_is_kept(run: WrittenRun) -> None:
+    run.steps(1)
+    record = json.loads(run.journal.path.read_text().splitlines()[-1])
+    run.event("checkpoint", path="step-000092.i002")
+    own = {name: record[name] for name in ("loss", "seconds", "consumed_samples", "consumed_tokens")}
+    run.event("step", step=93, **own, spent={"saving a checkpoint": 1.5, "forward and backward": 0.1})
+    run.event("checkpoint", step=94, path="step-000094.i002")
+    run.event("step", step=95, **own, spent={"saving a checkpoint": 2.5, "forward and backward": 0.1})
+    rows = saves(RunReader(run.rundir.path).read_all(), None)
+    assert [(row.name, row.step, row.blocked_s, row.durable, row.kept) for row in rows] == [
+        ("step-000094.i002", 94, None, True, ""),
+        ("step-000092.i002", 92, 1.5, True, ""),
+        ("step-000050.i001", 50, 0.0, True, ""),
+    ]
+
+
+def test_a_table_that_is_asked_for_anew_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, made = [100.0], list[float]()
+    monkeypatch.setattr(panels, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    table = CachedValue(lambda: made.append(clock[0]) or len(made), least_s=10.0)
+    for clock[0] in (100.0, 109.0, 110.0, 119.0):
+        table.get()
+    assert made == [100.0, 110.0]
+    table.expire()
+    assert table.get() == 3 and made[-1] == 119.0
+
+
+def test_each_figure_of_the_metrics_is_that_of_its_name(run: WrittenRun) -> None:
+    viewed = ViewedRun(run.rundir.path)
+    viewed.reader.read_all()
+    lines = [line for line in metrics_text([viewed]).splitlines() if not line.startswith("#")]
+    told = {line.partition("{")[0]: line.rpartition(" ")[2] for line in lines}
+    expected = {"up": 0.0, "step": 91.0, "steps": 200.0, "tokens": 91.0 * 256, "held_out": 2.75}
+    assert {name: float(told[f"bloomery_{name}"]) for name in expected} == expected
+    assert float(told["bloomery_gradient_norm"]) == 0.5 and float(told["bloomery_global_batch"]) == 8.0
+    states = [line for line in lines if line.startswith("bloomery_state{")]
+    assert [line.partition('state="')[2] for line in states if line.endswith(" 1")] == ['gone"} 1']
+    quoted = ViewedRun(healed_run(run.rundir.path.parent / 'a"b\\c').rundir.path)
+    assert 'run="a\\"b\\\\c"' in metrics_text([quoted])
+
+
+def test_a_range_of_a_curve_has_one_point_more_on_either_side() -> None:
+    x = np.array([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert rows_between(x, 2.5, 3.5) == slice(1, 4) and rows_between(x, 3.0, 3.0) == slice(1, 4)
+    assert rows_between(x, None, 1.0) == slice(0, 2) and rows_between(x, 9.0, None) == slice(4, 5)
+    assert rows_between(x, 4.0, 2.0) == slice(2, 3), "an empty range leaves its edges"
+
+
+def test_a_curve_that_fits_is_whole_and_one_of_a_spike_keeps_it() -> None:
+    y = np.array([1.0, np.inf, 3.0])
+    whole = downsampled(np.arange(3.0), y, points=3)
+    assert whole.x.tolist() == [0.0, 1.0, 2.0] and np.isnan(whole.y[1])
+    long = np.ones(1000)
+    long[777], long[333] = 9.0, -9.0
+    few = downsampled(np.arange(1000.0), long, points=10)
+    assert {(777.0, 9.0), (333.0, -9.0)} <= set(zip(few.x.tolist(), few.y.tolist(), strict=True))
+    assert moving_mean(np.array([]), np.array([]), window=3, points=5).x.tolist() == []
+    nothing = moving_mean(np.arange(2.0), np.array([np.nan, 4.0]), window=1, points=5)
+    assert np.isnan(nothing.y[0]) and nothing.y[1] == 4.0
+
+
+def test_a_clock_that_goes_back_moves_no_curve_to_the_left(run: WrittenRun) -> None:
+    reader = RunReader(run.rundir.path).read_all()
+    times = reader.columns.axes["time"].values
+    times[5] = times[4] - 1000.0
+    (loss,) = curves(reader, ["loss"], axis="time")
+    assert all(later >= earlier for earlier, later in zip(loss.x, loss.x[1:], strict=False))
+    (smooth,) = curves(reader, ["loss~"], points=20)
+    assert smooth.name == "loss~" and len(smooth.x) == 20
+    assert (
+        curves(reader, ["loss!"], end=40.0) == [] == curves(reader, ["loss!"], begin=70.0)
+        and len(curves(reader, ["loss!"], end=70.0)) == 1
+    )
+
+
+@pytest.mark.parametrize(
+    ("event", "level", "text"),
+    [
+        ({"event": "end", "failed": True, "reason": "it broke"}, "bad", "failed: it broke"),
+        ({"event": "end", "finished": True, "reason": "done"}, "info", "finished: done"),
+        ({"event": "end", "reason": "SIGTERM"}, "info", "saved and stopped: SIGTERM"),
+        ({"event": "attempt_end", "status": 137}, "warning", "status 137"),
+        ({"event": "attempt_end", "status": 0}, "info", "status 0"),
+        ({"event": "slow_ranks", "usual_s": 0.5, "slow": [[3, "n1", 0.9]]}, "warning",
+            "others take 0.5 s, and wait for rank 3 on n1 (0.9 s)"),
+        ({"event": "slow_ranks", "ranks": 4, "slow": []}, "warning",
+            "steps are slower; no rank of 4 stands out"),
+        ({"event": "diagnosis", "cause": "hang", "summary": "it stands", "culprit": {"host": "n1"}}, "bad",
+            "hang (likely) at host n1: it stands; started again"),
+        ({"event": "diagnosis", "cause": "killed", "summary": "x", "sure": True, "gives_up": "3 restarts"},
+            "bad", "killed: x; not started again: 3 restarts"),
+        ({"event": "start", "incarnation": 3, "host": "n1", "ranks": 8, "device": "cuda",
+            "reason": "rewind", "changes": {"seed": "1 to 2"}}, "info",
+            "incarnation 3 on n1: 8 × cuda, after rewind; changed: seed 1 to 2"),
+    ],
+)  # fmt: skip
+def test_each_event_is_told_in_words(event: dict, level: str, text: str) -> None:
+    shown = shown_event({"time": 5.0, "step": 7, "incarnation": 1, **event}, number=4)
+    assert shown is not None and (shown.level, shown.text, shown.number, shown.time) == (level, text, 4, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "step"),
+    [
+        ({"step": 7, "incarnation": 0}, 7),
+        ({"step": 0, "incarnation": 1}, 0),
+        ({"step": 0, "incarnation": 0}, None),
+    ],
+)
+def test_an_event_before_any_step_has_none(fields: dict, step: int | None) -> None:
+    shown = shown_event({"event": "note", "time": float("nan"), **fields}, number=0)
+    assert shown is not None and (shown.step, shown.time) == (step, 0.0)
+
+
+def test_only_a_later_version_is_newer() -> None:
+    from bloomery import __version__
+
+    ours = [int(part) for part in __version__.split("+")[0].split(".")[:3]]
+    later, earlier = [*ours[:-1], ours[-1] + 1], [max(0, ours[0] - 1), 0, 0]
+    assert _is_newer(".".join(map(str, later))) and not _is_newer(__version__)
+    assert not _is_newer(".".join(map(str, earlier))) and not _is_newer("x.y")
+
+
+def test_a_question_about_curves_is_bounded(run: WrittenRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    server, asked_for = DashboardServer([run.rundir.path], AccessRules()), list[Any]()
+
+    def noted(names: list[str], *, axis: str, begin: float | None, end: float | None, points: int) -> bytes:
+        asked_for.append((len(names), axis, begin, end, points))
+        return b"[]"
+
+    monkeypatch.setattr(server.runs[0], "curves", noted)
+
+    async def ask(query: str) -> int:
+        scope = {"type": "http", "path": "/api/curves", "query_string": query.encode(), "headers": []}
+        return (await server._curves(Request(scope))).status_code
+
+    async def all_of(*queries: str) -> list[int]:
+        return [await ask(query) for query in queries]
+
+    names = "&".join(f"name=n{number}" for number in range(70))
+    assert (
+        asyncio.run(all_of(f"run=0&{names}&points=1", "run=0&points=99999&axis=time&begin=-2.5&end=7"))
+        == [200] * 2
+    )
+    assert asked_for == [(64, "step", None, None, 10), (0, "time", -2.5, 7.0, 4000)]
+    assert asyncio.run(all_of("run=0&begin=inf", "run=0&points=1.5", "run=1", "run=0&axis=x")) == [
+        400,
+        400,
+        404,
+        404,
+    ]
+
+
+def test_an_answer_is_shared_for_a_moment_and_forgotten_after_it(
+    run: WrittenRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bloomery.operate.dashboard import server as server_module
+
+    server, made, clock = (
+        DashboardServer([run.rundir.path], AccessRules(), interval_s=8.0),
+        list[int](),
+        [100.0],
+    )
+    monkeypatch.setattr(server_module, "time", SimpleNamespace(monotonic=lambda: clock[0], time=time.time))
+
+    async def ask(query: bytes) -> bytes:
+        scope = {"type": "http", "path": "/api/panels", "query_string": query, "headers": []}
+        make = lambda: made.append(1) or str(len(made)).encode()  # noqa: E731
+        return bytes((await server._shared(Request(scope), make)).body)
+
+    async def asked_at() -> list[bytes]:
+        found = []
+        for clock[0], query in ((100.0, b"a"), (102.0, b"a"), (102.1, b"a"), (103.0, b"b"), (104.2, b"b")):
+            found.append(await ask(query))
+        return found
+
+    assert asyncio.run(asked_at()) == [b"1", b"1", b"2", b"3", b"3"]
+    clock[0] = 106.0
+    asyncio.run(ask(b"c"))
+    assert list(server._answers) == ["/api/panels?c"], "older ones take no memory"
+
+
+def test_tables_are_as_new_as_what_was_read_and_seconds_old_at_most(
+    run: WrittenRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, dead, made = [100.0], set[int](), list[int]()
+    run.rundir.heartbeat().write_text(json.dumps({"rank": 0, "world": 1, "pid": 1, "time": time.time()}))
+    monkeypatch.setattr(viewed_run, "time", SimpleNamespace(monotonic=lambda: clock[0], time=time.time))
+    monkeypatch.setattr(viewed_run, "has_died_here", lambda beat, *, now: beat.rank in dead)
+    monkeypatch.setattr(viewed_run, "mesh_panel", lambda reader, recipe: made.append(1) or "ranks")
+    viewed = ViewedRun(run.rundir.path, interval_s=8.0)
+    viewed.reader.read_all()
+    first = viewed.tables()
+    clock[0] = 107.9
+    assert viewed.tables() is first and json.loads(first)["ranks"] == "ranks"
+    clock[0] = 108.0
+    second = viewed.tables()
+    assert second is not first and viewed.tables() is second and made == [1], "ranks are older"
+    viewed.reader.version += 1
+    assert viewed.tables() is not second
+    dead.add(0)
+    viewed.check_ranks()
+    viewed.tables()
+    assert made == [1, 1], "one has died"
+
+
+def summarizer_of(run: WrittenRun, *settings: str) -> RunSummarizer:
+    recipe = override(load_recipe("demo").recipe, ["train.global_batch=8", "train.ramp_up=[]", *settings])
+    run.rundir.recipe.write_text(dump_recipe(recipe))
+    return RunSummarizer(RunReader(run.rundir.path).read_all())
+
+
+def test_the_time_that_is_left_is_by_the_newest_fifty_steps_of_all_peers(run: WrittenRun) -> None:
+    run.steps(100, seconds=7.0, peers=2)
+    run.steps(50, seconds=2.0, peers=2)
+    shown = summarizer_of(run, "train.samples=3528").summary(now=1000.0)
+    assert (shown.step, shown.step_s) == (241, 2.0)
+    assert (shown.steps, shown.left_s) == (341, 200.0), "1600 samples are left, of which a step takes 16"
+    over = summarizer_of(run, "train.samples=800").summary(now=1000.0)
+    assert (over.done, over.left_s) == (1.0, 0.0)
+
+
+def test_a_run_that_goes_on_with_a_loss_that_is_none_is_bad(run: WrittenRun) -> None:
+    beat = RankBeat(world=1, activity="forward and backward", time=time.time(), since=time.time())
+    run.rundir.heartbeat().write_text(json.dumps(beat.__dict__))
+    shown = summarizer_of(run, "train.samples=1600").summary()
+    assert (shown.state, shown.health, shown.advice) == ("running", "good", ["Nothing: no person is needed."])
+    assert shown.ends == pytest.approx(time.time() + 109 * 0.1, abs=60.0)
+    run.steps(1, loss=float("nan"))
+    shown = summarizer_of(run, "train.samples=1600").summary()
+    assert (shown.state, shown.health, shown.loss) == ("running", "bad", None)
+    run.steps(1)
+    run.event("checkpoint_failed", why="No space left")
+    shown = summarizer_of(run, "train.samples=1600").summary()
+    assert shown.health == "attention" and "No space left" in shown.advice[0]
+    viewed = ViewedRun(run.rundir.path)
+    viewed.reader.read_all()
+    (up,) = (line for line in metrics_text([viewed]).splitlines() if line.startswith("bloomery_up{"))
+    assert up.endswith(" 1"), "a person should look, and it trains"
+    last = [event.text for event in viewed.reader.news.events if event.kind == "loss not finite"]
+    assert len(last) == 1 and last[0].endswith("the update was made")
+
+
+def test_the_scheduler_is_asked_once_a_minute_and_the_recipe_read_when_it_changes(
+    run: WrittenRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, asked_at = [1000.0], list[float]()
+    queue = SimpleNamespace(jobs=lambda *, name, run: asked_at.append(clock[0]) or [])
+    monkeypatch.setattr(run_summary, "scheduler_of", lambda section, path: queue)
+    monkeypatch.setattr(run_summary, "time", SimpleNamespace(monotonic=lambda: clock[0], time=time.time))
+    keep_submission(run.rundir, submission_of("demo", [], nproc=None))
+    summarizer = summarizer_of(run, "train.samples=1600")
+    for clock[0] in (1000.0, 1059.0, 1060.0, 1061.0):
+        summarizer.summary()
+    assert asked_at == [1000.0, 1060.0]
+    summarizer_of(run, "train.samples=16000")
+    assert summarizer.summary().steps == 2000
+    run.rundir.recipe.write_text("[run")
+    assert "the recipe cannot be read" in summarizer.summary().problems[0] and summarizer.recipe is not None
+
+
+def test_a_journal_that_is_too_long_for_a_page_is_counted_by_the_command(
+    run: WrittenRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = RunReader(run.rundir.path).read_all()
+    assert "problem" not in panels.goodput(reader)
+    monkeypatch.setattr(panels, "MOST_LEDGER_BYTES", 1000)
+    assert "`bloomery report" in panels.goodput(reader)["problem"]
+
+
+def test_a_save_says_why_it_is_kept_and_whether_it_has_a_copy(
+    run: WrittenRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = {"step-000050.i001": ["newest", "each 50"], "step-000090.i002": []}
+    decisions = [
+        SimpleNamespace(checkpoint=SimpleNamespace(name=name, step=int(name[5:11])), why=why)
+        for name, why in names.items()
+    ]
+    monkeypatch.setattr(panels, "prune_plan", lambda rundir, **more: decisions)
+    monkeypatch.setattr(panels, "remote_copies", lambda rundir: {"step-000090.i002": None})
+    reader = RunReader(run.rundir.path).read_all()
+    rows = saves(reader, RunSummarizer(reader).recipe)
+    assert [(row.name, row.step, row.backed_up, row.kept, row.durable) for row in rows] == [
+        ("step-000090.i002", 90, True, "to be removed", True),
+        ("step-000050.i001", 50, False, "newest, each 50", True),
+    ]
+
+
+def test_a_smoothed_curve_is_the_mean_of_a_fiftieth_of_its_points() -> None:
+    for count, mean in ((100, 1 / 5), (1000, 1 / 20), (200_000, 1 / 2000)):
+        y = np.zeros(count)
+        y[-1] = 1.0
+        assert _line("loss~", np.arange(float(count)), y, 10).y[-1] == pytest.approx(mean)
+    assert _line("loss", np.arange(3.0), np.arange(3.0), 10).y.tolist() == [0.0, 1.0, 2.0]
+
+
+def test_a_journal_that_was_replaced_is_read_anew_and_nothing_of_the_old_one_is_shown(
+    run: WrittenRun,
+) -> None:
+    reader = RunReader(run.rundir.path).read_all()
+    run.event("checkpoint_failed", why="No space left")
+    assert reader.read_all().news.failed_save.endswith("No space left")
+    run.event("checkpoint", path="step-000091.i002")
+    assert reader.read_all().news.failed_save == ""
+    lines = run.journal.path.read_bytes().splitlines(keepends=True)
+    run.journal.path.write_bytes(b"".join(lines[:21]))
+    version = reader.version
+    assert reader.poll() and reader.version > version
+    reader.read_all()
+    assert (len(reader.columns), reader.columns.last("step")) == (20, 20.0)
+    assert [event.kind for event in reader.news.events] == ["start"] and not reader.news.saves

@@ -1,0 +1,352 @@
+"""What the records of a run say of its incidents, its marks and its figures, each by a few lines of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.operate.ledger.test_ledger import T0, killed_once, operation, start, step, write_run
+
+from bloomery.errors import ConfigError
+from bloomery.events.heartbeat import RankActivity
+from bloomery.events.run_directory import RunDirectory
+from bloomery.operate.ledger.figures import PlannedRun, ledger_figures, percentages, plan_figures, read_plan
+from bloomery.operate.ledger.operations import Mark, OperationMarks, read_marks, seconds_of, time_of
+from bloomery.operate.ledger.run_history import (
+    NO_WORD,
+    SAVE_REFUSED,
+    Incident,
+    RunHistory,
+    read_run_history,
+    rewind_words,
+)
+from bloomery.operate.ledger.run_ledger import RunLedger, _living, _running_attempt, read_ledger
+from bloomery.operate.ledger.time_class import TimeClass
+from bloomery.operate.ledger.timeline import LivingRank, rank_spans
+
+
+def history(events: list[dict], operations: list[dict] | None = None, *, hidden: int = 0) -> RunHistory:
+    """Return the history of a run; steps of the incarnation `hidden` are no part of it."""
+    return read_run_history(events, operations or [], is_visible=lambda base: base[1] != hidden)
+
+
+def test_a_process_that_ended_without_a_word_is_an_incident_and_one_that_was_told_is_none() -> None:
+    events = [start(4, starting=3.0), step(6, 1, compute=1.0), start(50, 2, at=1, starting=2.0)]
+    (incident,) = history(events).incidents
+    assert (incident.cause, incident.time, incident.step, incident.sure) == (NO_WORD, T0 + 6, 1, False)
+    for told in (T0 + 6, T0 + 20, T0 + 50):
+        assert history(events, [operation(told - T0, "attempt_end", attempt="a", status=1)]).incidents == ()
+    assert len(history(events, [operation(5, "attempt_end", attempt="a", status=1)]).incidents) == 1
+    ended = [*events[:2], operation(7, "end", finished=False), events[2]]
+    assert history(ended).incidents == () and history(events[:2]).incidents == ()
+    again = [*events[:2], {**events[2], "reason": "rewind: spike"}]
+    assert history(again).incidents == (), "the process went back by itself"
+
+
+def test_a_save_that_is_refused_in_the_same_way_is_one_incident_and_costs_no_step() -> None:
+    refused = [
+        operation(time, "checkpoint_failed", why=why) for time, why in ((7, "full"), (8, "full"), (9, "gone"))
+    ]
+    lost = [step(6, 4, 1, compute=1.0), *refused, step(10, 5, 1, compute=1.0)]
+    failed = [
+        operation(11, "attempt_end", attempt="a", status=1),
+        operation(11, "diagnosis", attempt="a", cause="x"),
+    ]
+    found = history([start(4), *lost], failed, hidden=1).incidents
+    assert [(one.cause, one.summary, one.times, one.steps_lost) for one in found] == [
+        (SAVE_REFUSED, "full", 2, 0),
+        (SAVE_REFUSED, "gone", 1, 0),
+        ("x", "", 1, 2),
+    ]
+
+
+def test_a_diagnosis_is_told_at_the_end_of_its_attempt_with_all_that_it_holds() -> None:
+    told = {
+        "cause": "bad GPU", "culprit": {"host": "n1", "gpu": "3", "rank": 0}, "summary": "it fell off",
+        "evidence": ["a", "b"], "gives_up": "3 restarts", "remedy": "report it", "sure": True, "attempt": "b",
+    }  # fmt: skip
+    ends = [operation(time, "attempt_end", attempt=name, status=1) for time, name in ((1, "a"), (5, "b"))]
+    told_at_last = [
+        operation(9, "diagnosis", **told) | {"step": 7},
+        operation(9, "diagnosis", attempt="none"),
+    ]
+    operations = [*ends, *told_at_last]
+    first, second = history([], operations).incidents
+    assert (first.time, first.culprit, first.step) == (T0 + 5, "n1, GPU 3, rank 0", 7)
+    assert (first.summary, first.evidence, first.remedy, first.sure) == (
+        "it fell off",
+        ("a", "b"),
+        "report it",
+        True,
+    )
+    assert first.action == "not started again: 3 restarts"
+    assert (second.time, second.cause, second.culprit) == (T0 + 9, "unknown", "")
+    assert (second.action, second.sure) == ("started again by the supervisor", False)
+
+
+def test_tokens_and_speeds_are_of_the_steps_that_are_part_of_the_run() -> None:
+    events = [start(4, ranks=3), step(6, 1, compute=1.0), step(7, 2, 9, compute=1.0), step(8, 2, compute=1.0)]
+    events.append(step(9, 3, compute=1.0) | {"tokens_per_s": 40.0, "consumed_tokens": 250})
+    seen = history(events, hidden=9)
+    assert (seen.kept_steps, seen.kept_tokens, seen.step) == (3, 250, 3)
+    assert (list(seen.speeds), seen.members) == ([40.0, 100.0, 100.0], ((T0 + 4, 3),))
+    assert (seen.began_s, seen.last_s, seen.is_over) == (T0 + 4, T0 + 9, False)
+    assert history(events, [operation(1, "attempt", attempt="a")]).began_s == T0 + 1
+    assert history(events, [operation(99, "note")]).last_s == T0 + 99
+
+
+@pytest.mark.parametrize(
+    ("operations", "is_over"),
+    [
+        ([], True),
+        ([operation(20, "attempt", attempt="b")], False),
+        (
+            [operation(20, "attempt", attempt="b"), operation(21, "attempt_end", attempt="b", status=143)],
+            True,
+        ),
+        ([operation(20, "attempt_end", attempt="b", status=1)], False),
+        ([operation(20, "attempt_end", attempt="b", status=0), operation(21, "alert", word="new")], True),
+        ([operation(5, "attempt", attempt="a")], True),
+    ],
+)
+def test_a_run_is_over_where_the_newest_record_says_so(operations: list[dict], is_over: bool) -> None:
+    events = [start(4), step(6, 1, compute=1.0), operation(9, "end", finished=False, failed=False)]
+    assert history(events, operations).is_over == is_over
+    failed = [*events[:2], operation(9, "end", finished=False, failed=True)]
+    assert not history(failed).is_over and history(failed).changes[-1][1].startswith("failed: ")
+
+
+@pytest.mark.parametrize(
+    ("skip", "words"),
+    [([4, 8], " without samples 4–8"), ([4, 4], ""), (None, ""), ([4], ""), ("ab", "")],
+)
+def test_a_rewind_says_what_it_leaves_out(skip: Any, words: str) -> None:
+    assert (
+        rewind_words({"to_step": 3, "skip": skip})
+        == f"went back to step 3 or the checkpoint before it{words}"
+    )
+
+
+def marks_of(
+    *operations: dict, finished: bool = False
+) -> list[tuple[float, TimeClass | None, TimeClass, float | None]]:
+    found = read_marks(operations, was_finished=finished).marks
+    return [(mark.time - T0, mark.before, mark.after, mark.since and mark.since - T0) for mark in found]
+
+
+@pytest.mark.parametrize(
+    ("status", "diagnosis", "before", "after"),
+    [
+        (0, None, TimeClass.ENDING, TimeClass.FINISHED),
+        (143, None, TimeClass.ENDING, TimeClass.STOPPED),
+        (1, {"cause": "hang", "gives_up": ""}, TimeClass.HANG, TimeClass.RESTART),
+        (1, {"cause": "killed", "gives_up": "no"}, TimeClass.FAILURE, TimeClass.DOWN),
+        (1, None, TimeClass.FAILURE, TimeClass.DOWN),
+    ],
+)
+def test_the_end_of_an_attempt_says_what_came_before_and_what_follows(
+    status: int, diagnosis: dict | None, before: TimeClass, after: TimeClass
+) -> None:
+    told = [operation(8, "diagnosis", attempt="a", **diagnosis)] if diagnosis else []
+    end = operation(7, "attempt_end", attempt="a", status=status)
+    found = marks_of(operation(1, "attempt", attempt="a"), end, *told, finished=True)
+    assert found == [(1, None, TimeClass.STARTING, None), (7, before, after, None)]
+
+
+def test_only_the_last_end_of_a_run_that_is_finished_is_its_finish() -> None:
+    ends = [operation(time, "attempt_end", attempt=str(time), status=0) for time in (3, 7)]
+    assert [after for _, _, after, _ in marks_of(*ends, finished=True)] == [
+        TimeClass.STOPPED,
+        TimeClass.FINISHED,
+    ]
+    assert [after for _, _, after, _ in marks_of(*ends)] == [TimeClass.STOPPED] * 2
+
+
+def test_a_job_waits_and_runs_and_the_attempt_tells_of_its_start_before_it() -> None:
+    def job(time: float, state: str) -> dict:
+        return operation(time, "job", state=state)
+
+    attempt = operation(5, "attempt", attempt="a")
+    found = marks_of(
+        job(1, "PENDING"), job(3, "running"), attempt, job(6, "RUNNING"), job(8, "cancelled"), job(9, "x")
+    )
+    assert [(time, after) for time, _, after, _ in found] == [
+        (1, TimeClass.QUEUE), (3, TimeClass.STARTING), (5, TimeClass.STARTING), (8, TimeClass.STOPPED),
+        (1805, TimeClass.DOWN),
+    ]  # fmt: skip
+    assert found[-1][3] == 5, "it holds for a rank that has not written since"
+
+
+def test_a_mark_of_an_unended_attempt_counts_where_nothing_else_is_known_since() -> None:
+    sure, late = Mark(time=5.0, before=None, after=TimeClass.QUEUE), Mark(
+        time=8.0, before=None, after=TimeClass.DOWN, since=3.0
+    )  # fmt: skip
+
+    def spans(*marks: Mark, wrote: float) -> list[tuple[float, float, TimeClass]]:
+        found = OperationMarks(marks).carve(1.0, 10.0, wrote=wrote, otherwise=TimeClass.STARTING)
+        return [(span.begin, span.end, span.kind) for span in found]
+
+    assert spans(late, wrote=3.0) == [(1.0, 8.0, TimeClass.STARTING), (8.0, 10.0, TimeClass.DOWN)]
+    assert spans(late, wrote=3.5) == [(1.0, 10.0, TimeClass.STARTING)]
+    assert spans(late, sure, wrote=0.0) == [(1.0, 5.0, TimeClass.STARTING), (5.0, 10.0, TimeClass.QUEUE)]
+    starts = OperationMarks([Mark(time=t, before=None, after=TimeClass.STARTING) for t in (2.0, 6.0, 9.0)])
+    assert starts.last_start(1.0, 9.0) == 6.0 and starts.last_start(6.0, 9.0) is None
+
+
+def test_times_and_seconds_that_are_none_are_left_out() -> None:
+    assert [time_of({"event": "x", "time": time}) for time in (5, True, "5", None, float("nan"))] == [
+        5.0,
+        *[None] * 4,
+    ]
+    spent = {"a": 1, "b": 0.0, "c": -1.0, "d": True, "e": float("inf"), "f": "2"}
+    assert seconds_of(spent) == {"a": 1.0} and seconds_of(None) == {}
+
+
+def test_the_newest_attempt_runs_until_its_own_end() -> None:
+    attempts = [operation(1, "attempt", attempt="a"), operation(2, "attempt", attempt="b")]
+    assert _running_attempt(attempts) == ("b", T0 + 2)
+    assert _running_attempt([*attempts, operation(3, "attempt_end", attempt="a")]) == ("b", T0 + 2)
+    assert _running_attempt([*attempts, operation(3, "attempt_end", attempt="b")]) == ("", None)
+
+
+def ledger_of(**more: Any) -> RunLedger:
+    ranks = {
+        "0-0": {TimeClass.TRAINING: 60.0, TimeClass.STOPPED: 20.0, TimeClass.QUEUE: 20.0},
+        "0-1": {TimeClass.TRAINING: 40.0, TimeClass.FINISHED: 10.0, TimeClass.DOWN: 50.0},
+    }
+    speeds = [float(speed) for speed in range(1, 21)]
+    seen = RunHistory(kept_tokens=950, kept_steps=20, step=20, speeds=speeds)
+    return RunLedger(begin=T0, end=T0 + 100.0, ranks=ranks, history=seen, **more)
+
+
+def test_the_shares_of_a_ledger_are_of_all_ranks_time() -> None:
+    ledger = ledger_of()
+    assert (ledger.total_s, ledger.effective_time) == (200.0, 0.5)
+    assert ledger.ettr == 100.0 / 170.0, "what was stopped or finished was not wanted, the queue was"
+    assert ledger.best_tokens_per_s == 19.0
+    assert ledger.token_goodput() == 950 / 1900 and ledger.token_goodput(38.0) == 950 / 3800
+    figures = ledger_figures(ledger)
+    assert (figures["elapsed_s"], figures["rank_seconds"], figures["ranks"]) == (100.0, 200.0, 2)
+    assert figures["shares"]["in the queue"] == 0.1 and figures["seconds"]["down after a failure"] == 50.0
+    assert figures["by_rank"]["0-1"]["finished"] == 10.0 and "plan" not in figures
+    empty = RunLedger(begin=T0, end=T0, ranks={}, history=RunHistory())
+    assert (empty.effective_time, empty.ettr, empty.token_goodput(), empty.best_tokens_per_s) == (0.0,) * 4
+
+
+def test_a_plan_is_read_and_stands_beside_what_came(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(
+        json.dumps(
+            {"speed": {"tokens_per_s": 40.0}, "run": {"tokens": 9500, "days": 4.0, "training_days": 3.0}}
+        )
+    )
+    plan = read_plan(path)
+    assert plan == PlannedRun(tokens_per_s=40.0, tokens=9500, days=4.0, goodput=0.75)
+    told = plan_figures(ledger_of(), plan)
+    assert told["days"] == 9500 / 9.5 / 86400.0 and told["token_goodput_of_plan"] == 950 / 4000
+    assert (told["planned_goodput"], told["goodput"], told["tokens_per_s"]) == (0.75, 0.5, 19.0)
+    assert (told["planned_days"], told["planned_tokens_per_s"]) == (4.0, 40.0)
+    path.write_text("{}")
+    with pytest.raises(ConfigError, match="is not a plan"):
+        read_plan(path)
+
+
+def test_shares_in_percent_are_rounded_to_those_that_lose_the_most() -> None:
+    assert percentages([1.0, 1.0, 1.0]) == [33.4, 33.3, 33.3]
+    assert percentages([2.0, 1.0, 0.0]) == [66.7, 33.3, 0.0] and percentages([0.0, 0.0]) == [0.0, 0.0]
+
+
+def test_the_parts_of_a_window_hold_what_fell_into_them_and_each_incident_its_share(tmp_path: Path) -> None:
+    run = write_run(tmp_path, *killed_once())
+    ledger = read_ledger(run, now=T0 + 1000, bins=3)
+    assert ledger is not None
+    failed = [part.get(TimeClass.FAILURE, 0.0) for part in ledger.bins]
+    assert failed == [pytest.approx(0.0), pytest.approx(10.0), pytest.approx(0.0)]
+    assert [sum(part.values()) for part in ledger.bins] == [pytest.approx(10.0)] * 3
+    assert ledger.goodput_at_incident == [pytest.approx(1.5 / 20)]
+    assert read_ledger(run, now=T0 + 1000, until=T0 + 12, ranks="first").end == T0 + 12  # type: ignore[union-attr]
+
+
+def spans_of(
+    events: list[dict], living: LivingRank | None, *operations: dict
+) -> list[tuple[float, float, TimeClass]]:
+    found = rank_spans(
+        events, marks=read_marks(operations, was_finished=False), is_visible=lambda base: True, begin=T0,
+        end=T0 + 30.0, living=living,
+    )  # fmt: skip
+    return [(span.begin - T0, span.end - T0, span.kind) for span in found if span.begin >= T0 + 2.0]
+
+
+def test_what_a_living_rank_does_explains_the_time_since_it_began() -> None:
+    events = [start(1, starting=1.0), step(2, 1, compute=1.0)]
+    saving = LivingRank(str(RankActivity.SAVING), T0 + 29.0)
+    assert spans_of(events, saving) == [(2.0, 30.0, TimeClass.SAVING)]
+    assert spans_of(events, LivingRank("dancing", T0 + 29.0)) == [(2.0, 30.0, TimeClass.UNEXPLAINED)]
+    assert spans_of(events, saving._replace(began=T0 + 12.0)) == [
+        (2.0, 12.0, TimeClass.DOWN), (12.0, 30.0, TimeClass.SAVING)
+    ]  # fmt: skip
+    again = operation(20, "attempt", attempt="b")
+    assert spans_of(events, saving, again)[-1] == (20.0, 30.0, TimeClass.SAVING)
+    ended = [*events, operation(5, "end", finished=True, spent={"ending": 3.0})]
+    assert spans_of(ended, None)[-1] == (5.0, 30.0, TimeClass.FINISHED)
+    assert spans_of([*events, operation(5, "end", failed=True)], None)[-1] == (5.0, 30.0, TimeClass.DOWN)
+
+
+def test_causes_are_told_with_all_that_they_cost_the_dearest_first() -> None:
+    incidents = [
+        Incident(time=T0 + 1, cause="a", times=3, steps_lost=2),
+        Incident(time=T0 + 2, cause="b"),
+        Incident(time=T0 + 3, cause="a", steps_lost=5),
+    ]
+    ledger = RunLedger(
+        begin=T0, end=T0 + 9, ranks={}, history=RunHistory(incidents=incidents), incident_s=[3.0, 9.0, 4.0]
+    )
+    assert list(ledger.by_cause().items()) == [("b", (1, 9.0, 0)), ("a", (4, 7.0, 7))]
+
+
+def test_an_incident_costs_what_it_cost_a_rank_on_average(tmp_path: Path) -> None:
+    events, operations, bases = killed_once()
+    for event in (*events, *operations):
+        event |= {"ranks": 2} if "ranks" in event else {}
+    run = write_run(tmp_path, events, operations, bases)
+    run.journal(rank=1).write_bytes(run.journal().read_bytes())
+    ledger = read_ledger(run, now=T0 + 1000)
+    assert ledger is not None and ledger.incident_s == [pytest.approx(18.0)]
+
+
+@pytest.mark.parametrize(
+    ("beat", "lives"),
+    [
+        ({}, True),
+        ({"attempt": "b"}, True),
+        ({"attempt": "a"}, False),
+        ({"error": "KeyError"}, False),
+        ({"activity": "ended"}, False),
+        ({"time": T0 - 34.0}, False),
+        ({"time": T0 - 32.0}, True),
+    ],
+)
+def test_a_rank_lives_by_a_fresh_heartbeat_of_the_attempt_that_runs(
+    tmp_path: Path, beat: dict, lives: bool
+) -> None:
+    run = RunDirectory(tmp_path).create()
+    record = {"time": T0 - 1.0, "world": 4, "activity": "saving a checkpoint", **beat}
+    run.heartbeat(rank=3).write_text(json.dumps(record))
+    living = _living(run, "0-3", ("b", T0 - 9.0), now=T0)
+    assert (living is not None) == lives
+    assert living is None or living.began == (T0 - 9.0 if beat.get("attempt") else None)
+
+
+def test_the_first_step_of_each_process_may_compile() -> None:
+    events = [start(1, starting=1.0)]
+    for began, incarnation in ((1, 1), (11, 2)):
+        events += [start(began, incarnation, starting=1.0)] if incarnation > 1 else []
+        for number, seconds in enumerate((4.0, 1.0, 1.0, 1.0)):
+            events.append(step(began + 4 + number, 4 * incarnation + number, incarnation, compute=seconds))
+    found = rank_spans(
+        events, marks=read_marks([], was_finished=False), is_visible=lambda base: True, begin=T0, end=T0 + 18
+    )
+    compiling = [(span.begin - T0, span.end - T0) for span in found if span.kind == TimeClass.FIRST_STEP]
+    assert compiling == [(1.0, 4.0), (11.0, 14.0)]

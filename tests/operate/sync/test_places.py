@@ -1,0 +1,253 @@
+"""What is sent to a place, in which order and how much at once; and what of a place is believed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+import pytest
+from tests.operate.sync.conftest import write_steps
+
+from bloomery.checkpoint.format.catalogue import CommittedCheckpoint
+from bloomery.config.submit import SyncSection
+from bloomery.errors import StorageError
+from bloomery.events.run_directory import RunDirectory
+from bloomery.objects import ObjectStat
+from bloomery.operate.sync import keeper, mirror, pieces, published
+from bloomery.operate.sync.keeper import SyncKeeper
+from bloomery.operate.sync.mirror import RunMirror
+from bloomery.operate.sync.published import CheckpointPublisher
+from bloomery.operate.sync.run_sync import RunSync
+from bloomery.operate.sync.tail import RunTail
+
+
+class Place:
+    """A place in memory that notes what it is asked for. refusals: how many of the next writes it refuses."""
+
+    def __init__(self, most_bytes: int = 1 << 20) -> None:
+        self.name, self.most_bytes = "memory", most_bytes
+        self.held, self.asked, self.refusals = dict[str, bytes](), list[tuple[str, ...]](), 0
+
+    def entries(self) -> dict[str, ObjectStat]:
+        return {key: ObjectStat(bytes=len(it), mark=f"{hash(it)}") for key, it in self.held.items()}
+
+    def publish(self, files: Mapping[str, bytes]) -> None:
+        if self.refusals:
+            self.refusals -= 1
+            raise StorageError("no", remedy="")
+        self.asked.append(("publish", *files))
+        self.held |= files
+
+    def remove(self, keys: Collection[str]) -> None:
+        if keys:
+            self.asked.append(("remove", *keys))
+        for key in keys:
+            del self.held[key]
+
+    def content(self, key: str, *, begin: int = 0) -> bytes:
+        self.asked.append(("content", key))
+        return self.held[key][begin:]
+
+
+@pytest.fixture
+def bare(tmp_path: Path) -> RunDirectory:
+    """A run of one log and a recipe."""
+    run = RunDirectory(tmp_path / "bare").create()
+    run.recipe.write_text("[run]\n")
+    run.log(host="vm", rank=0).write_text("one\ntwo\n")
+    return run
+
+
+LOG = "logs/vm-0.log"
+
+
+def log_of(place: Place) -> str:
+    (key,) = (key for key in place.held if key.startswith("logs/") and key.count(".") < 2)
+    return key
+
+
+def test_files_that_were_sent_are_neither_read_nor_sent_again_until_they_change(bare: RunDirectory) -> None:
+    place = Place()
+    sync = RunSync(bare, place)
+    assert (sync.send_new().count, set(place.held)) == (2, {"recipe.toml", log_of(place)})
+    place.asked.clear()
+    assert sync.send_new().count == 0 and place.asked == []
+    assert RunSync(bare, place).send_new().count == 0 and ("content", "recipe.toml") in place.asked
+    bare.recipe.write_text("[RUN]\n")
+    assert RunSync(bare, place).send_new().count == 1 and place.held["recipe.toml"] == b"[RUN]\n"
+
+
+def test_what_a_place_refused_is_sent_by_the_next_call(bare: RunDirectory) -> None:
+    place = Place()
+    sync, place.refusals = RunSync(bare, place), 1
+    with pytest.raises(StorageError):
+        sync.send_new()
+    sent = sync.send_new()
+    assert (sent.count, sent.bytes) == (2, len(b"[run]\n") + len(b"one\ntwo\n"))
+
+
+def test_no_more_is_sent_at_once_than_a_place_takes(bare: RunDirectory) -> None:
+    for number in range(4):
+        bare.log(host=f"h{number}", rank=0).write_text("123456\n")
+    place = Place(most_bytes=15)
+    RunSync(bare, place).send_new()
+    sizes = [
+        len(files) - 1 for word, *files in ((call[0], *call) for call in place.asked if call[0] == "publish")
+    ]
+    assert max(sizes) == 2 and sum(sizes) == 6 and len(place.held) == 6
+
+
+def test_a_log_that_was_written_anew_loses_its_old_pieces_and_no_others(
+    bare: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 8)
+    log, place = bare.log(host="vm", rank=0), Place()
+    log.write_text("abc\n" * 8)
+    sync = RunSync(bare, place)
+    sync.send_new()
+    first = next(key for key in place.held if key.startswith("logs/") and not key.endswith(("1", "2", "3")))
+    assert {key for key in place.held if key.startswith(first)} == {
+        first,
+        *(f"{first}.00000{n}" for n in (1, 2, 3)),
+    }
+    log.write_text("xyz\n" * 3)
+    sync.send_new()
+    assert {key: place.held[key] for key in place.held if key.startswith(first)} == {
+        first: b"xyz\nxyz\n", f"{first}.000001": b"xyz\n"
+    }  # fmt: skip
+    assert place.asked[-1] == ("remove", f"{first}.000002", f"{first}.000003")
+
+
+def test_links_and_what_is_being_written_are_not_sent(bare: RunDirectory, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("password\n")
+    (bare.log(host="vm", rank=0).parent / "link.log").symlink_to(secret)
+    (bare.log(host="vm", rank=0).parent / ".draft").write_text("draft\n")
+    place = Place()
+    RunSync(bare, place).send_new()
+    assert set(place.held) == {"recipe.toml", log_of(place)}
+
+
+def test_a_place_that_holds_something_else_is_not_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = Place()
+    with pytest.raises(StorageError, match="holds no logs"):
+        RunMirror(place, tmp_path / "m").fetch()
+    place.held = {
+        "out": b"x",
+        "logs/.x": b"x",
+        "logs//x": b"x",
+        "recipe.toml.000001.x": b"x",
+        "logs/a\x1b": b"x",
+    }
+    with pytest.raises(StorageError, match="holds no logs"):
+        RunMirror(place, tmp_path / "m").fetch()
+    monkeypatch.setattr(mirror, "_LONGEST_PIECE", 9)
+    place.held = {"logs/a": b"x" * 9}
+    assert RunMirror(place, tmp_path / "m").fetch() == 9
+    place.held = {"logs/a": b"x" * 10}
+    with pytest.raises(StorageError, match="is longer"):
+        RunMirror(place, tmp_path / "m").fetch()
+
+
+def test_a_mirror_fetches_what_is_missing_and_anew_what_changed(tmp_path: Path) -> None:
+    place, target = Place(), tmp_path / "m" / "logs" / "a"
+    place.held = {"logs/a": b"12\n", "logs/a.000001": b"34\n"}
+    fetched = RunMirror(place, tmp_path / "m")
+    assert (fetched.fetch(), target.read_bytes()) == (6, b"12\n34\n")
+    place.held["logs/a.000001"] = b"34\n56\n"
+    assert (fetched.fetch(), target.read_bytes()) == (3, b"12\n34\n56\n"), "it has grown"
+    place.held["logs/a"] = b"78\n"
+    assert (RunMirror(place, tmp_path / "m").fetch(), target.read_bytes()) == (9, b"78\n34\n56\n")
+    place.held = {"logs/a": b"78\n"}
+    shorter = RunMirror(place, tmp_path / "m")
+    assert (shorter.fetch(), target.read_bytes()) == (3, b"78\n"), "a piece is gone there"
+
+
+def test_a_piece_that_changes_while_it_is_fetched_is_finished_by_the_next_fetch(tmp_path: Path) -> None:
+    place, target = Place(), tmp_path / "m" / "logs" / "a"
+    place.held = {"logs/a": b"12\n34\n", "logs/a.000001": b"56\n"}
+    listed = place.entries()
+    place.entries = lambda: listed  # type: ignore[method-assign]
+    place.held["logs/a"] = b"12\n"
+    fetched = RunMirror(place, tmp_path / "m")
+    assert (fetched.fetch(), target.read_bytes()) == (3, b"12\n")
+    place.held["logs/a"] = b"12\n34\n more"
+    assert (fetched.fetch(), target.read_bytes()) == (6, b"12\n34\n56\n"), "and no more than was listed"
+
+
+def test_a_whole_file_without_a_mark_is_fetched_each_time(tmp_path: Path) -> None:
+    place = Place()
+    place.held = {"recipe.toml": b"[run]\n"}
+    fetched = RunMirror(place, tmp_path / "m")
+    assert (fetched.fetch(), fetched.fetch()) == (6, 0)
+    place.entries = lambda: {"recipe.toml": ObjectStat(bytes=6, mark="")}  # type: ignore[method-assign]
+    assert (fetched.fetch(), fetched.fetch()) == (6, 6)
+    (tmp_path / "m" / ".followed.json").write_text('{"recipe.toml": 5}')
+    assert RunMirror(place, tmp_path / "m").fetch() == 6
+
+
+def test_a_tail_tells_due_steps_and_each_refused_update(run: RunDirectory) -> None:
+    tail = RunTail(run, every_steps=4)
+    assert [line[15:21] for line in tail.new_lines()] == ["step 4"]
+    refused = {
+        "event": "step",
+        "step": 8,
+        "loss": 3.0,
+        "gradient_norm": 0.5,
+        "update_applied": False,
+        "time": 1.0,
+    }
+    saved = {"event": "checkpoint", "step": 9, "path": "step-9", "time": 2.0}
+    held_out = {"event": "evaluation", "step": 9, "held_out_loss": 2.5, "time": "soon"}
+    with run.journal().open("a") as journal:
+        journal.write("".join(f"{json.dumps(event)}\n" for event in (saved, refused, held_out)))
+    seen = list(tail.new_lines())
+    assert [line[15:] for line in seen[1:]] == [
+        "step 8 | loss 3.0000 | norm 0.50 | UPDATE REFUSED", "step 9: saved step-9"
+    ]  # fmt: skip
+    assert seen[0].endswith("step 9: held-out loss 2.5000") and seen[0].startswith("--:--:--")
+    write_steps(run, 12, 13)
+    assert [line[15:22] for line in tail.new_lines()] == ["step 12"]
+
+
+def test_a_keeper_runs_the_command_of_its_section_and_ends_it(
+    bare: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = SyncKeeper(bare, SyncSection(place="hf:a/b"), wait_s=lambda: 1.0, say=print)
+    words = ["-m", "bloomery", "sync", str(bare.path), "hf:a/b", "--every", "60.0", "--beside"]
+    assert plain._command[1:] == words
+    section = SyncSection(place="hf:a/b", every_minutes=2.5, checkpoints=True)
+    full = SyncKeeper(bare, section, wait_s=lambda: 0.0, say=print)
+    assert full._command[1:] == [*words[:6], "2.5", "--beside", "--checkpoints"]
+    full._command = ["sh", "-c", "trap '' TERM; while :; do sleep 0.05; done"]
+    monkeypatch.setattr(keeper, "_TICK_S", 0.01)
+    with full:
+        pass
+    assert full._process.poll() == -9, "what ignores the signal does not outlive the launcher"
+
+
+def test_the_newest_four_are_held_beside_the_one_that_is_published(
+    bare: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = []
+    for step in range(1, 8):
+        place = bare.checkpoints / f"step-{step:06d}.i001"
+        place.mkdir()
+        (place / "part").write_text(str(step))
+        listed.append(CommittedCheckpoint(directory=place, step=step, incarnation=1))
+    monkeypatch.setattr(published, "checkpoints", lambda rundir: listed)
+    link, linked = published._link, list[str]()
+    monkeypatch.setattr(
+        published, "_link", lambda source, target: linked.append(target.name) or link(source, target)
+    )
+    ours = CheckpointPublisher(bare, None, export=lambda source, target: None)  # type: ignore[arg-type]
+    ours._publishing = listed[1].name
+    ours.hold()
+    held = sorted(path.name for path in (bare.path / "publishing").iterdir())
+    assert held == [listed[number].name for number in (1, 3, 4, 5, 6)]
+    ours.hold()
+    assert sorted(path.name for path in (bare.path / "publishing").iterdir()) == held
+    assert len(linked) == 7, "each is held once"

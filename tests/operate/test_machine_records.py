@@ -1,0 +1,260 @@
+"""What the records of one machine's queue say, and what a run directory is shared with, without a process."""
+
+from __future__ import annotations
+
+import errno
+import grp
+import os
+import signal
+import stat
+import subprocess
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from bloomery.config.submit import SubmitSection
+from bloomery.errors import BloomeryError
+from bloomery.events.run_directory import RunDirectory
+from bloomery.operate import group_access
+from bloomery.operate.group_access import share_with_group
+from bloomery.operate.schedulers import machine_queue
+from bloomery.operate.schedulers.interface import JobRequest, JobState
+from bloomery.operate.schedulers.machine import OneMachine
+from bloomery.operate.schedulers.machine_queue import MachineJob, _write, add, queue_of, read_jobs
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return RunDirectory(tmp_path / "run").create()
+
+
+def queued(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> list[MachineJob]:
+    """Return three jobs that were submitted, of which none has started."""
+    monkeypatch.setattr(machine_queue, "start_runner", lambda run: None)
+    section = SubmitSection(minutes=7.0, signal_before_s=44)
+    request = JobRequest(
+        name="x",
+        run=run.path,
+        directory=Path("/home/ann"),
+        command=("true",),
+        nodes=1,
+        section=section,
+        tasks=3,
+    )
+    assert OneMachine(run.path).submit(request) == ["1", "2", "3"]
+    return read_jobs(run.path)
+
+
+def test_jobs_are_kept_with_the_limits_of_their_recipe(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = queued(run, monkeypatch)
+    assert [(job.number, job.minutes, job.signal_before_s, job.directory, job.state) for job in jobs] == [
+        (number, 7.0, 44, "/home/ann", "pending") for number in (1, 2, 3)
+    ]
+    assert replace(jobs[0], started=1000.0).ends == 1420.0
+    assert all(abs(job.submitted - time.time()) < 60.0 for job in jobs)
+
+
+def test_a_number_that_is_taken_meanwhile_is_left_to_who_took_it(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, *_ = queued(run, monkeypatch)
+    monkeypatch.setattr(machine_queue, "read_jobs", lambda run: [first])
+    assert add(run.path, replace(first, user="ben")) == 4
+    assert [job.user for job in read_jobs(run.path)].count("ben") == 1
+
+
+def test_a_job_starts_at_the_latest_when_those_before_it_end(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = queued(run, monkeypatch)
+    monkeypatch.setattr(machine_queue, "has_runner", lambda run: True)
+    began = time.time() - 60.0
+    _write(run.path, replace(jobs[0], state=JobState.RUNNING, started=began))
+    shown = OneMachine(run.path).jobs(name="x", run=run.path)
+    assert [job.state for job in shown] == [JobState.RUNNING, JobState.PENDING, JobState.PENDING]
+    assert [job.expected_start for job in shown] == [None, began + 420.0, began + 840.0]
+    assert (shown[0].ends, shown[0].started, shown[1].ends, shown[1].nodes) == (
+        began + 420.0,
+        began,
+        None,
+        (),
+    )
+
+
+@pytest.mark.parametrize(
+    ("state", "status", "reason", "shown"),
+    [
+        (JobState.FAILED, 5, "", "exit status 5"),
+        (JobState.FAILED, 127, "no such file", "no such file"),
+        (JobState.ENDED, 0, "", ""),
+    ],
+)
+def test_a_job_that_is_over_says_how_and_when(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, state: JobState, status: int, reason: str, shown: str
+) -> None:
+    job, *_ = queued(run, monkeypatch)
+    _write(run.path, replace(job, state=state, status=status, reason=reason, started=100.0, ended=130.0))
+    first, second, _ = OneMachine(run.path).jobs(name="x", run=run.path)
+    assert (first.state, first.reason, first.ends, first.started) == (state, shown, 130.0, 100.0)
+    assert second.state == JobState.HELD and "any `bloomery submit`" in second.reason, "nobody runs the queue"
+
+
+def test_a_record_that_cannot_be_read_hides_no_other(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queued(run, monkeypatch)
+    (queue_of(run.path) / "000002.json").write_text("")
+    assert [job.number for job in read_jobs(run.path)] == [1, 3]
+
+
+def test_a_disk_that_may_have_room_later_is_waited_for_and_another_error_is_raised(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(machine_queue, "time", SimpleNamespace(sleep=waits.append))
+    refusals = [errno.ENOSPC, errno.EIO, errno.EACCES]
+
+    def refused() -> str:
+        if refusals:
+            raise OSError(refusals.pop(0), "no")
+        return "done"
+
+    with pytest.raises(PermissionError):
+        machine_queue._at_last(refused)
+    assert waits == [1.0, 1.0] and machine_queue._at_last(refused) == "done"
+
+
+@pytest.mark.needs(lambda: os.geteuid() == 0, rights="root, to give files to a group")
+def test_a_run_is_given_to_the_group_and_what_leads_out_of_it_is_not(
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grp, "getgrnam", lambda name: SimpleNamespace(gr_gid={"llm": 61_234}[name]))
+    outside = tmp_path / "outside"
+    outside.write_text("x")
+    (run.path / "link").symlink_to(outside)
+    (run.control_dir / "deep").mkdir()
+    (run.control_dir / "deep" / "file").touch(mode=0o600)
+    assert share_with_group(run.path, group="llm").repaired >= 3
+    for path, mode in (
+        (run.path, 0o2070),
+        (run.control_dir / "deep", 0o2070),
+        (run.control_dir / "deep/file", 0o060),
+    ):
+        facts = path.stat()
+        assert (facts.st_gid, stat.S_IMODE(facts.st_mode) & mode) == (61_234, mode)
+    assert outside.stat().st_gid != 61_234 and not outside.stat().st_mode & stat.S_IWGRP
+    assert share_with_group(run.path, group="llm").repaired == 0
+    with pytest.raises(BloomeryError, match="no group"):
+        share_with_group(run.path, group="none")
+
+
+def test_a_file_that_goes_away_meanwhile_is_passed_over(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def repair(path: Path, group: int) -> bool:
+        if path == run.control_dir:
+            raise FileNotFoundError
+        return path == run.checkpoints
+
+    monkeypatch.setattr(group_access, "_repair", repair)
+    found = share_with_group(run.path)
+    assert (found.repaired, found.refused) == (1, {})
+
+
+@pytest.mark.parametrize("ran_s", [0.0, 25.0])
+def test_a_job_is_warned_asked_to_end_and_killed_by_the_time_that_it_ran(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, ran_s: float
+) -> None:
+    """Its limit is a minute; it ran for a while before this runner came to it."""
+    clock, sent = [1000.0], list[tuple[float, str]]()
+    step = SimpleNamespace(
+        monotonic=lambda: clock[0], time=time.time, sleep=lambda s: clock.append(clock.pop() + 1.0)
+    )
+    monkeypatch.setattr(machine_queue, "time", step)
+    monkeypatch.setattr(machine_queue, "process_age_s", lambda pid: ran_s)
+    note = lambda pid, number: sent.append((clock[0] - 1000.0 + ran_s, signal.Signals(number).name))  # noqa: E731
+    monkeypatch.setattr(os, "kill", note)
+    monkeypatch.setattr(os, "killpg", note)
+    queue_of(run.path).mkdir()
+    job = MachineJob(
+        number=1, command=("x",), directory="/", minutes=1.0, signal_before_s=20, pid=7, started=time.time()
+    )
+    machine_queue._wait(run.path, job, is_over=lambda: clock[0] > 1200.0)
+    assert sent == [(40.0, "SIGUSR1"), (60.0, "SIGTERM"), (90.0, "SIGKILL")]
+    assert [kept.pid for kept in read_jobs(run.path)] == [7], "its record says which process it is"
+    sent.clear()
+    clock[0] = 1000.0
+    (queue_of(run.path) / "000001.cancel").touch()
+    machine_queue._wait(run.path, job, is_over=lambda: clock[0] > 1030.0)
+    assert [name for _, name in sent if name != "SIGUSR1"] == ["SIGTERM", "SIGKILL"] and sent[0][0] == ran_s
+
+
+@pytest.mark.parametrize(
+    ("command", "is_cancelled", "state", "status"),
+    [
+        (("true",), False, JobState.ENDED, 0),
+        (("false",), False, JobState.FAILED, 1),
+        (("false",), True, JobState.ENDED, 1),
+        (("/no/such/command",), False, JobState.FAILED, 127),
+    ],
+)
+def test_a_job_ends_as_its_command_did_unless_it_was_cancelled(
+    run: RunDirectory, command: tuple[str, ...], is_cancelled: bool, state: JobState, status: int
+) -> None:
+    job = MachineJob(number=1, command=command, directory="/", minutes=1.0, signal_before_s=20)
+    queue_of(run.path).mkdir()
+    if is_cancelled:
+        (queue_of(run.path) / "000001.cancel").touch()
+    machine_queue._run(run.path, job)
+    (kept,) = read_jobs(run.path)
+    assert (kept.state, kept.status) == (state, status) and kept.ended >= kept.started > 0.0
+
+
+def test_a_job_knows_its_number_and_its_end_and_writes_into_its_own_log(run: RunDirectory) -> None:
+    command = ("sh", "-c", "echo $A $BLOOMERY_JOB $BLOOMERY_JOB_END; pwd")
+    given = {"command": command, "directory": "/", "environment": {"A": "b"}}
+    queue_of(run.path).mkdir()
+    machine_queue._run(run.path, MachineJob(number=5, minutes=2.0, signal_before_s=20, **given))  # type: ignore[arg-type]
+    (kept,) = read_jobs(run.path)
+    log = (run.path / "logs" / "job-5.log").read_text()
+    assert log == f"b 5 {kept.started + 120.0:.3f}\n/\n"
+
+
+def test_a_cancelled_job_that_outlived_its_queue_has_a_runner_to_end_it_and_others_have_none(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs, started = queued(run, monkeypatch), list[Path]()
+    monkeypatch.setattr(machine_queue, "start_runner", started.append)
+    orphan = {"pid": os.getpid(), "pid_life": machine_queue.process_identity(os.getpid())}
+    _write(run.path, replace(jobs[0], state=JobState.RUNNING, started=1.0, **orphan))
+    machine_queue.ask_to_cancel(run.path, 3)
+    assert started == [] and [job.state for job in read_jobs(run.path)] == ["running", "pending", "ended"]
+    machine_queue.ask_to_cancel(run.path, 1)
+    assert started == [run.path]
+
+
+def test_a_job_has_a_process_group_of_its_own(run: RunDirectory) -> None:
+    job = MachineJob(
+        number=1,
+        command=("cut", "-d", " ", "-f5", "/proc/self/stat"),
+        directory="/",
+        minutes=1.0,
+        signal_before_s=20,
+    )
+    queue_of(run.path).mkdir()
+    machine_queue._run(run.path, job)
+    assert int((run.path / "logs" / "job-1.log").read_text()) != os.getpgrp()
+
+
+def test_a_process_that_has_ended_does_not_run_though_nobody_waited_for_it() -> None:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        life, began = machine_queue.process_identity(process.pid), machine_queue.began_at(process.pid)
+        assert machine_queue.is_running(process.pid, began=began, life=life)
+        os.kill(process.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it is left as it ended
+        assert not machine_queue.is_running(process.pid, began=began, life=life)

@@ -1,0 +1,227 @@
+"""How many jobs a run has in the queue, what each of them asks for, and after which it starts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.operate.test_submission import Queue
+
+from bloomery.config.load import load_recipe
+from bloomery.config.parallel import ParallelSection
+from bloomery.config.submit import SubmitSection
+from bloomery.errors import BloomeryError, TrainingFailed
+from bloomery.events.run_directory import RunDirectory
+from bloomery.operate.exclusions import Exclusions, QuarantinedNode
+from bloomery.operate.schedulers.interface import JobRequest, JobState, QueuedJob, SchedulerError
+from bloomery.operate.schedulers.kubernetes import Kubernetes
+from bloomery.operate.schedulers.machine import OneMachine
+from bloomery.operate.schedulers.slurm import Slurm
+from bloomery.operate.submission import (
+    Submission,
+    check_submittable,
+    is_finished,
+    keep_submission,
+    kept_submission,
+    nodes_of,
+    refuse_missing_run,
+    request_of,
+    scheduler_of,
+    submission_of,
+    submit,
+    top_up,
+    was_submitted,
+)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return RunDirectory(tmp_path / "run").create()
+
+
+@pytest.mark.parametrize(
+    ("parallel", "nodes"),
+    [
+        ({"tensor": 8, "pipeline": 3, "data": 5, "ranks_per_node": 8}, 15),
+        ({"tensor": 3, "pipeline": 1, "data": 3, "ranks_per_node": 4}, 3),
+        ({"tensor": 2, "pipeline": 2, "data": 1, "ranks_per_node": 8}, 1),
+        ({"tensor": 8, "pipeline": 3, "data": "auto", "ranks_per_node": 8}, 1),
+        ({"tensor": 8, "pipeline": 3, "data": 5, "ranks_per_node": "auto"}, 1),
+    ],
+)
+def test_a_job_has_nodes_for_all_its_ranks(parallel: dict[str, Any], nodes: int) -> None:
+    assert nodes_of(SubmitSection(), ParallelSection(**parallel)) == nodes
+    assert nodes_of(SubmitSection(nodes=7), ParallelSection(**parallel)) == 7
+
+
+def requested(run: RunDirectory, *overrides: str, **more: Any) -> JobRequest:
+    given: dict[str, Any] = {"recipe": "demo", "overrides": overrides, "directory": "/home/ann", **more}
+    submission = Submission(**given)
+    return request_of(submission, submission.load(), run, tasks=4, after="712")
+
+
+def test_a_job_runs_the_launcher_with_all_that_was_given(run: RunDirectory) -> None:
+    plain = requested(run)
+    bloomery = (sys.executable, "-m", "bloomery")
+    assert plain.command == (*bloomery, "launch", "demo", "--run", str(run.path), "--supervise")
+    assert (plain.nodes, plain.tasks, plain.after, plain.top_up, plain.exclude) == (1, 4, "712", (), ())
+    assert (plain.name, plain.run, plain.directory) == ("demo", run.path, Path("/home/ann"))
+    Exclusions.of(run, plain.section).add(QuarantinedNode(host="n9", cause="x", since=1.0))
+    Exclusions.of(run, plain.section).add(QuarantinedNode(host="n3", cause="x", since=1.0))
+    settings = ("submit.nodes=3", "submit.spares=2", "submit.keep_queued=2")
+    full = requested(run, *settings, nproc=8, more=("--job", "x"))
+    words = [*bloomery, "launch", "demo", *settings, "--run", str(run.path), "--job", "x", "--nproc", "8"]
+    assert full.command == (*words, "--supervise", "--spares", "2")
+    assert (full.nodes, full.exclude) == (5, ("n3", "n9"))
+    assert full.top_up == (*bloomery, "submit", "--top-up", str(run.path))
+
+
+@pytest.mark.parametrize(
+    ("queue", "requests"),
+    [
+        (("submit.queue=array",), [(4, "712")]),
+        (("submit.queue=chain",), [(1, "712"), (1, "101"), (1, "102"), (1, "103")]),
+        (("submit.queue=array", "submit.keep_queued=4"), [(1, "712"), (1, "101"), (1, "102"), (1, "103")]),
+    ],
+)
+def test_jobs_are_one_array_or_each_waits_for_the_one_before(
+    run: RunDirectory, queue: tuple[str, ...], requests: list[tuple[int, str]]
+) -> None:
+    scheduler = Queue()
+    names = submit(scheduler, requested(run, *queue))
+    assert [(request.tasks, request.after) for request in scheduler.requests] == requests
+    assert names == [str(101 + number) for number in range(len(requests))]
+
+
+def queued(number: str, state: JobState, **more: Any) -> QueuedJob:
+    return QueuedJob(job=number, state=state, state_text=str(state), **more)
+
+
+@pytest.mark.parametrize(
+    ("jobs", "submitted", "after"),
+    [
+        ([], 5, ""),
+        ([queued("7", JobState.ENDED), queued("8", JobState.FAILED)], 5, ""),
+        ([queued("7", JobState.RUNNING), queued("8_[2-4]", JobState.PENDING, tasks=3)], 1, "8"),
+        ([queued("7", JobState.RUNNING, submitted=9.0), queued("6", JobState.HELD, submitted=2.0)], 3, "6"),
+        (
+            [queued("8", JobState.PENDING, submitted=2.0), queued("9", JobState.PENDING, submitted=1.0)],
+            3,
+            "8",
+        ),
+        ([queued("7", JobState.PENDING, tasks=6)], 0, ""),
+    ],
+)
+def test_as_many_jobs_are_submitted_as_are_missing_behind_the_last_one(
+    run: RunDirectory, jobs: list[QueuedJob], submitted: int, after: str
+) -> None:
+    scheduler, submission = Queue(), submission_of("demo", ["submit.keep_queued=5"], nproc=None)
+    scheduler.jobs_here = jobs
+    assert len(top_up(scheduler, submission, submission.load(), run)) == submitted
+    assert len(scheduler.requests) == submitted
+    assert submitted == 0 or scheduler.requests[0].after == after
+
+
+@pytest.mark.parametrize(
+    ("events", "finished"),
+    [
+        ([], False),
+        ([{"event": "start"}, {"event": "end", "finished": True}], True),
+        ([{"event": "start"}, {"event": "end", "finished": False}], False),
+        ([{"event": "end", "finished": True}, {"event": "start"}], False),
+        ([{"event": "end", "finished": True}, {"event": "note"}], True),
+    ],
+)
+def test_a_run_that_used_all_its_samples_wants_no_job(
+    run: RunDirectory, events: list[dict], finished: bool
+) -> None:
+    run.journal().write_text("".join(f"{json.dumps(event)}\n" for event in events))
+    assert is_finished(run) == finished
+    scheduler, submission = Queue(), submission_of("demo", ["submit.keep_queued=2"], nproc=None)
+    assert len(top_up(scheduler, submission, submission.load(), run)) == (0 if finished else 2)
+
+
+def test_settings_that_contradict_each_other_are_refused() -> None:
+    for seconds, is_refused in ((119, False), (120, True)):
+        overrides = [f"submit.signal_before_s={seconds}", "submit.minutes=2"]
+        loaded = load_recipe("demo", overrides)
+        if is_refused:
+            with pytest.raises(SchedulerError, match="signal_before_s"):
+                check_submittable(loaded, overrides=overrides)
+        else:
+            check_submittable(loaded, overrides=overrides)
+    both = ["submit.tasks=3", "submit.keep_queued=2"]
+    check_submittable(load_recipe("demo", both), overrides=both[1:])
+    check_submittable(load_recipe("demo", both[:1]), overrides=both[:1])
+    with pytest.raises(SchedulerError, match="keep_queued"):
+        check_submittable(load_recipe("demo", both), overrides=both)
+
+
+def test_a_submission_comes_back_as_it_was_kept(run: RunDirectory) -> None:
+    assert not was_submitted(run)
+    with pytest.raises(TrainingFailed, match="was never submitted"):
+        kept_submission(run)
+    given = Submission(
+        recipe="/r/é.toml", overrides=("a=1", "b=2"), directory="/home/ann", nproc=4, more=("--job", "x")
+    )
+    keep_submission(run, given)
+    assert was_submitted(run) and kept_submission(run) == given
+    record = json.loads((run.path / "submission.json").read_text())
+    del record["more"]
+    (run.path / "submission.json").write_text(json.dumps(record | {"of_a_later_version": 1}))
+    assert kept_submission(run).more == ()
+    for damage in ("{", "[]", "{}"):
+        (run.path / "submission.json").write_text(damage)
+        with pytest.raises(TrainingFailed, match="cannot be read"):
+            kept_submission(run)
+
+
+def test_a_submission_names_its_recipe_wherever_it_is_read_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.toml").write_text(Path(__file__).parents[2].joinpath("recipes/demo.toml").read_text())
+    given = submission_of("mine.toml", ["train.steps=8"], nproc=3)
+    assert given == Submission(
+        recipe=str(tmp_path / "mine.toml"), overrides=("train.steps=8",), directory=str(tmp_path), nproc=3
+    )
+    assert submission_of("demo", [], nproc=None).recipe == "demo"
+
+
+@pytest.mark.parametrize("has_slurm", [True, False])
+def test_the_scheduler_is_the_one_of_the_recipe_or_the_one_that_is_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_slurm: bool
+) -> None:
+    monkeypatch.setattr(Slurm, "is_here", staticmethod(lambda: has_slurm))
+    found = {
+        name: type(scheduler_of(SubmitSection(scheduler=name), tmp_path))
+        for name in ("auto", "slurm", "machine", "kubernetes")
+    }
+    here = Slurm if has_slurm else OneMachine
+    assert found == {"auto": here, "slurm": Slurm, "machine": OneMachine, "kubernetes": Kubernetes}
+    kubernetes = scheduler_of(SubmitSection(scheduler="kubernetes", namespace="ours"), tmp_path)
+    assert isinstance(kubernetes, Kubernetes) and kubernetes._namespace == ["--namespace", "ours"]
+
+
+def test_only_a_run_or_a_submission_can_be_looked_at(tmp_path: Path, run: RunDirectory) -> None:
+    nothing = RunDirectory(tmp_path / "nothing")
+    with pytest.raises(BloomeryError, match="There is no run"):
+        refuse_missing_run(nothing)
+    nothing.path.mkdir()
+    (nothing.path / "submission.json").touch()
+    refuse_missing_run(nothing)
+
+
+def test_a_job_of_this_machine_fills_its_queue_before_it_trains(run: RunDirectory) -> None:
+    script = OneMachine(run.path).script(
+        requested(run, "submit.keep_queued=2", "submit.setup=['module load x']")
+    )
+    lines = script.splitlines()
+    assert lines[:3] == ["set -euo pipefail", "umask 002", "module load x"]
+    assert lines[3].endswith('|| echo "the queue could not be filled"') and "--top-up" in lines[3]
+    assert lines[4] == "trap '' USR1" and lines[5].startswith("exec ") and len(lines) == 6
+    with pytest.raises(SchedulerError, match="wants 2 nodes"):
+        OneMachine(run.path).submit(requested(run, "submit.nodes=2"))
