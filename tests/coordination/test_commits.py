@@ -162,7 +162,8 @@ def test_a_commit_follows_from_its_members_offers_as_they_were_when_the_attempt_
 
 
 @pytest.mark.parametrize(
-    ("members", "is_minority"), [("ab", False), ("a", True), ("ac", False), ("n", True), ("", True)]
+    ("members", "is_minority"),
+    [("ab", False), ("a", True), ("ac", False), ("n", True), ("an", True), ("", True)],
 )
 def test_half_of_those_who_have_a_share_and_a_usable_part_are_no_minority(members, is_minority):
     snapshot = run("a", "b", "c", "d", "n", without_share=("n",))

@@ -107,11 +107,12 @@ def test_both_ends_of_a_connection_through_a_relay_call_it_by_one_name_and_no_ot
         circuit_of(run, me, ConnectionPlace(*other, rank, stream, sends), epoch)
         for run, me, other, rank, stream, sends, epoch in (
             ("s", a, b, 2, 3, True, 7),
-            ("r", a, b, 3, 2, True, 7),
+            ("r", a, b, 3, 3, True, 7),
+            ("r", a, b, 2, 2, True, 7),
             ("r", a, b, 2, 3, False, 7),
             ("r", a, b, 2, 3, True, 8),
             ("r", a, ("b", "b2"), 2, 3, True, 7),
             ("r", ("a", "a2"), b, 2, 3, True, 7),
         )
     }
-    assert len(others) == 6 and name not in others
+    assert len(others) == 7 and name not in others
