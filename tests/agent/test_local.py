@@ -210,6 +210,13 @@ def test_the_usual_step_of_a_peer_is_the_median_of_its_slowest_rank():
     assert local.progress.usual_step_s() == 3.0
 
 
+def test_the_time_until_a_step_that_does_not_follow_the_last_one_is_that_of_no_step():
+    local = ranks_of(1)
+    for step, now in ((1, 0.0), (2, 1.0), (9, 1000.0)):
+        say(local, 0, Moving(activity="step", step=step), now=now)
+    assert local.progress.usual_step_s() == 1.0
+
+
 def test_who_holds_the_same_in_other_rounds_holds_nothing_together():
     local = ranks_of(2)
     say(local, 0, holding("x", round=1))
