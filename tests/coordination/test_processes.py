@@ -117,20 +117,24 @@ def test_a_process_that_outlived_its_starter_is_found_by_its_birth_and_not_by_it
     assert find_orphan(tmp_path) is None
 
 
-def test_a_process_that_ended_and_nobody_waited_for_has_ended() -> None:
+def test_a_process_that_ended_and_nobody_waited_for_has_ended(monkeypatch) -> None:
     process = os.fork()
     if process == 0:
         signal.pause()
-    born = process_identity(process)
-    other = OrphanProcess(process, "of another birth")
-    other.kill()
-    assert other.poll() == 0 and other.wait(0.0) == 0
-    orphan = OrphanProcess(process, born)
-    assert orphan.poll() is None  # it was not killed in another's name
+    orphan = OrphanProcess(process, process_identity(process))
+    assert orphan.poll() is None
     orphan.kill()
     assert orphan.wait(60.0) == 0 and orphan.returncode == 0
-    orphan.send_signal(signal.SIGKILL)
     os.waitpid(process, 0)
+    sent: list[tuple[int, int]] = []
+    monkeypatch.setattr("bloomery.coordination.orphan.os.kill", lambda *told: sent.append(told))
+    other = OrphanProcess(os.getpid(), "of another birth")
+    other.kill()
+    assert other.poll() == 0 and other.wait(0.0) == 0 and not sent
+    own = OrphanProcess(os.getpid(), process_identity(os.getpid()))
+    own.send_signal(signal.SIGTERM)
+    own.kill()
+    assert sent == [(os.getpid(), signal.SIGTERM), (os.getpid(), signal.SIGKILL)]
 
 
 def test_an_etcd_is_taken_over_with_the_settings_that_it_has_and_else_ended(
