@@ -212,7 +212,7 @@ def test_the_usual_step_of_a_peer_is_the_median_of_its_slowest_rank():
 
 def test_the_time_until_a_step_that_does_not_follow_the_last_one_is_that_of_no_step():
     local = ranks_of(1)
-    for activity, step, now in (("step", 1, 0.0), ("step", 2, 1.0), ("save", 2, 2.0), ("step", 3, 900.0)):
+    for activity, step, now in (("step", 5, 0.0), ("step", 6, 1.0), ("save", 6, 2.0), ("step", 7, 900.0)):
         say(local, 0, Moving(activity=activity, step=step), now=now)
     assert local.progress.usual_step_s() == 1.0
     say(local, 0, Moving(activity="step", step=9), now=2000.0)
