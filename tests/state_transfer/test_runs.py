@@ -44,14 +44,14 @@ def test_neighbouring_blocks_are_fetched_together_four_at_a_time_and_the_last_on
     ]
 
 
-def test_what_is_given_back_counts_as_waiting_again() -> None:
-    missing = MissingBlocks([BlockRun(file="f", begin=0, end=8)], unit=2, streams=1)
+def test_each_thread_takes_half_of_its_part_of_what_waits_and_what_is_given_back_waits_again() -> None:
+    missing = MissingBlocks([BlockRun(file="f", begin=0, end=64)], unit=2, streams=1)
     first = missing.take(["f"], timeout_s=0.0)
-    assert first == BlockRun(file="f", begin=0, end=4)  # half of what waits
+    assert first == BlockRun(file="f", begin=0, end=32)  # half of what waits
+    assert missing.take(["f"], timeout_s=0.0) == BlockRun(file="f", begin=32, end=40)
     missing.give_back(first)
-    assert missing.take(["f"], timeout_s=0.0) == first
-    assert missing.take(["f"], timeout_s=0.0) == BlockRun(file="f", begin=4, end=6)
-    assert missing.take(["f"], timeout_s=0.0) == BlockRun(file="f", begin=6, end=8)
+    assert missing.take(["f"], timeout_s=0.0) == BlockRun(file="f", begin=0, end=14)
+    assert missing.take(["f"], timeout_s=0.0) == BlockRun(file="f", begin=14, end=20)
 
 
 def test_all_of_the_data_is_written_to_its_place_however_little_the_kernel_takes_at_once(
@@ -122,6 +122,10 @@ def test_a_request_has_so_many_bytes_and_the_next_one_as_many_again() -> None:
         bounded.readline()
     with pytest.raises(ConnectionError):
         reader(Connection(b"x" * REQUEST_BYTES_AT_MOST, b"\n")).readline()
+    endless = Connection(*[b"x" * (REQUEST_BYTES_AT_MOST // 2)] * 5)
+    with pytest.raises(ConnectionError):
+        reader(endless).readline()
+    assert len(endless.pieces) == 3  # nothing is read beyond the limit
 
 
 @pytest.mark.parametrize(
