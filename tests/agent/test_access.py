@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import threading
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from urllib.parse import urlsplit
 
 import pytest
@@ -205,3 +206,25 @@ def test_a_state_is_served_on_every_listening_address(tmp_path):
     finally:
         served.close()
         states.clear()
+
+
+def test_each_setting_of_rounds_is_that_of_the_recipe():
+    recipe = load_recipe("demo", ("elastic.inner_steps=50",)).recipe
+    section = replace(
+        recipe.elastic,
+        peers=11,
+        minimum_peers=3,
+        grace_s=41.0,
+        patience_s=13.0,
+        outlier_factor=17.0,
+        quorum=2,
+        overlap_steps=5,
+        join="immediate",
+    )
+    made = round_settings(replace(recipe, elastic=section))
+    assert (made.peers, made.minimum_peers, made.grace_s, made.patience_s) == (11, 3, 41.0, 13.0)
+    assert (made.outlier_factor, made.quorum, made.overlap_steps, made.joins_within) == (17.0, 2, 5, False)
+    assert (made.answer_s, made.stagger_s) == (0.7, 0.2)
+    assert made.feedback_rounds == section.feedback_rounds
+    sparse = replace(section, codec="sparse", feedback_decay=0.95)
+    assert round_settings(replace(recipe, elastic=sparse)).feedback_rounds == sparse.feedback_rounds != 1.0

@@ -16,6 +16,7 @@ from bloomery.protocol.rank_messages import (
     RankReady,
     RankRingDone,
     RankRingFailed,
+    StateCopied,
     StateHeld,
     StateRefused,
 )
@@ -193,3 +194,58 @@ def test_who_waits_and_was_told_to_do_something_is_stuck_when_it_does_not():
     local.progress.expect(now=50.0)
     local.progress.satisfied()
     assert not local.progress.stuck(1e9)
+
+
+def test_the_usual_step_of_a_peer_is_the_median_of_its_slowest_rank():
+    local = ranks_of(2)
+    assert local.progress.usual_step_s() == 0.0
+    for rank, seconds in ((0, 1.0), (1, 3.0)):
+        for step in range(4):
+            say(local, rank, Moving(activity="step", step=step), now=seconds * step)
+        say(local, rank, Moving(activity="step", step=4), now=seconds * 3 + 100.0)
+    assert local.progress.usual_step_s() == 3.0
+    say(local, 0, Moving(activity="step", step=9), now=1e6)  # others lie between: no step took so long
+    say(local, 0, Moving(activity="evaluate", step=9), now=2e6)
+    say(local, 0, Moving(activity="step", step=10), now=3e6)
+    assert local.progress.usual_step_s() == 3.0
+
+
+def test_the_time_until_a_step_that_does_not_follow_the_last_one_is_that_of_no_step():
+    local = ranks_of(1)
+    for activity, step, now in (("step", 5, 0.0), ("step", 6, 1.0), ("save", 6, 2.0), ("step", 7, 900.0)):
+        say(local, 0, Moving(activity=activity, step=step), now=now)
+    assert local.progress.usual_step_s() == 1.0
+    say(local, 0, Moving(activity="step", step=9), now=2000.0)
+    assert local.progress.usual_step_s() == 1.0
+
+
+def test_who_holds_the_same_in_other_rounds_holds_nothing_together():
+    local = ranks_of(2)
+    say(local, 0, holding("x", round=1))
+    say(local, 1, holding("x", round=2))
+    assert local.holding is None
+
+
+def test_copies_are_told_once():
+    local = ranks_of(1)
+    copied = StateCopied(round=1, digest="x", directory=None)
+    say(local, 0, copied)
+    assert local.take_copies() == [copied] and local.take_copies() == []
+
+
+def test_an_offer_of_an_earlier_round_is_gone_with_the_state_that_follows_and_a_later_one_stays():
+    local = ranks_of(1)
+    say(local, 0, RankReady(ready=ready(round=2)))
+    say(local, 0, holding("x", round=1))
+    assert local.ready is not None
+    say(local, 0, holding("x", round=2))
+    assert local.ready is None
+
+
+def test_an_abort_that_was_read_stays_read_when_an_earlier_one_is_told_late():
+    local = ranks_of(1)
+    say(local, 0, AbortAck(epoch=4))
+    say(local, 0, AbortAck(epoch=3))
+    assert local.have_stopped_reducing(4)
+    say(local, 0, RankRingDone(epoch=6, digest="x"))
+    assert local.have_stopped_reducing(5)

@@ -18,6 +18,7 @@ from bloomery.agent.registration import (
     BandwidthReports,
     Registration,
     SettingsMismatch,
+    differences,
     fingerprint,
     links_to_measure,
 )
@@ -192,3 +193,13 @@ def test_an_attempt_is_begun_once_however_often_its_snapshot_is_looked_at() -> N
             if thread.name == "connect":
                 thread.join()
     assert [reduce.attempt.epoch for reduce in told] == [1] and driver.is_ringing
+
+
+def test_a_refusal_names_five_differing_settings_and_how_many_more_there_are() -> None:
+    mine = {f"k{number}": "1" for number in range(7)}
+    told = differences({**mine, "k1": "2", "other": "3"}, mine)
+    assert told == ["k1 is 2 there and 1 here", "other is 3 there and unknown here"]
+    message = str(SettingsMismatch("b", [f"k{number} differs" for number in range(7)]).message)
+    assert "k4 differs; and 2 more" in message and "k5" not in message
+    assert "in what it differs" in str(SettingsMismatch("b", []).message)
+    assert fingerprint({"a": "1", "b": "2"}) == fingerprint({"b": "2", "a": "1"}) != fingerprint({"a": "12"})

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from bloomery.agent.timeouts import Timeouts, ring_deadline_s, step_deadline_s, table, timeouts_of
 from bloomery.cli.peer import run
 from bloomery.config.elastic import ElasticSection
+from bloomery.transport.connection_pool import DialTiming
+from bloomery.transport.sockets import TcpTimeouts
 
 
 @given(
@@ -97,3 +99,21 @@ def test_help_teaches_within_a_line_s_width(capsys, words):
         run(words)
     assert ended.value.code == 0
     assert max(len(line) for line in capsys.readouterr().out.splitlines()) <= 115
+
+
+def test_what_the_sockets_are_given_is_of_the_table():
+    section = replace(ElasticSection(), stall_s=2.0, lease_s=8.0)
+    limits = timeouts_of(section)
+    assert limits.dialing == DialTiming(turn_s=2.0, answer_s=2.0, retry_s=0.2)
+    assert limits.tcp == TcpTimeouts(idle_s=12, probe_s=4, probes=3, unanswered_s=8.0)
+    assert timeouts_of(replace(section, lease_s=0.5)).tcp.idle_s == 3
+    assert timeouts_of(replace(section, lease_s=90.0)).tcp.idle_s == 30
+
+
+def test_a_ring_has_twelve_stalls_at_least_and_an_end_six_leases_beside_a_save():
+    limits = timeouts_of(replace(ElasticSection(), stall_s=2.0, lease_s=8.0))
+    assert ring_deadline_s(limits, 0.5) == 24.0 and ring_deadline_s(limits, 3.0) == 30.0
+    assert limits.ring_s == 1440.0 and limits.connect_s == 3 * 2.0 + 4.0
+    assert limits.ending_s == 1860.0 and limits.coordinator_start_s == 24.0
+    slow = timeouts_of(replace(ElasticSection(), lease_s=29.5))
+    assert (slow.lease_s, slow.ending_s, slow.coordinator_s) == (30.0, 1980.0, 15.0)

@@ -9,11 +9,12 @@ from tests.coordination.test_membership import member, ready
 from tests.protocol import example
 
 from bloomery.coordination.etcd_watch import KeyValue, WatchEvent
+from bloomery.coordination.recovery import _commits_in, _holders, _peers_ahead, _shares
 from bloomery.coordination.snapshot_builder import _NAMED_AT_MOST, SnapshotBuilder
 from bloomery.data.position import Position
 from bloomery.protocol.encoding import encode_text
 from bloomery.protocol.keys import Keys
-from bloomery.protocol.records import ProposedAttempt, RecoveryRecord, RoundShares
+from bloomery.protocol.records import Done, ProposedAttempt, RecoveryRecord, RoundShares
 
 KEYS = Keys("run")
 HUGE = 10**400
@@ -168,3 +169,125 @@ def test_a_recovery_record_that_its_peer_took_back_is_forgotten_and_its_epoch_is
     watched.assembly.take(WatchEvent(key=KEYS.recovery_record("b"), item=None))
     after = watched.assembly.snapshot(changed=True)
     assert after.recovery_records == {} and after.highest == 41
+
+
+@pytest.mark.parametrize(
+    ("key", "record"),
+    [
+        (KEYS.member("b"), member("a")),
+        (KEYS.ready(3, "b"), ready("b", 4)),
+        (KEYS.ready(3, "b"), ready("a", 3)),
+        (KEYS.shares(3), RoundShares(round=4, position=Position(), shares={}, live=0)),
+        (KEYS.commit(0), example.commit(round=1, members=())),
+        (KEYS.done(0, 5, "b"), Done(peer="b", round=0, epoch=4, digest="x")),
+        (KEYS.failed(0, 5, "b"), example.failed(peer="a", round=0, epoch=5)),
+        (
+            KEYS.attempt(0, 5),
+            ProposedAttempt(attempt=example.attempt(round=0, epoch=4), lives=(1,), offers=(1,)),
+        ),
+        (
+            KEYS.attempt(0, 5),
+            ProposedAttempt(attempt=example.attempt(round=0, epoch=5), lives=(1, 2), offers=(1,)),
+        ),
+        (
+            KEYS.attempt(0, 5),
+            ProposedAttempt(
+                attempt=example.attempt(round=0, epoch=5, weights=(0.5, 0.5)), lives=(1,), offers=(1,)
+            ),
+        ),
+    ],
+)
+def test_a_record_that_says_it_is_another_than_its_key_counts_for_nothing(key, record, caplog):
+    run = Watched()
+    run.put(KEYS.epoch, "5")
+    snapshot = run.put(key, encode_text(record))
+    assert not (snapshot.members or snapshot.readies or snapshot.commits or snapshot.dones)
+    assert not snapshot.failures and snapshot.tried is None and snapshot.standing is None
+    assert "is ignored" in caplog.text or "is refused" in caplog.text
+
+
+def test_times_are_those_at_which_a_life_an_offer_and_a_failure_were_seen_first():
+    run = Watched()
+    attempt = ProposedAttempt(
+        attempt=example.attempt(round=0, epoch=1, members=("b",)), lives=(1,), offers=(1,)
+    )
+    run.put(KEYS.epoch, "1")
+    run.put(KEYS.attempt(0, 1), encode_text(attempt))
+
+    def take(created, digest):
+        text = encode_text(replace(member("b"), digest=digest))
+        item = KeyValue(key=KEYS.member("b"), value=text, created=created, modified=created + 1)
+        run.assembly.take(WatchEvent(key=item.key, item=item))
+        return run.assembly.snapshot(changed=True).members["b"]
+
+    run.now = 10.0
+    take(1, "x")
+    run.put(KEYS.ready(0, "b"), encode_text(ready("b", 0)))
+    run.put(KEYS.failed(0, 1, "b"), encode_text(example.failed(peer="b", round=0, epoch=1)))
+    run.now = 20.0
+    assert (take(1, "y").seen_s, take(1, "y").said_s) == (10.0, 20.0)
+    assert (
+        run.put(KEYS.ready(0, "b"), encode_text(replace(ready("b", 0), tokens=9))).readies["b"].seen_s == 10.0
+    )
+    other = example.failed(peer="b", round=0, epoch=1, why="again")
+    assert run.put(KEYS.failed(0, 1, "b"), encode_text(other)).failed_s == 10.0
+    assert take(2, "y").seen_s == 20.0  # another life
+
+
+def test_what_was_announced_in_an_earlier_attempt_counts_for_nothing_in_the_present_one():
+    run = Watched()
+    for epoch in (1, 2):
+        attempt = example.attempt(round=0, epoch=epoch, members=("b",))
+        run.put(KEYS.epoch, str(epoch))
+        tried = ProposedAttempt(attempt=attempt, lives=(1,), offers=(1,))
+        run.put(KEYS.attempt(0, epoch), encode_text(tried))
+        if epoch == 1:
+            done = Done(peer="b", round=0, epoch=1, digest="x")
+            assert run.put(KEYS.done(0, 1, "b"), encode_text(done)).dones == {"b": done}
+    snapshot = run.assembly.snapshot()
+    assert snapshot.dones == {} and snapshot.tried.attempt.epoch == 2
+    assert run.put(KEYS.epoch, "7").tried is None  # it was proposed before the data was lost
+
+
+def test_shares_of_a_round_under_way_may_grow_by_those_of_newcomers_and_not_otherwise():
+    run = Watched()
+    item = KeyValue(
+        key=KEYS.commit(0), value=encode_text(example.commit(round=0, members=())), created=1, modified=1
+    )
+    run.assembly.take(WatchEvent(key=item.key, item=item))
+    run.assembly.snapshot(changed=True)
+    first = RoundShares(round=1, position=Position(holes=(range(10),)), shares={"a": (range(5),)}, live=1)
+    assert run.put(KEYS.shares(1), encode_text(first)).shares == first
+    more = replace(first, shares={"a": (range(5),), "b": (range(5, 10),)}, live=2)
+    assert run.put(KEYS.shares(1), encode_text(more)).shares == more
+    for wrong in (
+        replace(more, position=Position(consumed=1, holes=(range(10),))),
+        replace(more, position=Position(skips=(range(90, 95),), holes=(range(10),))),
+        replace(more, shares={"a": (range(5),), "b": (range(6, 10),)}),
+        first,
+    ):
+        snapshot = run.put(KEYS.shares(1), encode_text(wrong))
+        assert snapshot.shares == more and snapshot.standing.modified == run.revision
+
+
+def test_what_is_restored_of_a_run_is_what_was_read_of_it_last():
+    old, new = example.commit(round=4, digest="old", epoch=2), example.commit(round=4, digest="new", epoch=3)
+    held = example.commit(round=7, digest="held")
+    shares = [
+        RoundShares(round=5, position=Position(), shares=dict.fromkeys(names, ()), live=1)
+        for names in ("a", "ab")
+    ]
+    records = {
+        "a": RecoveryRecord(epoch=2, commit=old, shares=shares[1], held=None),
+        "b": RecoveryRecord(epoch=3, commit=new, shares=shares[0], held=replace(held, digest="another")),
+        "c": RecoveryRecord(epoch=1, commit=held, shares=None, held=new),
+    }
+    assert _commits_in(records) == {4: new, 7: held}
+    assert _shares(records, new) == shares[0]
+    more = {**records, "d": RecoveryRecord(epoch=3, commit=new, shares=shares[1], held=None)}
+    assert _shares(more, new) == shares[1]
+    nothing = _shares(records, held)
+    assert (nothing.round, nothing.shares, nothing.live) == (8, {}, 0)
+    assert _peers_ahead(records, new) == ("b", "c")
+    members = {"b": member("b", digest="new"), "a": member("a", digest="new"), "c": member("c", digest="")}
+    assert _holders(members, new) == ("a", "b") and _holders(members, None) == ()

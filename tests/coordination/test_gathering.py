@@ -120,6 +120,12 @@ def test_an_asynchronous_round_begins_a_window_after_its_quorum() -> None:
     assert gathering(snapshot, *offers, now=FIRST_S + 30.0, me="c", **more).hurries
 
 
+def test_a_round_that_waits_for_nobody_does_not_wait_for_newcomers_whom_rounds_overtake_either() -> None:
+    snapshot = run("a", without_share=("n",), n=listed("n", overtaken=2, digest="", life=9))
+    assert gathering(snapshot, offer("a"), now=FIRST_S).whom == ("n",)
+    assert not gathering(snapshot, offer("a", step_s=2.0), now=FIRST_S, quorum=1, overlap_steps=20).why
+
+
 def test_a_quorum_is_no_larger_than_the_peers_that_can_offer() -> None:
     more = {"quorum": 5, "overlap_steps": 20}
     assert not gathering(run("a", "b"), offer("a"), offer("b"), now=FIRST_S, **more).why

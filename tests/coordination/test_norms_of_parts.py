@@ -10,7 +10,8 @@ from tests.coordination.test_rounds import Counted
 from tests.protocol import example
 
 from bloomery.coordination.decide import Propose
-from bloomery.coordination.eligibility import OVERSTATED, norm_limit, outliers
+from bloomery.coordination.eligibility import OVERSTATED, norm_limit, outliers, suspects
+from bloomery.coordination.snapshot import RunSnapshot
 from bloomery.protocol.encoding import decode, encode_text
 from bloomery.protocol.records import Ready
 
@@ -117,6 +118,53 @@ def test_an_honest_average_is_never_above_the_limit():
         1.5 * sum(weight * readies[name].norm for name, weight in zip("abcd", weights, strict=True))
     )
     assert norm_limit(attempt, {"a": readies["a"]}) is None
+
+
+def test_a_limit_counts_the_errors_that_members_add_but_not_those_of_who_has_no_weight():
+    attempt = example.attempt(members=("b", "a", "c"), weights=(0.75, 0.25, 0.0))
+    readies = {
+        "b": part("b", 1, 2.0, feedback=0.5),
+        "a": part("a", 1, 4.0, feedback=0.25),
+        "c": part("c", 1, 8.0, feedback=100.0),
+    }
+    assert norm_limit(attempt, readies) == pytest.approx(1.5 * (1.5 + 0.5 + 1.0 + 0.25))
+    spoilt = example.ready(peer="a", norm=None, finite=False)
+    assert norm_limit(attempt, {**readies, "a": spoilt}) is None
+
+
+def test_a_part_is_judged_by_the_steps_that_it_spans_and_one_without_tokens_not_at_all():
+    since = part("c", 4, 0.6, drift_steps=50, drift_tokens=400)
+    usual = {"a": part("a", 4, 0.04), "b": part("b", 4, 0.05)}
+    assert outliers({**usual, "c": since}, factor=10.0) == {}
+    nothing = part("c", 0, 1e6, tokens=0)
+    assert outliers({**usual, "c": nothing}, factor=10.0) == {}
+    assert outliers({"a": usual["a"], "c": nothing}, factor=10.0) == {}
+
+
+def test_one_part_that_was_large_before_is_no_licence_for_more():
+    past = ((10, 1.0), (10, 1.2), (10, 30.0))
+    parts = {"a": part("a", 10, 1.0), "b": part("b", 10, 50.0, past=past)}
+    assert list(outliers(parts, factor=10.0)) == ["b"]
+
+
+NAMES = [f"p{number:02}" for number in range(16)]
+
+
+def reported(*epochs, by, kind="norm"):
+    failures = tuple(
+        example.failed(peer=name, epoch=epoch, kind=kind) for epoch in epochs for name in NAMES[:by]
+    )
+    return list(suspects(RunSnapshot(failures=failures), reversed(NAMES)))
+
+
+def test_the_search_for_who_says_too_small_a_norm_leaves_out_one_group_after_the_other():
+    assert reported(1, by=7) == ["p00", "p01"]  # 7 are half of 14, the least that an attempt has
+    assert reported(1, by=6) == [] == reported(1, by=16, kind="stalled")
+    assert reported(1, 2, 3, by=16) == ["p04", "p05"]
+    assert reported(*range(8), by=9) == ["p14", "p15"]
+    assert reported(*range(9), by=9) == ["p00", "p01"]
+    failures = (example.failed(peer="p00", epoch=1, kind="norm"),)
+    assert suspects(RunSnapshot(failures=failures), ["p00"]) == {}
 
 
 def test_who_says_too_small_a_norm_is_found_and_the_others_are_not_blamed():

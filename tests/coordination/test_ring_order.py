@@ -62,6 +62,14 @@ def test_without_measurements_the_order_is_that_of_names():
     assert ring_order("ba", broken={frozenset("ab")}) == (("a",), ("b",))
 
 
+def test_the_member_with_most_broken_links_to_those_who_are_left_goes_and_of_several_the_last_by_name():
+    def broken(*pairs):
+        return {frozenset(pair) for pair in pairs}
+
+    assert ring_order("abcd", broken=broken("ba", "bc", "bd")) == (("a", "c", "d"), ("b",))
+    assert ring_order("abce", broken=broken("ab", "ce", "ae")) == (("a", "c"), ("e", "b"))
+
+
 def test_two_pieces_of_the_ring_change_places_or_one_is_reversed_where_that_helps():
     """Rates under which the order of the fastest links ends with a slow hop that only an exchange removes."""
     chance = random.Random(3)

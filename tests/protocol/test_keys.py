@@ -40,6 +40,8 @@ def test_a_peer_may_write_its_own_records_and_those_that_all_share_and_no_others
     for key in OF_OPERATORS:
         assert not key.startswith((*KEYS.shared, KEYS.peers))
     assert not KEYS.of_peer("ab").startswith(KEYS.of_peer("a"))
+    assert not KEYS.revocations.startswith(KEYS.shared)
+    assert len(KEYS.shared) == 4
 
 
 def test_what_is_listed_together_has_a_prefix_of_its_own():

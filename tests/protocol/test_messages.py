@@ -57,6 +57,7 @@ from bloomery.protocol.rank_messages import (
     StopTraining,
     decode_agent_message,
     decode_rank_message,
+    descriptors_of,
     encode_local,
 )
 from bloomery.protocol.records import Done, KnownRun, ProposedAttempt, RoundShares
@@ -342,6 +343,146 @@ def test_the_states_that_a_peer_serves_and_wants_are_told_and_bounded():
             decode(json.dumps(plain | wrong), records.Member)
 
 
+def pieces(count):
+    return [[2 * number, 2 * number + 1] for number in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("message", "name", "largest", "beyond"),
+    [
+        (example.member(), "saves", list(range(64)), list(range(65))),
+        (example.member(), "copies", ["x"] * 8, ["x"] * 9),
+        (example.member(), "addresses", ["x"] * 4_096, ["x"] * 4_097),
+        (example.member(), "samples", 1 << 62, (1 << 62) + 1),
+        (example.member(), "round", -1, -2),
+        (example.member(), "recipe", "x" * 2_000, "x" * 2_001),
+        (example.ready(), "norm", 0.0, -0.5),
+        (example.ready(), "feedback", 0.0, -0.5),
+        (example.ready(), "step_s", 3_600.0, 3_600.5),
+        (example.ready(), "past", [[1, 2.0]] * 8, [[1, 2.0]] * 9),
+        (example.ready(), "past", [[1, 0.0]], [[1, -0.5]]),
+        (example.ready(), "skip", pieces(256), pieces(257)),
+        (example.ready(), "kept", pieces(3), pieces(65_537)),
+        (example.ready(), "kept", [[7, 7]], [[7, 6]]),
+        (example.ready(), "kept", [[0, 1 << 62]], [[0, (1 << 62) + 1]]),
+        (example.ready(), "kept", [[0, 1]], [[False, True]]),
+        (example.attempt(), "weights", [1.0], [1.0001]),
+        (example.attempt(), "members", ["a"], ["a" * 64]),
+        (example.commit(), "members", [f"p{n}" for n in range(4_096)], [f"p{n}" for n in range(4_097)]),
+        (example.connection_hello(), "lane", 4_095, 4_096),
+        (example.connection_hello(), "stream", 255, 256),
+        (example.connection_hello(), "circuit", "x" * 256, "x" * 257),
+        (example.connection_hello(), "nonce", "0a" * 32, "0a" * 33),
+        (example.connection_hello(), "nonce", "0a" * 32, "0A" * 32),
+    ],
+)
+def test_what_a_record_may_hold_is_bounded_and_the_bound_itself_is_held(message, name, largest, beyond):
+    plain = json.loads(encode_text(message))
+    held = decode(json.dumps(plain | {name: largest}), type(message))
+    assert json.loads(encode_text(held)).get(name, largest) == largest
+    with pytest.raises(ProtocolError):
+        decode(json.dumps(plain | {name: beyond}), type(message))
+
+
+def test_a_rate_is_at_most_a_million_gigabits_a_second():
+    assert decode_rates('{"a": 1e9}') == {"a": 1e9}
+    with pytest.raises(ProtocolError):
+        decode_rates('{"a": 1.1e9}')
+
+
+@pytest.mark.parametrize("sign", ["\u061c", "\u200b", "\u2028", "\u2066", "\u2069", "\ufeff", "\x7f", "\x9f"])
+def test_no_text_hides_or_turns_what_stands_beside_it(sign):
+    plain = json.loads(encode_text(example.member()))
+    with pytest.raises(ProtocolError):
+        decode(json.dumps(plain | {"recipe": f"a{sign}b"}), records.Member)
+
+
+def test_a_path_is_as_long_as_the_kernel_takes_it():
+    plain = json.loads(encode_text(StateCopied(round=3, digest="ab12", directory=None)))
+    longest = decode_rank_message(json.dumps(plain | {"directory": "x" * 4096}).encode())
+    assert longest.directory == Path("x" * 4096)
+
+
+def test_what_an_attempt_says_of_those_it_left_out_is_printable_too():
+    assert example.attempt(left_out={"b": "one\ntwo"}).left_out == {"b": "one two"}
+
+
+def test_the_round_that_a_peer_knows_is_the_later_one_of_what_it_read_and_what_it_holds():
+    newest, held = example.commit(round=7), example.commit(round=5)
+    for known in (
+        example.recovery_record(commit=newest, held=held),
+        example.recovery_record(commit=held, held=newest),
+        example.recovery_record(held=newest),
+    ):
+        assert known.round == 7
+    assert example.recovery_record().round == -1
+
+
+HOPS = (
+    HopConnections(
+        rank=0, next_fds=(3, 4), previous_fds=(5,), send_keys=(bytes(32),) * 2, receive_keys=(bytes(32),)
+    ),
+    HopConnections(
+        rank=1, next_fds=(6,), previous_fds=(7,), send_keys=(bytes(32),), receive_keys=(bytes(32),)
+    ),
+)
+REDUCE = Reduce(attempt=ATTEMPT, index=1, hops=HOPS, stall_s=5.0, deadline_s=60.0, norm_limit=None)
+
+
+def test_descriptors_travel_in_the_order_in_which_they_are_taken():
+    assert descriptors_of(REDUCE) == (3, 4, 5, 6, 7)
+    taken = decode_agent_message(encode(REDUCE), [13, 14, 15, 16, 17])
+    assert [(hop.next_fds, hop.previous_fds) for hop in taken.hops] == [((13, 14), (15,)), ((16,), (17,))]
+
+
+@pytest.mark.parametrize("count", [4, 6])
+def test_as_many_descriptors_come_as_there_are_keys(count):
+    with pytest.raises(ProtocolError):
+        decode_agent_message(encode(REDUCE), list(range(3, 3 + count)))
+
+
+def test_no_descriptor_comes_with_a_message_that_has_none():
+    with pytest.raises(ProtocolError):
+        decode_rank_message(encode(AbortAck(epoch=1)), [3])
+    with pytest.raises(ProtocolError):
+        decode_agent_message(encode(FlushRound(round=1)), [3])
+
+
+@pytest.mark.parametrize("count", [253, 254])
+def test_one_message_carries_as_many_descriptors_as_the_kernel_passes(count):
+    keys = (bytes(32),)
+    many = (
+        HopConnections(
+            rank=0, next_fds=tuple(range(253)), previous_fds=(), send_keys=keys * 253, receive_keys=()
+        ),
+        HopConnections(
+            rank=1,
+            next_fds=tuple(range(count - 253)),
+            previous_fds=(),
+            send_keys=keys * (count - 253),
+            receive_keys=(),
+        ),
+    )
+    reduce = msgspec.structs.replace(REDUCE, hops=many)
+    if count == 253:
+        assert len(descriptors_of(reduce)) == 253
+    else:
+        with pytest.raises(ValueError, match="253 fit"):
+            descriptors_of(reduce)
+
+
+def test_a_message_of_any_length_that_the_kernel_takes_at_once_is_sent():
+    assert MAX_BYTES == 160 * 1024  # the buffer of a socket by default is 208 KiB, with what the kernel adds
+    identity = {f"{number:04}": "x" * 2_000 for number in range(81)} | {"y": ""}
+    left = MAX_BYTES - len(encode(DataIdentity(identity=identity)))
+    assert 0 < left < TEXT_AT_MOST
+    identity["y"] = "z" * left
+    assert len(encode_local(DataIdentity(identity=identity))) == MAX_BYTES
+    identity["y"] += "z"
+    with pytest.raises(ValueError, match="fit"):
+        encode_local(DataIdentity(identity=identity))
+
+
 def test_what_peers_hash_of_a_greeting_is_what_the_version_before_hashed():
     answer = Answer(peer="b", incarnation="1", encrypt=False, nonce="0a" * 32, proof="")
     assert hashed_text(answer) == (
@@ -372,13 +513,20 @@ def test_messages_cannot_be_changed():
     assert msgspec.structs.replace(COMMIT, round=3).round == 3
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "-a", "a b", "ä", "a" * 64, "a\n", None, 3])
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "a/b", "-a", "a b", "ä", ".a", "_a", "a" * 64, "a\n", None, 3]
+)
 def test_what_is_no_name_becomes_no_key(name):
     assert not is_name(name)
     with pytest.raises(ValueError):
         Keys("run").member(name)
     with pytest.raises(ValueError):
         Keys(name)
+
+
+def test_a_name_has_up_to_63_letters_digits_and_marks():
+    for name in ("a", "7", "A.b_c-9", "a" * 63):
+        assert is_name(name) and Keys(name).run == name
 
 
 def test_keys_sort_as_rounds_do_and_stay_within_their_run():

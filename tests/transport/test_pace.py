@@ -97,3 +97,54 @@ def test_a_round_too_short_to_show_a_rate_teaches_nothing():
     pace.learn(DeliveryStatistics(seconds=3.0, delivered_bytes=0, lost_bytes=0, best_bytes_s=0.0))
 
     assert pace.limit_bytes_s is None
+
+
+def round_of(*, best: float, mean: float, lost: float = 0.0) -> DeliveryStatistics:
+    return DeliveryStatistics(
+        seconds=2.0,
+        delivered_bytes=int(2000 * mean),
+        lost_bytes=int(2000 * mean * lost),
+        best_bytes_s=best * 1e3,
+    )
+
+
+def test_a_limit_goes_down_by_a_small_step_and_up_by_steps_that_grow():
+    pace = HopRateLimit()
+    pace.learn(round_of(best=100.0, mean=60.0, lost=0.005))
+    assert pace.limit_bytes_s is None  # so little may be lost
+    limits = []
+    for best, lost in (
+        (100.0, 0.006),
+        (95.0, 0.05),
+        (95.0, 0.0),
+        (95.0, 0.0),
+        (95.0, 0.0),
+        (95.0, 0.0),
+        (95.0, 0.0),
+    ):
+        pace.learn(round_of(best=best, mean=60.0, lost=lost))
+        limits.append(pace.limit_bytes_s / 1e3)
+    down = 0.94 * 110.0
+    assert limits[:2] == pytest.approx([110.0, down])
+    assert limits[2:6] == pytest.approx([down * 1.03**steps for steps in (1, 2, 3, 4)])
+    assert limits[6] == pytest.approx(down * 1.03**4 * 1.06)
+    pace.learn(round_of(best=0.79 * limits[6], mean=60.0))
+    assert pace.limit_bytes_s / 1e3 == pytest.approx(limits[6])  # it was not tried
+
+
+def test_a_link_that_lost_at_less_than_four_fifths_of_its_limit_is_learnt_anew():
+    pace = HopRateLimit()
+    pace.learn(round_of(best=100.0, mean=90.0, lost=0.05))
+    pace.learn(round_of(best=89.0, mean=50.0, lost=0.05))
+    assert pace.limit_bytes_s / 1e3 == pytest.approx(0.94 * 110.0)
+    pace.learn(round_of(best=50.0, mean=40.0, lost=0.05))
+    assert pace.limit_bytes_s / 1e3 == pytest.approx(1.1 * 50.0)
+    for _ in range(9):  # what it reached before has no part in it
+        pace.learn(round_of(best=50.0, mean=40.0, lost=0.05))
+    assert pace.limit_bytes_s / 1e3 == pytest.approx(40.0)
+
+
+def test_half_a_second_shows_a_rate():
+    pace = HopRateLimit()
+    pace.learn(seen(10, lost=0.2, seconds=0.5))
+    assert pace.limit_bytes_s == pytest.approx(11 * MEGABIT)

@@ -10,7 +10,17 @@ import pytest
 from tests.diloco.elastic_peers import DEADLINE_S, TOKEN
 
 from bloomery.errors import PeerError
-from bloomery.transport.sockets import addresses_of, dial, join_address, open_listener, split_address
+from bloomery.transport.connection_manager import _advertised
+from bloomery.transport.sockets import (
+    RateLimiter,
+    TcpTimeouts,
+    addresses_of,
+    dial,
+    join_address,
+    open_listener,
+    prepare,
+    split_address,
+)
 from bloomery.transport.trust import Trust
 
 
@@ -90,3 +100,34 @@ def test_where_peers_are_on_other_machines_none_is_dialled_at_loopback():
         pytest.raises(ConnectionError, match="is this machine, and not where its peer is"),
     ):
         dial(addresses_of([listener]), elsewhere, deadline_s=DEADLINE_S)
+
+
+def test_a_long_lived_connection_sends_at_once_and_is_given_up_by_the_kernel_when_it_is_silent():
+    patience = TcpTimeouts(idle_s=7, probe_s=3, probes=4, unanswered_s=2.5)
+    with socket.socket() as connection:
+        prepare(connection, patience)
+        for level, option, value in (
+            (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+            (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+            (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 7),
+            (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 3),
+            (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4),
+            (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 2500),
+        ):
+            assert connection.getsockopt(level, option) == value, option
+
+
+@pytest.mark.parametrize(
+    ("bytes_s", "piece"), [(0.0, 1 << 20), (1e5, 1 << 16), (1e6, 250_000), (4e6, 1_000_000), (1e9, 1 << 20)]
+)
+def test_a_slow_sender_takes_turns_every_quarter_of_a_second(bytes_s, piece):
+    assert RateLimiter(bytes_s).piece_bytes == piece
+
+
+def test_what_is_advertised_has_the_port_that_was_taken_where_it_names_none():
+    with closing(open_listener("127.0.0.1:0")) as listener, closing(open_listener("[::1]:0")) as other:
+        port = listener.getsockname()[1]
+        assert _advertised([listener, other], ()) == addresses_of([listener, other])
+        told = _advertised([listener, other], ("one.example.org:0", "two.example.org:20"))
+        assert told == (f"one.example.org:{port}", "two.example.org:20")
+        assert _advertised([], ("one.example.org:0",)) == ("one.example.org:0",)

@@ -6,6 +6,7 @@ import socket
 import threading
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from tests.diloco.elastic_peers import DEADLINE_S, TOKEN, Authority, connection_manager, contact, raw, until
@@ -17,6 +18,8 @@ from bloomery.state_transfer.served_states import ServedStates
 from bloomery.state_transfer.server import StateServer
 from bloomery.state_transfer.source import THROUGH_RELAY, PeerSource
 from bloomery.transport import connection_manager as managing
+from bloomery.transport import state_relay
+from bloomery.transport.connection import Contact
 from bloomery.transport.sockets import RateLimiter
 from bloomery.transport.state_relay import StateRelay
 from bloomery.transport.trust import PeerRefused
@@ -318,3 +321,34 @@ def test_a_relay_that_ends_ends_who_waits_at_it_and_who_is_joined(opened):
         assert are_joined(theirs, joined)
         relay.close()
         assert ends(waits) and ends(joined) and ends(theirs)
+
+
+def test_a_relay_that_cannot_be_dialled_is_tried_ever_more_rarely_and_at_once_after_it_was_of_use(
+    monkeypatch,
+):
+    now = 100.0
+    monkeypatch.setattr(state_relay, "time", SimpleNamespace(monotonic=lambda: now))
+    served = []
+
+    def refuses(place):
+        raise OSError("nobody is there")
+
+    keeper = state_relay._Keeper(
+        Contact(peer="r", incarnation="r1", addresses=()), refuses, lambda *told: served.append(told)
+    )
+    waits_s = []
+    for _ in range(8):
+        keeper._add()
+        waits_s.append(keeper._next_s - now)
+    assert waits_s == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
+    mine, theirs = socket.socketpair()
+    with mine, theirs:
+        keeper._waiting[mine.fileno()] = mine
+        theirs.send(b"GET")
+        keeper._watch(0.0)
+        assert served == [(mine, "r")] and not keeper._waiting
+    ended, other = socket.socketpair()
+    other.close()
+    keeper._waiting[ended.fileno()] = ended
+    keeper._watch(0.0)
+    assert keeper._next_s - now == 0.5 and ended.fileno() == -1

@@ -15,9 +15,10 @@ import pytest
 from tests.diloco.elastic_peers import DEADLINE_S, TOKEN, connection_manager, until
 from tests.diloco.served_states import make_checkpoint
 
+from bloomery.transport import listener
 from bloomery.transport.bandwidth_probe import ProbeSizes
 from bloomery.transport.connection import Contact
-from bloomery.transport.listener import MemberQuota, StrangerQuota, raise_descriptor_limit
+from bloomery.transport.listener import MemberQuota, StrangerQuota, _network, raise_descriptor_limit
 
 LIMIT = 256
 AUTHORIZED = {"Authorization": f"Bearer {TOKEN.token.hex()}"}
@@ -171,3 +172,24 @@ def test_the_limit_of_open_descriptors_is_raised_and_never_lowered():
         assert raise_descriptor_limit() == limit
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.parametrize(
+    ("descriptors", "total", "of_address"),
+    [(1024, 64, 16), (48, 4, 1), (1 << 20, 256, 64), (resource.RLIM_INFINITY, 256, 64)],
+)
+def test_strangers_hold_an_eighth_of_the_descriptors_and_those_of_one_address_a_fourth_of_that(
+    descriptors, total, of_address, monkeypatch
+):
+    monkeypatch.setattr(listener.resource, "getrlimit", lambda kind: (descriptors, descriptors))
+    strangers = StrangerQuota()
+    assert (strangers._total, strangers._per_address) == (total, of_address)
+    asked = StrangerQuota(total=9, per_address=5)
+    assert (asked._total, asked._per_address) == (9, 5)
+
+
+def test_an_address_counts_as_the_site_that_it_belongs_to():
+    assert _network("192.0.2.1") == _network("::ffff:192.0.2.1") != _network("192.0.2.2")
+    assert _network("2001:db8:0:1::1") == _network("2001:db8:0:1:ffff::2") != _network("2001:db8:0:2::1")
+    assert _network("fe80::1%eth0") == _network("fe80::1%eth1")
+    assert _network("a name") == "a name"

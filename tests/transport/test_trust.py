@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ssl
 from types import SimpleNamespace
 
 import pytest
+from tests.diloco.elastic_peers import Authority
 
 from bloomery.transport import trust
-from bloomery.transport.trust import RefusalLog, derive_key, is_loopback, is_proof, proof
+from bloomery.transport.connection import ConnectionPlace
+from bloomery.transport.relay import circuit_of
+from bloomery.transport.trust import PeerRefused, RefusalLog, Trust, derive_key, is_loopback, is_proof, proof
 
 
 @pytest.mark.parametrize(
@@ -71,3 +75,44 @@ def test_a_key_depends_on_the_secret_the_salt_and_the_purpose() -> None:
         for purpose in ("ring", "proof")
     }
     assert len(keys) == 8 and {len(key) for key in keys} == {32}
+
+
+def test_with_certificates_both_ends_must_show_one_in_tls_1_3_and_nothing_follows_the_handshake(
+    tmp_path,
+) -> None:
+    trusted = Authority(tmp_path / "authority", "run r").trust("a")
+    for context in (trusted.to_listen, trusted.to_dial):
+        assert context is not None
+        assert context.verify_mode is ssl.CERT_REQUIRED and not context.check_hostname
+        assert context.minimum_version is ssl.TLSVersion.TLSv1_3
+        assert context.verify_flags & ssl.VERIFY_X509_STRICT
+    assert trusted.to_listen.num_tickets == 0
+
+
+def test_another_machine_is_dialled_and_let_in_with_certificates_alone() -> None:
+    certified = Trust(to_listen=ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
+    certified.check_address("192.0.2.1")
+    certified.check_dialled("192.0.2.1")
+    for check in (Trust().check_address, Trust().check_dialled):
+        check("127.0.0.1")
+        with pytest.raises(PeerRefused, match="no certificates"):
+            check("192.0.2.1")
+
+
+def test_both_ends_of_a_connection_through_a_relay_call_it_by_one_name_and_no_other_connection_so() -> None:
+    a, b = ("a", "a1"), ("b", "b1")
+    name = circuit_of("r", a, ConnectionPlace(*b, 2, 3, True), 7)
+    assert name == circuit_of("r", b, ConnectionPlace(*a, 2, 3, False), 7)
+    others = {
+        circuit_of(run, me, ConnectionPlace(*other, rank, stream, sends), epoch)
+        for run, me, other, rank, stream, sends, epoch in (
+            ("s", a, b, 2, 3, True, 7),
+            ("r", a, b, 3, 3, True, 7),
+            ("r", a, b, 2, 2, True, 7),
+            ("r", a, b, 2, 3, False, 7),
+            ("r", a, b, 2, 3, True, 8),
+            ("r", a, ("b", "b2"), 2, 3, True, 7),
+            ("r", ("a", "a2"), b, 2, 3, True, 7),
+        )
+    }
+    assert len(others) == 7 and name not in others
