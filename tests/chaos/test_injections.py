@@ -12,6 +12,7 @@ import pytest
 from bloomery.chaos import scenario
 from bloomery.chaos.faults import EXTRA_DELAY_S, Fault, FaultInjector
 from bloomery.chaos.scenario import ScenarioOutcome
+from bloomery.config.trial import WITHIN_ITS_DIRECTORY
 
 
 class NotedProcess:
@@ -183,5 +184,5 @@ def test_a_fault_is_told_at_the_seconds_of_its_scenario(
     assert set(commands) == {"coordinate", "peer0", "peer1", "peer2"}
     recipe, _, run, _, ranks, _, peers, memory, *overrides = commands["peer1"]
     assert (recipe, run, ranks, peers) == ("mine.toml", str(tmp_path / "peer1"), "2", "elastic.peers=3")
-    assert memory.endswith("/peer1") and overrides == ["train.steps=8"]
+    assert memory.endswith("/peer1") and overrides == ["train.steps=8", *WITHIN_ITS_DIRECTORY]
     assert told.leftover == []

@@ -18,6 +18,7 @@ from bloomery.chaos.audit import RunAudit
 from bloomery.chaos.faults import Fault
 from bloomery.chaos.scenario import InjectedFault, ScenarioOutcome, ScenarioSettings
 from bloomery.cli import chaos, dashboard, drill, preflight, simulate, sync, top
+from bloomery.config.trial import WITHIN_ITS_DIRECTORY
 from bloomery.errors import StorageError, TrainingFailed
 from bloomery.events.journal import Journal
 from bloomery.events.run_directory import RunDirectory
@@ -201,7 +202,8 @@ def test_a_drill_keeps_its_exclusions_to_itself_and_refuses_what_it_cannot_do(
 ) -> None:
     run, job = RunDirectory(Path("runs/x")), DrillNodes(count=2, is_allocation=True)
     words = drill._launch_words(drilled("a.b=1", "--nproc", "3"), run, DrillNodes())
-    assert words == ["demo", "a.b=1", "--run", "runs/x", "--nproc", "3", "--supervise", "--fallback"]
+    own = ["--run", "runs/x", "--nproc", "3", "--supervise", "--fallback"]
+    assert words == ["demo", "a.b=1", *WITHIN_ITS_DIRECTORY, *own]
     assert "submit.exclusions=" in drill._launch_words(drilled(), run, job)
     disk, cut = [DrillFault.DISK], [DrillFault.CUT]
     monkeypatch.setattr("os.geteuid", lambda: 1000)

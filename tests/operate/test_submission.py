@@ -19,6 +19,7 @@ from bloomery.cli import submit
 from bloomery.config.find import shipped_recipes
 from bloomery.config.load import load_recipe
 from bloomery.config.submit import SubmitSection
+from bloomery.config.trial import WITHIN_ITS_DIRECTORY
 from bloomery.config.validate import check_recipe
 from bloomery.errors import RunBusy
 from bloomery.events.run_directory import RunDirectory
@@ -103,6 +104,26 @@ def test_the_tasks_of_an_array_that_wait_are_one_record() -> None:
     )
     job, _ = parse_job(running)
     assert (job.job, job.nodes, job.tasks) == ("71_3", ("a08", "a09", "a10", "b"), 1)
+
+
+PLACES = [
+    "sync.place=hf:people/run",
+    "sync.checkpoints=true",
+    'log.trackers=["wandb"]',
+    "backup.url=s3://b/x",
+]
+PLACES += ["second_backup.url=file:///y", "checkpoint.url=s3://b/z"]
+
+
+def test_trials_of_a_recipe_leave_the_places_of_its_run_alone() -> None:
+    kept = load_recipe("demo", PLACES).recipe
+    assert kept.backup.url and kept.second_backup.url and kept.checkpoint.url and kept.sync.place
+    trial = load_recipe("demo", [*PLACES, *WITHIN_ITS_DIRECTORY]).recipe
+    places = (trial.checkpoint.url, trial.backup.url, trial.second_backup.url, trial.sync.place)
+    assert places == ("",) * 4 and not trial.sync.checkpoints and not trial.log.trackers
+    rehearsal = load_recipe("demo", [*PLACES, *rehearsal_of(kept)]).recipe
+    assert (rehearsal.sync.place, rehearsal.sync.checkpoints, rehearsal.log.trackers) == ("", False, ())
+    assert rehearsal.backup.url and rehearsal.run.name != kept.run.name, "it saves under its own name"
 
 
 @pytest.mark.parametrize("name", shipped_recipes())

@@ -20,6 +20,7 @@ from bloomery.chaos.audit import read_commits
 from bloomery.chaos.faults import Fault, FaultInjector
 from bloomery.chaos.processes import ManagedProcess, kill_marked, marked
 from bloomery.chaos.shaped_network import Shape, ShapedNetwork
+from bloomery.config.trial import WITHIN_ITS_DIRECTORY
 from bloomery.coordination.etcd_process import free_ports
 from bloomery.errors import PeerError
 from bloomery.protocol.records import Commit
@@ -272,6 +273,7 @@ class _ScenarioRun:
                 f"elastic.peers={settings.peers}",
                 f"checkpoint.memory_directory={self._memory / name}",
                 *settings.overrides,
+                *WITHIN_ITS_DIRECTORY,
             ),
             environment=self._environment | own,
             log=settings.directory / "logs" / f"{name}.log",

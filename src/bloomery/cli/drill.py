@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from bloomery.cli.argument_values import amount, not_negative, positive
 from bloomery.cli.arguments import add_recipe, parser
 from bloomery.cli.tables import COLUMNS, table_text
+from bloomery.config.trial import WITHIN_ITS_DIRECTORY
 from bloomery.errors import TrainingFailed
 from bloomery.events.run_directory import RunDirectory
 from bloomery.operate.drill.faults import EFFECTS, ORDINARY, DrillFault
@@ -154,7 +155,8 @@ def _print_timeouts(options: Namespace) -> int:
 
 
 def _launch_words(options: Namespace, rundir: RunDirectory, nodes: DrillNodes) -> list[str]:
-    words = [options.recipe, *options.overrides, "--run", str(rundir.path), "--nproc", str(options.nproc)]
+    settings = (*options.overrides, *WITHIN_ITS_DIRECTORY)
+    words = [options.recipe, *settings, "--run", str(rundir.path), "--nproc", str(options.nproc)]
     # What a drill does to a node must not keep real runs off it.
     own_list = ["submit.exclusions="] if nodes.is_allocation else []
     return [*words, *own_list, "--supervise", "--fallback"]

@@ -42,6 +42,9 @@ def rehearsal_of(recipe: Recipe) -> list[str]:
         "checkpoint.keep_every_steps": 0,
         "evaluate.samples": 8,
         "log.every_steps": 1,
+        "log.trackers": (),
+        "sync.place": "",  # which takes the logs of one run
+        "sync.checkpoints": False,
         "guard.stop_after_minutes": 0.0,
         "guard.stop_at_step": 0,
     }
