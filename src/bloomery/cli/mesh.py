@@ -75,7 +75,10 @@ def _parse(arguments: list[str]) -> Namespace:
     )
     options.add_argument("--stages", action="store_true", help="also show what each pipeline stage holds")
     options.add_argument("--json", action="store_true", help="print one JSON object per rank")
-    return options.parse_intermixed_args(arguments)
+    chosen = options.parse_intermixed_args(arguments)
+    if chosen.stages and chosen.json:
+        options.error("--stages does not go with --json, which prints ranks alone")
+    return chosen
 
 
 def _usual_world(parallel: ParallelSection) -> int:

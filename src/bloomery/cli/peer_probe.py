@@ -101,7 +101,10 @@ def _parse(arguments: list[str]) -> Namespace:
         type=_counts,
         help="compare these numbers of connections, a few seconds for each peer and number",
     )
-    return options.parse_intermixed_args(arguments)
+    chosen = options.parse_intermixed_args(arguments)
+    if chosen.streams and chosen.picture:
+        options.error("--picture does not go with --streams, which compares numbers of connections")
+    return chosen
 
 
 def _counts(text: str) -> list[int]:

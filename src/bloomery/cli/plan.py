@@ -42,7 +42,12 @@ DEFAULT_HARDWARE = "a100-80g"
 
 def run(arguments: list[str]) -> int:
     """Run `bloomery plan …`; returns 0 when the plan fits into memory and 1 when it does not."""
-    options = _parser().parse_intermixed_args(arguments)
+    known = _parser()
+    options = known.parse_intermixed_args(arguments)
+    ignored = ("search", "html", "start") if options.at is not None else ("html",) if options.search else ()
+    for name in ignored:  # better refused than left out without a word
+        if getattr(options, name):
+            known.error(f"--{name} does not go with {'--at' if options.at is not None else '--search'}")
     if options.at is not None:
         return _at(options)
     if options.recipe is None:
