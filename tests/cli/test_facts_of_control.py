@@ -138,6 +138,10 @@ def test_switches_are_disarmed_wherever_they_are(
     assert not (group / "stop").exists() and not rundir.control("stop").exists()
     assert status_of("stop", run, "--disarm", "--json") == 0
     assert json.loads(capsys.readouterr().out)["disarmed"] == []
+    rundir.recipe.write_text("[run\n")  # a run that trains is stopped all the same
+    assert status_of("stop", run) == 0 and rundir.control("stop").exists()
+    assert f"only {rundir.control_dir} is used" in capsys.readouterr().err
+    rundir.control("stop").unlink()
     rundir.recipe.write_text(RECIPE)
     monkeypatch.chdir(group)
     (group / "stop").touch()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from bloomery.cli.peer_probe import comparison_text, fewest_streams
+from bloomery.cli.peer_probe import comparison_text, draw_links, fewest_streams
 from bloomery.cli.peer_probe import run as probe
+from bloomery.errors import PeerError
 from bloomery.transport.bandwidth_probe import LinkMeasurement
 
 
@@ -41,3 +42,8 @@ def test_counts_that_make_no_sense_are_refused(wrong, capsys):
 
     assert refused.value.code == 2
     assert "--streams" in capsys.readouterr().err
+
+
+def test_a_picture_of_no_peers_is_refused_in_words(tmp_path):
+    with pytest.raises(PeerError, match="No peer is there"):
+        draw_links([], {}, [], tmp_path / "links.png")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -83,7 +84,11 @@ def _directories(chosen: Namespace) -> list[Path]:
     if rundir.recipe.exists():
         from bloomery.config.load import load_recipe
 
-        elsewhere = load_recipe(str(rundir.recipe)).recipe.control.directory
+        try:
+            elsewhere = load_recipe(str(rundir.recipe)).recipe.control.directory
+        except BloomeryError as unreadable:  # a run that trains can be stopped all the same
+            print(f"bloomery: only {rundir.control_dir} is used: {unreadable.message}", file=sys.stderr)
+            elsewhere = ""
         directories += [Path(elsewhere)] if elsewhere else []
     return directories
 

@@ -286,6 +286,9 @@ def _score(args: Namespace, path: Path) -> dict[str, Any]:
 
     refuse_without_lm_eval()
     loaded = load_saved(path, dtype=args.dtype, by_layer=args.by_layer)
+    rundir = RunDirectory(loaded.saved.checkpoint.parent.parent)
+    with Journal(rundir.evaluations, is_shared=True):
+        pass  # a run that cannot be written to is told before hours of scoring
     scores = score_tasks(
         loaded.saved,
         loaded.decoder,
@@ -296,7 +299,6 @@ def _score(args: Namespace, path: Path) -> dict[str, Any]:
         include=args.include,
     )
     directory = loaded.saved.checkpoint
-    rundir = RunDirectory(directory.parent.parent)
     checkpoint = {item.name: item for item in checkpoints(rundir)}.get(directory.name)
     step, incarnation = (checkpoint.step, checkpoint.incarnation) if checkpoint else (0, 0)
     with Journal(rundir.evaluations, is_shared=True) as journal:
@@ -345,7 +347,7 @@ def _has_ended(rundir: RunDirectory) -> bool:
 
 
 def _names(args: Namespace) -> list[str]:
-    return [name for name in args.tasks.split(",") if name]
+    return [name.strip() for name in args.tasks.split(",") if name.strip()]
 
 
 def _print(records: list[dict[str, Any]], args: Namespace) -> None:

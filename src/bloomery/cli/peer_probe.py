@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from bloomery.cli.argument_values import picture_file
 from bloomery.cli.arguments import add_recipe, parser
 from bloomery.cli.tables import table_text
+from bloomery.errors import PeerError
 
 if TYPE_CHECKING:
     from bloomery.agent.assemble import PeerAccess
@@ -216,7 +217,12 @@ def _links_json(links: Links) -> dict[str, object]:
 
 
 def draw_links(names: Sequence[str], rates: Rates, order: Sequence[str], path: Path) -> None:
-    """Write a picture to `path`: the rate from each peer to each other in Mbit/s, the ring's hops framed."""
+    """Write a picture to `path`: the rate from each peer to each other in Mbit/s, the ring's hops framed.
+
+    Raises PeerError where there is no peer.
+    """
+    if not names:
+        raise PeerError("No peer is there, so there is nothing to draw.", remedy="Start the peers first.")
     import matplotlib
 
     matplotlib.use("Agg")  # no display is needed

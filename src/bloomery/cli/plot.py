@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from datetime import datetime
@@ -39,7 +40,7 @@ def run(arguments: list[str]) -> int:
     readers = [RunReader(existing_run(path).path).read_all() for path in options.runs]
     for reader in readers:
         for problem in reader.problems():
-            print(f"{reader.name}: {problem}")
+            print(f"{reader.name}: {problem}", file=sys.stderr)
     columns = {name for reader in readers for name in reader.columns.names}
     if unknown := [name for name in options.columns if name not in columns]:
         raise _no_column(unknown[0], columns)

@@ -63,10 +63,11 @@ def run(arguments: list[str]) -> int:
     if options.release:
         node = exclusions.release(options.release)
         held = ", ".join(sorted(exclusions.nodes())) or "none"
-        print(f"{node} is let back" if node else f"{options.release} is not in quarantine; held are: {held}")
+        told = f"{node} is let back" if node else f"{options.release} is not in quarantine; held are: {held}"
+        _say(told, options)
         if not node:
             return _WARNING
-        _tell_queue(rundir, loaded, exclusions)
+        _tell_queue(rundir, loaded, exclusions, options)
         return 0
     if options.storage and options.gigabytes:
         require_space(rundir.path, doing="Measuring the storage", bytes_needed=int(options.gigabytes * 1e9))
@@ -76,8 +77,8 @@ def run(arguments: list[str]) -> int:
     own = [finding for finding in findings if finding.host == facts.host]
     is_bad = any(finding.is_bad for finding in own)
     if options.long and not is_bad and exclusions.release(facts.host) is not None:
-        print(f"{facts.host} passed the long test and is out of quarantine")
-        _tell_queue(rundir, loaded, exclusions)
+        _say(f"{facts.host} passed the long test and is out of quarantine", options)
+        _tell_queue(rundir, loaded, exclusions, options)
     if facts.host == next(iter(nodes)):
         _show(nodes, findings, as_json=options.json)
     if options.storage:
@@ -107,7 +108,14 @@ def _parse(arguments: list[str]) -> Namespace:
     return options.parse_intermixed_args(arguments)
 
 
-def _tell_queue(rundir: RunDirectory, loaded: LoadedRecipe, exclusions: Exclusions) -> None:
+def _say(text: str, options: Namespace) -> None:
+    """Print a line, with --json on standard error: standard output then is one JSON object."""
+    print(text, file=sys.stderr if options.json else sys.stdout)
+
+
+def _tell_queue(
+    rundir: RunDirectory, loaded: LoadedRecipe, exclusions: Exclusions, options: Namespace
+) -> None:
     """Let the run's waiting jobs start on all nodes but those that are still in quarantine."""
     from bloomery.operate.exclusions import exclude_in_queue
     from bloomery.operate.submission import scheduler_of
@@ -117,10 +125,10 @@ def _tell_queue(rundir: RunDirectory, loaded: LoadedRecipe, exclusions: Exclusio
     try:
         jobs = exclude_in_queue(scheduler, rundir, name=loaded.recipe.run.name, section=section, nodes=hosts)
     except BloomeryError as silent:  # the list is right all the same, and jobs that start read it
-        print(f"the queue could not be told: {silent.message}")
+        _say(f"the queue could not be told: {silent.message}", options)
         return
     if jobs:
-        print(f"{', '.join(jobs)} may start there")
+        _say(f"{', '.join(jobs)} may start there", options)
 
 
 def _measured(rundir: RunDirectory, loaded: LoadedRecipe, options: Namespace) -> NodeFacts:
@@ -235,13 +243,15 @@ def _storage(rundir: RunDirectory, loaded: LoadedRecipe, options: Namespace, *, 
             f"What was read in {place} is not what was written.", remedy="Have the disk tested."
         )
     moved = times.bytes_written / 1e9
-    print(
+    _say(
         f"{host_name()}: {moved:.2f} GB saved in {times.save_s:.2f} s ({moved / times.save_s:.2f} GB/s), "
-        f"read in {times.load_s:.2f} s ({moved / times.load_s:.2f} GB/s)"
+        f"read in {times.load_s:.2f} s ({moved / times.load_s:.2f} GB/s)",
+        options,
     )
     whole = forecast([times], total=total, nodes=planned)
-    print(
+    _say(
         f"a checkpoint of {total / 1e9:.2f} GB from {planned} nodes: saved in {whole.save_s[0]:.1f} s if the "
         f"path of each node is the limit, {whole.save_s[1]:.1f} s if\nwhat all share is; "
-        f"read in {whole.load_s[0]:.1f} s or {whole.load_s[1]:.1f} s"
+        f"read in {whole.load_s[0]:.1f} s or {whole.load_s[1]:.1f} s",
+        options,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -147,13 +148,16 @@ def _table(views: list[RunOverview]) -> str:
 
 
 def _nodes(views: list[RunOverview]) -> list[list[str]]:
-    """Return (name, state, reason) of the nodes of the scheduler of the first run."""
-    from bloomery.operate.submission import kept_submission, scheduler_of
+    """Return (name, state, reason) of the nodes of the scheduler of the first run that was submitted."""
+    from bloomery.operate.submission import kept_submission, scheduler_of, was_submitted
 
     for view in views:
         rundir = RunDirectory(Path(view.run))
+        if not was_submitted(rundir):
+            continue
         scheduler = scheduler_of(kept_submission(rundir).load().recipe.submit, rundir.path.absolute())
         return [[node.name, node.state, node.reason] for node in scheduler.nodes()]
+    print("bloomery status: no run was submitted, so there is no scheduler to ask for nodes", file=sys.stderr)
     return []
 
 

@@ -39,6 +39,7 @@ bloomery follow hf:OWNER/NAME                            elsewhere: what the run
 A run under `bloomery launch --supervise` does it by itself where its recipe says sync.place.
 """
 _TICK_S, _AGAIN_S = 5.0, 300.0
+_EVERY_MINUTES = 60.0
 
 
 def sync(arguments: list[str]) -> int:
@@ -153,7 +154,10 @@ def _parse(arguments: list[str]) -> Namespace:
         "place", metavar="PLACE", nargs="?", default="", help="a URL, or hf:OWNER/NAME (default: sync.place)"
     )
     options.add_argument(
-        "--every", type=_minutes, default=60.0, metavar="MIN", help="minutes between two uploads (60)"
+        "--every",
+        type=_minutes,
+        metavar="MIN",
+        help="minutes between two uploads (without a PLACE sync.every_minutes, else 60)",
     )
     options.add_argument("--once", action="store_true", help="send once, for cron")
     options.add_argument(
@@ -169,6 +173,7 @@ def _parse(arguments: list[str]) -> Namespace:
     chosen = options.parse_intermixed_args(arguments)
     if not chosen.place:
         _take_place_of_recipe(chosen)
+    chosen.every = chosen.every or _EVERY_MINUTES
     return chosen
 
 
@@ -187,6 +192,7 @@ def _take_place_of_recipe(options: Namespace) -> None:
             remedy="Give a place: bloomery sync RUN s3://bucket/path, or hf:OWNER/NAME; or set sync.place.",
         )
     options.place, options.checkpoints = section.place, options.checkpoints or section.checkpoints
+    options.every = options.every or section.every_minutes
 
 
 def _minutes(text: str) -> float:

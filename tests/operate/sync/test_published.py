@@ -153,6 +153,10 @@ def test_the_commands_send_a_run_and_tell_of_it_elsewhere(
 ) -> None:
     shutil.copy("recipes/demo.toml", run.recipe)
     bloomery("sync", run.path, "--once").refuses("Nobody says where", "sync.place")
+    run.recipe.write_text(run.recipe.read_text() + "[sync]\nplace = 'hf:a/b'\nevery_minutes = 7.0\n")
+    every = [sync._parse([str(run.path), *more]).every for more in ((), ("--every", "3"), ("hf:a/c",))]
+    assert every == [7.0, 3.0, 60.0]
+    shutil.copy("recipes/demo.toml", run.recipe)
     bloomery("sync", run.path, f"file://{tmp_path}/x", "--once", "--checkpoints").refuses("hf:OWNER/NAME")
     sent = bloomery("sync", run.path, "hf:people/tiny", "--once")
     assert sent.status == 0 and "in 7 files" in sent.out, sent
