@@ -86,6 +86,24 @@ def test_jobs_that_wait_are_ended_before_those_that_run(
     assert capsys.readouterr().out == "cancelled 2\n"
 
 
+def test_jobs_are_ended_by_the_runs_own_recipe_though_the_submitted_file_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bloomery.config.convert import dump_recipe
+    from bloomery.config.load import load_recipe
+    from bloomery.operate import submission
+
+    queue = Queue(JobState.RUNNING)
+    monkeypatch.setattr(submission, "scheduler_of", lambda submit, path: queue)
+    rundir = RunDirectory(tmp_path).create()
+    gone = str(tmp_path / "gone.toml")
+    submission.keep_submission(
+        rundir, submission.Submission(recipe=gone, overrides=(), directory=str(tmp_path))
+    )
+    rundir.recipe.write_text(dump_recipe(load_recipe("demo", ["run.name=demo"]).recipe))
+    assert status.cancel([str(rundir.path)]) == 0 and queue.ended == [[], ["0"]]
+
+
 def test_addresses_of_alerts_come_from_the_words_the_file_and_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ from bloomery.plan.hardware import SiteLink, load_hardware
 from bloomery.plan.overview import Plan, make_plan
 from bloomery.plan.peer_round import average_error, codec_of_partial_sums, outer_memory_bytes, plan_round
 from bloomery.plan.request import Request
-from bloomery.plan.schedule import consumed_at_end, steps_of_peer
+from bloomery.plan.schedule import consumed_at_end, phase_at, steps_of_peer
 from bloomery.plan.timeline import ramp_up_cost, seconds_at_step, step_at_sample, total_seconds
 
 A100 = load_hardware("a100-80g")
@@ -198,6 +198,12 @@ def test_a_peers_steps_are_those_of_its_part_of_the_samples() -> None:
     assert steps_of_peer(train, elastic, sequence_length=128) == -(-3334 // batch)
     alone = replace(elastic, inner_steps=0)
     assert steps_of_peer(train, alone, sequence_length=128) == -(-10_000 // batch)
+    ramped = replace(train, samples=4000, tokens=0, global_batch=16, ramp_up=(4, 4, 1200))
+    consumed = steps = 0
+    while consumed < 4000:  # as training counts: each step reads the samples of all peers
+        consumed += 3 * phase_at(ramped, consumed).global_batch
+        steps += 1
+    assert steps_of_peer(ramped, elastic, sequence_length=128) == steps
     counted = replace(train, steps=50, tokens=0)
     assert consumed_at_end(counted, sequence_length=128) == 50 * batch
 

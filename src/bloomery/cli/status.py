@@ -75,11 +75,14 @@ def cancel(arguments: list[str]) -> int:
     options.add_argument("--queued", action="store_true", help="leave the job that runs")
     options.add_argument("--json", action="store_true", help="print one JSON object")
     chosen = options.parse_args(arguments)
+    from bloomery.config.load import load_recipe
     from bloomery.operate.submission import kept_submission, refuse_missing_run, scheduler_of
 
     rundir = RunDirectory(chosen.run)
     refuse_missing_run(rundir)
-    recipe, path = kept_submission(rundir).load().recipe, rundir.path.absolute()
+    submission, path = kept_submission(rundir), rundir.path.absolute()
+    # The file of the recipe may have been moved or edited since, so the run's own recipe comes first.
+    recipe = (load_recipe(str(rundir.recipe)) if rundir.recipe.exists() else submission.load()).recipe
     scheduler = scheduler_of(recipe.submit, path)
     known = scheduler.jobs(name=recipe.run.name, run=path)  # a scheduler that is silent has cancelled nothing
     waiting = [job.job for job in known if job.state.is_queued]

@@ -85,7 +85,7 @@ def steps_of_peer(train: TrainSection, elastic: ElasticSection, *, sequence_leng
     """
     if not elastic.inner_steps:
         return steps_of_run(train, sequence_length=sequence_length)
-    return steps_until(train, -(-total_samples(train, sequence_length=sequence_length) // elastic.peers))
+    return steps_left(train, sequence_length=sequence_length, consumed=0, peers=elastic.peers)
 
 
 def steps_left(train: TrainSection, *, sequence_length: int, consumed: int, peers: int) -> int:
@@ -93,7 +93,7 @@ def steps_left(train: TrainSection, *, sequence_length: int, consumed: int, peer
     until = total_samples(train, sequence_length=sequence_length)
     if consumed >= until:
         return 0
-    return sum(-(-steps // peers) for steps, _ in stretches(train, until, start=consumed))
+    return sum(steps for steps, _ in stretches(train, until, start=consumed, peers=peers))
 
 
 def steps_until(train: TrainSection, consumed: int) -> int:
@@ -126,10 +126,13 @@ def consumed_after(train: TrainSection, steps: int, *, start: int = 0) -> int:
     return consumed
 
 
-def stretches(train: TrainSection, until: int | None, *, start: int = 0) -> Iterator[tuple[int, Phase]]:
+def stretches(
+    train: TrainSection, until: int | None, *, start: int = 0, peers: int = 1
+) -> Iterator[tuple[int, Phase]]:
     """Yield (steps, phase) for each stretch of equal steps that a run goes through after it has used `start`.
 
     until: samples at which to end; None makes the last stretch endless, with 0 as its steps.
+    peers: each uses a global batch in each step, and phases count the samples of all of them.
     A step that crosses a boundary keeps the phase that it began with.
     """
     bounds = [start, *(at for at, _ in phases(train) if at > start)]
@@ -140,8 +143,9 @@ def stretches(train: TrainSection, until: int | None, *, start: int = 0) -> Iter
             yield 0, phase
             return
         limit = end if until is None else min(end, until)
-        steps = max(0, -(-(limit - consumed) // phase.global_batch))
-        consumed += steps * phase.global_batch
+        each = phase.global_batch * peers
+        steps = max(0, -(-(limit - consumed) // each))
+        consumed += steps * each
         if steps:
             yield steps, phase
 

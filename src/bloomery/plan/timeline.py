@@ -42,8 +42,7 @@ def walk_run(recipe: Recipe, work: Workload, parameters: ModelParameters) -> tup
     work: gives layout and machine.
     """
     until = total_samples(recipe.train, sequence_length=recipe.data.sequence_length)
-    # Peers share the samples; these are the steps of one peer.
-    return tuple(_walk(recipe, work, parameters, -(-until // peers_of(recipe))))
+    return tuple(_walk(recipe, work, parameters, until))
 
 
 def peers_of(recipe: Recipe) -> int:
@@ -54,8 +53,9 @@ def peers_of(recipe: Recipe) -> int:
 
 
 def _walk(recipe: Recipe, work: Workload, parameters: ModelParameters, until: int) -> Iterator[Stretch]:
+    # Phases count the samples of all peers; stretches have the steps and samples of one of them.
     step = sample = 0
-    for steps, phase in stretches(recipe.train, until):
+    for steps, phase in stretches(recipe.train, until, peers=peers_of(recipe)):
         now = workload_at_phase(work, phase)
         yield Stretch(
             first_step=step,
@@ -188,13 +188,13 @@ def milestones(
 
 
 def _batch_events(recipe: Recipe, course: Sequence[Stretch]) -> Iterator[tuple[str, int]]:
-    train = recipe.train
+    train, peers = recipe.train, peers_of(recipe)
     if train.ramp_up:
-        yield f"full batch of {train.global_batch:,}", step_at_sample(course, train.ramp_up[2])
+        yield f"full batch of {train.global_batch:,}", step_at_sample(course, -(-train.ramp_up[2] // peers))
     for sample, micro_batch in train.micro_batch_changes:
-        yield f"micro-batch becomes {micro_batch}", step_at_sample(course, sample)
+        yield f"micro-batch becomes {micro_batch}", step_at_sample(course, -(-sample // peers))
     for sample, precision in train.precision_changes:
-        yield f"precision becomes {precision}", step_at_sample(course, sample)
+        yield f"precision becomes {precision}", step_at_sample(course, -(-sample // peers))
 
 
 def _schedule_events(recipe: Recipe, course: Sequence[Stretch]) -> Iterator[tuple[str, int]]:
@@ -205,7 +205,7 @@ def _schedule_events(recipe: Recipe, course: Sequence[Stretch]) -> Iterator[tupl
         if schedule.unit == "steps":
             return round(progress)
         samples = progress / sequence_length if schedule.unit == "tokens" else progress
-        return step_at_sample(course, -int(-samples // 1))
+        return step_at_sample(course, -int(-samples // peers_of(recipe)))
 
     if schedule.warmup:
         yield "warm-up ends", step_of(schedule.warmup)
