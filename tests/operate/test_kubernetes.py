@@ -92,15 +92,16 @@ def test_pods_have_nodes_of_their_own_and_never_the_excluded_ones() -> None:
 
 
 def test_a_pod_runs_the_launcher_in_place_of_its_shell(tmp_path: Path) -> None:
-    (container,) = manifest(request(spares=1, nodes=3, setup=("export SET=up",)))["spec"]["template"]["spec"][
-        "containers"
-    ]
+    pod = manifest(request(spares=1, nodes=3, setup=("export SET=up-$$-$(echo so)",)))["spec"]["template"]
+    (container,) = pod["spec"]["containers"]
     program = tmp_path / "bloomery"
     program.write_text('#!/bin/sh\necho "$SET"\nfor word; do echo "$word"; done\n')
     program.chmod(0o755)
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", JOB: "uid-1"}
-    done = subprocess.run(container["command"], capture_output=True, text=True, env=environment, check=True)
-    words = ["up", "launch", "my.toml", "data.sources=['a b']", "--supervise"]
+    command = [word.replace("$$", "$") for word in container["command"]]  # as the kubelet does
+    assert "$(" not in "".join(container["command"]).replace("$$", "")
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    words = [f"up-{done.stdout.split('-')[1]}-so", "launch", "my.toml", "data.sources=['a b']", "--supervise"]
     assert done.stdout.splitlines() == [*words, "--nnodes", "2", "--job", "kubernetes-uid-1"]
     context = job_context(environment)
     assert context is not None and context.name == "kubernetes-uid-1" and context.end() is None

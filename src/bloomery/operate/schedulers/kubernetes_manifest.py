@@ -109,7 +109,8 @@ def _pod(request: JobRequest) -> Manifest:
             {
                 "name": "launcher",
                 "image": section.image,
-                "command": ["/bin/bash", "-c", _script(request)],
+                # Kubernetes reads `$$` as `$`, and `$(NAME)` as one of the container's variables.
+                "command": ["/bin/bash", "-c", _script(request).replace("$", "$$")],
                 "workingDir": str(request.run),
                 "env": [
                     _from_pod("BLOOMERY_HOST", "spec.nodeName"),
