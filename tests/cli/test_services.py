@@ -217,7 +217,7 @@ class Called:
             "init_certificates": SimpleNamespace(bundles=["certs/night/oslo"]),
             "apply_access": 3,
             "restore_revocations": None,
-            "revoke": "77",
+            "revoke": ("77",),
         }
         for name, value in returned.items():
             monkeypatch.setattr(coordinate, name, self._noted(name, value))
