@@ -135,7 +135,7 @@ def test_a_journals_columns_have_each_field_of_the_events_that_are_part_of_the_r
     begin(rundir, base=None, reason="start")
     begin(rundir, base=(2, 1), reason="rewind")
     with Journal(rundir.journal()) as journal:
-        for incarnation, step, loss in ((1, 1, 5.0), (1, 2, 4.0), (1, 3, 9.0), (2, 3, 3.0)):
+        for incarnation, step, loss in ((1, 1, 5.0), (1, 2, 4.0), (1, 3, 9.0), (1, 4, 8.0), (2, 3, 3.0)):
             journal.write("step", incarnation=incarnation, step=step, loss=loss)
         journal.write("guard", incarnation=1, step=3, kind="spike")
         journal.write("guard", incarnation=2, step=3, reason="it rose")
@@ -154,7 +154,8 @@ def test_what_is_given_to_load_and_generate_reaches_them(monkeypatch: pytest.Mon
         def encode(self, text: str) -> list[int]:
             return [*text.encode()]
 
-        def decode(self, ids: list[int]) -> str:
+        def decode_after(self, ids: list[int], *, before: list[int]) -> str:
+            assert before == [7, 97]
             return bytes(ids).decode()
 
     class Saved:

@@ -145,3 +145,10 @@ def test_ranks_whose_state_is_right_are_not_told_that_they_failed(
     )
     Agent._end(agent, "it ends", failed=failed, saves=saves)
     assert [message.failed for message in sent] == [told] and agent._ending.failed is failed
+
+
+def test_connections_of_revoked_certificates_are_closed_though_the_members_are_the_same() -> None:
+    revoked = list[frozenset[str]]()
+    agent = SimpleNamespace(_connection_manager=SimpleNamespace(revoke=revoked.append), _members={})
+    Agent._note_members(agent, SimpleNamespace(revoked=frozenset({"77"}), members={}))
+    assert revoked == [{"77"}]

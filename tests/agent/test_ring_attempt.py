@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import socket
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -49,9 +50,33 @@ class Gathered(Links):
         return SimpleNamespace(place=place, connection=connection, key=bytes([number]) * 32)
 
 
-def attempt_of(me: str, links: Links, *, relays: str = "") -> tuple[RingAttempt, list[tuple[int, Reduce]]]:
+class Late(Gathered):
+    """A pool that has every connection at the moment at which the attempt is ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_ended = threading.Event()
+
+    def check_cancelled(self) -> None:
+        self.is_ended.set()
+
+    def gather(self, hops: Any, **more: Any) -> Any:
+        assert self.is_ended.wait(DEADLINE_S)
+        return super().gather(hops, **more)
+
+
+Sent = list[tuple[int, Reduce]]
+
+
+def attempt_of(me: str, links: Links, *, relays: str = "") -> tuple[RingAttempt, Sent]:
     """The attempt of a peer of two ranks with three streams, once it has told its ranks or failed."""
-    sent: list[tuple[int, Reduce]] = []
+    attempt, sent, woken = begun(me, links, relays=relays)
+    woken.get(timeout=DEADLINE_S)
+    return attempt, sent
+
+
+def begun(me: str, links: Links, *, relays: str = "") -> tuple[RingAttempt, Sent, queue.SimpleQueue[None]]:
+    sent: Sent = []
     woken: queue.SimpleQueue[None] = queue.SimpleQueue()
     members = {
         name: example.member(
@@ -71,8 +96,7 @@ def attempt_of(me: str, links: Links, *, relays: str = "") -> tuple[RingAttempt,
         send=lambda rank, reduce: sent.append((rank, reduce)),
         wake=lambda: woken.put(None),
     )
-    woken.get(timeout=DEADLINE_S)
-    return attempt, sent
+    return attempt, sent, woken
 
 
 @pytest.mark.parametrize(
@@ -136,6 +160,17 @@ def test_an_attempt_that_is_over_stays_so_however_it_ends_again() -> None:
     attempt.end(went_well=True)
     attempt.end(went_well=False)
     assert (links.released, links.discarded) == ([8], [])
+
+
+def test_connections_that_come_once_an_attempt_is_over_are_given_to_no_rank() -> None:
+    before = set(threading.enumerate())
+    attempt, sent, _ = begun("a", Late())
+    connecting = [one for one in set(threading.enumerate()) - before if one.name == "connect"]
+    attempt.end(went_well=False)
+    for thread in connecting:
+        thread.join(DEADLINE_S)
+    assert len(connecting) == 1 and not connecting[0].is_alive()
+    assert attempt.stage is AttemptStage.OVER and not sent
 
 
 @pytest.mark.parametrize(("culprit", "name"), [("next", "d"), ("previous", "c"), ("b", "b"), (None, None)])

@@ -20,6 +20,7 @@ from bloomery.coordination.snapshot import ListedMember, RunSnapshot
 from bloomery.protocol.keys import Keys
 from bloomery.protocol.rank_messages import (
     Abort,
+    AbortAck,
     AgentMessage,
     Committed,
     Hello,
@@ -66,6 +67,7 @@ class Ringing:
     def __init__(self) -> None:
         limits = timeouts_of(ElasticSection())
         self.told, self.links = list[AgentMessage](), Links()
+        self.written = list[str]()
         self.local = LocalRanks(RankProgress(limits))
         self.hear(Hello(rank=0, world=1, process=1))
         self.hear(RankReady(ready=example.ready(round=1)))
@@ -76,7 +78,7 @@ class Ringing:
             settings=SimpleNamespace(timeouts=limits, streams=1),
             connection_manager=SimpleNamespace(pool=self.links),
             rank_server=SimpleNamespace(send=lambda message, rank=None: self.told.append(message)),
-            writer=SimpleNamespace(write=lambda name, run: None),
+            writer=SimpleNamespace(write=lambda name, run: self.written.append(name)),
             events=SimpleNamespace(write=lambda name, **fields: None),
             wake=lambda: None,
         )
@@ -174,6 +176,18 @@ def test_a_peer_that_is_taken_off_the_list_calls_its_ring_off_and_does_not_begin
 def test_an_attempt_that_is_followed_by_another_is_called_off(ringing: Ringing) -> None:
     ringing.driver.ring(RunSnapshot(members=ringing.snapshot.members))
     assert ringing.is_called_off()
+
+
+def test_a_failure_is_told_once_no_rank_uses_the_ring_any_more(ringing: Ringing) -> None:
+    snapshot = replace(
+        ringing.snapshot, failures=(example.failed(peer="b", round=1, epoch=EPOCH, kind="closed"),)
+    )
+    ringing.driver.ring(snapshot)
+    assert isinstance(ringing.told[-1], Abort) and ringing.links.discarded == [EPOCH]
+    assert ringing.written == []
+    ringing.hear(AbortAck(epoch=EPOCH))
+    ringing.driver.ring(snapshot)
+    assert ringing.written == ["failed"]
 
 
 def test_a_peer_that_ends_calls_its_ring_off_and_tells_its_ranks_once(ringing: Ringing) -> None:

@@ -357,10 +357,13 @@ def test_a_copy_that_fails_is_told_and_the_next_save_is_made(rundir: RunDirector
             assert store.begin_save(RunStateToSave(run.fill(1).parts, step=1))
             store.wait_staged()
             assert store.wait_for_saves() == -1
-        (failed,) = store.take_save_results()
+            with pytest.raises(errors.CheckpointError, match="could not be copied"):
+                store.save(RunStateToSave(run.fill(2).parts, step=2))
+        failed, waited_for = store.take_save_results()
         assert failed.failure is not None and "could not be copied" in failed.failure.message
-        store.save(RunStateToSave(run.fill(2).parts, step=2))
-        assert steps_of(store) == [2]
+        assert (failed.step, waited_for.step) == (1, 2) and waited_for.failure is not None
+        store.save(RunStateToSave(run.fill(3).parts, step=3))
+        assert steps_of(store) == [3]
 
 
 def test_a_paced_copy_pauses_only_when_it_is_early_and_never_when_somebody_waits():

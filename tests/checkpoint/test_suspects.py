@@ -14,6 +14,7 @@ from bloomery.checkpoint.format.catalogue import checkpoints
 from bloomery.checkpoint.format.suspects import SUSPECT, trusted, why_suspect
 from bloomery.cli import main
 from bloomery.errors import CheckpointError
+from bloomery.evaluate.saved_files import _newest_of
 from bloomery.events.run_directory import RunDirectory
 
 
@@ -32,6 +33,8 @@ def test_a_start_and_a_rewind_pass_over_what_is_suspect_and_say_so(
     names = store.mark_suspects(clean_step=15, why="rank 3 erred")
     assert names == ["step-000020.i001", "step-000030.i001"]
     assert store.reaches_back_to(25) and store.newest(up_to_step=25).step == 10
+    read = [_newest_of(rundir.path, fallback=fallback).name for fallback in (False, True)]
+    assert read == ["step-000010.i001"] * 2, "nor does a command that only reads take it"
     store, restored = begun(rundir, run)
     assert restored is not None and restored.step == 10 and run.equals(Run().fill(10))
     assert "step-000030.i001 is passed over as suspect: rank 3 erred" in caplog.text

@@ -23,7 +23,9 @@ from bloomery.errors import StorageError, TrainingFailed
 from bloomery.events.journal import Journal
 from bloomery.events.run_directory import RunDirectory
 from bloomery.operate.drill.allocation import DrillNodes
+from bloomery.operate.drill.exercise import DrillResult
 from bloomery.operate.drill.faults import DrillFault
+from bloomery.operate.drill.phases import RecoveryPhases
 from bloomery.operate.node_checks import NodeFinding
 from bloomery.plan.simulate import GoodputForecast
 from bloomery.plan.simulate.scenario import TRAINING, load_scenario
@@ -226,6 +228,24 @@ def test_a_drill_keeps_its_exclusions_to_itself_and_refuses_what_it_cannot_do(
     with pytest.raises(TrainingFailed, match="holds a run already"):
         drill._refuse_existing(RunDirectory(tmp_path).create())
     assert (drill._seconds(None), drill._seconds(2.345)) == ("-", "2.3")
+
+
+@pytest.mark.parametrize(
+    ("survived", "status"), [([True, True], 0), ([True, False], 1), ([False, True], 1), ([], 1)]
+)
+def test_a_drill_ends_well_only_where_each_fault_was_survived(
+    survived: list[bool],
+    status: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    results = [
+        DrillResult(fault=DrillFault.KILL, survived=it, phases=RecoveryPhases(noticed=2.0)) for it in survived
+    ]
+    monkeypatch.setattr("bloomery.operate.drill.exercise.exercise", lambda plan, *, say: iter(results))
+    assert drill.run(["demo", "--faults", "kill", "--run", str(tmp_path / "run"), "--json"]) == status
+    assert json.loads(capsys.readouterr().out)["survived"] == sum(survived)
 
 
 def finding(host: str, *, is_bad: bool) -> NodeFinding:

@@ -16,7 +16,14 @@ from bloomery.cli import coordinate, status, watch
 from bloomery.cli.early_refusals import _refuse_unusable, refuse_missing
 from bloomery.cli.run_inputs import existing_run, is_checkpoint, refuse_existing, run_directory
 from bloomery.config.data import DataSection
-from bloomery.errors import BloomeryError, CheckpointError, CoordinatorError, DataError, TrainingFailed
+from bloomery.errors import (
+    BloomeryError,
+    CheckpointError,
+    CoordinatorError,
+    DataError,
+    StorageError,
+    TrainingFailed,
+)
 from bloomery.events.run_directory import RunDirectory
 from bloomery.operate.schedulers.interface import JobState, QueuedJob
 
@@ -115,6 +122,27 @@ def test_addresses_of_alerts_come_from_the_words_the_file_and_the_environment(
         watch._addresses(Namespace(to=[], to_file=tmp_path / "none"))
 
 
+@pytest.mark.parametrize(
+    "refused", [StorageError("its journal is damaged", remedy=""), OSError(5, "no disk")]
+)
+def test_a_run_that_cannot_be_read_is_told_and_the_others_are_looked_at(
+    refused: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    looked: list[str] = []
+
+    def refuse() -> None:
+        raise refused
+
+    monkeypatch.setattr(watch, "EndSignal", lambda: SimpleNamespace(wait=lambda seconds: True))
+    rundir = SimpleNamespace(path="runs/broken")
+    watchers: Any = [
+        SimpleNamespace(check=refuse, rundir=rundir),
+        SimpleNamespace(check=lambda: looked.append("runs/well")),
+    ]
+    watch._watch(watchers, Namespace(ping=None, interval=15))
+    assert looked == ["runs/well"] and f"runs/broken: {refused}" in caplog.text
+
+
 def test_limits_of_a_watch_are_taken_in_their_units(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from bloomery.operate.watch import watcher
 
@@ -206,7 +234,6 @@ def test_a_run_that_was_only_submitted_is_one_and_other_directories_are_not(tmp_
 
 def test_what_a_start_lacks_is_told_before_it(tmp_path: Path) -> None:
     from bloomery.config.data import DatasetSection
-    from bloomery.errors import StorageError
 
     def data(**settings: Any) -> DataSection:
         return DataSection(sequence_length=8, **settings)

@@ -24,7 +24,7 @@ from bloomery.data.pairs import verify_pair
 from bloomery.data.readers import SourceFile
 from bloomery.data.sources import find_files, is_held_out
 from bloomery.data.tokenize_corpus import TokenizeSummary, tokenize
-from bloomery.data.tokenize_worker import Job, TextPiece
+from bloomery.data.tokenize_worker import Job, TextPiece, prepared_tokenizer
 from bloomery.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from bloomery.data.tokenizer_engines import Encoded
 from bloomery.errors import DataError, StorageError
@@ -429,3 +429,14 @@ def test_what_was_joined_of_pieces_that_were_made_anew_is_joined_anew(
         work(source, tmp_path / "out", job)
     work(source, tmp_path / "out", replace(job, fast=False))
     assert json.loads(seal_path(tmp_path / "out").read_bytes())["engine"] == "tokenizers"
+
+
+def test_a_worker_that_cannot_use_the_engine_of_the_other_pieces_tokenises_none(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert prepared_tokenizer(replace(job, engine="fastokens")).engine == "fastokens"
+    assert prepared_tokenizer(replace(job, engine="tokenizers")).engine == "tokenizers"
+    monkeypatch.setattr("bloomery.data.tokenizer.fast_coder", lambda _: "the package is gone")
+    assert prepared_tokenizer(job).engine == "tokenizers"
+    with pytest.raises(DataError, match=r"by fastokens, and a worker can only use tokenizers.*is gone"):
+        prepared_tokenizer(replace(job, engine="fastokens"))

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from tests.diloco.memory_rings import connected
@@ -137,5 +140,21 @@ def test_a_recipe_limits_the_rate_of_a_hop_in_bits(limit_mbit_s: float, bytes_s:
     hops, (other,) = connected(2)
     ring = ring_of("ab", 0, hops, bandwidth_limit_mbit_s=limit_mbit_s)
     assert ring._rate_limit.limit_bytes_s == bytes_s
+    ring.close()
+    close_all((*other.next_fds, *other.previous_fds))
+
+
+def test_all_pieces_of_a_part_share_one_deadline() -> None:
+    hops, (other,) = connected(2)
+    ring, given = ring_of("ab", 0, hops), list[float]()
+
+    def call(values: Any, *, deadline_s: float, **more: Any) -> SimpleNamespace:
+        given.append(deadline_s)
+        time.sleep(0.02)
+        return SimpleNamespace(limit_bytes_s=None)
+
+    for _ in range(2):
+        ring._exchange(cast("Any", call), np.zeros(4, np.float32))
+    assert given[0] <= 9.0 and given[1] <= given[0] - 0.02
     ring.close()
     close_all((*other.next_fds, *other.previous_fds))

@@ -16,8 +16,9 @@ from bloomery.config.elastic import ElasticSection
 from bloomery.data.position import Position
 from bloomery.diloco.all_reduce import RingFailed
 from bloomery.diloco.outer_loop import OuterLoop
-from bloomery.diloco.outer_loop_state import Idle, Updating
+from bloomery.diloco.outer_loop_state import HeldState, Idle, Updating
 from bloomery.diloco.pseudo_gradient import PseudoGradient
+from bloomery.errors import CheckpointError
 from bloomery.protocol.rank_messages import Committed, CopyState, Reduce, StartRound, StopTraining
 
 DEADLINE_S = 60.0
@@ -35,6 +36,7 @@ class Update:
     """Notes how often it was begun and how often it forgot its quantisation error."""
 
     has_feedback = True
+    digest_is_of_state = False
 
     def __init__(self) -> None:
         self.begun = self.forgotten = 0
@@ -67,6 +69,19 @@ def test_a_checkpoint_without_quantisation_error_leaves_none_of_what_went_before
     loop.load_state_values(stored)
     assert (update.begun, update.forgotten) == (1, 0 if had_feedback else 1)
     assert json.loads(json.dumps(loop.state_values())) == stored
+
+
+@pytest.mark.parametrize("is_of_state", [True, False])
+def test_another_peers_state_is_judged_by_its_tensors_where_they_have_a_digest(is_of_state: bool) -> None:
+    update = Update()
+    update.digest_is_of_state = is_of_state
+    loop = loop_of(update)
+    of_tensors = loop._digest_of(update.digest())
+    loop._rounds = replace(loop._rounds, held=HeldState(round=3, digest="as stored", position=None))
+    right, wrong = (of_tensors, "as stored") if is_of_state else ("as stored", of_tensors)
+    loop._check(SimpleNamespace(digest=right))  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError):
+        loop._check(SimpleNamespace(digest=wrong, directory="x", round=3))  # type: ignore[arg-type]
 
 
 class HeldRing:

@@ -22,6 +22,7 @@ from bloomery.diloco.outer_update import peer_digest
 from bloomery.diloco.peer_vector import (
     PAST_PARTS,
     FragmentHistory,
+    PeerVector,
     fragment_of_round,
     fragments_of,
     put,
@@ -179,3 +180,32 @@ def test_a_run_of_one_peer_uses_everything_and_waits_for_nobody() -> None:
     assert outer.admit(state) is state and outer.average(state, "verdict") == (state, "verdict")  # type: ignore[arg-type]
     assert outer.skipping(state, range(10, 12)).position.skips == (range(10, 12),)
     assert list(outer.state_entries()) == [] and dict(outer.state_values()) == {}
+
+
+class Group:
+    """A group of two ranks in which the other one brings these values to a sum."""
+
+    degree, index = 1, 0
+
+    def __init__(self, *others: float) -> None:
+        self.others = torch.tensor(others)
+
+    def all_gather(self, whole: torch.Tensor) -> None: ...
+
+    def all_reduce(self, whole: torch.Tensor) -> None:
+        whole += self.others
+
+
+@pytest.mark.parametrize(
+    ("share", "values"),
+    [("whole", [1, 2]), ("partial", [1, 2]), ("echo", [30, 40]), ("echoed", [30, 40]), ("split", [0, 0])],
+)
+def test_a_rank_gets_what_it_holds_too_from_the_rank_in_whose_part_it_is(
+    share: str, values: list[float]
+) -> None:
+    mesh = SimpleNamespace(
+        world=2, device="cpu", replica=Group(), tensor=Group(1, 2), embedding=Group(30, 40)
+    )
+    own, buffer = SimpleNamespace(numel=0, layout=SimpleNamespace(share=share)), torch.tensor([7.0, 8.0])
+    PeerVector._broadcast(None, own, buffer, mesh)  # type: ignore[arg-type]
+    assert buffer.tolist() == values

@@ -146,6 +146,14 @@ def test_a_rehearsal_keeps_what_two_nodes_hold_and_is_a_recipe_without_mistakes(
         assert degrees is not None and nodes_of(small.recipe.submit, parallel) == 2
 
 
+@pytest.mark.parametrize(("minutes", "asked"), [(600.0, 20.0), (7.0, 7.0)])
+def test_a_rehearsal_asks_for_no_more_time_than_it_needs_or_the_run_may_have(
+    minutes: float, asked: float
+) -> None:
+    recipe = load_recipe("demo", [f"submit.minutes={minutes}"]).recipe
+    assert load_recipe("demo", rehearsal_of(recipe)).recipe.submit.minutes == asked
+
+
 def test_nodes_follow_from_the_degrees() -> None:
     recipe = load_recipe("tr11-176b").recipe
     assert nodes_of(recipe.submit, recipe.parallel) == 48

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,11 +15,13 @@ import pytest
 import torch
 
 from bloomery.config.checkpoint import ControlSection
-from bloomery.errors import StoppedBySwitch
+from bloomery.config.load import load_recipe
+from bloomery.errors import RunBusy, StoppedBySwitch
 from bloomery.events.records import Facts
 from bloomery.events.run_directory import RunDirectory
 from bloomery.events.switches import arm
 from bloomery.parallel.mesh import Mesh
+from bloomery.train import assemble
 from bloomery.train.control import (
     SIGNALS,
     Control,
@@ -27,6 +30,7 @@ from bloomery.train.control import (
     read_skips,
     refuse_when_stopped,
 )
+from bloomery.train.settings import StartOptions
 
 CPU = torch.device("cpu")
 ALONE = Mesh(device=CPU)
@@ -112,6 +116,24 @@ def test_handlers_are_given_back_and_a_process_that_ends_hears_no_more(rundir: R
     finally:
         for number, handler in zip(SIGNALS, before, strict=True):
             signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("ends_process", [True, False])
+def test_a_process_that_ends_with_its_training_ends_once_another_has_taken_its_run(
+    ends_process: bool, rundir: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[object] = []
+
+    def refuse(rundir: RunDirectory, *, on_lost: object = None) -> None:
+        given.append(on_lost)
+        raise RunBusy("taken", remedy="")
+
+    monkeypatch.setattr(assemble, "lock_run", refuse)
+    options = StartOptions(say=print, ends_process=ends_process)
+    loaded = load_recipe("demo")
+    with pytest.raises(RunBusy), ExitStack() as stack:
+        assemble._take_and_prepare(loaded, rundir, options, mesh=ALONE, heartbeat=None, stack=stack)  # type: ignore[arg-type]
+    assert given == [assemble._end_superseded if ends_process else None]
 
 
 def test_a_save_switch_counts_once_and_a_stop_switch_until_it_is_disarmed(

@@ -123,6 +123,22 @@ def test_kept_rows_are_those_that_the_incarnations_make_visible(
     assert sorted(rows + hidden) == list(range(len(lines)))
 
 
+def test_a_rewind_takes_rows_and_their_held_out_losses_back_before_a_new_row_comes() -> None:
+    columns = StepColumns()
+    columns.set_incarnations({1: None})
+    columns.extend(
+        [
+            StepLine(event="step", step=step, incarnation=1, loss=1.0, held_out_loss=10.0 + step)
+            for step in range(1, 6)
+        ]
+    )
+    assert columns.last("step") == 5
+    columns.set_incarnations({1: None, 2: (3, 1)})
+    assert columns.last("step") == 3 and [(part.begin, part.end) for part in columns.discarded] == [(3, 5)]
+    steps, losses = columns.sparse_numbers("held_out", "step")
+    assert steps.tolist() == [1, 2, 3] and losses.tolist() == [11, 12, 13]
+
+
 @given(st.integers(1, 400), st.integers(10, 60), st.sampled_from([0.0, 0.1, 0.9]), st.integers(0, 2**32 - 1))
 def test_decimation_keeps_the_extremes_and_invents_nothing(
     count: int, points: int, missing: float, seed: int
