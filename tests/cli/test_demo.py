@@ -19,7 +19,11 @@ from bloomery.events.journal import Journal
 from bloomery.events.run_directory import RunDirectory
 
 TOKENS = 100 * TOKEN_UNIT
-WAITS = "import time; print('ready', flush=True); time.sleep(600)"
+# A shell starts what it runs in the background with SIGINT ignored, which children inherit.
+WAITS = (
+    "import signal, time; signal.signal(signal.SIGINT, signal.SIG_DFL)\n"
+    "print('ready', flush=True); time.sleep(600)"
+)
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from tests.cli.in_process import status_of
 
 from bloomery.checkpoint.format.catalogue import Problem, RemoteCopy
 from bloomery.cli import ckpt, ckpt_list, evaluate, generate
+from bloomery.data.tokenizer import Tokenizer
 from bloomery.errors import DataError
 from bloomery.evaluate.scoring import DocumentScore
 from bloomery.events.journal import Journal
@@ -207,11 +208,13 @@ class Letters:
     def decode(self, ids: list[int]) -> str:
         return bytes(ids).decode(errors="replace")
 
+    decode_after = Tokenizer.decode_after
+
 
 def test_pieces_are_whole_characters_with_the_number_of_tokens_and_the_end() -> None:
     def pieces(*ids: int) -> list[tuple[str, int, bool]]:
         tokenizer: Any = Letters()
-        return list(generate._pieces(iter(ids), tokenizer, {0}))
+        return list(generate._pieces(iter(ids), [120], tokenizer, {0}))
 
     assert pieces(97, *"é".encode(), 98) == [
         ("a", 1, False),

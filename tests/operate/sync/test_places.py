@@ -246,8 +246,12 @@ def test_the_newest_four_are_held_beside_the_one_that_is_published(
     ours = CheckpointPublisher(bare, None, export=lambda source, target: None)  # type: ignore[arg-type]
     ours._publishing = listed[1].name
     ours.hold()
+    assert len(list((bare.path / "publishing").iterdir())) == 7, "what the run has still takes no room"
+    monkeypatch.setattr(published, "checkpoints", lambda rundir: [])
+    ours.hold()
     held = sorted(path.name for path in (bare.path / "publishing").iterdir())
     assert held == [listed[number].name for number in (1, 3, 4, 5, 6)]
+    monkeypatch.setattr(published, "checkpoints", lambda rundir: listed)
     ours.hold()
     assert sorted(path.name for path in (bare.path / "publishing").iterdir()) == held
     assert len(linked) == 7, "each is held once"

@@ -10,7 +10,6 @@ from pathlib import Path
 from bloomery.errors import StorageError, storage_error
 from bloomery.events.incarnation import identity, is_same_run
 from bloomery.events.run_directory import RunDirectory
-from bloomery.objects import ObjectStat
 from bloomery.operate.sync.pieces import new_pieces, piece_key, pieces_by_file
 from bloomery.operate.sync.places import SyncPlace
 
@@ -41,14 +40,17 @@ class RunSync:
         """Send what is new and return what was sent. Raises StorageError: the next call goes on from there.
 
         A growing file costs its new bytes and at most PIECE_BYTES more, since its newest piece is sent again.
-        Nothing is sent before the run has begun, nor to a place with the logs of another run.
+        Nothing is sent to a place with the logs of another run, nor to one with any before this run began.
         """
         entries = self._place.entries()
         if not self._is_ours:
-            if not identity(self._rundir):
+            records = [key for key, entry in entries.items() if _RECORD.fullmatch(key) and entry.bytes]
+            has_begun = bool(identity(self._rundir))
+            if records and not has_begun:
                 return SentFiles(count=0, bytes=0)
-            self._refuse_another_run(entries)
-            self._is_ours = True
+            if records:
+                self._refuse_another_run(min(records))
+            self._is_ours = has_begun
         held = {key: entry.bytes for key, entry in entries.items()}
         count = sent = 0
         batch: dict[str, bytes] = {}
@@ -66,12 +68,11 @@ class RunSync:
         self._sent |= seen  # only now: what could not be sent is tried again
         return SentFiles(count=count, bytes=sent)
 
-    def _refuse_another_run(self, entries: Mapping[str, ObjectStat]) -> None:
-        """Raise StorageError where the place holds files of another run, which would be overwritten."""
-        records = [key for key, entry in entries.items() if _RECORD.fullmatch(key) and entry.bytes]
-        if not records:
-            return
-        first = min(records)
+    def _refuse_another_run(self, first: str) -> None:
+        """Raise StorageError where the place holds files of another run, which would be overwritten.
+
+        first: the place's record of a first incarnation.
+        """
         if not is_same_run(self._rundir, {first: self._place.content(first)}):
             raise StorageError(
                 f"{self._place.name} holds the logs of another run than {self._rundir.path}.",
