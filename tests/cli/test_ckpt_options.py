@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.cli.test_ckpt_command import RECIPE
 
 from bloomery.checkpoint.format.catalogue import RemoteCopy, record_copy, remote_copies
 from bloomery.checkpoint.format.state import whole
@@ -19,29 +20,6 @@ from bloomery.errors import CheckpointError, StorageError
 from bloomery.events.incarnation import begin
 from bloomery.events.run_directory import RunDirectory
 
-RECIPE = """
-[run]
-name = "small"
-[model]
-layers = 1
-hidden = 16
-heads = 2
-[train]
-steps = 40
-global_batch = 1
-[data]
-sequence_length = 8
-[optim]
-learning_rate = 1e-3
-[guard]
-corruption_steps = 0
-spike = false
-not_finite_losses = 0
-refused_updates = 0
-[checkpoint]
-keep_last = 1
-keep_tenths = false
-"""
 NAMES = ["step-000010.i001", "step-000020.i001", "step-000030.i001"]
 
 

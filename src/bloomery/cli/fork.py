@@ -65,7 +65,10 @@ def run(arguments: list[str]) -> int:
 
 
 def _chosen(rundir: RunDirectory, to_step: int | None) -> CommittedCheckpoint:
-    """Return the newest checkpoint at or before a step that is not suspect. Raises CheckpointError."""
+    """Return the newest checkpoint at or before step `to_step` (None: of all) that is not marked suspect.
+
+    Raises CheckpointError where there is none.
+    """
     from bloomery.checkpoint.format.catalogue import checkpoints
     from bloomery.checkpoint.format.suspects import newest_trusted
 

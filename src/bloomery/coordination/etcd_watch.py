@@ -80,7 +80,7 @@ class KeyWatch:
                 yield WatchBatch(revision=revision if changes else self._after, changes=changes)
 
     def stop(self) -> None:
-        """End the watch: `batches` returns in the thread that waits in it."""
+        """End the watch from any thread: a call of `batches` that waits for events returns."""
         self._stream.shutdown()
 
 

@@ -36,9 +36,11 @@ _EVERY_ROUND = sys.maxsize
 
 
 class Membership:
-    """The entry of this peer in the run's list of members. A context manager: leaving it leaves the run.
+    """Keeps this peer's entry in the run's list of members by an etcd lease that a thread renews.
 
-    lease_s: the seconds from the last renewal of the lease to its end, rounded up to whole ones.
+    As a context manager it withdraws the peer from the run at the end of the block.
+
+    lease_s: how long the lease lasts without a renewal, in seconds, rounded up to whole ones.
     heartbeat_s: seconds between renewals.
     lost: called from the thread when the lease has ended, before the peer is listed again; None: not called.
     failed: called from the thread with the error that ended it, after which the lease runs out; None: the

@@ -123,13 +123,13 @@ class Batches:
         )
 
     def batch(self, span: Ranges, micro_batch: int) -> Sequence[MicroBatch]:
-        """Return this rank's micro-batches of the global batch `span`, in order.
+        """Return this rank's micro-batches of a global batch, in order.
 
-        micro_batch: number of samples in one forward pass on one rank.
+        span: the sample indices of the global batch, as ranges.
+        micro_batch: samples in one forward pass on one rank (m).
 
-        The span is read as A steps of D·m samples (D ranks, m samples in a micro-batch); rank r takes the
-        r-th part of each step. So the global batch does not depend on D or m. An error of a reading thread is
-        raised here.
+        With D data-parallel ranks, each accumulation step takes D·m consecutive samples, and rank r the r-th
+        m of them. So the global batch does not depend on D or m. An error of a reading thread is raised here.
         """
         asked = time.perf_counter()
         ahead = sum(future.done() for future in self._expected.values())

@@ -89,7 +89,10 @@ class SavedModel(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **unused: object
     ) -> list[tuple[float, bool]]:
-        """Return (log-probability, whether greedy decoding gives it) of each continuation of its context."""
+        """Return (log-probability in nats, whether greedy decoding would give it) for each request.
+
+        requests: (unused, ids of the context, ids of the continuation that is scored).
+        """
         results: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
         longest_first = sorted(range(len(requests)), key=lambda at: -sum(map(len, requests[at][1:])))
         for start in range(0, len(longest_first), self._batch):

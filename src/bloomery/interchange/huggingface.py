@@ -146,7 +146,7 @@ def export(
 def watched(
     tensors: Iterator[tuple[str, Tensor]], read: Callable[[int], None]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors as they come. read: called with the bytes of each."""
+    """Yield (name, tensor) pairs unchanged. read: called with the number of bytes of each tensor."""
     for name, tensor in tensors:
         read(tensor.nbytes)
         yield name, tensor

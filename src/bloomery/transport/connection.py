@@ -23,7 +23,10 @@ _PROOF_BYTES = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Contact:
-    """The addresses at which a peer can be dialled."""
+    """A peer, and where others can connect to it.
+
+    incarnation: the random name of its process. addresses: each 'host:port'; () if it cannot be dialled.
+    """
 
     peer: str
     incarnation: str

@@ -150,7 +150,7 @@ class RunSummarizer:
 
 
 def _name(reader: RunReader, recipe: Recipe | None) -> str:
-    """Return the directory's name, and the recipe's where it differs: copies of a run have the same."""
+    """Return the name of the run directory, with run.name in brackets where that differs."""
     if recipe is None or recipe.run.name == reader.name:
         return reader.name
     return f"{reader.name} ({recipe.run.name})"
