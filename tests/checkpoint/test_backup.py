@@ -232,6 +232,21 @@ def test_where_all_backups_are_suspect_no_run_begins_anew(tmp_path: Path, url: s
     assert why_suspect(fetched) == "rank 3 erred", "the copy of a suspect is one"
 
 
+def test_a_backup_whose_manifest_is_other_json_is_passed_over_where_the_newest_intact_one_is_asked_for(
+    tmp_path: Path, url: str
+):
+    shutil.rmtree(backed_up_run(tmp_path / "run", url, 5, 10).path)
+    other = Path(url.removeprefix("file://"), "run/checkpoints/step-000010.i001/manifest.json")
+    other.write_text("{}")
+    backup = Backup(RunDirectory(tmp_path / "run").create(), BackupSection(url=url), run_name="run")
+    run, store = Run(), Store(RunDirectory(tmp_path / "run"), KEEP_ALL, backup=backup)
+    with pytest.raises(CheckpointError, match=r"000010/?.* is not the manifest of a bloomery checkpoint"):
+        store.restore(run.parts)
+    restored = store.restore(run.parts, fallback=True)
+    assert restored is not None and restored.step == 5 and run.equals(Run().fill(5))
+    backup.close(wait_s=0)
+
+
 def names_due(rundir: RunDirectory, url: str, **more) -> list[int]:
     return [found.step for found in due(rundir, BackupSection(url=url, **more), run_name="run")]
 

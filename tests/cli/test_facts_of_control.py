@@ -111,6 +111,21 @@ def test_when_a_run_takes_a_request_depends_on_whether_it_trains(tmp_path: Path)
         pass  # asking has not kept the lock
 
 
+def test_a_save_tells_whether_the_run_takes_it_now_or_at_its_next_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rundir = RunDirectory(tmp_path).create()
+    said = []
+    for name in ("save", "stop"):
+        assert status_of(name, str(tmp_path)) == 0
+        with lock_run(rundir):
+            assert status_of(name, str(tmp_path)) == 0
+        said += [line.partition(" is armed: ")[2] for line in capsys.readouterr().out.splitlines()]
+    assert said[0] == "the run is not training, and saves after the first step of its next start"
+    assert said[1] == "the run saves after its present step"
+    assert said[2] == said[3] and said[2].startswith("the run saves and stops after its present step")
+
+
 def test_a_switch_is_armed_in_the_first_directory_that_takes_it(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     closed, other = tmp_path / "file" / "control", tmp_path / "other"

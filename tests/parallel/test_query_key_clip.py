@@ -9,6 +9,7 @@ import pytest
 import torch
 from tests.model.test_decoder import STYLES
 from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bloomery.config.load import parse_recipe
 from bloomery.config.optim import LossSection, OptimSection
@@ -16,6 +17,7 @@ from bloomery.config.parallel import ParallelSection
 from bloomery.config.validate import check_recipe
 from bloomery.data_loader.batches import MicroBatch
 from bloomery.errors import ConfigError
+from bloomery.model import attention
 from bloomery.model.attention import rotary_table, rotate
 from bloomery.optim.clip import CountedGradient, examine
 from bloomery.parallel.build import TrainingModel, build_training_model
@@ -137,6 +139,32 @@ def test_a_clamp_rescales_as_the_recipe_does_and_measures_only_while_it_holds() 
     assert not all(torch.equal(b, before) for _, b, before in masters)
 
 
+class LargestScores(TorchDispatchMode):
+    """Keeps how many scores of a measurement there were at once, those of hidden keys among them."""
+
+    most = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten.masked_fill.Scalar and result.dim() == 5:
+            self.most = max(self.most, result.numel())
+        return result
+
+
+def test_the_scores_of_a_measurement_take_no_more_memory_at_once_than_is_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = model_of("gpt2", threshold=1.0)
+    heads = model.decoder.blocks[0].attention.heads
+    most = []
+    for rows in (LENGTH, 3):
+        monkeypatch.setattr(attention, "SCORES_AT_ONCE", rows * 2 * heads * LENGTH)
+        with LargestScores() as seen:
+            model.accumulate([batch(3)], 0, weight=1.0)
+        most.append(seen.most)
+    assert most == [LENGTH * 2 * heads * LENGTH, 3 * 2 * heads * LENGTH]
+
+
 def test_a_refused_update_rescales_nothing_and_evaluation_measures_nothing() -> None:
     model = model_of("llama", threshold=1e-3)
     model.entropy([batch(1)])
@@ -147,8 +175,12 @@ def test_a_refused_update_rescales_nothing_and_evaluation_measures_nothing() -> 
     assert all(torch.equal(a, b) for a, b in zip(before, model.weights.master, strict=True))
 
 
+@pytest.mark.parametrize("at_once", [attention.SCORES_AT_ONCE, 3 * 4 * LENGTH, 1])
 @pytest.mark.parametrize(("stride", "every"), [(5, [0, 5, 10, 15]), (6, [3, 9, 15])])
-def test_a_stride_looks_at_every_nth_query_and_at_the_last(stride: int, every: list[int]) -> None:
+def test_a_stride_looks_at_every_nth_query_and_at_the_last(
+    stride: int, every: list[int], at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "SCORES_AT_ONCE", at_once)
     model = model_of("gpt2", threshold=1.0, stride=stride)
     model.accumulate([batch(3)], 0, weight=1.0)
     measured = torch.stack([block.attention.logit_maxima for block in model.decoder.blocks])

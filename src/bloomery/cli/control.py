@@ -33,6 +33,7 @@ _ARMED = {
     "stop": "the run saves and stops after its present step, and starts end at once until `bloomery stop {} "
     "--disarm`",
     "save": "the run saves after its present step",
+    "save, idle": "the run is not training, and saves after the first step of its next start",
 }
 
 
@@ -63,7 +64,8 @@ def _switch(name: str, arguments: list[str]) -> int:
     if chosen.json:
         print(json.dumps({"switch": name, "armed": str(path)}))
     else:
-        print(f"{path} is armed: {_ARMED[name].format(target)}")
+        is_idle = name == "save" and chosen.run and _is_training(RunDirectory(Path(chosen.run))) is False
+        print(f"{path} is armed: {_ARMED['save, idle' if is_idle else name].format(target)}")
     return 0
 
 
@@ -227,20 +229,27 @@ def skipped_words(facts: dict[str, Any]) -> str:
 
 def when_words(rundir: RunDirectory, *, dry_run: bool) -> str:
     """Return a sentence that says when the run takes the request."""
-    from bloomery import durable
-
     if dry_run:
         return "Nothing was asked for: this was a dry run."
-    try:
-        with rundir.lock.open("rb") as lock:
-            is_training = not durable.try_lock(lock.fileno(), shared=True)
-    except FileNotFoundError:
-        is_training = False
-    except OSError:  # a file system without locks
+    is_training = _is_training(rundir)
+    if is_training is None:
         return "The run takes it after its next step, or after the first step of its next start."
     if is_training:
         return "The run takes it after its next step."
     return "The run is not training: it takes this after the first step of its next start."
+
+
+def _is_training(rundir: RunDirectory) -> bool | None:
+    """Whether somebody holds the run's lock; None where the file system has no locks."""
+    from bloomery import durable
+
+    try:
+        with rundir.lock.open("rb") as lock:
+            return not durable.try_lock(lock.fileno(), shared=True)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return None
 
 
 def _span(text: str) -> range:

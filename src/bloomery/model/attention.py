@@ -23,6 +23,9 @@ from bloomery.model.layers import Linear, MatmulMode, RMSNorm, matmul_mode_for, 
 from bloomery.model.native_kernels import causal_attention, has_amx, supports_attention
 from bloomery.model.shape import ResolvedModel, RopeScaling
 
+SCORES_AT_ONCE = 2**24
+"""The scores of which the largest are taken at a time: some 180 MiB with what is made beside them."""
+
 
 def rotary_frequencies(
     *, head_dim: int, theta: float, scaling: RopeScaling | None, length: int, device: torch.device
@@ -307,7 +310,7 @@ class Attention(nn.Module):
         if self.matmul_mode == "fp32":
             query, key = query.float(), key.float()
         grouped = query.transpose(1, 2).unflatten(1, (kv_heads, -1))  # [b, kv_heads, group, s/n, d]
-        scores = grouped @ key.transpose(1, 2)[:, :, None].mT  # [b, kv_heads, group, s/n, s]
+        key = key.transpose(1, 2)[:, :, None].mT  # [b, kv_heads, 1, d, s]
         if context.mask is None:
             seen = visible(at, positions, None)
             if context.visibility is not None and context.visibility.starts is not None:
@@ -318,8 +321,11 @@ class Attention(nn.Module):
             if seen.dim() == 3:
                 seen = seen[None]
         seen = seen.expand(-1, heads, -1, -1).unflatten(1, (kv_heads, -1))
-        largest = scores.float().masked_fill(~seen, float("-inf")).amax((0, 3, 4)).flatten()  # [heads]
-        maxima.copy_(torch.maximum(maxima, largest * self.head_dim**-0.5))
+        rows = max(1, SCORES_AT_ONCE // (queries_and_keys.shape[0] * heads * length))
+        for some, visible_to_them in zip(grouped.split(rows, dim=3), seen.split(rows, dim=3), strict=True):
+            scores = (some @ key).float()  # [b, kv_heads, group, rows, s]
+            largest = scores.masked_fill(~visible_to_them, float("-inf")).amax((0, 3, 4)).flatten()
+            maxima.copy_(torch.maximum(maxima, largest * self.head_dim**-0.5))
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, context: AttentionContext) -> Tensor:
         """Return softmax(query · keyᵀ / √d) · value (Vaswani et al. 2017, equation 1), without position and

@@ -210,7 +210,7 @@ def manifest_text(manifest: Manifest) -> str:
 def read_manifest(where: Path | Source) -> Manifest:
     """Return a checkpoint's manifest, its hash verified.
 
-    Raises CheckpointError where there is none or of another format, DamagedCheckpoint, and StorageError.
+    Raises CheckpointError where there is none or of another version, DamagedCheckpoint, and StorageError.
     """
     source = source_of(where)
     path = source.place(MANIFEST)
@@ -226,9 +226,7 @@ def read_manifest(where: Path | Source) -> Manifest:
     except (ValueError, RecursionError) as error:
         raise DamagedCheckpoint(f"{path} is damaged: {error}") from error
     if not isinstance(content, dict) or "manifest_xxh3_128" not in content:
-        raise CheckpointError(
-            f"{path} is not the manifest of a bloomery checkpoint", remedy="Is this the right directory?"
-        )
+        raise DamagedCheckpoint(f"{path} is not the manifest of a bloomery checkpoint")
     # The hash comes first, in every version of the format: a damaged version number is damage.
     if content.pop("manifest_xxh3_128") != _digest(content):
         raise DamagedCheckpoint(f"{path} is damaged: it does not have the hash it was saved with")
