@@ -14,7 +14,7 @@ TALKER = f"import sys\nfor number in range({LINES}): print('line', number)"
 LAUNCHER = f"""
 import subprocess, sys
 from pathlib import Path
-from bloomery.cli.ranks import RankOutput
+from bloomery.cli.rank_output import RankOutput
 output = RankOutput(lambda rank: Path(sys.argv[1]))
 rank = subprocess.Popen([sys.executable, "-c", {TALKER!r}], stdout=subprocess.PIPE)
 output.follow(3, rank)
@@ -51,7 +51,7 @@ def test_a_rank_goes_on_and_is_kept_where_nobody_reads_what_is_shown(tmp_path: P
 
 
 def test_a_log_says_how_many_lines_the_disk_did_not_take(tmp_path: Path) -> None:
-    from bloomery.cli.ranks import _RankLog
+    from bloomery.cli.rank_output import _RankLog
 
     path = tmp_path / "logs" / "3.log"
     path.parent.write_text("a file where a directory should be")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from tests.cli.in_process import status_of
 
 from bloomery.cli import launch, peer
+from bloomery.cli import ranks as ranks_module
 from bloomery.cli.nodes import LauncherNode, _check_equal, _natural
 from bloomery.cli.ranks import RankRange, _blame, _grace_s, _how, _to_blame, _wait
 from bloomery.cli.train import ALLOCATOR, MALLOC, PREPARED, _broken, _form, _shown, prepared_environment
@@ -372,3 +374,26 @@ def test_machines_with_another_recipe_or_number_are_told_with_the_setting() -> N
 def test_hosts_are_ordered_by_their_numbers() -> None:
     hosts = ["node-10", "node-2", "node-2b", "a", "node-1"]
     assert sorted(hosts, key=_natural) == ["a", "node-1", "node-2", "node-2b", "node-10"]
+
+
+def test_a_signal_reaches_each_rank_once_also_those_that_are_started_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[Rank] = []
+
+    def start(command: object, **options: object) -> Rank:
+        started.append(Rank(answer=143, pid=70 + len(started)))
+        if len(started) == 2:  # this one is not among those that the handler knows
+            signal.raise_signal(signal.SIGTERM)
+        return started[-1]
+
+    @contextmanager
+    def ends(ranks: object) -> Iterator[object]:
+        yield SimpleNamespace(wait=lambda seconds: None)
+
+    monkeypatch.setattr("subprocess.Popen", start)
+    monkeypatch.setattr(ranks_module, "ChildEnds", ends)
+    before = signal.getsignal(signal.SIGTERM)
+    assert ranks_module.run_ranks(["x"], RankRange(count=3, world=3), environment={}) == 143
+    assert [rank.signals for rank in started] == 3 * [[signal.SIGTERM]]
+    assert signal.getsignal(signal.SIGTERM) == before

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from bloomery.cli.argument_values import not_negative, positive, read_endpoint
 from bloomery.cli.arguments import add_recipe, parser
-from bloomery.cli.ranks import RankOutput, RankRange, run_ranks
+from bloomery.cli.rank_output import RankOutput
+from bloomery.cli.ranks import RankRange, run_ranks
 from bloomery.cli.supervised import LOOPBACK, SupervisedStart, run_supervised
 from bloomery.cli.train import prepared_environment
 from bloomery.config.find import run_path

@@ -1,9 +1,4 @@
-"""Starts the ranks of one machine, shows and logs what they print, and ends them together.
-
-The pipe of a rank is read until the rank ends, whatever happens to the log and the screen, because a rank
-blocks when its pipe is full. A full disk therefore costs lines of a log, and a closed terminal costs what
-would have been shown; neither stops a rank.
-"""
+"""Starts the ranks of one machine, passes signals on to them, and ends them together."""
 
 from __future__ import annotations
 
@@ -13,22 +8,21 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import IO, Protocol
+from typing import Protocol
 
 from bloomery.cli.child_ends import ChildEnds
+from bloomery.cli.rank_output import RankOutput
 from bloomery.durable import hold_directory, remove_abandoned
 from bloomery.errors import RankLost
 from bloomery.events.run_lock import host_name
 from bloomery.events.timeouts import GRACE_AFTER_FAILURE_S, GRACE_AFTER_SIGNAL_S, GRACE_S
 
-_JOIN_S = 10.0
 _LOOK_S, _ALONE_S = 0.2, 60.0  # between questions to supervisors and other launchers; where there are none
 
 LAUNCHER = "BLOOMERY_LAUNCHER"
@@ -113,7 +107,7 @@ def run_ranks(
     supervisor: decides whether the ranks must be ended; None lets them run.
     """
     ranks: Ranks = []
-    with _meeting_place() as directory, _signals_passed_on(ranks, supervisor):
+    with _meeting_place() as directory, _signals_passed_on(ranks, supervisor) as received:
         shared = dict(environment) | {
             "WORLD_SIZE": str(share.world),
             "LOCAL_WORLD_SIZE": str(share.count),
@@ -126,9 +120,13 @@ def run_ranks(
         pipe, errors = (subprocess.PIPE, subprocess.STDOUT) if output else (None, None)
         for local in range(share.count):
             own = shared | {"RANK": str(share.first + local), "LOCAL_RANK": str(local)}
-            with _usr1_held_back():
+            with _held_back(signal.SIGUSR1):  # it would end a rank that has no handler yet
                 rank = subprocess.Popen(command, env=own, process_group=0, stdout=pipe, stderr=errors)
-            ranks.append(rank)
+            with _held_back(*PASSED_ON):
+                ranks.append(rank)
+                missed = list(received)
+            for number in missed:  # those that came before this rank was among those they are passed on to
+                rank.send_signal(number)
             if output:
                 output.follow(share.first + local, rank)
         if supervisor is not None:
@@ -172,27 +170,28 @@ def _meeting_place() -> Iterator[str]:
 
 
 @contextmanager
-def _signals_passed_on(ranks: Ranks, supervisor: RankSupervisor | None) -> Iterator[None]:
+def _signals_passed_on(ranks: Ranks, supervisor: RankSupervisor | None) -> Iterator[list[int]]:
+    """Pass signals on to the ranks that are there; yields the list of all signals so far."""
+    received: list[int] = []
+
     def pass_on(number: int, frame: FrameType | None) -> None:
+        received.append(number)
         if supervisor is not None:
             supervisor.signalled(number)
         _signal_all(ranks, number)
 
     previous = {number: signal.signal(number, pass_on) for number in PASSED_ON}
     try:
-        yield
+        yield received
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
 
 
 @contextmanager
-def _usr1_held_back() -> Iterator[None]:
-    """Block SIGUSR1, also in processes started meanwhile, which it would end before they have a handler.
-
-    A rank lets it through once it has one, so that none is lost.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+def _held_back(*numbers: signal.Signals) -> Iterator[None]:
+    """Block signals, also in processes started meanwhile: a rank lets SIGUSR1 through when it can."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield
     finally:
@@ -304,97 +303,3 @@ def _signal_all(ranks: Ranks, number: int) -> list[int]:
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-class RankOutput:
-    """Shows and logs what ranks print, with a thread for each rank that reads its pipe until it closes.
-
-    file_of: returns the path of a rank's log file, to which lines are appended.
-    """
-
-    def __init__(self, file_of: Callable[[int], Path]) -> None:
-        self._file_of = file_of
-        self._screen = _Screen()
-        self._threads: list[threading.Thread] = []
-
-    def follow(self, rank: int, process: subprocess.Popen[bytes]) -> None:
-        """Show and log what `process` prints from now on."""
-        assert process.stdout is not None, "its output goes to a pipe"
-        arguments = (process.stdout, rank, _RankLog(self._file_of(rank)), self._screen)
-        thread = threading.Thread(target=_copy, args=arguments, daemon=True)
-        thread.start()
-        self._threads.append(thread)
-
-    def finish(self) -> None:
-        """Wait for the last lines of ranks that have ended."""
-        for thread in self._threads:
-            thread.join(_JOIN_S)
-
-
-def _copy(pipe: IO[bytes], rank: int, log: _RankLog, screen: _Screen) -> None:
-    log.write(b"")  # a rank that says nothing has a log too
-    with pipe:
-        for line in pipe:
-            log.write(line)
-            screen.write(f"[rank {rank}] {line.decode(errors='replace')}")
-    log.close()
-
-
-class _RankLog:
-    """A log file that survives a full disk: it notes the number of lines that could not be written."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file: IO[bytes] | None = None
-        self._lines_lost, self._is_reported = 0, False
-
-    def write(self, line: bytes) -> None:
-        try:
-            if self._file is None:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = self._path.open("ab", buffering=0)
-            if self._lines_lost:
-                _write(self._file, f"[{self._lines_lost} lines are missing here]\n".encode())
-            _write(self._file, line)
-            self._lines_lost, self._is_reported = 0, False
-        except OSError as refused:
-            if not self._is_reported:
-                _warn(f"{self._path} cannot be written ({refused.strerror}): its next lines are only shown")
-            self._is_reported = True
-            self._lines_lost += 1 if line else 0
-
-    def close(self) -> None:
-        if self._file is not None:
-            with suppress(OSError):
-                self._file.close()
-
-
-class _Screen:
-    """The standard output of this process, until it is closed or refuses a write."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._is_closed = False
-
-    def write(self, line: str) -> None:
-        with self._lock:  # so that lines of two ranks do not mix
-            if self._is_closed:
-                return
-            try:
-                sys.stdout.write(line)
-                sys.stdout.flush()
-            except OSError as refused:
-                self._is_closed = True
-                _warn(f"what ranks print is no longer shown ({refused.strerror}); their logs have it")
-                with suppress(OSError):  # what is buffered would be tried again at the end, and fail there
-                    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _write(file: IO[bytes], content: bytes) -> None:
-    while content:
-        content = content[file.write(content) :]
-
-
-def _warn(line: str) -> None:
-    with suppress(OSError):
-        print(f"bloomery launch: {line}", file=sys.stderr, flush=True)

@@ -10,7 +10,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from bloomery.cli.ranks import PASSED_ON, RankOutput, RankRange, run_ranks
+from bloomery.cli.rank_output import RankOutput
+from bloomery.cli.ranks import PASSED_ON, RankRange, run_ranks
 from bloomery.cli.train import prepared_environment
 from bloomery.events.heartbeat import ATTEMPT
 from bloomery.events.run_directory import RunDirectory

@@ -1,0 +1,113 @@
+"""Shows and logs what the ranks of one machine print.
+
+The pipe of a rank is read until the rank ends, whatever happens to the log and the screen, because a rank
+blocks when its pipe is full. A full disk therefore costs lines of a log, and a closed terminal costs what
+would have been shown; neither stops a rank.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
+
+_JOIN_S = 10.0
+
+
+class RankOutput:
+    """Shows and logs what ranks print, with a thread for each rank that reads its pipe until it closes.
+
+    file_of: returns the path of a rank's log file, to which lines are appended.
+    """
+
+    def __init__(self, file_of: Callable[[int], Path]) -> None:
+        self._file_of = file_of
+        self._screen = _Screen()
+        self._threads: list[threading.Thread] = []
+
+    def follow(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        """Show and log what `process` prints from now on."""
+        assert process.stdout is not None, "its output goes to a pipe"
+        arguments = (process.stdout, rank, _RankLog(self._file_of(rank)), self._screen)
+        thread = threading.Thread(target=_copy, args=arguments, daemon=True)
+        thread.start()
+        self._threads.append(thread)
+
+    def finish(self) -> None:
+        """Wait for the last lines of ranks that have ended."""
+        for thread in self._threads:
+            thread.join(_JOIN_S)
+
+
+def _copy(pipe: IO[bytes], rank: int, log: _RankLog, screen: _Screen) -> None:
+    log.write(b"")  # a rank that says nothing has a log too
+    with pipe:
+        for line in pipe:
+            log.write(line)
+            screen.write(f"[rank {rank}] {line.decode(errors='replace')}")
+    log.close()
+
+
+class _RankLog:
+    """A log file that survives a full disk: it notes the number of lines that could not be written."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: IO[bytes] | None = None
+        self._lines_lost, self._is_reported = 0, False
+
+    def write(self, line: bytes) -> None:
+        try:
+            if self._file is None:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = self._path.open("ab", buffering=0)
+            if self._lines_lost:
+                _write(self._file, f"[{self._lines_lost} lines are missing here]\n".encode())
+            _write(self._file, line)
+            self._lines_lost, self._is_reported = 0, False
+        except OSError as refused:
+            if not self._is_reported:
+                _warn(f"{self._path} cannot be written ({refused.strerror}): its next lines are only shown")
+            self._is_reported = True
+            self._lines_lost += 1 if line else 0
+
+    def close(self) -> None:
+        if self._file is not None:
+            with suppress(OSError):
+                self._file.close()
+
+
+class _Screen:
+    """The standard output of this process, until it is closed or refuses a write."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    def write(self, line: str) -> None:
+        with self._lock:  # so that lines of two ranks do not mix
+            if self._is_closed:
+                return
+            try:
+                sys.stdout.write(line)
+                sys.stdout.flush()
+            except OSError as refused:
+                self._is_closed = True
+                _warn(f"what ranks print is no longer shown ({refused.strerror}); their logs have it")
+                with suppress(OSError):  # what is buffered would be tried again at the end, and fail there
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _write(file: IO[bytes], content: bytes) -> None:
+    while content:
+        content = content[file.write(content) :]
+
+
+def _warn(line: str) -> None:
+    with suppress(OSError):
+        print(f"bloomery launch: {line}", file=sys.stderr, flush=True)
