@@ -115,7 +115,7 @@ def test_a_list_tells_every_figure_of_each_checkpoint(
         },
         common | unknown | {
             "step": 15, "incarnation": 2, "time": times[1], "bytes": sizes[1], "abandoned": False,
-            "kept": ["last 1"], "directory": str(directories[1]),
+            "kept": ["last 1", "newest intact"], "directory": str(directories[1]),
         },
         common | known | {
             "step": 20, "incarnation": 1, "time": times[2], "bytes": sizes[2], "abandoned": True, "kept": [],
