@@ -78,15 +78,19 @@ def test_a_run_of_which_little_is_known_shows_that_little() -> None:
     ]  # fmt: skip
     held_out = RunOverview(run="r", name="new", verdict=verdict, loss=2.0)
     assert "  loss       2.0000, held-out -" in status._page(held_out)
+    helpless = RunOverview(run="r", name="new", verdict=RunVerdict(state=BAD))
+    assert status._page(helpless)[1] == "  done       step 0"
 
 
 def test_runs_are_a_table_with_what_is_bad_among_the_warnings(noon: None) -> None:
     short = replace(VIEW, name="short", loss=None, warnings=("slow",))
-    new = RunOverview(run="r", name="a-long-name-of-a-run-x", verdict=RunVerdict(state=GOOD, why="is so"))
+    new = RunOverview(run="r", name="a-long-name-of-a-run-y", verdict=RunVerdict(state=GOOD, why="is so"))
     lines = [line.split() for line in status._table([short]).split("\n") if "─" not in line]
     assert lines[0] == ["run", "state", "done", "s/step", "left", "loss", "held", "out", "saved", "warnings"]
     told = "short never satisfied 12.3% 2.34 2.0 h - 2.5000 5 min ago slow; nobody trains"
     assert [word for line in lines[1:] for word in line] == told.split()
+    lines = status._table([new, replace(new, warnings=("x",)), replace(new, warnings=("x y z",))]).split("\n")
+    assert [line.index("x") for line in lines[-2:]] == [lines[0].index("warnings")] * 2
     assert status._table([new]).split("\n")[-1].split() == ["a-long-name-of-a-run", "running", *["-"] * 6]
 
 
