@@ -191,6 +191,8 @@ def test_a_recipe_is_told_by_its_size_its_length_and_its_batches(capsys: pytest.
     assert dict(config._facts(peers))["peers"] == (
         "3 planned: each with the batch and the steps above, 48 samples per step in all"
     )
+    ramped = replace(recipe, elastic=peers.elastic)
+    assert "48 samples per step in all" in dict(config._facts(ramped))["peers"]
     assert dict(config._facts(peers))["length"] == "10,000 samples = 1,280,000 tokens, 209 steps"
 
 

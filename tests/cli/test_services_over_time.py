@@ -77,8 +77,9 @@ def test_a_refused_upload_is_tried_again_after_its_time_or_five_minutes(
     repeated(monkeypatch, rundir, ends_at=64, look=refuse, every=60.0)
     assert looks == [0.0, 300.0, 315.0] and capsys.readouterr().err.count("bloomery sync: no answer") == 3
     looks.clear()
-    repeated(monkeypatch, rundir, ends_at=6, look=refuse, every=0.2)
-    assert looks[:2] == [0.0, 15.0]
+    publisher = SimpleNamespace(is_waiting=True)
+    repeated(monkeypatch, rundir, ends_at=5, look=refuse, every=0.2, publisher=publisher)
+    assert looks == [0.0, 15.0, 20.0], "checkpoints that are held wait as long"
 
 
 def test_held_checkpoints_are_published_before_the_logs_are_due(

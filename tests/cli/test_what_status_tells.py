@@ -174,6 +174,8 @@ def test_jobs_are_submitted_at_once_or_kept_in_the_queue(
     words = ["demo", "submit.tasks=5", "--run", str(run), "--nproc", "3"]
     assert submit.run([*words, "--dry-run"]) == 0
     assert capsys.readouterr().out == "script for 5\n" and not run.exists() and not seen.asked
+    assert submit.run([*words, "--dry-run", "--keep-queued", "2"]) == 0
+    assert capsys.readouterr().out == "script for 1\n", "each job submits the next one"
     assert submit.run(words) == 0
     assert capsys.readouterr().out == f"submitted 71, 72 to slurm: bloomery status {run}\n"
     (name, request), kept = seen.asked.pop(), json.loads((run / "submission.json").read_text())
