@@ -300,6 +300,7 @@ def test_scores_of_tasks_are_recorded_in_the_run_and_printed(
         "limit": 7, "shots": 2,
     }  # fmt: skip
     assert record["scores"] == [task("a", 0.5).to_json(), task("b", 0.123456).to_json()]
+    assert evaluate._next(rundir, given) is None, "of just these tasks it was scored"
     with Journal(rundir.evaluations) as journal:
         journal.write("tasks", incarnation=1, step=20, checkpoint="step-000020.i001", scores=[])
         journal.write("other", incarnation=1, step=10)

@@ -78,6 +78,8 @@ def test_a_run_of_which_little_is_known_shows_that_little() -> None:
     ]  # fmt: skip
     held_out = RunOverview(run="r", name="new", verdict=verdict, loss=2.0)
     assert "  loss       2.0000, held-out -" in status._page(held_out)
+    waiting = RunOverview(run="r", name="new", verdict=verdict, jobs=VIEW.jobs[1:])
+    assert status._page(waiting)[-1].split()[-2:] == ["tasks:", "Priority"]
     helpless = RunOverview(run="r", name="new", verdict=RunVerdict(state=BAD))
     assert status._page(helpless)[1] == "  done       step 0"
 
