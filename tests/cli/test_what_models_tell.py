@@ -300,7 +300,11 @@ def test_scores_of_tasks_are_recorded_in_the_run_and_printed(
         "limit": 7, "shots": 2,
     }  # fmt: skip
     assert record["scores"] == [task("a", 0.5).to_json(), task("b", 0.123456).to_json()]
+    directory = rundir.checkpoints / "step-000030.i002"
+    directory.mkdir()
+    (directory / evaluate.MANIFEST).touch()
     assert evaluate._next(rundir, given) is None, "of just these tasks it was scored"
+    assert evaluate._next(rundir, args(rundir.path, tasks="a,c")) == directory
     with Journal(rundir.evaluations) as journal:
         journal.write("tasks", incarnation=1, step=20, checkpoint="step-000020.i001", scores=[])
         journal.write("other", incarnation=1, step=10)
