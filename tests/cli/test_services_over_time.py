@@ -1,0 +1,398 @@
+"""What watches, syncs and dashboards do from their start to the signal that ends them."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import urllib.request
+from argparse import Namespace
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from bloomery.cli import dashboard, sync, watch
+from bloomery.errors import BloomeryError, StorageError
+from bloomery.events.run_directory import RunDirectory
+
+
+class Clock:
+    """A clock that waits move on; the signal comes with wait number `ends_at`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, ends_at: int) -> None:
+        self.now, self.waits, self.ends_at = 1_000.0, list[float](), ends_at
+        monkeypatch.setattr("time.monotonic", lambda: self.now)
+
+    def wait(self, seconds: float) -> bool:
+        self.waits.append(seconds)
+        self.now += seconds
+        return len(self.waits) >= self.ends_at
+
+
+@pytest.fixture
+def rundir(tmp_path: Path) -> RunDirectory:
+    return RunDirectory(tmp_path / "run").create()
+
+
+def repeated(
+    monkeypatch: pytest.MonkeyPatch, rundir: RunDirectory, *, ends_at: int, look: Callable[..., None],
+    publisher: Any = None, **options: Any,
+) -> Clock:  # fmt: skip
+    clock = Clock(monkeypatch, ends_at=ends_at)
+    monkeypatch.setattr(sync, "EndSignal", lambda: clock)
+    monkeypatch.setattr(sync, "_look", look)
+    monkeypatch.setattr("signal.pthread_sigmask", lambda how, numbers: None)
+    monkeypatch.setattr(sync, "_hold", lambda rundir, publisher: None)
+    given = Namespace(**{"every": 0.2, "beside": False, **options})
+    sync._repeat(rundir, "the sync", publisher, given)  # type: ignore[arg-type]
+    return clock
+
+
+def clock_at() -> float:
+    import time
+
+    return time.monotonic() - 1_000.0
+
+
+def test_uploads_come_every_so_many_minutes(rundir: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[float] = []
+    repeated(monkeypatch, rundir, ends_at=9, look=lambda *given: looks.append(clock_at()))
+    # Each 12 seconds, looked at every 5 seconds, and once more at the end.
+    assert looks == [0.0, 15.0, 30.0, 40.0]
+
+
+def test_a_refused_upload_is_tried_again_after_its_time_or_five_minutes(
+    rundir: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    looks: list[float] = []
+
+    def refuse(*given: Any) -> None:
+        looks.append(clock_at())
+        raise StorageError("no answer", remedy="")
+
+    repeated(monkeypatch, rundir, ends_at=64, look=refuse, every=60.0)
+    assert looks == [0.0, 300.0, 315.0] and capsys.readouterr().err.count("bloomery sync: no answer") == 3
+    looks.clear()
+    publisher = SimpleNamespace(is_waiting=True)
+    repeated(monkeypatch, rundir, ends_at=5, look=refuse, every=0.2, publisher=publisher)
+    assert looks == [0.0, 15.0, 20.0], "checkpoints that are held wait as long"
+
+
+def test_held_checkpoints_are_published_before_the_logs_are_due(
+    rundir: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[Any] = []
+    publisher = SimpleNamespace(is_waiting=False)
+
+    def look(found: Any, publisher: Any, options: Any) -> None:
+        looks.append((clock_at(), found))
+        publisher.is_waiting = clock_at() == 0.0
+
+    repeated(monkeypatch, rundir, ends_at=4, look=look, publisher=publisher, every=60.0)
+    assert looks == [(0.0, "the sync"), (5.0, None), (15.0, "the sync")]
+
+
+def test_a_sync_waits_for_its_run_and_ends_with_its_parent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[float] = []
+    parents = [7, 7, 7, 1]
+    monkeypatch.setattr("os.getppid", lambda: parents.pop(0))
+    rundir = RunDirectory(tmp_path / "none")
+    clock = repeated(
+        monkeypatch, rundir, ends_at=99, look=lambda *given: looks.append(clock_at()), beside=True
+    )
+    assert clock.waits == [0.0, 5.0, 5.0] and looks == []
+    parents[:] = [7, 7, 1]
+    monkeypatch.setattr("os.getppid", lambda: parents.pop(0))
+    made = RunDirectory(tmp_path / "made").create()
+    repeated(monkeypatch, made, ends_at=99, look=lambda *given: looks.append(clock_at()), beside=True)
+    assert looks == [0.0, 5.0], "the last lines are sent"
+
+
+def test_checkpoints_are_held_as_they_come_whatever_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held: list[str] = []
+    pauses: list[float] = []
+    rundir = RunDirectory(tmp_path / "run")
+
+    class Ended(Exception):
+        """The process ended."""
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        rundir.create()
+        if len(pauses) == 4:
+            raise Ended
+
+    def hold() -> None:
+        held.append("held")
+        if len(held) == 1:
+            raise StorageError("the disk is full", remedy="")
+
+    monkeypatch.setattr("time.sleep", pause)
+    publisher: Any = SimpleNamespace(hold=hold)
+    with pytest.raises(Ended):
+        sync._hold(rundir, publisher)
+    assert len(held) == 3 and pauses == [5.0] * 4
+    assert capsys.readouterr().err == "bloomery sync: the disk is full\n"
+
+
+def test_a_sync_is_of_a_run_its_place_and_its_checkpoints(
+    rundir: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bloomery.operate.sync import hub, places, published, run_sync
+
+    made: list[Any] = []
+
+    class Repository:
+        """A repository of the Hub."""
+
+    monkeypatch.setattr(hub, "HubRepository", Repository)
+    monkeypatch.setattr(
+        places, "open_place", lambda place, *, is_public: made.append((place, is_public)) or Repository()
+    )
+    monkeypatch.setattr(
+        published, "CheckpointPublisher", lambda rundir, place, *, export: made.append(export) or "publisher"
+    )
+    monkeypatch.setattr(run_sync, "RunSync", lambda rundir, place: made.append(rundir.path) or "sync")
+    monkeypatch.setattr(sync, "_look", lambda *given: made.append(("look", *given[:2])))
+    monkeypatch.setattr(sync, "_repeat", lambda *given: made.append(("repeat", *given[:3])))
+    path = str(rundir.path)
+    assert sync.sync([path, "s3://b/x", "--once"]) == 0
+    assert made == [("s3://b/x", False), rundir.path, ("look", "sync", None)]
+    made.clear()
+    assert sync.sync([path, "hf:me/x", "--checkpoints", "--public"]) == 0
+    assert made == [("hf:me/x", True), sync._export, rundir.path, ("repeat", rundir, "sync", "publisher")]
+    made.clear()
+    with pytest.raises(BloomeryError, match="none does not exist"):
+        sync.sync([str(tmp_path / "none"), "s3://b/x", "--once"])
+    assert sync.sync([str(tmp_path / "none"), "s3://b/x", "--once", "--beside"]) == 0
+    with pytest.raises(StorageError, match="s3://b/x is no repository of the Hub"):
+        sync.sync([path, "s3://b/x", "--checkpoints"])
+
+
+def test_a_follow_shows_the_past_and_then_what_comes_from_here_or_elsewhere(
+    rundir: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from bloomery.operate.sync import mirror, places, tail
+
+    made: list[Any] = []
+    refuses = [False]
+
+    class Mirror:
+        def __init__(self, place: Any, into: Path) -> None:
+            made.append((place, into))
+
+        def fetch(self) -> None:
+            made.append("fetch")
+            if refuses[0]:
+                raise StorageError("no answer", remedy="Wait.")
+
+    class Tail:
+        def __init__(self, rundir: RunDirectory, *, every_steps: int) -> None:
+            made.append((rundir.path, every_steps))
+            self.left = [[f"line {number}" for number in range(30)], ["new"], []]
+
+        def new_lines(self) -> list[str]:
+            return self.left.pop(0)
+
+    monkeypatch.setattr(mirror, "RunMirror", Mirror)
+    monkeypatch.setattr(tail, "RunTail", Tail)
+    monkeypatch.setattr(places, "open_place", lambda source, *, create: f"{source} {create}")
+    clocks: list[Clock] = []
+    monkeypatch.setattr(sync, "EndSignal", lambda: clocks.append(Clock(monkeypatch, ends_at=3)) or clocks[-1])
+    path = str(rundir.path)
+    assert sync.follow([path, "--once", "--lines", "2", "--steps", "7"]) == 0
+    assert capsys.readouterr().out == "line 28\nline 29\n" and made == [(rundir.path, 7)] and not clocks
+    assert sync.follow([path]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 21 and lines[-1] == "new" and clocks[0].waits == [2, 2, 2]
+    sync.follow([path, "--once", "--lines", "0"])
+    assert len(capsys.readouterr().out.splitlines()) == 30
+    made.clear()
+    into = tmp_path / "into"
+    assert sync.follow(["s3://b/x", "--into", str(into), "--once"]) == 0
+    assert made == [("s3://b/x False", into), "fetch", (into, 10)]
+    made.clear()
+    assert sync.follow(["hf:me/x"]) == 0 and clocks[1].waits == [60, 60, 60]
+    assert made[1:] == ["fetch", (made[0][1], 10), "fetch", "fetch"] and not made[0][1].exists()
+    capsys.readouterr()
+    tails: Any = Tail(rundir, every_steps=1)
+    tails.left = [["a"], ["b"]]
+    refuses[0] = True
+    sync._follow_on(Mirror("place", into), tails, interval_s=4.0)
+    told = "bloomery follow: no answer\na\nbloomery follow: no answer\nb\n"
+    assert capsys.readouterr().out == told and clocks[-1].waits == [4.0] * 3
+
+
+def watcher(path: str, *kinds: str) -> Any:
+    incidents = {
+        kind: SimpleNamespace(condition=SimpleNamespace(kind=kind, line=f"{kind} it is")) for kind in kinds
+    }
+    return SimpleNamespace(
+        check=lambda: None, incidents=incidents, state="running", rundir=SimpleNamespace(path=path)
+    )
+
+
+def test_one_look_tells_each_run_and_fails_where_one_has_an_open_alert(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pinged: list[Any] = []
+    monkeypatch.setattr(watch, "_ping", pinged.append)
+    well, bad = watcher("runs/a"), watcher("runs/b", "hung", "disk")
+    assert watch._once([well, bad], Namespace(json=False, ping="https://x")) == 1
+    assert capsys.readouterr().out == "runs/a: running\nruns/b: running; hung, disk\n"
+    assert watch._once([well], Namespace(json=False, ping=None)) == 0 and pinged == ["https://x", None]
+    capsys.readouterr()
+    assert watch._once([bad], Namespace(json=True, ping=None)) == 1
+    opened = {"hung": "hung it is", "disk": "disk it is"}
+    assert json.loads(capsys.readouterr().out) == {"run": "runs/b", "state": "running", "open": opened}
+
+
+def test_a_watch_looks_and_pings_at_its_interval_until_the_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, pinged, looks = Clock(monkeypatch, ends_at=3), list[Any](), list[str]()
+    monkeypatch.setattr(watch, "EndSignal", lambda: clock)
+    monkeypatch.setattr(watch, "_ping", pinged.append)
+    one = watcher("runs/a")
+    one.check = lambda: looks.append("look")
+    watch._watch([one], Namespace(ping="https://x", interval=15))
+    assert (looks, pinged, clock.waits) == (["look"] * 3, ["https://x"] * 3, [15, 15, 15])
+
+
+def test_a_dead_mans_switch_is_asked_and_one_that_is_away_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from http.client import IncompleteRead
+
+    asked: list[Any] = []
+    refused: list[Exception] = []
+
+    @contextmanager
+    def opened(url: str, *, timeout: float) -> Any:
+        asked.append((url, timeout))
+        if refused:
+            raise refused[0]
+        yield SimpleNamespace(read=lambda count: asked.append(count))
+
+    monkeypatch.setattr(urllib.request, "urlopen", opened)
+    watch._ping(None)
+    watch._ping("https://x/1")
+    assert asked == [("https://x/1", 10.0), 1] and not caplog.text
+    for error in (OSError("away"), ValueError("odd"), IncompleteRead(b"")):
+        refused[:] = [error]
+        watch._ping("https://x/1")
+    assert caplog.text.count("the dead-man's switch was not reached") == 3
+
+
+def test_alerts_are_printed_and_sent_and_those_that_are_owed_only_sent(
+    rundir: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from bloomery.operate.watch import notify
+    from bloomery.operate.watch import watcher as watching
+
+    sent: list[Any] = []
+    alerts: list[Any] = [
+        SimpleNamespace(owed=None, title="it hangs", body="for\nlong"), SimpleNamespace(owed="json://one"),
+    ]  # fmt: skip
+
+    def made(rundir: Any, deliver: Any, **given: Any) -> Any:
+        one = watcher(str(rundir.path))
+        one.check = lambda: sent.append([deliver(alert) for alert in alerts])
+        one.close = lambda: sent.append("closed")
+        return one
+
+    monkeypatch.setattr(watching, "RunWatcher", made)
+    monkeypatch.setattr(notify, "refuse_bad_addresses", lambda addresses: sent.append(addresses))
+    monkeypatch.setattr(
+        notify, "AlertSender", lambda addresses: SimpleNamespace(send=lambda alert: ("sent", alert.owed))
+    )
+    monkeypatch.setattr("time.strftime", lambda form: "12:00:00")
+    words = [str(rundir.path), "--once", "--to", "json://one"]
+    assert watch.run(words) == 0
+    given = [("sent", None), ("sent", "json://one")]
+    assert sent == [["json://one"], given, "closed"]
+    assert capsys.readouterr().out == f"12:00:00 it hangs: for | long\n{rundir.path}: running\n"
+    assert watch.run([*words, "--json"]) == 0
+    assert "it hangs" not in capsys.readouterr().out and sent[4] == given
+
+
+def test_what_is_open_is_acknowledged_for_each_run(
+    rundir: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[Any] = []
+    found: list[list[str]] = [["hung"], ["disk", "gone"], [], []]
+    monkeypatch.setattr(
+        "bloomery.operate.watch.watcher.acknowledge",
+        lambda rundir, kind: asked.append((rundir.path, kind)) or found.pop(0),
+    )
+    run = str(rundir.path)
+    assert watch.run([run, run, "--ack"]) == 0
+    assert capsys.readouterr().out == "acknowledged: hung, disk, gone\n"
+    assert watch.run([run, run, "--ack", "hung"]) == 0
+    assert capsys.readouterr().out == "nothing is open\n"
+    assert asked == [(rundir.path, "")] * 2 + [(rundir.path, "hung")] * 2
+
+
+def test_a_dashboard_serves_its_runs_until_the_signal_and_closes_what_it_opened(
+    rundir: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import uvicorn
+
+    from bloomery.operate.dashboard import server
+
+    made: dict[str, Any] = {}
+    closed: list[str] = []
+    listener = SimpleNamespace(
+        getsockname=lambda: ("::1", 8499, 0, 0), close=lambda: closed.append("listener")
+    )
+
+    class Web:
+        should_exit = True
+
+        def __init__(self, config: Any) -> None:
+            made["config"] = config
+
+        def run(self, *, sockets: Any) -> None:
+            made["sockets"] = sockets
+            made["handlers"] = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+            assert made["server"].is_closing()
+            raise ZeroDivisionError
+
+    def serving(paths: Any, rules: Any, *, interval_s: float, plan: Any) -> Any:
+        made["serving"] = (paths, rules.has_actions, interval_s, plan)
+        made["server"] = SimpleNamespace(application="application", runs="runs")
+        return made["server"]
+
+    def poller(runs: Any, *, poll_s: float) -> Any:
+        made["poll"] = (runs, poll_s)
+        stopped = SimpleNamespace(close=lambda: closed.append("poller"))
+        return SimpleNamespace(start=lambda: stopped)
+
+    monkeypatch.setattr(uvicorn, "Config", lambda application, **given: (application, given))
+    monkeypatch.setattr(uvicorn, "Server", Web)
+    monkeypatch.setattr(server, "DashboardServer", serving)
+    monkeypatch.setattr(server, "RunPoller", poller)
+    monkeypatch.setattr(dashboard, "_listener", lambda options: listener)
+    monkeypatch.setattr("bloomery.operate.dashboard.access.new_token", lambda: "a token")
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    try:
+        with pytest.raises(ZeroDivisionError):
+            dashboard.run([str(rundir.path), "none", "--actions", "--interval", "4"])
+    finally:
+        signal.signal(signal.SIGINT, before[0])
+        signal.signal(signal.SIGTERM, before[1])
+    shown = capsys.readouterr()
+    assert shown.out == (
+        f"http://[::1]:8499/ shows {rundir.path}, none; Ctrl-C ends it\nthe token for actions: a token\n"
+    )
+    assert shown.err == "note: none is not there yet; the page shows it once it is\n"
+    assert made["serving"] == ([rundir.path, Path("none")], True, 4.0, None) and made["poll"] == ("runs", 2.0)
+    assert made["config"][1]["ssl_certfile"] is None and made["sockets"] == [listener]
+    assert signal.default_int_handler not in made["handlers"] and closed == ["poller", "listener"]
+    assert sys.modules["uvicorn"] is uvicorn

@@ -1,0 +1,361 @@
+"""What `top`, `plot`, `report` and `dashboard` show of runs, with which colours, figures and addresses."""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import Namespace
+from datetime import datetime
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tests.cli.test_demo_steps import Recorder
+
+from bloomery.cli import dashboard, plot, report, top
+from bloomery.errors import BloomeryError, ConfigError, StorageError, TrainingFailed
+from bloomery.events.run_directory import RunDirectory
+from bloomery.operate.dashboard.run_events import ShownEvent
+from bloomery.operate.dashboard.run_summary import RunSummary
+from bloomery.operate.ledger.figures import PlannedRun
+from bloomery.operate.ledger.time_class import MEANINGS, TimeClass
+
+MORNING = datetime(2026, 3, 4, 5, 6, 7).timestamp()
+
+
+def event(number: int, *, step: int | None, level: Any, at: float) -> ShownEvent:
+    return ShownEvent(
+        number=number, time=MORNING + at, step=step, incarnation=1, kind=f"kind{number}", level=level,
+        text=f"text {number}",
+    )  # fmt: skip
+
+
+SUMMARY = RunSummary(
+    name="mine", path="runs/mine", health="bad", state="gone", why="nobody writes",
+    problems=["its journal is damaged"], step=1_234, steps=5_000, done=0.25, left_s=None, step_s=0.5,
+    loss=2.5,
+    held_out=2.75, saved_step=1_200, written=MORNING, ranks=4, device="H200", night="Nothing happened.",
+    advice=["Start it again.", "Or not."],
+)  # fmt: skip
+
+
+def reader(*events: ShownEvent) -> Any:
+    return SimpleNamespace(
+        news=SimpleNamespace(events=list(events)),
+        columns=SimpleNamespace(last=lambda column: {"loss": 2.3456, "seconds": 0.5}.get(column)),
+    )
+
+
+def test_a_run_is_a_block_of_its_state_its_curves_and_its_newest_events(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[Any] = []
+
+    def curves(reader: Any, names: list[str], *, points: int) -> Any:
+        asked.append((names, points))
+        return [] if names == ["seconds~"] else [SimpleNamespace(y=[1.0, 2.0, float("nan"), 3.0])]
+
+    monkeypatch.setattr("bloomery.operate.dashboard.curves.curves", curves)
+    monkeypatch.setattr("sys.stdout", SimpleNamespace(encoding="UTF-8"))
+    events = [event(n, step=n if n != 3 else None, level=level, at=5.0 - n)
+              for n, level in enumerate(["info", "bad", "warning", "info", "info"])]  # fmt: skip
+    block: Any = top.run_block(reader(*events), SUMMARY, width=60)
+    assert block.plain.split("\n") == [
+        "mine: gone (nobody writes)",
+        "  its journal is damaged",
+        "  [#####...............] 25.0%, step 1,234/5,000, 0.5 s/step",
+        "  loss 2.5000, held out 2.7500, saved at step 1,200, 4 × H2…",
+        "  loss               2.346 ▁▅ █",
+        "  Nothing happened.",
+        "  03-04 05:06:09 kind3: text 3",
+        "  03-04 05:06:10 step 2 kind2: text 2",
+        "  03-04 05:06:11 step 1 kind1: text 1",
+        "  03-04 05:06:12 step 0 kind0: text 0",
+        "  to do: Start it again. Or not.",
+    ]
+    styles = {block.plain[span.start : span.end].strip(): str(span.style) for span in block.spans}
+    assert styles["mine: gone"] == "bold red" and styles["its journal is damaged"] == "red"
+    assert styles["03-04 05:06:10 step 2 kind2: text 2"] == "yellow"
+    assert styles["03-04 05:06:11 step 1 kind1: text 1"] == "red"
+    assert asked == [([name], 30) for name in ("loss~", "gradient_norm~", "tokens_per_s~", "seconds~")]
+    narrow: Any = top.run_block(reader(), SUMMARY, width=10)
+    assert max(map(len, narrow.plain.split("\n"))) == 40
+    new: Any = top.run_block(reader(), RunSummary(
+        name="new", path="", health="good", state="new", why="", problems=[], night="Quiet."
+    ), width=60)  # fmt: skip
+    assert new.plain.split("\n") == ["new: new", "  Quiet.", "  to do:"]
+    monkeypatch.setattr("sys.stdout", SimpleNamespace(encoding="ascii"))
+    block = top.run_block(reader(), SUMMARY, width=60)
+    assert block.plain.split("\n")[4].endswith("2.346 _+ @")
+
+
+def test_what_top_knows_of_progress_and_saves_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bloomery.operate.dashboard.run_summary.left_words", lambda summary: "2 h left")
+    from msgspec.structs import replace
+
+    assert top._saved(SUMMARY).endswith(", 4 × H200, last sign 03-04 05:06:07")
+    assert top._progress(replace(SUMMARY, left_s=7.0), 60).endswith("0.5 s/step, 2 h left")
+    assert "left" not in top._progress(replace(SUMMARY, left_s=0.0), 60)
+
+
+def test_top_prints_once_where_there_is_no_terminal_and_fails_for_a_bad_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from msgspec.structs import replace
+
+    health = ["good", "attention"]
+    monkeypatch.setattr(
+        "bloomery.operate.dashboard.run_reader.RunReader",
+        lambda path: SimpleNamespace(read_all=lambda: reader(), path=path),
+    )
+    monkeypatch.setattr(
+        "bloomery.operate.dashboard.run_summary.RunSummarizer",
+        lambda reader: SimpleNamespace(summary=lambda: replace(SUMMARY, health=health.pop(0))),
+    )
+    widths: list[int] = []
+    monkeypatch.setattr(
+        top, "run_block", lambda reader, summary, *, width: widths.append(width) or summary.health
+    )
+    assert top.run(["a", "b", "--columns", "70"]) == 0
+    assert capsys.readouterr().out.split() == ["good", "attention"] and widths == [70, 70]
+    health[:] = ["bad", "good"]
+    assert top.run(["a", "b", "--columns", "300"]) == 1 and widths[2:] == [120, 120]
+
+
+class Curves:
+    """The curves of a run whose steps went from 10 to 20."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked: list[Any] = []
+        self.calls: list[Any] = []
+        monkeypatch.setattr("bloomery.operate.dashboard.curves.curves", self.curves)
+        places = {"step": 15.0, "tokens": 150.0, "time": MORNING}
+        self.events = [
+            {"at": places, "level": "bad"}, {"at": places, "level": "warning"}, {"at": {}, "level": "bad"},
+            {"at": {"step": 21.0}, "level": "bad"}, {"at": {"step": 20.0}, "level": "bad"},
+        ]  # fmt: skip
+        monkeypatch.setattr(
+            "bloomery.operate.dashboard.panels.events_with_places", lambda reader: self.events
+        )
+
+    def curves(self, reader: Any, names: list[str], **given: Any) -> Any:
+        self.asked.append((names, given))
+        return [SimpleNamespace(name=name, x=[10.0, 20.0], y=[1.0, 2.0]) for name in [names[0], *names]]
+
+    def drawn(self, column: str, *, is_one: bool = True, against: str = "step") -> list[Any]:
+        self.calls.clear()
+        columns = SimpleNamespace(sparse=["held_out/prose", "held_out/code", "other/x"])
+        run: Any = SimpleNamespace(name="mine", columns=columns)
+        options = Namespace(against=against, begin=11.0, end=19.0)
+        plot._draw_run(Recorder(self.calls), run, column, "#123456", options, is_one=is_one)
+        return [call[-1] | {"at": call[1]} for call in self.calls]
+
+
+def test_curves_are_thin_for_steps_thick_where_smoothed_and_dotted_where_discarded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    curves = Curves(monkeypatch)
+    grey = {"color": "#808080", "linewidth": 0.8, "linestyle": ":", "at": [10.0, 20.0]}
+    own, at = {"color": "#123456"}, {"at": [10.0, 20.0]}
+    points = own | at | {"markersize": 4, "linestyle": "--"}
+    red = {"color": "#a3200d", "linewidth": 0.8, "alpha": 0.6}
+    assert curves.drawn("loss", is_one=False) == [
+        grey | {"label": "mine: discarded"}, grey | {"label": None},
+        own | at | {"linewidth": 0.6, "alpha": 0.45, "label": None},
+        own | at | {"linewidth": 1.6, "label": "mine: smoothed"},
+        points | {"marker": "s", "label": "mine: held out code"},
+        points | {"marker": "o", "label": "mine: held out prose"},
+        red | {"at": 15.0}, red | {"at": 20.0},
+    ]  # fmt: skip
+    names = ["loss!", "loss", "loss~", "held_out/code", "held_out/prose"]
+    assert curves.asked == [(names, {"axis": "step", "begin": 11.0, "end": 19.0, "points": 3000})]
+    planned = curves.drawn("learning_rate")
+    assert curves.asked[1][0] == ["learning_rate!", "learning_rate"]
+    assert planned[2] == own | at | {"label": "each step"} and planned[0]["label"] == "discarded"
+    curves.events = []
+    assert curves.drawn("mfu", against="time")[2]["at"] == [
+        datetime.fromtimestamp(10.0), datetime.fromtimestamp(20.0)
+    ]  # fmt: skip
+
+
+def test_a_picture_has_a_chart_for_each_column_in_two_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    drawing, runs = Recorder(calls), list[Any]()
+    grids: list[Any] = []
+
+    def subplots(high: int, wide: int, **options: Any) -> Any:
+        grid = [Recorder([]) for _ in range(high * wide)]
+        grids.append((high, wide, options["figsize"], grid))
+        return drawing, SimpleNamespace(flat=grid)
+
+    pyplot = SimpleNamespace(subplots=subplots, close=drawing.close)
+    module = SimpleNamespace(use=drawing.use, pyplot=pyplot, dates=drawing)
+    monkeypatch.setitem(sys.modules, "matplotlib", module)  # type: ignore[arg-type]
+    monkeypatch.setattr(plot, "_draw_run", lambda *given, is_one: runs.append((*given[2:4], is_one)))
+    options = Namespace(
+        columns=["loss", "tokens_per_s", "mfu"], against="tokens", log=True, output=Path("x.svg")
+    )
+    plot.draw(["a", "b"], options)  # type: ignore[list-item]
+    ((high, wide, size, grid),) = grids
+    assert (high, wide, size) == (2, 2, (12.4, 7.2))
+    assert runs == [
+        (column, colour, False) for column in options.columns for colour in ("#0072b2", "#d55e00")
+    ]
+    assert grid[1].calls == [
+        ("set", {"title": "tokens per s", "xlabel": "tokens"}), ("set_yscale", "log", {}),
+        ("grid", {"visible": True, "alpha": 0.3}), ("legend", {"fontsize": "small"}),
+    ]  # fmt: skip
+    assert grid[3].calls == [("set_visible", False, {})]
+    assert ("savefig", Path("x.svg"), {}) in calls
+    options = Namespace(columns=["loss"], against="step", log=False, output=Path("x.svg"))
+    plot.draw(["a"], options)  # type: ignore[list-item]
+    high, wide, size, grid = grids[1]
+    assert (high, wide, size, runs[-1][2]) == (1, 1, (6.2, 3.6), True)
+    assert "set_yscale" not in {call[0] for call in grid[0].calls}
+
+
+def test_a_picture_that_cannot_be_drawn_or_written_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    columns = SimpleNamespace(names=["loss", "mfu"])
+    run = SimpleNamespace(name="mine", columns=columns, problems=lambda: ["a line is torn"])
+    monkeypatch.setattr(
+        "bloomery.operate.dashboard.run_reader.RunReader", lambda path: SimpleNamespace(read_all=lambda: run)
+    )
+    path = str(RunDirectory(tmp_path / "run").create().path)
+    drawn: list[Any] = []
+    monkeypatch.setattr(plot, "draw", lambda readers, options: drawn.append((readers, options.columns)))
+    words = [path, "--columns", "mfu", "loss", "--output", str(tmp_path / "x.png")]
+    assert plot.run(words) == 0 and drawn == [([run], ["mfu", "loss"])]
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == (f"{tmp_path}/x.png\n", "mine: a line is torn\n")
+    assert plot.run([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"picture": f"{tmp_path}/x.png"}
+    with pytest.raises(ConfigError, match="is no column of these runs") as refused:
+        plot.run([path, "--columns", "mfu", "los"])
+    (mistake,) = refused.value.mistakes
+    assert (mistake.value, mistake.remedy) == ("los", "There are loss, mfu.")
+
+    def full(*given: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(plot, "draw", full)
+    with pytest.raises(StorageError, match=r"x\.png"):
+        plot.run(words)
+    for begin, end, refuses in (("5", "5", True), ("5", "4", True), ("4", "5", False)):
+        given = [path, "--from", begin, "--to", end]
+        if refuses:
+            with pytest.raises(SystemExit):
+                plot._parse(given)
+        else:
+            assert (plot._parse(given).begin, plot._parse(given).end) == (4.0, 5.0)
+
+
+KINDS = [TimeClass.TRAINING, *[kind for kind in TimeClass if kind is not TimeClass.TRAINING][:1]]
+LEDGER: Any = SimpleNamespace(
+    seconds={KINDS[0]: 3 * 3_600.0, KINDS[1]: 3_600.0}, total_s=4 * 3_600.0, ranks=(0, 1), begin=MORNING,
+    end=MORNING + 7_200.0, best_tokens_per_s=12_345.6, effective_time=0.756, ettr=0.812,
+    token_goodput=lambda speed=None: 0.5 if speed is None else speed / 1e5,
+    by_cause=lambda: {"a cause of many words that does not fit into the table": (3, 600.0, 1_234)},
+    history=SimpleNamespace(step=1_500, kept_steps=1_400, kept_tokens=5_600_000),
+    bins=[{KINDS[0]: 30.0, KINDS[1]: 10.0}, {}],
+)  # fmt: skip
+PLAN = PlannedRun(tokens_per_s=20_000.0, tokens=11_200_000, days=1.25, goodput=0.9)
+
+
+def test_a_report_has_the_time_of_each_class_its_figures_and_its_causes() -> None:
+    text = report.report_text(LEDGER)
+    flat = " ".join(text.replace("─", "").split())
+    begin, end = (datetime.fromtimestamp(at).strftime("%d %b %H:%M") for at in (MORNING, MORNING + 7_200))
+    meanings = [" ".join(MEANINGS[kind].split()) for kind in KINDS]
+    assert flat == (
+        f"class time share what it is {KINDS[0]} 90.0 min 75.0% {meanings[0]} "
+        f"{KINDS[1]} 30.0 min 25.0% {meanings[1]} all 2.0 h 100.0% {begin} to {end}, mean of 2 ranks "
+        "figure definition effective time 75.6% kept steps / all time "
+        "ETTR 81.2% kept steps / (all time - deliberate stops); time in the queue counts as lost "
+        "goodput of tokens 50.0% kept tokens / (all time x 12,346 tokens/s) "
+        "cause incidents time steps lost a cause of many words that does not fit into the t 3 10.0 min 1,234 "
+        "step 1,500; 1,400 steps and 5,600,000 tokens kept"
+    )
+    beside = " ".join(report._figures_text(LEDGER, PLAN).split())
+    assert beside.endswith(
+        "goodput vs. plan 20.0% kept tokens / (all time x the plan's tokens/s) planned goodput 90.0% "
+        "planned training days / planned calendar days planned speed 20,000 tokens/s; measured "
+        "12,346 tokens/s planned days 1.2 at the pace so far: 0.2"
+    )
+    one = SimpleNamespace(**{**vars(LEDGER), "ranks": (0,), "by_cause": dict})
+    assert "mean of 1 rank\n" in report.report_text(one) and "incidents" not in report.report_text(one)
+
+
+def test_the_picture_of_a_ledger_stacks_the_classes_of_each_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    drawing = Recorder(calls)
+    drawing.get_cmap = lambda name: lambda place: f"{name} {place}"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "matplotlib", SimpleNamespace(use=drawing.use, pyplot=drawing))
+    report.draw_ledger(LEDGER, Path("r.png"), title="runs/mine")
+    bars = [call for call in calls if call[0] == "bar"]
+    common = {"width": 1.0, "align": "edge"}
+    assert bars == [
+        ("bar", [0.0, 1.0], [75.0, 0.0],
+         common | {"bottom": [0.0, 0.0], "color": "tab20 0", "label": str(KINDS[0])}),
+        ("bar", [0.0, 1.0], [25.0, 0.0],
+         common | {"bottom": [75.0, 0.0], "color": "tab20 1", "label": str(KINDS[1])}),
+    ]  # fmt: skip
+    (settings,) = [call[1] for call in calls if call[0] == "set"]
+    assert settings["title"] == "runs/mine: effective time 75.6%, ETTR 81.2%"
+    assert settings["ylim"] == (0, 100) and ("savefig", Path("r.png"), {}) in calls
+
+
+def test_a_report_is_read_until_the_moment_given_and_written_where_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, asked = RunDirectory(tmp_path / "run").create().path, list[Any]()
+    found: list[Any] = [LEDGER]
+    monkeypatch.setattr("bloomery.operate.ledger.figures.read_plan", lambda path: PLAN)
+    monkeypatch.setattr(
+        "bloomery.operate.ledger.figures.ledger_figures", lambda ledger, plan: {"plan": plan is PLAN}
+    )
+    monkeypatch.setattr(
+        "bloomery.operate.ledger.run_ledger.read_ledger",
+        lambda rundir, *, until, bins: asked.append((rundir.path, until, bins)) or found[0],
+    )
+    monkeypatch.setattr(
+        "bloomery.operate.dashboard.saved_page.saved_page",
+        lambda paths, *, plan: f"page of {paths[0].name}, {plan is PLAN}",
+    )
+    monkeypatch.setattr(report, "draw_ledger", lambda ledger, path, *, title: asked.append((path, title)))
+    monkeypatch.setattr(report, "report_text", lambda ledger, plan: f"the report, {plan is PLAN}")
+    html, png, plan = tmp_path / "x.html", tmp_path / "x.png", tmp_path / "plan.json"
+    words = [str(run), "--until", "2026-03-04T05:06:07", "--plan", str(plan)]
+    assert report.run([*words, "--html", str(html), "--png", str(png)]) == 0
+    assert capsys.readouterr().out == f"the report, True\nwrote {html} and {png}\n"
+    assert asked == [(run, MORNING, 120), (png, str(run))] and html.read_text() == "page of run, True"
+    assert report.run([*words, "--json", "--html", str(html)]) == 0
+    assert capsys.readouterr().out == '{"plan": true}\n' and asked[2:] == [(run, MORNING, 0)]
+    assert report.run([str(run)]) == 0
+    assert capsys.readouterr().out == "the report, False\n" and asked[3:] == [(run, None, 0)]
+    found[0] = None
+    with pytest.raises(TrainingFailed, match="nothing was ever started in it"):
+        report.run([str(run)])
+
+
+def test_a_note_is_added_by_whom_it_says_and_its_chronicle_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, notes, path = str(RunDirectory(tmp_path / "run").create().path), list[Any](), [tmp_path / "c.md"]
+    monkeypatch.setattr(
+        "bloomery.operate.ledger.chronicle.add_note", lambda rundir, text, *, by: notes.append((text, by))
+    )
+    monkeypatch.setattr("bloomery.operate.ledger.chronicle.write_chronicle", lambda rundir: path[0])
+    assert report.note([run, "a fan broke", "--by", "Ada"]) == 0 and notes == [("a fan broke", "Ada")]
+    assert capsys.readouterr().out == f"{tmp_path}/c.md\n"
+    assert report.note([run, "--json"]) == 0 and len(notes) == 1
+    assert json.loads(capsys.readouterr().out) == {"noted": None, "chronicle": f"{tmp_path}/c.md"}
+    path[0] = None  # type: ignore[call-overload]
+    assert report.note([run, "early"]) == 0 and "begins with the first start" in capsys.readouterr().out
+    assert report.note([run, "early", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"noted": "early", "chronicle": None}
+    with pytest.raises(BloomeryError, match="The note is empty"):
+        report.note([run, " "])
+    assert dashboard._PORT == 8421
