@@ -167,6 +167,45 @@ def test_a_batch_without_changes_makes_no_version_but_is_heard() -> None:
     assert view.wait(version, timeout_s=0.0) == version + 1
 
 
+def test_whoever_waits_for_a_later_version_is_woken_by_it_and_by_the_end_of_the_view() -> None:
+    view, versions = view_of(Etcd()), queue.Queue[int]()
+    view._list(deadline_s=1.0)
+    version = view.wait(0, timeout_s=0.0)
+
+    def wait(since: int) -> None:
+        versions.put(view.wait(since, timeout_s=1e6))
+
+    for happens, expected in ((view.wake, version + 1), (view.close, version + 1)):
+        waiting = threading.Event()
+        view._news.wait_for = _noting(view._news.wait_for, waiting)  # type: ignore[method-assign]
+        threading.Thread(target=wait, args=(version,), daemon=True).start()
+        assert waiting.wait(WITHIN_S)
+        happens()
+        assert versions.get(timeout=WITHIN_S) == expected
+        version = expected
+
+
+def _noting(wait_for: Any, begun: threading.Event) -> Any:
+    """Tell when somebody waits; whoever then takes the lock of the condition comes after that."""
+
+    def noted(predicate: Any, timeout: float) -> Any:
+        begun.set()
+        return wait_for(predicate, timeout)
+
+    return noted
+
+
+def test_a_run_that_is_listed_again_is_what_is_there_then() -> None:
+    etcd = Etcd()
+    view = view_of(etcd)
+    view._list(deadline_s=1.0)
+    assert set(view.snapshot.members) == {"a"}
+    del etcd.items[KEYS.peers]
+    etcd.revision = 12
+    assert view._list(deadline_s=1.0) == 12
+    assert view.snapshot.members == {} and view.snapshot.revision == 12
+
+
 def test_a_listener_wakes_for_each_later_version_alone_and_ends_with_the_error_of_its_view() -> None:
     versions: list[Any] = [4, 5, 5, 7, CoordinatorError("refused")]
     asked, woken, failed = list[Any](), list[int](), queue.Queue[CoordinatorError]()
