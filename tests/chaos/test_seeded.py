@@ -19,6 +19,7 @@ from bloomery.chaos.faults import Fault, parse_rate, parse_seconds, parse_share,
 from bloomery.chaos.processes import ManagedProcess
 from bloomery.chaos.scenario import ScenarioSettings, run_scenario
 from bloomery.chaos.shaped_network import Shape
+from bloomery.data.position import Position
 from bloomery.errors import PeerError
 from bloomery.protocol.encoding import encode_text
 from bloomery.protocol.keys import Keys
@@ -105,7 +106,9 @@ def test_the_processes_of_a_scenario_know_where_they_listen_and_by_what_they_are
         directory=tmp_path,
         deadline_s=30.0,
     )
-    outcome = run_scenario(settings, watch=lambda *_: None)
+    told: list[tuple[float, int]] = []
+    outcome = run_scenario(settings, watch=lambda at_s, injected: told.append((at_s, len(injected))))
+    assert all(0.0 <= at_s <= outcome.seconds < 3600.0 and count == 0 for at_s, count in told)
     ((port, name),) = waited
     assert (name, commands[0]) == (
         "coordinator",
@@ -239,3 +242,14 @@ def test_a_peer_that_ends_very_slowly_is_looked_at_again_and_again() -> None:
         assert stage.after(5.0)[-1:] in ([], ["asked to leave"]) and stage.hand.next_s == 5.0
     stage.peer.alive = False
     assert stage.after(5.0) == ["started"] and stage.hand.next_s == float("inf")
+
+
+def test_rounds_that_consume_nothing_or_have_no_members_are_no_mistakes() -> None:
+    commits = [
+        example.commit(round=0, epoch=0, members=(), position=Position()),
+        example.commit(round=1, epoch=1, members=("a",), position=Position(consumed=8)),
+        example.commit(round=2, epoch=1, members=(), position=Position(consumed=8)),
+    ]
+    found = audit.audit(commits, {}, samples=8)
+    assert found.mistakes == () and (found.attempts, found.rounds) == (1, 1)
+    assert audit.audit([], {}, samples=0).attempts == 0

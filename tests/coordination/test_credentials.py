@@ -243,6 +243,12 @@ def test_an_end_is_warned_of_once_a_day_from_thirty_days_before_it(
         "this peer's certificate has ended",
     ], "of a new certificate one is warned at once"
     assert loads == [files] and warned() == []
+    waits, checks = iter([False, False, True]), list[float]()
+    watch._ended.wait = lambda seconds: checks.append(seconds) or next(waits)  # type: ignore[method-assign, assignment]
+    now[0] += 24 * 3600.0
+    caplog.clear()
+    watch._run()
+    assert checks == [60.0] * 3 and len(caplog.messages) == 1, "it looks once a minute"
     files[0].unlink()
     assert warned()[0] == "the certificate was renewed" and len(loads) == 2
 

@@ -228,3 +228,29 @@ def test_a_key_that_says_it_is_another_is_told_with_both(caplog) -> None:
     assert "its content says (4, 'b'), its key (3, 'b')" in caplog.text
     run.put(f"{KEYS.epoch}/more", "4")
     assert "its content says ['more'], its key []" in caplog.text
+
+
+def listed(name: str, *, life: int, digest: str) -> ListedMember:
+    member = example.member(peer=name, digest=digest)
+    return ListedMember(member=member, life=life, modified=life, seen_s=0.0, said_s=0.0)
+
+
+def test_who_can_work_on_a_share_was_there_when_it_was_leased_or_holds_the_newest_state() -> None:
+    members = {
+        "late": listed("late", life=21, digest="old"),
+        "then": listed("then", life=20, digest="old"),
+        "holds": listed("holds", life=30, digest="d2"),
+        "free": listed("free", life=1, digest="d2"),
+    }
+    shares = dict.fromkeys(("late", "then", "holds", "gone"), ())
+    standing = ListedShares(shares=replace(SHARES, shares=shares), modified=1)
+    snapshot = RunSnapshot(members=members, commits={2: commit(2)}, commit_revision=20, standing=standing)
+    assert snapshot.working == {"then", "holds"} and snapshot.round == 3
+    assert list(snapshot.holders("d2")) == ["free", "holds"] and list(snapshot.holders("")) == []
+    assert snapshot.lives(("holds", "free")) == (30, 1)
+    assert snapshot.without("nobody") is snapshot
+    assert set(snapshot.without("late").members) == {"then", "holds", "free"}
+    empty = RunSnapshot(members=members)
+    assert (empty.working, empty.commit, empty.round, empty.shares) == (set(), None, 0, None)
+    fresh = {"a": listed("a", life=1, digest="")}
+    assert list(RunSnapshot(members=fresh).holders("")) == []
