@@ -42,7 +42,8 @@ def started(driven: Driven, snapshot: RunSnapshot, decision: Any = NOTHING) -> l
 
 def test_ranks_are_started_once_with_the_share_of_the_round(driven: Driven) -> None:
     snapshot = run_at(3, "d3", consumed=8)
-    driven.hear(0, Moving(activity="wait", step=1))
+    for rank in range(2):
+        driven.hear(rank, Moving(activity="wait", step=1))
     assert started(driven, snapshot) == [], "what they hold is not known"
     driven.driver.held = (3, "another")
     assert started(driven, snapshot) == []
