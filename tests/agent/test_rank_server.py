@@ -352,3 +352,24 @@ def test_a_process_that_fails_before_it_closes_its_server_ends() -> None:
     )
     ended = subprocess.run([sys.executable, "-c", fails], timeout=DEADLINE_S, check=False)
     assert ended.returncode == 3
+
+
+def test_ranks_that_an_agent_lets_go_at_its_end_are_not_told_to_it_as_gone(events):
+    rank_server = RankServer(events.put)
+    link = connected(rank_server, events)
+    rank_server.close()
+    assert events.empty() and not rank_server._thread.is_alive()
+    link.close()
+
+
+def test_a_rank_for_which_too_many_messages_wait_is_let_go(rank_server, events, monkeypatch):
+    monkeypatch.setattr("bloomery.agent.rank_server._MAX_UNSENT", 10)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as deaf:
+        deaf.connect(str(rank_server.path))
+        deaf.send(encode_local(Hello(rank=3, world=4, process=7)))
+        assert isinstance(events.get(timeout=DEADLINE_S), RankSent)
+        for _ in range(2000):  # more than its socket holds
+            rank_server.send(FlushRound(round=1))
+        gone = events.get(timeout=DEADLINE_S)
+        assert isinstance(gone, RankGone) and gone.rank == 3
+        assert gone.why.endswith(" messages wait to be sent to it")

@@ -146,3 +146,16 @@ def test_peers_that_an_asynchronous_round_did_not_wait_for_keep_their_share() ->
     assert carried_shares(snapshot, attempt, holes, settings) == {"c": (range(4, 8),), "d": (range(4, 8),)}
     assert carried_shares(snapshot, attempt, holes, SETTINGS) == {}
     assert carried_shares(replace(snapshot, standing=None), attempt, holes, settings) == {}
+
+
+def test_who_is_missing_is_named_where_fewer_than_are_wanted_have_offered() -> None:
+    told = gathering(run("a", "b", "c"), offer("b"), now=FIRST_S, minimum_peers=2)
+    assert (told.whom, told.until_s) == (("a", "c"), FIRST_S + 10.0)
+
+
+def test_a_quorum_is_there_with_its_last_offer_in_time_and_not_by_name() -> None:
+    offers = offer("a", seen_s=FIRST_S + 30.0, step_s=1.0), offer("b", seen_s=FIRST_S, step_s=1.0)
+    told = gathering(run("a", "b", "c"), *offers, now=FIRST_S, quorum=1, overlap_steps=20)
+    assert told.until_s == FIRST_S + 10.0  # half of twenty steps after the first
+    both = gathering(run("a", "b", "c"), *offers, now=FIRST_S + 30.0, quorum=2, overlap_steps=20)
+    assert both.until_s == FIRST_S + 40.0

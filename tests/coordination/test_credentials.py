@@ -1,0 +1,390 @@
+"""What certificates say, who is warned and refused, and what is asked of etcd for accounts."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bloomery.coordination import certificates, credentials
+from bloomery.coordination.certificates import apply_access, init_certificates, server_certificates
+from bloomery.coordination.credentials import (
+    CertificateDates,
+    CertificateWatch,
+    CoordinatorAccount,
+    _parsed,
+    read_account,
+    read_certificate,
+    restore_revocations,
+    revoke,
+)
+from bloomery.coordination.etcd_watch import KeyValue
+from bloomery.coordination.gateway import Access, EtcdRefused
+from bloomery.errors import CoordinatorError
+from bloomery.protocol.keys import Keys
+
+x509 = pytest.importorskip("cryptography.x509")
+KEYS = Keys("one")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    """The certificates of two runs, of which the first has two peers; one of them was renewed."""
+    directory = tmp_path_factory.mktemp("made")
+    init_certificates(directory, run="one", peers=["a", "b"], hosts=("10.0.0.9", "c.example"), days=20)
+    init_certificates(directory, run="one", peers=["a"], days=40, renews=True)
+    init_certificates(directory, run="two", peers=["a"])
+    return directory
+
+
+def loaded(path: Path) -> Any:
+    return x509.load_pem_x509_certificate(path.read_bytes())
+
+
+def extension(certificate: Any, kind: Any) -> Any:
+    return certificate.extensions.get_extension_for_class(kind)
+
+
+def test_a_peers_certificate_names_it_and_its_run_and_is_signed_by_the_runs_authority(made: Path) -> None:
+    mine, authority = loaded(made / "one/a/certificate.pem"), loaded(made / "one/authority.pem")
+    assert list(mine.subject) == [] and mine.issuer == authority.subject
+    mine.verify_directly_issued_by(authority)
+    names = extension(mine, x509.SubjectAlternativeName)
+    assert names.critical and [name.value for name in names.value] == ["a", "bloomery:one/a"]
+    lasts = mine.not_valid_after_utc - mine.not_valid_before_utc
+    assert lasts == datetime.timedelta(days=40, hours=1)
+    basic = extension(mine, x509.BasicConstraints)
+    assert basic.critical and not basic.value.ca
+    usage = extension(mine, x509.KeyUsage)
+    assert usage.critical and usage.value.digital_signature and not usage.value.key_cert_sign
+    uses = extension(mine, x509.ExtendedKeyUsage).value
+    oids = x509.oid.ExtendedKeyUsageOID
+    assert set(uses) == {oids.SERVER_AUTH, oids.CLIENT_AUTH}
+    assert (
+        extension(mine, x509.AuthorityKeyIdentifier).value.key_identifier
+        == extension(authority, x509.SubjectKeyIdentifier).value.digest
+    )
+    (name,) = authority.subject
+    assert name.value == "bloomery run one" and authority.issuer == authority.subject
+    signs = extension(authority, x509.BasicConstraints)
+    assert signs.critical and signs.value.ca and signs.value.path_length == 0
+    usage = extension(authority, x509.KeyUsage).value
+    assert (usage.digital_signature, usage.key_cert_sign, usage.crl_sign) == (False, True, True)
+    assert authority.not_valid_after_utc - authority.not_valid_before_utc == datetime.timedelta(
+        days=3650, hours=1
+    )
+
+
+def test_the_coordinators_certificate_names_its_hosts_and_this_machine(made: Path) -> None:
+    server, authority = loaded(made / "coordinator/server.pem"), loaded(made / "coordinator/authority.pem")
+    server.verify_directly_issued_by(authority)
+    names = [str(name.value) for name in extension(server, x509.SubjectAlternativeName).value]
+    assert names == ["10.0.0.9", "c.example", "127.0.0.1", "::1", "localhost"]
+    clients = x509.load_pem_x509_certificates((made / "coordinator/clients.pem").read_bytes())
+    authorities = [loaded(made / name / "authority.pem") for name in ("coordinator", "one", "two")]
+    assert clients == authorities and len({one.serial_number for one in authorities}) == 3
+    assert (made / "one/a/coordinator.pem").read_bytes() == (made / "coordinator/authority.pem").read_bytes()
+    assert (made / "one/a/authority.pem").read_bytes() == (made / "one/authority.pem").read_bytes()
+    assert len((made / "coordinator/root.password").read_text()) == 43
+
+
+def test_an_account_is_of_its_run_and_peer_and_a_renewed_peer_keeps_it_and_its_earlier_certificate(
+    made: Path,
+) -> None:
+    account = read_account(made / "one/a")
+    assert (account.run, account.peer, account.user, len(account.password)) == ("one", "a", "one/a", 43)
+    assert "password" not in repr(account)
+    (earlier,) = (made / "one/a/earlier").iterdir()
+    assert (
+        earlier.stem
+        == read_certificate(earlier).serial
+        != read_certificate(made / "one/a/certificate.pem").serial
+    )
+    assert not (made / "one/b/earlier").exists()
+    found = [(one.run, one.peer) for one in certificates.accounts_in(made)]
+    assert found == [("one", "a"), ("one", "b"), ("two", "a")]
+
+
+def test_what_cannot_be_made_or_is_not_whole_is_told_with_a_remedy(
+    made: Path, tmp_path: Path, monkeypatch
+) -> None:
+    with pytest.raises(CoordinatorError, match="a run cannot be named 'coordinator'"):
+        init_certificates(tmp_path, run="coordinator", peers=["a"])
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CoordinatorError, match="cannot be made"):
+        init_certificates(tmp_path / "file", run="one", peers=["a"])
+    with pytest.raises(CoordinatorError, match=r"has no server\.pem"):
+        server_certificates(tmp_path)
+    with pytest.raises(CoordinatorError, match="cannot be used"):
+        certificates.root_access(tmp_path)
+    root = certificates.root_access(made)
+    assert root.user == "root" and root.password == (made / "coordinator/root.password").read_text().strip()
+    monkeypatch.setattr(certificates.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(CoordinatorError, match="made with `cryptography`"):
+        init_certificates(tmp_path, run="one", peers=["a"])
+
+
+GOOD = {"run": "one", "peer": "a", "user": "u", "password": "p"}
+
+
+@pytest.mark.parametrize(
+    ("stored", "why"),
+    [
+        (GOOD, None),
+        (GOOD | {"run": "../x"}, "its account names no run and peer"),
+        (GOOD | {"peer": 3}, "its account names no run and peer"),
+        (GOOD | {"user": 3}, "its account has no user and password"),
+        (GOOD | {"password": None}, "its account has no user and password"),
+        (GOOD | {"more": 1}, "more"),
+        ({"run": "one"}, "peer"),
+        ([], "mapping"),
+        ("{", "Expecting"),
+        ("[" * 100_000, "recursion"),
+    ],
+)
+def test_an_account_is_read_whole_or_refused_with_the_reason(
+    tmp_path: Path, stored: Any, why: str | None
+) -> None:
+    text = stored if isinstance(stored, str) else json.dumps(stored)
+    (tmp_path / "account.json").write_text(text)
+    if why is None:
+        account = read_account(tmp_path)
+        assert account == CoordinatorAccount(**stored) and json.loads(account.text()) == stored
+        return
+    with pytest.raises(CoordinatorError) as told:
+        read_account(tmp_path)
+    assert told.value.message.startswith(f"the certificates in {tmp_path} cannot be used: ")
+    assert why in told.value.message
+
+
+def field(tag: int, content: bytes) -> bytes:
+    """A DER field, with the long form of its length where it has 128 bytes or more."""
+    if len(content) < 128:
+        return bytes([tag, len(content)]) + content
+    return bytes([tag, 0x82]) + len(content).to_bytes(2, "big") + content
+
+
+def certificate(
+    *, serial: bytes, end: bytes, tag: int = 0x17, version: bool = True, padding: int = 0
+) -> bytes:
+    validity = field(0x17, b"200101000000Z") + field(tag, end)
+    fields = (field(0xA0, b"\x02\x01\x02") if version else b"") + field(0x02, serial)
+    fields += field(0x30, b"algorithm") + field(0x30, b"x" * padding) + field(0x30, validity)
+    return field(0x30, field(0x30, fields + field(0x30, b"the subject and what else follows")))
+
+
+@pytest.mark.parametrize(
+    ("parts", "serial", "end"),
+    [
+        (dict(serial=b"\x0a", end=b"491231235959Z"), "0A", (2049, 12, 31, 23, 59, 59)),
+        (dict(serial=b"\x00\xff\x01", end=b"500101000000Z"), "FF01", (1950, 1, 1)),
+        (dict(serial=b"\x01\x23", end=b"20500102030405Z", tag=0x18), "0123", (2050, 1, 2, 3, 4, 5)),
+        (dict(serial=b"\x7f", end=b"300101000000Z", version=False, padding=500), "7F", (2030, 1, 1)),
+    ],
+)
+def test_serial_and_end_are_read_from_any_certificate(parts: Any, serial: str, end: Any) -> None:
+    expected = CertificateDates(serial=serial, ends=datetime.datetime(*end, tzinfo=datetime.UTC))
+    assert _parsed(certificate(**parts)) == expected
+
+
+@pytest.mark.parametrize("content", [b"", b"\x31\x00", certificate(serial=b"\x01", end=b"x")[:-3]])
+def test_what_is_no_certificate_is_none(content: bytes) -> None:
+    with pytest.raises((ValueError, IndexError)):
+        _parsed(content)
+
+
+def test_an_end_is_warned_of_once_a_day_from_thirty_days_before_it(
+    tmp_path: Path, monkeypatch, caplog
+) -> None:
+    caplog.set_level(logging.INFO)
+    now, days, loads = [1000.0], [30.0], list[tuple[Path, Path]]()
+    ends = datetime.datetime(2030, 1, 2, tzinfo=datetime.UTC)
+
+    class Dates:
+        def __init__(self) -> None:
+            self.ends = ends
+
+        def days_left(self) -> float:
+            return days[0]
+
+    monkeypatch.setattr(credentials, "read_certificate", lambda path: Dates())
+    monkeypatch.setattr(credentials.time, "monotonic", lambda: now[0])
+    files = tmp_path / "certificate.pem", tmp_path / "key.pem"
+    for file in files:
+        file.touch()
+    watch = CertificateWatch(*files, [lambda *both: loads.append(both)])
+    watch.close()
+    assert caplog.messages == []
+
+    def warned() -> list[str]:
+        caplog.clear()
+        watch.check()
+        return [message.split(":")[0] for message in caplog.messages]
+
+    days[0] = 29.9
+    assert warned() == ["this peer's certificate ends in 30 days"]
+    now[0] += 24 * 3600.0 - 0.1
+    assert warned() == []
+    now[0] += 0.1
+    days[0] = 0.0
+    assert warned() == ["this peer's certificate ends in 0 days"]
+    assert loads == []
+    days[0] = -0.1
+    os.utime(files[1], ns=(1, 1))
+    assert warned() == [
+        "the certificate was renewed",
+        "this peer's certificate has ended",
+    ], "of a new certificate one is warned at once"
+    assert loads == [files] and warned() == []
+    waits, checks = iter([False, False, True]), list[float]()
+    watch._ended.wait = lambda seconds: checks.append(seconds) or next(waits)  # type: ignore[method-assign, assignment]
+    now[0] += 24 * 3600.0
+    caplog.clear()
+    watch._run()
+    assert checks == [60.0] * 3 and len(caplog.messages) == 1, "it looks once a minute"
+    files[0].unlink()
+    assert warned()[0] == "the certificate was renewed" and len(loads) == 2
+
+
+class Etcd:
+    """Notes each call; refuses those of these paths with this message."""
+
+    def __init__(self, endpoints: Any = (), access: Any = None, *, deadline_s: float = 0.0) -> None:
+        self.opened, self.calls = (endpoints, access, deadline_s), list[Any]()
+        self.refuses: dict[str, str] = {}
+        self.member: KeyValue | None = None
+
+    def call(self, path: str, body: Any) -> Any:
+        self.calls.append((path, body))
+        if path in self.refuses:
+            raise EtcdRefused(f"the coordinator refuses: {self.refuses[path]}", code=9)
+        return {}
+
+    def put(self, key: str, value: str) -> None:
+        self.calls.append(("put", key, value))
+
+    def get(self, key: str) -> KeyValue | None:
+        return self.member if key == KEYS.member("a") else None
+
+    def revoke(self, lease: int) -> None:
+        self.calls.append(("revoke", lease))
+
+    def delete(self, key: str, *, prefix: bool) -> None:
+        self.calls.append(("delete", key, prefix))
+
+    def __enter__(self) -> Etcd:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.calls.append("closed")
+
+
+def removal(*serials: str) -> list[Any]:
+    return [
+        *(("put", KEYS.revoked(serial), "a") for serial in serials),
+        ("auth/user/delete", {"name": "one/a"}),
+        ("auth/role/delete", {"role": "peer-one/a"}),
+    ]
+
+
+def test_a_peer_is_revoked_with_all_its_certificates_its_account_its_lease_and_its_records(
+    tmp_path: Path, monkeypatch
+) -> None:
+    for renews in (False, True):
+        init_certificates(tmp_path, run="one", peers=["a"], renews=renews)
+    bundle, etcd = tmp_path / "one/a", Etcd()
+    in_use = read_certificate(bundle / "certificate.pem").serial
+    (earlier,) = (path.stem for path in (bundle / "earlier").iterdir())
+    etcd.member = KeyValue(key=KEYS.member("a"), value="", created=1, modified=1, lease=77)
+    etcd.refuses = {"auth/user/delete": "user name not found", "auth/role/delete": "role name not found"}
+    gone = ("delete", KEYS.of_peer("a"), True)
+    assert revoke(tmp_path, etcd, run="one", peer="a") == (in_use, earlier)  # type: ignore[arg-type]
+    assert etcd.calls == [*removal(in_use, earlier), ("revoke", 77), gone]
+    kept = tmp_path / "one/.revoked" / f"a-{in_use}"
+    assert (kept / "certificate.pem").is_file() and not bundle.exists()
+    assert kept.parent.stat().st_mode & 0o777 == 0o700
+    opened: list[Etcd] = []
+    monkeypatch.setattr(
+        credentials, "Etcd", lambda *how, **more: opened.append(Etcd(*how, **more)) or opened[-1]
+    )
+    assert restore_revocations(tmp_path, "root", ["http://c:1"]) == 2  # type: ignore[arg-type]
+    assert opened[0].opened == (["http://c:1"], "root", 30.0)
+    assert opened[0].calls == [*removal(in_use, earlier), gone, "closed"], "it is not listed"
+    init_certificates(tmp_path, run="one", peers=["a"])
+    assert restore_revocations(tmp_path, "root", ["http://c:1"]) == 2  # type: ignore[arg-type]
+    assert opened[1].calls == [*removal(in_use, earlier)[:2], "closed"], "the name has a new account"
+    assert restore_revocations(tmp_path / "one", "root", []) == 0 and len(opened) == 2  # type: ignore[arg-type]
+
+
+def test_a_revocation_that_etcd_refuses_is_told_and_so_is_a_bundle_that_cannot_be_moved(
+    tmp_path: Path, monkeypatch
+) -> None:
+    init_certificates(tmp_path, run="one", peers=["a"])
+    etcd = Etcd()
+    etcd.refuses = {"auth/user/delete": "permission denied"}
+    with pytest.raises(EtcdRefused):
+        revoke(tmp_path, etcd, run="one", peer="a")  # type: ignore[arg-type]
+    etcd.refuses = {}
+    (tmp_path / "one/.revoked").write_text("in the way")
+    with pytest.raises(CoordinatorError, match="'a' is revoked, but its bundle cannot be moved to"):
+        revoke(tmp_path, etcd, run="one", peer="a")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+def test_accounts_are_made_with_their_rights_and_authentication_is_switched_on_once(
+    monkeypatch, is_open: bool
+) -> None:
+    opened: list[Etcd] = []
+
+    def client(*how: Any, **more: Any) -> Etcd:
+        opened.append(Etcd(*how, **more))
+        opened[-1].refuses = {
+            "auth/role/add": "role name already exists",
+            "auth/role/delete": "role name not found",
+        }
+        if is_open and len(opened) == 1:
+            opened[-1].refuses["auth/user/list"] = "authentication is not enabled"
+        if not is_open:
+            opened[-1].refuses["auth/user/add"] = "user name already exists"
+        return opened[-1]
+
+    monkeypatch.setattr(certificates, "Etcd", client)
+    root = Access(user="root", password="secret")
+    account = CoordinatorAccount(run="one", peer="a", user="one/a", password="p")
+    assert apply_access(["c"], root, [account]) == 1
+    role = "peer-one/a"
+    calls: list[Any] = [("auth/status", {}), ("auth/user/list", {}), ("auth/role/add", {"name": role})]
+    for permission in certificates._permissions(KEYS, "a"):
+        calls.append(("auth/role/grant", {"name": role, "perm": permission}))
+    calls.append(("auth/user/add", {"name": "one/a", "password": "p"}))
+    if not is_open:
+        calls.append(("auth/user/changepw", {"name": "one/a", "password": "p"}))
+    calls.append(("auth/user/grant", {"user": "one/a", "role": role}))
+    calls += [("auth/role/delete", {"role": "run-one"}), "closed"]
+    assert opened[0].calls == calls and opened[0].opened == (["c"], root, 30.0)
+    if is_open:
+        without = dataclasses.replace(root, user="", password="")
+        assert opened[1].opened == (["c"], without, 30.0)
+        assert opened[1].calls == [
+            ("auth/user/add", {"name": "root", "password": "secret"}),
+            ("auth/role/add", {"name": "root"}),
+            ("auth/user/grant", {"user": "root", "role": "root"}),
+            ("auth/enable", {}),
+            "closed",
+        ]
+    assert len(opened) == 1 + is_open
+
+
+def test_a_right_that_etcd_does_not_give_is_told(monkeypatch) -> None:
+    etcd = Etcd()
+    etcd.refuses = {"auth/user/add": "permission denied"}
+    monkeypatch.setattr(certificates, "Etcd", lambda *how, **more: etcd)
+    with pytest.raises(EtcdRefused, match="permission denied"):
+        apply_access(["c"], Access(), [CoordinatorAccount(run="one", peer="a", user="u", password="p")])
