@@ -128,6 +128,7 @@ def test_what_is_no_message_ends_the_connection_and_its_descriptors_are_closed(
     reading, writing = os.pipe()
     socket.send_fds(agents, [b"garbage"], [writing])
     os.close(writing)
+    os.set_blocking(reading, False)
     with pytest.raises(PeerError):
         client.receive(DEADLINE_S)
     assert os.read(reading, 1) == b"", "nobody has the other end open"
