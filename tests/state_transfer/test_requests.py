@@ -17,7 +17,6 @@ from bloomery.state_transfer.source import (
     THROUGH_RELAY,
     NotYetServed,
     PeerSource,
-    ReceivedMetadata,
     ServedState,
     SourceFailed,
     _place,
@@ -253,18 +252,3 @@ def test_an_address_of_a_source_is_a_host_and_a_port_and_nothing_else(
             _place(origin, "http")
     else:
         assert _place(origin, "http") == place
-
-
-def test_two_sources_are_one_where_they_are_reached_in_different_ways() -> None:
-    one, other = (PeerSource(peer="a", url="x", reach=lambda: pytest.fail("reached")) for _ in range(2))
-    assert one == other and hash(one) == hash(other) and one != PeerSource(peer="b", url="x")
-
-
-def test_what_was_received_is_read_as_a_checkpoint_of_its_source() -> None:
-    received = ReceivedMetadata(ORIGIN, "step-000012.i003", {"index.json": b"0123456789"})
-    assert received.name == "step-000012.i003"
-    assert received.place() == "http://127.0.0.1:8/step-000012.i003"
-    assert received.place("index.json") == "http://127.0.0.1:8/step-000012.i003/index.json"
-    assert received.content("index.json", at_most=4) == b"0123" and received.size("index.json") == 10
-    with pytest.raises(FileNotFoundError, match="model"):
-        received.open("model")
