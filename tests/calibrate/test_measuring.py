@@ -214,3 +214,78 @@ def test_a_measured_machine_says_of_each_figure_how_it_was_measured(
         Network(), Operation(step_jitter=0.0, failures_per_1000_accelerator_days=0.0),
     )  # fmt: skip
     assert found.sources == machine.HOW | {"accelerator.fp32_teraflops": "the quickest matmul measured"}
+
+
+class Pair(Clock):
+    """Two ranks of which one is measured: an exchange takes its time, and so does each matmul beside it."""
+
+    ReduceOp = SimpleNamespace(MAX="max")
+
+    def __init__(self, seconds: dict[int, float]) -> None:
+        super().__init__()
+        self.seconds, self.begun, self.maxima = seconds, list[Any](), list[float]()
+        self.exchanges = dict.fromkeys(seconds, 0)
+
+    def init_process_group(self, kind: str, **more: Any) -> None:
+        self.begun.append((kind, more["init_method"], more["rank"], more["world_size"], more["timeout"]))
+
+    def destroy_process_group(self) -> None:
+        self.begun.append("ended")
+
+    def barrier(self) -> None:
+        pass
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "", *, async_op: bool = False) -> Any:
+        if op:
+            self.maxima.append(float(tensor))
+            return None
+        self.exchanges[tensor.numel()] += 1
+        # The second of ten is the quickest.
+        takes_s = self.seconds[tensor.numel()] * (1 if self.exchanges[tensor.numel()] == 3 else 2)
+        if not async_op:
+            self.now += takes_s
+            return None
+        begun = self.now
+
+        def wait() -> None:
+            self.now = max(self.now, begun + self.seconds[tensor.numel()])
+
+        return SimpleNamespace(wait=wait)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_two_ranks_measure_the_best_of_ten_exchanges_and_the_first_tells(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: int
+) -> None:
+    monkeypatch.setattr(machine, "LINK_BYTES", 4000)
+    pair = Pair({1000: 0.5, 1: 3e-5})
+    for name in ("dist", "time"):
+        monkeypatch.setattr(machine, name, pair)
+    monkeypatch.setattr(machine, "_measured_overlap", lambda device: 0.375)
+    machine._as_one_of_two("/meeting", rank)
+    timeout = machine.timedelta(seconds=300)
+    assert pair.begun == [("gloo", "file:///meeting", rank, 2, timeout), "ended"]
+    assert pair.exchanges == {1000: 11, 1: 11}, "the first of each is not counted"
+    told = capsys.readouterr().out.split()
+    expected = [4000 / 0.5 / 1e9, 15.0, 0.375]  # half of what one number takes there and back
+    assert [float(word) for word in told] == (pytest.approx(expected) if rank == 0 else [])
+
+
+def test_as_many_matmuls_as_an_exchange_takes_are_made_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "LINK_BYTES", 4000)
+    monkeypatch.setattr(machine, "OVERLAP_SIDE", {"cpu": 4})
+    pair, matmuls = Pair({1000: 1.0}), list[float]()
+    for name in ("dist", "time"):
+        monkeypatch.setattr(machine, name, pair)
+
+    def multiply(left: torch.Tensor, right: torch.Tensor, *, out: torch.Tensor) -> None:
+        matmuls.append(pair.now)
+        pair.now += 0.25
+
+    monkeypatch.setattr(torch, "mm", multiply)
+    asked: list[dict[str, float]] = []
+    monkeypatch.setattr(machine, "overlap_share", lambda **times: asked.append(times) or 0.5)
+    assert machine._measured_overlap(CPU) == 0.5
+    assert asked == [{"exchange_s": 1.0, "compute_s": 1.0, "both_s": 1.0}]
+    assert pair.maxima == [1.0, 1.0, 0.25, 1.0, 1.0], "of the slower rank"
+    assert len(matmuls) == 9 * (1 + 1 + 4 + 4)
