@@ -315,3 +315,23 @@ def test_a_late_peer_follows_a_missed_round_and_keeps_its_own_steps(fragments: i
     squares, _ = late.offer(1)
     elements = 64 // fragments
     assert squares == pytest.approx(float(own[:elements].square().sum() if fragments == 1 else squares))
+
+
+def test_the_committed_weights_are_put_in_place_and_the_present_ones_come_back_to_the_bit() -> None:
+    vector = OneTensor(64)
+    update = PseudoGradient(vector, ElasticSection(inner_steps=5, codec="int4"))
+    update.begin()
+    committed = vector.weights.clone()
+    vector.weights *= 1.5
+    present = vector.weights.clone()
+    update.swap_in_committed()
+    assert torch.equal(vector.weights, committed)
+    update.swap_back()
+    assert torch.equal(vector.weights, present) and torch.equal(update.base, committed)
+    with pytest.raises(AssertionError, match="nothing was swapped"):
+        update.swap_back()
+    assert [(entry.name, entry.scope) for entry in update.state_entries()] == [
+        ("outer.base.all", "shared"),
+        ("outer.momentum.all", "shared"),
+        ("outer.residual.all", "peer"),
+    ]

@@ -37,6 +37,7 @@ SMALL = (
     Case(length=27, documents=True),
     Case(length=16, alibi=True, kv_heads=1, width=24),
     Case(length=24, documents=True, alibi=True, drops=True, kv_heads=1),
+    Case(length=9, heads=4),
 )
 SMALL_TILES = AttentionTiles(
     forward=Tiles(queries=16, keys=8, warps=4, stages=2),

@@ -1,8 +1,7 @@
 """Runs a rank's outer loop between peers: trains on its samples of a round, averages, and continues.
 
 A rank acts only on the commands of its agent, in the order in which they arrive. `outer_loop_state` defines
-the phases of a round; this module turns events into messages, and carries out the actions that
-`round_transition.transition` returns.
+the phases of a round; this module turns events into messages, and carries out what `transition` returns.
 """
 
 from __future__ import annotations
@@ -332,6 +331,7 @@ class OuterLoop:
             state = self._obey(state, command, can_rewind=True)
         if self._attempts.is_under_way:
             self._attempts.conclude_if_over()
+            self._copy_if_asked(state)
         if self._rounds.is_in_round and not state.done and self._is_over(state):
             state = self._conclude_round(state, can_rewind=True)
         return state

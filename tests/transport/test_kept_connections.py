@@ -1,0 +1,215 @@
+"""Which of the kept connections an attempt takes, asks for, frees or closes, one decision at a time."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from bloomery.errors import PeerError
+from bloomery.transport import connection_pool
+from bloomery.transport.connection import Connection, ConnectionPlace
+from bloomery.transport.connection_pool import (
+    Cancelled,
+    ConnectionPool,
+    DialTiming,
+    LinkError,
+    Neighbour,
+    _unreachable,
+    _Want,
+)
+from bloomery.transport.trust import PeerRefused
+
+TURNS = DialTiming(turn_s=100.0, answer_s=10.0, retry_s=30.0)
+HOP = Neighbour(peer="b", incarnation="1", addresses=("h:1",), sends=True, ranks=(0,), streams=1)
+PLACE = HOP.places[0]
+BACK = ConnectionPlace("b", "1", 0, 0, sends=False)
+
+
+class Kept:
+    """A pool of connections whose other ends are in `others`."""
+
+    def __init__(self) -> None:
+        self.begun: list[Any] = []
+        self.made: Any = OSError("nobody is there")
+        self.pool = ConnectionPool(dial=self.make, relay=self.make, is_dialable=True, turns=TURNS)
+        self.others: list[socket.socket] = []
+
+    def make(self, hop: Neighbour, place: ConnectionPlace, epoch: int, deadline_s: float) -> Connection:
+        self.begun.append((hop.peer, place, epoch, deadline_s))
+        if isinstance(self.made, Exception):
+            raise self.made
+        return self.made
+
+    def add(self, place: ConnectionPlace = PLACE, **state: Any) -> Connection:
+        mine, other = socket.socketpair()
+        mine.setblocking(False)
+        self.others.append(other)
+        link = Connection(place=place, connection=mine, key=b"k" * 32, way="accepted")
+        self.pool.offer(link)
+        for name, value in state.items():
+            setattr(link, name, value)
+        return link
+
+    def open(self, *links: Connection) -> list[bool]:
+        return [link.connection.fileno() != -1 for link in links]
+
+
+@pytest.fixture
+def kept() -> Iterator[Kept]:
+    kept = Kept()
+    yield kept
+    kept.pool.close()
+    for other in kept.others:
+        other.close()
+
+
+def test_the_places_of_a_hop_are_those_of_each_rank_and_stream_in_turn() -> None:
+    hop = Neighbour(peer="b", incarnation="1", addresses=(), sends=False, ranks=(0, 2), streams=2)
+    assert hop.places == tuple(
+        ConnectionPlace("b", "1", *at, False) for at in ((0, 0), (0, 1), (2, 0), (2, 1))
+    )
+
+
+def test_a_ring_that_is_over_frees_its_own_connections_and_one_that_failed_closes_all_meant_for_it(
+    kept: Kept,
+) -> None:
+    used = kept.add(sent_epoch=7, received_epoch=7, used=7)
+    asked, heard = kept.add(sent_epoch=7), kept.add(received_epoch=7)
+    earlier = kept.add(sent_epoch=6, received_epoch=6, used=6)
+    later = kept.add(sent_epoch=8, received_epoch=7)
+    for link in (used, earlier):
+        kept.pool._selector.unregister(link.connection)
+    kept.pool.discard(5)
+    assert kept.open(used, asked, heard, earlier, later) == [True] * 5
+    kept.pool.release(6)
+    assert (earlier.used, used.used) == (0, 7)
+    assert kept.pool._selector.get_map()[earlier.connection.fileno()].data is earlier, "it is watched again"
+    kept.pool.discard(7)
+    assert kept.open(used, asked, heard, earlier, later) == [False, False, False, True, True]
+    assert kept.pool.size == 2
+
+
+def test_an_agreed_connection_is_taken_and_idle_ones_that_are_older_are_closed(kept: Kept) -> None:
+    old, agreed = kept.add(since=1.0), kept.add(since=2.0, sent_epoch=7, received_epoch=7)
+    newer, elsewhere = kept.add(since=3.0), kept.add(BACK, since=1.0)
+    busy = kept.add(since=1.0, used=6)
+    want = _Want(HOP, PLACE)
+    kept.pool._advance(want, 7, now=0.0, began=0.0, relays=False)
+    assert want.link is agreed and agreed.used == 7
+    assert kept.open(old, agreed, newer, elsewhere, busy) == [False, True, True, True, True]
+    assert agreed.connection.fileno() not in kept.pool._selector.get_map(), "the ring reads it now"
+    assert kept.pool._ways == {("b", "1"): "accepted"}
+    assert kept.begun == []
+
+
+def test_a_sender_asks_for_the_newest_connection_and_for_the_next_once_that_was_silent(kept: Kept) -> None:
+    first, second = kept.add(), kept.add()
+    want = _Want(HOP, PLACE)
+    for now in (0.0, 5.0):
+        kept.pool._propose(want, [first, second], 7, now)
+        assert (first.sent_epoch, second.sent_epoch) == (0, 7)
+    second.sent_at = 100.0
+    kept.pool._propose(want, [first, second], 7, 110.0)
+    assert kept.open(first, second) == [True, True] and want.why == ""
+    kept.pool._propose(want, [first, second], 7, 110.1)
+    assert kept.open(first, second) == [True, False]
+    assert (first.sent_epoch, want.why) == (7, "a kept connection did not answer")
+
+
+def test_a_sender_asks_no_connection_that_is_in_use_or_was_asked_for_a_later_attempt(kept: Kept) -> None:
+    busy, later = kept.add(used=6, sent_epoch=6), kept.add(sent_epoch=8)
+    kept.pool._propose(_Want(HOP, PLACE), [later], 7, 0.0)
+    assert (busy.sent_epoch, later.sent_epoch) == (6, 8)
+
+
+def test_a_connection_that_takes_no_request_is_closed_and_the_next_one_asked(kept: Kept) -> None:
+    first, broken = kept.add(), kept.add()
+    broken.connection.shutdown(socket.SHUT_RDWR)
+    want = _Want(HOP, PLACE)
+    with kept.pool._changed:
+        kept.pool._propose(want, [first, broken], 7, 0.0)
+    assert kept.open(first, broken) == [True, False] and first.sent_epoch == 7
+
+
+def test_a_receiver_answers_the_request_of_this_attempt_and_dials_only_where_it_has_no_connection(
+    kept: Kept,
+) -> None:
+    hop = Neighbour(peer="b", incarnation="1", addresses=("h:1",), sends=False, ranks=(0,), streams=1)
+    want = _Want(hop, BACK)
+    other = kept.add(BACK, received_epoch=6)
+    kept.pool._advance(want, 7, now=1e9, began=0.0, relays=True)
+    assert want.link is None and other.sent_epoch == 0 and not want.busy
+    asked = kept.add(BACK, received_epoch=7)
+    kept.pool._advance(want, 7, now=1e9, began=0.0, relays=True)
+    assert want.link is asked and asked.sent_epoch == 7 and kept.begun == []
+
+
+def test_a_way_that_failed_is_tried_again_after_a_while_and_its_reason_kept(
+    kept: Kept, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection_pool, "time", SimpleNamespace(monotonic=lambda: 500.0))
+    for error, why in (
+        (OSError("no route"), "no route"),
+        (PeerRefused("another run"), "another run"),
+        (PeerError("no address"), "no address"),
+        (TimeoutError(), "TimeoutError"),
+    ):
+        want = _Want(HOP, PLACE, busy={"dialled", "relayed"})
+        kept.made = error
+        kept.pool._make(want, "dialled", kept.make, 7)
+        assert (want.why, want.next_try, want.busy) == (why, {"dialled": 530.0}, {"relayed"})
+    assert kept.begun == [("b", PLACE, 7, 300.0)] * 4
+    mine, other = socket.socketpair()
+    kept.others.append(other)
+    kept.made = Connection(place=PLACE, connection=mine, key=b"", way="dialled")
+    want = _Want(HOP, PLACE, busy={"dialled"})
+    kept.pool._make(want, "dialled", kept.make, 7)
+    assert (want.why, want.next_try, want.busy, kept.pool.size) == ("", {"dialled": 510.0}, set(), 1)
+
+
+def test_of_too_many_idle_connections_of_a_peer_the_oldest_is_closed(
+    kept: Kept, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept.pool._most_places = 1  # of which a peer may have four times as many
+    busy = kept.add(since=0.0, used=3)
+    elsewhere = kept.add(ConnectionPlace("c", "1", 0, 0, True), since=0.0)
+    links = [
+        kept.add(place, since=since)
+        for place, since in ((PLACE, 2.0), (BACK, 1.0), (PLACE, 3.0), (PLACE, 4.0))
+    ]
+    assert all(kept.open(busy, elsewhere, *links))
+    more = kept.add(since=5.0)
+    assert kept.open(busy, elsewhere, *links, more) == [True, True, True, False, True, True, True]
+
+
+def test_a_closed_pool_takes_nothing_and_gives_nothing(kept: Kept) -> None:
+    link = kept.add(used=3)
+    kept.pool.close()
+    assert kept.open(link) == [False] and not kept.pool._watcher.is_alive()
+    assert kept.others[0].recv(1) == b""
+    late = kept.add()
+    assert kept.open(late) == [False] and kept.pool.size == 0
+    with pytest.raises(Cancelled):
+        kept.pool.gather([HOP], epoch=9, deadline_s=60.0, cancelled=threading.Event())
+
+
+@pytest.mark.parametrize(
+    ("addresses", "why", "told"),
+    [
+        (("h:1", "h:2"), "no route", "(h:1, h:2) could not be made within 8 s: no route."),
+        ((), "", "(no address) could not be made within 8 s."),
+    ],
+)
+def test_who_is_out_of_reach_is_told_with_addresses_count_and_reason(
+    addresses: tuple[str, ...], why: str, told: str
+) -> None:
+    hop = Neighbour(peer="b", incarnation="1", addresses=addresses, sends=True, ranks=(0,), streams=2)
+    wants = [_Want(hop, place, why=why) for place in hop.places]
+    error = _unreachable(wants, 8.0)
+    assert isinstance(error, LinkError) and error.peer == "b"
+    assert error.message == f"2 connections with 'b' {told}"
