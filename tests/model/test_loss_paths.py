@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -172,7 +173,7 @@ def test_the_rows_of_a_fused_loss_are_computed_a_chunk_at_a_time(
         logits.copy_(counts[:, None] * (logits.softmax(-1) * pull[:, None] - hits))
 
     kernel = SimpleNamespace(write_loss_gradient=write)
-    monkeypatch.setitem(__import__("sys").modules, "bloomery.kernels.triton_loss", kernel)
+    monkeypatch.setitem(sys.modules, "bloomery.kernels.triton_loss", kernel)
     hidden, weight, targets = (one.detach() for one in inputs())
     rows, wanted = hidden.flatten(0, -2)[:10].clone(), targets.flatten()[:10].clone()
     by_hidden, by_weight, entropy, z = loss_module.loss_and_gradients(
