@@ -1,4 +1,4 @@
-"""The loss of logits that are split along the vocabulary, on two ranks in one process, one after the other."""
+"""The loss of logits that are split along the vocabulary, on two ranks of one process in turn."""
 
 from __future__ import annotations
 
