@@ -346,3 +346,33 @@ def test_words_of_other_lengths_are_gathered_as_they_are(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(dist, "all_gather", all_gather)
     assert Mesh(device=CPU, rank=2, world=3).all_gather_object(words[2]) == words
+
+
+def test_each_task_of_the_first_rank_has_a_key_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: Calls = []
+    monkeypatch.setattr(
+        mesh_module, "run_as_rank_zero", lambda *told: calls.append(("runs", *told)) or "result"
+    )
+    monkeypatch.setattr(
+        mesh_module, "wait_for_rank_zero", lambda *told, **more: calls.append(("waits", *told, more))
+    )
+    store: Any = "store"
+    first, later = (Mesh(device=CPU, rank=rank, world=2, store=store) for rank in range(2))
+    task: Any = "task"
+    for number in range(2):
+        assert first.run_on_rank_zero(task, doing="counting") == "result"
+        assert later.run_on_rank_zero(task, doing="counting") is None
+        key = f"rank_zero_task/{number}"
+        assert calls[-2:] == [("runs", "store", key, "task"), ("waits", "store", key, {"doing": "counting"})]
+
+
+def test_what_the_first_rank_has_is_copied_to_all_and_all_are_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: Calls = []
+    for name in ("all_reduce", "broadcast", "barrier"):
+        monkeypatch.setattr(dist, name, lambda *told, name=name, **more: calls.append((name, *told, more)))
+    mesh, tensor = Mesh(device=CPU, rank=1, world=2), torch.ones(2)
+    assert mesh.all_reduce(tensor) is tensor is mesh.broadcast(tensor)
+    mesh.barrier()
+    assert calls == [("all_reduce", tensor, {}), ("broadcast", tensor, {"src": 0}), ("barrier", {})]

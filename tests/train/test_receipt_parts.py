@@ -226,3 +226,15 @@ def test_a_journal_on_another_machine_promises_nothing_and_one_that_says_else_br
 def test_a_later_rank_reads_no_journal(tmp_path: Path) -> None:
     made, _ = receipts_of(tmp_path / "missing", degree=2, rank=1)
     assert made._journalled(restored(), 3) == (None, None)
+
+
+def test_digests_of_optimizers_are_those_that_checkpoints_of_earlier_versions_promise() -> None:
+    def entry(name: str, shape: tuple[int, ...], offset: tuple[int, ...], tensor: torch.Tensor) -> Any:
+        box = SimpleNamespace(offset=offset, shape=tuple(tensor.shape))
+        return SimpleNamespace(name=name, global_shape=shape, box=box, tensor=tensor)
+
+    part = torch.arange(1, 13, dtype=torch.float32).mul(0.37).reshape(2, 2, 3)
+    moment = entry("optim.a.first_moment", (2, 4, 6), (0, 2, 3), part)
+    assert receipts_module._digest(moment) == 0xA643D2B545ED5CE2
+    updates = entry("optim.plain.updates", (), (), torch.tensor(7.0))
+    assert receipts_module._digest(updates) == 0x697ACBF888000000

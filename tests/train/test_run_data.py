@@ -327,3 +327,42 @@ def test_a_forecast_goes_on_from_the_newest_checkpoint_with_the_steps_that_led_t
     )
     saved.clear()
     assert data_forecast(recipe, fresh, Path("run")).step == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "seed", "samples"),
+    [(("run.seed=5",), 5, 80), (("run.seed=5", "data.order_seed=7", "data.order_samples=99"), 7, 99)],
+)
+def test_a_stream_begins_with_the_seed_and_the_claims_of_its_recipe(
+    settings: tuple[str, ...], seed: int, samples: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+    for name, answer in (
+        ("layouts_of", [SimpleNamespace(sample_count=3), SimpleNamespace(sample_count=4)]),
+        ("claims", ("claimed",)),
+        ("begin_stream", "stream"),
+    ):
+        monkeypatch.setattr(
+            data_stream,
+            name,
+            lambda *told, name=name, answer=answer, **more: calls.append((name, told, more)) or answer,
+        )
+    sources, datasets = [source("web", 3.0), source("code")], [Documents("web"), Documents("code", range(3))]
+    recipe = load_recipe("demo", [*PLAIN, *settings]).recipe
+    assert data_stream.stream_of_run(recipe, sources, datasets) == "stream"  # type: ignore[arg-type,comparison-overlap]
+    (_, told, more), (_, begun, given) = calls
+    assert told == (recipe.data, datasets) and more == {"seed": seed}
+    own = (
+        Claim(name="web", samples=0, weight=Fraction(3)),
+        Claim(name="code", samples=0, weight=Fraction(1)),
+    )
+    assert begun == (recipe.data, datasets, demand_of(recipe, own))
+    assert given == {"seed": seed, "layouts": data_stream.layouts_of(), "samples": samples}  # type: ignore[call-arg]
+    calls.clear()
+    named = ['data.datasets=[{name = "web", path = "a"}, {name = "code", path = "b"}]', "data.sources=[]"]
+    recipe = load_recipe("demo", [*PLAIN, *settings, *named]).recipe
+    data_stream.stream_of_run(recipe, sources, datasets)  # type: ignore[arg-type]
+    _, (_, asked, _), (_, begun, _) = calls
+    extents = [(each.name, each.tokens, each.windows) for each in asked[1]]
+    assert asked[0] is recipe.data and extents == [("web", 100, 3), ("code", 30, 4)]
+    assert begun[2].claims == ("claimed",)
