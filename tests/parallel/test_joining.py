@@ -376,3 +376,21 @@ def test_what_the_first_rank_has_is_copied_to_all_and_all_are_waited_for(
     assert mesh.all_reduce(tensor) is tensor is mesh.broadcast(tensor)
     mesh.barrier()
     assert calls == [("all_reduce", tensor, {}), ("broadcast", tensor, {"src": 0}), ("barrier", {})]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_each_question_to_the_store_has_the_time_that_it_may_take(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = json.dumps({"host": "n", "recipe": {}})
+    store: Any = Keys(monkeypatch, **{"introduction/1": text, "verdict": b"welcome"})
+    asked: list[Any] = []
+
+    def ask(call: Any, *, by: str, within_s: float) -> Any:
+        asked.append((by, within_s))
+        return call()
+
+    monkeypatch.setattr(rendezvous_module, "ask_store", ask)
+    own, check = Introduction(host="n", recipe={}), lambda ranks: None
+    rendezvous_module.rendezvous(store, own, rank=rank, world=2, check=check, store_timeout_s=7.0)
+    assert asked == [("the store where the ranks meet", 7.0)] * (4 if rank == 0 else 3)
