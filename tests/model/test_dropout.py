@@ -147,3 +147,40 @@ def test_attention_with_next_to_no_dropout_is_attention() -> None:
         for mask in (None, documents):
             dropped = decoder(tokens, documents=mask, address=address)
             torch.testing.assert_close(dropped, decoder(tokens, documents=mask), rtol=0, atol=1e-4)
+
+
+def test_masks_are_those_of_earlier_versions_so_that_a_run_goes_on_as_it_began() -> None:
+    samples = torch.tensor([3, (1 << 35) + 9])
+    address = dropout_address(seed=(1 << 33) + 7, step=5, samples=samples, positions=range(2, 5))
+    assert address.rows.tolist() == [[492785179, 2906601187, 3174347600], [2737888673, 3967897243, 979548897]]
+    hidden = hidden_keys(address, site=4, width=6, held=3)
+    assert hidden.rows.tolist() == [[634649511, -492758385, -793964912], [85475717, -2099859929, -648164411]]
+    columns = [-400013027, -844545034, -417473535, 1760961955, -1016966216, -2084591527]
+    assert hidden.columns.tolist() == columns
+    weights = weight_keys(replace(address, first_head=1), site=4, heads=2)
+    assert weights.rows.tolist() == [
+        [[1682979414, 611496305, -1998772131], [1542508668, 1865349407, 1943637567]],
+        [[-979088647, -1622953473, 877957421], [-716853726, -595707166, -1403502964]],
+    ]
+    assert weights.columns.tolist() == columns[:3]
+    assert keeps(hidden, 0.5).int().tolist() == [
+        [[0, 0, 1, 0, 0, 1], [0, 0, 1, 0, 1, 0], [1, 0, 1, 1, 1, 1]],
+        [[0, 1, 0, 1, 0, 1], [0, 1, 0, 0, 0, 0], [0, 1, 0, 0, 1, 1]],
+    ]
+
+
+def test_a_block_has_three_sites_of_its_own_for_what_is_dropped() -> None:
+    address = dropout_address(seed=1, step=2, samples=torch.arange(2), positions=range(4))
+    sizes = {"heads": 2, "hidden": 6, "held": 4}
+    both = dropout.block_dropout(address, 3, **sizes, weights=True, outputs=True)
+    assert both.attention_output is not None and both.mlp_output is not None and both.weights is not None
+    for found, wanted in (
+        (both.attention_output, hidden_keys(address, site=10, width=6, held=4)),
+        (both.mlp_output, hidden_keys(address, site=11, width=6, held=4)),
+        (both.weights, weight_keys(address, site=12, heads=2)),
+    ):
+        assert torch.equal(found.rows, wanted.rows) and torch.equal(found.columns, wanted.columns)
+    outputs = dropout.block_dropout(address, 3, **sizes, weights=False, outputs=True)
+    assert outputs.weights is None and outputs.mlp_output is not None and outputs.attention_output is not None
+    weights = dropout.block_dropout(address, 3, **sizes, weights=True, outputs=False)
+    assert weights.weights is not None and weights.mlp_output is weights.attention_output is None

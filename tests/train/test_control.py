@@ -216,6 +216,14 @@ def test_requests_in_files_are_carried_out_once(control: Control, rundir: RunDir
     assert (facts.settings_requested, facts.skip_requested, facts.rewind_requested) == ((), (), ())
 
 
+def test_a_request_of_one_kind_is_carried_out_without_a_word_of_the_others(
+    control: Control, rundir: RunDirectory, caplog: pytest.LogCaptureFixture
+) -> None:
+    rundir.control("skip").write_text("8:16\n")
+    assert agreed(control).skip_requested == ((8, 16),)
+    assert caplog.records == []
+
+
 def test_a_rewind_that_a_stop_came_before_is_left_for_the_next_start(
     control: Control, rundir: RunDirectory
 ) -> None:

@@ -1,0 +1,360 @@
+"""What a pipeline asks of its stages and its messages, action by action."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from bloomery.config.model import ModelSection
+from bloomery.data_loader.batches import MicroBatch
+from bloomery.errors import RankLost
+from bloomery.events.timeouts import COLLECTIVE_TIMEOUT_S
+from bloomery.model.decoder import build
+from bloomery.model.loss import LossSums
+from bloomery.parallel import pipeline as pipeline_module
+from bloomery.parallel import stage_p2p
+from bloomery.parallel.axis import Axis
+from bloomery.parallel.mesh import Mesh
+from bloomery.parallel.pipeline import Pipeline, StageComputation, _BatchPass
+from bloomery.parallel.pipeline_schedule import (
+    Action,
+    P2PChannel,
+    bubble_fraction,
+    forwards_only,
+    pipeline_order,
+)
+from bloomery.parallel.stage_p2p import MessageOrder, StageMessage, StageMessenger
+from bloomery.plan.pipeline_stages import PipelineStage
+
+CPU = torch.device("cpu")
+STAGES = tuple(
+    PipelineStage(
+        index=index,
+        rank=index,
+        blocks=range(2 * index, 2 * index + 2),
+        embeds=index == 0,
+        finishes=index == 2,
+    )
+    for index in range(3)
+)
+BATCH = MicroBatch(
+    tokens=torch.arange(6).reshape(2, 3),
+    targets=torch.arange(6).reshape(2, 3) + 1,
+    documents=torch.zeros(2, 3),
+    samples=torch.tensor([7, 9]),
+)
+
+
+def pipeline_of(*, index: int = 2, tensor: Axis | None = None, schedule: str = "1f1b") -> Pipeline:
+    mesh = Mesh(device=CPU, pipeline=Axis(index=index, ranks=(0, 1, 2)), tensor=tensor or Axis())
+    return Pipeline(mesh, STAGES, schedule=schedule, computation=None)  # type: ignore[arg-type]
+
+
+def sums(number: float) -> LossSums:
+    return LossSums(torch.tensor(0.0), torch.tensor(number), torch.tensor(number / 4))
+
+
+def test_losses_of_micro_batches_are_added_up_on_the_first_tensor_parallel_rank() -> None:
+    asked: list[Any] = []
+    for tensor, expected in ((Axis(), (7.0, 1.75)), (Axis(index=1, ranks=(0, 1)), (0.0, 0.0))):
+        pipeline = pipeline_of(tensor=tensor)
+        pipeline._run = lambda batches, **told: asked.append((batches, told)) or map(sums, (1.0, 2.0, 4.0))  # type: ignore[method-assign,misc]
+        found = pipeline.accumulate([BATCH], 5, weight=0.5)
+        assert tuple(float(term) for term in found) == expected
+        assert asked.pop() == ([BATCH], {"step": 5, "weight": 0.5}) and not asked
+
+
+def test_an_evaluation_goes_on_by_two_micro_batches_for_each_stage_and_tells_of_each() -> None:
+    pipeline, asked, moves = pipeline_of(), list[Any](), list[int]()
+
+    def run(batches: Any, **told: Any) -> Any:
+        assert not torch.is_grad_enabled()
+        asked.append((len(batches), told))
+        yield from map(sums, [1.0] * len(batches))
+
+    pipeline._run = run  # type: ignore[method-assign]
+    nats = pipeline.evaluate([BATCH] * 13, lambda: moves.append(len(asked)))
+    assert nats.dtype == torch.float64 and float(nats) == 13.0
+    assert asked == [(count, {"step": None, "weight": 1.0}) for count in (6, 6, 1)] and moves == [1, 2, 3]
+
+
+def test_the_order_of_a_batch_is_that_of_its_schedule_and_of_an_evaluation_forwards_alone() -> None:
+    pipeline = pipeline_of(schedule="gpipe")
+    training = pipeline._message_order(4, trains=True)
+    assert training.order == pipeline_order("gpipe", pipeline=3, chunks=1, micro_batches=4)
+    assert (training.own, training.ranks) == (2, [0, 1, 2])
+    evaluating = pipeline._message_order(4, trains=False)
+    assert evaluating.order == forwards_only([0, 1, 2], micro_batches=4)
+    assert pipeline._message_order(4, trains=True) is training
+    assert pipeline._message_order(5, trains=True) is not training
+    assert pipeline._message_order(4, trains=False) is evaluating
+
+
+def computation(seed: int | None = None, *, compiled: bool = False) -> StageComputation:
+    section = ModelSection(
+        layers=6, hidden=8, heads=2, ffn=8, norm="layernorm", position="learned", tied=True
+    )
+    section = ModelSection(**{**vars(section), "embedding_norm": True, "bias": True})
+    decoder = build(section, vocabulary=11, sequence_length=3)
+    weights: Any = SimpleNamespace(dtype=torch.bfloat16, accumulate_gradients=lambda parameters: None)
+    return StageComputation(
+        decoder, weights, STAGES, z_loss=0.5, chunk=7, dropout_seed=seed, compiled=compiled
+    )
+
+
+def test_each_stage_has_the_parameters_of_its_blocks_and_of_the_ends_that_it_has() -> None:
+    made = computation()
+    names = {parameter: name for name, parameter in made._decoder.named_parameters()}
+    found = [{names[parameter] for parameter in made.parameters(stage)} for stage in STAGES]
+    ends = [
+        {"embedding.weight", "positions.weight", "embedding_norm.weight", "embedding_norm.bias"},
+        set(),
+        {"final_norm.weight", "final_norm.bias", "embedding.weight"},
+    ]
+    for stage, own, of_end in zip(STAGES, found, ends, strict=True):
+        blocks = {name for name in own if name.startswith("blocks.")}
+        assert own - blocks == of_end
+        assert blocks == {
+            name for name in names.values() if name.startswith(tuple(f"blocks.{b}." for b in stage.blocks))
+        }
+    given: list[Any] = []
+    made._weights.accumulate_gradients = given.append  # type: ignore[method-assign]
+    made.accumulate_gradients(STAGES[1])
+    assert given == [made.parameters(STAGES[1])]
+
+
+def test_what_a_stage_sends_has_the_shape_of_its_part_of_the_sequence_in_the_working_precision() -> None:
+    made = computation()
+    batch = MicroBatch(tokens=torch.zeros(2, 6), targets=BATCH.targets, documents=None, samples=BATCH.samples)
+    made._decoder.sequence_degree = 2
+    like = made.activation_like(batch)
+    assert (tuple(like.shape), like.dtype, like.device.type) == ((2, 3, 8), torch.bfloat16, "meta")
+
+
+def test_a_stage_drops_by_step_sample_and_position_and_not_in_an_evaluation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(
+        pipeline_module, "dropout_address", lambda **told: asked.append(told) or SimpleNamespace(rows="rows")
+    )
+    seen: list[Any] = []
+    for seed, step, rows in ((3, 5, "rows"), (3, None, None), (None, 5, None), (3, 0, "rows")):
+        made = computation(seed)
+        made._functions[STAGES[1]] = lambda *told: seen.append(told) or "hidden"  # type: ignore[assignment,func-returns-value]
+        assert made.forward(STAGES[1], BATCH, step=step, hidden="before") == "hidden"  # type: ignore[arg-type,comparison-overlap]
+        assert seen.pop() == (BATCH.tokens, BATCH.targets, BATCH.documents, rows, "before")
+    usual = {"seed": 3, "samples": BATCH.samples, "positions": range(3)}
+    assert asked == [{**usual, "step": 5}, {**usual, "step": 0}]
+
+
+def test_a_stage_runs_its_blocks_and_the_last_one_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+
+    class Decoded:
+        def __call__(self, tokens: Any, **told: Any) -> str:
+            calls.append((tokens, told))
+            return "hidden"
+
+        def loss(self, *told: Any, **more: Any) -> str:
+            calls.append((told, more))
+            return "sums"
+
+    decoder: Any = Decoded()
+    results = []
+    for stage in STAGES[1:]:
+        function = pipeline_module._stage_function(decoder, stage, z_loss=0.5, chunk=7)
+        results.append(function("tokens", "targets", "documents", None, "before"))  # type: ignore[arg-type]
+    usual = {"documents": "documents", "address": None, "hidden": "before"}
+    assert results == ["hidden", "sums"]  # type: ignore[comparison-overlap]
+    assert calls == [
+        ("tokens", {**usual, "blocks": range(2, 4)}),
+        ("tokens", {**usual, "blocks": range(4, 6)}),
+        (("hidden", "targets"), {"z_loss": 0.5, "chunk": 7}),
+    ]
+    compiled: list[Any] = []
+    monkeypatch.setattr(pipeline_module, "compiled_function", lambda f: compiled.append(f) or f)
+    computation()
+    assert compiled == []
+    computation(compiled=True)
+    assert len(compiled) == 3
+
+
+class Post:
+    """Messages of a pass: what arrives is 3.0 everywhere."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def receive(self, message: StageMessage) -> torch.Tensor:
+        self.calls.append(("received", message))
+        return torch.full((2,), 3.0)
+
+    def send(self, message: StageMessage, tensor: torch.Tensor) -> None:
+        assert not tensor.requires_grad
+        self.calls.append(("sent", message, tensor.tolist()))
+
+
+class Scales:
+    """Stages with one weight of 2.0 that multiplies; the last one sums up."""
+
+    def __init__(self) -> None:
+        self.weights = [nn.Parameter(torch.tensor(2.0)) for _ in STAGES]
+        self.accumulated: list[int] = []
+
+    def forward(self, stage: PipelineStage, batch: Any, *, step: Any, hidden: Any) -> Any:
+        start = torch.ones(2) if hidden is None else hidden
+        result = start * self.weights[stage.index]
+        return LossSums(result.sum(), result.sum(), torch.tensor(0.5)) if stage.finishes else result
+
+    def parameters(self, stage: PipelineStage) -> list[nn.Parameter]:
+        return [self.weights[stage.index]]
+
+    def accumulate_gradients(self, stage: PipelineStage) -> None:
+        self.accumulated.append(stage.index)
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_stage_receives_computes_and_sends_for_each_action(stage: int, split: bool) -> None:
+    post, scales = Post(), Scales()
+    batches: Any = ["zero", "one", "two"]
+    one = _BatchPass(
+        stages=STAGES,
+        computation=scales,
+        messenger=post,
+        micro_batches=batches,
+        step=5,
+        weight=0.5,  # type: ignore[arg-type]
+    )
+    result = one.run(Action("forward", stage, 1))
+    if stage == 2:
+        assert result is not None and [float(term) for term in result] == [12.0, 12.0, 0.5]
+        assert not any(term.requires_grad for term in result)
+    else:
+        assert result is None
+    back, onward = StageMessage(stage - 1, stage, 1), StageMessage(stage, stage + 1, 1)
+    made = [2.0, 2.0] if stage == 0 else [6.0, 6.0]
+    forward = [("received", back)] * (stage > 0) + [("sent", onward, made)] * (stage < 2)
+    assert post.calls == forward
+    post.calls.clear()
+    assert one.run(Action("backward_input" if split else "backward", stage, 1)) is None
+    gradient = [1.0, 1.0] if stage == 2 else [6.0, 6.0]  # × weight: 0.5 of the loss, or what arrived
+    expected: list[Any] = [("received", StageMessage(stage + 1, stage, 1))] * (stage < 2)
+    expected += [("sent", StageMessage(stage, stage - 1, 1), gradient)] * (stage > 0)
+    assert post.calls == expected
+    weight = scales.weights[stage]
+    if split:
+        assert weight.grad is None and scales.accumulated == []
+        one.run(Action("backward_weight", stage, 1))
+        assert scales.accumulated == [stage]
+    assert weight.grad is not None and float(weight.grad) == {0: 6.0, 1: 18.0, 2: 3.0}[stage]
+    assert not one.roots and not one.inputs and not one.weight_backwards
+
+
+def test_an_evaluation_keeps_nothing_for_a_backward() -> None:
+    post = Post()
+    with torch.no_grad():
+        one = _BatchPass(
+            stages=STAGES,
+            computation=Scales(),  # type: ignore[arg-type]
+            messenger=post,  # type: ignore[arg-type]
+            micro_batches=["zero"],  # type: ignore[list-item]
+            step=None,
+            weight=1.0,
+        )
+        one.run(Action("forward", 1, 0))
+    assert not one.roots and not one.inputs
+
+
+class Works:
+    """torch's messages: each work notes when it is waited for; `fails` is what waiting raises."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[Any] = []
+        self.fails: RuntimeError | None = None
+        for name, ends in (("isend", "dst"), ("irecv", "src")):
+            monkeypatch.setattr(
+                stage_p2p.dist,
+                name,
+                lambda tensor, name=name, ends=ends, **told: self._begin(name, told[ends], told),
+            )
+
+    def _begin(self, name: str, rank: int, told: dict[str, Any]) -> Any:
+        number = len([call for call in self.calls if call[0] != "waited"])
+        self.calls.append((name, rank, told["group"], told["tag"]))
+
+        def wait() -> None:
+            if self.fails is not None:
+                raise self.fails
+            self.calls.append(("waited", number))
+
+        return SimpleNamespace(wait=wait)
+
+
+@pytest.fixture
+def works(monkeypatch: pytest.MonkeyPatch) -> Works:
+    return Works(monkeypatch)
+
+
+def messenger_of(count: int) -> StageMessenger:
+    """That of the first of two stages, whose ranks are 4 and 6 of the run."""
+    ahead = P2PChannel(activations=True, sender=0, receiver=1)
+    back = P2PChannel(activations=False, sender=1, receiver=0)
+    channels: Any = {
+        ahead: Axis(index=0, ranks=(4, 6), group="ahead"),  # type: ignore[arg-type]
+        back: Axis(index=1, ranks=(6, 4), group="back"),  # type: ignore[arg-type]
+    }
+    mesh = Mesh(device=CPU, rank=4, world=8, pipeline=Axis(index=0, ranks=(4, 6)), channels=channels)
+    order = pipeline_order("1f1b", pipeline=2, chunks=1, micro_batches=count)
+    shapes = [torch.empty(2, device="meta")] * count
+    return StageMessenger(mesh, MessageOrder(order, [0, 1], own=0), shapes=shapes)
+
+
+def test_messages_go_over_their_channels_group_and_what_was_consumed_is_let_go(works: Works) -> None:
+    messenger = messenger_of(3)
+    for number in (0, 1):
+        messenger.send(StageMessage(0, 1, number), torch.ones(2))
+    assert works.calls == [("isend", 6, "ahead", 0), ("isend", 6, "ahead", 4096)]
+    works.calls.clear()
+    messenger.receive(StageMessage(1, 0, 0))
+    # The next one is posted ahead; that the gradient is there shows that the first forward was consumed.
+    assert works.calls[:2] == [("irecv", 6, "back", 1), ("irecv", 6, "back", 4097)]
+    assert len(works.calls) == 4 and len(messenger._sent[1]) == 1
+    messenger.send(StageMessage(0, 1, 2), torch.ones(2))
+    works.calls.clear()
+    messenger.receive(StageMessage(1, 0, 1))
+    assert works.calls[0] == ("irecv", 6, "back", 2 * 4096 + 1) and len(messenger._sent[1]) == 1
+    messenger.receive(StageMessage(1, 0, 2))
+    messenger.finish()
+    assert not messenger._sent[1]
+
+
+@pytest.mark.parametrize("when", ["receiving", "finishing"])
+def test_a_stage_that_is_gone_is_named_by_its_rank_and_its_place(works: Works, when: str) -> None:
+    messenger = messenger_of(2)
+    messenger.send(StageMessage(0, 1, 0), torch.ones(2))
+    works.fails = RuntimeError("Connection closed by peer")
+    with pytest.raises(RankLost) as lost:
+        messenger.finish() if when == "finishing" else messenger.receive(StageMessage(1, 0, 0))
+    assert lost.value.message == (
+        f"Rank 4 waited for rank 6, number 1 of its pipeline, which is gone or took more than "
+        f"{COLLECTIVE_TIMEOUT_S} s."
+    )
+    works.fails = None
+    messenger = messenger_of(2)
+    messenger.send(StageMessage(0, 1, 0), torch.ones(2))
+    works.fails = RuntimeError("a shape is wrong")
+    with pytest.raises(RuntimeError, match="a shape is wrong"):
+        messenger.finish()
+
+
+def test_orders_that_wait_for_each_other_are_told_and_a_lone_stage_never_waits() -> None:
+    assert bubble_fraction(pipeline_order("1f1b", pipeline=1, chunks=1, micro_batches=3)) == 0.0
+    circle = ((Action("backward", 0, 0),), (Action("forward", 1, 0),))
+    with pytest.raises(AssertionError, match="wait for each other"):
+        bubble_fraction(circle)

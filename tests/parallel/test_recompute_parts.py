@@ -1,0 +1,171 @@
+"""What each block computes again, how often, and what the first rank writes while the others wait."""
+
+from __future__ import annotations
+
+import json
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from bloomery.errors import DataError
+from bloomery.parallel import rank_zero_task, recompute
+from bloomery.parallel.rank_zero_task import run_as_rank_zero
+from bloomery.parallel.recompute import _checkpointed_once, set_recompute
+
+KEY = "rank_zero_task/3"
+
+
+class Block:
+    """A block whose methods tell what they are."""
+
+    def __init__(self, index: int) -> None:
+        self.index, self.attention = index, Attention(index)
+
+    def forward(self) -> str:
+        return f"forward {self.index}"
+
+
+class Attention:
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def attend(self) -> str:
+        return f"attend {self.index}"
+
+
+@pytest.mark.parametrize("splits", [True, False])
+@pytest.mark.parametrize("compiles", [True, False])
+def test_each_block_is_wrapped_as_its_mode_says_and_unwrapped_before(
+    splits: bool, compiles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def marking(mark: str) -> Any:
+        return lambda function: lambda: f"{mark}({function()})"
+
+    names = {"_checkpointed": "full", "_checkpointed_once": "once", "_keeping_products": "products"}
+    for name, mark in {**names, "compiled_function": "compiled"}.items():
+        monkeypatch.setattr(recompute, name, marking(mark))
+    decoder: Any = SimpleNamespace(blocks=[Block(index) for index in range(4)])
+
+    def seen(*modes: str) -> list[tuple[str, str]]:
+        set_recompute(decoder, dict(enumerate(modes)), splits_backward=splits, compiles=compiles)
+        return [(block.forward(), block.attention.attend()) for block in decoder.blocks]
+
+    wrap = "once" if splits else "full"
+
+    def compiled(inner: str) -> str:
+        return f"compiled({inner})" if compiles else inner
+
+    expected = [
+        (compiled("forward 0"), "attend 0"),
+        (compiled(f"{wrap}(forward 1)"), "attend 1"),
+        (compiled("products(forward 2)"), "attend 2"),
+        (compiled("forward 3"), f"{wrap}(attend 3)"),
+    ]
+    assert seen("none", "full", "elementwise", "selective") == expected
+    assert seen("none", "full", "elementwise", "selective") == expected, "not wrapped twice"
+    plain = [(compiled(f"forward {index}"), f"attend {index}") for index in range(4)]
+    assert seen(*["none"] * 4) == plain
+
+
+class Counted:
+    """A function of two tensors and a number that counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, factor: float) -> torch.Tensor:
+        self.calls += 1
+        return (x @ weight).sin().square() * factor
+
+
+def leaves() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x, weight = (torch.randn(3, 3, generator=generator).requires_grad_() for _ in range(2))
+    return x, weight
+
+
+def test_a_function_is_computed_again_once_however_often_a_backward_runs_over_it() -> None:
+    plain, again = Counted(), Counted()
+    x, weight = leaves()
+    wanted = torch.autograd.grad(plain(x, weight, 2.0).sum(), (x, weight))
+    result = _checkpointed_once(again)(x, weight, 2.0)
+    assert again.calls == 1
+    for _ in range(2):  # as a backward by inputs and one by weights
+        found = torch.autograd.grad(result.sum(), (x, weight), retain_graph=True)
+        assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+        assert again.calls == 2
+
+
+def test_what_needs_no_gradient_gets_none_when_it_is_computed_again_and_nothing_is_kept_without_any() -> None:
+    function = Counted()
+    x, weight = leaves()
+    result = _checkpointed_once(function)(x.detach(), weight, 2.0)
+    (by_weight,) = torch.autograd.grad(result.sum(), weight)
+    (wanted,) = torch.autograd.grad(function(x.detach(), weight, 2.0).sum(), weight)
+    assert torch.equal(by_weight, wanted)
+    with torch.no_grad():
+        assert not _checkpointed_once(function)(x, weight, 2.0).requires_grad
+    assert function.calls == 4
+
+
+class Store:
+    """A store that keeps each value of a key; `lost` is what it raises."""
+
+    def __init__(self) -> None:
+        self.written: list[dict[str, Any]] = []
+        self.has_status = threading.Event()
+        self.lost: RuntimeError | None = None
+
+    def set(self, key: str, value: str) -> None:
+        assert key == KEY
+        if self.lost is not None:
+            raise self.lost
+        self.written.append(json.loads(value))
+        self.has_status.set()
+
+
+def test_the_first_rank_tells_how_far_its_task_is_and_at_last_how_it_ended() -> None:
+    store: Any = Store()
+
+    def task(report_progress: Any) -> str:
+        assert store.has_status.wait(20.0), "a status comes at once"
+        for _ in range(3):
+            report_progress()
+        return "made"
+
+    assert run_as_rank_zero(store, KEY, task) == "made"
+    first, last = store.written[0], store.written[-1]
+    assert (first["count"], first["outcome"]) == (1, "")
+    assert (last["count"], last["steps"], last["outcome"]) == (-1, 3, "done")
+    assert last["processor_s"] >= first["processor_s"] >= 0
+
+
+def test_a_task_that_fails_is_told_as_failed_and_its_error_stays_also_where_the_store_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def task(report_progress: Any) -> str:
+        assert store.has_status.wait(20.0)
+        store.lost = lost
+        raise DataError("nowhere.txt does not exist")
+
+    for lost in (None, RuntimeError("Connection reset by peer")):
+        store: Any = Store()
+        with pytest.raises(DataError, match="does not exist"):
+            run_as_rank_zero(store, KEY, task)
+        assert (store.written[-1]["outcome"] == "failed") is (lost is None)
+
+
+def test_no_status_comes_after_the_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_zero_task, "STATUS_EVERY_S", 0.0)
+    store: Any = Store()
+
+    def task(report_progress: Any) -> None:
+        while len(store.written) < 5:
+            store.has_status.wait(20.0)
+
+    run_as_rank_zero(store, KEY, task)
+    counts = [status["count"] for status in store.written[:-1]]
+    assert counts == list(range(1, len(counts) + 1)) and store.written[-1]["count"] == -1

@@ -1,0 +1,105 @@
+"""The loss of logits that are split along the vocabulary, on two ranks of one process in turn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from bloomery.model.layers import MatmulMode
+from bloomery.model.loss import IGNORED, LossSums, next_token_loss
+from bloomery.parallel.tensor_collectives import VocabularyParallelLoss
+
+ROWS = (range(17), range(17, 40))
+PADDED = 24
+
+
+class Told:
+    """The group of one of two ranks: notes what this rank tells, and hears what the other told before."""
+
+    index, degree, has_fast_reduce_scatter = 0, 2, True
+
+    def __init__(self, index: int, others: list[torch.Tensor] | None = None) -> None:
+        self.index, self._others = index, others
+        self.told: list[torch.Tensor] = []
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        other = x if self._others is None else self._others[len(self.told)]
+        self.told.append(x.clone())
+        return torch.stack([x, other] if self.index == 0 else [other, x])
+
+
+def inputs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(4)
+    hidden = torch.randn(3, 7, 16, generator=generator).to(dtype)
+    weight = torch.randn(40, 16, generator=generator).to(dtype)
+    targets = torch.randint(0, 40, (3, 7), generator=generator)
+    targets[0, 2:4] = IGNORED
+    targets[1, :3] = torch.tensor([0, 16, 17])  # the ends of both parts
+    targets[2, 0] = 39
+    return hidden, weight, targets
+
+
+def of_both(
+    dtype: torch.dtype, mode: MatmulMode, *, grad: bool
+) -> list[tuple[LossSums, torch.Tensor, torch.Tensor]]:
+    """The sums of each rank, with the leaves that it has."""
+    hidden, weight, targets = inputs(dtype)
+    found: list[Any] = []
+    heard: list[list[torch.Tensor] | None] = [None, None]
+    for _ in range(2):  # first what each tells, then what both make of it
+        found.clear()
+        groups = [Told(index, others=heard[1 - index]) for index in range(2)]
+        for group, rows in zip(groups, ROWS, strict=True):
+            padding = torch.full((PADDED - len(rows), 16), 9.0, dtype=dtype)
+            own = torch.cat([weight[rows.start : rows.stop], padding]).requires_grad_(grad)
+            leaf = hidden.clone().requires_grad_(grad)
+            loss = VocabularyParallelLoss(group, rows, sequence=False)  # type: ignore[arg-type]
+            sums = loss(leaf, own, targets, z_loss=0.01, chunk=8, matmul_mode=mode)
+            found.append((sums, leaf, own))
+        heard = [group.told for group in groups]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("dtype", "mode", "tolerance"),
+    [
+        (torch.float32, "native", 1e-5),
+        (torch.float32, "fp32", 1e-5),
+        (torch.bfloat16, "native", 2**-6),
+        (torch.bfloat16, "fp32", 2**-6),
+    ],
+)
+def test_two_ranks_with_parts_of_the_vocabulary_have_the_loss_and_gradients_of_the_whole(
+    dtype: torch.dtype, mode: MatmulMode, tolerance: float
+) -> None:
+    hidden, weight, targets = inputs(dtype)
+    leaves = hidden.requires_grad_(), weight.requires_grad_()
+    whole = next_token_loss(*leaves, targets, z_loss=0.01, chunk=8, matmul_mode=mode)
+    by_hidden, by_weight = torch.autograd.grad(whole.total * 0.5, leaves)
+    parts = of_both(dtype, mode, grad=True)
+    of_hidden, of_weight = list[torch.Tensor](), list[torch.Tensor]()
+    for (sums, leaf, own), rows in zip(parts, ROWS, strict=True):
+        torch.testing.assert_close(tuple(sums), tuple(whole), rtol=1e-5, atol=1e-5)
+        assert sums.total.requires_grad and not sums.cross_entropy.requires_grad
+        assert not sums.z.requires_grad
+        slope_of_hidden, slope_of_weight = torch.autograd.grad(sums.total * 0.5, (leaf, own))
+        assert slope_of_hidden.dtype == slope_of_weight.dtype == dtype
+        assert not slope_of_weight[len(rows) :].any(), "padding has no gradient"
+        of_hidden.append(slope_of_hidden.float())
+        of_weight.append(slope_of_weight[: len(rows)].float())
+    for found, wanted in ((sum(of_hidden), by_hidden), (torch.cat(of_weight), by_weight)):
+        assert (found - wanted).norm() < tolerance * wanted.float().norm()
+
+
+@pytest.mark.parametrize("mode", ["native", "fp32"])
+def test_without_gradients_the_sums_are_the_same(mode: MatmulMode) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        with_gradient = of_both(dtype, mode, grad=True)
+        for (quiet, *_), (loud, *_) in zip(of_both(dtype, mode, grad=False), with_gradient, strict=True):
+            assert not quiet.total.requires_grad
+            torch.testing.assert_close(tuple(quiet), tuple(part.detach() for part in loud))
