@@ -18,6 +18,7 @@ from bloomery.operate.known_texts import (
     killed_process,
     transient_cause_of,
 )
+from bloomery.operate.last_exception import is_store_client_error
 
 # ruff: noqa: E501  (messages as they come, in one line)
 
@@ -96,8 +97,78 @@ def test_the_process_that_the_kernel_killed_is_told_by_its_number() -> None:
 def test_the_kernel_tells_of_links_that_are_down() -> None:
     down = ("mlx5_core 0000:01:00.0 ib0: Link down", "hsn0: link is down", "ib1: carrier lost",
             "roce2: Carrier lost", "IB0: link is down")  # fmt: skip
-    assert [cause_of("RankLost: x", kernel={"n1": [line]}) for line in down] == [Cause.NETWORK] * 5
+    assert [bool(LINK_DOWN.search(line)) for line in down] == [True] * len(down)
     assert not LINK_DOWN.search("eth0: link is down") and not LINK_DOWN.search("mlx5_core a b: Link up")
+
+
+def test_a_connection_of_a_stores_client_is_known_by_its_module_its_frame_or_its_address() -> None:
+    modules = ("azure.core", "boto3.x", "botocore.x", "aiobotocore.x", "awscrt.x", "gcsfs.x", "oss2.x", "s3fs.x",
+               "google.api_core.x", "google.cloud.x", "google.resumable_media.x")  # fmt: skip
+    frames = (
+        "adlfs",
+        "azure/storage",
+        "boto3",
+        "botocore",
+        "gcsfs",
+        "google/cloud/storage",
+        "s3fs",
+        "s3transfer",
+    )
+    addresses = ("abfs://", "abfss://", "az://", "gs://", "hdfs://", "oss://", "s3://")
+    lost = "ConnectionError: it is lost"
+    for module in modules:
+        assert is_store_client_error(RankEnd(rank=0, status=1, error=f"{module}.{lost}")), module
+        assert not is_store_client_error(RankEnd(rank=0, status=1, error=f"my.{module}.{lost}")), module
+    for frame in (*(f"site-packages/{frame}/" for frame in frames), *addresses):
+        log = f'Traceback (most recent call last):\n  File "/x/{frame}a.py", line 1\n{lost}\n'
+        assert is_store_client_error(RankEnd(rank=0, status=1, error=lost, log=log)), frame
+    elsewhere = f'Traceback (most recent call last):\n  File "/x/site-packages/requests/a.py"\n{lost}\n'
+    before = f"s3://b was read\n{elsewhere}"
+    assert not is_store_client_error(RankEnd(rank=0, status=1, error=lost, log=before))
+
+
+OTHERS = {
+    "srun: error: n1: task 3: CUDA out of memory": Cause.EXCEPTION,
+    "gpu-n1: out of memory": Cause.EXCEPTION,
+    "GPU-node7: a/b: out of memory": Cause.EXCEPTION,
+    "ray.exceptions.OutOfMemoryError: Task was killed due to the node running low on memory": Cause.OOM_KILLER,
+    "slurmstepd: error: Detected 1 oom_kill event; CUDA out of memory": Cause.OOM_KILLER,
+    "DISK QUOTA EXCEEDED": Cause.QUOTA,
+    "NO SPACE LEFT ON DEVICE": Cause.NO_SPACE,
+    "Disk Is Full": Cause.NO_SPACE,
+    "INSUFFICIENT DISK SPACE": Cause.NO_SPACE,
+    "ERRNO: 28": Cause.NO_SPACE,
+    "myerrno 28": Cause.EXCEPTION,
+    "errno 281": Cause.EXCEPTION,
+    "Caught Collective Operation Timeout": Cause.NCCL_TIMEOUT,
+    "Exceeded Memory Limit": Cause.OOM_KILLER,
+    "Node Running Low On Memory": Cause.OOM_KILLER,
+    "Mem 5KB Exceeded Limit": Cause.OOM_KILLER,
+    "Cuda Out Of Memory": Cause.GPU_MEMORY,
+    "CUBLAS error: allocation failed": Cause.GPU_MEMORY,
+    "NAME OR SERVICE NOT KNOWN": Cause.NETWORK,
+    "CONNECTION REFUSED": Cause.NETWORK,
+    "Stale File Handle": Cause.STORAGE,
+    "Lustre: x: Not Responding": Cause.STORAGE,
+    "connect to 10.0.0.1<4000> failed, retrying": Cause.EXCEPTION,
+    "NCCL operations have failed, a timeout": Cause.EXCEPTION,
+    "/my/NCCL: a timeout": Cause.EXCEPTION,
+    "nvidia-container-cli: requirement error: cuda>=12": Cause.EXCEPTION,
+    "No such file [Errno 2]: Opening HDFS file": Cause.EXCEPTION,
+    "[Errno 61] No data available": Cause.EXCEPTION,
+    "[Errno 104] Connection reset": Cause.EXCEPTION,
+    "no space left on device: '/dev/shm/a' -> '/data/b'": Cause.NO_SPACE,
+    "a malloc(): corrupted top size": Cause.EXCEPTION,
+    "a double free or corruption": Cause.EXCEPTION,
+    "a *** stack smashing detected ***": Cause.EXCEPTION,
+    "a MemoryError": Cause.EXCEPTION,
+    "a fatal error: unexpected signal": Cause.EXCEPTION,
+    "a CUDA error (/x/y.cu:42): invalid argument": Cause.EXCEPTION,
+}
+
+
+def test_words_that_look_alike_are_told_apart_and_capitals_make_no_difference() -> None:
+    assert {line: cause_of(line) for line in OTHERS} == OTHERS
 
 
 def test_what_may_pass_is_of_the_network_or_of_a_store() -> None:
