@@ -303,7 +303,8 @@ def test_pieces_go_on_where_the_last_one_may_have_grown(
 
 def test_only_files_that_a_sync_sends_are_expected() -> None:
     good = ["journal/0-0.jsonl", "logs/a.000001", "tensorboard/x/y", "operations.jsonl",
-            "operations.jsonl.000002", "evaluations.jsonl", "rounds.jsonl", "incarnations/000001.json", "recipe.toml", "sources.toml",
+            "operations.jsonl.000002", "evaluations.jsonl", "rounds.jsonl",
+            "incarnations/000001.json", "recipe.toml", "sources.toml",
             "stacks/0", "chronicle.md", "submission.json"]  # fmt: skip
     bad = [
         "checkpoints/x",
