@@ -259,3 +259,28 @@ def test_what_an_action_did_is_told_and_recorded(tmp_path: Path, monkeypatch: py
     with pytest.raises(StorageError, match="Arming the switch"):
         carry_out(run.rundir, ActionRequest(run=0, action="save"), by="ann")
     assert len(list(read_journal(run.rundir.operations))) == 3, "what was not done is not recorded"
+
+
+def test_a_body_is_read_to_four_thousand_bytes_and_files_are_asked_for_anew(tmp_path: Path) -> None:
+    def read(count: int) -> Any:
+        asked: Any = Asked(b'"' + b"x" * (count - 2) + b'"')
+        return asyncio.run(server_module._body(asked))
+
+    assert read(4096) == "x" * 4094 and read(4097) is None
+    server = DashboardServer([tmp_path], AccessRules())
+    request: Any = SimpleNamespace(path_params={"name": "charts.js"})
+    page, script = asyncio.run(server._page(request)), asyncio.run(server._static(request))
+    told = [
+        (one.status_code, one.headers["content-type"], one.headers["cache-control"]) for one in (page, script)
+    ]
+    assert told == [
+        (200, "text/html; charset=utf-8", "no-cache"),
+        (200, "text/javascript; charset=utf-8", "no-cache"),
+    ]
+    assert b"<html" in page.body and page.body != script.body
+    request.path_params["name"] = "../access.py"
+    assert asyncio.run(server._static(request)).status_code == 404
+    stream = asyncio.run(server._changes(request))
+    assert (stream.media_type, stream.headers["cache-control"]) == ("text/event-stream", "no-store")
+    server._viewers = 256
+    assert asyncio.run(server._changes(request)).status_code == 503

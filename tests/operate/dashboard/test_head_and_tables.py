@@ -13,6 +13,7 @@ from tests.operate.dashboard.written_run import WrittenRun, healed_run
 
 from bloomery.config.load import dump_recipe, load_recipe, override
 from bloomery.errors import BloomeryError
+from bloomery.events.heartbeat import RankBeat
 from bloomery.operate.dashboard import mesh_panel as mesh_module
 from bloomery.operate.dashboard import panels, run_summary
 from bloomery.operate.dashboard.mesh_panel import MeshPanel, RankRow, StageMemoryInUse, _mark_slow, mesh_panel
@@ -26,6 +27,7 @@ from bloomery.operate.dashboard.run_summary import (
     _health,
     left_words,
     night_words,
+    silent_ranks,
 )
 from bloomery.operate.dashboard.viewed_run import ViewedRun
 from bloomery.operate.ledger.figures import PlannedRun
@@ -291,3 +293,35 @@ def test_where_the_time_went_is_told_with_each_class_that_took_some(tmp_path: Pa
     }  # fmt: skip
     nothing = panels.goodput(RunReader(tmp_path / "none"))
     assert nothing == {"problem": "Nothing has trained here yet."}
+
+
+def test_the_newest_saves_and_incidents_are_shown_and_a_step_that_is_no_number_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = RunReader(tmp_path)
+    for number in range(70):
+        name = f"step-{number:06d}.i001"
+        step = "x" if number == 69 else number
+        reader._take_other(json.dumps({"event": "checkpoint", "path": name, "step": step}).encode())
+    rows = panels.saves(reader, None)
+    assert [row.step for row in rows] == [0, *range(68, 9, -1)]
+    names = ("time", "cause", "culprit", "action", "remedy", "steps_lost", "seconds")
+    incidents = [dict.fromkeys(names, number) for number in range(110)]
+    wanted = ("shares", "effective_time", "ettr", "token_goodput", "causes", "elapsed_s")
+    figures = {**dict.fromkeys(wanted, 0.0), "seconds": {}, "incidents": incidents}
+    monkeypatch.setattr(panels, "read_ledger", lambda rundir, *, ranks: ranks)
+    monkeypatch.setattr(panels, "ledger_figures", lambda ledger, plan: figures)
+    assert [one["time"] for one in panels.goodput(reader)["incidents"]] == list(range(10, 110))
+
+
+def test_of_a_large_run_the_first_sixty_four_ranks_are_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, read = RunReader(tmp_path), list[str]()
+
+    def silent(path: Path) -> RankBeat:
+        read.append(path.name)
+        return RankBeat(rank=len(read) - 2, world=600, activity="x", time=0.0)
+
+    monkeypatch.setattr(run_summary, "read_beat", silent)
+    assert silent_ranks(reader, now=1e9) == list(range(64)) and len(read) == 65
