@@ -276,3 +276,39 @@ def test_an_error_of_the_thread_that_leads_is_raised_by_the_launcher(
     monkeypatch.setattr(GroupSupervisor, "_lead", lambda self: [][0])
     with pytest.raises(IndexError):
         launch(run, "n1", lambda *_: 0, monkeypatch, needed=1)
+
+
+def test_a_signal_that_asked_for_the_end_stays_known_and_a_start_without_a_checkpoint_is_at_step_0(
+    run: RunDirectory,
+) -> None:
+    group = Group(run)
+    asked = iter((15, 0))
+
+    def attempt(decision: Decision, watch: ShareWatch) -> int:
+        watch.asked = next(asked)
+        return 143
+
+    for number in (1, 2):
+        group.leader._run_share(replace(FIRST, number=number), attempt)
+    card = json.loads((run.path / "board" / "n1.json").read_text())
+    assert card["asked"] == 15
+    group.leader._attempt(Decision(number=0, newest=-1), ["n1", "n2"])
+    assert [event["step"] for event in told(run, "attempt")] == [0]
+
+
+def test_the_wait_for_results_begins_anew_with_each_attempt(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group, now = Group(run), [1000.0]
+    monkeypatch.setattr(group.board, "now", lambda: now[0])
+    monkeypatch.setattr(group.board, "is_alive", lambda host: True)
+    concluded: list[tuple[float, int]] = []
+    conclude = lambda decision, results, ending: concluded.append((now[0], decision.number))  # noqa: E731
+    monkeypatch.setattr(group.leader, "_conclude", conclude)
+    for number, first in ((1, 1000.0), (2, 2000.0)):
+        group.leader._adopt(replace(FIRST, number=number))
+        group.board.put(f"ending-{number}", {"kind": HANG, "why": "it hung"})
+        group.board.put(f"result-{number}-n1", result("n1", 143).to_json())
+        for now[0] in (first, first + 45.0, first + 45.5):
+            group.leader._lead()
+    assert concluded == [(1045.5, 1), (2045.5, 2)]

@@ -258,3 +258,44 @@ def test_a_process_that_has_ended_does_not_run_though_nobody_waited_for_it() -> 
         os.kill(process.pid, signal.SIGKILL)
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it is left as it ended
         assert not machine_queue.is_running(process.pid, began=began, life=life)
+
+
+def test_a_job_reads_nothing_and_writes_both_streams_into_its_log(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[tuple[str, ...], dict]] = []
+
+    def refuse(command: tuple[str, ...], **options: object) -> None:
+        assert options["stdout"] is options["stderr"]
+        calls.append((command, options))
+        raise FileNotFoundError("no such command")
+
+    queue_of(run.path).mkdir()
+    monkeypatch.setattr(machine_queue.subprocess, "Popen", refuse)
+    job = MachineJob(number=1, command=("x",), directory="/home", minutes=1.0, signal_before_s=20)
+    machine_queue._run(run.path, job)
+    ((command, options),) = calls
+    assert (command, options["cwd"], options["stdin"], options["process_group"]) == (
+        ("x",),
+        "/home",
+        subprocess.DEVNULL,
+        0,
+    )
+    assert options["stdout"].name == str(run.path / "logs" / "job-1.log")
+    (kept,) = read_jobs(run.path)
+    assert (kept.state, kept.status, kept.reason) == (JobState.FAILED, 127, "no such command")
+
+
+def test_a_disk_that_is_full_for_a_while_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(machine_queue, "time", SimpleNamespace(sleep=lambda seconds: None))
+    refusals = [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE]
+
+    def refused() -> str:
+        if refusals:
+            raise OSError(refusals.pop(0), "no")
+        return "done"
+
+    assert machine_queue._at_last(refused) == "done"
+    assert caplog.text.count("the queue waits for the disk") == 1

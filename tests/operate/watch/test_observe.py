@@ -230,3 +230,16 @@ def test_free_is_what_this_user_may_take(monkeypatch: pytest.MonkeyPatch, files:
     monkeypatch.setattr(os, "statvfs", lambda path: facts)
     assert sample_disk(Path("/"), now=5.0) == DiskSample(5.0, 2000 * 4096, inodes)
     assert observe._used_share(Path("/")) == 0.75
+
+
+def test_no_more_than_two_hundred_usual_steps_and_twenty_saves_are_remembered(run: RunDirectory) -> None:
+    observer = RunObserver(run)
+    observer.observe(now=NOW)  # which reads the journal so far
+    for number in range(300):
+        observer._take(event("step", seconds=float(number)))
+        observer._take({"event": "checkpoint", "time": float(number), "path": "x"})
+        observer._take({"event": "guard", "time": float(number), "guard": "g", "action": "stop"})
+    seen = observer.observe(now=NOW)
+    assert seen.usual_step_s == tuple(map(float, range(80, 280)))
+    assert list(seen.saves) == list(map(float, range(280, 300)))
+    assert [time for time, _, _ in seen.guards] == list(map(float, range(250, 300)))

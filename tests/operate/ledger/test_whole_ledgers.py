@@ -1,0 +1,349 @@
+"""Ledgers, chronicles and histories of small runs, as whole values."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.operate.ledger.test_ledger import T0, killed_once, operation, start, step, write_run
+
+from bloomery.errors import ConfigError, StorageError
+from bloomery.events.journal import read_journal
+from bloomery.events.run_directory import RunDirectory
+from bloomery.operate.ledger import chronicle
+from bloomery.operate.ledger.chronicle import (
+    BY_HAND,
+    ChronicleKeeper,
+    add_note,
+    as_block,
+    as_text,
+    chronicle_text,
+    write_chronicle,
+)
+from bloomery.operate.ledger.figures import PlannedRun, duration, ledger_figures, plan_figures, read_plan
+from bloomery.operate.ledger.operations import Span, read_marks
+from bloomery.operate.ledger.run_history import (
+    NO_WORD,
+    SAVE_REFUSED,
+    Incident,
+    RunHistory,
+    read_run_history,
+)
+from bloomery.operate.ledger.run_ledger import RunLedger, _Sums, read_ledger
+from bloomery.operate.ledger.time_class import MEANINGS, NOT_WANTED, OF_ACTIVITY, TimeClass
+from bloomery.operate.ledger.timeline import rank_spans
+
+
+def clock(time: float) -> str:
+    return datetime.fromtimestamp(time).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def test_a_chronicle_is_this() -> None:
+    incidents = [
+        Incident(time=T0 + 60, cause="bad GPU", culprit="n1, GPU 3", summary="it *fell* off", sure=True,
+                 evidence=("it *fell* off", "Xid 79", ""), action="started again", remedy="report it",
+                 step=1234, steps_lost=1000),
+        Incident(time=T0 + 30, cause="x", sure=False, times=3),
+    ]  # fmt: skip
+    history = RunHistory(
+        incidents=incidents, changes=[(T0 + 45, "stopped: signal")], step=2000, kept_tokens=5_000_000,
+        speeds=[100_000.0],
+    )  # fmt: skip
+    ledger = RunLedger(
+        begin=T0, end=T0 + 100, ranks={"0-0": {TimeClass.TRAINING: 50.0, TimeClass.STOPPED: 50.0}},
+        history=history, incident_s=[90.0, 0.0], goodput_at_incident=[0.25, 0.0],
+    )  # fmt: skip
+    note = operation(50, "note", text="a\n\n*b*", by="Ada")
+    timeless = {**operation(0, "note", text="never"), "time": None}
+    text = chronicle_text(ledger, [note, timeless, operation(1, "attempt")], name="my_run")
+    assert text == (
+        "# Chronicle of my\\_run\n"
+        "\n"
+        "Written from the journal and operations.jsonl, anew at each incident; `bloomery note` adds to it.\n"
+        "\n"
+        f"- from {clock(T0)} to {clock(T0 + 100)}: 100.0 s\n"
+        "- step 2,000, 5,000,000 tokens\n"
+        "- effective time 50.0%, ETTR 100.0%, goodput of tokens 50.0% (first rank; "
+        "`bloomery report` has all)\n"
+        "- bad GPU: 1 ×, 90.0 s, 1,000 steps lost\n"
+        "- x: 3 ×, 0.0 s, 0 steps lost\n"
+        "\n"
+        f"### {clock(T0 + 30)} · x (3 times in a row)\n"
+        "\n"
+        "Problem, at step 0, and its evidence:\n"
+        "\n"
+        "```text\n```\n"
+        "\n"
+        "- diagnosis: x, likely\n"
+        "- done: nothing\n"
+        "- cost: 0.0 s, 0 steps; effective time so far 0.0%\n"
+        "\n"
+        f"### {clock(T0 + 45)} · stopped: signal\n"
+        "\n"
+        f"### {clock(T0 + 50)} · note by Ada\n"
+        "\n"
+        "> a\n>\n> \\*b\\*\n"
+        "\n"
+        f"### {clock(T0 + 60)} · bad GPU: n1, GPU 3\n"
+        "\n"
+        "Problem, at step 1,234, and its evidence:\n"
+        "\n"
+        "```text\nit *fell* off\nXid 79\n```\n"
+        "\n"
+        "- diagnosis: bad GPU, sure\n"
+        "- done: started again\n"
+        "- what helps: report it\n"
+        "- cost: 90.0 s, 1,000 steps; effective time so far 25.0%\n"
+    )
+
+
+def test_words_of_records_are_cut_and_a_fence_is_longer_than_any_in_it() -> None:
+    assert as_text("x" * 300) == "x" * 300 and as_text("x" * 301) == "x" * 299 + "…"
+    assert as_text(" 12. a ") == "12\\. a" and as_text("www.a.b") == "www\\.a.b"
+    assert as_text("a\x00\u202eb") == "a b" and as_text("- a://b") == "\\- a\\://b"
+    assert as_block(["a````b", "c" * 400, ""]) == "`````text\na````b\n" + "c" * 300 + "\n\n`````"
+    assert as_block([]) == "```text\n```"
+
+
+def test_a_note_has_its_author_and_a_chronicle_of_nothing_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDirectory(tmp_path / "run").create()
+    assert write_chronicle(run) is None and not run.chronicle.exists()
+    monkeypatch.setattr(chronicle.getpass, "getuser", lambda: "ann")
+    add_note(run, "a")
+    add_note(run, "b", by="ben")
+
+    def nameless() -> str:
+        raise OSError
+
+    monkeypatch.setattr(chronicle.getpass, "getuser", nameless)
+    add_note(run, "c")
+    told = [(event["event"], event["text"], event["by"], event["step"], event["incarnation"])
+            for event in read_journal(run.operations)]  # fmt: skip
+    assert told == [("note", "a", "ann", 0, 0), ("note", "b", "ben", 0, 0), ("note", "c", "somebody", 0, 0)]
+
+
+def test_a_new_chronicle_ends_with_room_for_notes_by_hand_and_a_refusal_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = write_run(tmp_path, *killed_once())
+    assert write_chronicle(run, now=T0 + 50) == run.chronicle
+    text = run.chronicle.read_text()
+    assert text.endswith(f"\n{BY_HAND}\n\n## Notes by hand\n") and text.count(BY_HAND) == 1
+
+    def refuse(path: Path, text: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(chronicle.durable, "write_whole", refuse)
+    assert write_chronicle(run, now=T0 + 50) == run.chronicle, "there is nothing new to write"
+    add_note(run, "x")
+    with pytest.raises(StorageError, match="Writing the chronicle"):
+        write_chronicle(run, now=T0 + 50)
+
+
+def test_a_keeper_writes_when_the_records_grow_and_at_its_end_and_outlives_refusals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, written = RunDirectory(tmp_path).create(), list[str]()
+    looks = threading.Semaphore(0)
+
+    def write(rundir: RunDirectory) -> None:
+        assert rundir == run
+        written.append(run.operations.read_text() if run.operations.exists() else "")
+        looks.release()
+        if len(written) == 1:
+            raise StorageError("full", remedy="")
+        if len(written) == 2:
+            raise KeyError("odd")
+
+    size, has_begun = ChronicleKeeper._size, threading.Event()
+
+    def looked(keeper: ChronicleKeeper) -> int:
+        found = size(keeper)
+        has_begun.set()
+        return found
+
+    monkeypatch.setattr(ChronicleKeeper, "_size", looked)
+    monkeypatch.setattr(chronicle, "_POLL_S", 0.005)
+    monkeypatch.setattr(chronicle, "write_chronicle", write)
+    with caplog.at_level(logging.WARNING), ChronicleKeeper(run):
+        assert has_begun.wait(30.0)
+        for text in ("a", "aa"):
+            run.operations.write_text(text)
+            assert looks.acquire(timeout=30.0)
+    assert written == ["a", "aa", "aa"]
+    said = [(entry.levelname, entry.getMessage(), bool(entry.exc_info)) for entry in caplog.records]
+    assert said == [
+        ("WARNING", "the chronicle was not written: full", False),
+        ("ERROR", "the chronicle was not written", True),
+    ]
+
+
+def test_the_history_of_a_run_is_this() -> None:
+    events = [
+        start(10, ranks=2, starting=4.0),
+        step(12, 1, compute=1.0),
+        operation(12.5, "setting", incarnation=1, step=1, key="a", value=5),
+        operation(13, "setting_refused", incarnation=1, step=1, why="w"),
+        operation(13.5, "restraint", incarnation=1, step=1, what="r"),
+        {**step(14, 2, compute=1.0), "tokens_per_s": 0.0, "consumed_tokens": "many"},
+        {**step(15, 3, compute=1.0), "step": "x"},
+        operation(16, "checkpoint_failed", incarnation=1, why="full"),
+        operation(17, "rewind", incarnation=1, to_step=1, skip=[4, 8], reason="spike"),
+        {**start(20, 2, at=1, ranks=0), "reason": "rewind: spike"},
+        start(40, 3, at=1, ranks=4, starting=5.0),
+        operation(50, "end", incarnation=3, step=9, finished=False, failed=True, reason="it broke"),
+        {**operation(0, "step"), "time": None},
+    ]
+    operations = [operation(3, "attempt", attempt="a"), operation(60, "note", text="x")]
+    assert read_run_history(events, operations, is_visible=lambda base: True) == RunHistory(
+        began_s=T0 + 3, last_s=T0 + 60, is_over=False, is_finished=False, kept_steps=2, kept_tokens=100,
+        step=2, speeds=[100.0], members=((T0 + 6, 2), (T0 + 35, 4)),
+        incidents=(
+            Incident(time=T0 + 16, cause=SAVE_REFUSED, summary="full", step=2,
+                     action="the training went on and tries again",
+                     remedy="Free space or inodes where the message says."),
+            Incident(time=T0 + 17, cause="rewind", summary="spike", step=2,
+                     action="went back to step 1 or the checkpoint before it without samples 4–8"),
+            Incident(time=T0 + 20, cause=NO_WORD, sure=False, step=2, action="somebody started it again",
+                     summary="the process wrote nothing more, and no supervisor recorded why",
+                     remedy="Start it with `bloomery launch --supervise`, which finds the cause."),
+        ),
+        changes=(
+            (T0 + 12.5, "step 1: setting: key a, value 5"),
+            (T0 + 13, "step 1: setting refused: why w"),
+            (T0 + 13.5, "step 1: restraint: what r"),
+            (T0 + 50, "failed: it broke"),
+        ),
+    )  # fmt: skip
+    finished = [start(1), operation(2, "end", finished=True)]
+    seen = read_run_history(finished, [], is_visible=lambda base: True)
+    assert (seen.is_over, seen.is_finished, seen.changes) == (True, True, ())
+    assert read_run_history([], [], is_visible=lambda base: True) == RunHistory(is_over=True, speeds=[])
+
+
+def spans(events: list[dict], end: float, *operations: dict, finished: bool = False) -> list[tuple[Any, ...]]:
+    marks = read_marks(operations, was_finished=finished)
+    found = rank_spans(events, marks=marks, is_visible=lambda base: True, begin=T0, end=T0 + end)
+    return [(round(span.begin - T0, 6), round(span.end - T0, 6), span.kind) for span in found]
+
+
+def test_each_span_of_a_rank_is_where_it_should_be() -> None:
+    events = [start(10, starting=4.0, loading=2.0)]
+    events += [step(14, 1, compute=3.0, data=1.0), step(16, 2, compute=1.5, save=0.5)]
+    events += [step(17, 3, compute=1.0), {**start(20, 2, at=2), "reason": "rewind: x", "spent": None}]
+    events += [step(22, 3, 2, compute=1.0)]
+    events += [{**operation(25, "end", incarnation=2, finished=True), "spent": None}]
+    attempt = operation(2, "attempt", attempt="a")
+    over = operation(26, "attempt_end", attempt="a", status=0)
+    assert spans(events, 30, attempt, over, finished=True) == [
+        (0.0, 2.0, TimeClass.STARTING),
+        (2.0, 4.0, TimeClass.STARTING),
+        (4.0, 8.0, TimeClass.STARTING),
+        (8.0, 10.0, TimeClass.LOADING),
+        (10.0, 11.75, TimeClass.FIRST_STEP),  # the median of the two steps after it is 1.25 s
+        (11.75, 13.0, TimeClass.TRAINING),
+        (13.0, 14.0, TimeClass.DATA),
+        (14.0, 15.5, TimeClass.TRAINING),
+        (15.5, 16.0, TimeClass.SAVING),
+        (16.0, 17.0, TimeClass.TRAINING),
+        (17.0, 20.0, TimeClass.LOADING),
+        (20.0, 21.1, TimeClass.TRAINING),
+        (21.1, 22.0, TimeClass.UNEXPLAINED),
+        (22.0, 25.0, TimeClass.ENDING),
+        (25.0, 26.0, TimeClass.ENDING),
+        (26.0, 30.0, TimeClass.FINISHED),
+    ]
+
+
+def test_spans_fall_into_the_bins_and_incidents_that_they_belong_to() -> None:
+    incidents = [Incident(time=T0 + 10, cause="a"), Incident(time=T0 + 15, cause=SAVE_REFUSED),
+                 Incident(time=T0 + 30, cause="b")]  # fmt: skip
+    sums = _Sums(incidents, begin=T0, end=T0 + 40, bins=4)
+    kinds = [
+        (0, 5, TimeClass.TRAINING), (5, 10, TimeClass.FAILURE), (10, 12, TimeClass.RESTART),
+        (12, 14, TimeClass.STARTING), (14, 15, TimeClass.FIRST_STEP), (15, 25, TimeClass.TRAINING),
+        (25, 27, TimeClass.LOST), (27, 30, TimeClass.HANG), (30, 35, TimeClass.ABSENT),
+        (35, 38, TimeClass.DOWN), (38, 40, TimeClass.STOPPED),
+    ]  # fmt: skip
+    sums.add("0-0", [Span(T0 + begin, T0 + end, kind) for begin, end, kind in kinds])
+    assert sums.incident_s == [5 + 2 + 2 + 1, 0.0, 2 + 3 + 3]
+    assert sums.ranks == {
+        "0-0": {TimeClass.TRAINING: 15.0, TimeClass.FAILURE: 5.0, TimeClass.RESTART: 2.0,
+                TimeClass.STARTING: 2.0, TimeClass.FIRST_STEP: 1.0, TimeClass.LOST: 2.0, TimeClass.HANG: 3.0,
+                TimeClass.DOWN: 3.0, TimeClass.STOPPED: 2.0}
+    }  # fmt: skip
+    assert [dict(part) for part in sums.bins] == [
+        {TimeClass.TRAINING: 5.0, TimeClass.FAILURE: 5.0},
+        {TimeClass.RESTART: 2.0, TimeClass.STARTING: 2.0, TimeClass.FIRST_STEP: 1.0, TimeClass.TRAINING: 5.0},
+        {TimeClass.TRAINING: 5.0, TimeClass.LOST: 2.0, TimeClass.HANG: 3.0},
+        {TimeClass.DOWN: 3.0, TimeClass.STOPPED: 2.0},
+    ]
+    assert sums.goodput_at_incidents() == [0.5, 5 / 15, 15 / 30]
+
+
+def test_the_figures_of_a_ledger_are_these(tmp_path: Path) -> None:
+    run = write_run(tmp_path, *killed_once())
+    ledger = read_ledger(run, now=T0 + 1000)
+    assert ledger is not None
+    plan = PlannedRun(tokens_per_s=200.0, tokens=1000, days=2.0, goodput=0.75)
+    figures = ledger_figures(ledger, plan)
+    (incident,) = figures.pop("incidents")
+    assert {name: incident[name] for name in ("cause", "culprit", "steps_lost", "times", "step")} == {
+        "cause": "killed", "culprit": "node7, rank 0", "steps_lost": 2, "times": 1, "step": 0,
+    }  # fmt: skip
+    assert incident["seconds"] == pytest.approx(18.0)
+    assert {name: figures[name] for name in ("begin", "end", "ranks", "elapsed_s", "step", "kept_steps",
+                                             "kept_tokens", "best_tokens_per_s")} == {
+        "begin": T0, "end": T0 + 30, "ranks": 1, "elapsed_s": 30.0, "step": 5, "kept_steps": 5,
+        "kept_tokens": 500, "best_tokens_per_s": 100.0,
+    }  # fmt: skip
+    assert figures["rank_seconds"] == pytest.approx(30.0) and figures["ettr"] == pytest.approx(3.5 / 30)
+    assert figures["token_goodput"] == pytest.approx(500 / 3000)
+    assert figures["causes"] == {"killed": {"incidents": 1, "seconds": pytest.approx(18.0), "steps_lost": 2}}
+    assert sum(figures["shares"].values()) == pytest.approx(1.0)
+    assert figures["plan"] == plan_figures(ledger, plan)
+    assert figures["plan"]["days"] == pytest.approx(1000 / (500 / 30) / 86400)
+    nothing = RunLedger(begin=T0, end=T0 + 9, ranks={}, history=RunHistory())
+    assert plan_figures(nothing, plan)["days"] is None
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(119.96, "120.0 s"), (120.0, "2.0 min"), (7199.0, "120.0 min"), (7200.0, "2.0 h"), (259_199.0, "72.0 h"),
+     (259_200.0, "3.0 days")],
+)  # fmt: skip
+def test_a_longer_time_has_a_larger_unit(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+@pytest.mark.parametrize("content", ["[", "[]", '{"run": {"days": 1}}', '{"run": {"days": "x"}}'])
+def test_a_file_that_is_no_plan_is_refused_with_its_name(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(content)
+    with pytest.raises(ConfigError) as refused:
+        read_plan(path)
+    (mistake,) = refused.value.mistakes
+    assert (mistake.key, mistake.value, mistake.source) == ("--plan", str(path), "command line")
+    path.write_text('{"run": {"days": 0, "training_days": 1, "tokens": 5}, "speed": {"tokens_per_s": 2}}')
+    assert read_plan(path) == PlannedRun(tokens_per_s=2.0, tokens=5, days=0.0, goodput=0.0)
+    with pytest.raises(ConfigError, match="FileNotFoundError"):
+        read_plan(tmp_path / "none")
+
+
+def test_each_class_of_time_has_a_meaning_and_each_activity_a_class() -> None:
+    assert set(MEANINGS) == set(TimeClass) and {TimeClass.STOPPED, TimeClass.FINISHED} == NOT_WANTED
+    assert {str(name): str(kind) for name, kind in OF_ACTIVITY.items()} == {
+        "starting": "start-up, imports", "preparing the data": "preparing the data",
+        "building the model": "start-up, imports", "loading a checkpoint": "loading",
+        "waiting for samples": "waiting for data", "forward and backward": "training",
+        "reducing gradients": "training", "updating the weights": "training",
+        "reducing the report": "training", "evaluating": "evaluating", "between steps": "between steps",
+        "saving a checkpoint": "blocked by saves",
+        "ending": "last save and end", "ended": "last save and end",
+    }  # fmt: skip
