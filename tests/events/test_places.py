@@ -1,4 +1,4 @@
-"""The places of a run's files, which tools and people know, and what a record of a step says to the letter."""
+"""The places of a run's files, which tools and people know, and what a step's record says to the letter."""
 
 from __future__ import annotations
 

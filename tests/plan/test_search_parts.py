@@ -81,8 +81,8 @@ def test_the_best_is_called_so() -> None:
 
 def test_where_nothing_fits_the_nearest_says_what_it_lacks() -> None:
     assert _nearest(SETTING, candidate(recompute="full")) == (
-        "Nothing fits. Nearest: TP2·PP3·DP4·Z1, micro-batch 2, recompute full, lacks 1.0 GiB of 3.0. Use more "
-        "accelerators, or accelerators with more memory."
+        "Nothing fits. Nearest: TP2·PP3·DP4·Z1, micro-batch 2, recompute full, lacks 1.0 GiB of 3.0. Use "
+        "more accelerators, or accelerators with more memory."
     )
 
 
