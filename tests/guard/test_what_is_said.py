@@ -227,3 +227,31 @@ def test_verdicts_are_journalled_with_what_is_theirs() -> None:
     }  # fmt: skip
     stop = Stop(judged_step=3, reason="end", failed=True, numbers={"a": 1.0})
     assert described(stop) == {"action": "stop", "reason": "end", "numbers": {"a": 1.0}}
+
+
+@pytest.mark.parametrize(
+    ("changed", "left", "same", "kind"),
+    [
+        ({}, (6, 7), 5, None),
+        ({"loss": 2.5}, (), 4, "other bits"),
+        ({"loss": 2.5, "cursor": 51}, (6, 7), 4, None),  # on other samples
+        ({"loss": 2.5, "peers": 2}, (6, 7), 4, None),  # with another peer
+        ({"step": 6, "cursor": 60}, (7,), 5, None),
+        ({"step": 4, "cursor": 50, "loss": 2.5}, (5, 6, 7), 4, None),
+        ({"step": 8, "cursor": 80}, (), 4, None),
+    ],
+)
+def test_a_step_that_is_made_again_is_compared_on_the_same_samples_alone(
+    changed: dict[str, Any], left: tuple[int, ...], same: int, kind: str | None
+) -> None:
+    state = LadderState(rung=Rung.REPEAT, repeats=made(5, 6, 7), same=4)
+    one = report(**{"step": 5, "loss": 2.0, "cursor": 50, **changed})
+    after_it, shown = Ladder(section=GuardSection()).after_step(state, one, is_calm=False)
+    assert (after_it.repeats, after_it.same) == (made(*left), same)
+    assert [watch.kind for watch in shown if isinstance(watch, Watch)] == ([kind] if kind else [])
+    if kind:
+        assert shown[0].reason == (
+            "step 5 was made again from the same state on the same samples, and its loss is 2.5 where it was "
+            "2.0: the machine made a mistake then or now, or its kernels are not deterministic"
+        )
+        assert shown[0].numbers == {"loss": 2.5, "before": 2.0, "same_steps": 4.0}
