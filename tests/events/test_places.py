@@ -172,6 +172,14 @@ def test_an_event_is_one_line_with_its_time_and_place(
     )
 
 
+def test_a_journal_that_is_opened_again_gets_no_line_but_the_end_of_a_torn_one(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    for content, after in ((b"", b""), (b"whole\n", b"whole\n"), (b"torn", b"torn\n")):
+        path.write_bytes(content)
+        Journal(path).close()
+        assert path.read_bytes() == after
+
+
 def test_a_tail_begins_with_its_first_whole_line(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"event": "one"}\n{"event": "two"}\n{"event": "end"}\n')  # 17 bytes each

@@ -181,6 +181,41 @@ def test_the_tenth_newest_value_enters_the_window_and_each_32nd_completes_a_bloc
     assert twice.spreads[:-1] == level.spreads[1:] and twice.spreads[-1] > 0.0
 
 
+def test_statistics_are_computed_again_while_the_window_fills_or_falls_and_else_for_each_block() -> None:
+    filling = RobustWindow(window=(1.0,) * 40, recent=(3.0,) * 9, heights=(0.0,) * 9, centre=7.0, spread=9.0)
+    after, _ = push(filling, 3.0, floor=0.0)
+    assert (after.centre, after.fresh, after.entered) == (1.0, 0, 1) and after.spread < 1e-11
+    full = replace(filling, window=(1.0,) * WINDOW)
+    after, _ = push(full, 3.0, floor=0.0)
+    assert (after.centre, after.spread, after.fresh) == (7.0, 9.0, 1), "until the end of the block"
+    after, _ = push(replace(full, slope=-1.0), 3.0, floor=0.0)
+    assert (after.centre, after.fresh) == (1.0, 0), "96 values of a fall by 1 are beyond 9"
+    few = RobustWindow(window=(1.0,) * 15, recent=(3.0,) * 5, heights=(0.0,) * 5, centre=7.0, spread=9.0)
+    after, _ = push(few, 3.0, floor=0.0)
+    assert after.centre == 3.0 and after.fresh == 0, "six of the newer eleven of 21 values are the newest"
+    enough = replace(few, window=(1.0,) * 16)
+    assert push(enough, 3.0, floor=0.0)[0].centre == 7.0, "the newest are held back"
+
+
+def test_a_block_is_calm_by_where_a_trend_will_have_come_to() -> None:
+    level = RobustWindow(
+        window=(0.0,) * WINDOW,
+        recent=(0.0,) * 9,
+        heights=(0.0,) * 9,
+        spread=1.0,
+        slope=0.5,
+        entered=9,
+        fresh=2,
+    )
+    # 24 values to the window's end, 2 + 9 since, and the next: 18 on, of which 80% are expected.
+    first = 0.8 * 0.5 * (24 + 2 + 9 + 1)
+    values = first + 0.8 * 0.5 * np.arange(BLOCK - 9)
+    (calm,) = calm_blocks(level, values, floor=0.01)
+    assert calm.heights == pytest.approx((0.0,) * 9, abs=1e-9) and (calm.fresh, calm.entered) == (0, 0)
+    assert calm.recent == tuple(values[-9:].tolist()) and calm.window[-1] == values[-10]
+    assert list(calm_blocks(replace(level, slope=-0.5), -values, floor=0.01)) == [], "a steep fall"
+
+
 def test_a_calm_window_keeps_the_median_of_the_last_spreads_and_what_blocks_vary_by() -> None:
     ups = [0.0, 1.0] * 4  # second differences of 2
     variance = (2.0 * 1.4826) ** 2 / 6.0
