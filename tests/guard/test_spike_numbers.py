@@ -339,3 +339,32 @@ def test_a_history_holds_all_of_a_past_and_reads_it_back() -> None:
     judged = replace(past, spike=replace(SPIKE, judged=True))
     assert _from_json(GUARD.resumed(_to_json(judged))) == replace(past, spike=SPIKE)
     assert GUARD.resumed(GUARD.fresh()) == GUARD.fresh()
+
+
+def test_a_mean_that_is_far_out_by_its_spread_and_near_by_its_loss_is_no_spike() -> None:
+    level = calm_level(recent=(2.0,) * 6, heights=(0.0,) * 6, spread=0.00390625)
+    assert isinstance(began(level, 2.09375, distance=10)[1], CarryOn), "24 spreads, and 4.7% of the loss"
+    assert isinstance(began(level, 2.125, distance=10)[1], Watch)
+
+
+def test_the_newest_three_of_four_high_losses_are_kept() -> None:
+    level = calm_level(recent=(2.0, 2.0, 3.0, 3.5, 4.0), heights=(0.0, 0.0, 4.0, 12.0, 16.0))
+    past, _ = began(level, 3.75)
+    assert past.spike is not None and past.spike.newest == (3.5, 4.0, 3.75)
+    assert (past.spike.peak, past.spike.first_loss, past.spike.high_steps) == (3.75, 3.0, 4)
+
+
+@pytest.mark.parametrize(("step", "is_judged"), [(20, False), (21, True)])
+def test_the_first_twenty_steps_are_not_judged(step: int, is_judged: bool) -> None:
+    level = calm_level(spread=0.03125)  # three times as wide in the first steps
+    past = _Past(step=step - 1, distance=1, batch=BATCH, rate=1e-3, circumstances=ABOUT, level=level)
+    after, _ = GUARD.judged(past, report(step, 3.75))
+    assert (after.spike is not None) is is_judged
+
+
+def test_between_reports_of_unknown_distance_lies_one_step() -> None:
+    after, _ = GUARD.judged(replace(PAST, distance=0, spike=replace(SPIKE, high_steps=3)), report(110, 2.75))
+    assert after.spike is not None and after.spike.high_steps == 4 and after.distance == 1
+    _, new = GUARD.judged(replace(PAST, spike=replace(SPIKE, judged=True, high_steps=499)), report(110, 2.75))
+    assert new.numbers["loss"] == 2.75 and new.numbers["high_steps"] == 500.0
+    assert not climbed(2.5, climbs=True)[0].climbs
