@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import queue
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,14 @@ def test_a_holder_writes_who_it_is_and_what_it_does(tmp_path: Path, monkeypatch:
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     assert machine == f"{os.uname().nodename}/{boot}/{Path('/proc/self/ns/pid').readlink()}"
     assert started == Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+
+
+def test_no_thread_of_a_holder_or_a_heartbeat_keeps_its_process_alive(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    with lock_run(RunDirectory(tmp_path)), Heartbeat(tmp_path / "0-0", interval_s=3600.0).start():
+        new = set(threading.enumerate()) - before
+        assert {(thread.name, thread.daemon) for thread in new} == {("holder", True), ("heartbeat", True)}
+    assert not any(thread.is_alive() for thread in new)
 
 
 def test_a_holder_that_closed_may_close_again_and_frees_nobody_else(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -178,6 +179,32 @@ def test_a_journal_that_is_opened_again_gets_no_line_but_the_end_of_a_torn_one(t
         path.write_bytes(content)
         Journal(path).close()
         assert path.read_bytes() == after
+
+
+def test_lines_that_were_lost_are_counted_anew_each_time_and_the_file_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(file: int, content: bytes) -> int:
+        raise OSError(28, "full")
+
+    monkeypatch.setattr("bloomery.events.journal._MOST_WAITING", 2)
+    journal = Journal(tmp_path / "a.jsonl")
+    for steps in ((1, 2, 3, 4), (6,)):
+        with monkeypatch.context() as full:
+            full.setattr("bloomery.events.journal.os.write", refuse)
+            for step in steps:
+                journal.write("step", incarnation=1, step=step)
+        journal.write("step", incarnation=1, step=steps[-1] + 1)
+    told = [record.getMessage() for record in caplog.records]
+    assert [text for text in told if "is written again" in text] == [
+        f"{journal.path} is written again; {lost} lines were lost" for lost in (3, 0)
+    ]
+    assert [event["step"] for event in read_tail(journal.path)] == [1, 5, 6, 7]
+    file = journal._file
+    journal.close()
+    journal.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(file)
 
 
 def test_a_tail_begins_with_its_first_whole_line(tmp_path: Path) -> None:
