@@ -10,6 +10,7 @@ import pytest
 
 from bloomery.config.load import load_recipe
 from bloomery.errors import ConfigError
+from bloomery.plan import search
 from bloomery.plan.hardware import load_hardware
 from bloomery.plan.layout import Layout
 from bloomery.plan.request import Request
@@ -23,6 +24,7 @@ from bloomery.plan.search import (
     _would_be_refused,
     _zero_stages,
     as_rows,
+    search_layouts,
 )
 from bloomery.plan.step_time import StepTime
 
@@ -120,6 +122,7 @@ SHAPE = {"heads": 4, "kv_heads": 4, "hidden": 64, "ffn": 64}
 
 
 def test_every_division_of_four_accelerators_is_tried_with_its_chunks_and_shards() -> None:
+    assert tried(8, per_node=4, layers=1, **{**SHAPE, "heads": 8, "kv_heads": 8})[-1] == "TP4·PP1·DP2·Z3"
     assert tried(4, layers=4, overlap=False, **SHAPE) == [
         "TP1·PP1·DP4·Z0", "TP1·PP1·DP4·Z1", "TP1·PP1·DP4·Z3",
         "TP1·PP2·DP2·Z0", "TP1·PP2·DP2·Z1", "TP1·PP2×2·DP2·Z0", "TP1·PP2×2·DP2·Z1",
@@ -185,3 +188,123 @@ def test_a_layout_that_training_would_refuse_is_left_out() -> None:
     assert not refused(1, pipeline=2) and refused(1, pipeline=recipe.model.layers + 1)
     interleaved = {"pipeline": 2, "chunks": 2, "schedule": "interleaved"}
     assert not refused(1, **interleaved) and refused(1, **{**interleaved, "schedule": "1f1b"})
+
+
+OWN = (
+    "parallel.data=6", "parallel.tensor=2", "parallel.pipeline=3", "parallel.schedule=zbv",
+    "parallel.chunks=2", "parallel.blocks_per_stage=[1,2]", 'parallel.recompute_per_stage=["full"]',
+    "parallel.sequence=true", "parallel.zero=2", "parallel.shard_degree=3", "parallel.ranks_per_node=2",
+    "parallel.offload=cpu", "train.micro_batch=4", "train.micro_batch_changes=[[9,2]]",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [
+        (
+            {"data": 5, "tensor": 4, "pipeline": 7, "schedule": "interleaved", "chunks": 8, "zero": 1,
+             "sequence": True, "rounds_by_block": True, "per_node": 16},
+            {"data": 5, "tensor": 4, "pipeline": 7, "schedule": "interleaved", "chunks": 8, "zero": 1,
+             "sequence": True, "working": "by-block", "ranks_per_node": 16},
+        ),
+        (
+            {"data": 5, "per_node": 16},
+            {"data": 5, "tensor": 1, "pipeline": 1, "schedule": "1f1b", "chunks": 1, "zero": 0,
+             "sequence": False, "working": "kept", "ranks_per_node": "auto"},
+        ),
+    ],
+)  # fmt: skip
+def test_training_is_asked_about_the_layout_and_not_about_the_recipes_own(
+    layout: dict[str, Any], expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = load_recipe("demo", OWN).recipe
+    parallel = replace(
+        recipe.parallel, blocks_per_stage=(), recompute_per_stage=(), shard_degree="auto", **expected
+    )
+    train = replace(recipe.train, micro_batch=3, micro_batch_changes=())
+    chosen = replace(recipe, parallel=parallel, train=train)
+    calls = {
+        "batch_mistakes": (train, parallel),
+        "layout_mistakes": (chosen,),
+        "sharding_mistakes": (chosen,),
+        "pipeline_mistakes": (parallel, recipe.model, train),
+    }
+    asked: list[str] = []
+    wrong: list[str] = []
+    for name, arguments in calls.items():
+
+        def check(*given: Any, name: str = name, arguments: Any = arguments, **more: Any) -> list[str]:
+            assert given == arguments and more == ({} if name == "layout_mistakes" else {"data_degree": 5})
+            asked.append(name)
+            return [name] * (name in wrong)
+
+        monkeypatch.setattr(search, name, check)
+    work: Any = SimpleNamespace(layout=Layout(**layout), micro_batch=3)
+    assert not _would_be_refused(recipe, work) and asked == list(calls)
+    for name in calls:
+        wrong[:] = [name]
+        assert _would_be_refused(recipe, work)
+
+
+@pytest.mark.parametrize(("given", "count", "refused"), [(None, 36, None), (1, 1, None), (0, 0, 0)])
+def test_only_the_count_of_accelerators_is_refused_for_a_search(
+    given: int | None, count: int, refused: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = Request(loaded=load_recipe("demo", OWN), hardware=load_hardware("h200"), accelerators=given)
+    asked: list[Request] = []
+    monkeypatch.setattr(search, "refuse_impossible", asked.append)
+    assert _accelerators(request) == count
+    parallel = replace(request.recipe.parallel, tensor=1, pipeline=1, data="auto", sequence=False)
+    loaded = replace(request.loaded, recipe=replace(request.recipe, parallel=parallel))
+    assert asked == [replace(request, loaded=loaded, accelerators=refused)]
+
+
+def searched(
+    monkeypatch: pytest.MonkeyPatch, *, needed: list[int], refused: tuple[int, ...] = ()
+) -> tuple[SearchResult, list[int]]:
+    """A search of one work for each number of bytes, of which 100 fit; seconds fall with the number."""
+    asked: list[int] = []
+    works: list[Any] = [SimpleNamespace(layout=number, micro_batch=1) for number in range(len(needed))]
+    request: Any = SimpleNamespace(hardware=SimpleNamespace(name="h200"))
+    setting = SimpleNamespace(
+        recipe=SimpleNamespace(run=SimpleNamespace(name="demo")), room_bytes=100, costs=COSTS
+    )
+
+    def would_be_refused(recipe: Any, work: Any) -> bool:
+        asked.append(work.layout)
+        return work.layout in refused
+
+    def timed(setting: Any, work: Any, recompute: str, memory: int) -> Candidate:
+        made = candidate(recompute=recompute, memory_bytes=memory, compute_s=9.0 - work.layout // 2)
+        return replace(made, micro_batch=work.layout)
+
+    monkeypatch.setattr(search, "_accelerators", lambda request: 8)
+    monkeypatch.setattr(search, "_setting", lambda request, accelerators: setting)
+    both = [(work, recompute) for work in works for recompute in ("none", "full")]
+    monkeypatch.setattr(search, "_choices", lambda setting: both)
+    monkeypatch.setattr(search, "_would_be_refused", would_be_refused)
+    monkeypatch.setattr(
+        search, "_peak", lambda setting, work, how: needed[work.layout] - 10 * (how == "full")
+    )
+    monkeypatch.setattr(search, "_timed", timed)
+    return search_layouts(request), asked
+
+
+def test_those_that_fit_are_ranked_by_seconds_and_then_by_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    result, asked = searched(monkeypatch, needed=[50, 100, 101, 90, 30], refused=(4,))
+    found = [(one.micro_batch, one.recompute, one.memory_bytes) for one in result.ranked]
+    assert found == [
+        (3, "full", 80), (3, "none", 90), (2, "full", 91), (0, "full", 40), (0, "none", 50), (1, "full", 90),
+        (1, "none", 100),
+    ]  # fmt: skip
+    assert (result.too_large, result.indivisible, result.nearest) == (1, 2, "")
+    assert (result.recipe, result.hardware, result.accelerators) == ("demo", "h200", 8)
+    assert asked == [0, 1, 2, 3, 4], "once for each layout and micro-batch"
+    assert [one.reason for one in result.ranked][:2] == ["the best", "memory: as quick, but fuller"]
+
+
+def test_of_those_that_do_not_fit_the_smallest_is_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+    result, _ = searched(monkeypatch, needed=[300, 150, 200])
+    assert result.ranked == () and result.too_large == 6
+    assert "micro-batch 1, recompute full" in result.nearest
+    assert searched(monkeypatch, needed=[50], refused=(0,))[0].nearest == ""
