@@ -45,6 +45,22 @@ def test_only_what_is_old_this_users_and_locked_by_nobody_is_removed(
     assert not locked.exists() and len(list(Path("/proc/self/fd").iterdir())) == before
 
 
+def test_a_new_directory_has_a_minute_to_be_locked_and_no_child_inherits_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = make(tmp_path, "one-new", age_s=0)
+    made = directory.stat().st_mtime
+    monkeypatch.setattr("bloomery.durable.time.time", lambda: made + 59.0)
+    remove_abandoned(tmp_path, "one-")
+    assert directory.exists()
+    held = hold_directory(directory)
+    assert held is not None and not os.get_inheritable(held)
+    os.close(held)
+    monkeypatch.setattr("bloomery.durable.time.time", lambda: made + 60.0)
+    remove_abandoned(tmp_path, "one-")
+    assert not directory.exists()
+
+
 def test_what_a_killed_launcher_left_goes_with_the_next_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

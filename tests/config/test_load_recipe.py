@@ -364,3 +364,8 @@ def test_a_run_that_began_from_weights_is_read_from_its_record_alone(tmp_path):
     (tmp_path / "sources.toml").touch()
     loaded = load_recipe(str(tmp_path / "recipe.toml"), describe=asked)
     assert loaded.recipe.init.from_ == "there"
+
+
+def test_a_number_for_a_text_is_not_told_to_lose_its_point():
+    one = only(MINIMAL.replace('name = "small"', "name = 1.0"))
+    assert one.problem == "must be text, and is a number" and "point" not in one.remedy

@@ -194,7 +194,7 @@ def test_a_process_of_this_machine_holds_a_run_while_it_runs_itself(monkeypatch:
         os._exit(0)
     os.waitpid(gone, 0)
     assert not lives({**here, "pid": gone}, locked=False) and process_identity(gone) == ""
-    assert process_identity(os.getppid()) != process_identity(os.getpid())
+    assert process_identity(1) != process_identity(os.getpid())
 
     def anothers(pid: int, number: int) -> None:
         raise PermissionError

@@ -44,6 +44,7 @@ ODD = {
     "capitals": each(lambda line: line.replace("iteration", "Iteration", 1).replace("lm loss", "LM loss")),
     "another name": each(lambda line: line.replace("lm loss", "train loss")),
     "other losses": each(lambda line: line.replace("| loss sc", "| z_loss: 1.0 | mtp_1 loss: 9.5 | loss sc")),
+    "a loss before it": each(lambda line: line.replace("| lm loss", "| loss: 9.5 | lm loss")),
     "commas": each(lambda line: line.replace(" |", ",")),
     "samples first": each(lambda line: f" samples/sec: 37.{len(line)} |{line}"),
     "small exponents": each(lambda line: line.replace("E+00", "e+00").replace("E-04", "e-04")),
@@ -58,6 +59,7 @@ ODD = {
     )
     + "\n",
 }
+ODD["Windows, shapes in turns"] = ODD["shapes in turns"].replace("\n", "\r\n")
 
 
 @pytest.mark.parametrize("how", ODD)

@@ -83,6 +83,7 @@ def eventful(seed):
 def test_a_replay_says_what_the_guards_say_line_by_line(tmp_path, seed):
     columns = columns_of(tmp_path, eventful(seed))
     found = [(one.line, one.guard, one.verdict.reason) for one in replay_columns(columns, GuardSection())]
+    assert [line for line, *_ in found] == sorted(line for line, *_ in found)
     expected = line_by_line(columns)
     assert len({name for _, name, _ in expected}) >= 4
     bare = [(line, name, reason.partition(REPEATS)[0]) for line, name, reason in found]

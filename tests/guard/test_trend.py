@@ -74,6 +74,16 @@ def test_three_steps_that_are_slower_by_a_twentieth_of_the_throughput_are_told()
     assert len(told(ThroughputDrop(), timed([*on, *[2.4] * 5]))) == 1, "not again so soon"
 
 
+def test_of_seconds_that_vary_five_spreads_are_told() -> None:
+    varying = [1.9, 2.1] * 50  # a spread of about 0.155, so five are 0.77 beyond 2 s
+    assert told(ThroughputDrop(), timed([*varying, *[2.7] * 5])) == []
+    (warning,) = told(ThroughputDrop(), timed([*varying, *[2.9] * 5]))
+    assert 0.14 < warning.numbers["spread"] < 0.16
+    for guard in (GradientNormRise(), ThroughputDrop()):  # no history yet, as after an older version
+        one = report(3, shared_seconds=2.0)
+        assert guard.judge(None, one) == guard.judge(guard.fresh(), one)
+
+
 def flattening(
     *, fall_before: float, fall: float, rate: float = 1e-3, steps: int = 16_384
 ) -> list[StepReport]:

@@ -252,3 +252,30 @@ def test_scores_and_masks_are_formed_where_no_kernel_attends_by_tiles(
     masked = replace(plain, masks_documents=True)
     assert not plain.forms_mask
     assert [work.forms_mask for work in (dropping, alibi, masked)] == [not by_tiles] * 3
+
+
+@pytest.mark.parametrize(
+    ("units", "precision", "teraflops"),
+    [
+        ({"bf16_teraflops": 1.0, "fp8_teraflops": 4.0, "fp8_efficiency": 0.25}, "fp8", 4.0 * 0.25),
+        ({"bf16_teraflops": 1.0, "fp16_teraflops": 9.0}, "fp8", 1.0 * 0.55),
+        ({"bf16_teraflops": 0.0, "fp16_teraflops": 3.0, "fp32_teraflops": 7.0}, "bf16", 3.0 * 0.5),
+        ({"bf16_teraflops": 0.0, "fp32_teraflops": 7.0}, "bf16", 7.0 * 0.5),
+        ({"bf16_teraflops": 1.0, "fp32_teraflops": 7.0}, "fp32", 7.0 * 0.5),
+    ],
+)
+def test_what_the_machine_has_no_units_for_is_computed_by_the_next_best(
+    units: dict[str, float], precision: str, teraflops: float
+) -> None:
+    hardware = machine(memory_gb_per_s=1e9, **units)
+    spent = matmul_s(hardware, precision, rows=64, columns=64, inner=64)
+    assert spent == pytest.approx(2 * 64**3 / (teraflops * 1e12))
+
+
+def test_machines_without_links_reduce_over_their_network() -> None:
+    unlinked = machine(link_gb_per_s=0.0)
+    sent = 2 * 3 / 4 * 1e6
+    across = ring_s(unlinked, 1e6, 4, passes=2, per_node=2, sharing=1)
+    assert across == pytest.approx(sent / 0.25e9 + 6 * 7e-6)
+    assert ring_s(unlinked, 1e6, 1, passes=2, per_node=2, sharing=1) == 0.0
+    assert ring_s(unlinked, 1e6, 2, passes=2, per_node=2, sharing=1) == pytest.approx(2 * 3e-6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -16,10 +17,10 @@ from bloomery.plan.request import Request
 A100 = load_hardware("a100-80g")
 
 
-def planned(*overrides: str, gpus: int | None = None, overhead_power_w: float = 0.0) -> Plan:
+def planned(*overrides: str, gpus: int | None = None, overhead_power_w: float = 0.0, **more: Any) -> Plan:
     machine = replace(A100, node=replace(A100.node, overhead_power_w=overhead_power_w))
     loaded = load_recipe("demo", ["optim.name=adamw", "train.global_batch=64", *overrides])
-    return make_plan(Request(loaded=loaded, hardware=machine, accelerators=gpus))
+    return make_plan(Request(loaded=loaded, hardware=machine, accelerators=gpus, **more))
 
 
 @pytest.mark.parametrize(("tensor", "accelerators"), [(1, 1), (2, 8)])
@@ -64,3 +65,34 @@ def test_the_hours_of_all_peers_are_paid_for() -> None:
     hours = [planned(*peers, f"elastic.peers={count}", gpus=1).whole for count in (1, 2)]
     assert hours[1].accelerator_hours == pytest.approx(2 * 24 * hours[1].days)
     assert hours[0].accelerator_hours == pytest.approx(24 * hours[0].days)
+
+
+def test_a_checkpoint_holds_both_moments_of_adam_and_one_of_muons_matrices() -> None:
+    adamw = planned(gpus=1).draft
+    total = adamw.parameters.total
+    assert adamw.checkpoints.stored_bytes == 12 * total
+    muon = planned("optim.name=muon", gpus=1).draft
+    matrices = muon.parameters.layers * muon.parameters.block.matrices
+    assert muon.checkpoints.stored_bytes == pytest.approx(12 * total - 4 * matrices, abs=1)
+    assert adamw.room_bytes == 80 * 2**30
+
+
+def test_failures_take_what_they_lose_beyond_the_saves() -> None:
+    plan = planned("train.steps=1000", "train.tokens=0", gpus=8, failures_per_week=50.0)
+    kept, training_s = plan.draft.checkpoints, plan.whole.training_days * 86_400
+    assert kept.lost_share is not None and 0.0 < kept.lost_share < 0.9
+    lost_s = training_s / (1 - kept.lost_share) - training_s * (1 + kept.blocking_s / kept.interval_s)
+    assert plan.whole.failure_hours * 3600 == pytest.approx(lost_s)
+
+
+def test_milestones_of_samples_come_at_each_peers_part_of_them() -> None:
+    plan = planned(
+        "elastic.inner_steps=10", "elastic.peers=2", "train.samples=6400", "train.tokens=0",
+        "schedule.unit=samples", "schedule.warmup=0", "train.global_batch=8", "train.ramp_up=[4,4,80]",
+        "train.micro_batch=1", "train.micro_batch_changes=[[84,2]]", gpus=1, data_tokens=160 * 512.0,
+    )  # fmt: skip
+    told = {event.what: (event.step, event.sample) for event in plan.calendar}
+    # Ten steps of 4 samples on both peers are 80; then each step is 16 samples of both.
+    assert told["full batch of 8"] == (10, 80) and told["micro-batch becomes 2"] == (11, 96)
+    assert told["epoch 1 ends"] == (15, 160) and told["epoch 2 ends"] == (25, 320)
+    assert plan.whole.samples == 6400

@@ -284,3 +284,25 @@ def test_tensor_ranks_share_all_but_norms_and_positions() -> None:
     parameters = count_parameters(tied.model, vocabulary=100, sequence_length=16)
     assert rank_parameters(parameters, last, tied) == 3 * block + norm + 3_200, "a copy of the embedding"
     assert rank_parameters(parameters, both, tied) == 3 * block + 3_200 + positions + norm + norm
+
+
+@pytest.mark.parametrize(
+    ("layout", "micro_batches", "held"),
+    [
+        ({"pipeline": 1, "schedule": "gpipe"}, 8, [1.0]),
+        ({"pipeline": 1, "chunks": 2, "schedule": "interleaved"}, 8, [1.0]),
+        ({"pipeline": 2}, 8, [2.0, 1.0]),
+        ({"pipeline": 4}, 8, [4.0, 3.0, 2.0, 1.0]),
+        ({"pipeline": 4}, 3, [3.0, 3.0, 2.0, 1.0]),
+        ({"pipeline": 3, "schedule": "gpipe"}, 8, [8.0, 8.0, 8.0]),
+        ({"pipeline": 3, "schedule": "zbv", "chunks": 2}, 8, [3.0, 3.0, 3.0]),
+        ({"pipeline": 3, "schedule": "zbv", "chunks": 2}, 2, [2.0, 2.0, 2.0]),
+        ({"pipeline": 4, "schedule": "interleaved", "chunks": 2}, 8, [5.5, 4.125, 2.75, 1.375]),
+    ],
+)
+def test_a_stage_holds_the_micro_batches_that_its_schedule_has_begun(
+    layout: dict[str, Any], micro_batches: int, held: list[float]
+) -> None:
+    work = of(Layout(**layout))
+    training = Training(micro_batches=micro_batches, recompute="none", optimizer="adamw", loss_chunk=256)
+    assert [in_flight(work, index, training) for index in range(len(held))] == held

@@ -5,6 +5,7 @@ import pytest
 from bloomery.errors import BloomeryError, TrainingFailed
 from bloomery.plan.ranks import (
     Degrees,
+    HostRanks,
     groups_across_hosts,
     hosts_of_ranks,
     indices_on_node,
@@ -70,3 +71,20 @@ def test_a_tensor_line_that_crosses_nodes_is_refused_with_a_layout_that_fits() -
         refuse_tensor_groups_across_hosts(degrees, hosts)
     assert "parallel.tensor=4 parallel.pipeline=2 parallel.data=4" in refused.value.remedy
     refuse_tensor_groups_across_hosts(Degrees(pipeline=2, data=4, tensor=4), hosts)
+
+
+def test_indices_that_lie_apart_are_listed_and_a_tensor_degree_of_the_nodes_size_is_kept() -> None:
+    degrees = Degrees(pipeline=1, data=16, tensor=1)
+    apart = HostRanks(host="a", ranks=range(2, 6))
+    assert indices_on_node(degrees, "data", apart) == "2–5"
+    strided = Degrees(pipeline=3, data=1, tensor=2)
+    assert indices_on_node(strided, "pipeline", HostRanks(host="a", ranks=range(6))) == "0–2"
+    assert indices_on_node(strided, "pipeline", HostRanks(host="a", ranks=range(2, 6))) == "1, 2"
+    assert read_hosts("n[9-11]") == ["n9", "n10", "n11"] and read_hosts("n[10-11]") == ["n10", "n11"]
+    hosts = ["a"] * 3 + ["b"] * 5
+    with pytest.raises(TrainingFailed, match="must stay inside a node, and nodes have 3 or 5 of the ranks"):
+        refuse_tensor_groups_across_hosts(Degrees(pipeline=1, data=2, tensor=4), hosts)
+    crossed = ["a"] * 2 + ["b"] * 4 + ["c"] * 2
+    with pytest.raises(TrainingFailed, match="ranks 0–3 are on a and b") as refused:
+        refuse_tensor_groups_across_hosts(Degrees(pipeline=1, data=2, tensor=4), crossed)
+    assert "parallel.tensor=2 parallel.pipeline=1 parallel.data=4" in refused.value.remedy

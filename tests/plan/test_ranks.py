@@ -45,3 +45,13 @@ def test_neighbours_share_a_copy_and_ranks_with_the_same_part_of_it_lie_a_copy_a
     assert degrees.replica_groups()[:2] == ((0, 4), (2, 6))
     for groups in (degrees.shard_groups(), degrees.replica_groups()):
         assert sorted(rank for group in groups for rank in group) == list(range(degrees.world))
+
+
+@pytest.mark.parametrize(("zero", "shard_degree", "shard"), [(0, 2, 1), (1, 2, 2), (3, "auto", 4)])
+def test_only_zero_shards_over_neighbours(zero: int, shard_degree: int | str, shard: int) -> None:
+    parallel = ParallelSection(zero=zero, shard_degree=shard_degree, tensor=2)  # type: ignore[arg-type]
+    found = degrees_of(parallel, world=8)
+    assert found is not None and (found.shard or 1, found.data) == (shard, 4)
+    assert degrees_of(ParallelSection(data=0), world=0) is None  # type: ignore[arg-type]
+    with pytest.raises(AssertionError):
+        found.place(8)

@@ -219,3 +219,19 @@ def test_a_run_counted_in_steps_makes_only_those_that_are_left(step: int):
     train = TrainSection(steps=20, samples=0, tokens=0, global_batch=10)
     end = consumed_at_end(train, sequence_length=8, step=step, consumed=10 * step)
     assert end == 10 * max(step, 20)
+
+
+@pytest.mark.parametrize(("length", "begin"), [(1000, 800), (1001, 800), (1004, 803), (1005, 804)])
+def test_a_cooldown_of_a_share_that_is_no_whole_number_begins_earlier(length: int, begin: int):
+    schedule = ScheduleSection(shape="wsd", cooldown_share=0.2, cooldown_shape="linear")
+    at = rates(schedule, begin - 1, begin, begin + 1, length=length)
+    assert at == pytest.approx([1.0, 1.0, 1.0 - 1.0 / (length - begin)])
+
+
+def test_steps_that_are_left_may_be_counted_from_within_a_ramp_up():
+    train = TrainSection(samples=100, global_batch=10, ramp_up=(5, 5, 20))
+    assert steps_left(train, sequence_length=8, consumed=10, peers=1) == 2 + 8
+    assert steps_left(train, sequence_length=8, consumed=20, peers=2) == 4
+    assert steps_left(train, sequence_length=8, consumed=101, peers=2) == 0
+    assert consumed_after(train, 3, start=10) == 10 + 5 + 5 + 10
+    assert consumed_at_end(train, sequence_length=8, consumed=15) == 100

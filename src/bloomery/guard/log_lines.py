@@ -48,7 +48,7 @@ _COLOURS = re.compile(rb"\x1b\[[0-9;]*[A-Za-z]")
 _SMALL_EXPONENT = re.compile(rb"(?<=[0-9.])e(?=[+-][0-9])")
 _STEP = re.compile(rb"[Ii]teration[ \t:=]*(?=[0-9])")
 _NUMBER = b"0123456789.+-E"
-_VALUE = re.compile(rb"[ \t]*([+-]?[0-9.]+(?:E[+-]?[0-9]+)?)[ \t]*([KMBGT]?)(?![A-Za-z])")
+_VALUE = re.compile(rb"[ \t]*([+-]?[0-9.]+(?:E[+-]?[0-9]+)?)[ \t]*([KMBGT]?)(?![A-Za-z0-9.])")
 _SEPARATORS = re.compile(rb"[,;\t]")
 _TO_SPACES = bytes(byte if byte in _NUMBER or byte == 10 else 32 for byte in range(256))
 _NOT_OF_A_SHAPE = _NUMBER + b" \t"

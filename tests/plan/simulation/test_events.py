@@ -26,7 +26,9 @@ from bloomery.plan.simulate.peers import (
     RING,
     SLOWER,
     _PeersState,
+    ring_s,
     simulate_peers,
+    stages_s,
 )
 from bloomery.plan.simulate.scenario import TRAINING, HoursLedger, Scenario, scenario_of
 
@@ -103,7 +105,8 @@ def test_a_failure_while_the_run_comes_back_begins_its_recovery_again() -> None:
     state._come_back()  # half an hour, in which another failure comes, and 0.1 hours until it is noticed
     assert state.account.events["failures"] == state.account.events["GPU"] > 10
     assert state.account.is_over, "with failures each 0.3 hours it never comes back"
-    assert state.account.hours[DETECTION] > 0.3 * state.account.hours[RESTART]
+    # 0.45 hours until the first, then 78 times 0.1 to notice and 0.2 of the restart, and the day is over.
+    assert state.account.hours == pytest.approx({RESTART: 0.45 + 78 * 0.2 + 0.05, DETECTION: 79 * 0.1})
     calm = state_of(cluster(failures={"count": 1.0, "takes_node": False}))
     calm._failure = 0.45
     calm._come_back()
@@ -240,6 +243,24 @@ def test_peers_that_left_or_crashed_are_counted_apart_and_come_back_with_the_sta
     crashing = peers_of(crashes_per_peer_day=24 * 0.7)
     assert crashing._lose_some(1.0, in_ring=True) and crashing.account.events == {"crashes": 4}
     assert not peers_of(crashes_per_peer_day=24 * 0.68)._lose_some(1.0, in_ring=True), "less than half"
+
+
+def test_a_crash_is_one_whoever_else_stays_or_leaves() -> None:
+    state = peers_of(crashes_per_peer_day=1.0)
+    draws = iter([0.0, 0.99, 0.99, 0.99])
+    state._random.random = lambda: next(draws)  # type: ignore[method-assign]
+    assert state._lose_some(1.0, in_ring=True) and state._present == {1, 2, 3}
+
+
+def test_rings_of_rings_have_room_for_all_peers() -> None:
+    state = peers_of(peers=10, groups=4, latency_ms=50.0)
+    # Rings of 3, then of 4: a third of the bytes goes over the second.
+    half, meet, again = stages_s(state._elastic, peers=10)
+    whole_s = 1e9 * 8 / 100e6
+    assert half == again == pytest.approx(2 / 3 * whole_s + 2 * 0.05)
+    assert meet == pytest.approx(2 * 3 / 4 * whole_s / 3 + 6 * 0.05)
+    assert len(stages_s(state._elastic, peers=4)) == 1 and len(stages_s(state._elastic, peers=8)) == 3
+    assert ring_s(3e6, ranks=4, bits=8, bandwidth_mbit_s=1e9, latency_ms=50) == pytest.approx(6 * 0.05)
 
 
 def test_others_wait_for_a_joiner_only_where_it_blocks() -> None:
