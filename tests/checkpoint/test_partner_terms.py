@@ -22,6 +22,7 @@ from bloomery.checkpoint.writer.memory_replica import (
     MemoryReplica,
     MemoryReplicas,
     MemorySource,
+    find_in_memory,
     label_of,
     newest_complete,
     partners_of,
@@ -42,7 +43,7 @@ from bloomery.events.run_directory import RunDirectory
 
 
 def ranks_with(rank: int, *others: list[Any], firsts: list[Any] | None = None) -> Ranks:
-    """This rank, where the others have this to say; firsts: what rank 0 returns, time after time."""
+    """A rank whose others have this to say. firsts: what rank 0 returns, time after time."""
 
     def gather(value: Any) -> list[Any]:
         if isinstance(value, dict):
@@ -76,9 +77,7 @@ def test_the_ranks_agree_on_partners_on_limits_and_on_one_secret(tmp_path: Path)
         host=os.uname().nodename,
         limits=limits,
     )
-    again, _ = agree_on_partner(
-        ranks_with(0, *others), tmp_path / "memory", run=run.path, bytes=500, boxes=6
-    )
+    again, _ = agree_on_partner(ranks_with(0, *others), tmp_path / "memory", run=run.path, bytes=500, boxes=6)
     assert again.token != memory.token
     second, keeper = agree_on_partner(
         ranks_with(1, [here, 5, 7], firsts=["the run's", "0123" * 8]),
@@ -189,9 +188,7 @@ def test_partners_are_found_whichever_way_the_ranks_lie_on_the_nodes() -> None:
 
 def test_of_several_copies_of_a_part_the_first_is_taken_and_of_one_step_the_later_life() -> None:
     def held(rank: int, step: int, incarnation: int, node: str) -> MemoryReplica:
-        return replace(
-            replica(rank=rank, step=step), incarnation=incarnation, world=2, path=Path(node)
-        )
+        return replace(replica(rank=rank, step=step), incarnation=incarnation, world=2, path=Path(node))
 
     on_a = [held(0, 5, 1, "a"), held(1, 5, 1, "a"), held(0, 5, 2, "a")]
     on_b = [held(1, 5, 1, "b"), held(1, 5, 2, "b"), held(0, 5, 1, "b")]
@@ -292,3 +289,37 @@ def test_a_label_that_cannot_be_read_is_told_and_one_that_is_not_there_is_not(
         label_of(slot).write_text(damaged)
         assert read_replica(label_of(slot)) is None
         assert f"{label_of(slot)} was ignored: " in caplog.text
+
+
+def test_bytes_of_the_newest_step_alone_are_read_and_only_by_who_has_that_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def part(rank: int, step: int) -> MemoryReplica:
+        path = tmp_path / f"{rank}-{step}"
+        path.write_bytes(f"{rank}{step}".encode())
+        files = (FileRecord(name=f"f{rank}.safetensors", bytes=2, blocks="", xxh3_128="0" * 32),)
+        usual = {"incarnation": 1, "world": 2, "time": 0.0, "values": {}, "about": {}}
+        offsets = {files[0].name: 0}
+        return MemoryReplica(
+            path=path, step=step, rank=rank, part=Part(files=files, boxes=()), offsets=offsets, **usual
+        )
+
+    here = [part(0, 4), part(0, 5), part(0, 3)]
+    there = [[part(1, 5), part(0, 4)], [part(0, 5), part(1, 4)], [part(1, 5)]]
+    monkeypatch.setattr(MemoryReplicas, "complete", lambda self: here)
+    seen: list[set[tuple[int, int]]] = []
+
+    def visible(bases: Any) -> set[tuple[int, int]]:
+        seen.append(set(bases))
+        return seen[-1] - {(9, 9)}
+
+    ranks = ranks_with(0, *([one.to_json() for one in held] for held in there))
+    found = find_in_memory(MemoryReplicas(tmp_path, tmp_path / "run", "it"), ranks, visible)
+    assert found is not None and found.base == (5, 1) and seen == [{(3, 1), (4, 1), (5, 1)}]
+    assert found.readers == {"f0.safetensors": [0, 2], "f1.safetensors": [1, 3]}
+    content = bytearray(2)
+    with found.source.open("f0.safetensors") as opened:
+        assert opened.read_into([memoryview(content)], begin=0) == 2
+    assert bytes(content) == b"05"
+    with pytest.raises(FileNotFoundError):
+        found.source.open("f1.safetensors")
