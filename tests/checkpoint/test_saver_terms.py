@@ -232,6 +232,10 @@ def test_a_save_that_ended_is_told_with_how_it_ended_and_what_failed_is_cleared(
     told.saver.begin(snapshot(1.0, step=7))
     assert [path.is_dir() for path in partials] == [True, False, True]
     assert told.saver._failed_partials == set()
+    told.saver._pending[-1].failure = failure
+    told.saver._pending[-1].over.set()
+    left = Path(told.saver._pending[-1].order["partial"])
+    assert left.is_dir() and told.saver.wait_for_saves() == -1 and not left.exists()
 
 
 def test_the_end_of_a_run_waits_as_long_as_it_was_told_and_names_what_is_late(
@@ -277,10 +281,10 @@ def test_a_save_that_is_waited_for_raises_its_own_failure_and_no_others(tmp_path
 
 
 class Part:
-    """A part of a run with one tensor."""
+    """A part of a run with two tensors."""
 
     def state_entries(self) -> list[Any]:
-        return [whole("model.a", torch.ones(1000))]
+        return [whole(f"model.{name}", torch.ones(500)) for name in "ab"]
 
     def state_values(self) -> dict[str, Any]:
         return {}
@@ -354,7 +358,7 @@ def test_partners_are_agreed_on_for_the_largest_size_that_a_part_will_have(
         run / "checkpoints", monkeypatch, threshold=1 << 40, partner_copies=True, memory_directory="/there"
     )
     size = 8192 + (1 << 20) + (64 << 10)
-    assert asked == [(Path("/there"), {"run": run, "bytes": size, "boxes": 2})]
+    assert asked == [(Path("/there"), {"run": run, "bytes": size, "boxes": 4})]
     assert made[0]["memory"] is memory and saver._partner == 0
 
 
