@@ -323,3 +323,29 @@ def test_bytes_of_the_newest_step_alone_are_read_and_only_by_who_has_that_step(
     assert bytes(content) == b"05"
     with pytest.raises(FileNotFoundError):
         found.source.open("f1.safetensors")
+
+
+def test_a_label_that_is_too_long_is_refused_before_it_is_read_and_a_stranger_before_that(
+    tmp_path: Path,
+) -> None:
+    replicas = MemoryReplicas(tmp_path, tmp_path / "run", "it")
+    server = ReplicaServer(replicas, rank=0, token=TOKEN, host="127.0.0.1", limits=LIMITS)
+    most = LIMITS.hello_bytes
+
+    def told(lead: bytes) -> str:
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            theirs.sendall(lead)
+            theirs.shutdown(socket.SHUT_WR)
+            with pytest.raises((OSError, ValueError)) as refused:
+                server._receive(ours)
+        return str(refused.value)
+
+    try:
+        length = TOKEN.encode() + partner._LENGTH.pack(most)
+        assert told(length) == "the connection ended too early"
+        too_long = TOKEN.encode() + partner._LENGTH.pack(most + 1)
+        assert told(too_long) == f"a hello of {most + 1} bytes, of at most {most}"
+        assert told(TOKEN[::-1].encode()) == "it does not belong to this run"
+    finally:
+        server.close()
