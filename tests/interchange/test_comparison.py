@@ -184,7 +184,7 @@ def compared(
     way: str = "auto",
 ) -> LogitsCheck:
     monkeypatch.setattr(logits_check, "_whole", lambda *given: (own, their, note))
-    monkeypatch.setattr(logits_check, "_by_blocks", lambda *given: (own + 1.0, their + 1.0, note))
+    monkeypatch.setattr(logits_check, "_by_blocks", lambda *given: (own, their + 2.0, note))
     monkeypatch.setattr(logits_check, "_way_that_fits", lambda model: "blocks")
     model: Any = None
     return logits_check._compare(model, Path("a"), Path("b"), dtype=torch.float32, way=way)  # type: ignore[arg-type]
@@ -205,7 +205,8 @@ def test_the_tolerance_follows_the_largest_logit_of_ours(monkeypatch: pytest.Mon
     assert small.tolerance == 1e-5
     their[0, 0, 0] = float("nan")
     assert compared(own, their, monkeypatch, way="whole").largest == float("inf")
-    assert compared(own, own, monkeypatch).way == "blocks"
+    by_blocks = compared(own, own, monkeypatch)
+    assert (by_blocks.way, by_blocks.largest) == ("blocks", 2.0)
     with pytest.raises(ExportRefused, match=r"logits are \(1, 2, 2\), ours \(1, 3, 2\)"):
         compared(own, own[:, :2], monkeypatch, way="whole")
 
