@@ -11,6 +11,7 @@ from tests.checkpoint.test_save_and_load_steps import NAME, snapshot
 
 from bloomery import durable
 from bloomery.checkpoint.format.manifest import read_manifest
+from bloomery.checkpoint.load.loader import read_tensors
 from bloomery.checkpoint.save import peer_snapshots
 from bloomery.checkpoint.save.peer_snapshots import PeerSnapshots
 from bloomery.checkpoint.writer.ranks import Ranks
@@ -81,4 +82,15 @@ def test_a_place_that_cannot_be_taken_is_told_and_offers_nothing(
     assert offers.add(snapshot(2.0)) is None and "Taking memory for newcomers" in caplog.text
     with pytest.raises(StorageError, match="Taking memory for newcomers"):
         peer_snapshots._move(tmp_path / "none", tmp_path / "place")
+    offers.close()
+
+
+def test_a_snapshot_that_could_not_be_moved_is_never_offered_as_the_next_one(tmp_path: Path) -> None:
+    offers = PeerSnapshots(tmp_path, tmp_path / "run", Ranks())
+    offers._ensure_saver()
+    (offers.directory / "1").mkdir()
+    assert offers.add(snapshot(1.0)) is None
+    assert [path.name for path in offers.directory.iterdir()] == ["1"], "its memory is free again"
+    found = offers.add(snapshot(2.0))
+    assert found is not None and dict(read_tensors(found))["model.a"].tolist() == [2.0] * 5
     offers.close()
