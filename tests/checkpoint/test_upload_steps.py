@@ -127,6 +127,15 @@ def test_the_first_rank_withdraws_its_request_however_the_upload_ends(
     assert done.bytes_sent == second.bytes + texts, "the first and the last were sent and noted before"
 
 
+def test_a_rank_that_is_alone_asks_nobody(
+    saved: Path, remote: Objects, rundir: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = UploadCoordinator(rundir, world=1)
+    monkeypatch.setattr(alone, "ask", lambda *_, **__: pytest.fail("there is nobody"))
+    done = upload_checkpoint(saved, remote, notes=notes_of(rundir, saved.name), others=alone)
+    assert done.bytes_sent == done.bytes and done.url == f"{remote.url}/checkpoints/{saved.name}"
+
+
 def test_what_a_note_vouches_for_is_not_read_back_and_what_differs_is_sent_anew(
     saved: Path, remote: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
