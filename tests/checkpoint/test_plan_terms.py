@@ -82,9 +82,7 @@ def test_files_of_a_plan_begin_at_pages_and_hold_each_part_apart() -> None:
     assert plan == RankWritePlan(
         files=tuple(
             FilePlan(name=name, header=header, bytes=size, offset=8192 * number, items=held)
-            for number, (name, header, size, held) in enumerate(
-                zip(names, headers, sizes, items, strict=True)
-            )
+            for number, (name, header, size, held) in enumerate(each)
         ),
         bytes=3 * 8192,
         file_bytes=sum(sizes),
@@ -113,12 +111,8 @@ def test_each_thing_that_a_layout_says_makes_another_plan() -> None:
         entry("model.a", (4, 6), dtype=torch.int32),
         entry("model.a", (6, 4)),
         entry("model.a", (4, 6), scope="peer"),
-        StateEntry(
-            name="model.a", global_shape=(4, 6), dtype="float32", box=Box((2, 0), (2, 6)), tensor=half
-        ),
-        StateEntry(
-            name="model.a", global_shape=(5, 6), dtype="float32", box=Box((2, 0), (2, 6)), tensor=half
-        ),
+        StateEntry(**place, global_shape=(4, 6)),
+        StateEntry(**place, global_shape=(5, 6)),
     ):
         assert planner.digest([other]) != whole_digest
     plan = planner.agree([base], [whole_digest])
