@@ -101,7 +101,7 @@ def test_a_commit_enters_the_checkpoint_and_removes_what_the_ranks_noted(
 def test_a_run_that_went_on_elsewhere_takes_no_save_of_an_earlier_life(
     rundir: RunDirectory, remote: Objects
 ) -> None:
-    for name in ("000001.json", "000002.json", "000010.json", "notes.json", "000099.txt"):
+    for name in ("000001.json", "000002.json", "000010.json", "notes.json", "00000x.json"):
         remote.put(f"incarnations/{name}", b"{}")
     place = writer(rundir, remote)
     for incarnation in (1, 2, 9):
@@ -345,3 +345,33 @@ def test_the_first_rank_waits_for_each_other_rank_in_turn_and_shows_that_it_goes
         (tmp_path, [EMPTY] * 4),
         {"time": 5.0, "values": {"train": {}}, "records": records, **about},
     )
+
+
+def test_the_manifest_goes_before_all_else_and_what_has_none_goes_too(
+    rundir: RunDirectory, remote: Objects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    removed: list[list[str]] = []
+    delete, delete_all = Objects.delete, Objects.delete_all
+
+    def one(store: Objects, key: str) -> None:
+        removed.append([key])
+        delete(store, key)
+
+    def several(store: Objects, keys: Any) -> None:
+        removed.append(sorted(keys))
+        delete_all(store, removed[-1])
+
+    monkeypatch.setattr(Objects, "delete", one)
+    monkeypatch.setattr(Objects, "delete_all", several)
+    for files, expected in (
+        ((MANIFEST, INDEX, "f"), [[MANIFEST], ["f", INDEX]]),
+        (("f",), [["f"]]),
+    ):
+        removed.clear()
+        for file in files:
+            remote.put(f"checkpoints/{NAME}/{file}", b"{}")
+        draft = rundir.checkpoints / f"{NAME}.partial"
+        entry = enter_stored(draft, b"{}", url=f"{remote.url}/checkpoints/{NAME}")
+        places.remove_stored(entry)
+        assert [keys for keys in removed if keys][: len(expected)] == expected
+        assert keys(remote) == [] and not entry.exists()
