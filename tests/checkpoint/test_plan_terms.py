@@ -265,7 +265,7 @@ def test_a_mark_says_why_and_when_and_is_noted_for_the_backups(
         save_checkpoint(rundir.checkpoints, [entry("model.a", (2,))], step=step, incarnation=1)
         for step in (10, 20)
     ]
-    for step in (5, 15, 20):
+    for step in (5, 10, 15, 20):
         record_copy(rundir, f"step-0000{step:02d}.i001", url="s3://b", what="all", bytes=1)
     found = mark_suspects(rundir, checkpoints(rundir), clean_step=10, why="rank 3 erred: ß")
     assert found == ["step-000020.i001"]
