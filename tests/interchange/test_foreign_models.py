@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from bloomery.checkpoint.format.state import whole
 from bloomery.checkpoint.save.direct import save_checkpoint
@@ -19,8 +22,9 @@ from bloomery.events.run_directory import RunDirectory
 from bloomery.interchange import described_weights as described_module
 from bloomery.interchange import tensor_matching
 from bloomery.interchange.described_weights import _numbers, described_weights
-from bloomery.interchange.families import FAMILIES, hf_tensors
+from bloomery.interchange.families import FAMILIES, hf_config, hf_tensors
 from bloomery.interchange.families.family import stored_shape
+from bloomery.interchange.huggingface import import_, open_model
 from bloomery.interchange.tensor_matching import read_foreign, split_parts
 from bloomery.model.shape import logical_shapes, resolve
 
@@ -199,3 +203,65 @@ def test_all_families_have_names_for_the_same_logical_tensors() -> None:
         for ours, name in family.names.items():
             assert name.rpartition(".")[2] == ours.rpartition(".")[2]
             assert ("{}" in name) is (ours.startswith(("attention", "mlp"))), "blocks are numbered"
+
+
+LLAMA = ModelSection(layers=1, hidden=8, heads=2, ffn=12, vocabulary=20, max_positions=6, init_std=0.02)
+
+
+def written(directory: Path, *, tied: bool, head: float | None) -> Path:
+    """A transformers directory of a small Llama. head: what its head differs by; None for no head."""
+    directory.mkdir()
+    model = resolve(LLAMA, vocabulary=20, sequence_length=6)
+    config = hf_config(model, family="llama", dtype="float32", end_of_document=None)
+    (directory / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": tied}))
+    tensors = {name: tensor + 1 for name, tensor in theirs(LLAMA, "llama").items()}
+    if head is None:
+        del tensors["lm_head.weight"]
+    else:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + head
+    save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+def test_a_directory_is_opened_as_what_its_files_hold_and_filled_as_the_recipe_says(tmp_path: Path) -> None:
+    tied = written(tmp_path / "tied", tied=True, head=None)
+    opened = open_model(tied)
+    assert opened.section.tied and opened.resolved.section is opened.section
+    assert (opened.family.name, opened.resolved.vocabulary) == ("llama", 20)
+    assert [match.stored for match in opened.matched] == [match.entry.name for match in opened.matched]
+    other = replace(opened.section, rope_theta=5e5)
+    again = open_model(tied, section=other)
+    assert again.section == opened.section and again.resolved.section == other
+    apart = written(tmp_path / "apart", tied=True, head=1.0)
+    assert not open_model(apart).section.tied, "a stored head that differs counts"
+    with pytest.raises(CheckpointError, match="stores a head that differs from its embedding") as refused:
+        open_model(apart, section=opened.section)
+    assert "model.tied = false" in refused.value.remedy
+    assert open_model(written(tmp_path / "equal", tied=True, head=0.0), section=opened.section).section.tied
+    found = import_(tied)
+    assert (found.model, found.family, found.tokenizer) == (opened.section, "llama", None)
+    values = dict(found.tensors)
+    assert values["embedding.weight"][0, :3].tolist() == [1.0, 2.0, 3.0] and "head.weight" not in values
+    (tied / "adapter_config.json").touch()
+    with pytest.raises(CheckpointError, match="has an adapter beside the model"):
+        open_model(tied)
+    (tied / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"has no config.json"):
+        open_model(tied)
+
+
+def test_a_directory_of_transformers_is_described_quickly_and_then_by_its_files(tmp_path: Path) -> None:
+    apart = written(tmp_path / "apart", tied=True, head=1.0)
+    quick, full = described_weights(str(apart))
+    section = open_model(apart).section
+    assert quick == DescribedWeights(
+        place=str(apart),
+        model=_numbers(replace(section, tied=True), sequence_length=0),
+        tokenizer="",
+        end_of_document="",
+    )
+    assert full == replace(quick, model=_numbers(section, sequence_length=0))
+    (apart / "tokenizer.json").touch()
+    (apart / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    described = next(described_weights(str(apart)))
+    assert (described.tokenizer, described.end_of_document) == (str(apart / "tokenizer.json"), "</s>")
