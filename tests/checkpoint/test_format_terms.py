@@ -325,3 +325,14 @@ def test_an_entry_is_what_its_tensor_is() -> None:
     assert state.values == {"model": {"at": 3}}
     with pytest.raises(ValueError, match=r"model.a at \(3,\) is there twice"):
         collect({"model": Part(3, 4, 3)})
+
+
+@pytest.mark.parametrize("lost", ["step", "time", "files", "values", "index_xxh3_128"])
+def test_a_manifest_that_lacks_something_says_what(tmp_path: Path, lost: str) -> None:
+    content = json.loads(manifest_text(Manifest(**FACTS, about={}, values={})))
+    del content["manifest_xxh3_128"], content[lost]
+    plain = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    content["manifest_xxh3_128"] = xxhash.xxh3_128_hexdigest(plain.encode())
+    (tmp_path / "manifest.json").write_text(json.dumps(content))
+    with pytest.raises(DamagedCheckpoint, match=f"is not a valid manifest: it lacks '{lost}'"):
+        read_manifest(tmp_path)

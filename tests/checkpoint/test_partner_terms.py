@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -349,3 +351,27 @@ def test_a_label_that_is_too_long_is_refused_before_it_is_read_and_a_stranger_be
         assert told(TOKEN[::-1].encode()) == "it does not belong to this run"
     finally:
         server.close()
+
+
+def test_a_second_part_of_a_rank_waits_for_the_first_until_its_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replicas = MemoryReplicas(tmp_path, tmp_path / "run", "it")
+    replicas.create()
+    server = ReplicaServer(replicas, rank=0, token=TOKEN, host="127.0.0.1", limits=LIMITS)
+    waits: list[float] = []
+    busy: Any = SimpleNamespace(acquire=lambda timeout: bool(waits.append(timeout)))
+    server._owner_locks[2] = busy
+    monkeypatch.setattr(partner, "send_replica_s", lambda bytes: 1e6 if bytes == LIMITS.bytes else 9.0)
+    hello = json.dumps({"bytes": 1000, "holding": replica(rank=2).to_json()}).encode()
+    ours, theirs = socket.socketpair()
+    try:
+        with ours, theirs:
+            theirs.sendall(TOKEN.encode() + partner._LENGTH.pack(len(hello)) + hello)
+            with pytest.raises(TimeoutError, match="another part of rank 2 is still being sent"):
+                server._receive(ours)
+        assert waits == [pytest.approx(1e6, rel=0.01)]
+        assert list(replicas.directory.glob("rank-*")) == []
+    finally:
+        server.close()
+        replicas.release()

@@ -309,6 +309,7 @@ def test_half_of_a_commit_is_taken_back_and_a_whole_one_is_brought_to_its_end(tm
     for rank in (1, 2):
         (partial / f"part-r{rank:05d}.json").touch()
     assert part_place._is_whole(partial) and not part_place._is_whole(saved)
+    assert place.written_before({"rank": 3}) == EMPTY, "its record went, for the manifest is there"
     assert place.written_before(order) == EMPTY and not partial.exists()
     assert sorted(path.name.partition("-")[0] for path in (tmp_path / NAME).iterdir()) == [
         INDEX,
