@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import xxhash
 
 from bloomery.checkpoint.format import data_file
 from bloomery.checkpoint.format.catalogue import (
@@ -20,11 +21,27 @@ from bloomery.checkpoint.format.catalogue import (
     listing_changed,
     refusal_of_damage,
 )
-from bloomery.checkpoint.format.commit import begin_partial, commit, sweep
+from bloomery.checkpoint.format.commit import (
+    Part,
+    abandon_part,
+    begin_partial,
+    commit,
+    commit_texts,
+    part_or_failure,
+    part_record_path,
+    sweep,
+    write_part_record,
+)
 from bloomery.checkpoint.format.data_file import HashingWriter, safetensors_header, shortened, write_image
 from bloomery.checkpoint.format.manifest import (
     DamagedCheckpoint,
+    FileRecord,
+    IndexedBox,
+    Manifest,
+    index_bytes,
+    manifest_text,
 )
+from bloomery.errors import CheckpointError, StorageError
 from bloomery.events.incarnation import begin
 from bloomery.events.run_directory import RunDirectory
 
@@ -157,3 +174,41 @@ def test_checkpoints_are_listed_by_step_then_life_and_a_change_is_seen(rundir: R
     assert damage.message == "it is spoiled" and "backup" in damage.remedy
     many = Problem(file="f", offset=1 << 20, text="damaged", tensors=("a", "b"))
     assert str(many) == "f at byte 1,048,576: damaged (it holds a, b)"
+
+
+def test_a_rank_that_gives_up_says_why_and_what_it_has_recorded_before_stays(tmp_path: Path) -> None:
+    (tmp_path / "mine").touch()
+    why = {"kind": "storage", "message": "it broke", "remedy": "Mend it."}
+    abandon_part(tmp_path, 1, files=["mine"], why=why)
+    record = part_record_path(tmp_path, 1)
+    with pytest.raises(StorageError) as told:
+        part_or_failure(record.read_bytes(), rank=1, place="there")
+    assert (told.value.message, told.value.remedy) == ("rank 1: it broke", "Mend it.")
+    (tmp_path / "mine").touch()
+    write_part_record(tmp_path, 1, Part(files=(), boxes=()))
+    before = record.read_bytes()
+    abandon_part(tmp_path, 1, files=["mine"], why=why)
+    assert (tmp_path / "mine").exists() and record.read_bytes() == before
+
+
+def test_the_texts_of_a_commit_are_of_all_ranks_and_only_of_whole_tensors(tmp_path: Path) -> None:
+    record = FileRecord(name="f", bytes=2, xxh3_128="ab", blocks="cd" * 8)
+    box = IndexedBox(
+        **{"name": "a", "dtype": "int8", "global_shape": (2,), "offset": (0,), "shape": (2,)},
+        **{"scope": "shared", "file": "f", "begin": 0, "end": 2},
+    )
+    parts = [Part(files=(), boxes=()), Part(files=(record,), boxes=(box,))]
+    how: dict[str, Any] = {"step": 3, "incarnation": 2, "time": 5.0, "values": {"v": {}}, "about": {"t": 1}}
+    index, text = commit_texts(parts, **how)
+    assert index == index_bytes([box], [record])
+    made = Manifest(
+        **how,
+        world=2,
+        files=(FileRecord(name="f", bytes=2, xxh3_128="ab", blocks=""),),
+        index_bytes=len(index),
+        index_xxh3_128=xxhash.xxh3_128_hexdigest(index),
+    )
+    assert text == manifest_text(made).encode()
+    with pytest.raises(CheckpointError, match="not filled exactly"):
+        commit_texts([Part(files=(), boxes=(box,)), Part(files=(), boxes=(box,))], **how)
+    assert Part.from_json(json.loads(json.dumps(parts[1].to_json()))) == parts[1]
