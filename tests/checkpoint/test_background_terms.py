@@ -321,3 +321,24 @@ def test_all_tasks_are_done_until_there_are_no_more() -> None:
     thread.start()
     thread.join(60)
     assert done == [1, 2] and not thread.is_alive()
+
+
+def test_the_end_of_a_save_does_not_free_a_buffer_that_the_next_has_taken_by_then(
+    saves: Saves,  # noqa: F811
+) -> None:
+    later: list[Any] = []
+    saves.saver._newest_in = {1: (9, 9)}
+
+    def begin_another(saving: Any) -> None:
+        if not later:
+            saves.writer.go_on.clear()
+            later.append(saves.begin(5))
+
+    saves.saver._committed = begin_another
+    first = saves.begin(4)
+    assert first.over.wait(60) and first.failure is None
+    (second,) = later
+    assert second.buffer == first.buffer == 0 and saves.saver._busy == {0: second}
+    assert saves.saver.under_way == [second.name]
+    saves.writer.go_on.set()
+    assert second.over.wait(60) and saves.saver._busy == {}

@@ -375,3 +375,25 @@ def test_a_second_part_of_a_rank_waits_for_the_first_until_its_deadline(
     finally:
         server.close()
         replicas.release()
+
+
+def test_a_replica_that_is_being_written_over_is_no_longer_believed(tmp_path: Path) -> None:
+    replicas = MemoryReplicas(tmp_path, tmp_path / "run", "it")
+    replicas.create()
+    server = ReplicaServer(replicas, rank=0, token=TOKEN, host="127.0.0.1", limits=LIMITS)
+    try:
+        for step in (1, 2):
+            send_replica(("127.0.0.1", server.port), TOKEN, replica(step=step), content(1000, step))
+        hello = json.dumps({"bytes": 1000, "holding": replica(step=3).to_json()}).encode()
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            theirs.sendall(TOKEN.encode() + partner._LENGTH.pack(len(hello)) + hello + b"half")
+            theirs.shutdown(socket.SHUT_WR)
+            with pytest.raises(OSError, match="ended too early"):
+                server._receive(ours)
+        assert [one.step for one in replicas.complete()] == [2], "the older one made room"
+        send_replica(("127.0.0.1", server.port), TOKEN, replica(step=4), content(1000, 4))
+        assert sorted(one.step for one in replicas.complete()) == [2, 4]
+    finally:
+        server.close()
+        replicas.release()
