@@ -268,6 +268,29 @@ def test_a_rank_serves_each_request_once_and_tells_each_failure_once(
     assert len(tried) == 5
 
 
+def test_a_failure_that_comes_again_after_a_success_is_told_again(
+    saved: Path, remote: Objects, rundir: RunDirectory, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    rundir.backups.mkdir(exist_ok=True)
+    asking, failures = UploadCoordinator(rundir, world=3), [True, False, True]
+
+    def send(sender: FileSender, record: FileRecord) -> int:
+        if failures.pop(0):
+            raise OSError(5, "away")
+        return 0
+
+    def looks() -> Iterator[bool]:
+        for number in range(3):
+            if number != 1:
+                asking.ask(saved.name, url=remote.url, files=read_manifest(saved).files)
+            yield False
+        yield True
+
+    monkeypatch.setattr(FileSender, "send", send)
+    Helper(rundir, looks())._run()
+    assert failures == [] and len(caplog.messages) == 2 and caplog.messages[0] == caplog.messages[1]
+
+
 def test_a_rank_leaves_off_as_soon_as_another_request_is_made(
     saved: Path, remote: Objects, rundir: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
