@@ -249,3 +249,16 @@ def test_tensors_that_the_recipe_lacks_are_refused_unless_they_follow_from_it() 
     ):
         with pytest.raises(CheckpointError, match=said):
             refuse(Path("d"), {**lazy, **more}, "m.", ["wte"], **how)
+
+
+def test_the_scheme_of_codes_counts_for_one_file_and_for_several(tmp_path: Path) -> None:
+    scheme = Scheme(kind="int8", dtype="I8")
+    plan = [PlannedTensor(name=name, shape=(3,), dtype=torch.float32) for name in "ab"]
+    for most, files in ((100, 1), (12, 2)):
+        directory = tmp_path / str(files)
+        directory.mkdir()
+        tensors = [(name, torch.ones(3)) for name in "ab"]
+        assert len(write_shards(directory, plan, tensors, max_shard_bytes=most)) == files
+        found = weight_files.open_weights(directory, scheme=scheme)
+        assert found.scheme is scheme and list(found.tensors) == ["a", "b"]
+        assert weight_files.open_weights(directory).scheme is None
