@@ -91,3 +91,28 @@ def test_each_element_of_each_tensor_lies_in_one_box(boxes, pairs_at_once):
 def test_a_box_of_other_dimensions_is_refused():
     with pytest.raises(CheckpointError, match="a has a box of other dimensions"):
         check_coverage([indexed("a", (2, 2), (0, 0), (2, 2)), indexed("a", (2, 2), (0,), (0,))])
+
+
+@pytest.mark.parametrize("change", [{"dtype": "int16"}, {"scope": "peer"}, {"global_shape": (3, 2)}], ids=str)
+def test_ranks_that_declare_one_tensor_differently_are_refused(change: dict[str, object]):
+    boxes = [indexed("a", (2, 2), (row, 0), (1, 2)) for row in range(2)]
+    check_coverage(boxes)
+    fields = {name: getattr(boxes[1], name) for name in boxes[1].__struct_fields__}
+    other = IndexedBox(**{**fields, **change})
+    said = "the checkpoint was not saved: a is declared differently by different ranks"
+    with pytest.raises(CheckpointError) as refused:
+        check_coverage([boxes[0], other])
+    assert refused.value.message == said and "report it with the recipe" in refused.value.remedy
+
+
+def test_what_is_wrong_is_told_by_the_tensor_that_has_it():
+    good = indexed("good", (2, 2), (0, 0), (2, 2))
+    lacking = indexed("lacking", (3, 2), (0, 0), (2, 2))
+    with pytest.raises(CheckpointError, match=r"lacking of shape \(3, 2\) is not filled exactly"):
+        check_coverage([good, lacking])
+    doubled = [indexed("twice", (4,), (0,), (2,)), indexed("twice", (4,), (1,), (2,))]
+    with pytest.raises(CheckpointError, match="twice has boxes that overlap"):
+        check_coverage([indexed("fine", (2,), (0,), (2,)), *doubled])
+    outside = [indexed("out", (4,), (0,), (2,)), indexed("out", (4,), (3,), (2,))]
+    with pytest.raises(CheckpointError, match="out of shape"):
+        check_coverage([good, *outside])

@@ -164,6 +164,7 @@ def test_a_checkpoint_is_intact_once_each_rank_has_said_so() -> None:
     assert results.add(0, {"a": ""}) == [], "one rank counts once"
     assert results.add(1, {"c": "", "b": "", "d": ""}) == ["b"] == intact
     assert results.add(0, {"c": ""}) == ["c"]
+    assert results.add(1, {"b": ""}) == [] and intact == ["b", "c"], "what is known is told once"
 
 
 def test_what_was_written_is_read_back_in_chunks_until_somebody_needs_the_writer(tmp_path: Path) -> None:

@@ -143,3 +143,20 @@ def test_ranks_of_one_machine_know_each_other_by_its_boot_or_else_by_its_name(
 
     monkeypatch.setattr(Path, "read_text", unknown)
     assert shared_buffer.machine_id() == os.uname().nodename
+
+
+def test_a_place_for_a_buffer_that_cannot_be_made_is_told_and_a_full_one_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match="Taking memory for checkpoints failed"):
+        SharedBuffer.create(4096, name="x", path=tmp_path / "file" / "slot")
+    before = len(list(Path("/proc/self/fd").iterdir()))
+
+    def full(file: int, start: int, length: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(StorageError, match=r"needs 0\.0 GB of memory: No space left on device"):
+        SharedBuffer.create(4096, name="x", path=tmp_path / "slot")
+    assert len(list(Path("/proc/self/fd").iterdir())) == before

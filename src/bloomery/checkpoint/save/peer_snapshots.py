@@ -103,4 +103,5 @@ def _move(saved: Path, place: Path) -> None:
         place.mkdir(mode=0o700)
         saved.rename(place / saved.name)
     except OSError as error:
+        shutil.rmtree(saved, ignore_errors=True)  # the next snapshot of this step would be taken for saved
         raise storage_error(error, path=place, doing="Taking memory for newcomers") from error

@@ -1,0 +1,56 @@
+"""Ranks that wait for one of them: how often they ask each other, and who is named when one is late."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from bloomery.checkpoint.writer import ranks as ranks_module
+from bloomery.checkpoint.writer.ranks import Ranks
+from bloomery.errors import StorageError
+
+
+def test_ranks_that_wait_ask_each_other_at_growing_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits, states = list[float](), [False] * 11 + [True]
+    gathered: list[Any] = []
+
+    def wait(futures: list[Any], *, timeout: float) -> None:
+        waits.append(timeout)
+
+    def gather(value: Any) -> list[Any]:
+        gathered.append(value)
+        if isinstance(value, dict):
+            return [value, {"result": 7, "failure": None}]
+        return [[True, ""], [states.pop(0), ""]]
+
+    monkeypatch.setattr(ranks_module, "wait", wait)
+    ranks = Ranks(rank=0, world=2, gather=gather)
+    assert ranks.poll_on_all(lambda: 4) == [4, 7]
+    assert waits == pytest.approx([0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.0, 5.0, 5.0, 5.0])
+    assert gathered[-1] == {"result": 4, "failure": None}
+
+
+def test_a_rank_names_itself_to_all_once_it_is_past_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, said = [100.0], list[Any]()
+
+    def wait(futures: list[Any], *, timeout: float) -> None:
+        now[0] += 30.0
+
+    def gather(value: Any) -> list[Any]:
+        said.append(value)
+        return [value, [False, ""]]
+
+    class Never:
+        def done(self) -> bool:
+            return False
+
+    monkeypatch.setattr(ranks_module, "wait", wait)
+    monkeypatch.setattr(ranks_module, "Future", Never)
+    thread = SimpleNamespace(start=lambda: None)
+    monkeypatch.setattr(ranks_module, "threading", SimpleNamespace(Thread=lambda **_: thread))
+    monkeypatch.setattr(ranks_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    with pytest.raises(StorageError, match="rank 0 has been busy with pruning for 60 s"):
+        Ranks(rank=0, world=2, gather=gather).poll_on_all(lambda: 4, deadline_s=60.0, doing="pruning")
+    assert said == [[False, ""], [False, ""], [False, "pruning for 60 s"]]

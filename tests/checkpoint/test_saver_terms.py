@@ -1,0 +1,383 @@
+"""When a saver saves beside the training, what it orders, and what it does where a rank cannot."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tests.checkpoint.test_save_and_load_steps import NAME, snapshot
+
+from bloomery.checkpoint.format.commit import partial_directory
+from bloomery.checkpoint.format.deadlines import Deadlines
+from bloomery.checkpoint.format.manifest import read_manifest
+from bloomery.checkpoint.format.state import SaveResult, whole
+from bloomery.checkpoint.save import saver as saver_module
+from bloomery.checkpoint.save.saver import Saver
+from bloomery.checkpoint.save.write_plan import WritePlanner
+from bloomery.checkpoint.writer.ranks import Ranks
+from bloomery.config.checkpoint import CheckpointSection
+from bloomery.errors import StorageError
+
+
+class Background:
+    """A stand-in for the saver beside the training: it notes what it is asked, and answers as it is told."""
+
+    def __init__(self) -> None:
+        self.bytes, self.is_busy, self.throttled = 1 << 30, False, True
+        self.under_way: list[str] = []
+        self.refusal: str | None = None
+        self.late: list[str] = []
+        self.outcomes: dict[str, str] = {}
+        self.check = SimpleNamespace(take=lambda: self.outcomes)
+        self.asked: list[tuple[str, Any]] = []
+        self.orders: list[dict[str, Any]] = []
+
+    def unavailable_reason(self) -> str | None:
+        return self.refusal
+
+    def endpoint(self) -> tuple[str, int]:
+        return "here", 7
+
+    def begin(self, entries: object, plan: object, **how: Any) -> Any:
+        self.orders.append({"entries": entries, "plan": plan, **how})
+        over = threading.Event()
+        return SimpleNamespace(
+            name=how["name"],
+            step=how["step"],
+            order=how["order"],
+            over=over,
+            failure=None,
+            seconds=0.0,
+            bytes=0,
+        )
+
+    def wait(self, *, deadline_s: float) -> list[str]:
+        self.asked.append(("wait", deadline_s))
+        return self.late
+
+    def wait_staged(self) -> None:
+        self.asked.append(("staged", None))
+
+    def close(self) -> None:
+        self.asked.append(("close", None))
+
+    def remove_replicas(self) -> None:
+        self.asked.append(("remove", None))
+
+    def run_in_save_thread(self, act: Any) -> None:
+        self.asked.append(("run", None))
+        act()
+
+
+class Told:
+    """A saver with a stand-in beside it. facts: what the second of two ranks differs in, if there is one."""
+
+    def __init__(self, directory: Path, *, others: list[dict[str, Any]] | None = None, rank: int = 0) -> None:
+        self.committed, self.intact = list[tuple[str, int | None]](), list[str]()
+        self.others = others or []
+        self.ranks = Ranks(rank=rank, world=1 + len(self.others), gather=self._gather)
+        self.saver = Saver(
+            directory,
+            self.ranks,
+            CheckpointSection(),
+            committed=lambda *what: self.committed.append(what),
+            intact=self.intact.append,
+        )
+        self.background: Any = Background()
+        self.saver._background = self.background
+        self.directory = directory
+
+    def _gather(self, value: Any) -> list[Any]:
+        more = [{**value, **other} if "layout" in value else value for other in self.others]
+        return [*more[: self.ranks.rank], value, *more[self.ranks.rank :]]
+
+
+def test_an_order_says_where_who_and_what_and_its_texts_are_as_the_state_is_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saver_module, "now", lambda: 5.0)
+    told = Told(tmp_path)
+    given = snapshot(1.0)
+    assert told.saver.begin(given)
+    (order,) = told.background.orders
+    planner = WritePlanner(Ranks(), file_bytes=1 << 30)
+    plan = planner.agree(given.state.entries, [planner.digest(given.state.entries)])
+    size = plan.file_bytes
+    assert order == {
+        "entries": given.state.entries,
+        "plan": plan,
+        "step": 3,
+        "name": NAME,
+        "run_length_steps": 77,
+        "order": {
+            "partial": str(partial_directory(tmp_path, step=3, incarnation=2)),
+            "store": "",
+            "rank": 0,
+            "world": 1,
+            "time": 5.0,
+            "checkpoint": {"step": 3, "incarnation": 2, "about": {"told": 1}},
+        },
+        "texts": {"values": json.dumps({"train": {"position": 9}}), "boxes": plan.boxes},
+        "deadlines": Deadlines(part_bytes=size, largest_part_bytes=size),
+        "partner": None,
+    }
+    assert partial_directory(tmp_path, step=3, incarnation=2).is_dir()
+
+
+def test_a_rank_is_given_the_address_of_its_partner_and_of_nobody_else(tmp_path: Path) -> None:
+    told = Told(tmp_path, others=[{"endpoint": ["there", 8]}, {"endpoint": None}])
+    for partner, expected in ((0, None), (1, ["there", 8]), (2, None)):
+        told.saver._partner = partner
+        assert told.saver.begin(snapshot(1.0, step=partner + 1))
+        assert told.background.orders[-1]["partner"] == expected
+
+
+def test_no_save_begins_while_a_rank_is_busy_or_the_same_one_is_under_way(tmp_path: Path) -> None:
+    told = Told(tmp_path, others=[{"is_busy": True}])
+    assert not told.saver.begin(snapshot(1.0)) and told.background.orders == []
+    told.others[:] = [{"under_way": [NAME]}]
+    assert not told.saver.begin(snapshot(1.0)) and told.background.orders == []
+    told.others[:] = [{"under_way": ["step-000009.i002"]}]
+    assert told.saver.begin(snapshot(1.0)) and len(told.background.orders) == 1
+    assert told.saver.take_background_failures() == []
+
+
+def test_what_is_saved_already_is_not_saved_again_and_its_directory_stays(tmp_path: Path) -> None:
+    saved = Told(tmp_path)
+    saved.saver._background = None
+    saved.saver.save(snapshot(1.0))
+    told = Told(tmp_path)
+    before = (tmp_path / NAME / "manifest.json").read_bytes()
+    assert told.saver.begin(snapshot(2.0)) and told.background.orders == []
+    assert told.saver.take_save_results() == [SaveResult(step=3, name=NAME)]
+    assert (tmp_path / NAME / "manifest.json").read_bytes() == before
+
+
+def degraded(told: Told, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    saved: list[Any] = []
+    monkeypatch.setattr(told.saver, "save", saved.append)
+    given = snapshot(1.0)
+    assert told.saver.begin(given) and saved == [given] and told.background.orders == []
+    assert told.saver.background is None and [what for what, _ in told.background.asked] == ["wait", "close"]
+    return told.saver.take_background_failures()
+
+
+def test_ranks_that_cannot_save_beside_the_training_are_named_and_all_save_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    told = Told(tmp_path, others=[{"refusal": "no memory"}, {}, {"refusal": "no process"}])
+    why = ["rank 1: no memory; rank 3: no process"]
+    assert degraded(told, monkeypatch) == why and told.saver.take_background_failures() == []
+    assert f"the training waits for each save: {why[0]}" in caplog.text
+    many = Told(tmp_path, others=[{"refusal": f"no {number}"} for number in range(5)])
+    assert degraded(many, monkeypatch) == ["rank 1: no 0; rank 2: no 1; rank 3: no 2"]
+
+
+def test_a_state_that_fits_its_memory_to_the_byte_is_saved_and_one_byte_more_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planner = WritePlanner(Ranks(), file_bytes=1 << 30)
+    entries = snapshot(1.0).state.entries
+    needed = planner.agree(entries, [planner.digest(entries)]).bytes
+    told = Told(tmp_path)
+    told.background.bytes = needed
+    assert told.saver.begin(snapshot(1.0)) and len(told.background.orders) == 1
+    small = Told(tmp_path)
+    small.background.bytes = needed - 1
+    assert degraded(small, monkeypatch) == [
+        f"rank 0: its state has grown to {needed:,} bytes, beyond the memory taken"
+    ]
+    other = Told(tmp_path, others=[{"buffer_bytes": 0, "refusal": "no memory"}])
+    monkeypatch.setattr(WritePlanner, "buffer_bytes", [1, 1], raising=False)
+    assert degraded(other, monkeypatch) == ["rank 1: no memory"], "its size is not the reason"
+
+
+def test_older_checkpoints_go_when_all_ranks_have_read_a_newer_one_back(tmp_path: Path) -> None:
+    told = Told(tmp_path, others=[{"read_back": {"a": "", "b": "", "c": "damaged"}}])
+    told.background.outcomes = {"a": "", "b": "", "c": ""}
+    told.saver.begin(snapshot(1.0))
+    assert told.intact == ["a", "b"] and told.committed == [("b", 77)]
+    assert told.background.asked == [("run", None)]
+    told.background.outcomes = {}
+    told.others[:] = [{"read_back": {}}]
+    told.saver.begin(snapshot(1.0, step=4))
+    assert told.committed == [("b", 77)]
+
+
+def test_a_save_that_ended_is_told_with_how_it_ended_and_what_failed_is_cleared(tmp_path: Path) -> None:
+    told, failure = Told(tmp_path), StorageError("no space", remedy="")
+    for step in (3, 4, 5):
+        told.saver.begin(snapshot(1.0, step=step))
+    first, second, third = told.saver._pending
+    first.seconds, first.bytes, second.failure = 2.5, 700, failure
+    for saving in (first, second):
+        saving.over.set()
+    assert told.saver.take_save_results() == [
+        SaveResult(step=3, name=first.name, seconds=2.5, bytes=700),
+        SaveResult(step=4, name=second.name, failure=failure),
+    ]
+    assert told.saver._pending == [third]
+    partials = [Path(saving.order["partial"]) for saving in (first, second, third)]
+    assert all(path.is_dir() for path in partials)
+    told.others[:] = []
+    told.background.under_way = [second.name]
+    told.saver.begin(snapshot(1.0, step=6))
+    assert partials[1].is_dir(), "a rank still writes there"
+    told.background.under_way = []
+    told.saver.begin(snapshot(1.0, step=7))
+    assert [path.is_dir() for path in partials] == [True, False, True]
+    assert told.saver._failed_partials == set()
+    told.saver._pending[-1].failure = failure
+    told.saver._pending[-1].over.set()
+    left = Path(told.saver._pending[-1].order["partial"])
+    assert left.is_dir() and told.saver.wait_for_saves() == -1 and not left.exists()
+
+
+def test_the_end_of_a_run_waits_as_long_as_it_was_told_and_names_what_is_late(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for wait_s, removes, expected in ((None, True, 2 * (2 * 300 + 60 + 60 + 60) + 660), (2.5, False, 2.5)):
+        told = Told(tmp_path)
+        told.background.late = ["a", "b"]
+        told.saver.close(wait_s=wait_s, remove_replicas=removes)
+        asked = [("wait", expected), ("close", None), ("remove", None)]
+        assert told.background.asked == asked[: 3 if removes else 2] and told.saver.background is None
+        assert caplog.messages == ["not saved, because the run ends: a, b"]
+        caplog.clear()
+        told.saver.close()
+        assert len(told.background.asked) == (3 if removes else 2)
+
+
+def test_a_save_that_does_not_end_is_an_error_with_its_name_and_the_time(tmp_path: Path) -> None:
+    told = Told(tmp_path)
+    told.background.late = ["a", "b"]
+    with pytest.raises(StorageError, match=r"Saving a, b took longer than 2,220 s"):
+        told.saver.wait_for_saves()
+    told.background.late = []
+    told.saver.committed_step = 9
+    assert told.saver.wait_for_saves() == 9
+    told.saver.wait_staged()
+    assert told.background.asked[-1] == ("staged", None)
+    told.saver.follow(CheckpointSection(throttle=False))
+    assert told.background.throttled is False
+
+
+def test_a_save_that_is_waited_for_raises_its_own_failure_and_no_others(tmp_path: Path) -> None:
+    told, failure = Told(tmp_path), StorageError("no space", remedy="")
+    told.saver.begin(snapshot(1.0, step=8))
+    told.saver._pending[0].failure = StorageError("another's", remedy="")
+
+    def begin(entries: object, plan: object, **how: Any) -> Any:
+        return SimpleNamespace(name=how["name"], over=threading.Event(), failure=failure, order=how["order"])
+
+    told.background.begin = begin
+    with pytest.raises(StorageError, match="no space"):
+        told.saver.save(snapshot(1.0))
+
+
+class Part:
+    """A part of a run with two tensors."""
+
+    def state_entries(self) -> list[Any]:
+        return [whole(f"model.{name}", torch.ones(500)) for name in "ab"]
+
+    def state_values(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_values(self, values: object) -> None:
+        """Nothing is there."""
+
+
+def prepared(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, *, threshold: int, refused: str = "", **section: Any
+) -> tuple[Saver, list[dict[str, Any]]]:
+    made: list[dict[str, Any]] = []
+    monkeypatch.setattr(saver_module, "BackgroundSaver", lambda **how: made.append(how) or Background())
+    monkeypatch.setattr(saver_module, "BACKGROUND_BYTES", threshold)
+    monkeypatch.setattr(saver_module, "memory_shortage", lambda ranks, bytes, memory: refused)
+    saver = Saver(
+        directory, Ranks(), CheckpointSection(**section), committed=lambda *_: None, intact=lambda _: None
+    )
+    parts: Any = {"model": Part()}
+    saver.prepare(parts)
+    saver.prepare(parts)
+    return saver, made
+
+
+def test_memory_is_taken_for_a_state_that_is_large_enough_or_where_it_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = 4096 + 4000
+    for threshold, section, count in (
+        (size, {}, 1),
+        (size + 1, {}, 0),
+        (size + 1, {"background": "on"}, 1),
+        (size, {"background": "off"}, 0),
+    ):
+        saver, made = prepared(tmp_path, monkeypatch, threshold=threshold, throttle=False, **section)
+        assert len(made) == count and (saver.background is not None) is bool(count)
+    (_, made) = prepared(tmp_path, monkeypatch, threshold=0)
+    (how,) = made
+    assert how.pop("committed") is not None
+    assert how == {
+        "bytes": 8192 + (1 << 20) + (64 << 10),
+        "throttled": CheckpointSection().throttle,
+        "device": torch.device("cpu"),
+        "memory": None,
+    }
+
+
+def test_where_memory_is_short_the_run_is_refused_only_where_it_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver, made = prepared(tmp_path, monkeypatch, threshold=0, refused="rank 1: none")
+    assert made == [] and saver.take_background_failures() == ["rank 1: none"]
+    with pytest.raises(StorageError, match="rank 1: none") as refused:
+        prepared(tmp_path, monkeypatch, threshold=0, refused="rank 1: none", background="on")
+    assert "checkpoint.background=off" in refused.value.remedy
+
+
+def test_partners_are_agreed_on_for_the_largest_size_that_a_part_will_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
+    memory: Any = SimpleNamespace()
+
+    def agree(ranks: object, directory: Path, **how: object) -> tuple[Any, int]:
+        asked.append((directory, how))
+        return memory, 0
+
+    monkeypatch.setattr(saver_module, "agree_on_partner", agree)
+    run = tmp_path / "run"
+    saver, made = prepared(
+        run / "checkpoints", monkeypatch, threshold=1 << 40, partner_copies=True, memory_directory="/there"
+    )
+    size = 8192 + (1 << 20) + (64 << 10)
+    assert asked == [(Path("/there"), {"run": run, "bytes": size, "boxes": 4})]
+    assert made[0]["memory"] is memory and saver._partner == 0
+
+
+def test_a_rank_that_is_not_the_first_notes_its_step_and_commits_nothing(tmp_path: Path) -> None:
+    for rank, committed in ((0, [(NAME, 77)]), (1, [])):
+        told = Told(tmp_path, others=[{}], rank=rank)
+        saving: Any = SimpleNamespace(step=3, name=NAME, run_length_steps=77)
+        told.saver._on_written(saving)
+        assert told.committed == committed and told.saver.committed_step == 3
+
+
+def test_a_save_at_once_makes_the_checkpoint_with_all_that_it_was_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bloomery.checkpoint.save.direct.now", lambda: 6.0)
+    told = Told(tmp_path)
+    told.saver._background = None
+    told.saver.save(snapshot(1.0))
+    manifest = read_manifest(tmp_path / NAME)
+    assert (manifest.step, manifest.incarnation, manifest.time, manifest.world) == (3, 2, 6.0, 1)
+    assert manifest.values == {"train": {"position": 9}} and manifest.about == {"told": 1}
+    assert told.intact == [NAME] and told.saver.take_save_results() == [SaveResult(step=3, name=NAME)]
