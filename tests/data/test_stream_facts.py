@@ -130,10 +130,10 @@ def test_the_order_is_told_apart_by_packing_names_and_what_is_asked(datasets: li
     plain, shifted, packed = (
         stream_of(datasets, 3, 1, packing=packing) for packing in ("windows", "shifted", "documents")
     )
-    budgets = Demand(
-        claims=tuple(Claim(name=name, samples=count, weight=Fraction(1)) for name, count in (("a", 9), ("b", 0))),
-        samples=100, slack=8, sequence_length=LENGTH,
-    )  # fmt: skip
+    claims = tuple(
+        Claim(name=name, samples=count, weight=Fraction(1)) for name, count in (("a", 9), ("b", 0))
+    )
+    budgets = Demand(claims=claims, samples=100, slack=8, sequence_length=LENGTH)
     section = DataSection(sources=("x",), sequence_length=LENGTH)
     budgeted = begin_stream(section, datasets, budgets, seed=1, samples=100)
     megatron = stream_of(datasets, 3, 1, order="megatron")
