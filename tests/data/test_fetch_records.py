@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from bloomery import durable
 from bloomery.data import fetch as fetching
 from bloomery.data.fetch import FetchSummary, fetch, recorded, refuse_incomplete, refuse_other_share
 from bloomery.data.remote_files import FetchRequest, RemoteFile, Shard
-from bloomery.errors import DataError
+from bloomery.errors import DataError, StorageError
 
 FILES = {"a.jsonl": b"0123456789", "deep/b.jsonl": b"abcdefg", "c.txt": b""}
 WANTED = FetchRequest(shares=2, share=1, seed=3, ratios={"set": 1.0}, include=("*",), limit=9)
@@ -153,6 +154,7 @@ def test_a_file_that_came_in_part_goes_on_where_it_ended(tmp_path: Path) -> None
     with pytest.raises(DataError) as refused:
         fetched(source, tmp_path, [whole])
     assert refused.value.message == "s3://b/set/a.jsonl ended at byte 6 of 10."
+    assert refused.value.remedy == "It changed while it was fetched: start again."
     (partial,) = (tmp_path / "set").iterdir()
     assert partial.read_bytes() == b"012345" and partial.name.startswith("a.jsonl.")
     source.contents["a.jsonl"] = b"0123456789"
@@ -267,3 +269,28 @@ def test_files_that_lie_in_a_fetch_that_did_not_end_are_refused_as_deep_as_they_
         refuse_incomplete([tmp_path / "file"])
     (tmp_path / "fetched.json").write_text('{"format": 1}')
     refuse_incomplete([tmp_path / "file"])  # of a version that recorded no sizes
+
+
+def test_threads_that_record_and_count_wait_for_each_other_and_a_full_disk_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record, alone = fetching._Record(tmp_path, {}, anew=False), list[bool]()
+    counter = fetching._ByteCounter(lambda *_: alone.append(counter._lock.locked()), total=5)
+    counter.add(3)
+    append = durable.append
+
+    def watched(path: Path, line: str) -> None:
+        alone.append(record._lock.locked())
+        append(path, line)
+
+    monkeypatch.setattr(durable, "append", watched)
+    record.add("a", file_of("a", b"x"), sha256="s")
+    assert alone == [True, True]
+    (tmp_path / "fetched-files.jsonl").unlink()
+    (tmp_path / "fetched-files.jsonl").mkdir()
+    with pytest.raises(StorageError, match=r"failed at .*fetched-files\.jsonl: Is a directory"):
+        record.add("a", file_of("a", b"x"), sha256="s")
+    assert not record._lock.locked()
+    (tmp_path / "set").write_text("in the way")
+    with pytest.raises(StorageError, match=r"failed at .*set/a\.jsonl\..*\.partial: "):
+        fetching._bring(Source(FILES), file_of("a.jsonl", b"x"), tmp_path / "set" / "a.jsonl", counter)
