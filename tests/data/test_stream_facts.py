@@ -216,6 +216,9 @@ def test_megatrons_order_of_a_checkpoint_goes_on_by_its_rule_or_is_refused(
         today.following({"mixtures": stored["mixtures"]}, at=10, left=90)
     assert "to what it was made for. The" in refused.value.remedy
     assert "megatron" not in stream_of(datasets, 3, 1).to_json()
+    alone = stream_of(datasets[:1], 1, order="megatron")
+    assert isinstance(alone.order, MegatronOrder) and alone.order.blend is None
+    assert alone.following(alone.to_json(), at=10, left=90) is alone
 
 
 def test_weights_are_those_of_megatron_even_where_they_are_equal(datasets: list[IndexedDataset]) -> None:
