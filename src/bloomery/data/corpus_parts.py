@@ -22,7 +22,7 @@ from bloomery.data.indexed import IndexedDataset
 from bloomery.data.pair_files import idx_path
 from bloomery.data.pairs import merge_pairs
 from bloomery.data.readers import LINES, SourceFile
-from bloomery.data.storage import as_storage_error, write_whole
+from bloomery.data.storage import as_storage_error, open_new, write_whole
 from bloomery.data.tokenize_worker import HELD_OUT, TextPiece, bad_path
 from bloomery.errors import DataError
 from bloomery.events.records import ProgressCallback, ignore_progress
@@ -186,13 +186,15 @@ def bad_documents(
     """
     bad = BadDocuments(stop_after=0)
     draft = parts / "bad-documents"
-    draft.unlink(missing_ok=True)
-    with durable.open_new(draft) as listed:
+    with as_storage_error(draft):
+        draft.unlink(missing_ok=True)
+    with open_new(draft) as listed:
         for entry in _bad_of_pieces(parts, pieces, results):
             bad.add(entry)
             listed.write(entry.to_json_line())
     if report is not None:
-        durable.replace(draft, report)
+        with as_storage_error(report):
+            durable.replace(draft, report)
     return bad
 
 

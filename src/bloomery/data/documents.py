@@ -114,10 +114,10 @@ class BadDocuments:
                 self.entries.append(bad)
             self.keep(bad)
         if not self.good and self.count == self.stop_after:
-            first = NAME_THE_FIELD if names_no_text else ""
+            first = f"{NAME_THE_FIELD}remove" if names_no_text else "Remove"
             raise DataError(
                 f"The first {self.stop_after:,} documents are all bad; {bad.place}, for one: {bad.why}.",
-                remedy=f"{first}remove the files that hold no such text.".capitalize(),
+                remedy=f"{first} the files that hold no such text.",
             )
 
     def summary(self) -> str:

@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +39,21 @@ def write_whole(path: Path, content: bytes) -> None:
     """Write a file durably: afterwards it is there whole, or not at all. Raises StorageError."""
     with as_storage_error(path):
         durable.write_whole(path, content)
+
+
+@contextmanager
+def open_new(path: Path) -> Iterator[BinaryIO]:
+    """Open a new file for writing as `durable.open_new` does; what the disk refuses is a StorageError.
+
+    A BrokenPipeError is not the disk's: whoever was told of the work is gone.
+    """
+    try:
+        with durable.open_new(path) as file:
+            yield file
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise storage_error(error, path=path, doing="Writing data") from error
 
 
 @contextmanager

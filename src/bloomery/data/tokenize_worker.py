@@ -20,7 +20,6 @@ from typing import Any, BinaryIO, TextIO
 
 import numpy as np
 
-from bloomery import durable
 from bloomery.config.data import LONGEST_LINE_MIB
 from bloomery.data.answers import encode_documents
 from bloomery.data.documents import (
@@ -38,7 +37,7 @@ from bloomery.data.indexed import IndexedWriter
 from bloomery.data.pair_files import bin_path, idx_path, token_dtype
 from bloomery.data.readers import LINES, PARQUET, Reading, SourceFile, read_file
 from bloomery.data.sources import is_held_out
-from bloomery.data.storage import write_whole
+from bloomery.data.storage import as_storage_error, open_new, write_whole
 from bloomery.data.tokenizer import Tokenizer, load_tokenizer
 from bloomery.data.tokenizer_engines import Encoded
 from bloomery.errors import BloomeryError, DataError, StorageError
@@ -234,9 +233,10 @@ def tokenize_piece(piece: TextPiece, job: Job, tokenizer: Tokenizer, *, tell: Te
     dtype = token_dtype(tokenizer.vocabulary_size)
     text_bytes, held_out_bytes, files = 0, 0, _Files(bad=bad)
     listed = bad_path(directory, piece.number)
-    listed.unlink(missing_ok=True)
+    with as_storage_error(listed):
+        listed.unlink(missing_ok=True)
     with ExitStack() as stack:
-        bad_list = stack.enter_context(durable.open_new(listed))
+        bad_list = stack.enter_context(open_new(listed))
         bad.keep = lambda entry: files.list_in(bad_list, entry)
         writers = [stack.enter_context(IndexedWriter(prefix, dtype=dtype)) for prefix in prefixes]
         text = document_batches(files.documents(piece, job))
