@@ -26,6 +26,7 @@ __all__ = ["clock"]
         (ProcessLookupError, f"{HERE} (python) S 1", False),
         (PermissionError, None, True),
     ],
+    ids=["runs", "zombie", "no record", "no process", "another user's"],
 )
 def test_a_rank_here_lives_by_its_process(
     monkeypatch: pytest.MonkeyPatch, failure: type[OSError] | None, stat: str | None, lives: bool
