@@ -84,6 +84,18 @@ def test_yarn_of_a_short_context_begins_its_ramp_with_the_first_channel() -> Non
     assert last == 1 and found == pytest.approx([1.0, *(one / 4 for one in plain()[1:])])
 
 
+@pytest.mark.parametrize(("power", "last"), [(1.5, math.ceil(0.75 * WIDTH)), (3.0, WIDTH - 1)])
+def test_yarn_of_a_long_context_ends_its_ramp_beyond_the_last_pair(power: float, last: int) -> None:
+    """As in transformers, the ramp ends at the latest at the last channel, not at the last pair."""
+    positions = int(2 * math.pi * THETA**power)
+    long = replace(SCALING, kind="yarn", original_positions=positions)
+    found = rotary_frequencies(head_dim=WIDTH, theta=THETA, scaling=long, length=0, device=CPU).tolist()
+    first = math.floor(WIDTH / 2 * math.log(positions / (2 * math.pi * 4.0)) / math.log(THETA))
+    shares = [min(max((pair - first) / (last - first), 0.0), 1.0) for pair in range(WIDTH // 2)]
+    expected = [one * (1 - share) + one / 4 * share for one, share in zip(plain(), shares, strict=True)]
+    assert found == pytest.approx(expected)
+
+
 def test_the_same_distance_gives_the_same_product_wherever_it_is() -> None:
     generator = torch.Generator().manual_seed(1)
     query, key = torch.randn(2, 1, 1, 1, WIDTH, generator=generator, dtype=torch.float64)
