@@ -284,3 +284,23 @@ def test_a_body_is_read_to_four_thousand_bytes_and_files_are_asked_for_anew(tmp_
     assert (stream.media_type, stream.headers["cache-control"]) == ("text/event-stream", "no-store")
     server._viewers = 256
     assert asyncio.run(server._changes(request)).status_code == 503
+
+
+def test_a_viewer_is_told_once_an_interval_and_at_once_of_each_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = DashboardServer([], AccessRules(), interval_s=4.0)
+    now, deaths, told = [0.0], [3.0], list[float]()
+
+    async def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    monkeypatch.setattr(server_module.asyncio, "sleep", sleep)
+    monkeypatch.setattr(server_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(server, "_versions", lambda: (now[0],))  # each look finds a change
+    monkeypatch.setattr(server, "_died", lambda: sum(now[0] >= death for death in deaths))
+    monkeypatch.setattr(server, "is_closing", lambda: now[0] > 12.0)
+
+    async def view() -> None:
+        told.extend([now[0] async for event in server._change_stream() if event.startswith(b"event")])
+
+    asyncio.run(view())
+    assert told == [3.0, 7.0, 11.0]
