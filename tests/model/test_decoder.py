@@ -188,6 +188,10 @@ def test_learned_positions_end_with_a_clear_error() -> None:
     made = build(STYLES["gpt2"], vocabulary=VOCABULARY, sequence_length=LENGTH)
     with pytest.raises(BloomeryError, match="32 learned positions"):
         made(some_tokens(1, 2 * LENGTH + 1))
+    cache = made.cache(batch=1, capacity=4 * LENGTH)
+    made(some_tokens(1, 2 * LENGTH), cache=cache)
+    with pytest.raises(BloomeryError, match="33 tokens do not fit a model with 32 learned positions"):
+        made(some_tokens(1, 1), cache=cache)
 
 
 def test_products_widened_to_fp32_stay_within_a_rounding_of_bf16(decoder: Decoder) -> None:

@@ -310,3 +310,25 @@ def test_the_other_end_of_a_connection_is_told_by_its_address(made: Any) -> None
     assert origin_of(given.connection) == "an encrypted connection"
     given.connection.close()
     assert origin_of(given.connection) == "an end that has closed"
+
+
+def test_a_transfer_one_way_is_not_silent_while_its_bytes_flow(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    copying = relay._Copying(5.0, RateLimiter(0.0))
+    (source, sender), (sink, receiver) = socket.socketpair(), socket.socketpair()
+    with source, sender, sink, receiver:
+        sender.sendall(b"bytes")
+        sender.close()
+        now[0] = 4.0
+        copying.copy(source, sink)
+        assert receiver.recv(9) == b"bytes"
+
+        def silent(*words: int) -> int:
+            now[0] += 2.4
+            raise BlockingIOError
+
+        monkeypatch.setattr("os.splice", silent)  # the other direction, which hears nothing
+        with pytest.raises(BlockingIOError):
+            copying._fill_pipe(sink, 0)
+    assert now[0] == pytest.approx(4.0 + 3 * 2.4), "five seconds after the last byte of either"
