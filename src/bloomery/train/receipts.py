@@ -1,4 +1,4 @@
-"""Stores promises about the next step with checkpoints, and checks each resume against them."""
+"""Stores beside a checkpoint what the next step will be made with, and checks that before a resume trains."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""One authenticated connection to a ring neighbour: both ends agree to use it, and learn its rate limit.
+"""One authenticated connection to a ring neighbour, which both ends agree to use in one attempt of a round.
 
-The limit of a hop, which is all connections to the next member, is learnt from the losses of each exchange.
+Also learns how fast a hop, which is all connections to the next member, may send: from each exchange's losses.
 
 `Contact` says where a peer can be dialled.
 """
