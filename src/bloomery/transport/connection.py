@@ -1,6 +1,6 @@
 """One authenticated connection to a ring neighbour, which both ends agree to use in one attempt of a round.
 
-Also learns how fast a hop, which is all connections to the next member, may send: from each exchange's losses.
+Also learns from the losses of each exchange how fast a hop, which is all connections to a member, may send.
 
 `Contact` says where a peer can be dialled.
 """
