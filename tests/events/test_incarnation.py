@@ -188,6 +188,18 @@ def test_who_continued_a_run_that_its_copy_continued_too_is_told_what_to_move(tm
     assert not is_same_run(RunDirectory(tmp_path / "new"), copy)
 
 
+def test_a_run_knows_its_copy_where_a_power_cut_left_a_first_record_empty(tmp_path: Path):
+    run, foreign = RunDirectory(tmp_path / "run").create(), RunDirectory(tmp_path / "foreign").create()
+    for rundir in (run, foreign):
+        begin(rundir, base=None, reason="start")
+        begin(rundir, base=(5, 1), reason=f"of {rundir.path.name}")
+    copy = {f"x/{path.name}": path.read_bytes() for path in run.incarnations.iterdir()}
+    cut_there = copy | {"x/000001.json": b""}
+    assert is_same_run(run, cut_there) and not is_same_run(foreign, copy) | is_same_run(foreign, cut_there)
+    run.incarnation(1).write_bytes(b"")
+    assert is_same_run(run, copy) and is_same_run(run, cut_there)
+
+
 def test_a_record_that_a_crash_left_empty_is_taken_from_the_copy_and_never_the_other_way(tmp_path: Path):
     one, other = RunDirectory(tmp_path / "one").create(), RunDirectory(tmp_path / "other").create()
     for base in (None, (5, 1)):

@@ -188,6 +188,11 @@ def test_a_cooldown_never_begins_inside_the_warm_up():
     assert rates(schedule, 450, 900, 950) == pytest.approx([0.5, 1.0, 0.5])
 
 
+def test_a_cooldown_is_a_share_of_the_decay_where_that_ends_before_the_run():
+    schedule = ScheduleSection(shape="wsd", decay=500, cooldown_share=0.2, cooldown_shape="linear", floor=0.0)
+    assert rates(schedule, 399, 400, 450, 499, 500, 999) == pytest.approx([1.0, 1.0, 0.5, 0.01, 0.0, 0.0])
+
+
 def test_a_constant_rate_stays_at_its_peak():
     assert rates(ScheduleSection(shape="constant"), 0, 500, 10_000) == [1.0] * 3
 

@@ -115,10 +115,16 @@ def merge_records(rundir: RunDirectory, records: Mapping[str, bytes]) -> None:
 
 
 def is_same_run(rundir: RunDirectory, records: Mapping[str, bytes]) -> bool:
-    """Return whether the first incarnation of a copy is that of this directory."""
-    theirs = sorted((_number(place), content) for place, content in records.items() if content.strip())
-    ours = (path.read_bytes() for path in _records(rundir))
-    return bool(theirs) and next((content for content in ours if content.strip()), None) == theirs[0][1]
+    """Return whether the first incarnation that a copy and this directory both have is the same.
+
+    A power cut may have left a record empty, here or there: it counts as missing.
+    """
+    theirs = {_number(place): content for place, content in records.items() if content.strip()}
+    ours = {
+        _number(path.name): content for path in _records(rundir) if (content := path.read_bytes()).strip()
+    }
+    first = min(theirs.keys() & ours.keys(), default=None)
+    return first is not None and theirs[first] == ours[first]
 
 
 def current(rundir: RunDirectory) -> int:
