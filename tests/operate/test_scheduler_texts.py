@@ -196,6 +196,11 @@ def test_a_scheduler_that_is_missing_or_refuses_without_an_error_text_is_told(
         Slurm().nodes()
     with pytest.raises(SchedulerError, match="Kubernetes refused kubectl get: one; two"):
         Kubernetes().nodes()
+    refused.stderr = "why\n"  # what was done before it failed is not what is to be told
+    with pytest.raises(SchedulerError, match="SLURM refused sinfo: why$"):
+        Slurm().nodes()
+    with pytest.raises(SchedulerError, match="Kubernetes refused kubectl get: why$"):
+        Kubernetes().nodes()
     monkeypatch.setattr(subprocess, "run", lambda *words, **options: late(options["timeout"]))
 
     def late(seconds: float) -> None:
