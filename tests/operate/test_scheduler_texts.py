@@ -197,9 +197,9 @@ def test_a_scheduler_that_is_missing_or_refuses_without_an_error_text_is_told(
     with pytest.raises(SchedulerError, match="Kubernetes refused kubectl get: one; two"):
         Kubernetes().nodes()
     refused.stderr = "why\n"  # what was done before it failed is not what is to be told
-    with pytest.raises(SchedulerError, match="SLURM refused sinfo: why$"):
+    with pytest.raises(SchedulerError, match=r"SLURM refused sinfo: why\n"):
         Slurm().nodes()
-    with pytest.raises(SchedulerError, match="Kubernetes refused kubectl get: why$"):
+    with pytest.raises(SchedulerError, match=r"Kubernetes refused kubectl get: why\n"):
         Kubernetes().nodes()
     monkeypatch.setattr(subprocess, "run", lambda *words, **options: late(options["timeout"]))
 
