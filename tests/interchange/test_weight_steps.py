@@ -262,3 +262,16 @@ def test_the_scheme_of_codes_counts_for_one_file_and_for_several(tmp_path: Path)
         found = weight_files.open_weights(directory, scheme=scheme)
         assert found.scheme is scheme and list(found.tensors) == ["a", "b"]
         assert weight_files.open_weights(directory).scheme is None
+
+
+def test_a_matrix_of_codes_equals_the_weights_that_they_stand_for_whichever_is_asked_first(
+    tmp_path: Path,
+) -> None:
+    codes = torch.tensor([[127, 0], [-127, 127]], dtype=torch.int8)
+    tensors = {"head.weight": codes, "head.SCB": torch.tensor([2.0, 4.0])}
+    save_file(
+        {**tensors, "embed.weight": torch.tensor([[2.0, 0.0], [-4.0, 4.0]])}, tmp_path / "model.safetensors"
+    )
+    found = weight_files.open_weights(tmp_path, scheme=Scheme(kind="int8", dtype="I8"))
+    assert found.is_coded("head.weight") and not found.is_coded("embed.weight")
+    assert found.are_equal("embed.weight", "head.weight") and found.are_equal("head.weight", "embed.weight")
