@@ -173,7 +173,7 @@ def test_notes_of_all_ranks_count_and_the_later_one_of_a_file(rundir: RunDirecto
         ("s3://b", "one", "1"), ("s3://c", "one", "2"), ("s3://b", "one", "3"))]  # fmt: skip
     notes.write_text("\n".join(map(json.dumps, lines)) + '\n{"url": "s3://b", "file": "tw')
     further = {"url": "s3://b", "file": "two", "mark": "4"}
-    notes_of(rundir, "step-000001.i001", rank=2).write_text(json.dumps(further) + "\n")
+    notes_of(rundir, "step-000001.i001", rank=2).write_text('{"url": "s3:\n' + json.dumps(further) + "\n")
     assert read_notes(notes, "s3://b") == {"one": "3", "two": "4"}
     assert read_notes(notes, "s3://c") == {"one": "2"}
     before = notes.read_text()

@@ -66,6 +66,8 @@ def differences(case: Case, *, device: str, dtype: torch.dtype, tiles: Attention
         2, case.length, case.heads + 2 * case.kv_heads, case.width, generator=random, device=device
     ).to(dtype)
     query, key, value = fenced(qkv).split((case.heads, case.kv_heads, case.kv_heads), dim=2)
+    # Values lie by themselves, as they do beside rotated queries and keys: each factor has its own strides.
+    value = fenced(value.clone(memory_format=torch.contiguous_format))
     slope = fenced(torch.randn(query.shape, generator=random, device=device).to(dtype))
     rules = _rules(case, random, device)
     given = {field.name: getattr(rules, field.name) for field in fields(rules)}

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import ssl
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from tests.diloco.elastic_peers import Authority
 
+from bloomery.errors import PeerError
 from bloomery.transport import trust
 from bloomery.transport.connection import ConnectionPlace
 from bloomery.transport.relay import circuit_of
-from bloomery.transport.trust import PeerRefused, RefusalLog, Trust, derive_key, is_loopback, is_proof, proof
+from bloomery.transport.trust import (
+    PeerRefused,
+    RefusalLog,
+    Trust,
+    derive_key,
+    is_loopback,
+    is_proof,
+    proof,
+    trust_certificates,
+)
 
 
 @pytest.mark.parametrize(
@@ -87,6 +98,23 @@ def test_with_certificates_both_ends_must_show_one_in_tls_1_3_and_nothing_follow
         assert context.minimum_version is ssl.TLSVersion.TLSv1_3
         assert context.verify_flags & ssl.VERIFY_X509_STRICT
     assert trusted.to_listen.num_tickets == 0
+
+
+@pytest.mark.parametrize("wrong", ["authority", "certificate", "key"])
+@pytest.mark.parametrize("content", [None, b"no certificate"])
+def test_certificates_that_are_missing_or_damaged_are_told_by_their_directory(
+    tmp_path: Path, wrong: str, content: bytes | None
+) -> None:
+    made = Authority(tmp_path / "made", "run r")
+    made.trust("a")
+    files = {"authority": made.file, "certificate": made.directory / "a.pem", "key": made.directory / "a.key"}
+    files[wrong] = tmp_path / "other" / "file.pem"
+    if content is not None:
+        files[wrong].parent.mkdir()
+        files[wrong].write_bytes(content)
+    with pytest.raises(PeerError, match=f"in {files['certificate'].parent} cannot be used") as refused:
+        trust_certificates(**files)
+    assert "--init-certs" in refused.value.remedy
 
 
 def test_another_machine_is_dialled_and_let_in_with_certificates_alone() -> None:
