@@ -135,6 +135,9 @@ def test_an_audit_finds_what_is_taken_unevenly_delivered_otherwise_or_trained_on
         "own: some samples are taken 3 times and others 1",
         "own: 60.000% wanted, 60.070% delivered",
     ]
+    never = dataset("own", wanted=0.6, delivered=0.6, taken={"least": 0, "most": 2})
+    said = data_audit.findings_of(facts | {"datasets": [never]})
+    assert "own: some samples are taken 2 times and others 0" in said
     # One sample of few is what rounding does; a thousandth of the due samples where there are many.
     for wanted, delivered, samples, found in (
         (0.5, 0.49951, 2_000, 0), (0.5, 0.499, 2_000, 1), (0.5, 0.5006, 10**6, 1), (0.5, 0.5004, 10**6, 0),

@@ -189,6 +189,8 @@ def test_jobs_are_submitted_at_once_or_kept_in_the_queue(
     name, submission, loaded, rundir = seen.asked.pop()
     assert (name, rundir, loaded.recipe.submit.keep_queued) == ("top_up", RunDirectory(run), 2)
     assert submission.overrides == ("submit.tasks=5", "submit.keep_queued=2")
+    assert submit.run([*words, "submit.keep_queued=2", "--json"]) == 0 and seen.asked.pop()[0] == "top_up"
+    capsys.readouterr()
     seen.jobs = []
     assert submit.run([*words, "--keep-queued", "2"]) == 0
     lacking = f"nothing is missing in the queue of {run}: bloomery status {run}\n"

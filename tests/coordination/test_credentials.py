@@ -288,9 +288,9 @@ class Etcd:
 
 def removal(*serials: str) -> list[Any]:
     return [
-        *(("put", KEYS.revoked(serial), "a") for serial in serials),
-        ("auth/user/delete", {"name": "one/a"}),
-        ("auth/role/delete", {"role": "peer-one/a"}),
+        *(("put", KEYS.revoked(serial), "site-a") for serial in serials),
+        ("auth/user/delete", {"name": "one/site-a"}),
+        ("auth/role/delete", {"role": "peer-one/site-a"}),
     ]
 
 
@@ -298,16 +298,16 @@ def test_a_peer_is_revoked_with_all_its_certificates_its_account_its_lease_and_i
     tmp_path: Path, monkeypatch
 ) -> None:
     for renews in (False, True):
-        init_certificates(tmp_path, run="one", peers=["a"], renews=renews)
-    bundle, etcd = tmp_path / "one/a", Etcd()
+        init_certificates(tmp_path, run="one", peers=["site-a"], renews=renews)
+    bundle, etcd = tmp_path / "one/site-a", Etcd()
     in_use = read_certificate(bundle / "certificate.pem").serial
     (earlier,) = (path.stem for path in (bundle / "earlier").iterdir())
-    etcd.member = KeyValue(key=KEYS.member("a"), value="", created=1, modified=1, lease=77)
+    etcd.member = KeyValue(key=KEYS.member("site-a"), value="", created=1, modified=1, lease=77)
     etcd.refuses = {"auth/user/delete": "user name not found", "auth/role/delete": "role name not found"}
-    gone = ("delete", KEYS.of_peer("a"), True)
-    assert revoke(tmp_path, etcd, run="one", peer="a") == (in_use, earlier)  # type: ignore[arg-type]
+    gone = ("delete", KEYS.of_peer("site-a"), True)
+    assert revoke(tmp_path, etcd, run="one", peer="site-a") == (in_use, earlier)  # type: ignore[arg-type]
     assert etcd.calls == [*removal(in_use, earlier), ("revoke", 77), gone]
-    kept = tmp_path / "one/.revoked" / f"a-{in_use}"
+    kept = tmp_path / "one/.revoked" / f"site-a-{in_use}"
     assert (kept / "certificate.pem").is_file() and not bundle.exists()
     assert kept.parent.stat().st_mode & 0o777 == 0o700
     opened: list[Etcd] = []
@@ -317,7 +317,7 @@ def test_a_peer_is_revoked_with_all_its_certificates_its_account_its_lease_and_i
     assert restore_revocations(tmp_path, "root", ["http://c:1"]) == 2  # type: ignore[arg-type]
     assert opened[0].opened == (["http://c:1"], "root", 30.0)
     assert opened[0].calls == [*removal(in_use, earlier), gone, "closed"], "it is not listed"
-    init_certificates(tmp_path, run="one", peers=["a"])
+    init_certificates(tmp_path, run="one", peers=["site-a"])
     assert restore_revocations(tmp_path, "root", ["http://c:1"]) == 2  # type: ignore[arg-type]
     assert opened[1].calls == [*removal(in_use, earlier)[:2], "closed"], "the name has a new account"
     assert restore_revocations(tmp_path / "one", "root", []) == 0 and len(opened) == 2  # type: ignore[arg-type]

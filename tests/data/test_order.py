@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bloomery.data import native_kernels
+from bloomery.data import order as order_module
+from bloomery.data.fair_quotas import FairQuotas
 from bloomery.data.mixture import BLOCK, Quotas
 from bloomery.data.order import Order
 from bloomery.errors import DataError
@@ -183,3 +185,19 @@ def test_a_changed_mixture_goes_on_where_each_dataset_was(at: int, more: list[in
         assert times.max() - times.min() <= 1
     with pytest.raises(DataError, match="cannot become"):
         old.changed([sizes[0] + 1, *sizes[1:]], [1.0] * len(sizes), at=at)
+
+
+def test_a_changed_mixture_of_a_run_with_an_end_spends_its_budgets_by_that_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[int] = []
+
+    class Watched(FairQuotas):
+        def __init__(self, shares: list[int], *, block: int, length: int) -> None:
+            made.append(length)
+            super().__init__(shares, block=block, length=length)
+
+    monkeypatch.setattr(order_module, "FairQuotas", Watched)
+    order = Order([100, 100], [0.5, 0.5], 7, rule=3, length=900)
+    order.changed([100, 100], [0.2, 0.8], at=300, rule=3, length=1_000)
+    assert made == [900, 1_000]

@@ -250,6 +250,10 @@ ATTACKS = {
     "a key of another run": (lambda one: one.frame(payload=payload_of(2), key=bytes(32)), "authentication"),
     "a key of another epoch": (lambda one: one.frame(payload=payload_of(2), mac_epoch=4), "authentication"),
     "an end under another key": (lambda one: one.frame(END, key=bytes(32)), "authentication"),
+    "a sign of life under another key": (
+        lambda one: one.frame(WAITING, key=bytes(32)) + one.frame(payload=payload_of(2)),
+        "authentication",
+    ),
     "a frame of another epoch": (lambda one: one.frame(payload=payload_of(2), epoch=4), "garbage"),
     "a frame of another round": (lambda one: one.frame(payload=payload_of(2), round=8), "garbage"),
     "a frame of another rank": (lambda one: one.frame(payload=payload_of(2), lane=0), "garbage"),

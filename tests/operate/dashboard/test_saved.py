@@ -16,7 +16,7 @@ import pytest
 from rich.cells import cell_len
 from tests.operate.dashboard.written_run import healed_run, wait_until
 
-from bloomery.cli import main
+from bloomery.cli import main, plot
 from bloomery.cli.top import sparkline
 
 
@@ -54,6 +54,14 @@ def test_curves_of_two_runs_become_a_picture(
     assert capsys.readouterr().out.strip() == str(file)
     content = file.read_bytes()
     assert content.startswith(b"\x89PNG" if suffix == "png" else b"<?xml") and len(content) > 5000
+
+
+def test_up_to_seven_runs_have_colours_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = [str(healed_run(tmp_path / str(number)).rundir.path) for number in range(7)]
+    colours: list[str] = []
+    monkeypatch.setattr(plot, "_draw_run", lambda *words, **_: colours.append(words[3]))
+    assert main(["plot", *runs, "--columns", "loss", "--output", str(tmp_path / "seven.svg")]) == 0
+    assert len(set(colours)) == 7
 
 
 def test_a_planned_column_is_not_smoothed_and_held_out_losses_have_their_datasets(
