@@ -271,7 +271,7 @@ class Etcd:
         self.calls.append(("put", key, value))
 
     def get(self, key: str) -> KeyValue | None:
-        return self.member if key == KEYS.member("a") else None
+        return self.member if key == KEYS.member("site-a") else None
 
     def revoke(self, lease: int) -> None:
         self.calls.append(("revoke", lease))
