@@ -242,6 +242,16 @@ def test_a_label_that_cannot_be_removed_is_told_and_its_replica_is_no_longer_the
     assert keeping._newest_in.get(0) != (1, 9)
 
 
+def test_a_replica_that_an_earlier_process_left_has_the_age_that_its_label_tells(
+    keeping: BackgroundSaver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = SimpleNamespace(incarnation=3, step=70)
+    monkeypatch.setattr(background_module, "read_replica", lambda label: held)
+    assert keeping._memory is not None
+    assert keeping._slot_for(keeping._memory, 1) == keeping._memory.slot(1)
+    assert keeping._age(1) == (3, 70) and keeping._age(0) == (-1, -1)
+
+
 def test_who_closes_waits_for_the_copies_and_for_the_saves_so_long_and_no_longer(
     saves: Saves,  # noqa: F811
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import threading
 from contextlib import ExitStack, contextmanager
@@ -11,7 +12,8 @@ from pathlib import Path
 import pytest
 from tests.protocol import example
 
-from bloomery.errors import PeerError
+from bloomery.errors import PeerError, StorageError
+from bloomery.state_transfer import averages
 from bloomery.state_transfer.averages import AverageFetcher
 from bloomery.state_transfer.served_states import ServedStates
 from bloomery.state_transfer.server import StateServer
@@ -79,6 +81,16 @@ def test_a_peer_that_fails_while_it_sends_an_average_leaves_its_pieces_to_the_ot
             )
             assert (fetched.directory / "average-0").read_bytes() == CONTENT
         assert fetched.peers == ("b",)
+
+
+def test_a_full_disk_is_told_by_its_place_and_no_peer_is_blamed(sources, tmp_path, monkeypatch):
+    def full(descriptor: int, data: memoryview, begin: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(averages, "write_at", full)
+    fetch = AverageFetcher(tmp_path / "missed", TRUST)
+    with pytest.raises(StorageError, match=f"{tmp_path / 'missed'}.*No space left"):
+        fetch(COMMIT, lambda: sources, ranks=1, at_once=2, cancelled=lambda: False)
 
 
 def test_peers_that_tell_different_sizes_are_not_mixed(sources, tmp_path):

@@ -308,7 +308,7 @@ def test_a_forecast_goes_on_from_the_newest_checkpoint_with_the_steps_that_led_t
     assert data_forecast(recipe, fresh, None) == DataForecast(
         stream=fresh, samples=80, step=0, position=Position(), past=(), recipe=recipe
     )
-    position = Position(consumed=24, skips=(range(30, 35),))
+    position = Position(consumed=24, skips=(range(3, 8), range(30, 35)))  # it stands at index 29
     values = {"train": {"step": 3, "position": position.to_json()}, "data": "stored"}
     saved = [SimpleNamespace(directory=name) for name in ("older", "newest")]
     reports = [SimpleNamespace(report=SimpleNamespace(cursor=8 * step, step=step)) for step in (1, 2, 3, 4)]
@@ -318,8 +318,8 @@ def test_a_forecast_goes_on_from_the_newest_checkpoint_with_the_steps_that_led_t
     )
     monkeypatch.setattr(data_stream, "read_history", lambda run: SimpleNamespace(steps=reports))
     assert data_forecast(recipe, fresh, Path("run")) == DataForecast(
-        stream=("stored", {"at": 24, "left": 61}),  # type: ignore[arg-type]
-        samples=85,
+        stream=("stored", {"at": 29, "left": 61}),  # type: ignore[arg-type]
+        samples=90,
         step=3,
         position=position,
         past=((8, 1), (16, 2), (24, 3)),
