@@ -33,8 +33,8 @@ _ARMED = {
     "stop": "the run saves and stops after its present step, and starts end at once until `bloomery stop {} "
     "--disarm`",
     "save": "the run saves after its present step",
-    "save, idle": "the run is not training, and saves after the first step of its next start",
 }
+_SAVES_LATER = "the run is not training, and saves after the first step of its next start"
 
 
 def stop(arguments: list[str]) -> int:
@@ -65,7 +65,7 @@ def _switch(name: str, arguments: list[str]) -> int:
         print(json.dumps({"switch": name, "armed": str(path)}))
     else:
         is_idle = name == "save" and chosen.run and _is_training(RunDirectory(Path(chosen.run))) is False
-        print(f"{path} is armed: {_ARMED['save, idle' if is_idle else name].format(target)}")
+        print(f"{path} is armed: {_SAVES_LATER if is_idle else _ARMED[name].format(target)}")
     return 0
 
 

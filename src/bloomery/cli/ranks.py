@@ -190,7 +190,10 @@ def _signals_passed_on(ranks: Ranks, supervisor: RankSupervisor | None) -> Itera
 
 @contextmanager
 def _held_back(*numbers: signal.Signals) -> Iterator[None]:
-    """Block signals, also in processes started meanwhile: a rank lets SIGUSR1 through when it can."""
+    """Block signals in this thread and in the processes that it starts meanwhile, which inherit the mask.
+
+    A rank unblocks SIGUSR1 once it has a handler, so that none is lost.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield

@@ -38,7 +38,10 @@ class WatchEvent:
 
 @dataclass(frozen=True, kw_only=True)
 class WatchBatch:
-    """The changes up to and including `revision`; the first batch has none and says that the watch began."""
+    """Changes of keys that etcd sent together; afterwards all up to and including `revision` are known.
+
+    The first batch of a watch has no changes: it says that the watch has begun.
+    """
 
     revision: int
     changes: tuple[WatchEvent, ...] = ()

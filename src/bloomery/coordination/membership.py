@@ -246,7 +246,7 @@ def _already_logged(error: CoordinatorError) -> None:
 
 
 class NameTaken(CoordinatorError):
-    """Another process is listed under this peer's name."""
+    """Raised where another process is already a member of the run under this peer's name."""
 
     def __init__(self, peer: str) -> None:
         super().__init__(

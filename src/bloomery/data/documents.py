@@ -146,7 +146,7 @@ class BadText:
     why: str
 
     def at(self, file: object, line: int) -> BadDocument:
-        """Return the bad document with its place."""
+        """Return this mistake as a BadDocument at a line of a file; line: from 1, 0 where it is not known."""
         return BadDocument(file=str(file), line=line, kind=self.kind, why=self.why)
 
 

@@ -54,7 +54,7 @@ class SavedModel(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """Return a name for caches of requests."""
+        """Return the tokenizer file's path, by which lm-eval tells the requests that it caches apart."""
         return str(self._saved.tokenizer_path)
 
     def tok_encode(

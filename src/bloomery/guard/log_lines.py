@@ -121,7 +121,7 @@ def _all_alike(text: bytes) -> Numbers | None:
 
 
 def _by_shape(text: bytes) -> Numbers:
-    """Parse lines of several shapes, among other lines."""
+    """Parse a log whose training lines have several forms, as where its format changed, among other lines."""
     lines = _lines_of_training(text)
     shapes: dict[bytes, list[int]] = {}
     for index, line in enumerate(lines):

@@ -69,8 +69,9 @@ class Exported:
 
 @dataclass(frozen=True, kw_only=True)
 class Imported:
-    """A Hugging Face model as our model section and logical tensors. `tensors` reads the files as it is
-    iterated.
+    """A Hugging Face model as the settings of a recipe's [model] and as logical tensors.
+
+    tensors: pairs of a name and a tensor; each is read from the files when it is asked for.
     """
 
     model: ModelSection

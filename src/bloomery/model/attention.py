@@ -260,7 +260,10 @@ class Attention(nn.Module):
         return (self.qkv.weight.shape[0] // self.head_dim - self.heads) // 2
 
     def forward(self, x: Tensor, context: AttentionContext, cache: KeyValueCache | None = None) -> Tensor:
-        """Return [b, s, h] from [b, s, h], without the output's bias (see `Linear.matmul`)."""
+        """Return causal self-attention of x, without the output's bias (see `Linear.matmul`).
+
+        x and the result: [b, s, h], samples, positions, hidden channels.
+        """
         heads, kv_heads = self.heads, self.kv_heads
         qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # [b, s, heads + 2·kv_heads, d]
         rotated, value = qkv.split((heads + kv_heads, kv_heads), dim=2)

@@ -34,9 +34,9 @@ class Contact:
 
 
 class ConnectionPlace(NamedTuple):
-    """Which of the ring's connections this is.
+    """Identifies one of a rank's connections to its neighbours in the ring.
 
-    peer, incarnation: the neighbour, and its life.
+    peer, incarnation: the neighbour's name, and which life of that peer it is.
     rank: the rank within the peer.
     stream: the number of the connection among those of the same rank.
     sends: whether this peer sends on it and the neighbour receives; else the other way round.
