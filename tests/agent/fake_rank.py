@@ -24,7 +24,7 @@ from tests.protocol import example
 
 from bloomery.data.position import Position, first, merged, total, without
 from bloomery.diloco.agent_client import connect_agent
-from bloomery.diloco.outer_update import digest
+from bloomery.diloco.state_digest import digest
 from bloomery.diloco.stored_average import StoredAverage
 from bloomery.errors import PeerError
 from bloomery.protocol.rank_messages import (
