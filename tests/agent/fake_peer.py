@@ -7,6 +7,7 @@ import logging
 import os
 import secrets
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -128,9 +129,11 @@ def main() -> int:
     command = [sys.executable, str(Path(__file__).with_name("fake_rank.py")), json.dumps(options)]
 
     def start(path: str) -> int:
-        return run_ranks(
+        status = run_ranks(
             command, RankRange(count=world, world=world), environment=os.environ | {PARENT: path}
         )
+        time.sleep(options.get("pause_at_end_s", 0.0))
+        return status
 
     status, ending = lead(parent, start)
     connection_manager.close()

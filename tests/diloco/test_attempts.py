@@ -19,7 +19,7 @@ from bloomery.agent.rank_server import close_all
 from bloomery.config.elastic import ElasticSection
 from bloomery.diloco import all_reduce
 from bloomery.diloco.all_reduce import Attempts, RingFailed, WireRing
-from bloomery.diloco.state_digest import peer_digest
+from bloomery.diloco.outer_update import peer_digest
 from bloomery.protocol.rank_messages import KeepAverage, Reduce
 from bloomery.transport.connection import DeliveryStatistics, HopRateLimit
 from bloomery.transport.ring_all_reduce import ReduceResult, RingError

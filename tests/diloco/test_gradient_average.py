@@ -10,10 +10,16 @@ import torch
 import xxhash
 from torch import Tensor
 
-from bloomery.diloco import pseudo_gradient, state_digest
-from bloomery.diloco.outer_update import Reduced, pieces_of, squared_norm
+from bloomery.diloco import outer_update, pseudo_gradient
+from bloomery.diloco.outer_update import (
+    Reduced,
+    digest,
+    digest_of_pieces,
+    pieces_of,
+    rank_digest,
+    squared_norm,
+)
 from bloomery.diloco.pseudo_gradient import GradientAverage
-from bloomery.diloco.state_digest import digest, digest_of_pieces, rank_digest
 from bloomery.diloco.stored_average import StoredAverage
 
 
@@ -103,7 +109,7 @@ def test_who_brings_nothing_offers_zeros_and_no_step_of_others_is_made_up_for() 
 def test_a_digest_is_of_the_bytes_in_blocks_and_of_their_number_however_they_are_split(
     threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(state_digest, "BLOCK_BYTES", 8)
+    monkeypatch.setattr(outer_update, "BLOCK_BYTES", 8)
     content = np.arange(45, dtype=np.uint8)
     expected = hashlib.blake2b(digest_size=32)
     for begin in range(0, 45, 8):

@@ -18,6 +18,7 @@ from bloomery.diloco import all_reduce
 from bloomery.diloco.all_reduce import WireRings
 from bloomery.diloco.outer import SinglePeer
 from bloomery.diloco.outer_loop_state import PartMade, RoundState, TrainingRound
+from bloomery.diloco.outer_update import peer_digest
 from bloomery.diloco.peer_vector import (
     PAST_PARTS,
     FragmentHistory,
@@ -28,7 +29,6 @@ from bloomery.diloco.peer_vector import (
     take,
 )
 from bloomery.diloco.pseudo_gradient import PseudoGradient, nesterov_step
-from bloomery.diloco.state_digest import peer_digest
 from bloomery.guard.verdict import Rewind, Rung, Save
 from bloomery.protocol.rank_messages import Reduce, StartRound
 from bloomery.train.state import Goal, TrainState

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from bloomery.diloco.state_digest import digest
+from bloomery.diloco.outer_update import digest
 
 VALUES = np.random.default_rng(1).standard_normal(3_000_000).astype(np.float32)
 

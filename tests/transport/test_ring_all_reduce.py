@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bloomery.diloco.state_digest import digest
+from bloomery.diloco.outer_update import digest
 from bloomery.transport.connection import HopRateLimit
 from bloomery.transport.gradient_codec import Codec, decode, encode
 from bloomery.transport.ring_all_reduce import Ring, RingError

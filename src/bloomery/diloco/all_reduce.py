@@ -21,8 +21,7 @@ from bloomery.checkpoint.writer.ranks import Gather
 from bloomery.config.elastic import SPARSE, ElasticSection
 from bloomery.coordination.eligibility import NORM_FAILURE
 from bloomery.diloco.agent_client import AgentClient, CommandInbox
-from bloomery.diloco.outer_update import OuterUpdate, Reduced
-from bloomery.diloco.state_digest import peer_digest
+from bloomery.diloco.outer_update import OuterUpdate, Reduced, peer_digest
 from bloomery.diloco.stored_average import StoredAverage
 from bloomery.errors import BloomeryError
 from bloomery.plan.peer_round import codec_of_partial_sums

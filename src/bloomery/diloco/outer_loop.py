@@ -42,7 +42,7 @@ from bloomery.diloco.outer_loop_state import (
     UpdateMade,
     Updating,
 )
-from bloomery.diloco.outer_update import FEEDBACK_OF, OuterUpdate
+from bloomery.diloco.outer_update import FEEDBACK_OF, OuterUpdate, peer_digest
 from bloomery.diloco.peer_vector import FragmentHistory
 from bloomery.diloco.round_transition import (
     Action,
@@ -57,7 +57,6 @@ from bloomery.diloco.round_transition import (
     is_last_step,
     transition,
 )
-from bloomery.diloco.state_digest import peer_digest
 from bloomery.errors import BloomeryError, CheckpointError
 from bloomery.guard.verdict import CarryOn, Rewind, Stop, Verdict
 from bloomery.protocol.rank_messages import AgentMessage, Committed, CopyState, ReplaceState
@@ -390,9 +389,10 @@ class OuterLoop:
         if self._update.digest_is_of_state:  # computed from the tensors, since the stored one may be wrong
             digest = self._digest_of(self._update.digest())
         if digest != asked.digest or is_within:
-            where = f"{digest[:12]}{' within a round' if is_within else ''}"
+            within = " within a round" if is_within else ""
             raise CheckpointError(
-                f"its tensors are the state {where}, and {asked.digest[:12]} of round {asked.round} was asked for",
+                f"its tensors are the state {digest[:12]}{within}, and "
+                f"{asked.digest[:12]} of round {asked.round} was asked for",
                 remedy="Look at the machine that gave it: its memory or disk may be failing.",
             )
 

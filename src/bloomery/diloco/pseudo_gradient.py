@@ -16,9 +16,15 @@ from torch import Tensor
 from bloomery.checkpoint.format.state import StateEntry
 from bloomery.config.elastic import SPARSE, ElasticSection
 from bloomery.data.position import Ranges, total
-from bloomery.diloco.outer_update import PIECE, Reduced, pieces_of, squared_norm
+from bloomery.diloco.outer_update import (
+    PIECE,
+    Reduced,
+    digest_of_pieces,
+    pieces_of,
+    rank_digest,
+    squared_norm,
+)
 from bloomery.diloco.peer_vector import PeerVector, fragment_of_round, fragments_of, put, take
-from bloomery.diloco.state_digest import digest_of_pieces, rank_digest
 from bloomery.diloco.stored_average import BLOCK, StoredAverage
 
 _WITH_FEEDBACK = ("int4", SPARSE)
