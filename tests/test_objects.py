@@ -49,6 +49,32 @@ def test_a_line_that_gives_a_little_at_a_time_gives_all_and_no_byte_twice(server
     assert len(server.ranges) >= len(CONTENT) // 100, "many more than a count of tries would allow"
 
 
+def test_the_patience_with_a_line_begins_anew_with_each_byte_that_came(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(objects.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(objects.time, "sleep", lambda seconds: None)
+    asked: list[int] = []
+
+    def breaking(
+        key: str, begin: int, end: int, piece_bytes: int, etag: str
+    ) -> tuple[str, Iterator[memoryview]]:
+        asked.append(begin)
+        clock[0] += 6.0
+
+        def pieces() -> Iterator[memoryview]:
+            yield memoryview(CONTENT[begin : begin + 10])
+            raise StoreUnreachable("it broke off")
+
+        return "", pieces()
+
+    store = Objects(tmp_path.as_uri(), patience_s=10.0)
+    monkeypatch.setattr(store, "_stream", breaking)
+    assert b"".join(store.pieces("one", end=50)) == CONTENT[:50]
+    assert asked == [0, 10, 20, 30, 40]
+
+
 def test_a_line_that_falls_silent_is_left_and_what_came_is_kept(
     server: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:

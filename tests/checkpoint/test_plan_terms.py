@@ -14,6 +14,7 @@ import torch
 from bloomery import errors
 from bloomery.checkpoint.format import catalogue, suspects
 from bloomery.checkpoint.format.catalogue import (
+    CommittedCheckpoint,
     RemoteCopy,
     checkpoints,
     record_copy,
@@ -24,7 +25,13 @@ from bloomery.checkpoint.format.manifest import IndexedBox, read_index, read_man
 from bloomery.checkpoint.format.retention import _last_of_first_epochs
 from bloomery.checkpoint.format.source import LocalCheckpoint
 from bloomery.checkpoint.format.state import Box, StateEntry, whole
-from bloomery.checkpoint.format.suspects import SUSPECT, mark_of, mark_suspects, refuse_if_only_suspects
+from bloomery.checkpoint.format.suspects import (
+    SUSPECT,
+    mark_of,
+    mark_suspects,
+    newest_trusted,
+    refuse_if_only_suspects,
+)
 from bloomery.checkpoint.load import executor, load_plan
 from bloomery.checkpoint.load.executor import _Reader
 from bloomery.checkpoint.load.load_plan import WantedBox, plan_load
@@ -115,6 +122,8 @@ def test_each_thing_that_a_layout_says_makes_another_plan() -> None:
         StateEntry(**place, global_shape=(5, 6)),
     ):
         assert planner.digest([other]) != whole_digest
+    first_rows = StateEntry(**place | {"box": Box((0, 0), (2, 6))}, global_shape=(4, 6))
+    assert planner.digest([first_rows]) != planner.digest([StateEntry(**place, global_shape=(4, 6))])
     plan = planner.agree([base], [whole_digest])
     assert planner.agree([base], [whole_digest]) is plan
     assert planner.agree([base], [whole_digest, "another rank's"]) is not plan
@@ -282,6 +291,20 @@ def test_a_mark_says_why_and_when_and_is_noted_for_the_backups(
     (rundir.backups / "step-000020.i001.mark").mkdir()
     with pytest.raises(StorageError, match="Marking a checkpoint failed"):
         mark_suspects(rundir, checkpoints(rundir), clean_step=10, why="another")
+
+
+def test_where_all_are_marked_none_is_taken_and_no_run_begins_anew(tmp_path: Path) -> None:
+    checkpoints = []
+    for step in (5, 10):
+        directory = tmp_path / str(step)
+        directory.mkdir()
+        checkpoints.append(CommittedCheckpoint(step=step, incarnation=0, directory=directory))
+    assert newest_trusted(checkpoints) is checkpoints[1] and newest_trusted([]) is None
+    (tmp_path / "10" / SUSPECT).write_text('{"why": "a flip"}')
+    assert newest_trusted(checkpoints) is checkpoints[0]
+    (tmp_path / "5" / SUSPECT).write_text('{"why": "a flip"}')
+    with pytest.raises(CheckpointError, match="every checkpoint is suspect"):
+        newest_trusted(checkpoints)
 
 
 def test_a_copy_is_on_record_with_all_that_is_known_of_it(

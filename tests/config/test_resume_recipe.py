@@ -118,3 +118,9 @@ def test_a_run_from_before_the_prefix_may_say_that_its_tokenizer_is_a_name():
     changes = compare(old, override(old, ["data.tokenizer=hf:somebody/something"]))
     assert [one.key for one in changes.journalled] == ["data.tokenizer"] and not changes.fixed
     assert compare(old, override(old, ["data.tokenizer=hf:somebody/else"])).fixed
+
+
+def test_a_dataset_may_take_the_place_of_another_one_as_the_whole_list_may():
+    old = override(DEMO, MIXTURE)
+    changes = compare(old, override(old, ['data.datasets=[{name="c", path="a"}, {name="b", path="b"}]']))
+    assert [one.key for one in changes.journalled] == ["data.datasets[0].name"] and not changes.fixed

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -14,6 +15,7 @@ from bloomery.data.position import Position
 from bloomery.errors import DataError, RunBusy, StorageError
 from bloomery.guard.restraint import Restraint
 from bloomery.guard.verdict import Rewind, Rung
+from bloomery.train import data_stream
 from bloomery.train.data_stream import DataForecast, DataStream
 from bloomery.train.saver import BUSY_S, RETRY_S, RunSaver
 from bloomery.train.state import Goal, TrainState
@@ -328,3 +330,20 @@ def test_the_step_that_passes_an_index_is_the_one_that_was_made_or_will_be() -> 
         recipe=SimpleNamespace(train=train),  # type: ignore[arg-type]
     )
     assert [forecast.step_of(index) for index in (1, 4, 5, 8, 9, 14)] == [1, 1, 2, 2, 3, 3]
+
+
+def test_samples_that_were_left_out_before_a_resume_take_no_place_ahead() -> None:
+    def of_two_samples(train: object, until: int, *, start: int) -> list[tuple[int, None]]:
+        return [((until - start) // 2, None)]
+
+    with patch.object(data_stream, "stretches", of_two_samples):
+        forecast = DataForecast(
+            stream=None,  # type: ignore[arg-type]
+            samples=100,
+            step=5,
+            position=Position(consumed=10, skips=(range(4, 8), range(16, 20))),
+            past=((14, 5),),
+            recipe=SimpleNamespace(train=None),  # type: ignore[arg-type]
+        )
+        assert forecast.position.cursor == 14
+        assert [forecast.step_of(index) for index in (16, 20, 22, 24)] == [6, 6, 7, 8]

@@ -20,6 +20,7 @@ from tests.diloco.elastic_peers import DEADLINE_S, TOKEN, Authority
 from tests.protocol import example
 
 from bloomery.coordination.credentials import read_certificate
+from bloomery.transport import handshake
 from bloomery.transport.handshake import (
     MAGIC,
     Answer,
@@ -236,3 +237,21 @@ def test_an_end_of_another_authority_that_trusts_everybody_is_refused(authority,
     pretend, honest_end = (accepted, dialled) if side == "listener" else (dialled, accepted)
     with pytest.raises(ssl.SSLError, match="CERTIFICATE_VERIFY_FAILED"):
         against(pretend(impostor), honest_end(honest))
+
+
+def test_the_deadline_is_that_of_all_bytes_and_not_of_each(monkeypatch):
+    clock, waits = [50.0], []
+    monkeypatch.setattr(handshake.time, "monotonic", lambda: clock[0])
+
+    class Trickling:
+        def settimeout(self, seconds):
+            waits.append(seconds)
+
+        def recv(self, count):
+            clock[0] += 2.0
+            return b"x"
+
+    assert handshake.receive_exactly(Trickling(), 4, until=60.0) == b"xxxx"
+    assert waits == [10.0, 8.0, 6.0, 4.0]
+    with pytest.raises(PeerRefused, match="too long"):
+        handshake.receive_exactly(Trickling(), 4, until=62.0)

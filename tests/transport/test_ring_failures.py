@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -69,6 +70,29 @@ def test_a_member_that_does_not_come_is_a_stall_by_its_neighbour(members):
 def test_the_deadline_ends_a_round_in_which_something_still_moves(members):
     ended = members(2, "int8").all_reduce(parts_of(2, 100), of=[0], deadline_s=0.2)[0]
     assert (ended.kind, ended.culprit) == ("deadline", "previous")
+
+
+def test_a_member_that_reads_no_more_because_the_next_one_is_slow_blames_nobody_for_the_silence(members):
+    ring, over = members(4, "int8"), threading.Event()
+    slow = [end for _, end in ring.hops[1]]
+
+    def take_little():
+        while not over.wait(0.02):
+            for end in slow:
+                with suppress(BlockingIOError):
+                    end.recv(2000, socket.MSG_DONTWAIT)
+
+    reader = threading.Thread(target=take_little)
+    reader.start()
+
+    def times(index):
+        return {"stall_s": 1.0, "deadline_s": 2.5} if index == 1 else {"deadline_s": 6.0}
+
+    ended = ring.all_reduce(parts_of(4, 4_000_000), of=[0, 1, 3], each=times)[1]
+    over.set()
+    reader.join()
+
+    assert ended.kind == "deadline"
 
 
 def test_a_failed_ring_is_of_no_more_use(members):

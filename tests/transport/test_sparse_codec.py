@@ -109,6 +109,21 @@ def test_any_flipped_bit_is_refused_or_decodes_to_as_many_places_within_the_chun
     assert refused > bits // 3 // 8  # the bitmap and the order of places; other bits are values
 
 
+@pytest.mark.parametrize("size", [100, CHUNK + 333])
+def test_a_place_beyond_the_last_value_is_refused(size):
+    values = np.zeros(size, np.float32)
+    values[-1] = 1.0
+    code, refused = encode_sparse(values, 0.01), 0
+    for bit in range(code.size * 32):
+        hostile = code.copy()
+        hostile[bit // 32] ^= np.uint32(1 << bit % 32)
+        try:
+            decoded(hostile, 0.01, size)
+        except ValueError as error:
+            refused += "outside it" in str(error)
+    assert refused
+
+
 @pytest.mark.parametrize("words", [0, 20, 22, 10_000])
 def test_another_length_is_refused(words):
     with pytest.raises(ValueError, match="words are not"):
