@@ -24,3 +24,14 @@ def test_a_table_is_plain_text_whatever_the_cells_and_the_terminal(monkeypatch: 
     monkeypatch.setenv("COLUMNS", "20")
     text = table_text([["[bold]x[/bold]", "http://a/b", "3"]], left=(0, 1), head=False)
     assert text == "[bold]x[/bold]  http://a/b  3"
+
+
+def test_long_names_give_way_before_figures_and_figures_never() -> None:
+    rows = [["run", "loss", "note"], ["a" * 50, "12.345", "z" * 40], ["b", "9.1", "c"]]
+    lines = table_text(rows, left=(0, 2), width=40).splitlines()
+    assert max(map(len, lines)) <= 40
+    assert lines[2] == f"{'a' * 18}  12.345  {'z' * 12}" and sum(line.count("a") for line in lines) == 50
+    cut = table_text(rows, left=(0, 2), width=40, wrap=False).splitlines()
+    assert cut[2] == f"{'a' * 17}…  12.345  {'z' * 11}…"
+    figures = [["1" * 30, "2" * 30, "note"]]
+    assert table_text(figures, left=(2,), head=False, width=40) == f"{'1' * 30}  {'2' * 30}  note"

@@ -138,7 +138,13 @@ def test_the_manifest_tells_each_file_and_dataset_and_comes_back_as_it_was(
         reused=False,
     )
     assert prepare(data, tmp_path / "out") == replace(made, reused=True)
-    for key, value in (("format", 2), ("files", {"gone": 1})):
+    for key, value in (
+        ("format", 2),
+        ("files", {"gone": 1}),
+        ("datasets", None),
+        ("datasets", {"held-out": {}}),
+        ("notes", None),
+    ):
         (tmp_path / "out" / "prepared.json").write_text(json.dumps(manifest | {key: value}))
         found = prepare(data, tmp_path / "out")
         assert (found.reused, found.train) == (False, made.train), key

@@ -142,7 +142,7 @@ def test_a_table_that_cannot_be_taken_apart_is_told_with_its_line(
     finally:
         monkeypatch.undo()
         csv.field_size_limit(usual)
-    assert refused.value.message.startswith(f"{path} is no table at line ")
+    assert refused.value.message.startswith(f"{path} is no table at line 3: ")
     assert refused.value.message.endswith(": field larger than field limit (1000).")
     assert [len(document.text) for document in of(path)] == [5, 200_000]
 

@@ -22,8 +22,10 @@ def table_text(
     rows: the cells of each row; all rows have the same number of cells.
     left: indices of the columns that are aligned to the left; the others are aligned to the right.
     head: whether the first row is a heading with a rule beneath it.
-    width: the most characters in a line. Only the last column becomes narrower to fit.
-    wrap: whether text too long for the last column goes on in the next line; else it is cut with an ellipsis.
+    width: the most characters in a line. To fit, the last column becomes narrower, down to 12 characters, and
+        then the columns that are aligned to the left, the widest first. Figures are never cut: where they
+        alone take more, lines are longer.
+    wrap: whether text too long for its column goes on in the next line; else it is cut with an ellipsis.
     """
     from rich import box
     from rich.cells import cell_len
@@ -41,20 +43,33 @@ def table_text(
     )
     widths = [max(cell_len(row[column]) for row in rows) for column in range(len(rows[0]))]
     last = len(widths) - 1
-    room = width - sum(widths[:-1]) - 2 * last
+    spent = 2 * last
+    narrowed = set[int]()
+    while (excess := sum(widths) + spent - width) > 0:
+        wide = [column for column in (*left, last) if widths[column] > _NARROWEST]
+        if not wide:
+            break
+        column = last if last in wide else max(wide, key=lambda column: widths[column])
+        widths[column] -= min(excess, widths[column] - _NARROWEST)
+        narrowed.add(column)
     for column in range(last + 1):
         table.add_column(
             Text(rows[0][column]) if head else "",
             justify="left" if column in left else "right",
-            # Given the width, rich does not measure each cell again.
-            width=min(widths[column], max(room, _NARROWEST)) if column == last else widths[column],
-            no_wrap=column != last or not wrap,
-            overflow="fold" if column == last and wrap else "ellipsis",
+            width=widths[column],  # given it, rich does not measure each cell again
+            no_wrap=column not in narrowed or not wrap,
+            overflow="fold" if column in narrowed and wrap else "ellipsis",
         )
     for row in rows[1:] if head else rows:
         table.add_row(*(Text(cell) for cell in row))
     buffer = StringIO()
-    console = Console(file=buffer, width=width, color_system=None, force_terminal=False, legacy_windows=False)
+    console = Console(
+        file=buffer,
+        width=max(width, sum(widths) + spent),
+        color_system=None,
+        force_terminal=False,
+        legacy_windows=False,
+    )
     console.print(table)
     return "\n".join(line.rstrip() for line in buffer.getvalue().rstrip("\n").split("\n"))
 

@@ -254,23 +254,25 @@ def _found_again(
         fits = manifest["format"] == FORMAT and wanted in (None, manifest["wanted"])
         whole = all((directory / name).stat().st_size == size for name, size in manifest["files"].items())
         refused = wanted is not None and data.bad_documents == "fail" and manifest["bad_documents"]
+        datasets = {
+            name: PreparedDataset(name=name, prefix=directory / name, weight=1.0, **counts)
+            for name, counts in manifest["datasets"].items()
+        }
+        train = datasets[TRAIN]
+        about = {key: manifest[key] for key in ("vocabulary_size", "end_of_document_id")}
+        notes = tuple(manifest["notes"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     if not fits or not whole or refused:
         return None
-    datasets = {
-        name: PreparedDataset(name=name, prefix=directory / name, weight=1.0, **counts)
-        for name, counts in manifest["datasets"].items()
-    }
     prefixes = dataset_prefixes(data, directory)
     held_out = tuple(_given(section, prefixes) for section in data.held_out_datasets)
     return Prepared(
         tokenizer_path=directory / manifest.get("tokenizer_file", JSON_FILE),
-        vocabulary_size=manifest["vocabulary_size"],
-        end_of_document_id=manifest["end_of_document_id"],
-        train=(datasets[TRAIN],),
+        **about,
+        train=(train,),
         held_out=((datasets[HELD_OUT],) if HELD_OUT in datasets else ()) + held_out,
-        notes=tuple(manifest["notes"]),
+        notes=notes,
         fingerprint=xxhash.xxh3_128_hexdigest(json.dumps(manifest["wanted"], sort_keys=True).encode()),
         reused=reused,
     )

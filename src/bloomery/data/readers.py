@@ -201,7 +201,7 @@ def _table(file: SourceFile, reading: Reading, bad: BadDocuments) -> Iterator[Do
                     bad.add(cell_text.at(file.path, rows.line_num))
         except csv.Error as damaged:
             raise DataError(
-                f"{file.path} is no table at line {rows.line_num}: {damaged}.",
+                f"{file.path} is no table at line {rows.reader.line_num}: {damaged}.",  # not of `rows`
                 remedy="Save it as CSV in UTF-8, or as .jsonl or .parquet.",
             ) from damaged
 
