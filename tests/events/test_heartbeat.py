@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -16,6 +17,7 @@ import pytest
 from tests.faults.commands import wait_for
 
 from bloomery.errors import BloomeryError
+from bloomery.events import heartbeat as heartbeat_file
 from bloomery.events.heartbeat import (
     ATTEMPT,
     MOST_WRITES_PER_S,
@@ -33,6 +35,17 @@ NEVER_S = 3600.0
 
 def beating(path: Path, **settings: object) -> Heartbeat:
     return Heartbeat(path, interval_s=NEVER_S, **settings)  # type: ignore[arg-type]  — checked where written
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.EACCES])
+def test_a_heartbeat_that_cannot_be_read_for_a_moment_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refuse(path: Path) -> None:
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr(heartbeat_file, "read_heartbeat", refuse)
+    assert read_beat(tmp_path / "0-1") is None
 
 
 def test_a_heartbeat_says_where_the_rank_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
