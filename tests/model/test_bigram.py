@@ -48,3 +48,13 @@ def test_tokens_that_never_occur_get_finite_factors_and_change_nothing_for_the_o
     torch.testing.assert_close(
         wide_embedding[:48] @ wide_head[:48].T, embedding @ head.T, rtol=0.05, atol=0.05
     )
+
+
+def test_the_length_of_the_head_is_the_mean_over_tokens_and_not_over_kinds_of_tokens() -> None:
+    counts = torch.tensor([[400.0, 10.0, 90.0], [3.0, 1.0, 6.0], [30.0, 70.0, 5.0]])
+    embedding, head = bigram_factors(counts, hidden=3, seed=0)
+    after, unigram = counts.sum(1), counts.sum(0) / counts.sum()
+    pmi = torch.log((counts + unigram) / (after[:, None] + 1.0) / unigram)
+    ratios = pmi.norm(dim=1) / (2 * embedding @ head.T).norm(dim=1)  # each row's length by that of the head
+    torch.testing.assert_close((ratios * after).sum() / after.sum(), torch.tensor(1.0), rtol=1e-3, atol=0)
+    assert abs(ratios.mean() - 1) > 0.02
