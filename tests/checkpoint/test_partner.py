@@ -3,6 +3,7 @@
 import json
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -326,3 +327,19 @@ def test_who_is_past_the_deadline_gets_no_further_wait():
         theirs.close()
         with pytest.raises(OSError, match="ended too early"):
             partner._received(ours, 4, until=time.monotonic() + 60)
+
+
+def test_a_server_that_is_closed_takes_no_more_connections(kept: Kept) -> None:
+    def servers() -> list[threading.Thread]:
+        return [thread for thread in threading.enumerate() if thread.name == "replica-server"]
+
+    (serving,) = servers()
+    with socket.create_connection(kept.address, timeout=DEADLINE_S) as stranger:
+        stranger.sendall(b"x" * len(TOKEN))
+        assert stranger.recv(1) == b""
+    time.sleep(0.1)  # so that it waits for the next one
+    kept.keeper.close()
+    serving.join(DEADLINE_S)
+    assert not servers()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(kept.address, timeout=DEADLINE_S)

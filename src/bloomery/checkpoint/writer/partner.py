@@ -18,6 +18,7 @@ import struct
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -225,6 +226,8 @@ class ReplicaServer:
 
     def close(self) -> None:
         """Accept no more parts."""
+        with suppress(OSError):  # closing alone leaves an `accept` that waits to take one more connection
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
     def _serve(self) -> None:
