@@ -213,6 +213,19 @@ def test_shards_hide_what_computing_can_hide(zero: int) -> None:
     assert offloaded.update_s == pytest.approx((34 + 8) * PARAMETERS.total / 8 / 20e9)
 
 
+@pytest.mark.parametrize("zero", [1, 2])
+def test_sums_that_take_longer_than_backwards_hide_beside_backwards_alone(zero: int) -> None:
+    layout, rate = Layout(data=8, zero=zero), LINK / 10
+    node = replace(HARDWARE.node, link_gb_per_s=2 * rate / 1e9)
+    taken = step(layout, hardware=replace(HARDWARE, node=node))
+    times = 4 if zero == 2 else 1
+    scattered = times * ring(4 * PARAMETERS.total, 8, rate=rate, latency=LINK_S)
+    gathered = ring(2 * PARAMETERS.total, 8, rate=rate, latency=LINK_S)
+    hidden = OVERLAP * 2 / 3 * slot_s(taken, 4) * times
+    assert 0.1 * scattered < scattered - hidden < scattered
+    assert taken.data_parallel_s == pytest.approx(gathered + scattered - hidden)
+
+
 def test_the_machines_own_overlap_is_taken() -> None:
     layout = Layout(data=8, zero=2)
     node = replace(HARDWARE.node, overlap=0.0)
