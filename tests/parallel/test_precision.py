@@ -199,6 +199,24 @@ def test_halves_of_a_product_in_8_bits_add_up_to_the_whole_if_they_share_their_m
         )
 
 
+def test_the_part_of_a_gradient_is_rounded_by_the_largest_element_of_all_ranks() -> None:
+    generator = torch.Generator().manual_seed(5)
+    weight, slope = torch.randn(32, 16, generator=generator), torch.randn(8, 32, generator=generator)
+    slope[:, 16:] *= 1e-3
+    x = torch.randn(8, 16, generator=generator)
+
+    def gradient(rows: slice, maximum: Maximum | None = None) -> torch.Tensor:
+        own = weight[rows].clone().requires_grad_()
+        fp8_linear(x, own, maximum).backward(slope[:, rows])
+        assert own.grad is not None
+        return own.grad
+
+    largest = iter([torch.stack([x.abs().amax(), weight.abs().amax()]), slope.abs().amax()])
+    part = gradient(slice(16, 32), lambda own: torch.maximum(own, next(largest)))
+    assert torch.equal(part, gradient(slice(0, 32))[16:])
+    assert next(largest, None) is None
+
+
 @pytest.mark.parametrize("sizes", [(16, 32, 16), (5, 33, 21), (16, 8, 24)])
 def test_the_units_for_8_bits_get_whole_tiles_and_the_product_is_the_same(
     sizes: tuple[int, int, int],
