@@ -9,6 +9,7 @@ import pytest
 
 from bloomery.data.position import Position
 from bloomery.diloco.outer import UnderWay
+from bloomery.guard.restraint import Restraint
 from bloomery.train.state import Goal, TrainingOutcome, TrainState
 
 STATE = TrainState(goal=Goal(samples=100), step=7, position=Position(consumed=99))
@@ -32,6 +33,15 @@ def test_a_goal_is_reached_by_either_figure(
     goal: Goal, step: int, consumed: int, *, is_reached: bool
 ) -> None:
     assert goal.is_reached(step=step, consumed=consumed) is is_reached
+
+
+def test_a_restraint_ends_by_the_samples_of_all_peers_also_within_a_round() -> None:
+    restraints = (Restraint(start=90, stop=120, rate=0.5, clip=1.0),)
+    alone = replace(STATE, restraints=restraints)
+    assert alone.restraint.rate == 0.5
+    within = replace(alone, under_way=UnderWay(committed=90, live=3))  # 9 of its own: 27 of all
+    assert within.restraint.rate == 0.5
+    assert replace(within, position=Position(consumed=100)).restraint.rate == 1.0
 
 
 def test_a_run_is_done_at_its_goal_or_when_it_was_told_to_stop_but_not_within_a_round() -> None:
