@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bloomery.data import audit, duplicates, ngrams, overlap
+from bloomery.data import audit, duplicate_candidates, duplicates, ngrams, overlap
 from bloomery.data.audit import (
     Ngrams,
     RepeatedNgrams,
@@ -126,6 +126,18 @@ def test_documents_are_compared_to_their_last_token_some_at_a_time(
 ) -> None:
     monkeypatch.setattr(duplicates, "_TOKENS_AT_ONCE", 2)
     assert are_equal(np.array(ours), np.array(theirs)) is equal
+
+
+@pytest.mark.parametrize("last", [63, 64, 65, 127, 128])
+def test_candidates_of_the_first_and_of_the_last_document_are_in_files_of_their_own(
+    last: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(duplicate_candidates, "_SORTED_AT_ONCE", 4)
+    candidates = np.zeros(last + 1, dtype=duplicate_candidates._CANDIDATE)
+    candidates["document"], candidates["earlier"] = np.arange(10, last + 11), 3
+    candidates.tofile(tmp_path / "candidates")
+    found = list(duplicate_candidates._candidates_by_document(tmp_path / "candidates"))
+    assert found == [(document, 3) for document in range(10, last + 11)]
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,11 @@ def test_a_range_of_hosts_keeps_its_width() -> None:
     ]
 
 
+def test_the_width_of_a_range_is_that_of_its_first_number() -> None:
+    assert read_hosts("n[0-12]")[::12] == ["n0", "n12"]
+    assert read_hosts("n[08-100]")[:3] == ["n08", "n09", "n10"] and read_hosts("n[08-100]")[-1] == "n100"
+
+
 @pytest.mark.parametrize(("text", "says"), [("a,b!", "'b!'"), ("a,,b", "''"), ("a,b,a", "a is given twice")])
 def test_what_is_no_list_of_hosts_is_refused(text: str, says: str) -> None:
     with pytest.raises(BloomeryError, match=says):
