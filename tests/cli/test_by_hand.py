@@ -12,7 +12,7 @@ from tests.train.test_loop import Start, events, go
 
 from bloomery.cli import main
 from bloomery.cli.control import cursor_after
-from bloomery.config.load import load_recipe
+from bloomery.config.load import dump_recipe, load_recipe
 from bloomery.events.incarnation import identity
 from bloomery.events.journal import read_history
 from bloomery.events.run_directory import RunDirectory
@@ -99,7 +99,6 @@ def test_a_fork_goes_on_from_a_checkpoint_of_a_run_that_goes_on_too(stopped, sta
     facts = told(capsys, "fork", str(stopped), str(fork), "--to-step", "7")
     assert (facts["checkpoint"], facts["name"]) == ("step-000006.i001", "fork")
     recipe = str(RunDirectory(fork).recipe)
-    assert load_recipe(recipe).recipe.sync.place == "", "two runs in one place overwrite each other"
     slow = load_recipe(recipe, ["guard.stop_at_step=0", "optim.learning_rate=1e-5"])
     go(slow, fork)
     go(*start(*SETTINGS))
@@ -115,6 +114,15 @@ def test_a_fork_goes_on_from_a_checkpoint_of_a_run_that_goes_on_too(stopped, sta
     assert identity(RunDirectory(fork)) != identity(RunDirectory(stopped)), (
         "no backup takes one for the other"
     )
+
+
+def test_a_fork_does_not_sync_to_the_place_of_the_first_run(stopped, capsys):
+    recipe = RunDirectory(stopped).recipe
+    synced = load_recipe(str(recipe), [f"sync.place='{stopped.parent.as_uri()}/synced'"])
+    recipe.write_text(dump_recipe(synced.recipe))
+    told(capsys, "fork", str(stopped), str(stopped.parent / "unsynced"))
+    forked = load_recipe(str(RunDirectory(stopped.parent / "unsynced").recipe)).recipe
+    assert load_recipe(str(recipe)).recipe.sync.place and forked.sync.place == ""
 
 
 def test_a_fork_is_refused_where_nothing_or_something_is(stopped, capsys):
