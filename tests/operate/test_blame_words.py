@@ -78,6 +78,13 @@ def test_a_rank_that_torch_aborts_has_not_crashed(log: str) -> None:
     assert (found(crashed, OWN).cause, found(crashed, OWN).culprit.rank) == (Cause.CRASH, 0)
 
 
+@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL])
+def test_a_rank_that_crashed_has_crashed_whatever_else_its_log_says(number: signal.Signals) -> None:
+    end = RankEnd(rank=0, host="n0", status=-number, log="BrokenPipeError: Broken pipe")
+    verdict = found(end, RankEnd(rank=1, host="n1", status=1, error="RankLost: x"))
+    assert verdict.cause in (Cause.CRASH, Cause.BUS_ERROR) and verdict.culprit.rank == 0
+
+
 @pytest.mark.parametrize(
     "words",
     [

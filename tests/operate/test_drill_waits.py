@@ -170,6 +170,24 @@ def test_a_run_that_has_ended_by_itself_is_not_waited_for(
     assert clock.now == 1000.0
 
 
+def test_a_run_that_ends_after_its_first_steps_is_not_waited_for(
+    tmp_path: Path, clock: Clock, beats: dict[int, RankBeat]
+) -> None:
+    plan, looks = plan_of(tmp_path, steps_between=100, patience_s=600.0), [True, True, True]
+
+    class Ending:
+        @property
+        def is_running(self) -> bool:
+            return bool(looks) and looks.pop()
+
+        def last_words(self) -> str:
+            return "out of memory"
+
+    with pytest.raises(TrainingFailed, match="ended by itself:\nout of memory"):
+        _stepping(plan, Ending(), saves=0, newer_than=-1)  # type: ignore[arg-type]
+    assert clock.now < 1010.0
+
+
 def record(path: Path, *events: dict[str, Any]) -> None:
     path.parent.mkdir(exist_ok=True)
     path.write_text("".join(json.dumps({"incarnation": 1, "step": 0, **event}) + "\n" for event in events))
