@@ -79,11 +79,9 @@ class KnownCommits:
 
     def recovery_record(self, snapshot: RunSnapshot, holding: StateHeld | None) -> RecoveryRecord | None:
         """Return the recovery record that the coordinator needs from this peer; None if it knows as much."""
-        is_known = holding is None or holding.round in snapshot.commits
-        if is_known and not snapshot.forgotten:
-            return None
         held_commit = self._held(holding)
-        if held_commit is None and not snapshot.forgotten:
+        is_unknown = held_commit is not None and held_commit.round not in snapshot.commits
+        if not snapshot.forgotten and not is_unknown:
             return None
         memory = snapshot.remembered
         commit, shares = (memory.commit, memory.shares) if memory else (None, None)

@@ -198,10 +198,8 @@ def copies_wanted(snapshot: RunSnapshot, *, me: str, made: Sequence[str]) -> Cop
         for name, listed in sorted(snapshot.members.items())
         if listed.member.wants and name != me
     }
-    if not newcomers:
-        return CopyState(keep=(), makes="")
     wanted = {listed.member.wants for listed in newcomers.values()}
-    keep = tuple(digest for digest in made if digest in wanted or digest == made[-1])
+    keep = tuple(digest for digest in made if digest in wanted or (wanted and digest == made[-1]))
     commit = snapshot.commit
     newest = commit.digest if commit is not None else ""
     serving = snapshot.holders(newest).items()

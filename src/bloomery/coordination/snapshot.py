@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 from bloomery.protocol.records import (
     Commit,
@@ -118,7 +117,7 @@ class RunSnapshot:
     peers_ahead: tuple[str, ...] = ()
     remembered: RecoveryRecord | None = None
 
-    @cached_property
+    @property
     def commit(self) -> Commit | None:
         """The newest commit; None before round 0 is committed."""
         return self.commits[max(self.commits)] if self.commits else None
