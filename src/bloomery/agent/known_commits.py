@@ -78,7 +78,7 @@ class KnownCommits:
         return None
 
     def recovery_record(self, snapshot: RunSnapshot, holding: StateHeld | None) -> RecoveryRecord | None:
-        """Return the recovery record that the coordinator needs from this peer; None if it knows as much."""
+        """Return the recovery record that the coordinator needs from this peer; None if none is needed."""
         held_commit = self._held(holding)
         is_unknown = held_commit is not None and held_commit.round not in snapshot.commits
         if not snapshot.forgotten and not is_unknown:

@@ -54,7 +54,7 @@ class PeerStateServer:
 
     @property
     def is_serving(self) -> bool:
-        """Whether there is a state or an average to be served."""
+        """Whether this server has a state or an average that other peers may fetch."""
         return not self._states.is_empty
 
     def offer(self, directory: Path, *, round: int, digest: str) -> None:

@@ -23,8 +23,8 @@ def table_text(
     left: indices of the columns that are aligned to the left; the others are aligned to the right.
     head: whether the first row is a heading with a rule beneath it.
     width: the most characters in a line. To fit, the last column becomes narrower, down to 12 characters, and
-        then the columns that are aligned to the left, the widest first. Figures are never cut: where they
-        alone take more, lines are longer.
+        then the columns that are aligned to the left, the widest first. Other columns, of figures, are never
+        cut: where they need more, lines are longer.
     wrap: whether text too long for its column goes on in the next line; else it is cut with an ellipsis.
     """
     from rich import box

@@ -41,8 +41,8 @@ class ListedMember:
 class ListedOffer:
     """A member's offer in the round under way.
 
-    modified: mod_revision of its key. The key lies on the member's lease, so while the revision is the same,
-    the member has neither changed its offer nor left.
+    modified: etcd's mod_revision of the offer's key. The key is bound to the member's lease: as long as the
+    revision is the same, the member has neither changed its offer nor left.
     seen_s: when this machine first read an offer of this member, by the local monotonic clock, seconds.
     """
 

@@ -245,9 +245,9 @@ def _wanted(
 def _found_again(
     data: DataSection, directory: Path, wanted: dict[str, Any] | None, *, reused: bool = True
 ) -> Prepared | None:
-    """Return the result in `directory` if it is whole and was made from what is wanted now; else None.
+    """Return the tokenised data in `directory` if they are whole and were made from `wanted`; else None.
 
-    wanted: None takes it from whatever it was made.
+    wanted: sources and settings, as the manifest notes them; None accepts data that were made from any.
     """
     try:
         manifest = json.loads((directory / _MANIFEST).read_bytes())
@@ -259,7 +259,7 @@ def _found_again(
             for name, counts in manifest["datasets"].items()
         }
         train = datasets[TRAIN]
-        about = {key: manifest[key] for key in ("vocabulary_size", "end_of_document_id")}
+        vocabulary_size, end_of_document_id = manifest["vocabulary_size"], manifest["end_of_document_id"]
         notes = tuple(manifest["notes"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
@@ -269,7 +269,8 @@ def _found_again(
     held_out = tuple(_given(section, prefixes) for section in data.held_out_datasets)
     return Prepared(
         tokenizer_path=directory / manifest.get("tokenizer_file", JSON_FILE),
-        **about,
+        vocabulary_size=vocabulary_size,
+        end_of_document_id=end_of_document_id,
         train=(train,),
         held_out=((datasets[HELD_OUT],) if HELD_OUT in datasets else ()) + held_out,
         notes=notes,

@@ -75,9 +75,9 @@ class Reading:
     """How files become documents.
 
     text_field: the field of a record that holds its text.
-    prompt_field: the field of a record whose text goes before that as a prompt; '' for none.
+    prompt_field: the field of a record that holds the prompt, which goes before its text; '' for none.
     separator: what separates the documents of a .txt file; '' makes the file one document.
-    longest_line_mib: a longer line is a bad document, of which only a chunk is held in memory.
+    longest_line_mib: the most MiB of a line. A longer one is a bad document; only a chunk of it is in memory.
     """
 
     text_field: str = "text"
@@ -201,7 +201,7 @@ def _table(file: SourceFile, reading: Reading, bad: BadDocuments) -> Iterator[Do
                     bad.add(cell_text.at(file.path, rows.line_num))
         except csv.Error as damaged:
             raise DataError(
-                f"{file.path} is no table at line {rows.reader.line_num}: {damaged}.",  # not of `rows`
+                f"{file.path} is no table at line {rows.reader.line_num}: {damaged}.",  # `rows` lags by a row
                 remedy="Save it as CSV in UTF-8, or as .jsonl or .parquet.",
             ) from damaged
 

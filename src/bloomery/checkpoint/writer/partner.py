@@ -196,7 +196,8 @@ def _bytes_needed(bytes: int, memory: ReplicaSettings | None) -> int:
 def send_replica(address: tuple[str, int], token: str, replica: MemoryReplica, content: memoryview) -> None:
     """Send a part to the partner's writer, and return once it is complete there. Raises OSError.
 
-    The deadline for everything is that of so many bytes over the slowest link (`send_replica_s`).
+    The deadline, for all of it together, is the time that `content` takes over the slowest link that is
+    allowed for (`send_replica_s`).
     """
     hello = json.dumps({"bytes": len(content), "holding": replica.to_json()}).encode()
     until = time.monotonic() + send_replica_s(len(content))
