@@ -128,7 +128,7 @@ class FakeRank:
             finite=math.isfinite(norm),
         )
         self.parent.report_activity("ring", step=self.step)
-        self.parent.offer_part(self.offered)
+        self.parent.offer_part(self.offered, number=self.go.number)
         self.note("ready", round=self.offered.round, tokens=self.offered.tokens)
 
     def obey(self, told: object) -> None:
@@ -187,7 +187,7 @@ class FakeRank:
     def begin(self, go: StartRound) -> None:
         if self.offered is not None and self.offered.round == go.round:
             if self.offered.tokens or not go.samples:
-                self.parent.offer_part(self.offered)
+                self.parent.offer_part(self.offered, number=go.number)
                 return
         elif self.go is not None and self.go.round == go.round:
             self.go = go

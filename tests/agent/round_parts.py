@@ -22,6 +22,7 @@ from bloomery.protocol.keys import Keys
 from bloomery.protocol.rank_messages import (
     Hello,
     RankReady,
+    StartRound,
 )
 from bloomery.protocol.records import Failed, ProposedAttempt, Ready
 
@@ -77,10 +78,10 @@ class Driven:
         self.local.take(RankSent(rank=rank, message=message), now=0.0)
 
     def offer(self, **fields: Any) -> Ready:
-        """Both ranks offer this part."""
-        ready = example.ready(round=4, **fields)
+        """Both ranks offer this part, as the answer to the newest StartRound."""
+        ready, starts = example.ready(round=4, **fields), self.told(StartRound)
         for rank in range(2):
-            self.hear(rank, RankReady(ready=ready))
+            self.hear(rank, RankReady(ready=ready, number=starts[-1].number if starts else 0))
         return ready
 
     def told(self, kind: type) -> list[Any]:

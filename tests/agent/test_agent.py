@@ -125,6 +125,7 @@ def test_ranks_that_hold_the_newest_state_are_started_on_the_round_and_those_wit
         position=Position(consumed=8, holes=(range(8, 24),)),
         live=1,
         samples=(range(8, 24),),
+        number=1,
     )
     assert ("go", {"round": 4, "newcomer": False}) in led.events
 

@@ -65,9 +65,9 @@ def test_a_state_is_refused_once_when_all_ranks_have_refused_it():
 
 def test_a_peer_is_ready_when_all_ranks_are_and_one_that_is_not_finite_spoils_it():
     local = ranks_of(2)
-    say(local, 0, RankReady(ready=ready()))
+    say(local, 0, RankReady(ready=ready(), number=0))
     assert local.ready is None
-    say(local, 1, RankReady(ready=ready(finite=False)))
+    say(local, 1, RankReady(ready=ready(finite=False), number=0))
     assert local.ready is not None and not local.ready.finite
     say(local, 1, holding("x", round=2))  # the round is over for it
     assert local.ready is None
@@ -123,7 +123,7 @@ def test_nothing_is_said_for_a_peer_of_which_a_rank_is_missing():
     local = ranks_of(2)
     for rank in (0, 1):
         say(local, rank, holding("x"))
-        say(local, rank, RankReady(ready=ready()))
+        say(local, rank, RankReady(ready=ready(), number=0))
         say(local, rank, RankRingDone(epoch=4, digest="y"))
         say(local, rank, StateRefused(why="other tensors"))
     assert local.holding and local.ready and local.digest_of(4) == "y"
@@ -235,7 +235,7 @@ def test_copies_are_told_once():
 
 def test_an_offer_of_an_earlier_round_is_gone_with_the_state_that_follows_and_a_later_one_stays():
     local = ranks_of(1)
-    say(local, 0, RankReady(ready=ready(round=2)))
+    say(local, 0, RankReady(ready=ready(round=2), number=0))
     say(local, 0, holding("x", round=1))
     assert local.ready is not None
     say(local, 0, holding("x", round=2))

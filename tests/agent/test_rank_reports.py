@@ -99,7 +99,7 @@ def test_of_reports_that_may_differ_that_of_the_first_rank_counts():
         say(local, rank, Hello(rank=rank, world=2, process=1))
     for rank in (1, 0):
         say(local, rank, example.state_held(round=1, digest="x", saves=(rank,)))
-        say(local, rank, RankReady(ready=example.ready(round=2, why=f"of rank {rank}")))
+        say(local, rank, RankReady(ready=example.ready(round=2, why=f"of rank {rank}"), number=0))
         say(local, rank, StateRefused(why=f"rank {rank} refuses"))
     assert local.holding is not None and local.holding.saves == (0,)
     assert local.ready is not None and local.ready.why == "of rank 0"
@@ -108,8 +108,8 @@ def test_of_reports_that_may_differ_that_of_the_first_rank_counts():
 
 def test_parts_of_different_rounds_are_no_part_of_the_peer():
     local = ranks_of(2)
-    say(local, 0, RankReady(ready=ready(round=2)))
-    say(local, 1, RankReady(ready=ready(round=3)))
+    say(local, 0, RankReady(ready=ready(round=2), number=0))
+    say(local, 1, RankReady(ready=ready(round=3), number=0))
     assert local.ready is None
 
 
@@ -117,22 +117,33 @@ def test_what_is_to_be_reported_anew_is_not_known_until_it_is():
     local = ranks_of(2)
     for rank in range(2):
         say(local, rank, holding("x"))
-        say(local, rank, RankReady(ready=ready()))
+        say(local, rank, RankReady(ready=ready(), number=0))
     local.forget_states()
-    local.forget_offers()
+    number = local.next_start()
     for _ in range(2):
         assert local.holding is None and local.ready is None
         say(local, 0, holding("x"))
-        say(local, 0, RankReady(ready=ready()))
+        say(local, 0, RankReady(ready=ready(), number=number))
     say(local, 1, holding("x"))
-    say(local, 1, RankReady(ready=ready()))
+    say(local, 1, RankReady(ready=ready(), number=number))
     assert local.holding == holding("x") and local.ready == ready()
+
+
+def test_a_part_that_was_offered_before_the_round_was_begun_again_does_not_count():
+    local = ranks_of(2)
+    first, second = local.next_start(), local.next_start()
+    for rank in range(2):
+        say(local, rank, RankReady(ready=ready(finite=False), number=first))
+    assert local.ready is None
+    for rank in range(2):
+        say(local, rank, RankReady(ready=ready(), number=second))
+    assert local.ready == ready()
 
 
 def test_a_copy_or_a_refusal_changes_nothing_of_what_a_rank_holds_and_offers():
     local = ranks_of(1)
     say(local, 0, holding("x"))
-    say(local, 0, RankReady(ready=ready()))
+    say(local, 0, RankReady(ready=ready(), number=0))
     say(local, 0, StateCopied(round=9, digest="y", directory=None))
     say(local, 0, StateRefused(why="no"))
     assert local.holding == holding("x") and local.ready == ready()

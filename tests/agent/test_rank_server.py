@@ -170,7 +170,11 @@ def test_messages_keep_their_order_and_peek_takes_nothing_away(rank_server, even
 def test_a_rank_that_does_not_read_delays_nobody(rank_server, events):
     deaf, quick = connected(rank_server, events, rank=0), connected(rank_server, events, rank=1)
     long = StartRound(
-        round=1, position=Position(), live=2, samples=tuple(range(2 * i, 2 * i + 1) for i in range(12_000))
+        round=1,
+        position=Position(),
+        live=2,
+        samples=tuple(range(2 * i, 2 * i + 1) for i in range(12_000)),
+        number=0,
     )
     for _ in range(40):
         rank_server.send(long, rank=0)

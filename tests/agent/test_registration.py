@@ -174,7 +174,7 @@ def test_an_attempt_is_begun_once_however_often_its_snapshot_is_looked_at() -> N
     limits, told = timeouts_of(ElasticSection()), list[Reduce]()
     local = LocalRanks(RankProgress(limits))
     local.take(RankSent(rank=0, message=Hello(rank=0, world=1, process=1)), now=0.0)
-    local.take(RankSent(rank=0, message=RankReady(ready=example.ready(round=1))), now=0.0)
+    local.take(RankSent(rank=0, message=RankReady(ready=example.ready(round=1), number=0)), now=0.0)
     context: Any = SimpleNamespace(
         me="a",
         local=local,

@@ -70,7 +70,7 @@ class Ringing:
         self.written = list[str]()
         self.local = LocalRanks(RankProgress(limits))
         self.hear(Hello(rank=0, world=1, process=1))
-        self.hear(RankReady(ready=example.ready(round=1)))
+        self.hear(RankReady(ready=example.ready(round=1), number=0))
         context: Any = SimpleNamespace(
             me="a",
             local=self.local,

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 from tests.agent.agent_parts import LIMITS, SETTINGS, listed, run_at
-from tests.agent.round_parts import KEYS, Driven
+from tests.agent.round_parts import KEYS, Driven, ring_of
 from tests.protocol import example
 
 from bloomery.agent import round_driver
@@ -22,6 +22,8 @@ from bloomery.protocol.keys import Keys
 from bloomery.protocol.rank_messages import (
     FlushRound,
     Moving,
+    RankReady,
+    RankRingFailed,
     StartRound,
 )
 from bloomery.protocol.records import Ready
@@ -61,7 +63,11 @@ def test_ranks_are_started_once_with_the_share_of_the_round(driven: Driven) -> N
         == started(driven, snapshot)
         == [
             StartRound(
-                round=4, position=Position(consumed=8, holes=(range(8, 24),)), live=1, samples=(range(8, 24),)
+                round=4,
+                position=Position(consumed=8, holes=(range(8, 24),)),
+                live=1,
+                samples=(range(8, 24),),
+                number=1,
             )
         ]
     )
@@ -106,9 +112,36 @@ def test_ranks_that_get_a_share_later_offer_again_and_those_that_are_listed_anew
     driven.registration.unlist()
     driven.registration.publish(example.member(peer="a", incarnation="a1"), after=0)
     assert len(started(driven, with_share)) == 3
-    assert driven.local.ready is not None, "its share is the same"
+    driven.offer(tokens=16)  # at once, since its share is the same
     driven.driver.offer(with_share)
     assert len(driven.listing.offered) == 3, "the offer went with the lease"
+
+
+def test_what_the_ranks_offered_before_they_read_of_their_share_is_not_published(driven: Driven) -> None:
+    driven.driver.held = (3, "d3")
+    started(driven, run_at(3, "d3", share=False))
+    started(driven, run_at(3, "d3"))
+    for rank in range(2):
+        driven.hear(rank, RankReady(ready=example.ready(round=4, tokens=0, spent=()), number=1))
+    driven.driver.offer(run_at(3, "d3"))
+    assert driven.listing.offered == []
+    driven.offer(tokens=16)
+    driven.driver.offer(run_at(3, "d3"))
+    assert [decode(text, Ready).tokens for _, text, _ in driven.listing.offered] == [16]
+
+
+def test_a_share_that_comes_during_an_attempt_is_begun_once_the_attempt_is_over(driven: Driven) -> None:
+    driven.driver.held = (3, "d3")
+    shares, attempt = run_at(3, "d3"), ring_of(driven)
+    started(driven, run_at(3, "d3", share=False))
+    driven.offer(tokens=0, spent=())
+    driven.driver.ring(attempt)
+    assert driven.driver.is_ringing
+    assert len(started(driven, shares)) == 1, "its part may be committed"
+    driven.hear(0, RankRingFailed(epoch=6, kind="stalled", culprit=None, why="a test"))
+    driven.driver.ring(attempt)
+    told = started(driven, shares)
+    assert [start.samples for start in told] == [(), (range(0, 16),)]
 
 
 def test_a_part_is_offered_once_with_what_the_coordinator_takes_to_answer(driven: Driven) -> None:

@@ -194,6 +194,7 @@ class Meeting:
                 position=self.shares.position,
                 live=self.shares.live,
                 samples=self.shares.shares[name],
+                number=0,
             ),
         )
 
@@ -441,7 +442,7 @@ class MemoryParent:
     def refuse_state(self, why: str) -> None:
         self.refusals.append(why)
 
-    def offer_part(self, ready: Ready) -> None:
+    def offer_part(self, ready: Ready, *, number: int) -> None:
         if self.spoils:
             self.spoils, ready = False, msgspec.structs.replace(ready, finite=False, norm=None)
         self.meeting.offer(self.name, ready)

@@ -160,7 +160,7 @@ def test_a_copy_is_due_while_it_is_asked_for_and_not_made_and_goes_when_nobody_w
     ]
 
 
-START = StartRound(round=4, position=POSITION, live=2, samples=(range(8, 16),))
+START = StartRound(round=4, position=POSITION, live=2, samples=(range(8, 16),), number=0)
 PASTS = (FragmentHistory(steps=1, samples=4, parts=((2, 0.5),)), FragmentHistory())
 
 

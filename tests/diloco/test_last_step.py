@@ -15,7 +15,7 @@ from bloomery.guard.verdict import Rewind, Save
 from bloomery.protocol.rank_messages import StartRound
 
 SECTION = ElasticSection(inner_steps=6, fragments=2, overlap_steps=2)  # three steps a round, and two ahead
-START = StartRound(round=1, position=Position(), live=2, samples=(range(20),))
+START = StartRound(round=1, position=Position(), live=2, samples=(range(20),), number=0)
 TRAINING = TrainingRound(start=START)
 AWAITING = AwaitingCommit(start=START, ready=example.ready(steps=3))
 

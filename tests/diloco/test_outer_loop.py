@@ -161,7 +161,7 @@ def test_a_newcomer_that_has_nothing_when_the_run_goes_back_is_given_a_state_and
     """It has made no step, so there is nothing of its own to go back to."""
     commit = example.commit(round=1, members=(), digest="another", rewind_to=0)
     commands = [
-        StartRound(round=1, position=Position(), live=2, samples=()),
+        StartRound(round=1, position=Position(), live=2, samples=(), number=0),
         Committed(commit=commit, included=False),
         StopTraining(why="the test is over", failed=False),
     ]
@@ -169,7 +169,7 @@ def test_a_newcomer_that_has_nothing_when_the_run_goes_back_is_given_a_state_and
     agent = SimpleNamespace(
         report_activity=lambda *told, **more: None,
         report_state=lambda *, round, **more: held.append(round),
-        offer_part=lambda ready: None,
+        offer_part=lambda ready, number: None,
         receive=lambda timeout_s: commands.pop(0),
     )
     trainer = SimpleNamespace(asked_to_stop=str, batch=lambda state: 4, saves=tuple, step_of=pytest.fail)

@@ -17,6 +17,7 @@ from bloomery.config.elastic import ElasticSection
 from bloomery.data.position import Position
 from bloomery.diloco.outer import TrainerHooks, UnderWay
 from bloomery.diloco.outer_loop import OuterLoop
+from bloomery.errors import PeerError
 from bloomery.guard.verdict import CarryOn, Rewind, Save, Stop
 from bloomery.protocol.rank_messages import (
     AgentMessage,
@@ -29,7 +30,7 @@ from bloomery.protocol.rank_messages import (
 from bloomery.protocol.records import Commit, Ready
 
 SHARE = (range(0, 20),)
-START = StartRound(round=1, position=Position(holes=SHARE), live=3, samples=SHARE)
+START = StartRound(round=1, position=Position(holes=SHARE), live=3, samples=SHARE, number=4)
 ATTEMPT = example.attempt(round=1, epoch=7, members=("a",), weights=(1.0,))
 REDUCE = Reduce(attempt=ATTEMPT, index=0, hops=(), stall_s=1.0, deadline_s=1.0, norm_limit=None)
 COMMIT = example.commit(round=1, epoch=7, members=("a",), position=Position(consumed=8))
@@ -170,7 +171,7 @@ def test_a_round_of_weights_from_the_first_wait_to_the_state_after_it() -> None:
     calls, digest = peer.taken(), peer.loop.state_values()["digest"]
     assert without_results(calls) == [
         ("update", "offer", 1),
-        ("agent", "offer_part", offered(2, [range(0, 8)])),
+        ("agent", "offer_part", offered(2, [range(0, 8)]), {"number": START.number}),
         activity("ring", 2),
         *IN_RING,
         ("trainer", "wait_staged"),
@@ -192,7 +193,7 @@ def test_steps_that_overlap_a_round_are_made_of_the_samples_that_were_kept_and_c
     peer.taken()
     state, _ = peer.loop.average(state, CarryOn(judged_step=2))
     part = offered(2, [range(0, 8)], kept=[range(8, 16)])
-    assert peer.taken() == [("update", "offer", 1), ("agent", "offer_part", part)]
+    assert peer.taken() == [("update", "offer", 1), ("agent", "offer_part", part, {"number": START.number})]
     assert peer.loop.share.lease == (range(8, 16),)
     peer.come = [REDUCE]
     state, _ = peer.loop.average(state.stepped(range(8, 12)), CarryOn(judged_step=3))
@@ -213,7 +214,7 @@ def test_a_round_of_gradients_is_averaged_before_the_update_and_held_after_it() 
     peer.loop.average_gradients(state)
     assert without_results(peer.taken()) == [
         ("update", "offer", 1),
-        ("agent", "offer_part", offered(1, [range(0, 4)])),
+        ("agent", "offer_part", offered(1, [range(0, 4)]), {"number": START.number}),
         activity("ring", 0),
         *IN_RING,
         ("trainer", "wait_staged"),
@@ -237,6 +238,25 @@ def test_a_step_whose_gradients_are_not_averaged_is_not_made() -> None:
     peer.loop.average_gradients(state)  # it is in no round
     assert peer.taken() == [("update", "drop_offer")]
     assert peer.loop.average(state.stepped(range(0, 4)), CarryOn(judged_step=2))[0] == state
+
+
+@pytest.mark.parametrize("lost", [{"epoch": 99}, {"digest": "another"}])
+def test_a_peer_whose_part_is_in_a_commit_that_it_has_not_prepared_ends_and_trains_on_nothing_else(
+    lost: dict[str, Any],
+) -> None:
+    peer = Peer(ElasticSection(inner_steps=1, overlap_steps=0))
+    peer.waiting = [START]
+    state = peer.loop.admit(Training()).stepped(range(0, 4))
+
+    def committed() -> AgentMessage:
+        right = peer.committed()()
+        return msgspec.structs.replace(right, commit=msgspec.structs.replace(right.commit, **lost))
+
+    peer.waiting = [REDUCE, committed]
+    with pytest.raises(PeerError, match="round 1 was committed with this peer's part") as raised:
+        peer.loop.average(state, CarryOn(judged_step=1))
+    assert "starts the peer again" in str(raised.value.remedy)
+    assert ("update", "adopt") not in peer.taken()
 
 
 def test_who_is_told_to_stop_before_the_gradients_are_averaged_makes_no_step() -> None:
@@ -305,7 +325,7 @@ def test_a_rewind_that_all_decide_on_is_carried_out_by_who_can(rewind_to: int, s
         offered(1, [range(0, 4)]), rewind_to=3, why="a spike", skip=(range(2, 3),), rung=int(wanted.rung)
     )
     calls = peer.taken()
-    assert ("agent", "offer_part", part) in calls and after == state
+    assert ("agent", "offer_part", part, {"number": START.number}) in calls and after == state
     assert [call for call in calls if call[1] == "step_of"] == [("trainer", "step_of", 3)] * bool(rewind_to)
     assert isinstance(verdict, Rewind)
     assert (verdict.to_step, verdict.may_start_anew, verdict.judged_step) == (step, rewind_to == 0, 1)
@@ -334,7 +354,7 @@ def test_a_newcomer_without_samples_brings_nothing_to_the_ring_and_follows_the_o
         assert without_results(calls)[:7] == [
             ("update", "offer_nothing"),
             ("update", "offer", 1),
-            ("agent", "offer_part", offered(0, [])),
+            ("agent", "offer_part", offered(0, []), {"number": START.number}),
             activity("ring", 0),
             *IN_RING[:3],
         ]
@@ -355,7 +375,7 @@ def test_who_stopped_after_its_last_step_of_a_round_offers_it_at_once_and_cannot
     peer.waiting = [START, Committed(commit=back, included=False), StopTraining(why="enough", failed=False)]
     peer.loop.admit(Training(step=2, position=Position(holes=SHARE).after([range(0, 8)])))
     calls = peer.taken()
-    assert ("agent", "offer_part", offered(2, [range(0, 8)])) in calls
+    assert ("agent", "offer_part", offered(2, [range(0, 8)]), {"number": START.number}) in calls
     assert not [call for call in calls if call[1] == "step_of"]
     few = Peer(ElasticSection(inner_steps=2, overlap_steps=0))
     few.waiting = [msgspec.structs.replace(START, samples=(range(0, 2),))]

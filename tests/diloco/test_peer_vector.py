@@ -117,7 +117,7 @@ def test_the_digest_of_a_peer_is_of_its_ranks_in_their_order_and_of_the_salt() -
 
 
 TRAINING = TrainingRound(
-    start=StartRound(round=2, position=Position(consumed=4), live=3, samples=(range(4, 40),)),
+    start=StartRound(round=2, position=Position(consumed=4), live=3, samples=(range(4, 40),), number=0),
     steps=3,
     spent=(range(4, 16),),
 )

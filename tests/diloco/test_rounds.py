@@ -193,7 +193,11 @@ def test_a_peer_that_offered_nothing_trains_the_share_that_it_is_given_afterward
     meeting.before_go = lambda meeting, name: meeting.tell(
         name,
         StartRound(
-            round=meeting.shares.round, position=meeting.shares.position, live=meeting.shares.live, samples=()
+            round=meeting.shares.round,
+            position=meeting.shares.position,
+            live=meeting.shares.live,
+            samples=(),
+            number=0,
         ),
     )
     meeting.deadline_s = 60.0
@@ -422,7 +426,7 @@ def test_a_state_whose_tensors_are_not_the_runs_is_refused_whatever_its_source_s
     assert not [item for item in (starts["b"][1] / "incarnations").iterdir() if "forged" in item.read_text()]
 
 
-def test_what_was_prepared_in_another_attempt_than_the_committed_one_is_not_adopted(
+def test_what_was_prepared_is_not_adopted_where_the_agent_says_that_the_commit_is_of_others(
     peers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refused: list[PseudoGradient] = []
@@ -442,9 +446,7 @@ def test_what_was_prepared_in_another_attempt_than_the_committed_one_is_not_adop
         if isinstance(message, Committed) and message.commit.round == 1:
             meeting.held["b"] = replace(meeting.held["b"], digest="", directory=None)
             meeting.waiting.add("b")
-            message = msgspec.structs.replace(
-                message, commit=msgspec.structs.replace(message.commit, epoch=99)
-            )
+            message = msgspec.structs.replace(message, included=False)
         told.append(message)
         return message
 

@@ -101,14 +101,14 @@ FROM_RANKS = [
     StateCopied(round=3, digest="ab12", directory=Path("/dev/shm/x")),
     example.state_held(round=-1, digest=""),
     StateRefused(why="another digest"),
-    RankReady(ready=READY),
+    RankReady(ready=READY, number=0),
     RankRingDone(epoch=9, digest="d1"),
     RankRingFailed(epoch=9, kind="stall", culprit="next", why="no byte for 5 s"),
     AbortAck(epoch=9),
     RankLeaves(why="SIGTERM"),
 ]
 FROM_AGENTS = [
-    StartRound(round=3, position=POSITION, live=2, samples=(range(8, 16),)),
+    StartRound(round=3, position=POSITION, live=2, samples=(range(8, 16),), number=0),
     CatchUp(round=2, digest="ab12", position=POSITION, file=Path("/tmp/average-0")),
     CopyState(keep=("ab12",), makes="cd34"),
     KeepAverage(epoch=7, digest="ab12", file=Path("/tmp/ab12.0")),
@@ -497,7 +497,7 @@ def test_what_peers_hash_of_a_greeting_is_what_the_version_before_hashed():
 def test_a_message_that_the_socket_cannot_take_is_not_sent():
     samples = tuple(range(10**9 + 2 * start, 10**9 + 2 * start + 1) for start in range(10_000))
     with pytest.raises(ValueError, match=f"{MAX_BYTES} fit"):
-        encode_local(StartRound(round=1, position=Position(), live=1, samples=samples))
+        encode_local(StartRound(round=1, position=Position(), live=1, samples=samples, number=0))
 
 
 def test_a_rank_cannot_send_what_an_agent_sends():

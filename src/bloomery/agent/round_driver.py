@@ -129,13 +129,21 @@ class RoundDriver:
         if self._go_told is None:
             self._context.events.write("go", round=shares.round, newcomer=samples is None)
         elif self._go_told[:2] != start[:2]:
-            # The ranks offered a part without samples before, and now get a share: they offer again.
-            self._context.local.forget_offers()
+            # The ranks offered a part without samples before, and now get a share: they offer again. Not in
+            # an attempt, which may be committed with the part that they have offered.
+            if self._ringing is not None and self._ringing.attempt.epoch > self._called_off:
+                return
             self._offered = None
         self._go_told = start
         self._context.local.progress.expect(now=time.monotonic())
         self._context.rank_server.send(
-            StartRound(round=shares.round, position=shares.position, live=shares.live, samples=samples or ())
+            StartRound(
+                round=shares.round,
+                position=shares.position,
+                live=shares.live,
+                samples=samples or (),
+                number=self._context.local.next_start(),
+            )
         )
 
     def offer(self, snapshot: RunSnapshot) -> None:

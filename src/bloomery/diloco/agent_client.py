@@ -142,9 +142,12 @@ class AgentClient:
         """Refuse the state of a `ReplaceState`, whose digest is wrong. Call `report_state` afterwards."""
         self.send(StateRefused(why=why))
 
-    def offer_part(self, ready: Ready) -> None:
-        """Offer this peer's part of a round. The part stays unchanged until the round is committed."""
-        self.send(RankReady(ready=ready))
+    def offer_part(self, ready: Ready, *, number: int) -> None:
+        """Offer this peer's part of a round, as the answer to the `StartRound` of this number.
+
+        The part stays unchanged until the round is committed.
+        """
+        self.send(RankReady(ready=ready, number=number))
 
     def report_ring_done(self, *, epoch: int, digest: str) -> None:
         """Tell the agent that this epoch's all_reduce is complete. digest: that of the state it leads to."""

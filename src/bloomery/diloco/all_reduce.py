@@ -23,9 +23,9 @@ from bloomery.coordination.eligibility import NORM_FAILURE
 from bloomery.diloco.agent_client import AgentClient, CommandInbox
 from bloomery.diloco.outer_update import OuterUpdate, Reduced, peer_digest
 from bloomery.diloco.stored_average import StoredAverage
-from bloomery.errors import BloomeryError
+from bloomery.errors import BloomeryError, PeerError
 from bloomery.plan.peer_round import codec_of_partial_sums
-from bloomery.protocol.rank_messages import KeepAverage, Reduce
+from bloomery.protocol.rank_messages import Committed, KeepAverage, Reduce
 from bloomery.protocol.records import Commit
 from bloomery.transport.connection import HopRateLimit
 from bloomery.transport.gradient_codec import Float32
@@ -160,6 +160,19 @@ class Attempts:
     def fits(self, commit: Commit | KeepAverage) -> bool:
         """Return whether the state that was prepared last is the state of the commit."""
         return self._prepared == (commit.epoch, commit.digest)
+
+    def adopts(self, command: Committed) -> bool:
+        """Return whether the commit includes this peer's part, so that its prepared state is the run's.
+
+        Raises PeerError if the commit includes the part, and the result was dropped since.
+        """
+        if command.included and not self.fits(command.commit):
+            raise PeerError(
+                f"round {command.commit.round} was committed with this peer's part, and its ranks have "
+                "dropped the result: training from the state before would not be the run's",
+                remedy="The same command starts the peer again. Please report it with the agent's log.",
+            )
+        return command.included
 
     def _is_plausible(self, running: _ThreadedRing | _NoRing, reduced: Reduced | None) -> bool:
         """Return whether the average is as small as the members' norms say; if not, tell the agent.

@@ -217,7 +217,7 @@ class OuterLoop:
             rewind_step = 0 if commit.rewind_to == 0 else self._trainer.step_of(commit.rewind_to)
         decided = Decided(
             commit=commit,
-            is_prepared=command.included and self._attempts.fits(commit),
+            is_prepared=self._attempts.adopts(command),
             rewind_step=rewind_step,
             step=state.step,
             cursor=state.position.cursor,
@@ -245,8 +245,8 @@ class OuterLoop:
             case Do.SEND_IDENTITY:
                 if self._identity:
                     self._agent.report_data_identity(self._identity)
-            case SendReady(ready=ready):
-                self._agent.offer_part(ready)
+            case SendReady(ready=ready, number=number):
+                self._agent.offer_part(ready, number=number)
             case SendRefused(why=why):
                 self._agent.refuse_state(why)
             case _:

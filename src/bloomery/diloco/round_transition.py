@@ -68,9 +68,10 @@ class Do(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class SendReady:
-    """Offer a part to the agent."""
+    """Offer a part to the agent. number: that of the StartRound that it answers."""
 
     ready: Ready
+    number: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,8 +153,7 @@ def _from_agent(state: RoundState, message: FromAgent) -> Outcome:
         case FlushRound(round=round):
             return _flush(state, round), ()
         case Reduce():
-            # Also in TrainingRound: the attempt may have the part offered before the round was begun again.
-            if not state.is_in_round:
+            if not isinstance(state.phase, AwaitingCommit):
                 raise UnexpectedMessage(state, message)
             return state, (BeginRing(reduce=message),)
         case Abort(epoch=epoch):
@@ -178,7 +178,7 @@ def _from_trainer(state: RoundState, message: FromTrainer) -> Outcome:
             ready = state.part(training, message)
             # From now on, steps and samples are those of the next round.
             state = replace(state, phase=AwaitingCommit(start=training.start, ready=ready))
-            return state, (SendReady(ready=ready),)
+            return state, (SendReady(ready=ready, number=training.start.number),)
         case ((TrainingRound() | AwaitingCommit() as phase), StepRefused()):
             return replace(state, phase=TrainingRound(start=phase.start)), ()
         case Idle() | Resumed() | GoingBack(), StepRefused():
@@ -219,11 +219,13 @@ def _start_round(state: RoundState, start: StartRound) -> Outcome:
             return _begin(state, start, done)
         case TrainingRound():
             return _begin(state, start, state.progress)
-        case AwaitingCommit(start=begun, ready=ready) if ready.round == start.round:
+        case AwaitingCommit(start=begun, ready=ready) as awaiting if ready.round == start.round:
             has_first_share = bool(start.samples) and not begun.samples
             if not has_first_share and not without(ready.spent, start.samples):
-                return state, (SendReady(ready=ready),)  # the agent's lease ended, and the offer with it
-            state, actions = _begin(state, start, None)
+                # The agent's lease ended, and the offer with it.
+                state = replace(state, phase=replace(awaiting, start=start))
+                return state, (SendReady(ready=ready, number=start.number),)
+            state, actions = _begin(state, start, state.progress)
             return state, (Do.DROP_RING, *actions)
     raise UnexpectedMessage(state, start)
 

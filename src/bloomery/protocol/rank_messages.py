@@ -123,9 +123,13 @@ class StateRefused(_TaggedReason, frozen=True, kw_only=True, tag="state refused"
 
 
 class RankReady(_Tagged, frozen=True, kw_only=True, tag="ready"):
-    """A rank offers its peer's part of a round. The part stays unchanged until the round is committed."""
+    """A rank offers its peer's part of a round. The part stays unchanged until the round is committed.
+
+    number: that of the `StartRound` that it answers.
+    """
 
     ready: Ready
+    number: Number
 
 
 class RankRingDone(_Tagged, frozen=True, kw_only=True, tag="ring done"):
@@ -166,15 +170,18 @@ class StartRound(_Tagged, frozen=True, kw_only=True, tag="go"):
     samples: this peer's share. A joining peer has none until the next round: it offers a part of no steps and
         no tokens at once, whose weight is 0, and takes part in the ring, so that it holds the next state too.
 
+    number: counts these messages of the agent. A part that answers an earlier one is offered no more.
+
     The agent may send it again within a round. If `samples` contain what the ranks have offered, they offer
     that again, because the coordinator has lost the offer. If they offered a part without samples and get
-    samples now, they begin again with these.
+    samples now, they begin again with these; the agent sends none of these during an attempt.
     """
 
     round: Number
     position: StreamPosition
     live: Count
     samples: Ranges
+    number: Number
 
 
 class ReplaceState(_TaggedReason, frozen=True, kw_only=True, tag="replace"):
