@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -115,8 +116,11 @@ class Ringing:
 
 
 @pytest.fixture
-def ringing() -> Ringing:
-    return Ringing()
+def ringing() -> Iterator[Ringing]:
+    parts = Ringing()
+    yield parts
+    parts.driver.stop()  # else its thread waits for connections until long after the test
+    parts.connecting.join(DEADLINE_S)
 
 
 def commit(*members: str, **fields: Any) -> Commit:
