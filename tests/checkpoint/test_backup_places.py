@@ -223,6 +223,29 @@ def test_logs_and_data_are_backed_up_once_and_come_back(tmp_path: Path, monkeypa
     assert {name: (there.path / name).read_bytes() for name in files} == expected
 
 
+def test_the_end_waits_for_logs_that_are_being_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    rundir = RunDirectory(tmp_path / "run").create()
+    (rundir.path / "journal").mkdir(exist_ok=True)
+    for name in ("0-0", "0-1"):
+        (rundir.path / f"journal/{name}.jsonl").write_text("{}\n")
+    backup = Backup(rundir, BackupSection(url=f"file://{tmp_path}/near"), run_name="run")
+    send, is_sending = Objects.send, threading.Event()
+
+    def slow(remote: Objects, key: str, path: Path):
+        if key == "journal/0-0.jsonl":
+            is_sending.set()
+            assert not backup._stop.wait(0.3), "the end did not wait"
+        return send(remote, key, path)
+
+    monkeypatch.setattr(Objects, "send", slow)
+    run, store = Run(), Store(rundir, KEEP_ONE, backup=backup)
+    store.restore(run.parts)
+    save(store, run, 1)
+    assert is_sending.wait(DEADLINE_S)
+    backup.close()
+    assert {path.name for path in (tmp_path / "near/run/journal").iterdir()} >= {"0-0.jsonl", "0-1.jsonl"}
+
+
 def test_a_backup_by_hand_goes_to_both_places(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     rundir = RunDirectory(tmp_path / "run").create()
     run, store = Run(), Store(rundir, KEEP_ONE)

@@ -76,7 +76,7 @@ class Backup:
         place: str = "",
     ) -> None:
         self._others, self._place = UploadCoordinator(rundir, world=world, place=place), place
-        self._has_files_left = False
+        self._has_files_left = self._sends_files = False
         self._rundir, self._section, self._run_name = rundir, section, run_name
         self.url = backup_url(section, run_name, read_duty(rundir))
         self._wake, self._stop = threading.Event(), threading.Event()
@@ -192,7 +192,7 @@ class Backup:
                 self._thread.is_alive()
                 and time.monotonic() < deadline
                 and self._failed_try < last_try
-                and (self.due() or self._has_files_left or self._marks_to_send())
+                and (self.due() or self._has_files_left or self._sends_files or self._marks_to_send())
             ):
                 self._wake.set()
                 time.sleep(_TICK_S)
@@ -275,7 +275,8 @@ class Backup:
 
     def _send_more(self, remote: Objects) -> None:
         """Send logs and data, until a checkpoint is due: that goes first."""
-        self._has_files_left = False
+        # In this order, so that `close` finds one of the two set until everything is sent.
+        self._sends_files, self._has_files_left = True, False
 
         def go_on() -> bool:
             self._has_files_left = self._stop.is_set() or bool(self.due())
@@ -284,7 +285,10 @@ class Backup:
         try:
             upload_more(self._rundir, remote, self._section, place=self._place, go_on=go_on)
         except OSError as error:
+            self._has_files_left = True
             raise storage_failure(error, doing="The backup of logs and data") from error
+        finally:
+            self._sends_files = False
 
     def _uncopied(self) -> list[CommittedCheckpoint]:
         return uncopied(self._rundir, self._section, run_name=self._run_name, place=self._place)
