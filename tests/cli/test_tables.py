@@ -35,3 +35,17 @@ def test_long_names_give_way_before_figures_and_figures_never() -> None:
     assert cut[2] == f"{'a' * 17}…  12.345  {'z' * 11}…"
     figures = [["1" * 30, "2" * 30, "note"]]
     assert table_text(figures, left=(2,), head=False, width=40) == f"{'1' * 30}  {'2' * 30}  note"
+
+
+@pytest.mark.parametrize(
+    ("rows", "lines"),
+    [
+        ([["a", "b"]], ["a  b", "────"]),
+        ([["a", "b"], ["", ""], ["x", ""], ["", "y"]], ["a  b", "────", "", "x", "   y"]),
+        ([["ab", "c"], ["1\n2", "y"], ["x", "z"]], ["ab  c", "─────", " 1  y", " 2", " x  z"]),
+    ],
+)
+def test_cells_stay_in_their_rows_also_where_they_are_empty_or_of_two_lines(
+    rows: list[list[str]], lines: list[str]
+) -> None:
+    assert table_text(rows).split("\n") == lines

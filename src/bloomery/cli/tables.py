@@ -60,7 +60,11 @@ def table_text(
             no_wrap=column not in narrowed or not wrap,
             overflow="fold" if column in narrowed and wrap else "ellipsis",
         )
-    for row in rows[1:] if head else rows:
+    body = rows[1:] if head else rows
+    if body and not narrowed and not any("\n" in cell for row in body for cell in row):
+        # Every cell is one line: rich lays out a column of text in a fraction of the time of single cells.
+        body = [["\n".join(cells) for cells in zip(*body, strict=True)]]
+    for row in body:
         table.add_row(*(Text(cell) for cell in row))
     buffer = StringIO()
     console = Console(
