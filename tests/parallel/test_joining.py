@@ -190,10 +190,14 @@ def test_a_store_is_asked_in_a_thread_and_its_errors_are_raised_here() -> None:
 
     with pytest.raises(KeyError, match="x"):
         ask_store(fail(KeyError("x")), by="the store")
+    with pytest.raises(ConnectionResetError, match="connection reset"):
+        ask_store(fail(ConnectionResetError("connection reset")), by="the store")
     with pytest.raises(RuntimeError, match="ours"):
         ask_store(fail(RuntimeError("ours")), by="the store")
     with pytest.raises(RankLost, match=r"^The store is gone\."):
         ask_store(fail(RuntimeError("Connection reset by peer")), by="the store")
+    with pytest.raises(RankLost, match=r"^The store of Node-1 is gone\."):
+        ask_store(fail(RuntimeError("Connection reset by peer")), by="the store of Node-1")
 
 
 class Keys:

@@ -345,6 +345,9 @@ def test_a_stage_that_is_gone_is_named_by_its_rank_and_its_place(works: Works, w
         f"Rank 4 waited for rank 6, number 1 of its pipeline, which is gone or took more than "
         f"{COLLECTIVE_TIMEOUT_S} s."
     )
+    assert lost.value.remedy == (
+        "Its message, if any, says why. The same command goes on from the newest checkpoint."
+    )
     works.fails = None
     messenger = messenger_of(2)
     messenger.send(StageMessage(0, 1, 0), torch.ones(2))
