@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from bloomery.config.model import ModelSection
-from bloomery.errors import BloomeryError, ConfigError
+from bloomery.errors import BloomeryError, ConfigError, Mistake
 from bloomery.model.attention import AttentionContext, alibi_slopes
 from bloomery.model.decoder import Decoder, build, logical_parameters
 from bloomery.model.initial_values import initialise
@@ -135,7 +136,8 @@ def test_a_cache_changes_nothing_but_the_time(decoder: Decoder) -> None:
 
 def test_the_norm_of_queries_and_keys_is_the_papers() -> None:
     """Each head's query and key is x / rms(x) · weight, so no logit exceeds √d × the largest weights."""
-    made = build(STYLES["qk_norm"], vocabulary=VOCABULARY, sequence_length=LENGTH)
+    section = replace(STYLES["qk_norm"], norm_epsilon=0.5)
+    made = build(section, vocabulary=VOCABULARY, sequence_length=LENGTH)
     initialise(made, seed=1)
     attention = made.blocks[0].attention
     with torch.no_grad():
@@ -157,7 +159,7 @@ def test_the_norm_of_queries_and_keys_is_the_papers() -> None:
         expected = torch.empty_like(rows)
         for head in range(rows.shape[2]):
             vectors = rows[:, :, head].double()
-            rms = ((vectors**2).sum(-1, keepdim=True) / 8 + 1e-5) ** 0.5
+            rms = ((vectors**2).sum(-1, keepdim=True) / 8 + 0.5) ** 0.5
             expected[:, :, head] = (vectors / rms * torch.linspace(0.5, 2.0, 8)).float()
         torch.testing.assert_close(found, expected.transpose(1, 2))
     logits = seen[0] @ seen[1].repeat_interleave(2, dim=1).mT / 8**0.5
@@ -190,8 +192,9 @@ def test_learned_positions_end_with_a_clear_error() -> None:
         made(some_tokens(1, 2 * LENGTH + 1))
     cache = made.cache(batch=1, capacity=4 * LENGTH)
     made(some_tokens(1, 2 * LENGTH), cache=cache)
-    with pytest.raises(BloomeryError, match="33 tokens do not fit a model with 32 learned positions"):
+    with pytest.raises(BloomeryError, match="33 tokens do not fit a model with 32 learned positions") as told:
         made(some_tokens(1, 1), cache=cache)
+    assert told.value.remedy == "Give a shorter prompt, or ask for fewer new tokens."
 
 
 def test_products_widened_to_fp32_stay_within_a_rounding_of_bf16(decoder: Decoder) -> None:
@@ -256,7 +259,22 @@ def test_sizes_that_cannot_hold_the_data_are_refused_together() -> None:
     )
     with pytest.raises(ConfigError) as refused:
         build(section, vocabulary=11, sequence_length=5)
-    assert [mistake.key for mistake in refused.value.mistakes] == ["model.vocabulary", "model.max_positions"]
+    assert refused.value.mistakes == (
+        Mistake(
+            key="model.vocabulary",
+            value=10,
+            source="resolved recipe",
+            problem="the tokenizer has 11 tokens",
+            remedy="Set it to 'auto', or to 11 or more.",
+        ),
+        Mistake(
+            key="model.max_positions",
+            value=4,
+            source="resolved recipe",
+            problem="a sample has 5 tokens, and each needs its learned position",
+            remedy="Set it to 'auto', or to 5 or more.",
+        ),
+    )
     assert build(section, vocabulary=10, sequence_length=4).model.max_positions == 4, "it just fits"
 
 

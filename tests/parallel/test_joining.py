@@ -52,7 +52,9 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> Calls:
     monkeypatch.setattr(mesh_module, "PrefixStore", lambda *told: told)
     monkeypatch.setattr(mesh_module, "_device", lambda: torch.device("cpu"))
     monkeypatch.setattr(dist, "init_process_group", lambda **told: calls.append(("group", told)))
-    monkeypatch.setattr(dist, "new_group", lambda ranks, timeout: calls.append(("new", tuple(ranks))) or "g")
+    monkeypatch.setattr(
+        dist, "new_group", lambda ranks, timeout: calls.append(("new", tuple(ranks), timeout)) or "g"
+    )
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", "3")
     return calls
@@ -75,7 +77,8 @@ def test_a_rank_introduces_itself_and_joins_the_group_of_its_backend(joined: Cal
         "timeout": timedelta(seconds=COLLECTIVE_TIMEOUT_S),
         "device_id": None,
     }
-    assert {ranks for _, ranks in made} == {(0, 1), (2, 3), (0, 2), (1, 3)}
+    assert {ranks for _, ranks, _ in made} == {(0, 1), (2, 3), (0, 2), (1, 3)}
+    assert {timeout for _, _, timeout in made} == {timedelta(seconds=COLLECTIVE_TIMEOUT_S)}
     assert (mesh.rank, mesh.world, mesh.store, mesh.device) == (3, 4, "the store", CPU)
     assert (mesh.tensor.ranks, mesh.tensor.index, mesh.data.ranks, mesh.data.index) == ((2, 3), 1, (1, 3), 1)
     hosts = [Introduction(host=host, recipe={}) for host in ("a", "b", "b", "b")]
@@ -123,6 +126,8 @@ def test_a_rank_that_cannot_take_part_says_so_where_the_ranks_meet(
         join_mesh(parallel)
     own = joined[-1][1]
     assert own.refusal.startswith(told) and own.refusal and own.remedy and own.chosen == {}
+    if told:
+        assert own.remedy == "Choose a divisor of them, the ranks of one node for instance, or 'auto'."
 
 
 def test_replicas_and_shards_of_a_rank_are_its_data_axis_or_parts_of_it(
