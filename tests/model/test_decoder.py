@@ -12,7 +12,8 @@ from torch.overrides import TorchFunctionMode
 
 from bloomery.config.model import ModelSection
 from bloomery.errors import BloomeryError, ConfigError, Mistake
-from bloomery.model.attention import AttentionContext, alibi_slopes
+from bloomery.model import decoder as decoder_module
+from bloomery.model.attention import AttentionContext, alibi_slopes, rotary_table
 from bloomery.model.decoder import Decoder, build, logical_parameters
 from bloomery.model.initial_values import initialise
 from bloomery.model.layers import matmul_mode_for, set_matmul_mode
@@ -297,3 +298,21 @@ def test_products_are_native_where_the_processor_has_units_for_their_format(
     )
     assert matmul_mode_for(cpu, torch.float32) == "native"
     assert matmul_mode_for(torch.device("cuda"), formats[others]) == "native"
+
+
+def test_positions_are_scaled_by_the_number_of_tokens_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    section = replace(STYLES["llama"], rope_scaling="dynamic", rope_factor=2.0)
+    made = build(section, vocabulary=VOCABULARY, sequence_length=LENGTH)
+    initialise(made, seed=1)
+    lengths: list[int] = []
+
+    def table(*told: Any, length: int, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        lengths.append(length)
+        return rotary_table(*told, length=length, **more)
+
+    monkeypatch.setattr(decoder_module, "rotary_table", table)
+    cache = made.cache(batch=1, capacity=LENGTH + 8)
+    with torch.no_grad():
+        for count in (LENGTH, 3, 1):
+            made(some_tokens(1, count), cache=cache)
+    assert lengths == [LENGTH, LENGTH + 3, LENGTH + 4]

@@ -129,7 +129,7 @@ def native(monkeypatch: pytest.MonkeyPatch) -> Library:
 
 @pytest.mark.parametrize("is_rotary", [True, False])
 def test_the_library_attends_over_queries_keys_and_values_where_they_lie(
-    native: Library, is_rotary: bool
+    native: Library, is_rotary: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     heads, kv_heads, width, length = 4, 2, 6, 5
@@ -137,6 +137,7 @@ def test_the_library_attends_over_queries_keys_and_values_where_they_lie(
     slope = torch.randn(2, length, heads, width, generator=generator).bfloat16()
     table = rotary_table(torch.arange(length), head_dim=width, theta=100.0, dtype=torch.bfloat16)
     rotary = table if is_rotary else None
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
 
     def exact(qkv: torch.Tensor) -> torch.Tensor:
         query, key, value = qkv.split((heads, kv_heads, kv_heads), dim=2)
@@ -154,7 +155,7 @@ def test_the_library_attends_over_queries_keys_and_values_where_they_lie(
     assert (ours - theirs).norm() < 2**-6 * theirs.norm()
     (call,) = native.calls
     assert (call.samples, call.length, call.heads, call.kv_heads, call.width) == (2, 5, 4, 2, 6)
-    assert call.scale == pytest.approx(6**-0.5) and call.threads == torch.get_num_threads()
+    assert call.scale == pytest.approx(6**-0.5) and call.threads == 3
     assert call.parallel == native_kernels._parallel()
     assert (call.cosines is None) is (call.sines is None) is (not is_rotary)
 
@@ -172,7 +173,10 @@ def test_what_the_library_returns_is_told(native: Library) -> None:
     assert not supports_attention(qkv[..., :3]) and not supports_attention(qkv.to("meta"))
 
 
-def test_the_library_makes_slopes_and_terms_of_each_row(native: Library) -> None:
+def test_the_library_makes_slopes_and_terms_of_each_row(
+    native: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(7, 12, generator=generator).bfloat16()[:, ::2]
     targets = torch.tensor([0, 5, IGNORED, 3, 6, 2, 1])
@@ -186,7 +190,7 @@ def test_the_library_makes_slopes_and_terms_of_each_row(native: Library) -> None
     torch.testing.assert_close((entropy, z), (wanted.detach(), wanted_z.detach()))
     torch.testing.assert_close(slopes, slope.bfloat16())
     (call,) = native.calls
-    assert (call.rows, call.vocabulary, call.threads) == (7, 6, torch.get_num_threads())
+    assert (call.rows, call.vocabulary, call.threads) == (7, 6, 3)
     assert call.z_loss == pytest.approx(0.01) and call.parallel == native_kernels._parallel()
 
 

@@ -339,6 +339,14 @@ def test_bytes_are_exchanged_with_each_rank_by_its_number(monkeypatch: pytest.Mo
     ]
     assert operations[4] == "waited" and operations[1][1] is sent[2]
     assert {rank: tensor.tolist() for rank, tensor in arriving.items()} == {3: [3, 3], 1: [1, 1]}
+    operations.clear()
+    Mesh(device=torch.device("meta"), world=4).exchange(sent, {})
+    assert [one[1].device.type for one in operations[:2]] == ["meta", "meta"], "the device's backend sends"
+    copied: list[torch.Tensor] = []
+    on_device = torch.zeros(2, dtype=torch.uint8)
+    here: Any = SimpleNamespace(to=lambda device: on_device, copy_=copied.append)
+    Mesh(device=CPU, world=4).exchange({}, {3: here})
+    assert copied == [on_device] and on_device.tolist() == [3, 3]
 
 
 def test_words_of_other_lengths_are_gathered_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,13 +66,14 @@ def test_a_rank_has_a_gpu_of_its_own_or_is_refused(monkeypatch: pytest.MonkeyPat
     for local in (0, 1):
         monkeypatch.setenv("LOCAL_RANK", str(local))
         assert mesh_module._device() == torch.device("cuda", local)
-    monkeypatch.setenv("LOCAL_RANK", "2")
-    with pytest.raises(TrainingFailed, match="Rank 2 of this machine has no GPU") as refused:
-        mesh_module._device()
-    assert refused.value.message.endswith("there are 2.")
-    assert refused.value.remedy == (
-        "Start at most --nproc 2 here, or set CUDA_VISIBLE_DEVICES= to train on the CPU."
-    )
+    for local in (2, 5):
+        monkeypatch.setenv("LOCAL_RANK", str(local))
+        with pytest.raises(TrainingFailed, match=f"Rank {local} of this machine has no GPU") as refused:
+            mesh_module._device()
+        assert refused.value.message.endswith("there are 2.")
+        assert refused.value.remedy == (
+            "Start at most --nproc 2 here, or set CUDA_VISIBLE_DEVICES= to train on the CPU."
+        )
     assert chosen == [0, 1]
     monkeypatch.delenv("LOCAL_RANK")
     monkeypatch.setenv("RANK", "1")
