@@ -157,10 +157,12 @@ def test_a_kernel_of_a_gpu_is_an_addition_to_one_number(
 
 def test_the_watcher_of_memory_tells_the_peak_of_the_process_that_it_starts_and_that_alone() -> None:
     def watched(program: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-c", machine.MEMORY_WATCHER, sys.executable, "-S", "-c", program]
+        python = [sys.executable, "-I", "-S", "-c"]
+        command = [*python, machine.MEMORY_WATCHER, *python, program]
         return subprocess.run(command, capture_output=True, text=True, check=False)
 
     assert int(watched("print('of a library', len(b'x' * (64 << 20)))").stdout) > 64 << 10
+    assert int(watched("pass").stdout) < 64 << 10
     assert watched("raise SystemExit(1)").returncode != 0
 
 

@@ -316,3 +316,59 @@ def test_positions_are_scaled_by_the_number_of_tokens_so_far(monkeypatch: pytest
         for count in (LENGTH, 3, 1):
             made(some_tokens(1, count), cache=cache)
     assert lengths == [LENGTH, LENGTH + 3, LENGTH + 4]
+
+
+@pytest.mark.parametrize("style", ["llama", "bloom"])
+@pytest.mark.parametrize(
+    ("mode", "drops", "dtype"),
+    [
+        ("native", False, torch.bfloat16),
+        ("fp32", False, torch.float32),
+        ("native", True, torch.float32),
+        ("fp32", True, torch.float32),
+    ],
+)
+def test_a_mask_has_the_dtype_that_scores_are_computed_in(
+    style: str, mode: Any, drops: bool, dtype: torch.dtype
+) -> None:
+    section = replace(STYLES[style], attention_dropout=0.5)
+    made = build(section, vocabulary=VOCABULARY, sequence_length=LENGTH, dtype=torch.bfloat16)
+    made.matmul_mode = mode
+    context = made._attention_context(
+        torch.zeros(1, LENGTH, section.hidden, dtype=torch.bfloat16),
+        torch.arange(LENGTH),
+        before=0,
+        documents=torch.zeros(1, LENGTH, dtype=torch.int32),
+        drops=drops,
+    )
+    assert context.mask is not None
+    assert context.mask.dtype == (torch.bool if drops and style == "llama" else dtype)
+
+
+def test_the_loss_of_a_decoder_is_cross_entropy_alone_unless_more_is_asked_for(decoder: Decoder) -> None:
+    tokens = some_tokens(2, LENGTH)
+    hidden = decoder(tokens)
+    plain, both = decoder.loss(hidden, tokens), decoder.loss(hidden, tokens, z_loss=0.5)
+    assert float(plain.z) == 0.0 < float(both.z)
+    assert torch.equal(plain.total, plain.cross_entropy)
+
+
+@pytest.mark.parametrize(
+    ("style", "block", "held"),
+    [
+        ("gpt2", 0, {"embedding", "positions"}),
+        ("gpt2", 1, set()),
+        ("gpt2", 2, {"embedding", "final_norm"}),
+        ("bloom", 0, {"embedding", "embedding_norm"}),
+        ("bloom", 1, set()),
+        ("llama", 0, {"embedding"}),
+        ("llama", 2, {"head", "final_norm"}),
+    ],
+)
+def test_embedding_positions_norms_and_head_are_where_a_stage_needs_them(
+    style: str, block: int, held: set[str]
+) -> None:
+    section = replace(STYLES[style], layers=3)
+    made = build(section, vocabulary=VOCABULARY, sequence_length=LENGTH, device="meta", blocks=[block])
+    assert {name.partition(".")[0] for name, _ in made.named_parameters()} == held | {"blocks"}
+    assert (made.embeds, made.finishes) == (block == 0, block == 2)

@@ -231,3 +231,19 @@ def test_a_rank_drops_what_the_recipe_says_of_the_heads_and_positions_that_it_ho
         model(torch.zeros(2, 12, dtype=torch.int64), address=address, hidden=torch.zeros(2, 4, 32))
     told = {"heads": 1, "hidden": 32, "held": 4, "weights": rates[0] > 0.0, "outputs": rates[1] > 0.0}
     assert asked == [(3, 8, 0, told)]
+
+
+def test_what_attention_and_mlp_return_is_dropped_by_keys_of_its_own_at_the_rate_of_hidden_states(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[Any] = []
+    made: Any = dropout.BlockDropout(None, "attention's", "mlp's")  # type: ignore[arg-type]
+    monkeypatch.setattr(decoder_module, "block_dropout", lambda *told, **more: made)
+    monkeypatch.setattr(decoder_module, "hidden_keys", lambda *told, **more: "embedding's")
+    monkeypatch.setattr(decoder_module, "drop", lambda x, rate, keys: asked.append((rate, keys)) or x)
+    model = build(replace(SECTION, hidden_dropout=0.3), vocabulary=50, sequence_length=8)
+    initialise(model, seed=1)
+    address = dropout_address(seed=1, step=2, samples=torch.arange(2), positions=range(8))
+    model._attention_context = lambda *told, **more: attention.AttentionContext(None, True, None)  # type: ignore[method-assign]
+    model(torch.arange(16).view(2, 8), address=address)
+    assert asked == [(0.3, "embedding's"), *[(0.3, "attention's"), (0.3, "mlp's")] * 2]
