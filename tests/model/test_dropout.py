@@ -247,3 +247,17 @@ def test_what_attention_and_mlp_return_is_dropped_by_keys_of_its_own_at_the_rate
     model._attention_context = lambda *told, **more: attention.AttentionContext(None, True, None)  # type: ignore[method-assign]
     model(torch.arange(16).view(2, 8), address=address)
     assert asked == [(0.3, "embedding's"), *[(0.3, "attention's"), (0.3, "mlp's")] * 2]
+
+
+def test_nothing_is_dropped_at_a_rate_of_nothing() -> None:
+    word = torch.zeros(3, dtype=torch.int32)  # which is hashed to zero
+    assert keeps(ElementKeys(word, word), 0.0).all()
+
+
+def test_a_row_that_is_longer_than_what_is_hashed_at_a_time_is_hashed_by_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows, columns = torch.arange(4, dtype=torch.int32), torch.arange(9, dtype=torch.int32)
+    expected = keeps(ElementKeys(rows, columns), 0.5)
+    monkeypatch.setattr(dropout, "_ELEMENTS_AT_ONCE", 5)
+    assert torch.equal(keeps(ElementKeys(rows, columns), 0.5), expected)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from tests.parallel.test_building import model_of
 
 from bloomery.config.parallel import ParallelSection
 from bloomery.errors import RankLost
@@ -134,3 +136,15 @@ def test_a_collective_that_was_begun_says_that_the_other_rank_is_gone_when_it_is
     work: Any = SimpleNamespace(wait=wait)
     with pytest.raises(RankLost, match="Another rank of this run is gone"):
         PendingCollective(works=(work,)).wait_for_collective()
+
+
+@pytest.mark.parametrize("has_pipeline", [False, True])
+def test_a_backward_without_the_other_ranks_says_that_they_are_gone(has_pipeline: bool) -> None:
+    def fails(*told: Any, **more: Any) -> Any:
+        raise RuntimeError("Connection closed by peer")
+
+    pipeline: Any = SimpleNamespace(accumulate=fails) if has_pipeline else None
+    model = replace(model_of(), loss=fails, pipeline=pipeline)
+    batch: Any = object()
+    with pytest.raises(RankLost, match="Another rank of this run is gone"):
+        model.accumulate([batch], 0, weight=1.0)
