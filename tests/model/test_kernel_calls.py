@@ -236,7 +236,7 @@ def triton(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         query: Any, key: Any, value: Any, rules: Rules, mixed: Any, log_partition: Any, used: Any
     ) -> None:
         tiles.append(used)
-        assert all(one.stride(-1) == 1 for one in (query, key, value))
+        assert all(one.stride(-1) == 1 for one in (query, key, value)) and lies_in_one_piece(rules)
         mixed.copy_(written_out(query.double(), key.double(), value.double(), rules))
         log_partition.fill_(7.0)
 
@@ -244,7 +244,7 @@ def triton(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         gradient: Any, query: Any, key: Any, value: Any, rules: Rules, mixed: Any, log_partition: Any,
         results: Any, *, tiles: Any,
     ) -> None:  # fmt: skip
-        assert (log_partition == 7.0).all() and gradient.stride(-1) == 1
+        assert (log_partition == 7.0).all() and gradient.stride(-1) == 1 and lies_in_one_piece(rules)
         with torch.enable_grad():
             leaves = [one.double().requires_grad_() for one in (query, key, value)]
             again = written_out(*leaves, rules)
@@ -262,18 +262,25 @@ def triton(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return tiles
 
 
+def lies_in_one_piece(rules: Rules) -> bool:
+    """Whether the kernels, which are told no strides of rules, find what they look for."""
+    parts = (rules.starts, rules.ends, rules.slopes, rules.row_keys, rules.column_keys)
+    return all(part is None or part.is_contiguous() for part in parts)
+
+
 def rules_of(*, documents: bool, alibi: bool, drops: bool) -> tuple[Visibility, ElementKeys | None, float]:
     starts = ends = None
     if documents:
-        starts, ends = document_ranges(torch.tensor([[0, 0, 1, 1, 1], [0, 1, 1, 1, 2]]))
+        ranges = document_ranges(torch.tensor([[0, 0, 1, 1, 1], [0, 1, 1, 1, 2]]))
+        starts, ends = (one.t().contiguous().t() for one in ranges)
     keys = None
     if drops:
         generator = torch.Generator().manual_seed(5)
         draw: Callable[..., torch.Tensor] = lambda *shape: torch.randint(  # noqa: E731
             -(2**31), 2**31, shape, generator=generator
         ).int()
-        keys = ElementKeys(rows=draw(2, 4, 5), columns=draw(5))
-    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625]) if alibi else None
+        keys = ElementKeys(rows=draw(4, 2, 5).transpose(0, 1), columns=draw(10)[::2])
+    slopes = torch.tensor([[0.5, 9.0], [0.25, 9.0], [0.125, 9.0], [0.0625, 9.0]])[:, 0] if alibi else None
     return Visibility(starts=starts, ends=ends, slopes=slopes), keys, 0.3 if drops else 0.0
 
 

@@ -10,7 +10,15 @@ import pytest
 import torch
 
 from bloomery.config.optim import OptimSection
-from bloomery.optim.clip import PREFIX, CountedGradient, GradientFacts, GradientLimits, examine, squared_norms
+from bloomery.optim.clip import (
+    PREFIX,
+    CountedGradient,
+    GradientFacts,
+    GradientLimits,
+    TensorClip,
+    examine,
+    squared_norms,
+)
 
 RATE = 0.1
 
@@ -125,6 +133,22 @@ def test_a_clamp_clips_at_once_as_a_recipe_with_the_z_score_and_no_longer_than_i
         limited(stricter, facts_of(norm))
     loose, strict = limited(looser, facts_of(6.0)), limited(stricter, facts_of(6.0), z_score=1.0)
     assert float(strict.coefficient) < float(loose.coefficient) < 1.0, "the lower of both counts"
+    both = [limits_of(clip_method="z-score", clip=0.0) for _ in range(2)]
+    for norm in norms[:25]:
+        for each in both:
+            limited(each, facts_of(norm))
+    alone, beside = limited(both[0], facts_of(6.0)), limited(both[1], facts_of(6.0), z_score=50.0)
+    assert float(beside.coefficient) == float(alone.coefficient) < 1.0, "a looser clamp changes nothing"
+
+
+def test_gradients_that_are_not_finite_are_scaled_by_no_tensors_history() -> None:
+    clip = TensorClip(ratio=1.05, tensors=2, device=torch.device("cpu"))
+    clip.reference.fill_(1.0)
+    clip.seen.fill_(500.0)
+    factors, _ = clip.factors(torch.tensor([math.inf, 5.0]), facts_of(math.inf))
+    assert factors.tolist() == [1.0, 1.0]
+    factors, shrink = clip.factors(torch.tensor([0.0, 5.0]), facts_of(5.0))
+    assert factors.tolist() == pytest.approx([1.0, 1.05 / 5.0]) and float(shrink) == 1.0
 
 
 def test_the_z_score_keeps_to_the_global_limit_too() -> None:

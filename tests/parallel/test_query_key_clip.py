@@ -320,3 +320,16 @@ def test_a_compiled_model_is_measured_and_clamped_as_an_eager_one_and_is_compile
         assert own["weight"] == pytest.approx(eager["weight"], rel=1e-5)
     assert min(runs[1][0]["logit"]) > 1.0 and max(runs[1][1]["logit"]) < 1.0, "heads were rescaled"
     assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("stays_on", [False, True])
+def test_a_step_that_wants_no_sizes_is_measured_only_where_measuring_stays_on(stays_on: bool) -> None:
+    model = model_of("llama", threshold=0.0)
+    sizes = InnerSizes(
+        model.decoder, model.weights, mesh=model.mesh, sequence_length=LENGTH, stays_on=stays_on
+    )
+    blocks = list(model.decoder.blocks)
+    for later, measures in ((True, stays_on), (False, False)):
+        sizes.begin(wanted=False, later=later)
+        assert {block.attention.logit_maxima is not None for block in blocks} == {measures}
+        assert {block.hidden_maximum is not None for block in blocks} == {measures}
