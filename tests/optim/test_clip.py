@@ -15,6 +15,7 @@ from bloomery.optim.clip import (
     CountedGradient,
     GradientFacts,
     GradientLimits,
+    OutlierGate,
     TensorClip,
     examine,
     squared_norms,
@@ -297,3 +298,28 @@ def test_no_limit_asks_the_device_for_a_number() -> None:
         limits.limit(
             facts, unscale=1.0, norms=lambda: torch.ones(2, device="meta"), scale_tensors=lambda each: None
         )
+
+
+@pytest.mark.parametrize("seen", [64, 1000])
+@pytest.mark.parametrize(("norm", "is_admitted"), [(1.602, True), (1.61, False)])
+def test_the_deviation_is_that_of_a_sample_of_as_many_norms_as_the_window_holds(
+    seen: int, norm: float, is_admitted: bool
+) -> None:
+    gate = OutlierGate(deviations=6.0, device=torch.device("cpu"))
+    held = min(seen, 128)
+    gate.window[:held] = torch.tensor([0.9, 1.1] * (held // 2))
+    gate.seen.fill_(float(seen))
+    if seen == 1000:
+        norm -= 0.0025  # the deviation of 128 norms is nearer to a tenth than that of 64
+    assert bool(gate.admits(facts_of(norm))) is is_admitted
+
+
+def test_the_first_reference_of_a_tensor_is_its_norm_after_the_global_clipping() -> None:
+    clip = TensorClip(ratio=1.05, tensors=1, device=torch.device("cpu"))
+    clip.factors(torch.tensor([4.0]), facts_of(4.0, limit=1.0))
+    assert clip.reference.tolist() == pytest.approx([1.0])
+
+
+@pytest.mark.parametrize("settings", [{"clip_method": "tensor"}, {"skip_outliers": 6.0}])
+def test_each_peer_has_a_history_of_its_own(settings: dict[str, object]) -> None:
+    assert {entry.scope for entry in limits_of(**settings).state_entries()} == {"peer"}

@@ -285,7 +285,7 @@ def test_forwards_after_the_sizes_were_collected_count_to_no_step() -> None:
     torch.testing.assert_close(model.inner_sizes.collect(), expected)
 
 
-@pytest.mark.parametrize(("length", "stride"), [(8, 1), (16, 1), (64, 4)])
+@pytest.mark.parametrize(("length", "stride"), [(8, 1), (16, 1), (40, 2), (64, 4)])
 def test_of_a_long_sequence_some_queries_are_measured_and_of_a_short_one_all(
     length: int, stride: int
 ) -> None:
