@@ -48,3 +48,8 @@ def test_triton_without_headers_is_none(installed: Path) -> None:
     (installed / "gcc").touch(mode=0o755)
     (installed.parent / "Python.h").unlink()
     assert not available.has_triton()
+
+
+def test_the_header_is_that_of_this_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(available.sysconfig, "get_path", {"include": "/usr/include/python"}.__getitem__)
+    assert available.python_header() == Path("/usr/include/python/Python.h")

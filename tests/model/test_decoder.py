@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from bloomery.config.model import ModelSection
-from bloomery.errors import BloomeryError, ConfigError
-from bloomery.model.attention import AttentionContext, alibi_slopes
+from bloomery.errors import BloomeryError, ConfigError, Mistake
+from bloomery.model import decoder as decoder_module
+from bloomery.model.attention import AttentionContext, alibi_slopes, rotary_table
 from bloomery.model.decoder import Decoder, build, logical_parameters
 from bloomery.model.initial_values import initialise
 from bloomery.model.layers import matmul_mode_for, set_matmul_mode
@@ -135,7 +137,8 @@ def test_a_cache_changes_nothing_but_the_time(decoder: Decoder) -> None:
 
 def test_the_norm_of_queries_and_keys_is_the_papers() -> None:
     """Each head's query and key is x / rms(x) · weight, so no logit exceeds √d × the largest weights."""
-    made = build(STYLES["qk_norm"], vocabulary=VOCABULARY, sequence_length=LENGTH)
+    section = replace(STYLES["qk_norm"], norm_epsilon=0.5)
+    made = build(section, vocabulary=VOCABULARY, sequence_length=LENGTH)
     initialise(made, seed=1)
     attention = made.blocks[0].attention
     with torch.no_grad():
@@ -157,7 +160,7 @@ def test_the_norm_of_queries_and_keys_is_the_papers() -> None:
         expected = torch.empty_like(rows)
         for head in range(rows.shape[2]):
             vectors = rows[:, :, head].double()
-            rms = ((vectors**2).sum(-1, keepdim=True) / 8 + 1e-5) ** 0.5
+            rms = ((vectors**2).sum(-1, keepdim=True) / 8 + 0.5) ** 0.5
             expected[:, :, head] = (vectors / rms * torch.linspace(0.5, 2.0, 8)).float()
         torch.testing.assert_close(found, expected.transpose(1, 2))
     logits = seen[0] @ seen[1].repeat_interleave(2, dim=1).mT / 8**0.5
@@ -190,8 +193,9 @@ def test_learned_positions_end_with_a_clear_error() -> None:
         made(some_tokens(1, 2 * LENGTH + 1))
     cache = made.cache(batch=1, capacity=4 * LENGTH)
     made(some_tokens(1, 2 * LENGTH), cache=cache)
-    with pytest.raises(BloomeryError, match="33 tokens do not fit a model with 32 learned positions"):
+    with pytest.raises(BloomeryError, match="33 tokens do not fit a model with 32 learned positions") as told:
         made(some_tokens(1, 1), cache=cache)
+    assert told.value.remedy == "Give a shorter prompt, or ask for fewer new tokens."
 
 
 def test_products_widened_to_fp32_stay_within_a_rounding_of_bf16(decoder: Decoder) -> None:
@@ -256,7 +260,22 @@ def test_sizes_that_cannot_hold_the_data_are_refused_together() -> None:
     )
     with pytest.raises(ConfigError) as refused:
         build(section, vocabulary=11, sequence_length=5)
-    assert [mistake.key for mistake in refused.value.mistakes] == ["model.vocabulary", "model.max_positions"]
+    assert refused.value.mistakes == (
+        Mistake(
+            key="model.vocabulary",
+            value=10,
+            source="resolved recipe",
+            problem="the tokenizer has 11 tokens",
+            remedy="Set it to 'auto', or to 11 or more.",
+        ),
+        Mistake(
+            key="model.max_positions",
+            value=4,
+            source="resolved recipe",
+            problem="a sample has 5 tokens, and each needs its learned position",
+            remedy="Set it to 'auto', or to 5 or more.",
+        ),
+    )
     assert build(section, vocabulary=10, sequence_length=4).model.max_positions == 4, "it just fits"
 
 
@@ -279,3 +298,77 @@ def test_products_are_native_where_the_processor_has_units_for_their_format(
     )
     assert matmul_mode_for(cpu, torch.float32) == "native"
     assert matmul_mode_for(torch.device("cuda"), formats[others]) == "native"
+
+
+def test_positions_are_scaled_by_the_number_of_tokens_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    section = replace(STYLES["llama"], rope_scaling="dynamic", rope_factor=2.0)
+    made = build(section, vocabulary=VOCABULARY, sequence_length=LENGTH)
+    initialise(made, seed=1)
+    lengths: list[int] = []
+
+    def table(*told: Any, length: int, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        lengths.append(length)
+        return rotary_table(*told, length=length, **more)
+
+    monkeypatch.setattr(decoder_module, "rotary_table", table)
+    cache = made.cache(batch=1, capacity=LENGTH + 8)
+    with torch.no_grad():
+        for count in (LENGTH, 3, 1):
+            made(some_tokens(1, count), cache=cache)
+    assert lengths == [LENGTH, LENGTH + 3, LENGTH + 4]
+
+
+@pytest.mark.parametrize("style", ["llama", "bloom"])
+@pytest.mark.parametrize(
+    ("mode", "drops", "dtype"),
+    [
+        ("native", False, torch.bfloat16),
+        ("fp32", False, torch.float32),
+        ("native", True, torch.float32),
+        ("fp32", True, torch.float32),
+    ],
+)
+def test_a_mask_has_the_dtype_that_scores_are_computed_in(
+    style: str, mode: Any, drops: bool, dtype: torch.dtype
+) -> None:
+    section = replace(STYLES[style], attention_dropout=0.5)
+    made = build(section, vocabulary=VOCABULARY, sequence_length=LENGTH, dtype=torch.bfloat16)
+    made.matmul_mode = mode
+    context = made._attention_context(
+        torch.zeros(1, LENGTH, section.hidden, dtype=torch.bfloat16),
+        torch.arange(LENGTH),
+        before=0,
+        documents=torch.zeros(1, LENGTH, dtype=torch.int32),
+        drops=drops,
+    )
+    assert context.mask is not None
+    assert context.mask.dtype == (torch.bool if drops and style == "llama" else dtype)
+
+
+def test_the_loss_of_a_decoder_is_cross_entropy_alone_unless_more_is_asked_for(decoder: Decoder) -> None:
+    tokens = some_tokens(2, LENGTH)
+    hidden = decoder(tokens)
+    plain, both = decoder.loss(hidden, tokens), decoder.loss(hidden, tokens, z_loss=0.5)
+    assert float(plain.z) == 0.0 < float(both.z)
+    assert torch.equal(plain.total, plain.cross_entropy)
+
+
+@pytest.mark.parametrize(
+    ("style", "block", "held"),
+    [
+        ("gpt2", 0, {"embedding", "positions"}),
+        ("gpt2", 1, set()),
+        ("gpt2", 2, {"embedding", "final_norm"}),
+        ("bloom", 0, {"embedding", "embedding_norm"}),
+        ("bloom", 1, set()),
+        ("llama", 0, {"embedding"}),
+        ("llama", 2, {"head", "final_norm"}),
+    ],
+)
+def test_embedding_positions_norms_and_head_are_where_a_stage_needs_them(
+    style: str, block: int, held: set[str]
+) -> None:
+    section = replace(STYLES[style], layers=3)
+    made = build(section, vocabulary=VOCABULARY, sequence_length=LENGTH, device="meta", blocks=[block])
+    assert {name.partition(".")[0] for name, _ in made.named_parameters()} == held | {"blocks"}
+    assert (made.embeds, made.finishes) == (block == 0, block == 2)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bloomery.config.model import ModelSection
 from bloomery.model import attention, dropout
+from bloomery.model import decoder as decoder_module
 from bloomery.model.decoder import build
 from bloomery.model.dropout import ElementKeys, drop, dropout_address, hidden_keys, keeps, weight_keys
 from bloomery.model.initial_values import initialise
@@ -184,3 +186,78 @@ def test_a_block_has_three_sites_of_its_own_for_what_is_dropped() -> None:
     assert outputs.weights is None and outputs.mlp_output is not None and outputs.attention_output is not None
     weights = dropout.block_dropout(address, 3, **sizes, weights=True, outputs=False)
     assert weights.weights is not None and weights.mlp_output is weights.attention_output is None
+
+
+def test_the_embedding_is_dropped_at_a_site_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def keys(address: Any, *, site: int, width: int, held: int) -> ElementKeys:
+        asked.append((site, width, held))
+        return hidden_keys(address, site=site, width=width, held=held)
+
+    monkeypatch.setattr(decoder_module, "hidden_keys", keys)
+    monkeypatch.setattr(dropout, "hidden_keys", keys)
+    model = build(SECTION, vocabulary=50, sequence_length=8)
+    initialise(model, seed=1)
+    address = dropout_address(seed=1, step=2, samples=torch.arange(2), positions=range(8))
+    model(torch.arange(16).view(2, 8), address=address)
+    assert asked == [(site, 32, 8) for site in (0, 1, 2, 4, 5)], "and each block's weights have the third"
+
+
+@pytest.mark.parametrize("rates", [(0.2, 0.0), (0.0, 0.2), (0.2, 0.2), (0.0, 0.0)])
+def test_a_rank_drops_what_the_recipe_says_of_the_heads_and_positions_that_it_holds(
+    rates: tuple[float, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def block_dropout(address: Any, block: int, **told: Any) -> Any:
+        asked.append((address.first_head, address.first_position, block, told))
+        raise InterruptedError
+
+    monkeypatch.setattr(decoder_module, "block_dropout", block_dropout)
+    section = replace(SECTION, position="alibi", attention_dropout=rates[0], hidden_dropout=rates[1])
+    model = build(section, vocabulary=50, sequence_length=12)
+    initialise(model, seed=1)
+    model.heads, model.sequence_index, model.sequence_degree = range(3, 4), 2, 3
+    address = dropout_address(seed=1, step=2, samples=torch.arange(2), positions=range(12))
+    context = model._attention_context(
+        torch.zeros(2, 4, 32), torch.arange(12), before=0, documents=None, drops=True
+    )
+    of_rank = model._held(address, 12)
+    if not any(rates):
+        assert model._dropping(context, 1, of_rank, 4) is context
+        return
+    with pytest.raises(InterruptedError):
+        model(torch.zeros(2, 12, dtype=torch.int64), address=address, hidden=torch.zeros(2, 4, 32))
+    told = {"heads": 1, "hidden": 32, "held": 4, "weights": rates[0] > 0.0, "outputs": rates[1] > 0.0}
+    assert asked == [(3, 8, 0, told)]
+
+
+def test_what_attention_and_mlp_return_is_dropped_by_keys_of_its_own_at_the_rate_of_hidden_states(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[Any] = []
+    made: Any = dropout.BlockDropout(None, "attention's", "mlp's")  # type: ignore[arg-type]
+    monkeypatch.setattr(decoder_module, "block_dropout", lambda *told, **more: made)
+    monkeypatch.setattr(decoder_module, "hidden_keys", lambda *told, **more: "embedding's")
+    monkeypatch.setattr(decoder_module, "drop", lambda x, rate, keys: asked.append((rate, keys)) or x)
+    model = build(replace(SECTION, hidden_dropout=0.3), vocabulary=50, sequence_length=8)
+    initialise(model, seed=1)
+    address = dropout_address(seed=1, step=2, samples=torch.arange(2), positions=range(8))
+    model._attention_context = lambda *told, **more: attention.AttentionContext(None, True, None)  # type: ignore[method-assign]
+    model(torch.arange(16).view(2, 8), address=address)
+    assert asked == [(0.3, "embedding's"), *[(0.3, "attention's"), (0.3, "mlp's")] * 2]
+
+
+def test_nothing_is_dropped_at_a_rate_of_nothing() -> None:
+    word = torch.zeros(3, dtype=torch.int32)  # which is hashed to zero
+    assert keeps(ElementKeys(word, word), 0.0).all()
+
+
+def test_a_row_that_is_longer_than_what_is_hashed_at_a_time_is_hashed_by_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows, columns = torch.arange(4, dtype=torch.int32), torch.arange(9, dtype=torch.int32)
+    expected = keeps(ElementKeys(rows, columns), 0.5)
+    monkeypatch.setattr(dropout, "_ELEMENTS_AT_ONCE", 5)
+    assert torch.equal(keeps(ElementKeys(rows, columns), 0.5), expected)

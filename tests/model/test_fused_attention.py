@@ -116,3 +116,18 @@ def test_the_largest_logits_are_measured_among_what_is_seen(
         maxima.append(torch.stack([block.attention.logit_maxima for block in model.blocks]))
     assert len(tiles) == 2 and maxima[0].min() > 0.0
     torch.testing.assert_close(*maxima, rtol=1e-5, atol=0)
+
+
+def test_rows_of_several_lengths_are_masked_where_kernels_could_compute_those_of_one(
+    tiles: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = decoder.build(replace(SECTION, position="alibi"), vocabulary=50, sequence_length=12)
+    initialise(model, seed=1)
+    padding = torch.tensor([0, 5])
+    with torch.no_grad():
+        expected = model(TOKENS, cache=model.cache(batch=2, capacity=12, padding=padding))
+        monkeypatch.setattr(decoder, "supports_tiled_attention", lambda *_: True)
+        found = model(TOKENS, cache=model.cache(batch=2, capacity=12, padding=padding))
+        alone = model(TOKENS[1:, 5:])
+    assert torch.equal(found, expected) and len(tiles) == 2, "those of the lone row"
+    torch.testing.assert_close(found[1:, 5:], alone, rtol=0, atol=2e-5)

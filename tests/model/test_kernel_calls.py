@@ -129,7 +129,7 @@ def native(monkeypatch: pytest.MonkeyPatch) -> Library:
 
 @pytest.mark.parametrize("is_rotary", [True, False])
 def test_the_library_attends_over_queries_keys_and_values_where_they_lie(
-    native: Library, is_rotary: bool
+    native: Library, is_rotary: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     heads, kv_heads, width, length = 4, 2, 6, 5
@@ -137,6 +137,7 @@ def test_the_library_attends_over_queries_keys_and_values_where_they_lie(
     slope = torch.randn(2, length, heads, width, generator=generator).bfloat16()
     table = rotary_table(torch.arange(length), head_dim=width, theta=100.0, dtype=torch.bfloat16)
     rotary = table if is_rotary else None
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
 
     def exact(qkv: torch.Tensor) -> torch.Tensor:
         query, key, value = qkv.split((heads, kv_heads, kv_heads), dim=2)
@@ -154,7 +155,7 @@ def test_the_library_attends_over_queries_keys_and_values_where_they_lie(
     assert (ours - theirs).norm() < 2**-6 * theirs.norm()
     (call,) = native.calls
     assert (call.samples, call.length, call.heads, call.kv_heads, call.width) == (2, 5, 4, 2, 6)
-    assert call.scale == pytest.approx(6**-0.5) and call.threads == torch.get_num_threads()
+    assert call.scale == pytest.approx(6**-0.5) and call.threads == 3
     assert call.parallel == native_kernels._parallel()
     assert (call.cosines is None) is (call.sines is None) is (not is_rotary)
 
@@ -172,7 +173,10 @@ def test_what_the_library_returns_is_told(native: Library) -> None:
     assert not supports_attention(qkv[..., :3]) and not supports_attention(qkv.to("meta"))
 
 
-def test_the_library_makes_slopes_and_terms_of_each_row(native: Library) -> None:
+def test_the_library_makes_slopes_and_terms_of_each_row(
+    native: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(7, 12, generator=generator).bfloat16()[:, ::2]
     targets = torch.tensor([0, 5, IGNORED, 3, 6, 2, 1])
@@ -186,7 +190,7 @@ def test_the_library_makes_slopes_and_terms_of_each_row(native: Library) -> None
     torch.testing.assert_close((entropy, z), (wanted.detach(), wanted_z.detach()))
     torch.testing.assert_close(slopes, slope.bfloat16())
     (call,) = native.calls
-    assert (call.rows, call.vocabulary, call.threads) == (7, 6, torch.get_num_threads())
+    assert (call.rows, call.vocabulary, call.threads) == (7, 6, 3)
     assert call.z_loss == pytest.approx(0.01) and call.parallel == native_kernels._parallel()
 
 
@@ -232,7 +236,7 @@ def triton(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         query: Any, key: Any, value: Any, rules: Rules, mixed: Any, log_partition: Any, used: Any
     ) -> None:
         tiles.append(used)
-        assert all(one.stride(-1) == 1 for one in (query, key, value))
+        assert all(one.stride(-1) == 1 for one in (query, key, value)) and lies_in_one_piece(rules)
         mixed.copy_(written_out(query.double(), key.double(), value.double(), rules))
         log_partition.fill_(7.0)
 
@@ -240,7 +244,7 @@ def triton(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         gradient: Any, query: Any, key: Any, value: Any, rules: Rules, mixed: Any, log_partition: Any,
         results: Any, *, tiles: Any,
     ) -> None:  # fmt: skip
-        assert (log_partition == 7.0).all() and gradient.stride(-1) == 1
+        assert (log_partition == 7.0).all() and gradient.stride(-1) == 1 and lies_in_one_piece(rules)
         with torch.enable_grad():
             leaves = [one.double().requires_grad_() for one in (query, key, value)]
             again = written_out(*leaves, rules)
@@ -258,18 +262,25 @@ def triton(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return tiles
 
 
+def lies_in_one_piece(rules: Rules) -> bool:
+    """Whether the kernels, which are told no strides of rules, find what they look for."""
+    parts = (rules.starts, rules.ends, rules.slopes, rules.row_keys, rules.column_keys)
+    return all(part is None or part.is_contiguous() for part in parts)
+
+
 def rules_of(*, documents: bool, alibi: bool, drops: bool) -> tuple[Visibility, ElementKeys | None, float]:
     starts = ends = None
     if documents:
-        starts, ends = document_ranges(torch.tensor([[0, 0, 1, 1, 1], [0, 1, 1, 1, 2]]))
+        ranges = document_ranges(torch.tensor([[0, 0, 1, 1, 1], [0, 1, 1, 1, 2]]))
+        starts, ends = (one.t().contiguous().t() for one in ranges)
     keys = None
     if drops:
         generator = torch.Generator().manual_seed(5)
         draw: Callable[..., torch.Tensor] = lambda *shape: torch.randint(  # noqa: E731
             -(2**31), 2**31, shape, generator=generator
         ).int()
-        keys = ElementKeys(rows=draw(2, 4, 5), columns=draw(5))
-    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625]) if alibi else None
+        keys = ElementKeys(rows=draw(4, 2, 5).transpose(0, 1), columns=draw(10)[::2])
+    slopes = torch.tensor([[0.5, 9.0], [0.25, 9.0], [0.125, 9.0], [0.0625, 9.0]])[:, 0] if alibi else None
     return Visibility(starts=starts, ends=ends, slopes=slopes), keys, 0.3 if drops else 0.0
 
 

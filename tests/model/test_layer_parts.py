@@ -226,3 +226,26 @@ def test_attention_weights_are_dropped_by_their_own_keys(monkeypatch: pytest.Mon
     assert asked == [(0.5, "keys")] * 2
     for result in results:
         torch.testing.assert_close(result, plain)
+
+
+def test_the_largest_logit_of_16_bits_is_that_of_products_in_fp32_where_those_are_used() -> None:
+    section = ModelSection(layers=1, hidden=32, heads=2, position="alibi")
+    decoder = build(section, vocabulary=20, sequence_length=6, dtype=torch.bfloat16)
+    initialise(decoder, seed=1)
+    attention: Attention = decoder.blocks[0].attention  # type: ignore[assignment]
+    set_matmul_mode(attention, "fp32")
+    attention.has_units, attention.logit_maxima = False, torch.zeros(2)
+    x = 30.0 * torch.randn(1, 6, 32, generator=torch.Generator().manual_seed(7)).bfloat16()
+    context = AttentionContext(mask=None, is_causal=True, rotary=None)
+    attention(x, context)
+    query, key, _ = attention.qkv(x).float().unflatten(-1, (6, 16)).transpose(1, 2).split(2, dim=1)
+    scores = (query @ key.mT / 4.0).masked_fill(~torch.ones(6, 6, dtype=torch.bool).tril(), -1e9)
+    torch.testing.assert_close(attention.logit_maxima, scores.amax((0, 2, 3)).detach(), rtol=1e-6, atol=0)
+    measured = attention.logit_maxima.clone()
+    attention.logit_maxima.zero_()
+    far = torch.where(torch.ones(6, 6, dtype=torch.bool).tril(), -10.0, float("-inf")).expand(2, 6, 6)
+    attention(x, AttentionContext(mask=far, is_causal=False, rotary=None))
+    assert torch.equal(attention.logit_maxima, measured), "the bias of positions is left out"
+    with torch.no_grad():
+        attention(2 * x, context)
+    assert torch.equal(attention.logit_maxima, measured), "only forwards that a backward follows are measured"

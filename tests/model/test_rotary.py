@@ -82,6 +82,9 @@ def test_yarn_of_a_short_context_begins_its_ramp_with_the_first_channel() -> Non
     found = rotary_frequencies(head_dim=WIDTH, theta=THETA, scaling=short, length=0, device=CPU).tolist()
     last = math.ceil(WIDTH / 2 * math.log(16 / (2 * math.pi)) / math.log(THETA))
     assert last == 1 and found == pytest.approx([1.0, *(one / 4 for one in plain()[1:])])
+    shortest = replace(short, original_positions=6)  # where the ramp would end with its first channel
+    found = rotary_frequencies(head_dim=WIDTH, theta=THETA, scaling=shortest, length=0, device=CPU).tolist()
+    assert found == pytest.approx([1.0, *(one / 4 for one in plain()[1:])])
 
 
 @pytest.mark.parametrize(("power", "last"), [(1.5, math.ceil(0.75 * WIDTH)), (3.0, WIDTH - 1)])
@@ -152,14 +155,15 @@ def test_a_query_sees_itself_and_what_came_before_in_its_document() -> None:
 
 def test_a_cache_returns_all_it_was_given_and_refuses_more_than_it_holds() -> None:
     cache = KeyValueCache(
-        blocks=2, batch=1, capacity=5, kv_heads=1, head_dim=2, device=CPU, dtype=torch.float32
+        blocks=2, batch=1, capacity=5, kv_heads=1, head_dim=2, device=CPU, dtype=torch.bfloat16
     )
-    key, value = torch.randn(2, 1, 5, 1, 2, generator=torch.Generator().manual_seed(3))
+    key, value = torch.randn(2, 1, 5, 1, 2, generator=torch.Generator().manual_seed(3)).bfloat16()
     for begin, end in ((0, 2), (2, 5)):
         for block in range(2):
             sign = 1 - 2 * block
             keys, values = cache.extended(block, sign * key[:, begin:end], value[:, begin:end])
             assert torch.equal(keys, sign * key[:, :end]) and torch.equal(values, value[:, :end])
+            assert keys.dtype == values.dtype == torch.bfloat16
         cache.advance(end - begin)
     assert cache.length == cache.capacity == 5
     with pytest.raises(ValueError, match="a cache of 5 tokens was given 6"):

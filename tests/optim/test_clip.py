@@ -10,7 +10,16 @@ import pytest
 import torch
 
 from bloomery.config.optim import OptimSection
-from bloomery.optim.clip import PREFIX, CountedGradient, GradientFacts, GradientLimits, examine, squared_norms
+from bloomery.optim.clip import (
+    PREFIX,
+    CountedGradient,
+    GradientFacts,
+    GradientLimits,
+    OutlierGate,
+    TensorClip,
+    examine,
+    squared_norms,
+)
 
 RATE = 0.1
 
@@ -125,6 +134,22 @@ def test_a_clamp_clips_at_once_as_a_recipe_with_the_z_score_and_no_longer_than_i
         limited(stricter, facts_of(norm))
     loose, strict = limited(looser, facts_of(6.0)), limited(stricter, facts_of(6.0), z_score=1.0)
     assert float(strict.coefficient) < float(loose.coefficient) < 1.0, "the lower of both counts"
+    both = [limits_of(clip_method="z-score", clip=0.0) for _ in range(2)]
+    for norm in norms[:25]:
+        for each in both:
+            limited(each, facts_of(norm))
+    alone, beside = limited(both[0], facts_of(6.0)), limited(both[1], facts_of(6.0), z_score=50.0)
+    assert float(beside.coefficient) == float(alone.coefficient) < 1.0, "a looser clamp changes nothing"
+
+
+def test_gradients_that_are_not_finite_are_scaled_by_no_tensors_history() -> None:
+    clip = TensorClip(ratio=1.05, tensors=2, device=torch.device("cpu"))
+    clip.reference.fill_(1.0)
+    clip.seen.fill_(500.0)
+    factors, _ = clip.factors(torch.tensor([math.inf, 5.0]), facts_of(math.inf))
+    assert factors.tolist() == [1.0, 1.0]
+    factors, shrink = clip.factors(torch.tensor([0.0, 5.0]), facts_of(5.0))
+    assert factors.tolist() == pytest.approx([1.0, 1.05 / 5.0]) and float(shrink) == 1.0
 
 
 def test_the_z_score_keeps_to_the_global_limit_too() -> None:
@@ -273,3 +298,28 @@ def test_no_limit_asks_the_device_for_a_number() -> None:
         limits.limit(
             facts, unscale=1.0, norms=lambda: torch.ones(2, device="meta"), scale_tensors=lambda each: None
         )
+
+
+@pytest.mark.parametrize("seen", [64, 1000])
+@pytest.mark.parametrize(("norm", "is_admitted"), [(1.602, True), (1.61, False)])
+def test_the_deviation_is_that_of_a_sample_of_as_many_norms_as_the_window_holds(
+    seen: int, norm: float, is_admitted: bool
+) -> None:
+    gate = OutlierGate(deviations=6.0, device=torch.device("cpu"))
+    held = min(seen, 128)
+    gate.window[:held] = torch.tensor([0.9, 1.1] * (held // 2))
+    gate.seen.fill_(float(seen))
+    if seen == 1000:
+        norm -= 0.0025  # the deviation of 128 norms is nearer to a tenth than that of 64
+    assert bool(gate.admits(facts_of(norm))) is is_admitted
+
+
+def test_the_first_reference_of_a_tensor_is_its_norm_after_the_global_clipping() -> None:
+    clip = TensorClip(ratio=1.05, tensors=1, device=torch.device("cpu"))
+    clip.factors(torch.tensor([4.0]), facts_of(4.0, limit=1.0))
+    assert clip.reference.tolist() == pytest.approx([1.0])
+
+
+@pytest.mark.parametrize("settings", [{"clip_method": "tensor"}, {"skip_outliers": 6.0}])
+def test_each_peer_has_a_history_of_its_own(settings: dict[str, object]) -> None:
+    assert {entry.scope for entry in limits_of(**settings).state_entries()} == {"peer"}

@@ -242,3 +242,7 @@ def test_every_parameter_starts_at_a_multiple_of_256_bytes() -> None:
     assert starts == [0, 64, 128] and group.numel % 64 == 0
     assert group.held == range(group.numel), "nothing is sharded unless somebody says so"
     assert group.padding == group.numel - (3 * 5 + 7 * 9 + 8 * 8)
+
+
+def test_a_matrix_of_zeros_stays_zeros_when_it_is_orthogonalised() -> None:
+    assert not orthogonalise(torch.zeros(2, 3, 4), iterations=5).any()

@@ -30,3 +30,27 @@ def test_few_micro_batches_are_told_with_the_share_of_a_step_that_ranks_wait(
 ) -> None:
     warning = told(*settings, data_degree=data_degree)
     assert f"wait {share} of a step" in warning and "4 micro-batches" in warning
+
+
+@pytest.mark.parametrize(
+    ("settings", "data_degree", "warning"),
+    [
+        (
+            ("parallel.pipeline=4",),
+            4,
+            "warning: a batch of 32 has 4 micro-batches on each of 4 data-parallel ranks, and 4 pipeline "
+            "ranks wait 43% of a step (1f1b); a "
+            "larger batch, a smaller micro-batch or fewer stages wait less",
+        ),
+        (
+            ("parallel.pipeline=2", "parallel.schedule=gpipe", "train.global_batch=2"),
+            1,
+            "warning: a batch of 2 has 1 micro-batch on each of 1 data-parallel ranks, and 2 pipeline ranks "
+            "wait 50% of a step (gpipe); a larger batch, a smaller micro-batch or fewer stages wait less",
+        ),
+    ],
+)
+def test_a_warning_names_the_batch_the_ranks_the_schedule_and_what_waits_less(
+    settings: tuple[str, ...], data_degree: int, warning: str
+) -> None:
+    assert told(*settings, data_degree=data_degree) == warning

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
-import pytest
-import torch.distributed as dist
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
+import torch
+import torch.distributed as dist
+from tests.parallel.test_building import model_of
+
+from bloomery.config.parallel import ParallelSection
 from bloomery.errors import RankLost
+from bloomery.parallel import axis as axis_module
+from bloomery.parallel import mesh as mesh_module
+from bloomery.parallel.axis import Axis, PendingCollective
+from bloomery.parallel.mesh import Mesh, join_mesh, mesh_of
 from bloomery.parallel.rendezvous import is_lost_rank_error, raising_rank_lost
+from bloomery.plan.ranks import Degrees
 
 LOST = [
     RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:12711"),
@@ -35,6 +48,8 @@ LOST = [
     dist.DistBackendError("Last error:\nNET/IB : Got completion from peer 11.2.1.2<39138> with error 12"),
     dist.DistNetworkError("Failed to recv, got 0 bytes. Connection was likely closed."),
     dist.DistStoreError("wait timeout after 300000ms, keys: /verdict"),
+    dist.DistStoreError("the server has other keys than before"),
+    dist.DistNetworkError("no answer to a ping"),
 ]
 OURS = [
     RuntimeError("CUDA error: peer access is not supported between these two devices"),
@@ -54,8 +69,12 @@ OURS = [
 @pytest.mark.parametrize("error", LOST, ids=lambda error: str(error)[:40])
 def test_what_backends_say_of_a_rank_that_is_gone_is_recognised(error: RuntimeError) -> None:
     assert is_lost_rank_error(error)
-    with pytest.raises(RankLost), raising_rank_lost():
+    with pytest.raises(RankLost, match=r"^Another rank of this run is gone\.") as lost, raising_rank_lost():
         raise error
+    assert lost.value.__cause__ is error
+    assert lost.value.remedy == (
+        "Its message, if any, says why. The same command goes on from the newest checkpoint."
+    )
 
 
 @pytest.mark.parametrize("error", OURS, ids=lambda error: str(error)[:40])
@@ -64,3 +83,68 @@ def test_an_error_of_this_rank_stays_what_it_is_though_it_speaks_of_peers(error:
     with pytest.raises(type(error)) as raised, raising_rank_lost():
         raise error
     assert raised.value is error
+
+
+AXIS = Axis(index=1, ranks=(0, 1))
+MESH = Mesh(device=torch.device("cpu"), rank=1, world=2)
+COLLECTIVES: dict[str, Callable[[torch.Tensor], object]] = {
+    "axis.all_reduce": AXIS.all_reduce,
+    "axis.reduce_scatter": AXIS.reduce_scatter,
+    "axis.all_gather": AXIS.all_gather,
+    "axis.begin_all_reduce": AXIS.begin_all_reduce,
+    "axis.begin_reduce_scatter": lambda flat: AXIS.begin_reduce_scatter(flat, range(4)),
+    "axis.begin_reduce_scatter of some": lambda flat: AXIS.begin_reduce_scatter(flat, range(1, 3)),
+    "axis.begin_all_gather": AXIS.begin_all_gather,
+    "mesh.all_reduce": MESH.all_reduce,
+    "mesh.broadcast": MESH.broadcast,
+    "mesh.all_gather_object": lambda flat: MESH.all_gather_object("x"),
+    "mesh.exchange": lambda flat: MESH.exchange({0: flat}, {}),
+    "mesh.barrier": lambda flat: MESH.barrier(),
+    "mesh's channels": lambda flat: mesh_of(
+        Degrees(pipeline=2, data=1, tensor=1), rank=1, device=flat.device
+    ),
+    "rendezvous": lambda flat: join_mesh(ParallelSection(data=2)),
+}
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_a_collective_without_the_other_rank_says_that_it_is_gone(
+    collective: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object, **__: object) -> object:
+        raise RuntimeError("Connection closed by peer")
+
+    for name in ("all_reduce", "reduce", "broadcast", "barrier", "all_gather", "batch_isend_irecv", "recv"):
+        monkeypatch.setattr(dist, name, fails)
+    for name in ("_all_gather", "_reduce_scatter"):
+        monkeypatch.setattr(axis_module, name, fails)
+    monkeypatch.setattr(dist, "P2POp", lambda *told: told)
+    monkeypatch.setattr(dist, "new_group", lambda ranks, timeout: "group")
+    monkeypatch.setattr(dist, "get_backend", lambda group: backend)
+    monkeypatch.setattr(mesh_module, "open_rendezvous_store", fails)
+    monkeypatch.setattr(mesh_module, "ask_store", lambda call, **_: call())
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RankLost, match="Another rank of this run is gone"):
+        COLLECTIVES[collective](torch.arange(4.0))
+
+
+def test_a_collective_that_was_begun_says_that_the_other_rank_is_gone_when_it_is_waited_for() -> None:
+    def wait() -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    work: Any = SimpleNamespace(wait=wait)
+    with pytest.raises(RankLost, match="Another rank of this run is gone"):
+        PendingCollective(works=(work,)).wait_for_collective()
+
+
+@pytest.mark.parametrize("has_pipeline", [False, True])
+def test_a_backward_without_the_other_ranks_says_that_they_are_gone(has_pipeline: bool) -> None:
+    def fails(*told: Any, **more: Any) -> Any:
+        raise RuntimeError("Connection closed by peer")
+
+    pipeline: Any = SimpleNamespace(accumulate=fails) if has_pipeline else None
+    model = replace(model_of(), loss=fails, pipeline=pipeline)
+    batch: Any = object()
+    with pytest.raises(RankLost, match="Another rank of this run is gone"):
+        model.accumulate([batch], 0, weight=1.0)

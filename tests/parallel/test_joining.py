@@ -52,7 +52,9 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> Calls:
     monkeypatch.setattr(mesh_module, "PrefixStore", lambda *told: told)
     monkeypatch.setattr(mesh_module, "_device", lambda: torch.device("cpu"))
     monkeypatch.setattr(dist, "init_process_group", lambda **told: calls.append(("group", told)))
-    monkeypatch.setattr(dist, "new_group", lambda ranks, timeout: calls.append(("new", tuple(ranks))) or "g")
+    monkeypatch.setattr(
+        dist, "new_group", lambda ranks, timeout: calls.append(("new", tuple(ranks), timeout)) or "g"
+    )
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", "3")
     return calls
@@ -75,7 +77,8 @@ def test_a_rank_introduces_itself_and_joins_the_group_of_its_backend(joined: Cal
         "timeout": timedelta(seconds=COLLECTIVE_TIMEOUT_S),
         "device_id": None,
     }
-    assert {ranks for _, ranks in made} == {(0, 1), (2, 3), (0, 2), (1, 3)}
+    assert {ranks for _, ranks, _ in made} == {(0, 1), (2, 3), (0, 2), (1, 3)}
+    assert {timeout for _, _, timeout in made} == {timedelta(seconds=COLLECTIVE_TIMEOUT_S)}
     assert (mesh.rank, mesh.world, mesh.store, mesh.device) == (3, 4, "the store", CPU)
     assert (mesh.tensor.ranks, mesh.tensor.index, mesh.data.ranks, mesh.data.index) == ((2, 3), 1, (1, 3), 1)
     hosts = [Introduction(host=host, recipe={}) for host in ("a", "b", "b", "b")]
@@ -123,6 +126,8 @@ def test_a_rank_that_cannot_take_part_says_so_where_the_ranks_meet(
         join_mesh(parallel)
     own = joined[-1][1]
     assert own.refusal.startswith(told) and own.refusal and own.remedy and own.chosen == {}
+    if told:
+        assert own.remedy == "Choose a divisor of them, the ranks of one node for instance, or 'auto'."
 
 
 def test_replicas_and_shards_of_a_rank_are_its_data_axis_or_parts_of_it(
@@ -190,10 +195,14 @@ def test_a_store_is_asked_in_a_thread_and_its_errors_are_raised_here() -> None:
 
     with pytest.raises(KeyError, match="x"):
         ask_store(fail(KeyError("x")), by="the store")
+    with pytest.raises(ConnectionResetError, match="connection reset"):
+        ask_store(fail(ConnectionResetError("connection reset")), by="the store")
     with pytest.raises(RuntimeError, match="ours"):
         ask_store(fail(RuntimeError("ours")), by="the store")
     with pytest.raises(RankLost, match=r"^The store is gone\."):
         ask_store(fail(RuntimeError("Connection reset by peer")), by="the store")
+    with pytest.raises(RankLost, match=r"^The store of Node-1 is gone\."):
+        ask_store(fail(RuntimeError("Connection reset by peer")), by="the store of Node-1")
 
 
 class Keys:
@@ -330,6 +339,14 @@ def test_bytes_are_exchanged_with_each_rank_by_its_number(monkeypatch: pytest.Mo
     ]
     assert operations[4] == "waited" and operations[1][1] is sent[2]
     assert {rank: tensor.tolist() for rank, tensor in arriving.items()} == {3: [3, 3], 1: [1, 1]}
+    operations.clear()
+    Mesh(device=torch.device("meta"), world=4).exchange(sent, {})
+    assert [one[1].device.type for one in operations[:2]] == ["meta", "meta"], "the device's backend sends"
+    copied: list[torch.Tensor] = []
+    on_device = torch.zeros(2, dtype=torch.uint8)
+    here: Any = SimpleNamespace(to=lambda device: on_device, copy_=copied.append)
+    Mesh(device=CPU, world=4).exchange({}, {3: here})
+    assert copied == [on_device] and on_device.tolist() == [3, 3]
 
 
 def test_words_of_other_lengths_are_gathered_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -277,14 +277,17 @@ class Works:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[Any] = []
         self.fails: RuntimeError | None = None
+        self.sent: list[torch.Tensor] = []
         for name, ends in (("isend", "dst"), ("irecv", "src")):
             monkeypatch.setattr(
                 stage_p2p.dist,
                 name,
-                lambda tensor, name=name, ends=ends, **told: self._begin(name, told[ends], told),
+                lambda tensor, name=name, ends=ends, **told: self._begin(tensor, name, told[ends], told),
             )
 
-    def _begin(self, name: str, rank: int, told: dict[str, Any]) -> Any:
+    def _begin(self, tensor: torch.Tensor, name: str, rank: int, told: dict[str, Any]) -> Any:
+        if name == "isend":
+            self.sent.append(tensor)
         number = len([call for call in self.calls if call[0] != "waited"])
         self.calls.append((name, rank, told["group"], told["tag"]))
 
@@ -334,6 +337,30 @@ def test_messages_go_over_their_channels_group_and_what_was_consumed_is_let_go(w
     assert not messenger._sent[1]
 
 
+def test_what_is_sent_lies_in_one_piece(works: Works) -> None:
+    numbers = torch.arange(6.0).view(2, 3).t()
+    messenger_of(2).send(StageMessage(0, 1, 0), numbers)
+    (sent,) = works.sent
+    assert sent.is_contiguous() and torch.equal(sent, numbers)
+
+
+@pytest.mark.parametrize("when", ["sending", "posting"])
+def test_a_stage_that_is_gone_before_a_message_begins_is_named_too(
+    when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*told: Any, **more: Any) -> Any:
+        raise RuntimeError("Connection reset by peer")
+
+    monkeypatch.setattr(stage_p2p.dist, "isend", fails)
+    monkeypatch.setattr(stage_p2p.dist, "irecv", fails)
+    messenger = messenger_of(2)
+    with pytest.raises(RankLost, match=r"^Rank 4 waited for rank 6, number 1 of its pipeline"):
+        if when == "sending":
+            messenger.send(StageMessage(0, 1, 0), torch.ones(2))
+        else:
+            messenger.receive(StageMessage(1, 0, 0))
+
+
 @pytest.mark.parametrize("when", ["receiving", "finishing"])
 def test_a_stage_that_is_gone_is_named_by_its_rank_and_its_place(works: Works, when: str) -> None:
     messenger = messenger_of(2)
@@ -344,6 +371,9 @@ def test_a_stage_that_is_gone_is_named_by_its_rank_and_its_place(works: Works, w
     assert lost.value.message == (
         f"Rank 4 waited for rank 6, number 1 of its pipeline, which is gone or took more than "
         f"{COLLECTIVE_TIMEOUT_S} s."
+    )
+    assert lost.value.remedy == (
+        "Its message, if any, says why. The same command goes on from the newest checkpoint."
     )
     works.fails = None
     messenger = messenger_of(2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from bloomery.config.model import ModelSection
 from bloomery.config.optim import OptimSection
 from bloomery.config.parallel import ParallelSection
 from bloomery.errors import TrainingFailed
+from bloomery.optim.clip import CountedGradient, examine
 from bloomery.parallel import optimizers as optimizers_module
 from bloomery.parallel import precision as precision_module
 from bloomery.parallel.axis import Axis
@@ -267,3 +269,38 @@ def test_heads_are_rescaled_by_the_largest_logit_of_all_replicas_of_the_data() -
         rows = held[f"model.blocks.0.attention.{part}.weight"].view(4, -1)
         assert rows[:, 0].tolist() == pytest.approx([1.0, 1.0, 0.5**0.5, 1.0])
     assert (held["model.blocks.0.attention.value.weight"] == 1.0).all()
+
+
+def test_optimizers_hand_on_each_limit_and_take_the_facts_to_the_masters() -> None:
+    optim = OptimSection(learning_rate=0.1, clip_method="z-score", skip_outliers=6.0)
+    optimizers = Optimizers(model_of(optim=optim).weights, optim)
+    facts = examine([CountedGradient(gradient=torch.ones(4))], limit=0.0, unscale=1.0)
+    optimizers.limit(facts, unscale=1.0)
+    histories = {entry.name: entry.tensor for entry in optimizers.state_entries() if "limit" in entry.name}
+    assert histories and any(bool(tensor.any()) for tensor in histories.values())
+    optimizers.load_state_values({})
+    assert not any(bool(tensor.any()) for tensor in histories.values()), "a checkpoint without limits"
+    given: list[Any] = []
+    optimizers._limits = SimpleNamespace(limit=lambda *told, **more: given.append((told, more)))  # type: ignore[assignment]
+    optimizers.limit(facts, unscale=4.0, z_score=2.5)
+    ((told, more),) = given
+    assert told == (facts,) and (more["unscale"], more["z_score"]) == (4.0, 2.5)
+    asked: list[torch.device] = []
+    elsewhere: Any = SimpleNamespace(to=lambda device: asked.append(device) or facts)
+    optimizers.step(elsewhere, learning_rate=0.1)
+    assert asked == [CPU]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_gradients_are_added_up_again_after_those_that_were_dropped(fails: bool) -> None:
+    weights = model_of(replace(LLAMA, layers=1)).weights
+    parameter = next(iter(weights._group_of))
+    with pytest.raises(InterruptedError) if fails else nullcontext(), weights.tapped(discards=True):
+        if fails:
+            raise InterruptedError
+        parameter.grad = torch.ones_like(parameter)
+        weights.accumulate_gradients([parameter])
+    weights.begin_accumulation(backwards=1)
+    parameter.grad = torch.full_like(parameter, 2.0)
+    weights.accumulate_gradients([parameter])
+    assert {float(gradient.amax()) for gradient in weights.gradient} == {0.0, 2.0}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from bloomery.config.load import load_recipe
 from bloomery.errors import TrainingFailed
+from bloomery.events.timeouts import COLLECTIVE_TIMEOUT_S
 from bloomery.parallel import mesh as mesh_module
 from bloomery.parallel.mesh import mesh_of
 from bloomery.plan.ranks import Degrees, degrees_of
@@ -19,6 +22,7 @@ def splits(monkeypatch: pytest.MonkeyPatch) -> list[list[list[int]]]:
     made: list[list[list[int]]] = []
 
     def split(*, split_ranks: list[list[int]], timeout: object) -> object:
+        assert timeout == timedelta(seconds=COLLECTIVE_TIMEOUT_S)
         made.append(split_ranks)
         return object()
 
@@ -62,7 +66,26 @@ def test_a_rank_has_a_gpu_of_its_own_or_is_refused(monkeypatch: pytest.MonkeyPat
     for local in (0, 1):
         monkeypatch.setenv("LOCAL_RANK", str(local))
         assert mesh_module._device() == torch.device("cuda", local)
-    monkeypatch.setenv("LOCAL_RANK", "2")
-    with pytest.raises(TrainingFailed, match="Rank 2 of this machine has no GPU"):
-        mesh_module._device()
+    for local in (2, 5):
+        monkeypatch.setenv("LOCAL_RANK", str(local))
+        with pytest.raises(TrainingFailed, match=f"Rank {local} of this machine has no GPU") as refused:
+            mesh_module._device()
+        assert refused.value.message.endswith("there are 2.")
+        assert refused.value.remedy == (
+            "Start at most --nproc 2 here, or set CUDA_VISIBLE_DEVICES= to train on the CPU."
+        )
     assert chosen == [0, 1]
+    monkeypatch.delenv("LOCAL_RANK")
+    monkeypatch.setenv("RANK", "1")
+    assert mesh_module._device() == torch.device("cuda", 0), "without a launcher of ours it is the first"
+
+
+@pytest.mark.parametrize("has_groups", [True, False])
+def test_a_mesh_that_closes_leaves_its_process_groups(
+    has_groups: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left: list[bool] = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: has_groups)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: left.append(True))
+    mesh_module.Mesh(device=torch.device("cpu")).close()
+    assert left == [True] * has_groups

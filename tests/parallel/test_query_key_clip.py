@@ -285,7 +285,7 @@ def test_forwards_after_the_sizes_were_collected_count_to_no_step() -> None:
     torch.testing.assert_close(model.inner_sizes.collect(), expected)
 
 
-@pytest.mark.parametrize(("length", "stride"), [(8, 1), (16, 1), (64, 4)])
+@pytest.mark.parametrize(("length", "stride"), [(8, 1), (16, 1), (40, 2), (64, 4)])
 def test_of_a_long_sequence_some_queries_are_measured_and_of_a_short_one_all(
     length: int, stride: int
 ) -> None:
@@ -320,3 +320,16 @@ def test_a_compiled_model_is_measured_and_clamped_as_an_eager_one_and_is_compile
         assert own["weight"] == pytest.approx(eager["weight"], rel=1e-5)
     assert min(runs[1][0]["logit"]) > 1.0 and max(runs[1][1]["logit"]) < 1.0, "heads were rescaled"
     assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("stays_on", [False, True])
+def test_a_step_that_wants_no_sizes_is_measured_only_where_measuring_stays_on(stays_on: bool) -> None:
+    model = model_of("llama", threshold=0.0)
+    sizes = InnerSizes(
+        model.decoder, model.weights, mesh=model.mesh, sequence_length=LENGTH, stays_on=stays_on
+    )
+    blocks = list(model.decoder.blocks)
+    for later, measures in ((True, stays_on), (False, False)):
+        sizes.begin(wanted=False, later=later)
+        assert {block.attention.logit_maxima is not None for block in blocks} == {measures}
+        assert {block.hidden_maximum is not None for block in blocks} == {measures}

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from torch._C._distributed_c10d import FileStore
@@ -59,8 +60,15 @@ def test_whoever_lives_and_does_not_get_on_is_given_up_and_named(
     wait: Callable[[Iterator[TaskStatus]], None],
 ) -> None:
     statuses = (TaskStatus(count=number, steps=3, processor_s=4) for number in range(1, 10**6))
-    with pytest.raises(RankLost, match="Rank 0, which was preparing the data, is alive, but has made"):
+    with pytest.raises(RankLost) as given_up:
         wait(statuses)
+    assert given_up.value.message == (
+        "Rank 0, which was preparing the data, is alive, but has made no progress for "
+        f"{RANK_ZERO_STALL_S:.0f} s."
+    )
+    assert given_up.value.remedy == (
+        "Look what it waits for: a disk or a network that does not answer, perhaps."
+    )
 
 
 @pytest.mark.parametrize("statuses", [0, 5])
@@ -69,8 +77,51 @@ def test_whoever_falls_silent_is_given_up_and_named(
 ) -> None:
     given = (TaskStatus(count=number, steps=number, processor_s=0) for number in range(1, statuses + 1))
     silence = f"no sign of life for {RANK_ZERO_SILENCE_S:.0f} s"
-    with pytest.raises(RankLost, match=f"Rank 0, which was preparing the data, has given {silence}"):
+    with pytest.raises(RankLost) as given_up:
         wait(given)
+    assert given_up.value.message == f"Rank 0, which was preparing the data, has given {silence}."
+    assert given_up.value.remedy == "Look at its log and its machine. The same command goes on."
+
+
+def test_a_status_that_comes_within_the_time_for_silence_is_a_sign_of_life(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    store, now = FileStore(str(tmp_path / "store"), 1), [0.0]
+    seconds = iter([RANK_ZERO_SILENCE_S] * 3)
+
+    def sleep(_: float) -> None:
+        now[0] += next(seconds)
+        count = int(now[0] / RANK_ZERO_SILENCE_S)
+        status = TaskStatus(count=count, steps=count, processor_s=0, outcome="done" if count == 3 else "")
+        store.set(KEY, json.dumps(asdict(status)))
+
+    monkeypatch.setattr(rank_zero_task, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    wait_for_rank_zero(store, KEY, doing=DOING)
+
+
+def test_whoever_waits_says_that_the_store_is_gone() -> None:
+    def check(keys: list[str]) -> bool:
+        raise RuntimeError("Connection reset by peer")
+
+    store: Any = SimpleNamespace(check=check)
+    with pytest.raises(RankLost, match="The store where the ranks meet is gone"):
+        wait_for_rank_zero(store, KEY, doing=DOING)
+
+
+def test_whoever_waits_asks_less_often_with_time_and_at_least_every_second(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    store, pauses = FileStore(str(tmp_path / "store"), 1), list[float]()
+
+    def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 30:
+            store.set(KEY, json.dumps(asdict(TaskStatus(count=-1, steps=0, processor_s=0, outcome="done"))))
+
+    monkeypatch.setattr(rank_zero_task, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=sleep))
+    wait_for_rank_zero(store, KEY, doing=DOING)
+    assert len(pauses) == 30 and pauses == sorted(pauses)
+    assert (pauses[0], pauses[-1]) == (0.02, 1.0)
 
 
 def test_what_the_first_made_is_its_own_and_the_others_go_on(tmp_path: Path) -> None:

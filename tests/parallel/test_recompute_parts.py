@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from bloomery.errors import DataError
+from bloomery.errors import DataError, RankLost
 from bloomery.parallel import rank_zero_task, recompute
 from bloomery.parallel.rank_zero_task import run_as_rank_zero
 from bloomery.parallel.recompute import _checkpointed_once, set_recompute
@@ -117,17 +117,22 @@ class Store:
     def __init__(self) -> None:
         self.written: list[dict[str, Any]] = []
         self.has_status = threading.Event()
+        self.was_asked_in_vain = threading.Event()
         self.lost: RuntimeError | None = None
 
     def set(self, key: str, value: str) -> None:
         assert key == KEY
         if self.lost is not None:
+            self.was_asked_in_vain.set()
             raise self.lost
         self.written.append(json.loads(value))
         self.has_status.set()
 
 
-def test_the_first_rank_tells_how_far_its_task_is_and_at_last_how_it_ended() -> None:
+def test_the_first_rank_tells_how_far_its_task_is_and_at_last_how_it_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rank_zero_task, "STATUS_EVERY_S", 1000.0)
     store: Any = Store()
 
     def task(report_progress: Any) -> str:
@@ -158,6 +163,47 @@ def test_a_task_that_fails_is_told_as_failed_and_its_error_stays_also_where_the_
         assert (store.written[-1]["outcome"] == "failed") is (lost is None)
 
 
+def test_a_store_that_is_lost_at_the_end_of_a_task_is_told_and_meanwhile_is_not() -> None:
+    store: Any = Store()
+
+    def task(report_progress: Any) -> None:
+        assert store.has_status.wait(20.0)
+        store.lost = RuntimeError("Connection reset by peer")
+
+    with pytest.raises(RankLost, match="The store where the ranks meet is gone"):
+        run_as_rank_zero(store, KEY, task)
+
+
+def test_whoever_writes_the_status_ends_without_a_word_where_the_store_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rank_zero_task, "STATUS_EVERY_S", 0.0)
+    said: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", said.append)
+    store: Any = Store()
+
+    def task(report_progress: Any) -> None:
+        writers = [thread for thread in threading.enumerate() if thread.name == KEY]
+        store.lost = RuntimeError("Connection reset by peer")
+        assert store.was_asked_in_vain.wait(20.0)
+        for thread in writers:
+            thread.join(20.0)
+
+    with pytest.raises(RankLost):
+        run_as_rank_zero(store, KEY, task)
+    assert said == []
+
+
+def test_what_child_processes_compute_is_progress_of_the_first_rank_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    used = SimpleNamespace(user=1.0, system=20.0, children_user=300.0, children_system=4000.5)
+    monkeypatch.setattr(rank_zero_task, "os", SimpleNamespace(times=lambda: used))
+    store: Any = Store()
+    run_as_rank_zero(store, KEY, lambda report_progress: None)
+    assert store.written[-1]["processor_s"] == 4321
+
+
 def test_no_status_comes_after_the_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_zero_task, "STATUS_EVERY_S", 0.0)
     store: Any = Store()
@@ -167,5 +213,9 @@ def test_no_status_comes_after_the_outcome(monkeypatch: pytest.MonkeyPatch) -> N
             store.has_status.wait(20.0)
 
     run_as_rank_zero(store, KEY, task)
+    for thread in threading.enumerate():
+        if thread.name == KEY:
+            thread.join(5.0)
+            assert not thread.is_alive(), "nobody writes on after the task"
     counts = [status["count"] for status in store.written[:-1]]
     assert counts == list(range(1, len(counts) + 1)) and store.written[-1]["count"] == -1

@@ -12,7 +12,7 @@ from tests.parallel.frozen import relayed_store
 from torch._C._distributed_c10d import FileStore
 
 from bloomery.errors import BloomeryError, RankLost, ReportedElsewhere, TrainingFailed
-from bloomery.parallel.rendezvous import Introduction, rendezvous
+from bloomery.parallel.rendezvous import Introduction, refuse_unequal, rendezvous, setting_difference
 
 RECIPE = {"optim.learning_rate": "0.001", "parallel.tensor": "2"}
 
@@ -62,7 +62,7 @@ def test_a_rank_with_another_recipe_ends_all_with_one_message_that_names_host_an
     assert isinstance(first, TrainingFailed)
     assert "Rank 2 on node-2" in first.message
     assert "optim.learning_rate is 0.002 there and 0.001 here" in first.message
-    assert first.remedy
+    assert first.remedy == "Give every node the same recipe file and the same overrides."
     assert all(isinstance(one, ReportedElsewhere) and not str(one) for one in others)
 
 
@@ -87,6 +87,9 @@ def test_what_the_judge_refuses_ends_all(tmp_path: Path) -> None:
 def test_a_rank_that_never_comes_is_named(tmp_path: Path) -> None:
     first, second, _ = everyone(tmp_path, [*ranks(2), None], timeout_s=5.0)
     assert isinstance(first, TrainingFailed) and "Of 3 ranks, 1 did not join within 5 s: 2." in first.message
+    assert (
+        first.remedy == "Look at their logs and nodes; start all of them, with the same --nnodes and recipe."
+    )
     assert isinstance(second, ReportedElsewhere)
 
 
@@ -101,13 +104,15 @@ def test_a_rank_that_makes_something_else_of_auto_ends_all_and_is_named(tmp_path
     first, *others = everyone(tmp_path, given)
     assert isinstance(first, TrainingFailed)
     assert "Rank 2 on node-2 resolves 'auto' differently from rank 0 on node-1" in first.message
-    assert "train.precision is fp32 there and bf16 here" in first.message and "auto" in first.remedy
+    assert "train.precision is fp32 there and bf16 here" in first.message
+    assert first.remedy == "Write what all machines can do in place of 'auto'."
     assert all(isinstance(one, ReportedElsewhere) for one in others)
 
 
 def test_a_first_rank_that_never_judges_is_named_by_those_who_wait_for_it(tmp_path: Path) -> None:
     _, second = everyone(tmp_path, [None, *ranks(1)], timeout_s=0.5)
     assert isinstance(second, RankLost) and "Rank 0, which looks at all recipes" in second.message
+    assert second.remedy == "Look at its log and its node, and start all ranks again."
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -115,5 +120,29 @@ def test_a_store_that_freezes_is_named_and_holds_nobody_up(rank: int) -> None:
     with relayed_store() as relay:
         store, mine = relay.client(), Introduction(host="node-1", recipe=RECIPE)
         relay.freeze()
-        with pytest.raises(RankLost, match="The store where the ranks meet has not answered for 1 s"):
+        with pytest.raises(RankLost, match="The store where the ranks meet has not answered for 1 s") as lost:
             rendezvous(store, mine, rank=rank, world=2, check=lambda all_ranks: None, store_timeout_s=1.0)
+        assert lost.value.remedy.startswith("Look whether its machine is up and can be reached.")
+        assert "newest checkpoint" in lost.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "difference"),
+    [
+        ({"b": "2", "a": "1"}, {"a": "1", "b": "3", "c": "4"}, "b is 2 on node-2 and 3 here"),
+        ({"a": "1"}, {"a": "1", "b": "3"}, "b is missing on node-2 and 3 here"),
+        ({"a": "1", "b": "3"}, {"a": "1"}, "b is 3 on node-2 and missing here"),
+        ({"z": "1", "m": "1", "a": "0"}, {"z": "2", "m": "2", "a": "0"}, "m is 1 on node-2 and 2 here"),
+    ],
+)
+def test_of_settings_that_differ_the_first_by_name_is_told_with_both_values(
+    theirs: dict[str, str], ours: dict[str, str], difference: str
+) -> None:
+    assert setting_difference(theirs, ours, there="on node-2") == difference
+
+
+def test_a_refusal_is_told_before_a_difference_of_a_rank_with_a_lower_number() -> None:
+    other = Introduction(host="node-1", recipe={"parallel.tensor": "4"})
+    refusing = Introduction(host="node-2", recipe=RECIPE, refusal="There is no GPU.", remedy="Start fewer.")
+    with pytest.raises(TrainingFailed, match="rank 2 on node-2: There is no GPU"):
+        refuse_unequal([Introduction(host="node-0", recipe=RECIPE), other, refusing])
