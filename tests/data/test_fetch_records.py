@@ -144,6 +144,7 @@ def test_a_recorded_file_with_another_checksum_than_the_list_has_now_comes_again
     assert refused.value.message == (
         f"s3://b/set/a.jsonl came with the checksum {sum_of(b'0123456789')}, and its list says {'0' * 64}."
     )
+    assert refused.value.remedy.startswith("The same command fetches it again.")
     assert len(source.asked) == 3 and not list(tmp_path.rglob("*.partial"))
 
 
