@@ -25,8 +25,8 @@ from bloomery.data.seal import (
     refuse_other_sizes,
     verified_pieces,
 )
-from bloomery.data.sealing import PageCheck, RunningSums, seal
-from bloomery.errors import DataError
+from bloomery.data.sealing import PageCheck, RunningSums, SealWriter, seal
+from bloomery.errors import DataError, StorageError
 
 FACTS = SealFacts(vocabulary_size=300, end_of_document_id=7, engine="an engine")
 TOKENS = 5 * 2048 + 100  # six pages, the last of 200 bytes
@@ -146,6 +146,26 @@ def test_damaged_sums_are_placed(prefix: Path, place: int, first: int, last: int
         f"{sums_path(prefix)} is not what was written, somewhere in bytes {first} to {last}: the checksums "
         "are damaged."
     ]
+
+
+def test_more_blocks_than_were_sealed_are_damage(tmp_path: Path) -> None:
+    prefix = written(tmp_path / "pair", tokens=8192).prefix  # two whole blocks
+    sealed = read_seal(prefix)
+    with bin_path(prefix).open("ab") as file:
+        file.write(bytes(100))
+    with pytest.raises(DataError, match=r"pair\.bin is not what was written, somewhere in bytes"):
+        list(verified_pieces(bin_path(prefix), sealed))
+
+
+def test_a_seal_that_no_room_was_left_for_is_let_go_without_another_word(tmp_path: Path) -> None:
+    partial = tmp_path / "pair.seal.sums.partial"
+    partial.symlink_to("/dev/full")
+    writer = SealWriter(tmp_path / "pair", FACTS)
+    writer.tokens.update(bytes(8192))
+    with pytest.raises(StorageError):
+        writer.commit()
+    writer.close()
+    assert not partial.is_symlink()
 
 
 def test_sums_that_are_gone_are_told_with_the_seal_that_they_belong_to(prefix: Path) -> None:
