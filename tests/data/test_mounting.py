@@ -247,6 +247,17 @@ def test_a_pair_without_a_token_is_mounted(tmp_path: Path, cache: CacheLocation)
     assert (dataset.document_count, dataset.window(0, 0).tolist()) == (1, [])
 
 
+def test_a_window_that_is_larger_than_the_cache_is_read_from_any_token_on(
+    there: Path, tmp_path: Path
+) -> None:
+    prefix = mounted(there, CacheLocation(directory=tmp_path / "small", limit_bytes=0))
+    dataset, local = IndexedDataset(prefix), IndexedDataset(there)
+    assert mirror(prefix).capacity == 16
+    for first in (0, 1, 255):
+        count = TOKENS - first
+        assert np.array_equal(dataset.window(first, count), local.window(first, count))
+
+
 def test_a_large_index_is_brought_in_pieces(
     there: Path, cache: CacheLocation, monkeypatch: pytest.MonkeyPatch
 ) -> None:

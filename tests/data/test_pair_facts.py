@@ -14,7 +14,7 @@ import xxhash
 from bloomery.data import native_kernels
 from bloomery.data.indexed import IndexedDataset, IndexedWriter
 from bloomery.data.pair_files import bin_path, idx_path, seal_path, sums_path
-from bloomery.data.pairs import _joined, agreed_facts, refuse_damaged, verify_pair
+from bloomery.data.pairs import _joined, agreed_facts, differences, refuse_damaged, verify_pair
 from bloomery.data.seal import (
     PAGE_BYTES,
     SealFacts,
@@ -146,6 +146,15 @@ def test_damaged_sums_are_placed(prefix: Path, place: int, first: int, last: int
         f"{sums_path(prefix)} is not what was written, somewhere in bytes {first} to {last}: the checksums "
         "are damaged."
     ]
+
+
+def test_of_damaged_sums_the_first_is_told_and_no_token_is_blamed(prefix: Path) -> None:
+    sealed = read_seal(prefix)
+    assert sealed is not None
+    for place in (0, 30, 50):
+        damage(sums_path(prefix), place)
+    (finding,) = differences(prefix, sealed)
+    assert finding.endswith(": the checksums are damaged.")
 
 
 def test_more_blocks_than_were_sealed_are_damage(tmp_path: Path) -> None:
@@ -312,6 +321,12 @@ def test_pairs_are_compared_with_their_seals_up_to_a_number_of_bytes_together(
     monkeypatch.setattr("bloomery.data.pairs._CHECKED_AT_START_BYTES", 2 * size)
     with pytest.raises(DataError, match=r"b\.bin is not what was written, somewhere in bytes 0 to 4,095\."):
         refuse_damaged([unsealed, *prefixes])
+    monkeypatch.setattr("bloomery.data.pairs._CHECKED_AT_START_BYTES", 0)
+    refuse_damaged(prefixes)
+    with idx_path(prefixes[1]).open("ab") as file:
+        file.write(b"x")
+    with pytest.raises(DataError, match=r"b\.idx has .* bytes; .* were written\."):
+        refuse_damaged(prefixes)
 
 
 @pytest.mark.parametrize(
@@ -399,3 +414,5 @@ def test_a_document_of_a_prompt_and_an_answer_has_two_sequences(tmp_path: Path) 
     part = dataset.part(range(1, 3))
     assert (part.first_byte, part.sequence_lengths.tolist()) == (8, [2, 3])
     assert part.document_indices.tolist() == [0, 1, 2] and part.pointers.tolist() == [8, 12]
+    assert dataset.document_starts.tolist() == [0, 4, 6, 9]
+    assert dataset.part(range(1, 3)).document_starts.tolist() == [0, 2, 5]
