@@ -134,6 +134,24 @@ def test_a_file_is_kept_where_it_is_still_the_one_that_was_fetched(
         assert told[0] == ("fetching", 7, told[0][2], "bytes")
 
 
+def test_a_fetch_that_did_not_end_is_told_in_megabytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (tmp_path / "a").open("wb") as file:
+        file.truncate(1_500_000)
+    entry = {"name": "a", "bytes": 1_500_000, "version": "", "sha256": ""}
+    (tmp_path / "fetched-files.jsonl").write_text(json.dumps(entry) + "\n")
+    wanted = {"files_wanted": 2, "bytes_wanted": 3_000_000, "share": 0, "shares": 4}
+    (tmp_path / "fetched.json").write_text(json.dumps(wanted))
+    monkeypatch.chdir(tmp_path)
+    for path in (tmp_path / "a", Path("a")):
+        with pytest.raises(DataError) as refused:
+            refuse_incomplete([path])
+        assert refused.value.message == (
+            f"{tmp_path} holds 1 of the 2 files of share 0 of 4, 1.5 of 3.0 MB: its fetch did not end."
+        )
+
+
 def test_a_recorded_file_with_another_checksum_than_the_list_has_now_comes_again(tmp_path: Path) -> None:
     source = Source({"a.jsonl": b"0123456789"})
     fetched(source, tmp_path)
