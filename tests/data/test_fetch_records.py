@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from bloomery.data import fetch as fetching
 from bloomery.data.fetch import FetchSummary, fetch, recorded, refuse_incomplete, refuse_other_share
 from bloomery.data.remote_files import FetchRequest, RemoteFile, Shard
 from bloomery.errors import DataError, StorageError
+from bloomery.events.records import ProgressCallback
 
 FILES = {"a.jsonl": b"0123456789", "deep/b.jsonl": b"abcdefg", "c.txt": b""}
 WANTED = FetchRequest(shares=2, share=1, seed=3, ratios={"set": 1.0}, include=("*",), limit=9)
@@ -227,6 +229,33 @@ def test_no_file_is_begun_after_one_that_failed(tmp_path: Path) -> None:
     counter.stop.set()
     assert fetching._bring(Source(FILES), file_of("a.jsonl", b"x" * 10), tmp_path / "new", counter) is None
     assert not (tmp_path / "new").exists()
+
+
+def test_a_file_under_way_ends_at_its_next_chunk_after_another_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, stop = threading.Event(), threading.Event()
+
+    class Counter(fetching._ByteCounter):
+        def __init__(self, progress: ProgressCallback, *, total: int) -> None:
+            super().__init__(progress, total=total)
+            self.stop = stop
+
+    class Failing(Source):
+        def read(self, path: str, *, start: int, length: int) -> bytes:
+            if path == "a":
+                begun.wait(2)
+                raise DataError("a is gone.", remedy="")
+            begun.set()
+            stop.wait(2)
+            return super().read(path, start=start, length=length)
+
+    monkeypatch.setattr(fetching, "_ByteCounter", Counter)
+    source = Failing({"a": b"0123456789", "b": b"0123456789"})
+    shards = [Shard(dataset="set", name=file.path, files=(file,)) for file in source.files()]
+    with pytest.raises(DataError, match="a is gone"):
+        fetch(shards, {"set": source}, tmp_path, WANTED, threads=2, anew=False)
+    assert source.asked == [("b", 0, 4)] and not (tmp_path / "set" / "b").exists()
 
 
 def test_another_share_is_refused_with_each_difference_and_replaces_with_anew(tmp_path: Path) -> None:
