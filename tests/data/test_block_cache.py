@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -127,6 +129,34 @@ def test_the_blocks_that_were_not_read_for_longest_leave_a_sixteenth_at_a_time(
     one(cache, path, 1)
     one(cache, path, 3)
     assert line.blocks == [1, 3], "which were the two oldest"
+
+
+def test_a_block_that_came_anew_meanwhile_is_not_dropped_with_the_one_that_was_wrong(
+    tmp_path: Path, line: Line
+) -> None:
+    path = tmp_path / "here.bin"
+    cache = cache_at(path, line)
+    for block in (4, 5):
+        one(cache, path, block)
+    cache._drop(np.array([4, 5]), np.array([3, 1]))
+    assert (cache.held, cache._versions[[4, 5]].tolist()) == (1, [1, 2])
+
+
+def test_a_block_that_is_written_in_parts_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda file, content, begin: write(file, content[:3], begin))
+    with (tmp_path / "file").open("wb") as file:
+        block_cache._write_all(file.fileno(), b"abcdefgh", 2)
+    assert (tmp_path / "file").read_bytes() == b"\0\0abcdefgh"
+
+
+def test_a_hole_that_a_signal_interrupts_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*arguments: object) -> int:
+        ctypes.set_errno(errno.EINTR)
+        return -1
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: SimpleNamespace(fallocate=interrupted))
+    punch_hole(0, 0, 4096, path=tmp_path)
 
 
 def test_of_a_cache_of_few_blocks_one_leaves_at_a_time(tmp_path: Path, line: Line) -> None:

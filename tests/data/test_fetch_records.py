@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from bloomery.data import fetch as fetching
 from bloomery.data.fetch import FetchSummary, fetch, recorded, refuse_incomplete, refuse_other_share
 from bloomery.data.remote_files import FetchRequest, RemoteFile, Shard
 from bloomery.errors import DataError, StorageError
+from bloomery.events.records import ProgressCallback
 
 FILES = {"a.jsonl": b"0123456789", "deep/b.jsonl": b"abcdefg", "c.txt": b""}
 WANTED = FetchRequest(shares=2, share=1, seed=3, ratios={"set": 1.0}, include=("*",), limit=9)
@@ -134,6 +136,24 @@ def test_a_file_is_kept_where_it_is_still_the_one_that_was_fetched(
         assert told[0] == ("fetching", 7, told[0][2], "bytes")
 
 
+def test_a_fetch_that_did_not_end_is_told_in_megabytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (tmp_path / "a").open("wb") as file:
+        file.truncate(1_500_000)
+    entry = {"name": "a", "bytes": 1_500_000, "version": "", "sha256": ""}
+    (tmp_path / "fetched-files.jsonl").write_text(json.dumps(entry) + "\n")
+    wanted = {"files_wanted": 2, "bytes_wanted": 3_000_000, "share": 0, "shares": 4}
+    (tmp_path / "fetched.json").write_text(json.dumps(wanted))
+    monkeypatch.chdir(tmp_path)
+    for path in (tmp_path / "a", Path("a")):
+        with pytest.raises(DataError) as refused:
+            refuse_incomplete([path])
+        assert refused.value.message == (
+            f"{tmp_path} holds 1 of the 2 files of share 0 of 4, 1.5 of 3.0 MB: its fetch did not end."
+        )
+
+
 def test_a_recorded_file_with_another_checksum_than_the_list_has_now_comes_again(tmp_path: Path) -> None:
     source = Source({"a.jsonl": b"0123456789"})
     fetched(source, tmp_path)
@@ -144,6 +164,7 @@ def test_a_recorded_file_with_another_checksum_than_the_list_has_now_comes_again
     assert refused.value.message == (
         f"s3://b/set/a.jsonl came with the checksum {sum_of(b'0123456789')}, and its list says {'0' * 64}."
     )
+    assert refused.value.remedy.startswith("The same command fetches it again.")
     assert len(source.asked) == 3 and not list(tmp_path.rglob("*.partial"))
 
 
@@ -208,6 +229,33 @@ def test_no_file_is_begun_after_one_that_failed(tmp_path: Path) -> None:
     counter.stop.set()
     assert fetching._bring(Source(FILES), file_of("a.jsonl", b"x" * 10), tmp_path / "new", counter) is None
     assert not (tmp_path / "new").exists()
+
+
+def test_a_file_under_way_ends_at_its_next_chunk_after_another_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, stop = threading.Event(), threading.Event()
+
+    class Counter(fetching._ByteCounter):
+        def __init__(self, progress: ProgressCallback, *, total: int) -> None:
+            super().__init__(progress, total=total)
+            self.stop = stop
+
+    class Failing(Source):
+        def read(self, path: str, *, start: int, length: int) -> bytes:
+            if path == "a":
+                begun.wait(2)
+                raise DataError("a is gone.", remedy="")
+            begun.set()
+            stop.wait(2)
+            return super().read(path, start=start, length=length)
+
+    monkeypatch.setattr(fetching, "_ByteCounter", Counter)
+    source = Failing({"a": b"0123456789", "b": b"0123456789"})
+    shards = [Shard(dataset="set", name=file.path, files=(file,)) for file in source.files()]
+    with pytest.raises(DataError, match="a is gone"):
+        fetch(shards, {"set": source}, tmp_path, WANTED, threads=2, anew=False)
+    assert source.asked == [("b", 0, 4)] and not (tmp_path / "set" / "b").exists()
 
 
 def test_another_share_is_refused_with_each_difference_and_replaces_with_anew(tmp_path: Path) -> None:

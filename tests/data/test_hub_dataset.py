@@ -129,6 +129,7 @@ def test_a_token_is_sent_and_never_shown(
     with pytest.raises(DataError, match="is gated") as refused:
         run(command)
     assert TOKEN not in str(refused.value)
+    assert refused.value.remedy.startswith("Ask for access on its page, then set HF_TOKEN")
     hub.gated = False
     assert run(command) == 0
     assert TOKEN not in (tmp_path / "raw" / "fetched.json").read_text()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import resource
 import struct
 import tracemalloc
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +18,8 @@ from tests.independent_indexed import independent_pair
 
 from bloomery.data import pair_files
 from bloomery.data.indexed import IndexedDataset, IndexedWriter
-from bloomery.data.pair_files import bin_path, idx_path, token_dtype
+from bloomery.data.pair_files import bin_path, idx_path, mapped, token_dtype
+from bloomery.data.seal import SealFacts
 from bloomery.errors import DataError, StorageError
 
 
@@ -148,6 +151,41 @@ def test_a_full_disk_names_the_file_and_keeps_what_was_there(
     assert "ulimit" in refused.value.remedy  # the limit that stands for a full disk
     assert IndexedDataset(prefix).document(0).tolist() == [1, 2, 3]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["pair.bin", "pair.idx"]
+
+
+def held_below(directory: Path) -> list[Path]:
+    """The files of a directory that this process has open, with or without a name."""
+    links = [path for path in Path("/proc/self/fd").iterdir() if os.path.lexists(path)]
+    return [link.readlink() for link in links if str(link.readlink()).startswith(f"{directory}/")]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_writer_holds_no_file_afterwards(tmp_path: Path, fails: bool) -> None:
+    with (
+        suppress(ZeroDivisionError),
+        IndexedWriter(tmp_path / "pair", dtype="<u2", seal=SealFacts()) as writer,
+    ):
+        writer.add_document([1, 2])
+        assert len(held_below(tmp_path)) == 4
+        _ = 1 // (not fails)
+    assert writer.document_count == 1 and held_below(tmp_path) == []
+
+
+def test_tokens_are_read_at_random_and_an_index_in_its_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    advised: list[int] = []
+
+    class Watched(mmap.mmap):
+        def madvise(self, option: int, *part: int) -> None:
+            advised.append(option)
+            super().madvise(option, *part)
+
+    write(tmp_path / "pair", [[1, 2, 3]])
+    monkeypatch.setattr(mmap, "mmap", Watched)
+    assert len(mapped(idx_path(tmp_path / "pair"), at_random=False)) > 6 and advised == []
+    assert len(mapped(bin_path(tmp_path / "pair"), at_random=True)) == 6
+    assert advised == [mmap.MADV_RANDOM]
 
 
 def test_ids_that_do_not_fit_are_refused_instead_of_wrapped(tmp_path: Path) -> None:

@@ -247,6 +247,29 @@ def test_a_pair_without_a_token_is_mounted(tmp_path: Path, cache: CacheLocation)
     assert (dataset.document_count, dataset.window(0, 0).tolist()) == (1, [])
 
 
+def test_a_place_that_an_earlier_version_made_is_still_read(there: Path, cache: CacheLocation) -> None:
+    prefix = mounted(there, cache)
+    sums, path = prefix.with_name("corpus.block-sums"), prefix.with_name("corpus.mirror.json")
+    marker = json.loads(path.read_bytes())
+    marker["format"] = 1
+    marker["files"][".bin"]["xxh3_64"] = [f"{one:016x}" for one in np.fromfile(sums, "<u8").tolist()]
+    path.write_text(json.dumps(marker))
+    sums.unlink()
+    assert mounted(there, cache) == prefix and not sums.exists()
+    assert np.array_equal(IndexedDataset(prefix).window(5, 900), IndexedDataset(there).window(5, 900))
+
+
+def test_a_window_that_is_larger_than_the_cache_is_read_from_any_token_on(
+    there: Path, tmp_path: Path
+) -> None:
+    prefix = mounted(there, CacheLocation(directory=tmp_path / "small", limit_bytes=0))
+    dataset, local = IndexedDataset(prefix), IndexedDataset(there)
+    assert mirror(prefix).capacity == 16
+    for first in (0, 1, 255):
+        count = TOKENS - first
+        assert np.array_equal(dataset.window(first, count), local.window(first, count))
+
+
 def test_a_large_index_is_brought_in_pieces(
     there: Path, cache: CacheLocation, monkeypatch: pytest.MonkeyPatch
 ) -> None:

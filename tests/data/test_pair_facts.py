@@ -14,7 +14,7 @@ import xxhash
 from bloomery.data import native_kernels
 from bloomery.data.indexed import IndexedDataset, IndexedWriter
 from bloomery.data.pair_files import bin_path, idx_path, seal_path, sums_path
-from bloomery.data.pairs import _joined, agreed_facts, refuse_damaged, verify_pair
+from bloomery.data.pairs import _joined, agreed_facts, differences, refuse_damaged, verify_pair
 from bloomery.data.seal import (
     PAGE_BYTES,
     SealFacts,
@@ -25,8 +25,8 @@ from bloomery.data.seal import (
     refuse_other_sizes,
     verified_pieces,
 )
-from bloomery.data.sealing import PageCheck, RunningSums, seal
-from bloomery.errors import DataError
+from bloomery.data.sealing import PageCheck, RunningSums, SealWriter, seal
+from bloomery.errors import DataError, StorageError
 
 FACTS = SealFacts(vocabulary_size=300, end_of_document_id=7, engine="an engine")
 TOKENS = 5 * 2048 + 100  # six pages, the last of 200 bytes
@@ -146,6 +146,35 @@ def test_damaged_sums_are_placed(prefix: Path, place: int, first: int, last: int
         f"{sums_path(prefix)} is not what was written, somewhere in bytes {first} to {last}: the checksums "
         "are damaged."
     ]
+
+
+def test_of_damaged_sums_the_first_is_told_and_no_token_is_blamed(prefix: Path) -> None:
+    sealed = read_seal(prefix)
+    assert sealed is not None
+    for place in (0, 30, 50):
+        damage(sums_path(prefix), place)
+    (finding,) = differences(prefix, sealed)
+    assert finding.endswith(": the checksums are damaged.")
+
+
+def test_more_blocks_than_were_sealed_are_damage(tmp_path: Path) -> None:
+    prefix = written(tmp_path / "pair", tokens=8192).prefix  # two whole blocks
+    sealed = read_seal(prefix)
+    with bin_path(prefix).open("ab") as file:
+        file.write(bytes(100))
+    with pytest.raises(DataError, match=r"pair\.bin is not what was written, somewhere in bytes"):
+        list(verified_pieces(bin_path(prefix), sealed))
+
+
+def test_a_seal_that_no_room_was_left_for_is_let_go_without_another_word(tmp_path: Path) -> None:
+    partial = tmp_path / "pair.seal.sums.partial"
+    partial.symlink_to("/dev/full")
+    writer = SealWriter(tmp_path / "pair", FACTS)
+    writer.tokens.update(bytes(8192))
+    with pytest.raises(StorageError):
+        writer.commit()
+    writer.close()
+    assert not partial.is_symlink()
 
 
 def test_sums_that_are_gone_are_told_with_the_seal_that_they_belong_to(prefix: Path) -> None:
@@ -292,6 +321,12 @@ def test_pairs_are_compared_with_their_seals_up_to_a_number_of_bytes_together(
     monkeypatch.setattr("bloomery.data.pairs._CHECKED_AT_START_BYTES", 2 * size)
     with pytest.raises(DataError, match=r"b\.bin is not what was written, somewhere in bytes 0 to 4,095\."):
         refuse_damaged([unsealed, *prefixes])
+    monkeypatch.setattr("bloomery.data.pairs._CHECKED_AT_START_BYTES", 0)
+    refuse_damaged(prefixes)
+    with idx_path(prefixes[1]).open("ab") as file:
+        file.write(b"x")
+    with pytest.raises(DataError, match=r"b\.idx has .* bytes; .* were written\."):
+        refuse_damaged(prefixes)
 
 
 @pytest.mark.parametrize(
@@ -379,3 +414,5 @@ def test_a_document_of_a_prompt_and_an_answer_has_two_sequences(tmp_path: Path) 
     part = dataset.part(range(1, 3))
     assert (part.first_byte, part.sequence_lengths.tolist()) == (8, [2, 3])
     assert part.document_indices.tolist() == [0, 1, 2] and part.pointers.tolist() == [8, 12]
+    assert dataset.document_starts.tolist() == [0, 4, 6, 9]
+    assert dataset.part(range(1, 3)).document_starts.tolist() == [0, 2, 5]

@@ -49,13 +49,13 @@ def test_good_documents_are_counted_as_they_come(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json.zst"])
 def test_lines_have_their_numbers_prompts_and_sizes_packed_or_not(tmp_path: Path, name: str) -> None:
-    lines = b'{"q": "wie? ", "text": "so \xc3\xa9"}\n{"q": 3, "text": "x"}\n\n{"q": "a", "text": "b"}'
+    lines = b'{"q": "wi\xc3\xa9? ", "text": "so \xc3\xa9"}\n{"q": 3, "text": "x"}\n\n{"q": "a", "text": "b"}'
     packed = {"gz": gzip.compress, "st": as_zstd}.get(name[-2:], bytes)
     (tmp_path / name).write_bytes(packed(lines))
     bad = BadDocuments()
     path = tmp_path / name
     assert of(path, bad, prompt_field="q") == [
-        Document(text="wie? so é", prompt=5, place=f"{path}:1", size_bytes=10),
+        Document(text="wié? so é", prompt=5, place=f"{path}:1", size_bytes=11),
         Document(text="ab", prompt=1, place=f"{path}:4", size_bytes=2),
     ]
     assert [(one.place, one.kind) for one in bad.entries] == [
@@ -77,6 +77,22 @@ def test_lines_of_a_part_are_counted_from_its_beginning_unless_the_first_bad_one
     failing = BadDocuments(fail=True)
     with pytest.raises(DataError, match=r"a\.jsonl:3: no field"):
         list(read_file(part, reading=Reading(), bad=failing))
+
+
+def test_only_at_the_beginning_of_a_file_is_a_byte_order_mark_no_text(tmp_path: Path) -> None:
+    path, bad = tmp_path / "a.jsonl", BadDocuments()
+    line = b'\xef\xbb\xbf{"text": "one"}\n'
+    path.write_bytes(line * 2)
+    assert placed(of(path, bad), path) == [("one", ":1")]
+    assert list(read_file(SourceFile(key="a", path=path, start=len(line)), reading=Reading(), bad=bad)) == []
+    assert [entry.line for entry in bad.entries] == [2, 1]
+    (tmp_path / "a.csv").write_bytes(b"\xef\xbb\xbftext,id\none,1\n")
+    assert placed(of(tmp_path / "a.csv"), tmp_path / "a.csv") == [("one", ":2")]
+
+
+def test_line_ends_within_a_cell_stay_as_they_are(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_bytes(b'text\r\n"a\r\nb\nc\rd"\r\n')
+    assert [document.text for document in of(tmp_path / "a.csv")] == ["a\r\nb\nc\rd"]
 
 
 def test_a_text_file_is_one_document_with_its_name(tmp_path: Path) -> None:
@@ -144,6 +160,7 @@ def test_a_table_that_cannot_be_taken_apart_is_told_with_its_line(
         csv.field_size_limit(usual)
     assert refused.value.message.startswith(f"{path} is no table at line 3: ")
     assert refused.value.message.endswith(": field larger than field limit (1000).")
+    assert refused.value.remedy == "Save it as CSV in UTF-8, or as .jsonl or .parquet."
     assert [len(document.text) for document in of(path)] == [5, 200_000]
 
 

@@ -86,8 +86,11 @@ def test_over_http_the_list_of_checksums_is_the_list_of_files(
     assert remote.files() == [file("a", 3, sha256=SUM[::-1]), file("b", 1, sha256=SUM)]
     assert ("entries",) not in objects.asked
     del objects.contents["SHA256SUMS"]
-    with pytest.raises(DataError, match=r"://h/set has no SHA256SUMS, and over http\(s\) nothing else lists"):
+    with pytest.raises(
+        DataError, match=r"://h/set has no SHA256SUMS, and over http\(s\) nothing else lists"
+    ) as refused:
         remote.files()
+    assert refused.value.remedy == "Make one there: find . -type f | xargs sha256sum > SHA256SUMS"
 
 
 def test_a_line_that_is_no_checksum_is_told_with_its_number(

@@ -112,12 +112,13 @@ def test_a_worker_that_cannot_go_on_says_why_and_takes_no_further_piece(
     assert (raised.value.message, raised.value.remedy) == (refused["message"], refused["remedy"])
 
 
-def test_a_worker_whose_reader_is_gone_ends_without_a_word(
-    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("end", [BrokenPipeError, KeyboardInterrupt])
+def test_a_worker_whose_reader_is_gone_or_ending_ends_without_a_word(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: type[BaseException]
 ) -> None:
     class Gone(io.StringIO):
         def write(self, text: str) -> int:
-            raise BrokenPipeError
+            raise end
 
     messages = [plain(job), piece(0, written(tmp_path / "a.jsonl", "x")).to_json()]
     monkeypatch.setattr(sys, "stdin", io.StringIO("".join(json.dumps(one) + "\n" for one in messages)))

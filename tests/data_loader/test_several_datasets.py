@@ -135,6 +135,7 @@ def test_a_strange_id_in_a_pack_is_told_with_the_piece_that_has_it(tmp_path: Pat
     what = "token id 900" if bad > 0 else "a negative token id"
     said = f"{dataset.prefix} has {what} within tokens 25 to 33, and the vocabulary ends at 899."
     assert refused.value.message == said
+    assert refused.value.remedy.startswith("Set data.tokenizer to the one that made this dataset")
     out = empty_packs(packs.sample_count, LENGTH, eod=EOD)
     pieces = packs.pieces(np.arange(packs.sample_count))
     largest = read_packs(dataset, pieces, np.arange(packs.sample_count), out, eod=EOD)
