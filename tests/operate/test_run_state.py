@@ -115,6 +115,13 @@ def test_processes_without_a_job_count_while_their_heartbeats_are_fresh() -> Non
     assert verdict(rank(wrote_s_ago=1.0), job=ended).state == RunStatus.RUNNING, "another start"
 
 
+def test_a_run_that_used_all_its_samples_is_finished_when_its_last_process_has_gone() -> None:
+    end = {"event": "end", "finished": True, "reason": "all samples used"}
+    assert verdict(rank(), job=None, last=end).state == RunStatus.RUNNING
+    gone = verdict(rank(wrote_s_ago=130.0), job=None, last=end)
+    assert (gone.state, gone.why) == (RunStatus.FINISHED, "all samples used")
+
+
 def test_what_a_run_left_behind_says_how_it_ended() -> None:
     ended = {"event": "end", "reason": "the samples are done"}
     assert verdict(job=None, last={**ended, "finished": True}).state == RunStatus.FINISHED
