@@ -31,6 +31,15 @@ REMEDIES = [
     (("generate", "run", "--prompts", "nowhere.txt"), "one prompt per line, or '-' for standard input."),
     (("generate", "run", "--prompts", "empty.txt"), "Write one prompt per line."),
     (("guard", "replay", "a.txt", "optim.clip=1"), "Write guard.key=value: an old log has no other."),
+    (("ckpt", "import", "texts", "--to", "new"), "Give a directory written by save_pretrained, DCP"),
+    (("peer", "probe", "demo", "--streams", "1,x"), "numbers with commas, like 1,2,4,8, not '1,x'"),
+    (("peer", "probe", "demo", "--streams", "0,2"), ", not '0,2'"),
+    (("peer", "probe", "demo", "--streams", "1,9999"), ", not '1,9999'"),
+    (("chaos", "--kinds", "nonsense"), "There are "),
+    (("config", "check", "latin.toml"), "is not UTF-8 text (byte 14)"),
+    (("train", "wrong.toml"), "Put it under [train]."),
+    (("train", "stray.toml"), "Put settings under one of [run]"),
+    (("train", "table.toml"), "Write [model] on its own line."),
     (("plan", "--at", "nowhere"), "for instance runs/demo; it holds recipe.toml and journal/."),
     (("note", "run", " "), 'Write it: bloomery note RUN "what happened"'),
     (("status", "--under", "nowhere"), "Give --under, or a run."),
@@ -60,6 +69,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "texts" / "a.txt").write_text("Once upon a time. ")
     (place / "a.txt").write_text("Once upon a time. ")
     (place / "empty.txt").touch()
+    (place / "wrong.toml").write_text("global_batch = 8\n")
+    (place / "stray.toml").write_text("nonsense = 8\n")
+    (place / "table.toml").write_text("model = 8\n")
     (place / "latin.toml").write_bytes(b'[run]\nname = "\xff"\n')
     return place
 
