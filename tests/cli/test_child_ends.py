@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
 
 import pytest
 
@@ -46,6 +47,29 @@ def test_an_end_is_told_long_before_the_timeout_and_only_once(
         threading.Timer(0.2, second.kill).start()
         ends.wait(LONG_S)  # the first end is not told again
         assert second.poll() is not None
+
+
+def descriptors() -> set[str]:
+    return {path.name for path in Path("/proc/self/fd").iterdir()}
+
+
+def test_no_descriptor_stays_open(child: Callable[[], subprocess.Popen[bytes]]) -> None:
+    one = child()
+    before = descriptors()
+    with ChildEnds([one]) as ends:
+        ends.wait(0.0)
+        assert len(descriptors()) > len(before)
+    assert descriptors() <= before
+
+
+def test_a_time_that_has_passed_already_is_not_waited_for(
+    child: Callable[[], subprocess.Popen[bytes]],
+) -> None:
+    with ChildEnds([child()]) as ends:
+        waiter = threading.Thread(target=ends.wait, args=(-1.0,), daemon=True)
+        waiter.start()
+        waiter.join(10.0)
+        assert not waiter.is_alive()
 
 
 def test_a_signal_that_another_thread_gets_is_handled_at_once(

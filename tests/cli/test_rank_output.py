@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import subprocess
 import sys
 from pathlib import Path
@@ -63,3 +65,58 @@ def test_a_log_says_how_many_lines_the_disk_did_not_take(tmp_path: Path) -> None
     kept.write(b"four\n")
     kept.close()
     assert path.read_text() == "[2 lines are missing here]\nthree\nfour\n"
+
+
+def test_a_rank_that_says_nothing_has_a_log_too(tmp_path: Path) -> None:
+    from bloomery.cli.rank_output import RankOutput
+
+    output = RankOutput(lambda rank: tmp_path / "logs" / f"{rank}.log")
+    with subprocess.Popen(["true"], stdout=subprocess.PIPE) as rank:
+        output.follow(3, rank)
+        output.finish()
+    assert (tmp_path / "logs" / "3.log").read_bytes() == b""
+
+
+def test_each_time_that_a_disk_refuses_lines_is_told_once_and_no_line_that_was_not_there_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from bloomery.cli import rank_output
+
+    def refused(file: object, content: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    kept, path = rank_output._RankLog(tmp_path / "3.log"), tmp_path / "3.log"
+    for line in (b"", b"one\n"):
+        with monkeypatch.context() as full:
+            full.setattr(rank_output, "_write", refused)
+            kept.write(b"")
+            kept.write(b"")
+        kept.write(line)
+    kept.close()
+    assert path.read_bytes() == b"one\n"
+    assert capsys.readouterr().err.count("cannot be written (No space left on device)") == 2
+
+
+def test_a_line_that_the_system_takes_in_parts_is_kept_whole() -> None:
+    from bloomery.cli.rank_output import _write
+
+    class InParts(io.BytesIO):
+        def write(self, content: bytes) -> int:
+            return super().write(content[:2])
+
+    file = InParts()
+    _write(file, b"a line\n")
+    assert file.getvalue() == b"a line\n"
+
+
+def test_bytes_that_are_no_text_are_kept_as_they_are_and_shown_with_what_follows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from bloomery.cli.rank_output import RankOutput
+
+    output = RankOutput(lambda rank: tmp_path / "3.log")
+    with subprocess.Popen(["printf", r"\377\nafter\n"], stdout=subprocess.PIPE) as rank:
+        output.follow(3, rank)
+        output.finish()
+    assert (tmp_path / "3.log").read_bytes() == b"\xff\nafter\n"
+    assert capsys.readouterr().out == "[rank 3] \ufffd\n[rank 3] after\n"

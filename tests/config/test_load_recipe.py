@@ -369,3 +369,9 @@ def test_a_run_that_began_from_weights_is_read_from_its_record_alone(tmp_path):
 def test_a_number_for_a_text_is_not_told_to_lose_its_point():
     one = only(MINIMAL.replace('name = "small"', "name = 1.0"))
     assert one.problem == "must be text, and is a number" and "point" not in one.remedy
+
+
+def test_a_value_in_place_of_a_section_is_refused_by_its_name():
+    one = mistakes("model = 5\n")["model"]
+    assert (one.value, one.problem) == (5, "must be a table")
+    assert one.remedy == "Write [model] on its own line."

@@ -25,6 +25,7 @@ from bloomery.cli.watch import _ping as ping
 from bloomery.config.checkpoint import ControlSection
 from bloomery.events.journal import Journal
 from bloomery.events.run_directory import RunDirectory
+from bloomery.operate import maintenance
 from bloomery.operate.departure import (
     EXIT_UNMEASURED_S,
     Departure,
@@ -470,6 +471,27 @@ def test_what_a_cloud_tells_is_told_with_its_time(
     with metadata(answers, asked=[]) as url:
         notices = notices_of_cloud(ControlSection(metadata=cloud, metadata_url=f"{url}/"))()
     assert [(notice.at, notice.what) for notice in notices] == told
+
+
+@pytest.mark.parametrize("cloud", ["gce", "aws", "azure"])
+def test_a_slash_at_the_end_of_a_services_address_is_not_asked_for_twice(
+    monkeypatch: pytest.MonkeyPatch, cloud: str
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(maintenance, "_get", lambda url, headers, **more: asked.append(url) or "")
+    assert notices_of_cloud(ControlSection(metadata=cloud, metadata_url="http://a/"))() == []
+    assert asked and all(url.startswith("http://a/") and "//" not in url[7:] for url in asked)
+
+
+def test_maintenance_that_a_cloud_tells_in_another_shape_is_none() -> None:
+    answers = {f"{AWS}/events/maintenance/scheduled": '{"Code": "reboot"}'}
+    with metadata(answers, asked=[]) as url:
+        assert notices_of_cloud(ControlSection(metadata="aws", metadata_url=url))() == []
+
+
+def test_a_directory_in_place_of_a_file_of_maintenance_announces_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert len(notices_of_files([tmp_path, tmp_path / "file"])) == 1
 
 
 def test_the_token_of_a_cloud_is_asked_for_and_sent_as_one_word() -> None:

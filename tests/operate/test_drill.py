@@ -22,6 +22,7 @@ from bloomery.operate.drill.exercise import DrillPlan, DrillResult, _let_nodes_b
 from bloomery.operate.drill.faults import EFFECTS, DrillFault, DrillTarget, inject
 from bloomery.operate.drill.phases import RecoveryPhases, phases_of
 from bloomery.operate.exclusions import Exclusions, QuarantinedNode
+from bloomery.operate.standstill import StandstillLimits
 from bloomery.operate.timeouts import contradictions, run_timeouts
 
 Train = Callable[..., list[str]]
@@ -84,6 +85,18 @@ def test_a_standstill_that_torch_ends_first_is_told() -> None:
     slow = {0: beat(computing=2.0, saving=250.0, loading=1.0, evaluating=1.0)}
     (line,) = contradictions(run_timeouts(slow))
     assert line.startswith("a hang in a save is noticed after 750 s, and torch ends a collective")
+
+
+def test_a_standstill_is_noticed_first_only_if_it_is_noticed_before_torchs_time_out() -> None:
+    third = timeouts.COLLECTIVE_TIMEOUT_S / 3
+    assert len(contradictions(run_timeouts({0: beat(saving=third, evaluating=1.0, loading=1.0)}))) > len(
+        contradictions(run_timeouts({0: beat(saving=third - 1.0, evaluating=1.0, loading=1.0)}))
+    )
+
+
+def test_a_quick_evaluation_is_given_as_long_as_anything_else() -> None:
+    table = {timeout.name: timeout.seconds for timeout in run_timeouts({0: beat(evaluating=1.0)})}
+    assert table["hang in evaluating"] == StandstillLimits().least_s
 
 
 def test_the_tables_fit_the_terminal(tmp_path: Path) -> None:

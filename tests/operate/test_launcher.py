@@ -83,6 +83,17 @@ def test_mpirun_on_several_machines_must_be_told_where_rank_0_is():
     assert "MASTER_ADDR" not in found and found["RANK"] == "1"
 
 
+def test_ranks_share_the_cores_of_a_machine_that_nobody_has_bound(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    one_machine = MPI | {"OMPI_COMM_WORLD_SIZE": "2"}
+    assert variables(one_machine)["OMP_NUM_THREADS"] == "4"
+    crowded = MPI | {"OMPI_COMM_WORLD_SIZE": "16", "OMPI_COMM_WORLD_LOCAL_SIZE": "16"}
+    assert variables(crowded)["OMP_NUM_THREADS"] == "1"
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    assert "OMP_NUM_THREADS" not in variables(one_machine), "its launcher has given it cores of its own"
+
+
 def test_what_a_user_has_set_is_kept():
     found = variables(STEP | {"MASTER_PORT": "29400", "MASTER_ADDR": "head", "OMP_NUM_THREADS": "1"})
     assert not {"MASTER_PORT", "MASTER_ADDR", "OMP_NUM_THREADS"} & set(found)

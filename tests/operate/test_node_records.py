@@ -250,6 +250,11 @@ def test_a_node_with_a_finding_is_looked_at_again(run: RunDirectory, monkeypatch
     assert check.gather(run, "n1").disk_gb == 2.0 and waits == [5.0], "it is not bad"
 
 
+def test_a_node_is_looked_at_before_its_run_has_a_directory(tmp_path: Path) -> None:
+    facts = StartCheck(gpus=0, disk_gb=0.0, environment={}).gather(RunDirectory(tmp_path / "new"), "n1")
+    assert facts.host == "n1" and facts.disk_gb > 0.0 and (tmp_path / "new").is_dir()
+
+
 def test_a_start_wants_what_its_recipe_says_and_tells_why_a_node_is_not_fit(run: RunDirectory) -> None:
     environment = {"NCCL_NET": "IB"}
     check, bad = StartCheck(gpus=2, disk_gb=5.0, environment=environment), list[Diagnosis]()

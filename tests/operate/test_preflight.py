@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -70,6 +71,30 @@ def test_links_that_an_environment_names_must_be_there() -> None:
     everywhere = judge_nodes(nodes(**dict.fromkeys("abcd", down)), environment=wants)
     assert len(everywhere) == 8 and bad_hosts(everywhere) == [], "the recipe is wrong, no node is"
     assert "environment.profiles" in everywhere[0].remedy
+
+
+@pytest.mark.parametrize(
+    ("more", "remedy"),
+    [
+        ({"gpus": (replace(GPU, uncorrected=1),)}, "Reset the GPU, or have it replaced."),
+        ({"gpus": (replace(GPU, used_mib=8193.0),)}, "End what an earlier job left (nvidia-smi names it)."),
+        ({"gpus": ()}, "Report the node: a GPU is lost."),
+        ({"is_exact": False}, "Have the node tested."),
+        ({"shm_share": 0.01}, "Remove what earlier jobs left there."),
+        ({"disk_gb": 3.0}, "Free space, or lower checkpoint.keep_last."),
+        ({"inodes": 12}, "Remove files that nobody needs."),
+        ({"clock_s": -40.0}, "Let chrony or ntpd set it."),
+    ],
+)
+def test_each_fault_is_told_with_what_to_do(more: dict, remedy: str) -> None:
+    (finding,) = judge_nodes(nodes(b=more), disk_gb=10.0, gpus=1)
+    assert finding.remedy == remedy
+
+
+def test_missing_links_are_told_in_one_order_on_every_start() -> None:
+    without = nodes(**{host: {"interfaces": ("lo",)} for host in "abcd"})
+    found = judge_nodes(without, environment={"NCCL_SOCKET_IFNAME": "ib1,eth1,ib0"})
+    assert [finding.what.split()[2] for finding in found[::4]] == ["eth1,", "ib0,", "ib1,"]
 
 
 def test_of_two_nodes_nobody_can_say_which_has_the_wrong_version() -> None:

@@ -191,6 +191,24 @@ def test_a_submission_names_its_recipe_wherever_it_is_read_later(
     assert submission_of("demo", [], nproc=None).recipe == "demo"
 
 
+def test_a_run_that_is_submitted_again_may_lie_in_the_home_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for run in (tmp_path / "a", tmp_path / "demo"):
+        (run / "incarnations").mkdir(parents=True)
+        (run / "recipe.toml").touch()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert submission_of("~/a", [], nproc=None).recipe == str(tmp_path / "a")
+    assert submission_of("demo", [], nproc=None).recipe == "demo", "a shipped recipe goes before a run"
+
+
+def test_a_run_is_over_though_much_was_noted_since(run: RunDirectory) -> None:
+    events = [{"event": "end", "finished": True}, *({"event": "note", "text": "x" * 500} for _ in range(99))]
+    run.journal().write_text("".join(f"{json.dumps(event)}\n" for event in events))
+    assert is_finished(run)
+
+
 @pytest.mark.parametrize("has_slurm", [True, False])
 def test_the_scheduler_is_the_one_of_the_recipe_or_the_one_that_is_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_slurm: bool

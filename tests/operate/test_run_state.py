@@ -115,6 +115,43 @@ def test_processes_without_a_job_count_while_their_heartbeats_are_fresh() -> Non
     assert verdict(rank(wrote_s_ago=1.0), job=ended).state == RunStatus.RUNNING, "another start"
 
 
+def test_a_run_that_used_all_its_samples_is_finished_when_its_last_process_has_gone() -> None:
+    end = {"event": "end", "finished": True, "reason": "all samples used"}
+    assert verdict(rank(), job=None, last=end).state == RunStatus.RUNNING
+    gone = verdict(rank(wrote_s_ago=130.0), job=None, last=end)
+    assert (gone.state, gone.why) == (RunStatus.FINISHED, "all samples used")
+
+
+def test_a_time_of_another_year_is_told_with_its_date() -> None:
+    today = time.localtime()
+    moment = time.mktime((today.tm_year + 1, today.tm_mon, today.tm_mday, 12, 0, 0, 0, 0, -1))
+    waits = replace(JOB, state=JobState.PENDING, expected_start=moment)
+    assert f"expected to start {today.tm_year + 1}-" in verdict(job=waits).why
+
+
+def test_a_cause_that_the_summary_names_is_not_told_twice() -> None:
+    attempt = {"cause": "hang", "summary": "a hang of rank 1", "gives_up": "3 restarts"}
+    assert verdict(job=None, attempt=attempt).why == "a hang of rank 1; not started again: 3 restarts"
+
+
+def test_a_heartbeat_that_goes_while_it_is_read_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, read = RunDirectory(tmp_path).create(), run_state.read_beat
+    for number in range(2):
+        run.heartbeat(rank=number).parent.mkdir(parents=True, exist_ok=True)
+        run.heartbeat(rank=number).write_text(json.dumps(asdict(RankBeat(rank=number, world=2))))
+
+    def vanishing(path: Path) -> RankBeat | None:
+        beat = read(path)
+        if beat is not None and beat.rank == 1:
+            path.unlink()
+        return beat
+
+    monkeypatch.setattr(run_state, "read_beat", vanishing)
+    assert list(observe_run(run, ()).ranks) == [0]
+
+
 def test_what_a_run_left_behind_says_how_it_ended() -> None:
     ended = {"event": "end", "reason": "the samples are done"}
     assert verdict(job=None, last={**ended, "finished": True}).state == RunStatus.FINISHED

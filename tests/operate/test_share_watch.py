@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from bloomery.errors import StorageError
 from bloomery.events.run_directory import RunDirectory
 from bloomery.operate.decision import FAILURE, HANG, SILENT, Decision
 from bloomery.operate.departure import Departure
@@ -99,3 +100,27 @@ def test_each_look_notes_what_the_ranks_have_started(tmp_path: Path) -> None:
     (end,) = share.ends(attempt="x-4")
     assert (end.status, end.is_killed_here, end.pid) == (143, True, rank.pid)
     assert end.children == ((sleeper,) if sees_kernel_pids() else None)
+
+
+def test_a_report_that_the_storage_refuses_ends_no_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(board: JobBoard, name: str, record: object) -> None:
+        raise StorageError("no space", remedy="Free some.")
+
+    monkeypatch.setattr(JobBoard, "put", refused)
+    one = watch(tmp_path)
+    one.report_failure("rank 0 was ended by SIGKILL")
+    one.poll()
+    assert (one.why_to_end(), one.failure()) == ("", "")
+
+
+def test_an_end_that_was_heard_of_stays_heard_though_the_board_is_read_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = watch(tmp_path)
+    board(tmp_path, "n2").put("ending-4", {"kind": HANG, "why": "no rank has moved", "host": "n2"})
+    one.poll()
+    monkeypatch.setattr(JobBoard, "get", lambda board, name: None)
+    one.poll()
+    assert one.why_to_end() == "no rank has moved"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from dataclasses import replace
@@ -12,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from bloomery import durable
-from bloomery.errors import TrainingFailed
+from bloomery.errors import StorageError, TrainingFailed
 from bloomery.events.heartbeat import RankBeat
 from bloomery.events.run_directory import RunDirectory
 from bloomery.operate import storage_probe
@@ -146,6 +147,40 @@ def test_storage_that_returns_something_else_and_syncs_is_seen(
         assert len(content) == 200 and len(set(blocks)) == 4, "no file system can store a block once"
     monkeypatch.setattr(storage_probe, "_read", lambda path: "something else")
     assert not measure_storage(tmp_path / "probe", total=400, writers=2).is_equal
+
+
+def test_what_was_written_is_dropped_from_memory_before_it_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    advised, read, sync = os.posix_fadvise, storage_probe._read, durable.sync_file
+
+    def advise(file: int, begin: int, size: int, advice: int) -> None:
+        assert (begin, size, advice) == (0, 0, os.POSIX_FADV_DONTNEED)
+        done.append("dropped")
+        advised(file, begin, size, advice)
+
+    monkeypatch.setattr(os, "posix_fadvise", advise)
+    monkeypatch.setattr(durable, "sync_file", lambda file: done.append("synced") or sync(file))
+    monkeypatch.setattr(storage_probe, "_read", lambda path: done.append("read") or read(path))
+    measure_storage(tmp_path / "probe", total=8, writers=1)
+    assert done == ["synced", "dropped", "read"]
+
+
+def test_a_disk_that_refuses_a_file_is_told_and_keeps_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = storage_probe._write
+
+    def refusing(path: Path, size: int) -> str:
+        if path.name == "writer-0":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(path, size)
+
+    monkeypatch.setattr(storage_probe, "_write", refusing)
+    with pytest.raises(StorageError, match="Measuring the storage"):
+        measure_storage(tmp_path / "probe", total=8, writers=2)
+    assert not (tmp_path / "probe").exists()
 
 
 def test_ranks_that_write_rarely_are_silent_later() -> None:

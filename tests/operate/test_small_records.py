@@ -319,8 +319,9 @@ def test_the_newest_machine_of_a_rank_is_blamed_with_its_last_five_faults() -> N
         sure=True,
     )
     assert blamed_machine(faults, rank=5) is None
-    on_cpu = blamed_machine([replace(usual, device="cpu")], rank=3)
-    assert on_cpu is not None and on_cpu.culprit.gpu == ""
+    for device in ("cpu", "xpu:3"):
+        on_another = blamed_machine([replace(usual, device=device)], rank=3)
+        assert on_another is not None and on_another.culprit.gpu == ""
 
 
 def test_who_differs_in_a_flight_is_told_with_the_group() -> None:

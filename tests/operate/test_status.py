@@ -128,6 +128,17 @@ def test_runs_that_were_written_last_come_first(run: RunDirectory) -> None:
         assert [found.path for found in runs_under(run.path.parent)] == [first.path, second.path]
 
 
+def test_a_run_whose_heartbeat_is_newest_comes_first_whatever_its_journal_says(run: RunDirectory) -> None:
+    other = RunDirectory(run.path.parent / "other").create()
+    for place, beat, journal in ((run, 2000.0, 1000.0), (other, 1000.0, 3000.0)):
+        place.heartbeat().parent.mkdir(parents=True, exist_ok=True)
+        place.heartbeat().write_text("{}")
+        place.journal().touch()
+        os.utime(place.heartbeat(), (beat, beat))
+        os.utime(place.journal(), (journal, journal))
+    assert [found.path for found in runs_under(run.path.parent)] == [run.path, other.path]
+
+
 def test_one_run_among_others_that_a_person_should_look_at_is_told_by_the_exit_status(
     run: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -85,6 +85,17 @@ def test_restarts_in_all_are_counted_though_each_attempt_saves(supervised: Super
     assert "not started again: it has been restarted 2 times" in supervised.said
 
 
+def test_a_disk_that_does_not_list_the_checkpoints_keeps_what_it_listed_before(
+    supervised: Supervised, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def newest(rundir: RunDirectory, *, known: int = -1) -> int:
+        return known if len(supervised.saved) > 2 else supervised.saved[-1]
+
+    monkeypatch.setattr(supervise_module, "newest_step", newest)
+    assert supervised.ends((-9, 5), (-9, 6), (0, 7)) == 0
+    assert [event["step"] for event in supervised.told("attempt_end")] == [5, 5, 5]
+
+
 @pytest.mark.parametrize(("status", "ends_with"), [(0, 0), (130, 130), (143, 143), (1, 143)])
 def test_an_attempt_that_was_asked_to_end_is_not_repeated(
     supervised: Supervised, status: int, ends_with: int

@@ -93,3 +93,17 @@ def test_indices_that_lie_apart_are_listed_and_a_tensor_degree_of_the_nodes_size
     with pytest.raises(TrainingFailed, match="ranks 0–3 are on a and b") as refused:
         refuse_tensor_groups_across_hosts(Degrees(pipeline=1, data=2, tensor=4), crossed)
     assert "parallel.tensor=2 parallel.pipeline=1 parallel.data=4" in refused.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("text", "remedy"),
+    [
+        ("a,,b", "Separate names by commas, node-1,node-2; a range is node[01-12]."),
+        ("a b", "Separate names by commas, node-1,node-2; a range is node[01-12]."),
+        ("a[9-2]", "Write the first and the last number, at most 100,000 hosts: node[01-12]."),
+    ],
+)
+def test_a_list_of_hosts_that_is_none_says_how_to_write_one(text: str, remedy: str) -> None:
+    with pytest.raises(BloomeryError) as refused:
+        read_hosts(text)
+    assert refused.value.remedy == remedy
