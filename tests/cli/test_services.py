@@ -114,7 +114,7 @@ def test_jobs_are_ended_by_the_runs_own_recipe_though_the_submitted_file_is_gone
 def test_addresses_of_alerts_come_from_the_words_the_file_and_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "to").write_text("# people\n json://one \n\n#json://none\njson://two\n")
+    (tmp_path / "to").write_text("# people\n json://one \n\n  #json://none\njson://two\n")
     monkeypatch.setenv("BLOOMERY_WATCH_TO", "json://three json://four")
     given = Namespace(to=["json://zero"], to_file=tmp_path / "to")
     assert watch._addresses(given) == [f"json://{name}" for name in ["zero", "one", "two", "three", "four"]]

@@ -131,7 +131,8 @@ def _addresses(options: Namespace) -> list[str]:
             raise BloomeryError(
                 f"{options.to_file} cannot be read: {refused.strerror}.", remedy="Write one address a line."
             ) from refused
-        addresses += [line.strip() for line in text.splitlines() if line.strip() and line[0] != "#"]
+        lines = [line.strip() for line in text.splitlines()]
+        addresses += [line for line in lines if line and not line.startswith("#")]
     return addresses + os.environ.get(_ADDRESSES, "").split()
 
 
