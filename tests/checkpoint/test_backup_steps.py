@@ -286,9 +286,10 @@ def test_a_run_goes_on_from_backups_that_are_whole_early_enough_and_trusted(
     assert names(up_to_step=20, warns=False) == NAMES[1::-1] and not caplog.text
     assert names(instead_of=[NAMES[2]]) == NAMES[1::-1]
     assert "no checkpoint here can be gone on from" in caplog.text
-    assert names(up_to_step=9, warns=False) == []
-    with pytest.raises(CheckpointError, match="every checkpoint is suspect"):
-        names(instead_of=NAMES)
+    assert names(up_to_step=9, warns=False) == names(up_to_step=0, warns=False) == []
+    with pytest.raises(CheckpointError, match="every checkpoint is suspect") as refused:
+        names(instead_of=[*NAMES, "step-000040.i001"])
+    assert ", ".join([*NAMES, "step-000040.i001"]) in refused.value.message, "also what only this place has"
     there = place_at(backup.url)
     there.put(f"checkpoints/{NAMES[1]}/{MANIFEST}", b"{")
     assert names(warns=False) == NAMES[::-1], "whose manifest is damaged is told when it is loaded"

@@ -76,6 +76,8 @@ def test_notes_of_progress_are_each_ranks_own_and_what_cannot_be_read_counts_as_
     for path in progress_files(tmp_path):
         path.write_text("many")
     assert noted_progress(tmp_path, 3) == noted_progress(tmp_path / "gone", 3) == 0
+    note_progress(tmp_path / "gone", 3, 1)
+    assert not (tmp_path / "gone").exists(), "a save that was given up is not begun again by a note"
 
 
 class TwoRanks:

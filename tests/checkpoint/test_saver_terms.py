@@ -241,7 +241,11 @@ def test_a_save_that_ended_is_told_with_how_it_ended_and_what_failed_is_cleared(
 def test_the_end_of_a_run_waits_as_long_as_it_was_told_and_names_what_is_late(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for wait_s, removes, expected in ((None, True, 2 * (2 * 300 + 60 + 60 + 60) + 660), (2.5, False, 2.5)):
+    for wait_s, removes, expected in (
+        (None, True, 2 * (2 * 300 + 60 + 60 + 60) + 660),
+        (2.5, False, 2.5),
+        (0.0, False, 0.0),
+    ):
         told = Told(tmp_path)
         told.background.late = ["a", "b"]
         told.saver.close(wait_s=wait_s, remove_replicas=removes)
@@ -278,6 +282,19 @@ def test_a_save_that_is_waited_for_raises_its_own_failure_and_no_others(tmp_path
     told.background.begin = begin
     with pytest.raises(StorageError, match="no space"):
         told.saver.save(snapshot(1.0))
+
+
+def test_a_save_that_is_waited_for_begins_when_those_before_it_are_over(tmp_path: Path) -> None:
+    told = Told(tmp_path)
+    told.background.is_busy = True
+
+    def wait(*, deadline_s: float) -> list[str]:
+        told.background.is_busy = False
+        return []
+
+    told.background.wait = wait
+    assert told.saver.save(snapshot(1.0)) == tmp_path / NAME
+    assert [order["name"] for order in told.background.orders] == [NAME]
 
 
 class Part:
@@ -330,6 +347,19 @@ def test_memory_is_taken_for_a_state_that_is_large_enough_or_where_it_was_asked_
         "device": torch.device("cpu"),
         "memory": None,
     }
+
+
+def test_settings_that_change_count_for_the_saver_beside_the_training_that_is_made_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for throttle in (True, False):
+        _, made = prepared(tmp_path, monkeypatch, threshold=0, throttle=throttle)
+        assert made[0]["throttled"] is throttle
+    parts: Any = {"model": Part()}
+    saver = Saver(tmp_path, Ranks(), CheckpointSection(), committed=lambda *_: None, intact=None)
+    saver.follow(CheckpointSection(background="off"))
+    saver.prepare(parts)
+    assert saver.background is None
 
 
 def test_where_memory_is_short_the_run_is_refused_only_where_it_was_asked_for(

@@ -275,3 +275,26 @@ def test_a_matrix_of_codes_equals_the_weights_that_they_stand_for_whichever_is_a
     found = weight_files.open_weights(tmp_path, scheme=Scheme(kind="int8", dtype="I8"))
     assert found.is_coded("head.weight") and not found.is_coded("embed.weight")
     assert found.are_equal("embed.weight", "head.weight") and found.are_equal("head.weight", "embed.weight")
+
+
+def test_tensors_are_compared_to_their_last_row_whatever_a_slice_holds(tmp_path: Path) -> None:
+    same, other = torch.arange(12.0).reshape(4, 3), torch.arange(12.0).reshape(4, 3)
+    other[3, 2] = 0
+    tensors = {
+        "a": same,
+        "same": same.to(torch.bfloat16),
+        "last": other,
+        "fewer": same[:3],
+        "flat": same[:, 0],
+    }
+    save_file(
+        {name: tensor.clone().contiguous() for name, tensor in tensors.items()},
+        tmp_path / "model.safetensors",
+    )
+    found = weight_files.open_weights(tmp_path)
+    for slice_bytes in (1, 24, 36, 1 << 20):
+        assert [name for name in tensors if found.are_equal("a", name, slice_bytes=slice_bytes)] == [
+            "a",
+            "same",
+        ]
+        assert not found.are_equal("fewer", "a", slice_bytes=slice_bytes)
