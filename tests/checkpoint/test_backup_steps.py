@@ -237,7 +237,7 @@ def test_one_failure_is_told_once_until_it_works(
         if result:
             raise StorageError(result, remedy="Mend it.")
 
-    results = ["no space", "no space", "no route", "", "no space"]
+    results = ["no space", "no space", "no route", "", "no route"]
     monkeypatch.setattr(backup, "_copy_all", look)
     monkeypatch.setattr(backup, "_wake", SimpleNamespace(wait=wait, clear=lambda: None))
     backup.on_all_copied = lambda: ends.append("copied")
@@ -245,7 +245,7 @@ def test_one_failure_is_told_once_until_it_works(
     assert [record.message.partition(" Mend")[0].split("\n")[0] for record in caplog.records] == [
         "no space",
         "no route",
-        "no space",
+        "no route",
     ]
     assert waits == [10.0, 20.0, 40.0, 600.0, 600.0] and (backup._tries, backup._failed_try) == (5, 5)
     write_duty(run, Duty(peer="north", writes=False, covered=-1))
@@ -311,6 +311,10 @@ def test_only_backups_that_are_newer_than_what_is_here_are_gone_on_from(
     assert backup_of(run, section).newer() == []
     other = RunDirectory(tmp_path / "other").create()
     assert backup_of(other, section).newer() == [], "what has nothing restores"
+    shutil.copytree(run.incarnations, other.incarnations, dirs_exist_ok=True)
+    assert backup_of(other, section).newer() == [], "nor what has the lives of the run alone"
+    shutil.rmtree(other.path)
+    other.create()
     begin(other, base=None, reason="another start")
     save(other, 10)
     assert backup_of(other, section).newer() == [], "it is another run's"
@@ -321,6 +325,8 @@ def test_the_weights_alone_are_no_run_to_go_on_from(
 ) -> None:
     backup_of(run, replace(section, what="model"))._copy_all()
     new = RunDirectory(tmp_path / "new").create()
-    with pytest.raises(CheckpointError, match="hold the weights alone"):
+    with pytest.raises(
+        CheckpointError, match=r"(?s)hold the weights alone.*choose another run\.name or backup\.url"
+    ):
         backup_of(new, section).restorable()
     assert backup_of(new, section).newer() == []

@@ -93,7 +93,10 @@ class Told:
         self.directory = directory
 
     def _gather(self, value: Any) -> list[Any]:
-        more = [{**value, **other} if "layout" in value else value for other in self.others]
+        more = [
+            {**value, **other} if isinstance(value, dict) and "layout" in value else value
+            for other in self.others
+        ]
         return [*more[: self.ranks.rank], value, *more[self.ranks.rank :]]
 
 
@@ -295,6 +298,54 @@ def test_a_save_that_is_waited_for_begins_when_those_before_it_are_over(tmp_path
     told.background.wait = wait
     assert told.saver.save(snapshot(1.0)) == tmp_path / NAME
     assert [order["name"] for order in told.background.orders] == [NAME]
+
+
+def test_what_failed_is_cleared_by_the_first_rank_alone(tmp_path: Path) -> None:
+    for rank, is_left in ((0, False), (1, True)):
+        told = Told(tmp_path, others=[{}], rank=rank)
+        partial = partial_directory(tmp_path, step=3, incarnation=2)
+        partial.mkdir(exist_ok=True)
+        assert told.saver.begin(snapshot(1.0))
+        (saving,) = told.saver._pending
+        saving.failure = StorageError("no space", remedy="")
+        saving.over.set()
+        told.saver.wait_for_saves()
+        assert partial.exists() is is_left
+
+
+def test_a_save_has_the_time_of_the_largest_part_and_not_of_all(tmp_path: Path) -> None:
+    told = Told(tmp_path, others=[{}, {}])
+    assert told.saver.begin(snapshot(1.0))
+    (order,) = told.background.orders
+    size = order["plan"].file_bytes
+    assert order["deadlines"] == Deadlines(part_bytes=size, largest_part_bytes=size)
+    told = Told(tmp_path, others=[{}, {}], rank=1)
+    told.saver._planner.file_bytes = [100, 7, 300]
+    told.saver._update_deadlines()
+    assert told.saver._deadlines == Deadlines(part_bytes=7, largest_part_bytes=300)
+
+
+def test_room_is_asked_for_all_parts_of_a_save_before_it_begins(tmp_path: Path) -> None:
+    told, asked = Told(tmp_path, others=[{}, {}]), list[tuple[Path, int]]()
+    told.saver._place.begin = lambda partial, *, bytes: asked.append((partial, bytes))  # type: ignore[method-assign]
+    assert told.saver.begin(snapshot(1.0))
+    size = told.background.orders[0]["plan"].file_bytes
+    assert asked == [(partial_directory(tmp_path, step=3, incarnation=2), 3 * size)]
+
+
+def test_what_a_failed_save_at_once_left_goes_by_the_first_rank_alone(tmp_path: Path) -> None:
+    def fail(*where: object, **how: object) -> None:
+        raise StorageError("no space", remedy="")
+
+    for rank, is_left in ((0, False), (1, True)):
+        told = Told(tmp_path, others=[{}], rank=rank)
+        told.saver._background = None
+        told.saver._place.write = fail  # type: ignore[method-assign, assignment]
+        partial = partial_directory(tmp_path, step=3, incarnation=2)
+        partial.mkdir(exist_ok=True)
+        with pytest.raises(StorageError, match="no space"):
+            told.saver.save(snapshot(1.0))
+        assert partial.exists() is is_left
 
 
 class Part:

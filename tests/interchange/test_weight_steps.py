@@ -148,6 +148,19 @@ def test_shards_need_their_bytes_and_a_margin_and_are_written_in_the_planned_ord
         write_shards(tmp_path, plan, tensors[::-1], max_shard_bytes=1000)
 
 
+def test_a_disk_that_fills_while_shards_are_written_is_told_with_what_they_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(file: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("bloomery.durable.os.fsync", full)
+    planned = [PlannedTensor(name="a", shape=(500_000,), dtype=torch.float32)]
+    with pytest.raises(StorageError, match=rf"Exporting a model failed at {tmp_path}.*2\.0 MB needed"):
+        write_shards(tmp_path, planned, [("a", torch.ones(500_000))], max_shard_bytes=1 << 30)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_list_of_checksums_is_believed_only_where_each_line_is_one(tmp_path: Path) -> None:
     check_checksums(tmp_path)
     (tmp_path / "a").write_bytes(b"abc")
@@ -165,8 +178,9 @@ def test_a_list_of_checksums_is_believed_only_where_each_line_is_one(tmp_path: P
         (b"\xff", damaged),
     ):
         (tmp_path / CHECKSUMS).write_bytes(content if isinstance(content, bytes) else content.encode())
-        with pytest.raises(CheckpointError, match=re.escape(said)):
+        with pytest.raises(CheckpointError, match=re.escape(said)) as refused:
             check_checksums(tmp_path)
+        assert refused.value.remedy.startswith("Fetch or copy ")
 
 
 def test_a_part_of_a_file_is_read_from_its_first_byte_and_damage_is_told_with_its_place(
