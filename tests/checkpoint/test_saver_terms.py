@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from math import inf
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -323,6 +324,24 @@ def test_a_save_has_the_time_of_the_largest_part_and_not_of_all(tmp_path: Path) 
     told.saver._planner.file_bytes = [100, 7, 300]
     told.saver._update_deadlines()
     assert told.saver._deadlines == Deadlines(part_bytes=7, largest_part_bytes=300)
+
+
+def test_a_save_at_once_bounds_how_long_the_first_rank_reads_back_and_prunes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bounds: dict[str, float] = {}
+    poll = Ranks.poll_on_all
+
+    def watched(ranks: Ranks, act: Any, *, deadline_s: float = inf, doing: str = "") -> list[Any]:
+        bounds[doing] = deadline_s
+        return poll(ranks, act, deadline_s=deadline_s, doing=doing)
+
+    monkeypatch.setattr(Ranks, "poll_on_all", watched)
+    told = Told(tmp_path)
+    told.saver._background = None
+    told.saver.save(snapshot(1.0))
+    prune_s = told.saver._deadlines.prune_s
+    assert bounds[f"reading back {NAME}"] < inf and bounds[f"pruning after {NAME}"] == prune_s
 
 
 def test_room_is_asked_for_all_parts_of_a_save_before_it_begins(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from tests.disk_calls import recorded
 
 from bloomery import errors
 from bloomery.config.model import ModelSection
@@ -146,6 +147,46 @@ def test_shards_need_their_bytes_and_a_margin_and_are_written_in_the_planned_ord
     (tmp_path / name).unlink()
     with pytest.raises(AssertionError, match="out of order"):
         write_shards(tmp_path, plan, tensors[::-1], max_shard_bytes=1000)
+
+
+def test_shards_and_their_index_are_synced_before_anybody_is_told_of_them(tmp_path: Path) -> None:
+    planned = [PlannedTensor(name=name, shape=(3,), dtype=torch.float32) for name in "ab"]
+    with recorded() as calls:
+        write_shards(tmp_path, planned, [(name, torch.ones(3)) for name in "ab"], max_shard_bytes=12)
+    shards = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    assert calls.names == [("sync", name) for name in (*shards, "model.safetensors.index.json")]
+
+
+def test_an_empty_file_and_a_range_at_the_beginning_are_told_as_damage(tmp_path: Path) -> None:
+    (tmp_path / "a.pt").touch()
+    with pytest.raises(CheckpointError, match=r"a\.pt cannot be read without"):
+        load_plain(tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match=r"a\.pt cannot be read at byte 0 without .*: EOFError"):
+        load_plain(tmp_path / "a.pt", begin=0, length=5)
+
+
+def test_layers_of_megatron_count_by_their_numbers_and_not_by_their_names(tmp_path: Path) -> None:
+    for layer in (99, 100):
+        torch.save(
+            {"input_layernorm.weight": torch.tensor([float(layer)])},
+            tmp_path / f"layer_{layer}-model_00-model_states.pt",
+        )
+    found = foreign_files.read_megatron(tmp_path)
+    assert {name: tensor().item() for name, tensor in found.items()} == {
+        "transformer.h.0.input_layernorm.weight": 99.0,
+        "transformer.h.1.input_layernorm.weight": 100.0,
+    }
+
+
+def test_what_all_ranks_hold_may_differ_by_rounding_of_small_values_and_keeps_its_type() -> None:
+    file = Path("a")
+    small = [torch.tensor([value], dtype=torch.bfloat16) for value in (0.0, 0.01)]
+    mean = foreign_files._mean([file], "norm.bias", small)
+    assert mean.dtype == torch.bfloat16 and mean.item() == pytest.approx(0.005, rel=1e-2)
+    with pytest.raises(CheckpointError, match=r"norm\.bias of a should be equal on all ranks"):
+        foreign_files._mean([file], "norm.bias", [torch.tensor([0.0]), torch.tensor([0.03])])
+    far = [torch.tensor([value]) for value in (100.0, 101.0)]
+    assert foreign_files._mean([file], "norm.bias", far).item() == 100.5
 
 
 def test_a_disk_that_fills_while_shards_are_written_is_told_with_what_they_need(
