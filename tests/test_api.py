@@ -15,6 +15,7 @@ import torch
 from tests.tiny_run import TINY
 
 import bloomery
+from bloomery.api import LanguageModel
 from bloomery.config.load import parse_recipe
 from bloomery.errors import CheckpointError, ConfigError, StorageError
 from bloomery.evaluate.generate import Sampling
@@ -123,6 +124,30 @@ def test_what_is_not_there_is_refused_as_by_the_commands(tmp_path: Path) -> None
             call()
 
 
+def test_a_recipe_whose_settings_do_not_fit_together_is_refused_before_it_is_trained() -> None:
+    with pytest.raises(ConfigError, match=r"model\.heads"):
+        bloomery.recipe("demo", {"model.hidden": 64, "model.heads": 5, "data.sources": ["python:stdlib"]})
+
+
+def test_logits_of_rounded_weights_are_fp32_and_take_ids_as_a_list_a_row_or_a_batch() -> None:
+    class Decoder(torch.nn.Module):
+        device = torch.device("cpu")
+
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            return rows[..., None]
+
+        def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+            assert torch.is_inference_mode_enabled()
+            return hidden.to(torch.bfloat16) * torch.tensor([1, 2], dtype=torch.bfloat16)
+
+    opened = SimpleNamespace(tokenizer=None, recipe=None, checkpoint=None)
+    model = LanguageModel(opened, Decoder())  # type: ignore[arg-type]
+    for ids in ([3, 4], torch.tensor([3, 4])):
+        row = model.logits(ids)
+        assert row.dtype == torch.float32 and row.tolist() == [[3, 6], [4, 8]]
+    assert model.logits(torch.tensor([[3, 4]])).tolist() == [[[3, 6], [4, 8]]]
+
+
 def test_a_recipe_of_peers_is_not_trained_alone(tmp_path: Path) -> None:
     loaded = bloomery.recipe("demo", {"elastic.inner_steps": 10, "data.sources": ["python:stdlib"]})
     with pytest.raises(ConfigError, match="each peer needs an agent"):
@@ -178,6 +203,8 @@ def test_what_is_given_to_load_and_generate_reaches_them(monkeypatch: pytest.Mon
     monkeypatch.setattr("bloomery.evaluate.open_checkpoint.open_saved", open_saved)
     monkeypatch.setattr("bloomery.evaluate.generate.generate", generate)
     model = bloomery.load("runs/x", dtype="bf16", device="meta", fallback=True)
+    assert not model.decoder.training
+    assert (model.recipe, model.checkpoint) == (Saved.recipe, Saved.checkpoint)
     assert opened[0] == {"path": Path("runs/x"), "fallback": True}
     assert opened[1] == {"device": torch.device("meta"), "dtype": torch.bfloat16}
     assert model.generate("a", max_tokens=9, temperature=0.5, top_k=3, top_p=0.75, seed=4) == "hi"

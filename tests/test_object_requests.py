@@ -271,9 +271,9 @@ def test_where_the_network_is_forbidden_no_store_but_a_directory_is_opened(
         with pytest.raises(OfflineRefused) as told:
             Objects(url)
         shown = url.replace("zq9v-long", "***")
-        assert f"needed to reach {shown}," in told.value.message
+        assert f"needed to reach {shown}," in told.value.message and "file:///path" in told.value.remedy
     monkeypatch.delenv(SWITCH)
-    with pytest.raises(StorageError) as refused:
+    with pytest.raises(StorageError, match="are the credentials in the environment") as refused:
         Objects("ftp://h/zq9v-long")
     assert refused.value.message.startswith("ftp://h/*** cannot be used: ")
 

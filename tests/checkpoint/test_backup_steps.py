@@ -237,7 +237,7 @@ def test_one_failure_is_told_once_until_it_works(
         if result:
             raise StorageError(result, remedy="Mend it.")
 
-    results = ["no space", "no space", "no route", "", "no space"]
+    results = ["no space", "no space", "no route", "", "no route"]
     monkeypatch.setattr(backup, "_copy_all", look)
     monkeypatch.setattr(backup, "_wake", SimpleNamespace(wait=wait, clear=lambda: None))
     backup.on_all_copied = lambda: ends.append("copied")
@@ -245,7 +245,7 @@ def test_one_failure_is_told_once_until_it_works(
     assert [record.message.partition(" Mend")[0].split("\n")[0] for record in caplog.records] == [
         "no space",
         "no route",
-        "no space",
+        "no route",
     ]
     assert waits == [10.0, 20.0, 40.0, 600.0, 600.0] and (backup._tries, backup._failed_try) == (5, 5)
     write_duty(run, Duty(peer="north", writes=False, covered=-1))
@@ -286,9 +286,10 @@ def test_a_run_goes_on_from_backups_that_are_whole_early_enough_and_trusted(
     assert names(up_to_step=20, warns=False) == NAMES[1::-1] and not caplog.text
     assert names(instead_of=[NAMES[2]]) == NAMES[1::-1]
     assert "no checkpoint here can be gone on from" in caplog.text
-    assert names(up_to_step=9, warns=False) == []
-    with pytest.raises(CheckpointError, match="every checkpoint is suspect"):
-        names(instead_of=NAMES)
+    assert names(up_to_step=9, warns=False) == names(up_to_step=0, warns=False) == []
+    with pytest.raises(CheckpointError, match="every checkpoint is suspect") as refused:
+        names(instead_of=[*NAMES, "step-000040.i001"])
+    assert ", ".join([*NAMES, "step-000040.i001"]) in refused.value.message, "also what only this place has"
     there = place_at(backup.url)
     there.put(f"checkpoints/{NAMES[1]}/{MANIFEST}", b"{")
     assert names(warns=False) == NAMES[::-1], "whose manifest is damaged is told when it is loaded"
@@ -310,6 +311,10 @@ def test_only_backups_that_are_newer_than_what_is_here_are_gone_on_from(
     assert backup_of(run, section).newer() == []
     other = RunDirectory(tmp_path / "other").create()
     assert backup_of(other, section).newer() == [], "what has nothing restores"
+    shutil.copytree(run.incarnations, other.incarnations, dirs_exist_ok=True)
+    assert backup_of(other, section).newer() == [], "nor what has the lives of the run alone"
+    shutil.rmtree(other.path)
+    other.create()
     begin(other, base=None, reason="another start")
     save(other, 10)
     assert backup_of(other, section).newer() == [], "it is another run's"
@@ -320,6 +325,8 @@ def test_the_weights_alone_are_no_run_to_go_on_from(
 ) -> None:
     backup_of(run, replace(section, what="model"))._copy_all()
     new = RunDirectory(tmp_path / "new").create()
-    with pytest.raises(CheckpointError, match="hold the weights alone"):
+    with pytest.raises(
+        CheckpointError, match=r"(?s)hold the weights alone.*choose another run\.name or backup\.url"
+    ):
         backup_of(new, section).restorable()
     assert backup_of(new, section).newer() == []

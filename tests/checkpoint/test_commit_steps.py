@@ -145,10 +145,29 @@ def test_a_rank_that_is_late_or_stuck_or_whose_directory_is_gone_is_told(partial
         waited(partial, until=time.monotonic() + 60, seen=lambda count: None)
 
 
+def test_an_empty_directory_that_cannot_be_removed_is_an_error_and_not_taken_for_one_that_nfs_keeps(
+    partial: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*where: object, **how: object) -> None:
+        raise PermissionError(13, "Permission denied", str(partial))
+
+    monkeypatch.setattr("os.rmdir", refuse)
+    with pytest.raises(StorageError, match=r"Sweeping an unfinished checkpoint failed .*Permission"):
+        commit_module.sweep(partial.parent)
+
+
+def test_a_sweep_takes_unfinished_checkpoints_and_nothing_else(partial: Path) -> None:
+    kept = [partial.with_name(name) for name in ("mine.partial", NAME, "step-000004.i001.partial-mine")]
+    for path in kept:
+        path.mkdir()
+    assert commit_module.sweep(partial.parent) == [partial]
+    assert sorted(partial.parent.iterdir()) == sorted(kept)
+
+
 def test_a_rank_takes_back_its_own_files_alone_and_the_first_all(partial: Path) -> None:
     for name in ("mine", "other"):
         (partial / name).touch()
-    abandon_part(partial, 1, files=["mine", "gone"], why={"kind": "", "message": "it broke", "remedy": ""})
+    abandon_part(partial, 1, files=["gone", "mine"], why={"kind": "", "message": "it broke", "remedy": ""})
     assert sorted(path.name for path in partial.iterdir()) == ["other", "part-r00001.json"]
     assert read_part_record(partial, 1) is None and read_part_record(partial, 2) is None
     abandon_part(partial, 0, files=[], why={})

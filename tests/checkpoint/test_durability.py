@@ -110,6 +110,8 @@ def test_files_that_nfs_keeps_for_a_reader_do_not_stop_a_start(
     assert sweep(rundir.checkpoints) == [partial]
     assert {path.name for path in partial.rglob("*")} == {".nfs0001", "deep", ".nfs0002"}
     assert ".nfs0001" in caplog.text and "the next start removes it" in caplog.text
+    (partial / ".nfs0001").rename(partial / "deep" / ".nfs0001")
+    assert sweep(rundir.checkpoints) == [partial], "wherever in it they lie"
     begin_partial(partial)  # nor a save of the same name
     saved = save(rundir)
     assert saved.name == NAME and verify(saved) == []

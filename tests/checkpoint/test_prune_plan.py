@@ -103,6 +103,29 @@ def test_the_lowest_held_out_losses_are_kept_and_what_is_no_number_is_no_loss(ru
     assert planned(run, keep_best=1)[NAMES[30]] == ("best",)
 
 
+def test_the_last_one_before_a_first_epoch_ended_is_kept_as_the_manifests_tell(run: RunDirectory):
+    save(run, 10, cursor=5, epoch_end_ahead=9)
+    save(run, 20, cursor=9, epoch_end_ahead=20)
+    save(run, 30, cursor=19, epoch_end_ahead=20)
+    save(run, 40, cursor=30)
+    save(run, 50, cursor=60, epoch_end_ahead=70)
+    assert [step for step, name in NAMES.items() if "first epoch's end" in planned(run)[name]] == [10, 30]
+    (run.checkpoints / NAMES[10] / "manifest.json").write_text("{}")
+    assert "first epoch's end" in planned(run)[NAMES[30]] and planned(run)[NAMES[10]] == ()
+
+
+def test_what_a_rewind_may_need_is_kept_beside_the_newest(run: RunDirectory):
+    save(run, *NAMES)
+    decided = prune_plan(
+        run,
+        section=CheckpointSection(keep_last=1, keep_tenths=False),
+        run_length_steps=None,
+        is_intact=lambda item: True,
+        reach_steps=(25,),
+    )
+    assert [item.checkpoint.step for item in decided if item.why] == [20, 30, 50]
+
+
 def test_of_two_of_one_step_the_later_one_is_kept_for_it(run: RunDirectory):
     save(run, 10, 20)
     begin(run, base=(20, 1), reason="restart")

@@ -129,3 +129,12 @@ def test_who_may_go_back_exactly_as_far_as_a_checkpoint_lies_finds_it():
         200: ("last 1", "for a rewind", "newest intact"),
     }
     assert kept([10, 100, 200], reach_steps=(0,)) == [200]
+
+
+def test_an_intact_one_that_is_not_among_those_asked_about_gives_nobody_a_reason():
+    assert why([10, 20], newest_intact=15) == {10: (), 20: ("last 1",)}
+
+
+def test_a_rewind_that_goes_nowhere_and_a_run_of_no_length_are_no_reasons():
+    assert why([10, 20], reach_steps=(0,), run_length_steps=0) == {10: (), 20: ("last 1", "newest intact")}
+    assert kept([], intact=10, reach_steps=(5,)) == []

@@ -194,6 +194,7 @@ def test_a_store_of_no_known_kind_is_refused_without_its_secrets(tmp_path: Path)
         with pytest.raises(CheckpointError, match="is not the URL of a store") as refused:
             place_at(url)
         assert "abc" not in refused.value.message
+        assert refused.value.remedy.startswith("One of s3, gs, az, file:")
     assert place_at(f"file://{tmp_path}/new", patience_s=7.5)._patience_s == 7.5
     assert (tmp_path / "new").is_dir()
 
@@ -206,3 +207,18 @@ def test_the_beginning_of_a_run_from_a_backup_says_why(caplog: pytest.LogCapture
     ]
     tell_of_copy(copies, instead_of=[])
     assert "nothing is here: going on from the backup file:///tmp/checkpoints/step-000009.i001" in caplog.text
+
+
+def test_files_are_never_sent_where_the_backups_of_another_run_are(
+    remote: Objects, rundir: RunDirectory, tmp_path: Path
+) -> None:
+    begin(rundir, base=None, reason="start")
+    upload_run_files(rundir, remote)
+    upload_run_files(rundir, remote)
+    other = RunDirectory(tmp_path / "other").create()
+    begin(other, base=None, reason="another start")
+    write(other, {"recipe.toml": b"of the other"})
+    with pytest.raises(CheckpointError, match="holds the backups of another run") as refused:
+        upload_run_files(other, remote)
+    assert refused.value.remedy == "Choose another run.name or backup.url."
+    assert not remote.exists("recipe.toml")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from math import inf
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -93,7 +94,10 @@ class Told:
         self.directory = directory
 
     def _gather(self, value: Any) -> list[Any]:
-        more = [{**value, **other} if "layout" in value else value for other in self.others]
+        more = [
+            {**value, **other} if isinstance(value, dict) and "layout" in value else value
+            for other in self.others
+        ]
         return [*more[: self.ranks.rank], value, *more[self.ranks.rank :]]
 
 
@@ -241,7 +245,11 @@ def test_a_save_that_ended_is_told_with_how_it_ended_and_what_failed_is_cleared(
 def test_the_end_of_a_run_waits_as_long_as_it_was_told_and_names_what_is_late(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for wait_s, removes, expected in ((None, True, 2 * (2 * 300 + 60 + 60 + 60) + 660), (2.5, False, 2.5)):
+    for wait_s, removes, expected in (
+        (None, True, 2 * (2 * 300 + 60 + 60 + 60) + 660),
+        (2.5, False, 2.5),
+        (0.0, False, 0.0),
+    ):
         told = Told(tmp_path)
         told.background.late = ["a", "b"]
         told.saver.close(wait_s=wait_s, remove_replicas=removes)
@@ -278,6 +286,85 @@ def test_a_save_that_is_waited_for_raises_its_own_failure_and_no_others(tmp_path
     told.background.begin = begin
     with pytest.raises(StorageError, match="no space"):
         told.saver.save(snapshot(1.0))
+
+
+def test_a_save_that_is_waited_for_begins_when_those_before_it_are_over(tmp_path: Path) -> None:
+    told = Told(tmp_path)
+    told.background.is_busy = True
+
+    def wait(*, deadline_s: float) -> list[str]:
+        told.background.is_busy = False
+        return []
+
+    told.background.wait = wait
+    assert told.saver.save(snapshot(1.0)) == tmp_path / NAME
+    assert [order["name"] for order in told.background.orders] == [NAME]
+
+
+def test_what_failed_is_cleared_by_the_first_rank_alone(tmp_path: Path) -> None:
+    for rank, is_left in ((0, False), (1, True)):
+        told = Told(tmp_path, others=[{}], rank=rank)
+        partial = partial_directory(tmp_path, step=3, incarnation=2)
+        partial.mkdir(exist_ok=True)
+        assert told.saver.begin(snapshot(1.0))
+        (saving,) = told.saver._pending
+        saving.failure = StorageError("no space", remedy="")
+        saving.over.set()
+        told.saver.wait_for_saves()
+        assert partial.exists() is is_left
+
+
+def test_a_save_has_the_time_of_the_largest_part_and_not_of_all(tmp_path: Path) -> None:
+    told = Told(tmp_path, others=[{}, {}])
+    assert told.saver.begin(snapshot(1.0))
+    (order,) = told.background.orders
+    size = order["plan"].file_bytes
+    assert order["deadlines"] == Deadlines(part_bytes=size, largest_part_bytes=size)
+    told = Told(tmp_path, others=[{}, {}], rank=1)
+    told.saver._planner.file_bytes = [100, 7, 300]
+    told.saver._update_deadlines()
+    assert told.saver._deadlines == Deadlines(part_bytes=7, largest_part_bytes=300)
+
+
+def test_a_save_at_once_bounds_how_long_the_first_rank_reads_back_and_prunes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bounds: dict[str, float] = {}
+    poll = Ranks.poll_on_all
+
+    def watched(ranks: Ranks, act: Any, *, deadline_s: float = inf, doing: str = "") -> list[Any]:
+        bounds[doing] = deadline_s
+        return poll(ranks, act, deadline_s=deadline_s, doing=doing)
+
+    monkeypatch.setattr(Ranks, "poll_on_all", watched)
+    told = Told(tmp_path)
+    told.saver._background = None
+    told.saver.save(snapshot(1.0))
+    prune_s = told.saver._deadlines.prune_s
+    assert bounds[f"reading back {NAME}"] < inf and bounds[f"pruning after {NAME}"] == prune_s
+
+
+def test_room_is_asked_for_all_parts_of_a_save_before_it_begins(tmp_path: Path) -> None:
+    told, asked = Told(tmp_path, others=[{}, {}]), list[tuple[Path, int]]()
+    told.saver._place.begin = lambda partial, *, bytes: asked.append((partial, bytes))  # type: ignore[method-assign]
+    assert told.saver.begin(snapshot(1.0))
+    size = told.background.orders[0]["plan"].file_bytes
+    assert asked == [(partial_directory(tmp_path, step=3, incarnation=2), 3 * size)]
+
+
+def test_what_a_failed_save_at_once_left_goes_by_the_first_rank_alone(tmp_path: Path) -> None:
+    def fail(*where: object, **how: object) -> None:
+        raise StorageError("no space", remedy="")
+
+    for rank, is_left in ((0, False), (1, True)):
+        told = Told(tmp_path, others=[{}], rank=rank)
+        told.saver._background = None
+        told.saver._place.write = fail  # type: ignore[method-assign, assignment]
+        partial = partial_directory(tmp_path, step=3, incarnation=2)
+        partial.mkdir(exist_ok=True)
+        with pytest.raises(StorageError, match="no space"):
+            told.saver.save(snapshot(1.0))
+        assert partial.exists() is is_left
 
 
 class Part:
@@ -330,6 +417,19 @@ def test_memory_is_taken_for_a_state_that_is_large_enough_or_where_it_was_asked_
         "device": torch.device("cpu"),
         "memory": None,
     }
+
+
+def test_settings_that_change_count_for_the_saver_beside_the_training_that_is_made_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for throttle in (True, False):
+        _, made = prepared(tmp_path, monkeypatch, threshold=0, throttle=throttle)
+        assert made[0]["throttled"] is throttle
+    parts: Any = {"model": Part()}
+    saver = Saver(tmp_path, Ranks(), CheckpointSection(), committed=lambda *_: None, intact=None)
+    saver.follow(CheckpointSection(background="off"))
+    saver.prepare(parts)
+    assert saver.background is None
 
 
 def test_where_memory_is_short_the_run_is_refused_only_where_it_was_asked_for(

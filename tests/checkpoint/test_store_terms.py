@@ -111,6 +111,7 @@ def test_a_run_that_went_on_elsewhere_takes_no_save_of_an_earlier_life(
             f"another process has gone on with {remote.url} as incarnation 10, and this one is incarnation "
             f"{incarnation}: what it saves is no longer part of the run"
         )
+        assert "stop it and start this one again" in busy.value.remedy
     place.commit_parts([EMPTY], **{**USUAL, "incarnation": 10})
 
 

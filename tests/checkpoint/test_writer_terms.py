@@ -102,7 +102,9 @@ def test_a_process_that_cannot_be_started_is_told_with_why(monkeypatch: pytest.M
         raise OSError(11, "Resource temporarily unavailable")
 
     monkeypatch.setattr(client.subprocess, "Popen", refused)
-    with pytest.raises(CheckpointError, match="could not be started: Resource temporarily unavailable"):
+    with pytest.raises(
+        CheckpointError, match=r"could not be started: Resource temporarily unavailable(?s:.*)ulimit -u"
+    ):
         WriterProcess(BUFFERS).start()
 
 

@@ -174,7 +174,10 @@ class Evil:
 def test_metadata_that_would_run_something_are_refused_and_nothing_runs(tmp_path: Path) -> None:
     mark = tmp_path / "ran"
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Evil(mark)))
-    with pytest.raises(CheckpointError, match=r"posix\.system, which does not belong there"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"posix\.system, which does not belong there(?s:.*)unless you know who wrote it",
+    ):
         read_dcp(tmp_path)
     assert not mark.exists()
 
@@ -183,14 +186,19 @@ def test_what_metadata_may_name_is_never_the_real_thing(tmp_path: Path) -> None:
     """Names on the list are stood for by records: getattr(os, …) would be a way around it."""
     content = b"cbuiltins\ngetattr\n(ctorch.serialization\n_get_layout\nV__globals__\ntR."
     (tmp_path / ".metadata").write_bytes(content)
-    with pytest.raises(CheckpointError, match="does not describe a checkpoint"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"(?s)does not describe a checkpoint.*torch.distributed.checkpoint.save of a recent torch",
+    ):
         read_dcp(tmp_path)
 
 
 def test_a_megatron_file_that_would_run_something_is_refused_and_nothing_runs(tmp_path: Path) -> None:
     mark = tmp_path / "ran"
     torch.save({"weight": Evil(mark)}, tmp_path / "layer_01-model_00-model_states.pt")
-    with pytest.raises(CheckpointError, match="cannot be read without running what it holds"):
+    with pytest.raises(
+        CheckpointError, match=r"(?s)cannot be read without running what it holds.*save only its tensors"
+    ):
         read_megatron(tmp_path)
     assert not mark.exists()
 
@@ -201,7 +209,7 @@ def test_a_chunk_outside_the_directory_is_refused(tmp_path: Path) -> None:
     content = metadata.read_bytes()
     assert content.count(b"__0_0.distcp") == 1
     metadata.write_bytes(content.replace(b"__0_0.distcp", b"../_0.distcp"))
-    with pytest.raises(CheckpointError, match="outside of it"):
+    with pytest.raises(CheckpointError, match=r"(?s)outside of it.*unless you know who wrote it"):
         read_dcp(tmp_path / "dcp")["a"]()
 
 

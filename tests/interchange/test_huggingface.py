@@ -232,7 +232,7 @@ def test_a_rounded_export_is_compared_with_the_rounded_model(tmp_path: Path) -> 
 
 def test_an_export_does_not_touch_a_directory_that_exists(tmp_path: Path) -> None:
     decoder = ours_with_values(gpt2_section())
-    with pytest.raises(CheckpointError, match="exists already"):
+    with pytest.raises(CheckpointError, match=r"(?s)exists already.*Choose another directory, or remove it"):
         export(decoder.model, tmp_path / "checkpoints", tmp_path)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from tests.disk_calls import recorded
 
 from bloomery import errors
 from bloomery.config.model import ModelSection
@@ -148,6 +149,59 @@ def test_shards_need_their_bytes_and_a_margin_and_are_written_in_the_planned_ord
         write_shards(tmp_path, plan, tensors[::-1], max_shard_bytes=1000)
 
 
+def test_shards_and_their_index_are_synced_before_anybody_is_told_of_them(tmp_path: Path) -> None:
+    planned = [PlannedTensor(name=name, shape=(3,), dtype=torch.float32) for name in "ab"]
+    with recorded() as calls:
+        write_shards(tmp_path, planned, [(name, torch.ones(3)) for name in "ab"], max_shard_bytes=12)
+    shards = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    assert calls.names == [("sync", name) for name in (*shards, "model.safetensors.index.json")]
+
+
+def test_an_empty_file_and_a_range_at_the_beginning_are_told_as_damage(tmp_path: Path) -> None:
+    (tmp_path / "a.pt").touch()
+    with pytest.raises(CheckpointError, match=r"a\.pt cannot be read without"):
+        load_plain(tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match=r"a\.pt cannot be read at byte 0 without .*: EOFError"):
+        load_plain(tmp_path / "a.pt", begin=0, length=5)
+
+
+def test_layers_of_megatron_count_by_their_numbers_and_not_by_their_names(tmp_path: Path) -> None:
+    for layer in (99, 100):
+        torch.save(
+            {"input_layernorm.weight": torch.tensor([float(layer)])},
+            tmp_path / f"layer_{layer}-model_00-model_states.pt",
+        )
+    found = foreign_files.read_megatron(tmp_path)
+    assert {name: tensor().item() for name, tensor in found.items()} == {
+        "transformer.h.0.input_layernorm.weight": 99.0,
+        "transformer.h.1.input_layernorm.weight": 100.0,
+    }
+
+
+def test_what_all_ranks_hold_may_differ_by_rounding_of_small_values_and_keeps_its_type() -> None:
+    file = Path("a")
+    small = [torch.tensor([value], dtype=torch.bfloat16) for value in (0.0, 0.01)]
+    mean = foreign_files._mean([file], "norm.bias", small)
+    assert mean.dtype == torch.bfloat16 and mean.item() == pytest.approx(0.005, rel=1e-2)
+    with pytest.raises(CheckpointError, match=r"norm\.bias of a should be equal on all ranks"):
+        foreign_files._mean([file], "norm.bias", [torch.tensor([0.0]), torch.tensor([0.03])])
+    far = [torch.tensor([value]) for value in (100.0, 101.0)]
+    assert foreign_files._mean([file], "norm.bias", far).item() == 100.5
+
+
+def test_a_disk_that_fills_while_shards_are_written_is_told_with_what_they_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(file: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("bloomery.durable.os.fsync", full)
+    planned = [PlannedTensor(name="a", shape=(500_000,), dtype=torch.float32)]
+    with pytest.raises(StorageError, match=rf"Exporting a model failed at {tmp_path}.*2\.0 MB needed"):
+        write_shards(tmp_path, planned, [("a", torch.ones(500_000))], max_shard_bytes=1 << 30)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_list_of_checksums_is_believed_only_where_each_line_is_one(tmp_path: Path) -> None:
     check_checksums(tmp_path)
     (tmp_path / "a").write_bytes(b"abc")
@@ -165,8 +219,9 @@ def test_a_list_of_checksums_is_believed_only_where_each_line_is_one(tmp_path: P
         (b"\xff", damaged),
     ):
         (tmp_path / CHECKSUMS).write_bytes(content if isinstance(content, bytes) else content.encode())
-        with pytest.raises(CheckpointError, match=re.escape(said)):
+        with pytest.raises(CheckpointError, match=re.escape(said)) as refused:
             check_checksums(tmp_path)
+        assert refused.value.remedy.startswith("Fetch or copy ")
 
 
 def test_a_part_of_a_file_is_read_from_its_first_byte_and_damage_is_told_with_its_place(
@@ -275,3 +330,26 @@ def test_a_matrix_of_codes_equals_the_weights_that_they_stand_for_whichever_is_a
     found = weight_files.open_weights(tmp_path, scheme=Scheme(kind="int8", dtype="I8"))
     assert found.is_coded("head.weight") and not found.is_coded("embed.weight")
     assert found.are_equal("embed.weight", "head.weight") and found.are_equal("head.weight", "embed.weight")
+
+
+def test_tensors_are_compared_to_their_last_row_whatever_a_slice_holds(tmp_path: Path) -> None:
+    same, other = torch.arange(12.0).reshape(4, 3), torch.arange(12.0).reshape(4, 3)
+    other[3, 2] = 0
+    tensors = {
+        "a": same,
+        "same": same.to(torch.bfloat16),
+        "last": other,
+        "fewer": same[:3],
+        "flat": same[:, 0],
+    }
+    save_file(
+        {name: tensor.clone().contiguous() for name, tensor in tensors.items()},
+        tmp_path / "model.safetensors",
+    )
+    found = weight_files.open_weights(tmp_path)
+    for slice_bytes in (1, 24, 36, 1 << 20):
+        assert [name for name in tensors if found.are_equal("a", name, slice_bytes=slice_bytes)] == [
+            "a",
+            "same",
+        ]
+        assert not found.are_equal("fewer", "a", slice_bytes=slice_bytes)

@@ -38,9 +38,9 @@ def load_plain(path: Path, *, begin: int = 0, length: int | None = None) -> obje
         return torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
     except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as bad:
         place = f" at byte {begin:,}" if length is not None else ""
+        said = str(bad).strip().partition("\n")[0] or type(bad).__name__
         raise CheckpointError(
-            f"{path} cannot be read{place} without running what it holds, or is damaged: "
-            f"{str(bad).splitlines()[0]}",
+            f"{path} cannot be read{place} without running what it holds, or is damaged: {said}",
             remedy="Take another copy; or save only its tensors: torch.save({name: tensor}, file).",
         ) from bad
 
