@@ -292,7 +292,7 @@ def test_of_several_incarnations_that_parted_the_earliest_is_named(tmp_path: Pat
 def test_incarnations_that_cannot_be_fetched_are_told_with_their_place(tmp_path: Path):
     one = RunDirectory(tmp_path / "one").create()
     begin(one, base=None, reason="start")
-    with pytest.raises(StorageError, match="Fetching the incarnations.*/proc/bloomery/incarnations"):
+    with pytest.raises(StorageError, match=r"Fetching the incarnations.*/proc/bloomery/incarnations"):
         merge_records(RunDirectory(Path("/proc/bloomery")), copy_of(one))
 
 

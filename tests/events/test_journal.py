@@ -212,3 +212,10 @@ def test_a_journal_makes_its_directory_and_writes_at_its_end_what_the_disk_refus
             journal.write("step", incarnation=1, step=1)
         assert not path.stat().st_size
     assert [event["step"] for event in read_journal(path)] == [1]
+
+
+def test_a_journal_that_is_shared_is_free_between_two_lines(tmp_path: Path):
+    path = tmp_path / "operations.jsonl"
+    with Journal(path, is_shared=True) as journal, path.open("rb") as other:
+        journal.write("note", incarnation=1, step=2)
+        assert durable.try_lock(other.fileno())

@@ -278,3 +278,11 @@ def test_a_remedy_is_held_against_the_losses_before_it_as_far_as_they_are_known(
     tried = rules.rewound(state, state, Rung.SKIP).trial
     assert tried is not None and tried.base_step == tried.problem_step == 100
     assert tried.usual == pytest.approx(2.5, abs=0.01) and tried.limit < 2.6
+
+
+@pytest.mark.parametrize(("was", "now"), [(math.nan, 2.5), (2.5, math.nan)])
+def test_a_loss_that_was_not_a_number_only_once_has_other_bits(was, now):
+    made, _ = ladder().after_step(LadderState(rung=Rung.REPEAT), report(1, was), is_calm=False)
+    again = ladder().rewound(made, LadderState(), Rung.REPEAT)
+    _, (odd,) = ladder().after_step(again, report(1, now), is_calm=False)
+    assert isinstance(odd, Watch) and odd.kind == "other bits"
