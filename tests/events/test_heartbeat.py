@@ -372,3 +372,15 @@ def test_a_heartbeat_ends_once_and_reads_what_others_wrote_as_it_is_meant(tmp_pa
     (tmp_path / "0-1").write_text(json.dumps(written))
     assert read_beat(tmp_path / "0-1") == RankBeat(rank=3, time=7.0, longest_s={"a": 2.0})
     assert read_beat(tmp_path / "0-2") is None
+
+
+def test_the_longest_of_the_last_64_turns_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("bloomery.events.heartbeat.time.monotonic", lambda: now[0])
+    heartbeat, longest = Heartbeat(tmp_path / "0-0"), []
+    for seconds in (1.0, 9.0, *[2.0] * 63, 3.0):
+        heartbeat.enter(RankActivity.UPDATING)
+        now[0] += seconds
+        heartbeat.enter(RankActivity.COMPUTING)
+        longest.append(heartbeat.record().longest_s.get("updating the weights"))
+    assert longest[:2] == [None, 9.0] and longest[-2:] == [9.0, 3.0]
