@@ -184,8 +184,9 @@ def test_the_free_memory_is_that_of_the_device_that_computes(monkeypatch: pytest
     weight = SimpleNamespace(device=gpu, dtype=torch.float32)
     there: Any = SimpleNamespace(head_weight=weight, blocks=decoder.blocks)
     generate_module._refuse_too_large(there, 10, texts=1)  # 2 tensors × 2 blocks × 16 channels × 4 bytes
-    with pytest.raises(BloomeryError, match="1 × 11 tokens take"):
+    with pytest.raises(BloomeryError, match="1 × 11 tokens take") as refused:
         generate_module._refuse_too_large(there, 11, texts=1)
+    assert "fewer new tokens (--max-tokens), or for fewer texts at a time (--batch)" in refused.value.remedy
     model = decoder.model
     numbers = sum(parameter.numel() for parameter in decoder.parameters())
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: asked.append(device) or (5 * numbers, 0))

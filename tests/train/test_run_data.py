@@ -233,8 +233,9 @@ def test_a_resume_follows_the_order_of_its_checkpoint_and_tells_only_of_a_mixtur
     data._epoch_ends = lambda below: ((0, 12), (1, 20))  # type: ignore[method-assign]
     assert data.epochs_ended(24, below=80) == [{"dataset": "code", "sample": 20}], "what came before is told"
     other = {"fingerprint": "f2", "mixtures": [{}]}
-    with pytest.raises(DataError, match="step-000004 was trained on other text"):
+    with pytest.raises(DataError, match="step-000004 was trained on other text") as refused:
         stream_of(stream=stream).follow(other, "step-000004", at=16, left=64)
+    assert "Bring the old files back" in refused.value.remedy
     given = stream_of(batches, stream=stream, is_tokenised_here=False)
     assert given.follow({**other, "mixtures": []}, "step-000004", at=16, left=64) == {
         "at": 0,
