@@ -74,8 +74,9 @@ def test_one_candidate_left_is_the_likeliest(sampling: Sampling) -> None:
 
 def test_too_many_tokens_for_learned_positions_are_refused_before_the_first() -> None:
     decoder = small("learned")
-    with pytest.raises(BloomeryError, match="8 learned positions"):
+    with pytest.raises(BloomeryError, match="8 learned positions") as refused:
         generate(decoder, [EOD, 1, 2], max_new_tokens=7, sampling=GREEDY, ends={EOD})
+    assert "ask for fewer new tokens (--max-tokens)" in refused.value.remedy
 
 
 def test_more_tokens_than_memory_holds_are_refused_before_the_first() -> None:

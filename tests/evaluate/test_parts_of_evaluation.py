@@ -184,8 +184,9 @@ def test_the_free_memory_is_that_of_the_device_that_computes(monkeypatch: pytest
     weight = SimpleNamespace(device=gpu, dtype=torch.float32)
     there: Any = SimpleNamespace(head_weight=weight, blocks=decoder.blocks)
     generate_module._refuse_too_large(there, 10, texts=1)  # 2 tensors × 2 blocks × 16 channels × 4 bytes
-    with pytest.raises(BloomeryError, match="1 × 11 tokens take"):
+    with pytest.raises(BloomeryError, match="1 × 11 tokens take") as refused:
         generate_module._refuse_too_large(there, 11, texts=1)
+    assert "fewer new tokens (--max-tokens), or for fewer texts at a time (--batch)" in refused.value.remedy
     model = decoder.model
     numbers = sum(parameter.numel() for parameter in decoder.parameters())
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: asked.append(device) or (5 * numbers, 0))
@@ -270,8 +271,12 @@ def test_the_newest_checkpoint_that_is_trusted_is_taken_or_the_newest_intact_one
     with pytest.raises(CheckpointError, match=f"No checkpoint of {run.path} is intact"):
         saved_files._newest_of(run.path, fallback=False)
     saved.clear()
-    with pytest.raises(CheckpointError, match="has no checkpoints yet"):
+    with pytest.raises(CheckpointError, match="has no checkpoints yet") as early:
         saved_files._newest_of(run.path, fallback=True)
+    assert "Let `bloomery train` run on" in early.value.remedy
+    with pytest.raises(CheckpointError, match="is neither a run directory nor a checkpoint") as other:
+        saved_files._newest_of(run.path / "data", fallback=False)
+    assert "Give the directory of a run (runs/NAME)" in other.value.remedy
 
 
 def test_a_checkpoint_is_found_with_the_recipe_and_the_tokenizer_of_its_run(
@@ -289,5 +294,6 @@ def test_a_checkpoint_is_found_with_the_recipe_and_the_tokenizer_of_its_run(
     assert find_saved(checkpoint) == SavedFiles(**usual, tokenizer=Path("own.json"))
     assert find_saved(checkpoint) == SavedFiles(**usual, tokenizer=Path("found org/name"))
     run.recipe.unlink()
-    with pytest.raises(CheckpointError, match="does not lie in a run directory"):
+    with pytest.raises(CheckpointError, match="does not lie in a run directory") as moved:
         find_saved(checkpoint)
+    assert "RUN/checkpoints/step-" in moved.value.remedy

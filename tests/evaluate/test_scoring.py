@@ -12,7 +12,15 @@ from tests.train.test_loop import Start, go
 
 from bloomery.cli import main
 from bloomery.config.model import ModelSection
-from bloomery.evaluate.scoring import TokenizedDocument, score_documents, score_tokens, total_score
+from bloomery.data_loader.batches import MicroBatch
+from bloomery.evaluate.scoring import (
+    DocumentScore,
+    TokenizedDocument,
+    entropy,
+    score_documents,
+    score_tokens,
+    total_score,
+)
 from bloomery.events.journal import read_journal
 from bloomery.events.run_directory import RunDirectory
 from bloomery.model.decoder import Decoder, build
@@ -73,6 +81,28 @@ def test_tokens_that_do_not_count_have_no_score_and_chunks_change_nothing() -> N
     parts = score_tokens(decoder, tokens, targets, chunk=1)
     torch.testing.assert_close(scored.log_probabilities, parts.log_probabilities)
     assert (scored.log_probabilities != 0).tolist() == (targets != IGNORED).tolist()
+
+
+def test_the_entropy_of_batches_keeps_documents_apart_and_tells_of_each_batch() -> None:
+    decoder, told = small(), list[None]()
+    tokens, targets = torch.tensor([[1, 2, 3, 4]]), torch.tensor([[2, IGNORED, 4, 5]])
+    apart = torch.tensor([[0, 0, 1, 1]])
+    one, other = (
+        MicroBatch(tokens=tokens, targets=targets, documents=documents, samples=torch.tensor([0]))
+        for documents in (apart, None)
+    )
+    found = entropy(decoder, [one, other, one], report_progress=lambda: told.append(None))
+    assert found.tokens == 9 and len(told) == 3
+    seen, beside = entropy(decoder, [one]).nats, entropy(decoder, [other]).nats
+    assert found.nats == pytest.approx(2 * seen + beside, rel=1e-6) and abs(seen - beside) > 1e-3
+    with torch.no_grad():
+        logits = decoder.logits(decoder(tokens, documents=apart))[0].double().log_softmax(-1)
+    assert seen == pytest.approx(-sum(float(logits[at][target]) for at, target in ((0, 2), (2, 4), (3, 5))))
+
+
+def test_a_loss_that_no_float_holds_the_exponential_of_is_an_infinite_perplexity() -> None:
+    score = DocumentScore(name="a", nats=8000.0, tokens=10, bytes=3)
+    assert score.perplexity == math.inf and score.loss == 800.0
 
 
 def test_evaluate_gives_the_runs_own_held_out_loss_and_that_of_any_file(

@@ -27,6 +27,7 @@ from bloomery.events.heartbeat import (
     RankBeat,
     has_died_here,
     interval_of,
+    process_age_s,
     read_beat,
 )
 
@@ -372,3 +373,42 @@ def test_a_heartbeat_ends_once_and_reads_what_others_wrote_as_it_is_meant(tmp_pa
     (tmp_path / "0-1").write_text(json.dumps(written))
     assert read_beat(tmp_path / "0-1") == RankBeat(rank=3, time=7.0, longest_s={"a": 2.0})
     assert read_beat(tmp_path / "0-2") is None
+
+
+def test_the_longest_of_the_last_64_turns_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("bloomery.events.heartbeat.time.monotonic", lambda: now[0])
+    heartbeat, longest = Heartbeat(tmp_path / "0-0"), []
+    for seconds in (1.0, 9.0, *[2.0] * 63, 3.0):
+        heartbeat.enter(RankActivity.UPDATING)
+        now[0] += seconds
+        heartbeat.enter(RankActivity.COMPUTING)
+        longest.append(heartbeat.record().longest_s.get("updating the weights"))
+    assert longest[:2] == [None, 9.0] and longest[-2:] == [9.0, 3.0]
+
+
+@pytest.mark.parametrize("stat", ["", "1 (a) S 2", "1 (a) " + "x " * 30])
+def test_a_kernel_that_tells_nothing_of_a_process_leaves_its_age_unknown(
+    stat: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Path, "read_text", lambda path: stat)
+    assert process_age_s() == 0.0
+
+
+@pytest.mark.parametrize("record", ['{"rank": null}', '{"rank": "x"}', '{"longest_s": 5}', '{"time": []}'])
+def test_a_heartbeat_with_values_of_another_kind_is_none(record: str, tmp_path: Path) -> None:
+    (tmp_path / "0-0").write_text(record)
+    assert read_beat(tmp_path / "0-0") is None
+
+
+def test_what_keeps_a_heartbeat_from_being_written_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(path: Path, text: str) -> None:
+        raise RuntimeError("a mistake of ours")
+
+    heartbeat, waits = Heartbeat(tmp_path / "0-0"), iter([False, False, False, True])
+    monkeypatch.setattr("bloomery.events.heartbeat.durable.refresh", fail)
+    monkeypatch.setattr(heartbeat._wake, "wait", lambda seconds: next(waits))
+    heartbeat._run()
+    assert caplog.text.count("the heartbeat cannot be written") == 1

@@ -68,8 +68,9 @@ def test_a_record_that_a_crash_left_empty_never_began(tmp_path: Path):
 def test_a_damaged_record_is_named_and_not_guessed(tmp_path: Path):
     rundir = RunDirectory(tmp_path).create()
     rundir.incarnation(1).write_text('{"base": {"st')
-    with pytest.raises(CheckpointError, match=r"000001\.json is damaged"):
+    with pytest.raises(CheckpointError, match=r"000001\.json is damaged") as damage:
         read_incarnations(rundir)
+    assert "Restore it from a backup" in damage.value.remedy
 
 
 def test_a_directory_that_cannot_be_written_is_told():
@@ -223,3 +224,79 @@ def test_a_record_says_who_began_it_when_and_why(tmp_path: Path):
     (rundir.incarnations / "notes.json").write_text("of a person")
     rundir.incarnation(12).write_text(json.dumps({"base": None}))
     assert begin(rundir, base=None, reason="start") == 13 and set(read_incarnations(rundir)) == {1, 12, 13}
+
+
+def copy_of(rundir: RunDirectory) -> dict[str, bytes]:
+    return {f"s3://b/incarnations/{path.name}": path.read_bytes() for path in rundir.incarnations.iterdir()}
+
+
+def test_a_run_begins_where_no_directory_is_yet(tmp_path: Path):
+    rundir = RunDirectory(tmp_path / "new")
+    assert begin(rundir, base=None, reason="für Köln") == 1
+    assert begin(rundir, base=(5, 1), reason="start") == 2 == current(rundir)
+    assert "für Köln" in rundir.incarnation(1).read_text(encoding="utf-8")
+
+
+def test_a_number_that_somebody_took_in_between_is_not_begun_twice(tmp_path: Path):
+    rundir = RunDirectory(tmp_path).create()
+
+    def claim(number: int, record: str) -> bool:
+        if number == 1:
+            rundir.incarnation(1).write_text('{"base": null}')
+        return True
+
+    assert begin(rundir, base=(3, 1), reason="start", claim=claim) == 2
+    assert read_incarnations(rundir) == {1: None, 2: (3, 1)}
+
+
+def test_adopted_incarnations_are_on_the_disk_before_they_take_their_place(tmp_path: Path):
+    one, other = RunDirectory(tmp_path / "one").create(), RunDirectory(tmp_path / "other")
+    begin(one, base=None, reason="start")
+    begin(one, base=(5, 1), reason="start")
+    with recorded() as calls:
+        merge_records(other, copy_of(one))
+    at = calls.index("rename", "incarnations")
+    assert all(calls.synced_before(f"00000{number}.json", at=at) for number in (1, 2))
+    assert calls.synced_before("incarnations.partial", at=at)
+    assert read_incarnations(other) == read_incarnations(one)
+
+
+def test_who_may_not_merge_two_runs_is_told_what_to_do_instead(tmp_path: Path):
+    one, other = RunDirectory(tmp_path / "one").create(), RunDirectory(tmp_path / "other").create()
+    for rundir in (one, other):
+        begin(rundir, base=None, reason="start")
+    with pytest.raises(CheckpointError) as foreign:
+        merge_records(other, copy_of(one))
+    assert "another run.name or backup.url" in foreign.value.remedy
+    parted = RunDirectory(tmp_path / "parted")
+    merge_records(parted, copy_of(one))
+    for rundir in (one, parted):
+        begin(rundir, base=(5, 1), reason="start")
+    with pytest.raises(CheckpointError) as apart:
+        merge_records(parted, copy_of(one))
+    assert f"move {parted.path} away and start again" in apart.value.remedy
+
+
+def test_of_several_incarnations_that_parted_the_earliest_is_named(tmp_path: Path):
+    one, other = RunDirectory(tmp_path / "one").create(), RunDirectory(tmp_path / "other")
+    begin(one, base=None, reason="start")
+    merge_records(other, copy_of(one))
+    for number in range(30, 1, -1):  # so that no directory lists them in their order by chance
+        for rundir in (one, other):
+            rundir.incarnation(number).write_text(json.dumps({"base": None, "of": str(rundir.path)}))
+    with pytest.raises(CheckpointError, match="both continued as incarnation 2:"):
+        merge_records(other, copy_of(one))
+    assert identity(one) == identity(other)
+
+
+def test_incarnations_that_cannot_be_fetched_are_told_with_their_place(tmp_path: Path):
+    one = RunDirectory(tmp_path / "one").create()
+    begin(one, base=None, reason="start")
+    with pytest.raises(StorageError, match=r"Fetching the incarnations.*/proc/bloomery/incarnations"):
+        merge_records(RunDirectory(Path("/proc/bloomery")), copy_of(one))
+
+
+def test_a_later_incarnation_from_nothing_hides_all_that_was_before():
+    items = {(5, 1), (9, 2), (3, 3)}
+    assert visible(items, {1: None, 2: (5, 1), 3: None}) == {(3, 3)}
+    assert visible(items, {1: None, 2: (5, 1), 3: (9, 2)}) == items

@@ -196,3 +196,26 @@ def test_of_a_tail_only_the_events_that_are_wanted_are_parsed(
     (end,) = read_tail(tmp_path / "journal.jsonl", named=("start", "end"))
     assert end["reason"] == "start" and len(parsed) == 1
     assert len(list(read_tail(tmp_path / "journal.jsonl"))) == 52
+
+
+def test_a_journal_makes_its_directory_and_writes_at_its_end_what_the_disk_refused_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path = tmp_path / "not" / "yet" / "a.jsonl"
+
+    def refuse(file: int, content: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with Journal(path) as journal:
+        with monkeypatch.context() as patch:
+            patch.setattr("bloomery.events.journal.os.write", refuse)
+            journal.write("step", incarnation=1, step=1)
+        assert not path.stat().st_size
+    assert [event["step"] for event in read_journal(path)] == [1]
+
+
+def test_a_journal_that_is_shared_is_free_between_two_lines(tmp_path: Path):
+    path = tmp_path / "operations.jsonl"
+    with Journal(path, is_shared=True) as journal, path.open("rb") as other:
+        journal.write("note", incarnation=1, step=2)
+        assert durable.try_lock(other.fileno())

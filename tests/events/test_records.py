@@ -103,3 +103,10 @@ def test_bytes_of_a_stage_are_added_up():
     for count in (4, 0, 6):
         add(count)
     assert told == [("joining", done, 10, "bytes") for done in (4, 4, 10)]
+
+
+@pytest.mark.parametrize("name", ["held_out_loss", "loss_scale", "mfu", "shared_seconds", "memory_bytes"])
+def test_a_figure_that_may_be_absent_survives_where_it_is_not_finite(name: str):
+    report = replace(REPORT, **{name: float("inf")})
+    assert StepReport.from_json(json.loads(json.dumps(report.to_json(), allow_nan=False))) == report
+    assert getattr(StepReport.from_json({**REPORT.to_json(), name: None}), name) is None

@@ -69,3 +69,9 @@ def test_the_journals_of_a_run_are_those_of_its_ranks_by_name(tmp_path: Path):
         rundir.journal(rank=rank).touch()
     rundir.journal().with_suffix(".partial").touch()
     assert rundir.journals() == [rundir.journal(rank=rank) for rank in range(4)]
+
+
+def test_a_run_may_be_named_by_a_text(tmp_path: Path):
+    rundir = RunDirectory(str(tmp_path))
+    assert rundir.path == tmp_path and rundir == RunDirectory(tmp_path)
+    assert rundir.create().exists()

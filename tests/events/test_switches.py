@@ -91,3 +91,37 @@ def test_a_request_that_cannot_be_written_is_told_with_its_path(tmp_path: Path):
     with pytest.raises(StorageError, match=str(tmp_path / "control")):
         write_request(RunDirectory(tmp_path), "skip", "0:8", keep=True)
     assert note_of(tmp_path / "control" / "skip") == ""
+
+
+def test_a_switch_that_is_not_there_is_no_trouble(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    (tmp_path / "file").touch()
+    switches = Switches([tmp_path / "none", tmp_path / "file", tmp_path])
+    assert switches.armed("stop") is None and not caplog.records
+
+
+def test_a_directory_that_cannot_be_looked_into_is_named_with_the_reason(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    Switches([loop]).armed("stop")
+    assert f"the switch {loop / 'stop'} cannot be looked at: Too many levels" in caplog.text
+
+
+def test_a_save_that_its_author_takes_back_meanwhile_is_taken_without_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    class Withdrawn(Switches):
+        def _identity(self, path: Path) -> tuple[int, int] | None:
+            seen = super()._identity(path)
+            path.unlink(missing_ok=True)
+            return seen
+
+    arm(tmp_path / "save")
+    Withdrawn([tmp_path]).take("save")
+    assert not caplog.records
+
+
+def test_a_note_in_another_encoding_is_shown_as_far_as_it_can_be(tmp_path: Path):
+    (tmp_path / "stop").write_bytes(b"armed by caf\xe9: quota\n")
+    assert note_of(tmp_path / "stop") == "armed by caf\N{REPLACEMENT CHARACTER}: quota"

@@ -12,6 +12,7 @@ import pytest
 
 from bloomery.errors import StorageError
 from bloomery.events.records import StepReport
+from bloomery.guard import logs
 from bloomery.guard.logs import Columns, _joined, _refuse_other_encodings, _text, read_columns
 from bloomery.guard.replay import (
     _around,
@@ -204,3 +205,46 @@ def test_blocks_end_before_a_line_that_does_not_continue_the_one_before() -> Non
         assert whole(100, 21, 9, **odd) == 0 and whole(121, 1, 1, **odd) == 0
     assert whole(122, 10, 9, loss=nan) == 10 + 2 * 32
     assert whole(0, 10, 99, step=120.0) == 106, "a step that was made again"
+
+
+def test_a_loss_that_is_missing_without_a_refusal_ends_the_refusals_before_it() -> None:
+    rows = columns({"step": 1, "refused": 2}, {"step": 2}, {"step": 3, "refused": 1})
+    assert rows.report(2).refused_in_a_row == 1
+
+
+def test_what_is_no_log_or_not_there_is_told_with_what_to_give(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="cannot be read: No such file") as missing:
+        read_columns(tmp_path / "none")
+    assert missing.value.remedy == "Check the path."
+    (tmp_path / "empty").touch()
+    with pytest.raises(StorageError) as empty:
+        read_columns(tmp_path / "empty")
+    assert "Give a run directory, its journal, or the log" in empty.value.remedy
+
+
+@pytest.mark.parametrize("first", ['{"rank": 0}', 'the "event" loop'])
+def test_a_log_that_only_looks_like_a_journal_is_read_as_a_log(first: str, tmp_path: Path) -> None:
+    (tmp_path / "a.log").write_text(f"{first}\niteration 5/ 10 | lm loss: 2.5 |\n")
+    found = read_columns(tmp_path / "a.log")
+    assert (found.step.tolist(), found.loss.tolist()) == ([5.0], [2.5])
+
+
+def test_a_start_at_the_end_of_a_part_belongs_to_the_first_step_of_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [
+        json.dumps({"event": event, "step": step, "loss": 2.0}) + "\n"
+        for event, step in (("step", 1), ("start", 1), ("step", 2), ("step", 3))
+    ]
+    (tmp_path / "a.jsonl").write_text("".join(lines))
+    monkeypatch.setattr(logs, "CHUNK_BYTES", len("".join(lines[:2])))
+    assert read_columns(tmp_path / "a.jsonl", workers=1).resumed.tolist() == [0.0, 1.0, 0.0]
+
+
+def test_damaged_lines_of_a_journal_are_no_steps_and_no_starts(tmp_path: Path) -> None:
+    step = '{"event": "step", "step": 1, "loss": 2.0}'
+    odd = ['["step", {"event": "step"}]', '{"event": "step", "loss": 2.0}', '{"event": "step", "st']
+    text = "\n".join([step, *odd, step.replace('"step": 1', '"step": 2')]) + "\n"
+    (tmp_path / "a.jsonl").write_text(text)
+    found = read_columns(tmp_path / "a.jsonl")
+    assert (found.step.tolist(), found.resumed.tolist()) == ([1.0, 2.0], [0.0, 0.0])

@@ -247,3 +247,30 @@ def test_computations_that_nobody_can_decide_are_told_beside_those_that_are_cert
     assert (certain.ranks, certain.is_certain) == ((1,), True)
     assert (unclear.ranks, unclear.is_certain) == ((0, 1, 2, 3), False)
     assert "none has a majority" in unclear.reason and disputed_micro_batches(row) == (1, 9)
+
+
+def test_ranks_and_micro_batches_are_told_in_ascending_order() -> None:
+    row = ranks(10)
+    for rank in (8, 1):
+        row = computing(row, rank, rank, WRONG, RIGHT + rank)
+    assert disputed_micro_batches(row) == (1, 8)
+    (fault,) = computation_faults(row)
+    assert fault.is_certain and fault.ranks == (1, 8)
+    (open_question,) = computation_faults(
+        [replace(one, computed={3: (one.rank,)}) for one in row if one.rank in (1, 8)]
+    )
+    assert not open_question.is_certain and open_question.ranks == (1, 8)
+    before = {rank.rank: dict(rank.held) for rank in row} | {8: {"weights": WRONG}, 1: {"weights": WRONG}}
+    assert settled_by_repetition(before, row) == (1, 8)
+
+
+def test_nothing_is_settled_while_ranks_differ_still() -> None:
+    before = {rank.rank: dict(rank.held) for rank in holding(ranks(3), 2, weights=WRONG)}
+    assert settled_by_repetition(before, ranks(3)) == (2,)
+    assert settled_by_repetition(before, holding(ranks(3), 1, weights=WRONG)) == ()
+
+
+def test_kernels_are_not_deterministic_where_more_than_half_of_the_replicas_differ_from_themselves() -> None:
+    one_of_two = computing(ranks(2), 1, 1, WRONG, RIGHT + 1)
+    assert not is_not_deterministic(one_of_two)
+    assert is_not_deterministic(computing(one_of_two, 0, 0, WRONG, RIGHT))

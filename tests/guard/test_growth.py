@@ -11,7 +11,7 @@ from tests.guard.reports import report
 
 from bloomery.config.checkpoint import GuardSection
 from bloomery.events.records import StepReport
-from bloomery.guard.creep import InnerGrowth
+from bloomery.guard.creep import InnerGrowth, _grows_faster
 from bloomery.guard.judge import watching_guards
 from bloomery.guard.verdict import CarryOn, Watch
 
@@ -118,3 +118,35 @@ def test_growth_that_measurements_scatter_by_is_not_told() -> None:
 
     assert warnings(growing(1.0))
     assert warnings(growing(1.8)) == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "kept"),
+    [
+        ({}, 2),
+        ({"learning_rate": 0.5e-3}, 2),
+        ({"learning_rate": 1.1e-3}, 1),
+        ({"global_batch": 20}, 1),
+        ({"precision": "bf16"}, 1),
+        ({"mixture": 2}, 1),
+    ],
+)
+def test_sizes_are_compared_with_those_of_the_same_circumstances(changed, kept) -> None:
+    guard = InnerGrowth()
+    first = report(50, inner_sizes={"logit": [1.0]}, learning_rate=1e-3)
+    history, _ = guard.judge(guard.fresh(), first)
+    second = {"learning_rate": 1e-3, "inner_sizes": {"logit": [2.0]}, **changed}
+    history, _ = guard.judge(history, report(100, **second))
+    assert history["count"] == len(history["newest"]["logit"]) == kept
+
+
+def test_sizes_that_are_not_finite_are_passed_over() -> None:
+    sizes = {"logit": [1.0, float("nan")], "hidden": [1.0, float("inf")], "weight": [1.0, 2.0]}
+    history, _ = InnerGrowth().judge(InnerGrowth().fresh(), report(50, inner_sizes=sizes))
+    assert list(history["newest"]) == ["weight"]
+
+
+@pytest.mark.parametrize(("last", "faster"), [(0.8, True), (0.6, False)])
+def test_growth_slows_down_where_its_last_rises_are_smaller_than_its_first(last: float, faster: bool) -> None:
+    path = np.exp(np.cumsum([0.0, 1.0, 1.0, 1.0, 1.0, last, last, last]))
+    assert _grows_faster(tuple(path.tolist()), InnerGrowth()) is faster

@@ -1,5 +1,5 @@
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 from tests.guard.reports import guards_of, judged, report
@@ -9,7 +9,7 @@ from bloomery.events.records import Facts
 from bloomery.guard.health import LossScaleCollapse
 from bloomery.guard.judge import Guards, described, judge, replay
 from bloomery.guard.ladder import Ladder
-from bloomery.guard.verdict import CarryOn, Rewind, Save, Stop, Watch, worst
+from bloomery.guard.verdict import Anomaly, CarryOn, Rewind, Save, Stop, Watch, worst
 
 
 def test_verdicts_are_ordered_from_mild_to_strong():
@@ -21,6 +21,7 @@ def test_verdicts_are_ordered_from_mild_to_strong():
     ordered = [carry_on, watch, save, near, far, stop, failed]
     for number, strongest in enumerate(ordered):
         assert worst(reversed(ordered[: number + 1])) is strongest
+        assert worst(ordered[: number + 1]) is strongest
     first, second = save, replace(save, reason="later")
     assert worst([first, second]) is first
 
@@ -112,3 +113,39 @@ def test_two_guards_of_one_name_are_a_mistake():
     guard = LossScaleCollapse()
     with pytest.raises(ValueError, match="same name"):
         Guards((guard, guard), ladder=Ladder(section=GuardSection()))
+
+
+@dataclass(frozen=True)
+class Says:
+    """A guard that always says the same."""
+
+    name: str
+    verdict: Stop | Anomaly
+
+    def fresh(self) -> None:
+        return None
+
+    def judge(self, history, report):
+        return history, self.verdict
+
+    def rewound(self, before, restored, *, rung):
+        return restored
+
+    def resumed(self, history):
+        return history
+
+
+def test_a_stop_is_a_finding_where_the_run_cannot_go_on_and_not_where_it_was_asked_for():
+    failed, asked = (Stop(judged_step=1, reason="x", failed=it) for it in (True, False))
+    guards = Guards((Says("disk", failed), Says("person", asked)), ladder=Ladder(section=GuardSection()))
+    assert judge(guards, report(1)) is failed
+    assert guards.findings == (("disk", failed),)
+
+
+def test_of_several_anomalies_the_one_that_began_first_is_undone():
+    late, early = (Anomaly(judged_step=300, first_bad=step, reason=f"from {step}") for step in (290, 280))
+    said = (Says("late", late), Says("early", early))
+    guards = Guards(said, ladder=Ladder(section=GuardSection(spike_rewind_steps=10)))
+    verdict = judge(guards, report(300))
+    assert isinstance(verdict, Rewind) and verdict.to_step == 269 and "from 280" in verdict.reason
+    assert [name for name, _ in guards.findings] == ["early"]

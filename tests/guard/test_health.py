@@ -129,3 +129,19 @@ def test_a_gap_or_a_step_back_begins_the_scale_anew() -> None:
     history, _ = judged(guard, before)
     assert guard.judge(history, report(151, loss_scale=None))[0] == history
     assert guard.resumed(history) == history and guard.rewound(1, history, rung=Rung.SKIP) == history
+
+
+def test_a_scale_that_has_grown_once_is_found() -> None:
+    (warning,) = warnings(scaled([256.0, 256.0, 512.0, 512.0, 64.0]))
+    assert warning.numbers == {"loss_scale": 64.0, "highest": 512.0}
+    assert warnings(scaled([8.0, 4.0, 2.0, 1.0, 1.0])) == [], "one that only falls is still being found"
+
+
+@pytest.mark.parametrize(("since", "is_told"), [(199, True), (200, False)])
+def test_the_highest_scale_counts_for_200_steps(since: int, is_told: bool) -> None:
+    assert bool(warnings(scaled([*[512.0] * 150, *[256.0] * since, 64.0]))) is is_told
+
+
+def test_a_scale_that_stays_at_1_is_told_once_and_one_after_a_gap_is_found_anew() -> None:
+    assert len(warnings(scaled([*[2.0] * 150, *[1.0] * 450]))) == 1
+    assert warnings([*scaled([512.0] * 150), *scaled([64.0, 8.0], first=150 + 2001)]) == []

@@ -10,6 +10,7 @@ from tests.guard.reports import BATCH, guards_of, judged, noisy, report
 from bloomery.config.checkpoint import GuardSection
 from bloomery.guard.ladder import Ladder, LadderState, earlier_rungs_words, ladder_from_json
 from bloomery.guard.restraint import Restraint, restraint_at, restraints_from_json
+from bloomery.guard.trial import begin_trial
 from bloomery.guard.verdict import Anomaly, CarryOn, Rewind, Rung, Stop, Watch
 
 # rung: (after anomaly, after calm), as the docstring of the module has it.
@@ -218,3 +219,70 @@ def test_of_several_guards_the_one_that_began_first_is_answered():
     verdict = judged(guards, [*high, *bad])[-1]
     assert isinstance(verdict, Rewind) and verdict.latest_step == 418
     assert [name for name, _ in guards.findings] == ["not_finite"]
+
+
+def test_a_rung_is_forgotten_at_the_last_of_its_calm_steps_and_the_next_one_counts_anew():
+    rules, state, seen = ladder(forget_rewind_steps=3), LadderState(rung=Rung.SKIP), []
+    for step in range(1, 8):
+        state, _ = rules.after_step(state, report(step), is_calm=True)
+        seen.append((state.rung, state.calm))
+    skip, repeat = Rung.SKIP, Rung.REPEAT
+    assert seen[:6] == [(skip, 1), (skip, 2), (repeat, 0), (repeat, 1), (repeat, 2), (Rung.WATCH, 0)]
+    assert seen[6] == (Rung.WATCH, 0), "on the lowest rung nothing is counted"
+
+
+def test_of_a_step_that_is_made_again_the_newer_is_remembered():
+    rules, state = ladder(), LadderState()
+    for one in (report(1), report(2), report(3), report(2, 2.5), report(2, 2.6)):
+        state, _ = rules.after_step(state, one, is_calm=True)
+    assert [(made.step, made.loss) for made in state.steps] == [(1, 2.0), (2, 2.6)]
+
+
+@pytest.mark.parametrize(
+    ("rung", "tried"),
+    [
+        (Rung.WATCH, ""),
+        (Rung.REPEAT, "It came again after the same steps were made again, 7 of them with the same bits. "),
+        (Rung.SKIP, "It came again after samples were left out. "),
+    ],
+)
+def test_an_answer_says_what_was_tried_before(rung, tried):
+    asked = ladder().answer(LadderState(rung=rung, same=7), ANOMALY, SPIKE[-1])
+    assert asked.reason.startswith(f"it rose. {tried}The run goes back")
+
+
+def test_going_back_by_hand_keeps_the_steps_of_the_checkpoint_and_what_trials_found():
+    rules = ladder()
+    restored, _ = rules.after_step(LadderState(), report(1), is_calm=True)
+    before, _ = rules.after_step(restored, report(2), is_calm=True)
+    after = rules.rewound(replace(before, discarded=("Leaving samples out: no.",)), restored, Rung.WATCH)
+    assert [made.step for made in after.steps] == [1] and after.repeats == ()
+    assert after.discarded == ("Leaving samples out: no.",)
+
+
+def test_what_trials_found_is_kept_until_a_remedy_is_adopted():
+    trial = begin_trial(Rung.SKIP, base_step=0, problem_step=1, steps=2, losses_before=[])
+    state, kept = LadderState(rung=Rung.SKIP, trial=trial, discarded=("no",)), []
+    for step in (1, 2, 3):
+        state, _ = ladder().after_step(state, report(step), is_calm=True)
+        kept.append((state.trial is not None, state.discarded))
+    assert kept == [(True, ("no",)), (True, ("no",)), (False, ())]
+
+
+def test_a_remedy_is_held_against_the_losses_before_it_as_far_as_they_are_known():
+    rules, state = ladder(trial_steps=40), LadderState()
+    blank = rules.rewound(state, state, Rung.SKIP).trial
+    assert blank is not None and (blank.problem_step, blank.last_step, blank.limit) == (0, 40, math.inf)
+    for one in CALM[:100]:
+        state, _ = rules.after_step(state, one, is_calm=True)
+    tried = rules.rewound(state, state, Rung.SKIP).trial
+    assert tried is not None and tried.base_step == tried.problem_step == 100
+    assert tried.usual == pytest.approx(2.5, abs=0.01) and tried.limit < 2.6
+
+
+@pytest.mark.parametrize(("was", "now"), [(math.nan, 2.5), (2.5, math.nan)])
+def test_a_loss_that_was_not_a_number_only_once_has_other_bits(was, now):
+    made, _ = ladder().after_step(LadderState(rung=Rung.REPEAT), report(1, was), is_calm=False)
+    again = ladder().rewound(made, LadderState(), Rung.REPEAT)
+    _, (odd,) = ladder().after_step(again, report(1, now), is_calm=False)
+    assert isinstance(odd, Watch) and odd.kind == "other bits"

@@ -116,3 +116,27 @@ def test_losses_that_moved_nothing_are_left_out_of_the_comparison() -> None:
     assert {type(verdict) for verdict in verdicts} == {CarryOn} and history["after"] == []
     _, verdicts = told(history, run_of([2.55] * LEAST, first=111))
     assert isinstance(verdicts[-1], Stop)
+
+
+def test_a_run_that_is_resumed_before_its_first_step_has_nothing_to_compare_with() -> None:
+    history, verdicts = told(GUARD.resumed(GUARD.fresh()), run_of(CALM[: LEAST + 2]))
+    assert {type(one) for one in verdicts} == {CarryOn} and history["losses"] == CALM[: LEAST + 2]
+
+
+def test_losses_that_are_not_finite_or_of_refused_updates_are_not_remembered() -> None:
+    bad = [report(101, float("nan")), report(102, 9.0, update_applied=False)]
+    history, _ = told(saved(), bad)
+    assert history["losses"] == saved()["losses"]
+    resumed, verdicts = told(GUARD.resumed(saved()), bad)
+    assert resumed["after"] == [] and {type(one) for one in verdicts} == {CarryOn}
+
+
+@pytest.mark.parametrize("step", [101, 103])
+def test_only_the_samples_of_the_very_next_step_are_known(step: int) -> None:
+    _, (verdict,) = told(GUARD.resumed(saved()), [report(step, 2.5)])
+    assert isinstance(verdict, CarryOn)
+
+
+def test_losses_of_zero_are_no_rise() -> None:
+    _, verdicts = told(GUARD.resumed(saved([0.0] * 30)), run_of([0.0] * LEAST, first=31))
+    assert {type(one) for one in verdicts} == {CarryOn}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.guard.reports import BATCH, report
 
@@ -142,3 +143,20 @@ def test_a_rewind_takes_the_checkpoints_histories_and_a_resume_keeps_them() -> N
     for guard in (GradientNormRise(), ThroughputDrop(), Plateau()):
         assert guard.rewound({"a": BATCH}, {"b": 2}, rung=Rung.SLOW) == {"b": 2}
         assert guard.resumed({"a": 3}) == {"a": 3}
+
+
+def test_a_single_high_norm_is_not_told() -> None:
+    usual = [0.5 if step % 2 else 0.52 for step in range(300)]
+    assert told(GradientNormRise(), normed([*usual, 1.5, *usual[:20], 1.5, *usual[:20]])) == []
+
+
+def test_many_losses_of_a_doubling_at_once_are_remembered_as_one_by_one() -> None:
+    guard, losses = Plateau(), [2.5, 2.25, 2.0, 1.5]
+    rates = [1e-3, 3e-3, 2e-3, 1e-3]
+    one_by_one, _ = guard.judge(guard.fresh(), report(4, losses[0], learning_rate=rates[0]))
+    at_once = guard.absorbed(one_by_one, losses=np.array(losses[1:]), peak_rate=3e-3, step=7)
+    for step, loss, rate in zip((5, 6, 7), losses[1:], rates[1:], strict=True):
+        one_by_one, _ = guard.judge(one_by_one, report(step, loss, learning_rate=rate))
+    assert at_once == one_by_one
+    lower = guard.absorbed(at_once, losses=np.array([2.0]), peak_rate=1e-4, step=8)
+    assert lower["peak_rate"] == 3e-3  # type: ignore[index,call-overload]

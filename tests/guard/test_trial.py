@@ -9,8 +9,8 @@ from tests.guard.reports import BATCH, guards_of, judged, noisy, report
 from bloomery.config.checkpoint import GuardSection
 from bloomery.guard.judge import Guards, described
 from bloomery.guard.ladder import ladder_from_json
-from bloomery.guard.trial import ADOPTED, begin_trial, trial_from_json
-from bloomery.guard.verdict import CarryOn, Rewind, Rung, Stop, Watch
+from bloomery.guard.trial import ADOPTED, after_step, begin_trial, trial_from_json
+from bloomery.guard.verdict import Anomaly, CarryOn, Rewind, Rung, Stop, Watch
 
 BASE, BAD, STEPS = 300, 401, 40
 CALM = [report(step, loss) for step, loss in enumerate(noisy(BAD - 1), 1)]
@@ -128,3 +128,17 @@ def test_the_newest_held_out_loss_of_a_trial_is_among_its_evidence():
     judged(run.guards, [report(BASE + 1, 2.5, held_out_loss=2.8), report(BASE + 2, 2.5, held_out_loss=2.7)])
     (told,) = run.steps(noisy(200, seed=3), BASE + 3)
     assert told.kind == ADOPTED and told.numbers["held_out"] == 2.7
+
+
+@pytest.mark.parametrize(("loss", "kind"), [(2.5, Watch), (2.7, Anomaly)])
+def test_the_end_of_a_trial_says_what_was_usual_and_by_which_numbers_it_was_judged(loss, kind):
+    trial = begin_trial(Rung.SKIP, base_step=300, problem_step=302, steps=1, losses_before=noisy(96))
+    for step in (301, 302):
+        trial, none = after_step(trial, report(step, loss))
+        assert none is None and trial.losses == ()
+    _, end = after_step(trial, report(303, loss))
+    assert isinstance(end, kind) and end.judged_step == 303
+    assert f"(before the problem {trial.usual:.4f}, at most {trial.limit:.4f} is taken)" in end.reason
+    assert end.numbers["median"] == loss and end.numbers["limit"] == trial.limit
+    unknown = begin_trial(Rung.SKIP, base_step=0, problem_step=0, steps=1, losses_before=[])
+    assert "before the problem" not in after_step(unknown, report(1, loss))[1].reason

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -351,3 +352,25 @@ def test_lines_that_cannot_be_read_are_told_and_left_out(caplog: pytest.LogCaptu
     assert read_skips(f"0:{10**19}\n0:{'9' * 5000}\n") == read_rewind(f"7 0:{10**19}\n{10**19}\n") == ()
     levels = [record.levelno for record in caplog.records]
     assert levels == [logging.WARNING] * (1 + 5 + 4 + 4)
+
+
+def test_a_training_in_another_thread_leaves_the_signals_alone(rundir: RunDirectory) -> None:
+    before, made = [signal.getsignal(number) for number in SIGNALS], list[Control]()
+    thread = threading.Thread(target=lambda: made.append(Control(rundir, ALONE)))
+    thread.start()
+    thread.join()
+    (control,) = made
+    assert [signal.getsignal(number) for number in SIGNALS] == before and control.asked_to_stop() == ""
+    control.close()
+
+
+def test_a_request_for_a_save_that_the_launcher_held_back_arrives(rundir: RunDirectory) -> None:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    os.kill(os.getpid(), signal.SIGUSR1)
+    control = Control(rundir, ALONE)
+    try:
+        assert agreed(control).save_requested
+    finally:
+        signal.sigtimedwait({signal.SIGUSR1}, 0)  # what did not arrive would end this process
+        control.close()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -20,7 +20,7 @@ from bloomery.config.resume import SettingChange, SettingChanges
 from bloomery.diloco.outer import UnderWay
 from bloomery.errors import ConfigError, StorageError
 from bloomery.events.run_directory import RunDirectory
-from bloomery.plan.schedule import Phase
+from bloomery.plan.schedule import Phase, learning_rate
 from bloomery.train import settings as settings_module
 from bloomery.train import step as step_module
 from bloomery.train.settings import changes_of, keep_recipe
@@ -43,6 +43,7 @@ def test_a_run_keeps_its_recipe_and_where_each_value_came_from(rundir: RunDirect
     assert changes_of(loaded, rundir) == SettingChanges()
     (rundir.path / ".recipe.toml.abc.draft").write_text("left by a crash")
     keep_recipe(loaded, rundir)
+    assert not list(rundir.path.glob(".*"))
     assert rundir.recipe.read_text() == dump_recipe(loaded.recipe)
     assert rundir.sources.read_text() == ('"data.split" = "the command line"\n"run.name" = "a \\"file\\""\n')
     assert changes_of(loaded, rundir) == SettingChanges()
@@ -195,6 +196,7 @@ def test_a_damaged_recipe_is_mended_from_the_last_start_in_the_journal(
     assert rundir.recipe.read_text() == text, "the last start's"
     (told,) = caplog.records
     assert told.levelno == logging.WARNING and "is mended from the journal" in told.getMessage()
+    assert told.getMessage().startswith(f"{rundir.recipe} was damaged (")
     assert not (rundir.path / "recipe.damaged.toml").exists()
 
 
@@ -205,3 +207,27 @@ def test_what_a_rewind_restrains_is_asked_of_the_ladder_of_the_run(run: Run) -> 
     )
     assert run.settings.restraint("rung", STATE) == "restraint"  # type: ignore[arg-type]
     assert asked == [("rung", {"consumed": 80, "samples_per_step": 8})]
+
+
+def test_a_recipe_that_cannot_be_mended_is_told_with_its_path(
+    rundir: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*told: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    rundir.recipe.write_text("[model\n")
+    line = {"event": "start", "step": 0, "recipe": dump_recipe(demo().recipe)}
+    rundir.journal().write_text(json.dumps(line) + "\n")
+    monkeypatch.setattr(settings_module.durable, "write_whole", refuse)
+    with pytest.raises(StorageError, match="Mending the run's recipe") as refused:
+        changes_of(demo(), rundir)
+    assert str(rundir.recipe) in str(refused.value)
+
+
+def test_a_rate_by_samples_is_read_where_the_step_will_have_come_to(tmp_path: Path) -> None:
+    warming = ("schedule.warmup=160", "schedule.unit=samples", "optim.learning_rate=0.01")
+    made = Run(tmp_path / "journal.jsonl", *warming)
+    recipe = made.settings.recipe
+    wanted = learning_rate(recipe.optim, recipe.schedule, at=88, length=640)
+    assert made.settings.learning_rate(STATE) == pytest.approx(wanted) and wanted < 0.01
+    made.journal.close()

@@ -213,3 +213,21 @@ def test_the_newest_three_steps_of_a_rank_are_compared_and_eight_ranks_named() -
     told = slow_among([1.0], *[1.0] * 12, *(float(number) for number in range(10, 21)))
     assert [named[0] for named in told["slow"]] == list(range(23, 15, -1))
     assert slow_among([])["slow"] == [] and slow_among([], 1.0)["usual_s"] == 0.0
+
+
+def test_a_rank_is_slow_from_a_twentieth_on() -> None:
+    assert [named[0] for named in slow_among([1.0], 1.0, 1.06)["slow"]] == [2]
+    assert slow_among([1.0], 1.0, 1.05)["slow"] == []
+
+
+def test_the_memory_of_a_gpu_is_what_is_allocated_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", {gpu: 4096}.__getitem__)
+    assert memory_in_use(gpu) == 4096.0
+
+
+def test_memory_that_no_rank_knows_is_unknown_in_the_report(
+    metrics_of, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bloomery.train.metrics.memory_in_use", lambda device: 0.0)
+    assert reported(metrics_of(), result_of()).memory_bytes is None

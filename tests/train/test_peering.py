@@ -255,3 +255,12 @@ def test_the_rounds_that_saves_rest_on_are_read_anew_where_the_directory_changed
     store.add(8, 2, inside=True)
     store.add(4, 1)
     assert rounds.saves() == rounds.saves() == (1, 2) and store.listed == 2
+
+
+def test_of_many_rounds_with_checkpoints_the_oldest_and_the_newest_are_named_in_order(
+    manifests: dict[str, Any],
+) -> None:
+    store = Checkpoints(manifests)
+    for round in (4096, *range(100, 0, -1), 7):
+        store.add(round + 1000, round)
+    assert rounds_of(store).saves() == (1, *range(39, 101), 4096)

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import signal
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,7 @@ from bloomery.train import rank_diagnostics
 from bloomery.train.rank_diagnostics import (
     explaining_out_of_memory,
     make_heartbeat,
+    pci_bus_of,
     planned_memory,
     write_stacks_on_signal,
 )
@@ -161,3 +163,27 @@ def test_a_file_for_stacks_that_cannot_be_opened_is_told(tmp_path: Path) -> None
     (tmp_path / "new").write_text("in the way of the directory")
     with pytest.raises(StorageError, match=r"(?i)opening the file for stacks"):
         write_stacks_on_signal(tmp_path / "new" / "rank-0.txt")
+
+
+@pytest.mark.parametrize("absent", ["pci_domain_id", "pci_bus_id", "pci_device_id"])
+def test_a_torch_that_tells_a_part_of_the_pci_bus_alone_leaves_it_unknown(absent: str) -> None:
+    whole = {"pci_domain_id": 0, "pci_bus_id": 59, "pci_device_id": 1}
+    assert pci_bus_of(SimpleNamespace(**whole)) == "0000:3b:01"
+    del whole[absent]
+    assert pci_bus_of(SimpleNamespace(**whole)) == ""
+
+
+def test_a_rank_that_starts_again_writes_its_stacks_anew_where_the_old_ones_are(tmp_path: Path) -> None:
+    path, meanwhile = tmp_path / "deep" / "new" / "rank-0.txt", threading.Event()
+    other = threading.Thread(target=meanwhile.wait)
+    other.start()
+    try:
+        write_stacks_on_signal(path)
+        write_stacks_on_signal(path)
+        os.kill(os.getpid(), signal.SIGUSR2)
+        told = path.read_text()
+    finally:
+        faulthandler.unregister(signal.SIGUSR2)
+        meanwhile.set()
+        other.join()
+    assert told.count("Current thread") == 1 and told.count("Thread 0x") >= 1, "of all threads"

@@ -216,11 +216,15 @@ def test_a_journal_on_another_machine_promises_nothing_and_one_that_says_else_br
         CheckpointError, match=r"step-000003\.i002 was not resumed as it promises: a; the checkp"
     ):
         checked(made, monkeypatch, broken=("a",))
-    ((event, told),) = events
+    with pytest.raises(CheckpointError) as broken:
+        checked(made, monkeypatch, broken=("a",))
+    assert "Nothing was trained. Look for what changed" in broken.value.remedy
+    assert "`bloomery ckpt show` has the promise" in broken.value.remedy
+    (event, told), _ = events
     assert (event, told["kept"], told["step"], told["incarnation"]) == ("receipt", False, 3, 7)
     assert told["broken"] == ["a", "the checkpoint promises something else than the journal of the run does"]
     made.complete(SimpleNamespace(step=4), incarnation=7)  # type: ignore[arg-type]
-    assert len(events) == 1, "nothing was trained"
+    assert len(events) == 2, "nothing was trained"
 
 
 def test_a_later_rank_reads_no_journal(tmp_path: Path) -> None:
@@ -238,3 +242,45 @@ def test_digests_of_optimizers_are_those_that_checkpoints_of_earlier_versions_pr
     assert receipts_module._digest(moment) == 0xA643D2B545ED5CE2
     updates = entry("optim.plain.updates", (), (), torch.tensor(7.0))
     assert receipts_module._digest(updates) == 0x697ACBF888000000
+
+
+def test_a_checkpoint_of_before_there_were_promises_is_taken_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "journal").touch()
+    made, events = receipts_of(tmp_path / "journal")
+    checked(made, monkeypatch)
+    made.check(restored(loss=2.5), STATE, other_mixture=False, incarnation=7)
+    made.complete(SimpleNamespace(step=4, loss=2.5, learning_rate=0.01), incarnation=7)  # type: ignore[arg-type]
+    assert events == [], "what an earlier resume had pending is forgotten"
+
+
+def test_only_the_first_rank_says_who_reads_what(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[Any] = []
+    gathered = staticmethod(lambda own: said.append(own) or [{"0": [1]}])
+    monkeypatch.setattr(Gathering, "others", gathered)
+    for rank in (0, 1):
+        receipts_of(tmp_path / "journal", degree=2, rank=rank)[0]._shares(STATE)
+    assert said == [{"0": [24, 25, 28, 29], "1": [26, 27, 30, 31]}, None]
+
+
+def test_settings_are_hashed_in_whatever_order_a_recipe_has_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, _ = receipts_of(tmp_path / "journal")
+    usual, settings_of = made._settings_hash(), receipts_module.settings_of
+    reordered = lambda recipe: dict(reversed(settings_of(recipe).items()))  # noqa: E731
+    monkeypatch.setattr(receipts_module, "settings_of", reordered)
+    assert made._settings_hash() == usual
+
+
+def test_ranks_agree_on_who_counts_which_part_of_the_moments(tmp_path: Path) -> None:
+    made, _ = receipts_of(tmp_path / "journal")
+    agreed: list[Any] = []
+    made._optimizers = SimpleNamespace(state_entries=lambda: iter(("a", "b")))
+    made._planner = SimpleNamespace(
+        digest=lambda entries: "-".join(entries),
+        agree=lambda entries, digests: agreed.append((entries, digests)),
+        entries_to_write=lambda entries: [],
+    )
+    assert Receipts._own_digest(made) == 0 and agreed == [(["a", "b"], ["a-b"])]

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -93,8 +94,9 @@ def test_ratios_for_validation_weigh_a_dataset_and_its_validation_part_and_leave
     parts = held_out_documents(section, prepared)
     assert [(part.name, part.weight) for part in parts] == [("web", 0.25), ("web (validation)", 0.25)]
     ratios["missing"] = 0.5
-    with pytest.raises(DataError, match="validates on 'missing', which has no held-out documents"):
+    with pytest.raises(DataError, match="validates on 'missing', which has no held-out documents") as refused:
         held_out_documents(section, prepared)
+    assert "Give data.split a part for validation" in refused.value.remedy
 
 
 def test_training_sees_its_part_and_a_part_too_small_for_a_sample_is_refused(opened: None) -> None:
@@ -103,10 +105,47 @@ def test_training_sees_its_part_and_a_part_too_small_for_a_sample_is_refused(ope
     assert documents.documents == range(8)  # type: ignore[attr-defined]
     exact = replace(section, sequence_length=79)
     assert len(data_stream.training_documents(exact, [source("web")])) == 1
-    with pytest.raises(DataError, match=r"leaves 80 tokens of the dataset 'web' .* one sample takes 81"):
+    with pytest.raises(
+        DataError, match=r"leaves 80 tokens of the dataset 'web' .* one sample takes 81"
+    ) as refused:
         data_stream.training_documents(replace(section, sequence_length=80), [source("web")])
+    assert refused.value.remedy == "Give training a larger part, or the dataset more text."
     (whole,) = data_stream.training_documents(replace(section, split=()), [source("web")])
     assert whole.documents == range(10)  # type: ignore[attr-defined]
+    long = replace(section, split=(), sequence_length=800)
+    assert data_stream.training_documents(long, [source("web")]), "the stream says what lacks there"
+
+
+def of_sequences(monkeypatch: pytest.MonkeyPatch, *edges: int) -> None:
+    class Sequences(Documents):
+        sequence_count, document_indices = edges[-1], np.array(edges)
+
+    monkeypatch.setattr(data_stream, "IndexedDataset", Sequences)
+
+
+def test_megatrons_split_counts_sequences_and_refuses_to_cut_a_document(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    section = DataSection(split=(8, 2), sequence_length=32, order="megatron")
+
+    def trained_on() -> range:
+        (part,) = data_stream.training_documents(section, [source("web")])
+        return part.documents  # type: ignore[attr-defined,no-any-return]
+
+    of_sequences(monkeypatch, *range(11))
+    assert trained_on() == range(8)
+    of_sequences(monkeypatch, 0, 3, 6, 9, 12, 16, 17, 18, 18, 19, 20)
+    assert trained_on() == range(5), "sixteen of twenty sequences"
+    of_sequences(monkeypatch, 0, 3, 6, 9, 12, 15, 17, 18, 18, 19, 20)
+    with pytest.raises(DataError, match=r"'web' within a document: it has 20 sequences in 10 doc") as cut:
+        trained_on()
+    assert "one sequence a document, or set data.order = 'bloomery'" in cut.value.remedy
+
+
+def test_a_run_of_steps_makes_those_that_are_left_whatever_the_batch_was_before() -> None:
+    recipe = load_recipe("demo", [*PLAIN, "train.samples=0", "train.steps=10"]).recipe
+    assert indices_left(recipe, step=2, position=Position(consumed=64)) == 64
+    assert indices_left(recipe, step=8, position=Position(consumed=16)) == 16
 
 
 def test_a_recipe_asks_for_its_samples_with_room_for_a_batch_and_a_sample_of_each_dataset() -> None:
@@ -194,8 +233,9 @@ def test_a_resume_follows_the_order_of_its_checkpoint_and_tells_only_of_a_mixtur
     data._epoch_ends = lambda below: ((0, 12), (1, 20))  # type: ignore[method-assign]
     assert data.epochs_ended(24, below=80) == [{"dataset": "code", "sample": 20}], "what came before is told"
     other = {"fingerprint": "f2", "mixtures": [{}]}
-    with pytest.raises(DataError, match="step-000004 was trained on other text"):
+    with pytest.raises(DataError, match="step-000004 was trained on other text") as refused:
         stream_of(stream=stream).follow(other, "step-000004", at=16, left=64)
+    assert "Bring the old files back" in refused.value.remedy
     given = stream_of(batches, stream=stream, is_tokenised_here=False)
     assert given.follow({**other, "mixtures": []}, "step-000004", at=16, left=64) == {
         "at": 0,

@@ -249,6 +249,45 @@ def test_a_rewind_whose_save_fails_goes_on_and_the_save_is_tried_again(run) -> N
     assert run.events[-1] == ("checkpoint_failed", 4, {"why": "the disk is full"})
 
 
+def test_a_rewind_asks_for_the_restraint_of_its_rung_from_where_it_goes_on(run) -> None:
+    run.reachable, asked = {5}, list[Any]()
+    run.saver._settings.restraint = lambda rung, state: asked.append((rung, state.step)) or None
+    going_back(run, WANTED)
+    assert asked == [(Rung.SLOW, 4)]
+
+
+def test_saves_that_ended_before_a_rewind_are_journalled_before_it(run) -> None:
+    run.reachable, run.results = {5}, [result("x", step=8)]
+    going_back(run, WANTED)
+    assert [(event, step) for event, step, _ in run.events] == [("checkpoint", 8), ("rewind", 9)]
+
+
+def test_where_a_rewind_names_no_later_step_none_is_looked_for(run) -> None:
+    assert going_back(run, WANTED).stopped is not None
+    assert run.named("reaches") == [("reaches", 5)]
+
+
+def test_a_save_that_is_over_at_once_is_journalled_at_once(run) -> None:
+    run.results = [result("x", step=9)]
+    run.saver.save(STATE)
+    assert [(event, step) for event, step, _ in run.events] == [("checkpoint", 9)]
+
+
+def test_why_there_is_no_checkpoint_is_told_with_its_step(run, caplog: pytest.LogCaptureFixture) -> None:
+    run.begins = False
+    run.saver.save(STATE)
+    assert "no checkpoint at step 9: two are still being written" in caplog.text
+    run.begins = REFUSED
+    run.saver.save(STATE)
+    assert "no checkpoint at step 9, training goes on: the disk is full" in caplog.text
+
+
+def test_a_run_that_cannot_save_beside_the_training_says_so_before_its_first_step_too(run) -> None:
+    run.degraded = ["no memory"]
+    run.saver.journal_ended_saves()
+    assert run.events == [("checkpoint_degraded", 0, {"why": "no memory"})]
+
+
 def test_restraints_of_before_a_rewind_hold_on_beside_its_own(run) -> None:
     run.reachable = {5}
     old = Restraint(start=0, stop=100, rate=0.5, clip=1.0)
@@ -270,6 +309,8 @@ def test_a_later_checkpoint_is_taken_where_none_is_as_early_as_it_wants_and_else
     event, step, fields = run.events[-1]
     assert (event, step, fields["to_step"]) == ("rewind_impossible", 9, 5)
     assert "step 6" in fields["reason"] and len(run.named("restored")) == 1
+    only_there = going_back(run, WANTED)
+    assert only_there.stopped is not None and "at or before step 5 is" in only_there.stopped.reason
     run.calls.clear()
     going_back(run, replace(WANTED, may_start_anew=True))
     assert run.named("restored")[-1][2] == 5

@@ -10,6 +10,7 @@ import pytest
 from tests.train.test_store_choice import Backup, Saved, store_of
 
 from bloomery.checkpoint.format.deadlines import ABORT_S, LOST_RANK_S
+from bloomery.checkpoint.format.manifest import DamagedCheckpoint
 from bloomery.errors import CheckpointError, RankLost, ReportedElsewhere, StorageError
 from bloomery.train import checkpoint_store
 from bloomery.train.checkpoint_store import Restored, Store
@@ -164,6 +165,45 @@ def test_whether_a_run_can_go_back_to_a_step_is_asked_once_its_saves_are_over(
     assert not store.reaches_back_to(3)
 
 
+def test_who_writes_the_state_waits_for_the_save_that_reads_it(store: Store, calls: Calls) -> None:
+    store._saver.wait_staged = lambda: calls.append(("staged",))  # type: ignore[method-assign]
+    store.wait_staged()
+    store.remove_copy(Path("copy"))
+    assert calls == [("staged",), ("removed", Path("copy"))]
+
+
+def test_a_checkpoint_that_is_passed_over_is_named_with_what_is_wrong_with_it(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    def load(source: Any, parts: Any) -> Restored:
+        if source[1] == "newest":
+            raise DamagedCheckpoint("a bit flipped")
+        return RESTORED
+
+    store._load = load  # type: ignore[method-assign,assignment]
+    names = [["", "newest"], ["", "older"]]
+    assert store._first_that_loads(names, {}, fallback=True) is RESTORED
+    assert "newest was passed over: a bit flipped" in caplog.text
+
+
+def test_at_a_start_who_went_on_elsewhere_is_told_and_suspects_are_named(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told, asked = list[Any](), list[Any]()
+    newer: Any = SimpleNamespace(place=lambda: "s3://b", name="step-000009.i003")
+    store._backup = SimpleNamespace(newer=lambda: [newer])  # type: ignore[assignment]
+    monkeypatch.setattr(checkpoint_store, "tell_of_newer", lambda *given, here: told.append((*given, here)))
+    trusted = checkpoint_store.trusted
+
+    def noted(items: Any, *, warns: bool) -> Any:
+        asked.append(warns)
+        return trusted(items, warns=warns)
+
+    monkeypatch.setattr(checkpoint_store, "trusted", noted)
+    assert store._restorable(None)[0] == ["s3://b", "step-000009.i003"]
+    assert told == [([newer], Saved(6).name)] and asked == [True]
+
+
 def test_a_checkpoint_is_read_where_it_is(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint_store, "place_at", lambda url: f"place of {url}")
     monkeypatch.setattr(checkpoint_store, "RemoteCheckpoint", lambda *told: told)
@@ -216,8 +256,11 @@ def test_what_was_read_whole_from_the_disk_of_the_run_is_known_to_be_intact(
     assert loaded == [(source, "entries", {"ranks": store._ranks, "readers": readers})]
     assert values == [{"a": 1}] and store._intact == intact
     store._intact.clear()
-    with pytest.raises(CheckpointError, match="the place holds nothing of 'outer', which this run has"):
+    with pytest.raises(
+        CheckpointError, match="the place holds nothing of 'outer', which this run has"
+    ) as other:
         store._load(source, parts | {"outer": None}, is_ours=True)
+    assert "by another version, or with another recipe: use another --run" in other.value.remedy
     assert store._intact == set()
 
 

@@ -121,6 +121,8 @@ def test_a_service_that_refuses_ends_the_tracking_and_nothing_else(
     tell(observer, run, range(1, 50))
     observer.close()
     told = [entry for entry in caplog.records if "no longer follows this run" in entry.message]
+    assert [entry.message for entry in told] == ["service no longer follows this run: no such project"]
+    assert not observer._thread.is_alive() and observer._thread.daemon
     assert len(told) == 1 and "no such project" in told[0].message and told[0].levelno == logging.WARNING
     assert service.steps == []
     assert observer.left_out in ([49] if when == "connecting" else range(49))  # those of the refused message
