@@ -86,5 +86,6 @@ def test_of_a_checkpoint_that_cannot_be_served_no_file_stays_open(checkpoint: Pa
 
 
 def test_a_digest_that_is_none_names_no_state(checkpoint: Path) -> None:
-    with pytest.raises(PeerError, match="no digest of a state"):
+    with pytest.raises(PeerError, match="no digest of a state") as refused:
         ServedStates().put("../x", checkpoint, round=1)
+    assert "mistake in bloomery" in refused.value.remedy

@@ -218,3 +218,18 @@ def test_error_feedback_stays_small_where_sixteen_peers_shrink_to_two():
     assert error_of_a_ring(2, partial="int4", complete="int4", own=in_units_of_parts) > error_of_a_ring(
         2, partial="int4", complete="int4", own=lost[:2]
     )
+
+
+@pytest.mark.parametrize(
+    "out",
+    [
+        np.zeros(8, np.float32)[::2],
+        np.zeros(4, np.float64),
+        np.frombuffer(bytes(16), np.float32),
+    ],
+    ids=["with gaps", "doubles", "read only"],
+)
+def test_nothing_is_decoded_into_what_is_no_contiguous_and_writeable_float32_array(out):
+    with pytest.raises(ValueError, match="into a contiguous float32 array"):
+        decode(encode(np.ones(4, np.float32), Codec.FP32), Codec.FP32, out)
+    assert not out.any()

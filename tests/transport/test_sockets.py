@@ -59,8 +59,9 @@ def test_an_address_is_its_host_and_its_port(address):
 
 @pytest.mark.parametrize("address", ["", "here", "here:", "here:x", "here:65536", "::1:29600", "here:-1"])
 def test_what_is_no_address_is_refused(address):
-    with pytest.raises(PeerError, match="is not an address"):
+    with pytest.raises(PeerError, match="is not an address") as refused:
         split_address(address)
+    assert "host:port" in refused.value.remedy and "[::1]:29600 for IPv6" in refused.value.remedy
 
 
 def test_why_no_address_can_be_dialled_is_told_of_each():
