@@ -14,12 +14,13 @@ from tests.diloco.elastic_peers import DEADLINE_S, Authority, until
 from tests.diloco.recorder import Recorder
 from tests.diloco.served_states import files_of, make_checkpoint
 from tests.disk_calls import recorded
+from tests.protocol import example
 
 from bloomery.checkpoint.format.manifest import INDEX, MANIFEST, read_index, read_manifest
 from bloomery.errors import CheckpointError, PeerError
-from bloomery.state_transfer import averages, client
+from bloomery.state_transfer import averages, client, source
 from bloomery.state_transfer import server as serving
-from bloomery.state_transfer.averages import _Download
+from bloomery.state_transfer.averages import AverageFetcher, _Download
 from bloomery.state_transfer.client import _Fetch, _Plan, _Source, fetch_state
 from bloomery.state_transfer.partial_checkpoint import BlockRun, MissingBlocks, PartialCheckpoint
 from bloomery.state_transfer.served_states import ServedStates
@@ -124,9 +125,9 @@ def test_a_source_whose_index_is_too_large_or_has_gaps_is_not_fetched_from(
     why = f"its index would have {size:,} bytes" if wrong == "large" else "element 7 is in no file"
     with StateServer("127.0.0.1:0", TRUST, ServedStates()) as server:
         server.offer(checkpoint, round=1, digest="ab12")
-        source = PeerSource(peer="a", url=server.urls[0])
+        origin = PeerSource(peer="a", url=server.urls[0])
         with pytest.raises(PeerError, match=f": a: {why}\n"):
-            fetch_state(lambda: [source], "ab12", tmp_path / "fetched", TRUST)
+            fetch_state(lambda: [origin], "ab12", tmp_path / "fetched", TRUST)
 
 
 def test_a_checkpoint_gets_its_name_once_its_names_within_are_on_the_disk(
@@ -179,6 +180,19 @@ def test_an_average_has_its_files_closed_and_its_threads_told_also_where_a_disk_
     with pytest.raises(OSError, match="the disk is full"):
         one.fetch([], "ab12", TRUST, until=0.0, cancelled=lambda: False)
     assert one._is_closed and one._files["f"].closed
+
+
+def test_a_file_among_the_averages_hinders_no_fetch(tmp_path: Path) -> None:
+    (tmp_path / "of nobody").write_text("x")
+    with pytest.raises(PeerError, match="there is no source"):
+        AverageFetcher(tmp_path, TRUST)(example.commit(digest="cd34"), list, ranks=1, cancelled=lambda: False)
+
+
+def test_a_silent_source_has_failed_before_another_leads_and_that_before_the_whole_fetch_ends() -> None:
+    assert source.CONNECT_S < source.STALL_S < client.LEADER_S < client.PROGRESS_S < client.RUN_S
+    assert source.STALL_S < averages.PATIENCE_S < client.PROGRESS_S
+    assert serving.REQUEST_S < serving.SEND_S < serving.IDLE_S and serving.OF_MEMBER < serving.CONNECTIONS
+    assert serving.OF_MEMBER >= client.STREAMS + 1 + averages.STREAMS * 2
 
 
 def test_each_stream_of_an_average_leaves_as_much_to_all_others_of_all_peers(

@@ -127,7 +127,7 @@ def _starts_s(hop, *, is_dialable, last_way="", relays=True):
 
 
 def test_who_gathers_looks_again_after_a_failure_and_ends_with_its_pool():
-    """Otherwise it would wait for the turn of the next way, or for its deadline."""
+    turns = DialTiming(turn_s=1e6, answer_s=1e6, retry_s=1e6)
     looks, gathered = threading.Semaphore(0), queue.SimpleQueue()
 
     class Counted(threading.Event):
@@ -137,11 +137,11 @@ def test_who_gathers_looks_again_after_a_failure_and_ends_with_its_pool():
 
     def gather():
         try:
-            pool.gather([HOP], epoch=7, deadline_s=1000.0, cancelled=Counted())
+            pool.gather([HOP], epoch=7, deadline_s=1e6, cancelled=Counted())
         except Cancelled as cancelled:
             gathered.put(cancelled)
 
-    pool = ConnectionPool(dial=refused, relay=refused, is_dialable=True, turns=TURNS)
+    pool = ConnectionPool(dial=refused, relay=refused, is_dialable=True, turns=turns)
     threading.Thread(target=gather, daemon=True).start()
     for _ in range(2):  # at first, and after the address has refused
         assert looks.acquire(timeout=DEADLINE_S)
