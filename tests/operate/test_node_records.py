@@ -299,8 +299,9 @@ def test_a_damaged_list_of_nodes_lets_none_of_them_back(run: RunDirectory, damag
     exclusions = Exclusions(run.path / "exclusions.json")
     exclusions.path.write_text(damage)
     for use in (exclusions.nodes, lambda: exclusions.add(QuarantinedNode(host="n2", cause="x", since=1.0))):
-        with pytest.raises(TrainingFailed, match="is damaged"):
+        with pytest.raises(TrainingFailed, match="is damaged") as refused:
             use()
+        assert "remove it to let all nodes back" in refused.value.remedy
     assert exclusions.path.read_text() == damage
 
 
