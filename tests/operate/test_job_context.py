@@ -94,7 +94,7 @@ def test_all_nodes_of_a_job_give_it_one_name_that_no_other_step_and_no_requeued_
     names = [context.name for context in made if context is not None]
     assert len(set(names)) == 4 and all(name.startswith("slurm-7") for name in names)
     first = job_context({**job, "SLURM_RESTART_COUNT": "0", "SLURM_STEP_ID": "0"})
-    assert first is not None and first.name == names[1] and first.nodes == "node[1-2]"
+    assert first is not None and first.name == names[1] == "slurm-7.0" and first.nodes == "node[1-2]"
 
 
 def bad_gpu(host: str) -> Diagnosis:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 import threading
 from contextlib import closing, suppress
@@ -172,6 +173,43 @@ def test_what_comes_after_the_end_of_an_average_is_neither_wanted_nor_written_no
     one._write(state, missing, run, memoryview(b"0123456789"))
     assert missing.is_over and one.peers == {"a"} and (tmp_path / "f").read_bytes() == b"0123456789"
     one._files["f"].close()
+
+
+def test_a_stream_of_an_average_gives_back_what_it_could_not_fetch_and_ends_with_its_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(averages, "time", SimpleNamespace(monotonic=lambda: 500.0))
+    one, missing = download(tmp_path)
+    one._sizes = {"f": 10}
+    asked: list[Any] = []
+
+    def fetch_range(file: str, buffer: memoryview, **more: Any) -> bool:
+        asked.append((file, len(buffer), more["begin"], more["until"]))
+        raise SourceFailed("it is too slow")
+
+    state: Any = SimpleNamespace(origin=A, fetch_range=fetch_range)
+    with pytest.raises(SourceFailed):
+        one._stream(state)
+    assert asked == [("f", 10, 0, 620.0)]
+    assert not missing.is_missing(RUN) and not missing.is_over, "it waits, and nobody fetches it"
+    one._failed[A] = SourceFailed("it is too slow")
+    one._stream(state)
+    assert len(asked) == 1
+    one._files["f"].close()
+
+
+def test_peers_that_send_no_size_of_an_average_are_waited_for_as_long_as_a_connection_may_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moments, begun = itertools.count(100.0, 4.0), threading.Event()
+    monkeypatch.setattr(averages, "time", SimpleNamespace(monotonic=lambda: next(moments)))
+    monkeypatch.setattr(averages, "_PAUSE_S", 0.001)
+    monkeypatch.setattr(_Download, "_begin", lambda self, state: begun.wait(DEADLINE_S))
+    one = _Download(tmp_path, ["f"], {})
+    assert not one.fetch([A], "ab12", TRUST, until=200.0, cancelled=lambda: False)
+    assert next(moments) < 120.0
+    begun.set()
+    until(lambda: one._active == 0)
 
 
 def test_an_average_has_its_files_closed_and_its_threads_told_also_where_a_disk_fails(tmp_path: Path) -> None:
