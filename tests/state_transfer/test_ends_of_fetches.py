@@ -131,6 +131,29 @@ def test_a_source_whose_index_is_too_large_or_has_gaps_is_not_fetched_from(
             fetch_state(lambda: [origin], "ab12", tmp_path / "fetched", TRUST)
 
 
+def test_who_watches_a_fetch_is_told_the_bytes_that_are_here_and_then_those_of_all(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, told, fetch_run = list[tuple[int, int]](), threading.Event(), _Fetch._fetch_run
+
+    def progress(done: int, size: int) -> None:
+        seen.append((done, size))
+        told.set()
+
+    def after_it(self: _Fetch, *given: Any) -> None:
+        assert told.wait(DEADLINE_S)
+        fetch_run(self, *given)
+
+    monkeypatch.setattr(_Fetch, "_fetch_run", after_it)
+    with StateServer("127.0.0.1:0", TRUST, ServedStates()) as server:
+        server.offer(checkpoint, round=1, digest="ab12")
+        origin = PeerSource(peer="a", url=server.urls[0])
+        fetched = fetch_state(lambda: [origin], "ab12", tmp_path / "fetched", TRUST, progress=progress)
+    files = files_of(checkpoint)
+    whole, index = sum(map(len, files.values())) - len(files[MANIFEST]), len(files[INDEX])
+    assert seen[0] == (index, whole) and seen[-1] == (whole, whole) and fetched.bytes == whole
+
+
 def test_a_checkpoint_gets_its_name_once_its_names_within_are_on_the_disk(
     partial: PartialCheckpoint, checkpoint: Path, tmp_path: Path
 ) -> None:

@@ -18,7 +18,7 @@ import pytest
 from tests.diloco.elastic_peers import TOKEN, until
 from tests.protocol import example
 
-from bloomery.state_transfer import server
+from bloomery.state_transfer import averages, client, server
 from bloomery.state_transfer.served_states import ServedStates
 from bloomery.state_transfer.server import StateServer
 from bloomery.transport import listener, relay, state_relay
@@ -262,3 +262,16 @@ def test_who_leaves_or_makes_room_keeps_no_copy_of_its_connection(pair: Pair) ->
     for place in places:
         place.leave()
         assert place._handle.fileno() == -1
+
+
+def test_who_waits_at_a_relay_has_longer_than_who_is_joined_and_that_longer_than_who_joins() -> None:
+    waits = StateRelay()
+    assert waits._join_s < waits._idle_s < waits._wait_s
+    assert (waits._join_s, waits._idle_s, waits._wait_s) == (5.0, 120.0, 600.0)
+    assert state_relay.EACH * 4 <= state_relay.OF_SOURCE < state_relay.WAITING
+    assert serving_connections_of_a_newcomer() <= state_relay.OF_NEWCOMER < state_relay.JOINED
+
+
+def serving_connections_of_a_newcomer() -> int:
+    """Those for a state, and for an average from as many sources as it may come from."""
+    return client.STREAMS + 1 + averages.SOURCES * (averages.STREAMS + 1)
