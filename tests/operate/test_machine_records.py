@@ -139,6 +139,7 @@ def test_a_run_is_given_to_the_group_and_what_leads_out_of_it_is_not(
     (run.path / "link").symlink_to(outside)
     (run.control_dir / "deep").mkdir()
     (run.control_dir / "deep" / "file").touch(mode=0o600)
+    os.chown(run.control_dir / "deep" / "file", 61_235, -1)
     assert share_with_group(run.path, group="llm").repaired >= 3
     for path, mode in (
         (run.path, 0o2070),
@@ -147,6 +148,7 @@ def test_a_run_is_given_to_the_group_and_what_leads_out_of_it_is_not(
     ):
         facts = path.stat()
         assert (facts.st_gid, stat.S_IMODE(facts.st_mode) & mode) == (61_234, mode)
+    assert (run.control_dir / "deep" / "file").stat().st_uid == 61_235, "it is its owner's as before"
     assert outside.stat().st_gid != 61_234 and not outside.stat().st_mode & stat.S_IWGRP
     assert share_with_group(run.path, group="llm").repaired == 0
     with pytest.raises(BloomeryError, match="no group") as refused:

@@ -191,7 +191,9 @@ def test_a_list_of_nodes_that_is_locked_or_refused_is_told(
         elsewhere.add(node)
 
 
-def test_only_jobs_that_wait_are_told_of_all_excluded_nodes(tmp_path: Path) -> None:
+def test_only_jobs_that_wait_are_told_of_all_excluded_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     states = {"1": JobState.PENDING, "2": JobState.RUNNING, "3": JobState.HELD, "4": JobState.ENDED}
     told: list[Any] = []
     waiting = dict(states)
@@ -208,6 +210,9 @@ def test_only_jobs_that_wait_are_told_of_all_excluded_nodes(tmp_path: Path) -> N
     assert told == [("x", run.path), (["1", "3"], ["n1", "n5", "n9"])]
     del waiting["1"], waiting["3"]
     assert exclude_in_queue(queue, run, name="x", section=section, nodes=["n5"]) == [] and len(told) == 3
+    monkeypatch.chdir(tmp_path)
+    exclude_in_queue(queue, RunDirectory(Path("run")), name="x", section=section, nodes=[])
+    assert told[-1] == ("x", run.path), "a scheduler knows nothing of this directory"
 
 
 def test_a_node_that_the_system_does_not_know_is_asked_of_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
