@@ -47,7 +47,8 @@ def test_the_kernel_speaks_of_the_processes_of_its_own_machine() -> None:
 
 
 @pytest.mark.parametrize(
-    ("free", "found"), [(0.019, Cause.BUS_ERROR), (0.021, Cause.CRASH), (None, Cause.BUS_ERROR)]
+    ("free", "found"),
+    [(0.019, Cause.BUS_ERROR), (0.02, Cause.CRASH), (0.021, Cause.CRASH), (None, Cause.BUS_ERROR)],
 )
 def test_a_bus_error_is_blamed_on_shared_memory_that_is_full(free: float | None, found: Cause) -> None:
     bus_error = RankEnd(rank=0, host="n1", status=-7)
@@ -221,3 +222,11 @@ def test_a_rank_that_ended_well_tells_of_no_failure() -> None:
     )
     assert cause(well, KILLED) == (Cause.KILLED, "n2")
     assert cause(replace(well, status=1), KILLED) == (Cause.BAD_GPU, "n1")
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "found"), [(3.9, Cause.BUS_ERROR), (4.0, Cause.CRASH), (None, Cause.BUS_ERROR)]
+)
+def test_four_gibibytes_of_shared_memory_are_enough(free_gib: float | None, found: Cause) -> None:
+    line = "RuntimeError: DataLoader worker (pid 5) is killed by signal: Bus error."
+    assert cause(RankEnd(rank=0, host="n1", status=1, log=line), shm_free_gib=free_gib) == (found, "n1")
