@@ -18,7 +18,7 @@ from bloomery.events.run_directory import RunDirectory
 from bloomery.operate import storage_probe
 from bloomery.operate.blame import _host_in, _host_of_srun, diagnose
 from bloomery.operate.collective_timeout import diagnose_timeout
-from bloomery.operate.diagnosis import Cause
+from bloomery.operate.diagnosis import Cause, Culprit
 from bloomery.operate.drill import faults
 from bloomery.operate.drill.allocation import DrillNodes
 from bloomery.operate.drill.faults import DrillFault, DrillTarget, inject, strike, strike_on
@@ -44,6 +44,7 @@ def test_the_kernel_speaks_of_the_processes_of_its_own_machine() -> None:
     by_systemd = {"n2": ["systemd-oomd[9]: Killed /user.slice/x due to memory pressure"]}
     assert cause(KILLED, kernel=by_systemd)[0] == Cause.OOM_KILLER
     assert cause(replace(KILLED, is_killed_here=True), kernel=by_systemd)[0] != Cause.OOM_KILLER
+    assert cause(replace(KILLED, is_killed_here=True)) == (Cause.UNKNOWN, "n2")
 
 
 @pytest.mark.parametrize(
@@ -230,3 +231,20 @@ def test_a_rank_that_ended_well_tells_of_no_failure() -> None:
 def test_four_gibibytes_of_shared_memory_are_enough(free_gib: float | None, found: Cause) -> None:
     line = "RuntimeError: DataLoader worker (pid 5) is killed by signal: Bus error."
     assert cause(RankEnd(rank=0, host="n1", status=1, log=line), shm_free_gib=free_gib) == (found, "n1")
+
+
+def test_a_fault_of_the_node_that_names_no_gpu_blames_no_rank_whose_gpu_is_unknown() -> None:
+    line = "nvidia-nvswitch0: SXid (PCI:0000:c4:00.0): 20034, Fatal, Link 30 LTSSM Fault Up"
+    found = diagnose(FailureEvidence(ranks=[RankEnd(rank=3, host="n1", status=1)], kernel={"n1": [line]}))
+    assert (found.cause, found.culprit) == (Cause.BAD_GPU, Culprit(host="n1"))
+
+
+def test_a_rank_that_reports_a_time_out_has_not_waited_in_vain_for_itself() -> None:
+    watchdog = "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE)"
+    raised = (
+        "Traceback (most recent call last):\ntorch.distributed.DistBackendError: NCCL communicator failed"
+    )
+    end = RankEnd(rank=0, host="n1", status=1, log=f"{watchdog}\n{raised}\n")
+    assert cause(end)[0] == Cause.NCCL_TIMEOUT
+    other = RankEnd(rank=1, host="n2", status=1, log="Traceback (most recent call last):\nKeyError: 'a'\n")
+    assert cause(end, other)[0] == Cause.EXCEPTION

@@ -6,6 +6,7 @@ import itertools
 import socket
 import threading
 from contextlib import closing, suppress
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -66,7 +67,7 @@ class Fetching:
             state=state,  # type: ignore[arg-type]
             manifest=read_manifest(checkpoint),
             text=(checkpoint / MANIFEST).read_bytes(),
-            records=frozenset(),
+            records=frozenset(read_manifest(checkpoint).files),
         )
         self.plan = _Plan(leader=self.source, partial=partial, index=b"")
         self.fetch = _Fetch(lambda: [A], "ab12", place, TRUST, stall_s=1.0, streams=1)
@@ -98,6 +99,28 @@ def test_another_leaders_plan_takes_the_place_of_one_whose_files_are_closed_and_
     fetching.fetch._replan()
     assert planned == [fetching.source] and fetching.fetch.plan is other
     assert opened_in(tmp_path / "here") == [] and fetching.fetch.moved_s == 1e6
+
+
+@pytest.mark.parametrize("is_out", [True, False])
+def test_a_slow_leader_leads_on_where_every_other_source_was_given_up(
+    fetching: Fetching, is_out: bool
+) -> None:
+    fetching.fetch.sources.append(replace(fetching.source, is_out=is_out))
+    fetching.plan.partial.missing.wait = lambda seconds: None  # type: ignore[method-assign]
+    looks = iter([False, True])
+    with pytest.raises(PeerError, match="was given up"):
+        fetching.fetch.run(progress_s=1e9, leader_s=-1.0, cancelled=lambda: next(looks), progress=None)
+    assert fetching.source.is_out is not is_out
+
+
+def test_of_an_index_no_more_is_taken_than_the_manifest_says(fetching: Fetching) -> None:
+    def fail(file: str, *, at_most: int) -> bytes:
+        raise SourceFailed(f"{file} would have more than {at_most} bytes")
+
+    fetching.source.state._answers["content"] = fail  # type: ignore[attr-defined]
+    size = fetching.source.manifest.index_bytes
+    with pytest.raises(SourceFailed, match=f"^{INDEX} would have more than {size} bytes"):
+        fetching.fetch._planned(fetching.source)
 
 
 def test_why_a_leader_cannot_lead_is_told_in_one_line(fetching: Fetching) -> None:
