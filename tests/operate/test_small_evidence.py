@@ -248,3 +248,18 @@ def test_a_rank_that_reports_a_time_out_has_not_waited_in_vain_for_itself() -> N
     assert cause(end)[0] == Cause.NCCL_TIMEOUT
     other = RankEnd(rank=1, host="n2", status=1, log="Traceback (most recent call last):\nKeyError: 'a'\n")
     assert cause(end, other)[0] == Cause.EXCEPTION
+
+
+def test_a_recipe_that_is_wrong_is_no_nodes_fault() -> None:
+    end = RankEnd(rank=0, host="n1", status=1, log="bloomery train: 2 mistakes in the recipe\n")
+    found = diagnose(FailureEvidence(ranks=[end]))
+    assert (found.cause, found.culprit, found.sure) == (Cause.BAD_RECIPE, Culprit(), True)
+
+
+def test_what_a_rank_says_of_its_adapter_is_likely_and_what_the_kernel_says_of_a_link_is_sure() -> None:
+    warned = RankEnd(rank=1, host="n2", status=1, log="NCCL WARN NET/IB: Got completion with error 12\n")
+    found = diagnose(FailureEvidence(ranks=[warned]))
+    assert (found.cause, found.culprit.rank, found.sure) == (Cause.NETWORK, 1, False)
+    down = "mlx5_core 0000:0c:00.0 ib0: Link down"
+    found = diagnose(FailureEvidence(ranks=[replace(warned, log="")], kernel={"n1": [down]}))
+    assert (found.cause, found.culprit, found.sure) == (Cause.NETWORK, Culprit(host="n1"), True)

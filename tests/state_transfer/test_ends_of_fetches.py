@@ -113,6 +113,27 @@ def test_a_slow_leader_leads_on_where_every_other_source_was_given_up(
     assert fetching.source.is_out is not is_out
 
 
+@pytest.mark.parametrize("is_out", [True, False])
+def test_files_that_no_other_source_has_any_more_come_first_and_each_run_whole(
+    fetching: Fetching, is_out: bool
+) -> None:
+    fetch, asked, came = fetching.fetch, list[Any](), list[int]()
+    fetch.sources.append(replace(fetching.source, is_out=is_out))
+    runs = iter([BlockRun(file="f", begin=0, end=10), BlockRun(file="f", begin=10, end=40), RUN])
+
+    def take(files: Any, own: Any, *, timeout_s: float) -> BlockRun | None:
+        asked.append((set(files), set(own)))
+        run = next(runs, None)
+        fetch.is_over = run is None
+        return run
+
+    fetching.plan.partial.missing.take = take  # type: ignore[method-assign,assignment]
+    fetch._fetch_run = lambda plan, source, run, view: came.append(len(view))  # type: ignore[method-assign]
+    fetch._stream(fetching.source)
+    names = {record.name for record in fetching.source.records}
+    assert asked == [(names, names if is_out else set())] * 4 and came == [10, 30, 10]
+
+
 def test_of_an_index_no_more_is_taken_than_the_manifest_says(fetching: Fetching) -> None:
     def fail(file: str, *, at_most: int) -> bytes:
         raise SourceFailed(f"{file} would have more than {at_most} bytes")
@@ -175,6 +196,15 @@ def test_who_watches_a_fetch_is_told_the_bytes_that_are_here_and_then_those_of_a
     files = files_of(checkpoint)
     whole, index = sum(map(len, files.values())) - len(files[MANIFEST]), len(files[INDEX])
     assert seen[0] == (index, whole) and seen[-1] == (whole, whole) and fetched.bytes == whole
+
+
+def test_files_that_cannot_all_be_opened_are_none_of_them_left_open(checkpoint: Path, tmp_path: Path) -> None:
+    manifest, here = read_manifest(checkpoint), tmp_path / "here"
+    here.mkdir()
+    (here / manifest.files[-1].name).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="symbolic links"):
+        PartialCheckpoint(here, manifest, read_index(checkpoint, manifest))
+    assert (here / manifest.files[0].name).exists() and opened_in(here) == []
 
 
 def test_a_checkpoint_gets_its_name_once_its_names_within_are_on_the_disk(
@@ -275,6 +305,7 @@ def test_a_file_among_the_averages_hinders_no_fetch(tmp_path: Path) -> None:
 def test_a_silent_source_has_failed_before_another_leads_and_that_before_the_whole_fetch_ends() -> None:
     assert source.CONNECT_S < source.STALL_S < client.LEADER_S < client.PROGRESS_S < client.RUN_S
     assert source.STALL_S < averages.PATIENCE_S < client.PROGRESS_S
+    assert client.MANIFEST_BYTES_AT_MOST * 4 < client.INDEX_BYTES_AT_MOST == 1 << 30
     assert serving.REQUEST_S < serving.SEND_S < serving.IDLE_S and serving.OF_MEMBER < serving.CONNECTIONS
     assert serving.OF_MEMBER >= client.STREAMS + 1 + averages.STREAMS * 2
 
