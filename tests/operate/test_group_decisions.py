@@ -21,6 +21,7 @@ from bloomery.operate.decision import HANG, Decision, ShareResult, evidence_of
 from bloomery.operate.diagnosis import GAVE_UP, REMEDIES, Cause
 from bloomery.operate.failure_evidence import RankEnd
 from bloomery.operate.group_supervisor import GroupSize, GroupSupervisor
+from bloomery.operate.hang import HangFinding
 from bloomery.operate.node_facts import NodeFacts
 from bloomery.operate.share_watch import ShareWatch
 from bloomery.operate.stacks import RankStack
@@ -341,3 +342,49 @@ def test_a_failure_is_said_with_what_helps(run: RunDirectory) -> None:
     ended = ShareResult(host="n1", status=1, ends=(RankEnd(rank=0, host="n1", status=1, log=log),))
     leader._conclude(Decision(number=1, hosts=("n1",), ranks=1), {"n1": ended}, None)
     assert said == [f"exception: n1, rank 0: KeyError: 'a', sure\n  {REMEDIES[Cause.EXCEPTION]}"]
+
+
+def test_stacks_of_a_launcher_that_is_lost_are_not_waited_for(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [1000.0]
+
+    def sleep(seconds: float) -> None:
+        clock[0] += seconds
+
+    monkeypatch.setattr(group_module, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
+    leader, _ = of_boards(run, "n1", size=GroupSize(nodes=2, needed=2, ranks=1))
+    leader._decision = Decision(number=1, hosts=("n1", "n2"), ranks=1)
+    assert leader._all_stacks(leader._decision) == {} and clock[0] < 1001.0
+
+
+def test_what_hinders_a_leader_is_logged_once_until_it_changes(
+    run: RunDirectory, caplog: pytest.LogCaptureFixture
+) -> None:
+    leader, _ = of_boards(run, "n1", size=GroupSize(nodes=1, needed=1, ranks=1))
+    for error in (KeyError("a"), KeyError("a"), ValueError("b")):
+        leader._warn_once(error)
+    assert [message.rpartition("after: ")[2] for message in caplog.messages] == [
+        "KeyError: 'a'",
+        "ValueError: b",
+    ]
+
+
+def test_ranks_that_fell_silent_are_suspects_of_a_hang(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, ...]] = []
+    finding = HangFinding(culprits=(3,), hosts=("n2",), summary="rank 3 stands", evidence=(), sure=False)
+
+    def find(beats: dict, stacks: dict, *, silent: tuple[int, ...]) -> HangFinding:
+        asked.append(silent)
+        return finding
+
+    monkeypatch.setattr(group_module, "find_hang", find)
+    leader, (board,) = of_boards(run, "n1", size=GroupSize(nodes=1, needed=1, ranks=1))
+    monkeypatch.setattr(leader, "_all_stacks", lambda decision: {})
+    leader._progress = SimpleNamespace(look=lambda beats, measured: SimpleNamespace(silent=(3,)))
+    leader._look_for_hang(Decision(number=1, hosts=("n1",), ranks=1))
+    ending = board.get("ending-1")
+    assert asked == [(3,)] and ending is not None
+    assert (ending["kind"], ending["finding"]["culprits"]) == (HANG, [3])
