@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import subprocess
@@ -177,3 +178,13 @@ def test_the_rank_that_called_another_collective_is_the_one_and_not_the_first(st
 @pytest.mark.parametrize("size", ["", "0"])
 def test_a_recorder_of_no_size_is_off(tmp_path: Path, size: str) -> None:
     assert flight_variables({"TORCH_FR_BUFFER_SIZE": size}, tmp_path) == {}
+
+
+def test_a_dump_that_refers_to_something_outside_of_it_is_not_read(stacks: Path) -> None:
+    class Referring(pickle.Pickler):
+        def persistent_id(self, value: object) -> str | None:
+            return "elsewhere" if value == "nccl:all_reduce" else None
+
+    content = io.BytesIO()
+    Referring(content).dump(pickle.loads(dump(7)))
+    assert flights(stacks, r0=content.getvalue()) == {0: {}}

@@ -388,3 +388,29 @@ def test_ranks_that_fell_silent_are_suspects_of_a_hang(
     ending = board.get("ending-1")
     assert asked == [(3,)] and ending is not None
     assert (ending["kind"], ending["finding"]["culprits"]) == (HANG, [3])
+
+
+@pytest.mark.parametrize(
+    ("error", "has_ranks", "is_raised"),
+    [
+        (KeyError("a"), True, False),
+        (KeyError("a"), False, True),
+        (SystemExit("x"), True, True),
+        (StorageError("the disk is full"), False, False),
+    ],
+)
+def test_an_error_of_a_launchers_thread_ends_it_unless_it_watches_ranks_or_a_disk_hangs(
+    run: RunDirectory, error: BaseException, has_ranks: bool, is_raised: bool
+) -> None:
+    leader, _ = of_boards(run, "n1", size=GroupSize(nodes=1, needed=1, ranks=1))
+    leader._watch = object() if has_ranks else None
+    calls: list[int] = []
+
+    def step() -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            raise error
+        leader._closed.set()
+
+    leader._repeat(step, 0.0)
+    assert leader._error is (error if is_raised else None) and len(calls) == (1 if is_raised else 2)

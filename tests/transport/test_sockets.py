@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import selectors
 import socket
 from contextlib import closing
 from dataclasses import replace
@@ -167,3 +168,19 @@ def test_hundreds_may_wait_to_be_accepted_and_no_port_is_shared(monkeypatch, add
     open_listener(address)
     options = {"family": family, "backlog": 512, "reuse_port": False, "dualstack_ipv6": is_dual}
     assert made == [(place, options)]
+
+
+def test_an_address_without_a_route_is_noted_and_the_next_one_tried(monkeypatch):
+    made, failures = [], []
+
+    class Refusing(socket.socket):
+        def connect(self, place):
+            made.append(self)
+            raise OSError(101, "Network is unreachable")
+
+    places = iter([("h:1", socket.AF_INET, ("192.0.2.1", 1))])
+    with selectors.DefaultSelector() as selector, monkeypatch.context() as patched:
+        patched.setattr(socket, "socket", Refusing)
+        assert sockets._start_next(places, selector, failures), "there may be more"
+        assert not sockets._start_next(places, selector, failures)
+    assert failures == ["h:1: Network is unreachable"] and [one.fileno() for one in made] == [-1]
