@@ -550,3 +550,64 @@ def test_a_reservation_counts_for_the_nodes_of_the_job_from_its_start() -> None:
     assert notices_of_slurm(slurm, ["n1", "n2", "n3"]) == [
         MaintenanceNotice(at=500.0, what="reservation repair of n2, n3")
     ]
+
+
+@pytest.mark.parametrize(("status", "exit_s"), [(0, 4.0), (130, 4.0), (143, 4.0), (137, None), (1, None)])
+def test_an_exit_is_that_of_an_attempt_that_saved_and_stopped(
+    tmp_path: Path, status: int, exit_s: float | None
+) -> None:
+    run = RunDirectory(tmp_path).create()
+    journal(run, (100.0, "end", 6, 1))
+    run.operations.write_text(json.dumps({"event": "attempt_end", "time": 104.0, "status": status}) + "\n")
+    assert measured_save(run).exit_s == exit_s
+
+
+def test_operations_that_cannot_be_read_count_as_ones_without_exits(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path).create()
+    journal(run, (10.0, "step", 5, 1), (17.0, "checkpoint", 5, 1), (20.0, "end", 5, 1))
+    run.operations.mkdir()
+    assert measured_save(run) == SaveTimes(save_s=7.0, step_s=1.0, exit_s=None)
+
+
+def test_a_job_that_should_have_ended_already_is_told_with_no_time_left(tmp_path: Path) -> None:
+    assert (
+        departure(RunDirectory(tmp_path), lambda: time.time() - 5.0).check().startswith("the job ends in 0 s")
+    )
+
+
+def test_a_watch_may_be_closed_before_it_began_and_its_thread_has_ended_after_it(tmp_path: Path) -> None:
+    departure(RunDirectory(tmp_path)).close()
+    with departure(RunDirectory(tmp_path), poll_s=0.01) as watch:
+        assert watch._thread.is_alive()
+    assert not watch._thread.is_alive()
+
+
+def test_what_hinders_a_judgement_is_logged_once_until_it_changes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    errors = [KeyError("a"), KeyError("a"), ValueError("b"), KeyError("a")]
+
+    def check() -> str:
+        if errors:
+            raise errors.pop(0)
+        return "the job ends"
+
+    watch = departure(RunDirectory(tmp_path), poll_s=0.0)
+    watch.check = check  # type: ignore[method-assign]
+    watch._run()
+    assert watch.reason == "the job ends"
+    assert [message.rpartition("leave: ")[2] for message in caplog.messages] == [
+        "KeyError: 'a'",
+        "ValueError: b",
+        "KeyError: 'a'",
+    ]
+
+
+def test_a_scheduler_that_does_not_answer_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def silent() -> float:
+        raise SchedulerError("SLURM does not answer")
+
+    assert departure(RunDirectory(tmp_path), silent).check() == ""
+    assert "SLURM does not answer" in caplog.text

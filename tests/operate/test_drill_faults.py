@@ -119,5 +119,6 @@ def test_a_drill_in_a_batch_script_trains_on_all_nodes_of_the_job() -> None:
     assert nodes.reach("node1") == [] and "--nodelist=node2" in nodes.reach("node2")
     alone = drill_nodes(job | {"SLURM_JOB_NUM_NODES": "1"})
     assert (alone.count, alone.reach("anywhere")) == (1, []) and alone.launch()[0] == sys.executable
-    with pytest.raises(TrainingFailed, match="srun has started 2 drills"):
+    with pytest.raises(TrainingFailed, match="srun has started 2 drills") as refused:
         drill_nodes(job | {"SLURM_STEP_NUM_TASKS": "2"})
+    assert "in the batch script without srun" in refused.value.remedy

@@ -154,8 +154,9 @@ def test_no_fault_is_injected_before_all_ranks_run_and_enough_is_saved(
     elif changed:
         beats[1] = beat(rank=1, **changed)
     words = f"made no 0 steps and {saves} checkpoints{beyond} in 2 s"
-    with pytest.raises(TrainingFailed, match=words):
+    with pytest.raises(TrainingFailed, match=words) as refused:
         _stepping(plan, launcher_of(plan), saves=saves, newer_than=newest if beyond else -1)
+    assert "checkpoint.every_steps" in refused.value.remedy and "--patience" in refused.value.remedy
     assert clock.now == 1002.0
 
 
@@ -165,8 +166,9 @@ def test_a_run_that_has_ended_by_itself_is_not_waited_for(
     plan = plan_of(tmp_path)
     launcher = launcher_of(plan, ended=True)
     launcher.said.append((1.0, "out of memory"))
-    with pytest.raises(TrainingFailed, match="ended by itself:\nout of memory\n"):
+    with pytest.raises(TrainingFailed, match="ended by itself:\nout of memory\n") as refused:
         _stepping(plan, launcher, saves=1, newer_than=-1)
+    assert refused.value.remedy == "Mend it first."
     assert clock.now == 1000.0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import subprocess
@@ -156,3 +157,34 @@ def test_a_dump_that_is_far_too_long_is_not_read(stacks: Path, monkeypatch: pyte
     assert flights(stacks, r0=content)[0] != {}
     monkeypatch.setattr("bloomery.operate.flight_recorder._MOST_BYTES", len(content) - 1)
     assert flights(stacks, r0=content) == {0: {}}
+
+
+def test_a_dump_of_the_very_moment_in_which_an_attempt_began_is_of_it(stacks: Path) -> None:
+    (stacks / "flight-0").write_bytes(dump(7))
+    os.utime(stacks / "flight-0", (500.0, 500.0))
+    assert read_flight(stacks, 0, since=500.0) != {} and read_flight(stacks, 0, since=500.5) == {}
+
+
+def test_of_collectives_of_one_number_the_newest_counts() -> None:
+    entries = [entry(7, "all_reduce"), entry(7, "broadcast")]
+    assert last_collectives({"entries": entries}) == {"0:g": (7, "broadcast")}
+
+
+def test_the_rank_that_called_another_collective_is_the_one_and_not_the_first(stacks: Path) -> None:
+    finding = find_absent(flights(stacks, r0=dump(7, "all_gather"), r1=dump(7), r2=dump(7)))
+    assert finding is not None and finding.culprits == (0,)
+
+
+@pytest.mark.parametrize("size", ["", "0"])
+def test_a_recorder_of_no_size_is_off(tmp_path: Path, size: str) -> None:
+    assert flight_variables({"TORCH_FR_BUFFER_SIZE": size}, tmp_path) == {}
+
+
+def test_a_dump_that_refers_to_something_outside_of_it_is_not_read(stacks: Path) -> None:
+    class Referring(pickle.Pickler):
+        def persistent_id(self, value: object) -> str | None:
+            return "elsewhere" if value == "nccl:all_reduce" else None
+
+    content = io.BytesIO()
+    Referring(content).dump(pickle.loads(dump(7)))
+    assert flights(stacks, r0=content.getvalue()) == {0: {}}

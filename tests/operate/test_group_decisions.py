@@ -12,14 +12,16 @@ from tests.operate.test_group import boards
 from tests.operate.test_group_attempts import FIRST, XID, Group, launch, result, told
 from tests.operate.test_wrong_bits import faulty, words_of_the_guard
 
+from bloomery.errors import StorageError
 from bloomery.events.heartbeat import RankActivity, RankBeat
 from bloomery.events.run_directory import RunDirectory
 from bloomery.operate import group_supervisor as group_module
 from bloomery.operate import share_log
 from bloomery.operate.decision import HANG, Decision, ShareResult, evidence_of
-from bloomery.operate.diagnosis import GAVE_UP, Cause
+from bloomery.operate.diagnosis import GAVE_UP, REMEDIES, Cause
 from bloomery.operate.failure_evidence import RankEnd
 from bloomery.operate.group_supervisor import GroupSize, GroupSupervisor
+from bloomery.operate.hang import HangFinding
 from bloomery.operate.node_facts import NodeFacts
 from bloomery.operate.share_watch import ShareWatch
 from bloomery.operate.stacks import RankStack
@@ -282,3 +284,133 @@ def test_the_evidence_of_an_attempt_is_what_all_hosts_tell_of_it() -> None:
     assert (lost.hang, lost.silent_hosts, lost.first_step) == (None, ["n2"], 0)
     assert [(end.rank, end.host, end.status) for end in lost.ranks] == [(0, "n1", 3), (1, "n2", None)]
     assert ShareResult.from_json(results["n2"].to_json()) == results["n2"]
+
+
+@pytest.mark.parametrize("is_left_behind", [True, False])
+def test_a_result_that_a_disk_refuses_is_told_until_others_go_on_or_no_longer_wait(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, is_left_behind: bool
+) -> None:
+    clock, tries = [1000.0], list[float]()
+
+    def sleep(seconds: float) -> None:
+        clock[0] += 40 * seconds
+
+    def refuse(name: str, record: dict) -> bool:
+        tries.append(clock[0])
+        if is_left_behind and len(tries) == 3:
+            member._decision = Decision(number=5)
+        raise StorageError("the disk is full")
+
+    monkeypatch.setattr(group_module, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
+    member, (board,) = of_boards(run, "n1", size=GroupSize(nodes=1, needed=1, ranks=1))
+    member._decision = Decision(number=4)
+    monkeypatch.setattr(board, "put", refuse)
+    ended = ShareResult(host="n1", status=1, ends=())
+    if is_left_behind:
+        member._report(4, ended)
+        assert len(tries) == 3
+        return
+    with pytest.raises(StorageError, match="the disk is full"):
+        member._report(4, ended)
+    assert tries == [1000.0, 1010.0, 1020.0, 1030.0, 1040.0, 1050.0]
+
+
+@pytest.mark.parametrize("needed", [2, 3])
+def test_a_start_leaves_out_the_nodes_that_are_unfit_and_ends_where_too_few_are_left(
+    run: RunDirectory, needed: int
+) -> None:
+    check = SimpleNamespace(unfit_hosts=lambda rundir, facts, *, say, reactions: ["n1"])
+    size = GroupSize(nodes=3, needed=needed, ranks=1)
+    leader, made = of_boards(run, "n1 n2 n3", size=size, check=check)
+    for board in made:
+        board.beat()
+    leader._begin()
+    decision = leader._decision
+    assert decision is not None
+    if needed == 2:
+        assert (decision.hosts, decision.bad, decision.status) == (("n2", "n3"), ("n1",), None)
+    else:
+        assert (decision.status, decision.hosts) == (67, ())
+        assert decision.why == "n1 must not be used: 2 of 3 nodes are left"
+
+
+def test_a_failure_is_said_with_what_helps(run: RunDirectory) -> None:
+    said: list[str] = []
+    (board,) = boards(run.path / "board", "n1")
+    leader = GroupSupervisor(run, board, job="x", say=said.append, size=GroupSize(nodes=1, needed=1, ranks=1))
+    log = "Traceback (most recent call last):\nKeyError: 'a'\n"
+    ended = ShareResult(host="n1", status=1, ends=(RankEnd(rank=0, host="n1", status=1, log=log),))
+    leader._conclude(Decision(number=1, hosts=("n1",), ranks=1), {"n1": ended}, None)
+    assert said == [f"exception: n1, rank 0: KeyError: 'a', sure\n  {REMEDIES[Cause.EXCEPTION]}"]
+
+
+def test_stacks_of_a_launcher_that_is_lost_are_not_waited_for(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [1000.0]
+
+    def sleep(seconds: float) -> None:
+        clock[0] += seconds
+
+    monkeypatch.setattr(group_module, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
+    leader, _ = of_boards(run, "n1", size=GroupSize(nodes=2, needed=2, ranks=1))
+    leader._decision = Decision(number=1, hosts=("n1", "n2"), ranks=1)
+    assert leader._all_stacks(leader._decision) == {} and clock[0] < 1001.0
+
+
+def test_what_hinders_a_leader_is_logged_once_until_it_changes(
+    run: RunDirectory, caplog: pytest.LogCaptureFixture
+) -> None:
+    leader, _ = of_boards(run, "n1", size=GroupSize(nodes=1, needed=1, ranks=1))
+    for error in (KeyError("a"), KeyError("a"), ValueError("b")):
+        leader._warn_once(error)
+    assert [message.rpartition("after: ")[2] for message in caplog.messages] == [
+        "KeyError: 'a'",
+        "ValueError: b",
+    ]
+
+
+def test_ranks_that_fell_silent_are_suspects_of_a_hang(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, ...]] = []
+    finding = HangFinding(culprits=(3,), hosts=("n2",), summary="rank 3 stands", evidence=(), sure=False)
+
+    def find(beats: dict, stacks: dict, *, silent: tuple[int, ...]) -> HangFinding:
+        asked.append(silent)
+        return finding
+
+    monkeypatch.setattr(group_module, "find_hang", find)
+    leader, (board,) = of_boards(run, "n1", size=GroupSize(nodes=1, needed=1, ranks=1))
+    monkeypatch.setattr(leader, "_all_stacks", lambda decision: {})
+    leader._progress = SimpleNamespace(look=lambda beats, measured: SimpleNamespace(silent=(3,)))
+    leader._look_for_hang(Decision(number=1, hosts=("n1",), ranks=1))
+    ending = board.get("ending-1")
+    assert asked == [(3,)] and ending is not None
+    assert (ending["kind"], ending["finding"]["culprits"]) == (HANG, [3])
+
+
+@pytest.mark.parametrize(
+    ("error", "has_ranks", "is_raised"),
+    [
+        (KeyError("a"), True, False),
+        (KeyError("a"), False, True),
+        (SystemExit("x"), True, True),
+        (StorageError("the disk is full"), False, False),
+    ],
+)
+def test_an_error_of_a_launchers_thread_ends_it_unless_it_watches_ranks_or_a_disk_hangs(
+    run: RunDirectory, error: BaseException, has_ranks: bool, is_raised: bool
+) -> None:
+    leader, _ = of_boards(run, "n1", size=GroupSize(nodes=1, needed=1, ranks=1))
+    leader._watch = object() if has_ranks else None
+    calls: list[int] = []
+
+    def step() -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            raise error
+        leader._closed.set()
+
+    leader._repeat(step, 0.0)
+    assert leader._error is (error if is_raised else None) and len(calls) == (1 if is_raised else 2)

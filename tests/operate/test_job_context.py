@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -93,7 +94,7 @@ def test_all_nodes_of_a_job_give_it_one_name_that_no_other_step_and_no_requeued_
     names = [context.name for context in made if context is not None]
     assert len(set(names)) == 4 and all(name.startswith("slurm-7") for name in names)
     first = job_context({**job, "SLURM_RESTART_COUNT": "0", "SLURM_STEP_ID": "0"})
-    assert first is not None and first.name == names[1] and first.nodes == "node[1-2]"
+    assert first is not None and first.name == names[1] == "slurm-7.0" and first.nodes == "node[1-2]"
 
 
 def bad_gpu(host: str) -> Diagnosis:
@@ -174,6 +175,8 @@ def test_a_node_in_quarantine_starts_nothing_and_others_do(tmp_path: Path) -> No
     with pytest.raises(NodeInQuarantine, match="bad GPU") as refused:
         refuse_quarantined("node1", run, loaded)
     assert refused.value.exit_status == 67
+    for advice in ("Nothing was started", "--long", "--release"):
+        assert advice in refused.value.remedy
 
 
 def test_the_queue_is_told_of_all_nodes_in_quarantine(
@@ -191,3 +194,29 @@ def test_the_queue_is_told_of_all_nodes_in_quarantine(
         reactions.on_bad_node(bad_gpu(host))
     assert told == [(["8"], ["node2"]), (["8"], ["node1", "node2"])]
     assert said[-1] == "node1, node2 excluded from 8"
+
+
+def test_a_record_of_quarantine_has_the_beginning_of_a_long_line_or_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, loaded, said = RunDirectory(tmp_path / "run").create(), load_recipe("demo"), list[str]()
+    queue = SimpleNamespace(jobs=lambda *, name, run: [], exclude=pytest.fail)
+    monkeypatch.setattr(job_context_module, "scheduler_of", lambda section, path: queue)
+    reactions = reactions_of(run, loaded, say=said.append)
+    reactions.on_bad_node(replace(bad_gpu("node1"), evidence=("x" * 300, "y")))
+    reactions.on_bad_node(replace(bad_gpu("node2"), evidence=()))
+    nodes = Exclusions.of(run, loaded.recipe.submit).nodes()
+    assert (nodes["node1"].evidence, nodes["node2"].evidence) == ("x" * 200, "")
+    assert len(said) == 2, "no waiting job is told of"
+
+
+def test_the_switch_that_stops_a_queue_says_why_in_a_line_and_is_left_alone_by_a_second_start(
+    tmp_path: Path,
+) -> None:
+    run, said = RunDirectory(tmp_path / "run").create(), list[str]()
+    reactions = reactions_of(run, load_recipe("demo"), say=said.append)
+    reactions.on_repeating(replace(bad_gpu(""), cause=Cause.RUN_BUSY))
+    assert not run.control("stop").exists() and said == []
+    reactions.on_repeating(replace(bad_gpu(""), cause=Cause.EXCEPTION, summary="y" * 300))
+    written = run.control("stop").read_text()
+    assert "exception: yyy" in written and "y" * 109 in written and "y" * 110 not in written

@@ -110,21 +110,29 @@ def test_nothing_is_set_without_a_launcher_and_by_a_launcher_that_set_it_all():
 
 
 @pytest.mark.parametrize(
-    ("environment", "words"),
+    ("environment", "words", "advice"),
     [
-        ({"RANK": "0"}, "RANK is set in the environment and WORLD_SIZE is not"),
-        ({"WORLD_SIZE": "8"}, "WORLD_SIZE is set in the environment and RANK is not"),
-        ({"RANK": "8", "WORLD_SIZE": "8"}, "RANK=8 is no rank of WORLD_SIZE=8"),
-        ({"RANK": "x", "WORLD_SIZE": "8"}, "RANK='x' in the environment is not a whole number"),
-        (STEP | {"RANK": "0", "WORLD_SIZE": "1"}, "srun has started this process as rank 5 of 6"),
-        (MPI | {"RANK": "0", "WORLD_SIZE": "4"}, "mpirun has started this process as rank 1 of 4"),
-        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8"}, "This job has 8 tasks"),
+        ({"RANK": "0"}, "RANK is set in the environment and WORLD_SIZE is not", "`unset RANK`"),
+        ({"WORLD_SIZE": "8"}, "WORLD_SIZE is set in the environment and RANK is not", "`unset WORLD_SIZE`"),
+        ({"RANK": "8", "WORLD_SIZE": "8"}, "RANK=8 is no rank of WORLD_SIZE=8", "from 0 to WORLD_SIZE - 1"),
+        ({"RANK": "x", "WORLD_SIZE": "8"}, "RANK='x' in the environment is not a whole number", "torchrun"),
+        (
+            STEP | {"RANK": "0", "WORLD_SIZE": "1"},
+            "srun has started this process as rank 5 of 6",
+            "srun says",
+        ),
+        (
+            MPI | {"RANK": "0", "WORLD_SIZE": "4"},
+            "mpirun has started this process as rank 1 of 4",
+            "mpirun s",
+        ),
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8"}, "This job has 8 tasks", "Write `srun` before it"),
     ],
 )
-def test_variables_that_disagree_are_refused(environment: dict[str, str], words: str):
+def test_variables_that_disagree_are_refused(environment: dict[str, str], words: str, advice: str):
     with pytest.raises(TrainingFailed) as refused:
         variables(environment)
-    assert words in refused.value.message and refused.value.remedy
+    assert words in refused.value.message and advice in refused.value.remedy
 
 
 def test_a_launcher_on_each_node_finds_the_rendezvous():
@@ -136,16 +144,27 @@ def test_a_launcher_on_each_node_finds_the_rendezvous():
 
 
 @pytest.mark.parametrize(
-    ("environment", "words"),
+    ("environment", "words", "advice"),
     [
-        (STEP, "6 launchers on 3 nodes"),
-        (MPI, "mpirun has started 4 launchers"),
-        ({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "3", "SLURMD_NODENAME": "a"}, "This job has 3 nodes"),
+        (STEP, "6 launchers on 3 nodes", "srun --ntasks-per-node=1 bloomery launch"),
+        (MPI, "mpirun has started 4 launchers", "`bloomery train` in place of `bloomery launch`"),
+        (
+            {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "3", "SLURMD_NODENAME": "a"},
+            "This job has 3 nodes",
+            "`srun --ntasks-per-node=1` before it",
+        ),
     ],
 )
-def test_a_launcher_that_would_start_ranks_twice_is_refused(environment: dict[str, str], words: str):
-    with pytest.raises(TrainingFailed, match=words):
+def test_a_launcher_that_would_start_ranks_twice_is_refused(
+    environment: dict[str, str], words: str, advice: str
+):
+    with pytest.raises(TrainingFailed, match=words) as refused:
         node_group(environment)
+    assert advice in refused.value.remedy
+
+
+def test_a_job_of_several_nodes_whose_own_nodes_are_not_these_is_none_of_this_launcher():
+    assert node_group({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "3"}) is None  # on a login node
 
 
 def test_the_first_of_slurms_list_of_nodes():

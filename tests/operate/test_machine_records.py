@@ -139,6 +139,7 @@ def test_a_run_is_given_to_the_group_and_what_leads_out_of_it_is_not(
     (run.path / "link").symlink_to(outside)
     (run.control_dir / "deep").mkdir()
     (run.control_dir / "deep" / "file").touch(mode=0o600)
+    os.chown(run.control_dir / "deep" / "file", 61_235, -1)
     assert share_with_group(run.path, group="llm").repaired >= 3
     for path, mode in (
         (run.path, 0o2070),
@@ -147,10 +148,12 @@ def test_a_run_is_given_to_the_group_and_what_leads_out_of_it_is_not(
     ):
         facts = path.stat()
         assert (facts.st_gid, stat.S_IMODE(facts.st_mode) & mode) == (61_234, mode)
+    assert (run.control_dir / "deep" / "file").stat().st_uid == 61_235, "it is its owner's as before"
     assert outside.stat().st_gid != 61_234 and not outside.stat().st_mode & stat.S_IWGRP
     assert share_with_group(run.path, group="llm").repaired == 0
-    with pytest.raises(BloomeryError, match="no group"):
+    with pytest.raises(BloomeryError, match="no group") as refused:
         share_with_group(run.path, group="none")
+    assert "`id -Gn` in submit.group" in refused.value.remedy
 
 
 def test_a_file_that_goes_away_meanwhile_is_passed_over(
@@ -164,6 +167,40 @@ def test_a_file_that_goes_away_meanwhile_is_passed_over(
     monkeypatch.setattr(group_access, "_repair", repair)
     found = share_with_group(run.path)
     assert (found.repaired, found.refused) == (1, {})
+
+
+def test_what_belongs_to_others_is_told_by_its_owner_whose_name_may_be_unknown(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = run.path / "gone"
+    mine, theirs = run.path / "mine", run.path / "theirs"
+    for path in (mine, theirs):
+        path.touch()
+
+    def name_of(number: int) -> SimpleNamespace:
+        return SimpleNamespace(pw_name="ann")
+
+    def unknown(number: int) -> SimpleNamespace:
+        raise KeyError(number)
+
+    def repair(path: Path, group: int) -> bool:
+        monkeypatch.setattr(group_access.pwd, "getpwuid", unknown if path == theirs else name_of)
+        raise PermissionError
+
+    monkeypatch.setattr(group_access, "_everything", lambda path: iter([mine, gone, theirs, mine]))
+    monkeypatch.setattr(group_access, "_repair", repair)
+    refused = share_with_group(run.path).refused
+    assert refused == {"ann": (mine, mine), "nobody": (gone,), str(theirs.stat().st_uid): (theirs,)}
+
+
+def test_a_run_that_is_shared_keeps_the_group_of_its_directory_where_none_is_named(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[tuple[Path, int]] = []
+    monkeypatch.setattr(group_access, "_repair", lambda path, group: given.append((path, group)) or False)
+    assert share_with_group(run.path).repaired == 0
+    assert {group for _, group in given} == {run.path.stat().st_gid} and given[0][0] == run.path
+    assert len(given) == 1 + len(list(run.path.rglob("*")))
 
 
 @pytest.mark.parametrize("ran_s", [0.0, 25.0])

@@ -304,8 +304,9 @@ def test_a_damaged_list_of_nodes_lets_none_of_them_back(run: RunDirectory, damag
     exclusions = Exclusions(run.path / "exclusions.json")
     exclusions.path.write_text(damage)
     for use in (exclusions.nodes, lambda: exclusions.add(QuarantinedNode(host="n2", cause="x", since=1.0))):
-        with pytest.raises(TrainingFailed, match="is damaged"):
+        with pytest.raises(TrainingFailed, match="is damaged") as refused:
             use()
+        assert "remove it to let all nodes back" in refused.value.remedy
     assert exclusions.path.read_text() == damage
 
 
@@ -394,3 +395,12 @@ def test_old_places_are_kept_and_no_host_has_two() -> None:
     assert assign_hosts("abc", living="cdbe", bad=[], wanted=3) == ["d", "b", "c"]
     assert assign_hosts("ab", living="abcd", bad=["a"], wanted=3) == ["c", "b", "d"]
     assert assign_hosts("", living="abcd", bad=["b"], wanted=2) == ["a", "c"]
+
+
+def test_the_list_of_nodes_is_in_their_order_and_its_names_are_those_of_the_nodes(run: RunDirectory) -> None:
+    exclusions = Exclusions(run.path / "exclusions.json")
+    for host in ("n2", "n1", "n3"):
+        exclusions.add(QuarantinedNode(host=host, cause="x", since=1.0))
+    assert list(json.loads(exclusions.path.read_text())) == ["n1", "n2", "n3"]
+    exclusions.path.write_text('{"n5": {"host": "n9", "cause": "x", "since": 1.0}}')
+    assert [node.host for node in exclusions.nodes().values()] == ["n5"]

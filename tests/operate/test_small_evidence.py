@@ -19,7 +19,7 @@ from bloomery.events.run_directory import RunDirectory
 from bloomery.operate import storage_probe
 from bloomery.operate.blame import _host_in, _host_of_srun, diagnose
 from bloomery.operate.collective_timeout import diagnose_timeout
-from bloomery.operate.diagnosis import Cause
+from bloomery.operate.diagnosis import Cause, Culprit
 from bloomery.operate.drill import faults
 from bloomery.operate.drill.allocation import DrillNodes
 from bloomery.operate.drill.faults import DrillFault, DrillTarget, inject, strike, strike_on
@@ -45,10 +45,12 @@ def test_the_kernel_speaks_of_the_processes_of_its_own_machine() -> None:
     by_systemd = {"n2": ["systemd-oomd[9]: Killed /user.slice/x due to memory pressure"]}
     assert cause(KILLED, kernel=by_systemd)[0] == Cause.OOM_KILLER
     assert cause(replace(KILLED, is_killed_here=True), kernel=by_systemd)[0] != Cause.OOM_KILLER
+    assert cause(replace(KILLED, is_killed_here=True)) == (Cause.UNKNOWN, "n2")
 
 
 @pytest.mark.parametrize(
-    ("free", "found"), [(0.019, Cause.BUS_ERROR), (0.021, Cause.CRASH), (None, Cause.BUS_ERROR)]
+    ("free", "found"),
+    [(0.019, Cause.BUS_ERROR), (0.02, Cause.CRASH), (0.021, Cause.CRASH), (None, Cause.BUS_ERROR)],
 )
 def test_a_bus_error_is_blamed_on_shared_memory_that_is_full(free: float | None, found: Cause) -> None:
     bus_error = RankEnd(rank=0, host="n1", status=-7)
@@ -256,3 +258,43 @@ def test_a_rank_that_ended_well_tells_of_no_failure() -> None:
     )
     assert cause(well, KILLED) == (Cause.KILLED, "n2")
     assert cause(replace(well, status=1), KILLED) == (Cause.BAD_GPU, "n1")
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "found"), [(3.9, Cause.BUS_ERROR), (4.0, Cause.CRASH), (None, Cause.BUS_ERROR)]
+)
+def test_four_gibibytes_of_shared_memory_are_enough(free_gib: float | None, found: Cause) -> None:
+    line = "RuntimeError: DataLoader worker (pid 5) is killed by signal: Bus error."
+    assert cause(RankEnd(rank=0, host="n1", status=1, log=line), shm_free_gib=free_gib) == (found, "n1")
+
+
+def test_a_fault_of_the_node_that_names_no_gpu_blames_no_rank_whose_gpu_is_unknown() -> None:
+    line = "nvidia-nvswitch0: SXid (PCI:0000:c4:00.0): 20034, Fatal, Link 30 LTSSM Fault Up"
+    found = diagnose(FailureEvidence(ranks=[RankEnd(rank=3, host="n1", status=1)], kernel={"n1": [line]}))
+    assert (found.cause, found.culprit) == (Cause.BAD_GPU, Culprit(host="n1"))
+
+
+def test_a_rank_that_reports_a_time_out_has_not_waited_in_vain_for_itself() -> None:
+    watchdog = "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE)"
+    raised = (
+        "Traceback (most recent call last):\ntorch.distributed.DistBackendError: NCCL communicator failed"
+    )
+    end = RankEnd(rank=0, host="n1", status=1, log=f"{watchdog}\n{raised}\n")
+    assert cause(end)[0] == Cause.NCCL_TIMEOUT
+    other = RankEnd(rank=1, host="n2", status=1, log="Traceback (most recent call last):\nKeyError: 'a'\n")
+    assert cause(end, other)[0] == Cause.EXCEPTION
+
+
+def test_a_recipe_that_is_wrong_is_no_nodes_fault() -> None:
+    end = RankEnd(rank=0, host="n1", status=1, log="bloomery train: 2 mistakes in the recipe\n")
+    found = diagnose(FailureEvidence(ranks=[end]))
+    assert (found.cause, found.culprit, found.sure) == (Cause.BAD_RECIPE, Culprit(), True)
+
+
+def test_what_a_rank_says_of_its_adapter_is_likely_and_what_the_kernel_says_of_a_link_is_sure() -> None:
+    warned = RankEnd(rank=1, host="n2", status=1, log="NCCL WARN NET/IB: Got completion with error 12\n")
+    found = diagnose(FailureEvidence(ranks=[warned]))
+    assert (found.cause, found.culprit.rank, found.sure) == (Cause.NETWORK, 1, False)
+    down = "mlx5_core 0000:0c:00.0 ib0: Link down"
+    found = diagnose(FailureEvidence(ranks=[replace(warned, log="")], kernel={"n1": [down]}))
+    assert (found.cause, found.culprit, found.sure) == (Cause.NETWORK, Culprit(host="n1"), True)

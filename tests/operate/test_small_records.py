@@ -173,9 +173,10 @@ def test_a_list_of_nodes_that_is_locked_or_refused_is_told(
         raise durable.LockHeld(path, "process 5 on n7")
 
     monkeypatch.setattr(exclusions_module.durable, "locked", locked)
-    with pytest.raises(TrainingFailed, match=r"has been locked by .*process 5 on n7 for 20 s"):
+    with pytest.raises(TrainingFailed, match=r"has been locked by .*process 5 on n7 for 20 s") as refused:
         own.add(node)
     monkeypatch.undo()
+    assert refused.value.remedy == "Try again."
     assert asked == [20.0]
     own.path.mkdir()
     with pytest.raises(StorageError, match="Reading the nodes in quarantine"):
@@ -190,7 +191,9 @@ def test_a_list_of_nodes_that_is_locked_or_refused_is_told(
         elsewhere.add(node)
 
 
-def test_only_jobs_that_wait_are_told_of_all_excluded_nodes(tmp_path: Path) -> None:
+def test_only_jobs_that_wait_are_told_of_all_excluded_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     states = {"1": JobState.PENDING, "2": JobState.RUNNING, "3": JobState.HELD, "4": JobState.ENDED}
     told: list[Any] = []
     waiting = dict(states)
@@ -207,6 +210,9 @@ def test_only_jobs_that_wait_are_told_of_all_excluded_nodes(tmp_path: Path) -> N
     assert told == [("x", run.path), (["1", "3"], ["n1", "n5", "n9"])]
     del waiting["1"], waiting["3"]
     assert exclude_in_queue(queue, run, name="x", section=section, nodes=["n5"]) == [] and len(told) == 3
+    monkeypatch.chdir(tmp_path)
+    exclude_in_queue(queue, RunDirectory(Path("run")), name="x", section=section, nodes=[])
+    assert told[-1] == ("x", run.path), "a scheduler knows nothing of this directory"
 
 
 def test_a_node_that_the_system_does_not_know_is_asked_of_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,8 +236,9 @@ def test_a_node_that_the_system_does_not_know_is_asked_of_slurm(monkeypatch: pyt
     options = {"capture_output": True, "text": True, "timeout": 20.0, "check": False}
     assert calls == [(["scontrol", "show", "node", "n1"], options)]
     for said[0] in ("nothing of it", ""):
-        with pytest.raises(TrainingFailed, match="The node n1, where rank 0 is, has no address here"):
+        with pytest.raises(TrainingFailed, match="The node n1, where rank 0 is, has no address") as refused:
             address_of_node("n1")
+        assert "Set MASTER_ADDR" in refused.value.remedy and "on all ranks" in refused.value.remedy
     monkeypatch.setattr(
         launcher.subprocess, "run", lambda *a, **k: (_ for _ in ()).throw(subprocess.TimeoutExpired("x", 20))
     )
@@ -264,8 +271,9 @@ def test_a_task_of_srun_has_the_place_that_srun_gave_it() -> None:
     assert rank_variables(step, address_of=lambda name: name) == {
         "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "15000"
     }  # fmt: skip
-    with pytest.raises(TrainingFailed, match="SLURM_PROCID is not set"):
+    with pytest.raises(TrainingFailed, match="SLURM_PROCID is not set") as refused:
         rank_variables({"SLURM_STEP_NUM_TASKS": "4"})
+    assert "Start with srun" in refused.value.remedy
     with pytest.raises(TrainingFailed, match="SLURM_PROCID='-1' in the environment is not a whole number"):
         rank_variables(step | {"SLURM_PROCID": "-1"})
     nested = step | {"RANK": "0", "WORLD_SIZE": "2"}
@@ -284,8 +292,9 @@ def test_where_no_port_is_free_sixty_four_have_been_tried(monkeypatch: pytest.Mo
             raise OSError(98, "Address already in use")
 
     monkeypatch.setattr(launcher.socket, "socket", Taken)
-    with pytest.raises(RankLost, match=r"No port from 15,000 to 31,999 is free here"):
+    with pytest.raises(RankLost, match=r"No port from 15,000 to 31,999 is free here") as refused:
         port_for_ranks(is_here=True)
+    assert refused.value.remedy == "End what uses them."
     assert len(tried) == 64 and all(15_000 <= port < 32_000 for port in tried)
 
 

@@ -41,6 +41,7 @@ def test_a_fetch_fails_when_nobody_is_left_and_tells_each_reason(tmp_path: Path)
     with pytest.raises(PeerError) as failed:
         fetch._check(1e9, lambda: False)
     assert failed.value.message == "nobody gives the state ab12ab12ab12: a: it is too slow; b: it answers 503"
+    assert "What is here is kept: another try goes on from it" in failed.value.remedy
     with pytest.raises(PeerError, match=r"^nobody gives the state ab12ab12ab12: there is no source"):
         fetch_of(tmp_path)._check(1e9, lambda: False)
 
@@ -57,6 +58,8 @@ def test_a_fetch_fails_when_no_block_came_for_long_and_names_whom_it_waits_for(
     with pytest.raises(PeerError) as failed:
         fetch._check(60.0, lambda: False)
     assert failed.value.message == "no block of the state ab12ab12ab12 in 60 s from a, b"
+    for advice in ("Are these peers reachable?", "another try goes on from it"):
+        assert advice in failed.value.remedy
     fetch._out(A, "it is too slow")
     with pytest.raises(PeerError) as failed:
         fetch._check(60.0, lambda: False)
@@ -69,8 +72,9 @@ def test_a_fetch_fails_when_no_block_came_for_long_and_names_whom_it_waits_for(
 def test_a_digest_that_is_none_is_not_asked_for_and_a_disk_that_fails_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(PeerError, match=r"'../x' is no digest of a state"):
+    with pytest.raises(PeerError, match=r"'../x' is no digest of a state") as refused:
         fetch_state(list, "../x", tmp_path, TRUST)
+    assert "this version of bloomery" in refused.value.remedy
 
     def fail(self: _Fetch, **more: Any) -> None:
         raise OSError(5, "Input/output error")

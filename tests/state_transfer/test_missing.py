@@ -79,3 +79,15 @@ def test_who_takes_a_run_looks_at_files_and_not_at_each_of_a_large_checkpoints_r
     missing.done(run)
     run = missing.take(Counted(files), timeout_s=0.0)
     assert run is not None and (run.file, run.begin) == ("a", 1 << 20), "each file from its beginning"
+
+
+def test_no_more_than_two_fetch_the_same_run() -> None:
+    missing = MissingBlocks([RUN])
+    assert [missing.take(["f"], timeout_s=0.0) for _ in range(3)] == [RUN, RUN, None]
+
+
+def test_nobody_waits_where_nothing_is_missing() -> None:
+    waiting = threading.Thread(target=MissingBlocks([]).wait, args=(1e6,), daemon=True)
+    waiting.start()
+    waiting.join(DEADLINE_S)
+    assert not waiting.is_alive()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ssl
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tests.diloco.recorder import Recorder
-from urllib3.exceptions import ProtocolError, ReadTimeoutError
+from urllib3.exceptions import NewConnectionError, ProtocolError, ReadTimeoutError
 
 from bloomery.errors import PeerError
 from bloomery.state_transfer import source
@@ -20,8 +21,9 @@ from bloomery.state_transfer.source import (
     ServedState,
     SourceFailed,
     _place,
+    _Way,
 )
-from bloomery.transport.trust import Trust
+from bloomery.transport.trust import PeerRefused, Trust
 
 TRUST = Trust(token=b"a secret")
 ORIGIN = PeerSource(peer="a", url="http://127.0.0.1:8")
@@ -252,3 +254,37 @@ def test_an_address_of_a_source_is_a_host_and_a_port_and_nothing_else(
             _place(origin, "http")
     else:
         assert _place(origin, "http") == place
+
+
+def test_without_certificates_nothing_is_asked_of_another_machine() -> None:
+    calls: list[Any] = []
+    elsewhere: Any = Recorder("socket", calls, getpeername=("192.0.2.1", 5))
+    origin = PeerSource(peer="a", url=THROUGH_RELAY, reach=lambda: elsewhere)
+    with pytest.raises(SourceFailed, match=r"192\.0\.2\.1 is another machine"):
+        ServedState(origin, "ab12", TRUST).content("f", at_most=1)
+    methods = [method for _, method, *_ in calls]
+    assert "close" in methods and "sendall" not in methods
+    assert calls[0] == ("socket", "settimeout", source.STALL_S), "who reads from it waits no longer"
+
+
+def test_why_a_peer_is_reached_neither_way_is_told_of_both() -> None:
+    def dial() -> Any:
+        raise NewConnectionError(None, "nobody is there")  # type: ignore[arg-type]
+
+    def reach() -> Any:
+        raise PeerRefused("it does not wait here")
+
+    way = _Way(PeerSource(peer="a", url="http://127.0.0.1:8", reach=reach), "127.0.0.1", TRUST)
+    with pytest.raises(OSError, match=r"nobody is there; it does not wait here$"):
+        way.connect(dial)
+    elsewhere = replace(TRUST, dials_loopback=False)
+    way = _Way(PeerSource(peer="a", url="http://127.0.0.1:8", reach=reach), "127.0.0.1", elsewhere)
+    with pytest.raises(OSError, match=r"^it cannot be dialled; it does not wait here$"):
+        way.connect(dial)
+
+
+def test_a_name_that_is_none_is_told_by_its_beginning() -> None:
+    state, _ = state_of(Answer(200, b'{"name": "' + b"x" * 2000 + b'"}'))
+    with pytest.raises(SourceFailed) as failed:
+        state.read_description()
+    assert str(failed.value) == "'" + "x" * 199

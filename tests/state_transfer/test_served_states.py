@@ -11,7 +11,8 @@ from tests.diloco.served_states import make_checkpoint
 
 from bloomery.checkpoint.format.manifest import INDEX
 from bloomery.errors import CheckpointError, PeerError
-from bloomery.state_transfer.served_states import READ_S, ServedStates
+from bloomery.state_transfer import served_states
+from bloomery.state_transfer.served_states import READ_S, OpenFile, ServedStates
 
 
 @pytest.fixture
@@ -86,5 +87,68 @@ def test_of_a_checkpoint_that_cannot_be_served_no_file_stays_open(checkpoint: Pa
 
 
 def test_a_digest_that_is_none_names_no_state(checkpoint: Path) -> None:
-    with pytest.raises(PeerError, match="no digest of a state"):
+    with pytest.raises(PeerError, match="no digest of a state") as refused:
         ServedStates().put("../x", checkpoint, round=1)
+    assert "mistake in bloomery" in refused.value.remedy
+
+
+def served_of(states: ServedStates, *digests: str) -> list[str]:
+    """Which of these states are served, which is no sign that they are fetched."""
+    return [digest for digest in digests if digest in states._states]
+
+
+def test_a_state_that_is_put_again_is_the_newest_once_more(checkpoint: Path) -> None:
+    states = ServedStates(clock=lambda: 0.0)
+    for digest in ("a", "b", "a", "c"):
+        states.put(digest, checkpoint, round=1)
+    assert served_of(states, "a", "b", "c") == ["a", "c"]
+    assert len(opened_of(checkpoint)) == 2 * len(list(checkpoint.iterdir()))
+    states.clear()
+
+
+def test_of_two_that_put_a_state_at_once_one_leaves_no_file_open(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states, opened = ServedStates(), served_states._opened
+
+    def meanwhile(directory: Path) -> dict[str, OpenFile]:
+        monkeypatch.setattr(served_states, "_opened", opened)
+        states.put("ab12", checkpoint, round=1)
+        return opened(directory)
+
+    monkeypatch.setattr(served_states, "_opened", meanwhile)
+    states.put("ab12", checkpoint, round=1)
+    assert len(opened_of(checkpoint)) == len(list(checkpoint.iterdir()))
+    states.clear()
+    assert opened_of(checkpoint) == []
+
+
+@pytest.mark.parametrize(("since_s", "is_served"), [(READ_S - 1.0, True), (READ_S, False)])
+def test_a_state_counts_as_fetched_for_a_minute_from_the_end_of_its_last_read(
+    checkpoint: Path, since_s: float, is_served: bool
+) -> None:
+    now = 100.0
+    states = ServedStates(clock=lambda: now)
+    states.put("a", checkpoint, round=1)
+    with states.reading("a", INDEX):
+        now += 1000.0
+    now += since_s
+    for digest in ("b", "c"):
+        states.put(digest, checkpoint, round=2)
+    assert served_of(states, "a", "b", "c") == (["a"] if is_served else []) + ["b", "c"]
+    states.clear()
+
+
+def test_averages_are_those_of_the_moment_in_which_they_were_told(tmp_path: Path) -> None:
+    states, told = ServedStates(), {"ab12": tmp_path}
+    states.serve_averages(told)
+    told.clear()
+    assert states.is_to_come("ab12", "average-0") and not states.is_to_come("ab12", INDEX)
+    (tmp_path / "ab12.٣").write_bytes(b"x")
+    with states.reading("ab12", "average-٣") as found:
+        assert found is None, "a rank is written in ASCII digits"
+    (tmp_path / "ab12.0").write_bytes(b"of rank 0")
+    with states.reading("ab12", "average-0") as found:
+        assert found is not None and os.pread(found.descriptor, 99, 0) == b"of rank 0"
+        assert opened_of(tmp_path) == ["ab12.0"]
+    assert opened_of(tmp_path) == []

@@ -18,6 +18,7 @@ from bloomery.coordination.credentials import read_bundle, read_certificate
 from bloomery.errors import PeerError
 from bloomery.state_transfer.served_states import READ_S, ServedStates, parse_path, parse_range
 from bloomery.state_transfer.server import StateServer
+from bloomery.transport.sockets import open_listener
 from bloomery.transport.trust import Trust, trust_certificates
 
 WITHIN_S = 60.0
@@ -237,9 +238,16 @@ def test_more_connections_than_there_is_room_for_are_sent_away(checkpoint):
             connection.close()
 
 
-def test_without_certificates_nothing_is_served_beyond_this_machine():
-    with pytest.raises(PeerError, match="anybody could take it"):
+def test_without_certificates_nothing_is_served_beyond_this_machine(monkeypatch):
+    opened = []
+    monkeypatch.setattr(
+        "bloomery.state_transfer.server.open_listener",
+        lambda at: opened.append(open_listener(at)) or opened[0],
+    )
+    with pytest.raises(PeerError, match="anybody could take it") as refused:
         StateServer("0.0.0.0:0", Trust(token=TOKEN), ServedStates())
+    assert "127.0.0.1" in refused.value.remedy and "elastic.certificates" in refused.value.remedy
+    assert opened[0].fileno() == -1
 
 
 def test_only_who_has_a_certificate_of_the_run_is_served(tmp_path, checkpoint, caplog):

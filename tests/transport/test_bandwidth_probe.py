@@ -1,5 +1,6 @@
 """What a peer answers to another that measures the link to it."""
 
+import io
 import socket
 import threading
 from types import SimpleNamespace
@@ -77,3 +78,72 @@ def test_a_load_has_the_bytes_that_it_announces(monkeypatch) -> None:
         answering.sendall(b"p")
         with pytest.raises(ConnectionError):
             bandwidth_probe._exchange(asking, b"l", 0, until)
+
+
+def answering(connection: socket.socket) -> None:
+    answer_probe(SimpleNamespace(connection=connection))  # type: ignore[arg-type]
+
+
+def test_a_probe_has_four_streams_and_loads_of_64_kibibytes_up_to_32_mebibytes() -> None:
+    sizes = ProbeSizes()
+    assert (sizes.streams, sizes.pings, sizes.enough_s) == (4, 5, 0.2)
+    assert (sizes.first, sizes.most) == (64 << 10, 32 << 20) and sizes.most <= MAX_LOAD
+
+
+def test_each_question_has_its_own_answer_even_if_they_come_together_and_one_that_is_none_ends_it() -> None:
+    asking, asked = socket.socketpair()
+    with asking:
+        load = b"l" + (10).to_bytes(4, "big") + bytes(10)
+        ping = b"p" + bytes(4)
+        asking.sendall(load + ping + b"x" + bytes(4))
+        asking.shutdown(socket.SHUT_WR)
+        answering(asked)
+        assert asking.recv(9) == b"lp" and asking.recv(9) == b""
+
+
+def test_of_a_question_no_byte_beyond_it_is_read() -> None:
+    sent = io.BytesIO(b"abcdef")
+    connection = SimpleNamespace(recv=lambda most: sent.read(min(most, 2)))
+    assert bandwidth_probe._receive(connection, 5) == b"abcde" and sent.read() == b"f"  # type: ignore[arg-type]
+    assert bandwidth_probe._receive(connection, 5) == b""  # type: ignore[arg-type]
+
+
+def test_who_asks_and_goes_or_says_nothing_is_left_without_an_error(monkeypatch) -> None:
+    monkeypatch.setattr(bandwidth_probe, "_IDLE_S", 0.01)
+    asking, asked = socket.socketpair()
+    asking.sendall(b"p" + bytes(4))
+    asking.close()
+    answering(asked)
+    silent, waiting = socket.socketpair()
+    with silent:
+        answering(waiting)
+        assert silent.recv(1) == b""
+    assert asked.fileno() == waiting.fileno() == -1
+
+
+def test_an_exchange_has_what_is_left_of_the_time_of_all(monkeypatch) -> None:
+    monkeypatch.setattr(bandwidth_probe, "time", SimpleNamespace(monotonic=lambda: 100.0))
+    asking, answer = socket.socketpair()
+    with asking, answer:
+        answer.sendall(b"p")
+        bandwidth_probe._exchange(asking, b"p", 0, 105.0)
+        assert asking.gettimeout() == 5.0
+        with pytest.raises(TimeoutError):
+            bandwidth_probe._exchange(asking, b"p", 0, 99.0)
+
+
+def test_a_load_goes_over_all_streams_and_fails_where_one_does() -> None:
+    until = bandwidth_probe.time.monotonic() + DEADLINE_S
+    pairs = [socket.socketpair() for _ in range(3)]
+    for _, other in pairs:
+        other.sendall(b"l")
+    bandwidth_probe._load_all([asking for asking, _ in pairs], 100, until)
+    assert [len(other.recv(1 << 10)) for _, other in pairs] == [105] * 3
+    for _, other in pairs[:2]:
+        other.sendall(b"l")
+    pairs[2][1].close()
+    with pytest.raises(OSError):
+        bandwidth_probe._load_all([asking for asking, _ in pairs], 100, until)
+    for pair in pairs:
+        for end in pair:
+            end.close()

@@ -385,3 +385,10 @@ def test_a_probe_measures_something(two):
     a, b = two
     measured = a.probe(contact(b), sizes=ProbeSizes(streams=2, most=1 << 20), deadline_s=DEADLINE_S)
     assert measured.mbit_s > 0 and measured.rtt_ms > 0
+
+
+def test_both_ends_of_a_connection_send_at_once_and_notice_a_dead_one(opened):
+    (sending,), (receiving,) = pair(opened("a"), opened("b"), epoch=1, streams=1)
+    for link in (sending, receiving):
+        assert link.connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
+        assert link.connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1

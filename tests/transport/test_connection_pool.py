@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from bloomery.transport.connection import Connection, ConnectionPlace
-from bloomery.transport.connection_pool import ConnectionPool, DialTiming, Neighbour, _Want
+from bloomery.transport.connection_pool import Cancelled, ConnectionPool, DialTiming, Neighbour, _Want
 
 DEADLINE_S = 60.0
 TURNS = DialTiming(turn_s=100.0, answer_s=10.0, retry_s=30.0)
@@ -124,3 +124,26 @@ def _starts_s(hop, *, is_dialable, last_way="", relays=True):
             for way in pool._ways_due(want, now=now, began=0.0, relays=relays):
                 starts_s.setdefault(way, now)
         return starts_s
+
+
+def test_who_gathers_looks_again_after_a_failure_and_ends_with_its_pool():
+    turns = DialTiming(turn_s=1e6, answer_s=1e6, retry_s=1e6)
+    looks, gathered = threading.Semaphore(0), queue.SimpleQueue()
+
+    class Counted(threading.Event):
+        def is_set(self):
+            looks.release()
+            return False
+
+    def gather():
+        try:
+            pool.gather([HOP], epoch=7, deadline_s=1e6, cancelled=Counted())
+        except Cancelled as cancelled:
+            gathered.put(cancelled)
+
+    pool = ConnectionPool(dial=refused, relay=refused, is_dialable=True, turns=turns)
+    threading.Thread(target=gather, daemon=True).start()
+    for _ in range(2):  # at first, and after the address has refused
+        assert looks.acquire(timeout=DEADLINE_S)
+    pool.close()
+    assert gathered.get(timeout=DEADLINE_S)

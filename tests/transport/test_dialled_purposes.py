@@ -20,7 +20,7 @@ from bloomery.transport.connection_manager import ConnectionManager, _link, _own
 from bloomery.transport.connection_pool import DialTiming, Neighbour
 from bloomery.transport.handshake import AuthenticatedConnection, OwnIdentity
 from bloomery.transport.relay import circuit_of
-from bloomery.transport.sockets import TcpTimeouts
+from bloomery.transport.sockets import RateLimiter, TcpTimeouts
 from bloomery.transport.trust import PeerRefused
 
 ME = OwnIdentity(run="r", peer="a", incarnation="a1", encrypt=True)
@@ -219,3 +219,25 @@ def test_certificates_that_are_revoked_later_count_too_and_a_closed_peer_listens
     manager.close()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((host, int(port)), timeout=60.0)
+
+
+def test_a_manager_that_is_closed_ends_all_that_it_has(dialling) -> None:
+    manager, calls = dialling().manager, list[Any]()
+    parts = ("_waiting", "_listener", "_relay", "_state_relay", "pool")
+    real = {part: getattr(manager, part) for part in parts}
+    for part in parts:
+        setattr(manager, part, Recorder(part, calls))
+    manager.close()
+    assert sorted(calls) == sorted((part, "close") for part in parts)
+    for part, own in real.items():
+        setattr(manager, part, own)
+
+
+def test_at_a_relay_the_first_end_waits_for_four_turns_and_both_kinds_share_one_limit() -> None:
+    limiter = RateLimiter(1e6)
+    manager = ConnectionManager(
+        ME, TOKEN, listen=(), turns=TURNS, patience=TcpTimeouts(), rate_limiter=limiter
+    )
+    assert manager._relay._wait_s == 400.0
+    assert manager._relay._rate_limiter is manager._state_relay._rate_limiter is limiter
+    manager.close()

@@ -8,7 +8,7 @@ from hypothesis.extra.numpy import arrays
 
 from bloomery.plan.peer_round import average_error, codec_of_partial_sums
 from bloomery.transport import gradient_codec
-from bloomery.transport.gradient_codec import Codec, decode, encode, encoded_size
+from bloomery.transport.gradient_codec import Codec, decode, encode, encoded_size, largest_magnitude
 
 SIZES = [0, 1, 2, 3, 127, 128, 129, 255, 511, 512, 513, 1025, 5000]
 STEPS = {Codec.INT8: 127, Codec.INT4: 7}
@@ -218,3 +218,24 @@ def test_error_feedback_stays_small_where_sixteen_peers_shrink_to_two():
     assert error_of_a_ring(2, partial="int4", complete="int4", own=in_units_of_parts) > error_of_a_ring(
         2, partial="int4", complete="int4", own=lost[:2]
     )
+
+
+@pytest.mark.parametrize(
+    "out",
+    [
+        np.zeros(8, np.float32)[::2],
+        np.zeros(4, np.float64),
+        np.frombuffer(bytes(16), np.float32),
+    ],
+    ids=["with gaps", "doubles", "read only"],
+)
+def test_nothing_is_decoded_into_what_is_no_contiguous_and_writeable_float32_array(out):
+    with pytest.raises(ValueError, match="into a contiguous float32 array"):
+        decode(encode(np.ones(4, np.float32), Codec.FP32), Codec.FP32, out)
+    assert not out.any()
+
+
+@pytest.mark.parametrize("use", [lambda values: encode(values, Codec.INT8), largest_magnitude])
+def test_values_of_another_type_are_refused_and_not_taken_for_float32(use):
+    with pytest.raises(ValueError, match="values are float32, not float64"):
+        use(np.ones(4))

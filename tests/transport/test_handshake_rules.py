@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from bloomery.transport.handshake import (
     MAGIC,
     OwnIdentity,
     _misdirected,
+    _TlsProxy,
     handshake_as_dialler,
     handshake_as_listener,
     receive_exactly,
@@ -154,3 +157,21 @@ def test_who_does_not_speak_the_protocol_is_told_apart(pair: Any) -> None:
     here.sendall(b"x" * len(MAGIC))
     with pytest.raises(PeerRefused, match="it does not speak this protocol"):
         handshake_as_listener(there, B, TOKEN, admit=lambda hello: "", deadline_s=DEADLINE_S)
+
+
+def test_a_proxy_whose_encrypted_end_fails_closes_both_and_says_why(
+    pair: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, other = pair
+    plain.setblocking(False)
+    other.settimeout(DEADLINE_S)
+    caplog.set_level(logging.INFO, logger="bloomery.transport.handshake")
+    closed: list[bool] = []
+
+    def fail(most: int) -> bytes:
+        raise ConnectionResetError(104, "Connection reset by peer")
+
+    tls: Any = SimpleNamespace(recv=fail, close=lambda: closed.append(True))
+    _TlsProxy(tls, plain).run()
+    assert closed == [True] and other.recv(1) == b""
+    assert caplog.messages == ["an encrypted connection ended: [Errno 104] Connection reset by peer"]

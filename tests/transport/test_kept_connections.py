@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.diloco.elastic_peers import until
 
 from bloomery.errors import PeerError
 from bloomery.transport import connection_pool
@@ -213,3 +214,40 @@ def test_who_is_out_of_reach_is_told_with_addresses_count_and_reason(
     error = _unreachable(wants, 8.0)
     assert isinstance(error, LinkError) and error.peer == "b"
     assert error.message == f"2 connections with 'b' {told}"
+
+
+def test_a_connection_that_is_closed_has_ended_for_those_who_hold_a_copy_of_it(kept: Kept) -> None:
+    link = kept.add(sent_epoch=7)
+    with link.connection.dup() as of_a_rank:
+        kept.pool.discard(7)
+        assert kept.others[0].recv(1) == b"" and of_a_rank.recv(1) == b""
+
+
+def test_a_peer_may_keep_four_times_as_many_idle_connections_as_the_largest_ring_needed(kept: Kept) -> None:
+    kept.pool._most_places = 1
+    hop = Neighbour(peer="b", incarnation="1", addresses=(), sends=True, ranks=(0,), streams=2)
+    for hops in ([hop], [HOP]):
+        with pytest.raises(LinkError):
+            kept.pool.gather(hops, epoch=7, deadline_s=-1.0, cancelled=threading.Event())
+    links = [kept.add(since=float(number)) for number in range(8)]
+    assert all(kept.open(*links))
+    kept.add(since=8.0)
+    assert kept.open(*links) == [False] + [True] * 7
+
+
+def test_of_a_connection_that_both_ends_agreed_on_the_rings_bytes_are_left_to_the_ring(kept: Kept) -> None:
+    link = kept.add(sent_epoch=7)
+    other = Connection(place=BACK, connection=kept.others[0], key=link.key, way="dialled")
+    other.send_begin(7)
+    other.connection.send(b"of the ring")
+    until(lambda: link.received_epoch == 7)
+    with kept.pool._changed:
+        assert link.connection.fileno() not in kept.pool._selector.get_map()
+        assert link.connection.recv(64) == b"of the ring"
+
+
+def test_a_pool_that_is_closed_keeps_no_descriptor_of_its_own(kept: Kept) -> None:
+    kept.pool.close()
+    assert kept.pool._wake.fileno() == kept.pool._woken.fileno() == -1
+    assert kept.pool._selector.get_map() is None
+    kept.pool.close()

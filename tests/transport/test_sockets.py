@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import selectors
 import socket
 from contextlib import closing
 from dataclasses import replace
@@ -10,6 +11,7 @@ import pytest
 from tests.diloco.elastic_peers import DEADLINE_S, TOKEN
 
 from bloomery.errors import PeerError
+from bloomery.transport import sockets
 from bloomery.transport.connection_manager import _advertised
 from bloomery.transport.sockets import (
     RateLimiter,
@@ -59,8 +61,9 @@ def test_an_address_is_its_host_and_its_port(address):
 
 @pytest.mark.parametrize("address", ["", "here", "here:", "here:x", "here:65536", "::1:29600", "here:-1"])
 def test_what_is_no_address_is_refused(address):
-    with pytest.raises(PeerError, match="is not an address"):
+    with pytest.raises(PeerError, match="is not an address") as refused:
         split_address(address)
+    assert "host:port" in refused.value.remedy and "[::1]:29600 for IPv6" in refused.value.remedy
 
 
 def test_why_no_address_can_be_dialled_is_told_of_each():
@@ -131,3 +134,53 @@ def test_what_is_advertised_has_the_port_that_was_taken_where_it_names_none():
         told = _advertised([listener, other], ("one.example.org:0", "two.example.org:20"))
         assert told == (f"one.example.org:{port}", "two.example.org:20")
         assert _advertised([], ("one.example.org:0",)) == ("one.example.org:0",)
+
+
+def test_a_connection_is_given_up_after_half_a_minute_of_silence_and_sooner_while_it_sends():
+    usual = TcpTimeouts()
+    assert usual.idle_s + usual.probes * usual.probe_s == 30 and usual.idle_s == 15
+    assert usual.idle_s < usual.unanswered_s == 20.0
+
+
+def test_congestion_is_controlled_as_between_sites_where_the_kernel_can(monkeypatch):
+    assert sockets._CONGESTION_CONTROL == b"bbr"
+    with socket.socket() as connection:
+        for control in (b"reno", b"not-of-this-kernel"):
+            monkeypatch.setattr(sockets, "_CONGESTION_CONTROL", control)
+            prepare(connection, TcpTimeouts())
+            told = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+            assert told.rstrip(b"\0") == b"reno"
+
+
+@pytest.mark.parametrize(
+    ("address", "place", "family", "is_dual"),
+    [
+        ("127.0.0.1:7", ("127.0.0.1", 7), socket.AF_INET, False),
+        ("[::1]:7", ("::1", 7), socket.AF_INET6, False),
+        ("[::]:7", ("::", 7), socket.AF_INET6, True),
+        (":7", ("", 7), socket.AF_INET, False),
+    ],
+)
+def test_hundreds_may_wait_to_be_accepted_and_no_port_is_shared(monkeypatch, address, place, family, is_dual):
+    made = []
+    monkeypatch.setattr(socket, "create_server", lambda at, **options: made.append((at, options)))
+    monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: True)
+    open_listener(address)
+    options = {"family": family, "backlog": 512, "reuse_port": False, "dualstack_ipv6": is_dual}
+    assert made == [(place, options)]
+
+
+def test_an_address_without_a_route_is_noted_and_the_next_one_tried(monkeypatch):
+    made, failures = [], []
+
+    class Refusing(socket.socket):
+        def connect(self, place):
+            made.append(self)
+            raise OSError(101, "Network is unreachable")
+
+    places = iter([("h:1", socket.AF_INET, ("192.0.2.1", 1))])
+    with selectors.DefaultSelector() as selector, monkeypatch.context() as patched:
+        patched.setattr(socket, "socket", Refusing)
+        assert sockets._start_next(places, selector, failures), "there may be more"
+        assert not sockets._start_next(places, selector, failures)
+    assert failures == ["h:1: Network is unreachable"] and [one.fileno() for one in made] == [-1]

@@ -137,3 +137,10 @@ def test_random_bytes_never_write_outside_the_values():
         code.view(np.uint16)[:2] = 1, 2
         with pytest.raises(ValueError, match="places"):
             decoded(code, 0.01, CHUNK)
+
+
+def test_what_fills_the_last_word_is_nothing():
+    code = encode_sparse(gaussian(CHUNK + 1), 1 / 64)  # 84 and 5 bytes, in words of four
+    code.view(np.uint8)[89] = 1
+    with pytest.raises(ValueError, match="there are bits after the end"):
+        add_sparse(code, 1 / 64, np.zeros(CHUNK + 1, np.float32), weight=1.0)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import ssl
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tests.diloco.elastic_peers import Authority
+from tests.diloco.recorder import Recorder
 
 from bloomery.errors import PeerError
 from bloomery.transport import trust
@@ -17,6 +19,7 @@ from bloomery.transport.trust import (
     PeerRefused,
     RefusalLog,
     Trust,
+    check_names,
     derive_key,
     is_loopback,
     is_proof,
@@ -144,3 +147,25 @@ def test_both_ends_of_a_connection_through_a_relay_call_it_by_one_name_and_no_ot
         )
     }
     assert len(others) == 7 and name not in others
+
+
+def test_a_certificate_names_its_peer_by_name_or_address_of_a_resource() -> None:
+    names = (("DNS", "b"), ("URI", "urn:b"), ("IP Address", "192.0.2.1"))
+    connection: Any = SimpleNamespace(getpeercert=lambda: {"subjectAltName": names})
+    for name in ("b", "urn:b"):
+        check_names(connection, name)
+    for other in ("a", "192.0.2.1"):
+        with pytest.raises(PeerRefused, match=f"'{other}' shows a certificate of b, urn:b"):
+            check_names(connection, other)
+    connection.getpeercert = lambda: None
+    with pytest.raises(PeerRefused, match="'a' shows a certificate of no peer"):
+        check_names(connection, "a")
+
+
+def test_a_renewed_certificate_is_shown_by_who_listens_and_by_who_dials(tmp_path: Path) -> None:
+    calls: list[Any] = []
+    listening, dialling = (Recorder(name, calls) for name in ("listen", "dial"))
+    files = (tmp_path / "certificate", tmp_path / "key")
+    Trust(to_listen=listening, to_dial=dialling).load_certificate(*files)  # type: ignore[arg-type]
+    assert calls == [("listen", "load_cert_chain", *files), ("dial", "load_cert_chain", *files)]
+    Trust(token=b"x").load_certificate(*files)

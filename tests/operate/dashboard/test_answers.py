@@ -105,8 +105,9 @@ def test_a_token_is_one_long_word(tmp_path: Path, text: str, is_good: bool) -> N
     if is_good:
         assert read_token(path) == text
     else:
-        with pytest.raises(BloomeryError, match="one word of at least 16"):
+        with pytest.raises(BloomeryError, match="one word of at least 16") as refused:
             read_token(path)
+        assert f"openssl rand -hex 24 > {path}" in refused.value.remedy
 
 
 @pytest.fixture(scope="module")
@@ -140,8 +141,9 @@ def run(written: WrittenRun, tmp_path: Path) -> WrittenRun:
 def test_samples_are_skipped_where_their_numbers_are_some(run: WrittenRun, what: str, kept: str) -> None:
     request = ActionRequest(run=0, action="skip", what=what, why="a\nspike " * 99)
     if not kept:
-        with pytest.raises(BloomeryError, match="FIRST:END"):
+        with pytest.raises(BloomeryError, match="FIRST:END") as refused:
             carry_out(run.rundir, request, by="ann")
+        assert "Give sample numbers" in refused.value.remedy
         assert not run.rundir.operations.exists() and not run.rundir.control("skip").exists()
         return
     answer = carry_out(run.rundir, request, by="ann")
@@ -158,9 +160,13 @@ def test_samples_are_skipped_where_their_numbers_are_some(run: WrittenRun, what:
 
 
 def test_an_action_that_nobody_knows_and_one_of_no_run_are_refused(run: WrittenRun, tmp_path: Path) -> None:
-    for rundir, action in ((run.rundir, "rm"), (type(run.rundir)(tmp_path / "none"), "save")):
-        with pytest.raises(BloomeryError):
+    for rundir, action, advice in (
+        (run.rundir, "rm", "There are save, stop, skip, exclude."),
+        (type(run.rundir)(tmp_path / "none"), "save", "Look at the messages"),
+    ):
+        with pytest.raises(BloomeryError) as refused:
             carry_out(rundir, ActionRequest(run=0, action=action), by="ann")
+        assert advice in refused.value.remedy
     assert not run.rundir.operations.exists()
 
 
@@ -170,8 +176,9 @@ def test_only_the_name_of_a_node_is_excluded(run: WrittenRun, name: str) -> None
     if name.strip() == "n1":
         assert "n1 takes no further job" in carry_out(run.rundir, request, by="ann")
         return
-    with pytest.raises(BloomeryError, match="is not the name of a node"):
+    with pytest.raises(BloomeryError, match="is not the name of a node") as refused:
         carry_out(run.rundir, request, by="ann")
+    assert "Give its host name" in refused.value.remedy
     assert not (run.rundir.path / "exclusions.json").exists()
 
 

@@ -233,8 +233,9 @@ def test_an_address_for_others_wants_a_token_and_tls(
     options = ["run", "--host", "0.0.0.0", "--token-file", str(token)]
     for readable in (0o644, 0o640, 0o604):
         token.chmod(readable)
-        with pytest.raises(BloomeryError, match="Others can read"):
+        with pytest.raises(BloomeryError, match="Others can read") as refused:
             read_token(token)
+        assert refused.value.remedy == f"chmod 600 {token}"
     token.chmod(0o600)
     rules, shown = _rules(_parse([*options, "--tls-cert", str(paper), "--tls-key", str(paper)]))
     assert rules.is_private and not rules.has_actions and shown == ""
