@@ -57,6 +57,14 @@ def test_a_member_that_brings_its_first_part_is_in_the_next_attempt_which_begins
         assert attempt.weights == (0.25, 0.25, 0.5)
 
 
+def test_a_first_part_does_not_hide_that_the_result_of_another_member_differs() -> None:
+    snapshot = first_part(done="abc")
+    wrong = msgspec.structs.replace(snapshot.dones["b"], digest="another")
+    found = decided(replace(snapshot, dones={**snapshot.dones, "b": wrong}))
+    assert isinstance(found, Propose)
+    assert found.tried.attempt.left_out == {"b": "its result differs"}
+
+
 def test_a_round_for_which_too_few_answer_waits_for_the_grace_and_names_who_does_not() -> None:
     snapshot = attempted(failed="ab")
     assert decided(snapshot, now=999.0, minimum_peers=3) == Wait(
