@@ -11,6 +11,7 @@ from tests.coordination.test_gathering import listed, offer, run
 from tests.protocol import example
 
 from bloomery.coordination.decide import CommitRound, Propose, RequestFlush, Wait
+from bloomery.coordination.eligibility import NORM_FAILURE, OVERSTATED
 from bloomery.coordination.snapshot import ListedOffer, ListedShares, RunSnapshot
 from bloomery.data.position import Position
 from bloomery.protocol.records import RoundShares
@@ -63,6 +64,14 @@ def test_a_first_part_does_not_hide_that_the_result_of_another_member_differs() 
     found = decided(replace(snapshot, dones={**snapshot.dones, "b": wrong}))
     assert isinstance(found, Propose)
     assert found.tried.attempt.left_out == {"b": "its result differs"}
+
+
+def test_only_whose_part_can_be_averaged_is_suspected_of_too_small_a_norm() -> None:
+    failures = tuple(example.failed(peer=name, round=2, epoch=5, kind=NORM_FAILURE) for name in "abc")
+    snapshot = with_offer(attempted(failures=failures), "a", finite=False)
+    found = decided(snapshot)
+    assert isinstance(found, Propose)
+    assert found.tried.attempt.left_out == {"a": "its part is not finite", "b": OVERSTATED}
 
 
 def test_a_round_for_which_too_few_answer_waits_for_the_grace_and_names_who_does_not() -> None:
