@@ -66,6 +66,13 @@ def test_a_first_part_does_not_hide_that_the_result_of_another_member_differs() 
     assert found.tried.attempt.left_out == {"b": "its result differs"}
 
 
+def test_the_strongest_remedy_is_taken_whoever_asks_for_it() -> None:
+    snapshot = with_offer(replace(attempted(), tried=None), "a", rewind_to=1, rung=1, why="odd")
+    found = decided(with_offer(snapshot, "b", rewind_to=1, rung=3, why="worse"))
+    assert isinstance(found, CommitRound)
+    assert (found.commit.rewind_to, found.commit.rung, found.commit.why) == (1, 3, "a: odd; b: worse")
+
+
 def test_only_whose_part_can_be_averaged_is_suspected_of_too_small_a_norm() -> None:
     failures = tuple(example.failed(peer=name, round=2, epoch=5, kind=NORM_FAILURE) for name in "abc")
     snapshot = with_offer(attempted(failures=failures), "a", finite=False)
