@@ -78,8 +78,9 @@ def test_what_a_coordinator_that_lost_its_data_says_is_not_kept(tmp_path):
 def test_a_garbled_file_is_refused_and_named(tmp_path, text):
     path = tmp_path / "known.json"
     path.write_text(text)
-    with pytest.raises(PeerError, match=r"known\.json which round of the run is the newest"):
+    with pytest.raises(PeerError, match=r"known\.json which round of the run is the newest") as refused:
         KnownCommits(path, run="r", peer="a")
+    assert "Restore it from a copy" in refused.value.remedy and "move it away" in refused.value.remedy
 
 
 def test_a_peer_testifies_where_the_coordinator_knows_less_and_of_the_checkpoint_it_holds(tmp_path):

@@ -113,8 +113,9 @@ def test_without_descriptors_connections_are_not_handed_over_and_all_else_goes_o
     link = connected(rank_server, events)
     here, there = socket.socketpair()
     with here, there:
-        with no_descriptors_left(), pytest.raises(PeerError, match="cannot be handed to a rank"):
+        with no_descriptors_left(), pytest.raises(PeerError, match="cannot be handed to a rank") as told:
             rank_server.send(reduce_over(here, there), rank=0)
+        assert "ulimit -n" in told.value.remedy
         rank_server.send(Abort(epoch=9, why="so this attempt is over"))
         assert isinstance(link.receive(DEADLINE_S), Abort)
         rank_server.send(reduce_over(here, there), rank=0)
