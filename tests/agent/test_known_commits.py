@@ -104,6 +104,8 @@ def test_another_run_of_the_same_name_is_told_from_this_peers(tmp_path):
     assert knowledge.contradiction(snapshot(9), None) is None
     assert "another run called 'r': its round 7" in knowledge.contradiction(RunSnapshot(commits=other), None)
     knowledge.close()
+    again = known(tmp_path / "known.json")
+    assert "its round 7" in again.contradiction(RunSnapshot(commits=other), None), "after a restart, too"
     fresh = known(tmp_path / "nothing.json")
     assert "its round 3" in fresh.contradiction(RunSnapshot(commits=other), holding(3, "mine"))
     assert fresh.contradiction(RunSnapshot(commits=other), holding(0, "fresh")) is None

@@ -6,6 +6,7 @@ import os
 import socket
 import struct
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -112,6 +113,17 @@ def test_an_abort_is_answered_before_the_training_reads_it(ends: tuple[AgentClie
     assert client.receive(DEADLINE_S) == Abort(epoch=5, why="a test")
     assert client.receive(DEADLINE_S) == FlushRound(round=2)
     assert client.receive(0.0) is None and client.receive(-1.0) is None and client.peek() == ()
+
+
+def test_an_agent_that_died_without_reading_what_it_was_told_is_heard_to_its_end() -> None:
+    mine, agents = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    mine.send(b"which it never reads")
+    agents.send(encode_local(FlushRound(round=1)))
+    agents.close()
+    with closing(AgentClient(mine)) as client:
+        assert client.receive(DEADLINE_S) == FlushRound(round=1)
+        with pytest.raises(PeerError, match=r"agent of this rank is gone\."):
+            client.receive(DEADLINE_S)
 
 
 def test_what_an_agent_said_before_it_died_is_read_and_then_its_death_each_time(
