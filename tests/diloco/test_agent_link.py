@@ -126,6 +126,18 @@ def test_an_agent_that_died_without_reading_what_it_was_told_is_heard_to_its_end
             client.receive(DEADLINE_S)
 
 
+def test_an_agent_hears_of_a_rank_that_closes_its_connection_while_it_listens(
+    ends: tuple[AgentClient, socket.socket],
+) -> None:
+    client, agents = ends
+    agents.send(encode_local(Abort(epoch=5, why="a test")))
+    assert decode_rank_message(agents.recv(1 << 16)) == AbortAck(epoch=5)
+    assert client.receive(DEADLINE_S) == Abort(epoch=5, why="a test")
+    client.close()
+    agents.settimeout(5.0)
+    assert agents.recv(1) == b""
+
+
 def test_what_an_agent_said_before_it_died_is_read_and_then_its_death_each_time(
     ends: tuple[AgentClient, socket.socket],
 ) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from bloomery.diloco import stored_average
-from bloomery.diloco.stored_average import StoredAverage
+from bloomery.diloco.stored_average import BLOCK, StoredAverage
 from bloomery.transport.gradient_codec import decode, encode
 
 MAGIC = b"bloomery average\n"
@@ -123,6 +123,15 @@ def test_a_forged_file_is_refused(name: str, tmp_path: Path) -> None:
     file = tmp_path / "average"
     file.write_bytes(content)
     with pytest.raises(ValueError, match=told):
+        StoredAverage.load(file)
+
+
+def test_a_block_of_a_file_has_at_most_as_many_values_as_are_decoded_at_a_time(tmp_path: Path) -> None:
+    file = tmp_path / "average"
+    file.write_bytes(MAGIC + block(b"sparse", BLOCK, b""))
+    assert StoredAverage.load(file).numel == BLOCK
+    file.write_bytes(MAGIC + block(b"sparse", BLOCK + 1, b""))
+    with pytest.raises(ValueError, match=f"a block of {BLOCK + 1} values"):
         StoredAverage.load(file)
 
 
