@@ -111,6 +111,7 @@ FORGED = {
     "too many bytes": (MAGIC + block(b"fp32", 1, bytes(8)), "8 bytes"),
     "half a place": (MAGIC + block(b"sparse", 9, bytes(12)), "12 bytes"),
     "more places than values": (MAGIC + block(b"sparse", 1, sparse([0, 1], [1, 1])), "16 bytes"),
+    "more bytes than of fp32": (MAGIC + block(b"sparse", 3, sparse([0, 2], [1, 1])), "16 bytes"),
     "a place before the first": (MAGIC + block(b"sparse", 9, sparse([-1], [1])), "not in order"),
     "a place behind the last": (MAGIC + block(b"sparse", 9, sparse([9], [1])), "not in order"),
     "a place twice": (MAGIC + block(b"sparse", 9, sparse([3, 3], [1, 1])), "not in order"),
