@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import queue
 import resource
@@ -378,3 +379,14 @@ def test_a_rank_for_which_too_many_messages_wait_is_let_go(rank_server, events, 
         gone = events.get(timeout=DEADLINE_S)
         assert isinstance(gone, RankGone) and gone.rank == 3
         assert gone.why.endswith(" messages wait to be sent to it")
+
+
+def test_a_server_that_is_closed_leaves_no_descriptor_open() -> None:
+    def opened() -> set[str]:
+        return set(os.listdir("/proc/self/fd"))
+
+    gc.collect()
+    before = opened()
+    with RankServer(lambda event: None):
+        assert len(opened()) > len(before)
+    assert opened() <= before
