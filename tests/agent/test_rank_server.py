@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import pytest
 from tests.protocol import example
@@ -383,7 +384,7 @@ def test_a_rank_for_which_too_many_messages_wait_is_let_go(rank_server, events, 
 
 def test_a_server_that_is_closed_leaves_no_descriptor_open() -> None:
     def opened() -> set[str]:
-        return set(os.listdir("/proc/self/fd"))
+        return {entry.name for entry in Path("/proc/self/fd").iterdir()}
 
     gc.collect()
     before = opened()
