@@ -58,8 +58,9 @@ def test_with_a_bundle_a_peer_has_its_name_and_may_listen_everywhere(bundles):
 
 
 def test_a_bundle_of_another_peer_or_run_is_refused(bundles):
-    with pytest.raises(PeerError, match="belong to peer 'alice'"):
+    with pytest.raises(PeerError, match="belong to peer 'alice'") as refused:
         access(f"elastic.certificates={bundles / 'alice'}", "elastic.peer=bob")
+    assert "elastic.certificates" in refused.value.remedy and "elastic.peer" in refused.value.remedy
     with pytest.raises(PeerError, match="of the run 'demo'"):
         access(f"elastic.certificates={bundles / 'alice'}", "run.name=other")
     with pytest.raises(CoordinatorError, match="cannot be used"):
@@ -76,13 +77,15 @@ def test_without_certificates_nothing_leaves_the_machine(setting):
 
 
 def test_who_listens_everywhere_says_where_it_can_be_dialled(bundles):
-    with pytest.raises(PeerError, match="where it can be dialled"):
+    with pytest.raises(PeerError, match="where it can be dialled") as refused:
         access(f"elastic.certificates={bundles / 'alice'}", "elastic.listen=[::]:29600")
+    assert "elastic.advertise" in refused.value.remedy and "BLOOMERY_ADVERTISE" in refused.value.remedy
 
 
 def test_encryption_wants_certificates():
-    with pytest.raises(PeerError, match="needs certificates"):
+    with pytest.raises(PeerError, match="needs certificates") as refused:
         access("elastic.encrypt=tls")
+    assert "--init-certs" in refused.value.remedy and "elastic.certificates" in refused.value.remedy
 
 
 def test_every_mistake_is_told_at_once():
@@ -91,6 +94,9 @@ def test_every_mistake_is_told_at_once():
         access_of(loaded.recipe, loaded.sources, {})
     keys = {mistake.key for mistake in refused.value.mistakes}
     assert keys == {"elastic.peer", "elastic.inner_steps", "elastic.coordinator"}
+    helps = {mistake.key: mistake.remedy for mistake in refused.value.mistakes}
+    assert "`bloomery coordinate`" in helps["elastic.coordinator"]
+    assert "BLOOMERY_COORDINATOR" in helps["elastic.coordinator"] and "63 letters" in helps["elastic.peer"]
 
 
 def test_an_address_that_is_none_is_refused():
@@ -175,8 +181,9 @@ def test_a_loopback_address_that_another_machine_tells_is_not_dialled(bundles):
 
 @pytest.mark.parametrize("setting", ["elastic.listen=none", "elastic.coordinator=https://10.0.0.1:2379"])
 def test_a_peer_that_nobody_can_dial_is_no_relay(bundles, setting):
-    with pytest.raises(PeerError, match="this one only dials"):
+    with pytest.raises(PeerError, match="this one only dials") as refused:
         access(f"elastic.certificates={bundles / 'alice'}", "elastic.relay=true", setting)
+    assert "elastic.listen" in refused.value.remedy and "elastic.relay = false" in refused.value.remedy
 
 
 def test_a_peer_that_only_dials_listens_nowhere_and_serves_nothing(bundles):

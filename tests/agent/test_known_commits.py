@@ -78,8 +78,9 @@ def test_what_a_coordinator_that_lost_its_data_says_is_not_kept(tmp_path):
 def test_a_garbled_file_is_refused_and_named(tmp_path, text):
     path = tmp_path / "known.json"
     path.write_text(text)
-    with pytest.raises(PeerError, match=r"known\.json which round of the run is the newest"):
+    with pytest.raises(PeerError, match=r"known\.json which round of the run is the newest") as refused:
         KnownCommits(path, run="r", peer="a")
+    assert "Restore it from a copy" in refused.value.remedy and "move it away" in refused.value.remedy
 
 
 def test_a_peer_testifies_where_the_coordinator_knows_less_and_of_the_checkpoint_it_holds(tmp_path):
@@ -103,6 +104,8 @@ def test_another_run_of_the_same_name_is_told_from_this_peers(tmp_path):
     assert knowledge.contradiction(snapshot(9), None) is None
     assert "another run called 'r': its round 7" in knowledge.contradiction(RunSnapshot(commits=other), None)
     knowledge.close()
+    again = known(tmp_path / "known.json")
+    assert "its round 7" in again.contradiction(RunSnapshot(commits=other), None), "after a restart, too"
     fresh = known(tmp_path / "nothing.json")
     assert "its round 3" in fresh.contradiction(RunSnapshot(commits=other), holding(3, "mine"))
     assert fresh.contradiction(RunSnapshot(commits=other), holding(0, "fresh")) is None

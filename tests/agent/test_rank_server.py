@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import queue
 import resource
@@ -13,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import pytest
 from tests.protocol import example
@@ -113,8 +115,9 @@ def test_without_descriptors_connections_are_not_handed_over_and_all_else_goes_o
     link = connected(rank_server, events)
     here, there = socket.socketpair()
     with here, there:
-        with no_descriptors_left(), pytest.raises(PeerError, match="cannot be handed to a rank"):
+        with no_descriptors_left(), pytest.raises(PeerError, match="cannot be handed to a rank") as told:
             rank_server.send(reduce_over(here, there), rank=0)
+        assert "ulimit -n" in told.value.remedy
         rank_server.send(Abort(epoch=9, why="so this attempt is over"))
         assert isinstance(link.receive(DEADLINE_S), Abort)
         rank_server.send(reduce_over(here, there), rank=0)
@@ -377,3 +380,14 @@ def test_a_rank_for_which_too_many_messages_wait_is_let_go(rank_server, events, 
         gone = events.get(timeout=DEADLINE_S)
         assert isinstance(gone, RankGone) and gone.rank == 3
         assert gone.why.endswith(" messages wait to be sent to it")
+
+
+def test_a_server_that_is_closed_leaves_no_descriptor_open() -> None:
+    def opened() -> set[str]:
+        return {entry.name for entry in Path("/proc/self/fd").iterdir()}
+
+    gc.collect()
+    before = opened()
+    with RankServer(lambda event: None):
+        assert len(opened()) > len(before)
+    assert opened() <= before

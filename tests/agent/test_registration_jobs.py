@@ -257,6 +257,7 @@ def test_settings_are_asked_for_once_and_a_difference_is_refused_with_who_has_it
     assert admitted.asked == [KEYS.settings("b")]
     (refusal,) = admitted.refused
     assert refusal.message == "'b', who was there before, trains another run: k is 2 there and 1 here"
+    assert "all peers the same data and settings" in refusal.remedy
 
 
 def test_a_member_that_does_not_say_what_its_fingerprint_is_of_is_refused() -> None:

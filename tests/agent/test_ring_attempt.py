@@ -23,7 +23,7 @@ from bloomery.coordination.snapshot import RunSnapshot
 from bloomery.diloco.agent_client import AgentClient
 from bloomery.errors import PeerError
 from bloomery.protocol.rank_messages import Reduce
-from bloomery.transport.connection_pool import LinkError, Neighbour
+from bloomery.transport.connection_pool import Cancelled, LinkError, Neighbour
 
 DEADLINE_S = 60.0
 ATTEMPT = example.attempt(round=3, epoch=8, members=("c", "a", "d", "b"), weights=(0.25,) * 4)
@@ -152,6 +152,14 @@ def test_an_attempt_whose_connections_do_not_come_names_the_neighbour_if_it_is_k
     attempt, sent = attempt_of("a", Gathered(error))
     assert attempt.failure is not None and not sent
     assert (attempt.failure.kind, attempt.failure.culprit) == ("unreachable", culprit)
+
+
+def test_an_attempt_whose_connections_were_given_up_with_it_has_not_failed() -> None:
+    attempt, sent, woken = begun("a", Gathered(Cancelled()))
+    for thread in threading.enumerate():
+        if thread.name == "connect":
+            thread.join(DEADLINE_S)
+    assert attempt.failure is None and sent == [] and woken.empty()
 
 
 def test_an_attempt_that_is_over_stays_so_however_it_ends_again() -> None:

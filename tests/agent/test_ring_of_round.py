@@ -82,7 +82,7 @@ def test_a_ring_is_given_ten_times_what_rings_took_and_two_stalls_at_least(drive
 
 
 def test_the_result_of_a_ring_is_announced_once_and_the_round_goes_to_the_journal(
-    driven: Driven, monkeypatch
+    driven: Driven, monkeypatch, caplog
 ) -> None:
     moments = iter([100.0, 103.5, 103.5])
     driven.offer()
@@ -127,6 +127,7 @@ def test_the_result_of_a_ring_is_announced_once_and_the_round_goes_to_the_journa
         ("parity", {"round": 4, "whom": "c", "why": "its result differs"}),
         ("left_out", {"round": 4, "whom": "a", "why": "it was slow"}),
     ]
+    assert caplog.messages == ["left out of round 4: it was slow"], "what concerns this peer alone"
     assert driven.rings[0].ends == [True] and list(driven.driver._ring_seconds) == [3.5]
     assert driven.ranks.sent == [(None, Committed(commit=commit, included=True))]
     assert (driven.driver.held, driven.driver.seen, driven.driver.overtaken) == ((4, "d4"), 4, 0)
@@ -240,6 +241,18 @@ def test_why_an_attempt_cannot_finish_is_reported_and_is_news_only_where_it_bega
         found = failed_by(driven, snapshot)
     assert [(one.kind, one.culprit, one.why) for one in found] == [told]
     assert ("ring_failed" in dict(driven.events)) is is_in_journal
+
+
+def test_a_result_that_comes_after_its_attempt_was_called_off_is_not_announced(driven: Driven) -> None:
+    driven.offer()
+    driven.driver.ring(ring_of(driven))
+    snapshot = ring_of(driven, failures=(example.failed(peer="c", round=4, epoch=6, kind="stalled"),))
+    driven.driver.ring(snapshot)
+    for rank in range(2):
+        driven.hear(rank, RankRingDone(epoch=6, digest="d4"))
+    driven.driver.ring(snapshot)
+    assert driven.writer.jobs == ["failed"]
+    assert [decode(text, Failed).kind for _, text, _ in driven.listing.offered] == [ABORTED]
 
 
 def test_a_rank_that_was_only_told_to_stop_is_no_reason_for_a_failure(driven: Driven) -> None:

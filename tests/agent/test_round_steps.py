@@ -93,6 +93,15 @@ def test_a_peer_without_a_share_waits_with_nothing_unless_it_may_join_within_the
     assert started(none, replace(snapshot, standing=replace(snapshot.standing, shares=nobody))) == []
 
 
+def test_a_peer_whose_share_is_empty_is_no_newcomer(driven: Driven) -> None:
+    driven.driver.held = (3, "d3")
+    snapshot = run_at(3, "d3")
+    assert snapshot.standing is not None
+    empty = msgspec.structs.replace(snapshot.standing.shares, shares={"a": ()})
+    started(driven, replace(snapshot, standing=replace(snapshot.standing, shares=empty)))
+    assert driven.events == [("go", {"round": 4, "newcomer": False})]
+
+
 def test_ranks_that_get_a_share_later_offer_again_and_those_that_are_listed_anew_do_not(
     driven: Driven,
 ) -> None:
@@ -158,12 +167,23 @@ def test_a_part_is_offered_once_with_what_the_coordinator_takes_to_answer(driven
     assert decode(text, Ready) == msgspec.structs.replace(ready, coordinator_s=0.25)
 
 
-def test_with_overlapped_steps_a_part_says_how_long_a_step_takes(monkeypatch) -> None:
-    driven = Driven(monkeypatch, overlaps=True)
+@pytest.mark.parametrize(("overlaps", "step_s"), [(True, 1.5), (False, 0.0)])
+def test_with_overlapped_steps_alone_a_part_says_how_long_a_step_takes(monkeypatch, overlaps, step_s) -> None:
+    driven = Driven(monkeypatch, overlaps=overlaps)
     driven.local.progress.usual_step_s = lambda: 1.5  # type: ignore[method-assign]
     driven.offer()
     driven.driver.offer(run_at(3, "d3"))
-    assert decode(driven.listing.offered[0][1], Ready).step_s == 1.5
+    assert decode(driven.listing.offered[0][1], Ready).step_s == step_s
+
+
+def test_ranks_that_are_started_again_after_a_stop_offer_again(driven: Driven) -> None:
+    driven.driver.held, snapshot = (3, "d3"), run_at(3, "d3")
+    for count in (1, 2):
+        assert len(started(driven, snapshot)) == count
+        driven.offer(tokens=16)
+        driven.driver.offer(snapshot)
+        assert len(driven.listing.offered) == count
+        driven.driver.stop()
 
 
 def test_a_peer_that_others_wait_for_has_its_ranks_offer_once_a_round(driven: Driven) -> None:

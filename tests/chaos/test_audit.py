@@ -75,3 +75,9 @@ def test_two_rounds_of_one_attempt_are_seen_and_so_are_the_first_mistakes_of_man
     many = [_commit(2 * number, number) for number in range(1, 9)]
     mistakes = audit(many, {}, samples=8).mistakes
     assert len(mistakes) == 5 and mistakes[0] == "round 4 follows round 2"
+
+
+def test_a_run_that_went_back_has_consumed_what_its_newest_state_has_and_needs_no_new_epoch() -> None:
+    back = replace(_commit(2, 16), epoch=1, rewind_to=0, members=())
+    account = audit([*COMMITS[:2], back], {}, samples=16)
+    assert (account.consumed, account.rounds, account.mistakes) == (16, 1, ())

@@ -133,6 +133,17 @@ def test_the_coordinator_is_away_for_as_long_as_its_fault_lasts(stage: Stage) ->
     assert stage.after(7.9) == ["killed"] and stage.after(0.2) == ["started"]
 
 
+def test_faults_that_end_together_are_undone_together_in_the_order_of_their_ends(stage: Stage) -> None:
+    assert stage.strikes("kill-coordinator", seconds=6.0, peer="")
+    assert stage.strikes("stop-peer", seconds=4.0)
+    stopped, continued = [(name, ["parent", "rank0", "rank1"]) for name in ("SIGSTOP", "SIGCONT")]
+    assert stage.after(6.0) == ["killed", stopped, continued, "started"]
+
+
+def test_a_slow_link_is_slow_beside_any_link_between_continents() -> None:
+    assert 0.3 <= EXTRA_DELAY_S <= 1.0
+
+
 def test_a_fault_that_is_overdue_is_undone_at_once(stage: Stage) -> None:
     assert stage.strikes("stop-rank", seconds=2.0)
     stage.now += 50.0

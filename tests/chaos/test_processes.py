@@ -15,6 +15,7 @@ from bloomery.chaos import scenario
 from bloomery.chaos.processes import ManagedProcess, interrupted_once, marked
 from bloomery.chaos.scenario import ScenarioSettings, run_scenario
 from bloomery.chaos.shaped_network import Shape
+from bloomery.errors import PeerError
 
 PARENT = """
 import os, subprocess, sys, time
@@ -79,6 +80,44 @@ def test_a_goodbye_is_a_signal_that_the_process_may_answer(tmp_path: Path) -> No
         actor.leave()
         assert actor.wait(60.0) == 7
         assert actor.status == 7
+
+
+def test_a_process_has_the_environment_that_it_was_given_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OF_WHOEVER_STARTS_IT", "1")
+    log = tmp_path / "not" / "there" / "a.log"
+    with ManagedProcess(name="a", command=["/usr/bin/env"], environment={"ITS": "own"}, log=log) as actor:
+        actor.start()
+        assert actor.wait(60.0) == 0
+    assert log.read_text() == "ITS=own\n"
+
+
+def test_what_the_children_of_a_process_start_is_of_its_family(tmp_path: Path) -> None:
+    child = "sleep 600 & wait"
+    command = ["/bin/sh", "-c", f"/bin/sh -c '{child}' & wait"]
+    with ManagedProcess(name="a", command=command, environment={}, log=tmp_path / "a.log") as actor:
+        actor.start()
+        _until(lambda: "sleep" in [process.name() for process in actor.family()])
+        assert len(actor.family()) == 3
+
+
+def test_a_process_that_has_ended_keeps_no_signal_from_the_others(tmp_path: Path) -> None:
+    with subprocess.Popen(["sleep", "600"]) as ended, subprocess.Popen(["sleep", "600"]) as lives:
+        family = [psutil.Process(ended.pid), psutil.Process(lives.pid)]
+        ended.kill()
+        ended.wait()
+        _actor(tmp_path).signal(signal.SIGTERM, whom=family)
+        until = time.monotonic() + 5.0
+        while lives.poll() is None and time.monotonic() < until:
+            time.sleep(0.01)
+        lives.kill()
+        assert lives.wait() == -signal.SIGTERM
+
+
+def test_a_process_that_was_never_started_is_not_waited_for(tmp_path: Path) -> None:
+    with pytest.raises(PeerError, match="a was never started"):
+        _actor(tmp_path).wait(1.0)
 
 
 def test_a_second_signal_does_not_interrupt_what_the_first_one_began() -> None:

@@ -48,9 +48,12 @@ def test_what_peers_leave_in_memory_is_told_and_removed(played: Callable[[str], 
     assert not any(Path(path).parent.exists() for path in outcome.leftover)
 
 
-def test_a_scenario_that_takes_too_long_is_ended(played: Callable[[str], ScenarioSettings]) -> None:
-    with pytest.raises(PeerError, match="did not end within 0 s"):
+def test_a_scenario_that_takes_too_long_is_ended(
+    played: Callable[[str], ScenarioSettings], tmp_path: Path
+) -> None:
+    with pytest.raises(PeerError, match="did not end within 0 s") as told:
         run_scenario(replace(played("exec sleep 60"), deadline_s=0.1), watch=lambda *_: None)
+    assert told.value.remedy == f"The output of all processes is in {tmp_path / 'logs'}."
 
 
 def test_the_seed_is_that_of_the_links_and_of_the_faults_and_the_cores_are_shared(

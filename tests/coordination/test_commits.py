@@ -71,6 +71,8 @@ def test_who_goes_back_to_a_commit_that_went_back_itself_names_the_round_where_i
     assert (made.members, made.sources, made.rung, made.why) == ((), ("a", "c"), 3, "spike")
     assert made.position == Position(consumed=10, skips=(range(20, 25),))
     assert commits.rewind_commit(snapshot, TWO, skips=[], why="").rewind_to == 2
+    from_one_that_was_pruned = msgspec.structs.replace(TWO, rewind_to=0)
+    assert commits.rewind_commit(snapshot, from_one_that_was_pruned, skips=[], why="").rewind_to == 2
 
 
 def test_a_round_without_a_usable_part_is_repeated_without_its_samples_unless_guards_ask_for_more():

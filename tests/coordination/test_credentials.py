@@ -333,8 +333,9 @@ def test_a_revocation_that_etcd_refuses_is_told_and_so_is_a_bundle_that_cannot_b
         revoke(tmp_path, etcd, run="one", peer="a")  # type: ignore[arg-type]
     etcd.refuses = {}
     (tmp_path / "one/.revoked").write_text("in the way")
-    with pytest.raises(CoordinatorError, match="'a' is revoked, but its bundle cannot be moved to"):
+    with pytest.raises(CoordinatorError, match="'a' is revoked, but its bundle cannot be moved to") as told:
         revoke(tmp_path, etcd, run="one", peer="a")  # type: ignore[arg-type]
+    assert "Move it by hand" in told.value.remedy
 
 
 @pytest.mark.parametrize("is_open", [True, False])

@@ -11,6 +11,7 @@ from tests.coordination.test_gathering import listed, offer, run
 from tests.protocol import example
 
 from bloomery.coordination.decide import CommitRound, Propose, RequestFlush, Wait
+from bloomery.coordination.eligibility import NORM_FAILURE, OVERSTATED
 from bloomery.coordination.snapshot import ListedOffer, ListedShares, RunSnapshot
 from bloomery.data.position import Position
 from bloomery.protocol.records import RoundShares
@@ -55,6 +56,29 @@ def test_a_member_that_brings_its_first_part_is_in_the_next_attempt_which_begins
         attempt = found.tried.attempt
         assert (attempt.members, attempt.left_out) == (("a", "b", "c"), {})
         assert attempt.weights == (0.25, 0.25, 0.5)
+
+
+def test_a_first_part_does_not_hide_that_the_result_of_another_member_differs() -> None:
+    snapshot = first_part(done="abc")
+    wrong = msgspec.structs.replace(snapshot.dones["b"], digest="another")
+    found = decided(replace(snapshot, dones={**snapshot.dones, "b": wrong}))
+    assert isinstance(found, Propose)
+    assert found.tried.attempt.left_out == {"b": "its result differs"}
+
+
+def test_the_strongest_remedy_is_taken_whoever_asks_for_it() -> None:
+    snapshot = with_offer(replace(attempted(), tried=None), "a", rewind_to=1, rung=1, why="odd")
+    found = decided(with_offer(snapshot, "b", rewind_to=1, rung=3, why="worse"))
+    assert isinstance(found, CommitRound)
+    assert (found.commit.rewind_to, found.commit.rung, found.commit.why) == (1, 3, "a: odd; b: worse")
+
+
+def test_only_whose_part_can_be_averaged_is_suspected_of_too_small_a_norm() -> None:
+    failures = tuple(example.failed(peer=name, round=2, epoch=5, kind=NORM_FAILURE) for name in "abc")
+    snapshot = with_offer(attempted(failures=failures), "a", finite=False)
+    found = decided(snapshot)
+    assert isinstance(found, Propose)
+    assert found.tried.attempt.left_out == {"a": "its part is not finite", "b": OVERSTATED}
 
 
 def test_a_round_for_which_too_few_answer_waits_for_the_grace_and_names_who_does_not() -> None:

@@ -123,6 +123,18 @@ def test_endpoints_have_ever_longer_to_answer_and_one_alone_has_all_of_the_time(
     assert endpoints.timeouts() == [(0.3, 0.3), (0.01, 0.05)]
 
 
+@pytest.mark.parametrize("asks", ["call", "stream"])
+def test_an_endpoint_that_failed_in_all_of_the_time_is_not_the_first_to_be_asked_again(
+    endpoints: Endpoints, asks: str
+) -> None:
+    gateway, limits = endpoints.gateway(2), {"idle_s": 1.0} if asks == "stream" else {}
+    endpoints.takes_s, endpoints.told = 0.6, [NOT_THERE, {}]
+    with pytest.raises(CoordinatorAway):
+        getattr(gateway, asks)("x", {}, deadline_s=0.5, **limits)
+    getattr(gateway, asks)("x", {}, deadline_s=5.0, **limits)
+    assert names(endpoints) == "ab"
+
+
 def test_nobody_is_asked_after_the_deadline_and_the_last_failure_is_told(endpoints: Endpoints) -> None:
     endpoints.takes_s, endpoints.told = 0.4, [NOT_THERE, SILENT, CUT]
     with pytest.raises(CoordinatorAway) as told:

@@ -6,6 +6,7 @@ import os
 import socket
 import struct
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -63,19 +64,26 @@ def test_a_rank_says_at_once_which_one_it_is(
         assert accepted.recv(1) == b""
 
 
-def test_where_nobody_listens_the_place_and_the_cause_are_told(tmp_path: Path) -> None:
-    place = tmp_path / "agent"
+def test_where_nobody_listens_the_place_and_the_cause_are_told_and_nothing_stays_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, opened = tmp_path / "agent", list[socket.socket]()
+    make = socket.socket
+    monkeypatch.setattr(socket, "socket", lambda *kind: opened.append(make(*kind)) or opened[-1])
     with pytest.raises(PeerError) as absent:
         connect_agent(rank=0, world=1, path=place)
     assert absent.value.message == f"No agent listens at BLOOMERY_PARENT={place}: No such file or directory."
+    assert "same command starts the peer again" in absent.value.remedy
+    assert [connection.fileno() for connection in opened] == [-1]
 
 
-@pytest.mark.parametrize(("user", "is_trusted"), [(0, True), (os.getuid(), True), (4321, False)])
+@pytest.mark.parametrize(("user", "is_trusted"), [(0, True), (1234, True), (4321, False)])
 def test_another_users_process_is_told_nothing(
     agent: socket.socket, tmp_path: Path, user: int, is_trusted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     peers = SimpleNamespace(pack=struct.pack, unpack=lambda layout, content: (17, user, 17))
     monkeypatch.setattr(agent_client, "struct", peers)
+    monkeypatch.setattr(agent_client.os, "getuid", lambda: 1234)
     place = tmp_path / "agent"
     if is_trusted:
         connect_agent(rank=0, world=1, path=place).close()
@@ -83,6 +91,7 @@ def test_another_users_process_is_told_nothing(
     with pytest.raises(PeerError) as refused:
         connect_agent(rank=0, world=1, path=place)
     assert refused.value.message == f"The process at BLOOMERY_PARENT={place} belongs to another user."
+    assert "same command starts the peer again" in refused.value.remedy
     with agent.accept()[0] as accepted:
         assert accepted.recv(1 << 16) == b""
 
@@ -106,12 +115,38 @@ def test_an_abort_is_answered_before_the_training_reads_it(ends: tuple[AgentClie
     assert client.receive(0.0) is None and client.receive(-1.0) is None and client.peek() == ()
 
 
+def test_an_agent_that_died_without_reading_what_it_was_told_is_heard_to_its_end() -> None:
+    mine, agents = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    mine.send(b"which it never reads")
+    agents.send(encode_local(FlushRound(round=1)))
+    agents.close()
+    with closing(AgentClient(mine)) as client:
+        assert client.receive(DEADLINE_S) == FlushRound(round=1)
+        with pytest.raises(PeerError, match=r"agent of this rank is gone\."):
+            client.receive(DEADLINE_S)
+
+
+def test_an_agent_hears_of_a_rank_that_closes_its_connection_while_it_listens(
+    ends: tuple[AgentClient, socket.socket],
+) -> None:
+    client, agents = ends
+    agents.send(encode_local(Abort(epoch=5, why="a test")))
+    assert decode_rank_message(agents.recv(1 << 16)) == AbortAck(epoch=5)
+    assert client.receive(DEADLINE_S) == Abort(epoch=5, why="a test")
+    client.close()
+    agents.settimeout(5.0)
+    assert agents.recv(1) == b""
+
+
 def test_what_an_agent_said_before_it_died_is_read_and_then_its_death_each_time(
     ends: tuple[AgentClient, socket.socket],
 ) -> None:
     client, agents = ends
     agents.send(encode_local(FlushRound(round=1)))
     agents.close()
+    with client._arrived:
+        assert client._arrived.wait_for(lambda: client._failure, DEADLINE_S)
+    assert client.peek() == (FlushRound(round=1),)
     assert client.receive(DEADLINE_S) == FlushRound(round=1)
     for ask in (lambda: client.receive(DEADLINE_S), client.peek, lambda: client.receive(0.0)):
         with pytest.raises(PeerError, match="agent of this rank is gone") as gone:
@@ -177,12 +212,14 @@ def test_a_rank_waits_for_a_day_and_no_longer(monkeypatch: pytest.MonkeyPatch) -
         CommandInbox(never, lambda value: [value]).wait("round 3 to begin")  # type: ignore[arg-type]
     assert never.now == 1000.0 + 24 * 3600.0 + 25.0
     assert gave_up.value.message == "The agent sent nothing for 24 hours: waited for round 3 to begin."
+    assert "Is the coordinator up?" in gave_up.value.remedy
 
 
 def test_a_rank_that_never_gets_what_the_first_one_got_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     agent = Silent(monkeypatch, says_at_s=1e9)
-    with pytest.raises(PeerError, match="received different commands"):
+    with pytest.raises(PeerError, match="received different commands") as told:
         CommandInbox(agent, lambda count: [1, count]).between_steps()  # type: ignore[arg-type]
+    assert "same command starts the peer again" in told.value.remedy
     assert agent.waits_s == [120.0]
 
 

@@ -7,6 +7,7 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -203,6 +204,14 @@ def test_the_norm_of_an_average_is_that_of_all_ranks_and_one_without_has_told_al
     assert rank.gathered[0] == "44.0"
     assert [call[1] for call in rank.calls] == (["report_ring_failed"] if fails else ["report_ring_done"])
     assert (rank.attempts._prepared is None) is fails
+
+
+def test_a_rank_whose_ring_failed_takes_part_in_what_the_ranks_gather_of_the_norm() -> None:
+    rank = Rank(Ring(RingFailed("it was cancelled", kind="cancelled")), ["44.0"], ["of another"])
+    rank.attempts.begin(msgspec.structs.replace(REDUCE, norm_limit=1.0))
+    rank.attempts.conclude()
+    assert rank.gathered == [None, None], "of the norm, then of the digest"
+    assert rank.calls == [] and rank.attempts._prepared is None
 
 
 def wire_ring(index: int, calls: list[Any], result: Any, **section: Any) -> tuple[WireRing, HopRateLimit]:

@@ -39,6 +39,7 @@ def inbox_of(agent: Agent, **options: object) -> CommandInbox:
         (StopTraining(why="enough", failed=False), False),
         (Abort(epoch=7, why="a test"), False),
         (Abort(epoch=6, why="a test"), True),
+        (Abort(epoch=8, why="a test"), True),
     ],
 )
 def test_a_ring_is_cancelled_by_a_stop_and_by_the_end_of_its_own_attempt_alone(

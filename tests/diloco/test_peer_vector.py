@@ -74,7 +74,7 @@ def test_a_history_adds_up_what_other_fragments_took_and_keeps_the_last_parts_of
     assert between.after(example.ready(tokens=0), is_averaged=True).parts == ((1, 0.5),)
     many = FragmentHistory(parts=tuple((number, float(number)) for number in range(PAST_PARTS)))
     last = many.after(spanning, is_averaged=True).parts
-    assert len(last) == PAST_PARTS and last[0] == (1, 1.0) and last[-1] == (7, 2.0)
+    assert len(last) == PAST_PARTS == 5 and last[0] == (1, 1.0) and last[-1] == (7, 2.0)
     stored = [2, 9, [[number, number / 2] for number in range(PAST_PARTS + 3)]]
     read = FragmentHistory.from_json(stored)
     assert (read.steps, read.samples) == (2, 9) and len(read.parts) == PAST_PARTS

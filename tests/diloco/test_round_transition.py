@@ -220,8 +220,9 @@ def test_each_message_in_each_phase_has_the_outcome_of_the_table_or_is_refused(
 ) -> None:
     state, expected = state_in(PHASES[phase]), {**ALWAYS, **TABLE[phase]}.get(message)
     if expected is None:
-        with pytest.raises(UnexpectedMessage, match=type(MESSAGES[message]).__name__):
+        with pytest.raises(UnexpectedMessage, match=type(MESSAGES[message]).__name__) as told:
             transition(state, MESSAGES[message])
+        assert "same command starts the peer again" in told.value.remedy
         return
     following, actions = transition(state, MESSAGES[message])
     assert names(actions) == expected[1]

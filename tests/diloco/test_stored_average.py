@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from bloomery.diloco import stored_average
-from bloomery.diloco.stored_average import StoredAverage
+from bloomery.diloco.stored_average import BLOCK, StoredAverage
 from bloomery.transport.gradient_codec import decode, encode
 
 MAGIC = b"bloomery average\n"
@@ -111,6 +111,7 @@ FORGED = {
     "too many bytes": (MAGIC + block(b"fp32", 1, bytes(8)), "8 bytes"),
     "half a place": (MAGIC + block(b"sparse", 9, bytes(12)), "12 bytes"),
     "more places than values": (MAGIC + block(b"sparse", 1, sparse([0, 1], [1, 1])), "16 bytes"),
+    "more bytes than of fp32": (MAGIC + block(b"sparse", 3, sparse([0, 2], [1, 1])), "16 bytes"),
     "a place before the first": (MAGIC + block(b"sparse", 9, sparse([-1], [1])), "not in order"),
     "a place behind the last": (MAGIC + block(b"sparse", 9, sparse([9], [1])), "not in order"),
     "a place twice": (MAGIC + block(b"sparse", 9, sparse([3, 3], [1, 1])), "not in order"),
@@ -123,6 +124,15 @@ def test_a_forged_file_is_refused(name: str, tmp_path: Path) -> None:
     file = tmp_path / "average"
     file.write_bytes(content)
     with pytest.raises(ValueError, match=told):
+        StoredAverage.load(file)
+
+
+def test_a_block_of_a_file_has_at_most_as_many_values_as_are_decoded_at_a_time(tmp_path: Path) -> None:
+    file = tmp_path / "average"
+    file.write_bytes(MAGIC + block(b"sparse", BLOCK, b""))
+    assert StoredAverage.load(file).numel == BLOCK
+    file.write_bytes(MAGIC + block(b"sparse", BLOCK + 1, b""))
+    with pytest.raises(ValueError, match=f"a block of {BLOCK + 1} values"):
         StoredAverage.load(file)
 
 
