@@ -143,7 +143,9 @@ def test_of_two_commits_of_one_round_that_of_the_peer_in_the_later_round_is_rest
     etcd = Etcd()
     for name, epoch, round in (("a", 1, 7), ("b", 9, 6)):
         etcd.put(KEYS.member(name), member(name, epoch=epoch, round=round))
-        record = example.recovery_record(epoch=epoch, commit=commit(round), held=commit(5, digest=f"of {name}"))
+        record = example.recovery_record(
+            epoch=epoch, commit=commit(round), held=commit(5, digest=f"of {name}")
+        )
         etcd.put(KEYS.recovery_record(name), record)
     adopt(etcd, KEYS)  # type: ignore[arg-type]
     ((_, operations),) = etcd.asked

@@ -234,8 +234,22 @@ def test_a_watch_ends_where_its_history_is_gone_or_it_is_refused_or_cannot_be_un
     assert compacted.value.revision == 0
     later = result(11, put("k", "v", 1, 11))
     assert watched(result(20, canceled=True, cancel_reason="no"), later) == ([], ["no"])
-    for garbage in (b"{", {"result": {"events": 3}}, {"error": {"message": "closing"}}):
+    endless = b'{"x":' + b"[" * 100_000
+    for garbage in (b"{", endless, {"result": {"events": 3}}, {"error": {"message": "closing"}}):
         assert watched(garbage, later) == ([], [])
+
+
+def test_bytes_of_a_watch_that_are_no_text_are_replaced_and_a_watch_that_is_stopped_shuts_its_stream() -> (
+    None
+):
+    coded_bytes = base64.b64encode(b"a\xff").decode()
+    stream = Stream(result(12, {"kv": {"key": coded_bytes, "value": coded_bytes}}))
+    watch = KeyWatch(stream, after=10, refused=lambda why: None)  # type: ignore[arg-type]
+    (batch,) = watch.batches()
+    (change,) = batch.changes
+    assert change.item is not None and (change.key, change.item.value) == ("a\ufffd", "a\ufffd")
+    watch.stop()
+    assert stream.is_shut
 
 
 def test_lines_of_a_stream_may_come_in_pieces_and_one_without_end_ends_it(monkeypatch) -> None:
@@ -317,6 +331,9 @@ def test_a_value_is_as_long_as_etcd_takes_it() -> None:
     _operation(Put(key="k", value="v" * VALUE_BYTES_AT_MOST))
     with pytest.raises(CoordinatorError, match="more than"):
         _operation(Put(key="k", value="v" * (VALUE_BYTES_AT_MOST + 1)))
+    _operation(Put(key="k", value="é" * (VALUE_BYTES_AT_MOST // 2)))
+    with pytest.raises(CoordinatorError, match="more than"):
+        _operation(Put(key="k", value="é" * (VALUE_BYTES_AT_MOST // 2 + 1)))
 
 
 @pytest.mark.parametrize(("lease_s", "ttl_s"), [(10.0, 10), (2.1, 3), (0.2, 1)])
