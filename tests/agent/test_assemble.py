@@ -268,6 +268,12 @@ def test_a_peer_is_found_by_each_variable_of_the_environment_where_the_recipe_is
         access(environment={**here, "BLOOMERY_PEER": "bob"})
 
 
+def test_what_is_leased_covers_the_steps_that_overlap() -> None:
+    recipe = load_recipe("demo", ("elastic.inner_steps=50", "elastic.overlap_steps=4")).recipe
+    rounds = round_settings(recipe)
+    assert rounds.inner_steps == recipe.elastic.leased_steps > 50 and rounds.overlap_steps == 4
+
+
 def test_a_code_that_goes_to_every_peer_is_warned_of_where_int8_sends_less() -> None:
     # 0.0918 bytes of each value to each of 63 others; int8 sends each value twice, but for a 64th.
     assert codec_warning(ElasticSection(codec="sparse", peers=64, density=0.1)) == (
