@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from bloomery import durable
 from bloomery.coordination import etcd_process, gateway
 from bloomery.coordination.certificates import _permission, _permissions
 from bloomery.coordination.credentials import CertificateDates, endpoints_of
@@ -137,6 +138,14 @@ def test_a_process_that_ended_and_nobody_waited_for_has_ended(monkeypatch) -> No
     assert sent == [(os.getpid(), signal.SIGTERM), (os.getpid(), signal.SIGKILL)]
 
 
+def test_a_process_that_ends_just_before_its_signal_is_no_error(monkeypatch) -> None:
+    def kill(process: int, number: int) -> None:
+        raise ProcessLookupError
+
+    monkeypatch.setattr("bloomery.coordination.orphan.os.kill", kill)
+    OrphanProcess(os.getpid(), process_identity(os.getpid())).kill()
+
+
 def test_an_etcd_is_taken_over_with_the_settings_that_it_has_and_else_ended(
     tmp_path: Path, monkeypatch
 ) -> None:
@@ -164,6 +173,19 @@ def test_an_etcd_is_taken_over_with_the_settings_that_it_has_and_else_ended(
     assert taken(certificates=certificates) is not None
     files[2].write_text("another authority, which the running one has not read")
     assert taken(certificates=certificates) is None
+
+
+@pytest.mark.parametrize(("owner", "named"), [("\n", r"\?"), ("12\n", "12")])
+def test_a_lock_whose_owner_has_not_written_its_name_yet_is_told(
+    tmp_path: Path, monkeypatch, owner: str, named: str
+) -> None:
+    def locked(path: Path, *, owner: str) -> None:
+        raise held
+
+    held = durable.LockHeld(tmp_path, owner)
+    monkeypatch.setattr(durable, "locked", locked)
+    with pytest.raises(CoordinatorError, match=rf"\(process {named}\) serves"), serving(tmp_path):
+        raise AssertionError
 
 
 def test_two_coordinators_do_not_serve_the_same_data(tmp_path: Path) -> None:
