@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from bloomery import durable
-from bloomery.coordination import etcd_process, gateway
+from bloomery.coordination import etcd_process, gateway, orphan
 from bloomery.coordination.certificates import _permission, _permissions
 from bloomery.coordination.credentials import CertificateDates, endpoints_of
 from bloomery.coordination.etcd import (
@@ -144,6 +144,14 @@ def test_a_process_that_ends_just_before_its_signal_is_no_error(monkeypatch) -> 
 
     monkeypatch.setattr("bloomery.coordination.orphan.os.kill", kill)
     OrphanProcess(os.getpid(), process_identity(os.getpid())).kill()
+
+
+def test_a_process_that_ends_while_it_is_looked_at_has_ended(monkeypatch) -> None:
+    def gone(process: int) -> None:
+        raise orphan.psutil.NoSuchProcess(process)
+
+    monkeypatch.setattr(orphan.psutil, "Process", gone)
+    assert OrphanProcess(os.getpid(), process_identity(os.getpid())).poll() == 0
 
 
 def test_an_etcd_is_taken_over_with_the_settings_that_it_has_and_else_ended(
