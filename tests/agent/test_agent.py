@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -210,8 +211,11 @@ def test_ranks_that_are_behind_are_given_what_was_fetched_and_then_count_as_at_w
     assert len(sync.asked) == 2, "nothing is fetched while the ranks load"
     led.hold(round=5, digest="d5")
     sync.stops = 0
+    loaded_s = time.monotonic()
     led.step(newest)
     assert led.listing.listed[-1].digest == "d5" and sync.stops == 1
+    deadline_s = led.agent._local.progress.next_deadline()
+    assert deadline_s is not None and deadline_s >= loaded_s + LIMITS.step_s, "the round is new work"
     assert led.agent._replacing is None
 
 

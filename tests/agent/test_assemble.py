@@ -238,7 +238,9 @@ def test_loopback_is_told_to_others_only_where_the_coordinator_serves_this_machi
         assert unasked.without_unreachable_addresses(Etcd(["http://127.0.0.1:1"])) is unasked
 
 
-def test_a_peer_is_found_by_each_variable_of_the_environment_where_the_recipe_is_silent(tmp_path) -> None:
+def test_a_peer_is_found_by_each_variable_of_the_environment_where_the_recipe_is_silent(
+    tmp_path, monkeypatch
+) -> None:
     init_certificates(tmp_path, run="demo", peers=["alice"])
     bundle = tmp_path / "demo" / "alice"
     here = {
@@ -253,6 +255,9 @@ def test_a_peer_is_found_by_each_variable_of_the_environment_where_the_recipe_is
         ("a.example:2",),
     )
     assert found.bundle is not None and found.bundle.directory == bundle
+    monkeypatch.setenv("HOME", str(tmp_path))
+    at_home = access(environment={**here, "BLOOMERY_CERTIFICATES": "~/demo/alice"})
+    assert at_home.bundle is not None and at_home.bundle.directory == bundle
     assert access("elastic.listen=10.0.0.7:1", environment=here).listen == ("10.0.0.7:1",)
     assert access("elastic.advertise=b.example:3", environment=here).advertise == ("b.example:3",)
     assert access("elastic.coordinator=http://127.0.0.1:9").endpoints == ("http://127.0.0.1:9",)
@@ -261,6 +266,12 @@ def test_a_peer_is_found_by_each_variable_of_the_environment_where_the_recipe_is
     assert alone.advertise == () and alone.is_on_one_machine
     with pytest.raises(PeerError, match="is 'bob' of 'demo'"):
         access(environment={**here, "BLOOMERY_PEER": "bob"})
+
+
+def test_what_is_leased_covers_the_steps_that_overlap() -> None:
+    recipe = load_recipe("demo", ("elastic.inner_steps=50", "elastic.overlap_steps=4")).recipe
+    rounds = round_settings(recipe)
+    assert rounds.inner_steps == recipe.elastic.leased_steps > 50 and rounds.overlap_steps == 4
 
 
 def test_a_code_that_goes_to_every_peer_is_warned_of_where_int8_sends_less() -> None:

@@ -292,6 +292,18 @@ def test_a_process_that_does_not_begin_with_hello_is_sent_away_and_others_stay(r
     link.close()
 
 
+def test_descriptors_that_come_with_a_message_out_of_turn_are_closed(rank_server, events):
+    here, there = socket.socketpair()
+    with here, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+        stranger.connect(str(rank_server.path))
+        stranger.settimeout(DEADLINE_S)
+        socket.send_fds(stranger, [b"garbage"], [there.fileno()])
+        there.close()
+        assert stranger.recv(100) == b""
+        here.settimeout(DEADLINE_S)
+        assert here.recv(1) == b"", "the other end is open still"
+
+
 def test_no_parent_is_one_message_with_a_remedy(tmp_path, monkeypatch):
     monkeypatch.setenv("BLOOMERY_PARENT", str(tmp_path / "nobody"))
     with pytest.raises(PeerError, match="No agent listens") as refused:

@@ -15,6 +15,7 @@ from tests.protocol import example
 from bloomery.agent import registration as registration_module
 from bloomery.agent.registration import Admission, BandwidthReports, Registration, fingerprint
 from bloomery.coordination.snapshot import RunSnapshot
+from bloomery.data.position import RULE_KEY
 from bloomery.protocol.encoding import encode_settings
 from bloomery.protocol.keys import Keys
 from bloomery.transport.bandwidth_probe import ProbeSizes
@@ -265,3 +266,17 @@ def test_a_member_that_does_not_say_what_its_fingerprint_is_of_is_refused() -> N
     assert admitted.is_other(b=of("b", THEIRS, life=1))
     admitted.writer.run()
     assert "it does not say in what it differs" in admitted.refused[0].message
+
+
+def test_settings_that_were_found_alike_once_are_not_asked_for_again() -> None:
+    ruled = {name: {**MINE, RULE_KEY: name} for name in "bc"}
+    admitted = Admitted(**ruled)
+    snapshots = [
+        RunSnapshot(commits={0: example.commit(round=0)}, members={name: of(name, ruled[name], life=1)})
+        for name in "bcb"
+    ]
+    for snapshot in snapshots[:2]:
+        assert admitted.admission.is_other(snapshot)
+        admitted.writer.run()
+    assert not admitted.admission.is_other(snapshots[2]) and admitted.refused == []
+    assert admitted.asked == [KEYS.settings("b"), KEYS.settings("c")]

@@ -226,7 +226,7 @@ def test_an_average_of_which_several_peers_sent_parts_is_fetched_from_one_when_i
     asked = []
 
     def fetch_average(commit, sources, *, ranks, at_once, cancelled):
-        asked.append(at_once)
+        asked.append((at_once, ranks))
         peers = tuple(source.peer for source in sources())[:at_once]
         return FetchedAverage(directory=Path("average"), peers=peers, bytes=1)
 
@@ -237,7 +237,7 @@ def test_an_average_of_which_several_peers_sent_parts_is_fetched_from_one_when_i
     listed = snapshot(2).members["a"]
     other = replace(listed, member=structs.replace(listed.member, peer="c"))
     run = replace(snapshot(2), commits=commits, members={"a": listed, "c": other})
-    behind = Behind(round=1, digest="d1", overtaken=1, ranks=1)
+    behind = Behind(round=1, digest="d1", overtaken=1, ranks=3)
 
     def fetched(now: float):
         assert sync.fetch(run, now=now, behind=behind) is None
@@ -248,5 +248,5 @@ def test_an_average_of_which_several_peers_sent_parts_is_fetched_from_one_when_i
         synced = fetched(now)
         assert synced.sources == sources and sync._next(run, behind).is_average
         sync.refuse(synced)
-    assert asked == [SOURCES, 1, 1]
+    assert asked == [(SOURCES, 3), (1, 3), (1, 3)]
     assert not sync._next(run, behind).is_average  # no peer is left that was not refused

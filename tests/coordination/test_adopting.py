@@ -137,3 +137,29 @@ def test_a_recovery_record_lies_on_the_lease_until_its_round_is_over(record: Any
 
     write_recovery_record(Lease(), KEYS, "a", record)  # type: ignore[arg-type]
     assert offered == [(KEYS.recovery_record("a"), encode_text(record), round)]
+
+
+def test_of_two_commits_of_one_round_that_of_the_peer_in_the_later_round_is_restored() -> None:
+    etcd = Etcd()
+    for name, epoch, round in (("a", 1, 7), ("b", 9, 6)):
+        etcd.put(KEYS.member(name), member(name, epoch=epoch, round=round))
+        record = example.recovery_record(
+            epoch=epoch, commit=commit(round), held=commit(5, digest=f"of {name}")
+        )
+        etcd.put(KEYS.recovery_record(name), record)
+    adopt(etcd, KEYS)  # type: ignore[arg-type]
+    ((_, operations),) = etcd.asked
+    written = {one.key: one.value for one in operations}
+    assert written[KEYS.commit(5)] == encode_text(commit(5, digest="of a"))
+
+
+def test_of_two_commits_of_one_round_that_of_the_later_epoch_is_restored() -> None:
+    etcd = Etcd()
+    for name, epoch in (("a", 1), ("b", 9)):
+        etcd.put(KEYS.member(name), member(name, epoch=epoch, round=6))
+        record = example.recovery_record(epoch=epoch, commit=commit(6, digest=f"of {name}"))
+        etcd.put(KEYS.recovery_record(name), record)
+    adopt(etcd, KEYS)  # type: ignore[arg-type]
+    ((_, operations),) = etcd.asked
+    written = {one.key: one.value for one in operations}
+    assert written[KEYS.commit(6)] == encode_text(commit(6, digest="of b"))

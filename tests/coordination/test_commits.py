@@ -173,6 +173,14 @@ def test_half_of_those_who_have_a_share_and_a_usable_part_are_no_minority(member
     assert commits.is_minority(members, replace(snapshot, readies=readies)) is is_minority
 
 
+def test_who_offers_nothing_and_has_no_share_does_not_count_for_a_majority():
+    snapshot = run("a", "b", "c", "n", without_share=("n",))
+    waiting = ListedOffer(ready=example.ready(peer="n", spent=()), modified=1, seen_s=0.0)
+    readies = {**{name: offer(name) for name in "abc"}, "n": waiting}
+    assert commits.is_minority("an", replace(snapshot, readies=readies))
+    assert not commits.is_minority("ab", replace(snapshot, readies=readies))
+
+
 def test_who_is_a_minority_is_judged_by_the_usable_offers_that_were_there_when_the_attempt_began():
     snapshot = run("a", "b", "c")
     readies = {name: replace(offer(name), modified=at) for name, at in (("a", 4), ("b", 5), ("c", 6))}

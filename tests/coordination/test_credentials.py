@@ -7,6 +7,7 @@ import datetime
 import json
 import logging
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,8 @@ def test_the_coordinators_certificate_names_its_hosts_and_this_machine(made: Pat
     clients = x509.load_pem_x509_certificates((made / "coordinator/clients.pem").read_bytes())
     authorities = [loaded(made / name / "authority.pem") for name in ("coordinator", "one", "two")]
     assert clients == authorities and len({one.serial_number for one in authorities}) == 3
+    lasts = server.not_valid_after_utc - server.not_valid_before_utc
+    assert lasts == datetime.timedelta(days=3650, hours=1), "the days that were asked for are the peers'"
     assert (made / "one/a/coordinator.pem").read_bytes() == (made / "coordinator/authority.pem").read_bytes()
     assert (made / "one/a/authority.pem").read_bytes() == (made / "one/authority.pem").read_bytes()
     assert len((made / "coordinator/root.password").read_text()) == 43
@@ -198,6 +201,38 @@ def test_serial_and_end_are_read_from_any_certificate(parts: Any, serial: str, e
 def test_what_is_no_certificate_is_none(content: bytes) -> None:
     with pytest.raises((ValueError, IndexError)):
         _parsed(content)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\xff", b"-----BEGIN CERTIFICATE-----\n-----END CERTIFICATE-----\n"],
+    ids=["empty", "no ASCII", "no fields"],
+)
+def test_a_file_that_holds_no_certificate_is_told_by_its_name(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "certificate.pem").write_bytes(content)
+    with pytest.raises(CoordinatorError, match=f"the certificate {tmp_path}/certificate.pem cannot be read"):
+        read_certificate(tmp_path / "certificate.pem")
+
+
+@pytest.mark.parametrize("name", ["coordinator.pem", "certificate.pem", "key.pem"])
+def test_a_bundle_with_a_damaged_file_is_told_with_a_remedy(made: Path, tmp_path: Path, name: str) -> None:
+    bundle = credentials.read_bundle(shutil.copytree(made / "one/b", tmp_path / "b"))
+    assert bundle.access().user == "one/b"
+    (tmp_path / "b" / name).write_text("damaged")
+    with pytest.raises(CoordinatorError, match="cannot be used") as told:
+        bundle.access()
+    assert "--init-certs" in told.value.remedy
+
+
+def test_the_password_of_root_may_end_its_line_and_is_told_where_it_is_no_text(
+    made: Path, tmp_path: Path
+) -> None:
+    password = shutil.copytree(made / "coordinator", tmp_path / "coordinator") / "root.password"
+    password.write_text("secret\n")
+    assert certificates.root_access(tmp_path).password == "secret"
+    password.write_bytes(b"\xff")
+    with pytest.raises(CoordinatorError, match="cannot be used"):
+        certificates.root_access(tmp_path)
 
 
 def test_an_end_is_warned_of_once_a_day_from_thirty_days_before_it(
@@ -321,6 +356,14 @@ def test_a_peer_is_revoked_with_all_its_certificates_its_account_its_lease_and_i
     assert restore_revocations(tmp_path, "root", ["http://c:1"]) == 2  # type: ignore[arg-type]
     assert opened[1].calls == [*removal(in_use, earlier)[:2], "closed"], "the name has a new account"
     assert restore_revocations(tmp_path / "one", "root", []) == 0 and len(opened) == 2  # type: ignore[arg-type]
+
+
+def test_a_revoked_peer_whose_record_lies_on_no_lease_has_none_ended(tmp_path: Path) -> None:
+    init_certificates(tmp_path, run="one", peers=["site-a"])
+    etcd = Etcd()
+    etcd.member = KeyValue(key=KEYS.member("site-a"), value="", created=1, modified=1)
+    serials = revoke(tmp_path, etcd, run="one", peer="site-a")  # type: ignore[arg-type]
+    assert etcd.calls == [*removal(*serials), ("delete", KEYS.of_peer("site-a"), True)]
 
 
 def test_a_revocation_that_etcd_refuses_is_told_and_so_is_a_bundle_that_cannot_be_moved(

@@ -238,6 +238,7 @@ def test_only_a_lease_that_is_not_found_is_told_as_one_that_is_gone(
         (lambda e: e.get("k"), {**HEADER, "kvs": {}}, "a listing"),
         (lambda e: e.get("k"), {**HEADER, "kvs": [5]}, "a listing"),
         (lambda e: e.get("k"), {**HEADER, "kvs": [{"key": "?"}]}, "a value"),
+        (lambda e: e.get("k"), {**HEADER, "kvs": [{"key": 5}]}, "a value"),
         (lambda e: e.get("k"), {**HEADER, "kvs": [{**ROW, "lease": "x"}]}, "lease"),
         (lambda e: e.get("k"), {}, "an answer"),
         (lambda e: e.put("k", "v"), {"header": {"revision": []}}, "revision"),
@@ -252,6 +253,13 @@ def test_an_answer_that_makes_no_sense_is_told_with_what_it_is_about(etcd: Etcd,
     with pytest.raises(CoordinatorAway) as told:
         ask(etcd)
     assert told.value.message == f"the coordinator's answer about {named} cannot be understood"
+
+
+def test_bytes_that_are_no_text_are_replaced(etcd: Etcd) -> None:
+    coded_bytes = base64.b64encode(b"a\xff").decode()
+    gateway_of(etcd, {**HEADER, "kvs": [{**ROW, "key": coded_bytes, "value": coded_bytes}]})
+    item = etcd.get("k")
+    assert item is not None and (item.key, item.value) == ("a\ufffd", "a\ufffd")
 
 
 def test_a_watch_begins_after_the_revision_that_is_known(etcd: Etcd) -> None:

@@ -262,6 +262,34 @@ def test_a_program_says_which_etcd_it_is(tmp_path, said: str, version: tuple[int
             version_of(shell)
 
 
+def test_a_program_that_never_says_which_etcd_it_is_is_refused(monkeypatch) -> None:
+    def run(words: Any, *, timeout: float, **how: Any) -> None:
+        raise subprocess.TimeoutExpired(words, timeout)
+
+    monkeypatch.setattr(etcd_process.subprocess, "run", run)
+    with pytest.raises(CoordinatorError, match=r"does not say which etcd it is: .*timed out after 60"):
+        version_of(Path("etcd"))
+
+
+@pytest.mark.parametrize(
+    ("host", "family"), [("::1", socket.AF_INET6), ("127.0.0.1", socket.AF_INET), ("a.b", socket.AF_INET)]
+)
+def test_a_port_is_tried_with_the_protocol_of_its_address(monkeypatch, host: str, family: int) -> None:
+    opened: list[int] = []
+
+    class Probe:
+        def __enter__(self) -> Any:
+            return SimpleNamespace(bind=lambda address: None, setsockopt=lambda *option: None)
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+    monkeypatch.setattr(etcd_process.socket, "socket", lambda family: opened.append(family) or Probe())
+    free_ports(1, host)
+    assert not etcd_process._is_taken(host, 1)
+    assert opened == [family] * 2
+
+
 def test_without_any_etcd_the_remedy_says_how_to_get_one(monkeypatch) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr(etcd_process.importlib.util, "find_spec", lambda name: None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -130,6 +131,39 @@ def test_a_view_whose_history_is_gone_lists_again_until_it_can_and_one_that_is_a
     assert again._list_until_there(5) == 9 and len(etcd.listed) == 2 + 7
     again._ended.set()
     assert again._list_until_there(5) == 5
+
+
+def test_a_view_pauses_before_it_lists_or_watches_again() -> None:
+    etcd, waits = Etcd([WatchBatch(revision=9)], []), list[float]()
+    view: Any = RunView(etcd, KEYS, idle_s=3.0, pause_s=1e6)  # type: ignore[arg-type]
+    view._ended.wait = waits.append
+    etcd.away = 2
+    assert view._list_until_there(5) == 9 and waits == [1e6, 1e6]
+    waits.clear()
+    assert view._watch_once(9) == 9
+    assert len(waits) == 1 and 9e5 < waits[0] <= 1e6
+
+
+def test_a_view_knows_what_its_peer_remembered() -> None:
+    record = example.recovery_record(epoch=77)
+    view = RunView(Etcd(), KEYS, remembered=record)  # type: ignore[arg-type]
+    view._list(deadline_s=1.0)
+    assert view.snapshot.highest == 77 and view.snapshot.forgotten
+
+
+def test_a_listener_rests_nine_times_as_long_as_the_last_look_took() -> None:
+    waits: list[float] = []
+    view: Any = SimpleNamespace(wait=lambda since, *, timeout_s: since + 1)
+    listener: Any = SnapshotListener(view, wake=lambda: None, failed=lambda error: None)
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        listener.close()
+
+    listener._ended.wait = wait
+    listener.note_cost(2.0)
+    listener._bring(4)
+    assert waits == [18.0]
 
 
 def test_a_watch_that_was_opened_while_its_view_closed_is_stopped() -> None:

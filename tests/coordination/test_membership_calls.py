@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -122,6 +123,8 @@ def test_a_short_lease_is_waited_for_for_half_a_minute_at_least(clock: list[floa
     etcd = Coordinator()
     membership_of(etcd, clock, lease_s=2.0).join(MINE)
     assert etcd.calls == [("grant", 2, 30.0)]
+    membership_of(etcd, clock, lease_s=0.0).join(MINE)
+    assert etcd.calls[-1] == ("grant", 1, 30.0), "etcd has no shorter leases"
 
 
 def test_an_earlier_lease_of_this_very_process_is_revoked_and_the_name_taken(clock: list[float]) -> None:
@@ -277,3 +280,80 @@ def test_the_lease_is_renewed_until_the_end_and_a_lost_one_is_taken_anew(clock: 
     quick._ended.wait = lambda seconds: next(waits)  # type: ignore[method-assign, assignment]
     quick._keep()
     assert etcd.asked[-1] == (0, 1.0)
+
+
+@pytest.mark.parametrize("meanwhile", ["another lease", "the end"])
+def test_a_lease_that_ended_while_a_peer_left_or_took_another_is_not_replaced(
+    clock: list[float], meanwhile: str
+) -> None:
+    class Late:
+        def keep_alive(self, lease: int, *, deadline_s: float) -> bool:
+            if meanwhile == "another lease":
+                membership._lease = 8
+            else:
+                membership._ended.set()
+            return False
+
+    etcd: Any = Late()
+    membership = Membership(etcd, KEYS, lease_s=9.5, heartbeat_s=3.0)
+    again: list[float] = []
+    membership._list_again = lambda *, deadline_s: again.append(deadline_s)  # type: ignore[method-assign, assignment]
+    membership._lease = 7
+    waits = iter([False, True])
+    membership._ended.wait = lambda seconds: next(waits)  # type: ignore[method-assign, assignment]
+    membership._keep()
+    assert again == []
+
+
+def test_all_that_was_offered_in_a_round_is_written_again_with_a_lost_lease(clock: list[float]) -> None:
+    etcd = Coordinator()
+    membership = membership_of(etcd, clock)
+    membership.join(MINE)
+    membership.offer("ready 4", "x", round=4)
+    etcd.gone = True
+    membership.offer("done 4", "y", round=4)
+    assert [put.key for put in etcd.transactions[-1][1]] == [KEYS.member("a"), "ready 4", "done 4"]
+
+
+def test_a_peer_that_left_is_not_listed_again_by_what_it_offers(clock: list[float]) -> None:
+    etcd = Coordinator()
+    membership = membership_of(etcd, clock)
+    membership.join(MINE)
+    membership._thread = threading.current_thread()  # as when it leaves because its lease was lost
+    membership.withdraw()
+    membership.offer("ready 4", "x", round=4)
+    assert len(etcd.transactions) == 1 and membership.lease == 0
+
+
+def test_a_peer_that_leaves_no_longer_waits_for_its_former_process(clock: list[float]) -> None:
+    etcd = Coordinator(*[REFUSED] * 9)
+    etcd.listed = other_process("former", lease=55)
+    membership = membership_of(etcd, clock)
+    membership._ended.wait = lambda seconds: membership._ended.set()  # type: ignore[method-assign, assignment]
+    with pytest.raises(NameTaken):
+        membership.join(MINE, deadline_s=60.0)
+    assert etcd.calls[1:] == [("keep alive", 1, None), ("revoke", 1, None)]
+
+
+def test_a_lost_lease_is_none_though_no_other_is_granted(clock: list[float]) -> None:
+    etcd = Coordinator()
+    membership = membership_of(etcd, clock)
+    membership.join(MINE)
+
+    def away(ttl_s: int, *, deadline_s: float) -> int:
+        raise CoordinatorAway("no answer")
+
+    etcd.gone, etcd.grant = True, away  # type: ignore[assignment]
+    with pytest.raises(CoordinatorAway):
+        membership.update(MINE)
+    assert membership.lease == 0
+
+
+def test_a_thread_that_ended_is_replaced_by_the_next_listing(clock: list[float]) -> None:
+    membership = membership_of(Coordinator(), clock)
+    membership.join(MINE)
+    first = membership._thread
+    assert first is not None
+    first.join()
+    membership.join(MINE)
+    assert membership._thread is not first

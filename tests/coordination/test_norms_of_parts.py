@@ -83,6 +83,10 @@ def test_of_two_parts_the_one_that_is_unlike_its_own_past_is_left_out():
     # A newcomer without a past beside a peer that is as it always was.
     assert list(outliers({"a": healthy, "b": part("b", 10, 50.0)}, factor=10.0)) == ["b"]
     assert outliers({"a": part("a", 10, 1e-3, past=past), "b": part("b", 10, 1.0)}, factor=10.0) == {}
+    # It was as large as that before.
+    assert outliers({"a": healthy, "b": part("b", 10, 50.0, past=((10, 45.0),))}, factor=10.0) == {}
+    # It is as large beside the other as it may be.
+    assert outliers({"a": part("a", 1, 1.0), "b": part("b", 1, 8.0, past=((1, 0.5),))}, factor=8.0) == {}
     # Both grew alike, for instance because the learning rate did.
     grown = {name: part(name, 10, 50.0, past=past) for name in "ab"}
     assert outliers(grown, factor=10.0) == outliers({"b": broken}, factor=10.0) == {}

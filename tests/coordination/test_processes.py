@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from bloomery.coordination import etcd_process, gateway
+from bloomery import durable
+from bloomery.coordination import etcd_process, gateway, orphan
 from bloomery.coordination.certificates import _permission, _permissions
 from bloomery.coordination.credentials import CertificateDates, endpoints_of
 from bloomery.coordination.etcd import (
@@ -137,6 +138,22 @@ def test_a_process_that_ended_and_nobody_waited_for_has_ended(monkeypatch) -> No
     assert sent == [(os.getpid(), signal.SIGTERM), (os.getpid(), signal.SIGKILL)]
 
 
+def test_a_process_that_ends_just_before_its_signal_is_no_error(monkeypatch) -> None:
+    def kill(process: int, number: int) -> None:
+        raise ProcessLookupError
+
+    monkeypatch.setattr("bloomery.coordination.orphan.os.kill", kill)
+    OrphanProcess(os.getpid(), process_identity(os.getpid())).kill()
+
+
+def test_a_process_that_ends_while_it_is_looked_at_has_ended(monkeypatch) -> None:
+    def gone(process: int) -> None:
+        raise orphan.psutil.NoSuchProcess(process)
+
+    monkeypatch.setattr(orphan.psutil, "Process", gone)
+    assert OrphanProcess(os.getpid(), process_identity(os.getpid())).poll() == 0
+
+
 def test_an_etcd_is_taken_over_with_the_settings_that_it_has_and_else_ended(
     tmp_path: Path, monkeypatch
 ) -> None:
@@ -164,6 +181,19 @@ def test_an_etcd_is_taken_over_with_the_settings_that_it_has_and_else_ended(
     assert taken(certificates=certificates) is not None
     files[2].write_text("another authority, which the running one has not read")
     assert taken(certificates=certificates) is None
+
+
+@pytest.mark.parametrize(("owner", "named"), [("\n", r"\?"), ("12\n", "12")])
+def test_a_lock_whose_owner_has_not_written_its_name_yet_is_told(
+    tmp_path: Path, monkeypatch, owner: str, named: str
+) -> None:
+    def locked(path: Path, *, owner: str) -> None:
+        raise held
+
+    held = durable.LockHeld(tmp_path, owner)
+    monkeypatch.setattr(durable, "locked", locked)
+    with pytest.raises(CoordinatorError, match=rf"\(process {named}\) serves"), serving(tmp_path):
+        raise AssertionError
 
 
 def test_two_coordinators_do_not_serve_the_same_data(tmp_path: Path) -> None:
@@ -234,8 +264,22 @@ def test_a_watch_ends_where_its_history_is_gone_or_it_is_refused_or_cannot_be_un
     assert compacted.value.revision == 0
     later = result(11, put("k", "v", 1, 11))
     assert watched(result(20, canceled=True, cancel_reason="no"), later) == ([], ["no"])
-    for garbage in (b"{", {"result": {"events": 3}}, {"error": {"message": "closing"}}):
+    endless = b'{"x":' + b"[" * 100_000
+    for garbage in (b"{", endless, {"result": {"events": 3}}, {"error": {"message": "closing"}}):
         assert watched(garbage, later) == ([], [])
+
+
+def test_bytes_of_a_watch_that_are_no_text_are_replaced_and_a_watch_that_is_stopped_shuts_its_stream() -> (
+    None
+):
+    coded_bytes = base64.b64encode(b"a\xff").decode()
+    stream = Stream(result(12, {"kv": {"key": coded_bytes, "value": coded_bytes}}))
+    watch = KeyWatch(stream, after=10, refused=lambda why: None)  # type: ignore[arg-type]
+    (batch,) = watch.batches()
+    (change,) = batch.changes
+    assert change.item is not None and (change.key, change.item.value) == ("a\ufffd", "a\ufffd")
+    watch.stop()
+    assert stream.is_shut
 
 
 def test_lines_of_a_stream_may_come_in_pieces_and_one_without_end_ends_it(monkeypatch) -> None:
@@ -317,6 +361,9 @@ def test_a_value_is_as_long_as_etcd_takes_it() -> None:
     _operation(Put(key="k", value="v" * VALUE_BYTES_AT_MOST))
     with pytest.raises(CoordinatorError, match="more than"):
         _operation(Put(key="k", value="v" * (VALUE_BYTES_AT_MOST + 1)))
+    _operation(Put(key="k", value="é" * (VALUE_BYTES_AT_MOST // 2)))
+    with pytest.raises(CoordinatorError, match="more than"):
+        _operation(Put(key="k", value="é" * (VALUE_BYTES_AT_MOST // 2 + 1)))
 
 
 @pytest.mark.parametrize(("lease_s", "ttl_s"), [(10.0, 10), (2.1, 3), (0.2, 1)])

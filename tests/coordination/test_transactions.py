@@ -148,6 +148,11 @@ def test_a_commit_that_is_too_old_goes_in_the_transaction_that_makes_it_so() -> 
     assert deleted == [KEYS.attempts(1001), KEYS.shares(1001), KEYS.commit(1), KEYS.commit(2)]
 
 
+def test_of_old_commits_that_asked_for_a_save_the_last_is_kept() -> None:
+    commits = {number: example.commit(round=number, save=number in (1, 3)) for number in (1, 2, 3, 4, 1003)}
+    assert transactions.outdated_rounds(RunSnapshot(commits=commits), 1004) == [1, 2, 4]
+
+
 def test_a_commit_is_read_of_its_own_round() -> None:
     etcd = Coordinator(DONE)
     etcd.put(KEYS.commit(5), encode_text(example.commit(round=5, digest="x")))
@@ -198,11 +203,16 @@ def test_a_joining_peer_tries_again_where_another_was_quicker_or_no_answer_came(
     assert [conditions[0].wanted for conditions, _ in etcd.asked] == [23, 24]
 
 
-def test_a_joining_peer_keeps_the_share_that_it_took_by_a_transaction_without_an_answer() -> None:
+@pytest.mark.parametrize("is_over", [False, True])
+def test_a_joining_peer_keeps_the_share_that_it_took_by_a_transaction_without_an_answer(
+    is_over: bool,
+) -> None:
     def carried_out(etcd: Coordinator) -> None:
         taken = {"a": (range(8),), "n": (range(8, 16),)}
         shares = RoundShares(round=5, position=Position(holes=(range(16),)), shares=taken, live=2)
         etcd.put(KEYS.shares(5), encode_text(shares), modified=24)
+        if is_over:
+            etcd.put(KEYS.commit(5), "{}")
 
     etcd, join = joining(UNKNOWN, meanwhile=carried_out)
     assert join() == (range(8, 16),) and len(etcd.asked) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from msgspec.structs import replace
 from tests.protocol import example
 
@@ -254,3 +255,89 @@ def test_who_can_work_on_a_share_was_there_when_it_was_leased_or_holds_the_newes
     assert (empty.working, empty.commit, empty.round, empty.shares) == (set(), None, 0, None)
     fresh = {"a": listed("a", life=1, digest="")}
     assert list(RunSnapshot(members=fresh).holders("")) == []
+
+
+def test_the_newest_commit_is_remembered_though_nobody_asked_for_a_snapshot_before_the_listing() -> None:
+    run = Reading()
+    run.take(KEYS.commit(4), commit(4))
+    run.builder.note_change()
+    run.builder.begin(50)
+    lost = run.builder.snapshot(changed=True)
+    assert lost.forgotten and lost.remembered == example.recovery_record(epoch=0, commit=commit(4))
+
+
+def test_an_earlier_commit_of_a_coordinator_that_lost_data_is_not_what_is_remembered() -> None:
+    run = Reading()
+    run.put(KEYS.commit(4), commit(4))
+    run.builder.begin(50)
+    run.put(KEYS.commit(2), commit(2))
+    lost = run.put(KEYS.rate("a"), '{"b": 1.0}')
+    assert lost.round == 3 and lost.forgotten
+    assert lost.remembered == example.recovery_record(epoch=0, commit=commit(4))
+
+
+def test_the_time_of_failures_is_that_of_the_last_one_though_the_first_is_written_again() -> None:
+    run = Reading()
+    attempt = example.attempt(round=3, epoch=5, members=("a", "b"), weights=(0.5, 0.5))
+    run.take(KEYS.commit(2), commit(2))
+    run.take(KEYS.epoch, "5")
+    run.take(KEYS.attempt(3, 5), ProposedAttempt(attempt=attempt, lives=(3, 3), offers=(17, 17)))
+    for peer in "ab":
+        run.take(KEYS.failed(3, 5, peer), example.failed(peer=peer, round=3, epoch=5))
+    seen_s = run.now
+    again = run.put(KEYS.failed(3, 5, "a"), example.failed(peer="a", round=3, epoch=5))
+    assert len(again.failures) == 2 and again.failed_s == seen_s
+
+
+def test_shares_may_change_before_their_round_is_under_way_and_within_a_listing() -> None:
+    others = replace(SHARES, shares={"b": (range(8),)})
+    early = Reading()
+    early.builder.snapshot(changed=True)
+    early.put(KEYS.shares(3), SHARES)
+    early.put(KEYS.shares(3), others)
+    early.builder.begin(50)
+    early.take(KEYS.commit(2), commit(2))
+    early.take(KEYS.shares(3), SHARES)
+    assert early.put(KEYS.shares(3), others).shares == others
+    followed = Reading()
+    followed.put(KEYS.commit(1), commit(1))
+    followed.put(KEYS.member("a"), example.member(peer="a", digest="d1"))
+    followed.put(KEYS.shares(3), SHARES)
+    followed.put(KEYS.shares(3), others)
+    back = commit(2, members=(), digest="d1", rewind_to=1)
+    assert followed.put(KEYS.commit(2), back).shares == others
+
+
+@pytest.mark.parametrize("is_adopted", [True, False])
+def test_a_listed_commit_without_announcements_is_believed_if_it_was_adopted(is_adopted: bool) -> None:
+    run = Reading()
+    run.take(KEYS.commit(2), commit(2))
+    run.take(KEYS.epoch, "5")
+    run.take(KEYS.member("a"), example.member(peer="a"), created=3)
+    run.take(KEYS.attempt(3, 5), TRIED)
+    if is_adopted:
+        run.take(KEYS.adopted, "5")
+        run.revision -= 1  # written in one transaction
+    listed = run.put(KEYS.commit(3), commit(3, epoch=5, members=("a",)))
+    assert (listed.round, listed.refused) == ((4, 0) if is_adopted else (3, run.revision))
+
+
+@pytest.mark.parametrize(
+    ("key", "record", "told"),
+    [
+        (KEYS.failed(3, 5, "a"), example.failed(peer="a", round=4, epoch=5), "(4, 5, 'a')"),
+        (KEYS.failed(3, 5, "a"), example.failed(peer="a", round=3, epoch=6), "(3, 6, 'a')"),
+        (KEYS.failed(3, 5, "a"), example.failed(peer="b", round=3, epoch=5), "(3, 5, 'b')"),
+        (KEYS.done(3, 5, "a"), Done(peer="a", round=4, epoch=5, digest="x"), "(4, 5, 'a')"),
+        (KEYS.done(3, 5, "a"), Done(peer="a", round=3, epoch=6, digest="x"), "(3, 6, 'a')"),
+        (KEYS.done(3, 5, "a"), Done(peer="b", round=3, epoch=5, digest="x"), "(3, 5, 'b')"),
+        (KEYS.attempt(3, 6), TRIED, "(3, 5)"),
+        (KEYS.attempt(4, 5), TRIED, "(3, 5)"),
+        (KEYS.ready(3, "a"), example.ready(peer="b", round=3), "(3, 'b')"),
+        (KEYS.shares(4), SHARES, "3"),
+    ],
+)
+def test_each_part_of_a_key_is_that_of_its_record(caplog, key: str, record: Any, told: str) -> None:
+    run = Reading()
+    run.put(key, record)
+    assert f"the key {key} is ignored: its content says {told}, its key" in caplog.text

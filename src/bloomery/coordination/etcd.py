@@ -262,7 +262,7 @@ def _range_of(delete: Delete) -> dict[str, str]:
 
 
 def _put(put: Put) -> dict[str, Json]:
-    size = len(put.value)
+    size = len(put.value.encode())
     if size > VALUE_BYTES_AT_MOST:
         raise CoordinatorError(f"{put.key} would have {size:,} bytes, more than {VALUE_BYTES_AT_MOST:,}")
     return {"key": _coded(put.key), "value": _coded(put.value), "lease": str(put.lease)}
