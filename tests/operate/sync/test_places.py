@@ -166,6 +166,33 @@ def test_a_mirror_fetches_what_is_missing_and_anew_what_changed(tmp_path: Path) 
     assert (shorter.fetch(), target.read_bytes()) == (3, b"78\n"), "a piece is gone there"
 
 
+def test_the_only_piece_is_fetched_anew_where_another_of_its_length_replaced_it(tmp_path: Path) -> None:
+    place, target = Place(), tmp_path / "m" / "logs" / "a"
+    place.held = {"logs/a": b"12\n"}
+    fetched = RunMirror(place, tmp_path / "m")
+    assert fetched.fetch() == 3
+    place.held = {"logs/a": b"34\n"}
+    assert (fetched.fetch(), target.read_bytes()) == (3, b"34\n")
+
+
+@pytest.mark.parametrize("record", ["", "[]", '{"logs/a": 5}'])
+def test_what_was_fetched_is_kept_where_no_record_of_it_can_be_read(record: str, tmp_path: Path) -> None:
+    place = Place()
+    place.held = {"logs/a": b"12\n"}
+    assert RunMirror(place, tmp_path / "m").fetch() == 3
+    (tmp_path / "m" / ".followed.json").write_text(record)
+    assert RunMirror(place, tmp_path / "m").fetch() == 0
+
+
+def test_a_whole_file_that_was_removed_here_is_fetched_again(tmp_path: Path) -> None:
+    place = Place()
+    place.held = {"recipe.toml": b"[run]\n"}
+    fetched = RunMirror(place, tmp_path / "m")
+    assert (fetched.fetch(), fetched.fetch()) == (6, 0)
+    (tmp_path / "m" / "recipe.toml").unlink()
+    assert fetched.fetch() == 6 and (tmp_path / "m" / "recipe.toml").read_bytes() == b"[run]\n"
+
+
 def test_a_piece_that_changes_while_it_is_fetched_is_finished_by_the_next_fetch(tmp_path: Path) -> None:
     place, target = Place(), tmp_path / "m" / "logs" / "a"
     place.held = {"logs/a": b"12\n34\n", "logs/a.000001": b"56\n"}
@@ -227,6 +254,31 @@ def test_a_keeper_runs_the_command_of_its_section_and_ends_it(
     with full:
         pass
     assert full._process.poll() == -9, "what ignores the signal does not outlive the launcher"
+
+
+def test_what_a_publisher_that_was_killed_left_half_done_is_made_anew(
+    bare: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, held, sent = "step-000005.i001", bare.path / "publishing", list[list[str]]()
+    checkpoint = CommittedCheckpoint(directory=bare.checkpoints / name, step=5, incarnation=1)
+    for place in (checkpoint.directory, held / f".{name}.draft", held / f".{name}.export"):
+        place.mkdir(parents=True)
+        (place / "part").write_text("old")
+    monkeypatch.setattr(published, "checkpoints", lambda rundir: [checkpoint])
+
+    class Repository:
+        def make(self) -> None: ...
+
+        def branches(self) -> set[str]:
+            return set()
+
+        def publish_branch(self, branch: str, directory: Path, *, message: str) -> None:
+            sent.append(sorted(path.name for path in directory.iterdir()))
+
+    ours = CheckpointPublisher(bare, Repository(), export=lambda source, target: target.mkdir())  # type: ignore[arg-type]
+    ours.hold()
+    assert ours.publish_held() == [name] and sent == [[published.MARK]]
+    assert not list(held.iterdir())
 
 
 def test_the_newest_four_are_held_beside_the_one_that_is_published(
