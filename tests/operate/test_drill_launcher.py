@@ -104,6 +104,17 @@ def test_the_last_words_are_the_last_five_lines(tmp_path: Path) -> None:
     assert launcher.last_words() == "line 4\nline 5\nline 6\nline 7\nline 8"
 
 
+def test_what_a_launcher_says_as_it_ends_is_waited_for(tmp_path: Path) -> None:
+    launcher = _Launcher(plan_of(tmp_path), said=[(1.0, "going on")])
+
+    def join(seconds: float) -> None:
+        assert seconds == 5.0
+        launcher.said.append((2.0, "no rank is left"))
+
+    launcher.listener = SimpleNamespace(join=join)  # type: ignore[assignment]
+    assert launcher.last_words() == "going on\nno rank is left"
+
+
 @pytest.mark.parametrize(
     ("is_gone", "is_slow", "done"),
     [
