@@ -119,6 +119,32 @@ def test_a_log_that_was_written_anew_loses_its_old_pieces_and_no_others(
     assert place.asked[-1] == ("remove", f"{first}.000002", f"{first}.000003")
 
 
+@pytest.mark.parametrize("more", [{"incarnations/000002.json": b'{"base": [5, 1]}'}, {}])
+def test_a_place_is_the_runs_own_by_their_first_incarnation(
+    run: RunDirectory, more: dict[str, bytes]
+) -> None:
+    place = Place()
+    place.held = {"incarnations/000001.json": run.incarnation(1).read_bytes(), **more}
+    assert RunSync(run, place).send_new().count > 0
+
+
+def test_a_record_that_was_left_empty_at_a_place_is_none_of_another_run(run: RunDirectory) -> None:
+    place = Place()
+    place.held = {"incarnations/000001.json": b""}
+    RunSync(run, place).send_new()
+    assert place.held["incarnations/000001.json"] == run.incarnation(1).read_bytes()
+
+
+def test_a_place_that_another_run_took_before_this_one_began_is_refused(bare: RunDirectory) -> None:
+    place = Place()
+    sync = RunSync(bare, place)
+    assert sync.send_new().count == 2, "what is there before it begins"
+    place.held["incarnations/000001.json"] = b'{"base": null, "began": "by another"}'
+    bare.incarnation(1).write_text('{"base": null}')
+    with pytest.raises(StorageError, match="another run"):
+        sync.send_new()
+
+
 def test_links_and_what_is_being_written_are_not_sent(bare: RunDirectory, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("password\n")
