@@ -98,6 +98,26 @@ def test_no_more_is_sent_at_once_than_a_place_takes(bare: RunDirectory) -> None:
     assert max(sizes) == 2 and sum(sizes) == 6 and len(place.held) == 6
 
 
+def test_a_piece_that_is_longer_than_a_place_takes_at_once_is_sent_by_itself(bare: RunDirectory) -> None:
+    place = Place(most_bytes=1)
+    RunSync(bare, place).send_new()
+    assert place.asked == [("publish", "recipe.toml"), ("publish", log_of(place))]
+
+
+def test_a_log_without_a_whole_line_keeps_the_place_of_its_first_piece(
+    bare: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 4)
+    place = Place()
+    sync = RunSync(bare, place)
+    sync.send_new()
+    first = min(key for key in place.held if key.startswith("logs/"))
+    assert f"{first}.000001" in place.held
+    bare.log(host="vm", rank=0).write_text("ne")
+    sync.send_new()
+    assert [key for key in place.held if key.startswith("logs/")] == [first]
+
+
 def test_a_log_that_was_written_anew_loses_its_old_pieces_and_no_others(
     bare: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
