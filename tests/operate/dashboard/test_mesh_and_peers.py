@@ -100,6 +100,13 @@ def test_ranks_are_compared_with_the_faster_half_by_their_last_twenty_steps(tmp_
     assert [row.rank for row in panel.rows if row.is_slow] == [0, 3, 4, 5, 6]
 
 
+def test_the_memory_of_a_rank_that_has_told_of_none_is_not_known(tmp_path: Path) -> None:
+    run = WrittenRun(tmp_path / "run")
+    Heartbeat(run.rundir.heartbeat(), rank=0, world=1, host="node1", interval_s=NEVER_S).write()
+    panel = panel_of(run)
+    assert [row.memory_bytes for row in panel.rows] == [None] and panel.stages == []
+
+
 def test_ranks_that_have_told_of_no_step_do_not_make_the_others_slow(tmp_path: Path) -> None:
     run = WrittenRun(tmp_path / "run")
     ranks_of(run, [0.0, 0.1, 0.0, 0.1, 0.0, 0.0, 0.0, 0.1], world=8)
