@@ -158,6 +158,27 @@ def test_a_strange_ring_is_no_error(ring: object, tmp_path: Path) -> None:
     assert told["ring"] == ([["1", None], ["<b>", None]] if ring == [1, "<b>"] else [])
 
 
+@pytest.mark.parametrize("facts", [{"round": "one"}, {"round": 1, "time": -5.0}, {"round": None}])
+def test_without_a_round_that_can_be_shown_there_is_no_panel(
+    facts: dict[str, object], tmp_path: Path
+) -> None:
+    run = WrittenRun(tmp_path / "run")
+    run.event("round", members=["a"], included=True, **facts)
+    assert rounds(RunReader(run.rundir.path).read_all()) == {}
+
+
+@pytest.mark.parametrize(
+    ("told", "shown"), [(0, 0.0), (0.5, 0.5), (9e10, 9e10), (1e11, None), (-0.5, None), ("1", None)]
+)
+def test_seconds_and_rates_that_can_be_none_are_not_shown(
+    told: object, shown: object, tmp_path: Path
+) -> None:
+    run = WrittenRun(tmp_path / "run")
+    run.event("round", round=1, members=["a"], included=True, ring_s=told, ring=["a"], ring_mbit_s=[told])
+    panel = rounds(RunReader(run.rundir.path).read_all())
+    assert panel["rounds"][0]["ring_s"] == shown and panel["ring"] == [["a", shown]]
+
+
 def test_a_fork_names_the_run_that_it_comes_from(tmp_path: Path) -> None:
     run = WrittenRun(tmp_path / "fork")
     run.start()
