@@ -344,6 +344,18 @@ def test_what_a_drill_fills_is_made_for_it_and_signals_are_as_before_it(
     assert signal.getsignal(signal.SIGTERM) == before != handlers[0]
 
 
+def test_a_drill_tells_the_time_outs_of_the_ranks_of_all_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = [DrillResult(fault=DrillFault.KILL, survived=False, phases=PHASES)]
+    monkeypatch.setattr("bloomery.operate.drill.exercise.exercise", lambda plan, *, say: iter(results))
+    nodes = DrillNodes(count=3, is_allocation=True)
+    monkeypatch.setattr("bloomery.operate.drill.allocation.drill_nodes", lambda: nodes)
+    monkeypatch.setattr(drill, "timeouts_text", lambda rundir, *, world: f"{rundir.path.name}, {world} ranks")
+    assert drill.run(["demo", "--run", str(tmp_path / "run"), "--nproc", "4"]) == 1
+    assert capsys.readouterr().out == f"{drill.drill_text(results, None)}\n\nrun, 12 ranks\n"
+
+
 def test_a_strike_hits_the_process_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     struck: list[Any] = []
     monkeypatch.setattr(

@@ -179,6 +179,14 @@ def test_seconds_and_rates_that_can_be_none_are_not_shown(
     assert panel["rounds"][0]["ring_s"] == shown and panel["ring"] == [["a", shown]]
 
 
+def test_the_newest_ring_is_shown_though_a_later_round_had_none(tmp_path: Path) -> None:
+    run = WrittenRun(tmp_path / "run")
+    for number, ring in enumerate((["a", "b"], ["b", "c"], [])):
+        run.event("round", round=number, members=["a"], included=True, ring=ring)
+    told = rounds(RunReader(run.rundir.path).read_all())
+    assert told["ring"] == [["b", None], ["c", None]]
+
+
 def test_a_fork_names_the_run_that_it_comes_from(tmp_path: Path) -> None:
     run = WrittenRun(tmp_path / "fork")
     run.start()
