@@ -20,9 +20,12 @@ from bloomery.operate.hang import find_hang, place_of
 from bloomery.operate.progress_watch import ProgressWatch, WatchClock, takes_heartbeats
 from bloomery.operate.stacks import Frame, RankStack, parse_pyspy, take_stacks
 from bloomery.operate.standstill import (
+    EVALUATION_STEPS,
+    TIMES_LONGEST,
     RankObservation,
     StandstillLimits,
     allowed_stillness_s,
+    evaluation_s,
     judge_progress,
     longest_turns,
     observe_ranks,
@@ -455,6 +458,25 @@ def test_of_two_groups_alike_the_one_at_the_earlier_step_is_named_and_ranks_are_
     finding = find_hang(stand, {})
     assert finding.culprits == (0, 1, 2, 3)
     assert finding.evidence == ("ranks 0, 2 in updating the weights", "ranks 1, 3 in forward and backward")
+
+
+@pytest.mark.parametrize(
+    ("longest", "allowed_s"),
+    [
+        ({"evaluating": 20.0, "first evaluating": 50.0}, 50.0 * TIMES_LONGEST),
+        ({"evaluating": 50.0, "first evaluating": 20.0}, 50.0 * TIMES_LONGEST),
+        ({"first evaluating": 50.0, "forward and backward": 99.0}, 50.0 * TIMES_LONGEST),
+        ({"forward and backward": 50.0, "first forward and backward": 90.0}, 50.0 * EVALUATION_STEPS),
+        ({"first forward and backward": 90.0}, 90.0 * EVALUATION_STEPS),
+        ({"forward and backward": 0.1}, 60.0),
+        ({"forward and backward": 9000.0}, 1800.0),
+        ({}, 1800.0),
+    ],
+)
+def test_an_evaluation_is_allowed_what_was_measured_of_it_or_else_of_steps(
+    longest: dict[str, float], allowed_s: float
+) -> None:
+    assert evaluation_s(longest, limits=StandstillLimits()) == allowed_s
 
 
 @pytest.mark.parametrize(
