@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import bloomery
-from bloomery.events.heartbeat import RankActivity, RankBeat, read_beat
+from bloomery.events.heartbeat import ATTEMPT, Heartbeat, RankActivity, RankBeat, read_beat
 from bloomery.events.run_directory import RunDirectory
 from bloomery.operate.hang import find_hang, place_of
 from bloomery.operate.progress_watch import ProgressWatch, WatchClock, takes_heartbeats
@@ -29,6 +29,7 @@ from bloomery.operate.standstill import (
     judge_progress,
     longest_turns,
     observe_ranks,
+    read_beats,
 )
 
 RANK = """
@@ -477,6 +478,17 @@ def test_an_evaluation_is_allowed_what_was_measured_of_it_or_else_of_steps(
     longest: dict[str, float], allowed_s: float
 ) -> None:
     assert evaluation_s(longest, limits=StandstillLimits()) == allowed_s
+
+
+@pytest.mark.parametrize(("attempt", "ranks"), [("", [0, 1]), ("a", [0]), ("c", [])])
+def test_heartbeats_are_those_of_one_attempt_or_of_any(
+    attempt: str, ranks: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDirectory(tmp_path).create()
+    for rank, name in enumerate("ab"):
+        monkeypatch.setenv(ATTEMPT, name)
+        Heartbeat(run.heartbeat(rank=rank), rank=rank, world=3, host="n1").write()
+    assert sorted(read_beats(run, ranks=range(3), attempt=attempt)) == ranks
 
 
 @pytest.mark.parametrize(
