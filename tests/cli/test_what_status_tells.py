@@ -84,6 +84,23 @@ def test_a_run_of_which_little_is_known_shows_that_little() -> None:
     assert status._page(helpless)[1] == "  done       step 0"
 
 
+@pytest.mark.parametrize(
+    ("days", "shown"),
+    [(0, "12:00:00"), (1, "03-05 12:00"), (-1, "03-03 12:00"), (31, "04-04 12:00"), (365, "03-04 12:00")],
+)
+def test_a_moment_of_another_day_is_told_with_its_day(days: int, shown: str, noon: None) -> None:
+    moment = time.mktime((2026, 3, 4 + days, 12, 0, 0, 0, 0, -1))
+    assert status._moment(moment) == shown
+
+
+def test_what_a_clock_that_is_ahead_wrote_was_just_now(noon: None) -> None:
+    assert [status._ago(NOON - seconds) for seconds in (42.0, 0.0, -300.0)] == [
+        "42 s ago",
+        "0 s ago",
+        "0 s ago",
+    ]
+
+
 def test_runs_are_a_table_with_what_is_bad_among_the_warnings(noon: None) -> None:
     short = replace(VIEW, name="short", loss=None, warnings=("slow",))
     new = RunOverview(run="r", name="a-long-name-of-a-run-y", verdict=RunVerdict(state=GOOD, why="is so"))
