@@ -143,6 +143,41 @@ def test_runs_are_those_given_or_those_under_a_directory_and_nodes_come_on_deman
         status.run(["--under", "none"])
 
 
+@pytest.mark.parametrize(
+    ("words", "groups", "told"),
+    [
+        ([], [["2", "4"], ["1"]], "cancelled 2, 4, 1\n"),
+        (["--queued"], [["2", "4"], []], "cancelled 2, 4\n"),
+        (["--json"], [["2", "4"], ["1"]], '{"run": "RUN", "cancelled": ["2", "4", "1"]}\n'),
+    ],
+)
+@pytest.mark.parametrize("has_recipe", [True, False])
+def test_jobs_that_wait_are_cancelled_before_the_one_that_runs_and_none_that_ended(
+    words: list[str], groups: list[list[str]], told: str, has_recipe: bool,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    run, asked = RunDirectory(tmp_path / "run").create(), list[Any]()
+    if has_recipe:
+        run.recipe.write_text("")
+    states = (JobState.RUNNING, JobState.PENDING, JobState.ENDED, JobState.HELD)
+    jobs = [QueuedJob(job=str(job), state=state, state_text="") for job, state in enumerate(states, 1)]
+    loaded = {name: SimpleNamespace(recipe=SimpleNamespace(submit=name, run=SimpleNamespace(name=name)))
+              for name in ("kept", "own")}  # fmt: skip
+    scheduler = SimpleNamespace(
+        jobs=lambda *, name, run: asked.append((name, run)) or jobs, cancel=lambda group: asked.append(group)
+    )
+    place = "bloomery.operate.submission"
+    monkeypatch.setattr(f"{place}.kept_submission", lambda run: SimpleNamespace(load=lambda: loaded["kept"]))
+    monkeypatch.setattr("bloomery.config.load.load_recipe", lambda path: loaded["own"])
+    monkeypatch.setattr(
+        f"{place}.scheduler_of", lambda submit, path: asked.append((submit, path)) or scheduler
+    )
+    assert status.cancel([str(run.path), *words]) == 0
+    named = "own" if has_recipe else "kept"
+    assert asked == [(named, run.path), (named, run.path), *groups]
+    assert capsys.readouterr().out == told.replace("RUN", str(run.path))
+
+
 def test_nodes_are_asked_of_the_scheduler_of_the_first_run_that_was_submitted(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
