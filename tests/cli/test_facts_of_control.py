@@ -132,6 +132,8 @@ def test_a_switch_is_armed_in_the_first_directory_that_takes_it(tmp_path: Path) 
     assert _armed("stop", [closed, other]) == other / "stop" and (other / "stop").is_file()
     with pytest.raises(StorageError, match=str(closed / "save")):
         _armed("save", [closed, tmp_path / "file"])
+    with pytest.raises(StorageError, match="Not a directory"):
+        _armed("save", [closed, tmp_path / ("long" * 100)])
 
 
 def test_switches_are_disarmed_wherever_they_are(

@@ -52,7 +52,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """A clock that only sleeping moves; no launcher has a thread of its own."""
     now = [1_000.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    monkeypatch.setattr("time.sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+        assert now[0] < 10_000.0, "it waits without end"
+
+    monkeypatch.setattr("time.sleep", sleep)
     monkeypatch.setattr(nodes, "ask_store", lambda call, *, by, within_s: call())
     monkeypatch.setattr(LauncherGroup, "_watch", lambda group: None)
     return now
@@ -146,6 +151,33 @@ def test_a_store_that_has_not_answered_is_told_after_the_silence(store: Store, c
     clock[0] += 0.5
     told = "the launcher that serves n1:29400 has not answered for 30 s; ending the ranks here"
     assert group.failure() == told and group.failure() == told
+
+
+def test_what_was_heard_of_a_failure_is_not_replaced_by_the_silence_after_it(
+    store: Store, clock: list[float]
+) -> None:
+    group = group_of(store)
+    group._lost = "rank 3 failed"
+    clock[0] += 100.0
+    assert group.failure() == "rank 3 failed"
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_a_launcher_that_left_watches_no_more_and_waits_for_no_answer_longer_than_for_silence(
+    is_gone: bool, store: Store, clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, float]] = []
+
+    def ask(call: Callable[[], int], *, by: str, within_s: float) -> int:
+        asked.append((by, within_s))
+        if is_gone:
+            raise RankLost("gone", remedy="")
+        return call()
+
+    monkeypatch.setattr(nodes, "ask_store", ask)
+    group = group_of(store)
+    group.leave()
+    assert group._left.is_set() and set(asked) == {("the launcher that serves n1:29400", 30.0)}
 
 
 def test_a_watch_ends_with_the_first_failure_and_tells_a_server_that_is_gone(

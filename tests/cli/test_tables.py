@@ -19,6 +19,12 @@ def test_only_the_last_column_gives_way_to_the_width(wrap: bool) -> None:
     assert (len(lines) > 4) == wrap and lines[3].endswith("…") != wrap
 
 
+@pytest.mark.parametrize("left", [(), (0,)])
+def test_the_last_column_gives_way_however_it_is_aligned(left: tuple[int, ...]) -> None:
+    lines = table_text(ROWS, left=left, width=60).splitlines()
+    assert max(map(len, lines)) <= 60 and len(lines) > 4
+
+
 def test_a_table_is_plain_text_whatever_the_cells_and_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "20")

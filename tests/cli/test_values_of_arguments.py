@@ -65,6 +65,8 @@ def test_files_to_write_have_their_ending_and_a_directory(tmp_path: Path) -> Non
     assert "ends in none of .html, .htm" in refused(page_file, f"{tmp_path}/x.png")
     assert "no directory" in refused(picture_file, f"{tmp_path}/none/x.png")
     assert pair_prefix("data/train") == Path("data/train")
+    for nameless in ("..", "data/..", "/", "."):
+        assert "names no file" in refused(pair_prefix, nameless)
     kept, other = tmp_path / "kept.json", tmp_path / "other.txt"
     kept.touch()
     other.touch()

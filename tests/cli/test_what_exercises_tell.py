@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -314,6 +316,44 @@ def test_the_plan_of_a_drill_has_what_its_options_say(
         21.04,
     )
     assert fault["phases"]["noticed"] == 1.04
+
+
+@pytest.mark.parametrize(
+    ("faults", "disks", "private_shm_mib"), [("kill", [], 0), ("shm", [], 1024), ("disk,kill", [2048], 0)]
+)
+def test_what_a_drill_fills_is_made_for_it_and_signals_are_as_before_it(
+    faults: str, disks: list[int], private_shm_mib: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans, made, handlers = list[Any](), list[int](), list[Any]()
+
+    def exercise(plan: Any, *, say: Any) -> Any:
+        plans.append(plan)
+        handlers.append(signal.getsignal(signal.SIGTERM))
+        return iter([DrillResult(fault=DrillFault.KILL, survived=True, phases=PHASES)])
+
+    monkeypatch.setattr("bloomery.operate.drill.exercise.exercise", exercise)
+    monkeypatch.setattr(
+        "bloomery.operate.drill.exercise.small_disk", lambda mib: made.append(mib) or nullcontext(tmp_path)
+    )
+    monkeypatch.setattr("bloomery.operate.drill.allocation.drill_nodes", DrillNodes)
+    monkeypatch.setattr(drill.os, "geteuid", lambda: 0)
+    before = signal.getsignal(signal.SIGTERM)
+    assert drill.run(["demo", "--faults", faults, "--json"]) == 0
+    assert (made, plans[0].private_shm_mib) == (disks, private_shm_mib)
+    assert (plans[0].rundir.path == tmp_path / "run") == bool(disks)
+    assert signal.getsignal(signal.SIGTERM) == before != handlers[0]
+
+
+def test_a_drill_tells_the_time_outs_of_the_ranks_of_all_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = [DrillResult(fault=DrillFault.KILL, survived=False, phases=PHASES)]
+    monkeypatch.setattr("bloomery.operate.drill.exercise.exercise", lambda plan, *, say: iter(results))
+    nodes = DrillNodes(count=3, is_allocation=True)
+    monkeypatch.setattr("bloomery.operate.drill.allocation.drill_nodes", lambda: nodes)
+    monkeypatch.setattr(drill, "timeouts_text", lambda rundir, *, world: f"{rundir.path.name}, {world} ranks")
+    assert drill.run(["demo", "--run", str(tmp_path / "run"), "--nproc", "4"]) == 1
+    assert capsys.readouterr().out == f"{drill.drill_text(results, None)}\n\nrun, 12 ranks\n"
 
 
 def test_a_strike_hits_the_process_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,6 +84,23 @@ def test_a_run_of_which_little_is_known_shows_that_little() -> None:
     assert status._page(helpless)[1] == "  done       step 0"
 
 
+@pytest.mark.parametrize(
+    ("days", "shown"),
+    [(0, "12:00:00"), (1, "03-05 12:00"), (-1, "03-03 12:00"), (31, "04-04 12:00"), (365, "03-04 12:00")],
+)
+def test_a_moment_of_another_day_is_told_with_its_day(days: int, shown: str, noon: None) -> None:
+    moment = time.mktime((2026, 3, 4 + days, 12, 0, 0, 0, 0, -1))
+    assert status._moment(moment) == shown
+
+
+def test_what_a_clock_that_is_ahead_wrote_was_just_now(noon: None) -> None:
+    assert [status._ago(NOON - seconds) for seconds in (42.0, 0.0, -300.0)] == [
+        "42 s ago",
+        "0 s ago",
+        "0 s ago",
+    ]
+
+
 def test_runs_are_a_table_with_what_is_bad_among_the_warnings(noon: None) -> None:
     short = replace(VIEW, name="short", loss=None, warnings=("slow",))
     new = RunOverview(run="r", name="a-long-name-of-a-run-y", verdict=RunVerdict(state=GOOD, why="is so"))
@@ -124,6 +141,41 @@ def test_runs_are_those_given_or_those_under_a_directory_and_nodes_come_on_deman
     assert status.run([]) == 0 and capsys.readouterr().out == "no runs under runs\n"
     with pytest.raises(BloomeryError, match="There is no directory none"):
         status.run(["--under", "none"])
+
+
+@pytest.mark.parametrize(
+    ("words", "groups", "told"),
+    [
+        ([], [["2", "4"], ["1"]], "cancelled 2, 4, 1\n"),
+        (["--queued"], [["2", "4"], []], "cancelled 2, 4\n"),
+        (["--json"], [["2", "4"], ["1"]], '{"run": "RUN", "cancelled": ["2", "4", "1"]}\n'),
+    ],
+)
+@pytest.mark.parametrize("has_recipe", [True, False])
+def test_jobs_that_wait_are_cancelled_before_the_one_that_runs_and_none_that_ended(
+    words: list[str], groups: list[list[str]], told: str, has_recipe: bool,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    run, asked = RunDirectory(tmp_path / "run").create(), list[Any]()
+    if has_recipe:
+        run.recipe.write_text("")
+    states = (JobState.RUNNING, JobState.PENDING, JobState.ENDED, JobState.HELD)
+    jobs = [QueuedJob(job=str(job), state=state, state_text="") for job, state in enumerate(states, 1)]
+    loaded = {name: SimpleNamespace(recipe=SimpleNamespace(submit=name, run=SimpleNamespace(name=name)))
+              for name in ("kept", "own")}  # fmt: skip
+    scheduler = SimpleNamespace(
+        jobs=lambda *, name, run: asked.append((name, run)) or jobs, cancel=lambda group: asked.append(group)
+    )
+    place = "bloomery.operate.submission"
+    monkeypatch.setattr(f"{place}.kept_submission", lambda run: SimpleNamespace(load=lambda: loaded["kept"]))
+    monkeypatch.setattr("bloomery.config.load.load_recipe", lambda path: loaded["own"])
+    monkeypatch.setattr(
+        f"{place}.scheduler_of", lambda submit, path: asked.append((submit, path)) or scheduler
+    )
+    assert status.cancel([str(run.path), *words]) == 0
+    named = "own" if has_recipe else "kept"
+    assert asked == [(named, run.path), (named, run.path), *groups]
+    assert capsys.readouterr().out == told.replace("RUN", str(run.path))
 
 
 def test_nodes_are_asked_of_the_scheduler_of_the_first_run_that_was_submitted(

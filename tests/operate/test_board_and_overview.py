@@ -135,6 +135,31 @@ def test_a_record_that_was_written_in_the_moment_it_was_taken_away_is_put_back(
     assert board.get("decision-000001") == {"number": 1} and board.hosts() == ["n1"]
 
 
+def test_a_record_counts_as_left_empty_only_from_when_it_is_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (board,) = boards(tmp_path, "n1")
+    path, clock = tmp_path / "decision-000001.json", [100.0]
+    monkeypatch.setattr("bloomery.operate.progress_watch.time.monotonic", lambda: clock[0])
+    for text in ["", *8 * ['{"number": 1}'], ""]:
+        path.write_text(text)
+        assert not board.put("decision-000001", {"number": 2})
+        clock[0] += 1.0
+    assert path.exists()
+
+
+def test_a_record_that_another_launcher_took_away_meanwhile_is_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (board,) = boards(tmp_path, "n1")
+
+    def there_a_moment_ago(*words: Any) -> None:
+        raise FileExistsError
+
+    monkeypatch.setattr(board_module.durable, "create", there_a_moment_ago)
+    assert not board.put("decision-000001", {"number": 2}) and not board.has("decision-000001")
+
+
 def test_facts_are_of_the_nodes_that_have_written_them(tmp_path: Path) -> None:
     first, second = boards(tmp_path, "n1", "n2")
     gpu = GpuFacts(index="0", name="A", used_mib=1.0, total_mib=2.0)

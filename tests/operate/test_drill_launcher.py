@@ -58,15 +58,16 @@ def test_a_rank_on_another_node_lives_by_its_heartbeat(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize(
-    ("private_shm_mib", "before"),
+    ("fields", "before"),
     [
-        (0, []),
-        (64, ["unshare", "--mount", "sh", "-c",
-              'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"', "sh"]),
+        ({}, []),
+        ({"private_shm_mib": 0}, []),
+        ({"private_shm_mib": 64}, ["unshare", "--mount", "sh", "-c",
+                                   'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"', "sh"]),
     ],
 )  # fmt: skip
 def test_the_launcher_starts_on_all_nodes_and_is_listened_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, private_shm_mib: int, before: list[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, int], before: list[str]
 ) -> None:
     started: list[tuple[Any, ...]] = []
 
@@ -75,7 +76,7 @@ def test_the_launcher_starts_on_all_nodes_and_is_listened_to(
         return SimpleNamespace(stderr=["one \n", "two\n"], poll=lambda: None)
 
     monkeypatch.setattr(module.subprocess, "Popen", start)
-    plan = plan_of(tmp_path, command=("recipe", "--supervise"), nodes=ACROSS, private_shm_mib=private_shm_mib)
+    plan = plan_of(tmp_path, command=("recipe", "--supervise"), nodes=ACROSS, **fields)
     launcher = _Launcher(plan)
     assert not launcher.is_running and launcher.last_words() == ""
     launcher.start()
@@ -101,6 +102,17 @@ def test_the_launcher_speaks_of_a_failure_when_it_first_does_so_after_it(tmp_pat
 def test_the_last_words_are_the_last_five_lines(tmp_path: Path) -> None:
     launcher = _Launcher(plan_of(tmp_path), said=[(float(number), f"line {number}") for number in range(9)])
     assert launcher.last_words() == "line 4\nline 5\nline 6\nline 7\nline 8"
+
+
+def test_what_a_launcher_says_as_it_ends_is_waited_for(tmp_path: Path) -> None:
+    launcher = _Launcher(plan_of(tmp_path), said=[(1.0, "going on")])
+
+    def join(seconds: float) -> None:
+        assert seconds == 5.0
+        launcher.said.append((2.0, "no rank is left"))
+
+    launcher.listener = SimpleNamespace(join=join)  # type: ignore[assignment]
+    assert launcher.last_words() == "going on\nno rank is left"
 
 
 @pytest.mark.parametrize(

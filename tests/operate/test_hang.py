@@ -14,18 +14,22 @@ from pathlib import Path
 import pytest
 
 import bloomery
-from bloomery.events.heartbeat import RankActivity, RankBeat, read_beat
+from bloomery.events.heartbeat import ATTEMPT, Heartbeat, RankActivity, RankBeat, read_beat
 from bloomery.events.run_directory import RunDirectory
 from bloomery.operate.hang import find_hang, place_of
 from bloomery.operate.progress_watch import ProgressWatch, WatchClock, takes_heartbeats
 from bloomery.operate.stacks import Frame, RankStack, parse_pyspy, take_stacks
 from bloomery.operate.standstill import (
+    EVALUATION_STEPS,
+    TIMES_LONGEST,
     RankObservation,
     StandstillLimits,
     allowed_stillness_s,
+    evaluation_s,
     judge_progress,
     longest_turns,
     observe_ranks,
+    read_beats,
 )
 
 RANK = """
@@ -172,7 +176,7 @@ def test_without_any_stack_the_heartbeats_say_who_is_likely() -> None:
 
 def test_where_all_wait_alike_nobody_is_blamed() -> None:
     finding = find_hang({rank: beat(rank, RankActivity.REDUCING) for rank in range(4)}, {})
-    assert finding.culprits == () and "the network" in finding.summary
+    assert finding.culprits == () and not finding.sure and "the network" in finding.summary
 
 
 def test_a_stopped_process_is_named_alone_where_another_waits_for_its_part_of_a_save() -> None:
@@ -181,6 +185,15 @@ def test_a_stopped_process_is_named_alone_where_another_waits_for_its_part_of_a_
     stacks = {0: RankStack(rank=0, frames=(waits,), state="S"), 1: RankStack(rank=1, state="T")}
     finding = find_hang(beats, stacks)
     assert finding.culprits == (1,) and finding.sure
+
+
+@pytest.mark.parametrize(("state", "is_sure"), [("T", True), ("D", False)])
+def test_a_process_that_gave_no_stack_is_surely_to_blame_only_where_it_is_stopped(
+    state: str, is_sure: bool
+) -> None:
+    beats = {0: beat(0, RankActivity.REDUCING), 1: beat(1, RankActivity.COMPUTING)}
+    finding = find_hang(beats, {1: RankStack(rank=1, state=state)})
+    assert (finding.culprits, finding.sure) == ((1,), is_sure)
 
 
 def test_ranks_whose_heartbeats_another_start_has_replaced_are_not_said_to_wait() -> None:
@@ -431,6 +444,65 @@ def test_of_ranks_that_all_wait_the_few_at_another_step_are_named() -> None:
     finding = find_hang(beats, {})
     assert (finding.culprits, finding.hosts, finding.sure) == ((1, 4), ("node1", "node4"), False)
     assert find_hang(dict(list(beats.items())[:1]), {}).culprits == ()
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0)])
+def test_of_two_groups_alike_the_one_at_the_earlier_step_is_named_and_ranks_are_in_order(
+    order: tuple[int, ...],
+) -> None:
+    steps = {0: 8, 1: 7, 2: 8, 3: 7}
+    finding = find_hang({rank: beat(rank, RankActivity.REDUCING, step=steps[rank]) for rank in order}, {})
+    assert (finding.culprits, finding.hosts) == ((1, 3), ("node1", "node3"))
+    stand = {
+        rank: beat(rank, RankActivity.COMPUTING if rank % 2 else RankActivity.UPDATING) for rank in order
+    }
+    finding = find_hang(stand, {})
+    assert finding.culprits == (0, 1, 2, 3)
+    assert finding.evidence == ("ranks 0, 2 in updating the weights", "ranks 1, 3 in forward and backward")
+
+
+@pytest.mark.parametrize(
+    ("longest", "allowed_s"),
+    [
+        ({"evaluating": 20.0, "first evaluating": 50.0}, 50.0 * TIMES_LONGEST),
+        ({"evaluating": 50.0, "first evaluating": 20.0}, 50.0 * TIMES_LONGEST),
+        ({"first evaluating": 50.0, "forward and backward": 99.0}, 50.0 * TIMES_LONGEST),
+        ({"forward and backward": 50.0, "first forward and backward": 90.0}, 50.0 * EVALUATION_STEPS),
+        ({"first forward and backward": 90.0}, 90.0 * EVALUATION_STEPS),
+        ({"forward and backward": 0.1}, 60.0),
+        ({"forward and backward": 9000.0}, 1800.0),
+        ({}, 1800.0),
+    ],
+)
+def test_an_evaluation_is_allowed_what_was_measured_of_it_or_else_of_steps(
+    longest: dict[str, float], allowed_s: float
+) -> None:
+    assert evaluation_s(longest, limits=StandstillLimits()) == allowed_s
+
+
+@pytest.mark.parametrize(("attempt", "ranks"), [("", [0, 1]), ("a", [0]), ("c", [])])
+def test_heartbeats_are_those_of_one_attempt_or_of_any(
+    attempt: str, ranks: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDirectory(tmp_path).create()
+    for rank, name in enumerate("ab"):
+        monkeypatch.setenv(ATTEMPT, name)
+        Heartbeat(run.heartbeat(rank=rank), rank=rank, world=3, host="n1").write()
+    assert sorted(read_beats(run, ranks=range(3), attempt=attempt)) == ranks
+
+
+@pytest.mark.parametrize(
+    ("file", "where"),
+    [("load/executor.py", "loading a checkpoint"), ("save/saver.py", "saving a checkpoint")],
+)
+def test_a_load_is_told_from_a_save(file: str, where: str) -> None:
+    frame = Frame(function="read", file=f"/x/bloomery/checkpoint/{file}", line=9)
+    place = place_of(beat(0, RankActivity.COMPUTING), RankStack(rank=0, frames=(frame,)), is_silent=False)
+    assert not place.waits and place.where == f"{where}: {frame}"
+
+
+def test_a_rank_that_has_begun_nothing_stands_in_its_start() -> None:
+    assert place_of(RankBeat(rank=0), None, is_silent=False).where == "its start"
 
 
 def test_a_watcher_counts_the_seconds_in_which_it_watched(monkeypatch: pytest.MonkeyPatch) -> None:

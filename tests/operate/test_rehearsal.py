@@ -79,6 +79,7 @@ def test_a_large_run_becomes_this_one_on_two_nodes() -> None:
         ("parallel", {"pipeline": 3}, {"parallel.pipeline": "2", "parallel.data": "2",
                                        "parallel.shard_degree": None}),
         ("parallel", {"pipeline": 1, "tensor": 1, "shard_degree": 11}, {"parallel.shard_degree": "8"}),
+        ("parallel", {"pipeline": 1, "tensor": 1, "shard_degree": 8}, {"parallel.shard_degree": "8"}),
         ("parallel", {"tensor": 3}, {"parallel.pipeline": "1", "parallel.data": "5"}),
         ("parallel", {"tensor": 32}, {"parallel.pipeline": "1", "parallel.data": "1"}),
         ("model", {"kv_heads": 8}, {"model.kv_heads": "4", "model.heads": "8", "model.hidden": "256"}),

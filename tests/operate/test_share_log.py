@@ -5,6 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
 
 from bloomery.events.run_directory import RunDirectory
 from bloomery.operate.process_tree import descendants, sees_kernel_pids
@@ -21,7 +24,7 @@ def start():
     over.wait()
 
 over = threading.Event()
-threading.Thread(target=start).start()
+threading.Thread(target=start, daemon=True).start()
 sys.stdin.readline()
 subprocess.run(["pkill", "-P", str(child.pid)], check=True)
 child.wait()
@@ -50,6 +53,41 @@ def test_children_of_threads_and_their_children_stay_known_after_their_end(tmp_p
     (end,) = share.ends(attempt="")
     assert end.children is None or set(end.children) == {shell, sleeper}
     assert (end.children is None) != sees_kernel_pids()
+
+
+def test_the_numbers_of_the_kernels_log_are_known_in_its_first_namespace_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    namespaces = {"/proc/self/ns/pid": 0xEFFFFFFC}
+    monkeypatch.setattr(Path, "stat", lambda path: SimpleNamespace(st_ino=namespaces[str(path)]))
+    assert sees_kernel_pids()
+    namespaces["/proc/self/ns/pid"] += 1
+    assert not sees_kernel_pids()
+
+    def hidden(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "stat", hidden)
+    assert not sees_kernel_pids()
+
+
+def test_a_thread_that_ends_while_its_children_are_listed_hides_those_of_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tasks = {"/proc/7/task/7": None, "/proc/7/task/8": "11 12 ", "/proc/11/task/11": "13 "}
+
+    def listed(path: Path, pattern: str) -> list[Path]:
+        return [Path(task) / "children" for task in tasks if task.startswith(f"{path}/")]
+
+    def read(path: Path) -> str:
+        text = tasks[str(path.parent)]
+        if text is None:
+            raise ProcessLookupError
+        return text
+
+    monkeypatch.setattr(Path, "glob", listed)
+    monkeypatch.setattr(Path, "read_text", read)
+    assert sorted(descendants(7)) == [11, 12, 13]
 
 
 def test_a_log_that_cannot_be_read_hides_no_exit_status(tmp_path: Path) -> None:

@@ -216,6 +216,7 @@ def test_who_did_not_come_is_named_by_the_surest_sign() -> None:
     assert timed_out(REPORTS, named, "nothing", REPORTS) == ("b", 3), "a barrier names it"
     stuck = "watchdog got stuck for 600 seconds"
     assert timed_out(REPORTS, stuck, REPORTS, REPORTS) == ("a", 1)
+    assert timed_out(stuck, named, REPORTS, REPORTS) == ("b", 3), "a barrier knows better than a watchdog"
     assert timed_out(REPORTS, REPORTS, "nothing", REPORTS) == ("b", 2)
     behind = [f"{REPORTS}, last enqueued NCCL work: {number}" for number in (9, 9, 9, 7)]
     assert timed_out(*behind) == ("b", 3), "it had enqueued less than all others"
@@ -227,6 +228,15 @@ def test_ranks_of_one_host_that_did_not_come_name_their_host() -> None:
     assert timed_out(*[REPORTS] * 4, flights={0: 7, 1: 7, 2: 5, 3: 5}) == ("b", None)
     assert timed_out(*[REPORTS] * 4, flights={0: 7, 1: 5, 2: 5, 3: 7}) == ("", None)
     assert timed_out(*[REPORTS] * 4, flights={0: 7, 1: 7, 2: 5, 3: 7}) == ("b", 2)
+
+
+def test_what_the_flight_recorder_and_the_log_say_of_a_time_out_are_both_shown() -> None:
+    ends = [
+        RankEnd(rank=rank, host="a", status=-6, flight={"0": (5 + rank, "all_reduce")}) for rank in (0, 1)
+    ]
+    found = diagnose_timeout(FailureEvidence(ranks=ends), ends[1], "a time-out")
+    assert found.evidence == (f"flight recorder: {found.summary}", "log of rank 1: a time-out")
+    assert found.culprit.rank == 0 and found.sure
 
 
 def test_a_kill_counts_where_it_is_not_known_whose_process_it_was() -> None:

@@ -100,6 +100,13 @@ def test_ranks_are_compared_with_the_faster_half_by_their_last_twenty_steps(tmp_
     assert [row.rank for row in panel.rows if row.is_slow] == [0, 3, 4, 5, 6]
 
 
+def test_the_memory_of_a_rank_that_has_told_of_none_is_not_known(tmp_path: Path) -> None:
+    run = WrittenRun(tmp_path / "run")
+    Heartbeat(run.rundir.heartbeat(), rank=0, world=1, host="node1", interval_s=NEVER_S).write()
+    panel = panel_of(run)
+    assert [row.memory_bytes for row in panel.rows] == [None] and panel.stages == []
+
+
 def test_ranks_that_have_told_of_no_step_do_not_make_the_others_slow(tmp_path: Path) -> None:
     run = WrittenRun(tmp_path / "run")
     ranks_of(run, [0.0, 0.1, 0.0, 0.1, 0.0, 0.0, 0.0, 0.1], world=8)
@@ -149,6 +156,35 @@ def test_a_strange_ring_is_no_error(ring: object, tmp_path: Path) -> None:
     run.event("round", round=1, members=["a"], included=True, ring=ring, ring_mbit_s=["x", {}])
     told = rounds(RunReader(run.rundir.path).read_all())
     assert told["ring"] == ([["1", None], ["<b>", None]] if ring == [1, "<b>"] else [])
+
+
+@pytest.mark.parametrize("facts", [{"round": "one"}, {"round": 1, "time": -5.0}, {"round": None}])
+def test_without_a_round_that_can_be_shown_there_is_no_panel(
+    facts: dict[str, object], tmp_path: Path
+) -> None:
+    run = WrittenRun(tmp_path / "run")
+    run.event("round", members=["a"], included=True, **facts)
+    assert rounds(RunReader(run.rundir.path).read_all()) == {}
+
+
+@pytest.mark.parametrize(
+    ("told", "shown"), [(0, 0.0), (0.5, 0.5), (9e10, 9e10), (1e11, None), (-0.5, None), ("1", None)]
+)
+def test_seconds_and_rates_that_can_be_none_are_not_shown(
+    told: object, shown: object, tmp_path: Path
+) -> None:
+    run = WrittenRun(tmp_path / "run")
+    run.event("round", round=1, members=["a"], included=True, ring_s=told, ring=["a"], ring_mbit_s=[told])
+    panel = rounds(RunReader(run.rundir.path).read_all())
+    assert panel["rounds"][0]["ring_s"] == shown and panel["ring"] == [["a", shown]]
+
+
+def test_the_newest_ring_is_shown_though_a_later_round_had_none(tmp_path: Path) -> None:
+    run = WrittenRun(tmp_path / "run")
+    for number, ring in enumerate((["a", "b"], ["b", "c"], [])):
+        run.event("round", round=number, members=["a"], included=True, ring=ring)
+    told = rounds(RunReader(run.rundir.path).read_all())
+    assert told["ring"] == [["b", None], ["c", None]]
 
 
 def test_a_fork_names_the_run_that_it_comes_from(tmp_path: Path) -> None:

@@ -84,6 +84,12 @@ def test_a_file_that_became_shorter_is_sent_anew(tmp_path: Path) -> None:
     ]
 
 
+def test_nothing_is_sent_of_a_file_whose_newest_piece_lost_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(b"1234567\n" * 9)  # as long as the line of one piece that it replaces
+    assert list(new_pieces(path, [72])) == []
+
+
 def test_pieces_are_told_from_files_by_the_file_that_is_there() -> None:
     sizes = {"logs/a": 5, "logs/a.000001": 6, "logs/a.000003": 1, "logs/vm.000001": 3}
     assert pieces_by_file(sizes) == {"logs/a": [5, 6], "logs/vm.000001": [3]}

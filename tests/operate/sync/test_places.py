@@ -98,6 +98,26 @@ def test_no_more_is_sent_at_once_than_a_place_takes(bare: RunDirectory) -> None:
     assert max(sizes) == 2 and sum(sizes) == 6 and len(place.held) == 6
 
 
+def test_a_piece_that_is_longer_than_a_place_takes_at_once_is_sent_by_itself(bare: RunDirectory) -> None:
+    place = Place(most_bytes=1)
+    RunSync(bare, place).send_new()
+    assert place.asked == [("publish", "recipe.toml"), ("publish", log_of(place))]
+
+
+def test_a_log_without_a_whole_line_keeps_the_place_of_its_first_piece(
+    bare: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 4)
+    place = Place()
+    sync = RunSync(bare, place)
+    sync.send_new()
+    first = min(key for key in place.held if key.startswith("logs/"))
+    assert f"{first}.000001" in place.held
+    bare.log(host="vm", rank=0).write_text("ne")
+    sync.send_new()
+    assert [key for key in place.held if key.startswith("logs/")] == [first]
+
+
 def test_a_log_that_was_written_anew_loses_its_old_pieces_and_no_others(
     bare: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,6 +137,32 @@ def test_a_log_that_was_written_anew_loses_its_old_pieces_and_no_others(
         first: b"xyz\nxyz\n", f"{first}.000001": b"xyz\n"
     }  # fmt: skip
     assert place.asked[-1] == ("remove", f"{first}.000002", f"{first}.000003")
+
+
+@pytest.mark.parametrize("more", [{"incarnations/000002.json": b'{"base": [5, 1]}'}, {}])
+def test_a_place_is_the_runs_own_by_their_first_incarnation(
+    run: RunDirectory, more: dict[str, bytes]
+) -> None:
+    place = Place()
+    place.held = {"incarnations/000001.json": run.incarnation(1).read_bytes(), **more}
+    assert RunSync(run, place).send_new().count > 0
+
+
+def test_a_record_that_was_left_empty_at_a_place_is_none_of_another_run(run: RunDirectory) -> None:
+    place = Place()
+    place.held = {"incarnations/000001.json": b""}
+    RunSync(run, place).send_new()
+    assert place.held["incarnations/000001.json"] == run.incarnation(1).read_bytes()
+
+
+def test_a_place_that_another_run_took_before_this_one_began_is_refused(bare: RunDirectory) -> None:
+    place = Place()
+    sync = RunSync(bare, place)
+    assert sync.send_new().count == 2, "what is there before it begins"
+    place.held["incarnations/000001.json"] = b'{"base": null, "began": "by another"}'
+    bare.incarnation(1).write_text('{"base": null}')
+    with pytest.raises(StorageError, match="another run"):
+        sync.send_new()
 
 
 def test_links_and_what_is_being_written_are_not_sent(bare: RunDirectory, tmp_path: Path) -> None:
@@ -164,6 +210,33 @@ def test_a_mirror_fetches_what_is_missing_and_anew_what_changed(tmp_path: Path) 
     place.held = {"logs/a": b"78\n"}
     shorter = RunMirror(place, tmp_path / "m")
     assert (shorter.fetch(), target.read_bytes()) == (3, b"78\n"), "a piece is gone there"
+
+
+def test_the_only_piece_is_fetched_anew_where_another_of_its_length_replaced_it(tmp_path: Path) -> None:
+    place, target = Place(), tmp_path / "m" / "logs" / "a"
+    place.held = {"logs/a": b"12\n"}
+    fetched = RunMirror(place, tmp_path / "m")
+    assert fetched.fetch() == 3
+    place.held = {"logs/a": b"34\n"}
+    assert (fetched.fetch(), target.read_bytes()) == (3, b"34\n")
+
+
+@pytest.mark.parametrize("record", ["", "[]", '{"logs/a": 5}'])
+def test_what_was_fetched_is_kept_where_no_record_of_it_can_be_read(record: str, tmp_path: Path) -> None:
+    place = Place()
+    place.held = {"logs/a": b"12\n"}
+    assert RunMirror(place, tmp_path / "m").fetch() == 3
+    (tmp_path / "m" / ".followed.json").write_text(record)
+    assert RunMirror(place, tmp_path / "m").fetch() == 0
+
+
+def test_a_whole_file_that_was_removed_here_is_fetched_again(tmp_path: Path) -> None:
+    place = Place()
+    place.held = {"recipe.toml": b"[run]\n"}
+    fetched = RunMirror(place, tmp_path / "m")
+    assert (fetched.fetch(), fetched.fetch()) == (6, 0)
+    (tmp_path / "m" / "recipe.toml").unlink()
+    assert fetched.fetch() == 6 and (tmp_path / "m" / "recipe.toml").read_bytes() == b"[run]\n"
 
 
 def test_a_piece_that_changes_while_it_is_fetched_is_finished_by_the_next_fetch(tmp_path: Path) -> None:
@@ -227,6 +300,31 @@ def test_a_keeper_runs_the_command_of_its_section_and_ends_it(
     with full:
         pass
     assert full._process.poll() == -9, "what ignores the signal does not outlive the launcher"
+
+
+def test_what_a_publisher_that_was_killed_left_half_done_is_made_anew(
+    bare: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, held, sent = "step-000005.i001", bare.path / "publishing", list[list[str]]()
+    checkpoint = CommittedCheckpoint(directory=bare.checkpoints / name, step=5, incarnation=1)
+    for place in (checkpoint.directory, held / f".{name}.draft", held / f".{name}.export"):
+        place.mkdir(parents=True)
+        (place / "part").write_text("old")
+    monkeypatch.setattr(published, "checkpoints", lambda rundir: [checkpoint])
+
+    class Repository:
+        def make(self) -> None: ...
+
+        def branches(self) -> set[str]:
+            return set()
+
+        def publish_branch(self, branch: str, directory: Path, *, message: str) -> None:
+            sent.append(sorted(path.name for path in directory.iterdir()))
+
+    ours = CheckpointPublisher(bare, Repository(), export=lambda source, target: target.mkdir())  # type: ignore[arg-type]
+    ours.hold()
+    assert ours.publish_held() == [name] and sent == [[published.MARK]]
+    assert not list(held.iterdir())
 
 
 def test_the_newest_four_are_held_beside_the_one_that_is_published(

@@ -136,6 +136,20 @@ def test_a_checkpoint_is_published_long_before_the_logs_are_due(
     assert looks[:2] == [[], ["step-000005.i001"]] and branches(hub) == looks[1]
 
 
+def test_a_file_of_a_repository_is_read_from_where_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "log").write_bytes(b"0123456789")
+
+    class Api:
+        def hf_hub_download(self, *words: str, **options: str) -> str:
+            return str(tmp_path / "log")
+
+    monkeypatch.setattr(HubRepository, "_api", lambda repository: Api())
+    repository = HubRepository("people/tiny")
+    assert repository.content("log") == b"0123456789" and repository.content("log", begin=7) == b"789"
+
+
 def test_a_branch_whose_upload_broke_off_is_published_again(run: RunDirectory, hub: Hub) -> None:
     save(run, 5)
     hub.refusals, ours = 1, publisher(run)
