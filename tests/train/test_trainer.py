@@ -79,9 +79,12 @@ def report(**fields: Any) -> Any:
     return SimpleNamespace(**usual | fields)
 
 
-def test_a_step_is_journalled_with_what_its_seconds_went_to_before_anything_else_is_told_of_it() -> None:
+def test_a_step_is_journalled_with_what_its_seconds_went_to_before_anything_else_is_told_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     calls: list[tuple[Any, ...]] = []
     trainer = trainer_of(calls)
+    monkeypatch.setattr(trainer_module, "memory_in_use", lambda device: (5, device.type))
     trainer.record(report(), CarryOn(judged_step=7))
     assert named(calls, "journal.write") == [
         ("journal.write", "step", 5, 7, 2.0, {"computing": 1.5}),
@@ -95,7 +98,7 @@ def test_a_step_is_journalled_with_what_its_seconds_went_to_before_anything_else
     assert named(calls, "slow.count") == [("slow.count", {"computing": 1.5})]
     assert named(calls, "data.epochs_ended") == [("data.epochs_ended", 30, 1002)]
     assert named(calls, "control.settle") == [("control.settle", "facts", False)]
-    assert named(calls, "heartbeat.at")[0][1] == 7
+    assert named(calls, "heartbeat.at") == [("heartbeat.at", 7, (5, "cpu"))]
     assert named(calls, "saver.journal_ended_saves")
 
 
@@ -146,6 +149,8 @@ def test_the_last_checkpoint_is_of_a_run_that_did_not_fail(stopped, at_end, is_s
     assert named(calls, "saver.finish") == [("saver.finish", state, is_saved)]
     expected = stopped or TrainingOutcome(reason="the samples are done", step=7, finished=True)
     assert outcome == expected
+    entered = ("heartbeat.enter", RankActivity.ENDING)
+    assert calls.index(entered) < calls.index(("saver.finish", state, is_saved))
     (end,) = named(calls, "journal.write")
     assert end[1:] == ("end", 5, 7, expected.reason, expected.finished, expected.failed, {"computing": 1.5})
 
