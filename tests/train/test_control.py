@@ -17,6 +17,7 @@ import torch
 
 from bloomery.config.checkpoint import ControlSection
 from bloomery.config.load import load_recipe
+from bloomery.config.setting import LARGEST_COUNT
 from bloomery.errors import RunBusy, StoppedBySwitch
 from bloomery.events.records import Facts
 from bloomery.events.run_directory import RunDirectory
@@ -217,6 +218,12 @@ def test_requests_in_files_are_carried_out_once(control: Control, rundir: RunDir
     assert (facts.settings_requested, facts.skip_requested, facts.rewind_requested) == ((), (), ())
 
 
+def test_a_request_in_another_encoding_stops_no_training(control: Control, rundir: RunDirectory) -> None:
+    rundir.control("set").write_bytes("run.name = größe\noptim.clip = 2\n".encode("latin-1"))
+    (name, clip) = agreed(control).settings_requested
+    assert clip == ("optim.clip", "2") and name[0] == "run.name"
+
+
 def test_a_request_of_one_kind_is_carried_out_without_a_word_of_the_others(
     control: Control, rundir: RunDirectory, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -349,9 +356,11 @@ def test_lines_that_cannot_be_read_are_told_and_left_out(caplog: pytest.LogCaptu
     assert read_rewind("") == () and read_rewind("7\n") == (7, 0, 0)
     assert read_rewind("7 1:2\n8 3:3\n") == (8, 3, 3), "the last counts"
     assert read_rewind("x\n7 3:2\n-1 2:3\n7 a:b\n") == ()
+    assert read_skips("²:3\n1:٣\n") == ((1, 3),), "digits of any script, and no powers"
+    assert read_skips(f"0:{LARGEST_COUNT}\n") == ((0, LARGEST_COUNT),)
     assert read_skips(f"0:{10**19}\n0:{'9' * 5000}\n") == read_rewind(f"7 0:{10**19}\n{10**19}\n") == ()
     levels = [record.levelno for record in caplog.records]
-    assert levels == [logging.WARNING] * (1 + 5 + 4 + 4)
+    assert levels == [logging.WARNING] * (1 + 5 + 4 + 1 + 4)
 
 
 def test_a_training_in_another_thread_leaves_the_signals_alone(rundir: RunDirectory) -> None:
