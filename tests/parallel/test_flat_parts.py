@@ -116,6 +116,7 @@ def group_of(
     [
         ("whole", 1, 1, 0, []),
         ("whole", 1, 2, 0, []),  # whose ranges were summed before
+        ("whole", 1, 2, 2, []),  # shards of one rank are no shards
         ("whole", 2, 1, 1, []),
         ("whole", 2, 2, 1, ["replica.all_reduce"]),
         ("whole", 2, 2, 2, ["replica.all_reduce"]),
@@ -132,13 +133,34 @@ def test_gradients_are_summed_over_each_axis_that_holds_parts_of_them_and_in_tha
 ) -> None:
     calls: list[Any] = []
     group = group_of(calls, share=share, shards=shards, replicas=replicas, storage=WeightStorage(zero=zero))
-    assert group.reduces_ranges is (shards * replicas > 1 and zero < 2 and share != "partial")
+    shards_gradients = zero >= 2 and shards > 1
+    assert group.reduces_ranges is (shards * replicas > 1 and not shards_gradients and share != "partial")
     group.reduce()
     assert [name for name, *_ in calls] == called
     whole, own = group.layout.numel, len(group.layout.held)
     for name, count in calls:
         is_whole = name.endswith("scatter") or (name.startswith("tensor") and zero < 2)
         assert count == (whole if is_whole else own), name
+
+
+@pytest.mark.parametrize(
+    ("shards", "bucket", "zero", "shares"),
+    [(2, "block", 3, True), (1, "block", 3, False), (2, None, 3, False), (2, "block", 2, False)],
+)
+def test_weights_of_blocks_are_gathered_where_several_ranks_hold_them(
+    shards: int, bucket: str | None, zero: int, shares: bool
+) -> None:
+    group = group_of([], shards=shards, bucket=bucket, storage=WeightStorage(zero=zero))
+    assert group.shards_weights is group.frees_weights is shares
+
+
+@pytest.mark.parametrize(("bucket", "frees"), [("block", True), (None, False)])
+def test_weights_are_rounded_by_block_where_they_are_no_masters(bucket: str | None, frees: bool) -> None:
+    group = group_of([], bucket=bucket, storage=WeightStorage(rounds_by_block=True))
+    group.set_working_dtype(torch.float32)
+    assert not group.frees_weights and group.working is group.master
+    group.set_working_dtype(torch.bfloat16)
+    assert group.frees_weights is frees
 
 
 def test_a_range_is_summed_over_shards_or_else_over_replicas() -> None:
