@@ -174,8 +174,15 @@ def test_texts_of_lm_evals_tasks_come_by_task_also_of_a_group(monkeypatch: pytes
         raise OSError("no network")
 
     manager.load = refuse
-    with pytest.raises(BloomeryError, match="documents of the task one could not be had: no network"):
+    with pytest.raises(
+        BloomeryError, match="documents of the task one could not be had: no network"
+    ) as refused:
         task_texts.task_texts(["one"])
+    for advice in (
+        "where the Hub can be reached (HF_HOME keeps",
+        "JSON lines and name the file in --against",
+    ):
+        assert advice in refused.value.remedy
 
 
 def test_as_many_tokens_as_a_model_has_positions_are_drawn() -> None:

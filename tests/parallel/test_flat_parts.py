@@ -389,3 +389,11 @@ def test_buckets_are_begun_in_the_order_of_a_backward_as_soon_as_each_is_complet
     calls.clear()
     buckets.begin_step(backwards=1)
     assert calls == [] and buckets.begun == 0
+    buckets.add(third)
+    buckets.begin_step(backwards=1)
+    left = range(20, 32)
+    assert calls == ([left, ("waited", left)] if overlaps else []), "a step that was given up is waited for"
+    buckets.add(third)
+    if overlaps:
+        with pytest.raises(AssertionError, match="after the sum of its bucket had been begun"):
+            buckets.add(third)
