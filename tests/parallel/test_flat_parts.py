@@ -270,6 +270,37 @@ def test_weights_are_freed_by_the_last_gradient_of_a_backward_also_where_it_is_d
     assert group.working.untyped_storage().size() > 0, "the first's gradient was one of the backward before"
 
 
+def test_a_backward_that_stopped_half_way_lets_the_next_one_keep_its_weights_to_the_end() -> None:
+    group = group_of([], shards=2, storage=WeightStorage(zero=3), bucket="block")
+    group.set_working_dtype(torch.float32)
+    first, second = group.parameters
+    group.all_gather_weights()
+    group.discard(first)
+    group.free_weights()
+    group.all_gather_weights()
+    group.discard(second)
+    assert group.working.untyped_storage().size() > 0
+    group.discard(first)
+    assert group.working.untyped_storage().size() == 0
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+def test_gradients_of_a_step_are_its_own_and_none_where_no_backward_came(zero: int) -> None:
+    group = group_of([], shards=2 if zero else 1, storage=WeightStorage(zero=zero), limit=1)
+    group.set_working_dtype(torch.float32)
+    for value, reached in ((1.0, 2), (5.0, 2), (7.0, 1), (9.0, 0)):
+        group.begin_accumulation()
+        for parameter in group.parameters[:reached]:
+            parameter.grad = torch.full_like(parameter, value)
+            group.accumulate(parameter)
+        group.end_accumulation()
+        found = []
+        for place in group.layout.held_logical():
+            found += group.reduced_gradient[place.start : place.start + place.numel].tolist()
+        assert set(found) <= {value, 0.0} and (value in found) is (reached > 0)
+        assert (0.0 in found) is (reached < 2 and (zero == 0 or reached == 0))
+
+
 def test_a_blocks_weights_are_there_for_its_forward_and_its_backward_and_its_neighbours_are_begun() -> None:
     calls: list[str] = []
 
