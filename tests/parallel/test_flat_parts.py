@@ -256,7 +256,8 @@ def test_weights_are_freed_by_the_last_gradient_of_a_backward_also_where_it_is_d
         for number, parameter in enumerate(group.parameters):
             parameter.grad = torch.ones_like(parameter)
             group.discard(parameter) if drop else group.accumulate(parameter)
-            assert (group.working.untyped_storage().size() == 0) is (number == 1)
+            is_freed = group.working.untyped_storage().size() == 0
+            assert is_freed is (number == 1)
             assert parameter.grad is None
     group.all_gather_weights()
     first, second = group.parameters

@@ -292,7 +292,9 @@ def test_a_directory_in_place_of_a_request_is_named_once_and_left_alone(
     rundir.control("set").mkdir()
     for _ in range(2):
         assert agreed(control).settings_requested == ()
-    assert caplog.text.count("control/set is not carried out") == 1 and "(Is a directory)" in caplog.text
+    assert caplog.text.count("control/set is not carried out") == 1
+    advice = f"let the user that trains read it and write in {rundir.control_dir}."
+    assert f"Remove it, or {advice}" in caplog.text and "(Is a directory)" in caplog.text
 
 
 def test_other_ranks_read_no_files_and_tell_of_their_signals_alone(rundir: RunDirectory) -> None:
@@ -348,6 +350,20 @@ def test_no_rank_starts_where_the_stop_switch_is_armed_and_the_first_says_why(ru
     with pytest.raises(StoppedBySwitch, match="control/stop is armed"):
         refuse_when_stopped(rundir, ControlSection(), ALONE)
     refuse_when_stopped(rundir, ControlSection(), LATER_RANK)  # rank 0 saw none when it looked
+
+
+def test_a_later_rank_ends_too_where_the_first_saw_a_switch_and_leaves_the_word_to_it(
+    rundir: RunDirectory,
+) -> None:
+    mesh = Mesh(device=CPU, rank=1, world=2)
+    object.__setattr__(mesh, "all_gather_object", lambda value: ["/elsewhere/stop (for the night)", value])
+    with pytest.raises(StoppedBySwitch) as stopped:
+        refuse_when_stopped(rundir, ControlSection(), mesh)
+    assert stopped.value.message == ""
+    arm(rundir.control("stop"))
+    with pytest.raises(StoppedBySwitch) as stopped:
+        refuse_when_stopped(rundir, ControlSection(), ALONE)
+    assert stopped.value.remedy == f"`bloomery stop {rundir.path} --disarm` lets the run go on."
 
 
 def test_lines_that_cannot_be_read_are_told_and_left_out(caplog: pytest.LogCaptureFixture) -> None:
