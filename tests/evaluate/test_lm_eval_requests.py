@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -196,14 +197,29 @@ def test_scores_have_the_names_of_their_metrics_and_the_samples_that_counted(pac
     asked = package.asked
     assert asked["model"] is model and asked["model_args"] == {"a": 1}
     assert (asked["num_fewshot"], asked["limit"], asked["bootstrap_iters"]) == (3, 5, 0)
+    assert asked["log_samples"] is False, "which would keep each request in memory"
     assert asked["tasks"][0] == "arc" and asked["tasks"][1]["task"] == "local_pairs"
     assert TaskManager.asked == {"include_path": "/more", "include_defaults": True}
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, "false"), ("true", "true")])
+def test_tokenizers_have_one_thread_unless_somebody_chose_otherwise(
+    before: str | None, after: str, package: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", before or "")
+    if before is None:
+        monkeypatch.delenv("TOKENIZERS_PARALLELISM")
+    package.outcome = {"results": {}}
+    assert harness.score_with("hf", ["local_pairs"]) == [] and package.asked["model_args"] is None
+    assert os.environ["TOKENIZERS_PARALLELISM"] == after
 
 
 def test_tasks_that_nobody_knows_are_named_and_ours_alone_need_no_list_of_theirs(package: StandIn) -> None:
     with pytest.raises(BloomeryError, match="There is no task arq, bulk") as refused:
         harness.known_tasks(["arc", "arq", "bulk"], None)
-    assert "local_pairs" in str(refused.value.remedy)
+    assert refused.value.remedy == (
+        "Ours are local_pairs, local_last_word, local_texts; `lm-eval ls tasks` lists theirs."
+    )
     harness.known_tasks([], None)
     assert TaskManager.asked == {"include_path": None, "include_defaults": False}
 

@@ -16,14 +16,22 @@ from tests.evaluate.lm_eval_stand_in import OURS, StandIn, put_in_place
 from tests.evaluate.test_generate import GREEDY, small
 from tests.evaluate.test_lm_eval_requests import PREFIX, model_of
 
+from bloomery.config.model import ModelSection
 from bloomery.errors import BloomeryError, CheckpointError
 from bloomery.evaluate import generate as generate_module
 from bloomery.evaluate import harness, open_checkpoint, saved_files, task_texts
 from bloomery.evaluate.generate import Sampling, generate, generate_together
 from bloomery.evaluate.local_tasks import LOCAL_TASKS, local_task
-from bloomery.evaluate.open_checkpoint import OpenedModel, must_load_by_block, open_model, open_saved
+from bloomery.evaluate.open_checkpoint import (
+    OpenedModel,
+    blocks_from_file,
+    must_load_by_block,
+    open_model,
+    open_saved,
+)
 from bloomery.evaluate.saved_files import SavedFiles, find_saved
 from bloomery.events.run_directory import RunDirectory
+from bloomery.model.shape import logical_shapes, resolve
 
 CPU = torch.device("cpu")
 
@@ -166,8 +174,15 @@ def test_texts_of_lm_evals_tasks_come_by_task_also_of_a_group(monkeypatch: pytes
         raise OSError("no network")
 
     manager.load = refuse
-    with pytest.raises(BloomeryError, match="documents of the task one could not be had: no network"):
+    with pytest.raises(
+        BloomeryError, match="documents of the task one could not be had: no network"
+    ) as refused:
         task_texts.task_texts(["one"])
+    for advice in (
+        "where the Hub can be reached (HF_HOME keeps",
+        "JSON lines and name the file in --against",
+    ):
+        assert advice in refused.value.remedy
 
 
 def test_as_many_tokens_as_a_model_has_positions_are_drawn() -> None:
@@ -248,6 +263,29 @@ def test_weights_are_loaded_at_once_or_by_block(by_layer: bool, monkeypatch: pyt
             ("read_model", ("c",), {}),
             ("fill", ("Decoder", "read_model"), {}),
         ]
+
+
+def test_a_block_reads_its_own_weights_alone_when_it_computes_and_keeps_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    section = ModelSection(layers=11, hidden=8, heads=2)
+    model = resolve(section, vocabulary=32, sequence_length=16)
+    shapes, reads = logical_shapes(model), list[list[str]]()
+
+    def read(checkpoint: Path, *, names: list[str]) -> Any:
+        reads.append(names)
+        return ((name, torch.full(shapes[name], 0.01)) for name in names)
+
+    monkeypatch.setattr(open_checkpoint, "read_model", read)
+    decoder = blocks_from_file(model, Path("c"), device=CPU, dtype=torch.bfloat16)
+    outside = reads.pop()
+    assert not reads and outside and not any(name.startswith("blocks.") for name in outside)
+    with torch.inference_mode():
+        assert decoder(torch.arange(6)[None]).dtype == torch.bfloat16
+    owners = [{name.split(".")[1] for name in names} for names in reads]
+    assert owners == [{str(index)} for index in range(11)], "the tenth block is not one of the first's"
+    assert sorted(sum(reads, outside)) == sorted(shapes)
+    assert all(part.is_meta for block in decoder.blocks for part in block.parameters())
 
 
 @pytest.fixture

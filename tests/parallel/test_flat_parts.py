@@ -116,6 +116,7 @@ def group_of(
     [
         ("whole", 1, 1, 0, []),
         ("whole", 1, 2, 0, []),  # whose ranges were summed before
+        ("whole", 1, 2, 2, []),  # shards of one rank are no shards
         ("whole", 2, 1, 1, []),
         ("whole", 2, 2, 1, ["replica.all_reduce"]),
         ("whole", 2, 2, 2, ["replica.all_reduce"]),
@@ -132,13 +133,34 @@ def test_gradients_are_summed_over_each_axis_that_holds_parts_of_them_and_in_tha
 ) -> None:
     calls: list[Any] = []
     group = group_of(calls, share=share, shards=shards, replicas=replicas, storage=WeightStorage(zero=zero))
-    assert group.reduces_ranges is (shards * replicas > 1 and zero < 2 and share != "partial")
+    shards_gradients = zero >= 2 and shards > 1
+    assert group.reduces_ranges is (shards * replicas > 1 and not shards_gradients and share != "partial")
     group.reduce()
     assert [name for name, *_ in calls] == called
     whole, own = group.layout.numel, len(group.layout.held)
     for name, count in calls:
         is_whole = name.endswith("scatter") or (name.startswith("tensor") and zero < 2)
         assert count == (whole if is_whole else own), name
+
+
+@pytest.mark.parametrize(
+    ("shards", "bucket", "zero", "shares"),
+    [(2, "block", 3, True), (1, "block", 3, False), (2, None, 3, False), (2, "block", 2, False)],
+)
+def test_weights_of_blocks_are_gathered_where_several_ranks_hold_them(
+    shards: int, bucket: str | None, zero: int, shares: bool
+) -> None:
+    group = group_of([], shards=shards, bucket=bucket, storage=WeightStorage(zero=zero))
+    assert group.shards_weights is group.frees_weights is shares
+
+
+@pytest.mark.parametrize(("bucket", "frees"), [("block", True), (None, False)])
+def test_weights_are_rounded_by_block_where_they_are_no_masters(bucket: str | None, frees: bool) -> None:
+    group = group_of([], bucket=bucket, storage=WeightStorage(rounds_by_block=True))
+    group.set_working_dtype(torch.float32)
+    assert not group.frees_weights and group.working is group.master
+    group.set_working_dtype(torch.bfloat16)
+    assert group.frees_weights is frees
 
 
 def test_a_range_is_summed_over_shards_or_else_over_replicas() -> None:
@@ -234,7 +256,8 @@ def test_weights_are_freed_by_the_last_gradient_of_a_backward_also_where_it_is_d
         for number, parameter in enumerate(group.parameters):
             parameter.grad = torch.ones_like(parameter)
             group.discard(parameter) if drop else group.accumulate(parameter)
-            assert (group.working.untyped_storage().size() == 0) is (number == 1)
+            is_freed = group.working.untyped_storage().size() == 0
+            assert is_freed is (number == 1)
             assert parameter.grad is None
     group.all_gather_weights()
     first, second = group.parameters
@@ -246,6 +269,38 @@ def test_weights_are_freed_by_the_last_gradient_of_a_backward_also_where_it_is_d
     second.grad = torch.ones_like(second)
     group.discard(second)
     assert group.working.untyped_storage().size() > 0, "the first's gradient was one of the backward before"
+
+
+def test_a_backward_that_stopped_half_way_lets_the_next_one_keep_its_weights_to_the_end() -> None:
+    group = group_of([], shards=2, storage=WeightStorage(zero=3), bucket="block")
+    group.set_working_dtype(torch.float32)
+    first, second = group.parameters
+    group.all_gather_weights()
+    group.discard(first)
+    group.free_weights()
+    group.all_gather_weights()
+    left = []  # sizes apart from the weights: a failing assertion would show weights that have no memory
+    for parameter in (second, first):
+        group.discard(parameter)
+        left.append(group.working.untyped_storage().size())
+    assert left == [4 * group.layout.numel, 0]
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+def test_gradients_of_a_step_are_its_own_and_none_where_no_backward_came(zero: int) -> None:
+    group = group_of([], shards=2 if zero else 1, storage=WeightStorage(zero=zero), limit=1)
+    group.set_working_dtype(torch.float32)
+    for value, reached in ((1.0, 2), (5.0, 2), (7.0, 1), (9.0, 0)):
+        group.begin_accumulation()
+        for parameter in group.parameters[:reached]:
+            parameter.grad = torch.full_like(parameter, value)
+            group.accumulate(parameter)
+        group.end_accumulation()
+        found = []
+        for place in group.layout.held_logical():
+            found += group.reduced_gradient[place.start : place.start + place.numel].tolist()
+        assert set(found) <= {value, 0.0} and (value in found) is (reached > 0)
+        assert (0.0 in found) is (reached < 2 and (zero == 0 or reached == 0))
 
 
 def test_a_blocks_weights_are_there_for_its_forward_and_its_backward_and_its_neighbours_are_begun() -> None:
@@ -367,3 +422,11 @@ def test_buckets_are_begun_in_the_order_of_a_backward_as_soon_as_each_is_complet
     calls.clear()
     buckets.begin_step(backwards=1)
     assert calls == [] and buckets.begun == 0
+    buckets.add(third)
+    buckets.begin_step(backwards=1)
+    left = range(20, 32)
+    assert calls == ([left, ("waited", left)] if overlaps else []), "a step that was given up is waited for"
+    buckets.add(third)
+    if overlaps:
+        with pytest.raises(AssertionError, match="after the sum of its bucket had been begun"):
+            buckets.add(third)

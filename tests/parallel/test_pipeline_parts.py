@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -304,18 +305,19 @@ def works(monkeypatch: pytest.MonkeyPatch) -> Works:
     return Works(monkeypatch)
 
 
-def messenger_of(count: int) -> StageMessenger:
+def messenger_of(count: int, messages: MessageOrder | None = None) -> StageMessenger:
     """That of the first of two stages, whose ranks are 4 and 6 of the run."""
     ahead = P2PChannel(activations=True, sender=0, receiver=1)
     back = P2PChannel(activations=False, sender=1, receiver=0)
     channels: Any = {
         ahead: Axis(index=0, ranks=(4, 6), group="ahead"),  # type: ignore[arg-type]
         back: Axis(index=1, ranks=(6, 4), group="back"),  # type: ignore[arg-type]
+        replace(back, activations=True): Axis(index=1, ranks=(6, 4), group="on"),  # type: ignore[arg-type]
     }
     mesh = Mesh(device=CPU, rank=4, world=8, pipeline=Axis(index=0, ranks=(4, 6)), channels=channels)
     order = pipeline_order("1f1b", pipeline=2, chunks=1, micro_batches=count)
     shapes = [torch.empty(2, device="meta")] * count
-    return StageMessenger(mesh, MessageOrder(order, [0, 1], own=0), shapes=shapes)
+    return StageMessenger(mesh, messages or MessageOrder(order, [0, 1], own=0), shapes=shapes)
 
 
 def test_messages_go_over_their_channels_group_and_what_was_consumed_is_let_go(works: Works) -> None:
@@ -335,6 +337,15 @@ def test_messages_go_over_their_channels_group_and_what_was_consumed_is_let_go(w
     messenger.receive(StageMessage(1, 0, 2))
     messenger.finish()
     assert not messenger._sent[1]
+
+
+def test_what_the_action_itself_consumed_that_made_a_message_is_let_go_with_it(works: Works) -> None:
+    ranks = [0, 1, 0]  # of which the second stage's forward consumes what the first sends, and answers it
+    messenger = messenger_of(1, MessageOrder(forwards_only(ranks, micro_batches=1), ranks, own=0))
+    messenger.send(StageMessage(0, 1, 0), torch.ones(2))
+    assert len(messenger._sent[1]) == 1
+    messenger.receive(StageMessage(1, 2, 0))
+    assert not messenger._sent[1] and works.calls[-1] == ("waited", 0)
 
 
 def test_what_is_sent_lies_in_one_piece(works: Works) -> None:

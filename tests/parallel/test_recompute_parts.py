@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from bloomery.errors import DataError, RankLost
 from bloomery.parallel import rank_zero_task, recompute
 from bloomery.parallel.rank_zero_task import run_as_rank_zero
-from bloomery.parallel.recompute import _checkpointed_once, set_recompute
+from bloomery.parallel.recompute import _checkpointed_once, _SavedTensors, compiled_function, set_recompute
 
 KEY = "rank_zero_task/3"
 
@@ -109,6 +110,20 @@ def test_what_needs_no_gradient_gets_none_when_it_is_computed_again_and_nothing_
     with torch.no_grad():
         assert not _checkpointed_once(function)(x, weight, 2.0).requires_grad
     assert function.calls == 4
+
+
+def test_what_a_backward_needs_is_kept_without_its_graph_and_what_it_was_made_of_is_let_go() -> None:
+    function = Counted()
+    saved = _SavedTensors(function, (*leaves(), 2.0))
+    with saved_tensors_hooks(saved.pack, saved.unpack):
+        function(*leaves(), 2.0)
+    assert not any(saved.unpack(number).requires_grad for number in range(saved._count))
+    assert saved._count > 0 and saved._arguments == ()
+
+
+def test_a_function_is_compiled_as_one_graph_for_its_very_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **told: (function, told))
+    assert compiled_function(len) == (len, {"dynamic": False, "fullgraph": True})  # type: ignore[comparison-overlap]
 
 
 class Store:

@@ -174,6 +174,13 @@ def test_a_notebook_is_drawn_twice_a_second_and_at_the_end(monkeypatch: pytest.M
     assert drawn[3].startswith("░" * 20 + " 20 | loss")
 
 
+def test_the_time_left_in_a_notebook_begins_anew_after_a_rewind() -> None:
+    bar = NotebookBar(total_steps=9, display=lambda *shown, **told: None)
+    assert bar._left.after(4) is None and bar._left.after(5) is not None
+    bar.rewound(3)
+    assert bar._left.after(4) is None
+
+
 def test_a_notebook_is_known_by_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     class ZMQInteractiveShell:
         """What runs the cells of a notebook."""

@@ -17,6 +17,7 @@ import torch
 
 from bloomery.config.checkpoint import ControlSection
 from bloomery.config.load import load_recipe
+from bloomery.config.setting import LARGEST_COUNT
 from bloomery.errors import RunBusy, StoppedBySwitch
 from bloomery.events.records import Facts
 from bloomery.events.run_directory import RunDirectory
@@ -217,6 +218,12 @@ def test_requests_in_files_are_carried_out_once(control: Control, rundir: RunDir
     assert (facts.settings_requested, facts.skip_requested, facts.rewind_requested) == ((), (), ())
 
 
+def test_a_request_in_another_encoding_stops_no_training(control: Control, rundir: RunDirectory) -> None:
+    rundir.control("set").write_bytes("run.name = größe\noptim.clip = 2\n".encode("latin-1"))
+    (name, clip) = agreed(control).settings_requested
+    assert clip == ("optim.clip", "2") and name[0] == "run.name"
+
+
 def test_a_request_of_one_kind_is_carried_out_without_a_word_of_the_others(
     control: Control, rundir: RunDirectory, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -285,7 +292,9 @@ def test_a_directory_in_place_of_a_request_is_named_once_and_left_alone(
     rundir.control("set").mkdir()
     for _ in range(2):
         assert agreed(control).settings_requested == ()
-    assert caplog.text.count("control/set is not carried out") == 1 and "Is a directory" in caplog.text
+    assert caplog.text.count("control/set is not carried out") == 1
+    advice = f"let the user that trains read it and write in {rundir.control_dir}."
+    assert f"Remove it, or {advice}" in caplog.text and "(Is a directory)" in caplog.text
 
 
 def test_other_ranks_read_no_files_and_tell_of_their_signals_alone(rundir: RunDirectory) -> None:
@@ -343,15 +352,31 @@ def test_no_rank_starts_where_the_stop_switch_is_armed_and_the_first_says_why(ru
     refuse_when_stopped(rundir, ControlSection(), LATER_RANK)  # rank 0 saw none when it looked
 
 
+def test_a_later_rank_ends_too_where_the_first_saw_a_switch_and_leaves_the_word_to_it(
+    rundir: RunDirectory,
+) -> None:
+    mesh = Mesh(device=CPU, rank=1, world=2)
+    object.__setattr__(mesh, "all_gather_object", lambda value: ["/elsewhere/stop (for the night)", value])
+    with pytest.raises(StoppedBySwitch) as stopped:
+        refuse_when_stopped(rundir, ControlSection(), mesh)
+    assert stopped.value.message == ""
+    arm(rundir.control("stop"))
+    with pytest.raises(StoppedBySwitch) as stopped:
+        refuse_when_stopped(rundir, ControlSection(), ALONE)
+    assert stopped.value.remedy == f"`bloomery stop {rundir.path} --disarm` lets the run go on."
+
+
 def test_lines_that_cannot_be_read_are_told_and_left_out(caplog: pytest.LogCaptureFixture) -> None:
     assert read_settings("a.b = 1\nc\n") == (("a.b", "1"),)
     assert read_skips("0:8\n8:8\n9:8\n-1:3\nx:3\n3\n 4 : 5 \n") == ((0, 8), (4, 5))
     assert read_rewind("") == () and read_rewind("7\n") == (7, 0, 0)
     assert read_rewind("7 1:2\n8 3:3\n") == (8, 3, 3), "the last counts"
     assert read_rewind("x\n7 3:2\n-1 2:3\n7 a:b\n") == ()
+    assert read_skips("²:3\n1:٣\n") == ((1, 3),), "digits of any script, and no powers"
+    assert read_skips(f"0:{LARGEST_COUNT}\n") == ((0, LARGEST_COUNT),)
     assert read_skips(f"0:{10**19}\n0:{'9' * 5000}\n") == read_rewind(f"7 0:{10**19}\n{10**19}\n") == ()
     levels = [record.levelno for record in caplog.records]
-    assert levels == [logging.WARNING] * (1 + 5 + 4 + 4)
+    assert levels == [logging.WARNING] * (1 + 5 + 4 + 1 + 4)
 
 
 def test_a_training_in_another_thread_leaves_the_signals_alone(rundir: RunDirectory) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -302,19 +303,24 @@ def test_who_held_wrong_bits_is_named_once_the_step_was_made_again() -> None:
     made.check._settle(4, held(7, 8), [UNSURE])
     made.check._settle(4, held(7, 7), [])
     assert len(made.events) == 1, "it differed again, so nothing follows"
+    decided = [replace(UNSURE, is_certain=True), replace(UNSURE, what="gradients")]
+    made.check._settle(4, held(7, 8), decided)
+    assert made.check._known.open == {}, "only weights without a majority are compared with those made again"
 
 
-@pytest.mark.parametrize(("averages", "spoils"), [(True, True), (False, False)])
+@pytest.mark.parametrize(
+    ("steps", "average", "averages"), [(1, "gradients", True), (1, "weights", False), (0, "gradients", False)]
+)
 def test_an_update_with_wrong_bits_is_refused_or_offered_to_no_peer(
-    averages: bool, spoils: bool, monkeypatch: pytest.MonkeyPatch
+    steps: int, average: str, averages: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    elastic = {"inner_steps": 1, "average": "gradients" if averages else "weights"}
+    elastic = {"inner_steps": steps, "average": average}
     made = Checked(**elastic)
     monkeypatch.setattr(corruption, "held_faults", lambda ranks: [UNSURE])
     facts = examine([CountedGradient(gradient=torch.ones(2))], limit=0.0, unscale=1.0)
     made.trained()
     made.check.screen()
-    assert (("spoilt", {}) in made.events) is spoils
+    assert (("spoilt", {}) in made.events) is averages
     admitted = made.check.admit(facts)
     assert bool(admitted.applies) is averages and admitted.norm is facts.norm
     assert made.check.admit(facts) is facts

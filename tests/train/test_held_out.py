@@ -21,7 +21,7 @@ from bloomery.train.state import Goal, TrainState
 
 CPU = torch.device("cpu")
 STATE = TrainState(goal=Goal(steps=9), step=4)
-NATS = {"w0": (4.0, 2), "w1": (6.0, 2), "c0": (9.0, 3), "c1": (1.0, 1)}
+NATS = {"w0": (4.0, 2), "w1": (6.0, 2), "c0": (9.0, 3), "c1": (1.0, 1), "wide": (2.0**24, 2**24 + 1)}
 
 
 class Doubling(Axis):
@@ -72,6 +72,8 @@ def test_each_token_counts_alike_or_each_dataset_by_its_ratio() -> None:
     assert told["held_out_loss"] == pytest.approx((3.0 * 2.0 + 1.0 * 3.0) / 4.0)
     alone = loss_of(model, Axis(), "w1").run(STATE)
     assert alone == {"held_out_loss": 3.0, "held_out_by_dataset": None}
+    many = loss_of(model, Axis(), "wide").run(STATE)
+    assert many["held_out_loss"] == 2**24 / (2**24 + 1), "each of many tokens counts"
 
 
 def test_replicas_take_windows_in_turn_and_stages_of_a_pipeline_add_up() -> None:
@@ -99,13 +101,16 @@ def built(
 
     def batches(name: str, **told: Any) -> list[Any]:
         asked.append((name, told))
+        if name not in targets:
+            return []
         return [SimpleNamespace(name=name, targets=torch.tensor([[targets[name]]]))] * told["limit"]
 
     monkeypatch.setattr(held_out, "held_out_documents", lambda section, prepared: documents)
     monkeypatch.setattr(held_out, "held_out_batches", batches)
     monkeypatch.setattr(held_out, "held_out_weights", lambda section: given.get("ratios"))
     mesh = Mesh(device=CPU, rank=given.get("rank", 0))
-    recipe = load_recipe("demo", [f"evaluate.samples={given.get('samples', 4)}"]).recipe
+    settings = [f"evaluate.samples={given.get('samples', 4)}", *given.get("settings", ())]
+    recipe = load_recipe("demo", settings).recipe
     loss = build_held_out(
         recipe,
         SimpleNamespace(end_of_document_id=9),  # type: ignore[arg-type]
@@ -133,6 +138,8 @@ def test_windows_of_each_dataset_are_taken_by_its_weight(monkeypatch: pytest.Mon
     assert [one.dataset for one in loss._batches] == ["web"] * 3 + ["code"] and loss._ratios is None
     _, asked = built([("web", 1.0)], {"web": 5}, monkeypatch, samples=20)
     assert asked[0][1]["rows"] == 8, "a batch has so many rows at most"
+    _, asked = built([("web", 1.0)], {"web": 5}, monkeypatch, settings=["data.prompt_field=question"])
+    assert asked[0][1]["answers_alone"] is True
     loss, _ = built([("web", 3.0), ("law", 1.0)], {"web": 5, "law": 5}, monkeypatch, ratios={"web": 3.0})
     assert loss is not None and loss._ratios == {"web": 3.0, "law": 1.0}
 
@@ -145,6 +152,9 @@ def test_a_dataset_without_a_target_is_named_by_the_first_rank_and_left_out(
         loss, _ = built(parts, targets, monkeypatch, rank=rank)
         assert loss is not None and {one.dataset for one in loss._batches} == {"web"}
     assert len(caplog.records) == 1 and "no loss of 'chat' is measured" in caplog.text
+    assert "Raise evaluate.samples or data.sequence_length." in caplog.text
+    loss, _ = built([*parts, ("empty", 1.0)], targets, monkeypatch)
+    assert loss is not None and "empty" not in caplog.text, "no prompt is to blame where there is no text"
     assert built(parts[1:], targets, monkeypatch)[0] is None and built([], {}, monkeypatch)[0] is None
 
 

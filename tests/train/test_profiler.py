@@ -21,7 +21,7 @@ def profiled(tmp_path: Path, *, completed: int, steps: range) -> tuple[Path, lis
     """Make steps of which each multiplies matrices of its own size, and profile the third and fourth."""
     run, said = WrittenRun(tmp_path / "run"), list[str]()
     profiler = StepProfiler(
-        tmp_path / "profiles",
+        tmp_path / "of the run" / "profiles",
         first=3,
         last=4,
         completed=completed,
@@ -34,7 +34,7 @@ def profiled(tmp_path: Path, *, completed: int, steps: range) -> tuple[Path, lis
         profiler.tell(run.report(2.0), CarryOn(judged_step=step))
     profiler.close()
     assert not torch.autograd._profiler_enabled()
-    return tmp_path / "profiles", said
+    return tmp_path / "of the run" / "profiles", said
 
 
 def test_a_trace_and_a_table_hold_the_operators_of_the_chosen_steps_alone(tmp_path: Path) -> None:

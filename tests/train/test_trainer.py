@@ -79,9 +79,12 @@ def report(**fields: Any) -> Any:
     return SimpleNamespace(**usual | fields)
 
 
-def test_a_step_is_journalled_with_what_its_seconds_went_to_before_anything_else_is_told_of_it() -> None:
+def test_a_step_is_journalled_with_what_its_seconds_went_to_before_anything_else_is_told_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     calls: list[tuple[Any, ...]] = []
     trainer = trainer_of(calls)
+    monkeypatch.setattr(trainer_module, "memory_in_use", lambda device: (5, device.type))
     trainer.record(report(), CarryOn(judged_step=7))
     assert named(calls, "journal.write") == [
         ("journal.write", "step", 5, 7, 2.0, {"computing": 1.5}),
@@ -95,7 +98,7 @@ def test_a_step_is_journalled_with_what_its_seconds_went_to_before_anything_else
     assert named(calls, "slow.count") == [("slow.count", {"computing": 1.5})]
     assert named(calls, "data.epochs_ended") == [("data.epochs_ended", 30, 1002)]
     assert named(calls, "control.settle") == [("control.settle", "facts", False)]
-    assert named(calls, "heartbeat.at")[0][1] == 7
+    assert named(calls, "heartbeat.at") == [("heartbeat.at", 7, (5, "cpu"))]
     assert named(calls, "saver.journal_ended_saves")
 
 
@@ -146,6 +149,8 @@ def test_the_last_checkpoint_is_of_a_run_that_did_not_fail(stopped, at_end, is_s
     assert named(calls, "saver.finish") == [("saver.finish", state, is_saved)]
     expected = stopped or TrainingOutcome(reason="the samples are done", step=7, finished=True)
     assert outcome == expected
+    entered = ("heartbeat.enter", RankActivity.ENDING)
+    assert calls.index(entered) < calls.index(("saver.finish", state, is_saved))
     (end,) = named(calls, "journal.write")
     assert end[1:] == ("end", 5, 7, expected.reason, expected.finished, expected.failed, {"computing": 1.5})
 
@@ -253,10 +258,18 @@ def test_a_step_sums_screens_averages_and_only_then_updates() -> None:
 def test_a_loss_counts_the_tokens_that_have_targets_and_is_scaled_for_fp16() -> None:
     calls: list[tuple[Any, ...]] = []
     batch = [SimpleNamespace(global_targets=20)]
-    result = train_step(parts_of(calls, scale=1024.0), batch, STATE)  # type: ignore[arg-type]
+    parts = parts_of(calls, scale=1024.0)
+
+    def update(finite: str) -> None:
+        calls.append(("scale.update", finite))
+        parts.loss_scale.scale.mul_(0.5)  # type: ignore[union-attr]
+
+    parts.loss_scale.update = update  # type: ignore[union-attr,method-assign,assignment]
+    result = train_step(parts, batch, STATE)  # type: ignore[arg-type]
     assert float(named(calls, "check.accumulate")[0][3]) == pytest.approx(1024.0 / 20)
     assert (result.tokens, result.counted, float(result.loss_scale)) == (32, 20, 1024.0)  # type: ignore[arg-type]
-    assert float(named(calls, "weights.examine")[0][2]) == 1024.0
+    ((examined,), (limited,)) = named(calls, "weights.examine"), named(calls, "optimizers.limit")
+    assert examined[2] is limited[2] is parts.loss_scale.scale  # type: ignore[union-attr]
     assert named(calls, "scale.update") == [("scale.update", "finite")]
 
 
@@ -266,6 +279,21 @@ def test_inner_sizes_are_measured_in_each_step_whose_number_is_a_multiple(every:
     result = train_step(parts_of(calls, every=every), [SimpleNamespace(global_targets=0)], STATE)  # type: ignore[list-item]
     assert named(calls, "model.begin_sizes") == [("model.begin_sizes", measures, every > 0)]
     assert result.inner_sizes == ("measured" if measures else None)
+    parts = parts_of(calls, every=every)
+    parts.model.inner_sizes = None
+    assert train_step(parts, [SimpleNamespace(global_targets=0)], STATE).inner_sizes is None  # type: ignore[list-item]
+
+
+def test_a_run_without_checks_computes_each_step_once_and_updates_with_what_was_limited() -> None:
+    calls: list[tuple[Any, ...]] = []
+    parts = replace(parts_of(calls), check=None)
+    parts.model.accumulate = lambda *told, **more: calls.append(("model.accumulate", *told)) or ("loss", "z")  # type: ignore[method-assign,assignment]
+    batch = [SimpleNamespace(global_targets=0)]
+    result = train_step(parts, batch, STATE)  # type: ignore[arg-type]
+    assert ("model.accumulate", batch, 7) in calls and result.gradients == "limited"
+    assert named(calls, "optimizers.step")[0][1] == "limited" and not any(
+        "check" in call[0] for call in calls
+    )
 
 
 def test_the_update_of_others_is_followed_without_a_batch_and_counts_as_a_step() -> None:

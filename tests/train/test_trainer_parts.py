@@ -125,6 +125,25 @@ def test_the_update_of_others_is_made_with_the_parts_of_the_phase(
     assert trainer.follow(STATE) == (trainer.step_parts(BF16), STATE)
 
 
+def test_what_saves_a_run_gets_its_parts_and_what_its_start_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer_module, "RunSaver", lambda **given: given)
+    monkeypatch.setattr(trainer_module, "SlowRanks", lambda mesh: f"slow ranks of {mesh}")
+    names = ("mesh", "learner", "data_stream", "store", "control", "journal", "on_begin", "take_fallback")
+    own = {name: f"the {name}" for name in names}
+    others = {name: name for name in ("metrics", "held_out", "observers", "check")}
+    settings, heartbeat = SimpleNamespace(recipe="recipe"), SimpleNamespace(enter="enter")
+    made = Trainer(
+        **own,  # type: ignore[arg-type]
+        **others,
+        settings=settings,
+        heartbeat=heartbeat,
+        make_outer=lambda trainer: ("outer of", trainer),
+    )
+    outer = ("outer of", made)
+    assert made.outer == outer
+    assert made.saver == {**own, "settings": settings, "outer": outer, "enter": "enter"}
+
+
 @pytest.mark.parametrize(("is_first", "slow"), [(True, True), (True, False), (False, True)])
 def test_slow_ranks_are_named_by_the_first_rank_where_there_are_any(
     is_first: bool, slow: bool, calls: Calls, caplog: pytest.LogCaptureFixture
