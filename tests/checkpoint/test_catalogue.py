@@ -1,5 +1,6 @@
 """What is wrong with a checkpoint, found by size, block and file, and told with its place and tensors."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from bloomery.checkpoint.format.manifest import (
 from bloomery.checkpoint.format.source import LocalCheckpoint, RangedFile, Source, source_of
 from bloomery.checkpoint.format.state import whole
 from bloomery.checkpoint.save.direct import save_checkpoint
+from bloomery.checkpoint.writer.store_place import enter_stored
 from bloomery.errors import StorageError
 from bloomery.objects import StoreUnreachable
 
@@ -165,3 +167,14 @@ def test_a_checkpoint_takes_the_bytes_of_its_tensors_unless_something_lies_besid
     (saved / "deep" / "core").write_bytes(bytes(tensors))
     assert disk_bytes_per_tensor_byte(saved) == 2.0
     assert source_of(saved).size(MANIFEST) == (saved / MANIFEST).stat().st_size
+
+
+def test_a_checkpoint_elsewhere_is_held_against_the_manifest_there(saved: Path, tmp_path: Path) -> None:
+    there = tmp_path / "there" / saved.name
+    shutil.copytree(saved, there)
+    draft = tmp_path / "run" / f"{saved.name}.partial"
+    entry = enter_stored(draft, (saved / MANIFEST).read_bytes(), url=f"file://{there}")
+    assert verify(entry, contents=False) == []
+    flip(there / MANIFEST, 40)
+    (problem,) = verify(entry, contents=False)
+    assert problem.file == MANIFEST and (entry / MANIFEST).read_bytes() == (saved / MANIFEST).read_bytes()

@@ -160,7 +160,7 @@ def test_reading_back_is_given_up_once_for_a_save_and_then_carried_to_its_end() 
 def test_a_checkpoint_is_intact_once_each_rank_has_said_so() -> None:
     intact: list[str] = []
     results = VerificationResults(world=2, intact=intact.append)
-    assert results.add(0, {"a": "", "b": "", "c": "damaged"}) == []
+    assert results.add(0, {"c": "damaged", "a": "", "b": ""}) == []
     assert results.add(0, {"a": ""}) == [], "one rank counts once"
     assert results.add(1, {"c": "", "b": "", "d": ""}) == ["b"] == intact
     assert results.add(0, {"c": ""}) == ["c"]
