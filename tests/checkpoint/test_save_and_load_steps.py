@@ -311,3 +311,14 @@ def test_what_is_read_is_counted_named_and_refused_where_it_is_not_there(tmp_pat
         load_checkpoint(saved, [half, target], parts={"model"})
     load_checkpoint(saved, [half, target], parts={"model"}, strict=False)
     assert torch.equal(half.tensor, tensor)
+
+
+def test_parts_are_named_in_full_and_of_no_names_nothing_is_read(tmp_path: Path) -> None:
+    tensor = torch.arange(3.0)
+    saved = save_checkpoint(
+        tmp_path, [whole("model.a", tensor), whole("models.a", tensor)], step=3, incarnation=2
+    )
+    target = whole("model.a", torch.zeros(3))
+    load_checkpoint(saved, [target], parts={"model"})
+    assert torch.equal(target.tensor, tensor)
+    assert list(read_model(saved, names=[])) == []
