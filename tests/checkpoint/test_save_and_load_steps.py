@@ -277,6 +277,8 @@ def test_all_that_differs_from_the_checkpoint_is_told_at_once() -> None:
     same = [wanted("model.a", 0, 3)]
     assert differences(same, strict=False) == [] == differences(same[:0], strict=False)
     assert len(differences(same, names=["model.half", "model.only"])) == 0
+    many = [wanted(f"model.{letter}", 0, 3) for letter in "zyxwvutsrq"]
+    assert differences(many)[1:11] == [f"    model.{letter}" for letter in "qrstuvwxyz"]
 
 
 def test_what_is_read_is_counted_named_and_refused_where_it_is_not_there(tmp_path: Path) -> None:

@@ -84,6 +84,7 @@ def test_tensors_are_read_in_pieces_of_whole_rows_that_are_no_larger_than_asked(
         "model.b": torch.tensor(3.0),
         "model.c": torch.zeros(0, 4),
         "model.d": torch.randn(5).bfloat16(),
+        "model.e": torch.zeros(3, 0),
     }
     entries = [whole(name, tensor) for name, tensor in tensors.items()]
     saved = save_checkpoint(tmp_path, [*entries, whole("optim.a", torch.zeros(3))], step=3, incarnation=1)
