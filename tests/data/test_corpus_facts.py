@@ -283,9 +283,10 @@ def test_parts_are_joined_with_progress_and_their_lists_in_their_order(
     told: list[tuple[object, ...]] = []
     (joined,) = join_parts(out, progress=lambda *about: told.append(about[:3]))
     assert (joined.prefix, joined.document_count) == (out, 12) and told[-1] == ("merging", 192, 192)
+    draft = tmp_path / ".out-bad-documents.jsonl.draft"
+    draft.write_text("what a start that was killed had written")
     with recorded() as calls:
         join_parts(out)
     assert (tmp_path / "out-bad-documents.jsonl").read_text() == "list 1\nlist 2\n"
-    draft = tmp_path / ".out-bad-documents.jsonl.draft"
     renamed = calls.paths.index(("rename", tmp_path / "out-bad-documents.jsonl"))
     assert calls.paths.index(("sync", draft)) < renamed
