@@ -269,6 +269,12 @@ def test_what_goes_wrong_on_the_way_to_the_hub_is_told_as_such(error: Exception)
         raise error
     assert told.value.message == f"Cannot read x of hf:a/b: {error}."
     assert told.value.remedy == "Is the Hub reachable from here (HF_ENDPOINT)?"
+    with (
+        pytest.raises(DataError, match=r"no route to x\?sig=\*\*\* yy") as told,
+        HubDataset("a/b")._told("list"),
+    ):
+        raise OSError("no\n route to x?sig=abc " + "y" * 400)
+    assert len(told.value.message) < 350
     with pytest.raises(ZeroDivisionError), HubDataset("a/b")._told("list"):
         raise ZeroDivisionError
 
