@@ -17,7 +17,7 @@ from bloomery.config.environment import SWITCH, OfflineRefused
 from bloomery.errors import StorageError
 from bloomery.objects import AccessDenied, MissingOrDenied, ObjectEntry, Objects, ObjectStat, StoreUnreachable
 from bloomery.objects.refusals import PermanentStoreError, storage_failure
-from bloomery.objects.uploads import SentFile, regrouped, send_file
+from bloomery.objects.uploads import SentFile, part_size, regrouped, send_file
 
 CONTENT = bytes(range(100))
 
@@ -239,6 +239,14 @@ def test_a_file_is_read_in_parts_and_hashed_as_a_whole(
     assert sent == SentFile(xxh3_128=xxhash.xxh3_128_hexdigest(CONTENT), is_proven=True)
     assert store.asked == [("put", "a store", "k", CONTENT, {"chunk_size": 30})]
     assert list(regrouped([b"ab", b"cdef", memoryview(b"ghij"), b""], 4)) == [b"abcd", b"efgh", b"ij"]
+
+
+def test_a_file_of_just_one_part_is_sent_at_once(store: Store, tmp_path: Path) -> None:
+    content = bytes(part_size(0))
+    (tmp_path / "file").write_bytes(content)
+    store.answers["put"] = [{"e_tag": f'"{hashlib.md5(content).hexdigest()}"'}]
+    assert send_file("a store", "k", tmp_path / "file").is_proven  # type: ignore[arg-type]
+    assert store.asked == [("put", "a store", "k", content, {"use_multipart": False})]
 
 
 def test_patience_counts_from_the_first_failure_in_a_row(

@@ -1,12 +1,27 @@
 """What is wrong with a checkpoint, found by size, block and file, and told with its place and tensors."""
 
+import json
+import os
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from bloomery.checkpoint.format import catalogue
-from bloomery.checkpoint.format.catalogue import Problem, disk_bytes_per_tensor_byte, verify
+from bloomery.checkpoint.format.catalogue import (
+    Problem,
+    RemoteCopy,
+    checkpoints,
+    disk_bytes_per_tensor_byte,
+    is_copied,
+    listing_changed,
+    newest_intact,
+    refusal_of_damage,
+    remote_copies,
+    verify,
+)
 from bloomery.checkpoint.format.manifest import (
     BLOCK_BYTES,
     INDEX,
@@ -19,7 +34,9 @@ from bloomery.checkpoint.format.manifest import (
 from bloomery.checkpoint.format.source import LocalCheckpoint, RangedFile, Source, source_of
 from bloomery.checkpoint.format.state import whole
 from bloomery.checkpoint.save.direct import save_checkpoint
-from bloomery.errors import StorageError
+from bloomery.checkpoint.writer.store_place import enter_stored
+from bloomery.errors import CheckpointError, StorageError
+from bloomery.events.run_directory import RunDirectory
 from bloomery.objects import StoreUnreachable
 
 ROWS = BLOCK_BYTES // 4096
@@ -165,3 +182,76 @@ def test_a_checkpoint_takes_the_bytes_of_its_tensors_unless_something_lies_besid
     (saved / "deep" / "core").write_bytes(bytes(tensors))
     assert disk_bytes_per_tensor_byte(saved) == 2.0
     assert source_of(saved).size(MANIFEST) == (saved / MANIFEST).stat().st_size
+
+
+def test_a_checkpoint_elsewhere_is_held_against_the_manifest_there(saved: Path, tmp_path: Path) -> None:
+    there = tmp_path / "there" / saved.name
+    shutil.copytree(saved, there)
+    draft = tmp_path / "run" / f"{saved.name}.partial"
+    entry = enter_stored(draft, (saved / MANIFEST).read_bytes(), url=f"file://{there}")
+    assert verify(entry, contents=False) == []
+    flip(there / MANIFEST, 40)
+    (problem,) = verify(entry, contents=False)
+    assert problem.file == MANIFEST and (entry / MANIFEST).read_bytes() == (saved / MANIFEST).read_bytes()
+
+
+def test_the_newest_that_is_intact_is_taken_whatever_the_order_it_is_given_in(rundir: RunDirectory) -> None:
+    for step in (3, 12, 5):
+        save_checkpoint(rundir.checkpoints, [whole("model.a", torch.ones(9))], step=step, incarnation=1)
+    listed = checkpoints(rundir)
+    assert [item.step for item in listed] == [3, 5, 12]
+    flip(one(listed[-1].directory, "model"), 8)
+    for given in (listed, listed[::-1]):
+        assert newest_intact(given) == listed[1]
+    assert newest_intact(listed[-1:]) is None is newest_intact(())
+
+
+def test_a_list_of_checkpoints_is_read_again_after_a_save_and_after_a_new_start(rundir: RunDirectory) -> None:
+    before = listing_changed(rundir)
+    assert listing_changed(rundir) == before
+    for directory in (rundir.checkpoints, rundir.incarnations):
+        os.utime(directory, ns=(1, 1))
+        changed = listing_changed(rundir)
+        assert changed != before
+        before = changed
+
+
+@pytest.mark.parametrize(
+    ("intact", "helps"),
+    [
+        ("step-000003.i001", "one is step-000003.i001: continue from it with --fallback."),
+        ("", "No older checkpoint is intact: restore one from a backup, or start anew in another --run."),
+    ],
+)
+def test_the_refusal_of_a_damaged_checkpoint_says_what_to_go_on_from(intact: str, helps: str) -> None:
+    refused = refusal_of_damage(CheckpointError("damaged", remedy="none"), intact)
+    assert refused.message == "damaged" and helps in refused.remedy
+
+
+def test_a_copy_counts_for_what_it_holds_where_it_is() -> None:
+    copy = RemoteCopy(url="s3://b/run/checkpoints/step-000003.i001", what="model", bytes=1, time=1.0)
+    for url, what, counts in (
+        ("s3://b/run", "model", True),
+        ("s3://b/run/", "model", True),
+        ("s3://b/run", "all", False),
+        ("s3://b", "model", False),
+    ):
+        assert is_copied([copy], name="step-000003.i001", url=url, what=what) is counts
+    assert is_copied([replace(copy, what="all")], name="step-000003.i001", url="s3://b/run", what="model")
+    assert not is_copied([copy], name="step-000004.i001", url="s3://b/run", what="model")
+
+
+def test_records_of_copies_are_read_in_their_first_form_too_and_others_are_passed_over(
+    rundir: RunDirectory,
+) -> None:
+    first, second = ({"url": f"s3://{n}", "what": "all", "bytes": 5, "time": 1.0} for n in "ab")
+    for name, content in {
+        "step-000001.i001.json": first,
+        "step-000001.i001.second.json": {"copies": [second]},
+        "step-000002.i001.json": [],
+        "step-000003.i001.json": {"copies": [{"url": "s3://a"}]},
+        "step-000004.i001.json": {"copies": 5},
+    }.items():
+        (rundir.backups / name).parent.mkdir(exist_ok=True)
+        (rundir.backups / name).write_text(json.dumps(content))
+    assert remote_copies(rundir) == {"step-000001.i001": (RemoteCopy(**first), RemoteCopy(**second))}

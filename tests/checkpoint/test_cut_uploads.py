@@ -312,6 +312,17 @@ def test_each_store_is_asked_where_it_is_with_its_own_keys(
     assert credential.startswith(before) and after in credential
 
 
+@pytest.mark.parametrize(("url", "token"), [("s3://b", "a-session"), ("gs://b", None)])
+def test_the_token_of_a_session_goes_to_aws_alone(keys: pytest.MonkeyPatch, url: str, token: str | None):
+    keys.setenv("AWS_SESSION_TOKEN", "a-session")
+    asked = Asked((200, page()))
+    keys.setattr("urllib3.request", asked)
+    UnfinishedUploads(url).list()
+    headers = asked.more[0]["headers"]
+    assert headers.get("x-amz-security-token") == token
+    assert (";x-amz-security-token," in headers["authorization"]) is (token is not None)
+
+
 @pytest.mark.parametrize("missing", ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"])
 def test_half_a_pair_of_keys_signs_nothing(keys: pytest.MonkeyPatch, missing: str):
     keys.delenv(missing)

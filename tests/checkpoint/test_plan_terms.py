@@ -259,6 +259,12 @@ def test_a_streamed_save_says_when_it_was_and_numbers_its_files_on(
     boxes = [(box.name, box.file) for box in read_index(saved, manifest).boxes]
     assert boxes == [(f"model.{name}", names[number // 2]) for number, name in enumerate("abcde")]
     assert read_manifest(save_streamed(tmp_path, [], step=4, incarnation=2)).time == 9.0
+    assert read_manifest(save_streamed(tmp_path, [], step=5, incarnation=2, time=0.0)).time == 0.0
+    backend, files = direct.DirectoryBackend(), manifest.files
+    assert backend.read_back(saved, files, is_first=True) == ""
+    (saved / "index.json").write_text("{")
+    assert "index" in backend.read_back(saved, files, is_first=True)
+    assert backend.read_back(saved, files, is_first=False) == "", "another rank reads its own files alone"
     assert already_saved(tmp_path, step=3, incarnation=2) == saved
     assert already_saved(tmp_path, step=3, incarnation=1) is None
     (saved / "manifest.json").write_text("{")

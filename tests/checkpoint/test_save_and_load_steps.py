@@ -160,7 +160,7 @@ def test_reading_back_is_given_up_once_for_a_save_and_then_carried_to_its_end() 
 def test_a_checkpoint_is_intact_once_each_rank_has_said_so() -> None:
     intact: list[str] = []
     results = VerificationResults(world=2, intact=intact.append)
-    assert results.add(0, {"a": "", "b": "", "c": "damaged"}) == []
+    assert results.add(0, {"c": "damaged", "a": "", "b": ""}) == []
     assert results.add(0, {"a": ""}) == [], "one rank counts once"
     assert results.add(1, {"c": "", "b": "", "d": ""}) == ["b"] == intact
     assert results.add(0, {"c": ""}) == ["c"]
@@ -277,6 +277,8 @@ def test_all_that_differs_from_the_checkpoint_is_told_at_once() -> None:
     same = [wanted("model.a", 0, 3)]
     assert differences(same, strict=False) == [] == differences(same[:0], strict=False)
     assert len(differences(same, names=["model.half", "model.only"])) == 0
+    many = [wanted(f"model.{letter}", 0, 3) for letter in "zyxwvutsrq"]
+    assert differences(many)[1:11] == [f"    model.{letter}" for letter in "qrstuvwxyz"]
 
 
 def test_what_is_read_is_counted_named_and_refused_where_it_is_not_there(tmp_path: Path) -> None:
@@ -311,3 +313,14 @@ def test_what_is_read_is_counted_named_and_refused_where_it_is_not_there(tmp_pat
         load_checkpoint(saved, [half, target], parts={"model"})
     load_checkpoint(saved, [half, target], parts={"model"}, strict=False)
     assert torch.equal(half.tensor, tensor)
+
+
+def test_parts_are_named_in_full_and_of_no_names_nothing_is_read(tmp_path: Path) -> None:
+    tensor = torch.arange(3.0)
+    saved = save_checkpoint(
+        tmp_path, [whole("model.a", tensor), whole("models.a", tensor)], step=3, incarnation=2
+    )
+    target = whole("model.a", torch.zeros(3))
+    load_checkpoint(saved, [target], parts={"model"})
+    assert torch.equal(target.tensor, tensor)
+    assert list(read_model(saved, names=[])) == []

@@ -9,7 +9,7 @@ import torch
 
 from bloomery.checkpoint.format.catalogue import disk_bytes_per_tensor_byte, verify
 from bloomery.checkpoint.format.manifest import read_manifest
-from bloomery.checkpoint.format.state import StateEntry, whole
+from bloomery.checkpoint.format.state import Box, StateEntry, whole
 from bloomery.checkpoint.load.loader import read_in_pieces, read_tensors
 from bloomery.checkpoint.save import direct
 from bloomery.checkpoint.save.direct import save_checkpoint, save_streamed
@@ -84,6 +84,7 @@ def test_tensors_are_read_in_pieces_of_whole_rows_that_are_no_larger_than_asked(
         "model.b": torch.tensor(3.0),
         "model.c": torch.zeros(0, 4),
         "model.d": torch.randn(5).bfloat16(),
+        "model.e": torch.zeros(3, 0),
     }
     entries = [whole(name, tensor) for name, tensor in tensors.items()]
     saved = save_checkpoint(tmp_path, [*entries, whole("optim.a", torch.zeros(3))], step=3, incarnation=1)
@@ -113,3 +114,30 @@ def test_tensors_come_in_the_order_that_is_asked_for_and_one_that_is_not_there_i
         next(read_tensors(saved, names=["model.x", "model.a", "model.y"]))
     with pytest.raises(CheckpointError, match=r"no tensors named outer\.\*"):
         next(read_tensors(saved, prefix="outer."))
+
+
+def test_a_tensor_of_which_rows_are_missing_is_not_read_as_if_it_were_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("bloomery.checkpoint.format.commit.check_coverage", lambda *given: None)
+    rows = torch.ones(3, 2)
+    half = StateEntry(
+        name="model.a", global_shape=(6, 2), dtype="float32", box=Box((0, 0), (3, 2)), tensor=rows
+    )
+    saved = save_checkpoint(tmp_path, [half], step=3, incarnation=1)
+    with pytest.raises(CheckpointError, match=r"does not hold all of model\.a"):
+        list(read_tensors(saved))
+    pieces = read_in_pieces(saved, prefix="", piece_bytes=24)
+    assert torch.equal(next(pieces).tensor, rows)
+    with pytest.raises(CheckpointError, match=r"does not hold all of model\.a"):
+        next(pieces)
+
+
+def test_pieces_of_a_tensor_belong_to_what_the_tensor_belongs_to(tmp_path: Path):
+    entries = [whole("model.a", torch.ones(4)), whole("model.b", torch.ones(4), scope="peer")]
+    saved = save_checkpoint(tmp_path, entries, step=3, incarnation=1)
+    pieces = read_in_pieces(saved, prefix="model.", piece_bytes=8)
+    assert [(piece.name, piece.scope) for piece in pieces] == [
+        *[("model.a", "shared")] * 2,
+        *[("model.b", "peer")] * 2,
+    ]

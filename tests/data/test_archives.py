@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import zipfile
@@ -11,6 +12,7 @@ import pytest
 from warcio.statusandheaders import StatusAndHeaders
 from warcio.warcwriter import WARCWriter
 
+from bloomery.data.archives import zip_documents
 from bloomery.data.documents import BadDocuments, Document
 from bloomery.data.sources import find_files, read_documents
 from bloomery.errors import DataError
@@ -174,3 +176,100 @@ def test_a_mark_of_utf8_before_the_first_line_of_a_member_is_no_part_of_it(tmp_p
     assert [(entry.place, entry.kind) for entry in bad.entries] == [
         (f"{path}!lines.jsonl:2", "malformed JSON")
     ]
+
+
+def zipped(path: Path, members: dict[str, bytes | str]) -> Path:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as made:
+        for name, content in members.items():
+            made.writestr(name, content)
+    return path
+
+
+def test_a_member_of_just_the_longest_size_is_read(tmp_path: Path) -> None:
+    path = zipped(tmp_path / "all.zip", {"a.txt": "x" * (1 << 20), "b.txt": "x" * ((1 << 20) + 1)})
+    bad = BadDocuments()
+    (found,) = read(path, bad, longest_line_mib=1)
+    assert found.key == "all.zip/a.txt" and [entry.kind for entry in bad.entries] == ["too long"]
+
+
+def test_documents_of_a_member_have_the_size_of_their_utf8(tmp_path: Path) -> None:
+    text = "é" * 100
+    path = zipped(tmp_path / "all.zip", {"a.txt": text, "b.jsonl": json.dumps({"a": {"text": text}}) + "\n"})
+    assert [document.size_bytes for document in read(path)] == [200, 200]
+
+
+def test_a_line_of_a_member_that_is_too_long_does_not_end_the_member(tmp_path: Path) -> None:
+    lines = [json.dumps({"a": {"text": text}}) for text in ("one", "x" * (1 << 20), "two")]
+    path, bad = zipped(tmp_path / "all.zip", {"a.jsonl": "\n".join(lines)}), BadDocuments()
+    found = read(path, bad, longest_line_mib=1)
+    assert [document.text for document in found] == ["one", "two"]
+    assert found[-1].place == f"{path}!a.jsonl:3"
+    assert [(entry.line, entry.kind) for entry in bad.entries] == [(2, "too long")]
+
+
+def test_lines_of_a_member_have_their_prompts(tmp_path: Path) -> None:
+    path = zipped(tmp_path / "all.zip", {"a.jsonl": json.dumps({"ask": "two?", "answer": "2"}) + "\n"})
+    fields = {"text_field": "answer", "prompt_field": "ask"}
+    (found,) = zip_documents(path, path.name, **fields, longest_bytes=99, endings=(), bad=BadDocuments())
+    assert found.text[: found.prompt] == "two?" and found.text[found.prompt :].endswith("2")
+
+
+def test_a_zip_file_with_a_password_is_refused_with_what_helps(tmp_path: Path) -> None:
+    path = zipped(tmp_path / "all.zip", {"a.txt": "a text"})
+    content = bytearray(path.read_bytes())
+    content[6] |= 1  # of the member's own header, and of that in the list
+    content[content.index(b"PK\1\2") + 8] |= 1
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"all\.zip is no whole \.zip file: .*encrypted") as refused:
+        read(path)
+    assert "take it out of data.sources" in refused.value.remedy
+
+
+def crawled(path: Path, records: list[tuple[str, str, bytes, dict[str, str]]]) -> Path:
+    """Write records of (kind, type of content, content, further HTTP headers of a response)."""
+    with path.open("wb") as file:
+        writer = WARCWriter(file, gzip=False)
+        for kind, content_type, content, further in records:
+            fields = [("Content-Type", content_type), *further.items()]
+            http = StatusAndHeaders("200 OK", fields, protocol="HTTP/1.1") if kind == "response" else None
+            record = writer.create_warc_record(
+                "http://example.org/",
+                kind,
+                payload=io.BytesIO(content),
+                warc_content_type="" if http else content_type,
+                http_headers=http,
+            )
+            writer.write_record(record)
+    return path
+
+
+def test_plain_text_of_any_record_is_a_document(tmp_path: Path) -> None:
+    squeezed, chunks = gzip.compress("gepackt, é".encode()), b"3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n"
+    records = [
+        ("resource", "text/plain", "a file, é".encode(), {}),
+        ("response", "Text/Plain; charset=UTF-8", b"in capitals", {}),
+        ("response", "text/plain", squeezed, {"Content-Encoding": "gzip"}),
+        ("response", "text/plain", chunks, {"Transfer-Encoding": "chunked"}),
+    ]
+    found = read(crawled(tmp_path / "crawl.warc", records))
+    assert [document.text for document in found] == ["a file, é", "in capitals", "gepackt, é", "abcde"]
+    assert [document.size_bytes for document in found] == [10, 11, 11, 5]
+
+
+@pytest.mark.parametrize("kind", ["conversion", "response"])
+def test_a_record_of_just_the_longest_size_is_read(tmp_path: Path, kind: str) -> None:
+    records = [(kind, "text/plain", b"x" * ((1 << 20) + more), {}) for more in (0, 1)]
+    bad = BadDocuments()
+    (found,) = read(crawled(tmp_path / "crawl.warc", records), bad, longest_line_mib=1)
+    assert len(found.text) == 1 << 20 and [entry.kind for entry in bad.entries] == ["too long"]
+
+
+@pytest.mark.parametrize("name", ["crawl.warc", "crawl.warc.gz"])
+def test_what_helps_against_half_a_warc_file_is_told_with_it(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    crawled(tmp_path / "whole", [("conversion", "text/plain", TEXTS[0].encode(), {})])
+    content = (tmp_path / "whole").read_bytes()
+    path.write_bytes(gzip.compress(content)[:-9] if name.endswith(".gz") else content[:-9])
+    with pytest.raises(DataError, match=r"crawl\.warc") as refused:
+        read(path)
+    assert "take it out of data.sources" in refused.value.remedy

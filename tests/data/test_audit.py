@@ -42,6 +42,22 @@ def test_an_order_that_shuffles_within_blocks_is_told_and_ours_is_not(
     assert not some.is_exact and some.looked_at == 4 * 1023 and some.alarms
 
 
+class Mirrored(Order):
+    """Takes every second sample from as far behind the middle as the one before it lay in front of it."""
+
+    def locate_samples(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        drawn = np.random.default_rng(3).integers(self.windows[0], size=samples.size // 2)
+        return np.zeros_like(samples), np.stack([drawn, self.windows[0] - 1 - drawn], axis=1).reshape(-1)
+
+
+def test_neighbours_that_avoid_each_other_are_told_as_those_that_lie_near() -> None:
+    (found,) = neighbours_of(Mirrored([6400], [1.0], 7), [6400], samples=1 << 16)
+    assert found.correlations[0] == pytest.approx(-0.5, abs=0.02) and found.near < found.near_by_chance
+    correlate, near = found.alarms
+    assert correlate.startswith("samples 1 apart have places that correlate by -0.")
+    assert near.endswith("1.99% would by chance")
+
+
 def test_the_places_of_several_datasets_correlate_as_numpy_says() -> None:
     order = Order([500, 90], [3.0, 1.0], 7)
     found = neighbours_of(order, [500, 90], samples=1000)

@@ -90,6 +90,7 @@ def listed_of(parts: Path, number: int, *entries: tuple[int, str, int]) -> None:
 
 def lines_of(parts: Path, pieces: list[TextPiece], results: list[dict[str, Any]]) -> list[tuple[str, int]]:
     report = parts / "report.jsonl"
+    (parts / "bad-documents").write_text("what a start that was killed had written")
     bad = bad_documents(parts, pieces, results, report)
     entries = [json.loads(line) for line in report.read_text().splitlines()]
     assert [BadDocument(**entry) for entry in entries] == bad.entries and bad.count == len(entries)
@@ -105,17 +106,26 @@ def test_lines_of_parts_of_a_file_are_counted_through_all_pieces(tmp_path: Path)
         piece(2, SourceFile(key="a", path=a, start=200, stop=300), SourceFile(key="c", path=c)),
     ]
     listed_of(tmp_path, 0, (0, str(a), 3))
-    listed_of(tmp_path, 1, (0, str(a), 1), (1, str(b), 0))
+    listed_of(tmp_path, 1, (0, str(a), 1), (0, str(a), 0), (1, str(b), 0))
     listed_of(tmp_path, 2, (0, str(a), 2), (1, str(c), 4), (1, str(c), 0))
     results = [{"lines": [10]}, {"lines": [20, 0]}, {"lines": [5, 9]}]
     assert lines_of(tmp_path, pieces, results) == [
         ("a.jsonl", 3),
         ("a.jsonl", 11),
+        ("a.jsonl", 0),  # it is in no line
         ("b.txt", 0),
         ("a.jsonl", 32),
         ("c.jsonl", 4),
         ("c.jsonl", 0),
     ]
+
+
+def test_lines_of_a_file_that_is_given_twice_are_counted_from_its_beginning_each_time(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    pieces = [piece(number, SourceFile(key="a", path=path)) for number in range(2)]
+    for number in range(2):
+        listed_of(tmp_path, number, (0, str(path), 3))
+    assert lines_of(tmp_path, pieces, [{"lines": [10]}] * 2) == [("a.jsonl", 3)] * 2
 
 
 @pytest.mark.parametrize(("name", "before"), [("a.jsonl", 2), ("a.txt", 0)])

@@ -254,6 +254,16 @@ def test_a_part_needs_its_record_and_its_pair(tmp_path: Path) -> None:
         join_parts(out)
 
 
+@pytest.mark.parametrize("content", ["", "[1]", "7", '"corpus engine held_out"'])
+def test_a_record_that_is_none_is_told_with_what_helps(tmp_path: Path, content: str) -> None:
+    out = tmp_path / "out"
+    parts_of(out, 2)
+    record_path(CorpusPart(number=2, count=2).prefix(out)).write_text(content)
+    with pytest.raises(DataError, match=r"out-part-2-of-2\.part\.json is no record of a part") as refused:
+        join_parts(out)
+    assert refused.value.remedy == "Tokenise that part again."
+
+
 def test_more_parts_than_can_be_are_refused(tmp_path: Path) -> None:
     idx_path(tmp_path / "out-part-1-of-100001").write_bytes(b"")
     with pytest.raises(DataError) as refused:
@@ -273,9 +283,10 @@ def test_parts_are_joined_with_progress_and_their_lists_in_their_order(
     told: list[tuple[object, ...]] = []
     (joined,) = join_parts(out, progress=lambda *about: told.append(about[:3]))
     assert (joined.prefix, joined.document_count) == (out, 12) and told[-1] == ("merging", 192, 192)
+    draft = tmp_path / ".out-bad-documents.jsonl.draft"
+    draft.write_text("what a start that was killed had written")
     with recorded() as calls:
         join_parts(out)
     assert (tmp_path / "out-bad-documents.jsonl").read_text() == "list 1\nlist 2\n"
-    draft = tmp_path / ".out-bad-documents.jsonl.draft"
     renamed = calls.paths.index(("rename", tmp_path / "out-bad-documents.jsonl"))
     assert calls.paths.index(("sync", draft)) < renamed

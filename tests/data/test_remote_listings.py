@@ -219,6 +219,24 @@ def test_the_hub_lists_files_of_one_commit_with_their_checksums(monkeypatch: pyt
         assert revisions == ["main", COMMIT]
 
 
+def test_files_in_all_folders_of_the_hub_are_listed_by_their_paths(monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub.hf_api import RepoFile, RepoFolder
+
+    asked: list[dict[str, object]] = []
+
+    def tree(*place: object, **how: object) -> list[RepoFile | RepoFolder]:
+        asked.append(how)
+        files = [RepoFile(path=path, size=1, oid=path) for path in ("b/c", "a", "b/a")]
+        return [*files, RepoFolder(path="b", oid="b")]
+
+    api = SimpleNamespace(dataset_info=lambda *_, revision: SimpleNamespace(sha=COMMIT), list_repo_tree=tree)
+    monkeypatch.setattr(HubDataset, "_api", lambda self: api)
+    assert [file.path for file in HubDataset("a/b").files()] == ["a", "b/a", "b/c"]
+    assert asked == [{"recursive": True, "revision": COMMIT, "repo_type": "dataset"}]
+    monkeypatch.setenv("HF_ENDPOINT", "")
+    assert HubDataset("a/b")._endpoint() is None, "an empty address is none"
+
+
 @pytest.mark.parametrize(
     ("address", "name", "revision", "folder"),
     [
@@ -269,6 +287,12 @@ def test_what_goes_wrong_on_the_way_to_the_hub_is_told_as_such(error: Exception)
         raise error
     assert told.value.message == f"Cannot read x of hf:a/b: {error}."
     assert told.value.remedy == "Is the Hub reachable from here (HF_ENDPOINT)?"
+    with (
+        pytest.raises(DataError, match=r"no route to x\?sig=\*\*\* yy") as told,
+        HubDataset("a/b")._told("list"),
+    ):
+        raise OSError("no\n route to x?sig=abc " + "y" * 400)
+    assert len(told.value.message) < 350
     with pytest.raises(ZeroDivisionError), HubDataset("a/b")._told("list"):
         raise ZeroDivisionError
 

@@ -248,3 +248,8 @@ def test_what_was_made_for_other_datasets_is_no_order() -> None:
         Order([5, 5], [1.0], 1)
     with pytest.raises(ValueError, match="2 datasets and no weights"):
         MegatronOrder([np.ones(5, np.int32)] * 2, None, samples=3, sequence_length=2, seed=1)
+
+
+def test_a_file_of_weights_is_a_weight_of_a_single_dataset_too(datasets: list[IndexedDataset]) -> None:
+    given = stream_of(datasets[:1], 1, order="megatron", weights_file="weights.json")
+    assert isinstance(given.order, MegatronOrder) and given.order.blend is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,11 +13,11 @@ from bloomery.data import sample_layout, storage
 from bloomery.data.indexed import IndexedDataset, IndexedWriter
 from bloomery.data.order import Order
 from bloomery.data.pair_files import bin_path
-from bloomery.data.sample_layout import Packs, Windows
+from bloomery.data.sample_layout import PackedPieces, Packs, Windows
 from bloomery.data.seal import SealFacts
 from bloomery.data_loader import reading
 from bloomery.data_loader.batches import Batches
-from bloomery.data_loader.packs import IGNORED, _groups
+from bloomery.data_loader.packs import IGNORED, _groups, empty_packs, read_packs
 from bloomery.data_loader.reading import Samples
 from bloomery.errors import DataError
 
@@ -247,3 +248,18 @@ def test_pieces_of_a_remote_pair_are_read_together_up_to_a_quarter_of_its_cache(
     found = _groups(source, begins, begins + np.array(blocks, dtype=np.int64))  # type: ignore[arg-type]
     assert [(group.start, group.stop) for group in found] == groups
     assert [(group.start, group.stop) for group in reading._groups(blocks, most=4)] == groups
+
+
+def test_a_negative_id_counts_as_the_largest_and_no_pieces_have_none() -> None:
+    flat = np.array([3, -2, 7], dtype="<i4")
+    source: Any = SimpleNamespace(flat=flat, mirror=None, pages=None, first_byte=0, dtype=flat.dtype)
+
+    def read(*pieces: tuple[int, int]) -> tuple[int, int]:
+        start, length = np.array(pieces, dtype=np.int64).reshape(-1, 2).T
+        zeros = np.zeros_like(start)
+        packed = PackedPieces(row=zeros, column=start, start=start, length=length, continues=zeros)
+        return read_packs(source, packed, np.array([0]), empty_packs(1, 4, eod=EOD), eod=EOD)
+
+    assert read((0, 1), (1, 2)) == ((1 << 64) - 1, 1)
+    assert read((0, 1), (2, 1)) == (7, 2)
+    assert read() == (0, 0)

@@ -269,11 +269,12 @@ def lines_until(stream: IO[bytes], stop: int | None, *, longest_bytes: int) -> I
         line = stream.readline(longest_bytes + 1)
         if not line:
             return
-        if len(line) <= longest_bytes or line.endswith(b"\n"):
+        is_whole = line.endswith(b"\n")  # a member of a .zip file may give more than it was asked for
+        if len(line) <= longest_bytes + is_whole:
             place += len(line)
             yield line
             continue
-        size = len(line) + skip_line(stream)
+        size = len(line) + (0 if is_whole else skip_line(stream))
         place += size
         why = f"a line of {size:,} bytes; at most {longest_bytes:,} are read (data.longest_line_mib)"
         yield BadText(kind="too long", why=why)

@@ -6,6 +6,7 @@ import pytest
 
 from bloomery.errors import CheckpointError
 from bloomery.interchange.families import family as family_module
+from bloomery.interchange.families import section_from
 from bloomery.interchange.families.family import HfTensor, Only, Supported, settings_from, stored_shape
 from bloomery.interchange.families.gpt2 import GPT2
 from bloomery.interchange.families.llama import LLAMA, rope_settings
@@ -143,3 +144,15 @@ def test_a_tensor_is_found_by_its_parts_and_has_their_shape() -> None:
     assert down is not None and down.layout == "transposed"
     assert norm is not None and norm.layout == "plain"
     assert stored_shape(down, {down.parts[0]: (4, 16)}) == (16, 4)
+
+
+def test_a_bloom_that_computes_something_else_is_refused_with_what_helps() -> None:
+    assert section_from({"model_type": "bloom", "slow_but_exact": True}).layers == 2
+    for changed, said in (
+        ({"slow_but_exact": True, "pretraining_tp": 2}, "slow_but_exact = True"),
+        ({"apply_residual_connection_post_layernorm": True}, "_post_layernorm = True"),
+        ({"n_inner": 64}, "n_inner = 64"),
+    ):
+        with pytest.raises(CheckpointError, match=said) as told:
+            section_from({"model_type": "bloom"} | changed)
+        assert ("Set slow_but_exact to false" in told.value.remedy) is ("pretraining_tp" in changed)
