@@ -88,7 +88,11 @@ def test_a_run_that_begins_again_has_the_present_weights_no_momentum_and_no_erro
     update.residual.fill_(3.0)
     vector.weights += 1
     assert update.digest() != fresh
+    update.offer(1)
+    update.prepare(reduced(*part_of(update, 1.0)))
+    assert update.average() is not None
     update.begin()
+    assert update.average() is None, "it was that of a round before"
     assert torch.equal(update.base, vector.weights)
     assert not update.momentum.any() and not update.residual.any()
 
