@@ -72,6 +72,13 @@ def test_a_peer_that_is_away_when_the_others_end_comes_back_and_sees_the_end(
     assert (tmp_path / "logs" / "peer0.log").read_text() == "done\n"
 
 
+def test_a_peer_that_stands_still_goes_on_at_its_time(played: Callable[[str], ScenarioSettings]) -> None:
+    stopped = Fault(after_s=0.0, kind="stop-peer", peer="peer0", seconds=0.05)
+    settings = replace(played("sleep 0.2"), faults=(stopped,), deadline_s=8.0)
+    outcome = run_scenario(settings, watch=lambda *_: None)
+    assert set(outcome.statuses.values()) == {0} and [one.done for one in outcome.injected] == [True]
+
+
 def test_a_fault_whose_target_does_not_run_is_told_as_such(
     played: Callable[[str], ScenarioSettings], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -200,6 +200,11 @@ def test_a_small_exponent_of_either_sign_is_one(exponent: str, count: int) -> No
     assert [row["loss"] for row in found] == [float(f"2.5{exponent}")] * count
 
 
+def test_a_name_in_another_encoding_is_that_of_a_field_that_nobody_knows() -> None:
+    (row,) = parsed_lines(b"iteration 5 | lm loss: 2.5 | verst\xe4rkt: 1 |\n").tolist()
+    assert row[: FIELDS.index("loss") + 1] == [5.0, 2.5]
+
+
 def test_a_line_that_is_drawn_over_the_one_before_is_another_one() -> None:
     lines = [LINE.replace("iteration 1", f"iteration {step}").strip() for step in (1, 2, 3)]
     assert [row["step"] for row in rows("\r".join(lines) + "\n")] == [1.0, 2.0, 3.0]
