@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -167,6 +168,7 @@ def test_a_scenario_has_failed_where_a_peer_did_or_something_was_left() -> None:
 def test_the_memory_of_a_scenario_is_its_owners_alone() -> None:
     place = scenario._memory_directory("of-this-test")
     try:
+        assert place.parent == Path("/dev/shm" if Path("/dev/shm").is_dir() else tempfile.gettempdir())
         assert place.stat().st_mode & 0o777 == 0o700 and place.name == "bloomery-scenario-of-this-test"
     finally:
         place.rmdir()

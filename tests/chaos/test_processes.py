@@ -7,11 +7,12 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
-from bloomery.chaos import scenario
+from bloomery.chaos import processes, scenario
 from bloomery.chaos.processes import ManagedProcess, interrupted_once, marked
 from bloomery.chaos.scenario import ScenarioSettings, run_scenario
 from bloomery.chaos.shaped_network import Shape
@@ -52,6 +53,7 @@ def test_killing_an_actor_leaves_none_of_its_family(tmp_path: Path) -> None:
         actor.start()
         _until(lambda: len(actor.ranks()) == 2)
         assert len(marked("REHEARSAL_TEST", str(tmp_path))) == 3
+        assert marked("REHEARSAL_TEST", "another scenario") == []
         actor.kill()
         assert not actor.alive
         assert marked("REHEARSAL_TEST", str(tmp_path)) == []
@@ -121,13 +123,55 @@ def test_a_process_that_was_never_started_is_not_waited_for(tmp_path: Path) -> N
 
 
 def test_a_second_signal_does_not_interrupt_what_the_first_one_began() -> None:
-    before = signal.getsignal(signal.SIGTERM)
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     with interrupted_once():
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGINT)
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+
+
+def test_the_output_of_a_later_start_follows_that_of_the_first(tmp_path: Path) -> None:
+    command = ["sh", "-c", "echo begun; echo failed >&2"]
+    with ManagedProcess(name="a", command=command, environment={}, log=tmp_path / "a.log") as process:
+        for _ in range(2):
+            process.start()
+            assert process.wait(60.0) == 0
+    assert process.log.read_text() == "begun\nfailed\n" * 2 and process.starts == 2
+
+
+def test_who_ends_what_is_marked_is_not_marked_itself() -> None:
+    me = psutil.Process()
+    name, value = next(iter(me.environ().items()))
+    assert me not in marked(name, value)
+
+
+@pytest.mark.parametrize("error", [psutil.AccessDenied(1), psutil.NoSuchProcess(1), PermissionError()])
+def test_a_process_whose_environment_cannot_be_read_has_no_mark(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> dict[str, str]:
+        raise error
+
+    monkeypatch.setattr(processes.psutil, "process_iter", lambda: [SimpleNamespace(pid=1, environ=refuse)])
+    assert marked("REHEARSAL_TEST", "a") == []
+
+
+def test_what_marked_processes_start_while_they_are_killed_is_killed_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    killed: list[str] = []
+
+    def gone() -> None:
+        raise psutil.NoSuchProcess(1)
+
+    first = [SimpleNamespace(kill=gone), SimpleNamespace(kill=lambda: killed.append("first"))]
+    rounds = iter([first, [SimpleNamespace(kill=lambda: killed.append("its child"))], []])
+    monkeypatch.setattr(processes, "marked", lambda mark, value: next(rounds))
+    monkeypatch.setattr(processes.psutil, "wait_procs", lambda left, timeout: None)
+    processes.kill_marked("REHEARSAL_TEST", "a")
+    assert killed == ["first", "its child"]
 
 
 COORDINATOR = """

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import signal
 import socket
 import time
@@ -12,10 +14,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from bloomery.chaos import processes, scenario
-from bloomery.chaos.faults import FaultInjector
+from bloomery.chaos.faults import Fault, FaultInjector
 from bloomery.chaos.processes import ManagedProcess
 from bloomery.chaos.scenario import ScenarioSettings, run_scenario
 from bloomery.chaos.shaped_network import Shape, ShapedNetwork
@@ -48,6 +51,65 @@ def test_what_peers_leave_in_memory_is_told_and_removed(played: Callable[[str], 
     assert not any(Path(path).parent.exists() for path in outcome.leftover)
 
 
+def test_a_process_that_peers_leave_is_told_and_ended(played: Callable[[str], ScenarioSettings]) -> None:
+    long = "x" * 100
+    outcome = run_scenario(played(f"setsid tail -f /dev/null {long} & exit 0"), watch=lambda *_: None)
+    told = [re.fullmatch(r"process (\d+) \((.*)\)", line) for line in outcome.leftover]
+    assert len(told) == 3 and outcome.failed
+    for one in told:
+        assert one is not None and one[2] == f"tail -f /dev/null {long}"[:80]
+        assert not psutil.pid_exists(int(one[1])) or psutil.Process(int(one[1])).status() == "zombie"
+
+
+@pytest.mark.parametrize("back_s", [0.0, 600.0])
+def test_a_peer_that_is_away_when_the_others_end_comes_back_and_sees_the_end(
+    played: Callable[[str], ScenarioSettings], tmp_path: Path, back_s: float
+) -> None:
+    killed = Fault(after_s=0.0, kind="kill-peer", peer="peer0")
+    settings = replace(played("sleep 0.2; echo done"), faults=(killed,), back_s=back_s)
+    outcome = run_scenario(settings, watch=lambda *_: None)
+    assert outcome.statuses == dict.fromkeys(("peer0", "peer1", "peer2"), 0)
+    assert (tmp_path / "logs" / "peer0.log").read_text() == "done\n"
+
+
+def test_a_peer_that_stands_still_goes_on_at_its_time(played: Callable[[str], ScenarioSettings]) -> None:
+    stopped = Fault(after_s=0.0, kind="stop-peer", peer="peer0", seconds=0.05)
+    settings = replace(played("sleep 0.2"), faults=(stopped,), deadline_s=8.0)
+    outcome = run_scenario(settings, watch=lambda *_: None)
+    assert set(outcome.statuses.values()) == {0} and [one.done for one in outcome.injected] == [True]
+
+
+def test_a_fault_whose_target_does_not_run_is_told_as_such(
+    played: Callable[[str], ScenarioSettings], caplog: pytest.LogCaptureFixture
+) -> None:
+    faults = tuple(Fault(after_s=0.0, kind=kind, peer="peer0") for kind in ("kill-rank", "sever"))
+    with caplog.at_level(logging.INFO):
+        outcome = run_scenario(replace(played("sleep 0.4"), faults=faults), watch=lambda *_: None)
+    assert [one.done for one in outcome.injected] == [False, True]
+    assert [record.getMessage() for record in caplog.records if record.name == scenario.__name__] == [
+        f"{faults[0]} (its target did not run)",
+        str(faults[1]),
+    ]
+
+
+def test_all_peers_are_asked_to_leave_before_one_of_them_is_waited_for(
+    played: Callable[[str], ScenarioSettings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "EXIT_S", 5.0)
+    place = tmp_path / "asked"
+    place.mkdir()
+    answer = f"touch {place}/$$; while [ $(ls {place} | wc -l) -lt 3 ]; do sleep 0.01; done; echo all; exit 0"
+    logs = [tmp_path / "logs" / f"peer{index}.log" for index in range(3)]
+
+    def watch(at_s: float, injected: object) -> None:
+        if all(log.read_text() == "ready\n" for log in logs):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_scenario(played(f"trap '{answer}' TERM; echo ready; while :; do sleep 0.02; done"), watch=watch)
+    assert [log.read_text() for log in logs] == ["ready\nall\n"] * 3
+
+
 def test_a_scenario_that_takes_too_long_is_ended(
     played: Callable[[str], ScenarioSettings], tmp_path: Path
 ) -> None:
@@ -59,7 +121,7 @@ def test_a_scenario_that_takes_too_long_is_ended(
 def test_the_seed_is_that_of_the_links_and_of_the_faults_and_the_cores_are_shared(
     played: Callable[[str], ScenarioSettings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seeds: list[int] = []
+    seeds: list[float] = []
 
     class Links(ShapedNetwork):
         def __init__(self, *, seed: int = 0) -> None:
@@ -67,16 +129,16 @@ def test_the_seed_is_that_of_the_links_and_of_the_faults_and_the_cores_are_share
             super().__init__(seed=seed)
 
     class Faults(FaultInjector):
-        def __init__(self, *, seed: int = 0, **more: Any) -> None:
-            seeds.append(seed)
-            super().__init__(seed=seed, **more)
+        def __init__(self, *, seed: int = 0, back_s: float = 0.0, **more: Any) -> None:
+            seeds.extend((seed, back_s))
+            super().__init__(seed=seed, back_s=back_s, **more)
 
     monkeypatch.setattr(scenario, "ShapedNetwork", Links)
     monkeypatch.setattr(scenario, "FaultInjector", Faults)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(13)))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    run_scenario(played("echo $OMP_NUM_THREADS"), watch=lambda *_: None)
-    assert seeds == [77, 77]
+    run_scenario(replace(played("echo $OMP_NUM_THREADS"), back_s=4.5), watch=lambda *_: None)
+    assert seeds == [77, 77, 4.5]
     assert (tmp_path / "logs" / "peer2.log").read_text() == "2\n", "of thirteen cores for six ranks"
 
 

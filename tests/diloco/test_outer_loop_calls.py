@@ -383,6 +383,25 @@ def test_who_stopped_after_its_last_step_of_a_round_offers_it_at_once_and_cannot
     assert not [call for call in few.taken() if call[1] == "offer_part"]
 
 
+def test_a_step_on_gradients_that_a_stop_cut_off_is_made_before_it_is_offered() -> None:
+    peer = Peer(ElasticSection(average="gradients", inner_steps=1, overlap_steps=0, codec="fp32"))
+    peer.loop.load_state_values(peer.loop.state_values() | {"inside": True, "within": [1, 1, [[0, 4]]]})
+    peer.waiting = [START]
+    state = peer.loop.admit(Training(step=1, position=Position(holes=SHARE).after([range(0, 4)])))
+    assert peer.loop.share.lease == SHARE and not state.done
+    assert not [call for call in peer.taken() if call[1] == "offer_part"]
+
+
+def test_who_waits_for_samples_goes_back_by_anothers_state_alone() -> None:
+    peer = Peer(ElasticSection(inner_steps=1, overlap_steps=0))
+    back = msgspec.structs.replace(COMMIT, members=(), rewind_to=3, why="a spike")
+    peer.waiting = [Committed(commit=back, included=False), StopTraining(why="enough", failed=False)]
+    assert peer.loop.admit(Training()).done
+    calls = peer.taken()
+    assert not [call for call in calls if call[1] == "step_of"]
+    assert ("update", "drop_offer") in calls and calls[-3] == told(0, peer.begun_with, 0, Position())
+
+
 def test_a_copy_that_is_asked_for_during_a_ring_is_made_once_that_is_over() -> None:
     for overlap_steps in (0, 1):
         peer = Peer(ElasticSection(inner_steps=1, overlap_steps=overlap_steps), copy=Path("/copy"))

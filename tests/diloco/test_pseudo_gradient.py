@@ -88,7 +88,11 @@ def test_a_run_that_begins_again_has_the_present_weights_no_momentum_and_no_erro
     update.residual.fill_(3.0)
     vector.weights += 1
     assert update.digest() != fresh
+    update.offer(1)
+    update.prepare(reduced(*part_of(update, 1.0)))
+    assert update.average() is not None
     update.begin()
+    assert update.average() is None, "it was that of a round before"
     assert torch.equal(update.base, vector.weights)
     assert not update.momentum.any() and not update.residual.any()
 
@@ -335,3 +339,40 @@ def test_the_committed_weights_are_put_in_place_and_the_present_ones_come_back_t
         ("outer.momentum.all", "shared"),
         ("outer.residual.all", "peer"),
     ]
+
+
+@pytest.mark.parametrize("ends", ["begin", "reset", "follow_loaded", "drop_offer", "adopt"])
+def test_the_average_of_a_round_that_is_over_is_kept_for_nobody(ends: str) -> None:
+    update = PseudoGradient(OneTensor(64), ElasticSection(inner_steps=5))
+    update.begin()
+    update.offer(1)
+    update.prepare(reduced(*part_of(update, 1.0)))
+    assert update.average() is not None
+    getattr(update, ends)()
+    assert update.average() is None
+
+
+def test_a_missed_round_drops_the_steps_of_a_part_that_was_offered() -> None:
+    vector = OneTensor(64)
+    update = PseudoGradient(vector, ElasticSection(inner_steps=4, fragments=2))
+    update.begin()
+    vector.weights += 1
+    update.offer(1)
+    (piece,) = update.pieces()
+    update.prepare_missed(1, StoredAverage.of(np.zeros(len(piece), np.float32)))
+    update.adopt()
+    assert torch.equal(vector.weights, update.base)
+
+
+def test_a_late_peers_other_fragments_keep_their_weights_to_the_bit() -> None:
+    vector = OneTensor(64)
+    update = PseudoGradient(vector, ElasticSection(inner_steps=4, fragments=2))
+    update.begin()
+    vector.weights *= 0.001
+    before = vector.weights.clone()
+    update.offer(1)
+    (piece,) = update.pieces()
+    update.drop_offer()
+    update.prepare_missed(1, StoredAverage.of(np.ones(len(piece), np.float32)))
+    update.rebase()
+    assert int((vector.weights == before).sum()) == 64 - len(piece)

@@ -296,7 +296,7 @@ def test_a_peer_without_a_checkpoint_of_the_rewind_waits_for_anothers_state() ->
         assert_follows(before(phase), message, actions, phase=following or phase, wants=None, skips=())
 
 
-@pytest.mark.parametrize("fragments", [(), PASTS[:1], PASTS[::-1]])
+@pytest.mark.parametrize("fragments", [(), PASTS[:1], PASTS[::-1], PASTS * 2])
 def test_histories_of_as_many_fragments_are_taken_from_a_checkpoint_and_others_begin_anew(
     fragments: tuple[FragmentHistory, ...],
 ) -> None:

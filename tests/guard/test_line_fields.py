@@ -151,6 +151,7 @@ def test_numbers_before_the_step_are_passed_over() -> None:
     assert table(" 9 1 2\n 8 3 4\n", count=2, before=1) == [[1.0, 4.0], [3.0, 8.0]]
 
 
+ABOUT = ("at", "from", "to", "of", "After", "before", "for", "UNTIL", "per", "each", "every", "in", "since")
 LINE = " iteration 1/ 9 | lm loss: 2.5 | lr: 1.0 |\n"
 
 
@@ -184,12 +185,29 @@ def test_only_whole_lines_of_one_shape_are_parsed_at_once(text: str, is_alike: b
         ("iteration 5 begins", False),
         ("iteration | loss: 1", False),
         ("iterations 5 | loss: 1", False),
-        *((f"{word} iteration 5 | loss: 1", False) for word in ("at", "from", "After", "UNTIL", "per", "in")),
+        *((f"{word} iteration 5 | loss: 1", False) for word in ABOUT),
         ("of. iteration 5 | loss: 1", True),
     ],
 )
 def test_a_line_of_a_training_says_its_iteration_and_a_figure(line: str, is_one: bool) -> None:
     assert [row["step"] for row in rows(f"starting\n{line}\n")] == ([5.0] if is_one else [])
+
+
+@pytest.mark.parametrize("exponent", ["e+01", "e-01"])
+@pytest.mark.parametrize("count", [1, 9])
+def test_a_small_exponent_of_either_sign_is_one(exponent: str, count: int) -> None:
+    found = rows(LINE.replace("2.5", f"2.5{exponent}") * count)
+    assert [row["loss"] for row in found] == [float(f"2.5{exponent}")] * count
+
+
+def test_a_name_in_another_encoding_is_that_of_a_field_that_nobody_knows() -> None:
+    (row,) = parsed_lines(b"iteration 5 | lm loss: 2.5 | verst\xe4rkt: 1 |\n").tolist()
+    assert row[: FIELDS.index("loss") + 1] == [5.0, 2.5]
+
+
+def test_a_line_that_is_drawn_over_the_one_before_is_another_one() -> None:
+    lines = [LINE.replace("iteration 1", f"iteration {step}").strip() for step in (1, 2, 3)]
+    assert [row["step"] for row in rows("\r".join(lines) + "\n")] == [1.0, 2.0, 3.0]
 
 
 def test_lines_that_end_otherwise_than_most_count_where_they_have_a_loss_and_a_bar() -> None:

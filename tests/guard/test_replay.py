@@ -10,7 +10,7 @@ from tests.guard.reports import noisy, report
 
 from bloomery.config.checkpoint import GuardSection
 from bloomery.errors import StorageError
-from bloomery.guard import logs
+from bloomery.guard import logs, replay
 from bloomery.guard.judge import watching_guards
 from bloomery.guard.logs import Columns, read_columns
 from bloomery.guard.replay import replay_columns
@@ -88,6 +88,54 @@ def test_a_replay_says_what_the_guards_say_line_by_line(tmp_path, seed):
     assert len({name for _, name, _ in expected}) >= 4
     bare = [(line, name, reason.partition(REPEATS)[0]) for line, name, reason in found]
     assert sorted(bare) == expected and any(REPEATS in reason for *_, reason in found)
+
+
+def spiking(steps, *, at, **changed):
+    """A log whose loss is high from a step on, for a while, and is no number 30 steps later."""
+    losses = noisy(steps)
+    losses[at - 1 : at + 15] = [3.5] * 16
+    losses[at + 29] = math.nan
+    return "".join(line(step, loss, **changed) for step, loss in enumerate(losses, 1))
+
+
+def test_many_lines_are_judged_by_processes_that_say_the_same(tmp_path, monkeypatch):
+    logs = [columns_of(tmp_path, spiking(300, at=at)) for at in (200, 230)]
+    alone = [replay_columns(columns, GuardSection()) for columns in logs]
+    monkeypatch.setattr(replay, "_MANY_LINES", 300)
+    monkeypatch.setattr(replay.os, "cpu_count", lambda: 2)
+    assert [replay_columns(columns, GuardSection()) for columns in logs] == alone
+    for found, at in zip(alone, (200, 230), strict=True):
+        steps = [one.step for one in found]
+        assert steps == sorted(steps) and steps[-1] == at + 30
+        assert [one.guard for one in found] == ["spike"] * 3 + ["not_finite"]
+
+
+@pytest.mark.parametrize(
+    ("rewind_steps", "batch", "skip", "in_steps"),
+    [
+        (100, 8, range(99 * 8, 209 * 8 + 200 * 8), False),
+        (100, 0, range(99, 209 + 200), True),
+        (198, 8, range(8, 209 * 8 + 200 * 8), False),
+        (199, 8, range(209 * 8 + 200 * 8), False),
+        (5000, 0, range(209 + 200), True),
+    ],
+)
+def test_what_a_second_rewind_leaves_out_begins_after_the_step_that_the_run_goes_back_to(
+    tmp_path, rewind_steps, batch, skip, in_steps
+):
+    columns = columns_of(tmp_path, spiking(300, at=200, batch=batch))
+    found = replay_columns(columns, GuardSection(spike_rewind_steps=rewind_steps, spike_skip_steps=200))
+    (rewind,) = [one for one in found if one.again is not None]
+    assert (rewind.step, rewind.again.skip, rewind.in_steps) == (209, skip, in_steps)
+    assert rewind.verdict.to_step == rewind.again.to_step == max(199 - rewind_steps, 0)
+    assert ("steps' samples" in rewind.again.reason) is in_steps
+
+
+def test_a_step_to_go_back_to_is_found_though_it_is_thousands_of_lines_ago(tmp_path):
+    columns = columns_of(tmp_path, spiking(1600, at=1500))
+    found = replay_columns(columns, GuardSection(spike_rewind_steps=1400))
+    (rewind,) = [one for one in found if one.again is not None]
+    assert rewind.again.skip.start == 99 * 8
 
 
 def test_calm_lines_are_judged_in_blocks_and_not_one_by_one(tmp_path, monkeypatch):
