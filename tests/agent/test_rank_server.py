@@ -292,6 +292,17 @@ def test_a_process_that_does_not_begin_with_hello_is_sent_away_and_others_stay(r
     link.close()
 
 
+def test_who_has_not_begun_with_hello_is_told_nothing(rank_server, events):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+        stranger.connect(str(rank_server.path))
+        link = connected(rank_server, events)  # it is accepted after the stranger
+        rank_server.send(FlushRound(round=1))
+        assert link.receive(DEADLINE_S) == FlushRound(round=1)
+        with pytest.raises(BlockingIOError):
+            stranger.recv(100, socket.MSG_DONTWAIT)
+        link.close()
+
+
 def test_descriptors_that_come_with_a_message_out_of_turn_are_closed(rank_server, events):
     here, there = socket.socketpair()
     with here, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:

@@ -200,6 +200,8 @@ def test_scores_have_the_names_of_their_metrics_and_the_samples_that_counted(pac
     assert asked["log_samples"] is False, "which would keep each request in memory"
     assert asked["tasks"][0] == "arc" and asked["tasks"][1]["task"] == "local_pairs"
     assert TaskManager.asked == {"include_path": "/more", "include_defaults": True}
+    harness.score_with(model, ["arc"], shots=0)
+    assert package.asked["num_fewshot"] == 0, "and not the task's own number"
 
 
 @pytest.mark.parametrize(("before", "after"), [(None, "false"), ("true", "true")])

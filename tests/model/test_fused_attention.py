@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -131,3 +133,25 @@ def test_rows_of_several_lengths_are_masked_where_kernels_could_compute_those_of
         alone = model(TOKENS[1:, 5:])
     assert torch.equal(found, expected) and len(tiles) == 2, "those of the lone row"
     torch.testing.assert_close(found[1:, 5:], alone, rtol=0, atol=2e-5)
+
+
+def test_kernels_read_the_numbers_of_a_head_side_by_side_however_they_came(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    taken: list[torch.Tensor] = []
+
+    def forward(query, key, value, rules, mixed, log_partition, tiles) -> None:
+        taken.extend((query, key, value))
+
+    def backward(gradient, query, key, value, rules, mixed, log_partition, results, *, tiles) -> None:
+        taken.extend((gradient, query, key, value))
+
+    for name, kernel in (("", forward), ("_backward", backward)):
+        module = SimpleNamespace(**{kernel.__name__: kernel})
+        monkeypatch.setitem(sys.modules, f"bloomery.kernels.triton_attention{name}", module)
+    heads = [torch.randn(1, 5, 16, 2).transpose(2, 3) for _ in range(4)]
+    rules = (None, None, None, None, None)
+    mixed, log_partition = torch.ops.bloomery.tiled_attention(*heads[1:], *rules, 0.0)
+    torch.ops.bloomery.tiled_attention_backward(*heads, *rules, mixed, log_partition, 0.0)
+    for own, given in zip(taken, (*heads[1:], *heads), strict=True):
+        assert own.stride(-1) == 1 and torch.equal(own, given)

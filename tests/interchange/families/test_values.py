@@ -37,6 +37,13 @@ def test_each_kind_of_value_has_its_bounds(kind: Any, taken: list[object], refus
     assert named.allows("relu") and not named.allows("silu") and named.wanted() == "gelu or relu"
 
 
+def test_a_number_is_no_switch_where_only_a_switch_has_a_value() -> None:
+    use = Only(values=(True, None, 4))
+    taken = [value for value in (True, None, 4, 4.0, 1, 1.0, False, 0, "true") if use.allows(value)]
+    assert taken == [True, None, 4, 4.0] and isinstance(taken[0], bool)
+    assert not Only(values=(1, 0)).allows(True)
+
+
 TABLE: dict[str, Any] = {
     "size": Supported(kind="count"),
     "rate": Supported(kind="rate", optional=True),
