@@ -223,6 +223,22 @@ def test_a_writers_answer_comes_after_its_signs_of_progress_or_not_at_all(
     assert not str(late.value)
 
 
+def test_each_sign_of_progress_allows_a_writer_to_be_silent_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [b'{"progress": 1}\n', b'{"progress": 2}\n', b'{"bytes": 7}\n']
+    clock, reads = [0.0], iter(lines)
+
+    def is_ready(file: int, event: int) -> bool:
+        clock[0] += 2.5
+        return clock[0] % 5.0 == 0.0  # every second time
+
+    monkeypatch.setattr(client, "_is_ready", is_ready)
+    monkeypatch.setattr(client, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(os, "read", lambda file, most: next(reads))
+    process: Any = SimpleNamespace(stdout=SimpleNamespace(fileno=lambda: 0))
+    answer = client._receive_answer(process, deadline=60.0, silence_s=6.0)
+    assert answer == {"bytes": 7} and clock[0] == 15.0
+
+
 def boxed(name: str, *rows: tuple[int, int], dtype: str = "float32") -> list[IndexedBox]:
     place = {"name": name, "dtype": dtype, "global_shape": (10, 2), "scope": "shared", "file": "f"}
     return [
