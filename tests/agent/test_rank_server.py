@@ -97,6 +97,9 @@ def test_descriptors_arrive_with_their_message_and_are_others_names_of_the_same_
             here_too.sendall(b"through")
             assert there_too.recv(7) == b"through"
             assert not os.get_inheritable(here_too.fileno())
+        here.close()
+        there.settimeout(DEADLINE_S)
+        assert there.recv(1) == b"", "a copy of the other end is open still"
     link.close()
 
 

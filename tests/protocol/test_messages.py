@@ -441,6 +441,13 @@ def test_as_many_descriptors_come_as_there_are_keys(count):
         decode_agent_message(encode(REDUCE), list(range(3, 3 + count)))
 
 
+@pytest.mark.parametrize(("send", "receive"), [(1, 2), (3, 0), (2, 2), (1, 1)])
+def test_each_connection_of_a_hop_has_its_key(send: int, receive: int):
+    keys = {"send_keys": (bytes(32),) * send, "receive_keys": (bytes(32),) * receive}
+    with pytest.raises(ValueError, match="each connection has one key"):
+        HopConnections(rank=0, next_fds=(3, 4), previous_fds=(5,), **keys)
+
+
 def test_no_descriptor_comes_with_a_message_that_has_none():
     with pytest.raises(ProtocolError):
         decode_rank_message(encode(AbortAck(epoch=1)), [3])
