@@ -231,15 +231,15 @@ def test_a_key_that_says_it_is_another_is_told_with_both(caplog) -> None:
     assert "its content says ['more'], its key []" in caplog.text
 
 
-def listed(name: str, *, life: int, digest: str) -> ListedMember:
+def listed(name: str, *, life: int, digest: str, modified: int | None = None) -> ListedMember:
     member = example.member(peer=name, digest=digest)
-    return ListedMember(member=member, life=life, modified=life, seen_s=0.0, said_s=0.0)
+    return ListedMember(member=member, life=life, modified=modified or life, seen_s=0.0, said_s=0.0)
 
 
 def test_who_can_work_on_a_share_was_there_when_it_was_leased_or_holds_the_newest_state() -> None:
     members = {
         "late": listed("late", life=21, digest="old"),
-        "then": listed("then", life=20, digest="old"),
+        "then": listed("then", life=20, modified=25, digest="old"),
         "holds": listed("holds", life=30, digest="d2"),
         "free": listed("free", life=1, digest="d2"),
     }

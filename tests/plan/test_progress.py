@@ -11,7 +11,7 @@ from bloomery.events.records import StepReport
 from bloomery.events.run_directory import RunDirectory
 from bloomery.plan.hardware import load_hardware
 from bloomery.plan.overview import make_plan
-from bloomery.plan.progress import progress_of, progress_rows
+from bloomery.plan.progress import at_other_scales, progress_of, progress_rows
 from bloomery.plan.request import Request
 from bloomery.plan.schedule import consumed_after, phase_at
 
@@ -125,6 +125,17 @@ def test_other_numbers_of_accelerators_say_when_they_divide(run):
     assert found[256].days_left < here / 1.7
     fewer = {one.accelerators for one in progress(run, accelerators=16).elsewhere}
     assert fewer == {8, 32, 64}  # a replica has 8, so 4 cannot hold the model
+
+
+def test_a_number_of_accelerators_divides_the_batch_where_it_gives_whole_micro_batches():
+    loaded = load_recipe(RECIPE)
+    request = Request(loaded=loaded, hardware=load_hardware("v100-32g"), accelerators=128)
+    plan = make_plan(request)
+    work = replace(plan.draft.work, micro_batch=4)
+    plan = replace(plan, draft=replace(plan.draft, work=work))
+    found = {one.accelerators: one for one in at_other_scales(request, plan, 2_048, 10.0)}
+    assert [count for count, one in found.items() if one.days_left is not None] == [512, 1_024]
+    assert {found[count].note for count in (4_096, 8_192)} == {"does not divide the batch"}
 
 
 def test_planned_stands_against_measured(run):
