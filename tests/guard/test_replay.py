@@ -3,11 +3,14 @@ import math
 import signal
 import subprocess
 import sys
+from argparse import Namespace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from tests.guard.reports import noisy, report
 
+from bloomery.cli import guard as guard_command
 from bloomery.config.checkpoint import GuardSection
 from bloomery.errors import StorageError
 from bloomery.guard import logs, replay
@@ -274,3 +277,23 @@ def test_a_growing_log_is_followed_until_it_is_interrupted(tmp_path):
             assert process.wait(60) == 0
         finally:
             process.kill()
+
+
+def test_a_followed_log_that_begins_anew_is_read_at_once(tmp_path, monkeypatch):
+    path, read, pauses = tmp_path / "training.log", [], []
+    path.write_text(line(1) + line(2))
+
+    def rotated(seconds):
+        pauses.append(seconds)
+        if len(pauses) == 2:
+            raise KeyboardInterrupt
+        path.write_text(line(1))
+
+    def watched(log, **how):
+        read.append(len(read_columns(log, **how)))
+        return read_columns(log, **how)
+
+    monkeypatch.setattr(logs, "read_columns", watched)
+    monkeypatch.setattr(guard_command, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=rotated))
+    assert guard_command._follow(Namespace(log=path, png=None, json=True), GuardSection()) == 0
+    assert read == [2, 1]
