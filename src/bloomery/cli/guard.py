@@ -96,8 +96,10 @@ def _follow(options: Namespace, section: GuardSection) -> int:
     try:
         while True:
             begun = time.monotonic()
-            if path.stat().st_size != size:
-                size = path.stat().st_size
+            if (now := path.stat().st_size) != size:
+                if now < size:  # another log has begun under its name
+                    printed.clear()
+                size = now
                 columns = read_columns(path, may_be_empty=True)
                 findings = replay_columns(columns, section) if len(columns) else []
                 for finding in findings:
