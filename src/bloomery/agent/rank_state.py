@@ -183,7 +183,7 @@ class LocalRanks:
     gone: dict[int, str] = field(default_factory=dict)
     reading: dict[str, str] = field(default_factory=dict)
     _ranks: dict[int, _Rank] = field(default_factory=dict)
-    _start: int = 0
+    _newest_start: int = 0
 
     def take(self, event: RankSent | RankGone, *, now: float) -> None:
         """Note a message of a rank, or that the rank is gone."""
@@ -204,7 +204,7 @@ class LocalRanks:
                 _take_state(rank, report)
             case DataIdentity(identity=identity):
                 self.reading = dict(identity)
-            case RankReady(ready=ready, number=number) if number == self._start:
+            case RankReady(ready=ready, number=number) if number == self._newest_start:
                 rank.ready = ready  # with an earlier number it was offered before the round began again
             case RankRingDone() as done:
                 rank.done = done
@@ -269,10 +269,10 @@ class LocalRanks:
 
     def next_start(self) -> int:
         """Return the number of the next StartRound: `ready` is None until all ranks have answered that."""
-        self._start += 1
+        self._newest_start += 1
         for rank in self._ranks.values():
             rank.ready = None
-        return self._start
+        return self._newest_start
 
     def digest_of(self, epoch: int) -> str | None:
         """Return the digest of all ranks after a ring; "" if theirs differ; None until all are done."""

@@ -129,8 +129,8 @@ class RoundDriver:
         if self._go_told is None:
             self._context.events.write("go", round=shares.round, newcomer=samples is None)
         elif self._go_told[:2] != start[:2]:
-            # The ranks offered a part without samples before, and now get a share: they offer again. Not in
-            # an attempt, which may be committed with the part that they have offered.
+            # The ranks offered a part without samples before, and now get a share: they offer again. An
+            # attempt under way may be committed with the part that they have offered, so it ends first.
             if self._ringing is not None and self._ringing.attempt.epoch > self._called_off:
                 return
             self._offered = None
@@ -264,7 +264,10 @@ class RoundDriver:
         )
 
     def _watch(self, current: RingAttempt, snapshot: RunSnapshot) -> None:
-        """Report the ring's digest when it is done; call it off and report why when it cannot be done."""
+        """Report the digest of the ranks' state once the all_reduce is done, or call the attempt off.
+
+        If the attempt cannot be completed, the reason is reported once the ranks no longer reduce.
+        """
         epoch, local = current.attempt.epoch, self._context.local
         digest = local.digest_of(epoch)
         if digest and epoch > self._called_off:

@@ -216,9 +216,11 @@ def copies_wanted(snapshot: RunSnapshot, *, me: str, made: Sequence[str]) -> Cop
 
 
 def _sources(newcomer: str, listed: ListedMember, holders: Mapping[str, bool]) -> Sequence[str]:
-    """Return the peers that make a copy for a newcomer: those that follow it by name among the holders.
+    """Return the names of the peers that copy the state for a newcomer: SOURCES holders of it, or more.
 
-    Those that can be dialled come first, to spare the peers that relay.
+    The number doubles with each round that has overtaken the newcomer. Holders are taken in the cyclic order
+    of names, beginning after the newcomer's name; those that can be dialled come before those that need a
+    relay, to spare the peers that relay.
 
     holders: the peers that hold the state and can serve a copy of it, and whether only through a relay.
     """

@@ -54,7 +54,7 @@ KEPT = 10_000
 class BadDocument:
     """A document that cannot be used: where it is, and why.
 
-    line: counted from 1; 0 means the whole file.
+    line: the number of its line in the file, from 1 on; 0 where the whole file is the document.
     """
 
     file: str

@@ -205,7 +205,7 @@ class AgentClient:
                 self._arrived.notify_all()
 
     def _receive(self) -> None:
-        """Receive one message into `_unread`. Raises PeerError."""
+        """Receive one message into `_unread`. Raises PeerError if the agent is gone or sends what is none."""
         try:
             content, descriptors = receive_message(self._socket, wait=True)
         except ConnectionResetError:

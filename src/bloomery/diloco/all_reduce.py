@@ -158,7 +158,7 @@ class Attempts:
         self._running, self._prepared = None, None
 
     def fits(self, commit: Commit | KeepAverage) -> bool:
-        """Return whether the state that was prepared last is the state of the commit."""
+        """Return whether the last prepared state has the epoch and the digest of the commit."""
         return self._prepared == (commit.epoch, commit.digest)
 
     def adopts(self, command: Committed) -> bool:

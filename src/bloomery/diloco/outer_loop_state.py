@@ -108,7 +108,7 @@ class TrainingRound:
 class AwaitingCommit:
     """The peer has offered its part.
 
-    start: the message that began the round.
+    start: the message that began the round; if the agent has sent it again, the last one.
     ready: the part that was offered.
     steps, spent: as in TrainingRound, but of the next round (elastic.overlap_steps).
     """

@@ -224,8 +224,9 @@ def is_megatron(directory: Path) -> bool:
 
 
 def read_megatron(directory: Path) -> Mapping[str, Callable[[], Tensor]]:
-    """Return every tensor by the name that transformers' BLOOM gives it; its ranks' parts are joined when it
-    is read.
+    """Return a function for each tensor, by the name that transformers' BLOOM gives it.
+
+    The function reads the parts of all tensor-parallel ranks and returns the whole tensor.
 
     Replicated parts (norms, biases after a reduction) must be equal on all ranks up to rounding. Their mean
     is taken, as the tools of that run did. Raises CheckpointError.

@@ -169,12 +169,13 @@ class StartRound(_Tagged, frozen=True, kw_only=True, tag="go"):
     live: how many peers schedules of the learning rate count.
     samples: this peer's share. A joining peer has none until the next round: it offers a part of no steps and
         no tokens at once, whose weight is 0, and takes part in the ring, so that it holds the next state too.
-
-    number: counts these messages of the agent. A part that answers an earlier one is offered no more.
+    number: how many of these messages the agent has sent, with this one. The agent ignores a part that
+        answers an earlier one.
 
     The agent may send it again within a round. If `samples` contain what the ranks have offered, they offer
     that again, because the coordinator has lost the offer. If they offered a part without samples and get
-    samples now, they begin again with these; the agent sends none of these during an attempt.
+    samples now, they begin again with these. During an attempt the agent sends them no first samples, because
+    it may be committed with the part that they have offered.
     """
 
     round: Number
