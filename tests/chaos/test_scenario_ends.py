@@ -24,6 +24,8 @@ from bloomery.chaos.scenario import ScenarioSettings, run_scenario
 from bloomery.chaos.shaped_network import Shape, ShapedNetwork
 from bloomery.errors import PeerError
 
+DEADLINE_S = 60.0
+
 
 @pytest.fixture
 def played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ScenarioSettings]:
@@ -188,7 +190,9 @@ def test_a_stopped_process_ends_by_itself_when_it_is_closed(
     environment = {"PATH": os.environ["PATH"]}
     with ManagedProcess(name="a", command=answers, environment=environment, log=tmp_path / "log") as process:
         process.start()
+        until = time.monotonic() + DEADLINE_S
         while process.log.read_text() != "ready\n":
+            assert time.monotonic() < until, "it did not come up"
             time.sleep(0.01)
         process.signal(signal.SIGSTOP)
     assert process.status == 7, "it was asked, and not killed"

@@ -1,4 +1,4 @@
-"""Mistakes of who operates runs: each is told, leaves nothing behind, and does not pass for a success."""
+"""Mistakes of who operates runs: each is told with its remedy, leaves nothing, and is no success."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 from tests.cli.in_process import status_of
 from tests.operate.dashboard.written_run import healed_run
+
+from bloomery.config.find import shipped_recipes
+from bloomery.events.run_directory import RunDirectory
 
 MISTAKES = [
     (("ckpt", "list", "http://127.0.0.1:9/x"), "is not the URL of a store"),
@@ -38,16 +41,67 @@ MISTAKES = [
     (("coordinate", "--peers", "a,b"), "--peers goes with --init-certs"),
     (("coordinate", "--json"), "--json goes with --status"),
     (("coordinate", "--status", "x", "--endpoints", "host:2379"), "'host:2379' of the coordinator is no URL"),
+    (("calibrate", "--to", "."), "Name a file that ends in .toml: --to FILE."),
+    (("ckpt", "slim", "nowhere", "small"), "nowhere does not exist. Check the path."),
+    (("ckpt", "backup", "run"), "Use `bloomery ckpt copy RUN URL`."),
+    (("ckpt", "backup", "unsaved"), "Set backup.url, or use `bloomery ckpt copy RUN URL`."),
+    (("ckpt", "import", "nowhere", "--to", "new"), "Give the checkpoint's directory."),
+    (("ckpt", "backup", "run", "--workers", "0"), "--workers 0 is below 1"),
+    (("coordinate", "--init-certs", "certificates"), "Add --run RUN --peers NAME,NAME,…"),
+    (("coordinate", "--grant"), "Make them with --init-certs."),
+    (("coordinate", "--listen", "0.0.0.0:0"), "add --certificates DIR, or listen on 127.0.0.1."),
+    (("dashboard", "run", "--host", "0.0.0.0"), "or leave --host out and use `ssh -L`."),
+    (("dashboard", "run", "--tls-cert", "a.txt"), "--tls-cert and --tls-key go together"),
+    (("dashboard", "run", "--tls-cert", "a.txt", "--tls-key", "a.txt"), "the key without a password."),
+    (("data", "audit", "demo", "--to", "a.txt"), "Name a directory for the report: --to DIR."),
+    (("data", "merge", "--to", "all"), "Name pairs, or give --parts to join parts."),
+    (("data", "fetch", "texts", "--to", "new", "--ratio", "en"), "For instance --ratio en=0.9."),
+    (("evaluate", "run", "--follow"), "--follow wants --tasks"),
+    (("generate", "run", "--prompts", "nowhere.txt"), "one prompt per line, or '-' for standard input."),
+    (("generate", "run", "--prompts", "empty.txt"), "Write one prompt per line."),
+    (("guard", "replay", "a.txt", "optim.clip=1"), "Write guard.key=value: an old log has no other."),
+    (("ckpt", "import", "texts", "--to", "new"), "Give a directory written by save_pretrained, DCP"),
+    (("peer", "probe", "demo", "--streams", "1,x"), "numbers with commas, like 1,2,4,8, not '1,x'"),
+    (("peer", "probe", "demo", "--streams", "0,2"), ", not '0,2'"),
+    (("peer", "probe", "demo", "--streams", "1,9999"), ", not '1,9999'"),
+    (("chaos", "--kinds", "nonsense"), "There are "),
+    (("config", "check", "latin.toml"), "is not UTF-8 text (byte 14)"),
+    (("train", "wrong.toml"), "Put it under [train]."),
+    (("train", "stray.toml"), "Put settings under one of [run]"),
+    (("train", "table.toml"), "Write [model] on its own line."),
+    (("plan", "--at", "nowhere"), "for instance runs/demo; it holds recipe.toml and journal/."),
+    (("note", "run", " "), 'Write it: bloomery note RUN "what happened"'),
+    (("status", "--under", "nowhere"), "Give --under, or a run."),
+    (("sync", "run"), "Give a place: bloomery sync RUN s3://bucket/path"),
+    (
+        ("note", "nowhere", "It began."),
+        "Give the directory that `bloomery train` names, runs/NAME without --run.",
+    ),
+    (("watch", "run", "--once", "--to-file", "nowhere.txt"), "Write one address a line."),
+    (("train", "latin.toml"), "Save the file as UTF-8."),
+    (("simulate", "llama3-405b", "--sweep", "a.b"), "is not section.key=value,value,…"),
+    (
+        ("launch", "demo", "--supervise", "--nnodes", "2", "--rdzv", "a:1", "--spares", "2", "--job", "7"),
+        "Lower --spares, or start on more",
+    ),
 ]
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a run and what an operator might name by mistake."""
+    """A directory with runs and what an operator might name by mistake."""
     place = tmp_path_factory.mktemp("operators")
     healed_run(place / "run")
     (place / "a.txt").write_text("Once upon a time. ")
     (place / "empty.txt").touch()
+    RunDirectory(place / "unsaved").create()
+    (place / "unsaved" / "recipe.toml").write_bytes(shipped_recipes()["demo"].read_bytes())
+    (place / "texts").mkdir()
+    (place / "texts" / "a.txt").write_text("Once upon a time. ")
+    (place / "wrong.toml").write_text("global_batch = 8\n")
+    (place / "stray.toml").write_text("nonsense = 8\n")
+    (place / "table.toml").write_text("model = 8\n")
+    (place / "latin.toml").write_bytes(b'[run]\nname = "\xff"\n')
     (place / "loop").symlink_to("loop")
     (place / "latin").mkdir()
     (place / "latin" / "\udcff.txt").write_text("Once upon a time. ")

@@ -2,6 +2,8 @@
 
 import json
 import random
+from contextlib import suppress
+from pathlib import Path
 
 from bloomery.checkpoint.format.commit import Part, begin_partial, commit, partial_directory
 from bloomery.checkpoint.format.data_file import HashingWriter
@@ -87,3 +89,13 @@ def forged(checkpoint, directory, *, prefix):
         values=manifest.values,
         about=manifest.about,
     )
+
+
+def open_files_of(directory: Path) -> list[str]:
+    """The names of the files of a directory that this process has open, sorted."""
+    names = []
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            path = descriptor.readlink()
+            names += [path.name] if path.parent == directory else []
+    return sorted(names)

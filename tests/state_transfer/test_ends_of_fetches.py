@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import socket
 import threading
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from tests.diloco.elastic_peers import DEADLINE_S, Authority, until
 from tests.diloco.recorder import Recorder
-from tests.diloco.served_states import files_of, make_checkpoint
+from tests.diloco.served_states import files_of, make_checkpoint, open_files_of
 from tests.disk_calls import recorded
 from tests.protocol import example
 
@@ -47,15 +47,6 @@ def partial(checkpoint: Path, tmp_path: Path) -> PartialCheckpoint:
     return PartialCheckpoint(tmp_path / "here", manifest, read_index(checkpoint, manifest))
 
 
-def opened_in(directory: Path) -> list[str]:
-    found = []
-    for descriptor in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):
-            path = descriptor.readlink()
-            found += [path.name] if path.parent == directory else []
-    return found
-
-
 class Fetching:
     """A fetch of which one source is known, and its plan."""
 
@@ -84,9 +75,9 @@ def test_a_fetch_that_ends_leaves_no_file_open_and_no_connection_and_wakes_who_w
 ) -> None:
     woken: list[bool] = []
     fetching.plan.partial.missing.wake = lambda: woken.append(fetching.fetch.is_over)  # type: ignore[method-assign]
-    assert len(opened_in(tmp_path / "here")) == 2
+    assert len(open_files_of(tmp_path / "here")) == 2
     fetching.fetch.close()
-    assert opened_in(tmp_path / "here") == [] and woken == [True]
+    assert open_files_of(tmp_path / "here") == [] and woken == [True]
     assert fetching.calls == [("state", "close")]
 
 
@@ -98,7 +89,7 @@ def test_another_leaders_plan_takes_the_place_of_one_whose_files_are_closed_and_
     fetching.fetch._planned = lambda leader: planned.append(leader) or other  # type: ignore[method-assign]
     fetching.fetch._replan()
     assert planned == [fetching.source] and fetching.fetch.plan is other
-    assert opened_in(tmp_path / "here") == [] and fetching.fetch.moved_s == 1e6
+    assert open_files_of(tmp_path / "here") == [] and fetching.fetch.moved_s == 1e6
 
 
 @pytest.mark.parametrize("is_out", [True, False])
@@ -204,7 +195,7 @@ def test_files_that_cannot_all_be_opened_are_none_of_them_left_open(checkpoint: 
     (here / manifest.files[-1].name).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(OSError, match="symbolic links"):
         PartialCheckpoint(here, manifest, read_index(checkpoint, manifest))
-    assert (here / manifest.files[0].name).exists() and opened_in(here) == []
+    assert (here / manifest.files[0].name).exists() and open_files_of(here) == []
 
 
 def test_a_checkpoint_gets_its_name_once_its_names_within_are_on_the_disk(
@@ -362,7 +353,7 @@ def test_a_server_that_is_closed_ends_who_is_served_its_threads_and_its_states(c
         member.sendall(f"HEAD /state/ab12 HTTP/1.1\r\n{token}\r\n\r\n".encode())
         assert member.recv(1000).startswith(b"HTTP/1.1 200")
         server.close()
-        assert member.recv(1) == b"" and server.states.is_empty and opened_in(checkpoint) == []
+        assert member.recv(1) == b"" and server.states.is_empty and open_files_of(checkpoint) == []
     assert [listener.fileno() for listener in server._listeners] == [-1]
     of_server = {"serving", "served"}
     until(lambda: not of_server & {thread.name for thread in set(threading.enumerate()) - before})

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from tests.diloco.served_states import make_checkpoint
+from tests.diloco.served_states import make_checkpoint, open_files_of
 
 from bloomery.checkpoint.format.manifest import INDEX
 from bloomery.errors import CheckpointError, PeerError
@@ -18,16 +17,6 @@ from bloomery.state_transfer.served_states import READ_S, OpenFile, ServedStates
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     return make_checkpoint(tmp_path, own=1, size=1000)
-
-
-def opened_of(directory: Path) -> list[str]:
-    """The files of a directory that this process has open."""
-    found = []
-    for descriptor in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):
-            path = descriptor.readlink()
-            found += [path.name] if path.parent == directory else []
-    return sorted(found)
 
 
 def test_a_state_that_is_no_longer_served_is_open_until_its_last_reader_has_ended(checkpoint: Path) -> None:
@@ -42,9 +31,9 @@ def test_a_state_that_is_no_longer_served_is_open_until_its_last_reader_has_ende
                 assert third is None
             content = (checkpoint / INDEX).read_bytes()
             assert os.pread(second.descriptor, second.bytes, 0) == content
-        assert opened_of(checkpoint) == files
+        assert open_files_of(checkpoint) == files
         assert os.pread(first.descriptor, first.bytes, 0) == content
-    assert opened_of(checkpoint) == []
+    assert open_files_of(checkpoint) == []
 
 
 def test_states_that_are_kept_are_served_and_others_are_closed(checkpoint: Path) -> None:
@@ -53,9 +42,9 @@ def test_states_that_are_kept_are_served_and_others_are_closed(checkpoint: Path)
         states.put(digest, checkpoint, round=1)
     states.keep(["cd34", "ef56"])
     assert states.about("ab12") is None and states.about("cd34") == {"name": checkpoint.name, "round": 1}
-    assert len(opened_of(checkpoint)) == len(list(checkpoint.iterdir()))
+    assert len(open_files_of(checkpoint)) == len(list(checkpoint.iterdir()))
     states.clear()
-    assert opened_of(checkpoint) == [] and states.is_empty
+    assert open_files_of(checkpoint) == [] and states.is_empty
 
 
 def test_a_state_that_a_newcomer_has_just_asked_for_stays_until_its_first_block(checkpoint: Path) -> None:
@@ -83,7 +72,7 @@ def test_of_a_checkpoint_that_cannot_be_served_no_file_stays_open(checkpoint: Pa
     states = ServedStates()
     with pytest.raises(CheckpointError):
         states.put("ab12", checkpoint, round=1)
-    assert opened_of(checkpoint) == [] and states.is_empty
+    assert open_files_of(checkpoint) == [] and states.is_empty
 
 
 def test_a_digest_that_is_none_names_no_state(checkpoint: Path) -> None:
@@ -102,7 +91,7 @@ def test_a_state_that_is_put_again_is_the_newest_once_more(checkpoint: Path) -> 
     for digest in ("a", "b", "a", "c"):
         states.put(digest, checkpoint, round=1)
     assert served_of(states, "a", "b", "c") == ["a", "c"]
-    assert len(opened_of(checkpoint)) == 2 * len(list(checkpoint.iterdir()))
+    assert len(open_files_of(checkpoint)) == 2 * len(list(checkpoint.iterdir()))
     states.clear()
 
 
@@ -118,9 +107,9 @@ def test_of_two_that_put_a_state_at_once_one_leaves_no_file_open(
 
     monkeypatch.setattr(served_states, "_opened", meanwhile)
     states.put("ab12", checkpoint, round=1)
-    assert len(opened_of(checkpoint)) == len(list(checkpoint.iterdir()))
+    assert len(open_files_of(checkpoint)) == len(list(checkpoint.iterdir()))
     states.clear()
-    assert opened_of(checkpoint) == []
+    assert open_files_of(checkpoint) == []
 
 
 @pytest.mark.parametrize(("since_s", "is_served"), [(READ_S - 1.0, True), (READ_S, False)])
@@ -150,5 +139,5 @@ def test_averages_are_those_of_the_moment_in_which_they_were_told(tmp_path: Path
     (tmp_path / "ab12.0").write_bytes(b"of rank 0")
     with states.reading("ab12", "average-0") as found:
         assert found is not None and os.pread(found.descriptor, 99, 0) == b"of rank 0"
-        assert opened_of(tmp_path) == ["ab12.0"]
-    assert opened_of(tmp_path) == []
+        assert open_files_of(tmp_path) == ["ab12.0"]
+    assert open_files_of(tmp_path) == []
