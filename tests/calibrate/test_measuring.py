@@ -182,18 +182,27 @@ def test_the_best_of_five_exchanges_counts_after_all_ranks_are_there(monkeypatch
     assert calls == ["barrier", "reduce"] * 5
 
 
+ANSWERS: dict[str, Any] = {
+    "multiplies_bf16": False,
+    "measure_matmuls": [compute.MatmulRate(rows=1, columns=1, inner=1, flops=5e12)],
+    "fit_half_size": (0.75, 48.0),
+    "measure_attention": compute.AttentionCost(efficiency=0.3, pass_ns=0.6),
+    "memory_gb_per_s": 11.0,
+    "disk_gb_per_s": (0.7, 1.9),
+    "memory_gib": 24.0,
+    "process_gib": 0.8,
+    "link_between_processes": MeasuredLink(gb_per_s=4.0, latency_us=35.0, overlap=0.4),
+    "measure_kernel_us": 6.5,
+    "measure_elementwise_gb_per_s": 13.0,
+    "measure_exponential_ns": 0.9,
+}
+"""What each measurement of a machine returns, by the name of its function."""
+
+
 def test_a_measured_machine_says_of_each_figure_how_it_was_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rate = compute.MatmulRate(rows=1, columns=1, inner=1, flops=5e12)
-    answers = {
-        "multiplies_bf16": False, "measure_matmuls": [rate], "fit_half_size": (0.75, 48.0),
-        "measure_attention": compute.AttentionCost(efficiency=0.3, pass_ns=0.6), "memory_gb_per_s": 11.0,
-        "disk_gb_per_s": (0.7, 1.9), "memory_gib": 24.0, "process_gib": 0.8,
-        "link_between_processes": MeasuredLink(gb_per_s=4.0, latency_us=35.0, overlap=0.4),
-        "measure_kernel_us": 6.5, "measure_elementwise_gb_per_s": 13.0, "measure_exponential_ns": 0.9,
-    }  # fmt: skip
-    for name, answer in answers.items():
+    for name, answer in ANSWERS.items():
         monkeypatch.setattr(machine, name, lambda *given, answer=answer: answer)
     platform = SimpleNamespace(node=lambda: "", processor=lambda: "", machine=lambda: "x86_64")
     monkeypatch.setattr(machine, "platform", platform)

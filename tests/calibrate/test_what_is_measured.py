@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from tests.calibrate.test_measuring import ANSWERS
 from torch.nn import functional as F
 
 from bloomery import durable
 from bloomery.calibrate import compute, machine, node_probe
-from bloomery.calibrate.machine import MeasuredLink
 from bloomery.plan.hardware import Accelerator, Hardware, Node
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -207,15 +207,7 @@ def test_a_link_is_that_of_two_gpus_where_two_are_there(
 def test_a_machine_with_gpus_has_as_many_and_reserves_what_a_context_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rate = compute.MatmulRate(rows=1, columns=1, inner=1, flops=5e12)
-    answers = {
-        "multiplies_bf16": True, "measure_matmuls": [rate], "fit_half_size": (0.75, 48.0),
-        "measure_attention": compute.AttentionCost(efficiency=0.3, pass_ns=0.6), "memory_gb_per_s": 11.0,
-        "disk_gb_per_s": (0.7, 1.9), "memory_gib": 24.0, "process_gib": 0.8, "context_gib": 1.5,
-        "link_between_processes": MeasuredLink(gb_per_s=4.0, latency_us=35.0, overlap=0.4),
-        "measure_kernel_us": 6.5, "measure_elementwise_gb_per_s": 13.0, "measure_exponential_ns": 0.9,
-        "measure_peak_flops": 2e12,
-    }  # fmt: skip
+    answers = ANSWERS | {"multiplies_bf16": True, "context_gib": 1.5, "measure_peak_flops": 2e12}
     asked: dict[str, Any] = {}
     for name, answer in answers.items():
         monkeypatch.setattr(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import queue
 from collections.abc import Callable
 from fractions import Fraction
@@ -10,53 +9,46 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.data.refusals import (
+    COPIED,
+    EOD,
+    Act,
+    index,
+    megatron,
+    mixture,
+    pair,
+    read,
+    record,
+    refused,
+    writer_to,
+    written,
+    written_parts,
+)
 
 from bloomery.config.data import DataSection, DatasetSection
 from bloomery.config.environment import SWITCH
 from bloomery.data import tokenize_pool
-from bloomery.data.corpus_parts import CorpusPart, join_parts, record_path
+from bloomery.data.corpus_parts import join_parts
 from bloomery.data.dataset_shares import Claim, Demand, Extent, claims, held_out_weights, read_weights
-from bloomery.data.documents import BadDocuments
 from bloomery.data.duplicates import SimilarityThreshold, deduplicate
 from bloomery.data.hub_dataset import HubDataset
 from bloomery.data.indexed import IndexedDataset, IndexedWriter
-from bloomery.data.megatron_order import Blend, MegatronOrder
+from bloomery.data.megatron_order import Blend
 from bloomery.data.mixture import RULE, Mixture, whole_shares
 from bloomery.data.order import Order
 from bloomery.data.pair_files import HEADER, MAGIC, bin_path, idx_path, seal_path, sums_path
 from bloomery.data.pairs import merge_pairs
 from bloomery.data.position import Position, SampleShare, next_samples
 from bloomery.data.prepare import prepare
-from bloomery.data.readers import Reading, SourceFile, read_file
+from bloomery.data.readers import SourceFile
 from bloomery.data.remote_files import FetchRequest, Remote, RemoteFile, plan_share
 from bloomery.data.sample_layout import layout_of
-from bloomery.data.seal import SealFacts, read_seal, verified_pieces
+from bloomery.data.seal import read_seal, verified_pieces
 from bloomery.data.sealing import seal
 from bloomery.data.sources import SourceHashes, find_files
 from bloomery.data.streaming import CacheLocation, mount
 from bloomery.data.tokenize_worker import Job, prepared_tokenizer, total_bytes
 from bloomery.data.tokenizer import find_tokenizer, load_tokenizer, train_tokenizer
-from bloomery.errors import BloomeryError
-
-EOD = "<|endoftext|>"
-COPIED = ("Copy the pair and its seal again", "tokenise again")
-Act = Callable[[Path], object]
-
-
-def refused(act: Callable[[], object]) -> BloomeryError:
-    with pytest.raises(BloomeryError) as raised:
-        act()
-    return raised.value
-
-
-def pair(
-    prefix: Path, *, dtype: str = "<u2", documents: int = 1, tokens: int = 100, sealed: bool = True
-) -> Path:
-    facts = SealFacts(vocabulary_size=300) if sealed else None
-    with IndexedWriter(prefix, dtype=dtype, seal=facts) as writer:
-        for _ in range(documents):
-            writer.add_document(np.arange(tokens) % 250)
-    return prefix
 
 
 def answers(prefix: Path) -> Path:
@@ -65,28 +57,10 @@ def answers(prefix: Path) -> Path:
     return prefix
 
 
-def written(path: Path, content: str | bytes) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content.encode() if isinstance(content, str) else content)
-    return path
-
-
 def damage(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[9] ^= 1
     path.write_bytes(content)
-
-
-def written_parts(out: Path, *records: dict[str, object], count: int | None = None) -> Path:
-    for number, record in enumerate(records, 1):
-        prefix = CorpusPart(number=number, count=count or len(records)).prefix(out)
-        written(idx_path(prefix), b"")
-        written(record_path(prefix), json.dumps(record))
-    return out
-
-
-def record(corpus: str = "a", engine: str = "e") -> dict[str, object]:
-    return {"corpus": corpus, "engine": engine, "held_out": False}
 
 
 def parts_of_two_counts(out: Path) -> Path:
@@ -171,10 +145,6 @@ SHARES: list[tuple[str, Act, tuple[str, ...]]] = [
 ]
 
 
-def writer_to(path: Path) -> IndexedWriter:
-    return IndexedWriter(path / "pair", dtype="<u2")
-
-
 def add_other_type(path: Path) -> None:
     with writer_to(path) as writer:
         writer.add_pair(IndexedDataset(pair(path / "other", dtype="<i4")))
@@ -187,12 +157,6 @@ def add_documents(path: Path, tokens: list[int], lengths: list[int]) -> None:
 
 def deduplicated(path: Path, *prefixes: Path, against: tuple[Path, ...] = ()) -> None:
     deduplicate(prefixes, path / "out", likeness=SimilarityThreshold(), against=against)
-
-
-def index(path: Path, content: bytes) -> IndexedDataset:
-    written(path / "pair.bin", b"")
-    written(path / "pair.idx", content)
-    return IndexedDataset(path / "pair")
 
 
 def verified(path: Path, how: Callable[[Path], object]) -> None:
@@ -290,15 +254,6 @@ PAIRS: list[tuple[str, Act, tuple[str, ...]]] = [
 ]
 
 
-def megatron(*, seed: int = 0, samples: int = 10) -> MegatronOrder:
-    lengths = [np.array([9, 8, 30], dtype=np.int32)]
-    return MegatronOrder(lengths, None, samples=samples, sequence_length=4, seed=seed)
-
-
-def mixture(**changed: object) -> dict[str, object]:
-    return {**Mixture.of((5, 6), (1, 1)).to_json(), **changed}
-
-
 ORDERS: list[tuple[str, Act, tuple[str, ...]]] = [
     ("no such seed", lambda path: megatron(seed=-1), ("data.order_seed", "--seed")),
     (
@@ -335,12 +290,6 @@ ORDERS: list[tuple[str, Act, tuple[str, ...]]] = [
         ("whole number of global batches",),
     ),
 ]
-
-
-def read(path: Path, content: str | bytes, **settings: str) -> None:
-    written(path, content)
-    file = SourceFile(key=path.name, path=path)
-    list(read_file(file, reading=Reading(**settings), bad=BadDocuments()))  # type: ignore[arg-type]
 
 
 def given(path: Path, prefix: Path) -> DataSection:
@@ -504,102 +453,3 @@ def test_without_a_network_a_fetch_elsewhere_is_advised(monkeypatch: pytest.Monk
         assert "where there is a network" in refused(act).remedy
     remedy = refused(lambda: find_tokenizer("hf:nobody-at-all/nothing")).remedy
     assert "Copy its tokenizer.json here" in remedy and "fetch it once" in remedy
-
-
-def not_adjoining(path: Path) -> None:
-    prefix = pair(path / "other", documents=2, tokens=3, sealed=False)
-    content = bytearray(idx_path(prefix).read_bytes())
-    content[HEADER.size] = 2  # tokens of the first sequence
-    idx_path(prefix).write_bytes(content)
-    with writer_to(path) as writer:
-        writer.add_pair(IndexedDataset(prefix))
-
-
-TOLD: list[tuple[str, Act, str]] = [
-    (
-        "later version",
-        lambda path: index(path, HEADER.pack(MAGIC, 2, 8, 0, 1) + bytes(8)),
-        "{path}/pair.idx has version 2 (byte 9); only version 1 is known.",
-    ),
-    (
-        "floats",
-        lambda path: index(path, HEADER.pack(MAGIC, 1, 7, 0, 1) + bytes(8)),
-        "{path}/pair.idx has token type 7 (byte 17): floats, or other types in an older fork, not token ids.",
-    ),
-    (
-        "unknown type",
-        lambda path: index(path, HEADER.pack(MAGIC, 1, 9, 0, 1) + bytes(8)),
-        "{path}/pair.idx has token type 9 (byte 17): unknown, not token ids.",
-    ),
-    (
-        "short index",
-        lambda path: index(path, HEADER.pack(MAGIC, 1, 8, 5, 3)),
-        "{path}/pair.idx is damaged: its header (bytes 18 to 33) tells of 5 sequences and 2 documents, which "
-        "take 118 bytes, and it has 34.",
-    ),
-    (
-        "an index without an entry",
-        lambda path: index(path, HEADER.pack(MAGIC, 1, 8, 0, 0)),
-        "{path}/pair.idx is damaged: its header (bytes 18 to 33) tells of 0 sequences and -1 documents, "
-        "which take 34 bytes, and it has 34.",
-    ),
-    (
-        "documents elsewhere",
-        lambda path: index(path, HEADER.pack(MAGIC, 1, 8, 0, 1) + (7).to_bytes(8, "little")),
-        "{path}/pair.idx is damaged: its document indices (from byte 34) run from 7 to 7, not from 0 to 0.",
-    ),
-    (
-        "sequences apart",
-        not_adjoining,
-        "{path}/other.idx has sequences of 5 tokens in all, and its pointers end at token 6: its sequences "
-        "do not adjoin.",
-    ),
-    (
-        "a later rule",
-        lambda path: Mixture.from_json(mixture(rule=RULE + 1), windows=(5, 6)),
-        "The checkpoint's mixture follows rule 4, and this version knows rules up to 3.",
-    ),
-    (
-        "a login",
-        lambda path: Remote("https://me:word@host/data"),
-        "The address of host holds credentials, and it would be printed and kept.",
-    ),
-    (
-        "a signed address",
-        lambda path: Remote("https://host/data?signature=word"),
-        "The address of host holds credentials, and it would be printed and kept.",
-    ),
-    (
-        "one object",
-        lambda path: read(path / "a.json", "{}"),
-        "{path}/a.json holds a JSON dict, not a list of records.",
-    ),
-    (
-        "other text",
-        lambda path: join_parts(written_parts(path / "out", record(), record("b"))),
-        "{path}/out-part-2-of-2 was made of other text, settings or pieces than out-part-1-of-2.",
-    ),
-    (
-        "past its end",
-        lambda path: megatron().next_span(Position(consumed=9), 10),
-        "The megatron order was made for 10 samples and ends at sample 11; the next batch would take those "
-        "up to 19.",
-    ),
-    (
-        "a lease that ends",
-        lambda path: next_samples(Position(), 4, SampleShare(lease=())),
-        "The lease of this peer has 0 samples left, and the batch takes 4.",
-    ),
-]
-
-
-@pytest.mark.parametrize(("act", "message"), [pytest.param(*told, id=case) for case, *told in TOLD])
-def test_a_refusal_tells_what_is_wrong_and_where(act: Act, message: str, tmp_path: Path) -> None:
-    assert refused(lambda: act(tmp_path)).message == message.format(path=tmp_path)
-
-
-def test_a_document_may_have_as_many_tokens_as_the_layout_allows(tmp_path: Path) -> None:
-    with pytest.raises(ZeroDivisionError), writer_to(tmp_path) as writer:
-        writer.add_documents(np.array([1]), np.array([(1 << 31) - 1]))
-        _ = 1 // 0
-    assert writer.document_count == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,12 @@ MPI = {
     "OMPI_COMM_WORLD_LOCAL_RANK": "0",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
 }
+
+
+def refusal_of(call: Callable[[], object]) -> tuple[str, str]:
+    with pytest.raises(TrainingFailed) as refused:
+        call()
+    return refused.value.message, refused.value.remedy
 
 
 @pytest.mark.parametrize(
@@ -70,9 +77,7 @@ MPI = {
 def test_a_rank_that_does_not_know_its_place_says_what_to_start_it_with(
     environment: dict[str, str], message: str, remedy: str
 ) -> None:
-    with pytest.raises(TrainingFailed) as refused:
-        rank_variables(environment, address_of=str)
-    assert (refused.value.message, refused.value.remedy) == (message, remedy)
+    assert refusal_of(lambda: rank_variables(environment, address_of=str)) == (message, remedy)
 
 
 @pytest.mark.parametrize(
@@ -98,9 +103,7 @@ def test_a_rank_that_does_not_know_its_place_says_what_to_start_it_with(
 def test_launchers_that_were_started_wrongly_say_how_to_start_them(
     environment: dict[str, str], message: str, remedy: str
 ) -> None:
-    with pytest.raises(TrainingFailed) as refused:
-        node_group(environment, address_of=str)
-    assert (refused.value.message, refused.value.remedy) == (message, remedy)
+    assert refusal_of(lambda: node_group(environment, address_of=str)) == (message, remedy)
 
 
 @pytest.mark.parametrize(
