@@ -20,7 +20,7 @@ OMP_NUM_THREADS=1 bloomery calibrate --to one-thread.toml
 
 
 def run(arguments: list[str]) -> int:
-    """Measure this machine and write its hardware file; returns the exit status."""
+    """Measure this machine and write its hardware file, and return the exit status."""
     options = parser(
         "calibrate",
         "Measure matmuls, memory, links between processes and the disk of this machine, for about a\n"

@@ -200,7 +200,7 @@ def _add_scenario_options(options: ArgumentParser) -> None:
 
 
 def _run(options: Namespace, *, faults: Sequence[Fault] = (), seed: int = 0, back_s: float = 3.0) -> int:
-    """Run the scenario, print its progress and its outcome; returns the exit status."""
+    """Run the scenario, print its progress and its outcome, and return the exit status."""
     from bloomery.chaos.audit import audit
     from bloomery.chaos.processes import interrupted_once
     from bloomery.chaos.scenario import ScenarioSettings, run_scenario

@@ -44,7 +44,7 @@ bloomery ckpt export runs/demo exported                     write a directory th
 
 
 def run(arguments: list[str]) -> int:
-    """Run one subcommand of `bloomery ckpt`; returns the exit status."""
+    """Run one subcommand of `bloomery ckpt`, and return the exit status."""
     subcommands = {
         "list": (_imported("ckpt_list", "show_list"), "list a run's checkpoints, and why each is kept"),
         "show": (_show, "show what a checkpoint holds"),
@@ -184,7 +184,7 @@ def _print_verdict(directory: str, problems: list[Problem]) -> None:
 
 
 def _diff(arguments: list[str]) -> int:
-    """Print how two checkpoints differ; returns the exit status: 0 if they are equal, 1 if they differ."""
+    """Print how two checkpoints differ, and return the exit status: 0 if they are equal, 1 if they differ."""
     options = parser("ckpt diff", "Compare two checkpoints, here or at a URL. Exit status 1: they differ.")
     options.add_argument("one", metavar="RUN|CHECKPOINT|URL", help="a checkpoint, or a run's newest")
     options.add_argument("other", metavar="RUN|CHECKPOINT|URL", help="the one to compare it with")

@@ -47,7 +47,7 @@ bloomery ckpt slim pytorch_model.bin slim.bin                      keep only eac
 
 
 def copy(arguments: list[str]) -> int:
-    """Copy one checkpoint; returns the exit status."""
+    """Copy one checkpoint, and return the exit status."""
     options = parser(
         "ckpt copy",
         "Copy a checkpoint, read the copy back and compare it. Of a run, the newest checkpoint is copied.\n"
@@ -178,7 +178,7 @@ _FILES_AT_A_TIME = 8
 
 
 def backup(arguments: list[str]) -> int:
-    """Back up the newest checkpoint of a run; returns the exit status."""
+    """Back up the newest checkpoint of a run, and return the exit status."""
     options = parser(
         "ckpt backup",
         "Send the newest checkpoint of a run to the places that its recipe names (backup.url,\n"

@@ -32,7 +32,7 @@ bloomery ckpt import global_step95000 --recipe tr11-176b --tokenizer bloom/token
 
 
 def export(arguments: list[str]) -> int:
-    """Write a checkpoint as a directory that transformers loads; returns the exit status."""
+    """Write a checkpoint as a directory that transformers loads, and return the exit status."""
     options = parser(
         "ckpt export",
         "Write a model as a directory that transformers loads, and verify that both give the same logits.",
@@ -90,7 +90,7 @@ def export(arguments: list[str]) -> int:
 
 
 def import_(arguments: list[str]) -> int:
-    """Make a run directory of another program's model; returns the exit status."""
+    """Make a run directory of another program's model, and return the exit status."""
     options = parser(
         "ckpt import",
         "Make a run directory of a model: its weights, tokenizer and a recipe, without optimizer state. The\n"

@@ -83,7 +83,7 @@ def show_list(arguments: list[str]) -> int:
 
 
 def prune(arguments: list[str]) -> int:
-    """Remove the checkpoints that the run's recipe does not keep; returns the exit status."""
+    """Remove the checkpoints that the run's recipe does not keep, and return the exit status."""
     options = parser("ckpt prune", "Remove the checkpoints of a run that its recipe does not keep.")
     options.add_argument(
         "run", type=Path, metavar="RUN", help="the directory of a run that is not training now"

@@ -32,7 +32,7 @@ bloomery config reference                   print the reference of all settings
 
 
 def run(arguments: list[str]) -> int:
-    """Run `bloomery config COMMAND …`; returns the exit status."""
+    """Run `bloomery config COMMAND …`, and return the exit status."""
     subcommands = {
         "show": (_show, "print a recipe with all its settings filled in"),
         "check": (_check, "report every mistake in a recipe at once"),

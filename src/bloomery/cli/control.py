@@ -38,12 +38,12 @@ _SAVES_LATER = "the run is not training, and saves after the first step of its n
 
 
 def stop(arguments: list[str]) -> int:
-    """Run `bloomery stop`; returns the exit status."""
+    """Run `bloomery stop`, and return the exit status."""
     return _switch("stop", arguments)
 
 
 def save(arguments: list[str]) -> int:
-    """Run `bloomery save`; returns the exit status."""
+    """Run `bloomery save`, and return the exit status."""
     return _switch("save", arguments)
 
 
@@ -135,7 +135,7 @@ bloomery skip runs/demo --steps 300:500                 nor those of the steps 3
 
 
 def skip(arguments: list[str]) -> int:
-    """Run `bloomery skip`; returns the exit status."""
+    """Run `bloomery skip`, and return the exit status."""
     options = parser(
         "skip",
         "Let a run leave samples out of its stream. The run takes the request after its next step, all\n"
@@ -268,7 +268,7 @@ bloomery rewind runs/demo --to-step 400 --steps 401:700 go back, and leave out t
 
 
 def rewind(arguments: list[str]) -> int:
-    """Run `bloomery rewind`; returns the exit status."""
+    """Run `bloomery rewind`, and return the exit status."""
     options = parser(
         "rewind",
         "Let a run go back to its newest checkpoint at or before a step. The run takes the request after\n"

@@ -16,7 +16,7 @@ _SHOWN = 12
 
 
 def show(etcd: Etcd, keys: Keys, *, as_json: bool) -> int:
-    """Print the state of a run that the coordinator holds now; returns the exit status."""
+    """Print the state of a run that the coordinator holds now, and return the exit status."""
     with RunView(etcd, keys) as view:
         snapshot = view.snapshot
     content = _content(keys.run, snapshot)

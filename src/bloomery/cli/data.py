@@ -30,7 +30,7 @@ _MOST_WORKERS = 1024
 
 
 def run(arguments: list[str]) -> int:
-    """Run one `bloomery data` command; returns the exit status."""
+    """Run one `bloomery data` command, and return the exit status."""
     options = _parser().parse_args(arguments)
     status: int = options.command(options)
     return status

@@ -38,7 +38,7 @@ bloomery evaluate runs/demo --table                  what was scored so far, by 
 
 
 def run(arguments: list[str]) -> int:
-    """Run `bloomery evaluate …`; returns the exit status."""
+    """Run `bloomery evaluate …`, and return the exit status."""
     options = _parser()
     args = options.parse_intermixed_args(arguments)
     if args.table:
@@ -231,14 +231,14 @@ _POLL_S = 2.0
 
 
 def score_once(args: Namespace) -> int:
-    """Score one checkpoint, record the scores in its run and print them; returns the exit status."""
+    """Score one checkpoint, record the scores in its run and print them, and return the exit status."""
     record = _score(args, args.path)
     _print([record], args)
     return 0
 
 
 def follow(args: Namespace) -> int:
-    """Score the newest checkpoint again and again until the run has ended; returns the exit status.
+    """Score the newest checkpoint again and again until the run has ended, and return the exit status.
 
     It runs in a process of its own and only reads what the training has committed. Where it is slower than
     the training saves, it leaves out what lies between. Checkpoints that were scored before are left out.
@@ -270,7 +270,7 @@ def follow(args: Namespace) -> int:
 
 
 def show_table(args: Namespace) -> int:
-    """Print what was scored so far, a line for each checkpoint; returns the exit status."""
+    """Print what was scored so far, a line for each checkpoint, and return the exit status."""
     rundir = run_directory(args.path)
     records = [record for record in read_journal(rundir.evaluations) if record["event"] == EVENT]
     if not records and not args.json:

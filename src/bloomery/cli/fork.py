@@ -27,7 +27,7 @@ _NOT_TAKEN = (".lock", ".draft", ".partial")
 
 
 def run(arguments: list[str]) -> int:
-    """Run `bloomery fork`; returns the exit status."""
+    """Run `bloomery fork`, and return the exit status."""
     options = parser(
         "fork",
         "Begin another run from a checkpoint: with its weights, optimizer, order of samples and guards.\n"

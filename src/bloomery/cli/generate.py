@@ -29,7 +29,7 @@ bloomery generate runs/imported --chat "What is a bloomery?"
 
 
 def run(arguments: list[str]) -> int:
-    """Load the model and print the texts that it generates; returns the exit status."""
+    """Load the model and print the texts that it generates, and return the exit status."""
     parsed = _parser()
     options = parsed.parse_intermixed_args(arguments)
     if options.system and not options.chat:

@@ -31,7 +31,7 @@ FOLLOW_S = 2.0
 
 
 def run(arguments: list[str]) -> int:
-    """Run one of the commands of `bloomery guard`; returns the exit status."""
+    """Run one of the commands of `bloomery guard`, and return the exit status."""
     subcommands = {
         "replay": (replay, "report what the guards would have found in an old or a growing log"),
     }
@@ -39,7 +39,7 @@ def run(arguments: list[str]) -> int:
 
 
 def replay(arguments: list[str]) -> int:
-    """Apply the guards to a log and print what they find; returns the exit status."""
+    """Apply the guards to a log and print what they find, and return the exit status."""
     options = parser(
         "guard replay",
         "Apply the guards to a log as to a run: a run directory, its journal, or lines of a Megatron-style\n"

@@ -36,7 +36,7 @@ bloomery mesh my.toml parallel.tensor=4 --nodes a,b --json     print every rank 
 
 
 def run(arguments: list[str]) -> int:
-    """Print where each rank runs; returns the exit status. Raises an error for an impossible layout."""
+    """Print where each rank runs, and return the exit status. Raises an error for an impossible layout."""
     options = _parse(arguments)
     loaded = load_given(options.recipe, options.overrides)
     parallel = loaded.recipe.parallel

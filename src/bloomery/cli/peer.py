@@ -58,7 +58,7 @@ other peers go on at once. The same command rejoins and fetches the state that i
 
 
 def run(arguments: list[str]) -> int:
-    """Run a peer, or its part `explain` or `probe`; returns the exit status."""
+    """Run a peer, or its part `explain` or `probe`, and return the exit status."""
     if arguments and arguments[0] == "explain":
         return _explain(arguments[1:])
     if arguments and arguments[0] == "probe":
@@ -147,7 +147,7 @@ def lead(parent: Agent, start_ranks: Callable[[str], int]) -> tuple[int, PeerOut
 
 
 def _ended(status: int, ending: PeerOutcome | None, loaded: LoadedRecipe) -> int:
-    """Print how the peer ended; returns the exit status."""
+    """Print how the peer ended, and return the exit status."""
     if ending is None:
         return status or 1
     _say(f"this peer's part of '{loaded.recipe.run.name}' ended: {ending.why}")

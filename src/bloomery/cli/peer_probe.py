@@ -47,7 +47,7 @@ Comparison = Sequence[tuple[int, Links]]
 
 
 def run(arguments: list[str]) -> int:
-    """Measure the links and print them; returns the exit status."""
+    """Measure the links and print them, and return the exit status."""
     options = _parse(arguments)
     from bloomery.agent.assemble import access_of
     from bloomery.cli.arguments import load_given

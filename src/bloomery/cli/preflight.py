@@ -44,7 +44,7 @@ _WARNING, _BAD_NODE = 1, 67
 
 
 def run(arguments: list[str]) -> int:
-    """Check this node, and its peers under srun; returns the exit status."""
+    """Check this node, and its peers under srun, and return the exit status."""
     if arguments[:1] == ["--probe"] and len(arguments) == 3:  # what the ranks of the measurement run
         from bloomery.calibrate.node_probe import probe_as_rank
 

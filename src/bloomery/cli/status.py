@@ -64,7 +64,7 @@ def run(arguments: list[str]) -> int:
 
 
 def cancel(arguments: list[str]) -> int:
-    """End the jobs of a run; returns the exit status."""
+    """End the jobs of a run, and return the exit status."""
     options = parser(
         "cancel",
         "End the jobs of a run. Its ranks save before they end, if they are given the time: to be sure, use\n"

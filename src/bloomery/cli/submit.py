@@ -34,7 +34,7 @@ stopped, or saved before the time limit; anything else is a failure, in SLURM's 
 
 
 def run(arguments: list[str]) -> int:
-    """Submit the jobs and print their names; returns the exit status."""
+    """Submit the jobs and print their names, and return the exit status."""
     options = _parse(arguments)
     if options.top_up:
         return _top_up(RunDirectory(Path(options.top_up)))

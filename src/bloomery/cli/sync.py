@@ -43,7 +43,7 @@ _EVERY_MINUTES = 60.0
 
 
 def sync(arguments: list[str]) -> int:
-    """Send what is new until SIGINT or SIGTERM, or once; returns the exit status."""
+    """Send what is new until SIGINT or SIGTERM, or once, and return the exit status."""
     options = _parse(arguments)
     from bloomery.operate.sync.hub import HubRepository
     from bloomery.operate.sync.places import open_place
@@ -215,7 +215,7 @@ _HERE_S, _ELSEWHERE_S = 2, 60
 
 
 def follow(arguments: list[str]) -> int:
-    """Print what is new until SIGINT or SIGTERM, or once; returns the exit status."""
+    """Print what is new until SIGINT or SIGTERM, or once, and return the exit status."""
     options = _follow_options(arguments)
     from bloomery.operate.sync.mirror import RunMirror
     from bloomery.operate.sync.places import open_place

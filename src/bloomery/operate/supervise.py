@@ -187,7 +187,7 @@ def supervise(
     budget: RestartBudget | None = None,
     limits: StandstillLimits | None = None,
 ) -> int:
-    """Run attempts until one ends well, is asked to end, or must not be repeated; returns the exit status.
+    """Run attempts until one ends well, is asked to end, or must not be repeated, and return the exit status.
 
     run_attempt: runs the ranks of one attempt to their end and returns its exit status.
     say: prints a message for the user.
