@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from bloomery.config.model import ModelSection
+from bloomery.errors import BloomeryError
 from bloomery.kernels.rules import Rules, tiles_for
 from bloomery.model import attention, fused_attention, native_kernels
 from bloomery.model.attention import rotary_table, rotate
@@ -361,6 +362,21 @@ def test_tiles_are_for_narrow_heads_in_16_bits_where_triton_is(
 ) -> None:  # fmt: skip
     monkeypatch.setattr(fused_attention, "has_triton", lambda: has_triton)
     assert fused_attention.supports_tiled_attention(torch.device(device), dtype, width) is supports
+
+
+def test_a_sample_whose_offsets_the_kernel_cannot_count_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    reached = []
+    module = SimpleNamespace(forward=lambda query, *_: reached.append(query.shape[1]))
+    monkeypatch.setitem(sys.modules, "bloomery.kernels.triton_attention", module)
+    most = 2**31 // (64 * 128)
+    query = torch.empty(1, most + 1, 64, 128, dtype=torch.bfloat16)  # no page of it is touched
+    key = torch.empty(1, most + 1, 1, 1, dtype=torch.bfloat16).expand(-1, -1, 1, 128)
+    rules = (None, None, None, None, None, 0.0)
+    fits = query[:, :most], key[:, :most], key[:, :most]
+    torch.ops.bloomery.tiled_attention(*fits, *rules)
+    with pytest.raises(BloomeryError, match="262,145 tokens spans 2,147,491,840 numbers"):
+        torch.ops.bloomery.tiled_attention(query, key, key, *rules)
+    assert reached == [most]
 
 
 def test_attention_by_tiles_is_given_the_dropout_of_weights_at_its_rate(

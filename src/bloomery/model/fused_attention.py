@@ -13,12 +13,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from bloomery.errors import BloomeryError
 from bloomery.kernels.available import has_triton
 from bloomery.kernels.rules import Rules, tiles_for
 from bloomery.model.dropout import ElementKeys
 
 MOST_WIDTH = 128
 """The largest head width whose tiles fit the chip's memory."""
+MOST_NUMBERS = 2**31
+"""The numbers of one sample's heads that the kernels can address: within a sample they count in 32 bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,9 +137,9 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     from bloomery.kernels.triton_attention import forward  # only where Triton is
 
+    query, key, value = (_rows(heads) for heads in (query, key, value))
     mixed, log_partition = _room(query)
     rules = _rules(starts, ends, slopes, row_keys, column_keys, rate)
-    query, key, value = (_rows(heads) for heads in (query, key, value))
     forward(query, key, value, rules, mixed, log_partition, tiles_for(query.shape[3]).forward)
     return mixed, log_partition
 
@@ -188,8 +191,19 @@ def _gradients(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _rows(heads: Tensor) -> Tensor:
-    """Return [b, s, heads, d] with the numbers of each head side by side."""
-    return heads if heads.stride(-1) == 1 else heads.contiguous()
+    """Return [b, s, heads, d] with the numbers of each head side by side.
+
+    A sample of more than MOST_NUMBERS raises BloomeryError, for the kernels would read other memory.
+    """
+    heads = heads if heads.stride(-1) == 1 else heads.contiguous()
+    span = heads.shape[1] * heads.stride(1)
+    if span > MOST_NUMBERS:
+        raise BloomeryError(
+            f"the attention of a sample of {heads.shape[1]:,} tokens spans {span:,} numbers on one rank; the "
+            f"kernel addresses {MOST_NUMBERS:,}",
+            remedy="Divide the heads over more ranks (parallel.tensor), or lower data.sequence_length.",
+        )
+    return heads
 
 
 def _rules(
