@@ -20,6 +20,7 @@ from bloomery.checkpoint.format.catalogue import (
     newest_intact,
     refusal_of_damage,
     remote_copies,
+    samples_consumed,
     verify,
 )
 from bloomery.checkpoint.format.manifest import (
@@ -204,6 +205,21 @@ def test_the_newest_that_is_intact_is_taken_whatever_the_order_it_is_given_in(ru
     for given in (listed, listed[::-1]):
         assert newest_intact(given) == listed[1]
     assert newest_intact(listed[-1:]) is None is newest_intact(())
+
+
+def test_the_samples_of_a_run_are_those_of_its_newest_checkpoint_that_can_be_read(
+    rundir: RunDirectory,
+) -> None:
+    assert samples_consumed(rundir) == 0
+    for step, consumed in ((3, 24), (12, 96), (5, 40)):
+        entries = [whole("model.a", torch.ones(9))]
+        about = {"consumed_samples": consumed}
+        save_checkpoint(rundir.checkpoints, entries, step=step, incarnation=1, about=about)
+    assert samples_consumed(rundir) == 96
+    flip(checkpoints(rundir)[-1].directory / MANIFEST, 40)
+    assert samples_consumed(rundir) == 40
+    save_checkpoint(rundir.checkpoints, [whole("model.a", torch.ones(9))], step=13, incarnation=1)
+    assert samples_consumed(rundir) == 0, "whoever saved it said nothing of samples"
 
 
 def test_a_list_of_checkpoints_is_read_again_after_a_save_and_after_a_new_start(rundir: RunDirectory) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from bloomery.checkpoint.save.direct import save_checkpoint
 from bloomery.cli import launch, nodes, supervised, train
 from bloomery.cli.ranks import LAUNCHER, RankRange
 from bloomery.cli.supervised import SupervisedStart
@@ -83,6 +84,19 @@ def test_a_launcher_starts_its_ranks_and_ends_with_their_status(run: Path, start
     assert not is_offline()
     started.status = 0
     assert launch.run([*RECIPE, "run.offline=true", "--run", str(run)]) == 0 and is_offline()
+
+
+@pytest.mark.parametrize("command", [launch, train])
+def test_a_run_past_its_ramp_up_starts_with_more_ranks_than_its_first_batches_had(
+    run: Path, started: Started, command: Any
+) -> None:
+    words = [*RECIPE, "train.ramp_up=[2, 2, 60]", "parallel.tensor=1", "--nproc", "8", "--run", str(run)]
+    checkpoints = RunDirectory(run).create().checkpoints
+    save_checkpoint(checkpoints, [], step=8, incarnation=1, about={"consumed_samples": 59})
+    with pytest.raises(ConfigError, match=r"train\.ramp_up"):
+        command.run(words)
+    save_checkpoint(checkpoints, [], step=9, incarnation=1, about={"consumed_samples": 60})
+    assert command.run(words) == 7 and started.share == RankRange(count=8, world=8)
 
 
 def test_a_supervised_launcher_leaves_its_spares_without_ranks(run: Path, started: Started) -> None:

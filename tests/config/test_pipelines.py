@@ -8,7 +8,7 @@ import pytest
 
 from bloomery.config.load import load_recipe
 from bloomery.config.validate import check_recipe
-from bloomery.config.validate_layout import batch_pairs, rounds_fit
+from bloomery.config.validate_layout import batch_pairs, pipeline_mistakes, rounds_fit
 from bloomery.errors import ConfigError, Mistake
 
 SETTINGS = ("model.layers=8", "train.global_batch=16", "train.micro_batch=2", "train.ramp_up=[]")
@@ -197,3 +197,28 @@ def test_the_batches_of_a_ramp_up_begin_evenly_over_its_samples() -> None:
     changes = replace(train, micro_batch=1, micro_batch_changes=((50, 3), (51, 2), (101, 5)))
     assert batch_pairs(changes) == [(4, 1), (4, 3), (7, 2), (10, 5)], "from sample 51 and 101 on"
     assert batch_pairs(replace(train, ramp_up=(10, 3, 101))) == [(10, train.micro_batch)]
+    assert batch_pairs(changes, consumed=50) == [(4, 3), (7, 2), (10, 5)]
+    assert batch_pairs(changes, consumed=100) == [(7, 2), (10, 5)]
+    assert batch_pairs(changes, consumed=101) == batch_pairs(changes, consumed=999) == [(10, 5)]
+
+
+def test_batches_that_a_run_is_past_need_not_fit_its_ranks() -> None:
+    growing = ("train.global_batch=16", "train.ramp_up=[4, 4, 300]", "train.micro_batch=1")
+    recipe = load_recipe("demo", [*SETTINGS, *growing, "optim.name=adamw", "parallel.data=8"]).recipe
+    check_recipe(recipe, {}, data_degree=8, consumed=300)
+    with pytest.raises(ConfigError) as refused:
+        check_recipe(recipe, {}, data_degree=8, consumed=299)
+    (mistake,) = refused.value.mistakes
+    assert mistake.key == "train.ramp_up" and mistake.problem.startswith("a global batch of 12 ")
+    when = "Or resume the run like this once it has used the 300 samples of its ramp-up."
+    assert mistake.remedy.endswith(when)
+
+
+@pytest.mark.parametrize(("consumed", "batch"), [(0, 5), (99, 5), (100, 15), (299, 15), (300, 0)])
+def test_rounds_of_batches_that_a_run_is_past_need_not_be_equal(consumed: int, batch: int) -> None:
+    growing = ("train.global_batch=20", "train.ramp_up=[5, 5, 300]", "train.micro_batch=1")
+    layout = ("parallel.pipeline=2", "parallel.schedule=interleaved", "parallel.chunks=2")
+    recipe = load_recipe("demo", [*SETTINGS, *growing, *layout]).recipe
+    found = pipeline_mistakes(recipe.parallel, recipe.model, recipe.train, data_degree=1, consumed=consumed)
+    told = [one.problem.partition(" has ")[0] for one in found]
+    assert told == ([f"a batch of {batch}"] if batch else [])

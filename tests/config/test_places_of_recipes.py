@@ -320,6 +320,10 @@ def test_the_launch_decides_whether_a_batch_still_divides() -> None:
     assert apply_free(DEMO, "train.micro_batch", "1", data_degree=4).train.micro_batch == 1
     with pytest.raises(ConfigError, match="data degree 3"):
         apply_free(DEMO, "train.micro_batch", "1", data_degree=3)
+    grown = override(DEMO, ["train.global_batch=12", "train.ramp_up=[4, 4, 90]"])
+    with pytest.raises(ConfigError):
+        apply_free(grown, "train.micro_batch", "1", data_degree=12, consumed=89)
+    assert apply_free(grown, "train.micro_batch", "1", data_degree=12, consumed=90).train.micro_batch == 1
 
 
 def test_values_are_shown_without_logins_and_without_tables() -> None:

@@ -19,6 +19,7 @@ from bloomery.plan.schedule import (
     phase_at,
     phases,
     progress,
+    steps_at_end,
     steps_left,
     steps_of_run,
     steps_until,
@@ -240,3 +241,20 @@ def test_steps_that_are_left_may_be_counted_from_within_a_ramp_up():
     assert steps_left(train, sequence_length=8, consumed=101, peers=2) == 0
     assert consumed_after(train, 3, start=10) == 10 + 5 + 5 + 10
     assert consumed_at_end(train, sequence_length=8, consumed=15) == 100
+
+
+@pytest.mark.parametrize(
+    ("train", "peers", "last"),
+    [
+        (TrainSection(samples=100, global_batch=10), 1, 30 + 8),
+        (TrainSection(samples=100, global_batch=10), 2, 30 + 4),
+        (TrainSection(samples=100, global_batch=20), 1, 30 + 4),
+        (TrainSection(samples=20, global_batch=10), 1, 30),
+        (TrainSection(steps=33, samples=0, tokens=0, global_batch=10), 1, 33),
+    ],
+)
+def test_the_last_step_of_a_run_counts_those_that_it_made_with_other_batches(
+    train: TrainSection, peers: int, last: int
+):
+    at = {"step": 30, "consumed": 20, "peers": peers}
+    assert steps_at_end(train, sequence_length=8, **at) == last

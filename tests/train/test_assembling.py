@@ -65,7 +65,6 @@ def start_up(calls: Calls, rundir: RunDirectory, *settings: str, **changed: Any)
         compilation=Compilation(on=True, why="it pays"),
         rundir=rundir,
         options=StartOptions(say=lambda line: calls.append(("said", line))),
-        total_steps=9,
         journal=Part(calls, "journal"),
         observers=Part(calls, "observers"),
         heartbeat=Part(calls, "heartbeat", take_spent={"preparing": 1.0}),
@@ -176,11 +175,12 @@ def test_people_are_told_with_what_a_run_begins_and_programs_get_its_data(
     monkeypatch.setattr(assemble, "warnings_of", lambda loaded, *, accelerators: [f"of {accelerators}"])
     monkeypatch.setattr(assemble, "identity", lambda path: f"identity of {path.path.name}")
     mesh = Mesh(device=CPU, world=4, data=Axis(ranks=(0, 1)))
-    start = start_up(calls, rundir, mesh=mesh, compilation=Compilation(on=False, why="too short"))
+    length = ("train.global_batch=8", "train.ramp_up=[]", "train.samples=56")
+    start = start_up(calls, rundir, *length, mesh=mesh, compilation=Compilation(on=False, why="too short"))
     start._watchers(STATE)
     assert said(calls) == [
         f"step 4 of 9, incarnation 6 of {rundir.path}; 4 × cpu, bf16, eager (too short)",
-        "ranks wait {'data_degree': 2}",
+        "ranks wait {'data_degree': 2, 'consumed': 16}",
         "warning: of 4",
         "a line",
         "another line",
@@ -228,10 +228,11 @@ def test_a_split_backward_is_not_compiled_and_else_the_operations_of_the_run_on_
         assemble, "decide_compilation", lambda choice, **told: asked.append((choice, told)) or "decided"
     )
     plain = ["train.global_batch=8", "train.ramp_up=[]", "train.compile=on", "data.sequence_length=32"]
+    plain += ["train.samples=400"]
     recipe = load_recipe("demo", [*plain, f"parallel.schedule={schedule}"]).recipe
     mesh = Mesh(device=CPU, world=4, pipeline=Axis(ranks=tuple(range(pipeline))))
     cost: Any = SimpleNamespace(hardware=1000.0, model=7.0)
-    decided = assemble._compilation(recipe, cost, mesh, 50)
+    decided = assemble._compilation(recipe, cost, mesh)
     if split:
         why = f"parallel.schedule = {schedule} splits the backward"
         assert decided == Compilation(on=False, why=why) and not asked

@@ -151,6 +151,17 @@ def test_a_free_setting_is_in_force_everywhere_once_it_was_asked_for(run: Run) -
     assert run.settings.guards.state_values() == guards.state_values() != before
 
 
+def test_batches_that_the_run_is_past_do_not_keep_a_setting_from_being_changed(tmp_path: Path) -> None:
+    made = Run(tmp_path / "journal.jsonl", "train.global_batch=12", "train.ramp_up=[4, 4, 90]")
+    asked = (("train.micro_batch", "12"),)
+    early, late = (replace(STATE, position=Position(consumed=consumed)) for consumed in (89, 90))
+    made.asked(early, settings_requested=asked)
+    assert made.settings.recipe.train.micro_batch != 12
+    made.asked(late, settings_requested=asked)
+    assert made.settings.recipe.train.micro_batch == 12
+    made.journal.close()
+
+
 @pytest.mark.parametrize(("key", "value"), [("model.layers", "3"), ("no.such", "1"), ("optim.clip", "x")])
 def test_a_setting_that_cannot_be_changed_is_refused_and_the_run_goes_on(
     run: Run, key: str, value: str

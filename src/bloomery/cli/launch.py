@@ -44,6 +44,7 @@ def run(arguments: list[str]) -> int:
     if options.rdzv:
         read_endpoint(options.rdzv)
     _take_nodes_of_srun(options)
+    from bloomery.checkpoint.format.catalogue import samples_consumed
     from bloomery.cli.arguments import load_given
     from bloomery.cli.early_refusals import refuse_early
     from bloomery.config.environment import go_offline
@@ -57,11 +58,16 @@ def run(arguments: list[str]) -> int:
     count = options.nproc or _usual_count(parallel, nodes=nodes)
     world = count * nodes
     degrees = degrees_of(parallel, world=world)
-    check_recipe(loaded.recipe, loaded.sources, data_degree=degrees.data if degrees else None)
+    path = run_path(options.recipe, run=options.run, name=loaded.recipe.run.name)
+    check_recipe(
+        loaded.recipe,
+        loaded.sources,
+        data_degree=degrees.data if degrees else None,
+        consumed=samples_consumed(RunDirectory(path)),
+    )
     refuse_alone(loaded.recipe, loaded.sources)
     if degrees is None:
         raise wrong_ranks_error(parallel, world=world)
-    path = run_path(options.recipe, run=options.run, name=loaded.recipe.run.name)
     _refuse_stopped(RunDirectory(path), loaded.recipe.control.directory)
     if loaded.recipe.run.offline:
         go_offline()

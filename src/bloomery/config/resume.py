@@ -66,7 +66,9 @@ def refuse_fixed(changes: SettingChanges, sources: Mapping[str, str] | None = No
     )
 
 
-def apply_free(recipe: Recipe, key: str, value_text: str, *, data_degree: int | None = None) -> Recipe:
+def apply_free(
+    recipe: Recipe, key: str, value_text: str, *, data_degree: int | None = None, consumed: int = 0
+) -> Recipe:
     """Return the recipe with one free setting changed, for a run that is going on.
 
     Raises ConfigError for a setting that is unknown, not free or read only at the start, for a value that
@@ -75,6 +77,7 @@ def apply_free(recipe: Recipe, key: str, value_text: str, *, data_degree: int | 
     key: `section.name`.
     value_text: the value, as on the command line.
     data_degree: data-parallel ranks of the run; None where unknown.
+    consumed: the samples that the run has used.
     """
     key, value_text = key.strip(), value_text.strip()
     section, _, name = key.partition(".")
@@ -106,7 +109,7 @@ def apply_free(recipe: Recipe, key: str, value_text: str, *, data_degree: int | 
             f"Stop all peers, and start each with {key}={value_text} on the command line.",
         )
     changed = override(recipe, [f"{key}={value_text}"], source="control/set")
-    check_recipe(changed, {key: "control/set"}, data_degree=data_degree)
+    check_recipe(changed, {key: "control/set"}, data_degree=data_degree, consumed=consumed)
     return changed
 
 

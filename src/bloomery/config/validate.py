@@ -85,11 +85,14 @@ def store_mistakes(recipe: Recipe) -> Iterator[Finding]:
         )
 
 
-def check_recipe(recipe: Recipe, sources: Mapping[str, str], *, data_degree: int | None = None) -> None:
+def check_recipe(
+    recipe: Recipe, sources: Mapping[str, str], *, data_degree: int | None = None, consumed: int = 0
+) -> None:
     """Raise ConfigError with every setting of the recipe that does not fit the others.
 
     sources: where the value of each setting came from, by key.
     data_degree: data-parallel ranks; None where unknown, when `parallel.data = "auto"` counts as 1.
+    consumed: the samples that the run has used already; batches before them need not fit the ranks.
     """
     degree = data_degree or (recipe.parallel.data if recipe.parallel.data != "auto" else 1)
     refuse(
@@ -114,13 +117,15 @@ def check_recipe(recipe: Recipe, sources: Mapping[str, str], *, data_degree: int
             *_length_mistakes(recipe.train),
             *ramp_up_mistakes(recipe.train),
             *_change_mistakes(recipe.train),
-            *batch_mistakes(recipe.train, recipe.parallel, data_degree=degree),
+            *batch_mistakes(recipe.train, recipe.parallel, data_degree=degree, consumed=consumed),
             *_schedule_mistakes(recipe.schedule, recipe.optim, recipe.train, recipe.data.sequence_length),
             *_environment_mistakes(recipe.environment),
             *peer_mistakes(recipe),
             *layout_mistakes(recipe),
             *sharding_mistakes(recipe, data_degree=degree),
-            *pipeline_mistakes(recipe.parallel, recipe.model, recipe.train, data_degree=degree),
+            *pipeline_mistakes(
+                recipe.parallel, recipe.model, recipe.train, data_degree=degree, consumed=consumed
+            ),
         ],
     )
 

@@ -111,32 +111,47 @@ def ramp_up_mistakes(train: TrainSection) -> Iterator[Finding]:
         )
 
 
-def batch_mistakes(train: TrainSection, parallel: ParallelSection, *, data_degree: int) -> Iterator[Finding]:
-    """Yield one finding where `micro_batch × data_degree` does not divide every batch of the run."""
+def batch_mistakes(
+    train: TrainSection, parallel: ParallelSection, *, data_degree: int, consumed: int = 0
+) -> Iterator[Finding]:
+    """Yield one finding where `micro_batch × data_degree` does not divide every batch of the run.
+
+    consumed: the samples that the run has used already. Batches that lie before them need not fit, so that a
+        run may go on with more ranks than its ramp-up allowed.
+    """
     if any(True for _ in ramp_up_mistakes(train)) or any(micro < 1 for _, micro in train.micro_batch_changes):
         return
-    pairs = batch_pairs(train)
+    pairs = batch_pairs(train, consumed=consumed)
     wrong = [(batch, micro) for batch, micro in pairs if batch % (micro * data_degree)]
     if not wrong:
         return
     batch, micro = wrong[0]
     problem = f"a global batch of {batch} is not divisible by micro-batch {micro} × data degree {data_degree}"
     if len(wrong) > 1:
-        problem += f" (nor are {len(wrong) - 1} more of the run's batches)"
+        verb = "is" if len(wrong) == 2 else "are"
+        problem += f" (nor {verb} {len(wrong) - 1} more of the run's batches)"
     ramping = all(batch != train.global_batch for batch, _ in wrong)
+    later = ""
+    if ramping:
+        later = (
+            f" Or resume the run like this once it has used the {train.ramp_up[2]:,} samples of its ramp-up."
+        )
     yield Finding(
         key="train.ramp_up" if ramping else "train.global_batch",
         problem=problem,
-        remedy=_remedy(pairs, parallel, batch=batch, ranks=micro * data_degree),
+        remedy=_remedy(pairs, parallel, batch=batch, ranks=micro * data_degree) + later,
     )
 
 
-def batch_pairs(train: TrainSection) -> list[tuple[int, int]]:
-    """Return every (global batch, micro-batch) that the run uses at some position, in order."""
+def batch_pairs(train: TrainSection, *, consumed: int = 0) -> list[tuple[int, int]]:
+    """Return every (global batch, micro-batch) that the run uses at some position, in order.
+
+    consumed: samples; positions before them are left out.
+    """
     batches = _from_samples(train.ramp_up, train.global_batch)
     micros = ((0, train.micro_batch), *train.micro_batch_changes)
     pairs: list[tuple[int, int]] = []
-    for at in sorted({at for at, _ in batches + micros}):
+    for at in sorted({consumed, *(at for at, _ in batches + micros if at > consumed)}):
         batch = next(value for begin, value in reversed(batches) if begin <= at)
         micro = next(value for begin, value in reversed(micros) if begin <= at)
         if (batch, micro) not in pairs:
@@ -179,9 +194,17 @@ def _remedy(pairs: list[tuple[int, int]], parallel: ParallelSection, *, batch: i
 
 
 def pipeline_mistakes(
-    parallel: ParallelSection, model: ModelSection, train: TrainSection, *, data_degree: int
+    parallel: ParallelSection,
+    model: ModelSection,
+    train: TrainSection,
+    *,
+    data_degree: int,
+    consumed: int = 0,
 ) -> Iterator[Finding]:
-    """Yield what is wrong with the stages and the pipeline schedule; a pipeline of 1 has no schedule."""
+    """Yield what is wrong with the stages and the pipeline schedule; a pipeline of 1 has no schedule.
+
+    consumed: see `batch_mistakes`.
+    """
     yield from _recompute_mistakes(parallel)
     if parallel.pipeline == 1:
         return
@@ -213,7 +236,7 @@ def pipeline_mistakes(
             remedy="Set it to 'selective' or 'full', or parallel.schedule = 'interleaved' or '1f1b'.",
         )
     if not chunks:
-        yield from _round_mistakes(parallel, train, data_degree=data_degree)
+        yield from _round_mistakes(parallel, train, data_degree=data_degree, consumed=consumed)
 
 
 def _recompute_mistakes(parallel: ParallelSection) -> Iterator[Finding]:
@@ -259,13 +282,15 @@ def _stage_mistakes(parallel: ParallelSection, model: ModelSection) -> Iterator[
         )
 
 
-def _round_mistakes(parallel: ParallelSection, train: TrainSection, *, data_degree: int) -> Iterator[Finding]:
+def _round_mistakes(
+    parallel: ParallelSection, train: TrainSection, *, data_degree: int, consumed: int
+) -> Iterator[Finding]:
     """Yield a finding where micro-batches do not divide into equal rounds, as interleaved schedules need."""
     if parallel.schedule not in ("interleaved", "zero-bubble") or any(ramp_up_mistakes(train)):
         return
-    if any(batch_mistakes(train, parallel, data_degree=data_degree)):
+    if any(batch_mistakes(train, parallel, data_degree=data_degree, consumed=consumed)):
         return
-    for batch, micro in batch_pairs(train):
+    for batch, micro in batch_pairs(train, consumed=consumed):
         count = batch // (micro * data_degree)
         if rounds_fit(count, pipeline=parallel.pipeline):
             continue

@@ -193,11 +193,17 @@ _WORTH_TELLING = 0.2
 """Waiting is reported if it takes more than this share of a step."""
 
 
-def bubble_warning(train: TrainSection, parallel: ParallelSection, *, data_degree: int) -> str:
-    """Warn about the batch that fills the pipeline least; '' if ranks wait little. Batches were checked."""
+def bubble_warning(
+    train: TrainSection, parallel: ParallelSection, *, data_degree: int, consumed: int = 0
+) -> str:
+    """Warn about the batch that fills the pipeline least; '' if ranks wait little. Batches were checked.
+
+    consumed: samples; the batches before them do not count.
+    """
     if parallel.pipeline == 1:
         return ""
-    count, batch = min((batch // (micro * data_degree), batch) for batch, micro in batch_pairs(train))
+    pairs = batch_pairs(train, consumed=consumed)
+    count, batch = min((batch // (micro * data_degree), batch) for batch, micro in pairs)
     table = pipeline_order(
         parallel.schedule, pipeline=parallel.pipeline, chunks=parallel.chunks, micro_batches=count
     )

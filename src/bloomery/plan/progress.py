@@ -7,7 +7,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bloomery.config.recipe import Recipe
 from bloomery.errors import DataError
 from bloomery.events.journal import read_history
 from bloomery.events.records import StepReport
@@ -15,7 +14,7 @@ from bloomery.events.run_directory import RunDirectory
 from bloomery.plan.overview import Plan, base_workload, make_plan
 from bloomery.plan.parameters import count_parameters
 from bloomery.plan.request import Request, data_degrees, vocabulary_of
-from bloomery.plan.schedule import phase_at, steps_left, steps_of_run, total_samples
+from bloomery.plan.schedule import phase_at, steps_at_end, total_samples
 from bloomery.plan.step_time import step_time
 from bloomery.plan.timeline import peers_of, workload_at_phase
 
@@ -39,6 +38,7 @@ class RunProgress:
 
     Speeds are medians of its newest steps that have the same global batch and number of ranks. Steps and
     accelerators are this peer's; samples, tokens and their speeds are those of all peers.
+    total_steps: those so far and what remains, for each peer if the number of peers stays.
     peers: number of peers that trained at the last step.
     """
 
@@ -84,10 +84,10 @@ def progress_of(request: Request, run: Path) -> RunProgress:
         )
     recipe = request.recipe
     accelerators = request.accelerators or history.newest_ranks
-    request = replace(request, accelerators=accelerators)
-    plan = make_plan(request)
     recent = history.alike[-MEASURED_STEPS:]
     last = recent[-1]
+    request = replace(request, accelerators=accelerators, consumed=last.consumed_samples)
+    plan = make_plan(request)
     step_s = median(report.seconds for report in recent)
     speed = last.global_batch * last.peers / step_s
     sequence_length = recipe.data.sequence_length
@@ -101,7 +101,13 @@ def progress_of(request: Request, run: Path) -> RunProgress:
         run=str(run),
         hardware=request.hardware.name,
         step=last.step,
-        total_steps=_total_steps(recipe, last),
+        total_steps=steps_at_end(
+            recipe.train,
+            sequence_length=sequence_length,
+            step=last.step,
+            consumed=last.consumed_samples,
+            peers=last.peers,
+        ),
         peers=last.peers,
         consumed_samples=last.consumed_samples,
         total_samples=total,
@@ -179,21 +185,10 @@ def at_other_scales(request: Request, plan: Plan, accelerators: int, days: float
         there_s = step_time(
             work, plan.draft.parameters, global_batch=batch, recompute=recipe.train.recompute
         ).seconds
-        note = "" if int(degree) in data_degrees(recipe) else "once the full batch is reached"
+        fits_now = int(degree) in data_degrees(recipe, consumed=request.consumed)
+        note = "" if fits_now else "once the full batch is reached"
         estimates.append(OtherScale(accelerators=int(count), days_left=days * there_s / here_s, note=note))
     return tuple(estimates)
-
-
-def _total_steps(recipe: Recipe, last: StepReport) -> int:
-    """Return the number of steps of the run.
-
-    Between peers it is this peer's steps so far, and what remains for each if the number of peers stays.
-    """
-    length = recipe.data.sequence_length
-    if not recipe.elastic.inner_steps:
-        return steps_of_run(recipe.train, sequence_length=length)
-    consumed = last.consumed_samples
-    return last.step + steps_left(recipe.train, sequence_length=length, consumed=consumed, peers=last.peers)
 
 
 def _share(plan: Plan, planned_s: float, last: StepReport) -> float:

@@ -19,7 +19,10 @@ COMMAND_LINE = "command line"
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A recipe, a machine, and what the user adds. None means that the user did not say."""
+    """A recipe, a machine, and what the user adds. None means that the user did not say.
+
+    consumed: the samples that the run has used already, whose batches need not fit the accelerators.
+    """
 
     loaded: LoadedRecipe
     hardware: Hardware
@@ -29,6 +32,7 @@ class Request:
     hours_per_day: float = 24.0
     data_tokens: float | None = None
     price_per_accelerator_hour: float | None = None
+    consumed: int = 0
 
     @property
     def recipe(self) -> Recipe:
@@ -54,6 +58,7 @@ def refuse_impossible(request: Request) -> None:
             request.recipe,
             request.loaded.sources,
             data_degree=accelerators // replica if whole and accelerators else None,
+            consumed=request.consumed,
         )
     except ConfigError as refused:
         mistakes += refused.mistakes
@@ -61,13 +66,16 @@ def refuse_impossible(request: Request) -> None:
         raise ConfigError(mistakes, of=OF)
 
 
-def data_degrees(recipe: Recipe) -> list[int]:
-    """Return the data-parallel degrees that divide every batch of the run, ascending."""
+def data_degrees(recipe: Recipe, *, consumed: int = 0) -> list[int]:
+    """Return the data-parallel degrees that divide every batch of the run, ascending.
+
+    consumed: samples; batches that lie before them do not count.
+    """
     from math import gcd
 
     if any(True for _ in ramp_up_mistakes(recipe.train)):
         return [1]
-    pairs = batch_pairs(recipe.train)
+    pairs = batch_pairs(recipe.train, consumed=consumed)
     if any(batch % micro for batch, micro in pairs):
         return []
     largest = gcd(*(batch // micro for batch, micro in pairs))

@@ -88,6 +88,19 @@ def steps_of_peer(train: TrainSection, elastic: ElasticSection, *, sequence_leng
     return steps_left(train, sequence_length=sequence_length, consumed=0, peers=elastic.peers)
 
 
+def steps_at_end(train: TrainSection, *, sequence_length: int, step: int, consumed: int, peers: int) -> int:
+    """Return the number of the last step of a run that goes on from a position.
+
+    Where batches were changed since the run began, the steps so far are not those that the recipe would make.
+
+    step, consumed: the steps of this peer and the samples of all peers so far.
+    peers: they share what is left.
+    """
+    if train.steps and peers == 1:
+        return train.steps
+    return step + steps_left(train, sequence_length=sequence_length, consumed=consumed, peers=peers)
+
+
 def steps_left(train: TrainSection, *, sequence_length: int, consumed: int, peers: int) -> int:
     """Return the steps that each of `peers` peers still makes, after all together used `consumed` samples."""
     until = total_samples(train, sequence_length=sequence_length)

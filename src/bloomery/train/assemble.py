@@ -35,7 +35,7 @@ from bloomery.parallel.precision import LossScale, measure_peak_flops, resolve_p
 from bloomery.parallel.rank_zero_task import ReportProgress
 from bloomery.plan.early_warnings import warnings_of
 from bloomery.plan.parameters import TokenCost, token_cost
-from bloomery.plan.schedule import phase_at, steps_of_peer
+from bloomery.plan.schedule import phase_at, steps_at_end, steps_of_peer
 from bloomery.train.checkpoint_store import Store
 from bloomery.train.control import Control, refuse_when_stopped
 from bloomery.train.corruption import CorruptionCheck
@@ -78,20 +78,18 @@ def build_trainer(loaded: LoadedRecipe, rundir: RunDirectory, options: StartOpti
         changes, prepared = _take_and_prepare(
             loaded, rundir, options, mesh=mesh, heartbeat=heartbeat, stack=stack
         )
-        stack.enter_context(
-            explaining_out_of_memory(loaded, rundir, mesh, vocabulary=prepared.vocabulary_size)
-        )
+        vocabulary = prepared.vocabulary_size
+        stack.enter_context(explaining_out_of_memory(loaded, rundir, mesh, vocabulary=vocabulary))
         heartbeat.start().enter(RankActivity.BUILDING)
         control = Control(rundir, mesh, section=recipe.control, ends_process=options.ends_process)
         stack.callback(control.close)
         cost = token_cost(
             recipe.model,
-            vocabulary=prepared.vocabulary_size,
+            vocabulary=vocabulary,
             sequence_length=recipe.data.sequence_length,
             recompute=recipe.train.recompute,
         )
-        total_steps = steps_of_peer(recipe.train, recipe.elastic, sequence_length=recipe.data.sequence_length)
-        compilation = _compilation(recipe, cost, mesh, total_steps)
+        compilation = _compilation(recipe, cost, mesh)
         if not compilation.on and mesh.device.type == "cpu":  # GPUs compile single kernels even then
             heartbeat.expect_no_compilation()
         model = _build_model(recipe, prepared, mesh, compiled=compilation.on)
@@ -108,7 +106,6 @@ def build_trainer(loaded: LoadedRecipe, rundir: RunDirectory, options: StartOpti
             compilation=compilation,
             rundir=rundir,
             options=options,
-            total_steps=total_steps,
             journal=journal,
             observers=observers,
             heartbeat=heartbeat,
@@ -252,13 +249,14 @@ def _choices(recipe: Recipe, device: torch.device) -> Mapping[str, str]:
     return {"train.precision": resolve_precision("auto", device)} if "auto" in precisions else {}
 
 
-def _compilation(recipe: Recipe, cost: TokenCost, mesh: Mesh, total_steps: int) -> Compilation:
+def _compilation(recipe: Recipe, cost: TokenCost, mesh: Mesh) -> Compilation:
     if mesh.pipeline.degree > 1 and recipe.parallel.schedule in SPLIT_BACKWARD:
         return Compilation(
             on=False, why=f"parallel.schedule = {recipe.parallel.schedule} splits the backward"
         )
-    tokens = total_steps * recipe.train.global_batch * recipe.data.sequence_length
-    run_flops = cost.hardware * tokens / mesh.world
+    length = recipe.data.sequence_length
+    steps = steps_of_peer(recipe.train, recipe.elastic, sequence_length=length)
+    run_flops = cost.hardware * steps * recipe.train.global_batch * length / mesh.world
     return decide_compilation(recipe.train.compile, device=mesh.device, run_flops=run_flops)
 
 
@@ -311,7 +309,6 @@ class _StartUp:
     compilation: Compilation
     rundir: RunDirectory
     options: StartOptions
-    total_steps: int
     journal: Journal
     observers: Observers
     heartbeat: Heartbeat
@@ -364,14 +361,19 @@ class _StartUp:
 
     def _watchers(self, state: TrainState) -> list[Observer]:
         """Say with what the run begins, and return the observers that follow it."""
-        recipe, say = self.loaded.recipe, self.options.say
+        recipe, say, consumed = self.loaded.recipe, self.options.say, state.position.consumed
+        length, peers = recipe.data.sequence_length, recipe.elastic.peers if recipe.elastic.inner_steps else 1
+        last = steps_at_end(
+            recipe.train, sequence_length=length, step=state.step, consumed=consumed, peers=peers
+        )
         say(
-            f"step {state.step} of {self.total_steps}, incarnation {self.heartbeat.incarnation} of "
+            f"step {state.step} of {last}, incarnation {self.heartbeat.incarnation} of "
             f"{self.rundir.path}; {self.mesh.world} × {self.mesh.device}, "
             f"{resolve_precision(recipe.train.precision, self.mesh.device)}, "
             f"{'compiled' if self.compilation.on else 'eager'} ({self.compilation.why})"
         )
-        if waits := bubble_warning(recipe.train, recipe.parallel, data_degree=self.mesh.data.degree):
+        degree = self.mesh.data.degree
+        if waits := bubble_warning(recipe.train, recipe.parallel, data_degree=degree, consumed=consumed):
             say(waits)
         for warning in warnings_of(self.loaded, accelerators=self.mesh.world):
             say(f"warning: {warning}")
@@ -387,7 +389,7 @@ class _StartUp:
             recipe.log,
             self.options,
             first_step=state.step,
-            total_steps=self.total_steps,
+            total_steps=last,
             rundir=self.rundir,
             device=self.mesh.device,
             tracked=TrackedRun(

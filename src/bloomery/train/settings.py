@@ -244,7 +244,13 @@ class RunSettings:
             self.spread_budgets(state)
         for key, value in facts.settings_requested:
             try:
-                changed = apply_free(self.recipe, key, value, data_degree=self._mesh.data.degree)
+                changed = apply_free(
+                    self.recipe,
+                    key,
+                    value,
+                    data_degree=self._mesh.data.degree,
+                    consumed=state.position.consumed,
+                )
                 self._replace_recipe(changed, state)
             except (ConfigError, DataError) as refused:
                 log.warning("control/set was refused: %s", refused)

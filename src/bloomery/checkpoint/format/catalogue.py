@@ -217,6 +217,17 @@ def checkpoints(rundir: RunDirectory) -> tuple[CommittedCheckpoint, ...]:
     return tuple(item for item in committed if item.base in shown)
 
 
+def samples_consumed(rundir: RunDirectory) -> int:
+    """Return how many samples the run had used at its newest checkpoint that can be read; 0 without one."""
+    for item in reversed(checkpoints(rundir)):
+        try:
+            consumed = read_manifest(item.directory).about.get("consumed_samples", 0)
+        except CheckpointError:
+            continue  # the start tells of a damaged one, or passes it over where it may
+        return consumed if isinstance(consumed, int) else 0
+    return 0
+
+
 def listing_changed(rundir: RunDirectory) -> tuple[int, ...]:
     """Return a value that changes whenever `checkpoints` may return something else.
 

@@ -21,7 +21,7 @@ from bloomery.operate.dashboard.step_columns import SPENT
 from bloomery.operate.ledger.figures import PlannedRun, ledger_figures
 from bloomery.operate.ledger.run_ledger import read_ledger
 from bloomery.operate.ledger.time_class import MEANINGS
-from bloomery.plan.schedule import steps_of_run
+from bloomery.plan.schedule import steps_of_peer
 
 MOST_LEDGER_BYTES = 256 << 20
 """The most bytes of a journal for which a page shows the ledger; of larger ones `bloomery report` does."""
@@ -112,7 +112,7 @@ def _kept_checkpoints(reader: RunReader, recipe: Recipe | None) -> dict[str, tup
     """Return (step, why it is kept) of each checkpoint on the disk, by its name."""
     if recipe is None or not reader.rundir.checkpoints.is_dir():
         return {}
-    length = steps_of_run(recipe.train, sequence_length=recipe.data.sequence_length)
+    length = steps_of_peer(recipe.train, recipe.elastic, sequence_length=recipe.data.sequence_length)
 
     def is_committed(checkpoint: CommittedCheckpoint) -> bool:
         return True  # whoever looks on does not read gigabytes to verify them

@@ -22,7 +22,7 @@ from bloomery.operate.run_state import RunStatus, RunVerdict, judge_state, obser
 from bloomery.operate.schedulers.interface import QueuedJob
 from bloomery.operate.standstill import StandstillLimits
 from bloomery.operate.submission import kept_submission, scheduler_of, was_submitted
-from bloomery.plan.schedule import steps_left, steps_of_run, total_samples
+from bloomery.plan.schedule import steps_at_end, steps_left, total_samples
 
 NIGHT_S = 12 * 3600.0
 _MEASURED_STEPS = 50
@@ -216,7 +216,9 @@ def _add_progress(
     length, consumed = recipe.data.sequence_length, int(columns.last("samples") or 0)
     peers = max(1, int(_finite(columns.last("peers")) or 1))
     left = steps_left(recipe.train, sequence_length=length, consumed=consumed, peers=peers)
-    shown.steps = steps_of_run(recipe.train, sequence_length=length) if peers == 1 else shown.step + left
+    shown.steps = steps_at_end(
+        recipe.train, sequence_length=length, step=shown.step, consumed=consumed, peers=peers
+    )
     shown.done = min(1.0, consumed / total_samples(recipe.train, sequence_length=length))
     if shown.step_s is not None:
         shown.left_s = left * shown.step_s
