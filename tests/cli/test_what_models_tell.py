@@ -15,6 +15,7 @@ from tests.cli.test_what_is_shown import Letters, committed
 
 from bloomery.cli import evaluate, generate
 from bloomery.errors import BloomeryError, CheckpointError, DataError
+from bloomery.evaluate.open_checkpoint import window_of
 from bloomery.evaluate.scoring import DocumentScore, TokenizedDocument
 from bloomery.events.journal import Journal, read_journal
 from bloomery.events.run_directory import RunDirectory
@@ -169,7 +170,7 @@ def test_losses_are_told_by_file_or_document_and_of_all_together(
     other = score("b:1", nats=6.0, tokens=5, bytes=4)
 
     def told(*groups: Any, by_document: bool = False) -> list[dict[str, Any]]:
-        args = Namespace(json=True, by_document=by_document, batch=6)
+        args = Namespace(json=True, by_document=by_document, batch=6, window=None)
         given: Any = [(name, iter(scores)) for name, scores in groups]
         assert evaluate._report(args, model(), given) == 0
         return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -189,13 +190,45 @@ def test_losses_are_told_by_file_or_document_and_of_all_together(
     ]
     assert [row["text"] for row in told(("a", [one, two]))] == ["a"], "nothing to be joined"
     given: Any = [("a", iter([one]))]
-    evaluate._report(Namespace(json=False, by_document=False, batch=6), model(begins=(1, 2)), given)
+    plain = Namespace(json=False, by_document=False, batch=6, window=None)
+    evaluate._report(plain, model(begins=(1, 2)), given)
     assert asked[-1][1]["opening"] == (1, 2)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["loss", "perplexity", "bits/byte", "tokens", "bytes", "text"]
     assert lines[2].split()[0] == "2.0000" and lines[2].split()[-3:] == ["10", "40", "a"]
     with pytest.raises(DataError, match="b holds no document"):
         told(("a", [one]), ("b", []))
+
+
+@pytest.mark.parametrize(("window", "position", "told"), [
+    (48, "rotary", ""), (49, "alibi", "trained with 48 tokens at a time"), (20, "learned", ""),
+])  # fmt: skip
+def test_texts_are_scored_in_the_windows_that_are_asked_for_and_longer_ones_are_noted(
+    window: int, position: str, told: str,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    lengths: list[int] = []
+
+    def scored(decoder: str, documents: Any, **options: Any) -> Any:
+        lengths.append(options["sequence_length"])
+        return iter(documents)
+
+    monkeypatch.setattr("bloomery.evaluate.scoring.score_documents", scored)
+    loaded = model()
+    loaded.saved.model.section = SimpleNamespace(position=position)
+    given: Any = [("a", iter([score("a:1", nats=20.0, tokens=10, bytes=40)]))]
+    args = Namespace(json=True, by_document=False, batch=6, window=window)
+    assert evaluate._report(args, loaded, given) == 0
+    noted = capsys.readouterr().err
+    assert lengths == [window] and (told in noted if told else not noted)
+
+
+def test_a_window_that_learned_positions_do_not_reach_is_refused() -> None:
+    saved = model().saved
+    saved.model.section = SimpleNamespace(position="learned")
+    assert window_of(saved, 48) == window_of(saved, None) == 48
+    with pytest.raises(BloomeryError, match="49 tokens does not fit the model's 48 learned"):
+        window_of(saved, 49)
 
 
 def test_documents_of_files_and_of_held_out_text_are_scored_as_they_were_written(tmp_path: Path) -> None:
@@ -275,7 +308,7 @@ def scoring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[RunDirecto
 
 def args(path: Path, **given: Any) -> Namespace:
     usual = {"tasks": "a, b,", "dtype": "bf16", "by_layer": True, "batch": 6, "limit": 7, "shots": 2}
-    usual |= {"include": Path("more"), "json": False, "patience": 2, "every_steps": 1}
+    usual |= {"include": Path("more"), "json": False, "patience": 2, "every_steps": 1, "window": None}
     return Namespace(path=path, **usual | given)
 
 
@@ -285,7 +318,7 @@ def test_scores_of_tasks_are_recorded_in_the_run_and_printed(
     rundir, asked = scoring
     given = args(rundir.path)
     assert evaluate.score_once(given) == 0
-    options = {"batch": 6, "limit": 7, "shots": 2, "include": Path("more")}
+    options = {"batch": 6, "window": None, "limit": 7, "shots": 2, "include": Path("more")}
     loading = (rundir.path, {"dtype": "bf16", "by_layer": True})
     assert asked == ["refuse", loading, (["a", "b"], options)]
     lines = [line.split("  ") for line in capsys.readouterr().out.splitlines() if "─" not in line]
@@ -297,7 +330,7 @@ def test_scores_of_tasks_are_recorded_in_the_run_and_printed(
     (record,) = read_journal(rundir.evaluations)
     assert {key: record[key] for key in record.keys() - {"time", "scores"}} == {
         "event": "tasks", "incarnation": 2, "step": 30, "checkpoint": "step-000030.i002", "tasks": ["a", "b"],
-        "limit": 7, "shots": 2,
+        "limit": 7, "shots": 2, "window": None,
     }  # fmt: skip
     assert record["scores"] == [task("a", 0.5).to_json(), task("b", 0.123456).to_json()]
     directory = rundir.checkpoints / "step-000030.i002"
@@ -305,6 +338,7 @@ def test_scores_of_tasks_are_recorded_in_the_run_and_printed(
     (directory / evaluate.MANIFEST).touch()
     assert evaluate._next(rundir, given) is None, "of just these tasks it was scored"
     assert evaluate._next(rundir, args(rundir.path, tasks="a,c")) == directory
+    assert evaluate._next(rundir, args(rundir.path, window=96)) == directory, "in other windows"
     with Journal(rundir.evaluations) as journal:
         journal.write("tasks", incarnation=1, step=20, checkpoint="step-000020.i001", scores=[])
         journal.write("other", incarnation=1, step=10)

@@ -170,6 +170,7 @@ def test_what_opens_a_text_is_that_of_imported_models_and_is_put_there_once(pack
     assert model.tok_encode("3 4", add_special_tokens=True) == [7, 3, 4]
     assert (model.eot_token_id, model.prefix_token_id, model.max_length) == (END, PREFIX, LONGEST)
     assert model.tokenizer_name == "/no/run/data/tokenizer.json"
+    assert importlib.import_module(OURS).SavedModel(model._saved, small(), window=64).max_length == 64
 
 
 def test_scores_have_the_names_of_their_metrics_and_the_samples_that_counted(package: StandIn) -> None:

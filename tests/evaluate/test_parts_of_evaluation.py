@@ -113,8 +113,8 @@ def test_a_checkpoint_is_scored_as_a_model_with_the_batch_and_all_that_is_asked(
     module = importlib.import_module(OURS)
     monkeypatch.setattr(module, "SavedModel", lambda *told, **more: (told, more))
     asked: dict[str, Any] = {"limit": 5, "shots": 3, "include": Path("/more")}
-    assert harness.score_tasks("saved", "decoder", ["arc"], batch=7, **asked) == "scores"  # type: ignore[arg-type,comparison-overlap]
-    model = (("saved", "decoder"), {"batch": 7})
+    assert harness.score_tasks("saved", "decoder", ["arc"], batch=7, window=64, **asked) == "scores"  # type: ignore[arg-type,comparison-overlap]
+    model = (("saved", "decoder"), {"batch": 7, "window": 64})
     assert given == ["looked", ((model, ["arc"]), asked)]
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
@@ -25,12 +26,14 @@ from bloomery.events.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     from bloomery.cli.run_inputs import LoadedModel
+    from bloomery.evaluate.open_checkpoint import OpenedModel
     from bloomery.evaluate.scoring import DocumentScore, TokenizedDocument
 
 
 EXAMPLES = """\
 bloomery evaluate runs/demo                          the held-out text of the run
 bloomery evaluate runs/demo README.md --by-document  any text: .txt, .jsonl, .parquet, and others as text
+bloomery evaluate runs/demo README.md --window 4096  see more tokens at once than in the training
 bloomery evaluate runs/demo --tasks local_pairs      tasks of lm-eval, or the three that come with us
 bloomery evaluate runs/demo --tasks local_pairs --follow   each new checkpoint, beside the training
 bloomery evaluate runs/demo --table                  what was scored so far, by checkpoint
@@ -77,7 +80,7 @@ def _report(
                 documents,
                 opening=saved.bounds.begins or (saved.bounds.empty,),
                 end=saved.tokenizer.eod,
-                sequence_length=min(saved.recipe.data.sequence_length, saved.model.max_positions),
+                sequence_length=_window(args, saved),
                 rows=args.batch,
             )
         )
@@ -94,6 +97,16 @@ def _report(
     head = ("loss", "perplexity", "bits/byte", "tokens", "bytes", "text")
     print(table_text([head, *(_cells(row) for row in rows)], left=(5,), wrap=False))
     return 0
+
+
+def _window(args: Namespace, saved: OpenedModel) -> int:
+    from bloomery.evaluate.open_checkpoint import trained_window, window_of
+
+    window = window_of(saved, args.window)
+    if window > trained_window(saved):
+        trained = f"{trained_window(saved):,}"
+        print(f"note: the model was trained with {trained} tokens at a time", file=sys.stderr)
+    return window
 
 
 def _files(args: Namespace, loaded: LoadedModel) -> list[tuple[str, Iterator[TokenizedDocument]]]:
@@ -221,6 +234,12 @@ def _parser() -> ArgumentParser:
     options.add_argument(
         "--batch", type=positive, default=8, metavar="N", help="windows computed together (default: 8)"
     )
+    options.add_argument(
+        "--window",
+        type=positive,
+        metavar="TOKENS",
+        help="tokens that the model sees at once; more than in the training try how it extrapolates",
+    )
     add_loading(options)
     options.add_argument("--json", action="store_true", help="print one JSON object per line")
     return options
@@ -294,6 +313,7 @@ def _score(args: Namespace, path: Path) -> dict[str, Any]:
         loaded.decoder,
         _names(args),
         batch=args.batch,
+        window=_window(args, loaded.saved) if args.window else None,
         limit=args.limit,
         shots=args.shots,
         include=args.include,
@@ -310,6 +330,7 @@ def _score(args: Namespace, path: Path) -> dict[str, Any]:
             tasks=_names(args),  # a name may stand for several tasks, under whose names the scores are
             limit=args.limit,
             shots=args.shots,
+            window=args.window,
             scores=[score.to_json() for score in scores],
         )
     return [record for record in read_tail(rundir.evaluations) if record["event"] == EVENT][-1]
@@ -325,6 +346,7 @@ def _next(rundir: RunDirectory, args: Namespace) -> Path | None:
         record
         for record in read_journal(rundir.evaluations)
         if record["event"] == EVENT
+        and record.get("window") == args.window
         and tasks <= {*record.get("tasks", ()), *(score["task"] for score in record["scores"])}
     ]
     newest = committed[-1]

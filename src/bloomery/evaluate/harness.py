@@ -64,13 +64,15 @@ def score_tasks(
     tasks: Sequence[str],
     *,
     batch: int = 8,
+    window: int | None = None,
     limit: int | None = None,
     shots: int | None = None,
     include: Path | None = None,
 ) -> list[TaskScore]:
     """Return the scores of each task, of ours (LOCAL_TASKS) or of those that lm-eval knows.
 
-    batch: requests computed together. limit: samples of each task; None for all.
+    batch: requests computed together. window: tokens seen at once; None for the model's positions.
+    limit: samples of each task; None for all.
     shots: examples before each question; None for the task's own number. include: directory of further tasks.
     Raises BloomeryError where lm-eval is not installed, or knows no such task.
     """
@@ -78,7 +80,11 @@ def score_tasks(
     from bloomery.evaluate.lm_eval_model import SavedModel
 
     return score_with(
-        SavedModel(saved, decoder, batch=batch), tasks, limit=limit, shots=shots, include=include
+        SavedModel(saved, decoder, batch=batch, window=window),
+        tasks,
+        limit=limit,
+        shots=shots,
+        include=include,
     )
 
 

@@ -27,12 +27,14 @@ _MOST_NEW_TOKENS = 256
 class SavedModel(TemplateLM):
     """A decoder and its tokenizer, for `lm_eval.simple_evaluate(model=…)`.
 
-    batch: requests that are computed together.
+    batch: requests that are computed together. window: tokens seen at once; None for the model's positions.
     """
 
-    def __init__(self, saved: OpenedModel, decoder: Decoder, *, batch: int = 8) -> None:
+    def __init__(
+        self, saved: OpenedModel, decoder: Decoder, *, batch: int = 8, window: int | None = None
+    ) -> None:
         super().__init__()
-        self._saved, self._decoder, self._batch = saved, decoder, batch
+        self._saved, self._decoder, self._batch, self._window = saved, decoder, batch, window
         is_imported = generation_files_of(RunDirectory(saved.checkpoint.parent.parent)) is not None
         # Exports of runs that began here put nothing before a text; an import's tokenizer says itself.
         self._begins = list(saved.bounds.begins) if is_imported else []
@@ -50,7 +52,7 @@ class SavedModel(TemplateLM):
     @property
     def max_length(self) -> int:
         """Return the number of positions that a window may have."""
-        return self._saved.model.max_positions
+        return self._window or self._saved.model.max_positions
 
     @property
     def tokenizer_name(self) -> str:

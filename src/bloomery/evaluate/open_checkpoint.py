@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from bloomery.checkpoint.load.loader import read_model
 from bloomery.config.recipe import Recipe
 from bloomery.data.tokenizer import Tokenizer, load_tokenizer
+from bloomery.errors import BloomeryError
 from bloomery.evaluate.saved_files import SavedFiles, find_saved
 from bloomery.interchange.generation_files import TextBounds, generation_files_of, text_bounds
 from bloomery.interchange.huggingface import fill
@@ -77,6 +78,25 @@ def open_model(files: SavedFiles) -> OpenedModel:
         tokenizer_path=files.tokenizer,
         bounds=text_bounds(generation_files_of(rundir), end_of_document=tokenizer.eod),
     )
+
+
+def trained_window(saved: OpenedModel) -> int:
+    """Return how many tokens the model saw at once in its training."""
+    return min(saved.recipe.data.sequence_length, saved.model.max_positions)
+
+
+def window_of(saved: OpenedModel, wanted: int | None) -> int:
+    """Return how many tokens the model shall see at once: `wanted`, or as many as in its training.
+
+    Rotary positions and ALiBi have no end. Raises BloomeryError where learned positions are too few.
+    """
+    positions = saved.model.max_positions
+    if wanted and wanted > positions and saved.model.section.position == "learned":
+        raise BloomeryError(
+            f"A window of {wanted:,} tokens does not fit the model's {positions:,} learned positions.",
+            remedy=f"Give at most {positions:,} (--window).",
+        )
+    return wanted or trained_window(saved)
 
 
 def blocks_from_file(
