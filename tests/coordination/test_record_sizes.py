@@ -10,6 +10,7 @@ from bloomery.coordination.eligibility import PIECES_MORE, unusable_offers
 from bloomery.coordination.snapshot import ListedShares, RunSnapshot
 from bloomery.data.position import Position, Ranges, fewer, total, within
 from bloomery.protocol.encoding import FEW_RANGES_AT_MOST, ProtocolError, decode, encode_text
+from bloomery.protocol.rank_messages import Committed, StartRound, encode_local
 from bloomery.protocol.records import Ready, RoundShares
 
 FAR = 1 << 60
@@ -40,6 +41,17 @@ def test_requests_to_skip_are_followed_until_the_position_is_as_large_as_a_commi
     )
     # One transaction holds both, in base64.
     assert 4 / 3 * (len(encode_text(commit)) + len(encode_text(shares))) < ETCD_REQUEST_BYTES
+
+
+def test_ranks_are_told_of_the_largest_position_among_many_peers_with_long_names() -> None:
+    names = tuple(f"{number:063d}" for number in range(100))
+    position = Position(consumed=4 * len(names), skips=scattered(SKIPS_AT_MOST, first=1 << 61))
+    position = position.giving_out([range(4 * len(names), 8 * len(names))])
+    left_out = dict.fromkeys(names[::2], "its part's norm is 1.23e+04 after 100 steps, and too large")
+    commit = example.commit(position=position, members=names, sources=names, left_out=left_out)
+    start = StartRound(round=2, position=position, live=100, samples=position.holes, number=1)
+    for message in (Committed(commit=commit, included=True), start):
+        encode_local(message)  # it refuses what is too long for the socket
 
 
 def test_a_part_that_leaves_thousands_of_holes_in_its_share_is_left_out() -> None:

@@ -17,9 +17,10 @@ from bloomery.coordination.snapshot import ListedOffer, RunSnapshot
 from bloomery.data.position import Position, Ranges
 from bloomery.protocol.records import Commit, Ready
 
-SKIPS_AT_MOST = 4_096
+SKIPS_AT_MOST = 2_048
 """The most ranges that a position may skip. A request for more is ignored: the commit and the shares hold
-the position, and a transaction that is too large for etcd would end every agent that tries it."""
+the position, and a transaction that is too large for etcd would end every agent that tries it, like a message
+that is too large for the ranks (`rank_messages.MAX_BYTES`)."""
 
 
 def newest_held(snapshot: RunSnapshot) -> Commit | None:
