@@ -80,7 +80,17 @@ class KeptAverages:
         """Return where each rank writes the average of this round; [] if no listed peer has missed it.
 
         Call it once for each commit that includes this peer's part. Averages that nobody needs are removed.
+        A disk that refuses costs those peers the average, and not this peer its part in the run.
         """
+        try:
+            return self._places(commit, snapshot, ranks)
+        except OSError as error:
+            log.warning(
+                "the average of round %d is not kept for those who missed it: %s", commit.round, error
+            )
+            return []
+
+    def _places(self, commit: Commit, snapshot: RunSnapshot, ranks: int) -> list[Path]:
         missed_by = set(snapshot.members) - set(commit.members)
         places: list[Path] = []
         if not missed_by or not self._at_most:
