@@ -204,6 +204,9 @@ def _objection_to_average(commit: Commit, before: RunSnapshot) -> str:
     readies = {name: before.readies[name].ready for name in members}
     for name, why in {**changed_offers(before, tried), **unusable_offers(before, readies)}.items():
         return f"'{name}': {why}"
+    tokens = [readies[name].weight_tokens for name in members]
+    if not sum(tokens) or tried.attempt.weights != tuple(count / sum(tokens) for count in tokens):
+        return "its weights are not those of its members' tokens"
     if is_minority(members, before, before=before.tried_revision):
         return "its members are fewer than half of those that could take part"
     if commit.position != position_after(standing.shares.position, readies.values()):
