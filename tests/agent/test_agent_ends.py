@@ -35,7 +35,10 @@ def test_a_peer_with_another_number_of_ranks_than_one_listed_before_ends_and_nam
     led.step(RunSnapshot(members=members))
     assert led.agent._ending is None
     assert led.pool_kept == [{("a", "a1"), ("b", "b1"), ("c", "c1")}]
-    led.step(RunSnapshot(members={**members, "c": listed("c", life=2, ranks=4)}))
+    changed = {**members, "c": listed("c", life=2, ranks=4)}
+    led.step(RunSnapshot(members=changed))
+    assert led.agent._ending is None, "what a member writes later ends nobody"
+    led.step(RunSnapshot(members={**changed, "a": listed("a", life=7), "b": listed("b", life=8, ranks=8)}))
     assert led.agent._ending == PeerOutcome(
         why="'c', who was listed before, has 4 ranks: use --nproc 4", failed=True
     )

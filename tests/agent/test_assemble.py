@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -13,6 +14,7 @@ import pytest
 from tests.agent.test_access import access
 
 from bloomery.agent import assemble, state_serving
+from bloomery.agent.agent_lock import only_agent
 from bloomery.agent.assemble import PeerAccess, RoundJournal, assemble_agent, codec_warning, round_settings
 from bloomery.agent.state_serving import PeerStateServer
 from bloomery.config.elastic import ElasticSection
@@ -21,7 +23,7 @@ from bloomery.config.peer_settings import equal_settings
 from bloomery.coordination.certificates import init_certificates
 from bloomery.coordination.credentials import Bundle, CoordinatorAccount
 from bloomery.coordination.etcd import Etcd
-from bloomery.errors import CoordinatorAway, PeerError
+from bloomery.errors import CoordinatorAway, PeerError, RunBusy
 from bloomery.events.run_directory import RunDirectory
 from bloomery.protocol.keys import Keys
 from bloomery.transport.handshake import OwnIdentity
@@ -94,6 +96,16 @@ class Made:
 @pytest.fixture
 def made(monkeypatch) -> Made:
     return Made(monkeypatch)
+
+
+def test_a_second_agent_touches_nothing_of_what_the_first_keeps_in_the_run_directory(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(assemble, "only_agent", partial(only_agent, wait_s=0.0))
+    rundir = RunDirectory(tmp_path / "run")
+    with only_agent(rundir), pytest.raises(RunBusy):
+        made.agent(access("elastic.peer=a"), rundir)
+    assert not {"KeptAverages", "KnownCommits", "Journal", "Agent"} & set(made.parts)
 
 
 def test_an_agent_is_made_of_its_recipe_and_its_parts_are_closed_from_the_last_to_the_first(

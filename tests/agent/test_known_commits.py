@@ -74,10 +74,12 @@ def test_what_a_coordinator_that_lost_its_data_says_is_not_kept(tmp_path):
     assert known(path).remembered.commit == commit(7)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"run": "r"}', '{"run": "r", "epoch": -1}'])
-def test_a_garbled_file_is_refused_and_named(tmp_path, text):
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b'{"run": "r"}', b'{"run": "r", "epoch": -1}', b'{"run": "\xff"}', b"\xff"]
+)
+def test_a_garbled_file_is_refused_and_named(tmp_path, content):
     path = tmp_path / "known.json"
-    path.write_text(text)
+    path.write_bytes(content)
     with pytest.raises(PeerError, match=r"known\.json which round of the run is the newest") as refused:
         KnownCommits(path, run="r", peer="a")
     assert "Restore it from a copy" in refused.value.remedy and "move it away" in refused.value.remedy

@@ -244,7 +244,8 @@ def test_only_the_member_that_was_listed_first_is_compared_with_and_only_by_who_
     assert not admitted.is_other(b=of("b", MINE, life=1))
     assert not admitted.is_other(b=of("b", THEIRS, life=5), c=of("c", MINE, life=4))
     assert not admitted.is_other(b=of("b", THEIRS, life=5), a=of("a", MINE, life=4))
-    assert admitted.is_other(b=of("b", THEIRS, life=3), a=of("a", MINE, life=4))
+    assert not admitted.is_other(b=of("b", THEIRS, life=3), a=of("a", MINE, life=4)), "it was admitted"
+    assert admitted.is_other(b=of("b", THEIRS, life=3), a=of("a", MINE, life=6))
     former = of("a", MINE, life=4, incarnation="a0")
     assert admitted.is_other(b=of("b", THEIRS, life=5), a=former), "its former life does not count"
     assert admitted.asked == []

@@ -264,6 +264,14 @@ def test_averages_are_kept_of_the_newest_rounds_that_a_listed_peer_missed(tmp_pa
     assert none.places(COMMITS[1], everybody, ranks=2) == [] and not (tmp_path / "none").exists()
 
 
+def test_a_disk_that_takes_no_average_costs_a_peer_nothing_else(tmp_path: Path, caplog) -> None:
+    (tmp_path / "run").touch()
+    kept = KeptAverages(tmp_path / "run" / "averages", Serving(), None, at_most=2)  # type: ignore[arg-type]
+    everybody = RunSnapshot(members={name: listed(name) for name in "abn"})
+    assert kept.places(COMMITS[1], everybody, ranks=2) == []
+    assert "the average of round 1 is not kept for those who missed it: " in caplog.text
+
+
 def test_a_server_of_ranks_lets_in_processes_of_its_own_user_alone(monkeypatch, caplog) -> None:
     heard: queue.SimpleQueue[object] = queue.SimpleQueue()
     with RankServer(heard.put) as server:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -63,6 +64,28 @@ def test_a_source_that_can_be_dialled_comes_before_one_behind_a_relay_which_is_r
     for source in seen:
         source.reach()
     assert reached == ["z", "a"]
+
+
+def test_a_state_is_removed_once_the_ranks_have_loaded_it_and_not_before(tmp_path: Path):
+    ended: queue.Queue[None] = queue.Queue()
+    state = tmp_path / "fetched" / "step-000001.i001"
+    state.mkdir(parents=True)
+    (state / "manifest.json").write_text("{}")
+    sync = StateSync(
+        lambda commit, sources, *, cancelled: FetchedState(directory=state, leader=sources()[0], bytes=1),
+        me="b",
+        wake=lambda: ended.put(None),
+    )
+    sync.stop()
+    assert sync.fetch(snapshot(1), now=1e9) is None
+    ended.get(timeout=DEADLINE_S)
+    given = sync.fetch(snapshot(1), now=2e9)
+    assert given is not None and (given.directory / "manifest.json").exists()
+    sync.stop()
+    for thread in threading.enumerate():
+        if thread.name == "remove fetched":
+            thread.join(DEADLINE_S)
+    assert not state.exists()
 
 
 def test_a_fetch_that_ends_by_an_error_nobody_foresaw_is_told_and_made_again(caplog):

@@ -14,7 +14,7 @@ from tests.checkpoint.test_background import wait_for
 from bloomery.checkpoint.format.deadlines import Deadlines
 from bloomery.checkpoint.format.state import whole
 from bloomery.checkpoint.save import background as background_module
-from bloomery.checkpoint.save.background import BackgroundSaver
+from bloomery.checkpoint.save.background import BUFFERS, BackgroundSaver
 from bloomery.checkpoint.save.staging import PendingSave
 from bloomery.checkpoint.save.write_plan import WritePlanner
 from bloomery.checkpoint.writer.ranks import Ranks
@@ -194,3 +194,16 @@ def test_who_waits_for_a_copy_ends_its_pauses(saves: Saves, monkeypatch: pytest.
     saving = saves.begin(4)
     saves.saver.wait_staged()
     assert ended == [True] and saving.over.wait(60)
+
+
+def test_saves_go_on_after_what_followed_earlier_ones_has_failed(
+    saves: Saves, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        raise OSError("stale file handle")
+
+    for _ in range(BUFFERS + 1):
+        saves.saver.run_in_save_thread(fail)
+    wait_for(lambda: caplog.text.count("what follows a save failed") == BUFFERS + 1)
+    saving = saves.begin(4)
+    assert saves.saver.wait(deadline_s=60) == [] and saving.failure is None and not saves.saver.is_busy

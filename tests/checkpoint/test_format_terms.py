@@ -327,12 +327,27 @@ def test_an_entry_is_what_its_tensor_is() -> None:
         collect({"model": Part(3, 4, 3)})
 
 
+def write_manifest(directory: Path, content: dict[str, Any]) -> None:
+    """Write a manifest with the hash of what it says."""
+    content.pop("manifest_xxh3_128", None)
+    plain = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    content["manifest_xxh3_128"] = xxhash.xxh3_128_hexdigest(plain.encode())
+    (directory / "manifest.json").write_text(json.dumps(content))
+
+
 @pytest.mark.parametrize("lost", ["step", "time", "files", "values", "index_xxh3_128"])
 def test_a_manifest_that_lacks_something_says_what(tmp_path: Path, lost: str) -> None:
     content = json.loads(manifest_text(Manifest(**FACTS, about={}, values={})))
-    del content["manifest_xxh3_128"], content[lost]
-    plain = json.dumps(content, sort_keys=True, separators=(",", ":"))
-    content["manifest_xxh3_128"] = xxhash.xxh3_128_hexdigest(plain.encode())
-    (tmp_path / "manifest.json").write_text(json.dumps(content))
+    del content[lost]
+    write_manifest(tmp_path, content)
     with pytest.raises(DamagedCheckpoint, match=f"is not a valid manifest: it lacks '{lost}'"):
+        read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["step", "incarnation", "index_bytes"])
+@pytest.mark.parametrize("number", [float("inf"), float("nan"), "many", []])
+def test_a_manifest_whose_number_is_none_is_damaged(tmp_path: Path, name: str, number: Any) -> None:
+    content = json.loads(manifest_text(Manifest(**FACTS, about={}, values={})))
+    write_manifest(tmp_path, {**content, name: number})
+    with pytest.raises(DamagedCheckpoint, match="is not a valid manifest"):
         read_manifest(tmp_path)

@@ -1,5 +1,6 @@
 """What a rank keeps of others in memory: only what the plan of the run allows, and from nobody who stalls."""
 
+import errno
 import json
 import socket
 import struct
@@ -343,3 +344,31 @@ def test_a_server_that_is_closed_takes_no_more_connections(kept: Kept) -> None:
     assert not servers()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(kept.address, timeout=DEADLINE_S)
+
+
+def test_a_server_that_lacks_a_descriptor_for_a_moment_keeps_parts_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = socket.create_server
+
+    class Short(SimpleNamespace):
+        shortages = 2
+
+        def accept(self) -> Any:
+            if self.shortages:
+                self.shortages -= 1
+                raise OSError(errno.EMFILE, "Too many open files")
+            return self.real.accept()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.real, name)
+
+    monkeypatch.setattr(partner.socket, "create_server", lambda *address: Short(real=made(*address)))
+    monkeypatch.setattr(partner, "_PAUSE_S", 0.001)
+    kept = Kept(tmp_path)
+    try:
+        send_replica(kept.address, TOKEN, replica(), content(1000))
+        assert kept.listed() == [(1, 1)] and caplog.text.count("no part of a partner can be accepted") == 1
+    finally:
+        kept.keeper.close()
+        kept.replicas.release()

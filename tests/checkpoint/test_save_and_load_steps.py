@@ -155,6 +155,15 @@ def test_reading_back_is_given_up_once_for_a_save_and_then_carried_to_its_end() 
     free[0] = False
     run()
     assert len(writer.orders) == 4, "it was not given up before: the save goes first"
+    assert check.given_up == 3
+    writer = Writer("", None)
+    check = OwnFilesCheck()
+    check.carry_to_end("a")
+    run()
+    assert check.take() == {"a": ""} and writer.orders[0]["to_its_end"] is True
+    free[0] = True
+    run()
+    assert writer.orders[1]["to_its_end"] is False and check.given_up == 1, "it is carried once"
 
 
 def test_a_checkpoint_is_intact_once_each_rank_has_said_so() -> None:
@@ -165,6 +174,8 @@ def test_a_checkpoint_is_intact_once_each_rank_has_said_so() -> None:
     assert results.add(1, {"c": "", "b": "", "d": ""}) == ["b"] == intact
     assert results.add(0, {"c": ""}) == ["c"]
     assert results.add(1, {"b": ""}) == [] and intact == ["b", "c"], "what is known is told once"
+    results.add(0, {f"given up {number}": "" for number in range(1_000)})
+    assert len(results._ranks_done) == 16 and results.add(1, {"given up 999": ""}) == ["given up 999"]
 
 
 def test_what_was_written_is_read_back_in_chunks_until_somebody_needs_the_writer(tmp_path: Path) -> None:

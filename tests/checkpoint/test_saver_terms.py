@@ -34,7 +34,8 @@ class Background:
         self.refusal: str | None = None
         self.late: list[str] = []
         self.outcomes: dict[str, str] = {}
-        self.check = SimpleNamespace(take=lambda: self.outcomes)
+        self.carried: list[str] = []
+        self.check = SimpleNamespace(take=lambda: self.outcomes, given_up=0, carry_to_end=self.carried.append)
         self.asked: list[tuple[str, Any]] = []
         self.orders: list[dict[str, Any]] = []
 
@@ -131,6 +132,19 @@ def test_an_order_says_where_who_and_what_and_its_texts_are_as_the_state_is_now(
         "partner": None,
     }
     assert partial_directory(tmp_path, step=3, incarnation=2).is_dir()
+
+
+def test_all_ranks_read_the_next_checkpoint_back_to_its_end_after_one_has_given_up(tmp_path: Path) -> None:
+    other = {"given_up": 0}
+    told = Told(tmp_path, others=[other])
+    for step, given_up in ((3, 0), (4, 1), (5, 1), (6, 4)):
+        other["given_up"] = given_up
+        assert told.saver.begin(snapshot(1.0, step=step))
+    assert told.background.carried == ["step-000004.i002", "step-000006.i002"]
+    told.background.is_busy, other["given_up"] = True, 5
+    assert not told.saver.begin(snapshot(1.0, step=7))
+    told.background.is_busy = False
+    assert told.saver.begin(snapshot(1.0, step=8)) and told.background.carried[2:] == ["step-000008.i002"]
 
 
 def test_a_rank_is_given_the_address_of_its_partner_and_of_nobody_else(tmp_path: Path) -> None:

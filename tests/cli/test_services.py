@@ -207,6 +207,9 @@ def test_a_coordinator_that_refuses_connections_is_told_at_once_and_one_of_sever
         with pytest.raises(CoordinatorError, match=refuses):
             coordinate._refuse_unless_listening([refuses])
         coordinate._refuse_unless_listening([refuses, listens])
+        coordinate._refuse_unless_listening(
+            [refuses, "http://localhost"]
+        )  # the client takes etcd's usual port
     assert coordinate._listed(" a, b ,,c") == ("a", "b", "c")
 
 
@@ -259,7 +262,7 @@ class Called:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[tuple[Any, ...]] = []
         returned = {
-            "init_certificates": SimpleNamespace(bundles=["certs/night/oslo"]),
+            "init_certificates": SimpleNamespace(bundles=["certs/night/oslo"], is_server_renewed=False),
             "apply_access": 3,
             "restore_revocations": None,
             "revoke": ("77",),
@@ -289,10 +292,14 @@ def test_certificates_are_made_for_the_peers_run_and_hosts_that_were_given(
     told = capsys.readouterr().out
     assert "made    certs/night/oslo\n" in told and "elastic.certificates=…/oslo" in told
     assert coordinate.run(words) == 0 and called.calls[1][2]["hosts"] == ("127.0.0.1",)
-    monkeypatch.setattr(coordinate, "init_certificates", lambda *given, **named: SimpleNamespace(bundles=[]))
+    server = SimpleNamespace(certificate=Path("certs/coordinator/server.pem"))
+    made = SimpleNamespace(bundles=[], server=server, is_server_renewed=True)
+    monkeypatch.setattr(coordinate, "init_certificates", lambda *given, **named: made)
     capsys.readouterr()
     assert coordinate.run(words) == 0
-    assert "every peer has its bundle already, in certs/night" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "every peer has its bundle already, in certs/night" in told
+    assert "made    certs/coordinator/server.pem anew, with --hosts: start the coordinator again" in told
 
 
 def test_who_was_revoked_stays_so_in_an_etcd_that_is_granted_accounts(

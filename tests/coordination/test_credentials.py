@@ -97,6 +97,30 @@ def test_the_coordinators_certificate_names_its_hosts_and_this_machine(made: Pat
     assert len((made / "coordinator/root.password").read_text()) == 43
 
 
+def test_a_host_that_the_coordinators_certificate_lacks_is_added_and_no_other_one_is_lost(
+    tmp_path: Path,
+) -> None:
+    server = tmp_path / "coordinator/server.pem"
+
+    def hosts(*given: str) -> tuple[bool, list[str]]:
+        done = init_certificates(tmp_path, run="one", peers=["a"], hosts=given)
+        return done.is_server_renewed, [
+            str(name.value) for name in extension(loaded(server), x509.SubjectAlternativeName).value
+        ]
+
+    here = ["127.0.0.1", "::1", "localhost"]
+    assert hosts("10.0.0.9") == (False, ["10.0.0.9", *here])
+    first = server.read_bytes()
+    assert hosts() == hosts("10.0.0.9") == (False, ["10.0.0.9", *here]) and server.read_bytes() == first
+    assert hosts("c.example") == (True, ["10.0.0.9", *here, "c.example"])
+    loaded(server).verify_directly_issued_by(loaded(tmp_path / "coordinator/authority.pem"))
+    certificates.root_access(tmp_path)  # certificate and key belong together
+    server.write_bytes(b"damaged")
+    with pytest.raises(CoordinatorError, match="is not a certificate that was made here") as told:
+        hosts()
+    assert "Move it away" in told.value.remedy
+
+
 def test_an_account_is_of_its_run_and_peer_and_a_renewed_peer_keeps_it_and_its_earlier_certificate(
     made: Path,
 ) -> None:
@@ -250,6 +274,7 @@ def test_an_end_is_warned_of_once_a_day_from_thirty_days_before_it(
             return days[0]
 
     monkeypatch.setattr(credentials, "read_certificate", lambda path: Dates())
+    monkeypatch.setattr(credentials, "_require_pair", lambda *files: None)
     monkeypatch.setattr(credentials.time, "monotonic", lambda: now[0])
     files = tmp_path / "certificate.pem", tmp_path / "key.pem"
     for file in files:

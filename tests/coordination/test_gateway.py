@@ -238,6 +238,26 @@ def test_a_token_is_asked_for_once_and_anew_after_etcd_has_refused_it(endpoints:
     assert endpoints.requests[0]["timeout"].connect_timeout == 1.5
 
 
+@pytest.mark.parametrize("newer", [None, "t2"])
+def test_a_token_that_another_thread_has_dropped_already_is_no_refusal(
+    endpoints: Endpoints, newer: str | None
+) -> None:
+    gateway = endpoints.gateway(1, Access(user="u", password="p"))
+    gateway._token = "t1"
+    send_it = gateway._send
+
+    def send(*request: Any, **how: Any) -> Any:
+        if how["token"] == "t1":  # another thread's request is refused while this one is on its way
+            gateway._token = newer
+        return send_it(*request, **how)
+
+    gateway._send = send  # type: ignore[method-assign]
+    endpoints.told = [(401, "etcdserver: invalid auth token", 16)]
+    endpoints.told += [{"x": 1}] if newer else [{"token": "t2"}, {"x": 1}]
+    assert gateway.call("kv/range", {}, deadline_s=5.0) == {"x": 1}
+    assert headers(endpoints)[-1] == "t2" and gateway._token == "t2"
+
+
 @pytest.mark.parametrize("failure", [SILENT, {"no": "token"}, {"token": 5}])
 def test_a_request_whose_token_did_not_come_was_not_sent(endpoints: Endpoints, failure: Any) -> None:
     endpoints.told = [failure, {"token": "t"}, {"x": 1}]

@@ -26,7 +26,7 @@ FREE = Condition(key=KEYS.member("a"), aspect="created", wanted=0)
 class Coordinator:
     """Notes each call. results: of transactions, DONE where none is left; leases count from 1."""
 
-    def __init__(self, *results: TransactionResult) -> None:
+    def __init__(self, *results: TransactionResult | LeaseGone) -> None:
         self.results, self.calls = list(results), list[Any]()
         self.leases = 0
         self.listed: KeyValue | None = None
@@ -41,7 +41,10 @@ class Coordinator:
 
     def transact(self, conditions: list[Condition], operations: list[Put]) -> TransactionResult:
         self.transactions.append((conditions, operations))
-        return self.results.pop(0) if self.results else DONE
+        result = self.results.pop(0) if self.results else DONE
+        if isinstance(result, LeaseGone):
+            raise result
+        return result
 
     def get(self, key: str) -> KeyValue | None:
         assert key == KEYS.member("a")
@@ -170,6 +173,38 @@ def test_a_listing_without_an_answer_was_carried_out_where_the_key_lies_on_its_l
     other = Coordinator(UNKNOWN)  # the key is not there
     membership_of(other, clock).join(MINE)
     assert len(other.transactions) == 2
+
+
+def test_a_lost_listing_is_written_again_where_no_other_process_is_listed(clock: list[float]) -> None:
+    etcd = Coordinator()
+    membership = membership_of(etcd, clock)
+    membership.join(MINE)
+    etcd.gone, etcd.results = True, [UNKNOWN, REFUSED]  # no answer came; the former entry has just ended
+    membership.offer("ready", "x", round=4)
+    assert membership.lease == 2 and len(etcd.transactions) == 4
+    etcd.gone, etcd.results = True, [UNKNOWN] * 1_000
+    with pytest.raises(CoordinatorAway, match="has not listed the peer 'a'"):
+        membership.offer("ready", "y", round=4)
+    assert membership.lease == 0 and etcd.calls[-1] == ("revoke", 3, None)
+    etcd.gone, etcd.listed = False, other_process("another", lease=55)
+    with pytest.raises(NameTaken):
+        membership.offer("ready", "z", round=4)
+
+
+def test_a_lease_that_ended_before_its_peer_was_listed_is_taken_anew(clock: list[float]) -> None:
+    etcd = Coordinator(LeaseGone("it is gone"), DONE)
+    etcd.lives = False
+    membership = membership_of(etcd, clock)
+    membership.join(MINE)
+    assert membership.lease == 2 and len(etcd.transactions) == 2
+
+
+def test_a_former_process_of_another_version_is_waited_for(clock: list[float]) -> None:
+    etcd = Coordinator(REFUSED, DONE)
+    etcd.listed = KeyValue(key=KEYS.member("a"), value='{"peer":"a"}', created=1, modified=1, lease=55)
+    membership = membership_of(etcd, clock)
+    membership.join(MINE)
+    assert membership.lease == 1 and ("revoke", 55, None) not in etcd.calls
 
 
 def test_a_record_is_written_as_it_is_and_an_offer_once_with_the_outdated_ones_going(

@@ -76,6 +76,18 @@ def test_a_commit_of_an_average_is_refused_with_the_first_thing_that_is_wrong_wi
         assert commits.objection(commit, snapshot) == why
 
 
+@pytest.mark.parametrize("weights", [(1.0, 0.0, 0.0), (0.5, 0.5, 0.5)])
+def test_an_attempt_that_weighs_a_part_by_other_than_its_tokens_leads_to_no_commit(
+    weights: tuple[float, ...],
+) -> None:
+    before = attempted(done="abc")
+    assert before.tried is not None
+    unfair = msgspec.structs.replace(before.tried.attempt, weights=weights)
+    tried = msgspec.structs.replace(before.tried, attempt=unfair)
+    refused = "its weights are not those of its members' tokens"
+    assert commits.objection(averaged(before, "a", "b", "c"), replace(before, tried=tried)) == refused
+
+
 def test_a_commit_of_a_minority_is_refused_by_the_offers_that_came_before_its_attempt() -> None:
     before = attempted(done="abc")
     assert before.tried is not None

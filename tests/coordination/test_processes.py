@@ -254,6 +254,12 @@ def test_a_watch_tells_changes_with_the_revision_up_to_which_it_has_told_them() 
     assert (item.value, item.created, item.modified, item.lease) == ("v", 3, 12, 7)
 
 
+def test_a_watch_whose_changes_come_in_several_answers_knows_no_more_than_came() -> None:
+    gone = {"type": "DELETE", "kv": {"key": coded("k"), "mod_revision": "13"}}
+    batches, _ = watched(result(40, put("k", "v", 12, 12), gone), result(40, put("k", "w", 40, 40)))
+    assert [batch.revision for batch in batches] == [13, 40], "a lost connection goes on after the first"
+
+
 def test_a_watch_ends_where_its_history_is_gone_or_it_is_refused_or_cannot_be_understood() -> None:
     with pytest.raises(HistoryLost) as lost:
         watched(result(9))

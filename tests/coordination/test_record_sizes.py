@@ -7,10 +7,14 @@ from tests.protocol import example
 
 from bloomery.coordination.commits import SKIPS_AT_MOST, position_after
 from bloomery.coordination.eligibility import PIECES_MORE, unusable_offers
+from bloomery.coordination.etcd_watch import KeyValue, WatchEvent
 from bloomery.coordination.snapshot import ListedShares, RunSnapshot
+from bloomery.coordination.snapshot_builder import SnapshotBuilder
 from bloomery.data.position import Position, Ranges, fewer, total, within
 from bloomery.protocol.encoding import FEW_RANGES_AT_MOST, ProtocolError, decode, encode_text
-from bloomery.protocol.records import Ready, RoundShares
+from bloomery.protocol.keys import Keys
+from bloomery.protocol.rank_messages import Committed, StartRound, encode_local
+from bloomery.protocol.records import ProposedAttempt, Ready, RoundShares
 
 FAR = 1 << 60
 ETCD_REQUEST_BYTES = 3 << 19  # etcd's default of --max-request-bytes
@@ -40,6 +44,37 @@ def test_requests_to_skip_are_followed_until_the_position_is_as_large_as_a_commi
     )
     # One transaction holds both, in base64.
     assert 4 / 3 * (len(encode_text(commit)) + len(encode_text(shares))) < ETCD_REQUEST_BYTES
+
+
+def test_ranks_are_told_of_the_largest_position_among_many_peers_with_long_names() -> None:
+    names = tuple(f"{number:063d}" for number in range(100))
+    position = Position(consumed=4 * len(names), skips=scattered(SKIPS_AT_MOST, first=1 << 61))
+    position = position.giving_out([range(4 * len(names), 8 * len(names))])
+    left_out = dict.fromkeys(names[::2], "its part's norm is 1.23e+04 after 100 steps, and too large")
+    commit = example.commit(position=position, members=names, sources=names, left_out=left_out)
+    start = StartRound(round=2, position=position, live=100, samples=position.holes, number=1)
+    for message in (Committed(commit=commit, included=True), start):
+        encode_local(message)  # it refuses what is too long for the socket
+
+
+def test_a_record_that_is_too_long_for_ranks_counts_as_absent(caplog: pytest.LogCaptureFixture) -> None:
+    keys, builder = Keys("r"), SnapshotBuilder(Keys("r"), clock=lambda: 0.0)
+    vast = Position(skips=scattered(5_000))
+    names = tuple(f"{number:063d}" for number in range(4_000))
+    attempt = example.attempt(round=2, epoch=3, left_out=dict.fromkeys(names, "it is slow"))
+    ones = (1,) * len(attempt.members)
+    written = {
+        keys.commit(1): example.commit(round=1, members=(), position=vast),
+        keys.shares(2): RoundShares(round=2, position=vast, shares={}, live=1),
+        keys.attempt(2, 3): ProposedAttempt(attempt=attempt, lives=ones, offers=ones),
+    }
+    for number, (key, record) in enumerate(written.items(), 7):
+        item = KeyValue(key=key, value=encode_text(record), created=number, modified=number)
+        builder.take(WatchEvent(key=key, item=item))
+    snapshot = builder.snapshot(changed=True)
+    assert not snapshot.commits and not builder._standing and not builder._tried
+    assert "the commit of round 1, written at revision 7, is refused: a message of 2" in caplog.text
+    assert caplog.text.count(" fit") == 3
 
 
 def test_a_part_that_leaves_thousands_of_holes_in_its_share_is_left_out() -> None:

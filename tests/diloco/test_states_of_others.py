@@ -13,7 +13,9 @@ from tests.diloco.test_outer_loop_calls import COMMIT, Peer, Training, activity,
 
 from bloomery.config.elastic import ElasticSection
 from bloomery.data.position import Position
-from bloomery.diloco.outer_loop_state import HeldState, Idle, Resumed
+from bloomery.diloco.kept_states import restored_rounds, stored_rounds
+from bloomery.diloco.outer_loop import _UNUSABLE
+from bloomery.diloco.outer_loop_state import HeldState, Idle, Resumed, RoundState
 from bloomery.errors import CheckpointError
 from bloomery.protocol.rank_messages import Abort, Committed, ReplaceState, StopTraining
 
@@ -87,6 +89,9 @@ def test_another_peers_state_is_taken_without_what_is_only_that_peers_own() -> N
         (ValueError("x" * 600), ("ValueError: " + "x" * 600)[:500]),
         (KeyError("round"), "KeyError: 'round'"),
         (TypeError("no number"), "TypeError: no number"),
+        (OverflowError("infinite"), "OverflowError: infinite"),
+        (AttributeError("no table"), "AttributeError: no table"),
+        (AssertionError("no list"), "AssertionError: no list"),
     ],
 )
 def test_a_state_that_cannot_be_used_is_refused_with_the_reason_and_the_own_one_is_loaded_again(
@@ -103,6 +108,17 @@ def test_a_state_that_cannot_be_used_is_refused_with_the_reason_and_the_own_one_
     assert reason.startswith(f"another peer's state was refused: {expected}")
     assert ("update", "follow_loaded") not in calls
     assert calls[-3:] == [told(3, "own", 2, None), activity("wait", 2), activity("step", 2)]
+
+
+@pytest.mark.parametrize("hostile", [float("inf"), float("nan"), "x", [], {}, None])
+@pytest.mark.parametrize("name", ["round", "within", "position", "fragments"])
+def test_values_that_no_peer_writes_are_refused_by_an_error_of_the_state(name: str, hostile: Any) -> None:
+    values = stored_rounds(RoundState(averages_gradients=False), has_feedback=False)
+    try:
+        restored_rounds({**values, name: hostile})
+    except _UNUSABLE:
+        return
+    assert name != "round", "the others may be empty"
 
 
 def test_an_error_that_is_no_fault_of_the_state_is_not_taken_for_one() -> None:

@@ -61,6 +61,15 @@ def test_an_average_comes_from_several_peers_at_once_or_from_one_where_that_is_a
         assert (fetched.directory / "average-0").read_bytes() == CONTENT
 
 
+def test_a_peer_whose_address_is_none_keeps_nobody_from_the_others(sources, tmp_path):
+    fetch = AverageFetcher(tmp_path / "missed", TRUST)
+    nowhere = PeerSource(peer="a", url="http://127.0.0.1:65536")
+    fetched = fetch(COMMIT, lambda: [nowhere, sources[1]], ranks=1, cancelled=lambda: False)
+    assert fetched.peers == ("b",)
+    with pytest.raises(PeerError, match="a: a says it serves at"):
+        fetch(COMMIT, lambda: [nowhere], ranks=1, cancelled=lambda: False)
+
+
 def test_a_peer_that_fails_while_it_sends_an_average_leaves_its_pieces_to_the_others(sources, tmp_path):
     """Peer 'a' serves a file that is shorter than what it told, so that it breaks off within a piece."""
 

@@ -77,6 +77,16 @@ def test_why_no_address_can_be_dialled_is_told_of_each():
         dial([], TOKEN, deadline_s=DEADLINE_S)
 
 
+def test_an_address_that_a_peer_mistyped_keeps_nobody_from_its_other_one():
+    mistyped = ["here", "site..example.org:29600", f"{'x' * 64}.example.org:29600"]
+    with closing(open_listener("127.0.0.1:0")) as listener:
+        dial([*mistyped, *addresses_of([listener])], TOKEN, deadline_s=DEADLINE_S).close()
+    with pytest.raises(ConnectionError) as failed:
+        dial(mistyped, TOKEN, deadline_s=DEADLINE_S)
+    told = str(failed.value)
+    assert "'here' is not an address" in told and "site..example.org:29600: " in told
+
+
 def test_an_address_is_tried_once_the_one_before_it_was_silent_for_a_moment():
     """Nothing accepts at the first one, where the queue of those that want to connect is full."""
     with socket.socket() as silent, closing(open_listener("127.0.0.1:0")) as listener:

@@ -298,14 +298,9 @@ class Agent:
         self._members = snapshot.members
         members = [listed.member for _, listed in sorted(snapshot.members.items())]
         self._connection_manager.pool.keep({(member.peer, member.incarnation) for member in members})
-        mine = snapshot.members.get(self._context.me)
-        for name, other in sorted(snapshot.members.items()):
-            if mine is None or other.life >= mine.life:
-                continue
-            ranks = other.member.ranks
-            if ranks != mine.member.ranks:
-                why = f"'{name}', who was listed before, has {ranks} ranks: use --nproc {ranks}"
-                self._end(why, failed=True)
+        why = self._admission.wrong_ranks(snapshot)
+        if why:
+            self._end(why, failed=True)
 
     def _replace(self, snapshot: RunSnapshot, now: float) -> None:
         """Fetch the run's state and have the ranks load it, where they hold another one."""

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 from bloomery.agent.agent import Agent
 from bloomery.agent.agent_context import PeerSettings
+from bloomery.agent.agent_lock import only_agent
 from bloomery.agent.backup_choice import BackupChoice
 from bloomery.agent.known_commits import KnownCommits
 from bloomery.agent.state_serving import PeerStateServer
@@ -266,7 +267,7 @@ def _listed(text: str) -> tuple[str, ...]:
 def assemble_agent(recipe: Recipe, access: PeerAccess, rundir: RunDirectory, stack: ExitStack) -> Agent:
     """Build an agent that listens for other peers and serves its state to them.
 
-    Raises CoordinatorError or PeerError.
+    Raises CoordinatorError, PeerError, or RunBusy where another agent has this run directory.
 
     stack: closes the agent's parts when it is closed.
     """
@@ -276,6 +277,7 @@ def assemble_agent(recipe: Recipe, access: PeerAccess, rundir: RunDirectory, sta
     access = access.without_unreachable_addresses(etcd)
     _refuse_relay_without_address(section, access.listen)
     trust = access.trust(etcd)
+    stack.enter_context(only_agent(rundir))
     incarnation = secrets.token_hex(8)
     relays: list[Contact] = []  # which the agent fills
     rate_limiter = RateLimiter(section.bandwidth_limit_mbit_s * 1e6 / 8)

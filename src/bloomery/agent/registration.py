@@ -194,6 +194,9 @@ class Admission:
     """Compares this peer's settings with those of the member that was listed first, and refuses to take part
     if they differ.
 
+    It compares them once for each time that this peer is listed: what a member that was listed before writes
+    later must not end this peer.
+
     settings: what this peer trains, by key; empty before `publish`.
     fingerprint: a hash of these settings; empty before `publish`.
 
@@ -215,6 +218,7 @@ class Admission:
         self.fingerprint = ""
         self._asked: str | None = None
         self._alike: frozenset[str] = frozenset()
+        self._admitted_life = self._counted_life = 0
 
     def publish(self, data: Mapping[str, str]) -> None:
         """Have this peer's settings in the coordinator while it is listed. Call it before it first is.
@@ -233,13 +237,15 @@ class Admission:
         If so the settings are compared on the writer's thread, which calls `refuse` with the differences. The
         rule of the mixture counts only before the first commit: a state names the rule that its run follows.
         """
-        me = self._context.me
+        me, mine = self._context.me, self._own(snapshot)
+        if mine is not None and mine.life == self._admitted_life:
+            return False
         others = {name: listed for name, listed in snapshot.members.items() if name != me}
         first = min(others, key=lambda name: others[name].life, default=None)
-        if first is None or not self._comes_after(others[first], snapshot.members.get(me)):
-            return False
-        theirs = others[first].member.recipe
-        if theirs == self.fingerprint or theirs in self._alike:
+        comes_after = first is not None and (mine is None or others[first].life < mine.life)
+        theirs = others[first].member.recipe if first is not None and comes_after else self.fingerprint
+        if first is None or theirs == self.fingerprint or theirs in self._alike:
+            self._admitted_life = self._admitted_life if mine is None else mine.life
             return False
         if self._asked != theirs:
             self._asked = theirs
@@ -248,9 +254,25 @@ class Admission:
             write("the settings of the run", lambda: self._compare(first, theirs, without=without))
         return True
 
-    def _comes_after(self, other: ListedMember, mine: ListedMember | None) -> bool:
-        is_listed = mine is not None and mine.member.incarnation == self._context.settings.incarnation
-        return not is_listed or (mine is not None and other.life < mine.life)
+    def wrong_ranks(self, snapshot: RunSnapshot) -> str:
+        """Return why this peer has another number of ranks than one that was listed before; "" if it has not.
+
+        The numbers are compared once, too.
+        """
+        mine = self._own(snapshot)
+        if mine is None or mine.life == self._counted_life:
+            return ""
+        self._counted_life = mine.life
+        for name, other in sorted(snapshot.members.items()):
+            ranks = other.member.ranks
+            if other.life < mine.life and ranks != mine.member.ranks:
+                return f"'{name}', who was listed before, has {ranks} ranks: use --nproc {ranks}"
+        return ""
+
+    def _own(self, snapshot: RunSnapshot) -> ListedMember | None:
+        """Return the entry of this process; None while it is not listed."""
+        mine = snapshot.members.get(self._context.me)
+        return mine if mine and mine.member.incarnation == self._context.settings.incarnation else None
 
     def _compare(self, first: str, asked: str, *, without: Collection[str]) -> None:
         """Refuse with the settings that differ. It asks the coordinator, so the writer's thread runs it.

@@ -80,7 +80,17 @@ class KeptAverages:
         """Return where each rank writes the average of this round; [] if no listed peer has missed it.
 
         Call it once for each commit that includes this peer's part. Averages that nobody needs are removed.
+        A disk that refuses costs those peers the average, and not this peer its part in the run.
         """
+        try:
+            return self._places(commit, snapshot, ranks)
+        except OSError as error:
+            log.warning(
+                "the average of round %d is not kept for those who missed it: %s", commit.round, error
+            )
+            return []
+
+    def _places(self, commit: Commit, snapshot: RunSnapshot, ranks: int) -> list[Path]:
         missed_by = set(snapshot.members) - set(commit.members)
         places: list[Path] = []
         if not missed_by or not self._at_most:
@@ -191,6 +201,8 @@ class StateSync:
         self._sought: _Sought | None = None
         self._sources: Sequence[PeerSource] = ()
         self._fetched: SyncedState | None = None
+        self._given: SyncedState | None = None
+        """The whole state that the ranks were given, until they hold the run's state."""
         self._again_s = 0.0
         self.wants = ""
         self.is_failing = False
@@ -226,6 +238,7 @@ class StateSync:
         if fetched is not None:
             self._sought = None
             if (fetched.commit, fetched.is_average) == (sought.commit, sought.is_average):
+                self._given = None if fetched.is_average else fetched
                 return fetched
         if self._sought is not None and self._sought.is_like(sought):
             self._sought.is_earlier = sought.is_earlier
@@ -256,8 +269,12 @@ class StateSync:
         return self._again_s if self._again_s > time.monotonic() else None
 
     def stop(self) -> None:
-        """Stop fetching, because the ranks hold the right state."""
+        """Stop fetching, because the ranks hold the right state. What they have loaded is removed."""
         self._sought, self._fetched, self.wants = None, None, ""
+        given, self._given = self._given, None
+        if given is not None:  # on a thread, because it is as large as a checkpoint
+            remove = partial(shutil.rmtree, given.directory, ignore_errors=True)
+            threading.Thread(target=remove, name="remove fetched", daemon=True).start()
 
     def _next(self, snapshot: RunSnapshot, behind: Behind | None) -> _Sought:
         """Return what is to be fetched now: what has begun, the average of the next round, or a state."""

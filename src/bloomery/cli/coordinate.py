@@ -29,7 +29,7 @@ from bloomery.coordination.etcd_process import EtcdServer, find_etcd, start_sing
 from bloomery.coordination.gateway import Access
 from bloomery.coordination.orphan import serving
 from bloomery.coordination.recovery import adopt
-from bloomery.errors import ConfigError, CoordinatorError
+from bloomery.errors import ConfigError, CoordinatorError, PeerError
 from bloomery.protocol.keys import Keys, is_name, name_mistake
 from bloomery.transport.listener import raise_descriptor_limit
 from bloomery.transport.sockets import split_address
@@ -193,6 +193,8 @@ def _init_certificates(options: Namespace) -> int:
     )
     for bundle in issued.bundles:
         print(f"made    {bundle}")
+    if issued.is_server_renewed:
+        print(f"made    {issued.server.certificate} anew, with --hosts: start the coordinator again")
     if not issued.bundles:
         print(f"every peer has its bundle already, in {options.init_certs / options.run}")
     print(
@@ -263,8 +265,8 @@ def _refuse_unless_listening(endpoints: Sequence[str]) -> None:
                 return
         except ConnectionRefusedError:
             refusing.append(endpoint)
-        except (OSError, ValueError):
-            return  # slow or not an address: the client says more of it
+        except (OSError, ValueError, PeerError):
+            return  # slow or without a port: the client says more of it
     raise CoordinatorError(
         f"no coordinator listens at {', '.join(refusing)}: the connection was refused",
         remedy="Is it running (`bloomery coordinate`), and is the address right (--endpoints)?",

@@ -59,10 +59,12 @@ class NewCertificates:
 
     server: files of the coordinator.
     bundles: directories of the peers that had no bundle before.
+    is_server_renewed: whether the coordinator's certificate was made anew, because it lacked a host.
     """
 
     server: ServerCertificates
     bundles: tuple[Path, ...]
+    is_server_renewed: bool
 
 
 def init_certificates(
@@ -77,7 +79,8 @@ def init_certificates(
     """Make the missing certificates of a coordinator and of a run's peers; those that exist stay unchanged.
 
     directory: the parent of `coordinator/` and of one directory for each run.
-    hosts: names and addresses under which peers reach the coordinator.
+    hosts: names and addresses under which peers reach the coordinator. A certificate of the coordinator that
+        lacks one of them is made anew, with those that it names already.
     days: how long the peers' certificates are valid.
     renews: whether peers that have a bundle get a new certificate and key in it; their accounts stay.
     Raises CoordinatorError.
@@ -94,8 +97,10 @@ def init_certificates(
         )
     try:
         top = _authority(central, "bloomery coordinator")
-        if not (central / SERVER).exists():
-            _issue(top, central / SERVER, central / SERVER_KEY, names=_host_names(hosts))
+        named, wanted = _named_hosts(central / SERVER), _host_names(hosts)
+        lacking = [name for name in wanted if name not in named]
+        if lacking:
+            _issue(top, central / SERVER, central / SERVER_KEY, names=[*named, *lacking])
         if not (central / PASSWORD).exists():
             _write(central / PASSWORD, secrets.token_urlsafe(32).encode(), mode=0o600)
         signer = _authority(directory / run, f"bloomery run {run}")
@@ -111,7 +116,8 @@ def init_certificates(
             f"the certificates in {directory} cannot be made: {error}",
             remedy="Name a directory that may be written to.",
         ) from error
-    return NewCertificates(server=server_certificates(directory), bundles=bundles)
+    server = server_certificates(directory)
+    return NewCertificates(server=server, bundles=bundles, is_server_renewed=bool(named and lacking))
 
 
 def server_certificates(directory: Path) -> ServerCertificates:
@@ -268,6 +274,22 @@ def _host_names(hosts: Sequence[str]) -> list[x509.GeneralName]:
         except ValueError:
             names.append(x509.DNSName(host))
     return names
+
+
+def _named_hosts(certificate: Path) -> list[x509.GeneralName]:
+    """Return the hosts that the coordinator's certificate names; none where there is no certificate yet."""
+    from cryptography import x509
+
+    if not certificate.exists():
+        return []
+    try:
+        loaded = x509.load_pem_x509_certificate(certificate.read_bytes())
+        return list(loaded.extensions.get_extension_for_class(x509.SubjectAlternativeName).value)
+    except (ValueError, x509.ExtensionNotFound) as error:
+        raise CoordinatorError(
+            f"{certificate} is not a certificate that was made here: {error}",
+            remedy="Move it away, and the same command makes another; then start the coordinator again.",
+        ) from error
 
 
 def _write_key(path: Path, key: EllipticCurvePrivateKey) -> None:

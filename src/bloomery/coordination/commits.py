@@ -15,11 +15,16 @@ import msgspec
 from bloomery.coordination.eligibility import changed_offers, unusable_offers
 from bloomery.coordination.snapshot import ListedOffer, RunSnapshot
 from bloomery.data.position import Position, Ranges
-from bloomery.protocol.records import Commit, Ready
+from bloomery.protocol.encoding import encode
+from bloomery.protocol.rank_messages import MAX_BYTES, Committed, StartRound, encode_local
+from bloomery.protocol.records import Attempt, Commit, Ready, RoundShares
 
-SKIPS_AT_MOST = 4_096
+SKIPS_AT_MOST = 2_048
 """The most ranges that a position may skip. A request for more is ignored: the commit and the shares hold
-the position, and a transaction that is too large for etcd would end every agent that tries it."""
+the position, and a transaction that is too large for etcd would end every agent that tries it, like a message
+that is too large for the ranks (`rank_messages.MAX_BYTES`)."""
+_HOPS_BYTES = 32 << 10
+"""What an attempt's connections and their keys may take in the message that begins it."""
 
 
 def newest_held(snapshot: RunSnapshot) -> Commit | None:
@@ -143,6 +148,23 @@ def position_after(before: Position, readies: Iterable[Ready]) -> Position:
     return _skipping(position, *(ready.skip for ready in offers if ready.skip))
 
 
+def require_room_at_ranks(record: Commit | RoundShares | Attempt) -> None:
+    """Raise ValueError for a record that is too long for the message that tells a peer's ranks of it.
+
+    Any member may write such a record, and it must not end the agents of the others.
+    """
+    match record:
+        case Commit():
+            encode_local(Committed(commit=record, included=True))
+        case RoundShares(round=round, position=position, shares=shares, live=live):
+            longest = max(shares.values(), key=len, default=())
+            encode_local(StartRound(round=round, position=position, live=live, samples=longest, number=0))
+        case Attempt():
+            size = len(encode(record))
+            if size > MAX_BYTES - _HOPS_BYTES:
+                raise ValueError(f"an attempt of {size} bytes; {MAX_BYTES - _HOPS_BYTES} fit")
+
+
 def _skipping(position: Position, *requests: Ranges) -> Position:
     """Return the position after requests to skip are followed, as long as a record can hold its ranges."""
     for pieces in requests:
@@ -182,6 +204,9 @@ def _objection_to_average(commit: Commit, before: RunSnapshot) -> str:
     readies = {name: before.readies[name].ready for name in members}
     for name, why in {**changed_offers(before, tried), **unusable_offers(before, readies)}.items():
         return f"'{name}': {why}"
+    tokens = [readies[name].weight_tokens for name in members]
+    if not sum(tokens) or tried.attempt.weights != tuple(count / sum(tokens) for count in tokens):
+        return "its weights are not those of its members' tokens"
     if is_minority(members, before, before=before.tried_revision):
         return "its members are fewer than half of those that could take part"
     if commit.position != position_after(standing.shares.position, readies.values()):

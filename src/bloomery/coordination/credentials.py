@@ -234,9 +234,10 @@ class CertificateWatch:
 
     def check(self) -> None:
         """Load the certificate if its files have changed, and warn once a day if it ends soon."""
-        written = self._written()
         try:
+            written = self._written()
             if written != self._loaded:
+                _require_pair(self._certificate, self._key)
                 for load in self._users:
                     load(self._certificate, self._key)
                 self._loaded, self._warned_s = written, float("-inf")
@@ -267,6 +268,14 @@ class CertificateWatch:
         """Return when both files were written; zeros for one that is missing."""
         paths = (self._certificate, self._key)
         return tuple(path.stat().st_mtime_ns if path.exists() else 0 for path in paths)
+
+
+def _require_pair(certificate: Path, key: Path) -> None:
+    """Raise OSError unless this is the certificate's key.
+
+    A context that is given a certificate without its key shows neither that one nor the one before.
+    """
+    ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(certificate, key)
 
 
 _REVOKED = ".revoked"

@@ -79,8 +79,11 @@ class KeyWatch:
             if revision < self._after:
                 raise HistoryLost(revision)
             changes = tuple(_change(row) for row in result.events)
-            if changes or result.created:
-                yield WatchBatch(revision=revision if changes else self._after, changes=changes)
+            if changes:
+                # Not the store's revision: of more than 1,000 revisions etcd sends the rest in later answers.
+                yield WatchBatch(revision=result.events[-1].kv.mod_revision, changes=changes)
+            elif result.created:
+                yield WatchBatch(revision=self._after)
 
     def stop(self) -> None:
         """End the watch from any thread: a call of `batches` that waits for events returns."""

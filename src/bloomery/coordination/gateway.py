@@ -149,11 +149,12 @@ class Gateway:
                     raise self._away(last_failure, deadline_s)
                 timeout = urllib3.Timeout(connect=min(CONNECT_S * 2, left_s), read=max(idle_s, 0.1))
                 try:
-                    response = self._send(number, path, body, timeout=timeout, until=until)
+                    token = self._token_for(number, path, until=until)
+                    response = self._send(number, path, body, timeout=timeout, token=token)
                     if response.status == 200:
                         self._prefer(number)
                         return ResponseStream(response)
-                    self._refuse(response.status, _content(response, until=until))
+                    self._refuse(response.status, _content(response, until=until), token=token)
                 except (_NotSent, _Lost) as error:
                     last_failure = f"{self.endpoints[number]}: {error}"
                 self._prefer(number + 1)
@@ -199,21 +200,22 @@ class Gateway:
         if len(self._pools) > 1:  # an endpoint that hangs must leave time for the others
             read_s = min(read_s, max(0.05, connect_s / CONNECT_S * ANSWER_S))
         timeout = urllib3.Timeout(connect=connect_s, read=read_s)
-        response = self._send(number, path, body, timeout=timeout, until=until)
+        token = self._token_for(number, path, until=until)
+        response = self._send(number, path, body, timeout=timeout, token=token)
         content = _content(response, until=until)
         if response.status != 200:
-            self._refuse(response.status, content)
+            self._refuse(response.status, content, token=token)
         try:
             return json.loads(content)
         except (ValueError, RecursionError) as error:
             raise _Lost(f"its answer is no JSON: {error}") from error
 
     def _send(
-        self, number: int, path: str, body: Mapping[str, Json], *, timeout: urllib3.Timeout, until: float
+        self, number: int, path: str, body: Mapping[str, Json], *, timeout: urllib3.Timeout, token: str
     ) -> urllib3.BaseHTTPResponse:
         headers = {"Content-Type": "application/json", "Grpc-Metadata-hasleader": "true"}
-        if self._access.user and path != _AUTHENTICATE:
-            headers["Authorization"] = self._authenticated(number, until=until)
+        if token:
+            headers["Authorization"] = token
         try:
             return self._pools[number].urlopen(
                 "POST",
@@ -230,8 +232,13 @@ class Gateway:
         except (HTTPError, OSError) as error:
             raise _Lost(_said(error)) from error
 
-    def _authenticated(self, number: int, *, until: float) -> str:
-        """Return the token of this user; it is asked for once, and again after etcd has refused it."""
+    def _token_for(self, number: int, path: str, *, until: float) -> str:
+        """Return the token of this user for a request; "" where none is sent.
+
+        It is asked for once, and again after etcd has refused it.
+        """
+        if not self._access.user or path == _AUTHENTICATE:
+            return ""
         with self._lock:
             if self._token is None:
                 body = {"name": self._access.user, "password": self._access.password}
@@ -245,18 +252,18 @@ class Gateway:
                 self._token = answer["token"]
             return self._token
 
-    def _refuse(self, status: int, content: bytes) -> None:
-        """Raise the exception for an answer with another status than 200."""
+    def _refuse(self, status: int, content: bytes, *, token: str) -> None:
+        """Raise the exception for an answer with another status than 200. token: what was sent; "": none."""
         try:
             answer = json.loads(content)
             message, code = str(answer["message"]), int(answer["code"])
         except (ValueError, TypeError, KeyError):
             raise _Lost(f"status {status}") from None
-        if any(word in message for word in _NO_TOKEN):
+        if token and any(word in message for word in _NO_TOKEN):
             with self._lock:
-                had_token, self._token = self._token is not None, None
-            if had_token:
-                raise _NotSent(message)
+                if self._token == token:  # else another thread, whose request it refused too, has dropped it
+                    self._token = None
+            raise _NotSent(message)
         if any(word in message for word in _NOT_TAKEN):
             raise _NotSent(message)
         if code in (_UNAVAILABLE, _DEADLINE, _CANCELLED) or "not leader" in message:

@@ -19,8 +19,9 @@ from statistics import median
 from types import TracebackType
 
 from bloomery.coordination.etcd import Condition, Etcd, LeaseGone, Put, TransactionResult
-from bloomery.errors import CoordinatorError, reporting_errors
-from bloomery.protocol.encoding import decode, encode_text
+from bloomery.coordination.etcd_watch import KeyValue
+from bloomery.errors import CoordinatorAway, CoordinatorError, reporting_errors
+from bloomery.protocol.encoding import ProtocolError, decode, encode_text
 from bloomery.protocol.keys import Keys
 from bloomery.protocol.records import Member
 
@@ -215,30 +216,48 @@ class Membership:
         key, waits = self._keys.member(member.peer), False
         while not self._write_all(key, member, lease):
             other = self._etcd.get(key)
-            if other is not None and decode(other.value, Member).incarnation == member.incarnation:
+            if other is not None and _is_of_process(other, member.incarnation):
                 self._etcd.revoke(other.lease)  # an earlier lease of this very process
-            elif not wait_for_other or self._ended.is_set() or time.monotonic() > until:
+            elif (other is not None and not wait_for_other) or self._is_too_late(until):
                 self._etcd.revoke(lease)
-                raise NameTaken(member.peer)
-            else:
-                if not waits:
+                raise NameTaken(member.peer) if other is not None else _unlisted(member.peer)
+            else:  # without another, the request was lost or its lease ended, or that one has just left
+                if other is not None and not waits:
                     log.info("another process is listed as %r: waiting until its lease runs out", member.peer)
-                waits = True
+                    waits = True
                 self._ended.wait(0.1)
                 if not self._etcd.keep_alive(lease):
                     lease = self._etcd.grant(self._ttl_s)
         self._lease, self._renewed_s = lease, time.monotonic()
         self._on_lease = {name: round for name, (round, _) in self._written.items()}
 
+    def _is_too_late(self, until: float) -> bool:
+        return self._ended.is_set() or time.monotonic() > until
+
     def _write_all(self, key: str, member: Member, lease: int) -> bool:
         puts = [Put(key=key, value=encode_text(member), lease=lease)]
         puts += [Put(key=name, value=value, lease=lease) for name, (_, value) in self._written.items()]
         free = Condition(key=key, aspect="created", wanted=0)
-        outcome = self._etcd.transact([free], puts)
+        try:
+            outcome = self._etcd.transact([free], puts)
+        except LeaseGone:  # the coordinator took longer than the lease lasts: another one is taken
+            return False
         if outcome is TransactionResult.UNKNOWN:
             stored = self._etcd.get(key)
             return stored is not None and stored.lease == lease
         return outcome is TransactionResult.DONE
+
+
+def _is_of_process(stored: KeyValue, incarnation: str) -> bool:
+    """Return whether this process wrote an entry. A former process may have written it in another version."""
+    try:
+        return decode(stored.value, Member).incarnation == incarnation
+    except ProtocolError:
+        return False
+
+
+def _unlisted(peer: str) -> CoordinatorAway:
+    return CoordinatorAway(f"the coordinator has not listed the peer {peer!r} yet, and lists no other as it")
 
 
 def _already_logged(error: CoordinatorError) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
-from bloomery.coordination.commits import objection, objection_of_listing
+from bloomery.coordination.commits import objection, objection_of_listing, require_room_at_ranks
 from bloomery.coordination.etcd_watch import KeyValue, WatchEvent
 from bloomery.coordination.snapshot import ListedMember, ListedOffer, ListedShares, RunSnapshot
 from bloomery.data.position import merged, total, without
@@ -264,6 +264,7 @@ class SnapshotBuilder:
         try:
             commit = decode(item.value, Commit)
             _same(commit.round, round)
+            require_room_at_ranks(commit)
         except (ProtocolError, ValueError) as error:
             self._refuse(round, item.modified, str(error))
             return
@@ -302,6 +303,7 @@ class SnapshotBuilder:
             return
         shares = decode(item.value, RoundShares)
         _same(shares.round, round)
+        require_room_at_ranks(shares)
         leased = [piece for share in shares.shares.values() for piece in share]
         if total(leased) != total(merged(leased)) or without(merged(leased), shares.position.holes):
             raise ValueError("it leases a sample to two peers, or one that is no hole of its position")
@@ -332,6 +334,7 @@ class SnapshotBuilder:
             return
         tried = decode(item.value, ProposedAttempt)
         _same((tried.attempt.round, tried.attempt.epoch), place)
+        require_room_at_ranks(tried.attempt)
         attempt = tried.attempt
         sizes = {len(attempt.members), len(attempt.weights), len(tried.lives), len(tried.offers)}
         _same(len(sizes), 1)

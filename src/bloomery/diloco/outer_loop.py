@@ -61,7 +61,7 @@ from bloomery.errors import BloomeryError, CheckpointError
 from bloomery.guard.verdict import CarryOn, Rewind, Stop, Verdict
 from bloomery.protocol.rank_messages import AgentMessage, Committed, CopyState, ReplaceState
 
-_UNUSABLE = (CheckpointError, KeyError, TypeError, ValueError)
+_UNUSABLE = (CheckpointError, KeyError, TypeError, ValueError, OverflowError, AttributeError, AssertionError)
 """What loading raises, on all ranks alike, for a checkpoint whose writer was wrong or hostile."""
 _LONGEST_REASON = 500
 """The most characters of a refusal that are sent to the agent."""

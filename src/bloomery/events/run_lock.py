@@ -23,7 +23,8 @@ STALE_AFTER_S = 60.0  # without a refresh, after which another machine may take 
 TRAINING = "trained"
 _REFRESH_S = 10.0
 _LOOK_S = 2.0
-_NO_LOCKS_HERE = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
+NO_LOCKS_HERE = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
+"""The errors of a file system that has no locks."""
 
 
 def lock_run(
@@ -152,7 +153,7 @@ def _locked(rundir: RunDirectory) -> _Lock:
     try:
         is_free = durable.try_lock(file)
     except OSError as error:
-        if error.errno in _NO_LOCKS_HERE:
+        if error.errno in NO_LOCKS_HERE:
             return _Lock(file=file, held=False)
         os.close(file)
         raise

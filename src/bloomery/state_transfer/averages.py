@@ -153,7 +153,7 @@ class _Download:
         Returns False if they have not all come, or if no peer has begun to send them after CONNECT_S or at
         `until`. A peer that has not written its average yet is asked again while another may still answer.
         """
-        states = [ServedState(source, digest, trust) for source in sources]
+        states = [state for source in sources for state in self._states_at(source, digest, trust)]
         self._streams = STREAMS * len(states)
         try:
             for state in states:
@@ -175,6 +175,14 @@ class _Download:
                     file.close()
             for state in states:
                 state.close()
+
+    def _states_at(self, source: PeerSource, digest: str, trust: Trust) -> list[ServedState]:
+        """Return the state at a peer; none, and note the failure, where its address is none."""
+        try:
+            return [ServedState(source, digest, trust)]
+        except PeerError as error:
+            self._failed[source] = SourceFailed(error.message)
+            return []
 
     @property
     def _is_over(self) -> bool:

@@ -377,7 +377,7 @@ class Store:
         try:
             with self._pruning:
                 self._prune(self._run_length_steps)
-        except StorageError as error:
+        except (StorageError, OSError) as error:  # OSError: the directory cannot be listed for a moment
             log.warning("%s: %s", otherwise, error)
 
     def _prune(self, run_length_steps: int | None) -> None:

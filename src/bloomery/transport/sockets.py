@@ -143,12 +143,14 @@ def _resolved(
 ) -> Iterator[tuple[str, int, tuple[object, ...]]]:
     """Yield what may be dialled, and note why the rest cannot be."""
     for address in addresses:
-        host, port = split_address(address)
         try:
+            host, port = split_address(address)
             for family, _, _, _, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
                 trust.check_dialled(str(place[0]))
                 yield address, family, place
-        except (OSError, PeerRefused) as error:
+        except PeerError as error:
+            failures.append(error.message)
+        except (OSError, PeerRefused, UnicodeError) as error:  # UnicodeError: it is no name of a machine
             failures.append(f"{address}: {error}")
 
 

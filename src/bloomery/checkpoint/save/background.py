@@ -392,4 +392,7 @@ class BackgroundSaver:
 
 def _run_tasks(tasks: queue.SimpleQueue[Callable[[], None] | None]) -> None:
     while (act := tasks.get()) is not None:
-        act()
+        try:
+            act()
+        except Exception:  # the thread's edge: without its threads no later save would come to an end
+            log.exception("what follows a save failed")

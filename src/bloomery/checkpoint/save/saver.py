@@ -71,6 +71,8 @@ class Saver:
         self._failed_partials: set[Path] = set()
         self._memory: ReplicaSettings | None = None
         self._partner = ranks.rank
+        self._given_up = 0
+        """How many checks the ranks had given up when the newest save began; equal on all of them."""
         self._planner = WritePlanner(ranks, file_bytes=FILE_BYTES)
         self._deadlines = Deadlines(part_bytes=0, largest_part_bytes=0)
 
@@ -154,6 +156,10 @@ class Saver:
         if self._ranks.run_on_first(lambda: self._prepare_partial(snapshot, under_way)):
             self._saved.append(SaveResult(step=snapshot.step, name=name))
             return True
+        given_up = sum(fact["given_up"] for fact in facts)
+        if given_up > self._given_up:
+            background.check.carry_to_end(name)
+        self._given_up = given_up
         self._update_deadlines()
         partner = facts[self._partner]["endpoint"] if self._partner != self._ranks.rank else None
         saving = background.begin(
@@ -253,6 +259,7 @@ class Saver:
             "under_way": list[Json](background.under_way),
             "is_busy": background.is_busy,
             "read_back": dict[str, Json](background.check.take()),
+            "given_up": background.check.given_up,
             "endpoint": list[Json](background.endpoint() or ()) or None,
         }
 

@@ -19,12 +19,29 @@ from bloomery.errors import CheckpointError
 log = logging.getLogger(__name__)
 
 
+_REMEMBERED = 16
+"""The most checkpoints that only some ranks have read back: those that the others gave up stay so."""
+
+
 class OwnFilesCheck:
-    """Has one rank's writer read back what it wrote for each save, and keeps the outcomes."""
+    """Has one rank's writer read back what it wrote for each save, and keeps the outcomes.
+
+    given_up: how many checkpoints this rank has not read back, because the writer was needed.
+    """
 
     def __init__(self) -> None:
+        self.given_up = 0
         self._outcomes: dict[str, str] = {}
         self._gave_up = False
+        self._carried: set[str] = set()
+
+    def carry_to_end(self, name: str) -> None:
+        """Have a checkpoint read back to its end, as on all ranks after one of them has given another up.
+
+        Else one of hundreds of ranks would give up at nearly each save, and no checkpoint would ever be known
+        to be intact.
+        """
+        self._carried.add(name)
 
     def run(
         self,
@@ -40,15 +57,17 @@ class OwnFilesCheck:
         checked. Called in the save's thread.
         """
         buffer.stops_reading = False
-        if not self._gave_up and not is_free():
-            self._gave_up = True
+        to_its_end = self._gave_up or saving.name in self._carried
+        self._carried.discard(saving.name)
+        if not to_its_end and not is_free():
+            self._note_end(gave_up=True)
             return
         order: dict[str, Any] = {  # Any: JSON
             "verify": saving.order["partial"],
             "store": saving.order["store"],
             "rank": saving.order["rank"],
             "buffer": saving.buffer,
-            "to_its_end": self._gave_up,
+            "to_its_end": to_its_end,
         }
         try:
             answer = writer.write(
@@ -57,9 +76,13 @@ class OwnFilesCheck:
         except CheckpointError as error:  # the next save starts a new writer, and reports what is wrong
             log.info("%s was not read back: %s", saving.name, error.message)
             return
-        self._gave_up = answer["problem"] is None
+        self._note_end(gave_up=answer["problem"] is None)
         if answer["problem"] is not None:
             self._outcomes[saving.name] = answer["problem"]
+
+    def _note_end(self, *, gave_up: bool) -> None:
+        self._gave_up = gave_up
+        self.given_up += gave_up
 
     def take(self) -> dict[str, str]:
         """Return what is wrong with each checkpoint read back since the last call; "" for nothing."""
@@ -86,6 +109,8 @@ class VerificationResults:
                 continue
             done = self._ranks_done.setdefault(name, set())
             done.add(rank)
+            if len(self._ranks_done) > _REMEMBERED:
+                del self._ranks_done[next(iter(self._ranks_done))]
             if len(done) == self._world:
                 del self._ranks_done[name]
                 self._intact(name)

@@ -54,6 +54,8 @@ _BYTES_A_BOX = 2048
 _BYTES_A_HASH = 16
 """Hexadecimal digits of the hash of each mebibyte."""
 _UNAUTHENTICATED_AT_ONCE = 4
+_PAUSE_S = 0.5
+"""The seconds of pause after a connection could not be accepted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,22 +223,31 @@ class ReplicaServer:
         self._replicas, self._rank, self._token, self._limits = replicas, rank, token.encode(), limits
         self._owner_locks = {owner: threading.Lock() for owner in limits.owners}
         self._connections = threading.BoundedSemaphore(len(limits.owners) + _UNAUTHENTICATED_AT_ONCE)
+        self._closed = threading.Event()
         self._socket = socket.create_server((host, 0))
         self.port = int(self._socket.getsockname()[1])
         threading.Thread(target=self._serve, name="replica-server", daemon=True).start()
 
     def close(self) -> None:
         """Accept no more parts."""
+        self._closed.set()
         with suppress(OSError):  # closing alone leaves an `accept` that waits to take one more connection
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
     def _serve(self) -> None:
+        is_short = False  # whether the last connection found no descriptor, and that is told
         while True:
             try:
                 connection, address = self._socket.accept()
-            except OSError:  # closed
-                return
+            except OSError as error:
+                if self._closed.wait(_PAUSE_S if is_short else 0.0):
+                    return
+                if not is_short:
+                    log.warning("no part of a partner can be accepted now: %s", error)
+                is_short = True
+                continue
+            is_short = False
             if not self._connections.acquire(blocking=False):
                 log.warning("a connection from %s was closed: too many at once", address[0])
                 connection.close()

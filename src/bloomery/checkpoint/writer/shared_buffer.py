@@ -142,14 +142,29 @@ def available_memory_bytes() -> int | None:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 limits.append(int(line.split()[1]) * 1024)
-        group = Path("/proc/self/cgroup").read_text().strip().rpartition("::")[2]
-        directory = Path("/sys/fs/cgroup") / group.lstrip("/")
+        group = Path("/proc/self/cgroup").read_text().strip().rpartition("::")[2].strip("/")
+    except (OSError, ValueError):  # not Linux: use what is known so far
+        return min(limits, default=None)
+    # A batch system limits a job, and this process is in a group of its own further down.
+    groups = [Path(group), *Path(group).parents]
+    free = [_free_in_group(Path("/sys/fs/cgroup") / place) for place in groups]
+    return min((*limits, *(bytes for bytes in free if bytes is not None)), default=None)
+
+
+def _free_in_group(directory: Path) -> int | None:
+    """Return what a control group may still take; None where it has no limit, or is of version 1.
+
+    Cached files count as its memory, and the kernel drops them before it refuses anything.
+    """
+    try:
         limit = (directory / "memory.max").read_text().strip()
-        if limit != "max":
-            limits.append(int(limit) - int((directory / "memory.current").read_text()))
-    except (OSError, ValueError):  # not Linux, or control groups of version 1: use what is known so far
-        pass
-    return min(limits, default=None)
+        if limit == "max":
+            return None
+        taken = int((directory / "memory.current").read_text())
+        counts = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
+        return int(limit) - taken + int(counts["inactive_file"]) + int(counts["active_file"])
+    except (OSError, ValueError, KeyError):
+        return None
 
 
 def _no_memory(bytes: int, *, why: str) -> StorageError:
