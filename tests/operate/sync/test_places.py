@@ -307,9 +307,10 @@ def test_what_a_publisher_that_was_killed_left_half_done_is_made_anew(
 ) -> None:
     name, held, sent = "step-000005.i001", bare.path / "publishing", list[list[str]]()
     checkpoint = CommittedCheckpoint(directory=bare.checkpoints / name, step=5, incarnation=1)
-    for place in (checkpoint.directory, held / f".{name}.draft", held / f".{name}.export"):
+    for place in (checkpoint.directory, held / ".draft-1f", held / f".{name}.export"):
         place.mkdir(parents=True)
         (place / "part").write_text("old")
+        os.utime(place, (1.0, 1.0))
     monkeypatch.setattr(published, "checkpoints", lambda rundir: [checkpoint])
 
     class Repository:
