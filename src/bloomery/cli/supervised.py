@@ -67,7 +67,8 @@ def run_supervised(loaded: LoadedRecipe, rundir: RunDirectory, start: Supervised
     if context is not None:
         refuse_quarantined(host_name(), rundir, loaded)
         reactions = reactions_of(rundir, loaded, say=_say)
-    is_first = os.environ.get("SLURM_NODEID", "0") == "0"
+    node = os.environ.get("SLURM_NODEID") or os.environ.get("JOB_COMPLETION_INDEX", "0")  # SLURM, Kubernetes
+    is_first = node == "0"
     with ExitStack() as stack:
         departure = stack.enter_context(
             departure_of(context, host_name(), rundir, loaded, asks_scheduler=is_first)
