@@ -191,6 +191,14 @@ def test_what_the_records_of_the_api_mean(
     assert told.submitted == 1795478400.0
 
 
+def test_a_suspended_job_names_the_command_that_lets_it_start() -> None:
+    record = job({"suspend": True})
+    record["metadata"]["namespace"] = "llm"
+    words = shlex.split(parse_job(record, []).reason.removeprefix("suspended: "))
+    patch = ["kubectl", "patch", "job", "bloomery-x-abc", "--namespace=llm", "--type=merge"]
+    assert words == [*patch, '--patch={"spec":{"suspend":false}}']
+
+
 def test_nodes_that_are_cordoned_or_down_say_so() -> None:
     def node(ready: str, **spec: Any) -> dict:
         conditions = [{"type": "Ready", "status": ready, "message": "kubelet stopped"}]
