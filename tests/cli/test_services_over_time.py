@@ -301,6 +301,18 @@ def test_a_watch_looks_and_pings_at_its_interval_until_the_signal(monkeypatch: p
     assert (looks, pinged, clock.waits) == (["look"] * 3, ["https://x"] * 3, [15, 15, 15])
 
 
+def test_a_run_with_a_damaged_record_does_not_end_the_watch_of_the_others(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock, looks = Clock(monkeypatch, ends_at=2), list[str]()
+    monkeypatch.setattr(watch, "EndSignal", lambda: clock)
+    broken, sound = watcher("runs/a"), watcher("runs/b")
+    broken.check = lambda: float(None)  # type: ignore[arg-type]
+    sound.check = lambda: looks.append("look")
+    watch._watch([broken, sound], Namespace(ping=None, interval=15))
+    assert looks == ["look"] * 2 and "runs/a could not be checked" in caplog.text
+
+
 def test_a_dead_mans_switch_is_asked_and_one_that_is_away_is_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

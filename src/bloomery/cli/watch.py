@@ -104,6 +104,9 @@ def _watch(watchers: list[RunWatcher], options: Namespace) -> None:
                 watcher.check()
             except (BloomeryError, OSError) as refused:
                 log.warning("%s: %s", watcher.rundir.path, refused)
+            except Exception:
+                # The edge of a service: one run with a damaged record must not end the watch of all.
+                log.exception("%s could not be checked", watcher.rundir.path)
         _ping(options.ping)
         if ended.wait(options.interval):
             return

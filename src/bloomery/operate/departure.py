@@ -14,6 +14,7 @@ from typing import Any
 from bloomery.errors import BloomeryError
 from bloomery.events.journal import read_tail
 from bloomery.events.run_directory import RunDirectory
+from bloomery.operate.ledger.operations import AGREED, time_of
 from bloomery.operate.maintenance import MaintenanceNotice, earliest
 
 log = logging.getLogger(__name__)
@@ -50,37 +51,48 @@ def measured_save(rundir: RunDirectory) -> SaveTimes:
 
     A journal that cannot be read counts as one without saves, for the job's end comes all the same.
     """
-    steps: dict[tuple[int, int], float] = {}
+    steps: dict[tuple[str, str], float] = {}
     saves: list[float] = []
     ends: list[float] = []
     longest = 0.0
     with suppress(OSError):
         for event in read_tail(rundir.journal(), most_bytes=_TAIL_BYTES):
-            key = (event["step"], event.get("incarnation", 0))
+            time, seconds = time_of(event), event.get("seconds")
+            key = (str(event.get("step")), str(event.get("incarnation", 0)))
+            if time is None:
+                continue
             if event["event"] == "step":
-                steps[key] = event["time"]
-                longest = max(longest, float(event["seconds"]))
+                steps[key] = time
+                longest = max(longest, float(seconds) if isinstance(seconds, int | float) else 0.0)
             elif event["event"] == "checkpoint" and key in steps:
-                saves.append(event["time"] - steps[key])
+                saves.append(time - steps[key])
             elif event["event"] == "end":
-                ends.append(event["time"])
+                ends.append(time)
     exits = [
         gone - max(before)
-        for gone in _attempt_ends(rundir)
-        if (before := [end for end in ends if end <= gone])
+        for began, gone in _attempts_that_stopped(rundir)
+        if (before := [end for end in ends if began <= end <= gone])
     ]
     return SaveTimes(save_s=max(saves, default=None), step_s=longest, exit_s=max(exits, default=None))
 
 
-def _attempt_ends(rundir: RunDirectory) -> list[float]:
-    """Return when the last attempts ended that saved and stopped, in seconds since 1970."""
+def _attempts_that_stopped(rundir: RunDirectory) -> list[tuple[float, float]]:
+    """Return when each of the last attempts that saved and stopped began and ended, in seconds since 1970.
+
+    One that ended before it had trained has no `end` of its own, and must not take that of another for it.
+    """
+    began: dict[str, float] = {}
+    stopped: list[tuple[float, float]] = []
     with suppress(OSError):
-        return [
-            event["time"]
-            for event in read_tail(rundir.operations, most_bytes=_TAIL_BYTES)
-            if event["event"] == "attempt_end" and event.get("status") in (0, 130, 143)
-        ]
-    return []
+        for event in read_tail(rundir.operations, most_bytes=_TAIL_BYTES, named=("attempt", "attempt_end")):
+            time, name = time_of(event), str(event.get("attempt"))
+            if time is None:
+                continue
+            if event["event"] == "attempt":
+                began[name] = time
+            elif event.get("status") in AGREED:
+                stopped.append((began.get(name, 0.0), time))
+    return stopped
 
 
 def time_to_leave_s(times: SaveTimes, *, unmeasured_s: float) -> float:
