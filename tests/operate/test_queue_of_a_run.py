@@ -29,6 +29,7 @@ from bloomery.operate.submission import (
     kept_if_queued,
     kept_submission,
     nodes_of,
+    recipe_of_run,
     refuse_missing_run,
     request_of,
     scheduler_of,
@@ -219,6 +220,16 @@ def test_a_submission_comes_back_as_it_was_kept(run: RunDirectory) -> None:
         (run.path / "submission.json").write_text(damage)
         with pytest.raises(TrainingFailed, match="cannot be read"):
             kept_submission(run)
+
+
+def test_the_recipe_of_a_run_is_its_own_though_the_file_that_was_submitted_was_moved(
+    run: RunDirectory,
+) -> None:
+    keep_submission(run, Submission(recipe="/moved/mine.toml", overrides=(), directory="/"))
+    with pytest.raises(BloomeryError, match=r"mine\.toml"):
+        recipe_of_run(run)
+    run.recipe.write_text(Path(__file__).parents[2].joinpath("recipes/demo.toml").read_text())
+    assert recipe_of_run(run).run.name == "demo"
 
 
 def test_a_submission_names_its_recipe_wherever_it_is_read_later(

@@ -14,6 +14,7 @@ from bloomery import durable
 from bloomery.config.find import find_recipe, is_run, shipped_recipes
 from bloomery.config.load import LoadedRecipe, load_recipe
 from bloomery.config.parallel import ParallelSection
+from bloomery.config.recipe import Recipe
 from bloomery.config.submit import SubmitSection
 from bloomery.errors import BloomeryError, TrainingFailed, storage_error
 from bloomery.events.journal import read_tail
@@ -110,6 +111,15 @@ def kept_submission(rundir: RunDirectory) -> Submission:
             f"{_record(rundir)} cannot be read: {missing}.",
             remedy="Submit with the recipe: bloomery submit RECIPE",
         ) from missing
+
+
+def recipe_of_run(rundir: RunDirectory) -> Recipe:
+    """Return the recipe of a run that was submitted: its own, or before its first start the submission's.
+
+    The file that was submitted may have been moved or edited since. Raises BloomeryError.
+    """
+    submission = kept_submission(rundir)
+    return (load_recipe(str(rundir.recipe)) if rundir.recipe.exists() else submission.load()).recipe
 
 
 def scheduler_of(section: SubmitSection, run: Path) -> Scheduler:
