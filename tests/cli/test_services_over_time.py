@@ -10,7 +10,7 @@ import sys
 import urllib.request
 from argparse import Namespace
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -368,6 +368,12 @@ def test_alerts_are_printed_and_sent_and_those_that_are_owed_only_sent(
     assert capsys.readouterr().out == f"12:00:00 it hangs: for | long\n{rundir.path}: running\n"
     assert watch.run([*words, "--json"]) == 0
     assert "it hangs" not in capsys.readouterr().out and sent[4] == given
+    sent.clear()
+    with suppress(OSError), Path("/dev/full").open("w") as full:  # its log lies on the disk that it warns of
+        monkeypatch.setattr("sys.stdout", full)
+        with suppress(OSError):
+            watch.run(words)
+    assert sent[1] == given, "it is sent all the same"
 
 
 def test_what_is_open_is_acknowledged_for_each_run(

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from bloomery.cli.rank_output import RankOutput
+from bloomery.cli.rank_output import RankOutput, tell
 from bloomery.cli.ranks import PASSED_ON, RankRange, run_ranks
 from bloomery.cli.train import prepared_environment
 from bloomery.events.heartbeat import ATTEMPT
@@ -192,4 +191,4 @@ def _finish_undisturbed() -> None:
 
 
 def _say(line: str) -> None:
-    print(f"bloomery launch: {line}", file=sys.stderr, flush=True)
+    tell(f"bloomery launch: {line}")

@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from argparse import Namespace
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,10 +60,11 @@ def run(arguments: list[str]) -> int:
 
     def deliver(alert: Alert) -> Alert | None:
         if not options.json and alert.owed is None:
-            print(
-                f"{time.strftime('%H:%M:%S')} {alert.title}: {' | '.join(alert.body.splitlines())}",
-                flush=True,
-            )
+            with suppress(OSError, ValueError):  # a full disk behind a log must not keep alerts from people
+                print(
+                    f"{time.strftime('%H:%M:%S')} {alert.title}: {' | '.join(alert.body.splitlines())}",
+                    flush=True,
+                )
         return sender.send(alert)
 
     with ExitStack() as stack:
