@@ -45,6 +45,7 @@ UNSYNCED = {
     "cli/guard.py:draw_replay": _AGAIN,
     "cli/report.py:draw_ledger": _AGAIN,
     "operate/sync/mirror.py:RunMirror._fetch_growing": "a copy: what a power cut takes is fetched again",
+    "operate/sync/keeper.py:SyncTurn.is_ours": "an empty file to lock",
     "operate/sync/published.py:_link": "links to files that are durable; a torn directory is made again",
     "operate/drill/faults.py:flip_checkpoint_bit": "damages a checkpoint on purpose",
     "operate/drill/faults.py:_fill": "takes the free space of a file system, and is removed",

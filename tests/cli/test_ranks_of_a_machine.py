@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from tests.cli.in_process import status_of
 
-from bloomery.cli import launch, peer
+from bloomery.cli import launch, peer, supervised
 from bloomery.cli import ranks as ranks_module
 from bloomery.cli.nodes import LauncherNode, _check_equal, _natural
 from bloomery.cli.ranks import RankRange, _blame, _grace_s, _how, _to_blame, _wait
@@ -192,6 +192,25 @@ def test_ranks_at_a_standstill_are_killed_and_count_as_lost_and_those_that_leave
     leaving = Rank(answer=0)
     assert waited(leaving, supervisor=Supervisor(stop="the job ends soon")) == (0, set())
     assert leaving.signals == [signal.SIGTERM]
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_ranks_are_asked_to_save_also_where_nothing_can_be_said(
+    monkeypatch: pytest.MonkeyPatch, closed: bool
+) -> None:
+    leaving, failed, other = Rank(answer=0), Rank(7), Rank(answer=143)
+    with Path("/dev/full").open("w") as full:  # as a log on a full disk, or a terminal that is gone
+        monkeypatch.setattr("sys.stderr", full)
+        if closed:
+            with suppress(OSError):
+                full.close()
+        assert waited(leaving, supervisor=Supervisor(stop="the job ends soon")) == (0, set())
+        assert waited(failed, other)[0] == 7
+        supervised._say("it starts again")
+        launch._say("it waits")
+        with suppress(OSError):
+            full.close()
+    assert leaving.signals == other.signals == [signal.SIGTERM]
 
 
 def test_ranks_that_do_not_end_in_their_grace_time_are_killed(

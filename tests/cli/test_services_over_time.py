@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import signal
 import sys
 import urllib.request
 from argparse import Namespace
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +20,7 @@ import pytest
 from bloomery.cli import dashboard, sync, watch
 from bloomery.errors import BloomeryError, StorageError
 from bloomery.events.run_directory import RunDirectory
+from bloomery.operate.sync.keeper import SyncTurn
 
 
 class Clock:
@@ -114,6 +117,36 @@ def test_a_sync_waits_for_its_run_and_ends_with_its_parent(
     assert looks == [0.0, 5.0], "the last lines are sent"
 
 
+def test_one_sync_at_a_time_sends_a_run_that_several_machines_have_started(
+    rundir: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[float] = []
+    first = SyncTurn(rundir)
+    assert first.is_ours() and first.is_ours()
+
+    def looked(*given: Any) -> None:
+        looks.append(clock_at())
+
+    repeated(monkeypatch, rundir, ends_at=9, look=looked, beside=True)
+    assert not looks, "not even at its end: the other one sends the last lines"
+    repeated(monkeypatch, rundir, ends_at=9, look=looked)
+    assert len(looks) == 4, "who calls it by hand need not wait"
+    looks.clear()
+    os.close(first._file)  # as the kernel does when a process ends
+    repeated(monkeypatch, rundir, ends_at=9, look=looked, beside=True)
+    assert len(looks) == 4
+
+
+def test_a_disk_that_refuses_ends_no_sync(
+    rundir: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*given: Any) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    repeated(monkeypatch, rundir, ends_at=3, look=refuse)
+    assert capsys.readouterr().err.count("bloomery sync: [Errno 116] Stale file handle") == 2
+
+
 def test_checkpoints_are_held_as_they_come_whatever_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -134,13 +167,16 @@ def test_checkpoints_are_held_as_they_come_whatever_is_refused(
         held.append("held")
         if len(held) == 1:
             raise StorageError("the disk is full", remedy="")
+        if len(held) == 2:
+            raise OSError(errno.ESTALE, "Stale file handle")
 
     monkeypatch.setattr("time.sleep", pause)
     publisher: Any = SimpleNamespace(hold=hold)
     with pytest.raises(Ended):
         sync._hold(rundir, publisher)
     assert len(held) == 3 and pauses == [5.0] * 4
-    assert capsys.readouterr().err == "bloomery sync: the disk is full\n"
+    told = "bloomery sync: the disk is full\nbloomery sync: [Errno 116] Stale file handle\n"
+    assert capsys.readouterr().err == told
 
 
 def test_a_sync_is_of_a_run_its_place_and_its_checkpoints(
@@ -265,6 +301,18 @@ def test_a_watch_looks_and_pings_at_its_interval_until_the_signal(monkeypatch: p
     assert (looks, pinged, clock.waits) == (["look"] * 3, ["https://x"] * 3, [15, 15, 15])
 
 
+def test_a_run_with_a_damaged_record_does_not_end_the_watch_of_the_others(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock, looks = Clock(monkeypatch, ends_at=2), list[str]()
+    monkeypatch.setattr(watch, "EndSignal", lambda: clock)
+    broken, sound = watcher("runs/a"), watcher("runs/b")
+    broken.check = lambda: float(None)  # type: ignore[arg-type]
+    sound.check = lambda: looks.append("look")
+    watch._watch([broken, sound], Namespace(ping=None, interval=15))
+    assert looks == ["look"] * 2 and "runs/a could not be checked" in caplog.text
+
+
 def test_a_dead_mans_switch_is_asked_and_one_that_is_away_is_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -320,6 +368,12 @@ def test_alerts_are_printed_and_sent_and_those_that_are_owed_only_sent(
     assert capsys.readouterr().out == f"12:00:00 it hangs: for | long\n{rundir.path}: running\n"
     assert watch.run([*words, "--json"]) == 0
     assert "it hangs" not in capsys.readouterr().out and sent[4] == given
+    sent.clear()
+    with suppress(OSError), Path("/dev/full").open("w") as full:  # its log lies on the disk that it warns of
+        monkeypatch.setattr("sys.stdout", full)
+        with suppress(OSError):
+            watch.run(words)
+    assert sent[1] == given, "it is sent all the same"
 
 
 def test_what_is_open_is_acknowledged_for_each_run(

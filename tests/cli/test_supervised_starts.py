@@ -68,7 +68,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(start_check, "start_check_of", lambda loaded: None)
     for name in ("_on_one_machine", "_on_several"):
         monkeypatch.setattr(supervised, name, lambda *given, name=name: calls.append((name, *given)) or 5)
-    monkeypatch.delenv("SLURM_NODEID", raising=False)
+    for variable in ("SLURM_NODEID", "JOB_COMPLETION_INDEX"):
+        monkeypatch.delenv(variable, raising=False)
     return calls
 
 
@@ -85,8 +86,9 @@ def test_the_first_machine_keeps_the_chronicle_and_sends_logs(
     ]  # fmt: skip
     assert calls[3][2:4] == (one, None), "without a job nobody reacts"
     calls.clear()
-    monkeypatch.setenv("SLURM_NODEID", "3")
-    for more in ({"nodes": 2}, {"spares": 1}):
+    for variable, more in (("SLURM_NODEID", {"nodes": 2}), ("JOB_COMPLETION_INDEX", {"spares": 1})):
+        monkeypatch.delenv("SLURM_NODEID", raising=False)
+        monkeypatch.setenv(variable, "3")
         supervised.run_supervised(loaded, rundir, start(**more))
     assert [call if isinstance(call, str) else call[0] for call in calls] == [
         "departure", "_on_several", "end of departure",

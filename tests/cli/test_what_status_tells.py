@@ -168,7 +168,7 @@ def test_jobs_that_wait_are_cancelled_before_the_one_that_runs_and_none_that_end
     )
     place = "bloomery.operate.submission"
     monkeypatch.setattr(f"{place}.kept_submission", lambda run: SimpleNamespace(load=lambda: loaded["kept"]))
-    monkeypatch.setattr("bloomery.config.load.load_recipe", lambda path: loaded["own"])
+    monkeypatch.setattr(f"{place}.load_recipe", lambda path: loaded["own"])
     monkeypatch.setattr(
         f"{place}.scheduler_of", lambda submit, path: asked.append((submit, path)) or scheduler
     )

@@ -163,6 +163,8 @@ def test_a_holder_elsewhere_is_alive_until_the_minute_is_over(tmp_path: Path):
     assert [path.name for path in tmp_path.iterdir()] == ["holder.json"], (
         "the look at the clock leaves nothing"
     )
+    rundir.holder.unlink()
+    assert not _lives(record, rundir.holder, locked=False), "it has ended since its file was read"
 
 
 def test_a_living_holder_refreshes_its_file_so_that_no_other_machine_takes_the_run(

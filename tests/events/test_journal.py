@@ -83,6 +83,15 @@ def test_an_error_that_names_a_path_which_is_no_utf_8_is_written(tmp_path: Path)
     assert failed["why"] == "/data/caf?: No space left" and step["step"] == 6
 
 
+def test_lists_in_lists_without_end_are_a_damaged_line(tmp_path: Path):
+    path = tmp_path / "journal.jsonl"
+    with Journal(path) as journal:
+        journal.write("a", incarnation=1, step=1)
+    path.write_bytes(b"[" * 100_000 + b"\n" + path.read_bytes())
+    assert [event["event"] for event in read_journal(path)] == ["a"]
+    assert [event["event"] for event in read_tail(path)] == ["a"]
+
+
 def test_a_missing_journal_is_an_empty_one(tmp_path: Path):
     assert list(read_journal(tmp_path / "none.jsonl")) == []
 

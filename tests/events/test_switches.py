@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -125,3 +126,22 @@ def test_a_save_that_its_author_takes_back_meanwhile_is_taken_without_a_warning(
 def test_a_note_in_another_encoding_is_shown_as_far_as_it_can_be(tmp_path: Path):
     (tmp_path / "stop").write_bytes(b"armed by caf\xe9: quota\n")
     assert note_of(tmp_path / "stop") == "armed by caf\N{REPLACEMENT CHARACTER}: quota"
+
+
+def test_a_switch_is_armed_on_a_full_disk_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = tmp_path / "stop"
+    numbers = [errno.ENOSPC, errno.EDQUOT, errno.EROFS]
+
+    def refused(*given: object, **more: object) -> int:
+        raise OSError(numbers[0], os.strerror(numbers[0]))
+
+    monkeypatch.setattr(os, "write", refused)
+    while numbers[1:]:
+        arm(path)
+        assert Switches([tmp_path]).armed("stop") == path and list(tmp_path.iterdir()) == [path]
+        assert note_of(path) == ""
+        path.unlink()
+        del numbers[0]
+    with pytest.raises(OSError, match="Read-only"):
+        arm(path)
+    assert not path.exists()

@@ -562,6 +562,36 @@ def test_an_exit_is_that_of_an_attempt_that_saved_and_stopped(
     assert measured_save(run).exit_s == exit_s
 
 
+def test_an_attempt_that_never_trained_does_not_take_the_end_of_the_one_before_for_its_own(
+    tmp_path: Path,
+) -> None:
+    run = RunDirectory(tmp_path).create()
+    journal(run, (100.0, "end", 6, 1))
+    attempts = [("attempt", 10.0, "a"), ("attempt_end", 104.0, "a"), ("attempt", 90_000.0, "b")]
+    attempts += [("attempt_end", 90_020.0, "b")]  # a signal came while its ranks loaded
+    with run.operations.open("w") as file:
+        for name, time_, attempt in attempts:
+            record = {"event": name, "time": time_, "attempt": attempt, "status": 143}
+            file.write(json.dumps(record) + "\n")
+    assert measured_save(run).exit_s == 4.0
+
+
+def test_a_damaged_line_does_not_keep_a_job_from_leaving(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path).create()
+    journal(run, (10.0, "step", 5, 1), (17.0, "checkpoint", 5, 1), (20.0, "end", 5, 1))
+    damaged = [
+        '{"event": "step"}',
+        '{"event": "step", "time": null, "step": [1], "seconds": null}',
+        '{"event": "step", "time": 1.0, "step": [1], "seconds": null}',
+        '{"event": "end", "time": "noon"}',
+        "[" * 100_000,
+    ]
+    run.journal().write_text("\n".join([*damaged, run.journal().read_text()]))
+    run.operations.write_text('{"event": "attempt_end", "status": 0}\n')
+    assert measured_save(run) == SaveTimes(save_s=7.0, step_s=1.0, exit_s=None)
+    assert "the job ends in" in departure(run, lambda: time.time() + 5.0).check()
+
+
 def test_operations_that_cannot_be_read_count_as_ones_without_exits(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path).create()
     journal(run, (10.0, "step", 5, 1), (17.0, "checkpoint", 5, 1), (20.0, "end", 5, 1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,11 +14,14 @@ import jsonschema
 import pytest
 from tests.faults.commands import Said
 
+from bloomery.cli import launch
 from bloomery.config.submit import SubmitSection
+from bloomery.events.run_directory import RunDirectory
 from bloomery.operate.job_context import job_context
 from bloomery.operate.schedulers.interface import JobRequest, JobState, SchedulerError
 from bloomery.operate.schedulers.kubernetes import Kubernetes, parse_job, parse_node
 from bloomery.operate.schedulers.kubernetes_manifest import JOB, manifest
+from bloomery.operate.submission import Submission, request_of
 
 SCHEMA = jsonschema.Draft202012Validator(
     json.loads((Path(__file__).parent / "kubernetes_job.schema.json").read_text())
@@ -102,9 +106,21 @@ def test_a_pod_runs_the_launcher_in_place_of_its_shell(tmp_path: Path) -> None:
     assert "$(" not in "".join(container["command"]).replace("$$", "")
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
     words = [f"up-{done.stdout.split('-')[1]}-so", "launch", "my.toml", "data.sources=['a b']", "--supervise"]
-    assert done.stdout.splitlines() == [*words, "--nnodes", "2", "--job", "kubernetes-uid-1"]
+    assert done.stdout.splitlines() == [*words, "--nnodes", "3", "--job", "kubernetes-uid-1"]
     context = job_context(environment)
     assert context is not None and context.name == "kubernetes-uid-1" and context.end() is None
+
+
+def test_the_launchers_of_a_job_with_a_spare_start_ranks_on_all_other_nodes() -> None:
+    settings = ["submit.nodes=4", "submit.spares=1", "submit.image=x", "submit.volumes=['shared:/shared']"]
+    submission = Submission(recipe="demo", overrides=tuple(settings), directory="/shared")
+    run = RunDirectory(Path("/shared/runs/demo"))
+    made = manifest(request_of(submission, submission.load(), run, tasks=1))
+    (container,) = made["spec"]["template"]["spec"]["containers"]
+    words = shlex.split(container["command"][2].splitlines()[-1].removeprefix("exec bloomery launch "))
+    options = launch._parse(words)
+    assert (made["spec"]["completions"], options.nnodes, options.spares) == (5, 5, 1)
+    assert launch._nodes_with_ranks(options) == 4
 
 
 @pytest.mark.parametrize(
@@ -173,6 +189,14 @@ def test_what_the_records_of_the_api_mean(
     assert told.state == state and told.reason.startswith(reason)
     assert told.ends is None or told.state.is_over
     assert told.submitted == 1795478400.0
+
+
+def test_a_suspended_job_names_the_command_that_lets_it_start() -> None:
+    record = job({"suspend": True})
+    record["metadata"]["namespace"] = "llm"
+    words = shlex.split(parse_job(record, []).reason.removeprefix("suspended: "))
+    patch = ["kubectl", "patch", "job", "bloomery-x-abc", "--namespace=llm", "--type=merge"]
+    assert words == [*patch, '--patch={"spec":{"suspend":false}}']
 
 
 def test_nodes_that_are_cordoned_or_down_say_so() -> None:

@@ -21,12 +21,15 @@ from bloomery.operate.schedulers.kubernetes import Kubernetes
 from bloomery.operate.schedulers.machine import OneMachine
 from bloomery.operate.schedulers.slurm import Slurm
 from bloomery.operate.submission import (
+    PartlyQueued,
     Submission,
     check_submittable,
     is_finished,
     keep_submission,
+    kept_if_queued,
     kept_submission,
     nodes_of,
+    recipe_of_run,
     refuse_missing_run,
     request_of,
     scheduler_of,
@@ -94,6 +97,46 @@ def test_jobs_are_one_array_or_each_waits_for_the_one_before(
     names = submit(scheduler, requested(run, *queue))
     assert [(request.tasks, request.after) for request in scheduler.requests] == requests
     assert names == [str(101 + number) for number in range(len(requests))]
+
+
+class Refusing(Queue):
+    """A queue that takes so many jobs and refuses all others."""
+
+    def __init__(self, takes: int) -> None:
+        super().__init__()
+        self.takes = takes
+
+    def submit(self, request: JobRequest) -> list[str]:
+        if len(self.requests) == self.takes:
+            raise SchedulerError("SLURM refused sbatch: no such partition", remedy="Name another.")
+        return super().submit(request)
+
+
+def test_a_chain_of_which_only_a_part_is_queued_says_which_jobs_are(run: RunDirectory) -> None:
+    with pytest.raises(PartlyQueued, match=r"^Only 101, 102 of 4 jobs .* no such partition") as partly:
+        submit(Refusing(2), requested(run, "submit.queue=chain"))
+    assert partly.value.remedy == "Name another."
+    with pytest.raises(SchedulerError, match=r"^SLURM refused"):
+        submit(Refusing(0), requested(run, "submit.queue=chain"))
+
+
+def test_what_the_scheduler_refuses_leaves_the_submission_that_queued_jobs_go_on_with(
+    run: RunDirectory,
+) -> None:
+    first, second = (Submission(recipe="demo", overrides=(word,), directory="/") for word in ("a=1", "b=2"))
+    with pytest.raises(SchedulerError), kept_if_queued(run, first):
+        raise SchedulerError("no such partition")
+    assert kept_submission(run) == first, "there was none before"
+    with pytest.raises(SchedulerError), kept_if_queued(run, second):
+        assert kept_submission(run) == second, "a job may start at once"
+        raise SchedulerError("no such partition")
+    assert kept_submission(run) == first
+    with pytest.raises(PartlyQueued), kept_if_queued(run, second):
+        raise PartlyQueued("only some")
+    assert kept_submission(run) == second
+    with kept_if_queued(run, first):
+        pass
+    assert kept_submission(run) == first
 
 
 def queued(number: str, state: JobState, **more: Any) -> QueuedJob:
@@ -177,6 +220,16 @@ def test_a_submission_comes_back_as_it_was_kept(run: RunDirectory) -> None:
         (run.path / "submission.json").write_text(damage)
         with pytest.raises(TrainingFailed, match="cannot be read"):
             kept_submission(run)
+
+
+def test_the_recipe_of_a_run_is_its_own_though_the_file_that_was_submitted_was_moved(
+    run: RunDirectory,
+) -> None:
+    keep_submission(run, Submission(recipe="/moved/mine.toml", overrides=(), directory="/"))
+    with pytest.raises(BloomeryError, match=r"mine\.toml"):
+        recipe_of_run(run)
+    run.recipe.write_text(Path(__file__).parents[2].joinpath("recipes/demo.toml").read_text())
+    assert recipe_of_run(run).run.name == "demo"
 
 
 def test_a_submission_names_its_recipe_wherever_it_is_read_later(

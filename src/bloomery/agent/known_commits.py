@@ -138,13 +138,13 @@ class KnownCommits:
 def _read(path: Path, run: str) -> RecoveryRecord | None:
     """Return what the file holds of this run; None if there is no file, or it is another run's."""
     try:
-        text = path.read_text()
+        content = path.read_bytes()
     except FileNotFoundError:
         return None
     except OSError as error:
         raise storage_error(error, path=path, doing="Reading what is known of the run") from error
     try:
-        known_run = decode(text, KnownRun)
+        known_run = decode(content, KnownRun)
     except ProtocolError as error:
         raise PeerError(
             f"It cannot be read from {path} which round of the run is the newest: {error.message}",

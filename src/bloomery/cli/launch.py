@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from bloomery.cli.argument_values import not_negative, positive, read_endpoint
 from bloomery.cli.arguments import add_recipe, parser
-from bloomery.cli.rank_output import RankOutput
+from bloomery.cli.rank_output import RankOutput, tell
 from bloomery.cli.ranks import RankRange, run_ranks
 from bloomery.cli.supervised import LOOPBACK, SupervisedStart, run_supervised
 from bloomery.cli.train import prepared_environment
@@ -274,4 +274,4 @@ def _supervised(options: Namespace, loaded: LoadedRecipe, *, count: int, nodes: 
 
 
 def _say(line: str) -> None:
-    print(f"bloomery launch: {line}", file=sys.stderr, flush=True)
+    tell(f"bloomery launch: {line}")

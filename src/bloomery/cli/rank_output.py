@@ -108,6 +108,11 @@ def _write(file: IO[bytes], content: bytes) -> None:
         content = content[file.write(content) :]
 
 
+def tell(line: str) -> None:
+    """Print a line to standard error; a terminal that is closed, or a full disk behind it, stops no run."""
+    with suppress(OSError, ValueError):
+        print(line, file=sys.stderr, flush=True)
+
+
 def _warn(line: str) -> None:
-    with suppress(OSError):
-        print(f"bloomery launch: {line}", file=sys.stderr, flush=True)
+    tell(f"bloomery launch: {line}")

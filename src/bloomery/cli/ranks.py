@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Protocol
 
 from bloomery.cli.child_ends import ChildEnds
-from bloomery.cli.rank_output import RankOutput
+from bloomery.cli.rank_output import RankOutput, tell
 from bloomery.durable import hold_directory, remove_abandoned
 from bloomery.errors import RankLost
 from bloomery.events.run_lock import host_name
@@ -293,7 +293,7 @@ def _how(status: int) -> str:
 
 
 def _say(line: str) -> None:
-    print(f"bloomery: {line}", file=sys.stderr, flush=True)
+    tell(f"bloomery: {line}")
 
 
 def _signal_all(ranks: Ranks, number: int) -> list[int]:

@@ -75,14 +75,11 @@ def cancel(arguments: list[str]) -> int:
     options.add_argument("--queued", action="store_true", help="leave the job that runs")
     options.add_argument("--json", action="store_true", help="print one JSON object")
     chosen = options.parse_args(arguments)
-    from bloomery.config.load import load_recipe
-    from bloomery.operate.submission import kept_submission, refuse_missing_run, scheduler_of
+    from bloomery.operate.submission import recipe_of_run, refuse_missing_run, scheduler_of
 
     rundir = RunDirectory(chosen.run)
     refuse_missing_run(rundir)
-    submission, path = kept_submission(rundir), rundir.path.absolute()
-    # The file of the recipe may have been moved or edited since, so the run's own recipe comes first.
-    recipe = (load_recipe(str(rundir.recipe)) if rundir.recipe.exists() else submission.load()).recipe
+    recipe, path = recipe_of_run(rundir), rundir.path.absolute()
     scheduler = scheduler_of(recipe.submit, path)
     known = scheduler.jobs(name=recipe.run.name, run=path)  # a scheduler that is silent has cancelled nothing
     waiting = [job.job for job in known if job.state.is_queued]
@@ -152,13 +149,13 @@ def _table(views: list[RunOverview]) -> str:
 
 def _nodes(views: list[RunOverview]) -> list[list[str]]:
     """Return (name, state, reason) of the nodes of the scheduler of the first run that was submitted."""
-    from bloomery.operate.submission import kept_submission, scheduler_of, was_submitted
+    from bloomery.operate.submission import recipe_of_run, scheduler_of, was_submitted
 
     for view in views:
         rundir = RunDirectory(Path(view.run))
         if not was_submitted(rundir):
             continue
-        scheduler = scheduler_of(kept_submission(rundir).load().recipe.submit, rundir.path.absolute())
+        scheduler = scheduler_of(recipe_of_run(rundir).submit, rundir.path.absolute())
         return [[node.name, node.state, node.reason] for node in scheduler.nodes()]
     print("bloomery status: no run was submitted, so there is no scheduler to ask for nodes", file=sys.stderr)
     return []

@@ -41,7 +41,7 @@ def run(arguments: list[str]) -> int:
     from bloomery.cli.arguments import settings_from_weights
     from bloomery.operate.submission import (
         check_submittable,
-        keep_submission,
+        kept_if_queued,
         request_of,
         scheduler_of,
         submission_of,
@@ -72,8 +72,8 @@ def run(arguments: list[str]) -> int:
         return 0
     _refuse_stopped(rundir, loaded)
     _prepare(rundir, loaded)
-    keep_submission(rundir, submission)
-    jobs = top_up(scheduler, submission, loaded, rundir) if keep else submit(scheduler, request)
+    with kept_if_queued(rundir, submission):
+        jobs = top_up(scheduler, submission, loaded, rundir) if keep else submit(scheduler, request)
     _tell(jobs, scheduler.name, rundir, as_json=options.json)
     return 0
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from bloomery.cli.rank_output import RankOutput
+from bloomery.cli.rank_output import RankOutput, tell
 from bloomery.cli.ranks import PASSED_ON, RankRange, run_ranks
 from bloomery.cli.train import prepared_environment
 from bloomery.events.heartbeat import ATTEMPT
@@ -67,7 +66,8 @@ def run_supervised(loaded: LoadedRecipe, rundir: RunDirectory, start: Supervised
     if context is not None:
         refuse_quarantined(host_name(), rundir, loaded)
         reactions = reactions_of(rundir, loaded, say=_say)
-    is_first = os.environ.get("SLURM_NODEID", "0") == "0"
+    node = os.environ.get("SLURM_NODEID") or os.environ.get("JOB_COMPLETION_INDEX", "0")  # SLURM, Kubernetes
+    is_first = node == "0"
     with ExitStack() as stack:
         departure = stack.enter_context(
             departure_of(context, host_name(), rundir, loaded, asks_scheduler=is_first)
@@ -191,4 +191,4 @@ def _finish_undisturbed() -> None:
 
 
 def _say(line: str) -> None:
-    print(f"bloomery launch: {line}", file=sys.stderr, flush=True)
+    tell(f"bloomery launch: {line}")

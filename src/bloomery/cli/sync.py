@@ -74,18 +74,23 @@ def _repeat(
 ) -> None:
     """Upload repeatedly; the last upload follows the signal that ends the command, or the parent's end.
 
-    Checkpoints do not wait for the logs' time: they are published as soon as they are held.
+    Checkpoints do not wait for the logs' time: they are published as soon as they are held. Of those that
+    the launchers of several machines start for one run, one sends, and the others wait for its end.
     """
+    from bloomery.operate.sync.keeper import SyncTurn
+
     ended, parent, due = EndSignal(), os.getppid(), time.monotonic()
     again = due
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # a launcher starts this with it held back
-    if publisher is not None:  # an export may take as long as several saves, of which each is pruned soon
-        threading.Thread(target=_hold, args=(rundir, publisher), daemon=True).start()
+    turn, holder = SyncTurn(rundir) if options.beside else None, publisher
     while True:
         is_last = ended.wait(0.0 if time.monotonic() >= due else _TICK_S)
         is_last = is_last or (options.beside and os.getppid() != parent)
         try:
-            if rundir.exists():
+            if rundir.exists() and (turn is None or turn.is_ours()):
+                if holder is not None:  # an export may take as long as several saves, each pruned soon
+                    threading.Thread(target=_hold, args=(rundir, holder), daemon=True).start()
+                    holder = None
                 if is_last or time.monotonic() >= due:
                     due = time.monotonic() + 60.0 * options.every
                     _look(sync, publisher, options)
@@ -93,7 +98,7 @@ def _repeat(
                     _look(None, publisher, options)
             elif time.monotonic() >= due:
                 due = time.monotonic() + _TICK_S
-        except BloomeryError as error:  # what was not sent is sent later: a run does not end for its logs
+        except (BloomeryError, OSError) as error:  # what was not sent is sent later, also by a later call
             due = again = time.monotonic() + min(_AGAIN_S, 60.0 * options.every)
             print(f"bloomery sync: {error}", file=sys.stderr, flush=True)
         if is_last:
@@ -106,7 +111,7 @@ def _hold(rundir: RunDirectory, publisher: CheckpointPublisher) -> None:
         try:
             if rundir.exists():
                 publisher.hold()
-        except BloomeryError as error:
+        except (BloomeryError, OSError) as error:
             print(f"bloomery sync: {error}", file=sys.stderr, flush=True)
         time.sleep(_TICK_S)
 

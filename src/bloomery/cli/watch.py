@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from argparse import Namespace
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,10 +60,11 @@ def run(arguments: list[str]) -> int:
 
     def deliver(alert: Alert) -> Alert | None:
         if not options.json and alert.owed is None:
-            print(
-                f"{time.strftime('%H:%M:%S')} {alert.title}: {' | '.join(alert.body.splitlines())}",
-                flush=True,
-            )
+            with suppress(OSError, ValueError):  # a full disk behind a log must not keep alerts from people
+                print(
+                    f"{time.strftime('%H:%M:%S')} {alert.title}: {' | '.join(alert.body.splitlines())}",
+                    flush=True,
+                )
         return sender.send(alert)
 
     with ExitStack() as stack:
@@ -104,6 +105,9 @@ def _watch(watchers: list[RunWatcher], options: Namespace) -> None:
                 watcher.check()
             except (BloomeryError, OSError) as refused:
                 log.warning("%s: %s", watcher.rundir.path, refused)
+            except Exception:
+                # The edge of a service: one run with a damaged record must not end the watch of all.
+                log.exception("%s could not be checked", watcher.rundir.path)
         _ping(options.ping)
         if ended.wait(options.interval):
             return

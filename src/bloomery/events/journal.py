@@ -213,7 +213,7 @@ def is_step(event: Mapping[str, Any], needed: Set[str]) -> bool:
 def _parsed(line: bytes) -> dict[str, Any] | None:
     try:
         event = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):  # torn, or damage that reads as lists in lists without end
         return None
     return event if isinstance(event, dict) and "event" in event else None
 

@@ -172,7 +172,10 @@ def _lives(record: dict[str, Any], path: Path, *, locked: bool) -> bool:
         if locked and not record.get("started"):
             return False  # its process number may belong to another process by now: trust the lock
         return _runs(record)
-    return _age_s(path) < STALE_AFTER_S
+    try:
+        return _age_s(path) < STALE_AFTER_S
+    except FileNotFoundError:  # it has ended in this moment
+        return False
 
 
 def _age_s(path: Path) -> float:

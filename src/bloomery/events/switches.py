@@ -6,6 +6,7 @@ training removes `save`, saves once and goes on.
 
 from __future__ import annotations
 
+import errno
 import getpass
 import logging
 import os
@@ -79,9 +80,13 @@ def arm(path: Path, *, why: str = "") -> None:
     """Write the file of a switch, which says who armed it, when, and why. Raises OSError."""
     who = os.environ.get("USER") or _user()
     when = time.strftime("%Y-%m-%d %H:%M:%S")
-    durable.write_whole(
-        path, f"armed by {who} on {os.uname().nodename} at {when}{f': {why}' if why else ''}\n"
-    )
+    line = f"armed by {who} on {os.uname().nodename} at {when}{f': {why}' if why else ''}\n"
+    try:
+        durable.write_whole(path, line)
+    except OSError as refused:
+        if refused.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        path.touch()  # a full disk, for which runs are stopped, has room for a file without content
 
 
 def write_request(rundir: RunDirectory, request: str, line: str, *, keep: bool) -> None:

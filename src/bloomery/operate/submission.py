@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from bloomery import durable
 from bloomery.config.find import find_recipe, is_run, shipped_recipes
 from bloomery.config.load import LoadedRecipe, load_recipe
 from bloomery.config.parallel import ParallelSection
+from bloomery.config.recipe import Recipe
 from bloomery.config.submit import SubmitSection
 from bloomery.errors import BloomeryError, TrainingFailed, storage_error
 from bloomery.events.journal import read_tail
@@ -66,6 +68,31 @@ def keep_submission(rundir: RunDirectory, submission: Submission) -> None:
         raise storage_error(refused, path=rundir.path, doing="Keeping the submission") from refused
 
 
+class PartlyQueued(SchedulerError):
+    """The scheduler has queued some of the jobs that were asked for, and refused the next one."""
+
+
+@contextmanager
+def kept_if_queued(rundir: RunDirectory, submission: Submission) -> Iterator[None]:
+    """Keep a submission before its jobs are queued in the block, for they read it when they start.
+
+    Where none is queued, the one before it is kept still: jobs of it may run, and submit their successors.
+    """
+    before: bytes | None = None
+    with suppress(OSError):
+        before = _record(rundir).read_bytes()
+    keep_submission(rundir, submission)
+    try:
+        yield
+    except PartlyQueued:
+        raise
+    except BloomeryError:
+        if before is not None:
+            with suppress(OSError):  # what the scheduler says is the error to tell
+                durable.write_whole(_record(rundir), before)
+        raise
+
+
 def kept_submission(rundir: RunDirectory) -> Submission:
     """Return the submission of a run. Raises TrainingFailed where there is none that can be read."""
     try:
@@ -84,6 +111,15 @@ def kept_submission(rundir: RunDirectory) -> Submission:
             f"{_record(rundir)} cannot be read: {missing}.",
             remedy="Submit with the recipe: bloomery submit RECIPE",
         ) from missing
+
+
+def recipe_of_run(rundir: RunDirectory) -> Recipe:
+    """Return the recipe of a run that was submitted: its own, or before its first start the submission's.
+
+    The file that was submitted may have been moved or edited since. Raises BloomeryError.
+    """
+    submission = kept_submission(rundir)
+    return (load_recipe(str(rundir.recipe)) if rundir.recipe.exists() else submission.load()).recipe
 
 
 def scheduler_of(section: SubmitSection, run: Path) -> Scheduler:
@@ -138,13 +174,22 @@ def request_of(
 
 
 def submit(scheduler: Scheduler, request: JobRequest) -> list[str]:
-    """Submit the jobs, as one array or as a chain; returns their names. Raises SchedulerError."""
+    """Submit the jobs, as one array or as a chain; returns their names.
+
+    Raises SchedulerError, and PartlyQueued where a part of the chain is in the queue.
+    """
     if request.section.queue == "array" and not request.section.keep_queued:
         return scheduler.submit(request)
     jobs: list[str] = []
     after = request.after
     for _ in range(request.tasks):
-        jobs += scheduler.submit(replace(request, tasks=1, after=after))
+        try:
+            jobs += scheduler.submit(replace(request, tasks=1, after=after))
+        except SchedulerError as refused:
+            if not jobs:
+                raise
+            told = f"Only {', '.join(jobs)} of {request.tasks} jobs could be queued. {refused.message}"
+            raise PartlyQueued(told, remedy=refused.remedy) from refused
         after = jobs[-1]
     return jobs
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from bloomery.operate.dashboard.run_events import _TITLES, ShownEvent, finite, plain, shown_event
+from bloomery.operate.dashboard.run_events import _TITLES, ShownEvent, plain, shown_event
+from bloomery.operate.ledger.operations import finite
 
 
 def shown(event: dict[str, Any], number: int = 4) -> ShownEvent:
@@ -112,8 +113,8 @@ def test_a_text_is_one_line_of_four_hundred_characters() -> None:
 
 
 def test_only_finite_numbers_are_numbers() -> None:
-    given = (1, 1.5, True, "1", None, float("inf"), float("nan"), 10**3)
-    assert [finite(value) for value in given] == [1.0, 1.5, None, None, None, None, None, 1000.0]
+    given = (1, 1.5, True, "1", None, float("inf"), float("nan"), 10**3, 10**400)
+    assert [finite(value) for value in given] == [1.0, 1.5, None, None, None, None, None, 1000.0, None]
 
 
 @pytest.mark.parametrize(("status", "level"), [(0, "info"), (None, "info"), (1, "warning"), (143, "warning")])

@@ -24,6 +24,7 @@ HOSTILE: tuple[Any, ...] = (
     {MARKUP: MARKUP, "host": MARKUP},
     -1e308,
 )
+BEYOND_FLOATS = 10**400
 KEPT = ("event", "time", "incarnation", "step")
 
 
@@ -64,7 +65,9 @@ def hostile_run(path: Path, value: Any) -> WrittenRun:
 
 
 def test_runs_of_hostile_fields_are_answered(tmp_path: Path) -> None:
-    runs = [hostile_run(tmp_path / str(number), value) for number, value in enumerate(HOSTILE)]
+    runs = [
+        hostile_run(tmp_path / str(number), value) for number, value in enumerate((*HOSTILE, BEYOND_FLOATS))
+    ]
     with served([run.rundir.path for run in runs]) as dashboard:
         wait_until(lambda: all(run["loss"] == 2.5 for run in dashboard.json("api/runs")["runs"]))
         for number in range(len(runs)):

@@ -277,6 +277,7 @@ def test_damaged_lines_a_torn_end_and_a_newer_version_are_told(tmp_path: Path) -
     run.steps(2)
     with run.journal.path.open("ab") as file:
         file.write(b'{"event": "step", "step": "not a number"}\n\xff\xfe\n')
+        file.write(b'{"event": "x", "y": ' + b"[" * 5000 + b"]" * 5000 + b"}\n")
         file.write(
             json.dumps({"event": "teleport", "time": 1.0, "step": 2, "incarnation": 1, "to": "mars"}).encode()
         )
@@ -285,7 +286,7 @@ def test_damaged_lines_a_torn_end_and_a_newer_version_are_told(tmp_path: Path) -
     for _ in range(4):
         reader.poll()
     told = " ".join(reader.problems())
-    assert "2 lines of the journals are damaged" in told and "is unfinished" in told and "99.0.0" in told
+    assert "3 lines of the journals are damaged" in told and "is unfinished" in told and "99.0.0" in told
     assert [(event.kind, event.text) for event in reader.news.events][-1] == ("teleport", "to mars")
     assert len(reader.columns) == 2
 

@@ -195,12 +195,29 @@ def test_a_mark_of_an_unended_attempt_counts_where_nothing_else_is_known_since()
     assert starts.last_start(1.0, 9.0) == 6.0 and starts.last_start(6.0, 9.0) is None
 
 
+def test_a_number_of_ranks_that_no_run_has_is_damage(tmp_path: Path) -> None:
+    events, operations, bases = killed_once()
+    expected = read_ledger(write_run(tmp_path / "sound", events, operations, bases), now=T0 + 1000)
+    for number in (1 << 62, 10**400):
+        damaged = [
+            operation(900, "attempt", attempt="x", ranks=number),
+            operation(901, "attempt_end", attempt="x"),
+        ]
+        run = write_run(
+            tmp_path / f"{number.bit_length()}", [*events, start(950, 9, ranks=number)], damaged, bases
+        )
+        ledger = read_ledger(run, now=T0 + 1000)
+        assert ledger is not None and expected is not None and ledger.ranks.keys() == expected.ranks.keys()
+
+
 def test_times_and_seconds_that_are_none_are_left_out() -> None:
-    assert [time_of({"event": "x", "time": time}) for time in (5, True, "5", None, float("nan"))] == [
+    assert [
+        time_of({"event": "x", "time": time}) for time in (5, True, "5", None, float("nan"), 10**400)
+    ] == [
         5.0,
-        *[None] * 4,
+        *[None] * 5,
     ]
-    spent = {"a": 1, "b": 0.0, "c": -1.0, "d": True, "e": float("inf"), "f": "2"}
+    spent = {"a": 1, "b": 0.0, "c": -1.0, "d": True, "e": float("inf"), "f": "2", "g": 10**400}
     assert seconds_of(spent) == {"a": 1.0} and seconds_of(None) == {}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
@@ -282,6 +283,9 @@ def test_a_tail_tells_due_steps_and_each_refused_update(run: RunDirectory) -> No
         "step 8 | loss 3.0000 | norm 0.50 | UPDATE REFUSED", "step 9: saved step-9"
     ]  # fmt: skip
     assert seen[0].endswith("step 9: held-out loss 2.5000") and seen[0].startswith("--:--:--")
+    with run.journal().open("a") as journal:  # what comes from elsewhere may be anything
+        journal.write("[" * 100_000 + "\n" + json.dumps(refused | {"loss": 10**400, "time": 10**400}) + "\n")
+    assert list(tail.new_lines()) == ["--:--:-- step 8 | norm 0.50 | UPDATE REFUSED"]
     write_steps(run, 12, 13)
     assert [line[15:22] for line in tail.new_lines()] == ["step 12"]
 
@@ -307,9 +311,10 @@ def test_what_a_publisher_that_was_killed_left_half_done_is_made_anew(
 ) -> None:
     name, held, sent = "step-000005.i001", bare.path / "publishing", list[list[str]]()
     checkpoint = CommittedCheckpoint(directory=bare.checkpoints / name, step=5, incarnation=1)
-    for place in (checkpoint.directory, held / f".{name}.draft", held / f".{name}.export"):
+    for place in (checkpoint.directory, held / ".draft-1f", held / f".{name}.export"):
         place.mkdir(parents=True)
         (place / "part").write_text("old")
+        os.utime(place, (1.0, 1.0))
     monkeypatch.setattr(published, "checkpoints", lambda rundir: [checkpoint])
 
     class Repository:

@@ -86,6 +86,85 @@ def test_a_checkpoint_that_is_pruned_while_it_is_held_keeps_no_other_from_its_br
     assert ours.publish_held() == ["step-000010.i001"] == branches(hub)
 
 
+def test_what_is_held_is_whole_where_another_begins_to_hold_it_and_is_killed(
+    run: RunDirectory, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved, link, links = save(run, 5), os.link, list[Path]()
+
+    def link_beside_another(source: Path, target: Path) -> None:
+        links.append(target)
+        if len(links) == 2:
+            with pytest.raises(KeyboardInterrupt):
+                publisher(run).hold()
+        elif len(links) == 3:
+            raise KeyboardInterrupt
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", link_beside_another)
+    ours = publisher(run)
+    ours.hold()
+    (held,) = (run.path / "publishing").glob("step-*")
+    assert {path.name for path in held.iterdir()} == {path.name for path in saved.iterdir()}
+    assert ours.publish_held() == [saved.name]
+
+
+def test_a_checkpoint_that_another_has_held_meanwhile_is_held_once(
+    run: RunDirectory, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved, link, others = save(run, 5), os.link, [publisher(run)]
+
+    def link_after_another(source: Path, target: Path) -> None:
+        while others:
+            others.pop().hold()
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", link_after_another)
+    ours = publisher(run)
+    ours.hold()
+    assert [path.name for path in (run.path / "publishing").iterdir()] == [saved.name]
+    assert ours.publish_held() == [saved.name]
+
+
+def test_no_draft_of_a_checkpoint_that_is_pruned_while_it_is_held_keeps_its_bytes(
+    run: RunDirectory, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved, link = save(run, 5), os.link
+
+    def link_and_prune(source: Path, target: Path) -> None:
+        link(source, target)
+        shutil.rmtree(saved, ignore_errors=True)
+
+    monkeypatch.setattr(os, "link", link_and_prune)
+    publisher(run).hold()
+    assert not list((run.path / "publishing").iterdir())
+    left = run.path / "publishing" / ".draft-of-one-that-was-killed"
+    left.mkdir()
+    os.utime(left, (1.0, 1.0))
+    save(run, 10)
+    monkeypatch.setattr(os, "link", link)
+    publisher(run).hold()
+    assert [path.name for path in left.parent.iterdir()] == ["step-000010.i001"]
+
+
+def test_a_checkpoint_that_cannot_be_exported_holds_up_no_other(run: RunDirectory, hub: Hub) -> None:
+    damaged = save(run, 5)
+
+    def export_intact(checkpoint: Path, target: Path) -> None:
+        if checkpoint.name == damaged.name:
+            raise BloomeryError("it is damaged", remedy="None.")
+        export(checkpoint, target)
+
+    ours = CheckpointPublisher(run, HubRepository("people/tiny"), export=export_intact)
+    ours.hold()
+    with pytest.raises(BloomeryError, match="damaged"):
+        ours.publish_held()
+    names = [save(run, step).name for step in (10, 15)]
+    ours.hold()
+    with pytest.raises(BloomeryError, match="damaged"):
+        ours.publish_held()
+    assert branches(hub) == names
+
+
 def test_of_checkpoints_that_cannot_be_published_the_newest_few_are_held(run: RunDirectory, hub: Hub) -> None:
     def fails(checkpoint: Path, target: Path) -> None:
         raise BloomeryError("this model has no such form", remedy="None.")

@@ -154,7 +154,8 @@ def test_the_file_system_of_a_path_is_the_innermost_mount_of_its_device(
         f"38 35 {number} / / rw - ext4 /dev/root rw",
         f"39 35 {number} / {here}/deeper rw - ext4 /dev/deeper rw",
     ]
-    monkeypatch.setattr(Path, "read_text", lambda self: "\n".join(lines))
+    lines.append("40 22 0:99 / /mnt/caf\udce9 rw - tmpfs tmpfs rw")  # of somebody who writes Latin-1
+    monkeypatch.setattr(Path, "read_bytes", lambda self: os.fsencode("\n".join(lines) + "\n"))
     assert mounted_at(here) == MountedAt(kind="xfs", place=str(here), source="/dev/a disk")
 
 

@@ -352,7 +352,7 @@ def test_a_quota_that_nobody_tells_of_is_none(tmp_path: Path, monkeypatch: pytes
     for failure in (OSError("no"), subprocess.TimeoutExpired("quota", 10.0)):
 
         def fail(command: Any, failure: BaseException = failure, **options: Any) -> Any:
-            assert options == {"capture_output": True, "text": True, "timeout": 10.0, "check": False}
+            assert options == {"capture_output": True, "timeout": 10.0, "check": False}
             raise failure
 
         monkeypatch.setattr(quota.subprocess, "run", fail)

@@ -237,7 +237,7 @@ def read_manifest(where: Path | Source) -> Manifest:
         )
     try:
         return checked_manifest(_manifest_from_json(content))
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:  # OverflowError: a number is Infinity
         raise DamagedCheckpoint(f"{path} is not a valid manifest: {_reason(error)}") from error
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from bloomery.operate.dashboard.run_events import finite
 from bloomery.operate.dashboard.run_reader import RunReader
+from bloomery.operate.ledger.operations import finite
 
 _SHOWN_ROUNDS, _MOST_PEERS, _MOST_AMOUNT = 120, 512, 1e11
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from bloomery.operate.ledger.operations import finite
 from bloomery.operate.ledger.run_history import rewind_words
 
 Level = Literal["info", "warning", "bad"]
@@ -93,13 +93,6 @@ def shown_event(event: Event, *, number: int) -> ShownEvent | None:
         level=level,
         text=_shortened(_WORDS.get(name, fields_in_words)(event)),
     )
-
-
-def finite(value: object) -> float | None:
-    """Return a number of a journal; None for anything that is no finite number."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return None
-    return float(value)
 
 
 def fields_in_words(event: Event) -> str:

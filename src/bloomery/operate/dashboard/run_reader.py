@@ -22,8 +22,9 @@ from bloomery.errors import BloomeryError
 from bloomery.events.incarnation import Base, read_incarnations
 from bloomery.events.run_directory import RunDirectory
 from bloomery.operate.dashboard.growing_file import SLICE_BYTES, GrowingFile
-from bloomery.operate.dashboard.run_events import Event, ShownEvent, finite, shown_event
+from bloomery.operate.dashboard.run_events import Event, ShownEvent, shown_event
 from bloomery.operate.dashboard.step_columns import StepColumns, StepLine
+from bloomery.operate.ledger.operations import finite
 
 _MOST_EVENTS, _MOST_ROUNDS, _MOST_SAVES = 3000, 2000, 2000
 _LONG = ("recipe", "spent")
@@ -190,7 +191,7 @@ class RunReader:
                 continue
             try:
                 record = self._decoder.decode(line)
-            except (msgspec.MsgspecError, UnicodeDecodeError):
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
                 self.news.unread_lines += 1
                 continue
             if record.event == "step" and record.step >= 0:
@@ -221,7 +222,7 @@ class RunReader:
         try:
             event = json.loads(line)
             name = event["event"]
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             self.news.unread_lines += bool(line.strip())
             return
         if name in ("start", "end"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +14,9 @@ from bloomery.operate.ledger.time_class import TimeClass
 Event = Mapping[str, Any]  # Any: a parsed line of a journal
 
 AGREED = (0, 130, 143)  # exit statuses of attempts that ended as asked
+_LARGEST = sys.float_info.max
+MOST_RANKS = 1 << 17
+"""A larger number of ranks in a record is damage: each of them would be counted."""
 _LONGEST_START_S = 1800.0
 """The seconds after which an attempt counts as down if its end is not recorded and no rank wrote anything."""
 _OF_JOB = {
@@ -125,10 +128,14 @@ def read_marks(operations: Sequence[Event], *, was_finished: bool) -> OperationM
 
 def time_of(event: Event) -> float | None:
     """Return when an event was written, in seconds since 1970; None where it does not say so."""
-    time = event.get("time")
-    if isinstance(time, bool) or not isinstance(time, int | float) or not math.isfinite(time):
+    return finite(event.get("time"))
+
+
+def finite(value: object) -> float | None:
+    """Return a number of a journal; None for anything that is no finite number, also in a float."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _LARGEST:
         return None
-    return float(time)
+    return float(value)
 
 
 def seconds_of(spent: object) -> dict[str, float]:
@@ -136,9 +143,9 @@ def seconds_of(spent: object) -> dict[str, float]:
     if not isinstance(spent, dict):
         return {}
     return {
-        str(activity): float(seconds)
+        str(activity): number
         for activity, seconds in spent.items()
-        if isinstance(seconds, int | float) and not isinstance(seconds, bool) and 0.0 < seconds < math.inf
+        if (number := finite(seconds)) is not None and number > 0.0
     }
 
 

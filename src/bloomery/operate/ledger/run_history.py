@@ -8,7 +8,7 @@ from typing import Any
 
 from bloomery.events.incarnation import Base
 from bloomery.events.records import Json
-from bloomery.operate.ledger.operations import AGREED, Event, seconds_of, time_of
+from bloomery.operate.ledger.operations import AGREED, MOST_RANKS, Event, finite, seconds_of, time_of
 
 SAVE_REFUSED = "save refused"
 NO_WORD = "ended without a word"
@@ -161,12 +161,12 @@ def _take_step(reading: _Reading, event: Event, time: float, is_visible: Callabl
         return
     reading.kept_steps += 1
     reading.step = step
-    if isinstance(tokens, int):
+    if isinstance(tokens, int) and finite(tokens) is not None:
         reading.kept_tokens += max(0, tokens - reading.tokens)
         reading.tokens = max(tokens, reading.tokens)
-    speed = event.get("tokens_per_s")
-    if isinstance(speed, int | float) and speed > 0.0:
-        reading.speeds.append(float(speed))
+    speed = finite(event.get("tokens_per_s"))
+    if speed is not None and speed > 0.0:
+        reading.speeds.append(speed)
 
 
 def _take_start(reading: _Reading, event: Event, time: float, ends_s: Sequence[float]) -> None:
@@ -174,7 +174,7 @@ def _take_start(reading: _Reading, event: Event, time: float, ends_s: Sequence[f
     if reading.began_s is None:
         reading.began_s = began
     ranks = event.get("ranks")
-    if isinstance(ranks, int) and ranks > 0:
+    if isinstance(ranks, int) and 0 < ranks <= MOST_RANKS:
         reading.members.append((began, ranks))
     is_new_process = event.get("reason") == "start"
     is_recorded = any(reading.last_s <= end <= time for end in ends_s)

@@ -14,6 +14,7 @@ from bloomery.events.incarnation import read_incarnations, visibility
 from bloomery.events.journal import read_journal
 from bloomery.events.run_directory import RunDirectory
 from bloomery.operate.ledger.operations import (
+    MOST_RANKS,
     Event,
     Mark,
     OperationMarks,
@@ -285,6 +286,7 @@ def _joined(history: RunHistory, rank: int) -> float:
 def _ranks(operations: Sequence[Event]) -> int:
     attempts = [event for event in operations if event["event"] == "attempt" and time_of(event)]
     counts = [event["ranks"] for event in attempts if isinstance(event.get("ranks"), int)]
+    counts = [count for count in counts if count <= MOST_RANKS]
     return counts[-1] if counts else 0
 
 

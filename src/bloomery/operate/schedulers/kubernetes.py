@@ -165,12 +165,19 @@ def _state(job: Record, pods: Sequence[Record]) -> tuple[JobState, str, str]:
     if "deletionTimestamp" in job["metadata"] or _holds(job, "FailureTarget"):
         return JobState.COMPLETING, "Terminating", ""
     if job.get("spec", {}).get("suspend"):
-        return JobState.HELD, "Suspended", "suspended: kubectl patch job … spec.suspend=false"
+        return JobState.HELD, "Suspended", f"suspended: {_resumption(job['metadata'])}"
     waiting = [pod for pod in pods if pod.get("status", {}).get("phase", "Pending") == "Pending"]
     if waiting or not pods:
         reasons = [(_condition(pod, "PodScheduled") or {}).get("message", "") for pod in waiting]
         return JobState.PENDING, "Pending", next((reason for reason in reasons if reason), "")
     return JobState.RUNNING, "Running", ""
+
+
+def _resumption(metadata: Record) -> str:
+    """Return the command that lets a suspended Job start, as a shell takes it."""
+    within = f" --namespace={metadata['namespace']}" if metadata.get("namespace") else ""
+    change = '{"spec":{"suspend":false}}'
+    return f"kubectl patch job {metadata['name']}{within} --type=merge --patch='{change}'"
 
 
 def _condition(item: Record, kind: str) -> Record | None:

@@ -127,7 +127,7 @@ def _pod(request: JobRequest) -> Manifest:
 def _script(request: JobRequest) -> str:
     """Return what a pod runs: the lines of submit.setup, then the launcher in place of the shell."""
     section = request.section
-    nodes = ["--nnodes", str(request.nodes - section.spares), "--job", f"kubernetes-${JOB}"]
+    nodes = ["--nnodes", str(request.nodes), "--job", f"kubernetes-${JOB}"]
     words = [_quoted(word) for word in _command(request)]
     launcher = " ".join(["exec", *words, *(nodes if request.nodes > 1 else [])])
     return "\n".join(["set -eo pipefail", "umask 002", *section.setup, launcher])

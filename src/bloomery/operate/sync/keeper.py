@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import time
 from collections.abc import Callable
 from types import TracebackType
 
+from bloomery import durable
 from bloomery.config.submit import SyncSection
 from bloomery.events.run_directory import RunDirectory
 
@@ -67,3 +69,23 @@ class SyncKeeper:
         if self._process.poll() is None:
             self._process.kill()
         self._process.wait()
+
+
+class SyncTurn:
+    """Decides which of the syncs beside the launchers of several machines sends the logs of a run.
+
+    The one that locks RUN/sync.lock first has the turn until it ends. Where there are no locks all have it.
+    """
+
+    def __init__(self, rundir: RunDirectory) -> None:
+        self._path, self._file, self._is_ours = rundir.path / "sync.lock", -1, False
+
+    def is_ours(self) -> bool:
+        """Return whether this process has the turn; the run directory must be there."""
+        try:
+            if self._file < 0:
+                self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
+            self._is_ours = self._is_ours or durable.try_lock(self._file)
+        except OSError:
+            return True
+        return self._is_ours

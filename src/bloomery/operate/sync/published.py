@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import os
+import secrets
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from bloomery.operate.sync.hub import HubRepository
 log = logging.getLogger(__name__)
 
 _MOST_HELD = 4
+_DRAFT = ".draft-"
 MARK = "bloomery.json"
 """A branch without this file is not whole: an upload was broken off between the branch and its commit."""
 Export = Callable[[Path, Path], None]
@@ -39,6 +42,7 @@ class CheckpointPublisher:
         self._held = rundir.path / "publishing"
         self._published: set[str] | None = None
         self._seen: set[str] = set()
+        self._refusals: Counter[str] = Counter()
         self._publishing = ""
 
     def hold(self) -> None:
@@ -64,15 +68,21 @@ class CheckpointPublisher:
             if name != self._publishing:
                 log.warning("%s is not published: %d newer ones wait already", name, _MOST_HELD)
                 shutil.rmtree(self._held / name, ignore_errors=True)
+                shutil.rmtree(self._export_of(name), ignore_errors=True)
 
     def publish_held(self) -> list[str]:
-        """Publish what is held, oldest first, and return the names. Raises BloomeryError."""
+        """Publish what is held, oldest first, and return the names. Raises BloomeryError.
+
+        One that was refused comes last in the next call, so that a damaged checkpoint does not hold up the
+        others.
+        """
         if self._published is None:
             self._published = self._whole_branches()
         done: list[str] = []
-        while names := self._waiting():
+        while names := sorted(self._waiting(), key=self._refusals.__getitem__):
             self._publishing = names[0]
             if names[0] not in self._published:
+                self._refusals[names[0]] += 1
                 self._publish(names[0])
                 self._published.add(names[0])
                 done.append(names[0])
@@ -90,7 +100,7 @@ class CheckpointPublisher:
         return sorted(filter(parse_name, names), key=lambda name: parse_name(name) or (0, 0))
 
     def _publish(self, name: str) -> None:
-        exported = self._held / f".{name}.export"
+        exported = self._export_of(name)
         shutil.rmtree(exported, ignore_errors=True)  # of a publisher that was killed
         step, incarnation = parse_name(name) or (0, 0)
         try:
@@ -110,6 +120,9 @@ class CheckpointPublisher:
         finally:
             shutil.rmtree(exported, ignore_errors=True)
 
+    def _export_of(self, name: str) -> Path:
+        return self._held / f".{name}.export"
+
     def _whole_branches(self) -> set[str]:
         """Return the names of the checkpoints whose branches are whole."""
         self._repository.make()
@@ -118,10 +131,23 @@ class CheckpointPublisher:
 
 
 def _link(directory: Path, target: Path) -> None:
-    """Make a directory whose files are those of another; it appears as a whole. Raises OSError."""
-    draft = target.with_name(f".{target.name}.draft")
-    shutil.rmtree(draft, ignore_errors=True)
+    """Make a directory whose files are those of another; it appears as a whole. Raises OSError.
+
+    Others may make the same at once. What is left of those that were killed would keep the bytes of pruned
+    checkpoints, so it is removed.
+    """
+    durable.remove_abandoned(target.parent, _DRAFT)
+    draft = target.with_name(f"{_DRAFT}{secrets.token_hex(4)}")
     draft.mkdir(parents=True)
-    for path in directory.iterdir():
-        os.link(path, draft / path.name)
-    draft.rename(target)
+    lock = durable.hold_directory(draft)
+    try:
+        for path in directory.iterdir():
+            os.link(path, draft / path.name)
+        draft.rename(target)
+    except OSError:
+        if not target.exists():
+            raise
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)

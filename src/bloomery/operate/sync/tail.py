@@ -9,8 +9,9 @@ from typing import Any
 
 from bloomery.events.run_directory import RunDirectory
 from bloomery.operate.dashboard.growing_file import GrowingFile
-from bloomery.operate.dashboard.run_events import finite, shown_event
+from bloomery.operate.dashboard.run_events import shown_event
 from bloomery.operate.dashboard.run_reader import first_journal
+from bloomery.operate.ledger.operations import finite
 
 Event = Mapping[str, Any]  # Any: a parsed line of a journal
 
@@ -60,7 +61,7 @@ def _parsed(lines: list[bytes]) -> Iterator[Event]:
     for line in lines:
         try:
             event = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):  # lists in lists without end
             continue
         if isinstance(event, dict):
             yield event

@@ -63,7 +63,7 @@ class JournalTail:
         for line in content[:whole].splitlines():
             try:
                 event = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(event, dict) and "event" in event:
                 yield event
@@ -163,7 +163,8 @@ class RunObserver:
         if name == "step":
             if len(self._step_s) == self._step_s.maxlen:
                 self._usual_step_s.append(self._step_s[0])
-            self._step_s.append(float(event.get("seconds", 0.0)))
+            seconds = event.get("seconds")
+            self._step_s.append(float(seconds) if isinstance(seconds, int | float) else 0.0)
         elif name in ("start", "phase"):  # other steps are to be expected from here on
             self._step_s.clear()
             self._usual_step_s.clear()

@@ -77,13 +77,13 @@ def mounted_at(path: Path) -> MountedAt | None:
     """Return the file system that a path lies on, by proc_pid_mountinfo(5); None where that does not say."""
     try:
         device, path = path.stat().st_dev, path.resolve()
-        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+        lines = os.fsdecode(Path("/proc/self/mountinfo").read_bytes()).split("\n")
     except OSError:
         return None
     mounts = []
     for line in lines:
         before, _, after = line.partition(" - ")
-        fields, of_kind = before.split(), after.split()
+        fields, of_kind = before.split(" "), after.split(" ")
         is_here = len(fields) > 4 and fields[2] == f"{os.major(device)}:{os.minor(device)}"
         if is_here and len(of_kind) > 1 and path.is_relative_to(_unescaped(fields[4])):
             mounts.append(
@@ -111,10 +111,10 @@ def _asked(mount: MountedAt, flag: str, number: int) -> str:
     if shutil.which(command[0]) is None:
         return ""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+        done = subprocess.run(command, capture_output=True, timeout=_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return done.stdout  # its status is 1 for a quota that is used up
+    return os.fsdecode(done.stdout)  # its status is 1 for a quota that is used up
 
 
 def _left(used: str, soft: str, hard: str) -> int:
