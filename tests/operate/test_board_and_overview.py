@@ -20,6 +20,7 @@ from bloomery.events.journal import Journal, read_journal
 from bloomery.events.run_directory import RunDirectory
 from bloomery.operate import job_board as board_module
 from bloomery.operate import overview as overview_module
+from bloomery.operate import submission
 from bloomery.operate.diagnosis import Cause, Culprit, Diagnosis
 from bloomery.operate.job_board import JobBoard, LauncherCard, assign_hosts, natural_sort_key
 from bloomery.operate.node_checks import NodeFinding, judge_nodes
@@ -191,7 +192,7 @@ def test_an_overview_is_all_that_is_known_of_a_run(tmp_path: Path, monkeypatch: 
 
     verdict = RunVerdict(state=RunStatus.RUNNING, why="job 7")
     queue = SimpleNamespace(jobs=lambda *, name, run: asked.append((name, run)) or [job])
-    monkeypatch.setattr(overview_module, "scheduler_of", lambda section, path: queue)
+    monkeypatch.setattr(submission, "scheduler_of", lambda section, path: queue)
     monkeypatch.setattr(overview_module, "observe_run", observed)
     monkeypatch.setattr(overview_module, "judge_state", lambda seen, *, limits: verdict)
     with Journal(run.journal()) as journal:
@@ -228,7 +229,7 @@ def test_a_scheduler_that_is_silent_is_a_warning_where_it_is_needed(
     def observed(rundir: Any, jobs: Any, *, switches: Any, silent: str) -> None:
         silent_of.append(silent)
 
-    monkeypatch.setattr(overview_module, "scheduler_of", refuse)
+    monkeypatch.setattr(submission, "scheduler_of", refuse)
     monkeypatch.setattr(overview_module, "observe_run", observed)
     monkeypatch.setattr(
         overview_module, "judge_state", lambda seen, *, limits: RunVerdict(state=RunStatus.NEW)

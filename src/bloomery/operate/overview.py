@@ -18,7 +18,7 @@ from bloomery.operate.exclusions import Exclusions
 from bloomery.operate.run_state import RunVerdict, judge_state, observe_run
 from bloomery.operate.schedulers.interface import QueuedJob
 from bloomery.operate.standstill import StandstillLimits
-from bloomery.operate.submission import scheduler_of, was_submitted
+from bloomery.operate.submission import jobs_of_run, was_submitted
 from bloomery.plan.schedule import steps_left, total_samples
 
 _MEASURED_STEPS = 50
@@ -72,18 +72,12 @@ def overview(rundir: RunDirectory) -> RunOverview:
     switches: list[Path] = []
     silent = ""
     if recipe is not None:
-        run = rundir.path.absolute()
         try:
             excluded = tuple(str(node) for node in Exclusions.of(rundir, recipe.submit).nodes().values())
         except BloomeryError as damage:
             warnings.append(damage.message)
-        try:
-            jobs = scheduler_of(recipe.submit, run).jobs(name=recipe.run.name, run=run)
-        except BloomeryError as refused:
-            # A machine may have SLURM's commands and no cluster: a run that nobody submitted needs none.
-            if was_submitted(rundir) or recipe.submit.scheduler != "auto":
-                silent = refused.message
-                warnings.append(silent)
+        jobs, silent = jobs_of_run(rundir, recipe)
+        warnings += [silent] if silent else []
         switches = [Path(recipe.control.directory)] if recipe.control.directory else []
     verdict = judge_state(observe_run(rundir, jobs, switches=switches, silent=silent), limits=_LIMITS)
     return RunOverview(

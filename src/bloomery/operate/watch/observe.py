@@ -18,7 +18,7 @@ from bloomery.events.run_directory import RunDirectory
 from bloomery.operate.run_state import RunStatus, RunVerdict, judge_state, observe_run
 from bloomery.operate.schedulers.interface import QueuedJob
 from bloomery.operate.standstill import StandstillLimits
-from bloomery.operate.submission import kept_submission, scheduler_of
+from bloomery.operate.submission import jobs_of_run, kept_submission
 from bloomery.operate.watch.conditions import WatchedQuota, WatchedRun
 from bloomery.operate.watch.disk import DiskSample, directory_bytes, forecast_full, sample_disk, thinned
 from bloomery.operate.watch.quota import sample_quotas
@@ -74,12 +74,16 @@ class RunObserver:
     """Looks at one run. What it must remember between processes is in its fields.
 
     since: when the present state began, in seconds since 1970.
+    unheard_since: when the scheduler first did not answer; 0.0 where it does.
+    short_since: when fewer jobs than wanted were first in the queue; 0.0 where there are enough.
     quotas: what was left of each quota, by its owner.
     """
 
     rundir: RunDirectory
     state: str = ""
     since: float = 0.0
+    unheard_since: float = 0.0
+    short_since: float = 0.0
     disks: list[DiskSample] = field(default_factory=list)
     quotas: dict[str, list[DiskSample]] = field(default_factory=dict)
 
@@ -94,8 +98,7 @@ class RunObserver:
         self._recipe_time = -1.0
         self._jobs: Sequence[QueuedJob] = ()
         self._jobs_time = self._quotas_time = 0.0
-        self._unheard, self._unheard_since = "", 0.0
-        self._short_since = 0.0
+        self._unheard = ""
 
     def observe(self, *, now: float, silent_s: float = 0.0) -> WatchedRun:
         """Return what the run shows. now: seconds since 1970. silent_s: for how long no watcher checked."""
@@ -133,10 +136,10 @@ class RunObserver:
             unsaved_copy_s=self._unsaved_copy_s(recipe, now),
             silent_s=silent_s,
             unheard=self._unheard,
-            unheard_s=now - self._unheard_since if self._unheard else 0.0,
+            unheard_s=now - self.unheard_since if self._unheard else 0.0,
             jobs=living,
             wanted_jobs=wanted,
-            short_s=now - self._short_since if self._short_since else 0.0,
+            short_s=now - self.short_since if self.short_since else 0.0,
         )
 
     def set_back(self, by_s: float) -> None:
@@ -145,15 +148,19 @@ class RunObserver:
         self._saves = deque(((time - by_s, name) for time, name in self._saves), self._saves.maxlen)
         guards = ((time - by_s, guard, words) for time, guard, words in self._guards)
         self._guards = deque(guards, self._guards.maxlen)
-        self._unheard_since -= by_s
-        self._short_since -= by_s if self._short_since else 0.0
+        self.unheard_since -= by_s if self.unheard_since else 0.0
+        self.short_since -= by_s if self.short_since else 0.0
+
+    def forget_queue(self) -> None:
+        """Forget since when the scheduler did not answer, and since when the queue was short."""
+        self.unheard_since = self.short_since = 0.0
 
     def _queue_depth(self, recipe: Recipe | None, verdict: RunVerdict, now: float) -> tuple[int, int]:
         """Return the jobs that run or wait, and those that are wanted; note since when there are fewer."""
         wanted = recipe.submit.keep_queued if recipe is not None else 0
         living = sum(not job.state.is_over for job in self._jobs)
         is_short = living < wanted and verdict.state in _WANTS_JOBS and not self._unheard
-        self._short_since = (self._short_since or now) if is_short else 0.0
+        self.short_since = (self.short_since or now) if is_short else 0.0
         return living, wanted
 
     def _take(self, event: dict[str, Any]) -> None:
@@ -217,14 +224,12 @@ class RunObserver:
 
     def _current_jobs(self, recipe: Recipe | None, now: float) -> Sequence[QueuedJob]:
         if recipe is not None and abs(now - self._jobs_time) >= _JOBS_EVERY_S:
-            run = self.rundir.path.absolute()
-            try:
-                self._jobs = scheduler_of(recipe.submit, run).jobs(name=recipe.run.name, run=run)
-                self._jobs_time, self._unheard = now, ""
-            except BloomeryError as silent:
-                log.warning("%s", silent.message)
-                self._unheard_since = self._unheard_since if self._unheard else now
-                self._jobs, self._unheard = (), silent.message
+            self._jobs, self._unheard = jobs_of_run(self.rundir, recipe)
+            if self._unheard:
+                log.warning("%s", self._unheard)
+                self.unheard_since = self.unheard_since or now
+            else:
+                self._jobs_time, self.unheard_since = now, 0.0
         return self._jobs
 
     def _unsaved_copy_s(self, recipe: Recipe | None, now: float) -> float:
