@@ -19,6 +19,7 @@ from bloomery.config.load import dump_recipe, load_recipe
 from bloomery.errors import BloomeryError, RunBusy, StorageError
 from bloomery.events.journal import read_journal
 from bloomery.events.run_directory import RunDirectory
+from bloomery.operate import submission
 from bloomery.operate.run_state import RunStatus, RunVerdict
 from bloomery.operate.schedulers.interface import JobState, QueuedJob
 from bloomery.operate.watch import notify, observe, quota
@@ -128,7 +129,7 @@ def test_what_one_look_shows_is_all_that_is_known(tmp_path: Path, monkeypatch: p
         return "seen"
 
     verdict = RunVerdict(state=RunStatus.PENDING, why="Priority", job=job)
-    monkeypatch.setattr(observe, "scheduler_of", scheduler)
+    monkeypatch.setattr(submission, "scheduler_of", scheduler)
     monkeypatch.setattr(observe, "observe_run", observed)
     monkeypatch.setattr(observe, "judge_state", lambda seen, *, limits: verdict if seen == "seen" else None)
     free, left = DiskSample(500.0, 9, 9), DiskSample(500.0, 8, 8)
@@ -176,6 +177,7 @@ def test_a_watcher_keeps_all_that_the_next_one_needs(tmp_path: Path) -> None:
     watching.incidents, watching._unsent = {"g": incident}, [alert]
     watching._alive, watching._gap_s, watching._ended = 50.0, 10.0, False
     watching._observer.state, watching._observer.since = "hung", 40.0
+    watching._observer.unheard_since, watching._observer.short_since = 30.0, 20.0
     watching._observer.disks = [DiskSample(1.0, 2, 3)]
     watching._observer.quotas = {"user a": [DiskSample(4.0, 5, 6)]}
     watching._keep()
@@ -183,17 +185,21 @@ def test_a_watcher_keeps_all_that_the_next_one_needs(tmp_path: Path) -> None:
     record = json.loads(run.watch.read_text())
     assert record == {
         "alive": 50.0, "gap_s": 10.0, "ended": False, "state": "hung", "since": 40.0,
+        "unheard_since": 30.0, "short_since": 20.0,
         "incidents": {"g": {"condition": told, "began": 1.0, "seen": 2.0, "told": 3.0, "escalations": 4,
                             "acknowledged": False}},
         "unsent": [{"run": "mine", "word": "still", "began": 5.0, "condition": told, "owed": [1]}],
         "disks": [[1.0, 2, 3]], "quotas": {"user a": [[4.0, 5, 6]]},
     }  # fmt: skip
     os.close(watching._lock)
-    del record["quotas"], record["unsent"][0]["owed"]  # as an earlier version wrote them
+    for name in ("quotas", "unheard_since", "short_since"):
+        del record[name]
+    del record["unsent"][0]["owed"]  # as an earlier version wrote them
     run.watch.write_text(json.dumps(record))
     later = RunWatcher(run, lambda alert: None)
     assert (later._alive, later._gap_s, later._ended, later.state) == (50.0, 10.0, False, "hung")
     assert (later.incidents, later._observer.since) == ({"g": incident}, 40.0)
+    assert (later._observer.unheard_since, later._observer.short_since) == (0.0, 0.0)
     assert later._observer.disks == [DiskSample(1.0, 2, 3)] and later._observer.quotas == {}
     assert [(kept.word, kept.owed) for kept in later._unsent] == [(AlertWord.ESCALATED, None)]
     later._record([alert], before="pending")
