@@ -26,7 +26,7 @@ from bloomery.operate.job_board import JobBoard, LauncherCard, assign_hosts, nat
 from bloomery.operate.node_checks import NodeFinding, judge_nodes
 from bloomery.operate.node_facts import GpuFacts, NodeFacts
 from bloomery.operate.overview import RunOverview, overview, runs_under
-from bloomery.operate.run_state import RunStatus, RunVerdict
+from bloomery.operate.run_state import RunObservation, RunStatus, RunVerdict
 from bloomery.operate.start_check import StartCheck
 from bloomery.operate.submission import keep_submission, submission_of
 from bloomery.operate.supervise import JobReactions
@@ -187,8 +187,9 @@ def test_an_overview_is_all_that_is_known_of_a_run(tmp_path: Path, monkeypatch: 
     job: Any = SimpleNamespace(job="7")
     asked: list[Any] = []
 
-    def observed(rundir: Any, jobs: Any, *, switches: Any, silent: str) -> None:
+    def observed(rundir: Any, jobs: Any, *, switches: Any, silent: str) -> RunObservation:
         asked.append((rundir, list(jobs), list(switches), silent))
+        return RunObservation()
 
     verdict = RunVerdict(state=RunStatus.RUNNING, why="job 7")
     queue = SimpleNamespace(jobs=lambda *, name, run: asked.append((name, run)) or [job])
@@ -226,8 +227,9 @@ def test_a_scheduler_that_is_silent_is_a_warning_where_it_is_needed(
     def refuse(section: Any, path: Path) -> Any:
         raise BloomeryError("squeue is down", remedy="")
 
-    def observed(rundir: Any, jobs: Any, *, switches: Any, silent: str) -> None:
+    def observed(rundir: Any, jobs: Any, *, switches: Any, silent: str) -> RunObservation:
         silent_of.append(silent)
+        return RunObservation()
 
     monkeypatch.setattr(submission, "scheduler_of", refuse)
     monkeypatch.setattr(overview_module, "observe_run", observed)

@@ -15,6 +15,7 @@ from bloomery.config.load import dump_recipe, load_recipe
 from bloomery.errors import BloomeryError
 from bloomery.events.run_directory import RunDirectory
 from bloomery.operate import submission
+from bloomery.operate.node_shm import NodeShm
 from bloomery.operate.run_state import RunStatus, RunVerdict
 from bloomery.operate.schedulers.interface import JobState, QueuedJob, SchedulerError
 from bloomery.operate.submission import keep_submission, submission_of
@@ -232,7 +233,9 @@ def test_free_is_what_this_user_may_take(monkeypatch: pytest.MonkeyPatch, files:
     )
     monkeypatch.setattr(os, "statvfs", lambda path: facts)
     assert sample_disk(Path("/"), now=5.0) == DiskSample(5.0, 2000 * 4096, inodes)
-    assert observe._used_share(Path("/")) == 0.75
+    assert observe._used_share_here(()) == 0.75
+    here = NodeShm(host=os.uname().nodename, free_bytes=1, total_bytes=2)
+    assert observe._used_share_here([here]) is None, "its ranks tell of it"
 
 
 def test_no_more_than_two_hundred_usual_steps_and_twenty_saves_are_remembered(run: RunDirectory) -> None:

@@ -19,8 +19,9 @@ from bloomery.config.load import dump_recipe, load_recipe
 from bloomery.errors import BloomeryError, RunBusy, StorageError
 from bloomery.events.journal import read_journal
 from bloomery.events.run_directory import RunDirectory
+from bloomery.events.shared_memory import shared_memory_space
 from bloomery.operate import submission
-from bloomery.operate.run_state import RunStatus, RunVerdict
+from bloomery.operate.run_state import RunObservation, RunStatus, RunVerdict
 from bloomery.operate.schedulers.interface import JobState, QueuedJob
 from bloomery.operate.watch import notify, observe, quota
 from bloomery.operate.watch import watcher as watcher_module
@@ -124,18 +125,20 @@ def test_what_one_look_shows_is_all_that_is_known(tmp_path: Path, monkeypatch: p
         asked.append((section, path))
         return SimpleNamespace(jobs=lambda *, name, run: asked.append((name, run)) or [job])
 
-    def observed(rundir: Any, jobs: Any, *, switches: Any, silent: str) -> str:
+    def observed(rundir: Any, jobs: Any, *, switches: Any, silent: str) -> RunObservation:
         asked.append((rundir, list(jobs), list(switches), silent))
-        return "seen"
+        return RunObservation(path="seen")
 
     verdict = RunVerdict(state=RunStatus.PENDING, why="Priority", job=job)
     monkeypatch.setattr(submission, "scheduler_of", scheduler)
     monkeypatch.setattr(observe, "observe_run", observed)
-    monkeypatch.setattr(observe, "judge_state", lambda seen, *, limits: verdict if seen == "seen" else None)
+    monkeypatch.setattr(
+        observe, "judge_state", lambda seen, *, limits: verdict if seen.path == "seen" else None
+    )
     free, left = DiskSample(500.0, 9, 9), DiskSample(500.0, 8, 8)
     monkeypatch.setattr(observe, "sample_disk", lambda path, *, now: free._replace(time=now))
     monkeypatch.setattr(observe, "sample_quotas", lambda path, *, now: {"user a": left._replace(time=now)})
-    monkeypatch.setattr(observe, "_used_share", lambda path: 0.25 if path == Path("/dev/shm") else None)
+    monkeypatch.setattr(observe, "shared_memory_space", lambda: (75, 100))
     (run.checkpoints / "c2").mkdir()
     (run.checkpoints / "c2" / "part").write_bytes(bytes(70))
     observer = RunObserver(run)
@@ -366,6 +369,6 @@ def test_a_quota_that_nobody_tells_of_is_none(tmp_path: Path, monkeypatch: pytes
 
 
 def test_shared_memory_that_cannot_be_asked_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert observe._used_share(Path("/no/such/place")) is None
-    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=0, f_blocks=0))
-    assert observe._used_share(Path("/")) is None
+    assert shared_memory_space(Path("/no/such/place")) == (0, 0)
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=0, f_blocks=0, f_frsize=4096))
+    assert observe._used_share_here(()) is None

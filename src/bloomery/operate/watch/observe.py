@@ -15,6 +15,8 @@ from bloomery.config.load import load_recipe
 from bloomery.config.recipe import Recipe
 from bloomery.errors import BloomeryError
 from bloomery.events.run_directory import RunDirectory
+from bloomery.events.shared_memory import shared_memory_space
+from bloomery.operate.node_shm import NodeShm, shm_of_nodes
 from bloomery.operate.run_state import RunStatus, RunVerdict, judge_state, observe_run
 from bloomery.operate.schedulers.interface import QueuedJob
 from bloomery.operate.standstill import StandstillLimits
@@ -32,7 +34,6 @@ _QUOTAS_EVERY_S = 60.0
 _QUOTA_KEPT_S = 3600.0
 """The seconds for which the last known quota is used while no command reports one, as if a server is slow."""
 _LIMITS = StandstillLimits(silence_s=15.0)
-_SHM = Path("/dev/shm")
 _WANTS_JOBS = (RunStatus.RUNNING, RunStatus.STARTING, RunStatus.PENDING)
 """States in which a queue that keeps itself full should be full; after a stop it empties itself."""
 
@@ -108,7 +109,7 @@ class RunObserver:
         switches = [Path(recipe.control.directory)] if recipe and recipe.control.directory else []
         jobs = self._current_jobs(recipe, now)
         seen = observe_run(self.rundir, jobs, switches=switches, silent=self._unheard)
-        verdict = judge_state(seen, limits=_LIMITS)
+        verdict, shm = judge_state(seen, limits=_LIMITS), shm_of_nodes(seen)
         # A scheduler that is silent for a while changes nothing: what was known before remains.
         if verdict.state != self.state and not (verdict.state == RunStatus.UNKNOWN and self.state):
             self.state, self.since = str(verdict.state), self._began(verdict, now)
@@ -127,7 +128,8 @@ class RunObserver:
                 for owner, samples in self.quotas.items()
             ],
             save_bytes=directory_bytes(self.rundir.checkpoints / newest) if newest else 0,
-            shm_used=_used_share(_SHM),
+            shm_used=_used_share_here(shm),
+            shm=shm,
             saves=[time for time, _ in self._saves],
             failed_save=self._failed_save,
             guards=tuple(self._guards),
@@ -242,9 +244,9 @@ class RunObserver:
         return now - oldest
 
 
-def _used_share(path: Path) -> float | None:
-    try:
-        facts = os.statvfs(path)
-    except OSError:
+def _used_share_here(nodes: Sequence[NodeShm]) -> float | None:
+    """Return the used share of this machine's /dev/shm; None where its ranks tell of it, or there is none."""
+    free_bytes, total_bytes = shared_memory_space()
+    if not total_bytes or any(node.host == os.uname().nodename for node in nodes):
         return None
-    return 1.0 - facts.f_bavail / facts.f_blocks if facts.f_blocks else None
+    return 1.0 - free_bytes / total_bytes
