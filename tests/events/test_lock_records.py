@@ -200,6 +200,7 @@ def test_a_heartbeat_holds_every_field_and_leaves_out_what_is_empty(
     now = [50.0]
     monkeypatch.setattr(heartbeat.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(heartbeat.time, "time", lambda: 1000.0 + now[0])
+    monkeypatch.setattr(heartbeat, "shared_memory_space", lambda: (5, 9))
     beat = Heartbeat(tmp_path / "0-0", rank=2, world=300, device="cpu", stacks=tmp_path / "s")
     assert beat.interval_s == 3.0 and Heartbeat(tmp_path / "x", interval_s=9.0).interval_s == 9.0
     beat.write()
@@ -207,6 +208,7 @@ def test_a_heartbeat_holds_every_field_and_leaves_out_what_is_empty(
         "rank": 2, "world": 300, "step": 0, "since": 1050.0, "time": 1050.0, "moves": 0, "may_compile": True,
         "longest_s": {}, "first_s": {}, "gap_s": 0.0, "incarnation": 0, "host": os.uname().nodename,
         "device": "cpu", "pid": os.getpid(), "stacks": str(tmp_path / "s"), "memory_bytes": 0.0,
+        "shm_free_bytes": 5, "shm_bytes": 9,
     }  # fmt: skip
     beat.enter(RankActivity.LOADING)
     now[0] += 2.34567
@@ -215,7 +217,7 @@ def test_a_heartbeat_holds_every_field_and_leaves_out_what_is_empty(
     assert beat.record() == RankBeat(
         rank=2, world=300, step=5, activity="loading a checkpoint", since=1050.0, time=1052.346, moves=2,
         may_compile=True, gap_s=0.0, incarnation=3, host=os.uname().nodename, device="cpu", pid=os.getpid(),
-        stacks=str(tmp_path / "s"), memory_bytes=7.0,
+        stacks=str(tmp_path / "s"), memory_bytes=7.0, shm_free_bytes=5, shm_bytes=9,
     )  # fmt: skip
     assert [interval_of(world) for world in (1, 100, 101, 1000)] == [1.0, 1.0, 1.01, 10.0]
 

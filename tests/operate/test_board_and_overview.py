@@ -20,12 +20,13 @@ from bloomery.events.journal import Journal, read_journal
 from bloomery.events.run_directory import RunDirectory
 from bloomery.operate import job_board as board_module
 from bloomery.operate import overview as overview_module
+from bloomery.operate import submission
 from bloomery.operate.diagnosis import Cause, Culprit, Diagnosis
 from bloomery.operate.job_board import JobBoard, LauncherCard, assign_hosts, natural_sort_key
 from bloomery.operate.node_checks import NodeFinding, judge_nodes
 from bloomery.operate.node_facts import GpuFacts, NodeFacts
 from bloomery.operate.overview import RunOverview, overview, runs_under
-from bloomery.operate.run_state import RunStatus, RunVerdict
+from bloomery.operate.run_state import RunObservation, RunStatus, RunVerdict
 from bloomery.operate.start_check import StartCheck
 from bloomery.operate.submission import keep_submission, submission_of
 from bloomery.operate.supervise import JobReactions
@@ -186,12 +187,13 @@ def test_an_overview_is_all_that_is_known_of_a_run(tmp_path: Path, monkeypatch: 
     job: Any = SimpleNamespace(job="7")
     asked: list[Any] = []
 
-    def observed(rundir: Any, jobs: Any, *, switches: Any, silent: str) -> None:
+    def observed(rundir: Any, jobs: Any, *, switches: Any, silent: str) -> RunObservation:
         asked.append((rundir, list(jobs), list(switches), silent))
+        return RunObservation()
 
     verdict = RunVerdict(state=RunStatus.RUNNING, why="job 7")
     queue = SimpleNamespace(jobs=lambda *, name, run: asked.append((name, run)) or [job])
-    monkeypatch.setattr(overview_module, "scheduler_of", lambda section, path: queue)
+    monkeypatch.setattr(submission, "scheduler_of", lambda section, path: queue)
     monkeypatch.setattr(overview_module, "observe_run", observed)
     monkeypatch.setattr(overview_module, "judge_state", lambda seen, *, limits: verdict)
     with Journal(run.journal()) as journal:
@@ -225,10 +227,11 @@ def test_a_scheduler_that_is_silent_is_a_warning_where_it_is_needed(
     def refuse(section: Any, path: Path) -> Any:
         raise BloomeryError("squeue is down", remedy="")
 
-    def observed(rundir: Any, jobs: Any, *, switches: Any, silent: str) -> None:
+    def observed(rundir: Any, jobs: Any, *, switches: Any, silent: str) -> RunObservation:
         silent_of.append(silent)
+        return RunObservation()
 
-    monkeypatch.setattr(overview_module, "scheduler_of", refuse)
+    monkeypatch.setattr(submission, "scheduler_of", refuse)
     monkeypatch.setattr(overview_module, "observe_run", observed)
     monkeypatch.setattr(
         overview_module, "judge_state", lambda seen, *, limits: RunVerdict(state=RunStatus.NEW)

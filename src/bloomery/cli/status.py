@@ -37,7 +37,9 @@ def run(arguments: list[str]) -> int:
     options.add_argument(
         "--under", metavar="DIR", type=Path, default=Path("runs"), help="where all runs are (default: runs)"
     )
-    options.add_argument("--nodes", action="store_true", help="list the scheduler's nodes too")
+    options.add_argument(
+        "--nodes", action="store_true", help="list the scheduler's nodes, and /dev/shm of those of runs"
+    )
     options.add_argument("--json", action="store_true", help="print JSON")
     chosen = options.parse_args(arguments)
     from bloomery.operate.overview import overview, runs_under
@@ -60,6 +62,8 @@ def run(arguments: list[str]) -> int:
         print(_table(views) if views else f"no runs under {chosen.under}")
     if nodes and not chosen.json:
         print(table_text([("node", "state", "why"), *(tuple(node) for node in nodes)], left=(0, 1, 2)))
+    if chosen.nodes and not chosen.json and any(view.shm for view in views):
+        print(_shm_table(views))
     return _BAD if any(view.verdict.state.is_bad for view in views) else 0
 
 
@@ -159,6 +163,17 @@ def _nodes(views: list[RunOverview]) -> list[list[str]]:
         return [[node.name, node.state, node.reason] for node in scheduler.nodes()]
     print("bloomery status: no run was submitted, so there is no scheduler to ask for nodes", file=sys.stderr)
     return []
+
+
+def _shm_table(views: list[RunOverview]) -> str:
+    """Return /dev/shm of the nodes on which ranks live."""
+    rows = [("node", "run", "/dev/shm free", "of GiB", "used", "")]
+    for view in views:
+        for node in view.shm:
+            free, total = f"{node.free_bytes / 2**30:.2f}", f"{node.total_bytes / 2**30:.2f}"
+            what = "nearly full: remove what earlier jobs left, or enlarge it" if node.is_nearly_full else ""
+            rows.append((node.host, view.name[:20], free, total, f"{node.used_share:.0%}", what))
+    return table_text(rows, left=(0, 1, 5))
 
 
 def _done(view: RunOverview) -> str:

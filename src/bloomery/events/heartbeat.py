@@ -22,6 +22,7 @@ from typing import Any
 from bloomery import durable
 from bloomery.errors import storage_error
 from bloomery.events.records import Json, known_values
+from bloomery.events.shared_memory import shared_memory_space
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +81,7 @@ class RankBeat:
         told with its module.
     where: the last lines of that exception's traceback.
     memory_bytes: what the rank held after its newest step; 0 where that is not known.
+    shm_free_bytes, shm_bytes: free and in all in the /dev/shm that the rank sees; 0 where that is not known.
     """
 
     rank: int = 0
@@ -103,6 +105,8 @@ class RankBeat:
     error: str = ""
     where: str = ""
     memory_bytes: float = 0.0
+    shm_free_bytes: int = 0
+    shm_bytes: int = 0
 
 
 class Heartbeat:
@@ -230,6 +234,7 @@ class Heartbeat:
     def record(self) -> RankBeat:
         """Return what the next write holds."""
         longest = {name: round(max(turns), 3) for name, turns in dict(self._turns).items() if turns}
+        shm_free_bytes, shm_bytes = shared_memory_space()
         return RankBeat(
             step=self._step,
             activity=self._activity,
@@ -244,6 +249,8 @@ class Heartbeat:
             error=self._error,
             where=self._where,
             memory_bytes=self._memory_bytes,
+            shm_free_bytes=shm_free_bytes,
+            shm_bytes=shm_bytes,
             **self._fixed,
         )
 
@@ -368,7 +375,7 @@ def has_died_here(beat: RankBeat, *, now: float) -> bool:
 
 
 def _checked(name: str, value: Any) -> Any:  # Any: parsed JSON
-    if name in ("rank", "world", "step", "moves", "incarnation", "pid"):
+    if name in ("rank", "world", "step", "moves", "incarnation", "pid", "shm_free_bytes", "shm_bytes"):
         return int(value)
     if name in ("since", "time", "gap_s", "memory_bytes"):
         return float(value)

@@ -15,10 +15,11 @@ from bloomery.errors import BloomeryError, ConfigError
 from bloomery.events.journal import is_step, read_tail
 from bloomery.events.run_directory import RunDirectory
 from bloomery.operate.exclusions import Exclusions
+from bloomery.operate.node_shm import NodeShm, shm_of_nodes, shm_warning
 from bloomery.operate.run_state import RunVerdict, judge_state, observe_run
 from bloomery.operate.schedulers.interface import QueuedJob
 from bloomery.operate.standstill import StandstillLimits
-from bloomery.operate.submission import scheduler_of, was_submitted
+from bloomery.operate.submission import jobs_of_run, was_submitted
 from bloomery.plan.schedule import steps_left, total_samples
 
 _MEASURED_STEPS = 50
@@ -38,6 +39,7 @@ class RunOverview:
     warnings: what a person should know, one sentence each.
     jobs: the jobs of the scheduler that wait, run, or have ended lately.
     excluded: the nodes in quarantine, and why.
+    shm: the space of /dev/shm on each node where a rank lives.
     """
 
     run: str
@@ -54,6 +56,7 @@ class RunOverview:
     warnings: tuple[str, ...] = ()
     jobs: tuple[QueuedJob, ...] = ()
     excluded: tuple[str, ...] = ()
+    shm: tuple[NodeShm, ...] = ()
 
 
 def runs_under(directory: Path) -> list[RunDirectory]:
@@ -72,25 +75,23 @@ def overview(rundir: RunDirectory) -> RunOverview:
     switches: list[Path] = []
     silent = ""
     if recipe is not None:
-        run = rundir.path.absolute()
         try:
             excluded = tuple(str(node) for node in Exclusions.of(rundir, recipe.submit).nodes().values())
         except BloomeryError as damage:
             warnings.append(damage.message)
-        try:
-            jobs = scheduler_of(recipe.submit, run).jobs(name=recipe.run.name, run=run)
-        except BloomeryError as refused:
-            # A machine may have SLURM's commands and no cluster: a run that nobody submitted needs none.
-            if was_submitted(rundir) or recipe.submit.scheduler != "auto":
-                silent = refused.message
-                warnings.append(silent)
+        jobs, silent = jobs_of_run(rundir, recipe)
+        warnings += [silent] if silent else []
         switches = [Path(recipe.control.directory)] if recipe.control.directory else []
-    verdict = judge_state(observe_run(rundir, jobs, switches=switches, silent=silent), limits=_LIMITS)
+    seen = observe_run(rundir, jobs, switches=switches, silent=silent)
+    shm = shm_of_nodes(seen)
+    little_shm = shm_warning(shm)
+    warnings += [little_shm] if little_shm else []
     return RunOverview(
         run=str(rundir.path),
         name=recipe.run.name if recipe else rundir.path.name,
-        verdict=verdict,
+        verdict=judge_state(seen, limits=_LIMITS),
         jobs=tuple(jobs),
+        shm=shm,
         excluded=excluded,
         **_progress(rundir, recipe, warnings),
         warnings=tuple(warnings),

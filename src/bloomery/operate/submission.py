@@ -23,7 +23,7 @@ from bloomery.events.run_directory import RunDirectory
 from bloomery.events.switches import Switches
 from bloomery.operate.exclusions import Exclusions
 from bloomery.operate.job_board import natural_sort_key
-from bloomery.operate.schedulers.interface import JobRequest, Scheduler, SchedulerError
+from bloomery.operate.schedulers.interface import JobRequest, QueuedJob, Scheduler, SchedulerError
 from bloomery.operate.schedulers.kubernetes import Kubernetes
 from bloomery.operate.schedulers.machine import OneMachine
 from bloomery.operate.schedulers.slurm import Slurm
@@ -129,6 +129,20 @@ def scheduler_of(section: SubmitSection, run: Path) -> Scheduler:
     if section.scheduler == "slurm" or (section.scheduler == "auto" and Slurm.is_here()):
         return Slurm()
     return OneMachine(run)
+
+
+def jobs_of_run(rundir: RunDirectory, recipe: Recipe) -> tuple[Sequence[QueuedJob], str]:
+    """Return the jobs of a run, and why the scheduler has not said which there are; "" where it has.
+
+    A run that nobody submitted needs no answer, unless its recipe names the scheduler: a machine may have
+    SLURM's commands and no cluster.
+    """
+    run = rundir.path.absolute()
+    try:
+        return scheduler_of(recipe.submit, run).jobs(name=recipe.run.name, run=run), ""
+    except BloomeryError as refused:
+        needs_answer = was_submitted(rundir) or recipe.submit.scheduler != "auto"
+        return (), refused.message if needs_answer else ""
 
 
 def nodes_of(section: SubmitSection, parallel: ParallelSection) -> int:

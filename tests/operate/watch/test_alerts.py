@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bloomery.operate.node_shm import NodeShm
 from bloomery.operate.run_state import RunStatus, RunVerdict
 from bloomery.operate.watch.alerts import (
     Alert,
@@ -267,6 +268,9 @@ FULL = {"what": "space", "full_in_s": 86400.0}
         ("no room for a save", {"disk": DiskSample(0.0, 3 << 30, -1), "save_bytes": 2 << 30},
             {"save_bytes": 3 << 30}, ("3.00 GiB, and 3.00 GiB are free", "bloomery ckpt list runs/mine")),
         ("shm", {"shm_used": 0.9}, {"shm_used": 0.91}, ("91% full",)),
+        ("node shm", {"shm": [NodeShm(host="n7", free_bytes=2 << 30, total_bytes=20 << 30)]},
+            {"shm": [NodeShm(host="n7", free_bytes=1 << 30, total_bytes=20 << 30)]},
+            ("nearly full on n7 (95% used, 1.00 of 20.00 GiB free): remove", "on n7: ls -lS /dev/shm")),
         ("backup", {"unsaved_copy_s": 7200.0}, {"unsaved_copy_s": 7201.0}, ("2.0 h",)),
         ("slow", {"step_s": [1.5, 1.5, 9.0], "usual_step_s": [1.0, 1.0, 0.1]}, {"step_s": [1.6, 1.6, 0.1]},
             ("1.6 s, and took 1 s",)),

@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 from tests.operate.watch.test_watcher import a_run, beat
 
+from bloomery.config.load import dump_recipe, load_recipe
 from bloomery.errors import RunBusy
 from bloomery.events.journal import read_journal
 from bloomery.events.run_directory import RunDirectory
 from bloomery.operate.run_state import RunStatus, RunVerdict
+from bloomery.operate.schedulers.interface import QueuedJob
 from bloomery.operate.watch import observe
 from bloomery.operate.watch.alerts import Alert, AlertRules, AlertWord, OpenIncident, WatchCondition
 from bloomery.operate.watch.disk import DiskSample
@@ -101,6 +103,41 @@ def test_the_next_watcher_knows_since_when_and_what_was_free(run: RunDirectory) 
     (kept,) = later.incidents.values()
     assert (kept.began, kept.seen, kept.told) == (NOW, NOW + 60, NOW)
     later.close()
+
+
+def cron(run: RunDirectory, *minutes: float) -> list[set[str]]:
+    """Look at a run after so many minutes, each time with a watcher of its own; returns what was open."""
+    shown = []
+    for after in minutes:
+        beat(run)
+        watching = watcher(run)
+        watching.check(now=NOW + 60.0 * after)
+        watching.close()
+        shown.append(set(watching.incidents))
+    return shown
+
+
+@pytest.mark.parametrize(
+    ("kind", "silent", "first"), [("scheduler", "squeue is down", 15.0), ("queue", "", 20.0)]
+)
+def test_a_silent_scheduler_and_a_short_queue_are_told_as_soon_by_cron_as_by_a_service(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, kind: str, silent: str, first: float
+) -> None:
+    answer: list[tuple[list[QueuedJob], str]] = [([], silent)]
+    monkeypatch.setattr(observe, "jobs_of_run", lambda rundir, recipe: answer[-1])
+    run.recipe.write_text(dump_recipe(load_recipe("demo", ["submit.keep_queued=1"]).recipe))
+    looks = [0.0, 10.0, 15.0, 20.0]
+    assert cron(run, *looks) == [{kind} if look >= first else set() for look in looks]
+    service = watcher(RunDirectory(a_run(run.path.parent / "served").path))
+    service.rundir.recipe.write_text(run.recipe.read_text())
+    for look in looks:
+        beat(service.rundir)
+        service.check(now=NOW + 60.0 * look)
+        assert (kind in service.incidents) == (look >= first)
+    service.close()
+    assert cron(run, 20.0 + 61.0) == [set()], "in an hour without a look it may have been well"
+    monkeypatch.setattr(observe, "jobs_of_run", lambda rundir, recipe: ([], ""))
+    assert cron(run, 20.0 + 66.0, 20.0 + 71.0) == [set(), set()]
 
 
 def opened(watching: RunWatcher, *kinds: str) -> None:

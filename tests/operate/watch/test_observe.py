@@ -14,8 +14,11 @@ from tests.operate.watch.test_watcher import a_run, beat
 from bloomery.config.load import dump_recipe, load_recipe
 from bloomery.errors import BloomeryError
 from bloomery.events.run_directory import RunDirectory
+from bloomery.operate import submission
+from bloomery.operate.node_shm import NodeShm
 from bloomery.operate.run_state import RunStatus, RunVerdict
 from bloomery.operate.schedulers.interface import JobState, QueuedJob, SchedulerError
+from bloomery.operate.submission import keep_submission, submission_of
 from bloomery.operate.watch import observe
 from bloomery.operate.watch.disk import DiskSample, sample_disk
 from bloomery.operate.watch.observe import JournalTail, RunObserver
@@ -112,8 +115,9 @@ class Scheduled:
     def __init__(self, run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
         self.answer: list[QueuedJob] | BloomeryError = []
         run.recipe.write_text(dump_recipe(load_recipe("demo", ["submit.keep_queued=3"]).recipe))
+        keep_submission(run, submission_of("demo", [], nproc=1))
         monkeypatch.setattr(
-            observe, "scheduler_of", lambda *_: SimpleNamespace(jobs=lambda **_: self._jobs())
+            submission, "scheduler_of", lambda *_: SimpleNamespace(jobs=lambda **_: self._jobs())
         )
         self.observer = RunObserver(run)
 
@@ -151,7 +155,7 @@ def test_a_run_that_was_stopped_wants_no_full_queue(
     verdicts = [RunVerdict(state=state) for state in (RunStatus.STOPPED, RunStatus.FINISHED)]
     for verdict in verdicts:
         assert queue.observer._queue_depth(queue.observer._current_recipe(), verdict, NOW) == (0, 3)
-        assert queue.observer._short_since == 0.0
+        assert queue.observer.short_since == 0.0
 
 
 def test_a_scheduler_is_unheard_since_it_first_did_not_answer_and_its_jobs_are_unknown(
@@ -187,12 +191,12 @@ def test_what_is_remembered_moves_with_a_clock_that_is_set_back(
     seen = observer.observe(now=NOW + 90.0 - 1000.0)
     assert (seen.since, seen.unheard_s, seen.saves) == (NOW - 1500.0, 30.0, [NOW - 1000.0])
     assert [time for time, _, _ in seen.guards] == [NOW - 1000.0]
-    observer._short_since = 0.0
+    observer.short_since = 0.0
     observer.set_back(5.0)
-    assert observer._short_since == 0.0, "it was not short"
-    observer._short_since = 90.0
+    assert observer.short_since == 0.0, "it was not short"
+    observer.short_since = 90.0
     observer.set_back(5.0)
-    assert observer._short_since == 85.0
+    assert observer.short_since == 85.0
 
 
 def test_a_recipe_is_read_again_once_it_was_written_again(run: RunDirectory) -> None:
@@ -229,7 +233,9 @@ def test_free_is_what_this_user_may_take(monkeypatch: pytest.MonkeyPatch, files:
     )
     monkeypatch.setattr(os, "statvfs", lambda path: facts)
     assert sample_disk(Path("/"), now=5.0) == DiskSample(5.0, 2000 * 4096, inodes)
-    assert observe._used_share(Path("/")) == 0.75
+    assert observe._used_share_here(()) == 0.75
+    here = NodeShm(host=os.uname().nodename, free_bytes=1, total_bytes=2)
+    assert observe._used_share_here([here]) is None, "its ranks tell of it"
 
 
 def test_no_more_than_two_hundred_usual_steps_and_twenty_saves_are_remembered(run: RunDirectory) -> None:

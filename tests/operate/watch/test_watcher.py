@@ -14,10 +14,13 @@ from types import SimpleNamespace
 import pytest
 
 from bloomery.cli import main
+from bloomery.config.load import dump_recipe, load_recipe
 from bloomery.errors import RunBusy
 from bloomery.events.heartbeat import RankActivity
 from bloomery.events.journal import Journal, read_journal
 from bloomery.events.run_directory import RunDirectory
+from bloomery.operate import submission
+from bloomery.operate.overview import overview
 from bloomery.operate.submission import keep_submission, submission_of
 from bloomery.operate.watch import observe
 from bloomery.operate.watch.alerts import Alert, AlertRules, AlertWord, WatchCondition
@@ -113,6 +116,25 @@ def test_a_run_that_is_gone_reaches_people_once_and_so_does_its_return(
     assert words == ["new", "over"]
 
 
+def test_a_machine_with_the_commands_of_slurm_and_no_cluster_misses_no_run_that_nobody_submitted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in ("squeue", "sbatch"):
+        (tmp_path / command).write_text("#!/bin/sh\necho 'fatal: no configuration source' >&2; exit 1\n")
+        (tmp_path / command).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    run = a_run(tmp_path / "mine", beat_age_s=600)
+    run.recipe.write_text(dump_recipe(load_recipe("demo").recipe))
+    assert overview(run).verdict.state == "gone"
+    assert main(["watch", str(run.path), "--once"]) == 1
+    assert "[mine] new: gone" in capsys.readouterr().out
+    keep_submission(run, submission_of("demo", [], nproc=1))
+    run.watch.unlink()
+    assert overview(run).verdict.state == "unknown"
+    assert main(["watch", str(run.path), "--once"]) == 0
+    assert capsys.readouterr().out == f"{run.path}: unknown\n"
+
+
 def test_one_look_at_several_runs_fails_where_any_of_them_is_in_trouble(tmp_path: Path) -> None:
     gone, well = a_run(tmp_path / "gone", beat_age_s=600), a_run(tmp_path / "well")
     for runs in ([gone, well], [well, gone]):
@@ -175,7 +197,7 @@ def test_a_disk_and_a_scheduler_are_looked_at_after_the_clock_was_set_back(
     run = a_run(tmp_path / "mine")
     keep_submission(run, submission_of("demo", ["submit.scheduler=slurm"], nproc=1))
     asked: list[float] = []
-    monkeypatch.setattr(observe, "scheduler_of", lambda *_: SimpleNamespace(jobs=lambda **_: []))
+    monkeypatch.setattr(submission, "scheduler_of", lambda *_: SimpleNamespace(jobs=lambda **_: []))
     monkeypatch.setattr(observe.RunObserver, "_sample", lambda self, now: asked.append(self._jobs_time))
     observer = observe.RunObserver(run)
     for now in (86400.0, 86410.0, 20.0, 30.0, 80.0):

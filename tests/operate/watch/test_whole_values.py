@@ -19,7 +19,9 @@ from bloomery.config.load import dump_recipe, load_recipe
 from bloomery.errors import BloomeryError, RunBusy, StorageError
 from bloomery.events.journal import read_journal
 from bloomery.events.run_directory import RunDirectory
-from bloomery.operate.run_state import RunStatus, RunVerdict
+from bloomery.events.shared_memory import shared_memory_space
+from bloomery.operate import submission
+from bloomery.operate.run_state import RunObservation, RunStatus, RunVerdict
 from bloomery.operate.schedulers.interface import JobState, QueuedJob
 from bloomery.operate.watch import notify, observe, quota
 from bloomery.operate.watch import watcher as watcher_module
@@ -123,18 +125,20 @@ def test_what_one_look_shows_is_all_that_is_known(tmp_path: Path, monkeypatch: p
         asked.append((section, path))
         return SimpleNamespace(jobs=lambda *, name, run: asked.append((name, run)) or [job])
 
-    def observed(rundir: Any, jobs: Any, *, switches: Any, silent: str) -> str:
+    def observed(rundir: Any, jobs: Any, *, switches: Any, silent: str) -> RunObservation:
         asked.append((rundir, list(jobs), list(switches), silent))
-        return "seen"
+        return RunObservation(path="seen")
 
     verdict = RunVerdict(state=RunStatus.PENDING, why="Priority", job=job)
-    monkeypatch.setattr(observe, "scheduler_of", scheduler)
+    monkeypatch.setattr(submission, "scheduler_of", scheduler)
     monkeypatch.setattr(observe, "observe_run", observed)
-    monkeypatch.setattr(observe, "judge_state", lambda seen, *, limits: verdict if seen == "seen" else None)
+    monkeypatch.setattr(
+        observe, "judge_state", lambda seen, *, limits: verdict if seen.path == "seen" else None
+    )
     free, left = DiskSample(500.0, 9, 9), DiskSample(500.0, 8, 8)
     monkeypatch.setattr(observe, "sample_disk", lambda path, *, now: free._replace(time=now))
     monkeypatch.setattr(observe, "sample_quotas", lambda path, *, now: {"user a": left._replace(time=now)})
-    monkeypatch.setattr(observe, "_used_share", lambda path: 0.25 if path == Path("/dev/shm") else None)
+    monkeypatch.setattr(observe, "shared_memory_space", lambda: (75, 100))
     (run.checkpoints / "c2").mkdir()
     (run.checkpoints / "c2" / "part").write_bytes(bytes(70))
     observer = RunObserver(run)
@@ -176,6 +180,7 @@ def test_a_watcher_keeps_all_that_the_next_one_needs(tmp_path: Path) -> None:
     watching.incidents, watching._unsent = {"g": incident}, [alert]
     watching._alive, watching._gap_s, watching._ended = 50.0, 10.0, False
     watching._observer.state, watching._observer.since = "hung", 40.0
+    watching._observer.unheard_since, watching._observer.short_since = 30.0, 20.0
     watching._observer.disks = [DiskSample(1.0, 2, 3)]
     watching._observer.quotas = {"user a": [DiskSample(4.0, 5, 6)]}
     watching._keep()
@@ -183,17 +188,21 @@ def test_a_watcher_keeps_all_that_the_next_one_needs(tmp_path: Path) -> None:
     record = json.loads(run.watch.read_text())
     assert record == {
         "alive": 50.0, "gap_s": 10.0, "ended": False, "state": "hung", "since": 40.0,
+        "unheard_since": 30.0, "short_since": 20.0,
         "incidents": {"g": {"condition": told, "began": 1.0, "seen": 2.0, "told": 3.0, "escalations": 4,
                             "acknowledged": False}},
         "unsent": [{"run": "mine", "word": "still", "began": 5.0, "condition": told, "owed": [1]}],
         "disks": [[1.0, 2, 3]], "quotas": {"user a": [[4.0, 5, 6]]},
     }  # fmt: skip
     os.close(watching._lock)
-    del record["quotas"], record["unsent"][0]["owed"]  # as an earlier version wrote them
+    for name in ("quotas", "unheard_since", "short_since"):
+        del record[name]
+    del record["unsent"][0]["owed"]  # as an earlier version wrote them
     run.watch.write_text(json.dumps(record))
     later = RunWatcher(run, lambda alert: None)
     assert (later._alive, later._gap_s, later._ended, later.state) == (50.0, 10.0, False, "hung")
     assert (later.incidents, later._observer.since) == ({"g": incident}, 40.0)
+    assert (later._observer.unheard_since, later._observer.short_since) == (0.0, 0.0)
     assert later._observer.disks == [DiskSample(1.0, 2, 3)] and later._observer.quotas == {}
     assert [(kept.word, kept.owed) for kept in later._unsent] == [(AlertWord.ESCALATED, None)]
     later._record([alert], before="pending")
@@ -360,6 +369,6 @@ def test_a_quota_that_nobody_tells_of_is_none(tmp_path: Path, monkeypatch: pytes
 
 
 def test_shared_memory_that_cannot_be_asked_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert observe._used_share(Path("/no/such/place")) is None
-    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=0, f_blocks=0))
-    assert observe._used_share(Path("/")) is None
+    assert shared_memory_space(Path("/no/such/place")) == (0, 0)
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=0, f_blocks=0, f_frsize=4096))
+    assert observe._used_share_here(()) is None

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from bloomery.operate.ledger.figures import duration
+from bloomery.operate.node_shm import SHM_FULL, NodeShm, shm_warning
 from bloomery.operate.run_state import RunStatus, RunVerdict
 from bloomery.operate.watch.alerts import WatchCondition
 from bloomery.operate.watch.disk import DiskForecast, DiskSample, does_not_fit
@@ -14,7 +15,6 @@ from bloomery.operate.watch.disk import DiskForecast, DiskSample, does_not_fit
 _NOT_WORKING = (RunStatus.PENDING, RunStatus.STOPPED, RunStatus.NEW, RunStatus.COMPLETING)
 STATE = "state"
 """The group of all conditions that are a state of the run."""
-_SHM_FULL = 0.9
 _LONGEST = 400
 _GIB = 2**30
 
@@ -68,7 +68,8 @@ class WatchedRun:
     disk: the newest sample of the file system and the forecast from all samples; None where it has no name.
     quotas: those that the run's files count for; () where there are none, or no command reports them.
     save_bytes: the size of the newest checkpoint.
-    shm_used: the used share of /dev/shm; None where there is none.
+    shm_used: the used share of /dev/shm of this machine; None where there is none, or where `shm` has it.
+    shm: the space of /dev/shm on each node of the run.
     saves: the times of the last checkpoints.
     failed_save: why the last save failed; "" where it did not.
     guards: the newest findings (time, guard, words) of guards.
@@ -90,6 +91,7 @@ class WatchedRun:
     quotas: Sequence[WatchedQuota] = ()
     save_bytes: int = 0
     shm_used: float | None = None
+    shm: Sequence[NodeShm] = ()
     saves: Sequence[float] = ()
     failed_save: str = ""
     guards: Sequence[tuple[float, str, str]] = ()
@@ -162,9 +164,14 @@ def _disk(run: WatchedRun, limits: WatchLimits) -> Iterator[WatchCondition]:
             line=line,
             command=f"{helps} {run.path}; bloomery ckpt list {run.path}",
         )
-    if run.shm_used is not None and run.shm_used > _SHM_FULL:
+    if run.shm_used is not None and run.shm_used > SHM_FULL:
         line = f"/dev/shm of this machine is {run.shm_used:.0%} full: data loaders end with a bus error"
         yield WatchCondition(kind="shm", line=line, command="ls -lS /dev/shm; df -h /dev/shm")
+    full = [node.host for node in run.shm if node.is_nearly_full]
+    if full:
+        line = f"{shm_warning(run.shm)}; data loaders end with a bus error"
+        command = f"on {full[0]}: ls -lS /dev/shm; df -h /dev/shm"
+        yield WatchCondition(kind="node shm", line=line, command=command)
 
 
 def _quotas(run: WatchedRun, limits: WatchLimits) -> Iterator[WatchCondition]:

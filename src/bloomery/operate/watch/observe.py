@@ -15,10 +15,12 @@ from bloomery.config.load import load_recipe
 from bloomery.config.recipe import Recipe
 from bloomery.errors import BloomeryError
 from bloomery.events.run_directory import RunDirectory
+from bloomery.events.shared_memory import shared_memory_space
+from bloomery.operate.node_shm import NodeShm, shm_of_nodes
 from bloomery.operate.run_state import RunStatus, RunVerdict, judge_state, observe_run
 from bloomery.operate.schedulers.interface import QueuedJob
 from bloomery.operate.standstill import StandstillLimits
-from bloomery.operate.submission import kept_submission, scheduler_of
+from bloomery.operate.submission import jobs_of_run, kept_submission
 from bloomery.operate.watch.conditions import WatchedQuota, WatchedRun
 from bloomery.operate.watch.disk import DiskSample, directory_bytes, forecast_full, sample_disk, thinned
 from bloomery.operate.watch.quota import sample_quotas
@@ -32,7 +34,6 @@ _QUOTAS_EVERY_S = 60.0
 _QUOTA_KEPT_S = 3600.0
 """The seconds for which the last known quota is used while no command reports one, as if a server is slow."""
 _LIMITS = StandstillLimits(silence_s=15.0)
-_SHM = Path("/dev/shm")
 _WANTS_JOBS = (RunStatus.RUNNING, RunStatus.STARTING, RunStatus.PENDING)
 """States in which a queue that keeps itself full should be full; after a stop it empties itself."""
 
@@ -74,12 +75,16 @@ class RunObserver:
     """Looks at one run. What it must remember between processes is in its fields.
 
     since: when the present state began, in seconds since 1970.
+    unheard_since: when the scheduler first did not answer; 0.0 where it does.
+    short_since: when fewer jobs than wanted were first in the queue; 0.0 where there are enough.
     quotas: what was left of each quota, by its owner.
     """
 
     rundir: RunDirectory
     state: str = ""
     since: float = 0.0
+    unheard_since: float = 0.0
+    short_since: float = 0.0
     disks: list[DiskSample] = field(default_factory=list)
     quotas: dict[str, list[DiskSample]] = field(default_factory=dict)
 
@@ -94,8 +99,7 @@ class RunObserver:
         self._recipe_time = -1.0
         self._jobs: Sequence[QueuedJob] = ()
         self._jobs_time = self._quotas_time = 0.0
-        self._unheard, self._unheard_since = "", 0.0
-        self._short_since = 0.0
+        self._unheard = ""
 
     def observe(self, *, now: float, silent_s: float = 0.0) -> WatchedRun:
         """Return what the run shows. now: seconds since 1970. silent_s: for how long no watcher checked."""
@@ -105,7 +109,7 @@ class RunObserver:
         switches = [Path(recipe.control.directory)] if recipe and recipe.control.directory else []
         jobs = self._current_jobs(recipe, now)
         seen = observe_run(self.rundir, jobs, switches=switches, silent=self._unheard)
-        verdict = judge_state(seen, limits=_LIMITS)
+        verdict, shm = judge_state(seen, limits=_LIMITS), shm_of_nodes(seen)
         # A scheduler that is silent for a while changes nothing: what was known before remains.
         if verdict.state != self.state and not (verdict.state == RunStatus.UNKNOWN and self.state):
             self.state, self.since = str(verdict.state), self._began(verdict, now)
@@ -124,7 +128,8 @@ class RunObserver:
                 for owner, samples in self.quotas.items()
             ],
             save_bytes=directory_bytes(self.rundir.checkpoints / newest) if newest else 0,
-            shm_used=_used_share(_SHM),
+            shm_used=_used_share_here(shm),
+            shm=shm,
             saves=[time for time, _ in self._saves],
             failed_save=self._failed_save,
             guards=tuple(self._guards),
@@ -133,10 +138,10 @@ class RunObserver:
             unsaved_copy_s=self._unsaved_copy_s(recipe, now),
             silent_s=silent_s,
             unheard=self._unheard,
-            unheard_s=now - self._unheard_since if self._unheard else 0.0,
+            unheard_s=now - self.unheard_since if self._unheard else 0.0,
             jobs=living,
             wanted_jobs=wanted,
-            short_s=now - self._short_since if self._short_since else 0.0,
+            short_s=now - self.short_since if self.short_since else 0.0,
         )
 
     def set_back(self, by_s: float) -> None:
@@ -145,15 +150,19 @@ class RunObserver:
         self._saves = deque(((time - by_s, name) for time, name in self._saves), self._saves.maxlen)
         guards = ((time - by_s, guard, words) for time, guard, words in self._guards)
         self._guards = deque(guards, self._guards.maxlen)
-        self._unheard_since -= by_s
-        self._short_since -= by_s if self._short_since else 0.0
+        self.unheard_since -= by_s if self.unheard_since else 0.0
+        self.short_since -= by_s if self.short_since else 0.0
+
+    def forget_queue(self) -> None:
+        """Forget since when the scheduler did not answer, and since when the queue was short."""
+        self.unheard_since = self.short_since = 0.0
 
     def _queue_depth(self, recipe: Recipe | None, verdict: RunVerdict, now: float) -> tuple[int, int]:
         """Return the jobs that run or wait, and those that are wanted; note since when there are fewer."""
         wanted = recipe.submit.keep_queued if recipe is not None else 0
         living = sum(not job.state.is_over for job in self._jobs)
         is_short = living < wanted and verdict.state in _WANTS_JOBS and not self._unheard
-        self._short_since = (self._short_since or now) if is_short else 0.0
+        self.short_since = (self.short_since or now) if is_short else 0.0
         return living, wanted
 
     def _take(self, event: dict[str, Any]) -> None:
@@ -218,14 +227,12 @@ class RunObserver:
 
     def _current_jobs(self, recipe: Recipe | None, now: float) -> Sequence[QueuedJob]:
         if recipe is not None and abs(now - self._jobs_time) >= _JOBS_EVERY_S:
-            run = self.rundir.path.absolute()
-            try:
-                self._jobs = scheduler_of(recipe.submit, run).jobs(name=recipe.run.name, run=run)
-                self._jobs_time, self._unheard = now, ""
-            except BloomeryError as silent:
-                log.warning("%s", silent.message)
-                self._unheard_since = self._unheard_since if self._unheard else now
-                self._jobs, self._unheard = (), silent.message
+            self._jobs, self._unheard = jobs_of_run(self.rundir, recipe)
+            if self._unheard:
+                log.warning("%s", self._unheard)
+                self.unheard_since = self.unheard_since or now
+            else:
+                self._jobs_time, self.unheard_since = now, 0.0
         return self._jobs
 
     def _unsaved_copy_s(self, recipe: Recipe | None, now: float) -> float:
@@ -238,9 +245,9 @@ class RunObserver:
         return now - oldest
 
 
-def _used_share(path: Path) -> float | None:
-    try:
-        facts = os.statvfs(path)
-    except OSError:
+def _used_share_here(nodes: Sequence[NodeShm]) -> float | None:
+    """Return the used share of this machine's /dev/shm; None where its ranks tell of it, or there is none."""
+    free_bytes, total_bytes = shared_memory_space()
+    if not total_bytes or any(node.host == os.uname().nodename for node in nodes):
         return None
-    return 1.0 - facts.f_bavail / facts.f_blocks if facts.f_blocks else None
+    return 1.0 - free_bytes / total_bytes

@@ -33,6 +33,8 @@ from bloomery.operate.watch.observe import RunObserver
 log = logging.getLogger(__name__)
 
 _SILENT_TIMES, _SILENT_LEAST_S = 3.0, 120.0
+_FORGOTTEN_LEAST_S = 3600.0
+"""Seconds without a check after which the times of the queue begin anew; or _SILENT_TIMES the last gap."""
 _MOST_UNSENT = 100
 _ACKNOWLEDGED = "watch.ack"
 _WAITING = {str(state) for state in (RunStatus.PENDING, RunStatus.HELD, RunStatus.SUSPENDED)}
@@ -81,6 +83,8 @@ class RunWatcher:
             gap_s = self._gap_s
         allowed_s = max(_SILENT_LEAST_S, _SILENT_TIMES * self._gap_s)
         silent_s = gap_s if not self._ended and gap_s > allowed_s else 0.0
+        if gap_s > max(_FORGOTTEN_LEAST_S, _SILENT_TIMES * self._gap_s):
+            self._observer.forget_queue()  # nobody knows how the queue was meanwhile
         self._take_acknowledged()
         before = self.state
         seen = self._observer.observe(now=now, silent_s=silent_s)
@@ -155,6 +159,9 @@ class RunWatcher:
             self._unsent = [_alert_from_json(alert) for alert in record["unsent"]]
             self._observer.state, self._observer.since = str(record["state"]), float(record["since"])
             self._observer.disks = [DiskSample(*sample) for sample in record["disks"]]
+            # watchers before it did not keep these
+            self._observer.unheard_since = float(record.get("unheard_since", 0.0))
+            self._observer.short_since = float(record.get("short_since", 0.0))
             quotas: dict[str, list[Any]] = record.get("quotas", {})
             self._observer.quotas = {
                 owner: [DiskSample(*sample) for sample in samples] for owner, samples in quotas.items()
@@ -169,6 +176,8 @@ class RunWatcher:
             "ended": self._ended,
             "state": self._observer.state,
             "since": self._observer.since,
+            "unheard_since": self._observer.unheard_since,
+            "short_since": self._observer.short_since,
             "incidents": incidents_to_json(self.incidents),
             "unsent": [_alert_to_json(alert) for alert in self._unsent],
             "disks": self._observer.disks,
