@@ -8,7 +8,7 @@ commits, and then write another commit over a refused one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -148,6 +148,11 @@ def position_after(before: Position, readies: Iterable[Ready]) -> Position:
     return _skipping(position, *(ready.skip for ready in offers if ready.skip))
 
 
+def weights_of(tokens: Sequence[int]) -> tuple[float, ...]:
+    """Return the weight of each member's part from the tokens that it trained on, some of which count."""
+    return tuple(count / sum(tokens) for count in tokens)
+
+
 def require_room_at_ranks(record: Commit | RoundShares | Attempt) -> None:
     """Raise ValueError for a record that is too long for the message that tells a peer's ranks of it.
 
@@ -205,7 +210,7 @@ def _objection_to_average(commit: Commit, before: RunSnapshot) -> str:
     for name, why in {**changed_offers(before, tried), **unusable_offers(before, readies)}.items():
         return f"'{name}': {why}"
     tokens = [readies[name].weight_tokens for name in members]
-    if not sum(tokens) or tried.attempt.weights != tuple(count / sum(tokens) for count in tokens):
+    if not sum(tokens) or tried.attempt.weights != weights_of(tokens):
         return "its weights are not those of its members' tokens"
     if is_minority(members, before, before=before.tried_revision):
         return "its members are fewer than half of those that could take part"

@@ -270,7 +270,7 @@ def _propose(
         round=snapshot.round,
         epoch=snapshot.epoch + 1,
         members=order,
-        weights=_weights([tokens[name] for name in order]),
+        weights=commits.weights_of([tokens[name] for name in order]),
         left_out=left_out,
     )
     return Propose(
@@ -288,10 +288,6 @@ def _reachable(offers: Iterable[str], left_out: Mapping[str, str]) -> list[str]:
     return [name for name in offers if left_out.get(name) not in (SILENT, CUT_OFF)]
 
 
-def _weights(tokens: list[int]) -> tuple[float, ...]:
-    return tuple(count / sum(tokens) for count in tokens)
-
-
 def _conclude(
     snapshot: RunSnapshot, *, digest: str, me: str, settings: RoundSettings, now: float
 ) -> Decision:
@@ -304,7 +300,7 @@ def _conclude(
     readies = [snapshot.readies[peer].ready for peer in attempt.members]
     if standing is None:
         return Wait(why="what was given out in this round is not known yet")
-    if _weights([ready.weight_tokens for ready in readies]) != attempt.weights:
+    if commits.weights_of([ready.weight_tokens for ready in readies]) != attempt.weights:
         offers = {name: snapshot.readies[name] for name in attempt.members}
         return _propose(snapshot, offers, me=me, settings=settings, now=now, silent=())
     position = commits.position_after(standing.shares.position, readies)
