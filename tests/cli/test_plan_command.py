@@ -5,6 +5,9 @@ import sys
 import pytest
 
 from bloomery.cli import main
+from bloomery.config.load import load_recipe
+from bloomery.operate.start_check import checkpoint_bytes
+from bloomery.plan.parameters import count_parameters
 
 
 def lines(capsys):
@@ -87,16 +90,39 @@ def test_a_page_is_written(tmp_path, capsys):
     assert "cannot be written" in capsys.readouterr().err
 
 
-def test_planning_loads_neither_torch_nor_numpy():
+def test_planning_loads_neither_torch_nor_numpy_nor_a_library_of_tokenizers(tmp_path):
+    file = tmp_path / "tokenizer.json"
+    file.write_text(json.dumps({"model": {"vocab": {"a": 0, "b": 700}}}), encoding="utf-8")
     code = (
         "import sys; from bloomery.cli import main; status = main(['plan', 'tr11-176b', '--search']);"
         "status += main(['plan', 'tr11-176b']);"
-        "heavy = {'torch', 'numpy', 'matplotlib'} & set(sys.modules);"
+        f"status += main(['plan', 'demo', '--hardware=h200', 'data.tokenizer={file}']);"
+        "heavy = {'torch', 'numpy', 'matplotlib', 'tokenizers'} & set(sys.modules);"
         "sys.exit(f'{heavy}' if heavy else status)"
     )
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_commands_read_the_vocabulary_of_a_tokenizers_file(tmp_path, capsys):
+    file = tmp_path / "tokenizer.json"
+    file.write_text(json.dumps({"model": {"vocab": {"a": 0, "b": 700}}}), encoding="utf-8")
+    named = ["demo", f"data.tokenizer={file}"]
+    model = load_recipe("demo").recipe.model
+    parameters = count_parameters(model, vocabulary=701, sequence_length=512).total
+    assert main(["plan", *named, "--hardware", "h200", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["parameters"]["total"] == parameters
+    assert main(["config", "check", *named]) == 0
+    assert f"parameters   {parameters:,}, of them" in capsys.readouterr().out
+    assert main(["mesh", "--stages", *named]) == 0
+    assert f"{parameters:,} parameters in 1 stages" in capsys.readouterr().out
+    assert checkpoint_bytes(load_recipe(*named[:1], named[1:])) == 12 * parameters
+    file.unlink()
+    assert main(["mesh", "--stages", *named]) == 2
+    told = capsys.readouterr()
+    assert "no tokenizer.json can be read" in told.err and not told.out
+    assert main(["mesh", *named]) == 0
 
 
 def test_hours_per_day_lengthen_the_plan_and_are_24_where_none_are_given(capsys):

@@ -6,7 +6,7 @@ import json
 import math
 import sys
 from argparse import ArgumentParser, Namespace
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from bloomery.errors import ConfigError, Mistake
 from bloomery.plan.hardware import Hardware, load_hardware, load_link, this_machine
 from bloomery.plan.overview import Plan, parameters_of_stage
 from bloomery.plan.parameters import proportions
-from bloomery.plan.request import Request
+from bloomery.plan.request import Request, with_local_vocabulary
 from bloomery.plan.step_time import StepTime
 from bloomery.plan.timeline import last_step_words, ramp_up_cost
 
@@ -54,6 +54,7 @@ def run(arguments: list[str]) -> int:
         remedy = "Name a recipe, for instance `bloomery plan tr11-176b`, or a run with --at."
         raise ConfigError([_mistake("RECIPE", "is missing", remedy)], of="the command")
     request = _request(options, options.recipe)
+    request = replace(request, loaded=with_local_vocabulary(request.loaded))
     return _search(request, options) if options.search else _plan(request, options)
 
 
