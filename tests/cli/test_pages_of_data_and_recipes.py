@@ -240,6 +240,11 @@ def test_a_plan_writes_its_page_and_tells_of_it(
         (("--at", "runs/x", "--search"), "--search does not go with --at"),
         (("--at", "runs/x", "--html", "x.html"), "--html does not go with --at"),
         (("--at", "runs/x", "--start", "2026-03-04"), "--start does not go with --at"),
+        (("--at", "runs/x", "--gpus", "1,2"), "--at does not go with several --gpus"),
+        (("--gpus", "1,2", "--search"), "--search does not go with several --gpus"),
+        (("--gpus", "1,2", "--html", "x.html"), "--html does not go with several --gpus"),
+        (("--gpus", "1,2", "--start", "2026-03-04"), "--start does not go with several --gpus"),
+        (("--gpus", "1,2", "--data-tokens", "1e9"), "--data-tokens does not go with several --gpus"),
     ],
 )
 def test_options_of_a_plan_that_would_have_no_effect_are_refused(

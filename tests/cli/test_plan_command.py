@@ -66,6 +66,31 @@ def test_what_is_no_number_is_refused_together(capsys):
     assert "--gpus = 'many'" in told
 
 
+def test_several_numbers_of_gpus_are_one_table_or_one_list_and_one_that_fits_is_enough(capsys):
+    assert main(["plan", "tr11-176b", "--gpus", "48,100,384"]) == 0
+    shown = lines(capsys)
+    assert max(map(len, shown)) <= 100
+    assert [line.split()[0] for line in shown[4:6]] == ["48", "384"]
+    assert shown[4].endswith("does not fit") and shown[5].endswith("fits")
+    assert "100 GPUs: is no multiple of 48" in shown[7]
+    assert main(["plan", "tr11-176b", "--gpus", "48,100", "--json"]) == 1
+    small, refused = json.loads(capsys.readouterr().out)
+    assert main(["plan", "tr11-176b", "--gpus", "48", "--json"]) == 1
+    assert small == json.loads(capsys.readouterr().out)
+    assert refused["accelerators"] == 100
+    assert [mistake["key"] for mistake in refused["mistakes"]] == ["--gpus"]
+
+
+def test_numbers_of_gpus_that_are_none_or_come_twice_are_told_together(capsys):
+    assert main(["plan", "tr11-176b", "--gpus", "384,48,384,x,,384", "--price", "cheap"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("bloomery plan: 4 mistakes in the plan:")
+    for words in ("--gpus = 'x'", "--gpus = ''", "--gpus = 384  (command line): is given twice", "--price"):
+        assert words in told
+    assert main(["plan", "tr11-176b", "--gpus", "1,2", "model.heads=100"]) == 2
+    assert capsys.readouterr().err.count("model.heads = 100") == 1, "a mistake of the recipe is told once"
+
+
 @pytest.mark.parametrize(
     "command",
     [
