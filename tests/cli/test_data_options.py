@@ -182,7 +182,8 @@ def test_options_of_a_fetch_reach_its_plan_and_its_download(
 
 def asked(*words: str) -> Any:
     options = plan._parser().parse_intermixed_args(["demo", *words])
-    return plan._request(options, "demo")
+    (request,) = plan._requests(options, "demo")
+    return request
 
 
 def test_numbers_of_a_plan_reach_its_request() -> None:

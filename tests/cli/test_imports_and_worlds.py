@@ -80,7 +80,7 @@ def test_a_foreign_model_is_read_with_the_recipe_and_the_tokenizer_that_were_giv
         asked.append((path, model.layers, sizes))
         return "resolved", "tensors"
 
-    monkeypatch.setattr("bloomery.data.tokenizer.tokenizer_in", lambda path: None)
+    monkeypatch.setattr("bloomery.data.tokenizer_files.tokenizer_in", lambda path: None)
     monkeypatch.setattr(
         "bloomery.data.tokenizer.load_tokenizer",
         lambda path, *, end_of_document: (

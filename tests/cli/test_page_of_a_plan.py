@@ -8,7 +8,8 @@ from dataclasses import asdict, replace
 import pytest
 from tests.cli.made_plan import CHECKPOINTS, PEERS, made_plan, memory, stretch
 
-from bloomery.cli.plan import FORMULAS, as_figures, progress_text
+from bloomery.cli.plan import progress_text
+from bloomery.cli.plan_figures import FORMULAS, as_figures
 from bloomery.cli.plan_page import STYLE, page
 from bloomery.cli.plan_tables import plan_text
 from bloomery.plan.overview import Plan

@@ -187,7 +187,10 @@ def test_a_recipe_is_told_by_its_size_its_length_and_its_batches(capsys: pytest.
     assert dict(config._facts(even))["length"] == "10,000 samples = 1,280,000 tokens, 625 steps"
     assert dict(config._facts(even))["batch"] == "16 samples, of 128 tokens each"
     named = replace(even, data=replace(even.data, tokenizer="mine.json"))
-    assert config._facts(named)[0] == ("parameters", "depend on the tokenizer's vocabulary")
+    assert config._facts(named)[0] == (
+        "parameters",
+        "depend on the vocabulary: it is the tokenizer's, and no tokenizer.json can be read at mine.json",
+    )
     assert len(config._facts(named)) == 3
     assert config._facts(replace(named, model=replace(named.model, vocabulary=999)))[-1][0] == "compute"
     peers = replace(even, elastic=replace(even.elastic, inner_steps=5, peers=3))
@@ -237,6 +240,11 @@ def test_a_plan_writes_its_page_and_tells_of_it(
         (("--at", "runs/x", "--search"), "--search does not go with --at"),
         (("--at", "runs/x", "--html", "x.html"), "--html does not go with --at"),
         (("--at", "runs/x", "--start", "2026-03-04"), "--start does not go with --at"),
+        (("--at", "runs/x", "--gpus", "1,2"), "--at does not go with several --gpus"),
+        (("--gpus", "1,2", "--search"), "--search does not go with several --gpus"),
+        (("--gpus", "1,2", "--html", "x.html"), "--html does not go with several --gpus"),
+        (("--gpus", "1,2", "--start", "2026-03-04"), "--start does not go with several --gpus"),
+        (("--gpus", "1,2", "--data-tokens", "1e9"), "--data-tokens does not go with several --gpus"),
     ],
 )
 def test_options_of_a_plan_that_would_have_no_effect_are_refused(

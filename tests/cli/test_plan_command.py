@@ -5,6 +5,9 @@ import sys
 import pytest
 
 from bloomery.cli import main
+from bloomery.config.load import load_recipe
+from bloomery.operate.start_check import checkpoint_bytes
+from bloomery.plan.parameters import count_parameters
 
 
 def lines(capsys):
@@ -63,6 +66,31 @@ def test_what_is_no_number_is_refused_together(capsys):
     assert "--gpus = 'many'" in told
 
 
+def test_several_numbers_of_gpus_are_one_table_or_one_list_and_one_that_fits_is_enough(capsys):
+    assert main(["plan", "tr11-176b", "--gpus", "48,100,384"]) == 0
+    shown = lines(capsys)
+    assert max(map(len, shown)) <= 100
+    assert [line.split()[0] for line in shown[4:6]] == ["48", "384"]
+    assert shown[4].endswith("does not fit") and shown[5].endswith("fits")
+    assert "100 GPUs: is no multiple of 48" in shown[7]
+    assert main(["plan", "tr11-176b", "--gpus", "48,100", "--json"]) == 1
+    small, refused = json.loads(capsys.readouterr().out)
+    assert main(["plan", "tr11-176b", "--gpus", "48", "--json"]) == 1
+    assert small == json.loads(capsys.readouterr().out)
+    assert refused["accelerators"] == 100
+    assert [mistake["key"] for mistake in refused["mistakes"]] == ["--gpus"]
+
+
+def test_numbers_of_gpus_that_are_none_or_come_twice_are_told_together(capsys):
+    assert main(["plan", "tr11-176b", "--gpus", "384,48,384,x,,384", "--price", "cheap"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("bloomery plan: 4 mistakes in the plan:")
+    for words in ("--gpus = 'x'", "--gpus = ''", "--gpus = 384  (command line): is given twice", "--price"):
+        assert words in told
+    assert main(["plan", "tr11-176b", "--gpus", "1,2", "model.heads=100"]) == 2
+    assert capsys.readouterr().err.count("model.heads = 100") == 1, "a mistake of the recipe is told once"
+
+
 @pytest.mark.parametrize(
     "command",
     [
@@ -87,16 +115,39 @@ def test_a_page_is_written(tmp_path, capsys):
     assert "cannot be written" in capsys.readouterr().err
 
 
-def test_planning_loads_neither_torch_nor_numpy():
+def test_planning_loads_neither_torch_nor_numpy_nor_a_library_of_tokenizers(tmp_path):
+    file = tmp_path / "tokenizer.json"
+    file.write_text(json.dumps({"model": {"vocab": {"a": 0, "b": 700}}}), encoding="utf-8")
     code = (
         "import sys; from bloomery.cli import main; status = main(['plan', 'tr11-176b', '--search']);"
         "status += main(['plan', 'tr11-176b']);"
-        "heavy = {'torch', 'numpy', 'matplotlib'} & set(sys.modules);"
+        f"status += main(['plan', 'demo', '--hardware=h200', 'data.tokenizer={file}']);"
+        "heavy = {'torch', 'numpy', 'matplotlib', 'tokenizers'} & set(sys.modules);"
         "sys.exit(f'{heavy}' if heavy else status)"
     )
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_commands_read_the_vocabulary_of_a_tokenizers_file(tmp_path, capsys):
+    file = tmp_path / "tokenizer.json"
+    file.write_text(json.dumps({"model": {"vocab": {"a": 0, "b": 700}}}), encoding="utf-8")
+    named = ["demo", f"data.tokenizer={file}"]
+    model = load_recipe("demo").recipe.model
+    parameters = count_parameters(model, vocabulary=701, sequence_length=512).total
+    assert main(["plan", *named, "--hardware", "h200", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["parameters"]["total"] == parameters
+    assert main(["config", "check", *named]) == 0
+    assert f"parameters   {parameters:,}, of them" in capsys.readouterr().out
+    assert main(["mesh", "--stages", *named]) == 0
+    assert f"{parameters:,} parameters in 1 stages" in capsys.readouterr().out
+    assert checkpoint_bytes(load_recipe(*named[:1], named[1:])) == 12 * parameters
+    file.unlink()
+    assert main(["mesh", "--stages", *named]) == 2
+    told = capsys.readouterr()
+    assert "no tokenizer.json can be read" in told.err and not told.out
+    assert main(["mesh", *named]) == 0
 
 
 def test_hours_per_day_lengthen_the_plan_and_are_24_where_none_are_given(capsys):

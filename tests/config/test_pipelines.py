@@ -108,7 +108,6 @@ def test_weights_that_are_rounded_block_by_block_are_refused_where_a_rank_lacks_
 @pytest.mark.parametrize(
     ("settings", "degree", "key", "words"),
     [
-        (("offload=nvme",), 1, "parallel.offload", "read and write all optimizer states on a disk"),
         (("shard_degree=2",), 2, "parallel.shard_degree", "shards nothing"),
         (("zero=1", "shard_degree=2", "data=3"), 3, "parallel.shard_degree", "3 data-parallel ranks"),
         (("pipeline=4", "schedule=gpipe", "chunks=2"), 1, "parallel.chunks", "'gpipe' has 1 on each rank"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +13,9 @@ import httpx2
 import pytest
 from tests.data.hub_mirror import COMMIT, mirror
 
+from bloomery.cli import data_fetch
+from bloomery.config.data import DatasetSection
+from bloomery.config.setting import declaration_of
 from bloomery.data import hub_dataset, remote_files
 from bloomery.data.hub_dataset import HubDataset
 from bloomery.data.remote_files import FetchRequest, Remote, RemoteFile, Shard, plan_share, shard_numbers
@@ -118,7 +123,18 @@ def test_addresses_of_every_known_kind_are_opened_and_others_are_not(
     with pytest.raises(DataError) as told:
         Remote(f"{scheme}://b/x")
     assert told.value.message == f"Cannot open {scheme}://b/x: it is no bucket."
-    assert told.value.remedy.startswith("Give an address with s3://, gs://, http://, https://, file://")
+    kinds = "s3://, gs://, az://, http://, https://, file:// or a directory"
+    assert told.value.remedy == f"Give an address with {kinds}."
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs", "az", "http(s)", "file"])
+def test_every_known_kind_of_address_is_named_where_people_look(scheme: str) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
+    fetch = next(line for line in page.splitlines() if line.startswith("Sources are"))
+    dataset = next(line for line in page.splitlines() if line.startswith("A dataset's `path`"))
+    assert f"`{scheme}://`" in fetch and f"`{scheme}://`" in dataset
+    (path,) = (field for field in fields(DatasetSection) if field.name == "path")
+    assert f"{scheme}://" in declaration_of(path).help and f"{scheme}://" in data_fetch._ABOUT
 
 
 def plain(*names: str, size: int = 10) -> list[RemoteFile]:

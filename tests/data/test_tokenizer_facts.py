@@ -19,7 +19,6 @@ from bloomery.data.tokenizer import (
     cut_between_words,
     find_tokenizer,
     load_tokenizer,
-    tokenizer_in,
     train_tokenizer,
 )
 from bloomery.data.tokenizer_engines import (
@@ -32,6 +31,7 @@ from bloomery.data.tokenizer_engines import (
     probe_texts,
     unproven,
 )
+from bloomery.data.tokenizer_files import tokenizer_in
 from bloomery.errors import DataError
 
 EOD = "<end>"

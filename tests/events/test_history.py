@@ -61,11 +61,21 @@ def test_the_span_of_a_history_is_from_its_first_event_to_its_last(
     assert read_history(rundir).span_s == 30.5
 
 
+def test_a_history_knows_the_vocabulary_that_the_newest_start_recorded(rundir: RunDirectory) -> None:
+    assert read_history(rundir).vocabulary is None
+    with Journal(rundir.journal()) as journal:
+        for vocabulary in (300, 511):
+            journal.write("data", incarnation=1, step=0, vocabulary=vocabulary)
+    assert read_history(rundir).vocabulary == 511
+
+
 def test_events_that_lack_fields_are_no_part_of_the_history(rundir: RunDirectory) -> None:
     write(rundir, begin(rundir, base=None, reason="start"), range(1, 4), batch=8, ranks=4)
     before = read_history(rundir)
     with rundir.journal().open("a") as journal:
-        journal.write('{"event": "step"}\n{"event": "step", "incarnation": 1}\n{"event": "start"}\n')
+        journal.write(
+            '{"event": "step"}\n{"event": "step", "incarnation": 1}\n{"event": "start"}\n{"event": "data"}\n'
+        )
     assert read_history(rundir) == before and last_step(rundir.journal()) == 3
     assert [step for step, _ in loss_curve(rundir)] == [1, 2, 3]
 

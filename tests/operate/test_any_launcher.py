@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from tests.faults.commands import _environment, bloomery, running
 from tests.faults.test_launch import held_port
 from tests.operate.slurm_cluster import PACKAGES, SlurmCluster, can_run
 
+from bloomery.cli import train
 from bloomery.events.journal import loss_curve
 from bloomery.events.run_directory import RunDirectory
 
@@ -21,6 +23,8 @@ Losses = list[tuple[int, float]]
 
 SHORT = ("train.samples=24", "optim.name=adamw", "evaluate.every_steps=0", "evaluate.at_end=false")
 BLOOMERY = (sys.executable, "-m", "bloomery")
+
+LAUNCHING = Path(__file__).parents[2] / "docs" / "guides" / "launching.md"
 
 needs_slurm = pytest.mark.needs(can_run, package=PACKAGES)
 
@@ -156,12 +160,24 @@ def test_a_port_that_is_taken_is_told_by_rank_0(
     said.refuses(f"Port {port}", "is in use by another program", f"MASTER_PORT={port + 1}", status=1)
 
 
-def test_torchrun_refuses_the_short_name_before_we_are_asked(capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails when torchrun has mended this, and --rundir is no longer needed."""
+def test_options_that_torchrun_refuses_before_we_are_asked_are_named_with_what_to_write(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Fails when torchrun refuses another option, or has mended this and --rundir is no longer needed."""
     from torch.distributed.run import get_args_parser
 
-    script = ["-m", "bloomery", "train", "demo"]
     with pytest.raises(SystemExit):
-        get_args_parser().parse_args([*script, "--run", "x"])
-    assert "ambiguous option: --run" in capsys.readouterr().err
-    assert get_args_parser().parse_args([*script, "--rundir", "x"]).training_script == "bloomery"
+        train.run(["--help"])
+    options = sorted(set(re.findall(r"(?<!\S)\[?(--[a-z-]+)", capsys.readouterr().out)) - {"--help"})
+    script = ["-m", "bloomery", "train", "demo"]
+    torchrun, refused = get_args_parser(), []
+    for option in options:
+        try:
+            assert torchrun.parse_args([*script, option, "x"]).training_script == "bloomery"
+        except SystemExit:
+            assert f"ambiguous option: {option}" in capsys.readouterr().err
+            refused.append(option)
+        assert torchrun.parse_args(["--", *script, option, "x"]).training_script == "-m"
+    assert refused == ["--log", "--nproc", "--run"] and "--rundir" in options
+    (told,) = [line for line in LAUNCHING.read_text().splitlines() if line.startswith("- **torchrun and")]
+    assert all(f"`{option}`" in told for option in refused)

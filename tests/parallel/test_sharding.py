@@ -98,7 +98,6 @@ def test_shards_are_neighbours_and_replicas_lie_across_them() -> None:
         ],
         (("parallel.data=4", "parallel.zero=1", "parallel.shard_degree=3"), "1, 2, 4"),
         (("parallel.shard_degree=2",), "parallel.zero = 1"),
-        (("parallel.offload=nvme",), "'cpu'"),
     ],
 )
 def test_what_sharding_does_not_allow_is_refused_with_what_would_do(

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bloomery.cli.plan import as_figures
+from bloomery.cli.plan_figures import as_figures
 from bloomery.cli.plan_tables import plan_text
 from bloomery.config.load import load_recipe
 from bloomery.diloco.outer_update import PIECE

@@ -179,6 +179,16 @@ def test_a_peers_steps_are_counted_with_the_other_peers(tmp_path):
     assert found.planned_tokens_per_s * found.planned_step_s == pytest.approx(2 * 8 * 128)
 
 
+def test_a_run_whose_recipe_leaves_the_vocabulary_to_its_tokenizer_has_recorded_it(run):
+    loaded = load_recipe(RECIPE, ["model.vocabulary='auto'", "data.tokenizer=gone.json"])
+    for vocabulary in (51_200, 60_000):
+        with Journal(RunDirectory(run).journal()) as journal:
+            journal.write("data", incarnation=2, step=29_020, vocabulary=vocabulary)
+        request = Request(loaded=loaded, hardware=load_hardware("v100-32g"), accelerators=128)
+        number = load_recipe(RECIPE, [f"model.vocabulary={vocabulary}"])
+        assert progress_of(request, run) == progress_of(replace(request, loaded=number), run)
+
+
 def test_a_run_without_steps_is_told(tmp_path):
     rundir = RunDirectory(tmp_path / "run").create()
     rundir.recipe.write_text(dump_recipe(load_recipe(RECIPE).recipe), encoding="utf-8")

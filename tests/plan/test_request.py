@@ -1,10 +1,12 @@
+import json
+
 import pytest
 
 from bloomery.config.load import load_recipe
 from bloomery.errors import ConfigError
 from bloomery.plan.hardware import load_hardware
 from bloomery.plan.overview import make_plan
-from bloomery.plan.request import Request, data_degrees
+from bloomery.plan.request import Request, data_degrees, vocabulary_of, with_local_vocabulary
 from bloomery.plan.search import search_layouts
 
 
@@ -74,6 +76,25 @@ def test_a_precision_without_units_is_refused():
 def test_a_vocabulary_that_only_the_tokenizer_knows_is_asked_for():
     one = refused("tr1-13b", "model.vocabulary='auto'", hardware="v100-32g")
     assert "model.vocabulary=50257" in str(one)
+    one = refused("demo", "data.tokenizer=hf:gpt2")
+    assert "is that of hf:gpt2, which is not fetched for this" in str(one)
+
+
+def test_the_vocabulary_of_a_tokenizers_file_is_read_only_where_nothing_else_knows_it(tmp_path):
+    file = tmp_path / "tokenizer.json"
+    file.write_text(json.dumps({"model": {"vocab": {"a": 0, "b": 700}}}), encoding="utf-8")
+    named = [f"data.tokenizer={file}"]
+    loaded = with_local_vocabulary(load_recipe("demo", named))
+    assert vocabulary_of(loaded.recipe) == 701 and loaded.recipe.data.tokenizer == str(file)
+    plans = [
+        make_plan(Request(loaded=recipe, hardware=load_hardware("h200"), accelerators=1)).draft.parameters
+        for recipe in (loaded, load_recipe("demo", [*named, "model.vocabulary=701"]))
+    ]
+    assert plans[0] == plans[1]
+    file.unlink()
+    for told in ([*named, "model.vocabulary=512"], ["data.tokenizer=train"], named):
+        recipe = load_recipe("demo", told)
+        assert with_local_vocabulary(recipe) is recipe
 
 
 def test_a_search_refuses_the_same_nonsense():

@@ -273,7 +273,8 @@ def test_what_the_machine_does_not_have_is_refused_with_where_it_was_written() -
     assert vocabulary_of(unknown.recipe) == 0 and vocabulary_of(loaded.recipe) > 0
     assert refusals(lambda: refuse_impossible(Request(loaded=unknown, hardware=LOCAL))) == [
         (
-            "model.vocabulary", "auto", "default", "is the tokenizer's, whose file a plan does not read",
+            "model.vocabulary", "auto", "default",
+            "is the tokenizer's, and no tokenizer.json can be read at some.json",
             "Say how many tokens it has: model.vocabulary=50257.",
         )
     ]  # fmt: skip

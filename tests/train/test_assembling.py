@@ -58,6 +58,7 @@ def rundir(tmp_path: Path) -> RunDirectory:
 def start_up(calls: Calls, rundir: RunDirectory, *settings: str, **changed: Any) -> Any:
     loaded = load_recipe("demo", ["train.precision=bf16", *settings])
     summary = Part(calls, "summary", to_json={"tokens": 7}, lines=["a line", "another line"])
+    summary.vocabulary = 701
     given: dict[str, Any] = dict(
         loaded=loaded,
         changes=SettingChanges(),
@@ -172,7 +173,11 @@ def test_people_are_told_with_what_a_run_begins_and_programs_get_its_data(
     given: list[Any] = []
     monkeypatch.setattr(assemble, "build_observers", lambda *told, **more: given.append((told, more)) or [])
     monkeypatch.setattr(assemble, "bubble_warning", lambda *told, **more: f"ranks wait {more}")
-    monkeypatch.setattr(assemble, "warnings_of", lambda loaded, *, accelerators: [f"of {accelerators}"])
+    monkeypatch.setattr(
+        assemble,
+        "warnings_of",
+        lambda loaded, *, accelerators: [f"of {accelerators}, {loaded.recipe.model.vocabulary} tokens"],
+    )
     monkeypatch.setattr(assemble, "identity", lambda path: f"identity of {path.path.name}")
     mesh = Mesh(device=CPU, world=4, data=Axis(ranks=(0, 1)))
     length = ("train.global_batch=8", "train.ramp_up=[]", "train.samples=56")
@@ -181,7 +186,7 @@ def test_people_are_told_with_what_a_run_begins_and_programs_get_its_data(
     assert said(calls) == [
         f"step 4 of 9, incarnation 6 of {rundir.path}; 4 × cpu, bf16, eager (too short)",
         "ranks wait {'data_degree': 2, 'consumed': 16}",
-        "warning: of 4",
+        "warning: of 4, 701 tokens",
         "a line",
         "another line",
     ]

@@ -169,7 +169,7 @@ def _refuse_no_model(directory: Path) -> None:
 
 def _read_model(args: Namespace) -> Imported:
     """Return the model to import, whatever program wrote it. Its tensors are read later, one by one."""
-    from bloomery.data.tokenizer import tokenizer_in
+    from bloomery.data.tokenizer_files import tokenizer_in
     from bloomery.interchange import huggingface
     from bloomery.interchange.tensor_matching import is_foreign, read_foreign
 

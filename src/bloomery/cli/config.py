@@ -19,6 +19,7 @@ from bloomery.config.validate import check_recipe
 from bloomery.errors import ConfigError, StorageError
 from bloomery.plan.early_warnings import warnings_of
 from bloomery.plan.parameters import count_parameters, token_cost
+from bloomery.plan.request import vocabulary_of, why_unknown, with_local_vocabulary
 from bloomery.plan.schedule import phases, steps_of_peer, total_samples
 
 COLUMNS = 100
@@ -85,7 +86,8 @@ def _check(arguments: list[str]) -> int:
         mistakes = [asdict(mistake) for mistake in refused.mistakes]
         print(json.dumps({"recipe": chosen.recipe, "mistakes": mistakes}, default=str, ensure_ascii=False))
         return refused.exit_status
-    facts, warnings = _facts(loaded.recipe), list(warnings_of(loaded))
+    known = with_local_vocabulary(loaded)
+    facts, warnings = _facts(known.recipe), list(warnings_of(known))
     if chosen.json:
         shown = {"recipe": chosen.recipe, "mistakes": [], "warnings": warnings, **dict(facts)}
         print(json.dumps(shown, ensure_ascii=False))
@@ -155,11 +157,9 @@ def _facts(recipe: Recipe) -> list[tuple[str, str]]:
                 f"{peers * batches[-1]:,} samples per step in all",
             )
         )
-    vocabulary = recipe.model.vocabulary
-    if vocabulary == "auto":
-        if recipe.data.tokenizer != "train":
-            return [("parameters", "depend on the tokenizer's vocabulary"), *facts]
-        vocabulary = recipe.data.tokenizer_vocabulary
+    vocabulary = vocabulary_of(recipe)
+    if not vocabulary:
+        return [("parameters", f"depend on the vocabulary: it {why_unknown(recipe.data)}"), *facts]
     count = count_parameters(recipe.model, vocabulary=vocabulary, sequence_length=length)
     cost = token_cost(recipe.model, vocabulary=vocabulary, sequence_length=length)
     return [

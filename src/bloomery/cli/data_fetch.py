@@ -18,10 +18,10 @@ _ABOUT = """\
 Download the files of one share of some datasets, so that every rank can train without a network.
 
 A SOURCE is NAME=ADDRESS, or just an ADDRESS, which is named after its last part. An address is s3://, gs://,
-http(s)://, file:// or a directory. Over http(s), a file SHA256SUMS at the address must list the files; at
-other addresses it is optional and gives their checksums. hf:OWNER/NAME is a dataset of the Hugging Face Hub,
-or of the mirror that HF_ENDPOINT names; hf:OWNER/NAME@REVISION:FOLDER is some of it. Credentials come from
-the environment (AWS_…, GOOGLE_…, HF_TOKEN).
+az://, http(s)://, file:// or a directory. Over http(s), a file SHA256SUMS at the address must list the files;
+at other addresses it is optional and gives their checksums. hf:OWNER/NAME is a dataset of the Hugging Face
+Hub, or of the mirror that HF_ENDPOINT names; hf:OWNER/NAME@REVISION:FOLDER is some of it. Credentials come
+from the environment (AWS_…, GOOGLE_…, AZURE_STORAGE_…, HF_TOKEN).
 
 The number of shares is fixed for a run. Each node or peer owns one share, however many ranks it has. A
 .bin/.idx pair is never divided. After an interruption the same command resumes."""
@@ -38,7 +38,7 @@ def add_parser(commands: Any) -> None:  # Any: argparse names no type for it
     """Add the command to the table of `bloomery data`."""
     parser = commands.add_parser(
         "fetch",
-        help="download one share of some datasets from s3://, gs://, http(s)://, file:// or hf:",
+        help="download one share of some datasets from s3://, gs://, az://, http(s)://, file:// or hf:",
         description=_ABOUT,
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,

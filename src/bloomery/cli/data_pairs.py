@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -98,7 +97,8 @@ def _add_tokenizer(parser: argparse.ArgumentParser, end_of_document: str) -> Non
 
 
 def _tokenizer_for(options: argparse.Namespace) -> Tokenizer | None:
-    from bloomery.data.tokenizer import find_tokenizer, load_tokenizer, tokenizer_in
+    from bloomery.data.tokenizer import find_tokenizer, load_tokenizer
+    from bloomery.data.tokenizer_files import tokenizer_in
 
     path = find_tokenizer(options.tokenizer) if options.tokenizer else tokenizer_in(options.prefix.parent)
     return None if path is None else load_tokenizer(path, end_of_document=options.end_of_document)
@@ -268,7 +268,7 @@ def add_report_parser(commands: Any) -> None:  # Any: argparse keeps this type t
     report.set_defaults(command=_report)
 
 
-def _report(options: Namespace) -> int:
+def _report(options: argparse.Namespace) -> int:
     from bloomery.cli.arguments import load_given
     from bloomery.config.validate import check_recipe
     from bloomery.data.stream import group_rows

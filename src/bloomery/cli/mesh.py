@@ -12,6 +12,7 @@ from bloomery.config.parallel import ParallelSection
 from bloomery.config.recipe import Recipe
 from bloomery.config.validate import check_recipe
 from bloomery.config.validate_layout import batch_mistakes
+from bloomery.errors import ConfigError
 from bloomery.plan.pipeline_stages import contents_of
 from bloomery.plan.ranks import (
     Degrees,
@@ -25,6 +26,7 @@ from bloomery.plan.ranks import (
     refuse_tensor_groups_across_hosts,
     wrong_ranks_error,
 )
+from bloomery.plan.request import unknown_vocabulary, vocabulary_of, with_local_vocabulary
 
 EXAMPLES = """\
 bloomery mesh tr11-176b                            show BLOOM's 384 ranks, by node
@@ -45,6 +47,10 @@ def run(arguments: list[str]) -> int:
     check_recipe(loaded.recipe, loaded.sources)
     if degrees is None:
         raise wrong_ranks_error(parallel, world=world)
+    if options.stages:
+        loaded = with_local_vocabulary(loaded)
+        if unknown := list(unknown_vocabulary(loaded)):
+            raise ConfigError(unknown, of="the recipe")
     hosts = _hosts(options.nodes, parallel, world=world)
     refuse_tensor_groups_across_hosts(degrees, hosts)
     if options.json:
@@ -112,13 +118,10 @@ def _show(name: str, degrees: Degrees, hosts: list[str]) -> None:
 
 def print_stages(recipe: Recipe, degrees: Degrees) -> None:
     """Print one row for each pipeline stage: its blocks, parameters, and elements on each of its ranks."""
-    vocabulary = recipe.model.vocabulary
-    if vocabulary == "auto":
-        vocabulary = recipe.data.tokenizer_vocabulary
     stages = contents_of(
         recipe.model,
         recipe.parallel,
-        vocabulary=vocabulary,
+        vocabulary=vocabulary_of(recipe),
         sequence_length=recipe.data.sequence_length,
         data=degrees.data,
     )

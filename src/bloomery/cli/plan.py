@@ -6,20 +6,18 @@ import json
 import math
 import sys
 from argparse import ArgumentParser, Namespace
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from bloomery.cli.argument_values import page_file
 from bloomery.cli.arguments import load_given, parser
+from bloomery.cli.plan_figures import as_figures
 from bloomery.cli.plan_tables import days_text, rows_text, section
 from bloomery.errors import ConfigError, Mistake
 from bloomery.plan.hardware import Hardware, load_hardware, load_link, this_machine
-from bloomery.plan.overview import Plan, parameters_of_stage
-from bloomery.plan.parameters import proportions
-from bloomery.plan.request import Request
-from bloomery.plan.step_time import StepTime
-from bloomery.plan.timeline import last_step_words, ramp_up_cost
+from bloomery.plan.request import Request, with_local_vocabulary
 
 if TYPE_CHECKING:
     from bloomery.plan.progress import RunProgress
@@ -28,6 +26,7 @@ if TYPE_CHECKING:
 EXAMPLES = """\
 bloomery plan tr11-176b                                  plan for the machine that the recipe names
 bloomery plan tr11-176b --gpus 192 train.micro_batch=1   plan for half of it, with another micro-batch
+bloomery plan tr11-176b --gpus 48,96,192,384             compare sizes of the machine in one table
 bloomery plan my.toml --hardware h200 --gpus 1024 --search    rank every layout that fits
 bloomery plan tr11-176b --data-tokens 341e9 --html plan.html  show when epochs end, and write a page
 bloomery plan --at runs/demo --hours-per-day 20          show what is left of a run, and measured speed
@@ -41,20 +40,39 @@ DEFAULT_HARDWARE = "a100-80g"
 
 
 def run(arguments: list[str]) -> int:
-    """Run `bloomery plan …`; returns 0 when the plan fits into memory and 1 when it does not."""
+    """Run `bloomery plan …`; returns 0 when the plan fits into memory and 1 when it does not.
+
+    Of several numbers of accelerators, and of a search, it is 0 when one fits.
+    """
     known = _parser()
     options = known.parse_intermixed_args(arguments)
-    ignored = ("search", "html", "start") if options.at is not None else ("html",) if options.search else ()
-    for name in ignored:  # better refused than left out without a word
-        if getattr(options, name):
-            known.error(f"--{name} does not go with {'--at' if options.at is not None else '--search'}")
+    for given, ignored in _without_effect(options):  # better refused than left out without a word
+        known.error(f"{ignored} does not go with {given}")
     if options.at is not None:
         return _at(options)
     if options.recipe is None:
         remedy = "Name a recipe, for instance `bloomery plan tr11-176b`, or a run with --at."
         raise ConfigError([_mistake("RECIPE", "is missing", remedy)], of="the command")
-    request = _request(options, options.recipe)
+    requests = _requests(options, options.recipe)
+    loaded = with_local_vocabulary(requests[0].loaded)
+    request, *more = (replace(request, loaded=loaded) for request in requests)
+    if more:
+        return _several([request, *more], options)
     return _search(request, options) if options.search else _plan(request, options)
+
+
+def _without_effect(options: Namespace) -> Iterator[tuple[str, str]]:
+    """Yield (option, other option that would have no effect beside it) for each such pair that was given."""
+    several = "," in (options.gpus or "")
+    pairs = (
+        ("--at", options.at is not None, ("search", "html", "start")),
+        ("--search", options.search, ("html",)),
+        ("several --gpus", several, ("at", "search", "html", "start", "data_tokens")),
+    )
+    for given, is_given, without_effect in pairs:
+        for name in without_effect:
+            if is_given and getattr(options, name):
+                yield given, "--" + name.replace("_", "-")
 
 
 def _parser() -> ArgumentParser:
@@ -80,7 +98,11 @@ def _parser() -> ArgumentParser:
         metavar="NAME|PATH",
         help="the machine: a shipped name or a file (default: the recipe's run.hardware, else this machine)",
     )
-    options.add_argument("--gpus", metavar="N", help="number of accelerators; in an elastic run, of one peer")
+    options.add_argument(
+        "--gpus",
+        metavar="N[,N…]",
+        help="number of accelerators; in an elastic run, of one peer; several numbers give a table",
+    )
     options.add_argument(
         "--search", action="store_true", help="rank all layouts that fit, with the reason why each is slower"
     )
@@ -110,38 +132,46 @@ def _parser() -> ArgumentParser:
     options.add_argument(
         "--start", metavar="DATE", help="date of the first step, for the calendar, such as 2026-03-11"
     )
-    options.add_argument("--json", action="store_true", help="print one JSON object, with units in its names")
+    options.add_argument(
+        "--json", action="store_true", help="print JSON with units in its names; of several --gpus, a list"
+    )
     options.add_argument(
         "--html", metavar="PATH", type=page_file, help="write the plan as one HTML page, too"
     )
     return options
 
 
-def _request(options: Namespace, recipe: str) -> Request:
-    """Return the request of the command line. Raises ConfigError that names every option without a number."""
+def _requests(options: Namespace, recipe: str) -> list[Request]:
+    """Return the request of the command line, one for each number of accelerators.
+
+    Raises ConfigError that names every option without a number.
+    """
     loaded = load_given(recipe, options.overrides)
     mistakes: list[Mistake] = []
 
-    def number(option: str, *, whole: bool = False) -> float | None:
-        text = getattr(options, option)
-        if text is None:
-            return None
+    def read(name: str, text: str, *, whole: bool = False) -> float | None:
         try:
             value = float(text.replace("_", ""))
             if not math.isfinite(value) or (whole and value != int(value)):
                 raise ValueError
         except (ValueError, OverflowError):
-            name = "--" + option.replace("_", "-")
             kind = "a whole number" if whole else "a number"
             mistakes.append(_mistake(name, f"is not {kind}", f"Give {kind}.", value=text))
             return None
         return value
 
-    gpus, hours = number("gpus", whole=True), number("hours_per_day")
+    def number(option: str) -> float | None:
+        text = getattr(options, option)
+        return None if text is None else read("--" + option.replace("_", "-"), text)
+
+    texts = [] if options.gpus is None else options.gpus.split(",")
+    counts = [read("--gpus", text, whole=True) for text in texts] or [None]
+    for count in dict.fromkeys(count for count in counts if count is not None and counts.count(count) > 1):
+        mistakes.append(_mistake("--gpus", "is given twice", "Give each number once.", value=int(count)))
+    hours = number("hours_per_day")
     request = Request(
         loaded=loaded,
         hardware=load_machine(options.hardware or loaded.recipe.run.hardware, accelerators=options.gpus),
-        accelerators=None if gpus is None else int(gpus),
         link=load_link(options.link) if options.link else None,
         failures_per_week=number("failures_per_week"),
         hours_per_day=24.0 if hours is None else hours,
@@ -150,7 +180,7 @@ def _request(options: Namespace, recipe: str) -> Request:
     )
     if mistakes:
         raise ConfigError(mistakes, of="the plan")
-    return request
+    return [replace(request, accelerators=None if count is None else int(count)) for count in counts]
 
 
 def load_machine(name: str, *, accelerators: str | None = None) -> Hardware:
@@ -194,6 +224,18 @@ def _plan(request: Request, options: Namespace) -> int:
     return 0 if plan.fits else 1
 
 
+def _several(requests: Sequence[Request], options: Namespace) -> int:
+    from bloomery.cli.plan_counts import counts_as_figures, counts_text
+    from bloomery.plan.counts import plan_counts
+
+    counts = plan_counts(requests)
+    if options.json:
+        print(json.dumps(counts_as_figures(counts), indent=2, ensure_ascii=False, default=str))
+    else:
+        print(counts_text(counts))
+    return 0 if any(count.plan and count.plan.fits for count in counts) else 1
+
+
 def _search(request: Request, options: Namespace) -> int:
     from bloomery.plan.search import as_rows, search_layouts
 
@@ -215,7 +257,8 @@ def _at(options: Namespace) -> int:
         remedy = "Give the run directory, for instance runs/demo; it holds recipe.toml and journal/."
         raise ConfigError([_mistake("--at", "is no run", remedy, value=str(options.at))], of="the plan")
     options.overrides = [*([options.recipe] if options.recipe else []), *options.overrides]
-    progress = progress_of(_request(options, str(recipe)), options.at)
+    (request,) = _requests(options, str(recipe))
+    progress = progress_of(request, options.at)
     if options.json:
         print(json.dumps(as_progress_figures(progress), indent=2, ensure_ascii=False))
     else:
@@ -236,112 +279,6 @@ def _write(path: Path, text: str) -> None:
 
 def _mistake(key: str, problem: str, remedy: str, *, value: object = None) -> Mistake:
     return Mistake(key=key, value=value, source="command line", problem=problem, remedy=remedy)
-
-
-FORMULAS = {
-    "parameters": "GPT: l(12h² + 13h) + vh + 4h; Llama: l(2h² + 2h·kv·d + 3hf + 2h) + h + 2vh",
-    "memory": "weights 2P, gradients 4P, master 4P, AdamW 8P, each by its sharding; activations after "
-    "Korthikanti et al., 2022",
-    "step": "m × slowest stage + (p − 1)/v × other stages + exposed exchange + update, × (1 + jitter·√(2 "
-    "ln nodes))",
-    "hardware_teraflops": "96·B·s·l·h²(1 + s/6h + v/16lh)/(t·n·10¹²) with full recomputation",
-    "model_teraflops": "72·B·s·l·h²(1 + s/6h + v/12lh)/(t·n·10¹²)",
-    "bubble_share": "(p − 1)/(m + p − 1), with p − 1 divided by v chunks",
-    "traffic": "ring: 2(n − 1)/n of what is all-reduced, (n − 1)/n of what is gathered or scattered",
-    "checkpoints": "full 14P, weights 2P; best interval √(2·save·MTBF); lost save/T + T/(2·MTBF)",
-    "days": "training + saves + evaluations + failures × (T/2 + load), × 24/hours a day",
-}
-
-
-def as_figures(plan: Plan) -> dict[str, Any]:
-    """Return all figures of a plan as JSON. Bytes are bytes, `_s` means seconds, `_gib` means 2³⁰ bytes."""
-    draft = plan.draft
-    request, work = draft.request, draft.work
-    layout = work.layout
-    return {
-        "recipe": request.recipe.run.name,
-        "hardware": request.hardware.name,
-        "accelerators": layout.world,
-        "nodes": layout.nodes,
-        "assumptions": list(plan.assumptions),
-        "layout": asdict(layout)
-        | {"micro_batch": work.micro_batch, "recompute": request.recipe.train.recompute},
-        "parameters": _parameters(plan),
-        "proportions": [
-            asdict(ratio) | {"is_usual": ratio.is_usual} for ratio in proportions(request.recipe.model)
-        ],
-        "memory": _memory(plan),
-        "step": _step(draft.course[-1].step),
-        "speed": asdict(plan.speed),
-        "traffic": asdict(plan.traffic) | {"total_bytes": plan.traffic.total_bytes},
-        "ramp": [
-            {
-                "first_step": entry.first_step,
-                "first_sample": entry.first_sample,
-                "steps": entry.steps,
-                "global_batch": entry.global_batch,
-                "micro_batch": entry.micro_batch,
-                "micro_batches": entry.micro_batches,
-                "precision": entry.precision,
-                "step_s": entry.step.seconds,
-                "seconds": entry.seconds,
-            }
-            for entry in draft.course
-        ],
-        "ramp_up": asdict(ramp_up_cost(draft.course)),
-        "run": asdict(plan.whole) | {"last_step": last_step_words(request.recipe, draft.course)},
-        "checkpoints": asdict(draft.checkpoints),
-        "between_peers": asdict(plan.between_peers) if plan.between_peers else None,
-        "calendar": [asdict(entry) for entry in plan.calendar],
-        "warnings": list(plan.warnings),
-        "formulas": FORMULAS,
-    }
-
-
-def _parameters(plan: Plan) -> dict[str, Any]:
-    count = plan.draft.parameters
-    return {
-        "total": count.total,
-        "embedding": count.embedding,
-        "positions": count.positions,
-        "embedding_norm": count.embedding_norm,
-        "blocks": count.layers * count.block.total,
-        "layers": count.layers,
-        "block": asdict(count.block) | {"total": count.block.total},
-        "final_norm": count.final_norm,
-        "head": count.head,
-        "without_embeddings": count.without_embeddings,
-    }
-
-
-def _memory(plan: Plan) -> dict[str, Any]:
-    draft = plan.draft
-    return {
-        "fits": plan.fits,
-        "capacity_bytes": draft.room_bytes,
-        "peak_bytes": draft.peak_bytes,
-        "peak_stage": draft.worst_stage,
-        "stages": [
-            asdict(memory)
-            | {
-                "total": memory.total,
-                "blocks": stage.blocks,
-                "has_embedding": stage.has_embedding,
-                "has_head": stage.has_head,
-                "rank_parameters": parameters_of_stage(draft, index),
-            }
-            for index, (memory, stage) in enumerate(zip(draft.memory, draft.stages, strict=True))
-        ],
-    }
-
-
-def _step(step: StepTime) -> dict[str, Any]:
-    return asdict(step) | {
-        "seconds": step.seconds,
-        "low_s": step.low_s,
-        "high_s": step.high_s,
-        "bottleneck": step.bottleneck,
-    }
 
 
 def progress_text(progress: RunProgress) -> str:

@@ -36,7 +36,7 @@ bloomery config show demo --why                          show every setting and 
 One task for each rank, started by another launcher:
 srun --ntasks-per-node=8 bloomery train my.toml --run D
 mpirun -np 8 bloomery train my.toml --run D
-torchrun --nproc-per-node 8 -m bloomery train my.toml --rundir D      (torchrun refuses --run)
+torchrun --nproc-per-node 8 -m bloomery train my.toml --rundir D  (torchrun refuses --run and --log)
 
 After Ctrl-C, a kill or a crash, the same command resumes the run. While it runs:
 bloomery save RUN                                        save a checkpoint now

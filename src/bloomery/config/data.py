@@ -20,8 +20,8 @@ class DatasetSection:
     path: str = setting(
         kind="free",
         at_start=True,
-        help="Path of the .bin/.idx pair, without its extension. At an address (s3://, gs://, http(s)://, "
-        "file://) the dataset is read block by block while training.",
+        help="Path of the .bin/.idx pair, without its extension. At an address (s3://, gs://, az://, "
+        "http(s)://, file://) the dataset is read block by block while training.",
     )
     weight: float | Auto = setting(
         "auto",

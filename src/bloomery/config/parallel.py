@@ -102,9 +102,9 @@ class ParallelSection:
         "none",
         kind="free",
         at_start=True,
-        choices=("none", "cpu", "nvme"),
+        choices=("none", "cpu"),
         help="Where master weights and optimizer moments are stored and updated: 'none' on the device, "
-        "'cpu' in host memory; 'nvme' is refused.",
+        "'cpu' in host memory.",
     )
     working: str = setting(
         "kept",

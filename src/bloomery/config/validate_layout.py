@@ -314,17 +314,11 @@ def rounds_fit(micro_batches: int, *, pipeline: int) -> bool:
 
 
 def sharding_mistakes(recipe: Recipe, *, data_degree: int) -> Iterator[Finding]:
-    """Yield the settings that do not go together with sharding by ZeRO or with offloading.
+    """Yield the settings that do not go together with sharding by ZeRO.
 
     data_degree: data-parallel ranks; 1 where that is not known yet.
     """
     parallel = recipe.parallel
-    if parallel.offload == "nvme":
-        yield Finding(
-            key="parallel.offload",
-            problem="is not supported: each step would read and write all optimizer states on a disk",
-            remedy="Use 'cpu', or shard them over more ranks (parallel.zero = 1, a larger parallel.data).",
-        )
     if parallel.working == "by-block" and parallel.zero:
         yield Finding(
             key="parallel.working",

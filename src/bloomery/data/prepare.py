@@ -19,11 +19,8 @@ from bloomery.data.prepare_build import FORMAT, HELD_OUT, TRAIN, build_in
 from bloomery.data.sources import FoundFiles, SourceHashes, find_files
 from bloomery.data.storage import as_storage_error, locked_directory, write_whole
 from bloomery.data.streaming import CacheLocation, block_cache_of, is_elsewhere, mount
-from bloomery.data.tokenizer import (
-    JSON_FILE,
-    find_tokenizer,
-    load_tokenizer,
-)
+from bloomery.data.tokenizer import find_tokenizer, load_tokenizer
+from bloomery.data.tokenizer_files import JSON_FILE
 from bloomery.errors import DataError
 from bloomery.events.records import ProgressCallback, ignore_progress
 

@@ -14,7 +14,8 @@ from bloomery.data.pairs import replace_pair
 from bloomery.data.sources import FoundFiles, documents_of, is_held_out
 from bloomery.data.tokenize_corpus import tokenize
 from bloomery.data.tokenize_worker import Job
-from bloomery.data.tokenizer import Tokenizer, find_tokenizer, load_tokenizer, tokenizer_in, train_tokenizer
+from bloomery.data.tokenizer import Tokenizer, find_tokenizer, load_tokenizer, train_tokenizer
+from bloomery.data.tokenizer_files import tokenizer_in
 from bloomery.events.records import ProgressCallback
 
 TRAIN, HELD_OUT, BAD_DOCUMENTS = "train", "held-out", "bad-documents.jsonl"

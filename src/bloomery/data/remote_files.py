@@ -18,8 +18,8 @@ from bloomery.errors import DataError, StorageError
 from bloomery.objects import PATIENCE_S, Objects
 
 SUMS = "SHA256SUMS"
-_KNOWN = "s3://, gs://, http://, https://, file:// or a directory"
 _SCHEMES = ("s3", "gs", "az", "http", "https", "file")
+_KNOWN = f"{', '.join(f'{scheme}://' for scheme in _SCHEMES)} or a directory"
 _PATIENCE_S = PATIENCE_S
 
 

@@ -32,6 +32,7 @@ from bloomery.data.tokenizer_engines import (
     probe_texts,
     unproven,
 )
+from bloomery.data.tokenizer_files import JSON_FILE, MODEL_FILE, tokenizer_in
 from bloomery.errors import DataError
 
 _PIECE = 1 << 18
@@ -79,9 +80,6 @@ class PieceModel:
             if not skip_special_tokens:
                 parts.append(self._model.id_to_piece(token))
         return "".join([*parts, self._model.decode(run)])
-
-
-JSON_FILE, MODEL_FILE = "tokenizer.json", "tokenizer.model"
 
 
 class Tokenizer:
@@ -225,12 +223,6 @@ def load_tokenizer(path: Path, *, end_of_document: str) -> Tokenizer:
         ) from missing
     engine = _engine(content, path)
     return Tokenizer(engine, end_of_document=end_of_document, origin=str(path))
-
-
-def tokenizer_in(directory: Path) -> Path | None:
-    """Return the tokenizer's file in a directory, or None."""
-    files = [directory / name for name in (JSON_FILE, MODEL_FILE) if (directory / name).is_file()]
-    return files[0] if files else None
 
 
 def _engine(content: bytes, path: Path) -> Any:  # Any: see Tokenizer

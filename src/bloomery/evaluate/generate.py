@@ -16,7 +16,7 @@ import torch
 from tokenizers import Tokenizer as Engine
 from torch import Tensor
 
-from bloomery.data.tokenizer import JSON_FILE
+from bloomery.data.tokenizer_files import JSON_FILE
 from bloomery.errors import BloomeryError, CheckpointError
 from bloomery.evaluate.open_checkpoint import OpenedModel
 from bloomery.events.run_directory import RunDirectory

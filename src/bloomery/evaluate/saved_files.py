@@ -10,7 +10,8 @@ from bloomery.checkpoint.format.manifest import MANIFEST
 from bloomery.checkpoint.format.suspects import newest_trusted, trusted
 from bloomery.config.load import load_recipe
 from bloomery.config.recipe import Recipe
-from bloomery.data.tokenizer import JSON_FILE, find_tokenizer, tokenizer_in
+from bloomery.data.tokenizer import find_tokenizer
+from bloomery.data.tokenizer_files import JSON_FILE, tokenizer_in
 from bloomery.errors import CheckpointError, DataError
 from bloomery.events.run_directory import RunDirectory
 

@@ -233,11 +233,13 @@ class History:
     steps: the steps that are part of the run, in order, each once.
     ranks: the number of ranks of each incarnation that recorded it, by incarnation.
     span_s: seconds from the journal's first event to its last.
+    vocabulary: number of the tokenizer's ids, as the newest start recorded it; None if none did.
     """
 
     steps: tuple[Step, ...]
     ranks: Mapping[int, int]
     span_s: float
+    vocabulary: int | None
 
     @property
     def newest_ranks(self) -> int:
@@ -261,6 +263,7 @@ def read_history(rundir: RunDirectory) -> History:
     reports: dict[Base, StepReport] = {}
     ranks: dict[int, int] = {}
     times: list[float] = []
+    vocabulary: int | None = None
     for event in read_journal(rundir.journal()):
         if "time" in event:
             times.append(float(event["time"]))
@@ -268,6 +271,9 @@ def read_history(rundir: RunDirectory) -> History:
             reports[event["step"], event["incarnation"]] = StepReport.from_json(event)
         elif event["event"] == "start" and "incarnation" in event:
             ranks[event["incarnation"]] = int(event.get("ranks", 1))
+        elif event["event"] == "data" and "vocabulary" in event:
+            vocabulary = int(event["vocabulary"])
     newest = {base[0]: base for base in sorted(visible(reports, read_incarnations(rundir)))}
     steps = tuple(Step(incarnation=newest[step][1], report=reports[newest[step]]) for step in sorted(newest))
-    return History(steps=steps, ranks=ranks, span_s=max(times) - min(times) if times else 0.0)
+    span_s = max(times) - min(times) if times else 0.0
+    return History(steps=steps, ranks=ranks, span_s=span_s, vocabulary=vocabulary)

@@ -14,7 +14,7 @@ from bloomery.config.begin_from import DescribedWeights, weights_directory
 from bloomery.config.find import is_run
 from bloomery.config.load import load_recipe
 from bloomery.config.model import ModelSection
-from bloomery.data.tokenizer import tokenizer_in
+from bloomery.data.tokenizer_files import tokenizer_in
 from bloomery.errors import BloomeryError, CheckpointError, ConfigError, Mistake
 from bloomery.events.run_directory import RunDirectory
 from bloomery.interchange.directories import read_object

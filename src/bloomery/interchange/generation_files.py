@@ -19,8 +19,9 @@ from tokenizers import Tokenizer as Engine
 
 from bloomery import durable
 from bloomery.data.storage import write_whole
-from bloomery.data.tokenizer import JSON_FILE, MODEL_FILE, Tokenizer, load_tokenizer
+from bloomery.data.tokenizer import Tokenizer, load_tokenizer
 from bloomery.data.tokenizer_engines import HARD_TEXTS
+from bloomery.data.tokenizer_files import JSON_FILE, MODEL_FILE
 from bloomery.errors import CheckpointError
 from bloomery.events.run_directory import RunDirectory
 from bloomery.interchange.directories import read_object

@@ -19,7 +19,7 @@ from torch import Tensor
 from bloomery import durable
 from bloomery.checkpoint.load.loader import read_model
 from bloomery.config.model import ModelSection
-from bloomery.data.tokenizer import MODEL_FILE, tokenizer_in
+from bloomery.data.tokenizer_files import MODEL_FILE, tokenizer_in
 from bloomery.errors import CheckpointError, storage_error
 from bloomery.events.records import ProgressCallback, counting, ignore_progress
 from bloomery.interchange.directories import partial_directory, read_object

@@ -21,6 +21,7 @@ from bloomery.operate.node_checks import NodeFinding, bad_hosts, judge_nodes
 from bloomery.operate.node_facts import NodeFacts, gather_facts
 from bloomery.operate.supervise import JobReactions
 from bloomery.plan.parameters import count_parameters
+from bloomery.plan.request import vocabulary_of, with_local_vocabulary
 
 _AGAIN_S = 5.0
 """The seconds after which a node with a finding checks again: a job may just have ended there."""
@@ -98,10 +99,13 @@ def start_check_of(loaded: LoadedRecipe) -> StartCheck | None:
 
 
 def checkpoint_bytes(loaded: LoadedRecipe) -> int:
-    """Return about how many bytes a checkpoint has: fp32 weights and two moments of each."""
+    """Return about how many bytes a checkpoint has: fp32 weights and two moments of each.
+
+    A vocabulary that only a tokenizer elsewhere knows counts as large as one that is trained.
+    """
     model, data = loaded.recipe.model, loaded.recipe.data
-    vocabulary = data.tokenizer_vocabulary if model.vocabulary == "auto" else model.vocabulary
-    count = count_parameters(model, vocabulary=int(vocabulary), sequence_length=data.sequence_length)
+    vocabulary = vocabulary_of(with_local_vocabulary(loaded).recipe) or data.tokenizer_vocabulary
+    count = count_parameters(model, vocabulary=vocabulary, sequence_length=data.sequence_length)
     return _BYTES_OF_PARAMETER * count.total
 
 

@@ -13,7 +13,13 @@ from bloomery.events.records import StepReport
 from bloomery.events.run_directory import RunDirectory
 from bloomery.plan.overview import Plan, base_workload, make_plan
 from bloomery.plan.parameters import count_parameters
-from bloomery.plan.request import Request, data_degrees, vocabulary_of
+from bloomery.plan.request import (
+    Request,
+    data_degrees,
+    vocabulary_of,
+    with_local_vocabulary,
+    with_vocabulary,
+)
 from bloomery.plan.schedule import phase_at, steps_at_end, total_samples
 from bloomery.plan.step_time import step_time
 from bloomery.plan.timeline import peers_of, workload_at_phase
@@ -82,11 +88,12 @@ def progress_of(request: Request, run: Path) -> RunProgress:
         raise DataError(
             f"{run} has no steps in its journal", remedy="Wait for the first, or plan its recipe."
         )
-    recipe = request.recipe
     accelerators = request.accelerators or history.newest_ranks
+    loaded = with_local_vocabulary(with_vocabulary(request.loaded, history.vocabulary))
+    recipe = loaded.recipe
     recent = history.alike[-MEASURED_STEPS:]
     last = recent[-1]
-    request = replace(request, accelerators=accelerators, consumed=last.consumed_samples)
+    request = replace(request, loaded=loaded, accelerators=accelerators, consumed=last.consumed_samples)
     plan = make_plan(request)
     step_s = median(report.seconds for report in recent)
     speed = last.global_batch * last.peers / step_s

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from bloomery.config.data import HUB_PREFIX, DataSection
 from bloomery.config.load import LoadedRecipe
 from bloomery.config.recipe import Recipe
 from bloomery.config.validate import check_recipe
 from bloomery.config.validate_layout import batch_pairs, ramp_up_mistakes
+from bloomery.data.tokenizer_files import local_vocabulary_size
 from bloomery.errors import ConfigError, Mistake
 from bloomery.plan.hardware import Hardware, SiteLink
 from bloomery.plan.parameters import ffn_width
@@ -45,6 +47,39 @@ def vocabulary_of(recipe: Recipe) -> int:
     if recipe.model.vocabulary != "auto":
         return recipe.model.vocabulary
     return recipe.data.tokenizer_vocabulary if recipe.data.tokenizer == "train" else 0
+
+
+def with_vocabulary(loaded: LoadedRecipe, size: int | None) -> LoadedRecipe:
+    """Return the recipe with the vocabulary of its tokenizer as a number, as training resolves 'auto'.
+
+    size: `vocabulary_size` of the tokenizer; with None, and where the recipe says a number, nothing changes.
+    """
+    recipe = loaded.recipe
+    if size is None or recipe.model.vocabulary != "auto":
+        return loaded
+    return replace(loaded, recipe=replace(recipe, model=replace(recipe.model, vocabulary=size)))
+
+
+def with_local_vocabulary(loaded: LoadedRecipe) -> LoadedRecipe:
+    """Return the recipe `with_vocabulary` of its tokenizer's file, read only where nothing else knows it."""
+    is_known = bool(vocabulary_of(loaded.recipe))
+    return (
+        loaded if is_known else with_vocabulary(loaded, local_vocabulary_size(loaded.recipe.data.tokenizer))
+    )
+
+
+def why_unknown(data: DataSection) -> str:
+    """Return why the size of the vocabulary is not known, as the end of a sentence about it."""
+    if data.tokenizer.startswith(HUB_PREFIX):
+        return f"is that of {data.tokenizer}, which is not fetched for this"
+    return f"is the tokenizer's, and no tokenizer.json can be read at {data.tokenizer}"
+
+
+def unknown_vocabulary(loaded: LoadedRecipe) -> Iterator[Mistake]:
+    """Yield the mistake of a recipe whose vocabulary is not known, if it is not."""
+    if not vocabulary_of(loaded.recipe):
+        remedy = "Say how many tokens it has: model.vocabulary=50257."
+        yield _of_recipe(loaded.sources, "model.vocabulary", "auto", why_unknown(loaded.recipe.data), remedy)
 
 
 def refuse_impossible(request: Request) -> None:
@@ -132,11 +167,7 @@ def _machine_mistakes(request: Request) -> Iterator[Mistake]:
             yield _of_recipe(
                 sources, key, width, f"does not divide by parallel.tensor = {tensor}", f"{would} would do."
             )
-    if not vocabulary_of(recipe):
-        remedy = "Say how many tokens it has: model.vocabulary=50257."
-        yield _of_recipe(
-            sources, "model.vocabulary", "auto", "is the tokenizer's, whose file a plan does not read", remedy
-        )
+    yield from unknown_vocabulary(request.loaded)
     precisions = {recipe.train.precision, *(name for _, name in recipe.train.precision_changes)}
     for precision in sorted(precisions - {"auto"}):
         if not hardware.peak_flops(precision):

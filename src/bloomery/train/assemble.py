@@ -35,6 +35,7 @@ from bloomery.parallel.precision import LossScale, measure_peak_flops, resolve_p
 from bloomery.parallel.rank_zero_task import ReportProgress
 from bloomery.plan.early_warnings import warnings_of
 from bloomery.plan.parameters import TokenCost, token_cost
+from bloomery.plan.request import with_vocabulary
 from bloomery.plan.schedule import phase_at, steps_at_end, steps_of_peer
 from bloomery.train.checkpoint_store import Store
 from bloomery.train.control import Control, refuse_when_stopped
@@ -375,9 +376,10 @@ class _StartUp:
         degree = self.mesh.data.degree
         if waits := bubble_warning(recipe.train, recipe.parallel, data_degree=degree, consumed=consumed):
             say(waits)
-        for warning in warnings_of(self.loaded, accelerators=self.mesh.world):
-            say(f"warning: {warning}")
         summary = self.summarise()
+        known = with_vocabulary(self.loaded, summary.vocabulary)
+        for warning in warnings_of(known, accelerators=self.mesh.world):
+            say(f"warning: {warning}")
         figures = summary.to_json()
         self.journal.write("data", incarnation=self.heartbeat.incarnation, step=state.step, **figures)
         if self.options.form == "json":
