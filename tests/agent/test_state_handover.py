@@ -20,6 +20,7 @@ from bloomery.agent.state_sync import Behind, KeptAverages, StateSync, SyncedSta
 from bloomery.data.position import Position
 from bloomery.errors import PeerError
 from bloomery.protocol.rank_messages import CatchUp, ReplaceState
+from bloomery.state_transfer.client import FetchedState
 
 COMMIT = example.commit(round=6, digest="d6", position=Position(consumed=9))
 STATE = SyncedState(commit=COMMIT, directory=Path("/got"), sources=("b",), seconds=1.0)
@@ -108,6 +109,48 @@ def test_what_was_refused_is_refused_for_as_long_as_its_commit_is_kept() -> None
     assert (peer.sync._refused, peer.sync._mixed) == (set(), set()) and peer.asked == [["a"]]
 
 
+@pytest.mark.parametrize("sources", [("a",), ("a", "c")])
+def test_what_one_or_several_peers_sent_is_forgotten_with_its_commit(sources: tuple[str, ...]) -> None:
+    peer = Failing()
+    run = snapshot(1)
+    peer.sync.refuse(SyncedState(commit=run.commits[1], directory=Path("/got"), sources=sources, seconds=1.0))
+    assert peer.sync._refused or peer.sync._mixed
+    peer.fetch(snapshot(2), now=1e9)
+    assert not peer.sync._refused and not peer.sync._mixed
+
+
+def test_a_state_that_a_later_commit_replaced_is_neither_fetched_on_nor_handed_over() -> None:
+    begun: queue.Queue[Any] = queue.Queue()
+    ended: queue.Queue[None] = queue.Queue()
+    answers: dict[int, queue.Queue[Path]] = {round: queue.Queue() for round in (1, 2, 3)}
+
+    def fetch(commit: Any, sources: Any, *, cancelled: Any) -> FetchedState:
+        begun.put((commit.round, cancelled))
+        directory = answers[commit.round].get(timeout=DEADLINE_S)
+        return FetchedState(directory=directory, leader=sources()[0], bytes=1)
+
+    sync = StateSync(fetch, me="b", wake=lambda: ended.put(None))
+    cancelled = []
+    for round in (1, 2):
+        assert sync.fetch(snapshot(round), now=1e9) is None
+        asked, is_cancelled = begun.get(timeout=DEADLINE_S)
+        assert asked == round
+        cancelled.append(is_cancelled)
+    assert [is_cancelled() for is_cancelled in cancelled] == [True, False]
+    answers[1].put(Path("/first"))
+    ended.get(timeout=DEADLINE_S)
+    assert sync.fetch(snapshot(2), now=1e9) is None and begun.empty()
+    answers[2].put(Path("/second"))
+    ended.get(timeout=DEADLINE_S)
+    assert sync.fetch(snapshot(3), now=1e9) is None, "the state of the round before"
+    assert begun.get(timeout=DEADLINE_S)[0] == 3
+    answers[3].put(Path("/third"))
+    ended.get(timeout=DEADLINE_S)
+    synced = sync.fetch(snapshot(3), now=1e9)
+    assert synced is not None and (synced.commit.round, synced.directory) == (3, Path("/third"))
+    assert synced.sources == ("a",) and 0.0 <= synced.seconds < DEADLINE_S
+
+
 @pytest.mark.parametrize(
     ("copies", "overtaken", "wanted"),
     [
@@ -144,6 +187,9 @@ def test_an_average_whose_fetch_failed_is_not_fetched_again_but_that_of_another_
     behind = Behind(round=0, digest="d0", overtaken=2, ranks=1)
     first = sync._next(run, behind)
     assert (first.commit.round, first.is_average) == (1, True) and str(first) == "the average of round 1"
+    served = replace(run.members["a"], member=structs.replace(run.members["a"].member, serves=()))
+    assert sync.fetch(replace(run, members={"a": served}), now=1e9, behind=behind) is None
+    assert sync.wants == "", "nobody has to copy its state for an average"
     sync._failed = first
     assert str(sync._next(run, behind)) == "the state of round 2"
     assert str(sync._next(run, replace(behind, round=1, digest="d1"))) == "the average of round 2"
@@ -154,7 +200,9 @@ def test_an_average_whose_fetch_failed_is_not_fetched_again_but_that_of_another_
 def test_the_place_of_averages_is_made_with_all_above_it(tmp_path: Path) -> None:
     served: list[Any] = []
     states: Any = SimpleNamespace(serve_averages=served.append)
-    kept = KeptAverages(tmp_path / "run" / "averages", states, None, at_most=2)  # type: ignore[arg-type]
+    fetch: Any = object()
+    kept = KeptAverages(tmp_path / "run" / "averages", states, fetch, at_most=2)
+    assert kept.fetch is fetch
     commit = example.commit(round=3, digest="d3", members=("b",))
     (place,) = kept.places(commit, snapshot(1), ranks=1)
     assert place.parent.is_dir() and served == [{"d3": place.parent}] and kept.at_most == 2
