@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +18,11 @@ from tests.protocol import example
 
 from bloomery.agent import state_sync
 from bloomery.agent.state_sync import Behind, KeptAverages, StateSync, SyncedState
+from bloomery.coordination.snapshot import RunSnapshot
 from bloomery.data.position import Position
 from bloomery.errors import PeerError
 from bloomery.protocol.rank_messages import CatchUp, ReplaceState
+from bloomery.state_transfer.averages import FetchedAverage
 from bloomery.state_transfer.client import FetchedState
 
 COMMIT = example.commit(round=6, digest="d6", position=Position(consumed=9))
@@ -56,8 +59,10 @@ def test_a_state_is_loaded_by_all_ranks_and_of_an_average_each_has_its_own_file(
 class Failing:
     """A peer 'b' whose fetches fail, and from whom it asked."""
 
-    def __init__(self) -> None:
+    def __init__(self, error: Exception | None = None) -> None:
         self.asked: list[list[str]] = []
+        self.daemons: list[bool] = []
+        self._error = error or PeerError("not today")
         self.ended: queue.Queue[None] = queue.Queue()
         self.sync = StateSync(self._fetch, me="b", wake=lambda: self.ended.put(None))
 
@@ -67,7 +72,8 @@ class Failing:
 
     def _fetch(self, commit: Any, sources: Any, *, cancelled: Any) -> Any:
         self.asked.append([source.peer for source in sources()])
-        raise PeerError("not today")
+        self.daemons.append(threading.current_thread().daemon)
+        raise self._error
 
 
 def test_a_fetch_that_failed_is_made_again_after_half_a_second() -> None:
@@ -107,6 +113,91 @@ def test_what_was_refused_is_refused_for_as_long_as_its_commit_is_kept() -> None
     assert peer.asked == [], "nobody else has it"
     peer.fetch(snapshot(2), now=1e9)
     assert (peer.sync._refused, peer.sync._mixed) == (set(), set()) and peer.asked == [["a"]]
+
+
+def listed(run: RunSnapshot, **members: dict[str, Any]) -> RunSnapshot:
+    """The run with copies of its member 'a' by these names, each with these fields."""
+    entry = run.members["a"]
+    named = {name: structs.replace(entry.member, peer=name, **own) for name, own in members.items()}
+    return replace(run, members={name: replace(entry, member=member) for name, member in named.items()})
+
+
+def test_a_state_is_asked_of_those_that_have_a_copy_and_no_others() -> None:
+    peer = Failing()
+    copies: tuple[tuple[str, ...], ...] = (("d1",), (), ("d0",))
+    run = listed(snapshot(1), **{name: {"copies": own} for name, own in zip("acd", copies, strict=True)})
+    peer.fetch(run, now=1e9)
+    assert peer.asked == [["a"]]
+
+
+class Averaging:
+    """A peer 'b' with the state of round 1, in a run at round 3 in whose rounds 'a' and 'c' were."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, list[str]]] = []
+        self.ended: queue.Queue[None] = queue.Queue()
+        averages: Any = SimpleNamespace(fetch=self._fetch, at_most=4)
+        wake = lambda: self.ended.put(None)  # noqa: E731
+        self.sync = StateSync(None, me="b", wake=wake, averages=averages)  # type: ignore[arg-type]
+        commits = {n: structs.replace(snapshot(n).commits[n], members=("a", "c")) for n in (1, 2, 3)}
+        self.run = listed(replace(snapshot(3), commits=commits), a={}, c={}, d={})
+
+    def fetch(self, *, held: int) -> SyncedState | None:
+        """What comes of the average after round `held`."""
+        behind = Behind(round=held, digest=f"d{held}", overtaken=2, ranks=1)
+        assert self.sync.fetch(self.run, now=1e9, behind=behind) is None
+        self.ended.get(timeout=DEADLINE_S)
+        return self.sync.fetch(self.run, now=1e9, behind=behind)
+
+    def _fetch(
+        self, commit: Any, sources: Any, *, ranks: int, at_once: int, cancelled: Any
+    ) -> FetchedAverage:
+        self.asked.append((commit.round, [source.peer for source in sources()]))
+        return FetchedAverage(directory=Path("/average"), peers=("a",), bytes=1)
+
+
+def test_an_average_is_asked_of_those_that_were_in_its_round_whatever_they_gave_of_another() -> None:
+    peer = Averaging()
+    synced = peer.fetch(held=1)
+    assert synced is not None and (synced.commit.round, synced.is_average) == (2, True)
+    for source in ("a", "c"):
+        peer.sync.refuse(replace(synced, sources=(source,)))
+    synced = peer.fetch(held=2)
+    assert synced is not None and (synced.commit.round, synced.is_average) == (3, True)
+    assert peer.asked == [(2, ["c", "a"]), (3, ["c", "a"])]
+
+
+def test_a_state_from_which_averages_no_longer_lead_on_is_given_up_for_the_newest() -> None:
+    averages: Any = SimpleNamespace(fetch=None, at_most=4)
+    sync = StateSync(None, me="b", wake=lambda: None, averages=averages)  # type: ignore[arg-type]
+    run = replace(snapshot(3), commits={n: snapshot(n).commits[n] for n in (1, 2, 3)})
+    behind = Behind(round=0, digest="own", overtaken=2, ranks=1)
+    sync._sought = sync._next(replace(run, commits={1: run.commits[1]}), behind)  # its fetch has begun
+    assert str(sync._next(run, behind)) == "the state of round 1"
+    assert str(sync._next(run, replace(behind, overtaken=1))) == "the state of round 3"
+
+
+@pytest.mark.parametrize("error", [PeerError("not today"), OSError("not today")])
+def test_a_fetch_that_fails_is_told_with_what_was_sought_and_not_as_the_end_of_a_thread(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    peer = Failing(error)
+    peer.fetch(snapshot(1), now=1e9)
+    assert [record.getMessage() for record in caplog.records] == [
+        "the state of round 1 was not fetched: not today"
+    ]
+    assert peer.daemons == [True], "it never holds up the end of a peer"
+
+
+def test_the_failure_of_a_fetch_that_was_stopped_is_nobodys_concern(caplog: pytest.LogCaptureFixture) -> None:
+    peer = Failing()
+    sought = peer.sync._next(snapshot(1), None)
+    peer.sync._give_up(sought, PeerError("too late"))
+    assert (
+        caplog.text == "" and peer.sync.next_moment() is None and peer.ended.get(timeout=DEADLINE_S) is None
+    )
+    peer.sync._give_up(sought, PeerError("too late"))
+    assert not peer.sync.needs_no_waiting
 
 
 @pytest.mark.parametrize("sources", [("a",), ("a", "c")])
