@@ -11,7 +11,7 @@ from tests.guard.reports import BATCH, report
 
 from bloomery.guard.robust_window import WINDOW, RobustWindow
 from bloomery.guard.spike import Spike, SpikeGuard, _from_json, _Past, _to_json, _widened
-from bloomery.guard.verdict import Anomaly, CarryOn, Watch
+from bloomery.guard.verdict import Anomaly, CarryOn, Rung, Watch
 
 GUARD = SpikeGuard(patience=10)
 ABOUT = " 1 0"  # what reports here say of precision, peers and mixture
@@ -341,6 +341,13 @@ def test_a_history_holds_all_of_a_past_and_reads_it_back() -> None:
     assert GUARD.resumed(GUARD.fresh()) == GUARD.fresh()
 
 
+def test_a_rewind_goes_on_with_the_history_of_the_checkpoint_and_nothing_under_way() -> None:
+    restored = replace(PAST, climbs=True, blocks=BLOCKS, level=calm_level())
+    before = replace(PAST, step=400, blocks=())
+    found = GUARD.rewound(_to_json(before), _to_json(restored), rung=Rung.SKIP)
+    assert _from_json(found) == replace(restored, spike=None, climbs=False)
+
+
 def test_a_mean_that_is_far_out_by_its_spread_and_near_by_its_loss_is_no_spike() -> None:
     level = calm_level(recent=(2.0,) * 6, heights=(0.0,) * 6, spread=0.00390625)
     assert isinstance(began(level, 2.09375, distance=10)[1], CarryOn), "24 spreads, and 4.7% of the loss"
@@ -352,6 +359,13 @@ def test_the_newest_three_of_four_high_losses_are_kept() -> None:
     past, _ = began(level, 3.75)
     assert past.spike is not None and past.spike.newest == (3.5, 4.0, 3.75)
     assert (past.spike.peak, past.spike.first_loss, past.spike.high_steps) == (3.75, 3.0, 4)
+
+
+def test_losses_that_do_not_scatter_have_a_spread_of_a_thousandth() -> None:
+    level = RobustWindow(window=(2.0,) * 40, recent=(2.0,) * 9, heights=(0.0,) * 9, centre=2.0, spread=0.125)
+    past = _Past(step=300, distance=1, batch=BATCH, rate=1e-3, circumstances=ABOUT, level=level)
+    after, _ = GUARD.judged(past, report(301, 2.0))
+    assert after.level.spread == pytest.approx(0.002 * (1.0 + 4.0 / 41))
 
 
 @pytest.mark.parametrize(("step", "is_judged"), [(20, False), (21, True)])
