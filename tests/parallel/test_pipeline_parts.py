@@ -95,6 +95,43 @@ def test_the_order_of_a_batch_is_that_of_its_schedule_and_of_an_evaluation_forwa
     assert pipeline._message_order(4, trains=False) is evaluating
 
 
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_pass_does_its_own_actions_in_order_and_lets_its_messages_go_at_the_end(
+    trains: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes: list[Any] = []
+
+    class Messenger:
+        def __init__(self, mesh: Mesh, messages: MessageOrder, *, shapes: Any) -> None:
+            notes.append((mesh, messages.own, shapes))
+
+        def finish(self) -> None:
+            notes.append("finished")
+
+    def run(one: _BatchPass, action: Action) -> LossSums | None:
+        passes.append((one.stages, one.computation, one.micro_batches, one.step, one.weight))
+        notes.append(action)
+        return sums(action.micro_batch) if action.kind == "forward" else None
+
+    passes: list[Any] = []
+    monkeypatch.setattr(pipeline_module, "StageMessenger", Messenger)
+    monkeypatch.setattr(_BatchPass, "run", run)
+    pipeline = pipeline_of()
+    pipeline._computation = SimpleNamespace(activation_like=lambda batch: ("like", batch))  # type: ignore[assignment]
+    batches: Any = ["first", "second"]
+    with torch.set_grad_enabled(trains):
+        found = [float(term.z) for term in pipeline._run(batches, step=5, weight=0.5)]
+    assert found == [0.0, 0.25]
+    order = (
+        pipeline_order("1f1b", pipeline=3, chunks=1, micro_batches=2)
+        if trains
+        else forwards_only([0, 1, 2], micro_batches=2)
+    )
+    shapes = [("like", "first"), ("like", "second")]
+    assert notes == [(pipeline._mesh, 2, shapes), *order[2], "finished"]
+    assert all(one == (STAGES, pipeline._computation, batches, 5, 0.5) for one in passes)
+
+
 def computation(seed: int | None = None, *, compiled: bool = False) -> StageComputation:
     section = ModelSection(
         layers=6, hidden=8, heads=2, ffn=8, norm="layernorm", position="learned", tied=True
