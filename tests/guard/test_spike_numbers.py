@@ -373,7 +373,8 @@ def test_the_newest_three_of_four_high_losses_are_kept() -> None:
     assert past.spike is not None and past.spike.newest == (3.5, 4.0, 3.75)
     assert (past.spike.peak, past.spike.first_loss, past.spike.high_steps) == (3.75, 3.0, 4)
     past, _ = began(replace(level, heights=(0.0, 0.0, 3.0, 12.0, 16.0)), 3.75)
-    assert past.spike is not None and (past.spike.first_loss, past.spike.high_steps) == (3.5, 3)
+    assert past.spike is not None
+    assert (past.spike.first_step, past.spike.first_loss, past.spike.high_steps) == (299, 3.5, 3)
 
 
 def test_a_spike_begins_at_the_first_step_at_the_earliest() -> None:
