@@ -15,6 +15,7 @@ from bloomery.data_loader.batches import MicroBatch
 from bloomery.errors import RankLost
 from bloomery.events.timeouts import COLLECTIVE_TIMEOUT_S
 from bloomery.model.decoder import build
+from bloomery.model.dropout import DropoutAddress
 from bloomery.model.loss import LossSums
 from bloomery.parallel import pipeline as pipeline_module
 from bloomery.parallel import stage_p2p
@@ -165,6 +166,18 @@ def test_each_stage_has_the_parameters_of_its_blocks_and_of_the_ends_that_it_has
     assert given == [made.parameters(STAGES[1])]
 
 
+def test_a_head_of_its_own_is_a_parameter_of_the_last_stage_alone() -> None:
+    section = ModelSection(layers=6, hidden=8, heads=2, ffn=8, norm="rmsnorm", position="rope", tied=False)
+    decoder = build(section, vocabulary=11, sequence_length=3)
+    names = {parameter: name for name, parameter in decoder.named_parameters()}
+    found = [
+        {names[parameter] for parameter in pipeline_module._stage_parameters(decoder, stage)}
+        for stage in STAGES
+    ]
+    ends = [{name for name in own if not name.startswith("blocks.")} for own in found]
+    assert ends == [{"embedding.weight"}, set(), {"final_norm.weight", "head.weight"}]
+
+
 def test_what_a_stage_sends_has_the_shape_of_its_part_of_the_sequence_in_the_working_precision() -> None:
     made = computation()
     batch = MicroBatch(tokens=torch.zeros(2, 6), targets=BATCH.targets, documents=None, samples=BATCH.samples)
@@ -214,6 +227,16 @@ def test_a_stage_runs_its_blocks_and_the_last_one_the_loss(monkeypatch: pytest.M
         ("tokens", {**usual, "blocks": range(4, 6)}),
         (("hidden", "targets"), {"z_loss": 0.5, "chunk": 7}),
     ]
+    calls.clear()
+    pipeline_module._stage_function(decoder, STAGES[1], z_loss=0.5, chunk=7)(
+        "tokens",
+        "targets",
+        None,
+        "rows",
+        "before",  # type: ignore[arg-type]
+    )
+    address = DropoutAddress(rows="rows")  # type: ignore[arg-type]
+    assert calls == [("tokens", {**usual, "documents": None, "address": address, "blocks": range(2, 4)})]
     compiled: list[Any] = []
     monkeypatch.setattr(pipeline_module, "compiled_function", lambda f: compiled.append(f) or f)
     computation()
