@@ -122,3 +122,19 @@ def test_gradients_are_computed_only_where_somebody_wants_one(
     with torch.set_grad_enabled(is_enabled):
         sums = loss(hidden, weight, targets, z_loss=0.01, chunk=8, matmul_mode="native")
     assert sums.total.requires_grad is bool(computed) is (is_enabled and any(wants))
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_the_head_is_rounded_to_the_precision_of_the_hidden_states_unless_it_multiplies_in_fp32(
+    grad: bool,
+) -> None:
+    hidden, weight, targets = inputs(torch.float32)
+    loss = VocabularyParallelLoss(Told(0), range(40), sequence=False)  # type: ignore[arg-type]
+
+    def total(head: torch.Tensor, mode: MatmulMode) -> float:
+        own = head.clone().requires_grad_(grad)
+        return float(loss(hidden.bfloat16(), own, targets, z_loss=0.01, chunk=8, matmul_mode=mode).total)
+
+    rounded = weight.bfloat16().float()
+    assert total(weight, "native") == total(rounded, "native")
+    assert total(weight, "fp32") != total(rounded, "fp32")
