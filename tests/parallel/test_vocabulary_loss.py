@@ -133,8 +133,23 @@ def test_the_head_is_rounded_to_the_precision_of_the_hidden_states_unless_it_mul
 
     def total(head: torch.Tensor, mode: MatmulMode) -> float:
         own = head.clone().requires_grad_(grad)
-        return float(loss(hidden.bfloat16(), own, targets, z_loss=0.01, chunk=8, matmul_mode=mode).total)
+        return float(
+            loss(hidden.bfloat16(), own, targets, z_loss=0.01, chunk=8, matmul_mode=mode).total.detach()
+        )
 
     rounded = weight.bfloat16().float()
     assert total(weight, "native") == total(rounded, "native")
     assert total(weight, "fp32") != total(rounded, "fp32")
+
+
+def test_targets_of_other_ranks_before_and_after_its_rows_need_no_padding_here() -> None:
+    hidden, weight, _ = inputs(torch.float32)
+    own = weight[10:30].clone().requires_grad_()
+    loss = VocabularyParallelLoss(Told(0), range(10, 30), sequence=False)  # type: ignore[arg-type]
+    sums = loss(
+        hidden[:1, :4], own, torch.tensor([[0, 9, 30, 39]]), z_loss=0.0, chunk=8, matmul_mode="native"
+    )
+    (slope,) = torch.autograd.grad(sums.total, own)
+    logits = hidden[0, :4] @ own.detach().t()
+    # As if the other rank had the same logits, so that each row has half of its probability here.
+    torch.testing.assert_close(slope, (0.5 * logits.softmax(1)).t() @ hidden[0, :4])
