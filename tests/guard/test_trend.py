@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -148,6 +149,38 @@ def test_a_rewind_takes_the_checkpoints_histories_and_a_resume_keeps_them() -> N
 def test_a_single_high_norm_is_not_told() -> None:
     usual = [0.5 if step % 2 else 0.52 for step in range(300)]
     assert told(GradientNormRise(), normed([*usual, 1.5, *usual[:20], 1.5, *usual[:20]])) == []
+
+
+def test_norms_below_twice_the_usual_are_not_told_however_steady_those_before_were() -> None:
+    assert told(GradientNormRise(), normed([*[0.5] * 300, *[0.99] * 9])) == []
+    assert told(GradientNormRise(), normed([*[0.5] * 300, *[1.01] * 9]))
+
+
+@pytest.mark.parametrize("norm", [0.0, float("inf"), float("nan")])
+def test_norms_that_were_not_measured_are_not_remembered(norm: float) -> None:
+    history, _ = GradientNormRise().judge(None, report(7, gradient_norm=2.0))
+    assert GradientNormRise().judge(history, report(8, gradient_norm=norm))[0] == history
+
+
+def test_a_doubling_whose_losses_scatter_too_much_to_tell_its_fall_is_no_plateau() -> None:
+    """256 and 512 losses at ±s have a mean within 0.0765 s of the true fall, which is 0.5."""
+
+    def scattered(by: float) -> list[StepReport]:
+        calm = flattening(fall_before=0.5, fall=0.01)
+        return [replace(one, loss=one.loss + (by if one.step % 16 else -by)) for one in calm]
+
+    assert told(Plateau(), scattered(0.6)) and told(Plateau(), scattered(0.7)) == []
+
+
+def test_losses_that_moved_nothing_are_no_part_of_a_doubling_and_one_made_again_begins_anew() -> None:
+    guard = Plateau()
+    history, _ = guard.judge(guard.fresh(), report(100, 2.0))
+    for bad in (report(101, float("nan")), report(101, 9.0, update_applied=False)):
+        assert guard.judge(history, bad)[0] == history
+    on, _ = guard.judge(history, report(101, 1.0))
+    again, _ = guard.judge(on, report(101, 4.0))
+    summed = [[past[name] for name in ("sum", "squares", "count")] for past in (on, again)]  # type: ignore[index,call-overload]
+    assert summed == [[3.0, 5.0, 2], [4.0, 16.0, 1]]
 
 
 def test_many_losses_of_a_doubling_at_once_are_remembered_as_one_by_one() -> None:
