@@ -76,6 +76,15 @@ def test_three_steps_that_are_slower_by_a_twentieth_of_the_throughput_are_told()
     assert len(told(ThroughputDrop(), timed([*on, *[2.4] * 5]))) == 1, "not again so soon"
 
 
+def test_seconds_are_told_from_a_twentieth_on_once_sixteen_are_known_and_again_after_200_steps() -> None:
+    assert told(ThroughputDrop(), timed([*[2.0] * 200, *[2.11] * 3]))
+    assert told(ThroughputDrop(), timed([*[2.0] * 22, *[2.3] * 3])), "16 and the newest 9"
+    assert told(ThroughputDrop(), timed([*[2.0] * 21, *[2.3] * 3])) == []
+    for between, count in ((196, 1), (197, 2)):
+        steps = [*[2.0] * 100, *[2.3] * 3, *[2.0] * between, *[2.3] * 3]
+        assert len(told(ThroughputDrop(), timed(steps))) == count
+
+
 def test_of_seconds_that_vary_five_spreads_are_told() -> None:
     varying = [1.9, 2.1] * 50  # a spread of about 0.155, so five are 0.77 beyond 2 s
     assert told(ThroughputDrop(), timed([*varying, *[2.7] * 5])) == []
@@ -120,6 +129,7 @@ def test_a_plateau_is_told_with_what_each_doubling_brought() -> None:
         ({"fall_before": 0.1, "fall": 0.011}, False),  # more than a tenth of the fall before
         ({"fall_before": 0.1, "fall": 0.009}, True),
         ({"fall_before": 0.02, "fall": 0.0}, False),  # there was hardly a fall before
+        ({"fall_before": 0.035, "fall": 0.0}, True),  # more than a hundredth of the loss
         ({"rate": 0.49e-3}, False),  # at a learning rate that has decayed
         ({"rate": 0.51e-3}, True),
     ],
@@ -137,6 +147,12 @@ def test_a_plateau_of_few_or_early_steps_is_none_and_one_is_told_once() -> None:
     assert told(Plateau(), [*few, report(16_384, 2.99)]) == [], "64 losses in the half"
     on = [*flat, *(report(step, 2.99) for step in range(16_384, 32_769, 8))]
     assert [one.judged_step for one in told(Plateau(), on)] == [16_384]
+
+
+def test_a_plateau_is_told_from_step_8192_on() -> None:
+    levels = {11: 3.5, 12: 3.0}
+    falling = [report(step, levels.get(step.bit_length(), 2.99)) for step in range(1024, 8193, 8)]
+    assert [one.judged_step for one in told(Plateau(), falling)] == [8192]
 
 
 def test_a_rewind_takes_the_checkpoints_histories_and_a_resume_keeps_them() -> None:
