@@ -170,6 +170,7 @@ def test_a_single_high_norm_is_not_told() -> None:
 def test_norms_below_twice_the_usual_are_not_told_however_steady_those_before_were() -> None:
     assert told(GradientNormRise(), normed([*[0.5] * 300, *[0.99] * 9])) == []
     assert told(GradientNormRise(), normed([*[0.5] * 300, *[1.01] * 9]))
+    assert told(GradientNormRise(), normed([*[0.5] * 300, 0.55, 0.55, 1.01])) == [], "a single one"
 
 
 @pytest.mark.parametrize("norm", [0.0, float("inf"), float("nan")])
