@@ -12,7 +12,7 @@ from tests.guard.reports import BATCH, report
 
 from bloomery.events.records import StepReport
 from bloomery.guard.trend import GradientNormRise, Plateau, ThroughputDrop
-from bloomery.guard.verdict import Rung, Watch
+from bloomery.guard.verdict import CarryOn, Rung, Watch
 
 
 def told(guard: Any, reports: Iterable[StepReport]) -> list[Watch]:
@@ -44,6 +44,8 @@ def test_norms_of_a_start_of_too_few_steps_and_of_refused_updates_are_not_told()
     high = [*[0.5] * 150, *[1.5] * 9]
     assert told(GradientNormRise(), normed(high)) == [], "the first 200 steps"
     assert told(GradientNormRise(), normed(high, first=201))
+    for steps, count in ((197, 0), (198, 1)):
+        assert len(told(GradientNormRise(), normed([*[0.5] * steps, *[1.5] * 3]))) == count
     assert told(GradientNormRise(), normed([*[0.5] * 9, *[1.5] * 9], first=201)) == [], "9 are known"
     refused = normed([1.5] * 9, first=351, update_applied=False)
     assert told(GradientNormRise(), [*normed([0.5] * 150, first=201), *refused]) == []
@@ -177,6 +179,13 @@ def test_norms_below_twice_the_usual_are_not_told_however_steady_those_before_we
 def test_norms_that_were_not_measured_are_not_remembered(norm: float) -> None:
     history, _ = GradientNormRise().judge(None, report(7, gradient_norm=2.0))
     assert GradientNormRise().judge(history, report(8, gradient_norm=norm))[0] == history
+
+
+@pytest.mark.parametrize("seconds", [None, 0.0, float("nan")])
+def test_seconds_that_were_not_measured_are_not_remembered(seconds: float | None) -> None:
+    history, _ = ThroughputDrop().judge(None, report(7, shared_seconds=2.0))
+    after, verdict = ThroughputDrop().judge(history, report(8, shared_seconds=seconds))
+    assert after == history and verdict == CarryOn(judged_step=8)
 
 
 def test_a_doubling_whose_losses_scatter_too_much_to_tell_its_fall_is_no_plateau() -> None:
