@@ -92,7 +92,11 @@ def test_of_seconds_that_vary_five_spreads_are_told() -> None:
     assert told(ThroughputDrop(), timed([*varying, *[2.7] * 5])) == []
     (warning,) = told(ThroughputDrop(), timed([*varying, *[2.9] * 5]))
     assert 0.14 < warning.numbers["spread"] < 0.16
-    for guard in (GradientNormRise(), ThroughputDrop()):  # no history yet, as after an older version
+    for guard in (
+        GradientNormRise(),
+        ThroughputDrop(),
+        Plateau(),
+    ):  # no history yet, as after an older version
         one = report(3, shared_seconds=2.0)
         assert guard.judge(None, one) == guard.judge(guard.fresh(), one)
 
@@ -149,6 +153,23 @@ def test_a_plateau_of_few_or_early_steps_is_none_and_one_is_told_once() -> None:
     assert told(Plateau(), [*few, report(16_384, 2.99)]) == [], "64 losses in the half"
     on = [*flat, *(report(step, 2.99) for step in range(16_384, 32_769, 8))]
     assert [one.judged_step for one in told(Plateau(), on)] == [16_384]
+
+
+@pytest.mark.parametrize(
+    ("changed", "is_told"),
+    [({}, True), ({"told": True}, False), ({"means": [[3.0, 0.0]]}, False), ({"count": 100}, True)],
+)
+def test_a_plateau_takes_three_doublings_and_is_told_once(changed: dict[str, Any], is_told: bool) -> None:
+    history = {
+        **Plateau().fresh(),
+        "step": 16_383,
+        "count": 400,
+        "means": [[3.5, 0.0], [3.0, 0.0]],
+        **changed,
+    }  # type: ignore[dict-item]
+    history |= {"sum": 2.99 * history["count"], "squares": 2.99**2 * history["count"]}
+    _, verdict = Plateau().judge(history, report(16_384, 2.99))
+    assert isinstance(verdict, Watch) is is_told
 
 
 def test_a_plateau_is_told_from_step_8192_on() -> None:
