@@ -160,13 +160,13 @@ def test_a_plateau_of_few_or_early_steps_is_none_and_one_is_told_once() -> None:
     [({}, True), ({"told": True}, False), ({"means": [[3.0, 0.0]]}, False), ({"count": 100}, True)],
 )
 def test_a_plateau_takes_three_doublings_and_is_told_once(changed: dict[str, Any], is_told: bool) -> None:
-    history = {
-        **Plateau().fresh(),
+    history: Any = {
+        **Plateau().fresh(),  # type: ignore[dict-item]
         "step": 16_383,
         "count": 400,
         "means": [[3.5, 0.0], [3.0, 0.0]],
         **changed,
-    }  # type: ignore[dict-item]
+    }
     history |= {"sum": 2.99 * history["count"], "squares": 2.99**2 * history["count"]}
     _, verdict = Plateau().judge(history, report(16_384, 2.99))
     assert isinstance(verdict, Watch) is is_told
