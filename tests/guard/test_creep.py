@@ -127,6 +127,21 @@ def test_memory_that_did_not_grow_in_one_of_six_blocks_is_not_told_nor_is_the_fi
     assert told(MemoryCreep(), blocks([900.0 * MIB, *grows]))[1] == []
 
 
+def test_only_the_newest_six_rises_of_memory_count() -> None:
+    steady = [1000.0 * MIB] * 3
+    grows = [1000.0 * MIB * (1 + block / 10) for block in range(1, 7)]
+    assert told(MemoryCreep(), blocks([*steady, *grows[:5]]))[1] == []
+    (warning,) = told(MemoryCreep(), blocks([*steady, *grows]))[1]
+    assert warning.numbers["bytes_before"] == 1000.0 * MIB
+
+
+@pytest.mark.parametrize("guard", [HeldOutRise(), MemoryCreep(), InnerGrowth()], ids=lambda guard: guard.name)
+def test_a_checkpoint_of_before_a_guard_was_there_has_an_empty_history(guard: Any) -> None:
+    one = report(3, memory_bytes=MIB, held_out_loss=2.0, inner_sizes={"hidden": [1.0]})
+    assert guard.judge(None, one) == guard.judge(guard.fresh(), one)
+    assert not guard.fresh().get("told")
+
+
 def test_another_process_begins_its_memory_anew_and_a_rewind_goes_on_with_it() -> None:
     guard = MemoryCreep()
     history, _ = told(guard, blocks([5.0 * MIB, 6.0 * MIB]))

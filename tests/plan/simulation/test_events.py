@@ -174,6 +174,13 @@ def test_a_straggler_slows_steps_until_it_is_found_and_replaced() -> None:
     assert state._next_save == pytest.approx(8.7 + 100.0)
 
 
+def test_a_restart_is_without_the_straggler_of_before() -> None:
+    state = state_of(cluster())
+    state._slow_until = 9.0
+    assert not state._restart_is_hit()
+    assert state._slow_until == state.account.now == 0.5
+
+
 @pytest.mark.parametrize(
     ("planned", "event", "cause", "away", "following"),
     [
@@ -236,6 +243,18 @@ def test_what_a_round_computes_hides_its_averaging(overlap: bool, step_s: float,
     state = peers_of(overlap=overlap, step_s=step_s)
     state.make_round()
     assert state.account.hours.get(RING, 0.0) == pytest.approx(shown_s / 3600)
+
+
+def test_what_the_slowest_peer_computes_is_the_time_of_a_round() -> None:
+    """The speeds are 0.5 and 1.5: of 90 seconds of steps 180 pass, and 120 are those of the mean peer."""
+    state = peers_of(peers=2, overlap=True, step_s=1.0, speed_spread=0.5, parameters=3e9)
+    lost: list[tuple[float, bool]] = []
+    state._lose_some = lambda hours, *, in_ring: bool(lost.append((hours, in_ring)))  # type: ignore[method-assign,func-returns-value]
+    state.make_round()
+    assert lost == [(180 / 3600, False), (240 / 3600, True)]
+    assert state.account.hours == pytest.approx(
+        {TRAINING: 120 / 3600, SLOWER: 60 / 3600, RING: 60 / 3600, OUTER: 0.01}
+    )
 
 
 def test_peers_that_left_or_crashed_are_counted_apart_and_come_back_with_the_state() -> None:
@@ -347,10 +366,10 @@ def test_the_interval_of_a_forecast_lies_between_nothing_and_all_and_a_rare_even
     kept, lost = {TRAINING: 1.0}, {TRAINING: 0.2, LOST: 0.8}
     lives = [
         Life(hours=kept, events={}, spans=()),
-        Life(hours=lost, events={"saves": 3, "GPU": 2}, spans=()),
+        Life(hours=lost, events={"saves": 3, "jobs": 4, "GPU": 2, "NIC": 4}, spans=()),
     ]
     monkeypatch.setattr(cluster_module, "simulate_cluster", lambda scenario, *, seed: lives[seed])
     found = forecast(cluster(), lives=2)
     assert (found.low, found.goodput, found.high) == (0.0, pytest.approx(0.6), 1.0)
-    assert list(found.events.items()) == [("GPU", 1.0), ("saves", 1.5)]
+    assert list(found.events.items()) == [("GPU", 1.0), ("NIC", 2.0), ("jobs", 2.0), ("saves", 1.5)]
     assert found.hours[LOST] == pytest.approx(0.4) and found.hours[SAVING] == 0.0
