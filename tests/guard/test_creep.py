@@ -166,6 +166,28 @@ def test_a_jump_is_told_of_its_block_once_its_three_newest_sizes_are_four_times_
     assert told(InnerGrowth(), sized([*usual[:6], *[[240.0, 210.0]] * 3]))[1] == [], "two medians are too few"
 
 
+def test_kinds_are_judged_apart_and_what_was_told_of_one_is_remembered_beside_the_other() -> None:
+    calm = [{"hidden": [100.0]}] * 12
+    jump = [{"logit": [250.0], "hidden": [100.0]}] * 3 + [{"weight": [1.0], "hidden": [500.0]}] * 2
+    last = {"logit": [1.0], "hidden": [500.0]}  # of these logits there is one measurement
+    reports = [report(step, inner_sizes=each) for step, each in enumerate([*calm, *jump, last], 1)]
+    history, found = told(InnerGrowth(), reports)
+    assert [(one.judged_step, *one.numbers) for one in found] == [
+        (15, "logit", "block"),
+        (18, "hidden", "block"),
+    ]
+    assert history["told"] == {"logit": 250.0, "hidden": 500.0}
+    assert set(history["noise"]) >= {"logit", "hidden"}
+
+
+def test_a_block_of_zeros_does_not_grow_and_a_change_forgets_all_that_was_measured() -> None:
+    history, found = told(InnerGrowth(), sized([[0.0, 100.0]] * 30))
+    assert found == [] and history["noise"] == {"hidden": [0.0, 0.0]}
+    changed, _ = InnerGrowth().judge(history, report(31, precision="fp8", inner_sizes={"hidden": [1.0, 2.0]}))
+    assert isinstance(changed, dict) and changed["newest"] == {"hidden": [[1.0, 2.0]]}
+    assert (changed["count"], changed["medians"], changed["noise"]) == (1, {}, {})
+
+
 def test_small_inner_tensors_may_jump_and_a_warning_comes_again_once_the_size_has_doubled() -> None:
     small = [*[[10.0]] * 9, *[[49.0]] * 3]
     assert told(InnerGrowth(), sized(small))[1] == []

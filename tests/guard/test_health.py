@@ -145,3 +145,12 @@ def test_the_highest_scale_counts_for_200_steps(since: int, is_told: bool) -> No
 def test_a_scale_that_stays_at_1_is_told_once_and_one_after_a_gap_is_found_anew() -> None:
     assert len(warnings(scaled([*[2.0] * 150, *[1.0] * 450]))) == 1
     assert warnings([*scaled([512.0] * 150), *scaled([64.0, 8.0], first=150 + 2001)]) == []
+
+
+@pytest.mark.parametrize(
+    "guard", [NotFinite(losses=2, updates=0), LossScaleCollapse()], ids=lambda guard: guard.name
+)
+def test_a_checkpoint_of_before_a_guard_was_there_has_an_empty_history(guard: Any) -> None:
+    one = report(301, float("nan"), loss_scale=8.0)
+    assert guard.judge(None, one) == guard.judge(guard.fresh(), one)
+    assert guard.resumed(guard.fresh()) == guard.fresh()
