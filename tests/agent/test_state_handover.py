@@ -167,6 +167,14 @@ def test_an_average_is_asked_of_those_that_were_in_its_round_whatever_they_gave_
     assert peer.asked == [(2, ["c", "a"]), (3, ["c", "a"])]
 
 
+def test_a_peer_that_fetches_no_averages_wants_the_newest_state_and_nothing_before_it_fetches() -> None:
+    sync = StateSync(None, me="b", wake=lambda: None)  # type: ignore[arg-type]
+    assert sync.wants == "" and not sync.is_failing and not sync.needs_no_waiting
+    run = replace(snapshot(2), commits={n: snapshot(n).commits[n] for n in (1, 2)})
+    behind = Behind(round=1, digest="d1", overtaken=1, ranks=1)
+    assert str(sync._next(run, behind)) == "the state of round 2"
+
+
 def test_a_state_from_which_averages_no_longer_lead_on_is_given_up_for_the_newest() -> None:
     averages: Any = SimpleNamespace(fetch=None, at_most=4)
     sync = StateSync(None, me="b", wake=lambda: None, averages=averages)  # type: ignore[arg-type]

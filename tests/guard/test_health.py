@@ -128,6 +128,13 @@ def test_a_gap_or_a_step_back_begins_the_scale_anew() -> None:
     guard = LossScaleCollapse()
     history, _ = judged(guard, before)
     assert guard.judge(history, report(151, loss_scale=None))[0] == history
+    anew: dict[str, Any] = {"scale": 64.0, "settled": False, "high": 64.0, "told": 0}
+    for step in (140, 150 + 2001):
+        after, _ = guard.judge({**history, "told": 145}, report(step, loss_scale=64.0))
+        assert after == {**anew, "step": step, "since": step, "high_step": step}
+    after, _ = guard.judge(history, report(151, loss_scale=64.0))
+    kept = {"step": 151, "since": 151, "settled": True, "high_step": 151, "told": 151}
+    assert after == {**anew, **kept}, "what it fell to is the highest from now on"
     assert guard.resumed(history) == history and guard.rewound(1, history, rung=Rung.SKIP) == history
 
 
