@@ -236,6 +236,21 @@ def test_the_averages_of_as_many_rounds_are_sought_as_were_committed_since_a_pee
     assert missed(round=6, overtaken=2, commits={6: back}) == [7]
 
 
+@pytest.mark.parametrize(
+    "of_round_6",
+    [
+        example.commit(round=6, digest="d6", members=("a", "b"), rewind_to=2),
+        example.commit(round=6, digest="d6", members=()),
+        None,
+    ],
+    ids=["it went back", "nobody was in it", "it is not kept"],
+)
+def test_no_averages_lead_over_a_round_that_has_none(of_round_6: Any) -> None:
+    commits = {round: commit for round, commit in {**COMMITS, 6: of_round_6}.items() if commit is not None}
+    snapshot = RunSnapshot(commits=commits)
+    assert missed_rounds(snapshot, me="n", round=5, digest="d5", overtaken=2, at_most=4) == ()
+
+
 class Serving:
     def __init__(self) -> None:
         self.served: dict[str, Path] = {}

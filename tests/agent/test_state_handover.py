@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +18,12 @@ from tests.protocol import example
 
 from bloomery.agent import state_sync
 from bloomery.agent.state_sync import Behind, KeptAverages, StateSync, SyncedState
+from bloomery.coordination.snapshot import RunSnapshot
 from bloomery.data.position import Position
 from bloomery.errors import PeerError
 from bloomery.protocol.rank_messages import CatchUp, ReplaceState
+from bloomery.state_transfer.averages import FetchedAverage
+from bloomery.state_transfer.client import FetchedState
 
 COMMIT = example.commit(round=6, digest="d6", position=Position(consumed=9))
 STATE = SyncedState(commit=COMMIT, directory=Path("/got"), sources=("b",), seconds=1.0)
@@ -55,8 +59,10 @@ def test_a_state_is_loaded_by_all_ranks_and_of_an_average_each_has_its_own_file(
 class Failing:
     """A peer 'b' whose fetches fail, and from whom it asked."""
 
-    def __init__(self) -> None:
+    def __init__(self, error: Exception | None = None) -> None:
         self.asked: list[list[str]] = []
+        self.daemons: list[bool] = []
+        self._error = error or PeerError("not today")
         self.ended: queue.Queue[None] = queue.Queue()
         self.sync = StateSync(self._fetch, me="b", wake=lambda: self.ended.put(None))
 
@@ -66,7 +72,8 @@ class Failing:
 
     def _fetch(self, commit: Any, sources: Any, *, cancelled: Any) -> Any:
         self.asked.append([source.peer for source in sources()])
-        raise PeerError("not today")
+        self.daemons.append(threading.current_thread().daemon)
+        raise self._error
 
 
 def test_a_fetch_that_failed_is_made_again_after_half_a_second() -> None:
@@ -108,6 +115,138 @@ def test_what_was_refused_is_refused_for_as_long_as_its_commit_is_kept() -> None
     assert (peer.sync._refused, peer.sync._mixed) == (set(), set()) and peer.asked == [["a"]]
 
 
+def listed(run: RunSnapshot, **members: dict[str, Any]) -> RunSnapshot:
+    """The run with copies of its member 'a' by these names, each with these fields."""
+    entry = run.members["a"]
+    named = {name: structs.replace(entry.member, peer=name, **own) for name, own in members.items()}
+    return replace(run, members={name: replace(entry, member=member) for name, member in named.items()})
+
+
+def test_a_state_is_asked_of_those_that_have_a_copy_and_no_others() -> None:
+    peer = Failing()
+    copies: tuple[tuple[str, ...], ...] = (("d1",), (), ("d0",))
+    run = listed(snapshot(1), **{name: {"copies": own} for name, own in zip("acd", copies, strict=True)})
+    peer.fetch(run, now=1e9)
+    assert peer.asked == [["a"]]
+
+
+class Averaging:
+    """A peer 'b' with the state of round 1, in a run at round 3 in whose rounds 'a' and 'c' were."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, list[str]]] = []
+        self.ended: queue.Queue[None] = queue.Queue()
+        averages: Any = SimpleNamespace(fetch=self._fetch, at_most=4)
+        wake = lambda: self.ended.put(None)  # noqa: E731
+        self.sync = StateSync(None, me="b", wake=wake, averages=averages)  # type: ignore[arg-type]
+        commits = {n: structs.replace(snapshot(n).commits[n], members=("a", "c")) for n in (1, 2, 3)}
+        self.run = listed(replace(snapshot(3), commits=commits), a={}, c={}, d={})
+
+    def fetch(self, *, held: int) -> SyncedState | None:
+        """What comes of the average after round `held`."""
+        behind = Behind(round=held, digest=f"d{held}", overtaken=2, ranks=1)
+        assert self.sync.fetch(self.run, now=1e9, behind=behind) is None
+        self.ended.get(timeout=DEADLINE_S)
+        return self.sync.fetch(self.run, now=1e9, behind=behind)
+
+    def _fetch(
+        self, commit: Any, sources: Any, *, ranks: int, at_once: int, cancelled: Any
+    ) -> FetchedAverage:
+        self.asked.append((commit.round, [source.peer for source in sources()]))
+        return FetchedAverage(directory=Path("/average"), peers=("a",), bytes=1)
+
+
+def test_an_average_is_asked_of_those_that_were_in_its_round_whatever_they_gave_of_another() -> None:
+    peer = Averaging()
+    synced = peer.fetch(held=1)
+    assert synced is not None and (synced.commit.round, synced.is_average) == (2, True)
+    for source in ("a", "c"):
+        peer.sync.refuse(replace(synced, sources=(source,)))
+    synced = peer.fetch(held=2)
+    assert synced is not None and (synced.commit.round, synced.is_average) == (3, True)
+    assert peer.asked == [(2, ["c", "a"]), (3, ["c", "a"])]
+
+
+def test_a_peer_that_fetches_no_averages_wants_the_newest_state_and_nothing_before_it_fetches() -> None:
+    sync = StateSync(None, me="b", wake=lambda: None)  # type: ignore[arg-type]
+    assert sync.wants == "" and not sync.is_failing and not sync.needs_no_waiting
+    run = replace(snapshot(2), commits={n: snapshot(n).commits[n] for n in (1, 2)})
+    behind = Behind(round=1, digest="d1", overtaken=1, ranks=1)
+    assert str(sync._next(run, behind)) == "the state of round 2"
+
+
+def test_a_state_from_which_averages_no_longer_lead_on_is_given_up_for_the_newest() -> None:
+    averages: Any = SimpleNamespace(fetch=None, at_most=4)
+    sync = StateSync(None, me="b", wake=lambda: None, averages=averages)  # type: ignore[arg-type]
+    run = replace(snapshot(3), commits={n: snapshot(n).commits[n] for n in (1, 2, 3)})
+    behind = Behind(round=0, digest="own", overtaken=2, ranks=1)
+    sync._sought = sync._next(replace(run, commits={1: run.commits[1]}), behind)  # its fetch has begun
+    assert str(sync._next(run, behind)) == "the state of round 1"
+    assert str(sync._next(run, replace(behind, overtaken=1))) == "the state of round 3"
+
+
+@pytest.mark.parametrize("error", [PeerError("not today"), OSError("not today")])
+def test_a_fetch_that_fails_is_told_with_what_was_sought_and_not_as_the_end_of_a_thread(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    peer = Failing(error)
+    peer.fetch(snapshot(1), now=1e9)
+    assert [record.getMessage() for record in caplog.records] == [
+        "the state of round 1 was not fetched: not today"
+    ]
+    assert peer.daemons == [True], "it never holds up the end of a peer"
+
+
+def test_the_failure_of_a_fetch_that_was_stopped_is_nobodys_concern(caplog: pytest.LogCaptureFixture) -> None:
+    peer = Failing()
+    sought = peer.sync._next(snapshot(1), None)
+    for _ in range(2):
+        peer.sync._give_up(sought, PeerError("too late"))
+    assert caplog.text == "" and peer.sync.next_moment() is None and not peer.sync.needs_no_waiting
+
+
+@pytest.mark.parametrize("sources", [("a",), ("a", "c")])
+def test_what_one_or_several_peers_sent_is_forgotten_with_its_commit(sources: tuple[str, ...]) -> None:
+    peer = Failing()
+    run = snapshot(1)
+    peer.sync.refuse(SyncedState(commit=run.commits[1], directory=Path("/got"), sources=sources, seconds=1.0))
+    assert peer.sync._refused or peer.sync._mixed
+    peer.fetch(snapshot(2), now=1e9)
+    assert not peer.sync._refused and not peer.sync._mixed
+
+
+def test_a_state_that_a_later_commit_replaced_is_neither_fetched_on_nor_handed_over() -> None:
+    begun: queue.Queue[Any] = queue.Queue()
+    ended: queue.Queue[None] = queue.Queue()
+    answers: dict[int, queue.Queue[Path]] = {round: queue.Queue() for round in (1, 2, 3)}
+
+    def fetch(commit: Any, sources: Any, *, cancelled: Any) -> FetchedState:
+        begun.put((commit.round, cancelled))
+        directory = answers[commit.round].get(timeout=DEADLINE_S)
+        return FetchedState(directory=directory, leader=sources()[0], bytes=1)
+
+    sync = StateSync(fetch, me="b", wake=lambda: ended.put(None))
+    cancelled = []
+    for round in (1, 2):
+        assert sync.fetch(snapshot(round), now=1e9) is None
+        asked, is_cancelled = begun.get(timeout=DEADLINE_S)
+        assert asked == round
+        cancelled.append(is_cancelled)
+    assert [is_cancelled() for is_cancelled in cancelled] == [True, False]
+    answers[1].put(Path("/first"))
+    ended.get(timeout=DEADLINE_S)
+    assert sync.fetch(snapshot(2), now=1e9) is None and begun.empty()
+    answers[2].put(Path("/second"))
+    ended.get(timeout=DEADLINE_S)
+    assert sync.fetch(snapshot(3), now=1e9) is None, "the state of the round before"
+    assert begun.get(timeout=DEADLINE_S)[0] == 3
+    answers[3].put(Path("/third"))
+    ended.get(timeout=DEADLINE_S)
+    synced = sync.fetch(snapshot(3), now=1e9)
+    assert synced is not None and (synced.commit.round, synced.directory) == (3, Path("/third"))
+    assert synced.sources == ("a",) and 0.0 <= synced.seconds < DEADLINE_S
+
+
 @pytest.mark.parametrize(
     ("copies", "overtaken", "wanted"),
     [
@@ -144,6 +283,9 @@ def test_an_average_whose_fetch_failed_is_not_fetched_again_but_that_of_another_
     behind = Behind(round=0, digest="d0", overtaken=2, ranks=1)
     first = sync._next(run, behind)
     assert (first.commit.round, first.is_average) == (1, True) and str(first) == "the average of round 1"
+    served = replace(run.members["a"], member=structs.replace(run.members["a"].member, serves=()))
+    assert sync.fetch(replace(run, members={"a": served}), now=1e9, behind=behind) is None
+    assert sync.wants == "", "nobody has to copy its state for an average"
     sync._failed = first
     assert str(sync._next(run, behind)) == "the state of round 2"
     assert str(sync._next(run, replace(behind, round=1, digest="d1"))) == "the average of round 2"
@@ -154,7 +296,9 @@ def test_an_average_whose_fetch_failed_is_not_fetched_again_but_that_of_another_
 def test_the_place_of_averages_is_made_with_all_above_it(tmp_path: Path) -> None:
     served: list[Any] = []
     states: Any = SimpleNamespace(serve_averages=served.append)
-    kept = KeptAverages(tmp_path / "run" / "averages", states, None, at_most=2)  # type: ignore[arg-type]
+    fetch: Any = object()
+    kept = KeptAverages(tmp_path / "run" / "averages", states, fetch, at_most=2)
+    assert kept.fetch is fetch
     commit = example.commit(round=3, digest="d3", members=("b",))
     (place,) = kept.places(commit, snapshot(1), ranks=1)
     assert place.parent.is_dir() and served == [{"d3": place.parent}] and kept.at_most == 2

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -117,9 +118,50 @@ def test_a_process_that_has_ended_keeps_no_signal_from_the_others(tmp_path: Path
         assert lives.wait() == -signal.SIGTERM
 
 
-def test_a_process_that_was_never_started_is_not_waited_for(tmp_path: Path) -> None:
-    with pytest.raises(PeerError, match="a was never started"):
-        _actor(tmp_path).wait(1.0)
+def test_a_process_that_was_never_started_is_neither_waited_for_nor_asked_to_end(tmp_path: Path) -> None:
+    with _actor(tmp_path) as actor:
+        actor.leave()
+        with pytest.raises(PeerError, match="a was never started"):
+            actor.wait(1.0)
+        assert (actor.alive, actor.status, actor.family(), actor.starts) == (False, None, [], 0)
+
+
+def test_a_process_that_takes_too_long_is_told_with_where_its_output_is(tmp_path: Path) -> None:
+    log = tmp_path / "a.log"
+    with ManagedProcess(name="a", command=["sleep", "600"], environment={}, log=log) as actor:
+        actor.start()
+        assert actor.status is None
+        with pytest.raises(PeerError, match=r"^a did not end within 0 s\.") as told:
+            actor.wait(0.0)
+        assert told.value.remedy == f"Its output is in {log}."
+
+
+def test_a_process_has_a_session_of_its_own_and_its_family_ends_with_it(tmp_path: Path) -> None:
+    """So a Ctrl-C in the terminal is for the scenario alone, which then ends its processes."""
+    log = tmp_path / "a.log"
+    with ManagedProcess(name="a", command=["sleep", "600"], environment={}, log=log) as actor:
+        actor.start()
+        (process,) = actor.family()
+        assert os.getsid(process.pid) == process.pid
+        process.kill()
+        process.wait(60.0)
+        assert actor.family() == []
+
+
+def test_a_process_that_does_not_answer_is_killed_after_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moments = count(0.0, processes.EXIT_S / 3)
+    clock = SimpleNamespace(monotonic=lambda: next(moments), sleep=lambda seconds: None)
+    monkeypatch.setattr(processes, "time", clock)
+    command = ["sh", "-c", "trap '' TERM; echo ready; while :; do sleep 0.01; done"]
+    environment = {"PATH": os.environ["PATH"]}
+    with ManagedProcess(
+        name="a", command=command, environment=environment, log=tmp_path / "a.log"
+    ) as process:
+        process.start()
+        _until(lambda: process.log.read_text() == "ready\n")
+    assert process.status == -signal.SIGKILL
 
 
 def test_a_second_signal_does_not_interrupt_what_the_first_one_began() -> None:

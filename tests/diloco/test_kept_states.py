@@ -47,9 +47,11 @@ def missed_of(
     )
 
 
-@pytest.mark.parametrize(("average", "fits", "is_kept"), [(AVERAGE, True, True), (AVERAGE, False, False)])
+@pytest.mark.parametrize(
+    ("average", "fits", "is_kept"), [(AVERAGE, True, True), (AVERAGE, False, False), (None, True, False)]
+)
 def test_the_average_of_the_prepared_state_is_kept_where_the_agent_says(
-    tmp_path: Path, average: StoredAverage, fits: bool, is_kept: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, average: StoredAverage | None, fits: bool, is_kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads = list[dict[str, Any]]()
     started = SimpleNamespace(start=lambda: threads[-1]["target"](*threads[-1]["args"]))

@@ -123,11 +123,11 @@ TRAINING = TrainingRound(
 )
 
 
-def part_of_round(state: RoundState, **fields: Any):
+def part_of_round(state: RoundState, training: TrainingRound = TRAINING, **fields: Any):
     usual = dict(
         peer="a", tokens_per_sample=5, squares=16.0, feedback=9.0, kept=(range(16, 18),), rewind_to=None
     )
-    return state.part(TRAINING, PartMade(**usual | fields))
+    return state.part(training, PartMade(**usual | fields))
 
 
 def test_a_part_tells_its_norm_its_tokens_and_what_its_guards_ask() -> None:
@@ -156,6 +156,10 @@ def test_a_part_of_a_fragment_spans_what_was_done_since_it_was_averaged() -> Non
     ready = part_of_round(state)
     assert (ready.drift_steps, ready.drift_tokens, ready.past) == (5, 100, ((1, 1.5),))
     assert (ready.spanned_steps, ready.weight_tokens) == (5, 100)
+    unmoved = replace(state, fragments=(pasts[0], FragmentHistory(steps=2)))
+    assert (part_of_round(unmoved).drift_steps, part_of_round(unmoved).drift_tokens) == (0, 0)
+    idle = part_of_round(state, replace(TRAINING, steps=0, spent=()))
+    assert (idle.tokens, idle.drift_steps, idle.drift_tokens) == (0, 0, 0), "it has no part in the round"
 
 
 def test_a_limit_is_learnt_for_each_neighbour_to_which_a_peer_sends(monkeypatch) -> None:

@@ -57,7 +57,7 @@ from bloomery.diloco.round_transition import (
     SendRefused,
     transition,
 )
-from bloomery.guard.verdict import Rewind, Rung, Save
+from bloomery.guard.verdict import CarryOn, Rewind, Rung, Save, Watch
 from bloomery.protocol.rank_messages import Abort, FlushRound, Reduce, StartRound, StopTraining
 
 PASTS = (FragmentHistory(steps=5, samples=20, parts=((2, 0.5),)), FragmentHistory(steps=7, samples=28))
@@ -360,6 +360,8 @@ def test_the_first_save_is_asked_for_and_the_last_rewind() -> None:
     later = Save(judged_step=9, reason="again")
     rewinds = [Rewind(judged_step=n, to_step=0, skip=range(0), reason="") for n in (1, 2)]
     state = RoundState(averages_gradients=False)
+    for nothing in (CarryOn(judged_step=9), Watch(judged_step=9, kind="", reason="")):
+        assert state.asking(nothing) == state
     assert state.asking(WANTS).asking(later).wants == WANTS
     assert state.asking(WANTS).asking(rewinds[0]).asking(rewinds[1]).asking(later).wants == rewinds[1]
 

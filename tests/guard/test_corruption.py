@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from tests.guard.reports import report
@@ -157,6 +158,18 @@ def test_the_guard_goes_back_to_the_last_clean_step_and_stops_at_the_second_faul
     assert isinstance(verdict, Stop) and verdict.failed and "Rank 2" in verdict.reason
     _, verdict = guard.judge(kept, report(step=113, **found))  # the first is forgotten
     assert isinstance(verdict, Rewind)
+
+
+def test_a_fault_is_remembered_through_clean_checks_and_only_checked_steps_are_clean() -> None:
+    guard = SilentCorruption(faults=2, forget_steps=100)
+    found = {"corruption_checked": True, "corruption": "rank 2 is odd", "corrupt_ranks": (2,)}
+    history: Any = None  # of before there was the guard
+    for one in (report(step=5), report(step=7, **found), report(step=9, corruption_checked=True)):
+        history, _ = guard.judge(history, one)
+    assert history == {"clean": 8, "named": [[7, 2]], "undecided": []}
+    assert guard.judge(history, report(step=12))[0] == history, "nothing was looked at"
+    history, verdict = guard.judge(history, report(step=13, **found))
+    assert isinstance(verdict, Stop) and history["undecided"] == [], "somebody was named"
 
 
 def test_a_run_that_began_without_the_guard_goes_back_to_where_it_was_resumed() -> None:

@@ -127,6 +127,21 @@ def test_memory_that_did_not_grow_in_one_of_six_blocks_is_not_told_nor_is_the_fi
     assert told(MemoryCreep(), blocks([900.0 * MIB, *grows]))[1] == []
 
 
+def test_only_the_newest_six_rises_of_memory_count() -> None:
+    steady = [1000.0 * MIB] * 3
+    grows = [1000.0 * MIB * (1 + block / 10) for block in range(1, 7)]
+    assert told(MemoryCreep(), blocks([*steady, *grows[:5]]))[1] == []
+    (warning,) = told(MemoryCreep(), blocks([*steady, *grows]))[1]
+    assert warning.numbers["bytes_before"] == 1000.0 * MIB
+
+
+@pytest.mark.parametrize("guard", [HeldOutRise(), MemoryCreep(), InnerGrowth()], ids=lambda guard: guard.name)
+def test_a_checkpoint_of_before_a_guard_was_there_has_an_empty_history(guard: Any) -> None:
+    one = report(3, memory_bytes=MIB, held_out_loss=2.0, inner_sizes={"hidden": [1.0]})
+    assert guard.judge(None, one) == guard.judge(guard.fresh(), one)
+    assert not guard.fresh().get("told")
+
+
 def test_another_process_begins_its_memory_anew_and_a_rewind_goes_on_with_it() -> None:
     guard = MemoryCreep()
     history, _ = told(guard, blocks([5.0 * MIB, 6.0 * MIB]))
@@ -149,6 +164,28 @@ def test_a_jump_is_told_of_its_block_once_its_three_newest_sizes_are_four_times_
     assert told(InnerGrowth(), sized([*usual, *[[239.0, 210.0]] * 3]))[1] == []
     assert told(InnerGrowth(), sized([*usual, *[[240.0, 210.0]] * 2, usual[0]]))[1] == []
     assert told(InnerGrowth(), sized([*usual[:6], *[[240.0, 210.0]] * 3]))[1] == [], "two medians are too few"
+
+
+def test_kinds_are_judged_apart_and_what_was_told_of_one_is_remembered_beside_the_other() -> None:
+    calm = [{"hidden": [100.0]}] * 12
+    jump = [{"logit": [250.0], "hidden": [100.0]}] * 3 + [{"weight": [1.0], "hidden": [500.0]}] * 2
+    last = {"logit": [1.0], "hidden": [500.0]}  # of these logits there is one measurement
+    reports = [report(step, inner_sizes=each) for step, each in enumerate([*calm, *jump, last], 1)]
+    history, found = told(InnerGrowth(), reports)
+    assert [(one.judged_step, *one.numbers) for one in found] == [
+        (15, "logit", "block"),
+        (18, "hidden", "block"),
+    ]
+    assert history["told"] == {"logit": 250.0, "hidden": 500.0}
+    assert set(history["noise"]) >= {"logit", "hidden"}
+
+
+def test_a_block_of_zeros_does_not_grow_and_a_change_forgets_all_that_was_measured() -> None:
+    history, found = told(InnerGrowth(), sized([[0.0, 100.0]] * 30))
+    assert found == [] and history["noise"] == {"hidden": [0.0, 0.0]}
+    changed, _ = InnerGrowth().judge(history, report(31, precision="fp8", inner_sizes={"hidden": [1.0, 2.0]}))
+    assert isinstance(changed, dict) and changed["newest"] == {"hidden": [[1.0, 2.0]]}
+    assert (changed["count"], changed["medians"], changed["noise"]) == (1, {}, {})
 
 
 def test_small_inner_tensors_may_jump_and_a_warning_comes_again_once_the_size_has_doubled() -> None:

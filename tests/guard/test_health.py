@@ -128,6 +128,13 @@ def test_a_gap_or_a_step_back_begins_the_scale_anew() -> None:
     guard = LossScaleCollapse()
     history, _ = judged(guard, before)
     assert guard.judge(history, report(151, loss_scale=None))[0] == history
+    anew: dict[str, Any] = {"scale": 64.0, "settled": False, "high": 64.0, "told": 0}
+    for step in (140, 150 + 2001):
+        after, _ = guard.judge({**history, "told": 145}, report(step, loss_scale=64.0))
+        assert after == {**anew, "step": step, "since": step, "high_step": step}
+    after, _ = guard.judge(history, report(151, loss_scale=64.0))
+    kept = {"step": 151, "since": 151, "settled": True, "high_step": 151, "told": 151}
+    assert after == {**anew, **kept}, "what it fell to is the highest from now on"
     assert guard.resumed(history) == history and guard.rewound(1, history, rung=Rung.SKIP) == history
 
 
@@ -145,3 +152,12 @@ def test_the_highest_scale_counts_for_200_steps(since: int, is_told: bool) -> No
 def test_a_scale_that_stays_at_1_is_told_once_and_one_after_a_gap_is_found_anew() -> None:
     assert len(warnings(scaled([*[2.0] * 150, *[1.0] * 450]))) == 1
     assert warnings([*scaled([512.0] * 150), *scaled([64.0, 8.0], first=150 + 2001)]) == []
+
+
+@pytest.mark.parametrize(
+    "guard", [NotFinite(losses=2, updates=0), LossScaleCollapse()], ids=lambda guard: guard.name
+)
+def test_a_checkpoint_of_before_a_guard_was_there_has_an_empty_history(guard: Any) -> None:
+    one = report(301, float("nan"), loss_scale=8.0)
+    assert guard.judge(None, one) == guard.judge(guard.fresh(), one)
+    assert guard.resumed(guard.fresh()) == guard.fresh()

@@ -59,8 +59,9 @@ def test_a_stop_that_gives_no_reason_was_asked_for_and_a_request_to_go_back_come
     assert verdict == Stop(judged_step=4, reason="asked to stop", failed=False)
     _, verdict = Requests().judge(None, report(4, save_requested=True))
     assert verdict == Save(judged_step=4, reason="asked to save")
-    _, verdict = Requests().judge(None, report(4, rewind_requested=(2, 0, 0), save_requested=True))
+    _, verdict = Requests().judge(None, report(4, rewind_requested=(2, 16, 40), save_requested=True))
     assert isinstance(verdict, Rewind) and verdict.rung is Rung.WATCH and "step 2" in verdict.reason
+    assert (verdict.to_step, verdict.skip) == (2, range(16, 40))
     assert verdict.latest_step is None and not verdict.may_start_anew
 
 

@@ -8,7 +8,7 @@ import pytest
 from tests.guard.reports import BATCH, noisy, report
 
 from bloomery.events.records import Json, StepReport
-from bloomery.guard.parity import LEAST, MOST, REMEMBERED, ResumeParity
+from bloomery.guard.parity import LEAST, MOST, REMEMBERED, ResumeParity, _error, _was_moving
 from bloomery.guard.verdict import CarryOn, Rung, Stop, Verdict
 
 GUARD = ResumeParity()
@@ -63,7 +63,14 @@ def test_the_noisiest_losses_are_compared_fifty_at_a_time_and_then_count_as_thos
 
 
 @pytest.mark.parametrize(
-    "changed", [{"learning_rate": 1.11e-3}, {"precision": "fp8"}, {"global_batch": 5}, {"mixture": 2}]
+    "changed",
+    [
+        {"learning_rate": 1.11e-3},
+        {"learning_rate": 0.89e-3},
+        {"precision": "fp8"},
+        {"global_batch": 5},
+        {"mixture": 2},
+    ],
 )
 def test_a_rise_after_a_change_of_settings_is_expected(changed: dict[str, Any]) -> None:
     reports = run_of([3.0] * 10, first=101, **{"consumed_samples": 100 * BATCH + 10, **changed})
@@ -140,3 +147,71 @@ def test_only_the_samples_of_the_very_next_step_are_known(step: int) -> None:
 def test_losses_of_zero_are_no_rise() -> None:
     _, verdicts = told(GUARD.resumed(saved([0.0] * 30)), run_of([0.0] * LEAST, first=31))
     assert {type(one) for one in verdicts} == {CarryOn}
+
+
+SCATTERED = [1.9] * 9 + [2.0] * 2 + [2.1] * 8  # half of them 0.1 from their median, 2.0
+
+
+@pytest.mark.parametrize(
+    ("losses", "moved"),
+    [
+        ([2.0] * (LEAST - 1), True),
+        ([2.0] * LEAST, False),
+        ([9.0] * 21 + [2.0] * 19 + [2.5], True),  # of the newest twenty
+        ([0.0, 4.0] * 20 + [2.0] * 19 + [2.5], True),
+        ([*SCATTERED, 2.44], False),
+        ([*SCATTERED, 2.45], True),  # three spreads of 0.148
+        ([2.0] * 19 + [2.0195], False),
+        ([2.0] * 19 + [2.0205], True),  # a hundredth
+        ([-2.0] * 19 + [-1.99], False),
+    ],
+)
+def test_the_newest_loss_of_a_checkpoint_is_within_a_spike_or_not(losses: list[float], moved: bool) -> None:
+    assert _was_moving(losses) is moved
+
+
+def test_the_error_of_a_median_falls_with_the_losses_and_is_a_two_thousandth_at_least() -> None:
+    assert _error([1.9, 2.1] * 8, 2.0) == pytest.approx(1.25 * 0.14826 * 1.25 / 4)
+    assert _error([2.0] * 16, 2.0) == _error([-2.0] * 16, -2.0) == pytest.approx(0.001)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "fails"),
+    [
+        ([1.0] * 30 + [2.0] * 20, [2.0] * LEAST, False),  # with the newest twenty
+        ([2.0] * 36 + [1.0] * 14, [2.0] * 30, False),  # with as many as were made since
+        ([-2.0] * 20, [-1.9] * LEAST, True),
+        ([-2.0] * 20, [-1.99] * LEAST, False),
+    ],
+)
+def test_losses_are_compared_with_as_many_of_before(
+    before: list[float], after: list[float], fails: bool
+) -> None:
+    verdict, is_over = GUARD._losses(before, after, report(101))
+    assert isinstance(verdict, Stop) is fails and is_over
+
+
+def test_what_fails_a_run_is_told_in_numbers() -> None:
+    verdict, _ = GUARD._losses([2.0] * 20, [2.5] * LEAST, report(101))
+    assert isinstance(verdict, Stop)
+    error = (0.001**2 + 0.00125**2) ** 0.5
+    assert verdict.numbers == {
+        "after": 2.5, "before": 2.0, "rise": 0.25, "standard_error": pytest.approx(error),
+    }  # fmt: skip
+    assert verdict.reason.startswith(
+        "resume parity: the first 5 losses after the resume have the median 2.5000, +25.0% over 2.0000 "
+        "before it (312.3 standard errors). "
+    )
+
+
+def test_a_resumed_run_remembers_each_step_while_its_losses_are_compared() -> None:
+    history, _ = told(GUARD.resumed(saved()), [report(101, 2.5)])
+    assert (history["step"], history["consumed"], history["after"]) == (101, 101 * BATCH, [2.5])
+
+
+def test_a_history_of_an_earlier_version_is_empty_or_of_a_run_alone() -> None:
+    assert GUARD.judge(None, report(1)) == GUARD.judge(GUARD.fresh(), report(1))
+    assert GUARD.resumed(None) == GUARD.resumed(GUARD.fresh())
+    history: Any = GUARD.resumed(saved())
+    del history["most_peers"]
+    assert isinstance(told(history, [report(101, 2.5, consumed_samples=7)])[1][0], Stop)

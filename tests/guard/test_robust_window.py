@@ -56,6 +56,7 @@ def test_blocks_statistics_at_once_are_the_levels_of_values_pushed_one_by_one(se
 @pytest.mark.parametrize("scale", [1e-9, 1.0, 1e6])
 def test_windows_statistics_at_once_have_the_bits_of_those_described_alone(scale: float) -> None:
     windows = np.random.default_rng(1).normal(size=(50, WINDOW)).cumsum(axis=1) * scale
+    windows[0], windows[1] = np.tile([1.0, 1.0, 1.0, 0.0], WINDOW // 4), -5.0  # some and all at the centre
     assert _statistics_at_once(windows, floor=0.01) == [
         window_statistics(window.tolist(), floor=0.01) for window in windows
     ]

@@ -11,7 +11,7 @@ from tests.guard.reports import BATCH, report
 
 from bloomery.guard.robust_window import WINDOW, RobustWindow
 from bloomery.guard.spike import Spike, SpikeGuard, _from_json, _Past, _to_json, _widened
-from bloomery.guard.verdict import Anomaly, CarryOn, Watch
+from bloomery.guard.verdict import Anomaly, CarryOn, Rung, Watch
 
 GUARD = SpikeGuard(patience=10)
 ABOUT = " 1 0"  # what reports here say of precision, peers and mixture
@@ -64,6 +64,7 @@ def test_a_report_of_a_spike_under_way(changed: dict[str, Any], loss: float, sai
     else:
         assert getattr(verdict, "kind", "nothing") == said
     assert (after.spike is None) is (said in ("recovered", "new level"))
+    assert after.spike is None or after.spike.newest[-1] == loss, "it is remembered whatever is said"
 
 
 def test_a_spike_counts_steps_of_high_reports_and_calm_reports_in_a_row() -> None:
@@ -219,8 +220,8 @@ def test_a_rise_that_went_down_by_half_may_be_told_again() -> None:
 def test_blocks_soon_after_a_known_change_and_fewer_than_four_are_not_compared() -> None:
     past, verdict = climbed(3.0, blocks=BLOCKS[1:])
     assert isinstance(verdict, CarryOn) and len(past.blocks) == 3
-    for distance in (1, 2):
-        until = 228 - 32 * distance
+    for distance in (0, 1, 2):
+        until = 228 - 32 * max(distance, 1)
         past, verdict = climbed(3.0, distance=distance, excused_until=until)
         assert isinstance(verdict, CarryOn) and past.blocks == () and past.batch == 7
         assert isinstance(climbed(3.0, distance=distance, excused_until=until - 1)[1], Anomaly)
@@ -290,6 +291,18 @@ def test_known_changes_excuse_a_hundred_reports(
     assert found == replace(past, **{"step": 302, "circumstances": ABOUT, **after, **until})
 
 
+@pytest.mark.parametrize(("step", "until"), [(301, 401), (5000, 5100)])
+def test_a_change_is_excused_for_a_hundred_steps_where_reports_follow_or_their_distance_is_unknown(
+    step: int, until: int
+) -> None:
+    past = _Past(step=300, distance=1, batch=BATCH, rate=1e-3, circumstances=ABOUT)
+    assert GUARD.judged(past, report(step, 2.0, precision="fp8"))[0].excused_until == until
+
+
+def test_the_first_report_of_a_run_has_no_distance_from_another() -> None:
+    assert GUARD.judged(_Past(), report(5, 2.0))[0].distance == 0
+
+
 @pytest.mark.parametrize(
     ("distance", "step", "after"),
     [
@@ -341,6 +354,13 @@ def test_a_history_holds_all_of_a_past_and_reads_it_back() -> None:
     assert GUARD.resumed(GUARD.fresh()) == GUARD.fresh()
 
 
+def test_a_rewind_goes_on_with_the_history_of_the_checkpoint_and_nothing_under_way() -> None:
+    restored = replace(PAST, climbs=True, blocks=BLOCKS, level=calm_level())
+    before = replace(PAST, step=400, blocks=())
+    found = GUARD.rewound(_to_json(before), _to_json(restored), rung=Rung.SKIP)
+    assert _from_json(found) == replace(restored, spike=None, climbs=False)
+
+
 def test_a_mean_that_is_far_out_by_its_spread_and_near_by_its_loss_is_no_spike() -> None:
     level = calm_level(recent=(2.0,) * 6, heights=(0.0,) * 6, spread=0.00390625)
     assert isinstance(began(level, 2.09375, distance=10)[1], CarryOn), "24 spreads, and 4.7% of the loss"
@@ -352,6 +372,31 @@ def test_the_newest_three_of_four_high_losses_are_kept() -> None:
     past, _ = began(level, 3.75)
     assert past.spike is not None and past.spike.newest == (3.5, 4.0, 3.75)
     assert (past.spike.peak, past.spike.first_loss, past.spike.high_steps) == (3.75, 3.0, 4)
+    past, _ = began(replace(level, heights=(0.0, 0.0, 3.0, 12.0, 16.0)), 3.75)
+    assert past.spike is not None
+    assert (past.spike.first_step, past.spike.first_loss, past.spike.high_steps) == (299, 3.5, 3)
+
+
+def test_a_spike_begins_at_the_first_step_at_the_earliest() -> None:
+    level = calm_level(recent=(2.0, 3.5, 3.5, 3.5), heights=(0.0, 12.0, 12.0, 12.0))
+    past = _Past(step=20, distance=10, batch=BATCH, rate=1e-3, circumstances=ABOUT, level=level)
+    after, _ = GUARD.judged(past, report(30, 9.0))
+    assert after.spike is not None and after.spike.first_step == 1
+
+
+def test_a_spike_is_measured_from_where_a_trend_had_come_to_when_it_began() -> None:
+    past, _ = began(calm_level(slope=-0.0009765625), 3.75)
+    assert past.spike is not None
+    assert past.spike.level == pytest.approx(2.0 - 0.8 * 0.0009765625 * (24 + 4 + 1)), (
+        "after four calm losses"
+    )
+
+
+def test_losses_that_do_not_scatter_have_a_spread_of_a_thousandth() -> None:
+    level = RobustWindow(window=(2.0,) * 40, recent=(2.0,) * 9, heights=(0.0,) * 9, centre=2.0, spread=0.125)
+    past = _Past(step=300, distance=1, batch=BATCH, rate=1e-3, circumstances=ABOUT, level=level)
+    after, _ = GUARD.judged(past, report(301, 2.0))
+    assert after.level.spread == pytest.approx(0.002 * (1.0 + 4.0 / 41))
 
 
 @pytest.mark.parametrize(("step", "is_judged"), [(20, False), (21, True)])

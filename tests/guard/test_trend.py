@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from tests.guard.reports import BATCH, report
 
 from bloomery.events.records import StepReport
 from bloomery.guard.trend import GradientNormRise, Plateau, ThroughputDrop
-from bloomery.guard.verdict import Rung, Watch
+from bloomery.guard.verdict import CarryOn, Rung, Watch
 
 
 def told(guard: Any, reports: Iterable[StepReport]) -> list[Watch]:
@@ -43,6 +44,8 @@ def test_norms_of_a_start_of_too_few_steps_and_of_refused_updates_are_not_told()
     high = [*[0.5] * 150, *[1.5] * 9]
     assert told(GradientNormRise(), normed(high)) == [], "the first 200 steps"
     assert told(GradientNormRise(), normed(high, first=201))
+    for steps, count in ((197, 0), (198, 1)):
+        assert len(told(GradientNormRise(), normed([*[0.5] * steps, *[1.5] * 3]))) == count
     assert told(GradientNormRise(), normed([*[0.5] * 9, *[1.5] * 9], first=201)) == [], "9 are known"
     refused = normed([1.5] * 9, first=351, update_applied=False)
     assert told(GradientNormRise(), [*normed([0.5] * 150, first=201), *refused]) == []
@@ -75,12 +78,25 @@ def test_three_steps_that_are_slower_by_a_twentieth_of_the_throughput_are_told()
     assert len(told(ThroughputDrop(), timed([*on, *[2.4] * 5]))) == 1, "not again so soon"
 
 
+def test_seconds_are_told_from_a_twentieth_on_once_sixteen_are_known_and_again_after_200_steps() -> None:
+    assert told(ThroughputDrop(), timed([*[2.0] * 200, *[2.11] * 3]))
+    assert told(ThroughputDrop(), timed([*[2.0] * 22, *[2.3] * 3])), "16 and the newest 9"
+    assert told(ThroughputDrop(), timed([*[2.0] * 21, *[2.3] * 3])) == []
+    for between, count in ((196, 1), (197, 2)):
+        steps = [*[2.0] * 100, *[2.3] * 3, *[2.0] * between, *[2.3] * 3]
+        assert len(told(ThroughputDrop(), timed(steps))) == count
+
+
 def test_of_seconds_that_vary_five_spreads_are_told() -> None:
     varying = [1.9, 2.1] * 50  # a spread of about 0.155, so five are 0.77 beyond 2 s
     assert told(ThroughputDrop(), timed([*varying, *[2.7] * 5])) == []
     (warning,) = told(ThroughputDrop(), timed([*varying, *[2.9] * 5]))
     assert 0.14 < warning.numbers["spread"] < 0.16
-    for guard in (GradientNormRise(), ThroughputDrop()):  # no history yet, as after an older version
+    for guard in (
+        GradientNormRise(),
+        ThroughputDrop(),
+        Plateau(),
+    ):  # no history yet, as after an older version
         one = report(3, shared_seconds=2.0)
         assert guard.judge(None, one) == guard.judge(guard.fresh(), one)
 
@@ -119,6 +135,7 @@ def test_a_plateau_is_told_with_what_each_doubling_brought() -> None:
         ({"fall_before": 0.1, "fall": 0.011}, False),  # more than a tenth of the fall before
         ({"fall_before": 0.1, "fall": 0.009}, True),
         ({"fall_before": 0.02, "fall": 0.0}, False),  # there was hardly a fall before
+        ({"fall_before": 0.035, "fall": 0.0}, True),  # more than a hundredth of the loss
         ({"rate": 0.49e-3}, False),  # at a learning rate that has decayed
         ({"rate": 0.51e-3}, True),
     ],
@@ -138,6 +155,29 @@ def test_a_plateau_of_few_or_early_steps_is_none_and_one_is_told_once() -> None:
     assert [one.judged_step for one in told(Plateau(), on)] == [16_384]
 
 
+@pytest.mark.parametrize(
+    ("changed", "is_told"),
+    [({}, True), ({"told": True}, False), ({"means": [[3.0, 0.0]]}, False), ({"count": 100}, True)],
+)
+def test_a_plateau_takes_three_doublings_and_is_told_once(changed: dict[str, Any], is_told: bool) -> None:
+    history: Any = {
+        **Plateau().fresh(),  # type: ignore[dict-item]
+        "step": 16_383,
+        "count": 400,
+        "means": [[3.5, 0.0], [3.0, 0.0]],
+        **changed,
+    }
+    history |= {"sum": 2.99 * history["count"], "squares": 2.99**2 * history["count"]}
+    _, verdict = Plateau().judge(history, report(16_384, 2.99))
+    assert isinstance(verdict, Watch) is is_told
+
+
+def test_a_plateau_is_told_from_step_8192_on() -> None:
+    levels = {11: 3.5, 12: 3.0}
+    falling = [report(step, levels.get(step.bit_length(), 2.99)) for step in range(1024, 8193, 8)]
+    assert [one.judged_step for one in told(Plateau(), falling)] == [8192]
+
+
 def test_a_rewind_takes_the_checkpoints_histories_and_a_resume_keeps_them() -> None:
     guard: Any
     for guard in (GradientNormRise(), ThroughputDrop(), Plateau()):
@@ -148,6 +188,46 @@ def test_a_rewind_takes_the_checkpoints_histories_and_a_resume_keeps_them() -> N
 def test_a_single_high_norm_is_not_told() -> None:
     usual = [0.5 if step % 2 else 0.52 for step in range(300)]
     assert told(GradientNormRise(), normed([*usual, 1.5, *usual[:20], 1.5, *usual[:20]])) == []
+
+
+def test_norms_below_twice_the_usual_are_not_told_however_steady_those_before_were() -> None:
+    assert told(GradientNormRise(), normed([*[0.5] * 300, *[0.99] * 9])) == []
+    assert told(GradientNormRise(), normed([*[0.5] * 300, *[1.01] * 9]))
+    assert told(GradientNormRise(), normed([*[0.5] * 300, 0.55, 0.55, 1.01])) == [], "a single one"
+
+
+@pytest.mark.parametrize("norm", [0.0, float("inf"), float("nan")])
+def test_norms_that_were_not_measured_are_not_remembered(norm: float) -> None:
+    history, _ = GradientNormRise().judge(None, report(7, gradient_norm=2.0))
+    assert GradientNormRise().judge(history, report(8, gradient_norm=norm))[0] == history
+
+
+@pytest.mark.parametrize("seconds", [None, 0.0, float("nan")])
+def test_seconds_that_were_not_measured_are_not_remembered(seconds: float | None) -> None:
+    history, _ = ThroughputDrop().judge(None, report(7, shared_seconds=2.0))
+    after, verdict = ThroughputDrop().judge(history, report(8, shared_seconds=seconds))
+    assert after == history and verdict == CarryOn(judged_step=8)
+
+
+def test_a_doubling_whose_losses_scatter_too_much_to_tell_its_fall_is_no_plateau() -> None:
+    """128 and 256 losses at ±s have a difference within 0.108 s of the true fall, which is 0.5."""
+
+    def scattered(by: float) -> list[StepReport]:
+        calm = flattening(fall_before=0.5, fall=0.01)[1::2]
+        return [replace(one, loss=one.loss + (by if one.step % 32 else -by)) for one in calm]
+
+    assert told(Plateau(), scattered(0.45)) and told(Plateau(), scattered(0.48)) == []
+
+
+def test_losses_that_moved_nothing_are_no_part_of_a_doubling_and_one_made_again_begins_anew() -> None:
+    guard = Plateau()
+    history, _ = guard.judge(guard.fresh(), report(100, 2.0))
+    for bad in (report(101, float("nan")), report(101, 9.0, update_applied=False)):
+        assert guard.judge(history, bad)[0] == history
+    on, _ = guard.judge(history, report(101, 1.0))
+    again, _ = guard.judge(on, report(101, 4.0))
+    summed = [[past[name] for name in ("sum", "squares", "count")] for past in (on, again)]  # type: ignore[index,call-overload]
+    assert summed == [[3.0, 5.0, 2], [4.0, 16.0, 1]]
 
 
 def test_many_losses_of_a_doubling_at_once_are_remembered_as_one_by_one() -> None:

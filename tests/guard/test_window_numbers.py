@@ -20,6 +20,7 @@ from bloomery.guard.robust_window import (
     is_high,
     median,
     push,
+    recomputed,
     window_from_json,
     window_statistics,
 )
@@ -97,6 +98,8 @@ def test_many_values_have_the_centre_of_the_newer_half_and_a_spread_about_the_li
     spread = 1.4826 * 0.25 * 1.25
     assert window_statistics(steady, floor=0.0) == pytest.approx((10.0, spread, 0.0))
     assert window_statistics(steady, floor=0.1) == pytest.approx((10.0, 1.0 * 1.25, 0.0))
+    below = [-10.25, -9.75] * 8
+    assert window_statistics(below, floor=0.1) == pytest.approx((-10.0, 1.0 * 1.25, 0.0))
     assert window_statistics([0.0] * 16, floor=0.1) == pytest.approx((0.0, 1.25e-12, 0.0))
 
 
@@ -228,6 +231,16 @@ def test_a_calm_window_keeps_the_median_of_the_last_spreads_and_what_blocks_vary
         math.sqrt(4.0 + 2.0 * (variance - 0.5**2))
     )
     assert _with_spread_memory((5.0, 9.0, 0.0), [2.0], ups)["spread"] == 9.0, "blocks scatter by less"
+    drift = [float(at) for at in range(8)]
+    assert _with_spread_memory((5.0, 1.0, 0.0), [1.0], drift)["spread"] == 1.0, "a drift is no scatter"
+    remembered = RobustWindow(window=(1.0,) * 40, spreads=(3.0,), blocks=(7.0,))
+    assert recomputed(remembered, floor=0.0).spread == 3.0
+
+
+def test_the_newest_values_are_held_back_once_sixteen_have_entered() -> None:
+    held = RobustWindow(window=(1.0,) * 16, recent=(9.0,) * 9, heights=(0.0,) * 9)
+    assert recomputed(held, floor=0.0).centre == 1.0
+    assert recomputed(replace(held, window=(1.0,) * 15), floor=0.0).centre == 9.0
 
 
 @pytest.mark.parametrize(
@@ -239,6 +252,7 @@ def test_a_calm_window_keeps_the_median_of_the_last_spreads_and_what_blocks_vary
         ([8.5, 8.5], False),
         ([59.0], True),
         ([61.0], False),
+        ([61.0, 3.8], False),
     ],
 )
 def test_a_block_with_values_that_may_be_high_is_left_to_be_judged_one_by_one(
@@ -256,6 +270,15 @@ def test_a_block_with_values_that_may_be_high_is_left_to_be_judged_one_by_one(
     assert bool(list(calm_blocks(level, values, floor=0.01, least=100.0))), "by a wider spread all are calm"
     assert list(calm_blocks(replace(level, entered=23), np.zeros(9), floor=0.01)) == []
     assert len(list(calm_blocks(replace(level, entered=22), np.zeros(10 + BLOCK), floor=0.01))) == 2
+    assert len(list(calm_blocks(replace(level, entered=22), np.zeros(9 + BLOCK), floor=0.01))) == 1
+
+
+@pytest.mark.parametrize("outliers", [[3.75, 3.75, 3.75], [8.0, 8.0], [60.0]])
+def test_values_at_the_bounds_are_calm(outliers: list[float]) -> None:
+    level = RobustWindow(window=(0.0,) * WINDOW, recent=(0.0,) * 9, heights=(0.0,) * 9, spread=1.0, entered=9)
+    values = np.zeros(BLOCK - 9)
+    values[: len(outliers)] = outliers
+    assert len(list(calm_blocks(level, values, floor=0.01))) == 1
 
 
 def test_a_window_is_read_back_from_a_history_and_those_of_before_blocks_were_kept_too() -> None:

@@ -15,6 +15,7 @@ from bloomery.data_loader.batches import MicroBatch
 from bloomery.errors import RankLost
 from bloomery.events.timeouts import COLLECTIVE_TIMEOUT_S
 from bloomery.model.decoder import build
+from bloomery.model.dropout import DropoutAddress
 from bloomery.model.loss import LossSums
 from bloomery.parallel import pipeline as pipeline_module
 from bloomery.parallel import stage_p2p
@@ -95,6 +96,43 @@ def test_the_order_of_a_batch_is_that_of_its_schedule_and_of_an_evaluation_forwa
     assert pipeline._message_order(4, trains=False) is evaluating
 
 
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_pass_does_its_own_actions_in_order_and_lets_its_messages_go_at_the_end(
+    trains: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes: list[Any] = []
+
+    class Messenger:
+        def __init__(self, mesh: Mesh, messages: MessageOrder, *, shapes: Any) -> None:
+            notes.append((mesh, messages.own, shapes))
+
+        def finish(self) -> None:
+            notes.append("finished")
+
+    def run(one: _BatchPass, action: Action) -> LossSums | None:
+        passes.append((one.stages, one.computation, one.micro_batches, one.step, one.weight))
+        notes.append(action)
+        return sums(action.micro_batch) if action.kind == "forward" else None
+
+    passes: list[Any] = []
+    monkeypatch.setattr(pipeline_module, "StageMessenger", Messenger)
+    monkeypatch.setattr(_BatchPass, "run", run)
+    pipeline = pipeline_of()
+    pipeline._computation = SimpleNamespace(activation_like=lambda batch: ("like", batch))  # type: ignore[assignment]
+    batches: Any = ["first", "second"]
+    with torch.set_grad_enabled(trains):
+        found = [float(term.z) for term in pipeline._run(batches, step=5, weight=0.5)]
+    assert found == [0.0, 0.25]
+    order = (
+        pipeline_order("1f1b", pipeline=3, chunks=1, micro_batches=2)
+        if trains
+        else forwards_only([0, 1, 2], micro_batches=2)
+    )
+    shapes = [("like", "first"), ("like", "second")]
+    assert notes == [(pipeline._mesh, 2, shapes), *order[2], "finished"]
+    assert all(one == (STAGES, pipeline._computation, batches, 5, 0.5) for one in passes)
+
+
 def computation(seed: int | None = None, *, compiled: bool = False) -> StageComputation:
     section = ModelSection(
         layers=6, hidden=8, heads=2, ffn=8, norm="layernorm", position="learned", tied=True
@@ -126,6 +164,18 @@ def test_each_stage_has_the_parameters_of_its_blocks_and_of_the_ends_that_it_has
     made._weights.accumulate_gradients = given.append  # type: ignore[method-assign]
     made.accumulate_gradients(STAGES[1])
     assert given == [made.parameters(STAGES[1])]
+
+
+def test_a_head_of_its_own_is_a_parameter_of_the_last_stage_alone() -> None:
+    section = ModelSection(layers=6, hidden=8, heads=2, ffn=8, norm="rmsnorm", position="rope", tied=False)
+    decoder = build(section, vocabulary=11, sequence_length=3)
+    names = {parameter: name for name, parameter in decoder.named_parameters()}
+    found = [
+        {names[parameter] for parameter in pipeline_module._stage_parameters(decoder, stage)}
+        for stage in STAGES
+    ]
+    ends = [{name for name in own if not name.startswith("blocks.")} for own in found]
+    assert ends == [{"embedding.weight"}, set(), {"final_norm.weight", "head.weight"}]
 
 
 def test_what_a_stage_sends_has_the_shape_of_its_part_of_the_sequence_in_the_working_precision() -> None:
@@ -177,6 +227,16 @@ def test_a_stage_runs_its_blocks_and_the_last_one_the_loss(monkeypatch: pytest.M
         ("tokens", {**usual, "blocks": range(4, 6)}),
         (("hidden", "targets"), {"z_loss": 0.5, "chunk": 7}),
     ]
+    calls.clear()
+    pipeline_module._stage_function(decoder, STAGES[1], z_loss=0.5, chunk=7)(
+        "tokens",
+        "targets",
+        None,
+        "rows",
+        "before",  # type: ignore[arg-type]
+    )
+    address = DropoutAddress(rows="rows")  # type: ignore[arg-type]
+    assert calls == [("tokens", {**usual, "documents": None, "address": address, "blocks": range(2, 4)})]
     compiled: list[Any] = []
     monkeypatch.setattr(pipeline_module, "compiled_function", lambda f: compiled.append(f) or f)
     computation()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -181,6 +182,19 @@ def test_positions_are_joined_by_rank_and_sums_are_cut_to_the_ranks_own(exchange
         found = group.reduce_scatter_sequence(whole)
         assert torch.equal(found, expected) and found.is_contiguous() and exchanges.calls == called
     assert torch.equal(GROUP.maximum(x.transpose(0, 1)), x.transpose(0, 1) + 100.0)
+    turned = x.transpose(1, 2)
+    assert torch.equal(GROUP.all_reduce(turned), 2 * turned + 100.0)
+    assert torch.equal(GROUP.all_gather(turned), torch.stack([turned + 100.0, turned]))
+
+
+@pytest.mark.parametrize("is_fast", [False, True])
+def test_the_group_of_an_axis_has_its_name_its_places_and_what_is_fast_there(
+    is_fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Axis, "has_fast_reduce_scatter", is_fast)
+    axis = Axis(index=1, ranks=(4, 6, 8), group=SimpleNamespace(group_name="g"))  # type: ignore[arg-type]
+    group = TensorGroup(group="g", index=1, degree=3, has_fast_reduce_scatter=is_fast)
+    assert tensor_collectives.tensor_group_of(axis) == group
 
 
 @pytest.mark.parametrize("sequence", [False, True])

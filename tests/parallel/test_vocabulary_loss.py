@@ -9,7 +9,7 @@ import torch
 
 from bloomery.model.layers import MatmulMode
 from bloomery.model.loss import IGNORED, LossSums, next_token_loss
-from bloomery.parallel.tensor_collectives import VocabularyParallelLoss
+from bloomery.parallel.tensor_collectives import VocabularyParallelLoss, _LossTerms
 
 ROWS = (range(17), range(17, 40))
 PADDED = 24
@@ -103,3 +103,53 @@ def test_without_gradients_the_sums_are_the_same(mode: MatmulMode) -> None:
         for (quiet, *_), (loud, *_) in zip(of_both(dtype, mode, grad=False), with_gradient, strict=True):
             assert not quiet.total.requires_grad
             torch.testing.assert_close(tuple(quiet), tuple(part.detach() for part in loud))
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+@pytest.mark.parametrize("wants", [(False, False), (True, False), (False, True)])
+def test_gradients_are_computed_only_where_somebody_wants_one(
+    is_enabled: bool, wants: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed: list[torch.Tensor] = []
+    gradient = _LossTerms.gradient
+    monkeypatch.setattr(
+        _LossTerms, "gradient", lambda self, *told: computed.append(told[0]) or gradient(self, *told)
+    )
+    hidden, weight, targets = inputs(torch.float32)
+    hidden.requires_grad_(wants[0])
+    weight.requires_grad_(wants[1])
+    loss = VocabularyParallelLoss(Told(0), range(40), sequence=False)  # type: ignore[arg-type]
+    with torch.set_grad_enabled(is_enabled):
+        sums = loss(hidden, weight, targets, z_loss=0.01, chunk=8, matmul_mode="native")
+    assert sums.total.requires_grad is bool(computed) is (is_enabled and any(wants))
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_the_head_is_rounded_to_the_precision_of_the_hidden_states_unless_it_multiplies_in_fp32(
+    grad: bool,
+) -> None:
+    hidden, weight, targets = inputs(torch.float32)
+    loss = VocabularyParallelLoss(Told(0), range(40), sequence=False)  # type: ignore[arg-type]
+
+    def total(head: torch.Tensor, mode: MatmulMode) -> float:
+        own = head.clone().requires_grad_(grad)
+        return float(
+            loss(hidden.bfloat16(), own, targets, z_loss=0.01, chunk=8, matmul_mode=mode).total.detach()
+        )
+
+    rounded = weight.bfloat16().float()
+    assert total(weight, "native") == total(rounded, "native")
+    assert total(weight, "fp32") != total(rounded, "fp32")
+
+
+def test_targets_of_other_ranks_before_and_after_its_rows_need_no_padding_here() -> None:
+    hidden, weight, _ = inputs(torch.float32)
+    own = weight[10:30].clone().requires_grad_()
+    loss = VocabularyParallelLoss(Told(0), range(10, 30), sequence=False)  # type: ignore[arg-type]
+    sums = loss(
+        hidden[:1, :4], own, torch.tensor([[0, 9, 30, 39]]), z_loss=0.0, chunk=8, matmul_mode="native"
+    )
+    (slope,) = torch.autograd.grad(sums.total, own)
+    logits = hidden[0, :4] @ own.detach().t()
+    # As if the other rank had the same logits, so that each row has half of its probability here.
+    torch.testing.assert_close(slope, (0.5 * logits.softmax(1)).t() @ hidden[0, :4])

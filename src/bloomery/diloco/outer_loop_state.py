@@ -261,9 +261,7 @@ class RoundState:
             finite=is_finite,
             wants_save=isinstance(wants, Save),
             rewind_to=part.rewind_to,
-            skip=fewer(
-                merged((*skips, wants.skip)) if isinstance(wants, Rewind) else skips, FEW_RANGES_AT_MOST
-            ),
+            skip=fewer(skips, FEW_RANGES_AT_MOST),
             why=wants.reason if isinstance(wants, Rewind) else "",
             rung=int(wants.rung) if isinstance(wants, Rewind) else 0,
             step_s=0.0,  # the agent fills it in

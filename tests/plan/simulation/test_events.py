@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from bloomery.plan.simulate import cluster as cluster_module
 from bloomery.plan.simulate import forecast
 from bloomery.plan.simulate.cluster import (
     DETECTION,
@@ -19,6 +20,7 @@ from bloomery.plan.simulate.cluster import (
     _ClusterState,
     simulate_cluster,
 )
+from bloomery.plan.simulate.peers import DETECTION as UNNOTICED
 from bloomery.plan.simulate.peers import (
     JOINING,
     NOBODY,
@@ -30,7 +32,7 @@ from bloomery.plan.simulate.peers import (
     simulate_peers,
     stages_s,
 )
-from bloomery.plan.simulate.scenario import TRAINING, HoursLedger, Scenario, scenario_of
+from bloomery.plan.simulate.scenario import TRAINING, HoursLedger, Life, Scenario, scenario_of
 
 FAILURE = {"name": "GPU", "count": 0.0, "days": 1.0, "gpus": 8, "takes_node": True, "detection_s": 360.0}
 
@@ -121,6 +123,15 @@ def test_a_save_that_is_durable_protects_what_came_before_it() -> None:
     assert state.account.hours[LOST] == pytest.approx(3.5 - 3.02 - 0.01)
 
 
+def test_a_failure_in_the_middle_of_a_save_ends_it() -> None:
+    state = state_of(cluster())
+    state._failure = 1.005
+    state.train_to_next_event()
+    assert state.account.now == 1.005 and state.account.hours[SAVING] == pytest.approx(0.005)
+    state.train_to_next_event()
+    assert state.account.events["failures"] == 1 and state.account.hours[LOST] == pytest.approx(1.0)
+
+
 def test_a_node_comes_from_the_spares_then_from_repair_then_from_elsewhere() -> None:
     state = state_of(
         cluster(days=9.0, cluster={"spare_nodes": 1, "repair_hours": 50.0, "replacement_hours": 30.0})
@@ -161,6 +172,13 @@ def test_a_straggler_slows_steps_until_it_is_found_and_replaced() -> None:
     assert state.account.events == {"stragglers": 1, "saves": 1}
     assert state._straggler == pytest.approx(8.0 + 6.0) and state._slow_until <= state.account.now
     assert state._next_save == pytest.approx(8.7 + 100.0)
+
+
+def test_a_restart_is_without_the_straggler_of_before() -> None:
+    state = state_of(cluster())
+    state._slow_until = 9.0
+    assert not state._restart_is_hit()
+    assert state._slow_until == state.account.now == 0.5
 
 
 @pytest.mark.parametrize(
@@ -227,6 +245,18 @@ def test_what_a_round_computes_hides_its_averaging(overlap: bool, step_s: float,
     assert state.account.hours.get(RING, 0.0) == pytest.approx(shown_s / 3600)
 
 
+def test_what_the_slowest_peer_computes_is_the_time_of_a_round() -> None:
+    """The speeds are 0.5 and 1.5: of 90 seconds of steps 180 pass, and 120 are those of the mean peer."""
+    state = peers_of(peers=2, overlap=True, step_s=1.0, speed_spread=0.5, parameters=3e9)
+    lost: list[tuple[float, bool]] = []
+    state._lose_some = lambda hours, *, in_ring: bool(lost.append((hours, in_ring)))  # type: ignore[method-assign,func-returns-value]
+    state.make_round()
+    assert lost == [(180 / 3600, False), (240 / 3600, True)]
+    assert state.account.hours == pytest.approx(
+        {TRAINING: 120 / 3600, SLOWER: 60 / 3600, RING: 60 / 3600, OUTER: 0.01}
+    )
+
+
 def test_peers_that_left_or_crashed_are_counted_apart_and_come_back_with_the_state() -> None:
     state = peers_of(
         leaves_per_peer_day=24 * 0.7, absent_hours=5.0, join_s=1800.0
@@ -243,6 +273,27 @@ def test_peers_that_left_or_crashed_are_counted_apart_and_come_back_with_the_sta
     crashing = peers_of(crashes_per_peer_day=24 * 0.7)
     assert crashing._lose_some(1.0, in_ring=True) and crashing.account.events == {"crashes": 4}
     assert not peers_of(crashes_per_peer_day=24 * 0.68)._lose_some(1.0, in_ring=True), "less than half"
+
+
+def test_while_nobody_is_there_the_first_to_come_back_is_waited_for() -> None:
+    state = peers_of(join_s=1800.0)
+    state._present.clear()
+    state._back = {0: 9.0, 2: 6.0}
+    state.make_round()
+    assert state.account.hours == {NOBODY: 6.5} and state.account.events == {}
+    state._take_joiners()
+    assert state._present == {2} and state._back == {0: 9.0}
+
+
+def test_a_crash_repeats_the_stage_that_it_came_in_once_it_is_noticed() -> None:
+    state = peers_of(peers=9, groups=3, detection_s=360.0)
+    crashes = iter([False, True, False, False])
+    state._lose_some = lambda hours, *, in_ring: next(crashes)  # type: ignore[method-assign]
+    half, meet, again = stages_s(state._elastic, peers=9)
+    state._average(hidden_s=half / 2)
+    shown_s = half / 2 + 0.5 * meet + meet + again
+    assert state.account.hours == pytest.approx({RING: shown_s / 3600, UNNOTICED: 0.1})
+    assert state.account.events == {"rings begun again": 1}
 
 
 def test_a_crash_is_one_whoever_else_stays_or_leaves() -> None:
@@ -307,3 +358,18 @@ def test_a_forecast_is_the_mean_of_its_lives_within_their_error() -> None:
         and RING in between.hours
         and SAVING not in between.hours
     )
+
+
+def test_the_interval_of_a_forecast_lies_between_nothing_and_all_and_a_rare_event_counts_in_all_lives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept, lost = {TRAINING: 1.0}, {TRAINING: 0.2, LOST: 0.8}
+    lives = [
+        Life(hours=kept, events={}, spans=()),
+        Life(hours=lost, events={"saves": 3, "jobs": 4, "GPU": 2, "NIC": 4}, spans=()),
+    ]
+    monkeypatch.setattr(cluster_module, "simulate_cluster", lambda scenario, *, seed: lives[seed])
+    found = forecast(cluster(), lives=2)
+    assert (found.low, found.goodput, found.high) == (0.0, pytest.approx(0.6), 1.0)
+    assert list(found.events.items()) == [("GPU", 1.0), ("NIC", 2.0), ("jobs", 2.0), ("saves", 1.5)]
+    assert found.hours[LOST] == pytest.approx(0.4) and found.hours[SAVING] == 0.0
