@@ -287,6 +287,14 @@ def test_spans_fall_into_the_bins_and_incidents_that_they_belong_to() -> None:
     assert sums.goodput_at_incidents() == [0.5, 5 / 15, 15 / 30]
 
 
+def test_a_span_belongs_to_an_incident_that_was_noticed_a_moment_before_or_after_its_edge() -> None:
+    incidents = [Incident(time=T0 + 10, cause="a"), Incident(time=T0 + 20, cause="b")]
+    sums = _Sums(incidents, begin=T0, end=T0 + 40)
+    kinds = [(5, 10.005, TimeClass.HANG), (19.995, 23, TimeClass.DOWN)]
+    sums.add("0-0", [Span(T0 + begin, T0 + end, kind) for begin, end, kind in kinds])
+    assert sums.incident_s == [pytest.approx(5.005), pytest.approx(3.005)]
+
+
 def test_the_figures_of_a_ledger_are_these(tmp_path: Path) -> None:
     run = write_run(tmp_path, *killed_once())
     ledger = read_ledger(run, now=T0 + 1000)
@@ -309,8 +317,9 @@ def test_the_figures_of_a_ledger_are_these(tmp_path: Path) -> None:
     assert sum(figures["shares"].values()) == pytest.approx(1.0)
     assert figures["plan"] == plan_figures(ledger, plan)
     assert figures["plan"]["days"] == pytest.approx(1000 / (500 / 30) / 86400)
-    nothing = RunLedger(begin=T0, end=T0 + 9, ranks={}, history=RunHistory())
-    assert plan_figures(nothing, plan)["days"] is None
+    for length in (9.0, 0.0):
+        nothing = RunLedger(begin=T0, end=T0 + length, ranks={}, history=RunHistory())
+        assert plan_figures(nothing, plan)["days"] is None
 
 
 @pytest.mark.parametrize(
