@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 from datetime import datetime
@@ -293,6 +294,37 @@ def test_a_span_belongs_to_an_incident_that_was_noticed_a_moment_before_or_after
     kinds = [(5, 10.005, TimeClass.HANG), (19.995, 23, TimeClass.DOWN)]
     sums.add("0-0", [Span(T0 + begin, T0 + end, kind) for begin, end, kind in kinds])
     assert sums.incident_s == [pytest.approx(5.005), pytest.approx(3.005)]
+    trained = _Sums(incidents, begin=T0, end=T0 + 40)
+    trained.add("0-0", [Span(T0, T0 + 10, TimeClass.TRAINING)])
+    assert trained.goodput_at_incidents() == [1.0, 0.5]
+
+
+def test_a_run_that_never_wrote_has_the_ranks_of_its_newest_attempt(tmp_path: Path) -> None:
+    attempts = [
+        operation(time, "attempt", attempt=str(time), ranks=ranks) for time, ranks in ((0, 3), (9, 2))
+    ]
+    ledger = read_ledger(write_run(tmp_path, [], attempts, {}), until=T0 + 30)
+    assert ledger is not None and list(ledger.ranks) == ["0-0", "0-1"]
+
+
+def test_a_run_that_was_stopped_and_has_a_living_rank_is_counted_until_now(tmp_path: Path) -> None:
+    run = write_run(tmp_path, *killed_once())
+    before = read_ledger(run, until=T0 - 5)
+    assert before is not None and (before.begin, before.end, before.effective_time) == (T0, T0, 0.0)
+    run.heartbeat().write_text(json.dumps({"time": T0 + 99, "world": 1, "activity": "preparing the data"}))
+    ledger = read_ledger(run, now=T0 + 100, bins=1)
+    assert ledger is not None and ledger.end == T0 + 100
+    assert read_ledger(run, now=T0 + 1000).end == T0 + 30  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+def test_ranks_without_a_journal_are_those_of_the_newest_start(
+    tmp_path: Path, before: int, after: int
+) -> None:
+    events = [start(4, ranks=before), step(6, 1, compute=1.0), start(20, 2, at=1, ranks=after)]
+    unknown = [operation(5, "attempt", attempt="a"), operation(19, "attempt_end", attempt="a")]
+    ledger = read_ledger(write_run(tmp_path, events, unknown, {1: None, 2: (1, 1)}), until=T0 + 30)
+    assert ledger is not None and list(ledger.ranks) == [f"0-{rank}" for rank in range(after)]
 
 
 def test_the_figures_of_a_ledger_are_these(tmp_path: Path) -> None:
