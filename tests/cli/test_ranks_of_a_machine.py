@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -319,6 +320,38 @@ def test_an_agent_hears_whether_its_ranks_failed_and_one_that_fails_ends_nothing
     assert led(lambda: "well", lambda path: int(path != "/s")) == (0, "well", [False])
     assert led(lambda: "well", lambda path: 7) == (7, "well", [True])
     assert led(broken, lambda path: 0) == (0, None, [False])
+
+
+@pytest.mark.parametrize("status", [0, 7, None])
+def test_an_agent_is_open_before_its_ranks_start_and_is_waited_for_when_they_have_ended(
+    status: int | None,
+) -> None:
+    done, over = list[Any](), threading.Event()
+
+    def agent() -> str:
+        over.wait(30.0)
+        done.append("agent")
+        return "well"
+
+    def start(path: str) -> int:
+        done.append("ranks")
+        if status is None:
+            raise OSError(8, "Exec format error")
+        return status
+
+    def ended(*, failed: bool) -> None:
+        done.append(failed)
+        over.set()
+
+    stand_in: Any = SimpleNamespace(
+        open=lambda: done.append("open"), run=agent, path=Path("/s"), ranks_ended=ended
+    )
+    if status is None:
+        with pytest.raises(OSError, match="Exec format"):
+            peer.lead(stand_in, start)
+    else:
+        assert peer.lead(stand_in, start) == (status, "well")
+    assert done == ["open", "ranks", status != 0, "agent"]
 
 
 def test_the_environment_of_ranks_keeps_what_is_set_already(monkeypatch: pytest.MonkeyPatch) -> None:

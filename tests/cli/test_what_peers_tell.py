@@ -21,8 +21,9 @@ from bloomery.config.elastic import ElasticSection
 from bloomery.coordination.decide import FORGOTTEN
 from bloomery.coordination.snapshot import RunSnapshot
 from bloomery.data.position import Position
-from bloomery.errors import ConfigError, TrainingFailed
+from bloomery.errors import ConfigError, StoppedBySwitch, TrainingFailed
 from bloomery.events.run_directory import RunDirectory
+from bloomery.events.switches import arm
 from bloomery.transport.bandwidth_probe import MAX_LOAD, ProbeSizes
 
 RATES = {"a": {"b": 1_200.4, "c": 90.0}, "b": {"c": 500.0}, "c": {"a": 80.0}}
@@ -275,7 +276,7 @@ def test_a_peer_starts_its_ranks_with_its_agents_socket_and_its_name(
         lambda recipe, access, rundir, stack: started.append(rundir) or "agent",
     )
     monkeypatch.setattr("bloomery.transport.listener.raise_descriptor_limit", lambda: started.append("limit"))
-    monkeypatch.setattr(peer, "_log_lines", lambda: None)
+    monkeypatch.setattr(peer, "_log_lines", lambda: started.append("log"))
     monkeypatch.setattr(peer, "lead", lambda agent, start: (start("/socket"), ending))
     monkeypatch.setattr(
         peer, "run_ranks",
@@ -284,8 +285,8 @@ def test_a_peer_starts_its_ranks_with_its_agents_socket_and_its_name(
     monkeypatch.chdir(tmp_path)
     words = ["diloco-internet", "train.global_batch=8", "environment.variables=['A_B=1']"]
     assert peer.run([*words, "--nproc", "2", "--plain", "--fallback"]) == 5
-    limit, rundir, (command, share, environment) = started
-    assert (limit, rundir) == ("limit", RunDirectory(Path("runs/night-oslo")))
+    *first, rundir, (command, share, environment) = started
+    assert (first, rundir) == (["log", "limit"], RunDirectory(Path("runs/night-oslo")))
     own = ["--run", "runs/night-oslo", "--plain", "--fallback"]
     assert command[1:] == ["-m", "bloomery", "train", *words, *own]
     assert share == RankRange(count=2, world=2)
@@ -296,9 +297,13 @@ def test_a_peer_starts_its_ranks_with_its_agents_socket_and_its_name(
     assert "ended: all is done" in capsys.readouterr().out
     started.clear()
     assert peer.run([*words, "--run", "mine"]) == 5
-    assert started[1] == RunDirectory(Path("mine")) and started[2][0][-2:] == ["--run", "mine"]
-    assert started[2][1] == RankRange(count=1, world=1)
+    assert started[2] == RunDirectory(Path("mine")) and started[3][0][-2:] == ["--run", "mine"]
+    assert started[3][1] == RankRange(count=1, world=1)
     started.clear()
+    arm(RunDirectory(Path("mine")).create().control("stop"), why="")
+    with pytest.raises(StoppedBySwitch, match="Nothing was trained") as stopped:
+        peer.run([*words, "--run", "mine"])
+    assert stopped.value.remedy == "`bloomery stop mine --disarm` lets the peer go on."
     with pytest.raises(TrainingFailed, match="3 ranks"):
         peer.run([*words, "parallel.tensor=2", "optim.name=adamw", "--nproc", "3"])
     with pytest.raises(ConfigError, match=r"model\.heads"):

@@ -301,10 +301,10 @@ def test_a_span_belongs_to_an_incident_that_was_noticed_a_moment_before_or_after
 
 def test_a_run_that_never_wrote_has_the_ranks_of_its_newest_attempt(tmp_path: Path) -> None:
     attempts = [
-        operation(time, "attempt", attempt=str(time), ranks=ranks) for time, ranks in ((0, 3), (9, 2))
+        operation(time, "attempt", attempt=str(time), ranks=ranks) for time, ranks in ((0, 13), (9, 12))
     ]
     ledger = read_ledger(write_run(tmp_path, [], attempts, {}), until=T0 + 30)
-    assert ledger is not None and list(ledger.ranks) == ["0-0", "0-1"]
+    assert ledger is not None and list(ledger.ranks) == [f"0-{rank}" for rank in range(12)]
 
 
 def test_a_run_that_was_stopped_and_has_a_living_rank_is_counted_until_now(tmp_path: Path) -> None:

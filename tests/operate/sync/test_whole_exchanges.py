@@ -223,11 +223,16 @@ def test_the_last_sync_is_waited_for_as_long_as_it_may_take(
         keeper.subprocess, "Popen", lambda command, **more: calls.append((command, more)) or process
     )
     section = SyncSection(place="hf:a/b")
-    with SyncKeeper(RunDirectory(tmp_path), section, wait_s=lambda: waits_s, say=told.append):
+
+    def wait_s() -> float:
+        done.append("how long?")
+        return waits_s
+
+    with SyncKeeper(RunDirectory(tmp_path), section, wait_s=wait_s, say=told.append):
         assert blocked == [(signal.SIG_BLOCK, {signal.SIGTERM}), (signal.SIG_SETMASK, {9})]
     ((command, options),) = calls
     assert command[0] == sys.executable and options == {"stdout": subprocess.DEVNULL, "process_group": 0}
-    assert done == ["terminate", *(["kill"] if killed else []), "wait"] and clock[0] == until
+    assert done == ["terminate", "how long?", *(["kill"] if killed else []), "wait"] and clock[0] == until
     assert handlers == {number: f"before {number}" for number in (signal.SIGINT, signal.SIGTERM)}
     words = f"waiting for the last sync, {waits_s / 60:.0f} minutes at most; Ctrl-C ends the wait"
     assert told == [words] * said
