@@ -63,6 +63,19 @@ def test_a_first_step_that_was_lost_has_compiled_for_those_after_the_rewind() ->
     }
 
 
+@pytest.mark.parametrize("incarnation", [1, 9])
+def test_a_process_begins_once_whatever_its_number_and_whatever_has_none(incarnation: int) -> None:
+    note = {"event": "phase", "time": T0 + 4.5}
+    steps = [step(4, 1, incarnation, compute=3.0), note]
+    steps += [step(time, time - 3, incarnation, compute=1.0) for time in (5, 6, 7)]
+    found = seconds_by_class([start(1, incarnation, starting=1.0), *steps], end=7)
+    assert found == {
+        TimeClass.STARTING: pytest.approx(1),
+        TimeClass.FIRST_STEP: pytest.approx(2),
+        TimeClass.TRAINING: pytest.approx(4),
+    }
+
+
 def test_seconds_are_told_in_the_unit_that_a_person_would_use() -> None:
     told = {duration(seconds): seconds for seconds in (0.0, 12.0, 270.0, 111_600.0, 1e6, 1e9)}
     assert list(told) == ["0.0 s", "12.0 s", "4.5 min", "31.0 h", "11.6 days", "11,574.1 days"]
