@@ -124,6 +124,8 @@ def test_the_status_of_a_machine_is_that_of_its_first_failure() -> None:
     assert waited(Rank(0), Rank(7), Rank(answer=143)) == (7, set())
     assert waited(Rank(-11), Rank(answer=143)) == (128 + 11, set())
     assert waited(Rank(LOST), Rank(0))[0] == LOST and waited(Rank(0), Rank(143))[0] == 143
+    standing = Supervisor(end="they stand still")
+    assert waited(Rank(7), Rank(answer=143), supervisor=standing) == (7, set()), "for they are being ended"
 
 
 def test_a_failure_is_told_here_and_elsewhere_and_ends_the_others(capsys: pytest.CaptureFixture[str]) -> None:
@@ -139,6 +141,8 @@ def test_a_failure_is_told_here_and_elsewhere_and_ends_the_others(capsys: pytest
 
 def test_what_follows_a_failure_is_said_where_somebody_is_left(capsys: pytest.CaptureFixture[str]) -> None:
     assert waited(Rank(0), Rank(7), Rank(answer=143))[0] == 7
+    assert "; ending the other ranks" in capsys.readouterr().err
+    assert waited(Rank(7), others=Others())[0] == 7
     assert "; ending the other ranks" in capsys.readouterr().err
     assert waited(Rank(LOST), Rank(0))[0] == LOST
     assert "the ranks here lost another" in capsys.readouterr().err

@@ -7,6 +7,7 @@ import logging
 import threading
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -120,13 +121,25 @@ def test_a_note_has_its_author_and_a_chronicle_of_nothing_is_none(
     add_note(run, "b", by="ben")
 
     def nameless() -> str:
-        raise OSError
+        raise errors.pop()
 
+    errors = [OSError("No username set in the environment"), KeyError("getpwuid(): uid not found: 5")]
+    locked: list[int] = []
     monkeypatch.setattr(chronicle.getpass, "getuser", nameless)
+    monkeypatch.setattr(
+        chronicle.durable, "wait_for_lock", lambda file, *, timeout_s: bool(locked.append(file))
+    )
     add_note(run, "c")
+    add_note(run, "d")
+    assert len(locked) >= 2, "supervisors write there too"
     told = [(event["event"], event["text"], event["by"], event["step"], event["incarnation"])
             for event in read_journal(run.operations)]  # fmt: skip
-    assert told == [("note", "a", "ann", 0, 0), ("note", "b", "ben", 0, 0), ("note", "c", "somebody", 0, 0)]
+    assert told == [
+        ("note", "a", "ann", 0, 0),
+        ("note", "b", "ben", 0, 0),
+        ("note", "c", "somebody", 0, 0),
+        ("note", "d", "somebody", 0, 0),
+    ]
 
 
 def test_a_new_chronicle_ends_with_room_for_notes_by_hand_and_a_refusal_is_told(
@@ -145,6 +158,41 @@ def test_a_new_chronicle_ends_with_room_for_notes_by_hand_and_a_refusal_is_told(
     add_note(run, "x")
     with pytest.raises(StorageError, match="Writing the chronicle"):
         write_chronicle(run, now=T0 + 50)
+
+
+def test_a_chronicle_tells_of_the_first_rank_and_keeps_notes_in_any_encoding(tmp_path: Path) -> None:
+    events, operations, bases = killed_once()
+    for event in (*events, *operations):
+        event |= {"ranks": 2} if "ranks" in event else {}
+    run = write_run(tmp_path, events, operations, bases)
+    run.chronicle.write_bytes("Größe\n".encode("latin-1"))
+    write_chronicle(run, now=T0 + 50)
+    text = run.chronicle.read_text()
+    assert "effective time 11.7%, ETTR 11.7%" in text and text.endswith("\nGr\ufffd\ufffde\n")
+    run.chronicle.write_bytes(text.encode() + b"\xff\n")
+    write_chronicle(run, now=T0 + 50)
+    assert run.chronicle.read_bytes() == text.encode() + b"\xff\n", "there is nothing new to write"
+    add_note(run, "x")
+    write_chronicle(run, now=T0 + 50)
+    assert run.chronicle.read_text().endswith("\nGr\ufffd\ufffde\n\ufffd\n")
+
+
+def test_notes_that_cannot_be_read_for_a_moment_are_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = write_run(tmp_path, *killed_once())
+    run.chronicle.write_text("# My own diary\n")
+    read, refusals = Path.read_text, [OSError(5, "Input/output error")]
+
+    def refuse(path: Path, **options: Any) -> str:
+        if path == run.chronicle and refusals:
+            raise refusals.pop()
+        return read(path, **options)
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    with pytest.raises(StorageError, match="Writing the chronicle"):
+        write_chronicle(run, now=T0 + 50)
+    assert run.chronicle.read_text() == "# My own diary\n"
 
 
 def test_a_keeper_writes_when_the_records_grow_and_at_its_end_and_outlives_refusals(
@@ -183,6 +231,21 @@ def test_a_keeper_writes_when_the_records_grow_and_at_its_end_and_outlives_refus
         ("WARNING", "the chronicle was not written: full", False),
         ("ERROR", "the chronicle was not written", True),
     ]
+
+
+def test_a_keeper_writes_once_for_each_change_of_the_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, written = [5, 5, 7, 7, 7, 3, 3], list[int]()
+
+    def wait(seconds: float) -> bool:
+        return len(sizes) == 1
+
+    keeper: Any = SimpleNamespace(
+        _closed=SimpleNamespace(wait=wait),
+        _size=lambda: sizes.pop(0),
+        _write=lambda: written.append(sizes[0]),
+    )
+    ChronicleKeeper._run(keeper)
+    assert written == [7, 3, 3]
 
 
 def test_the_history_of_a_run_is_this() -> None:
