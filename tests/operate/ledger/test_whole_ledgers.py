@@ -61,6 +61,9 @@ def test_a_chronicle_is_this() -> None:
     )  # fmt: skip
     note = operation(50, "note", text="a\n\n*b*", by="Ada")
     timeless = {**operation(0, "note", text="never"), "time": None}
+    later = [operation(90, "note", text=words, by="Ben") for words in ("z", "a")]
+    both = chronicle_text(ledger, later, name="my_run")
+    assert both.index("> z") < both.index("> a"), "in the order in which they were written"
     text = chronicle_text(ledger, [note, timeless, operation(1, "attempt")], name="my_run")
     assert text == (
         "# Chronicle of my\\_run\n"
@@ -222,6 +225,8 @@ def test_a_keeper_writes_when_the_records_grow_and_at_its_end_and_outlives_refus
     monkeypatch.setattr(chronicle, "write_chronicle", write)
     with caplog.at_level(logging.WARNING), ChronicleKeeper(run):
         assert has_begun.wait(30.0)
+        (thread,) = (thread for thread in threading.enumerate() if thread.name == "chronicle")
+        assert thread.daemon, "a disk that hangs keeps no launcher"
         for text in ("a", "aa"):
             run.operations.write_text(text)
             assert looks.acquire(timeout=30.0)
