@@ -68,6 +68,21 @@ def test_who_was_told_of_signals_before_is_told_of_them_again() -> None:
         theirs.close()
 
 
+def test_children_without_descriptors_are_looked_at_after_short_pauses(
+    child: Callable[[], subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(pid: int) -> int:
+        raise ProcessLookupError(3, "No such process")
+
+    slept: list[float] = []
+    monkeypatch.setattr("os.pidfd_open", refused)
+    monkeypatch.setattr("time.sleep", slept.append)
+    with ChildEnds([child()]) as ends:
+        for timeout_s in (LONG_S, 0.01, -1e-6):
+            ends.wait(timeout_s)
+    assert slept == [0.05, 0.01, 0.0]
+
+
 def test_no_descriptor_stays_open(child: Callable[[], subprocess.Popen[bytes]]) -> None:
     one = child()
     before = descriptors()

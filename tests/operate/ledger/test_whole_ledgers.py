@@ -49,7 +49,7 @@ def test_a_chronicle_is_this() -> None:
         Incident(time=T0 + 60, cause="bad GPU", culprit="n1, GPU 3", summary="it *fell* off", sure=True,
                  evidence=("it *fell* off", "Xid 79", ""), action="started again", remedy="report it",
                  step=1234, steps_lost=1000),
-        Incident(time=T0 + 30, cause="x", sure=False, times=3),
+        Incident(time=T0 + 30, cause="x", sure=False, times=2),
     ]  # fmt: skip
     history = RunHistory(
         incidents=incidents, changes=[(T0 + 45, "stopped: signal")], step=2000, kept_tokens=5_000_000,
@@ -75,9 +75,9 @@ def test_a_chronicle_is_this() -> None:
         "- effective time 50.0%, ETTR 100.0%, goodput of tokens 50.0% (first rank; "
         "`bloomery report` has all)\n"
         "- bad GPU: 1 ×, 90.0 s, 1,000 steps lost\n"
-        "- x: 3 ×, 0.0 s, 0 steps lost\n"
+        "- x: 2 ×, 0.0 s, 0 steps lost\n"
         "\n"
-        f"### {clock(T0 + 30)} · x (3 times in a row)\n"
+        f"### {clock(T0 + 30)} · x (2 times in a row)\n"
         "\n"
         "Problem, at step 0, and its evidence:\n"
         "\n"
@@ -109,9 +109,10 @@ def test_a_chronicle_is_this() -> None:
 def test_words_of_records_are_cut_and_a_fence_is_longer_than_any_in_it() -> None:
     assert as_text("x" * 300) == "x" * 300 and as_text("x" * 301) == "x" * 299 + "…"
     assert as_text(" 12. a ") == "12\\. a" and as_text("www.a.b") == "www\\.a.b"
+    assert as_text("WWW.a") == "WWW\\.a" and as_text("a\u2066\u2069b") == "a b"
     assert as_text("a\x00\u202eb") == "a b" and as_text("- a://b") == "\\- a\\://b"
     assert as_block(["a````b", "c" * 400, ""]) == "`````text\na````b\n" + "c" * 300 + "\n\n`````"
-    assert as_block([]) == "```text\n```"
+    assert as_block([]) == "```text\n```" and as_block(["`a` `b`"]) == "```text\n`a` `b`\n```"
 
 
 def test_a_note_has_its_author_and_a_chronicle_of_nothing_is_none(
