@@ -76,6 +76,29 @@ def test_a_process_begins_once_whatever_its_number_and_whatever_has_none(incarna
     }
 
 
+def test_spans_come_in_the_order_of_time_to_the_end_of_a_process() -> None:
+    end = {"event": "end", "time": T0 + 6, "finished": True, "spent": {"ending": 1.0}}
+    events = [start(1, starting=1.0), step(3, 1, compute=2.0), step(4, 2, compute=1.0), end]
+    marks = read_marks([], was_finished=True)
+    spans = list(rank_spans(events, marks=marks, is_visible=lambda base: True, begin=T0, end=T0 + 7))
+    edges = [T0, *(span.end for span in spans)]
+    assert [span.begin for span in spans] == edges[:-1] and edges[-1] == T0 + 7
+
+
+@pytest.mark.parametrize("again", [[], [start(18, 1, starting=3.0)]])
+def test_a_process_that_began_without_a_record_of_its_own_was_down_before(
+    again: list[dict[str, Any]],
+) -> None:
+    events = [start(1, starting=1.0), step(2, 1, compute=1.0), *again]
+    events += [step(20, 2, 1 if again else 2, compute=2.0), step(21, 3, 1 if again else 2, compute=1.0)]
+    assert seconds_by_class(events, end=21) == {
+        TimeClass.STARTING: pytest.approx(4 if again else 1),
+        TimeClass.TRAINING: pytest.approx(3),
+        TimeClass.FIRST_STEP: pytest.approx(1),
+        TimeClass.DOWN: pytest.approx(13 if again else 16),
+    }
+
+
 def test_seconds_are_told_in_the_unit_that_a_person_would_use() -> None:
     told = {duration(seconds): seconds for seconds in (0.0, 12.0, 270.0, 111_600.0, 1e6, 1e9)}
     assert list(told) == ["0.0 s", "12.0 s", "4.5 min", "31.0 h", "11.6 days", "11,574.1 days"]
