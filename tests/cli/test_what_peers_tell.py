@@ -332,5 +332,9 @@ def test_timeouts_are_explained_for_a_recipe_or_for_the_default_settings(
 
 def test_parts_of_a_peers_command_get_the_words_after_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
+    monkeypatch.setattr(peer, "_train", lambda options: asked.append(options.run) or 3)
+    assert peer.run(["my.toml", "--run", "explain"]) == 3 and asked.pop() == "explain"
+    with pytest.raises(SystemExit):
+        peer.run([])
     monkeypatch.setattr(peer_probe, "run", lambda words: asked.append(words) or 4)
     assert peer.run(["probe", "my.toml", "--json"]) == 4 and asked == [["my.toml", "--json"]]

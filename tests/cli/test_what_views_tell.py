@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 from tests.cli.test_demo_steps import Recorder
 
 from bloomery.cli import dashboard, plot, report, top
@@ -135,10 +136,10 @@ def test_no_text_of_a_run_commands_the_terminal_and_a_long_one_is_told_whole(
         SUMMARY, why=f"why{rude}", problems=[" ".join(words) + rude], device=f"d{rude}",
         advice=[" ".join(words).upper(), rude],
     )  # fmt: skip
-    block: Any = top.run_block(reader(), told, width=60)
+    block: Any = top.run_block(reader(), told, width=62)  # nine words, and eight where they are indented
     lines = block.plain.split("\n")
     assert not {"\x1b", "\x9b", "\u202e"} & set(block.plain)
-    assert max(map(len, lines)) <= 60
+    assert max(map(len, lines)) <= 62
     assert " ".join(words) in " ".join(block.plain.split())
     assert " ".join(words).upper() in " ".join(block.plain.split())
 
@@ -183,6 +184,64 @@ def test_top_prints_once_where_there_is_no_terminal_and_fails_for_a_bad_run(
     assert capsys.readouterr().out.split() == ["good", "attention"] and widths == [70, 70]
     health[:] = ["bad", "good"]
     assert top.run(["a", "b", "--columns", "300"]) == 1 and widths[2:] == [120, 120]
+
+
+@pytest.mark.parametrize(
+    ("is_terminal", "words", "is_watched"),
+    [(False, (), False), (True, ("--once",), False), (True, (), True), (True, ("--columns", "70"), True)],
+)
+def test_top_follows_runs_in_a_terminal_whose_width_counts(
+    monkeypatch: pytest.MonkeyPatch, is_terminal: bool, words: tuple[str, ...], is_watched: bool
+) -> None:
+    done: list[Any] = []
+
+    def console(*, highlight: bool, width: int | None) -> Any:
+        done.append(width)
+        return SimpleNamespace(print=lambda block: done.append("printed"), width=90)
+
+    monkeypatch.setattr("rich.console.Console", console)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: is_terminal)
+    monkeypatch.setattr(
+        "bloomery.operate.dashboard.run_reader.RunReader", lambda path: SimpleNamespace(read_all=reader)
+    )
+    monkeypatch.setattr(
+        "bloomery.operate.dashboard.run_summary.RunSummarizer",
+        lambda reader: SimpleNamespace(summary=lambda: SUMMARY),
+    )
+    monkeypatch.setattr(top, "run_block", lambda reader, summary, *, width: "")
+    monkeypatch.setattr(top, "_watch", lambda console, runs, options: done.append("watched"))
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert top.run(["a", *words]) == (0 if is_watched else 1)
+    assert done == [None if is_terminal else 80, "watched" if is_watched else "printed"]
+
+
+def test_top_reads_what_is_new_once_an_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[Any] = []
+
+    class Live:
+        def __init__(self, first: Any, **options: Any) -> None:
+            done.append(options["screen"])
+
+        def __enter__(self) -> Live:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            done.append("end")
+
+        def update(self, screen: Any, *, refresh: bool) -> None:
+            done.append(("shown", refresh))
+
+    def wait(seconds: float) -> bool:
+        done.append(seconds)
+        return len(done) > 7
+
+    monkeypatch.setattr("rich.live.Live", Live)
+    monkeypatch.setattr(top, "EndSignal", lambda: SimpleNamespace(wait=wait))
+    monkeypatch.setattr(top, "run_block", lambda reader, summary, *, width: "")
+    followed: Any = SimpleNamespace(poll=lambda: done.append("read"))
+    summarizer: Any = SimpleNamespace(summary=lambda: SUMMARY)
+    top._watch(Console(width=200), [(followed, summarizer)], Namespace(interval=7.5))
+    assert done == [True, 7.5, "read", ("shown", True), 7.5, "read", ("shown", True), 7.5, "end"]
 
 
 class Curves:

@@ -348,9 +348,18 @@ def test_what_a_living_rank_does_explains_the_time_since_it_began() -> None:
     ]  # fmt: skip
     again = operation(20, "attempt", attempt="b")
     assert spans_of(events, saving, again)[-1] == (20.0, 30.0, TimeClass.SAVING)
+    before = saving._replace(time=T0 + 15.0)
+    assert spans_of(events, before, again) == [(2.0, 30.0, TimeClass.SAVING)], "it wrote before that began"
     ended = [*events, operation(5, "end", finished=True, spent={"ending": 3.0})]
     assert spans_of(ended, None)[-1] == (5.0, 30.0, TimeClass.FINISHED)
     assert spans_of([*events, operation(5, "end", failed=True)], None)[-1] == (5.0, 30.0, TimeClass.DOWN)
+
+
+def test_a_start_that_measured_nothing_began_with_its_attempt() -> None:
+    bare = {**start(10), "spent": None}
+    told = spans_of([bare, step(11, 1, compute=1.0)], None, operation(4, "attempt", attempt="a"))
+    assert told[:2] == [(4.0, 10.0, TimeClass.LOADING), (10.0, 11.0, TimeClass.TRAINING)]
+    assert spans_of([bare, step(11, 1, compute=1.0)], None)[0] == (10.0, 11.0, TimeClass.TRAINING)
 
 
 def test_causes_are_told_with_all_that_they_cost_the_dearest_first() -> None:

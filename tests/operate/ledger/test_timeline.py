@@ -76,11 +76,13 @@ def test_a_process_begins_once_whatever_its_number_and_whatever_has_none(incarna
     }
 
 
-def test_spans_come_in_the_order_of_time_to_the_end_of_a_process() -> None:
+@pytest.mark.parametrize("lost", [0, 2])
+def test_spans_come_in_the_order_of_time_to_the_end_of_a_process(lost: int) -> None:
     end = {"event": "end", "time": T0 + 6, "finished": True, "spent": {"ending": 1.0}}
     events = [start(1, starting=1.0), step(3, 1, compute=2.0), step(4, 2, compute=1.0), end]
     marks = read_marks([], was_finished=True)
-    spans = list(rank_spans(events, marks=marks, is_visible=lambda base: True, begin=T0, end=T0 + 7))
+    kept = lambda base: base[0] != lost  # noqa: E731
+    spans = list(rank_spans(events, marks=marks, is_visible=kept, begin=T0, end=T0 + 7))
     edges = [T0, *(span.end for span in spans)]
     assert [span.begin for span in spans] == edges[:-1] and edges[-1] == T0 + 7
 
@@ -97,6 +99,39 @@ def test_a_process_that_began_without_a_record_of_its_own_was_down_before(
         TimeClass.FIRST_STEP: pytest.approx(1),
         TimeClass.DOWN: pytest.approx(13 if again else 16),
     }
+
+
+def test_the_excess_of_a_first_step_is_taken_from_all_that_it_computed() -> None:
+    first = step(4, 1, compute=1.0)
+    first["spent"]["updating the weights"] = 2.0
+    found = seconds_by_class([start(1, starting=1.0), first, step(5, 2, compute=1.0)], end=5)
+    assert (found[TimeClass.FIRST_STEP], found[TimeClass.TRAINING]) == (pytest.approx(2), pytest.approx(2))
+
+
+@pytest.mark.parametrize(
+    ("steps", "unexplained"),
+    [
+        ([(2, 1.5), (3.5, 1.0)], 0.3),  # no more than a tenth of a second is owed
+        ([(3.1, 2.0), (4.2, 1.0), (5.3, 1.0)], 0.2),  # nor is more than that lent
+        ([(2, 1.0), (2, 0.05), (3.15, 1.0)], 0.0),  # what was measured in no time is owed
+        ([(2, 1.0), (3.15, 1.0)], 0.05),
+        ([(1.1 + n * 0.1, 0.1) for n in range(25)], 0.0),  # sums of tenths are rounded
+    ],
+)
+def test_a_process_owes_and_lends_a_tenth_of_a_second(
+    steps: list[tuple[float, float]], unexplained: float
+) -> None:
+    events = [start(1, starting=1.0)]
+    events += [step(time, number, compute=seconds) for number, (time, seconds) in enumerate(steps, 1)]
+    found = seconds_by_class(events, end=steps[-1][0])
+    assert found.get(TimeClass.UNEXPLAINED, 0.0) == pytest.approx(unexplained, abs=1e-9)
+    assert (TimeClass.UNEXPLAINED in found) == (unexplained > 0.0)
+
+
+def test_a_process_owes_nothing_of_the_one_before_it() -> None:
+    events = [start(1, starting=1.0), step(2, 1, compute=1.2), start(5, 2, at=1, starting=1.0)]
+    found = seconds_by_class([*events, step(6.15, 2, 2, compute=1.0)], end=6.15)
+    assert found[TimeClass.UNEXPLAINED] == pytest.approx(0.05)
 
 
 def test_seconds_are_told_in_the_unit_that_a_person_would_use() -> None:
