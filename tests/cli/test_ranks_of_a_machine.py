@@ -310,7 +310,9 @@ def test_the_status_of_a_peer_is_that_of_its_ranks_or_of_its_agent(
     assert "this peer's part of 'demo' ended: all is done" in capsys.readouterr().out
 
 
-def test_an_agent_hears_whether_its_ranks_failed_and_one_that_fails_ends_nothing_well() -> None:
+def test_an_agent_hears_whether_its_ranks_failed_and_one_that_fails_ends_nothing_well(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     def led(agent: Any, start: Any) -> tuple[int, Any, list[bool]]:
         heard: list[bool] = []
         stand_in: Any = SimpleNamespace(
@@ -324,6 +326,8 @@ def test_an_agent_hears_whether_its_ranks_failed_and_one_that_fails_ends_nothing
     assert led(lambda: "well", lambda path: int(path != "/s")) == (0, "well", [False])
     assert led(lambda: "well", lambda path: 7) == (7, "well", [True])
     assert led(broken, lambda path: 0) == (0, None, [False])
+    (failed,) = (record for record in caplog.records if record.name == peer.log.name)
+    assert failed.exc_info and "its ranks end as well" in failed.getMessage()
 
 
 @pytest.mark.parametrize("status", [0, 7, None])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -309,6 +310,25 @@ def test_a_peer_starts_its_ranks_with_its_agents_socket_and_its_name(
     with pytest.raises(ConfigError, match=r"model\.heads"):
         peer.run([*words, "model.heads=7"])
     assert not started
+
+
+def test_a_peer_logs_what_it_does_to_its_standard_error_and_is_checked_with_its_data_degree(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr("logging.basicConfig", lambda **given: made.append(given))
+    peer._log_lines()
+    assert (made[0]["level"], made[0]["stream"]) == (logging.INFO, sys.stderr)
+
+    def check(recipe: Any, sources: Any, *, data_degree: int | None) -> None:
+        made.append(data_degree)
+        raise ConfigError([])  # enough is known
+
+    monkeypatch.setattr("bloomery.config.validate.check_recipe", check)
+    for count in ("1", "3"):
+        with pytest.raises(ConfigError):
+            peer.run(["diloco-internet", "--nproc", count])
+    assert made[1:] == [1, 3]
 
 
 def test_timeouts_are_explained_for_a_recipe_or_for_the_default_settings(
