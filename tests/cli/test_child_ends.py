@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -51,6 +52,35 @@ def test_an_end_is_told_long_before_the_timeout_and_only_once(
 
 def descriptors() -> set[str]:
     return {path.name for path in Path("/proc/self/fd").iterdir()}
+
+
+def test_who_was_told_of_signals_before_is_told_of_them_again() -> None:
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    before = signal.set_wakeup_fd(theirs.fileno())
+    try:
+        with ChildEnds([]):
+            pass
+        assert signal.set_wakeup_fd(before) == theirs.fileno()
+    finally:
+        signal.set_wakeup_fd(before)
+        ours.close()
+        theirs.close()
+
+
+def test_children_without_descriptors_are_looked_at_after_short_pauses(
+    child: Callable[[], subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(pid: int) -> int:
+        raise ProcessLookupError(3, "No such process")
+
+    slept: list[float] = []
+    monkeypatch.setattr("os.pidfd_open", refused)
+    monkeypatch.setattr("time.sleep", slept.append)
+    with ChildEnds([child()]) as ends:
+        for timeout_s in (LONG_S, 0.01, -1e-6):
+            ends.wait(timeout_s)
+    assert slept == [0.05, 0.01, 0.0]
 
 
 def test_no_descriptor_stays_open(child: Callable[[], subprocess.Popen[bytes]]) -> None:

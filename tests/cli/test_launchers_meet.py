@@ -205,6 +205,11 @@ def test_a_port_is_free_in_use_or_of_another_machine(monkeypatch: pytest.MonkeyP
         port = taken.getsockname()[1]
         assert nodes._can_bind("127.0.0.1", port) == (True, False)
     assert nodes._can_bind("127.0.0.1", port) == (True, True)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)):
+            server.accept()[0].close()
+    assert nodes._can_bind("127.0.0.1", port) == (True, True), "a connection of before still fades away"
 
     def elsewhere(probe: socket.socket, address: Any) -> None:
         raise OSError(errno.EADDRNOTAVAIL, "not here")

@@ -67,6 +67,45 @@ def test_a_log_says_how_many_lines_the_disk_did_not_take(tmp_path: Path) -> None
     assert path.read_text() == "[2 lines are missing here]\nthree\nfour\n"
 
 
+def test_a_log_goes_on_where_one_of_an_earlier_attempt_ended(tmp_path: Path) -> None:
+    from bloomery.cli.rank_output import _RankLog
+
+    path = tmp_path / "3.log"
+    path.write_text("of the first attempt\n")
+    kept = _RankLog(path)
+    kept.write(b"of the second\n")
+    kept.close()
+    assert path.read_text() == "of the first attempt\nof the second\n"
+
+
+def test_a_line_is_shown_at_once_and_a_screen_that_refused_one_is_asked_for_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from bloomery.cli.rank_output import _Screen
+
+    class Terminal(io.StringIO):
+        shown, refused = "", 0
+
+        def flush(self) -> None:
+            if self.getvalue() != "one\n":
+                self.refused += 1
+                raise OSError(errno.EPIPE, "Broken pipe")
+            self.shown = self.getvalue()
+
+        def fileno(self) -> int:
+            return place.fileno()
+
+    with (tmp_path / "terminal").open("wb") as place:
+        terminal, screen = Terminal(), _Screen()
+        monkeypatch.setattr("sys.stdout", terminal)
+        screen.write("one\n")
+        assert terminal.shown == "one\n"
+        for line in ("two\n", "three\n"):
+            screen.write(line)
+    assert terminal.refused == 1 and "three" not in terminal.getvalue()
+    assert capfd.readouterr().err.count("no longer shown (Broken pipe)") == 1
+
+
 def test_a_rank_that_says_nothing_has_a_log_too(tmp_path: Path) -> None:
     from bloomery.cli.rank_output import RankOutput
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -123,6 +124,8 @@ def test_the_status_of_a_machine_is_that_of_its_first_failure() -> None:
     assert waited(Rank(0), Rank(7), Rank(answer=143)) == (7, set())
     assert waited(Rank(-11), Rank(answer=143)) == (128 + 11, set())
     assert waited(Rank(LOST), Rank(0))[0] == LOST and waited(Rank(0), Rank(143))[0] == 143
+    standing = Supervisor(end="they stand still")
+    assert waited(Rank(7), Rank(answer=143), supervisor=standing) == (7, set()), "for they are being ended"
 
 
 def test_a_failure_is_told_here_and_elsewhere_and_ends_the_others(capsys: pytest.CaptureFixture[str]) -> None:
@@ -138,6 +141,8 @@ def test_a_failure_is_told_here_and_elsewhere_and_ends_the_others(capsys: pytest
 
 def test_what_follows_a_failure_is_said_where_somebody_is_left(capsys: pytest.CaptureFixture[str]) -> None:
     assert waited(Rank(0), Rank(7), Rank(answer=143))[0] == 7
+    assert "; ending the other ranks" in capsys.readouterr().err
+    assert waited(Rank(7), others=Others())[0] == 7
     assert "; ending the other ranks" in capsys.readouterr().err
     assert waited(Rank(LOST), Rank(0))[0] == LOST
     assert "the ranks here lost another" in capsys.readouterr().err
@@ -324,7 +329,9 @@ def test_the_status_of_a_peer_is_that_of_its_ranks_or_of_its_agent(
     assert "this peer's part of 'demo' ended: all is done" in capsys.readouterr().out
 
 
-def test_an_agent_hears_whether_its_ranks_failed_and_one_that_fails_ends_nothing_well() -> None:
+def test_an_agent_hears_whether_its_ranks_failed_and_one_that_fails_ends_nothing_well(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     def led(agent: Any, start: Any) -> tuple[int, Any, list[bool]]:
         heard: list[bool] = []
         stand_in: Any = SimpleNamespace(
@@ -338,6 +345,40 @@ def test_an_agent_hears_whether_its_ranks_failed_and_one_that_fails_ends_nothing
     assert led(lambda: "well", lambda path: int(path != "/s")) == (0, "well", [False])
     assert led(lambda: "well", lambda path: 7) == (7, "well", [True])
     assert led(broken, lambda path: 0) == (0, None, [False])
+    (failed,) = (record for record in caplog.records if record.name == peer.log.name)
+    assert failed.exc_info and "its ranks end as well" in failed.getMessage()
+
+
+@pytest.mark.parametrize("status", [0, 7, None])
+def test_an_agent_is_open_before_its_ranks_start_and_is_waited_for_when_they_have_ended(
+    status: int | None,
+) -> None:
+    done, over = list[Any](), threading.Event()
+
+    def agent() -> str:
+        over.wait(30.0)
+        done.append("agent")
+        return "well"
+
+    def start(path: str) -> int:
+        done.append("ranks")
+        if status is None:
+            raise OSError(8, "Exec format error")
+        return status
+
+    def ended(*, failed: bool) -> None:
+        done.append(failed)
+        over.set()
+
+    stand_in: Any = SimpleNamespace(
+        open=lambda: done.append("open"), run=agent, path=Path("/s"), ranks_ended=ended
+    )
+    if status is None:
+        with pytest.raises(OSError, match="Exec format"):
+            peer.lead(stand_in, start)
+    else:
+        assert peer.lead(stand_in, start) == (status, "well")
+    assert done == ["open", "ranks", status != 0, "agent"]
 
 
 def test_the_environment_of_ranks_keeps_what_is_set_already(monkeypatch: pytest.MonkeyPatch) -> None:

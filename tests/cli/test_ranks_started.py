@@ -97,6 +97,8 @@ def test_ranks_of_several_machines_meet_where_the_environment_says(started: list
     assert followed == [(4, 70), (5, 71), "finish"]
     assert supervisor.learnt == [("started", {4: 70, 5: 71}), ("ended", {4: 0, 5: 0}, [])]
     run_ranks(["x"], RankRange(count=1, world=1), environment=given)
+    run_ranks(["x"], RankRange(count=1, world=2), environment={})
+    assert "BLOOMERY_RENDEZVOUS_FILE" not in started[3][1], "nor does the first of several"
     assert started[2][1]["GLOO_SOCKET_IFNAME"] == "eth9"
     assert started[2][1]["OMP_NUM_THREADS"] == "7"
 
@@ -135,6 +137,34 @@ def test_signals_reach_the_supervisor_and_the_ranks_and_are_as_before_at_the_end
     assert rank.signals == [signal.SIGINT]
     assert supervisor.learnt[0] == ("signalled", signal.SIGINT)
     assert {number: signal.getsignal(number) for number in PASSED_ON} == before
+
+
+def test_a_rank_gets_all_signals_that_came_while_it_was_started(
+    started: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = Rank(answer=143)
+
+    def start(*command: Any, **options: Any) -> Rank:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
+        return rank
+
+    monkeypatch.setattr("subprocess.Popen", start)
+    assert run_ranks(["x"], RankRange(count=1, world=1), environment={}) == 143
+    assert rank.signals == [signal.SIGINT, signal.SIGTERM]
+
+
+def test_ranks_leave_no_descriptor_open_and_signals_that_were_held_back_before_remain_so(
+    started: list[Any],
+) -> None:
+    opened = len(list(Path("/proc/self/fd").iterdir()))
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    try:
+        run_ranks(["x"], RankRange(count=1, world=1), environment={})
+        assert signal.SIGUSR1 in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    assert len(list(Path("/proc/self/fd").iterdir())) == opened
 
 
 def waits(
@@ -211,6 +241,8 @@ def test_a_rank_dies_with_its_launcher_if_it_has_one(
     end_with_launcher()
     told = [(1, signal.SIGKILL, 0, 0, 0)] if launcher else []
     assert asked == told
-    monkeypatch.setattr("os.getppid", lambda: 1)  # it is dead already
-    end_with_launcher()
-    assert asked == (told * 2 + [(os.getpid(), signal.SIGKILL)] if launcher else [])
+    asked.clear()
+    for parent in (1, 55):  # it is dead already: init has the rank, or a container's first process
+        monkeypatch.setattr("os.getppid", lambda parent=parent: parent)
+        end_with_launcher()
+    assert asked == ([*told, (os.getpid(), signal.SIGKILL)] * 2 if launcher else [])

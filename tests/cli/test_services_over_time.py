@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 
 from bloomery.cli import dashboard, sync, watch
-from bloomery.errors import BloomeryError, StorageError
+from bloomery.config.load import dump_recipe, load_recipe, override
+from bloomery.errors import BloomeryError, CheckpointError, StorageError
 from bloomery.events.run_directory import RunDirectory
 from bloomery.operate.sync.keeper import SyncTurn
 
@@ -177,6 +178,50 @@ def test_checkpoints_are_held_as_they_come_whatever_is_refused(
     assert len(held) == 3 and pauses == [5.0] * 4
     told = "bloomery sync: the disk is full\nbloomery sync: [Errno 116] Stale file handle\n"
     assert capsys.readouterr().err == told
+
+
+def test_what_a_launcher_held_back_is_let_through_and_no_refusal_ends_a_sync(
+    rundir: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock, masks = Clock(monkeypatch, ends_at=2), list[Any]()
+
+    def refuse(*given: Any) -> None:
+        raise CheckpointError("it cannot be exported", remedy="")
+
+    monkeypatch.setattr(sync, "EndSignal", lambda: clock)
+    monkeypatch.setattr(sync, "_look", refuse)
+    monkeypatch.setattr("signal.pthread_sigmask", lambda how, numbers: masks.append((how, numbers)))
+    sync._repeat(rundir, "the sync", None, Namespace(every=60.0, beside=False))  # type: ignore[arg-type]
+    assert masks == [(signal.SIG_UNBLOCK, {signal.SIGTERM})]
+    assert capsys.readouterr().err.count("it cannot be exported") == 2
+
+
+def test_a_look_holds_what_was_saved_just_now_before_it_publishes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    done: list[str] = []
+    publisher: Any = SimpleNamespace(
+        hold=lambda: done.append("hold"), publish_held=lambda: done.append("publish") or ["step-1"]
+    )
+    sync._look(None, publisher, Namespace(json=False, once=False, place="hf:me/x"))
+    assert done == ["hold", "publish"]
+    assert capsys.readouterr().out.endswith("hf:me/x: 0 B in 0 files; published step-1\n")
+
+
+def test_options_of_a_sync_go_before_its_recipe(rundir: RunDirectory) -> None:
+    rundir.recipe.write_text(
+        dump_recipe(override(load_recipe("demo").recipe, ["sync.place=hf:me/x", "sync.every_minutes=7"]))
+    )
+    plain = sync._parse([str(rundir.path)])
+    assert (plain.place, plain.every, plain.checkpoints) == ("hf:me/x", 7.0, False)
+    given = sync._parse([str(rundir.path), "--every", "3", "--checkpoints"])
+    assert (given.every, given.checkpoints) == (3.0, True)
+
+
+def test_a_follow_writes_into_no_run_that_trained_there(tmp_path: Path) -> None:
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(StorageError, match="holds a run of its own"):
+        sync.follow([f"file://{tmp_path}", "--into", str(tmp_path / "run"), "--once"])
 
 
 def test_a_sync_is_of_a_run_its_place_and_its_checkpoints(

@@ -181,6 +181,10 @@ def test_ranks_of_several_machines_get_their_share_and_the_meeting_of_the_decisi
     monkeypatch.setenv("BLOOMERY_ADDRESS", "10.9.9.9")
     watch.why_to_stop = lambda: "the limit"
     assert several()[0][1].address == "10.9.9.9" and undisturbed == [True]
+    monkeypatch.setenv("BLOOMERY_ADDRESS", "127.0.0.5")
+    (path, card), _, (_, _, options) = several(SimpleNamespace(name="s9"))
+    assert (path.name, card.address) == ("j7", "127.0.0.5"), "a name that was given goes before the job's"
+    assert options["environment"]["GLOO_SOCKET_IFNAME"] == "lo"
 
 
 def test_a_launcher_that_is_about_to_end_hears_no_signal() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,8 +22,9 @@ from bloomery.config.elastic import ElasticSection
 from bloomery.coordination.decide import FORGOTTEN
 from bloomery.coordination.snapshot import RunSnapshot
 from bloomery.data.position import Position
-from bloomery.errors import ConfigError, TrainingFailed
+from bloomery.errors import ConfigError, StoppedBySwitch, TrainingFailed
 from bloomery.events.run_directory import RunDirectory
+from bloomery.events.switches import arm
 from bloomery.transport.bandwidth_probe import MAX_LOAD, ProbeSizes
 
 RATES = {"a": {"b": 1_200.4, "c": 90.0}, "b": {"c": 500.0}, "c": {"a": 80.0}}
@@ -275,7 +277,7 @@ def test_a_peer_starts_its_ranks_with_its_agents_socket_and_its_name(
         lambda recipe, access, rundir, stack: started.append(rundir) or "agent",
     )
     monkeypatch.setattr("bloomery.transport.listener.raise_descriptor_limit", lambda: started.append("limit"))
-    monkeypatch.setattr(peer, "_log_lines", lambda: None)
+    monkeypatch.setattr(peer, "_log_lines", lambda: started.append("log"))
     monkeypatch.setattr(peer, "lead", lambda agent, start: (start("/socket"), ending))
     monkeypatch.setattr(
         peer, "run_ranks",
@@ -284,8 +286,8 @@ def test_a_peer_starts_its_ranks_with_its_agents_socket_and_its_name(
     monkeypatch.chdir(tmp_path)
     words = ["diloco-internet", "train.global_batch=8", "environment.variables=['A_B=1']"]
     assert peer.run([*words, "--nproc", "2", "--plain", "--fallback"]) == 5
-    limit, rundir, (command, share, environment) = started
-    assert (limit, rundir) == ("limit", RunDirectory(Path("runs/night-oslo")))
+    *first, rundir, (command, share, environment) = started
+    assert (first, rundir) == (["log", "limit"], RunDirectory(Path("runs/night-oslo")))
     own = ["--run", "runs/night-oslo", "--plain", "--fallback"]
     assert command[1:] == ["-m", "bloomery", "train", *words, *own]
     assert share == RankRange(count=2, world=2)
@@ -296,14 +298,37 @@ def test_a_peer_starts_its_ranks_with_its_agents_socket_and_its_name(
     assert "ended: all is done" in capsys.readouterr().out
     started.clear()
     assert peer.run([*words, "--run", "mine"]) == 5
-    assert started[1] == RunDirectory(Path("mine")) and started[2][0][-2:] == ["--run", "mine"]
-    assert started[2][1] == RankRange(count=1, world=1)
+    assert started[2] == RunDirectory(Path("mine")) and started[3][0][-2:] == ["--run", "mine"]
+    assert started[3][1] == RankRange(count=1, world=1)
     started.clear()
+    arm(RunDirectory(Path("mine")).create().control("stop"), why="")
+    with pytest.raises(StoppedBySwitch, match="Nothing was trained") as stopped:
+        peer.run([*words, "--run", "mine"])
+    assert stopped.value.remedy == "`bloomery stop mine --disarm` lets the peer go on."
     with pytest.raises(TrainingFailed, match="3 ranks"):
         peer.run([*words, "parallel.tensor=2", "optim.name=adamw", "--nproc", "3"])
     with pytest.raises(ConfigError, match=r"model\.heads"):
         peer.run([*words, "model.heads=7"])
     assert not started
+
+
+def test_a_peer_logs_what_it_does_to_its_standard_error_and_is_checked_with_its_data_degree(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr("logging.basicConfig", lambda **given: made.append(given))
+    peer._log_lines()
+    assert (made[0]["level"], made[0]["stream"]) == (logging.INFO, sys.stderr)
+
+    def check(recipe: Any, sources: Any, *, data_degree: int | None) -> None:
+        made.append(data_degree)
+        raise ConfigError([])  # enough is known
+
+    monkeypatch.setattr("bloomery.config.validate.check_recipe", check)
+    for count in ("1", "3"):
+        with pytest.raises(ConfigError):
+            peer.run(["diloco-internet", "--nproc", count])
+    assert made[1:] == [1, 3]
 
 
 def test_timeouts_are_explained_for_a_recipe_or_for_the_default_settings(
@@ -327,5 +352,9 @@ def test_timeouts_are_explained_for_a_recipe_or_for_the_default_settings(
 
 def test_parts_of_a_peers_command_get_the_words_after_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
+    monkeypatch.setattr(peer, "_train", lambda options: asked.append(options.run) or 3)
+    assert peer.run(["my.toml", "--run", "explain"]) == 3 and asked.pop() == "explain"
+    with pytest.raises(SystemExit):
+        peer.run([])
     monkeypatch.setattr(peer_probe, "run", lambda words: asked.append(words) or 4)
     assert peer.run(["probe", "my.toml", "--json"]) == 4 and asked == [["my.toml", "--json"]]

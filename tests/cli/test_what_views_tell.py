@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 from tests.cli.test_demo_steps import Recorder
 
 from bloomery.cli import dashboard, plot, report, top
@@ -99,6 +100,68 @@ def test_what_top_knows_of_progress_and_saves_is_told(monkeypatch: pytest.Monkey
     assert "left" not in top._progress(replace(SUMMARY, left_s=0.0), 60)
 
 
+def test_a_new_run_and_one_of_zeros_have_their_figures_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    from msgspec.structs import replace
+
+    begun = replace(SUMMARY, step=0, done=0.0, step_s=1.2345, loss=None, saved_step=0, steps=None)
+    assert top._progress(begun, 60) == f"[{'.' * 20}] 0.0%, step 0, 1.23 s/step"
+    assert top._saved(begun).startswith("loss not finite, held out 2.7500, saved at step 0, 4 × H200")
+    bare = replace(begun, held_out=None, saved_step=None, ranks=None, written=None)
+    assert top._saved(bare) == "loss not finite, never saved"
+    monkeypatch.setattr(
+        "bloomery.operate.dashboard.curves.curves",
+        lambda reader, names, *, points: [SimpleNamespace(y=[float("nan"), 0.0])],
+    )
+    monkeypatch.setattr("sys.stdout", SimpleNamespace(encoding=None))
+    block: Any = top.run_block(
+        SimpleNamespace(news=SimpleNamespace(events=[event(0, step=1_234, level="info", at=0.0)]),
+                        columns=SimpleNamespace(last=lambda column: 0.0)),
+        begun, width=80,
+    )  # fmt: skip
+    lines = block.plain.split("\n")
+    assert lines[2].endswith("0.0%, step 0, 1.23 s/step") and "  loss                   0  _" in lines
+    assert "  03-04 05:06:07 step 1,234 kind0: text 0" in lines
+    assert top.sparkline([float("nan")] * 3) == "   "
+
+
+def test_no_text_of_a_run_commands_the_terminal_and_a_long_one_is_told_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from msgspec.structs import replace
+
+    monkeypatch.setattr("bloomery.operate.dashboard.curves.curves", lambda *given, **more: [])
+    words = [f"word{number:02}" for number in range(30)]
+    rude = "\x1b[2J\x9b\u202e"
+    told = replace(
+        SUMMARY, why=f"why{rude}", problems=[" ".join(words) + rude], device=f"d{rude}",
+        advice=[" ".join(words).upper(), rude],
+    )  # fmt: skip
+    block: Any = top.run_block(reader(), told, width=62)  # nine words, and eight where they are indented
+    lines = block.plain.split("\n")
+    assert not {"\x1b", "\x9b", "\u202e"} & set(block.plain)
+    assert max(map(len, lines)) <= 62
+    assert " ".join(words) in " ".join(block.plain.split())
+    assert " ".join(words).upper() in " ".join(block.plain.split())
+
+
+def test_top_looks_every_two_seconds_and_is_as_wide_as_the_environment_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for columns, width in ((None, 80), ("70", 70), ("many", 80)):
+        monkeypatch.delenv("COLUMNS", raising=False)
+        if columns is not None:
+            monkeypatch.setenv("COLUMNS", columns)
+        assert top._parse(["a"]).columns == width
+    options = top._parse(["a", "--once", "b"])
+    assert (options.runs, options.once, options.interval) == (["a", "b"], True, 2.0)
+    for text, seconds in (("0.1", 0.1), ("3600", 3600.0), ("0.09", None), ("3601", None), ("soon", None)):
+        if seconds is None:
+            with pytest.raises(SystemExit):
+                top._parse(["a", "--interval", text])
+        else:
+            assert top._parse(["a", "--interval", text]).interval == seconds
+
+
 def test_top_prints_once_where_there_is_no_terminal_and_fails_for_a_bad_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -121,6 +184,64 @@ def test_top_prints_once_where_there_is_no_terminal_and_fails_for_a_bad_run(
     assert capsys.readouterr().out.split() == ["good", "attention"] and widths == [70, 70]
     health[:] = ["bad", "good"]
     assert top.run(["a", "b", "--columns", "300"]) == 1 and widths[2:] == [120, 120]
+
+
+@pytest.mark.parametrize(
+    ("is_terminal", "words", "is_watched"),
+    [(False, (), False), (True, ("--once",), False), (True, (), True), (True, ("--columns", "70"), True)],
+)
+def test_top_follows_runs_in_a_terminal_whose_width_counts(
+    monkeypatch: pytest.MonkeyPatch, is_terminal: bool, words: tuple[str, ...], is_watched: bool
+) -> None:
+    done: list[Any] = []
+
+    def console(*, highlight: bool, width: int | None) -> Any:
+        done.append(width)
+        return SimpleNamespace(print=lambda block: done.append("printed"), width=90)
+
+    monkeypatch.setattr("rich.console.Console", console)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: is_terminal)
+    monkeypatch.setattr(
+        "bloomery.operate.dashboard.run_reader.RunReader", lambda path: SimpleNamespace(read_all=reader)
+    )
+    monkeypatch.setattr(
+        "bloomery.operate.dashboard.run_summary.RunSummarizer",
+        lambda reader: SimpleNamespace(summary=lambda: SUMMARY),
+    )
+    monkeypatch.setattr(top, "run_block", lambda reader, summary, *, width: "")
+    monkeypatch.setattr(top, "_watch", lambda console, runs, options: done.append("watched"))
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert top.run(["a", *words]) == (0 if is_watched else 1)
+    assert done == [None if is_terminal else 80, "watched" if is_watched else "printed"]
+
+
+def test_top_reads_what_is_new_once_an_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[Any] = []
+
+    class Live:
+        def __init__(self, first: Any, **options: Any) -> None:
+            done.append(options["screen"])
+
+        def __enter__(self) -> Live:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            done.append("end")
+
+        def update(self, screen: Any, *, refresh: bool) -> None:
+            done.append(("shown", refresh))
+
+    def wait(seconds: float) -> bool:
+        done.append(seconds)
+        return len(done) > 7
+
+    monkeypatch.setattr("rich.live.Live", Live)
+    monkeypatch.setattr(top, "EndSignal", lambda: SimpleNamespace(wait=wait))
+    monkeypatch.setattr(top, "run_block", lambda reader, summary, *, width: "")
+    followed: Any = SimpleNamespace(poll=lambda: done.append("read"))
+    summarizer: Any = SimpleNamespace(summary=lambda: SUMMARY)
+    top._watch(Console(width=200), [(followed, summarizer)], Namespace(interval=7.5))
+    assert done == [True, 7.5, "read", ("shown", True), 7.5, "read", ("shown", True), 7.5, "end"]
 
 
 class Curves:

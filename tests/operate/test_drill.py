@@ -62,6 +62,33 @@ def test_a_phase_that_did_not_come_is_none_and_the_next_begins_where_the_last_en
     assert (given_up.noticed, given_up.ended, given_up.total_s) == (2.0, 0.0, None)
 
 
+@pytest.mark.parametrize(
+    ("operations", "events", "expected"),
+    [
+        ([("attempt_end", 100.0)], [("step", None), ("step", 100.0), ("step", 103.0)], {"stepped": 3.0}),
+        ([("attempt_end", 102.0)], [("step", 101.0)], {"ended": 2.0}),
+        (
+            [("attempt", 104.0), ("attempt", 200.0)],
+            [("step", 105.0), ("start", 110.0), ("start", 112.0), ("step", 113.0)],
+            {"restarted": 4.0, "started": 6.0, "loaded": 0.0, "stepped": 3.0},
+        ),
+        (
+            [("attempt", 104.0)],
+            [("start", 104.0), ("step", 104.0), ("start", 110.0), ("step", 111.0)],
+            {"restarted": 4.0, "started": 6.0, "loaded": 0.0, "stepped": 1.0},
+        ),
+    ],
+)
+def test_a_recovery_is_of_what_came_after_the_fault_and_after_the_first_new_attempt(
+    operations: list[tuple[str, float]], events: list[tuple[str, float | None]], expected: dict[str, float]
+) -> None:
+    records, journal = (
+        [{"event": name, "time": time} for name, time in told] for told in (operations, events)
+    )
+    found = phases_of(100.0, noticed=None, operations=records, events=journal)
+    assert found == RecoveryPhases(**expected)
+
+
 def test_time_outs_follow_the_slowest_rank() -> None:
     beats = {0: beat(gap_s=1.0, computing=2.0, saving=5.0), 1: beat(rank=1, gap_s=9.0, computing=8.0)}
     table = {timeout.name: timeout.seconds for timeout in run_timeouts(beats)}

@@ -36,17 +36,22 @@ def test_a_bit_of_the_newest_checkpoint_flips_in_the_second_half_of_its_largest_
 ) -> None:
     rundir = RunDirectory(tmp_path).create()
     listed = [SimpleNamespace(step=step, name=f"step-{step}") for step in (2, 3, 1)]
+    whole = np.arange(1000, dtype=np.uint8)
     for checkpoint in listed:
         (rundir.checkpoints / checkpoint.name).mkdir()
         for name, size in (("a", 50), ("b", 1000), ("c", 70)):
-            (rundir.checkpoints / checkpoint.name / f"{name}.safetensors").write_bytes(bytes(size))
+            (rundir.checkpoints / checkpoint.name / f"{name}.safetensors").write_bytes(whole[:size].tobytes())
     monkeypatch.setattr(faults, "checkpoints", lambda rundir: listed)
-    for seed in range(20):
+    flipped = set()
+    for seed in range(60):
         path = flip_checkpoint_bit(rundir, Random(seed))
         assert path == rundir.checkpoints / "step-3" / "b.safetensors"
-        (place,) = np.flatnonzero(np.frombuffer(path.read_bytes(), np.uint8)).tolist()
-        assert place >= 500 and path.read_bytes()[place].bit_count() == 1
-        path.write_bytes(bytes(1000))
+        changed = np.frombuffer(path.read_bytes(), np.uint8) ^ whole
+        (place,) = np.flatnonzero(changed).tolist()
+        assert place >= 500
+        flipped.add(int(changed[place]))
+        path.write_bytes(whole.tobytes())
+    assert flipped == {1 << bit for bit in range(8)}
     monkeypatch.setattr(faults, "checkpoints", lambda rundir: [])
     assert flip_checkpoint_bit(rundir, Random(0)) is None
 
@@ -103,6 +108,64 @@ def test_what_closes_while_connections_are_cut_is_none_of_them(monkeypatch: pyte
         listed = faults._sockets(process.pid)
         monkeypatch.setattr(faults, "_sockets", lambda pid: [999, *listed])
         assert cut_connections(process.pid) == 2 and [end.recv(1) for end in ends] == [b"", b""]
+
+
+def test_a_descriptor_that_closes_while_it_is_looked_at_is_no_socket() -> None:
+    with socket.create_server(
+        ("127.0.0.1", 0)
+    ) as server:  # of this process, which closes that of the listing
+        assert server.fileno() in faults._sockets(os.getpid())
+
+
+class Copy:
+    """A socket of another process, as this one sees it."""
+
+    def __init__(
+        self, family: int = socket.AF_INET, kind: int = socket.SOCK_STREAM, *, is_quick: bool = False
+    ) -> None:
+        self.family, self.type, self.is_quick = family, kind, is_quick
+        self.ended, self.is_open = list[int](), True
+
+    def __enter__(self) -> Copy:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.is_open = False
+
+    def getsockname(self) -> tuple[str, int]:
+        return "here", 5
+
+    def getpeername(self) -> tuple[str, int]:
+        return "there", 7
+
+    def shutdown(self, how: int) -> None:
+        self.ended.append(how)
+        if self.is_quick:
+            raise OSError(107, "Transport endpoint is not connected")
+
+
+@pytest.mark.parametrize(
+    ("copy", "port", "is_cut"),
+    [
+        (Copy(), 0, True),
+        (Copy(), 5, True),
+        (Copy(), 7, True),
+        (Copy(), 6, False),
+        (Copy(socket.AF_INET6), 7, True),
+        (Copy(kind=socket.SOCK_DGRAM), 0, False),
+        (Copy(socket.AF_UNIX), 0, False),
+        (Copy(is_quick=True), 0, True),
+    ],
+    ids=["any", "own port", "its peer's port", "another port", "IPv6", "UDP", "a pipe", "ended meanwhile"],
+)
+def test_a_connection_is_cut_by_either_port_and_its_copy_is_closed(
+    monkeypatch: pytest.MonkeyPatch, copy: Copy, port: int, *, is_cut: bool
+) -> None:
+    copied = SimpleNamespace(syscall=lambda call, process, number, flags: 0)
+    monkeypatch.setattr(faults.ctypes, "CDLL", lambda name, use_errno: copied)
+    monkeypatch.setattr(faults.socket, "socket", lambda fileno: copy)
+    assert faults._cut(3, 4, port) is is_cut and copy.ended == [socket.SHUT_RDWR] * is_cut
+    assert not copy.is_open
 
 
 def test_a_process_that_is_gone_is_told_as_gone() -> None:

@@ -71,7 +71,11 @@ def test_a_cut_is_of_all_connections_and_the_store_of_those_to_its_port(
     strike(DrillFault.CUT, 77)
     strike(DrillFault.STORE, 77)
     assert cut == [(77, 0), (77, 2950)]
-    shown["/proc/77/environ"] += f"BLOOMERY_RENDEZVOUS_FILE={tmp_path / 'gone'}\0".encode()
+    meeting = tmp_path / "a=b"
+    meeting.touch()
+    shown["/proc/77/environ"] += f"BLOOMERY_RENDEZVOUS_FILE={meeting}\0".encode()
+    strike(DrillFault.STORE, 77)
+    assert not meeting.exists()
     strike(DrillFault.STORE, 77)
     assert len(cut) == 2, "a file that is gone already is no failure, and no connection is cut"
 
@@ -162,8 +166,9 @@ def test_a_fault_strikes_one_rank_and_the_launcher_fault_the_launcher(
     assert flipped == [rundir]
 
 
+@pytest.mark.parametrize("is_taken_meanwhile", [False, True])
 def test_a_full_disk_is_full_to_its_last_byte_until_it_is_given_back(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, is_taken_meanwhile: bool
 ) -> None:
     timers: list[tuple[float, Any]] = []
 
@@ -183,6 +188,8 @@ def test_a_full_disk_is_full_to_its_last_byte_until_it_is_given_back(
 
     def allocate(file: int, begin: int, size: int) -> None:
         asked.append((begin, size))
+        if is_taken_meanwhile:
+            raise OSError(28, "No space left on device")
         take(file, begin, size)
 
     monkeypatch.setattr(faults.os, "posix_fallocate", allocate)
@@ -212,7 +219,7 @@ def test_a_node_of_a_job_is_told_from_a_machine_alone(monkeypatch: pytest.Monkey
     assert ACROSS.launch() == ["srun", "--ntasks-per-node=1", "--no-kill", *words]
     for name, value in job.items():
         monkeypatch.setenv(name, value)
-    assert drill_nodes() == ACROSS
+    assert drill_nodes() == ACROSS and drill_nodes({}) == DrillNodes()
 
 
 def test_another_processs_descriptor_that_may_not_be_had_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -95,6 +97,16 @@ def test_the_ranks_of_a_killed_launcher_are_waited_for_until_none_lives(
     beats[0] = beat(pid=2**30)
     _await_ranks_end(plan, 1010.0)
     assert clock.now == 1010.0, "one of them lives to the deadline"
+
+
+def test_a_rank_lives_whatever_its_name_until_it_has_ended(tmp_path: Path) -> None:
+    command = tmp_path / "Z Zz"
+    shutil.copy(shutil.which("sleep") or "", command)
+    with subprocess.Popen([str(command), "60"]) as rank:
+        assert module._lives(RankBeat(pid=rank.pid), DrillNodes())
+        rank.kill()
+        os.waitid(os.P_PID, rank.pid, os.WEXITED | os.WNOWAIT)
+        assert not module._lives(RankBeat(pid=rank.pid), DrillNodes()), "nobody has waited for it yet"
 
 
 def saved(plan: DrillPlan, count: int) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from bloomery.events.run_directory import RunDirectory
 from bloomery.operate.process_tree import descendants, sees_kernel_pids
-from bloomery.operate.share_log import ShareLog
+from bloomery.operate.share_log import ShareLog, kernel_lines
 
 # a thread starts a shell, which starts a process of its own; "go" on standard input ends and reaps both
 PARENT = """
@@ -97,3 +97,15 @@ def test_a_log_that_cannot_be_read_hides_no_exit_status(tmp_path: Path) -> None:
     share.ended({0: -9}, killed=())
     (end,) = share.ends(attempt="")
     assert (end.status, end.log) == (-9, "")
+
+
+def test_a_kernel_log_is_read_whatever_bytes_it_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = tmp_path / "dmesg"
+    command.write_text("#!/bin/sh\nprintf 'a \\377 name\\nOut of memory\\n'\n")
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert kernel_lines() == ["a \ufffd name", "Out of memory"]
+    command.write_text("#!/bin/sh\necho 'dmesg: read kernel buffer failed'\nexit 1\n")
+    assert kernel_lines() == []

@@ -124,3 +124,14 @@ def test_an_end_that_was_heard_of_stays_heard_though_the_board_is_read_no_more(
     monkeypatch.setattr(JobBoard, "get", lambda board, name: None)
     one.poll()
     assert one.why_to_end() == "no rank has moved"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_each_signal_that_asks_a_launcher_to_end_is_kept_and_a_warning_is_none(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    asked = watch(tmp_path)
+    asked.signalled(signal.SIGUSR1)
+    assert asked.asked == 0
+    asked.signalled(number)
+    assert asked.asked == number

@@ -43,7 +43,7 @@ class ChildEnds:
     def wait(self, timeout_s: float) -> None:
         """Wait until another child has ended or a signal has come, for `timeout_s` seconds at most."""
         if not self._are_told:
-            time.sleep(min(timeout_s, _PAUSE_S))
+            time.sleep(max(0.0, min(timeout_s, _PAUSE_S)))
             return
         for descriptor, _ in self._poll.poll(max(0.0, timeout_s) * 1000):
             if descriptor == self._signalled.fileno():

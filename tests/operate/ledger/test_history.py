@@ -94,7 +94,46 @@ def test_tokens_and_speeds_are_of_the_steps_that_are_part_of_the_run() -> None:
     assert (list(seen.speeds), seen.members) == ([40.0, 100.0, 100.0], ((T0 + 4, 3),))
     assert (seen.began_s, seen.last_s, seen.is_over) == (T0 + 4, T0 + 9, False)
     assert history(events, [operation(1, "attempt", attempt="a")]).began_s == T0 + 1
-    assert history(events, [operation(99, "note")]).last_s == T0 + 99
+    timeless = operation(0, "note") | {"time": None}
+    assert history(events, [operation(99, "note"), timeless]).last_s == T0 + 99
+
+
+def test_tokens_that_are_counted_anew_and_clocks_that_go_back_take_nothing_away() -> None:
+    counted = [(6, 1, 100), (5, 2, 50), (7, 3, 120)]
+    steps = [
+        step(time, number, compute=1.0) | {"consumed_tokens": tokens} for time, number, tokens in counted
+    ]
+    seen = history([start(4), *steps, operation(3, "setting", key="a")])
+    assert (seen.kept_tokens, seen.last_s) == (120, T0 + 7)
+    whole = history([start(4), step(6, 1, compute=1.0) | {"tokens_per_s": 40}])
+    assert (list(whole.speeds), whole.members) == ([40.0], ((T0 + 4, 1),))
+
+
+@pytest.mark.parametrize("again", [step(12, 2, compute=1.0), start(12, 2, at=1)])
+def test_a_run_that_goes_on_after_its_end_is_neither_over_nor_finished(again: dict) -> None:
+    events = [start(4), step(6, 1, compute=1.0), operation(9, "end", finished=True, failed=False)]
+    over, longer = history(events), history([*events, again])
+    assert (over.is_over, over.is_finished) == (True, True)
+    assert (longer.is_over, longer.is_finished) == (False, False)
+
+
+def test_a_save_that_is_refused_for_the_reason_of_a_rewind_is_an_incident_of_its_own() -> None:
+    rewind = operation(7, "rewind", to_step=1, reason="full")
+    found = history([start(4), rewind, operation(8, "checkpoint_failed", why="full")]).incidents
+    assert [(one.cause, one.times) for one in found] == [("rewind", 1), (SAVE_REFUSED, 1)]
+
+
+def test_an_incident_costs_the_steps_up_to_its_moment_though_a_clock_was_set_between_them() -> None:
+    lost = [step(time, number, compute=1.0) for number, time in enumerate((12.0, 6.0, 9.0), 4)]
+    failed = [operation(time, "diagnosis", attempt=str(time), cause="x") for time in (9, 20)]
+    found = history([start(4, 2), *lost], failed, hidden=1).incidents
+    assert [one.steps_lost for one in found] == [2, 1]
+
+
+def test_a_diagnosis_whose_attempt_ended_at_no_known_time_has_its_own_and_no_step_that_is_no_number() -> None:
+    end = operation(5, "attempt_end", attempt="a", status=1) | {"time": None}
+    (found,) = history([], [end, operation(9, "diagnosis", attempt="a", cause="x") | {"step": "7"}]).incidents
+    assert (found.time, found.step) == (T0 + 9, 0)
 
 
 @pytest.mark.parametrize(
@@ -109,6 +148,8 @@ def test_tokens_and_speeds_are_of_the_steps_that_are_part_of_the_run() -> None:
         ([operation(20, "attempt_end", attempt="b", status=1)], False),
         ([operation(20, "attempt_end", attempt="b", status=0), operation(21, "alert", word="new")], True),
         ([operation(5, "attempt", attempt="a")], True),
+        ([operation(9, "attempt", attempt="b")], True),
+        ([operation(20, "request", action="save")], True),
     ],
 )
 def test_a_run_is_over_where_the_newest_record_says_so(operations: list[dict], is_over: bool) -> None:
@@ -141,6 +182,7 @@ def marks_of(
     [
         (0, None, TimeClass.ENDING, TimeClass.FINISHED),
         (143, None, TimeClass.ENDING, TimeClass.STOPPED),
+        (130, None, TimeClass.ENDING, TimeClass.STOPPED),
         (1, {"cause": "hang", "gives_up": ""}, TimeClass.HANG, TimeClass.RESTART),
         (1, {"cause": "killed", "gives_up": "no"}, TimeClass.FAILURE, TimeClass.DOWN),
         (1, None, TimeClass.FAILURE, TimeClass.DOWN),
@@ -177,6 +219,23 @@ def test_a_job_waits_and_runs_and_the_attempt_tells_of_its_start_before_it() -> 
         (1805, TimeClass.DOWN),
     ]  # fmt: skip
     assert found[-1][3] == 5, "it holds for a rank that has not written since"
+
+
+def test_each_state_of_a_job_has_the_class_of_the_time_that_follows() -> None:
+    states = ("pending", "held", "requeued", "running", "failed", "cancelled")
+    jobs = [operation(time, "job", state=state) for time, state in enumerate(states)]
+    found = [after for _, _, after, _ in marks_of(*jobs)]
+    assert found[:3] == [TimeClass.QUEUE] * 3
+    assert found[3:] == [TimeClass.STARTING, TimeClass.DOWN, TimeClass.STOPPED]
+
+
+@pytest.mark.parametrize(
+    "between", [operation(3, "job", state="pending"), operation(3, "attempt_end", attempt="a", status=1)]
+)
+def test_a_job_that_runs_after_its_attempt_was_over_starts_anew(between: dict) -> None:
+    running = operation(5, "job", state="running")
+    found = marks_of(operation(1, "attempt", attempt="a"), between, running)
+    assert (5, None, TimeClass.STARTING, None) in found
 
 
 def test_a_mark_of_an_unended_attempt_counts_where_nothing_else_is_known_since() -> None:
@@ -306,9 +365,18 @@ def test_what_a_living_rank_does_explains_the_time_since_it_began() -> None:
     ]  # fmt: skip
     again = operation(20, "attempt", attempt="b")
     assert spans_of(events, saving, again)[-1] == (20.0, 30.0, TimeClass.SAVING)
+    before = saving._replace(time=T0 + 15.0)
+    assert spans_of(events, before, again) == [(2.0, 30.0, TimeClass.SAVING)], "it wrote before that began"
     ended = [*events, operation(5, "end", finished=True, spent={"ending": 3.0})]
     assert spans_of(ended, None)[-1] == (5.0, 30.0, TimeClass.FINISHED)
     assert spans_of([*events, operation(5, "end", failed=True)], None)[-1] == (5.0, 30.0, TimeClass.DOWN)
+
+
+def test_a_start_that_measured_nothing_began_with_its_attempt() -> None:
+    bare = {**start(10), "spent": None}
+    told = spans_of([bare, step(11, 1, compute=1.0)], None, operation(4, "attempt", attempt="a"))
+    assert told[:2] == [(4.0, 10.0, TimeClass.LOADING), (10.0, 11.0, TimeClass.TRAINING)]
+    assert spans_of([bare, step(11, 1, compute=1.0)], None)[0] == (10.0, 11.0, TimeClass.TRAINING)
 
 
 def test_causes_are_told_with_all_that_they_cost_the_dearest_first() -> None:
@@ -342,7 +410,9 @@ def test_an_incident_costs_what_it_cost_a_rank_on_average(tmp_path: Path) -> Non
         ({"error": "KeyError"}, False),
         ({"activity": "ended"}, False),
         ({"time": T0 - 34.0}, False),
-        ({"time": T0 - 32.0}, True),
+        ({"time": T0 - 33.0}, True),
+        ({"time": T0 + 33.0}, True),
+        ({"time": T0 + 34.0}, False),
     ],
 )
 def test_a_rank_lives_by_a_fresh_heartbeat_of_the_attempt_that_runs(

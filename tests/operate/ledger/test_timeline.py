@@ -63,6 +63,77 @@ def test_a_first_step_that_was_lost_has_compiled_for_those_after_the_rewind() ->
     }
 
 
+@pytest.mark.parametrize("incarnation", [1, 9])
+def test_a_process_begins_once_whatever_its_number_and_whatever_has_none(incarnation: int) -> None:
+    note = {"event": "phase", "time": T0 + 4.5}
+    steps = [step(4, 1, incarnation, compute=3.0), note]
+    steps += [step(time, time - 3, incarnation, compute=1.0) for time in (5, 6, 7)]
+    found = seconds_by_class([start(1, incarnation, starting=1.0), *steps], end=7)
+    assert found == {
+        TimeClass.STARTING: pytest.approx(1),
+        TimeClass.FIRST_STEP: pytest.approx(2),
+        TimeClass.TRAINING: pytest.approx(4),
+    }
+
+
+@pytest.mark.parametrize("lost", [0, 2])
+def test_spans_come_in_the_order_of_time_to_the_end_of_a_process(lost: int) -> None:
+    end = {"event": "end", "time": T0 + 6, "finished": True, "spent": {"ending": 1.0}}
+    events = [start(1, starting=1.0), step(3, 1, compute=2.0), step(4, 2, compute=1.0), end]
+    marks = read_marks([], was_finished=True)
+    kept = lambda base: base[0] != lost  # noqa: E731
+    spans = list(rank_spans(events, marks=marks, is_visible=kept, begin=T0, end=T0 + 7))
+    edges = [T0, *(span.end for span in spans)]
+    assert [span.begin for span in spans] == edges[:-1] and edges[-1] == T0 + 7
+
+
+@pytest.mark.parametrize("again", [[], [start(18, 1, starting=3.0)]])
+def test_a_process_that_began_without_a_record_of_its_own_was_down_before(
+    again: list[dict[str, Any]],
+) -> None:
+    events = [start(1, starting=1.0), step(2, 1, compute=1.0), *again]
+    events += [step(20, 2, 1 if again else 2, compute=2.0), step(21, 3, 1 if again else 2, compute=1.0)]
+    assert seconds_by_class(events, end=21) == {
+        TimeClass.STARTING: pytest.approx(4 if again else 1),
+        TimeClass.TRAINING: pytest.approx(3),
+        TimeClass.FIRST_STEP: pytest.approx(1),
+        TimeClass.DOWN: pytest.approx(13 if again else 16),
+    }
+
+
+def test_the_excess_of_a_first_step_is_taken_from_all_that_it_computed() -> None:
+    first = step(4, 1, compute=1.0)
+    first["spent"]["updating the weights"] = 2.0
+    found = seconds_by_class([start(1, starting=1.0), first, step(5, 2, compute=1.0)], end=5)
+    assert (found[TimeClass.FIRST_STEP], found[TimeClass.TRAINING]) == (pytest.approx(2), pytest.approx(2))
+
+
+@pytest.mark.parametrize(
+    ("steps", "unexplained"),
+    [
+        ([(2, 1.5), (3.5, 1.0)], 0.3),  # no more than a tenth of a second is owed
+        ([(3.1, 2.0), (4.2, 1.0), (5.3, 1.0)], 0.2),  # nor is more than that lent
+        ([(2, 1.0), (2, 0.05), (3.15, 1.0)], 0.0),  # what was measured in no time is owed
+        ([(2, 1.0), (3.15, 1.0)], 0.05),
+        ([(1.1 + n * 0.1, 0.1) for n in range(25)], 0.0),  # sums of tenths are rounded
+    ],
+)
+def test_a_process_owes_and_lends_a_tenth_of_a_second(
+    steps: list[tuple[float, float]], unexplained: float
+) -> None:
+    events = [start(1, starting=1.0)]
+    events += [step(time, number, compute=seconds) for number, (time, seconds) in enumerate(steps, 1)]
+    found = seconds_by_class(events, end=steps[-1][0])
+    assert found.get(TimeClass.UNEXPLAINED, 0.0) == pytest.approx(unexplained, abs=1e-9)
+    assert (TimeClass.UNEXPLAINED in found) == (unexplained > 0.0)
+
+
+def test_a_process_owes_nothing_of_the_one_before_it() -> None:
+    events = [start(1, starting=1.0), step(2, 1, compute=1.2), start(5, 2, at=1, starting=1.0)]
+    found = seconds_by_class([*events, step(6.15, 2, 2, compute=1.0)], end=6.15)
+    assert found[TimeClass.UNEXPLAINED] == pytest.approx(0.05)
+
+
 def test_seconds_are_told_in_the_unit_that_a_person_would_use() -> None:
     told = {duration(seconds): seconds for seconds in (0.0, 12.0, 270.0, 111_600.0, 1e6, 1e9)}
     assert list(told) == ["0.0 s", "12.0 s", "4.5 min", "31.0 h", "11.6 days", "11,574.1 days"]

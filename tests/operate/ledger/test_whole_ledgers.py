@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -47,7 +49,7 @@ def test_a_chronicle_is_this() -> None:
         Incident(time=T0 + 60, cause="bad GPU", culprit="n1, GPU 3", summary="it *fell* off", sure=True,
                  evidence=("it *fell* off", "Xid 79", ""), action="started again", remedy="report it",
                  step=1234, steps_lost=1000),
-        Incident(time=T0 + 30, cause="x", sure=False, times=3),
+        Incident(time=T0 + 30, cause="x", sure=False, times=2),
     ]  # fmt: skip
     history = RunHistory(
         incidents=incidents, changes=[(T0 + 45, "stopped: signal")], step=2000, kept_tokens=5_000_000,
@@ -59,6 +61,9 @@ def test_a_chronicle_is_this() -> None:
     )  # fmt: skip
     note = operation(50, "note", text="a\n\n*b*", by="Ada")
     timeless = {**operation(0, "note", text="never"), "time": None}
+    later = [operation(90, "note", text=words, by="Ben") for words in ("z", "a")]
+    both = chronicle_text(ledger, later, name="my_run")
+    assert both.index("> z") < both.index("> a"), "in the order in which they were written"
     text = chronicle_text(ledger, [note, timeless, operation(1, "attempt")], name="my_run")
     assert text == (
         "# Chronicle of my\\_run\n"
@@ -70,9 +75,9 @@ def test_a_chronicle_is_this() -> None:
         "- effective time 50.0%, ETTR 100.0%, goodput of tokens 50.0% (first rank; "
         "`bloomery report` has all)\n"
         "- bad GPU: 1 ×, 90.0 s, 1,000 steps lost\n"
-        "- x: 3 ×, 0.0 s, 0 steps lost\n"
+        "- x: 2 ×, 0.0 s, 0 steps lost\n"
         "\n"
-        f"### {clock(T0 + 30)} · x (3 times in a row)\n"
+        f"### {clock(T0 + 30)} · x (2 times in a row)\n"
         "\n"
         "Problem, at step 0, and its evidence:\n"
         "\n"
@@ -104,9 +109,10 @@ def test_a_chronicle_is_this() -> None:
 def test_words_of_records_are_cut_and_a_fence_is_longer_than_any_in_it() -> None:
     assert as_text("x" * 300) == "x" * 300 and as_text("x" * 301) == "x" * 299 + "…"
     assert as_text(" 12. a ") == "12\\. a" and as_text("www.a.b") == "www\\.a.b"
+    assert as_text("WWW.a") == "WWW\\.a" and as_text("a\u2066\u2069b") == "a b"
     assert as_text("a\x00\u202eb") == "a b" and as_text("- a://b") == "\\- a\\://b"
     assert as_block(["a````b", "c" * 400, ""]) == "`````text\na````b\n" + "c" * 300 + "\n\n`````"
-    assert as_block([]) == "```text\n```"
+    assert as_block([]) == "```text\n```" and as_block(["`a` `b`"]) == "```text\n`a` `b`\n```"
 
 
 def test_a_note_has_its_author_and_a_chronicle_of_nothing_is_none(
@@ -119,13 +125,25 @@ def test_a_note_has_its_author_and_a_chronicle_of_nothing_is_none(
     add_note(run, "b", by="ben")
 
     def nameless() -> str:
-        raise OSError
+        raise errors.pop()
 
+    errors = [OSError("No username set in the environment"), KeyError("getpwuid(): uid not found: 5")]
+    locked: list[int] = []
     monkeypatch.setattr(chronicle.getpass, "getuser", nameless)
+    monkeypatch.setattr(
+        chronicle.durable, "wait_for_lock", lambda file, *, timeout_s: bool(locked.append(file))
+    )
     add_note(run, "c")
+    add_note(run, "d")
+    assert len(locked) >= 2, "supervisors write there too"
     told = [(event["event"], event["text"], event["by"], event["step"], event["incarnation"])
             for event in read_journal(run.operations)]  # fmt: skip
-    assert told == [("note", "a", "ann", 0, 0), ("note", "b", "ben", 0, 0), ("note", "c", "somebody", 0, 0)]
+    assert told == [
+        ("note", "a", "ann", 0, 0),
+        ("note", "b", "ben", 0, 0),
+        ("note", "c", "somebody", 0, 0),
+        ("note", "d", "somebody", 0, 0),
+    ]
 
 
 def test_a_new_chronicle_ends_with_room_for_notes_by_hand_and_a_refusal_is_told(
@@ -144,6 +162,41 @@ def test_a_new_chronicle_ends_with_room_for_notes_by_hand_and_a_refusal_is_told(
     add_note(run, "x")
     with pytest.raises(StorageError, match="Writing the chronicle"):
         write_chronicle(run, now=T0 + 50)
+
+
+def test_a_chronicle_tells_of_the_first_rank_and_keeps_notes_in_any_encoding(tmp_path: Path) -> None:
+    events, operations, bases = killed_once()
+    for event in (*events, *operations):
+        event |= {"ranks": 2} if "ranks" in event else {}
+    run = write_run(tmp_path, events, operations, bases)
+    run.chronicle.write_bytes("Größe\n".encode("latin-1"))
+    write_chronicle(run, now=T0 + 50)
+    text = run.chronicle.read_text()
+    assert "effective time 11.7%, ETTR 11.7%" in text and text.endswith("\nGr\ufffd\ufffde\n")
+    run.chronicle.write_bytes(text.encode() + b"\xff\n")
+    write_chronicle(run, now=T0 + 50)
+    assert run.chronicle.read_bytes() == text.encode() + b"\xff\n", "there is nothing new to write"
+    add_note(run, "x")
+    write_chronicle(run, now=T0 + 50)
+    assert run.chronicle.read_text().endswith("\nGr\ufffd\ufffde\n\ufffd\n")
+
+
+def test_notes_that_cannot_be_read_for_a_moment_are_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = write_run(tmp_path, *killed_once())
+    run.chronicle.write_text("# My own diary\n")
+    read, refusals = Path.read_text, [OSError(5, "Input/output error")]
+
+    def refuse(path: Path, **options: Any) -> str:
+        if path == run.chronicle and refusals:
+            raise refusals.pop()
+        return read(path, **options)
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    with pytest.raises(StorageError, match="Writing the chronicle"):
+        write_chronicle(run, now=T0 + 50)
+    assert run.chronicle.read_text() == "# My own diary\n"
 
 
 def test_a_keeper_writes_when_the_records_grow_and_at_its_end_and_outlives_refusals(
@@ -173,6 +226,8 @@ def test_a_keeper_writes_when_the_records_grow_and_at_its_end_and_outlives_refus
     monkeypatch.setattr(chronicle, "write_chronicle", write)
     with caplog.at_level(logging.WARNING), ChronicleKeeper(run):
         assert has_begun.wait(30.0)
+        (thread,) = (thread for thread in threading.enumerate() if thread.name == "chronicle")
+        assert thread.daemon, "a disk that hangs keeps no launcher"
         for text in ("a", "aa"):
             run.operations.write_text(text)
             assert looks.acquire(timeout=30.0)
@@ -182,6 +237,21 @@ def test_a_keeper_writes_when_the_records_grow_and_at_its_end_and_outlives_refus
         ("WARNING", "the chronicle was not written: full", False),
         ("ERROR", "the chronicle was not written", True),
     ]
+
+
+def test_a_keeper_writes_once_for_each_change_of_the_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, written = [5, 5, 7, 7, 7, 3, 3], list[int]()
+
+    def wait(seconds: float) -> bool:
+        return len(sizes) == 1
+
+    keeper: Any = SimpleNamespace(
+        _closed=SimpleNamespace(wait=wait),
+        _size=lambda: sizes.pop(0),
+        _write=lambda: written.append(sizes[0]),
+    )
+    ChronicleKeeper._run(keeper)
+    assert written == [7, 3, 3]
 
 
 def test_the_history_of_a_run_is_this() -> None:
@@ -287,6 +357,45 @@ def test_spans_fall_into_the_bins_and_incidents_that_they_belong_to() -> None:
     assert sums.goodput_at_incidents() == [0.5, 5 / 15, 15 / 30]
 
 
+def test_a_span_belongs_to_an_incident_that_was_noticed_a_moment_before_or_after_its_edge() -> None:
+    incidents = [Incident(time=T0 + 10, cause="a"), Incident(time=T0 + 20, cause="b")]
+    sums = _Sums(incidents, begin=T0, end=T0 + 40)
+    kinds = [(5, 10.005, TimeClass.HANG), (19.995, 23, TimeClass.DOWN)]
+    sums.add("0-0", [Span(T0 + begin, T0 + end, kind) for begin, end, kind in kinds])
+    assert sums.incident_s == [pytest.approx(5.005), pytest.approx(3.005)]
+    trained = _Sums(incidents, begin=T0, end=T0 + 40)
+    trained.add("0-0", [Span(T0, T0 + 10, TimeClass.TRAINING)])
+    assert trained.goodput_at_incidents() == [1.0, 0.5]
+
+
+def test_a_run_that_never_wrote_has_the_ranks_of_its_newest_attempt(tmp_path: Path) -> None:
+    attempts = [
+        operation(time, "attempt", attempt=str(time), ranks=ranks) for time, ranks in ((0, 13), (9, 12))
+    ]
+    ledger = read_ledger(write_run(tmp_path, [], attempts, {}), until=T0 + 30)
+    assert ledger is not None and list(ledger.ranks) == [f"0-{rank}" for rank in range(12)]
+
+
+def test_a_run_that_was_stopped_and_has_a_living_rank_is_counted_until_now(tmp_path: Path) -> None:
+    run = write_run(tmp_path, *killed_once())
+    before = read_ledger(run, until=T0 - 5)
+    assert before is not None and (before.begin, before.end, before.effective_time) == (T0, T0, 0.0)
+    run.heartbeat().write_text(json.dumps({"time": T0 + 99, "world": 1, "activity": "preparing the data"}))
+    ledger = read_ledger(run, now=T0 + 100, bins=1)
+    assert ledger is not None and ledger.end == T0 + 100
+    assert read_ledger(run, now=T0 + 1000).end == T0 + 30  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+def test_ranks_without_a_journal_are_those_of_the_newest_start(
+    tmp_path: Path, before: int, after: int
+) -> None:
+    events = [start(4, ranks=before), step(6, 1, compute=1.0), start(20, 2, at=1, ranks=after)]
+    unknown = [operation(5, "attempt", attempt="a"), operation(19, "attempt_end", attempt="a")]
+    ledger = read_ledger(write_run(tmp_path, events, unknown, {1: None, 2: (1, 1)}), until=T0 + 30)
+    assert ledger is not None and list(ledger.ranks) == [f"0-{rank}" for rank in range(after)]
+
+
 def test_the_figures_of_a_ledger_are_these(tmp_path: Path) -> None:
     run = write_run(tmp_path, *killed_once())
     ledger = read_ledger(run, now=T0 + 1000)
@@ -309,8 +418,9 @@ def test_the_figures_of_a_ledger_are_these(tmp_path: Path) -> None:
     assert sum(figures["shares"].values()) == pytest.approx(1.0)
     assert figures["plan"] == plan_figures(ledger, plan)
     assert figures["plan"]["days"] == pytest.approx(1000 / (500 / 30) / 86400)
-    nothing = RunLedger(begin=T0, end=T0 + 9, ranks={}, history=RunHistory())
-    assert plan_figures(nothing, plan)["days"] is None
+    for length in (9.0, 0.0):
+        nothing = RunLedger(begin=T0, end=T0 + length, ranks={}, history=RunHistory())
+        assert plan_figures(nothing, plan)["days"] is None
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.operate.sync.conftest import write_steps
@@ -15,7 +16,7 @@ from bloomery.config.submit import SyncSection
 from bloomery.errors import StorageError
 from bloomery.events.run_directory import RunDirectory
 from bloomery.objects import ObjectStat
-from bloomery.operate.sync import keeper, mirror, pieces, published
+from bloomery.operate.sync import keeper, mirror, pieces, published, run_sync
 from bloomery.operate.sync.keeper import SyncKeeper
 from bloomery.operate.sync.mirror import RunMirror
 from bloomery.operate.sync.published import CheckpointPublisher
@@ -166,6 +167,48 @@ def test_a_place_that_another_run_took_before_this_one_began_is_refused(bare: Ru
         sync.send_new()
 
 
+def test_a_log_that_is_removed_meanwhile_keeps_no_other_from_being_sent(
+    bare: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = bare.log(host="a", rank=0)
+    gone.write_text("x\n")
+    opened = run_sync.new_pieces
+
+    def pieces_of(path: Path, sent: Any) -> Any:
+        if path == gone:
+            raise FileNotFoundError(2, "No such file or directory")
+        return opened(path, sent)
+
+    monkeypatch.setattr(run_sync, "new_pieces", pieces_of)
+    place = Place()
+    RunSync(bare, place).send_new()
+    assert set(place.held) == {"recipe.toml", log_of(place)}
+
+
+def test_what_a_place_did_not_remove_is_tried_again(
+    bare: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = Place()
+    sync, remove = RunSync(bare, place), place.remove
+
+    def refuse(keys: Collection[str]) -> None:
+        raise StorageError("no", remedy="")
+
+    place.remove = refuse  # type: ignore[method-assign]
+    with pytest.raises(StorageError):
+        sync.send_new()
+    place.remove = remove  # type: ignore[method-assign]
+    place.held.clear()
+    sync.send_new()
+    assert set(place.held) == {"recipe.toml", log_of(place)}
+
+
+def test_a_place_of_a_run_of_a_million_starts_is_that_runs(bare: RunDirectory) -> None:
+    place = Place()
+    place.held = {"incarnations/1000000.json": b'{"base": null}'}
+    assert RunSync(bare, place).send_new().count == 0, "this one has not begun, and that has"
+
+
 def test_links_and_what_is_being_written_are_not_sent(bare: RunDirectory, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("password\n")
@@ -180,8 +223,9 @@ def test_a_place_that_holds_something_else_is_not_fetched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = Place()
-    with pytest.raises(StorageError, match="holds no logs"):
+    with pytest.raises(StorageError, match="holds no logs") as refused:
         RunMirror(place, tmp_path / "m").fetch()
+    assert "`bloomery sync RUN PLACE` sends them there" in refused.value.remedy
     place.held = {
         "out": b"x",
         "logs/.x": b"x",
@@ -195,8 +239,9 @@ def test_a_place_that_holds_something_else_is_not_fetched(
     place.held = {"logs/a": b"x" * 9}
     assert RunMirror(place, tmp_path / "m").fetch() == 9
     place.held = {"logs/a": b"x" * 10}
-    with pytest.raises(StorageError, match="is longer"):
+    with pytest.raises(StorageError, match="is longer") as longer:
         RunMirror(place, tmp_path / "m").fetch()
+    assert "Remove it" in longer.value.remedy
 
 
 def test_a_mirror_fetches_what_is_missing_and_anew_what_changed(tmp_path: Path) -> None:
@@ -304,6 +349,31 @@ def test_a_keeper_runs_the_command_of_its_section_and_ends_it(
     with full:
         pass
     assert full._process.poll() == -9, "what ignores the signal does not outlive the launcher"
+
+
+def test_a_checkpoint_that_cannot_be_held_is_told_and_tried_again(
+    bare: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = bare.checkpoints / "step-000005.i001"
+    place.mkdir()
+    checkpoint = CommittedCheckpoint(directory=place, step=5, incarnation=1)
+    monkeypatch.setattr(published, "checkpoints", lambda rundir: [checkpoint])
+    refusals: list[OSError] = [OSError(28, "No space left on device"), FileNotFoundError(2, "pruned")]
+    link = published._link
+
+    def refuse(source: Path, target: Path) -> None:
+        if refusals:
+            raise refusals.pop(0)
+        link(source, target)
+
+    monkeypatch.setattr(published, "_link", refuse)
+    ours = CheckpointPublisher(bare, None, export=lambda source, target: None)  # type: ignore[arg-type]
+    with pytest.raises(StorageError, match="Holding a checkpoint"):
+        ours.hold()
+    ours.hold()
+    assert not ours.is_waiting
+    ours.hold()
+    assert ours.is_waiting
 
 
 def test_what_a_publisher_that_was_killed_left_half_done_is_made_anew(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import signal
 import subprocess
 import sys
@@ -12,11 +13,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx2
 import pytest
 from tests.operate.sync.conftest import record
 
 from bloomery.config.submit import SyncSection
-from bloomery.errors import StorageError
+from bloomery.errors import BloomeryError, StorageError
 from bloomery.events.run_directory import RunDirectory
 from bloomery.objects import ObjectStat
 from bloomery.operate.sync import keeper, pieces, places, published
@@ -142,6 +144,75 @@ def test_what_the_hub_says_is_told_in_one_line_without_secrets(monkeypatch: pyte
     assert "HF_ENDPOINT" in failed.value.remedy
 
 
+@pytest.mark.parametrize("kind", [ConnectionError, RuntimeError, ValueError, httpx2.ReadTimeout])
+def test_whatever_a_hub_fails_with_is_told_without_the_token(
+    monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
+) -> None:
+    from huggingface_hub.errors import HfHubHTTPError
+
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    place: Any = HubRepository("a/b")
+    refusal = HfHubHTTPError.__new__(HfHubHTTPError)
+    Exception.__init__(refusal, "hf_secret is known")
+    refusal.response = SimpleNamespace(status_code=500)  # type: ignore[assignment]
+    for error, words in ((kind("with hf_secret"), "with ***"), (refusal, "*** is known")):
+
+        def fail(*given: Any, error: Exception = error, **more: Any) -> Any:
+            raise error
+
+        monkeypatch.setattr(place, "_api", lambda fail=fail: SimpleNamespace(list_repo_refs=fail))
+        with pytest.raises(StorageError, match="Reading the branches of hf:a/b failed") as refused:
+            place.branches()
+        assert refused.value.message.endswith(f"failed: {words}")
+
+
+def test_a_hub_is_reached_where_the_network_is_allowed_and_at_the_address_that_is_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    log = logging.getLogger("httpx2")
+    log.setLevel(logging.DEBUG)
+    place = HubRepository("a/b")
+    assert log.level == logging.WARNING, "it says each request otherwise"
+    monkeypatch.setattr("huggingface_hub.HfApi", lambda *, endpoint: (endpoint,))
+    monkeypatch.delenv("HF_HUB_DISABLE_PROGRESS_BARS", raising=False)
+    for address, reached in (("", None), ("http://127.0.0.1:9", "http://127.0.0.1:9")):
+        monkeypatch.setenv("HF_ENDPOINT", address)
+        assert place._api() == (reached,)  # type: ignore[comparison-overlap]
+    assert os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] == "1"
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("BLOOMERY_OFFLINE", "1")
+    with pytest.raises(BloomeryError, match="reach a/b on the Hub") as refused:
+        HubRepository("a/b")
+    assert "file:///path" in refused.value.remedy
+
+
+def test_a_branch_that_is_not_there_has_no_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub.errors import RevisionNotFoundError
+
+    def missing(*given: Any, **more: Any) -> Any:
+        raise RevisionNotFoundError.__new__(RevisionNotFoundError)
+
+    place: Any = HubRepository("a/b")
+    monkeypatch.setattr(place, "_api", lambda: SimpleNamespace(list_repo_tree=missing))
+    assert place.files_of("step-000001.i001") == {}
+
+
+def test_a_place_that_is_none_is_told_with_what_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text, remedy in (("ftp://b/x", "s3://bucket/path"), ("hf:a", "hf:OWNER/NAME")):
+        with pytest.raises(StorageError) as refused:
+            open_place(text)
+        assert remedy in refused.value.remedy
+    monkeypatch.setattr(places, "Objects", Objects)
+    place = StorePlace("s3://b/x")
+    store: Any = place._objects
+    store.keys = ["logs/checkpoints/x"]
+    assert set(place.entries()) == {"logs/checkpoints/x"}, "a log of any name is no backup"
+    store.keys = ["checkpoints/x"]
+    with pytest.raises(StorageError) as backups:
+        place.entries()
+    assert "with /logs" in backups.value.remedy
+
+
 def test_the_hub_is_asked_for_commits_on_the_branch_that_is_meant(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -223,11 +294,16 @@ def test_the_last_sync_is_waited_for_as_long_as_it_may_take(
         keeper.subprocess, "Popen", lambda command, **more: calls.append((command, more)) or process
     )
     section = SyncSection(place="hf:a/b")
-    with SyncKeeper(RunDirectory(tmp_path), section, wait_s=lambda: waits_s, say=told.append):
+
+    def wait_s() -> float:
+        done.append("how long?")
+        return waits_s
+
+    with SyncKeeper(RunDirectory(tmp_path), section, wait_s=wait_s, say=told.append):
         assert blocked == [(signal.SIG_BLOCK, {signal.SIGTERM}), (signal.SIG_SETMASK, {9})]
     ((command, options),) = calls
     assert command[0] == sys.executable and options == {"stdout": subprocess.DEVNULL, "process_group": 0}
-    assert done == ["terminate", *(["kill"] if killed else []), "wait"] and clock[0] == until
+    assert done == ["terminate", "how long?", *(["kill"] if killed else []), "wait"] and clock[0] == until
     assert handlers == {number: f"before {number}" for number in (signal.SIGINT, signal.SIGTERM)}
     words = f"waiting for the last sync, {waits_s / 60:.0f} minutes at most; Ctrl-C ends the wait"
     assert told == [words] * said
