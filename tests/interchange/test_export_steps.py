@@ -115,8 +115,9 @@ def test_a_model_is_filled_with_exactly_its_own_tensors() -> None:
         (tensors[1:], rf"1 tensors are missing, {name} among them"),
         (tensors[2:], "2 tensors are missing"),
     ):
-        with pytest.raises(CheckpointError, match=said):
+        with pytest.raises(CheckpointError, match=said) as refused:
             fill(decoder, given)
+        assert "the recipe and the weights are of the same run" in refused.value.remedy
 
 
 KEPT = {

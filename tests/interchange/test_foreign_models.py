@@ -243,10 +243,10 @@ def test_a_directory_is_opened_as_what_its_files_hold_and_filled_as_the_recipe_s
     values = dict(found.tensors)
     assert values["embedding.weight"][0, :3].tolist() == [1.0, 2.0, 3.0] and "head.weight" not in values
     (tied / "adapter_config.json").touch()
-    with pytest.raises(CheckpointError, match="has an adapter beside the model"):
+    with pytest.raises(CheckpointError, match=r"(?s)has an adapter beside the model.*merge_and_unload"):
         open_model(tied)
     (tied / "config.json").unlink()
-    with pytest.raises(CheckpointError, match=r"has no config.json"):
+    with pytest.raises(CheckpointError, match=r"(?s)has no config.json.*save_pretrained"):
         open_model(tied)
 
 
