@@ -300,6 +300,12 @@ def boxes(count: int) -> Part:
         (replica(part=files(3, 4), offsets={"f-0.safetensors": 4, "f-1.safetensors": 0}), 7, ""),
         (replica(part=files(3, 4), offsets={"f-0.safetensors": 5, "f-1.safetensors": 0}), 7, "lies outside"),
         (replica(part=files(-1), offsets={"f-0.safetensors": 0}), 7, "lies outside"),
+        (replica(part=files(0, 7), offsets={"f-0.safetensors": 7, "f-1.safetensors": 0}), 7, ""),
+        (
+            replica(part=Part(files=(replace(FILE, name="../f"),), boxes=()), offsets={"../f": 0}),
+            10,
+            r"cannot be named '\.\./f'",
+        ),
     ],
 )
 def test_each_limit_of_what_is_kept_has_its_edge(sent: MemoryReplica, size: int, said: str):
