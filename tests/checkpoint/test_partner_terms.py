@@ -184,6 +184,38 @@ def test_a_part_counts_as_kept_only_once_the_partner_has_said_so(
     assert waits == [partner.AUTHENTICATION_S] * 3, "nobody waits long for a node that is gone"
 
 
+def test_all_of_a_part_has_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, waits, takes_s = [100.0], list[float](), [25.0]
+
+    class Connection:
+        def __enter__(self) -> Connection:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            waits.append(-1.0)
+
+        def settimeout(self, seconds: float) -> None:
+            waits.append(seconds)
+
+        def sendall(self, content: bytes) -> None:
+            now[0] += takes_s[0]
+
+        def recv(self, size: int) -> bytes:
+            return b"done"[:size]
+
+    made = SimpleNamespace(create_connection=lambda address, timeout: Connection())
+    monkeypatch.setattr(partner, "socket", made)
+    monkeypatch.setattr(partner, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(partner, "send_replica_s", lambda size: 0.06 * size)
+    send_replica(("far", 1), TOKEN, replica(), content(1000))
+    assert waits == pytest.approx([60.0, 35.0, 10.0, -1.0])
+    waits.clear()
+    takes_s[0] = 70.0
+    with pytest.raises(TimeoutError, match="too slow"):
+        send_replica(("far", 1), TOKEN, replica(), content(1000))
+    assert waits == pytest.approx([60.0, 0.001, -1.0])
+
+
 def test_a_keeper_without_a_whole_secret_is_not_begun(tmp_path: Path) -> None:
     replicas = MemoryReplicas(tmp_path, tmp_path / "run", "it")
     for token in ("", TOKEN[:-1], TOKEN + "0"):
