@@ -161,6 +161,7 @@ def test_ten_of_what_differs_are_listed_and_the_rest_counted(count: int, more: l
         *[f"    model.{number:02d}" for number in range(10)],
         *more,
     ]
+    assert "the recipe of its run" in refused.value.remedy
     optional = {"optim.limit.x": [saved_as("a", (1,))], "outer.residual.x": [saved_as("a", (1,))]}
     refuse_another_model("there", [], optional, strict=True, names=None)
     refuse_another_model("there", [entry("optim.limit.y", (1,))], {}, strict=True, names=None)

@@ -111,16 +111,17 @@ def test_only_rows_that_pad_a_vocabulary_are_left_out(name: str, rows: int, is_t
         fitted = tensor_matching._fitting(Path("there"), name, tensor, (7, 3))
         assert fitted.dtype == torch.float32 and torch.equal(fitted, tensor[:7].float())
     else:
-        with pytest.raises(CheckpointError, match="and the recipe's is"):
+        with pytest.raises(CheckpointError, match=r"and the recipe's is(?s:.*)Give the recipe of this model"):
             tensor_matching._fitting(Path("there"), name, tensor, (7, 3))
 
 
 def test_codes_and_values_that_are_no_numbers_never_become_weights() -> None:
-    with pytest.raises(CheckpointError, match="codes of quantised weights"):
+    with pytest.raises(CheckpointError, match=r"codes of quantised weights(?s:.*)in one of these types"):
         tensor_matching._fitting(Path("there"), "w", torch.ones(7, 3, dtype=torch.int8), (7, 3))
     wrong = torch.tensor([[1.0, float("nan")], [float("inf"), float("-inf")]])
     with pytest.raises(
-        CheckpointError, match=r"1 NaN and 2 infinities among 4 values, the first at \(0, 1\)"
+        CheckpointError,
+        match=r"1 NaN and 2 infinities among 4 values, the first at \(0, 1\)(?s:.*)Take",
     ):
         tensor_matching._fitting(Path("there"), "w", wrong, (2, 2))
 
