@@ -193,6 +193,7 @@ def planned(*sizes: int) -> list[PlannedTensor]:
 def test_a_shard_is_filled_to_the_byte_and_a_larger_tensor_has_one_alone(tmp_path: Path) -> None:
     cut = weight_files._cut(planned(3, 4, 5, 1, 20, 2), 7)
     assert [[tensor.bytes for tensor in shard] for shard in cut] == [[3, 4], [5, 1], [20], [2]]
+    assert [len(shard) for shard in weight_files._cut(planned(20, 2), 7)] == [1, 1]
     assert weight_files._file_names(1) == ["model.safetensors"]
     assert weight_files._file_names(12)[10] == "model-00011-of-00012.safetensors"
     plan = [*planned(3, 4), PlannedTensor(name="b", shape=(2, 3), dtype=torch.bfloat16)]
@@ -298,6 +299,8 @@ def test_weights_to_begin_from_are_a_runs_newest_trusted_ones(tmp_path: Path) ->
         ({"eos_token": "</s>"}, "</s>"),
         ({"eos_token": {"content": "<e>"}}, "<e>"),
         ({"eos_token": None}, None),
+        ({"eos_token": 5}, None),
+        ({"eos_token": {"content": 5}}, None),
         ({}, None),
     ],
 )

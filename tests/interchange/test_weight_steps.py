@@ -116,7 +116,7 @@ def test_each_setting_of_codes_has_the_values_that_are_computed_and_no_others() 
         for key, values in _ALLOWED[method].items():
             for value in values:
                 assert scheme_of({"quantization_config": section | {key: value}}, transposes=False) == kind
-            with pytest.raises(CheckpointError, match=f"quantization_config.{key} = 'another'"):
+            with pytest.raises(CheckpointError, match=f"(?s)config.{key} = 'another'.*dequantize"):
                 scheme_of({"quantization_config": section | {key: "another"}}, transposes=False)
         names = {key: [f"{key}.{number}"] for number, key in enumerate(_SKIPPED)}
         skipping = scheme_of({"quantization_config": section | names}, transposes=False)
