@@ -390,6 +390,7 @@ def test_a_server_that_is_closed_takes_no_more_connections(
     def servers() -> list[threading.Thread]:
         return [thread for thread in threading.enumerate() if thread.name == "replica-server"]
 
+    assert wait_for(lambda: len(servers()) == 1), "those of earlier tests have ended"
     (serving,) = servers()
     with socket.create_connection(kept.address, timeout=DEADLINE_S) as stranger:
         stranger.sendall(b"x" * len(TOKEN))
