@@ -5,14 +5,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from bloomery.checkpoint.format.catalogue import CommittedCheckpoint
+from bloomery.checkpoint.format.catalogue import CommittedCheckpoint, record_copy
 from bloomery.checkpoint.format.source import RemoteCheckpoint
-from bloomery.checkpoint.remote.places import CombinedBackups, _name_in
+from bloomery.checkpoint.remote.backup_duty import Duty, write_duty
+from bloomery.checkpoint.remote.places import CombinedBackups, _name_in, sections, waiting_for_copies
+from bloomery.checkpoint.save.direct import save_checkpoint
+from bloomery.config.checkpoint import BackupSection
 from bloomery.errors import CheckpointError, StorageError
+from bloomery.events.incarnation import begin
+from bloomery.events.run_directory import RunDirectory
 from bloomery.objects import Objects
 
 
@@ -111,3 +117,25 @@ def test_a_place_that_fails_is_passed_over_only_where_another_has_something(
 )
 def test_only_what_lies_in_a_checkpoint_is_of_one(key: str, name: str) -> None:
     assert _name_in(key) == name
+
+
+def test_pruning_leaves_what_is_due_to_a_place_that_it_waits_for(rundir: RunDirectory) -> None:
+    begin(rundir, base=None, reason="start")
+    for step in (10, 20):
+        save_checkpoint(rundir.checkpoints, [], step=step, incarnation=1)
+    first, second = "step-000010.i001", "step-000020.i001"
+    near, far = BackupSection(url="s3://near"), BackupSection(url="s3://far")
+
+    def waiting(backup: BackupSection, further: BackupSection) -> set[str]:
+        recipe: Any = SimpleNamespace(backup=backup, second_backup=further, run=SimpleNamespace(name="mine"))
+        named = {"": backup, "second": further}
+        assert sections(recipe) == {place: one for place, one in named.items() if one.url}
+        return waiting_for_copies(rundir, recipe)
+
+    nowhere, unheeded = BackupSection(), BackupSection(url="s3://near", prune_waits=False)
+    assert waiting(nowhere, nowhere) == set() == waiting(unheeded, nowhere)
+    assert waiting(near, nowhere) == {first, second} == waiting(nowhere, far)
+    record_copy(rundir, first, url=f"s3://near/mine/checkpoints/{first}", what="all", bytes=1)
+    assert waiting(near, nowhere) == {second} and waiting(near, far) == {first, second}
+    write_duty(rundir, Duty(peer="north", writes=False, covered=-1))
+    assert waiting(unheeded, far) == set(), "another peer copies to a further place"

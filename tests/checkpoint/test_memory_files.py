@@ -1,5 +1,6 @@
 """Files of copies in memory: which go with their rank, whose lock is waited for, and where each is read."""
 
+import errno
 import os
 from pathlib import Path
 from typing import Any
@@ -47,10 +48,11 @@ def test_a_directory_that_another_removes_right_now_is_not_waited_for_without_en
     first.release()
     with owner.open("rb") as file:
         assert durable.try_lock(file.fileno())
-        with pytest.raises(TimeoutError, match="locked by another process"):
+        with pytest.raises(TimeoutError, match="locked by another process") as late:
             MemoryReplicas(
                 tmp_path / "memory", tmp_path / "run", identity(RunDirectory(tmp_path / "run"))
             ).create()
+    assert (late.value.errno, late.value.filename) == (errno.ETIMEDOUT, str(owner))
 
 
 def test_each_file_is_read_where_its_own_part_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -1,5 +1,6 @@
 """Copies in memory: a lost node costs no read of the disk, and what is not whole is never taken."""
 
+import json
 import multiprocessing
 import os
 import shutil
@@ -22,6 +23,7 @@ from bloomery.checkpoint.writer.memory_replica import (
     MemoryReplica,
     MemoryReplicas,
     MemorySource,
+    find_in_memory,
     label_of,
     newest_complete,
     partners_of,
@@ -224,6 +226,24 @@ def test_only_memory_of_runs_that_are_gone_and_that_nobody_holds_is_freed(tmp_pa
     assert [path.name for path in (tmp_path / "memory").iterdir()] == ["bloomery-of-somebody-else"]
 
 
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"run": 5, "identity": "it"}', '{"run": "/none"}'])
+def test_memory_whose_owner_cannot_be_read_is_left_alone_and_none_stays_open(tmp_path: Path, content: str):
+    living, other = replicas_of(tmp_path, "living"), replicas_of(tmp_path, "other")
+    other.release()
+    (other.directory / "run.json").write_text(content)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    assert living.sweep() == [] and other.directory.is_dir()
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    living.release()
+
+
+def test_a_run_finds_its_memory_by_whichever_path_it_is_named(tmp_path: Path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "link").symlink_to("run")
+    names = {MemoryReplicas(tmp_path, tmp_path / name, "it").directory for name in ("run", "link")}
+    assert len(names) == 1
+
+
 def test_a_killed_writer_takes_no_copy_along_and_the_next_one_keeps_parts_again(nodes: Nodes):
     def act(store: Store, state: Shards, restored: Restored | None) -> None:
         save(1)(store, state, restored)
@@ -286,7 +306,14 @@ def test_a_label_is_only_believed_beside_its_bytes(tmp_path: Path):
     assert read_replica(label_of(slot)) is None
     slot.write_bytes(b"")
     assert read_replica(label_of(slot)) == replica
-    assert read_replica(label_of(slot)) == replace(replica, step=1)
+    assert MemoryReplica.from_json(json.loads(json.dumps(replica.to_json()))) == replica
+    write_label(replace(replica, step=2))
+    moved = tmp_path / "rank-00000-1"
+    moved.write_bytes(b"")
+    label_of(slot).rename(label_of(moved))
+    assert read_replica(label_of(moved)) == replace(replica, step=2, path=moved), (
+        "it is of the bytes beside it"
+    )
     label_of(slot).write_text('{"step": 1}')
     assert read_replica(label_of(slot)) is None
 
@@ -322,6 +349,36 @@ def test_what_lies_in_memory_says_how_large_each_of_its_files_is_and_where(tmp_p
     with here.open(file.name) as opened:
         assert opened.read_into([memoryview(content)[:3], memoryview(content)[3:]], begin=1) == 6
     assert bytes(content) == b"234567\0\0\0"
+    path.write_bytes(b"-1234")
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with here.open(file.name) as opened:
+        assert opened.read_into([memoryview(content)[:2], memoryview(content)[2:]], begin=1) == 3, "cut short"
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_a_rank_that_is_alone_finds_its_own_part_and_no_damaged_one(tmp_path: Path):
+    replicas = replicas_of(tmp_path, "run")
+    file = FileRecord(name="f.safetensors", bytes=3, blocks="", xxh3_128="0" * 32)
+    replicas.slot(0, 0).write_bytes(b"abc")
+    replica = MemoryReplica(
+        path=replicas.slot(0, 0),
+        step=4,
+        incarnation=1,
+        rank=0,
+        world=1,
+        time=0.0,
+        part=Part(files=(file,), boxes=()),
+        offsets={file.name: 0},
+        values={},
+        about={},
+    )
+    write_label(replica)
+    replicas.slot(0, 1).write_bytes(b"half")
+    label_of(replicas.slot(0, 1)).write_text("{")
+    assert replicas.complete() == [replica]
+    found = find_in_memory(replicas, Ranks(), lambda bases: iter(bases))
+    assert found is not None and found.base == (4, 1) and found.readers == {file.name: [0]}
+    replicas.release()
 
 
 def test_what_a_rank_that_has_ended_leaves_of_others_is_freed_once_their_run_is_gone(tmp_path: Path):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,15 @@ def open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
+@contextmanager
+def open_directory(directory: Path) -> Iterator[int]:
+    file = os.open(directory, os.O_RDONLY)
+    try:
+        yield file
+    finally:
+        os.close(file)
+
+
 def test_a_snapshot_lies_in_a_place_of_its_own_that_is_this_users_and_locked(tmp_path: Path) -> None:
     before, memory = open_files(), tmp_path / "memory"
     offers = PeerSnapshots(memory, tmp_path / "run", Ranks())
@@ -30,16 +42,17 @@ def test_a_snapshot_lies_in_a_place_of_its_own_that_is_this_users_and_locked(tmp
     other = PeerSnapshots(memory, tmp_path / "other", Ranks())
     assert other.directory != offers.directory
     found = [offers.add(snapshot(float(number))) for number in (1, 2)]
+    assert open_files() == before + 1, "the lock alone is open: no writer stays beside it"
     assert found == [offers.directory / "1" / NAME, offers.directory / "2" / NAME]
     assert [
         path.name for path in offers.directory.iterdir()
     ] and offers.directory.stat().st_mode & 0o777 == 0o700
     assert (offers.directory / "1").stat().st_mode & 0o777 == 0o700
     assert read_manifest(offers.directory / "2" / NAME).values == {"train": {"position": 9}}
-    file = os.open(offers.directory, os.O_RDONLY)
-    assert not durable.try_lock(file)
-    os.close(file)
+    with open_directory(offers.directory) as file:
+        assert not durable.try_lock(file)
     assert found[0] is not None and found[1] is not None
+    offers.remove(found[0])
     offers.remove(found[0])
     assert [path.name for path in offers.directory.iterdir()] == ["2"]
     offers.close()
@@ -47,6 +60,30 @@ def test_a_snapshot_lies_in_a_place_of_its_own_that_is_this_users_and_locked(tmp
     assert not offers.directory.exists() and open_files() == before
     third = offers.add(snapshot(3.0))
     assert third == offers.directory / "3" / NAME, "one that was closed may be used again"
+    with open_directory(offers.directory) as file:
+        assert not durable.try_lock(file), "and is locked again"
+    shutil.rmtree(offers.directory)
+    offers.close()
+
+
+def test_one_run_has_one_place_by_whichever_path_it_is_named(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "link").symlink_to("run")
+    names = {
+        PeerSnapshots(tmp_path / "memory", tmp_path / path, Ranks()).directory
+        for path in ("run", "link", "run/../run")
+    }
+    assert len(names) == 1
+
+
+def test_what_was_left_since_a_run_began_goes_with_its_first_snapshot(tmp_path: Path) -> None:
+    offers = PeerSnapshots(tmp_path, tmp_path / "run", Ranks())
+    left = tmp_path / "bloomery-offered-0123456789abcdef"
+    for directory in (offers.directory, left):
+        (directory / "1" / NAME).mkdir(parents=True)
+    os.utime(left, (0, 0))
+    assert offers.add(snapshot(1.0)) == offers.directory / "1" / NAME
+    assert read_manifest(offers.directory / "1" / NAME).step == 3 and not left.exists()
     offers.close()
 
 

@@ -78,6 +78,33 @@ def test_the_two_newest_parts_of_each_owner_are_kept_and_no_memory_beyond(kept: 
     slots = {one.path: one.step for one in kept.replicas.complete()}
     assert all(path.read_bytes() == content(1000, step) for path, step in slots.items())
     assert kept.bytes() < SLOTS * len(LIMITS.owners) * 4096
+    names = {f"rank-{owner:05d}-by-00000-{number}" for owner in LIMITS.owners for number in (0, 1)}
+    assert {path.name for path in slots} == names
+    assert {path.stat().st_mode & 0o777 for path in slots} == {0o600}, "nobody else reads the state"
+
+
+def test_parts_of_any_size_are_kept_byte_for_byte_however_they_arrive(
+    kept: Kept, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(partner, "_RECEIVE_BYTES", 64)
+    for step, size in enumerate((3000, 3000, 1000, 5000, 0), 1):
+        sent = bytes(number * step % 251 for number in range(size))
+        send_replica(kept.address, TOKEN, replica(step=step, size=size), memoryview(sent))
+        (newest,) = (one for one in kept.replicas.complete() if one.step == step)
+        assert newest.path.read_bytes() == sent
+
+
+def test_memory_that_is_full_refuses_a_part_and_the_keeper_lives(kept: Kept, monkeypatch: pytest.MonkeyPatch):
+    def full(file: int, start: int, length: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as filled:
+        filled.setattr(partner.os, "posix_fallocate", full)
+        with pytest.raises(OSError):
+            send_replica(kept.address, TOKEN, replica(), content(1000))
+    assert kept.listed() == []
+    send_replica(kept.address, TOKEN, replica(), content(1000))
+    assert kept.listed() == [(1, 1)]
 
 
 def test_after_a_rewind_the_parts_that_it_abandoned_make_room_first(kept: Kept):
@@ -115,12 +142,16 @@ def test_a_part_that_the_plan_does_not_allow_is_refused(kept: Kept, wrong: Memor
     assert kept.listed() == [(1, 1)]
 
 
-def test_more_bytes_than_any_rank_has_and_another_secret_are_refused(kept: Kept):
+def test_more_bytes_than_any_rank_has_and_another_secret_are_refused(
+    kept: Kept, caplog: pytest.LogCaptureFixture
+):
     with pytest.raises(OSError):
         send_replica(kept.address, TOKEN, replica(size=100_001), content(100_001))
     with pytest.raises(OSError):
         send_replica(kept.address, TOKEN[::-1], replica(), content(1000))
     assert kept.bytes() == 0
+    for why in ("100001 bytes, of at most 100000", "it does not belong to this run"):
+        assert wait_for(lambda why=why: f"a partner's part was not kept: {why}" in caplog.text)
 
 
 @pytest.mark.parametrize(
@@ -199,10 +230,19 @@ def wait_for(seen: Callable[[], bool]) -> bool:
     return True
 
 
-def test_more_connections_than_there_is_room_for_are_closed_at_once(kept: Kept):
+def test_more_connections_than_there_is_room_for_are_closed_at_once(
+    kept: Kept, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(partner, "AUTHENTICATION_S", 2 * DEADLINE_S)
     crowd = [socket.create_connection(kept.address, timeout=DEADLINE_S) for _ in range(20)]
     try:
         assert wait_for(lambda: closed(crowd[-1]))
+        assert not any(closed(one) for one in crowd[:6]), "two owners, and four that are not known yet"
+        assert closed(crowd[6]) and caplog.messages == [
+            "a connection from 127.0.0.1 was closed: too many at once"
+        ] * (len(crowd) - 6)
+        handling = [thread for thread in threading.enumerate() if thread.name == "replica"]
+        assert len(handling) >= 6 and all(thread.daemon for thread in handling), "none keeps a process alive"
     finally:
         for one in crowd:
             one.close()
@@ -301,6 +341,12 @@ def boxes(count: int) -> Part:
         (replica(part=files(3, 4), offsets={"f-0.safetensors": 4, "f-1.safetensors": 0}), 7, ""),
         (replica(part=files(3, 4), offsets={"f-0.safetensors": 5, "f-1.safetensors": 0}), 7, "lies outside"),
         (replica(part=files(-1), offsets={"f-0.safetensors": 0}), 7, "lies outside"),
+        (replica(part=files(0, 7), offsets={"f-0.safetensors": 7, "f-1.safetensors": 0}), 7, ""),
+        (
+            replica(part=Part(files=(replace(FILE, name="../f"),), boxes=()), offsets={"../f": 0}),
+            10,
+            r"cannot be named '\.\./f'",
+        ),
     ],
 )
 def test_each_limit_of_what_is_kept_has_its_edge(sent: MemoryReplica, size: int, said: str):
@@ -330,10 +376,22 @@ def test_who_is_past_the_deadline_gets_no_further_wait():
             partner._received(ours, 4, until=time.monotonic() + 60)
 
 
-def test_a_server_that_is_closed_takes_no_more_connections(kept: Kept) -> None:
+def test_two_keepers_of_one_machine_have_ports_of_their_own(kept: Kept) -> None:
+    other = ReplicaServer(kept.replicas, rank=5, token=TOKEN, host="127.0.0.1", limits=LIMITS)
+    assert other.port != kept.keeper.port
+    other.close()
+
+
+def test_a_server_that_is_closed_takes_no_more_connections(
+    kept: Kept, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", failures.append)
+
     def servers() -> list[threading.Thread]:
         return [thread for thread in threading.enumerate() if thread.name == "replica-server"]
 
+    assert wait_for(lambda: len(servers()) == 1), "those of earlier tests have ended"
     (serving,) = servers()
     with socket.create_connection(kept.address, timeout=DEADLINE_S) as stranger:
         stranger.sendall(b"x" * len(TOKEN))
@@ -341,7 +399,8 @@ def test_a_server_that_is_closed_takes_no_more_connections(kept: Kept) -> None:
     time.sleep(0.1)  # so that it waits for the next one
     kept.keeper.close()
     serving.join(DEADLINE_S)
-    assert not servers()
+    assert not servers() and failures == [] and serving.daemon
+    assert kept.keeper._socket.fileno() == -1
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(kept.address, timeout=DEADLINE_S)
 

@@ -162,7 +162,16 @@ def listening() -> Iterator[Callable[[bytes], tuple[tuple[str, int], list[bytes]
         server.close()
 
 
-def test_a_part_counts_as_kept_only_once_the_partner_has_said_so(listening: Any) -> None:
+def test_a_part_counts_as_kept_only_once_the_partner_has_said_so(
+    listening: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect, waits = socket.create_connection, list[float | None]()
+
+    def watched(address: tuple[str, int], timeout: float | None = None) -> socket.socket:
+        waits.append(timeout)
+        return connect(address, timeout=timeout)
+
+    monkeypatch.setattr(partner.socket, "create_connection", watched)
     address, heard = listening(b"done")
     send_replica(address, TOKEN, replica(), content(1000))
     assert b"".join(heard).startswith(TOKEN.encode())
@@ -172,6 +181,39 @@ def test_a_part_counts_as_kept_only_once_the_partner_has_said_so(listening: Any)
     address, _ = listening(b"do")
     with pytest.raises(OSError, match="ended too early"):
         send_replica(address, TOKEN, replica(), content(1000))
+    assert waits == [partner.AUTHENTICATION_S] * 3, "nobody waits long for a node that is gone"
+
+
+def test_all_of_a_part_has_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, waits, takes_s = [100.0], list[float](), [25.0]
+
+    class Connection:
+        def __enter__(self) -> Connection:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            waits.append(-1.0)
+
+        def settimeout(self, seconds: float) -> None:
+            waits.append(seconds)
+
+        def sendall(self, content: bytes) -> None:
+            now[0] += takes_s[0]
+
+        def recv(self, size: int) -> bytes:
+            return b"done"[:size]
+
+    made = SimpleNamespace(create_connection=lambda address, timeout: Connection())
+    monkeypatch.setattr(partner, "socket", made)
+    monkeypatch.setattr(partner, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(partner, "send_replica_s", lambda size: 0.06 * size)
+    send_replica(("far", 1), TOKEN, replica(), content(1000))
+    assert waits == pytest.approx([60.0, 35.0, 10.0, -1.0])
+    waits.clear()
+    takes_s[0] = 70.0
+    with pytest.raises(TimeoutError, match="too slow"):
+        send_replica(("far", 1), TOKEN, replica(), content(1000))
+    assert waits == pytest.approx([60.0, 0.001, -1.0])
 
 
 def test_a_keeper_without_a_whole_secret_is_not_begun(tmp_path: Path) -> None:
@@ -199,6 +241,8 @@ def test_of_several_copies_of_a_part_the_first_is_taken_and_of_one_step_the_late
     chosen = newest_complete([on_a, on_b], {(5, 1)})
     assert [(one.rank, str(one.path)) for one in chosen] == [(0, "a"), (1, "a")]
     assert newest_complete([on_a[:1], []], {(5, 1)}) == [] == newest_complete([], set())
+    chosen = newest_complete([on_b[:1], on_a[:1]], iter([(5, 1)]))
+    assert [one.rank for one in chosen] == [0, 1], "whichever is found first"
 
 
 def test_a_checkpoint_in_memory_says_all_that_its_save_said(tmp_path: Path) -> None:
@@ -291,6 +335,9 @@ def test_a_label_that_cannot_be_read_is_told_and_one_that_is_not_there_is_not(
         label_of(slot).write_text(damaged)
         assert read_replica(label_of(slot)) is None
         assert f"{label_of(slot)} was ignored: " in caplog.text
+    label_of(slot).unlink()
+    label_of(slot).mkdir()
+    assert read_replica(label_of(slot)) is None
 
 
 def test_bytes_of_the_newest_step_alone_are_read_and_only_by_who_has_that_step(

@@ -108,8 +108,9 @@ def test_files_of_a_plan_begin_at_pages_and_hold_each_part_apart() -> None:
 
 def test_each_thing_that_a_layout_says_makes_another_plan() -> None:
     planner = WritePlanner(Ranks(), file_bytes=1000)
-    base = entry("model.a", (4, 6))
+    base, empty_digest = entry("model.a", (4, 6)), planner.digest([])
     whole_digest = planner.digest([base])
+    assert len(empty_digest) == 32 and planner.digest([]) == empty_digest != whole_digest
     assert planner.digest([entry("model.a", (4, 6))]) == whole_digest, "the values count for nothing"
     place: dict[str, Any] = {"name": "model.a", "dtype": "float32", "tensor": torch.ones(2, 6)}
     place["box"] = Box((2, 0), (2, 6))
@@ -133,10 +134,10 @@ def test_replicas_go_the_largest_first_to_whoever_has_the_least() -> None:
     def box(name: str, size: int) -> HeldBox:
         return HeldBox(name, (0,), (size,), size)
 
-    shared = [box("s1", 9), box("s2", 5), box("s3", 5), box("s4", 1)]
-    assigned = assign_writers([[*shared, box("mine", 3)], shared])
+    shared = [box("s1", 1), box("s2", 5), box("s3", 5), box("s4", 9)]
+    assigned = assign_writers([[*shared, box("t", 3)], shared])
     names = [sorted(key[0] for key in keys) for keys in assigned]
-    assert names == [["mine", "s2", "s3"], ["s1", "s4"]]
+    assert names == [["s2", "s3", "t"], ["s1", "s4"]], "what one rank alone holds counts first"
     assert [sorted(key[0] for key in keys) for keys in assign_writers([shared[:1], shared[:1]])] == [
         ["s1"],
         [],
@@ -160,6 +161,7 @@ def test_ten_of_what_differs_are_listed_and_the_rest_counted(count: int, more: l
         *[f"    model.{number:02d}" for number in range(10)],
         *more,
     ]
+    assert "the recipe of its run" in refused.value.remedy
     optional = {"optim.limit.x": [saved_as("a", (1,))], "outer.residual.x": [saved_as("a", (1,))]}
     refuse_another_model("there", [], optional, strict=True, names=None)
     refuse_another_model("there", [entry("optim.limit.y", (1,))], {}, strict=True, names=None)

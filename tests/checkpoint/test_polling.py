@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 from types import SimpleNamespace
 from typing import Any
 
@@ -51,6 +52,36 @@ def test_a_rank_names_itself_to_all_once_it_is_past_its_deadline(monkeypatch: py
     thread = SimpleNamespace(start=lambda: None)
     monkeypatch.setattr(ranks_module, "threading", SimpleNamespace(Thread=lambda **_: thread))
     monkeypatch.setattr(ranks_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    with pytest.raises(StorageError, match="rank 0 has been busy with pruning for 60 s"):
+    with pytest.raises(StorageError, match="rank 0 has been busy with pruning for 60 s") as late:
         Ranks(rank=0, world=2, gather=gather).poll_on_all(lambda: 4, deadline_s=60.0, doing="pruning")
+    assert "dmesg" in late.value.remedy and "What was saved is safe" in late.value.remedy
     assert said == [[False, ""], [False, ""], [False, "pruning for 60 s"]]
+
+
+def test_a_rank_that_is_done_is_not_late_however_long_it_waits_for_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, others = [100.0], [False, False, True]
+
+    def wait(futures: list[Any], *, timeout: float) -> None:
+        concurrent.futures.wait(futures)
+        now[0] += 100.0
+
+    def gather(value: Any) -> list[Any]:
+        if isinstance(value, dict):
+            return [value, {"result": 5, "failure": None}]
+        return [value, [others.pop(0), ""]]
+
+    monkeypatch.setattr(ranks_module, "wait", wait)
+    monkeypatch.setattr(ranks_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    ranks = Ranks(rank=0, world=2, gather=gather)
+    assert ranks.poll_on_all(lambda: 4, deadline_s=60.0, doing="pruning") == [4, 5] and others == []
+
+
+def test_what_is_asked_of_the_first_rank_no_other_one_does() -> None:
+    def gather(value: Any) -> list[Any]:
+        return [{"result": 4, "failure": None} if isinstance(value, dict) else [True, ""], value]
+
+    second, done = Ranks(rank=1, world=2, gather=gather), list[int]()
+    assert second.poll_on_first(lambda: done.append(1)) == 4 == second.run_on_first(lambda: done.append(1))
+    assert done == []

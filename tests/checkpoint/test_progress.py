@@ -110,19 +110,30 @@ def test_what_another_rank_raises_is_raised_here_with_its_kind_and_who_it_was(
     assert type(told.value) is raised and (kind == "damaged" or told.value.remedy == "Mend it.")
 
 
-def test_ones_own_error_is_raised_as_it_is_after_the_others_have_heard_of_it() -> None:
-    two, mine = TwoRanks({"result": 5, "failure": None}), StorageError("no space", remedy="Free some.")
+@pytest.mark.parametrize(
+    ("mine", "kind"),
+    [
+        (StorageError("no space", remedy="Free some."), "storage"),
+        (DamagedCheckpoint("a block differs"), "damaged"),
+        (CheckpointError("another model", remedy="Take its recipe."), ""),
+    ],
+    ids=["storage", "damaged", "other"],
+)
+def test_ones_own_error_is_raised_as_it_is_after_the_others_have_heard_of_it(
+    mine: BloomeryError, kind: str
+) -> None:
+    two = TwoRanks({"result": 5, "failure": None})
 
     def fail() -> None:
         raise mine
 
-    with pytest.raises(StorageError) as told:
+    with pytest.raises(type(mine)) as told:
         two.ranks.run_on_all(fail)
     assert told.value is mine
     (heard,) = two.heard
     assert heard == {
         "result": None,
-        "failure": {"kind": "storage", "message": "no space", "remedy": "Free some."},
+        "failure": {"kind": kind, "message": mine.message, "remedy": mine.remedy},
     }
 
 

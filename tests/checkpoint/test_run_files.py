@@ -142,6 +142,24 @@ def test_what_is_here_stays_and_what_is_missing_or_empty_comes(
     assert back.incarnation(1).read_bytes() == rundir.incarnation(1).read_bytes()
 
 
+def test_everything_that_a_run_needs_or_logs_comes_back(
+    rundir: RunDirectory, remote: Objects, tmp_path: Path
+) -> None:
+    needed = {"recipe.toml", "sources.toml", "data/tokenizer.json", "data/prepared.json"}
+    logs = {f"{name}/0" for name in ("journal", "logs", "tensorboard", "stacks")}
+    logs |= {f"{name}.jsonl" for name in ("operations", "evaluations", "rounds")} | {"chronicle.md"}
+    write(rundir, {name: name.encode() for name in needed | logs})
+    upload_run_files(rundir, remote)
+    assert set(keys(remote)) == needed
+    upload_more(rundir, remote, SECTION)
+    assert set(keys(remote)) == needed | logs
+    back = RunDirectory(tmp_path / "back").create()
+    download_run_files(remote, back)
+    assert {name: (back.path / name).read_text() for name in needed | logs} == {
+        name: name for name in needed | logs
+    }
+
+
 def test_only_numbered_records_are_incarnations(remote: Objects) -> None:
     for name in ("000002.json", "000010.json", "notes.json", "000003.json.draft", "00x.json"):
         remote.put(f"incarnations/{name}", name.encode())
@@ -153,7 +171,7 @@ def test_only_numbered_records_are_incarnations(remote: Objects) -> None:
 def test_a_store_lists_its_checkpoints_by_step_and_takes_nothing_else_for_one(
     tmp_path: Path, remote: Objects, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with pytest.raises(CheckpointError, match="holds no finished checkpoint"):
+    with pytest.raises(CheckpointError, match=r"holds no finished checkpoint(?s:.*)Give the URL"):
         remote_source(remote.url)
     names = []
     for step, incarnation in ((9, 3), (10, 1), (10, 2)):

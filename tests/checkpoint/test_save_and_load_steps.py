@@ -318,7 +318,9 @@ def test_what_is_read_is_counted_named_and_refused_where_it_is_not_there(tmp_pat
         ("b", torch.float32),
     ]
     assert [name for name, _ in read_model(saved, names=["b"])] == ["b"]
-    with pytest.raises(CheckpointError, match=r"lacks 1 tensors of the model, model.c among them"):
+    with pytest.raises(
+        CheckpointError, match=r"lacks 1 tensors of the model, model.c among(?s:.*)recipe of its run"
+    ):
         next(read_model(saved, names=["b", "c"]))
     with pytest.raises(
         CheckpointError,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import re
 from collections.abc import Iterator
@@ -38,11 +39,30 @@ def mapped_here(name: str) -> int:
 
 
 @pytest.mark.parametrize("size", [4096, 5000, 3 << 20])
-def test_a_buffer_takes_its_memory_when_it_is_created_and_not_at_the_first_save(tmp_path: Path, size: int):
+def test_a_buffer_takes_its_memory_when_it_is_created_and_not_at_the_first_save(
+    tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(shared_buffer, "_PIECE_BYTES", 10_000)
     with created(size, tmp_path / "slot") as buffer:
         status = (tmp_path / "slot").stat()
+        assert status.st_mode & 0o777 == 0o600, "nobody else reads the state"
         assert buffer.bytes == size and status.st_size == mapped_bytes(size) >= size + 4096
         assert status.st_blocks * 512 >= status.st_size
+
+
+def test_a_buffer_takes_whole_pages_and_one_more():
+    page = mmap.PAGESIZE
+    sizes = [mapped_bytes(size) for size in (0, 1, page - 1, page, page + 1)]
+    assert sizes == [page, 2 * page, 2 * page, 2 * page, 3 * page]
+
+
+def test_what_is_still_looked_at_stays_readable_after_a_buffer_is_closed():
+    buffer = SharedBuffer.create(5000, name="looked-at")
+    buffer.view[:5] = b"state"
+    view = buffer.view[:5]
+    buffer.close()
+    assert bytes(view) == b"state"
+    view.release()
 
 
 @pytest.mark.skipif(not has_populate_write(), reason="this kernel maps pages only when they are touched")
@@ -108,6 +128,7 @@ def test_a_machine_without_the_memory_refuses_and_keeps_no_descriptor(
         ("", "4000000", "max", 2_500_000 + 70_000),
         ("", "9000000", "max", 5_120_000),
         ("", "max", "max", 5_120_000),
+        ("", "unheard of", "max", 5_120_000),
         ("", "max", "3000000", 1_000_000 + 5_000),
         ("", "2000000", "3000000", 500_000 + 70_000),
         ("one/memory.current", "4000000", "max", 5_120_000),

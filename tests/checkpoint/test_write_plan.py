@@ -1,3 +1,5 @@
+import json
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -65,6 +67,21 @@ def test_each_rank_knows_how_much_all_write_to_files_and_to_shared_buffers():
     for _, file_bytes, buffer_bytes in plans:
         assert file_bytes == [plan.file_bytes for plan, *_ in plans]
         assert buffer_bytes == [plan.bytes for plan, *_ in plans]
+
+
+def test_what_all_ranks_hold_is_written_by_one_of_them_also_after_the_state_has_changed():
+    def agreed(ranks: Ranks) -> list[tuple[list[str], list[str]]]:
+        planner, found = WritePlanner(ranks, file_bytes=1 << 20), []
+        for names in ("ab", "abcd", "c"):
+            entries = [whole(f"model.{name}", torch.zeros(100)) for name in names]
+            plan = planner.agree(entries, ranks.gather(planner.digest(entries)))
+            mine = [entry.name for entry in planner.entries_to_write(entries)]
+            found.append((mine, [box["name"] for box in json.loads(plan.boxes)]))
+        return found
+
+    first, second = Threads(2).run(agreed)
+    assert first == [(names, names) for names in (["model.a"], ["model.a", "model.c"], ["model.c"])]
+    assert second == [(names, names) for names in (["model.b"], ["model.b", "model.d"], [])]
 
 
 def test_pieces_of_a_shard_are_its_own_rows():

@@ -47,6 +47,7 @@ DEFAULTS: dict[str, tuple[Callable[[], Namespace], dict[str, Any]]] = {
             **{"path": RUN, "files": [], "by_document": False, "text_field": "text", "separator": ""},
             **{"tasks": None, "limit": None, "shots": None, "include": None, "follow": False},
             **{"every_steps": 1, "patience": 120, "table": False, "batch": 8, "json": False},
+            "window": None,
             **LOADING,
         },
     ),

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from bloomery.config.model import ModelSection
-from bloomery.errors import CheckpointError
+from bloomery.errors import CheckpointError, StorageError
 from bloomery.events.run_directory import RunDirectory
 from bloomery.interchange import generation_files, huggingface
 from bloomery.interchange.generation_files import (
@@ -102,6 +102,40 @@ def test_an_export_counts_what_it_reads_and_says_what_it_wrote(
     assert "data.end_of_document_token" in refused.value.remedy and not (tmp_path / "again").exists()
 
 
+def test_an_export_that_cannot_get_its_name_says_where_and_lists_what_it_wrote(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, published = resolve(SECTION, vocabulary=20, sequence_length=6), list[set[str]]()
+    decoder = build(SECTION, vocabulary=20, sequence_length=6)
+    tensors = {logical.name: torch.full(logical.shape, 0.5) for logical in logical_parameters(decoder)}
+
+    def refused(partial: Path, directory: Path) -> None:
+        published.append({path.name for path in partial.iterdir()})
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(huggingface, "read_model", lambda checkpoint, names: ((n, tensors[n]) for n in names))
+    equal = LogitsCheck(largest=0.0, tolerance=0.5, where="", way="blocks")
+    monkeypatch.setattr(huggingface, "check_logits", lambda *_, **__: equal)
+    monkeypatch.setattr(huggingface.durable, "publish", refused)
+    with pytest.raises(StorageError, match=f"Exporting a model failed at {tmp_path / 'out'}"):
+        export(model, tmp_path / "checkpoint", tmp_path / "out")
+    names = {"config.json", "generation_config.json", "model.safetensors", "checksums.xxh128"}
+    assert published == [names] and list(tmp_path.iterdir()) == []
+
+
+def test_a_model_without_a_first_token_begins_no_text_with_one(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    for number, bos in enumerate((None, 10, -1)):
+        (model / "config.json").write_text(json.dumps({"bos_token_id": bos, "eos_token_id": [3, None]}))
+        rundir = RunDirectory(tmp_path / str(number)).create()
+        keep_generation_files(
+            model, rundir, tokenizer=tmp_path / "tokenizer.model", end_of_document=7, vocabulary=10
+        )
+        bounds = text_bounds(generation_files_of(rundir), end_of_document=7)
+        assert bounds == TextBounds(begins=(), empty=7, ends=frozenset({3, 7}))
+
+
 def test_a_model_is_filled_with_exactly_its_own_tensors() -> None:
     decoder = build(SECTION, vocabulary=20, sequence_length=6)
     tensors = [(logical.name, torch.full(logical.shape, 0.5)) for logical in logical_parameters(decoder)]
@@ -115,8 +149,9 @@ def test_a_model_is_filled_with_exactly_its_own_tensors() -> None:
         (tensors[1:], rf"1 tensors are missing, {name} among them"),
         (tensors[2:], "2 tensors are missing"),
     ):
-        with pytest.raises(CheckpointError, match=said):
+        with pytest.raises(CheckpointError, match=said) as refused:
             fill(decoder, given)
+        assert "the recipe and the weights are of the same run" in refused.value.remedy
 
 
 KEPT = {
@@ -176,7 +211,9 @@ def test_all_files_of_generation_are_kept_as_they_are_and_given_back_but_for_our
 )
 def test_bounds_that_are_no_ids_are_refused(tmp_path: Path, content: dict[str, Any]) -> None:
     (tmp_path / "bounds.json").write_text(json.dumps(content))
-    with pytest.raises(CheckpointError, match="does not say how texts begin and end"):
+    with pytest.raises(
+        CheckpointError, match=r"(?s)does not say how texts begin and end.*Import the model again"
+    ):
         text_bounds(tmp_path, end_of_document=0)
     good = {"begins": [0], "empty": 0, "ends": [0, 3]}
     (tmp_path / "bounds.json").write_text(json.dumps(good))

@@ -104,7 +104,9 @@ def test_a_megatron_checkpoint_of_any_tensor_degree_computes_the_same(
 def test_a_megatron_rank_that_is_missing_is_named(tmp_path: Path) -> None:
     write_megatron(bloom(), tmp_path / "m", ranks=2)
     (tmp_path / "m/layer_04-model_01-model_states.pt").unlink()
-    with pytest.raises(CheckpointError, match=r"lacks layer_04-model_01-model_states\.pt"):
+    with pytest.raises(
+        CheckpointError, match=r"(?s)lacks layer_04-model_01-model_states\.pt.*Bring all files"
+    ):
         read_megatron(tmp_path / "m")
 
 
@@ -114,7 +116,7 @@ def test_replicas_that_differ_are_refused(tmp_path: Path) -> None:
     content = torch.load(path, weights_only=True)
     content["input_layernorm.weight"] += 1.0
     torch.save(content, path)
-    with pytest.raises(CheckpointError, match="should be equal on all ranks"):
+    with pytest.raises(CheckpointError, match=r"should be equal on all ranks(?s:.*)of one checkpoint"):
         logits_of(tmp_path / "m", bloom_section(), tokens())
 
 
@@ -217,18 +219,20 @@ def test_truncated_metadata_and_data_are_named(tmp_path: Path) -> None:
     dcp.save({"a": torch.ones(3000)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     data = tmp_path / "dcp/__0_0.distcp"
     data.write_bytes(data.read_bytes()[:200])
-    with pytest.raises(CheckpointError, match=r"__0_0\.distcp cannot be read"):
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp cannot be read(?s:.*)Take another copy"):
         read_dcp(tmp_path / "dcp")["a"]()
     metadata = tmp_path / "dcp/.metadata"
     metadata.write_bytes(metadata.read_bytes()[:50])
-    with pytest.raises(CheckpointError, match="is damaged"):
+    with pytest.raises(CheckpointError, match=r"is damaged(?s:.*)Take another copy"):
         read_dcp(tmp_path / "dcp")
 
 
 def test_another_model_is_refused_before_a_tensor_is_read(tmp_path: Path) -> None:
     write_megatron(bloom(), tmp_path / "m", ranks=1)
     deeper = ModelSection(**{**bloom_section().__dict__, "layers": 3})
-    with pytest.raises(CheckpointError, match=r"lacks 12 of the recipe's \d+ tensors"):
+    with pytest.raises(
+        CheckpointError, match=r"(?s)lacks 12 of the recipe's \d+ tensors.*model.layers, tied"
+    ):
         read_foreign(tmp_path / "m", deeper, vocabulary=VOCABULARY, sequence_length=LENGTH)
 
 

@@ -12,7 +12,9 @@ def test_a_second_writer_is_refused_and_leaves_what_the_first_wrote(tmp_path: Pa
     with partial_directory(tmp_path / "x") as first:
         (first / "weights").write_text("half")
         with (
-            pytest.raises(CheckpointError, match=r"Another process writes to .*x\.partial now"),
+            pytest.raises(
+                CheckpointError, match=r"(?s)Another process writes to .*x\.partial now.*Wait for it"
+            ),
             partial_directory(tmp_path / "x"),
         ):
             pass
@@ -38,3 +40,11 @@ def test_a_link_in_what_a_killed_writer_left_goes_and_what_it_leads_to_stays(tmp
     with partial_directory(tmp_path / "x") as partial:
         assert list(partial.iterdir()) == []
     assert (tmp_path / "elsewhere" / "kept").exists()
+
+
+def test_a_writer_that_is_done_keeps_no_lock_and_no_file_open(tmp_path: Path) -> None:
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(2):
+        with partial_directory(tmp_path / "x"):
+            pass
+    assert len(list(Path("/proc/self/fd").iterdir())) == before

@@ -157,5 +157,5 @@ def test_a_tied_model_with_a_head_of_codes_is_not_taken_for_tied_unseen(plain: P
     config = json.loads((plain / "config.json").read_text())
     del config["quantization_config"]
     (plain / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
-    with pytest.raises(CheckpointError, match=r"lm_head.weight .* stored as F8_E4M3"):
+    with pytest.raises(CheckpointError, match=r"lm_head.weight .* stored as F8_E4M3(?s:.*)dequantize"):
         import_(plain)

@@ -111,16 +111,17 @@ def test_only_rows_that_pad_a_vocabulary_are_left_out(name: str, rows: int, is_t
         fitted = tensor_matching._fitting(Path("there"), name, tensor, (7, 3))
         assert fitted.dtype == torch.float32 and torch.equal(fitted, tensor[:7].float())
     else:
-        with pytest.raises(CheckpointError, match="and the recipe's is"):
+        with pytest.raises(CheckpointError, match=r"and the recipe's is(?s:.*)Give the recipe of this model"):
             tensor_matching._fitting(Path("there"), name, tensor, (7, 3))
 
 
 def test_codes_and_values_that_are_no_numbers_never_become_weights() -> None:
-    with pytest.raises(CheckpointError, match="codes of quantised weights"):
+    with pytest.raises(CheckpointError, match=r"codes of quantised weights(?s:.*)in one of these types"):
         tensor_matching._fitting(Path("there"), "w", torch.ones(7, 3, dtype=torch.int8), (7, 3))
     wrong = torch.tensor([[1.0, float("nan")], [float("inf"), float("-inf")]])
     with pytest.raises(
-        CheckpointError, match=r"1 NaN and 2 infinities among 4 values, the first at \(0, 1\)"
+        CheckpointError,
+        match=r"1 NaN and 2 infinities among 4 values, the first at \(0, 1\)(?s:.*)Take",
     ):
         tensor_matching._fitting(Path("there"), "w", wrong, (2, 2))
 
@@ -192,6 +193,7 @@ def planned(*sizes: int) -> list[PlannedTensor]:
 def test_a_shard_is_filled_to_the_byte_and_a_larger_tensor_has_one_alone(tmp_path: Path) -> None:
     cut = weight_files._cut(planned(3, 4, 5, 1, 20, 2), 7)
     assert [[tensor.bytes for tensor in shard] for shard in cut] == [[3, 4], [5, 1], [20], [2]]
+    assert [len(shard) for shard in weight_files._cut(planned(20, 2), 7)] == [1, 1]
     assert weight_files._file_names(1) == ["model.safetensors"]
     assert weight_files._file_names(12)[10] == "model-00011-of-00012.safetensors"
     plan = [*planned(3, 4), PlannedTensor(name="b", shape=(2, 3), dtype=torch.bfloat16)]
@@ -297,6 +299,8 @@ def test_weights_to_begin_from_are_a_runs_newest_trusted_ones(tmp_path: Path) ->
         ({"eos_token": "</s>"}, "</s>"),
         ({"eos_token": {"content": "<e>"}}, "<e>"),
         ({"eos_token": None}, None),
+        ({"eos_token": 5}, None),
+        ({"eos_token": {"content": 5}}, None),
         ({}, None),
     ],
 )

@@ -44,7 +44,7 @@ def test_files_of_too_few_tensors_for_the_layers_are_refused() -> None:
     section = ModelSection(layers=2, hidden=8, heads=2)
     files = stored(a=("F32", (1,)), b=("F32", (1,)))
     assert as_stored(section, FAMILIES["llama"], files) is section
-    with pytest.raises(CheckpointError, match="has 3 layers, and the files hold 2 tensors"):
+    with pytest.raises(CheckpointError, match=r"and the files hold 2 tensors(?s:.*)all of the files"):
         as_stored(ModelSection(layers=3, hidden=8, heads=2), FAMILIES["llama"], files)
     tied = ModelSection(layers=1, hidden=8, heads=2, tied=True)
     assert as_stored(tied, FAMILIES["llama"], files) is tied
@@ -72,7 +72,7 @@ def test_what_no_model_of_the_file_has_is_named_and_counted() -> None:
         assert refused.value.message == f"/there/{unknown[0]}.safetensors holds {said}"
         is_quantised = unknown[0] != "score__weight"
         assert ("quantised weights" in refused.value.remedy) is is_quantised
-    with pytest.raises(CheckpointError, match=r"has the shape \(7,\), and config.json asks for \(8,\)"):
+    with pytest.raises(CheckpointError, match=r"(?s)shape \(7,\), .* asks for \(8,\).*of the same model"):
         matches([entry], model=model, family=family, files=stored(norm__weight=("F32", (7,))))
 
 
@@ -116,7 +116,7 @@ def test_each_setting_of_codes_has_the_values_that_are_computed_and_no_others() 
         for key, values in _ALLOWED[method].items():
             for value in values:
                 assert scheme_of({"quantization_config": section | {key: value}}, transposes=False) == kind
-            with pytest.raises(CheckpointError, match=f"quantization_config.{key} = 'another'"):
+            with pytest.raises(CheckpointError, match=f"(?s)config.{key} = 'another'.*dequantize"):
                 scheme_of({"quantization_config": section | {key: "another"}}, transposes=False)
         names = {key: [f"{key}.{number}"] for number, key in enumerate(_SKIPPED)}
         skipping = scheme_of({"quantization_config": section | names}, transposes=False)
@@ -159,7 +159,7 @@ def test_shards_and_their_index_are_synced_before_anybody_is_told_of_them(tmp_pa
 
 def test_an_empty_file_and_a_range_at_the_beginning_are_told_as_damage(tmp_path: Path) -> None:
     (tmp_path / "a.pt").touch()
-    with pytest.raises(CheckpointError, match=r"a\.pt cannot be read without"):
+    with pytest.raises(CheckpointError, match=r"a\.pt cannot be read without(?s:.*)torch.save"):
         load_plain(tmp_path / "a.pt")
     with pytest.raises(CheckpointError, match=r"a\.pt cannot be read at byte 0 without .*: EOFError"):
         load_plain(tmp_path / "a.pt", begin=0, length=5)
@@ -239,12 +239,12 @@ def test_a_part_of_a_file_is_read_from_its_first_byte_and_damage_is_told_with_it
         load_plain(tmp_path / "gone")
     torch.save({"a": 1}, tmp_path / "mapping")
     size = (tmp_path / "mapping").stat().st_size
-    with pytest.raises(CheckpointError, match="mapping holds no tensor at byte 0"):
+    with pytest.raises(CheckpointError, match=r"mapping holds no tensor at byte 0(?s:.*)Take another"):
         foreign_files._read(tmp_path, "mapping", 0, size)
     with pytest.raises(CheckpointError, match=r"name the file 'a/mapping', outside of it"):
         foreign_files._read(tmp_path, "a/mapping", 0, size)
     torch.save([torch.ones(1)], tmp_path / "list")
-    with pytest.raises(CheckpointError, match="list holds no tensors by name"):
+    with pytest.raises(CheckpointError, match=r"list holds no tensors by name(?s:.*)Take another"):
         foreign_files._load(tmp_path / "list")
 
 

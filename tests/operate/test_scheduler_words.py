@@ -369,7 +369,7 @@ def test_the_manifest_asks_for_what_the_recipe_says() -> None:
     )
     script = container["command"][2].splitlines()
     assert script[:3] == ["set -eo pipefail", "umask 002", "export A=1"]
-    assert script[3].endswith("--nnodes 4 --job kubernetes-$$BLOOMERY_KUBERNETES_JOB")
+    assert script[3].endswith("--nnodes 5 --job kubernetes-$$BLOOMERY_KUBERNETES_JOB")
     claims = {one["name"]: one.get("persistentVolumeClaim", one.get("emptyDir")) for one in pods["volumes"]}
     mounts = {one["mountPath"]: claims[one["name"]] for one in container["volumeMounts"]}
     claims = {"/shared": {"claimName": "claim-a"}, "/data": {"claimName": "claim-b"}}

@@ -216,9 +216,12 @@ def test_each_setting_of_a_file_is_one_of_our_model_and_is_written_again(family:
         ("llama", {"head_dim": 8}, {"head_dim": 8}),
         ("llama", {"head_dim": 4}, {"head_dim": "auto"}),
         ("llama", {"attention_dropout": None}, {"attention_dropout": 0.0}),
+        ("llama", {"hidden_size": 12}, {"hidden": 12}),
         ("qwen3", {"attention_bias": False}, {"bias": False, "bias_in": "blocks"}),
         ("qwen3", {"head_dim": 4, "layer_types": None}, {"head_dim": "auto"}),
         ("bloom", {"seq_length": None}, {"max_positions": "auto"}),
+        ("bloom", {"tie_word_embeddings": True}, {"tied": True}),
+        ("gpt2", {"tie_word_embeddings": True}, {"tied": True}),
         ("gpt2", {"n_inner": None}, {"ffn": 96}),
         ("gpt2", {"activation_function": "gelu_fast"}, {"activation": "gelu_tanh"}),
     ],
@@ -234,6 +237,12 @@ def test_what_a_setting_changes_is_that_setting_alone(
     ("family", "changes", "said", "remedy"),
     [
         ("llama", {"hidden_size": 25}, "hidden_size = 25", "a multiple of num_attention_heads = 6"),
+        (
+            "llama",
+            {"hidden_size": 25, "head_dim": 4},
+            "hidden_size = 25",
+            "a multiple of num_attention_heads",
+        ),
         ("llama", {"num_key_value_heads": 4}, "num_attention_heads = 6", "num_key_value_heads = 4"),
         ("llama", {"head_dim": 5}, "head_dim = 5", "an even number of channels"),
         ("llama", {"hidden_size": 18}, "hidden_size = 18", "an even multiple of num_attention_heads"),
@@ -265,7 +274,7 @@ ALL_OF = {
         *({"bias": False}, {"bias_in": "mlp"}, {"kv_heads": 2}, {"head_dim": 6}, {"ffn": 40}),
     ),
     "gpt2": (
-        *({"norm": "rmsnorm"}, {"activation": "swiglu"}, {"embedding_norm": True}),
+        *({"norm": "rmsnorm"}, {"activation": "swiglu"}, {"embedding_norm": True}, {"qk_norm": True}),
         *({"bias": False}, {"bias_in": "attention"}, {"kv_heads": 2}, {"head_dim": 6}),
     ),
 }
@@ -284,6 +293,7 @@ def test_each_setting_that_a_family_lacks_is_named_with_what_it_has(
     ((setting, value),) = change.items()
     assert f"family is {family}, which lacks model.{setting} = {value!r} (it has " in refused.value.message
     assert refused.value.message.count("model.") == 2, "nothing else is in the way"
+    assert "`bloomery generate` reads its checkpoint" in refused.value.remedy
 
 
 def test_heads_that_do_not_divide_the_width_are_no_llama() -> None:
@@ -296,7 +306,13 @@ def test_heads_that_do_not_divide_the_width_are_no_llama() -> None:
 
 
 def test_a_model_of_no_known_family_is_refused_with_those_that_are() -> None:
-    for content in ({}, {"model_type": None}, {"model_type": 5}, {"model_type": "mistral"}):
+    for content in (
+        {},
+        {"model_type": None},
+        {"model_type": 5},
+        {"model_type": "mistral"},
+        {"model_type": []},
+    ):
         with pytest.raises(CheckpointError) as refused:
             family_in(content)
         kind = content.get("model_type")

@@ -106,25 +106,48 @@ def test_rotary_settings_become_numbers_with_the_defaults_of_their_kind() -> Non
     assert (both["rope_low_rotations"], both["rope_high_rotations"]) == (2.0, 20.0)
     assert rope("yarn", factor=4.0, attention_factor=1.3)["rope_attention_factor"] == 1.3
     assert rope("yarn", factor=4.0, mscale=2.0)["rope_attention_factor"] == pytest.approx(1.1386294)
+    assert rope("yarn", factor=4.0, mscale_all_dim=2.0)["rope_attention_factor"] == pytest.approx(1.1386294)
+    assert rope("yarn", factor=1.5)["rope_attention_factor"] == pytest.approx(1.0405465)
     assert rope("yarn", factor=1.0)["rope_attention_factor"] == 1.0
+
+
+def test_rotary_settings_that_say_one_thing_twice_or_change_nothing_are_taken() -> None:
+    again = {"rope_type": "linear", "factor": 2.5}
+    assert rope("linear", factor=2.5, old=again) == rope("linear", factor=2.5)
+    assert rope("default", rope_theta=5.0, theta=5.0) == {"rope_theta": 5.0}
+    assert rope("default", partial_rotary_factor=1.0) == rope("default")
+    assert rope("linear", factor=2.5, rope_theta=1.0)["rope_theta"] == 1.0
+    assert rope("yarn", factor=2.5, rope_theta=1.5)["rope_theta"] == 1.5
 
 
 @pytest.mark.parametrize(
     ("kind", "more", "said"),
     [
-        ("other", {}, "rope_parameters = "),
+        ("other", {}, r"rope_parameters = (?s:.*){'rope_type': 'linear', …} or {'rope_type': 'dynamic'"),
         ("linear", {}, "rope_parameters.factor = None"),
         ("linear", {"factor": 0.5}, "rope_parameters.factor = 0.5"),
         ("linear", {"factor": 2.0, "type": "dynamic"}, "rope_parameters = "),
         ("linear", {"factor": 2.0, "beta_fast": 3}, "rope_parameters.beta_fast = 3"),
         ("default", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
         ("default", {"rope_theta": -1.0}, "rope_parameters.rope_theta = -1.0"),
-        ("default", {"rope_theta": 5.0, "theta": 6.0}, "rope_theta = 6.0"),
-        ("yarn", {"factor": 2.0, "rope_theta": 1.0}, "rope_theta = 1.0"),
+        (
+            "default",
+            {"rope_theta": 5.0, "theta": 6.0},
+            r"rope_theta = 6.0(?s:.*)parameters beside it says 5.0: remove",
+        ),
+        ("yarn", {"factor": 2.0, "rope_theta": 1.0}, r"rope_theta = 1.0(?s:.*)more than 1 beside the type"),
         ("yarn", {"factor": 2.0, "truncate": False}, "rope_parameters.truncate = False"),
-        ("yarn", {"factor": 2.0, "beta_fast": 2, "beta_slow": 2}, "rope_parameters.beta_fast = 2"),
+        (
+            "yarn",
+            {"factor": 2.0, "beta_fast": 2, "beta_slow": 2},
+            r"rope_parameters.beta_fast = 2(?s:.*)= more than 2",
+        ),
         ("llama3", {"factor": 2.0, "low_freq_factor": 4, "high_freq_factor": 4}, "high_freq_factor = 4"),
-        ("linear", {"factor": 2.0, "old": {"type": "linear", "factor": 3.0}}, "rope_scaling = "),
+        (
+            "linear",
+            {"factor": 2.0, "old": {"type": "linear", "factor": 3.0}},
+            r"rope_scaling = (?s:.*)it says .*: remove",
+        ),
     ],
 )
 def test_each_rotary_setting_that_is_not_computed_is_named(
@@ -138,6 +161,10 @@ def test_a_tensor_is_found_by_its_parts_and_has_their_shape() -> None:
     assert LLAMA.tensor("blocks.3.mlp.gate.weight") == HfTensor(
         name="model.layers.3.mlp.gate_proj.weight", parts=("blocks.3.mlp.gate.weight",)
     )
+    for part, theirs in (("query", "q"), ("key", "k"), ("value", "v")):
+        ours = f"blocks.3.attention.{part}.weight"
+        name = f"model.layers.3.self_attn.{theirs}_proj.weight"
+        assert LLAMA.tensor(ours) == HfTensor(name=name, parts=(ours,))
     assert LLAMA.stored_names("model.norm.weight") == ("model.norm.weight", "norm.weight")
     assert LLAMA.stored_names("lm_head.weight") == ("lm_head.weight",)
     names = tuple(f"blocks.11.attention.{part}.weight" for part in ("query", "key", "value"))
@@ -150,11 +177,15 @@ def test_a_tensor_is_found_by_its_parts_and_has_their_shape() -> None:
     down, norm = GPT2.tensor("blocks.2.mlp.down.weight"), GPT2.tensor("blocks.2.mlp_norm.weight")
     assert down is not None and down.layout == "transposed"
     assert norm is not None and norm.layout == "plain"
+    down_bias, head = GPT2.tensor("blocks.2.mlp.down.bias"), GPT2.tensor("head.weight")
+    assert down_bias is not None and down_bias.layout == "plain"
+    assert head is not None and head.layout == "plain"
     assert stored_shape(down, {down.parts[0]: (4, 16)}) == (16, 4)
 
 
 def test_a_bloom_that_computes_something_else_is_refused_with_what_helps() -> None:
-    assert section_from({"model_type": "bloom", "slow_but_exact": True}).layers == 2
+    for changes in ({"slow_but_exact": True}, {"pretraining_tp": 2}):
+        assert section_from({"model_type": "bloom"} | changes).layers == 2
     for changed, said in (
         ({"slow_but_exact": True, "pretraining_tp": 2}, "slow_but_exact = True"),
         ({"apply_residual_connection_post_layernorm": True}, "_post_layernorm = True"),
