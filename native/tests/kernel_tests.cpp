@@ -174,6 +174,10 @@ void test_pages() {
         int32_t token;
         uint64_t largest;
         CHECK(bloomery_gather(content.data(), 8, tokens, 1, &start, &zero, 1, 0, &pages, &token, &largest) == -3);
+        // Tokens may begin after a header: the pages of the file are checked that are read.
+        const int64_t header = below(random, start + 1), behind = start - header;
+        const char* const first = content.data() + 2 * header;
+        CHECK(bloomery_gather(first, 8, tokens - header, 1, &behind, &zero, 1, 0, &pages, &token, &largest) == -3);
     }
 }
 
@@ -260,12 +264,17 @@ void test_entropy() {
         bloomery_entropy call{};
         call.rows = rows, call.vocabulary = vocabulary, call.z_loss = 1e-4f;
         call.logits = logits.data(), call.targets = targets.data(), call.slopes = slopes.data();
+        for (int64_t row = 0; row < rows; ++row) entropy[row] = z[row] = std::numeric_limits<float>::quiet_NaN();
         call.threads = 1, call.cross_entropy = entropy.data(), call.z = z.data();
         CHECK(bloomery_slope_entropy(&call) == 0);
         call.threads = 3, call.parallel = in_threads, call.slopes = logits.data();  // in place
         call.cross_entropy = entropy_again.data(), call.z = z_again.data();
         CHECK(bloomery_slope_entropy(&call) == 0);
         CHECK(slopes.equals(logits) && entropy.equals(entropy_again) && z.equals(z_again));
+        for (int64_t row = 0; row < rows; ++row) {
+            const bool counts = targets[row] >= 0 && targets[row] < vocabulary;
+            CHECK(counts || (entropy[row] == 0.0f && z[row] == 0.0f));
+        }
     }
 }
 

@@ -87,6 +87,33 @@ void what_is_written_for_one_processor_changes_no_bit(Random& random) {
     }
 }
 
+// A peer may send any scale: it must be one that `combine` could have written, in each block of a group.
+void an_unsound_scale_of_any_block_is_refused(Random& random) {
+    const uint32_t largest = 0x7B800000u;  // the bits of 2^120
+    for (const int32_t codec : {kInt8, kInt4}) {
+        const int64_t block = codec == kInt8 ? 512 : 128, stride = 4 + (codec == kInt8 ? block : block / 2);
+        const int64_t count = 4 * 512 + 128 + 1 + below(random, 100);
+        const std::vector<float> values = normal_values(random, count);
+        std::vector<uint8_t> sent(static_cast<size_t>(encoded_size(codec, count)));
+        CHECK(combine(codec, Hop{values.data(), nullptr, sent.data(), nullptr, nullptr, 1.0f}, count));
+        for (int64_t at = 0; at * block < count; ++at) {
+            for (const uint32_t bits : {largest, largest + 1, 0x7F800000u, 0x7FC00000u, 0x80000000u, 0xBF800000u}) {
+                std::vector<uint8_t> received = sent;
+                std::memcpy(received.data() + at * stride, &bits, 4);
+                std::vector<float> out(static_cast<size_t>(count)), sum(static_cast<size_t>(count), 1.0f);
+                const bool sound = bits == largest;
+                CHECK(decode(codec, received.data(), count, out.data()) == sound);
+                CHECK(portable::decode(codec, received.data(), count, out.data()) == sound);
+                if (sound) continue;  // the sum of such values is beyond the bound
+                CHECK(!accumulate(codec, received.data(), count, sum.data()));
+                CHECK(!portable::accumulate(codec, received.data(), count, sum.data()));
+                const Hop hop{values.data(), received.data(), received.data(), nullptr, nullptr, 1.0f};
+                CHECK(!combine(codec, hop, count));
+            }
+        }
+    }
+}
+
 void layouts_hold_every_value_once(Random& random) {
     for (int i = 0; i < 2000; ++i) {
         const int64_t count = below(random, 1 << (1 + below(random, 30)));
@@ -212,6 +239,7 @@ int main(int count, char** arguments) {
     codecs_touch_no_byte_beyond_their_arrays(random);
     codecs_work_at_any_address(random);
     what_is_written_for_one_processor_changes_no_bit(random);
+    an_unsound_scale_of_any_block_is_refused(random);
     layouts_hold_every_value_once(random);
     rings_agree_to_the_bit(random);
     after_cancelling_nothing_touches_the_arrays(random);

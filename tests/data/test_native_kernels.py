@@ -59,6 +59,13 @@ def test_indices_of_64_bits_are_left_to_numpy() -> None:
     assert np.array_equal(wide, before)
 
 
+def test_documents_of_more_tokens_together_than_32_bits_count_are_added_up() -> None:
+    lengths, order = np.array([2**30, 5, 2**31 - 1], dtype=np.int32), np.array([2, 0, 1, 2], dtype=np.uint32)
+    ends = np.zeros(4, dtype=np.int64)
+    assert native_kernels.cumulate(lengths, order, ends)
+    assert ends.tolist() == np.cumsum(lengths[order], dtype=np.int64).tolist()
+
+
 @pytest.mark.parametrize(
     ("status", "error"),
     [

@@ -224,6 +224,15 @@ def test_what_the_kernel_delivered_is_told(members):
     assert all(one.delivered.delivered_bytes == 0 for one in beside), "these sockets are no TCP"
 
 
+def test_the_best_rate_is_that_of_a_part_of_the_round_and_not_of_all_that_came_until_then(members):
+    ring = members(2, "int8", pair=connected, pace=HopRateLimit(1e6))
+
+    ended = ring.all_reduce(parts_of(2, 1_000_000))
+
+    told = [one.delivered.best_bytes_s for one in ended]
+    assert all(0 < best < 2e6 for best in told), told
+
+
 def test_ends_that_disagree_about_the_array_find_out(members):
     ring = members(2, "int8")
 
