@@ -239,7 +239,7 @@ class History:
     steps: tuple[Step, ...]
     ranks: Mapping[int, int]
     span_s: float
-    vocabulary: int | None
+    vocabulary: int | None = None
 
     @property
     def newest_ranks(self) -> int:
@@ -271,8 +271,8 @@ def read_history(rundir: RunDirectory) -> History:
             reports[event["step"], event["incarnation"]] = StepReport.from_json(event)
         elif event["event"] == "start" and "incarnation" in event:
             ranks[event["incarnation"]] = int(event.get("ranks", 1))
-        elif event["event"] == "data" and "vocabulary" in event:
-            vocabulary = int(event["vocabulary"])
+        elif event["event"] == "data" and isinstance(event.get("vocabulary"), int):
+            vocabulary = event["vocabulary"]
     newest = {base[0]: base for base in sorted(visible(reports, read_incarnations(rundir)))}
     steps = tuple(Step(incarnation=newest[step][1], report=reports[newest[step]]) for step in sorted(newest))
     span_s = max(times) - min(times) if times else 0.0
