@@ -309,6 +309,13 @@ def test_only_backups_that_are_newer_than_what_is_here_are_gone_on_from(
     backup_of(run, section)._copy_all()
     assert [copy.name for copy in backup_of(here, section).newer()] == NAMES[2:]
     assert backup_of(run, section).newer() == []
+    behind = RunDirectory(tmp_path / "behind")
+    shutil.copytree(here.path, behind.path)
+    shutil.rmtree(behind.checkpoints / NAMES[0])
+    begin(run, base=(10, 1), reason="the others went back, and on")
+    backup_of(run, section)._copy_all()
+    found = [copy.name for copy in backup_of(behind, section).newer()]
+    assert found == NAMES[:1], "nothing that is here is part of the run any more"
     other = RunDirectory(tmp_path / "other").create()
     assert backup_of(other, section).newer() == [], "what has nothing restores"
     shutil.copytree(run.incarnations, other.incarnations, dirs_exist_ok=True)

@@ -397,7 +397,9 @@ def test_a_save_beside_the_training_stops_it_for_the_copy_alone():
     assert beside.lost_share < at_once.lost_share
 
 
-def test_a_ramp_up_that_few_replicas_can_start_says_how_many_could_train_the_full_batch():
-    ramp_up = ("train.global_batch=64", "train.ramp_up=[8,4,480]", "train.micro_batch=1")
-    (warning,) = [text for text in planned("demo", *ramp_up, gpus=4).warnings if "ramp-up" in text]
-    assert "no more than 4 replicas start it; 8, 16, 32 accelerators divide the full batch only" in warning
+@pytest.mark.parametrize(("tensor", "counts"), [(1, "8, 16, 32"), (2, "16, 32, 64")])
+def test_a_ramp_up_that_few_replicas_can_start_says_how_many_could_train_the_full_batch(tensor, counts):
+    settings = ["train.global_batch=64", "train.ramp_up=[8,4,480]", "train.micro_batch=1"]
+    settings += [f"parallel.tensor={tensor}", "optim.name=adamw"]
+    (warning,) = [text for text in planned("demo", *settings, gpus=4 * tensor).warnings if "ramp-up" in text]
+    assert f"no more than 4 replicas start it; {counts} accelerators divide the full batch only" in warning
