@@ -127,6 +127,7 @@ def test_a_relay_is_asked_where_any_member_relays() -> None:
 def test_each_rank_is_given_its_own_connections_with_their_keys_and_the_limits_of_the_attempt() -> None:
     attempt, sent = attempt_of("d", Gathered())
     assert [rank for rank, _ in sent] == [0, 1] and attempt.stage is AttemptStage.REDUCING
+    assert attempt.reducing_s > attempt.began_s
     for rank, reduce in sent:
         (hop,) = reduce.hops
         assert hop.rank == rank and reduce.attempt == ATTEMPT and reduce.index == 2

@@ -271,7 +271,7 @@ def test_a_box_that_is_saved_in_part_is_refused_and_what_others_lack_is_not() ->
         with pytest.raises(
             CheckpointError, match=r"(?s)does not hold all of.*incompletely: use another checkpoint"
         ):
-            refuse_incomplete("there", [wanted("model.a", start, stop)], saved)
+            refuse_incomplete("there", [wanted("b", 0, 9), wanted("model.a", start, stop)], saved)
 
 
 def differences(

@@ -12,6 +12,7 @@ from bloomery.cli.data import run
 from bloomery.data import audit
 from bloomery.data.audit import Ngrams, neighbours_of, sample_counts_of, whole_ngrams
 from bloomery.data.indexed import IndexedDataset, IndexedWriter
+from bloomery.data.ngrams import SomeDocuments
 from bloomery.data.order import Order
 from bloomery.data.tokenizer import train_tokenizer
 
@@ -210,3 +211,10 @@ def test_the_documents_that_repeat_themselves_most_are_told_first(
         {"some": IndexedDataset(tmp_path / "some")}, {}, size=3, at_most_tokens=1_000_000
     ).repeated["some"]
     assert [document for document, _, _ in found.most] == [1, 2]
+
+
+def test_examples_of_shared_ngrams_are_numbered_within_the_whole_dataset() -> None:
+    ngrams = Ngrams(iter([np.array([5, 7], dtype=np.uint64)]))
+    some = SomeDocuments(first=8192, lengths=np.array([2, 1]), tokens=np.zeros(3, dtype=np.uint16))
+    ngrams.compare("own", some, np.array([9, 5], dtype=np.uint64), np.array([0, 1]))
+    assert [tuple(example) for example in ngrams.result().examples] == [("own", 8193, 1)]

@@ -213,6 +213,12 @@ def test_what_small_datasets_gave_early_is_no_reason_to_cut_a_budget() -> None:
     assert counts_to_end(shares, [1, 1, 20, 20], samples=100) == [0, 0, 30, 28]
 
 
+def test_a_sample_to_spare_is_given_by_the_largest_remainder_whatever_each_gave_before() -> None:
+    shares = whole_shares([Fraction(33), Fraction(31)])  # 8.25 and 7.75 of 16 samples
+    assert counts_to_end(shares, [6, 2], samples=16) == [2, 6]
+    assert counts_to_end(shares, [2, 6], samples=16) == [6, 2]
+
+
 def test_a_run_of_budgets_alone_goes_on_past_what_it_skipped(datasets: list[IndexedDataset]) -> None:
     alone = demand(341, (300, 1.0), (41, 1.0), (0, 0.0))
     stream = stream_of(datasets, alone)

@@ -208,6 +208,15 @@ def test_what_is_passed_on_to_tokenising_is_what_the_settings_say(
     }
 
 
+def test_a_tokenizer_is_trained_as_the_settings_say(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(prepare_build, "train_tokenizer", lambda texts, **given: asked.append(given))
+    given = {"tokenizer_vocabulary": 300, "end_of_document_token": "<end>", "tokenizer_split": "code"}
+    data = DataSection(sources=(str(text),), sequence_length=8, **given)  # type: ignore[arg-type]
+    prepare_build._tokenizer(data, total_bytes=9, progress=lambda *_: None)
+    assert asked == [{"vocabulary": 300, "end_of_document": "<end>", "split": "code"}]
+
+
 def test_documents_of_the_recipe_are_read_as_it_says(text: Path, tmp_path: Path) -> None:
     (tmp_path / "c.txt").write_text("one%%two")
     data = DataSection(sources=(str(tmp_path / "c.txt"),), sequence_length=8, separator="%%")

@@ -376,6 +376,9 @@ def test_a_sample_whose_offsets_the_kernel_cannot_count_is_refused(monkeypatch: 
     torch.ops.bloomery.tiled_attention(*fits, *rules)
     with pytest.raises(BloomeryError, match="262,145 tokens spans 2,147,491,840 numbers"):
         torch.ops.bloomery.tiled_attention(query, key, key, *rules)
+    packed = torch.empty(1, most // 2 + 1, 2 * 64, 128, dtype=torch.bfloat16)
+    with pytest.raises(BloomeryError, match="131,073 tokens spans 2,147,500,032 numbers"):
+        torch.ops.bloomery.tiled_attention(packed[:, :, :64], key[:, :1], key[:, :1], *rules)
     assert reached == [most]
 
 

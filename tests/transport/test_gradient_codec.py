@@ -121,6 +121,8 @@ def test_bytes_that_decode_to_no_finite_values_are_refused(kind, without_library
 def test_bytes_of_another_length_are_refused():
     with pytest.raises(ValueError, match="15 bytes are not 4 values of fp32"):
         decode(bytes(15), "fp32", np.empty(4, np.float32))
+    with pytest.raises(ValueError, match="17 bytes are not 4 values of fp32"):
+        decode(bytes(17), "fp32", np.empty(4, np.float32))
 
 
 @pytest.mark.parametrize("kind", Codec)

@@ -300,7 +300,9 @@ def test_a_saves_row_tells_what_it_cost_and_why_it_is_kept(run: WrittenRun) -> N
     run.event("step", step=93, **own, spent={"saving a checkpoint": 1.5, "forward and backward": 0.1})
     run.event("checkpoint", step=94, path="step-000094.i002")
     run.event("step", step=95, **own, spent={"saving a checkpoint": 2.5, "forward and backward": 0.1})
-    rows = saves(RunReader(run.rundir.path).read_all(), None)
+    run.event("checkpoint", step=95, path="step-000095.i002")
+    newest, *rows = saves(RunReader(run.rundir.path).read_all(), None)
+    assert (newest.step, newest.blocked_s) == (95, None), "the step after it tells"
     assert [(row.name, row.step, row.blocked_s, row.durable, row.kept) for row in rows] == [
         ("step-000094.i002", 94, None, True, ""),
         ("step-000092.i002", 92, 1.5, True, ""),
