@@ -121,3 +121,20 @@ def test_a_start_is_refused_without_its_packages_its_directory_or_its_data(
     with pytest.raises(DataError, match=r"text\.txt"):
         refuse_early(loaded, run)
     assert not run.exists(), "a look makes nothing"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reads"),
+    [((), 0), (("train.ramp_up=[8, 8, 64]",), 1), (("train.micro_batch_changes=[[64, 2]]",), 1)],
+)
+def test_a_start_reads_how_far_the_run_is_only_where_its_batches_change(
+    changes: tuple[str, ...], reads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Path] = []
+    monkeypatch.setattr(early_refusals, "samples_consumed", lambda rundir: asked.append(rundir.path) or 64)
+    batches = ("train.global_batch=16", "train.micro_batch=1", "train.ramp_up=[]", *changes)
+    loaded = load_recipe("demo", ["optim.name=adamw", *batches])
+    early_refusals.check_start(loaded, tmp_path, data_degree=8)
+    assert asked == [tmp_path] * reads
+    with pytest.raises(ConfigError):
+        early_refusals.check_start(loaded, tmp_path, data_degree=48)

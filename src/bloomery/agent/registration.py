@@ -255,9 +255,9 @@ class Admission:
         return True
 
     def wrong_ranks(self, snapshot: RunSnapshot) -> str:
-        """Return why this peer has another number of ranks than one that was listed before; "" if it has not.
+        """Return a message if a peer that was listed before this one has another number of ranks; else "".
 
-        The numbers are compared once, too.
+        The numbers are compared once for each time that this peer is listed.
         """
         mine = self._own(snapshot)
         if mine is None or mine.life == self._counted_life:

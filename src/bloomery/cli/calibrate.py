@@ -69,7 +69,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _refuse_other_file(path: Path) -> None:
-    """Raise BloomeryError, before the measuring, where its result would replace another kind of file."""
+    """Raise BloomeryError where `path` is a directory, or a file that does not describe a machine."""
     if path.is_dir():
         raise BloomeryError(f"{path} is a directory.", remedy="Name a file that ends in .toml: --to FILE.")
     if path.exists() and b"[accelerator]" not in path.read_bytes():

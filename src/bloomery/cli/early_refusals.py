@@ -8,13 +8,16 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bloomery.checkpoint.format.catalogue import samples_consumed
 from bloomery.config.data import HUB_PREFIX, DataSection
 from bloomery.config.resume import compare, refuse_fixed
+from bloomery.config.validate import check_recipe
 from bloomery.data.documents import NAME_THE_FIELD, BadDocuments
 from bloomery.data.pair_files import bin_path, idx_path
 from bloomery.data.readers import LINES, SourceFile
 from bloomery.data.sources import find_files, read_documents
 from bloomery.errors import ConfigError, DataError, StorageError
+from bloomery.events.run_directory import RunDirectory
 from bloomery.train.trackers import refuse_missing_packages
 
 if TYPE_CHECKING:
@@ -82,6 +85,20 @@ def _refuse_missing_file(path: Path, *, subject: str, remedy: str) -> None:
         raise DataError(f"{subject} {path}: No such file or directory.", remedy=remedy)
 
 
+def check_start(loaded: LoadedRecipe, run: Path, *, data_degree: int | None) -> None:
+    """Raise ConfigError with every setting of the recipe that does not fit the others or the ranks.
+
+    Batches that the run in the directory `run` is past need not fit. The directory is read only where batches
+    change, for hundreds of ranks may call this at one time.
+
+    data_degree: data-parallel ranks; None where they do not make whole replicas.
+    """
+    train = loaded.recipe.train
+    changes = bool(train.ramp_up or train.micro_batch_changes)
+    consumed = samples_consumed(RunDirectory(run)) if changes else 0
+    check_recipe(loaded.recipe, loaded.sources, data_degree=data_degree, consumed=consumed)
+
+
 def refuse_early(loaded: LoadedRecipe, run: Path) -> None:
     """Raise BloomeryError for missing files and packages, and for a directory that the run cannot have.
 
@@ -111,7 +128,6 @@ def _refuse_unusable(run: Path) -> None:
 def _refuse_changes(loaded: LoadedRecipe, run: Path) -> None:
     """Refuse fixed settings that differ from the run's. Only the holder of a run mends a damaged recipe."""
     from bloomery.config.load import load_recipe
-    from bloomery.events.run_directory import RunDirectory
 
     kept = RunDirectory(run).recipe
     if not kept.exists():

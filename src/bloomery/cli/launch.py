@@ -44,12 +44,10 @@ def run(arguments: list[str]) -> int:
     if options.rdzv:
         read_endpoint(options.rdzv)
     _take_nodes_of_srun(options)
-    from bloomery.checkpoint.format.catalogue import samples_consumed
     from bloomery.cli.arguments import load_given
-    from bloomery.cli.early_refusals import refuse_early
+    from bloomery.cli.early_refusals import check_start, refuse_early
     from bloomery.config.environment import go_offline
     from bloomery.config.peer_settings import refuse_alone
-    from bloomery.config.validate import check_recipe
     from bloomery.plan.ranks import degrees_of, wrong_ranks_error
 
     loaded = load_given(options.recipe, options.overrides)
@@ -59,12 +57,7 @@ def run(arguments: list[str]) -> int:
     world = count * nodes
     degrees = degrees_of(parallel, world=world)
     path = run_path(options.recipe, run=options.run, name=loaded.recipe.run.name)
-    check_recipe(
-        loaded.recipe,
-        loaded.sources,
-        data_degree=degrees.data if degrees else None,
-        consumed=samples_consumed(RunDirectory(path)),
-    )
+    check_start(loaded, path, data_degree=degrees.data if degrees else None)
     refuse_alone(loaded.recipe, loaded.sources)
     if degrees is None:
         raise wrong_ranks_error(parallel, world=world)

@@ -72,13 +72,10 @@ def run(arguments: list[str]) -> int:
     """Start or resume the training; returns 0 when the run ended or stopped as it was asked to."""
     started = time.perf_counter()
     options = _parse(arguments)
-    from bloomery.checkpoint.format.catalogue import samples_consumed
     from bloomery.cli.arguments import load_given
-    from bloomery.cli.early_refusals import refuse_early
+    from bloomery.cli.early_refusals import check_start, refuse_early
     from bloomery.config.environment import go_offline
     from bloomery.config.peer_settings import refuse_alone
-    from bloomery.config.validate import check_recipe
-    from bloomery.events.run_directory import RunDirectory
     from bloomery.plan.ranks import degrees_of, wrong_ranks_error
 
     loaded = load_given(options.recipe, options.overrides)
@@ -87,12 +84,7 @@ def run(arguments: list[str]) -> int:
     ranks = _world(options)
     degrees = degrees_of(loaded.recipe.parallel, world=ranks)
     path = run_path(options.recipe, run=options.run, name=loaded.recipe.run.name)
-    check_recipe(
-        loaded.recipe,
-        loaded.sources,
-        data_degree=degrees.data if degrees else None,
-        consumed=samples_consumed(RunDirectory(path)),
-    )
+    check_start(loaded, path, data_degree=degrees.data if degrees else None)
     if PARENT not in os.environ:
         refuse_alone(loaded.recipe, loaded.sources)
     if degrees is None:

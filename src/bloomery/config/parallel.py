@@ -16,7 +16,7 @@ RECOMPUTATIONS = ("none", "elementwise", "selective", "full")
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelSection:
-    """The degrees of the mesh and how state is sharded; ranks of one tensor-parallel group are adjacent."""
+    """Degrees of parallelism, and what ZeRO shards; ranks of one tensor-parallel group are consecutive."""
 
     data: int | Auto = setting(
         "auto",

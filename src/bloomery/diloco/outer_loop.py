@@ -370,7 +370,7 @@ class OuterLoop:
             self._rounds = rounds
 
     def _load(self, asked: ReplaceState) -> Any:
-        """Load another peer's state if its digest is right; else reload this peer's own, and refuse that."""
+        """Load the other peer's state that the agent names; load this peer's own if the digest is wrong."""
         self._agent.report_activity("save", step=0)
         self._trainer.wait_staged()
         try:

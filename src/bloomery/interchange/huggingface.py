@@ -221,7 +221,10 @@ def open_model(directory: Path, *, section: ModelSection | None = None) -> Match
 
 
 def fill(decoder: Decoder, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Copy logical tensors into `decoder`. Raises CheckpointError unless they are exactly its own."""
+    """Copy each (name, tensor) into the decoder's parameter of that logical name.
+
+    Raises CheckpointError unless the names and shapes are exactly those of the decoder.
+    """
     missing = {logical.name: logical for logical in logical_parameters(decoder)}
     for name, tensor in tensors:
         logical = missing.pop(name, None)

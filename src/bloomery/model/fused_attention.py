@@ -21,7 +21,7 @@ from bloomery.model.dropout import ElementKeys
 MOST_WIDTH = 128
 """The largest head width whose tiles fit the chip's memory."""
 MOST_NUMBERS = 2**31
-"""The numbers of one sample's heads that the kernels can address: within a sample they count in 32 bits."""
+"""The most elements that one sample may span: the kernels' offsets within a sample have 32 bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,9 +191,10 @@ def _gradients(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _rows(heads: Tensor) -> Tensor:
-    """Return [b, s, heads, d] with the numbers of each head side by side.
+    """Return heads [b, s, heads, d] with stride 1 in the last dimension, copied where they have another.
 
-    A sample of more than MOST_NUMBERS raises BloomeryError, for the kernels would read other memory.
+    Raises BloomeryError where one sample spans more than MOST_NUMBERS elements: the kernels' 32-bit offsets
+    would overflow, and they would read other memory.
     """
     heads = heads if heads.stride(-1) == 1 else heads.contiguous()
     span = heads.shape[1] * heads.stride(1)

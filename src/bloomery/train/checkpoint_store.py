@@ -381,8 +381,9 @@ class Store:
             log.warning("%s: %s", otherwise, error)
 
     def _prune(self, run_length_steps: int | None) -> None:
-        """Remove checkpoints that need not be kept, beside the newest that is known to be intact on the
-        disk: the one that was restored, or one that all ranks have read back. Nothing is read here.
+        """Remove the checkpoints that the retention rules do not keep; no file's contents are read.
+
+        The newest known to be intact is always kept: all ranks have read it back, or it was restored.
         """
         not_backed_up = {item.name for item in self._backup.in_use()} if self._backup else ()
         decided = prune_plan(

@@ -51,7 +51,10 @@ class SyncKeeper:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Wait for the last upload; SIGINT and SIGTERM end the wait. The next start sends what is missing."""
+        """Ask the sync process to end, and wait for its last upload; SIGINT or SIGTERM ends the wait.
+
+        What was not uploaded is uploaded by the next start.
+        """
         self._process.terminate()
         wait_s, asked = self._wait_s(), list[int]()
         numbers = (signal.SIGINT, signal.SIGTERM)
