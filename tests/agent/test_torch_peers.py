@@ -56,21 +56,25 @@ def journal(run: Path, event: str) -> list[dict]:
     return [one for one in read_journal(RunDirectory(run).journal()) if one["event"] == event]
 
 
-def test_a_peer_of_several_ranks_that_loses_one_is_dropped_at_once_and_comes_back(torch_crew):
+def test_a_peer_of_several_ranks_that_loses_one_is_dropped_at_once_and_comes_back_by_itself(torch_crew):
     crew = torch_crew("train.samples=1_000_000")
-    for name in "ab":
-        crew.start(name, nproc=2)
+    crew.start("a", nproc=2)
+    lossy = crew.start("b", "--supervise", nproc=2)
     crew.until_committed("a", "b")
-    dead = crew.peers["b"]
-    crew.dead.append(dead)
-    os.kill(dead.ranks[1], signal.SIGKILL)
+    os.kill(lossy.ranks[1], signal.SIGKILL)
     crew.until_committed("a")
-    assert dead.wait() != 0
-    crew.start("b", nproc=2)
     crew.until_committed("a", "b")
     crew.stop()
     crew.check_accounts()
     assert not crew.left_in_memory
+    rundir = RunDirectory(lossy.directory)
+    told = [event for event in read_journal(rundir.operations) if event["event"] != "preflight"]
+    assert [event["event"] for event in told] == [
+        *("attempt", "attempt_end", "diagnosis", "attempt", "attempt_end")
+    ]
+    assert told[2]["culprit"]["rank"] == 1 and told[2]["gives_up"] == ""
+    assert told[-1]["status"] in crew.asked_to_end
+    assert rundir.log(host=os.uname().nodename, rank=1).exists()
 
 
 def test_a_rank_that_stands_still_between_rings_is_unlisted_and_comes_back(torch_crew):

@@ -71,7 +71,10 @@ DEFAULTS: dict[str, tuple[Callable[[], Namespace], dict[str, Any]]] = {
         lambda: train._parse(["demo"]),
         {**START, "nproc": 1, "fallback": False, "plain": False, "log": None, "no_hints": False},
     ),
-    "peer": (lambda: peer._parse(["demo"]), {**START, "nproc": 1, "fallback": False, "plain": False}),
+    "peer": (
+        lambda: peer._parse(["demo"]),
+        {**START, "nproc": 1, "fallback": False, "plain": False, "supervise": False},
+    ),
     "drill": (
         lambda: drill._parse(["demo"]),
         {

@@ -211,7 +211,7 @@ def test_ranks_are_asked_to_save_also_where_nothing_can_be_said(
                 full.close()
         assert waited(leaving, supervisor=Supervisor(stop="the job ends soon")) == (0, set())
         assert waited(failed, other)[0] == 7
-        supervised._say("it starts again")
+        supervised.SupervisedStart.say(SimpleNamespace(says="bloomery launch"), "it starts again")  # type: ignore[arg-type]
         launch._say("it waits")
         with suppress(OSError):
             full.close()

@@ -12,12 +12,19 @@ from typing import Any
 import pytest
 
 from bloomery.checkpoint.save.direct import save_checkpoint
-from bloomery.cli import launch, nodes, supervised, train
+from bloomery.cli import launch, nodes, peer, supervised, train
 from bloomery.cli.ranks import LAUNCHER, RankRange
 from bloomery.cli.supervised import SupervisedStart
 from bloomery.cli.train import PARENT, PREPARED
 from bloomery.config.environment import SWITCH, is_offline
-from bloomery.errors import BloomeryError, ConfigError, DataError, StoppedBySwitch, TrainingFailed
+from bloomery.errors import (
+    BloomeryError,
+    ConfigError,
+    DataError,
+    StoppedBySwitch,
+    StorageError,
+    TrainingFailed,
+)
 from bloomery.events.run_directory import RunDirectory
 from bloomery.events.switches import arm
 
@@ -97,6 +104,40 @@ def test_a_run_past_its_ramp_up_starts_with_more_ranks_than_its_first_batches_ha
         command.run(words)
     save_checkpoint(checkpoints, [], step=9, incarnation=1, about={"consumed_samples": 60})
     assert command.run(words) == 7 and started.share == RankRange(count=8, world=8)
+
+
+def test_a_supervised_peer_gets_an_agent_for_each_attempt_that_outlasts_a_coordinator_under_repair(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+    got: list[Any] = []
+
+    def supervise(loaded: Any, rundir: RunDirectory, start: SupervisedStart) -> int:
+        got.extend([rundir, start])
+        return start.attempt(lambda more: 1) + start.attempt(lambda more: 1)
+
+    def with_agent(loaded: Any, access: Any, rundir: RunDirectory, start_ranks: Any) -> int:
+        waits.append(access.timeouts.coordinator_start_s)
+        return start_ranks({}) + 3
+
+    monkeypatch.setattr(supervised, "run_supervised", supervise)
+    monkeypatch.setattr(peer, "_with_agent", with_agent)
+    monkeypatch.setattr(peer, "_log_lines", lambda: None)
+    between = ("elastic.inner_steps=5", "elastic.coordinator=http://127.0.0.1:1", "elastic.peer=alice")
+    words = [*RECIPE, *between, "--nproc", "2", "--fallback", "--run", str(run)]
+    assert peer.run([*words, "--supervise"]) == 8
+    rundir, start = got
+    assert rundir == RunDirectory(run) and (start.ranks, start.nodes, start.spares) == (2, 1, 0)
+    assert start.says == "bloomery peer" and start.environment.variables == ("NCCL_NET=Mine",)
+    command = start.command(rundir)
+    assert command[1:4] == ("-m", "bloomery", "train") and command[-4:] == (
+        *("--run", str(run), "--plain", "--fallback"),
+    )
+    assert waits[0] < 60.0 and waits[1] == 3600.0
+    monkeypatch.setattr(peer, "run_ranks", lambda command, share, *, environment: len(command))
+    assert peer.run(words) == len(command) - 1 + 3, "--plain is for logs"
+    with pytest.raises(StorageError, match="cannot be made"):
+        peer.run([*words, "--supervise", "--run", "/dev/null/here"])
 
 
 def test_a_supervised_launcher_leaves_its_spares_without_ranks(run: Path, started: Started) -> None:

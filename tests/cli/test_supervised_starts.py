@@ -107,7 +107,9 @@ def test_a_job_is_refused_in_quarantine_and_ends_where_its_machine_is_unfit(
     assert calls[0] == "refuse" and "sync" not in str(calls)
     assert next(call for call in calls if call[0] == "_on_one_machine")[3] == "reactions"
     monkeypatch.setattr(start_check, "start_check_of", lambda loaded: "a check")
-    monkeypatch.setattr(supervised, "_is_unfit", lambda check, rundir, reactions: reactions == "reactions")
+    monkeypatch.setattr(
+        supervised, "_is_unfit", lambda check, rundir, reactions, say: reactions == "reactions"
+    )
     assert supervised.run_supervised(loaded, rundir, start()) == EXIT_STATUSES[Cause.UNFIT_NODE] != 5
     assert supervised.run_supervised(loaded, rundir, start(nodes=2)) == 5
     several = next(call for call in calls if call[0] == "_on_several")
@@ -160,10 +162,11 @@ def test_ranks_of_several_machines_get_their_share_and_the_meeting_of_the_decisi
     (path, card), given, (command, share, options) = several()
     assert path == tmp_path / "launchers" / "j7"
     assert (card.host, card.address, card.ranks, card.pid) == ("n5", "address of n5", 2, os.getpid())
-    size = given.pop("size")
+    size, say = given.pop("size"), given.pop("say")
+    assert say.__func__ is SupervisedStart.say
     assert (size.nodes, size.needed, size.ranks) == (4, 3, 2)
     assert given == {
-        "job": "j7", "say": supervised._say, "reactions": "reactions", "departure": "departure",
+        "job": "j7", "reactions": "reactions", "departure": "departure",
         "check": "check", "join_timeout_s": 9.0,
     }  # fmt: skip
     assert command == ("train", str(tmp_path)) and share == RankRange(first=4, count=2, world=8)

@@ -6,6 +6,8 @@ import pytest
 
 from bloomery.diloco import agent_client
 from bloomery.diloco.agent_client import CommandInbox
+from bloomery.errors import PeerError
+from bloomery.events.heartbeat import RankActivity
 from bloomery.protocol.rank_messages import Abort, AgentMessage, StopTraining
 
 
@@ -81,3 +83,18 @@ def test_between_steps_all_ranks_take_as_many_commands_as_the_first_has() -> Non
     inbox = CommandInbox(agent, lambda count: [2, count])
     assert inbox.between_steps() == [Abort(epoch=1, why="a test"), Abort(epoch=2, why="a test")]
     assert agent.said == [Abort(epoch=3, why="a test")]
+
+
+def test_waits_for_other_peers_are_told_to_the_heartbeat_and_end_however_they_end() -> None:
+    entered: list[RankActivity] = []
+    waits = [RankActivity.WAITING_FOR_PEERS, RankActivity.BETWEEN_STEPS]
+    inbox = inbox_of(Agent(Abort(epoch=1, why="a test")), enter=entered.append)
+    inbox.wait("the next round")
+    assert entered == waits
+    inbox.while_reducing(7, lambda timeout_s: True)
+    assert entered == 2 * waits
+    broken = Agent()
+    broken.receive = lambda timeout_s: (_ for _ in ()).throw(PeerError("gone", remedy=""))  # type: ignore[method-assign]
+    with pytest.raises(PeerError):
+        inbox_of(broken, enter=entered.append).wait("the next round")
+    assert entered == 3 * waits

@@ -19,6 +19,7 @@ from bloomery.diloco.outer_loop import OuterLoop
 from bloomery.diloco.outer_loop_state import HeldState, Idle, Updating
 from bloomery.diloco.pseudo_gradient import PseudoGradient
 from bloomery.errors import CheckpointError
+from bloomery.events.heartbeat import ignore_activity
 from bloomery.protocol.rank_messages import Committed, CopyState, Reduce, StartRound, StopTraining
 
 DEADLINE_S = 60.0
@@ -53,7 +54,7 @@ class Update:
 
 def loop_of(update: object, **given: object) -> OuterLoop:
     """The loop of a peer of one rank."""
-    usual = dict(agent=None, rings=None, trainer=SimpleNamespace(asked_to_stop=str))
+    usual = dict(agent=None, rings=None, trainer=SimpleNamespace(asked_to_stop=str, enter=ignore_activity))
     usual |= dict(gather=lambda value: [value], peer="a", salt="", tokens_per_sample=4, identity={})
     return OuterLoop(ElasticSection(inner_steps=3), update, **usual | given)  # type: ignore[arg-type]
 
@@ -122,6 +123,7 @@ def test_a_copy_that_is_asked_for_while_the_weights_are_needed_is_made_once_they
     copied, state = list[str | None](), State(under_way="a round")
     trainer = SimpleNamespace(
         asked_to_stop=str,
+        enter=ignore_activity,
         wait_staged=lambda: None,
         copy=lambda state: copied.append(state.under_way),
         remove_copy=pytest.fail,
@@ -172,7 +174,9 @@ def test_a_newcomer_that_has_nothing_when_the_run_goes_back_is_given_a_state_and
         offer_part=lambda ready, number: None,
         receive=lambda timeout_s: commands.pop(0),
     )
-    trainer = SimpleNamespace(asked_to_stop=str, batch=lambda state: 4, saves=tuple, step_of=pytest.fail)
+    trainer = SimpleNamespace(
+        asked_to_stop=str, enter=ignore_activity, batch=lambda state: 4, saves=tuple, step_of=pytest.fail
+    )
     loop = loop_of(PseudoGradient(OneTensor(64), ElasticSection(inner_steps=3)), agent=agent, trainer=trainer)
     loop.load_state_values({})
     assert loop.admit(Training()).done and not commands

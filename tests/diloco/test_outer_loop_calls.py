@@ -100,7 +100,11 @@ class Peer:
 
     def taken(self) -> list[Any]:
         """The calls since the last time, without those that only look."""
-        calls = [call for call in self.calls if call[1] not in ("receive", "peek", "batch", "asked_to_stop")]
+        calls = [
+            call
+            for call in self.calls
+            if call[1] not in ("receive", "peek", "batch", "asked_to_stop", "enter")
+        ]
         self.calls.clear()
         return calls
 

@@ -226,7 +226,7 @@ def test_the_words_of_activities_are_those_that_watchers_show() -> None:
     assert [str(activity) for activity in RankActivity] == [
         "preparing the data", "building the model", "loading a checkpoint", "waiting for samples",
         "forward and backward", "reducing gradients", "updating the weights", "reducing the report",
-        "evaluating", "between steps", "saving a checkpoint", "ending", "ended",
+        "evaluating", "between steps", "waiting for peers", "saving a checkpoint", "ending", "ended",
     ]  # fmt: skip
 
 

@@ -46,6 +46,19 @@ def test_a_rank_that_lost_another_one_only_follows(error: str) -> None:
     )
 
 
+def test_ranks_whose_agent_is_gone_start_again_with_another() -> None:
+    gone = [
+        RankEnd(
+            rank=rank, host="n0", status=1, error="PeerError: The agent of this rank is gone (Broken pipe)."
+        )
+        for rank in range(2)
+    ]
+    verdict = found(*gone)
+    assert verdict.retries and not verdict.culprit.host
+    assert verdict.summary == "the agent of this peer ended before its ranks; it has logged why"
+    assert found(gone[0], OWN).culprit.rank == 1
+
+
 @pytest.mark.parametrize(
     "client",
     ["ProtocolError", "HTTPConnection", "HTTPSConnectionPool", "urllib3", "aiohttp", "httpx", "botocore",

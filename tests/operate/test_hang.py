@@ -294,6 +294,26 @@ def test_a_first_evaluation_is_compared_with_steps(
     assert found == allowed
 
 
+def test_waits_for_other_peers_have_no_limit_where_nobody_does_anything_else() -> None:
+    waits = {rank: beat(rank, RankActivity.WAITING_FOR_PEERS, longest_s={}) for rank in range(2)}
+    sights = sights_of(*waits.values())
+    assert judged(written(sights, 9e5), 9e5) is None
+    frozen = judged(written(sights, 7.0, silent=1), 7.0)
+    assert frozen is not None and (frozen.kind, frozen.silent) == ("silent", (1,))
+    mixed = sights_of(waits[0], beat(1, RankActivity.COMPUTING, longest_s={COMPUTING: 100.0}))
+    assert judged(written(mixed, 299.0), 299.0) is None
+    assert judged(written(mixed, 301.0), 301.0) is not None, "the rank that computes holds up the peer"
+
+
+def test_a_rank_that_waits_for_other_peers_waits_whatever_its_stack_shows() -> None:
+    inner = (Frame(function="wait", file="/usr/lib/python3.11/threading.py", line=9),)
+    waits = beat(0, RankActivity.WAITING_FOR_PEERS)
+    place = place_of(waits, RankStack(rank=0, frames=inner, state="S"), is_silent=False)
+    assert place.waits and place.where == "a wait for other peers"
+    assert not place_of(waits, RankStack(rank=0, frames=inner, state="T"), is_silent=False).waits
+    assert not place_of(waits, None, is_silent=True).waits
+
+
 def test_what_was_never_measured_may_take_long() -> None:
     sights = sights_of(beat(0, RankActivity.COMPUTING, longest_s={}))
     assert judged(written(sights, 1700.0), 1700.0) is None

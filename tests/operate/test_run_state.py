@@ -152,12 +152,52 @@ def test_a_heartbeat_that_goes_while_it_is_read_is_left_out(
     assert list(observe_run(run, ()).ranks) == [0]
 
 
+def test_ranks_that_a_supervisor_has_replaced_are_not_those_that_hang(tmp_path: Path) -> None:
+    """The frozen rank was killed; its heartbeat stays until the new one has loaded torch."""
+    run, now = RunDirectory(tmp_path).create(), time.time()
+    beat = RankBeat(world=1, time=now - 30.0, attempt="a-0", activity=RankActivity.COMPUTING, host="far")
+    run.heartbeat().parent.mkdir(parents=True, exist_ok=True)
+    run.heartbeat().write_text(json.dumps(asdict(beat)))
+    started = {"event": "attempt", "attempt": "a-0", "time": now - 90.0}
+    again = {**started, "attempt": "a-1", "time": now - 5.0}
+    ended = {"event": "attempt_end", "attempt": "a-0", "time": now - 6.0, "status": 1}
+
+    def state_after(*events: dict[str, object]) -> RunVerdict:
+        run.operations.write_text("".join(f"{json.dumps(event)}\n" for event in events))
+        return judge_state(observe_run(run, ()))
+
+    assert state_after(started).state == RunStatus.HUNG
+    assert state_after(started, ended).state == RunStatus.HUNG, "nobody has begun again"
+    restarted = state_after(started, ended, again)
+    assert restarted.state == RunStatus.STARTING and "none has written a heartbeat" in restarted.why
+    assert observe_run(run, ()).begun["attempt"] == "a-1" and observe_run(run, ()).starts == "launch"
+    run.rounds.write_text("")
+    assert observe_run(run, ()).starts == "peer"
+    run.heartbeat().write_text(json.dumps(asdict(replace(beat, attempt="a-1", time=now, since=now))))
+    os.utime(run.heartbeat(), (now, now))
+    assert state_after(started, ended, again).state == RunStatus.RUNNING
+    later = {**again, "time": now - 130.0}
+    run.heartbeat().write_text(json.dumps(asdict(replace(beat, time=now - 200.0))))
+    assert state_after(started, ended, later).state == RunStatus.GONE, "its launcher was killed, too"
+
+
+def test_a_job_that_starts_its_ranks_again_is_judged_from_then_on() -> None:
+    begun = {"event": "attempt", "attempt": "a-1", "time": NOW - 100.0}
+    seen = verdict(begun=begun)
+    assert seen.state == RunStatus.STARTING
+    assert verdict(begun={**begun, "time": NOW - 700.0}).state == RunStatus.HUNG
+    assert verdict(rank(wrote_s_ago=110.0, moved_s_ago=110.0), begun=begun).state == RunStatus.STARTING
+
+
 def test_what_a_run_left_behind_says_how_it_ended() -> None:
     ended = {"event": "end", "reason": "the samples are done"}
     assert verdict(job=None, last={**ended, "finished": True}).state == RunStatus.FINISHED
     stopped = verdict(job=None, last={**ended, "reason": "signal SIGTERM"}, path="runs/a")
     assert stopped.state == RunStatus.STOPPED and "signal SIGTERM" in stopped.why
     assert "bloomery submit runs/a" in stopped.remedy
+    assert "bloomery launch runs/a --supervise" in stopped.remedy
+    peer = verdict(job=None, last=ended, path="runs/a", starts="peer")
+    assert "bloomery peer runs/a --supervise" in peer.remedy
     assert verdict(job=None, last=ended, silent="squeue: down").state == RunStatus.UNKNOWN
     armed = verdict(job=None, last=ended, switch="control/stop", path="runs/a")
     assert armed.state == RunStatus.STOPPED and "bloomery stop runs/a --disarm; then" in armed.remedy

@@ -264,10 +264,31 @@ def test_what_cannot_be_submitted_is_refused(here: Here, tmp_path: Path) -> None
     here("submit", "demo", *machine, "submit.nodes=2").refuses("wants 2 nodes", "only on this machine")
     here("submit", "demo", *machine, "submit.minutes=1").refuses("signal_before_s", "1 minutes")
     here("submit", "demo", *machine, "submit.group=nosuchgroup").refuses("no group 'nosuchgroup'")
-    here("submit", "diloco-internet", *machine).refuses("peer")
+    here("submit", "diloco-internet", *machine).refuses("has no name", "elastic.peer=NAME")
+    oslo = ("diloco-internet", *machine, "elastic.peer=oslo")
+    here("submit", *oslo).refuses("no coordinator is named")
+    address = "elastic.coordinator=http://127.0.0.1:1"
+    here("submit", *oslo, address, "submit.nodes=2").refuses("A peer runs on one machine", "submit.nodes=1")
+    here("submit", *oslo, address, "submit.spares=1").refuses("A peer runs on one machine")
+    here("submit", *oslo, address, "--rehearse").refuses("each peer needs an agent")
     here("stop", tmp_path / "r")
     here("submit", "demo", *machine).refuses("is armed", "--disarm")
     here("status", tmp_path / "none").refuses("There is no run")
+
+
+def test_the_jobs_of_a_peer_run_it_by_the_name_and_the_addresses_of_its_submission(
+    here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their environment may be another one, and their machine has another name."""
+    monkeypatch.setenv("BLOOMERY_COORDINATOR", "http://10.0.0.9:2379")
+    monkeypatch.setenv("BLOOMERY_PEER", "oslo")
+    machine = ("diloco-internet", "submit.scheduler=machine", "--dry-run")
+    given = here("submit", *machine, "--nproc", "8").out
+    settings = "elastic.peer=oslo elastic.coordinator=http://10.0.0.9:2379"
+    assert f"peer diloco-internet submit.scheduler=machine {settings} --run" in given
+    assert "/runs/diloco-internet-oslo --nproc 8 --supervise" in given
+    again = here("submit", *machine, "elastic.peer=oslo", "submit.minutes=90").out
+    assert again.count("elastic.peer=oslo") == 1
 
 
 def test_a_chain_goes_on_after_its_last_job_and_after_whole_arrays(tmp_path: Path, monkeypatch) -> None:

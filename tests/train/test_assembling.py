@@ -21,7 +21,7 @@ from bloomery.data.position import Position
 from bloomery.events.run_directory import RunDirectory
 from bloomery.parallel.axis import Axis
 from bloomery.parallel.mesh import Mesh
-from bloomery.train import assemble
+from bloomery.train import assemble, run_start
 from bloomery.train.settings import StartOptions
 from bloomery.train.state import Goal, TrainState
 from bloomery.train.step import Compilation
@@ -70,8 +70,9 @@ def start_up(calls: Calls, rundir: RunDirectory, *settings: str, **changed: Any)
         observers=Part(calls, "observers"),
         heartbeat=Part(calls, "heartbeat", take_spent={"preparing": 1.0}),
         summarise=lambda: summary,
+        recipe_now=lambda: loaded.recipe,
     )
-    made = assemble._StartUp(**given | changed)
+    made = run_start.RunStart(**given | changed)
     made.heartbeat.incarnation = 6
     made.journal.path = rundir.journal()
     return made
@@ -88,8 +89,8 @@ def said(calls: Calls) -> list[str]:
 def test_a_start_is_journalled_with_what_it_changes_and_how_it_computes(
     calls: Calls, rundir: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(assemble, "keep_recipe", lambda *told: calls.append(("kept", *told)))
-    monkeypatch.setattr(assemble, "build_observers", lambda *told, **more: ["watcher"])
+    monkeypatch.setattr(run_start, "keep_recipe", lambda *told: calls.append(("kept", *told)))
+    monkeypatch.setattr(run_start, "build_observers", lambda *told, **more: ["watcher"])
     change = SettingChange(key="optim.clip", old="1.0", new="2.0")
     free = SettingChange(key="log.every_steps", old="1", new="2")
     start = start_up(calls, rundir, changes=SettingChanges(journalled=(change,), free=(free,)))
@@ -128,7 +129,7 @@ def test_a_start_is_journalled_with_what_it_changes_and_how_it_computes(
 def test_a_recipe_is_kept_where_it_changed_or_is_not_there_and_changes_are_told_once(
     calls: Calls, rundir: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(assemble, "keep_recipe", lambda *told: calls.append(("kept",)))
+    monkeypatch.setattr(run_start, "keep_recipe", lambda *told: calls.append(("kept",)))
     change = SettingChange(key="optim.clip", old="1.0", new="2.0")
     start = start_up(calls, rundir, changes=SettingChanges(journalled=(change,)))
     rundir.recipe.write_text("")
@@ -145,7 +146,7 @@ def test_a_recipe_is_kept_where_it_changed_or_is_not_there_and_changes_are_told_
 def test_a_later_rank_journals_its_start_and_neither_keeps_the_recipe_nor_shows_anything(
     calls: Calls, rundir: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(assemble, "keep_recipe", lambda *told: pytest.fail("it is the first rank's"))
+    monkeypatch.setattr(run_start, "keep_recipe", lambda *told: pytest.fail("it is the first rank's"))
     start = start_up(calls, rundir, mesh=Mesh(device=CPU, rank=1, world=2))
     start.begun(STATE, "start", 6)
     ((event, fields),) = journalled(calls)
@@ -167,18 +168,38 @@ def test_steps_that_a_checkpoint_has_and_the_journal_lacks_are_told(
     assert (told in caplog.text) is (has < 4)
 
 
+@pytest.mark.parametrize(
+    ("changed", "report", "last"),
+    [
+        ((), {}, 9),
+        ((), {"peers": 2}, 4 + 3),  # 40 samples are left, 16 a step
+        (("train.global_batch=4",), {}, 4 + 10),
+        ((), {"step": 5, "consumed_samples": 40}, 7),
+        ((), {"step": 7, "consumed_samples": 56}, 7),
+    ],
+)
+def test_the_last_step_follows_the_peers_that_are_there_and_changes_of_the_batch(
+    changed: tuple[str, ...], report: dict[str, int], last: int, calls: Calls, rundir: RunDirectory
+) -> None:
+    length = ["train.global_batch=8", "train.ramp_up=[]", "train.samples=56"]
+    now = load_recipe("demo", [*length, *changed]).recipe
+    start = start_up(calls, rundir, *length, recipe_now=lambda: now)
+    told = {"step": 4, "consumed_samples": 16, "peers": 1} | report
+    assert start._last_step(SimpleNamespace(**told)) == last
+
+
 def test_people_are_told_with_what_a_run_begins_and_programs_get_its_data(
     calls: Calls, rundir: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[Any] = []
-    monkeypatch.setattr(assemble, "build_observers", lambda *told, **more: given.append((told, more)) or [])
-    monkeypatch.setattr(assemble, "bubble_warning", lambda *told, **more: f"ranks wait {more}")
+    monkeypatch.setattr(run_start, "build_observers", lambda *told, **more: given.append((told, more)) or [])
+    monkeypatch.setattr(run_start, "bubble_warning", lambda *told, **more: f"ranks wait {more}")
     monkeypatch.setattr(
-        assemble,
+        run_start,
         "warnings_of",
         lambda loaded, *, accelerators: [f"of {accelerators}, {loaded.recipe.model.vocabulary} tokens"],
     )
-    monkeypatch.setattr(assemble, "identity", lambda path: f"identity of {path.path.name}")
+    monkeypatch.setattr(run_start, "identity", lambda path: f"identity of {path.path.name}")
     mesh = Mesh(device=CPU, world=4, data=Axis(ranks=(0, 1)))
     length = ("train.global_batch=8", "train.ramp_up=[]", "train.samples=56")
     start = start_up(calls, rundir, *length, mesh=mesh, compilation=Compilation(on=False, why="too short"))
@@ -196,6 +217,7 @@ def test_people_are_told_with_what_a_run_begins_and_programs_get_its_data(
     tracked = more.pop("tracked")
     assert (tracked.name, tracked.identity) == (recipe.run.name, "identity of run")
     assert tracked.settings == settings_of(recipe)
+    assert more.pop("last_step") == start._last_step
     assert more == {"first_step": 4, "total_steps": 9, "rundir": rundir, "device": CPU}
     calls.clear()
     events: list[Any] = []

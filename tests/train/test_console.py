@@ -71,12 +71,12 @@ def test_a_short_line_fits_and_leaves_out_what_matters_least(columns: int) -> No
 def test_the_time_left_follows_from_the_newest_steps_and_starts_anew_after_a_rewind() -> None:
     now = iter([0.0, 10.0, 12.0, 100.0, 101.0])
     left = TimeLeft(12, clock=lambda: next(now))
-    assert left.after(1) is None
-    assert left.after(2) == 100.0
-    assert left.after(3) == 9 * 6.0
+    assert left.after(replace(REPORT, step=1)) is None
+    assert left.after(replace(REPORT, step=2)) == 100.0
+    assert left.after(replace(REPORT, step=3)) == 9 * 6.0
     left.restart()
-    assert left.after(2) is None
-    assert left.after(3) == 9.0
+    assert left.after(replace(REPORT, step=2)) is None
+    assert left.after(replace(REPORT, step=3)) == 9.0
     assert [duration(seconds) for seconds in (0.2, 99, 600, 7000, 400_000)] == [
         *("0 s", "99 s", "10 min", "1.9 h", "5 days")
     ]

@@ -66,11 +66,37 @@ def test_the_time_left_is_that_of_the_newest_fifty_steps_and_unknown_without_an_
     left = TimeLeft(1000, clock=lambda: now[0])
     for step in range(1, 101):
         now[0] += 100.0 if step <= 51 else 2.0
-        told = left.after(step)
+        told = left.after(replace(PLAIN, step=step))
     assert told == 900 * 2.0
-    assert left.after(2000) == 0.0, "a run that was made shorter has nothing left"
+    assert left.after(replace(PLAIN, step=2000)) == 0.0, "a run that was made shorter has nothing left"
     endless = TimeLeft(None, clock=lambda: now[0])
-    assert endless.after(1) is endless.after(2) is None
+    assert endless.after(replace(PLAIN, step=1)) is endless.after(replace(PLAIN, step=2)) is None
+
+
+def test_everybody_shows_the_last_step_as_each_report_tells_it() -> None:
+    """Peers that leave make the run longer for the others."""
+    told: dict[str, Any] = {"total_steps": 60, "last_step": lambda report: 10 * report.step}
+    screen = Console(file=io.StringIO(), width=100, force_terminal=True, color_system=None)
+    said: list[str] = []
+    objects: list[Any] = []
+    drawn: list[str] = []
+    handle = SimpleNamespace(update=lambda shown, raw: drawn.append(shown["text/plain"]))
+    bar = ProgressBar(first_step=0, console=screen, **told)
+    notebook = NotebookBar(display=lambda shown, **how: handle, **told)
+    for shown in (
+        LogLines(every_steps=1, say=said.append, full=True, **told),
+        LogLines(every_steps=1, say=said.append, full=False, **told),
+        JsonLines(every_steps=1, emit=objects.append, **told),
+        bar,
+        notebook,
+    ):
+        shown.tell(replace(PLAIN, step=20), ON)
+    bar.close()
+    notebook.close()
+    assert "20/200" in said[-1] and "200" in said[0] and objects[0]["total_steps"] == 200
+    task = bar._progress.tasks[0]
+    assert task.total == 200 and task.fields["text"].startswith("20/200")
+    assert "20/200" in drawn[-1] and drawn[-1].count("█") == 2
 
 
 @pytest.mark.parametrize("full", [True, False])
@@ -159,7 +185,7 @@ def test_a_notebook_is_drawn_twice_a_second_and_at_the_end(monkeypatch: pytest.M
     monkeypatch.setattr(console, "time", SimpleNamespace(monotonic=lambda: now[0]))
     handle = SimpleNamespace(update=lambda shown, raw: drawn.append(shown["text/plain"]))
     bar = NotebookBar(total_steps=40, display=lambda shown, **told: handle)
-    bar._left = TimeLeft(None)
+    bar._left = SimpleNamespace(total=40, after=lambda report: None)
     for seconds, step in ((0.0, 10), (0.4, 11), (0.1, 12), (0.4, 13)):
         now[0] += seconds
         bar.tell(replace(PLAIN, step=step, held_out_loss=2.5 if step == 10 else None), ON)
@@ -176,9 +202,10 @@ def test_a_notebook_is_drawn_twice_a_second_and_at_the_end(monkeypatch: pytest.M
 
 def test_the_time_left_in_a_notebook_begins_anew_after_a_rewind() -> None:
     bar = NotebookBar(total_steps=9, display=lambda *shown, **told: None)
-    assert bar._left.after(4) is None and bar._left.after(5) is not None
+    assert bar._left.after(replace(PLAIN, step=4)) is None
+    assert bar._left.after(replace(PLAIN, step=5)) is not None
     bar.rewound(3)
-    assert bar._left.after(4) is None
+    assert bar._left.after(replace(PLAIN, step=4)) is None
 
 
 def test_a_notebook_is_known_by_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,6 +228,7 @@ def test_a_notebook_is_known_by_its_kernel(monkeypatch: pytest.MonkeyPatch) -> N
         assert notebook_display() == found
 
 
+LAST = lambda report: 60  # noqa: E731
 TRACKED = TrackedRun(name="mine", identity="id", settings={})
 
 
@@ -213,6 +241,7 @@ def observers_of(
         StartOptions(say=print, started=5.0, columns=77, **options),
         first_step=3,
         total_steps=60,
+        last_step=LAST,
         rundir=RunDirectory(tmp_path),
         device=torch.device("cpu"),
         tracked=TRACKED,
@@ -246,7 +275,15 @@ def test_lines_are_as_the_start_asks_or_else_as_the_recipe_says(
     section = LogSection(form="json", every_steps=4, tensorboard=False)
     observers_of(tmp_path, section, monkeypatch, form=form)
     assert given == [
-        {"every_steps": 4, "total_steps": 60, "say": print, "started": 5.0, "full": full, "columns": 77}
+        {
+            "every_steps": 4,
+            "total_steps": 60,
+            "last_step": LAST,
+            "say": print,
+            "started": 5.0,
+            "full": full,
+            "columns": 77,
+        }
     ]
 
 
@@ -259,11 +296,11 @@ def test_objects_bars_and_notebooks_are_made_where_they_are_wanted(
     section = LogSection(form="json", every_steps=4, tensorboard=False)
     assert observers_of(tmp_path, section, monkeypatch, emit=emit)[1] == (
         "JsonLines",
-        {"every_steps": 4, "total_steps": 60, "emit": emit},
+        {"every_steps": 4, "total_steps": 60, "last_step": LAST, "emit": emit},
     )
     for display, made in (
-        (None, ("ProgressBar", {"total_steps": 60, "first_step": 3})),
-        ("display", ("NotebookBar", {"total_steps": 60, "display": "display"})),
+        (None, ("ProgressBar", {"total_steps": 60, "first_step": 3, "last_step": LAST})),
+        ("display", ("NotebookBar", {"total_steps": 60, "last_step": LAST, "display": "display"})),
     ):
         monkeypatch.setattr(observers, "notebook_display", lambda display=display: display)
         assert observers_of(tmp_path, section, monkeypatch, form="bar")[1] == made

@@ -151,6 +151,7 @@ def test_the_outer_loop_calls_the_trainer_for_what_it_needs() -> None:
         store=SimpleNamespace(remove_copy=noted("remove"), wait_staged=noted("staged")),
         follow=noted("follow"),
         control=SimpleNamespace(asked_to_stop=noted("asked")),
+        enter=noted("enter"),
     )
     hooks = _hooks(trainer)
     trainer.saver = SimpleNamespace(  # made later, because it saves the outer loop too
@@ -165,6 +166,7 @@ def test_the_outer_loop_calls_the_trainer_for_what_it_needs() -> None:
         (hooks.wait_staged, ()),
         (hooks.follow, ("state",)),
         (hooks.asked_to_stop, ()),
+        (hooks.enter, ("an activity",)),
     ):
         name = asked(*told)  # type: ignore[operator]
         assert calls.pop() == (name, *told)

@@ -251,3 +251,16 @@ def test_a_pool_that_is_closed_keeps_no_descriptor_of_its_own(kept: Kept) -> Non
     assert kept.pool._wake.fileno() == kept.pool._woken.fileno() == -1
     assert kept.pool._selector.get_map() is None
     kept.pool.close()
+
+
+def test_a_peer_that_ends_is_told_once_and_not_for_each_of_its_connections(
+    kept: Kept, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger=connection_pool.__name__)
+    links = [kept.add() for _ in range(2)]
+    later = kept.add(PLACE._replace(incarnation="2"))
+    for other, link in zip(kept.others, (*links, later), strict=True):
+        other.close()
+        until(lambda link=link: link.connection.fileno() == -1)
+    told = [record.getMessage() for record in caplog.records]
+    assert told == ["connections to b are closed: closed by the other end"] * 2, "the second life is another"

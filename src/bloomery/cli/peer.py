@@ -9,9 +9,10 @@ import sys
 import threading
 import time
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
+from dataclasses import replace
+from itertools import chain, repeat
 from typing import TYPE_CHECKING
 
 from bloomery.agent.agent import Agent, PeerOutcome
@@ -23,6 +24,8 @@ from bloomery.events.switches import Switches
 
 if TYPE_CHECKING:
     from bloomery.agent.agent import PeerOutcome
+    from bloomery.agent.assemble import PeerAccess
+    from bloomery.cli.supervised import StartRanks
     from bloomery.config.load import LoadedRecipe
     from bloomery.events.run_directory import RunDirectory
 
@@ -30,6 +33,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _JOIN_S = 60.0
+_REPAIR_S = 3600.0
+"""The seconds that a supervised peer waits for the coordinator when it starts again."""
 
 
 ABOUT = """\
@@ -44,6 +49,7 @@ export BLOOMERY_COORDINATOR=http://127.0.0.1:2379         the address that it pr
 bloomery peer my.toml elastic.peer=alice --run runs/alice start the first peer
 bloomery peer my.toml elastic.peer=bob --run runs/bob     start a second peer on the same machine
 bloomery peer my.toml --nproc 4                           start a peer with four ranks
+bloomery peer my.toml --supervise                         restart ranks that crash or hang
 bloomery peer explain my.toml                             list every time-out and how it is derived
 bloomery peer probe my.toml --picture links.svg           measure bandwidth and latency to the others
 
@@ -54,7 +60,11 @@ bloomery peer my.toml elastic.certificates=certs/my/alice elastic.listen=[::]:29
 The port of elastic.listen carries the all_reduce rings; the next port serves state to peers that join. Two
 peers can connect when one of them can be reached from outside. Where neither can, a third peer with
 elastic.relay=true forwards between them, or a VPN connects all. Ctrl-C and SIGTERM save and leave, and the
-other peers go on at once. The same command rejoins and fetches the state that it missed."""
+other peers go on at once. The same command rejoins and fetches the state that it missed.
+
+--supervise does that by itself: when a rank crashes or hangs, it kills the others, says why in
+RUN/operations.jsonl, and starts the peer again. It keeps what ranks print in RUN/logs/HOST-RANK.log. In a
+job of a scheduler it saves and leaves before the time limit."""
 
 
 def run(arguments: list[str]) -> int:
@@ -72,13 +82,18 @@ def _parse(arguments: list[str]) -> Namespace:
     options = parser("peer", ABOUT, examples=EXAMPLES)
     add_recipe(options)
     add_start(options, run="runs/NAME-PEER", nproc="ranks of this peer on this machine (default: 1)")
+    options.add_argument(
+        "--supervise",
+        action="store_true",
+        help="kill hung ranks, name the culprit, and start the peer again where that can help",
+    )
     return options.parse_intermixed_args(arguments)
 
 
 def _train(options: Namespace) -> int:
-    from bloomery.agent.assemble import access_of, assemble_agent
-    from bloomery.agent.rank_server import PARENT
+    from bloomery.agent.assemble import access_of
     from bloomery.cli.arguments import load_given
+    from bloomery.config.find import run_path
     from bloomery.config.validate import check_recipe
     from bloomery.events.run_directory import RunDirectory
     from bloomery.plan.ranks import degrees_of, wrong_ranks_error
@@ -90,23 +105,62 @@ def _train(options: Namespace) -> int:
     if degrees is None:
         raise wrong_ranks_error(loaded.recipe.parallel, world=options.nproc)
     access = access_of(loaded.recipe, loaded.sources, os.environ)
-    rundir = RunDirectory(Path(options.run or Path("runs") / f"{access.run}-{access.peer}"))
+    usual = f"{access.run}-{access.peer}"
+    rundir = RunDirectory(run_path(options.recipe, run=options.run, name=usual))
     _refuse_when_stopped(rundir, loaded)
     _log_lines()
     raise_descriptor_limit()
+    command = [sys.executable, "-m", "bloomery", "train", options.recipe, *options.overrides]
+    command += ["--run", str(rundir.path), *(["--plain"] if options.plain or options.supervise else [])]
+    command += ["--fallback"] if options.fallback else []
+    if options.supervise:
+        return _supervised(loaded, access, rundir, command, ranks=options.nproc)
+
+    def start_ranks(more: Mapping[str, str]) -> int:
+        environment = {**prepared_environment(loaded.recipe.environment), **more}
+        return run_ranks(
+            command, RankRange(count=options.nproc, world=options.nproc), environment=environment
+        )
+
+    return _with_agent(loaded, access, rundir, start_ranks)
+
+
+def _supervised(
+    loaded: LoadedRecipe, access: PeerAccess, rundir: RunDirectory, command: Sequence[str], *, ranks: int
+) -> int:
+    """Run the peer in attempts, each with an agent of its own, until it has ended or is given up."""
+    from bloomery.cli.early_refusals import refuse_early
+    from bloomery.cli.supervised import SupervisedStart, run_supervised
+
+    refuse_early(loaded, rundir.path)
+    # The first attempt says soon that an address is wrong; later ones outlast a coordinator under repair.
+    timeouts = replace(access.timeouts, coordinator_start_s=_REPAIR_S)
+    accesses = chain([access], repeat(replace(access, timeouts=timeouts)))
+    start = SupervisedStart(
+        command=lambda rundir: tuple(command),
+        ranks=ranks,
+        nodes=1,
+        spares=0,
+        job="",
+        is_loopback=True,
+        join_timeout_s=0.0,
+        environment=loaded.recipe.environment,
+        attempt=lambda start_ranks: _with_agent(loaded, next(accesses), rundir, start_ranks),
+        says="bloomery peer",
+    )
+    return run_supervised(loaded, rundir, start)
+
+
+def _with_agent(
+    loaded: LoadedRecipe, access: PeerAccess, rundir: RunDirectory, start_ranks: StartRanks
+) -> int:
+    """Run an agent, and ranks that connect to it, until both have ended; returns the exit status."""
+    from bloomery.agent.assemble import assemble_agent
+    from bloomery.agent.rank_server import PARENT
+
     with ExitStack() as stack:
         parent = assemble_agent(loaded.recipe, access, rundir, stack)
-        command = [sys.executable, "-m", "bloomery", "train", options.recipe, *options.overrides]
-        command += ["--run", str(rundir.path), *(["--plain"] if options.plain else [])]
-        command += ["--fallback"] if options.fallback else []
-
-        def start_ranks(path: str) -> int:
-            prepared = prepared_environment(loaded.recipe.environment)
-            environment = prepared | {PARENT: path, "BLOOMERY_PEER": access.peer}
-            share = RankRange(count=options.nproc, world=options.nproc)
-            return run_ranks(command, share, environment=environment)
-
-        status, ending = lead(parent, start_ranks)
+        status, ending = lead(parent, lambda path: start_ranks({PARENT: path, "BLOOMERY_PEER": access.peer}))
     return _ended(status, ending, loaded)
 
 

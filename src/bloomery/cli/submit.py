@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,11 +27,13 @@ bloomery submit my.toml --keep-queued 2                     each job submits its
 bloomery submit my.toml --dry-run                           print the batch script, submit nothing
 bloomery submit my.toml --rehearse                          two nodes and a tiny model, with the same options
 bloomery submit my.toml submit.scheduler=machine            a queue on this machine, without SLURM
+bloomery submit my.toml elastic.peer=oslo --nproc 8         jobs of one peer of a run between peers
 bloomery status RUN                                         what its jobs do
 bloomery cancel RUN                                         end them
 
-Each job runs `bloomery launch --supervise` and ends with its exit status: 0 when the run was finished, was
-stopped, or saved before the time limit; anything else is a failure, in SLURM's eyes too.
+Each job runs `bloomery launch --supervise` (`bloomery peer --supervise` for a run between peers) and ends
+with its exit status: 0 when the run was finished, was stopped, or saved before the time limit; anything else
+is a failure, in SLURM's eyes too.
 """
 
 
@@ -53,17 +57,19 @@ def run(arguments: list[str]) -> int:
         options.overrides = [*options.overrides, f"submit.keep_queued={options.keep_queued}"]
     # Jobs and those that watch them load the recipe without the directory of `init.from`.
     described = settings_from_weights(options.recipe, options.overrides)
+    described = [*described, *_peer_settings(options.recipe, [*options.overrides, *described])]
     submission = submission_of(options.recipe, [*options.overrides, *described], nproc=options.nproc)
     loaded = submission.load()
     if options.rehearse:
         submission, loaded = _rehearsal(submission, loaded)
     _check(loaded)
     check_submittable(loaded, overrides=submission.overrides)
-    name = loaded.recipe.run.name
+    name, peer = loaded.recipe.run.name, loaded.recipe.elastic.peer
     given = options.run or (
         Path("runs") / name if options.rehearse else None
     )  # it is no start of a given run
-    rundir = RunDirectory(run_path(options.recipe, run=given, name=name))
+    usual = f"{name}-{peer}" if loaded.recipe.elastic.inner_steps else name
+    rundir = RunDirectory(run_path(options.recipe, run=given, name=usual))
     scheduler = scheduler_of(loaded.recipe.submit, rundir.path.absolute())
     keep = loaded.recipe.submit.keep_queued
     request = request_of(submission, loaded, rundir, tasks=1 if keep else loaded.recipe.submit.tasks)
@@ -109,11 +115,34 @@ def _parse(arguments: list[str]) -> Namespace:
 
 
 def _check(loaded: LoadedRecipe) -> None:
-    from bloomery.config.peer_settings import refuse_alone
     from bloomery.config.validate import check_recipe
 
     check_recipe(loaded.recipe, loaded.sources)
-    refuse_alone(loaded.recipe, loaded.sources)
+
+
+def _peer_settings(recipe: str, overrides: Sequence[str]) -> list[str]:
+    """Return settings that name the peer of a job, its coordinator and its certificates; [] for other runs.
+
+    The environment of a job need not be this one, and its machine has another name.
+    """
+    from bloomery.config.load import load_recipe
+
+    loaded = load_recipe(recipe, overrides)
+    if not loaded.recipe.elastic.inner_steps:
+        return []
+    from bloomery.agent.assemble import access_of
+
+    certificates = loaded.recipe.elastic.certificates or os.environ.get("BLOOMERY_CERTIFICATES", "")
+    if not (loaded.recipe.elastic.peer or os.environ.get("BLOOMERY_PEER") or certificates):
+        raise BloomeryError(
+            "This is a run between peers, and the peer that the jobs run has no name.",
+            remedy="Give elastic.peer=NAME, another one for each peer, or certificates, which have it.",
+        )
+    access = access_of(loaded.recipe, loaded.sources, os.environ)
+    settings = [f"elastic.peer={access.peer}", f"elastic.coordinator={','.join(access.endpoints)}"]
+    if access.bundle is not None:
+        settings.append(f"elastic.certificates={access.bundle.directory.absolute()}")
+    return [setting for setting in settings if setting not in overrides]
 
 
 def _refuse_stopped(rundir: RunDirectory, loaded: LoadedRecipe) -> None:

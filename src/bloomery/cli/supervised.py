@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -31,9 +31,17 @@ _LEAVES_S = 3.0
 """A job that leaves before its limit waits no longer for its logs to be sent."""
 
 
+StartRanks = Callable[[Mapping[str, str]], int]
+"""Runs the ranks of an attempt, with variables that are added to theirs, and returns the exit status."""
+
+
+def _ranks_alone(start_ranks: StartRanks) -> int:
+    return start_ranks({})
+
+
 @dataclass(frozen=True, kw_only=True)
 class SupervisedStart:
-    """What `bloomery launch --supervise` was asked for.
+    """What `launch --supervise` or `peer --supervise` was asked for.
 
     command: returns the words that start one rank of a run directory.
     ranks: the ranks of each machine. nodes: the machines that start ranks. spares: further machines.
@@ -41,6 +49,9 @@ class SupervisedStart:
     is_loopback: whether the machines are emulated on this one.
     join_timeout_s: seconds to wait for the other machines.
     environment: the recipe's variables for the ranks.
+    attempt: runs an attempt on one machine: it is called with what runs the ranks, may run something beside
+        them, and returns the exit status.
+    says: the command's name in front of messages.
     """
 
     command: Callable[[RunDirectory], tuple[str, ...]]
@@ -51,6 +62,12 @@ class SupervisedStart:
     is_loopback: bool
     join_timeout_s: float
     environment: EnvironmentSection
+    attempt: Callable[[StartRanks], int] = _ranks_alone
+    says: str = "bloomery launch"
+
+    def say(self, line: str) -> None:
+        """Print a message for the user."""
+        tell(f"{self.says}: {line}")
 
 
 def run_supervised(loaded: LoadedRecipe, rundir: RunDirectory, start: SupervisedStart) -> int:
@@ -61,13 +78,13 @@ def run_supervised(loaded: LoadedRecipe, rundir: RunDirectory, start: Supervised
     from bloomery.operate.start_check import start_check_of
     from bloomery.operate.sync.keeper import SyncKeeper
 
-    context = job_context(os.environ)
+    context, say = job_context(os.environ), start.say
     reactions = None
     if context is not None:
         refuse_quarantined(host_name(), rundir, loaded)
-        reactions = reactions_of(rundir, loaded, say=_say)
+        reactions = reactions_of(rundir, loaded, say=say)
     node = os.environ.get("SLURM_NODEID") or os.environ.get("JOB_COMPLETION_INDEX", "0")  # SLURM, Kubernetes
-    is_first = node == "0"
+    is_first = node == "0" or start.nodes + start.spares == 1
     with ExitStack() as stack:
         departure = stack.enter_context(
             departure_of(context, host_name(), rundir, loaded, asks_scheduler=is_first)
@@ -80,19 +97,21 @@ def run_supervised(loaded: LoadedRecipe, rundir: RunDirectory, start: Supervised
                 def wait_s() -> float:
                     return _LEAVES_S if departure.reason else 60.0 * minutes
 
-                stack.enter_context(SyncKeeper(rundir, loaded.recipe.sync, wait_s=wait_s, say=_say))
+                stack.enter_context(SyncKeeper(rundir, loaded.recipe.sync, wait_s=wait_s, say=say))
         check = start_check_of(loaded)
         if start.nodes + start.spares == 1:
-            if check is not None and _is_unfit(check, rundir, reactions):
+            if check is not None and _is_unfit(check, rundir, reactions, say):
                 return EXIT_STATUSES[Cause.UNFIT_NODE]
             return _on_one_machine(rundir, start, reactions, departure)
         return _on_several(rundir, start, context, reactions, departure, check)
 
 
-def _is_unfit(check: StartCheck, rundir: RunDirectory, reactions: JobReactions | None) -> bool:
+def _is_unfit(
+    check: StartCheck, rundir: RunDirectory, reactions: JobReactions | None, say: Callable[[str], None]
+) -> bool:
     """Say what is wrong with this machine; returns whether a job must end, as no other start must."""
     facts = check.gather(rundir, host_name())
-    unfit = check.unfit_hosts(rundir, {facts.host: facts}, say=_say, reactions=reactions)
+    unfit = check.unfit_hosts(rundir, {facts.host: facts}, say=say, reactions=reactions)
     return bool(unfit) and reactions is not None
 
 
@@ -104,19 +123,28 @@ def _on_one_machine(
     share, host = RankRange(count=start.ranks, world=start.ranks), host_name()
 
     def run_once(watch: AttemptWatch) -> int:
-        status = run_ranks(
-            start.command(rundir),
-            share,
-            environment=_environment(rundir, start) | {ATTEMPT: watch.name},
-            output=RankOutput(lambda rank: rundir.log(host=host, rank=rank)),
-            supervisor=watch,
-        )
+        def start_ranks(more: Mapping[str, str]) -> int:
+            return run_ranks(
+                start.command(rundir),
+                share,
+                environment={**_environment(rundir, start), ATTEMPT: watch.name, **more},
+                output=RankOutput(lambda rank: rundir.log(host=host, rank=rank)),
+                supervisor=watch,
+            )
+
+        status = start.attempt(start_ranks)
         if status == 0 or watch.why_to_stop():
             _finish_undisturbed()
         return status
 
     return supervise(
-        rundir, run_once, world=share.world, host=host, say=_say, reactions=reactions, departure=departure
+        rundir,
+        run_once,
+        world=share.world,
+        host=host,
+        say=start.say,
+        reactions=reactions,
+        departure=departure,
     )
 
 
@@ -145,7 +173,7 @@ def _on_several(
         board,
         job=job,
         size=GroupSize(nodes=nodes, needed=start.nodes, ranks=start.ranks),
-        say=_say,
+        say=start.say,
         reactions=reactions,
         departure=departure,
         check=check,
@@ -188,7 +216,3 @@ def _finish_undisturbed() -> None:
     """
     for number in PASSED_ON:
         signal.signal(number, lambda number, frame: None)
-
-
-def _say(line: str) -> None:
-    tell(f"bloomery launch: {line}")

@@ -13,14 +13,15 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from bloomery.agent.rank_server import PARENT, close_all, receive_message
 from bloomery.checkpoint.writer.ranks import Gather
 from bloomery.data.position import Position
 from bloomery.errors import PeerError
+from bloomery.events.heartbeat import RankActivity, ignore_activity
 from bloomery.protocol.rank_messages import (
     Abort,
     AbortAck,
@@ -234,11 +235,20 @@ class CommandInbox:
     asked_to_stop: returns why this rank is asked to stop, for instance by a signal; "" while it is not.
         Between steps the ranks agree on that among themselves; a rank that waits tells the agent, which tells
         all of them to stop.
+    enter: records in the heartbeat the activity that this rank begins. A wait for other peers has no limit
+        there, because the agent watches it.
     """
 
-    def __init__(self, agent: AgentClient, gather: Gather, *, asked_to_stop: Callable[[], str] = str) -> None:
+    def __init__(
+        self,
+        agent: AgentClient,
+        gather: Gather,
+        *,
+        asked_to_stop: Callable[[], str] = str,
+        enter: Callable[[RankActivity], None] = ignore_activity,
+    ) -> None:
         self._agent, self._gather = agent, gather
-        self._asked_to_stop = asked_to_stop
+        self._asked_to_stop, self._enter = asked_to_stop, enter
         self._has_asked = False
         self._polled_s = float("-inf")
 
@@ -255,6 +265,10 @@ class CommandInbox:
 
         for_what: what this rank waits for, in words for the log.
         """
+        with self._waiting():
+            return self._next_command(for_what)
+
+    def _next_command(self, for_what: str) -> AgentMessage:
         begun_s = time.monotonic()
         report_s = _REPORT_S
         self._pass_on_stop()
@@ -273,11 +287,21 @@ class CommandInbox:
 
     def while_reducing(self, epoch: int, is_over: Callable[[float], bool]) -> bool:
         """Wait until `is_over(timeout_s)` is True. Return False as soon as the ring must be cancelled."""
-        while not is_over(_RING_POLL_S):
-            if any(_ends(command, epoch) for command in self._agent.peek()):
-                return False
-            self._pass_on_stop()
+        with self._waiting():
+            while not is_over(_RING_POLL_S):
+                if any(_ends(command, epoch) for command in self._agent.peek()):
+                    return False
+                self._pass_on_stop()
         return True
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Record in the heartbeat that this rank waits for other peers."""
+        self._enter(RankActivity.WAITING_FOR_PEERS)
+        try:
+            yield
+        finally:
+            self._enter(RankActivity.BETWEEN_STEPS)
 
     def _pass_on_stop(self) -> None:
         """If this rank is asked to stop, tell the agent, which answers every rank with StopTraining."""

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 from bloomery.checkpoint.format.state import Json, StateEntry
 from bloomery.data.position import EVERYTHING, Position, SampleShare
+from bloomery.events.heartbeat import RankActivity
 from bloomery.guard.verdict import Rewind, Stop, Verdict
 
 
@@ -138,7 +139,7 @@ class SinglePeer:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerHooks:
-    """What the outer loop calls in the training. All but the last two are collective over the peer.
+    """What the outer loop calls in the training. All but the last three are collective over the peer.
 
     Attributes (`Any` is the training's state):
         batch: returns how many samples the next step from a state uses.
@@ -156,6 +157,7 @@ class TrainerHooks:
         step_of: returns the step of the newest checkpoint of a round in this run directory; None without one.
         saves: returns the rounds whose states its checkpoints contain, on the first rank; () on others.
         asked_to_stop: returns why a signal or a control file asks this rank to stop; "" while none does.
+        enter: records in the heartbeat the activity that this rank begins.
     """
 
     batch: Callable[[Any], int]
@@ -169,6 +171,7 @@ class TrainerHooks:
     step_of: Callable[[int], int | None]
     saves: Callable[[], Sequence[int]]
     asked_to_stop: Callable[[], str]
+    enter: Callable[[RankActivity], None]
 
     def round_for(self, wanted: Rewind) -> int | None:
         """Return the round to go back to for a rewind; None if no checkpoint is early enough. Collective.

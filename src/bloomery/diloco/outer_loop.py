@@ -101,7 +101,7 @@ class OuterLoop:
         self._agent, self._gather = agent, gather
         self._peer, self._salt, self._tokens_per_sample = peer, salt, tokens_per_sample
         self._identity = identity
-        self._inbox = CommandInbox(agent, gather, asked_to_stop=trainer.asked_to_stop)
+        self._inbox = CommandInbox(agent, gather, asked_to_stop=trainer.asked_to_stop, enter=trainer.enter)
         self._attempts = Attempts(
             update, agent=agent, rings=rings, gather=gather, inbox=self._inbox, salt=salt
         )

@@ -55,6 +55,7 @@ class RankActivity(StrEnum):
     REPORTING = "reducing the report"
     EVALUATING = "evaluating"
     BETWEEN_STEPS = "between steps"
+    WAITING_FOR_PEERS = "waiting for peers"
     SAVING = "saving a checkpoint"
     ENDING = "ending"
     ENDED = "ended"

@@ -49,10 +49,11 @@ _ROOMY_GIB = 4.0
 """Free space in /dev/shm after which a bus error is not blamed on its size."""
 _CONSEQUENCES = re.compile(
     r"RankLost|ReportedElsewhere|Connection closed by peer|Connection reset by peer|ncclRemoteError"
-    r"|Broken pipe|Another rank of this run is gone"
+    r"|Broken pipe|Another rank of this run is gone|The agent of this rank is gone"
     r"|remote process exited or there was a network error|network error or a remote process exiting"
     r"|NCCL communicator was aborted on rank \d+\.?\s*$"
 )
+_OF_THE_AGENT = "The agent of this rank is gone"
 _OF_HTTP = re.compile(r"ProtocolError|HTTPS?Connection|urllib3|aiohttp|httpx|botocore|Request ID")
 """A client's connection to a server that is no rank."""
 _OF_A_SOCKET = re.compile(r"^(?:ConnectionResetError|BrokenPipeError)\b")
@@ -333,6 +334,8 @@ def _network(evidence: FailureEvidence) -> Diagnosis:
             end, line = alone[0], exception_of(alone[0])
             return _found(Cause.NETWORK, end.culprit, line, f"rank {end.rank}: {line}", sure=False)
         summary = "ranks lost each other and none failed by itself"
+        if any(_OF_THE_AGENT in exception_of(end) for end in lost):
+            summary = "the agent of this peer ended before its ranks; it has logged why"
         return _found(Cause.NETWORK, Culprit(), summary, f"{len(lost)} ranks ended as lost", sure=False)
     alone = _failed(evidence)
     culprit = alone[0].culprit if len(alone) == 1 else Culprit()

@@ -108,6 +108,8 @@ def place_of(beat: RankBeat, stack: RankStack | None, *, is_silent: bool) -> Ran
     """Return the code that a rank has reached, by its stack where there is one, else by its heartbeat."""
     if stack is not None and stack.state == "T":
         return RankPlace(waits=False, where="a stop (SIGSTOP): the process is stopped")
+    if beat.activity == RankActivity.WAITING_FOR_PEERS and not is_silent:
+        return RankPlace(waits=True, where="a wait for other peers")
     if stack is not None and stack.frames:
         return _by_stack(beat, stack.frames)
     if is_silent:

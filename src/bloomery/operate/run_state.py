@@ -15,6 +15,7 @@ from bloomery.events.heartbeat import RankActivity, RankBeat, has_died_here, rea
 from bloomery.events.journal import read_tail
 from bloomery.events.run_directory import RunDirectory
 from bloomery.events.switches import Switches, note_of
+from bloomery.operate.ledger.operations import time_of
 from bloomery.operate.schedulers.interface import JobState, QueuedJob
 from bloomery.operate.standstill import RankObservation, Standstill, StandstillLimits, judge_progress
 
@@ -72,10 +73,12 @@ class RunObservation:
     now: the moment of the observation, in seconds.
     last: the last `start` or `end` in the first rank's journal, or {}.
     attempt: the last `attempt_end` or `diagnosis` in operations.jsonl after the last start, or {}.
+    begun: the last `attempt` there, where nothing says that it has ended, or {}. Heartbeats of ranks that it
+        has replaced are not among `ranks`.
     switch: the armed stop switch and who armed it; "" where it is not armed.
     silent: why the scheduler has not said which jobs there are; "" where it has, or where there is none.
     died: the ranks whose processes were of this machine and are gone without a last word.
-    path: the run directory, as a shell takes it.
+    path: the run directory, as a shell takes it. starts: the command that starts its ranks.
     """
 
     jobs: Sequence[QueuedJob] = ()
@@ -83,10 +86,12 @@ class RunObservation:
     now: float = 0.0
     last: Mapping[str, Any] = field(default_factory=dict)
     attempt: Mapping[str, Any] = field(default_factory=dict)
+    begun: Mapping[str, Any] = field(default_factory=dict)
     switch: str = ""
     silent: str = ""
     died: Sequence[int] = ()
     path: str = "RUN"
+    starts: str = "launch"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,14 +127,19 @@ def observe_run(
         for event in read_tail(rundir.journal(), most_bytes=_TAIL_BYTES, named=("start", "end")):
             last = event
     attempt: dict[str, Any] = {}
+    begun: dict[str, Any] = {}
     names = ("attempt", "attempt_end", "diagnosis")
     for event in read_tail(rundir.operations, most_bytes=_TAIL_BYTES, named=names):
-        attempt = {} if event["event"] == "attempt" else {**attempt, **event}
+        is_begun = event["event"] == "attempt"
+        attempt, begun = ({}, event) if is_begun else ({**attempt, **event}, {})
     armed = Switches([rundir.control_dir, *switches]).armed("stop")
     note = f" ({note_of(armed)})" if armed and note_of(armed) else ""
-    ranks = _ranks(rundir, now)
+    ranks = {
+        number: rank for number, rank in _ranks(rundir, now).items() if not _is_replaced(rank.beat, begun)
+    }
     return RunObservation(
         path=shlex.quote(str(rundir.path)),
+        starts="peer" if rundir.rounds.exists() else "launch",
         jobs=tuple(jobs),
         ranks=ranks,
         died=tuple(  # a launcher that started a rank sees its end too, and starts it again
@@ -140,6 +150,7 @@ def observe_run(
         now=now,
         last=last,
         attempt=attempt,
+        begun=begun,
         switch=f"{armed}{note}" if armed else "",
         silent=silent,
     )
@@ -186,7 +197,7 @@ def _of_job(job: QueuedJob, observation: RunObservation, limits: StandstillLimit
 
 
 def _running(job: QueuedJob, observation: RunObservation, limits: StandstillLimits, *, on: str) -> RunVerdict:
-    begun = _passed(job.started, observation.now)
+    begun = max(_passed(job.started, observation.now), _attempt_s(observation))
     own = {number: rank for number, rank in observation.ranks.items() if rank.beat.time >= begun - 1.0}
     living = {number: rank for number, rank in own.items() if not rank.has_ended}
     if not own:
@@ -215,6 +226,17 @@ def _running(job: QueuedJob, observation: RunObservation, limits: StandstillLimi
     return RunVerdict(state=RunStatus.RUNNING, why=on, job=job)
 
 
+def _is_replaced(beat: RankBeat, begun: Mapping[str, Any]) -> bool:
+    """Return whether a rank is of an earlier attempt than the one that has begun."""
+    is_of_it = beat.attempt in ("", begun.get("attempt", beat.attempt))
+    return not is_of_it and beat.time < (time_of(begun) or 0.0)
+
+
+def _attempt_s(observation: RunObservation) -> float:
+    """Return when the attempt began that has not ended; 0.0 without one."""
+    return _passed(time_of(observation.begun), observation.now)
+
+
 def _passed(moment: float | None, now: float) -> float:
     """Return a moment that has passed; 0.0 where it is not known, or the clock was set back since."""
     return moment if moment is not None and moment < now + _SKEW_S else 0.0
@@ -226,6 +248,10 @@ def _without_job(observation: RunObservation, limits: StandstillLimits) -> RunVe
         for number, rank in observation.ranks.items()
         if not rank.has_ended and number not in observation.died
     }
+    since_s = observation.now - _attempt_s(observation)
+    if not observation.ranks and since_s < _FRESH_S:
+        why = "its launcher has started ranks, and none has written a heartbeat yet"
+        return RunVerdict(state=RunStatus.STARTING, why=why)
     # What a job wrote before it ended does not tell of a process that runs without one.
     now, over = observation.now, [job for job in observation.jobs if job.state.is_over]
     after = max((_passed(job.ends, now) for job in over), default=0.0) + _ENDING_S
@@ -264,9 +290,9 @@ def _without_job(observation: RunObservation, limits: StandstillLimits) -> RunVe
         return RunVerdict(
             state=RunStatus.FAILED, why=why, remedy=f"read the job's log in {observation.path}/logs"
         )
-    if not observation.last and not observation.ranks:
+    if not observation.last and not observation.ranks and not observation.begun:
         return RunVerdict(state=RunStatus.NEW, why="nothing has trained here", remedy="bloomery submit")
-    age = max((rank.beat.time for rank in observation.ranks.values()), default=0.0)
+    age = max((rank.beat.time for rank in observation.ranks.values()), default=_attempt_s(observation))
     since = f" since {_clock(age)}" if age else ""
     errors = [rank.beat.error for rank in observation.ranks.values() if rank.beat.error]
     why = errors[0].splitlines()[0] if errors else f"no process{since}, no job, and no `end` in the journal"
@@ -286,9 +312,8 @@ def _failure(observation: RunObservation) -> str:
 
 def _goes_on(observation: RunObservation) -> str:
     path = observation.path
-    return (
-        f"bloomery submit {path}, or bloomery launch {path} --supervise: it goes on from the last checkpoint"
-    )
+    by_hand = f"bloomery {observation.starts} {path} --supervise"
+    return f"bloomery submit {path}, or {by_hand}: it goes on from the last checkpoint"
 
 
 def _ranks(rundir: RunDirectory, now: float) -> dict[int, RankObservation]:

@@ -136,14 +136,21 @@ def allowed_stillness_s(
     """Return the seconds for which all ranks may make no progress.
 
     That is TIMES_LONGEST times the longest measured turn of what the ranks do now, and more by the limits.
-    A turn that may compile is compared with first turns, and the first two of a process with all.
+    A turn that may compile is compared with first turns, and the first two of a process with all. Waits for
+    other peers have no limit, because the agent has one for each of its reasons; where other ranks of this
+    peer do something else, its limit counts.
     """
+    activities = {observation.beat.activity for observation in observations.values()}
+    if activities == {RankActivity.WAITING_FOR_PEERS}:
+        return float("inf")
     longest = longest_turns(observations, measured_s)
     allowed = limits.least_s
     for observation in observations.values():
         activity, may_compile = observation.beat.activity, observation.beat.may_compile
         first, usual = longest.get(_first(activity)), longest.get(activity)
         measured = first if may_compile or usual is None else usual
+        if activity == RankActivity.WAITING_FOR_PEERS:
+            continue
         if activity == RankActivity.EVALUATING:
             allowed = max(allowed, evaluation_s(longest, limits=limits))
         elif activity == RankActivity.ENDING:

@@ -37,7 +37,7 @@ class Submission:
     overrides: settings of the command line.
     directory: where it was given, absolute; jobs start there.
     nproc: ranks of each node; None leaves it to the launcher.
-    more: further options of `bloomery launch`.
+    more: further options of `bloomery launch` or `bloomery peer`.
     """
 
     recipe: str
@@ -162,9 +162,10 @@ def request_of(
     section, run = loaded.recipe.submit, rundir.path.absolute()
     nodes = nodes_of(section, loaded.recipe.parallel)
     bloomery = (sys.executable, "-m", "bloomery")
+    is_peer = loaded.recipe.elastic.inner_steps > 0
     launch = [
         *bloomery,
-        "launch",
+        "peer" if is_peer else "launch",
         submission.recipe,
         *submission.overrides,
         "--run",
@@ -246,6 +247,11 @@ def is_finished(rundir: RunDirectory) -> bool:
 def check_submittable(loaded: LoadedRecipe, *, overrides: Sequence[str]) -> None:
     """Raise SchedulerError for settings of [submit] that do not fit together."""
     section = loaded.recipe.submit
+    if loaded.recipe.elastic.inner_steps and nodes_of(section, loaded.recipe.parallel) + section.spares > 1:
+        raise SchedulerError(
+            "A peer runs on one machine, and the jobs would have more.",
+            remedy="Set submit.nodes=1 and submit.spares=0, and submit a peer of its own for each machine.",
+        )
     if section.signal_before_s >= 60.0 * section.minutes:
         raise SchedulerError(
             f"submit.signal_before_s = {section.signal_before_s} is no less than the {section.minutes:g} "

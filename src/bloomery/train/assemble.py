@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 
 import torch
 
-from bloomery import __version__
 from bloomery.checkpoint.format.catalogue import checkpoints
 from bloomery.checkpoint.remote.backup import Backup
 from bloomery.checkpoint.remote.places import CombinedBackups, refuse_changed_url, run_storage, sections
 from bloomery.checkpoint.remote.shared_upload import BackupHelper
-from bloomery.config.convert import dump_recipe, settings_of
+from bloomery.config.convert import settings_of
 from bloomery.config.load import LoadedRecipe
 from bloomery.config.parallel import SPLIT_BACKWARD
 from bloomery.config.recipe import Recipe
@@ -23,35 +21,30 @@ from bloomery.config.resume import SettingChanges
 from bloomery.data.prepare import Prepared, prepare
 from bloomery.errors import RunBusy
 from bloomery.events.heartbeat import Heartbeat, RankActivity
-from bloomery.events.incarnation import identity
-from bloomery.events.journal import Journal, last_step
+from bloomery.events.journal import Journal
 from bloomery.events.run_directory import RunDirectory, prove_shared
 from bloomery.events.run_lock import host_name, lock_run
 from bloomery.parallel.build import TrainingModel, build_training_model
 from bloomery.parallel.mesh import Mesh, join_mesh
 from bloomery.parallel.optimizers import Optimizers
-from bloomery.parallel.pipeline_schedule import bubble_warning
 from bloomery.parallel.precision import LossScale, measure_peak_flops, resolve_precision
 from bloomery.parallel.rank_zero_task import ReportProgress
-from bloomery.plan.early_warnings import warnings_of
 from bloomery.plan.parameters import TokenCost, token_cost
-from bloomery.plan.request import with_vocabulary
-from bloomery.plan.schedule import phase_at, steps_at_end, steps_of_peer
+from bloomery.plan.schedule import phase_at, steps_of_peer
 from bloomery.train.checkpoint_store import Store
 from bloomery.train.control import Control, refuse_when_stopped
 from bloomery.train.corruption import CorruptionCheck
 from bloomery.train.data_stream import build_data_stream, training_bigrams
-from bloomery.train.data_summary import DataSummary, summarise_data
+from bloomery.train.data_summary import summarise_data
 from bloomery.train.held_out import build_held_out
 from bloomery.train.metrics import Metrics
-from bloomery.train.observers import Observer, Observers, build_observers
+from bloomery.train.observers import Observers
 from bloomery.train.peering import announce_interludes, build_outer, peering_of_environment
 from bloomery.train.rank_diagnostics import explaining_out_of_memory, make_heartbeat, progress_with_ticks
+from bloomery.train.run_start import RunStart
 from bloomery.train.saver import Learner, begins_with
-from bloomery.train.settings import RunSettings, StartOptions, changes_of, keep_recipe
-from bloomery.train.state import TrainState
+from bloomery.train.settings import RunSettings, StartOptions, changes_of
 from bloomery.train.step import Compilation, decide_compilation, deterministic_kernels
-from bloomery.train.trackers import TrackedRun
 from bloomery.train.trainer import Trainer, backed_up_at_the_end
 
 log = logging.getLogger(__name__)
@@ -100,7 +93,7 @@ def build_trainer(loaded: LoadedRecipe, rundir: RunDirectory, options: StartOpti
         journal = stack.enter_context(Journal(rundir.journal(rank=mesh.rank)))
         observers = Observers([])
         stack.callback(observers.close)
-        beginning = _StartUp(
+        beginning = RunStart(
             loaded=loaded,
             changes=changes,
             mesh=mesh,
@@ -111,6 +104,7 @@ def build_trainer(loaded: LoadedRecipe, rundir: RunDirectory, options: StartOpti
             observers=observers,
             heartbeat=heartbeat,
             summarise=lambda: summarise_data(recipe, prepared, data_stream),
+            recipe_now=lambda: settings.recipe,
         )
         backup = _build_backup(recipe, rundir, mesh, control, options, stack, heartbeat.tick)
         store = stack.enter_context(_open_store(recipe, rundir, mesh, backup))
@@ -298,103 +292,3 @@ def _build_backup(
         )
     )
     return backup
-
-
-@dataclass(kw_only=True)
-class _StartUp:
-    """Tells the journal and people of the start of an incarnation, once its number and step are known."""
-
-    loaded: LoadedRecipe
-    changes: SettingChanges
-    mesh: Mesh
-    compilation: Compilation
-    rundir: RunDirectory
-    options: StartOptions
-    journal: Journal
-    observers: Observers
-    heartbeat: Heartbeat
-    summarise: Callable[[], DataSummary]
-
-    def begun(self, state: TrainState, reason: str, incarnation: int) -> None:
-        """Journal the start, and set up the observers from this step on."""
-        if self.mesh.is_first and reason == "start":
-            self._tell_of_missing_steps(state, incarnation)
-        self.journal.write(
-            "start",
-            incarnation=incarnation,
-            step=state.step,
-            reason=reason,
-            position=state.position.to_json(),
-            changes={change.key: [change.old, change.new] for change in self.changes.journalled},
-            compiled=self.compilation.on,
-            compiled_why=self.compilation.why,
-            precision=resolve_precision(self.loaded.recipe.train.precision, self.mesh.device),
-            ranks=self.mesh.world,
-            device=str(self.mesh.device),
-            threads=torch.get_num_threads(),
-            versions={"bloomery": __version__, "torch": torch.__version__},
-            host=os.uname().nodename,
-            pid=os.getpid(),
-            spent=self.heartbeat.take_spent(),
-            **({"recipe": dump_recipe(self.loaded.recipe)} if self.mesh.is_first else {}),
-        )
-        if self.mesh.is_first and (self.changes or not self.rundir.recipe.exists()):
-            keep_recipe(self.loaded, self.rundir)
-        self.changes = SettingChanges()
-        self.heartbeat.at(step=state.step, incarnation=incarnation)
-        if reason != "start":
-            self.observers.rewound(state.step)
-        elif self.mesh.is_first:
-            self.observers.join(self._watchers(state))
-
-    def _tell_of_missing_steps(self, state: TrainState, incarnation: int) -> None:
-        """Log which steps are in the checkpoint but missing in the journal on this machine."""
-        journalled = last_step(self.journal.path)
-        if journalled < state.step:
-            self.journal.write(
-                "journal_gap", incarnation=incarnation, step=state.step, first=journalled + 1, last=state.step
-            )
-            log.warning(
-                "%s does not tell of steps %d to %d, which the checkpoint has: it was cut, or the steps were "
-                "made on another machine. The loss curve has a gap there.",
-                *(self.journal.path, journalled + 1, state.step),
-            )
-
-    def _watchers(self, state: TrainState) -> list[Observer]:
-        """Say with what the run begins, and return the observers that follow it."""
-        recipe, say, consumed = self.loaded.recipe, self.options.say, state.position.consumed
-        length, peers = recipe.data.sequence_length, recipe.elastic.peers if recipe.elastic.inner_steps else 1
-        last = steps_at_end(
-            recipe.train, sequence_length=length, step=state.step, consumed=consumed, peers=peers
-        )
-        say(
-            f"step {state.step} of {last}, incarnation {self.heartbeat.incarnation} of "
-            f"{self.rundir.path}; {self.mesh.world} × {self.mesh.device}, "
-            f"{resolve_precision(recipe.train.precision, self.mesh.device)}, "
-            f"{'compiled' if self.compilation.on else 'eager'} ({self.compilation.why})"
-        )
-        degree = self.mesh.data.degree
-        if waits := bubble_warning(recipe.train, recipe.parallel, data_degree=degree, consumed=consumed):
-            say(waits)
-        summary = self.summarise()
-        known = with_vocabulary(self.loaded, summary.vocabulary)
-        for warning in warnings_of(known, accelerators=self.mesh.world):
-            say(f"warning: {warning}")
-        figures = summary.to_json()
-        self.journal.write("data", incarnation=self.heartbeat.incarnation, step=state.step, **figures)
-        if self.options.form == "json":
-            self.options.emit({"event": "data", **figures})
-        else:
-            for line in summary.lines():
-                say(line)
-        return build_observers(
-            recipe.log,
-            self.options,
-            first_step=state.step,
-            total_steps=last,
-            rundir=self.rundir,
-            device=self.mesh.device,
-            tracked=TrackedRun(
-                name=recipe.run.name, identity=identity(self.rundir), settings=settings_of(recipe)
-            ),
-        )

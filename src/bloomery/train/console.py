@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 Say = Callable[[str], None]
 Emit = Callable[[Mapping[str, Json]], None]
+LastStep = Callable[[StepReport], int]
+"""Returns the number of the run's last step by a report, for peers come and go, and batches change."""
 
 _TIMED_STEPS = 50
 _LEAST_BAR, _MOST_BAR = 8, 40
@@ -25,20 +27,29 @@ _LEAST_BAR, _MOST_BAR = 8, 40
 class TimeLeft:
     """Estimates how long the rest of the run takes, from the clock at the newest steps.
 
-    clock: seconds, from any moment.
+    total: the number of the last step; None where there is none.
+    last_step: tells it anew after each step; None where it never changes. clock: seconds, from any moment.
     """
 
-    def __init__(self, total_steps: int | None, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._total, self._clock = total_steps, clock
+    def __init__(
+        self,
+        total: int | None,
+        last_step: LastStep | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.total, self._last_step, self._clock = total, last_step, clock
         self._ends: deque[float] = deque(maxlen=_TIMED_STEPS)
 
-    def after(self, step: int) -> float | None:
+    def after(self, report: StepReport) -> float | None:
         """Count a step that ended now, and return the seconds left; None while they are unknown."""
         self._ends.append(self._clock())
-        if self._total is None or len(self._ends) < 2:
+        if self._last_step is not None:
+            self.total = self._last_step(report)
+        if self.total is None or len(self._ends) < 2:
             return None
         step_s = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
-        return max(0, self._total - step) * step_s
+        return max(0, self.total - report.step) * step_s
 
     def restart(self) -> None:
         """Forget the steps so far, because others follow."""
@@ -99,14 +110,15 @@ class LogLines:
         *,
         every_steps: int,
         total_steps: int | None,
+        last_step: LastStep | None = None,
         say: Say,
         started: float = 0.0,
         full: bool = True,
         columns: int = 100,
     ) -> None:
-        self._every, self._total, self._say, self._started = every_steps, total_steps, say, started
+        self._every, self._say, self._started = every_steps, say, started
         self._full, self._columns = full, columns
-        self._left = TimeLeft(total_steps)
+        self._left = TimeLeft(total_steps, last_step)
         self._is_first = True
 
     def tell(self, report: StepReport, verdict: Verdict) -> None:
@@ -115,7 +127,7 @@ class LogLines:
             seconds = time.perf_counter() - self._started
             self._say(f"first step done {seconds:.1f} s after the start")
             self._started = 0.0
-        left_s = self._left.after(report.step)
+        left_s = self._left.after(report)
         noteworthy = report.held_out_loss is not None or not report.update_applied
         if report.step % self._every == 0 or noteworthy or (self._is_first and not self._full):
             self._say(self._line(report, left_s))
@@ -125,8 +137,8 @@ class LogLines:
 
     def _line(self, report: StepReport, left_s: float | None) -> str:
         if self._full:
-            return log_line(report, total_steps=self._total)
-        return short_line(report, total_steps=self._total, left_s=left_s, columns=self._columns)
+            return log_line(report, total_steps=self._left.total)
+        return short_line(report, total_steps=self._left.total, left_s=left_s, columns=self._columns)
 
     def rewound(self, step: int) -> None:
         """Write at which step the run goes on."""
@@ -143,17 +155,19 @@ class JsonLines:
     A step has the fields of the journal's `step` event, and `left_s`; a verdict has `kind` and `reason`.
     """
 
-    def __init__(self, *, every_steps: int, total_steps: int | None, emit: Emit) -> None:
-        self._every, self._total, self._emit = every_steps, total_steps, emit
-        self._left = TimeLeft(total_steps)
+    def __init__(
+        self, *, every_steps: int, total_steps: int | None, emit: Emit, last_step: LastStep | None = None
+    ) -> None:
+        self._every, self._emit = every_steps, emit
+        self._left = TimeLeft(total_steps, last_step)
 
     def tell(self, report: StepReport, verdict: Verdict) -> None:
         """Emit the step if it is due, or if something happened."""
-        left_s = self._left.after(report.step)
+        left_s = self._left.after(report)
         noteworthy = report.held_out_loss is not None or not report.update_applied
         if report.step % self._every == 0 or noteworthy:
             figures = report.to_json()
-            self._emit({"event": "step", **figures, "total_steps": self._total, "left_s": left_s})
+            self._emit({"event": "step", **figures, "total_steps": self._left.total, "left_s": left_s})
         if not isinstance(verdict, CarryOn):
             kind, reason = type(verdict).__name__.lower(), getattr(verdict, "reason", "")
             self._emit({"event": "verdict", "step": report.step, "kind": kind, "reason": reason})
@@ -178,6 +192,7 @@ class ProgressBar:
         *,
         total_steps: int | None,
         first_step: int,
+        last_step: LastStep | None = None,
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -196,7 +211,7 @@ class ProgressBar:
             console=self._console,
         )
         self._progress.start()
-        self._total, self._left = total_steps, TimeLeft(total_steps, clock=clock)
+        self._left = TimeLeft(total_steps, last_step, clock=clock)
         self._task = self._progress.add_task("", total=total_steps, completed=first_step, text="")
         self._held_out: float | None = None
 
@@ -204,14 +219,12 @@ class ProgressBar:
         """Move the bar, and print above it what should stay readable."""
         if report.held_out_loss is not None:
             self._held_out = report.held_out_loss
+        left_s = self._left.after(report)
+        total = self._left.total
         text = bar_text(
-            report,
-            held_out=self._held_out,
-            total_steps=self._total,
-            left_s=self._left.after(report.step),
-            columns=self._text_columns,
+            report, held_out=self._held_out, total_steps=total, left_s=left_s, columns=self._text_columns
         )
-        self._progress.update(self._task, completed=report.step, text=text)
+        self._progress.update(self._task, completed=report.step, total=total, text=text)
         if not isinstance(verdict, CarryOn):
             self._console.print(f"step {report.step}: {described(verdict)}", highlight=False, markup=False)
 
@@ -253,9 +266,11 @@ class NotebookBar:
 
     EVERY_S = 0.5
 
-    def __init__(self, *, total_steps: int | None, display: Callable[..., Any]) -> None:
+    def __init__(
+        self, *, total_steps: int | None, display: Callable[..., Any], last_step: LastStep | None = None
+    ) -> None:
         # Any: IPython's handle of an output
-        self._total, self._left = total_steps, TimeLeft(total_steps)
+        self._left = TimeLeft(total_steps, last_step)
         self._display = display
         self._handle = display(_shown("the first step is under way"), raw=True, display_id=True)
         self._held_out: float | None = None
@@ -265,15 +280,10 @@ class NotebookBar:
         """Replace the output, at most twice per second, and add one for a verdict."""
         if report.held_out_loss is not None:
             self._held_out = report.held_out_loss
-        share = report.step / self._total if self._total else 0.0
-        filled = round(20 * share)
-        text = bar_text(
-            report,
-            held_out=self._held_out,
-            total_steps=self._total,
-            left_s=self._left.after(report.step),
-            columns=75,
-        )
+        left_s = self._left.after(report)
+        total = self._left.total
+        filled = round(20 * report.step / total) if total else 0
+        text = bar_text(report, held_out=self._held_out, total_steps=total, left_s=left_s, columns=75)
         self._text = f"{'█' * filled}{'░' * (20 - filled)} {text}"
         if not isinstance(verdict, CarryOn):
             self._display(_shown(f"step {report.step}: {described(verdict)}"), raw=True)

@@ -17,7 +17,15 @@ from bloomery.errors import BloomeryError
 from bloomery.events.records import StepReport
 from bloomery.events.run_directory import RunDirectory
 from bloomery.guard.verdict import Verdict
-from bloomery.train.console import JsonLines, LogLines, NotebookBar, ProgressBar, Say, notebook_display
+from bloomery.train.console import (
+    JsonLines,
+    LastStep,
+    LogLines,
+    NotebookBar,
+    ProgressBar,
+    Say,
+    notebook_display,
+)
 from bloomery.train.settings import StartOptions
 from bloomery.train.trackers import TrackedRun, scalars_of, trackers
 
@@ -204,19 +212,21 @@ def build_observers(
     *,
     first_step: int,
     total_steps: int,
+    last_step: LastStep,
     rundir: RunDirectory,
     device: torch.device,
     tracked: TrackedRun,
 ) -> list[Observer]:
     """Return the observers that a run's settings and its start ask for.
 
-    first_step: the steps that were made before.
+    first_step: the steps that were made before. total_steps: the last step, as it is known at the start.
+    last_step: tells the last step anew after each step.
     device: what this rank computes on.
     tracked: what trackers get about the run.
     """
     observers: list[Observer] = [
         SlowDataWarning(options.say),
-        _console(section, options, first_step=first_step, total_steps=total_steps),
+        _console(section, options, first_step=first_step, total_steps=total_steps, last_step=last_step),
     ]
     if section.tensorboard:
         observers.append(TensorBoard(rundir.tensorboard, first_step=first_step))
@@ -235,18 +245,23 @@ def build_observers(
     return [*observers, *trackers(section.trackers, tracked)]
 
 
-def _console(section: LogSection, options: StartOptions, *, first_step: int, total_steps: int) -> Observer:
+def _console(
+    section: LogSection, options: StartOptions, *, first_step: int, total_steps: int, last_step: LastStep
+) -> Observer:
     form = options.form or section.form
     if form == "json":
-        return JsonLines(every_steps=section.every_steps, total_steps=total_steps, emit=options.emit)
+        return JsonLines(
+            every_steps=section.every_steps, total_steps=total_steps, last_step=last_step, emit=options.emit
+        )
     if form == "bar":
         display = notebook_display()
         if display is not None:
-            return NotebookBar(total_steps=total_steps, display=display)
-        return ProgressBar(total_steps=total_steps, first_step=first_step)
+            return NotebookBar(total_steps=total_steps, last_step=last_step, display=display)
+        return ProgressBar(total_steps=total_steps, first_step=first_step, last_step=last_step)
     return LogLines(
         every_steps=section.every_steps,
         total_steps=total_steps,
+        last_step=last_step,
         say=options.say,
         started=options.started,
         full=form == "full",

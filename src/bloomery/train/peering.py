@@ -143,6 +143,7 @@ def _hooks(trainer: Trainer) -> TrainerHooks:
         step_of=checkpoints.step_of,
         saves=checkpoints.saves,
         asked_to_stop=trainer.control.asked_to_stop,
+        enter=trainer.enter,
     )
 
 

@@ -156,6 +156,10 @@ class Trainer:
         """Read the batches of the next steps ahead, as far as they can be known."""
         self._data_stream.prefetch(state, phase_of=self.phase, share=self.outer.share)
 
+    def enter(self, activity: RankActivity) -> None:
+        """Record in the heartbeat the activity that this rank begins."""
+        self._heartbeat.enter(activity)
+
     def record(self, report: StepReport, verdict: Verdict) -> None:
         """Journal the step, the epochs and the saves that ended with it, and show it to the observers."""
         self._heartbeat.at(step=report.step, memory_bytes=memory_in_use(self.mesh.device))

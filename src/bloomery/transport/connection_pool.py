@@ -124,6 +124,7 @@ class ConnectionPool:
         self._links: dict[ConnectionPlace, list[Connection]] = {}
         self._ways: dict[tuple[str, str], str] = {}
         self._closing = False
+        self._logged: tuple[str, str, str] | None = None
         self._most_places = _PLACES
         self._wake, self._woken = socket.socketpair()
         # epoll and kqueue see a connection that is registered while the watcher already waits.
@@ -366,7 +367,10 @@ class ConnectionPool:
                 # The ring's first bytes may follow at once, and this thread must not read them.
                 self._selector.unregister(link.connection)
         except (PeerRefused, OSError) as error:
-            log.info("a connection to %s is closed: %s", link.place.peer, error)
+            news = (link.place.peer, link.place.incarnation, str(error))
+            if news != self._logged:  # a peer that ends closes as many connections as it has streams
+                log.info("connections to %s are closed: %s", link.place.peer, error)
+            self._logged = news
             self._close(link)
 
     def _close(self, link: Connection) -> None:

@@ -454,6 +454,7 @@ def test_each_class_of_time_has_a_meaning_and_each_activity_a_class() -> None:
         "waiting for samples": "waiting for data", "forward and backward": "training",
         "reducing gradients": "training", "updating the weights": "training",
         "reducing the report": "training", "evaluating": "evaluating", "between steps": "between steps",
+        "waiting for peers": "waiting for peers",
         "saving a checkpoint": "blocked by saves",
         "ending": "last save and end", "ended": "last save and end",
     }  # fmt: skip

@@ -17,6 +17,7 @@ class TimeClass(StrEnum):
     SAVING = "blocked by saves"
     EVALUATING = "evaluating"
     BETWEEN = "between steps"
+    PEERS = "waiting for peers"
     STARTING = "start-up, imports"
     PREPARING = "preparing the data"
     LOADING = "loading"
@@ -39,7 +40,8 @@ MEANINGS: dict[TimeClass, str] = {
     TimeClass.DATA: "steps that waited for their samples",
     TimeClass.SAVING: "the part of saves during which no step runs",
     TimeClass.EVALUATING: "held-out loss",
-    TimeClass.BETWEEN: "guards, journal, averaging with other peers",
+    TimeClass.BETWEEN: "guards, journal, the outer step",
+    TimeClass.PEERS: "averaging with other peers, and waits for them",
     TimeClass.STARTING: "from the launcher to the model, with joining the ranks",
     TimeClass.PREPARING: "tokenizing, or checking prepared data",
     TimeClass.LOADING: "reading a checkpoint, at a start or for a rewind",
@@ -67,6 +69,7 @@ OF_ACTIVITY: dict[str, TimeClass] = {
     RankActivity.REPORTING: TimeClass.TRAINING,
     RankActivity.EVALUATING: TimeClass.EVALUATING,
     RankActivity.BETWEEN_STEPS: TimeClass.BETWEEN,
+    RankActivity.WAITING_FOR_PEERS: TimeClass.PEERS,
     RankActivity.SAVING: TimeClass.SAVING,
     RankActivity.ENDING: TimeClass.ENDING,
     RankActivity.ENDED: TimeClass.ENDING,
