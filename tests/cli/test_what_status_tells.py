@@ -15,6 +15,7 @@ from tests.cli.test_facts_of_control import history
 
 from bloomery.cli import control, fork, status, submit
 from bloomery.errors import BloomeryError, CheckpointError
+from bloomery.events.journal import read_journal
 from bloomery.events.run_directory import RunDirectory
 from bloomery.events.switches import arm
 from bloomery.operate.overview import RunOverview
@@ -176,6 +177,8 @@ def test_jobs_that_wait_are_cancelled_before_the_one_that_runs_and_none_that_end
     named = "own" if has_recipe else "kept"
     assert asked == [(named, run.path), (named, run.path), *groups]
     assert capsys.readouterr().out == told.replace("RUN", str(run.path))
+    notes = [(event["event"], event["state"], event["jobs"]) for event in read_journal(run.operations)]
+    assert notes == [("job", "cancelled", [*groups[0], *groups[1]])]
 
 
 def test_nodes_are_asked_of_the_scheduler_of_the_first_run_that_was_submitted(

@@ -31,6 +31,7 @@ class WatchLimits:
     backup_s: seconds for which the newest checkpoint may have no copy elsewhere.
     unheard_s: seconds for which the scheduler does not answer.
     short_s: seconds for which fewer jobs are in the queue than wanted.
+    limit_s: seconds for which a run that its time limit stopped may have no job.
     slow_times: a run is slow when its last steps take this multiple of what its steps took before.
     """
 
@@ -43,6 +44,7 @@ class WatchLimits:
     backup_s: float = 7200.0
     unheard_s: float = 600.0
     short_s: float = 900.0
+    limit_s: float = 900.0
     slow_times: float = 1.5
 
 
@@ -135,6 +137,9 @@ def _state(run: WatchedRun, limits: WatchLimits) -> Iterator[WatchCondition]:
     elif state == RunStatus.PENDING and for_s > limits.pending_s:
         line = f"in the queue for {duration(for_s)}: {why}"
         yield WatchCondition(kind="pending too long", line=line, command=f"bloomery status {run.path}")
+    if run.verdict.is_at_limit and for_s > limits.limit_s:
+        line = f"it is not finished, and nothing follows since {duration(for_s)}: {why}"
+        yield WatchCondition(kind="nothing follows", line=line, command=f"bloomery submit {run.path}")
     if limits.idle_s is not None and state in _NOT_WORKING and for_s > limits.idle_s:
         line = f"nothing has trained for {duration(for_s)}: {state}{f' ({why})' if why else ''}"
         yield WatchCondition(kind="not running", line=line, command=f"bloomery status {run.path} --nodes")
