@@ -385,7 +385,8 @@ def test_a_rewind_says_what_is_undone_and_asks_for_the_step_and_the_samples(
         "1,007 to 1,008), and those that the run makes until it takes the request.",
         "Samples 10,020 to 10,079 of the stream: 15 are left out, 1.5 steps' worth. 45 lie behind the run "
         "and stay used: `bloomery rewind` goes back.",
-        "The run is not training: it takes this after the first step of its next start.",
+        "The run is not training: its next start takes this after its first step, and says so at its "
+        f"beginning. Remove {run}/control/rewind to take it back.",
     ]
     assert asked == [(run, "rewind", "1007 10020:10080", False)]
     assert control.rewind([str(run), "--to-step", "1003", "--json"]) == 0
@@ -411,7 +412,8 @@ def test_a_skip_asks_for_its_samples_unless_it_is_a_dry_run(
     assert control.skip([str(run), "--samples", "10_100:10_200"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "Samples 10,100 to 10,199 of the stream: 100 are left out, 10.0 steps' worth.",
-        "The run is not training: it takes this after the first step of its next start.",
+        "The run is not training: its next start takes this after its first step, and says so at its "
+        f"beginning. Remove {run}/control/skip to take it back.",
     ]
     assert asked == [(run, "skip", "10100:10200", True)]
     assert control.skip([str(run), "--steps", "1010:1012", "--json", "--dry-run"]) == 0
