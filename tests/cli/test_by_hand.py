@@ -51,7 +51,7 @@ def test_a_dry_run_says_what_would_be_lost_and_asks_for_nothing(stopped, capsys)
 
 def test_a_run_goes_back_and_leaves_out_what_was_asked_for(stopped, start: Start, capsys):
     assert main(["rewind", str(stopped), "--to-step", "7", "--steps", "7:9"]) == 0
-    assert "after the first step of its next start" in capsys.readouterr().out
+    assert "its next start takes this after its first step" in capsys.readouterr().out
     go(*start(*SETTINGS))
     (rewind,) = events(stopped, "rewind")
     assert (rewind["step"], rewind["to_step"], rewind["skip"]) == (9, 7, [48, 64])

@@ -15,7 +15,7 @@ from bloomery.agent.assemble import access_of, assemble_agent
 from bloomery.cli import main
 from bloomery.cli.coordinate_status import _content, _print
 from bloomery.config.load import load_recipe
-from bloomery.coordination.certificates import root_access
+from bloomery.coordination.accounts import root_access
 from bloomery.coordination.etcd import Etcd
 from bloomery.coordination.etcd_process import free_ports, start_single
 from bloomery.coordination.snapshot import RunSnapshot

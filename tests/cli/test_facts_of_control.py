@@ -25,7 +25,7 @@ from bloomery.cli.control import (
     when_words,
 )
 from bloomery.errors import StorageError
-from bloomery.events.journal import History, Step
+from bloomery.events.journal import History, Journal, Step
 from bloomery.events.run_directory import RunDirectory
 from bloomery.events.run_lock import lock_run
 
@@ -102,13 +102,24 @@ def test_what_going_back_undoes_is_what_lies_behind_the_checkpoint() -> None:
 
 def test_when_a_run_takes_a_request_depends_on_whether_it_trains(tmp_path: Path) -> None:
     rundir = RunDirectory(tmp_path).create()
-    assert "not training" in when_words(rundir, dry_run=False), "nobody ever held it"
+    assert "not training" in when_words(rundir, "skip", dry_run=False), "nobody ever held it"
     with lock_run(rundir):
-        assert when_words(rundir, dry_run=False) == "The run takes it after its next step."
-    assert "not training" in when_words(rundir, dry_run=False)
-    assert "dry run" in when_words(rundir, dry_run=True)
+        assert when_words(rundir, "skip", dry_run=False) == "The run takes it after its next step."
+    assert "not training" in when_words(rundir, "skip", dry_run=False)
+    assert "dry run" in when_words(rundir, "skip", dry_run=True)
     with lock_run(rundir):
         pass  # asking has not kept the lock
+
+
+def test_what_is_asked_of_a_finished_run_waits_for_more_tokens_and_can_be_taken_back(tmp_path: Path) -> None:
+    rundir = RunDirectory(tmp_path).create()
+    with Journal(rundir.journal()) as journal:
+        journal.write("end", incarnation=1, step=8, reason="the samples are done", finished=True)
+    words = when_words(rundir, "rewind", dry_run=False)
+    assert "finished" in words and "train.tokens" in words and str(rundir.control("rewind")) in words
+    with Journal(rundir.journal()) as journal:
+        journal.write("start", incarnation=2, step=8)
+    assert "not training" in when_words(rundir, "rewind", dry_run=False)
 
 
 def test_a_save_tells_whether_the_run_takes_it_now_or_at_its_next_start(

@@ -299,7 +299,7 @@ def test_certificates_are_made_for_the_peers_run_and_hosts_that_were_given(
     assert coordinate.run(words) == 0
     told = capsys.readouterr().out
     assert "every peer has its bundle already, in certs/night" in told
-    assert "made    certs/coordinator/server.pem anew, with --hosts: start the coordinator again" in told
+    assert "made    certs/coordinator/server.pem anew: start the coordinator again" in told
 
 
 def test_who_was_revoked_stays_so_in_an_etcd_that_is_granted_accounts(

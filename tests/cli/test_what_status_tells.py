@@ -15,6 +15,7 @@ from tests.cli.test_facts_of_control import history
 
 from bloomery.cli import control, fork, status, submit
 from bloomery.errors import BloomeryError, CheckpointError
+from bloomery.events.journal import read_journal
 from bloomery.events.run_directory import RunDirectory
 from bloomery.events.switches import arm
 from bloomery.operate.overview import RunOverview
@@ -176,6 +177,8 @@ def test_jobs_that_wait_are_cancelled_before_the_one_that_runs_and_none_that_end
     named = "own" if has_recipe else "kept"
     assert asked == [(named, run.path), (named, run.path), *groups]
     assert capsys.readouterr().out == told.replace("RUN", str(run.path))
+    notes = [(event["event"], event["state"], event["jobs"]) for event in read_journal(run.operations)]
+    assert notes == [("job", "cancelled", [*groups[0], *groups[1]])]
 
 
 def test_nodes_are_asked_of_the_scheduler_of_the_first_run_that_was_submitted(
@@ -382,7 +385,8 @@ def test_a_rewind_says_what_is_undone_and_asks_for_the_step_and_the_samples(
         "1,007 to 1,008), and those that the run makes until it takes the request.",
         "Samples 10,020 to 10,079 of the stream: 15 are left out, 1.5 steps' worth. 45 lie behind the run "
         "and stay used: `bloomery rewind` goes back.",
-        "The run is not training: it takes this after the first step of its next start.",
+        "The run is not training: its next start takes this after its first step, and says so at its "
+        f"beginning. Remove {run}/control/rewind to take it back.",
     ]
     assert asked == [(run, "rewind", "1007 10020:10080", False)]
     assert control.rewind([str(run), "--to-step", "1003", "--json"]) == 0
@@ -408,7 +412,8 @@ def test_a_skip_asks_for_its_samples_unless_it_is_a_dry_run(
     assert control.skip([str(run), "--samples", "10_100:10_200"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "Samples 10,100 to 10,199 of the stream: 100 are left out, 10.0 steps' worth.",
-        "The run is not training: it takes this after the first step of its next start.",
+        "The run is not training: its next start takes this after its first step, and says so at its "
+        f"beginning. Remove {run}/control/skip to take it back.",
     ]
     assert asked == [(run, "skip", "10100:10200", True)]
     assert control.skip([str(run), "--steps", "1010:1012", "--json", "--dry-run"]) == 0

@@ -8,14 +8,8 @@ import stat
 import pytest
 from tests.coordination.test_membership import WITHIN_S, member, until
 
-from bloomery.coordination.certificates import (
-    _permission,
-    accounts_in,
-    apply_access,
-    init_certificates,
-    root_access,
-    server_certificates,
-)
+from bloomery.coordination.accounts import _permission, accounts_in, apply_access, root_access
+from bloomery.coordination.certificates import init_certificates, server_certificates
 from bloomery.coordination.credentials import (
     ACCOUNT,
     COORDINATOR,

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from bloomery.coordination import certificates, credentials
-from bloomery.coordination.certificates import apply_access, init_certificates, server_certificates
+from bloomery.coordination import accounts, certificates, credentials
+from bloomery.coordination.accounts import apply_access
+from bloomery.coordination.certificates import init_certificates, server_certificates
 from bloomery.coordination.credentials import (
     CertificateDates,
     CertificateWatch,
@@ -114,9 +115,9 @@ def test_a_host_that_the_coordinators_certificate_lacks_is_added_and_no_other_on
     assert hosts() == hosts("10.0.0.9") == (False, ["10.0.0.9", *here]) and server.read_bytes() == first
     assert hosts("c.example") == (True, ["10.0.0.9", *here, "c.example"])
     loaded(server).verify_directly_issued_by(loaded(tmp_path / "coordinator/authority.pem"))
-    certificates.root_access(tmp_path)  # certificate and key belong together
+    accounts.root_access(tmp_path)  # certificate and key belong together
     server.write_bytes(b"damaged")
-    with pytest.raises(CoordinatorError, match="is not a certificate that was made here") as told:
+    with pytest.raises(CoordinatorError, match=r"server\.pem holds no certificate, or a damaged one") as told:
         hosts()
     assert "Move it away" in told.value.remedy
 
@@ -134,7 +135,7 @@ def test_an_account_is_of_its_run_and_peer_and_a_renewed_peer_keeps_it_and_its_e
         != read_certificate(made / "one/a/certificate.pem").serial
     )
     assert not (made / "one/b/earlier").exists()
-    found = [(one.run, one.peer) for one in certificates.accounts_in(made)]
+    found = [(one.run, one.peer) for one in accounts.accounts_in(made)]
     assert found == [("one", "a"), ("one", "b"), ("two", "a")]
 
 
@@ -149,9 +150,9 @@ def test_what_cannot_be_made_or_is_not_whole_is_told_with_a_remedy(
         init_certificates(tmp_path / "file", run="one", peers=["a"])
     with pytest.raises(CoordinatorError, match=r"has no server\.pem"):
         server_certificates(tmp_path)
-    with pytest.raises(CoordinatorError, match="cannot be used"):
-        certificates.root_access(tmp_path)
-    root = certificates.root_access(made)
+    with pytest.raises(CoordinatorError, match=r"has no server\.pem"):
+        accounts.root_access(tmp_path)
+    root = accounts.root_access(made)
     assert root.user == "root" and root.password == (made / "coordinator/root.password").read_text().strip()
     monkeypatch.setattr(certificates.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(CoordinatorError, match="made with `cryptography`"):
@@ -253,10 +254,10 @@ def test_the_password_of_root_may_end_its_line_and_is_told_where_it_is_no_text(
 ) -> None:
     password = shutil.copytree(made / "coordinator", tmp_path / "coordinator") / "root.password"
     password.write_text("secret\n")
-    assert certificates.root_access(tmp_path).password == "secret"
+    assert accounts.root_access(tmp_path).password == "secret"
     password.write_bytes(b"\xff")
     with pytest.raises(CoordinatorError, match="cannot be used"):
-        certificates.root_access(tmp_path)
+        accounts.root_access(tmp_path)
 
 
 def test_an_end_is_warned_of_once_a_day_from_thirty_days_before_it(
@@ -424,13 +425,13 @@ def test_accounts_are_made_with_their_rights_and_authentication_is_switched_on_o
             opened[-1].refuses["auth/user/add"] = "user name already exists"
         return opened[-1]
 
-    monkeypatch.setattr(certificates, "Etcd", client)
+    monkeypatch.setattr(accounts, "Etcd", client)
     root = Access(user="root", password="secret")
     account = CoordinatorAccount(run="one", peer="a", user="one/a", password="p")
     assert apply_access(["c"], root, [account]) == 1
     role = "peer-one/a"
     calls: list[Any] = [("auth/status", {}), ("auth/user/list", {}), ("auth/role/add", {"name": role})]
-    for permission in certificates._permissions(KEYS, "a"):
+    for permission in accounts._permissions(KEYS, "a"):
         calls.append(("auth/role/grant", {"name": role, "perm": permission}))
     calls.append(("auth/user/add", {"name": "one/a", "password": "p"}))
     if not is_open:
@@ -454,6 +455,6 @@ def test_accounts_are_made_with_their_rights_and_authentication_is_switched_on_o
 def test_a_right_that_etcd_does_not_give_is_told(monkeypatch) -> None:
     etcd = Etcd()
     etcd.refuses = {"auth/user/add": "permission denied"}
-    monkeypatch.setattr(certificates, "Etcd", lambda *how, **more: etcd)
+    monkeypatch.setattr(accounts, "Etcd", lambda *how, **more: etcd)
     with pytest.raises(EtcdRefused, match="permission denied"):
         apply_access(["c"], Access(), [CoordinatorAccount(run="one", peer="a", user="u", password="p")])

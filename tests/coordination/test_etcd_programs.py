@@ -183,6 +183,11 @@ def test_an_etcd_is_ready_once_its_present_process_says_so(tmp_path, clock: Cloc
         ("x\nno such option\n", "etcd ended at once: no such option"),
         (f"{READY}\nand ended", "etcd ended at once: and ended"),
         ("y" * 500, f"etcd ended at once: {'y' * 400}"),
+        (
+            '{"msg":"failed","error":"x509: bad","stacktrace":"main.go"}',
+            "etcd ended at once: failed: x509: bad",
+        ),
+        ('{"msg":"failed"}', 'etcd ended at once: {"msg":"failed"}'),
     ],
 )
 def test_an_etcd_that_ends_at_once_is_told_with_its_last_line(

@@ -18,7 +18,7 @@ import pytest
 
 from bloomery import durable
 from bloomery.coordination import etcd_process, gateway, orphan
-from bloomery.coordination.certificates import _permission, _permissions
+from bloomery.coordination.accounts import _permission, _permissions
 from bloomery.coordination.credentials import CertificateDates, endpoints_of
 from bloomery.coordination.etcd import (
     VALUE_BYTES_AT_MOST,

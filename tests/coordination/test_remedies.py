@@ -15,7 +15,8 @@ from tests.coordination.test_membership import member
 
 from bloomery.coordination import etcd as etcd_module
 from bloomery.coordination import etcd_process
-from bloomery.coordination.certificates import init_certificates, root_access, server_certificates
+from bloomery.coordination.accounts import root_access
+from bloomery.coordination.certificates import init_certificates, server_certificates
 from bloomery.coordination.credentials import endpoints_of, read_bundle, read_certificate, revoke
 from bloomery.coordination.etcd import TransactionResult
 from bloomery.coordination.etcd_process import EtcdMember, EtcdServer, PortTaken

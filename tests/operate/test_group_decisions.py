@@ -127,7 +127,7 @@ def test_a_job_ends_as_its_launchers_were_asked_to(
     end = group.concludes(FIRST, *map(result, ("n1", "n2"), statuses))
     assert (end.status, end.why, end.hosts) == (status, why, ())
     (ended,) = told(run, "attempt_end")
-    assert (ended["status"], ended["attempt"]) == (max(statuses), "x-1")
+    assert (ended["status"], ended["attempt"], ended["left"]) == (max(statuses), "x-1", departs)
     assert [event["gives_up"] for event in told(run, "diagnosis")] == (
         [departs] if why.startswith("not") else []
     )

@@ -29,6 +29,7 @@ from bloomery.operate.standstill import (
     judge_progress,
     longest_turns,
     observe_ranks,
+    peers_awaited_s,
     read_beats,
 )
 
@@ -303,6 +304,19 @@ def test_waits_for_other_peers_have_no_limit_where_nobody_does_anything_else() -
     mixed = sights_of(waits[0], beat(1, RankActivity.COMPUTING, longest_s={COMPUTING: 100.0}))
     assert judged(written(mixed, 299.0), 299.0) is None
     assert judged(written(mixed, 301.0), 301.0) is not None, "the rank that computes holds up the peer"
+
+
+def test_a_person_is_told_of_a_wait_for_other_peers_that_is_longer_than_usual() -> None:
+    def awaited(now: float, *beats: RankBeat) -> float:
+        return peers_awaited_s(sights_of(*beats), now=now)
+
+    waits = beat(0, RankActivity.WAITING_FOR_PEERS, longest_s={})
+    long = beat(1, RankActivity.WAITING_FOR_PEERS, longest_s={str(RankActivity.WAITING_FOR_PEERS): 400.0})
+    computes = beat(1, RankActivity.COMPUTING)
+    assert awaited(900.0, waits) == 0.0 and awaited(901.0, waits) == 901.0
+    assert awaited(1200.0, waits, long) == 0.0 and awaited(1201.0, waits, long) == 1201.0
+    assert awaited(9e5, waits, computes) == 0.0 == awaited(9e5)
+    assert awaited(9e5, waits, beat(1, RankActivity.ENDED)) == 9e5
 
 
 def test_a_rank_that_waits_for_other_peers_waits_whatever_its_stack_shows() -> None:

@@ -307,3 +307,51 @@ def test_what_the_journals_tell_last_is_observed(tmp_path: Path) -> None:
     seen = observe_run(run, (), switches=[elsewhere], last={"event": "start"})
     assert (seen.last, seen.attempt) == ({"event": "start"}, {})
     assert seen.switch.startswith(f"{elsewhere / 'stop'} (") and "maintenance" in seen.switch
+
+
+def left(why: str = "", *, attempt: str = "n1-7-a-0") -> list[dict]:
+    """What a launcher writes of an attempt that ended well. why: why its job left; "" where it did not."""
+    return [
+        {"event": "attempt", "attempt": attempt},
+        {"event": "attempt_end", "attempt": attempt, "status": 143, "left": why},
+    ]
+
+
+CANCELLED = {"event": "job", "state": "cancelled"}
+AT_LIMIT = "the job ends in 24 s"
+
+
+@pytest.mark.parametrize(
+    ("operations", "reason", "is_at_limit"),
+    [
+        (left(AT_LIMIT), "signal SIGTERM", True),
+        (left(), "signal SIGTERM", False),
+        ([], "signal SIGTERM", False),
+        ([], "guard.stop_after_minutes = 5", True),
+        ([], "guard.stop_at_step = 5", False),
+        ([*left(AT_LIMIT), CANCELLED], "signal SIGTERM", False),
+        ([CANCELLED], "guard.stop_after_minutes = 5", False),
+        # `cancel --queued` during the job, of which one attempt more is another life
+        ([*left(), CANCELLED, *left(AT_LIMIT, attempt="n1-7-a-1")], "signal SIGTERM", False),
+        ([*left(), CANCELLED, *left(AT_LIMIT, attempt="n1-8-b-0")], "signal SIGTERM", True),
+        ([*left(AT_LIMIT), {"event": "job", "state": "pending"}], "signal SIGTERM", True),
+    ],
+)
+def test_a_run_that_its_time_limit_stopped_is_told_from_one_that_somebody_stopped(
+    tmp_path: Path, operations: list[dict], reason: str, is_at_limit: bool
+) -> None:
+    run = RunDirectory(tmp_path / "run").create()
+    end = {"event": "end", "reason": reason, "finished": False, "failed": False}
+    run.journal().write_text(json.dumps(end) + "\n")
+    run.operations.write_text("".join(f"{json.dumps(event)}\n" for event in operations))
+    seen = judge_state(observe_run(run, ()))
+    assert (seen.state, seen.is_at_limit) == (RunStatus.STOPPED, is_at_limit)
+    if operations and operations[-1].get("left"):
+        assert seen.why == f"saved and stopped: {AT_LIMIT}; nothing is queued"
+    waits = replace(JOB, state=JobState.PENDING)
+    assert not judge_state(observe_run(run, (waits,))).is_at_limit, "the next job is queued"
+    run.journal().write_text(json.dumps(end | {"finished": True}) + "\n")
+    assert not judge_state(observe_run(run, ())).is_at_limit, "it is finished"
+    run.journal().write_text(json.dumps(end) + "\n")
+    arm(run.control_dir / "stop", why="ann")
+    assert not judge_state(observe_run(run, ())).is_at_limit, "somebody stopped it"

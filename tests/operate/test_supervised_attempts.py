@@ -102,7 +102,7 @@ def test_an_attempt_that_was_asked_to_end_is_not_repeated(
 ) -> None:
     supervised.during = lambda watch: watch.signalled(signal.SIGTERM)
     assert supervised.ends((status, -1)) == ends_with
-    assert supervised.told("diagnosis") == []
+    assert supervised.told("diagnosis") == [] and supervised.told("attempt_end")[0]["left"] == ""
 
 
 def test_the_warning_of_the_scheduler_asks_for_no_end(supervised: Supervised) -> None:
@@ -122,6 +122,8 @@ def test_a_run_that_must_leave_is_not_started_again(
     assert supervised.watches[0].why_to_stop() == "the job ends in 24 s"
     told = "saved and stopped" if ends_with == 0 else "not started again"
     assert supervised.said[-1] == f"{told}: the job ends in 24 s"
+    (ended,) = supervised.told("attempt_end")
+    assert ended["left"] == "the job ends in 24 s"
 
 
 @pytest.mark.parametrize("has_job", [True, False])

@@ -248,6 +248,20 @@ def test_a_rewind_that_a_stop_came_before_is_left_for_the_next_start(
     assert agreed(control).rewind_requested == () and not path.exists(), "it would be told at every step"
 
 
+def test_a_start_tells_of_the_requests_that_it_will_carry_out_and_that_came_before_it(
+    rundir: RunDirectory, caplog: pytest.LogCaptureFixture
+) -> None:
+    rundir.control("rewind").write_text("400 3200:5600\n")
+    os.utime(rundir.control("rewind"), (0, 0))
+    Control(rundir, LATER_RANK).close()
+    assert caplog.messages == []
+    Control(rundir, ALONE).close()
+    (told,) = caplog.messages
+    since = time.strftime("%Y-%m-%d %H:%M", time.localtime(0))
+    assert told.startswith(f"control/rewind (400 3200:5600) waits since {since}: this start goes back after")
+    assert "remove the file" in told and rundir.control("rewind").exists()
+
+
 def test_an_empty_request_is_left_for_a_moment_for_whoever_writes_it(
     control: Control, rundir: RunDirectory
 ) -> None:

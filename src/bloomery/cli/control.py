@@ -161,7 +161,7 @@ def skip(arguments: list[str]) -> int:
         print(json.dumps({"asked": not args.dry_run, **facts}))
         return 0
     print(skipped_words(facts))
-    print(when_words(rundir, dry_run=args.dry_run))
+    print(when_words(rundir, "skip", dry_run=args.dry_run))
     return 0
 
 
@@ -227,8 +227,13 @@ def skipped_words(facts: dict[str, Any]) -> str:
     return text
 
 
-def when_words(rundir: RunDirectory, *, dry_run: bool) -> str:
-    """Return a sentence that says when the run takes the request."""
+def when_words(rundir: RunDirectory, name: str, *, dry_run: bool) -> str:
+    """Return the sentences that say when the run takes a request, and how to take it back.
+
+    name: of the request, which is that of its file.
+    """
+    from bloomery.operate.submission import is_finished
+
     if dry_run:
         return "Nothing was asked for: this was a dry run."
     is_training = _is_training(rundir)
@@ -236,7 +241,16 @@ def when_words(rundir: RunDirectory, *, dry_run: bool) -> str:
         return "The run takes it after its next step, or after the first step of its next start."
     if is_training:
         return "The run takes it after its next step."
-    return "The run is not training: it takes this after the first step of its next start."
+    takes_back = f"Remove {rundir.control(name)} to take it back."
+    if is_finished(rundir):
+        return (
+            "The run is finished, and a start makes no step before train.tokens is raised: it then takes "
+            f"this after its first step, and says so at its beginning. {takes_back}"
+        )
+    return (
+        "The run is not training: its next start takes this after its first step, and says so at its "
+        f"beginning. {takes_back}"
+    )
 
 
 def _is_training(rundir: RunDirectory) -> bool | None:
@@ -322,7 +336,7 @@ def rewind(arguments: list[str]) -> int:
     )
     if samples:
         print(skipped_words(facts["skip"]))
-    print(when_words(rundir, dry_run=args.dry_run))
+    print(when_words(rundir, "rewind", dry_run=args.dry_run))
     return 0
 
 

@@ -15,15 +15,16 @@ from urllib.parse import urlsplit
 from bloomery.cli.argument_values import whole
 from bloomery.cli.arguments import parser
 from bloomery.cli.coordinate_status import show
-from bloomery.coordination.certificates import (
-    DAYS,
-    accounts_in,
-    apply_access,
-    init_certificates,
-    root_access,
-    server_certificates,
+from bloomery.coordination.accounts import accounts_in, apply_access, root_access
+from bloomery.coordination.certificates import DAYS, init_certificates, server_certificates
+from bloomery.coordination.credentials import (
+    ACCOUNT,
+    CERTIFICATE,
+    endpoints_of,
+    read_bundle,
+    restore_revocations,
+    revoke,
 )
-from bloomery.coordination.credentials import ACCOUNT, endpoints_of, read_bundle, restore_revocations, revoke
 from bloomery.coordination.etcd import Etcd
 from bloomery.coordination.etcd_process import EtcdServer, find_etcd, start_single, take_over, version_of
 from bloomery.coordination.gateway import Access
@@ -194,7 +195,7 @@ def _init_certificates(options: Namespace) -> int:
     for bundle in issued.bundles:
         print(f"made    {bundle}")
     if issued.is_server_renewed:
-        print(f"made    {issued.server.certificate} anew, with --hosts: start the coordinator again")
+        print(f"made    {issued.server.certificate} anew: start the coordinator again")
     if not issued.bundles:
         print(f"every peer has its bundle already, in {options.init_certs / options.run}")
     print(
@@ -276,7 +277,7 @@ def _refuse_unless_listening(endpoints: Sequence[str]) -> None:
 def _access(directory: Path | None) -> Access:
     if directory is None:
         return Access()
-    if (directory / ACCOUNT).exists():
+    if any((directory / name).exists() for name in (ACCOUNT, CERTIFICATE)):
         return read_bundle(directory).access()
     return root_access(directory)
 

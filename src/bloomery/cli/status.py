@@ -79,7 +79,7 @@ def cancel(arguments: list[str]) -> int:
     options.add_argument("--queued", action="store_true", help="leave the job that runs")
     options.add_argument("--json", action="store_true", help="print one JSON object")
     chosen = options.parse_args(arguments)
-    from bloomery.operate.submission import recipe_of_run, refuse_missing_run, scheduler_of
+    from bloomery.operate.submission import note_cancelled, recipe_of_run, refuse_missing_run, scheduler_of
 
     rundir = RunDirectory(chosen.run)
     refuse_missing_run(rundir)
@@ -92,6 +92,8 @@ def cancel(arguments: list[str]) -> int:
     jobs = [*waiting, *([] if chosen.queued else running)]
     for group in (waiting, [] if chosen.queued else running):
         scheduler.cancel(group)
+    if jobs:
+        note_cancelled(rundir, jobs)
     if chosen.json:
         print(json.dumps({"run": str(rundir.path), "cancelled": jobs}))
         return 0

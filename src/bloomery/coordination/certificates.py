@@ -1,4 +1,4 @@
-"""Creates the certificates of a coordinator and of a run's peers, and their accounts in etcd.
+"""Creates the certificates of a coordinator and of a run's peers, and checks those that are there.
 
     DIRECTORY/coordinator/   authority.pem, authority.key; server.pem, server.key; clients.pem; root.password
     DIRECTORY/RUN/           authority.pem, authority.key
@@ -10,19 +10,24 @@ common name: etcd's gateway refuses those that have one. A peer's name is a subj
 
 from __future__ import annotations
 
-import base64
-import dataclasses
+import contextlib
 import datetime
 import importlib.util
 import ipaddress
 import secrets
-import ssl
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from bloomery import durable
+from bloomery.coordination.certificate_files import (
+    UnusableFile,
+    certificates_fault,
+    pair_fault,
+    signed_fault,
+    text_fault,
+)
 from bloomery.coordination.credentials import (
     ACCOUNT,
     AUTHORITY,
@@ -31,14 +36,11 @@ from bloomery.coordination.credentials import (
     EARLIER,
     KEY,
     CoordinatorAccount,
-    read_account,
+    account_made_for,
     read_certificate,
 )
-from bloomery.coordination.etcd import Etcd
 from bloomery.coordination.etcd_process import ServerCertificates
-from bloomery.coordination.gateway import Access, EtcdRefused
 from bloomery.errors import CoordinatorError
-from bloomery.protocol.keys import Keys
 
 if TYPE_CHECKING:
     from cryptography import x509
@@ -59,7 +61,8 @@ class NewCertificates:
 
     server: files of the coordinator.
     bundles: directories of the peers that had no bundle before.
-    is_server_renewed: whether the coordinator's certificate was made anew, because it lacked a host.
+    is_server_renewed: whether the coordinator's certificate was made anew, because it lacked a host, or its
+        key was gone.
     """
 
     server: ServerCertificates
@@ -99,10 +102,12 @@ def init_certificates(
         top = _authority(central, "bloomery coordinator")
         named, wanted = _named_hosts(central / SERVER), _host_names(hosts)
         lacking = [name for name in wanted if name not in named]
-        if lacking:
+        is_issued = bool(lacking) or not (central / SERVER_KEY).exists()
+        if is_issued:
             _issue(top, central / SERVER, central / SERVER_KEY, names=[*named, *lacking])
         if not (central / PASSWORD).exists():
             _write(central / PASSWORD, secrets.token_urlsafe(32).encode(), mode=0o600)
+        refuse_unusable(_own_fault(central))
         signer = _authority(directory / run, f"bloomery run {run}")
         bundles = tuple(
             _bundle(signer, central, directory / run / peer, run=run, peer=peer, days=days)
@@ -114,26 +119,67 @@ def init_certificates(
     except OSError as error:
         raise CoordinatorError(
             f"the certificates in {directory} cannot be made: {error}",
-            remedy="Name a directory that may be written to.",
+            remedy="Name a directory that may be written to; move away a directory in the place of a file.",
         ) from error
     server = server_certificates(directory)
-    return NewCertificates(server=server, bundles=bundles, is_server_renewed=bool(named and lacking))
+    return NewCertificates(server=server, bundles=bundles, is_server_renewed=bool(named) and is_issued)
 
 
 def server_certificates(directory: Path) -> ServerCertificates:
     """Return the coordinator's certificate and key, and the authorities of its clients.
 
-    Raises CoordinatorError if one of the files is missing.
+    Raises CoordinatorError if one of the files is missing or cannot be used.
     """
     central = directory / "coordinator"
-    for name in (SERVER, SERVER_KEY, CLIENTS, PASSWORD):
-        if not (central / name).is_file():
+    for name in (SERVER, SERVER_KEY, CLIENTS, PASSWORD, AUTHORITY):
+        if not (central / name).exists():
             raise CoordinatorError(
                 f"{central} has no {name}",
                 remedy="`bloomery coordinate --init-certs DIRECTORY --run RUN --peers a,b` makes it.",
             )
-    return ServerCertificates(
+    files = ServerCertificates(
         certificate=central / SERVER, key=central / SERVER_KEY, authority=central / CLIENTS
+    )
+    refuse_unusable(_own_fault(central) or certificates_fault(files.authority))
+    # etcd's gateway is a client of etcd, with the same certificate.
+    if signed_fault(authority=files.authority, certificate=files.certificate, key=files.key) is not None:
+        raise _unusable(UnusableFile(files.authority, f"lacks the authority of {SERVER}, or is damaged"))
+    return files
+
+
+def _own_fault(central: Path) -> UnusableFile | None:
+    """Return which of the coordinator's own files cannot be used, and why."""
+    return signed_fault(
+        authority=central / AUTHORITY, certificate=central / SERVER, key=central / SERVER_KEY
+    ) or text_fault(central / PASSWORD)
+
+
+PASSWORD_REMEDY = (
+    f"Bring {PASSWORD} back from a copy. Without one, move it away, let `bloomery coordinate --init-certs` "
+    "make another, start the coordinator on a new --data, and restore each run with --adopt."
+)
+_REMEDIES = {
+    AUTHORITY: "Move it away, and `bloomery coordinate --init-certs` makes it anew from "
+    f"{_AUTHORITY_KEY}; all that was signed stays valid.",
+    _AUTHORITY_KEY: f"Bring {AUTHORITY} and {_AUTHORITY_KEY} back from a copy. Without one, move both away: "
+    "`bloomery coordinate --init-certs` makes another authority then, and with --renew the bundles that all "
+    "its peers need.",
+    SERVER: "Move it away, and `bloomery coordinate --init-certs` with the same --hosts makes another.",
+    SERVER_KEY: "Move it away, and `bloomery coordinate --init-certs` makes another, with a certificate.",
+    CLIENTS: "`bloomery coordinate --init-certs`, with any run and its peers, makes it anew.",
+    PASSWORD: PASSWORD_REMEDY,
+}
+
+
+def refuse_unusable(fault: UnusableFile | None) -> None:
+    """Raise CoordinatorError, with what to do, about a file of the coordinator or of a run's authority."""
+    if fault is not None:
+        raise _unusable(fault)
+
+
+def _unusable(fault: UnusableFile) -> CoordinatorError:
+    return CoordinatorError(
+        f"the certificates in {fault.path.parent} cannot be used: {fault}", remedy=_REMEDIES[fault.path.name]
     )
 
 
@@ -147,13 +193,16 @@ def _bundle(signer: _Signer, central: Path, place: Path, *, run: str, peer: str,
     from cryptography import x509
 
     place.mkdir(parents=True, exist_ok=True, mode=0o700)
+    has_account = (place / ACCOUNT).exists()
+    if has_account:
+        account_made_for(place, run=run, peer=peer)
     if (place / CERTIFICATE).exists():
         _keep_earlier(place)
     names = [x509.DNSName(peer), x509.UniformResourceIdentifier(f"bloomery:{run}/{peer}")]
     _issue(signer, place / CERTIFICATE, place / KEY, names=names, days=days)
     _write(place / AUTHORITY, (place.parent / AUTHORITY).read_bytes())
     _write(place / COORDINATOR, (central / AUTHORITY).read_bytes())
-    if (place / ACCOUNT).exists():
+    if has_account:
         return place
     account = CoordinatorAccount(run=run, peer=peer, user=f"{run}/{peer}", password=secrets.token_urlsafe(32))
     _write(place / ACCOUNT, account.text().encode(), mode=0o600)
@@ -163,22 +212,32 @@ def _bundle(signer: _Signer, central: Path, place: Path, *, run: str, peer: str,
 def _keep_earlier(bundle: Path) -> None:
     """Keep the certificate that is about to be replaced, so that a revocation names it too."""
     certificate = bundle / CERTIFICATE
+    serial = read_certificate(
+        certificate,
+        remedy="Copy it from the peer's machine; or move it away, and the same command makes another, but a "
+        "revocation then leaves the one of before valid.",
+    ).serial
     (bundle / EARLIER).mkdir(exist_ok=True, mode=0o700)
-    _write(bundle / EARLIER / f"{read_certificate(certificate).serial}.pem", certificate.read_bytes())
+    _write(bundle / EARLIER / f"{serial}.pem", certificate.read_bytes())
 
 
 def _authority(place: Path, name: str) -> _Signer:
-    """Return the certificate authority of a directory; make one if there is none."""
+    """Return the certificate authority of a directory; make one if there is none.
+
+    A certificate that is gone is made anew from its key, and what the key has signed stays valid.
+    """
     from cryptography import x509
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec
 
-    if (place / AUTHORITY).exists():
-        key = serialization.load_pem_private_key((place / _AUTHORITY_KEY).read_bytes(), password=None)
-        assert isinstance(key, ec.EllipticCurvePrivateKey), "it was made here"
-        return _Signer(x509.load_pem_x509_certificate((place / AUTHORITY).read_bytes()), key)
+    certificate_file, key_file = place / AUTHORITY, place / _AUTHORITY_KEY
+    if certificate_file.exists():
+        refuse_unusable(certificates_fault(certificate_file))
+        certificate = _read_authority(certificate_file)
+        refuse_unusable(pair_fault(certificate_file, key_file))
+        return _Signer(certificate, _read_key(key_file))
     place.mkdir(parents=True, exist_ok=True, mode=0o700)
-    key = ec.generate_private_key(ec.SECP256R1())
+    key = _read_key(key_file) if key_file.exists() else ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(x509.NameOID.ORGANIZATION_NAME, name)])
     identifier = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
     certificate = (
@@ -187,9 +246,35 @@ def _authority(place: Path, name: str) -> _Signer:
         .add_extension(_usage(signs=True), critical=True)
         .add_extension(identifier, critical=False)
     ).sign(key, _sha256())
-    _write_key(place / _AUTHORITY_KEY, key)
-    _write(place / AUTHORITY, certificate.public_bytes(serialization.Encoding.PEM))
+    _write_key(key_file, key)
+    _write(certificate_file, certificate.public_bytes(serialization.Encoding.PEM))
     return _Signer(certificate, key)
+
+
+def _read_authority(path: Path) -> x509.Certificate:
+    """Return an authority's certificate, which it signed itself. Raises CoordinatorError."""
+    from cryptography import x509
+    from cryptography.exceptions import InvalidSignature
+
+    try:
+        certificate = x509.load_pem_x509_certificate(path.read_bytes())
+        certificate.verify_directly_issued_by(certificate)
+    except (ValueError, TypeError, InvalidSignature) as error:
+        raise _unusable(UnusableFile(path, "is damaged, or no authority's certificate")) from error
+    return certificate
+
+
+def _read_key(path: Path) -> EllipticCurvePrivateKey:
+    """Return an authority's key. Raises CoordinatorError."""
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key: object = None
+    with contextlib.suppress(ValueError, TypeError):  # TypeError: it is encrypted
+        key = serialization.load_pem_private_key(path.read_bytes(), password=None)
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise _unusable(UnusableFile(path, "holds no key that was made here, or a damaged one"))
+    return key
 
 
 def _issue(
@@ -282,14 +367,12 @@ def _named_hosts(certificate: Path) -> list[x509.GeneralName]:
 
     if not certificate.exists():
         return []
+    refuse_unusable(certificates_fault(certificate))
     try:
         loaded = x509.load_pem_x509_certificate(certificate.read_bytes())
         return list(loaded.extensions.get_extension_for_class(x509.SubjectAlternativeName).value)
     except (ValueError, x509.ExtensionNotFound) as error:
-        raise CoordinatorError(
-            f"{certificate} is not a certificate that was made here: {error}",
-            remedy="Move it away, and the same command makes another; then start the coordinator again.",
-        ) from error
+        raise _unusable(UnusableFile(certificate, "is not a certificate that was made here")) from error
 
 
 def _write_key(path: Path, key: EllipticCurvePrivateKey) -> None:
@@ -306,92 +389,3 @@ def _write_key(path: Path, key: EllipticCurvePrivateKey) -> None:
 def _write(path: Path, content: bytes, *, mode: int = 0o644) -> None:
     """Write a file whole, with `mode` from the start: a key is never readable by others for a moment."""
     durable.write_whole(path, content, mode=mode)
-
-
-ROOT = "root"
-_EXISTS = ("already exists", "already granted", "role name not found")
-
-
-def root_access(directory: Path) -> Access:
-    """Return the credentials of root, whom etcd allows everything. Raises CoordinatorError.
-
-    directory: where `bloomery coordinate --init-certs` made the certificates.
-    """
-    central = directory / "coordinator"
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    try:
-        context.load_verify_locations(central / AUTHORITY)
-        context.load_cert_chain(central / SERVER, central / SERVER_KEY)
-        password = (central / PASSWORD).read_text(encoding="utf-8").strip()
-    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
-        raise CoordinatorError(
-            f"{central} cannot be used: {error}",
-            remedy="Name the directory that `bloomery coordinate --init-certs` made.",
-        ) from error
-    return Access(context=context, user=ROOT, password=password)
-
-
-def accounts_in(directory: Path) -> tuple[CoordinatorAccount, ...]:
-    """Return the accounts of all bundles that were made in `directory`."""
-    return tuple(read_account(path.parent) for path in sorted(directory.glob(f"*/*/{ACCOUNT}")))
-
-
-def apply_access(endpoints: Sequence[str], root: Access, accounts: Iterable[CoordinatorAccount]) -> int:
-    """Create or update these accounts and root in etcd, and switch authentication on.
-
-    Returns the number of accounts. Raises CoordinatorError.
-    """
-    with Etcd(endpoints, root, deadline_s=30.0) as etcd:
-        try:
-            etcd.call("auth/status", {})
-            etcd.call("auth/user/list", {})
-        except EtcdRefused:  # authentication is off, so root does not exist yet
-            without_user = dataclasses.replace(root, user="", password="")
-            with Etcd(endpoints, without_user, deadline_s=30.0) as open_etcd:
-                _user(open_etcd, ROOT, root.password)
-                _ask(open_etcd, "auth/role/add", {"name": ROOT})
-                _ask(open_etcd, "auth/user/grant", {"user": ROOT, "role": ROOT})
-                open_etcd.call("auth/enable", {})
-        count = 0
-        for account in accounts:
-            role = f"peer-{account.run}/{account.peer}"
-            _ask(etcd, "auth/role/add", {"name": role})
-            for permission in _permissions(Keys(account.run), account.peer):
-                _ask(etcd, "auth/role/grant", {"name": role, "perm": permission})
-            _user(etcd, account.user, account.password)
-            _ask(etcd, "auth/user/grant", {"user": account.user, "role": role})
-            # Earlier versions made this role, which let every peer of a run write all of the run's keys.
-            _ask(etcd, "auth/role/delete", {"role": f"run-{account.run}"})
-            count += 1
-    return count
-
-
-def _user(etcd: Etcd, name: str, password: str) -> None:
-    if not _ask(etcd, "auth/user/add", {"name": name, "password": password}):
-        etcd.call("auth/user/changepw", {"name": name, "password": password})
-
-
-def _permissions(keys: Keys, peer: str) -> list[dict[str, str]]:
-    writable = (keys.of_peer(peer), *keys.shared)
-    return [_permission("READ", keys.root), *(_permission("READWRITE", key) for key in writable)]
-
-
-def _permission(kind: str, key: str) -> dict[str, str]:
-    """Return a permission as JSON: for one key or, where `key` ends with a slash, for all keys below it."""
-    start = key.encode()
-    permission = {"permType": kind, "key": base64.b64encode(start).decode()}
-    if key.endswith("/"):
-        end = start[:-1] + bytes([start[-1] + 1])
-        permission["range_end"] = base64.b64encode(end).decode()
-    return permission
-
-
-def _ask(etcd: Etcd, path: str, body: Mapping[str, Any]) -> bool:  # Any: JSON
-    """Call etcd's API and return whether this changed something: what exists already is no error."""
-    try:
-        etcd.call(path, body)
-    except EtcdRefused as error:
-        if any(word in error.message for word in _EXISTS):
-            return False
-        raise
-    return True

@@ -28,6 +28,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from bloomery import durable
+from bloomery.coordination.certificate_files import certificates_fault, content_fault, signed_fault
 from bloomery.coordination.etcd import Etcd
 from bloomery.coordination.gateway import Access, EtcdRefused
 from bloomery.errors import CoordinatorError
@@ -91,33 +92,62 @@ class Bundle:
 
 
 def read_bundle(directory: Path) -> Bundle:
-    """Return the bundle in a directory. Raises CoordinatorError if a file is missing."""
+    """Return the bundle in a directory. Raises CoordinatorError if a file is missing or cannot be used."""
     account = read_account(directory)
     for name in (AUTHORITY, CERTIFICATE, KEY, COORDINATOR):
-        if not (directory / name).is_file():
+        if not (directory / name).exists():
             raise _unusable(directory, f"it has no {name}")
-    return Bundle(directory=directory, account=account)
+    bundle = Bundle(directory=directory, account=account)
+    fault = signed_fault(
+        authority=bundle.authority, certificate=bundle.certificate, key=bundle.key, peer=account.peer
+    ) or certificates_fault(directory / COORDINATOR)
+    if fault is not None:
+        raise _unusable(directory, str(fault))
+    return bundle
 
 
-def read_account(directory: Path) -> CoordinatorAccount:
-    """Return the etcd account in a peer's directory of credentials. Raises CoordinatorError."""
+def account_made_for(directory: Path, *, run: str, peer: str) -> CoordinatorAccount:
+    """Return the account of a bundle where it was made. Raises CoordinatorError if it is not that peer's."""
+    account = read_account(directory, remedy=_ANOTHER_ACCOUNT)
+    if (account.run, account.peer) != (run, peer):
+        why = f"{ACCOUNT} is that of {account.peer!r} of the run {account.run!r}"
+        raise _unusable(directory, why, remedy=_ANOTHER_ACCOUNT)
+    return account
+
+
+_COPY_AGAIN = (
+    "Copy the bundle again from the machine on which `bloomery coordinate --init-certs` made it. There "
+    "--renew makes its certificate, key and authorities anew, and its account, too, where "
+    f"{ACCOUNT} was moved away."
+)
+_ANOTHER_ACCOUNT = (
+    f"Copy {ACCOUNT} from the peer's machine; or move it away, let `bloomery coordinate --init-certs` make "
+    "the peer another bundle, copy that to its machine, and start the coordinator again."
+)
+
+
+def read_account(directory: Path, *, remedy: str = _COPY_AGAIN) -> CoordinatorAccount:
+    """Return the etcd account in a peer's directory of credentials.
+
+    Raises CoordinatorError, with `remedy`.
+    """
+    fault = content_fault(directory / ACCOUNT)
+    if fault is not None:
+        raise _unusable(directory, str(fault), remedy=remedy)
     try:
         stored = json.loads((directory / ACCOUNT).read_text(encoding="utf-8"))
         account = CoordinatorAccount(**stored)
     except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise _unusable(directory, str(error)) from error
+        raise _unusable(directory, f"{ACCOUNT} is damaged: {error}", remedy=remedy) from error
     if not (is_name(account.run) and is_name(account.peer)):
-        raise _unusable(directory, "its account names no run and peer")
+        raise _unusable(directory, "its account names no run and peer", remedy=remedy)
     if not all(isinstance(text, str) for text in (account.user, account.password)):
-        raise _unusable(directory, "its account has no user and password")
+        raise _unusable(directory, "its account has no user and password", remedy=remedy)
     return account
 
 
-def _unusable(directory: Path, why: str) -> CoordinatorError:
-    return CoordinatorError(
-        f"the certificates in {directory} cannot be used: {why}",
-        remedy="`bloomery coordinate --init-certs` makes a bundle for each peer.",
-    )
+def _unusable(directory: Path, why: str, *, remedy: str = _COPY_AGAIN) -> CoordinatorError:
+    return CoordinatorError(f"the certificates in {directory} cannot be used: {why}", remedy=remedy)
 
 
 ENVIRONMENT = "BLOOMERY_COORDINATOR"
@@ -165,16 +195,13 @@ class CertificateDates:
         return (self.ends - (now or datetime.datetime.now(datetime.UTC))).total_seconds() / 86_400
 
 
-def read_certificate(path: Path) -> CertificateDates:
-    """Return the serial number and the end of a PEM certificate. Raises CoordinatorError."""
+def read_certificate(path: Path, *, remedy: str = _COPY_AGAIN) -> CertificateDates:
+    """Return the serial number and the end of a PEM certificate. Raises CoordinatorError, with `remedy`."""
     try:
         content = ssl.PEM_cert_to_DER_cert(path.read_text(encoding="ascii"))
         return _parsed(content)
     except (OSError, ValueError, IndexError) as error:
-        raise CoordinatorError(
-            f"the certificate {path} cannot be read: {error}",
-            remedy="`bloomery coordinate --init-certs` makes a bundle for each peer.",
-        ) from error
+        raise CoordinatorError(f"the certificate {path} cannot be read: {error}", remedy=remedy) from error
 
 
 def _parsed(content: bytes) -> CertificateDates:
@@ -296,7 +323,11 @@ def revoke(directory: Path, etcd: Etcd, *, run: str, peer: str) -> tuple[str, ..
             f"{directory} has no bundle of a peer {peer!r} of the run {run!r}",
             remedy="Name the directory of --init-certs, the run and one of its peers.",
         )
-    serials = _serials(bundle)
+    in_use = read_certificate(
+        bundle / CERTIFICATE,
+        remedy="Copy it from the peer's machine: a revocation needs its serial number.",
+    )
+    serials = (in_use.serial, *_earlier_serials(bundle))
     _remove(etcd, Keys(run), run=run, peer=peer, serials=serials)
     kept_at = directory / run / _REVOKED / f"{peer}-{serials[0]}"
     try:
@@ -315,15 +346,15 @@ def restore_revocations(directory: Path, root: Access, endpoints: Sequence[str])
 
     Returns the number of certificates.
     """
-    revoked = sorted(directory.glob(f"*/{_REVOKED}/*/{CERTIFICATE}"))
+    revoked = sorted(path for path in directory.glob(f"*/{_REVOKED}/*-*") if path.is_dir())
     if not revoked:
         return 0
     count = 0
     with Etcd(endpoints, root, deadline_s=30.0) as etcd:
-        for certificate in revoked:
-            run = certificate.parents[2].name
-            peer = certificate.parent.name.rpartition("-")[0]
-            serials = _serials(certificate.parent)
+        for bundle in revoked:
+            run = bundle.parents[1].name
+            peer, _, in_use = bundle.name.rpartition("-")
+            serials = (in_use, *_earlier_serials(bundle))
             if (directory / run / peer / ACCOUNT).is_file():  # the name has a new bundle and account
                 _refuse(etcd, Keys(run), peer, serials)
             else:
@@ -332,10 +363,9 @@ def restore_revocations(directory: Path, root: Access, endpoints: Sequence[str])
     return count
 
 
-def _serials(bundle: Path) -> tuple[str, ...]:
-    """Return the serial numbers of all certificates that a peer has got, that in use first."""
-    earlier = sorted((bundle / EARLIER).glob("*.pem"))
-    return tuple(read_certificate(path).serial for path in (bundle / CERTIFICATE, *earlier))
+def _earlier_serials(bundle: Path) -> tuple[str, ...]:
+    """Return the serial numbers of the certificates that were renewed, after which their files are named."""
+    return tuple(path.stem for path in sorted((bundle / EARLIER).glob("*.pem")))
 
 
 def _refuse(etcd: Etcd, keys: Keys, peer: str, serials: Sequence[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import json
 import logging
 import os
 import random
@@ -360,8 +361,15 @@ def _log_of_last_start(path: Path) -> bytes:
 
 
 def _last_line(output: bytes) -> str:
+    """Return the last line of etcd's log; of a record in JSON its message and error, without the stack."""
     lines = [line for line in output.decode(errors="replace").splitlines() if line.strip()]
-    return lines[-1][-400:] if lines else "its log is empty"
+    if not lines:
+        return "its log is empty"
+    try:
+        record = json.loads(lines[-1])
+        return f"{record['msg']}: {record['error']}"[:400]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return lines[-1][-400:]
 
 
 def _is_taken(host: str, port: int) -> bool:

@@ -48,6 +48,7 @@ _UNAUTHENTICATED, _DENIED, _UNAVAILABLE, _DEADLINE, _CANCELLED, _PRECONDITION = 
 _NOT_TAKEN = ("no leader", "too many requests")
 """Messages of etcd that mean that it did not act on a request, so that any request may be sent again."""
 _NO_TOKEN = ("invalid auth token", "user name is empty", "revision of auth store is old", "invalid auth")
+_UNVERIFIED = "certificate verify failed"
 _SOCKET_OPTIONS = [
     *HTTPConnection.default_socket_options,
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -285,9 +286,16 @@ class Gateway:
 
     def _away(self, last_failure: str, deadline_s: float) -> CoordinatorAway:
         shown = ", ".join(self.endpoints)
+        remedy = "Is it running (`bloomery coordinate`), and is the address right (elastic.coordinator)?"
+        if _UNVERIFIED in last_failure:
+            remedy = (
+                "It shows a certificate that was not made with these (elastic.certificates), or not for this "
+                "address: copy the bundle again from the coordinator's machine; or name the address there "
+                "with `bloomery coordinate --init-certs … --hosts`, and start the coordinator again."
+            )
         return CoordinatorAway(
             f"no coordinator answered at {shown} within {deadline_s:.1f} s (last: {last_failure})",
-            remedy="Is it running (`bloomery coordinate`), and is the address right (elastic.coordinator)?",
+            remedy=remedy,
         )
 
 

@@ -318,12 +318,12 @@ class GroupSupervisor:
         is_agreed = ending is None and all(status in AGREED for status in statuses)
         status = max(statuses, default=RankLost.exit_status)
         name = f"{self._job}-{decision.number}"
-        asked, departs = self._asked or self._board.asked(decision.hosts), self._board.departs(decision.hosts)
+        asked, left = self._asked or self._board.asked(decision.hosts), self._board.departs(decision.hosts)
         with Journal(self._rundir.operations, is_shared=True) as journal:
-            journal.write("attempt_end", incarnation=0, step=newest, attempt=name, status=status)
+            journal.write("attempt_end", incarnation=0, step=newest, attempt=name, status=status, left=left)
             if is_agreed or asked:
                 final = status if is_agreed else 128 + asked
-                why = f"saved and stopped: {departs}" if is_agreed and departs else ""
+                why = f"saved and stopped: {left}" if is_agreed and left else ""
                 end = Decision(number=decision.number + 1, status=0 if why else final, why=why, newest=newest)
                 self._decide(end)
                 return
@@ -333,7 +333,7 @@ class GroupSupervisor:
             why_not = why_no_restart(
                 diagnosis, budget=self._budget, in_a_row=in_a_row, in_all=decision.in_all
             )
-            why_not = why_not or departs
+            why_not = why_not or left
             bad = self._bad_nodes(decision, diagnosis, results)
             hosts = assign_hosts(
                 decision.hosts, living=self._board.living(), bad=bad, wanted=self._size.needed

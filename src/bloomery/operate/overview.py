@@ -15,10 +15,11 @@ from bloomery.errors import BloomeryError, ConfigError
 from bloomery.events.journal import is_step, read_tail
 from bloomery.events.run_directory import RunDirectory
 from bloomery.operate.exclusions import Exclusions
+from bloomery.operate.ledger.figures import duration
 from bloomery.operate.node_shm import NodeShm, shm_of_nodes, shm_warning
 from bloomery.operate.run_state import RunVerdict, judge_state, observe_run
 from bloomery.operate.schedulers.interface import QueuedJob
-from bloomery.operate.standstill import StandstillLimits
+from bloomery.operate.standstill import StandstillLimits, peers_awaited_s
 from bloomery.operate.submission import jobs_of_run, was_submitted
 from bloomery.plan.schedule import steps_left, total_samples
 
@@ -86,6 +87,8 @@ def overview(rundir: RunDirectory) -> RunOverview:
     shm = shm_of_nodes(seen)
     little_shm = shm_warning(shm)
     warnings += [little_shm] if little_shm else []
+    if awaited_s := peers_awaited_s(seen.ranks, now=seen.now):
+        warnings.append(f"all ranks have waited for other peers for {duration(awaited_s)}")
     return RunOverview(
         run=str(rundir.path),
         name=recipe.run.name if recipe else rundir.path.name,

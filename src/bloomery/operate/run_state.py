@@ -19,6 +19,9 @@ from bloomery.operate.ledger.operations import time_of
 from bloomery.operate.schedulers.interface import JobState, QueuedJob
 from bloomery.operate.standstill import RankObservation, Standstill, StandstillLimits, judge_progress
 
+CANCELLED = "cancelled"
+"""The state in the `job` of operations.jsonl that `bloomery cancel`, or a watcher of the queue, writes."""
+_TIME_LIMIT = "guard.stop_after_minutes"
 _TAIL_BYTES = 1 << 20
 _FRESH_S = 120.0
 """A plain start (no scheduler) whose heartbeats are older than this is gone, in seconds."""
@@ -72,7 +75,7 @@ class RunObservation:
     ranks: the newest heartbeat of each rank, as `RankObservation` in seconds of `now`.
     now: the moment of the observation, in seconds.
     last: the last `start` or `end` in the first rank's journal, or {}.
-    attempt: the last `attempt_end` or `diagnosis` in operations.jsonl after the last start, or {}.
+    attempt: what operations.jsonl tells of the last attempt after its start, as `_last_attempt` has it.
     begun: the last `attempt` there, where nothing says that it has ended, or {}. Heartbeats of ranks that it
         has replaced are not among `ranks`.
     switch: the armed stop switch and who armed it; "" where it is not armed.
@@ -99,12 +102,14 @@ class RunVerdict:
     """The state of a run, why, and what a person may do.
 
     job: the job that decided, or None.
+    is_at_limit: whether the run stopped because its time was over, and nobody cancelled what was to follow.
     """
 
     state: RunStatus
     why: str = ""
     remedy: str = ""
     job: QueuedJob | None = None
+    is_at_limit: bool = False
 
 
 def observe_run(
@@ -126,12 +131,7 @@ def observe_run(
         last = {}
         for event in read_tail(rundir.journal(), most_bytes=_TAIL_BYTES, named=("start", "end")):
             last = event
-    attempt: dict[str, Any] = {}
-    begun: dict[str, Any] = {}
-    names = ("attempt", "attempt_end", "diagnosis")
-    for event in read_tail(rundir.operations, most_bytes=_TAIL_BYTES, named=names):
-        is_begun = event["event"] == "attempt"
-        attempt, begun = ({}, event) if is_begun else ({**attempt, **event}, {})
+    attempt, begun = _last_attempt(rundir)
     armed = Switches([rundir.control_dir, *switches]).armed("stop")
     note = f" ({note_of(armed)})" if armed and note_of(armed) else ""
     ranks = {
@@ -154,6 +154,27 @@ def observe_run(
         switch=f"{armed}{note}" if armed else "",
         silent=silent,
     )
+
+
+def _last_attempt(rundir: RunDirectory) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the fields of the last attempt's `attempt_end` and `diagnosis`, or {}; and its `attempt`.
+
+    The second is {} where the attempt has ended. In the first, `cancelled` is there where a job was
+    cancelled since the launcher of that attempt began.
+    """
+    attempt: dict[str, Any] = {}
+    begun: dict[str, Any] = {}
+    launcher, cancelled = "", False
+    names = ("attempt", "attempt_end", "diagnosis", "job")
+    for event in read_tail(rundir.operations, most_bytes=_TAIL_BYTES, named=names):
+        if event["event"] == "job":
+            cancelled = cancelled or event.get("state") == CANCELLED
+        elif event["event"] == "attempt":
+            before, launcher = launcher, str(event.get("attempt")).rpartition("-")[0]
+            attempt, begun, cancelled = {}, event, cancelled and launcher == before
+        else:
+            attempt, begun = {**attempt, **event}, {}
+    return attempt | ({CANCELLED: True} if cancelled else {}), begun
 
 
 def judge_state(observation: RunObservation, *, limits: StandstillLimits | None = None) -> RunVerdict:
@@ -281,8 +302,13 @@ def _without_job(observation: RunObservation, limits: StandstillLimits) -> RunVe
             remedy=f"bloomery stop {observation.path} --disarm; then {_goes_on(observation)}",
         )
     if observation.last.get("event") == "end":
-        reason = f"saved and stopped: {observation.last.get('reason', '')}; nothing is queued"
-        return RunVerdict(state=RunStatus.STOPPED, why=reason, remedy=_goes_on(observation))
+        why = str(observation.attempt.get("left") or observation.last.get("reason", ""))
+        return RunVerdict(
+            state=RunStatus.STOPPED,
+            why=f"saved and stopped: {why}; nothing is queued",
+            remedy=_goes_on(observation),
+            is_at_limit=_is_at_limit(observation),
+        )
     failed = [job for job in observation.jobs if job.state == JobState.FAILED]
     if failed and not observation.ranks:
         last = max(failed, key=lambda job: job.submitted)
@@ -299,6 +325,13 @@ def _without_job(observation: RunObservation, limits: StandstillLimits) -> RunVe
     return RunVerdict(
         state=RunStatus.FAILED if errors else RunStatus.GONE, why=why, remedy=_goes_on(observation)
     )
+
+
+def _is_at_limit(observation: RunObservation) -> bool:
+    """Return whether the run ended for the time of its job, or of guard.stop_after_minutes."""
+    attempt, reason = observation.attempt, str(observation.last.get("reason", ""))
+    is_limit = bool(attempt.get("left")) or reason.startswith(_TIME_LIMIT)
+    return is_limit and not attempt.get(CANCELLED)
 
 
 def _failure(observation: RunObservation) -> str:

@@ -14,6 +14,8 @@ TIMES_LONGEST = 3.0
 EVALUATION_STEPS = 10.0
 """The multiple of a step's forward and backward that a batch of an unmeasured evaluation may take: it may
 have more rows than a micro-batch, and is computed eagerly."""
+AWAITED_S = 900.0
+"""Seconds for which a peer may wait for others before a person is told."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,6 +168,19 @@ def allowed_stillness_s(
         else:
             allowed = max(allowed, TIMES_LONGEST * measured)
     return allowed
+
+
+def peers_awaited_s(observations: Mapping[int, RankObservation], *, now: float) -> float:
+    """Return for how many seconds all ranks have waited for other peers, where that is unusual; else 0.0.
+
+    A wait is longer than usual after TIMES_LONGEST times the longest measured one, and AWAITED_S at least.
+    """
+    running = [observation for observation in observations.values() if not observation.has_ended]
+    if not running or any(one.beat.activity != RankActivity.WAITING_FOR_PEERS for one in running):
+        return 0.0
+    longest_s = longest_turns(observations, {}).get(RankActivity.WAITING_FOR_PEERS, 0.0)
+    still_s = now - max(observation.moved_s for observation in running)
+    return still_s if still_s > max(AWAITED_S, TIMES_LONGEST * longest_s) else 0.0
 
 
 _ONCE = frozenset({RankActivity.PREPARING, RankActivity.BUILDING, RankActivity.LOADING})

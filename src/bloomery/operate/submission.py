@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -17,16 +18,19 @@ from bloomery.config.parallel import ParallelSection
 from bloomery.config.recipe import Recipe
 from bloomery.config.submit import SubmitSection
 from bloomery.errors import BloomeryError, TrainingFailed, storage_error
-from bloomery.events.journal import read_tail
+from bloomery.events.journal import Journal, read_tail
 from bloomery.events.records import known_values
 from bloomery.events.run_directory import RunDirectory
 from bloomery.events.switches import Switches
 from bloomery.operate.exclusions import Exclusions
 from bloomery.operate.job_board import natural_sort_key
+from bloomery.operate.run_state import CANCELLED
 from bloomery.operate.schedulers.interface import JobRequest, QueuedJob, Scheduler, SchedulerError
 from bloomery.operate.schedulers.kubernetes import Kubernetes
 from bloomery.operate.schedulers.machine import OneMachine
 from bloomery.operate.schedulers.slurm import Slurm
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,6 +237,20 @@ def top_up(
     # The number of an array stands for all its tasks; no scheduler takes a range of them here.
     after = last.job.partition("_")[0] if last else ""
     return submit(scheduler, request_of(submission, loaded, rundir, tasks=missing, after=after))
+
+
+def note_cancelled(rundir: RunDirectory, jobs: Sequence[str]) -> None:
+    """Write into operations.jsonl that somebody cancelled these jobs, so nobody misses what does not follow.
+
+    A run that has no records yet gets none, and what cannot be written is logged: the jobs are cancelled.
+    """
+    if not rundir.exists() and not rundir.operations.exists():
+        return
+    try:
+        with Journal(rundir.operations, is_shared=True) as journal:
+            journal.write("job", incarnation=0, step=0, state=CANCELLED, jobs=list(jobs))
+    except BloomeryError as refused:
+        log.warning("%s", refused.message)
 
 
 def is_finished(rundir: RunDirectory) -> bool:

@@ -218,8 +218,9 @@ def supervise(
             finally:
                 watch.close()
             before, newest = newest, newest_step(rundir, known=newest)
-            journal.write("attempt_end", incarnation=0, step=newest, attempt=name, status=status)
             leaves = departure.reason if departure is not None else ""
+            ended = {"attempt": name, "status": status, "left": leaves}
+            journal.write("attempt_end", incarnation=0, step=newest, **ended)
             if status in AGREED:
                 if leaves:
                     say(f"saved and stopped: {leaves}")

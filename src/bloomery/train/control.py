@@ -30,6 +30,7 @@ IMPATIENCE = 2
 """The number of interrupts after which the next one ends the process at once, without a save."""
 _NO_DIRECTORY = ControlSection()
 _WRITING_S = 5.0
+_LONGEST = 200
 """An empty request file that is younger than this many seconds may be one that somebody is writing."""
 
 
@@ -81,6 +82,8 @@ class Control:
         self._listed_ns, self._unknown = 0, frozenset[str]()
         self._refused: set[str] = set()
         self._started = self._saved = time.monotonic()
+        if mesh.is_first:
+            self._tell_waiting()
         # Only the main thread receives signals.
         heard = SIGNALS if threading.current_thread() is threading.main_thread() else ()
         self._previous = {number: signal.signal(number, self._on_signal) for number in heard}
@@ -169,6 +172,19 @@ class Control:
         """
         if facts.rewind_requested and not stops:
             self._take("rewind")
+
+    def _tell_waiting(self) -> None:
+        """Warn of requests of before this start that change the samples: whoever asked may have forgotten."""
+        for name, does in (("rewind", "goes back"), ("skip", "leaves samples out")):
+            path = self._rundir.control(name)
+            with suppress(OSError):
+                words = " ".join(path.read_text(encoding="utf-8", errors="replace").split())[:_LONGEST]
+                written = time.strftime("%Y-%m-%d %H:%M", time.localtime(path.stat().st_mtime))
+                log.warning(
+                    "control/%s (%s) waits since %s: this start %s after the first step that it makes. Stop "
+                    "it and remove the file if that is no longer wanted.",
+                    *(name, words, written, does),
+                )
 
     def _name_unknown_requests(self) -> None:
         """Warn once of each file in control/ that asks for nothing; the directory is listed when it

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -281,9 +282,18 @@ def test_the_last_sync_is_waited_for_as_long_as_it_may_take(
         handlers[number] = handler
         return before
 
+    ended = threading.Event()
+
+    def wait() -> int:
+        if threading.current_thread() is threading.main_thread():
+            done.append("wait")
+        else:
+            ended.wait(60.0)
+        return 0
+
     process = SimpleNamespace(
-        poll=poll, terminate=lambda: done.append("terminate"), kill=lambda: done.append("kill"),
-        wait=lambda: done.append("wait"),
+        poll=poll, terminate=lambda: ended.set() or done.append("terminate"),
+        kill=lambda: done.append("kill"), wait=wait,
     )  # fmt: skip
     blocked: list[Any] = []
     monkeypatch.setattr(keeper, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))

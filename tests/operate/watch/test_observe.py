@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import time
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +15,11 @@ from tests.operate.watch.test_watcher import a_run, beat
 
 from bloomery.config.load import dump_recipe, load_recipe
 from bloomery.errors import BloomeryError
+from bloomery.events.heartbeat import RankActivity, RankBeat
 from bloomery.events.run_directory import RunDirectory
 from bloomery.operate import submission
 from bloomery.operate.node_shm import NodeShm
+from bloomery.operate.overview import overview
 from bloomery.operate.run_state import RunStatus, RunVerdict
 from bloomery.operate.schedulers.interface import JobState, QueuedJob, SchedulerError
 from bloomery.operate.submission import keep_submission, submission_of
@@ -249,3 +253,21 @@ def test_no_more_than_two_hundred_usual_steps_and_twenty_saves_are_remembered(ru
     assert seen.usual_step_s == tuple(map(float, range(80, 280)))
     assert list(seen.saves) == list(map(float, range(280, 300)))
     assert [time for time, _, _ in seen.guards] == list(map(float, range(250, 300)))
+
+
+def test_a_peer_that_has_waited_too_long_for_others_is_told_with_the_command_that_shows_them(
+    tmp_path: Path,
+) -> None:
+    run, now = RunDirectory(tmp_path / "mine").create(), time.time()
+    settings = ["elastic.inner_steps=5", "elastic.coordinator=http://10.0.0.9:2379", "run.name=night"]
+    run.recipe.write_text(dump_recipe(load_recipe("demo", settings).recipe))
+    waits = RankBeat(activity=RankActivity.WAITING_FOR_PEERS, since=now - 1000.0, time=now, host="far")
+    run.heartbeat().parent.mkdir(parents=True, exist_ok=True)
+    run.heartbeat().write_text(json.dumps(asdict(waits)))
+    seen = RunObserver(run).observe(now=now)
+    assert seen.verdict.state == RunStatus.RUNNING and 1000.0 <= seen.awaited_s < 1100.0
+    assert seen.peers_command == "bloomery coordinate --status night --endpoints http://10.0.0.9:2379"
+    (warning,) = overview(run).warnings
+    assert warning.startswith("all ranks have waited for other peers for 1")
+    run.recipe.write_text(dump_recipe(load_recipe("demo").recipe))
+    assert RunObserver(run).observe(now=now).peers_command == ""

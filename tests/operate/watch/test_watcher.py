@@ -21,7 +21,7 @@ from bloomery.events.journal import Journal, read_journal
 from bloomery.events.run_directory import RunDirectory
 from bloomery.operate import submission
 from bloomery.operate.overview import overview
-from bloomery.operate.submission import keep_submission, submission_of
+from bloomery.operate.submission import keep_submission, note_cancelled, submission_of
 from bloomery.operate.watch import observe
 from bloomery.operate.watch.alerts import Alert, AlertRules, AlertWord, WatchCondition
 from bloomery.operate.watch.disk import DiskSample, forecast_full, thinned
@@ -114,6 +114,31 @@ def test_a_run_that_is_gone_reaches_people_once_and_so_does_its_return(
     assert [message["title"] for message in server.messages][1:] == ["[mine] over: gone"]
     words = [event["word"] for event in read_journal(run.operations) if event["event"] == "alert"]
     assert words == ["new", "over"]
+
+
+def test_a_run_that_its_limit_stopped_and_that_nothing_follows_reaches_people_once(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "mine", beat_age_s=600)
+    with Journal(run.journal()) as journal:
+        journal.write("end", incarnation=1, step=1, reason="signal SIGTERM", finished=False, failed=False)
+    left = {"attempt": "n1-7-a-0", "status": 143, "left": "the job ends in 24 s"}
+    with Journal(run.operations, is_shared=True) as operations:
+        operations.write("attempt_end", incarnation=0, step=1, **left)
+    alerts: list[Alert] = []
+    watcher, now = RunWatcher(run, lambda alert: alerts.append(alert)), time.time()
+    for later_s in range(0, 1000, 100):
+        watcher.check(now=now + later_s)
+    assert alerts == []
+    watcher.check(now=now + 1000)
+    watcher.check(now=now + 1015)
+    (alert,) = alerts
+    assert alert.condition.kind == "nothing follows"
+    assert "not finished" in alert.condition.line and "the job ends in 24 s" in alert.condition.line
+    assert alert.condition.command == f"bloomery submit {run.path}"
+    note_cancelled(run, ["7"])
+    watcher.check(now=now + 1030)
+    watcher.check(now=now + 1100)
+    watcher.close()
+    assert [str(alert.word) for alert in alerts] == ["new", "over"]
 
 
 def test_a_machine_with_the_commands_of_slurm_and_no_cluster_misses_no_run_that_nobody_submitted(

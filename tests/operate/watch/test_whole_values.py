@@ -44,7 +44,7 @@ def test_all_that_is_wrong_with_a_run_is_told_in_this_order_with_what_helps() ->
         save_bytes=3 * GIB, shm_used=0.95, failed_save="it is full", unsaved_copy_s=9_000.0,
         guards=[(9_000.0, "spike", "old"), (9_500.0, "plateau", "flat"), (9_900.0, "spike", "new")],
         step_s=(3.0, 3.5, 4.0), usual_step_s=(1.0, 1.0), silent_s=130.0, unheard="down", unheard_s=700.0,
-        jobs=1, wanted_jobs=2, short_s=1_000.0,
+        jobs=1, wanted_jobs=2, short_s=1_000.0, awaited_s=1_200.0, peers_command="look",
     )  # fmt: skip
     helps = "quota -s, or lfs quota -h; bloomery ckpt list r"
     told = conditions_of(run, WatchLimits(idle_s=7_200.0))
@@ -68,6 +68,7 @@ def test_all_that_is_wrong_with_a_run_is_told_in_this_order_with_what_helps() ->
         ("guard spike", "new", "bloomery guard replay r/journal/0-0.jsonl", ""),
         ("guard plateau", "flat", "bloomery guard replay r/journal/0-0.jsonl", ""),
         ("slow", "steps take 3.5 s, and took 1 s before", "bloomery report r --json", ""),
+        ("peers", "all ranks of this peer have waited for other peers for 20.0 min", "look", ""),
         ("watcher", "no watcher looked at this run for 2.2 min",
          "bloomery watch r (as a service, or cron)", ""),
     ]  # fmt: skip

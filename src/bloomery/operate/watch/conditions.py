@@ -31,6 +31,7 @@ class WatchLimits:
     backup_s: seconds for which the newest checkpoint may have no copy elsewhere.
     unheard_s: seconds for which the scheduler does not answer.
     short_s: seconds for which fewer jobs are in the queue than wanted.
+    limit_s: seconds for which a run that its time limit stopped may have no job.
     slow_times: a run is slow when its last steps take this multiple of what its steps took before.
     """
 
@@ -43,6 +44,7 @@ class WatchLimits:
     backup_s: float = 7200.0
     unheard_s: float = 600.0
     short_s: float = 900.0
+    limit_s: float = 900.0
     slow_times: float = 1.5
 
 
@@ -79,6 +81,8 @@ class WatchedRun:
     silent_s: seconds for which no watcher checked the run, before this check.
     jobs, wanted_jobs, short_s: jobs that run or wait, those that submit.keep_queued wants, and for how long
         there have been fewer; 0 wanted where nobody does.
+    awaited_s: seconds for which all ranks wait for other peers, where that is longer than usual; else 0.0.
+    peers_command: the command that shows the peers of the run.
     unheard, unheard_s: why the scheduler does not answer, and for how long; "" and 0.0 where it does.
     """
 
@@ -99,6 +103,8 @@ class WatchedRun:
     usual_step_s: Sequence[float] = ()
     unsaved_copy_s: float = 0.0
     silent_s: float = 0.0
+    awaited_s: float = 0.0
+    peers_command: str = ""
     unheard: str = ""
     unheard_s: float = 0.0
     jobs: int = 0
@@ -135,6 +141,9 @@ def _state(run: WatchedRun, limits: WatchLimits) -> Iterator[WatchCondition]:
     elif state == RunStatus.PENDING and for_s > limits.pending_s:
         line = f"in the queue for {duration(for_s)}: {why}"
         yield WatchCondition(kind="pending too long", line=line, command=f"bloomery status {run.path}")
+    if run.verdict.is_at_limit and for_s > limits.limit_s:
+        line = f"it is not finished, and nothing follows since {duration(for_s)}: {why}"
+        yield WatchCondition(kind="nothing follows", line=line, command=f"bloomery submit {run.path}")
     if limits.idle_s is not None and state in _NOT_WORKING and for_s > limits.idle_s:
         line = f"nothing has trained for {duration(for_s)}: {state}{f' ({why})' if why else ''}"
         yield WatchCondition(kind="not running", line=line, command=f"bloomery status {run.path} --nodes")
@@ -221,6 +230,9 @@ def _health(run: WatchedRun, limits: WatchLimits) -> Iterator[WatchCondition]:
         if last_s > limits.slow_times * usual_s:
             line = f"steps take {last_s:.3g} s, and took {usual_s:.3g} s before"
             yield WatchCondition(kind="slow", line=line, command=f"bloomery report {run.path} --json")
+    if run.awaited_s > 0.0:
+        line = f"all ranks of this peer have waited for other peers for {duration(run.awaited_s)}"
+        yield WatchCondition(kind="peers", line=line, command=run.peers_command)
     if run.silent_s > 0.0:
         line = f"no watcher looked at this run for {duration(run.silent_s)}"
         yield WatchCondition(

@@ -19,7 +19,7 @@ from bloomery.events.shared_memory import shared_memory_space
 from bloomery.operate.node_shm import NodeShm, shm_of_nodes
 from bloomery.operate.run_state import RunStatus, RunVerdict, judge_state, observe_run
 from bloomery.operate.schedulers.interface import QueuedJob
-from bloomery.operate.standstill import StandstillLimits
+from bloomery.operate.standstill import StandstillLimits, peers_awaited_s
 from bloomery.operate.submission import jobs_of_run, kept_submission
 from bloomery.operate.watch.conditions import WatchedQuota, WatchedRun
 from bloomery.operate.watch.disk import DiskSample, directory_bytes, forecast_full, sample_disk, thinned
@@ -137,6 +137,8 @@ class RunObserver:
             usual_step_s=tuple(self._usual_step_s),
             unsaved_copy_s=self._unsaved_copy_s(recipe, now),
             silent_s=silent_s,
+            awaited_s=peers_awaited_s(seen.ranks, now=seen.now),
+            peers_command=_peers_command(recipe),
             unheard=self._unheard,
             unheard_s=now - self.unheard_since if self._unheard else 0.0,
             jobs=living,
@@ -243,6 +245,14 @@ class RunObserver:
                 return 0.0 if age == 0 else now - self._saves[-age][0]
             oldest = time
         return now - oldest
+
+
+def _peers_command(recipe: Recipe | None) -> str:
+    """Return the command that shows the peers of a run; "" for a run of one peer."""
+    if recipe is None or not recipe.elastic.inner_steps:
+        return ""
+    place = f" --endpoints {recipe.elastic.coordinator}" if recipe.elastic.coordinator else ""
+    return f"bloomery coordinate --status {recipe.run.name}{place}"
 
 
 def _used_share_here(nodes: Sequence[NodeShm]) -> float | None:
