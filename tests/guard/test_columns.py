@@ -248,3 +248,27 @@ def test_damaged_lines_of_a_journal_are_no_steps_and_no_starts(tmp_path: Path) -
     (tmp_path / "a.jsonl").write_text(text)
     found = read_columns(tmp_path / "a.jsonl")
     assert (found.step.tolist(), found.resumed.tolist()) == ([1.0, 2.0], [0.0, 0.0])
+
+
+@pytest.mark.parametrize("number", ['"a few"', "[1]", "1" + "0" * 400])
+def test_a_step_with_something_else_than_a_number_is_left_out(number: str, tmp_path: Path) -> None:
+    step = '{"event": "step", "step": %s, "loss": %s}\n'
+    text = (
+        step % (1, 2.0) + step % (2, number) + step % (number, 2.0) + step % ("null", 2.0) + step % (3, 2.0)
+    )
+    (tmp_path / "a.jsonl").write_text(text)
+    found = read_columns(tmp_path / "a.jsonl")
+    assert (found.step.tolist(), found.resumed.tolist()) == ([1.0, 3.0], [0.0, 0.0])
+
+
+@pytest.mark.parametrize("number", [inf, -1.0, 1e300])
+def test_numbers_that_are_no_counts_count_as_absent_and_steps_that_are_none_as_no_lines(
+    number: float,
+) -> None:
+    names = ("global_batch", "consumed_samples", "cursor", "refused", "peers")
+    odd = {"step": 2.0, "loss": 2.0} | dict.fromkeys(names, number)
+    found = _joined([table({"step": 1.0}, {"step": number}, odd)], is_journal=True)
+    assert found.step.tolist() == [1.0, 2.0]
+    report = found.report(1)
+    assert (report.global_batch, report.consumed_samples, report.cursor, report.peers) == (0, 0, 0, 1)
+    assert report.update_applied and report.refused_in_a_row == 0

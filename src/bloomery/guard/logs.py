@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from bloomery.config.setting import LARGEST_COUNT
 from bloomery.errors import StorageError
 from bloomery.events.records import Facts, StepReport, as_float
 from bloomery.guard.log_lines import FIELDS, Numbers, other_names_of_losses, parsed_lines
@@ -168,9 +169,9 @@ def _journal_part(path: str, start: int, end: int) -> Numbers:
     resumed = 0.0
     for line in _text(path, start, end).split(b"\n"):
         if b'"event": "step"' in line:
-            record = _record(line)
-            if record is not None:
-                rows.append(_row(record, resumed))
+            row = _row(line, resumed)
+            if row is not None:
+                rows.append(row)
                 resumed = 0.0
         elif b'"event": "start"' in line:
             resumed = 1.0
@@ -179,12 +180,20 @@ def _journal_part(path: str, start: int, end: int) -> Numbers:
     return np.array(rows, dtype=np.float64).reshape(-1, len(_NAMES))
 
 
-def _row(record: dict[str, Any], resumed: float) -> tuple[float, ...]:  # Any: a line of the journal
-    row = [*_ABSENT]
-    for name in _NAMES:
-        value = record.get(name)
-        if value is not None:
-            row[_PLACES[name]] = as_float(value)
+def _row(line: bytes, resumed: float) -> tuple[float, ...] | None:
+    """Return the numbers of a step; None for a line that is damaged."""
+    record, row = _record(line), [*_ABSENT]
+    if record is None:
+        return None
+    try:
+        for name in _NAMES:
+            value = record.get(name)
+            if value is not None:
+                row[_PLACES[name]] = as_float(value)
+    except (ValueError, OverflowError):
+        return None  # a text, or a number of hundreds of digits
+    if np.isnan(row[_PLACES["step"]]):
+        return None
     row[_PLACES["refused"]] = 0.0 if record.get("update_applied", True) else 1.0
     row[_PLACES["resumed"]] = resumed
     return tuple(row)
@@ -199,7 +208,7 @@ def _record(line: bytes) -> dict[str, Any] | None:
 
 
 def _joined(tables: Sequence[Numbers], *, is_journal: bool) -> Columns:
-    table = np.concatenate([*tables, np.empty((0, len(_NAMES)))])
+    table = _with_counts(np.concatenate([*tables, np.empty((0, len(_NAMES)))]))
     step, resumed = table[:, _PLACES["step"]], table[:, _PLACES["resumed"]]
     marks = np.isnan(step)  # of starts whose first step lies in the next part
     if marks.any():
@@ -220,6 +229,22 @@ def _joined(tables: Sequence[Numbers], *, is_journal: bool) -> Columns:
         batches = np.diff(columns["consumed_samples"])[steps > 0] / steps[steps > 0]
         columns["global_batch"][:] = np.median(batches) if len(batches) else nan
     return Columns(**columns)
+
+
+def _with_counts(table: Numbers) -> Numbers:
+    """Return the table without lines whose step is no count, and with NaN for other counts that are none.
+
+    A line that was torn and joined with another may have any number.
+    """
+
+    def is_none(column: Numbers) -> Any:  # Any: an array of truth values
+        return (column < 0) | (column > LARGEST_COUNT)  # False for NaN: it is absent
+
+    table = table[~is_none(table[:, _PLACES["step"]])]
+    for name in ("global_batch", "consumed_samples", "cursor", "refused", "peers"):
+        column = table[:, _PLACES[name]]
+        column[is_none(column)] = _ABSENT[_PLACES[name]]
+    return table
 
 
 def _without_repeats(table: Numbers) -> Numbers:
