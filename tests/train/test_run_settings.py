@@ -156,7 +156,10 @@ def test_a_free_setting_is_in_force_everywhere_once_it_was_asked_for(run: Run) -
     assert run.held_out.section.every_steps == 9
     assert run.store.reach_steps == run.settings.recipe.guard.reach_steps
     assert [(event["key"], event["value"]) for event in run.events("setting")] == list(settings)
-    assert run.said[0] == "control/set: train.samples = 800 from step 11 on"
+    assert run.said[0] == (
+        "control/set: train.samples = 800 from step 11 on, until this process ends; "
+        "give the next start train.samples=800 to keep it"
+    )
     assert run.settings.guards.state_values() == guards.state_values() != before
 
 

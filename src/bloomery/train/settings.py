@@ -261,7 +261,10 @@ class RunSettings:
                 self._record("setting_refused", state, key=key, value=value, why=str(refused))
             else:
                 self._record("setting", state, key=key, value=value)
-                self._say(f"control/set: {key} = {value} from step {state.step + 1} on")
+                self._say(
+                    f"control/set: {key} = {value} from step {state.step + 1} on, until this process ends; "
+                    f"give the next start {key}={value} to keep it"
+                )
         return replace(state, goal=self.goal)
 
     def spread_budgets(self, state: TrainState, *, recipe: Recipe | None = None) -> None:
