@@ -153,17 +153,22 @@ def _drawn(
         fresh = [[0 if token is None else token] for token in tokens]
 
 
+_COLDEST = 1e-30
+"""Divided by a temperature below this, fp32 logits may be infinite; only the likeliest token is left."""
+
+
 def _draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
     """Return one token id drawn from fp32 logits [v]."""
-    if sampling.temperature == 0.0:
+    if sampling.temperature < _COLDEST:
         return int(logits.argmax())
     logits, order = (logits / sampling.temperature).sort(descending=True, stable=True)
     if sampling.top_k > 0:
         logits[sampling.top_k :] = float("-inf")
     probabilities = logits.softmax(-1)
     if sampling.top_p < 1.0:
-        # A token stays if those before it do not reach the share, so the likeliest always stays.
-        probabilities[probabilities.cumsum(-1) - probabilities >= sampling.top_p] = 0.0
+        # A token stays if those before it do not reach the share; the likeliest stays for any share.
+        beyond = probabilities.cumsum(-1) - probabilities >= sampling.top_p
+        probabilities[1:][beyond[1:]] = 0.0
     return int(order[torch.multinomial(probabilities, 1, generator=generator)])
 
 
