@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from math import inf, isnan, nan
 from pathlib import Path
 from typing import Any
@@ -272,3 +273,14 @@ def test_numbers_that_are_no_counts_count_as_absent_and_steps_that_are_none_as_n
     report = found.report(1)
     assert (report.global_batch, report.consumed_samples, report.cursor, report.peers) == (0, 0, 0, 1)
     assert report.update_applied and report.refused_in_a_row == 0
+
+
+@pytest.mark.parametrize("field", ["Reduced_Train-Loss: ", "loss/train (a.b) = ", "my * [loss]$ : "])
+def test_what_renames_a_loss_that_is_not_known_does_so_when_it_is_typed(field: str, tmp_path: Path) -> None:
+    path = tmp_path / "my log.txt"
+    path.write_text(f" iteration 1/ 9 | lr: 1.0 | {field}2.5 |\n iteration 2/ 9 | lr: 1.0 | {field}2.25 |\n")
+    with pytest.raises(StorageError) as refused:
+        read_columns(path)
+    command = refused.value.remedy.partition("`lm loss`: ")[2]
+    subprocess.run(command, shell=True, check=True, cwd=tmp_path)
+    assert read_columns(tmp_path / "renamed.log").loss.tolist() == [2.5, 2.25]

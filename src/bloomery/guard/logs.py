@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, fields
 from math import nan
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import numpy as np
@@ -119,22 +121,32 @@ def read_columns(path: Path, *, workers: int | None = None, may_be_empty: bool =
         others = other_names_of_losses(head)
         if others:
             raise StorageError(
-                f"{path} has lines of a training and no loss by a known name, but {', '.join(others)}",
+                f"{path} has lines of a training and no loss by a known name, but "
+                f"{', '.join(name[:-1].rstrip() for name in others)}",
                 remedy="Rename the one that the training minimises to `lm loss`: "
-                f"sed 's/{others[0]}:/lm loss:/' {path} > renamed.log",
+                f"sed {_renaming(others[0])} {quote(str(path))} > renamed.log",
             )
     return columns
+
+
+def _renaming(name: str) -> str:
+    """Return what makes `sed` rename a field to `lm loss`. name: as written, with the sign behind it."""
+    pattern = re.sub(r"([\\/.*^$\[\]])", r"\\\1", name)
+    return quote(f"s/{pattern}/lm loss{name[-1]}/")
 
 
 def _refuse_other_encodings(path: Path, head: bytes) -> None:
     """Raise StorageError with the command that makes text of a file that is compressed or UTF-16."""
     if head.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise StorageError(
-            f"{path} is UTF-16", remedy=f"Convert it: iconv -f utf-16 -t utf-8 {path} > converted.log"
+            f"{path} is UTF-16",
+            remedy=f"Convert it: iconv -f utf-16 -t utf-8 {quote(str(path))} > converted.log",
         )
     if head.startswith((b"\x1f\x8b", b"\x28\xb5\x2f\xfd")):
         command = "gunzip -c" if head[:1] == b"\x1f" else "zstd -dc"
-        raise StorageError(f"{path} is compressed", remedy=f"Unpack it: {command} {path} > unpacked.log")
+        raise StorageError(
+            f"{path} is compressed", remedy=f"Unpack it: {command} {quote(str(path))} > unpacked.log"
+        )
 
 
 _NAMES = tuple(field.name for field in fields(Columns))
