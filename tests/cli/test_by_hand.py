@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from tests.train.test_loop import Start, events, go
 
+from bloomery.checkpoint.format.catalogue import checkpoints
+from bloomery.checkpoint.format.suspects import mark_suspects
 from bloomery.cli import main
 from bloomery.cli.control import cursor_after
 from bloomery.config.load import dump_recipe, load_recipe
@@ -154,3 +156,9 @@ def test_a_fork_of_a_checkpoint_that_was_cut_short_is_refused(stopped, capsys):
 def chronicle(path: Path) -> str:
     assert main(["note", str(path)]) == 0
     return RunDirectory(path).chronicle.read_text().replace("\\", "")
+
+
+def test_a_rewind_passes_over_suspect_checkpoints_as_the_run_does(stopped, capsys):
+    rundir = RunDirectory(stopped)
+    assert len(mark_suspects(rundir, checkpoints(rundir), clean_step=5, why="other bits")) == 2
+    assert told(capsys, "rewind", str(stopped), "--to-step", "7", "--dry-run")["to_step"] == 3

@@ -72,6 +72,7 @@ def test_the_calendar_of_a_page_has_dates_only_where_it_knows_the_first() -> Non
     ]
     assert cells("2026-02-27") == dated
     assert cells(None) == [row[:1] + row[2:] for row in dated]
+    assert [row[1] for row in cells("9999-12-30")[1:]] == ["9999-12-30", "9999-12-31", "after 9999"]
 
 
 def test_bars_of_memory_stand_one_after_the_other_to_one_scale() -> None:

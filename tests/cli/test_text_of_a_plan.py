@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from datetime import date
 
 import pytest
 from tests.cli.made_plan import CHECKPOINTS, PEERS, made_plan, memory, stretch
 
-from bloomery.cli.plan_tables import days_text, plan_text, search_text
+from bloomery.cli.plan_tables import date_after, days_text, plan_text, search_text
 from bloomery.plan.layout import Layout, StageParameters
 from bloomery.plan.search import Candidate, SearchResult
 
@@ -221,6 +222,11 @@ def test_parts_of_a_step_below_half_a_percent_are_not_named() -> None:
 )
 def test_a_duration_is_told_in_the_unit_of_its_size(days: float, text: str) -> None:
     assert days_text(days) == text
+
+
+@pytest.mark.parametrize(("days", "text"), [(1.9, "2026-02-28"), (3e6, "after 9999"), (1e12, "after 9999")])
+def test_a_date_beyond_the_calendar_is_told_as_such(days: float, text: str) -> None:
+    assert date_after(date(2026, 2, 27), days) == text
 
 
 def test_a_search_lists_twenty_layouts_and_tells_of_the_rest() -> None:

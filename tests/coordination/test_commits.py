@@ -198,3 +198,15 @@ def test_a_request_to_skip_that_makes_a_position_no_larger_is_followed_however_l
     longer = commits.position_after(before, [example.ready(spent=(), skip=(range(22, 25),))])
     assert longer.skips == (range(10, 12), range(20, 25), range(30, 32))
     assert commits.position_after(before, [example.ready(spent=(), skip=(range(50, 60),))]) == before
+
+
+def test_a_request_to_skip_up_to_where_no_message_can_count_is_ignored():
+    before = Position(consumed=1)
+    requests = [
+        example.ready(spent=(), skip=(range(10, 1 << 62),)),
+        example.ready(spent=(), skip=(range(5, 6),)),
+    ]
+    after = commits.position_after(before, requests)
+    assert after.skips == (range(5, 6),)
+    furthest = example.ready(spent=(), skip=(range(10, 10**15),))
+    assert commits.position_after(before, [furthest]).skips == (range(10, 10**15),)

@@ -77,20 +77,26 @@ def test_a_bad_document_is_a_line_of_json_whatever_its_file_is_called() -> None:
     assert json.loads(line) == {"file": "/x/? é.jsonl", "line": 7, "kind": "empty", "why": "w"}
 
 
+SKIP = 'set data.bad_documents = "skip" (--bad-documents skip) to count and skip it.'
+
+
 @pytest.mark.parametrize(
-    ("kind", "remedy"),
+    ("kind", "remedy", "alone"),
     [
-        ("without the field", NAMED + 'Or set data.bad_documents = "skip" to count and skip it.'),
-        ("not text", NAMED + 'Or set data.bad_documents = "skip" to count and skip it.'),
-        ("empty", 'Mend or remove it, or set data.bad_documents = "skip" to count and skip it.'),
+        ("without the field", f"{NAMED}Or {SKIP}", f"{NAMED}Or give another file."),
+        ("not text", f"{NAMED}Or {SKIP}", f"{NAMED}Or give another file."),
+        ("empty", f"Mend or remove it, or {SKIP}", "Mend or remove it."),
     ],
 )
-def test_a_bad_document_that_is_fatal_is_told_with_what_mends_it(kind: str, remedy: str) -> None:
-    found = BadDocuments(fail=True)
-    with pytest.raises(DataError) as refused:
-        found.add(bad(kind=kind, why="w"))
-    assert (refused.value.message, refused.value.remedy) == ("/x/a.jsonl:3: w.", remedy)
-    assert (found.count, found.entries) == (0, [])
+def test_a_bad_document_that_is_fatal_is_told_with_what_mends_it(kind: str, remedy: str, alone: str) -> None:
+    for found, told in (
+        (BadDocuments(fail=True), remedy),
+        (BadDocuments(fail=True, may_skip=False), alone),
+    ):
+        with pytest.raises(DataError) as refused:
+            found.add(bad(kind=kind, why="w"))
+        assert (refused.value.message, refused.value.remedy) == ("/x/a.jsonl:3: w.", told)
+        assert (found.count, found.entries) == (0, [])
 
 
 @pytest.mark.parametrize(

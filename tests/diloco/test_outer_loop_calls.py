@@ -313,6 +313,8 @@ def test_a_rewind_goes_to_the_newest_round_that_is_early_enough_or_ends_the_run(
     stop = Stop(judged_step=9, reason=why, failed=True)
     assert hooks.possible(wanted) == (stop if round is None else wanted)
     assert hooks.possible(Save(judged_step=1, reason="x")) == Save(judged_step=1, reason="x")
+    asked = replace(wanted, may_go_on=True)
+    assert hooks.possible(asked) == (CarryOn(judged_step=wanted.judged_step) if round is None else asked)
 
 
 @pytest.mark.parametrize(("rewind_to", "step"), [(0, 0), (3, 9)])

@@ -175,3 +175,11 @@ def test_the_template_for_plain_conversations_is_taken_of_several() -> None:
     named = [{"name": "tools", "template": "T"}, {"name": "default", "template": "D"}, "odd"]
     assert (_default(named), _default("P"), _default(None), _default(named[:1])) == ("D", "P", "", "")
     assert (_text("<s>"), _text({"content": "</s>", "lstrip": True}), _text({})) == ("<s>", "</s>", "")
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(temperature=1e-45), Sampling(temperature=1e-30), Sampling(top_p=1e-300)]
+)
+def test_the_least_temperature_and_share_leave_the_likeliest_token(sampling: Sampling) -> None:
+    logits = torch.tensor([1.0, 9e3, 8.9e3, -2e4])
+    assert _draw(logits, sampling, torch.Generator().manual_seed(0)) == 1

@@ -25,6 +25,7 @@ from bloomery.evaluate.local_tasks import LOCAL_TASKS, local_task
 from bloomery.evaluate.open_checkpoint import (
     OpenedModel,
     blocks_from_file,
+    free_memory_bytes,
     must_load_by_block,
     open_model,
     open_saved,
@@ -190,6 +191,17 @@ def test_as_many_tokens_as_a_model_has_positions_are_drawn() -> None:
     assert len(list(generate(decoder, [0, 1, 2], max_new_tokens=6, sampling=GREEDY, ends=()))) == 6
     with pytest.raises(BloomeryError, match="Prompt and new tokens are 9, but the model has 8"):
         generate_together(decoder, [[1], [0, 1, 2]], max_new_tokens=7, sampling=GREEDY, ends=())
+
+
+def test_the_free_memory_of_a_cpu_is_what_its_control_group_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = small()
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1 << 40))
+    for allowed, counts in ((None, 1 << 40), (1 << 50, 1 << 40), (2000, 2000)):
+        monkeypatch.setattr(open_checkpoint, "available_memory_bytes", lambda allowed=allowed: allowed)
+        assert free_memory_bytes(CPU) == counts
+    assert must_load_by_block(decoder.model, device=CPU, dtype=torch.float32)
+    with pytest.raises(BloomeryError, match="tokens take"):
+        generate_together(decoder, [[1, 2]], max_new_tokens=7, sampling=GREEDY, ends=())
 
 
 def test_the_free_memory_is_that_of_the_device_that_computes(monkeypatch: pytest.MonkeyPatch) -> None:

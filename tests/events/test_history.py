@@ -75,6 +75,7 @@ def test_events_that_lack_fields_are_no_part_of_the_history(rundir: RunDirectory
     with rundir.journal().open("a") as journal:
         journal.write(
             '{"event": "step"}\n{"event": "step", "incarnation": 1}\n{"event": "start"}\n{"event": "data"}\n'
+            '{"event": "step", "step": "x"}\n{"event": "step", "step": 1e999}\n'
         )
     assert read_history(rundir) == before and last_step(rundir.journal()) == 3
     assert [step for step, _ in loss_curve(rundir)] == [1, 2, 3]

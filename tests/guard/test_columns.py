@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from math import inf, isnan, nan
 from pathlib import Path
 from typing import Any
@@ -248,3 +249,38 @@ def test_damaged_lines_of_a_journal_are_no_steps_and_no_starts(tmp_path: Path) -
     (tmp_path / "a.jsonl").write_text(text)
     found = read_columns(tmp_path / "a.jsonl")
     assert (found.step.tolist(), found.resumed.tolist()) == ([1.0, 2.0], [0.0, 0.0])
+
+
+@pytest.mark.parametrize("number", ['"a few"', "[1]", "1" + "0" * 400])
+def test_a_step_with_something_else_than_a_number_is_left_out(number: str, tmp_path: Path) -> None:
+    step = '{"event": "step", "step": %s, "loss": %s}\n'
+    text = (
+        step % (1, 2.0) + step % (2, number) + step % (number, 2.0) + step % ("null", 2.0) + step % (3, 2.0)
+    )
+    (tmp_path / "a.jsonl").write_text(text)
+    found = read_columns(tmp_path / "a.jsonl")
+    assert (found.step.tolist(), found.resumed.tolist()) == ([1.0, 3.0], [0.0, 0.0])
+
+
+@pytest.mark.parametrize("number", [inf, -1.0, 1e300])
+def test_numbers_that_are_no_counts_count_as_absent_and_steps_that_are_none_as_no_lines(
+    number: float,
+) -> None:
+    names = ("global_batch", "consumed_samples", "cursor", "refused", "peers")
+    odd = {"step": 2.0, "loss": 2.0} | dict.fromkeys(names, number)
+    found = _joined([table({"step": 1.0}, {"step": number}, odd)], is_journal=True)
+    assert found.step.tolist() == [1.0, 2.0]
+    report = found.report(1)
+    assert (report.global_batch, report.consumed_samples, report.cursor, report.peers) == (0, 0, 0, 1)
+    assert report.update_applied and report.refused_in_a_row == 0
+
+
+@pytest.mark.parametrize("field", ["Reduced_Train-Loss: ", "loss/train (a.b) = ", "my * [loss]$ : "])
+def test_what_renames_a_loss_that_is_not_known_does_so_when_it_is_typed(field: str, tmp_path: Path) -> None:
+    path = tmp_path / "my log.txt"
+    path.write_text(f" iteration 1/ 9 | lr: 1.0 | {field}2.5 |\n iteration 2/ 9 | lr: 1.0 | {field}2.25 |\n")
+    with pytest.raises(StorageError) as refused:
+        read_columns(path)
+    command = refused.value.remedy.partition("`lm loss`: ")[2]
+    subprocess.run(command, shell=True, check=True, cwd=tmp_path)
+    assert read_columns(tmp_path / "renamed.log").loss.tolist() == [2.5, 2.25]

@@ -62,7 +62,7 @@ def test_a_stop_that_gives_no_reason_was_asked_for_and_a_request_to_go_back_come
     _, verdict = Requests().judge(None, report(4, rewind_requested=(2, 16, 40), save_requested=True))
     assert isinstance(verdict, Rewind) and verdict.rung is Rung.WATCH and "step 2" in verdict.reason
     assert (verdict.to_step, verdict.skip) == (2, range(16, 40))
-    assert verdict.latest_step is None and not verdict.may_start_anew
+    assert verdict.latest_step is None and not verdict.may_start_anew and verdict.may_go_on
 
 
 def test_settings_reach_the_guards_that_they_are_for() -> None:

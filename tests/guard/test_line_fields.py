@@ -232,7 +232,7 @@ def test_other_names_of_a_loss_are_those_of_lines_without_a_known_one() -> None:
         "iteration 2 | lm loss: 1 | aux loss: 3 |\n"
         "iteration 3 | denoising-loss: nan | grad norm: 3 |\n"
     )
-    assert other_names_of_losses(text.encode()) == ["denoising loss", "moe loss"]
+    assert other_names_of_losses(text.encode()) == ["MoE_loss:", "denoising-loss:"]
 
 
 def test_the_fields_of_a_line_know_their_places_among_its_numbers() -> None:

@@ -70,6 +70,21 @@ def test_a_file_with_mistakes_is_refused_with_all_of_them():
     assert "in the hardware file mine.toml" in str(refused.value)
 
 
+def test_what_has_to_be_a_table_and_is_none_is_refused(tmp_path):
+    with pytest.raises(ConfigError) as refused:
+        parse_hardware(
+            {"accelerator": 5, "node": {"accelerators": 8}, "sources": "papers"}, label="mine.toml"
+        )
+    told = [(one.key, one.value, one.problem, one.remedy) for one in refused.value.mistakes]
+    assert told == [
+        ("accelerator", 5, "must be a table", "Write [accelerator] on its own line."),
+        ("sources", "papers", "must be a table", "Write [sources] on its own line."),
+    ]
+    (tmp_path / "link.toml").write_text("link = 3\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"link = 3  \(link.toml\): must be a table"):
+        load_link(str(tmp_path / "link.toml"))
+
+
 def test_an_unknown_machine_suggests_the_nearest():
     with pytest.raises(ConfigError, match=r"Did you mean 'a100-80g'\?"):
         load_hardware("a100-80gb")

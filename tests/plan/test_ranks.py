@@ -28,6 +28,14 @@ def test_tensor_parallel_ranks_are_neighbours_and_stages_are_far_apart() -> None
     assert degrees.along("pipeline", 0) == tuple(range(0, 384, 32))
 
 
+def test_groups_are_made_once_each_and_come_by_their_first_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    along = Degrees.along
+    monkeypatch.setattr(Degrees, "along", lambda own, axis, rank: made.append(rank) or along(own, axis, rank))
+    groups = Degrees(pipeline=2, data=64, tensor=2).groups("data")
+    assert made == [group[0] for group in groups] == [0, 1, 128, 129]  # for each rank it would be a square
+
+
 @pytest.mark.parametrize(
     ("data", "world", "expected"),
     [("auto", 24, 3), (3, 24, 3), (2, 24, None), ("auto", 20, None), ("auto", 4, None), ("auto", 8, 1)],

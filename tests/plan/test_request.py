@@ -100,6 +100,8 @@ def test_the_vocabulary_of_a_tokenizers_file_is_read_only_where_nothing_else_kno
 def test_a_search_refuses_the_same_nonsense():
     one = refused(accelerators=0, failures_per_week=-1.0, plan=search_layouts)
     assert {mistake.key for mistake in one.mistakes} == {"--gpus", "--failures-per-week"}
+    one = refused(accelerators=10**30, plan=search_layouts)
+    assert [mistake.problem for mistake in one.mistakes] == ["is no machine"]
 
 
 def test_data_degrees_divide_every_batch_of_the_run():

@@ -225,8 +225,12 @@ OPTIONS: list[tuple[dict[str, Any], tuple[str, object, str, str]]] = [
         ("--hours-per-day", 24.5, "a day has 24 hours", "Give more than 0, at most 24."),
     ),
     (
-        {"data_tokens": 0.0},
-        ("--data-tokens", 0.0, "is not above 0", "Give the tokens of one epoch, for instance 341e9."),
+        {"data_tokens": 0.5},
+        ("--data-tokens", 0.5, "is less than one token", "Give the tokens of one epoch, for instance 341e9."),
+    ),
+    (
+        {"accelerators": 6 * 10**9},
+        ("--gpus", 6_000_000_000, "is no machine", "Give at most 1,000,000,000."),
     ),
     (
         {"price_per_accelerator_hour": -1.0},
@@ -248,7 +252,7 @@ def test_each_option_that_cannot_be_is_refused_with_what_could(
 def test_options_at_their_bounds_are_taken() -> None:
     loaded = load_recipe("demo", [*SPLIT, "train.global_batch=16"])
     at_bounds: dict[str, Any] = {
-        "accelerators": 12, "failures_per_week": 0.0, "hours_per_day": 24.0, "data_tokens": 0.5,
+        "accelerators": 12, "failures_per_week": 0.0, "hours_per_day": 24.0, "data_tokens": 1.0,
         "price_per_accelerator_hour": 0.0,
     }  # fmt: skip
     refuse_impossible(Request(loaded=loaded, hardware=LOCAL, **at_bounds))

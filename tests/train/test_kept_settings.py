@@ -125,7 +125,10 @@ def test_a_run_without_held_out_text_may_change_its_settings(run: Run) -> None:
     assert run.settings.recipe.checkpoint.every_steps == 7 and state.goal == run.settings.goal
     (refused,) = run.events("setting_refused")
     assert refused["key"] == "evaluate.every_steps" and (refused["step"], refused["incarnation"]) == (10, 3)
-    assert run.said == ["control/set: checkpoint.every_steps = 7 from step 11 on"]
+    assert run.said == [
+        "control/set: checkpoint.every_steps = 7 from step 11 on, until this process ends; "
+        "give the next start checkpoint.every_steps=7 to keep it"
+    ]
 
 
 def test_kernels_are_deterministic_until_the_end_where_that_is_wanted(

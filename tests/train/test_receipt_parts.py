@@ -133,6 +133,19 @@ def restored(**about: Any) -> Restored:
     return Restored(step=3, incarnation=2, directory=directory, values={}, about=about)
 
 
+def test_a_damaged_line_of_the_journal_is_no_step_to_compare_with(tmp_path: Path) -> None:
+    made, _ = receipts_of(tmp_path / "journal")
+    step = {"event": "step", "step": 4, "incarnation": 2, "loss": 2.5}
+    damaged: list[Any] = [
+        {"event": "step"},
+        {"event": "step", "step": 4, "incarnation": 2},
+        {"event": "checkpoint"},
+    ]
+    damaged.append({**step, "loss": "2,5"})
+    (tmp_path / "journal").write_text("".join(json.dumps(event) + "\n" for event in [step, *damaged]))
+    assert made._journalled(restored(), 3) == (None, 2.5)
+
+
 def checked(
     made: Any, monkeypatch: pytest.MonkeyPatch, *, broken: tuple[str, ...] = (), **told: Any
 ) -> list[Any]:

@@ -37,7 +37,7 @@ class Run:
         self.refuses = False
         self.store = SimpleNamespace(incarnation=3, section=None, reach_steps=None)
         self.held_out = SimpleNamespace(section=None)
-        stream = SimpleNamespace(demand=SimpleNamespace(claims={}))
+        stream = SimpleNamespace(demand=SimpleNamespace(claims={}), windows=(500, 200))
         self.journal = Journal(path)
         self.settings = RunSettings(
             load_recipe("demo", [*PLAIN, *overrides]).recipe,
@@ -134,6 +134,15 @@ def test_samples_that_somebody_leaves_out_are_told_journalled_and_made_up_for(ru
     assert run.demanded == [580, 590] and [event["at"] for event in run.events("mixture")] == [80, 80]
 
 
+def test_a_skip_of_more_than_the_run_and_its_data_hold_is_refused(run: Run) -> None:
+    state = run.asked(STATE, skip_requested=((60, 781), (100, 10**15), (90, 91)))
+    assert [(each.start, each.stop) for each in state.position.skips] == [(90, 91)]
+    short, long = run.events("setting_refused")
+    assert (short["key"], short["value"], long["value"]) == ("control/skip", "60:781", "100:1000000000000000")
+    assert short["why"] == "60:781 leaves out 701 samples, and the run takes 640 of the 700 of its datasets"
+    assert run.asked(STATE, skip_requested=((60, 780),)).position.cursor == 780
+
+
 def test_a_free_setting_is_in_force_everywhere_once_it_was_asked_for(run: Run) -> None:
     guards, recipe = run.settings.guards, run.settings.recipe
     guards.load_state_values({})
@@ -147,7 +156,10 @@ def test_a_free_setting_is_in_force_everywhere_once_it_was_asked_for(run: Run) -
     assert run.held_out.section.every_steps == 9
     assert run.store.reach_steps == run.settings.recipe.guard.reach_steps
     assert [(event["key"], event["value"]) for event in run.events("setting")] == list(settings)
-    assert run.said[0] == "control/set: train.samples = 800 from step 11 on"
+    assert run.said[0] == (
+        "control/set: train.samples = 800 from step 11 on, until this process ends; "
+        "give the next start train.samples=800 to keep it"
+    )
     assert run.settings.guards.state_values() == guards.state_values() != before
 
 

@@ -316,6 +316,15 @@ def test_a_later_checkpoint_is_taken_where_none_is_as_early_as_it_wants_and_else
     assert run.named("restored")[-1][2] == 5
 
 
+def test_a_run_goes_on_where_a_person_asked_to_go_back_further_than_any_checkpoint(
+    run, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = replace(STATE, step=9)
+    assert run.saver.rewind(before, replace(WANTED, may_go_on=True)) == before
+    assert [event for event, *_ in run.events] == ["rewind_impossible"] and not run.named("restored")
+    assert "at or before step 5 is there to go back to: the run goes on" in caplog.text
+
+
 def test_a_run_without_a_checkpoint_begins_with_nothing_remembered(run) -> None:
     state = run.saver.restore()
     assert (state.step, state.position, state.goal) == (0, Position(), Goal(samples=1000))

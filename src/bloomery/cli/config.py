@@ -272,6 +272,9 @@ The kind of a setting says when it may change:
 | free, at start | may change | refused: it is read when training starts |
 | journalled | may change; the journal records it | refused |
 | fixed | refused, with both values | refused |
+
+What `control/set` changes holds until the process ends. The next start, also one after a crash, takes its
+recipe and its command line.
 """
 
 

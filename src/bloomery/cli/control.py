@@ -299,6 +299,7 @@ def rewind(arguments: list[str]) -> int:
     options.add_argument("--json", action="store_true", help="print one JSON object")
     args = options.parse_args(arguments)
     from bloomery.checkpoint.format.catalogue import checkpoints
+    from bloomery.checkpoint.format.suspects import trusted
     from bloomery.cli.run_inputs import run_directory
     from bloomery.errors import CheckpointError
     from bloomery.events.journal import read_history
@@ -306,9 +307,9 @@ def rewind(arguments: list[str]) -> int:
 
     rundir = run_directory(args.run)
     history, listed = read_history(rundir), checkpoints(rundir)
-    early = [checkpoint for checkpoint in listed if checkpoint.step <= args.to_step]
+    early = [checkpoint for checkpoint in trusted(listed) if checkpoint.step <= args.to_step]
     if not early:
-        steps = ", ".join(f"{checkpoint.step:,}" for checkpoint in listed) or "none"
+        steps = ", ".join(f"{checkpoint.step:,}" for checkpoint in trusted(listed)) or "none"
         raise CheckpointError(
             f"{rundir.path} has no checkpoint at or before step {args.to_step:,} (there are: {steps})",
             remedy="Go back to a later step, or restore an older checkpoint with `bloomery ckpt copy`.",

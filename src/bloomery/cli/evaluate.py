@@ -120,7 +120,7 @@ def _documents(args: Namespace, path: Path, loaded: LoadedModel) -> Iterator[Tok
 
     reading = Reading(text_field=args.text_field, separator=args.separator)
     file = SourceFile(key=path.name, path=path)
-    for document in read_file(file, reading=reading, bad=BadDocuments(fail=True)):
+    for document in read_file(file, reading=reading, bad=BadDocuments(fail=True, may_skip=False)):
         tokens = loaded.saved.tokenizer.encode(document.text)
         yield TokenizedDocument(document.place, tokens, document.size_bytes)
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from datetime import timedelta
 from html import escape
 from typing import TYPE_CHECKING
 
-from bloomery.cli.plan_tables import days_text, plan_text, start_date
+from bloomery.cli.plan_tables import date_after, days_text, plan_text, start_date
 
 if TYPE_CHECKING:
     from bloomery.plan.overview import Plan
@@ -174,7 +173,7 @@ def _calendar(plan: Plan, start: str | None) -> str:
     rows = [
         [
             f"{event.days:.1f}",
-            *([(day + timedelta(days=event.days)).isoformat()] if day else []),
+            *([date_after(day, event.days)] if day else []),
             f"{event.step:,}",
             f"{event.sample:,}",
             f"{event.tokens:,}",

@@ -313,7 +313,7 @@ def _calendar(plan: Plan, start: str | None) -> str:
     day = start_date(start)
     rows = [["day", *(["date"] if day else []), "step", "sample", "tokens", "what"]]
     for event in plan.calendar:
-        dated = [(day + timedelta(days=event.days)).isoformat()] if day else []
+        dated = [date_after(day, event.days)] if day else []
         rows.append(
             [
                 f"{event.days:.1f}",
@@ -342,6 +342,14 @@ def start_date(text: str | None) -> date | None:
             remedy="Write 2026-03-11.",
         )
         raise ConfigError([mistake], of="the plan") from None
+
+
+def date_after(day: date, days: float) -> str:
+    """Return the date some days after another as text, also where the calendar has none."""
+    try:
+        return (day + timedelta(days=days)).isoformat()
+    except OverflowError:
+        return "after 9999"
 
 
 def section(title: str, body: str) -> str:

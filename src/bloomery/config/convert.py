@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -32,11 +32,16 @@ class BadValues(Exception):
         self.wrongs = tuple(wrongs)
 
 
-def convert_table(section: type, table: Mapping[str, Any], key: str) -> dict[str, Any]:
+def convert_table(section: type, table: Any, key: str) -> dict[str, Any]:  # Any: parsed TOML
     """Return the constructor arguments of `section` from a TOML table.
 
-    Raises BadValues with every mistake in the table. key: the table's dotted name, for messages.
+    Raises BadValues with every mistake in the table, and for what is none.
+
+    key: the table's dotted name, for messages.
     """
+    if not isinstance(table, dict):
+        remedy = f"Write [{key}] on its own line."
+        raise BadValues([BadValue(key=key, value=table, problem="must be a table", remedy=remedy)])
     annotations = get_type_hints(section)
     declared = {key_of(field): field for field in fields(section)}
     wrongs = [unknown_key(f"{key}.{name}", table[name], declared) for name in table if name not in declared]

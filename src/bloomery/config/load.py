@@ -180,19 +180,9 @@ def _built(raw: Mapping[str, Any], names: Iterable[str]) -> tuple[dict[str, Any]
     wrongs: list[BadValue] = []
     sections_by_name = sections()
     for name in names:
-        table = raw.get(name, {})
-        if not isinstance(table, dict):
-            wrongs.append(
-                BadValue(
-                    key=name,
-                    value=table,
-                    problem="must be a table",
-                    remedy=f"Write [{name}] on its own line.",
-                )
-            )
-            continue
         try:
-            built[name] = sections_by_name[name](**convert_table(sections_by_name[name], table, name))
+            values = convert_table(sections_by_name[name], raw.get(name, {}), name)
+            built[name] = sections_by_name[name](**values)
         except BadValues as unusable:
             wrongs.extend(_retired(_in_another_section(wrong)) for wrong in unusable.wrongs)
     return built, wrongs

@@ -23,6 +23,9 @@ SKIPS_AT_MOST = 2_048
 """The most ranges that a position may skip. A request for more is ignored: the commit and the shares hold
 the position, and a transaction that is too large for etcd would end every agent that tries it, like a message
 that is too large for the ranks (`rank_messages.MAX_BYTES`)."""
+SKIP_END_AT_MOST = 10**15
+"""The largest sample number up to which a position may skip, which recipes do not count beyond. A request for
+more is ignored: no message can hold the numbers of the samples that would come next."""
 _HOPS_BYTES = 32 << 10
 """What an attempt's connections and their keys may take in the message that begins it."""
 
@@ -171,10 +174,13 @@ def require_room_at_ranks(record: Commit | RoundShares | Attempt) -> None:
 
 
 def _skipping(position: Position, *requests: Ranges) -> Position:
-    """Return the position after requests to skip are followed, as long as a record can hold its ranges."""
+    """Return the position after requests to skip are followed, as long as a record can hold its ranges, and
+    messages those that come next.
+    """
     for pieces in requests:
         after = position.skipping(*pieces)
-        if len(after.skips) <= max(SKIPS_AT_MOST, len(position.skips)):
+        reaches_too_far = any(piece.stop > SKIP_END_AT_MOST for piece in pieces)
+        if len(after.skips) <= max(SKIPS_AT_MOST, len(position.skips)) and not reaches_too_far:
             position = after
     return position
 

@@ -176,12 +176,16 @@ class Samples:
         if documents is not None:
             number, first, _ = documents.pieces(start // self._length)[0]
             place = f"the sample that begins with token {first:,} of document {number:,}"
-        problem = f"token id {largest}" if largest < 1 << 63 else "a negative token id"
-        raise DataError(
-            f"{source.prefix} has {problem} within {place}, and the vocabulary ends at "
-            f"{self._vocabulary_size - 1}.",
-            remedy="Set data.tokenizer to the one that made this dataset, or tokenise it again.",
-        )
+        raise _beyond_vocabulary(source, largest, place, vocabulary=self._vocabulary_size)
+
+
+def _beyond_vocabulary(source: IndexedDataset, largest: int, place: str, *, vocabulary: int) -> DataError:
+    """Return the error of an id that the vocabulary lacks. largest: the id; a negative one is above 2⁶³."""
+    problem = f"token id {largest}" if largest < 1 << 63 else "a negative token id"
+    return DataError(
+        f"{source.prefix} has {problem} within {place}, and the vocabulary ends at {vocabulary - 1}.",
+        remedy="Set data.tokenizer to the one that made this dataset, or tokenise it again.",
+    )
 
 
 def _is_shifted(layout: Layout) -> bool:
@@ -338,13 +342,17 @@ _PIECE = 1 << 22
 
 def count_bigrams(datasets: Sequence[IndexedDataset], vocabulary: int) -> npt.NDArray[np.int64]:
     """Return counts[a, b], how often b follows a over the beginning of each dataset; [vocabulary,
-    vocabulary].
+    vocabulary]. Raises DataError for an id that the vocabulary lacks.
     """
     counts = np.zeros(vocabulary * vocabulary, dtype=np.int64)
     for dataset in datasets:
         counted = min(dataset.token_count, MOST_TOKENS)
         for start in range(0, counted - 1, _PIECE):
-            tokens = dataset.window(start, min(_PIECE, counted - 1 - start) + 1).astype(np.int64)
+            tokens = dataset.window(start, min(_PIECE, counted - 1 - start) + 1)
+            if (largest := _largest(tokens)) >= vocabulary:
+                place = f"tokens {start:,} to {start + tokens.size - 1:,}"
+                raise _beyond_vocabulary(dataset, largest, place, vocabulary=vocabulary)
+            tokens = tokens.astype(np.int64)
             pairs, times = np.unique(tokens[:-1] * vocabulary + tokens[1:], return_counts=True)
             counts[pairs] += times
     return counts.reshape(vocabulary, vocabulary)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +14,9 @@ from typing import Any, ClassVar, Protocol, Self, TypeVar
 from bloomery.checkpoint.format.state import Json, StateEntry
 from bloomery.data.position import EVERYTHING, Position, SampleShare
 from bloomery.events.heartbeat import RankActivity
-from bloomery.guard.verdict import Rewind, Stop, Verdict
+from bloomery.guard.verdict import CarryOn, Rewind, Stop, Verdict
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,8 +187,13 @@ class TrainerHooks:
         return 0 if round is None and wanted.may_start_anew else round
 
     def possible(self, verdict: Verdict) -> Verdict:
-        """Return the verdict, or a stop if it is a rewind without an early enough checkpoint. Collective."""
+        """Return the verdict; for a rewind without an early enough checkpoint a stop, or to carry on where it
+        says so. Collective.
+        """
         if not isinstance(verdict, Rewind) or self.round_for(verdict) is not None:
             return verdict
         reason = f"{verdict.reason}; no checkpoint of a round is early enough to go back to"
+        if verdict.may_go_on:
+            log.warning("%s: the run goes on", reason)
+            return CarryOn(judged_step=verdict.judged_step)
         return Stop(judged_step=verdict.judged_step, reason=reason, failed=True)

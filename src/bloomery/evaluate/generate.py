@@ -11,14 +11,13 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, cast
 
-import psutil
 import torch
 from tokenizers import Tokenizer as Engine
 from torch import Tensor
 
 from bloomery.data.tokenizer_files import JSON_FILE
 from bloomery.errors import BloomeryError, CheckpointError
-from bloomery.evaluate.open_checkpoint import OpenedModel
+from bloomery.evaluate.open_checkpoint import OpenedModel, free_memory_bytes
 from bloomery.events.run_directory import RunDirectory
 from bloomery.interchange.directories import read_object
 from bloomery.interchange.generation_files import generation_files_of
@@ -109,7 +108,7 @@ def _refuse_too_large(decoder: Decoder, tokens: int, *, texts: int) -> None:
     device, kind = decoder.head_weight.device, decoder.head_weight.dtype
     attention = cast(Block, decoder.blocks[0]).attention
     each = 2 * len(decoder.blocks) * attention.kv_heads * attention.head_dim * kind.itemsize
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    free = free_memory_bytes(device)
     if each * tokens * texts > free:
         raise BloomeryError(
             f"Keys and values of {texts} × {tokens:,} tokens take {each * tokens * texts / 1e9:,.1f} GB, and "
@@ -153,17 +152,22 @@ def _drawn(
         fresh = [[0 if token is None else token] for token in tokens]
 
 
+_COLDEST = 1e-30
+"""Divided by a temperature below this, fp32 logits may be infinite; only the likeliest token is left."""
+
+
 def _draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
     """Return one token id drawn from fp32 logits [v]."""
-    if sampling.temperature == 0.0:
+    if sampling.temperature < _COLDEST:
         return int(logits.argmax())
     logits, order = (logits / sampling.temperature).sort(descending=True, stable=True)
     if sampling.top_k > 0:
         logits[sampling.top_k :] = float("-inf")
     probabilities = logits.softmax(-1)
     if sampling.top_p < 1.0:
-        # A token stays if those before it do not reach the share, so the likeliest always stays.
-        probabilities[probabilities.cumsum(-1) - probabilities >= sampling.top_p] = 0.0
+        # A token stays if those before it do not reach the share; the likeliest stays for any share.
+        beyond = probabilities.cumsum(-1) - probabilities >= sampling.top_p
+        probabilities[1:][beyond[1:]] = 0.0
     return int(order[torch.multinomial(probabilities, 1, generator=generator)])
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from bloomery.checkpoint.load.loader import read_model
+from bloomery.checkpoint.writer.shared_buffer import available_memory_bytes
 from bloomery.config.recipe import Recipe
 from bloomery.data.tokenizer import Tokenizer, load_tokenizer
 from bloomery.errors import BloomeryError
@@ -125,8 +126,16 @@ def blocks_from_file(
 def must_load_by_block(model: ResolvedModel, *, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the weights of a model leave too little of the device's free memory to hold all of them."""
     parameters = sum(torch.Size(shape).numel() for shape in logical_shapes(model).values())
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
-    return parameters * dtype.itemsize > _ROOM * free
+    return parameters * dtype.itemsize > _ROOM * free_memory_bytes(device)
+
+
+def free_memory_bytes(device: torch.device) -> int:
+    """Return the free memory of a device; of the CPU what its machine has and the control group allows."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    of_machine: int = psutil.virtual_memory().available
+    allowed = available_memory_bytes()
+    return of_machine if allowed is None else min(of_machine, allowed)
 
 
 def _reading(

@@ -142,9 +142,10 @@ def last_step(path: Path) -> int:
             file.seek(begin)
             lines = file.read().splitlines()
             events = map(_parsed, reversed(lines if begin == 0 else lines[1:]))
-            step = next((event["step"] for event in events if event and is_step(event, {"step"})), None)
+            made = (event["step"] for event in events if event and is_step(event, {"step"}))
+            step = next((step for step in made if isinstance(step, int)), None)
             if step is not None or begin == 0:
-                return int(step or 0)
+                return step or 0
             count *= 4
 
 

@@ -133,7 +133,8 @@ class _Kind:
 _KINDS = {
     "logit": _Kind(
         words="the largest attention logit",
-        remedy="optim.qk_clip bounds it from now on, model.qk_norm in a new run",
+        remedy="optim.qk_clip bounds it from the next start on (where peers do not average gradients), and "
+        "model.qk_norm, beside which it is not needed, in a new run",
         floor=20.0,
         factor=2.5,
         limit=200.0,

@@ -96,7 +96,11 @@ class Requests(_WithoutMemory):
             to_step, start, stop = facts.rewind_requested
             reason = f"asked to go back to step {to_step} by hand (control/rewind)"
             return history, Rewind(
-                judged_step=report.step, to_step=to_step, skip=range(start, stop), reason=reason
+                judged_step=report.step,
+                to_step=to_step,
+                skip=range(start, stop),
+                reason=reason,
+                may_go_on=True,
             )
         if facts.save_requested:
             return history, Save(judged_step=report.step, reason="asked to save")

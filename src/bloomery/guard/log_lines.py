@@ -68,13 +68,20 @@ def parsed_lines(text: bytes) -> Numbers:
 
 
 def other_names_of_losses(text: bytes) -> list[str]:
-    """Return the names in which `loss` occurs, of lines of a training that have no loss that is known."""
-    names: set[str] = set()
+    """Return the names in which `loss` occurs, of lines of a training that have no loss that is known.
+
+    They stand as in the line, with the sign between name and value at the end.
+    """
+    names: set[bytes] = set()
     for line in _lines_of_training(_plain(text)):
-        fields = _fields(line)
-        if not any(field.column == "loss" for field in fields):
-            names |= {field.name for field in fields if "loss" in field.name and not field.column}
-    return sorted(names)
+        if not any(field.column == "loss" for field in _fields(line)):
+            named = (part.partition(mark) for part, mark in _parts(line))
+            names |= {
+                name.lstrip() + mark
+                for name, mark, _ in named
+                if mark and "loss" in _name(name) and _name(name) not in _NAMES
+            }
+    return sorted(name.decode("utf-8", "replace") for name in names)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,16 +212,22 @@ def _table(text: bytes, fields: Sequence[_Field], *, count: int, before: int = 0
     return table
 
 
+def _parts(line: bytes) -> list[tuple[bytes, bytes]]:
+    """Return the parts of a line, each with the sign that separates its name from its value."""
+    parts = line.split(b"|") if b"|" in line else _SEPARATORS.split(line)
+    return [(part, b":" if b":" in part else b"=") for part in parts]
+
+
 def _fields(line: bytes) -> list[_Field]:
     """Return the fields of a line that begins with the word `iteration`, the step first."""
-    parts = line.split(b"|") if b"|" in line else _SEPARATORS.split(line)
-    tokens = parts[0].translate(_TO_SPACES).split()
+    parts = _parts(line)
+    tokens = parts[0][0].translate(_TO_SPACES).split()
     fields, before = (
         [_Field(name="", column="step", token=0, value=float(tokens[0]), factor=1.0)],
         len(tokens),
     )
-    for part in parts[1:]:
-        name, mark, value = part.partition(b":" if b":" in part else b"=")
+    for part, sign in parts[1:]:
+        name, mark, value = part.partition(sign)
         if mark:
             own = len(name.translate(_TO_SPACES).split())
             fields.append(_field(_name(name), value, token=before + own))

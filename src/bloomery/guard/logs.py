@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, fields
 from math import nan
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import numpy as np
 
+from bloomery.config.setting import LARGEST_COUNT
 from bloomery.errors import StorageError
 from bloomery.events.records import Facts, StepReport, as_float
 from bloomery.guard.log_lines import FIELDS, Numbers, other_names_of_losses, parsed_lines
@@ -118,22 +121,32 @@ def read_columns(path: Path, *, workers: int | None = None, may_be_empty: bool =
         others = other_names_of_losses(head)
         if others:
             raise StorageError(
-                f"{path} has lines of a training and no loss by a known name, but {', '.join(others)}",
+                f"{path} has lines of a training and no loss by a known name, but "
+                f"{', '.join(name[:-1].rstrip() for name in others)}",
                 remedy="Rename the one that the training minimises to `lm loss`: "
-                f"sed 's/{others[0]}:/lm loss:/' {path} > renamed.log",
+                f"sed {_renaming(others[0])} {quote(str(path))} > renamed.log",
             )
     return columns
+
+
+def _renaming(name: str) -> str:
+    """Return what makes `sed` rename a field to `lm loss`. name: as written, with the sign behind it."""
+    pattern = re.sub(r"([\\/.*^$\[\]])", r"\\\1", name)
+    return quote(f"s/{pattern}/lm loss{name[-1]}/")
 
 
 def _refuse_other_encodings(path: Path, head: bytes) -> None:
     """Raise StorageError with the command that makes text of a file that is compressed or UTF-16."""
     if head.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise StorageError(
-            f"{path} is UTF-16", remedy=f"Convert it: iconv -f utf-16 -t utf-8 {path} > converted.log"
+            f"{path} is UTF-16",
+            remedy=f"Convert it: iconv -f utf-16 -t utf-8 {quote(str(path))} > converted.log",
         )
     if head.startswith((b"\x1f\x8b", b"\x28\xb5\x2f\xfd")):
         command = "gunzip -c" if head[:1] == b"\x1f" else "zstd -dc"
-        raise StorageError(f"{path} is compressed", remedy=f"Unpack it: {command} {path} > unpacked.log")
+        raise StorageError(
+            f"{path} is compressed", remedy=f"Unpack it: {command} {quote(str(path))} > unpacked.log"
+        )
 
 
 _NAMES = tuple(field.name for field in fields(Columns))
@@ -168,9 +181,9 @@ def _journal_part(path: str, start: int, end: int) -> Numbers:
     resumed = 0.0
     for line in _text(path, start, end).split(b"\n"):
         if b'"event": "step"' in line:
-            record = _record(line)
-            if record is not None:
-                rows.append(_row(record, resumed))
+            row = _row(line, resumed)
+            if row is not None:
+                rows.append(row)
                 resumed = 0.0
         elif b'"event": "start"' in line:
             resumed = 1.0
@@ -179,12 +192,20 @@ def _journal_part(path: str, start: int, end: int) -> Numbers:
     return np.array(rows, dtype=np.float64).reshape(-1, len(_NAMES))
 
 
-def _row(record: dict[str, Any], resumed: float) -> tuple[float, ...]:  # Any: a line of the journal
-    row = [*_ABSENT]
-    for name in _NAMES:
-        value = record.get(name)
-        if value is not None:
-            row[_PLACES[name]] = as_float(value)
+def _row(line: bytes, resumed: float) -> tuple[float, ...] | None:
+    """Return the numbers of a step; None for a line that is damaged."""
+    record, row = _record(line), [*_ABSENT]
+    if record is None:
+        return None
+    try:
+        for name in _NAMES:
+            value = record.get(name)
+            if value is not None:
+                row[_PLACES[name]] = as_float(value)
+    except (ValueError, OverflowError):
+        return None  # a text, or a number of hundreds of digits
+    if np.isnan(row[_PLACES["step"]]):
+        return None
     row[_PLACES["refused"]] = 0.0 if record.get("update_applied", True) else 1.0
     row[_PLACES["resumed"]] = resumed
     return tuple(row)
@@ -199,7 +220,7 @@ def _record(line: bytes) -> dict[str, Any] | None:
 
 
 def _joined(tables: Sequence[Numbers], *, is_journal: bool) -> Columns:
-    table = np.concatenate([*tables, np.empty((0, len(_NAMES)))])
+    table = _with_counts(np.concatenate([*tables, np.empty((0, len(_NAMES)))]))
     step, resumed = table[:, _PLACES["step"]], table[:, _PLACES["resumed"]]
     marks = np.isnan(step)  # of starts whose first step lies in the next part
     if marks.any():
@@ -220,6 +241,22 @@ def _joined(tables: Sequence[Numbers], *, is_journal: bool) -> Columns:
         batches = np.diff(columns["consumed_samples"])[steps > 0] / steps[steps > 0]
         columns["global_batch"][:] = np.median(batches) if len(batches) else nan
     return Columns(**columns)
+
+
+def _with_counts(table: Numbers) -> Numbers:
+    """Return the table without lines whose step is no count, and with NaN for other counts that are none.
+
+    A line that was torn and joined with another may have any number.
+    """
+
+    def is_none(column: Numbers) -> Any:  # Any: an array of truth values
+        return (column < 0) | (column > LARGEST_COUNT)  # False for NaN: it is absent
+
+    table = table[~is_none(table[:, _PLACES["step"]])]
+    for name in ("global_batch", "consumed_samples", "cursor", "refused", "peers"):
+        column = table[:, _PLACES[name]]
+        column[is_none(column)] = _ABSENT[_PLACES[name]]
+    return table
 
 
 def _without_repeats(table: Numbers) -> Numbers:

@@ -69,6 +69,8 @@ class Rewind:
     may_start_anew: without a checkpoint the run starts from its initial values instead of stopping. Only a
         run between peers asks for that, for the initial values are its round 0, and one whose machine erred
         before its first checkpoint.
+    may_go_on: without a checkpoint the run goes on instead of stopping: nothing is wrong, a person asked for
+        what cannot be.
     """
 
     judged_step: int
@@ -78,6 +80,7 @@ class Rewind:
     rung: Rung = Rung.WATCH
     latest_step: int | None = None
     may_start_anew: bool = False
+    may_go_on: bool = False
     numbers: Mapping[str, float] = field(default_factory=dict)
 
 

@@ -216,9 +216,13 @@ def parse_hardware(raw: Mapping[str, Any], *, label: str) -> Hardware:
         mistakes.append(
             Mistake(key=name, value=None, source=label, problem="there is no such table", remedy=remedy)
         )
+    told = raw.get("sources", {})
+    if not isinstance(told, dict):
+        problem, remedy = "must be a table", "Write [sources] on its own line."
+        mistakes.append(Mistake(key="sources", value=told, source=label, problem=problem, remedy=remedy))
     if mistakes:
         raise ConfigError(mistakes, of=f"the hardware file {label}")
-    sources = {key: str(text) for key, text in raw.get("sources", {}).items()}
+    sources = {key: str(text) for key, text in told.items()}
     name, notes = str(raw.get("name", Path(label).stem)), str(raw.get("notes", ""))
     return Hardware(name=name, notes=notes, sources=sources, **built)
 

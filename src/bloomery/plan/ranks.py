@@ -64,7 +64,8 @@ class Degrees:
 
     def groups(self, axis: AxisName) -> tuple[tuple[int, ...], ...]:
         """Return every group of ranks along an axis, each once, sorted by first rank."""
-        return tuple(sorted({self.along(axis, rank) for rank in range(self.world)}))
+        first = (rank for rank in range(self.world) if self.place(rank)[axis] == 0)
+        return tuple(self.along(axis, rank) for rank in first)
 
     def shard_groups(self) -> tuple[tuple[int, ...], ...]:
         """Return every group of ranks that divide one copy among them."""

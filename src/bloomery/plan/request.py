@@ -17,6 +17,7 @@ from bloomery.plan.parameters import ffn_width
 
 OF = "the plan"
 COMMAND_LINE = "command line"
+MOST_ACCELERATORS = 10**9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +88,8 @@ def refuse_impossible(request: Request) -> None:
     mistakes = [*_option_mistakes(request), *_machine_mistakes(request)]
     replica = _replica(request.recipe)
     accelerators = request.accelerators
-    whole = accelerators is not None and accelerators >= 1 and accelerators % replica == 0
+    possible = accelerators is not None and 1 <= accelerators <= MOST_ACCELERATORS
+    whole = possible and accelerators is not None and accelerators % replica == 0
     try:
         check_recipe(
             request.recipe,
@@ -127,6 +129,8 @@ def _option_mistakes(request: Request) -> Iterator[Mistake]:
     if accelerators is not None and accelerators < 1:
         remedy = f"Give at least {replica}, one replica (TP × PP)."
         yield _mistake("--gpus", accelerators, "a run needs at least one accelerator", remedy)
+    elif accelerators is not None and accelerators > MOST_ACCELERATORS:
+        yield _mistake("--gpus", accelerators, "is no machine", f"Give at most {MOST_ACCELERATORS:,}.")
     elif accelerators is not None and accelerators % replica:
         problem = (
             f"is no multiple of {replica}, the accelerators of one replica "
@@ -143,9 +147,9 @@ def _option_mistakes(request: Request) -> Iterator[Mistake]:
         yield _mistake(
             "--hours-per-day", request.hours_per_day, "a day has 24 hours", "Give more than 0, at most 24."
         )
-    if request.data_tokens is not None and request.data_tokens <= 0:
+    if request.data_tokens is not None and request.data_tokens < 1:
         remedy = "Give the tokens of one epoch, for instance 341e9."
-        yield _mistake("--data-tokens", request.data_tokens, "is not above 0", remedy)
+        yield _mistake("--data-tokens", request.data_tokens, "is less than one token", remedy)
     if request.price_per_accelerator_hour is not None and request.price_per_accelerator_hour < 0:
         yield _mistake(
             "--price", request.price_per_accelerator_hour, "is negative", "Give a price, or leave it out."

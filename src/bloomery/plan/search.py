@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from math import isqrt
 from typing import Any
 
 from bloomery.config.parallel import RECOMPUTATIONS
@@ -28,7 +29,7 @@ from bloomery.plan.parameters import (
     teraflops,
     token_cost,
 )
-from bloomery.plan.request import Request, refuse_impossible
+from bloomery.plan.request import MOST_ACCELERATORS, Request, refuse_impossible
 from bloomery.plan.schedule import phases
 from bloomery.plan.step_time import StepTime, stages_for, step_time
 from bloomery.plan.timeline import workload_at_phase
@@ -160,7 +161,8 @@ def _accelerators(request: Request) -> int:
     alone = replace(parallel, tensor=1, pipeline=1, data="auto", sequence=False)
     loaded = replace(request.loaded, recipe=replace(recipe, parallel=alone))
     # The search chooses degrees and batches, so only the count is refused here.
-    refuse_impossible(replace(request, loaded=loaded, accelerators=None if count >= 1 else count))
+    possible = 1 <= count <= MOST_ACCELERATORS
+    refuse_impossible(replace(request, loaded=loaded, accelerators=None if possible else count))
     return count
 
 
@@ -348,4 +350,5 @@ def _nearest(setting: _Setting, candidate: Candidate) -> str:
 
 
 def _divisors(number: int) -> list[int]:
-    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
+    small = [candidate for candidate in range(1, isqrt(number) + 1) if number % candidate == 0]
+    return sorted({*small, *(number // candidate for candidate in small)})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -18,7 +19,7 @@ from bloomery.config.convert import settings_of
 from bloomery.data.order import sample_indices
 from bloomery.data.position import EVERYTHING
 from bloomery.errors import CheckpointError, DataError
-from bloomery.events.journal import Journal, read_tail
+from bloomery.events.journal import Journal, is_step, read_tail
 from bloomery.events.records import StepReport, as_float
 from bloomery.guard.receipt import (
     Promise,
@@ -207,11 +208,11 @@ class Receipts:
         for event in read_tail(self._journal.path):
             if event["event"] == "checkpoint" and event.get("path") == restored.directory.name:
                 promised = event.get(PROMISE)
-            elif event["event"] == "step" and (event["step"], event["incarnation"]) == (
-                step + 1,
-                restored.incarnation,
+            elif is_step(event, {"step", "incarnation", "loss"}) and (
+                (event["step"], event["incarnation"]) == (step + 1, restored.incarnation)
             ):
-                loss = as_float(event["loss"])
+                with suppress(ValueError):  # what a damaged line holds is compared with nothing
+                    loss = as_float(event["loss"])
         return promised, loss
 
 

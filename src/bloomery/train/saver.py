@@ -137,7 +137,8 @@ class RunSaver:
     def rewind(self, state: TrainState, wanted: Rewind) -> TrainState:
         """Return the state of a checkpoint that is early enough, without the samples that are to be skipped.
 
-        Where there is no such checkpoint, it is the state of a run that stops here.
+        Where there is no such checkpoint, it is the state of a run that stops here, or that goes on as if
+        nothing had been asked, as the rewind says.
         """
         reason = wanted.reason
         to_step = self._reachable_step(wanted)
@@ -145,6 +146,9 @@ class RunSaver:
             latest = wanted.to_step if wanted.latest_step is None else wanted.latest_step
             why = f"{reason}; no checkpoint at or before step {latest} is there to go back to"
             self._record("rewind_impossible", state.step, to_step=wanted.to_step, reason=why)
+            if wanted.may_go_on:
+                log.warning("%s: the run goes on", why)
+                return state
             return state.halting(why, failed=True)
         self.journal_ended_saves()
         histories, skips = self._settings.guards.state_values(), (*state.position.skips, wanted.skip)

@@ -237,6 +237,10 @@ class RunSettings:
         if not (facts.skip_requested or facts.settings_requested):
             return state
         for first, end in facts.skip_requested:
+            if why := self._why_not_skipped(state, range(first, end)):
+                log.warning("control/skip was refused: %s", why)
+                self._record("setting_refused", state, key="control/skip", value=f"{first}:{end}", why=why)
+                continue
             state = skip(state, range(first, end))
             skips: list[Json] = [[samples.start, samples.stop] for samples in state.position.skips]
             self._record("skip", state, first=first, end=end, skips=skips)
@@ -257,7 +261,10 @@ class RunSettings:
                 self._record("setting_refused", state, key=key, value=value, why=str(refused))
             else:
                 self._record("setting", state, key=key, value=value)
-                self._say(f"control/set: {key} = {value} from step {state.step + 1} on")
+                self._say(
+                    f"control/set: {key} = {value} from step {state.step + 1} on, until this process ends; "
+                    f"give the next start {key}={value} to keep it"
+                )
         return replace(state, goal=self.goal)
 
     def spread_budgets(self, state: TrainState, *, recipe: Recipe | None = None) -> None:
@@ -287,6 +294,20 @@ class RunSettings:
         if self._held_out is not None:
             self._held_out.section = recipe.evaluate
         self.recipe = recipe
+
+    def _why_not_skipped(self, state: TrainState, samples: range) -> str:
+        """Return why a request to skip is refused; '' if it is followed.
+
+        Budgets would be spread over what is skipped, and quotas counted through it, which may take hours.
+        """
+        ahead = samples.stop - max(samples.start, state.position.cursor)
+        run, epoch = self._total_samples, sum(self._data_stream.stream.windows)
+        if ahead <= max(run, epoch):
+            return ""
+        return (
+            f"{samples.start}:{samples.stop} leaves out {ahead:,} samples, and the run takes {run:,} of the "
+            f"{epoch:,} of its datasets"
+        )
 
     @property
     def _total_samples(self) -> int:

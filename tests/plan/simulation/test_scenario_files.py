@@ -117,6 +117,27 @@ def test_every_mistake_of_a_file_is_told_with_its_place(tmp_path: Path) -> None:
     assert found[0][4] == "There are run, cluster, checkpoint, elastic, failures." and found[3][4] == brackets
 
 
+@pytest.mark.parametrize(
+    ("changed", "overrides", "key", "problem"),
+    [
+        ("cluster = 5", ["cluster.gpus=8"], "cluster", "must be a table"),
+        ("failures = 5", [], "failures", "must be an array of tables"),
+        ("failures = 5", ["failures.a.count=1"], "failures.a.count", "there is no such kind of failure"),
+        ("[failures]\nname = 'a'", [], "failures", "must be an array of tables"),
+        ("failures = ['a']", ["failures.a.count=1"], "failures.a.count", "there is no such kind of failure"),
+    ],
+)
+def test_what_has_to_be_a_table_and_is_none_is_refused_with_overrides_too(
+    changed: str, overrides: list[str], key: str, problem: str, tmp_path: Path
+) -> None:
+    cluster = "" if "cluster" in changed else "[cluster]\ngpus = 8\n"
+    rest = f"[run]\nname = 'x'\n[checkpoint]\nevery_minutes = 5\n{cluster}"
+    text = f"{rest}{changed}" if changed.startswith("[") else f"{changed}\n{rest}"
+    (tmp_path / "mine.toml").write_text(text, encoding="utf-8")
+    (found,) = refusals(lambda: load_scenario(str(tmp_path / "mine.toml"), overrides))
+    assert (found[0], found[3]) == (key, problem)
+
+
 CLUSTER = {"run": {"name": "any"}, "cluster": {"gpus": 16}, "checkpoint": {"every_minutes": 30.0}}
 
 

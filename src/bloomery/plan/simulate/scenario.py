@@ -181,6 +181,11 @@ def load_scenario(path_or_name: str, overrides: Sequence[str] = ()) -> Scenario:
         raise _refused(
             [_wrong("syntax", None, str(broken), "Mend the file: it is not TOML.")], path
         ) from None
+    except OSError as unread:
+        problem = f"cannot be read: {unread.strerror}"
+        raise _refused(
+            [_wrong("scenario", str(path), problem, "Check who may read it.")], "command line"
+        ) from None
     wrongs = [wrong for text in overrides for wrong in _override(raw, text)]
     if wrongs:
         raise _refused(wrongs, path)
@@ -202,7 +207,11 @@ def scenario_of(raw: Mapping[str, Any], *, label: Path | str) -> Scenario:
             except BadValues as unusable:
                 wrongs += unusable.wrongs
     failures = []
-    for index, table in enumerate(raw.get(FAILURES, ())):
+    kinds = raw.get(FAILURES, [])
+    if not isinstance(kinds, list):
+        remedy = "Write [[failures]] on a line of its own, once for each kind."
+        wrongs.append(_wrong(FAILURES, None, "must be an array of tables", remedy))
+    for index, table in enumerate(kinds if isinstance(kinds, list) else ()):
         key = f"{FAILURES}[{index}]"
         try:
             failures.append(FailureSection(**convert_table(FailureSection, _table(table, key), key)))
@@ -221,7 +230,8 @@ def _across(raw: Mapping[str, Any]) -> list[BadValue]:
         return [_wrong("cluster", None, "give either [cluster] or [elastic]", remedy)]
     if "cluster" in raw and "checkpoint" not in raw:
         return [_wrong("checkpoint", None, "is missing", "Add [checkpoint] with every_minutes = 30.")]
-    gpus, per_node = (raw.get("cluster", {}).get(key, 8) for key in ("gpus", "gpus_per_node"))
+    cluster = raw["cluster"] if isinstance(raw.get("cluster"), dict) else {}
+    gpus, per_node = (cluster.get(key, 8) for key in ("gpus", "gpus_per_node"))
     if isinstance(gpus, int) and isinstance(per_node, int) and min(gpus, per_node) > 0 and gpus % per_node:
         below = gpus // per_node * per_node
         remedy = f"Take {below or per_node} or {below + per_node}, or set cluster.gpus_per_node."
@@ -241,14 +251,18 @@ def _override(raw: dict[str, Any], text: str) -> list[BadValue]:
     except tomllib.TOMLDecodeError:
         value = value_text.strip()
     if section != FAILURES:
-        raw.setdefault(section, {})[name] = value
+        table = raw.setdefault(section, {})
+        if isinstance(table, dict):  # what is none is refused with the other sections
+            table[name] = value
         return []
     kind, _, field = name.rpartition(".")
-    for table in raw.get(FAILURES, ()):
+    known = raw.get(FAILURES)
+    tables = [table for table in known if isinstance(table, dict)] if isinstance(known, list) else []
+    for table in tables:
         if table.get("name") == kind:
             table[field] = value
             return []
-    kinds = ", ".join(f"'{table.get('name')}'" for table in raw.get(FAILURES, ())) or "none"
+    kinds = ", ".join(f"'{table.get('name')}'" for table in tables) or "none"
     return [_wrong(key, value, "there is no such kind of failure", f"The scenario has {kinds}.")]
 
 
@@ -283,7 +297,8 @@ def _refused(wrongs: Sequence[BadValue], label: Path | str) -> ConfigError:
                 key=wrong.key, value=wrong.value, source=source, problem=wrong.problem, remedy=wrong.remedy
             )
             for wrong in wrongs
-        ]
+        ],
+        of="the scenario",
     )
 
 
