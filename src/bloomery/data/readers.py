@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -227,20 +228,23 @@ def _separated_text(file: SourceFile, reading: Reading, bad: BadDocuments) -> It
 
 def _lines(file: SourceFile, reading: Reading, bad: BadDocuments) -> Iterator[Document]:
     with file.path.open("rb", buffering=CHUNK_BYTES) as stream:
-        before = 0
         if file.start:
-            if bad.fail:  # the first bad line ends the work, and its message counts lines as people do
-                before = count_lines(stream, file.start)
+            bad.lines_before[str(file.path)] = partial(_lines_to, file.path, file.start)
             stream.seek(file.start - 1)
             skip_line(stream)  # the rest of a line that began before this part
         lines = lines_until(stream, file.stop, longest_bytes=reading.longest_line_bytes)
-        yield from _parsed(lines, file, reading, bad, before=before)
+        yield from _parsed(lines, file, reading, bad)
+
+
+def _lines_to(path: Path, stop: int) -> int:
+    with path.open("rb") as stream:
+        return count_lines(stream, stop)
 
 
 def _packed_lines(file: SourceFile, reading: Reading, bad: BadDocuments) -> Iterator[Document]:
     with _stream_of(file, lines_read=lambda: bad.lines.get(str(file.path), 0)) as stream:
         lines = lines_until(stream, None, longest_bytes=reading.longest_line_bytes)
-        yield from _parsed(lines, file, reading, bad, before=0)
+        yield from _parsed(lines, file, reading, bad)
 
 
 @contextmanager
@@ -265,7 +269,7 @@ def _stream_of(file: SourceFile, *, lines_read: Callable[[], int] | None = None)
 
 
 def _parsed(
-    lines: Iterator[bytes | BadText], file: SourceFile, reading: Reading, bad: BadDocuments, *, before: int
+    lines: Iterator[bytes | BadText], file: SourceFile, reading: Reading, bad: BadDocuments
 ) -> Iterator[Document]:
     number, path = 0, str(file.path)
     try:
@@ -278,9 +282,9 @@ def _parsed(
                 fields = reading.text_field, reading.prompt_field
                 text = json_text(content, text_field=fields[0], prompt_field=fields[1])
             if isinstance(text, BadText):
-                bad.add(text.at(path, before + number))
+                bad.add(text.at(path, number))
             else:
-                yield _document(text, f"{path}:{before + number}")
+                yield _document(text, f"{path}:{number}")
     finally:
         bad.lines[path] = number
 
