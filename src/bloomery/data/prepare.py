@@ -295,7 +295,7 @@ def _build(
             shutil.rmtree(building, ignore_errors=True)
             building.mkdir()
         write_whole(building / _WANTED, json.dumps(wanted).encode())
-    manifest = _read(building / _MANIFEST)
+    manifest = _built(data, building, directory)
     if manifest is None:
         manifest = build_in(building, data, files, wanted, progress=progress)
         write_whole(building / _MANIFEST, json.dumps(manifest, indent=1).encode())
@@ -307,6 +307,26 @@ def _build(
                 durable.replace(building / name, directory / name)
     write_whole(directory / _MANIFEST, json.dumps(manifest, indent=1).encode())
     shutil.rmtree(building, ignore_errors=True)
+
+
+def _built(data: DataSection, building: Path, directory: Path) -> dict[str, Any] | None:
+    """Return the manifest of what an interrupted start made, if its files are whole in either directory."""
+    manifest = _read(building / _MANIFEST)
+    try:
+        if manifest is None or (data.bad_documents == "fail" and manifest["bad_documents"]):
+            return None
+        places = [(building / name, directory / name, size) for name, size in manifest["files"].items()]
+    except (KeyError, AttributeError):
+        return None
+    is_whole = all(size in (_size(made), _size(moved)) for made, moved, size in places)
+    return manifest if is_whole else None
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return -1
 
 
 def _read(path: Path) -> dict[str, Any] | None:
