@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -286,3 +288,19 @@ def test_a_large_index_is_brought_in_pieces(
     size = idx_path(there).stat().st_size
     pieces = [(start, length) for path, start, length in asked if path == "corpus.idx"]
     assert pieces == [(at, min(1000, size - at)) for at in range(0, size, 1000)] and len(pieces) > 2
+
+
+def test_a_pair_that_nobody_reads_any_more_holds_no_file_open(there: Path, cache: CacheLocation) -> None:
+    def open_files() -> set[str]:
+        gc.collect()
+        held = set[str]()
+        for link in Path("/proc/self/fd").iterdir():
+            with suppress(FileNotFoundError):  # that by which they are listed
+                held.add(str(link.readlink()))
+        return {name for name in held if name.startswith(str(cache.directory))}
+
+    prefix = mounted(there, cache)
+    dataset = IndexedDataset(prefix)
+    assert dataset.window(0, 3).size == 3 and open_files()
+    del dataset
+    assert open_files() == set()

@@ -18,7 +18,7 @@ from bloomery.data.pairs import refuse_damaged
 from bloomery.data.prepare_build import FORMAT, HELD_OUT, TRAIN, build_in
 from bloomery.data.sources import FoundFiles, SourceHashes, find_files
 from bloomery.data.storage import as_storage_error, locked_directory, write_whole
-from bloomery.data.streaming import CacheLocation, block_cache_of, is_elsewhere, mount
+from bloomery.data.streaming import CacheLocation, is_elsewhere, is_mirror, mount
 from bloomery.data.tokenizer import find_tokenizer, load_tokenizer
 from bloomery.data.tokenizer_files import JSON_FILE
 from bloomery.errors import DataError
@@ -130,7 +130,7 @@ def _refuse_other_text(directory: Path, wanted: dict[str, Any]) -> None:
 def _refuse_damaged_pairs(prepared: Prepared) -> None:
     """Compare local pairs with their seals; remote ones are checked block by block as they are fetched."""
     prefixes = [dataset.prefix for dataset in (*prepared.train, *prepared.held_out)]
-    refuse_damaged(prefix for prefix in prefixes if block_cache_of(prefix) is None)
+    refuse_damaged(prefix for prefix in prefixes if not is_mirror(prefix))
 
 
 def _tokenised_before(data: DataSection, directory: Path) -> Prepared:

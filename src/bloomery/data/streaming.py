@@ -65,9 +65,14 @@ def mount(addresses: Sequence[str], cache: CacheLocation) -> dict[str, Path]:
     return prefixes
 
 
+def is_mirror(prefix: Path) -> bool:
+    """Whether a prefix is that of a mounted pair, whose tokens lie elsewhere."""
+    return _marker_path(prefix).exists()
+
+
 def block_cache_of(prefix: Path) -> BlockCache | None:
     """Return the block cache behind the `.bin` of a mounted prefix; None for a local pair."""
-    if not _marker_path(prefix).exists():
+    if not is_mirror(prefix):
         return None
     marker = _marker(prefix)
     facts, address = marker["files"][".bin"], marker["address"] + ".bin"
