@@ -201,6 +201,17 @@ def test_an_index_or_a_seal_that_is_damaged_there_is_refused_and_not_mounted(
     assert refused.value.remedy and not list(cache.directory.rglob("*.mirror.json"))
 
 
+@pytest.mark.parametrize("path", [bin_path, idx_path])
+def test_a_pair_that_is_shorter_there_than_it_was_sealed_is_refused_at_once(
+    there: Path, cache: CacheLocation, path: Callable[[Path], Path]
+) -> None:
+    size = path(there).stat().st_size
+    os.truncate(path(there), 700)
+    said = rf"{path(there).name} has 700 bytes; {size:,} were sealed(?s:.*)bring the old back"
+    with pytest.raises(DataError, match=said):
+        mounted(there, cache)
+
+
 def test_a_pair_without_a_seal_is_refused_with_what_would_seal_it(there: Path, cache: CacheLocation) -> None:
     seal_path(there).unlink()
     with pytest.raises(DataError) as refused:

@@ -116,6 +116,10 @@ def _bring_index(prefix: Path, address: str) -> None:
     """Bring the seal, the tokens' block sums and the whole index of a pair, checked, and an empty `.bin`."""
     remote, name = Remote(_parent(address)), _name(address)
     seal = _seal(remote, name, address)
+    for ending, file in seal.files.items():
+        size = remote.size(f"{name}{ending}")
+        if size != file.bytes:
+            raise _other_than_sealed(f"{address}{ending} has {size:,} bytes; {file.bytes:,} were sealed.")
     index = seal.files[".idx"]
     content = _read_all(remote, f"{name}.idx", start=0, size=index.bytes)
     sums = [
@@ -123,10 +127,7 @@ def _bring_index(prefix: Path, address: str) -> None:
         for start in range(0, len(content), seal.block_bytes)
     ]
     if sums != index.block_sums.tolist():
-        raise DataError(
-            f"{address}.idx is not what its seal says.",
-            remedy="It was written anew or is damaged there: seal what is there now, or bring the old back.",
-        )
+        raise _other_than_sealed(f"{address}.idx is not what its seal says.")
     tokens = seal.files[".bin"]
     with as_storage_error(prefix):
         for leftover in prefix.parent.iterdir():
@@ -147,6 +148,13 @@ def _bring_index(prefix: Path, address: str) -> None:
         "host": os.uname().nodename,
     }
     write_whole(_marker_path(prefix), json.dumps(marker).encode())
+
+
+def _other_than_sealed(message: str) -> DataError:
+    return DataError(
+        message,
+        remedy="It was written anew or is damaged there: seal what is there now, or bring the old back.",
+    )
 
 
 def _seal(remote: Remote, name: str, address: str) -> Seal:
