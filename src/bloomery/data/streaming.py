@@ -116,10 +116,10 @@ def _bring_index(prefix: Path, address: str) -> None:
     """Bring the seal, the tokens' block sums and the whole index of a pair, checked, and an empty `.bin`."""
     remote, name = Remote(_parent(address)), _name(address)
     seal = _seal(remote, name, address)
-    for ending, file in seal.files.items():
+    for ending, sealed in seal.files.items():
         size = remote.size(f"{name}{ending}")
-        if size != file.bytes:
-            raise _other_than_sealed(f"{address}{ending} has {size:,} bytes; {file.bytes:,} were sealed.")
+        if size != sealed.bytes:
+            raise _other_than_sealed(f"{address}{ending} has {size:,} bytes; {sealed.bytes:,} were sealed.")
     index = seal.files[".idx"]
     content = _read_all(remote, f"{name}.idx", start=0, size=index.bytes)
     sums = [
