@@ -18,6 +18,7 @@ import numpy as np
 import xxhash
 
 from bloomery.config.data import DataSection, DatasetSection
+from bloomery.config.home import from_home
 from bloomery.errors import DataError
 
 _VALID_KEYS = ("valid", "validation")
@@ -174,7 +175,7 @@ def held_out_weights(section: DataSection) -> dict[str, Fraction] | None:
     """
     if not section.weights_file:
         return None
-    path = Path(section.weights_file).expanduser()
+    path = from_home(section.weights_file)
     content = _content_of(path)
     splits = [
         content[key]
@@ -228,7 +229,7 @@ def _weights(section: DataSection) -> dict[str, Fraction]:
     """Return the weight of each dataset, from the weights file if there is one."""
     if not section.weights_file:
         return {dataset.name: Fraction(dataset.resolved_weight) for dataset in section.datasets}
-    path = Path(section.weights_file).expanduser()
+    path = from_home(section.weights_file)
     weights = read_weights(path)
     wanted = {dataset.name for dataset in section.datasets if not (dataset.tokens or dataset.epochs)}
     known = {dataset.name for dataset in section.datasets}

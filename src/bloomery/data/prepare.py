@@ -12,6 +12,7 @@ import xxhash
 
 from bloomery import durable
 from bloomery.config.data import LONGEST_LINE_MIB, DataSection, DatasetSection
+from bloomery.config.home import from_home
 from bloomery.data.fetch import refuse_incomplete
 from bloomery.data.indexed import IndexedDataset
 from bloomery.data.pairs import refuse_damaged
@@ -172,10 +173,10 @@ def dataset_prefixes(data: DataSection, directory: Path) -> dict[str, Path]:
     """
     paths = [dataset.path for dataset in (*data.datasets, *data.held_out_datasets)]
     elsewhere = [path for path in dict.fromkeys(paths) if is_elsewhere(path)]
-    prefixes = {path: Path(path).expanduser() for path in paths if not is_elsewhere(path)}
+    prefixes = {path: from_home(path) for path in paths if not is_elsewhere(path)}
     refuse_incomplete(prefixes.values())
     if elsewhere:
-        place = Path(data.cache).expanduser() if data.cache else directory / "cache"
+        place = from_home(data.cache) if data.cache else directory / "cache"
         prefixes |= mount(elsewhere, CacheLocation(directory=place, limit_bytes=int(data.cache_gb * 1e9)))
     return prefixes
 
