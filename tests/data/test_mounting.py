@@ -212,6 +212,14 @@ def test_a_pair_that_is_shorter_there_than_it_was_sealed_is_refused_at_once(
         mounted(there, cache)
 
 
+def test_sums_that_are_shorter_there_than_the_seal_says_are_refused_at_once(
+    there: Path, cache: CacheLocation
+) -> None:
+    os.truncate(sums_path(there), 100)
+    with pytest.raises(DataError, match=r"corpus.seal.sums ends at byte [0-9]+"):
+        mounted(there, cache)
+
+
 def test_a_pair_without_a_seal_is_refused_with_what_would_seal_it(there: Path, cache: CacheLocation) -> None:
     seal_path(there).unlink()
     with pytest.raises(DataError) as refused:

@@ -193,7 +193,10 @@ def _read_all(remote: Remote, path: str, *, start: int, size: int) -> bytes:
     content = bytearray()
     while len(content) < size:
         length = min(_FETCH_BYTES, size - len(content))
-        content += remote.read(path, start=start + len(content), length=length)
+        piece = remote.read(path, start=start + len(content), length=length)
+        if not piece:
+            raise _other_than_sealed(f"{remote.url}/{path} ends at byte {start + len(content):,}.")
+        content += piece
     return bytes(content)
 
 
