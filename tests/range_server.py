@@ -54,6 +54,9 @@ def serving(directory: Path) -> Iterator[Served]:
                 return
             content = path.read_bytes()
             wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+            if wanted and int(wanted[1]) >= len(content):
+                self.send_error(416)
+                return
             part = content[int(wanted[1]) : int(wanted[2] or len(content)) + 1] if wanted else content
             self.send_response(206 if wanted else 200)
             if wanted:

@@ -11,7 +11,7 @@ from obstore import exceptions
 
 from bloomery.errors import StorageError
 from bloomery.objects import AccessDenied, Objects, StoreUnreachable, storage_failure, uploads
-from bloomery.objects.refusals import PermanentStoreError, as_os_error, short_text
+from bloomery.objects.refusals import BeyondEnd, PermanentStoreError, as_os_error, short_text
 from bloomery.objects.uploads import part_size, send_pieces
 
 
@@ -29,6 +29,10 @@ from bloomery.objects.uploads import part_size, send_pieces
         (exceptions.GenericError("AccessDenied"), AccessDenied, errno.EACCES),
         (exceptions.GenericError("AccessDenied: 503 slow down"), StoreUnreachable, errno.EIO),
         (exceptions.GenericError("500 Internal"), StoreUnreachable, errno.EIO),
+        (exceptions.GenericError("status code: 416 Range Not Satisfiable:"), BeyondEnd, errno.EINVAL),
+        (exceptions.GenericError("<Code>InvalidRange</Code>"), BeyondEnd, errno.EINVAL),
+        (exceptions.GenericError("Requested range was invalid"), BeyondEnd, errno.EINVAL),
+        (exceptions.GenericError("in 416.5ms: 500 Internal"), StoreUnreachable, errno.EIO),
         (OSError(errno.ENOSPC, "No space left on device"), PermanentStoreError, errno.ENOSPC),
         (OSError(errno.EIO, "input/output error"), StoreUnreachable, errno.EIO),
     ],

@@ -95,6 +95,20 @@ def test_ranges_are_what_was_asked_for(server: Served) -> None:
     assert store.stat("one").bytes == len(CONTENT)
 
 
+@pytest.mark.parametrize("kind", ["file", "http"])
+def test_what_begins_at_the_end_of_an_object_is_empty_and_nobody_is_asked_twice(
+    server: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(objects.time, "sleep", lambda seconds: pytest.fail("it was asked again"))
+    store = Objects(server.url if kind == "http" else tmp_path.as_uri())
+    size = len(CONTENT)
+    assert store.content("one", begin=size - 3, end=size + 9) == CONTENT[-3:]
+    for begin, end in ((size, size + 9), (size + 1, None), (size, None)):
+        assert store.content("one", begin=begin, end=end) == b""
+    with pytest.raises(FileNotFoundError):
+        store.content("two", begin=size, end=size + 9)
+
+
 def test_what_is_not_there_is_told_from_what_is_not_reached(server: Served, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         Objects(server.url).stat("other")

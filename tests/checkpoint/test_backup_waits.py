@@ -10,8 +10,15 @@ from typing import Any
 import pytest
 from tests.checkpoint.test_backup_steps import NAMES, backup_of, run, save, section  # noqa: F401
 
-from bloomery.checkpoint.format.catalogue import CommittedCheckpoint, checkpoints, remote_copies
-from bloomery.checkpoint.format.suspects import mark_suspects
+from bloomery.checkpoint.format import catalogue
+from bloomery.checkpoint.format.catalogue import (
+    CommittedCheckpoint,
+    checkpoints,
+    has_remote_copies,
+    record_copy,
+    remote_copies,
+)
+from bloomery.checkpoint.format.suspects import mark_suspects, marks_to_send
 from bloomery.checkpoint.remote import backup as backup_module
 from bloomery.checkpoint.remote.backup import Backup, backup_url
 from bloomery.checkpoint.remote.backup_duty import Duty, write_duty
@@ -311,3 +318,30 @@ def test_the_newest_go_first_and_none_is_sent_after_the_run_has_ended(
     backup._copy_all()
     assert sent == [NAMES[2], NAMES[1]] and backup._sending == ""
     assert told == [(run, backup._stop, backup._others, "")] * 2
+
+
+def test_what_is_due_is_told_without_reading_the_records_of_checkpoints_that_are_gone(
+    run: RunDirectory,  # noqa: F811
+    section: BackupSection,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for step in range(100, 1000, 100):
+        record_copy(run, f"step-{step:06d}.i001", url=f"{section.url}/gone", what="all", bytes=1)
+    backup, read = backup_of(run, section), list[str]()
+    kept = {f"{item.name}.json" for item in checkpoints(run)}
+    monkeypatch.setattr(catalogue, "_read", lambda path: read.append(path.name) or ())
+    assert [item.name for item in backup.due()] == NAMES[:2]
+    assert marks_to_send(run, backup.url) == {}
+    assert set(read) <= kept
+
+
+def test_a_run_that_was_ever_copied_is_known_by_one_record_of_thousands(
+    run: RunDirectory,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert not has_remote_copies(run)
+    for step in range(100, 1000, 100):
+        record_copy(run, f"step-{step:06d}.i001", url="file:///gone", what="all", bytes=1)
+    read, read_all = list[Path](), catalogue._read
+    monkeypatch.setattr(catalogue, "_read", lambda path: read.append(path) or read_all(path))
+    assert has_remote_copies(run) and len(read) == 1

@@ -70,6 +70,21 @@ def test_a_damaged_zip_file_stops_the_work(archive: Path) -> None:
             read(archive)
 
 
+@pytest.mark.parametrize("packing", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_a_zip_file_with_a_damaged_member_is_refused_however_it_is_packed(
+    tmp_path: Path, packing: int
+) -> None:
+    path = tmp_path / "texts.zip"
+    with zipfile.ZipFile(path, "w", packing) as made:
+        made.writestr("a.txt", "".join(map(str, range(3000))))
+        place = made.getinfo("a.txt").header_offset
+    content = bytearray(path.read_bytes())
+    content[place + 100 : place + 140] = bytes(40)
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"texts.zip"):
+        read(path)
+
+
 def written(path: Path) -> Path:
     with path.open("wb") as file:
         writer = WARCWriter(file, gzip=path.name.endswith(".gz"))
@@ -273,3 +288,12 @@ def test_what_helps_against_half_a_warc_file_is_told_with_it(tmp_path: Path, nam
     with pytest.raises(DataError, match=r"crawl\.warc") as refused:
         read(path)
     assert "take it out of data.sources" in refused.value.remedy
+
+
+def test_a_response_that_names_no_page_is_damage(tmp_path: Path) -> None:
+    path = written(tmp_path / "crawl.warc")
+    path.write_bytes(path.read_bytes().replace(b"WARC-Target-URI: http://example.org/\r\n", b"", 1))
+    with pytest.raises(
+        DataError, match=r"crawl.warc is no whole WARC file after record 4: .*WARC-Target-URI"
+    ):
+        read(path)

@@ -24,7 +24,7 @@ from bloomery.data import fetch as fetching
 from bloomery.data import remote_files
 from bloomery.data.fetch import refuse_incomplete
 from bloomery.data.prepare import prepare
-from bloomery.data.remote_files import Remote
+from bloomery.data.remote_files import Remote, RemoteFile
 from bloomery.errors import DataError
 
 NAMES = [f"part-{number}.jsonl" for number in range(6)] + ["deep/one.bin", "deep/one.idx", "empty.txt"]
@@ -141,7 +141,7 @@ from bloomery.cli.data import run
 from bloomery.data import fetch
 from bloomery.data.fetch import refuse_incomplete
 from bloomery.data.prepare import prepare
-from bloomery.data.remote_files import Remote
+from bloomery.data.remote_files import Remote, RemoteFile
 fetch._CHUNK_BYTES = 700
 read, count = Remote.read, [0]
 def counted(self, path, *, start, length):
@@ -401,3 +401,20 @@ def test_a_directory_is_whole_where_each_recorded_file_is_there_with_its_size(
             refuse_incomplete([to / "set" / "deep" / "one.bin"])
         given = fetch(capsys, str(corpus), to)
         assert given["fetched_files"] == 1 and contents(to / "set") == contents(corpus)
+
+
+def test_a_file_that_became_shorter_since_it_was_listed_is_told_as_that(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed, size = Remote.files, (corpus / NAMES[0]).stat().st_size
+
+    def shortened(remote: Remote) -> list[RemoteFile]:
+        found = listed(remote)
+        os.truncate(corpus / NAMES[0], 0)
+        return found
+
+    monkeypatch.setattr(Remote, "files", shortened)
+    monkeypatch.setattr(objects.time, "sleep", lambda seconds: pytest.fail("it was asked again"))
+    said = rf"{NAMES[0]} ended at byte 0 of {size:,}(?s:.*)changed while it was fetched"
+    with pytest.raises(DataError, match=said):
+        run(["fetch", f"set={corpus}", "--to", str(tmp_path / "here")])

@@ -288,9 +288,17 @@ def test_torn_and_strange_lines_of_a_record_are_left_out_and_the_last_of_a_file_
     tmp_path: Path,
 ) -> None:
     lines = ['{"name": "a", "bytes": 1}', "[]", "5", '{"bytes": 3}', '{"name": "a", "bytes": 2}', '{"na']
-    (tmp_path / "fetched-files.jsonl").write_text("\n".join(lines))
-    assert recorded(tmp_path) == {"a": {"name": "a", "bytes": 2}}
+    lines += ['{"name": "b"}', '{"name": "c", "bytes": Infinity}']
+    (tmp_path / "fetched-files.jsonl").write_bytes("\n".join(lines).encode() + b"\n\xff\xfe")
+    assert recorded(tmp_path) == {"a": {"name": "a", "bytes": 2, "version": "", "sha256": ""}}
     assert recorded(tmp_path / "none") == {}
+
+
+def test_a_damaged_name_in_a_record_is_a_file_that_is_not_here(tmp_path: Path) -> None:
+    (tmp_path / "fetched.json").write_text('{"format": 1, "files_wanted": 1}')
+    (tmp_path / "fetched-files.jsonl").write_text('{"name": "a\\u0000b", "bytes": 1}\n')
+    with pytest.raises(DataError, match=r"its fetch did not end; a.b is gone"):
+        refuse_incomplete([tmp_path / "file"])
 
 
 def test_files_that_lie_in_a_fetch_that_did_not_end_are_refused_as_deep_as_they_lie(tmp_path: Path) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -199,6 +201,25 @@ def test_an_index_or_a_seal_that_is_damaged_there_is_refused_and_not_mounted(
     assert refused.value.remedy and not list(cache.directory.rglob("*.mirror.json"))
 
 
+@pytest.mark.parametrize("path", [bin_path, idx_path])
+def test_a_pair_that_is_shorter_there_than_it_was_sealed_is_refused_at_once(
+    there: Path, cache: CacheLocation, path: Callable[[Path], Path]
+) -> None:
+    size = path(there).stat().st_size
+    os.truncate(path(there), 700)
+    said = rf"{path(there).name} has 700 bytes; {size:,} were sealed(?s:.*)bring the old back"
+    with pytest.raises(DataError, match=said):
+        mounted(there, cache)
+
+
+def test_sums_that_are_shorter_there_than_the_seal_says_are_refused_at_once(
+    there: Path, cache: CacheLocation
+) -> None:
+    os.truncate(sums_path(there), 100)
+    with pytest.raises(DataError, match=r"corpus.seal.sums ends at byte [0-9]+"):
+        mounted(there, cache)
+
+
 def test_a_pair_without_a_seal_is_refused_with_what_would_seal_it(there: Path, cache: CacheLocation) -> None:
     seal_path(there).unlink()
     with pytest.raises(DataError) as refused:
@@ -286,3 +307,19 @@ def test_a_large_index_is_brought_in_pieces(
     size = idx_path(there).stat().st_size
     pieces = [(start, length) for path, start, length in asked if path == "corpus.idx"]
     assert pieces == [(at, min(1000, size - at)) for at in range(0, size, 1000)] and len(pieces) > 2
+
+
+def test_a_pair_that_nobody_reads_any_more_holds_no_file_open(there: Path, cache: CacheLocation) -> None:
+    def open_files() -> set[str]:
+        gc.collect()
+        held = set[str]()
+        for link in Path("/proc/self/fd").iterdir():
+            with suppress(FileNotFoundError):  # that by which they are listed
+                held.add(str(link.readlink()))
+        return {name for name in held if name.startswith(str(cache.directory))}
+
+    prefix = mounted(there, cache)
+    dataset = IndexedDataset(prefix)
+    assert dataset.window(0, 3).size == 3 and open_files()
+    del dataset
+    assert open_files() == set()

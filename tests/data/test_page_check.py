@@ -13,6 +13,7 @@ import xxhash
 from bloomery.data import native_kernels
 from bloomery.data.indexed import IndexedDataset, IndexedWriter
 from bloomery.data.megatron_order import MegatronOrder
+from bloomery.data.ngrams import document_of
 from bloomery.data.order import Order
 from bloomery.data.pair_files import bin_path, idx_path, seal_path, sums_path
 from bloomery.data.pairs import merge_pairs, refuse_damaged, verify_pair
@@ -25,7 +26,7 @@ from bloomery.data.seal import (
     read_seal,
     verified_pieces,
 )
-from bloomery.data.sealing import seal
+from bloomery.data.sealing import Offsets, PageCheck, seal
 from bloomery.data_loader.reading import Samples
 from bloomery.errors import DataError
 
@@ -267,3 +268,29 @@ def test_merge_refuses_damage_in_a_source_by_name(prefix: Path, tmp_path: Path, 
     with pytest.raises(DataError, match=rf"{path(prefix).name} is not what was written, somewhere in bytes"):
         merge_pairs([prefix], tmp_path / "once")
     assert not [left for left in tmp_path.iterdir() if left.name.startswith("once")]
+
+
+def test_an_index_that_was_found_right_is_not_gone_over_again_for_each_document(
+    prefix: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset, checked = IndexedDataset(prefix), list[int]()
+    whole = idx_path(prefix).stat().st_size
+    check = PageCheck.check
+
+    def counted(self: PageCheck, begins: Offsets, ends: Offsets) -> None:
+        checked.append(int(ends.max()))
+        check(self, begins, ends)
+
+    monkeypatch.setattr(PageCheck, "check", counted)
+    for number in range(dataset.document_count):
+        document_of(dataset, number)
+        document_of(dataset.part(range(number, number + 1)), 0)
+    assert checked.count(whole) == 1
+
+
+def test_a_damaged_index_is_refused_each_time_that_it_is_asked_for(prefix: Path) -> None:
+    damage(idx_path(prefix), idx_path(prefix).stat().st_size - 9)
+    dataset = IndexedDataset(prefix)
+    for number in (0, 1):
+        with pytest.raises(DataError, match="is not what was written"):
+            document_of(dataset, number)

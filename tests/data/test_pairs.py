@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from tests.independent_indexed import independent_pair
 
-from bloomery.data import pairs
+from bloomery.data import pairs, storage
 from bloomery.data.indexed import IndexedWriter
 from bloomery.data.pair_files import bin_path, idx_path, seal_path
 from bloomery.data.pairs import merge_pairs, verify_pair
 from bloomery.data.seal import SealFacts, read_seal, verified_pieces
 from bloomery.data.sealing import seal
-from bloomery.errors import DataError
+from bloomery.errors import DataError, StorageError
 
 DOCUMENTS = [[1, 2, 3], [], [4, 299], [5]]
 
@@ -205,3 +205,21 @@ def test_a_pair_that_loses_whole_blocks_while_it_is_copied_is_refused(tmp_path: 
     path.write_bytes(content[:1024])
     with pytest.raises(DataError, match=r"has 1,024 bytes; .* were written"):
         list(verified_pieces(path, whole))
+
+
+def test_two_merges_into_one_pair_never_write_at_a_time(
+    prefix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "other", [[7, 7], [8]])
+    monkeypatch.setattr(storage, "_LOCK_TIMEOUT_S", 0.0)
+    refused = list[str]()
+
+    def merge_again(*told: object) -> None:
+        with pytest.raises(StorageError) as busy:
+            merge_pairs([tmp_path / "other"], tmp_path / "out")
+        refused.append(busy.value.message)
+
+    merge_pairs([prefix, prefix], tmp_path / "out", progress=merge_again)
+    assert refused and f"which works in {tmp_path / 'out.merging'}" in refused[0]
+    assert verify_pair(tmp_path / "out").findings == () and not (tmp_path / "out.merging").exists()
+    assert merge_pairs([tmp_path / "other"], tmp_path / "out").token_count == 3

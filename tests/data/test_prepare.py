@@ -20,7 +20,7 @@ from bloomery.data.indexed import IndexedDataset
 from bloomery.data.prepare import prepare, prepared_of_run
 from bloomery.data.prepare_build import watched_texts
 from bloomery.data.sources import find_files, is_held_out
-from bloomery.data.tokenizer import load_tokenizer
+from bloomery.data.tokenizer import load_tokenizer, train_tokenizer
 from bloomery.errors import DataError, StorageError
 
 EOD = "<|endoftext|>"
@@ -139,6 +139,27 @@ def test_half_a_result_is_never_taken_for_a_whole_one(data: DataSection, tmp_pat
     (tmp_path / "out" / "building" / "train.bin.partial").write_bytes(b"half")
     assert not prepare(data, tmp_path / "out").reused
     assert contents(tmp_path / "out") == whole
+
+
+@pytest.mark.parametrize("change", ["lost file", "bad documents"])
+def test_what_a_start_made_that_was_killed_at_its_end_is_made_anew_where_it_does_not_do_any_more(
+    data: DataSection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    (tmp_path / "text" / "empty.txt").write_text("")
+    train_tokenizer(["a"], vocabulary=257, end_of_document=EOD).save(tmp_path / "small.json")
+    data = replace(data, tokenizer=str(tmp_path / "small.json"))
+    with monkeypatch.context() as killed:
+        killed.setattr("bloomery.data.prepare.shutil.rmtree", lambda path, **_: None)
+        prepare(data, tmp_path / "out")
+    assert (tmp_path / "out" / "building" / "prepared.json").exists()
+    if change == "bad documents":
+        with pytest.raises(DataError, match=r"empty\.txt: the document is empty"):
+            prepare(replace(data, bad_documents="fail"), tmp_path / "out")
+    else:
+        whole = contents(tmp_path / "out")
+        (tmp_path / "out" / "train.bin").unlink()
+        assert not prepare(data, tmp_path / "out").reused
+        assert contents(tmp_path / "out") == whole
 
 
 KILLED = """

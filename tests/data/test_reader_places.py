@@ -7,13 +7,14 @@ import gzip
 import json
 import zipfile
 from pathlib import Path
+from typing import IO
 
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
 from tests.data.test_readers import as_zstd, write_arrow
 
-from bloomery.data.documents import BadDocuments, Document
+from bloomery.data.documents import BadDocuments, BadText, Document, count_lines
 from bloomery.data.readers import Reading, SourceFile, read_file
 from bloomery.errors import DataError
 
@@ -77,6 +78,27 @@ def test_lines_of_a_part_are_counted_from_its_beginning_unless_the_first_bad_one
     failing = BadDocuments(fail=True)
     with pytest.raises(DataError, match=r"a\.jsonl:3: no field"):
         list(read_file(part, reading=Reading(), bad=failing))
+
+
+def test_the_lines_before_a_part_are_counted_only_where_a_bad_one_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, counted = tmp_path / "a.jsonl", list[int]()
+    path.write_text('{"text": "one"}\n{"text": "two"}\n{"text": "three"}\n{"text": "four"}\n')
+
+    def count(stream: IO[bytes], stop: int) -> int:
+        counted.append(stop)
+        return count_lines(stream, stop)
+
+    monkeypatch.setattr("bloomery.data.readers.count_lines", count)
+    parts = [SourceFile(key="a", path=path, start=start, stop=start + 16) for start in (0, 16, 32)]
+    failing = BadDocuments(fail=True)
+    read = [one for part in parts for one in read_file(part, reading=Reading(), bad=failing)]
+    assert [one.text for one in read] == ["one", "two", "three"] and counted == []
+    late = BadText(kind="with an end of document inside", why="found when it was encoded")
+    with pytest.raises(DataError, match=r"a\.jsonl:3: found"):
+        failing.add(late.at(path, int(read[2].place.rpartition(":")[2])))
+    assert counted == [32]
 
 
 def test_only_at_the_beginning_of_a_file_is_a_byte_order_mark_no_text(tmp_path: Path) -> None:

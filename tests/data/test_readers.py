@@ -6,6 +6,7 @@ import csv
 import gzip
 import io
 import json
+import struct
 import tracemalloc
 from itertools import pairwise
 from pathlib import Path
@@ -387,3 +388,26 @@ def test_an_empty_file_is_bad_as_a_whole_and_one_that_is_not_utf8_at_its_line(tm
     entries = [entry for name in ("a.txt", "b.txt") for entry in of(tmp_path / name)[1].entries]
     assert [(entry.line, entry.kind) for entry in entries] == [(0, "empty"), (3, "not UTF-8")]
     assert entries[0].place == str(tmp_path / "a.txt") and entries[1].place == f"{tmp_path / 'b.txt'}:3"
+
+
+@pytest.mark.parametrize("column", ["plain", "dictionary", "structure"])
+def test_an_arrow_file_whose_texts_would_end_beyond_its_data_is_refused(tmp_path: Path, column: str) -> None:
+    path, texts = tmp_path / "all.arrow", pa.array(["aaaa", "bbbb"])
+    if column == "dictionary":
+        texts = texts.dictionary_encode()
+    elif column == "structure":
+        texts = pa.array([{"text": "aaaa"}, {"text": "bbbb"}])
+    write_arrow(path, pa.table({"text": texts}), rows=2)
+    whole, ends = path.read_bytes(), struct.pack("<3i", 0, 4, 8)
+    assert whole.count(ends) == 1
+    path.write_bytes(whole.replace(ends, struct.pack("<3i", 0, 4, 12)))
+    with pytest.raises(DataError, match=r"all.arrow is damaged after row 0"):
+        of(path, text_field="text.text" if column == "structure" else "text")
+
+
+def test_a_parquet_file_whose_columns_have_names_that_are_no_text_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "all.parquet"
+    parquet.write_table(pa.table({"words": ["a"]}), path, store_schema=False)
+    path.write_bytes(path.read_bytes().replace(b"words", b"w\xffrds"))
+    with pytest.raises(DataError, match=r"all.parquet is no whole Parquet file"):
+        of(path)

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models
 
 from bloomery.config.model import ModelSection
-from bloomery.errors import CheckpointError, StorageError
+from bloomery.data.tokenizer import load_tokenizer
+from bloomery.errors import CheckpointError, DataError, StorageError
 from bloomery.events.run_directory import RunDirectory
 from bloomery.interchange import generation_files, huggingface
 from bloomery.interchange.generation_files import (
@@ -57,8 +59,10 @@ def test_an_export_counts_what_it_reads_and_says_what_it_wrote(
     monkeypatch.setattr(huggingface, "read_model", read_model)
     monkeypatch.setattr(huggingface, "check_logits", compared)
     tokenizer = tmp_path / "given.json"
-    content = {"model": {"vocab": {"a": 3, "<e>": 5}}, "added_tokens": [{"content": "<e>", "id": 19}]}
-    tokenizer.write_text(json.dumps(content))
+    engine = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
+    engine.add_special_tokens(["<e>"])
+    engine.save(str(tokenizer))
+    content = json.loads(tokenizer.read_text())
     told: list[tuple[object, ...]] = []
     done = export(
         model,
@@ -77,7 +81,7 @@ def test_an_export_counts_what_it_reads_and_says_what_it_wrote(
     )
     assert asked == [
         ("read", tmp_path / "checkpoint"),
-        ("described", {"family": "gpt2", "dtype": "bfloat16", "end_of_document": 19}),
+        ("described", {"family": "gpt2", "dtype": "bfloat16", "end_of_document": 2}),
         (
             "compared",
             (model, tmp_path / "checkpoint", tmp_path / "out.partial"),
@@ -97,9 +101,25 @@ def test_an_export_counts_what_it_reads_and_says_what_it_wrote(
     assert json.loads((out / "config.json").read_text()) == {"bos_token_id": 0, "eos_token_id": None}
     assert json.loads((out / "generation_config.json").read_text()) == {"bos_token_id": 0}
     assert (out / "model.safetensors").stat().st_size > 2 * count
-    with pytest.raises(CheckpointError, match="has no token '<other>'") as refused:
+    with pytest.raises(DataError, match="has no token '<other>'") as refused:
         export(model, tmp_path, tmp_path / "again", tokenizer=tokenizer, end_of_document="<other>")
     assert "data.end_of_document_token" in refused.value.remedy and not (tmp_path / "again").exists()
+
+
+@pytest.mark.parametrize("kind", ["unigram", "moved"])
+def test_the_end_of_a_document_has_the_id_that_the_run_was_trained_with(tmp_path: Path, kind: str) -> None:
+    path, model = tmp_path / "given.json", resolve(SECTION, vocabulary=20, sequence_length=6)
+    if kind == "unigram":
+        scores = [("<u>", 0.0), ("a", -1.5), ("b", -2.5), ("<e>", -3.2)]
+        Tokenizer(models.Unigram(scores, unk_id=0)).save(str(path))
+    else:
+        engine = Tokenizer(models.BPE({"a": 0, "b": 1, "c": 2}, []))
+        engine.add_special_tokens(["<e>"])
+        content = json.loads(engine.to_str())
+        content["added_tokens"][0]["id"] = 9  # which tokenizers does not follow
+        path.write_text(json.dumps(content))
+    assert load_tokenizer(path, end_of_document="<e>").eod == 3
+    assert huggingface._write_tokenizer(tmp_path, path, "<e>", model) == 3
 
 
 def test_an_export_that_cannot_get_its_name_says_where_and_lists_what_it_wrote(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import transformers
 
 from bloomery.config.model import ModelSection
 from bloomery.errors import CheckpointError
-from bloomery.interchange.foreign_files import read_dcp, read_megatron
+from bloomery.interchange.foreign_files import load_plain, read_dcp, read_megatron
 from bloomery.interchange.huggingface import fill, import_
 from bloomery.interchange.tensor_matching import read_foreign
 from bloomery.model.decoder import build, logical_parameters
@@ -225,6 +226,30 @@ def test_truncated_metadata_and_data_are_named(tmp_path: Path) -> None:
     metadata.write_bytes(metadata.read_bytes()[:50])
     with pytest.raises(CheckpointError, match=r"is damaged(?s:.*)Take another copy"):
         read_dcp(tmp_path / "dcp")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\x80\x04\x8d" + b"\xff" * 8,  # a text longer than a machine's memory
+        b"\x80\x04\x8d" + b"\xff" * 5 + b"\0" * 3,  # of a terabyte
+        b"\x80\x04\x30.",  # nothing is there to take away
+        b"\x80\x04h\x07.",  # no such thing was remembered
+    ],
+)
+def test_metadata_and_files_with_impossible_lengths_and_places_are_damaged(
+    tmp_path: Path, content: bytes
+) -> None:
+    dcp.save({"a": torch.ones(3)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    (tmp_path / "dcp/.metadata").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"\.metadata is damaged"):
+        read_dcp(tmp_path / "dcp")
+    torch.save({"a": torch.ones(3)}, tmp_path / "file.pt")
+    with zipfile.ZipFile(tmp_path / "file.pt") as whole, zipfile.ZipFile(tmp_path / "cut.pt", "w") as cut:
+        for name in whole.namelist():
+            cut.writestr(name, content if name.endswith("data.pkl") else whole.read(name))
+    with pytest.raises(CheckpointError, match=r"cut\.pt cannot be read"):
+        load_plain(tmp_path / "cut.pt")
 
 
 def test_another_model_is_refused_before_a_tensor_is_read(tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
+import resource
 import weakref
+from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from bloomery.checkpoint.load.loader import read_tensors
 from bloomery.checkpoint.save import direct
 from bloomery.checkpoint.save.direct import save_checkpoint
 from bloomery.cli import main
-from bloomery.errors import CheckpointError
+from bloomery.errors import CheckpointError, StorageError
 from bloomery.interchange import huggingface
 from bloomery.interchange.slim import slim_checkpoint, slim_file
 
@@ -210,3 +212,32 @@ def test_a_slim_file_is_synced_before_it_gets_its_name(tmp_path: Path) -> None:
     with recorded() as calls:
         slim_file(tmp_path / "fat.pt", tmp_path / "slim.pt")
     assert calls.names == [("sync", "slim.pt.partial"), ("rename", "slim.pt"), ("sync", tmp_path.name)]
+
+
+def test_all_that_a_file_of_torch_may_hold_stays_what_it_was(tmp_path: Path) -> None:
+    saved = {
+        "scheduler": {"milestones": Counter({30: 1, 60: 2})},
+        "order": OrderedDict(b=1, a=torch.zeros(9)[:2]),
+        "shape": torch.zeros(2, 3).shape,
+        "sparse": torch.eye(3).to_sparse(),
+        "list": [(torch.zeros(5)[1:3], "x")],
+    }
+    torch.save(saved, tmp_path / "fat.pt")
+    assert slim_file(tmp_path / "fat.pt", tmp_path / "slim.pt").repaired == 2
+    slim = torch.load(tmp_path / "slim.pt", weights_only=True)
+    assert slim["scheduler"] == saved["scheduler"] and type(slim["scheduler"]["milestones"]) is Counter
+    assert list(slim["order"]) == ["b", "a"] and type(slim["order"]) is OrderedDict
+    assert slim["shape"] == (2, 3) and type(slim["shape"]) is torch.Size
+    assert torch.equal(slim["sparse"].to_dense(), torch.eye(3)) and slim["list"][0][1] == "x"
+
+
+def test_a_disk_that_is_full_while_a_slim_file_is_written_is_told_with_what_helps(tmp_path: Path) -> None:
+    torch.save({"a": torch.zeros(1 << 16)}, tmp_path / "fat.pt")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))  # stands for the end of the disk
+    try:
+        with pytest.raises(StorageError, match=r"Writing a slimmed file failed at .*slim.pt: File too large"):
+            slim_file(tmp_path / "fat.pt", tmp_path / "slim.pt")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [path.name for path in tmp_path.iterdir()] == ["fat.pt"]

@@ -52,6 +52,8 @@ def test_chunks_are_put_where_they_belong_and_must_fill_their_tensor(monkeypatch
         ([((0, 0), (3, 2), tensor[:, :1])], r"holds \(3, 1\) for w, and its metadata say \(3, 2\)"),
         ([left, ((0, 2), (3, 3), tensor[:, 1:])], "lies outside of it"),
         ([left, ((-1, 1), (3, 3), tensor[:, 1:])], "lies outside of it"),
+        ([((0,), (3, 1), tensor[:, :1])], "lies outside of it"),
+        ([((0, 0, 0), (3, 1, 1), tensor[:, :1, None])], "lies outside of it"),
     ):
         with pytest.raises(CheckpointError, match=said):
             chunked(monkeypatch, (3, 4), *chunks)
@@ -93,6 +95,28 @@ def test_the_parts_of_megatrons_ranks_are_joined_by_rows_by_columns_or_as_their_
     ]
     with pytest.raises(CheckpointError, match=r"w of layer_06-.* differs by 0.015"):
         foreign_files._mean(files, "w", [near, far])
+
+
+def test_megatron_files_of_different_checkpoints_are_refused_by_the_tensor(tmp_path: Path) -> None:
+    for rank in range(2):
+        norm = torch.ones(3 + rank)
+        block = {"input_layernorm__weight": norm, "mlp__dense_h_to_4h__weight": torch.ones(2, 3 + rank)}
+        more = {} if rank else {"self_attention__dense__weight": torch.ones(2, 3)}
+        megatron(tmp_path, 3, rank, **block, **more)
+    found = read_megatron(tmp_path)
+    for name, said in (
+        ("self_attention.dense.weight", r"layer_03-model_01-.*pt lacks the tensor self_attention.dense"),
+        ("input_layernorm.weight", r"do not fit together: \(3,\), \(4,\)"),
+        ("mlp.dense_h_to_4h.weight", r"do not fit together: \(2, 3\), \(2, 4\)"),
+    ):
+        with pytest.raises(CheckpointError, match=rf"(?s){said}.*Check that all files are of one checkpoint"):
+            found[f"transformer.h.0.{name}"]()
+
+
+def test_the_first_rank_that_a_megatron_checkpoint_lacks_is_named(tmp_path: Path) -> None:
+    megatron(tmp_path, 3, 10**6, weight=torch.ones(1))
+    with pytest.raises(CheckpointError, match=r"lacks layer_03-model_00-model_states\.pt"):
+        read_megatron(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
 from urllib.parse import urlsplit
 
 from bloomery.agent.agent import Agent
@@ -25,6 +24,7 @@ from bloomery.agent.state_serving import PeerStateServer
 from bloomery.agent.state_sync import KeptAverages
 from bloomery.agent.timeouts import Timeouts, timeouts_of
 from bloomery.config.elastic import SPARSE, ElasticSection
+from bloomery.config.home import from_home
 from bloomery.config.peer_settings import equal_settings, no_rounds_mistake
 from bloomery.config.recipe import Recipe
 from bloomery.coordination.credentials import Bundle, CertificateWatch, read_bundle
@@ -153,7 +153,7 @@ def access_of(recipe: Recipe, sources: Mapping[str, str], environment: Mapping[s
         "listen": section.listen or environment.get("BLOOMERY_LISTEN", "") or LOOPBACK,
         "advertise": section.advertise or environment.get("BLOOMERY_ADVERTISE", ""),
     }
-    bundle = read_bundle(Path(chosen["certificates"]).expanduser()) if chosen["certificates"] else None
+    bundle = read_bundle(from_home(chosen["certificates"])) if chosen["certificates"] else None
     name = section.peer or environment.get("BLOOMERY_PEER", "")
     peer = name or (bundle.account.peer if bundle else os.uname().nodename)
     listen, advertise = _listed(chosen["listen"]), _listed(chosen["advertise"])

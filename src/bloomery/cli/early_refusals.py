@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from bloomery.checkpoint.format.catalogue import samples_consumed
 from bloomery.config.data import HUB_PREFIX, DataSection
+from bloomery.config.home import from_home
 from bloomery.config.resume import compare, refuse_fixed
 from bloomery.config.validate import check_recipe
 from bloomery.data.documents import NAME_THE_FIELD, BadDocuments
@@ -50,7 +51,7 @@ def refuse_missing(data: DataSection) -> None:
             load_tokenizer(tokenizer, end_of_document=data.end_of_document_token)
     for dataset in (*data.datasets, *data.held_out_datasets):
         if "://" not in dataset.path:
-            prefix = Path(dataset.path).expanduser()
+            prefix = from_home(dataset.path)
             for path in (idx_path(prefix), bin_path(prefix)):
                 _refuse_missing_file(
                     path,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bloomery.config.convert import BadValue, toml_value
+from bloomery.config.home import from_home
 from bloomery.errors import ConfigError, Mistake
 
 _OF_TRAINING = ("hidden_dropout", "attention_dropout", "init_std", "residual_init", "embedding_init")
@@ -52,7 +53,7 @@ quicker; the last one counts. Raises BloomeryError for what is no model we know.
 
 def weights_directory(place: str) -> Path:
     """Return the directory of `init.from`. Raises ConfigError if it does not exist or holds no weights."""
-    directory = Path(place).expanduser()
+    directory = from_home(place)
     if not directory.is_dir():
         problem = "there is no such directory"
         remedy = (

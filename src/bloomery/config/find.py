@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+from bloomery.config.home import from_home
 from bloomery.errors import ConfigError, Mistake
 
 _RECORD = "recipe.toml"
@@ -25,7 +26,7 @@ def find_recipe(path_or_name: str) -> Path:
 
     Raises ConfigError where there is none.
     """
-    path = Path(path_or_name).expanduser()
+    path = from_home(path_or_name)
     if path.suffix != ".toml" and path.name == path_or_name and not path.is_file():
         shipped = shipped_recipes()
         if path_or_name in shipped:
@@ -71,7 +72,7 @@ def run_path(recipe: str, *, run: str | Path | None, name: str) -> Path:
 
     recipe, run: what the command line gives. name: the recipe's run.name.
     """
-    given = Path(recipe).expanduser()
+    given = from_home(recipe)
     if run is None and recipe not in shipped_recipes() and is_run(given):
         return given
     return Path(run or Path("runs") / name)

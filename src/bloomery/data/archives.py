@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import gzip
+import lzma
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from bloomery.errors import DataError
 
 ZIP, WARC = (".zip",), (".warc", ".warc.gz", ".wet", ".wet.gz")
 _LINES = (".jsonl", ".ndjson")
+_PACKING = (zlib.error, lzma.LZMAError)
 _COPY_AGAIN = "Copy it again from where it is whole, or take it out of data.sources."
 
 
@@ -64,7 +66,7 @@ def zip_documents(
                         bad.add(text.at(place, 0))
                     else:
                         yield Document(name=f"{key}/{name}", text=text, place=place, size_bytes=len(content))
-    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as damaged:
+    except (zipfile.BadZipFile, *_PACKING, EOFError, NotImplementedError, RuntimeError) as damaged:
         raise DataError(f"{path} is no whole .zip file: {damaged}.", remedy=_COPY_AGAIN) from damaged
 
 
@@ -90,7 +92,6 @@ def warc_documents(path: Path, *, longest_bytes: int, bad: BadDocuments) -> Iter
     A page of HTML is a bad document: its text is in the WET file beside it. Records about the crawl
     (requests, metadata) are no documents. Places are numbers of records.
     """
-    from warcio.archiveiterator import ArchiveIterator
     from warcio.exceptions import ArchiveLoadFailed
 
     number = 0
@@ -99,7 +100,7 @@ def warc_documents(path: Path, *, longest_bytes: int, bad: BadDocuments) -> Iter
             gzip.open if path.name.endswith(".gz") else open
         )  # warcio's own takes a cut .gz for a short one
         with opened(path, "rb") as stream:
-            for number, record in enumerate(ArchiveIterator(stream), 1):
+            for number, record in enumerate(_records(stream), 1):
                 if record.rec_type not in ("conversion", "response", "resource"):
                     _read_on(record, path, number)
                     continue
@@ -114,6 +115,17 @@ def warc_documents(path: Path, *, longest_bytes: int, bad: BadDocuments) -> Iter
         raise DataError(
             f"{path} is no whole WARC file after record {number:,}: {damaged}.", remedy=_COPY_AGAIN
         ) from damaged
+
+
+def _records(stream: Any) -> Iterator[Any]:  # Any: a binary file; warcio has no types
+    """Yield the records of a WARC file. Raises ArchiveLoadFailed where it is damaged."""
+    from warcio.archiveiterator import ArchiveIterator
+    from warcio.exceptions import ArchiveLoadFailed
+
+    try:
+        yield from ArchiveIterator(stream)
+    except AttributeError as lacking:  # warcio takes it for granted
+        raise ArchiveLoadFailed("a response without its WARC-Target-URI") from lacking
 
 
 def _record_text(record: Any, path: Path, number: int, *, longest_bytes: int) -> str | BadText:

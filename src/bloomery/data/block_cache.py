@@ -11,6 +11,7 @@ import ctypes
 import errno
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -71,6 +72,8 @@ class BlockCache:
             state = path.with_suffix(".blocks")
             self._lock_file = os.open(state, os.O_RDWR | os.O_CREAT, 0o666)
             os.ftruncate(self._lock_file, (count + 1) * _ENTRY.itemsize)
+        # Each opening of a pair makes a cache, and hundreds of pairs are opened several times at a start.
+        weakref.finalize(self, _close, self._file, self._lock_file).atexit = False
         self._state = np.memmap(state, dtype=_ENTRY, mode="r+")
         self._versions, self._used = self._state["version"][1:], self._state["used"][1:]
         self._checked = np.zeros(count, dtype=np.uint32)
@@ -213,6 +216,11 @@ class BlockCache:
                 yield
             finally:
                 durable.unlock(self._lock_file)
+
+
+def _close(*files: int) -> None:
+    for file in files:
+        os.close(file)
 
 
 def punch_hole(file: int, start: int, length: int, *, path: Path) -> None:

@@ -6,6 +6,7 @@ Shares are exact fractions of the run's samples. Train, validation and test are 
 from __future__ import annotations
 
 import json
+import sys
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import numpy as np
 import xxhash
 
 from bloomery.config.data import DataSection, DatasetSection
+from bloomery.config.home import from_home
 from bloomery.errors import DataError
 
 _VALID_KEYS = ("valid", "validation")
@@ -174,7 +176,7 @@ def held_out_weights(section: DataSection) -> dict[str, Fraction] | None:
     """
     if not section.weights_file:
         return None
-    path = Path(section.weights_file).expanduser()
+    path = from_home(section.weights_file)
     content = _content_of(path)
     splits = [
         content[key]
@@ -203,7 +205,7 @@ def _content_of(path: Path) -> Any:  # Any: parsed JSON or TOML
         raise DataError(
             f"Cannot read data.weights_file {path}: {missing.strerror}.", remedy="Give the path of the file."
         ) from missing
-    except ValueError as broken:
+    except (ValueError, RecursionError) as broken:
         raise DataError(
             f"{path} is not {'JSON' if path.suffix == '.json' else 'TOML'}: {broken}.",
             remedy="Write name = weight on each line of a .toml file, or {name: weight} in a .json file.",
@@ -211,13 +213,15 @@ def _content_of(path: Path) -> Any:  # Any: parsed JSON or TOML
 
 
 def _ratios(path: Path, content: Any) -> dict[str, Fraction]:  # Any: as above
+    if not isinstance(content, Mapping | list):
+        raise _wrong(path, f"it holds {content!r:.40}, and no names")
     entries = content.items() if isinstance(content, Mapping) else map(_entry, content)
     weights: dict[str, Fraction] = {}
     for number, (name, weight) in enumerate(entries):
         if not isinstance(name, str) or isinstance(weight, bool) or not isinstance(weight, int | float):
             raise _wrong(path, f"entry {number + 1} is not a name with a number")
-        if not 0 <= weight < float("inf"):
-            raise _wrong(path, f"{name!r} has the weight {weight}")
+        if not 0 <= weight <= sys.float_info.max:
+            raise _wrong(path, f"{name!r} has the weight {weight!r:.40}")
         if name in weights:
             raise _wrong(path, f"{name!r} stands in it twice")
         weights[name] = Fraction(weight)
@@ -228,7 +232,7 @@ def _weights(section: DataSection) -> dict[str, Fraction]:
     """Return the weight of each dataset, from the weights file if there is one."""
     if not section.weights_file:
         return {dataset.name: Fraction(dataset.resolved_weight) for dataset in section.datasets}
-    path = Path(section.weights_file).expanduser()
+    path = from_home(section.weights_file)
     weights = read_weights(path)
     wanted = {dataset.name for dataset in section.datasets if not (dataset.tokens or dataset.epochs)}
     known = {dataset.name for dataset in section.datasets}

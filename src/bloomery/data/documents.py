@@ -9,7 +9,7 @@ import queue
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import IO, Any, NamedTuple, TypeVar
 
 from bloomery.errors import DataError
@@ -88,6 +88,8 @@ class BadDocuments:
     keep: is called with each, to write it down.
     lines: number of lines that were read of each file. A part of a file counts its lines from its own
     beginning, so code that reads a file in parts adds these numbers up.
+    lines_before: counts the lines of a file before the part of it that is read, for the message of an error:
+        of a large file that takes minutes.
     """
 
     fail: bool = False
@@ -99,6 +101,7 @@ class BadDocuments:
     entries: list[BadDocument] = field(default_factory=list)
     keep: Callable[[BadDocument], None] = _nowhere
     lines: dict[str, int] = field(default_factory=dict)
+    lines_before: dict[str, Callable[[], int]] = field(default_factory=dict)
     _adding: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, bad: BadDocument) -> None:
@@ -108,6 +111,8 @@ class BadDocuments:
             skip = 'set data.bad_documents = "skip" (--bad-documents skip) to count and skip it.'
             first = NAME_THE_FIELD if names_no_text else "Mend or remove it, or "
             alone = f"{NAME_THE_FIELD}give another file." if names_no_text else "Mend or remove it."
+            if bad.file in self.lines_before:
+                bad = replace(bad, line=bad.line + self.lines_before[bad.file]())
             raise DataError(f"{bad.place}: {bad.why}.", remedy=first + skip if self.may_skip else alone)
         with self._adding:
             self.count += 1

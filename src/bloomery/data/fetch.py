@@ -37,17 +37,17 @@ def refuse_incomplete(paths: Iterable[Path]) -> None:
 
 
 def recorded(directory: Path) -> dict[str, dict[str, Any]]:
-    """Return the last record of each complete file by name; a line that a kill tore is left out."""
+    """Return the last record of each complete file by name; a torn or damaged line is left out."""
     files = {}
     try:
-        lines = (directory / FILES).read_text(encoding="utf-8").splitlines()
+        lines = (directory / FILES).read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
         return {}
     for line in lines:
         try:
             entry = json.loads(line)
-            files[entry["name"]] = entry
-        except (ValueError, KeyError, TypeError):
+            files[str(entry["name"])] = {"version": "", "sha256": "", **entry, "bytes": int(entry["bytes"])}
+        except (ValueError, KeyError, TypeError, OverflowError):
             continue
     return files
 
@@ -81,7 +81,7 @@ def _refuse(directory: Path) -> None:
 def _size(path: Path) -> int:
     try:
         return path.stat().st_size
-    except OSError:
+    except (OSError, ValueError):  # ValueError: a name that no file can have
         return -1
 
 

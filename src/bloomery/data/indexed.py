@@ -252,7 +252,7 @@ class IndexedDataset:
     def refuse_damaged_index(self) -> None:
         """Raise DataError where the index is not what was sealed: whoever reads all of it asks first."""
         if self._index_pages is not None:
-            self._index_pages.check(np.array([0]), np.array([len(self._index)]))
+            self._index_pages.check_all()
 
     def refuse_elsewhere(self) -> None:
         """Raise DataError for a remote pair. Code that reads whole files calls this first."""

@@ -26,7 +26,7 @@ from bloomery.data.seal import (
     read_seal,
     refuse_other_sizes,
 )
-from bloomery.data.storage import as_storage_error
+from bloomery.data.storage import as_storage_error, locked_directory
 from bloomery.errors import DataError
 from bloomery.events.records import ProgressCallback, counting, ignore_progress
 
@@ -247,7 +247,7 @@ def merge_pairs(
 
     They are joined and sealed beside `out`, so that an older pair there stays whole until the new one is.
     What the seals of the pairs say is compared with every byte that is copied: damage is refused, and never
-    sealed anew. A pair without a seal is copied as it is.
+    sealed anew. A pair without a seal is copied as it is. One process at a time may write to one `out`.
     """
     if any(prefix.absolute() == out.absolute() for prefix in prefixes):
         raise DataError(
@@ -256,13 +256,14 @@ def merge_pairs(
     pairs = [IndexedDataset(prefix) for prefix in prefixes]
     staged = out.with_name(out.name + ".merging") / out.name
     copied = counting(progress, "merging", sum(pair.token_count * pair.dtype.itemsize for pair in pairs))
-    try:
-        with IndexedWriter(staged, dtype=pairs[0].dtype, seal=agreed_facts(pairs)) as writer:
-            for pair in pairs:
-                writer.add_pair(pair, copied)
-        replace_pair(staged, out)
-    finally:
-        shutil.rmtree(staged.parent, ignore_errors=True)
+    with locked_directory(staged.parent, name="lock"):
+        try:
+            with IndexedWriter(staged, dtype=pairs[0].dtype, seal=agreed_facts(pairs)) as writer:
+                for pair in pairs:
+                    writer.add_pair(pair, copied)
+            replace_pair(staged, out)
+        finally:
+            shutil.rmtree(staged.parent, ignore_errors=True)
     return IndexedDataset(out)
 
 

@@ -12,13 +12,14 @@ import xxhash
 
 from bloomery import durable
 from bloomery.config.data import LONGEST_LINE_MIB, DataSection, DatasetSection
+from bloomery.config.home import from_home
 from bloomery.data.fetch import refuse_incomplete
 from bloomery.data.indexed import IndexedDataset
 from bloomery.data.pairs import refuse_damaged
 from bloomery.data.prepare_build import FORMAT, HELD_OUT, TRAIN, build_in
 from bloomery.data.sources import FoundFiles, SourceHashes, find_files
 from bloomery.data.storage import as_storage_error, locked_directory, write_whole
-from bloomery.data.streaming import CacheLocation, block_cache_of, is_elsewhere, mount
+from bloomery.data.streaming import CacheLocation, is_elsewhere, is_mirror, mount
 from bloomery.data.tokenizer import find_tokenizer, load_tokenizer
 from bloomery.data.tokenizer_files import JSON_FILE
 from bloomery.errors import DataError
@@ -130,7 +131,7 @@ def _refuse_other_text(directory: Path, wanted: dict[str, Any]) -> None:
 def _refuse_damaged_pairs(prepared: Prepared) -> None:
     """Compare local pairs with their seals; remote ones are checked block by block as they are fetched."""
     prefixes = [dataset.prefix for dataset in (*prepared.train, *prepared.held_out)]
-    refuse_damaged(prefix for prefix in prefixes if block_cache_of(prefix) is None)
+    refuse_damaged(prefix for prefix in prefixes if not is_mirror(prefix))
 
 
 def _tokenised_before(data: DataSection, directory: Path) -> Prepared:
@@ -172,10 +173,10 @@ def dataset_prefixes(data: DataSection, directory: Path) -> dict[str, Path]:
     """
     paths = [dataset.path for dataset in (*data.datasets, *data.held_out_datasets)]
     elsewhere = [path for path in dict.fromkeys(paths) if is_elsewhere(path)]
-    prefixes = {path: Path(path).expanduser() for path in paths if not is_elsewhere(path)}
+    prefixes = {path: from_home(path) for path in paths if not is_elsewhere(path)}
     refuse_incomplete(prefixes.values())
     if elsewhere:
-        place = Path(data.cache).expanduser() if data.cache else directory / "cache"
+        place = from_home(data.cache) if data.cache else directory / "cache"
         prefixes |= mount(elsewhere, CacheLocation(directory=place, limit_bytes=int(data.cache_gb * 1e9)))
     return prefixes
 
@@ -295,7 +296,7 @@ def _build(
             shutil.rmtree(building, ignore_errors=True)
             building.mkdir()
         write_whole(building / _WANTED, json.dumps(wanted).encode())
-    manifest = _read(building / _MANIFEST)
+    manifest = _built(data, building, directory)
     if manifest is None:
         manifest = build_in(building, data, files, wanted, progress=progress)
         write_whole(building / _MANIFEST, json.dumps(manifest, indent=1).encode())
@@ -307,6 +308,26 @@ def _build(
                 durable.replace(building / name, directory / name)
     write_whole(directory / _MANIFEST, json.dumps(manifest, indent=1).encode())
     shutil.rmtree(building, ignore_errors=True)
+
+
+def _built(data: DataSection, building: Path, directory: Path) -> dict[str, Any] | None:
+    """Return the manifest of what an interrupted start made, if its files are whole in either directory."""
+    manifest = _read(building / _MANIFEST)
+    try:
+        if manifest is None or (data.bad_documents == "fail" and manifest["bad_documents"]):
+            return None
+        places = [(building / name, directory / name, size) for name, size in manifest["files"].items()]
+    except (KeyError, AttributeError):
+        return None
+    is_whole = all(size in (_size(made), _size(moved)) for made, moved, size in places)
+    return manifest if is_whole else None
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return -1
 
 
 def _read(path: Path) -> dict[str, Any] | None:

@@ -10,19 +10,19 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO
 
 from bloomery.config.data import LONGEST_LINE_MIB
 from bloomery.data.archives import WARC, ZIP, warc_documents, zip_documents
+from bloomery.data.columns import column_documents, path_in, refuse_without
 from bloomery.data.documents import (
     CHUNK_BYTES,
-    BadDocument,
     BadDocuments,
     BadText,
     Document,
     RecordText,
-    checked_text,
     count_lines,
     decoded_text,
     json_text,
@@ -33,9 +33,6 @@ from bloomery.data.documents import (
     split_stream,
 )
 from bloomery.errors import DataError
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 LINES, PACKED_LINES = (".jsonl",), (".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst")
 TEXT, PACKED_TEXT, PARQUET, ARROW = (".txt",), (".txt.gz", ".txt.zst"), (".parquet",), (".arrow",)
@@ -189,7 +186,7 @@ def _table(file: SourceFile, reading: Reading, bad: BadDocuments) -> Iterator[Do
     with file.path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as stream:
         rows = csv.DictReader(stream, delimiter=delimiter)
         try:
-            _refuse_without(reading.text_field, list(rows.fieldnames or ()), file)
+            refuse_without(reading.text_field, list(rows.fieldnames or ()), file.path)
             for row in rows:
                 value = row[reading.text_field]
                 text = BadText(kind="malformed row", why="the row ends before the column")
@@ -231,20 +228,23 @@ def _separated_text(file: SourceFile, reading: Reading, bad: BadDocuments) -> It
 
 def _lines(file: SourceFile, reading: Reading, bad: BadDocuments) -> Iterator[Document]:
     with file.path.open("rb", buffering=CHUNK_BYTES) as stream:
-        before = 0
         if file.start:
-            if bad.fail:  # the first bad line ends the work, and its message counts lines as people do
-                before = count_lines(stream, file.start)
+            bad.lines_before[str(file.path)] = partial(_lines_to, file.path, file.start)
             stream.seek(file.start - 1)
             skip_line(stream)  # the rest of a line that began before this part
         lines = lines_until(stream, file.stop, longest_bytes=reading.longest_line_bytes)
-        yield from _parsed(lines, file, reading, bad, before=before)
+        yield from _parsed(lines, file, reading, bad)
+
+
+def _lines_to(path: Path, stop: int) -> int:
+    with path.open("rb") as stream:
+        return count_lines(stream, stop)
 
 
 def _packed_lines(file: SourceFile, reading: Reading, bad: BadDocuments) -> Iterator[Document]:
     with _stream_of(file, lines_read=lambda: bad.lines.get(str(file.path), 0)) as stream:
         lines = lines_until(stream, None, longest_bytes=reading.longest_line_bytes)
-        yield from _parsed(lines, file, reading, bad, before=0)
+        yield from _parsed(lines, file, reading, bad)
 
 
 @contextmanager
@@ -269,7 +269,7 @@ def _stream_of(file: SourceFile, *, lines_read: Callable[[], int] | None = None)
 
 
 def _parsed(
-    lines: Iterator[bytes | BadText], file: SourceFile, reading: Reading, bad: BadDocuments, *, before: int
+    lines: Iterator[bytes | BadText], file: SourceFile, reading: Reading, bad: BadDocuments
 ) -> Iterator[Document]:
     number, path = 0, str(file.path)
     try:
@@ -282,9 +282,9 @@ def _parsed(
                 fields = reading.text_field, reading.prompt_field
                 text = json_text(content, text_field=fields[0], prompt_field=fields[1])
             if isinstance(text, BadText):
-                bad.add(text.at(path, before + number))
+                bad.add(text.at(path, number))
             else:
-                yield _document(text, f"{path}:{before + number}")
+                yield _document(text, f"{path}:{number}")
     finally:
         bad.lines[path] = number
 
@@ -300,14 +300,14 @@ def _parquet(file: SourceFile, reading: Reading, bad: BadDocuments) -> Iterator[
 
     try:
         with parquet.ParquetFile(file.path, memory_map=True) as table:
-            path = _path_in(table.schema_arrow, reading.text_field, file)
+            path = path_in(table.schema_arrow, reading.text_field, file.path)
             groups = range(file.start, table.num_row_groups if file.stop is None else file.stop)
             row = sum(table.metadata.row_group(group).num_rows for group in range(file.start))
             batches = table.iter_batches(1024, row_groups=list(groups), columns=[reading.text_field])
             for batch in batches:
-                yield from _column(batch, path, file, reading, bad, before=row)
+                yield from column_documents(batch, path, file.path, bad, before=row)
                 row += batch.num_rows
-    except pa.ArrowException as damaged:
+    except (pa.ArrowException, UnicodeError) as damaged:  # UnicodeError: of a column's name
         raise DataError(f"{file.path} is no whole Parquet file: {damaged}.", remedy=_COPY_AGAIN) from damaged
 
 
@@ -317,84 +317,12 @@ def _arrow(file: SourceFile, reading: Reading, bad: BadDocuments) -> Iterator[Do
     row = 0
     try:
         with pa.memory_map(str(file.path)) as stream, pa.ipc.open_stream(stream) as batches:
-            path = _path_in(batches.schema, reading.text_field, file)
+            path = path_in(batches.schema, reading.text_field, file.path)
             for batch in batches:
-                yield from _column(batch.select([path[0]]), path, file, reading, bad, before=row)
+                texts = batch.select([path[0]])
+                yield from column_documents(texts, path, file.path, bad, before=row)
                 row += batch.num_rows
-    except pa.ArrowException as damaged:
+    except (pa.ArrowException, UnicodeError) as damaged:
         raise DataError(
             f"{file.path} is damaged after row {row}: {damaged}.", remedy=_COPY_AGAIN
         ) from damaged
-
-
-def _path_in(schema: pa.Schema, text_field: str, file: SourceFile) -> tuple[str, ...]:
-    """Return the names that lead to the column of texts: its own, or 'a.b' as b inside the structure a."""
-    import pyarrow as pa
-
-    if text_field in schema.names:
-        return (text_field,)
-    names = [*schema.names]
-    for field in schema:
-        if pa.types.is_struct(field.type):
-            names += [f"{field.name}.{inner.name}" for inner in field.type]
-    path = tuple(text_field.split("."))
-    kind: Any = pa.struct(list(schema))  # Any: pyarrow has no stubs
-    for name in path:
-        if not pa.types.is_struct(kind) or kind.get_field_index(name) < 0:
-            _refuse_without(text_field, names, file)
-            break
-        kind = kind.field(name).type
-    return path
-
-
-def _refuse_without(text_field: str, names: list[str], file: SourceFile) -> None:
-    if text_field not in names:
-        raise DataError(
-            f"{file.path} has no column {text_field!r}; its columns are {', '.join(names) or 'none'}.",
-            remedy="Name the one that holds the text: data.text_field, or --text-field.",
-        )
-
-
-def _column(
-    batch: pa.RecordBatch,
-    path: tuple[str, ...],
-    file: SourceFile,
-    reading: Reading,
-    bad: BadDocuments,
-    *,
-    before: int,
-) -> Iterator[Document]:
-    """Yield the texts of a batch with one column. path: the names that lead to them inside it."""
-    from pyarrow import compute
-
-    column = batch.column(0)
-    for name in path[1:]:
-        column = compute.struct_field(column, name)
-    for number, value in enumerate(_values(column), before + 1):
-        text = _text_in(value, reading.text_field)
-        if isinstance(text, str):
-            yield Document(text=text, place=f"{file.path}:{number}", size_bytes=size_in_utf8(text))
-        else:
-            bad.add(BadDocument(file=str(file.path), line=number, kind=text.kind, why=text.why))
-
-
-def _values(column: pa.Array) -> list[Any]:  # Any: whatever a column may hold
-    """Return the values of a column, texts as bytes, since Arrow promises UTF-8 and does not check it."""
-    import pyarrow as pa
-
-    if pa.types.is_dictionary(column.type):
-        column = column.dictionary_decode()
-    if pa.types.is_string(column.type):
-        column = column.view(pa.binary())
-    elif pa.types.is_large_string(column.type):
-        column = column.view(pa.large_binary())
-    values: list[Any] = column.to_pylist()
-    return values
-
-
-def _text_in(value: object, text_field: str) -> str | BadText:
-    if isinstance(value, bytes):
-        return decoded_text(value)
-    if isinstance(value, str):
-        return checked_text(value)
-    return BadText(kind="not text", why=f"column {text_field!r} holds {type(value).__name__}, not text")

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from bloomery.config.environment import refuse_network
+from bloomery.config.home import from_home
 from bloomery.data.order import derive_key, permute
 from bloomery.errors import DataError, StorageError
 from bloomery.objects import PATIENCE_S, Objects
@@ -62,7 +63,7 @@ class Remote:
     def __init__(self, url: str) -> None:
         self.url = url
         if "://" not in url:
-            url = Path(url).expanduser().absolute().as_uri()
+            url = from_home(url).absolute().as_uri()
         parts = urlsplit(url)
         if parts.username or parts.password or parts.query:
             raise DataError(

@@ -195,6 +195,7 @@ class PageCheck:
         self._sums = sealed.page_sums
         self._checked = np.zeros(-(-self._sums.size // 64) + 1, dtype=np.uint64)
         self._lock = threading.Lock()
+        self._is_right = False  # all of it
         self._pages = _Pages(
             self._content.ctypes.data,
             self._content.size,
@@ -211,6 +212,15 @@ class PageCheck:
                     self._check(begin, end)
         except DamagedPage:
             self.refuse(begins, ends)
+
+    def check_all(self) -> None:
+        """Raise DataError where any page is not what was written.
+
+        An index is asked at each document that is looked up, so only the first call goes over the pages.
+        """
+        if not self._is_right:
+            self.check(np.array([0]), np.array([self._content.size]))
+            self._is_right = True
 
     @property
     def checked_pages(self) -> int:

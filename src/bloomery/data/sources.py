@@ -21,6 +21,7 @@ import xxhash
 
 from bloomery import durable
 from bloomery.config.data import LONGEST_LINE_MIB, DataSection
+from bloomery.config.home import from_home
 from bloomery.data.documents import BadDocuments, Document
 from bloomery.data.readers import ARROW, BY_NAME, ENDINGS, KNOWN, Reading, SourceFile, read_file
 from bloomery.errors import DataError
@@ -193,7 +194,7 @@ def _what_would_do(source: str, ignored: Sequence[Path]) -> str:
 
 
 def _files_below(source: str) -> list[SourceFile]:
-    path = Path(source).expanduser()
+    path = from_home(source)
     if path.is_file():
         return [SourceFile(key=path.name, path=path)]
     if path.is_dir():

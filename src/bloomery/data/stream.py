@@ -17,6 +17,7 @@ import numpy as np
 import xxhash
 
 from bloomery.config.data import DataSection
+from bloomery.config.home import from_home
 from bloomery.data.dataset_shares import Demand
 from bloomery.data.indexed import IndexedDataset
 from bloomery.data.megatron_order import MegatronOrder
@@ -167,7 +168,7 @@ def _place_of_orders(section: DataSection, dataset: IndexedDataset) -> Path:
     Each dataset has a directory of its own, in which the newest orders are kept: in one for all, those of
     many datasets would replace each other at each start.
     """
-    directory = Path(section.cache).expanduser() if section.cache else dataset.prefix.parent
+    directory = from_home(section.cache) if section.cache else dataset.prefix.parent
     return directory / "orders" / dataset.prefix.name
 
 

@@ -65,9 +65,14 @@ def mount(addresses: Sequence[str], cache: CacheLocation) -> dict[str, Path]:
     return prefixes
 
 
+def is_mirror(prefix: Path) -> bool:
+    """Whether a prefix is that of a mounted pair, whose tokens lie elsewhere."""
+    return _marker_path(prefix).exists()
+
+
 def block_cache_of(prefix: Path) -> BlockCache | None:
     """Return the block cache behind the `.bin` of a mounted prefix; None for a local pair."""
-    if not _marker_path(prefix).exists():
+    if not is_mirror(prefix):
         return None
     marker = _marker(prefix)
     facts, address = marker["files"][".bin"], marker["address"] + ".bin"
@@ -111,6 +116,10 @@ def _bring_index(prefix: Path, address: str) -> None:
     """Bring the seal, the tokens' block sums and the whole index of a pair, checked, and an empty `.bin`."""
     remote, name = Remote(_parent(address)), _name(address)
     seal = _seal(remote, name, address)
+    for ending, sealed in seal.files.items():
+        size = remote.size(f"{name}{ending}")
+        if size != sealed.bytes:
+            raise _other_than_sealed(f"{address}{ending} has {size:,} bytes; {sealed.bytes:,} were sealed.")
     index = seal.files[".idx"]
     content = _read_all(remote, f"{name}.idx", start=0, size=index.bytes)
     sums = [
@@ -118,10 +127,7 @@ def _bring_index(prefix: Path, address: str) -> None:
         for start in range(0, len(content), seal.block_bytes)
     ]
     if sums != index.block_sums.tolist():
-        raise DataError(
-            f"{address}.idx is not what its seal says.",
-            remedy="It was written anew or is damaged there: seal what is there now, or bring the old back.",
-        )
+        raise _other_than_sealed(f"{address}.idx is not what its seal says.")
     tokens = seal.files[".bin"]
     with as_storage_error(prefix):
         for leftover in prefix.parent.iterdir():
@@ -142,6 +148,13 @@ def _bring_index(prefix: Path, address: str) -> None:
         "host": os.uname().nodename,
     }
     write_whole(_marker_path(prefix), json.dumps(marker).encode())
+
+
+def _other_than_sealed(message: str) -> DataError:
+    return DataError(
+        message,
+        remedy="It was written anew or is damaged there: seal what is there now, or bring the old back.",
+    )
 
 
 def _seal(remote: Remote, name: str, address: str) -> Seal:
@@ -180,7 +193,10 @@ def _read_all(remote: Remote, path: str, *, start: int, size: int) -> bytes:
     content = bytearray()
     while len(content) < size:
         length = min(_FETCH_BYTES, size - len(content))
-        content += remote.read(path, start=start + len(content), length=length)
+        piece = remote.read(path, start=start + len(content), length=length)
+        if not piece:
+            raise _other_than_sealed(f"{remote.url}/{path} ends at byte {start + len(content):,}.")
+        content += piece
     return bytes(content)
 
 

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer as Engine
 
 from bloomery.config.data import HUB_PREFIX
 from bloomery.config.environment import refuse_network
+from bloomery.config.home import from_home
 from bloomery.data.storage import write_whole
 from bloomery.data.tokenizer_engines import (
     CODE,
@@ -324,7 +325,7 @@ def find_tokenizer(name: str) -> Path:
     """
     if name.startswith(HUB_PREFIX):
         return _named(name.removeprefix(HUB_PREFIX))
-    path = Path(name).expanduser()
+    path = from_home(name)
     if path.is_dir():
         file = tokenizer_in(path)
         if file is None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bloomery.config.data import HUB_PREFIX
+from bloomery.config.home import from_home
 
 JSON_FILE, MODEL_FILE = "tokenizer.json", "tokenizer.model"
 
@@ -25,7 +26,7 @@ def local_vocabulary_size(name: str) -> int | None:
     """
     if name.startswith(HUB_PREFIX):
         return None
-    path = Path(name).expanduser()
+    path = from_home(name)
     file = (tokenizer_in(path) or path) if path.is_dir() else path
     try:
         content = json.loads(file.read_bytes())

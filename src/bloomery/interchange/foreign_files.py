@@ -15,6 +15,7 @@ import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,12 @@ import torch
 from torch import Tensor
 
 from bloomery.errors import CheckpointError
+
+_DAMAGE = (
+    *(pickle.UnpicklingError, EOFError, ValueError, LookupError, AttributeError, TypeError),
+    *(OverflowError, MemoryError),  # of lengths that the file does not have
+)
+"""The errors that a damaged pickle makes the unpickler raise."""
 
 
 def load_plain(path: Path, *, begin: int = 0, length: int | None = None) -> object:
@@ -36,7 +43,7 @@ def load_plain(path: Path, *, begin: int = 0, length: int | None = None) -> obje
             file.seek(begin)
             content = file.read(length)
         return torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
-    except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as bad:
+    except (OSError, RuntimeError, *_DAMAGE) as bad:
         place = f" at byte {begin:,}" if length is not None else ""
         said = str(bad).strip().partition("\n")[0] or type(bad).__name__
         raise CheckpointError(
@@ -66,10 +73,6 @@ KNOWN = frozenset(
     | {("builtins", "getattr")}
     | {("pathlib", name) for name in ("PosixPath", "PurePosixPath", "Path")}
 )
-
-
-_DAMAGE = (pickle.UnpicklingError, EOFError, ValueError, IndexError, KeyError, AttributeError, TypeError)
-"""The errors that a damaged pickle makes the unpickler raise."""
 
 
 class PickledObject:
@@ -113,7 +116,7 @@ def read_dcp(directory: Path) -> Mapping[str, Callable[[], Tensor]]:
             ]
             places = [stored[name, offsets] for offsets, _ in chunks]
             tensors[name] = partial(_assembled, directory, str(name), size, chunks, places)
-    except (KeyError, AttributeError, TypeError) as odd:
+    except (LookupError, AttributeError, TypeError, ValueError) as odd:
         raise CheckpointError(
             f"{directory / METADATA} does not describe a checkpoint as torch 2 writes them ({odd!r}).",
             remedy="Save it again with torch.distributed.checkpoint.save of a recent torch.",
@@ -176,20 +179,29 @@ def _assembled(
             )
         if sizes == size:
             return part
-        whole = torch.empty(size, dtype=part.dtype) if whole is None else whole
+        if not len(offsets) == len(sizes) == len(size) or any(
+            start < 0 or start + count > end for start, count, end in zip(offsets, sizes, size, strict=True)
+        ):
+            raise CheckpointError(
+                f"A chunk of {name} lies outside of it.", remedy="Take another copy of the checkpoint."
+            )
+        if whole is None:
+            if sum(prod(sizes) for _, sizes in chunks) != prod(size):
+                raise _unfilled(name)
+            whole = torch.empty(size, dtype=part.dtype)
         target = whole
         for dim, (start, count) in enumerate(zip(offsets, sizes, strict=True)):
-            if start < 0 or start + count > size[dim]:
-                raise CheckpointError(
-                    f"A chunk of {name} lies outside of it.", remedy="Take another copy of the checkpoint."
-                )
             target = target.narrow(dim, start, count)
         target.copy_(part)
-    if whole is None or sum(torch.Size(sizes).numel() for _, sizes in chunks) != whole.numel():
-        raise CheckpointError(
-            f"The chunks of {name} do not fill it.", remedy="Take another copy of the checkpoint."
-        )
+    if whole is None:
+        raise _unfilled(name)
     return whole
+
+
+def _unfilled(name: str) -> CheckpointError:
+    return CheckpointError(
+        f"The chunks of {name} do not fill it.", remedy="Take another copy of the checkpoint."
+    )
 
 
 def _read(directory: Path, file: str, begin: int, length: int) -> Tensor:
@@ -210,6 +222,8 @@ def _read(directory: Path, file: str, begin: int, length: int) -> Tensor:
 PATTERN = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 _SPLIT_BY_COLUMNS = ("self_attention.dense.weight", "mlp.dense_4h_to_h.weight")
 _WHOLE = ("norm.weight", "norm.bias", "dense.bias", "dense_4h_to_h.bias")
+_SHOWN = 8
+"""The most shapes that a message names."""
 _RENAMED = {
     "word_embeddings.weight": "transformer.word_embeddings.weight",
     "word_embeddings.norm.weight": "transformer.word_embeddings_layernorm.weight",
@@ -237,10 +251,10 @@ def read_megatron(directory: Path) -> Mapping[str, Callable[[], Tensor]]:
             layers.setdefault(int(match[1]), {})[int(match[2])] = path
     ranks = max((max(files) for files in layers.values()), default=-1) + 1
     for layer, files in layers.items():
-        missing = sorted(set(range(ranks)) - set(files))
-        if missing:
+        missing = next((rank for rank in range(ranks) if rank not in files), None)
+        if missing is not None:
             raise CheckpointError(
-                f"{directory} lacks layer_{layer:02d}-model_{missing[0]:02d}-model_states.pt.",
+                f"{directory} lacks layer_{layer:02d}-model_{missing:02d}-model_states.pt.",
                 remedy="Bring all files of the checkpoint into one directory.",
             )
     tensors: dict[str, Callable[[], Tensor]] = {}
@@ -264,12 +278,29 @@ def _hugging_face_name(name: str, names: Sequence[str], block: int) -> str:
 
 
 def _joined(files: Sequence[Path], name: str) -> Tensor:
-    parts = [_load(path)[name] for path in files]
+    parts = [_part(path, name) for path in files]
     if len(parts) == 1:
         return parts[0]
-    if name in ("weight", "bias") or name.endswith(_WHOLE) or name.startswith("position_embeddings"):
-        return _mean(files, name, parts)
-    return torch.cat(parts, dim=1 if name.endswith(_SPLIT_BY_COLUMNS) else 0)
+    try:
+        if name in ("weight", "bias") or name.endswith(_WHOLE) or name.startswith("position_embeddings"):
+            return _mean(files, name, parts)
+        return torch.cat(parts, dim=1 if name.endswith(_SPLIT_BY_COLUMNS) else 0)
+    except (RuntimeError, IndexError) as apart:
+        shapes = ", ".join(str(tuple(part.shape)) for part in parts[:_SHOWN])
+        raise CheckpointError(
+            f"{name} of {files[0].name} and of the other ranks do not fit together: {shapes}.",
+            remedy="Check that all files are of one checkpoint.",
+        ) from apart
+
+
+def _part(path: Path, name: str) -> Tensor:
+    tensors = _load(path)
+    if name not in tensors:
+        raise CheckpointError(
+            f"{path} lacks the tensor {name}, which other ranks have.",
+            remedy="Check that all files are of one checkpoint.",
+        )
+    return tensors[name]
 
 
 def _mean(files: Sequence[Path], name: str, parts: Sequence[Tensor]) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor
 from bloomery import durable
 from bloomery.checkpoint.load.loader import read_model
 from bloomery.config.model import ModelSection
+from bloomery.data.tokenizer import load_tokenizer
 from bloomery.data.tokenizer_files import MODEL_FILE, tokenizer_in
 from bloomery.errors import CheckpointError, storage_error
 from bloomery.events.records import ProgressCallback, counting, ignore_progress
@@ -278,14 +279,7 @@ def _write_tokenizer(
         return None
     if tokenizer.name == MODEL_FILE:
         return export_sentencepiece_model(directory, tokenizer, end_of_document)
-    content = json.loads(tokenizer.read_text(encoding="utf-8"))
-    vocabulary = dict(content["model"]["vocab"])
-    vocabulary.update({added["content"]: added["id"] for added in content.get("added_tokens", ())})
-    if end_of_document not in vocabulary:
-        raise CheckpointError(
-            f"{tokenizer} has no token {end_of_document!r}.",
-            remedy="Set data.end_of_document_token to the token that ends a document.",
-        )
+    eod = load_tokenizer(tokenizer, end_of_document=end_of_document).eod
     shutil.copyfile(tokenizer, directory / "tokenizer.json")
     settings: dict[str, object] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -296,7 +290,7 @@ def _write_tokenizer(
     if model.section.position == "learned":
         settings["model_max_length"] = model.max_positions
     _write_json(directory / "tokenizer_config.json", settings)
-    return int(vocabulary[end_of_document])
+    return eod
 
 
 def _write_config(directory: Path, config: Mapping[str, Any]) -> None:

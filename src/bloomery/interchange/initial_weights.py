@@ -13,6 +13,7 @@ import torch
 from bloomery.checkpoint.format.state import StateEntry
 from bloomery.checkpoint.load.loader import load_checkpoint
 from bloomery.checkpoint.writer.ranks import Ranks
+from bloomery.config.home import from_home
 from bloomery.interchange.described_weights import is_run_or_checkpoint, newest_checkpoint_in
 from bloomery.interchange.huggingface import MatchedModel, open_model
 from bloomery.interchange.tensor_matching import Match, read_match, read_rows
@@ -33,7 +34,7 @@ def load_initial_weights(
     entries: fp32 masters, named model.… as in checkpoints. model: the recipe's. Collective over `ranks`.
     Raises CheckpointError on every rank for weights that are damaged, or not of this model.
     """
-    directory = Path(place).expanduser()
+    directory = from_home(place)
     wanted = tuple(entries)
     if is_run_or_checkpoint(directory):
         checkpoint = Path(ranks.run_on_first(lambda: str(newest_checkpoint_in(directory))))

@@ -97,10 +97,16 @@ def slim_file(source: Path, target: Path) -> Slimmed:
     slim = _without_surplus(load_plain(source), repaired)
     partial = target.with_name(target.name + ".partial")
     try:
-        torch.save(slim, partial)
+        with partial.open("wb") as file:
+            torch.save(slim, file)
         durable.publish(partial, target)
-    except OSError as error:
-        raise storage_error(error, path=target, doing="Writing a slimmed file") from error
+    except (OSError, RuntimeError) as error:
+        refused = (
+            error if isinstance(error, OSError) else error.__context__
+        )  # torch tells it in its own words
+        if not isinstance(refused, OSError):
+            raise
+        raise storage_error(refused, path=target, doing="Writing a slimmed file") from error
     finally:
         partial.unlink(missing_ok=True)
     return Slimmed(
@@ -110,13 +116,18 @@ def slim_file(source: Path, target: Path) -> Slimmed:
 
 def _without_surplus(value: object, repaired: list[int]) -> object:
     if isinstance(value, Tensor):
+        if value.layout != torch.strided:  # a sparse one is saved by its parts
+            return value
         own = value.numel() * value.element_size()
         if value.untyped_storage().nbytes() <= own:
             return value
         repaired[0] += 1
         return value.clone()
     if isinstance(value, dict):
-        return type(value)((key, _without_surplus(item, repaired)) for key, item in value.items())
+        slim = type(value)()
+        for key, item in value.items():  # a Counter, of a learning rate's milestones, would count pairs
+            slim[key] = _without_surplus(item, repaired)
+        return slim
     if isinstance(value, list | tuple):
         return type(value)(_without_surplus(item, repaired) for item in value)
     return value

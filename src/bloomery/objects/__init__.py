@@ -30,6 +30,7 @@ from bloomery.errors import StorageError
 from bloomery.objects.refusals import (
     WRONG_CREDENTIALS,
     AccessDenied,
+    BeyondEnd,
     MissingOrDenied,
     PermanentStoreError,
     as_os_error,
@@ -209,6 +210,8 @@ class Objects:
                     position += len(piece)
                     retry.got_on()
                     yield piece
+                return
+            except BeyondEnd:  # it ends here, whoever thought that it went on
                 return
             except StoreUnreachable as error:
                 retry.pause_or_raise(error)

@@ -18,6 +18,10 @@ _FULL = "No space left on device"
 WRONG_CREDENTIALS = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "credential", "latest/api/token")
 _DENIED = (*WRONG_CREDENTIALS, "AccessDenied")
 """Texts in errors of stores when credentials are missing or wrong; the last: on a machine without a role."""
+_BEYOND = re.compile(
+    r"\b416 (Requested )?Range Not Satisfiable|InvalidRange|range was invalid", re.IGNORECASE
+)
+"""Texts in errors of bytes that begin at the end of an object, or beyond it."""
 _TIMED_OUT = re.compile(r"timed out|operation timeout|deadline exceeded|\b(50[0234]|429)\b", re.IGNORECASE)
 """Texts in errors of a service of credentials that is slow or busy: it is asked again."""
 
@@ -36,6 +40,10 @@ class MissingOrDenied(AccessDenied):
 
 class PermanentStoreError(StoreUnreachable):
     """An error that no retry helps against, such as a missing bucket or a full disk."""
+
+
+class BeyondEnd(PermanentStoreError):
+    """Bytes were asked for that begin at the end of an object, or beyond it."""
 
 
 def storage_failure(error: OSError, *, doing: str) -> StorageError:
@@ -86,6 +94,8 @@ def as_os_error(place: str) -> Iterator[None]:
         raise written_again(place) from error
     except (exceptions.BaseError, OSError) as error:
         text = short_text(str(error))
+        if _BEYOND.search(str(error)):
+            raise BeyondEnd(errno.EINVAL, f"{place}: {text}") from error
         if any(word in text for word in _DENIED) and not _TIMED_OUT.search(text):
             raise AccessDenied(errno.EACCES, f"{place}: {text}") from error
         if _FULL in text:

@@ -13,6 +13,7 @@ from typing import Any
 
 from bloomery import durable
 from bloomery.config.find import find_recipe, is_run, shipped_recipes
+from bloomery.config.home import from_home
 from bloomery.config.load import LoadedRecipe, load_recipe
 from bloomery.config.parallel import ParallelSection
 from bloomery.config.recipe import Recipe
@@ -59,8 +60,8 @@ def submission_of(recipe: str, overrides: Sequence[str], *, nproc: int | None) -
     """Return a submission from the present directory, with the absolute path of the recipe, or of the run."""
     path = find_recipe(recipe)
     name = str(path.absolute()) if Path(recipe).suffix == ".toml" else recipe
-    if recipe not in shipped_recipes() and is_run(Path(recipe).expanduser()):
-        name = str(Path(recipe).expanduser().absolute())
+    if recipe not in shipped_recipes() and is_run(from_home(recipe)):
+        name = str(from_home(recipe).absolute())
     return Submission(recipe=name, overrides=tuple(overrides), directory=str(Path.cwd()), nproc=nproc)
 
 

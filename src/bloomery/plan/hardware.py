@@ -19,6 +19,7 @@ from typing import Any
 
 from bloomery.config.convert import BadValues, convert_table
 from bloomery.config.find import nearest, shipped_files
+from bloomery.config.home import from_home
 from bloomery.config.setting import setting
 from bloomery.errors import ConfigError, Mistake
 
@@ -254,7 +255,7 @@ def settings_of(table: type) -> list[str]:
 
 
 def _find(path_or_name: str) -> Path:
-    path = Path(path_or_name).expanduser()
+    path = from_home(path_or_name)
     if path.is_file():
         return path
     shipped = shipped_hardware()
@@ -292,7 +293,7 @@ class SiteLink:
 
 def load_link(path_or_name: str) -> SiteLink:
     """Read a shipped link by name (`internet-1g`), or a file by path. Raises ConfigError."""
-    path, shipped = Path(path_or_name).expanduser(), shipped_links()
+    path, shipped = from_home(path_or_name), shipped_links()
     if not path.is_file():
         shipped_path = shipped.get(path_or_name.removesuffix(".toml"))
         if shipped_path is None:

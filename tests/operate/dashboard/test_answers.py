@@ -573,7 +573,7 @@ def test_a_save_says_why_it_is_kept_and_whether_it_has_a_copy(
         for name, why in names.items()
     ]
     monkeypatch.setattr(panels, "prune_plan", lambda rundir, **more: decisions)
-    monkeypatch.setattr(panels, "remote_copies", lambda rundir: {"step-000090.i002": None})
+    monkeypatch.setattr(panels, "remote_copies", lambda rundir, *, names: {"step-000090.i002": None})
     reader = RunReader(run.rundir.path).read_all()
     rows = saves(reader, RunSummarizer(reader).recipe)
     assert [(row.name, row.step, row.backed_up, row.kept, row.durable) for row in rows] == [

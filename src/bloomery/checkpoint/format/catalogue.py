@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -288,13 +288,34 @@ class RemoteCopy:
     time: float
 
 
-def remote_copies(rundir: RunDirectory) -> dict[str, tuple[RemoteCopy, ...]]:
-    """Return the verified remote copies of each checkpoint that has any, by the checkpoint's name."""
-    copies: dict[str, tuple[RemoteCopy, ...]] = {}
-    for path in sorted(rundir.backups.glob("step-*.json")):
+def remote_copies(
+    rundir: RunDirectory, *, names: Collection[str] | None = None
+) -> dict[str, tuple[RemoteCopy, ...]]:
+    """Return the verified remote copies of each checkpoint that has any, by the checkpoint's name.
+
+    names: the checkpoints whose records are read; None for all, which are thousands in a long run.
+    """
+    records: dict[str, list[Path]] = {}
+    for path in rundir.backups.glob("step-*.json"):
         name = ".".join(path.name.split(".")[:2])  # step-000123.i007.json, or step-000123.i007.second.json
-        copies[name] = (*copies.get(name, ()), *_read(path))
+        if names is None or name in names:
+            records.setdefault(name, []).append(path)
+    copies = {name: sum(map(_read, sorted(records[name])), ()) for name in sorted(records)}
     return {name: listed for name, listed in copies.items() if listed}
+
+
+def has_remote_copies(rundir: RunDirectory) -> bool:
+    """Whether any checkpoint of the run was ever copied."""
+    return any(_read(path) for path in rundir.backups.glob("step-*.json"))
+
+
+def with_remote_copies(
+    rundir: RunDirectory,
+) -> list[tuple[CommittedCheckpoint, tuple[RemoteCopy, ...]]]:
+    """Return the committed checkpoints that are part of the run, oldest first, each with its copies."""
+    here = checkpoints(rundir)
+    copies = remote_copies(rundir, names={item.name for item in here})
+    return [(item, copies.get(item.name, ())) for item in here]
 
 
 def is_copied(listed: Iterable[RemoteCopy], *, name: str, url: str, what: str) -> bool:

@@ -59,8 +59,8 @@ def marks_to_send(rundir: RunDirectory, url: str, *, place: str = "") -> dict[st
 
     place: the name of this place among those of the recipe; each notes for itself what it has sent.
     """
-    copies = remote_copies(rundir)
     notes = {path.name.removesuffix(_TO_SEND): path for path in rundir.backups.glob(f"step-*{_TO_SEND}")}
+    copies = remote_copies(rundir, names=notes.keys())
     return {
         name: note
         for name, note in notes.items()

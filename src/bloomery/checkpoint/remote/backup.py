@@ -10,9 +10,10 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from bloomery.checkpoint.format.catalogue import (
     CommittedCheckpoint,
     checkpoints,
+    has_remote_copies,
     is_copied,
     record_copy,
-    remote_copies,
+    with_remote_copies,
 )
 from bloomery.checkpoint.format.manifest import DamagedCheckpoint, parse_name, read_manifest
 from bloomery.checkpoint.format.source import RemoteCheckpoint
@@ -234,8 +235,8 @@ class Backup:
             return
         left, incarnation = self._uncopied(), current(self._rundir)
         # A rewind hides checkpoints, so a new incarnation is uploaded even where no checkpoint is due.
-        has_new_incarnation = incarnation != self._incarnation_copied and remote_copies(self._rundir)
-        has_files_left = self._has_files_left and remote_copies(self._rundir)
+        has_new_incarnation = incarnation != self._incarnation_copied and has_remote_copies(self._rundir)
+        has_files_left = self._has_files_left and has_remote_copies(self._rundir)
         if not left and not has_new_incarnation and not has_files_left and not self._marks_to_send():
             self._has_files_left = False
             return
@@ -334,12 +335,12 @@ def due(
     newer than the newest copy. Older ones were passed over, and may be removed. place: see `Backup`.
     """
     left = uncopied(rundir, section, run_name=run_name, place=place)
-    url, done = backup_url(section, run_name, read_duty(rundir)), remote_copies(rundir)
+    url = backup_url(section, run_name, read_duty(rundir))
     newest_copy = max(
         (
             item
-            for item in checkpoints(rundir)
-            if is_copied(done.get(item.name, ()), name=item.name, url=url, what=section.what)
+            for item, copies in with_remote_copies(rundir)
+            if is_copied(copies, name=item.name, url=url, what=section.what)
         ),
         default=None,
     )
@@ -359,11 +360,10 @@ def uncopied(
     url = backup_url(section, run_name, duty)
     if not url or (place and duty is not None and not duty.writes):
         return []
-    done = remote_copies(rundir)
     return [
         checkpoint
-        for checkpoint in checkpoints(rundir)
-        if not is_copied(done.get(checkpoint.name, ()), name=checkpoint.name, url=url, what=section.what)
+        for checkpoint, copies in with_remote_copies(rundir)
+        if not is_copied(copies, name=checkpoint.name, url=url, what=section.what)
         and (not section.every_steps or checkpoint.step % section.every_steps == 0)
         and (duty is None or place or not is_covered(checkpoint.directory, duty))
     ]

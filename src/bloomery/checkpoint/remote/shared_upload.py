@@ -94,12 +94,12 @@ class FileSender:
 def read_notes(notes: Path, url: str) -> dict[str, str]:
     """Return the mark (ETag) of each file that was verified at `url`, by name, as all ranks noted it.
 
-    notes: the first rank's file; those of other ranks have names that begin with its name. Truncated lines
-    are skipped.
+    notes: the first rank's file; those of other ranks have names that begin with its name. Truncated and
+    damaged lines are skipped.
     """
     noted: dict[str, str] = {}
     for path in all_notes(notes):
-        for line in path.read_text(encoding="utf-8").splitlines():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 note: Any = json.loads(line)  # Any: JSON
                 if note["url"] == url:
@@ -119,7 +119,7 @@ def forget_removed(notes: Path, url: str, *, files: Sequence[FileRecord], sizes:
     if removed.isdisjoint(read_notes(notes, url)):
         return
     for path in all_notes(notes):
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
         kept = [f"{line}\n" for line in lines if not _tells_of(line, removed)]
         durable.write_whole_unsynced(path, "".join(kept))
 

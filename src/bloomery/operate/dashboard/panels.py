@@ -86,10 +86,10 @@ def newest_first(names: Iterable[str]) -> list[str]:
 def saves(reader: RunReader, recipe: Recipe | None) -> list[SaveRow]:
     """Return the newest checkpoints, newest first: those on the disk, and those in the journal."""
     kept_names = _kept_checkpoints(reader, recipe)
-    copies = remote_copies(reader.rundir) if kept_names else {}
     with reader.lock:
-        known = {*kept_names, *list(reader.news.saves)[-_SHOWN_SAVES:]}
-        names = newest_first(known)[:_SHOWN_SAVES]
+        names = newest_first({*kept_names, *list(reader.news.saves)[-_SHOWN_SAVES:]})[:_SHOWN_SAVES]
+    copies = remote_copies(reader.rundir, names=names) if kept_names else {}
+    with reader.lock:
         rows = []
         for name in names:
             event = reader.news.saves.get(name, {})

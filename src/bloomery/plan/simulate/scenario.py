@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 from bloomery.config.convert import BadValue, BadValues, convert_table
+from bloomery.config.home import from_home
 from bloomery.config.setting import setting
 from bloomery.errors import ConfigError, Mistake
 
@@ -270,7 +271,7 @@ def _find(path_or_name: str) -> Path:
     shipped = shipped_scenarios()
     if path_or_name in shipped:
         return shipped[path_or_name]
-    path = Path(path_or_name).expanduser()
+    path = from_home(path_or_name)
     if path.suffix == ".toml" and path.is_file():
         return path
     near = get_close_matches(path_or_name, shipped, n=1, cutoff=0.5)

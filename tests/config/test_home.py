@@ -1,0 +1,50 @@
+"""A path that begins with a `~` of somebody whom this machine does not know is told like any other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from bloomery.config.begin_from import weights_directory
+from bloomery.config.data import DataSection, DatasetSection
+from bloomery.config.find import find_recipe
+from bloomery.config.home import from_home
+from bloomery.data.dataset_shares import held_out_weights
+from bloomery.data.prepare import dataset_prefixes
+from bloomery.data.remote_files import Remote
+from bloomery.data.sources import find_files
+from bloomery.data.tokenizer import find_tokenizer, load_tokenizer
+from bloomery.errors import BloomeryError
+
+STRANGER = "~nobody-of-this-name/x"
+
+
+def test_a_home_directory_takes_the_place_of_its_sign(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert from_home("~/runs/a") == from_home(Path("~/runs/a")) == Path("/home/me/runs/a")
+    assert from_home("~root") != Path("~root") and from_home("a/~b") == Path("a/~b")
+    assert from_home(STRANGER) == Path(STRANGER)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda: find_files([STRANGER]),
+        lambda: load_tokenizer(find_tokenizer(f"{STRANGER}.json"), end_of_document="e"),
+        lambda: held_out_weights(DataSection(weights_file=STRANGER, sequence_length=8)),
+        lambda: Remote(STRANGER),
+        lambda: weights_directory(STRANGER),
+        lambda: find_recipe(f"{STRANGER}.toml"),
+    ],
+    ids=["sources", "tokenizer", "weights_file", "fetch", "init.from", "recipe"],
+)
+def test_what_lies_with_an_unknown_user_is_refused_by_its_name(use: Callable[[], object]) -> None:
+    with pytest.raises(BloomeryError, match="nobody-of-this-name"):
+        use()
+
+
+def test_a_dataset_of_an_unknown_user_has_a_path_that_is_not_there(tmp_path: Path) -> None:
+    section = DataSection(datasets=(DatasetSection(name="a", path=STRANGER),), sequence_length=8)
+    assert dataset_prefixes(section, tmp_path) == {STRANGER: Path(STRANGER)}
