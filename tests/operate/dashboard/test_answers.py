@@ -30,6 +30,7 @@ from bloomery.operate.dashboard.run_reader import RunReader, _is_newer
 from bloomery.operate.dashboard.run_summary import RunSummarizer, night_words, silent_ranks
 from bloomery.operate.dashboard.server import _MOST_BODY, DashboardServer, _body
 from bloomery.operate.dashboard.viewed_run import ViewedRun
+from bloomery.operate.schedulers.interface import SchedulerError
 from bloomery.operate.submission import keep_submission, submission_of
 
 TOKEN = "0123456789abcdef"
@@ -312,7 +313,7 @@ def test_a_saves_row_tells_what_it_cost_and_why_it_is_kept(run: WrittenRun) -> N
 
 def test_a_table_that_is_asked_for_anew_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, made = [100.0], list[float]()
-    monkeypatch.setattr(panels, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(panels, "time", SimpleNamespace(monotonic=lambda: clock[0], thread_time=lambda: 0.0))
     table = CachedValue(lambda: made.append(clock[0]) or len(made), least_s=10.0)
     for clock[0] in (100.0, 109.0, 110.0, 119.0):
         table.get()
@@ -549,6 +550,16 @@ def test_the_scheduler_is_asked_once_a_minute_and_the_recipe_read_when_it_change
     for clock[0] in (1000.0, 1059.0, 1060.0, 1061.0):
         summarizer.summary()
     assert asked_at == [1000.0, 1060.0]
+
+    def silent(*, name: str, run: Path) -> None:
+        asked_at.append(clock[0])
+        clock[0] += 60.0
+        raise SchedulerError("SLURM has not answered squeue for 60 s.", remedy="Wait.")
+
+    queue.jobs = silent
+    for clock[0] in (1120.0, 1239.0, 1240.0):
+        assert "has not answered" in summarizer.summary().problems[-1]
+    assert asked_at[2:] == [1120.0, 1240.0]
     summarizer_of(run, "train.samples=16000")
     assert summarizer.summary().steps == 2000
     run.rundir.recipe.write_text("[run")
