@@ -150,11 +150,14 @@ def goodput(reader: RunReader, plan: PlannedRun | None = None) -> dict[str, Any]
 
     plan: what was forecast, which then stands beside what came.
     """
-    size = sum(path.stat().st_size for path in reader.rundir.journals()[:1])
-    if size > MOST_LEDGER_BYTES:
-        command = f"bloomery report {reader.rundir.path}"
-        return {"problem": f"The journal has {size / 1e6:,.0f} MB: `{command}` counts it."}
-    ledger = read_ledger(reader.rundir, ranks="first")
+    try:
+        size = sum(path.stat().st_size for path in reader.rundir.journals()[:1])
+        if size > MOST_LEDGER_BYTES:
+            command = f"bloomery report {reader.rundir.path}"
+            return {"problem": f"The journal has {size / 1e6:,.0f} MB: `{command}` counts it."}
+        ledger = read_ledger(reader.rundir, ranks="first")
+    except (BloomeryError, OSError) as damage:
+        return {"problem": f"It cannot be counted: {damage}"}
     if ledger is None:
         return {"problem": "Nothing has trained here yet."}
     figures = ledger_figures(ledger, plan)
