@@ -141,6 +141,7 @@ class Departure:
         self._is_warned = self._is_answered = False
         self._length_s: float | None = None
         self._measured: SaveTimes | None = None
+        self._told: dict[Callable[[], Any], str] = {}
         self._closed = threading.Event()
         self._threads = [
             threading.Thread(target=self._repeat, args=(self.ask,), name="departure: asks", daemon=True),
@@ -228,10 +229,14 @@ class Departure:
 
     def _asked(self, ask: Callable[[], Any], otherwise: Any) -> Any:  # Any: what the question returns
         try:
-            return ask()
+            answer = ask()
         except BloomeryError as silent:
-            log.warning("%s", silent)
+            if self._told.get(ask) != str(silent):  # it is asked every few seconds, perhaps for days
+                log.warning("%s", silent)
+            self._told[ask] = str(silent)
             return otherwise
+        self._told.pop(ask, None)
+        return answer
 
     def _decide(self) -> None:
         self.reason = self.judge()
