@@ -140,6 +140,23 @@ def test_a_silent_scheduler_and_a_short_queue_are_told_as_soon_by_cron_as_by_a_s
     assert cron(run, 20.0 + 66.0, 20.0 + 71.0) == [set(), set()]
 
 
+def test_a_save_and_a_finding_count_for_cron_however_many_steps_follow_them(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(observe, "sample_disk", lambda path, *, now: DiskSample(now, 60, -1))
+    save = run.checkpoints / "step-000500.i001"
+    save.mkdir(parents=True)
+    (save / "weights").write_bytes(b"w" * 70)
+    spike = {"event": "guard", "time": NOW, "step": 500, "guard": "spike", "action": "stop", "reason": "high"}
+    saved = {"event": "checkpoint", "time": NOW, "step": 500, "path": save.name}
+    run.journal().write_text("".join(json.dumps(event) + "\n" for event in (spike, saved)))
+    seen = {"no room for a save", "guard spike"}
+    assert cron(run, 1.0, 2.0) == [seen, seen]
+    with run.journal().open("a") as journal:
+        journal.write(json.dumps({"event": "step", "time": NOW, "text": " " * (2 << 20)}) + "\n")
+    assert cron(run, 3.0, 35.0) == [seen, {"no room for a save"}]
+
+
 def opened(watching: RunWatcher, *kinds: str) -> None:
     for kind in kinds:
         condition = WatchCondition(kind=kind, line="")

@@ -162,6 +162,10 @@ class RunWatcher:
             # watchers before it did not keep these
             self._observer.unheard_since = float(record.get("unheard_since", 0.0))
             self._observer.short_since = float(record.get("short_since", 0.0))
+            self._observer.saves.extend((float(time), str(name)) for time, name in record.get("saves", ()))
+            guards = record.get("guards", ())
+            self._observer.guards.extend((float(time), str(who), str(words)) for time, who, words in guards)
+            self._observer.failed_save = str(record.get("failed_save", ""))
             quotas: dict[str, list[Any]] = record.get("quotas", {})
             self._observer.quotas = {
                 owner: [DiskSample(*sample) for sample in samples] for owner, samples in quotas.items()
@@ -182,6 +186,9 @@ class RunWatcher:
             "unsent": [_alert_to_json(alert) for alert in self._unsent],
             "disks": self._observer.disks,
             "quotas": self._observer.quotas,
+            "saves": list(self._observer.saves),
+            "guards": list(self._observer.guards),
+            "failed_save": self._observer.failed_save,
         }
         path = self.rundir.watch
         try:
