@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import pytest
 from tests.operate.watch.test_watcher import a_run, beat
 
 from bloomery.config.load import dump_recipe, load_recipe
-from bloomery.errors import RunBusy
+from bloomery.errors import RunBusy, StorageError
 from bloomery.events.journal import read_journal
 from bloomery.events.run_directory import RunDirectory
 from bloomery.operate.run_state import RunStatus, RunVerdict
@@ -66,6 +68,20 @@ def test_a_watcher_that_ended_as_it_should_is_not_missed(run: RunDirectory) -> N
     later = watcher(run)
     assert [alert for alert in later.check(now=NOW + 9999) if alert.condition.kind == "watcher"] == []
     later.close()
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EIO])
+def test_a_file_system_without_locks_keeps_nobody_from_watching(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refuse(file: int, how: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with nullcontext() if number == errno.ENOLCK else pytest.raises(StorageError, match="Input/output"):
+        watching = watcher(run)
+        assert [alert.condition.kind for alert in watching.check(now=NOW)] == ["gone"]
+        watching.close()
 
 
 def test_what_is_owed_is_sent_by_the_next_watcher_to_those_who_have_not_taken_it(run: RunDirectory) -> None:
