@@ -182,6 +182,20 @@ def test_what_was_written_is_dropped_from_memory_before_it_is_read_again(
     assert done == ["synced", "dropped", "read"]
 
 
+def test_a_measurement_is_not_taken_for_one_that_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = storage_probe._read
+
+    def looked_after(path: Path) -> str:
+        os.utime(path.parent, (0.0, 0.0))
+        durable.remove_abandoned(tmp_path, "probe")
+        return read(path)
+
+    monkeypatch.setattr(storage_probe, "_read", looked_after)
+    assert measure_storage(tmp_path / "probe", total=8, writers=1).is_equal
+
+
 def test_a_disk_that_refuses_a_file_is_told_and_keeps_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

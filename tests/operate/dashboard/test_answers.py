@@ -19,7 +19,7 @@ from bloomery.config.load import dump_recipe, load_recipe, override
 from bloomery.errors import BloomeryError
 from bloomery.events.heartbeat import RankActivity, RankBeat
 from bloomery.events.journal import read_journal
-from bloomery.operate.dashboard import panels, run_summary, viewed_run
+from bloomery.operate.dashboard import actions, panels, run_summary, viewed_run
 from bloomery.operate.dashboard.access import AccessGate, AccessRules, bearer, read_token
 from bloomery.operate.dashboard.actions import ActionRequest, carry_out
 from bloomery.operate.dashboard.curves import _line, curves, downsampled, moving_mean, rows_between
@@ -181,6 +181,23 @@ def test_only_the_name_of_a_node_is_excluded(run: WrittenRun, name: str) -> None
         carry_out(run.rundir, request, by="ann")
     assert "Give its host name" in refused.value.remedy
     assert not (run.rundir.path / "exclusions.json").exists()
+
+
+def test_a_node_is_excluded_where_the_queue_cannot_be_told(
+    run: WrittenRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def silent(*, name: str, run: Path) -> None:
+        raise SchedulerError("SLURM has not answered squeue for 60 s.", remedy="Wait.")
+
+    run.rundir.recipe.write_text(dump_recipe(load_recipe("demo").recipe))
+    keep_submission(run.rundir, submission_of("demo", [], nproc=None))
+    monkeypatch.setattr(actions, "scheduler_of", lambda section, path: SimpleNamespace(jobs=silent))
+    answer = carry_out(run.rundir, ActionRequest(run=0, action="exclude", what="n1"), by="ann")
+    assert answer == (
+        "n1 takes no further job of this run; the queue could not be told: "
+        "SLURM has not answered squeue for 60 s."
+    )
+    assert [event["what"] for event in read_journal(run.rundir.operations)] == ["n1"]
 
 
 def body_of(*chunks: bytes, kind: str = "application/json; charset=utf-8") -> Any:
