@@ -1,6 +1,7 @@
 import errno
 import importlib
 import inspect
+import os
 import subprocess
 import sys
 from types import ModuleType
@@ -187,6 +188,15 @@ def test_the_package_runs_as_a_module():
     )
     assert done.returncode == 0
     assert done.stdout.startswith("bloomery ")
+
+
+@pytest.mark.parametrize("words", ["--help >&-", "--help"])
+def test_an_output_that_is_closed_or_lacks_a_sign_is_no_error(words):
+    command = ["sh", "-c", f'exec "$0" -m bloomery {words}', sys.executable]
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, env=environment, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.startswith(b"" if ">&-" in words else b"usage: bloomery COMMAND ?")
 
 
 def test_progress_off_a_terminal_is_a_line_each_ten_seconds():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import ssl
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,8 @@ MISTAKES = [
         "Give the directory that `bloomery train` names, runs/NAME without --run.",
     ),
     (("watch", "run", "--once", "--to-file", "nowhere.txt"), "Write one address a line."),
+    (("watch", "run", "--once", "--to-file", "latin.toml"), "latin.toml cannot be read: it is not UTF-8."),
+    (("dashboard", "run", "--token-file", "bytes"), "must be one word of at least 16 ASCII characters"),
     (("train", "latin.toml"), "Save the file as UTF-8."),
     (("simulate", "llama3-405b", "--sweep", "a.b"), "is not section.key=value,value,…"),
     (
@@ -85,6 +88,20 @@ MISTAKES = [
         "Lower --spares, or start on more",
     ),
 ]
+
+
+def test_a_key_that_may_not_be_read_is_named_and_no_password_is_asked_for(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Refusing(ssl.SSLContext):
+        def load_cert_chain(self, *files: object, password: str | None = None) -> None:  # type: ignore[override]
+            assert password == ""
+            raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(ssl, "SSLContext", Refusing)
+    paper = str(place / "a.txt")
+    assert status_of("dashboard", str(place / "run"), "--tls-cert", paper, "--tls-key", paper) == 1
+    assert f"Reading the key failed at {paper}: Permission denied" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +119,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "stray.toml").write_text("nonsense = 8\n")
     (place / "table.toml").write_text("model = 8\n")
     (place / "latin.toml").write_bytes(b'[run]\nname = "\xff"\n')
+    (place / "bytes").write_bytes(b"\xff0123456789abcdef")
+    (place / "bytes").chmod(0o600)
     (place / "loop").symlink_to("loop")
     (place / "latin").mkdir()
     (place / "latin" / "\udcff.txt").write_text("Once upon a time. ")

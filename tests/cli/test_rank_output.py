@@ -7,6 +7,7 @@ import io
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -159,3 +160,43 @@ def test_bytes_that_are_no_text_are_kept_as_they_are_and_shown_with_what_follows
         output.finish()
     assert (tmp_path / "3.log").read_bytes() == b"\xff\nafter\n"
     assert capsys.readouterr().out == "[rank 3] \ufffd\n[rank 3] after\n"
+
+
+def test_a_rank_goes_on_where_what_it_prints_cannot_be_shown_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from bloomery.cli.rank_output import RankOutput
+
+    closed = io.StringIO()
+    closed.close()
+    for name, screen in (("ascii", io.TextIOWrapper(io.BytesIO(), "ascii")), ("closed", closed)):
+        monkeypatch.setattr("sys.stdout", screen)
+        output = RankOutput(lambda rank, name=name: tmp_path / name)
+        with subprocess.Popen(["printf", r"caf\303\251\nafter\n"], stdout=subprocess.PIPE) as rank:
+            output.follow(3, rank)
+            output.finish()
+        assert (tmp_path / name).read_text() == "café\nafter\n"
+    told = capfd.readouterr().err
+    assert told.count("no longer shown") == 2 and "Traceback" not in told
+
+
+def test_a_line_without_an_end_is_kept_in_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from bloomery.cli.rank_output import RankOutput
+
+    class Pipe(io.BytesIO):
+        longest = 0
+
+        def readline(self, size: int | None = -1, /) -> bytes:
+            line = super().readline(size)
+            self.longest = max(self.longest, len(line))
+            return line
+
+        def __next__(self) -> bytes:
+            self.longest = len(self.getvalue())
+            return super().__next__()
+
+    pipe, output = Pipe(b"10%\r" * 100_000 + b"done\n"), RankOutput(lambda rank: tmp_path / "3.log")
+    output.follow(3, SimpleNamespace(stdout=pipe))  # type: ignore[arg-type]
+    output.finish()
+    assert (tmp_path / "3.log").read_bytes() == b"10%\r" * 100_000 + b"done\n"
+    assert pipe.longest < 100_000

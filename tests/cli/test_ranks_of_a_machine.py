@@ -116,6 +116,7 @@ def test_after_a_signal_nobody_waits_long_but_for_those_of_watchdogs_and_people(
     assert _grace_s(-signal.SIGKILL) == 3.0 == _grace_s(-signal.SIGSEGV)
     for status in (1, -signal.SIGABRT, -signal.SIGINT, -signal.SIGTERM):
         assert _grace_s(status) == 20.0
+    assert _how(-37) == "was ended by signal 37"
     assert _how(-9) == "was ended by SIGKILL" and _how(7) == "failed with status 7"
 
 

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from tests.operate.dashboard.written_run import healed_run
 
-from bloomery.cli import chaos, preflight, sync
+from bloomery.checkpoint.format.state import whole
+from bloomery.checkpoint.save.direct import save_streamed
+from bloomery.cli import chaos, fork, preflight, sync
+from bloomery.config.load import dump_recipe, load_recipe
+from bloomery.durable import remove_abandoned
 from bloomery.errors import CheckpointError, ConfigError
 
 
@@ -33,6 +40,30 @@ def test_an_exercise_refuses_a_recipe_that_peers_cannot_train(
     with pytest.raises(ConfigError) as refused:
         chaos.simulate_internet([*words, "--directory", str(tmp_path / "new")])
     assert told in str(refused.value) and not (tmp_path / "new").exists()
+
+
+def test_what_a_fork_that_was_killed_left_is_removed_and_one_that_is_made_is_not(tmp_path: Path) -> None:
+    run = healed_run(tmp_path / "run").rundir
+    run.recipe.write_text(dump_recipe(load_recipe("demo").recipe))
+    save_streamed(run.checkpoints, [whole("model.weight", torch.ones(4))], step=50, incarnation=1)
+    left, own = tmp_path / ".bloomery-fork-killed", tmp_path / ".run.mine"
+    for path in (left, own):
+        path.mkdir()
+        os.utime(path, (0.0, 0.0))
+    share = fork._share
+
+    def interrupted(source: Path, target: Path) -> None:
+        assert not left.exists()
+        (draft,) = tmp_path.glob(".bloomery-fork-*")
+        os.utime(draft, (0.0, 0.0))
+        remove_abandoned(tmp_path, ".bloomery-fork-")
+        share(source, target)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fork, "_share", interrupted)
+        assert fork.run([str(run.path), str(tmp_path / "new")]) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".run.mine", "new", "run"]
+    assert (tmp_path / "new" / "checkpoints" / "step-000050.i001").is_dir()
 
 
 def test_a_preflight_asks_for_room_before_it_measures_the_storage(

@@ -95,7 +95,7 @@ def test_storage_is_measured_with_this_nodes_share_of_a_checkpoint(
         preflight._storage(rundir, loaded, Namespace(json=json, **given), nodes=nodes)
 
     measure()
-    place = tmp_path / "preflight" / f"storage-n1-{os.getpid()}"
+    place = tmp_path / "preflight" / f"storage-n1@{os.getpid()}"
     third = 5_666_666_667  # rounded up
     assert asked == [
         (tmp_path, third), (place, third, 2), ("forecast", [times], 17_000_000_001, 3),
@@ -105,8 +105,13 @@ def test_storage_is_measured_with_this_nodes_share_of_a_checkpoint(
         "a checkpoint of 17.00 GB from 3 nodes: saved in 4.4 s if the path of each node is the limit, "
         "13.3 s if\nwhat all share is; read in 3.3 s or 10.0 s\n"
     )
+    killed, others = (tmp_path / "preflight" / name for name in ("storage-n1@1", "storage-n1-b@1"))
+    for left in (killed, others):
+        left.mkdir(parents=True)
+        os.utime(left, (0.0, 0.0))
     measure(nodes=5, gigabytes=1.5, nproc=4, json=True)
     assert asked[1:] == [(place, 1_500_000_000, 4), ("forecast", [times], 17_000_000_001, 5)]
+    assert others.exists() and not killed.exists()
     shown = capsys.readouterr()
     assert shown.out == "" and shown.err.startswith("n1: 6.00 GB saved")
     times.is_equal = False

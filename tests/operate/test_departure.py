@@ -372,6 +372,48 @@ def test_a_long_job_that_has_measured_no_save_leaves_as_long_before_its_end_as_t
             assert bool(watch.check()) == leaves
 
 
+def test_a_save_counts_until_a_newer_one_was_measured_however_many_steps_follow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDirectory(tmp_path).create()
+    steps = [(1000.0 + number, "step", number, 1) for number in range(3, 4000)]
+    saved = [(1.0, "step", 1, 1), (101.0, "checkpoint", 1, 1)]
+    journal(run, *saved, *steps)
+    assert measured_save(run).save_s is None
+    watch = departure(run, lambda: 20_000.0, unmeasured_s=60.0)
+    monkeypatch.setattr(time, "time", lambda: 10_000.0)
+    assert watch.check() == ""
+    journal(run, *steps)
+    for moment, leaves in ((19_681.0, False), (19_683.0, True)):  # 3 × (100 s and a step), and 15 s
+        monkeypatch.setattr(time, "time", lambda moment=moment: moment)
+        assert bool(watch.check()) == leaves
+    journal(run, *steps, (9000.0, "step", 4000, 1), (9010.0, "checkpoint", 4000, 1))
+    assert watch.check() == ""
+
+
+def test_a_source_that_does_not_answer_lets_no_end_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, may_answer, asked = RunDirectory(tmp_path).create(), threading.Event(), threading.Event()
+    answered: list[int] = []
+    journal(run, (1.0, "step", 1, 1), (2.0, "checkpoint", 1, 1))
+
+    def late() -> list[MaintenanceNotice]:
+        asked.set()
+        may_answer.wait(60.0)
+        answered.append(1)
+        return []
+
+    moment = [10_000.0]
+    monkeypatch.setattr(time, "time", lambda: moment[0])
+    with departure(run, lambda: 20_000.0, notices=(late,), poll_s=0.01) as watch:
+        assert asked.wait(60.0) and watch.reason == ""
+        moment[0] = 19_995.0
+        wait_for(lambda: watch.reason or answered)
+        assert watch.reason == "the job ends in 5 s, and the last save is given 25 s"
+        may_answer.set()
+
+
 def test_an_end_that_nobody_tells_any_more_is_the_one_that_was_told_before(tmp_path: Path) -> None:
     answers = [time.time() + 5.0]
 
@@ -503,7 +545,7 @@ def test_the_token_of_a_cloud_is_asked_for_and_sent_as_one_word() -> None:
 
 
 def test_only_an_answer_that_means_no_notice_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
-    statuses = [404, 405, 503, 500]
+    statuses = [404, 405, 503, 500, 500, 404, 500]
 
     class Answer(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -516,7 +558,7 @@ def test_only_an_answer_that_means_no_notice_is_no_warning(caplog: pytest.LogCap
     server = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
     url = f"http://127.0.0.1:{server.server_port}"
-    for expected in (0, 0, 0, 1):
+    for expected in (0, 0, 0, 1, 1, 1, 2):  # again only after an answer
         assert _get(url, {}) == ""
         assert caplog.text.count("answers") == expected
     server.shutdown()
@@ -608,8 +650,8 @@ def test_a_job_that_should_have_ended_already_is_told_with_no_time_left(tmp_path
 def test_a_watch_may_be_closed_before_it_began_and_its_thread_has_ended_after_it(tmp_path: Path) -> None:
     departure(RunDirectory(tmp_path)).close()
     with departure(RunDirectory(tmp_path), poll_s=0.01) as watch:
-        assert watch._thread.is_alive()
-    assert not watch._thread.is_alive()
+        assert all(thread.is_alive() for thread in watch._threads)
+    assert not any(thread.is_alive() for thread in watch._threads)
 
 
 def test_what_hinders_a_judgement_is_logged_once_until_it_changes(
@@ -617,14 +659,14 @@ def test_what_hinders_a_judgement_is_logged_once_until_it_changes(
 ) -> None:
     errors = [KeyError("a"), KeyError("a"), ValueError("b"), KeyError("a")]
 
-    def check() -> str:
+    def judge() -> str:
         if errors:
             raise errors.pop(0)
         return "the job ends"
 
     watch = departure(RunDirectory(tmp_path), poll_s=0.0)
-    watch.check = check  # type: ignore[method-assign]
-    watch._run()
+    watch.judge = judge  # type: ignore[method-assign]
+    watch._repeat(watch._decide)
     assert watch.reason == "the job ends"
     assert [message.rpartition("leave: ")[2] for message in caplog.messages] == [
         "KeyError: 'a'",
@@ -639,5 +681,8 @@ def test_a_scheduler_that_does_not_answer_is_a_warning(
     def silent() -> float:
         raise SchedulerError("SLURM does not answer")
 
-    assert departure(RunDirectory(tmp_path), silent).check() == ""
-    assert "SLURM does not answer" in caplog.text
+    watch = departure(RunDirectory(tmp_path), silent)
+    for _ in range(3):
+        assert watch.check() == ""
+        watch._asked_end = float("-inf")
+    assert caplog.text.count("SLURM does not answer") == 1

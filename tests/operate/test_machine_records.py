@@ -21,7 +21,7 @@ from bloomery.events.run_directory import RunDirectory
 from bloomery.operate import group_access
 from bloomery.operate.group_access import share_with_group
 from bloomery.operate.schedulers import machine_queue
-from bloomery.operate.schedulers.interface import JobRequest, JobState
+from bloomery.operate.schedulers.interface import JobRequest, JobState, SchedulerError
 from bloomery.operate.schedulers.machine import OneMachine
 from bloomery.operate.schedulers.machine_queue import MachineJob, _write, add, queue_of, read_jobs
 
@@ -57,6 +57,27 @@ def test_jobs_are_kept_with_the_limits_of_their_recipe(
     ]
     assert replace(jobs[0], started=1000.0).ends == 1420.0
     assert all(abs(job.submitted - time.time()) < 60.0 for job in jobs)
+
+
+def test_a_file_system_without_locks_keeps_no_queue_and_says_so(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queued(run, monkeypatch)
+    number = errno.ENOSYS
+
+    def refuse(file: int, how: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with pytest.raises(SchedulerError, match="has no locks, so no queue can be kept there"):
+        queued(run, monkeypatch)
+    assert len(read_jobs(run.path)) == 3
+    assert [job.state for job in OneMachine(run.path).jobs(name="x", run=run.path)] == [JobState.HELD] * 3
+    number = errno.EIO
+    with pytest.raises(BloomeryError, match="Queueing a job failed"):
+        queued(run, monkeypatch)
+    with pytest.raises(OSError, match="Input/output error"):
+        machine_queue.has_runner(run.path)
 
 
 def test_a_number_that_is_taken_meanwhile_is_left_to_who_took_it(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
 import time
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +18,7 @@ from tests.operate.test_group import boards
 from tests.operate.test_preflight import nodes
 
 from bloomery.config.load import load_recipe
-from bloomery.errors import TrainingFailed
+from bloomery.errors import StorageError, TrainingFailed
 from bloomery.events.heartbeat import RankBeat
 from bloomery.events.run_directory import RunDirectory
 from bloomery.operate import node_facts, share_log, start_check
@@ -329,6 +331,21 @@ def test_the_list_of_nodes_is_locked_while_it_is_changed(
     monkeypatch.setattr(durable, "write_whole", written)
     exclusions.add(QuarantinedNode(host="n1", cause="x", since=1.0))
     assert held == [True]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EIO])
+def test_a_file_system_without_locks_keeps_no_node_from_its_quarantine(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refuse(file: int, how: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    exclusions = Exclusions(run.path / "exclusions.json")
+    monkeypatch.setattr("fcntl.flock", refuse)
+    told = nullcontext() if number == errno.ENOSYS else pytest.raises(StorageError, match="Input/output")
+    with told:
+        exclusions.add(QuarantinedNode(host="n1", cause="x", since=1.0))
+        assert list(exclusions.nodes()) == ["n1"]
 
 
 @pytest.mark.parametrize(

@@ -292,6 +292,30 @@ def test_a_job_without_a_limit_has_no_end(commands: Commands, answer: str, end: 
     assert commands.called() == ["scontrol --oneliner show job 7"]
 
 
+@pytest.mark.parametrize(
+    ("zone", "told", "utc"),
+    [
+        ("Europe/Berlin", "2026-10-25T01:30:00", 1792884600.0),
+        ("Europe/Berlin", "2026-10-25T02:30:00", 1792888200.0),  # it comes twice: the earlier one
+        ("Europe/Berlin", "2026-10-25T03:30:00", 1792895400.0),
+        ("Europe/Berlin", "2026-03-29T02:30:00", 1774747800.0),  # it never comes
+        ("Asia/Tokyo", "2026-10-25T02:30:00", 1792863000.0),
+    ],
+)
+def test_an_end_in_the_night_when_clocks_change_is_not_taken_for_a_later_one(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch, zone: str, told: str, utc: float
+) -> None:
+    monkeypatch.setenv("TZ", zone)
+    time.tzset()
+    try:
+        time.mktime((2026, 12, 25, 0, 0, 0, 0, 0, -1))  # the C library guesses what it met last
+        commands.answers("scontrol", f"JobId=7 EndTime={told} X=1")
+        assert Slurm().end_of_job("7") == utc
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+
+
 def test_a_run_of_kubernetes_is_found_by_its_label_in_its_namespace(commands: Commands) -> None:
     running = job(active=1, startTime="2026-11-24T00:10:00Z") | {"spec": {"activeDeadlineSeconds": 600}}
     pods = [pod("Running", node="b"), pod("Running", node="a"), pod("Running", node="z", owner="another")]

@@ -16,7 +16,7 @@ from bloomery import durable
 from bloomery.errors import StorageError, TrainingFailed
 from bloomery.events.heartbeat import RankBeat
 from bloomery.events.run_directory import RunDirectory
-from bloomery.operate import storage_probe
+from bloomery.operate import blame, storage_probe
 from bloomery.operate.blame import _host_in, _host_of_srun, diagnose
 from bloomery.operate.collective_timeout import diagnose_timeout
 from bloomery.operate.diagnosis import Cause, Culprit
@@ -46,6 +46,19 @@ def test_the_kernel_speaks_of_the_processes_of_its_own_machine() -> None:
     assert cause(KILLED, kernel=by_systemd)[0] == Cause.OOM_KILLER
     assert cause(replace(KILLED, is_killed_here=True), kernel=by_systemd)[0] != Cause.OOM_KILLER
     assert cause(replace(KILLED, is_killed_here=True)) == (Cause.UNKNOWN, "n2")
+
+
+def test_a_signal_without_a_name_is_told_by_its_number() -> None:
+    verdict = diagnose(FailureEvidence(ranks=[replace(KILLED, status=-37)]))
+    assert (verdict.cause, verdict.summary) == (Cause.KILLED, "rank 3 was ended by signal 37")
+
+
+def test_the_logs_of_hundreds_of_ranks_are_judged_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    judged, is_consequence = list[int](), blame._is_consequence
+    monkeypatch.setattr(blame, "_is_consequence", lambda end: judged.append(end.rank) or is_consequence(end))
+    ends = [RankEnd(rank=rank, host="n1", status=1, log="nothing that names a cause") for rank in range(9)]
+    assert cause(*ends)[0] == Cause.UNKNOWN
+    assert sorted(judged) == sorted([*range(9), *range(9)])  # once more for whether all lost another
 
 
 @pytest.mark.parametrize(
@@ -167,6 +180,20 @@ def test_what_was_written_is_dropped_from_memory_before_it_is_read_again(
     monkeypatch.setattr(storage_probe, "_read", lambda path: done.append("read") or read(path))
     measure_storage(tmp_path / "probe", total=8, writers=1)
     assert done == ["synced", "dropped", "read"]
+
+
+def test_a_measurement_is_not_taken_for_one_that_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = storage_probe._read
+
+    def looked_after(path: Path) -> str:
+        os.utime(path.parent, (0.0, 0.0))
+        durable.remove_abandoned(tmp_path, "probe")
+        return read(path)
+
+    monkeypatch.setattr(storage_probe, "_read", looked_after)
+    assert measure_storage(tmp_path / "probe", total=8, writers=1).is_equal
 
 
 def test_a_disk_that_refuses_a_file_is_told_and_keeps_none(

@@ -107,6 +107,15 @@ def test_what_went_wrong_is_told_and_a_failed_save_only_until_the_next_one(run: 
     assert seen.saved_step == 9 and seen.saved is not None and seen.warnings == told[1:]
 
 
+def test_a_save_is_told_however_many_steps_follow_it(run: RunDirectory) -> None:
+    with Journal(run.journal()) as journal:
+        journal.write("checkpoint", incarnation=1, step=9, path="checkpoints/step-9")
+        journal.write("step", incarnation=1, step=10, text=" " * (9 << 20))
+        journal.write("step", incarnation=1, **report(11).to_json())
+    seen = overview(run)
+    assert (seen.step, seen.saved_step) == (11, 9) and seen.saved is not None
+
+
 def test_events_that_lack_fields_are_passed_over(run: RunDirectory) -> None:
     before = overview(run)
     with run.journal().open("a") as journal:

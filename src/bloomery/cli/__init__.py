@@ -95,6 +95,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments: the words after `bloomery`; None takes them from the command line.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments is None:
+        _make_streams_take_all()
     try:
         status = _dispatch(words)
         sys.stdout.flush()
@@ -107,6 +109,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _discard_output()
         return BROKEN_PIPE
     return status
+
+
+def _make_streams_take_all() -> None:
+    """Let no output end a command: a closed stream takes all, and `?` is shown for what a terminal lacks.
+
+    A file or socket that is opened later would get the number of a closed stream, and then what is printed.
+    """
+    import os
+    from io import TextIOWrapper
+
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free, which is this one
+    if sys.stdout is None:
+        sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115 - for the process's life
+    if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")
 
 
 def version_line() -> str:

@@ -108,12 +108,16 @@ def _refuse_wrong_certificate(options: Namespace) -> None:
     if options.tls_cert is None:
         return
     try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(options.tls_cert, options.tls_key)
+        # With a password of its own it asks none of the terminal, where a service would wait for ever.
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(options.tls_cert, options.tls_key, password="")
     except ssl.SSLError as refused:
         raise BloomeryError(
             f"{options.tls_cert} and {options.tls_key} are no certificate with its key: {refused.reason}.",
             remedy="Give both as PEM, the key without a password.",
         ) from refused
+    except OSError as refused:
+        raise storage_error(refused, path=options.tls_key, doing="Reading the key") from refused
 
 
 def _listener(options: Namespace) -> socket.socket:

@@ -7,6 +7,8 @@ import os
 import shlex
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +24,7 @@ EXAMPLES = """\
 bloomery fork runs/mine runs/slower --to-step 400          a run of its own, from the checkpoint at or before
 bloomery train runs/slower optim.learning_rate=1e-4        go on from there with another setting
 bloomery plot runs/mine runs/slower                        compare; both can be resumed at any time"""
+_DRAFT = ".bloomery-fork-"
 _NOT_TAKEN = (".lock", ".draft", ".partial")
 """Files of a run's data directory that belong to a process that prepares data."""
 
@@ -118,10 +121,7 @@ def _fork(rundir: RunDirectory, checkpoint: CommittedCheckpoint, target: Path) -
             remedy="Fork a copy: bloomery ckpt copy URL RUN, and then this command with that RUN.",
         )
     try:
-        durable.make_directory(target.parent)
-        draft = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=target.parent))
-        draft.chmod(0o755)
-        try:
+        with _draft(target.parent) as draft:
             new = RunDirectory(draft).create()
             _share(checkpoint.directory, new.checkpoints / checkpoint.name)
             if (rundir.path / "data").is_dir():
@@ -134,12 +134,30 @@ def _fork(rundir: RunDirectory, checkpoint: CommittedCheckpoint, target: Path) -
             if target.exists():
                 target.rmdir()
             durable.publish(draft, target)
-        except BaseException:
-            shutil.rmtree(draft, ignore_errors=True)
-            raise
     except OSError as error:
         raise storage_error(error, path=target, doing="Forking a run") from error
     return name
+
+
+@contextmanager
+def _draft(parent: Path) -> Iterator[Path]:
+    """Yield a new directory, which is removed after the block unless it has another name by then.
+
+    Those of forks that were killed are removed first: they would keep the bytes of their checkpoints.
+    """
+    from bloomery import durable
+
+    durable.make_directory(parent)
+    durable.remove_abandoned(parent, _DRAFT)
+    draft = Path(tempfile.mkdtemp(prefix=_DRAFT, dir=parent))
+    lock = durable.hold_directory(draft)
+    try:
+        draft.chmod(0o755)
+        yield draft
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
 
 
 def _refuse_damaged(checkpoint: CommittedCheckpoint) -> None:

@@ -227,6 +227,7 @@ def _show(nodes: dict[str, NodeFacts], findings: list[NodeFinding], *, as_json: 
 
 def _storage(rundir: RunDirectory, loaded: LoadedRecipe, options: Namespace, *, nodes: int) -> None:
     """Measure the storage from this node, and print what a checkpoint of the whole run will take."""
+    from bloomery import durable
     from bloomery.operate.start_check import checkpoint_bytes
     from bloomery.operate.storage_probe import forecast, measure_storage
     from bloomery.operate.submission import nodes_of
@@ -235,7 +236,8 @@ def _storage(rundir: RunDirectory, loaded: LoadedRecipe, options: Namespace, *, 
     planned = max(nodes, nodes_of(loaded.recipe.submit, loaded.recipe.parallel))
     share = int(options.gigabytes * 1e9) if options.gigabytes else -(-total // planned)
     writers = options.nproc or 2
-    place = rundir.path / "preflight" / f"storage-{host_name()}-{os.getpid()}"
+    place = rundir.path / "preflight" / f"storage-{host_name()}@{os.getpid()}"
+    durable.remove_abandoned(place.parent, f"storage-{host_name()}@")  # of measurements that were killed
     require_space(rundir.path, doing="Measuring the storage", bytes_needed=share)
     times = measure_storage(place, total=share, writers=writers)
     if not times.is_equal:

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import IO
 
 _JOIN_S = 10.0
+_LONGEST_LINE = 1 << 16
+"""A longer line is shown and kept in parts: a program that draws a bar may never end its line."""
 
 
 class RankOutput:
@@ -47,7 +49,7 @@ class RankOutput:
 def _copy(pipe: IO[bytes], rank: int, log: _RankLog, screen: _Screen) -> None:
     log.write(b"")  # a rank that says nothing has a log too
     with pipe:
-        for line in pipe:
+        while line := pipe.readline(_LONGEST_LINE):
             log.write(line)
             screen.write(f"[rank {rank}] {line.decode(errors='replace')}")
     log.close()
@@ -96,10 +98,13 @@ class _Screen:
             try:
                 sys.stdout.write(line)
                 sys.stdout.flush()
-            except OSError as refused:
+            except (OSError, ValueError) as refused:  # it is closed, or has no sign for a character
                 self._is_closed = True
-                _warn(f"what ranks print is no longer shown ({refused.strerror}); their logs have it")
-                with suppress(OSError):  # what is buffered would be tried again at the end, and fail there
+                why = getattr(refused, "strerror", None) or refused
+                _warn(f"what ranks print is no longer shown ({why}); their logs have it")
+                with suppress(
+                    OSError, ValueError
+                ):  # what is buffered would be tried again at the end, and fail there
                     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -22,6 +22,7 @@ from bloomery.durable import hold_directory, remove_abandoned
 from bloomery.errors import RankLost
 from bloomery.events.run_lock import host_name
 from bloomery.events.timeouts import GRACE_AFTER_FAILURE_S, GRACE_AFTER_SIGNAL_S, GRACE_S
+from bloomery.operate.process_tree import signal_name
 
 _LOOK_S, _ALONE_S = 0.2, 60.0  # between questions to supervisors and other launchers; where there are none
 
@@ -289,7 +290,7 @@ def _grace_s(status: int) -> float:
 
 
 def _how(status: int) -> str:
-    return f"was ended by {signal.Signals(-status).name}" if status < 0 else f"failed with status {status}"
+    return f"was ended by {signal_name(-status)}" if status < 0 else f"failed with status {status}"
 
 
 def _say(line: str) -> None:

@@ -156,6 +156,10 @@ def _saved(summary: RunSummary) -> str:
 
 
 def _clock(moment: float) -> str:
+    from bloomery.operate.ledger.operations import LATEST_TIME
+
+    if not 0.0 <= moment < LATEST_TIME:
+        return "--:--:--"
     return datetime.fromtimestamp(moment).strftime("%m-%d %H:%M:%S")
 
 

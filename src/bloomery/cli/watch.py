@@ -131,9 +131,10 @@ def _addresses(options: Namespace) -> list[str]:
     if options.to_file is not None:
         try:
             text = options.to_file.read_text()
-        except OSError as refused:
+        except (OSError, UnicodeDecodeError) as refused:
+            why = refused.strerror if isinstance(refused, OSError) else "it is not UTF-8"
             raise BloomeryError(
-                f"{options.to_file} cannot be read: {refused.strerror}.", remedy="Write one address a line."
+                f"{options.to_file} cannot be read: {why}.", remedy="Write one address a line."
             ) from refused
         lines = [line.strip() for line in text.splitlines()]
         addresses += [line for line in lines if line and not line.startswith("#")]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from bloomery.errors import RankLost
 from bloomery.operate.collective_timeout import REPORTS_TIMEOUT, diagnose_timeout
@@ -30,6 +31,7 @@ from bloomery.operate.last_exception import (
     log_of_exception,
     possible_causes,
 )
+from bloomery.operate.process_tree import signal_name
 
 _PYTHON_KILLED = re.compile(r"Killed process \d+ \((?:python|pt_)")
 """A process that a rank may have started: torch's data workers call themselves pt_data_worker."""
@@ -82,7 +84,7 @@ def diagnose(evidence: FailureEvidence) -> Diagnosis:
     """Return the cause that explains the most: hardware before signals, and signals before exceptions."""
     ranks = [replace(end, status=_OF_SHELLS.get(end.status or 0, end.status)) for end in evidence.ranks]
     ranks = [replace(end, log=log_of_exception(end)) for end in ranks]
-    evidence = replace(evidence, ranks=ranks)
+    evidence = _JudgedEvidence(**{**vars(evidence), "ranks": ranks})
     rules = (
         _kernel,
         _scheduler,
@@ -100,6 +102,15 @@ def diagnose(evidence: FailureEvidence) -> Diagnosis:
         for diagnosis in rule(evidence):
             return diagnosis
     return _network(evidence)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _JudgedEvidence(FailureEvidence):
+    """Evidence whose logs are searched once for the ranks that failed by themselves, of perhaps hundreds."""
+
+    @cached_property
+    def failed(self) -> list[RankEnd]:
+        return [end for end in _ended(self) if not _is_consequence(end)]
 
 
 def _kernel(evidence: FailureEvidence) -> Iterator[Diagnosis]:
@@ -123,7 +134,7 @@ def _kernel(evidence: FailureEvidence) -> Iterator[Diagnosis]:
                     )
 
 
-def _scheduler(evidence: FailureEvidence) -> Iterator[Diagnosis]:
+def _scheduler(evidence: _JudgedEvidence) -> Iterator[Diagnosis]:
     cause = _SCHEDULER.get(evidence.scheduler)
     if cause is not None:
         host = evidence.silent_hosts[0] if cause == Cause.NODE_LOST and evidence.silent_hosts else ""
@@ -135,7 +146,7 @@ def _scheduler(evidence: FailureEvidence) -> Iterator[Diagnosis]:
         )
 
 
-def _texts(evidence: FailureEvidence) -> Iterator[Diagnosis]:
+def _texts(evidence: _JudgedEvidence) -> Iterator[Diagnosis]:
     """Look for texts that name their cause, those of the ranks that failed by themselves first."""
     for cause, pattern in KNOWN_TEXTS:
         # torch aborts a rank whose own GPU is bad in the words by which it aborts those that wait for others
@@ -166,7 +177,7 @@ def _texts(evidence: FailureEvidence) -> Iterator[Diagnosis]:
                 yield _found(cause, Culprit(host=host), line, line)
 
 
-def _raised_beside(evidence: FailureEvidence, reporter: RankEnd) -> bool:
+def _raised_beside(evidence: _JudgedEvidence, reporter: RankEnd) -> bool:
     """Return whether another rank failed by an error of its own, for which the reporter waited in vain."""
     others = [end for end in _failed(evidence) if end.rank != reporter.rank]
     if any(_ABORTED_BY_ITS_GPU.search(end.log) for end in others):
@@ -176,11 +187,11 @@ def _raised_beside(evidence: FailureEvidence, reporter: RankEnd) -> bool:
     return any(error and not REPORTS_TIMEOUT.search(error) for error in errors)
 
 
-def _is_full(evidence: FailureEvidence) -> bool:
+def _is_full(evidence: _JudgedEvidence) -> bool:
     return evidence.shm_free is not None and evidence.shm_free < 0.02
 
 
-def _bus_error_beside_room(evidence: FailureEvidence, culprit: Culprit, line: str) -> Diagnosis:
+def _bus_error_beside_room(evidence: _JudgedEvidence, culprit: Culprit, line: str) -> Diagnosis:
     """Return what a bus error means where /dev/shm is large: the next start may succeed.
 
     The 13B model of BigScience saw one after ten hours with 1% of 94 GB in use, and none in weeks after it.
@@ -195,7 +206,7 @@ def _bus_error_beside_room(evidence: FailureEvidence, culprit: Culprit, line: st
     )
 
 
-def _gpu_memory(evidence: FailureEvidence) -> Iterator[Diagnosis]:
+def _gpu_memory(evidence: _JudgedEvidence) -> Iterator[Diagnosis]:
     for end in _failed(evidence):
         line = _line(f"{end.error}\n{end.log}", GPU_MEMORY.pattern)
         if line:
@@ -208,7 +219,7 @@ def _gpu_memory(evidence: FailureEvidence) -> Iterator[Diagnosis]:
             yield _found(cause, end.culprit, line, f"log of rank {end.rank}: {line}")
 
 
-def _link(evidence: FailureEvidence) -> Iterator[Diagnosis]:
+def _link(evidence: _JudgedEvidence) -> Iterator[Diagnosis]:
     """Yield a network failure: NCCL reports an error of its adapter, or the kernel that a link is down."""
     for end in evidence.ranks:
         line = _line(f"{end.error}\n{end.log}", NCCL_NETWORK.pattern)
@@ -220,18 +231,17 @@ def _link(evidence: FailureEvidence) -> Iterator[Diagnosis]:
                 yield _found(Cause.NETWORK, Culprit(host=host), line, f"{host}: {line}")
 
 
-def _lost(evidence: FailureEvidence) -> Iterator[Diagnosis]:
+def _lost(evidence: _JudgedEvidence) -> Iterator[Diagnosis]:
     for host in evidence.silent_hosts:
         yield _found(
             Cause.NODE_LOST, Culprit(host=host), f"{host} has gone silent", f"no heartbeat from {host}"
         )
 
 
-def _signals(evidence: FailureEvidence) -> Iterator[Diagnosis]:
+def _signals(evidence: _JudgedEvidence) -> Iterator[Diagnosis]:
     ended = [end for end in evidence.ranks if end.status is not None and end.status < 0]
     for end in ended:
-        name = signal.Signals(-(end.status or 0)).name
-        line = f"rank {end.rank} was ended by {name}"
+        line = f"rank {end.rank} was ended by {signal_name(-(end.status or 0))}"
         if end.status == -signal.SIGBUS:
             for failed in filter(_DISK_FAILED.search, evidence.kernel.get(end.host, ())):
                 yield _found(Cause.STORAGE, end.culprit, f"{line}: {failed}", f"{end.host}: {failed}")
@@ -249,7 +259,7 @@ def _signals(evidence: FailureEvidence) -> Iterator[Diagnosis]:
         )
 
 
-def _hang(evidence: FailureEvidence) -> Iterator[Diagnosis]:
+def _hang(evidence: _JudgedEvidence) -> Iterator[Diagnosis]:
     hang = evidence.hang
     if hang is not None:
         only_culprit = hang.culprits[0] if len(hang.culprits) == 1 else None
@@ -277,7 +287,7 @@ def _is_of_ranks(line: str, ranks: Sequence[RankEnd]) -> bool:
     return any(killed_process(line) in children for children in known)
 
 
-def _killed_children(evidence: FailureEvidence) -> Iterator[Diagnosis]:
+def _killed_children(evidence: _JudgedEvidence) -> Iterator[Diagnosis]:
     """Look for ranks whose log says that a process which they had started, such as a data worker, died."""
     for end in _failed(evidence):
         line = _line(f"{end.error}\n{end.log}", _CHILD_KILLED.pattern)
@@ -291,7 +301,7 @@ def _killed_children(evidence: FailureEvidence) -> Iterator[Diagnosis]:
             yield _found(cause, end.culprit, line, f"log of rank {end.rank}: {line}", sure=is_full)
 
 
-def _exceptions(evidence: FailureEvidence) -> Iterator[Diagnosis]:
+def _exceptions(evidence: _JudgedEvidence) -> Iterator[Diagnosis]:
     for end in _failed(evidence):
         if end.status == 2:
             line = next((line for line in end.log.splitlines() if line.strip()), "refused at its start")
@@ -306,7 +316,7 @@ def _exceptions(evidence: FailureEvidence) -> Iterator[Diagnosis]:
             yield _found(cause or Cause.EXCEPTION, end.culprit, first, proof, sure=cause is None)
 
 
-def _aborted(evidence: FailureEvidence) -> Iterator[Diagnosis]:
+def _aborted(evidence: _JudgedEvidence) -> Iterator[Diagnosis]:
     """Look for ranks that torch has aborted, where no rank failed by itself."""
     for end in evidence.ranks:
         pattern = f"{MAYBE_TIMEOUT.pattern}|{REPORTS_TIMEOUT.pattern}"
@@ -326,7 +336,7 @@ def _is_torchs_abort(end: RankEnd) -> bool:
     return end.status == -signal.SIGABRT and any(pattern.search(text) for pattern in patterns)
 
 
-def _network(evidence: FailureEvidence) -> Diagnosis:
+def _network(evidence: _JudgedEvidence) -> Diagnosis:
     lost = [end for end in evidence.ranks if end.status == RankLost.exit_status or _is_consequence(end)]
     if lost and len(lost) == len([end for end in evidence.ranks if end.status != 0]):
         alone = [end for end in lost if _OF_A_SOCKET.search(exception_of(end))]
@@ -347,17 +357,17 @@ def _found(cause: Cause, culprit: Culprit, summary: str, line: str, *, sure: boo
     return Diagnosis(cause=cause, culprit=culprit, summary=summary.strip(), evidence=evidence, sure=sure)
 
 
-def _failed(evidence: FailureEvidence) -> list[RankEnd]:
+def _failed(evidence: _JudgedEvidence) -> list[RankEnd]:
     """Return the ranks that failed by themselves, without those that ended because another rank was lost."""
-    return [end for end in _ended(evidence) if not _is_consequence(end)]
+    return evidence.failed
 
 
-def _ended(evidence: FailureEvidence) -> list[RankEnd]:
+def _ended(evidence: _JudgedEvidence) -> list[RankEnd]:
     """Return the ranks that did not end well."""
     return [end for end in evidence.ranks if end.status not in (0, None)]
 
 
-def _own_errors(evidence: FailureEvidence) -> bool:
+def _own_errors(evidence: _JudgedEvidence) -> bool:
     return any(exception_of(end) for end in _failed(evidence))
 
 
@@ -368,18 +378,19 @@ def _is_consequence(end: RankEnd) -> bool:
 
 
 def _line(text: str, pattern: str, *, unless: re.Pattern[str] | None = None) -> str:
+    search = re.compile(pattern).search
     lines = (line[:MOST_CHARACTERS] for line in text.splitlines())
-    found = (line.strip() for line in lines if re.search(pattern, line))
+    found = (line.strip() for line in lines if search(line))
     return next((line for line in found if unless is None or not unless.search(line)), "")
 
 
-def _host_of_srun(evidence: FailureEvidence) -> str:
+def _host_of_srun(evidence: _JudgedEvidence) -> str:
     """Return the only host of which srun reports that a task failed; "" where there are several or none."""
     pattern = re.compile(r"srun: error: (\S+): tasks? ")
     hosts = {match[1] for message in evidence.messages for match in pattern.finditer(message)}
     return hosts.pop() if len(hosts) == 1 else ""
 
 
-def _host_in(line: str, evidence: FailureEvidence) -> str:
+def _host_in(line: str, evidence: _JudgedEvidence) -> str:
     hosts = {end.host for end in evidence.ranks if end.host} | set(evidence.silent_hosts)
     return next((host for host in sorted(hosts, key=len, reverse=True) if host in line), "")

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ EXIT_TIMES, EXIT_UNMEASURED_S = 2.0, 15.0
 """Times the longest measured exit that are left for the exit; the seconds where none was measured."""
 _UNMEASURED_SHARE, _MOST_SHARE = 0.25, 0.5
 """A job keeps at most these shares of its time for its last save: before it has measured one, and after."""
-_TAIL_BYTES = 1 << 18
+_TAIL_BYTES, _FIRST_TAIL_BYTES = 1 << 18, 1 << 23
 _POLL_S = 1.0
 _END_EVERY_S = 60.0
 _NOTICES_EVERY_S = 5.0
@@ -46,8 +46,8 @@ class SaveTimes:
     exit_s: float | None = None
 
 
-def measured_save(rundir: RunDirectory) -> SaveTimes:
-    """Return what the first rank's journal says of saves and steps, from its last quarter of a megabyte.
+def measured_save(rundir: RunDirectory, *, most_bytes: int = _TAIL_BYTES) -> SaveTimes:
+    """Return what the first rank's journal says of saves and steps, from its last `most_bytes`.
 
     A journal that cannot be read counts as one without saves, for the job's end comes all the same.
     """
@@ -56,7 +56,7 @@ def measured_save(rundir: RunDirectory) -> SaveTimes:
     ends: list[float] = []
     longest = 0.0
     with suppress(OSError):
-        for event in read_tail(rundir.journal(), most_bytes=_TAIL_BYTES):
+        for event in read_tail(rundir.journal(), most_bytes=most_bytes):
             time, seconds = time_of(event), event.get("seconds")
             key = (str(event.get("step")), str(event.get("incarnation", 0)))
             if time is None:
@@ -107,7 +107,10 @@ def time_to_leave_s(times: SaveTimes, *, unmeasured_s: float) -> float:
 
 
 class Departure:
-    """Watches the clock and the notices from a thread, until it is closed.
+    """Watches the clock and the notices, until it is closed.
+
+    One thread asks the scheduler and the sources of notices, another judges by their last answers: a
+    scheduler that takes a minute to say nothing must not let the end of the job pass.
 
     reason: why the run must save and stop now; "" while it need not.
     """
@@ -133,15 +136,22 @@ class Departure:
         self._rundir, self._end_of_job, self._notices = rundir, end_of_job, tuple(notices)
         self._ahead_s, self._unmeasured_s, self._poll_s = ahead_s, unmeasured_s, poll_s
         self._end: float | None = None
+        self._notice: MaintenanceNotice | None = None
         self._asked_end = self._asked_notices = float("-inf")
-        self._is_warned = False
+        self._is_warned = self._is_answered = False
         self._length_s: float | None = None
+        self._measured: SaveTimes | None = None
+        self._told: dict[Callable[[], Any], str] = {}
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="departure", daemon=True)
+        self._threads = [
+            threading.Thread(target=self._repeat, args=(self.ask,), name="departure: asks", daemon=True),
+            threading.Thread(target=self._repeat, args=(self._decide,), name="departure", daemon=True),
+        ]
 
     def start(self) -> Departure:
         """Begin to watch; returns self."""
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
         return self
 
     def warned(self) -> None:
@@ -152,8 +162,9 @@ class Departure:
     def close(self) -> None:
         """Stop watching."""
         self._closed.set()
-        if self._thread.is_alive():
-            self._thread.join(2 * self._poll_s)
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join(2 * self._poll_s)  # one that waits for an answer ends with the process
 
     def __enter__(self) -> Departure:
         return self.start()
@@ -162,47 +173,79 @@ class Departure:
         self.close()
 
     def check(self) -> str:
-        """Return why the run must save and stop now; "" while it need not. Asks what is due."""
+        """Ask what is due, and return why the run must save and stop now; "" while it need not."""
+        self.ask()
+        return self.judge()
+
+    def ask(self) -> None:
+        """Ask the scheduler and the sources of notices what is due."""
         now = time.monotonic()
         if now - self._asked_end >= _END_EVERY_S:
             self._asked_end = now
-            self._end = self._asked(self._end_of_job, self._end)
-            if self._end is not None and self._length_s is None:
+            try:
+                end = self._asked(self._end_of_job, self._end)
+            finally:
+                self._is_answered = True
+            if end is not None and self._length_s is None:
                 # A short job must not leave before it has trained, whatever its saves took.
-                self._length_s = max(0.0, self._end - time.time())
+                self._length_s = max(0.0, end - time.time())
                 self._unmeasured_s = min(self._unmeasured_s, _UNMEASURED_SHARE * self._length_s)
+            self._end = end
+        if now - self._asked_notices >= min(_NOTICES_EVERY_S, 5 * self._poll_s):
+            self._asked_notices = now
+            notices = [notice for source in self._notices for notice in self._asked(source, [])]
+            self._notice = earliest(notices)
+
+    def judge(self) -> str:
+        """Return why the run must save and stop now, by the last answers; "" while it need not."""
         if self._end is not None:
             left_s = self._end - time.time()
             needed_s = min(
-                time_to_leave_s(measured_save(self._rundir), unmeasured_s=self._unmeasured_s),
+                time_to_leave_s(self._times(), unmeasured_s=self._unmeasured_s),
                 max(LEAST_S, _MOST_SHARE * (self._length_s or 0.0)),
             )
             if left_s <= needed_s:
                 return (
                     f"the job ends in {max(0.0, left_s):.0f} s, and the last save is given {needed_s:.0f} s"
                 )
-        elif self._is_warned:
+        elif self._is_warned and self._is_answered:
             return "the scheduler has signalled that the job will end"
-        if now - self._asked_notices >= min(_NOTICES_EVERY_S, 5 * self._poll_s):
-            self._asked_notices = now
-            notices = [notice for source in self._notices for notice in self._asked(source, [])]
-            first = earliest(notices)
-            if first is not None and first.at - time.time() <= self._ahead_s:
-                return f"maintenance: {first.what}"
+        if self._notice is not None and self._notice.at - time.time() <= self._ahead_s:
+            return f"maintenance: {self._notice.what}"
         return ""
+
+    def _times(self) -> SaveTimes:
+        """Return what was measured lately. A save that the journal's end no longer shows counts still."""
+        before = self._measured
+        if before is None:
+            self._measured = measured_save(self._rundir, most_bytes=_FIRST_TAIL_BYTES)
+            return self._measured
+        now = measured_save(self._rundir)
+        save_s = before.save_s if now.save_s is None else now.save_s
+        self._measured = replace(
+            now, save_s=save_s, exit_s=before.exit_s if now.exit_s is None else now.exit_s
+        )
+        return self._measured
 
     def _asked(self, ask: Callable[[], Any], otherwise: Any) -> Any:  # Any: what the question returns
         try:
-            return ask()
+            answer = ask()
         except BloomeryError as silent:
-            log.warning("%s", silent)
+            if self._told.get(ask) != str(silent):  # it is asked every few seconds, perhaps for days
+                log.warning("%s", silent)
+            self._told[ask] = str(silent)
             return otherwise
+        self._told.pop(ask, None)
+        return answer
 
-    def _run(self) -> None:
+    def _decide(self) -> None:
+        self.reason = self.judge()
+
+    def _repeat(self, do: Callable[[], None]) -> None:
         logged_error = ""
         while not self.reason and not self._closed.wait(self._poll_s):
             try:
-                self.reason = self.check()
+                do()
             except Exception as error:  # noqa: BLE001 - without this thread the job is killed at its limit
                 before, logged_error = logged_error, f"{type(error).__name__}: {error}"
                 if logged_error != before:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from bloomery.config.submit import SubmitSection
 from bloomery.errors import TrainingFailed, storage_error
 from bloomery.events.records import known_values
 from bloomery.events.run_directory import RunDirectory
+from bloomery.events.run_lock import NO_LOCKS_HERE
 from bloomery.operate.schedulers.interface import Scheduler
 
 _LOCK_S = 20.0
@@ -77,9 +79,7 @@ class Exclusions:
 
     def _change(self, change: Any) -> None:  # Any: a function of the nodes by name
         try:
-            with durable.locked(
-                self.path.with_name(f"{self.path.name}.lock"), owner="bloomery", timeout_s=_LOCK_S
-            ):
+            with self._locked():
                 nodes = change(self.nodes())
                 text = json.dumps({host: asdict(node) for host, node in sorted(nodes.items())}, indent=1)
                 durable.write_whole(self.path, text + "\n")
@@ -89,6 +89,18 @@ class Exclusions:
             ) from held
         except OSError as refused:
             raise storage_error(refused, path=self.path, doing="Writing the nodes in quarantine") from refused
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Hold the lock of the file; a file system without locks keeps no node from its quarantine."""
+        path = self.path.with_name(f"{self.path.name}.lock")
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(durable.locked(path, owner="bloomery", timeout_s=_LOCK_S))
+            except OSError as error:
+                if error.errno not in NO_LOCKS_HERE:
+                    raise
+            yield
 
 
 def exclude_in_queue(

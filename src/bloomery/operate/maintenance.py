@@ -32,6 +32,8 @@ _DMI = Path("/sys/class/dmi/id")
 _AZURE_TAG = "7783-7084-3265-9085-8269-3286-77"
 _SHORT_PAUSE_S = 30
 """A pause of so many seconds ends no collective; it is waited for."""
+_told: dict[str, str] = {}
+"""What was said last of each address that does not answer as it should."""
 _HARMLESS = {"NONE", "MIGRATE_ON_HOST_MAINTENANCE"}
 
 
@@ -160,13 +162,23 @@ def _get(url: str, headers: Mapping[str, str], *, method: str = "GET") -> str:
     try:
         with urllib.request.urlopen(request, timeout=_ANSWER_S) as answer:
             text: str = answer.read(1 << 20).decode(errors="replace")
+            _told.pop(url, None)
             return text
     except urllib.error.HTTPError as refused:
         if refused.code not in (404, 405, 503):
-            log.warning("%s answers %d", url, refused.code)
+            _tell(url, f"answers {refused.code}")
+        else:
+            _told.pop(url, None)
     except (OSError, HTTPException) as silent:
-        log.warning("%s does not answer: %s", url, silent)
+        _tell(url, f"does not answer: {silent}")
     return ""
+
+
+def _tell(url: str, what: str) -> None:
+    """Warn of a service once until it says something else: it is asked every few seconds of a run."""
+    if _told.get(url) != what:
+        log.warning("%s %s", url, what)
+    _told[url] = what
 
 
 def _parsed(text: str) -> Any:  # Any: parsed JSON

@@ -24,6 +24,8 @@ from bloomery.operate.submission import jobs_of_run, was_submitted
 from bloomery.plan.schedule import steps_left, total_samples
 
 _MEASURED_STEPS = 50
+_SAVES_BYTES = 1 << 28
+"""How much of the journal's end is searched for a save where its last steps show none."""
 _LIMITS = StandstillLimits(silence_s=15.0)
 """Longer limits than a watcher's: one reading cannot tell a late heartbeat from a missing one as surely."""
 
@@ -122,7 +124,7 @@ def _progress(rundir: RunDirectory, recipe: Recipe | None, warnings: list[str]) 
             case "evaluation":
                 facts["held_out_loss"] = event.get("held_out_loss", facts.get("held_out_loss"))
             case "checkpoint" if {"time", "step"} <= event.keys():
-                facts |= {"saved": event["time"], "saved_step": event["step"]}
+                facts |= _save(event)
                 failed_save = ""
             case "checkpoint_failed":
                 failed_save = f"no checkpoint at step {event.get('step')}: {event.get('why', '')}"
@@ -130,6 +132,7 @@ def _progress(rundir: RunDirectory, recipe: Recipe | None, warnings: list[str]) 
                 rewinds += 1
     warnings += [failed_save] if failed_save else []
     warnings += [f"rewound {rewinds} times"] if rewinds else []
+    facts = facts if "saved" in facts else facts | _older_save(rundir)
     if not steps:
         return facts
     last = steps[-1]
@@ -139,15 +142,28 @@ def _progress(rundir: RunDirectory, recipe: Recipe | None, warnings: list[str]) 
         warnings.append(f"the last loss is {last['loss']}")
     if last.get("refused_in_a_row"):
         warnings.append(f"the last {last['refused_in_a_row']} updates were refused")
-    if recipe is not None:
-        length = recipe.data.sequence_length
-        consumed = int(last["consumed_samples"])
-        left = steps_left(
-            recipe.train, sequence_length=length, consumed=consumed, peers=max(1, int(last.get("peers", 1)))
-        )
-        facts["done"] = min(1.0, consumed / total_samples(recipe.train, sequence_length=length))
-        facts["left_s"] = left * facts["step_s"]
-    return facts
+    return facts | _left(recipe, last, facts["step_s"])
+
+
+def _left(recipe: Recipe | None, last: dict[str, Any], step_s: float) -> dict[str, float]:
+    """Return the share of the samples that were used, and the seconds that are left; {} without a recipe."""
+    if recipe is None:
+        return {}
+    length = recipe.data.sequence_length
+    consumed, peers = int(last["consumed_samples"]), max(1, int(last.get("peers", 1)))
+    left = steps_left(recipe.train, sequence_length=length, consumed=consumed, peers=peers)
+    done = min(1.0, consumed / total_samples(recipe.train, sequence_length=length))
+    return {"done": done, "left_s": left * step_s}
+
+
+def _older_save(rundir: RunDirectory) -> dict[str, Any]:
+    """Return the last save of a run that has made thousands of steps since; {} where there is none."""
+    saves = list(read_tail(rundir.journal(), most_bytes=_SAVES_BYTES, named=("checkpoint",)))
+    return next((_save(event) for event in reversed(saves) if {"time", "step"} <= event.keys()), {})
+
+
+def _save(event: dict[str, Any]) -> dict[str, Any]:
+    return {"saved": event["time"], "saved_step": event["step"]}
 
 
 def _recipe(rundir: RunDirectory, warnings: list[str]) -> Recipe | None:

@@ -1,7 +1,8 @@
-"""Lists all processes that a process has started, directly or not, from Linux's /proc."""
+"""Lists all processes that a process has started, from Linux's /proc; and the names of what ends them."""
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 _FIRST_NAMESPACE = 0xEFFFFFFC
@@ -28,6 +29,14 @@ def sees_kernel_pids() -> bool:
         return Path("/proc/self/ns/pid").stat().st_ino == _FIRST_NAMESPACE
     except OSError:
         return False
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal; `signal 37` for one of those that have none."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def _children(pid: int) -> list[int]:

@@ -48,13 +48,15 @@ class StorageForecast:
 def measure_storage(directory: Path, *, total: int, writers: int) -> StorageTimes:
     """Return how long it takes to write and sync `total` bytes in parallel, and to read them from the disk.
 
-    The pages are dropped from memory before they are read. Raises StorageError. The files are removed.
+    The pages are dropped from memory before they are read. Raises StorageError. The files are removed. Of a
+    process that is killed they stay; it has locked them (`durable.remove_abandoned`).
 
     total: bytes of all files together. writers: the number of files, each written and read by a thread.
     """
     share = -(-total // writers)
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        lock = durable.hold_directory(directory)
         paths = [directory / f"writer-{index}" for index in range(writers)]
         try:
             with ThreadPoolExecutor(writers) as pool:
@@ -67,6 +69,8 @@ def measure_storage(directory: Path, *, total: int, writers: int) -> StorageTime
             for path in paths:
                 path.unlink(missing_ok=True)
             directory.rmdir()
+            if lock is not None:
+                os.close(lock)
     except OSError as refused:
         raise storage_error(refused, path=directory, doing="Measuring the storage") from refused
     return StorageTimes(

@@ -19,7 +19,7 @@ from bloomery.config.load import dump_recipe, load_recipe, override
 from bloomery.errors import BloomeryError
 from bloomery.events.heartbeat import RankActivity, RankBeat
 from bloomery.events.journal import read_journal
-from bloomery.operate.dashboard import panels, run_summary, viewed_run
+from bloomery.operate.dashboard import actions, panels, run_summary, viewed_run
 from bloomery.operate.dashboard.access import AccessGate, AccessRules, bearer, read_token
 from bloomery.operate.dashboard.actions import ActionRequest, carry_out
 from bloomery.operate.dashboard.curves import _line, curves, downsampled, moving_mean, rows_between
@@ -30,6 +30,7 @@ from bloomery.operate.dashboard.run_reader import RunReader, _is_newer
 from bloomery.operate.dashboard.run_summary import RunSummarizer, night_words, silent_ranks
 from bloomery.operate.dashboard.server import _MOST_BODY, DashboardServer, _body
 from bloomery.operate.dashboard.viewed_run import ViewedRun
+from bloomery.operate.schedulers.interface import SchedulerError
 from bloomery.operate.submission import keep_submission, submission_of
 
 TOKEN = "0123456789abcdef"
@@ -182,6 +183,23 @@ def test_only_the_name_of_a_node_is_excluded(run: WrittenRun, name: str) -> None
     assert not (run.rundir.path / "exclusions.json").exists()
 
 
+def test_a_node_is_excluded_where_the_queue_cannot_be_told(
+    run: WrittenRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def silent(*, name: str, run: Path) -> None:
+        raise SchedulerError("SLURM has not answered squeue for 60 s.", remedy="Wait.")
+
+    run.rundir.recipe.write_text(dump_recipe(load_recipe("demo").recipe))
+    keep_submission(run.rundir, submission_of("demo", [], nproc=None))
+    monkeypatch.setattr(actions, "scheduler_of", lambda section, path: SimpleNamespace(jobs=silent))
+    answer = carry_out(run.rundir, ActionRequest(run=0, action="exclude", what="n1"), by="ann")
+    assert answer == (
+        "n1 takes no further job of this run; the queue could not be told: "
+        "SLURM has not answered squeue for 60 s."
+    )
+    assert [event["what"] for event in read_journal(run.rundir.operations)] == ["n1"]
+
+
 def body_of(*chunks: bytes, kind: str = "application/json; charset=utf-8") -> Any:
     async def stream() -> Any:
         for chunk in chunks:
@@ -312,7 +330,7 @@ def test_a_saves_row_tells_what_it_cost_and_why_it_is_kept(run: WrittenRun) -> N
 
 def test_a_table_that_is_asked_for_anew_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, made = [100.0], list[float]()
-    monkeypatch.setattr(panels, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(panels, "time", SimpleNamespace(monotonic=lambda: clock[0], thread_time=lambda: 0.0))
     table = CachedValue(lambda: made.append(clock[0]) or len(made), least_s=10.0)
     for clock[0] in (100.0, 109.0, 110.0, 119.0):
         table.get()
@@ -549,6 +567,16 @@ def test_the_scheduler_is_asked_once_a_minute_and_the_recipe_read_when_it_change
     for clock[0] in (1000.0, 1059.0, 1060.0, 1061.0):
         summarizer.summary()
     assert asked_at == [1000.0, 1060.0]
+
+    def silent(*, name: str, run: Path) -> None:
+        asked_at.append(clock[0])
+        clock[0] += 60.0
+        raise SchedulerError("SLURM has not answered squeue for 60 s.", remedy="Wait.")
+
+    queue.jobs = silent
+    for clock[0] in (1120.0, 1239.0, 1240.0):
+        assert "has not answered" in summarizer.summary().problems[-1]
+    assert asked_at[2:] == [1120.0, 1240.0]
     summarizer_of(run, "train.samples=16000")
     assert summarizer.summary().steps == 2000
     run.rundir.recipe.write_text("[run")

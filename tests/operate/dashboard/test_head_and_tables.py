@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from tests.operate.dashboard.written_run import WrittenRun, healed_run
 
+from bloomery.cli import main
 from bloomery.config.load import dump_recipe, load_recipe, override
 from bloomery.errors import BloomeryError
 from bloomery.events.heartbeat import RankBeat
@@ -325,3 +326,30 @@ def test_of_a_large_run_the_first_sixty_four_ranks_are_looked_at(
 
     monkeypatch.setattr(run_summary, "read_beat", silent)
     assert silent_ranks(reader, now=1e9) == list(range(64)) and len(read) == 65
+
+
+def test_a_damaged_record_leaves_the_events_and_saves_of_a_page(tmp_path: Path) -> None:
+    run = healed_run(tmp_path / "run")
+    run.rundir.incarnation(2).write_text("{torn")
+    viewed = ViewedRun(run.rundir.path)
+    viewed.reader.read_all()
+    tables = json.loads(viewed.tables())
+    assert [event["kind"] for event in tables["events"]] == ["start", "guard", "rewind", "start"]
+    assert (
+        "It cannot be counted: " in (told := tables["goodput"]["problem"])
+        and "000002.json is damaged" in told
+    )
+
+
+@pytest.mark.parametrize("moment", [1e15, -1e15, 1e300])
+def test_a_time_that_no_calendar_has_ends_no_command(
+    moment: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = healed_run(tmp_path / "run")
+    odd = {"time": moment, "incarnation": 2, "step": 92, "loss": 2.0, "text": "odd", "by": "a"}
+    for path, name in ((run.rundir.operations, "note"), (run.rundir.journal(), "step")):
+        with path.open("a") as journal:
+            journal.write(json.dumps({"event": name, **odd}) + "\n")
+    for words, status in ((["top", "--once"], 1), (["report"], 0), (["note"], 0), (["follow", "--once"], 0)):
+        assert main([words[0], str(run.rundir.path), *words[1:]]) == status
+    assert "last sign --:--:--" in capsys.readouterr().out

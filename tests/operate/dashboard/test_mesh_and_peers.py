@@ -228,12 +228,15 @@ def test_a_round_without_this_peer_is_told_in_words() -> None:
 
 
 def test_a_dear_table_takes_half_a_percent_of_a_core_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, made = [0.0], [0.0]
-    monkeypatch.setattr(panels, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    clock, spent, made = [0.0], [0.0], [0.0]
+    monkeypatch.setattr(
+        panels, "time", SimpleNamespace(monotonic=lambda: clock[0], thread_time=lambda: spent[0])
+    )
 
     def compute() -> float:
         made.append(clock[0])
         clock[0] += 3.0
+        spent[0] += 3.0
         return clock[0]
 
     table = panels.CachedValue(compute, least_s=20.0)
@@ -243,6 +246,23 @@ def test_a_dear_table_takes_half_a_percent_of_a_core_at_most(monkeypatch: pytest
     first, *others = made[1:]
     assert others[0] - first < 30.0  # the first, which also imports, tells nothing of the next
     assert 3.0 * len(others) <= 0.005 * 20_000.0 + 2 * 3.0 and len(others) > 20
+
+
+def test_a_table_that_waited_for_a_disk_is_made_again_as_soon_as_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(panels, "time", SimpleNamespace(monotonic=lambda: clock[0], thread_time=lambda: 0.0))
+    waits_s = iter([0.0, 60.0, 0.0])
+
+    def compute() -> float:
+        clock[0] += next(waits_s)
+        return clock[0]
+
+    table = panels.CachedValue(compute, least_s=2.5)
+    table.get()
+    for clock[0], made_at in ((10.0, 70.0), (72.0, 70.0), (73.0, 73.0)):
+        assert table.get() == made_at
 
 
 def test_the_newest_save_is_that_of_the_largest_step_whatever_its_digits() -> None:

@@ -7,6 +7,7 @@ import json
 import re
 from base64 import b64encode
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.operate.dashboard.written_run import WrittenRun, healed_run
@@ -73,6 +74,22 @@ def test_a_long_journal_is_read_in_parts_and_says_how_far(
     assert (len(reader.columns), reader.read_share, reader.is_behind) == (4, 0.4, True)
     assert reader.problems() == ["The journal is being read: 40% so far."]
     assert len(reader.read_all().columns) == 10 and reader.problems() == []
+
+
+def test_whoever_reads_once_reads_the_other_journals_to_their_ends_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = WrittenRun(tmp_path / "run")
+    lines = [json.dumps({"event": "round", "time": 1e9, "round": number}) + "\n" for number in range(9)]
+    run.rundir.rounds.write_text("".join(lines))
+    monkeypatch.setattr("bloomery.operate.dashboard.growing_file.GrowingFile.lines", partial_lines)
+    reader = RunReader(run.rundir.path).read_all()
+    assert [event["round"] for event in reader.news.rounds] == list(range(9)) and reader.read_share == 1.0
+
+
+def partial_lines(file: GrowingFile, *, most_bytes: int = 0, read: Any = GrowingFile.lines) -> list[bytes]:
+    lines: list[bytes] = read(file, most_bytes=100)
+    return lines
 
 
 def test_a_refusal_is_one_event_until_an_update_is_made(tmp_path: Path) -> None:

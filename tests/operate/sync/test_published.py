@@ -64,6 +64,24 @@ def test_each_checkpoint_is_a_branch_that_holds_its_export_alone(run: RunDirecto
     assert not list((run.path / "publishing").iterdir())
 
 
+def test_of_branches_of_earlier_processes_only_those_of_held_checkpoints_are_looked_at(
+    run: RunDirectory, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pruned, kept = save(run, 5), save(run, 10)
+    ours = publisher(run)
+    ours.hold()
+    ours.publish_held()
+    shutil.rmtree(pruned)
+    asked, files_of = list[str](), HubRepository.files_of
+    monkeypatch.setattr(
+        HubRepository, "files_of", lambda hub, name: asked.append(name) or files_of(hub, name)
+    )
+    save(run, 15)
+    later = publisher(run)
+    later.hold()
+    assert later.publish_held() == ["step-000015.i001"] and asked == [kept.name]
+
+
 def test_a_checkpoint_that_was_pruned_before_its_turn_is_published(run: RunDirectory, hub: Hub) -> None:
     ours, pruned = publisher(run), save(run, 5)
     ours.hold()

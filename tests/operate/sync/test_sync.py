@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from tests.faults.commands import wait_for
 from tests.operate.sync.conftest import record, write_steps
 from tests.operate.sync.hub_server import Hub
 
@@ -13,6 +16,7 @@ from bloomery.config.submit import SyncSection
 from bloomery.errors import StorageError
 from bloomery.events.journal import loss_curve
 from bloomery.events.run_directory import RunDirectory
+from bloomery.operate.stacks import process_state
 from bloomery.operate.sync import pieces
 from bloomery.operate.sync.keeper import SyncKeeper
 from bloomery.operate.sync.mirror import RunMirror
@@ -167,6 +171,20 @@ def test_a_sync_beside_a_launcher_sends_the_last_lines_at_its_end(run: RunDirect
         write_steps(run, 6, 9)
     RunMirror(open_place(section.place), tmp_path / "elsewhere").fetch()
     assert contents(tmp_path / "elsewhere") == contents(run.path)
+
+
+def test_an_export_does_not_outlive_a_sync_that_takes_too_long(run: RunDirectory, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "begun")
+    ours = SyncKeeper(run, SyncSection(place=f"file://{tmp_path}"), wait_s=lambda: 0.0, say=print)
+    ours._command = ["sh", "-c", f"sleep 600 & echo $! > {tmp_path}/begun; wait"]
+    with ours:
+        export = int((tmp_path / "begun").read_text())
+        assert process_state(export) not in ("", "Z")
+    try:
+        wait_for(lambda: process_state(export) in ("", "Z"))
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(export, signal.SIGKILL)
 
 
 def test_signals_are_the_launchers_own_again_after_the_last_sync(run: RunDirectory, tmp_path: Path) -> None:

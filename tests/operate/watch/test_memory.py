@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import pytest
 from tests.operate.watch.test_watcher import a_run, beat
 
 from bloomery.config.load import dump_recipe, load_recipe
-from bloomery.errors import RunBusy
+from bloomery.errors import RunBusy, StorageError
 from bloomery.events.journal import read_journal
 from bloomery.events.run_directory import RunDirectory
 from bloomery.operate.run_state import RunStatus, RunVerdict
@@ -66,6 +68,20 @@ def test_a_watcher_that_ended_as_it_should_is_not_missed(run: RunDirectory) -> N
     later = watcher(run)
     assert [alert for alert in later.check(now=NOW + 9999) if alert.condition.kind == "watcher"] == []
     later.close()
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EIO])
+def test_a_file_system_without_locks_keeps_nobody_from_watching(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refuse(file: int, how: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with nullcontext() if number == errno.ENOLCK else pytest.raises(StorageError, match="Input/output"):
+        watching = watcher(run)
+        assert [alert.condition.kind for alert in watching.check(now=NOW)] == ["gone"]
+        watching.close()
 
 
 def test_what_is_owed_is_sent_by_the_next_watcher_to_those_who_have_not_taken_it(run: RunDirectory) -> None:
@@ -138,6 +154,23 @@ def test_a_silent_scheduler_and_a_short_queue_are_told_as_soon_by_cron_as_by_a_s
     assert cron(run, 20.0 + 61.0) == [set()], "in an hour without a look it may have been well"
     monkeypatch.setattr(observe, "jobs_of_run", lambda rundir, recipe: ([], ""))
     assert cron(run, 20.0 + 66.0, 20.0 + 71.0) == [set(), set()]
+
+
+def test_a_save_and_a_finding_count_for_cron_however_many_steps_follow_them(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(observe, "sample_disk", lambda path, *, now: DiskSample(now, 60, -1))
+    save = run.checkpoints / "step-000500.i001"
+    save.mkdir(parents=True)
+    (save / "weights").write_bytes(b"w" * 70)
+    spike = {"event": "guard", "time": NOW, "step": 500, "guard": "spike", "action": "stop", "reason": "high"}
+    saved = {"event": "checkpoint", "time": NOW, "step": 500, "path": save.name}
+    run.journal().write_text("".join(json.dumps(event) + "\n" for event in (spike, saved)))
+    seen = {"no room for a save", "guard spike"}
+    assert cron(run, 1.0, 2.0) == [seen, seen]
+    with run.journal().open("a") as journal:
+        journal.write(json.dumps({"event": "step", "time": NOW, "text": " " * (2 << 20)}) + "\n")
+    assert cron(run, 3.0, 35.0) == [seen, {"no room for a save"}]
 
 
 def opened(watching: RunWatcher, *kinds: str) -> None:

@@ -184,6 +184,9 @@ def test_a_watcher_keeps_all_that_the_next_one_needs(tmp_path: Path) -> None:
     watching._observer.unheard_since, watching._observer.short_since = 30.0, 20.0
     watching._observer.disks = [DiskSample(1.0, 2, 3)]
     watching._observer.quotas = {"user a": [DiskSample(4.0, 5, 6)]}
+    watching._observer.saves.append((7.0, "step-000007.i001"))
+    watching._observer.guards.append((8.0, "spike", "step 8: stop: high"))
+    watching._observer.failed_save = "no checkpoint at step 9: full"
     watching._keep()
     told = {"kind": "slow", "line": "l", "command": "c", "group": "g"}
     record = json.loads(run.watch.read_text())
@@ -194,9 +197,15 @@ def test_a_watcher_keeps_all_that_the_next_one_needs(tmp_path: Path) -> None:
                             "acknowledged": False}},
         "unsent": [{"run": "mine", "word": "still", "began": 5.0, "condition": told, "owed": [1]}],
         "disks": [[1.0, 2, 3]], "quotas": {"user a": [[4.0, 5, 6]]},
+        "saves": [[7.0, "step-000007.i001"]], "guards": [[8.0, "spike", "step 8: stop: high"]],
+        "failed_save": "no checkpoint at step 9: full",
     }  # fmt: skip
     os.close(watching._lock)
-    for name in ("quotas", "unheard_since", "short_since"):
+    seen = (watching._observer.saves, watching._observer.guards, watching._observer.failed_save)
+    again = RunWatcher(run, lambda alert: None)
+    assert (again._observer.saves, again._observer.guards, again._observer.failed_save) == seen
+    os.close(again._lock)
+    for name in ("quotas", "unheard_since", "short_since", "saves", "guards", "failed_save"):
         del record[name]
     del record["unsent"][0]["owed"]  # as an earlier version wrote them
     run.watch.write_text(json.dumps(record))
@@ -205,6 +214,7 @@ def test_a_watcher_keeps_all_that_the_next_one_needs(tmp_path: Path) -> None:
     assert (later.incidents, later._observer.since) == ({"g": incident}, 40.0)
     assert (later._observer.unheard_since, later._observer.short_since) == (0.0, 0.0)
     assert later._observer.disks == [DiskSample(1.0, 2, 3)] and later._observer.quotas == {}
+    assert not (later._observer.saves or later._observer.guards or later._observer.failed_save)
     assert [(kept.word, kept.owed) for kept in later._unsent] == [(AlertWord.ESCALATED, None)]
     later._record([alert], before="pending")
     later.close()

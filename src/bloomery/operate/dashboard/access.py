@@ -105,7 +105,7 @@ def bearer(headers: dict[bytes, bytes]) -> str:
 def read_token(path: Path) -> str:
     """Return the token in a file. Raises StorageError, and BloomeryError for a short or an open one."""
     try:
-        token, mode = path.read_text().strip(), path.stat().st_mode
+        token, mode = path.read_text(errors="replace").strip(), path.stat().st_mode
     except OSError as refused:
         raise storage_error(refused, path=path, doing="Reading the token") from refused
     if mode & (stat.S_IRGRP | stat.S_IROTH):

@@ -87,9 +87,12 @@ def _exclude(rundir: RunDirectory, what: str, why: str) -> str:
     if not was_submitted(rundir):
         return f"{what} takes no further job of this run."
     scheduler = scheduler_of(recipe.submit, rundir.path.absolute())
-    jobs = exclude_in_queue(
-        scheduler, rundir, name=recipe.run.name, section=recipe.submit, nodes=list(exclusions.nodes())
-    )
+    try:
+        jobs = exclude_in_queue(
+            scheduler, rundir, name=recipe.run.name, section=recipe.submit, nodes=list(exclusions.nodes())
+        )
+    except BloomeryError as silent:  # the list is right all the same, and jobs that start read it
+        return f"{what} takes no further job of this run; the queue could not be told: {silent.message}"
     return f"{what} takes no further job of this run; {len(jobs)} waiting jobs were told."
 
 

@@ -26,16 +26,18 @@ from bloomery.plan.schedule import steps_of_peer
 MOST_LEDGER_BYTES = 256 << 20
 """The most bytes of a journal for which a page shows the ledger; of larger ones `bloomery report` does."""
 _WAIT_PER_COST = 200
-"""The seconds to wait, for each second that computing a table took, before it is computed again."""
+"""The seconds to wait, for each second of a core that a table took, before it is computed again."""
 _SHOWN_SAVES, _SHOWN_INCIDENTS = 60, 100
 
 T = TypeVar("T")
 
 
 class CachedValue(Generic[T]):
-    """A value that is computed again at most every `least_s` seconds, and less often the longer it takes.
+    """A value that is computed again at most every `least_s` seconds, less often the more of a core it takes.
 
-    wait_per_cost: seconds to wait for each second that computing it took.
+    A wait for a disk or a scheduler does not count: after one of a minute the value would be hours old.
+
+    wait_per_cost: seconds to wait for each second of a core that computing it took.
     """
 
     def __init__(
@@ -54,9 +56,10 @@ class CachedValue(Generic[T]):
         began = time.monotonic()
         if self._value is None or began >= self._due:
             is_first = self._value is None  # which also pays for imports, and tells nothing of the next
+            spent_s = time.thread_time()
             self._value = self._compute()
-            now = time.monotonic()
-            self._due = now + max(self._least_s, 0.0 if is_first else self._wait_per_cost * (now - began))
+            cost_s = 0.0 if is_first else time.thread_time() - spent_s
+            self._due = time.monotonic() + max(self._least_s, self._wait_per_cost * cost_s)
         return self._value
 
 
@@ -147,11 +150,14 @@ def goodput(reader: RunReader, plan: PlannedRun | None = None) -> dict[str, Any]
 
     plan: what was forecast, which then stands beside what came.
     """
-    size = sum(path.stat().st_size for path in reader.rundir.journals()[:1])
-    if size > MOST_LEDGER_BYTES:
-        command = f"bloomery report {reader.rundir.path}"
-        return {"problem": f"The journal has {size / 1e6:,.0f} MB: `{command}` counts it."}
-    ledger = read_ledger(reader.rundir, ranks="first")
+    try:
+        size = sum(path.stat().st_size for path in reader.rundir.journals()[:1])
+        if size > MOST_LEDGER_BYTES:
+            command = f"bloomery report {reader.rundir.path}"
+            return {"problem": f"The journal has {size / 1e6:,.0f} MB: `{command}` counts it."}
+        ledger = read_ledger(reader.rundir, ranks="first")
+    except (BloomeryError, OSError) as damage:
+        return {"problem": f"It cannot be counted: {damage}"}
     if ledger is None:
         return {"problem": "Nothing has trained here yet."}
     figures = ledger_figures(ledger, plan)

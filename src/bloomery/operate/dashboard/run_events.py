@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from bloomery.operate.ledger.operations import finite
+from bloomery.operate.ledger.operations import time_of
 from bloomery.operate.ledger.run_history import rewind_words
 
 Level = Literal["info", "warning", "bad"]
@@ -86,7 +86,7 @@ def shown_event(event: Event, *, number: int) -> ShownEvent | None:
     has_step = isinstance(step, int) and not isinstance(step, bool) and (step > 0 or incarnation)
     return ShownEvent(
         number=number,
-        time=finite(event.get("time")) or 0.0,
+        time=time_of(event) or 0.0,
         step=int(step) if has_step and step is not None else None,
         incarnation=incarnation if isinstance(incarnation, int) else 0,
         kind=kind,

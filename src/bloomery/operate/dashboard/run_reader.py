@@ -103,13 +103,14 @@ class RunReader:
 
     @property
     def is_behind(self) -> bool:
-        """Whether the journal holds more than was read."""
-        return self._steps.is_behind
+        """Whether the journals hold more than was read."""
+        return any(tail.is_behind for tail in self._tails())
 
     @property
     def read_share(self) -> float:
-        """How much of the first rank's journal was read."""
-        return self._steps.read_bytes / self._steps.size if self._steps.size else 1.0
+        """How much of the journals was read."""
+        size = sum(tail.size for tail in self._tails())
+        return sum(tail.read_bytes for tail in self._tails()) / size if size else 1.0
 
     def read_all(self) -> RunReader:
         """Read to the ends of the journals and return self; for callers that read them once."""

@@ -139,7 +139,6 @@ class RunSummarizer:
     def _ask_scheduler(self, recipe: Recipe) -> None:
         if time.monotonic() - self._asked < _JOBS_EVERY_S:
             return
-        self._asked = time.monotonic()
         run = self._reader.rundir.path.absolute()
         try:
             kept_submission(self._reader.rundir)
@@ -147,6 +146,7 @@ class RunSummarizer:
             self._scheduler_problem = ""
         except BloomeryError as silent:
             self._scheduler_problem = silent.message
+        self._asked = time.monotonic()  # only now: one that is silent answers late
 
 
 def _name(reader: RunReader, recipe: Recipe | None) -> str:

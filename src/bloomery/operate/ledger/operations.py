@@ -17,6 +17,8 @@ AGREED = (0, 130, 143)  # exit statuses of attempts that ended as asked
 _LARGEST = sys.float_info.max
 MOST_RANKS = 1 << 17
 """A larger number of ranks in a record is damage: each of them would be counted."""
+LATEST_TIME = 1e11
+"""Seconds since 1970 up to which a time is one: the year 5138."""
 _LONGEST_START_S = 1800.0
 """The seconds after which an attempt counts as down if its end is not recorded and no rank wrote anything."""
 _OF_JOB = {
@@ -127,8 +129,12 @@ def read_marks(operations: Sequence[Event], *, was_finished: bool) -> OperationM
 
 
 def time_of(event: Event) -> float | None:
-    """Return when an event was written, in seconds since 1970; None where it does not say so."""
-    return finite(event.get("time"))
+    """Return when an event was written, in seconds since 1970; None where it does not say so.
+
+    A time that no clock shows is damage, and no calendar has a date for it.
+    """
+    time = finite(event.get("time"))
+    return time if time is not None and 0.0 <= time < LATEST_TIME else None
 
 
 def finite(value: object) -> float | None:

@@ -58,6 +58,11 @@ class OneMachine:
             submitted=round(time.time(), 3),
         )
         try:
+            if not machine_queue.has_locks(request.run):
+                raise SchedulerError(
+                    f"The file system of {request.run} has no locks, so no queue can be kept there.",
+                    remedy="Give --run on another disk, or start it by `bloomery launch --supervise`.",
+                )
             numbers = [machine_queue.add(request.run, job) for _ in range(request.tasks)]
             machine_queue.start_runner(request.run)
         except OSError as refused:

@@ -31,7 +31,7 @@ from bloomery.events.heartbeat import process_age_s
 from bloomery.events.journal import read_tail
 from bloomery.events.records import known_values
 from bloomery.events.run_directory import RunDirectory
-from bloomery.events.run_lock import process_identity
+from bloomery.events.run_lock import NO_LOCKS_HERE, process_identity
 from bloomery.operate.schedulers.interface import SIGNAL, JobState
 
 _T = TypeVar("_T")
@@ -190,6 +190,18 @@ def start_runner(run: Path) -> None:
         )
 
 
+def has_locks(run: Path) -> bool:
+    """Return whether the file system of a run directory has locks, without which nothing runs a queue."""
+    durable.make_directory(queue_of(run))
+    try:
+        with _hold(run):
+            return True
+    except OSError as error:
+        if error.errno not in NO_LOCKS_HERE:
+            raise
+        return False
+
+
 def has_runner(run: Path) -> bool:
     """Return whether a process on this machine runs the queue."""
     try:
@@ -198,6 +210,10 @@ def has_runner(run: Path) -> bool:
         return False
     try:
         return not durable.try_lock(file)
+    except OSError as error:
+        if error.errno not in NO_LOCKS_HERE:
+            raise
+        return False
     finally:
         os.close(file)
 

@@ -229,11 +229,16 @@ def _names(nodes: str) -> tuple[str, ...]:
 
 
 def _seconds(text: str) -> float | None:
-    """Return SLURM's local time in seconds since 1970; None for Unknown, N/A and NONE."""
+    """Return SLURM's local time in seconds since 1970; None for Unknown, N/A and NONE.
+
+    In the hour that comes twice when summer time ends it is the earlier moment: a job must not leave late.
+    """
     try:
-        return time.mktime(time.strptime(text.strip(), "%Y-%m-%dT%H:%M:%S"))
+        parts = time.strptime(text.strip(), "%Y-%m-%dT%H:%M:%S")
     except ValueError:
         return None
+    moments = [time.mktime((*parts[:8], is_summer)) for is_summer in (1, 0, -1)]
+    return min((moment for moment in moments if time.localtime(moment)[:6] == parts[:6]), default=moments[-1])
 
 
 def _remedy(error_text: str) -> str:

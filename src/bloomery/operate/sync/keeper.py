@@ -122,7 +122,7 @@ class SyncKeeper:
         for number, handler in before.items():
             signal.signal(number, handler)
         if self._process.poll() is None:
-            self._process.kill()
+            os.killpg(self._process.pid, signal.SIGKILL)  # also the export of a checkpoint that it has begun
         self._process.wait()
         self._thread.join()
 

@@ -40,7 +40,8 @@ class CheckpointPublisher:
     def __init__(self, rundir: RunDirectory, repository: HubRepository, *, export: Export) -> None:
         self._rundir, self._repository, self._export = rundir, repository, export
         self._held = rundir.path / "publishing"
-        self._published: set[str] | None = None
+        self._published: set[str] = set()
+        self._branches: set[str] | None = None
         self._seen: set[str] = set()
         self._refusals: Counter[str] = Counter()
         self._publishing = ""
@@ -76,13 +77,11 @@ class CheckpointPublisher:
         One that was refused comes last in the next call, so that a damaged checkpoint does not hold up the
         others.
         """
-        if self._published is None:
-            self._published = self._whole_branches()
         done: list[str] = []
         while names := sorted(self._waiting(), key=self._refusals.__getitem__):
             self._publishing = names[0]
-            if names[0] not in self._published:
-                self._refusals[names[0]] += 1
+            self._refusals[names[0]] += 1
+            if not self._is_published(names[0]):
                 self._publish(names[0])
                 self._published.add(names[0])
                 done.append(names[0])
@@ -123,11 +122,19 @@ class CheckpointPublisher:
     def _export_of(self, name: str) -> Path:
         return self._held / f".{name}.export"
 
-    def _whole_branches(self) -> set[str]:
-        """Return the names of the checkpoints whose branches are whole."""
-        self._repository.make()
-        named = {branch for branch in self._repository.branches() if parse_name(branch)}
-        return {branch for branch in named if MARK in self._repository.files_of(branch)}
+    def _is_published(self, name: str) -> bool:
+        """Return whether a checkpoint has a whole branch. That of an earlier process is looked at once.
+
+        After months there are thousands, and only those of checkpoints that are held matter.
+        """
+        if self._branches is None:
+            self._repository.make()
+            self._branches = self._repository.branches()
+        if name in self._branches:
+            if MARK in self._repository.files_of(name):
+                self._published.add(name)
+            self._branches.discard(name)
+        return name in self._published
 
 
 def _link(directory: Path, target: Path) -> None:

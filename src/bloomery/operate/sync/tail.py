@@ -11,7 +11,7 @@ from bloomery.events.run_directory import RunDirectory
 from bloomery.operate.dashboard.growing_file import GrowingFile
 from bloomery.operate.dashboard.run_events import shown_event
 from bloomery.operate.dashboard.run_reader import first_journal
-from bloomery.operate.ledger.operations import finite
+from bloomery.operate.ledger.operations import LATEST_TIME, finite
 
 Event = Mapping[str, Any]  # Any: a parsed line of a journal
 
@@ -85,6 +85,6 @@ def _plain(text: str) -> str:
 
 
 def _clock(moment: float | None) -> str:
-    if moment is None or not 0 <= moment < 1e11:
+    if moment is None or not 0 <= moment < LATEST_TIME:
         return "--:--:--"
     return time.strftime("%m-%d %H:%M:%S", time.localtime(moment))

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from bloomery.config.load import load_recipe
 from bloomery.config.recipe import Recipe
@@ -24,6 +24,8 @@ from bloomery.operate.submission import jobs_of_run, kept_submission
 from bloomery.operate.watch.conditions import WatchedQuota, WatchedRun
 from bloomery.operate.watch.disk import DiskSample, directory_bytes, forecast_full, sample_disk, thinned
 from bloomery.operate.watch.quota import sample_quotas
+
+_T = TypeVar("_T")
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +80,8 @@ class RunObserver:
     unheard_since: when the scheduler first did not answer; 0.0 where it does.
     short_since: when fewer jobs than wanted were first in the queue; 0.0 where there are enough.
     quotas: what was left of each quota, by its owner.
+    saves, guards, failed_save: the last checkpoints and findings of guards, and why the last save failed. The
+        end of a journal that a new process reads has hundreds of steps, perhaps without any of these.
     """
 
     rundir: RunDirectory
@@ -87,14 +91,14 @@ class RunObserver:
     short_since: float = 0.0
     disks: list[DiskSample] = field(default_factory=list)
     quotas: dict[str, list[DiskSample]] = field(default_factory=dict)
+    saves: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=20))
+    guards: deque[tuple[float, str, str]] = field(default_factory=lambda: deque(maxlen=50))
+    failed_save: str = ""
 
     def __post_init__(self) -> None:
         self._journal = JournalTail(self.rundir.journal())
-        self._saves: deque[tuple[float, str]] = deque(maxlen=20)
-        self._guards: deque[tuple[float, str, str]] = deque(maxlen=50)
         self._step_s: deque[float] = deque(maxlen=20)
         self._usual_step_s: deque[float] = deque(maxlen=200)
-        self._failed_save = ""
         self._recipe: Recipe | None = None
         self._recipe_time = -1.0
         self._jobs: Sequence[QueuedJob] = ()
@@ -114,7 +118,7 @@ class RunObserver:
         if verdict.state != self.state and not (verdict.state == RunStatus.UNKNOWN and self.state):
             self.state, self.since = str(verdict.state), self._began(verdict, now)
         self._sample(now)
-        newest = self._saves[-1][1] if self._saves else ""
+        newest = self.saves[-1][1] if self.saves else ""
         living, wanted = self._queue_depth(recipe, verdict, now)
         return WatchedRun(
             path=str(self.rundir.path),
@@ -130,9 +134,9 @@ class RunObserver:
             save_bytes=directory_bytes(self.rundir.checkpoints / newest) if newest else 0,
             shm_used=_used_share_here(shm),
             shm=shm,
-            saves=[time for time, _ in self._saves],
-            failed_save=self._failed_save,
-            guards=tuple(self._guards),
+            saves=[time for time, _ in self.saves],
+            failed_save=self.failed_save,
+            guards=tuple(self.guards),
             step_s=tuple(self._step_s) if len(self._usual_step_s) >= 20 else (),
             usual_step_s=tuple(self._usual_step_s),
             unsaved_copy_s=self._unsaved_copy_s(recipe, now),
@@ -149,9 +153,9 @@ class RunObserver:
     def set_back(self, by_s: float) -> None:
         """Move the times that are remembered with a clock that was set back by so many seconds."""
         self.since -= by_s
-        self._saves = deque(((time - by_s, name) for time, name in self._saves), self._saves.maxlen)
-        guards = ((time - by_s, guard, words) for time, guard, words in self._guards)
-        self._guards = deque(guards, self._guards.maxlen)
+        self.saves = deque(((time - by_s, name) for time, name in self.saves), self.saves.maxlen)
+        guards = ((time - by_s, guard, words) for time, guard, words in self.guards)
+        self.guards = deque(guards, self.guards.maxlen)
         self.unheard_since -= by_s if self.unheard_since else 0.0
         self.short_since -= by_s if self.short_since else 0.0
 
@@ -180,13 +184,13 @@ class RunObserver:
             self._step_s.clear()
             self._usual_step_s.clear()
         elif name == "checkpoint":
-            self._saves.append((float(time), str(event.get("path", ""))))
-            self._failed_save = ""
+            _add(self.saves, (float(time), str(event.get("path", ""))))
+            self.failed_save = ""
         elif name == "checkpoint_failed":
-            self._failed_save = f"no checkpoint at step {event.get('step')}: {event.get('why', '')}"
+            self.failed_save = f"no checkpoint at step {event.get('step')}: {event.get('why', '')}"
         elif name == "guard" and event.get("action") != "carryon":
             words = f"step {event.get('step')}: {event.get('action')}: {event.get('reason', '')}"
-            self._guards.append((float(time), str(event.get("guard", "")), words))
+            _add(self.guards, (float(time), str(event.get("guard", "")), words))
 
     def _began(self, verdict: RunVerdict, now: float) -> float:
         job = verdict.job
@@ -238,11 +242,11 @@ class RunObserver:
         return self._jobs
 
     def _unsaved_copy_s(self, recipe: Recipe | None, now: float) -> float:
-        if recipe is None or not recipe.backup.url or recipe.backup.every_steps or not self._saves:
+        if recipe is None or not recipe.backup.url or recipe.backup.every_steps or not self.saves:
             return 0.0
-        for age, (time, name) in enumerate(reversed(self._saves)):
+        for age, (time, name) in enumerate(reversed(self.saves)):
             if (self.rundir.backups / f"{name}.json").exists():
-                return 0.0 if age == 0 else now - self._saves[-age][0]
+                return 0.0 if age == 0 else now - self.saves[-age][0]
             oldest = time
         return now - oldest
 
@@ -253,6 +257,12 @@ def _peers_command(recipe: Recipe | None) -> str:
         return ""
     place = f" --endpoints {recipe.elastic.coordinator}" if recipe.elastic.coordinator else ""
     return f"bloomery coordinate --status {recipe.run.name}{place}"
+
+
+def _add(known: deque[_T], one: _T) -> None:
+    """Add one to what is known, unless a process before this one has read it, too."""
+    if one not in known:
+        known.append(one)
 
 
 def _used_share_here(nodes: Sequence[NodeShm]) -> float | None:

@@ -15,6 +15,7 @@ from bloomery import durable
 from bloomery.errors import BloomeryError, RunBusy, storage_error
 from bloomery.events.journal import Journal
 from bloomery.events.run_directory import RunDirectory
+from bloomery.events.run_lock import NO_LOCKS_HERE
 from bloomery.operate.run_state import RunStatus
 from bloomery.operate.watch.alerts import (
     Alert,
@@ -127,7 +128,7 @@ class RunWatcher:
             lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:
             raise storage_error(error, path=path, doing="Opening the lock of the watcher") from error
-        if not durable.try_lock(lock):
+        if not self._is_free(lock):
             holder = os.pread(lock, 200, 0).decode(errors="replace").strip()
             os.close(lock)
             raise RunBusy(
@@ -137,6 +138,17 @@ class RunWatcher:
         os.truncate(lock, 0)
         os.pwrite(lock, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
         return lock
+
+    def _is_free(self, lock: int) -> bool:
+        """Return whether no other watcher has the lock; on a file system without locks nobody has it."""
+        try:
+            return durable.try_lock(lock)
+        except OSError as error:
+            if error.errno in NO_LOCKS_HERE:
+                return True
+            os.close(lock)
+            path = self.rundir.path / "watch.lock"
+            raise storage_error(error, path=path, doing="Locking the run for this watcher") from error
 
     def _take_acknowledged(self) -> None:
         """Mark incidents as known that a person has acknowledged since the last check."""
@@ -162,6 +174,10 @@ class RunWatcher:
             # watchers before it did not keep these
             self._observer.unheard_since = float(record.get("unheard_since", 0.0))
             self._observer.short_since = float(record.get("short_since", 0.0))
+            self._observer.saves.extend((float(time), str(name)) for time, name in record.get("saves", ()))
+            guards = record.get("guards", ())
+            self._observer.guards.extend((float(time), str(who), str(words)) for time, who, words in guards)
+            self._observer.failed_save = str(record.get("failed_save", ""))
             quotas: dict[str, list[Any]] = record.get("quotas", {})
             self._observer.quotas = {
                 owner: [DiskSample(*sample) for sample in samples] for owner, samples in quotas.items()
@@ -182,6 +198,9 @@ class RunWatcher:
             "unsent": [_alert_to_json(alert) for alert in self._unsent],
             "disks": self._observer.disks,
             "quotas": self._observer.quotas,
+            "saves": list(self._observer.saves),
+            "guards": list(self._observer.guards),
+            "failed_save": self._observer.failed_save,
         }
         path = self.rundir.watch
         try:
