@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 from bloomery.cli.argument_values import not_negative, positive, read_endpoint
 from bloomery.cli.arguments import add_recipe, parser
-from bloomery.cli.rank_output import RankOutput, tell
+from bloomery.cli.rank_output import RankOutput
 from bloomery.cli.ranks import RankRange, run_ranks
+from bloomery.cli.standard_output import tell
 from bloomery.cli.supervised import LOOPBACK, SupervisedStart, run_supervised
 from bloomery.cli.train import prepared_environment
 from bloomery.config.find import run_path
