@@ -20,6 +20,7 @@ from bloomery.cli.argument_values import not_negative, positive
 from bloomery.cli.arguments import parser
 from bloomery.cli.run_inputs import add_loading, load_saved, run_directory
 from bloomery.cli.tables import table_text
+from bloomery.config.typed_values import typed_separator
 from bloomery.errors import BloomeryError, CheckpointError, DataError, StorageError
 from bloomery.events.journal import Journal, read_journal, read_tail
 from bloomery.events.run_directory import RunDirectory
@@ -199,13 +200,14 @@ def _parser() -> ArgumentParser:
     )
     options.add_argument("--by-document", action="store_true", help="a line for each document")
     options.add_argument(
-        "--text-field",
-        default="text",
-        metavar="NAME",
-        help="field of .jsonl and .parquet (default: text)",
+        "--text-field", default="text", metavar="NAME", help="field of .jsonl and .parquet (default: text)"
     )
     options.add_argument(
-        "--separator", default="", metavar="TEXT", help="what separates the documents of a text file"
+        "--separator",
+        default="",
+        type=typed_separator,
+        metavar="TEXT",
+        help="what separates the documents of a text file, such as '\\n\\n'",
     )
     options.add_argument("--tasks", metavar="A,B", help="score these tasks with lm-eval instead")
     options.add_argument("--limit", type=positive, metavar="N", help="with --tasks: samples of each task")
