@@ -86,7 +86,7 @@ def _report(
             )
         )
         if not scores:
-            raise DataError(f"{name} holds no document.", remedy="Give a file with text.")
+            raise DataError(f"{name} holds no document.", remedy="Give a text, or its --text-field.")
         rows += scores if args.by_document else [total_score(scores, name=name)]
         every += scores
     if len(rows) > 1:
@@ -120,10 +120,12 @@ def _documents(args: Namespace, path: Path, loaded: LoadedModel) -> Iterator[Tok
     from bloomery.evaluate.scoring import TokenizedDocument
 
     reading = Reading(text_field=args.text_field, separator=args.separator)
-    file = SourceFile(key=path.name, path=path)
-    for document in read_file(file, reading=reading, bad=BadDocuments(fail=True)):
+    bad = BadDocuments()
+    for document in read_file(SourceFile(key=path.name, path=path), reading=reading, bad=bad):
         tokens = loaded.saved.tokenizer.encode(document.text)
         yield TokenizedDocument(document.place, tokens, document.size_bytes)
+    if bad.count:
+        print(f"note: {bad.summary()}", file=sys.stderr)
 
 
 def _held_out(loaded: LoadedModel) -> list[tuple[str, Iterator[TokenizedDocument]]]:
@@ -219,11 +221,7 @@ def _parser() -> ArgumentParser:
         "--follow", action="store_true", help="with --tasks: score new checkpoints until the run has ended"
     )
     options.add_argument(
-        "--every-steps",
-        type=positive,
-        default=1,
-        metavar="N",
-        help="with --follow: at least this far apart",
+        "--every-steps", type=positive, default=1, metavar="N", help="with --follow: at least this far apart"
     )
     options.add_argument(
         "--patience",
