@@ -120,8 +120,9 @@ def test_a_fork_does_not_sync_to_the_place_of_the_first_run(stopped, capsys):
     recipe = RunDirectory(stopped).recipe
     synced = load_recipe(str(recipe), [f"sync.place='{stopped.parent.as_uri()}/synced'"])
     recipe.write_text(dump_recipe(synced.recipe))
-    told(capsys, "fork", str(stopped), str(stopped.parent / "unsynced"))
-    forked = load_recipe(str(RunDirectory(stopped.parent / "unsynced").recipe)).recipe
+    told(capsys, "fork", str(stopped), str(stopped.parent / "not synced"))
+    forked = load_recipe(str(RunDirectory(stopped.parent / "not synced").recipe)).recipe
+    assert forked.run.name == "not-synced"
     assert load_recipe(str(recipe)).recipe.sync.place and forked.sync.place == ""
 
 

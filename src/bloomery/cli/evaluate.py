@@ -293,7 +293,7 @@ def show_table(args: Namespace) -> int:
     rundir = run_directory(args.path)
     records = [record for record in read_journal(rundir.evaluations) if record["event"] == EVENT]
     if not records and not args.json:
-        print(f"{args.path} has no scores yet: bloomery evaluate {args.path} --tasks …")
+        print(f"{args.path} has no scores yet: bloomery evaluate {rundir.as_word()} --tasks …")
         return 0
     _print(sorted(records, key=lambda record: (record["step"], record["time"])), args)
     return 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import shutil
 import tempfile
 from pathlib import Path
@@ -60,7 +59,7 @@ def run(arguments: list[str]) -> int:
         print(json.dumps({**facts, "checkpoint": checkpoint.name}))
         return 0
     print(f"{new.path} begins at step {checkpoint.step:,} of {rundir.path} ({checkpoint.name}).")
-    print(f"Go on with other settings: bloomery train {shlex.quote(str(new.path))} optim.learning_rate=…")
+    print(f"Go on with other settings: bloomery train {new.as_word()} optim.learning_rate=…")
     return 0
 
 
@@ -90,6 +89,7 @@ def _fork(rundir: RunDirectory, checkpoint: CommittedCheckpoint, target: Path) -
     from bloomery import durable
     from bloomery.checkpoint.format.source import is_stored_elsewhere
     from bloomery.config.convert import dump_recipe
+    from bloomery.config.find import name_of
     from bloomery.config.load import load_recipe
     from bloomery.errors import storage_error
     from bloomery.events.run_directory import RunDirectory
@@ -103,7 +103,7 @@ def _fork(rundir: RunDirectory, checkpoint: CommittedCheckpoint, target: Path) -
     _refuse_damaged(checkpoint)
     if not rundir.recipe.exists():
         raise CheckpointError(f"{rundir.path} has no recipe.toml", remedy="Give a whole run directory.")
-    name = target.resolve().name
+    name = name_of(target)
     # Two runs that sync to one place would overwrite each other's logs there.
     changed = [f"run.name={json.dumps(name)}", "sync.place=''"]
     loaded = load_recipe(str(rundir.recipe), changed)

@@ -192,11 +192,11 @@ def _train(loaded: LoadedRecipe, path: Path, options: Namespace, started: float)
         if is_first:
             screen.conclude(rundir, hints=not options.no_hints)
         return 0
-    remedy = f"The same command goes on from there. Checkpoints: bloomery ckpt list {path}"
+    remedy = f"The same command goes on from there. Checkpoints: bloomery ckpt list {rundir.as_word()}"
     if outcome.failed:
         raise TrainingFailed(f"stopped at step {outcome.step}: {outcome.reason}.", remedy=remedy)
     if outcome.reason.endswith("/stop"):
-        remedy = f"Starts end at once until `bloomery stop {path} --disarm`."
+        remedy = f"Starts end at once until `bloomery stop {rundir.as_word()} --disarm`."
     say(f"saved and stopped at step {outcome.step}: {outcome.reason}. {remedy}")
     name = outcome.reason.removeprefix("signal ")
     return 128 + signal.Signals[name] if name in signal.Signals.__members__ else 0
@@ -256,9 +256,9 @@ class Screen:
             self.say(f"at the end: {', '.join(shown)}")
         if hints:
             self._output.write(
-                f"Next:\n  bloomery generate {rundir.path} --prompt 'Once'\n"
-                f"  bloomery evaluate {rundir.path} YOUR.txt\n"
-                f"  bloomery ckpt export {rundir.path} exported\n"
+                f"Next:\n  bloomery generate {rundir.as_word()} --prompt 'Once'\n"
+                f"  bloomery evaluate {rundir.as_word()} YOUR.txt\n"
+                f"  bloomery ckpt export {rundir.as_word()} exported\n"
             )
 
 

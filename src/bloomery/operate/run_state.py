@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -129,7 +128,7 @@ def observe_run(
     note = f" ({note_of(armed)})" if armed and note_of(armed) else ""
     ranks = _ranks(rundir, now)
     return RunObservation(
-        path=shlex.quote(str(rundir.path)),
+        path=rundir.as_word(),
         jobs=tuple(jobs),
         ranks=ranks,
         died=tuple(  # a launcher that started a rank sees its end too, and starts it again
