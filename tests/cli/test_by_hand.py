@@ -13,6 +13,7 @@ from tests.train.test_loop import Start, events, go
 from bloomery.cli import main
 from bloomery.cli.control import cursor_after
 from bloomery.config.load import dump_recipe, load_recipe
+from bloomery.errors import StorageError
 from bloomery.events.incarnation import identity
 from bloomery.events.journal import read_history
 from bloomery.events.run_directory import RunDirectory
@@ -150,6 +151,20 @@ def test_a_fork_of_a_checkpoint_that_was_cut_short_is_refused(stopped, capsys):
     assert main(["fork", str(stopped), str(stopped.parent / "cut")]) == 1
     assert "is damaged: it has 100 bytes" in capsys.readouterr().err
     assert not (stopped.parent / "cut").exists()
+
+
+def test_a_fork_of_a_run_that_others_may_not_write_is_made_and_says_what_it_could_not_note(
+    stopped, capsys, monkeypatch
+):
+    def add_note(rundir: RunDirectory, text: str) -> None:
+        if rundir.path == stopped:
+            raise StorageError("Opening the journal failed", remedy="")
+
+    monkeypatch.setattr("bloomery.operate.ledger.chronicle.add_note", add_note)
+    assert main(["fork", str(stopped), str(stopped.parent / "of-a-colleague")]) == 0
+    said = capsys.readouterr()
+    assert "of-a-colleague begins at step 8" in said.out
+    assert f"note: {stopped} does not note the fork: Opening the journal failed" in said.err
 
 
 def chronicle(path: Path) -> str:

@@ -118,6 +118,11 @@ def _refuse_unusable(run: Path) -> None:
             f"The run directory {run} cannot be made: {there} is a file.",
             remedy="Move it away, or choose another directory.",
         )
+    if os.statvfs(there).f_flag & os.ST_RDONLY:
+        raise StorageError(
+            f"The run directory {run} cannot be written: the file system of {there} is mounted read-only.",
+            remedy="Mount it writable (`dmesg` names an error of its disk), or choose another directory.",
+        )
     if not os.access(there, os.W_OK | os.X_OK):
         raise StorageError(
             f"The run directory {run} cannot be written: {there} is not yours to write to.",

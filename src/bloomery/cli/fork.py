@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bloomery.cli.argument_values import not_negative
 from bloomery.cli.arguments import parser
-from bloomery.errors import CheckpointError
+from bloomery.errors import CheckpointError, StorageError
 
 if TYPE_CHECKING:
     from bloomery.checkpoint.format.catalogue import CommittedCheckpoint
@@ -53,7 +54,10 @@ def run(arguments: list[str]) -> int:
     name = _fork(rundir, checkpoint, args.new)
     new = RunDirectory(args.new)
     add_note(new, f"This run is a fork of {rundir.path.resolve()}: it begins at its {checkpoint.name}.")
-    add_note(rundir, f"A fork of this run begins at {checkpoint.name}: {new.path.resolve()}.")
+    try:
+        add_note(rundir, f"A fork of this run begins at {checkpoint.name}: {new.path.resolve()}.")
+    except StorageError as refused:  # a colleague's run: the fork is whole without the note there
+        print(f"note: {rundir.path} does not note the fork: {refused.message}", file=sys.stderr)
     if args.json:
         facts = {"run": str(rundir.path), "new": str(new.path), "name": name, "step": checkpoint.step}
         print(json.dumps({**facts, "checkpoint": checkpoint.name}))
