@@ -186,10 +186,8 @@ class Trainer:
         compared = self._slow_ranks.compare()
         self._record("slow_ranks", step, **compared)
         if self.mesh.is_first and compared["slow"]:
-            log.warning(
-                "steps are slower: each takes a rank that is not slow %s s, and [rank, host, seconds] %s",
-                *(compared["usual_s"], compared["slow"]),
-            )
+            slow = ", ".join(f"rank {rank} on {host} {seconds} s" for rank, host, seconds in compared["slow"])
+            log.warning("steps are slower: each takes %s; other ranks take %s s", slow, compared["usual_s"])
 
     def apply_requests(self, state: TrainState, facts: Facts) -> TrainState:
         """Apply what control files asked for: samples to skip, and changes of free settings."""
