@@ -127,6 +127,9 @@ def test_a_start_is_refused_without_its_packages_its_directory_or_its_data(
     with pytest.raises(DataError, match=r"text\.txt"):
         refuse_early(loaded, run)
     assert not run.exists(), "a look makes nothing"
+    (run / "data").mkdir(parents=True)
+    (run / "data" / "prepared.json").touch()
+    refuse_early(loaded, run)  # the start decides whether the run needs its text
 
 
 @pytest.mark.parametrize(
