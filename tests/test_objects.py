@@ -40,6 +40,13 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(objects, "_LONGEST_PAUSE_S", 0.001)
 
 
+def test_an_error_of_a_file_here_is_not_told_as_one_of_the_store(tmp_path: Path) -> None:
+    error = PermissionError(13, "Permission denied", str(tmp_path / "notes"))
+    told = storage_failure(error, doing="The backup")
+    assert f"failed at {tmp_path / 'notes'}: Permission denied" in told.message and "writable" in told.remedy
+    assert "Credentials" in storage_failure(PermissionError(13, "denied"), doing="The backup").remedy
+
+
 def test_a_line_that_gives_a_little_at_a_time_gives_all_and_no_byte_twice(server: Served) -> None:
     server.most_bytes = 100
     pieces = Objects(server.url, patience_s=60).pieces("one", end=len(CONTENT), piece_bytes=50)

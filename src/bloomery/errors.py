@@ -79,6 +79,10 @@ class DataError(BloomeryError):
     """A corpus, a tokenizer or an indexed file that cannot be used as it is."""
 
 
+class OriginGone(DataError):
+    """The text or the tokenizer that data are made of is not there; a run that has its data needs neither."""
+
+
 class CheckpointError(BloomeryError):
     """A checkpoint that is missing, damaged, or of another model."""
 

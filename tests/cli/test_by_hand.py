@@ -15,6 +15,7 @@ from bloomery.checkpoint.format.suspects import mark_suspects
 from bloomery.cli import main
 from bloomery.cli.control import cursor_after
 from bloomery.config.load import dump_recipe, load_recipe
+from bloomery.errors import StorageError
 from bloomery.events.incarnation import identity
 from bloomery.events.journal import read_history
 from bloomery.events.run_directory import RunDirectory
@@ -122,8 +123,9 @@ def test_a_fork_does_not_sync_to_the_place_of_the_first_run(stopped, capsys):
     recipe = RunDirectory(stopped).recipe
     synced = load_recipe(str(recipe), [f"sync.place='{stopped.parent.as_uri()}/synced'"])
     recipe.write_text(dump_recipe(synced.recipe))
-    told(capsys, "fork", str(stopped), str(stopped.parent / "unsynced"))
-    forked = load_recipe(str(RunDirectory(stopped.parent / "unsynced").recipe)).recipe
+    told(capsys, "fork", str(stopped), str(stopped.parent / "not synced"))
+    forked = load_recipe(str(RunDirectory(stopped.parent / "not synced").recipe)).recipe
+    assert forked.run.name == "not-synced"
     assert load_recipe(str(recipe)).recipe.sync.place and forked.sync.place == ""
 
 
@@ -151,6 +153,20 @@ def test_a_fork_of_a_checkpoint_that_was_cut_short_is_refused(stopped, capsys):
     assert main(["fork", str(stopped), str(stopped.parent / "cut")]) == 1
     assert "is damaged: it has 100 bytes" in capsys.readouterr().err
     assert not (stopped.parent / "cut").exists()
+
+
+def test_a_fork_of_a_run_that_others_may_not_write_is_made_and_says_what_it_could_not_note(
+    stopped, capsys, monkeypatch
+):
+    def add_note(rundir: RunDirectory, text: str) -> None:
+        if rundir.path == stopped:
+            raise StorageError("Opening the journal failed", remedy="")
+
+    monkeypatch.setattr("bloomery.operate.ledger.chronicle.add_note", add_note)
+    assert main(["fork", str(stopped), str(stopped.parent / "of-a-colleague")]) == 0
+    said = capsys.readouterr()
+    assert "of-a-colleague begins at step 8" in said.out
+    assert f"note: {stopped} does not note the fork: Opening the journal failed" in said.err
 
 
 def chronicle(path: Path) -> str:

@@ -240,6 +240,16 @@ def test_what_does_not_belong_into_a_checkpoint_is_noticed_by_its_size(rundir: R
     assert "step 15 takes 225%" in told and "step 10 takes" not in told
 
 
+def test_a_run_that_others_may_not_write_is_copied_and_stays_as_it_is(
+    rundir: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    files = sorted(rundir.path.rglob("*"))
+    monkeypatch.setattr("os.access", lambda path, rights: not Path(path).is_relative_to(rundir.path))
+    assert run(["copy", str(rundir.path), (tmp_path / "away").as_uri()]) == 0
+    assert sorted(rundir.path.rglob("*")) == files
+    assert (tmp_path / "away" / "checkpoints" / "step-000015.i002" / "manifest.json").exists()
+
+
 def test_a_copy_into_a_run_holds_it_so_that_no_trainer_sweeps_what_is_not_whole_yet(
     rundir: RunDirectory, tmp_path: Path, monkeypatch
 ):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -117,10 +119,17 @@ def test_a_start_is_refused_without_its_packages_its_directory_or_its_data(
         others.setattr("os.access", lambda path, rights: path != tmp_path)
         with pytest.raises(StorageError, match="is not yours to write to"):
             refuse_early(loaded, run)
+    with monkeypatch.context() as mounted:
+        mounted.setattr("os.statvfs", lambda path: SimpleNamespace(f_flag=os.ST_RDONLY | os.ST_NODEV))
+        with pytest.raises(StorageError, match="is mounted read-only"):
+            refuse_early(loaded, run)
     (tmp_path / "text.txt").unlink()
     with pytest.raises(DataError, match=r"text\.txt"):
         refuse_early(loaded, run)
     assert not run.exists(), "a look makes nothing"
+    (run / "data").mkdir(parents=True)
+    (run / "data" / "prepared.json").touch()
+    refuse_early(loaded, run)  # the start decides whether the run needs its text
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,8 @@ def test_a_log_goes_on_where_one_of_an_earlier_attempt_ended(tmp_path: Path) -> 
 def test_a_line_is_shown_at_once_and_a_screen_that_refused_one_is_asked_for_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    from bloomery.cli.rank_output import _Screen
+    from bloomery.cli.rank_output import _lost
+    from bloomery.cli.standard_output import LastingOutput
 
     class Terminal(io.StringIO):
         shown, refused = "", 0
@@ -97,7 +98,7 @@ def test_a_line_is_shown_at_once_and_a_screen_that_refused_one_is_asked_for_no_o
             return place.fileno()
 
     with (tmp_path / "terminal").open("wb") as place:
-        terminal, screen = Terminal(), _Screen()
+        terminal, screen = Terminal(), LastingOutput(_lost)
         monkeypatch.setattr("sys.stdout", terminal)
         screen.write("one\n")
         assert terminal.shown == "one\n"

@@ -16,7 +16,7 @@ from bloomery.cli.calibrate import _refuse_other_file
 from bloomery.config.load import parse_recipe
 from bloomery.config.model import ModelSection
 from bloomery.config.parallel import ParallelSection
-from bloomery.errors import BloomeryError, CheckpointError, ConfigError
+from bloomery.errors import BloomeryError, CheckpointError, ConfigError, TrainingFailed
 from bloomery.events.run_directory import RunDirectory
 from bloomery.guard.replay import ReplayFinding
 from bloomery.guard.verdict import Rewind, Rung, Stop, Watch
@@ -72,6 +72,11 @@ def test_a_log_is_judged_by_the_runs_settings_and_those_given_and_by_no_others(t
     with pytest.raises(ConfigError) as refused:
         guard._section(tmp_path, ["train.steps=5", "guard.repeat=false", "x"])
     assert [mistake.key for mistake in refused.value.mistakes] == ["train.steps=5", "x"]
+    with pytest.raises(TrainingFailed, match="has no journal: nothing was ever started"):
+        guard._log(tmp_path)
+    (tmp_path / "journal" / "alice-0.jsonl").touch()
+    assert guard._log(tmp_path) == rundir.journal(peer="alice")
+    rundir.journal().touch()
     assert guard._log(tmp_path) == rundir.journal() and guard._log(tmp_path / "a.log") == tmp_path / "a.log"
 
 
@@ -123,8 +128,8 @@ def test_the_recipe_of_an_import_trains_on_with_its_model_and_at_most_its_positi
     assert made.run.name == "x" and "/m" in made.run.notes and made.model.hidden == 32
     most = ckpt_export._SEQUENCE_AT_MOST
     assert recipe().data.sequence_length == most == recipe(max_positions=10 * most).data.sequence_length
-    text = ckpt_export._continuing_recipe(tmp_path / "run", sequence_length=64)
+    text = ckpt_export._continuing_recipe(tmp_path / "my run", sequence_length=64)
     whole = f"{text}\n[model]\nlayers = 2\nhidden = 32\nheads = 2\n"
     loaded = parse_recipe(whole, label="continue").recipe
-    assert loaded.run.name == "run-continued" and loaded.init.from_ == str(tmp_path / "run")
+    assert loaded.run.name == "my-run-continued" and loaded.init.from_ == str(tmp_path / "my run")
     assert loaded.data.sequence_length == 64 and loaded.schedule.unit == "steps"

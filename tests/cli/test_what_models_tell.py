@@ -231,8 +231,10 @@ def test_a_window_that_learned_positions_do_not_reach_is_refused() -> None:
         window_of(saved, 49)
 
 
-def test_documents_of_files_and_of_held_out_text_are_scored_as_they_were_written(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"body": "é!"}\n{"body": "b"}\n')
+def test_documents_of_files_and_of_held_out_text_are_scored_as_they_were_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.jsonl").write_text('{"body": "é!"}\n{"body": ""}\n{"body": "b"}\n')
     loaded: Any = SimpleNamespace(
         saved=SimpleNamespace(
             tokenizer=SimpleNamespace(
@@ -245,6 +247,8 @@ def test_documents_of_files_and_of_held_out_text_are_scored_as_they_were_written
     assert name == str(tmp_path / "a.jsonl")
     found = list(documents)
     assert found[0] == TokenizedDocument(f"{tmp_path}/a.jsonl:1", [2], 3) and len(found) == 2
+    told = f"note: 1 document skipped: 1 empty. The first: {tmp_path}/a.jsonl:2: the document is empty"
+    assert told in capsys.readouterr().err
     texts = [[5, 6, 3], [7], [3], []]
     dataset = SimpleNamespace(
         document_count=4, document=lambda number: SimpleNamespace(tolist=lambda: list(texts[number]))

@@ -265,11 +265,11 @@ def test_a_stopped_run_is_not_submitted_and_the_switch_is_named(tmp_path: Path) 
     arm(group / "stop")
     with pytest.raises(BloomeryError, match=f"{group}/stop is armed") as refused:
         submit._refuse_stopped(rundir, loaded)
-    assert refused.value.remedy == f"bloomery stop {rundir.path} --disarm --at {group}"
+    assert refused.value.remedy == f"`bloomery stop --at {group} --disarm` lets jobs train."
     arm(rundir.control("stop"))
     with pytest.raises(BloomeryError, match="control/stop is armed") as refused:
         submit._refuse_stopped(rundir, loaded)
-    assert refused.value.remedy == f"bloomery stop {rundir.path} --disarm"
+    assert refused.value.remedy == f"`bloomery stop {rundir.path} --disarm` lets jobs train."
 
 
 def test_files_that_the_group_may_not_write_are_told_by_owner(
@@ -308,7 +308,8 @@ def test_a_rehearsal_adds_its_settings_and_is_no_start_of_the_run(
 
 
 def listed(*steps: int) -> list[Any]:
-    return [SimpleNamespace(step=step, name=f"step-{step:06d}.i001") for step in steps]
+    names = {step: f"step-{step:06d}.i001" for step in steps}
+    return [SimpleNamespace(step=step, name=name, directory=Path(name)) for step, name in names.items()]
 
 
 def test_a_fork_begins_at_the_newest_checkpoint_before_the_step_that_is_trusted(

@@ -186,6 +186,23 @@ def test_overrides_are_toml_or_a_bare_word():
     assert recipe.data.held_out_datasets[0].resolved_weight == 1.0
 
 
+@pytest.mark.parametrize(
+    ("typed", "separator"),
+    [
+        (r"\n\n", "\n\n"),  # data.separator='\n\n' in a shell, as the documentation has it
+        ("\n\n", "\n\n"),  # data.separator=$'\n\n'
+        (r'"\n\n"', "\n\n"),
+        (r"\n---\r\n", "\n---\r\n"),
+        (r"\newpage", r"\newpage"),
+        (r"'\n'", r"\n"),  # a literal text of TOML
+        ("7", "7"),
+    ],
+)
+def test_a_separator_is_typed_with_the_line_ends_that_it_stands_for(typed, separator):
+    loaded = parse_recipe(MINIMAL, [f"data.separator={typed}"], label="small.toml")
+    assert loaded.recipe.data.separator == separator
+
+
 def test_the_last_of_two_overrides_counts():
     loaded = parse_recipe(MINIMAL, ["train.steps=5", "train.steps=6"], label="small.toml")
     assert loaded.recipe.train.steps == 6

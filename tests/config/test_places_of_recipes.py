@@ -20,11 +20,12 @@ from bloomery.config.environment import (
     refuse_network,
     variables_of,
 )
-from bloomery.config.find import find_recipe, is_run, run_path, shipped_recipes
+from bloomery.config.find import find_recipe, is_run, name_of, run_path, shipped_recipes
 from bloomery.config.findings import divisors, nearest_numbers, shown_value
 from bloomery.config.load import load_recipe, override, parse_recipe
 from bloomery.config.peer_settings import no_rounds_mistake
 from bloomery.config.resume import SettingChanges, apply_free, compare, refuse_fixed
+from bloomery.config.validate import check_recipe
 from bloomery.errors import ConfigError
 
 
@@ -94,6 +95,22 @@ def test_the_directory_of_a_run_is_the_one_given_or_the_recipes_or_that_of_its_n
     assert run_path("a.toml", run=None, name="small") == Path("runs/small")
     (run / "incarnations").rmdir()
     assert not is_run(run) and run_path("mine", run=None, name="small") == Path("runs/small")
+
+
+@pytest.mark.parametrize(
+    ("directory", "name"),
+    [
+        ("runs/mine", "mine"),
+        ("runs/my import", "my-import"),
+        ("Versuch ü", "Versuch-ü"),
+        ("..a", "a"),
+        ("/", "run"),
+    ],
+)
+def test_a_run_is_named_after_its_directory_with_what_a_name_may_have(directory: str, name: str) -> None:
+    assert name_of(Path(directory)) == name
+    loaded = parse_recipe(MINIMAL, [f"run.name='{name}'"], label="r.toml")
+    check_recipe(loaded.recipe, loaded.sources)
 
 
 def test_weights_lie_in_a_directory_that_holds_some(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,11 +18,11 @@ from bloomery.config.data import DataSection, DatasetSection
 from bloomery.data import sources
 from bloomery.data.documents import Document
 from bloomery.data.indexed import IndexedDataset
-from bloomery.data.prepare import prepare, prepared_of_run
+from bloomery.data.prepare import prepare, prepare_after_first, prepared_of_run
 from bloomery.data.prepare_build import watched_texts
 from bloomery.data.sources import find_files, is_held_out
 from bloomery.data.tokenizer import load_tokenizer, train_tokenizer
-from bloomery.errors import DataError, StorageError
+from bloomery.errors import DataError, OriginGone, StorageError
 
 EOD = "<|endoftext|>"
 TEXTS = [f"document {number}: the quick brown fox jumps {number * 7} times\n" * 4 for number in range(40)]
@@ -347,6 +348,33 @@ def test_what_a_model_was_trained_on_stays_when_the_sources_give_other_text(
     assert contents(tmp_path / "out") == before
     other = prepare(data, tmp_path / "out")
     assert other.fingerprint != first.fingerprint, "before there is a model, text may change"
+
+
+@pytest.mark.parametrize("gone", ["text", "files", "tokenizer"])
+def test_a_run_goes_on_with_the_data_that_it_was_trained_on_where_their_origin_is_gone(
+    data: DataSection, tmp_path: Path, gone: str
+) -> None:
+    if gone == "tokenizer":
+        prepare(data, tmp_path / "first")
+        (tmp_path / "first" / "tokenizer.json").rename(tmp_path / "mine.json")
+        data = replace(data, tokenizer=str(tmp_path / "mine.json"))
+    first = prepare(data, tmp_path / "out")
+    if gone == "tokenizer":
+        (tmp_path / "mine.json").unlink()
+    else:
+        shutil.rmtree(tmp_path / "text")
+    if gone == "files":
+        (tmp_path / "text").mkdir()
+    with pytest.raises(OriginGone):  # without a model, what was asked for may be another text
+        prepare(data, tmp_path / "out")
+    kept = prepare(data, tmp_path / "out", is_trained_on=True)
+    assert kept == replace(first, reused=True, notes=kept.notes)
+    *notes, told = kept.notes
+    assert notes == list(first.notes) and f"goes on with the data in {tmp_path / 'out'}" in told
+    assert prepare_after_first(data, tmp_path / "out") == replace(first, reused=True), "on the other ranks"
+    (tmp_path / "out" / "train.bin").unlink()
+    with pytest.raises(OriginGone):
+        prepare(data, tmp_path / "out", is_trained_on=True)
 
 
 def test_the_text_of_a_run_that_was_restored_is_tokenised_again_where_it_is_the_same(

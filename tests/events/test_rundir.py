@@ -52,6 +52,13 @@ def test_every_file_of_a_run_has_a_place_of_its_own_in_its_directory(tmp_path: P
     assert all(place.is_relative_to(tmp_path) and place != tmp_path for place in places)
 
 
+@pytest.mark.parametrize(
+    ("path", "word"), [("runs/a", "runs/a"), ("a b/ü", "'a b/ü'"), ("it's", "'it'\"'\"'s'")]
+)
+def test_commands_that_messages_name_can_be_copied_into_a_shell(path: str, word: str):
+    assert RunDirectory(Path(path)).as_word() == word
+
+
 def test_a_run_was_started_once_its_recipe_or_its_first_incarnation_is_there(tmp_path: Path):
     rundir = RunDirectory(tmp_path)
     assert not rundir.exists()

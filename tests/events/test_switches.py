@@ -8,7 +8,7 @@ import pytest
 
 from bloomery.errors import StorageError
 from bloomery.events.run_directory import RunDirectory
-from bloomery.events.switches import Switches, arm, note_of, write_request
+from bloomery.events.switches import Switches, arm, disarming, note_of, write_request
 
 
 def test_a_switch_in_any_directory_is_armed_until_its_file_is_gone(tmp_path: Path):
@@ -126,6 +126,14 @@ def test_a_save_that_its_author_takes_back_meanwhile_is_taken_without_a_warning(
 def test_a_note_in_another_encoding_is_shown_as_far_as_it_can_be(tmp_path: Path):
     (tmp_path / "stop").write_bytes(b"armed by caf\xe9: quota\n")
     assert note_of(tmp_path / "stop") == "armed by caf\N{REPLACEMENT CHARACTER}: quota"
+
+
+@pytest.mark.parametrize("name", ["stop", "save"])
+def test_a_switch_of_a_run_is_disarmed_with_the_run_and_that_of_a_group_without_one(name: str):
+    rundir = RunDirectory(Path("runs/a b"))
+    own, of_group = rundir.control(name), Path("/group/our switches") / name
+    assert disarming(own, rundir) == f"bloomery {name} 'runs/a b' --disarm"
+    assert disarming(of_group, rundir) == f"bloomery {name} --at '/group/our switches' --disarm"
 
 
 def test_a_switch_is_armed_on_a_full_disk_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

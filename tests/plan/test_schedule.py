@@ -251,6 +251,7 @@ def test_steps_that_are_left_may_be_counted_from_within_a_ramp_up():
         (TrainSection(samples=100, global_batch=20), 1, 30 + 4),
         (TrainSection(samples=20, global_batch=10), 1, 30),
         (TrainSection(steps=33, samples=0, tokens=0, global_batch=10), 1, 33),
+        (TrainSection(steps=7, samples=0, tokens=0, global_batch=10), 1, 30),
     ],
 )
 def test_the_last_step_of_a_run_counts_those_that_it_made_with_other_batches(

@@ -94,9 +94,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     arguments: the words after `bloomery`; None takes them from the command line.
     """
+    from bloomery.cli.standard_output import discard_output, is_refused, open_streams
+
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if arguments is None:
-        _make_streams_take_all()
+    open_streams()
     try:
         status = _dispatch(words)
         sys.stdout.flush()
@@ -106,28 +107,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _end_at_once(INTERRUPTED)
         return INTERRUPTED
     except BrokenPipeError:
-        _discard_output()
+        discard_output()
         return BROKEN_PIPE
+    except OSError as error:
+        if not is_refused():
+            raise
+        discard_output()
+        print(
+            f"bloomery: what it prints cannot be written: {error.strerror or error}\n"
+            "  Free space where its output goes, or send it elsewhere.",
+            file=sys.stderr,
+        )
+        return 1
     return status
-
-
-def _make_streams_take_all() -> None:
-    """Let no output end a command: a closed stream takes all, and `?` is shown for what a terminal lacks.
-
-    A file or socket that is opened later would get the number of a closed stream, and then what is printed.
-    """
-    import os
-    from io import TextIOWrapper
-
-    for number in range(3):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free, which is this one
-    if sys.stdout is None:
-        sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115 - for the process's life
-    if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(errors="replace")
 
 
 def version_line() -> str:
@@ -265,11 +257,3 @@ def _unknown(name: str) -> str:
     near = get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
     hint = f"Did you mean `bloomery {near[0]}`?" if near else f"Commands: {', '.join(COMMANDS)}."
     return f"bloomery: there is no command '{name}'\n  {hint}"
-
-
-def _discard_output() -> None:
-    """Send what is still buffered to /dev/null, because the reader of the pipe is gone."""
-    import os
-
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, sys.stdout.fileno())

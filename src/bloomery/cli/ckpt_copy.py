@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from bloomery.checkpoint.format.catalogue import CommittedCheckpoint, checkpoints, record_copy
 from bloomery.checkpoint.format.source import StoredCheckpoint
@@ -92,10 +94,11 @@ def _up(args: Namespace) -> dict[str, str | int]:
         except OSError as error:
             raise storage_failure(error, doing="Copying the run's recipe") from error
     beside = run.backups if run is not None else directory.parent
-    notes = beside / f"{directory.name}.notes"
-    with transfer_bar(args) as progress:
+    is_ours = os.access(run.path if run is not None else beside, os.W_OK)
+    with TemporaryDirectory() as elsewhere, transfer_bar(args) as progress:
+        notes = (beside if is_ours else Path(elsewhere)) / f"{directory.name}.notes"
         done = upload_checkpoint(directory, remote, what=args.what, notes=notes, progress=progress)
-    if run is not None:
+    if run is not None and is_ours:
         record_copy(run, directory.name, url=done.url, what=done.what, bytes=done.bytes)
     return {"from": source.place(), "to": done.url, "bytes": done.bytes, "bytes_sent": done.bytes_sent}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import replace
@@ -143,8 +144,8 @@ def import_(arguments: list[str]) -> int:
         return 0
     print(
         f"{args.to}: {imported.family}, from {args.path}\n"
-        f'  try: bloomery generate {args.to} "Once upon a time"\n'
-        f"  train on: bloomery train {args.to / CONTINUE} data.sources=YOUR_TEXT"
+        f'  try: bloomery generate {shlex.quote(str(args.to))} "Once upon a time"\n'
+        f"  train on: bloomery train {shlex.quote(str(args.to / CONTINUE))} data.sources=YOUR_TEXT"
     )
     return 0
 
@@ -200,6 +201,7 @@ def _write_run(path: Path, imported: Imported, args: Namespace, progress: Progre
     from bloomery.checkpoint.format.state import whole
     from bloomery.checkpoint.save.direct import save_streamed
     from bloomery.config.convert import dump_recipe
+    from bloomery.config.find import name_of
     from bloomery.data.tokenizer import load_tokenizer
     from bloomery.events.incarnation import begin
     from bloomery.events.run_directory import RunDirectory
@@ -222,7 +224,7 @@ def _write_run(path: Path, imported: Imported, args: Namespace, progress: Progre
             end_of_document=tokenizer.eod,
             vocabulary=imported.resolved.vocabulary,
         )
-    recipe = _recipe(imported, name=args.to.name, origin=args.path, end_of_document=end_of_document)
+    recipe = _recipe(imported, name=name_of(args.to), origin=args.path, end_of_document=end_of_document)
     durable.write_whole(rundir.recipe, dump_recipe(recipe))
     continuing = _continuing_recipe(args.to, sequence_length=recipe.data.sequence_length)
     durable.write_whole(path / CONTINUE, continuing)
@@ -253,11 +255,13 @@ def _eos_of(directory: Path) -> str:
 def _continuing_recipe(run: Path, *, sequence_length: int) -> str:
     """Return a recipe that trains on with the imported weights; its text, length and batch are to be set."""
     from bloomery.config.convert import toml_value
+    from bloomery.config.find import name_of
 
-    name, origin = toml_value(f"{run.name}-continued"), toml_value(str(run.absolute()))
+    name, origin = toml_value(f"{name_of(run)}-continued"), toml_value(str(run.absolute()))
+    recipe = shlex.quote(str(run / CONTINUE))
     return f"""\
-# Trains on with these weights: bloomery train {run / CONTINUE} data.sources=YOUR_TEXT
-# `bloomery config show {run / CONTINUE} --why` shows every setting, those of the imported model among them.
+# Trains on with these weights: bloomery train {recipe} data.sources=YOUR_TEXT
+# `bloomery config show {recipe} --why` shows every setting, those of the imported model among them.
 [run]
 name = {name}
 [init]

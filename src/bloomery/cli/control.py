@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from pathlib import Path
@@ -60,7 +61,7 @@ def _switch(name: str, arguments: list[str]) -> int:
     if chosen.disarm:
         return _disarm(name, directories, as_json=chosen.json)
     path = _armed(name, directories)
-    target = chosen.run or f"--at {chosen.at}"
+    target = shlex.quote(chosen.run) if chosen.run else f"--at {shlex.quote(chosen.at)}"
     if chosen.json:
         print(json.dumps({"switch": name, "armed": str(path)}))
     else:

@@ -17,6 +17,7 @@ from bloomery.cli.data_duplicates import add_parser as add_dedup
 from bloomery.cli.data_fetch import add_parser as add_fetch
 from bloomery.cli.data_pairs import add_parsers, add_report_parser, add_target, print_result
 from bloomery.config.data import LONGEST_LINE_MIB
+from bloomery.config.typed_values import typed_separator
 
 if TYPE_CHECKING:
     from bloomery.data.corpus_parts import CorpusPart
@@ -132,8 +133,9 @@ def _add_sources(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--separator",
+        type=typed_separator,
         default="",
-        help="text between two documents of a .txt file (default: a file is one document)",
+        help="text between two documents of a .txt file, such as '\\n\\n' (default: a file is one document)",
     )
     parser.add_argument(
         "--bad-documents",

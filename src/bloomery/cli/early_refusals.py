@@ -17,7 +17,7 @@ from bloomery.data.documents import NAME_THE_FIELD, BadDocuments
 from bloomery.data.pair_files import bin_path, idx_path
 from bloomery.data.readers import LINES, SourceFile
 from bloomery.data.sources import find_files, read_documents
-from bloomery.errors import ConfigError, DataError, StorageError
+from bloomery.errors import ConfigError, DataError, OriginGone, StorageError
 from bloomery.events.run_directory import RunDirectory
 from bloomery.train.trackers import refuse_missing_packages
 
@@ -39,23 +39,19 @@ def refuse_missing(data: DataSection) -> None:
         _refuse_without_text(find_files(data.sources).files, data)
     if data.tokenizer != "train" and not data.tokenizer.startswith(HUB_PREFIX):
         # 0.1 s that most recipes need not pay
-        from bloomery.data.tokenizer import find_tokenizer, load_tokenizer
+        from bloomery.data.tokenizer import find_tokenizer, load_tokenizer, refuse_missing_tokenizer
 
         tokenizer = find_tokenizer(data.tokenizer)
-        _refuse_missing_file(
-            tokenizer,
-            subject="Cannot read the tokenizer",
-            remedy="Give the path of a tokenizer.json, or set data.tokenizer = 'train'.",
-        )
+        refuse_missing_tokenizer(tokenizer)
         if tokenizer.stat().st_size <= _QUICKLY_READ:
             load_tokenizer(tokenizer, end_of_document=data.end_of_document_token)
     for dataset in (*data.datasets, *data.held_out_datasets):
         if "://" not in dataset.path:
             prefix = from_home(dataset.path)
-            for path in (idx_path(prefix), bin_path(prefix)):
-                _refuse_missing_file(
-                    path,
-                    subject="Cannot read",
+            missing = [path for path in (idx_path(prefix), bin_path(prefix)) if not path.exists()]
+            if missing:
+                raise DataError(
+                    f"Cannot read {missing[0]}: No such file or directory.",
                     remedy="Give the path of a .bin/.idx pair without the ending; `bloomery data tokenize` "
                     "makes it.",
                 )
@@ -81,11 +77,6 @@ def _refuse_without_text(files: Sequence[SourceFile], data: DataSection) -> None
         )
 
 
-def _refuse_missing_file(path: Path, *, subject: str, remedy: str) -> None:
-    if not path.exists():
-        raise DataError(f"{subject} {path}: No such file or directory.", remedy=remedy)
-
-
 def check_start(loaded: LoadedRecipe, run: Path, *, data_degree: int | None) -> None:
     """Raise ConfigError with every setting of the recipe that does not fit the others or the ranks.
 
@@ -109,7 +100,13 @@ def refuse_early(loaded: LoadedRecipe, run: Path) -> None:
     refuse_missing_packages(loaded.recipe.log.trackers)
     _refuse_unusable(run)
     _refuse_changes(loaded, run)
-    refuse_missing(loaded.recipe.data)
+    try:
+        refuse_missing(loaded.recipe.data)
+    except OriginGone:
+        from bloomery.data.prepare import MANIFEST
+
+        if not (RunDirectory(run).data / MANIFEST).exists():  # else the start decides what its data are worth
+            raise
 
 
 def _refuse_unusable(run: Path) -> None:
@@ -118,6 +115,11 @@ def _refuse_unusable(run: Path) -> None:
         raise StorageError(
             f"The run directory {run} cannot be made: {there} is a file.",
             remedy="Move it away, or choose another directory.",
+        )
+    if os.statvfs(there).f_flag & os.ST_RDONLY:
+        raise StorageError(
+            f"The run directory {run} cannot be written: the file system of {there} is mounted read-only.",
+            remedy="Mount it writable (`dmesg` names an error of its disk), or choose another directory.",
         )
     if not os.access(there, os.W_OK | os.X_OK):
         raise StorageError(

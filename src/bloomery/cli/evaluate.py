@@ -20,6 +20,7 @@ from bloomery.cli.argument_values import not_negative, positive
 from bloomery.cli.arguments import parser
 from bloomery.cli.run_inputs import add_loading, load_saved, run_directory
 from bloomery.cli.tables import table_text
+from bloomery.config.typed_values import typed_separator
 from bloomery.errors import BloomeryError, CheckpointError, DataError, StorageError
 from bloomery.events.journal import Journal, read_journal, read_tail
 from bloomery.events.run_directory import RunDirectory
@@ -85,7 +86,7 @@ def _report(
             )
         )
         if not scores:
-            raise DataError(f"{name} holds no document.", remedy="Give a file with text.")
+            raise DataError(f"{name} holds no document.", remedy="Give a text, or its --text-field.")
         rows += scores if args.by_document else [total_score(scores, name=name)]
         every += scores
     if len(rows) > 1:
@@ -119,10 +120,12 @@ def _documents(args: Namespace, path: Path, loaded: LoadedModel) -> Iterator[Tok
     from bloomery.evaluate.scoring import TokenizedDocument
 
     reading = Reading(text_field=args.text_field, separator=args.separator)
-    file = SourceFile(key=path.name, path=path)
-    for document in read_file(file, reading=reading, bad=BadDocuments(fail=True, may_skip=False)):
+    bad = BadDocuments()
+    for document in read_file(SourceFile(key=path.name, path=path), reading=reading, bad=bad):
         tokens = loaded.saved.tokenizer.encode(document.text)
         yield TokenizedDocument(document.place, tokens, document.size_bytes)
+    if bad.count:
+        print(f"note: {bad.summary()}", file=sys.stderr)
 
 
 def _held_out(loaded: LoadedModel) -> list[tuple[str, Iterator[TokenizedDocument]]]:
@@ -199,13 +202,14 @@ def _parser() -> ArgumentParser:
     )
     options.add_argument("--by-document", action="store_true", help="a line for each document")
     options.add_argument(
-        "--text-field",
-        default="text",
-        metavar="NAME",
-        help="field of .jsonl and .parquet (default: text)",
+        "--text-field", default="text", metavar="NAME", help="field of .jsonl and .parquet (default: text)"
     )
     options.add_argument(
-        "--separator", default="", metavar="TEXT", help="what separates the documents of a text file"
+        "--separator",
+        default="",
+        type=typed_separator,
+        metavar="TEXT",
+        help="what separates the documents of a text file, such as '\\n\\n'",
     )
     options.add_argument("--tasks", metavar="A,B", help="score these tasks with lm-eval instead")
     options.add_argument("--limit", type=positive, metavar="N", help="with --tasks: samples of each task")
@@ -217,11 +221,7 @@ def _parser() -> ArgumentParser:
         "--follow", action="store_true", help="with --tasks: score new checkpoints until the run has ended"
     )
     options.add_argument(
-        "--every-steps",
-        type=positive,
-        default=1,
-        metavar="N",
-        help="with --follow: at least this far apart",
+        "--every-steps", type=positive, default=1, metavar="N", help="with --follow: at least this far apart"
     )
     options.add_argument(
         "--patience",
@@ -293,7 +293,7 @@ def show_table(args: Namespace) -> int:
     rundir = run_directory(args.path)
     records = [record for record in read_journal(rundir.evaluations) if record["event"] == EVENT]
     if not records and not args.json:
-        print(f"{args.path} has no scores yet: bloomery evaluate {args.path} --tasks …")
+        print(f"{args.path} has no scores yet: bloomery evaluate {rundir.as_word()} --tasks …")
         return 0
     _print(sorted(records, key=lambda record: (record["step"], record["time"])), args)
     return 0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from bloomery.cli.argument_values import not_negative
 from bloomery.cli.arguments import parser
-from bloomery.errors import CheckpointError
+from bloomery.errors import CheckpointError, StorageError
 
 if TYPE_CHECKING:
     from bloomery.checkpoint.format.catalogue import CommittedCheckpoint
@@ -57,13 +57,16 @@ def run(arguments: list[str]) -> int:
     name = _fork(rundir, checkpoint, args.new)
     new = RunDirectory(args.new)
     add_note(new, f"This run is a fork of {rundir.path.resolve()}: it begins at its {checkpoint.name}.")
-    add_note(rundir, f"A fork of this run begins at {checkpoint.name}: {new.path.resolve()}.")
+    try:
+        add_note(rundir, f"A fork of this run begins at {checkpoint.name}: {new.path.resolve()}.")
+    except StorageError as refused:  # a colleague's run: the fork is whole without the note there
+        print(f"note: {rundir.path} does not note the fork: {refused.message}", file=sys.stderr)
     if args.json:
         facts = {"run": str(rundir.path), "new": str(new.path), "name": name, "step": checkpoint.step}
         print(json.dumps({**facts, "checkpoint": checkpoint.name}))
         return 0
     print(f"{new.path} begins at step {checkpoint.step:,} of {rundir.path} ({checkpoint.name}).")
-    print(f"Go on with other settings: bloomery train {shlex.quote(str(new.path))} optim.learning_rate=…")
+    print(f"Go on with other settings: bloomery train {new.as_word()} optim.learning_rate=…")
     return 0
 
 
@@ -93,6 +96,7 @@ def _fork(rundir: RunDirectory, checkpoint: CommittedCheckpoint, target: Path) -
     from bloomery import durable
     from bloomery.checkpoint.format.source import is_stored_elsewhere
     from bloomery.config.convert import dump_recipe
+    from bloomery.config.find import name_of
     from bloomery.config.load import load_recipe
     from bloomery.errors import storage_error
     from bloomery.events.run_directory import RunDirectory
@@ -106,7 +110,7 @@ def _fork(rundir: RunDirectory, checkpoint: CommittedCheckpoint, target: Path) -
     _refuse_damaged(checkpoint)
     if not rundir.recipe.exists():
         raise CheckpointError(f"{rundir.path} has no recipe.toml", remedy="Give a whole run directory.")
-    name = target.resolve().name
+    name = name_of(target)
     # Two runs that sync to one place would overwrite each other's logs there.
     changed = [f"run.name={json.dumps(name)}", "sync.place=''"]
     loaded = load_recipe(str(rundir.recipe), changed)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from bloomery.cli.argument_values import picture_file
 from bloomery.cli.arguments import parser, run_subcommand
-from bloomery.errors import StorageError
+from bloomery.errors import StorageError, TrainingFailed
 
 if TYPE_CHECKING:
     from bloomery.config.checkpoint import GuardSection
@@ -142,10 +142,19 @@ def _section(log: Path, overrides: Sequence[str]) -> GuardSection:
 
 
 def _log(path: Path) -> Path:
-    """The file to read: of a run directory, its first rank's journal."""
+    """The file to read: of a run directory, its first rank's journal, whatever the name of its peer."""
     from bloomery.events.run_directory import RunDirectory
 
-    return RunDirectory(path).journal() if path.is_dir() else path
+    if not path.is_dir():
+        return path
+    rundir = RunDirectory(path)
+    written = [journal for journal in (rundir.journal(), *rundir.journals()) if journal.exists()]
+    if not written:
+        raise TrainingFailed(
+            f"{path} has no journal: nothing was ever started in it.",
+            remedy="Give a run that has trained, its journal, or the log of a Megatron-style run.",
+        )
+    return written[0]
 
 
 def _action(finding: ReplayFinding) -> str:

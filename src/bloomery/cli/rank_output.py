@@ -7,14 +7,14 @@ would have been shown; neither stops a rank.
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
+
+from bloomery.cli.standard_output import LastingOutput, tell
 
 _JOIN_S = 10.0
 _LONGEST_LINE = 1 << 16
@@ -29,7 +29,7 @@ class RankOutput:
 
     def __init__(self, file_of: Callable[[int], Path]) -> None:
         self._file_of = file_of
-        self._screen = _Screen()
+        self._screen = LastingOutput(_lost)
         self._threads: list[threading.Thread] = []
 
     def follow(self, rank: int, process: subprocess.Popen[bytes]) -> None:
@@ -46,7 +46,7 @@ class RankOutput:
             thread.join(_JOIN_S)
 
 
-def _copy(pipe: IO[bytes], rank: int, log: _RankLog, screen: _Screen) -> None:
+def _copy(pipe: IO[bytes], rank: int, log: _RankLog, screen: LastingOutput) -> None:
     log.write(b"")  # a rank that says nothing has a log too
     with pipe:
         while line := pipe.readline(_LONGEST_LINE):
@@ -84,39 +84,13 @@ class _RankLog:
                 self._file.close()
 
 
-class _Screen:
-    """The standard output of this process, until it is closed or refuses a write."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._is_closed = False
-
-    def write(self, line: str) -> None:
-        with self._lock:  # so that lines of two ranks do not mix
-            if self._is_closed:
-                return
-            try:
-                sys.stdout.write(line)
-                sys.stdout.flush()
-            except (OSError, ValueError) as refused:  # it is closed, or has no sign for a character
-                self._is_closed = True
-                why = getattr(refused, "strerror", None) or refused
-                _warn(f"what ranks print is no longer shown ({why}); their logs have it")
-                with suppress(
-                    OSError, ValueError
-                ):  # what is buffered would be tried again at the end, and fail there
-                    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
 def _write(file: IO[bytes], content: bytes) -> None:
     while content:
         content = content[file.write(content) :]
 
 
-def tell(line: str) -> None:
-    """Print a line to standard error; a terminal that is closed, or a full disk behind it, stops no run."""
-    with suppress(OSError, ValueError):
-        print(line, file=sys.stderr, flush=True)
+def _lost(reason: str) -> None:
+    _warn(f"what ranks print is no longer shown ({reason}); their logs have it")
 
 
 def _warn(line: str) -> None:

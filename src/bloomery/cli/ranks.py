@@ -17,7 +17,8 @@ from types import FrameType
 from typing import Protocol
 
 from bloomery.cli.child_ends import ChildEnds
-from bloomery.cli.rank_output import RankOutput, tell
+from bloomery.cli.rank_output import RankOutput
+from bloomery.cli.standard_output import tell
 from bloomery.durable import hold_directory, remove_abandoned
 from bloomery.errors import RankLost
 from bloomery.events.run_lock import host_name

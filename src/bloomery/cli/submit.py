@@ -15,7 +15,7 @@ from bloomery.cli.arguments import add_recipe, parser
 from bloomery.config.find import run_path
 from bloomery.errors import BloomeryError, storage_error
 from bloomery.events.run_directory import RunDirectory
-from bloomery.events.switches import Switches
+from bloomery.events.switches import Switches, disarming
 
 if TYPE_CHECKING:
     from bloomery.config.load import LoadedRecipe
@@ -148,10 +148,9 @@ def _peer_settings(recipe: str, overrides: Sequence[str]) -> list[str]:
 def _refuse_stopped(rundir: RunDirectory, loaded: LoadedRecipe) -> None:
     armed = Switches.of_run(rundir, loaded.recipe.control.directory).armed("stop")
     if armed is not None:
-        own = "" if armed.parent == rundir.control_dir else f" --at {armed.parent}"
         raise BloomeryError(
             f"The switch {armed} is armed, so no job would train.",
-            remedy=f"bloomery stop {rundir.path} --disarm{own}",
+            remedy=f"`{disarming(armed, rundir)}` lets jobs train.",
         )
 
 
@@ -184,9 +183,9 @@ def _tell(jobs: list[str], scheduler: str, rundir: RunDirectory, *, as_json: boo
     if as_json:
         print(json.dumps({"jobs": jobs, "scheduler": scheduler, "run": str(rundir.path)}))
     elif not jobs:
-        print(f"nothing is missing in the queue of {rundir.path}: bloomery status {rundir.path}")
+        print(f"nothing is missing in the queue of {rundir.path}: bloomery status {rundir.as_word()}")
     else:
-        print(f"submitted {', '.join(jobs)} to {scheduler}: bloomery status {rundir.path}")
+        print(f"submitted {', '.join(jobs)} to {scheduler}: bloomery status {rundir.as_word()}")
 
 
 def _rehearsal(submission: Submission, loaded: LoadedRecipe) -> tuple[Submission, LoadedRecipe]:

@@ -9,8 +9,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from bloomery.cli.rank_output import RankOutput, tell
+from bloomery.cli.rank_output import RankOutput
 from bloomery.cli.ranks import PASSED_ON, RankRange, run_ranks
+from bloomery.cli.standard_output import tell
 from bloomery.cli.train import prepared_environment
 from bloomery.events.heartbeat import ATTEMPT
 from bloomery.events.run_directory import RunDirectory

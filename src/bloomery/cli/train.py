@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from bloomery.cli.arguments import add_recipe, add_start, parser
 from bloomery.cli.ranks import LAUNCHER, RankRange, end_with_launcher, run_ranks
+from bloomery.cli.standard_output import LastingOutput, tell
 from bloomery.config.find import run_path
 from bloomery.errors import TrainingFailed
 
@@ -191,11 +192,11 @@ def _train(loaded: LoadedRecipe, path: Path, options: Namespace, started: float)
         if is_first:
             screen.conclude(rundir, hints=not options.no_hints)
         return 0
-    remedy = f"The same command goes on from there. Checkpoints: bloomery ckpt list {path}"
+    remedy = f"The same command goes on from there. Checkpoints: bloomery ckpt list {rundir.as_word()}"
     if outcome.failed:
         raise TrainingFailed(f"stopped at step {outcome.step}: {outcome.reason}.", remedy=remedy)
     if outcome.reason.endswith("/stop"):
-        remedy = f"Starts end at once until `bloomery stop {path} --disarm`."
+        remedy = f"Starts end at once until `bloomery stop {rundir.as_word()} --disarm`."
     say(f"saved and stopped at step {outcome.step}: {outcome.reason}. {remedy}")
     name = outcome.reason.removeprefix("signal ")
     return 128 + signal.Signals[name] if name in signal.Signals.__members__ else 0
@@ -213,7 +214,7 @@ def _say_nothing(line: str) -> None:
 
 
 class Screen:
-    """Prints what a training says.
+    """Prints what a training says, as long as standard output takes it: the training goes on without.
 
     form: 'bar', 'short', 'full' or 'json'. Lines with every figure are never broken.
     columns: the length of a short line, without the time of day before it.
@@ -221,6 +222,7 @@ class Screen:
 
     def __init__(self, form: str) -> None:
         self._form = form
+        self._output = LastingOutput(_tell_of_lost_output)
         terminal = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         self.columns = min(terminal or _COLUMNS, _COLUMNS) - _CLOCK
         self._terminal_columns = terminal
@@ -233,11 +235,12 @@ class Screen:
         stamped = f"{time.strftime('%H:%M:%S')} {line}"
         if self._form != "full" and self._terminal_columns is not None:
             stamped = _broken(stamped, columns=self._terminal_columns)
-        print(stamped, flush=True)
+        self._output.write(f"{stamped}\n")
 
     def emit(self, event: Mapping[str, Any]) -> None:  # Any: JSON
         """Print an event for programs, with the time in seconds since 1970."""
-        print(json.dumps({**event, "time": round(time.time(), 3)}, ensure_ascii=False), flush=True)
+        line = json.dumps({**event, "time": round(time.time(), 3)}, ensure_ascii=False)
+        self._output.write(f"{line}\n")
 
     def conclude(self, rundir: RunDirectory, *, hints: bool) -> None:
         """Say the last losses of a run that is finished, and what to do with it next."""
@@ -252,12 +255,15 @@ class Screen:
         if shown:
             self.say(f"at the end: {', '.join(shown)}")
         if hints:
-            print(
-                f"Next:\n  bloomery generate {rundir.path} --prompt 'Once'\n"
-                f"  bloomery evaluate {rundir.path} YOUR.txt\n"
-                f"  bloomery ckpt export {rundir.path} exported",
-                flush=True,
+            self._output.write(
+                f"Next:\n  bloomery generate {rundir.as_word()} --prompt 'Once'\n"
+                f"  bloomery evaluate {rundir.as_word()} YOUR.txt\n"
+                f"  bloomery ckpt export {rundir.as_word()} exported\n"
             )
+
+
+def _tell_of_lost_output(reason: str) -> None:
+    tell(f"bloomery train: what it says is no longer shown ({reason}); it goes on: see `bloomery status`")
 
 
 def _shown(loss: float | str) -> str:

@@ -102,7 +102,8 @@ class DataSection:
     separator: str = setting(
         "",
         kind="fixed",
-        help="Text between two documents of a .txt file; with an empty one, each file is one document.",
+        help="Text between two documents of a .txt file; with an empty one, each file is one document. On "
+        "the command line `\\n` in it is a line end.",
     )
     bad_documents: str = setting(
         "skip",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -76,6 +77,11 @@ def run_path(recipe: str, *, run: str | Path | None, name: str) -> Path:
     if run is None and recipe not in shipped_recipes() and is_run(given):
         return given
     return Path(run or Path("runs") / name)
+
+
+def name_of(directory: Path) -> str:
+    """Return a run.name for the run in a directory: the directory's name, with `-` for what none may have."""
+    return re.sub(r"[^\w.+-]", "-", directory.resolve().name).lstrip(".+-") or "run"
 
 
 def shipped_recipes() -> dict[str, Path]:

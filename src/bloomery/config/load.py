@@ -15,11 +15,12 @@ from typing import Any, get_type_hints
 
 from bloomery.config.begin_from import DescribeWeights, take_described
 from bloomery.config.checkpoint import RETIRED
-from bloomery.config.convert import BadValue, BadValues, alternatives, convert_table, dump_recipe, unknown_key
+from bloomery.config.convert import BadValue, BadValues, convert_table, dump_recipe, unknown_key
 from bloomery.config.find import find_recipe, nearest
 from bloomery.config.findings import shown_value
 from bloomery.config.recipe import Recipe
 from bloomery.config.setting import key_of
+from bloomery.config.typed_values import override_value
 from bloomery.errors import ConfigError, Mistake
 
 
@@ -258,7 +259,7 @@ def _apply_overrides(raw: dict[str, Any], places: dict[str, str], overrides: Seq
         if isinstance(table, dict):
             for stale in [place for place in places if place.startswith(f"{section}.{name}[")]:
                 del places[stale]
-            table[name] = _override_value(sections_by_name.get(section), name, value.strip())
+            table[name] = override_value(sections_by_name.get(section), name, value.strip(" "))
         places[f"{section}.{name}"] = COMMAND_LINE
         places.setdefault(section, COMMAND_LINE)
     return wrongs
@@ -295,26 +296,6 @@ def _take_typed_length(raw: dict[str, Any], places: dict[str, str]) -> tuple[str
             train[name] = 0
             places[f"train.{name}"] = f"{COMMAND_LINE}: train.{typed[0]} takes its place"
     return tuple(notes)
-
-
-def _override_value(section: type | None, name: str, text: str) -> Any:
-    """Return the value of an override, parsed as TOML where it is TOML, else the bare text.
-
-    A text setting takes the bare text (`run.name=7`), and a list of texts takes a single text
-    (`data.sources=notes.txt`), because quotes within a shell's quotes are hard to write.
-    """
-    try:
-        parsed = tomllib.loads(f"value = {text}")
-    except ValueError:
-        parsed = {}
-    value = parsed["value"] if list(parsed) == ["value"] else text
-    hints = get_type_hints(section) if section is not None else {}
-    annotation = hints.get(name, hints.get(f"{name}_"))
-    if annotation is not None and alternatives(annotation) == (str,) and not isinstance(value, str):
-        return text
-    if annotation == tuple[str, ...] and isinstance(value, str):
-        return [value]
-    return value
 
 
 def _unknown_section(name: str, value: object) -> BadValue:

@@ -80,7 +80,7 @@ def _nowhere(bad: BadDocument) -> None:
 class BadDocuments:
     """The documents that were skipped. Two threads may add some.
 
-    fail: raise an error at the first one instead. may_skip: whether the user could have them skipped.
+    fail: raise an error at the first one instead.
     stop_after: the bad documents without a good one after which an error is raised: the corpus is not what
         the settings say. 0 never.
     good: number of good documents so far. count: number of bad ones. kinds: how many there are of each kind.
@@ -93,7 +93,6 @@ class BadDocuments:
     """
 
     fail: bool = False
-    may_skip: bool = True
     stop_after: int = STOP_AFTER
     good: int = 0
     count: int = 0
@@ -110,10 +109,9 @@ class BadDocuments:
         if self.fail:
             skip = 'set data.bad_documents = "skip" (--bad-documents skip) to count and skip it.'
             first = NAME_THE_FIELD if names_no_text else "Mend or remove it, or "
-            alone = f"{NAME_THE_FIELD}give another file." if names_no_text else "Mend or remove it."
             if bad.file in self.lines_before:
                 bad = replace(bad, line=bad.line + self.lines_before[bad.file]())
-            raise DataError(f"{bad.place}: {bad.why}.", remedy=first + skip if self.may_skip else alone)
+            raise DataError(f"{bad.place}: {bad.why}.", remedy=first + skip)
         with self._adding:
             self.count += 1
             self.kinds[bad.kind] += 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,12 @@ from bloomery.data.prepare_build import FORMAT, HELD_OUT, TRAIN, build_in
 from bloomery.data.sources import FoundFiles, SourceHashes, find_files
 from bloomery.data.storage import as_storage_error, locked_directory, write_whole
 from bloomery.data.streaming import CacheLocation, is_elsewhere, is_mirror, mount
-from bloomery.data.tokenizer import find_tokenizer, load_tokenizer
+from bloomery.data.tokenizer import find_tokenizer, load_tokenizer, refuse_missing_tokenizer
 from bloomery.data.tokenizer_files import JSON_FILE
-from bloomery.errors import DataError
+from bloomery.errors import DataError, OriginGone
 from bloomery.events.records import ProgressCallback, ignore_progress
 
-_MANIFEST, _LOCK, _BUILDING, _WANTED = "prepared.json", "prepared.lock", "building", "wanted.json"
+MANIFEST, _LOCK, _BUILDING, _WANTED = "prepared.json", "prepared.lock", "building", "wanted.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,15 +77,23 @@ def prepare(
     is trained only on training documents.
 
     is_trained_on: a model was trained on what is in `directory`. Other text then raises DataError: tokenised
-        in its place it would take the model's tokenizer away.
+        in its place it would take the model's tokenizer away. Where there is no text any more, the data stay.
     """
     if not data.sources:
         tokenised = _tokenised_before(data, directory)
         _refuse_damaged_pairs(tokenised)
         return tokenised
-    files = find_files(data.sources)
-    refuse_incomplete(file.path for file in files.files)
-    wanted = _wanted(data, files, directory, progress=progress)
+    try:
+        files = find_files(data.sources)
+        refuse_incomplete(file.path for file in files.files)
+        wanted = _wanted(data, files, directory, progress=progress)
+    except OriginGone as gone:
+        kept = _found_again(data, directory, None) if is_trained_on else None
+        if kept is None:
+            raise
+        _refuse_damaged_pairs(kept)
+        note = f"{gone.message} The run goes on with the data in {directory}, which it was trained on."
+        return replace(kept, notes=(*kept.notes, note))
     prepared = _found_again(data, directory, wanted)
     if prepared is None:
         with as_storage_error(directory):
@@ -104,6 +112,14 @@ def prepare(
     return prepared
 
 
+def prepare_after_first(data: DataSection, directory: Path) -> Prepared:
+    """Return what the first rank has prepared; that one knows whether a run was trained on it."""
+    try:
+        return prepare(data, directory)
+    except OriginGone:
+        return prepared_of_run(data, directory)
+
+
 def prepared_of_run(data: DataSection, directory: Path) -> Prepared:
     """Return the tokenizer and the datasets that a run was trained on, whatever its sources hold now.
 
@@ -118,7 +134,7 @@ def prepared_of_run(data: DataSection, directory: Path) -> Prepared:
 
 
 def _refuse_other_text(directory: Path, wanted: dict[str, Any]) -> None:
-    manifest = _read(directory / _MANIFEST)
+    manifest = _read(directory / MANIFEST)
     if manifest is not None and manifest.get("wanted") not in (None, wanted):
         raise DataError(
             f"The model was trained on other text, or with another tokenizer, than data.sources gives now; "
@@ -236,6 +252,7 @@ def _wanted(
             "tokenizer_split": data.tokenizer_split,
         }
     path = find_tokenizer(data.tokenizer)
+    refuse_missing_tokenizer(path)
     load_tokenizer(path, end_of_document=data.end_of_document_token)
     return {**wanted, "tokenizer": xxhash.xxh3_128_hexdigest(path.read_bytes())}
 
@@ -248,7 +265,7 @@ def _found_again(
     wanted: sources and settings, as the manifest notes them; None accepts data that were made from any.
     """
     try:
-        manifest = json.loads((directory / _MANIFEST).read_bytes())
+        manifest = json.loads((directory / MANIFEST).read_bytes())
         fits = manifest["format"] == FORMAT and wanted in (None, manifest["wanted"])
         whole = all((directory / name).stat().st_size == size for name, size in manifest["files"].items())
         refused = wanted is not None and data.bad_documents == "fail" and manifest["bad_documents"]
@@ -299,20 +316,20 @@ def _build(
     manifest = _built(data, building, directory)
     if manifest is None:
         manifest = build_in(building, data, files, wanted, progress=progress)
-        write_whole(building / _MANIFEST, json.dumps(manifest, indent=1).encode())
+        write_whole(building / MANIFEST, json.dumps(manifest, indent=1).encode())
     with as_storage_error(directory):
-        (directory / _MANIFEST).unlink(missing_ok=True)
+        (directory / MANIFEST).unlink(missing_ok=True)
         durable.sync_directory(directory)
         for name in manifest["files"]:
             if (building / name).exists():  # otherwise an interrupted start moved it
                 durable.replace(building / name, directory / name)
-    write_whole(directory / _MANIFEST, json.dumps(manifest, indent=1).encode())
+    write_whole(directory / MANIFEST, json.dumps(manifest, indent=1).encode())
     shutil.rmtree(building, ignore_errors=True)
 
 
 def _built(data: DataSection, building: Path, directory: Path) -> dict[str, Any] | None:
     """Return the manifest of what an interrupted start made, if its files are whole in either directory."""
-    manifest = _read(building / _MANIFEST)
+    manifest = _read(building / MANIFEST)
     try:
         if manifest is None or (data.bad_documents == "fail" and manifest["bad_documents"]):
             return None

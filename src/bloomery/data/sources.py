@@ -24,7 +24,7 @@ from bloomery.config.data import LONGEST_LINE_MIB, DataSection
 from bloomery.config.home import from_home
 from bloomery.data.documents import BadDocuments, Document
 from bloomery.data.readers import ARROW, BY_NAME, ENDINGS, KNOWN, Reading, SourceFile, read_file
-from bloomery.errors import DataError
+from bloomery.errors import DataError, OriginGone
 
 STANDARD_LIBRARY = "python:stdlib"
 
@@ -117,7 +117,7 @@ def find_files(sources: Sequence[str]) -> FoundFiles:
             of_source = [file for file in named if _is_text(file.path, by_name)]
             ignored += [file.path for file in named if not _is_text(file.path, by_name)]
         if not of_source:
-            raise DataError(
+            raise OriginGone(
                 f"The source {source!r} holds no text file.", remedy=_what_would_do(source, ignored)
             )
         files += sorted(of_source, key=lambda file: file.key)
@@ -217,7 +217,7 @@ def _files_below(source: str) -> list[SourceFile]:
                 "nothing or to itself.",
                 remedy="Give a file, for instance a copy of what it holds.",
             )
-        raise DataError(
+        raise OriginGone(
             f"The source {source!r} does not exist (looked for {path.absolute()}).",
             remedy='Several sources are a list: data.sources=\'["a.txt", "b.txt"]\'.'
             if "," in source

@@ -34,7 +34,7 @@ from bloomery.data.tokenizer_engines import (
     unproven,
 )
 from bloomery.data.tokenizer_files import JSON_FILE, MODEL_FILE, tokenizer_in
-from bloomery.errors import DataError
+from bloomery.errors import DataError, OriginGone
 
 _PIECE = 1 << 18
 _TRIED = 2048
@@ -340,6 +340,15 @@ def find_tokenizer(name: str) -> Path:
             remedy=f"Check the path. A name on Hugging Face is written {HUB_PREFIX}{name}.",
         )
     return path
+
+
+def refuse_missing_tokenizer(path: Path) -> None:
+    """Raise OriginGone where there is no file of a tokenizer."""
+    if not path.exists():
+        raise OriginGone(
+            f"Cannot read the tokenizer {path}: No such file or directory.",
+            remedy="Give the path of a tokenizer.json, or set data.tokenizer = 'train'.",
+        )
 
 
 def _named(name: str) -> Path:

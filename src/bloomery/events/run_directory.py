@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import shlex
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -41,6 +42,10 @@ class RunDirectory:
             except OSError as error:
                 raise storage_error(error, path=directory, doing="Making the run directory") from error
         return self
+
+    def as_word(self) -> str:
+        """The path as one word of a shell, for a command that a message names."""
+        return shlex.quote(str(self.path))
 
     def exists(self) -> bool:
         """Whether a run was started in this directory, finished or not."""

@@ -10,6 +10,7 @@ import errno
 import getpass
 import logging
 import os
+import shlex
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -74,6 +75,12 @@ class Switches:
             self._refused.add(path)
             return None
         return facts.st_ino, facts.st_mtime_ns
+
+
+def disarming(armed: Path, rundir: RunDirectory) -> str:
+    """Return the command that disarms a switch of a run, which may be there for several runs."""
+    of = rundir.as_word() if armed.parent == rundir.control_dir else f"--at {shlex.quote(str(armed.parent))}"
+    return f"bloomery {armed.name} {of} --disarm"
 
 
 def arm(path: Path, *, why: str = "") -> None:

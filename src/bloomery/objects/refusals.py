@@ -7,8 +7,9 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
-from bloomery.errors import StorageError
+from bloomery.errors import StorageError, storage_error
 
 _SECRET_NAMES = re.compile(r"SECRET|TOKEN|PASSWORD|KEY|CREDENTIAL|SAS", re.IGNORECASE)
 _SECRET_IN_URL = re.compile(r"(?i)(sig|signature|x-amz-signature|x-amz-credential|token)=[^&\s\"')]+")
@@ -47,7 +48,12 @@ class BeyondEnd(PermanentStoreError):
 
 
 def storage_failure(error: OSError, *, doing: str) -> StorageError:
-    """Return an error of a remote store as a StorageError with a remedy. Raise it `from error`."""
+    """Return an error of a remote store as a StorageError with a remedy. Raise it `from error`.
+
+    An error with a file's name is that of a disk here, since errors of stores have none.
+    """
+    if isinstance(error.filename, str):
+        return storage_error(error, path=Path(error.filename), doing=doing)
     if isinstance(error, FileNotFoundError):
         remedy = "Is the URL right?"
     elif error.errno == errno.ENOSPC:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -138,7 +137,7 @@ def observe_run(
         number: rank for number, rank in _ranks(rundir, now).items() if not _is_replaced(rank.beat, begun)
     }
     return RunObservation(
-        path=shlex.quote(str(rundir.path)),
+        path=rundir.as_word(),
         starts="peer" if rundir.rounds.exists() else "launch",
         jobs=tuple(jobs),
         ranks=ranks,

@@ -97,7 +97,7 @@ def steps_at_end(train: TrainSection, *, sequence_length: int, step: int, consum
     peers: they share what is left.
     """
     if train.steps and peers == 1:
-        return train.steps
+        return max(train.steps, step)
     return step + steps_left(train, sequence_length=sequence_length, consumed=consumed, peers=peers)
 
 

@@ -18,7 +18,7 @@ from bloomery.config.load import LoadedRecipe
 from bloomery.config.parallel import SPLIT_BACKWARD
 from bloomery.config.recipe import Recipe
 from bloomery.config.resume import SettingChanges
-from bloomery.data.prepare import Prepared, prepare
+from bloomery.data.prepare import Prepared, prepare, prepare_after_first
 from bloomery.errors import RunBusy
 from bloomery.events.heartbeat import Heartbeat, RankActivity
 from bloomery.events.journal import Journal
@@ -195,7 +195,7 @@ def _take_and_prepare(
     begun = mesh.run_on_rank_zero(begin, doing="preparing the data")
     if begun is None and loaded.recipe.checkpoint.url:
         rundir.create()  # of this node's own; its ranks prepare the data once, one after the other
-    return begun or (SettingChanges(), prepare(section, rundir.data))
+    return begun or (SettingChanges(), prepare_after_first(section, rundir.data))
 
 
 def _end_superseded(busy: RunBusy) -> None:

@@ -92,8 +92,8 @@ class RunStart:
                 "journal_gap", incarnation=incarnation, step=state.step, first=journalled + 1, last=state.step
             )
             log.warning(
-                "%s does not tell of steps %d to %d, which the checkpoint has: it was cut, or the steps were "
-                "made on another machine. The loss curve has a gap there.",
+                "%s does not tell of steps %d to %d, which the checkpoint has: they were made on another "
+                "machine, or by the run of which this is a fork, or it was cut. The curve has a gap there.",
                 *(self.journal.path, journalled + 1, state.step),
             )
 

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from bloomery.checkpoint.format.deadlines import BACKUP_AFTER_ERROR_S
 from bloomery.checkpoint.format.state import Json
@@ -189,11 +190,10 @@ class Trainer:
         """Journal and log which ranks the others wait for. All ranks have equal findings, so all call it."""
         compared = self._slow_ranks.compare()
         self._record("slow_ranks", step, **compared)
-        if self.mesh.is_first and compared["slow"]:
-            log.warning(
-                "steps are slower: each takes a rank that is not slow %s s, and [rank, host, seconds] %s",
-                *(compared["usual_s"], compared["slow"]),
-            )
+        ranks: Any = compared["slow"]  # Any: JSON
+        if self.mesh.is_first and ranks:
+            slow = ", ".join(f"rank {rank} on {host} {seconds} s" for rank, host, seconds in ranks)
+            log.warning("steps are slower: each takes %s; other ranks take %s s", slow, compared["usual_s"])
 
     def apply_requests(self, state: TrainState, facts: Facts) -> TrainState:
         """Apply what control files asked for: samples to skip, and changes of free settings."""

@@ -153,7 +153,7 @@ def goodput(reader: RunReader, plan: PlannedRun | None = None) -> dict[str, Any]
     try:
         size = sum(path.stat().st_size for path in reader.rundir.journals()[:1])
         if size > MOST_LEDGER_BYTES:
-            command = f"bloomery report {reader.rundir.path}"
+            command = f"bloomery report {reader.rundir.as_word()}"
             return {"problem": f"The journal has {size / 1e6:,.0f} MB: `{command}` counts it."}
         ledger = read_ledger(reader.rundir, ranks="first")
     except (BloomeryError, OSError) as damage:

@@ -222,9 +222,7 @@ def _health(run: WatchedRun, limits: WatchLimits) -> Iterator[WatchCondition]:
         if run.now - time <= limits.guard_s:
             newest[guard] = words
     for guard, words in newest.items():
-        yield WatchCondition(
-            kind=f"guard {guard}", line=words, command=f"bloomery guard replay {run.path}/journal/0-0.jsonl"
-        )
+        yield WatchCondition(kind=f"guard {guard}", line=words, command=f"bloomery guard replay {run.path}")
     if run.step_s and run.usual_step_s:
         last_s, usual_s = median(run.step_s), median(run.usual_step_s)
         if last_s > limits.slow_times * usual_s:

@@ -121,7 +121,7 @@ class RunObserver:
         newest = self.saves[-1][1] if self.saves else ""
         living, wanted = self._queue_depth(recipe, verdict, now)
         return WatchedRun(
-            path=str(self.rundir.path),
+            path=self.rundir.as_word(),
             verdict=verdict,
             now=now,
             since=self.since,
