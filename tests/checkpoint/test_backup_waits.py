@@ -13,7 +13,8 @@ from tests.checkpoint.test_backup_steps import NAMES, backup_of, run, save, sect
 from bloomery.checkpoint.format.catalogue import CommittedCheckpoint, checkpoints, remote_copies
 from bloomery.checkpoint.format.suspects import mark_suspects
 from bloomery.checkpoint.remote import backup as backup_module
-from bloomery.checkpoint.remote.backup import Backup, backup_url
+from bloomery.checkpoint.remote.backup import Backup
+from bloomery.checkpoint.remote.backup_due import backup_url
 from bloomery.checkpoint.remote.backup_duty import Duty, write_duty
 from bloomery.checkpoint.remote.places import sections, waiting_for_copies
 from bloomery.checkpoint.remote.transfer import UploadInterrupted

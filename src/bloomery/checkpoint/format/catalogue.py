@@ -288,13 +288,39 @@ class RemoteCopy:
     time: float
 
 
+PLACES = ("", "second")
+"""The places to which a recipe may back up; "" is the first. Each has records of its own."""
+
+
 def remote_copies(rundir: RunDirectory) -> dict[str, tuple[RemoteCopy, ...]]:
-    """Return the verified remote copies of each checkpoint that has any, by the checkpoint's name."""
-    copies: dict[str, tuple[RemoteCopy, ...]] = {}
-    for path in sorted(rundir.backups.glob("step-*.json")):
-        name = ".".join(path.name.split(".")[:2])  # step-000123.i007.json, or step-000123.i007.second.json
-        copies[name] = (*copies.get(name, ()), *_read(path))
+    """Return the verified remote copies of each checkpoint that has any, by the checkpoint's name.
+
+    Checkpoints that were removed here are among them, so this reads a record for each backup of the run.
+    """
+    return copies_of(rundir, {_name_of(path) for path in rundir.backups.glob("step-*.json")})
+
+
+def copies_of(rundir: RunDirectory, names: Iterable[str]) -> dict[str, tuple[RemoteCopy, ...]]:
+    """Return the verified remote copies of those of the named checkpoints that have any."""
+    copies = {
+        name: tuple(copy for place in PLACES for copy in _read(_record(rundir, name, place)))
+        for name in sorted(names)
+    }
     return {name: listed for name, listed in copies.items() if listed}
+
+
+def has_copies(rundir: RunDirectory) -> bool:
+    """Whether any checkpoint of the run has a verified remote copy."""
+    names = map(_name_of, rundir.backups.glob("step-*.json"))
+    return any(copies_of(rundir, [name]) for name in names)
+
+
+def _name_of(record: Path) -> str:
+    return ".".join(record.name.split(".")[:2])  # step-000123.i007.json, or step-000123.i007.second.json
+
+
+def _record(rundir: RunDirectory, name: str, place: str) -> Path:
+    return rundir.backups / (f"{name}.{place}.json" if place else f"{name}.json")
 
 
 def is_copied(listed: Iterable[RemoteCopy], *, name: str, url: str, what: str) -> bool:
@@ -306,10 +332,9 @@ def is_copied(listed: Iterable[RemoteCopy], *, name: str, url: str, what: str) -
 def record_copy(rundir: RunDirectory, name: str, *, url: str, what: str, bytes: int, place: str = "") -> None:
     """Record durably that a checkpoint was copied to `url` and verified there. Raises StorageError.
 
-    place: the name of the place among those of the recipe: each has records of its own, so that two threads
-    never write one file.
+    place: one of PLACES. Each has records of its own, so that two threads never write one file.
     """
-    path = rundir.backups / (f"{name}.{place}.json" if place else f"{name}.json")
+    path = _record(rundir, name, place)
     others = [copy for copy in _read(path) if copy.url != url]
     listed = [*others, RemoteCopy(url=url, what=what, bytes=bytes, time=now())]
     try:

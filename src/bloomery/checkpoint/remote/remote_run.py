@@ -133,14 +133,21 @@ _LOGS = (
 )
 
 
-def upload_run_files(rundir: RunDirectory, remote: Objects) -> None:
+def upload_run_files(rundir: RunDirectory, remote: Objects, *, compared: set[str] | None = None) -> None:
     """Upload what a run needs besides its checkpoints: recipe, tokenizer and incarnation records.
 
+    compared: the keys of records that were found equal there before, which are not read again; those of this
+        call are added. None reads all of them.
     Raises OSError, and CheckpointError where the place holds another run's backups.
     """
+    compared = set() if compared is None else compared
+    there = {entry.key for entry in remote.entries("incarnations/")}
     for path in sorted(rundir.incarnations.glob("*.json")):
-        key, content = f"incarnations/{path.name}", path.read_bytes()
-        stored = _content(remote, key)
+        key = f"incarnations/{path.name}"
+        if key in there and key in compared:
+            continue
+        content = path.read_bytes()
+        stored = _content(remote, key) if key in there else None
         if stored is not None and stored != content:
             raise CheckpointError(
                 f"{remote.url} holds the backups of another run: its {key} is not this run's",
@@ -148,6 +155,7 @@ def upload_run_files(rundir: RunDirectory, remote: Objects) -> None:
             )
         if stored is None:
             remote.put(key, content)
+        compared.add(key)
     for name in _SMALL_FILES:
         path = rundir.path / name
         if path.is_file() and _content(remote, name) != path.read_bytes():

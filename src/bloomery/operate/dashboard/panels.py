@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import numpy as np
 
-from bloomery.checkpoint.format.catalogue import CommittedCheckpoint, remote_copies
+from bloomery.checkpoint.format.catalogue import CommittedCheckpoint, copies_of
 from bloomery.checkpoint.format.manifest import parse_name
 from bloomery.checkpoint.format.retention import prune_plan
 from bloomery.config.recipe import Recipe
@@ -86,10 +86,10 @@ def newest_first(names: Iterable[str]) -> list[str]:
 def saves(reader: RunReader, recipe: Recipe | None) -> list[SaveRow]:
     """Return the newest checkpoints, newest first: those on the disk, and those in the journal."""
     kept_names = _kept_checkpoints(reader, recipe)
-    copies = remote_copies(reader.rundir) if kept_names else {}
     with reader.lock:
         known = {*kept_names, *list(reader.news.saves)[-_SHOWN_SAVES:]}
         names = newest_first(known)[:_SHOWN_SAVES]
+        copies = copies_of(reader.rundir, filter(parse_name, names)) if kept_names else {}
         rows = []
         for name in names:
             event = reader.news.saves.get(name, {})
