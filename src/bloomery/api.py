@@ -122,11 +122,12 @@ def journal(run: PathLike, event: str = "step") -> dict[str, list[Any]]:
     else:
         rows = (row for row in rows if row["event"] == event)
     columns: dict[str, list[Any]] = {}
-    for number, row in enumerate(rows):  # a row as a table of its own takes several times as much memory
-        for name in columns.keys() - row.keys():
-            columns[name].append(None)
-        for name, value in row.items():
-            columns.setdefault(name, [None] * number).append(value)
+    for number, row in enumerate(rows):  # a list of the rows takes several times as much memory
+        for name in row:
+            if name not in columns:
+                columns[name] = [None] * number
+        for name, column in columns.items():
+            column.append(row.get(name))
     return columns
 
 
