@@ -113,6 +113,21 @@ def test_a_journal_is_the_loss_curve_and_ids_give_the_logits_of_their_text(place
     )
 
 
+def test_columns_come_in_the_order_of_the_fields_and_are_as_long_as_there_are_events(tmp_path: Path) -> None:
+    rundir = RunDirectory(tmp_path).create()
+    with Journal(rundir.journal()) as journal:
+        for step, fields in ((1, {"loss": 3.0}), (1, {"loss": 2.5}), (2, {"zeros": 4}), (3, {"loss": 1.0})):
+            journal.write("step", incarnation=1, step=step, **fields)
+        journal.write("guard", incarnation=1, step=3, why="a rise")
+    table = bloomery.journal(tmp_path)
+    assert list(table) == ["event", "time", "incarnation", "step", "loss", "zeros"]
+    assert (table["step"], table["loss"]) == ([1, 2, 3], [2.5, None, 1.0])
+    assert table["zeros"] == [None, 4, None]
+    assert (
+        bloomery.journal(tmp_path, "guard")["why"] == ["a rise"] and bloomery.journal(tmp_path, "end") == {}
+    )
+
+
 def test_what_is_not_there_is_refused_as_by_the_commands(tmp_path: Path) -> None:
     for call, error in (
         (lambda: bloomery.load(tmp_path), CheckpointError),

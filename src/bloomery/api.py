@@ -109,20 +109,26 @@ def journal(run: PathLike, event: str = "step") -> dict[str, list[Any]]:
     Raises StorageError where there is no run.
     """
     from bloomery.errors import StorageError
-    from bloomery.events.incarnation import read_incarnations, visible
-    from bloomery.events.journal import read_journal
+    from bloomery.events.incarnation import read_incarnations, visibility
+    from bloomery.events.journal import kept_steps, read_journal
     from bloomery.events.run_directory import RunDirectory
 
     rundir = RunDirectory(Path(run))
     if not rundir.exists():
         raise StorageError(f"{run} is no run directory.", remedy="Give the directory of a run, runs/NAME.")
-    rows = [row for row in read_journal(rundir.journal()) if row["event"] == event]
+    rows: Iterator[Mapping[str, Any]] = read_journal(rundir.journal())
     if event == "step":
-        by_place = {(row["step"], row["incarnation"]): row for row in rows}
-        visible_places = sorted(visible(by_place, read_incarnations(rundir)))
-        rows = list({step: by_place[step, incarnation] for step, incarnation in visible_places}.values())
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    return {name: [row.get(name) for row in rows] for name in names}
+        rows = kept_steps(rows, visibility(read_incarnations(rundir)), needed=set())
+    else:
+        rows = (row for row in rows if row["event"] == event)
+    columns: dict[str, list[Any]] = {}
+    for number, row in enumerate(rows):  # a list of the rows takes several times as much memory
+        for name in row:
+            if name not in columns:
+                columns[name] = [None] * number
+        for name, column in columns.items():
+            column.append(row.get(name))
+    return columns
 
 
 def recipe(name: PathLike, settings: Mapping[str, object] | None = None) -> LoadedRecipe:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from bloomery.checkpoint.format import catalogue
 from bloomery.checkpoint.format.catalogue import (
     CommittedCheckpoint,
     checkpoints,
@@ -22,7 +24,8 @@ from bloomery.checkpoint.format.manifest import MANIFEST
 from bloomery.checkpoint.format.state import whole
 from bloomery.checkpoint.format.suspects import SUSPECT, mark_suspects, marks_to_send, newest_trusted
 from bloomery.checkpoint.remote import backup as backup_module
-from bloomery.checkpoint.remote.backup import Backup, backup_url, due, tell_of_newer, uncopied
+from bloomery.checkpoint.remote.backup import Backup, tell_of_newer
+from bloomery.checkpoint.remote.backup_due import backup_url, due, uncopied
 from bloomery.checkpoint.remote.backup_duty import Duty, backed_up_round, write_duty
 from bloomery.checkpoint.remote.remote_run import place_at, remote_checkpoints, remote_incarnations
 from bloomery.checkpoint.save.direct import save_checkpoint
@@ -30,6 +33,7 @@ from bloomery.config.checkpoint import BackupSection
 from bloomery.errors import CheckpointError, StorageError
 from bloomery.events.incarnation import begin
 from bloomery.events.run_directory import RunDirectory
+from bloomery.objects import Objects
 
 NAMES = ["step-000010.i001", "step-000020.i001", "step-000030.i001"]
 
@@ -337,3 +341,57 @@ def test_the_weights_alone_are_no_run_to_go_on_from(
     ):
         backup_of(new, section).restorable()
     assert backup_of(new, section).newer() == []
+
+
+def test_a_look_reads_no_records_of_checkpoints_that_are_gone_and_no_more_for_many_files(
+    run: RunDirectory, section: BackupSection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads: Counter[str] = Counter()
+    for name in ("_read", "read_incarnations"):
+        read = getattr(catalogue, name)
+        monkeypatch.setattr(
+            catalogue, name, lambda of, name=name, read=read: reads.update([name]) or read(of)
+        )
+    counts = []
+    for past, files in ((0, 2), (30, 20)):
+        for step in range(1000, 1000 + past):
+            name = f"step-{step:06d}.i001"
+            record_copy(run, name, url=f"{section.url}/small/checkpoints/{name}", what="all", bytes=1)
+        for rank in range(files):
+            (run.path / "journal" / f"0-{rank}.jsonl").write_text('{"event": "start"}\n' * (past + 1))
+        backup = backup_of(run, section)
+        save(run, 21 + past)
+        reads.clear()
+        backup._has_files_left = True
+        backup._copy_all()
+        assert backup.due() == [] and marks_to_send(run, backup.url) == {}
+        assert place_at(backup.url).exists(f"journal/0-{files - 1}.jsonl")
+        counts.append((reads["_read"], reads["read_incarnations"]))
+    assert counts[0][0] <= 40 >= counts[1][0], "of 33 checkpoints and 20 files they were 1,500"
+    assert counts[0][1] <= 8 >= counts[1][1]
+
+
+def test_records_of_incarnations_are_compared_once_and_sent_again_where_they_vanished(
+    run: RunDirectory, section: BackupSection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backup, read = backup_of(run, section), list[str]()
+    content = Objects.content
+    monkeypatch.setattr(
+        Objects, "content", lambda store, key, **more: read.append(key) or content(store, key, **more)
+    )
+    for number in range(2, 5):
+        begin(run, base=(10, 1), reason="start")
+        save(run, 30 + number)
+        backup._copy_all()
+    assert [key for key in read if key.startswith("incarnations")] == []
+    remote = place_at(backup.url)
+    remote.delete("incarnations/000002.json")
+    save(run, 40)
+    again = backup_of(run, section)
+    again._copy_all()
+    assert remote.exists("incarnations/000002.json")
+    compared = ["incarnations/000001.json", "incarnations/000003.json", "incarnations/000004.json"]
+    assert [key for key in read if key.startswith("incarnations")] == compared
+    save(run, 50)
+    again._copy_all()
+    assert [key for key in read if key.startswith("incarnations")] == compared

@@ -110,16 +110,20 @@ def test_what_was_sent_before_a_stop_or_an_error_is_not_sent_again(
 def test_no_name_in_a_store_leads_out_of_the_run(
     rundir: RunDirectory, monkeypatch: pytest.MonkeyPatch, entry: str
 ) -> None:
-    store = SimpleNamespace(pieces=lambda key: iter([b"evil"]))
+    directory = entry.partition("/")[0]
+    names = [entry, f"{directory}/deep/good"]
+    indices = [SimpleNamespace(key=f"segments/{name}-in-segments/index.json") for name in names]
+    store = SimpleNamespace(pieces=lambda key: iter([b"evil"]), entries=lambda prefix: indices)
+    monkeypatch.setattr(remote_run, "fetch_segments", lambda remote, name, file: bool(file.write(b"evil")))
     monkeypatch.setattr(remote_run, "remote_incarnations", lambda remote: {})
     monkeypatch.setattr(remote_run, "_content", lambda remote, key: None)
-    directory = entry.partition("/")[0]
-    listed = [entry, f"{directory}/deep/good"]
-    monkeypatch.setattr(remote_run, "_entries", lambda remote, name: listed if name == directory else [])
+    monkeypatch.setattr(remote_run, "_entries", lambda remote, name: names if name == directory else [])
     before = {path for path in rundir.path.parent.rglob("*") if path.is_file()}
     download_run_files(store, rundir)  # type: ignore[arg-type]
     made = {path for path in rundir.path.parent.rglob("*") if path.is_file()} - before
-    assert made == {rundir.path / directory / "deep" / "good"}
+    good = rundir.path / directory / "deep" / "good"
+    logs = {good.with_name("good-in-segments")} if directory != "data" else set()
+    assert made == {good} | logs
 
 
 def test_what_is_here_stays_and_what_is_missing_or_empty_comes(

@@ -16,8 +16,8 @@ from bloomery.cli import main
 from bloomery.cli.control import cursor_after
 from bloomery.config.load import dump_recipe, load_recipe
 from bloomery.errors import StorageError
+from bloomery.events.history import past_steps
 from bloomery.events.incarnation import identity
-from bloomery.events.journal import read_history
 from bloomery.events.run_directory import RunDirectory
 
 SETTINGS = ("train.samples=0", "train.steps=12", "train.ramp_up=[]", "checkpoint.every_steps=3")
@@ -66,10 +66,10 @@ def test_a_run_goes_back_and_leaves_out_what_was_asked_for(stopped, start: Start
 
 
 def test_steps_to_come_of_several_peers_take_the_samples_of_all(stopped):
-    history = read_history(RunDirectory(stopped))
-    assert cursor_after(10, history) == 80
-    last = replace(history.steps[-1], report=replace(history.steps[-1].report, peers=3))
-    shared = replace(history, steps=(*history.steps[:-1], last))
+    past = past_steps(RunDirectory(stopped), reaching=(7,))
+    assert cursor_after(10, past) == 80
+    assert past.newest is not None
+    shared = replace(past, newest=replace(past.newest, peers=3))
     assert cursor_after(10, shared) == 64 + 2 * 8 * 3 and cursor_after(7, shared) == 56
 
 

@@ -16,46 +16,50 @@ from tests.guard.reports import report
 
 from bloomery.cli.control import (
     _armed,
-    _up_to,
     cursor_after,
     lost_facts,
     samples_of,
     skipped_facts,
     skipped_words,
+    steps_before,
     when_words,
 )
 from bloomery.errors import StorageError
-from bloomery.events.journal import History, Journal, Step
+from bloomery.events.history import PastSteps, past_steps
+from bloomery.events.journal import Journal
+from bloomery.events.records import StepReport
 from bloomery.events.run_directory import RunDirectory
 from bloomery.events.run_lock import lock_run
 
 
-def history(steps: range, *, peers: int = 1) -> History:
-    """Steps of ten samples a peer, of which each is read 5 samples behind the ones that count."""
-    made = [
-        replace(
-            report(step, peers=peers, cursor=10 * peers * step + 5, consumed_samples=10 * peers * step),
-            seconds=0.25 * step,
-        )
-        for step in steps
-    ]
-    return History(steps=tuple(Step(incarnation=1, report=one) for one in made), ranks={1: 2}, span_s=9.0)
+def made(step: int, *, peers: int = 1) -> StepReport:
+    """A step of ten samples a peer, which stands 5 indices of the stream beyond the samples that count."""
+    at = 10 * peers * step
+    return replace(report(step, peers=peers, cursor=at + 5, consumed_samples=at), seconds=0.25 * step)
 
 
-NOTHING = History(steps=(), ranks={}, span_s=0.0)
+def past_of(
+    rundir: RunDirectory, steps: range, *, peers: int = 1, back_to: int | None = None, reaching: Any = ()
+) -> PastSteps:
+    """Return what is asked about a run, once these steps are written into its journal."""
+    with Journal(rundir.create().journal()) as journal:
+        for step in steps:
+            journal.write("step", incarnation=1, **made(step, peers=peers).to_json())
+    return past_steps(rundir, back_to=back_to, reaching=reaching)
 
 
-def test_where_the_stream_stood_follows_from_steps_made_and_to_come() -> None:
-    past = history(range(3, 9), peers=3)
+def test_where_the_stream_stood_follows_from_steps_made_and_to_come(tmp_path: Path) -> None:
+    past = past_of(RunDirectory(tmp_path), range(3, 9), peers=3, reaching=(1, 3, 7))
     assert [cursor_after(step, past) for step in (0, -1, 3, 7, 8, 9, 11)] == [0, 0, 95, 215, 245, 275, 335]
     assert cursor_after(1, past) == 95, "the first that is known"
-    assert cursor_after(5, NOTHING) == 0
+    assert cursor_after(5, PastSteps()) == 0
 
 
-def test_samples_are_those_asked_for_or_those_of_steps() -> None:
-    past = history(range(1, 9))
+def test_samples_are_those_asked_for_or_those_of_steps(tmp_path: Path) -> None:
+    asked = Namespace(samples=None, steps=range(4, 10))
+    past = past_of(RunDirectory(tmp_path), range(1, 9), reaching=steps_before(asked))
     assert samples_of(Namespace(samples=range(3, 7), steps=None), past) == range(3, 7)
-    assert samples_of(Namespace(samples=None, steps=range(4, 10)), past) == range(35, 95)
+    assert samples_of(asked, past) == range(35, 95) and steps_before(asked) == (3, 9)
     assert samples_of(Namespace(samples=None, steps=None), past) == range(0)
 
 
@@ -66,7 +70,7 @@ def test_samples_are_those_asked_for_or_those_of_steps() -> None:
 def test_samples_behind_the_run_stay_used_and_those_ahead_are_left_out(
     samples: range, left_out: int, used: int
 ) -> None:
-    facts = skipped_facts(samples, history(range(1, 9)))
+    facts = skipped_facts(samples, made(8))
     assert (facts["left_out"], facts["used_already"]) == (left_out, used)
     assert facts["samples"] == [samples.start, samples.stop] and facts["steps_worth"] == left_out / 10
     told = skipped_words(facts)
@@ -75,16 +79,21 @@ def test_samples_behind_the_run_stay_used_and_those_ahead_are_left_out(
 
 
 def test_steps_of_several_peers_are_as_large_as_all_of_theirs_and_a_new_run_has_no_steps() -> None:
-    assert skipped_facts(range(1000, 1090), history(range(1, 9), peers=3))["steps_worth"] == 3.0
-    facts = skipped_facts(range(5, 9), NOTHING)
+    assert skipped_facts(range(1000, 1090), made(8, peers=3))["steps_worth"] == 3.0
+    facts = skipped_facts(range(5, 9), None)
     assert facts == {"samples": [5, 9], "left_out": 4, "used_already": 0, "steps_worth": None}
     assert "worth" not in skipped_words(facts)
 
 
-def test_what_going_back_undoes_is_what_lies_behind_the_checkpoint() -> None:
-    past = history(range(1, 9))
-    checkpoint: Any = SimpleNamespace(step=5, name="step-000005.i001")
-    assert lost_facts(checkpoint, past) == {
+def test_what_going_back_undoes_is_what_lies_behind_the_checkpoint(tmp_path: Path) -> None:
+    rundir = RunDirectory(tmp_path)
+    past_of(rundir, range(1, 9))
+
+    def lost(step: int) -> dict[str, Any]:
+        checkpoint: Any = SimpleNamespace(step=step, name=f"step-{step:06d}.i001")
+        return lost_facts(checkpoint, past_steps(rundir, back_to=step))
+
+    assert lost(5) == {
         "checkpoint": "step-000005.i001",
         "to_step": 5,
         "last_step": 8,
@@ -92,12 +101,9 @@ def test_what_going_back_undoes_is_what_lies_behind_the_checkpoint() -> None:
         "samples": 30,
         "seconds": 0.25 * (6 + 7 + 8),
     }
-    newest: Any = SimpleNamespace(step=8, name="step-000008.i001")
-    facts = lost_facts(newest, past)
+    facts = lost(8)
     assert (facts["last_step"], facts["steps"], facts["samples"], facts["seconds"]) == (8, 0, 0, 0)
-    first: Any = SimpleNamespace(step=0, name="step-000000.i001")
-    assert lost_facts(first, past)["samples"] == 80
-    assert [made.report.step for made in _up_to(5, past).steps] == [1, 2, 3, 4, 5]
+    assert lost(0)["samples"] == 80
 
 
 def test_when_a_run_takes_a_request_depends_on_whether_it_trains(tmp_path: Path) -> None:

@@ -240,10 +240,14 @@ def test_a_growing_log_is_read_when_it_has_grown_and_each_finding_told_once(
     found: list[Any] = [TOLD]
     columns = Columns(1.0)
 
-    def reading(path: Path, *, may_be_empty: bool) -> Columns:
-        read.append((path, may_be_empty))
-        now[0] += 0.25 if len(read) == 1 else 5.0
-        return columns
+    class Reader:
+        def __init__(self, path: Path) -> None:
+            self.path = path
+
+        def columns(self, *, may_be_empty: bool) -> Columns:
+            read.append((self.path, may_be_empty))
+            now[0] += 0.25 if len(read) == 1 else 5.0
+            return columns
 
     def sleep(seconds: float) -> None:
         pauses.append(seconds)
@@ -253,7 +257,7 @@ def test_a_growing_log_is_read_when_it_has_grown_and_each_finding_told_once(
         if len(pauses) == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("bloomery.guard.logs.read_columns", reading)
+    monkeypatch.setattr("bloomery.guard.logs.LogReader", Reader)
     monkeypatch.setattr("bloomery.guard.replay.replay_columns", lambda columns, section: list(found))
     monkeypatch.setattr(guard, "draw_replay", lambda *given, title: drawn.append((given[2], title)))
     monkeypatch.setattr("time.monotonic", lambda: now[0])

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from tests.cli.in_process import status_of
-from tests.cli.test_facts_of_control import history
+from tests.cli.test_facts_of_control import past_of
 
 from bloomery.cli import control, fork, status, submit
 from bloomery.errors import BloomeryError, CheckpointError
@@ -362,8 +362,7 @@ def test_a_fork_is_noted_in_both_runs_and_told(
 def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Let a run have made steps 1,001 to 1,008, with checkpoints at 1,003 and 1,006; returns its requests."""
     requests: list[Any] = []
-    RunDirectory(tmp_path / "run").create()
-    monkeypatch.setattr("bloomery.events.journal.read_history", lambda rundir: history(range(1_001, 1_009)))
+    past_of(RunDirectory(tmp_path / "run"), range(1_001, 1_009))
     monkeypatch.setattr(
         "bloomery.checkpoint.format.catalogue.checkpoints", lambda rundir: listed(1_003, 1_006)
     )

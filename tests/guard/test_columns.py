@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from dataclasses import fields
 from math import inf, isnan, nan
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 from bloomery.errors import StorageError
 from bloomery.events.records import StepReport
 from bloomery.guard import logs
-from bloomery.guard.logs import Columns, _joined, _refuse_other_encodings, _text, read_columns
+from bloomery.guard.logs import Columns, LogReader, _joined, _refuse_other_encodings, _text, read_columns
 from bloomery.guard.replay import (
     _around,
     _blocks_at_once,
@@ -284,3 +285,60 @@ def test_what_renames_a_loss_that_is_not_known_does_so_when_it_is_typed(field: s
     command = refused.value.remedy.partition("`lm loss`: ")[2]
     subprocess.run(command, shell=True, check=True, cwd=tmp_path)
     assert read_columns(tmp_path / "renamed.log").loss.tolist() == [2.5, 2.25]
+
+
+STEPS = {
+    "journal": lambda step, loss: json.dumps({"event": "step", "step": step, "loss": loss}) + "\n",
+    "log": lambda step, loss: f"iteration {step}/ 99 | lm loss: {loss} |\n",
+}
+
+
+@pytest.mark.parametrize("kind", STEPS)
+def test_of_a_log_that_grows_the_lines_that_were_added_are_parsed_and_no_others(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, parsed = tmp_path / "a", list[int]()
+    for name in ("_journal_part", "_megatron_part"):
+        part = getattr(logs, name)
+        monkeypatch.setattr(
+            logs, name, lambda *of, part=part: (table := part(*of), parsed.append(len(table)))[0]
+        )
+    monkeypatch.setattr(logs, "CHUNK_BYTES", 200)
+    path.touch()
+    reader = LogReader(path, workers=1)
+    assert len(reader.columns(may_be_empty=True)) == 0
+    text = "".join(STEPS[kind](step, 2.0 + step / 8) for step in range(1, 31))
+    text += '{"event": "start"}\n' if kind == "journal" else STEPS[kind](31, 9.0)
+    text += "".join(STEPS[kind](step, 2.0 + step / 8) for step in range(29, 40))
+    for count in (1, 90, 91, 400, 401, 900, len(text) - 3, len(text)):
+        path.write_text(text[:count])  # in place, as a writer appends
+        columns = reader.columns(may_be_empty=True)
+        assert vars(columns).keys() == {field.name for field in fields(Columns)}
+        for name, expected in vars(read_columns_of(tmp_path, text[:count])).items():
+            np.testing.assert_array_equal(getattr(columns, name), expected, err_msg=name)
+    parsed.clear()
+    path.write_text(text + STEPS[kind](40, 3.0))
+    assert reader.columns().step[-1] == 40 and parsed == [1]
+
+
+def read_columns_of(directory: Path, text: str) -> Columns:
+    (directory / "whole").write_text(text)
+    return LogReader(directory / "whole", workers=1).columns(may_be_empty=True)
+
+
+def test_a_log_that_was_replaced_is_read_from_its_beginning(tmp_path: Path) -> None:
+    path, line = tmp_path / "a.log", STEPS["log"]
+    path.write_text(line(1, 2.0) + line(2, 3.0))
+    reader = LogReader(path, workers=1)
+    assert reader.columns().loss.tolist() == [2.0, 3.0]
+    for text, losses in (
+        (line(1, 5.0), [5.0]),
+        (line(1, 6.0) + line(2, 7.0) + line(3, 8.0), [6.0, 7.0, 8.0]),
+        (STEPS["journal"](1, 4.0) * 9, [4.0] * 9),
+        (line(1, 2.0) * 9 + line(2, 3.0), [2.0, 3.0]),
+    ):
+        path.write_text(text)
+        assert reader.columns().loss.tolist() == losses
+    (tmp_path / "b.log").write_text(line(1, 1.0) * 9 + line(2, 3.0))
+    (tmp_path / "b.log").replace(path)
+    assert reader.columns().loss.tolist() == [1.0, 3.0]

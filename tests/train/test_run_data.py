@@ -11,12 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.guard.reports import report
 
 from bloomery.config.data import DataSection
 from bloomery.config.load import load_recipe
 from bloomery.data.dataset_shares import Claim, Demand
 from bloomery.data.position import EVERYTHING, Position
 from bloomery.errors import DataError
+from bloomery.events.history import EvenSteps
+from bloomery.events.journal import Journal
+from bloomery.events.run_directory import RunDirectory
 from bloomery.parallel.axis import Axis
 from bloomery.parallel.mesh import Mesh
 from bloomery.train import data_stream
@@ -341,7 +345,7 @@ def test_bigrams_that_do_not_fit_into_memory_are_refused_and_else_counted_in_the
 
 
 def test_a_forecast_goes_on_from_the_newest_checkpoint_with_the_steps_that_led_to_it(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     recipe = load_recipe("demo", PLAIN).recipe
     fresh: Any = SimpleNamespace(following=lambda stored, **told: (stored, told))
@@ -351,22 +355,23 @@ def test_a_forecast_goes_on_from_the_newest_checkpoint_with_the_steps_that_led_t
     position = Position(consumed=24, skips=(range(3, 8), range(30, 35)))  # it stands at index 29
     values = {"train": {"step": 3, "position": position.to_json()}, "data": "stored"}
     saved = [SimpleNamespace(directory=name) for name in ("older", "newest")]
-    reports = [SimpleNamespace(report=SimpleNamespace(cursor=8 * step, step=step)) for step in (1, 2, 3, 4)]
     monkeypatch.setattr(data_stream, "checkpoints", lambda run: tuple(saved))
     monkeypatch.setattr(
         data_stream, "read_manifest", lambda directory: {"newest": SimpleNamespace(values=values)}[directory]
     )
-    monkeypatch.setattr(data_stream, "read_history", lambda run: SimpleNamespace(steps=reports))
-    assert data_forecast(recipe, fresh, Path("run")) == DataForecast(
+    with Journal(RunDirectory(tmp_path).create().journal()) as journal:
+        for step in (1, 2, 3, 4):
+            journal.write("step", incarnation=1, **report(step, cursor=8 * step).to_json())
+    assert data_forecast(recipe, fresh, tmp_path) == DataForecast(
         stream=("stored", {"at": 29, "left": 61}),  # type: ignore[arg-type]
         samples=90,
         step=3,
         position=position,
-        past=((8, 1), (16, 2), (24, 3)),
+        past=(EvenSteps(first=1, cursor=8, each=8, count=3),),
         recipe=recipe,
     )
     saved.clear()
-    assert data_forecast(recipe, fresh, Path("run")).step == 0
+    assert data_forecast(recipe, fresh, tmp_path).step == 0
 
 
 @pytest.mark.parametrize(

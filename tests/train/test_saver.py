@@ -13,6 +13,7 @@ import pytest
 from bloomery.checkpoint.format.state import SaveResult
 from bloomery.data.position import Position
 from bloomery.errors import DataError, RunBusy, StorageError
+from bloomery.events.history import EvenSteps
 from bloomery.guard.restraint import Restraint
 from bloomery.guard.verdict import Rewind, Rung
 from bloomery.train import data_stream
@@ -376,7 +377,7 @@ def test_the_step_that_passes_an_index_is_the_one_that_was_made_or_will_be() -> 
         samples=100,
         step=3,
         position=Position(consumed=14),
-        past=((4, 1), (8, 2), (14, 3)),
+        past=(EvenSteps(first=1, cursor=4, each=4, count=2), EvenSteps(first=3, cursor=14)),
         recipe=SimpleNamespace(train=train),  # type: ignore[arg-type]
     )
     assert [forecast.step_of(index) for index in (1, 4, 5, 8, 9, 14)] == [1, 1, 2, 2, 3, 3]
@@ -392,7 +393,7 @@ def test_samples_that_were_left_out_before_a_resume_take_no_place_ahead() -> Non
             samples=100,
             step=5,
             position=Position(consumed=10, skips=(range(4, 8), range(16, 20))),
-            past=((14, 5),),
+            past=(EvenSteps(first=5, cursor=14),),
             recipe=SimpleNamespace(train=None),  # type: ignore[arg-type]
         )
         assert forecast.position.cursor == 14

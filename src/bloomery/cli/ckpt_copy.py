@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 
 from bloomery.checkpoint.format.catalogue import CommittedCheckpoint, checkpoints, record_copy
 from bloomery.checkpoint.format.source import StoredCheckpoint
-from bloomery.checkpoint.remote.backup import backup_url
+from bloomery.checkpoint.remote.backup_due import backup_url
 from bloomery.checkpoint.remote.backup_duty import read_duty
 from bloomery.checkpoint.remote.places import sections
 from bloomery.checkpoint.remote.remote_run import (

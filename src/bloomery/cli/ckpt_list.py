@@ -15,8 +15,8 @@ from bloomery.checkpoint.format.catalogue import (
     CommittedCheckpoint,
     RemoteCopy,
     checkpoints,
+    copies_of,
     disk_bytes_per_tensor_byte,
-    remote_copies,
     verify,
 )
 from bloomery.checkpoint.format.manifest import read_manifest
@@ -166,7 +166,6 @@ def _end_cut_uploads(recipe: Recipe, args: Namespace) -> None:
 def _local_rows(args: Namespace) -> list[dict[str, Any]]:
     rundir = run_directory(Path(args.run))
     recipe = _recipe(rundir)
-    done = remote_copies(rundir)
     rows = []
     for decision in _prune_plan(
         rundir, recipe, intact=lambda checkpoint: not verify(checkpoint.directory, contents=False)
@@ -184,7 +183,7 @@ def _local_rows(args: Namespace) -> list[dict[str, Any]]:
         row |= {
             "abandoned": abandoned,
             "kept": [] if abandoned else list(decision.why),
-            **_backup(done.get(decision.checkpoint.name, ())),
+            **_backup(copies_of(rundir, [decision.checkpoint.name]).get(decision.checkpoint.name, ())),
             "excess": _excess(decision.checkpoint),
             "directory": str(decision.checkpoint.directory),
         }

@@ -17,7 +17,8 @@ from bloomery.events.switches import Switches, arm, note_of
 
 if TYPE_CHECKING:
     from bloomery.checkpoint.format.catalogue import CommittedCheckpoint
-    from bloomery.events.journal import History
+    from bloomery.events.history import PastSteps
+    from bloomery.events.records import StepReport
 
 
 _WHAT = {
@@ -149,13 +150,13 @@ def skip(arguments: list[str]) -> int:
     options.add_argument("--json", action="store_true", help="print one JSON object")
     args = options.parse_args(arguments)
     from bloomery.cli.run_inputs import run_directory
-    from bloomery.events.journal import read_history
+    from bloomery.events.history import past_steps
     from bloomery.events.switches import write_request
 
     rundir = run_directory(args.run)
-    history = read_history(rundir)
-    samples = samples_of(args, history)
-    facts = skipped_facts(samples, history)
+    past = past_steps(rundir, reaching=steps_before(args))
+    samples = samples_of(args, past)
+    facts = skipped_facts(samples, past.newest)
     if not args.dry_run:
         write_request(rundir, "skip", f"{samples.start}:{samples.stop}", keep=True)
     if args.json:
@@ -184,29 +185,37 @@ def add_samples(options: ArgumentParser, *, required: bool) -> None:
     )
 
 
-def samples_of(args: Namespace, history: History) -> range:
-    """Return the indices of the stream that were asked for; an empty range where none were."""
+def steps_before(args: Namespace) -> tuple[int, ...]:
+    """Return the steps after which the samples of `--steps` begin and end; () where it was not given."""
+    return () if args.steps is None else (args.steps.start - 1, args.steps.stop - 1)
+
+
+def samples_of(args: Namespace, past: PastSteps) -> range:
+    """Return the indices of the stream that were asked for; an empty range where none were.
+
+    past: reaches the steps of `steps_before`.
+    """
     if args.samples is not None:
         wanted: range = args.samples
         return wanted
-    if args.steps is None:
-        return range(0)
-    return range(cursor_after(args.steps.start - 1, history), cursor_after(args.steps.stop - 1, history))
+    return range(*(cursor_after(step, past) for step in steps_before(args))) if args.steps else range(0)
 
 
-def cursor_after(step: int, history: History) -> int:
+def cursor_after(step: int, past: PastSteps) -> int:
     """Return the index of the stream after a step; for a future step, the index at today's batch size."""
-    if step <= 0 or not history.steps:
+    last = past.newest
+    if step <= 0 or last is None:
         return 0
-    last = history.steps[-1].report
     if step >= last.step:
         return last.cursor + (step - last.step) * last.global_batch * last.peers
-    return next(made.report.cursor for made in history.steps if made.report.step >= step)
+    return past.reached[step].cursor
 
 
-def skipped_facts(samples: range, history: History) -> dict[str, Any]:
-    """Return what leaving these samples out means for the run, as the fields that `--json` prints."""
-    last = history.steps[-1].report if history.steps else None
+def skipped_facts(samples: range, last: StepReport | None) -> dict[str, Any]:
+    """Return what leaving these samples out means for the run, as the fields that `--json` prints.
+
+    last: the step after which it happens; None before the first.
+    """
     cursor = last.cursor if last else 0
     ahead = range(max(samples.start, cursor), max(samples.stop, cursor))
     batch = last.global_batch * last.peers if last else 0
@@ -303,11 +312,11 @@ def rewind(arguments: list[str]) -> int:
     from bloomery.checkpoint.format.suspects import trusted
     from bloomery.cli.run_inputs import run_directory
     from bloomery.errors import CheckpointError
-    from bloomery.events.journal import read_history
+    from bloomery.events.history import past_steps
     from bloomery.events.switches import write_request
 
     rundir = run_directory(args.run)
-    history, listed = read_history(rundir), checkpoints(rundir)
+    listed = checkpoints(rundir)
     early = [checkpoint for checkpoint in trusted(listed) if checkpoint.step <= args.to_step]
     if not early:
         steps = ", ".join(f"{checkpoint.step:,}" for checkpoint in trusted(listed)) or "none"
@@ -315,16 +324,17 @@ def rewind(arguments: list[str]) -> int:
             f"{rundir.path} has no checkpoint at or before step {args.to_step:,} (there are: {steps})",
             remedy="Go back to a later step, or restore an older checkpoint with `bloomery ckpt copy`.",
         )
-    newest = max([listed[-1].step, *(made.report.step for made in history.steps)])
+    past = past_steps(rundir, back_to=early[-1].step, reaching=steps_before(args))
+    newest = max(listed[-1].step, past.newest.step if past.newest else 0)
     if args.to_step > newest:
         raise CheckpointError(
             f"{rundir.path} is at step {newest:,}, and cannot go back to step {args.to_step:,}",
             remedy="Give a step that it has made.",
         )
-    facts = lost_facts(early[-1], history)
-    samples = samples_of(args, history)
+    facts = lost_facts(early[-1], past)
+    samples = samples_of(args, past)
     if samples:
-        facts["skip"] = skipped_facts(samples, _up_to(early[-1].step, history))
+        facts["skip"] = skipped_facts(samples, past.kept)
     if not args.dry_run:
         skip = f" {samples.start}:{samples.stop}" if samples else ""
         write_request(rundir, "rewind", f"{args.to_step}{skip}", keep=False)
@@ -342,23 +352,17 @@ def rewind(arguments: list[str]) -> int:
     return 0
 
 
-def lost_facts(checkpoint: CommittedCheckpoint, history: History) -> dict[str, Any]:
-    """Return the steps, samples and seconds of training that a run loses by going back to a checkpoint."""
-    undone = [made.report for made in history.steps if made.report.step > checkpoint.step]
-    kept_reports = [made.report for made in history.steps if made.report.step <= checkpoint.step]
-    consumed = kept_reports[-1].consumed_samples if kept_reports else 0
+def lost_facts(checkpoint: CommittedCheckpoint, past: PastSteps) -> dict[str, Any]:
+    """Return the steps, samples and seconds of training that a run loses by going back to a checkpoint.
+
+    past: where the steps up to the checkpoint's are kept, and the later ones undone.
+    """
+    last = past.newest if past.undone else None
     return {
         "checkpoint": checkpoint.name,
         "to_step": checkpoint.step,
-        "last_step": undone[-1].step if undone else checkpoint.step,
-        "steps": len(undone),
-        "samples": undone[-1].consumed_samples - consumed if undone else 0,
-        "seconds": round(sum(report.seconds for report in undone), 3),
+        "last_step": last.step if last else checkpoint.step,
+        "steps": past.undone,
+        "samples": last.consumed_samples - (past.kept.consumed_samples if past.kept else 0) if last else 0,
+        "seconds": round(past.undone_s, 3),
     }
-
-
-def _up_to(step: int, history: History) -> History:
-    """Return the history as it is after going back to a step."""
-    from dataclasses import replace
-
-    return replace(history, steps=tuple(made for made in history.steps if made.report.step <= step))

@@ -89,10 +89,11 @@ def _replay(options: Namespace) -> int:
 def _follow(options: Namespace, section: GuardSection) -> int:
     """Print each finding once, as the log grows; with --json one object per line. Returns 0 at Ctrl-C."""
     from bloomery.guard.judge import described
-    from bloomery.guard.logs import read_columns
+    from bloomery.guard.logs import LogReader
     from bloomery.guard.replay import replay_columns
 
     path, size, printed = _log(options.log), -1, set[tuple[str, int]]()
+    reader = LogReader(path)
     try:
         while True:
             begun = time.monotonic()
@@ -100,7 +101,7 @@ def _follow(options: Namespace, section: GuardSection) -> int:
                 if now < size:  # another log has begun under its name
                     printed.clear()
                 size = now
-                columns = read_columns(path, may_be_empty=True)
+                columns = reader.columns(may_be_empty=True)
                 findings = replay_columns(columns, section) if len(columns) else []
                 for finding in findings:
                     if (finding.guard, finding.line) in printed:

@@ -7,26 +7,26 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
-from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from bloomery import durable
 from bloomery.errors import storage_error
-from bloomery.events.incarnation import Base, read_incarnations, visible
-from bloomery.events.records import StepReport, as_float, as_json
+from bloomery.events.incarnation import Base, read_incarnations, visibility
+from bloomery.events.records import as_float, as_json
 from bloomery.events.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
+
+Event = Mapping[str, Any]  # Any: the fields of an event are its writer's
 
 _MOST_WAITING = 100_000
 """The most lines that are kept in memory while the disk refuses them: about 100 MB."""
 _TAIL_BYTES = 1 << 16
 _LOCK_S = 2.0
-_REPORT = {item.name for item in fields(StepReport) if item.default is MISSING}
 
 
 class Journal:
@@ -192,18 +192,40 @@ def read_journal(path: Path) -> Iterator[dict[str, Any]]:  # Any: the fields of 
         log.info("%s: %d torn lines were left out", path, torn)
 
 
+def kept_steps(
+    events: Iterable[Event], is_kept: Callable[[Base], bool], *, needed: Set[str]
+) -> Iterator[Event]:
+    """Yield the `step` events that are part of a run in the order of their steps, each step once.
+
+    A step that was written again, by the same incarnation or a later one, is yielded as written last. A line
+    of a step before those is left out: only a damaged journal, or one without its records of incarnations,
+    has such lines.
+
+    events: a journal in the order written.
+    is_kept: says of a (step, incarnation) whether it is part of the run; see `visibility`.
+    needed: the fields without which a line counts as damaged.
+    """
+    newest: Event | None = None
+    known = {"step", "incarnation", *needed}
+    for event in events:
+        if not is_step(event, known) or not is_kept((event["step"], event["incarnation"])):
+            continue
+        if newest is not None and event["step"] > newest["step"]:
+            yield newest
+        if newest is None or event["step"] >= newest["step"]:
+            newest = event
+    if newest is not None:
+        yield newest
+
+
 def loss_curve(rundir: RunDirectory, *, peer: str = "0", rank: int = 0) -> list[tuple[int, float]]:
     """Return (step, loss) of each step as its last incarnation recorded it, sorted by step.
 
     Steps that were abandoned (by a crash or a rewind) and not trained again are not part of the run.
     """
-    losses: dict[Base, float] = {}
-    for event in read_journal(rundir.journal(peer=peer, rank=rank)):
-        if is_step(event, {"step", "incarnation", "loss"}):
-            losses[event["step"], event["incarnation"]] = as_float(event["loss"])
-    visible_steps = sorted(visible(losses, read_incarnations(rundir)))
-    newest = {step: losses[step, incarnation] for step, incarnation in visible_steps}  # the last one counts
-    return sorted(newest.items())
+    events = read_journal(rundir.journal(peer=peer, rank=rank))
+    steps = kept_steps(events, visibility(read_incarnations(rundir)), needed={"loss"})
+    return [(event["step"], as_float(event["loss"])) for event in steps]
 
 
 def is_step(event: Mapping[str, Any], needed: Set[str]) -> bool:
@@ -217,64 +239,3 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):  # torn, or damage that reads as lists in lists without end
         return None
     return event if isinstance(event, dict) and "event" in event else None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Step:
-    """A step that is part of the run, and the incarnation that made it."""
-
-    incarnation: int
-    report: StepReport
-
-
-@dataclass(frozen=True, kw_only=True)
-class History:
-    """The history of a run as its first rank's journal has it.
-
-    steps: the steps that are part of the run, in order, each once.
-    ranks: the number of ranks of each incarnation that recorded it, by incarnation.
-    span_s: seconds from the journal's first event to its last.
-    vocabulary: number of the tokenizer's ids, as the newest start recorded it; None if none did.
-    """
-
-    steps: tuple[Step, ...]
-    ranks: Mapping[int, int]
-    span_s: float
-    vocabulary: int | None = None
-
-    @property
-    def newest_ranks(self) -> int:
-        """The number of ranks that made the newest step; 1 where their incarnation did not record it."""
-        return self.ranks.get(self.steps[-1].incarnation, 1) if self.steps else 1
-
-    @property
-    def alike(self) -> tuple[StepReport, ...]:
-        """The newest steps in a row that were made by as many ranks and with as large a batch as the last."""
-        alike_reports: list[StepReport] = []
-        for step in reversed(self.steps):
-            ranks, last = self.ranks.get(step.incarnation, 1), self.steps[-1].report
-            if ranks != self.newest_ranks or step.report.global_batch != last.global_batch:
-                break
-            alike_reports.append(step.report)
-        return tuple(reversed(alike_reports))
-
-
-def read_history(rundir: RunDirectory) -> History:
-    """Return the history in the first rank's journal; a run without a journal has an empty history."""
-    reports: dict[Base, StepReport] = {}
-    ranks: dict[int, int] = {}
-    times: list[float] = []
-    vocabulary: int | None = None
-    for event in read_journal(rundir.journal()):
-        if "time" in event:
-            times.append(float(event["time"]))
-        if is_step(event, {"incarnation", *_REPORT}):
-            reports[event["step"], event["incarnation"]] = StepReport.from_json(event)
-        elif event["event"] == "start" and "incarnation" in event:
-            ranks[event["incarnation"]] = int(event.get("ranks", 1))
-        elif event["event"] == "data" and isinstance(event.get("vocabulary"), int):
-            vocabulary = event["vocabulary"]
-    newest = {base[0]: base for base in sorted(visible(reports, read_incarnations(rundir)))}
-    steps = tuple(Step(incarnation=newest[step][1], report=reports[newest[step]]) for step in sorted(newest))
-    span_s = max(times) - min(times) if times else 0.0
-    return History(steps=steps, ranks=ranks, span_s=span_s, vocabulary=vocabulary)

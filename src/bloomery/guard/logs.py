@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from math import nan
 from pathlib import Path
 from shlex import quote
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -95,23 +95,83 @@ def read_columns(path: Path, *, workers: int | None = None, may_be_empty: bool =
     may_be_empty: whether a file without a line of a training is as good, as at the beginning of a run.
     Raises StorageError when the file cannot be read or has no line of a training.
     """
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            head = file.read(1 << 16)
-    except OSError as error:
-        raise StorageError(f"{path} cannot be read: {error.strerror}", remedy="Check the path.") from error
-    _refuse_other_encodings(path, head)
-    is_journal = head.lstrip()[:1] == b"{" and b'"event"' in head
-    read = _journal_part if is_journal else _megatron_part
-    parts = [(str(path), start, min(start + CHUNK_BYTES, size)) for start in range(0, size, CHUNK_BYTES)]
-    count = min(workers or os.cpu_count() or 1, len(parts))
-    if count <= 1:
-        tables = [read(*part) for part in parts]
-    else:
-        with ProcessPoolExecutor(count) as pool:
-            tables = list(pool.map(read, *zip(*parts, strict=True)))
-    columns = _joined(tables, is_journal=is_journal)
+    return LogReader(path, workers=workers).columns(may_be_empty=may_be_empty)
+
+
+class LogReader:
+    """Reads a log that grows: of its lines, each call reads those that were added since the one before.
+
+    A log that was replaced, or no longer has the lines that were read last, is read from its beginning again.
+    workers: as for `read_columns`.
+    """
+
+    def __init__(self, path: Path, *, workers: int | None = None) -> None:
+        self._path, self._workers = path, workers or os.cpu_count() or 1
+        self._log: tuple[int, bool] | None = None  # its inode, and whether it is a journal
+        self._tables: list[Numbers] = []
+        self._read_bytes, self._last_read = 0, b""
+
+    def columns(self, *, may_be_empty: bool = False) -> Columns:
+        """Return the columns of all lines, like `read_columns`."""
+        try:
+            with self._path.open("rb") as file:
+                head = file.read(_HEAD_BYTES)
+                _refuse_other_encodings(self._path, head)
+                is_journal = head.lstrip()[:1] == b"{" and b'"event"' in head
+                self._begin_anew_if_replaced(file, is_journal=is_journal)
+                end = _end_of_lines(file, self._read_bytes)
+                file.seek(max(self._read_bytes, end - _COMPARED_BYTES))
+                self._last_read = file.read(end - file.tell()) or self._last_read
+        except OSError as error:
+            raise StorageError(
+                f"{self._path} cannot be read: {error.strerror}", remedy="Check the path."
+            ) from error
+        self._take(end, is_journal=is_journal)
+        columns = _joined(self._tables, is_journal=is_journal)
+        _refuse_no_losses(self._path, columns, head, is_journal=is_journal, may_be_empty=may_be_empty)
+        return columns
+
+    def _begin_anew_if_replaced(self, file: BinaryIO, *, is_journal: bool) -> None:
+        log = (os.fstat(file.fileno()).st_ino, is_journal)
+        file.seek(self._read_bytes - len(self._last_read))
+        if log != self._log or file.read(len(self._last_read)) != self._last_read:
+            self._log, self._tables, self._read_bytes, self._last_read = log, [], 0, b""
+
+    def _take(self, end: int, *, is_journal: bool) -> None:
+        """Parse the whole lines up to `end` that were not read yet."""
+        read = _journal_part if is_journal else _megatron_part
+        starts = range(self._read_bytes, end, CHUNK_BYTES)
+        parts = [(str(self._path), start, min(start + CHUNK_BYTES, end)) for start in starts]
+        count = min(self._workers, len(parts))
+        if count <= 1:
+            self._tables += [read(*part) for part in parts]
+        else:
+            with ProcessPoolExecutor(count) as pool:
+                self._tables += pool.map(read, *zip(*parts, strict=True))
+        self._read_bytes = end
+
+
+_HEAD_BYTES = 1 << 16
+_COMPARED_BYTES = 4096
+
+
+def _end_of_lines(file: BinaryIO, begin: int) -> int:
+    """Return where the last whole line of a file ends; `begin` where none ends after it."""
+    end = file.seek(0, os.SEEK_END)
+    while end > begin:
+        start = max(begin, end - _HEAD_BYTES)
+        file.seek(start)
+        place = file.read(end - start).rfind(b"\n")
+        if place >= 0:
+            return start + place + 1
+        end = start
+    return begin
+
+
+def _refuse_no_losses(
+    path: Path, columns: Columns, head: bytes, *, is_journal: bool, may_be_empty: bool
+) -> None:
+    """Raise StorageError for a log without a line of a training, and for one whose losses are not known."""
     if not len(columns) and not may_be_empty:
         raise StorageError(
             f"{path} holds no line of a training: no `step` event of a journal, no `iteration …| lm loss: …`",
@@ -126,7 +186,6 @@ def read_columns(path: Path, *, workers: int | None = None, may_be_empty: bool =
                 remedy="Rename the one that the training minimises to `lm loss`: "
                 f"sed {_renaming(others[0])} {quote(str(path))} > renamed.log",
             )
-    return columns
 
 
 def _renaming(name: str) -> str:

@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from bloomery.errors import DataError
-from bloomery.events.journal import read_history
+from bloomery.events.history import recent_steps
 from bloomery.events.records import StepReport
 from bloomery.events.run_directory import RunDirectory
 from bloomery.plan.overview import Plan, base_workload, make_plan
@@ -83,16 +83,15 @@ def progress_of(request: Request, run: Path) -> RunProgress:
     """Read the run's journal. Raises DataError if it has no steps, and ConfigError for an impossible
     request.
     """
-    history = read_history(RunDirectory(run))
-    if not history.steps:
+    history = recent_steps(RunDirectory(run), most=MEASURED_STEPS)
+    if not history.alike:
         raise DataError(
             f"{run} has no steps in its journal", remedy="Wait for the first, or plan its recipe."
         )
-    accelerators = request.accelerators or history.newest_ranks
+    accelerators = request.accelerators or history.ranks
     loaded = with_local_vocabulary(with_vocabulary(request.loaded, history.vocabulary))
     recipe = loaded.recipe
-    recent = history.alike[-MEASURED_STEPS:]
-    last = recent[-1]
+    recent, last = history.alike, history.alike[-1]
     request = replace(request, loaded=loaded, accelerators=accelerators, consumed=last.consumed_samples)
     plan = make_plan(request)
     step_s = median(report.seconds for report in recent)

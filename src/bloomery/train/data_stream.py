@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -38,7 +37,7 @@ from bloomery.data.stream import (
 from bloomery.data_loader.batches import Batches
 from bloomery.data_loader.reading import count_bigrams
 from bloomery.errors import DataError
-from bloomery.events.journal import read_history
+from bloomery.events.history import EvenSteps, even_steps, step_reaching
 from bloomery.events.run_directory import RunDirectory
 from bloomery.parallel.mesh import Mesh
 from bloomery.plan.hardware import GIB, main_memory_gib
@@ -183,21 +182,21 @@ class DataForecast:
     """The stream from its first index to the run's end.
 
     samples: number of its indices, including skipped ones.
-    past: (cursor after the step, step) for each step that was made; later steps follow today's recipe.
+    past: how the steps that were made moved the cursor; later steps follow today's recipe.
     """
 
     stream: SampleStream
     samples: int
     step: int
     position: Position
-    past: tuple[tuple[int, int], ...]
+    past: tuple[EvenSteps, ...]
     recipe: Recipe
 
     def step_of(self, index: int) -> int:
         """Return the step, made or to be made, that passes the stream's index `index - 1`."""
-        place = bisect_left(self.past, (index, 0))
-        if place < len(self.past):
-            return self.past[place][1]
+        made = step_reaching(index, self.past)
+        if made is not None:
+            return made
         skips = self.position.skips
         ahead = (range(max(skip.start, self.position.cursor), min(skip.stop, index)) for skip in skips)
         skipped = sum(map(len, ahead))
@@ -213,12 +212,11 @@ def data_forecast(recipe: Recipe, stream: SampleStream, run: Path | None) -> Dat
     Raises DataError if the run cannot go on under the recipe.
     """
     saved = checkpoints(RunDirectory(run)) if run else ()
-    step, position, past = 0, Position(), list[tuple[int, int]]()
+    step, position, past = 0, Position(), tuple[EvenSteps, ...]()
     if run and saved:
         values: Any = read_manifest(saved[-1].directory).values  # Any: JSON
         step, position = int(values["train"]["step"]), Position.from_json(values["train"]["position"])
-        steps = read_history(RunDirectory(run)).steps
-        past = [(event.report.cursor, event.report.step) for event in steps if event.report.step <= step]
+        past = even_steps(RunDirectory(run), until=step)
         left = indices_left(recipe, step=step, position=position)
         stream = stream.following(values["data"], at=position.cursor, left=left)
     left = indices_left(recipe, step=step, position=position)
@@ -227,7 +225,7 @@ def data_forecast(recipe: Recipe, stream: SampleStream, run: Path | None) -> Dat
         samples=position.cursor + left,
         step=step,
         position=position,
-        past=tuple(past),
+        past=past,
         recipe=recipe,
     )
 

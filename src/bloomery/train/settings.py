@@ -66,11 +66,13 @@ def _kept_recipe(rundir: RunDirectory) -> Recipe | None:
         return load_recipe(str(rundir.recipe)).recipe
     except ConfigError as damage:
         problem = damage.mistakes[0].problem
-    journalled = [str(event["recipe"]) for event in read_journal(rundir.journal()) if event.get("recipe")]
+    journalled = ""
+    for event in read_journal(rundir.journal()):
+        journalled = str(event.get("recipe") or journalled)
     if journalled:
-        recipe = parse_recipe(journalled[-1], label=f"the last start in {rundir.journal()}").recipe
+        recipe = parse_recipe(journalled, label=f"the last start in {rundir.journal()}").recipe
         try:
-            durable.write_whole(rundir.recipe, journalled[-1])
+            durable.write_whole(rundir.recipe, journalled)
         except OSError as error:
             raise storage_error(error, path=rundir.recipe, doing="Mending the run's recipe") from error
         log.warning("%s was damaged (%s) and is mended from the journal", rundir.recipe, problem)

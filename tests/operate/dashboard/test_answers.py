@@ -15,6 +15,7 @@ import pytest
 from starlette.requests import Request
 from tests.operate.dashboard.written_run import WrittenRun, healed_run
 
+from bloomery.checkpoint.format.catalogue import record_copy
 from bloomery.config.load import dump_recipe, load_recipe, override
 from bloomery.errors import BloomeryError
 from bloomery.events.heartbeat import RankActivity, RankBeat
@@ -601,12 +602,17 @@ def test_a_save_says_why_it_is_kept_and_whether_it_has_a_copy(
         for name, why in names.items()
     ]
     monkeypatch.setattr(panels, "prune_plan", lambda rundir, **more: decisions)
-    monkeypatch.setattr(panels, "remote_copies", lambda rundir, *, names: {"step-000090.i002": None})
+    for name in ("step-000090.i002", "step-000007.i001"):
+        record_copy(run.rundir, name, url=f"s3://b/checkpoints/{name}", what="all", bytes=1)
+    record = (run.rundir.backups / f"{name}.json").read_text()
+    (run.rundir.path / "elsewhere.json").write_text(record)  # no name in a journal leads out of backups/
+    run.event("checkpoint", path="../elsewhere")
     reader = RunReader(run.rundir.path).read_all()
     rows = saves(reader, RunSummarizer(reader).recipe)
     assert [(row.name, row.step, row.backed_up, row.kept, row.durable) for row in rows] == [
         ("step-000090.i002", 90, True, "to be removed", True),
         ("step-000050.i001", 50, False, "newest, each 50", True),
+        ("../elsewhere", 91, False, "", True),
     ]
 
 

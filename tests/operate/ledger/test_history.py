@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -91,11 +93,27 @@ def test_tokens_and_speeds_are_of_the_steps_that_are_part_of_the_run() -> None:
     events.append(step(9, 3, compute=1.0) | {"tokens_per_s": 40.0, "consumed_tokens": 250})
     seen = history(events, hidden=9)
     assert (seen.kept_steps, seen.kept_tokens, seen.step) == (3, 250, 3)
-    assert (list(seen.speeds), seen.members) == ([40.0, 100.0, 100.0], ((T0 + 4, 3),))
+    assert (seen.best_tokens_per_s, seen.members) == (100.0, ((T0 + 4, 3),))
     assert (seen.began_s, seen.last_s, seen.is_over) == (T0 + 4, T0 + 9, False)
     assert history(events, [operation(1, "attempt", attempt="a")]).began_s == T0 + 1
     timeless = operation(0, "note") | {"time": None}
     assert history(events, [operation(99, "note"), timeless]).last_s == T0 + 99
+
+
+def test_the_best_speed_is_that_of_nine_in_ten_and_takes_no_memory_for_each_step() -> None:
+    rng = Random(7)
+    peaks = []
+    for count in (500, 4_000):
+        speeds = [90_000 * (1 + 0.05 * rng.random()) for _ in range(count)]
+        events = ({"event": "step", "step": at, "incarnation": 1, "time": T0 + at, "tokens_per_s": speed}
+                  for at, speed in enumerate(speeds))  # fmt: skip
+        tracemalloc.start()
+        seen = read_run_history(events, [], is_visible=lambda base: True)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        assert seen.best_tokens_per_s == pytest.approx(sorted(speeds)[int(0.9 * count)], rel=1e-4)
+        assert seen.best_tokens_per_s in speeds
+    assert peaks[1] < 2.5 * peaks[0], "as a list they took eight times as much"
 
 
 def test_tokens_that_are_counted_anew_and_clocks_that_go_back_take_nothing_away() -> None:
@@ -106,7 +124,7 @@ def test_tokens_that_are_counted_anew_and_clocks_that_go_back_take_nothing_away(
     seen = history([start(4), *steps, operation(3, "setting", key="a")])
     assert (seen.kept_tokens, seen.last_s) == (120, T0 + 7)
     whole = history([start(4), step(6, 1, compute=1.0) | {"tokens_per_s": 40}])
-    assert (list(whole.speeds), whole.members) == ([40.0], ((T0 + 4, 1),))
+    assert (whole.best_tokens_per_s, whole.members) == (40.0, ((T0 + 4, 1),))
 
 
 @pytest.mark.parametrize("again", [step(12, 2, compute=1.0), start(12, 2, at=1)])
@@ -292,8 +310,9 @@ def ledger_of(**more: Any) -> RunLedger:
         "0-0": {TimeClass.TRAINING: 60.0, TimeClass.STOPPED: 20.0, TimeClass.QUEUE: 20.0},
         "0-1": {TimeClass.TRAINING: 40.0, TimeClass.FINISHED: 10.0, TimeClass.DOWN: 50.0},
     }
-    speeds = [float(speed) for speed in range(1, 21)]
-    seen = RunHistory(kept_tokens=950, kept_steps=20, step=20, speeds=speeds)
+    steps = [step(at, at, compute=1.0) | {"tokens_per_s": float(at)} for at in range(1, 21)]
+    best = history([start(0.5), *steps]).best_tokens_per_s
+    seen = RunHistory(kept_tokens=950, kept_steps=20, step=20, best_tokens_per_s=best)
     return RunLedger(begin=T0, end=T0 + 100.0, ranks=ranks, history=seen, **more)
 
 

@@ -53,7 +53,7 @@ def test_a_chronicle_is_this() -> None:
     ]  # fmt: skip
     history = RunHistory(
         incidents=incidents, changes=[(T0 + 45, "stopped: signal")], step=2000, kept_tokens=5_000_000,
-        speeds=[100_000.0],
+        best_tokens_per_s=100_000.0,
     )  # fmt: skip
     ledger = RunLedger(
         begin=T0, end=T0 + 100, ranks={"0-0": {TimeClass.TRAINING: 50.0, TimeClass.STOPPED: 50.0}},
@@ -273,7 +273,7 @@ def test_the_history_of_a_run_is_this() -> None:
     operations = [operation(3, "attempt", attempt="a"), operation(60, "note", text="x")]
     assert read_run_history(events, operations, is_visible=lambda base: True) == RunHistory(
         began_s=T0 + 3, last_s=T0 + 60, is_over=False, is_finished=False, kept_steps=2, kept_tokens=100,
-        step=2, speeds=[100.0], members=((T0 + 6, 2), (T0 + 35, 4)),
+        step=2, best_tokens_per_s=100.0, members=((T0 + 6, 2), (T0 + 35, 4)),
         incidents=(
             Incident(time=T0 + 16, cause=SAVE_REFUSED, summary="full", step=2,
                      action="the training went on and tries again",
@@ -294,7 +294,7 @@ def test_the_history_of_a_run_is_this() -> None:
     finished = [start(1), operation(2, "end", finished=True)]
     seen = read_run_history(finished, [], is_visible=lambda base: True)
     assert (seen.is_over, seen.is_finished, seen.changes) == (True, True, ())
-    assert read_run_history([], [], is_visible=lambda base: True) == RunHistory(is_over=True, speeds=[])
+    assert read_run_history([], [], is_visible=lambda base: True) == RunHistory(is_over=True)
 
 
 def spans(events: list[dict], end: float, *operations: dict, finished: bool = False) -> list[tuple[Any, ...]]:

@@ -57,7 +57,9 @@ def test_a_mirror_elsewhere_has_the_bytes_of_the_run_after_each_sync(
     RunMirror(place, elsewhere).fetch()
     assert contents(elsewhere) == contents(run.path)
     assert loss_curve(RunDirectory(elsewhere)) == loss_curve(run)
+    marks = (elsewhere / ".followed.json").stat()
     assert (sync.send_new().count, RunMirror(place, elsewhere).fetch()) == (0, 0)
+    assert (elsewhere / ".followed.json").stat().st_ino == marks.st_ino, "it was not written again"
 
 
 def test_a_file_that_was_written_anew_replaces_its_pieces(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -288,34 +288,39 @@ class RemoteCopy:
     time: float
 
 
-def remote_copies(
-    rundir: RunDirectory, *, names: Collection[str] | None = None
-) -> dict[str, tuple[RemoteCopy, ...]]:
+PLACES = ("", "second")
+"""The places to which a recipe may back up; "" is the first. Each has records of its own."""
+
+
+def remote_copies(rundir: RunDirectory) -> dict[str, tuple[RemoteCopy, ...]]:
     """Return the verified remote copies of each checkpoint that has any, by the checkpoint's name.
 
-    names: the checkpoints whose records are read; None for all, which are thousands in a long run.
+    Checkpoints that were removed here are among them, so this reads a record for each backup of the run.
     """
-    records: dict[str, list[Path]] = {}
-    for path in rundir.backups.glob("step-*.json"):
-        name = ".".join(path.name.split(".")[:2])  # step-000123.i007.json, or step-000123.i007.second.json
-        if names is None or name in names:
-            records.setdefault(name, []).append(path)
-    copies = {name: sum(map(_read, sorted(records[name])), ()) for name in sorted(records)}
+    return copies_of(rundir, {_name_of(path) for path in rundir.backups.glob("step-*.json")})
+
+
+def copies_of(rundir: RunDirectory, names: Iterable[str]) -> dict[str, tuple[RemoteCopy, ...]]:
+    """Return the verified remote copies of those of the named checkpoints that have any."""
+    copies = {
+        name: tuple(copy for place in PLACES for copy in _read(_record(rundir, name, place)))
+        for name in sorted(names)
+    }
     return {name: listed for name, listed in copies.items() if listed}
 
 
-def has_remote_copies(rundir: RunDirectory) -> bool:
-    """Whether any checkpoint of the run was ever copied."""
-    return any(_read(path) for path in rundir.backups.glob("step-*.json"))
+def has_copies(rundir: RunDirectory) -> bool:
+    """Whether any checkpoint of the run has a verified remote copy."""
+    names = map(_name_of, rundir.backups.glob("step-*.json"))
+    return any(copies_of(rundir, [name]) for name in names)
 
 
-def with_remote_copies(
-    rundir: RunDirectory,
-) -> list[tuple[CommittedCheckpoint, tuple[RemoteCopy, ...]]]:
-    """Return the committed checkpoints that are part of the run, oldest first, each with its copies."""
-    here = checkpoints(rundir)
-    copies = remote_copies(rundir, names={item.name for item in here})
-    return [(item, copies.get(item.name, ())) for item in here]
+def _name_of(record: Path) -> str:
+    return ".".join(record.name.split(".")[:2])  # step-000123.i007.json, or step-000123.i007.second.json
+
+
+def _record(rundir: RunDirectory, name: str, place: str) -> Path:
+    return rundir.backups / (f"{name}.{place}.json" if place else f"{name}.json")
 
 
 def is_copied(listed: Iterable[RemoteCopy], *, name: str, url: str, what: str) -> bool:
@@ -327,10 +332,9 @@ def is_copied(listed: Iterable[RemoteCopy], *, name: str, url: str, what: str) -
 def record_copy(rundir: RunDirectory, name: str, *, url: str, what: str, bytes: int, place: str = "") -> None:
     """Record durably that a checkpoint was copied to `url` and verified there. Raises StorageError.
 
-    place: the name of the place among those of the recipe: each has records of its own, so that two threads
-    never write one file.
+    place: one of PLACES. Each has records of its own, so that two threads never write one file.
     """
-    path = rundir.backups / (f"{name}.{place}.json" if place else f"{name}.json")
+    path = _record(rundir, name, place)
     others = [copy for copy in _read(path) if copy.url != url]
     listed = [*others, RemoteCopy(url=url, what=what, bytes=bytes, time=now())]
     try:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from bloomery import durable
-from bloomery.checkpoint.format.catalogue import CommittedCheckpoint, is_copied, remote_copies
+from bloomery.checkpoint.format.catalogue import CommittedCheckpoint, copies_of, is_copied, remote_copies
 from bloomery.checkpoint.format.manifest import now, parse_name
 from bloomery.checkpoint.format.source import Source, source_of
 from bloomery.errors import CheckpointError, storage_error
@@ -60,7 +60,7 @@ def marks_to_send(rundir: RunDirectory, url: str, *, place: str = "") -> dict[st
     place: the name of this place among those of the recipe; each notes for itself what it has sent.
     """
     notes = {path.name.removesuffix(_TO_SEND): path for path in rundir.backups.glob(f"step-*{_TO_SEND}")}
-    copies = remote_copies(rundir, names=notes.keys())
+    copies = copies_of(rundir, notes)
     return {
         name: note
         for name, note in notes.items()

@@ -10,15 +10,15 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from bloomery.checkpoint.format.catalogue import (
     CommittedCheckpoint,
     checkpoints,
-    has_remote_copies,
-    is_copied,
+    has_copies,
+    listing_changed,
     record_copy,
-    with_remote_copies,
 )
 from bloomery.checkpoint.format.manifest import DamagedCheckpoint, parse_name, read_manifest
 from bloomery.checkpoint.format.source import RemoteCheckpoint
 from bloomery.checkpoint.format.suspects import marks_to_send, refuse_if_only_suspects, send_marks
-from bloomery.checkpoint.remote.backup_duty import Duty, is_covered, note_round, read_duty
+from bloomery.checkpoint.remote.backup_due import backup_url, due, uncopied
+from bloomery.checkpoint.remote.backup_duty import note_round, read_duty
 from bloomery.checkpoint.remote.remote_run import (
     place_at,
     remote_checkpoints,
@@ -82,6 +82,7 @@ class Backup:
         self.url = backup_url(section, run_name, read_duty(rundir))
         self._wake, self._stop = threading.Event(), threading.Event()
         self.on_all_copied: Callable[[], None] = lambda: None
+        self._records_compared: set[str] = set()
         self._told = self._sending = ""
         self._tries = self._failed_try = self._incarnation_copied = 0
         self._thread = threading.Thread(target=self._run, name="checkpoint-backup", daemon=True)
@@ -235,14 +236,14 @@ class Backup:
             return
         left, incarnation = self._uncopied(), current(self._rundir)
         # A rewind hides checkpoints, so a new incarnation is uploaded even where no checkpoint is due.
-        has_new_incarnation = incarnation != self._incarnation_copied and has_remote_copies(self._rundir)
-        has_files_left = self._has_files_left and has_remote_copies(self._rundir)
+        has_new_incarnation = incarnation != self._incarnation_copied and has_copies(self._rundir)
+        has_files_left = self._has_files_left and has_copies(self._rundir)
         if not left and not has_new_incarnation and not has_files_left and not self._marks_to_send():
             self._has_files_left = False
             return
         remote = place_at(self.url)
         try:
-            upload_run_files(self._rundir, remote)
+            upload_run_files(self._rundir, remote, compared=self._records_compared)
         except OSError as error:
             raise storage_failure(error, doing="The backup") from error
         self._incarnation_copied = incarnation
@@ -279,8 +280,13 @@ class Backup:
         # In this order, so that `close` finds one of the two set until everything is sent.
         self._sends_files, self._has_files_left = True, False
 
+        seen: tuple[int, ...] | None = None
+
         def go_on() -> bool:
-            self._has_files_left = self._stop.is_set() or bool(self.due())
+            # Asked for each of hundreds of files: what is due is found anew where checkpoints have changed.
+            nonlocal seen
+            before, seen = seen, listing_changed(self._rundir)
+            self._has_files_left = self._stop.is_set() or (seen != before and bool(self.due()))
             return not self._has_files_left
 
         try:
@@ -320,53 +326,6 @@ def _is_in_part(source: RemoteCheckpoint) -> bool:
         return SUBSET in read_manifest(source).about
     except DamagedCheckpoint:
         return False  # loading it reports the damage
-
-
-def backup_url(section: BackupSection, run_name: str, duty: Duty | None = None) -> str:
-    """Return the URL of a run's backups, or of one of its peers' backups; "" where none are made."""
-    peer = f"/{duty.peer}" if duty is not None else ""
-    return f"{section.url.rstrip('/')}/{run_name}{peer}" if section.url else ""
-
-
-def due(
-    rundir: RunDirectory, section: BackupSection, *, run_name: str, place: str = ""
-) -> list[CommittedCheckpoint]:
-    """Return the checkpoints of a run that wait for their backup, oldest first: the uncopied ones that are
-    newer than the newest copy. Older ones were passed over, and may be removed. place: see `Backup`.
-    """
-    left = uncopied(rundir, section, run_name=run_name, place=place)
-    url = backup_url(section, run_name, read_duty(rundir))
-    newest_copy = max(
-        (
-            item
-            for item, copies in with_remote_copies(rundir)
-            if is_copied(copies, name=item.name, url=url, what=section.what)
-        ),
-        default=None,
-    )
-    return [item for item in left if newest_copy is None or item > newest_copy]
-
-
-def uncopied(
-    rundir: RunDirectory, section: BackupSection, *, run_name: str, place: str = ""
-) -> list[CommittedCheckpoint]:
-    """Return the checkpoints of a run that have no backup and are to have one, oldest first.
-
-    A checkpoint is backed up once there is a verified copy at the section's URL with all that the section
-    asks for. In a run of several peers, another peer's backup of the same or a later round counts too; to a
-    further place only the peer that makes the backups copies anything.
-    """
-    duty = read_duty(rundir)
-    url = backup_url(section, run_name, duty)
-    if not url or (place and duty is not None and not duty.writes):
-        return []
-    return [
-        checkpoint
-        for checkpoint, copies in with_remote_copies(rundir)
-        if not is_copied(copies, name=checkpoint.name, url=url, what=section.what)
-        and (not section.every_steps or checkpoint.step % section.every_steps == 0)
-        and (duty is None or place or not is_covered(checkpoint.directory, duty))
-    ]
 
 
 def _back_up(

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from bloomery import durable
-from bloomery.checkpoint.format.catalogue import CommittedCheckpoint, checkpoints
+from bloomery.checkpoint.format.catalogue import PLACES, CommittedCheckpoint, checkpoints
 from bloomery.checkpoint.format.commit import partial_directory, remove_checkpoint, sweep
 from bloomery.checkpoint.format.manifest import MANIFEST, parse_name
 from bloomery.checkpoint.format.source import (
@@ -28,7 +28,8 @@ from bloomery.checkpoint.format.source import (
     stored_url,
 )
 from bloomery.checkpoint.format.suspects import SUSPECT
-from bloomery.checkpoint.remote.backup import Backup, due
+from bloomery.checkpoint.remote.backup import Backup
+from bloomery.checkpoint.remote.backup_due import due
 from bloomery.checkpoint.remote.remote_run import (
     place_at,
     remote_incarnations,
@@ -133,6 +134,7 @@ class ObjectRunStorage:
     def __init__(self, rundir: RunDirectory, url: str) -> None:
         self.url = url
         self._rundir, self._remote = rundir, place_at(url)
+        self._records_compared: set[str] = set()
 
     def refresh(self) -> None:
         """See `RunStorage`. Afterwards the directory has an entry of each checkpoint of the store.
@@ -185,7 +187,7 @@ class ObjectRunStorage:
     def saved(self) -> None:
         """See `RunStorage`. Recipe and tokenizer are sent too: the URL is all that another node needs."""
         try:
-            upload_run_files(self._rundir, self._remote)
+            upload_run_files(self._rundir, self._remote, compared=self._records_compared)
         except OSError as error:  # the checkpoint is there, and the next save sends what is missing
             log.warning("the run's recipe is not beside its checkpoints: %s", error)
 
@@ -249,7 +251,7 @@ def _as_storage_error(doing: str) -> Iterator[None]:
         raise storage_failure(error, doing=doing) from error
 
 
-FIRST, SECOND = "", "second"
+FIRST, SECOND = PLACES
 
 
 def sections(recipe: Recipe) -> dict[str, BackupSection]:

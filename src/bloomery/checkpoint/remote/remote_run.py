@@ -8,12 +8,22 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
 from bloomery import durable
 from bloomery.checkpoint.format.manifest import MANIFEST, parse_name
 from bloomery.checkpoint.format.source import CHECKPOINTS, RemoteCheckpoint, Source
 from bloomery.checkpoint.format.suspects import SUSPECT, refuse_if_only_suspects, why_suspect
+from bloomery.checkpoint.remote.segments import (
+    SegmentsLost,
+    drop_segments,
+    fetch_segments,
+    is_segmented,
+    segmented_files,
+    send_segments,
+)
 from bloomery.config.checkpoint import SCHEMES, BackupSection
 from bloomery.errors import CheckpointError
 from bloomery.events.incarnation import Base, bases_of, merge_records, visible
@@ -123,14 +133,21 @@ _LOGS = (
 )
 
 
-def upload_run_files(rundir: RunDirectory, remote: Objects) -> None:
+def upload_run_files(rundir: RunDirectory, remote: Objects, *, compared: set[str] | None = None) -> None:
     """Upload what a run needs besides its checkpoints: recipe, tokenizer and incarnation records.
 
+    compared: the keys of records that were found equal there before, which are not read again; those of this
+        call are added. None reads all of them.
     Raises OSError, and CheckpointError where the place holds another run's backups.
     """
+    compared = set() if compared is None else compared
+    there = {entry.key for entry in remote.entries("incarnations/")}
     for path in sorted(rundir.incarnations.glob("*.json")):
-        key, content = f"incarnations/{path.name}", path.read_bytes()
-        stored = _content(remote, key)
+        key = f"incarnations/{path.name}"
+        if key in there and key in compared:
+            continue
+        content = path.read_bytes()
+        stored = _content(remote, key) if key in there else None
         if stored is not None and stored != content:
             raise CheckpointError(
                 f"{remote.url} holds the backups of another run: its {key} is not this run's",
@@ -138,6 +155,7 @@ def upload_run_files(rundir: RunDirectory, remote: Objects) -> None:
             )
         if stored is None:
             remote.put(key, content)
+        compared.add(key)
     for name in _SMALL_FILES:
         path = rundir.path / name
         if path.is_file() and _content(remote, name) != path.read_bytes():
@@ -155,7 +173,8 @@ def upload_more(
     """Upload the logs and the data of a run that a section asks for; return the bytes that were sent.
 
     Logs are sent as they are now: journals, logs, stacks, TensorBoard's files, the chronicle. A file that has
-    not changed since it was sent is not sent again. place: see `Backup`. go_on: asked between files.
+    not changed since it was sent is not sent again, and of a long log only what is new: see `send_segments`.
+    place: see `Backup`. go_on: asked between files, and between the segments of one.
     Raises OSError.
     """
     record = rundir.backups / (f"run-files.{place}.json" if place else "run-files.json")
@@ -164,23 +183,54 @@ def upload_more(
     try:
         for path in _files(rundir, [*(_LOGS if section.logs else ()), *([_DATA] if section.data else [])]):
             name, status = path.relative_to(rundir.path).as_posix(), path.stat()
-            state = [status.st_size, status.st_mtime_ns]
-            if sent.get(name) == state or name in _SMALL_FILES:
+            state = [status.st_size, status.st_mtime_ns, status.st_ino]
+            if sent.get(name, [])[:2] == state[:2] or name in _SMALL_FILES:
                 continue
             if not go_on():
                 break
-            done = remote.send(name, path)
-            if not done.is_proven and remote.digest(name) != done.xxh3_128:
-                raise OSError(5, f"{remote.place(name)} is not what was sent: it was changed on its way")
-            sent[name], count = state, count + status.st_size
+            more, is_whole = _send_file(
+                remote, name, path, state=state, before=sent.get(name, []), go_on=go_on
+            )
+            count += more
+            if not is_whole:
+                break
+            sent[name] = state
     finally:
         if sent != sent_before:
             durable.write_whole_unsynced(record, json.dumps({remote.url: sent}))
     return count
 
 
+def _send_file(
+    remote: Objects,
+    name: str,
+    path: Path,
+    *,
+    state: list[int],
+    before: list[int],
+    go_on: Callable[[], bool],
+) -> tuple[int, bool]:
+    """Send a file; return the bytes that were sent, and whether the store now has all of it.
+
+    state: the size, time and inode of the file. before: those of when it was sent last, [] if never; an
+        earlier version recorded no inode.
+    """
+    is_log = name.split("/")[0] in _LOGS
+    if is_log and is_segmented(state[0]):
+        has_only_grown = before[2:] == state[2:] and before[0] <= state[0]
+        return send_segments(remote, name, path, has_only_grown=has_only_grown, go_on=go_on)
+    done = remote.send(name, path)
+    if not done.is_proven and remote.digest(name) != done.xxh3_128:
+        raise OSError(5, f"{remote.place(name)} is not what was sent: it was changed on its way")
+    if is_log and before and is_segmented(before[0]):
+        drop_segments(remote, name)
+    return state[0], True
+
+
 def download_run_files(remote: Objects, rundir: RunDirectory) -> None:
     """Download what these two uploaded, where the run directory has no such file or an empty one.
+
+    A log that the store no longer has as it was sent is left out, with a warning.
 
     Raises OSError, and CheckpointError where the directory is another run's.
     """
@@ -189,16 +239,37 @@ def download_run_files(remote: Objects, rundir: RunDirectory) -> None:
         content = None if _is_here(rundir.path / name) else _content(remote, name)
         if content is not None:
             durable.write_whole(rundir.path / name, content)
-    for entry in (entry for name in (_DATA, *_LOGS) for entry in _entries(remote, name)):
-        path = rundir.path / entry
-        if not _is_here(path) and not {"", ".", ".."} & set(entry.split("/")):
-            durable.make_directory(path.parent)
-            draft = path.with_name(f".{path.name}.draft")
-            draft.unlink(missing_ok=True)
-            with durable.open_new(draft) as file:
-                for piece in remote.pieces(entry):
-                    file.write(piece)
-            durable.replace(draft, path)
+    for name in (entry for directory in (_DATA, *_LOGS) for entry in _entries(remote, directory)):
+        _download(rundir.path, name, partial(_copy, remote, name))
+    for name in segmented_files(remote):
+        if name.split("/")[0] not in _LOGS:
+            continue
+        try:  # after the others: what is an object of its own is newer
+            _download(rundir.path, name, partial(fetch_segments, remote, name))
+        except SegmentsLost as lost:  # a run can go on without a log
+            log.warning("%s is not restored: %s", name, lost)
+
+
+def _download(directory: Path, name: str, fetch: Callable[[BinaryIO], bool]) -> None:
+    """Write a file where there is none, or an empty one. fetch: returns False where the store has none."""
+    path = directory / name
+    if _is_here(path) or {"", ".", ".."} & set(name.split("/")):
+        return
+    durable.make_directory(path.parent)
+    draft = path.with_name(f".{path.name}.draft")
+    draft.unlink(missing_ok=True)
+    with durable.open_new(draft) as file:
+        is_there = fetch(file)
+    if is_there:
+        durable.replace(draft, path)
+    else:
+        draft.unlink()
+
+
+def _copy(remote: Objects, name: str, file: BinaryIO) -> bool:
+    for piece in remote.pieces(name):
+        file.write(piece)
+    return True
 
 
 def _files(rundir: RunDirectory, wanted: list[str]) -> Iterator[Path]:

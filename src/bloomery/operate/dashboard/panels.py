@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import numpy as np
 
-from bloomery.checkpoint.format.catalogue import CommittedCheckpoint, remote_copies
+from bloomery.checkpoint.format.catalogue import CommittedCheckpoint, copies_of
 from bloomery.checkpoint.format.manifest import parse_name
 from bloomery.checkpoint.format.retention import prune_plan
 from bloomery.config.recipe import Recipe
@@ -91,7 +91,7 @@ def saves(reader: RunReader, recipe: Recipe | None) -> list[SaveRow]:
     kept_names = _kept_checkpoints(reader, recipe)
     with reader.lock:
         names = newest_first({*kept_names, *list(reader.news.saves)[-_SHOWN_SAVES:]})[:_SHOWN_SAVES]
-    copies = remote_copies(reader.rundir, names=names) if kept_names else {}
+    copies = copies_of(reader.rundir, filter(parse_name, names)) if kept_names else {}
     with reader.lock:
         rows = []
         for name in names:

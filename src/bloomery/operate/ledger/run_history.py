@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,6 +13,9 @@ from bloomery.operate.ledger.operations import AGREED, MOST_RANKS, Event, finite
 
 SAVE_REFUSED = "save refused"
 NO_WORD = "ended without a word"
+_BEST_SHARE = 0.9
+_SIZES_PER_E = 10_000
+"""Speeds of one size differ by less than a ten-thousandth."""
 _WORDS_OF_PEOPLE = frozenset({"note", "alert", "request"})
 """Events of operations.jsonl that say nothing about whether the run goes on."""
 
@@ -55,7 +59,8 @@ class RunHistory:
     is_finished: whether its samples are done.
     kept_steps, kept_tokens: those that are part of the run.
     step: the newest step that is part of the run.
-    speeds: tokens per second of each kept step, sorted.
+    best_tokens_per_s: the speed that nine of ten kept steps do not exceed, to a ten-thousandth; 0.0 where no
+        step was kept.
     members: (time, number of ranks) of each start.
     """
 
@@ -66,10 +71,33 @@ class RunHistory:
     kept_steps: int = 0
     kept_tokens: int = 0
     step: int = 0
-    speeds: Sequence[float] = ()
+    best_tokens_per_s: float = 0.0
     members: Sequence[tuple[float, int]] = ()
     incidents: Sequence[Incident] = ()
     changes: Sequence[tuple[float, str]] = ()
+
+
+class _SpeedCounts:
+    """Counts speeds by their size: a run of months has millions of steps, and few sizes."""
+
+    def __init__(self) -> None:
+        self._counts: dict[int, int] = {}
+        self._largest: dict[int, float] = {}
+
+    def add(self, speed: float) -> None:
+        """Count a speed above 0."""
+        size = math.floor(math.log(speed) * _SIZES_PER_E)
+        self._counts[size] = self._counts.get(size, 0) + 1
+        self._largest[size] = max(speed, self._largest.get(size, 0.0))
+
+    def quantile(self, share: float) -> float:
+        """Return a speed that a share of all do not exceed, the largest of its size; 0.0 for none."""
+        left = int(sum(self._counts.values()) * share)
+        for size in sorted(self._counts):
+            left -= self._counts[size]
+            if left < 0:
+                return self._largest[size]
+        return max(self._largest.values(), default=0.0)
 
 
 @dataclass
@@ -77,7 +105,7 @@ class _Reading:
     incidents: list[Incident] = field(default_factory=list)
     changes: list[tuple[float, str]] = field(default_factory=list)
     members: list[tuple[float, int]] = field(default_factory=list)
-    speeds: list[float] = field(default_factory=list)
+    speeds: _SpeedCounts = field(default_factory=lambda: _SpeedCounts())
     lost_at: list[float] = field(default_factory=list)
     began_s: float | None = None
     last_s: float = 0.0
@@ -116,7 +144,7 @@ def read_run_history(
         kept_steps=reading.kept_steps,
         kept_tokens=reading.kept_tokens,
         step=reading.step,
-        speeds=sorted(reading.speeds),
+        best_tokens_per_s=reading.speeds.quantile(_BEST_SHARE),
         members=tuple(reading.members),
         incidents=tuple(incidents),
         changes=tuple(reading.changes),
@@ -166,7 +194,7 @@ def _take_step(reading: _Reading, event: Event, time: float, is_visible: Callabl
         reading.tokens = max(tokens, reading.tokens)
     speed = finite(event.get("tokens_per_s"))
     if speed is not None and speed > 0.0:
-        reading.speeds.append(speed)
+        reading.speeds.add(speed)
 
 
 def _take_start(reading: _Reading, event: Event, time: float, ends_s: Sequence[float]) -> None:

@@ -27,7 +27,6 @@ from bloomery.operate.ledger.time_class import NOT_WANTED, TimeClass
 from bloomery.operate.ledger.timeline import LivingRank, rank_spans
 
 _FRESH_S = 30.0
-_BEST_SHARE = 0.9
 _NOTICED = (TimeClass.HANG, TimeClass.FAILURE, TimeClass.LOST)
 """Classes of time before the incident that they belong to was noticed; all others come after it."""
 _OF_INCIDENTS = frozenset(
@@ -95,8 +94,7 @@ class RunLedger:
     @property
     def best_tokens_per_s(self) -> float:
         """The speed that nine of ten kept steps do not exceed; 0.0 where no step was kept."""
-        speeds = self.history.speeds
-        return speeds[min(len(speeds) - 1, int(len(speeds) * _BEST_SHARE))] if speeds else 0.0
+        return self.history.best_tokens_per_s
 
     def token_goodput(self, tokens_per_s: float | None = None) -> float:
         """Return the kept tokens as a share of those that the whole time would have brought.

@@ -41,14 +41,15 @@ class RunMirror:
                 f"{self._place.name}: {too_long[0]} is longer than what `bloomery sync` sends at once.",
                 remedy="Has it been put there by something else? Remove it.",
             )
-        fetched = 0
+        fetched, before = 0, dict(self._marks)
         try:
             for file, sizes in pieces_by_file({key: stat.bytes for key, stat in entries.items()}).items():
                 if file.split("/")[0] in GROWING:
                     fetched += self._fetch_growing(file, sizes, entries)
                 else:
                     fetched += self._fetch_whole(file, entries[file])
-            durable.write_whole_unsynced(self._directory / _RECORD, json.dumps(self._marks))
+            if self._marks != before:  # it names each piece of each file: megabytes after months
+                durable.write_whole_unsynced(self._directory / _RECORD, json.dumps(self._marks))
         except OSError as error:
             raise storage_error(error, path=self._directory, doing="Writing what was fetched") from error
         return fetched
