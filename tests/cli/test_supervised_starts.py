@@ -129,8 +129,8 @@ def test_ranks_of_several_machines_get_their_share_and_the_meeting_of_the_decisi
         def __init__(self, path: Path, card: Any, *, nodes: int) -> None:
             made.append((path, card, nodes))
 
-        def refuse_used(self) -> None:
-            made.append("refuse used")
+        def take_part(self) -> None:
+            made.append("take part")
 
     def group(rundir: Any, board: Any, **given: Any) -> Any:
         made.append(given)
@@ -142,7 +142,7 @@ def test_ranks_of_several_machines_get_their_share_and_the_meeting_of_the_decisi
 
     monkeypatch.setattr(job_board, "JobBoard", Board)
     monkeypatch.setattr(group_supervisor, "GroupSupervisor", group)
-    monkeypatch.setattr(launcher, "address_of_node", lambda host: f"address of {host}")
+    monkeypatch.setattr(launcher, "address_of_node", lambda host, *, remedy: f"address of {host}")
     monkeypatch.setattr(supervised, "run_ranks", ranks)
     monkeypatch.setattr(supervised, "host_name", lambda: "n5")
     undisturbed: list[bool] = []
@@ -156,7 +156,7 @@ def test_ranks_of_several_machines_get_their_share_and_the_meeting_of_the_decisi
         parts: Any = ("reactions", "departure", "check")
         assert supervised._on_several(rundir, start(nodes=3, spares=1, **changed), context, *parts) == 7
         (path, card, count), used, given, started = made
-        assert used == "refuse used" and count == 4
+        assert used == "take part" and count == 4
         return (path, card), given, started
 
     (path, card), given, (command, share, options) = several()

@@ -93,7 +93,7 @@ def test_a_record_that_is_no_object_or_torn_is_none(tmp_path: Path) -> None:
         assert board.get(name) is None and board.has(name)
     assert not board.has("ask-3") and board.get("ask-3") is None
     newcomer = JobBoard(tmp_path, LauncherCard(host="n2", address="a", ranks=1, pid=1), nodes=2)
-    newcomer.refuse_used()
+    newcomer.take_part()
     assert board.put("ask-4", {"name": "é"}) and "é" in (tmp_path / "ask-4.json").read_text()
     assert not board.put("ask-4", {}) and board.get("ask-4") == {"name": "é"}
 

@@ -14,6 +14,7 @@ from bloomery import durable
 from bloomery.errors import StorageError, TrainingFailed
 from bloomery.events.journal import read_journal
 from bloomery.events.run_directory import RunDirectory
+from bloomery.operate import job_board
 from bloomery.operate.blame import diagnose
 from bloomery.operate.decision import Decision, ShareResult, evidence_of
 from bloomery.operate.diagnosis import Cause, Diagnosis
@@ -94,16 +95,36 @@ def test_a_decision_that_was_left_empty_is_taken_again_after_the_allowed_silence
 
 def test_the_name_of_a_job_is_refused_where_it_was_used_before(tmp_path: Path) -> None:
     (first,) = boards(tmp_path, "n1")
-    newcomer = JobBoard(tmp_path, LauncherCard(host="n2", address="a", ranks=2, pid=2), nodes=2)
-    newcomer.refuse_used()
+    first.take_part()
+    newcomers = [
+        JobBoard(tmp_path, LauncherCard(host=host, address="a", ranks=2, pid=2), nodes=3)
+        for host in ("n2", "n3")
+    ]
+    newcomers[0].take_part()
     again = JobBoard(tmp_path, LauncherCard(host="n1", address="a", ranks=2, pid=3), nodes=2)
-    with pytest.raises(TrainingFailed, match="n1 has used the name"):
-        again.refuse_used()
+    with pytest.raises(TrainingFailed, match=r"n1 has used the name .*\(process 1\)") as told:
+        again.take_part()
+    assert "--job TEXT" in told.value.remedy
     first.put("decision-000001", Decision(number=1, hosts=("n1",)).to_json())
-    newcomer.refuse_used()
     first.put("decision-000002", Decision(number=2, status=0).to_json())
     with pytest.raises(TrainingFailed, match="has ended"):
-        newcomer.refuse_used()
+        newcomers[1].take_part()
+    assert first.hosts() == ["n1"], "a claim is no card"
+
+
+def test_of_two_machines_with_one_host_name_the_second_is_told_what_tells_them_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both come in the same moment, before either has written its card."""
+    first, second = (
+        JobBoard(tmp_path, LauncherCard(host="node", address="node", ranks=1, pid=pid), nodes=2)
+        for pid in (7, 9)
+    )
+    first.take_part()
+    monkeypatch.setattr(job_board, "process_identity", lambda pid: "node/another boot/pid:[1]/5")
+    with pytest.raises(TrainingFailed, match="Another machine with the host name node takes part") as told:
+        second.take_part()
+    assert "BLOOMERY_HOST" in told.value.remedy and "(process 7)" in told.value.message
 
 
 def test_a_host_without_a_result_is_the_culprit_and_its_ranks_are_named(tmp_path: Path) -> None:

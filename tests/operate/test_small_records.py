@@ -236,9 +236,12 @@ def test_a_node_that_the_system_does_not_know_is_asked_of_slurm(monkeypatch: pyt
     options = {"capture_output": True, "text": True, "timeout": 20.0, "check": False}
     assert calls == [(["scontrol", "show", "node", "n1"], options)]
     for said[0] in ("nothing of it", ""):
-        with pytest.raises(TrainingFailed, match="The node n1, where rank 0 is, has no address") as refused:
+        with pytest.raises(TrainingFailed, match="The node n1 has no address here") as refused:
             address_of_node("n1")
         assert "Set MASTER_ADDR" in refused.value.remedy and "on all ranks" in refused.value.remedy
+        with pytest.raises(TrainingFailed) as refused:
+            address_of_node("n1", remedy="Give it one.")
+        assert refused.value.remedy == "Give it one."
     monkeypatch.setattr(
         launcher.subprocess, "run", lambda *a, **k: (_ for _ in ()).throw(subprocess.TimeoutExpired("x", 20))
     )

@@ -164,11 +164,13 @@ def _on_several(
     host = host_name()
     job = start.job or (context.name if context else "")
     known = "127.0.0.1" if start.is_loopback else os.environ.get("BLOOMERY_ADDRESS", "")
-    address = known or address_of_node(host)
+    address = known or address_of_node(
+        host, remedy="Set BLOOMERY_HOST to a name or address of this machine by which the others reach it."
+    )
     card = LauncherCard(host=host, address=address, ranks=start.ranks, pid=os.getpid())
     nodes = start.nodes + start.spares
     board = JobBoard(rundir.path / "launchers" / job, card, nodes=nodes)
-    board.refuse_used()
+    board.take_part()
     group = GroupSupervisor(
         rundir,
         board,

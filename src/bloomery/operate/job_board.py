@@ -9,16 +9,18 @@ of hosts until one of them is alive.
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from bloomery import durable
 from bloomery.errors import TrainingFailed, storage_error
 from bloomery.events.records import known_values
+from bloomery.events.run_lock import process_identity
 from bloomery.operate.node_facts import NodeFacts
 from bloomery.operate.progress_watch import WatchClock
 
@@ -26,6 +28,7 @@ INTERVAL_S = 1.0  # between two writes of a launcher's card
 SILENCE_S = 6.0  # without a new card, after which a launcher is lost
 MOST_CARDS_PER_S = 100.0
 """The most cards per second that all launchers of a job together write."""
+_NEW_JOB = "Give all nodes a --job TEXT that is new at each start, such as the date and time."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,18 +67,30 @@ class JobBoard:
         except OSError as refused:
             raise storage_error(refused, path=directory, doing="Meeting the other launchers") from refused
 
-    def refuse_used(self) -> None:
-        """Raise TrainingFailed where launchers of an earlier start have used this job's name."""
-        if self.get(self._own.host) is not None:
-            raise TrainingFailed(
-                f"A launcher on {self._own.host} has used the name of this job before: {self._directory}.",
-                remedy="Give all nodes a --job TEXT that is new at each start, such as the date and time.",
-            )
+    def take_part(self) -> None:
+        """Claim this host's place in the job, for this launcher alone.
+
+        Raises TrainingFailed where another machine has the same host name, or where launchers of an earlier
+        start have used this job's name.
+        """
+        claim = f"claim-0-{self._own.host}"
+        if not self.put(claim, {"pid": self._own.pid, "process": process_identity(os.getpid())}):
+            self._refuse_second(self.get(claim) or {})
         if any("status" in record and record["status"] is not None for record in self._decisions()):
+            raise TrainingFailed(f"The job of this name has ended: {self._directory}.", remedy=_NEW_JOB)
+
+    def _refuse_second(self, first: Mapping[str, Any]) -> NoReturn:
+        """Raise TrainingFailed because the launcher that wrote the claim `first` has this host's place."""
+        host, there = self._own.host, f"{self._directory} (process {first.get('pid')})"
+        if _machine_of(first.get("process")) == _machine_of(process_identity(os.getpid())):
             raise TrainingFailed(
-                f"The job of this name has ended: {self._directory}.",
-                remedy="Give all nodes a --job TEXT that is new at each start, such as the date and time.",
+                f"A launcher on {host} has used the name of this job before: {there}.", remedy=_NEW_JOB
             )
+        raise TrainingFailed(
+            f"Another machine with the host name {host} takes part in this job: {there}.",
+            remedy="Set BLOOMERY_HOST on each machine to a name or address of its own by which the others "
+            f"reach it; another --job does not help. Where this machine was rebooted meanwhile: {_NEW_JOB}",
+        )
 
     def _decisions(self) -> Iterator[dict[str, Any]]:
         for path in self._directory.glob("decision-*.json"):
@@ -193,7 +208,12 @@ class JobBoard:
         return (self._directory / f"{name}.json").exists()
 
 
-_RECORD = re.compile(r"(?:decision|ending|ask|result|stacks|facts)-\d")
+_RECORD = re.compile(r"(?:decision|ending|ask|result|stacks|facts|claim)-\d")
+
+
+def _machine_of(process: object) -> str:
+    """Return the part of a `process_identity` that all processes of a machine share until it is rebooted."""
+    return str(process or "").rpartition("/")[0]
 
 
 def natural_sort_key(host: str) -> list[tuple[int, str]]:

@@ -147,10 +147,10 @@ def first_node(nodes: str) -> str:
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0] if first else "")
 
 
-def address_of_node(name: str) -> str:
+def address_of_node(name: str, *, remedy: str = "Set MASTER_ADDR to an address of it, on all ranks.") -> str:
     """Return an address of a node: its name where the system can resolve it, else what SLURM says.
 
-    Raises TrainingFailed where neither knows it.
+    Raises TrainingFailed, with `remedy`, where neither knows it.
     """
     try:
         socket.getaddrinfo(name, None)
@@ -158,8 +158,7 @@ def address_of_node(name: str) -> str:
         address = _node_address(name)
         if not address:
             raise TrainingFailed(
-                f"The node {name}, where rank 0 is, has no address here: {unknown}.",
-                remedy="Set MASTER_ADDR to an address of it, on all ranks.",
+                f"The node {name} has no address here: {unknown}.", remedy=remedy
             ) from unknown
         return address
     return name

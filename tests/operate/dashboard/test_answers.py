@@ -20,6 +20,7 @@ from bloomery.config.load import dump_recipe, load_recipe, override
 from bloomery.errors import BloomeryError
 from bloomery.events.heartbeat import RankActivity, RankBeat
 from bloomery.events.journal import read_journal
+from bloomery.operate import submission
 from bloomery.operate.dashboard import actions, panels, run_summary, viewed_run
 from bloomery.operate.dashboard.access import AccessGate, AccessRules, bearer, read_token
 from bloomery.operate.dashboard.actions import ActionRequest, carry_out
@@ -561,7 +562,7 @@ def test_the_scheduler_is_asked_once_a_minute_and_the_recipe_read_when_it_change
 ) -> None:
     clock, asked_at = [1000.0], list[float]()
     queue = SimpleNamespace(jobs=lambda *, name, run: asked_at.append(clock[0]) or [])
-    monkeypatch.setattr(run_summary, "scheduler_of", lambda section, path: queue)
+    monkeypatch.setattr(submission, "scheduler_of", lambda section, path: queue)
     monkeypatch.setattr(run_summary, "time", SimpleNamespace(monotonic=lambda: clock[0], time=time.time))
     keep_submission(run.rundir, submission_of("demo", [], nproc=None))
     summarizer = summarizer_of(run, "train.samples=1600")
@@ -582,6 +583,24 @@ def test_the_scheduler_is_asked_once_a_minute_and_the_recipe_read_when_it_change
     assert summarizer.summary().steps == 2000
     run.rundir.recipe.write_text("[run")
     assert "the recipe cannot be read" in summarizer.summary().problems[0] and summarizer.recipe is not None
+
+
+def test_a_run_is_not_gone_while_its_scheduler_does_not_say_which_jobs_wait(
+    run: WrittenRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep_submission(run.rundir, submission_of("demo", [], nproc=None))
+    queue = SimpleNamespace(jobs=lambda *, name, run: [])
+    monkeypatch.setattr(submission, "scheduler_of", lambda section, path: queue)
+    assert summarizer_of(run, "train.samples=1600").summary().state == "gone"
+
+    def silent(section: Any, path: Path) -> Any:
+        raise BloomeryError("squeue does not answer")
+
+    monkeypatch.setattr(submission, "scheduler_of", silent)
+    shown = summarizer_of(run, "train.samples=1600").summary()
+    assert (shown.state, shown.health, shown.problems) == (
+        "unknown", "attention", ["squeue does not answer"],
+    )  # fmt: skip
 
 
 def test_a_journal_that_is_too_long_for_a_page_is_counted_by_the_command(

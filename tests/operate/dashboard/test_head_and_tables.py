@@ -15,6 +15,7 @@ from bloomery.cli import main
 from bloomery.config.load import dump_recipe, load_recipe, override
 from bloomery.errors import BloomeryError
 from bloomery.events.heartbeat import RankBeat
+from bloomery.operate import submission
 from bloomery.operate.dashboard import mesh_panel as mesh_module
 from bloomery.operate.dashboard import panels, run_summary
 from bloomery.operate.dashboard.mesh_panel import MeshPanel, RankRow, StageMemoryInUse, _mark_slow, mesh_panel
@@ -127,8 +128,9 @@ def test_a_switch_elsewhere_stops_a_run_and_only_a_submitted_one_has_jobs(
     run = WrittenRun(tmp_path / "run")
     asked: list[Any] = []
 
-    def observed(rundir: Any, jobs: Any, *, switches: Any, last: Any = None) -> Any:
+    def observed(rundir: Any, jobs: Any, *, switches: Any, silent: str, last: Any) -> Any:
         asked.append((rundir.path, list(jobs), list(switches), last))
+        assert silent in ("", "squeue does not answer")
         return None
 
     verdicts = [RunVerdict(state=RunStatus.RUNNING)]
@@ -150,11 +152,11 @@ def test_a_switch_elsewhere_stops_a_run_and_only_a_submitted_one_has_jobs(
         assert (section, path) == (recipe.submit, run.rundir.path)
         raise BloomeryError("squeue does not answer", remedy="wait")
 
-    monkeypatch.setattr(run_summary, "scheduler_of", silent)
+    monkeypatch.setattr(submission, "scheduler_of", silent)
     keep_submission(run.rundir, submission_of("demo", [], nproc=None))
     assert "squeue does not answer" in summarizer.summary().problems
     queue = SimpleNamespace(jobs=lambda *, name, run: [(name, run)])
-    monkeypatch.setattr(run_summary, "scheduler_of", lambda section, path: queue)
+    monkeypatch.setattr(submission, "scheduler_of", lambda section, path: queue)
     monkeypatch.setattr(run_summary, "time", SimpleNamespace(monotonic=lambda: 1e9, time=time.time))
     assert summarizer.summary().problems == [] and asked[-1][1] == [("demo", run.rundir.path)]
 

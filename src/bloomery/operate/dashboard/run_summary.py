@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from bloomery.operate.ledger.figures import duration
 from bloomery.operate.run_state import RunStatus, RunVerdict, judge_state, observe_run
 from bloomery.operate.schedulers.interface import QueuedJob
 from bloomery.operate.standstill import StandstillLimits
-from bloomery.operate.submission import kept_submission, scheduler_of, was_submitted
+from bloomery.operate.submission import jobs_of_run, was_submitted
 from bloomery.plan.schedule import steps_at_end, steps_left, total_samples
 
 NIGHT_S = 12 * 3600.0
@@ -131,21 +131,21 @@ class RunSummarizer:
             self._ask_scheduler(recipe)
         elsewhere = [Path(recipe.control.directory)] if recipe and recipe.control.directory else []
         last = None if self._reader.is_behind else self._reader.news.last
-        verdict = judge_state(observe_run(rundir, self._jobs, switches=elsewhere, last=last), limits=_LIMITS)
+        verdict = self._judged(elsewhere, last)
         if verdict.state.is_bad and last is not None:  # the run may have ended since its journal was read
-            verdict = judge_state(observe_run(rundir, self._jobs, switches=elsewhere), limits=_LIMITS)
+            verdict = self._judged(elsewhere, None)
         return verdict
+
+    def _judged(self, switches: Sequence[Path], last: Mapping[str, Any] | None) -> RunVerdict:
+        seen = observe_run(
+            self._reader.rundir, self._jobs, switches=switches, silent=self._scheduler_problem, last=last
+        )
+        return judge_state(seen, limits=_LIMITS)
 
     def _ask_scheduler(self, recipe: Recipe) -> None:
         if time.monotonic() - self._asked < _JOBS_EVERY_S:
             return
-        run = self._reader.rundir.path.absolute()
-        try:
-            kept_submission(self._reader.rundir)
-            self._jobs = scheduler_of(recipe.submit, run).jobs(name=recipe.run.name, run=run)
-            self._scheduler_problem = ""
-        except BloomeryError as silent:
-            self._scheduler_problem = silent.message
+        self._jobs, self._scheduler_problem = jobs_of_run(self._reader.rundir, recipe)
         self._asked = time.monotonic()  # only now: one that is silent answers late
 
 
