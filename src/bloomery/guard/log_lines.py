@@ -233,9 +233,9 @@ def _fields(line: bytes) -> list[_Field]:
             fields.append(_field(_name(name), value, token=before + own))
         before += len(part.translate(_TO_SPACES).split())
     if not any(field.column == "loss" for field in fields):
-        for name in _OTHER_LOSSES:
+        for known in _OTHER_LOSSES:
             for at, field in enumerate(fields):
-                if field.name == name:
+                if field.name == known:
                     fields[at] = replace(field, column="loss")
                     return fields
     return fields
