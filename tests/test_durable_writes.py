@@ -62,7 +62,7 @@ UNSYNCED = {
     "cli/simulate.py:draw_sweep": _AGAIN,
     "cli/config.py:_reference": _AGAIN,
     "cli/plan.py:_write": _AGAIN,
-    "cli/__init__.py:_discard_output": "/dev/null",
+    "cli/__init__.py:discard_output": "/dev/null",
     "cli/rank_output.py:_RankLog.write": _LOG,
     "cli/rank_output.py:_Screen.write": "/dev/null",
     "data/fetch.py:_bring": "grows over starts; it is published, and so synced, when it is whole",

@@ -104,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _end_at_once(INTERRUPTED)
         return INTERRUPTED
     except BrokenPipeError:
-        _discard_output()
+        discard_output()
         return BROKEN_PIPE
     return status
 
@@ -246,9 +246,10 @@ def _unknown(name: str) -> str:
     return f"bloomery: there is no command '{name}'\n  {hint}"
 
 
-def _discard_output() -> None:
-    """Send what is still buffered to /dev/null, because the reader of the pipe is gone."""
+def discard_output() -> None:
+    """Send what is still buffered, and what comes, to /dev/null, because nobody takes it any more."""
     import os
 
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, sys.stdout.fileno())
+    os.close(null)

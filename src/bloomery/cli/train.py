@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import signal
@@ -14,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bloomery.cli import discard_output
 from bloomery.cli.arguments import add_recipe, add_start, parser
 from bloomery.cli.ranks import LAUNCHER, RankRange, end_with_launcher, run_ranks
 from bloomery.config.find import run_path
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from bloomery.config.load import LoadedRecipe
     from bloomery.events.run_directory import RunDirectory
 
+log = logging.getLogger(__name__)
 
 EXAMPLES = """\
 bloomery train demo                                      train a shipped recipe
@@ -233,11 +236,11 @@ class Screen:
         stamped = f"{time.strftime('%H:%M:%S')} {line}"
         if self._form != "full" and self._terminal_columns is not None:
             stamped = _broken(stamped, columns=self._terminal_columns)
-        print(stamped, flush=True)
+        self._print(stamped)
 
     def emit(self, event: Mapping[str, Any]) -> None:  # Any: JSON
         """Print an event for programs, with the time in seconds since 1970."""
-        print(json.dumps({**event, "time": round(time.time(), 3)}, ensure_ascii=False), flush=True)
+        self._print(json.dumps({**event, "time": round(time.time(), 3)}, ensure_ascii=False))
 
     def conclude(self, rundir: RunDirectory, *, hints: bool) -> None:
         """Say the last losses of a run that is finished, and what to do with it next."""
@@ -252,11 +255,21 @@ class Screen:
         if shown:
             self.say(f"at the end: {', '.join(shown)}")
         if hints:
-            print(
+            self._print(
                 f"Next:\n  bloomery generate {rundir.path} --prompt 'Once'\n"
                 f"  bloomery evaluate {rundir.path} YOUR.txt\n"
-                f"  bloomery ckpt export {rundir.path} exported",
-                flush=True,
+                f"  bloomery ckpt export {rundir.path} exported"
+            )
+
+    def _print(self, text: str) -> None:
+        """Print; a reader that is gone, or a full disk, ends the printing and not the training."""
+        try:
+            print(text, flush=True)
+        except OSError as refused:
+            discard_output()
+            log.warning(
+                "standard output takes no more lines (%s): the training goes on, and its journal has them",
+                refused.strerror,
             )
 
 
