@@ -325,7 +325,7 @@ def test_the_status_of_a_training_says_whether_it_ended_was_stopped_or_failed(
     assert "stopped at step 9: it is so" in str(status) and said == ""
     for reason, number in (("signal SIGTERM", 143), ("signal SIGINT", 130), ("guard.stop_at_step = 9", 0)):
         status, said = ended(monkeypatch, run, reason=reason)
-        assert status == number and f"saved and stopped at step 9: {reason}" in said
+        assert status == number and f"stopped at step 9 unsaved: {reason}" in said
         assert "The same command goes on from there" in said
     status, said = ended(monkeypatch, run, reason=f"{run}/control/stop")
     assert status == 0 and f"`bloomery stop {run} --disarm`" in said

@@ -13,7 +13,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from bloomery.checkpoint.format.state import whole
+from bloomery.checkpoint.save.direct import save_streamed
 from bloomery.cli import supervised, train
 from bloomery.cli.ranks import PASSED_ON, RankRange
 from bloomery.cli.supervised import SupervisedStart
@@ -274,6 +277,15 @@ def test_a_screen_ends_with_the_last_losses_and_what_to_do_next(
     assert shown("full", hints=False) == ""
     train.Screen("json").say("é is said")
     assert capsys.readouterr().out == '{"event": "message", "text": "é is said", "time": 1700000000.123}\n'
+
+
+def test_a_stop_without_a_checkpoint_of_its_step_does_not_say_that_it_saved(tmp_path: Path) -> None:
+    rundir = RunDirectory(tmp_path).create()
+    assert train._stopped_at(7, rundir) == "stopped at step 7 unsaved"
+    for step in (3, 5):
+        save_streamed(rundir.checkpoints, [whole("model.weight", torch.ones(4))], step=step, incarnation=1)
+    assert train._stopped_at(7, rundir) == "stopped at step 7, saved up to step 5"
+    assert train._stopped_at(5, rundir) == "saved and stopped at step 5"
 
 
 @pytest.mark.parametrize(

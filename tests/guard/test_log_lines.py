@@ -186,3 +186,12 @@ def test_a_loss_that_climbs_steadily_is_no_jump(tmp_path):
     text = "".join(short(10 * at, loss) for at, loss in enumerate(waves, 1000))
     kinds = [finding.verdict for finding in replay_columns(columns_of(tmp_path, text), GuardSection())]
     assert not [verdict for verdict in kinds if isinstance(verdict, Rewind)]
+
+
+@pytest.mark.parametrize("step", ["1202026-11-05 10:00:01 node-3", "12E", "1.2.3", "5-3/ 9", "7E-"])
+def test_a_line_whose_step_another_process_wrote_into_is_left_out(step):
+    torn = f" iteration {step} | lm loss: 2.5 | grad norm: 1.0 |"
+    assert len(parsed_lines(f"{torn}\n".encode())) == 0
+    found = parsed_lines("\n".join([*LINES[:20], torn, *LINES[20:40], ""]).encode())
+    assert found[:, FIELDS.index("step")].tolist() == [*range(1, 41)]
+    assert parsed_lines(b" iteration 7.: lm loss: 2.5 | lm loss: 3.5 |\n")[0, 0] == 7.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -200,6 +201,25 @@ def test_a_run_says_what_its_data_are_and_warns_of_text_that_is_read_often(
     assert {key: json.loads(emitted[1])[key] for key in ("tokens", "warnings")} == {
         key: data[key] for key in ("tokens", "warnings")
     }
+
+
+@pytest.mark.parametrize(("device", "why"), [("", "Broken pipe"), ("/dev/full", "No space left")])
+def test_an_output_that_takes_no_lines_ends_them_and_not_the_training(
+    device: str, why: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if device and not Path(device).exists():
+        pytest.skip("not a Linux")
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(os.open(device, os.O_WRONLY) if device else os.dup(writer), "w") as output:
+        monkeypatch.setattr("sys.stdout", output)
+        Screen("short").say("control/set: checkpoint.every_steps = 50")
+        screen = Screen("json")
+        screen.emit({"event": "step"})
+        screen.say("finished")
+    os.close(writer)
+    (told,) = capsys.readouterr().err.splitlines()
+    assert why in told and "it goes on" in told
 
 
 def test_messages_are_broken_to_a_terminal_and_stay_whole_in_a_file(

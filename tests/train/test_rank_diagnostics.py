@@ -96,6 +96,19 @@ def test_a_plan_that_fails_too_is_logged_and_hides_nothing(
     assert logged.levelno == logging.ERROR and "the memory of rank 1 held" in logged.getMessage()
 
 
+def test_main_memory_that_is_refused_is_told_with_the_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_diagnostics, "planned_memory", lambda *told, **more: PLANNED)
+    mesh = Mesh(device=torch.device("cpu"))
+    with (
+        pytest.raises(TrainingFailed, match=r"has no main memory left: .* Planned: 2.00 GiB") as failed,
+        explaining_out_of_memory(None, RunDirectory(tmp_path), mesh, vocabulary=9),
+    ):  # type: ignore[arg-type]
+        torch.empty(1 << 58)
+    assert "Lower train.micro_batch" in failed.value.remedy
+
+
 def test_the_plan_is_that_of_the_ranks_own_stage_on_as_many_accelerators_as_there_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

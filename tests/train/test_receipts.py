@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -170,6 +171,8 @@ def test_another_mixture_explains_other_samples_and_other_settings_another_rate(
     assert len(broken_promises(PROMISE, ranks, shares={})) == 1
     faster = replace(PROMISE, learning_rate=0.02)
     assert len(broken_promises(PROMISE, [RankEvidence(promise=faster, part=0)], shares={})) == 1
+    other_machine = replace(PROMISE, learning_rate=math.nextafter(PROMISE.learning_rate, 1.0))
+    assert broken_promises(PROMISE, [RankEvidence(promise=other_machine, part=0)], shares={}) == []
     told = RankEvidence(promise=replace(faster, settings="00"), part=0)
     assert broken_promises(PROMISE, [told], shares={}) == []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import signal
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from bloomery.config.load import LoadedRecipe
     from bloomery.events.run_directory import RunDirectory
 
+log = logging.getLogger(__name__)
 
 EXAMPLES = """\
 bloomery train demo                                      train a shipped recipe
@@ -197,9 +199,24 @@ def _train(loaded: LoadedRecipe, path: Path, options: Namespace, started: float)
         raise TrainingFailed(f"stopped at step {outcome.step}: {outcome.reason}.", remedy=remedy)
     if outcome.reason.endswith("/stop"):
         remedy = f"Starts end at once until `bloomery stop {rundir.as_word()} --disarm`."
-    say(f"saved and stopped at step {outcome.step}: {outcome.reason}. {remedy}")
+    if is_first:
+        say(f"{_stopped_at(outcome.step, rundir)}: {outcome.reason}. {remedy}")
     name = outcome.reason.removeprefix("signal ")
     return 128 + signal.Signals[name] if name in signal.Signals.__members__ else 0
+
+
+def _stopped_at(step: int, rundir: RunDirectory) -> str:
+    """Return where a run stopped, and what is saved of it if `checkpoint.at_end` is off."""
+    from bloomery.checkpoint.format.catalogue import checkpoints
+
+    saved = [checkpoint.step for checkpoint in checkpoints(rundir)]
+    if step in saved:
+        return f"saved and stopped at step {step}"
+    return (
+        f"stopped at step {step}, saved up to step {saved[-1]}"
+        if saved
+        else f"stopped at step {step} unsaved"
+    )
 
 
 def _form(loaded: LoadedRecipe, options: Namespace) -> str:

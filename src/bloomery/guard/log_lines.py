@@ -46,7 +46,8 @@ _PREPOSITIONS = frozenset(b"at from to of after before for until per each every 
 
 _COLOURS = re.compile(rb"\x1b\[[0-9;]*[A-Za-z]")
 _SMALL_EXPONENT = re.compile(rb"(?<=[0-9.])e(?=[+-][0-9])")
-_STEP = re.compile(rb"[Ii]teration[ \t:=]*(?=[0-9])")
+# Not `iteration 1202026-11-05 10:00`, of a line into which another process wrote a line with a date.
+_STEP = re.compile(rb"[Ii]teration[ \t:=]*(?=[0-9]+\.?[0-9]*(?![0-9.+E-]))")
 _NUMBER = b"0123456789.+-E"
 _VALUE = re.compile(rb"[ \t]*([+-]?[0-9.]+(?:E[+-]?[0-9]+)?)[ \t]*([KMBGT]?)(?![A-Za-z0-9.])")
 _SEPARATORS = re.compile(rb"[,;\t]")

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from math import isclose
 from typing import Any
 
 from bloomery.events.records import Json
+
+_OF_LIBRARIES = 1e-12
+"""The share by which a learning rate may differ: a cosine may have other last bits on another system, and on
+processors with and without fused products."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +107,7 @@ def broken_promises(
         rank
         for rank, evidence in enumerate(ranks)
         if evidence.promise.settings == promised.settings
-        and evidence.promise.learning_rate != promised.learning_rate
+        and not isclose(evidence.promise.learning_rate, promised.learning_rate, rel_tol=_OF_LIBRARIES)
     ]
     if wrong:
         now = ranks[wrong[0]].promise.learning_rate

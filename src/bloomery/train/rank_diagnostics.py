@@ -41,7 +41,7 @@ _ANY_GPU = "h100-80g"  # its driver's reservation is that of others, and nothing
 def explaining_out_of_memory(
     loaded: LoadedRecipe, rundir: RunDirectory, mesh: Mesh, *, vocabulary: int
 ) -> Iterator[None]:
-    """Raise TrainingFailed instead of torch.OutOfMemoryError, after writing down what the memory held.
+    """Raise TrainingFailed where a device has no memory left, after writing down what the memory held.
 
     The file `memory/out-of-memory-RANK.json` of the run has the planned bytes by part, and the allocator's
     figures; on a GPU `memory/out-of-memory-RANK.pickle` beside it lists all that was allocated, for
@@ -49,7 +49,10 @@ def explaining_out_of_memory(
     """
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        kind = _memory_that_ran_out(error)
+        if not kind:
+            raise
         used = torch.cuda.memory_stats(mesh.device) if mesh.device.type == "cuda" else {}
         path = rundir.memory / f"out-of-memory-{mesh.rank}.json"
         planned, figures = None, ""
@@ -62,11 +65,18 @@ def explaining_out_of_memory(
             log.exception("what the memory of rank %d held could not be written to %s", mesh.rank, path)
         told = str(error).partition("\n")[0]
         raise TrainingFailed(
-            f"rank {mesh.rank} on {host_name()} has no device memory left: {told} "
+            f"rank {mesh.rank} on {host_name()} has no {kind} memory left: {told} "
             f"{_comparison(planned, used)}",
             remedy="Lower train.micro_batch, set train.recompute = 'selective' or 'full', or shard more "
             f"(parallel.zero); `bloomery plan` shows each choice's memory.{figures}",
         ) from error
+
+
+def _memory_that_ran_out(error: RuntimeError) -> str:
+    """Return which memory an error says is full; '' for another error. torch has no class for a machine's."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return "device"
+    return "main" if "DefaultCPUAllocator" in str(error) else ""
 
 
 def _write(path: Path, error: BaseException, planned: StageMemory, used: dict[str, int], mesh: Mesh) -> None:
