@@ -231,3 +231,19 @@ def test_files_are_hashed_in_pieces_and_what_cannot_be_read_or_kept_is_told(
 def test_a_record_of_another_form_is_none(tmp_path: Path, record: str) -> None:
     (tmp_path / "source-hashes.json").write_text(record)
     assert SourceHashes(tmp_path)._known == {}
+
+
+def test_hashes_are_kept_while_others_are_still_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, names = [100.0], ["a.txt", "b.txt", "c.txt"]
+    made(tmp_path, *names)
+    for name in names:
+        os.utime(tmp_path / name, (1e9, 1e9))
+    monkeypatch.setattr(sources.time, "monotonic", lambda: clock[0])
+    hashes = SourceHashes(tmp_path)
+    kept = tmp_path / "source-hashes.json"
+    for name, now_s, count in zip(names, (130.0, 161.0, 200.0), (0, 2, 2), strict=True):
+        clock[0] = now_s
+        hashes.of(tmp_path / name)
+        assert (len(json.loads(kept.read_text())) if kept.exists() else 0) == count, name
+    hashes.keep()
+    assert len(json.loads(kept.read_text())) == 3

@@ -249,6 +249,7 @@ log = logging.getLogger(__name__)
 
 _HASHES = "source-hashes.json"
 _PIECE_BYTES = 4 << 20
+_KEEP_EVERY_S = 60.0
 _SETTLED_NS = 2_000_000_000
 """The least age of a hashed file for its record: a younger one may change again within its time stamp."""
 
@@ -259,10 +260,13 @@ class SourceHashes:
     def __init__(self, directory: Path) -> None:
         self._path = directory / _HASHES
         self._known = _read_record(self._path)
-        self._is_new = False
+        self._is_new, self._kept_s = False, time.monotonic()
 
     def of(self, path: Path) -> tuple[str, int]:
-        """Return the xxh3-128 of a file's content and its bytes. Raises DataError where it cannot be read."""
+        """Return the xxh3-128 of a file's content and its bytes. Raises DataError where it cannot be read.
+
+        Terabytes take hours, so what is hashed is kept meanwhile too: a start that is killed goes on there.
+        """
         key = str(path.absolute())
         try:
             record = self._known.get(key)
@@ -278,12 +282,15 @@ class SourceHashes:
             raise DataError(
                 f"Cannot read {path}: {unreadable.strerror}.", remedy="Check that it is yours to read."
             ) from unreadable
+        if time.monotonic() - self._kept_s > _KEEP_EVERY_S:
+            self.keep()
         return digest, total
 
     def keep(self) -> None:
         """Write the record, if something was hashed that it lacks. Without it the files are read again."""
         if not self._is_new:
             return
+        self._is_new, self._kept_s = False, time.monotonic()
         try:
             durable.write_whole(self._path, json.dumps(self._known))
         except OSError as error:
