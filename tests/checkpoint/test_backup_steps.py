@@ -33,7 +33,6 @@ from bloomery.config.checkpoint import BackupSection
 from bloomery.errors import CheckpointError, StorageError
 from bloomery.events.incarnation import begin
 from bloomery.events.run_directory import RunDirectory
-from bloomery.objects import Objects
 
 NAMES = ["step-000010.i001", "step-000020.i001", "step-000030.i001"]
 
@@ -369,29 +368,3 @@ def test_a_look_reads_no_records_of_checkpoints_that_are_gone_and_no_more_for_ma
         counts.append((reads["_read"], reads["read_incarnations"]))
     assert counts[0][0] <= 40 >= counts[1][0], "of 33 checkpoints and 20 files they were 1,500"
     assert counts[0][1] <= 8 >= counts[1][1]
-
-
-def test_records_of_incarnations_are_compared_once_and_sent_again_where_they_vanished(
-    run: RunDirectory, section: BackupSection, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    backup, read = backup_of(run, section), list[str]()
-    content = Objects.content
-    monkeypatch.setattr(
-        Objects, "content", lambda store, key, **more: read.append(key) or content(store, key, **more)
-    )
-    for number in range(2, 5):
-        begin(run, base=(10, 1), reason="start")
-        save(run, 30 + number)
-        backup._copy_all()
-    assert [key for key in read if key.startswith("incarnations")] == []
-    remote = place_at(backup.url)
-    remote.delete("incarnations/000002.json")
-    save(run, 40)
-    again = backup_of(run, section)
-    again._copy_all()
-    assert remote.exists("incarnations/000002.json")
-    compared = ["incarnations/000001.json", "incarnations/000003.json", "incarnations/000004.json"]
-    assert [key for key in read if key.startswith("incarnations")] == compared
-    save(run, 50)
-    again._copy_all()
-    assert [key for key in read if key.startswith("incarnations")] == compared

@@ -353,3 +353,31 @@ def test_a_manifest_whose_number_is_none_is_damaged(tmp_path: Path, name: str, n
     write_manifest(tmp_path, {**content, name: number})
     with pytest.raises(DamagedCheckpoint, match="is not a valid manifest"):
         read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"about": None}, {"about": [1]}, {"values": 5}, {"values": {"train": 5}}, {"world": 0},
+        {"world": "x"}, {"time": None}, {"time": "now"}, {"time": -1}, {"time": float("nan")},
+        {"time": 1e300}, {"time": True},
+    ],
+)  # fmt: skip
+def test_a_manifest_whose_facts_make_no_sense_is_damaged(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    content = json.loads(manifest_text(Manifest(**FACTS, about={}, values={})))
+    write_manifest(tmp_path, {**content, **wrong})
+    with pytest.raises(DamagedCheckpoint, match="is not a valid manifest"):
+        read_manifest(tmp_path)
+
+
+def test_an_index_with_a_number_beyond_all_sizes_is_damaged(tmp_path: Path) -> None:
+    directory = save_checkpoint(tmp_path, [whole("model.a", torch.ones(3))], step=1, incarnation=1)
+    index = (
+        (directory / "index.json").read_bytes().replace(b'"global_shape":[3]', b'"global_shape":[%d]' % 2**63)
+    )
+    (directory / "index.json").write_bytes(index)
+    content = json.loads((directory / "manifest.json").read_text())
+    content |= {"index_bytes": len(index), "index_xxh3_128": xxhash.xxh3_128_hexdigest(index)}
+    write_manifest(directory, content)
+    with pytest.raises(DamagedCheckpoint, match="is not a valid index"):
+        read_index(directory, read_manifest(directory))

@@ -244,3 +244,36 @@ def test_files_are_never_sent_where_the_backups_of_another_run_are(
         upload_run_files(other, remote)
     assert refused.value.remedy == "Choose another run.name or backup.url."
     assert not remote.exists("recipe.toml")
+
+
+def test_a_run_of_many_incarnations_asks_for_one_of_their_records_after_a_save(
+    rundir: RunDirectory, remote: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(12):
+        begin(rundir, base=None, reason="start")
+    upload_run_files(rundir, remote)
+    begin(rundir, base=None, reason="start")
+    asked, content = list[str](), Objects.content
+
+    def counted(store: Objects, key: str, **more: int) -> bytes:
+        asked.append(key)
+        return content(store, key, **more)
+
+    monkeypatch.setattr(Objects, "content", counted)
+    upload_run_files(rundir, remote)
+    assert [key for key in asked if key.startswith("incarnations/")] == ["incarnations/000012.json"]
+    assert len(remote_incarnations(remote)) == 13
+
+
+def test_a_run_that_two_machines_went_on_with_apart_is_not_backed_up_to_one_place(
+    rundir: RunDirectory, remote: Objects
+) -> None:
+    for _ in range(3):
+        begin(rundir, base=None, reason="start")
+    upload_run_files(rundir, remote)
+    for number in (2, 3):  # the first is the same
+        (rundir.incarnations / f"{number:06d}.json").unlink()
+    for _ in range(3):
+        begin(rundir, base=None, reason="start on another machine")
+    with pytest.raises(CheckpointError, match=r"holds the backups of another run: its incarnations/000003"):
+        upload_run_files(rundir, remote)

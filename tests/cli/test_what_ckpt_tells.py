@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 from argparse import Namespace
+from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -164,8 +166,17 @@ class Uploads:
         self.ended.append(upload.key)
 
 
+@pytest.fixture
+def in_tokyo() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as zone:
+        zone.setenv("TZ", "Asia/Tokyo")
+        time.tzset()
+        yield
+    time.tzset()
+
+
 def test_uploads_that_were_cut_short_are_ended_unless_it_is_a_dry_run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    in_tokyo: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(ckpt_list, "UnfinishedUploads", Uploads)
     monkeypatch.setattr(Uploads, "ended", [])
@@ -181,7 +192,7 @@ def test_uploads_that_were_cut_short_are_ended_unless_it_is_a_dry_run(
     ckpt_list._end_cut_uploads(recipe, Namespace(json=True, dry_run=False))
     assert Uploads.ended == [key, key]
     facts = {"upload": key, "begun": "2026-03-04T05:06:07+00:00"}
-    line = f"{key}  an upload cut short, begun 2026-03-04 05:06: "
+    line = f"{key}  an upload cut short, begun 2026-03-04 14:06: "
     shown = capsys.readouterr().out.splitlines()
     assert shown[::2] == [f"{line}would be removed", f"{line}removed"]
     assert [json.loads(one) for one in shown[1::2]] == [facts | {"removed": False}, facts | {"removed": True}]

@@ -220,6 +220,28 @@ def test_sums_that_are_shorter_there_than_the_seal_says_are_refused_at_once(
         mounted(there, cache)
 
 
+def test_an_index_comes_in_pieces_that_are_checked_one_by_one(
+    there: Path, cache: CacheLocation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streaming, "_FETCH_BYTES", 2 * BLOCK_BYTES + 5)
+    asked, read, size = list[tuple[int, int]](), Remote.read, idx_path(there).stat().st_size
+
+    def counted(remote: Remote, path: str, *, start: int, length: int) -> bytes:
+        if path.endswith(".idx"):
+            asked.append((start, length))
+        return read(remote, path, start=start, length=length)
+
+    monkeypatch.setattr(Remote, "read", counted)
+    assert idx_path(mounted(there, cache)).read_bytes() == idx_path(there).read_bytes()
+    assert [start for start, _ in asked] == list(range(0, size, 2 * BLOCK_BYTES)) and len(asked) > 2
+    assert sum(length for _, length in asked) == size
+    damage(idx_path(there), 3 * BLOCK_BYTES)
+    elsewhere = CacheLocation(directory=cache.directory / "anew", limit_bytes=cache.limit_bytes)
+    with pytest.raises(DataError, match=r"corpus\.idx is not what its seal says"):
+        mounted(there, elsewhere)
+    assert not [path for path in elsewhere.directory.rglob("*") if "idx" in path.name]
+
+
 def test_a_pair_without_a_seal_is_refused_with_what_would_seal_it(there: Path, cache: CacheLocation) -> None:
     seal_path(there).unlink()
     with pytest.raises(DataError) as refused:
@@ -306,7 +328,7 @@ def test_a_large_index_is_brought_in_pieces(
     assert idx_path(prefix).read_bytes() == idx_path(there).read_bytes()
     size = idx_path(there).stat().st_size
     pieces = [(start, length) for path, start, length in asked if path == "corpus.idx"]
-    assert pieces == [(at, min(1000, size - at)) for at in range(0, size, 1000)] and len(pieces) > 2
+    assert pieces == [(at, min(512, size - at)) for at in range(0, size, 512)] and len(pieces) > 2
 
 
 def test_a_pair_that_nobody_reads_any_more_holds_no_file_open(there: Path, cache: CacheLocation) -> None:

@@ -212,6 +212,33 @@ def test_a_seal_whose_sums_would_lie_elsewhere_is_refused(prefix: Path) -> None:
         parse_seal(json.dumps({**plain, "files": empty}).encode())
 
 
+@pytest.mark.parametrize(
+    "value", [0, -1, 1.5, float("inf"), float("nan"), True, "x", None, [], {}, 1 << 64, 1 << 40]
+)
+def test_a_seal_with_a_value_that_is_no_size_is_no_seal(prefix: Path, value: object) -> None:
+    """From elsewhere it may come with a checksum that fits; and seals of format 1 have none."""
+    with pytest.raises(ValueError, match=r"blocks of|where a number belongs"):
+        parse_seal(with_changes(prefix, block_bytes=value))
+    if value is not None:
+        for name in ("vocabulary_size", "end_of_document_id"):
+            if type(value) is not int or not 0 <= value <= 1 << 60:
+                with pytest.raises(ValueError, match="where a number belongs"):
+                    parse_seal(with_changes(prefix, **{name: value}))
+    sums: object = [value] if isinstance(value, str) else ["f" * 17]
+    plain = {"format": 1, "vocabulary_size": 3, "end_of_document_id": 0, "block_bytes": 512}
+    files = {ending: {"bytes": 512, "xxh3_64": sums} for ending in (".bin", ".idx")}
+    seal_path(prefix).write_text(json.dumps({**plain, "files": files}))
+    with pytest.raises(DataError, match=r"pair\.seal\.json is damaged"):
+        IndexedDataset(prefix)
+
+
+def test_a_seal_of_the_first_format_with_another_number_of_sums_is_no_seal(prefix: Path) -> None:
+    plain = {"format": 1, "vocabulary_size": 3, "end_of_document_id": 0, "block_bytes": 512}
+    files = {ending: {"bytes": 1000, "xxh3_64": ["ab"] * 3} for ending in (".bin", ".idx")}
+    with pytest.raises(ValueError, match=r"its sums of blocks are not as many as \.bin has"):
+        parse_seal(json.dumps({**plain, "files": files}).encode())
+
+
 def test_damage_within_a_block_that_is_smaller_than_a_page_is_placed_by_its_block(prefix: Path) -> None:
     seal(prefix, vocabulary_size=300, end_of_document_id=0, block_bytes=512)
     damage(bin_path(prefix), 5 * 512 + 6)

@@ -12,7 +12,7 @@ import xxhash
 
 from bloomery.data import sources
 from bloomery.data.readers import KNOWN
-from bloomery.data.sources import SourceHashes, find_files, standard_library
+from bloomery.data.sources import FoundFiles, SourceHashes, find_files, standard_library
 from bloomery.errors import DataError
 
 
@@ -231,3 +231,54 @@ def test_files_are_hashed_in_pieces_and_what_cannot_be_read_or_kept_is_told(
 def test_a_record_of_another_form_is_none(tmp_path: Path, record: str) -> None:
     (tmp_path / "source-hashes.json").write_text(record)
     assert SourceHashes(tmp_path)._known == {}
+
+
+def test_hashes_are_kept_while_others_are_still_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, names = [100.0], ["a.txt", "b.txt", "c.txt"]
+    made(tmp_path, *names)
+    for name in names:
+        os.utime(tmp_path / name, (1e9, 1e9))
+    monkeypatch.setattr(sources.time, "monotonic", lambda: clock[0])
+    hashes = SourceHashes(tmp_path)
+    kept = tmp_path / "source-hashes.json"
+    for name, now_s, count in zip(names, (130.0, 161.0, 200.0), (0, 2, 2), strict=True):
+        clock[0] = now_s
+        hashes.of(tmp_path / name)
+        assert (len(json.loads(kept.read_text())) if kept.exists() else 0) == count, name
+    hashes.keep()
+    assert len(json.loads(kept.read_text())) == 3
+
+
+def test_the_state_of_a_saved_dataset_is_read_once_whatever_the_number_of_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"data-{number}.arrow" for number in range(5)]
+    made(tmp_path, *names, "cache.arrow")
+    (tmp_path / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
+    read, loads = list[object](), json.loads
+
+    def counted(content: bytes) -> object:
+        read.append(content)
+        return loads(content)
+
+    monkeypatch.setattr(sources.json, "loads", counted)
+    found = find_files([str(tmp_path)])
+    assert [file.key for file in found.files] == names and len(read) == 1
+    assert sorted(path.name for path in found.ignored) == ["cache.arrow", "state.json"]
+
+
+def test_a_note_compares_no_file_that_is_left_out_with_each_other() -> None:
+    class Lone(type(Path())):  # type: ignore[misc]
+        """A path that is like no other."""
+
+        __hash__ = Path.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            raise AssertionError("of a million files that are left out, each would be compared with each")
+
+    names = ["a.png", "b.bin", "c.idx", "d.png", "e.png", "f.png", "g.png"]
+    note = FoundFiles(files=(), ignored=tuple(Lone(name) for name in names)).note()
+    assert (
+        "7 files are no text known here and were left out: b.bin, c.idx, a.png, d.png, e.png and 2 more"
+        in note
+    )

@@ -157,7 +157,8 @@ def _end_cut_uploads(recipe: Recipe, args: Namespace) -> None:
                     print(json.dumps({**facts, "removed": not args.dry_run}))
                 else:
                     gone = "would be removed" if args.dry_run else "removed"
-                    print(f"{upload.key}  an upload cut short, begun {upload.begun:%Y-%m-%d %H:%M}: {gone}")
+                    begun = upload.begun.astimezone()  # the store tells the time of Greenwich
+                    print(f"{upload.key}  an upload cut short, begun {begun:%Y-%m-%d %H:%M}: {gone}")
         except (OSError, OfflineRefused) as error:
             text = error.strerror if isinstance(error, OSError) else error
             print(f"uploads that were cut short were not looked for: {text}", file=sys.stderr)

@@ -30,8 +30,9 @@ def refuse_incomplete(paths: Iterable[Path]) -> None:
 
     A directory that was not fetched passes, and so does one whose record is of a version without sizes.
     """
-    parents = {parent for path in paths for parent in path.absolute().parents[:_LEVELS]}
-    for directory in sorted(parents):
+    lowest = {path.absolute().parent for path in paths}  # of a million files there are few
+    above = {parent for directory in lowest for parent in directory.parents[: _LEVELS - 1]}
+    for directory in sorted(lowest | above):
         if (directory / RECORD).is_file():
             _refuse(directory)
 

@@ -71,6 +71,7 @@ BLOCK_BYTES = 256 << 10
 FORMAT = 2
 COPY_AGAIN = "Copy the pair and its seal again from where they are whole, or tokenise again."
 _READ_BYTES = 1 << 24
+_LARGEST, _LARGEST_BLOCK = 1 << 60, 1 << 30
 _DTYPES = {"blocks": "<u8", "pages": "<u4"}
 
 BlockSums = npt.NDArray[np.uint64]
@@ -164,15 +165,15 @@ class SealOutline:
             raise ValueError(f"pages of {plain['page_bytes']} bytes")
         sections = {
             (ending, kind): Section(
-                offset=int(plain["files"][ending][kind]["offset"]),
-                size=int(plain["files"][ending][kind]["bytes"]),
+                offset=_number(plain["files"][ending][kind]["offset"]),
+                size=_number(plain["files"][ending][kind]["bytes"]),
                 xxh3_64=int(plain["files"][ending][kind]["xxh3_64"], 16),
             )
             for ending in (".bin", ".idx")
             for kind in _DTYPES
         }
-        sizes = {ending: int(plain["files"][ending]["bytes"]) for ending in (".bin", ".idx")}
-        units = {"blocks": int(plain["block_bytes"]), "pages": PAGE_BYTES}
+        sizes = {ending: _number(plain["files"][ending]["bytes"]) for ending in (".bin", ".idx")}
+        units = {"blocks": _block_bytes(plain), "pages": PAGE_BYTES}
         for (ending, kind), section in sections.items():
             if section.size != -(-sizes[ending] // units[kind]) * np.dtype(_DTYPES[kind]).itemsize:
                 raise ValueError(f"its sums of {kind} are not as many as {ending} has")
@@ -183,11 +184,29 @@ def _checksum(content: Mapping[str, Any]) -> str:
     return xxhash.xxh3_64_hexdigest(json.dumps(content, sort_keys=True).encode())
 
 
+def _number(value: object) -> int:
+    if type(value) is not int or not 0 <= value <= _LARGEST:
+        raise ValueError(f"{value!r:.40} where a number belongs")
+    return value
+
+
+def _block_bytes(plain: Mapping[str, Any]) -> int:
+    size = _number(plain["block_bytes"])
+    if not 1 <= size <= _LARGEST_BLOCK:
+        raise ValueError(f"blocks of {size} bytes")
+    return size
+
+
 def _facts(plain: Mapping[str, Any]) -> SealFacts:
+    vocabulary_size, end_of_document_id = (
+        None if plain[name] is None else _number(plain[name])
+        for name in ("vocabulary_size", "end_of_document_id")
+    )
+    engine = plain.get("engine")
     return SealFacts(
-        vocabulary_size=plain["vocabulary_size"],
-        end_of_document_id=plain["end_of_document_id"],
-        engine=plain.get("engine"),
+        vocabulary_size=vocabulary_size,
+        end_of_document_id=end_of_document_id,
+        engine=None if engine is None else str(engine),
     )
 
 
@@ -202,9 +221,10 @@ def parse_seal(content: bytes) -> SealOutline | Seal:
             return SealOutline.from_plain(plain)
         if plain["format"] != 1:
             raise ValueError(f"it is of format {plain['format']}, and formats 1 and 2 are known")
+        block_bytes = _block_bytes(plain)
         files = {
             ending: SealedFile(
-                bytes=int(plain["files"][ending]["bytes"]),
+                bytes=_number(plain["files"][ending]["bytes"]),
                 block_sums=np.array(
                     [int(block_sum, 16) for block_sum in plain["files"][ending]["xxh3_64"]], np.uint64
                 ),
@@ -212,12 +232,13 @@ def parse_seal(content: bytes) -> SealOutline | Seal:
             )
             for ending in (".bin", ".idx")
         }
-        if int(plain["block_bytes"]) < 1:
-            raise ValueError(f"blocks of {plain['block_bytes']} bytes")
-        return Seal(facts=_facts(plain), block_bytes=int(plain["block_bytes"]), files=files)
+        for ending, file in files.items():
+            if file.block_sums.size != -(-file.bytes // block_bytes):
+                raise ValueError(f"its sums of blocks are not as many as {ending} has")
+        return Seal(facts=_facts(plain), block_bytes=block_bytes, files=files)
     except KeyError as wrong:
         raise ValueError(f"it lacks {wrong}") from wrong
-    except (TypeError, AttributeError) as wrong:
+    except (TypeError, AttributeError, OverflowError, RecursionError) as wrong:
         raise ValueError(f"a value has another form: {wrong}") from wrong
 
 

@@ -12,8 +12,10 @@ import logging
 import os
 import sysconfig
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +69,9 @@ class FoundFiles:
         if not self.ignored:
             return ""
         tokenised = [path for path in self.ignored if path.name.endswith(_TOKENISED)]
+        others = (path for path in self.ignored if not path.name.endswith(_TOKENISED))
         hint = " (.bin/.idx pairs are tokens already: name them in data.datasets)" if tokenised else ""
-        first = [*tokenised, *(path for path in self.ignored if path not in tokenised)][:_NAMED]
+        first = [*tokenised[:_NAMED], *islice(others, _NAMED)][:_NAMED]
         names = ", ".join(map(str, first))
         more = f" and {len(self.ignored) - len(first):,} more" if len(self.ignored) > len(first) else ""
         noun, verb = ("file is", "was") if len(self.ignored) == 1 else ("files are", "were")
@@ -108,14 +111,19 @@ def find_files(sources: Sequence[str]) -> FoundFiles:
     """
     files: list[SourceFile] = []
     ignored: list[Path] = []
+    files_of_state = cache(_state_files)  # thousands of files may have one state
     for source in sources:
         if source == STANDARD_LIBRARY:
             of_source = [SourceFile(key=key, path=path) for key, path in standard_library()]
         else:
             named = _files_below(source)
             by_name = tuple(ending for ending in BY_NAME if source.endswith(ending))
-            of_source = [file for file in named if _is_text(file.path, by_name)]
-            ignored += [file.path for file in named if not _is_text(file.path, by_name)]
+            of_source = []
+            for file in named:
+                if _is_text(file.path, by_name, files_of_state):
+                    of_source.append(file)
+                else:
+                    ignored.append(file.path)
         if not of_source:
             raise OriginGone(
                 f"The source {source!r} holds no text file.", remedy=_what_would_do(source, ignored)
@@ -161,18 +169,21 @@ def read_documents(
         yield from read_file(file, reading=reading, bad=bad)
 
 
-def _is_text(path: Path, by_name: tuple[str, ...]) -> bool:
+def _is_text(path: Path, by_name: tuple[str, ...], files_of_state: Callable[[Path], set[str] | None]) -> bool:
     """Whether a file holds documents. In a dataset that was saved to disk, only files that its state names
     do.
 
-    by_name: endings that count besides, because the source ends so.
+    by_name: endings that count besides, because the source ends so. files_of_state: see `_state_files`.
     """
-    if path.name.endswith(ARROW) and (path.parent / _STATE).is_file():
-        return path.name in _state_files(path.parent)
+    if path.name.endswith(ARROW) and (listed := files_of_state(path.parent)) is not None:
+        return path.name in listed
     return path.name.endswith((*ENDINGS, *by_name))
 
 
-def _state_files(directory: Path) -> set[str]:
+def _state_files(directory: Path) -> set[str] | None:
+    """Return the files that the state of a dataset saved to disk names; None where there is no state."""
+    if not (directory / _STATE).is_file():
+        return None
     try:
         state = json.loads((directory / _STATE).read_bytes())
         return {file["filename"] for file in state["_data_files"]}
@@ -249,6 +260,7 @@ log = logging.getLogger(__name__)
 
 _HASHES = "source-hashes.json"
 _PIECE_BYTES = 4 << 20
+_KEEP_EVERY_S = 60.0
 _SETTLED_NS = 2_000_000_000
 """The least age of a hashed file for its record: a younger one may change again within its time stamp."""
 
@@ -259,10 +271,13 @@ class SourceHashes:
     def __init__(self, directory: Path) -> None:
         self._path = directory / _HASHES
         self._known = _read_record(self._path)
-        self._is_new = False
+        self._is_new, self._kept_s = False, time.monotonic()
 
     def of(self, path: Path) -> tuple[str, int]:
-        """Return the xxh3-128 of a file's content and its bytes. Raises DataError where it cannot be read."""
+        """Return the xxh3-128 of a file's content and its bytes. Raises DataError where it cannot be read.
+
+        Terabytes take hours, so what is hashed is kept meanwhile too: a start that is killed goes on there.
+        """
         key = str(path.absolute())
         try:
             record = self._known.get(key)
@@ -278,12 +293,15 @@ class SourceHashes:
             raise DataError(
                 f"Cannot read {path}: {unreadable.strerror}.", remedy="Check that it is yours to read."
             ) from unreadable
+        if time.monotonic() - self._kept_s > _KEEP_EVERY_S:
+            self.keep()
         return digest, total
 
     def keep(self) -> None:
         """Write the record, if something was hashed that it lacks. Without it the files are read again."""
         if not self._is_new:
             return
+        self._is_new, self._kept_s = False, time.monotonic()
         try:
             durable.write_whole(self._path, json.dumps(self._known))
         except OSError as error:

@@ -120,26 +120,23 @@ def _bring_index(prefix: Path, address: str) -> None:
         size = remote.size(f"{name}{ending}")
         if size != sealed.bytes:
             raise _other_than_sealed(f"{address}{ending} has {size:,} bytes; {sealed.bytes:,} were sealed.")
-    index = seal.files[".idx"]
-    content = _read_all(remote, f"{name}.idx", start=0, size=index.bytes)
-    sums = [
-        xxhash.xxh3_64_intdigest(content[start : start + seal.block_bytes])
-        for start in range(0, len(content), seal.block_bytes)
-    ]
-    if sums != index.block_sums.tolist():
-        raise _other_than_sealed(f"{address}.idx is not what its seal says.")
+    index = idx_path(prefix)
+    draft = index.with_name(f".{index.name}.draft")
+    with as_storage_error(prefix):
+        durable.remove_drafts(prefix.parent)
+        _bring_checked(remote, f"{name}.idx", seal, draft)
     tokens = seal.files[".bin"]
     with as_storage_error(prefix):
         for leftover in prefix.parent.iterdir():
             if leftover.name.startswith(f"{prefix.name}."):
                 leftover.unlink()
-        durable.remove_drafts(prefix.parent)
         mirrored = bin_path(prefix)
         with mirrored.open("wb") as file:
             file.truncate(tokens.bytes)
             punch_hole(file.fileno(), 0, 1 << 16, path=mirrored)
     write_whole(prefix.with_name(prefix.name + _SUMS), tokens.block_sums.astype("<u8").tobytes())
-    write_whole(idx_path(prefix), content)
+    with as_storage_error(index):
+        durable.replace(draft, index)
     marker = {
         "format": _FORMAT,
         "block_bytes": seal.block_bytes,
@@ -148,6 +145,24 @@ def _bring_index(prefix: Path, address: str) -> None:
         "host": os.uname().nodename,
     }
     write_whole(_marker_path(prefix), json.dumps(marker).encode())
+
+
+def _bring_checked(remote: Remote, path: str, seal: Seal, draft: Path) -> None:
+    """Bring an index into a new file, each block compared with its sum: one of 10 GB is never held."""
+    sealed, place = seal.files[".idx"], 0
+    most = max(1, _FETCH_BYTES // seal.block_bytes) * seal.block_bytes
+    with durable.open_new(draft) as file:
+        while place < sealed.bytes:
+            content = _read_all(remote, path, start=place, size=min(most, sealed.bytes - place))
+            sums = [
+                xxhash.xxh3_64_intdigest(content[start : start + seal.block_bytes])
+                for start in range(0, len(content), seal.block_bytes)
+            ]
+            first = place // seal.block_bytes
+            if sums != sealed.block_sums[first : first + len(sums)].tolist():
+                raise _other_than_sealed(f"{remote.url}/{path} is not what its seal says.")
+            file.write(content)
+            place += len(content)
 
 
 def _other_than_sealed(message: str) -> DataError:

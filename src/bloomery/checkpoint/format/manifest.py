@@ -42,6 +42,7 @@ FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 """The names that a data file may have."""
 _MANIFEST_BYTES_AT_MOST = 256 << 20
 _INDEX_BYTES_AT_MOST = 64 << 30
+_LATEST_S = 253_402_300_799  # the last second of the year 9999
 _NOT_DAMAGE = {
     *(errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN),
     *(
@@ -83,7 +84,7 @@ def unreadable(place: str, error: OSError, *, what: str = "") -> BloomeryError:
     return DamagedCheckpoint(what or f"{place} cannot be read: {error.strerror or error}")
 
 
-Counts = tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
+Counts = tuple[Annotated[int, msgspec.Meta(ge=0, le=(1 << 62) - 1)], ...]
 
 
 class IndexedBox(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -265,10 +266,18 @@ def read_index(where: Path | Source, manifest: Manifest) -> Index:
 
 
 def checked_manifest(manifest: Manifest) -> Manifest:
-    """Return the manifest, once its file names and sizes are checked. Raises ValueError.
+    """Return the manifest, once its file names, sizes and facts are checked. Raises ValueError.
 
     No name may lead out of the checkpoint's directory.
     """
+    if not isinstance(manifest.about, dict) or not isinstance(manifest.values, dict):
+        raise ValueError("its facts or its values are no table")
+    if not all(isinstance(values, dict) for values in manifest.values.values()):
+        raise ValueError("the values of a part are no table")
+    if type(manifest.time) not in (int, float) or not 0 <= manifest.time <= _LATEST_S:
+        raise ValueError(f"it cannot have been saved at {manifest.time!r:.40}")
+    if type(manifest.world) is not int or manifest.world < 1:
+        raise ValueError(f"{manifest.world!r:.40} ranks cannot have written it")
     for file in manifest.files:
         if not FILE_NAME.fullmatch(file.name) or file.name in (MANIFEST, INDEX):
             raise ValueError(f"a data file cannot be named {file.name!r}")

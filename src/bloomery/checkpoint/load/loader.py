@@ -79,10 +79,23 @@ def refuse_incomplete(
         if entry.name not in overlaps:
             overlaps[entry.name] = BoxOverlaps([item.box for item in saved[entry.name]])
         if sum(part.size for _, part in overlaps[entry.name].with_box(entry.box)) != entry.box.size:
-            raise CheckpointError(
-                f"{place} does not hold all of {entry.name}: its boxes leave a part of {entry.box} unfilled",
-                remedy="It was saved by another program, or incompletely: use another checkpoint.",
-            )
+            raise _unfilled(place, entry.name, f"a part of {entry.box}")
+
+
+def _refuse_too_few(place: str, name: str, boxes: Sequence[IndexedBox]) -> None:
+    """Raise CheckpointError where a tensor has fewer elements in its files than its shape says.
+
+    It comes before the memory is taken: a forged shape may ask for any amount.
+    """
+    if sum(item.size for item in boxes) < prod(boxes[0].global_shape):
+        raise _unfilled(place, name, "a part of it")
+
+
+def _unfilled(place: str, name: str, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"{place} does not hold all of {name}: its boxes leave {what} unfilled",
+        remedy="It was saved by another program, or incompletely: use another checkpoint.",
+    )
 
 
 def _required(names: Collection[str]) -> set[str]:
@@ -189,6 +202,7 @@ def read_tensors(
         )
     for name in wanted:
         boxes = saved[name]
+        _refuse_too_few(source.place(), name, boxes)
         entry = whole(name, empty(boxes[0].global_shape, dtype=element_type(boxes[0].dtype)))
         refuse_incomplete(source.place(), [entry], saved)
         units = plan_load({name: boxes}, [[WantedBox(name, entry.box)]]).units
@@ -210,6 +224,7 @@ def read_in_pieces(where: Path | Source, *, prefix: str, piece_bytes: int) -> It
             f"{source.place()} holds no tensors named {prefix}*", remedy="Take another checkpoint."
         )
     for name, boxes in sorted(saved.items()):
+        _refuse_too_few(source.place(), name, boxes)
         shape, dtype = boxes[0].global_shape, boxes[0].dtype
         row_bytes = prod(shape[1:]) * ITEM_BYTES[dtype]
         rows = max(1, piece_bytes // max(1, row_bytes)) if shape else 1

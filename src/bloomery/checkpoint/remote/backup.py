@@ -82,7 +82,6 @@ class Backup:
         self.url = backup_url(section, run_name, read_duty(rundir))
         self._wake, self._stop = threading.Event(), threading.Event()
         self.on_all_copied: Callable[[], None] = lambda: None
-        self._records_compared: set[str] = set()
         self._told = self._sending = ""
         self._tries = self._failed_try = self._incarnation_copied = 0
         self._thread = threading.Thread(target=self._run, name="checkpoint-backup", daemon=True)
@@ -243,7 +242,7 @@ class Backup:
             return
         remote = place_at(self.url)
         try:
-            upload_run_files(self._rundir, remote, compared=self._records_compared)
+            upload_run_files(self._rundir, remote)
         except OSError as error:
             raise storage_failure(error, doing="The backup") from error
         self._incarnation_copied = incarnation

@@ -134,7 +134,6 @@ class ObjectRunStorage:
     def __init__(self, rundir: RunDirectory, url: str) -> None:
         self.url = url
         self._rundir, self._remote = rundir, place_at(url)
-        self._records_compared: set[str] = set()
 
     def refresh(self) -> None:
         """See `RunStorage`. Afterwards the directory has an entry of each checkpoint of the store.
@@ -187,7 +186,7 @@ class ObjectRunStorage:
     def saved(self) -> None:
         """See `RunStorage`. Recipe and tokenizer are sent too: the URL is all that another node needs."""
         try:
-            upload_run_files(self._rundir, self._remote, compared=self._records_compared)
+            upload_run_files(self._rundir, self._remote)
         except OSError as error:  # the checkpoint is there, and the next save sends what is missing
             log.warning("the run's recipe is not beside its checkpoints: %s", error)
 

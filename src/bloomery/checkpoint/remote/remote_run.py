@@ -133,29 +133,25 @@ _LOGS = (
 )
 
 
-def upload_run_files(rundir: RunDirectory, remote: Objects, *, compared: set[str] | None = None) -> None:
+def upload_run_files(rundir: RunDirectory, remote: Objects) -> None:
     """Upload what a run needs besides its checkpoints: recipe, tokenizer and incarnation records.
 
-    compared: the keys of records that were found equal there before, which are not read again; those of this
-        call are added. None reads all of them.
     Raises OSError, and CheckpointError where the place holds another run's backups.
     """
-    compared = set() if compared is None else compared
     there = {entry.key for entry in remote.entries("incarnations/")}
-    for path in sorted(rundir.incarnations.glob("*.json")):
-        key = f"incarnations/{path.name}"
-        if key in there and key in compared:
-            continue
-        content = path.read_bytes()
-        stored = _content(remote, key) if key in there else None
-        if stored is not None and stored != content:
+    records = {f"incarnations/{path.name}": path for path in sorted(rundir.incarnations.glob("*.json"))}
+    common = [key for key in records if key in there]
+    # Another run's records differ from the first on, and from where two machines went on with one run: the
+    # newest one tells both. A long run has hundreds, and this is called after each save.
+    for key in common[-1:]:
+        if _content(remote, key) not in (None, records[key].read_bytes()):
             raise CheckpointError(
                 f"{remote.url} holds the backups of another run: its {key} is not this run's",
                 remedy="Choose another run.name or backup.url.",
             )
-        if stored is None:
-            remote.put(key, content)
-        compared.add(key)
+    for key, path in records.items():
+        if key not in there:
+            remote.put(key, path.read_bytes())
     for name in _SMALL_FILES:
         path = rundir.path / name
         if path.is_file() and _content(remote, name) != path.read_bytes():
