@@ -15,6 +15,8 @@ from bloomery.events.heartbeat import RankActivity, RankBeat, has_died_here, rea
 from bloomery.events.journal import read_tail
 from bloomery.events.run_directory import RunDirectory
 from bloomery.events.switches import Switches, note_of
+from bloomery.operate.diagnosis import Cause
+from bloomery.operate.ledger.operations import time_of
 from bloomery.operate.schedulers.interface import JobState, QueuedJob
 from bloomery.operate.standstill import RankObservation, Standstill, StandstillLimits, judge_progress
 
@@ -26,7 +28,7 @@ _FRESH_S = 120.0
 _ENDING_S = 2.0
 """The seconds after a job's recorded end for which its processes may still write."""
 _SKEW_S = 60.0
-"""The most seconds that the scheduler's clock is ahead."""
+"""The most seconds by which the clocks of the scheduler and of nodes differ."""
 
 
 class RunStatus(StrEnum):
@@ -71,7 +73,7 @@ class RunObservation:
     ranks: the newest heartbeat of each rank, as `RankObservation` in seconds of `now`.
     now: the moment of the observation, in seconds.
     last: the last `start` or `end` in the first rank's journal, or {}.
-    attempt: the last `attempt_end` or `diagnosis` in operations.jsonl after the last start, or {}.
+    attempt: the `attempt_end` and `diagnosis` of the last attempt in operations.jsonl, or {}.
     switch: the armed stop switch and who armed it; "" where it is not armed.
     silent: why the scheduler has not said which jobs there are; "" where it has, or where there is none.
     died: the ranks whose processes were of this machine and are gone without a last word.
@@ -121,10 +123,6 @@ def observe_run(
         last = {}
         for event in read_tail(rundir.journal(), most_bytes=_TAIL_BYTES, named=("start", "end")):
             last = event
-    attempt: dict[str, Any] = {}
-    names = ("attempt", "attempt_end", "diagnosis")
-    for event in read_tail(rundir.operations, most_bytes=_TAIL_BYTES, named=names):
-        attempt = {} if event["event"] == "attempt" else {**attempt, **event}
     armed = Switches([rundir.control_dir, *switches]).armed("stop")
     note = f" ({note_of(armed)})" if armed and note_of(armed) else ""
     ranks = _ranks(rundir, now)
@@ -139,10 +137,29 @@ def observe_run(
         ),
         now=now,
         last=last,
-        attempt=attempt,
+        attempt=_last_attempt(rundir, last),
         switch=f"{armed}{note}" if armed else "",
         silent=silent,
     )
+
+
+def _last_attempt(rundir: RunDirectory, last: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how the last attempt ended; {} while it runs, and where the run has begun again without one.
+
+    A start that was refused because another process trains the run is no attempt.
+
+    last: the newest `start` or `end` of the journal.
+    """
+    attempt: dict[str, Any] = {}
+    names = ("attempt", "attempt_end", "diagnosis")
+    for event in read_tail(rundir.operations, most_bytes=_TAIL_BYTES, named=names):
+        is_another = event["event"] == "attempt" or event.get("attempt") != attempt.get("attempt")
+        attempt = {**({} if is_another else attempt), **event}
+        if event["event"] == "attempt" or event.get("cause") == Cause.RUN_BUSY:
+            attempt = {}
+    ended, since = time_of(attempt), time_of(last)
+    is_older = ended is not None and since is not None and ended < since - _SKEW_S
+    return {} if is_older else attempt
 
 
 def judge_state(observation: RunObservation, *, limits: StandstillLimits | None = None) -> RunVerdict:
