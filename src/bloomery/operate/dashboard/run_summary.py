@@ -21,7 +21,7 @@ from bloomery.operate.ledger.figures import duration
 from bloomery.operate.run_state import RunStatus, RunVerdict, judge_state, observe_run
 from bloomery.operate.schedulers.interface import QueuedJob
 from bloomery.operate.standstill import StandstillLimits
-from bloomery.operate.submission import kept_submission, scheduler_of, was_submitted
+from bloomery.operate.submission import asked_jobs, kept_submission, scheduler_of, was_submitted
 from bloomery.plan.schedule import steps_at_end, steps_left, total_samples
 
 NIGHT_S = 12 * 3600.0
@@ -142,7 +142,7 @@ class RunSummarizer:
         run = self._reader.rundir.path.absolute()
         try:
             kept_submission(self._reader.rundir)
-            self._jobs = scheduler_of(recipe.submit, run).jobs(name=recipe.run.name, run=run)
+            self._jobs = asked_jobs(scheduler_of(recipe.submit, run), name=recipe.run.name, run=run)
             self._scheduler_problem = ""
         except BloomeryError as silent:
             self._scheduler_problem = silent.message
