@@ -262,7 +262,7 @@ def test_a_stopped_run_is_not_submitted_and_the_switch_is_named(tmp_path: Path) 
     arm(group / "stop")
     with pytest.raises(BloomeryError, match=f"{group}/stop is armed") as refused:
         submit._refuse_stopped(rundir, loaded)
-    assert refused.value.remedy == f"bloomery stop {rundir.path} --disarm --at {group}"
+    assert refused.value.remedy == f"bloomery stop --at {group} --disarm"
     arm(rundir.control("stop"))
     with pytest.raises(BloomeryError, match="control/stop is armed") as refused:
         submit._refuse_stopped(rundir, loaded)

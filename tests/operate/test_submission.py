@@ -211,7 +211,7 @@ def test_a_switch_in_the_directory_of_the_recipe_keeps_the_queue_from_filling_up
     assert top_up(queue, submission, submission.load(), rundir) == [] == queue.requests
     words = ["demo", f"control.directory={json.dumps(str(elsewhere))}", "--run", str(rundir.path)]
     refused = here("submit", *words)
-    assert refused.status == 1 and f"--disarm --at {elsewhere}" in refused.err
+    assert refused.status == 1 and f"bloomery stop --at {elsewhere} --disarm" in refused.err
 
 
 def test_files_that_the_group_cannot_write_are_repaired(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from bloomery.config.find import run_path
 from bloomery.errors import BloomeryError, StoppedBySwitch, TrainingFailed
 from bloomery.events.run_directory import RunDirectory
 from bloomery.events.run_lock import host_name
-from bloomery.events.switches import Switches, note_of
+from bloomery.events.switches import Switches, disarming, note_of
 
 if TYPE_CHECKING:
     from bloomery.cli.nodes import LauncherGroup
@@ -81,7 +81,7 @@ def _refuse_stopped(rundir: RunDirectory, directory: str) -> None:
     if armed is not None:
         raise StoppedBySwitch(
             f"Nothing was started: the switch {armed} is armed ({note_of(armed) or 'by hand'}).",
-            remedy=f"`bloomery stop {rundir.path} --disarm` lets the run go on.",
+            remedy=f"`{disarming(armed, rundir)}` lets the run go on.",
         )
 
 

@@ -19,7 +19,7 @@ from bloomery.cli.arguments import add_recipe, add_start, parser
 from bloomery.cli.ranks import RankRange, run_ranks
 from bloomery.cli.train import prepared_environment
 from bloomery.errors import StoppedBySwitch
-from bloomery.events.switches import Switches
+from bloomery.events.switches import Switches, disarming
 
 if TYPE_CHECKING:
     from bloomery.agent.agent import PeerOutcome
@@ -116,7 +116,7 @@ def _refuse_when_stopped(rundir: RunDirectory, loaded: LoadedRecipe) -> None:
     if path is not None:
         raise StoppedBySwitch(
             f"Nothing was trained: the switch {path} is armed.",
-            remedy=f"`bloomery stop {rundir.path} --disarm` lets the peer go on.",
+            remedy=f"`{disarming(path, rundir)}` lets the peer go on.",
         )
 
 

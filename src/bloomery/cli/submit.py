@@ -13,7 +13,7 @@ from bloomery.cli.arguments import add_recipe, parser
 from bloomery.config.find import run_path
 from bloomery.errors import BloomeryError, storage_error
 from bloomery.events.run_directory import RunDirectory
-from bloomery.events.switches import Switches
+from bloomery.events.switches import Switches, disarming
 
 if TYPE_CHECKING:
     from bloomery.config.load import LoadedRecipe
@@ -119,10 +119,9 @@ def _check(loaded: LoadedRecipe) -> None:
 def _refuse_stopped(rundir: RunDirectory, loaded: LoadedRecipe) -> None:
     armed = Switches.of_run(rundir, loaded.recipe.control.directory).armed("stop")
     if armed is not None:
-        own = "" if armed.parent == rundir.control_dir else f" --at {armed.parent}"
         raise BloomeryError(
             f"The switch {armed} is armed, so no job would train.",
-            remedy=f"bloomery stop {rundir.path} --disarm{own}",
+            remedy=disarming(armed, rundir),
         )
 
 

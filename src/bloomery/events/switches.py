@@ -10,6 +10,7 @@ import errno
 import getpass
 import logging
 import os
+import shlex
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -110,6 +111,13 @@ def note_of(path: Path) -> str:
             return file.read(_LONGEST_NOTE).partition("\n")[0].strip()
     except OSError:
         return ""
+
+
+def disarming(switch: Path, rundir: RunDirectory) -> str:
+    """Return the command that disarms the stop switch of a run, which may be in the user's own directory."""
+    is_own = switch.parent == rundir.control_dir
+    where = shlex.quote(str(rundir.path)) if is_own else f"--at {shlex.quote(str(switch.parent))}"
+    return f"bloomery stop {where} --disarm"
 
 
 def _user() -> str:

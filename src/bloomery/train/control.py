@@ -18,7 +18,7 @@ from bloomery.config.setting import LARGEST_COUNT
 from bloomery.errors import StoppedBySwitch
 from bloomery.events.records import Facts
 from bloomery.events.run_directory import CONTROLS, RunDirectory
-from bloomery.events.switches import Switches, note_of
+from bloomery.events.switches import Switches, disarming, note_of
 from bloomery.parallel.mesh import Mesh
 
 log = logging.getLogger(__name__)
@@ -287,11 +287,11 @@ def refuse_when_stopped(rundir: RunDirectory, section: ControlSection, mesh: Mes
     seen = mesh.all_gather_object(f"{path}{note}" if path else "")[0]
     if not seen:
         return
-    if not mesh.is_first:
+    if path is None:
         raise StoppedBySwitch("")
     raise StoppedBySwitch(
         f"Nothing was trained: the switch {seen} is armed.",
-        remedy=f"`bloomery stop {rundir.path} --disarm` lets the run go on.",
+        remedy=f"`{disarming(path, rundir)}` lets the run go on.",
     )
 
 
