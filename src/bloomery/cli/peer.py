@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from bloomery.agent.agent import Agent, PeerOutcome
 from bloomery.cli.arguments import add_recipe, add_start, parser
+from bloomery.cli.lasting_output import let_output_end_nothing
 from bloomery.cli.ranks import RankRange, run_ranks
 from bloomery.cli.train import prepared_environment
 from bloomery.errors import StoppedBySwitch
@@ -76,6 +77,7 @@ def _parse(arguments: list[str]) -> Namespace:
 
 
 def _train(options: Namespace) -> int:
+    let_output_end_nothing()
     from bloomery.agent.assemble import access_of, assemble_agent
     from bloomery.agent.rank_server import PARENT
     from bloomery.cli.arguments import load_given

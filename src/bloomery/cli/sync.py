@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from bloomery.cli.argument_values import not_negative, positive
 from bloomery.cli.arguments import parser
 from bloomery.cli.end_signal import EndSignal
+from bloomery.cli.lasting_output import let_output_end_nothing
 from bloomery.cli.run_inputs import existing_run
 from bloomery.cli.tables import size_words
 from bloomery.config.data import HUB_PREFIX
@@ -80,6 +81,7 @@ def _repeat(
     """
     from bloomery.operate.sync.keeper import SyncTurn
 
+    let_output_end_nothing()
     ended, parent, due = EndSignal(), os.getppid(), time.monotonic()
     again = due
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # a launcher starts this with it held back

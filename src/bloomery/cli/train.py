@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bloomery.cli.arguments import add_recipe, add_start, parser
+from bloomery.cli.lasting_output import let_output_end_nothing
 from bloomery.cli.ranks import LAUNCHER, RankRange, end_with_launcher, run_ranks
 from bloomery.config.find import run_path
 from bloomery.errors import TrainingFailed
@@ -163,6 +164,7 @@ def _train(loaded: LoadedRecipe, path: Path, options: Namespace, started: float)
     from bloomery.cli.arguments import data_bar
     from bloomery.events.run_directory import RunDirectory
 
+    let_output_end_nothing()
     end_with_launcher()
     is_first = os.environ.get("RANK", "0") == "0"
     form = _form(loaded, options) if is_first else "short"
