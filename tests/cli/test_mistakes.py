@@ -129,6 +129,7 @@ OTHERS = [
     (("generate", "text/a.txt"), "is neither a run directory nor a checkpoint"),
     (("generate", "runs/none", "--max-tokens", "-3"), "is not a whole number of at least 1"),
     (("generate", "runs/none", "--top-p", "3"), "is not above 0 and at most 1"),
+    (("generate", "runs/none", "--top-p", "half"), "'half' is not above 0 and at most 1"),
     (("dashboard", "notes", "--plan", "bad.toml"), "Write one: bloomery plan RECIPE --json"),
     (("dashboard", "notes", "--host", "0.0.0.0"), "so the page needs a token and TLS"),
     (("ckpt", "copy", "notes", "notes"), "must be a URL"),

@@ -181,6 +181,24 @@ def test_a_rank_goes_on_where_what_it_prints_cannot_be_shown_here(
     assert told.count("no longer shown") == 2 and "Traceback" not in told
 
 
+def test_pipes_that_stay_open_are_waited_for_once_and_not_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bloomery.cli import rank_output
+
+    clock, waits_s = [100.0], list[float]()
+
+    def join(timeout_s: float) -> None:
+        waits_s.append(timeout_s)
+        clock[0] += timeout_s
+
+    monkeypatch.setattr(rank_output, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    output = rank_output.RankOutput(lambda rank: tmp_path / "log")
+    output._threads = [SimpleNamespace(join=join)] * 3  # type: ignore[list-item]
+    output.finish()
+    assert waits_s == [10.0, 0.0, 0.0]
+
+
 def test_a_line_without_an_end_is_kept_in_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from bloomery.cli.rank_output import RankOutput
 

@@ -191,9 +191,29 @@ def test_what_a_launcher_held_back_is_let_through_and_no_refusal_ends_a_sync(
     monkeypatch.setattr(sync, "EndSignal", lambda: clock)
     monkeypatch.setattr(sync, "_look", refuse)
     monkeypatch.setattr("signal.pthread_sigmask", lambda how, numbers: masks.append((how, numbers)))
-    sync._repeat(rundir, "the sync", None, Namespace(every=60.0, beside=False))  # type: ignore[arg-type]
+    options = Namespace(every=60.0, beside=False)
+    assert sync._repeat(rundir, "the sync", None, options) == 1  # type: ignore[arg-type]
     assert masks == [(signal.SIG_UNBLOCK, {signal.SIGTERM})]
     assert capsys.readouterr().err.count("it cannot be exported") == 2
+
+
+@pytest.mark.parametrize(("refused", "status"), ((1, 0), (2, 1)))
+def test_a_sync_ends_with_the_status_of_its_last_upload(
+    rundir: RunDirectory, monkeypatch: pytest.MonkeyPatch, refused: int, status: int
+) -> None:
+    clock, looks = Clock(monkeypatch, ends_at=2), list[int]()
+
+    def look(*given: Any) -> None:
+        looks.append(len(looks) + 1)
+        if looks[-1] == refused:
+            raise StorageError("no answer", remedy="")
+
+    monkeypatch.setattr(sync, "EndSignal", lambda: clock)
+    monkeypatch.setattr(sync, "_look", look)
+    monkeypatch.setattr("signal.pthread_sigmask", lambda how, numbers: None)
+    options = Namespace(every=60.0, beside=False)
+    assert sync._repeat(rundir, "the sync", None, options) == status  # type: ignore[arg-type]
+    assert looks == [1, 2]
 
 
 def test_a_look_holds_what_was_saved_just_now_before_it_publishes(
@@ -243,12 +263,12 @@ def test_a_sync_is_of_a_run_its_place_and_its_checkpoints(
     )
     monkeypatch.setattr(run_sync, "RunSync", lambda rundir, place: made.append(rundir.path) or "sync")
     monkeypatch.setattr(sync, "_look", lambda *given: made.append(("look", *given[:2])))
-    monkeypatch.setattr(sync, "_repeat", lambda *given: made.append(("repeat", *given[:3])))
+    monkeypatch.setattr(sync, "_repeat", lambda *given: made.append(("repeat", *given[:3])) or 3)
     path = str(rundir.path)
     assert sync.sync([path, "s3://b/x", "--once"]) == 0
     assert made == [("s3://b/x", False), rundir.path, ("look", "sync", None)]
     made.clear()
-    assert sync.sync([path, "hf:me/x", "--checkpoints", "--public"]) == 0
+    assert sync.sync([path, "hf:me/x", "--checkpoints", "--public"]) == 3, "that of the last upload"
     assert made == [("hf:me/x", True), sync._export, rundir.path, ("repeat", rundir, "sync", "publisher")]
     made.clear()
     with pytest.raises(BloomeryError, match="none does not exist"):

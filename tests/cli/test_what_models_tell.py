@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 from argparse import Namespace
@@ -14,7 +15,7 @@ import pytest
 from tests.cli.test_what_is_shown import Letters, committed
 
 from bloomery.cli import evaluate, generate
-from bloomery.errors import BloomeryError, CheckpointError, DataError
+from bloomery.errors import BloomeryError, CheckpointError, DataError, StorageError
 from bloomery.evaluate.open_checkpoint import window_of
 from bloomery.evaluate.scoring import DocumentScore, TokenizedDocument
 from bloomery.events.journal import Journal, read_journal
@@ -349,6 +350,27 @@ def test_scores_of_tasks_are_recorded_in_the_run_and_printed(
     assert evaluate.show_table(args(rundir.path, json=True)) == 0
     told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [one["step"] for one in told] == [20, 30]
+
+
+def test_scores_that_the_disk_does_not_take_are_shown_and_no_success(
+    scoring: tuple[RunDirectory, list[Any]],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rundir, _ = scoring
+    with Journal(rundir.evaluations) as journal:
+        journal.write("tasks", incarnation=1, step=20, checkpoint="step-000020.i001", scores=[])
+
+    def full(file: int, content: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("bloomery.events.journal.os.write", full)
+        with pytest.raises(StorageError, match=r"evaluations\.jsonl: No space left on device"):
+            evaluate.score_once(args(rundir.path, json=True))
+    (told,) = capsys.readouterr().out.splitlines()
+    assert json.loads(told)["checkpoint"] == "step-000030.i002"
+    assert len(list(read_journal(rundir.evaluations))) == 1
 
 
 def test_a_run_without_scores_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
 from pathlib import Path
 
 import pytest
 
+from bloomery.cli import main
 from bloomery.errors import StorageError
 from bloomery.events.run_directory import RunDirectory
 from bloomery.events.switches import Switches, arm, disarming, note_of, write_request
@@ -153,3 +155,13 @@ def test_a_switch_is_armed_on_a_full_disk_too(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(OSError, match="Read-only"):
         arm(path)
     assert not path.exists()
+
+
+@pytest.mark.parametrize("place", ["run/control", "a group's switches"])
+def test_the_command_that_is_told_disarms_a_switch_also_where_nothing_has_trained(tmp_path: Path, place: str):
+    run = RunDirectory(tmp_path / "run")
+    switch = tmp_path / place / "stop"
+    switch.parent.mkdir(parents=True)
+    switch.touch()
+    assert main(shlex.split(disarming(switch, run))[1:]) == 0
+    assert not switch.exists()

@@ -561,6 +561,27 @@ def test_ranks_that_write_rarely_are_watched_as_rarely(
     assert found[:2] == [None, None] and found[2] is not None and found[2].still_s == 18.0
 
 
+def test_ranks_that_never_wrote_a_heartbeat_hang_in_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, now = RunDirectory(tmp_path).create(), [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+
+    def looks(seconds: int) -> list[int]:
+        watch, began, found = ProgressWatch(run, StandstillLimits(unmeasured_s=60.0)), now[0], list[int]()
+        for _ in range(seconds):
+            now[0] += 1.0
+            standstill = watch.look({}, {})
+            found += [int(now[0] - began)] if standstill is not None else []
+        return found
+
+    assert looks(62) == [61, 62]
+    place = run.heartbeat().parent
+    place.rmdir()
+    place.touch()
+    assert looks(62) == [], "nobody could write one"
+
+
 def test_ranks_are_not_silent_while_nobody_can_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, now = RunDirectory(tmp_path).create(), [100.0]
     place = run.heartbeat().parent

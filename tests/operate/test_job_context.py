@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from bloomery.config.load import load_recipe
+from bloomery.cli import main
+from bloomery.config.load import dump_recipe, load_recipe
 from bloomery.events.run_directory import RunDirectory
 from bloomery.operate import job_context as job_context_module
 from bloomery.operate.diagnosis import Cause, Culprit, Diagnosis
@@ -175,8 +177,13 @@ def test_a_node_in_quarantine_starts_nothing_and_others_do(tmp_path: Path) -> No
     with pytest.raises(NodeInQuarantine, match="bad GPU") as refused:
         refuse_quarantined("node1", run, loaded)
     assert refused.value.exit_status == 67
-    for advice in ("Nothing was started", "--long", "--release"):
-        assert advice in refused.value.remedy
+    assert f"`bloomery preflight RECIPE --run {run.path} --long` there" in refused.value.remedy
+    run.recipe.write_text(dump_recipe(loaded.recipe))
+    with pytest.raises(NodeInQuarantine) as refused:
+        refuse_quarantined("node1", run, loaded)
+    _, long, _, release, _ = refused.value.remedy.split("`")
+    assert long == f"bloomery preflight {run.path} --long"
+    assert main(shlex.split(release)[1:]) == 0 and exclusions.nodes() == {}
 
 
 def test_the_queue_is_told_of_all_nodes_in_quarantine(

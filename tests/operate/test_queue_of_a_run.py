@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from bloomery.config.parallel import ParallelSection
 from bloomery.config.submit import SubmitSection
 from bloomery.errors import BloomeryError, TrainingFailed
 from bloomery.events.run_directory import RunDirectory
+from bloomery.operate import submission
 from bloomery.operate.exclusions import Exclusions, QuarantinedNode
 from bloomery.operate.schedulers.interface import JobRequest, JobState, QueuedJob, SchedulerError
 from bloomery.operate.schedulers.kubernetes import Kubernetes
@@ -25,6 +27,7 @@ from bloomery.operate.submission import (
     Submission,
     check_submittable,
     is_finished,
+    jobs_of_run,
     keep_submission,
     kept_if_queued,
     kept_submission,
@@ -43,6 +46,35 @@ from bloomery.operate.submission import (
 @pytest.fixture
 def run(tmp_path: Path) -> RunDirectory:
     return RunDirectory(tmp_path / "run").create()
+
+
+class Slow:
+    """A scheduler that takes some seconds for an answer, or to say nothing."""
+
+    def __init__(self, clock: list[float]) -> None:
+        self.clock, self.asked, self.takes_s, self.is_down = clock, 0, 0.0, True
+
+    def jobs(self, *, name: str, run: Path) -> list[QueuedJob]:
+        self.asked += 1
+        self.clock[0] += self.takes_s
+        if self.is_down:
+            raise SchedulerError("it has not answered", remedy="Wait.")
+        return []
+
+
+def test_a_scheduler_that_took_long_to_say_nothing_is_spared_for_a_while(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [1000.0]
+    slow, recipe = Slow(clock), load_recipe("demo", ["submit.scheduler=slurm"]).recipe
+    monkeypatch.setattr(submission, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(submission, "scheduler_of", lambda section, path: slow)
+    for takes_s, after_s, asked in ((1.0, 0.0, 1), (60.0, 0.0, 2), (60.0, 44.0, 2), (60.0, 2.0, 3)):
+        slow.takes_s, clock[0] = takes_s, clock[0] + after_s
+        assert jobs_of_run(run, recipe) == ((), "it has not answered") and slow.asked == asked
+    slow.is_down, clock[0] = False, clock[0] + 46.0
+    for asked in (4, 5):
+        assert jobs_of_run(run, recipe) == ([], "") and slow.asked == asked
 
 
 @pytest.mark.parametrize(

@@ -289,6 +289,40 @@ def test_a_rank_that_a_launcher_started_has_not_died_before_that_says_so(
     assert observe_run(run, ()).died == died
 
 
+@pytest.mark.parametrize(
+    ("since_s", "then", "state"),
+    [
+        (0.0, [], RunStatus.FAILED),
+        (30.0, [], RunStatus.FAILED),  # by another clock
+        (3600.0, [], RunStatus.STOPPED),  # somebody went on by `bloomery train`
+        (0.0, [("attempt", "b", {}), ("attempt_end", "b", {"status": 143})], RunStatus.STOPPED),
+    ],
+)
+def test_a_failure_counts_until_the_run_begins_again(
+    tmp_path: Path, since_s: float, then: list[tuple[str, str, dict[str, object]]], state: RunStatus
+) -> None:
+    run = RunDirectory(tmp_path).create()
+    gave_up = {"cause": "hang", "summary": "rank 1 stands still", "gives_up": "3 restarts"}
+    told = [("attempt", "a", {}), ("attempt_end", "a", {"status": 68}), ("diagnosis", "a", gave_up), *then]
+    events = [{"event": event, "attempt": name, "time": NOW, **more} for event, name, more in told]
+    run.operations.write_text("".join(f"{json.dumps(event)}\n" for event in events))
+    end = {"event": "end", "finished": False, "time": NOW + since_s, "reason": "signal SIGTERM"}
+    run.journal().write_text(json.dumps(end) + "\n")
+    assert judge_state(observe_run(run, ())).state == state
+
+
+def test_a_start_beside_a_run_that_trains_does_not_make_it_fail(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path).create()
+    busy = {"cause": "run in use", "summary": "it is being trained", "gives_up": "the same start would fail"}
+    told = [("attempt", "a", {}), ("attempt", "b", {}), ("attempt_end", "b", {"status": 1})]
+    told += [("diagnosis", "b", busy), ("attempt_end", "a", {"status": 0})]
+    run.journal().write_text('{"event": "end", "finished": false, "reason": "signal SIGTERM"}\n')
+    for length, state in ((4, RunStatus.STOPPED), (5, RunStatus.STOPPED)):
+        events = [{"event": event, "attempt": name, **more} for event, name, more in told[:length]]
+        run.operations.write_text("".join(f"{json.dumps(event)}\n" for event in events))
+        assert judge_state(observe_run(run, ())).state == state
+
+
 def test_what_the_journals_tell_last_is_observed(tmp_path: Path) -> None:
     run, elsewhere = RunDirectory(tmp_path / "my run").create(), tmp_path / "switches"
     elsewhere.mkdir()

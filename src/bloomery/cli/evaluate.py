@@ -321,8 +321,8 @@ def _score(args: Namespace, path: Path) -> dict[str, Any]:
     directory = loaded.saved.checkpoint
     checkpoint = {item.name: item for item in checkpoints(rundir)}.get(directory.name)
     step, incarnation = (checkpoint.step, checkpoint.incarnation) if checkpoint else (0, 0)
-    with Journal(rundir.evaluations, is_shared=True) as journal:
-        journal.write(
+    with Journal(rundir.evaluations, is_shared=True, is_needed=True) as journal:
+        record = journal.write(
             EVENT,
             incarnation=incarnation,
             step=step,
@@ -333,7 +333,9 @@ def _score(args: Namespace, path: Path) -> dict[str, Any]:
             window=args.window,
             scores=[score.to_json() for score in scores],
         )
-    return [record for record in read_tail(rundir.evaluations) if record["event"] == EVENT][-1]
+        if journal.is_refused:
+            _print([record], args)  # what took hours is shown at least
+    return record
 
 
 def _next(rundir: RunDirectory, args: Namespace) -> Path | None:

@@ -280,7 +280,8 @@ def _parser() -> ArgumentParser:
 
 
 def _share(text: str) -> float:
-    number = float(text)
-    if not 0.0 < number <= 1.0:
-        raise ArgumentTypeError(f"{text} is not above 0 and at most 1")
+    what = "above 0 and at most 1"
+    number = amount(what, above=0.0)(text)
+    if number > 1.0:
+        raise ArgumentTypeError(f"{text!r} is not {what}")
     return number

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from bloomery.agent.agent import Agent, PeerOutcome
 from bloomery.cli.arguments import add_recipe, add_start, parser
 from bloomery.cli.ranks import RankRange, run_ranks
+from bloomery.cli.standard_output import let_output_end_nothing
 from bloomery.cli.train import prepared_environment
 from bloomery.errors import StoppedBySwitch
 from bloomery.events.switches import Switches, disarming
@@ -91,6 +92,7 @@ def _parse(arguments: list[str]) -> Namespace:
 
 
 def _train(options: Namespace) -> int:
+    let_output_end_nothing()
     from bloomery.agent.assemble import access_of
     from bloomery.cli.arguments import load_given
     from bloomery.config.find import run_path

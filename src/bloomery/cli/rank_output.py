@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import subprocess
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -41,9 +42,14 @@ class RankOutput:
         self._threads.append(thread)
 
     def finish(self) -> None:
-        """Wait for the last lines of ranks that have ended."""
+        """Wait for the last lines of ranks that have ended.
+
+        What a rank had started, and the kernel cannot end while a disk hangs, may keep its pipe open: the
+        restart waits once for all of them.
+        """
+        deadline = time.monotonic() + _JOIN_S
         for thread in self._threads:
-            thread.join(_JOIN_S)
+            thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def _copy(pipe: IO[bytes], rank: int, log: _RankLog, screen: LastingOutput) -> None:

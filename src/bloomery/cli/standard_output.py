@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import os
 import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from io import BufferedWriter, FileIO, TextIOWrapper
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 
 def open_streams() -> None:
@@ -24,7 +28,7 @@ def open_streams() -> None:
         sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115 — a descriptor, for good
     if sys.stderr is None:
         sys.stderr = open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115 — the same
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+    if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="replace")
 
 
@@ -77,3 +81,35 @@ def tell(line: str) -> None:
     """Print a line to standard error; a terminal that is closed, or a full disk behind it, stops no run."""
     with suppress(OSError, ValueError):
         print(line, file=sys.stderr, flush=True)
+
+
+def let_output_end_nothing() -> None:
+    """Leave out, from now on, what standard output or standard error of this process do not take."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if type(stream) is TextIOWrapper:  # that of a notebook or of a test is none of the process's own
+            with suppress(OSError):
+                stream.flush()
+            setattr(sys, name, _lasting(stream))
+
+
+def _lasting(stream: TextIOWrapper) -> TextIOWrapper:
+    file = _LastingFile(stream.fileno(), "wb", closefd=False)
+    return TextIOWrapper(
+        BufferedWriter(file),
+        encoding=stream.encoding,
+        errors=stream.errors,
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )
+
+
+class _LastingFile(FileIO):
+    """A file that counts what its device refuses as written."""
+
+    def write(self, content: ReadableBuffer, /) -> int:
+        try:
+            written = super().write(content)
+        except OSError:  # a full disk, a pipe that nobody reads, a terminal that is gone
+            written = None
+        return memoryview(content).nbytes if written is None else written

@@ -20,6 +20,7 @@ from bloomery.cli.argument_values import not_negative, positive
 from bloomery.cli.arguments import parser
 from bloomery.cli.end_signal import EndSignal
 from bloomery.cli.run_inputs import existing_run
+from bloomery.cli.standard_output import let_output_end_nothing
 from bloomery.cli.tables import size_words
 from bloomery.config.data import HUB_PREFIX
 from bloomery.errors import BloomeryError, CheckpointError, StorageError
@@ -65,20 +66,22 @@ def sync(arguments: list[str]) -> int:
     if options.once:
         _look(sync, publisher, options)
         return 0
-    _repeat(rundir, sync, publisher, options)
-    return 0
+    return _repeat(rundir, sync, publisher, options)
 
 
 def _repeat(
     rundir: RunDirectory, sync: RunSync, publisher: CheckpointPublisher | None, options: Namespace
-) -> None:
+) -> int:
     """Upload repeatedly; the last upload follows the signal that ends the command, or the parent's end.
+
+    The exit status is that of the last upload: 1 where it failed.
 
     Checkpoints do not wait for the logs' time: they are published as soon as they are held. Of those that
     the launchers of several machines start for one run, one sends, and the others wait for its end.
     """
     from bloomery.operate.sync.keeper import SyncTurn
 
+    let_output_end_nothing()
     ended, parent, due = EndSignal(), os.getppid(), time.monotonic()
     again = due
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # a launcher starts this with it held back
@@ -86,6 +89,7 @@ def _repeat(
     while True:
         is_last = ended.wait(0.0 if time.monotonic() >= due else _TICK_S)
         is_last = is_last or (options.beside and os.getppid() != parent)
+        status = 0
         try:
             if rundir.exists() and (turn is None or turn.is_ours()):
                 if holder is not None:  # an export may take as long as several saves, each pruned soon
@@ -99,10 +103,11 @@ def _repeat(
             elif time.monotonic() >= due:
                 due = time.monotonic() + _TICK_S
         except (BloomeryError, OSError) as error:  # what was not sent is sent later, also by a later call
-            due = again = time.monotonic() + min(_AGAIN_S, 60.0 * options.every)
+            status, due = 1, time.monotonic() + min(_AGAIN_S, 60.0 * options.every)
+            again = due
             print(f"bloomery sync: {error}", file=sys.stderr, flush=True)
         if is_last:
-            return
+            return status
 
 
 def _hold(rundir: RunDirectory, publisher: CheckpointPublisher) -> None:

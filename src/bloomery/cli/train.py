@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from bloomery.cli.arguments import add_recipe, add_start, parser
 from bloomery.cli.ranks import LAUNCHER, RankRange, end_with_launcher, run_ranks
-from bloomery.cli.standard_output import LastingOutput, tell
+from bloomery.cli.standard_output import LastingOutput, let_output_end_nothing, tell
 from bloomery.config.find import run_path
 from bloomery.errors import TrainingFailed
 
@@ -169,6 +169,8 @@ def _train(loaded: LoadedRecipe, path: Path, options: Namespace, started: float)
     end_with_launcher()
     is_first = os.environ.get("RANK", "0") == "0"
     form = _form(loaded, options) if is_first else "short"
+    if form == "bar":  # lines go on without their output by themselves
+        let_output_end_nothing()
     screen = Screen(form)
     say = screen.say if is_first else _say_nothing
     from bloomery.train.loop import train

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from bloomery import durable
-from bloomery.errors import storage_error
+from bloomery.errors import StorageError, storage_error
 from bloomery.events.incarnation import Base, read_incarnations, visibility
 from bloomery.events.records import as_float, as_json
 from bloomery.events.run_directory import RunDirectory
@@ -38,10 +38,11 @@ class Journal:
 
     is_shared: others append to the file too, perhaps from other nodes. On NFS two appends at once may be
         written over each other, so the file is locked for each.
+    is_needed: closing raises StorageError where the disk has not taken a line, for that is no training.
     """
 
-    def __init__(self, path: Path, *, is_shared: bool = False) -> None:
-        self.path = path
+    def __init__(self, path: Path, *, is_shared: bool = False, is_needed: bool = False) -> None:
+        self.path, self._is_needed = path, is_needed
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
@@ -50,29 +51,41 @@ class Journal:
         self._is_shared = is_shared
         self._waiting: deque[bytes] = deque()
         self._dropped, self._is_refused = 0, False
+        self._refusal: StorageError | None = None
         self._close_torn_line()
 
-    def write(self, event: str, *, incarnation: int, step: int, **fields: object) -> None:
-        """Append one event with the present time."""
-        record = {
-            "event": event,
-            "time": round(time.time(), 3),
-            "incarnation": incarnation,
-            "step": step,
-            **fields,
-        }
-        self._append(json.dumps(as_json(record), allow_nan=False, ensure_ascii=False) + "\n")
+    @property
+    def is_refused(self) -> bool:
+        """Whether lines wait because the disk has not taken them."""
+        return bool(self._waiting)
+
+    def write(self, event: str, *, incarnation: int, step: int, **fields: object) -> dict[str, Any]:
+        """Append one event with the present time, and return it as a reader finds it."""
+        record = as_json(
+            {
+                "event": event,
+                "time": round(time.time(), 3),
+                "incarnation": incarnation,
+                "step": step,
+                **fields,
+            }
+        )
+        assert isinstance(record, dict)
+        self._append(json.dumps(record, allow_nan=False, ensure_ascii=False) + "\n")
+        return record
 
     def close(self) -> None:
         """Close the file without a sync, for the operating system has had each line since its write."""
         if self._file >= 0:
             self._write_waiting()
-            if self._waiting:
+            if self._waiting and not self._is_needed:
                 log.warning(
                     "%s: the last %d lines could not be written and are lost", self.path, len(self._waiting)
                 )
             os.close(self._file)
             self._file = -1
+            if self._waiting and self._is_needed and self._refusal is not None:
+                raise self._refusal
 
     def __enter__(self) -> Journal:
         return self
@@ -121,9 +134,10 @@ class Journal:
                 if not self._waiting[0]:
                     self._waiting.popleft()
         except OSError as error:
-            if not self._is_refused:
-                refusal = storage_error(error, path=self.path, doing="Writing the journal")
-                log.warning("%s\n  Training goes on; the lines are kept in memory until it works.", refusal)
+            self._refusal = storage_error(error, path=self.path, doing="Writing the journal")
+            if not self._is_refused and not self._is_needed:
+                told = "%s\n  Training goes on; the lines are kept in memory until it works."
+                log.warning(told, self._refusal)
             self._is_refused = True
             return
         if self._is_refused:

@@ -50,10 +50,10 @@ REMEDIES: dict[Cause, str] = {
     Cause.PREEMPTED: "Submit it again: it goes on from the newest checkpoint.",
     Cause.QUOTA: "Raise the quota or remove files of its owner, then start the same command again.",
     Cause.RUN_BUSY: "None is needed: the process that the message names goes on with the run.",
-    Cause.SILENT_CORRUPTION: "Keep the node out until `bloomery preflight --long` passes there; report it.",
+    Cause.SILENT_CORRUPTION: "Report the node; keep it out until `bloomery preflight RUN --long` passes.",
     Cause.STORAGE: "Check the file system that the message names (dmesg, lfs check servers, mount).",
     Cause.CRASH: "The run starts again; report the traceback in the log if it comes again.",
-    Cause.UNFIT_NODE: "Do what preflight says of the node; `bloomery preflight --long` there lets it back.",
+    Cause.UNFIT_NODE: "Do what preflight says; `bloomery preflight RUN --long` on the node lets it back.",
     Cause.UNKNOWN: "Read the logs of the rank that ended first.",
 }
 

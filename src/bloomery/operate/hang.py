@@ -157,7 +157,10 @@ def _summary(
     waiting: Sequence[int],
 ) -> str:
     if not beats:
-        return "no rank of this attempt writes heartbeats any more: another start may have taken the run"
+        return (
+            "no rank of this attempt writes a heartbeat: all hang before their first one, or another start "
+            "may have taken the run"
+        )
     if not culprits:
         where = places[waiting[0]].where
         return f"all ranks wait in {where}, and none is missing: the network or its library hangs"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -87,9 +88,12 @@ def refuse_quarantined(host: str, rundir: RunDirectory, loaded: LoadedRecipe) ->
     """Raise NodeInQuarantine where this node is in quarantine."""
     node = Exclusions.of(rundir, loaded.recipe.submit).nodes().get(host)
     if node is not None:
+        run = shlex.quote(str(rundir.path))
+        run = run if rundir.recipe.exists() else f"RECIPE --run {run}"
         raise NodeInQuarantine(
             f"This node is in quarantine: {node}.",
-            remedy="Nothing was started. `bloomery preflight` with --long there, or --release, lets it back.",
+            remedy=f"Nothing was started. `bloomery preflight {run} --long` there lets it back, or `bloomery "
+            f"preflight {run} --release {host}`.",
         )
 
 

@@ -62,12 +62,21 @@ class ProgressWatch:
         interval_s = max((interval_of(beat.world) for beat in beats.values()), default=0.0)
         now = self._clock.look(most_s=max(_COUNTED_SHARE * self._limits.silence_s, interval_s))
         self._seen = observe_ranks(self._seen, beats, now=now)
+        if not self._seen:
+            return self._without_word(now)
         standstill = judge_progress(self._seen, now=now, limits=self._limits, measured_s=measured_s)
         if standstill is None or not standstill.silent or takes_heartbeats(self._rundir):
             return standstill
         for rank in standstill.silent:
             self._seen[rank] = replace(self._seen[rank], written_s=now, moved_s=now)
         return None
+
+    def _without_word(self, now: float) -> Standstill | None:
+        """Return why ranks that have never written a heartbeat stand still, in their imports for instance."""
+        allowed_s = self._limits.unmeasured_s
+        if now <= allowed_s or not takes_heartbeats(self._rundir):
+            return None
+        return Standstill(kind="silent", silent=(), still_s=now, allowed_s=allowed_s)
 
     def longest_turns(self, measured_s: Mapping[str, float]) -> dict[str, float]:
         """Return the longest turn of each activity in this attempt and those before it, in seconds."""

@@ -14,6 +14,7 @@ from bloomery.events.heartbeat import RankActivity, RankBeat, has_died_here, rea
 from bloomery.events.journal import read_tail
 from bloomery.events.run_directory import RunDirectory
 from bloomery.events.switches import Switches, note_of
+from bloomery.operate.diagnosis import Cause
 from bloomery.operate.ledger.operations import time_of
 from bloomery.operate.schedulers.interface import JobState, QueuedJob
 from bloomery.operate.standstill import RankObservation, Standstill, StandstillLimits, judge_progress
@@ -29,7 +30,7 @@ _FRESH_S = 120.0
 _ENDING_S = 2.0
 """The seconds after a job's recorded end for which its processes may still write."""
 _SKEW_S = 60.0
-"""The most seconds that the scheduler's clock is ahead."""
+"""The most seconds by which the clocks of the scheduler and of nodes differ."""
 
 
 class RunStatus(StrEnum):
@@ -74,7 +75,7 @@ class RunObservation:
     ranks: the newest heartbeat of each rank, as `RankObservation` in seconds of `now`.
     now: the moment of the observation, in seconds.
     last: the last `start` or `end` in the first rank's journal, or {}.
-    attempt: what operations.jsonl tells of the last attempt after its start, as `_last_attempt` has it.
+    attempt: what operations.jsonl tells of how the last attempt ended, as `_last_attempt` has it.
     begun: the last `attempt` there, where nothing says that it has ended, or {}. Heartbeats of ranks that it
         has replaced are not among `ranks`.
     switch: the armed stop switch and who armed it; "" where it is not armed.
@@ -130,7 +131,7 @@ def observe_run(
         last = {}
         for event in read_tail(rundir.journal(), most_bytes=_TAIL_BYTES, named=("start", "end")):
             last = event
-    attempt, begun = _last_attempt(rundir)
+    attempt, begun = _last_attempt(rundir, last)
     armed = Switches([rundir.control_dir, *switches]).armed("stop")
     note = f" ({note_of(armed)})" if armed and note_of(armed) else ""
     ranks = {
@@ -155,11 +156,14 @@ def observe_run(
     )
 
 
-def _last_attempt(rundir: RunDirectory) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the fields of the last attempt's `attempt_end` and `diagnosis`, or {}; and its `attempt`.
+def _last_attempt(rundir: RunDirectory, last: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return how the last attempt ended, and its `attempt` record while it has not ended; {} for what is not.
 
-    The second is {} where the attempt has ended. In the first, `cancelled` is there where a job was
-    cancelled since the launcher of that attempt began.
+    How it ended are the fields of its `attempt_end` and `diagnosis`, with `cancelled` where a job was
+    cancelled since the launcher of that attempt began. It is {} where the run has begun again without an
+    attempt. A start that was refused because another process trains the run is no attempt.
+
+    last: the newest `start` or `end` of the journal.
     """
     attempt: dict[str, Any] = {}
     begun: dict[str, Any] = {}
@@ -171,8 +175,14 @@ def _last_attempt(rundir: RunDirectory) -> tuple[dict[str, Any], dict[str, Any]]
         elif event["event"] == "attempt":
             before, launcher = launcher, str(event.get("attempt")).rpartition("-")[0]
             attempt, begun, cancelled = {}, event, cancelled and launcher == before
+        elif event.get("cause") == Cause.RUN_BUSY:
+            attempt, begun = {}, {}
         else:
-            attempt, begun = {**attempt, **event}, {}
+            is_another = event.get("attempt") != attempt.get("attempt")
+            attempt, begun = {**({} if is_another else attempt), **event}, {}
+    ended, since = time_of(attempt), time_of(last)
+    if ended is not None and since is not None and ended < since - _SKEW_S:
+        return {}, begun
     return attempt | ({CANCELLED: True} if cancelled else {}), begun
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
@@ -32,6 +33,10 @@ from bloomery.operate.schedulers.machine import OneMachine
 from bloomery.operate.schedulers.slurm import Slurm
 
 log = logging.getLogger(__name__)
+
+_SLOW_S, _SPARED_S = 10.0, 45.0
+_silent: dict[str, tuple[float, BloomeryError]] = {}
+"""Until when a kind of scheduler is not asked again, and what it said last."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,10 +149,32 @@ def jobs_of_run(rundir: RunDirectory, recipe: Recipe) -> tuple[Sequence[QueuedJo
     """
     run = rundir.path.absolute()
     try:
-        return scheduler_of(recipe.submit, run).jobs(name=recipe.run.name, run=run), ""
+        return asked_jobs(scheduler_of(recipe.submit, run), name=recipe.run.name, run=run), ""
     except BloomeryError as refused:
         needs_answer = was_submitted(rundir) or recipe.submit.scheduler != "auto"
         return (), refused.message if needs_answer else ""
+
+
+def asked_jobs(scheduler: Scheduler, *, name: str, run: Path) -> Sequence[QueuedJob]:
+    """Return the jobs of a run. Raises BloomeryError.
+
+    A scheduler that took long to say nothing is not asked again for some time, for other runs neither: who
+    looks at twenty runs would wait for twenty minutes.
+    """
+    kind = type(scheduler).__name__
+    until, refused = _silent.get(kind, (0.0, None))
+    if refused is not None and time.monotonic() < until:
+        raise refused
+    began = time.monotonic()
+    try:
+        jobs = scheduler.jobs(name=name, run=run)
+    except BloomeryError as silent:
+        now = time.monotonic()
+        if now - began > _SLOW_S:
+            _silent[kind] = (now + _SPARED_S, silent)
+        raise
+    _silent.pop(kind, None)
+    return jobs
 
 
 def nodes_of(section: SubmitSection, parallel: ParallelSection) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import threading
@@ -144,6 +145,22 @@ def test_a_note_has_its_author_and_a_chronicle_of_nothing_is_none(
         ("note", "c", "somebody", 0, 0),
         ("note", "d", "somebody", 0, 0),
     ]
+
+
+def test_a_note_that_the_disk_does_not_take_is_no_success(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(file: int, content: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    run = RunDirectory(tmp_path).create()
+    with monkeypatch.context() as patch:
+        patch.setattr("bloomery.events.journal.os.write", full)
+        with pytest.raises(StorageError, match=r"operations\.jsonl: No space left on device"):
+            add_note(run, "node7 went back")
+    assert caplog.messages == [], "no training goes on here"
+    add_note(run, "it is back")
+    assert [event["text"] for event in read_journal(run.operations)] == ["it is back"]
 
 
 def test_a_new_chronicle_ends_with_room_for_notes_by_hand_and_a_refusal_is_told(

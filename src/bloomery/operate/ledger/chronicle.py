@@ -56,7 +56,7 @@ def write_chronicle(rundir: RunDirectory, *, now: float | None = None) -> Path |
 
 def add_note(rundir: RunDirectory, text: str, *, by: str = "") -> None:
     """Record a person's note; the chronicle shows it at its time. Raises StorageError."""
-    with Journal(rundir.operations, is_shared=True) as journal:
+    with Journal(rundir.operations, is_shared=True, is_needed=True) as journal:
         journal.write("note", incarnation=0, step=0, text=text, by=by or _user())
 
 
