@@ -208,6 +208,13 @@ def test_the_help_of_prune_names_all_objects_that_it_prints(capsys: pytest.Captu
     assert "and one for each upload that was cut short" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.parametrize("command", ["list", "prune", "backup"])
+def test_a_checkpoint_in_the_place_of_its_run_is_told_as_one(command: str, rundir: RunDirectory):
+    with pytest.raises(CheckpointError, match=r"i002 is a checkpoint, and a run is wanted here") as refused:
+        run([command, str(rundir.checkpoints / "step-000015.i002")])
+    assert refused.value.remedy == f"Give its run: {rundir.path}."
+
+
 def test_a_copy_goes_to_a_url_and_comes_back_as_a_run(rundir: RunDirectory, tmp_path: Path, capsys):
     rundir.recipe.write_text(RECIPE)
     url = f"file://{tmp_path}/elsewhere"

@@ -128,7 +128,7 @@ def test_a_start_is_refused_without_its_packages_its_directory_or_its_data(
         refuse_early(loaded, run)
     assert not run.exists(), "a look makes nothing"
     (run / "data").mkdir(parents=True)
-    (run / "data" / "prepared.json").touch()
+    (run / "data" / "tokenizer.json").touch()
     refuse_early(loaded, run)  # the start decides whether the run needs its text
 
 

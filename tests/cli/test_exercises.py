@@ -243,8 +243,9 @@ def test_a_drill_ends_well_only_where_each_fault_was_survived(
     results = [
         DrillResult(fault=DrillFault.KILL, survived=it, phases=RecoveryPhases(noticed=2.0)) for it in survived
     ]
+    words = ["demo", "train.micro_batch=2", "--faults", "kill"]
     monkeypatch.setattr("bloomery.operate.drill.exercise.exercise", lambda plan, *, say: iter(results))
-    assert drill.run(["demo", "--faults", "kill", "--run", str(tmp_path / "run"), "--json"]) == status
+    assert drill.run([*words, "--run", str(tmp_path / "run"), "--json"]) == status
     assert json.loads(capsys.readouterr().out)["survived"] == sum(survived)
 
 

@@ -119,6 +119,13 @@ OTHERS = [
     (("ckpt", "lst"), "Did you mean `bloomery ckpt list`?"),
     (("ckpt", "list", "runs/none"), "is neither a run directory nor a checkpoint"),
     (("ckpt", "verify", "notes"), "is neither a run directory nor a checkpoint"),
+    (("drill", "nothing"), "there is no recipe of this name"),
+    (("drill", "demo", "optim.lr=3"), "there is no such setting"),
+    (
+        ("drill", "demo", "data.sources=none.txt", "--nproc", "1", "--faults", "kill"),
+        "does not exist (looked for",
+    ),
+    (("drill", "demo", "--nproc", "3", "--faults", "kill"), "is not divisible by micro-batch 4"),
     (("generate", "runs/none"), "is neither a run directory nor a checkpoint"),
     (("generate", "runs/none", "--temperature", "-1"), "is not a temperature"),
     (("evaluate", "notes"), "is neither a run directory nor a checkpoint"),

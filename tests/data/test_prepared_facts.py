@@ -17,14 +17,15 @@ from bloomery.data import prepare_build
 from bloomery.data.documents import BadDocuments
 from bloomery.data.indexed import IndexedDataset, IndexedWriter
 from bloomery.data.pair_files import bin_path
-from bloomery.data.prepare import Prepared, PreparedDataset, prepare
+from bloomery.data.prepare import Prepared, PreparedDataset, prepare, prepare_run
 from bloomery.data.prepare_build import build_in
 from bloomery.data.sources import documents_of, find_files
 from bloomery.data.streaming import CacheLocation
 from bloomery.data.tokenize_corpus import Pair, TokenizeSummary
 from bloomery.data.tokenize_worker import Job
 from bloomery.data.tokenizer import train_tokenizer
-from bloomery.errors import DataError
+from bloomery.errors import DataError, OriginGone
+from bloomery.events.records import ignore_progress
 
 EOD = "<|endoftext|>"
 
@@ -276,6 +277,28 @@ def test_datasets_that_are_tokens_already_are_told_as_the_recipe_names_them(
     bin_path(two).write_bytes(bin_path(two).read_bytes() + b"more")
     with pytest.raises(DataError, match="longer than its index says"):
         prepare(data, tmp_path / "run")
+
+
+def test_a_run_on_datasets_keeps_its_tokenizer_and_goes_on_without_the_file_of_before(
+    tokenizer: Path, tmp_path: Path
+) -> None:
+    datasets = (DatasetSection(name="first", path=str(pair(tmp_path / "a", 9))),)
+    elsewhere = tmp_path / "mine.json"
+    elsewhere.write_bytes(tokenizer.read_bytes())
+    data = DataSection(sequence_length=8, tokenizer=str(elsewhere), datasets=datasets)
+    run, own = tmp_path / "run", tmp_path / "run" / "tokenizer.json"
+    first = prepare_run(data, run, progress=ignore_progress, is_trained_on=False)
+    assert first.tokenizer_path == elsewhere and own.read_bytes() == elsewhere.read_bytes()
+    elsewhere.write_bytes(elsewhere.read_bytes() + b"\n")
+    prepare_run(data, run, progress=ignore_progress, is_trained_on=True)
+    assert own.read_bytes() == tokenizer.read_bytes(), "a model was trained with this one"
+    prepare_run(data, run, progress=ignore_progress, is_trained_on=False)
+    assert own.read_bytes() == elsewhere.read_bytes(), "nothing was trained with the one of before"
+    own.write_bytes(tokenizer.read_bytes())
+    elsewhere.unlink()
+    assert prepare(data, run) == replace(first, tokenizer_path=own)
+    with pytest.raises(OriginGone, match=r"mine\.json: No such file"):
+        prepare(data, tmp_path / "new")
 
 
 @pytest.mark.parametrize("cache", ["", "~/fast"])

@@ -18,7 +18,13 @@ from bloomery.errors import BloomeryError, TrainingFailed
 from bloomery.events.run_directory import RunDirectory
 from bloomery.operate import submission
 from bloomery.operate.exclusions import Exclusions, QuarantinedNode
-from bloomery.operate.schedulers.interface import JobRequest, JobState, QueuedJob, SchedulerError
+from bloomery.operate.schedulers.interface import (
+    JobRequest,
+    JobState,
+    QueuedJob,
+    SchedulerError,
+    SchedulerSilent,
+)
 from bloomery.operate.schedulers.kubernetes import Kubernetes
 from bloomery.operate.schedulers.machine import OneMachine
 from bloomery.operate.schedulers.slurm import Slurm
@@ -158,7 +164,11 @@ def test_what_the_scheduler_refuses_leaves_the_submission_that_queued_jobs_go_on
     first, second = (Submission(recipe="demo", overrides=(word,), directory="/") for word in ("a=1", "b=2"))
     with pytest.raises(SchedulerError), kept_if_queued(run, first):
         raise SchedulerError("no such partition")
-    assert kept_submission(run) == first, "there was none before"
+    with pytest.raises(TrainingFailed, match="was never submitted"):
+        kept_submission(run)
+    with pytest.raises(SchedulerSilent), kept_if_queued(run, first):
+        raise SchedulerSilent("it may have queued the job")
+    assert kept_submission(run) == first
     with pytest.raises(SchedulerError), kept_if_queued(run, second):
         assert kept_submission(run) == second, "a job may start at once"
         raise SchedulerError("no such partition")

@@ -22,6 +22,7 @@ from bloomery.operate.schedulers.interface import (
     QueuedJob,
     SchedulerError,
     SchedulerNode,
+    SchedulerSilent,
 )
 from bloomery.operate.schedulers.kubernetes import Kubernetes
 from bloomery.operate.schedulers.kubernetes_manifest import _dns, _quoted, manifest
@@ -196,6 +197,18 @@ def test_a_scheduler_that_is_missing_or_refuses_without_an_error_text_is_told(
         Slurm().nodes()
     with pytest.raises(SchedulerError, match="Kubernetes refused kubectl get: one; two"):
         Kubernetes().nodes()
+    refused.stderr = "sbatch: fatal: Could not establish a configuration source"
+    for ask in (Slurm().nodes, lambda: Slurm()._run("sbatch")):
+        with pytest.raises(SchedulerError) as unreached:
+            ask()
+        assert unreached.value.remedy.endswith("can be reached: scontrol ping.")
+    refused.stderr = "sbatch: error: Batch job submission failed: Requested time limit is invalid"
+    with pytest.raises(SchedulerError) as wrong:
+        Slurm()._run("sbatch")
+    assert "in [submit]" in wrong.value.remedy and not isinstance(wrong.value, SchedulerSilent)
+    refused.stderr = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation"
+    with pytest.raises(SchedulerSilent):
+        Slurm()._run("sbatch")
     refused.stderr = "why\n"  # what was done before it failed is not what is to be told
     with pytest.raises(SchedulerError, match=r"SLURM refused sinfo: why\n"):
         Slurm().nodes()
@@ -206,9 +219,9 @@ def test_a_scheduler_that_is_missing_or_refuses_without_an_error_text_is_told(
     def late(seconds: float) -> None:
         raise subprocess.TimeoutExpired("x", seconds)
 
-    with pytest.raises(SchedulerError, match="SLURM has not answered sinfo for 60 s"):
+    with pytest.raises(SchedulerSilent, match="SLURM has not answered sinfo for 60 s"):
         Slurm().nodes()
-    with pytest.raises(SchedulerError, match="Kubernetes has not answered kubectl get for 60 s"):
+    with pytest.raises(SchedulerSilent, match="Kubernetes has not answered kubectl get for 60 s"):
         Kubernetes().nodes()
 
 

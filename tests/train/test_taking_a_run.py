@@ -44,9 +44,13 @@ def taking(
     monkeypatch.setattr(assemble, "lock_run", lock_run)
     monkeypatch.setattr(assemble, "changes_of", lambda *told: calls.append(("changes",)) or "the changes")
     monkeypatch.setattr(assemble, "refuse_changed_url", lambda *told: calls.append(("url", *told)))
-    monkeypatch.setattr(
-        assemble, "prepare", lambda *told, **more: calls.append(("prepare", *told, more)) or "prepared"
-    )
+    for name in ("prepare_run", "prepare_after_first"):
+
+        def prepared(*told: Any, name: str = name, **more: Any) -> str:
+            calls.append((name, *told, more))
+            return "prepared"
+
+        monkeypatch.setattr(assemble, name, prepared)
     monkeypatch.setattr(
         assemble, "progress_with_ticks", lambda progress, *ticks: ("ticks", progress, len(ticks))
     )
@@ -80,7 +84,7 @@ def test_a_run_is_locked_until_its_end_before_its_recipe_is_compared_and_its_dat
         ("changes",),
         ("url", rundir, recipe.checkpoint),
         (
-            "prepare",
+            "prepare_run",
             recipe.data,
             rundir.data,
             {"progress": ("ticks", "progress", 2), "is_trained_on": is_trained_on},
@@ -95,7 +99,7 @@ def test_a_run_whose_checkpoints_are_elsewhere_may_have_trained_on_its_data(
 ) -> None:
     monkeypatch.setattr(assemble, "checkpoints", lambda run: ())
     taking(calls, rundir, Mesh(device=CPU), "checkpoint.url=s3://bucket/run", monkeypatch=monkeypatch)
-    (prepared,) = [call for call in calls if call[0] == "prepare"]
+    (prepared,) = [call for call in calls if call[0] == "prepare_run"]
     assert prepared[-1]["is_trained_on"] is True
 
 
@@ -108,7 +112,7 @@ def test_the_other_ranks_find_the_data_prepared_and_make_a_directory_of_their_ow
         calls, rundir, Others(device=CPU, rank=1, world=2), f"checkpoint.url={url}", monkeypatch=monkeypatch
     )
     assert taken == (SettingChanges(), "prepared")
-    assert calls[0] == ("prepare", calls[-1][1].data, rundir.data, {}) and len(calls) == 2
+    assert calls[0] == ("prepare_after_first", calls[-1][1].data, rundir.data, {}) and len(calls) == 2
     assert rundir.control_dir.exists() is bool(url)
 
 

@@ -60,6 +60,7 @@ def run(arguments: list[str]) -> int:
     faults = list(_faults(options))
     _refuse_what_needs_root(faults)
     _refuse_what_is_of_one_machine(faults, options, nodes)
+    _refuse_wrong_recipe(options, ranks=options.nproc * nodes.count)
     with ExitStack() as stack:
         # The ranks and the scratch directory shall not outlive a drill that is asked to end.
         before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
@@ -169,6 +170,21 @@ def _faults(options: Namespace) -> Iterator[DrillFault]:
         return
     for _ in range(options.rounds):
         yield from options.faults
+
+
+def _refuse_wrong_recipe(options: Namespace, *, ranks: int) -> None:
+    """Raise what the start of the run would, before anything is started."""
+    from bloomery.cli.arguments import load_given
+    from bloomery.cli.early_refusals import refuse_missing
+    from bloomery.config.validate import check_recipe
+    from bloomery.plan.ranks import degrees_of, wrong_ranks_error
+
+    loaded = load_given(options.recipe, [*options.overrides, *WITHIN_ITS_DIRECTORY])
+    degrees = degrees_of(loaded.recipe.parallel, world=ranks)
+    if degrees is None:
+        raise wrong_ranks_error(loaded.recipe.parallel, world=ranks)
+    check_recipe(loaded.recipe, loaded.sources, data_degree=degrees.data)
+    refuse_missing(loaded.recipe.data)
 
 
 def _refuse_what_needs_root(faults: Sequence[DrillFault]) -> None:

@@ -17,6 +17,7 @@ from bloomery.data.documents import NAME_THE_FIELD, BadDocuments
 from bloomery.data.pair_files import bin_path, idx_path
 from bloomery.data.readers import LINES, SourceFile
 from bloomery.data.sources import find_files, read_documents
+from bloomery.data.tokenizer_files import tokenizer_in
 from bloomery.errors import ConfigError, DataError, OriginGone, StorageError
 from bloomery.events.run_directory import RunDirectory
 from bloomery.train.trackers import refuse_missing_packages
@@ -103,9 +104,7 @@ def refuse_early(loaded: LoadedRecipe, run: Path) -> None:
     try:
         refuse_missing(loaded.recipe.data)
     except OriginGone:
-        from bloomery.data.prepare import MANIFEST
-
-        if not (RunDirectory(run).data / MANIFEST).exists():  # else the start decides what its data are worth
+        if tokenizer_in(RunDirectory(run).data) is None:  # else the start decides if the run has its data
             raise
 
 

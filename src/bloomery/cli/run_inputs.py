@@ -52,6 +52,10 @@ def is_checkpoint(path: Path) -> bool:
 
 def run_directory(path: Path) -> RunDirectory:
     """Return the run directory at a path. Raises CheckpointError where there is none."""
+    if (path / MANIFEST).exists():
+        run = RunDirectory(path.parent.parent)
+        remedy = f"Give its run: {run.path}." if run.exists() else "Give the directory of a run (runs/NAME)."
+        raise CheckpointError(f"{path} is a checkpoint, and a run is wanted here", remedy=remedy)
     rundir = RunDirectory(path)
     if not rundir.exists() and not rundir.checkpoints.is_dir():
         raise CheckpointError(

@@ -21,11 +21,11 @@ from bloomery.data.sources import FoundFiles, SourceHashes, find_files
 from bloomery.data.storage import as_storage_error, locked_directory, write_whole
 from bloomery.data.streaming import CacheLocation, is_elsewhere, is_mirror, mount
 from bloomery.data.tokenizer import find_tokenizer, load_tokenizer, refuse_missing_tokenizer
-from bloomery.data.tokenizer_files import JSON_FILE
-from bloomery.errors import DataError, OriginGone
+from bloomery.data.tokenizer_files import JSON_FILE, MODEL_FILE, is_json, tokenizer_in
+from bloomery.errors import BloomeryError, DataError, OriginGone
 from bloomery.events.records import ProgressCallback, ignore_progress
 
-MANIFEST, _LOCK, _BUILDING, _WANTED = "prepared.json", "prepared.lock", "building", "wanted.json"
+_MANIFEST, _LOCK, _BUILDING, _WANTED = "prepared.json", "prepared.lock", "building", "wanted.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +112,22 @@ def prepare(
     return prepared
 
 
+def prepare_run(
+    data: DataSection, directory: Path, *, progress: ProgressCallback, is_trained_on: bool
+) -> Prepared:
+    """Do what `prepare` does, on the first rank of a run, which then has its tokenizer in `directory`.
+
+    Beside datasets that are tokens already it lies elsewhere, and that file may be moved or removed.
+    """
+    prepared = prepare(data, directory, progress=progress, is_trained_on=is_trained_on)
+    own = tokenizer_in(directory)
+    if prepared.tokenizer_path != own and not (own and is_trained_on):
+        content = prepared.tokenizer_path.read_bytes()
+        durable.make_directory(directory)
+        write_whole(directory / (JSON_FILE if is_json(content) else MODEL_FILE), content)
+    return prepared
+
+
 def prepare_after_first(data: DataSection, directory: Path) -> Prepared:
     """Return what the first rank has prepared; that one knows whether a run was trained on it."""
     try:
@@ -134,7 +150,7 @@ def prepared_of_run(data: DataSection, directory: Path) -> Prepared:
 
 
 def _refuse_other_text(directory: Path, wanted: dict[str, Any]) -> None:
-    manifest = _read(directory / MANIFEST)
+    manifest = _read(directory / _MANIFEST)
     if manifest is not None and manifest.get("wanted") not in (None, wanted):
         raise DataError(
             f"The model was trained on other text, or with another tokenizer, than data.sources gives now; "
@@ -159,7 +175,7 @@ def _tokenised_before(data: DataSection, directory: Path) -> Prepared:
             "data.datasets are token ids already, and data.tokenizer does not say whose.",
             remedy="Set data.tokenizer to the path of the tokenizer.json that made them.",
         )
-    path = find_tokenizer(data.tokenizer)
+    path = _tokenizer_of(data, directory)
     tokenizer = load_tokenizer(path, end_of_document=data.end_of_document_token)
     prefixes = dataset_prefixes(data, directory)
     train = tuple(_given(section, prefixes) for section in data.datasets)
@@ -181,6 +197,19 @@ def _tokenised_before(data: DataSection, directory: Path) -> Prepared:
         fingerprint=digest.hexdigest(),
         reused=True,
     )
+
+
+def _tokenizer_of(data: DataSection, directory: Path) -> Path:
+    """Return the file of the tokenizer; where it is gone, the copy that the run has kept of it."""
+    try:
+        path = find_tokenizer(data.tokenizer)
+        refuse_missing_tokenizer(path)
+    except BloomeryError:
+        own = tokenizer_in(directory)
+        if own is None:
+            raise
+        return own
+    return path
 
 
 def dataset_prefixes(data: DataSection, directory: Path) -> dict[str, Path]:
@@ -265,7 +294,7 @@ def _found_again(
     wanted: sources and settings, as the manifest notes them; None accepts data that were made from any.
     """
     try:
-        manifest = json.loads((directory / MANIFEST).read_bytes())
+        manifest = json.loads((directory / _MANIFEST).read_bytes())
         fits = manifest["format"] == FORMAT and wanted in (None, manifest["wanted"])
         whole = all((directory / name).stat().st_size == size for name, size in manifest["files"].items())
         refused = wanted is not None and data.bad_documents == "fail" and manifest["bad_documents"]
@@ -316,20 +345,20 @@ def _build(
     manifest = _built(data, building, directory)
     if manifest is None:
         manifest = build_in(building, data, files, wanted, progress=progress)
-        write_whole(building / MANIFEST, json.dumps(manifest, indent=1).encode())
+        write_whole(building / _MANIFEST, json.dumps(manifest, indent=1).encode())
     with as_storage_error(directory):
-        (directory / MANIFEST).unlink(missing_ok=True)
+        (directory / _MANIFEST).unlink(missing_ok=True)
         durable.sync_directory(directory)
         for name in manifest["files"]:
             if (building / name).exists():  # otherwise an interrupted start moved it
                 durable.replace(building / name, directory / name)
-    write_whole(directory / MANIFEST, json.dumps(manifest, indent=1).encode())
+    write_whole(directory / _MANIFEST, json.dumps(manifest, indent=1).encode())
     shutil.rmtree(building, ignore_errors=True)
 
 
 def _built(data: DataSection, building: Path, directory: Path) -> dict[str, Any] | None:
     """Return the manifest of what an interrupted start made, if its files are whole in either directory."""
-    manifest = _read(building / MANIFEST)
+    manifest = _read(building / _MANIFEST)
     try:
         if manifest is None or (data.bad_documents == "fail" and manifest["bad_documents"]):
             return None

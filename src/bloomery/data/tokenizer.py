@@ -33,7 +33,7 @@ from bloomery.data.tokenizer_engines import (
     probe_texts,
     unproven,
 )
-from bloomery.data.tokenizer_files import JSON_FILE, MODEL_FILE, tokenizer_in
+from bloomery.data.tokenizer_files import JSON_FILE, MODEL_FILE, is_json, tokenizer_in
 from bloomery.errors import DataError, OriginGone
 
 _PIECE = 1 << 18
@@ -227,11 +227,10 @@ def load_tokenizer(path: Path, *, end_of_document: str) -> Tokenizer:
 
 
 def _engine(content: bytes, path: Path) -> Any:  # Any: see Tokenizer
-    is_json = content.lstrip()[:1] == b"{"
     try:
-        return Engine.from_buffer(content) if is_json else PieceModel(content)
+        return Engine.from_buffer(content) if is_json(content) else PieceModel(content)
     except (ValueError, RuntimeError) as wrong:
-        why = wrong if is_json else "it is neither JSON nor a model of SentencePiece"
+        why = wrong if is_json(content) else "it is neither JSON nor a model of SentencePiece"
         raise DataError(
             f"{path} is not a tokenizer: {why}.",
             remedy="Give a tokenizer.json of Hugging Face `tokenizers`, or a SentencePiece .model.",

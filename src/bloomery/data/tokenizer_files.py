@@ -19,6 +19,11 @@ def tokenizer_in(directory: Path) -> Path | None:
     return files[0] if files else None
 
 
+def is_json(content: bytes) -> bool:
+    """Whether the file of a tokenizer is a `tokenizer.json`, and not a model of SentencePiece."""
+    return content.lstrip()[:1] == b"{"
+
+
 def local_vocabulary_size(name: str) -> int | None:
     """Return what `Tokenizer.vocabulary_size` is for the value of `data.tokenizer`, without the network.
 

@@ -27,7 +27,13 @@ from bloomery.events.switches import Switches
 from bloomery.operate.exclusions import Exclusions
 from bloomery.operate.job_board import natural_sort_key
 from bloomery.operate.run_state import CANCELLED
-from bloomery.operate.schedulers.interface import JobRequest, QueuedJob, Scheduler, SchedulerError
+from bloomery.operate.schedulers.interface import (
+    JobRequest,
+    QueuedJob,
+    Scheduler,
+    SchedulerError,
+    SchedulerSilent,
+)
 from bloomery.operate.schedulers.kubernetes import Kubernetes
 from bloomery.operate.schedulers.machine import OneMachine
 from bloomery.operate.schedulers.slurm import Slurm
@@ -87,6 +93,7 @@ def kept_if_queued(rundir: RunDirectory, submission: Submission) -> Iterator[Non
     """Keep a submission before its jobs are queued in the block, for they read it when they start.
 
     Where none is queued, the one before it is kept still: jobs of it may run, and submit their successors.
+    Where there was none, the run was not submitted, unless the scheduler may have queued a job unheard.
     """
     before: bytes | None = None
     with suppress(OSError):
@@ -96,10 +103,12 @@ def kept_if_queued(rundir: RunDirectory, submission: Submission) -> Iterator[Non
         yield
     except PartlyQueued:
         raise
-    except BloomeryError:
-        if before is not None:
-            with suppress(OSError):  # what the scheduler says is the error to tell
+    except BloomeryError as refused:
+        with suppress(OSError):  # what the scheduler says is the error to tell
+            if before is not None:
                 durable.write_whole(_record(rundir), before)
+            elif not isinstance(refused, SchedulerSilent):
+                _record(rundir).unlink(missing_ok=True)
         raise
 
 

@@ -18,7 +18,7 @@ from bloomery.config.load import LoadedRecipe
 from bloomery.config.parallel import SPLIT_BACKWARD
 from bloomery.config.recipe import Recipe
 from bloomery.config.resume import SettingChanges
-from bloomery.data.prepare import Prepared, prepare, prepare_after_first
+from bloomery.data.prepare import Prepared, prepare_after_first, prepare_run
 from bloomery.errors import RunBusy
 from bloomery.events.heartbeat import Heartbeat, RankActivity
 from bloomery.events.journal import Journal
@@ -186,10 +186,9 @@ def _take_and_prepare(
         changes = changes_of(loaded, rundir)
         refuse_changed_url(rundir, loaded.recipe.checkpoint)
         with options.data_progress() as progress:
-            report_progress = progress_with_ticks(progress, tick, heartbeat.tick)
+            ticking = progress_with_ticks(progress, tick, heartbeat.tick)
             is_trained_on = bool(loaded.recipe.checkpoint.url or checkpoints(rundir))
-            prepared = prepare(section, rundir.data, progress=report_progress, is_trained_on=is_trained_on)
-            return changes, prepared
+            return changes, prepare_run(section, rundir.data, progress=ticking, is_trained_on=is_trained_on)
 
     # The other ranks wait here: they must find the data prepared, and must not race for the directory.
     begun = mesh.run_on_rank_zero(begin, doing="preparing the data")

@@ -125,7 +125,13 @@ def remote_source(url: str) -> Source:
     return unmarked[-1]
 
 
-_SMALL_FILES = ("recipe.toml", "sources.toml", "data/tokenizer.json", "data/prepared.json")
+_SMALL_FILES = (
+    "recipe.toml",
+    "sources.toml",
+    "data/tokenizer.json",
+    "data/tokenizer.model",
+    "data/prepared.json",
+)
 _DATA = "data"
 _LOGS = (
     *("journal", "logs", "tensorboard", "stacks"),

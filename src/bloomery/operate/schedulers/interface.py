@@ -19,6 +19,10 @@ class SchedulerError(BloomeryError):
     """The scheduler refused, is missing, or did not answer."""
 
 
+class SchedulerSilent(SchedulerError):
+    """The scheduler did not answer in time: it may have done what it was asked for all the same."""
+
+
 class JobState(StrEnum):
     """The states of a job that bloomery tells apart."""
 

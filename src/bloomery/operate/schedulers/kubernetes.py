@@ -16,6 +16,7 @@ from bloomery.operate.schedulers.interface import (
     QueuedJob,
     SchedulerError,
     SchedulerNode,
+    SchedulerSilent,
 )
 from bloomery.operate.schedulers.kubernetes_manifest import HOSTNAME, RUN_LABEL, manifest, run_label
 
@@ -99,7 +100,7 @@ class Kubernetes:
                 remedy="Install it, or write submit.scheduler=machine.",
             ) from missing
         except subprocess.TimeoutExpired as late:
-            raise SchedulerError(
+            raise SchedulerSilent(
                 f"Kubernetes has not answered kubectl {command[0]} for {_ANSWER_S:.0f} s.",
                 remedy="Look whether the cluster is up: kubectl cluster-info.",
             ) from late

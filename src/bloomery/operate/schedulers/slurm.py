@@ -18,6 +18,7 @@ from bloomery.operate.schedulers.interface import (
     QueuedJob,
     SchedulerError,
     SchedulerNode,
+    SchedulerSilent,
 )
 
 _ANSWER_S = 60.0
@@ -150,13 +151,14 @@ class Slurm:
                 remedy="Log in to a node of the cluster, or write submit.scheduler=machine.",
             ) from missing
         except subprocess.TimeoutExpired as late:
-            raise SchedulerError(
+            raise SchedulerSilent(
                 f"SLURM has not answered {command[0]} for {_ANSWER_S:.0f} s.",
                 remedy="Look whether slurmctld is up: scontrol ping.",
             ) from late
         if done.returncode:
             error_text = (done.stderr.strip() or done.stdout.strip()).replace("\n", "; ")
-            raise SchedulerError(f"SLURM refused {command[0]}: {error_text}", remedy=_remedy(error_text))
+            kind = SchedulerSilent if "timed out" in error_text else SchedulerError
+            raise kind(f"SLURM refused {command[0]}: {error_text}", remedy=_remedy(command[0], error_text))
         return done.stdout
 
 
@@ -241,13 +243,19 @@ def _seconds(text: str) -> float | None:
     return min((moment for moment in moments if time.localtime(moment)[:6] == parts[:6]), default=moments[-1])
 
 
-def _remedy(error_text: str) -> str:
+_UNREACHED = re.compile(r"configuration source|slurm controller|[Tt]imed out|onnection refused")
+"""Texts in errors of SLURM's commands where the cluster did not hear them."""
+
+
+def _remedy(command: str, error_text: str) -> str:
     if "Invalid account" in error_text:
         return "Name an account that you may use: submit.account=…; sacctmgr show associations lists them."
     if "invalid partition" in error_text.lower():
         return "Name a partition of this cluster: submit.partition=…; sinfo lists them."
     if "Invalid job id" in error_text:
         return "The job has ended; `bloomery status` shows what is there."
+    if command != "sbatch" or _UNREACHED.search(error_text):
+        return "Look from this machine whether SLURM's controller can be reached: scontrol ping."
     return "Correct what it names in [submit]; `--dry-run` prints the script."
 
 
