@@ -34,3 +34,4 @@ def test_a_rewind_goes_to_the_samples_of_its_own_run(line: int, back: int) -> No
     assert found.verdict.skip == range(10 * step, 10 * step), "a first rewind leaves nothing out"
     assert isinstance(found.again, Rewind) and found.again.skip.start == 10 * step
     assert found.again.skip.stop == 10 * line + section.spike_skip_steps * 10
+    assert "It came again after the same steps were made again. " in found.again.reason

@@ -33,12 +33,12 @@ def test_an_epoch_that_ends_before_the_first_step_is_no_milestone() -> None:
 
 def test_changes_of_a_run_of_peers_come_when_all_of_them_have_read_so_many_samples() -> None:
     ramp_up = ("train.global_batch=8", "train.micro_batch=1", "train.ramp_up=[4,4,81]")
-    changes = ("train.micro_batch_changes=[[129,2]]", "train.precision=fp32")
-    later = "train.precision_changes=[[193,'bf16']]"
+    changes = ("train.micro_batch_changes=[[121,2]]", "train.precision=fp32")
+    later = "train.precision_changes=[[185,'bf16']]"
     told = {event.what: event.step for event in planned(*PEERS, *ramp_up, *changes, later).calendar}
     assert told["full batch of 8"] == 11, "ten steps read 80 samples"
-    assert told["micro-batch becomes 2"] == 11 + -(-(129 - 88) // 16)
-    assert told["precision becomes bf16"] == 11 + -(-(193 - 88) // 16)
+    assert told["micro-batch becomes 2"] == 11 + -(-(121 - 88) // 16)
+    assert told["precision becomes bf16"] == 11 + -(-(185 - 88) // 16)
 
 
 def test_the_precision_that_is_left_to_the_machine_is_one_that_it_computes() -> None:
@@ -47,3 +47,19 @@ def test_the_precision_that_is_left_to_the_machine_is_one_that_it_computes() -> 
     assert workload_at_phase(draft.work, phase).precision == "bf16"
     without = replace(A100, accelerator=replace(A100.accelerator, bf16_teraflops=0.0))
     assert workload_at_phase(replace(draft.work, hardware=without), phase).precision == "fp32"
+
+
+def test_a_cooldown_whose_share_no_float_holds_begins_with_its_own_step() -> None:
+    wsd = planned(*STEPS, "schedule.shape=wsd", "schedule.warmup=0", "schedule.cooldown_share=0.9")
+    assert wsd.calendar[0].what == "cooldown begins" and wsd.calendar[0].step == 100
+
+
+def test_a_constant_rate_reaches_no_floor_whatever_its_decay_would_be() -> None:
+    told = planned(*STEPS, "schedule.shape=constant", "schedule.warmup=0", "schedule.decay=900").calendar
+    assert [event.what for event in told] == ["the run ends"]
+
+
+def test_peers_read_the_data_together() -> None:
+    plan = planned(*PEERS, "train.global_batch=4", data_tokens=200 * 512.0)
+    told = {event.what: event.step for event in plan.calendar if event.what.startswith("epoch")}
+    assert told == {f"epoch {number} ends": 25 * number for number in (1, 2, 3, 4)}
