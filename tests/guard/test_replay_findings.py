@@ -1,8 +1,9 @@
-"""Where a replay would have gone back to, in a log that holds another run before."""
+"""Which lines of a log a replay looks at: where a rewind would have gone, and around a resume."""
 
 from __future__ import annotations
 
 from dataclasses import fields
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,8 +11,10 @@ import pytest
 from bloomery.config.checkpoint import GuardSection
 from bloomery.guard.ladder import Ladder
 from bloomery.guard.logs import Columns
-from bloomery.guard.replay import _finding
-from bloomery.guard.verdict import Anomaly, Rewind
+from bloomery.guard.parity import ResumeParity
+from bloomery.guard.replay import _doublings, _finding, _resumes
+from bloomery.guard.trend import Plateau
+from bloomery.guard.verdict import Anomaly, CarryOn, Rewind
 
 
 def columns(count: int) -> Columns:
@@ -35,3 +38,49 @@ def test_a_rewind_goes_to_the_samples_of_its_own_run(line: int, back: int) -> No
     assert isinstance(found.again, Rewind) and found.again.skip.start == 10 * step
     assert found.again.skip.stop == 10 * line + section.spike_skip_steps * 10
     assert "It came again after the same steps were made again. " in found.again.reason
+
+
+def test_a_resume_is_judged_with_the_last_lines_before_its_first_step_and_as_many_after() -> None:
+    steps = np.array([*range(1, 201), *range(151, 251)], dtype=np.float64)
+    resumed = np.where(np.arange(300) == 200, 1.0, 0.0)
+    values = {field.name: np.zeros(300) for field in fields(Columns)} | {"step": steps, "resumed": resumed}
+    judged: list[object] = []
+
+    class Recorder(ResumeParity):
+        def judge(self, history: Any, report: Any) -> Any:
+            judged.append(report.step)
+            return history, CarryOn(judged_step=report.step)
+
+        def resumed(self, history: Any) -> Any:
+            judged.append("resumed")
+            return history
+
+    told = [line for line, _ in _resumes(Recorder(), Columns(**values))]
+    assert judged == [*range(101, 151), "resumed", *range(151, 201)]
+    assert told == list(range(200, 250)), "lines before the resume are not judged again"
+
+
+def test_doublings_that_are_added_at_once_are_those_of_line_by_line() -> None:
+    steps = np.array([*range(1, 41), *range(33, 61)], dtype=np.float64)
+    losses, rates, refused = 100.0 - steps, 0.5 / steps, np.zeros(len(steps))
+    refused[[20, 50]], losses[[25, 55]], rates[60] = 1.0, np.nan, 4.0
+    values = {field.name: np.zeros(len(steps)) for field in fields(Columns)}
+    values |= {"step": steps, "loss": losses, "refused": refused, "learning_rate": rates}
+    kept: list[Any] = []
+
+    class Recorder(Plateau):
+        def judge(self, history: Any, report: Any) -> Any:
+            history, verdict = super().judge(history, report)
+            kept.append(history)
+            return history, verdict
+
+        def absorbed(self, history: Any, **told: Any) -> Any:
+            kept.append(super().absorbed(history, **told))
+            return kept[-1]
+
+    guard, rows = Recorder(), Columns(**values)
+    list(_doublings(guard, rows))
+    at_once, history = kept[-1], guard.fresh()
+    for line in range(len(rows)):
+        history, _ = guard.judge(history, rows.report(line))
+    assert at_once == history and history["count"] == 26 and history["peak_rate"] == 4.0
