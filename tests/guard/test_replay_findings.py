@@ -7,12 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.guard.reports import noisy
 
 from bloomery.config.checkpoint import GuardSection
+from bloomery.guard import replay
 from bloomery.guard.ladder import Ladder
 from bloomery.guard.logs import Columns
 from bloomery.guard.parity import ResumeParity
-from bloomery.guard.replay import _doublings, _finding, _resumes
+from bloomery.guard.replay import _doublings, _finding, _resumes, _spikes, replay_columns
+from bloomery.guard.spike import SpikeGuard
 from bloomery.guard.trend import Plateau
 from bloomery.guard.verdict import Anomaly, CarryOn, Rewind
 
@@ -84,3 +87,40 @@ def test_doublings_that_are_added_at_once_are_those_of_line_by_line() -> None:
     for line in range(len(rows)):
         history, _ = guard.judge(history, rows.report(line))
     assert at_once == history and history["count"] == 26 and history["peak_rate"] == 4.0
+
+
+def test_blocks_of_calm_losses_leave_the_past_that_their_lines_leave() -> None:
+    steps = np.arange(1, 1201, dtype=np.float64)
+    rates = 1e-3 * np.where(steps < 700, 1.0, 0.4) * np.where(steps > 913, 3.0, 1.0) * 0.9998**steps
+    values = {field.name: np.zeros(1200) for field in fields(Columns)} | {"peers": np.ones(1200)}
+    values |= {"step": steps, "loss": np.array(noisy(1200)), "learning_rate": rates}
+    values["global_batch"] = np.where(steps < 500, 8.0, 16.0)
+    rows, pasts, seen = Columns(**values), dict[int, Any](), dict[int, Any]()
+
+    class Recorder(SpikeGuard):
+        def judged(self, past: Any, report: Any) -> Any:
+            seen[report.step], verdict = super().judged(past, report)
+            return seen[report.step], verdict
+
+        def after_block(self, past: Any, level: Any, *, step: int, **told: Any) -> Any:
+            seen[step], verdict = super().after_block(past, level, step=step, **told)
+            return seen[step], verdict
+
+    guard = SpikeGuard(patience=8)
+    past = guard.begin()
+    for line in range(len(rows)):
+        past, _ = guard.judged(past, rows.report(line))
+        pasts[line + 1] = past
+    told = [line for line, _ in _spikes(Recorder(patience=8), rows)]
+    assert len(told) < 700, "calm lines are judged in blocks"
+    for step, found in seen.items():
+        wanted = pasts[step]
+        assert (found.rate, found.batch, found.blocks) == (wanted.rate, wanted.batch, wanted.blocks), step
+        assert found.excused_until == wanted.excused_until
+
+
+def test_a_machine_of_one_core_judges_many_lines_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "_MANY_LINES", 10)
+    monkeypatch.setattr(replay.os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(replay, "ProcessPoolExecutor", None)
+    assert replay_columns(columns(20), GuardSection()) == []
