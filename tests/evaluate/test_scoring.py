@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,10 @@ from tests.train.test_loop import Start, go
 from bloomery.cli import main
 from bloomery.config.model import ModelSection
 from bloomery.data_loader.batches import MicroBatch
+from bloomery.evaluate import scoring
 from bloomery.evaluate.scoring import (
     DocumentScore,
+    ScoredTokens,
     TokenizedDocument,
     entropy,
     score_documents,
@@ -62,6 +65,28 @@ def test_a_documents_loss_is_that_of_its_windows_one_by_one() -> None:
         sum(score.nats for score in scores) / math.log(2) / together.bytes
     )
     assert math.isnan(scores[2].bits_per_byte)
+
+
+def test_windows_are_computed_few_at_a_time_and_documents_told_as_soon_as_they_are_scored(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows, read = list[int](), list[str]()
+
+    def counted(decoder: Decoder, tokens: torch.Tensor, targets: torch.Tensor) -> ScoredTokens:
+        rows.append(len(tokens))
+        return score_tokens(decoder, tokens, targets)
+
+    def documents() -> Iterator[TokenizedDocument]:
+        for name, length in (("long", 39), ("short", 7), ("last", 1)):
+            read.append(name)
+            yield TokenizedDocument(name, [3] * length, length)
+
+    monkeypatch.setattr(scoring, "score_tokens", counted)
+    scores = score_documents(small(), documents(), opening=[END], end=END, sequence_length=8, rows=2)
+    assert next(scores).name == "long" and read == ["long", "short"]
+    assert [score.name for score in scores] == ["short", "last"] and rows == [2, 2, 2, 1]
+    scores = score_documents(small(), documents(), opening=[END], end=END, sequence_length=8, rows=1)
+    assert next(scores).name == "long" and read[3:] == ["long"]
 
 
 def test_ids_that_open_a_text_are_seen_and_not_scored() -> None:
