@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import queue
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -289,6 +290,19 @@ def test_no_more_is_read_ahead_than_was_asked_for() -> None:
     assert next(ahead) == 0
     assert taken.wait(60), "three wait, and a fourth is made"
     assert list(ahead) == list(range(1, 50)) and made == list(range(50))
+
+
+def test_as_many_items_wait_as_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    places: list[int] = []
+
+    class Queue(queue.Queue[object]):
+        def __init__(self, maxsize: int = 0) -> None:
+            places.append(maxsize)
+            super().__init__(maxsize)
+
+    fake = SimpleNamespace(Queue=Queue, Full=queue.Full, Empty=queue.Empty)
+    monkeypatch.setattr(documents, "queue", fake)
+    assert list(read_ahead(iter(range(9)), count=3, what=str)) == list(range(9)) and places == [3]
 
 
 def test_a_source_that_is_silent_keeps_nobody_waiting_for_its_thread(

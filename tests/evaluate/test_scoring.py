@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,9 +15,12 @@ from tests.train.test_loop import Start, go
 from bloomery.cli import main
 from bloomery.config.model import ModelSection
 from bloomery.data_loader.batches import MicroBatch
+from bloomery.evaluate import scoring
 from bloomery.evaluate.scoring import (
     DocumentScore,
+    ScoredTokens,
     TokenizedDocument,
+    compress,
     entropy,
     score_documents,
     score_tokens,
@@ -62,6 +67,52 @@ def test_a_documents_loss_is_that_of_its_windows_one_by_one() -> None:
         sum(score.nats for score in scores) / math.log(2) / together.bytes
     )
     assert math.isnan(scores[2].bits_per_byte)
+
+
+def test_windows_are_computed_few_at_a_time_and_documents_told_as_soon_as_they_are_scored(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows, read = list[int](), list[str]()
+
+    def counted(decoder: Decoder, tokens: torch.Tensor, targets: torch.Tensor) -> ScoredTokens:
+        rows.append(len(tokens))
+        return score_tokens(decoder, tokens, targets)
+
+    def documents() -> Iterator[TokenizedDocument]:
+        for name, length in (("long", 39), ("short", 7), ("last", 1)):
+            read.append(name)
+            yield TokenizedDocument(name, [3] * length, length)
+
+    monkeypatch.setattr(scoring, "score_tokens", counted)
+    scores = score_documents(small(), documents(), opening=[END], end=END, sequence_length=8, rows=2)
+    assert next(scores).name == "long" and read == ["long", "short"]
+    assert [score.name for score in scores] == ["short", "last"] and rows == [2, 2, 2, 1]
+    scores = score_documents(small(), documents(), opening=[END], end=END, sequence_length=8, rows=1)
+    assert next(scores).name == "long" and read[3:] == ["long"]
+    rows.clear()
+    list(score_documents(small(), documents(), opening=[END], end=END, sequence_length=3))
+    assert rows == [8, 8, 2], "eight at a time where nobody says otherwise"
+
+
+def test_as_many_logits_exist_at_a_time_as_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder, chunks = small(), list[int]()
+
+    def loss(hidden: torch.Tensor, targets: torch.Tensor, *, chunk: int) -> object:
+        chunks.append(chunk)
+        return SimpleNamespace(cross_entropy=torch.tensor(2.0))
+
+    monkeypatch.setattr(decoder, "loss", loss)
+    tokens = torch.tensor([[1, 2, 3, 4]])
+    batch = MicroBatch(tokens=tokens, targets=tokens, documents=None, samples=torch.tensor([0]))
+    for given in ({}, {"chunk": 7}):
+        assert entropy(decoder, [batch], **given).nats == 2.0
+        assert compress(decoder, [batch], text_bytes=3, **given).tokens == 4
+    assert chunks == [1024, 1024, 7, 7]
+
+
+def test_the_sum_of_many_documents_loses_no_small_one() -> None:
+    scores = [DocumentScore(name="", nats=nats, tokens=1, bytes=1) for nats in (2.0**53, 1.0, 1.0)]
+    assert total_score(scores, name="all").nats == 2.0**53 + 2.0
 
 
 def test_ids_that_open_a_text_are_seen_and_not_scored() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from math import inf, isnan, nan
 from pathlib import Path
@@ -342,3 +343,34 @@ def test_a_log_that_was_replaced_is_read_from_its_beginning(tmp_path: Path) -> N
     (tmp_path / "b.log").write_text(line(1, 1.0) * 9 + line(2, 3.0))
     (tmp_path / "b.log").replace(path)
     assert reader.columns().loss.tolist() == [1.0, 3.0]
+
+
+def test_as_many_processes_read_as_were_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.log"
+    path.write_text("".join(f"iteration {step}/ 9 | lm loss: 2.5 |\n" for step in range(1, 7)))
+    monkeypatch.setattr(logs, "CHUNK_BYTES", 40)
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    started: list[int] = []
+
+    class Pool(ThreadPoolExecutor):
+        def __init__(self, count: int) -> None:
+            started.append(count)
+            super().__init__(count)
+
+    monkeypatch.setattr(logs, "ProcessPoolExecutor", Pool)
+    assert read_columns(path, workers=1).step.tolist() == [1, 2, 3, 4, 5, 6] and started == []
+    assert len(read_columns(path, workers=3)) == len(read_columns(path)) == 6
+    assert started == [3, 4]
+
+
+def test_a_line_without_a_known_loss_among_others_is_one_without_a_number(tmp_path: Path) -> None:
+    (tmp_path / "a.log").write_text("iteration 1/ 9 | lm loss: 2.5 |\niteration 2/ 9 | moe loss: 1.0 |\n")
+    assert isnan(read_columns(tmp_path / "a.log").loss[1])
+
+
+def test_a_journal_after_a_blank_line_is_one_and_only_its_starts_resume(tmp_path: Path) -> None:
+    step = '{{"event": "step", "step": {}, "loss": 2.0}}\n'
+    other = '{"event": "save", "why": "start"}\n'
+    (tmp_path / "a.jsonl").write_text("\n" + step.format(1) + other + step.format(2))
+    found = read_columns(tmp_path / "a.jsonl")
+    assert (found.step.tolist(), found.resumed.tolist()) == ([1.0, 2.0], [0.0, 0.0])

@@ -96,6 +96,28 @@ def test_shards_of_zero_are_not_taken_for_copies_of_one_another() -> None:
     assert held_faults(holding(row, 1, weights=WRONG)) == []
     (fault,) = held_faults([replace(rank, held={"working weights": rank.rank}) for rank in row])
     assert fault.what == "weights"
+    assert held_faults(holding(row, 1, gradients=WRONG)) == []
+
+
+def test_ranks_that_are_known_to_be_wrong_are_not_also_said_to_be_undecided() -> None:
+    results = [{0: (1,), 1: (WRONG,)}, {0: (2,), 1: (WRONG,)}, *[{1: (RIGHT,)}] * 3]
+    row = [replace(rank, computed=own) for rank, own in zip(ranks(5), results, strict=True)]
+    assert [(fault.ranks, fault.is_certain) for fault in computation_faults(row)] == [((0, 1), True)]
+
+
+def test_two_computations_of_one_replica_do_not_show_that_kernels_are_not_deterministic() -> None:
+    (alone,) = ranks(1)
+    assert not is_not_deterministic([replace(alone, computed={0: (1, 2)})])
+    assert not is_not_deterministic([replace(alone, computed={0: (1, 2, 1)})])
+    assert is_not_deterministic([replace(alone, computed={0: (1, 2, 3)})])
+
+
+@pytest.mark.parametrize("apart", [{"shard": 1}, {"kind": "another"}, {"place": (1, 0)}], ids=str)
+def test_ranks_that_hold_other_parts_need_not_agree_after_a_repetition(apart: dict[str, Any]) -> None:
+    first, second = ranks(2)
+    second = replace(second, held={"weights": RIGHT + 1}, **apart)
+    before = {0: first.held, 1: {"weights": WRONG}}
+    assert settled_by_repetition(before, [first, second]) == (1,)
 
 
 def test_ranks_of_other_hardware_are_not_compared() -> None:

@@ -252,6 +252,8 @@ def test_many_wrong_ranks_are_counted_and_the_first_eight_are_named() -> None:
     wrong = [replace(one, promise=replace(PROMISED, first=9)) for one in evidence(10)]
     (broken,) = broken_promises(PROMISED, [*wrong, *evidence(1)], shares={})
     assert "on 10 of 11 ranks (0, 1, 2, 3, 4, 5, 6, 7, …)" in broken
+    (broken,) = broken_promises(PROMISED, [*wrong[:8], *evidence(1)], shares={})
+    assert "on 8 of 9 ranks (0, 1, 2, 3, 4, 5, 6, 7)" in broken
     (broken,) = broken_promises(PROMISED, wrong, shares={})
     assert "on all ranks" in broken
     (broken,) = broken_promises(PROMISED, wrong[:1], shares={})

@@ -253,3 +253,25 @@ def test_proportions_that_no_published_model_has_are_told(
     hidden: int, layers: int, heads: int, told: list[str]
 ) -> None:
     assert list(unusual_shape(ModelSection(hidden=hidden, layers=layers, heads=heads))) == told
+
+
+@pytest.mark.parametrize(
+    ("batch", "micro_batch", "data", "ramp_up", "more"),
+    [
+        (32, 1, 4, "[4,4,80]", "16, 32, 64"),
+        (24, 1, 4, "[4,4,80]", "16"),
+        (32, 2, 4, "[4,4,80]", "16, 32"),  # 16 micro-batches of the full batch
+        (32, 1, 2, "[4,4,80]", ""),  # twice as many can start it
+        (12, 1, 4, "[4,4,80]", ""),  # nor do more divide the full batch
+        (32, 1, 4, "[]", ""),
+    ],
+)
+def test_a_ramp_up_that_few_replicas_can_start_is_told_with_what_divides_the_full_batch(
+    batch: int, micro_batch: int, data: int, ramp_up: str, more: str
+) -> None:
+    settings = [f"train.global_batch={batch}", f"train.ramp_up={ramp_up}", "train.micro_batch=1"]
+    course = [SimpleNamespace(micro_batch=1), SimpleNamespace(micro_batch=micro_batch)]
+    plan = draft(work=SimpleNamespace(layout=Layout(pipeline=2, data=data)), course=course)
+    plan.request.recipe = load_recipe("demo", settings).recipe
+    told = f"The ramp-up's increments let no more than {data} replicas start it; {more} accelerators divide"
+    assert list(advice._data_degree(plan)) == ([f"{told} the full batch only."] if more else [])

@@ -121,3 +121,13 @@ def test_a_rank_holds_all_its_chunks_and_recomputes_the_least_that_one_of_them_d
 def test_under_zbv_the_first_rank_holds_the_head_too() -> None:
     layout = of("parallel.pipeline=2", "parallel.chunks=2", "parallel.schedule=zbv")
     assert layout.head_rank == 0 and sum(layout.blocks) == 8
+
+
+def test_the_last_rank_holds_the_head_where_nothing_says_otherwise() -> None:
+    parameters = count_parameters(load_recipe("demo").recipe.model, vocabulary=1000, sequence_length=64)
+    stages = stage_parameters(Layout(pipeline=3, blocks=(2, 1, 1)), parameters)
+    assert [(one.has_embedding, one.has_head) for one in stages] == [
+        (True, False),
+        (False, False),
+        (False, True),
+    ]
