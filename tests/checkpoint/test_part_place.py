@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bloomery import errors
+from bloomery.checkpoint.format import data_file
 from bloomery.checkpoint.format.commit import Part, part_record_path, read_part_record
 from bloomery.checkpoint.format.deadlines import note_progress, progress_path
 from bloomery.checkpoint.format.manifest import FileRecord
@@ -133,3 +135,48 @@ def test_an_order_goes_to_the_directory_or_to_the_store_that_it_names(tmp_path: 
     assert isinstance(part_writer_for({"partial": partial, "store": ""}), DirectoryPartWriter)
     stored = part_writer_for({"partial": partial, "store": f"file://{tmp_path}/store"})
     assert isinstance(stored, ObjectPartWriter) and stored.name == "step-000001.i001"
+
+
+def test_a_save_that_is_not_urgent_rests_between_chunks_and_an_urgent_one_is_known_as_such(
+    buffer: SharedBuffer, partial: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+
+    class Throttle:
+        def __init__(self, is_urgent: Callable[[], bool]) -> None:
+            self._is_urgent = is_urgent
+
+        def rest(self) -> None:
+            asked.append(self._is_urgent())
+
+    monkeypatch.setattr(part_place, "CpuThrottle", Throttle)
+    monkeypatch.setattr(data_file, "_CHUNK_BYTES", 4096)
+    buffer.filled = 8192
+    place = DirectoryPartWriter(partial)
+    for name, buffer.is_urgent in (("one", False), ("two", True)):
+        place.write(order((name, 0, 8192)), buffer, place.progress(1, lambda count: None))
+    assert asked == [False, True]
+
+
+def test_a_disk_that_becomes_full_while_a_part_is_written_is_told_with_what_it_needs(
+    buffer: SharedBuffer, partial: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(part_place, "write_image", full)
+    place = DirectoryPartWriter(partial)
+    with pytest.raises(StorageError, match=r"Saving a checkpoint failed .* \(51\.0 MB needed"):
+        place.write(order(("one", 0, 50_000_000 - 48_576)), buffer, place.progress(1, lambda count: None))
+
+
+def test_no_note_of_progress_is_left_once_a_part_is_recorded(
+    partial: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    note_progress(partial, 4, 1)
+    monkeypatch.setattr(
+        part_place, "write_part_record", lambda partial, rank, part: notes.extend(partial.iterdir())
+    )
+    notes: list[Path] = []
+    DirectoryPartWriter(partial).record(4, EMPTY)
+    assert notes == [], "the first rank may commit the moment it finds the record"

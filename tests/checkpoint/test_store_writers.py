@@ -1,6 +1,8 @@
 """What one rank's writer sends of a save straight to object storage, and what it takes back."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import xxhash
@@ -166,3 +168,78 @@ class TestWriters:
         progress._noted_s -= 1e6
         progress.add(4096)
         assert self.remote.content("saving/step-000001.i001/progress-r00001") == b"4096"
+
+    def test_a_file_whose_sending_began_anew_is_recorded_as_it_is_in_the_store(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        send_pieces = Objects.send_pieces
+
+        def broken_once(store: Objects, key: str, *, size: int, pieces: Callable[[], Any]) -> bool:
+            next(iter(pieces()))
+            return send_pieces(store, key, size=size, pieces=pieces)
+
+        monkeypatch.setattr(Objects, "send_pieces", broken_once)
+        first = ObjectPartWriter(self.partials[0], self.url)
+        record = first.send("f", size=5, pieces=lambda: [memoryview(b"abc"), memoryview(b"de")])
+        assert (record.bytes, record.xxh3_128) == (5, xxhash.xxh3_128_hexdigest(b"abcde"))
+
+    def test_a_note_of_progress_is_a_request_each_minute_and_no_more(self) -> None:
+        progress = ObjectPartWriter(self.partials[1], self.url).progress(1, lambda count: None)
+        for since_s, keys in ((50.0, []), (9.0, []), (1.0, ["saving/step-000001.i001/progress-r00001"])):
+            progress._noted_s -= since_s
+            progress.add(1)
+            assert [entry.key for entry in self.remote.entries()] == keys
+
+    def test_records_that_are_long_in_coming_are_looked_for_each_two_seconds(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        pauses: list[float] = []
+
+        def pause(seconds: float) -> None:
+            pauses.append(seconds)
+            if len(pauses) == 20:
+                ObjectPartWriter(self.partials[1], self.url).record(1, Part(files=(), boxes=()))
+
+        monkeypatch.setattr(store_place.time, "sleep", pause)
+        assert "failure" not in self.give(0)
+        assert max(pauses) == pauses[-1] == 2.0
+
+    def test_the_first_rank_learns_of_a_failure_though_its_files_cannot_be_removed(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def away(*_: object) -> None:
+            raise OSError(5, "no answer")
+
+        with monkeypatch.context() as cut:
+            cut.setattr(Objects, "delete_all", away)
+            second = ObjectPartWriter(self.partials[1], self.url)
+            second.abandon(1, files=("f",), why={"message": "it broke", "remedy": ""})
+        failure = self.give(0)["failure"]
+        assert isinstance(failure, dict) and failure["message"] == "rank 1: it broke"
+
+    def test_of_ranks_that_are_late_the_first_is_named(self) -> None:
+        failure = self.give(0, parts_s=-1.0, world=4)["failure"]
+        assert isinstance(failure, dict) and "rank 1 did not write its part" in failure["message"]
+
+    def test_what_is_sent_rests_until_the_save_is_urgent(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked: list[bool] = []
+
+        class Throttle:
+            def __init__(self, is_urgent: Callable[[], bool]) -> None:
+                self._is_urgent = is_urgent
+
+            def rest(self) -> None:
+                asked.append(self._is_urgent())
+
+        monkeypatch.setattr(store_place, "CpuThrottle", Throttle)
+        monkeypatch.setattr(store_place, "_CHUNK_BYTES", 4)
+        buffer = SharedBuffer.create(8192, name="sent")
+        try:
+            buffer.filled = 8192
+            pieces = store_place._staged(buffer, 0, 12, PartProgress(lambda count: None))
+            for buffer.is_urgent in (False, False, True):
+                next(pieces)
+        finally:
+            pieces.close()
+            buffer.close()
+        assert asked == [False, True]

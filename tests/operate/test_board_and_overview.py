@@ -337,3 +337,10 @@ def test_what_a_start_finds_of_its_nodes_is_said_journalled_and_handed_on(tmp_pa
     ]
     assert abs(record["time"] - time.time()) < 60.0
     assert check.unfit_hosts(run, facts, say=said.append, reactions=None) == ["b"] and len(told) == 1
+
+
+def test_a_card_of_a_launcher_of_another_version_is_read_for_what_is_known(tmp_path: Path) -> None:
+    (board,) = boards(tmp_path, "n1")
+    record = asdict(LauncherCard(host="n2", address="a", ranks=2, pid=1)) | {"colour": "red"}
+    (tmp_path / "n2.json").write_text(json.dumps(record))
+    assert board.card("n2") == LauncherCard(host="n2", address="a", ranks=2, pid=1)

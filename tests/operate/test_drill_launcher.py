@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 from tests.operate.test_drill_waits import ACROSS, HERE, Clock, beat, clock, plan_of
 
+from bloomery.config.submit import SubmitSection
 from bloomery.operate.drill import exercise as module
+from bloomery.operate.drill.allocation import DrillNodes
 from bloomery.operate.drill.exercise import _Launcher, _lives, small_disk
+from bloomery.operate.exclusions import Exclusions, QuarantinedNode
 
 __all__ = ["clock"]
 
@@ -169,3 +172,15 @@ def test_a_small_disk_is_mounted_for_as_long_as_it_is_used(
     assert calls == ([mount] if refused else [mount, (["umount", "--lazy", mounted], False)])
     assert used == ([] if refused else [Path(mounted)])
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("nodes", "left"), [(ACROSS, []), (DrillNodes(), ["n1", "n2"])])
+def test_the_nodes_of_an_allocation_come_back_after_its_launcher_was_killed(
+    tmp_path: Path, nodes: DrillNodes, left: list[str]
+) -> None:
+    plan = plan_of(tmp_path, nodes=nodes)
+    exclusions = Exclusions.of(plan.rundir, SubmitSection())
+    for host in ("n1", "n2"):
+        exclusions.add(QuarantinedNode(host=host, cause="lost", since=1.0))
+    module._let_nodes_back(plan)
+    assert list(exclusions.nodes()) == left
