@@ -24,6 +24,7 @@ from bloomery.data.stream import (
     epoch_ends,
     group_rows,
     layouts_of,
+    places_of_orders,
     stream_identity,
 )
 from bloomery.errors import DataError
@@ -170,6 +171,18 @@ def test_an_order_is_kept_beside_its_dataset_or_where_the_recipe_says(
     place = tmp_path / "home" / "cache" if has_cache else tmp_path
     kept = sorted(path.parent.relative_to(place).as_posix() for path in tmp_path.rglob("*.arrays"))
     assert kept == ["orders/large", "orders/small"]
+
+
+def test_datasets_of_one_name_keep_their_orders_apart(tmp_path: Path) -> None:
+    datasets = [pair(tmp_path / place) for place in ("de/text", "fr/text", "fr/code", "de/text")]
+    section = DataSection(sources=("x",), sequence_length=LENGTH)
+    beside = places_of_orders(section, datasets)
+    assert beside == [dataset.prefix.parent / "orders" / dataset.prefix.name for dataset in datasets]
+    kept = places_of_orders(replace(section, cache=str(tmp_path / "cache")), datasets)
+    german, french, code, again = kept
+    assert len({german, french, code}) == 3 and again == german
+    assert code == tmp_path / "cache" / "orders" / "code"
+    assert french.parent == code.parent and french.name.startswith("text-")
 
 
 def test_a_stream_holds_the_layouts_of_its_datasets(datasets: list[IndexedDataset]) -> None:

@@ -7,6 +7,7 @@ is a few short texts that machines compare to know that they have the same strea
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -142,7 +143,7 @@ def begin_stream(
         samples=samples,
         sequence_length=length,
         seed=seed,
-        kept_in=[_place_of_orders(section, dataset) for dataset in datasets],
+        kept_in=places_of_orders(section, datasets),
     )
     return SampleStream(order=order, mixtures=(mixture,), seed=seed, demand=demand, windows=windows)
 
@@ -156,20 +157,34 @@ def layouts_of(section: DataSection, datasets: Sequence[IndexedDataset], *, seed
             length=section.sequence_length,
             seed=seed,
             number=number,
-            kept_in=_place_of_orders(section, dataset),
+            kept_in=place,
         )
-        for number, dataset in enumerate(datasets)
+        for number, (dataset, place) in enumerate(
+            zip(datasets, places_of_orders(section, datasets), strict=True)
+        )
     ]
 
 
-def _place_of_orders(section: DataSection, dataset: IndexedDataset) -> Path:
-    """Return where a dataset's order is kept: on the node's own disk where the recipe names one.
+def places_of_orders(section: DataSection, datasets: Sequence[IndexedDataset]) -> list[Path]:
+    """Return where the order of each dataset is kept: on the node's own disk where the recipe names one.
 
     Each dataset has a directory of its own, in which the newest orders are kept: in one for all, those of
-    many datasets would replace each other at each start.
+    many datasets would replace each other at each start. So where several have one name, as DE/text and
+    FR/text, it is followed by a hash of where they lie.
     """
-    directory = from_home(section.cache) if section.cache else dataset.prefix.parent
-    return directory / "orders" / dataset.prefix.name
+    prefixes = [dataset.prefix for dataset in datasets]
+    if not section.cache:
+        return [prefix.parent / "orders" / prefix.name for prefix in prefixes]
+    counts = Counter(prefix.name for prefix in {*prefixes})
+    names = [
+        prefix.name if counts[prefix.name] == 1 else f"{prefix.name}-{_digest_of_place(prefix)}"
+        for prefix in prefixes
+    ]
+    return [from_home(section.cache) / "orders" / name for name in names]
+
+
+def _digest_of_place(prefix: Path) -> str:
+    return xxhash.xxh3_64_hexdigest(str(prefix.parent.absolute()).encode())[:8]
 
 
 def _weights_of_megatron(section: DataSection, demand: Demand) -> Sequence[Fraction] | None:
