@@ -108,7 +108,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         _discard_output()
         return BROKEN_PIPE
+    except OSError as error:
+        if not _is_full(error):
+            raise
+        return 1
     return status
+
+
+def _is_full(error: OSError) -> bool:
+    """Return whether a disk was full behind a file or the output, and say it, for the error names no file."""
+    import errno
+
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or error.filename is not None:
+        return False
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _discard_output()
+    print(
+        f"bloomery: {error.strerror}: what it printed, or a file that it wrote, is not whole\n"
+        "  Free some space there, then start it again.",
+        file=sys.stderr,
+    )
+    return True
 
 
 def _make_streams_take_all() -> None:
@@ -221,7 +243,7 @@ def _run(name: str, arguments: list[str]) -> int:
     try:
         status: int = getattr(import_module(module), function)(arguments)
     except BloomeryError as error:
-        sys.stdout.flush()
+        _flush()
         if error.message and not _is_reported_by_launcher(error):
             print(f"bloomery {name}: {error}", file=sys.stderr)
         return error.exit_status
@@ -231,7 +253,7 @@ def _run(name: str, arguments: list[str]) -> int:
         refused = of_disk(error)
         if refused is None:
             raise
-        sys.stdout.flush()
+        _flush()
         print(f"bloomery {name}: {refused}", file=sys.stderr)
         return refused.exit_status
     return status
@@ -267,8 +289,16 @@ def _unknown(name: str) -> str:
     return f"bloomery: there is no command '{name}'\n  {hint}"
 
 
+def _flush() -> None:
+    """Show what was printed before an error. Where it cannot be shown, the end of `main` tells why."""
+    from contextlib import suppress
+
+    with suppress(OSError):
+        sys.stdout.flush()
+
+
 def _discard_output() -> None:
-    """Send what is still buffered to /dev/null, because the reader of the pipe is gone."""
+    """Send what is still buffered to /dev/null: the reader of the pipe is gone, or the disk is full."""
     import os
 
     null = os.open(os.devnull, os.O_WRONLY)
