@@ -178,6 +178,20 @@ def test_a_reader_that_goes_away_is_no_error_message():
     assert (done.returncode, done.stderr) == (141, "")
 
 
+def test_a_full_disk_behind_the_output_is_told_in_a_line():
+    command = ["sh", "-c", 'exec "$0" -m bloomery --help > /dev/full', sys.executable]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    said = "bloomery: what it prints cannot be written: No space left on device\n  Free"
+    assert done.returncode == 1 and done.stderr.startswith(said) and done.stderr.count("\n") == 2
+
+
+def test_a_full_disk_behind_a_file_without_a_name_is_told_in_a_line(monkeypatch, capsys):
+    with_command(monkeypatch, raising(OSError(errno.ENOSPC, "No space left on device")))
+    assert cli.main(["try"]) == 1
+    told = capsys.readouterr().err
+    assert told.startswith("bloomery: No space left on device: a file that it wrote is not whole")
+
+
 def test_the_package_runs_as_a_module():
     done = subprocess.run(
         [sys.executable, "-m", "bloomery", "--version"],

@@ -41,6 +41,14 @@ def test_a_replay_is_drawn(log, tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("how", [(), ("--follow",)])
+def test_a_picture_that_the_disk_refuses_is_told_as_such(log, tmp_path, how, capsys):
+    picture = tmp_path / "full.png"
+    picture.symlink_to("/dev/full")
+    assert main(["guard", "replay", str(log), "--png", str(picture), *how]) == 1
+    assert f"Drawing failed at {picture}: No space left on device" in capsys.readouterr().err
+
+
 def test_settings_of_the_guards_can_be_tried_and_no_others(log, capsys):
     assert main(["guard", "replay", str(log), "guard.spike=false"]) == 0
     assert "nothing would have been said" in capsys.readouterr().out

@@ -102,6 +102,18 @@ def test_each_look_notes_what_the_ranks_have_started(tmp_path: Path) -> None:
     assert end.children == ((sleeper,) if sees_kernel_pids() else None)
 
 
+def test_what_the_ranks_have_started_is_looked_up_once_a_second_and_not_at_each_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched, noted, now = watch(tmp_path), list[float](), [50.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    monkeypatch.setattr(ShareLog, "note_children", lambda share: noted.append(now[0]))
+    for _ in range(10):
+        watched.poll()
+        now[0] += 0.25
+    assert noted == [50.0, 51.0, 52.0]
+
+
 def test_a_report_that_the_storage_refuses_ends_no_launcher(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

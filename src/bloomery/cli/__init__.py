@@ -5,6 +5,7 @@ A command's module is imported when it runs, so `bloomery --help` answers at onc
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -110,12 +111,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         discard_output()
         return BROKEN_PIPE
     except OSError as error:
-        if not is_refused():
+        if is_refused():
+            discard_output()
+            print(
+                f"bloomery: what it prints cannot be written: {error.strerror or error}\n"
+                "  Free space where its output goes, or send it elsewhere.",
+                file=sys.stderr,
+            )
+            return 1
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or error.filename is not None:
             raise
-        discard_output()
         print(
-            f"bloomery: what it prints cannot be written: {error.strerror or error}\n"
-            "  Free space where its output goes, or send it elsewhere.",
+            f"bloomery: {error.strerror}: a file that it wrote is not whole\n"
+            "  Free some space there, then start it again.",
             file=sys.stderr,
         )
         return 1
@@ -213,7 +221,7 @@ def _run(name: str, arguments: list[str]) -> int:
     try:
         status: int = getattr(import_module(module), function)(arguments)
     except BloomeryError as error:
-        sys.stdout.flush()
+        _flush()
         if error.message and not _is_reported_by_launcher(error):
             print(f"bloomery {name}: {error}", file=sys.stderr)
         return error.exit_status
@@ -223,7 +231,7 @@ def _run(name: str, arguments: list[str]) -> int:
         refused = of_disk(error)
         if refused is None:
             raise
-        sys.stdout.flush()
+        _flush()
         print(f"bloomery {name}: {refused}", file=sys.stderr)
         return refused.exit_status
     return status
@@ -257,3 +265,11 @@ def _unknown(name: str) -> str:
     near = get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
     hint = f"Did you mean `bloomery {near[0]}`?" if near else f"Commands: {', '.join(COMMANDS)}."
     return f"bloomery: there is no command '{name}'\n  {hint}"
+
+
+def _flush() -> None:
+    """Show what was printed before an error. Where it cannot be shown, the end of `main` tells why."""
+    from contextlib import suppress
+
+    with suppress(OSError):
+        sys.stdout.flush()

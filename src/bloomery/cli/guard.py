@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from bloomery.cli.argument_values import picture_file
 from bloomery.cli.arguments import parser, run_subcommand
-from bloomery.errors import StorageError, TrainingFailed
+from bloomery.errors import StorageError, TrainingFailed, storage_error
 
 if TYPE_CHECKING:
     from bloomery.config.checkpoint import GuardSection
@@ -71,7 +71,7 @@ def _replay(options: Namespace) -> int:
     columns = read_columns(_log(options.log))
     findings = replay_columns(columns, section)
     if options.png:
-        draw_replay(columns, findings, options.png, title=options.log.name)
+        _draw(columns, findings, options)
     if options.json:
         print(json.dumps(_facts(columns, findings), ensure_ascii=False, allow_nan=False))
         return 0
@@ -112,12 +112,19 @@ def _follow(options: Namespace, section: GuardSection) -> int:
                         json.dumps(facts, ensure_ascii=False) if options.json else _line(finding), flush=True
                     )
                 if options.png and len(columns):
-                    draw_replay(columns, findings, options.png, title=options.log.name)
+                    _draw(columns, findings, options)
             time.sleep(max(FOLLOW_S, 3.0 * (time.monotonic() - begun)))
     except KeyboardInterrupt:
         return 0
     except OSError as error:
         raise StorageError(f"{path} cannot be read: {error.strerror}", remedy="Check the path.") from error
+
+
+def _draw(columns: Columns, findings: Sequence[ReplayFinding], options: Namespace) -> None:
+    try:
+        draw_replay(columns, findings, options.png, title=options.log.name)
+    except OSError as refused:
+        raise storage_error(refused, path=options.png, doing="Drawing") from refused
 
 
 def _line(finding: ReplayFinding) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Any
@@ -12,6 +13,9 @@ from bloomery.operate.decision import FAILURE, HANG, SILENT, Decision
 from bloomery.operate.departure import Departure
 from bloomery.operate.job_board import JobBoard
 from bloomery.operate.share_log import ShareLog
+
+_CHILDREN_S = 1.0
+"""The least seconds between two looks at what the ranks have started: each reads a file for each thread."""
 
 
 class ShareWatch:
@@ -35,10 +39,13 @@ class ShareWatch:
         self.name, self._board, self._decision, self._share = name, board, decision, share
         self._ending: Mapping[str, Any] = {}
         self._is_over, self.asked = False, 0
+        self._children_due = float("-inf")
 
     def poll(self) -> None:
         """Read from the board whether the attempt ends. Called from the thread that follows the job."""
-        self._share.note_children()
+        if time.monotonic() >= self._children_due:
+            self._children_due = time.monotonic() + _CHILDREN_S
+            self._share.note_children()
         number = self._decision.number
         if not self._ending:
             self._ending = self._board.get(f"ending-{number}") or {}

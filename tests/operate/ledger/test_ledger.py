@@ -119,6 +119,16 @@ def test_each_second_of_a_killed_run_has_the_class_that_arithmetic_gives_it(tmp_
     assert ledger.incident_s == [pytest.approx(2 + 10 + 1 + 4 + 1)]
 
 
+def test_a_ledger_up_to_a_time_counts_nothing_that_came_after_it(tmp_path: Path) -> None:
+    run = write_run(tmp_path, *killed_once())
+    early, late = read_ledger(run, until=T0 + 7.5), read_ledger(run, until=T0 + 27.5)
+    assert early is not None and late is not None
+    assert (early.history.step, early.history.kept_steps, early.history.incidents) == (2, 2, ())
+    assert (late.history.step, late.history.kept_steps, len(late.history.incidents)) == (4, 4, 1)
+    assert early.history.changes == late.history.changes == () and early.token_goodput() <= 1.0
+    assert early.by_cause() == {} and list(late.by_cause()) == ["killed"]
+
+
 def test_the_goodput_up_to_an_incident_is_of_all_ranks_time(tmp_path: Path) -> None:
     events, operations, bases = killed_once()
     alone = read_ledger(write_run(tmp_path / "alone", events, operations, bases), now=T0 + 1000)

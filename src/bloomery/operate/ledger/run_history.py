@@ -102,6 +102,7 @@ class _SpeedCounts:
 
 @dataclass
 class _Reading:
+    until: float
     incidents: list[Incident] = field(default_factory=list)
     changes: list[tuple[float, str]] = field(default_factory=list)
     members: list[tuple[float, int]] = field(default_factory=list)
@@ -118,21 +119,26 @@ class _Reading:
 
 
 def read_run_history(
-    events: Iterable[Event], operations: Sequence[Event], *, is_visible: Callable[[Base], bool]
+    events: Iterable[Event],
+    operations: Sequence[Event],
+    *,
+    is_visible: Callable[[Base], bool],
+    until: float = math.inf,
 ) -> RunHistory:
     """Return the history of a run.
 
     events: the first rank's journal in the order written.
     operations: the events of operations.jsonl.
     is_visible: whether a (step, incarnation) is part of the run.
+    until: steps, incidents and changes after this time, in seconds since 1970, are left out.
     """
-    reading = _Reading()
+    reading = _Reading(until=until)
     ends_s = [time for event in operations if event["event"] == "attempt_end" and (time := time_of(event))]
     for event in events:
         time = time_of(event)
         if time is not None:
             _take(reading, event, time, is_visible, ends_s)
-    incidents = [*_failures(operations), *reading.incidents]
+    incidents = [each for each in (*_failures(operations), *reading.incidents) if each.time <= until]
     incidents = _with_lost_steps(sorted(incidents, key=lambda incident: incident.time), reading.lost_at)
     attempts = [time for event in operations if event["event"] == "attempt" and (time := time_of(event))]
     began = [time for time in (reading.began_s, *attempts[:1]) if time is not None]
@@ -147,7 +153,7 @@ def read_run_history(
         best_tokens_per_s=reading.speeds.quantile(_BEST_SHARE),
         members=tuple(reading.members),
         incidents=tuple(incidents),
-        changes=tuple(reading.changes),
+        changes=tuple(change for change in reading.changes if change[0] <= until),
     )
 
 
@@ -172,7 +178,7 @@ def _take(
                 time=time, cause=cause, summary=str(event.get("reason", "")), action=action, step=reading.step
             )
         )
-    elif name == "checkpoint_failed":
+    elif name == "checkpoint_failed" and time <= reading.until:
         _take_refused_save(reading, event, time)
     elif name in ("setting", "skip", "restraint", "setting_refused"):
         reading.changes.append((time, _change(name, event)))
@@ -182,7 +188,7 @@ def _take(
 def _take_step(reading: _Reading, event: Event, time: float, is_visible: Callable[[Base], bool]) -> None:
     step, incarnation, tokens = event.get("step"), event.get("incarnation"), event.get("consumed_tokens")
     reading.ended = reading.finished = False
-    if not isinstance(step, int) or not isinstance(incarnation, int):
+    if not isinstance(step, int) or not isinstance(incarnation, int) or time > reading.until:
         return
     if not is_visible((step, incarnation)):
         reading.lost_at.append(time)

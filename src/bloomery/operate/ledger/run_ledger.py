@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
@@ -138,7 +139,9 @@ def read_ledger(
     journals = {path.stem: path for path in rundir.journals()}
     first = min(journals, key=_rank_of, default=None)
     events: Iterable[Event] = read_journal(journals[first]) if first is not None else ()
-    history = read_run_history(events, operations, is_visible=is_visible)
+    history = read_run_history(
+        events, operations, is_visible=is_visible, until=math.inf if until is None else until
+    )
     if history.began_s is None:
         return None
     world = max([_ranks(operations), *(ranks for _, ranks in history.members[-1:])], default=0)
