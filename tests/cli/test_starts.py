@@ -114,11 +114,11 @@ def test_a_supervised_peer_gets_an_agent_for_each_attempt_that_outlasts_a_coordi
 
     def supervise(loaded: Any, rundir: RunDirectory, start: SupervisedStart) -> int:
         got.extend([rundir, start])
-        return start.attempt(lambda more: 1) + start.attempt(lambda more: 1)
+        return sum(start.attempt(lambda more: 1)[0] for _ in range(2))
 
-    def with_agent(loaded: Any, access: Any, rundir: RunDirectory, start_ranks: Any) -> int:
+    def with_agent(loaded: Any, access: Any, rundir: RunDirectory, start_ranks: Any) -> tuple[int, str]:
         waits.append(access.timeouts.coordinator_start_s)
-        return start_ranks({}) + 3
+        return start_ranks({}) + 3, ""
 
     monkeypatch.setattr(supervised, "run_supervised", supervise)
     monkeypatch.setattr(peer, "_with_agent", with_agent)

@@ -113,6 +113,22 @@ def test_the_warning_of_the_scheduler_asks_for_no_end(supervised: Supervised) ->
     assert warned == [1, 1] and [watch.asked for watch in supervised.watches] == [0, 0]
 
 
+def test_what_only_the_launcher_knows_of_a_failure_is_told_where_the_ranks_name_no_cause(
+    supervised: Supervised,
+) -> None:
+    statuses, why = iter([(1, 0), (1, -9), (0, 0)]), "another process is listed as the peer 'oslo'"
+
+    def attempt(watch: AttemptWatch) -> int:
+        status, of_rank = next(statuses)
+        watch.ended({0: of_rank}, killed=())
+        watch.failure = why if status else ""
+        return status
+
+    assert supervise(supervised.run, attempt, world=1, host="node0", say=supervised.said.append) == 0
+    told = [(event["cause"], event["summary"]) for event in supervised.told("diagnosis")]
+    assert told == [("unknown", why), ("killed", "rank 0 was ended by SIGKILL")]
+
+
 @pytest.mark.parametrize(("status", "ends_with"), [(143, 0), (-9, GAVE_UP)])
 def test_a_run_that_must_leave_is_not_started_again(
     supervised: Supervised, status: int, ends_with: int

@@ -124,7 +124,7 @@ def _train(options: Namespace) -> int:
             command, RankRange(count=options.nproc, world=options.nproc), environment=environment
         )
 
-    return _with_agent(loaded, access, rundir, start_ranks)
+    return _with_agent(loaded, access, rundir, start_ranks)[0]
 
 
 def _supervised(
@@ -155,15 +155,19 @@ def _supervised(
 
 def _with_agent(
     loaded: LoadedRecipe, access: PeerAccess, rundir: RunDirectory, start_ranks: StartRanks
-) -> int:
-    """Run an agent, and ranks that connect to it, until both have ended; returns the exit status."""
+) -> tuple[int, str]:
+    """Run an agent, and ranks that connect to it, until both have ended.
+
+    Returns the exit status, and why the agent failed; "" where it did not.
+    """
     from bloomery.agent.assemble import assemble_agent
     from bloomery.agent.rank_server import PARENT
 
     with ExitStack() as stack:
         parent = assemble_agent(loaded.recipe, access, rundir, stack)
         status, ending = lead(parent, lambda path: start_ranks({PARENT: path, "BLOOMERY_PEER": access.peer}))
-    return _ended(status, ending, loaded)
+    why = ending.why if ending is not None and ending.failed else ""
+    return _ended(status, ending, loaded), why
 
 
 def _refuse_when_stopped(rundir: RunDirectory, loaded: LoadedRecipe) -> None:

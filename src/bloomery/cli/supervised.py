@@ -36,8 +36,8 @@ StartRanks = Callable[[Mapping[str, str]], int]
 """Runs the ranks of an attempt, with variables that are added to theirs, and returns the exit status."""
 
 
-def _ranks_alone(start_ranks: StartRanks) -> int:
-    return start_ranks({})
+def _ranks_alone(start_ranks: StartRanks) -> tuple[int, str]:
+    return start_ranks({}), ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class SupervisedStart:
     join_timeout_s: seconds to wait for the other machines.
     environment: the recipe's variables for the ranks.
     attempt: runs an attempt on one machine: it is called with what runs the ranks, may run something beside
-        them, and returns the exit status.
+        them, and returns the exit status, and why it failed where that is known besides what ranks say.
     says: the command's name in front of messages.
     """
 
@@ -63,7 +63,7 @@ class SupervisedStart:
     is_loopback: bool
     join_timeout_s: float
     environment: EnvironmentSection
-    attempt: Callable[[StartRanks], int] = _ranks_alone
+    attempt: Callable[[StartRanks], tuple[int, str]] = _ranks_alone
     says: str = "bloomery launch"
 
     def say(self, line: str) -> None:
@@ -133,7 +133,7 @@ def _on_one_machine(
                 supervisor=watch,
             )
 
-        status = start.attempt(start_ranks)
+        status, watch.failure = start.attempt(start_ranks)
         if status == 0 or watch.why_to_stop():
             _finish_undisturbed()
         return status

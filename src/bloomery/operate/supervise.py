@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bloomery.checkpoint.format.catalogue import checkpoints
@@ -17,7 +17,7 @@ from bloomery.events.journal import Journal
 from bloomery.events.run_directory import RunDirectory
 from bloomery.operate.blame import diagnose
 from bloomery.operate.departure import Departure
-from bloomery.operate.diagnosis import GAVE_UP, NODE_IS_BAD, Diagnosis
+from bloomery.operate.diagnosis import GAVE_UP, NODE_IS_BAD, Cause, Diagnosis
 from bloomery.operate.failure_evidence import FailureEvidence
 from bloomery.operate.hang import HangFinding, find_hang
 from bloomery.operate.progress_watch import ProgressWatch
@@ -77,6 +77,7 @@ class AttemptWatch:
     name: the name of the attempt, which is in the ranks' heartbeats.
     measured_s: the longest turn of each activity in earlier attempts, in seconds.
     asked: the signal that asked this launcher to end; 0 for none.
+    failure: why the attempt failed, where its launcher knows; "" where only the ranks can tell.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class AttemptWatch:
         self._measured_s, self._departure = measured_s, departure
         self._progress = ProgressWatch(rundir, limits)
         self._hang: HangFinding | None = None
-        self._is_ending, self._why, self.asked = False, "", 0
+        self._is_ending, self._why, self.asked, self.failure = False, "", 0, ""
         self._share = ShareLog(rundir, ranks=range(world), host=host)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="attempt watch", daemon=True)
@@ -230,6 +231,8 @@ def supervise(
                 return 128 + watch.asked
             evidence = watch.evidence(first_step=max(before, 0))
             diagnosis = diagnose_wrong_bits(rundir, evidence) or diagnose(evidence)
+            if diagnosis.cause == Cause.UNKNOWN and watch.failure:
+                diagnosis = replace(diagnosis, summary=watch.failure)
             measured_s = watch.measured_s
             in_a_row = 0 if newest > before else in_a_row
             why_not = why_no_restart(diagnosis, budget=budget, in_a_row=in_a_row, in_all=in_all) or leaves
