@@ -8,6 +8,7 @@ import torch
 
 from bloomery.config.model import ModelSection
 from bloomery.errors import BloomeryError
+from bloomery.evaluate import generate as generate_module
 from bloomery.evaluate.generate import Sampling, _default, _draw, _text, generate, generate_together
 from bloomery.evaluate.open_checkpoint import must_load_by_block
 from bloomery.model.decoder import Decoder, build
@@ -109,6 +110,12 @@ def test_keys_and_values_take_as_much_as_their_heads_and_their_type(
                 generate(decoder, [1, 2], max_new_tokens=8, sampling=GREEDY, ends=())
         else:
             generate(decoder, [1, 2], max_new_tokens=8, sampling=GREEDY, ends=())
+
+
+def test_the_first_token_of_the_vocabulary_is_one_like_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = iter([(0,), (7,), (0,), (None,)])
+    monkeypatch.setattr(generate_module, "generate_together", lambda *told, **more: drawn)
+    assert list(generate(small(), [1], max_new_tokens=4, sampling=GREEDY, ends=())) == [0, 7, 0]
 
 
 def test_nothing_is_drawn_once_all_texts_have_ended() -> None:
