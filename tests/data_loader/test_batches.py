@@ -214,6 +214,13 @@ def test_held_out_batches_hold_every_token_once_without_context_across_documents
     assert list(held_out_batches(written(tmp_path / "none", []), sequence_length=8, rows=2, eod=EOD)) == []
 
 
+def test_windows_of_one_length_come_in_the_order_of_the_file(tmp_path: Path) -> None:
+    dataset = written(tmp_path / "alike", [[7] * (1 + number % 2) for number in range(100)])
+    batches = held_out_batches(dataset, sequence_length=LENGTH, rows=10, eod=EOD)
+    numbers = [number for batch in batches for number in batch.samples.tolist()]
+    assert numbers == [*range(1, 100, 2), *range(0, 100, 2)], "the longer ones first"
+
+
 def test_widths_of_held_out_batches_can_be_split_over_the_ranks_of_a_sequence(tmp_path: Path) -> None:
     documents = [[*range(1, size), EOD] for size in range(1, 121, 7)]
     dataset = written(tmp_path / "kept", documents)

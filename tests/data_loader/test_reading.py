@@ -154,6 +154,15 @@ def test_a_sample_beyond_the_file_is_never_read(tmp_path: Path) -> None:
     for start in (-1, 19, 10**9):
         with pytest.raises(IndexError, match="of 30"):
             read_rows(dataset, np.array([start]), np.array([0]), read)
+    assert read_rows(dataset, np.array([18]), np.array([0]), read).tolist() == [7]
+
+
+@pytest.mark.usefixtures("either_way")
+def test_of_no_samples_nothing_is_read(tmp_path: Path) -> None:
+    dataset = written(tmp_path / "pair", [[7] * 30])
+    samples = Samples(Order([2], [1.0], 4), [dataset], sequence_length=LENGTH)
+    none = np.empty(0, dtype=np.int64)
+    assert [part.shape for part in samples.read(none)] == [(0, LENGTH)] * 2 and samples.counted(none) == 0
 
 
 @pytest.mark.parametrize("kind", ["bloomery", "megatron", "packs"])

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from bloomery.errors import CheckpointError
 from bloomery.evaluate.generate import chat_opening
@@ -30,6 +30,7 @@ def saved_in(directory: Path, files: dict[str, Any], *, tokenizer: str = "tokeni
     engine = Tokenizer(models.WordLevel(VOCABULARY, unk_token="<unk>"))
     engine.pre_tokenizer = pre_tokenizers.Whitespace()
     engine.add_special_tokens(list(VOCABULARY)[:4])
+    engine.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     engine.enable_padding(length=32)
     engine.enable_truncation(2)
     engine.save(str(rundir.data / "tokenizer.json"))

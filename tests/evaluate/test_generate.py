@@ -8,6 +8,7 @@ import torch
 
 from bloomery.config.model import ModelSection
 from bloomery.errors import BloomeryError
+from bloomery.evaluate import generate as generate_module
 from bloomery.evaluate.generate import Sampling, _default, _draw, _text, generate, generate_together
 from bloomery.evaluate.open_checkpoint import must_load_by_block
 from bloomery.model.decoder import Decoder, build
@@ -94,14 +95,45 @@ def test_the_memory_of_all_texts_counts_before_the_first_token(monkeypatch: pyte
         generate_together(decoder, [[1, 2]] * 4, max_new_tokens=8, sampling=GREEDY, ends=())
 
 
-@pytest.mark.parametrize("position", ["alibi", "rotary", "stretched", "learned"])
+@pytest.mark.parametrize(
+    ("dtype", "bytes_each"), [(torch.float32, 2 * 2 * 8 * 4), (torch.bfloat16, 2 * 2 * 8 * 2)], ids=str
+)
+def test_keys_and_values_take_as_much_as_their_heads_and_their_type(
+    dtype: torch.dtype, bytes_each: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    section = ModelSection(layers=2, hidden=16, heads=2, kv_heads=1, ffn=24)
+    decoder = build(section, vocabulary=30, sequence_length=8).to(dtype)
+    for free, is_refused in ((10 * bytes_each, False), (10 * bytes_each - 1, True)):
+        monkeypatch.setattr("psutil.virtual_memory", lambda free=free: SimpleNamespace(available=free))
+        if is_refused:
+            with pytest.raises(BloomeryError, match="1 × 10 tokens take"):
+                generate(decoder, [1, 2], max_new_tokens=8, sampling=GREEDY, ends=())
+        else:
+            generate(decoder, [1, 2], max_new_tokens=8, sampling=GREEDY, ends=())
+
+
+def test_the_first_token_of_the_vocabulary_is_one_like_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = iter([(0,), (7,), (0,), (None,)])
+    monkeypatch.setattr(generate_module, "generate_together", lambda *told, **more: drawn)
+    assert list(generate(small(), [1], max_new_tokens=4, sampling=GREEDY, ends=())) == [0, 7, 0]
+
+
+def test_nothing_is_drawn_once_all_texts_have_ended() -> None:
+    steps = list(generate_together(small(), [[1], [2]], max_new_tokens=6, sampling=GREEDY, ends=range(30)))
+    assert len(steps) == 1 and None not in steps[0]
+
+
+@pytest.mark.parametrize(
+    "position", ["alibi", "rotary", "stretched", "stretched while it goes on", "learned"]
+)
 @pytest.mark.parametrize(
     "sampling", [GREEDY, Sampling(temperature=1.5, top_k=9, seed=5)], ids=["likeliest", "drawn"]
 )
 def test_texts_of_several_lengths_together_are_those_of_each_alone(position: str, sampling: Sampling) -> None:
     section = ModelSection(layers=2, hidden=16, heads=2, ffn=24, init_std=0.5, max_positions=32)
-    if position == "stretched":
-        section = replace(section, rope_scaling="dynamic", rope_factor=4.0, max_positions=4)
+    if position.startswith("stretched"):
+        positions = 4 if position == "stretched" else 9
+        section = replace(section, rope_scaling="dynamic", rope_factor=4.0, max_positions=positions)
     else:
         section = replace(section, position=position)
     decoder = build(section, vocabulary=30, sequence_length=8)
@@ -147,6 +179,16 @@ def test_a_token_is_drawn_of_the_likeliest_that_reach_the_share(sampling: Sampli
     logits = torch.log(torch.tensor([0.29, 0.05, 0.15, 0.51]))
     generator = torch.Generator().manual_seed(1)
     assert {_draw(logits.clone(), sampling, generator) for _ in range(200)} == drawn
+
+
+def test_a_share_near_one_leaves_out_what_is_beyond_it() -> None:
+    logits, generator = torch.log(torch.tensor([0.6, 0.394, 0.006])), torch.Generator().manual_seed(1)
+    sampling = Sampling(temperature=1.0, top_p=0.993)
+    assert {_draw(logits.clone(), sampling, generator) for _ in range(500)} == {0, 1}
+
+
+def test_where_nobody_chose_no_token_is_left_out_and_likelier_ones_are_likelier_still() -> None:
+    assert Sampling() == Sampling(temperature=0.8, top_k=0, top_p=1.0, seed=0)
 
 
 def test_of_two_that_are_as_likely_the_first_has_half() -> None:

@@ -203,6 +203,8 @@ def test_scores_have_the_names_of_their_metrics_and_the_samples_that_counted(pac
     assert TaskManager.asked == {"include_path": "/more", "include_defaults": True}
     harness.score_with(model, ["arc"], shots=0)
     assert package.asked["num_fewshot"] == 0, "and not the task's own number"
+    harness.score_with(model, ["arc"])
+    assert package.asked["num_fewshot"] is package.asked["limit"] is package.asked["model_args"] is None
 
 
 @pytest.mark.parametrize(("before", "after"), [(None, "false"), ("true", "true")])

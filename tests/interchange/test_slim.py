@@ -241,3 +241,28 @@ def test_a_disk_that_is_full_while_a_slim_file_is_written_is_told_with_what_help
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert [path.name for path in tmp_path.iterdir()] == ["fat.pt"]
+
+
+def test_a_slim_checkpoint_is_of_the_same_step_incarnation_and_time(tmp_path: Path) -> None:
+    entries = [whole("model.layer", torch.randn(5, 4))]
+    values = {"guards": {"history": [1.0]}}
+    checkpoint = save_checkpoint(
+        tmp_path / "checkpoints", entries, step=3, incarnation=2, values=values, about={}
+    )
+    told: list[tuple[str, int, int]] = []
+    done = slim_checkpoint(checkpoint, tmp_path / "slim", progress=lambda *about: told.append(about[:3]))
+    before, after = read_manifest(checkpoint), read_manifest(done.path)
+    assert (after.step, after.incarnation, after.time) == (3, 2, before.time) and after.values == {}
+    assert told[-1][:2] == ("slimming", 80) and done.path.name == checkpoint.name
+
+
+def test_tuples_lists_and_numbers_of_a_file_stay_what_they_are(tmp_path: Path) -> None:
+    buffer = torch.arange(100.0)
+    content = {"a": (buffer[:3], [buffer[5:7], 4]), "b": buffer[:0], "c": None, "whole": buffer}
+    torch.save(content, tmp_path / "large.pt")
+    done = slim_file(tmp_path / "large.pt", tmp_path / "small.pt")
+    found = torch.load(tmp_path / "small.pt", weights_only=True)
+    assert done.repaired == 3 and isinstance(found["a"], tuple) and isinstance(found["a"][1], list)
+    assert found["a"][0].tolist() == [0.0, 1.0, 2.0] and found["a"][1][0].tolist() == [5.0, 6.0]
+    assert (found["a"][1][1], found["c"]) == (4, None) and torch.equal(found["whole"], buffer)
+    assert not (tmp_path / "small.pt.partial").exists()

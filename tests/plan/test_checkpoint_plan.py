@@ -122,6 +122,7 @@ def test_saves_run_beside_the_training_where_a_rank_has_64_mib(fewer: int, is_be
         ({"every_steps": 0, "every_minutes": 0.01}, 1.0, 110),
         ({"every_steps": 0, "every_samples": 200}, 25.0, 5),
         ({"at_end": False}, 20.0, 5),
+        ({"every_steps": 10, "at_end": False}, 10.0, 11),  # also where a stretch ends, and at the end
     ],
 )
 def test_the_first_of_steps_samples_and_minutes_saves(
