@@ -139,15 +139,18 @@ def test_tensors_come_in_pieces_of_whole_rows_in_the_order_of_their_names(severa
     assert refused.value.remedy == "Take another checkpoint."
 
 
-def test_a_piece_is_free_while_the_next_one_is_read(several: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read, held = loader.load_on_one_rank, list[weakref.ref[torch.Tensor]]()
+def test_the_memory_of_a_piece_is_free_before_that_of_the_next_one_is_taken(
+    several: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[weakref.ref[torch.Tensor]] = []
 
-    def reading(source: Any, index: Any, units: Any, entries: Any) -> None:
-        assert [tensor for tensor in held if tensor() is not None] == []
-        held.append(weakref.ref(entries[0].tensor))
-        read(source, index, units, entries)
+    def taking(*shape: Any, **how: Any) -> torch.Tensor:
+        assert all(tensor() is None for tensor in held)
+        taken = torch.empty(*shape, **how)
+        held.append(weakref.ref(taken))
+        return taken
 
-    monkeypatch.setattr(loader, "load_on_one_rank", reading)
+    monkeypatch.setattr(loader, "empty", taking)
     for piece in read_in_pieces(several, prefix="model.b", piece_bytes=16):
         del piece
     assert len(held) == 3
