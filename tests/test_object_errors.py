@@ -169,3 +169,17 @@ def test_large_content_is_sent_in_parts_of_the_size_that_its_sum_is_made_of(
     monkeypatch.setattr(uploads, "_PART_BYTES", 4)
     assert not send_pieces(object(), "key", size=10, pieces=[b"abc", b"defghij"])  # type: ignore[arg-type]
     assert sent == [([b"abcd", b"efgh", b"ij"], 4)]
+
+
+def test_a_secret_at_the_end_of_what_is_shown_is_not_shown_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "abcdefghijklmnop")
+    text = short_text("." * 395 + "abcdefghijklmnop and more")
+    assert text == "." * 395 + "*** a"
+
+
+def test_a_part_of_an_object_stays_as_it_was_when_its_memory_is_used_again() -> None:
+    memory = bytearray(b"abcd")
+    parts = uploads.regrouped([memoryview(memory)], 4)
+    part = next(parts)
+    memory[:] = b"wxyz"
+    assert part == b"abcd"

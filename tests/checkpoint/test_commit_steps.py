@@ -262,8 +262,9 @@ def test_rounds_that_were_backed_up_only_grow_and_cover_what_is_as_old(rundir: R
 def test_an_entry_that_does_not_say_where_its_checkpoint_is_is_refused(tmp_path: Path) -> None:
     for content in ("", "[]", "{}"):
         (tmp_path / STORED_AT).write_text(content)
-        with pytest.raises(CheckpointError, match="does not say where"):
+        with pytest.raises(CheckpointError, match="does not say where") as refused:
             stored_url(tmp_path)
+        assert "the next start of the run writes it anew" in refused.value.remedy
     (tmp_path / STORED_AT).write_text('{"url": "s3://b/run"}')
     assert stored_url(tmp_path) == "s3://b/run"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +16,13 @@ from tests.checkpoint.test_readers import FILES, readers_of, rows_of
 from bloomery.checkpoint.format.manifest import read_index, read_manifest
 from bloomery.checkpoint.format.source import STORED_AT, LocalCheckpoint, StoredCheckpoint
 from bloomery.checkpoint.format.state import Box, StateEntry, whole
-from bloomery.checkpoint.load import executor, load_plan
+from bloomery.checkpoint.load import executor, load_plan, loader
 from bloomery.checkpoint.load.executor import load_on_all_ranks
 from bloomery.checkpoint.load.load_plan import WantedBox, plan_load
-from bloomery.checkpoint.load.loader import _by_name, load_checkpoint
+from bloomery.checkpoint.load.loader import _by_name, load_checkpoint, read_in_pieces, read_model
 from bloomery.checkpoint.save.direct import save_checkpoint
 from bloomery.checkpoint.writer.ranks import Ranks
+from bloomery.errors import CheckpointError
 
 
 def test_who_reads_a_file_is_who_wants_it_even_where_another_has_less_to_read() -> None:
@@ -102,3 +104,77 @@ def test_no_more_units_are_read_ahead_than_there_are_threads_for_them(
         for number in range(30):
             next(messages)
             assert sum(reading._units_left.values()) >= 40 - number - 1 - executor.THREADS
+
+
+@pytest.fixture
+def several(tmp_path: Path) -> Path:
+    """A checkpoint of tensors of two parts, scopes and types, given in no order of their names."""
+    entries = [
+        whole("model.b", torch.arange(10.0).view(5, 2), scope="shared"),
+        whole("model.a", torch.arange(3, dtype=torch.bfloat16), scope="peer"),
+        whole("optim.c", torch.ones(2), scope="peer"),
+    ]
+    return save_checkpoint(tmp_path, entries, step=3, incarnation=1)
+
+
+@pytest.fixture
+def unordered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tensors of an index, in the reverse of its order."""
+    by_name = loader._by_name
+    monkeypatch.setattr(loader, "_by_name", lambda boxes: dict(reversed(by_name(boxes).items())))
+
+
+@pytest.mark.usefixtures("unordered")
+def test_tensors_come_in_pieces_of_whole_rows_in_the_order_of_their_names(several: Path) -> None:
+    pieces = list(read_in_pieces(several, prefix="model.", piece_bytes=16))
+    assert [(piece.name, piece.scope, piece.box) for piece in pieces] == [
+        ("model.a", "peer", Box((0,), (3,))),
+        ("model.b", "shared", Box((0, 0), (2, 2))),
+        ("model.b", "shared", Box((2, 0), (2, 2))),
+        ("model.b", "shared", Box((4, 0), (1, 2))),
+    ]
+    assert torch.equal(torch.cat([piece.tensor for piece in pieces[1:]]), torch.arange(10.0).view(5, 2))
+    with pytest.raises(CheckpointError, match="holds no tensors named head") as refused:
+        list(read_in_pieces(several, prefix="head.", piece_bytes=16))
+    assert refused.value.remedy == "Take another checkpoint."
+
+
+def test_the_memory_of_a_piece_is_free_before_that_of_the_next_one_is_taken(
+    several: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[weakref.ref[torch.Tensor]] = []
+
+    def taking(*shape: Any, **how: Any) -> torch.Tensor:
+        assert all(tensor() is None for tensor in held)
+        taken = torch.empty(*shape, **how)
+        held.append(weakref.ref(taken))
+        return taken
+
+    monkeypatch.setattr(loader, "empty", taking)
+    for piece in read_in_pieces(several, prefix="model.b", piece_bytes=16):
+        del piece
+    assert len(held) == 3
+
+
+@pytest.mark.usefixtures("unordered")
+def test_tensors_of_a_model_come_by_name_and_in_full_precision(several: Path) -> None:
+    read = list(read_model(several))
+    assert [(name, tensor.dtype) for name, tensor in read] == [("a", torch.float32), ("b", torch.float32)]
+    assert [name for name, _ in read_model(several, names=["b", "a"])] == ["b", "a"]
+    with pytest.raises(
+        CheckpointError, match=r"lacks 1 tensors of the model, model\.z among them"
+    ) as refused:
+        next(read_model(several, names=["a", "z"]))
+    assert "recipe.toml beside checkpoints/" in refused.value.remedy
+
+
+def test_names_of_other_ranks_are_not_missing_and_types_may_differ_only_where_asked(several: Path) -> None:
+    mine = [whole("model.a", torch.zeros(3))]
+    with pytest.raises(CheckpointError, match=r"model\.a: saved as bfloat16, here float32"):
+        load_checkpoint(several, mine, names=["model.b", "optim.c"])
+    load_checkpoint(several, mine, strict=False)
+    assert mine[0].tensor.tolist() == [0.0, 1.0, 2.0]
+    as_saved = [whole("model.a", torch.zeros(3, dtype=torch.bfloat16))]
+    load_checkpoint(several, as_saved, names=["model.b", "optim.c"])
+    with pytest.raises(CheckpointError, match=r"1 only in the checkpoint:\n    optim\.c"):
+        load_checkpoint(several, as_saved, names=["model.b"])

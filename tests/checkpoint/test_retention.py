@@ -1,7 +1,12 @@
+import math
+from pathlib import Path
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bloomery.checkpoint.format.retention import reasons_to_keep, steps_to_keep
+from bloomery.checkpoint.format.catalogue import CommittedCheckpoint
+from bloomery.checkpoint.format.retention import held_out_losses, reasons_to_keep, steps_to_keep
+from bloomery.checkpoint.save.direct import save_checkpoint
 from bloomery.config.checkpoint import CheckpointSection
 
 
@@ -138,3 +143,12 @@ def test_an_intact_one_that_is_not_among_those_asked_about_gives_nobody_a_reason
 def test_a_rewind_that_goes_nowhere_and_a_run_of_no_length_are_no_reasons():
     assert why([10, 20], reach_steps=(0,), run_length_steps=0) == {10: (), 20: ("last 1", "newest intact")}
     assert kept([], intact=10, reach_steps=(5,)) == []
+
+
+def test_a_held_out_loss_that_is_no_number_makes_no_checkpoint_the_best(tmp_path: Path) -> None:
+    committed = []
+    for step, loss in ((10, 2.5), (20, math.nan), (30, -math.inf), (40, None)):
+        about = {} if loss is None else {"held_out_loss": loss}
+        directory = save_checkpoint(tmp_path, [], step=step, incarnation=1, about=about)
+        committed.append(CommittedCheckpoint(step=step, incarnation=1, directory=directory))
+    assert held_out_losses(committed) == {10: 2.5}

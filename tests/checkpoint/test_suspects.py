@@ -10,12 +10,21 @@ import pytest
 from tests.checkpoint.small_run import Run
 from tests.checkpoint.test_store import begun, save_at
 
-from bloomery.checkpoint.format.catalogue import checkpoints
-from bloomery.checkpoint.format.suspects import SUSPECT, trusted, why_suspect
+from bloomery.checkpoint.format.catalogue import checkpoints, record_copy
+from bloomery.checkpoint.format.suspects import (
+    SUSPECT,
+    mark_suspects,
+    marks_to_send,
+    send_marks,
+    trusted,
+    why_suspect,
+)
 from bloomery.cli import main
 from bloomery.errors import CheckpointError
 from bloomery.evaluate.saved_files import _newest_of
+from bloomery.events.incarnation import begin
 from bloomery.events.run_directory import RunDirectory
+from bloomery.objects import Objects
 
 
 def facts_of(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
@@ -79,3 +88,32 @@ def test_a_mark_that_is_damaged_counts(tmp_path: Path, content: str) -> None:
     assert why_suspect(tmp_path) == ""
     (tmp_path / SUSPECT).write_text(content)
     assert why_suspect(tmp_path) == "its mark cannot be read"
+
+
+def test_backups_of_what_a_rewind_abandoned_are_not_marked(rundir: RunDirectory) -> None:
+    begin(rundir, base=None, reason="start")
+    begin(rundir, base=(5, 1), reason="rewind")
+    for name in ("step-000005.i001", "step-000010.i001", "step-000012.i002"):
+        record_copy(rundir, name, url=f"s3://b/checkpoints/{name}", what="all", bytes=1)
+    assert mark_suspects(rundir, [], clean_step=4, why="rank 3 erred") == []
+    noted = sorted(path.name for path in rundir.backups.glob("*.mark"))
+    assert noted == ["step-000005.i001.mark", "step-000012.i002.mark"]
+
+
+def test_a_mark_that_could_not_be_sent_is_still_to_be_sent(
+    rundir: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(*_: object) -> None:
+        raise OSError(5, "no answer")
+
+    begin(rundir, base=None, reason="start")
+    remote, name = Objects(f"file://{tmp_path}/store"), "step-000005.i001"
+    record_copy(rundir, name, url=f"{remote.url}/checkpoints/{name}", what="all", bytes=1)
+    mark_suspects(rundir, [], clean_step=4, why="rank 3 erred")
+    with monkeypatch.context() as cut:
+        cut.setattr(Objects, "put", away)
+        with pytest.raises(OSError, match="no answer"):
+            send_marks(rundir, remote)
+    assert list(marks_to_send(rundir, remote.url)) == [name]
+    send_marks(rundir, remote)
+    assert remote.exists(f"checkpoints/{name}/{SUSPECT}") and marks_to_send(rundir, remote.url) == {}

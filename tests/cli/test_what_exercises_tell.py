@@ -284,6 +284,8 @@ def test_a_drill_tells_each_phase_and_what_all_faults_cost() -> None:
         ["kill", "1.0", "2.0", "3.0", "4.0", "5.0", "6.0", "21.0", "yes", "a", "rank", "was", "killed"],
         ["hang", "7.0", "-", "-", "-", "-", "-", "-", "NO", "-"],
     ]
+    lines = table.split("\n")
+    assert lines[0].index("survived") == lines[2].index("yes") == lines[3].index("NO")
     assert words == "2 faults, 1 survived; 7 steps made again; effective time 75.6% of 300 s"
     assert "\n\n" not in drill.drill_text(results, None)
 

@@ -154,3 +154,13 @@ def test_codes_that_are_no_values_are_found_when_they_are_read(tmp_path: Path) -
     stored = StoredAverage.load(file)
     with pytest.raises(ValueError, match="finite"):
         stored.whole()
+
+
+@pytest.mark.parametrize("codec", ["fp32", "int8", "sparse"])
+def test_an_average_stays_as_it_was_when_the_memory_of_the_ring_is_used_again(codec: str) -> None:
+    values = np.array([0.1, 0.2, 0.3, 0.7], np.float32)
+    stored = StoredAverage(codec, members=1)
+    stored.append(values)
+    expected = stored.whole()
+    values[:] = 9.0
+    assert np.array_equal(stored.whole(), expected) and 9.0 not in expected

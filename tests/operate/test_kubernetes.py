@@ -227,3 +227,20 @@ def test_submit_prints_the_manifest(here: Callable[..., Said], tmp_path: Path) -
     SCHEMA.validate(json.loads(said.out))
     refused = here("submit", "demo", "submit.scheduler=kubernetes", "--run", tmp_path / "run", "--dry-run")
     refused.refuses("submit.image is empty")
+
+
+def test_a_pod_is_a_jobs_own_where_any_of_its_owners_is_the_job_and_not_where_it_has_none() -> None:
+    nobodys, shared = pod("Running", node="a"), pod("Running", node="b")
+    del nobodys["metadata"]["ownerReferences"]
+    assert parse_job(job(active=1), [nobodys]).state == JobState.PENDING
+    shared["metadata"]["ownerReferences"].insert(0, {"uid": "another"})
+    found = parse_job(job(active=1), [nobodys, shared])
+    assert (found.state, found.nodes) == (JobState.RUNNING, ("b",))
+
+
+def test_an_object_without_conditions_may_say_so_with_a_null() -> None:
+    assert parse_job(job(conditions=None), [pod("Running", node="a")]).state == JobState.RUNNING
+    assert parse_node({"metadata": {"name": "a"}, "status": {"conditions": None}}).state == "down"
+    new = pod("Pending", node="a")
+    del new["status"]
+    assert parse_job(job(active=1), [new]).state == JobState.PENDING, "it has just been made"

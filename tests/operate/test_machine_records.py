@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import grp
+import json
 import os
 import signal
 import stat
 import subprocess
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -125,11 +127,12 @@ def test_a_job_that_is_over_says_how_and_when(
     assert second.state == JobState.HELD and "any `bloomery submit`" in second.reason, "nobody runs the queue"
 
 
+@pytest.mark.parametrize("content", ["", "[]"])
 def test_a_record_that_cannot_be_read_hides_no_other(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, content: str
 ) -> None:
     queued(run, monkeypatch)
-    (queue_of(run.path) / "000002.json").write_text("")
+    (queue_of(run.path) / "000002.json").write_text(content)
     assert [job.number for job in read_jobs(run.path)] == [1, 3]
 
 
@@ -235,21 +238,27 @@ def test_a_job_is_warned_asked_to_end_and_killed_by_the_time_that_it_ran(
     )
     monkeypatch.setattr(machine_queue, "time", step)
     monkeypatch.setattr(machine_queue, "process_age_s", lambda pid: ran_s)
-    note = lambda pid, number: sent.append((clock[0] - 1000.0 + ran_s, signal.Signals(number).name))  # noqa: E731
-    monkeypatch.setattr(os, "kill", note)
-    monkeypatch.setattr(os, "killpg", note)
+
+    def noting(to_whom: str) -> Callable[[int, int], None]:
+        return lambda pid, number: sent.append(
+            (clock[0] - 1000.0 + ran_s, f"{signal.Signals(number).name}{to_whom}")
+        )
+
+    monkeypatch.setattr(os, "kill", noting(""))
+    monkeypatch.setattr(os, "killpg", noting(" to all"))
     queue_of(run.path).mkdir()
     job = MachineJob(
         number=1, command=("x",), directory="/", minutes=1.0, signal_before_s=20, pid=7, started=time.time()
     )
     machine_queue._wait(run.path, job, is_over=lambda: clock[0] > 1200.0)
-    assert sent == [(40.0, "SIGUSR1"), (60.0, "SIGTERM"), (90.0, "SIGKILL")]
+    assert sent == [(40.0, "SIGUSR1"), (60.0, "SIGTERM"), (90.0, "SIGKILL to all")]
     assert [kept.pid for kept in read_jobs(run.path)] == [7], "its record says which process it is"
     sent.clear()
     clock[0] = 1000.0
     (queue_of(run.path) / "000001.cancel").touch()
     machine_queue._wait(run.path, job, is_over=lambda: clock[0] > 1030.0)
-    assert [name for _, name in sent if name != "SIGUSR1"] == ["SIGTERM", "SIGKILL"] and sent[0][0] == ran_s
+    assert [name for _, name in sent if name != "SIGUSR1"] == ["SIGTERM", "SIGKILL to all"]
+    assert sent[0][0] == ran_s
 
 
 @pytest.mark.parametrize(
@@ -357,3 +366,50 @@ def test_a_disk_that_is_full_for_a_while_is_told_once(
 
     assert machine_queue._at_last(refused) == "done"
     assert caplog.text.count("the queue waits for the disk") == 1
+
+
+def test_a_job_whose_end_nobody_saw_ends_at_its_limit_for_those_who_look(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, *_ = queued(run, monkeypatch)
+    _write(run.path, replace(job, state=JobState.RUNNING, started=1000.0))
+    first, *_ = OneMachine(run.path).jobs(name="x", run=run.path)
+    assert (first.state, first.ends) == (JobState.FAILED, 1420.0)
+
+
+@pytest.mark.parametrize(
+    ("event", "after_s", "state"),
+    [
+        ({"event": "end"}, 0.0, JobState.ENDED),
+        ({"event": "end"}, -0.5, JobState.FAILED),
+        ({"event": "end", "failed": True}, 1.0, JobState.FAILED),
+        ({"event": "start"}, 1.0, JobState.FAILED),
+    ],
+    ids=["ended at once", "ended before", "failed", "only began"],
+)
+def test_how_a_job_ended_that_nobody_saw_is_said_by_what_its_run_wrote_since_its_start(
+    run: RunDirectory, event: dict[str, object], after_s: float, state: JobState
+) -> None:
+    record = {**event, "time": 1000.0 + after_s, "incarnation": 1, "step": 3}
+    run.journal().parent.mkdir(exist_ok=True)
+    run.journal().write_text(json.dumps(record) + "\n")
+    assert machine_queue.outcome_without_status(run.path, started=1000.0)[0] == state
+
+
+@pytest.mark.parametrize(("moved_s", "is_same"), [(0.0, True), (0.9, True), (1.1, False), (-1.1, False)])
+def test_a_process_is_known_by_when_it_began_where_no_more_is_on_record(
+    moved_s: float, is_same: bool
+) -> None:
+    began = machine_queue.began_at(os.getpid())
+    assert machine_queue.is_running(os.getpid(), began=began + moved_s, life="") is is_same
+
+
+def test_the_lock_of_a_queue_is_for_all_of_the_group(run: RunDirectory) -> None:
+    queue_of(run.path).mkdir(exist_ok=True)
+    before = os.umask(0o002)
+    try:
+        with machine_queue._hold(run.path) as is_ours:
+            assert is_ours
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((queue_of(run.path) / "runner.lock").stat().st_mode) == 0o664

@@ -9,6 +9,7 @@ import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -427,3 +428,31 @@ def test_a_run_beside_its_volume_and_one_that_waits_for_another_are_refused() ->
         manifest(beside)
     with pytest.raises(SchedulerError, match="one task"):
         manifest(replace(kubernetes_request(), after="7"))
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "failure", "remedy"),
+    [
+        (Slurm(), FileNotFoundError(), "write submit.scheduler=machine"),
+        (Slurm(), subprocess.TimeoutExpired("sinfo", 60.0), "scontrol ping"),
+        (Kubernetes(), FileNotFoundError(), "write submit.scheduler=machine"),
+        (Kubernetes(), subprocess.TimeoutExpired("kubectl", 60.0), "kubectl cluster-info"),
+        (Kubernetes(), None, "kubectl config current-context"),
+    ],
+    ids=["no slurm", "slurm is late", "no kubectl", "kubernetes is late", "kubernetes refuses"],
+)
+def test_who_gets_no_answer_of_a_scheduler_is_told_where_to_look(
+    monkeypatch: pytest.MonkeyPatch,
+    scheduler: Slurm | Kubernetes,
+    failure: Exception | None,
+    remedy: str,
+) -> None:
+    def run(command: list[str], **more: Any) -> Any:
+        if failure is not None:
+            raise failure
+        return SimpleNamespace(returncode=1, stderr="no", stdout="")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    with pytest.raises(SchedulerError) as refused:
+        scheduler.nodes()
+    assert remedy in refused.value.remedy
