@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.protocol import example
 
-from bloomery.coordination.commits import SKIPS_AT_MOST, position_after
+from bloomery.coordination.commits import SKIP_END_AT_MOST, SKIPS_AT_MOST, position_after
 from bloomery.coordination.eligibility import PIECES_MORE, unusable_offers
 from bloomery.coordination.etcd_watch import KeyValue, WatchEvent
 from bloomery.coordination.snapshot import ListedShares, RunSnapshot
@@ -33,7 +33,7 @@ def test_an_offer_that_asks_to_skip_thousands_of_ranges_is_no_offer() -> None:
 def test_requests_to_skip_are_followed_until_the_position_is_as_large_as_a_commit_can_hold() -> None:
     position = Position()
     for round in range(30):
-        skip = scattered(FEW_RANGES_AT_MOST, first=FAR + 10_000 * round)
+        skip = scattered(FEW_RANGES_AT_MOST, first=SKIP_END_AT_MOST - 10_000 * (30 - round))
         position = position_after(position, [example.ready(spent=(), skip=skip)])
     assert len(position.skips) == SKIPS_AT_MOST
     wider = range(position.skips[0].start, position.skips[-1].stop)

@@ -30,7 +30,7 @@ def test_bloom_counts_its_embeddings_as_blocks() -> None:
 
 
 @given(
-    pipeline=st.integers(1, 8),
+    pipeline=st.integers(2, 8),
     chunks=st.integers(1, 3),
     more=st.integers(0, 40),
     schedule=st.sampled_from(SCHEDULES),
@@ -46,6 +46,12 @@ def test_every_block_is_in_one_stage_and_every_rank_has_as_many_stages(
     assert [stage.index for stage in found if stage.embeds] == [0]
     assert [stage.index for stage in found if stage.finishes] == [len(found) - 1]
     assert sorted(stage.rank for stage in found) == sorted([*range(pipeline)] * chunks)
+
+
+def test_of_one_pipeline_rank_there_is_one_stage_whatever_a_recipe_says_for_more() -> None:
+    for parallel in ({"chunks": 4}, {"blocks_per_stage": (1, 1)}, {"chunks": 2, "schedule": "interleaved"}):
+        (stage,) = stages(2, pipeline=1, **parallel)
+        assert (stage.blocks, stage.embeds, stage.finishes) == (range(2), True, True), parallel
 
 
 def test_thirty_layers_on_four_stages_are_thirty_and_may_be_dealt_by_hand() -> None:

@@ -240,7 +240,8 @@ def pipeline_mistakes(
 
 
 def _recompute_mistakes(parallel: ParallelSection) -> Iterator[Finding]:
-    count, stages = len(parallel.recompute_per_stage), parallel.pipeline * parallel.chunks
+    count = len(parallel.recompute_per_stage)
+    stages = parallel.pipeline * parallel.chunks if parallel.pipeline > 1 else 1
     if count not in (0, stages):
         yield Finding(
             key="parallel.recompute_per_stage",

@@ -51,10 +51,11 @@ def stages_of(
     """Return every stage of the pipeline, in order. Each block is in exactly one stage, and no stage is
     empty.
 
-    The recipe must have been checked: there are enough blocks, and `blocks_per_stage` sums to them.
+    The recipe must have been checked: there are enough blocks, and `blocks_per_stage` sums to them. Of one
+    pipeline rank there is one stage, whatever a recipe for more says of theirs.
     """
-    number = parallel.pipeline * parallel.chunks
-    counts = parallel.blocks_per_stage
+    number = parallel.pipeline * parallel.chunks if parallel.pipeline > 1 else 1
+    counts = parallel.blocks_per_stage if parallel.pipeline > 1 else (model.layers,)
     if not counts:
         ends = _end_costs(model, parallel.partition, vocabulary=vocabulary, sequence_length=sequence_length)
         counts = balanced_counts(model.layers, number, first=ends[0], last=ends[1])
