@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -39,6 +40,27 @@ def test_a_history_has_each_step_once_as_the_last_incarnation_made_it(rundir: Ru
     ]
     assert history.ranks == {1: 4, 2: 2} and history.newest_ranks == 2
     assert [report.step for report in history.alike] == [4, 5, 6, 7, 8], "on as many ranks as the last"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    (
+        {"time": None},
+        {"inner_sizes": 7},
+        {"loss_scale": {}},
+        {"step": []},
+        {"incarnation": "x"},
+        {"facts": [1]},
+    ),
+)
+def test_a_damaged_step_leaves_the_others(rundir: RunDirectory, damage: dict[str, object]) -> None:
+    write(rundir, begin(rundir, base=None, reason="start"), range(1, 4), batch=8, ranks=4)
+    lines = rundir.journal().read_text().splitlines()
+    lines[2] = json.dumps({**json.loads(lines[2]), **damage})
+    rundir.journal().write_text("\n".join(lines) + "\n")
+    history = read_history(rundir)
+    left = [1, 2, 3] if "time" in damage else [1, 3]
+    assert [step.report.step for step in history.steps] == left and history.ranks == {1: 4}
 
 
 def test_steps_with_another_batch_are_not_like_the_last(rundir: RunDirectory) -> None:

@@ -279,14 +279,15 @@ def read_history(rundir: RunDirectory) -> History:
     times: list[float] = []
     vocabulary: int | None = None
     for event in read_journal(rundir.journal()):
-        if "time" in event:
-            times.append(float(event["time"]))
-        if is_step(event, {"incarnation", *_REPORT}):
-            reports[event["step"], event["incarnation"]] = StepReport.from_json(event)
-        elif event["event"] == "start" and "incarnation" in event:
-            ranks[event["incarnation"]] = int(event.get("ranks", 1))
-        elif event["event"] == "data" and isinstance(event.get("vocabulary"), int):
-            vocabulary = event["vocabulary"]
+        with suppress(ArithmeticError, AttributeError, LookupError, TypeError, ValueError):  # a damaged line
+            if is_step(event, {"incarnation", *_REPORT}):
+                reports[int(event["step"]), int(event["incarnation"])] = StepReport.from_json(event)
+            elif event["event"] == "start" and "incarnation" in event:
+                ranks[event["incarnation"]] = int(event.get("ranks", 1))
+            elif event["event"] == "data" and isinstance(event.get("vocabulary"), int):
+                vocabulary = event["vocabulary"]
+            if "time" in event:
+                times.append(float(event["time"]))
     newest = {base[0]: base for base in sorted(visible(reports, read_incarnations(rundir)))}
     steps = tuple(Step(incarnation=newest[step][1], report=reports[newest[step]]) for step in sorted(newest))
     span_s = max(times) - min(times) if times else 0.0
