@@ -50,7 +50,6 @@ def test_a_history_has_each_step_once_as_the_last_incarnation_made_it(rundir: Ru
         {"loss_scale": {}},
         {"step": []},
         {"incarnation": "x"},
-        {"facts": [1]},
     ),
 )
 def test_a_damaged_step_leaves_the_others(rundir: RunDirectory, damage: dict[str, object]) -> None:
