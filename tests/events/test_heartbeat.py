@@ -144,6 +144,16 @@ def test_an_exception_that_names_a_path_which_is_no_utf_8_is_kept_and_not_replac
     assert beat is not None and beat.error == "RuntimeError: cannot read /data/caf?/x.bin"
 
 
+@pytest.mark.parametrize("damage", ({"step": float("inf")}, {"gap_s": 10**400}, {"pid": None}))
+def test_a_damaged_number_makes_a_heartbeat_one_that_cannot_be_read(
+    tmp_path: Path, damage: dict[str, object]
+) -> None:
+    with beating(tmp_path / "0-0").start() as heartbeat:
+        record = json.loads(heartbeat.path.read_text())
+    (tmp_path / "0-1").write_text(json.dumps(record | damage))
+    assert read_beat(tmp_path / "0-1") is None
+
+
 def test_a_heartbeat_that_never_started_leaves_the_file_of_another_alone(tmp_path: Path) -> None:
     with beating(tmp_path / "0-0", host="first").start(), beating(tmp_path / "0-0", host="second"):
         pass

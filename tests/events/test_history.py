@@ -52,6 +52,27 @@ def test_the_newest_steps_are_those_that_the_last_incarnations_made_on_as_many_r
     assert [report.step for report in recent_steps(rundir, most=2).alike] == [7, 8]
 
 
+@pytest.mark.parametrize(
+    "damage",
+    (
+        {"time": None},
+        {"inner_sizes": 7},
+        {"loss_scale": {}},
+        {"step": []},
+        {"incarnation": "x"},
+    ),
+)
+def test_a_damaged_step_leaves_the_others(rundir: RunDirectory, damage: dict[str, object]) -> None:
+    write(rundir, begin(rundir, base=None, reason="start"), range(1, 4), batch=8, ranks=4)
+    lines = rundir.journal().read_text().splitlines()
+    lines[2] = json.dumps({**json.loads(lines[2]), **damage})
+    rundir.journal().write_text("\n".join(lines) + "\n")
+    recent = recent_steps(rundir, most=9)
+    left = [1, 2, 3] if "time" in damage else [1, 3]
+    assert [report.step for report in recent.alike] == left and recent.ranks == 4
+    assert past_steps(rundir, back_to=0).undone == len(left)
+
+
 def test_steps_with_another_batch_are_not_like_the_last(rundir: RunDirectory) -> None:
     number = begin(rundir, base=None, reason="start")
     write(rundir, number, range(1, 4), batch=8, ranks=None)
@@ -164,7 +185,7 @@ def test_the_memory_of_a_reader_does_not_grow_with_the_steps_of_the_run(
         read(rundir)
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
-    assert peaks[1] < peaks[0] + 20_000, "as a list they took 2 MB"
+    assert peaks[1] < peaks[0] + 200_000, "as a list they took 2 MB"
 
 
 def test_torn_lines_are_counted_and_a_whole_journal_is_not_mentioned(

@@ -43,6 +43,39 @@ def test_people_see_the_losses_of_a_run_that_has_some(
     assert "held-out" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    (
+        ("step", {"seconds": "x"}),
+        ("step", {"consumed_samples": None}),
+        ("step", {"step": [], "loss": {}}),
+        ("step", {"held_out_loss": 10**400, "loss": "x"}),
+        ("checkpoint", {"time": {}}),
+        ("checkpoint", {"step": None}),
+    ),
+)
+def test_damaged_numbers_leave_what_is_known_of_a_run(
+    run: RunDirectory, name: str, damage: dict[str, object]
+) -> None:
+    run.recipe.write_text(dump_recipe(load_recipe("demo").recipe))
+    before = overview(run)
+    whole = {"time": 5.0, "step": 9, "incarnation": 1, "loss": 3.0, "seconds": 1.0, "consumed_samples": 9}
+    with run.journal().open("a") as journal:
+        journal.write(json.dumps({"event": name, **whole, **damage}) + "\n")
+        journal.write(json.dumps({"event": {}, **whole}) + "\n")
+    after = overview(run)
+    assert (after.step, after.loss, after.held_out_loss) == (7, 2.5, 2.75)
+    assert (after.saved, after.saved_step, after.done) == (before.saved, before.saved_step, before.done)
+
+
+def test_the_peers_of_a_damaged_step_count_as_one(run: RunDirectory) -> None:
+    run.recipe.write_text(dump_recipe(load_recipe("demo").recipe))
+    step = {"event": "step", "step": 9, "loss": 3.0, "seconds": 1.0, "consumed_samples": 9, "peers": [1]}
+    with run.journal().open("a") as journal:
+        journal.write(json.dumps(step) + "\n")
+    assert overview(run).done is not None
+
+
 def test_a_scheduler_that_is_not_set_up_is_no_matter_of_a_run_that_nobody_submitted(
     run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -353,7 +353,7 @@ def read_beat(path: Path) -> RankBeat | None:
     values = known_values(RankBeat, record)
     try:
         return RankBeat(**{name: _checked(name, value) for name, value in values.items()})
-    except (AttributeError, TypeError, ValueError):
+    except (AttributeError, OverflowError, TypeError, ValueError):
         return None
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields
 
 from bloomery.events.incarnation import read_incarnations, visibility
@@ -15,6 +16,8 @@ from bloomery.events.journal import Event, kept_steps, read_journal
 from bloomery.events.records import StepReport, as_float
 from bloomery.events.run_directory import RunDirectory
 
+_DAMAGE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+"""What reading a field of a damaged line raises."""
 _REPORT = frozenset({"incarnation", *(item.name for item in fields(StepReport) if item.default is MISSING)})
 
 
@@ -65,14 +68,18 @@ class _Notes:
     def passed(self, events: Iterable[Event]) -> Iterator[Event]:
         """Yield the events, once what they say is noted."""
         for event in events:
-            if "time" in event:
-                self.first_s = min(self.first_s, float(event["time"]))
-                self.last_s = max(self.last_s, float(event["time"]))
-            if event["event"] == "start" and "incarnation" in event:
-                self.ranks[event["incarnation"]] = int(event.get("ranks", 1))
-            elif event["event"] == "data" and isinstance(event.get("vocabulary"), int):
-                self.vocabulary = event["vocabulary"]
+            with suppress(*_DAMAGE):
+                self._note(event)
             yield event
+
+    def _note(self, event: Event) -> None:
+        if event["event"] == "start" and "incarnation" in event:
+            self.ranks[event["incarnation"]] = int(event.get("ranks", 1))
+        elif event["event"] == "data" and isinstance(event.get("vocabulary"), int):
+            self.vocabulary = event["vocabulary"]
+        if "time" in event:
+            self.first_s = min(self.first_s, float(event["time"]))
+            self.last_s = max(self.last_s, float(event["time"]))
 
     def ranks_of(self, step: Event) -> int:
         """Return the number of ranks that made a step; 1 where their incarnation did not record it."""
@@ -176,4 +183,15 @@ def step_reaching(index: int, rows: Sequence[EvenSteps]) -> int | None:
 
 
 def _kept_reports(rundir: RunDirectory, events: Iterable[Event]) -> Iterator[Event]:
-    return kept_steps(events, visibility(read_incarnations(rundir)), needed=_REPORT)
+    sound = (event for event in events if event["event"] != "step" or _is_sound(event))
+    return kept_steps(sound, visibility(read_incarnations(rundir)), needed=_REPORT)
+
+
+def _is_sound(step: Event) -> bool:
+    """Return whether the values of a step are of their kinds, as in a line that is not damaged."""
+    try:
+        StepReport.from_json(step)
+        hash((step["step"] + 0, step["incarnation"] + 0))
+    except _DAMAGE:
+        return False
+    return True

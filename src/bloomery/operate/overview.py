@@ -12,10 +12,11 @@ from typing import Any
 from bloomery.config.load import load_recipe
 from bloomery.config.recipe import Recipe
 from bloomery.errors import BloomeryError, ConfigError
-from bloomery.events.journal import is_step, read_tail
+from bloomery.events.journal import read_tail
 from bloomery.events.run_directory import RunDirectory
 from bloomery.operate.exclusions import Exclusions
 from bloomery.operate.ledger.figures import duration
+from bloomery.operate.ledger.operations import finite
 from bloomery.operate.node_shm import NodeShm, shm_of_nodes, shm_warning
 from bloomery.operate.run_state import RunVerdict, judge_state, observe_run
 from bloomery.operate.schedulers.interface import QueuedJob
@@ -117,13 +118,13 @@ def _progress(rundir: RunDirectory, recipe: Recipe | None, warnings: list[str]) 
     rewinds = 0
     for event in read_tail(rundir.journal()):
         match event["event"]:
-            case "step" if is_step(event, {"step", "loss", "seconds", "consumed_samples"}):
+            case "step" if _is_whole_step(event):
                 steps.append(event)
-                if event.get("held_out_loss") is not None:
+                if _is_loss(event.get("held_out_loss")):
                     facts["held_out_loss"] = event["held_out_loss"]
-            case "evaluation":
-                facts["held_out_loss"] = event.get("held_out_loss", facts.get("held_out_loss"))
-            case "checkpoint" if {"time", "step"} <= event.keys():
+            case "evaluation" if _is_loss(event.get("held_out_loss")):
+                facts["held_out_loss"] = event["held_out_loss"]
+            case "checkpoint" if _are_numbers(event, "time", "step"):
                 facts |= _save(event)
                 failed_save = ""
             case "checkpoint_failed":
@@ -150,16 +151,30 @@ def _left(recipe: Recipe | None, last: dict[str, Any], step_s: float) -> dict[st
     if recipe is None:
         return {}
     length = recipe.data.sequence_length
-    consumed, peers = int(last["consumed_samples"]), max(1, int(last.get("peers", 1)))
+    consumed, peers = int(last["consumed_samples"]), max(1, int(finite(last.get("peers")) or 1))
     left = steps_left(recipe.train, sequence_length=length, consumed=consumed, peers=peers)
     done = min(1.0, consumed / total_samples(recipe.train, sequence_length=length))
     return {"done": done, "left_s": left * step_s}
 
 
+def _is_whole_step(event: dict[str, Any]) -> bool:
+    """Whether an event is a step whose numbers can be used; those of a damaged line may be anything."""
+    names = ("step", "seconds", "consumed_samples")
+    return event["event"] == "step" and _are_numbers(event, *names) and _is_loss(event.get("loss"))
+
+
+def _are_numbers(event: dict[str, Any], *names: str) -> bool:
+    return all(finite(event.get(name)) is not None for name in names)
+
+
+def _is_loss(value: object) -> bool:
+    return finite(value) is not None or value in ("NaN", "Infinity", "-Infinity")
+
+
 def _older_save(rundir: RunDirectory) -> dict[str, Any]:
     """Return the last save of a run that has made thousands of steps since; {} where there is none."""
     saves = list(read_tail(rundir.journal(), most_bytes=_SAVES_BYTES, named=("checkpoint",)))
-    return next((_save(event) for event in reversed(saves) if {"time", "step"} <= event.keys()), {})
+    return next((_save(event) for event in reversed(saves) if _are_numbers(event, "time", "step")), {})
 
 
 def _save(event: dict[str, Any]) -> dict[str, Any]:

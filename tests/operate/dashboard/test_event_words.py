@@ -120,3 +120,9 @@ def test_only_finite_numbers_are_numbers() -> None:
 @pytest.mark.parametrize(("status", "level"), [(0, "info"), (None, "info"), (1, "warning"), (143, "warning")])
 def test_an_attempt_that_did_not_end_well_is_a_warning(status: int | None, level: str) -> None:
     assert shown({"event": "attempt_end", "status": status}).level == level
+
+
+def test_a_step_that_is_no_number_of_any_run_is_not_shown() -> None:
+    event = {"event": "note", "time": 5.0, "incarnation": 1, "text": "x"}
+    steps = [getattr(shown_event({**event, "step": step}, number=0), "step", 0) for step in (7, 10**400)]
+    assert steps == [7, None]

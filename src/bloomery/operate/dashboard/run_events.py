@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from bloomery.operate.ledger.operations import time_of
+from bloomery.operate.ledger.operations import finite, time_of
 from bloomery.operate.ledger.run_history import rewind_words
 
 Level = Literal["info", "warning", "bad"]
@@ -84,6 +84,7 @@ def shown_event(event: Event, *, number: int) -> ShownEvent | None:
     step = event.get("step")
     incarnation = event.get("incarnation")
     has_step = isinstance(step, int) and not isinstance(step, bool) and (step > 0 or incarnation)
+    has_step = has_step and finite(step) is not None
     return ShownEvent(
         number=number,
         time=time_of(event) or 0.0,
