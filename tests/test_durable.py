@@ -174,6 +174,17 @@ def test_a_file_that_only_its_owner_may_read_is_so_from_its_first_byte(tmp_path:
     assert (tmp_path / "key").stat().st_mode & 0o777 == 0o600
 
 
+def test_an_error_names_the_file_that_was_to_be_written(tmp_path: Path, monkeypatch):
+    def refused(*given: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "write", refused)
+    for write in (durable.write_whole, durable.write_new):
+        with pytest.raises(OSError, match="No space left") as told:
+            write(tmp_path / "report.md", "text")
+        assert told.value.filename == str(tmp_path / "report.md") and not list(tmp_path.iterdir())
+
+
 def test_what_could_not_get_its_name_leaves_nothing_beside(tmp_path: Path, monkeypatch):
     def refused(*paths: object) -> None:
         raise OSError(errno.EIO, "no")

@@ -39,8 +39,10 @@ def write_whole(path: Path, content: bytes | str, *, mode: int = 0o666) -> None:
     try:
         write_new(draft, content, mode=mode)
         replace(draft, path)
-    except BaseException:
+    except BaseException as error:
         _remove_quietly(draft)
+        if isinstance(error, OSError) and error.filename in (None, str(draft)):
+            error.filename = str(path)  # who tells the error names the file that was asked for
         raise
 
 
@@ -85,8 +87,10 @@ def write_new(path: Path, content: bytes | str, *, mode: int = 0o666) -> None:
         while data:
             data = data[os.write(file, data) :]
         sync_file(file)
-    except BaseException:
+    except BaseException as error:
         _remove_quietly(path)
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(path)  # the system names no file in an error of one that is open
         raise
     finally:
         os.close(file)

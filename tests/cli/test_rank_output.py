@@ -150,6 +150,17 @@ def test_a_line_that_the_system_takes_in_parts_is_kept_whole() -> None:
     assert file.getvalue() == b"a line\n"
 
 
+def test_lines_that_a_log_does_not_take_are_passed_on() -> None:
+    from bloomery.cli.rank_output import RankOutput
+
+    unlogged: list[tuple[int, str]] = []
+    output = RankOutput(lambda rank: Path("/dev/full"), on_unlogged=lambda *line: unlogged.append(line))
+    with subprocess.Popen(["printf", "no space\\nleft\\n"], stdout=subprocess.PIPE) as rank:
+        output.follow(3, rank)
+        output.finish()
+    assert unlogged == [(3, "no space\n"), (3, "left\n")]
+
+
 def test_bytes_that_are_no_text_are_kept_as_they_are_and_shown_with_what_follows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

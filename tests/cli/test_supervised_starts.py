@@ -125,7 +125,7 @@ def test_ranks_of_several_machines_get_their_share_and_the_meeting_of_the_decisi
     from bloomery.operate import group_supervisor, job_board, launcher
 
     made: list[Any] = []
-    watch = SimpleNamespace(name="a-3", why_to_stop=lambda: "")
+    watch = SimpleNamespace(name="a-3", why_to_stop=lambda: "", unlogged=lambda rank, line: None)
     decision = SimpleNamespace(share=lambda host: range(4, 6), meeting="10.0.0.7:29500", world=8)
 
     class Board:

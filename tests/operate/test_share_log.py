@@ -10,6 +10,9 @@ from types import SimpleNamespace
 import pytest
 
 from bloomery.events.run_directory import RunDirectory
+from bloomery.operate.blame import diagnose
+from bloomery.operate.diagnosis import Cause
+from bloomery.operate.failure_evidence import FailureEvidence
 from bloomery.operate.process_tree import descendants, sees_kernel_pids
 from bloomery.operate.share_log import ShareLog, kernel_lines
 
@@ -53,6 +56,17 @@ def test_children_of_threads_and_their_children_stay_known_after_their_end(tmp_p
     (end,) = share.ends(attempt="")
     assert end.children is None or set(end.children) == {shell, sleeper}
     assert (end.children is None) != sees_kernel_pids()
+
+
+def test_lines_that_no_log_took_say_why_a_rank_ended(tmp_path: Path) -> None:
+    share = ShareLog(RunDirectory(tmp_path), ranks=range(2), host="node0")
+    refused = "bloomery train: Writing failed at /run/holder.json: No space left on device\n"
+    for line in ("earlier\n", refused):
+        share.unlogged(1, line)
+    share.ended({0: 0, 1: 1}, killed=())
+    first, second = share.ends(attempt="")
+    assert first.log == "" and second.log == f"earlier\n{refused}"
+    assert diagnose(FailureEvidence(ranks=[first, second])).cause == Cause.NO_SPACE
 
 
 def test_the_numbers_of_the_kernels_log_are_known_in_its_first_namespace_only(

@@ -26,18 +26,21 @@ class RankOutput:
     """Shows and logs what ranks print, with a thread for each rank that reads its pipe until it closes.
 
     file_of: returns the path of a rank's log file, to which lines are appended.
+    on_unlogged: called with a rank and a line that its log did not take; None where nobody else needs it.
     """
 
-    def __init__(self, file_of: Callable[[int], Path]) -> None:
-        self._file_of = file_of
+    def __init__(
+        self, file_of: Callable[[int], Path], *, on_unlogged: Callable[[int, str], None] | None = None
+    ) -> None:
+        self._file_of, self._on_unlogged = file_of, on_unlogged
         self._screen = LastingOutput(_lost)
         self._threads: list[threading.Thread] = []
 
     def follow(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         """Show and log what `process` prints from now on."""
         assert process.stdout is not None, "its output goes to a pipe"
-        arguments = (process.stdout, rank, _RankLog(self._file_of(rank)), self._screen)
-        thread = threading.Thread(target=_copy, args=arguments, daemon=True)
+        arguments = (process.stdout, rank, _RankLog(self._file_of(rank)))
+        thread = threading.Thread(target=self._copy, args=arguments, daemon=True)
         thread.start()
         self._threads.append(thread)
 
@@ -51,14 +54,15 @@ class RankOutput:
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
-
-def _copy(pipe: IO[bytes], rank: int, log: _RankLog, screen: LastingOutput) -> None:
-    log.write(b"")  # a rank that says nothing has a log too
-    with pipe:
-        while line := pipe.readline(_LONGEST_LINE):
-            log.write(line)
-            screen.write(f"[rank {rank}] {line.decode(errors='replace')}")
-    log.close()
+    def _copy(self, pipe: IO[bytes], rank: int, log: _RankLog) -> None:
+        log.write(b"")  # a rank that says nothing has a log too
+        with pipe:
+            while line := pipe.readline(_LONGEST_LINE):
+                text = line.decode(errors="replace")
+                if not log.write(line) and self._on_unlogged is not None:
+                    self._on_unlogged(rank, text)
+                self._screen.write(f"[rank {rank}] {text}")
+        log.close()
 
 
 class _RankLog:
@@ -69,7 +73,8 @@ class _RankLog:
         self._file: IO[bytes] | None = None
         self._lines_lost, self._is_reported = 0, False
 
-    def write(self, line: bytes) -> None:
+    def write(self, line: bytes) -> bool:
+        """Append a line; return whether the log has it."""
         try:
             if self._file is None:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -83,6 +88,8 @@ class _RankLog:
                 _warn(f"{self._path} cannot be written ({refused.strerror}): its next lines are only shown")
             self._is_reported = True
             self._lines_lost += 1 if line else 0
+            return False
+        return True
 
     def close(self) -> None:
         if self._file is not None:

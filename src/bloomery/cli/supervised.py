@@ -129,7 +129,7 @@ def _on_one_machine(
                 start.command(rundir),
                 share,
                 environment={**_environment(rundir, start), ATTEMPT: watch.name, **more},
-                output=RankOutput(lambda rank: rundir.log(host=host, rank=rank)),
+                output=RankOutput(lambda rank: rundir.log(host=host, rank=rank), on_unlogged=watch.unlogged),
                 supervisor=watch,
             )
 
@@ -193,7 +193,7 @@ def _on_several(
             start.command(rundir),
             RankRange(first=share.start, count=len(share), world=decision.world),
             environment=_environment(rundir, start) | own,
-            output=RankOutput(lambda rank: rundir.log(host=host, rank=rank)),
+            output=RankOutput(lambda rank: rundir.log(host=host, rank=rank), on_unlogged=watch.unlogged),
             others=watch,
             supervisor=watch,
         )

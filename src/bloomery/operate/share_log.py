@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import time
+from collections import deque
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -19,6 +20,8 @@ from bloomery.operate.standstill import read_beats
 _TAIL_BYTES = 1 << 15
 _DMESG_S = 5.0
 _CHILDREN_AT_MOST = 1000
+_UNLOGGED_AT_MOST = 200
+"""The last lines of a rank that are kept where its log takes none."""
 
 
 class ShareLog:
@@ -37,10 +40,15 @@ class ShareLog:
         self._kernel_before = frozenset(kernel_lines())
         self._began = time.time()
         self._log_sizes = {rank: _size(self._log(rank)) for rank in ranks}
+        self._unlogged: dict[int, deque[str]] = {rank: deque(maxlen=_UNLOGGED_AT_MOST) for rank in ranks}
 
     def started(self, pids: Mapping[int, int]) -> None:
         """Record the process number of each rank."""
         self._pids = dict(pids)
+
+    def unlogged(self, rank: int, line: str) -> None:
+        """Record a line of a rank that its log did not take. It may be the one that names the full disk."""
+        self._unlogged[rank].append(line)
 
     def note_children(self) -> None:
         """Record which processes the ranks have started; called about once a second.
@@ -89,15 +97,14 @@ class ShareLog:
 
     def _log_tail(self, rank: int) -> str:
         """Return what the rank printed in this attempt, at most the last _TAIL_BYTES."""
-        path = self._log(rank)
+        path, tail = self._log(rank), ""
         size = _size(path)
         begin = max(self._log_sizes[rank], size - _TAIL_BYTES)
-        if size <= begin:
-            return ""
-        with suppress(OSError), path.open("rb") as file:  # what else is known says how the rank ended
-            file.seek(begin)
-            return file.read().decode(errors="replace")
-        return ""
+        if size > begin:
+            with suppress(OSError), path.open("rb") as file:  # what else is known says how the rank ended
+                file.seek(begin)
+                tail = file.read().decode(errors="replace")
+        return tail + "".join(self._unlogged[rank])
 
 
 def kernel_lines() -> list[str]:

@@ -55,6 +55,10 @@ class ShareWatch:
         """Record the process number of each rank."""
         self._share.started(pids)
 
+    def unlogged(self, rank: int, line: str) -> None:
+        """Record a line of a rank that its log did not take, as on a full disk."""
+        self._share.unlogged(rank, line)
+
     def ending(self) -> None:
         """Do nothing: `report_failure` tells the leader, who judges no standstill from then on."""
 

@@ -116,6 +116,10 @@ class AttemptWatch:
         """Record the process number of each rank."""
         self._share.started(pids)
 
+    def unlogged(self, rank: int, line: str) -> None:
+        """Record a line of a rank that its log did not take, as on a full disk."""
+        self._share.unlogged(rank, line)
+
     def ending(self) -> None:
         """Record that a rank has failed by itself: from now on no standstill is judged."""
         self._is_ending = True
