@@ -10,15 +10,16 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from tests.tiny_run import TINY
 
 import bloomery
 from bloomery.api import LanguageModel
-from bloomery.config.load import parse_recipe
-from bloomery.errors import CheckpointError, ConfigError, StorageError
-from bloomery.evaluate.generate import Sampling
+from bloomery.config.load import dump_recipe, parse_recipe
+from bloomery.errors import BloomeryError, CheckpointError, ConfigError, StorageError
+from bloomery.evaluate.generate import Sampling, generate_together
 from bloomery.evaluate.scoring import IGNORED
 from bloomery.events.incarnation import begin
 from bloomery.events.journal import Journal, loss_curve
@@ -139,6 +140,41 @@ def test_what_is_not_there_is_refused_as_by_the_commands(tmp_path: Path) -> None
             call()
 
 
+def test_settings_take_the_numbers_of_arrays_and_mappings_and_refuse_what_is_no_value() -> None:
+    loaded = bloomery.recipe(
+        "demo",
+        {
+            "train.samples": np.int64(500),
+            "optim.learning_rate": np.float64(1e-3),
+            "train.ramp_up": np.array([4, 4, 20]),
+            "data.held_out_datasets": [{"name": "v", "path": Path("a b"), "weight": np.float32(0.5)}],
+        },
+    ).recipe
+    assert (loaded.train.samples, loaded.train.ramp_up) == (500, (4, 4, 20))
+    assert loaded.optim.learning_rate == 1e-3
+    (dataset,) = loaded.data.held_out_datasets
+    assert (dataset.name, dataset.path, dataset.weight) == ("v", "a b", 0.5)
+    for value in (None, object(), [None]):
+        with pytest.raises(ConfigError, match=r"train\.steps.*\(settings\): is no value of a setting"):
+            bloomery.recipe("demo", {"train.steps": value})
+
+
+def test_numbers_that_make_no_sense_are_refused_with_what_to_give(tmp_path: Path) -> None:
+    decoder, usual = torch.nn.Identity(), Sampling()
+    for call, remedy in (
+        (lambda: bloomery.load(tmp_path, dtype="fp7"), "fp32"),
+        (lambda: Sampling(temperature=-1.0), "at least 0"),
+        (lambda: Sampling(top_p=0.0), "at most 1"),
+        (
+            lambda: generate_together(decoder, [[1]], max_new_tokens=0, sampling=usual, ends=()),
+            "at least 1",
+        ),
+    ):
+        with pytest.raises(BloomeryError) as refused:
+            call()
+        assert remedy in refused.value.remedy
+
+
 def test_a_recipe_whose_settings_do_not_fit_together_is_refused_before_it_is_trained() -> None:
     with pytest.raises(ConfigError, match=r"model\.heads"):
         bloomery.recipe("demo", {"model.hidden": 64, "model.heads": 5, "data.sources": ["python:stdlib"]})
@@ -235,7 +271,7 @@ def test_what_is_given_to_load_and_generate_reaches_them(monkeypatch: pytest.Mon
 
 
 def test_a_fit_trains_in_the_directory_given_or_in_that_of_the_recipes_name(
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[tuple[object, ...]] = []
 
@@ -249,3 +285,9 @@ def test_a_fit_trains_in_the_directory_given_or_in_that_of_the_recipes_name(
     assert loaded.recipe.data.sources == ("a.txt", "b.txt")
     assert bloomery.fit(loaded) == "the outcome" == bloomery.fit(loaded, "elsewhere", progress=False)
     assert started == [(loaded, Path("runs/mine"), "bar"), (loaded, Path("elsewhere"), "short")]
+    run = tmp_path / "moved"
+    (run / "incarnations").mkdir(parents=True)
+    (run / "recipe.toml").write_text(dump_recipe(loaded.recipe))
+    for given, path in ((run, run), ("demo", Path("runs/demo"))):
+        bloomery.fit(given)
+        assert started[-1][1] == path

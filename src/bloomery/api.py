@@ -68,7 +68,7 @@ class LanguageModel:
 
         temperature: 0 takes the likeliest token each time.
         top_k, top_p: 0 and 1 leave no token out.
-        Raises BloomeryError where the model has no positions for so many tokens.
+        Raises BloomeryError where the model has no positions for so many tokens, or a number makes no sense.
         """
         from bloomery.evaluate.generate import Sampling, generate
 
@@ -93,9 +93,12 @@ def load(
     """
     import torch
 
+    from bloomery.errors import BloomeryError
     from bloomery.evaluate.open_checkpoint import open_saved
     from bloomery.parallel.precision import DTYPES
 
+    if dtype not in DTYPES:
+        raise BloomeryError(f"{dtype!r} is no type of weights.", remedy=f"Give one of {', '.join(DTYPES)}.")
     opened = open_saved(Path(path), fallback=fallback)
     decoder = opened.decoder(device=torch.device(device), dtype=DTYPES[dtype])
     return LanguageModel(opened, decoder.eval())
@@ -140,36 +143,51 @@ def recipe(name: PathLike, settings: Mapping[str, object] | None = None) -> Load
     from bloomery.cli.arguments import load_given
     from bloomery.config.validate import check_recipe
 
-    overrides = [f"{key}={_as_toml(value)}" for key, value in (settings or {}).items()]
+    overrides = [f"{key}={_as_toml(key, value)}" for key, value in (settings or {}).items()]
     loaded = load_given(str(name), overrides)
     check_recipe(loaded.recipe, loaded.sources)
     return loaded
 
 
-def _as_toml(value: object) -> str:
+def _as_toml(key: str, value: Any) -> str:
+    """Return a value as TOML: numbers and arrays of NumPy and torch too, and mappings as inline tables."""
     from bloomery.config.convert import toml_value
+    from bloomery.errors import ConfigError, Mistake
 
-    return toml_value(_tuples(value))
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(_as_toml(key, entry) for entry in value)}]"
+    if isinstance(value, Mapping):
+        entries = (f"{name} = {_as_toml(f'{key}.{name}', entry)}" for name, entry in value.items())
+        return f"{{ {', '.join(entries)} }}"
+    if isinstance(value, bool | int | float | str | Path):
+        return toml_value(str(value) if isinstance(value, Path) else value)
+    problem = f"is no value of a setting, but {type(value).__name__}"
+    remedy = "Give a number, a text, a list or a mapping; leave a setting out for its default."
+    raise ConfigError([Mistake(key=key, value=value, source="settings", problem=problem, remedy=remedy)])
 
 
-def _tuples(value: object) -> object:
-    if isinstance(value, Path):
-        return str(value)
-    return tuple(_tuples(entry) for entry in value) if isinstance(value, list | tuple) else value
-
-
-def fit(loaded: LoadedRecipe, run: PathLike | None = None, *, progress: bool = True) -> TrainingOutcome:
+def fit(
+    loaded: LoadedRecipe | PathLike, run: PathLike | None = None, *, progress: bool = True
+) -> TrainingOutcome:
     """Train a recipe in this process, or go on with its run, and return how it ended.
 
+    loaded: a recipe, or what `recipe` takes: a name, a .toml file, or a run to go on with.
     run: the run directory; None is runs/NAME, with the recipe's name.
     progress: show a bar, in a notebook too; otherwise nothing is printed.
     The outcome has `step`, `finished` and `reason`. Raises BloomeryError as the command does.
     """
+    from bloomery.config.find import run_path
+    from bloomery.config.load import LoadedRecipe
     from bloomery.config.peer_settings import refuse_alone
     from bloomery.events.run_directory import RunDirectory
     from bloomery.train.loop import train
     from bloomery.train.settings import StartOptions
 
+    if not isinstance(loaded, LoadedRecipe):
+        name, loaded = str(loaded), recipe(loaded)
+        run = run_path(name, run=run, name=loaded.recipe.run.name)
     refuse_alone(loaded.recipe, loaded.sources)
     path = Path(run) if run is not None else Path("runs") / loaded.recipe.run.name
     return train(

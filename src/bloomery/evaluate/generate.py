@@ -38,6 +38,13 @@ class Sampling:
     top_p: float = 1.0
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        if not (self.temperature >= 0.0 and self.top_k >= 0 and 0.0 < self.top_p <= 1.0):
+            raise BloomeryError(
+                f"No token can be drawn with {self}.",
+                remedy="Give a temperature and a top_k of at least 0, and a top_p above 0 and at most 1.",
+            )
+
 
 def generate(
     decoder: Decoder,
@@ -70,6 +77,8 @@ def generate_together(
     is what it would be alone with that seed.
     Raises BloomeryError if the model has no positions for so many tokens, or the machine no memory.
     """
+    if max_new_tokens < 1:
+        raise BloomeryError(f"{max_new_tokens} new tokens are asked for.", remedy="Ask for at least 1.")
     longest = max(len(opening) for opening in openings)
     _refuse_too_long(decoder, longest + max_new_tokens - 1)
     _refuse_too_large(decoder, longest + max_new_tokens, texts=len(openings))
