@@ -290,6 +290,10 @@ def test_a_drill_tells_each_phase_and_what_all_faults_cost() -> None:
     assert "\n\n" not in drill.drill_text(results, None)
 
 
+DIVIDED = ("train.micro_batch=1", "train.global_batch=12")
+"""A batch that 2 and 12 ranks divide."""
+
+
 def test_the_plan_of_a_drill_has_what_its_options_say(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -302,12 +306,14 @@ def test_the_plan_of_a_drill_has_what_its_options_say(
     monkeypatch.setattr("bloomery.operate.drill.allocation.drill_nodes", lambda: nodes)
     run = tmp_path / "run"
     words = "--nproc 4 --faults kill,hang --rounds 2 --seed 8 --steps 6 --patience 7.5 --json"
-    assert drill.run(["demo", "--run", str(run), *words.split()]) == 0
+    assert drill.run(["demo", *DIVIDED, "--run", str(run), *words.split()]) == 0
     (plan,) = plans
     assert (plan.world, plan.nodes, plan.seed, plan.steps_between) == (12, nodes, 8, 6)
     assert (plan.patience_s, plan.private_shm_mib, plan.rundir.path) == (7.5, 0, run)
     assert plan.faults == [DrillFault.KILL, DrillFault.HANG] * 2
-    assert plan.command == drill._launch_words(drill._parse(["demo", "--nproc", "4"]), plan.rundir, nodes)
+    assert plan.command == drill._launch_words(
+        drill._parse(["demo", *DIVIDED, "--nproc", "4"]), plan.rundir, nodes
+    )
     told = json.loads(capsys.readouterr().out)
     assert told["survived"] == 1
     (fault,) = told["faults"]
@@ -340,7 +346,7 @@ def test_what_a_drill_fills_is_made_for_it_and_signals_are_as_before_it(
     monkeypatch.setattr("bloomery.operate.drill.allocation.drill_nodes", DrillNodes)
     monkeypatch.setattr(drill.os, "geteuid", lambda: 0)
     before = signal.getsignal(signal.SIGTERM)
-    assert drill.run(["demo", "--faults", faults, "--json"]) == 0
+    assert drill.run(["demo", *DIVIDED, "--faults", faults, "--json"]) == 0
     assert (made, plans[0].private_shm_mib) == (disks, private_shm_mib)
     assert (plans[0].rundir.path == tmp_path / "run") == bool(disks)
     assert signal.getsignal(signal.SIGTERM) == before != handlers[0]
@@ -354,7 +360,7 @@ def test_a_drill_tells_the_time_outs_of_the_ranks_of_all_nodes(
     nodes = DrillNodes(count=3, is_allocation=True)
     monkeypatch.setattr("bloomery.operate.drill.allocation.drill_nodes", lambda: nodes)
     monkeypatch.setattr(drill, "timeouts_text", lambda rundir, *, world: f"{rundir.path.name}, {world} ranks")
-    assert drill.run(["demo", "--run", str(tmp_path / "run"), "--nproc", "4"]) == 1
+    assert drill.run(["demo", *DIVIDED, "--run", str(tmp_path / "run"), "--nproc", "4"]) == 1
     assert capsys.readouterr().out == f"{drill.drill_text(results, None)}\n\nrun, 12 ranks\n"
 
 
