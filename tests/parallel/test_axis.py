@@ -1,12 +1,15 @@
 """Which collective of torch a reduce_scatter becomes, and what collectives of one rank are: nothing."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 from bloomery.config.parallel import ParallelSection
-from bloomery.errors import TrainingFailed
+from bloomery.errors import RankLost, TrainingFailed
 from bloomery.parallel import axis
-from bloomery.parallel.axis import SINGLE_RANK_AXIS, Axis
+from bloomery.parallel.axis import SINGLE_RANK_AXIS, Axis, PendingCollective
 from bloomery.parallel.mesh import Mesh, join_mesh
 
 
@@ -94,3 +97,17 @@ def test_the_shards_of_an_axis_are_the_tensor_in_the_order_of_its_ranks(degree: 
     assert torch.cat([member.local_shard(flat) for member in members]).equal(flat)
     assert [member.is_first for member in members] == [True] + [False] * (degree - 1)
     assert [member.is_last for member in members] == [False] * (degree - 1) + [True]
+
+
+def test_a_collective_that_ends_because_a_rank_is_gone_says_so_when_it_is_waited_for() -> None:
+    def gone() -> None:
+        raise RuntimeError("Connection closed by peer [127.0.0.1]:1234")
+
+    def wrong() -> None:
+        raise RuntimeError("sizes differ")
+
+    for wait, raised in ((gone, RankLost), (wrong, RuntimeError)):
+        works: Any = (SimpleNamespace(wait=wait),)
+        with pytest.raises(Exception) as failed:
+            PendingCollective(works=works).wait_for_collective()
+        assert type(failed.value) is raised

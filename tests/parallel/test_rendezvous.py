@@ -146,3 +146,22 @@ def test_a_refusal_is_told_before_a_difference_of_a_rank_with_a_lower_number() -
     refusing = Introduction(host="node-2", recipe=RECIPE, refusal="There is no GPU.", remedy="Start fewer.")
     with pytest.raises(TrainingFailed, match="rank 2 on node-2: There is no GPU"):
         refuse_unequal([Introduction(host="node-0", recipe=RECIPE), other, refusing])
+
+
+@pytest.mark.parametrize(
+    ("missing", "names"),
+    [(8, "1, 2, 3, 4, 5, 6, 7, 8."), (9, "1, 2, 3, 4, 5, 6, 7, 8, ….")],
+)
+def test_eight_of_the_ranks_that_did_not_come_are_named(tmp_path: Path, missing: int, names: str) -> None:
+    came = ranks(1)[0]
+    assert came is not None
+    with pytest.raises(TrainingFailed) as refused:
+        rendezvous(
+            FileStore(str(tmp_path / "store"), missing + 1),
+            came,
+            rank=0,
+            world=missing + 1,
+            check=lambda all_ranks: None,
+            timeout_s=0.0,
+        )
+    assert refused.value.message.endswith(f"{missing} did not join within 0 s: {names}")
