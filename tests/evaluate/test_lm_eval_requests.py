@@ -133,7 +133,7 @@ def test_a_text_goes_on_greedily_until_its_stop_or_as_many_tokens_as_asked(packa
     assert continued(model, "3 4", max_gen_toks=2) == "".join(f" {token}" for token in drawn[:2])
     stop = f" {drawn[2]}"
     cut = spelt[: spelt.index(stop)]
-    for until in (stop, [stop], ["never", stop], [f" {drawn[3]}", stop]):
+    for until in (stop, [stop], ["never", stop], [f" {drawn[3]}", stop], ["", stop]):
         assert continued(model, "3 4", max_gen_toks=5, until=until) == cut
     hot = {"do_sample": True, "temperature": 50.0, "max_gen_toks": 5}
     assert continued(model, "3 4", **hot) != spelt == continued(model, "3 4", **hot, top_k=1)
@@ -150,6 +150,32 @@ def test_a_text_goes_on_greedily_until_its_stop_or_as_many_tokens_as_asked(packa
     assert continued(model, "", max_gen_toks=2) == "".join(
         f" {token}" for token in greedy_after(decoder, [PREFIX], 2)
     )
+
+
+def test_nothing_is_drawn_behind_a_stop_and_the_first_of_several_ends_the_text(package: StandIn) -> None:
+    model, drawn = model_of(package, small()), list[int]()
+
+    def tokens() -> Iterator[tuple[int]]:
+        for token in (11, 12, 13, 14):
+            drawn.append(token)
+            yield (token,)
+
+    importlib.import_module(OURS).generate_together = lambda *told, **more: tokens()  # type: ignore[attr-defined]
+    assert continued(model, "3 4", until=[" 12", "1 12", "3"]) == " 1"
+    assert drawn == [11, 12]
+
+
+def test_the_longest_requests_come_first_so_that_memory_that_is_short_shows_at_once(
+    package: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, sizes = model_of(package, small()), list[list[int]]()
+    monkeypatch.setattr(
+        model,
+        "_scored",
+        lambda some: sizes.append([len(one[2]) for one in some]) or [(0.0, True)] * len(some),
+    )
+    model._loglikelihood_tokens([(None, [1], [2] * size) for size in (1, 5, 3, 2)])
+    assert sizes == [[5, 3], [2, 1]]
 
 
 def test_a_text_ends_before_the_token_that_ends_it(package: StandIn) -> None:

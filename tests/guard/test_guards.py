@@ -9,7 +9,7 @@ from bloomery.events.records import Facts
 from bloomery.guard.health import LossScaleCollapse
 from bloomery.guard.judge import Guards, described, judge, replay
 from bloomery.guard.ladder import Ladder
-from bloomery.guard.verdict import Anomaly, CarryOn, Rewind, Save, Stop, Watch, worst
+from bloomery.guard.verdict import Anomaly, CarryOn, Rewind, Rung, Save, Stop, Watch, worst
 
 
 def test_verdicts_are_ordered_from_mild_to_strong():
@@ -149,3 +149,27 @@ def test_of_several_anomalies_the_one_that_began_first_is_undone():
     verdict = judge(guards, report(300))
     assert isinstance(verdict, Rewind) and verdict.to_step == 269 and "from 280" in verdict.reason
     assert [name for name, _ in guards.findings] == ["early"]
+
+
+def test_after_a_rewind_each_guard_gets_what_it_knew_when_that_was_decided():
+    given = []
+
+    @dataclass(frozen=True, kw_only=True)
+    class Recorder:
+        name: str
+
+        def fresh(self):
+            return "fresh"
+
+        def rewound(self, before, restored, *, rung):
+            given.append((self.name, before, restored, rung))
+            return "after"
+
+    guards = Guards((Recorder(name="a"), Recorder(name="b")), ladder=Ladder(section=GuardSection()))
+    guards.load_state_values({"a": "of a's checkpoint", "b": "of b's checkpoint"})
+    guards.rewound({"a": "when it was decided"}, rung=Rung.SKIP)
+    assert given == [
+        ("a", "when it was decided", "of a's checkpoint", Rung.SKIP),
+        ("b", "fresh", "of b's checkpoint", Rung.SKIP),
+    ]
+    assert guards.state_values() | {"ladder": None} == {"a": "after", "b": "after", "ladder": None}

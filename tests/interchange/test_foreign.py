@@ -283,3 +283,11 @@ def test_values_that_are_not_plain_finite_weights_are_refused(
     _, tensors = read_foreign(tmp_path, bloom_section(), vocabulary=VOCABULARY, sequence_length=LENGTH)
     with pytest.raises(CheckpointError, match=told):
         list(tensors)
+
+
+def test_what_is_no_tensor_in_a_file_of_megatron_is_left_out(tmp_path: Path) -> None:
+    content = {"weight": torch.ones(3), "bias": torch.zeros(3), "iteration": 7, "arguments": {"lr": 0.1}}
+    torch.save(content, tmp_path / "layer_07-model_00-model_states.pt")
+    found = read_megatron(tmp_path)
+    assert sorted(found) == ["transformer.ln_f.bias", "transformer.ln_f.weight"]
+    assert found["transformer.ln_f.weight"]().tolist() == [1.0] * 3

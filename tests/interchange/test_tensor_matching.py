@@ -222,3 +222,13 @@ def test_asking_a_tensor_for_nan_takes_no_second_copy_of_it(monkeypatch: pytest.
     broken[2, 7] = torch.inf
     with pytest.raises(CheckpointError, match=r"0 NaN and 1 infinities .* at \(2, 7\)"):
         refuse_non_finite("w", broken, where="a file")
+
+
+def test_a_head_does_not_take_the_place_of_the_embedding_of_a_model_that_is_not_tied(tmp_path: Path) -> None:
+    theirs = written(
+        their_model("llama", tied=False),
+        tmp_path / "theirs",
+        lambda tensors: tensors.pop(EMBEDDINGS["llama"]),
+    )
+    with pytest.raises(CheckpointError, match=f"lacks the tensor {EMBEDDINGS['llama']}"):
+        import_(theirs)

@@ -34,3 +34,4 @@ def test_where_none_can_be_planned_each_mistake_is_told_once() -> None:
         plan_counts(requests(0, 100, request=wrong))
     keys = [mistake.key for mistake in refused.value.mistakes]
     assert keys.count("--gpus") == 2 and keys.count("model.heads") == 1
+    assert "mistakes in the plan:" in refused.value.message

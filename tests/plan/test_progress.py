@@ -149,6 +149,33 @@ def test_planned_stands_against_measured(run):
     assert rows["MFU"] == [f"{found.planned_mfu:.1%}", "-", "-"]
 
 
+def test_a_speed_that_a_run_began_to_report_is_the_median_of_those_reports(run):
+    train = load_recipe(RECIPE).recipe.train
+    rundir = RunDirectory(run)
+    rundir.incarnation(3).write_text(json.dumps({"base": {"step": 29_020, "incarnation": 2}}))
+
+    def follow(*shares):
+        with Journal(rundir.journal()) as journal:
+            for mfu in shares:
+                follow.step += 1
+                one = replace(report(train, follow.step, seconds=44.0), mfu=mfu)
+                journal.write("step", incarnation=3, **one.to_json())
+        return progress(run, accelerators=128).mfu
+
+    follow.step = 29_020
+    with Journal(rundir.journal()) as journal:
+        journal.write("start", incarnation=3, step=29_020, ranks=128)
+    assert follow(None, None) is None
+    assert follow(0.2, 0.4) == pytest.approx(0.3)
+    assert follow(None) is None
+
+
+def test_what_was_planned_as_nothing_has_no_ratio(run):
+    found = progress(run, accelerators=128)
+    rows = {name: cells for name, *cells in progress_rows(replace(found, planned_mfu=0.0))}
+    assert rows["MFU"] == ["0.0%", "24.0%", "-"]
+
+
 def test_the_age_of_a_run_is_what_lies_between_its_first_event_and_its_last(run):
     journal = RunDirectory(run).journal()
     lines = [json.loads(line) for line in journal.read_text().splitlines()]

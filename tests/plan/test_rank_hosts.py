@@ -78,6 +78,27 @@ def test_a_tensor_line_that_crosses_nodes_is_refused_with_a_layout_that_fits() -
     refuse_tensor_groups_across_hosts(Degrees(pipeline=2, data=4, tensor=4), hosts)
 
 
+@pytest.mark.parametrize(
+    ("degrees", "layout"),
+    [
+        (Degrees(pipeline=3, tensor=4), "parallel.tensor=2 parallel.pipeline=3 parallel.data=2"),
+        (Degrees(data=3, tensor=4), "parallel.tensor=3 parallel.pipeline=1 parallel.data=4"),
+    ],
+)
+def test_the_layout_that_fits_keeps_the_pipeline_and_is_no_wider_than_what_was_asked(
+    degrees: Degrees, layout: str
+) -> None:
+    hosts = hosts_of_ranks(["a", "b"], world=12)
+    with pytest.raises(TrainingFailed, match="ranks 4–7 are on a and b") as refused:
+        refuse_tensor_groups_across_hosts(degrees, hosts)
+    assert refused.value.remedy == f"A layout that fits 12 ranks: {layout}."
+
+
+def test_a_group_that_leaves_a_node_and_comes_back_lies_across_nodes() -> None:
+    assert groups_across_hosts(Degrees(data=3), "data", ["a", "b", "a"]) == [(0, 1, 2)]
+    assert reach_words(Degrees(data=3), "data", ["a", "b", "a"]) == "1 group of 3, 1 of them across nodes"
+
+
 def test_indices_that_lie_apart_are_listed_and_a_tensor_degree_of_the_nodes_size_is_kept() -> None:
     degrees = Degrees(pipeline=1, data=16, tensor=1)
     apart = HostRanks(host="a", ranks=range(2, 6))

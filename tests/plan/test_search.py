@@ -124,3 +124,14 @@ def test_selective_recomputation_is_tried_where_attention_forms_scores(
     ranked = search_layouts(Request(loaded=loaded, hardware=machine, accelerators=2)).ranked
     tried = {one.recompute for one in ranked}
     assert {"none", "full"} <= tried and ("selective" in tried) == selective
+
+
+def test_layouts_are_those_of_the_full_batch_in_the_precision_that_it_has():
+    changes = ["train.precision=fp32", "train.precision_changes=[[96,'bf16']]", "train.micro_batch=1"]
+    plain, changed = (
+        search_layouts(
+            Request(loaded=load_recipe("demo", given), hardware=load_hardware("a100-80g"), accelerators=4)
+        )
+        for given in (["train.precision=bf16"], changes)
+    )
+    assert changed.ranked[0].step == plain.ranked[0].step and changed.ranked[0].mfu == plain.ranked[0].mfu

@@ -316,3 +316,30 @@ def test_of_those_that_do_not_fit_the_smallest_is_the_nearest(monkeypatch: pytes
     assert result.ranked == () and result.too_large == 6
     assert "micro-batch 1, recompute full" in result.nearest
     assert searched(monkeypatch, needed=[50], refused=(0,))[0].nearest == ""
+
+
+def test_what_is_computed_again_is_no_use_of_the_machine() -> None:
+    request = Request(loaded=load_recipe("demo"), hardware=load_hardware("a100-80g"), accelerators=1)
+    setting = search._setting(request, 1)
+    once, twice = (search._timed(setting, setting.work, recompute, 0) for recompute in ("none", "full"))
+    assert twice.step.seconds > once.step.seconds
+    assert twice.mfu * twice.step.seconds == pytest.approx(once.mfu * once.step.seconds)
+
+
+@pytest.mark.parametrize(("compiled", "fused"), [("off", False), ("auto", True)])
+def test_memory_is_asked_for_as_the_recipe_trains(
+    compiled: str, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = load_recipe("demo", [f"train.compile={compiled}", "train.loss_chunk=64"])
+    request = Request(loaded=recipe, hardware=load_hardware("a100-80g"), accelerators=1)
+    asked: list[Any] = []
+
+    def memory(work: Any, parameters: Any, stages: Any, index: int, training: Any) -> Any:
+        asked.append(training)
+        return SimpleNamespace(total=7)
+
+    monkeypatch.setattr(search, "stage_memory", memory)
+    setting = search._setting(request, 1)
+    assert search._peak(setting, setting.work, "full") == 7
+    (training,) = asked
+    assert (training.fused, training.loss_chunk, training.recompute) == (fused, 64, "full")

@@ -125,7 +125,7 @@ class SavedModel(TemplateLM):
 
     def _continued(self, context: str, settings: dict[str, Any]) -> str:
         stops = settings.get("until") or []
-        stops = [stops] if isinstance(stops, str) else list(stops)
+        stops = [stops] if isinstance(stops, str) else [stop for stop in stops if stop]
         count = int(settings.get("max_gen_toks", _MOST_NEW_TOKENS))
         drawn = bool(settings.get("do_sample", False))
         sampling = Sampling(
@@ -149,5 +149,5 @@ class SavedModel(TemplateLM):
             text = self._saved.tokenizer.decode(ids, spells_special=False)
             if any(stop in text for stop in stops):
                 break
-        ends = [text.index(stop) for stop in stops if stop and stop in text]
+        ends = [text.index(stop) for stop in stops if stop in text]
         return text[: min(ends, default=len(text))]
