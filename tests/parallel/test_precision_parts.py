@@ -304,3 +304,11 @@ def test_gradients_are_added_up_again_after_those_that_were_dropped(fails: bool)
     parameter.grad = torch.full_like(parameter, 2.0)
     weights.accumulate_gradients([parameter])
     assert {float(gradient.amax()) for gradient in weights.gradient} == {0.0, 2.0}
+
+
+def test_a_run_that_begins_has_no_good_steps_behind_it() -> None:
+    scale = LossScale(CPU)
+    scale.good_steps.fill_(LossScale.GROWTH_INTERVAL - 1)
+    scale.reset()
+    scale.update(torch.tensor(True))
+    assert (float(scale.scale), float(scale.good_steps)) == (LossScale.FIRST, 1.0)
