@@ -152,3 +152,10 @@ def test_a_link_that_is_named_like_a_leftover_is_removed_and_what_it_leads_to_st
     (rundir.checkpoints / "step-000004.i001.partial").symlink_to(tmp_path / "nowhere")
     assert len(sweep(rundir.checkpoints)) == 2
     assert list(rundir.checkpoints.iterdir()) == [] and (tmp_path / "mine").is_dir()
+
+
+def test_a_link_that_leads_nowhere_is_not_in_the_way_of_a_save(tmp_path: Path) -> None:
+    partial = tmp_path / "step-000001.i001.partial"
+    partial.symlink_to(tmp_path / "gone")
+    begin_partial(partial)
+    assert partial.is_dir() and not partial.is_symlink() and not (tmp_path / "gone").exists()

@@ -13,9 +13,17 @@ import pytest
 import torch
 from tests.checkpoint.test_readers import FILES, readers_of, rows_of
 
-from bloomery.checkpoint.format.manifest import read_index, read_manifest
+from bloomery.checkpoint.format.data_file import BlockHasher
+from bloomery.checkpoint.format.manifest import (
+    BLOCK_BYTES,
+    DamagedCheckpoint,
+    IndexedBox,
+    read_index,
+    read_manifest,
+)
 from bloomery.checkpoint.format.source import STORED_AT, LocalCheckpoint, StoredCheckpoint
 from bloomery.checkpoint.format.state import Box, StateEntry, whole
+from bloomery.checkpoint.format.verified_reader import VerifiedReader
 from bloomery.checkpoint.load import executor, load_plan, loader
 from bloomery.checkpoint.load.executor import load_on_all_ranks
 from bloomery.checkpoint.load.load_plan import WantedBox, plan_load
@@ -178,3 +186,22 @@ def test_names_of_other_ranks_are_not_missing_and_types_may_differ_only_where_as
     load_checkpoint(several, as_saved, names=["model.b", "optim.c"])
     with pytest.raises(CheckpointError, match=r"1 only in the checkpoint:\n    optim\.c"):
         load_checkpoint(several, as_saved, names=["model.b"])
+
+
+def test_damage_names_the_tensors_of_its_block_and_not_the_one_that_begins_behind_it(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    path.write_bytes(bytes(2 * BLOCK_BYTES))
+    hasher = BlockHasher()
+    hasher.update(memoryview(b"\1" * 2 * BLOCK_BYTES))
+    boxes = [
+        IndexedBox(
+            name=name, dtype="int8", global_shape=(BLOCK_BYTES,), offset=(0,), shape=(BLOCK_BYTES,),
+            scope="shared", file="f", begin=begin, end=begin + BLOCK_BYTES,
+        )
+        for name, begin in (("a", 0), ("b", BLOCK_BYTES))
+    ]  # fmt: skip
+    for begin, name in ((0, "a"), (BLOCK_BYTES, "b")):
+        with VerifiedReader(LocalCheckpoint(tmp_path), hasher.record("f"), boxes=boxes) as reader:
+            piece = memoryview(bytearray(BLOCK_BYTES))
+            with pytest.raises(DamagedCheckpoint, match=rf"at byte {begin:,} .*\(it holds {name}\)\n"):
+                reader.read([(begin, piece)])

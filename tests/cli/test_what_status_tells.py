@@ -14,7 +14,7 @@ from tests.cli.in_process import status_of
 from tests.cli.test_facts_of_control import past_of
 
 from bloomery.cli import control, fork, status, submit
-from bloomery.errors import BloomeryError, CheckpointError
+from bloomery.errors import BloomeryError, CheckpointError, StorageError
 from bloomery.events.journal import read_journal
 from bloomery.events.run_directory import RunDirectory
 from bloomery.events.switches import arm
@@ -270,6 +270,21 @@ def test_a_stopped_run_is_not_submitted_and_the_switch_is_named(tmp_path: Path) 
     with pytest.raises(BloomeryError, match="control/stop is armed") as refused:
         submit._refuse_stopped(rundir, loaded)
     assert refused.value.remedy == f"`bloomery stop {rundir.path} --disarm` lets jobs train."
+
+
+def test_a_run_directory_that_cannot_be_shared_is_told_with_where_and_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bloomery.config.load import load_recipe
+
+    def refused(path: Path, group: str) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr("bloomery.operate.group_access.share_with_group", refused)
+    run = RunDirectory(tmp_path / "run")
+    with pytest.raises(StorageError) as told:
+        submit._prepare(run, load_recipe("demo"))
+    assert told.value.message == f"Sharing the run directory failed at {run.path}: Read-only file system"
 
 
 def test_files_that_the_group_may_not_write_are_told_by_owner(

@@ -209,11 +209,13 @@ def test_one_wrong_product_among_right_ones_is_enough(monkeypatch: pytest.Monkey
 
 
 def test_a_machine_that_is_not_fit_ends_the_start_of_a_job_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("bloomery.operate.start_check._AGAIN_S", 0.0)
+    said: list[str] = []
     check, rundir, told = StartCheck(gpus=10_000, disk_gb=0.0, environment={}), RunDirectory(tmp_path), []
-    assert not _is_unfit(check, rundir, None)
-    assert "GPUs" in capsys.readouterr().err
-    assert _is_unfit(check, rundir, JobReactions(on_bad_node=told.append, on_repeating=told.append))
+    assert not _is_unfit(check, rundir, None, said.append)
+    assert "GPUs" in said[0]
+    reactions = JobReactions(on_bad_node=told.append, on_repeating=told.append)
+    assert _is_unfit(check, rundir, reactions, said.append)
     assert len(told) == 1

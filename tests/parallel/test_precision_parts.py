@@ -304,3 +304,20 @@ def test_gradients_are_added_up_again_after_those_that_were_dropped(fails: bool)
     parameter.grad = torch.full_like(parameter, 2.0)
     weights.accumulate_gradients([parameter])
     assert {float(gradient.amax()) for gradient in weights.gradient} == {0.0, 2.0}
+
+
+def test_a_run_that_begins_has_no_good_steps_behind_it() -> None:
+    scale = LossScale(CPU)
+    scale.good_steps.fill_(LossScale.GROWTH_INTERVAL - 1)
+    scale.reset()
+    scale.update(torch.tensor(True))
+    assert (float(scale.scale), float(scale.good_steps)) == (LossScale.FIRST, 1.0)
+
+
+def test_a_block_of_which_nobody_holds_a_weight_has_a_size_of_zero() -> None:
+    model = model_of(LLAMA)
+    model.initialise(seed=1, bigrams=lambda: torch.zeros(1, 1))
+    weights = model.weights
+    layers = 1 + max(int(name.split(".")[1]) for name in weights.names if name.startswith("blocks."))
+    sizes = weights.root_mean_squares(layers + 1).tolist()
+    assert all(size > 0.0 for size in sizes[:-1]) and sizes[-1] == 0.0

@@ -333,3 +333,14 @@ def test_a_step_that_wants_no_sizes_is_measured_only_where_measuring_stays_on(st
         sizes.begin(wanted=False, later=later)
         assert {block.attention.logit_maxima is not None for block in blocks} == {measures}
         assert {block.hidden_maximum is not None for block in blocks} == {measures}
+
+
+def test_what_an_earlier_clamp_measured_does_not_count_for_the_next_one() -> None:
+    model = model_of("llama", threshold=0.0)
+    model.clip_queries(1.0)
+    model.accumulate([batch(1)], 0, weight=1.0)
+    attentions = [block.attention for block in model.decoder.blocks]
+    assert all(float(attention.logit_maxima.max()) > 0.0 for attention in attentions)
+    model.clip_queries(0.0)
+    model.clip_queries(5.0)
+    assert all(float(attention.logit_maxima.max()) == 0.0 for attention in attentions)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -156,3 +158,28 @@ def both(directory: Path, task: Callable[[ReportProgress], str]) -> list[object]
 
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(one, range(2)))
+
+
+def test_a_status_that_was_on_its_way_when_the_task_ended_does_not_hide_its_outcome(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    written, began, is_told = list[str](), threading.Event(), threading.Event()
+    times = os.times
+
+    def slow_for_the_status() -> os.times_result:
+        if threading.current_thread().name == "slow":
+            began.set()
+            is_told.wait(60)
+        return times()
+
+    def keep(key: str, value: str) -> None:
+        written.append(json.loads(value)["outcome"])
+        is_told.set()
+
+    store: Any = SimpleNamespace(set=keep)
+    monkeypatch.setattr(rank_zero_task.os, "times", slow_for_the_status)
+    assert run_as_rank_zero(store, "slow", lambda report_progress: began.wait(60))
+    for thread in threading.enumerate():
+        if thread.name == "slow":
+            thread.join()
+    assert written == ["done"]

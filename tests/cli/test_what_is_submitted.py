@@ -1,0 +1,48 @@
+"""What of a recipe goes into its jobs, and what is refused before a rehearsal of it is made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.cli.test_what_status_tells import Submitted
+
+from bloomery.cli import submit
+from bloomery.errors import BloomeryError
+from bloomery.events.run_directory import RunDirectory
+from bloomery.events.switches import arm
+
+
+def test_what_weights_say_of_their_model_goes_into_the_jobs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = Submitted(monkeypatch)
+    monkeypatch.setattr(
+        "bloomery.cli.arguments.settings_from_weights",
+        lambda recipe, overrides: [f"model.layers={len(overrides)}"],
+    )
+    words = ["demo", "submit.tasks=5", "--keep-queued", "2", "--run", str(tmp_path / "run")]
+    assert submit.run(words) == 0
+    _, submission, loaded, _ = seen.asked.pop()
+    assert submission.overrides == ("submit.tasks=5", "submit.keep_queued=2", "model.layers=2")
+    assert loaded.recipe.model.layers == 2
+
+
+def test_a_run_of_several_peers_is_refused_before_it_is_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, made = Submitted(monkeypatch), list[object]()
+    monkeypatch.setattr("bloomery.operate.rehearsal.rehearsal_of", lambda recipe: made.append(recipe) or ())
+    with pytest.raises(BloomeryError, match="peer"):
+        submit.run(["diloco-internet", "--rehearse", "--dry-run"])
+    assert not made and not seen.asked
+
+
+def test_the_script_of_a_stopped_run_is_shown_though_no_job_of_it_is_queued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen, rundir = Submitted(monkeypatch), RunDirectory(tmp_path / "run").create()
+    arm(rundir.control("stop"))
+    assert submit.run(["demo", "--run", str(rundir.path), "--dry-run"]) == 0
+    assert capsys.readouterr().out == "script for 1\n"
+    with pytest.raises(BloomeryError, match="is armed"):
+        submit.run(["demo", "--run", str(rundir.path)])
+    assert not seen.asked
