@@ -127,7 +127,7 @@ def test_a_job_that_is_over_says_how_and_when(
     assert second.state == JobState.HELD and "any `bloomery submit`" in second.reason, "nobody runs the queue"
 
 
-@pytest.mark.parametrize("content", ["", "[]"])
+@pytest.mark.parametrize("content", ["", "[]", "{}"])
 def test_a_record_that_cannot_be_read_hides_no_other(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch, content: str
 ) -> None:

@@ -160,7 +160,7 @@ def read_jobs(run: Path) -> list[MachineJob]:
     """Return all jobs of a run directory's queue, in their order."""
     jobs = []
     for path in sorted(queue_of(run).glob("[0-9]*.json")):
-        with suppress(ValueError, TypeError, OSError):  # a record that a crash left empty never became a job
+        with suppress(ValueError, TypeError, KeyError, OSError):  # what a crash left empty never became a job
             jobs.append(_job(json.loads(path.read_text())))
     return jobs
 
