@@ -337,7 +337,7 @@ def test_only_a_job_ends_where_its_machine_is_unfit_and_ranks_of_one_machine_get
     run: Path, started: Started, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervised, "run_ranks", started.ranks)
-    watch = SimpleNamespace(name="a-3", why_to_stop=lambda: "")
+    watch = SimpleNamespace(name="a-3", why_to_stop=lambda: "", unlogged=print)
 
     def supervise(rundir: RunDirectory, run_once: Any, *, world: int, **more: Any) -> int:
         assert world == 3

@@ -73,7 +73,7 @@ def test_the_tails_of_journals_are_read_to_so_many_bytes(
     submission.is_finished(run)
     journal, operations = run.journal().name, run.operations.name
     assert asked == [
-        (journal, MIB, ("start", "end")), (operations, MIB, ("attempt", "attempt_end", "diagnosis")),
+        (journal, MIB, ("start", "end")), (operations, MIB, ("attempt", "attempt_end", "diagnosis", "job")),
         (journal, MIB // 4, ()), (operations, MIB // 4, ("attempt", "attempt_end")),
         (journal, MIB // 4, ()), (journal, MIB // 4, ()),
     ]  # fmt: skip

@@ -66,9 +66,9 @@ def test_no_more_is_remembered_after_a_clock_was_set_back_than_before(run: RunDi
     observer = RunObserver(run)
     observer.observe(now=NOW)
     observer.set_back(5.0)
-    for _ in range(100):
-        observer._take(event("checkpoint", path="x"))
-        observer._take(event("guard", guard="spike", action="stop"))
+    for number in range(100):
+        observer._take(event("checkpoint", path="x", time=NOW + number))
+        observer._take(event("guard", guard="spike", action="stop", time=NOW + number))
     seen = observer.observe(now=NOW)
     assert (len(seen.saves), len(seen.guards)) == (20, 50)
 
