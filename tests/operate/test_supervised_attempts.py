@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -251,3 +252,17 @@ def test_a_standstill_names_the_host_of_the_only_rank_that_the_others_wait_for(
     watch.ending()
     assert watch.hang is None, "a rank had failed before"
     watch.close()
+
+
+def test_what_an_attempt_waits_for_before_its_ranks_is_no_silence_of_theirs(run: RunDirectory) -> None:
+    """A peer that starts again waits for its coordinator for up to an hour."""
+    limits = StandstillLimits(unmeasured_s=0.0)
+    watch = AttemptWatch(run, world=1, host="n0", name="now", limits=limits, measured_s={})
+    for _ in range(2):
+        watch._look()
+    assert watch.why_to_end() == ""
+    watch.started({0: os.getpid()})
+    for _ in range(2):
+        watch._look()
+    watch.close()
+    assert "no rank has moved" in watch.why_to_end()

@@ -97,6 +97,7 @@ class AttemptWatch:
         self._progress = ProgressWatch(rundir, limits)
         self._hang: HangFinding | None = None
         self._is_ending, self._why, self.asked, self.failure = False, "", 0, ""
+        self._has_started = False
         self._share = ShareLog(rundir, ranks=range(world), host=host)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="attempt watch", daemon=True)
@@ -115,6 +116,7 @@ class AttemptWatch:
     def started(self, pids: Mapping[int, int]) -> None:
         """Record the process number of each rank."""
         self._share.started(pids)
+        self._has_started = True
 
     def unlogged(self, rank: int, line: str) -> None:
         """Record a line of a rank that its log did not take, as on a full disk."""
@@ -172,6 +174,8 @@ class AttemptWatch:
     def _look(self) -> None:
         self._share.note_children()
         beats = read_beats(self._rundir, ranks=range(self._world), attempt=self.name)
+        if not beats and not self._has_started:  # what comes before the ranks has its own deadlines
+            return
         standstill = self._progress.look(beats, self._measured_s)
         if standstill is None:
             return
