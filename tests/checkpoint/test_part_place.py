@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -142,14 +143,9 @@ def test_a_save_that_is_not_urgent_rests_between_chunks_and_an_urgent_one_is_kno
 ) -> None:
     asked: list[bool] = []
 
-    class Throttle:
-        def __init__(self, is_urgent: Callable[[], bool]) -> None:
-            self._is_urgent = is_urgent
-
-        def rest(self) -> None:
-            asked.append(self._is_urgent())
-
-    monkeypatch.setattr(part_place, "CpuThrottle", Throttle)
+    monkeypatch.setattr(
+        part_place, "CpuThrottle", lambda is_urgent: SimpleNamespace(rest=lambda: asked.append(is_urgent()))
+    )
     monkeypatch.setattr(data_file, "_CHUNK_BYTES", 4096)
     buffer.filled = 8192
     place = DirectoryPartWriter(partial)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -224,14 +225,11 @@ class TestWriters:
     def test_what_is_sent_rests_until_the_save_is_urgent(self, monkeypatch: pytest.MonkeyPatch) -> None:
         asked: list[bool] = []
 
-        class Throttle:
-            def __init__(self, is_urgent: Callable[[], bool]) -> None:
-                self._is_urgent = is_urgent
-
-            def rest(self) -> None:
-                asked.append(self._is_urgent())
-
-        monkeypatch.setattr(store_place, "CpuThrottle", Throttle)
+        monkeypatch.setattr(
+            store_place,
+            "CpuThrottle",
+            lambda is_urgent: SimpleNamespace(rest=lambda: asked.append(is_urgent())),
+        )
         monkeypatch.setattr(store_place, "_CHUNK_BYTES", 4)
         buffer = SharedBuffer.create(8192, name="sent")
         try:
