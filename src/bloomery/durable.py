@@ -206,7 +206,7 @@ def sync_tree(path: Path) -> None:
 
 
 def remove_drafts(directory: Path) -> None:
-    """Remove what writers that were killed left in a directory. Nobody may be writing there meanwhile."""
+    """Remove the temporary files of killed writers from a directory, in which no writer is at work now."""
     for draft in directory.glob(f".*{_DRAFT}"):
         draft.unlink(missing_ok=True)
 

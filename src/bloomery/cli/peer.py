@@ -141,11 +141,6 @@ def _supervised(
     start = SupervisedStart(
         command=lambda rundir: tuple(command),
         ranks=ranks,
-        nodes=1,
-        spares=0,
-        job="",
-        is_loopback=True,
-        join_timeout_s=0.0,
         environment=loaded.recipe.environment,
         attempt=lambda start_ranks: _with_agent(loaded, next(accesses), rundir, start_ranks),
         says="bloomery peer",

@@ -49,7 +49,7 @@ class RankSupervisor(Protocol):
     """Watches the ranks of this machine while they run."""
 
     def started(self, pids: Mapping[int, int]) -> None:
-        """Learn the process of each rank."""
+        """Learn the process id of each rank."""
         ...
 
     def why_to_end(self) -> str:

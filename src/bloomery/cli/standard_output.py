@@ -34,10 +34,8 @@ def open_streams() -> None:
 
 def is_refused() -> bool:
     """Say, after an error, whether standard output takes no byte, for instance on a full disk."""
-    try:
-        sys.stdout.write(
-            "\n"
-        )  # a long text that was refused is in no buffer any more, so a flush tells nothing
+    try:  # a long text that was refused is in no buffer any more, so a flush alone would tell nothing
+        sys.stdout.write("\n")
         sys.stdout.flush()
     except OSError:
         return True

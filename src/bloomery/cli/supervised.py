@@ -45,11 +45,11 @@ class SupervisedStart:
     """What `launch --supervise` or `peer --supervise` was asked for.
 
     command: returns the words that start one rank of a run directory.
-    ranks: the ranks of each machine. nodes: the machines that start ranks. spares: further machines.
+    ranks: the ranks of each machine. environment: the recipe's variables for the ranks.
+    nodes: the machines that start ranks. spares: further machines.
     job: a name that is equal on all machines and new at each start; "" takes the scheduler's.
     is_loopback: whether the machines are emulated on this one.
     join_timeout_s: seconds to wait for the other machines.
-    environment: the recipe's variables for the ranks.
     attempt: runs an attempt on one machine: it is called with what runs the ranks, may run something beside
         them, and returns the exit status, and why it failed where that is known besides what ranks say.
     says: the command's name in front of messages.
@@ -57,17 +57,17 @@ class SupervisedStart:
 
     command: Callable[[RunDirectory], tuple[str, ...]]
     ranks: int
-    nodes: int
-    spares: int
-    job: str
-    is_loopback: bool
-    join_timeout_s: float
     environment: EnvironmentSection
+    nodes: int = 1
+    spares: int = 0
+    job: str = ""
+    is_loopback: bool = False
+    join_timeout_s: float = 0.0
     attempt: Callable[[StartRanks], tuple[int, str]] = _ranks_alone
     says: str = "bloomery launch"
 
     def say(self, line: str) -> None:
-        """Print a message for the user."""
+        """Print a message to standard error, after the name of the command."""
         tell(f"{self.says}: {line}")
 
 

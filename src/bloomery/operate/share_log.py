@@ -43,7 +43,7 @@ class ShareLog:
         self._unlogged: dict[int, deque[str]] = {rank: deque(maxlen=_UNLOGGED_AT_MOST) for rank in ranks}
 
     def started(self, pids: Mapping[int, int]) -> None:
-        """Record the process number of each rank."""
+        """Record the process id of each rank."""
         self._pids = dict(pids)
 
     def unlogged(self, rank: int, line: str) -> None:

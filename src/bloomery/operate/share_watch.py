@@ -52,7 +52,7 @@ class ShareWatch:
         self._is_over = self._board.has(f"decision-{number + 1:06d}")
 
     def started(self, pids: Mapping[int, int]) -> None:
-        """Record the process number of each rank."""
+        """Record the process id of each rank."""
         self._share.started(pids)
 
     def unlogged(self, rank: int, line: str) -> None:

@@ -114,7 +114,7 @@ class AttemptWatch:
         return self._progress.longest_turns(self._measured_s)
 
     def started(self, pids: Mapping[int, int]) -> None:
-        """Record the process number of each rank."""
+        """Record the process id of each rank."""
         self._share.started(pids)
         self._has_started = True
 

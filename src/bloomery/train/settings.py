@@ -286,7 +286,7 @@ class RunSettings:
             self._record("mixture", state, **mixture)
 
     def _replace_recipe(self, recipe: Recipe, state: TrainState) -> None:
-        """Make a recipe with other free settings the run's. Raises DataError where budgets do not fit it."""
+        """Go on with a recipe that differs in free settings. Raises DataError where budgets do not fit it."""
         self.spread_budgets(state, recipe=recipe)
         guards = build_guards(checkpoint=recipe.checkpoint, guard=_guard_section(recipe))
         guards.load_state_values(self.guards.state_values())

@@ -105,7 +105,7 @@ def segmented_files(remote: Objects) -> list[str]:
 
 
 def fetch_segments(remote: Objects, name: str, file: BinaryIO) -> bool:
-    """Write the bytes of a file that a store holds in segments; return False where it holds none of it.
+    """Join the segments of a file of a store into `file`; return False where the store has none.
 
     Each segment is compared with its digest. One that is gone because the file was sent again meanwhile is
     looked for in the index that is there now.

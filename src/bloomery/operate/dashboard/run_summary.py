@@ -83,7 +83,7 @@ class RunSummarizer:
 
     @property
     def recipe(self) -> Recipe | None:
-        """The recipe of the run; None where it cannot be read."""
+        """The recipe of the run as it could be read last; None where it never could."""
         path = self._reader.rundir.recipe
         try:
             facts = path.stat()
