@@ -90,11 +90,19 @@ class Ranks:
                 try:
                     failure, answer = connection.recv()
                 except EOFError:
-                    raise RankFailed(f"rank {rank} died") from None
+                    raise RankFailed(f"rank {rank} died: {self._death(rank)}") from None
                 if failure:
                     raise RankFailed(f"rank {rank}:\n{failure}")
                 answers[rank] = answer
         return [answers[rank] for rank in range(ranks)]
+
+    def _death(self, rank: int) -> str:
+        """How a rank ended, and the stacks of its threads where a signal of its own ended it."""
+        process = self._workers[rank][0]
+        process.join(timeout=10.0)
+        crash = _stacks_of(self._directory.name, process.pid)
+        told = crash.read_text() if crash.exists() else ""
+        return f"exit code {process.exitcode}\n{told or 'it left no stacks'}"
 
     def _stacks(self, rank: int) -> str:
         """Where a rank's threads are, and whether it computes: one that hangs does not."""
@@ -122,6 +130,7 @@ def _stacks_of(directory: str, pid: int) -> Path:
 def _serve(connection: Connection, directory: str) -> None:
     stacks = _stacks_of(directory, os.getpid()).open("w")
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    faulthandler.enable(file=stacks, all_threads=True)
     import torch
 
     from bloomery.parallel import mesh
