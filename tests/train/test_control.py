@@ -262,6 +262,36 @@ def test_a_start_tells_of_the_requests_that_it_will_carry_out_and_that_came_befo
     assert "remove the file" in told and rundir.control("rewind").exists()
 
 
+def test_what_is_asked_while_a_request_is_taken_is_taken_next(
+    control: Control, rundir: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_text, later = Path.read_text, [(30, 40), (20, 30)]
+
+    def asking_meanwhile(path: Path, **how: str) -> str:
+        text = read_text(path, **how)
+        if later and "skip" in path.name:
+            first, end = later.pop()
+            with rundir.control("skip").open("a") as file:
+                file.write(f"{first}:{end}\n")
+        return text
+
+    rundir.control("skip").write_text("10:20\n")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", asking_meanwhile)
+        asked = [*agreed(control).skip_requested, *agreed(control).skip_requested]
+    assert asked == [(10, 20), (20, 30), (30, 40)] and not later
+
+
+def test_a_rewind_that_is_asked_for_while_another_is_answered_is_kept(
+    control: Control, rundir: RunDirectory
+) -> None:
+    rundir.control("rewind").write_text("8\n")
+    facts = agreed(control)
+    rundir.control("rewind").write_text("3\n")
+    control.settle(facts, stops=False)
+    assert agreed(control).rewind_requested == (3, 0, 0)
+
+
 def test_an_empty_request_is_left_for_a_moment_for_whoever_writes_it(
     control: Control, rundir: RunDirectory
 ) -> None:

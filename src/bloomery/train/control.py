@@ -81,6 +81,7 @@ class Control:
         self._save_at: float | None = None
         self._listed_ns, self._unknown = 0, frozenset[str]()
         self._refused: set[str] = set()
+        self._rewind = ""
         self._started = self._saved = time.monotonic()
         if mesh.is_first:
             self._tell_waiting()
@@ -153,8 +154,9 @@ class Control:
             if self._mesh.is_first:
                 self._switches.take("save")
         if request > 0:
-            mine = {name: self._take(name, is_written=True, keep=name == "rewind") for name in REQUESTS}
+            mine = {name: self._take(name, keep=name == "rewind") for name in REQUESTS}
             taken = self._mesh.all_gather_object(mine)[0]
+            self._rewind = taken["rewind"]
             facts = replace(
                 facts,
                 settings_requested=read_settings(taken["set"]),
@@ -162,7 +164,7 @@ class Control:
                 rewind_requested=read_rewind(taken["rewind"]),
             )
             if taken["rewind"] and not facts.rewind_requested:
-                self._take("rewind")
+                self._remove_rewind()
         return facts
 
     def settle(self, facts: Facts, *, stops: bool) -> None:
@@ -171,7 +173,7 @@ class Control:
         stops: whether the step's verdict ends the run.
         """
         if facts.rewind_requested and not stops:
-            self._take("rewind")
+            self._remove_rewind()
 
     def _tell_waiting(self) -> None:
         """Warn of requests of before this start that change the samples: whoever asked may have forgotten."""
@@ -239,27 +241,39 @@ class Control:
         if self._received.count("SIGINT") > IMPATIENCE:
             raise KeyboardInterrupt
 
-    def _take(self, name: str, *, is_written: bool = False, keep: bool = False) -> str:
+    def _take(self, name: str, *, keep: bool = False) -> str:
         """Return the content of a control file and remove it; '' on other ranks and without a file.
 
-        is_written: leave an empty file that was just made, because its author is about to write it.
+        An empty file that was just made is left, because its author is about to write it.
         keep: leave a file that is not empty.
         """
         path = self._rundir.control(name)
         if not self._mesh.is_first:
             return ""
+        taken = path.with_name(f".taken-{name}")
         try:
-            content = path.read_text(encoding="utf-8", errors="replace")
-            if is_written and not content and time.time() - path.stat().st_mtime < _WRITING_S:
+            if path.stat().st_size == 0 and time.time() - path.stat().st_mtime < _WRITING_S:
                 return ""
-            if not (keep and content):
-                path.unlink()
+            content = _text(path)
+            if keep and content:
+                return content
+            # Renamed and read again: what is asked meanwhile is a file of its own, and not removed unread.
+            path.rename(taken)
+            content = _text(taken)
+            taken.unlink()
         except FileNotFoundError:
             return ""
         except OSError as refused:
             self._refuse(name, refused.strerror or str(refused))
             return ""
         return content
+
+    def _remove_rewind(self) -> None:
+        """Remove the request for a rewind that was answered; leave one that was made since."""
+        path = self._rundir.control("rewind")
+        with suppress(OSError):
+            if self._mesh.is_first and _text(path) == self._rewind:
+                path.unlink()
 
     def _waits(self, name: str) -> bool:
         """Whether there is a control file that can be read and removed; another is named once."""
@@ -281,6 +295,10 @@ class Control:
                 why,
                 self._rundir.control_dir,
             )
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace")
 
 
 def _may(path: Path, mode: int) -> bool:
