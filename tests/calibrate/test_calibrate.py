@@ -1,3 +1,4 @@
+import errno
 import math
 import os
 from itertools import pairwise
@@ -14,6 +15,7 @@ from bloomery.calibrate import machine as surroundings
 from bloomery.calibrate.compute import HALF_SIZES, MatmulRate, fit_half_size
 from bloomery.calibrate.machine import MeasuredLink, measure_machine
 from bloomery.cli import main
+from bloomery.cli.train import PREPARED
 from bloomery.config.load import load_recipe
 from bloomery.plan.hardware import (
     Accelerator,
@@ -144,6 +146,23 @@ def test_a_measured_machine_makes_a_file_that_plans(quick, tmp_path, monkeypatch
 def test_a_place_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path, capsys):
     assert main(["calibrate", "--to", str(tmp_path / "no" / "machine.toml")]) == 1
     assert "cannot be written" in capsys.readouterr().err
+
+
+def test_a_full_disk_leaves_the_hardware_file_that_is_there(tmp_path, capsys, monkeypatch):
+    def full(*told, **more):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    path = tmp_path / "machine.toml"
+    earlier = dump_hardware(load_hardware("h200"))
+    path.write_text(earlier)
+    monkeypatch.setenv(PREPARED, "1")
+    monkeypatch.setattr(machine, "measure_machine", lambda disk, say: load_hardware("h100-80g"))
+    with monkeypatch.context() as patch:
+        patch.setattr(durable, "write_new", full)
+        assert main(["calibrate", "--to", str(path), "--disk", str(tmp_path)]) == 1
+    assert "Writing the hardware file failed" in capsys.readouterr().err and path.read_text() == earlier
+    assert main(["calibrate", "--to", str(path), "--disk", str(tmp_path)]) == 0
+    assert load_hardware(str(path)).accelerator == load_hardware("h100-80g").accelerator
 
 
 def test_no_efficiency_above_the_peak_is_fitted():

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from bloomery.cli.arguments import parser
 from bloomery.cli.plan import OWN_MACHINE
-from bloomery.errors import BloomeryError, StorageError
+from bloomery.errors import BloomeryError, StorageError, storage_error
 
 EXAMPLES = """\
 bloomery calibrate                        write this-machine.toml, which `bloomery plan` then uses by default
@@ -56,11 +56,15 @@ def run(arguments: list[str]) -> int:
         environment[PREPARED] = "1"
         # malloc reads its settings when a process starts, so this one starts again, as training does.
         os.execve(sys.executable, [sys.executable, "-m", "bloomery", "calibrate", *arguments], environment)
+    from bloomery import durable
     from bloomery.calibrate.machine import measure_machine
     from bloomery.plan.hardware import dump_hardware
 
     hardware = measure_machine(chosen.disk, say=_say_nothing if chosen.quiet else _say)
-    chosen.to.write_text(dump_hardware(hardware), encoding="utf-8")
+    try:
+        durable.write_whole(chosen.to, dump_hardware(hardware))
+    except OSError as error:
+        raise storage_error(error, path=chosen.to, doing="Writing the hardware file") from error
     if chosen.json:
         print(json.dumps({"wrote": str(chosen.to), **asdict(hardware)}))
         return 0
