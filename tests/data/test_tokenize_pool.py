@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -63,3 +66,25 @@ def test_what_a_library_prints_in_a_worker_is_no_message() -> None:
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert (ended.stdout, ended.stderr) == ("{}\n", "a banner\nof C")
+
+
+def test_a_worker_that_computes_without_a_word_is_waited_for_and_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """One document may take any time; this process computes in the place of its worker."""
+    silences = iter([0.05, 0.05])
+
+    class Messages:
+        def get(self, timeout: float) -> dict[str, int]:
+            until = time.process_time() + next(silences, 0.0)
+            if time.process_time() >= until:
+                return {"done": 3}
+            while time.process_time() < until:
+                pass
+            raise queue.Empty
+
+    files = (SourceFile(key="a", path=Path("long.jsonl")),)
+    messages: Any = Messages()
+    at_work = {os.getpid(): TextPiece(number=3, files=files, size_bytes=9)}
+    assert tokenize_pool._next(messages, at_work, silence_s=0.5) == {"done": 3}
+    assert len(caplog.messages) == 2 and f"process {os.getpid()} at long.jsonl" in caplog.text

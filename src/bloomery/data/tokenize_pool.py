@@ -9,11 +9,13 @@ import queue
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from bloomery.data.tokenize_worker import Job, TextPiece
 from bloomery.errors import DataError, StorageError
@@ -22,6 +24,8 @@ log = logging.getLogger(__name__)
 
 ENGINE_THREADS = "RAYON_NUM_THREADS"  # both engines read this variable once, when they first work
 _SILENCE_S = 900.0  # a batch is a mebibyte, for which the slowest engine needs seconds
+_LEAST_SHARE = 0.01
+"""Of the time without a message, for which the workers together compute if one is at a long document."""
 _ENDING_S = 10.0
 _SHOWN = 200
 
@@ -180,14 +184,35 @@ def _next(
     *,
     silence_s: float = _SILENCE_S,
 ) -> dict[str, Any]:
-    try:
-        return messages.get(timeout=silence_s)
-    except queue.Empty:
-        busy = [f"{pid} at {piece.files[0].path}" for pid, piece in sorted(at_work.items())]
-        raise DataError(
-            f"No worker has reported for {silence_s:.0f} s (process {', '.join(busy) or 'unknown'}).",
-            remedy="Look at the disk they read from. Finished pieces are kept: start again.",
-        ) from None
+    """Return the next message of any worker, for which those that compute are waited for without a limit.
+
+    silence_s: seconds without a message and without a worker that computes after which to give up.
+    """
+    while True:
+        before_s = _computed_s(at_work)
+        try:
+            return messages.get(timeout=silence_s)
+        except queue.Empty:
+            busy = ", ".join(f"{pid} at {piece.files[0].path}" for pid, piece in sorted(at_work.items()))
+        if _computed_s(at_work) - before_s <= _LEAST_SHARE * silence_s:
+            raise DataError(
+                f"No worker has reported for {silence_s:.0f} s (process {busy or 'unknown'}).",
+                remedy="Look at the disk they read from. Finished pieces are kept: start again.",
+            )
+        log.warning(
+            "no worker has reported for %.0f s, but they compute (process %s): a very long document?",
+            *(silence_s, busy),
+        )
+
+
+def _computed_s(at_work: Iterable[int]) -> float:
+    """The seconds for which these processes have computed."""
+    seconds = 0.0
+    for pid in tuple(at_work):
+        with suppress(psutil.Error):
+            times = psutil.Process(pid).cpu_times()
+            seconds += times.user + times.system
+    return seconds
 
 
 def _raise(refused: dict[str, str]) -> None:
