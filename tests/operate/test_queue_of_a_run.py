@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from tests.operate.test_submission import Queue
 
+from bloomery.cli.submit import run as submit_command
 from bloomery.config.load import load_recipe
 from bloomery.config.parallel import ParallelSection
 from bloomery.config.submit import SubmitSection
@@ -296,6 +297,18 @@ def test_a_run_that_is_submitted_again_may_lie_in_the_home_directory(
     monkeypatch.chdir(tmp_path)
     assert submission_of("~/a", [], nproc=None).recipe == str(tmp_path / "a")
     assert submission_of("demo", [], nproc=None).recipe == "demo", "a shipped recipe goes before a run"
+
+
+def test_a_run_whose_jobs_all_ended_before_they_wrote_its_recipe_is_submitted_again_as_it_was(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(run.path.parent)
+    given = ("run.name=mine", "train.steps=800", "submit.scheduler=slurm")
+    keep_submission(run, Submission(recipe="demo", overrides=given, directory="/", nproc=3))
+    assert submit_command([run.path.name, "train.steps=900", "--dry-run"]) == 0
+    script = capsys.readouterr().out
+    words = "launch demo run.name=mine train.steps=800 submit.scheduler=slurm train.steps=900"
+    assert f"{words} --run {run.path} --nproc 3 --supervise" in script
 
 
 def test_a_run_is_over_though_much_was_noted_since(run: RunDirectory) -> None:

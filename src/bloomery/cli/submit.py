@@ -53,6 +53,7 @@ def run(arguments: list[str]) -> int:
         top_up,
     )
 
+    _take_kept(options)
     if options.keep_queued:
         options.overrides = [*options.overrides, f"submit.keep_queued={options.keep_queued}"]
     # Jobs and those that watch them load the recipe without the directory of `init.from`.
@@ -112,6 +113,20 @@ def _parse(arguments: list[str]) -> Namespace:
     chosen = options.parse_intermixed_args(arguments)
     chosen.top_up = ""
     return chosen
+
+
+def _take_kept(options: Namespace) -> None:
+    """Take what was submitted for a run whose jobs have ended before one of them wrote recipe.toml."""
+    from bloomery.config.find import is_run, shipped_recipes
+    from bloomery.config.home import from_home
+    from bloomery.operate.submission import kept_submission, was_submitted
+
+    rundir = RunDirectory(from_home(options.recipe))
+    if options.recipe in shipped_recipes() or is_run(rundir.path) or not was_submitted(rundir):
+        return
+    kept = kept_submission(rundir)
+    options.recipe, options.overrides = kept.recipe, [*kept.overrides, *options.overrides]
+    options.run, options.nproc = options.run or str(rundir.path), options.nproc or kept.nproc
 
 
 def _check(loaded: LoadedRecipe) -> None:
