@@ -122,44 +122,6 @@ def test_a_machine_without_the_memory_refuses_and_keeps_no_descriptor(
     assert (tmp_path / "slot").stat().st_size == 0
 
 
-@pytest.mark.parametrize(
-    ("absent", "limit", "of_job", "expected"),
-    [
-        ("", "4000000", "max", 2_500_000 + 70_000),
-        ("", "9000000", "max", 5_120_000),
-        ("", "max", "max", 5_120_000),
-        ("", "unheard of", "max", 5_120_000),
-        ("", "max", "3000000", 1_000_000 + 5_000),
-        ("", "2000000", "3000000", 500_000 + 70_000),
-        ("one/memory.current", "4000000", "max", 5_120_000),
-        ("one/memory.stat", "4000000", "3000000", 1_000_000 + 5_000),
-        ("cgroup", "4000000", "max", 5_120_000),
-        ("meminfo", "4000000", "max", None),
-    ],
-)
-def test_memory_is_free_where_the_machine_and_all_control_groups_have_it_beside_cached_files(
-    monkeypatch: pytest.MonkeyPatch, absent: str, limit: str, of_job: str, expected: int | None
-):
-    texts = {
-        "/proc/meminfo": "MemTotal:  9000 kB\nMemFree:  10 kB\nMemAvailable:   5000 kB\nBuffers: 1 kB\n",
-        "/proc/self/cgroup": "0::/job/one\n",
-        "/sys/fs/cgroup/job/one/memory.max": f"{limit}\n",
-        "/sys/fs/cgroup/job/one/memory.current": "1500000\n",
-        "/sys/fs/cgroup/job/one/memory.stat": "anon 9\ninactive_file 50000\nactive_file 20000\nshmem 8\n",
-        "/sys/fs/cgroup/job/memory.max": f"{of_job}\n",
-        "/sys/fs/cgroup/job/memory.current": "2000000\n",
-        "/sys/fs/cgroup/job/memory.stat": "active_file 5000\ninactive_file 0\n",
-    }
-
-    def read(path: Path) -> str:
-        if (absent and str(path).endswith(absent)) or str(path) not in texts:
-            raise FileNotFoundError(path)
-        return texts[str(path)]
-
-    monkeypatch.setattr(Path, "read_text", read)
-    assert shared_buffer.available_memory_bytes() == expected
-
-
 def test_ranks_of_one_machine_know_each_other_by_its_boot_or_else_by_its_name(
     monkeypatch: pytest.MonkeyPatch,
 ):

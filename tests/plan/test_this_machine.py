@@ -24,9 +24,7 @@ def test_a_processor_is_judged_by_its_instructions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: str, per_cycle: float, bf16_gain: float
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2})
-    limit = tmp_path / "memory.max"
-    limit.write_text(f"{3 * 2**30}\n")
-    machine = this_machine(gpus=tmp_path / "none", processor=cpuinfo(tmp_path, flags), memory_limit=limit)
+    machine = this_machine(gpus=tmp_path / "none", processor=cpuinfo(tmp_path, flags), memory_gib=3.0)
     assert machine is not None
     assert machine.accelerator.fp32_teraflops == pytest.approx(3 * 2e9 * per_cycle / 1e12)
     assert machine.accelerator.bf16_teraflops == pytest.approx(bf16_gain * machine.accelerator.fp32_teraflops)

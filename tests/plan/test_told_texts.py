@@ -24,7 +24,6 @@ from bloomery.plan.hardware import (
     dump_hardware,
     load_hardware,
     load_link,
-    main_memory_gib,
     parse_hardware,
     shipped_hardware,
     shipped_links,
@@ -121,7 +120,7 @@ def processor(tmp_path: Path, text: str, *, cores: int, monkeypatch: pytest.Monk
     monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": GIB // 2048}.__getitem__)
     path = tmp_path / "cpuinfo"
     path.write_text(text)
-    machine = this_machine(gpus=tmp_path / "none", processor=path, memory_limit=tmp_path / "none")
+    machine = this_machine(gpus=tmp_path / "none", processor=path, memory_gib=2.0)
     assert machine is not None
     return machine
 
@@ -170,15 +169,6 @@ def test_instruction_sets_decide_over_operations_in_a_cycle(
     assert found.fp32_teraflops == pytest.approx(10 * fp32 / 1e12)
     assert found.bf16_teraflops == pytest.approx(10 * bf16 / 1e12)
     assert found.memory_gb_per_s == 100.0, "of one socket at most"
-
-
-def test_memory_is_what_a_container_may_use_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": GIB // 1024}.__getitem__)
-    limit = tmp_path / "memory.max"
-    assert main_memory_gib(limit) == 4.0
-    for text, gib in ((f"{GIB}\n", 1.0), (f"{9 * GIB}\n", 4.0), ("max\n", 4.0)):
-        limit.write_text(text)
-        assert main_memory_gib(limit) == gib
 
 
 def test_a_gpu_is_known_by_the_first_word_that_its_model_has(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ from bloomery.calibrate.compute import (
 )
 from bloomery.parallel.precision import multiplies_bf16
 from bloomery.plan.hardware import Accelerator, Hardware, Network, Node, Operation, Storage
+from bloomery.plan.main_memory import main_memory_gib
 
 COPY_BYTES = 256 * 2**20
 DISK_BYTES = 128 * 2**20
@@ -71,11 +72,7 @@ def memory_gib(device: torch.device) -> float:
     """
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory / 2**30
-    most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = Path("/sys/fs/cgroup/memory.max")
-    if limit.is_file() and (text := limit.read_text().strip()).isdecimal():
-        most = min(most, int(text))
-    return most / 2**30
+    return main_memory_gib()
 
 
 def process_gib() -> float:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from bloomery.checkpoint.load.loader import read_model
-from bloomery.checkpoint.writer.shared_buffer import available_memory_bytes
 from bloomery.config.recipe import Recipe
 from bloomery.data.tokenizer import Tokenizer, load_tokenizer
 from bloomery.errors import BloomeryError
@@ -24,6 +23,7 @@ from bloomery.interchange.generation_files import TextBounds, generation_files_o
 from bloomery.interchange.huggingface import fill
 from bloomery.model.decoder import Decoder, LogicalParameter, logical_parameters
 from bloomery.model.shape import ResolvedModel, logical_shapes, resolve
+from bloomery.plan.main_memory import available_memory_bytes
 
 _ROOM = 0.8
 """The share of the free memory that weights may take."""

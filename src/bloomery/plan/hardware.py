@@ -22,6 +22,7 @@ from bloomery.config.find import nearest, shipped_files
 from bloomery.config.home import from_home
 from bloomery.config.setting import setting
 from bloomery.errors import ConfigError, Mistake
+from bloomery.plan.main_memory import main_memory_gib
 
 GIB = 2**30
 PRECISIONS = ("bf16", "fp16", "fp8", "fp32")
@@ -331,7 +332,6 @@ def _refused_link(value: str, problem: str, remedy: str) -> ConfigError:
 
 _GPUS = Path("/proc/driver/nvidia/gpus")
 _PROCESSOR = Path("/proc/cpuinfo")
-_MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _BY_MODEL = (("H200", "h200"), ("H100", "h100-80g"), ("A100", "a100-80g"), ("V100", "v100-32g"))
 _USUAL_HZ = 2.5e9
 _FLOPS_PER_CYCLE = (("avx512f", 64.0), ("avx2", 32.0), ("avx", 16.0), ("asimd", 16.0))
@@ -342,20 +342,21 @@ _PROCESS_GIB = 0.5
 
 
 def this_machine(
-    *, gpus: Path = _GPUS, processor: Path = _PROCESSOR, memory_limit: Path = _MEMORY_LIMIT
+    *, gpus: Path = _GPUS, processor: Path = _PROCESSOR, memory_gib: float | None = None
 ) -> Hardware | None:
     """Return this machine: the shipped file of its GPU, or an estimate from its processor's description.
 
-    The paths are those of Linux. None for GPUs of which no file is shipped.
+    The paths are those of Linux. memory_gib: main memory, where it is known; None asks for it.
+    None for GPUs of which no file is shipped.
     """
     models = [_field(file, r"Model:\s*(.+)") for file in sorted(gpus.glob("*/information"))]
     if models:
         name = next((name for word, name in _BY_MODEL if word in models[0]), None)
         return None if name is None else load_hardware(name)
-    return _of_processor(processor, memory_limit)
+    return _of_processor(processor, main_memory_gib() if memory_gib is None else memory_gib)
 
 
-def _of_processor(processor: Path, memory_limit: Path) -> Hardware:
+def _of_processor(processor: Path, memory_gib: float) -> Hardware:
     cores = len(os.sched_getaffinity(0))
     flags = set(_field(processor, r"(?:flags|Features)\s*:\s*(.+)").split())
     megahertz = _field(processor, r"cpu MHz\s*:\s*([\d.]+)")
@@ -369,7 +370,7 @@ def _of_processor(processor: Path, memory_limit: Path) -> Hardware:
         notes="Estimated from the processor's description; `bloomery calibrate` measures it.",
         accelerator=Accelerator(
             kind="cpu",
-            memory_gib=main_memory_gib(memory_limit),
+            memory_gib=memory_gib,
             reserved_gib=_PROCESS_GIB,
             memory_gb_per_s=min(_SOCKET_GB_PER_S, _CORE_GB_PER_S * cores),
             fp32_teraflops=fp32,
@@ -381,13 +382,6 @@ def _of_processor(processor: Path, memory_limit: Path) -> Hardware:
         storage=Storage(write_gb_per_s=0.5, read_gb_per_s=0.5),
         operation=Operation(step_jitter=0.0, failures_per_1000_accelerator_days=0.0),
     )
-
-
-def main_memory_gib(memory_limit: Path = _MEMORY_LIMIT) -> float:
-    """Return the RAM, or what a container may use of it, in GiB."""
-    most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = _field(memory_limit, r"^(\d+)")
-    return (min(most, int(limit)) if limit else most) / GIB
 
 
 def _field(path: Path, pattern: str) -> str:

@@ -40,7 +40,8 @@ from bloomery.errors import DataError
 from bloomery.events.history import EvenSteps, even_steps, step_reaching
 from bloomery.events.run_directory import RunDirectory
 from bloomery.parallel.mesh import Mesh
-from bloomery.plan.hardware import GIB, main_memory_gib
+from bloomery.plan.hardware import GIB
+from bloomery.plan.main_memory import main_memory_gib
 from bloomery.plan.memory import BIGRAM_BYTES
 from bloomery.plan.schedule import Phase, consumed_at_end, stretches
 from bloomery.train.state import TrainState

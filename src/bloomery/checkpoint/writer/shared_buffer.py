@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 from bloomery.errors import StorageError, storage_error
+from bloomery.plan.main_memory import available_memory_bytes
 
 _PIECE_BYTES = 64 << 20
 _POPULATE_WRITE = (
@@ -133,38 +134,6 @@ def refuse_without_memory(bytes: int) -> None:
     available = available_memory_bytes()
     if available is not None and available - _SPARE_BYTES < bytes:
         raise _no_memory(bytes, why=f"{available / 1e9:,.1f} GB are free, of which 1 GB is left alone")
-
-
-def available_memory_bytes() -> int | None:
-    """Return the free memory, by /proc/meminfo and the control group; None where both are unknown."""
-    limits = []
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                limits.append(int(line.split()[1]) * 1024)
-        group = Path("/proc/self/cgroup").read_text().strip().rpartition("::")[2].strip("/")
-    except (OSError, ValueError):  # not Linux: use what is known so far
-        return min(limits, default=None)
-    # A batch system limits a job, and this process is in a group of its own further down.
-    groups = [Path(group), *Path(group).parents]
-    free = [_free_in_group(Path("/sys/fs/cgroup") / place) for place in groups]
-    return min((*limits, *(bytes for bytes in free if bytes is not None)), default=None)
-
-
-def _free_in_group(directory: Path) -> int | None:
-    """Return what a control group may still take; None where it has no limit, or is of version 1.
-
-    Cached files count as its memory, and the kernel drops them before it refuses anything.
-    """
-    try:
-        limit = (directory / "memory.max").read_text().strip()
-        if limit == "max":
-            return None
-        taken = int((directory / "memory.current").read_text())
-        counts = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
-        return int(limit) - taken + int(counts["inactive_file"]) + int(counts["active_file"])
-    except (OSError, ValueError, KeyError):
-        return None
 
 
 def _no_memory(bytes: int, *, why: str) -> StorageError:
