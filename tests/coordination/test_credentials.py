@@ -26,8 +26,9 @@ from bloomery.coordination.credentials import (
     restore_revocations,
     revoke,
 )
+from bloomery.coordination.etcd_answers import EtcdRefused
 from bloomery.coordination.etcd_watch import KeyValue
-from bloomery.coordination.gateway import Access, EtcdRefused
+from bloomery.coordination.gateway import Access
 from bloomery.errors import CoordinatorError
 from bloomery.protocol.keys import Keys
 

@@ -13,7 +13,8 @@ import urllib3
 from urllib3.exceptions import NewConnectionError, ProtocolError, ReadTimeoutError, SSLError
 
 from bloomery.coordination import gateway as gateway_module
-from bloomery.coordination.gateway import Access, EtcdRefused, Gateway, OutcomeUnknown, _said
+from bloomery.coordination.etcd_answers import EtcdRefused, cause_of
+from bloomery.coordination.gateway import Access, Gateway, OutcomeUnknown
 from bloomery.errors import CoordinatorAway, CoordinatorError
 
 NOT_THERE = NewConnectionError(None, "refused")  # type: ignore[arg-type]
@@ -165,6 +166,11 @@ def test_nobody_is_asked_after_the_deadline_and_the_last_failure_is_told(endpoin
         (SSLError("wrong certificate"), False),
         ((503, "etcdserver: no leader", 14), False),
         ((429, "etcdserver: too many requests", 8), False),
+        ((500, "raft proposal dropped", 2), False),
+        ((429, "etcdserver: mvcc: database space exceeded", 8), False),
+        ((400, "etcdserver: authentication is not enabled", 9), False),
+        ((500, "stream terminated", 13), True),
+        ((500, "something else", 2), True),
     ],
 )
 def test_what_must_not_be_sent_twice_is_not_where_it_may_have_been_carried_out(
@@ -236,6 +242,23 @@ def test_a_token_is_asked_for_once_and_anew_after_etcd_has_refused_it(endpoints:
     assert headers(endpoints) == [None, "t1", "t1", "t1", None, "t2"]
     assert json.loads(endpoints.requests[0]["body"]) == {"name": "u", "password": "p"}
     assert endpoints.requests[0]["timeout"].connect_timeout == 1.5
+
+
+@pytest.mark.parametrize("failure", [SILENT, CUT])
+def test_a_token_with_which_a_request_was_lost_is_asked_for_anew(endpoints: Endpoints, failure: Any) -> None:
+    gateway = endpoints.gateway(1, Access(user="u", password="p"))
+    for ask in (gateway.call, lambda *asked, **how: gateway.stream(*asked, idle_s=1.0, **how)):
+        gateway._token = "of an etcd that has lost its data"
+        endpoints.told = [failure, {"token": "new"}, {}]
+        ask("x", {}, deadline_s=5.0)
+        assert headers(endpoints)[-3:] == ["of an etcd that has lost its data", None, "new"]
+
+
+def test_what_fills_the_database_is_told_with_how_to_make_room(endpoints: Endpoints) -> None:
+    endpoints.takes_s, endpoints.told = 2.0, [(429, "etcdserver: mvcc: database space exceeded", 8)] * 2
+    with pytest.raises(CoordinatorAway, match="space exceeded") as told:
+        endpoints.gateway(1).call("kv/put", {}, deadline_s=4.1)
+    assert "etcdctl defrag" in told.value.remedy
 
 
 @pytest.mark.parametrize("newer", [None, "t2"])
@@ -347,8 +370,8 @@ def test_an_endpoint_is_a_pool_of_connections_that_the_kernel_probes() -> None:
 
 
 def test_a_failure_is_told_by_its_cause() -> None:
-    assert _said(SILENT) == "it did not answer in time"
-    assert _said(urllib3.exceptions.ConnectTimeoutError()) == "no connection in time"
+    assert cause_of(SILENT) == "it did not answer in time"
+    assert cause_of(urllib3.exceptions.ConnectTimeoutError()) == "no connection in time"
     caused = ProtocolError("outer")
     caused.__cause__ = OSError("inner")
-    assert _said(caused) == "inner" and _said(OSError()) == "OSError"
+    assert cause_of(caused) == "inner" and cause_of(OSError()) == "OSError"
