@@ -8,7 +8,6 @@ import stat
 import pytest
 from tests.coordination.test_membership import WITHIN_S, member, until
 
-from bloomery.coordination import accounts
 from bloomery.coordination.accounts import _permission, accounts_in, apply_access, root_access
 from bloomery.coordination.certificates import init_certificates, server_certificates
 from bloomery.coordination.credentials import (
@@ -53,29 +52,6 @@ def guarded(certificates, tmp_path_factory):
 def client(server, certificates, name, **changed):
     access = read_bundle(certificates / name).access()
     return Etcd([server.endpoint], dataclasses.replace(access, **changed), deadline_s=WITHIN_S)
-
-
-def test_an_etcd_asks_for_passwords_only_once_it_has_the_accounts(certificates, monkeypatch):
-    asked = []
-
-    class Fresh:
-        def __init__(self, endpoints, access, *, deadline_s):
-            assert access.user == ""
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *error):
-            pass
-
-        def call(self, path, body):
-            asked.append((path, body.get("name")))
-            return {}
-
-    monkeypatch.setattr(accounts, "Etcd", Fresh)
-    assert apply_access(["e"], root_access(certificates), accounts_in(certificates)) == 3
-    users = [name for path, name in asked if path == "auth/user/add"]
-    assert users == ["root", "one/a", "one/b", "two/a"] and asked[-1] == ("auth/enable", None)
 
 
 def test_a_peer_does_all_it_needs_on_the_keys_of_its_run(guarded, certificates):
@@ -129,8 +105,8 @@ def test_a_peer_does_not_end_anothers_lease_nor_take_its_name(guarded, certifica
 
 def test_what_earlier_versions_let_a_peer_write_is_taken_back(tmp_path, certificates):
     server = start_single(tmp_path, certificates=server_certificates(certificates))
-    root, known = root_access(certificates), accounts_in(certificates)
-    apply_access([server.endpoint], root, known)
+    root, accounts = root_access(certificates), accounts_in(certificates)
+    apply_access([server.endpoint], root, accounts)
     with Etcd([server.endpoint], root, deadline_s=WITHIN_S) as etcd:
         etcd.call("auth/role/add", {"name": "run-one"})
         whole = _permission("READWRITE", ONE.root)
@@ -138,7 +114,7 @@ def test_what_earlier_versions_let_a_peer_write_is_taken_back(tmp_path, certific
         etcd.call("auth/user/grant", {"user": "one/a", "role": "run-one"})
     with client(server, certificates, "one/a") as etcd:
         etcd.put(ONE.member("b"), "x")
-        apply_access([server.endpoint], root, known)
+        apply_access([server.endpoint], root, accounts)
         with pytest.raises(CoordinatorError, match="refuses"):
             etcd.put(ONE.member("b"), "x")
         etcd.put(ONE.member("a"), "x")
