@@ -275,7 +275,8 @@ class RoundDriver:
             done = Done(peer=self._context.me, round=current.attempt.round, epoch=epoch, digest=digest)
             key = self._context.keys.done(done.round, epoch, self._context.me)
             self._context.writer.write(
-                "done", lambda: self._membership.offer(key, encode_text(done), round=done.round)
+                "done",
+                lambda: self._membership.offer(key, encode_text(done), round=done.round, is_report=True),
             )
             return
         others = set(current.attempt.members) - {self._context.me}
@@ -347,7 +348,8 @@ class RoundDriver:
             )
         key = self._context.keys.failed(attempt.round, attempt.epoch, self._context.me)
         self._context.writer.write(
-            "failed", lambda: self._membership.offer(key, encode_text(failed), round=failed.round)
+            "failed",
+            lambda: self._membership.offer(key, encode_text(failed), round=failed.round, is_report=True),
         )
 
     def _propose(self, decision: Decision, snapshot: RunSnapshot) -> None:
