@@ -7,12 +7,13 @@ import socket
 import subprocess
 import sys
 from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
 from tests.protocol import example
 
 from bloomery.agent.assemble import access_of, assemble_agent
-from bloomery.cli import main
+from bloomery.cli import coordinate, main
 from bloomery.cli.coordinate_status import _content, _print
 from bloomery.config.load import load_recipe
 from bloomery.coordination.accounts import root_access
@@ -195,6 +196,20 @@ def test_an_unknown_run_and_a_coordinator_that_is_not_there_are_told(server, cap
 def test_a_run_that_its_coordinator_forgot_is_shown_with_the_peers_that_know_more(capsys):
     _print(_content("night", RunSnapshot(forgotten=True, peers_ahead=("oslo",))))
     assert "told by oslo" in capsys.readouterr().out
+
+
+def test_a_coordinator_keeps_the_log_of_its_etcd_short_while_it_serves(tmp_path, monkeypatch):
+    monkeypatch.setattr(coordinate.etcd_log, "BYTES_AT_MOST", 3)
+    (tmp_path / "etcd.log").write_text("long")
+    signals = []
+
+    def wait(*, timeout):
+        signals.append(15)
+        raise subprocess.TimeoutExpired("etcd", timeout)
+
+    server = SimpleNamespace(process=SimpleNamespace(wait=wait))
+    assert coordinate._wait(server, tmp_path, signals) == 0
+    assert (tmp_path / "etcd.log").read_text() == "" and (tmp_path / "etcd.log.1").read_text() == "long"
 
 
 def test_a_run_is_shown_as_it_is(server, capsys):

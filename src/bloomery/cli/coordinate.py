@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from bloomery.cli.argument_values import whole
 from bloomery.cli.arguments import parser
 from bloomery.cli.coordinate_status import show
+from bloomery.coordination import etcd_log
 from bloomery.coordination.accounts import accounts_in, apply_access, root_access
 from bloomery.coordination.certificates import DAYS, init_certificates, server_certificates
 from bloomery.coordination.credentials import (
@@ -346,9 +347,10 @@ def _wait(server: EtcdServer, data: Path, stop_signals: Sequence[int]) -> int:
         try:
             status = server.process.wait(timeout=0.2)
         except subprocess.TimeoutExpired:
+            etcd_log.shorten(data / etcd_log.NAME)
             continue
         raise CoordinatorError(
-            f"etcd ended by itself, with status {status}", remedy=f"Its log is {data / 'etcd.log'}."
+            f"etcd ended by itself, with status {status}", remedy=f"Its log is {data / etcd_log.NAME}."
         )
     print("stopped")
     return 0
