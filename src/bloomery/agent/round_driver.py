@@ -239,7 +239,9 @@ class RoundDriver:
         usual = median(self._ring_seconds) if self._ring_seconds else 0.0
         # With overlapped steps a member begins the ring between two steps, and sends nothing until then.
         steps_s = [
-            snapshot.readies[name].ready.step_s for name in attempt.members if name in snapshot.readies
+            snapshot.readies[name].ready.step_s
+            for name in attempt.members
+            if name in snapshot.readies and self._context.settings.overlaps
         ]
         stall_s = limits.stall_s + _STEPS * max(steps_s, default=0.0)
 
