@@ -115,6 +115,9 @@ def test_keys_that_any_peer_may_have_spoilt_are_told_and_replaced(caplog) -> Non
         (KEYS.commit(5), "created", 0),
     ]
     assert Put(key=KEYS.commit(7), value=encode_text(commit(7))) in operations
+    etcd.put(KEYS.commit(9_000), commit(9_000))
+    assert adopt(etcd, KEYS).round == 7  # type: ignore[arg-type]
+    assert "the commit of round 9000 is left out" in caplog.text
     assert "the epoch in the coordinator is replaced" in caplog.text and f"{KEYS.commits}x" in caplog.text
 
 

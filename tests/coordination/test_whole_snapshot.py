@@ -117,7 +117,7 @@ def test_each_key_of_a_run_is_in_the_field_of_its_own() -> None:
     )
 
 
-def test_what_is_deleted_is_gone_but_for_revocations_and_the_newest_commit() -> None:
+def test_what_is_deleted_is_gone_but_for_revocations_the_newest_commit_and_its_shares() -> None:
     run = Reading()
     keys = {
         KEYS.member("a"): example.member(peer="a"),
@@ -142,7 +142,8 @@ def test_what_is_deleted_is_gone_but_for_revocations_and_the_newest_commit() -> 
         left = run.put(key, None)
     assert (left.epoch, left.own_highest, left.forgotten) == (0, 5, True)
     assert left.commits == {2: commit(2)} and left.commit_revision == 18 and left.revoked == {"0A"}
-    assert not (left.members or left.standing or left.readies or left.recovery_records or left.rates)
+    assert not (left.members or left.readies or left.recovery_records or left.rates)
+    assert left.standing == ListedShares(shares=SHARES, modified=0)
     assert left.tried is None and not left.dones and left.failures == () and left.failed_s == 0.0
 
 
@@ -219,6 +220,14 @@ def test_shares_that_take_back_samples_are_told_and_those_before_stay(caplog) ->
     fewer = run.put(KEYS.shares(3), replace(SHARES, shares={"b": (range(8),)}))
     assert fewer.standing == ListedShares(shares=SHARES, modified=run.revision)
     assert "it takes back leased samples" in caplog.text
+    spoilt = run.put(KEYS.shares(3), "{")
+    assert spoilt.standing == ListedShares(shares=SHARES, modified=run.revision)
+    assert run.put(KEYS.shares(3), None).standing == ListedShares(shares=SHARES, modified=0)
+    run.put(KEYS.member("a"), example.member(peer="a", digest="d2"))
+    run.put(KEYS.commit(3), commit(3, members=(), digest="d2", rewind_to=2))
+    run.put(KEYS.shares(4), replace(SHARES, round=4))
+    run.put(KEYS.shares(3), None)
+    assert not run.builder._standing.keys() - {4}, "those of earlier rounds go"
 
 
 def test_a_key_that_says_it_is_another_is_told_with_both(caplog) -> None:

@@ -45,7 +45,7 @@ class BackupChoice:
         }
         if self._me not in lives:
             return
-        # A round that is not committed is in no backup. Checkpoints are removed on the strength of this number.
+        # A round that is not committed is in no backup, and checkpoints are removed by this number.
         rounds = [
             listed.member.backed_up
             for listed in snapshot.members.values()

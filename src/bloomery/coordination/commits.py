@@ -15,7 +15,7 @@ import msgspec
 from bloomery.coordination.eligibility import changed_offers, unusable_offers
 from bloomery.coordination.snapshot import ListedOffer, RunSnapshot
 from bloomery.data.position import Position, Ranges, merged, total, without
-from bloomery.protocol.encoding import encode
+from bloomery.protocol.encoding import decode, encode
 from bloomery.protocol.rank_messages import MAX_BYTES, Committed, StartRound, encode_local
 from bloomery.protocol.records import Attempt, Commit, Ready, RoundShares
 
@@ -178,11 +178,23 @@ def require_room_at_ranks(record: Commit | RoundShares | Attempt) -> None:
                 raise ValueError(f"an attempt of {size} bytes; {MAX_BYTES - _HOPS_BYTES} fit")
 
 
-def require_single_leases(shares: RoundShares) -> None:
-    """Raise ValueError for shares that lease a sample to two peers, or one that is no hole."""
+def require_same(in_record: object, in_key: object) -> None:
+    """Raise ValueError unless a record agrees with the name of its key."""
+    if in_record != in_key:
+        raise ValueError(f"its content says {in_record!r}, its key {in_key!r}")
+
+
+def shares_of(value: str, *, round: int) -> RoundShares:
+    """Return the shares of a round that are stored as this text. Raises ProtocolError, or ValueError where
+    they are not usable: they lease a sample to two peers, for instance, or one that is no hole.
+    """
+    shares = decode(value, RoundShares)
+    require_same(shares.round, round)
+    require_room_at_ranks(shares)
     leased = [piece for share in shares.shares.values() for piece in share]
     if total(leased) != total(merged(leased)) or without(merged(leased), shares.position.holes):
         raise ValueError("it leases a sample to two peers, or one that is no hole of its position")
+    return shares
 
 
 def only_adds(shares: RoundShares, before: RoundShares) -> bool:

@@ -8,7 +8,7 @@ only the operator can know that the old data will not come back.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -62,8 +62,9 @@ def adopt(etcd: Etcd, keys: Keys) -> RestoredRun:
             remedy="Start the peers, or leave them running: they list themselves. Then try again.",
         )
     stored = etcd.get(keys.epoch)
-    in_etcd, unusable = _stored_commits(etcd, keys)
     in_records = _commits_in(recovery_records)
+    known = {*in_records, *(member.round for member in members.values())}
+    in_etcd, unusable = _stored_commits(etcd, keys, known=known)
     newest = max((*in_etcd, *in_records), default=-1)
     _check_nobody_is_ahead(members, newest)
     epoch = max(_stored_epoch(stored), *epochs) + 1
@@ -105,10 +106,13 @@ def _stored_epoch(stored: KeyValue | None) -> int:
         return 0
 
 
-def _stored_commits(etcd: Etcd, keys: Keys) -> tuple[dict[int, Commit], dict[int, int]]:
+def _stored_commits(etcd: Etcd, keys: Keys, *, known: Set[int]) -> tuple[dict[int, Commit], dict[int, int]]:
     """Return the commits that the coordinator has, by round, and the revisions of those that are none.
 
-    Any peer may write such keys. A commit takes the place of one that is none.
+    Any peer may write such keys. A commit takes the place of one that is none. One of a round far beyond the
+    others, of which no peer knows, is left out, as peers do.
+
+    known: the rounds that peers report.
     """
     commits, unusable = dict[int, Commit](), dict[int, int]()
     for item in etcd.list(keys.commits).items:
@@ -122,6 +126,11 @@ def _stored_commits(etcd: Etcd, keys: Keys) -> tuple[dict[int, Commit], dict[int
         if commit.round == round:
             commits[round] = commit
             del unusable[round]
+    newest = max(commits, default=0)
+    while len(commits) > 1 and newest not in known and newest - 1 not in {*commits, *known}:
+        log.warning("the commit of round %d is left out: no peer knows of it", newest)
+        del commits[newest]
+        newest = max(commits)
     return commits, unusable
 
 

@@ -25,7 +25,6 @@ from bloomery.protocol.records import (
     ProposedAttempt,
     Ready,
     RecoveryRecord,
-    RoundShares,
 )
 
 log = logging.getLogger(__name__)
@@ -222,14 +221,14 @@ class SnapshotBuilder:
         return tuple(sorted(holding | recording))
 
     def _take_epoch(self, names: list[str], item: KeyValue | None) -> None:
-        _same(names, [])
+        commits.require_same(names, [])
         epoch = 0 if item is None else decode_epoch(item.value)
         if item is not None and epoch != self._epoch:
             self._epoch_revision = item.modified
         self._epoch = epoch
 
     def _take_adopted(self, names: list[str], item: KeyValue | None) -> None:
-        _same(names, [])
+        commits.require_same(names, [])
         self._adopted = 0 if item is None else item.modified
 
     def _take_member(self, names: list[str], item: KeyValue | None) -> None:
@@ -238,7 +237,7 @@ class SnapshotBuilder:
             self._members.pop(peer, None)
             return
         member = decode(item.value, Member)
-        _same(member.peer, peer)
+        commits.require_same(member.peer, peer)
         now, before = self._clock(), self._members.get(peer)
         lives_on = before is not None and before.life == item.created
         self._members[peer] = ListedMember(
@@ -265,7 +264,7 @@ class SnapshotBuilder:
             return
         try:
             commit = decode(item.value, Commit)
-            _same(commit.round, round)
+            commits.require_same(commit.round, round)
             commits.require_room_at_ranks(commit)
         except (ProtocolError, ValueError) as error:
             self._refuse(round, item.modified, str(error))
@@ -302,20 +301,22 @@ class SnapshotBuilder:
         self._log_once(f"commit of {round}", line)
 
     def _take_shares(self, names: list[str], item: KeyValue | None) -> None:
+        """Take the shares of a round; those of the round under way stay, whatever is written over them."""
         (round,) = map(self._keys.number, names)
-        if item is None:
-            self._standing.pop(round, None)
-            return
-        shares = decode(item.value, RoundShares)
-        _same(shares.round, round)
-        commits.require_room_at_ranks(shares)
-        commits.require_single_leases(shares)
-        before = self._standing.get(round)
-        is_under_way = round - 1 in self._commits and not self._is_listing
-        if before is not None and is_under_way and not commits.only_adds(shares, before.shares):
-            self._name(item.key, ValueError("it takes back leased samples"))
+        is_under_way = round == max(self._commits, default=-2) + 1 and not self._is_listing
+        before = self._standing.get(round) if is_under_way else None
+        try:
+            shares = None if item is None else commits.shares_of(item.value, round=round)
+            if before and (shares is None or not commits.only_adds(shares, before.shares)):
+                raise ValueError("it takes back leased samples")
+        except (ProtocolError, ValueError) as error:
+            if before is None:
+                raise
+            self._name(self._keys.shares(round), error)
             shares = before.shares
-        self._standing[round] = ListedShares(shares=shares, modified=item.modified)
+        self._standing.pop(round, None)
+        if shares is not None:
+            self._standing[round] = ListedShares(shares=shares, modified=item.modified if item else 0)
 
     def _take_ready(self, names: list[str], item: KeyValue | None) -> None:
         number, peer = names
@@ -324,7 +325,7 @@ class SnapshotBuilder:
             self._readies.pop((round, peer), None)
             return
         ready = decode(item.value, Ready)
-        _same((ready.round, ready.peer), (round, peer))
+        commits.require_same((ready.round, ready.peer), (round, peer))
         before = self._readies.get((round, peer))
         seen_s = before.seen_s if before is not None else self._clock()
         self._readies[round, peer] = ListedOffer(ready=ready, modified=item.modified, seen_s=seen_s)
@@ -337,10 +338,10 @@ class SnapshotBuilder:
             return
         tried = decode(item.value, ProposedAttempt)
         attempt = tried.attempt
-        _same((attempt.round, attempt.epoch), place)
+        commits.require_same((attempt.round, attempt.epoch), place)
         commits.require_room_at_ranks(attempt)
         sizes = {len(attempt.members), len(attempt.weights), len(tried.lives), len(tried.offers)}
-        _same(len(sizes), 1)
+        commits.require_same(len(sizes), 1)
         before = self._tried.get(place)
         # The first one that came with its epoch stays: members may be reducing it already.
         if before is not None and before[2] >= self._epoch_revision:
@@ -354,7 +355,7 @@ class SnapshotBuilder:
             self._dones.pop(place, None)
             return
         done = decode(item.value, Done)
-        _same((done.round, done.epoch, done.peer), place)
+        commits.require_same((done.round, done.epoch, done.peer), place)
         self._dones[place] = done
 
     def _take_failed(self, names: list[str], item: KeyValue | None) -> None:
@@ -363,7 +364,7 @@ class SnapshotBuilder:
             self._failures.pop(place, None)
             return
         failed = decode(item.value, Failed)
-        _same((failed.round, failed.epoch, failed.peer), place)
+        commits.require_same((failed.round, failed.epoch, failed.peer), place)
         _, seen_s = self._failures.get(place, (failed, self._clock()))
         # A failure that is written again keeps its first time: peers wait for answers from that time on.
         self._failures[place] = failed, seen_s
@@ -391,9 +392,3 @@ class SnapshotBuilder:
             self._rates.pop(peer, None)
             return
         self._rates[peer] = decode_rates(item.value)
-
-
-def _same(in_record: object, in_key: object) -> None:
-    """Raise ValueError unless a record agrees with the name of its key."""
-    if in_record != in_key:
-        raise ValueError(f"its content says {in_record!r}, its key {in_key!r}")
