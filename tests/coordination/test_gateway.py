@@ -13,7 +13,7 @@ import urllib3
 from urllib3.exceptions import NewConnectionError, ProtocolError, ReadTimeoutError, SSLError
 
 from bloomery.coordination import gateway as gateway_module
-from bloomery.coordination.etcd_answers import EtcdRefused, cause_of
+from bloomery.coordination.etcd_answers import EtcdRefused, NotSent, cause_of
 from bloomery.coordination.gateway import Access, Gateway, OutcomeUnknown
 from bloomery.errors import CoordinatorAway, CoordinatorError
 
@@ -252,6 +252,40 @@ def test_a_token_with_which_a_request_was_lost_is_asked_for_anew(endpoints: Endp
         endpoints.told = [failure, {"token": "new"}, {}]
         ask("x", {}, deadline_s=5.0)
         assert headers(endpoints)[-3:] == ["of an etcd that has lost its data", None, "new"]
+        endpoints.now += 100.0
+
+
+def test_an_etcd_that_is_slow_is_asked_for_tokens_ever_more_rarely(endpoints: Endpoints) -> None:
+    class Slow(list[Any]):
+        def pop(self, place: Any = 0) -> Any:
+            return {"token": "t"} if endpoints.asked[-1][1] == "auth/authenticate" else SILENT
+
+    def ask_until(end_s: float) -> int:
+        endpoints.told, endpoints.takes_s = Slow(), 1.0
+        endpoints.asked.clear()
+        while endpoints.now < end_s:
+            with pytest.raises(CoordinatorAway):
+                gateway.call("kv/range", {}, deadline_s=5.0)
+        return sum(path == "auth/authenticate" for _, path in endpoints.asked)
+
+    gateway = endpoints.gateway(1, Access(user="u", password="p"))
+    assert ask_until(1_100.0) == 6  # at once, and after 30, 60, 120, 240 and 480 s more
+    endpoints.told = [{}]
+    gateway.call("kv/range", {}, deadline_s=5.0)
+    assert ask_until(endpoints.now + 80.0) == 2, "an answer ends the long pauses"
+
+
+def test_a_token_gets_more_time_than_the_request_that_needs_it_and_none_is_asked_for_too_late(
+    endpoints: Endpoints,
+) -> None:
+    gateway = endpoints.gateway(1, Access(user="u", password="p"))
+    endpoints.told = [{"token": "t"}, {}]
+    gateway.call("kv/range", {}, deadline_s=0.5)
+    assert endpoints.timeouts()[0] == (1.5, 5.0)
+    gateway._token = None
+    with pytest.raises(NotSent):
+        gateway._known_token(0, endpoints.now)
+    assert len(endpoints.asked) == 2
 
 
 def test_what_fills_the_database_is_told_with_how_to_make_room(endpoints: Endpoints) -> None:

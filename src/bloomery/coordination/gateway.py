@@ -51,6 +51,10 @@ ANSWER_S = 0.8
 """The time-out of an answer if there are other endpoints to ask; it doubles likewise."""
 _DENIED_AGAIN_S = 10.0
 """A second refusal of a stream within this time cannot be due to an old token."""
+_AUTHENTICATE_S = 5.0
+"""The least seconds that a request for a token gets: etcd hashes a password on purpose slowly."""
+_TRUSTED_S, _TRUSTED_S_AT_MOST = 30.0, 960.0
+"""The age up to which a token is not dropped for a lost request; it doubles until a request is answered."""
 _PAUSE_S = 0.05
 _READ_BYTES = 1 << 16
 
@@ -98,6 +102,7 @@ class Gateway:
         self._access = access
         self._lock = threading.Lock()
         self._token: str | None = None
+        self._token_s, self._trusted_s = float("-inf"), _TRUSTED_S
         self._denied_s = float("-inf")
         self._preferred = 0
 
@@ -240,23 +245,35 @@ class Gateway:
         token = "" if not self._access.user or path == _AUTHENTICATE else self._known_token(number, until)
         try:
             yield token
-        except (Lost, TokenRefused):
-            if token:
-                self._drop(token)
+        except TokenRefused:
+            self._drop(token)
             raise
+        except Lost:
+            # A new token is not to blame, and etcd works hard for each: one that is slow would get slower.
+            if token and time.monotonic() >= self._token_s + self._trusted_s:
+                self._drop(token)
+                self._trusted_s = min(2 * self._trusted_s, _TRUSTED_S_AT_MOST)
+            raise
+        if token:
+            self._trusted_s = _TRUSTED_S
 
     def _known_token(self, number: int, until: float) -> str:
         with self._lock:
+            now = time.monotonic()
+            if self._token is None and now >= until:
+                raise NotSent("another thread got no token in time")
             if self._token is None:
                 body = {"name": self._access.user, "password": self._access.password}
-                connect_s = min(CONNECT_S * 2, max(0.05, until - time.monotonic()))
+                # All threads wait for this one, and the next would begin anew: it has time to succeed.
+                until = max(until, now + _AUTHENTICATE_S)
+                connect_s = min(CONNECT_S * 2, max(0.05, until - now))
                 try:
                     answer = self._ask(number, _AUTHENTICATE, body, connect_s=connect_s, until=until)
                 except Lost as error:  # the request that needs the token was not sent
                     raise NotSent(str(error)) from error
                 if not isinstance(answer, dict) or not isinstance(answer.get("token"), str):
                     raise NotSent("it gave no token")
-                self._token = answer["token"]
+                self._token, self._token_s = answer["token"], time.monotonic()
             return self._token
 
     def _refuse(self, status: int, content: bytes, *, token: str) -> None:
