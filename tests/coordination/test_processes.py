@@ -271,6 +271,7 @@ def test_a_watch_ends_where_its_history_is_gone_or_it_is_refused_or_cannot_be_un
     assert watched(result(10, put("k", "v", 1, 10)))[0]
     other = {"result": {"header": {"revision": "12", "cluster_id": "18000000000000000000"}, "created": True}}
     assert watched(other, cluster=18_000_000_000_000_000_000)[0]
+    assert watched(result(12, created=True), cluster=5)[0], "a proxy leaves the id out"
     with pytest.raises(HistoryLost):  # it has lost its data, and has as many revisions again
         watched(other, cluster=5)
     with pytest.raises(HistoryLost) as compacted:

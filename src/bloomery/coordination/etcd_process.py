@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import importlib.util
 import logging
@@ -169,7 +170,13 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
         with socket.socket(family) as probe:
             try:
                 probe.bind((host, port))
-            except OSError:
+            except OSError as error:
+                if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+                    raise CoordinatorError(
+                        f"{host!r} is no address of this machine, so nothing can listen there",
+                        remedy="Where others reach this machine by another address, as behind a NAT, write "
+                        "--listen 0.0.0.0:PORT, and name their address with --init-certs … --hosts.",
+                    ) from error
                 continue
         if port not in ports:
             ports.append(port)

@@ -84,7 +84,9 @@ class KeyWatch:
                 self._refused(result.cancel_reason)
                 return
             revision = result.header.revision
-            if revision < self._after or self._cluster not in (0, result.header.cluster_id):
+            # A proxy may leave the cluster's id out.
+            is_other = self._cluster and result.header.cluster_id not in (0, self._cluster)
+            if revision < self._after or is_other:
                 raise HistoryLost(revision)
             changes = tuple(_change(row) for row in result.events)
             if changes:
