@@ -141,9 +141,7 @@ def test_nobody_is_asked_after_the_deadline_and_the_last_failure_is_told(endpoin
     with pytest.raises(CoordinatorAway) as told:
         endpoints.gateway(2).call("x", {}, deadline_s=1.0)
     assert names(endpoints) == "aba" and endpoints.slept == [0.05]
-    assert told.value.message == (
-        "no coordinator answered at a, b within 1.0 s (last: a: the connection was closed)"
-    )
+    assert told.value.message == ("no coordinator answered at a, b within 1.0 s (last: a: None: refused)")
     with pytest.raises(CoordinatorAway, match="last: no endpoint was asked in time"):
         endpoints.gateway(2).call("x", {}, deadline_s=0.0)
     with pytest.raises(CoordinatorAway, match="last: no endpoint was asked in time"):
@@ -406,6 +404,9 @@ def test_an_endpoint_is_a_pool_of_connections_that_the_kernel_probes() -> None:
 def test_a_failure_is_told_by_its_cause() -> None:
     assert cause_of(SILENT) == "it did not answer in time"
     assert cause_of(urllib3.exceptions.ConnectTimeoutError()) == "no connection in time"
+    refused = NewConnectionError(None, "it failed")  # type: ignore[arg-type]
+    refused.__cause__ = ConnectionRefusedError(111, "Connection refused")
+    assert cause_of(refused) == "[Errno 111] Connection refused"
     caused = ProtocolError("outer")
     caused.__cause__ = OSError("inner")
     assert cause_of(caused) == "inner" and cause_of(OSError()) == "OSError"

@@ -180,11 +180,11 @@ def _check_names(options: Namespace) -> None:
 
 
 def _init_certificates(options: Namespace) -> int:
-    if options.run is None or not options.peers:
+    peers = _listed(options.peers or "")
+    if options.run is None or not peers:
         raise CoordinatorError(
             "--init-certs needs the run and its peers", remedy="Add --run RUN --peers NAME,NAME,…"
         )
-    peers = _listed(options.peers)
     issued = init_certificates(
         options.init_certs,
         run=options.run,

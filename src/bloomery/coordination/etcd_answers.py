@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterator
 
 import urllib3
-from urllib3.exceptions import ConnectTimeoutError, HTTPError, ReadTimeoutError
+from urllib3.exceptions import ConnectTimeoutError, HTTPError, NewConnectionError, ReadTimeoutError
 
 from bloomery.errors import CoordinatorAway, CoordinatorError
 
@@ -144,7 +144,8 @@ def cause_of(error: Exception) -> str:
     """Return why a request failed, for messages."""
     if isinstance(error, ReadTimeoutError):
         return "it did not answer in time"
-    if isinstance(error, ConnectTimeoutError):
+    # A refused connection and an unknown name are of this kind too, and did not take long.
+    if isinstance(error, ConnectTimeoutError) and not isinstance(error, NewConnectionError):
         return "no connection in time"
     cause = error.__cause__ or error.__context__ or error
     return str(cause) or type(error).__name__

@@ -55,6 +55,7 @@ _AUTHENTICATE_S = 5.0
 """The least seconds that a request for a token gets: etcd hashes a password on purpose slowly."""
 _TRUSTED_S, _TRUSTED_S_AT_MOST = 30.0, 960.0
 """The age up to which a token is not dropped for a lost request; it doubles until a request is answered."""
+_NOBODY_ASKED = "no endpoint was asked in time"
 _PAUSE_S = 0.05
 _READ_BYTES = 1 << 16
 
@@ -115,7 +116,7 @@ class Gateway:
             OutcomeUnknown.
         """
         until = time.monotonic() + deadline_s
-        connect_s, last_failure = CONNECT_S, "no endpoint was asked in time"
+        connect_s, last_failure = CONNECT_S, _NOBODY_ASKED
         while True:
             for number in self._order():
                 left_s = until - time.monotonic()
@@ -123,12 +124,13 @@ class Gateway:
                     raise self._away(last_failure, deadline_s)
                 try:
                     answer = self._ask(number, path, body, connect_s=min(connect_s, left_s), until=until)
-                except NotSent as error:
-                    last_failure = f"{self.endpoints[number]}: {error}"
-                except Lost as error:
-                    last_failure = f"{self.endpoints[number]}: {error}"
-                    if not repeatable:
-                        raise OutcomeUnknown(last_failure) from error
+                except (NotSent, Lost) as error:
+                    failure = f"{self.endpoints[number]}: {error}"
+                    # The last request has hardly any time: that it got no answer does not tell why.
+                    if left_s >= CONNECT_S or last_failure == _NOBODY_ASKED:
+                        last_failure = failure
+                    if isinstance(error, Lost) and not repeatable:
+                        raise OutcomeUnknown(failure) from error
                 else:
                     self._prefer(number)
                     return answer
@@ -144,7 +146,7 @@ class Gateway:
         idle_s: the seconds of silence after which a stream ends.
         """
         until = time.monotonic() + deadline_s
-        last_failure = "no endpoint was asked in time"
+        last_failure = _NOBODY_ASKED
         while True:
             for number in self._order():
                 left_s = until - time.monotonic()
@@ -159,7 +161,8 @@ class Gateway:
                             return ResponseStream(response)
                         self._refuse(response.status, _content(response, until=until), token=token)
                 except (NotSent, Lost) as error:
-                    last_failure = f"{self.endpoints[number]}: {error}"
+                    if left_s >= CONNECT_S or last_failure == _NOBODY_ASKED:
+                        last_failure = f"{self.endpoints[number]}: {error}"
                 self._prefer(number + 1)
             time.sleep(min(_PAUSE_S, max(0.0, until - time.monotonic())))
 
