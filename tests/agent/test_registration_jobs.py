@@ -251,6 +251,18 @@ def test_only_the_member_that_was_listed_first_is_compared_with_and_only_by_who_
     assert admitted.asked == []
 
 
+def test_one_member_of_several_keeps_no_other_out() -> None:
+    admitted = Admitted(b=THEIRS)
+    odd, usual = of("b", THEIRS, life=1, ranks=7), {name: of(name, MINE, life=2) for name in "cd"}
+    me = of("a", MINE, life=9)
+    assert admitted.is_other(b=odd, a=me), "of one it is not known who is right"
+    assert not admitted.is_other(b=odd, **usual, a=me)
+    assert admitted.admission.wrong_ranks(RunSnapshot(members={"b": odd, **usual, "a": me})) == ""
+    again = replace(me, life=10)
+    assert "'b'" in admitted.admission.wrong_ranks(RunSnapshot(members={"b": odd, "a": again}))
+    assert admitted.is_other(b=odd, c=of("c", THEIRS, life=3), d=of("d", MINE, life=2), a=again)
+
+
 def test_settings_are_asked_for_once_and_a_difference_is_refused_with_who_has_it() -> None:
     admitted = Admitted(b=THEIRS)
     for _ in range(3):
