@@ -258,6 +258,10 @@ def test_one_member_of_several_keeps_no_other_out() -> None:
     assert admitted.is_other(b=odd, a=me), "of one it is not known who is right"
     assert not admitted.is_other(b=odd, **usual, a=me)
     assert admitted.admission.wrong_ranks(RunSnapshot(members={"b": odd, **usual, "a": me})) == ""
+    late = {name: of(name, THEIRS, life=20, ranks=7) for name in "efgh"}
+    assert (
+        admitted.admission.wrong_ranks(RunSnapshot(members={**usual, **late, "a": replace(me, life=8)})) == ""
+    )
     again = replace(me, life=10)
     assert "'b'" in admitted.admission.wrong_ranks(RunSnapshot(members={"b": odd, "a": again}))
     assert admitted.is_other(b=odd, c=of("c", THEIRS, life=3), d=of("d", MINE, life=2), a=again)
