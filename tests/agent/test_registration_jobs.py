@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 from tests.agent.agent_parts import SETTINGS, Listing, listed
+from tests.agent.test_ring_attempt import no_thread
 from tests.protocol import example
 
 from bloomery.agent import registration as registration_module
@@ -193,6 +195,17 @@ def test_a_link_that_could_not_be_measured_is_tried_again_a_minute_later(probing
     assert probing.update("a", "b", "c", b={"incarnation": "b2"}) == ["b", "c", "b"]
     probing.now = 1060.0
     assert probing.update("a", "b", "c") == ["b", "c", "b", "b"]
+
+
+def test_a_link_for_whose_measurement_no_thread_is_left_is_measured_later(
+    probing: Probing, monkeypatch
+) -> None:
+    with monkeypatch.context() as full:
+        full.setattr(threading.Thread, "start", no_thread)
+        assert probing.update("a", "b", "c") == [] and probing.reports._thread is None
+    assert probing.update("a", "b", "c") == ["c"]
+    probing.now = 1060.0
+    assert probing.update("a", "b", "c") == ["c", "b"]
 
 
 MINE, THEIRS = {"k": "1", "data": "x"}, {"k": "2", "data": "x"}

@@ -159,8 +159,13 @@ class BandwidthReports:
                 continue
             if self._is_unpublished and now > self._published_s + _PUBLISHED_EVERY_S:
                 self._publish(now)
-            self._thread = threading.Thread(target=self._measure, args=(member,), name="probe", daemon=True)
-            self._thread.start()
+            probing = threading.Thread(target=self._measure, args=(member,), name="probe", daemon=True)
+            try:
+                probing.start()
+            except RuntimeError as error:  # no thread is left
+                self._put_off(member, error)
+                return
+            self._thread = probing
             return
         if self._is_unpublished:
             self._publish(now)
@@ -174,13 +179,16 @@ class BandwidthReports:
                 contact, sizes=sizes, deadline_s=limits.connect_s
             )
         except (PeerRefused, OSError) as error:
-            log.info("the link to '%s' was not measured: %s", member.peer, error)
-            self._again_s[member.peer, member.incarnation] = time.monotonic() + _AGAIN_S
+            self._put_off(member, error)
             return
         self._measured[member.peer] = (member.incarnation, measured.mbit_s)
         self._is_unpublished = True
         log.info("to '%s': %.0f Mbit/s, %.1f ms", member.peer, measured.mbit_s, measured.rtt_ms)
         self._context.wake()
+
+    def _put_off(self, member: Member, error: Exception) -> None:
+        log.info("the link to '%s' was not measured: %s", member.peer, error)
+        self._again_s[member.peer, member.incarnation] = time.monotonic() + _AGAIN_S
 
     def _publish(self, now: float) -> None:
         """Write what is measured so far: all peers read each write, so several links share one."""
