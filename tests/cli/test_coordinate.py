@@ -241,6 +241,7 @@ def test_a_run_is_shown_as_it_is(server, capsys):
     [
         (["--listen", "0.0.0.0:2379"], "anybody could control"),
         (["--init-certs", "x"], "needs the run and its peers"),
+        (["--run", "n"], "--run goes with --init-certs or --revoke"),
         (["--init-certs", "x", "--run", "n", "--peers", " ,"], "needs the run and its peers"),
         (["--init-certs", "x", "--run", "a/b", "--peers", "c,d e"], "2 mistakes"),
         (["--status", "a b"], "is no name"),

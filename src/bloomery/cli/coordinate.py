@@ -158,6 +158,7 @@ def _refuse_loose_options(options: Namespace) -> None:
         "--peers": (options.peers, "--init-certs", options.init_certs),
         "--hosts": (options.hosts, "--init-certs", options.init_certs),
         "--json": (options.json, "--status", options.status),
+        "--run": (options.run, "--init-certs or --revoke", options.init_certs or options.revoke),
     }
     for option, (given, wanted, there) in needs.items():
         if given and there is None:
