@@ -99,7 +99,8 @@ class Listing:
     def keep(self, key: str, value: str) -> None:
         self.kept.append((key, value))
 
-    def offer(self, key: str, value: str, *, round: int) -> None:
+    def offer(self, key: str, value: str, *, round: int, is_report: bool = False) -> None:
+        assert is_report == ("/done/" in key or "/failed/" in key)
         self.offered.append((key, value, round))
 
 

@@ -18,6 +18,7 @@ from bloomery.events.run_directory import RunDirectory
 def listed(**members: tuple[int, int | None]) -> RunSnapshot:
     """Life and newest backed-up round of each member."""
     return RunSnapshot(
+        commits={8: example.commit(round=8)},
         members={
             name: ListedMember(
                 member=example.member(
@@ -38,7 +39,7 @@ def listed(**members: tuple[int, int | None]) -> RunSnapshot:
                 said_s=0.0,
             )
             for name, (life, backed_up) in members.items()
-        }
+        },
     )
 
 
@@ -48,6 +49,8 @@ def test_the_first_that_can_backs_up_the_next_takes_over_and_what_is_confirmed_s
     caplog.set_level("INFO")
     rundir = RunDirectory(tmp_path / "b")
     backups = BackupChoice(rundir, me="b")
+    assert read_duty(rundir) == Duty(peer="b", writes=False, covered=-1)
+    backups.update(listed(b=(9, -1), c=(5, 9)))  # round 9 is not committed yet
     assert read_duty(rundir) == Duty(peer="b", writes=False, covered=-1)
     backups.update(listed(a=(1, None), b=(9, -1), c=(5, 7)))  # a makes no backups
     assert read_duty(rundir) == Duty(peer="b", writes=False, covered=7)

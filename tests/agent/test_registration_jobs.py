@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 from tests.agent.agent_parts import SETTINGS, Listing, listed
+from tests.agent.test_ring_attempt import no_thread
 from tests.protocol import example
 
 from bloomery.agent import registration as registration_module
@@ -195,6 +197,17 @@ def test_a_link_that_could_not_be_measured_is_tried_again_a_minute_later(probing
     assert probing.update("a", "b", "c") == ["b", "c", "b", "b"]
 
 
+def test_a_link_for_whose_measurement_no_thread_is_left_is_measured_later(
+    probing: Probing, monkeypatch
+) -> None:
+    with monkeypatch.context() as full:
+        full.setattr(threading.Thread, "start", no_thread)
+        assert probing.update("a", "b", "c") == [] and probing.reports._thread is None
+    assert probing.update("a", "b", "c") == ["c"]
+    probing.now = 1060.0
+    assert probing.update("a", "b", "c") == ["c", "b"]
+
+
 MINE, THEIRS = {"k": "1", "data": "x"}, {"k": "2", "data": "x"}
 
 
@@ -249,6 +262,22 @@ def test_only_the_member_that_was_listed_first_is_compared_with_and_only_by_who_
     former = of("a", MINE, life=4, incarnation="a0")
     assert admitted.is_other(b=of("b", THEIRS, life=5), a=former), "its former life does not count"
     assert admitted.asked == []
+
+
+def test_one_member_of_several_keeps_no_other_out() -> None:
+    admitted = Admitted(b=THEIRS)
+    odd, usual = of("b", THEIRS, life=1, ranks=7), {name: of(name, MINE, life=2) for name in "cd"}
+    me = of("a", MINE, life=9)
+    assert admitted.is_other(b=odd, a=me), "of one it is not known who is right"
+    assert not admitted.is_other(b=odd, **usual, a=me)
+    assert admitted.admission.wrong_ranks(RunSnapshot(members={"b": odd, **usual, "a": me})) == ""
+    late = {name: of(name, THEIRS, life=20, ranks=7) for name in "efgh"}
+    assert (
+        admitted.admission.wrong_ranks(RunSnapshot(members={**usual, **late, "a": replace(me, life=8)})) == ""
+    )
+    again = replace(me, life=10)
+    assert "'b'" in admitted.admission.wrong_ranks(RunSnapshot(members={"b": odd, "a": again}))
+    assert admitted.is_other(b=odd, c=of("c", THEIRS, life=3), d=of("d", MINE, life=2), a=again)
 
 
 def test_settings_are_asked_for_once_and_a_difference_is_refused_with_who_has_it() -> None:

@@ -99,6 +99,17 @@ def begun(me: str, links: Links, *, relays: str = "") -> tuple[RingAttempt, Sent
     return attempt, sent, woken
 
 
+def no_thread(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def test_an_attempt_for_which_no_thread_is_left_fails_and_ends_nobody(monkeypatch) -> None:
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    attempt, sent = attempt_of("a", Gathered())
+    assert attempt.failure is not None and attempt.failure.kind == "unreachable"
+    assert "can't start new thread" in attempt.failure.why and not sent
+
+
 @pytest.mark.parametrize(
     ("me", "following", "preceding"), [("c", "a", "b"), ("a", "d", "c"), ("d", "b", "a"), ("b", "c", "d")]
 )

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from msgspec import structs
+from tests.agent.test_ring_attempt import no_thread
 from tests.protocol import example
 
 from bloomery.agent.agent import Agent
@@ -104,6 +105,24 @@ def test_a_fetch_that_ends_by_an_error_nobody_foresaw_is_told_and_made_again(cap
         ended.get(timeout=DEADLINE_S)
     assert supply.fetch(snapshot(1), now=3e9).directory == Path("here")
     assert "the thread 'fetch' ended" in caplog.text and "was not fetched" in caplog.text
+
+
+def test_a_fetch_for_which_no_thread_is_left_is_made_later_and_a_state_is_left_where_it_is(
+    monkeypatch, caplog, tmp_path
+):
+    ended: queue.Queue[None] = queue.Queue()
+    state = FetchedState(directory=tmp_path, leader=SimpleNamespace(peer="a"), bytes=1)
+    sync = StateSync(lambda *asked, **how: state, me="b", wake=lambda: ended.put(None))
+    with monkeypatch.context() as full:
+        full.setattr(threading.Thread, "start", no_thread)
+        assert sync.fetch(snapshot(1), now=1e9) is None and sync.next_moment() is not None
+        ended.get_nowait()
+    assert sync.fetch(snapshot(1), now=2e9) is None
+    ended.get(timeout=DEADLINE_S)
+    assert sync.fetch(snapshot(1), now=3e9) is not None
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    sync.stop()
+    assert f"{tmp_path} is not removed" in caplog.text and tmp_path.exists()
 
 
 def test_a_fetch_that_fails_again_though_nobody_overtook_it_is_told_from_one_that_was_too_slow():

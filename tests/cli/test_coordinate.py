@@ -7,12 +7,13 @@ import socket
 import subprocess
 import sys
 from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
 from tests.protocol import example
 
 from bloomery.agent.assemble import access_of, assemble_agent
-from bloomery.cli import main
+from bloomery.cli import coordinate, main
 from bloomery.cli.coordinate_status import _content, _print
 from bloomery.config.load import load_recipe
 from bloomery.coordination.accounts import root_access
@@ -197,6 +198,20 @@ def test_a_run_that_its_coordinator_forgot_is_shown_with_the_peers_that_know_mor
     assert "told by oslo" in capsys.readouterr().out
 
 
+def test_a_coordinator_keeps_the_log_of_its_etcd_short_while_it_serves(tmp_path, monkeypatch):
+    monkeypatch.setattr(coordinate.etcd_log, "BYTES_AT_MOST", 3)
+    (tmp_path / "etcd.log").write_text("long")
+    signals = []
+
+    def wait(*, timeout):
+        signals.append(15)
+        raise subprocess.TimeoutExpired("etcd", timeout)
+
+    server = SimpleNamespace(process=SimpleNamespace(wait=wait))
+    assert coordinate._wait(server, tmp_path, signals) == 0
+    assert (tmp_path / "etcd.log").read_text() == "" and (tmp_path / "etcd.log.1").read_text() == "long"
+
+
 def test_a_run_is_shown_as_it_is(server, capsys):
     keys = Keys("shown")
     with Etcd([server.endpoint], deadline_s=WITHIN_S) as etcd:
@@ -226,6 +241,8 @@ def test_a_run_is_shown_as_it_is(server, capsys):
     [
         (["--listen", "0.0.0.0:2379"], "anybody could control"),
         (["--init-certs", "x"], "needs the run and its peers"),
+        (["--run", "n"], "--run goes with --init-certs or --revoke"),
+        (["--init-certs", "x", "--run", "n", "--peers", " ,"], "needs the run and its peers"),
         (["--init-certs", "x", "--run", "a/b", "--peers", "c,d e"], "2 mistakes"),
         (["--status", "a b"], "is no name"),
         (["--grant"], "needs --certificates"),

@@ -98,6 +98,29 @@ def test_a_coordinator_that_has_the_newest_round_gets_a_higher_epoch_alone() -> 
     assert adopt(fresh, KEYS) == RestoredRun(epoch=1, round=-1, peers_ahead=(), holders=())  # type: ignore[arg-type]
 
 
+def test_keys_that_any_peer_may_have_spoilt_are_told_and_replaced(caplog) -> None:
+    etcd = lost()
+    etcd.put(KEYS.epoch, "garbage", modified=41)
+    for key in (f"{KEYS.commits}x", KEYS.commits, f"{KEYS.commit(4)}/more"):
+        etcd.put(key, "1")
+    etcd.put(KEYS.commit(7), "{", modified=50)
+    etcd.put(KEYS.commit(8), commit(9), modified=51)
+    restored = adopt(etcd, KEYS)  # type: ignore[arg-type]
+    assert (restored.epoch, restored.round) == (34, 7)
+    ((conditions, operations),) = etcd.asked
+    assert [(one.key, one.aspect, one.wanted) for one in conditions] == [
+        (KEYS.epoch, "modified", 41),
+        (KEYS.commit(8), "modified", 51),
+        (KEYS.commit(7), "modified", 50),
+        (KEYS.commit(5), "created", 0),
+    ]
+    assert Put(key=KEYS.commit(7), value=encode_text(commit(7))) in operations
+    etcd.put(KEYS.commit(9_000), commit(9_000))
+    assert adopt(etcd, KEYS).round == 7  # type: ignore[arg-type]
+    assert "the commit of round 9000 is left out" in caplog.text
+    assert "the epoch in the coordinator is replaced" in caplog.text and f"{KEYS.commits}x" in caplog.text
+
+
 @pytest.mark.parametrize("result", [TransactionResult.REFUSED, TransactionResult.UNKNOWN])
 def test_a_run_that_was_changed_meanwhile_is_not_restored(result: TransactionResult) -> None:
     etcd = lost()

@@ -26,8 +26,9 @@ from bloomery.coordination.credentials import (
     restore_revocations,
     revoke,
 )
+from bloomery.coordination.etcd_answers import EtcdRefused
 from bloomery.coordination.etcd_watch import KeyValue
-from bloomery.coordination.gateway import Access, EtcdRefused
+from bloomery.coordination.gateway import Access
 from bloomery.errors import CoordinatorError
 from bloomery.protocol.keys import Keys
 
@@ -408,7 +409,7 @@ def test_a_revocation_that_etcd_refuses_is_told_and_so_is_a_bundle_that_cannot_b
 
 
 @pytest.mark.parametrize("is_open", [True, False])
-def test_accounts_are_made_with_their_rights_and_authentication_is_switched_on_once(
+def test_accounts_are_made_with_their_rights_before_etcd_asks_for_any_password(
     monkeypatch, is_open: bool
 ) -> None:
     opened: list[Etcd] = []
@@ -419,10 +420,8 @@ def test_accounts_are_made_with_their_rights_and_authentication_is_switched_on_o
             "auth/role/add": "role name already exists",
             "auth/role/delete": "role name not found",
         }
-        if is_open and len(opened) == 1:
-            opened[-1].refuses["auth/user/list"] = "authentication is not enabled"
         if not is_open:
-            opened[-1].refuses["auth/user/add"] = "user name already exists"
+            opened[-1].refuses |= {"auth/user/add": "user name already exists", "auth/status": "user name is"}
         return opened[-1]
 
     monkeypatch.setattr(accounts, "Etcd", client)
@@ -430,26 +429,28 @@ def test_accounts_are_made_with_their_rights_and_authentication_is_switched_on_o
     account = CoordinatorAccount(run="one", peer="a", user="one/a", password="p")
     assert apply_access(["c"], root, [account]) == 1
     role = "peer-one/a"
-    calls: list[Any] = [("auth/status", {}), ("auth/user/list", {}), ("auth/role/add", {"name": role})]
+    made: list[Any] = [("auth/role/add", {"name": role})]
     for permission in accounts._permissions(KEYS, "a"):
-        calls.append(("auth/role/grant", {"name": role, "perm": permission}))
-    calls.append(("auth/user/add", {"name": "one/a", "password": "p"}))
+        made.append(("auth/role/grant", {"name": role, "perm": permission}))
+    made.append(("auth/user/add", {"name": "one/a", "password": "p"}))
     if not is_open:
-        calls.append(("auth/user/changepw", {"name": "one/a", "password": "p"}))
-    calls.append(("auth/user/grant", {"user": "one/a", "role": role}))
-    calls += [("auth/role/delete", {"role": "run-one"}), "closed"]
-    assert opened[0].calls == calls and opened[0].opened == (["c"], root, 30.0)
-    if is_open:
-        without = dataclasses.replace(root, user="", password="")
-        assert opened[1].opened == (["c"], without, 30.0)
-        assert opened[1].calls == [
-            ("auth/user/add", {"name": "root", "password": "secret"}),
-            ("auth/role/add", {"name": "root"}),
-            ("auth/user/grant", {"user": "root", "role": "root"}),
-            ("auth/enable", {}),
-            "closed",
-        ]
-    assert len(opened) == 1 + is_open
+        made.append(("auth/user/changepw", {"name": "one/a", "password": "p"}))
+    made += [
+        ("auth/user/grant", {"user": "one/a", "role": role}),
+        ("auth/role/delete", {"role": "run-one"}),
+    ]
+    own = [
+        ("auth/user/add", {"name": "root", "password": "secret"}),
+        ("auth/role/add", {"name": "root"}),
+        ("auth/user/grant", {"user": "root", "role": "root"}),
+    ]
+    asked = [("auth/status", {}), *([*own, *made, ("auth/enable", {})] if is_open else []), "closed"]
+    assert opened[0].opened == (["c"], dataclasses.replace(root, user="", password=""), 30.0)
+    assert opened[0].calls == asked
+    if not is_open:
+        assert opened[1].opened == (["c"], root, 30.0)
+        assert opened[1].calls == [("auth/user/list", {}), *made, "closed"]
+    assert len(opened) == 2 - is_open
 
 
 def test_a_right_that_etcd_does_not_give_is_told(monkeypatch) -> None:

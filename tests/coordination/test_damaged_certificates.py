@@ -164,7 +164,8 @@ def test_a_password_of_root_that_is_none_is_refused_before_the_coordinator_start
 
 def test_another_password_of_root_than_the_one_that_etcd_knows_is_told(monkeypatch) -> None:
     etcd = Etcd()
-    etcd.refuses = {"auth/status": "authentication failed, invalid user ID or password"}
+    etcd.refuses = {"auth/status": "user name is empty"}
+    etcd.refuses["auth/user/list"] = "authentication failed, invalid user ID or password"
     monkeypatch.setattr(accounts, "Etcd", lambda *how, **more: etcd)
     told = refusal(lambda: apply_access(["c"], Access(user="root", password="p"), []))
     assert "root.password" in told.message and "from a copy" in told.remedy

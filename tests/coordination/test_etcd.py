@@ -15,9 +15,10 @@ from bloomery.coordination.etcd import (
     TransactionResult,
     absent,
 )
+from bloomery.coordination.etcd_answers import EtcdRefused
 from bloomery.coordination.etcd_process import find_etcd, free_ports, start_single, version_of
 from bloomery.coordination.etcd_watch import HistoryLost, KeyValue, WatchEvent
-from bloomery.coordination.gateway import EtcdRefused, Gateway
+from bloomery.coordination.gateway import Gateway
 from bloomery.errors import CoordinatorAway, CoordinatorError
 
 

@@ -9,8 +9,9 @@ import pytest
 
 from bloomery.coordination import etcd as etcd_module
 from bloomery.coordination.etcd import Condition, Delete, Etcd, LeaseGone, Listing, Put, TransactionResult
+from bloomery.coordination.etcd_answers import AnswerTooLong, EtcdRefused
 from bloomery.coordination.etcd_watch import KeyValue, WatchBatch
-from bloomery.coordination.gateway import EtcdRefused, OutcomeUnknown
+from bloomery.coordination.gateway import OutcomeUnknown
 from bloomery.errors import CoordinatorAway, CoordinatorError
 
 
@@ -89,7 +90,7 @@ BELOW_K = {"key": coded("k/"), "range_end": coded("k0")}
             lambda e: e.list("k/"),
             {**HEADER, "kvs": [ROW, {"key": coded("l")}]},
             "kv/range",
-            {**BELOW_K, "revision": "0", "keys_only": False},
+            {**BELOW_K, "revision": "0", "keys_only": False, "limit": "256"},
             Listing(revision=44, items=(ITEM, KeyValue(key="l", value="", created=0, modified=0))),
         ),
         (
@@ -104,7 +105,7 @@ BELOW_K = {"key": coded("k/"), "range_end": coded("k0")}
                 "sort_order": "DESCEND",
                 "sort_target": "KEY",
             },
-            Listing(revision=44, items=()),
+            Listing(revision=12, items=()),
         ),
         (
             lambda e: e.put("k", "v", lease=77),
@@ -264,7 +265,7 @@ def test_bytes_that_are_no_text_are_replaced(etcd: Etcd) -> None:
 
 def test_a_watch_begins_after_the_revision_that_is_known(etcd: Etcd) -> None:
     gateway = gateway_of(etcd)
-    body = {"create_request": {**BELOW_K, "start_revision": "9"}}
+    body = {"create_request": {**BELOW_K, "start_revision": "9", "fragment": True}}
     for limits, expected in (({}, (7.0, 5.0)), ({"deadline_s": 2.0, "idle_s": 3.0}, (2.0, 3.0))):
         watch = etcd.watch("k/", after=8, **limits)
         assert gateway.notes.pop() == ("watch", body, *expected)
@@ -281,3 +282,33 @@ def test_a_client_is_of_its_endpoints_and_access_and_is_closed_at_its_end(etcd: 
     assert gateway.notes == [("certificate", "certificate", "key"), "closed"]
     default = Etcd(["http://a:1"])
     assert default._deadline_s == 5.0
+
+
+def test_a_listing_is_read_in_pages_of_one_revision_and_smaller_ones_where_one_is_too_long(
+    etcd: Etcd,
+) -> None:
+    odd = base64.b64encode(b"\xff").decode()
+    pages = [{**HEADER, "more": True, "kvs": [{"key": odd}]}, AnswerTooLong(), {"header": {"revision": "60"}}]
+    gateway = gateway_of(etcd, *pages)
+    assert etcd.list("k/").revision == 44
+    after = base64.b64encode(b"\xff\0").decode()
+    asked = [(body["key"], body["revision"], body["limit"]) for _, body, _, _ in gateway.asked]
+    assert asked == [(coded("k/"), "0", "256"), (after, "44", "256"), (after, "44", "32")]
+
+    gateway = gateway_of(etcd, *[AnswerTooLong()] * 4)
+    with pytest.raises(AnswerTooLong):
+        etcd.list("k/")
+    two = {**HEADER, "more": True, "kvs": [{"key": coded("k/9")}, {"key": coded("k/8")}]}
+    gateway = gateway_of(etcd, AnswerTooLong(), two, {**HEADER, "more": True, "kvs": [{"key": coded("k/7")}]})
+    gateway.asked.clear()
+    assert [item.key for item in etcd.list("k/", newest=3).items] == ["k/9", "k/8", "k/7"]
+    asked = [(body["range_end"], body["limit"]) for _, body, _, _ in gateway.asked]
+    assert asked == [(coded("k0"), "3"), (coded("k0"), "3"), (coded("k/8"), "1")]
+
+
+def test_a_revision_that_is_compacted_while_it_is_read_is_no_refusal(
+    etcd: Etcd,
+) -> None:
+    gateway_of(etcd, EtcdRefused("required revision has been compacted", code=11))
+    with pytest.raises(CoordinatorAway, match="compacted, while it was read"):
+        etcd.list("k/", revision=3)

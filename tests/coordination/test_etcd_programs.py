@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from bloomery.coordination import etcd_process
+from bloomery.coordination import etcd_log, etcd_process
 from bloomery.coordination.etcd_process import (
     EtcdMember,
     EtcdServer,
@@ -84,7 +84,7 @@ def test_a_new_directory_of_data_is_its_owners_alone_and_a_large_log_begins_anew
     certificates = ServerCertificates(certificate=files[0], key=files[1], authority=files[2])
     member = member_in(tmp_path, certificates=certificates)
     shell = program(tmp_path, "echo more")
-    monkeypatch.setattr(etcd_process, "_LOG_BYTES_AT_MOST", 6)
+    monkeypatch.setattr(etcd_log, "BYTES_AT_MOST", 6)
     first = launch(member, program=shell)
     first.wait()
     assert member.data.stat().st_mode & 0o777 == 0o700
@@ -96,6 +96,21 @@ def test_a_new_directory_of_data_is_its_owners_alone_and_a_large_log_begins_anew
     assert (member.data / "etcd.log.1").read_text() == "\nmore\n" * 2
     told = json.loads((member.data / "process.json").read_text())
     assert told["certificates"] == etcd_process._paths(certificates)
+
+
+def test_a_log_that_grows_long_while_etcd_writes_it_begins_anew(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(etcd_log, "BYTES_AT_MOST", 6)
+    path = tmp_path / "etcd.log"
+    with path.open("ab", buffering=0) as written:
+        for line in (b"1234", b"56", b"789", b"x"):
+            written.write(line)
+            etcd_log.shorten(path)
+        assert (path.read_bytes(), (tmp_path / "etcd.log.1").read_bytes()) == (b"x", b"123456789")
+        (tmp_path / "etcd.log.1").unlink()
+        (tmp_path / "etcd.log.1").mkdir()  # it cannot be kept
+        written.write(b"1234567")
+        etcd_log.shorten(path)
+    assert path.read_bytes() == b""
 
 
 class Process:
@@ -187,6 +202,11 @@ def test_an_etcd_is_ready_once_its_present_process_says_so(tmp_path, clock: Cloc
             '{"msg":"failed","error":"x509: bad","stacktrace":"main.go"}',
             "etcd ended at once: failed: x509: bad",
         ),
+        (
+            '{"level":"panic","msg":"failed","error":"no db"}\npanic: failed\n\ngoroutine 1 [running]:\nx.go',
+            "etcd ended at once: failed: no db",
+        ),
+        ("panic: oh\n\ngoroutine 1 [running]:\n\tmain.go:75 +0x12b", "etcd ended at once: panic: oh"),
         ('{"msg":"failed"}', 'etcd ended at once: {"msg":"failed"}'),
     ],
 )

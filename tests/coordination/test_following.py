@@ -47,6 +47,9 @@ class Watch:
         self.stopped.set()
 
 
+CLUSTER = 77
+
+
 class Etcd:
     """Lists what it has; each watch tells what is next in `watches`, and the last one waits for the end."""
 
@@ -66,9 +69,10 @@ class Etcd:
         if self.away:
             self.away -= 1
             raise CoordinatorAway("nobody answers")
-        return Listing(revision=self.revision, items=tuple(self.items.get(prefix, ())))
+        return Listing(revision=self.revision, items=tuple(self.items.get(prefix, ())), cluster=CLUSTER)
 
-    def watch(self, prefix: str, *, after: int, idle_s: float, deadline_s: float) -> Watch:
+    def watch(self, prefix: str, *, after: int, cluster: int, idle_s: float, deadline_s: float) -> Watch:
+        assert cluster == (CLUSTER if self.listed else 0)
         self.watched.append((prefix, after, idle_s, deadline_s))
         told = self.watches.pop(0) if self.watches else []
         if told and isinstance(told[0], CoordinatorAway):

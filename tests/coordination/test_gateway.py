@@ -13,7 +13,8 @@ import urllib3
 from urllib3.exceptions import NewConnectionError, ProtocolError, ReadTimeoutError, SSLError
 
 from bloomery.coordination import gateway as gateway_module
-from bloomery.coordination.gateway import Access, EtcdRefused, Gateway, OutcomeUnknown, _said
+from bloomery.coordination.etcd_answers import EtcdRefused, NotSent, cause_of
+from bloomery.coordination.gateway import Access, Gateway, OutcomeUnknown
 from bloomery.errors import CoordinatorAway, CoordinatorError
 
 NOT_THERE = NewConnectionError(None, "refused")  # type: ignore[arg-type]
@@ -140,9 +141,7 @@ def test_nobody_is_asked_after_the_deadline_and_the_last_failure_is_told(endpoin
     with pytest.raises(CoordinatorAway) as told:
         endpoints.gateway(2).call("x", {}, deadline_s=1.0)
     assert names(endpoints) == "aba" and endpoints.slept == [0.05]
-    assert told.value.message == (
-        "no coordinator answered at a, b within 1.0 s (last: a: the connection was closed)"
-    )
+    assert told.value.message == ("no coordinator answered at a, b within 1.0 s (last: a: None: refused)")
     with pytest.raises(CoordinatorAway, match="last: no endpoint was asked in time"):
         endpoints.gateway(2).call("x", {}, deadline_s=0.0)
     with pytest.raises(CoordinatorAway, match="last: no endpoint was asked in time"):
@@ -165,6 +164,11 @@ def test_nobody_is_asked_after_the_deadline_and_the_last_failure_is_told(endpoin
         (SSLError("wrong certificate"), False),
         ((503, "etcdserver: no leader", 14), False),
         ((429, "etcdserver: too many requests", 8), False),
+        ((500, "raft proposal dropped", 2), False),
+        ((429, "etcdserver: mvcc: database space exceeded", 8), False),
+        ((400, "etcdserver: authentication is not enabled", 9), False),
+        ((500, "stream terminated", 13), True),
+        ((500, "something else", 2), True),
     ],
 )
 def test_what_must_not_be_sent_twice_is_not_where_it_may_have_been_carried_out(
@@ -236,6 +240,57 @@ def test_a_token_is_asked_for_once_and_anew_after_etcd_has_refused_it(endpoints:
     assert headers(endpoints) == [None, "t1", "t1", "t1", None, "t2"]
     assert json.loads(endpoints.requests[0]["body"]) == {"name": "u", "password": "p"}
     assert endpoints.requests[0]["timeout"].connect_timeout == 1.5
+
+
+@pytest.mark.parametrize("failure", [SILENT, CUT])
+def test_a_token_with_which_a_request_was_lost_is_asked_for_anew(endpoints: Endpoints, failure: Any) -> None:
+    gateway = endpoints.gateway(1, Access(user="u", password="p"))
+    for ask in (gateway.call, lambda *asked, **how: gateway.stream(*asked, idle_s=1.0, **how)):
+        gateway._token = "of an etcd that has lost its data"
+        endpoints.told = [failure, {"token": "new"}, {}]
+        ask("x", {}, deadline_s=5.0)
+        assert headers(endpoints)[-3:] == ["of an etcd that has lost its data", None, "new"]
+        endpoints.now += 100.0
+
+
+def test_an_etcd_that_is_slow_is_asked_for_tokens_ever_more_rarely(endpoints: Endpoints) -> None:
+    class Slow(list[Any]):
+        def pop(self, place: Any = 0) -> Any:
+            return {"token": "t"} if endpoints.asked[-1][1] == "auth/authenticate" else SILENT
+
+    def ask_until(end_s: float) -> int:
+        endpoints.told, endpoints.takes_s = Slow(), 1.0
+        endpoints.asked.clear()
+        while endpoints.now < end_s:
+            with pytest.raises(CoordinatorAway):
+                gateway.call("kv/range", {}, deadline_s=5.0)
+        return sum(path == "auth/authenticate" for _, path in endpoints.asked)
+
+    gateway = endpoints.gateway(1, Access(user="u", password="p"))
+    assert ask_until(1_100.0) == 6  # at once, and after 30, 60, 120, 240 and 480 s more
+    endpoints.told = [{}]
+    gateway.call("kv/range", {}, deadline_s=5.0)
+    assert ask_until(endpoints.now + 80.0) == 2, "an answer ends the long pauses"
+
+
+def test_a_token_gets_more_time_than_the_request_that_needs_it_and_none_is_asked_for_too_late(
+    endpoints: Endpoints,
+) -> None:
+    gateway = endpoints.gateway(1, Access(user="u", password="p"))
+    endpoints.told = [{"token": "t"}, {}]
+    gateway.call("kv/range", {}, deadline_s=0.5)
+    assert endpoints.timeouts()[0] == (1.5, 5.0)
+    gateway._token = None
+    with pytest.raises(NotSent):
+        gateway._known_token(0, endpoints.now)
+    assert len(endpoints.asked) == 2
+
+
+def test_what_fills_the_database_is_told_with_how_to_make_room(endpoints: Endpoints) -> None:
+    endpoints.takes_s, endpoints.told = 2.0, [(429, "etcdserver: mvcc: database space exceeded", 8)] * 2
+    with pytest.raises(CoordinatorAway, match="space exceeded") as told:
+        endpoints.gateway(1).call("kv/put", {}, deadline_s=4.1)
+    assert "etcdctl defrag" in told.value.remedy
 
 
 @pytest.mark.parametrize("newer", [None, "t2"])
@@ -347,8 +402,11 @@ def test_an_endpoint_is_a_pool_of_connections_that_the_kernel_probes() -> None:
 
 
 def test_a_failure_is_told_by_its_cause() -> None:
-    assert _said(SILENT) == "it did not answer in time"
-    assert _said(urllib3.exceptions.ConnectTimeoutError()) == "no connection in time"
+    assert cause_of(SILENT) == "it did not answer in time"
+    assert cause_of(urllib3.exceptions.ConnectTimeoutError()) == "no connection in time"
+    refused = NewConnectionError(None, "it failed")  # type: ignore[arg-type]
+    refused.__cause__ = ConnectionRefusedError(111, "Connection refused")
+    assert cause_of(refused) == "[Errno 111] Connection refused"
     caused = ProtocolError("outer")
     caused.__cause__ = OSError("inner")
-    assert _said(caused) == "inner" and _said(OSError()) == "OSError"
+    assert cause_of(caused) == "inner" and cause_of(OSError()) == "OSError"

@@ -6,8 +6,9 @@ import pytest
 from tests.protocol import example
 
 from bloomery.coordination.etcd import Etcd
+from bloomery.coordination.etcd_answers import Lost
 from bloomery.coordination.etcd_process import start_single
-from bloomery.coordination.gateway import Gateway, _Lost
+from bloomery.coordination.gateway import Gateway
 from bloomery.coordination.membership import Membership, NameTaken
 from bloomery.coordination.run_view import RunView
 from bloomery.errors import CoordinatorAway
@@ -133,7 +134,7 @@ def test_an_offer_whose_answer_is_lost_is_written_once(etcd, keys, monkeypatch):
         answer = ask(self, number, path, body, **limits)
         if "failure" in body and not lost:
             lost.append(etcd.get(keys.ready(1, "a")).modified)
-            raise _Lost("the connection ended before the answer")
+            raise Lost("the connection ended before the answer")
         return answer
 
     with joined(etcd, keys, "a") as membership:

@@ -231,6 +231,26 @@ def test_a_record_is_written_as_it_is_and_an_offer_once_with_the_outdated_ones_g
     ]
 
 
+def test_of_thousands_of_attempts_in_a_round_the_last_reports_are_kept(clock: list[float]) -> None:
+    etcd = Coordinator()
+    membership = membership_of(etcd, clock)
+    membership.join(MINE)
+    membership.offer("ready 4", "x", round=4)
+    kept = set[str]()
+    for epoch in range(1_000):
+        membership.offer(f"failed {epoch}", "x", round=4, is_report=True)
+        _, key, _, _, deleted = etcd.calls[-1]
+        kept = (kept | {key}) - set(deleted)
+        assert len(kept) <= 129 and {f"failed {n}" for n in range(max(0, epoch - 63), epoch)} <= kept
+    etcd.gone = True
+    membership.offer("failed 1000", "x", round=4, is_report=True)
+    written = [put.key for put in etcd.transactions[-1][1]]
+    assert written[:2] == [KEYS.member("a"), "ready 4"] and 64 < len(written) <= 131
+    membership.offer("ready 5", "x", round=5)
+    membership.offer("ready 6", "x", round=6)
+    assert set(etcd.calls[-1][4]) == {*written[1:]}
+
+
 def test_what_was_lost_with_the_lease_is_written_again_on_the_next_one(clock: list[float]) -> None:
     etcd, lost = Coordinator(), list[int]()
     membership = membership_of(etcd, clock, lost=lambda: lost.append(membership.lease))

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from bloomery import durable
-from bloomery.coordination import etcd_process, gateway, orphan
+from bloomery.coordination import etcd_answers, etcd_process, gateway, orphan
 from bloomery.coordination.accounts import _permission, _permissions
 from bloomery.coordination.credentials import CertificateDates, endpoints_of
 from bloomery.coordination.etcd import (
@@ -29,9 +29,10 @@ from bloomery.coordination.etcd import (
     _operation,
     _prefix,
 )
+from bloomery.coordination.etcd_answers import AnswerTooLong, Lost, ResponseStream
 from bloomery.coordination.etcd_process import EtcdMember, ServerCertificates, _options, take_over
 from bloomery.coordination.etcd_watch import HistoryLost, KeyWatch
-from bloomery.coordination.gateway import Gateway, ResponseStream, _content, _Lost
+from bloomery.coordination.gateway import Gateway, _content
 from bloomery.coordination.membership import Membership
 from bloomery.coordination.orphan import EtcdProcessRecord, OrphanProcess, find_orphan, serving, write_record
 from bloomery.errors import CoordinatorError
@@ -235,9 +236,10 @@ def put(key: str, value: str, created: int, modified: int, lease: int = 0) -> di
     return {"kv": {"key": coded(key), "value": coded(value), **numbers}}
 
 
-def watched(*answers: Any, after: int = 10) -> tuple[list[Any], list[str]]:
+def watched(*answers: Any, after: int = 10, cluster: int = 0) -> tuple[list[Any], list[str]]:
     refused: list[str] = []
-    watch = KeyWatch(Stream(*answers), after=after, refused=refused.append)  # type: ignore[arg-type]
+    stream: Any = Stream(*answers)
+    watch = KeyWatch(stream, after=after, cluster=cluster, refused=refused.append)
     return list(watch.batches()), refused
 
 
@@ -258,6 +260,8 @@ def test_a_watch_whose_changes_come_in_several_answers_knows_no_more_than_came()
     gone = {"type": "DELETE", "kv": {"key": coded("k"), "mod_revision": "13"}}
     batches, _ = watched(result(40, put("k", "v", 12, 12), gone), result(40, put("k", "w", 40, 40)))
     assert [batch.revision for batch in batches] == [13, 40], "a lost connection goes on after the first"
+    batches, _ = watched(result(40, put("k", "v", 12, 13), fragment=True), result(40, put("l", "w", 13, 13)))
+    assert [batch.revision for batch in batches] == [12, 13], "the rest of revision 13 may get lost"
 
 
 def test_a_watch_ends_where_its_history_is_gone_or_it_is_refused_or_cannot_be_understood() -> None:
@@ -265,6 +269,11 @@ def test_a_watch_ends_where_its_history_is_gone_or_it_is_refused_or_cannot_be_un
         watched(result(9))
     assert lost.value.revision == 9
     assert watched(result(10, put("k", "v", 1, 10)))[0]
+    other = {"result": {"header": {"revision": "12", "cluster_id": "18000000000000000000"}, "created": True}}
+    assert watched(other, cluster=18_000_000_000_000_000_000)[0]
+    assert watched(result(12, created=True), cluster=5)[0], "a proxy leaves the id out"
+    with pytest.raises(HistoryLost):  # it has lost its data, and has as many revisions again
+        watched(other, cluster=5)
     with pytest.raises(HistoryLost) as compacted:
         watched(result(20, canceled=True, compact_revision="15"))
     assert compacted.value.revision == 0
@@ -297,7 +306,7 @@ def test_lines_of_a_stream_may_come_in_pieces_and_one_without_end_ends_it(monkey
 
     assert list(stream_of(b'{"a"', b":1}\n\n{}", b"\n{").answers()) == [b'{"a":1}', b"{}"]
     assert closed == [True]
-    monkeypatch.setattr(gateway, "ANSWER_BYTES_AT_MOST", 8)
+    monkeypatch.setattr(etcd_answers, "ANSWER_BYTES_AT_MOST", 8)
     assert list(stream_of(b"x" * 8, b"\n", b"y" * 9, b"\n").answers()) == [b"x" * 8]
 
 
@@ -315,8 +324,8 @@ def test_an_answer_of_too_many_bytes_or_too_late_is_given_up(monkeypatch) -> Non
 
     later = time.monotonic() + 60.0
     assert _content(response_of(b"1234", b"5678"), until=later) == b"12345678"
-    for pieces, until in (((b"1234", b"56789"), later), ((b"1",), 0.0)):
-        with pytest.raises(_Lost):
+    for pieces, until, error in (((b"1234", b"56789"), later, AnswerTooLong), ((b"1",), 0.0, Lost)):
+        with pytest.raises(error):
             _content(response_of(*pieces), until=until)
     assert ended == ["released", "closed", "closed"]
 

@@ -60,7 +60,9 @@ def blocked(directory: Path) -> Path:
         (lambda at: Gateway(["ftp://a:1"]), ("http://HOST:PORT", "https://HOST:PORT", "commas")),
         (lambda at: Gateway(["http://a:1"]).call("x", {}, deadline_s=0.0), ("`bloomery coordinate`",)),
         (lambda at: etcd_process.version_of(at / "etcd"), ("PATH",)),
-        (lambda at: etcd_process.free_ports(1, "192.0.2.1"), ("--listen HOST:PORT",)),
+        (lambda at: etcd_process.free_ports(1, "192.0.2.1"), ("--listen 0.0.0.0:PORT", "--hosts")),
+        (lambda at: etcd_process.free_ports(1, "no name"), ("--listen 0.0.0.0:PORT",)),
+        (lambda at: etcd_process.free_ports(-1), ("--listen HOST:PORT",)),
     ],
 )
 def test_an_error_of_the_coordinator_comes_with_what_to_do(tmp_path: Path, call, words) -> None:

@@ -117,7 +117,7 @@ def test_each_key_of_a_run_is_in_the_field_of_its_own() -> None:
     )
 
 
-def test_what_is_deleted_is_gone_but_for_revocations_and_the_newest_commit() -> None:
+def test_what_is_deleted_is_gone_but_for_revocations_the_newest_commit_and_its_shares() -> None:
     run = Reading()
     keys = {
         KEYS.member("a"): example.member(peer="a"),
@@ -142,7 +142,8 @@ def test_what_is_deleted_is_gone_but_for_revocations_and_the_newest_commit() -> 
         left = run.put(key, None)
     assert (left.epoch, left.own_highest, left.forgotten) == (0, 5, True)
     assert left.commits == {2: commit(2)} and left.commit_revision == 18 and left.revoked == {"0A"}
-    assert not (left.members or left.standing or left.readies or left.recovery_records or left.rates)
+    assert not (left.members or left.readies or left.recovery_records or left.rates)
+    assert left.standing == ListedShares(shares=SHARES, modified=0)
     assert left.tried is None and not left.dones and left.failures == () and left.failed_s == 0.0
 
 
@@ -190,7 +191,7 @@ def test_a_commit_that_does_not_follow_is_refused_with_its_revision_until_a_righ
     for wrong in (commit(2), commit(9), "{"):
         snapshot = run.put(KEYS.commit(2), wrong)
         assert (snapshot.refused, snapshot.round) == (run.revision, 2)
-        assert f"the commit of round 2, written at revision {run.revision}, is refused" in caplog.text
+    assert "the commit of round 2, written at revision 13, is refused" in caplog.text
     right = commit(2, members=(), digest="d1", rewind_to=1)
     snapshot = run.put(KEYS.commit(2), right)
     assert snapshot.commit == right and snapshot.refused == 0
@@ -219,6 +220,14 @@ def test_shares_that_take_back_samples_are_told_and_those_before_stay(caplog) ->
     fewer = run.put(KEYS.shares(3), replace(SHARES, shares={"b": (range(8),)}))
     assert fewer.standing == ListedShares(shares=SHARES, modified=run.revision)
     assert "it takes back leased samples" in caplog.text
+    spoilt = run.put(KEYS.shares(3), "{")
+    assert spoilt.standing == ListedShares(shares=SHARES, modified=run.revision)
+    assert run.put(KEYS.shares(3), None).standing == ListedShares(shares=SHARES, modified=0)
+    run.put(KEYS.member("a"), example.member(peer="a", digest="d2"))
+    run.put(KEYS.commit(3), commit(3, members=(), digest="d2", rewind_to=2))
+    run.put(KEYS.shares(4), replace(SHARES, round=4))
+    run.put(KEYS.shares(3), None)
+    assert not run.builder._standing.keys() - {4}, "those of earlier rounds go"
 
 
 def test_a_key_that_says_it_is_another_is_told_with_both(caplog) -> None:
@@ -303,9 +312,45 @@ def test_shares_may_change_before_their_round_is_under_way_and_within_a_listing(
     followed.put(KEYS.commit(1), commit(1))
     followed.put(KEYS.member("a"), example.member(peer="a", digest="d1"))
     followed.put(KEYS.shares(3), SHARES)
-    followed.put(KEYS.shares(3), others)
     back = commit(2, members=(), digest="d1", rewind_to=1)
-    assert followed.put(KEYS.commit(2), back).shares == others
+    assert followed.put(KEYS.commit(2), back).shares is None, "any member may have written them before"
+    assert followed.put(KEYS.shares(3), others).shares == others
+    assert followed.put(KEYS.shares(3), SHARES).shares == others
+
+
+def test_an_attempt_that_was_written_before_its_epoch_keeps_no_other_out() -> None:
+    run, early = Reading(), replace(TRIED, lives=(9,))
+    run.put(KEYS.commit(2), commit(2))
+    run.take(KEYS.attempt(3, 5), early)
+    run.take(KEYS.attempt(3, 9), replace(TRIED, attempt=replace(TRIED.attempt, epoch=9)))
+    run.take(KEYS.epoch, "5")
+    run.revision -= 1  # written in one transaction
+    assert run.put(KEYS.attempt(3, 5), TRIED).tried == TRIED
+    run.take(KEYS.epoch, "5")
+    assert run.put(KEYS.attempt(3, 5), early).tried == TRIED
+
+
+@pytest.mark.parametrize(("knows", "round"), [("nobody", 3), ("a holder", 51), ("a record", 51)])
+def test_a_listed_commit_far_from_the_others_counts_if_somebody_knows_of_it(knows: str, round: int) -> None:
+    run = Reading()
+    for number in (1, 2, 50):
+        run.take(KEYS.commit(number), commit(number))
+    digest = "d50" if knows == "a holder" else "d2"
+    snapshot = run.put(KEYS.member("a"), example.member(peer="a", round=2, digest=digest))
+    if knows == "a record":
+        listing = Reading()
+        for number in (1, 2, 50):
+            listing.take(KEYS.commit(number), commit(number))
+        snapshot = listing.put(KEYS.recovery_record("a"), example.recovery_record(held=commit(50)))
+    assert snapshot.round == round
+
+
+def test_commits_that_are_refused_again_and_again_are_logged_once_for_each_round(caplog) -> None:
+    run = Reading()
+    run.put(KEYS.commit(1), commit(1))
+    for _ in range(5):
+        assert run.put(KEYS.commit(2), commit(2)).refused == run.revision
+    assert caplog.text.count("the commit of round 2") == 1
 
 
 @pytest.mark.parametrize("is_adopted", [True, False])

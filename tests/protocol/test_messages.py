@@ -353,7 +353,7 @@ def pieces(count):
         (example.member(), "saves", list(range(64)), list(range(65))),
         (example.member(), "copies", ["x"] * 8, ["x"] * 9),
         (example.member(), "addresses", ["x"] * 4_096, ["x"] * 4_097),
-        (example.member(), "samples", 1 << 62, (1 << 62) + 1),
+        (example.member(), "samples", 10**9, 10**9 + 1),
         (example.member(), "round", -1, -2),
         (example.member(), "recipe", "x" * 2_000, "x" * 2_001),
         (example.ready(), "norm", 0.0, -0.5),

@@ -45,10 +45,11 @@ class BackupChoice:
         }
         if self._me not in lives:
             return
+        # A round that is not committed is in no backup, and checkpoints are removed by this number.
         rounds = [
             listed.member.backed_up
             for listed in snapshot.members.values()
-            if listed.member.backed_up is not None
+            if listed.member.backed_up is not None and listed.member.backed_up < snapshot.round
         ]
         duty = Duty(
             peer=self._me,

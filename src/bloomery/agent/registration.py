@@ -12,7 +12,8 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 
 import msgspec
 
@@ -158,8 +159,13 @@ class BandwidthReports:
                 continue
             if self._is_unpublished and now > self._published_s + _PUBLISHED_EVERY_S:
                 self._publish(now)
-            self._thread = threading.Thread(target=self._measure, args=(member,), name="probe", daemon=True)
-            self._thread.start()
+            probing = threading.Thread(target=self._measure, args=(member,), name="probe", daemon=True)
+            try:
+                probing.start()
+            except RuntimeError as error:  # no thread is left
+                self._put_off(member, error)
+                return
+            self._thread = probing
             return
         if self._is_unpublished:
             self._publish(now)
@@ -173,13 +179,16 @@ class BandwidthReports:
                 contact, sizes=sizes, deadline_s=limits.connect_s
             )
         except (PeerRefused, OSError) as error:
-            log.info("the link to '%s' was not measured: %s", member.peer, error)
-            self._again_s[member.peer, member.incarnation] = time.monotonic() + _AGAIN_S
+            self._put_off(member, error)
             return
         self._measured[member.peer] = (member.incarnation, measured.mbit_s)
         self._is_unpublished = True
         log.info("to '%s': %.0f Mbit/s, %.1f ms", member.peer, measured.mbit_s, measured.rtt_ms)
         self._context.wake()
+
+    def _put_off(self, member: Member, error: Exception) -> None:
+        log.info("the link to '%s' was not measured: %s", member.peer, error)
+        self._again_s[member.peer, member.incarnation] = time.monotonic() + _AGAIN_S
 
     def _publish(self, now: float) -> None:
         """Write what is measured so far: all peers read each write, so several links share one."""
@@ -191,8 +200,8 @@ class BandwidthReports:
 
 
 class Admission:
-    """Compares this peer's settings with those of the member that was listed first, and refuses to take part
-    if they differ.
+    """Compares this peer's settings with those of most members that were listed before, and refuses to take
+    part if they differ. So a single member keeps nobody out of a run of several.
 
     It compares them once for each time that this peer is listed: what a member that was listed before writes
     later must not end this peer.
@@ -232,7 +241,7 @@ class Admission:
         self._context.writer.write("settings", lambda: self._membership.keep(key, text))
 
     def is_other(self, snapshot: RunSnapshot) -> bool:
-        """Return whether the member that was listed first has other settings than this peer.
+        """Return whether most members that were listed before have other settings than this peer.
 
         If so the settings are compared on the writer's thread, which calls `refuse` with the differences. The
         rule of the mixture counts only before the first commit: a state names the rule that its run follows.
@@ -240,10 +249,13 @@ class Admission:
         me, mine = self._context.me, self._own(snapshot)
         if mine is not None and mine.life == self._admitted_life:
             return False
-        others = {name: listed for name, listed in snapshot.members.items() if name != me}
-        first = min(others, key=lambda name: others[name].life, default=None)
-        comes_after = first is not None and (mine is None or others[first].life < mine.life)
-        theirs = others[first].member.recipe if first is not None and comes_after else self.fingerprint
+        before = {
+            name: listed
+            for name, listed in snapshot.members.items()
+            if name != me and (mine is None or listed.life < mine.life)
+        }
+        first = _first_of_most(before, lambda member: member.recipe)
+        theirs = self.fingerprint if first is None else before[first].member.recipe
         if first is None or theirs == self.fingerprint or theirs in self._alike:
             self._admitted_life = self._admitted_life if mine is None else mine.life
             return False
@@ -255,19 +267,20 @@ class Admission:
         return True
 
     def wrong_ranks(self, snapshot: RunSnapshot) -> str:
-        """Return a message if a peer that was listed before this one has another number of ranks; else "".
+        """Return a message if most peers that were listed before this one have another number of ranks.
 
-        The numbers are compared once for each time that this peer is listed.
+        Otherwise return "". The numbers are compared once for each time that this peer is listed.
         """
         mine = self._own(snapshot)
         if mine is None or mine.life == self._counted_life:
             return ""
         self._counted_life = mine.life
-        for name, other in sorted(snapshot.members.items()):
-            ranks = other.member.ranks
-            if other.life < mine.life and ranks != mine.member.ranks:
-                return f"'{name}', who was listed before, has {ranks} ranks: use --nproc {ranks}"
-        return ""
+        before = {name: other for name, other in snapshot.members.items() if other.life < mine.life}
+        name = _first_of_most(before, lambda member: member.ranks)
+        ranks = mine.member.ranks if name is None else before[name].member.ranks
+        if ranks == mine.member.ranks:
+            return ""
+        return f"'{name}', who was listed before, has {ranks} ranks: use --nproc {ranks}"
 
     def _own(self, snapshot: RunSnapshot) -> ListedMember | None:
         """Return the entry of this process; None while it is not listed."""
@@ -290,6 +303,14 @@ class Admission:
             self._refuse(SettingsMismatch(first, differing))
         else:
             self._alike |= {asked}
+
+
+def _first_of_most(members: Mapping[str, ListedMember], what: Callable[[Member], Hashable]) -> str | None:
+    """Return who was listed first of the members that agree with most others; None where there is none."""
+    counts = Counter(what(listed.member) for listed in members.values())
+    highest = max(counts.values(), default=0)
+    most = [name for name, listed in members.items() if counts[what(listed.member)] == highest]
+    return min(most, key=lambda name: members[name].life, default=None)
 
 
 class SettingsMismatch(CoordinatorError):

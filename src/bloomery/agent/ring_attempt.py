@@ -100,7 +100,11 @@ class RingAttempt:
         self._cancelled = threading.Event()
         neighbours = [members[name] for name in self._neighbours()]
         self._relays = any(member.relays for member in members.values())
-        threading.Thread(target=self._connect, args=(neighbours,), name="connect", daemon=True).start()
+        connecting = threading.Thread(target=self._connect, args=(neighbours,), name="connect", daemon=True)
+        try:
+            connecting.start()
+        except RuntimeError as error:  # no thread is left: the attempt fails, and the next one may not
+            self._fail(AttemptFailure(kind="unreachable", culprit=None, why=str(error)))
 
     def end(self, *, went_well: bool) -> None:
         """End the attempt. Connections are kept for the next ring if `went_well`, and closed if not."""

@@ -239,7 +239,9 @@ class RoundDriver:
         usual = median(self._ring_seconds) if self._ring_seconds else 0.0
         # With overlapped steps a member begins the ring between two steps, and sends nothing until then.
         steps_s = [
-            snapshot.readies[name].ready.step_s for name in attempt.members if name in snapshot.readies
+            snapshot.readies[name].ready.step_s
+            for name in attempt.members
+            if name in snapshot.readies and self._context.settings.overlaps
         ]
         stall_s = limits.stall_s + _STEPS * max(steps_s, default=0.0)
 
@@ -275,7 +277,8 @@ class RoundDriver:
             done = Done(peer=self._context.me, round=current.attempt.round, epoch=epoch, digest=digest)
             key = self._context.keys.done(done.round, epoch, self._context.me)
             self._context.writer.write(
-                "done", lambda: self._membership.offer(key, encode_text(done), round=done.round)
+                "done",
+                lambda: self._membership.offer(key, encode_text(done), round=done.round, is_report=True),
             )
             return
         others = set(current.attempt.members) - {self._context.me}
@@ -347,7 +350,8 @@ class RoundDriver:
             )
         key = self._context.keys.failed(attempt.round, attempt.epoch, self._context.me)
         self._context.writer.write(
-            "failed", lambda: self._membership.offer(key, encode_text(failed), round=failed.round)
+            "failed",
+            lambda: self._membership.offer(key, encode_text(failed), round=failed.round, is_report=True),
         )
 
     def _propose(self, decision: Decision, snapshot: RunSnapshot) -> None:

@@ -250,7 +250,10 @@ class StateSync:
                 name="fetch",
                 on_error=lambda error: self._give_up(sought, error),
             )
-            threading.Thread(target=fetching, name="fetch", daemon=True).start()
+            try:
+                threading.Thread(target=fetching, name="fetch", daemon=True).start()
+            except RuntimeError as error:  # no thread is left
+                self._give_up(sought, error)
         return None
 
     def refuse(self, synced: SyncedState) -> None:
@@ -274,7 +277,10 @@ class StateSync:
         given, self._given = self._given, None
         if given is not None:  # on a thread, because it is as large as a checkpoint
             remove = partial(shutil.rmtree, given.directory, ignore_errors=True)
-            threading.Thread(target=remove, name="remove fetched", daemon=True).start()
+            try:
+                threading.Thread(target=remove, name="remove fetched", daemon=True).start()
+            except RuntimeError as error:  # no thread is left
+                log.warning("%s is not removed: %s", given.directory, error)
 
     def _next(self, snapshot: RunSnapshot, behind: Behind | None) -> _Sought:
         """Return what is to be fetched now: what has begun, the average of the next round, or a state."""

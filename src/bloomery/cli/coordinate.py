@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from bloomery.cli.argument_values import whole
 from bloomery.cli.arguments import parser
 from bloomery.cli.coordinate_status import show
+from bloomery.coordination import etcd_log
 from bloomery.coordination.accounts import accounts_in, apply_access, root_access
 from bloomery.coordination.certificates import DAYS, init_certificates, server_certificates
 from bloomery.coordination.credentials import (
@@ -157,6 +158,7 @@ def _refuse_loose_options(options: Namespace) -> None:
         "--peers": (options.peers, "--init-certs", options.init_certs),
         "--hosts": (options.hosts, "--init-certs", options.init_certs),
         "--json": (options.json, "--status", options.status),
+        "--run": (options.run, "--init-certs or --revoke", options.init_certs or options.revoke),
     }
     for option, (given, wanted, there) in needs.items():
         if given and there is None:
@@ -179,11 +181,11 @@ def _check_names(options: Namespace) -> None:
 
 
 def _init_certificates(options: Namespace) -> int:
-    if options.run is None or not options.peers:
+    peers = _listed(options.peers or "")
+    if options.run is None or not peers:
         raise CoordinatorError(
             "--init-certs needs the run and its peers", remedy="Add --run RUN --peers NAME,NAME,…"
         )
-    peers = _listed(options.peers)
     issued = init_certificates(
         options.init_certs,
         run=options.run,
@@ -346,9 +348,10 @@ def _wait(server: EtcdServer, data: Path, stop_signals: Sequence[int]) -> int:
         try:
             status = server.process.wait(timeout=0.2)
         except subprocess.TimeoutExpired:
+            etcd_log.shorten(data / etcd_log.NAME)
             continue
         raise CoordinatorError(
-            f"etcd ended by itself, with status {status}", remedy=f"Its log is {data / 'etcd.log'}."
+            f"etcd ended by itself, with status {status}", remedy=f"Its log is {data / etcd_log.NAME}."
         )
     print("stopped")
     return 0

@@ -18,7 +18,8 @@ from bloomery.coordination.certificates import (
 )
 from bloomery.coordination.credentials import ACCOUNT, AUTHORITY, CoordinatorAccount, account_made_for
 from bloomery.coordination.etcd import Etcd
-from bloomery.coordination.gateway import Access, EtcdRefused
+from bloomery.coordination.etcd_answers import EtcdRefused
+from bloomery.coordination.gateway import Access
 from bloomery.errors import CoordinatorError
 from bloomery.protocol.keys import Keys
 
@@ -58,34 +59,48 @@ def apply_access(endpoints: Sequence[str], root: Access, accounts: Iterable[Coor
 
     Returns the number of accounts. Raises CoordinatorError.
     """
+    made = tuple(accounts)
+    with Etcd(endpoints, dataclasses.replace(root, user="", password=""), deadline_s=30.0) as open_etcd:
+        if not _asks_for_passwords(open_etcd):
+            _user(open_etcd, ROOT, root.password)
+            _ask(open_etcd, "auth/role/add", {"name": ROOT})
+            _ask(open_etcd, "auth/user/grant", {"user": ROOT, "role": ROOT})
+            # Peers that were connected to an etcd of before ask this one all the time. If it asked for their
+            # passwords before it had their accounts, it would refuse them, and they would end.
+            _create(open_etcd, made)
+            open_etcd.call("auth/enable", {})
+            return len(made)
     with Etcd(endpoints, root, deadline_s=30.0) as etcd:
         try:
-            etcd.call("auth/status", {})
             etcd.call("auth/user/list", {})
         except EtcdRefused as error:
             if _WRONG_PASSWORD in error.message:
                 raise CoordinatorError(
                     f"this etcd knows another password of root than {PASSWORD}", remedy=PASSWORD_REMEDY
                 ) from error
-            # Authentication is off, so root does not exist yet.
-            without_user = dataclasses.replace(root, user="", password="")
-            with Etcd(endpoints, without_user, deadline_s=30.0) as open_etcd:
-                _user(open_etcd, ROOT, root.password)
-                _ask(open_etcd, "auth/role/add", {"name": ROOT})
-                _ask(open_etcd, "auth/user/grant", {"user": ROOT, "role": ROOT})
-                open_etcd.call("auth/enable", {})
-        count = 0
-        for account in accounts:
-            role = f"peer-{account.run}/{account.peer}"
-            _ask(etcd, "auth/role/add", {"name": role})
-            for permission in _permissions(Keys(account.run), account.peer):
-                _ask(etcd, "auth/role/grant", {"name": role, "perm": permission})
-            _user(etcd, account.user, account.password)
-            _ask(etcd, "auth/user/grant", {"user": account.user, "role": role})
-            # Earlier versions made this role, which let every peer of a run write all of the run's keys.
-            _ask(etcd, "auth/role/delete", {"role": f"run-{account.run}"})
-            count += 1
-    return count
+            raise
+        _create(etcd, made)
+    return len(made)
+
+
+def _asks_for_passwords(open_etcd: Etcd) -> bool:
+    """Whether authentication is on, as a client without a user finds out."""
+    try:
+        return open_etcd.call("auth/status", {}).get("enabled") is True
+    except EtcdRefused:
+        return True
+
+
+def _create(etcd: Etcd, accounts: Iterable[CoordinatorAccount]) -> None:
+    for account in accounts:
+        role = f"peer-{account.run}/{account.peer}"
+        _ask(etcd, "auth/role/add", {"name": role})
+        for permission in _permissions(Keys(account.run), account.peer):
+            _ask(etcd, "auth/role/grant", {"name": role, "perm": permission})
+        _user(etcd, account.user, account.password)
+        _ask(etcd, "auth/user/grant", {"user": account.user, "role": role})
+        # Earlier versions made this role, which let every peer of a run write all of the run's keys.
+        _ask(etcd, "auth/role/delete", {"role": f"run-{account.run}"})
 
 
 def _user(etcd: Etcd, name: str, password: str) -> None:

@@ -14,8 +14,8 @@ import msgspec
 
 from bloomery.coordination.eligibility import changed_offers, unusable_offers
 from bloomery.coordination.snapshot import ListedOffer, RunSnapshot
-from bloomery.data.position import Position, Ranges
-from bloomery.protocol.encoding import encode
+from bloomery.data.position import Position, Ranges, merged, total, without
+from bloomery.protocol.encoding import decode, encode
 from bloomery.protocol.rank_messages import MAX_BYTES, Committed, StartRound, encode_local
 from bloomery.protocol.records import Attempt, Commit, Ready, RoundShares
 
@@ -128,8 +128,13 @@ def objection_of_listing(commit: Commit, listed: RunSnapshot) -> str:
     """Return why the newest commit of a listing is not valid, or "".
 
     A listing does not have all the keys that were there before the commit: the announcements of members that
-    left went with their leases. So only the members that are still listed are checked.
+    left went with their leases. So only the members that are still listed are checked. The commit of the
+    round before is there, unless the run was restored from what its peers knew.
     """
+    reported = {told.round for record in listed.recovery_records.values() for told in record.commits}
+    has_gap = bool(listed.commits) and commit.round != listed.round
+    if has_gap and commit.round not in reported and not listed.holders(commit.digest):
+        return f"round {listed.round} is not committed, and nobody holds its state or knows of it"
     tried = listed.tried
     if tried is None or tried.attempt.epoch != commit.epoch:
         return ""
@@ -171,6 +176,33 @@ def require_room_at_ranks(record: Commit | RoundShares | Attempt) -> None:
             size = len(encode(record))
             if size > MAX_BYTES - _HOPS_BYTES:
                 raise ValueError(f"an attempt of {size} bytes; {MAX_BYTES - _HOPS_BYTES} fit")
+
+
+def require_same(in_record: object, in_key: object) -> None:
+    """Raise ValueError unless a record agrees with the name of its key."""
+    if in_record != in_key:
+        raise ValueError(f"its content says {in_record!r}, its key {in_key!r}")
+
+
+def shares_of(value: str, *, round: int) -> RoundShares:
+    """Return the shares of a round that are stored as this text. Raises ProtocolError, or ValueError where
+    they are not usable: they lease a sample to two peers, for instance, or one that is no hole.
+    """
+    shares = decode(value, RoundShares)
+    require_same(shares.round, round)
+    require_room_at_ranks(shares)
+    leased = [piece for share in shares.shares.values() for piece in share]
+    if total(leased) != total(merged(leased)) or without(merged(leased), shares.position.holes):
+        raise ValueError("it leases a sample to two peers, or one that is no hole of its position")
+    return shares
+
+
+def only_adds(shares: RoundShares, before: RoundShares) -> bool:
+    """Whether the shares are those of `before`, and perhaps more shares for joining peers."""
+    return (shares.position.consumed, shares.position.skips) == (
+        before.position.consumed,
+        before.position.skips,
+    ) and all(shares.shares.get(name) == part for name, part in before.shares.items())
 
 
 def _skipping(position: Position, *requests: Ranges) -> Position:

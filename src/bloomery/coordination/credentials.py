@@ -30,7 +30,8 @@ from pathlib import Path
 from bloomery import durable
 from bloomery.coordination.certificate_files import certificates_fault, content_fault, signed_fault
 from bloomery.coordination.etcd import Etcd
-from bloomery.coordination.gateway import Access, EtcdRefused
+from bloomery.coordination.etcd_answers import EtcdRefused
+from bloomery.coordination.gateway import Access
 from bloomery.errors import CoordinatorError
 from bloomery.protocol.keys import Keys, is_name
 

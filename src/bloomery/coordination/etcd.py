@@ -15,24 +15,29 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
+from bloomery.coordination.etcd_answers import COMPACTED, AnswerTooLong, EtcdRefused
 from bloomery.coordination.etcd_watch import KeyValue, KeyWatch
-from bloomery.coordination.gateway import Access, EtcdRefused, Gateway, Json, OutcomeUnknown
+from bloomery.coordination.gateway import Access, Gateway, Json, OutcomeUnknown
 from bloomery.errors import CoordinatorAway, CoordinatorError
 
 DEADLINE_S = 5.0
 VALUE_BYTES_AT_MOST = 1 << 20
 _NOT_FOUND = 5
+_PAGE, _SMALLER = 256, 8
+"""The keys of one page of a listing, and by what the pages are divided where one is too long to be read."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Listing:
-    """The keys that a range request returned, and etcd's revision at that time.
+    """Keys as they were at one revision of etcd.
 
     items: in the order of keys, or the reverse where only the newest were asked for.
+    cluster: the id of the cluster; one that lost its data and began anew has another.
     """
 
     revision: int
     items: tuple[KeyValue, ...]
+    cluster: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,8 +101,10 @@ class Etcd:
 
     def get(self, key: str, *, deadline_s: float | None = None) -> KeyValue | None:
         """Return a key, read linearizably; None if it is absent."""
-        items = self._range({"key": _coded(key)}, deadline_s).items
-        return items[0] if items else None
+        answer = self._call("kv/range", {"key": _coded(key)}, deadline_s)
+        _header(answer)  # an answer without one does not tell that the key is absent
+        rows = _rows(answer.get("kvs", []))
+        return _item(rows[0]) if rows else None
 
     def list(
         self,
@@ -108,15 +115,36 @@ class Etcd:
         keys_only: bool = False,
         deadline_s: float | None = None,
     ) -> Listing:
-        """Return the keys that begin with `prefix`.
+        """Return the keys that begin with `prefix`, read page by page as of one revision.
+
+        A whole run over a slow link takes longer than one answer may, so `deadline_s` is that of one page.
 
         revision: as of this revision; 0: now.
         newest: the most items to return, from the last key backwards; 0: all.
         """
-        body: dict[str, Json] = {**_prefix(prefix), "revision": str(revision), "keys_only": keys_only}
-        if newest:
-            body |= {"limit": str(newest), "sort_order": "DESCEND", "sort_target": "KEY"}
-        return self._range(body, deadline_s)
+        place, page = _prefix(prefix), _PAGE
+        cluster, items = 0, list[KeyValue]()
+        while True:
+            limit = min(page, newest - len(items)) if newest else page
+            body: dict[str, Json] = {**place, "revision": str(revision), "keys_only": keys_only}
+            body["limit"] = str(limit)
+            if newest:
+                body |= {"sort_order": "DESCEND", "sort_target": "KEY"}
+            try:
+                answer = self._call("kv/range", body, deadline_s)
+            except AnswerTooLong:
+                if page == 1:
+                    raise
+                page = max(1, page // _SMALLER)
+                continue
+            rows = _rows(answer.get("kvs", []))
+            items += map(_item, rows)
+            header = _header(answer)
+            revision, cluster = revision or _whole(header, "revision"), _whole(header, "cluster_id")
+            if not rows or answer.get("more") is not True or len(items) == newest:
+                return Listing(revision=revision, items=tuple(items), cluster=cluster)
+            last = str(rows[-1].get("key", ""))
+            place |= {"range_end": last} if newest else {"key": _after(last)}
 
     def put(self, key: str, value: str, *, lease: int = 0, deadline_s: float | None = None) -> int:
         """Write a key and return etcd's revision. Raises LeaseGone."""
@@ -187,18 +215,27 @@ class Etcd:
         self._call("kv/compaction", {"revision": str(revision)}, deadline_s)
 
     def watch(
-        self, prefix: str, *, after: int, deadline_s: float | None = None, idle_s: float = 5.0
+        self,
+        prefix: str,
+        *,
+        after: int,
+        cluster: int = 0,
+        deadline_s: float | None = None,
+        idle_s: float = 5.0,
     ) -> KeyWatch:
         """Open a stream of the changes to all keys that begin with `prefix`, and return it.
 
         after: the revision of the store after which changes are reported.
+        cluster: the id of the cluster of which that is a revision; 0: any.
         deadline_s: seconds for opening the stream; None: those of this client.
         idle_s: seconds without a byte after which the stream counts as lost.
         """
-        body = {"create_request": {**_prefix(prefix), "start_revision": str(after + 1)}}
+        # In fragments, because all that was missed may be more than any answer of which the end is awaited.
+        request = {**_prefix(prefix), "start_revision": str(after + 1), "fragment": True}
+        body = {"create_request": request}
         limit_s = self._deadline_s if deadline_s is None else deadline_s
         stream = self._gateway.stream("watch", body, deadline_s=limit_s, idle_s=idle_s)
-        return KeyWatch(stream, after=after, refused=self._gateway.stream_refused)
+        return KeyWatch(stream, after=after, cluster=cluster, refused=self._gateway.stream_refused)
 
     def client_urls(self) -> tuple[str, ...]:
         """Return the URLs at which the members of the cluster say that clients reach them."""
@@ -228,11 +265,6 @@ class Etcd:
     ) -> None:
         self.close()
 
-    def _range(self, body: Mapping[str, Json], deadline_s: float | None) -> Listing:
-        answer = self._call("kv/range", body, deadline_s)
-        rows = _rows(answer.get("kvs", []))
-        return Listing(revision=_revision(answer), items=tuple(_item(row) for row in rows))
-
     def _call(
         self, path: str, body: Mapping[str, Json], deadline_s: float | None, *, repeatable: bool = True
     ) -> Json:
@@ -242,6 +274,8 @@ class Etcd:
         except EtcdRefused as error:
             if error.code == _NOT_FOUND and "lease" in error.message:
                 raise LeaseGone(error.message) from error
+            if error.code == COMPACTED:  # between two pages; a listing of now succeeds
+                raise CoordinatorAway(f"{error.message}, while it was read") from error
             raise
         if not isinstance(answer, dict):
             raise _garbled(path)
@@ -255,6 +289,14 @@ class LeaseGone(CoordinatorError):
 def _prefix(prefix: str) -> dict[str, str]:
     end = prefix.encode()
     return {"key": _coded(prefix), "range_end": base64.b64encode(end[:-1] + bytes([end[-1] + 1])).decode()}
+
+
+def _after(key: str) -> str:
+    """Return the first key after this one, which may be no text; both as the gateway writes keys."""
+    try:
+        return base64.b64encode(base64.b64decode(key, validate=True) + b"\0").decode()
+    except ValueError as error:
+        raise _garbled("a listing") from error
 
 
 def _range_of(delete: Delete) -> dict[str, str]:
@@ -312,10 +354,14 @@ def _rows(rows: Json) -> list[dict[str, Json]]:
 
 
 def _revision(answer: Mapping[str, Json]) -> int:
+    return _whole(_header(answer), "revision")
+
+
+def _header(answer: Mapping[str, Json]) -> dict[str, Json]:
     header = answer.get("header")
     if not isinstance(header, dict):
         raise _garbled("an answer")
-    return _whole(header, "revision")
+    return header
 
 
 def _whole(row: Mapping[str, Json], name: str) -> int:

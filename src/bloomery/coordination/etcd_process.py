@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import importlib.util
-import json
 import logging
 import os
 import random
@@ -16,6 +16,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from bloomery.coordination import etcd_log
 from bloomery.coordination.orphan import EtcdProcessRecord, OrphanProcess, find_orphan, write_record
 from bloomery.errors import CoordinatorError
 from bloomery.events.run_lock import process_identity
@@ -25,8 +26,6 @@ log = logging.getLogger(__name__)
 READY_S = 60.0
 _READY = b"ready to serve client requests"
 _TAKEN = b"address already in use"
-_LOG = "etcd.log"
-_LOG_BYTES_AT_MOST = 64 << 20
 _COMPACT_AFTER = "10m"
 _MOST_OPERATIONS = 4096
 """etcd's own limit, 128, is too low: a commit has two conditions for each member."""
@@ -171,7 +170,13 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
         with socket.socket(family) as probe:
             try:
                 probe.bind((host, port))
-            except OSError:
+            except OSError as error:
+                if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+                    raise CoordinatorError(
+                        f"{host!r} is no address of this machine, so nothing can listen there",
+                        remedy="Where others reach this machine by another address, as behind a NAT, write "
+                        "--listen 0.0.0.0:PORT, and name their address with --init-certs … --hosts.",
+                    ) from error
                 continue
         if port not in ports:
             ports.append(port)
@@ -255,13 +260,12 @@ def launch(member: EtcdMember, *, program: Path | None = None) -> EtcdServer:
     """Start one member without waiting for it."""
     program = program or find_etcd()
     member.data.mkdir(parents=True, exist_ok=True, mode=0o700)
-    path = member.data / _LOG
-    if path.exists() and path.stat().st_size > _LOG_BYTES_AT_MOST:
-        path.replace(path.with_suffix(".log.1"))
+    path = member.data / etcd_log.NAME
+    etcd_log.shorten(path)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("ETCD_")}
     with path.open("ab") as log_file:
         log_file.write(b"\n")
-        log_file.flush()  # before etcd writes: `_log_of_last_start` begins at this empty line
+        log_file.flush()  # before etcd writes: `of_last_start` begins at this empty line
         process = subprocess.Popen(
             [str(program), *_options(member)],
             stdin=subprocess.DEVNULL,
@@ -286,21 +290,23 @@ def launch(member: EtcdMember, *, program: Path | None = None) -> EtcdServer:
 
 def wait_until_ready(server: EtcdServer, *, within_s: float = READY_S) -> None:
     """Return when the server is ready. Raises CoordinatorError with the end of its log, and stops it."""
-    path = server.member.data / _LOG
+    path = server.member.data / etcd_log.NAME
     until = time.monotonic() + within_s
     while time.monotonic() < until:
         ended = server.process.poll() is not None
-        output = _log_of_last_start(path)
+        output = etcd_log.of_last_start(path)
         if _READY in output and not ended:
             return
         if ended:
             if _TAKEN in output:
                 raise PortTaken(server.member)
-            raise CoordinatorError(f"etcd ended at once: {_last_line(output)}", remedy=f"Its log is {path}.")
+            raise CoordinatorError(
+                f"etcd ended at once: {etcd_log.last_words(output)}", remedy=f"Its log is {path}."
+            )
         time.sleep(0.02)
     server.stop()
     raise CoordinatorError(
-        f"etcd was not ready after {within_s:.0f} s: {_last_line(_log_of_last_start(path))}",
+        f"etcd was not ready after {within_s:.0f} s: {etcd_log.last_words(etcd_log.of_last_start(path))}",
         remedy=f"Its log is {path}.",
     )
 
@@ -351,25 +357,6 @@ def _paths(certificates: ServerCertificates | None) -> list[str] | None:
         return None
     files = (certificates.certificate, certificates.key, certificates.authority)
     return [f"{file.resolve()} {hashlib.sha256(file.read_bytes()).hexdigest()}" for file in files]
-
-
-def _log_of_last_start(path: Path) -> bytes:
-    """Return what the present process has written to its log: each start begins with an empty line."""
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - (1 << 20)))
-        return file.read().rpartition(b"\n\n")[2]
-
-
-def _last_line(output: bytes) -> str:
-    """Return the last line of etcd's log; of a record in JSON its message and error, without the stack."""
-    lines = [line for line in output.decode(errors="replace").splitlines() if line.strip()]
-    if not lines:
-        return "its log is empty"
-    try:
-        record = json.loads(lines[-1])
-        return f"{record['msg']}: {record['error']}"[:400]
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return lines[-1][-400:]
 
 
 def _is_taken(host: str, port: int) -> bool:

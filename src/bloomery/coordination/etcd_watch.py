@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from bloomery.coordination.gateway import ResponseStream
+from bloomery.coordination.etcd_answers import ResponseStream
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,8 @@ class WatchBatch:
 class HistoryLost(Exception):
     """A watch cannot go on from its revision, so the caller must list again.
 
-    revision: the coordinator's revision, which is lower than the watch's; 0: the history was compacted.
+    revision: the coordinator's, which is lower than the watch's or of another cluster, as after it lost its
+        data; 0: the history was compacted.
     """
 
     def __init__(self, revision: int) -> None:
@@ -59,10 +60,17 @@ class HistoryLost(Exception):
 
 
 class KeyWatch:
-    """A watch: `batches` yields changes until the connection ends or another thread calls `stop`."""
+    """A watch: `batches` yields changes until the connection ends or another thread calls `stop`.
 
-    def __init__(self, stream: ResponseStream, *, after: int, refused: Callable[[str], None]) -> None:
-        self._stream, self._after, self._refused = stream, after, refused
+    after: the revision after which changes are reported.
+    cluster: the id of the cluster of which that is a revision; 0: any.
+    refused: called with etcd's reason where it ends the watch.
+    """
+
+    def __init__(
+        self, stream: ResponseStream, *, after: int, refused: Callable[[str], None], cluster: int = 0
+    ) -> None:
+        self._stream, self._after, self._refused, self._cluster = stream, after, refused, cluster
 
     def batches(self) -> Iterator[WatchBatch]:
         """Yield the changes in order. Raises HistoryLost, and EtcdRefused where access is not permitted."""
@@ -76,12 +84,16 @@ class KeyWatch:
                 self._refused(result.cancel_reason)
                 return
             revision = result.header.revision
-            if revision < self._after:
+            # A proxy may leave the cluster's id out.
+            is_other = self._cluster and result.header.cluster_id not in (0, self._cluster)
+            if revision < self._after or is_other:
                 raise HistoryLost(revision)
             changes = tuple(_change(row) for row in result.events)
             if changes:
                 # Not the store's revision: of more than 1,000 revisions etcd sends the rest in later answers.
-                yield WatchBatch(revision=result.events[-1].kv.mod_revision, changes=changes)
+                # The rest of a fragment's last revision may still come, too.
+                known = result.events[-1].kv.mod_revision - result.fragment
+                yield WatchBatch(revision=known, changes=changes)
             elif result.created:
                 yield WatchBatch(revision=self._after)
 
@@ -92,6 +104,7 @@ class KeyWatch:
 
 class _Header(msgspec.Struct, frozen=True):
     revision: int = 0
+    cluster_id: int = 0
 
 
 class _Stored(msgspec.Struct, frozen=True):
@@ -110,6 +123,7 @@ class _Change(msgspec.Struct, frozen=True):
 class _Result(msgspec.Struct, frozen=True):
     header: _Header
     created: bool = False
+    fragment: bool = False
     canceled: bool = False
     compact_revision: int = 0
     cancel_reason: str = ""

@@ -32,6 +32,7 @@ JOIN_S = 30.0
 _LEAVE_S = 2.0
 _LEASES = 6
 _ROUND_TRIPS = 15
+_REPORTS_AT_MOST = 128
 _EVERY_ROUND = sys.maxsize
 """The round of keys that belong to none: no later one removes them."""
 
@@ -70,6 +71,7 @@ class Membership:
         self._written: dict[
             str, tuple[int, str]
         ] = {}  # key → (round, value); written again after a lost lease
+        self._reports: list[str] = []  # reports of attempts of the round, the oldest first
         self._on_lease: dict[str, int] = {}  # every key on the lease but the member's → round
         self._renewed_s = time.monotonic()
         self._round_trips_s: deque[float] = deque(maxlen=_ROUND_TRIPS)
@@ -115,7 +117,7 @@ class Membership:
             # It is written even if unchanged: its revision shows that it is newer than the last commit.
             self._put(self._etcd.put, self._keys.member(member.peer), encode_text(member))
 
-    def offer(self, key: str, value: str, *, round: int) -> None:
+    def offer(self, key: str, value: str, *, round: int, is_report: bool = False) -> None:
         """Write a key on the lease, and again whenever the lease was lost. Raises CoordinatorAway.
 
         While this peer is not listed, the key waits for `join`.
@@ -124,14 +126,27 @@ class Membership:
         of the previous round stay: a peer that lists the run checks that round's commit by them.
 
         round: the round to which the key belongs; keys of earlier rounds are not written again.
+        is_report: whether it reports how an attempt went. Of a round in which attempts fail for days the last
+            ones are kept: a transaction holds only so many keys, and who joins lists them all.
         """
         with self._lock:
             self._written = {name: entry for name, entry in self._written.items() if entry[0] >= round}
             self._written[key] = (round, value)
             old = [name for name, at in self._on_lease.items() if at < round - 1]
+            if is_report:
+                old += self._outdated_reports(key)
             self._put(partial(self._etcd.put_once, delete=old), key, value)
             self._on_lease = {name: at for name, at in self._on_lease.items() if name not in old}
             self._on_lease[key] = round
+
+    def _outdated_reports(self, newest: str) -> list[str]:
+        """Return the reports to delete: half of them, where there are too many, so that the number varies."""
+        reports = [name for name in self._reports if name in self._written and name != newest] + [newest]
+        half = _REPORTS_AT_MOST // 2 if len(reports) > _REPORTS_AT_MOST else 0
+        outdated, self._reports = reports[:half], reports[half:]
+        for name in outdated:
+            del self._written[name]
+        return [name for name in outdated if name in self._on_lease]
 
     def keep(self, key: str, value: str) -> None:
         """Write a key that lies on the lease in every round, whenever this peer is listed.

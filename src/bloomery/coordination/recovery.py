@@ -8,7 +8,7 @@ only the operator can know that the old data will not come back.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -62,18 +62,18 @@ def adopt(etcd: Etcd, keys: Keys) -> RestoredRun:
             remedy="Start the peers, or leave them running: they list themselves. Then try again.",
         )
     stored = etcd.get(keys.epoch)
-    in_etcd = {keys.number(keys.parts(item.key)[1]): item for item in etcd.list(keys.commits).items}
     in_records = _commits_in(recovery_records)
+    known = {*in_records, *(member.round for member in members.values())}
+    in_etcd, unusable = _stored_commits(etcd, keys, known=known)
     newest = max((*in_etcd, *in_records), default=-1)
     _check_nobody_is_ahead(members, newest)
-    epoch = max(0 if stored is None else decode_epoch(stored.value), *epochs) + 1
+    epoch = max(_stored_epoch(stored), *epochs) + 1
     missing = {round: commit for round, commit in in_records.items() if round not in in_etcd}
     conditions = [
         Condition(key=keys.epoch, aspect="modified", wanted=stored.modified)
         if stored
         else absent(keys.epoch),
-        absent(keys.commit(newest + 1)),
-        *(absent(keys.commit(round)) for round in missing),
+        *(_unchanged(keys.commit(round), unusable.get(round, 0)) for round in (newest + 1, *missing)),
     ]
     # Peers check a commit against what members wrote. They believe these without a check, because `adopted`
     # is written in the same transaction.
@@ -93,8 +93,49 @@ def adopt(etcd: Etcd, keys: Keys) -> RestoredRun:
         epoch=epoch,
         round=newest,
         peers_ahead=_peers_ahead(recovery_records, missing[newest]) if newest in missing else (),
-        holders=_holders(members, in_records.get(newest) or _commit(in_etcd.get(newest))),
+        holders=_holders(members, in_records.get(newest) or in_etcd.get(newest)),
     )
+
+
+def _stored_epoch(stored: KeyValue | None) -> int:
+    """Return the epoch that the coordinator has; 0 for what is none, as any peer may have written it."""
+    try:
+        return 0 if stored is None else decode_epoch(stored.value)
+    except ProtocolError as error:
+        log.warning("the epoch in the coordinator is replaced: %s", error.message)
+        return 0
+
+
+def _stored_commits(etcd: Etcd, keys: Keys, *, known: Set[int]) -> tuple[dict[int, Commit], dict[int, int]]:
+    """Return the commits that the coordinator has, by round, and the revisions of those that are none.
+
+    Any peer may write such keys. A commit takes the place of one that is none. One of a round far beyond the
+    others, of which no peer knows, is left out, as peers do.
+
+    known: the rounds that peers report.
+    """
+    commits, unusable = dict[int, Commit](), dict[int, int]()
+    for item in etcd.list(keys.commits).items:
+        try:
+            round = keys.number("/".join(keys.parts(item.key)[1:]))
+            unusable[round] = item.modified
+            commit = decode(item.value, Commit)
+        except (ProtocolError, ValueError) as error:
+            log.warning("the key %s is left out: %s", item.key[:200], error)
+            continue
+        if commit.round == round:
+            commits[round] = commit
+            del unusable[round]
+    newest = max(commits, default=0)
+    while len(commits) > 1 and newest not in known and newest - 1 not in {*commits, *known}:
+        log.warning("the commit of round %d is left out: no peer knows of it", newest)
+        del commits[newest]
+        newest = max(commits)
+    return commits, unusable
+
+
+def _unchanged(key: str, revision: int) -> Condition:
+    return Condition(key=key, aspect="modified", wanted=revision) if revision else absent(key)
 
 
 def _records_of_peers(etcd: Etcd, keys: Keys, kind: str, record: type[R]) -> dict[str, R]:
@@ -161,10 +202,6 @@ def _peers_ahead(recovery_records: Mapping[str, RecoveryRecord], commit: Commit)
 def _holders(members: Mapping[str, Member], commit: Commit | None) -> tuple[str, ...]:
     digest = commit.digest if commit else ""
     return tuple(name for name, member in sorted(members.items()) if member.digest == digest != "")
-
-
-def _commit(item: KeyValue | None) -> Commit | None:
-    return None if item is None else decode(item.value, Commit)
 
 
 def _is_same(commit: Commit, other: Commit) -> bool:

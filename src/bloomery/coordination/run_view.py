@@ -56,6 +56,7 @@ class RunView:
         self._error: CoordinatorError | None = None
         self._ended = threading.Event()
         self._watch: KeyWatch | None = None
+        self._cluster = 0
         self._thread: threading.Thread | None = None
 
     def start(self, *, deadline_s: float = 30.0) -> RunSnapshot:
@@ -121,7 +122,7 @@ class RunView:
     def _list(self, *, deadline_s: float) -> int:
         """Read the whole run again as of one revision, and return that revision."""
         commits = self._etcd.list(self._keys.commits, newest=COMMITS_AT_MOST, deadline_s=deadline_s)
-        revision = commits.revision
+        revision, self._cluster = commits.revision, commits.cluster
         items = list(commits.items)
         for name in _LISTED:
             prefix = f"{self._keys.root}{name}"
@@ -150,7 +151,11 @@ class RunView:
     def _watch_once(self, after: int) -> int:
         """Follow until the connection ends, and return the revision up to which everything is known."""
         self._watch = self._etcd.watch(
-            self._keys.root, after=after, idle_s=self._idle_s, deadline_s=self._idle_s
+            self._keys.root,
+            after=after,
+            cluster=self._cluster,
+            idle_s=self._idle_s,
+            deadline_s=self._idle_s,
         )
         if self._ended.is_set():  # closed while the connection was made
             self._watch.stop()

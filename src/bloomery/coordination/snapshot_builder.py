@@ -12,10 +12,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
-from bloomery.coordination.commits import objection, objection_of_listing, require_room_at_ranks
+from bloomery.coordination import commits
 from bloomery.coordination.etcd_watch import KeyValue, WatchEvent
 from bloomery.coordination.snapshot import ListedMember, ListedOffer, ListedShares, RunSnapshot
-from bloomery.data.position import merged, total, without
 from bloomery.protocol.encoding import ProtocolError, decode, decode_epoch, decode_rates
 from bloomery.protocol.keys import RECOVERY, Keys
 from bloomery.protocol.records import (
@@ -26,7 +25,6 @@ from bloomery.protocol.records import (
     ProposedAttempt,
     Ready,
     RecoveryRecord,
-    RoundShares,
 )
 
 log = logging.getLogger(__name__)
@@ -60,7 +58,7 @@ class SnapshotBuilder:
         """Forget everything but the highest epoch: the keys of a listing at `revision` follow."""
         if self._is_stale:
             self.snapshot()  # so that the newest commit is remembered
-        self._revision, self._epoch = revision, 0
+        self._revision, self._epoch, self._epoch_revision = revision, 0, 0
         self._is_listing, self._adopted = True, 0
         self._heard_s = self._clock()
         self._members: dict[str, ListedMember] = {}
@@ -108,11 +106,14 @@ class SnapshotBuilder:
                 takers[kind](names, None)
 
     def _name(self, key: str, error: Exception) -> None:
-        """Log once that a key counts as absent: a peer that writes it often does not fill the log."""
-        if key in self._named or len(self._named) >= _NAMED_AT_MOST:
+        self._log_once(key, f"the key {key[:200]} is ignored: {error}")
+
+    def _log_once(self, about: str, line: str) -> None:
+        """Log that a key counts as absent: a peer that writes it often does not fill the log."""
+        if about in self._named or len(self._named) >= _NAMED_AT_MOST:
             return
-        self._named.add(key)
-        log.error("the key %s is ignored: %s", key[:200], error)
+        self._named.add(about)
+        log.error("%s", line)
         if len(self._named) == _NAMED_AT_MOST:
             log.error("%d keys were ignored; no more of them are logged", _NAMED_AT_MOST)
 
@@ -147,17 +148,15 @@ class SnapshotBuilder:
 
     def _frozen(self) -> RunSnapshot:
         """Return what is known now, without a new version."""
-        newest = max(self._commits, default=-1)
-        under_way = newest + 1
-        epochs = [epoch for round, epoch in self._tried if round == under_way]
-        tried, tried_s, tried_revision = self._tried[under_way, max(epochs)] if epochs else (None, 0.0, 0)
-        if tried is not None and tried.attempt.epoch != self._epoch:
-            tried = None  # it was proposed before the coordinator lost its data
+        under_way = (newest := max(self._commits, default=-1)) + 1
+        # Others were proposed before the coordinator lost its data, or written before their epoch has begun.
+        tried, tried_s, tried_revision = self._tried.get((under_way, self._epoch), (None, 0.0, 0))
         failures = self._failures_of(under_way)
         revision, committed_s = self._commit_revisions.get(newest, (0, 0.0))
         peers_ahead = self._peers_ahead(newest)
         is_older = self._epoch < max(self._own_highest, self._highest_claim())
-        forgotten = is_older or bool(peers_ahead) or self._remembers_later_than(newest)
+        remembers_later = self._remembered is not None and self._remembered.round > newest
+        forgotten = is_older or bool(peers_ahead) or remembers_later
         return RunSnapshot(
             version=self._version,
             revision=self._revision,
@@ -221,15 +220,15 @@ class SnapshotBuilder:
         recording = {name for name, record in self._recovery_records.items() if record.round > newest}
         return tuple(sorted(holding | recording))
 
-    def _remembers_later_than(self, newest: int) -> bool:
-        return self._remembered is not None and self._remembered.round > newest
-
     def _take_epoch(self, names: list[str], item: KeyValue | None) -> None:
-        _same(names, [])
-        self._epoch = 0 if item is None else decode_epoch(item.value)
+        commits.require_same(names, [])
+        epoch = 0 if item is None else decode_epoch(item.value)
+        if item is not None and epoch != self._epoch:
+            self._epoch_revision = item.modified
+        self._epoch = epoch
 
     def _take_adopted(self, names: list[str], item: KeyValue | None) -> None:
-        _same(names, [])
+        commits.require_same(names, [])
         self._adopted = 0 if item is None else item.modified
 
     def _take_member(self, names: list[str], item: KeyValue | None) -> None:
@@ -238,7 +237,7 @@ class SnapshotBuilder:
             self._members.pop(peer, None)
             return
         member = decode(item.value, Member)
-        _same(member.peer, peer)
+        commits.require_same(member.peer, peer)
         now, before = self._clock(), self._members.get(peer)
         lives_on = before is not None and before.life == item.created
         self._members[peer] = ListedMember(
@@ -259,60 +258,65 @@ class SnapshotBuilder:
                 self._commit_revisions.pop(round, None)
             return
         if round in self._commits:
+            if item.modified == self._commit_revisions[round][0]:
+                return  # a watch that was begun anew tells it again
             self._name(item.key, ValueError("a commit was written a second time, and the first one stays"))
             return
         try:
             commit = decode(item.value, Commit)
-            _same(commit.round, round)
-            require_room_at_ranks(commit)
+            commits.require_same(commit.round, round)
+            commits.require_room_at_ranks(commit)
         except (ProtocolError, ValueError) as error:
             self._refuse(round, item.modified, str(error))
             return
         is_trusted = self._is_listing or item.modified == self._adopted
-        why = "" if is_trusted else objection(commit, self._frozen())
-        if why:
+        if not is_trusted and (why := commits.objection(commit, self._frozen())):
             self._refuse(round, item.modified, why)
             return
         self._refused.pop(round, None)
         self._commits[round] = commit
         self._commit_revisions[round] = (item.modified, self._clock())
+        if not self._is_listing:
+            self._standing.pop(round + 1, None)  # shares count that are written with the commit, or after it
 
     def _check_newest_of_listing(self) -> None:
-        """Refuse the newest commit if the other keys of the listing contradict it."""
-        newest = max(self._commits, default=-1)
-        revision, _ = self._commit_revisions.get(newest, (0, 0.0))
-        if newest < 0 or revision == self._adopted:
-            return
-        commit = self._commits.pop(newest)
-        why = objection_of_listing(commit, self._frozen())
-        if why:
+        """Refuse the newest commit if other keys of the listing contradict it, and so on with the next."""
+        while self._commits:
+            newest = max(self._commits)
+            revision, _ = self._commit_revisions[newest]
+            if revision == self._adopted:
+                return
+            commit = self._commits.pop(newest)
+            why = commits.objection_of_listing(commit, self._frozen())
+            if not why:
+                self._commits[newest] = commit
+                return
             del self._commit_revisions[newest]
             self._refuse(newest, revision, why)
-        else:
-            self._commits[newest] = commit
 
     def _refuse(self, round: int, revision: int, why: str) -> None:
         """Ignore this commit: every peer does so, and the peer that concludes the round writes over it."""
         self._refused[round] = revision
-        log.error("the commit of round %d, written at revision %d, is refused: %s", round, revision, why)
+        line = f"the commit of round {round}, written at revision {revision}, is refused: {why}"
+        self._log_once(f"commit of {round}", line)
 
     def _take_shares(self, names: list[str], item: KeyValue | None) -> None:
+        """Take the shares of a round; those of the round under way stay, whatever is written over them."""
         (round,) = map(self._keys.number, names)
-        if item is None:
-            self._standing.pop(round, None)
-            return
-        shares = decode(item.value, RoundShares)
-        _same(shares.round, round)
-        require_room_at_ranks(shares)
-        leased = [piece for share in shares.shares.values() for piece in share]
-        if total(leased) != total(merged(leased)) or without(merged(leased), shares.position.holes):
-            raise ValueError("it leases a sample to two peers, or one that is no hole of its position")
-        before = self._standing.get(round)
-        is_under_way = round - 1 in self._commits and not self._is_listing
-        if before is not None and is_under_way and not _is_more(shares, before.shares):
-            self._name(item.key, ValueError("it takes back leased samples"))
+        is_under_way = round == max(self._commits, default=-2) + 1 and not self._is_listing
+        before = self._standing.get(round) if is_under_way else None
+        try:
+            shares = None if item is None else commits.shares_of(item.value, round=round)
+            if before and (shares is None or not commits.only_adds(shares, before.shares)):
+                raise ValueError("it takes back leased samples")
+        except (ProtocolError, ValueError) as error:
+            if before is None:
+                raise
+            self._name(self._keys.shares(round), error)
             shares = before.shares
-        self._standing[round] = ListedShares(shares=shares, modified=item.modified)
+        self._standing.pop(round, None)
+        if shares is not None:
+            self._standing[round] = ListedShares(shares=shares, modified=item.modified if item else 0)
 
     def _take_ready(self, names: list[str], item: KeyValue | None) -> None:
         number, peer = names
@@ -321,7 +325,7 @@ class SnapshotBuilder:
             self._readies.pop((round, peer), None)
             return
         ready = decode(item.value, Ready)
-        _same((ready.round, ready.peer), (round, peer))
+        commits.require_same((ready.round, ready.peer), (round, peer))
         before = self._readies.get((round, peer))
         seen_s = before.seen_s if before is not None else self._clock()
         self._readies[round, peer] = ListedOffer(ready=ready, modified=item.modified, seen_s=seen_s)
@@ -333,37 +337,41 @@ class SnapshotBuilder:
             self._tried.pop(place, None)
             return
         tried = decode(item.value, ProposedAttempt)
-        _same((tried.attempt.round, tried.attempt.epoch), place)
-        require_room_at_ranks(tried.attempt)
         attempt = tried.attempt
+        commits.require_same((attempt.round, attempt.epoch), place)
+        commits.require_room_at_ranks(attempt)
         sizes = {len(attempt.members), len(attempt.weights), len(tried.lives), len(tried.offers)}
-        _same(len(sizes), 1)
-        if place in self._tried:  # the first one stays: members may be reducing it already
+        commits.require_same(len(sizes), 1)
+        before = self._tried.get(place)
+        # The first one that came with its epoch stays: members may be reducing it already.
+        if before is not None and before[2] >= self._epoch_revision:
             self._name(item.key, ValueError("an attempt was written a second time"))
             return
         self._tried[place] = tried, self._clock(), item.modified
 
     def _take_done(self, names: list[str], item: KeyValue | None) -> None:
-        number, attempt, peer = names
-        place = self._keys.number(number), self._keys.number(attempt), peer
+        place = self._report_place(names)
         if item is None:
             self._dones.pop(place, None)
             return
         done = decode(item.value, Done)
-        _same((done.round, done.epoch, done.peer), place)
+        commits.require_same((done.round, done.epoch, done.peer), place)
         self._dones[place] = done
 
     def _take_failed(self, names: list[str], item: KeyValue | None) -> None:
-        number, attempt, peer = names
-        place = self._keys.number(number), self._keys.number(attempt), peer
+        place = self._report_place(names)
         if item is None:
             self._failures.pop(place, None)
             return
         failed = decode(item.value, Failed)
-        _same((failed.round, failed.epoch, failed.peer), place)
+        commits.require_same((failed.round, failed.epoch, failed.peer), place)
         _, seen_s = self._failures.get(place, (failed, self._clock()))
         # A failure that is written again keeps its first time: peers wait for answers from that time on.
         self._failures[place] = failed, seen_s
+
+    def _report_place(self, names: list[str]) -> tuple[int, int, str]:
+        round, epoch, peer = names
+        return self._keys.number(round), self._keys.number(epoch), peer
 
     def _take_recovery_record(self, names: list[str], item: KeyValue | None) -> None:
         (peer,) = names
@@ -384,17 +392,3 @@ class SnapshotBuilder:
             self._rates.pop(peer, None)
             return
         self._rates[peer] = decode_rates(item.value)
-
-
-def _is_more(shares: RoundShares, before: RoundShares) -> bool:
-    """Whether the shares are those of `before`, and perhaps more shares for joining peers."""
-    return (shares.position.consumed, shares.position.skips) == (
-        before.position.consumed,
-        before.position.skips,
-    ) and all(shares.shares.get(name) == part for name, part in before.shares.items())
-
-
-def _same(in_record: object, in_key: object) -> None:
-    """Raise ValueError unless a record agrees with the name of its key."""
-    if in_record != in_key:
-        raise ValueError(f"its content says {in_record!r}, its key {in_key!r}")

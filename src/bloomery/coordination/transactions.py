@@ -28,6 +28,8 @@ COMMITS_AT_MOST = COMMITS_KEPT + SAVED_COMMITS_KEPT + 1
 _PRUNED_AT_ONCE = 16
 """The most commits that one transaction removes; usually one is due."""
 _TRIES = 100
+ATTEMPTS_KEPT = 128
+"""The newest attempts of a round that are kept: while a link fails for days there are thousands."""
 
 
 def propose(etcd: Etcd, keys: Keys, snapshot: RunSnapshot, proposal: Propose) -> TransactionResult:
@@ -36,6 +38,7 @@ def propose(etcd: Etcd, keys: Keys, snapshot: RunSnapshot, proposal: Propose) ->
     It is refused if another attempt was begun, the round was committed, or an offer was changed or came.
     """
     attempt = proposal.tried.attempt
+    outdated = range(max(0, attempt.epoch - ATTEMPTS_KEPT), attempt.epoch - ATTEMPTS_KEPT + 1)
     return etcd.transact(
         [
             _epoch_is(keys, snapshot.epoch),
@@ -46,6 +49,7 @@ def propose(etcd: Etcd, keys: Keys, snapshot: RunSnapshot, proposal: Propose) ->
         [
             Put(key=keys.epoch, value=str(attempt.epoch)),
             Put(key=keys.attempt(attempt.round, attempt.epoch), value=encode_text(proposal.tried)),
+            *(Delete(key=keys.attempt(attempt.round, epoch)) for epoch in outdated),
         ],
     )
 
@@ -106,9 +110,8 @@ def join_shares(
 ) -> Ranges | None:
     """Take a share of the round under way and return it.
 
-    None if the round is over, the peer is not listed, or what lies under the key is no record of shares.
-
-    Other joining peers may change the shares at the same time, so it is tried again until it succeeds.
+    None if the round is over, the peer is not listed, what lies under the key is no record of shares, or
+    others were quicker too often: hundreds of peers may join at the same time. The caller asks again later.
 
     peer, life: this peer's name, and the create_revision of its key.
     samples: how many samples the peer uses in one inner step.
@@ -137,9 +140,8 @@ def join_shares(
             return extended.shares[peer]
         if outcome is TransactionResult.REFUSED and _is_over(etcd, keys, round, peer, life):
             return None
-    raise CoordinatorError(
-        f"no share of round {round} could be taken: in {_TRIES} tries another peer was quicker"
-    )
+    log.info("no share of round %d was taken yet: in %d tries another peer was quicker", round, _TRIES)
+    return None
 
 
 def run_token(etcd: Etcd, keys: Keys) -> str:

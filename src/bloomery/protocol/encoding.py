@@ -33,6 +33,8 @@ FEW_RANGES_AT_MOST = 256
 """The most ranges that one offer may ask to skip."""
 SECONDS_AT_MOST = 3_600.0
 RATE_AT_MOST = 1e9
+STEP_SAMPLES_AT_MOST = 10**9
+"""The most samples of one inner step of a peer. A share of more would not fit into the record of shares."""
 SAVES_AT_MOST = 64
 """The most checkpoints that a member may name."""
 COPIES_AT_MOST = 8
@@ -54,6 +56,7 @@ TextByName = Annotated[Mapping[Name, Text], Meta(max_length=PEERS_AT_MOST)]
 TextByText = Annotated[Mapping[Text, Text], Meta(max_length=PEERS_AT_MOST)]
 
 Count = Annotated[int, Meta(ge=0, le=COUNT_AT_MOST)]
+StepSamples = Annotated[int, Meta(ge=0, le=STEP_SAMPLES_AT_MOST)]
 Counts = Annotated[tuple[Count, ...], Meta(max_length=PEERS_AT_MOST)]
 Number = Annotated[int, Meta(ge=0, le=NUMBER_AT_MOST)]
 """The number of a round or an epoch, so bounded that a key can hold it and the number after it."""

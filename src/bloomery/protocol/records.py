@@ -28,6 +28,7 @@ from bloomery.protocol.encoding import (
     RangesByName,
     Reasoned,
     Seconds,
+    StepSamples,
     StreamPosition,
     Text,
     TextByName,
@@ -76,7 +77,7 @@ class Member(Message, frozen=True, kw_only=True, omit_defaults=True, rename={"ra
     digest: Text
     ranks: Count
     recipe: Text
-    samples: Count
+    samples: StepSamples
     relays: bool
     epoch: Number
     overtaken: Number
