@@ -269,6 +269,19 @@ def test_a_run_that_has_checkpoints_at_the_other_place_is_refused(tmp_path: Path
         refuse_changed_url(RunDirectory(tmp_path / "b"), there)
 
 
+def test_a_place_that_holds_nothing_of_the_run_does_not_make_it_begin_anew(tmp_path: Path) -> None:
+    mounted, rundir = tmp_path / "store", RunDirectory(tmp_path / "a")
+    there = CheckpointSection(url=f"file://{mounted}", background="off")
+    on_nodes(tmp_path, there, saving(1), nodes="a")
+    moved = mounted.rename(tmp_path / "moved")
+    (refusal,) = on_nodes(tmp_path, there, saving(2), nodes="a")  # as where the disk is not mounted
+    assert isinstance(refusal, CheckpointError) and "holds nothing of this run" in refusal.message
+    assert [item.step for item in checkpoints(rundir)] == [1]
+    assert restored(tmp_path, replace(there, url=f"file://{moved}"), "a") == 1
+    (entry,) = checkpoints(rundir)
+    assert source_of(entry.directory).place().startswith(f"file://{moved}/") and not verify(entry.directory)
+
+
 def test_a_start_learns_of_incarnations_that_others_began(tmp_path: Path, section: CheckpointSection) -> None:
     on_nodes(tmp_path, section, saving(1), nodes="a")
     on_nodes(tmp_path, section, saving(2), nodes="b")
