@@ -1,5 +1,6 @@
 """What a run needs beside its checkpoints, in a store: sent once, read back, fetched to its place alone."""
 
+import errno
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +29,7 @@ from bloomery.config.checkpoint import BackupSection
 from bloomery.errors import CheckpointError, StorageError
 from bloomery.events.incarnation import begin
 from bloomery.events.run_directory import RunDirectory
-from bloomery.objects import Objects
+from bloomery.objects import LocalFileError, Objects, SentFile
 
 SECTION = BackupSection(url="file:///there")
 
@@ -104,6 +105,26 @@ def test_what_was_sent_before_a_stop_or_an_error_is_not_sent_again(
         with pytest.raises(OSError, match="is not what was sent"):
             upload_more(rundir, remote, SECTION)
     assert upload_more(rundir, remote, SECTION) == 7, "what arrived changed does not count as sent"
+
+
+def test_a_log_that_cannot_be_read_keeps_no_other_from_being_sent(
+    rundir: RunDirectory, remote: Objects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(rundir, {"logs/a": b"1", "logs/b": b"2", "logs/c": b"3"})
+    real, wrong = Objects.send, {"a": errno.EIO, "b": errno.ENOENT}
+
+    def send(store: Objects, key: str, path: Path) -> SentFile:
+        if path.name in wrong:
+            raise LocalFileError(wrong[path.name], os.strerror(wrong[path.name]), str(path))
+        return real(store, key, path)
+
+    monkeypatch.setattr(Objects, "send", send)
+    with pytest.raises(LocalFileError, match=r"Input/output error.*logs/a"):
+        upload_more(rundir, remote, SECTION)
+    assert keys(remote) == ["logs/c"]
+    del wrong["a"]  # what is gone by now is no error
+    upload_more(rundir, remote, SECTION)
+    assert keys(remote) == ["logs/a", "logs/c"]
 
 
 @pytest.mark.parametrize("entry", ["data/../../evil", "logs/./a", "journal//b", "data/.."])

@@ -25,6 +25,7 @@ from urllib.parse import unquote, urlsplit
 
 import xxhash
 
+from bloomery import durable
 from bloomery.config.environment import refuse_network
 from bloomery.errors import StorageError
 from bloomery.objects.refusals import (
@@ -37,6 +38,7 @@ from bloomery.objects.refusals import (
     short_text,
     written_again,
 )
+from bloomery.objects.refusals import LocalFileError as LocalFileError
 from bloomery.objects.refusals import StoreUnreachable as StoreUnreachable
 from bloomery.objects.refusals import storage_failure as storage_failure
 from bloomery.objects.refusals import without_secrets as without_secrets
@@ -91,23 +93,26 @@ class Objects:
         self._patience_s = patience_s
         self._receiving = _opened(self.url, total_s=_WHOLE_S, silence_s=_SILENCE_S, create=create)
         self._sending = _opened(self.url, total_s=_SENDING_S, silence_s=_SENDING_S, create=create)
+        self._root = _directory_of(self.url) if self.url.startswith("file://") else None
+        self._named: set[Path] = set()
+        """Directories below `_root` whose own names are durable."""
 
     def put(self, key: str, content: Path | bytes) -> None:
         """Write an object, large ones in parts. Nobody sees it before it is whole."""
         import obstore
 
-        self._patiently(key, lambda: obstore.put(self._sending, key, content))
+        self._written(key, lambda: obstore.put(self._sending, key, content))
 
     def send(self, key: str, path: Path) -> SentFile:
         """Write a file as an object, in parts, hashed on the way; say whether the store's hash agrees."""
-        return self._patiently(key, lambda: send_file(self._sending, key, path))
+        return self._written(key, lambda: send_file(self._sending, key, path))
 
     def send_pieces(self, key: str, *, size: int, pieces: Callable[[], Iterable[memoryview]]) -> bool:
         """Write an object of `size` bytes that lies in memory; say whether the store's hash proves it.
 
         pieces: returns its bytes from the first on; called again where the line broke.
         """
-        return self._patiently(key, lambda: send_pieces(self._sending, key, size=size, pieces=pieces()))
+        return self._written(key, lambda: send_pieces(self._sending, key, size=size, pieces=pieces()))
 
     def create(self, key: str, content: bytes) -> bool:
         """Write an object that is not there yet; say whether it now holds `content`.
@@ -127,7 +132,7 @@ class Objects:
                 if not self.exists(key):
                     obstore.put(self._sending, key, content)
 
-        self._patiently(key, create)
+        self._written(key, create)
         return self.content(key) == content
 
     def exists(self, key: str) -> bool:
@@ -151,6 +156,9 @@ class Objects:
         import obstore
 
         self._patiently(key, lambda: obstore.delete(self._sending, key))
+        if self._root is not None:  # else a power cut may bring it back beside what was removed after it
+            with as_os_error(self.place(key)):
+                durable.sync_directory((self._root / key).parent)
 
     def stat(self, key: str) -> ObjectStat:
         """Return an object's size and mark.
@@ -254,6 +262,29 @@ class Objects:
                 return
             yield memoryview(piece)
 
+    def _written(self, key: str, write: Callable[[], Result]) -> Result:
+        """Write an object, and return what `write` returns once the object outlives a power cut.
+
+        A store answers when it does; of a disk, the file is synced, and so are the names that lead to it.
+        """
+
+        def write_durably() -> Result:
+            result = write()
+            if self._root is not None:
+                path = self._root / key
+                durable.sync_tree(path)
+                self._sync_names(path.parent, self._root)
+            return result
+
+        return self._patiently(key, write_durably)
+
+    def _sync_names(self, directory: Path, root: Path) -> None:
+        durable.sync_directory(directory)
+        while directory != root and directory not in self._named:
+            self._named.add(directory)
+            directory = directory.parent
+            durable.sync_directory(directory)
+
     def _patiently(self, key: str, act: Callable[[], Result]) -> Result:
         retry = _Retry(self._patience_s)
         while True:
@@ -306,7 +337,9 @@ def _opened(url: str, *, total_s: float, silence_s: float, create: bool) -> Obje
     retry: RetryConfig = {"max_retries": 1}  # `_Retry` tries again, what ended in the middle too
     try:
         if scheme == "file":
-            if not create:
+            if create:
+                durable.make_directory(_directory_of(url))
+            else:
                 _refuse_no_directory(url)
             return LocalStore.from_url(url, mkdir=create)
         refuse_network(f"reach {without_secrets(url)}", remedy="Copy it by way of a disk: file:///path.")
@@ -314,14 +347,19 @@ def _opened(url: str, *, total_s: float, silence_s: float, create: bool) -> Obje
             return HTTPStore.from_url(url, client_options=client, retry_config=retry)
         return from_url(url, client_options=client, retry_config=retry)
     except (BaseError, ValueError, OSError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else "") or str(error)
         raise StorageError(
-            f"{without_secrets(url)} cannot be used: {short_text(str(error))}",
+            f"{without_secrets(url)} cannot be used: {short_text(reason)}",
             remedy="Is the URL right, and are the credentials in the environment?",
         ) from error
 
 
+def _directory_of(url: str) -> Path:
+    return Path(unquote(urlsplit(url).path))
+
+
 def _refuse_no_directory(url: str) -> None:
-    path = Path(unquote(urlsplit(url).path))
+    path = _directory_of(url)
     if not path.is_dir():
         problem = "is no directory" if path.exists() else "does not exist"
         raise StorageError(f"{without_secrets(url)} {problem}", remedy="Check the path.")

@@ -198,8 +198,8 @@ class ObjectRunStorage:
         """Raise CheckpointError: a start that took the place for its run's would begin the run anew."""
         raise CheckpointError(
             f"{self.url} holds nothing of this run, which saved {entry.name} to {stored_url(entry)}",
-            remedy="Is checkpoint.url as it was, and its disk mounted? To move a run, copy all that is at the "
-            "old place first; to begin anew, choose another --run.",
+            remedy="Is checkpoint.url as it was, and its disk mounted? To move a run, copy all that is at "
+            "the old place first; to begin anew, choose another --run.",
         )
 
     def _enter(self, name: str, *, is_marked: bool) -> None:

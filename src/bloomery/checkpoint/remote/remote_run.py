@@ -5,6 +5,7 @@ The other files are the recipe, incarnations, data, journals and logs.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -177,22 +178,33 @@ def upload_more(
     Logs are sent as they are now: journals, logs, stacks, TensorBoard's files, the chronicle. A file that has
     not changed since it was sent is not sent again, and of a long log only what is new: see `send_segments`.
     place: see `Backup`. go_on: asked between files, and between the segments of one.
-    Raises OSError.
+    Raises OSError; for a file that cannot be read only once the others are sent.
     """
     record = rundir.backups / (f"run-files.{place}.json" if place else "run-files.json")
     sent_before = _read(record).get(remote.url, {})
     sent, count = dict(sent_before), 0
+    unreadable: OSError | None = None
     try:
         for path in _files(rundir, [*(_LOGS if section.logs else ()), *([_DATA] if section.data else [])]):
-            name, status = path.relative_to(rundir.path).as_posix(), path.stat()
+            try:
+                name, status = path.relative_to(rundir.path).as_posix(), path.stat()
+            except FileNotFoundError:  # whoever rotates logs has removed it
+                continue
             state = [status.st_size, status.st_mtime_ns, status.st_ino]
             if sent.get(name, [])[:2] == state[:2] or name in _SMALL_FILES:
                 continue
             if not go_on():
                 break
-            more, is_whole = _send_file(
-                remote, name, path, state=state, before=sent.get(name, []), go_on=go_on
-            )
+            try:
+                more, is_whole = _send_file(
+                    remote, name, path, state=state, before=sent.get(name, []), go_on=go_on
+                )
+            except OSError as error:
+                if not isinstance(error.filename, str):
+                    raise
+                if error.errno != errno.ENOENT:  # of a file here: it keeps no other from being sent
+                    unreadable = unreadable or error
+                continue
             count += more
             if not is_whole:
                 break
@@ -200,6 +212,8 @@ def upload_more(
     finally:
         if sent != sent_before:
             durable.write_whole_unsynced(record, json.dumps({remote.url: sent}))
+    if unreadable is not None:
+        raise unreadable
     return count
 
 
