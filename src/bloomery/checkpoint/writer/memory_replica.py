@@ -15,6 +15,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -151,6 +152,21 @@ class MemoryReplicas:
             self.directory.rmdir()
         except OSError:  # other ranks of this node still have theirs
             return
+
+    def keep_only(self, owners: Iterable[int], kept: Iterable[tuple[int, int]]) -> list[Path]:
+        """Remove the replicas of other ranks, which were on this node before; return them. Raises no error.
+
+        After a restart ranks may be on other nodes, or fewer: what they left would take as much memory again.
+        owners: the ranks on this node. kept: (owner, keeper) of what they keep for partners.
+        """
+        slots = [self.slot(owner, number) for owner in owners for number in range(SLOTS)]
+        slots += [self.slot(owner, number, keeper=by) for owner, by in kept for number in range(SLOTS)]
+        wanted = {path.name for slot in slots for path in (slot, label_of(slot))}
+        others = [path for path in sorted(self.directory.glob("rank-*")) if path.name not in wanted]
+        for path in others:
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+        return others
 
     def complete(self) -> list[MemoryReplica]:
         """Return the replicas whose bytes are complete, sorted by path."""

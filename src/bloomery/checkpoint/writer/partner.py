@@ -162,6 +162,11 @@ def agree_on_partner(
     )
     for path in memory.replicas.sweep():
         log.info("memory that a run had left behind was freed: %s", path)
+    here = [rank for rank, node in enumerate(nodes) if node == nodes[ranks.rank]]
+    if ranks.rank == here[0]:
+        kept = [(owner, keeper) for owner, keeper in enumerate(partners) if keeper in here]
+        for path in memory.replicas.keep_only(here, kept):
+            log.info("memory of a rank that is no longer on this node was freed: %s", path)
     return memory, partners[ranks.rank]
 
 
@@ -224,7 +229,7 @@ class ReplicaServer:
         self._owner_locks = {owner: threading.Lock() for owner in limits.owners}
         self._connections = threading.BoundedSemaphore(len(limits.owners) + _UNAUTHENTICATED_AT_ONCE)
         self._closed = threading.Event()
-        self._socket = socket.create_server((host, 0))
+        self._socket = socket.create_server((_address_of(host), 0))
         self.port = int(self._socket.getsockname()[1])
         threading.Thread(target=self._serve, name="replica-server", daemon=True).start()
 
@@ -295,6 +300,19 @@ class ReplicaServer:
             return (-1, -1) if kept is None else (kept.incarnation, kept.step)
 
         return min(slots, key=age)
+
+
+def _address_of(host: str) -> str:
+    """Return the address on which a writer accepts replicas; "", all of them, where `host` does not say it.
+
+    Many systems give their own name an address within 127.0.0.0/8, which no other node reaches, or none.
+    """
+    try:
+        address = socket.gethostbyname(host)
+    except OSError:
+        return ""
+    is_own_name = address.startswith("127.") and address != host
+    return "" if is_own_name else address
 
 
 def _receive_into(path: Path, connection: socket.socket, size: int, *, until: float) -> None:
