@@ -1,6 +1,7 @@
 """Lines that are slow, silent or gone, and stores that refuse: by progress, with patience, told once."""
 
 import errno
+import os
 import random
 from collections.abc import Iterator
 from itertools import pairwise
@@ -78,6 +79,18 @@ def test_what_is_written_to_a_disk_is_synced_and_so_are_the_names_that_lead_to_i
     with recorded() as calls:
         store.delete("step-1/manifest")
     assert calls.names == [("sync", "step-1")]
+
+
+def test_what_killed_uploads_left_on_a_disk_is_removed_and_what_is_being_sent_stays(tmp_path: Path) -> None:
+    store = Objects(f"file://{tmp_path}/disk")
+    for name in ("step-1/data", "step-1/data#1", "step-1/more#12", "step-1/no#1.txt", "else/x#1"):
+        (tmp_path / "disk" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "disk" / name).write_bytes(b"half")
+        os.utime(tmp_path / "disk" / name, (0, 0))
+    (tmp_path / "disk" / "step-1" / "now#3").write_bytes(b"half")
+    store.remove_unfinished("step-1/")
+    left = {path.name for path in (tmp_path / "disk").rglob("*") if path.is_file()}
+    assert left == {"data", "no#1.txt", "x#1", "now#3"}
 
 
 def test_a_line_that_gives_a_little_at_a_time_gives_all_and_no_byte_twice(server: Served) -> None:

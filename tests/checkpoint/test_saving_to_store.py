@@ -1,5 +1,6 @@
 """Ranks whose nodes share nothing save straight to object storage, and go on from there on any node."""
 
+import os
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -168,8 +169,12 @@ def test_a_start_removes_what_interrupted_saves_left_and_nothing_else(
     before = keys(section)
     for key in ("checkpoints/step-000002.i001/model-r00000-of-00002-000.safetensors", "saving/x/part-r00001"):
         remote.put(key, b"half")
+    cut = tmp_path / "store" / NAME / "checkpoints" / "step-000003.i001" / "model-r00000.safetensors#1"
+    cut.parent.mkdir(parents=True)
+    cut.write_bytes(b"of a process that was killed")
+    os.utime(cut, (0, 0))
     run_storage(RunDirectory(tmp_path / "b").create(), section, run_name=NAME).refresh()
-    assert keys(section) == before
+    assert keys(section) == before and cut.exists() == (not section.url.startswith("file://"))
 
 
 def test_the_object_that_a_console_makes_for_a_folder_is_no_checkpoint(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -125,6 +126,17 @@ def test_the_first_rank_withdraws_its_request_however_the_upload_ends(
     second = read_manifest(saved).files[1]
     texts = sum((saved / name).stat().st_size for name in (INDEX, MANIFEST))
     assert done.bytes_sent == second.bytes + texts, "the first and the last were sent and noted before"
+
+
+def test_what_a_killed_upload_of_a_checkpoint_left_on_a_disk_goes_with_the_next(
+    saved: Path, remote: Objects, tmp_path: Path
+) -> None:
+    cut = Path(remote.url.removeprefix("file://")) / "checkpoints" / saved.name / "model-r0.safetensors#1"
+    cut.parent.mkdir(parents=True)
+    cut.touch()
+    os.utime(cut, (0, 0))
+    upload_checkpoint(saved, remote, notes=tmp_path / "notes")
+    assert not cut.exists() and remote.exists(f"checkpoints/{saved.name}/{MANIFEST}")
 
 
 def test_a_rank_that_is_alone_asks_nobody(

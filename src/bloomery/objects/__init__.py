@@ -28,6 +28,7 @@ import xxhash
 from bloomery import durable
 from bloomery.config.environment import refuse_network
 from bloomery.errors import StorageError
+from bloomery.objects.disk import Disk
 from bloomery.objects.refusals import (
     WRONG_CREDENTIALS,
     AccessDenied,
@@ -93,9 +94,7 @@ class Objects:
         self._patience_s = patience_s
         self._receiving = _opened(self.url, total_s=_WHOLE_S, silence_s=_SILENCE_S, create=create)
         self._sending = _opened(self.url, total_s=_SENDING_S, silence_s=_SENDING_S, create=create)
-        self._root = _directory_of(self.url) if self.url.startswith("file://") else None
-        self._named: set[Path] = set()
-        """Directories below `_root` whose own names are durable."""
+        self._disk = Disk(_directory_of(self.url)) if self.url.startswith("file://") else None
 
     def put(self, key: str, content: Path | bytes) -> None:
         """Write an object, large ones in parts. Nobody sees it before it is whole."""
@@ -156,9 +155,14 @@ class Objects:
         import obstore
 
         self._patiently(key, lambda: obstore.delete(self._sending, key))
-        if self._root is not None:  # else a power cut may bring it back beside what was removed after it
+        if self._disk is not None:  # else a power cut may bring it back beside what was removed after it
             with as_os_error(self.place(key)):
-                durable.sync_directory((self._root / key).parent)
+                self._disk.forget(key)
+
+    def remove_unfinished(self, prefix: str) -> None:
+        """Remove what killed uploads left under a prefix of a file:// URL (else see UnfinishedUploads)."""
+        if self._disk is not None:
+            self._disk.remove_unfinished(prefix)
 
     def stat(self, key: str) -> ObjectStat:
         """Return an object's size and mark.
@@ -270,20 +274,11 @@ class Objects:
 
         def write_durably() -> Result:
             result = write()
-            if self._root is not None:
-                path = self._root / key
-                durable.sync_tree(path)
-                self._sync_names(path.parent, self._root)
+            if self._disk is not None:
+                self._disk.keep(key)
             return result
 
         return self._patiently(key, write_durably)
-
-    def _sync_names(self, directory: Path, root: Path) -> None:
-        durable.sync_directory(directory)
-        while directory != root and directory not in self._named:
-            self._named.add(directory)
-            directory = directory.parent
-            durable.sync_directory(directory)
 
     def _patiently(self, key: str, act: Callable[[], Result]) -> Result:
         retry = _Retry(self._patience_s)

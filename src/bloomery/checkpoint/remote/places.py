@@ -155,6 +155,7 @@ class ObjectRunStorage:
             for name in sorted({_name_in(key) for key in unfinished}):
                 log.info("removed an unfinished checkpoint: %s", self._remote.place(f"{CHECKPOINTS}/{name}"))
             self._remote.delete_all(unfinished | notes)
+            self._remote.remove_unfinished(f"{CHECKPOINTS}/")
             for name in sorted(committed):
                 self._enter(name, is_marked=f"{CHECKPOINTS}/{name}/{SUSPECT}" in keys)
         for path in entries:

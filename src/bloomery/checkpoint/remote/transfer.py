@@ -175,6 +175,7 @@ class _Upload:
         else:
             sent = self._send_with(others, progress, go_on, workers)
         self._require_all()
+        self._remote.remove_unfinished(self.prefix)
         mark = mark_of(source_of(self._directory))
         if mark is not None:  # before the manifest, so that nobody sees the checkpoint without its mark
             self._remote.put(self.prefix + SUSPECT, mark)

@@ -193,6 +193,7 @@ class ObjectPartWriter:
         shutil.rmtree(self._partial, ignore_errors=True)
         listed = [*self._objects.entries(self._notes), *self._objects.entries(self._files)]
         self._objects.delete_all(entry.key for entry in listed)
+        self._objects.remove_unfinished(self._files)
 
     def read_back(
         self,
