@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from bloomery.checkpoint.format.manifest import MANIFEST
 from bloomery.checkpoint.format.source import RemoteCheckpoint
 from bloomery.checkpoint.format.state import whole
 from bloomery.checkpoint.format.suspects import SUSPECT
@@ -29,7 +30,7 @@ from bloomery.config.checkpoint import BackupSection
 from bloomery.errors import CheckpointError, StorageError
 from bloomery.events.incarnation import begin
 from bloomery.events.run_directory import RunDirectory
-from bloomery.objects import LocalFileError, Objects, SentFile
+from bloomery.objects import LocalFileError, ObjectEntry, Objects, SentFile
 
 SECTION = BackupSection(url="file:///there")
 
@@ -230,6 +231,29 @@ def test_a_store_lists_its_checkpoints_by_step_and_takes_nothing_else_for_one(
 )
 def test_an_address_is_of_a_store_where_it_begins_with_a_scheme(text: str, is_url: bool) -> None:
     assert is_remote(text) is is_url
+
+
+def test_many_checkpoints_of_thousands_of_files_are_listed_without_their_files(
+    remote: Objects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for key in (*(f"step-00000{step}.i001/data-{n}" for step in (1, 2) for n in range(5)), "other/data"):
+        remote.put(f"checkpoints/{key}", b"")
+    for key in (
+        f"step-000001.i001/{MANIFEST}",
+        f"step-000002.i001/{MANIFEST}",
+        f"step-000002.i001/{SUSPECT}",
+    ):
+        remote.put(f"checkpoints/{key}", b"{}")
+    listed, entries = list[int](), Objects.entries
+
+    def counted(store: Objects, prefix: str = "") -> list[ObjectEntry]:
+        found = entries(store, prefix)
+        listed.append(len(found))
+        return found
+
+    monkeypatch.setattr(Objects, "entries", counted)
+    found = [(item.name, item.is_marked) for item in remote_checkpoints(remote)]
+    assert found == [("step-000001.i001", False), ("step-000002.i001", True)] and sum(listed) == 0
 
 
 def test_a_store_of_no_known_kind_is_refused_without_its_secrets(tmp_path: Path) -> None:

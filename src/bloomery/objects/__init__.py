@@ -196,6 +196,13 @@ class Objects:
         listed = [ObjectEntry(key=raw["path"], stat=_stat(raw)) for raw in raw_entries]
         return sorted(listed, key=lambda raw: raw.key)
 
+    def directories(self, prefix: str) -> list[str]:
+        """Return the first words of the keys below a prefix that have further ones behind a `/`, sorted."""
+        import obstore
+
+        listed = self._patiently(prefix, lambda: obstore.list_with_delimiter(self._receiving, prefix))
+        return sorted(path.rstrip("/").rpartition("/")[2] for path in listed["common_prefixes"])
+
     def content(self, key: str, *, begin: int = 0, end: int | None = None) -> bytes:
         """Return an object's bytes [begin, end), fewer where it ends before."""
         return b"".join(self.pieces(key, begin=begin, end=end))

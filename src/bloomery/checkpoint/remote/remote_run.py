@@ -9,6 +9,7 @@ import errno
 import json
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
@@ -32,6 +33,8 @@ from bloomery.events.run_directory import RunDirectory
 from bloomery.objects import PATIENCE_S, Objects, storage_failure, without_secrets
 
 log = logging.getLogger(__name__)
+
+_REQUESTS_AT_ONCE = 16
 
 
 def is_remote(text: str) -> bool:
@@ -58,20 +61,20 @@ def remote_checkpoints(remote: Objects, *, abandoned: bool = False) -> list[Remo
 
     abandoned: whether to include those that a rewind left behind, by the incarnation records in the store.
     """
-    copies: list[tuple[Base, RemoteCheckpoint]] = []
-    keys = {entry.key for entry in remote.entries(f"{CHECKPOINTS}/")}
-    for key in keys:
-        _, _, rest = key.partition("/")
-        name, _, file = rest.partition("/")
-        parsed = parse_name(name)
-        if file == MANIFEST and parsed is not None:
-            prefix = f"{CHECKPOINTS}/{name}"
-            is_marked = f"{prefix}/{SUSPECT}" in keys
-            copies.append((parsed, RemoteCheckpoint(remote, prefix, is_marked=is_marked)))
-    if copies and not abandoned:
-        shown = visible((base for base, _ in copies), bases_of(remote_incarnations(remote)))
-        copies = [item for item in copies if item[0] in shown]
-    return [checkpoint for _, checkpoint in sorted(copies, key=lambda item: item[0])]
+    names = {parse_name(name): name for name in remote.directories(f"{CHECKPOINTS}/")}
+    bases = [base for base in names if base is not None]
+    if bases and not abandoned:
+        bases = list(visible(bases, bases_of(remote_incarnations(remote))))
+
+    def look(base: Base) -> RemoteCheckpoint | None:
+        prefix = f"{CHECKPOINTS}/{names[base]}"
+        if not remote.exists(f"{prefix}/{MANIFEST}"):
+            return None
+        return RemoteCheckpoint(remote, prefix, is_marked=remote.exists(f"{prefix}/{SUSPECT}"))
+
+    # A list of all files would be a million keys where a large run was backed up for months.
+    with ThreadPoolExecutor(_REQUESTS_AT_ONCE) as pool:
+        return [checkpoint for checkpoint in pool.map(look, sorted(bases)) if checkpoint is not None]
 
 
 def trusted_copies(copies: Iterable[RemoteCheckpoint]) -> list[RemoteCheckpoint]:
@@ -96,12 +99,14 @@ def tell_of_copy(copies: Sequence[RemoteCheckpoint], *, instead_of: Collection[s
 
 def remote_incarnations(remote: Objects) -> dict[str, bytes]:
     """Return the incarnation records of a backed-up run, by their URLs. Raises OSError."""
-    records = {}
-    for entry in remote.entries("incarnations/"):
-        name = entry.key.rpartition("/")[2]
-        if name.endswith(".json") and name.removesuffix(".json").isdecimal():
-            records[remote.place(entry.key)] = remote.content(entry.key)
-    return records
+    listed = {entry.key: entry.key.rpartition("/")[2] for entry in remote.entries("incarnations/")}
+    keys = [
+        key
+        for key, name in listed.items()
+        if name.endswith(".json") and name.removesuffix(".json").isdecimal()
+    ]
+    with ThreadPoolExecutor(_REQUESTS_AT_ONCE) as pool:  # a long run has hundreds, and each start reads them
+        return dict(zip(map(remote.place, keys), pool.map(remote.content, keys), strict=True))
 
 
 def remote_source(url: str) -> Source:
