@@ -28,6 +28,7 @@ from bloomery.checkpoint.remote.backup import Backup, tell_of_newer
 from bloomery.checkpoint.remote.backup_due import backup_url, due, uncopied
 from bloomery.checkpoint.remote.backup_duty import Duty, backed_up_round, write_duty
 from bloomery.checkpoint.remote.remote_run import place_at, remote_checkpoints, remote_incarnations
+from bloomery.checkpoint.remote.shared_upload import UploadCoordinator, read_request
 from bloomery.checkpoint.save.direct import save_checkpoint
 from bloomery.config.checkpoint import BackupSection
 from bloomery.errors import CheckpointError, StorageError
@@ -84,6 +85,18 @@ def test_each_place_has_records_of_its_own_of_copies_files_and_marks(
     assert marks_to_send(run, second.url, place="second") == {} != marks_to_send(run, second.url)
     mark_suspects(run, checkpoints(run), clean_step=15, why="another reason")
     assert set(marks_to_send(run, second.url, place="second")) == {NAMES[1]}, "a new mark is sent again"
+
+
+def test_what_a_killed_process_asked_of_other_ranks_is_withdrawn_at_the_start(
+    run: RunDirectory, section: BackupSection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.backups.mkdir(exist_ok=True)
+    UploadCoordinator(run, world=2).ask(NAMES[0], url="s3://another/place", files=[])
+    assert read_request(run) is not None
+    backup = backup_of(run, section)
+    monkeypatch.setattr(backup, "_thread", SimpleNamespace(start=lambda: None))
+    backup.wake()
+    assert read_request(run) is None
 
 
 def test_the_newest_that_is_trusted_is_taken(run: RunDirectory) -> None:

@@ -236,11 +236,9 @@ def test_of_one_step_the_later_life_is_taken_wherever_its_parts_are() -> None:
         return HeldPart(step=5, incarnation=incarnation, world=2, rank=rank)
 
     on_a, on_b = [held(0, 1), held(1, 1), held(0, 2)], [held(1, 1), held(1, 2), held(0, 1)]
-    assert newest_complete([on_a, on_b], {(5, 1), (5, 2)}) == [held(0, 2), held(1, 2)]
-    assert newest_complete([on_a, on_b], {(5, 1)}) == [held(0, 1), held(1, 1)]
-    assert newest_complete([on_a[:1], []], {(5, 1)}) == [] == newest_complete([], set())
-    chosen = newest_complete([on_b[:1], on_a[:1]], iter([(5, 1)]))
-    assert [part.rank for part in chosen] == [0, 1], "whichever is found first"
+    for life in (1, 2):
+        assert newest_complete([on_a, on_b], {(5, 1), (5, life)}) == [held(0, life), held(1, life)]
+    assert newest_complete([on_a[:1], []], iter([(5, 1)])) == [] == newest_complete([], set())
 
 
 def test_a_checkpoint_in_memory_says_all_that_its_save_said(tmp_path: Path) -> None:
@@ -363,12 +361,12 @@ def test_bytes_of_the_newest_step_alone_are_read_and_only_by_who_has_that_step(
     def gather(value: Any) -> list[Any]:
         if isinstance(value, dict):
             return [value] * 4
-        if value and isinstance(value[0], dict):
-            return [value, [there[0][0].to_json()], [], []]
-        return [value, *([one.held_part for one in held] for held in there)]
+        labels = [there[0][0].to_json()], list[Any](), list[Any]()
+        parts = ([one.held_part for one in held] for held in there)
+        return [value, *(labels if isinstance(value[0], dict) else parts)]
 
-    ranks = Ranks(rank=0, world=4, gather=gather)
-    found = find_in_memory(MemoryReplicas(tmp_path, tmp_path / "run", "it"), ranks, visible)
+    replicas = MemoryReplicas(tmp_path, tmp_path / "run", "it")
+    found = find_in_memory(replicas, Ranks(rank=0, world=4, gather=gather), visible)
     assert found is not None and found.base == (5, 1) and seen == [{(3, 1), (4, 1), (5, 1)}]
     assert found.readers == {"f0.safetensors": [0, 2], "f1.safetensors": [1, 3]}
     content = bytearray(2)

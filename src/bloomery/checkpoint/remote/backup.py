@@ -93,6 +93,7 @@ class Backup:
         """Wake the thread to look for checkpoints to upload, after each save and rewind. Does not wait."""
         if not self._started:
             self._started = True
+            self._others.end()  # what a process that was killed asked for, perhaps at another URL
             self._thread.start()
         self._has_files_left = True
         self._wake.set()
