@@ -1,6 +1,7 @@
 """What a run needs beside its checkpoints, in a store: sent once, read back, fetched to its place alone."""
 
 import errno
+import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -231,6 +232,14 @@ def test_a_store_lists_its_checkpoints_by_step_and_takes_nothing_else_for_one(
 )
 def test_an_address_is_of_a_store_where_it_begins_with_a_scheme(text: str, is_url: bool) -> None:
     assert is_remote(text) is is_url
+
+
+@pytest.mark.parametrize("sent", [None, [1], {"logs/a": None}, {"logs/a": ["x", 2]}, {"logs/a": 7}])
+def test_where_the_record_of_what_was_sent_is_damaged_all_is_sent_again(
+    rundir: RunDirectory, remote: Objects, sent: object
+) -> None:
+    write(rundir, {"logs/a": b"1", "backups/run-files.json": json.dumps({remote.url: sent}).encode()})
+    assert upload_more(rundir, remote, SECTION) == 1 and keys(remote) == ["logs/a"]
 
 
 def test_many_checkpoints_of_thousands_of_files_are_listed_without_their_files(

@@ -14,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
+import msgspec
+
 from bloomery import durable
 from bloomery.checkpoint.format.manifest import MANIFEST, parse_name
 from bloomery.checkpoint.format.source import CHECKPOINTS, RemoteCheckpoint, Source
@@ -319,8 +321,7 @@ def _is_here(path: Path) -> bool:
 def _read(record: Path) -> dict[str, dict[str, list[int]]]:
     """Return what was sent to each URL; nothing for a record that cannot be read: then all is sent again."""
     try:
-        stored = json.loads(record.read_bytes())
-        return stored if isinstance(stored, dict) else {}
+        return msgspec.json.decode(record.read_bytes(), type=dict[str, dict[str, list[int]]])
     except (OSError, ValueError):
         return {}
 

@@ -102,7 +102,7 @@ def read_notes(notes: Path, url: str) -> dict[str, str]:
                 note: Any = json.loads(line)  # Any: JSON
                 if note["url"] == url:
                     noted[note["file"]] = note["mark"]
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, RecursionError):
                 continue
     return noted
 
@@ -125,7 +125,7 @@ def forget_removed(notes: Path, url: str, *, files: Sequence[FileRecord], sizes:
 def _tells_of(line: str, names: Collection[str]) -> bool:
     try:
         return json.loads(line)["file"] in names
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return False
 
 
@@ -299,5 +299,5 @@ def read_request(rundir: RunDirectory, place: str = "") -> SendRequest | None:
         return SendRequest(
             token=content["token"], checkpoint=content["checkpoint"], url=content["url"], files=files
         )
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
