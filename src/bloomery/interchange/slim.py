@@ -48,7 +48,8 @@ def slim_checkpoint(
     """Write the model of a checkpoint, without optimizer and guards, below `directory`, under the same name.
 
     It holds at most 1 GiB of tensors in memory, whatever the size of the largest, and verifies every byte
-    that it reads. The copy of a checkpoint that is marked as suspect is marked, too. Raises CheckpointError and StorageError.
+    that it reads. The copy of a checkpoint that is marked as suspect is marked, too.
+    Raises CheckpointError and StorageError.
     """
     if is_run(directory) or is_run(directory.parent):
         raise CheckpointError(
