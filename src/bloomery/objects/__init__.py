@@ -57,6 +57,8 @@ PATIENCE_S = 120.0
 _SILENCE_S, _CONNECT_S = 60.0, 20.0
 _SENDING_S = 900.0
 """The seconds for sending one part (5 MB, twelve at once), since obstore reports no progress of it."""
+_SENDING_TRIES = 8
+"""How often a part is sent again, within seconds: where it fails for good, its whole object is sent anew."""
 _WHOLE_S = 7 * 86_400.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 20.0
 _LOGGED_AT = 3  # failures in a row, after about two seconds
@@ -92,8 +94,17 @@ class Objects:
     def __init__(self, url: str, *, patience_s: float = PATIENCE_S, create: bool = True) -> None:
         self.url = url.rstrip("/")
         self._patience_s = patience_s
-        self._receiving = _opened(self.url, total_s=_WHOLE_S, silence_s=_SILENCE_S, create=create)
-        self._sending = _opened(self.url, total_s=_SENDING_S, silence_s=_SENDING_S, create=create)
+        receiving, sending = (_WHOLE_S, _SILENCE_S, 1), (_SENDING_S, _SENDING_S, _SENDING_TRIES)
+        self._receiving, self._sending = (
+            _opened(
+                self.url,
+                total_s=total_s,
+                silence_s=silence_s,
+                retry={"max_retries": tries, "retry_timeout": timedelta(seconds=patience_s)},
+                create=create,
+            )
+            for total_s, silence_s, tries in (receiving, sending)
+        )
         self._disk = Disk(_directory_of(self.url)) if self.url.startswith("file://") else None
 
     def put(self, key: str, content: Path | bytes) -> None:
@@ -324,7 +335,8 @@ class _Retry:
         time.sleep(max(0.0, min(pause_s, self._deadline - time.monotonic())))
 
 
-def _opened(url: str, *, total_s: float, silence_s: float, create: bool) -> ObjectStore:
+def _opened(url: str, *, total_s: float, silence_s: float, retry: RetryConfig, create: bool) -> ObjectStore:
+    """Open a store. retry: for single requests; `_Retry` tries again what ended in the middle, too."""
     from obstore.exceptions import BaseError
     from obstore.store import HTTPStore, LocalStore, from_url
 
@@ -336,7 +348,6 @@ def _opened(url: str, *, total_s: float, silence_s: float, create: bool) -> Obje
         "read_timeout": timedelta(seconds=silence_s),
         "allow_http": scheme == "http" or endpoint.startswith("http://"),
     }
-    retry: RetryConfig = {"max_retries": 1}  # `_Retry` tries again, what ended in the middle too
     try:
         if scheme == "file":
             if create:
