@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 
 from bloomery.checkpoint.format.catalogue import (
     CommittedCheckpoint,
@@ -93,7 +94,8 @@ class Backup:
         """Wake the thread to look for checkpoints to upload, after each save and rewind. Does not wait."""
         if not self._started:
             self._started = True
-            self._others.end()  # what a process that was killed asked for, perhaps at another URL
+            with suppress(OSError):  # what a process that was killed asked for, perhaps at another URL
+                self._others.end()
             self._thread.start()
         self._has_files_left = True
         self._wake.set()
