@@ -21,6 +21,24 @@ def test_a_whole_file_is_synced_then_renamed_then_its_directory_is_synced(tmp_pa
     assert (tmp_path / "recipe.toml").read_text() == "steps = 1\n"
 
 
+def test_a_file_system_that_syncs_no_directory_is_written_to_all_the_same(
+    tmp_path: Path, monkeypatch
+) -> None:
+    fsync, answer = os.fsync, errno.EINVAL  # as SMB answers
+
+    def refusing(file: int) -> None:
+        if Path(f"/proc/self/fd/{file}").is_dir():
+            raise OSError(answer, os.strerror(answer))
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", refusing)
+    durable.write_whole(tmp_path / "recipe.toml", "steps = 1\n")
+    durable.sync_tree(tmp_path)
+    answer = errno.EIO
+    with pytest.raises(OSError, match="Input/output"):
+        durable.write_whole(tmp_path / "recipe.toml", "steps = 1\n")
+
+
 def test_directories_that_were_missing_are_synced_from_the_top(tmp_path: Path):
     with recorded() as calls:
         durable.write_whole(tmp_path / "a" / "b" / "file", b"x")

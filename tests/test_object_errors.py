@@ -90,7 +90,7 @@ def test_each_failure_of_a_store_has_its_remedy(error: OSError, said: str) -> No
         ("https://host/run", None, False),
     ],
 )
-def test_what_is_received_and_what_is_sent_have_their_own_time_and_no_more_tries_below(
+def test_what_is_received_and_what_is_sent_have_their_own_time_and_tries(
     monkeypatch: pytest.MonkeyPatch, url: str, endpoint: str | None, may_be_plain: bool
 ) -> None:
     asked: list[dict[str, object]] = []
@@ -110,11 +110,11 @@ def test_what_is_received_and_what_is_sent_have_their_own_time_and_no_more_tries
         "url": url,
         "connect_timeout": timedelta(seconds=20),
         "allow_http": may_be_plain,
-        "max_retries": 1,
+        "retry_timeout": timedelta(seconds=120),
     }
     assert asked == [
-        {**usual, "timeout": timedelta(days=7), "read_timeout": timedelta(seconds=60)},
-        {**usual, "timeout": timedelta(seconds=900), "read_timeout": timedelta(seconds=900)},
+        {**usual, "timeout": timedelta(days=7), "read_timeout": timedelta(seconds=60), "max_retries": 1},
+        {**usual, "timeout": (long := timedelta(seconds=900)), "read_timeout": long, "max_retries": 8},
     ]
     assert store.place("a/b") == f"{url}/a/b" and store.place() == url
 

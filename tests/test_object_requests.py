@@ -2,15 +2,21 @@
 
 import errno
 import hashlib
+import socket
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
+from urllib.parse import parse_qs, urlsplit
 
 import obstore
 import pytest
 import xxhash
 from obstore import exceptions
+from tests.checkpoint.object_store import ENVIRONMENT
 
 from bloomery import objects
 from bloomery.config.environment import SWITCH, OfflineRefused
@@ -48,7 +54,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Store:
     for name in ("put", "get", "head", "list", "delete"):
         monkeypatch.setattr(obstore, name, made.function(name))
 
-    def opened(url: str, *, total_s: float, silence_s: float, create: bool) -> str:
+    def opened(url: str, *, total_s: float, silence_s: float, retry: object, create: bool) -> str:
         return "receiving" if total_s == 7 * 86_400 else "sending"
 
     monkeypatch.setattr(objects, "_opened", opened)
@@ -301,3 +307,51 @@ def test_a_failure_of_a_store_has_the_remedy_of_its_kind(error: OSError, begins:
     told = storage_failure(error, doing="It")
     assert told.remedy.startswith(begins)
     assert told.message == f"It failed: {error.strerror or 'without a number'}"
+
+
+class _Parts(BaseHTTPRequestHandler):
+    """Takes an upload in parts as S3 does, and cuts the line of the first tries of its second part."""
+
+    tries: ClassVar[Counter[str]] = Counter()
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"] or 0))
+        is_new = "uploads" in self.path
+        self._answer("<R><UploadId>u</UploadId></R>" if is_new else '<R><ETag>"x-3"</ETag></R>')
+        self.tries["begun"] += is_new
+
+    def do_PUT(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        (part,) = parse_qs(urlsplit(self.path).query)["partNumber"]
+        self.tries[part] += 1
+        if part == "2" and self.tries[part] < 4:
+            self.connection.shutdown(socket.SHUT_RDWR)
+            return
+        self._answer("")
+
+    def _answer(self, content: str) -> None:
+        self.send_response(200)
+        self.send_header("ETag", '"x"')
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content.encode())
+
+    def log_message(self, *about: object) -> None:
+        """Say nothing."""
+
+
+def test_of_a_file_on_a_shaky_line_only_the_part_that_was_cut_is_sent_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Parts)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    for name, value in {**ENVIRONMENT, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.server_port}"}.items():
+        monkeypatch.setenv(name, value)
+    content = memoryview(bytes(11 << 20))
+    try:
+        Objects("s3://b").send_pieces("key", size=len(content), pieces=lambda: [content])
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert _Parts.tries == {"begun": 1, "1": 1, "2": 4, "3": 1}

@@ -1,6 +1,7 @@
 """Lines that are slow, silent or gone, and stores that refuse: by progress, with patience, told once."""
 
 import errno
+import os
 import random
 from collections.abc import Iterator
 from itertools import pairwise
@@ -10,12 +11,14 @@ import obstore
 import pytest
 import xxhash
 from obstore import exceptions
+from tests.disk_calls import recorded
 from tests.range_server import Served, serving
 
 from bloomery import objects
 from bloomery.errors import StorageError
 from bloomery.objects import (
     AccessDenied,
+    LocalFileError,
     MissingOrDenied,
     Objects,
     StoreUnreachable,
@@ -45,6 +48,49 @@ def test_an_error_of_a_file_here_is_not_told_as_one_of_the_store(tmp_path: Path)
     told = storage_failure(error, doing="The backup")
     assert f"failed at {tmp_path / 'notes'}: Permission denied" in told.message and "writable" in told.remedy
     assert "Credentials" in storage_failure(PermissionError(13, "denied"), doing="The backup").remedy
+
+
+def test_a_file_here_that_cannot_be_read_is_no_error_of_the_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(objects._Retry, "pause_or_raise", lambda retry, error: pytest.fail(str(error)))
+    (tmp_path / "directory").mkdir()
+    store = Objects(f"file://{tmp_path}/store")
+    for name, problem in (("directory", "Is a directory"), ("gone", "No such file or directory")):
+        with pytest.raises(LocalFileError) as refused:
+            store.send("key", tmp_path / name)
+        told = storage_failure(refused.value, doing="The backup")
+        assert told.message == f"The backup failed at {tmp_path / name}: {problem}"
+
+
+def test_what_is_written_to_a_disk_is_synced_and_so_are_the_names_that_lead_to_it(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(CONTENT)
+    with recorded() as calls:
+        store = Objects(f"file://{tmp_path}/disk/run")
+        store.send("step-1/data", tmp_path / "file")
+        store.send_pieces("step-1/more", size=3, pieces=lambda: [memoryview(b"abc")])
+        store.put("step-1/index", b"{}")
+        store.create("step-1/manifest", b"{}")
+    synced = [str(path.relative_to(tmp_path)) for call, path in calls.paths if call == "sync"]
+    assert synced[:2] == [".", "disk"]  # which hold the names of `disk` and of `run`
+    assert synced[2:5] == ["disk/run/step-1/data", "disk/run/step-1", "disk/run"]
+    rest = [path for name in ("more", "index", "manifest") for path in (f"step-1/{name}", "step-1")]
+    assert synced[5:] == [f"disk/run/{path}" for path in rest]
+    with recorded() as calls:
+        store.delete("step-1/manifest")
+    assert calls.names == [("sync", "step-1")]
+
+
+def test_what_killed_uploads_left_on_a_disk_is_removed_and_what_is_being_sent_stays(tmp_path: Path) -> None:
+    store = Objects(f"file://{tmp_path}/disk")
+    for name in ("step-1/data", "step-1/data#1", "step-1/more#12", "step-1/no#1.txt", "else/x#1"):
+        (tmp_path / "disk" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "disk" / name).write_bytes(b"half")
+        os.utime(tmp_path / "disk" / name, (0, 0))
+    (tmp_path / "disk" / "step-1" / "now#3").write_bytes(b"half")
+    store.remove_unfinished("step-1/")
+    left = {path.name for path in (tmp_path / "disk").rglob("*") if path.is_file()}
+    assert left == {"data", "no#1.txt", "x#1", "now#3"}
 
 
 def test_a_line_that_gives_a_little_at_a_time_gives_all_and_no_byte_twice(server: Served) -> None:

@@ -27,6 +27,7 @@ _DRAFT = ".draft"
 _LOCK_POLL_S = 0.1
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_NO_DIRECTORY_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
 
 
 def write_whole(path: Path, content: bytes | str, *, mode: int = 0o666) -> None:
@@ -188,8 +189,15 @@ def sync_file(file: int) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Make what was created, renamed or removed in a directory survive a power cut."""
-    _sync_path(path)
+    """Make what was created, renamed or removed in a directory survive a power cut.
+
+    Some file systems (SMB) sync no directory, and say so: there the server alone decides.
+    """
+    try:
+        _sync_path(path)
+    except OSError as refused:
+        if refused.errno not in _NO_DIRECTORY_SYNC:
+            raise
 
 
 def sync_tree(path: Path) -> None:
@@ -202,7 +210,7 @@ def sync_tree(path: Path) -> None:
             file = Path(directory, name)
             if not file.is_symlink():
                 _sync_path(file)
-        _sync_path(Path(directory))
+        sync_directory(Path(directory))
 
 
 def remove_drafts(directory: Path) -> None:

@@ -142,6 +142,11 @@ def of_disk(error: OSError) -> StorageError | None:
     return storage_error(error, path=Path(error.filename), doing="The command")
 
 
+def is_full(error: BaseException | None) -> bool:
+    """Say whether an error is that of a full disk, or of a quota or limit that is used up."""
+    return isinstance(error, OSError) and error.errno in _FULL
+
+
 def storage_error(error: OSError, *, path: Path, doing: str, bytes_needed: int | None = None) -> StorageError:
     """Return a disk's error as a StorageError with the path and a remedy. Raise it `from error`.
 

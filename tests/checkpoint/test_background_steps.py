@@ -130,6 +130,17 @@ def test_a_save_that_was_not_written_is_taken_back_and_one_that_was_is_not(saves
     assert len(saves.writer.orders) == 3, "what failed is not read back"
 
 
+def test_a_save_ends_that_cannot_be_taken_back(saves: Saves, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(order: object) -> None:
+        raise StorageError("the mount is gone")
+
+    monkeypatch.setattr(background_module, "part_writer_for", refuse)
+    saves.writer.failure = StorageError("it broke")
+    saving = saves.begin(4)
+    assert saving.over.wait(30) and saving.failure is saves.writer.failure
+    assert not saves.saver.under_way and not saves.saver.is_busy
+
+
 def test_two_saves_take_both_buffers_and_the_earlier_one_no_longer_pauses(saves: Saves) -> None:
     saves.writer.go_on.clear()
     first = saves.begin(4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -9,9 +10,9 @@ from pathlib import Path
 import pytest
 from tests.checkpoint.small_run import Run
 
-from bloomery.checkpoint.format.catalogue import checkpoints
+from bloomery.checkpoint.format.catalogue import checkpoints, remote_copies
 from bloomery.checkpoint.remote.backup import Backup
-from bloomery.checkpoint.remote.backup_duty import Duty, backed_up_round, write_duty
+from bloomery.checkpoint.remote.backup_duty import Duty, backed_up_round, read_duty, write_duty
 from bloomery.checkpoint.remote.remote_run import remote_checkpoints
 from bloomery.config.checkpoint import BackupSection, CheckpointSection
 from bloomery.events.run_directory import RunDirectory
@@ -111,3 +112,17 @@ def test_at_the_end_only_the_peer_that_backs_up_waits_for_it(peers) -> None:
     assert told == ["b"]
     a.backup.close()
     assert len(a.there) == 1 and not a.backup.due()
+
+
+@pytest.mark.parametrize(
+    "content", ['{"peer": "a", "writes": true, "covered": Infinity}', "[" * 100_000, "null"]
+)
+def test_records_of_backups_that_make_no_sense_count_as_none(rundir: RunDirectory, content: str) -> None:
+    rundir.backups.mkdir(exist_ok=True)
+    what = json.dumps({"url": "s3://b", "what": ["all"], "bytes": 1, "time": 1.0})
+    for name in ("duty.json", "round.json", "step-000003.i001.json"):
+        word = "covered" if name == "duty.json" else "round"
+        (rundir.backups / name).write_text(content.replace("covered", word))
+    assert read_duty(rundir) is None and backed_up_round(rundir) == -1 and remote_copies(rundir) == {}
+    (rundir.backups / "step-000003.i001.json").write_text(what)
+    assert remote_copies(rundir) == {}

@@ -20,7 +20,7 @@ from bloomery.checkpoint.format.catalogue import (
     record_copy,
     remote_copies,
 )
-from bloomery.checkpoint.format.manifest import MANIFEST
+from bloomery.checkpoint.format.manifest import MANIFEST, DamagedCheckpoint
 from bloomery.checkpoint.format.state import whole
 from bloomery.checkpoint.format.suspects import SUSPECT, mark_suspects, marks_to_send, newest_trusted
 from bloomery.checkpoint.remote import backup as backup_module
@@ -28,11 +28,13 @@ from bloomery.checkpoint.remote.backup import Backup, tell_of_newer
 from bloomery.checkpoint.remote.backup_due import backup_url, due, uncopied
 from bloomery.checkpoint.remote.backup_duty import Duty, backed_up_round, write_duty
 from bloomery.checkpoint.remote.remote_run import place_at, remote_checkpoints, remote_incarnations
+from bloomery.checkpoint.remote.shared_upload import UploadCoordinator, read_request
 from bloomery.checkpoint.save.direct import save_checkpoint
 from bloomery.config.checkpoint import BackupSection
 from bloomery.errors import CheckpointError, StorageError
 from bloomery.events.incarnation import begin
 from bloomery.events.run_directory import RunDirectory
+from bloomery.objects import Objects
 
 NAMES = ["step-000010.i001", "step-000020.i001", "step-000030.i001"]
 
@@ -83,6 +85,18 @@ def test_each_place_has_records_of_its_own_of_copies_files_and_marks(
     assert marks_to_send(run, second.url, place="second") == {} != marks_to_send(run, second.url)
     mark_suspects(run, checkpoints(run), clean_step=15, why="another reason")
     assert set(marks_to_send(run, second.url, place="second")) == {NAMES[1]}, "a new mark is sent again"
+
+
+def test_what_a_killed_process_asked_of_other_ranks_is_withdrawn_at_the_start(
+    run: RunDirectory, section: BackupSection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.backups.mkdir(exist_ok=True)
+    UploadCoordinator(run, world=2).ask(NAMES[0], url="s3://another/place", files=[])
+    assert read_request(run) is not None
+    backup = backup_of(run, section)
+    monkeypatch.setattr(backup, "_thread", SimpleNamespace(start=lambda: None))
+    backup.wake()
+    assert read_request(run) is None
 
 
 def test_the_newest_that_is_trusted_is_taken(run: RunDirectory) -> None:
@@ -162,6 +176,22 @@ def test_a_checkpoint_that_was_pruned_on_its_way_is_no_failure_and_any_other_is(
     with pytest.raises(StorageError, match="a file is gone"):
         backup._copy_all()
     assert sent == [NAMES[1], NAMES[0]], "the newest goes first"
+
+
+def test_a_checkpoint_that_is_damaged_here_keeps_nothing_else_from_being_sent(
+    run: RunDirectory, section: BackupSection
+) -> None:
+    (data,) = (run.checkpoints / NAMES[1]).glob("model*.safetensors")
+    data.write_bytes(data.read_bytes()[:-1] + b"?")
+    (run.path / "logs").mkdir(exist_ok=True)
+    (run.path / "logs" / "rank-0").write_text("a line")
+    backup = backup_of(run, section)
+    for _ in range(2):
+        with pytest.raises(DamagedCheckpoint, match=f"{data} is not what was saved"):
+            backup._copy_all()  # which the thread tells, as a try that failed
+    keys = {entry.key for entry in Objects(backup.url).entries()}
+    assert f"checkpoints/{NAMES[0]}/{MANIFEST}" in keys and "logs/rank-0" in keys
+    assert not [key for key in keys if NAMES[1] in key]
 
 
 def test_what_is_being_sent_stays_and_what_is_due_where_pruning_waits(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import json
+import mmap
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -97,6 +98,22 @@ def test_a_file_system_without_direct_writes_gets_plain_ones_and_other_refusals_
     with pytest.raises(OSError, match="refused"):
         write_image(tmp_path / "c.bin", image(b"abc"), length=3)
     assert len(tried) == 5
+
+
+@pytest.mark.parametrize("is_direct", [False, True])
+def test_what_goes_through_the_page_cache_is_synced_on_the_way_so_that_progress_is_true(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_direct: bool
+) -> None:
+    events: list[str] = []
+    monkeypatch.setattr(data_file, "_CHUNK_BYTES", 4096)
+    monkeypatch.setattr(data_file, "_SYNC_BYTES", 3 * 4096)
+    monkeypatch.setattr(data_file, "_is_direct", lambda file: is_direct)
+    monkeypatch.setattr(data_file.durable, "sync_file", lambda file: events.append("sync"))
+    content = memoryview(mmap.mmap(-1, 20 * 4096))
+    write_image(tmp_path / "a", content, length=20 * 4096, wrote=lambda count: events.append("wrote"))
+    assert events.count("wrote") == 20 and events.count("sync") == (1 if is_direct else 7)
+    longest = max(len(run) for run in "".join(name[0] for name in events).split("s"))
+    assert is_direct or longest <= 6, "what is written at once, and what is pending at the end"
 
 
 def test_room_for_a_file_is_taken_first_and_only_a_full_disk_is_an_error(

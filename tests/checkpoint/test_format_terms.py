@@ -360,7 +360,7 @@ def test_a_manifest_whose_number_is_none_is_damaged(tmp_path: Path, name: str, n
     [
         {"about": None}, {"about": [1]}, {"values": 5}, {"values": {"train": 5}}, {"world": 0},
         {"world": "x"}, {"time": None}, {"time": "now"}, {"time": -1}, {"time": float("nan")},
-        {"time": 1e300}, {"time": True},
+        {"time": 1e300}, {"time": True}, {"files": [{"name": "a", "bytes": 10**400, "xxh3_128": ""}]},
     ],
 )  # fmt: skip
 def test_a_manifest_whose_facts_make_no_sense_is_damaged(tmp_path: Path, wrong: dict[str, Any]) -> None:

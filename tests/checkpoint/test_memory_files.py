@@ -2,6 +2,7 @@
 
 import errno
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from bloomery.checkpoint.writer.memory_replica import (
     find_in_memory,
     label_of,
 )
+from bloomery.checkpoint.writer.partner import ReplicaLimits, ReplicaServer, agree_on_partner
 from bloomery.checkpoint.writer.ranks import Ranks
 from bloomery.events.incarnation import identity
 from bloomery.events.run_directory import RunDirectory
@@ -36,6 +38,28 @@ def test_a_rank_removes_what_it_staged_and_what_it_kept_and_nothing_of_others(tm
     assert [path.name for path in replicas.directory.glob("rank-*")] == [left[2].name]
     replicas.remove(11)
     assert not replicas.directory.exists()
+    replicas.release()
+
+
+def test_memory_of_ranks_that_are_on_other_nodes_by_now_is_freed_at_the_next_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    replicas = replicas_of(tmp_path, "run")
+    memory, here = tmp_path / "memory", f"{os.uname().nodename} {(tmp_path / 'memory').resolve()}"
+    left = [replicas.slot(0, 1), replicas.slot(1, 0), replicas.slot(2, 1, keeper=0)]
+    gone = [replicas.slot(2, 0), replicas.slot(1, 0, keeper=0), replicas.slot(2, 1, keeper=1)]
+    for path in (*left, *gone, label_of(left[0]), label_of(gone[0])):
+        path.touch()
+
+    def gather(value: Any) -> list[Any]:
+        return [value] * 3 if isinstance(value, dict) else [value, [here, 5, 5], ["far /dev/shm", 5, 5]]
+
+    agree_on_partner(Ranks(rank=1, world=3, gather=gather), memory, run=tmp_path / "run", bytes=5, boxes=5)
+    assert all(path.exists() for path in gone), "the first rank of the node does it"
+    agree_on_partner(Ranks(rank=0, world=3, gather=gather), memory, run=tmp_path / "run", bytes=5, boxes=5)
+    assert sorted(replicas.directory.glob("rank-*")) == sorted([*left, label_of(left[0])])
+    assert f"no longer on this node was freed: {gone[0]}" in caplog.text
     replicas.release()
 
 
@@ -70,8 +94,10 @@ def test_each_file_is_read_where_its_own_part_lies(tmp_path: Path, monkeypatch: 
     said = {"result": None, "failure": None}
 
     def gather(value: Any) -> list[Any]:
-        theirs = [one.to_json() for one in on_second] if isinstance(value, list) else said
-        return [value, theirs]
+        if isinstance(value, dict):
+            return [value, said]
+        labels = value and isinstance(value[0], dict)
+        return [value, [on_second[1].to_json()] if labels else [one.held_part for one in on_second]]
 
     found = find_in_memory(replicas, Ranks(rank=0, world=2, gather=gather), lambda bases: bases)
     assert found is not None and found.base == (5, 1)
@@ -85,3 +111,30 @@ def test_each_file_is_read_where_its_own_part_lies(tmp_path: Path, monkeypatch: 
         found.source.open("f1.safetensors")
     replicas.release()
     assert find_in_memory(replicas, Ranks(rank=0, world=2, gather=gather), lambda bases: []) is None
+
+
+@pytest.mark.parametrize(
+    ("host", "address", "bound"),
+    [
+        ("node-1", "127.0.1.1", "0.0.0.0"),
+        ("node-1", None, "0.0.0.0"),
+        ("127.0.0.1", "127.0.0.1", "127.0.0.1"),
+    ],
+)
+def test_a_node_whose_own_name_leads_to_itself_is_reached_by_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str, address: str | None, bound: str
+) -> None:
+    def look_up(name: str) -> str:
+        assert name == host
+        if address is None:
+            raise socket.gaierror(-2, "Name or service not known")
+        return address
+
+    monkeypatch.setattr(socket, "gethostbyname", look_up)
+    limits = ReplicaLimits(owners=(1,), world=2, bytes=5, boxes=5)
+    replicas = MemoryReplicas(tmp_path, tmp_path / "run", "it")
+    server = ReplicaServer(replicas, rank=0, token="0" * 32, host=host, limits=limits)
+    try:
+        assert server._socket.getsockname() == (bound, server.port)
+    finally:
+        server.close()

@@ -1,5 +1,6 @@
 """Copies in memory: a lost node costs no read of the disk, and what is not whole is never taken."""
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -9,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.checkpoint import memory_rank
@@ -18,8 +20,9 @@ from tests.forked import forked
 
 from bloomery.checkpoint.format.catalogue import checkpoints
 from bloomery.checkpoint.format.commit import Part
-from bloomery.checkpoint.format.manifest import INDEX, MANIFEST, FileRecord
+from bloomery.checkpoint.format.manifest import INDEX, MANIFEST, FileRecord, read_manifest
 from bloomery.checkpoint.writer.memory_replica import (
+    HeldPart,
     MemoryReplica,
     MemoryReplicas,
     MemorySource,
@@ -266,26 +269,55 @@ def test_partners_are_on_other_nodes_and_shared_out():
     assert partners_of(["a", "a", "a", "b"]) == [3, 3, 3, 0]
 
 
-def test_only_a_checkpoint_of_which_all_parts_are_there_is_taken(tmp_path: Path):
-    def replica(rank: int, step: int, world: int = 2, incarnation: int = 1) -> MemoryReplica:
-        return MemoryReplica(
-            path=tmp_path / "x",
-            step=step,
-            incarnation=incarnation,
-            rank=rank,
-            world=world,
-            time=0.0,
-            part=Part(files=(), boxes=()),
-            offsets={},
-            values={},
-            about={},
-        )
+def test_only_a_checkpoint_of_which_all_parts_are_there_is_taken():
+    def part(rank: int, step: int, world: int = 2) -> HeldPart:
+        return HeldPart(step=step, incarnation=1, world=world, rank=rank)
 
-    everyones = [[replica(0, 1), replica(0, 2), replica(0, 3)], [replica(1, 1), replica(1, 2)]]
+    everyones = [[part(0, 1), part(0, 2), part(0, 3)], [part(1, 1), part(1, 2)]]
     every = {(1, 1), (2, 1), (3, 1)}
-    assert [(one.step, one.rank) for one in newest_complete(everyones, every)] == [(2, 0), (2, 1)]
-    assert [one.step for one in newest_complete(everyones, every - {(2, 1)})] == [1, 1]
-    assert newest_complete([[replica(0, 1)], [replica(1, 1, world=3)]], every) == []
+    assert newest_complete(everyones, every) == [part(0, 2), part(1, 2)]
+    assert newest_complete(everyones, every - {(2, 1)}) == [part(0, 1), part(1, 1)]
+    assert newest_complete([[part(0, 1)], [part(1, 1, world=3)]], every) == []
+
+
+def test_of_each_part_that_is_taken_one_rank_tells_the_label_whoever_else_has_it(tmp_path: Path) -> None:
+    world, hashes, sent = 4, "ab" * 5000, list[int]()
+
+    def on_node(node: str) -> MemoryReplicas:
+        return MemoryReplicas(tmp_path / node, tmp_path / "run", "it")
+
+    for node in "ab":  # each part is staged on one of two nodes and kept on the other, in two versions
+        held = on_node(node)
+        held.create()
+        for rank, slot in itertools.product(range(world), range(2)):
+            path, name = held.slot(rank, slot), f"f{rank}.safetensors"
+            path.write_bytes(b"abc")
+            file = FileRecord(name=name, bytes=3, blocks=hashes, xxh3_128="0" * 32)
+            usual = {
+                "incarnation": 1,
+                "time": 0.0,
+                "values": {"train": {"at": hashes}},
+                "about": {},
+                "rank": rank,
+            }
+            part, offsets = Part(files=(file,), boxes=()), {name: 0}
+            write_label(MemoryReplica(path=path, step=slot, world=world, part=part, offsets=offsets, **usual))
+        held.release()
+
+    def find(ranks: Ranks) -> object:
+        def gather(value: Any) -> list[Any]:
+            sent.append(len(json.dumps(value)))
+            return ranks.gather(value)
+
+        counted = replace(ranks, gather=gather)
+        found = find_in_memory(on_node("ab"[ranks.rank // 2]), counted, lambda bases: bases)
+        assert found is not None and found.base == (1, 1)
+        assert read_manifest(found.source).values == {"train": {"at": hashes}}
+        return found.readers
+
+    every = {f"f{rank}.safetensors": list(range(world)) for rank in range(world)}
+    assert Threads(world).run(find) == [every] * world
+    assert sum(sent) < (world + 2) * len(hashes) and max(sent) < 3 * len(hashes)
 
 
 def test_a_label_is_only_believed_beside_its_bytes(tmp_path: Path):

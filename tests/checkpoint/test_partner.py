@@ -230,24 +230,6 @@ def wait_for(seen: Callable[[], bool]) -> bool:
     return True
 
 
-def test_more_connections_than_there_is_room_for_are_closed_at_once(
-    kept: Kept, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
-    monkeypatch.setattr(partner, "AUTHENTICATION_S", 2 * DEADLINE_S)
-    crowd = [socket.create_connection(kept.address, timeout=DEADLINE_S) for _ in range(20)]
-    try:
-        assert wait_for(lambda: closed(crowd[-1]))
-        assert not any(closed(one) for one in crowd[:6]), "two owners, and four that are not known yet"
-        assert closed(crowd[6]) and caplog.messages == [
-            "a connection from 127.0.0.1 was closed: too many at once"
-        ] * (len(crowd) - 6)
-        handling = [thread for thread in threading.enumerate() if thread.name == "replica"]
-        assert len(handling) >= 6 and all(thread.daemon for thread in handling), "none keeps a process alive"
-    finally:
-        for one in crowd:
-            one.close()
-
-
 def closed(connection: socket.socket) -> bool:
     connection.setblocking(False)
     try:

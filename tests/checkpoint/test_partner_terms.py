@@ -21,6 +21,7 @@ from bloomery.checkpoint.format.manifest import FileRecord, Manifest, read_index
 from bloomery.checkpoint.format.manifest import IndexedBox as StoredBox
 from bloomery.checkpoint.writer import memory_replica, partner
 from bloomery.checkpoint.writer.memory_replica import (
+    HeldPart,
     MemoryReplica,
     MemoryReplicas,
     MemorySource,
@@ -230,19 +231,14 @@ def test_partners_are_found_whichever_way_the_ranks_lie_on_the_nodes() -> None:
     assert partners_of(["a"]) == [0]
 
 
-def test_of_several_copies_of_a_part_the_first_is_taken_and_of_one_step_the_later_life() -> None:
-    def held(rank: int, step: int, incarnation: int, node: str) -> MemoryReplica:
-        return replace(replica(rank=rank, step=step), incarnation=incarnation, world=2, path=Path(node))
+def test_of_one_step_the_later_life_is_taken_wherever_its_parts_are() -> None:
+    def held(rank: int, incarnation: int) -> HeldPart:
+        return HeldPart(step=5, incarnation=incarnation, world=2, rank=rank)
 
-    on_a = [held(0, 5, 1, "a"), held(1, 5, 1, "a"), held(0, 5, 2, "a")]
-    on_b = [held(1, 5, 1, "b"), held(1, 5, 2, "b"), held(0, 5, 1, "b")]
-    chosen = newest_complete([on_a, on_b], {(5, 1), (5, 2)})
-    assert [(one.rank, one.incarnation, str(one.path)) for one in chosen] == [(0, 2, "a"), (1, 2, "b")]
-    chosen = newest_complete([on_a, on_b], {(5, 1)})
-    assert [(one.rank, str(one.path)) for one in chosen] == [(0, "a"), (1, "a")]
-    assert newest_complete([on_a[:1], []], {(5, 1)}) == [] == newest_complete([], set())
-    chosen = newest_complete([on_b[:1], on_a[:1]], iter([(5, 1)]))
-    assert [one.rank for one in chosen] == [0, 1], "whichever is found first"
+    on_a, on_b = [held(0, 1), held(1, 1), held(0, 2)], [held(1, 1), held(1, 2), held(0, 1)]
+    for life in (1, 2):
+        assert newest_complete([on_a, on_b], {(5, 1), (5, life)}) == [held(0, life), held(1, life)]
+    assert newest_complete([on_a[:1], []], iter([(5, 1)])) == [] == newest_complete([], set())
 
 
 def test_a_checkpoint_in_memory_says_all_that_its_save_said(tmp_path: Path) -> None:
@@ -362,8 +358,15 @@ def test_bytes_of_the_newest_step_alone_are_read_and_only_by_who_has_that_step(
         seen.append(set(bases))
         return seen[-1] - {(9, 9)}
 
-    ranks = ranks_with(0, *([one.to_json() for one in held] for held in there))
-    found = find_in_memory(MemoryReplicas(tmp_path, tmp_path / "run", "it"), ranks, visible)
+    def gather(value: Any) -> list[Any]:
+        if isinstance(value, dict):
+            return [value] * 4
+        labels = [there[0][0].to_json()], list[Any](), list[Any]()
+        parts = ([one.held_part for one in held] for held in there)
+        return [value, *(labels if isinstance(value[0], dict) else parts)]
+
+    replicas = MemoryReplicas(tmp_path, tmp_path / "run", "it")
+    found = find_in_memory(replicas, Ranks(rank=0, world=4, gather=gather), visible)
     assert found is not None and found.base == (5, 1) and seen == [{(3, 1), (4, 1), (5, 1)}]
     assert found.readers == {"f0.safetensors": [0, 2], "f1.safetensors": [1, 3]}
     content = bytearray(2)

@@ -130,13 +130,13 @@ def test_what_was_verified_and_changed_since_is_sent_again(tmp_path: Path, url: 
     assert verify(remote_source(url)) == []
 
 
-def test_what_arrives_changed_is_found_and_never_committed(tmp_path: Path, url: str):
+def test_what_changed_since_it_was_saved_is_found_and_never_committed(tmp_path: Path, url: str):
     directory = saved(tmp_path)
     victim = next(directory.glob("optim-*"))
     content = bytearray(victim.read_bytes())
     content[5000] ^= 1
     victim.write_bytes(content)
-    with pytest.raises(StorageError, match="is not what was saved") as refused:
+    with pytest.raises(DamagedCheckpoint, match="is not what was saved") as refused:
         upload_checkpoint(directory, Objects(url), notes=tmp_path / "notes")
     assert victim.name in refused.value.message
     assert remote_checkpoints(Objects(url)) == []

@@ -1,5 +1,7 @@
 """What a run needs beside its checkpoints, in a store: sent once, read back, fetched to its place alone."""
 
+import errno
+import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from bloomery.checkpoint.format.manifest import MANIFEST
 from bloomery.checkpoint.format.source import RemoteCheckpoint
 from bloomery.checkpoint.format.state import whole
 from bloomery.checkpoint.format.suspects import SUSPECT
@@ -28,7 +31,7 @@ from bloomery.config.checkpoint import BackupSection
 from bloomery.errors import CheckpointError, StorageError
 from bloomery.events.incarnation import begin
 from bloomery.events.run_directory import RunDirectory
-from bloomery.objects import Objects
+from bloomery.objects import LocalFileError, ObjectEntry, Objects, SentFile
 
 SECTION = BackupSection(url="file:///there")
 
@@ -104,6 +107,26 @@ def test_what_was_sent_before_a_stop_or_an_error_is_not_sent_again(
         with pytest.raises(OSError, match="is not what was sent"):
             upload_more(rundir, remote, SECTION)
     assert upload_more(rundir, remote, SECTION) == 7, "what arrived changed does not count as sent"
+
+
+def test_a_log_that_cannot_be_read_keeps_no_other_from_being_sent(
+    rundir: RunDirectory, remote: Objects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(rundir, {"logs/a": b"1", "logs/b": b"2", "logs/c": b"3"})
+    real, wrong = Objects.send, {"a": errno.EIO, "b": errno.ENOENT}
+
+    def send(store: Objects, key: str, path: Path) -> SentFile:
+        if path.name in wrong:
+            raise LocalFileError(wrong[path.name], os.strerror(wrong[path.name]), str(path))
+        return real(store, key, path)
+
+    monkeypatch.setattr(Objects, "send", send)
+    with pytest.raises(LocalFileError, match=r"Input/output error.*logs/a"):
+        upload_more(rundir, remote, SECTION)
+    assert keys(remote) == ["logs/c"]
+    del wrong["a"]  # what is gone by now is no error
+    upload_more(rundir, remote, SECTION)
+    assert keys(remote) == ["logs/a", "logs/c"]
 
 
 @pytest.mark.parametrize("entry", ["data/../../evil", "logs/./a", "journal//b", "data/.."])
@@ -209,6 +232,37 @@ def test_a_store_lists_its_checkpoints_by_step_and_takes_nothing_else_for_one(
 )
 def test_an_address_is_of_a_store_where_it_begins_with_a_scheme(text: str, is_url: bool) -> None:
     assert is_remote(text) is is_url
+
+
+@pytest.mark.parametrize("sent", [None, [1], {"logs/a": None}, {"logs/a": ["x", 2]}, {"logs/a": 7}])
+def test_where_the_record_of_what_was_sent_is_damaged_all_is_sent_again(
+    rundir: RunDirectory, remote: Objects, sent: object
+) -> None:
+    write(rundir, {"logs/a": b"1", "backups/run-files.json": json.dumps({remote.url: sent}).encode()})
+    assert upload_more(rundir, remote, SECTION) == 1 and keys(remote) == ["logs/a"]
+
+
+def test_many_checkpoints_of_thousands_of_files_are_listed_without_their_files(
+    remote: Objects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for key in (*(f"step-00000{step}.i001/data-{n}" for step in (1, 2) for n in range(5)), "other/data"):
+        remote.put(f"checkpoints/{key}", b"")
+    for key in (
+        f"step-000001.i001/{MANIFEST}",
+        f"step-000002.i001/{MANIFEST}",
+        f"step-000002.i001/{SUSPECT}",
+    ):
+        remote.put(f"checkpoints/{key}", b"{}")
+    listed, entries = list[int](), Objects.entries
+
+    def counted(store: Objects, prefix: str = "") -> list[ObjectEntry]:
+        found = entries(store, prefix)
+        listed.append(len(found))
+        return found
+
+    monkeypatch.setattr(Objects, "entries", counted)
+    found = [(item.name, item.is_marked) for item in remote_checkpoints(remote)]
+    assert found == [("step-000001.i001", False), ("step-000002.i001", True)] and sum(listed) == 0
 
 
 def test_a_store_of_no_known_kind_is_refused_without_its_secrets(tmp_path: Path) -> None:

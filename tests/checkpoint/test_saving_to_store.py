@@ -1,5 +1,6 @@
 """Ranks whose nodes share nothing save straight to object storage, and go on from there on any node."""
 
+import os
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -168,8 +169,12 @@ def test_a_start_removes_what_interrupted_saves_left_and_nothing_else(
     before = keys(section)
     for key in ("checkpoints/step-000002.i001/model-r00000-of-00002-000.safetensors", "saving/x/part-r00001"):
         remote.put(key, b"half")
+    cut = tmp_path / "store" / NAME / "checkpoints" / "step-000003.i001" / "model-r00000.safetensors#1"
+    cut.parent.mkdir(parents=True)
+    cut.write_bytes(b"of a process that was killed")
+    os.utime(cut, (0, 0))
     run_storage(RunDirectory(tmp_path / "b").create(), section, run_name=NAME).refresh()
-    assert keys(section) == before
+    assert keys(section) == before and cut.exists() == (not section.url.startswith("file://"))
 
 
 def test_the_object_that_a_console_makes_for_a_folder_is_no_checkpoint(
@@ -267,6 +272,19 @@ def test_a_run_that_has_checkpoints_at_the_other_place_is_refused(tmp_path: Path
     on_nodes(tmp_path, here, saving(1), nodes="b")
     with pytest.raises(CheckpointError, match=r"kept at .*/b/checkpoints"):
         refuse_changed_url(RunDirectory(tmp_path / "b"), there)
+
+
+def test_a_place_that_holds_nothing_of_the_run_does_not_make_it_begin_anew(tmp_path: Path) -> None:
+    mounted, rundir = tmp_path / "store", RunDirectory(tmp_path / "a")
+    there = CheckpointSection(url=f"file://{mounted}", background="off")
+    on_nodes(tmp_path, there, saving(1), nodes="a")
+    moved = mounted.rename(tmp_path / "moved")
+    (refusal,) = on_nodes(tmp_path, there, saving(2), nodes="a")  # as where the disk is not mounted
+    assert isinstance(refusal, CheckpointError) and "holds nothing of this run" in refusal.message
+    assert [item.step for item in checkpoints(rundir)] == [1]
+    assert restored(tmp_path, replace(there, url=f"file://{moved}"), "a") == 1
+    (entry,) = checkpoints(rundir)
+    assert source_of(entry.directory).place().startswith(f"file://{moved}/") and not verify(entry.directory)
 
 
 def test_a_start_learns_of_incarnations_that_others_began(tmp_path: Path, section: CheckpointSection) -> None:

@@ -69,6 +69,20 @@ def is_whole(rundir: RunDirectory) -> bool:
     return verify(directory) == [] and len(list(directory.glob("*r0000*.safetensors"))) >= WORLD
 
 
+def test_of_a_save_at_once_only_the_first_rank_reads_what_all_others_wrote(
+    rundir: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads, read = list[int](), saving_module.part_or_failure
+
+    def counted(content: str, *, rank: int, place: str) -> object:
+        reads.append(rank)
+        return read(content, rank=rank, place=place)
+
+    monkeypatch.setattr(saving_module, "part_or_failure", counted)
+    together(rundir, CheckpointSection(background="off"), save_once)
+    assert is_whole(rundir) and sorted(reads) == sorted([*range(WORLD), *range(WORLD)])
+
+
 def test_memory_that_only_one_rank_gets_is_told_to_all_and_all_save_without_it(
     rundir: RunDirectory, monkeypatch
 ):

@@ -12,7 +12,7 @@ from tests.checkpoint.small_run import Run
 from tests.checkpoint.test_background import wait_for
 
 from bloomery.checkpoint.format.catalogue import checkpoints, remote_copies, verify
-from bloomery.checkpoint.format.manifest import FileRecord, read_manifest
+from bloomery.checkpoint.format.manifest import DamagedCheckpoint, FileRecord, read_manifest
 from bloomery.checkpoint.format.state import whole
 from bloomery.checkpoint.remote import backup as backup_module
 from bloomery.checkpoint.remote import shared_upload
@@ -117,8 +117,10 @@ def test_a_file_that_is_damaged_here_is_found_while_it_is_sent(
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    with pytest.raises(StorageError, match="is not what was saved"):
-        upload_checkpoint(directory, Objects(object_store.new_bucket()), notes=rundir.path / "notes")
+    remote = Objects(object_store.new_bucket())
+    with pytest.raises(DamagedCheckpoint, match=f"{path} is not what was saved"):
+        upload_checkpoint(directory, remote, notes=rundir.path / "notes")
+    assert not remote.exists(f"checkpoints/{directory.name}/{path.name}"), "nobody takes it for the file"
 
 
 @pytest.mark.parametrize("size", [1, 5 << 20, (5 << 20) + 1, (11 << 20) + 7])
@@ -237,7 +239,7 @@ def test_what_a_store_does_not_vouch_for_is_read_back(
 
     remote = Objects(f"file://{tmp_path}/elsewhere")
     monkeypatch.setattr(Objects, "send", damaging)
-    with pytest.raises(OSError, match="is not what was saved"):
+    with pytest.raises(OSError, match="is not what was sent"):
         FileSender(directory, remote, notes=rundir.path / "notes", noted={}).send(record)
     assert not (rundir.path / "notes").exists()
 

@@ -1,5 +1,6 @@
 """What one rank's writer sends of a save straight to object storage, and what it takes back."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -58,6 +59,13 @@ class TestWriters:
         failure = self.give(0)["failure"]
         assert isinstance(failure, dict) and failure["message"] == "rank 1: it broke"
         assert self.remote.entries() == []
+
+    def test_a_store_that_is_gone_fails_the_save_and_ends_no_writer(self, tmp_path: Path) -> None:
+        shutil.rmtree(tmp_path / "store")
+        (tmp_path / "store").write_text("where the mount was")
+        failure = self.give(0)["failure"]
+        assert isinstance(failure, dict) and failure["kind"] == "storage"
+        assert "cannot be used: Not a directory" in failure["message"]
 
     def test_a_rank_of_which_nothing_is_heard_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(store_place, "_FIRST_POLL_S", 0.0)

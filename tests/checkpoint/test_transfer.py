@@ -24,7 +24,7 @@ from bloomery.checkpoint.remote.remote_run import remote_source
 from bloomery.checkpoint.remote.transfer import download_checkpoint, subset, upload_checkpoint
 from bloomery.checkpoint.save.direct import save_checkpoint
 from bloomery.errors import CheckpointError, StorageError
-from bloomery.objects import Objects
+from bloomery.objects import Objects, StoreUnreachable
 
 
 class Watched(LocalCheckpoint):
@@ -88,6 +88,31 @@ def test_of_an_earlier_try_only_whole_files_are_kept(source: Watched, tmp_path: 
         source.opened.clear()
         assert download_checkpoint(source, here) == fetched and same(fetched, source.path)
         assert source.opened == again
+
+
+def test_a_checkpoint_that_is_damaged_here_is_mended_from_its_copy(source: Watched, tmp_path: Path):
+    here = download_checkpoint(source, tmp_path / "here")
+    (optim,) = here.glob("optim-*")
+    for damaged in (optim, here / INDEX, here / MANIFEST):
+        content = damaged.read_bytes()
+        damaged.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        source.opened.clear()
+        assert download_checkpoint(source, tmp_path / "here") == here and same(here, source.path)
+        assert source.opened == (["optim"] if damaged == optim else [])
+    optim.write_bytes(b"?")
+    silent = Watched(source.path)
+    silent.open = lambda file: (_ for _ in ()).throw(StoreUnreachable(5, "away"))  # type: ignore[method-assign]
+    with pytest.raises(StorageError, match="away"):
+        download_checkpoint(silent, tmp_path / "here")
+    assert (here / MANIFEST).exists(), "until all is there, what is here stays"
+
+
+def test_another_checkpoint_of_the_same_name_is_not_taken_for_the_copy(source: Watched, tmp_path: Path):
+    other = save_checkpoint(tmp_path / "here", [whole("model.a", torch.ones(3))], step=3, incarnation=1)
+    before = (other / MANIFEST).read_bytes()
+    with pytest.raises(CheckpointError, match=f"{other} is another checkpoint of this name"):
+        download_checkpoint(source, tmp_path / "here")
+    assert (other / MANIFEST).read_bytes() == before and verify(other) == []
 
 
 def test_a_copy_that_would_not_fit_is_refused_before_anything_is_fetched(

@@ -239,3 +239,22 @@ def test_small_files_that_cannot_be_written_or_read_are_told_or_none(tmp_path: P
     assert 0.0 < process_age_s() < time.clock_gettime(time.CLOCK_BOOTTIME)
     assert process_age_s(2**22 + 1) == 0.0
     assert process_age_s(1) > process_age_s(), "of the first process of all"
+
+
+def test_on_a_full_disk_what_makes_room_runs_under_the_lock_alone_and_training_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rundir = RunDirectory(tmp_path / "run").create()
+
+    def full(path: Path, content: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(durable, "write_whole_unsynced", full)
+    with pytest.raises(StorageError, match="No space left on device"):
+        lock_run(rundir)
+    with lock_run(rundir, doing="pruned"):
+        assert not rundir.holder.exists()
+        with pytest.raises(RunBusy):
+            lock_run(rundir, doing="pruned")
+    monkeypatch.setattr(durable, "write_whole_unsynced", lambda path, content: path.write_text(content))
+    lock_run(rundir).close()

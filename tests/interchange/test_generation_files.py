@@ -89,6 +89,15 @@ def test_another_tokenizer_than_the_models_says_itself_how_texts_begin(
     assert bounds.begins == ((0,) if adds_bos else ())
 
 
+def test_ids_that_the_model_has_not_end_no_text_and_keep_no_run_from_generating(tmp_path: Path) -> None:
+    theirs = their_directory(tmp_path / "theirs", adds_bos=True, settings={})
+    (theirs / "generation_config.json").write_text(json.dumps({"eos_token_id": [-1, 3, 8]}))
+    rundir = RunDirectory(tmp_path / "run").create()
+    tokenizer = theirs / "tokenizer.json"
+    keep_generation_files(theirs, rundir, tokenizer=tokenizer, end_of_document=1, vocabulary=8)
+    assert text_bounds(generation_files_of(rundir), end_of_document=1).ends == {1, 3}
+
+
 def test_a_model_trained_here_begins_and_ends_with_the_end_of_document(tmp_path: Path) -> None:
     bounds = text_bounds(None, end_of_document=7)
     assert (bounds.opening([5]), bounds.opening([]), bounds.ends) == ([7, 5], [7], {7})

@@ -16,6 +16,7 @@ from transformers.integrations.finegrained_fp8 import _dequantize_fp8_weight
 
 from bloomery.errors import CheckpointError
 from bloomery.interchange.huggingface import import_
+from bloomery.interchange.quantised_weights import Scheme
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 12]}
 INT8 = {"quant_method": "bitsandbytes", "load_in_8bit": True, "llm_int8_threshold": 6.0}
@@ -90,6 +91,12 @@ def test_fp8_codes_are_the_weights_that_transformers_makes_of_them(plain: Path, 
     quantisation = FP8 | {"weight_block_size": block, "modules_to_not_convert": ["lm_head"]}
     weights = rewritten(plain, lambda tensors: as_fp8(tensors, block), quantisation)
     assert_imported(plain, weights)
+
+
+def test_a_block_that_a_file_claims_takes_no_memory_beyond_its_matrix() -> None:
+    stored = {"w": torch.full((3, 5), 2.0), "w_scale_inv": torch.full((1, 1), 4.0)}
+    scheme = Scheme(kind="fp8", dtype="F8_E4M3", block=(10**12, 10**12))
+    assert torch.equal(scheme.read("w", stored.__getitem__), torch.full((3, 5), 8.0))
 
 
 def test_int8_codes_are_the_weights_of_their_rows(plain: Path) -> None:

@@ -17,6 +17,7 @@ from bloomery.checkpoint.format.catalogue import verify
 from bloomery.checkpoint.format.manifest import Index, Manifest, read_manifest
 from bloomery.checkpoint.format.source import Source, source_of
 from bloomery.checkpoint.format.state import whole
+from bloomery.checkpoint.format.suspects import SUSPECT, why_suspect
 from bloomery.checkpoint.load import loader
 from bloomery.checkpoint.load.loader import read_tensors
 from bloomery.checkpoint.save import direct
@@ -53,6 +54,11 @@ def test_a_slim_checkpoint_is_the_model_alone_and_verifies(
     assert manifest.values == {"train": {"step": 3}, "data": {"fingerprint": "x"}}
     assert manifest.about["loss"] == 1.5
     assert done.after < 0.7 * done.before
+
+
+def test_a_slim_copy_of_a_suspect_is_a_suspect(checkpoint: Path, tmp_path: Path) -> None:
+    (checkpoint / SUSPECT).write_text('{"why": "rank 3 erred"}')
+    assert why_suspect(slim_checkpoint(checkpoint, tmp_path / "slim").path) == "rank 3 erred"
 
 
 def test_a_slim_copy_of_a_damaged_checkpoint_leaves_no_directory(checkpoint: Path, tmp_path: Path) -> None:

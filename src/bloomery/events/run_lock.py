@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from bloomery import durable
-from bloomery.errors import RunBusy, storage_error
+from bloomery.errors import RunBusy, StorageError, is_full, storage_error
 from bloomery.events.heartbeat import read_heartbeat, write_unsynced
 from bloomery.events.run_directory import RunDirectory
 
@@ -76,7 +76,12 @@ class LockHolder:
         self._closed = threading.Event()
         _close_in_forked_children(self)
         self._record = {**_myself(), "doing": doing}
-        write_unsynced(self._path, json.dumps(self._record) + "\n")
+        try:
+            write_unsynced(self._path, json.dumps(self._record) + "\n")
+        except StorageError as refused:
+            # What makes room on a full disk needs no file there: the lock itself keeps others away.
+            if doing == TRAINING or not lock.held or not is_full(refused.__cause__):
+                raise
         self._thread = threading.Thread(target=self._refresh, name="holder", daemon=True)
         self._thread.start()
 

@@ -91,10 +91,8 @@ def keep_generation_files(
     ids = {**token_ids(directory), **{key: generation[key] for key in _TOKEN_IDS if key in generation}}
     bos, eos = ids.get("bos_token_id"), ids.get("eos_token_id")
     has_bos = isinstance(bos, int) and 0 <= bos < vocabulary
-    ends = {
-        end_of_document,
-        *(token_id for token_id in (eos if isinstance(eos, list) else [eos]) if isinstance(token_id, int)),
-    }
+    listed = eos if isinstance(eos, list) else [eos]
+    ends = {end_of_document, *(id for id in listed if isinstance(id, int) and 0 <= id < vocabulary)}
     content = {
         "begins": _begins(model, tokenizer, bos if has_bos else None),
         "empty": bos if has_bos else end_of_document,

@@ -79,8 +79,9 @@ class Scheme:
         if self.block is None:
             return codes * scale
         rows, columns = codes.shape
-        by_row = scale.repeat_interleave(self.block[0], 0)[:rows]
-        return codes * by_row.repeat_interleave(self.block[1], 1)[:, :columns]
+        high, wide = min(self.block[0], rows), min(self.block[1], columns)  # a file may claim any block
+        by_row = scale.repeat_interleave(high, 0)[:rows]
+        return codes * by_row.repeat_interleave(wide, 1)[:, :columns]
 
 
 def scheme_of(content: Mapping[str, Any], *, transposes: bool) -> Scheme | None:

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from bloomery import durable
 from bloomery.checkpoint.format.manifest import read_manifest
+from bloomery.checkpoint.format.source import source_of
 from bloomery.checkpoint.format.state import StateEntry
+from bloomery.checkpoint.format.suspects import SUSPECT, mark_of
 from bloomery.checkpoint.load.loader import read_in_pieces
 from bloomery.checkpoint.save.direct import save_streamed
 from bloomery.config.find import is_run
@@ -46,7 +48,8 @@ def slim_checkpoint(
     """Write the model of a checkpoint, without optimizer and guards, below `directory`, under the same name.
 
     It holds at most 1 GiB of tensors in memory, whatever the size of the largest, and verifies every byte
-    that it reads. Raises CheckpointError and StorageError.
+    that it reads. The copy of a checkpoint that is marked as suspect is marked, too.
+    Raises CheckpointError and StorageError.
     """
     if is_run(directory) or is_run(directory.parent):
         raise CheckpointError(
@@ -77,10 +80,15 @@ def slim_checkpoint(
             values={part: manifest.values[part] for part in KEPT_VALUES if part in manifest.values},
             about=manifest.about,
         )
-    except BaseException:
+        mark = mark_of(source_of(checkpoint))
+        if mark is not None:
+            durable.write_whole(written / SUSPECT, mark)
+    except BaseException as error:
         if is_new:
             with suppress(OSError):  # it is not there, or holds something by now
                 directory.rmdir()
+        if isinstance(error, OSError):
+            raise storage_error(error, path=final, doing="Marking a slim copy") from error
         raise
     return Slimmed(path=written, before=manifest.bytes, after=read_manifest(written).bytes)
 

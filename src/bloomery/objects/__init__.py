@@ -25,8 +25,10 @@ from urllib.parse import unquote, urlsplit
 
 import xxhash
 
+from bloomery import durable
 from bloomery.config.environment import refuse_network
 from bloomery.errors import StorageError
+from bloomery.objects.disk import Disk
 from bloomery.objects.refusals import (
     WRONG_CREDENTIALS,
     AccessDenied,
@@ -37,6 +39,7 @@ from bloomery.objects.refusals import (
     short_text,
     written_again,
 )
+from bloomery.objects.refusals import LocalFileError as LocalFileError
 from bloomery.objects.refusals import StoreUnreachable as StoreUnreachable
 from bloomery.objects.refusals import storage_failure as storage_failure
 from bloomery.objects.refusals import without_secrets as without_secrets
@@ -54,6 +57,8 @@ PATIENCE_S = 120.0
 _SILENCE_S, _CONNECT_S = 60.0, 20.0
 _SENDING_S = 900.0
 """The seconds for sending one part (5 MB, twelve at once), since obstore reports no progress of it."""
+_SENDING_TRIES = 8
+"""How often a part is sent again, within seconds: where it fails for good, its whole object is sent anew."""
 _WHOLE_S = 7 * 86_400.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 20.0
 _LOGGED_AT = 3  # failures in a row, after about two seconds
@@ -89,25 +94,35 @@ class Objects:
     def __init__(self, url: str, *, patience_s: float = PATIENCE_S, create: bool = True) -> None:
         self.url = url.rstrip("/")
         self._patience_s = patience_s
-        self._receiving = _opened(self.url, total_s=_WHOLE_S, silence_s=_SILENCE_S, create=create)
-        self._sending = _opened(self.url, total_s=_SENDING_S, silence_s=_SENDING_S, create=create)
+        receiving, sending = (_WHOLE_S, _SILENCE_S, 1), (_SENDING_S, _SENDING_S, _SENDING_TRIES)
+        self._receiving, self._sending = (
+            _opened(
+                self.url,
+                total_s=total_s,
+                silence_s=silence_s,
+                retry={"max_retries": tries, "retry_timeout": timedelta(seconds=patience_s)},
+                create=create,
+            )
+            for total_s, silence_s, tries in (receiving, sending)
+        )
+        self._disk = Disk(_directory_of(self.url)) if self.url.startswith("file://") else None
 
     def put(self, key: str, content: Path | bytes) -> None:
         """Write an object, large ones in parts. Nobody sees it before it is whole."""
         import obstore
 
-        self._patiently(key, lambda: obstore.put(self._sending, key, content))
+        self._written(key, lambda: obstore.put(self._sending, key, content))
 
     def send(self, key: str, path: Path) -> SentFile:
         """Write a file as an object, in parts, hashed on the way; say whether the store's hash agrees."""
-        return self._patiently(key, lambda: send_file(self._sending, key, path))
+        return self._written(key, lambda: send_file(self._sending, key, path))
 
     def send_pieces(self, key: str, *, size: int, pieces: Callable[[], Iterable[memoryview]]) -> bool:
         """Write an object of `size` bytes that lies in memory; say whether the store's hash proves it.
 
         pieces: returns its bytes from the first on; called again where the line broke.
         """
-        return self._patiently(key, lambda: send_pieces(self._sending, key, size=size, pieces=pieces()))
+        return self._written(key, lambda: send_pieces(self._sending, key, size=size, pieces=pieces()))
 
     def create(self, key: str, content: bytes) -> bool:
         """Write an object that is not there yet; say whether it now holds `content`.
@@ -127,7 +142,7 @@ class Objects:
                 if not self.exists(key):
                     obstore.put(self._sending, key, content)
 
-        self._patiently(key, create)
+        self._written(key, create)
         return self.content(key) == content
 
     def exists(self, key: str) -> bool:
@@ -151,6 +166,14 @@ class Objects:
         import obstore
 
         self._patiently(key, lambda: obstore.delete(self._sending, key))
+        if self._disk is not None:  # else a power cut may bring it back beside what was removed after it
+            with as_os_error(self.place(key)):
+                self._disk.forget(key)
+
+    def remove_unfinished(self, prefix: str) -> None:
+        """Remove what killed uploads left under a prefix of a file:// URL (else see UnfinishedUploads)."""
+        if self._disk is not None:
+            self._disk.remove_unfinished(prefix)
 
     def stat(self, key: str) -> ObjectStat:
         """Return an object's size and mark.
@@ -183,6 +206,13 @@ class Objects:
         )
         listed = [ObjectEntry(key=raw["path"], stat=_stat(raw)) for raw in raw_entries]
         return sorted(listed, key=lambda raw: raw.key)
+
+    def directories(self, prefix: str) -> list[str]:
+        """Return the first words of the keys below a prefix that have further ones behind a `/`, sorted."""
+        import obstore
+
+        listed = self._patiently(prefix, lambda: obstore.list_with_delimiter(self._receiving, prefix))
+        return sorted(path.rstrip("/").rpartition("/")[2] for path in listed["common_prefixes"])
 
     def content(self, key: str, *, begin: int = 0, end: int | None = None) -> bytes:
         """Return an object's bytes [begin, end), fewer where it ends before."""
@@ -254,6 +284,20 @@ class Objects:
                 return
             yield memoryview(piece)
 
+    def _written(self, key: str, write: Callable[[], Result]) -> Result:
+        """Write an object, and return what `write` returns once the object outlives a power cut.
+
+        A store answers when it does; of a disk, the file is synced, and so are the names that lead to it.
+        """
+
+        def write_durably() -> Result:
+            result = write()
+            if self._disk is not None:
+                self._disk.keep(key)
+            return result
+
+        return self._patiently(key, write_durably)
+
     def _patiently(self, key: str, act: Callable[[], Result]) -> Result:
         retry = _Retry(self._patience_s)
         while True:
@@ -291,7 +335,8 @@ class _Retry:
         time.sleep(max(0.0, min(pause_s, self._deadline - time.monotonic())))
 
 
-def _opened(url: str, *, total_s: float, silence_s: float, create: bool) -> ObjectStore:
+def _opened(url: str, *, total_s: float, silence_s: float, retry: RetryConfig, create: bool) -> ObjectStore:
+    """Open a store. retry: for single requests; `_Retry` tries again what ended in the middle, too."""
     from obstore.exceptions import BaseError
     from obstore.store import HTTPStore, LocalStore, from_url
 
@@ -303,10 +348,11 @@ def _opened(url: str, *, total_s: float, silence_s: float, create: bool) -> Obje
         "read_timeout": timedelta(seconds=silence_s),
         "allow_http": scheme == "http" or endpoint.startswith("http://"),
     }
-    retry: RetryConfig = {"max_retries": 1}  # `_Retry` tries again, what ended in the middle too
     try:
         if scheme == "file":
-            if not create:
+            if create:
+                durable.make_directory(_directory_of(url))
+            else:
                 _refuse_no_directory(url)
             return LocalStore.from_url(url, mkdir=create)
         refuse_network(f"reach {without_secrets(url)}", remedy="Copy it by way of a disk: file:///path.")
@@ -314,14 +360,19 @@ def _opened(url: str, *, total_s: float, silence_s: float, create: bool) -> Obje
             return HTTPStore.from_url(url, client_options=client, retry_config=retry)
         return from_url(url, client_options=client, retry_config=retry)
     except (BaseError, ValueError, OSError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else "") or str(error)
         raise StorageError(
-            f"{without_secrets(url)} cannot be used: {short_text(str(error))}",
+            f"{without_secrets(url)} cannot be used: {short_text(reason)}",
             remedy="Is the URL right, and are the credentials in the environment?",
         ) from error
 
 
+def _directory_of(url: str) -> Path:
+    return Path(unquote(urlsplit(url).path))
+
+
 def _refuse_no_directory(url: str) -> None:
-    path = Path(unquote(urlsplit(url).path))
+    path = _directory_of(url)
     if not path.is_dir():
         problem = "is no directory" if path.exists() else "does not exist"
         raise StorageError(f"{without_secrets(url)} {problem}", remedy="Check the path.")

@@ -47,6 +47,10 @@ class BeyondEnd(PermanentStoreError):
     """Bytes were asked for that begin at the end of an object, or beyond it."""
 
 
+class LocalFileError(OSError):
+    """A file here that was to be sent cannot be read: no store is to blame. `filename` names it."""
+
+
 def storage_failure(error: OSError, *, doing: str) -> StorageError:
     """Return an error of a remote store as a StorageError with a remedy. Raise it `from error`.
 
@@ -88,6 +92,8 @@ def as_os_error(place: str) -> Iterator[None]:
 
     try:
         yield
+    except LocalFileError:
+        raise
     except (FileNotFoundError, exceptions.NotFoundError) as error:
         if "NoSuchBucket" in str(error):
             raise PermanentStoreError(errno.EIO, f"{place}: {short_text(str(error))}") from error

@@ -14,6 +14,7 @@ import hashlib
 import hmac
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
@@ -25,7 +26,13 @@ from xml.etree import ElementTree
 import xxhash
 
 from bloomery.config.environment import refuse_network
-from bloomery.objects.refusals import AccessDenied, PermanentStoreError, StoreUnreachable, short_text
+from bloomery.objects.refusals import (
+    AccessDenied,
+    LocalFileError,
+    PermanentStoreError,
+    StoreUnreachable,
+    short_text,
+)
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -48,17 +55,33 @@ class SentFile:
 
 
 def send_file(store: ObjectStore, key: str, path: Path) -> SentFile:
-    """Send a file, hashed while it is read."""
-    size, whole = path.stat().st_size, xxhash.xxh3_128()
+    """Send a file, hashed while it is read. Raises LocalFileError where it cannot be read."""
+    whole = xxhash.xxh3_128()
+    with _of_file(path):
+        size = path.stat().st_size
 
     def pieces() -> Iterator[bytes]:
-        with path.open("rb") as file:
-            while piece := file.read(part_size(size)):
+        with _of_file(path):
+            file = path.open("rb")
+        with file:
+            while True:
+                with _of_file(path):
+                    piece = file.read(part_size(size))
+                if not piece:
+                    return
                 whole.update(piece)
                 yield piece
 
     is_proven = send_pieces(store, key, size=size, pieces=pieces())
     return SentFile(xxh3_128=whole.hexdigest(), is_proven=is_proven)
+
+
+@contextmanager
+def _of_file(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise LocalFileError(error.errno, error.strerror or str(error), str(path)) from error
 
 
 def send_pieces(store: ObjectStore, key: str, *, size: int, pieces: Iterable[bytes | memoryview]) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import msgspec
 import xxhash
 
 from bloomery import durable
@@ -352,8 +353,8 @@ def _read(path: Path) -> tuple[RemoteCopy, ...]:
         content = json.loads(path.read_text(encoding="utf-8"))
         listed = content.get("copies", [content])  # before 0.1 it was one copy
         return tuple(
-            RemoteCopy(**{field: copy[field] for field in ("url", "what", "bytes", "time")})
+            msgspec.convert({field: copy[field] for field in ("url", "what", "bytes", "time")}, RemoteCopy)
             for copy in listed
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return ()

@@ -237,7 +237,7 @@ def stalled_part(rank: int, name: str, *, stall_s: float, after: str) -> Storage
     )
 
 
-def part_or_failure(content: bytes, *, rank: int, place: str) -> Part:
+def part_or_failure(content: bytes | str, *, rank: int, place: str) -> Part:
     """Return the part that a rank recorded. Raises StorageError with its own error where it failed."""
     record = _decoded(content)
     if record.part is None:
@@ -290,7 +290,7 @@ def error_to_json(error: BaseException) -> dict[str, str]:
     return {"kind": "checkpoint", "message": f"the writer failed:\n{text}", "remedy": "Please report this."}
 
 
-def _decoded(record: bytes) -> _PartRecord:
+def _decoded(record: bytes | str) -> _PartRecord:
     with without_garbage_collection():
         return msgspec.json.decode(record, type=_PartRecord)
 

@@ -42,6 +42,7 @@ FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 """The names that a data file may have."""
 _MANIFEST_BYTES_AT_MOST = 256 << 20
 _INDEX_BYTES_AT_MOST = 64 << 30
+_FILE_BYTES_AT_MOST = (1 << 63) - 1
 _LATEST_S = 253_402_300_799  # the last second of the year 9999
 _NOT_DAMAGE = {
     *(errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN),
@@ -281,8 +282,8 @@ def checked_manifest(manifest: Manifest) -> Manifest:
     for file in manifest.files:
         if not FILE_NAME.fullmatch(file.name) or file.name in (MANIFEST, INDEX):
             raise ValueError(f"a data file cannot be named {file.name!r}")
-        if file.bytes < 0:
-            raise ValueError(f"{file.name} cannot have {file.bytes} bytes")
+        if not 0 <= file.bytes <= _FILE_BYTES_AT_MOST:
+            raise ValueError(f"{file.name} cannot have {file.bytes!r:.40} bytes")
     if not 0 <= manifest.index_bytes <= _INDEX_BYTES_AT_MOST:
         raise ValueError(f"an index cannot have {manifest.index_bytes} bytes")
     if len({file.name for file in manifest.files}) != len(manifest.files):

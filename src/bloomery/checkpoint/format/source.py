@@ -224,7 +224,7 @@ def stored_url(entry: Path) -> str:
     """Return the URL of the checkpoint that an entry of the run directory names. Raises CheckpointError."""
     try:
         return str(json.loads((entry / STORED_AT).read_bytes())["url"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(
             f"{entry / STORED_AT} does not say where the checkpoint is stored",
             remedy="Remove the directory: the next start of the run writes it anew.",

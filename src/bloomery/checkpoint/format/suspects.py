@@ -98,7 +98,7 @@ def why_suspect(where: Path | Source) -> str:
     try:
         mark = mark_of(source_of(where))
         return "" if mark is None else str(json.loads(mark)["why"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return "its mark cannot be read"
 
 

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 
 from bloomery.checkpoint.format.catalogue import (
     CommittedCheckpoint,
@@ -83,6 +84,8 @@ class Backup:
         self._wake, self._stop = threading.Event(), threading.Event()
         self.on_all_copied: Callable[[], None] = lambda: None
         self._told = self._sending = ""
+        self._damaged: dict[str, DamagedCheckpoint] = {}
+        """Checkpoints whose files here are not what was saved, which only the next start tries again."""
         self._tries = self._failed_try = self._incarnation_copied = 0
         self._thread = threading.Thread(target=self._run, name="checkpoint-backup", daemon=True)
         self._started = False
@@ -91,6 +94,8 @@ class Backup:
         """Wake the thread to look for checkpoints to upload, after each save and rewind. Does not wait."""
         if not self._started:
             self._started = True
+            with suppress(OSError):  # what a process that was killed asked for, perhaps at another URL
+                self._others.end()
             self._thread.start()
         self._has_files_left = True
         self._wake.set()
@@ -233,12 +238,13 @@ class Backup:
     def _copy_all(self) -> None:
         if not self._writes():
             return
-        left, incarnation = self._uncopied(), current(self._rundir)
+        left, incarnation = self._intact_uncopied(), current(self._rundir)
         # A rewind hides checkpoints, so a new incarnation is uploaded even where no checkpoint is due.
         has_new_incarnation = incarnation != self._incarnation_copied and has_copies(self._rundir)
         has_files_left = self._has_files_left and has_copies(self._rundir)
         if not left and not has_new_incarnation and not has_files_left and not self._marks_to_send():
             self._has_files_left = False
+            self._raise_damage()
             return
         remote = place_at(self.url)
         try:
@@ -259,17 +265,21 @@ class Backup:
                     others=self._others,
                     place=self._place,
                 )
-            except BloomeryError:
+            except BloomeryError as error:
                 if newest.directory.exists():
-                    raise
-                log.info("%s was removed before it was backed up: a newer one is", newest.name)
+                    if not isinstance(error, DamagedCheckpoint):
+                        raise
+                    self._damaged[newest.name] = error
+                else:
+                    log.info("%s was removed before it was backed up: a newer one is", newest.name)
             self._sending = ""
-            left = self._uncopied()
+            left = self._intact_uncopied()
         try:
             send_marks(self._rundir, remote, place=self._place)
         except OSError as error:
             raise storage_failure(error, doing="Marking backups as suspect") from error
         self._send_more(remote)
+        self._raise_damage()
 
     def _marks_to_send(self) -> bool:
         return bool(marks_to_send(self._rundir, self.url, place=self._place))
@@ -285,7 +295,8 @@ class Backup:
             # Asked for each of hundreds of files: what is due is found anew where checkpoints have changed.
             nonlocal seen
             before, seen = seen, listing_changed(self._rundir)
-            self._has_files_left = self._stop.is_set() or (seen != before and bool(self.due()))
+            is_due = seen != before and any(item.name not in self._damaged for item in self.due())
+            self._has_files_left = self._stop.is_set() or is_due
             return not self._has_files_left
 
         try:
@@ -298,6 +309,17 @@ class Backup:
 
     def _uncopied(self) -> list[CommittedCheckpoint]:
         return uncopied(self._rundir, self._section, run_name=self._run_name, place=self._place)
+
+    def _intact_uncopied(self) -> list[CommittedCheckpoint]:
+        """Return those that are to be sent: one that is damaged here keeps no other from being sent."""
+        left = self._uncopied()
+        here = {item.name for item in left}
+        self._damaged = {name: damage for name, damage in self._damaged.items() if name in here}
+        return [item for item in left if item.name not in self._damaged]
+
+    def _raise_damage(self) -> None:
+        for damage in self._damaged.values():
+            raise damage
 
     def _tell(self, text: str) -> None:
         if text != self._told:

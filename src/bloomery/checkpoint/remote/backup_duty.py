@@ -37,7 +37,7 @@ def read_duty(rundir: RunDirectory) -> Duty | None:
     try:
         stored = json.loads((rundir.backups / _DUTY).read_bytes())
         return Duty(peer=str(stored["peer"]), writes=stored["writes"] is True, covered=int(stored["covered"]))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
 
 
@@ -57,7 +57,7 @@ def backed_up_round(rundir: RunDirectory) -> int:
     """Return the newest round that this directory's peer has backed up; -1 for none."""
     try:
         return int(json.loads((rundir.backups / _ROUND).read_bytes())["round"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return -1
 
 

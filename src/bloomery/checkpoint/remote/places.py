@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from bloomery import durable
 from bloomery.checkpoint.format.catalogue import PLACES, CommittedCheckpoint, checkpoints
@@ -142,8 +142,12 @@ class ObjectRunStorage:
         console leaves an object for a folder.
         """
         sweep(self._rundir.checkpoints)
+        entries = {path for path in self._rundir.checkpoints.glob("step-*") if is_stored_elsewhere(path)}
         with _as_storage_error("Looking for checkpoints"):
-            merge_records(self._rundir, remote_incarnations(self._remote))
+            records = remote_incarnations(self._remote)
+            if entries and not records:
+                self._refuse_empty(max(entries))
+            merge_records(self._rundir, records)
             keys = {entry.key for entry in self._remote.entries(f"{CHECKPOINTS}/") if _name_in(entry.key)}
             notes = {entry.key for entry in self._remote.entries(f"{SAVING}/")}
             committed = {_name_in(key) for key in keys if key.endswith(f"/{MANIFEST}")}
@@ -151,10 +155,11 @@ class ObjectRunStorage:
             for name in sorted({_name_in(key) for key in unfinished}):
                 log.info("removed an unfinished checkpoint: %s", self._remote.place(f"{CHECKPOINTS}/{name}"))
             self._remote.delete_all(unfinished | notes)
+            self._remote.remove_unfinished(f"{CHECKPOINTS}/")
             for name in sorted(committed):
                 self._enter(name, is_marked=f"{CHECKPOINTS}/{name}/{SUSPECT}" in keys)
-        for path in self._rundir.checkpoints.glob("step-*"):
-            if is_stored_elsewhere(path) and path.name not in committed:
+        for path in entries:
+            if path.name not in committed:
                 remove_checkpoint(path)
 
     def begin(self, *, base: Base | None, reason: str) -> int:
@@ -190,19 +195,35 @@ class ObjectRunStorage:
         except OSError as error:  # the checkpoint is there, and the next save sends what is missing
             log.warning("the run's recipe is not beside its checkpoints: %s", error)
 
+    def _refuse_empty(self, entry: Path) -> NoReturn:
+        """Raise CheckpointError: a start that took the place for its run's would begin the run anew."""
+        raise CheckpointError(
+            f"{self.url} holds nothing of this run, which saved {entry.name} to {stored_url(entry)}",
+            remedy="Is checkpoint.url as it was, and its disk mounted? To move a run, copy all that is at "
+            "the old place first; to begin anew, choose another --run.",
+        )
+
     def _enter(self, name: str, *, is_marked: bool) -> None:
         parsed, entry = parse_name(name), self._rundir.checkpoints / name
         if parsed is None:
             return
         prefix = f"{CHECKPOINTS}/{name}"
         mark = (SUSPECT, self._remote.content(f"{prefix}/{SUSPECT}")) if is_marked else None
-        if (entry / MANIFEST).is_file():
+        if (entry / MANIFEST).is_file() and not _is_of_another_place(entry, self._remote.place(prefix)):
             if mark is not None and not (entry / SUSPECT).exists():
                 durable.write_whole(entry / SUSPECT, mark[1])
             return
         manifest = self._remote.content(f"{prefix}/{MANIFEST}")
         directory = partial_directory(self._rundir.checkpoints, step=parsed[0], incarnation=parsed[1])
         enter_stored(directory, manifest, url=self._remote.place(prefix), mark=mark)
+
+
+def _is_of_another_place(entry: Path, url: str) -> bool:
+    """Whether an entry leads elsewhere, as where the store was moved, or no longer says where."""
+    try:
+        return is_stored_elsewhere(entry) and stored_url(entry) != url
+    except CheckpointError:
+        return True
 
 
 def _name_in(key: str) -> str:

@@ -5,12 +5,16 @@ The other files are the recipe, incarnations, data, journals and logs.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
+
+import msgspec
 
 from bloomery import durable
 from bloomery.checkpoint.format.manifest import MANIFEST, parse_name
@@ -31,6 +35,8 @@ from bloomery.events.run_directory import RunDirectory
 from bloomery.objects import PATIENCE_S, Objects, storage_failure, without_secrets
 
 log = logging.getLogger(__name__)
+
+_REQUESTS_AT_ONCE = 16
 
 
 def is_remote(text: str) -> bool:
@@ -57,20 +63,20 @@ def remote_checkpoints(remote: Objects, *, abandoned: bool = False) -> list[Remo
 
     abandoned: whether to include those that a rewind left behind, by the incarnation records in the store.
     """
-    copies: list[tuple[Base, RemoteCheckpoint]] = []
-    keys = {entry.key for entry in remote.entries(f"{CHECKPOINTS}/")}
-    for key in keys:
-        _, _, rest = key.partition("/")
-        name, _, file = rest.partition("/")
-        parsed = parse_name(name)
-        if file == MANIFEST and parsed is not None:
-            prefix = f"{CHECKPOINTS}/{name}"
-            is_marked = f"{prefix}/{SUSPECT}" in keys
-            copies.append((parsed, RemoteCheckpoint(remote, prefix, is_marked=is_marked)))
-    if copies and not abandoned:
-        shown = visible((base for base, _ in copies), bases_of(remote_incarnations(remote)))
-        copies = [item for item in copies if item[0] in shown]
-    return [checkpoint for _, checkpoint in sorted(copies, key=lambda item: item[0])]
+    names = {parse_name(name): name for name in remote.directories(f"{CHECKPOINTS}/")}
+    bases = [base for base in names if base is not None]
+    if bases and not abandoned:
+        bases = list(visible(bases, bases_of(remote_incarnations(remote))))
+
+    def look(base: Base) -> RemoteCheckpoint | None:
+        prefix = f"{CHECKPOINTS}/{names[base]}"
+        if not remote.exists(f"{prefix}/{MANIFEST}"):
+            return None
+        return RemoteCheckpoint(remote, prefix, is_marked=remote.exists(f"{prefix}/{SUSPECT}"))
+
+    # A list of all files would be a million keys where a large run was backed up for months.
+    with ThreadPoolExecutor(_REQUESTS_AT_ONCE) as pool:
+        return [checkpoint for checkpoint in pool.map(look, sorted(bases)) if checkpoint is not None]
 
 
 def trusted_copies(copies: Iterable[RemoteCheckpoint]) -> list[RemoteCheckpoint]:
@@ -95,12 +101,14 @@ def tell_of_copy(copies: Sequence[RemoteCheckpoint], *, instead_of: Collection[s
 
 def remote_incarnations(remote: Objects) -> dict[str, bytes]:
     """Return the incarnation records of a backed-up run, by their URLs. Raises OSError."""
-    records = {}
-    for entry in remote.entries("incarnations/"):
-        name = entry.key.rpartition("/")[2]
-        if name.endswith(".json") and name.removesuffix(".json").isdecimal():
-            records[remote.place(entry.key)] = remote.content(entry.key)
-    return records
+    listed = {entry.key: entry.key.rpartition("/")[2] for entry in remote.entries("incarnations/")}
+    keys = [
+        key
+        for key, name in listed.items()
+        if name.endswith(".json") and name.removesuffix(".json").isdecimal()
+    ]
+    with ThreadPoolExecutor(_REQUESTS_AT_ONCE) as pool:  # a long run has hundreds, and each start reads them
+        return dict(zip(map(remote.place, keys), pool.map(remote.content, keys), strict=True))
 
 
 def remote_source(url: str) -> Source:
@@ -177,22 +185,33 @@ def upload_more(
     Logs are sent as they are now: journals, logs, stacks, TensorBoard's files, the chronicle. A file that has
     not changed since it was sent is not sent again, and of a long log only what is new: see `send_segments`.
     place: see `Backup`. go_on: asked between files, and between the segments of one.
-    Raises OSError.
+    Raises OSError; for a file that cannot be read only once the others are sent.
     """
     record = rundir.backups / (f"run-files.{place}.json" if place else "run-files.json")
     sent_before = _read(record).get(remote.url, {})
     sent, count = dict(sent_before), 0
+    unreadable: OSError | None = None
     try:
         for path in _files(rundir, [*(_LOGS if section.logs else ()), *([_DATA] if section.data else [])]):
-            name, status = path.relative_to(rundir.path).as_posix(), path.stat()
+            try:
+                name, status = path.relative_to(rundir.path).as_posix(), path.stat()
+            except FileNotFoundError:  # whoever rotates logs has removed it
+                continue
             state = [status.st_size, status.st_mtime_ns, status.st_ino]
             if sent.get(name, [])[:2] == state[:2] or name in _SMALL_FILES:
                 continue
             if not go_on():
                 break
-            more, is_whole = _send_file(
-                remote, name, path, state=state, before=sent.get(name, []), go_on=go_on
-            )
+            try:
+                more, is_whole = _send_file(
+                    remote, name, path, state=state, before=sent.get(name, []), go_on=go_on
+                )
+            except OSError as error:
+                if not isinstance(error.filename, str):
+                    raise
+                if error.errno != errno.ENOENT:  # of a file here: it keeps no other from being sent
+                    unreadable = unreadable or error
+                continue
             count += more
             if not is_whole:
                 break
@@ -200,6 +219,8 @@ def upload_more(
     finally:
         if sent != sent_before:
             durable.write_whole_unsynced(record, json.dumps({remote.url: sent}))
+    if unreadable is not None:
+        raise unreadable
     return count
 
 
@@ -300,8 +321,7 @@ def _is_here(path: Path) -> bool:
 def _read(record: Path) -> dict[str, dict[str, list[int]]]:
     """Return what was sent to each URL; nothing for a record that cannot be read: then all is sent again."""
     try:
-        stored = json.loads(record.read_bytes())
-        return stored if isinstance(stored, dict) else {}
+        return msgspec.json.decode(record.read_bytes(), type=dict[str, dict[str, list[int]]])
     except (OSError, ValueError):
         return {}
 

@@ -8,6 +8,7 @@ the same file do no harm: an object becomes visible when it is whole, and both w
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import secrets
@@ -20,7 +21,7 @@ from typing import Any
 
 from bloomery import durable
 from bloomery.checkpoint.format.deadlines import StallWatch
-from bloomery.checkpoint.format.manifest import FileRecord
+from bloomery.checkpoint.format.manifest import DamagedCheckpoint, FileRecord
 from bloomery.checkpoint.format.source import CHECKPOINTS
 from bloomery.checkpoint.remote.remote_run import place_at
 from bloomery.errors import BloomeryError
@@ -48,7 +49,7 @@ class FileSender:
     def send(self, record: FileRecord) -> int:
         """Upload and verify one data file unless it is there already; return the bytes that were sent.
 
-        Raises OSError.
+        Raises OSError, and DamagedCheckpoint where the file here is not what was saved.
         """
         key = self.prefix + record.name
         stored = self.stat(record.name)
@@ -59,15 +60,12 @@ class FileSender:
                 self._note(record, stored)
                 return 0
         sent = self._remote.send(key, self._directory / record.name)
-        is_right = sent.xxh3_128 == record.xxh3_128
-        if is_right and not sent.is_proven:
-            is_right = self._remote.digest(key) == record.xxh3_128
-        if not is_right:
-            raise OSError(
-                5,
-                f"{self._remote.place(key)} is not what was saved: either {self._directory / record.name} is "
-                "damaged (see `bloomery ckpt verify`), or it was changed on its way",
-            )
+        if sent.xxh3_128 != record.xxh3_128:
+            with contextlib.suppress(OSError):  # nobody may take what was sent for the file
+                self._remote.delete(key)
+            raise DamagedCheckpoint(f"{self._directory / record.name} is not what was saved, and is not sent")
+        if not sent.is_proven and self._remote.digest(key) != record.xxh3_128:
+            raise OSError(5, f"{self._remote.place(key)} is not what was sent: it was changed on its way")
         self._note(record, self._remote.stat(key))
         return record.bytes
 
@@ -104,7 +102,7 @@ def read_notes(notes: Path, url: str) -> dict[str, str]:
                 note: Any = json.loads(line)  # Any: JSON
                 if note["url"] == url:
                     noted[note["file"]] = note["mark"]
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, RecursionError):
                 continue
     return noted
 
@@ -127,7 +125,7 @@ def forget_removed(notes: Path, url: str, *, files: Sequence[FileRecord], sizes:
 def _tells_of(line: str, names: Collection[str]) -> bool:
     try:
         return json.loads(line)["file"] in names
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return False
 
 
@@ -140,6 +138,8 @@ STALL_S = 600.0
 """The seconds without a finished file after which the first rank sends a rank's files itself."""
 POLL_S = 2.0
 """The seconds between two polls of the request, and of the notes of the other ranks."""
+_LONGEST_PAUSE_S = 60.0
+"""The most seconds before a rank tries again to send a share that it could not send."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,18 +248,24 @@ class BackupHelper:
         self._thread.join(timeout=1.0)
 
     def _run(self) -> None:
-        served, logged_error = "", ""
-        while not self._stop.wait(self._poll_s):
+        served, logged_error, pause_s, failures = "", "", self._poll_s, 0
+        while not self._stop.wait(pause_s):
+            pause_s = self._poll_s
             request = read_request(self._rundir, self._place)
             if request is None or request.token == served:
+                failures = 0
                 continue
             try:
                 self._serve(request)
-                served, logged_error = request.token, ""
+                served, logged_error, failures = request.token, "", 0
             except BloomeryError as error:
                 if logged_error != str(error):
                     logged_error = str(error)
                     log.warning("rank %d could not send its share of a backup: %s", self._rank, error)
+                if isinstance(error, DamagedCheckpoint):  # the first rank meets it too, and passes over it
+                    served = request.token
+                failures += 1
+                pause_s = min(self._poll_s * 2**failures, _LONGEST_PAUSE_S)
             except Exception:  # the thread's edge; the first rank sends what is left
                 log.exception("rank %d could not send its share of a backup", self._rank)
                 served = request.token
@@ -293,5 +299,5 @@ def read_request(rundir: RunDirectory, place: str = "") -> SendRequest | None:
         return SendRequest(
             token=content["token"], checkpoint=content["checkpoint"], url=content["url"], files=files
         )
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None

@@ -13,6 +13,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -174,6 +175,7 @@ class _Upload:
         else:
             sent = self._send_with(others, progress, go_on, workers)
         self._require_all()
+        self._remote.remove_unfinished(self.prefix)
         mark = mark_of(source_of(self._directory))
         if mark is not None:  # before the manifest, so that nobody sees the checkpoint without its mark
             self._remote.put(self.prefix + SUSPECT, mark)
@@ -259,16 +261,20 @@ def download_checkpoint(
 ) -> Path:
     """Download a checkpoint below `directory`; return its path. Complete files of an earlier try are kept.
 
-    A checkpoint that is marked as suspect is marked here too.
+    Of a checkpoint that is here already, only what is damaged is downloaded. One that is marked as suspect
+    is marked here too.
     before_commit: called when everything is there and verified, just before the checkpoint becomes visible.
-    Raises DamagedCheckpoint where the bytes are not those that were saved, and StorageError.
+    Raises DamagedCheckpoint where the bytes are not those that were saved, StorageError, and CheckpointError
+    where another checkpoint has its name here.
     """
     final = directory / source.name
-    if (final / MANIFEST).exists():
-        _mark_as(source, final)
-        before_commit()
-        return final
     manifest = read_manifest(source)
+    if (final / MANIFEST).exists():
+        before_commit()
+        if _is_whole(final, manifest):
+            _mark_as(source, final)
+            return final
+        _take_whole_files(final, manifest)
     check_coverage(read_index(source, manifest).boxes)
     partial = final.with_name(final.name + PARTIAL)
     try:
@@ -284,6 +290,8 @@ def download_checkpoint(
             if progress is not None:
                 progress(done, manifest.bytes)
         index = source.content(INDEX, at_most=manifest.index_bytes)
+        if xxhash.xxh3_128_hexdigest(index) != manifest.index_xxh3_128:
+            raise DamagedCheckpoint(f"{source.place(INDEX)} was written again while it was read")
         for name, content in ((INDEX, index), (MANIFEST, source.content(MANIFEST, at_most=256 << 20))):
             (partial / name).unlink(missing_ok=True)
             durable.write_new(partial / name, content)
@@ -301,6 +309,30 @@ def download_checkpoint(
     return final
 
 
+def _is_whole(final: Path, manifest: Manifest) -> bool:
+    """Say whether a checkpoint here is whole. Raises CheckpointError where it is another one."""
+    try:
+        if read_manifest(final) != manifest:
+            raise CheckpointError(
+                f"{final} is another checkpoint of this name, and stays as it is",
+                remedy="Copy to another run directory; or move this one away first.",
+            )
+    except DamagedCheckpoint:
+        return False
+    index = FileRecord(name=INDEX, bytes=manifest.index_bytes, xxh3_128=manifest.index_xxh3_128, blocks="")
+    return all(_is_here(final / record.name, record) for record in (index, *manifest.files))
+
+
+def _take_whole_files(final: Path, manifest: Manifest) -> None:
+    """Link the whole files of a damaged checkpoint to where a download looks for those of an earlier try."""
+    partial = final.with_name(final.name + PARTIAL)
+    with suppress(OSError):  # what cannot be linked is fetched
+        partial.mkdir(exist_ok=True)
+        for record in manifest.files:
+            if not (partial / record.name).exists() and _is_here(final / record.name, record):
+                (partial / record.name).hardlink_to(final / record.name)
+
+
 def _mark_as(source: Source, directory: Path) -> None:
     try:
         mark = mark_of(source)
@@ -316,12 +348,15 @@ def _bytes_here(path: Path, record: FileRecord) -> int:
 
 
 def _is_here(path: Path, record: FileRecord) -> bool:
-    if not path.exists() or path.stat().st_size != record.bytes:
-        return False
     hasher = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while data := file.read(_WINDOW_BYTES):
-            hasher.update(data)
+    try:
+        if path.stat().st_size != record.bytes:
+            return False
+        with path.open("rb") as file:
+            while data := file.read(_WINDOW_BYTES):
+                hasher.update(data)
+    except OSError:  # it is missing, or the disk has lost it
+        return False
     return hasher.hexdigest() == record.xxh3_128
 
 

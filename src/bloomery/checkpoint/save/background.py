@@ -363,14 +363,15 @@ class BackgroundSaver:
             log.exception("saving %s failed", saving.name)
             saving.failure = CheckpointError(f"saving {saving.name} failed: {error}")
         finally:
-            if saving.failure is not None and not is_written:
-                files = [file.name for file in saving.plan.files]
-                why = error_to_json(saving.failure)
-                part_writer_for(saving.order).abandon(saving.order["rank"], files=files, why=why)
-            self._free(saving)
-            with self._ending:
-                self._open.remove(saving)
-            saving.over.set()
+            try:
+                if saving.failure is not None and not is_written:
+                    files, why = [file.name for file in saving.plan.files], error_to_json(saving.failure)
+                    part_writer_for(saving.order).abandon(saving.order["rank"], files=files, why=why)
+            finally:  # a save that never ends would keep its buffer, and let all that wait for it wait on
+                self._free(saving)
+                with self._ending:
+                    self._open.remove(saving)
+                saving.over.set()
         with self._reading_back:
             if saving.failure is None and self._writer is not None and not self._closed:
                 buffer = self._buffers[saving.buffer]

@@ -11,7 +11,13 @@ from typing import Any
 
 import torch
 
-from bloomery.checkpoint.format.commit import Part, final_directory, partial_directory
+from bloomery.checkpoint.format.commit import (
+    Part,
+    final_directory,
+    part_or_failure,
+    part_record,
+    partial_directory,
+)
 from bloomery.checkpoint.format.deadlines import Deadlines
 from bloomery.checkpoint.format.manifest import FileRecord, checkpoint_name, now
 from bloomery.checkpoint.format.state import Json, SaveResult, StateEntry, Stateful, StateSnapshot, collect
@@ -332,14 +338,19 @@ class Saver:
         rank, world = self._ranks.rank, self._ranks.world
         try:
             self._ranks.run_on_first(lambda: self._place.begin(partial, bytes=0))
-            # A store may take longer than a collective may wait.
+            # A store may take longer than a collective may wait. The parts travel as texts, since only the
+            # first rank makes boxes of all of them: hundreds of ranks have a million.
             written = self._ranks.poll_on_all(
-                lambda: self._place.write(partial, own, rank=rank, world=world).to_json()
+                lambda: part_record(self._place.write(partial, own, rank=rank, world=world)).decode()
             )
+
+            def part_of(number: int) -> Part:
+                return part_or_failure(written[number], rank=number, place=partial.name)
+
             self._ranks.poll_on_first(
-                lambda: self._place.commit(partial, [Part.from_json(part) for part in written], snapshot)
+                lambda: self._place.commit(partial, list(map(part_of, range(world))), snapshot)
             )
-            return Part.from_json(written[rank]).files
+            return part_of(rank).files
         except BaseException:
             if self._ranks.is_first:
                 self._place.clear(partial)  # an error of the removal must not hide the first

@@ -15,10 +15,11 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -70,9 +71,18 @@ class MemoryReplica:
         """(step, incarnation) of the checkpoint."""
         return self.step, self.incarnation
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the label, which lies beside the bytes, as JSON."""
-        return {**vars(self), "path": str(self.path), "part": self.part.to_json()}
+    @property
+    def held_part(self) -> HeldPart:
+        """Which part of which checkpoint it is."""
+        return HeldPart(self.step, self.incarnation, self.world, self.rank)
+
+    def to_json(self, *, with_values: bool = True) -> dict[str, Any]:
+        """Return the label, which lies beside the bytes, as JSON.
+
+        with_values: whether with the values and facts of the checkpoint, which all its parts have.
+        """
+        less: dict[str, Any] = {} if with_values else {"values": {}, "about": {}}
+        return {**vars(self), "path": str(self.path), "part": self.part.to_json(), **less}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> MemoryReplica:
@@ -143,6 +153,21 @@ class MemoryReplicas:
         except OSError:  # other ranks of this node still have theirs
             return
 
+    def keep_only(self, owners: Iterable[int], kept: Iterable[tuple[int, int]]) -> list[Path]:
+        """Remove the replicas of other ranks, which were on this node before; return them. Raises no error.
+
+        After a restart ranks may be on other nodes, or fewer: what they left would take as much memory again.
+        owners: the ranks on this node. kept: (owner, keeper) of what they keep for partners.
+        """
+        slots = [self.slot(owner, number) for owner in owners for number in range(SLOTS)]
+        slots += [self.slot(owner, number, keeper=by) for owner, by in kept for number in range(SLOTS)]
+        wanted = {path.name for slot in slots for path in (slot, label_of(slot))}
+        others = [path for path in sorted(self.directory.glob("rank-*")) if path.name not in wanted]
+        for path in others:
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+        return others
+
     def complete(self) -> list[MemoryReplica]:
         """Return the replicas whose bytes are complete, sorted by path."""
         replicas = (read_replica(path) for path in sorted(self.directory.glob("rank-*.json")))
@@ -193,26 +218,38 @@ def remove_label(slot: Path) -> None:
     label_of(slot).unlink(missing_ok=True)
 
 
-def newest_complete(
-    replicas_by_rank: Sequence[Iterable[MemoryReplica]], allowed: Iterable[Base]
-) -> list[MemoryReplica]:
-    """Return one replica of each part of the newest checkpoint of which every part is in some node's memory.
+class HeldPart(NamedTuple):
+    """Which part of which checkpoint a replica holds. Ranks tell each other this, and labels only of what is
+    taken: the labels of all replicas of hundreds of ranks are gigabytes.
+    """
+
+    step: int
+    incarnation: int
+    world: int
+    rank: int
+
+    @property
+    def base(self) -> Base:
+        """(step, incarnation) of the checkpoint."""
+        return self.step, self.incarnation
+
+
+def newest_complete(parts_by_rank: Iterable[Iterable[HeldPart]], allowed: Iterable[Base]) -> list[HeldPart]:
+    """Return the parts, by rank, of the newest checkpoint of which every part is in some node's memory.
 
     Empty where no checkpoint is complete.
-    replicas_by_rank: the replicas that each of today's ranks finds on its node.
+    parts_by_rank: the parts that each of today's ranks finds on its node.
     allowed: the checkpoints that belong to the run.
     """
-    parts: dict[tuple[Base, int], dict[int, MemoryReplica]] = {}
     permitted = set(allowed)
-    for replicas in replicas_by_rank:
-        for replica in replicas:
-            if replica.base in permitted:
-                parts.setdefault((replica.base, replica.world), {}).setdefault(replica.rank, replica)
-    complete = [key for key, of_ranks in parts.items() if set(of_ranks) == set(range(key[1]))]
+    ranks_of: dict[tuple[Base, int], set[int]] = {}
+    for part in {part for parts in parts_by_rank for part in parts if part.base in permitted}:
+        ranks_of.setdefault((part.base, part.world), set()).add(part.rank)
+    complete = [key for key, ranks in ranks_of.items() if ranks == set(range(key[1]))]
     if not complete:
         return []
-    chosen = parts[max(complete)]
-    return [chosen[rank] for rank in sorted(chosen)]
+    (step, incarnation), world = max(complete)
+    return [HeldPart(step, incarnation, world, rank) for rank in range(world)]
 
 
 def partners_of(hosts: Sequence[str]) -> list[int]:
@@ -251,25 +288,29 @@ def find_in_memory(
     visible: returns those checkpoints that belong to the run; called on the first rank.
     """
     local = replicas.complete()
-    gathered = ranks.gather([replica.to_json() for replica in local])
-    replicas_by_rank = [[MemoryReplica.from_json(label) for label in labels] for labels in gathered]
-    bases = {replica.base for listed in replicas_by_rank for replica in listed}
+    gathered = ranks.gather([replica.held_part for replica in local])
+    parts_by_rank = [{HeldPart(*part) for part in parts} for parts in gathered]
+    bases = {part.base for parts in parts_by_rank for part in parts}
     allowed = {
         (step, incarnation) for step, incarnation in ranks.run_on_first(lambda: sorted(visible(bases)))
     }
-    chosen = newest_complete(replicas_by_rank, allowed)
+    chosen = newest_complete(parts_by_rank, allowed)
     if not chosen:
         return None
-    base, readers = chosen[0].base, dict[str, list[int]]()
-    for part in chosen:
-        seen_by = [
-            rank
-            for rank, listed in enumerate(replicas_by_rank)
-            if any(replica.base == base and replica.rank == part.rank for replica in listed)
-        ]
-        readers |= {file.name: seen_by for file in part.part.files}
-    own = [replica for replica in local if replica.base == base]
-    return InMemory(base=base, source=MemorySource(chosen, own), readers=readers)
+    seen_by = {part: [rank for rank, parts in enumerate(parts_by_rank) if part in parts] for part in chosen}
+    own = {replica.held_part: replica for replica in reversed(local) if replica.held_part in seen_by}
+    tells = [part for part in own if ranks.rank == _teller(part, seen_by[part])]
+    told = ranks.gather([own[part].to_json(with_values=part.rank == 0) for part in tells])
+    labels = [MemoryReplica.from_json(label) for listed in told for label in listed]
+    labels.sort(key=lambda replica: replica.rank)
+    readers = {file.name: seen_by[replica.held_part] for replica in labels for file in replica.part.files}
+    base, local_parts = chosen[0].base, list(own.values())
+    return InMemory(base=base, source=MemorySource(labels, local_parts), readers=readers)
+
+
+def _teller(part: HeldPart, seen_by: Sequence[int]) -> int:
+    """Return the rank that tells the others the label of a part: its own, or one of those on a node."""
+    return part.rank if part.rank in seen_by else seen_by[part.rank % len(seen_by)]
 
 
 class MemorySource:

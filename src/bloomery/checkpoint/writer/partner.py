@@ -53,7 +53,10 @@ _VALUES_BYTES = 16 << 20
 _BYTES_A_BOX = 2048
 _BYTES_A_HASH = 16
 """Hexadecimal digits of the hash of each mebibyte."""
-_UNAUTHENTICATED_AT_ONCE = 4
+_UNAUTHENTICATED_AT_ONCE = 16
+"""The most open connections of strangers. A further one ends the oldest: a partner needs one round trip."""
+_FURTHER_PARTS_AT_ONCE = 4
+"""Parts that may be sent at once beside one of each owner."""
 _PAUSE_S = 0.5
 """The seconds of pause after a connection could not be accepted."""
 
@@ -162,6 +165,11 @@ def agree_on_partner(
     )
     for path in memory.replicas.sweep():
         log.info("memory that a run had left behind was freed: %s", path)
+    here = [rank for rank, node in enumerate(nodes) if node == nodes[ranks.rank]]
+    if ranks.rank == here[0]:
+        kept = [(owner, keeper) for owner, keeper in enumerate(partners) if keeper in here]
+        for path in memory.replicas.keep_only(here, kept):
+            log.info("memory of a rank that is no longer on this node was freed: %s", path)
     return memory, partners[ranks.rank]
 
 
@@ -222,9 +230,11 @@ class ReplicaServer:
             raise ValueError(f"a secret has {_TOKEN_BYTES} characters")
         self._replicas, self._rank, self._token, self._limits = replicas, rank, token.encode(), limits
         self._owner_locks = {owner: threading.Lock() for owner in limits.owners}
-        self._connections = threading.BoundedSemaphore(len(limits.owners) + _UNAUTHENTICATED_AT_ONCE)
+        self._partners = threading.BoundedSemaphore(len(limits.owners) + _FURTHER_PARTS_AT_ONCE)
+        self._strangers: list[socket.socket] = []
+        self._counting = threading.Lock()
         self._closed = threading.Event()
-        self._socket = socket.create_server((host, 0))
+        self._socket = socket.create_server((_address_of(host), 0))
         self.port = int(self._socket.getsockname()[1])
         threading.Thread(target=self._serve, name="replica-server", daemon=True).start()
 
@@ -248,11 +258,28 @@ class ReplicaServer:
                 is_short = True
                 continue
             is_short = False
-            if not self._connections.acquire(blocking=False):
-                log.warning("a connection from %s was closed: too many at once", address[0])
+            self._admit(connection)
+            try:
+                threading.Thread(target=self._handle, args=(connection,), name="replica", daemon=True).start()
+            except RuntimeError as error:  # no more threads may be started now
+                log.warning("a connection from %s was closed: %s", address[0], error)
+                self._count_out(connection)
                 connection.close()
-                continue
-            threading.Thread(target=self._handle, args=(connection,), name="replica", daemon=True).start()
+
+    def _admit(self, connection: socket.socket) -> None:
+        """Count a connection as a stranger's; end the oldest of them where there are too many."""
+        with self._counting:
+            self._strangers.append(connection)
+            surplus = self._strangers[:-_UNAUTHENTICATED_AT_ONCE]
+            self._strangers = self._strangers[-_UNAUTHENTICATED_AT_ONCE:]
+            for oldest in surplus:
+                with suppress(OSError):  # its thread then finds its end, and closes it
+                    oldest.shutdown(socket.SHUT_RDWR)
+
+    def _count_out(self, connection: socket.socket) -> None:
+        """Count a connection as a stranger's no more: it is authenticated, or over."""
+        with self._counting:
+            self._strangers = [other for other in self._strangers if other is not connection]
 
     def _handle(self, connection: socket.socket) -> None:
         try:
@@ -261,12 +288,21 @@ class ReplicaServer:
         except Exception as error:  # noqa: BLE001  — the thread's edge, and the input is not trusted
             log.warning("a partner's part was not kept: %s", error)
         finally:
-            self._connections.release()
+            self._count_out(connection)
 
     def _receive(self, connection: socket.socket) -> None:
         until = time.monotonic() + AUTHENTICATION_S
         if not hmac.compare_digest(_received(connection, _TOKEN_BYTES, until=until), self._token):
             raise ValueError("it does not belong to this run")
+        self._count_out(connection)
+        if not self._partners.acquire(blocking=False):
+            raise ValueError("too many parts at once")
+        try:
+            self._receive_part(connection, until=until)
+        finally:
+            self._partners.release()
+
+    def _receive_part(self, connection: socket.socket, *, until: float) -> None:
         (length,) = _LENGTH.unpack(_received(connection, _LENGTH.size, until=until))
         if length > self._limits.hello_bytes:
             raise ValueError(f"a hello of {length} bytes, of at most {self._limits.hello_bytes}")
@@ -295,6 +331,19 @@ class ReplicaServer:
             return (-1, -1) if kept is None else (kept.incarnation, kept.step)
 
         return min(slots, key=age)
+
+
+def _address_of(host: str) -> str:
+    """Return the address on which a writer accepts replicas; "", all of them, where `host` does not say it.
+
+    Many systems give their own name an address within 127.0.0.0/8, which no other node reaches, or none.
+    """
+    try:
+        address = socket.gethostbyname(host)
+    except OSError:
+        return ""
+    is_own_name = address.startswith("127.") and address != host
+    return "" if is_own_name else address
 
 
 def _receive_into(path: Path, connection: socket.socket, size: int, *, until: float) -> None:

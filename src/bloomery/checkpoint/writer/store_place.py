@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ from bloomery.checkpoint.format.source import CHECKPOINTS, STORED_AT
 from bloomery.checkpoint.format.state import Json
 from bloomery.checkpoint.writer.part_place import CpuThrottle, wait_until_filled
 from bloomery.checkpoint.writer.shared_buffer import SharedBuffer
-from bloomery.errors import RunBusy, storage_error
+from bloomery.errors import RunBusy, StorageError, storage_error
 from bloomery.objects import Objects, storage_failure
 
 log = logging.getLogger(__name__)
@@ -64,9 +64,14 @@ class ObjectPartWriter:
     """
 
     def __init__(self, directory: Path, url: str) -> None:
-        self._partial, self._objects = directory, Objects(url)
+        self._partial, self._url = directory, url
         self.name = final_directory(directory).name
         self._files, self._notes = f"{CHECKPOINTS}/{self.name}/", f"{SAVING}/{self.name}/"
+
+    @cached_property
+    def _objects(self) -> Objects:
+        """The store. Opened at the first use: where a mount is gone, the save fails and not its end."""
+        return Objects(self._url)
 
     def written_before(self, order: Mapping[str, Any]) -> Part | None:
         """See `PartWriter`."""
@@ -178,7 +183,7 @@ class ObjectPartWriter:
                 return  # the first rank may commit at any moment
             self._objects.put(key, part_record(failure=why))
             self._objects.delete_all(self._files + name for name in files)
-        except OSError as error:  # the next start removes what was not committed
+        except (OSError, StorageError) as error:  # the next start removes what was not committed
             log.warning("what was sent of %s stays for now: %s", self.name, error)
 
     def clear(self) -> None:
@@ -188,6 +193,7 @@ class ObjectPartWriter:
         shutil.rmtree(self._partial, ignore_errors=True)
         listed = [*self._objects.entries(self._notes), *self._objects.entries(self._files)]
         self._objects.delete_all(entry.key for entry in listed)
+        self._objects.remove_unfinished(self._files)
 
     def read_back(
         self,
