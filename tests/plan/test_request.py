@@ -6,7 +6,13 @@ from bloomery.config.load import load_recipe
 from bloomery.errors import ConfigError
 from bloomery.plan.hardware import load_hardware
 from bloomery.plan.overview import make_plan
-from bloomery.plan.request import Request, data_degrees, vocabulary_of, with_local_vocabulary
+from bloomery.plan.request import (
+    Request,
+    data_degrees,
+    refuse_impossible,
+    vocabulary_of,
+    with_local_vocabulary,
+)
 from bloomery.plan.search import search_layouts
 
 
@@ -67,6 +73,15 @@ def test_96_nodes_of_four_do_not_divide_the_13b_runs_batch():
     assert "64, 128" in told
 
 
+def test_a_tensor_parallel_group_may_be_as_large_as_a_node():
+    request = Request(
+        loaded=load_recipe("tr11-176b", ["parallel.tensor=8"]), hardware=load_hardware("a100-80g")
+    )
+    refuse_impossible(request)
+    one = refused("tr11-176b", "parallel.tensor=16")
+    assert "parallel.tensor" in {mistake.key for mistake in one.mistakes} and "at most 8" in str(one)
+
+
 def test_a_precision_without_units_is_refused():
     one = refused("tr11-176b", hardware="v100-32g", accelerators=384)
     assert "v100-32g has no units for bf16" in str(one)
@@ -108,3 +123,12 @@ def test_data_degrees_divide_every_batch_of_the_run():
     recipe = load_recipe("tr1-13b").recipe
     assert data_degrees(recipe) == [1, 2, 4, 8, 16]
     assert 128 in data_degrees(load_recipe("tr1-13b", ["train.ramp_up=[]"]).recipe)
+
+
+def test_data_degrees_leave_whole_micro_batches_and_a_wrong_ramp_up_leaves_one():
+    def degrees(*told):
+        return data_degrees(load_recipe("demo", ["train.global_batch=24", *told]).recipe)
+
+    assert degrees("train.ramp_up=[]", "train.micro_batch=2") == [1, 2, 3, 4, 6, 12]
+    assert degrees("train.ramp_up=[]", "train.micro_batch=5") == []
+    assert degrees("train.ramp_up=[32,8,100]", "train.micro_batch=2") == [1]

@@ -21,6 +21,7 @@ from bloomery.events.journal import read_journal
 from bloomery.events.run_directory import RunDirectory
 from bloomery.events.shared_memory import shared_memory_space
 from bloomery.operate import submission
+from bloomery.operate.node_shm import NodeShm, shm_warning
 from bloomery.operate.run_state import RunObservation, RunStatus, RunVerdict
 from bloomery.operate.schedulers.interface import JobState, QueuedJob
 from bloomery.operate.watch import notify, observe, quota
@@ -42,6 +43,7 @@ def test_all_that_is_wrong_with_a_run_is_told_in_this_order_with_what_helps() ->
         quotas=[WatchedQuota(owner="user ann", left=DiskSample(0.0, GIB, 5),
                              forecast=DiskForecast(what="inodes", full_in_s=90.0))],
         save_bytes=3 * GIB, shm_used=0.95, failed_save="it is full", unsaved_copy_s=9_000.0,
+        shm=[NodeShm(host="n7", free_bytes=GIB, total_bytes=20 * GIB)],
         guards=[(9_000.0, "spike", "old"), (9_500.0, "plateau", "flat"), (9_900.0, "spike", "new")],
         step_s=(3.0, 3.5, 4.0), usual_step_s=(1.0, 1.0), silent_s=130.0, unheard="down", unheard_s=700.0,
         jobs=1, wanted_jobs=2, short_s=1_000.0, awaited_s=1_200.0, peers_command="look",
@@ -59,6 +61,8 @@ def test_all_that_is_wrong_with_a_run_is_told_in_this_order_with_what_helps() ->
         ("disk space", "the disk is full in 60.0 s at the present pace", "df -h r; bloomery ckpt list r", ""),
         ("shm", "/dev/shm of this machine is 95% full: data loaders end with a bus error",
          "ls -lS /dev/shm; df -h /dev/shm", ""),
+        ("node shm", f"{shm_warning(run.shm)}; data loaders end with a bus error",
+         "on n7: ls -lS /dev/shm; df -h /dev/shm", ""),
         ("no quota for a save (user ann)",
          "the next checkpoint exceeds the quota of user ann: 3.00 GiB, 1.00 GiB left", helps, ""),
         ("quota files (user ann)",
