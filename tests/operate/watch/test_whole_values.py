@@ -24,7 +24,7 @@ from bloomery.operate import submission
 from bloomery.operate.node_shm import NodeShm, shm_warning
 from bloomery.operate.run_state import RunObservation, RunStatus, RunVerdict
 from bloomery.operate.schedulers.interface import JobState, QueuedJob
-from bloomery.operate.watch import notify, observe, quota
+from bloomery.operate.watch import disk, notify, observe, quota
 from bloomery.operate.watch import watcher as watcher_module
 from bloomery.operate.watch.alerts import Alert, AlertRules, AlertWord, OpenIncident, WatchCondition
 from bloomery.operate.watch.conditions import WatchedQuota, WatchedRun, WatchLimits, conditions_of
@@ -116,6 +116,11 @@ def test_a_forecast_needs_five_samples_and_reaches_a_hundred_times_as_far_as_was
     freed = [1000, 900, 800, 700, 860, 850, 840, 830, 820, 810]
     falls = [DiskSample(60.0 * number, free, -1) for number, free in enumerate(freed)]
     assert forecast_full(falls) == DiskForecast(what="space", full_in_s=81 * 60.0)
+
+
+@pytest.mark.parametrize("taken", [(0, 51, 52, 3, 4), (0, 51, 52, 53, 54)])
+def test_a_save_that_comes_or_goes_does_not_change_how_fast_a_disk_fills(taken: tuple[int, ...]) -> None:
+    assert disk._fall_per_s([(60.0 * number, -60.0 * bytes) for number, bytes in enumerate(taken)]) == 1.0
 
 
 def test_what_one_look_shows_is_all_that_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
