@@ -137,7 +137,7 @@ def test_what_is_here_stays_and_what_is_missing_or_empty_comes(
     upload_run_files(rundir, remote)
     assert remote.content("recipe.toml") == b"# another recipe\n", "the newest recipe counts"
     back = RunDirectory(tmp_path / "back").create()
-    write(back, {"data/train.bin": b"", "journal/0.jsonl": b"mine", "journal/.0.jsonl.draft": b"half"})
+    write(back, {"data/train.bin": b"", "journal/0.jsonl": b"mine", "data/.train.bin.draft": b"half"})
     download_run_files(remote, back)
     assert (back.path / "data/train.bin").read_bytes() == b"12345"
     assert (back.path / "journal/0.jsonl").read_bytes() == b"mine"

@@ -166,6 +166,8 @@ def test_a_number_of_accelerators_divides_the_batch_where_it_gives_whole_micro_b
     found = {one.accelerators: one for one in at_other_scales(request, plan, 2_048, 10.0)}
     assert [count for count, one in found.items() if one.days_left is not None] == [512, 1_024]
     assert {found[count].note for count in (4_096, 8_192)} == {"does not divide the batch"}
+    whole = [one.accelerators for one in at_other_scales(request, plan, 20, 10.0)]
+    assert whole == [40, 80], "10 accelerators hold no whole number of replicas"
 
 
 def test_planned_stands_against_measured(run):
@@ -237,7 +239,8 @@ def test_a_peers_steps_are_counted_with_the_other_peers(tmp_path):
 
 
 def test_a_run_whose_recipe_leaves_the_vocabulary_to_its_tokenizer_has_recorded_it(run):
-    loaded = load_recipe(RECIPE, ["model.vocabulary='auto'", "data.tokenizer=gone.json"])
+    (run / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 700}}}), encoding="utf-8")
+    loaded = load_recipe(RECIPE, ["model.vocabulary='auto'", f"data.tokenizer={run}/tokenizer.json"])
     for vocabulary in (51_200, 60_000):
         with Journal(RunDirectory(run).journal()) as journal:
             journal.write("data", incarnation=2, step=29_020, vocabulary=vocabulary)
