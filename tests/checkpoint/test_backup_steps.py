@@ -340,6 +340,11 @@ def test_the_weights_alone_are_no_run_to_go_on_from(
     ):
         backup_of(new, section).restorable()
     assert backup_of(new, section).newer() == []
+    here = RunDirectory(tmp_path / "here")
+    shutil.copytree(run.path, here.path)
+    save(run, 30)
+    backup_of(run, replace(section, what="model"))._copy_all()
+    assert backup_of(here, section).newer() == [], "though they are newer than what is here"
 
 
 def test_a_look_reads_no_records_of_checkpoints_that_are_gone_and_no_more_for_many_files(
