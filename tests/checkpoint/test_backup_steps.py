@@ -120,6 +120,10 @@ def test_where_nothing_is_left_the_store_is_not_asked_and_a_new_incarnation_is_t
     save(run, 40)
     backup._copy_all()
     assert len(asked) == 3, "another peer makes the backups"
+    new = RunDirectory(run.path.parent / "new").create()
+    begin(new, base=None, reason="start")
+    backup_of(new, section)._copy_all()
+    assert len(asked) == 3, "nothing of the run is there yet"
 
 
 def test_logs_wait_for_a_checkpoint_that_is_due_and_for_the_end(

@@ -324,6 +324,7 @@ def test_what_is_computed_again_is_no_use_of_the_machine() -> None:
     once, twice = (search._timed(setting, setting.work, recompute, 0) for recompute in ("none", "full"))
     assert twice.step.seconds > once.step.seconds
     assert twice.mfu * twice.step.seconds == pytest.approx(once.mfu * once.step.seconds)
+    assert setting.room_bytes == 80 * GIB
     tokens = setting.recipe.train.global_batch * setting.work.sequence_length
     possible = setting.work.hardware.peak_flops(setting.work.precision) * once.step.seconds
     assert once.mfu == pytest.approx(setting.costs["none"].model * tokens / possible)
