@@ -146,6 +146,27 @@ def test_logs_wait_for_a_checkpoint_that_is_due_and_for_the_end(
     assert went_on[2:] == [True, False] and backup._has_files_left
 
 
+def test_what_is_saved_during_an_upload_goes_next_and_logs_that_failed_are_still_to_be_sent(
+    run: RunDirectory, section: BackupSection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backup, sent, back_up = backup_of(run, section), list[str](), backup_module._back_up
+
+    def saving(rundir: RunDirectory, checkpoint: CommittedCheckpoint, *given: Any, **named: Any) -> None:
+        back_up(rundir, checkpoint, *given, **named)
+        sent.append(checkpoint.name)
+        if len(sent) == 1:
+            save(run, 30)
+
+    def away(*given: object, **named: object) -> None:
+        raise OSError(5, "the store is away")
+
+    monkeypatch.setattr(backup_module, "_back_up", saving)
+    monkeypatch.setattr(backup_module, "upload_more", away)
+    with pytest.raises(StorageError, match="logs and data"):
+        backup._copy_all()
+    assert sent == [NAMES[1], NAMES[2], NAMES[0]] and backup._has_files_left
+
+
 def test_a_checkpoint_that_was_pruned_on_its_way_is_no_failure_and_any_other_is(
     run: RunDirectory, section: BackupSection, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -77,6 +77,7 @@ def test_the_parts_of_megatrons_ranks_are_joined_by_rows_by_columns_or_as_their_
         megatron(tmp_path, 3, rank, **block)
         megatron(tmp_path, 4, rank, **block)
         megatron(tmp_path, 1, rank, word_embeddings__weight=torch.full((2, 3), float(rank)))
+        megatron(tmp_path, 2, rank, position_embeddings__weight=torch.ones(2, 3))
         megatron(tmp_path, 6, rank, weight=torch.tensor([3.0]), bias=torch.tensor([4.0]))
     assert is_megatron(tmp_path)
     found = read_megatron(tmp_path)
@@ -86,6 +87,7 @@ def test_the_parts_of_megatrons_ranks_are_joined_by_rows_by_columns_or_as_their_
     assert torch.equal(found[f"{first}input_layernorm.weight"](), torch.tensor([1.0005, 2.0]))
     assert found[f"{first}mlp.dense_4h_to_h.bias"]().dtype == torch.bfloat16
     assert found["transformer.word_embeddings.weight"]().tolist() == [[0.0] * 3] * 2 + [[1.0] * 3] * 2
+    assert torch.equal(found["transformer.wpe.weight"](), torch.ones(2, 3)), "which no rank holds a part of"
     assert (found["transformer.ln_f.weight"]().item(), found["transformer.ln_f.bias"]().item()) == (3.0, 4.0)
     files = [tmp_path / f"layer_06-model_{rank:02d}-model_states.pt" for rank in range(2)]
     near, far = (torch.tensor([value, 0.0]) for value in (1.0, 1.03))
@@ -171,6 +173,7 @@ FP8: dict[str, Any] = {"quant_method": "fp8"}
         (FP8, True, "quant_method"),
         (FP8 | {"weight_block_size": (16, 32)}, False, "weight_block_size"),
         (FP8 | {"weight_block_size": [16]}, False, "weight_block_size"),
+        (FP8 | {"weight_block_size": []}, False, "weight_block_size"),
         (FP8 | {"weight_block_size": [16, 0]}, False, "weight_block_size"),
         (FP8 | {"weight_block_size": [16, 1.5]}, False, "weight_block_size"),
         (FP8 | {"unknown": None}, False, "unknown"),
