@@ -48,6 +48,7 @@ def test_chunks_are_put_where_they_belong_and_must_fill_their_tensor(monkeypatch
     assert torch.equal(chunked(monkeypatch, (3, 4), ((0, 0), (3, 4), tensor)), tensor)
     for chunks, said in (
         ([left], "do not fill it"),
+        ([left, right, left], "do not fill it"),
         ([], "do not fill it"),
         ([((0, 0), (3, 2), tensor[:, :1])], r"holds \(3, 1\) for w, and its metadata say \(3, 2\)"),
         ([left, ((0, 2), (3, 3), tensor[:, 1:])], "lies outside of it"),
@@ -95,6 +96,8 @@ def test_the_parts_of_megatrons_ranks_are_joined_by_rows_by_columns_or_as_their_
         pytest.approx(1.0095),
         0.0,
     ]
+    large = [torch.tensor([100.0]), torch.tensor([101.0])]
+    assert foreign_files._mean(files, "w", large).tolist() == [100.5]
     with pytest.raises(CheckpointError, match=r"w of layer_06-.* differs by 0.015"):
         foreign_files._mean(files, "w", [near, far])
 
@@ -126,7 +129,11 @@ def test_the_first_rank_that_a_megatron_checkpoint_lacks_is_named(tmp_path: Path
     [
         ("model.lm_head.weight", 9, True),
         ("embedding.weight", 9, True),
-        ("wte.weight", 7, True),
+        ("head.weight", 9, True),
+        ("transformer.word_embeddings.weight", 9, True),
+        ("model.embed_tokens.weight", 9, True),
+        ("wte.weight", 8, True),
+        ("head.weight", 7, True),
         ("wte.weight", 6, False),
         ("blocks.0.up.weight", 9, False),
     ],

@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from bloomery.checkpoint.format.state import whole
 from bloomery.checkpoint.save.direct import save_checkpoint
 from bloomery.errors import CheckpointError
-from bloomery.interchange import tensor_matching
 from bloomery.interchange.huggingface import export, fill, import_
 from bloomery.interchange.tensor_matching import refuse_non_finite
 from bloomery.model.decoder import build, logical_parameters
@@ -233,22 +232,3 @@ def test_a_head_does_not_take_the_place_of_the_embedding_of_a_model_that_is_not_
     )
     with pytest.raises(CheckpointError, match=f"lacks the tensor {EMBEDDINGS['llama']}"):
         import_(theirs)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "embedding.weight",
-        "head.weight",
-        "word_embeddings.weight",
-        "embed_tokens.weight",
-        "lm_head.weight",
-        "wte.weight",
-    ],
-)
-def test_rows_that_pad_a_vocabulary_are_left_out_under_every_name_that_it_has(name: str) -> None:
-    padded = torch.arange(12.0).reshape(6, 2)
-    found = tensor_matching._fitting(Path("there"), f"transformer.{name}", padded, (5, 2))
-    assert torch.equal(found, padded[:5])
-    with pytest.raises(CheckpointError, match="the recipe's is"):
-        tensor_matching._fitting(Path("there"), "transformer.wpe.weight", padded, (5, 2))
