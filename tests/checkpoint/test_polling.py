@@ -113,7 +113,7 @@ def test_an_error_is_raised_as_it_is_on_its_rank_and_by_its_kind_on_the_others(e
     assert (other.value.message, other.value.remedy) == (f"rank 1: {error.message}", error.remedy)
 
 
-def test_whatever_ends_the_work_of_a_rank_ends_its_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whatever_ends_the_work_of_a_rank_ends_its_wait() -> None:
     def act() -> None:
         raise SystemExit(3)
 
