@@ -134,6 +134,10 @@ def test_where_nothing_is_left_the_store_is_not_asked_and_a_new_incarnation_is_t
     save(run, 40)
     backup._copy_all()
     assert len(asked) == 3, "another peer makes the backups"
+    new = RunDirectory(run.path.parent / "new").create()
+    begin(new, base=None, reason="start")
+    backup_of(new, section)._copy_all()
+    assert len(asked) == 3, "nothing of the run is there yet"
 
 
 def test_logs_wait_for_a_checkpoint_that_is_due_and_for_the_end(
@@ -154,6 +158,27 @@ def test_logs_wait_for_a_checkpoint_that_is_due_and_for_the_end(
     backup._stop.set()
     backup._send_more(place_at(backup.url))
     assert went_on[2:] == [True, False] and backup._has_files_left
+
+
+def test_what_is_saved_during_an_upload_goes_next_and_logs_that_failed_are_still_to_be_sent(
+    run: RunDirectory, section: BackupSection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backup, sent, back_up = backup_of(run, section), list[str](), backup_module._back_up
+
+    def saving(rundir: RunDirectory, checkpoint: CommittedCheckpoint, *given: Any, **named: Any) -> None:
+        back_up(rundir, checkpoint, *given, **named)
+        sent.append(checkpoint.name)
+        if len(sent) == 1:
+            save(run, 30)
+
+    def away(*given: object, **named: object) -> None:
+        raise OSError(5, "the store is away")
+
+    monkeypatch.setattr(backup_module, "_back_up", saving)
+    monkeypatch.setattr(backup_module, "upload_more", away)
+    with pytest.raises(StorageError, match="logs and data"):
+        backup._copy_all()
+    assert sent == [NAMES[1], NAMES[2], NAMES[0]] and backup._has_files_left
 
 
 def test_a_checkpoint_that_was_pruned_on_its_way_is_no_failure_and_any_other_is(
@@ -370,6 +395,11 @@ def test_the_weights_alone_are_no_run_to_go_on_from(
     ):
         backup_of(new, section).restorable()
     assert backup_of(new, section).newer() == []
+    here = RunDirectory(tmp_path / "here")
+    shutil.copytree(run.path, here.path)
+    save(run, 30)
+    backup_of(run, replace(section, what="model"))._copy_all()
+    assert backup_of(here, section).newer() == [], "though they are newer than what is here"
 
 
 def test_a_look_reads_no_records_of_checkpoints_that_are_gone_and_no_more_for_many_files(

@@ -3,8 +3,12 @@
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -88,6 +92,26 @@ def test_each_damaged_block_is_named_whichever_window_it_lies_in_and_all_bytes_a
         ("model", 5 * BLOCK_BYTES, ("model.b",)),
     ]
     assert told(saved, contents=False) == []
+
+
+def test_a_file_that_becomes_shorter_while_it_is_read_is_damaged_from_there_on(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catalogue, "_WINDOW_BYTES", BLOCK_BYTES)
+    opened, end = LocalCheckpoint.open, 2 * BLOCK_BYTES
+
+    @contextmanager
+    def cut(source: LocalCheckpoint, name: str) -> Iterator[Any]:
+        with opened(source, name) as file:
+            yield SimpleNamespace(
+                read_into=lambda views, *, begin: file.read_into(views, begin=begin) if begin < end else 0
+            )
+
+    monkeypatch.setattr(LocalCheckpoint, "open", cut)
+    # The third block has the bytes of the second, which are still in memory.
+    assert [offset for kind, offset, _ in told(saved) if kind == "model"] == [
+        n * BLOCK_BYTES for n in (2, 3, 4, 5)
+    ]
 
 
 def test_sizes_are_told_without_reading_and_what_is_missing_is_told_too(saved: Path) -> None:

@@ -242,7 +242,9 @@ def test_an_index_that_lies_is_refused_before_anything_is_read_or_allocated(tmp_
         load_checkpoint(directory, [whole("model.a", torch.zeros(8, 8))])
 
 
-@pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a/b", "..", "", "manifest.json", ".hidden"])
+@pytest.mark.parametrize(
+    "name", ["../x", "/etc/passwd", "a/b", "..", "", "manifest.json", "index.json", ".h"]
+)
 def test_a_manifest_that_names_a_file_elsewhere_is_refused(tmp_path: Path, name: str):
     forged = Forged(tmp_path)
     (record,) = read_manifest(forged.directory).files

@@ -107,6 +107,9 @@ def test_each_file_is_read_where_its_own_part_lies(tmp_path: Path, monkeypatch: 
     with found.source.open("f0.safetensors") as opened:
         assert opened.read_into([memoryview(content)[:4], memoryview(content)[4:]], begin=1) == 6
     assert bytes(content) == b"345678\0\0\0"
+    os.truncate(on_first[0].path, 6)
+    with found.source.open("f0.safetensors") as opened:
+        assert opened.read_into([memoryview(content)[:3], memoryview(content)[3:]], begin=0) == 4
     with pytest.raises(FileNotFoundError):
         found.source.open("f1.safetensors")
     replicas.release()

@@ -83,7 +83,7 @@ def test_the_ranks_agree_on_partners_on_limits_and_on_one_secret(tmp_path: Path)
     again, _ = agree_on_partner(ranks_with(0, *others), tmp_path / "memory", run=run.path, bytes=500, boxes=6)
     assert again.token != memory.token
     second, keeper = agree_on_partner(
-        ranks_with(1, [here, 5, 7], firsts=["the run's", "0123" * 8]),
+        ranks_with(1, [f"{os.uname().nodename} /elsewhere", 5, 7], firsts=["the run's", "0123" * 8]),
         tmp_path / "memory",
         run=run.path,
         bytes=6,

@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 
+from bloomery.checkpoint.format.manifest import DamagedCheckpoint
 from bloomery.checkpoint.writer import ranks as ranks_module
 from bloomery.checkpoint.writer.ranks import Ranks
-from bloomery.errors import StorageError
+from bloomery.errors import BloomeryError, CheckpointError, StorageError
+
+OK = {"result": None, "failure": None}
 
 
 def test_ranks_that_wait_ask_each_other_at_growing_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,3 +88,37 @@ def test_what_is_asked_of_the_first_rank_no_other_one_does() -> None:
     second, done = Ranks(rank=1, world=2, gather=gather), list[int]()
     assert second.poll_on_first(lambda: done.append(1)) == 4 == second.run_on_first(lambda: done.append(1))
     assert done == []
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        DamagedCheckpoint("a block is wrong"),
+        StorageError("it is full", remedy="make room"),
+        CheckpointError("another model", remedy="take its own"),
+    ],
+)
+def test_an_error_is_raised_as_it_is_on_its_rank_and_by_its_kind_on_the_others(error: BloomeryError) -> None:
+    said: list[Any] = []
+
+    def act() -> None:
+        raise error
+
+    with pytest.raises(type(error)) as own:
+        Ranks(rank=1, world=2, gather=lambda value: said.append(value) or [OK, value]).run_on_all(act)
+    assert own.value is error
+    with pytest.raises(BloomeryError) as other:
+        Ranks(rank=0, world=2, gather=lambda value: [value, *said]).run_on_all(lambda: 4)
+    assert type(other.value) is type(error)
+    assert (other.value.message, other.value.remedy) == (f"rank 1: {error.message}", error.remedy)
+
+
+def test_whatever_ends_the_work_of_a_rank_ends_its_wait() -> None:
+    def act() -> None:
+        raise SystemExit(3)
+
+    def gather(value: Any) -> list[Any]:
+        return [value, OK if isinstance(value, dict) else [True, ""]]
+
+    with pytest.raises(SystemExit):
+        Ranks(rank=0, world=2, gather=gather).poll_on_all(act, deadline_s=20.0)

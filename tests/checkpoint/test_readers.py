@@ -175,3 +175,13 @@ def test_boxes_that_overlap_are_found_with_what_they_share() -> None:
     assert (alone.saved.tolist(), alone.wanted.tolist()) == ([0, 1], [0, 1, 2, 0, 1, 2])
     assert alone.stops.tolist() == [3, 6] and set(alone.start.tolist()) == {0}
     assert set(alone.stop.tolist()) == {1}
+
+
+def test_boxes_are_compared_along_the_dimension_that_parts_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    many = [Box((0, 2 * number), (8, 2)) for number in range(50)]
+    compared, intersection = list[Box](), Box.intersection
+    monkeypatch.setattr(
+        Box, "intersection", lambda box, other: compared.append(box) or intersection(box, other)
+    )
+    found = [box for box, _ in BoxOverlaps(many).with_box(Box((3, 41), (1, 2)))]
+    assert found == many[20:22] == compared

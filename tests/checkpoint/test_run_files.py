@@ -160,7 +160,7 @@ def test_what_is_here_stays_and_what_is_missing_or_empty_comes(
     upload_run_files(rundir, remote)
     assert remote.content("recipe.toml") == b"# another recipe\n", "the newest recipe counts"
     back = RunDirectory(tmp_path / "back").create()
-    write(back, {"data/train.bin": b"", "journal/0.jsonl": b"mine", "journal/.0.jsonl.draft": b"half"})
+    write(back, {"data/train.bin": b"", "journal/0.jsonl": b"mine", "data/.train.bin.draft": b"half"})
     download_run_files(remote, back)
     assert (back.path / "data/train.bin").read_bytes() == b"12345"
     assert (back.path / "journal/0.jsonl").read_bytes() == b"mine"
@@ -206,7 +206,8 @@ def test_a_store_lists_its_checkpoints_by_step_and_takes_nothing_else_for_one(
         saved = save_checkpoint(tmp_path / "here", entries, step=step, incarnation=incarnation)
         upload_checkpoint(saved, remote, notes=tmp_path / "notes")
         names.append(saved.name)
-    for key in ("step-000011.i001/model-0.safetensors", "export/manifest.json", "manifest.json"):
+    nested = "step-000012.i001/kept/manifest.json"
+    for key in ("step-000011.i001/model-0.safetensors", "export/manifest.json", "manifest.json", nested):
         remote.put(f"checkpoints/{key}", b"{}")
     assert [item.name for item in remote_checkpoints(remote)] == names
     assert remote_source(remote.url).name == names[-1]
@@ -314,8 +315,13 @@ def test_a_run_of_many_incarnations_asks_for_one_of_their_records_after_a_save(
         return content(store, key, **more)
 
     monkeypatch.setattr(Objects, "content", counted)
+    sent, put = list[str](), Objects.put
+    monkeypatch.setattr(
+        Objects, "put", lambda store, key, content: sent.append(key) or put(store, key, content)
+    )
     upload_run_files(rundir, remote)
     assert [key for key in asked if key.startswith("incarnations/")] == ["incarnations/000012.json"]
+    assert sent == ["incarnations/000013.json"]
     assert len(remote_incarnations(remote)) == 13
 
 

@@ -244,7 +244,11 @@ def test_a_run_in_a_store_learns_removes_marks_and_sends_what_belongs_there(
     other = RunDirectory(rundir.path.parent / "other").create()
     begin(other, base=None, reason="start")
     remote.put("incarnations/000001.json", other.incarnation(1).read_bytes())
-    for key in ("checkpoints/step-000009.i001/f", "checkpoints/step-000007.i001/f", "saving/x/note"):
+    for key in (
+        "checkpoints/step-000009.i001/manifest.json.bak",
+        "checkpoints/step-000007.i001/f",
+        "saving/x/note",
+    ):
         remote.put(key, b"")
     (rundir.checkpoints / f"{NAME}.partial").mkdir()
     gone = rundir.checkpoints / "step-000001.i001"

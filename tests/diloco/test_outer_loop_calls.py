@@ -299,7 +299,7 @@ def test_a_stop_of_this_peers_guards_leaves_the_run_and_is_carried_out_at_once()
 def test_a_rewind_goes_to_the_newest_round_that_is_early_enough_or_ends_the_run(
     known: dict[int, int], wanted_by: int | None, is_new: bool, round: int | None
 ) -> None:
-    hooks = Peer(ElasticSection(), round_before=known.get).loop._trainer
+    hooks = Peer(ElasticSection(), round_before=lambda step: known.get(int(step))).loop._trainer
     wanted = Rewind(
         judged_step=9,
         to_step=6,

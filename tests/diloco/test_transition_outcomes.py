@@ -18,7 +18,7 @@ from tests.diloco.test_round_transition import (
     state_in,
 )
 
-from bloomery.data.position import Position
+from bloomery.data.position import Position, without
 from bloomery.diloco.outer import UnderWay
 from bloomery.diloco.outer_loop_state import (
     Admitted,
@@ -33,6 +33,7 @@ from bloomery.diloco.outer_loop_state import (
     LoadRefused,
     Message,
     MissedRoundMade,
+    PartMade,
     Progress,
     Replacing,
     Resumed,
@@ -58,6 +59,7 @@ from bloomery.diloco.round_transition import (
     transition,
 )
 from bloomery.guard.verdict import CarryOn, Rewind, Rung, Save, Watch
+from bloomery.protocol.encoding import FEW_RANGES_AT_MOST
 from bloomery.protocol.rank_messages import Abort, FlushRound, Reduce, StartRound, StopTraining
 
 PASTS = (FragmentHistory(steps=5, samples=20, parts=((2, 0.5),)), FragmentHistory(steps=7, samples=28))
@@ -364,6 +366,13 @@ def test_the_first_save_is_asked_for_and_the_last_rewind() -> None:
         assert state.asking(nothing) == state
     assert state.asking(WANTS).asking(later).wants == WANTS
     assert state.asking(WANTS).asking(rewinds[0]).asking(rewinds[1]).asking(later).wants == rewinds[1]
+
+
+def test_a_part_asks_for_no_more_ranges_to_skip_than_a_record_may_hold() -> None:
+    scattered = tuple(range(3 * number, 3 * number + 1) for number in range(FEW_RANGES_AT_MOST + 9))
+    part = PartMade(peer="a", tokens_per_sample=1, squares=4.0, feedback=0.0, kept=(), rewind_to=None)
+    asked = replace(before(TRAINING), skips=scattered).part(TRAINING, part).skip
+    assert len(asked) == FEW_RANGES_AT_MOST and without(scattered, asked) == ()
 
 
 def test_samples_to_be_skipped_add_up_and_those_in_use_are_the_holes_of_the_position() -> None:

@@ -48,6 +48,7 @@ def test_chunks_are_put_where_they_belong_and_must_fill_their_tensor(monkeypatch
     assert torch.equal(chunked(monkeypatch, (3, 4), ((0, 0), (3, 4), tensor)), tensor)
     for chunks, said in (
         ([left], "do not fill it"),
+        ([left, right, left], "do not fill it"),
         ([], "do not fill it"),
         ([((0, 0), (3, 2), tensor[:, :1])], r"holds \(3, 1\) for w, and its metadata say \(3, 2\)"),
         ([left, ((0, 2), (3, 3), tensor[:, 1:])], "lies outside of it"),
@@ -77,6 +78,7 @@ def test_the_parts_of_megatrons_ranks_are_joined_by_rows_by_columns_or_as_their_
         megatron(tmp_path, 3, rank, **block)
         megatron(tmp_path, 4, rank, **block)
         megatron(tmp_path, 1, rank, word_embeddings__weight=torch.full((2, 3), float(rank)))
+        megatron(tmp_path, 2, rank, position_embeddings__weight=torch.ones(2, 3))
         megatron(tmp_path, 6, rank, weight=torch.tensor([3.0]), bias=torch.tensor([4.0]))
     assert is_megatron(tmp_path)
     found = read_megatron(tmp_path)
@@ -86,6 +88,7 @@ def test_the_parts_of_megatrons_ranks_are_joined_by_rows_by_columns_or_as_their_
     assert torch.equal(found[f"{first}input_layernorm.weight"](), torch.tensor([1.0005, 2.0]))
     assert found[f"{first}mlp.dense_4h_to_h.bias"]().dtype == torch.bfloat16
     assert found["transformer.word_embeddings.weight"]().tolist() == [[0.0] * 3] * 2 + [[1.0] * 3] * 2
+    assert torch.equal(found["transformer.wpe.weight"](), torch.ones(2, 3)), "which no rank holds a part of"
     assert (found["transformer.ln_f.weight"]().item(), found["transformer.ln_f.bias"]().item()) == (3.0, 4.0)
     files = [tmp_path / f"layer_06-model_{rank:02d}-model_states.pt" for rank in range(2)]
     near, far = (torch.tensor([value, 0.0]) for value in (1.0, 1.03))
@@ -93,6 +96,8 @@ def test_the_parts_of_megatrons_ranks_are_joined_by_rows_by_columns_or_as_their_
         pytest.approx(1.0095),
         0.0,
     ]
+    large = [torch.tensor([100.0]), torch.tensor([101.0])]
+    assert foreign_files._mean(files, "w", large).tolist() == [100.5]
     with pytest.raises(CheckpointError, match=r"w of layer_06-.* differs by 0.015"):
         foreign_files._mean(files, "w", [near, far])
 
@@ -124,7 +129,11 @@ def test_the_first_rank_that_a_megatron_checkpoint_lacks_is_named(tmp_path: Path
     [
         ("model.lm_head.weight", 9, True),
         ("embedding.weight", 9, True),
-        ("wte.weight", 7, True),
+        ("head.weight", 9, True),
+        ("transformer.word_embeddings.weight", 9, True),
+        ("model.embed_tokens.weight", 9, True),
+        ("wte.weight", 8, True),
+        ("head.weight", 7, True),
         ("wte.weight", 6, False),
         ("blocks.0.up.weight", 9, False),
     ],
@@ -171,6 +180,7 @@ FP8: dict[str, Any] = {"quant_method": "fp8"}
         (FP8, True, "quant_method"),
         (FP8 | {"weight_block_size": (16, 32)}, False, "weight_block_size"),
         (FP8 | {"weight_block_size": [16]}, False, "weight_block_size"),
+        (FP8 | {"weight_block_size": []}, False, "weight_block_size"),
         (FP8 | {"weight_block_size": [16, 0]}, False, "weight_block_size"),
         (FP8 | {"weight_block_size": [16, 1.5]}, False, "weight_block_size"),
         (FP8 | {"unknown": None}, False, "unknown"),

@@ -60,6 +60,10 @@ def test_a_phase_that_did_not_come_is_none_and_the_next_begins_where_the_last_en
     ended = [{"event": "attempt_end", "time": 101.0}]
     given_up = phases_of(100.0, noticed=102.0, operations=ended, events=[])
     assert (given_up.noticed, given_up.ended, given_up.total_s) == (2.0, 0.0, None)
+    anew = phases_of(
+        100.0, noticed=102.0, operations=[*ended, {"event": "attempt", "time": 105.0}], events=[]
+    )
+    assert anew == RecoveryPhases(noticed=2.0, ended=0.0, restarted=3.0), "no second counts twice"
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,10 @@ def test_a_fault_on_another_node_is_a_step_of_the_job_there(monkeypatch: pytest.
     words = "The fault kill could not be injected on n3: E: no stepy{290}\n"
     with pytest.raises(TrainingFailed, match=words):
         strike_on("n3", DrillFault.KILL, 77, nodes=ACROSS)
+    struck: list[Any] = []
+    monkeypatch.setattr(faults, "strike", lambda fault, pid: struck.append((fault, pid)))
+    strike_on("n0", DrillFault.KILL, 78, nodes=ACROSS)
+    assert struck == [(DrillFault.KILL, 78)] and len(ran) == 2, "this node needs no step"
 
 
 @pytest.mark.parametrize("nodes", [DrillNodes(), ACROSS])

@@ -291,6 +291,11 @@ def test_a_run_that_does_not_step_within_the_patience_or_ends_has_not_survived(
     assert clock.now == 1010.0
     assert _recovery(plan, launcher_of(plan, ended=True), DrillFault.KILL, 1000.0, step=20) == lost
     assert clock.now == 1010.0
+    record(plan.rundir.operations, ATTEMPT)
+    record(plan.rundir.journal(), START, STEP)
+    beats.update({rank: beat(rank=rank, step=17) for rank in range(2)})
+    assert _has_stepped(plan, DrillFault.KILL, 1000.0, 20), "and then its launcher ended"
+    assert not _recovery(plan, launcher_of(plan, ended=True), DrillFault.KILL, 1000.0, step=20).survived
 
 
 def test_a_launcher_that_was_killed_is_started_once_more_after_its_ranks_have_ended(

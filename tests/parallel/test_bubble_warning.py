@@ -6,15 +6,17 @@ from bloomery.config.load import load_recipe
 from bloomery.parallel.pipeline_schedule import bubble_warning
 
 
-def told(*settings: str, data_degree: int = 1) -> str:
+def told(*settings: str, data_degree: int = 1, consumed: int = 0) -> str:
     plain = ("train.global_batch=32", "train.micro_batch=2", "train.ramp_up=[]", "model.layers=8")
     recipe = load_recipe("demo", [*plain, *settings]).recipe
-    return bubble_warning(recipe.train, recipe.parallel, data_degree=data_degree)
+    return bubble_warning(recipe.train, recipe.parallel, data_degree=data_degree, consumed=consumed)
 
 
 def test_many_micro_batches_and_no_pipeline_are_not_worth_a_word() -> None:
     assert told("parallel.pipeline=4") == ""  # 16 micro-batches: 3 of 19
     assert told("train.global_batch=2") == ""
+    ramp_up = ("parallel.pipeline=4", "train.samples=640", "train.ramp_up=[8, 8, 96]")
+    assert told(*ramp_up) and told(*ramp_up, consumed=96) == "", "its small batches are behind it"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from tests.parallel.small import CPU, LENGTH, VOCABULARY
 
+from bloomery.checkpoint.format.state import Box
 from bloomery.config.model import ModelSection
 from bloomery.config.optim import LossSection, OptimSection
 from bloomery.config.parallel import ParallelSection
@@ -348,6 +350,45 @@ def test_dropout_is_addressed_by_step_sample_and_position_and_one_rank_reports_t
         assert [float(each) for each in sums] == ([3.0, 2.0, 1.0] if reports else [3.0, 0.0, 0.0])
         assert seen.pop() == (batch.tokens, batch.targets, None, rows)
     assert asked == [{"seed": 11, "step": 9, "samples": batch.samples, "positions": range(3)}]
+
+
+@pytest.mark.parametrize("init", ["normal", "bigram"])
+def test_each_box_is_filled_by_its_logical_name_and_place_and_then_the_weights_are_rounded(
+    init: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = Calls()
+    model = parts_of(calls)
+    model.decoder.model.section.embedding_init = init  # type: ignore[misc]
+    entries = [
+        SimpleNamespace(name=f"model.{name}", tensor=name, global_shape=(8, 4), box=Box((at, 0), (2, 4)))
+        for name, at in (("embedding.weight", 4), ("blocks.1.mlp.down.weight", 2), ("head.weight", 6))
+    ]
+    model.weights.state_entries = lambda: entries  # type: ignore[method-assign, assignment, return-value]
+    model.weights.copy_masters_to_working = calls.of("rounded")  # type: ignore[method-assign]
+    monkeypatch.setattr(built, "fill_initial", calls.of("filled"))
+    monkeypatch.setattr(
+        TrainingModel, "_fill_from_bigrams", lambda self, names, make: calls.seen.append(names)
+    )
+    model.initialise(seed=5, bigrams=lambda: pytest.fail("what counts them calls it"))
+    wanted = [
+        ("filled", e.tensor, e.tensor,
+         {"global_shape": (8, 4), "offset": e.box.offset, "model": model.decoder.model, "seed": 5})
+        for e in entries
+    ]  # fmt: skip
+    counted = ("embedding.weight", "head.weight")
+    expected: list[Any] = [wanted[1], counted] if init == "bigram" else wanted
+    assert calls.seen == [*expected, ("rounded",)]
+
+
+def test_a_micro_batch_that_is_computed_once_more_leaves_its_digest_alone() -> None:
+    calls = Calls(tapped=nullcontext(SimpleNamespace(digest=77)))
+    model = parts_of(
+        calls, loss=lambda batch, step: calls.seen.append((batch, step)) or LossSums(*[leaf] * 3)
+    )
+    model.weights.tapped = calls.of("tapped")  # type: ignore[method-assign]
+    leaf = torch.tensor(2.0, requires_grad=True)
+    assert model.digest_gradients("a batch", 9, weight=0.25) == 77  # type: ignore[arg-type]
+    assert calls.seen == [("tapped", {"discards": True}), ("a batch", 9)] and float(leaf.grad or 0) == 0.25
 
 
 def test_an_embedding_from_bigrams_gets_its_own_factor_and_rows_beyond_the_tokenizer_stay_zero() -> None:

@@ -376,7 +376,7 @@ def messenger_of(count: int, messages: MessageOrder | None = None) -> StageMesse
     }
     mesh = Mesh(device=CPU, rank=4, world=8, pipeline=Axis(index=0, ranks=(4, 6)), channels=channels)
     order = pipeline_order("1f1b", pipeline=2, chunks=1, micro_batches=count)
-    shapes = [torch.empty(2, device="meta")] * count
+    shapes = [torch.empty(2 + number, device="meta") for number in range(count)]
     return StageMessenger(mesh, messages or MessageOrder(order, [0, 1], own=0), shapes=shapes)
 
 
@@ -392,7 +392,7 @@ def test_messages_go_over_their_channels_group_and_what_was_consumed_is_let_go(w
     assert len(works.calls) == 4 and len(messenger._sent[1]) == 1
     messenger.send(StageMessage(0, 1, 2), torch.ones(2))
     works.calls.clear()
-    messenger.receive(StageMessage(1, 0, 1))
+    assert messenger.receive(StageMessage(1, 0, 1)).shape == (3,)
     assert works.calls[0] == ("irecv", 6, "back", 2 * 4096 + 1) and len(messenger._sent[1]) == 1
     messenger.receive(StageMessage(1, 0, 2))
     messenger.finish()

@@ -9,6 +9,7 @@ from bloomery.errors import DataError
 from bloomery.events.journal import Journal
 from bloomery.events.records import StepReport
 from bloomery.events.run_directory import RunDirectory
+from bloomery.plan import progress as progress_module
 from bloomery.plan.hardware import load_hardware
 from bloomery.plan.overview import make_plan
 from bloomery.plan.progress import at_other_scales, progress_of, progress_rows
@@ -88,6 +89,35 @@ def test_what_is_left_of_a_ramp_up_is_walked_batch_by_batch(tmp_path):
     training_s = sum(stretch.seconds for stretch in plan.draft.course)
     assert found.days_left == pytest.approx(2 * training_s / 86_400, rel=0.01)
     assert found.planned_days_left == pytest.approx(training_s / 86_400, rel=0.01)
+    assert found.planned_step_s == pytest.approx(first.step.seconds)
+    full, speed = plan.draft.course[-1], plan.speed
+    share = first.global_batch / first.step.seconds / (full.global_batch / full.step.seconds)
+    planned = (found.planned_model_teraflops, found.planned_hardware_teraflops, found.planned_mfu)
+    wanted = (speed.model_teraflops * share, speed.hardware_teraflops * share, speed.mfu * share)
+    assert share < 1.0 and planned == pytest.approx(wanted)
+    assert (found.total_samples, found.total_tokens) == (146_484_375, 146_484_375 * 2048)
+
+
+@pytest.mark.parametrize(("consumed", "at"), [(1_024, 0), (3_072, 2_048), (3_071, 2_047), (9, 0)])
+def test_a_step_is_planned_as_where_it_began_in_the_run(consumed, at, monkeypatch):
+    loaded = load_recipe(RECIPE)
+    request = Request(loaded=loaded, hardware=load_hardware("v100-32g"), accelerators=128)
+    plan = make_plan(request)
+    asked = []
+
+    def phase_of(train, sample):
+        asked.append(sample)
+        return replace(phase_at(train, sample), recompute="selective")
+
+    def time_of(work, parameters, **told):
+        asked.append(told)
+        return plan.draft.course[0].step
+
+    monkeypatch.setattr(progress_module, "phase_at", phase_of)
+    monkeypatch.setattr(progress_module, "step_time", time_of)
+    last = replace(report(loaded.recipe.train, 29_020, seconds=1.0), consumed_samples=consumed)
+    assert progress_module._planned_step_s(request, plan, last) == plan.draft.course[0].step.seconds
+    assert asked == [at, {"global_batch": 1024, "recompute": "selective"}]
 
 
 def test_what_is_left_follows_from_the_measured_speed(run):
@@ -136,6 +166,8 @@ def test_a_number_of_accelerators_divides_the_batch_where_it_gives_whole_micro_b
     found = {one.accelerators: one for one in at_other_scales(request, plan, 2_048, 10.0)}
     assert [count for count, one in found.items() if one.days_left is not None] == [512, 1_024]
     assert {found[count].note for count in (4_096, 8_192)} == {"does not divide the batch"}
+    whole = [one.accelerators for one in at_other_scales(request, plan, 20, 10.0)]
+    assert whole == [40, 80], "10 accelerators hold no whole number of replicas"
 
 
 def test_planned_stands_against_measured(run):
@@ -207,7 +239,8 @@ def test_a_peers_steps_are_counted_with_the_other_peers(tmp_path):
 
 
 def test_a_run_whose_recipe_leaves_the_vocabulary_to_its_tokenizer_has_recorded_it(run):
-    loaded = load_recipe(RECIPE, ["model.vocabulary='auto'", "data.tokenizer=gone.json"])
+    (run / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 700}}}), encoding="utf-8")
+    loaded = load_recipe(RECIPE, ["model.vocabulary='auto'", f"data.tokenizer={run}/tokenizer.json"])
     for vocabulary in (51_200, 60_000):
         with Journal(RunDirectory(run).journal()) as journal:
             journal.write("data", incarnation=2, step=29_020, vocabulary=vocabulary)

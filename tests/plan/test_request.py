@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -6,7 +7,14 @@ from bloomery.config.load import load_recipe
 from bloomery.errors import ConfigError
 from bloomery.plan.hardware import load_hardware
 from bloomery.plan.overview import make_plan
-from bloomery.plan.request import Request, data_degrees, vocabulary_of, with_local_vocabulary
+from bloomery.plan.request import (
+    MOST_ACCELERATORS,
+    Request,
+    data_degrees,
+    refuse_impossible,
+    vocabulary_of,
+    with_local_vocabulary,
+)
 from bloomery.plan.search import search_layouts
 
 
@@ -26,7 +34,7 @@ def test_no_gpus_are_refused_with_what_would_do():
 def test_seven_gpus_are_no_replica():
     one = refused(accelerators=7)
     assert "tensor 4 × pipeline 12" in str(one)
-    assert "48 would do" in str(one)
+    assert one.mistakes[0].remedy.startswith("48 would do")
 
 
 def test_everything_wrong_is_told_at_once():
@@ -67,9 +75,43 @@ def test_96_nodes_of_four_do_not_divide_the_13b_runs_batch():
     assert "64, 128" in told
 
 
+def test_what_is_just_possible_is_not_refused():
+    request = Request(loaded=load_recipe("tr1-13b"), hardware=load_hardware("v100-32g"), accelerators=128)
+    refuse_impossible(
+        replace(
+            request,
+            failures_per_week=0.0,
+            hours_per_day=24.0,
+            data_tokens=1.0,
+            price_per_accelerator_hour=0.0,
+        )
+    )
+    refuse_impossible(replace(request, loaded=load_recipe("tr1-13b", ["train.precision=auto"])))
+    most = refused("demo", accelerators=MOST_ACCELERATORS)
+    assert "--gpus" not in {mistake.key for mistake in most.mistakes}, "and its batch is another matter"
+
+
+def test_batches_of_a_ramp_up_that_is_over_need_not_fit_the_accelerators():
+    told = {"hardware": "v100-32g", "accelerators": 256}
+    assert "train.ramp_up" in {mistake.key for mistake in refused("tr1-13b", **told).mistakes}
+    request = Request(loaded=load_recipe("tr1-13b"), hardware=load_hardware("v100-32g"), accelerators=256)
+    refuse_impossible(replace(request, consumed=10_000_000))
+
+
+def test_a_tensor_parallel_group_may_be_as_large_as_a_node():
+    request = Request(
+        loaded=load_recipe("tr11-176b", ["parallel.tensor=8"]), hardware=load_hardware("a100-80g")
+    )
+    refuse_impossible(request)
+    one = refused("tr11-176b", "parallel.tensor=16")
+    assert "parallel.tensor" in {mistake.key for mistake in one.mistakes} and "at most 8" in str(one)
+
+
 def test_a_precision_without_units_is_refused():
     one = refused("tr11-176b", hardware="v100-32g", accelerators=384)
     assert "v100-32g has no units for bf16" in str(one)
+    later = refused("tr1-13b", "train.precision_changes=[[96,'bf16']]", hardware="v100-32g", accelerators=128)
+    assert "v100-32g has no units for bf16" in str(later)
     assert "fp16" in str(one)
 
 
@@ -108,3 +150,12 @@ def test_data_degrees_divide_every_batch_of_the_run():
     recipe = load_recipe("tr1-13b").recipe
     assert data_degrees(recipe) == [1, 2, 4, 8, 16]
     assert 128 in data_degrees(load_recipe("tr1-13b", ["train.ramp_up=[]"]).recipe)
+
+
+def test_data_degrees_leave_whole_micro_batches_and_a_wrong_ramp_up_leaves_one():
+    def degrees(*told):
+        return data_degrees(load_recipe("demo", ["train.global_batch=24", *told]).recipe)
+
+    assert degrees("train.ramp_up=[]", "train.micro_batch=2") == [1, 2, 3, 4, 6, 12]
+    assert degrees("train.ramp_up=[]", "train.micro_batch=5") == []
+    assert degrees("train.ramp_up=[32,8,100]", "train.micro_batch=2") == [1]

@@ -324,13 +324,18 @@ def test_what_is_computed_again_is_no_use_of_the_machine() -> None:
     once, twice = (search._timed(setting, setting.work, recompute, 0) for recompute in ("none", "full"))
     assert twice.step.seconds > once.step.seconds
     assert twice.mfu * twice.step.seconds == pytest.approx(once.mfu * once.step.seconds)
+    assert setting.room_bytes == 80 * GIB
+    tokens = setting.recipe.train.global_batch * setting.work.sequence_length
+    possible = setting.work.hardware.peak_flops(setting.work.precision) * once.step.seconds
+    assert once.mfu == pytest.approx(setting.costs["none"].model * tokens / possible)
 
 
 @pytest.mark.parametrize(("compiled", "fused"), [("off", False), ("auto", True)])
 def test_memory_is_asked_for_as_the_recipe_trains(
     compiled: str, fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = load_recipe("demo", [f"train.compile={compiled}", "train.loss_chunk=64"])
+    told = [f"train.compile={compiled}", "train.loss_chunk=64", "train.global_batch=96", "optim.name=adamw"]
+    recipe = load_recipe("demo", told)
     request = Request(loaded=recipe, hardware=load_hardware("a100-80g"), accelerators=1)
     asked: list[Any] = []
 
@@ -340,6 +345,27 @@ def test_memory_is_asked_for_as_the_recipe_trains(
 
     monkeypatch.setattr(search, "stage_memory", memory)
     setting = search._setting(request, 1)
-    assert search._peak(setting, setting.work, "full") == 7
+    work = replace(setting.work, layout=Layout(data=4), micro_batch=3)
+    assert search._peak(setting, work, "full") == 7
     (training,) = asked
     assert (training.fused, training.loss_chunk, training.recompute) == (fused, 64, "full")
+    assert (training.micro_batches, training.optimizer) == (8, "adamw")
+
+
+@pytest.mark.parametrize(
+    ("blocks", "indices"), [([4], {0}), ([2, 2], {0, 1}), ([3, 3, 2, 4, 4, 1, 2, 1], {0, 1, 3, 6, 7})]
+)
+def test_of_stages_with_equal_blocks_the_first_is_asked_and_the_largest_counts(
+    blocks: list[int], indices: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = Request(loaded=load_recipe("demo"), hardware=load_hardware("a100-80g"), accelerators=1)
+    setting = search._setting(request, 1)
+    asked: set[int] = set()
+
+    def memory(work: Any, parameters: Any, stages: Any, index: int, training: Any) -> Any:
+        asked.add(index)
+        return SimpleNamespace(total=100 - index)
+
+    monkeypatch.setattr(search, "stages_for", lambda *told: [SimpleNamespace(blocks=each) for each in blocks])
+    monkeypatch.setattr(search, "stage_memory", memory)
+    assert search._peak(setting, setting.work, "none") == 100 and asked == indices

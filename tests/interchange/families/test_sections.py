@@ -223,7 +223,10 @@ def test_each_setting_of_a_file_is_one_of_our_model_and_is_written_again(family:
         ("bloom", {"tie_word_embeddings": True}, {"tied": True}),
         ("gpt2", {"tie_word_embeddings": True}, {"tied": True}),
         ("gpt2", {"n_inner": None}, {"ffn": 96}),
-        ("gpt2", {"activation_function": "gelu_fast"}, {"activation": "gelu_tanh"}),
+        *(
+            ("gpt2", {"activation_function": f"gelu_{form}"}, {"activation": "gelu_tanh"})
+            for form in ("fast", "new", "accurate", "python_tanh", "pytorch_tanh")
+        ),
     ],
 )
 def test_what_a_setting_changes_is_that_setting_alone(

@@ -272,8 +272,9 @@ FULL = {"what": "space", "full_in_s": 86400.0}
             {"shm": [NodeShm(host="n7", free_bytes=1 << 30, total_bytes=20 << 30)]},
             ("nearly full on n7 (95% used, 1.00 of 20.00 GiB free): remove", "on n7: ls -lS /dev/shm")),
         ("backup", {"unsaved_copy_s": 7200.0}, {"unsaved_copy_s": 7201.0}, ("2.0 h",)),
-        ("slow", {"step_s": [1.5, 1.5, 9.0], "usual_step_s": [1.0, 1.0, 0.1]}, {"step_s": [1.6, 1.6, 0.1]},
-            ("1.6 s, and took 1 s",)),
+        ("slow", {"step_s": [3.0, 3.0, 9.0], "usual_step_s": [2.0, 2.0, 0.1]}, {"step_s": [3.2, 3.2, 0.1]},
+            ("3.2 s, and took 2 s",)),
+        ("peers", {"awaited_s": 0.0}, {"awaited_s": 0.1, "peers_command": "look"}, ("other peers", "; look")),
         ("guard spike", {"guards": [(8199.0, "spike", "the loss rose")]},
             {"guards": [(8200.0, "spike", "the loss rose")]}, ("the loss rose",)),
         ("no checkpoint", {"saves": [4000.0, 6000.0, 7000.0]}, {"saves": [2000.0, 3000.0, 6900.0, 6990.0]},
@@ -295,6 +296,7 @@ def test_each_condition_begins_beyond_its_limit_and_says_what_helps(
 def test_a_run_that_does_not_run_owes_no_checkpoint_and_two_saves_tell_of_no_rhythm() -> None:
     saves = [0.0, 100.0, 200.0]
     assert seen(saves=saves[:2]) == [] and seen(RunStatus.FINISHED, saves=saves) == []
+    assert seen(step_s=[9.0]) == seen(usual_step_s=[1.0]) == []
     assert [condition.kind for condition in seen(saves=saves)] == ["no checkpoint"]
     assert [condition.kind for condition in seen(saves=saves, failed_save="no room")] == ["saves fail"]
 

@@ -154,6 +154,9 @@ def test_a_silent_scheduler_and_a_short_queue_are_told_as_soon_by_cron_as_by_a_s
     assert cron(run, 20.0 + 61.0) == [set()], "in an hour without a look it may have been well"
     monkeypatch.setattr(observe, "jobs_of_run", lambda rundir, recipe: ([], ""))
     assert cron(run, 20.0 + 66.0, 20.0 + 71.0) == [set(), set()]
+    monkeypatch.setattr(observe, "jobs_of_run", lambda rundir, recipe: answer[-1])
+    seldom = cron(run, 400.0, 700.0, 1000.0)
+    assert seldom == [set(), {kind}, {kind}], "where each look is hours after the last they are no gap"
 
 
 def test_a_save_and_a_finding_count_for_cron_however_many_steps_follow_them(

@@ -267,6 +267,8 @@ def test_a_peer_that_has_waited_too_long_for_others_is_told_with_the_command_tha
     seen = RunObserver(run).observe(now=now)
     assert seen.verdict.state == RunStatus.RUNNING and 1000.0 <= seen.awaited_s < 1100.0
     assert seen.peers_command == "bloomery coordinate --status night --endpoints http://10.0.0.9:2379"
+    run.recipe.write_text(dump_recipe(load_recipe("demo", ["elastic.inner_steps=5", "run.name=x"]).recipe))
+    assert RunObserver(run).observe(now=now).peers_command == "bloomery coordinate --status x"
     (warning,) = overview(run).warnings
     assert warning.startswith("all ranks have waited for other peers for 1")
     run.recipe.write_text(dump_recipe(load_recipe("demo").recipe))

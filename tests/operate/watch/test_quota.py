@@ -149,7 +149,7 @@ def test_the_file_system_of_a_path_is_the_innermost_mount_of_its_device(
     here, number = tmp_path.resolve(), f"{os.major(device)}:{os.minor(device)}"
     lines = [
         f"40 35 0:99999 / {here} rw - nfs4 filer:/vol rw",
-        f"36 35 {number} / {here.parent} rw,noatime shared:1 - ext4 /dev/outer rw",
+        f"36 35 {number} / {here.parent} rw,noatime shared:1 - ext4 /dev/mapper/one-with-a-long-name rw",
         f"37 35 {number} / {here} rw,noatime - xfs /dev/a\\040disk rw",
         f"38 35 {number} / / rw - ext4 /dev/root rw",
         f"39 35 {number} / {here}/deeper rw - ext4 /dev/deeper rw",

@@ -36,8 +36,21 @@ def test_a_recipe_that_no_longer_can_be_read_is_not_taken_from_memory(run: RunDi
     os.utime(run.recipe, (NOW, NOW))
     assert observer._current_recipe() is not None
     run.recipe.write_text("[future]\nsetting = 1\n")
-    os.utime(run.recipe, (NOW + 1, NOW + 1))
+    os.utime(run.recipe, (NOW - 1, NOW - 1))  # as of a backup that was copied with its times
     assert observer._current_recipe() is None
+
+
+def test_a_run_without_a_directory_of_switches_has_none_where_the_watcher_runs(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
+    real = observe.observe_run
+    monkeypatch.setattr(
+        observe, "observe_run", lambda *told, **more: asked.append(more["switches"]) or real(*told, **more)
+    )
+    run.recipe.write_text(dump_recipe(load_recipe("demo").recipe))
+    RunObserver(run).observe(now=NOW)
+    assert asked == [[]]
 
 
 def test_a_scheduler_that_is_silent_once_more_is_unheard_since_then(

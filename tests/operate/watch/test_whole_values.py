@@ -21,9 +21,10 @@ from bloomery.events.journal import read_journal
 from bloomery.events.run_directory import RunDirectory
 from bloomery.events.shared_memory import shared_memory_space
 from bloomery.operate import submission
+from bloomery.operate.node_shm import NodeShm, shm_warning
 from bloomery.operate.run_state import RunObservation, RunStatus, RunVerdict
 from bloomery.operate.schedulers.interface import JobState, QueuedJob
-from bloomery.operate.watch import notify, observe, quota
+from bloomery.operate.watch import disk, notify, observe, quota
 from bloomery.operate.watch import watcher as watcher_module
 from bloomery.operate.watch.alerts import Alert, AlertRules, AlertWord, OpenIncident, WatchCondition
 from bloomery.operate.watch.conditions import WatchedQuota, WatchedRun, WatchLimits, conditions_of
@@ -42,6 +43,7 @@ def test_all_that_is_wrong_with_a_run_is_told_in_this_order_with_what_helps() ->
         quotas=[WatchedQuota(owner="user ann", left=DiskSample(0.0, GIB, 5),
                              forecast=DiskForecast(what="inodes", full_in_s=90.0))],
         save_bytes=3 * GIB, shm_used=0.95, failed_save="it is full", unsaved_copy_s=9_000.0,
+        shm=[NodeShm(host="n7", free_bytes=GIB, total_bytes=20 * GIB)],
         guards=[(9_000.0, "spike", "old"), (9_500.0, "plateau", "flat"), (9_900.0, "spike", "new")],
         step_s=(3.0, 3.5, 4.0), usual_step_s=(1.0, 1.0), silent_s=130.0, unheard="down", unheard_s=700.0,
         jobs=1, wanted_jobs=2, short_s=1_000.0, awaited_s=1_200.0, peers_command="look",
@@ -59,6 +61,8 @@ def test_all_that_is_wrong_with_a_run_is_told_in_this_order_with_what_helps() ->
         ("disk space", "the disk is full in 60.0 s at the present pace", "df -h r; bloomery ckpt list r", ""),
         ("shm", "/dev/shm of this machine is 95% full: data loaders end with a bus error",
          "ls -lS /dev/shm; df -h /dev/shm", ""),
+        ("node shm", f"{shm_warning(run.shm)}; data loaders end with a bus error",
+         "on n7: ls -lS /dev/shm; df -h /dev/shm", ""),
         ("no quota for a save (user ann)",
          "the next checkpoint exceeds the quota of user ann: 3.00 GiB, 1.00 GiB left", helps, ""),
         ("quota files (user ann)",
@@ -112,6 +116,11 @@ def test_a_forecast_needs_five_samples_and_reaches_a_hundred_times_as_far_as_was
     freed = [1000, 900, 800, 700, 860, 850, 840, 830, 820, 810]
     falls = [DiskSample(60.0 * number, free, -1) for number, free in enumerate(freed)]
     assert forecast_full(falls) == DiskForecast(what="space", full_in_s=81 * 60.0)
+
+
+@pytest.mark.parametrize("taken", [(0, 51, 52, 3, 4), (0, 51, 52, 53, 54)])
+def test_a_save_that_comes_or_goes_does_not_change_how_fast_a_disk_fills(taken: tuple[int, ...]) -> None:
+    assert disk._fall_per_s([(60.0 * number, -60.0 * bytes) for number, bytes in enumerate(taken)]) == 1.0
 
 
 def test_what_one_look_shows_is_all_that_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
