@@ -71,6 +71,7 @@ UNSYNCED = {
     "data/indexed.py:IndexedWriter.__init__": "synced by `_commit`, through durable",
     "data/block_cache.py:BlockCache.__init__": _CACHE,
     "data/streaming.py:_bring_index": _CACHE,
+    "coordination/etcd_log.py:shorten": _LOG,
     "coordination/etcd_process.py:launch": _LOG,
     "chaos/processes.py:ManagedProcess.start": _LOG,
     "state_transfer/partial_checkpoint.py:PartialCheckpoint.__init__": "synced by `finish`, through durable",

@@ -123,7 +123,12 @@ def test_a_fork_does_not_sync_to_the_place_of_the_first_run(stopped, capsys):
     recipe = RunDirectory(stopped).recipe
     synced = load_recipe(str(recipe), [f"sync.place='{stopped.parent.as_uri()}/synced'"])
     recipe.write_text(dump_recipe(synced.recipe))
-    told(capsys, "fork", str(stopped), str(stopped.parent / "not synced"))
+    before = os.umask(0o027)
+    try:
+        told(capsys, "fork", str(stopped), str(stopped.parent / "not synced"))
+    finally:
+        os.umask(before)
+    assert (stopped.parent / "not synced").stat().st_mode & 0o777 == 0o750, "for those who may read a run"
     forked = load_recipe(str(RunDirectory(stopped.parent / "not synced").recipe)).recipe
     assert forked.run.name == "not-synced"
     assert load_recipe(str(recipe)).recipe.sync.place and forked.sync.place == ""

@@ -126,10 +126,11 @@ def _fork(rundir: RunDirectory, checkpoint: CommittedCheckpoint, target: Path) -
         )
     try:
         with _draft(target.parent) as draft:
-            new = RunDirectory(draft).create()
+            # In the draft and not the draft itself, for that may be read by nobody else.
+            new = RunDirectory(draft / "run").create()
             _share(checkpoint.directory, new.checkpoints / checkpoint.name)
             if (rundir.path / "data").is_dir():
-                _share(rundir.path / "data", draft / "data")
+                _share(rundir.path / "data", new.path / "data")
             for number, record in _incarnations_up_to(rundir, checkpoint).items():
                 durable.write_whole(new.incarnation(number), record)
             durable.write_whole(new.recipe, dump_recipe(loaded.recipe))
@@ -137,7 +138,7 @@ def _fork(rundir: RunDirectory, checkpoint: CommittedCheckpoint, target: Path) -
                 durable.write_whole(new.sources, rundir.sources.read_bytes())
             if target.exists():
                 target.rmdir()
-            durable.publish(draft, target)
+            durable.publish(new.path, target)
     except OSError as error:
         raise storage_error(error, path=target, doing="Forking a run") from error
     return name
@@ -145,7 +146,7 @@ def _fork(rundir: RunDirectory, checkpoint: CommittedCheckpoint, target: Path) -
 
 @contextmanager
 def _draft(parent: Path) -> Iterator[Path]:
-    """Yield a new directory, which is removed after the block unless it has another name by then.
+    """Yield a new directory, which is removed after the block with what is still in it.
 
     Those of forks that were killed are removed first: they would keep the bytes of their checkpoints.
     """
@@ -156,7 +157,6 @@ def _draft(parent: Path) -> Iterator[Path]:
     draft = Path(tempfile.mkdtemp(prefix=_DRAFT, dir=parent))
     lock = durable.hold_directory(draft)
     try:
-        draft.chmod(0o755)
         yield draft
     finally:
         shutil.rmtree(draft, ignore_errors=True)
