@@ -126,7 +126,7 @@ def test_files_that_no_other_source_has_any_more_come_first_and_each_run_whole(
 
 
 def test_of_an_index_no_more_is_taken_than_the_manifest_says(fetching: Fetching) -> None:
-    def fail(file: str, *, at_most: int) -> bytes:
+    def fail(file: str, *, at_most: int, is_wanted: object) -> bytes:
         raise SourceFailed(f"{file} would have more than {at_most} bytes")
 
     fetching.source.state._answers["content"] = fail  # type: ignore[attr-defined]

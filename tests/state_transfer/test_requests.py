@@ -38,7 +38,7 @@ class Answer:
         self.calls, self.asked = list[str](), list[int]()
         self.error: Exception | None = None
 
-    def read(self, most: int) -> bytes:
+    def read1(self, most: int) -> bytes:
         self.asked.append(most)
         if self.error is not None:
             raise self.error
@@ -208,7 +208,9 @@ def test_a_large_index_has_ten_minutes_for_each_gibibyte_and_ten_more(
 ) -> None:
     given = list[float]()
     monkeypatch.setattr(source, "time", SimpleNamespace(monotonic=lambda: 100.0))
-    monkeypatch.setattr(source, "_read_into", lambda response, view, *, until: given.append(until))
+    monkeypatch.setattr(
+        source, "_read_into", lambda response, view, *, until, is_wanted: [given.append(until)]
+    )
     state, _ = state_of(Answer(200, length=str(1 << 24)))
     state.content("index.json", at_most=1 << 30)
     assert given == [100.0 + 600.0 + 600.0 / 64]

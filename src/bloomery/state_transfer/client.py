@@ -45,6 +45,8 @@ PROGRESS_S = 60.0
 """The seconds without a block from any source after which the whole fetch fails."""
 LEADER_S = 20.0
 """The seconds without a block after which another source becomes the leader."""
+INDEX_BYTES_S = 128 << 10
+"""Another source becomes the leader if the index comes more slowly than so many bytes a second."""
 MANIFEST_BYTES_AT_MOST = 64 << 20
 INDEX_BYTES_AT_MOST = 1 << 30
 _BACK_OFF_S = 0.2
@@ -195,6 +197,8 @@ class _Fetch:
         self.plan: _Plan | None = None
         self.error: OSError | None = None
         self.moved_s, self.is_over = time.monotonic(), False
+        self.leader_s: float = LEADER_S
+        self.cancelled: Callable[[], bool] = bool
 
     def run(
         self,
@@ -204,6 +208,7 @@ class _Fetch:
         cancelled: Callable[[], bool],
         progress: Progress | None,
     ) -> FetchedState:
+        self.leader_s, self.cancelled = leader_s, cancelled
         while True:
             for origin in dict.fromkeys(self.ask()):
                 if origin not in self.origins:
@@ -223,8 +228,7 @@ class _Fetch:
                     directory=final, leader=plan.leader.state.origin, bytes=plan.leader.manifest.bytes
                 )
             plan.partial.missing.wait(0.2)
-            others = [source for source in self.sources if source is not plan.leader and not source.is_out]
-            if others and time.monotonic() - self.moved_s > leader_s:
+            if self._others(plan.leader) and time.monotonic() - self.moved_s > leader_s:
                 self._drop(plan.leader, f"nothing came for {leader_s:.0f} s")
 
     def close(self) -> None:
@@ -263,6 +267,10 @@ class _Fetch:
         had = frozenset[str]().union(*(plan.files_of(source) for source in alive))
         return bool(plan.partial.missing.files() - had)
 
+    def _others(self, source: _Source) -> list[_Source]:
+        """Return the sources that are left beside this one."""
+        return [other for other in self.sources if other is not source and not other.is_out]
+
     def _replan(self) -> None:
         """Make the first source that is left the leader."""
         if self.plan is not None:
@@ -284,7 +292,12 @@ class _Fetch:
 
     def _planned(self, leader: _Source) -> _Plan:
         state, manifest = leader.state, leader.manifest
-        text = state.content(INDEX, at_most=manifest.index_bytes)
+        until = time.monotonic() + self.leader_s + manifest.index_bytes / INDEX_BYTES_S
+        text = state.content(
+            INDEX,
+            at_most=manifest.index_bytes,
+            is_wanted=lambda: not self.cancelled() and (time.monotonic() < until or not self._others(leader)),
+        )
         index = read_index(ReceivedMetadata(state.origin, state.name, {INDEX: text}), manifest)
         check_coverage(index.boxes)
         present_bytes = _bytes_of(partial := self.place.with_name(self.place.name + PARTIAL))
@@ -325,8 +338,7 @@ class _Fetch:
                     self.news.wait(0.2)
                 continue
             files = plan.files_of(source)
-            others = (other for other in self.sources if other is not source and not other.is_out)
-            own = files.difference(*(plan.files_of(other) for other in others))
+            own = files.difference(*(plan.files_of(other) for other in self._others(source)))
             run = plan.partial.missing.take(files, own, timeout_s=0.2)
             if run is None:
                 continue

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import socket
 import ssl
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 import urllib3
 from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.exceptions import HTTPError
+from urllib3.response import HTTPResponse
 
 from bloomery.checkpoint.format.manifest import parse_name
 from bloomery.checkpoint.format.source import RangedFile
@@ -23,6 +26,8 @@ CONNECT_S = 5.0
 """The seconds for connecting to a source."""
 STALL_S = 10.0
 """The seconds without a byte after which a source has failed."""
+HEAD_S = 30.0
+"""The seconds within which the head of an answer must have come, however many of its bytes come before."""
 THROUGH_RELAY = "relay:"
 """What a peer names in place of a URL if it cannot be dialled and keeps reverse connections at a relay."""
 _NO_HOST = "through-a-relay.invalid"
@@ -110,9 +115,12 @@ class ServedState:
             raise SourceFailed(f"{name!r} is no name of a checkpoint"[:200])
         self.name = name
 
-    def content(self, file: str, *, at_most: int) -> bytes:
-        """Return a whole file. Raises SourceFailed, also when the file is longer than `at_most` bytes."""
-        return self._read(file, at_most=at_most)
+    def content(self, file: str, *, at_most: int, is_wanted: Callable[[], bool] = lambda: True) -> bytes:
+        """Return a whole file. Raises SourceFailed, also when the file is longer than `at_most` bytes.
+
+        is_wanted: called as bytes come; the reading fails when it returns False.
+        """
+        return self._read(file, at_most=at_most, is_wanted=is_wanted)
 
     def size(self, file: str) -> int:
         """Return a file's size in bytes, as the peer reports it. Raises SourceFailed and NotYetServed."""
@@ -142,7 +150,7 @@ class ServedState:
         closed, so that the peer sends no more of them.
 
         until: the time.monotonic() at which the request fails.
-        is_wanted: called before each piece of _READ_BYTES.
+        is_wanted: called as bytes come, at most _READ_BYTES at a time.
         """
         last = begin + len(view) - 1
         response = self._ask(file, {"Range": f"bytes={begin}-{last}"})
@@ -162,7 +170,7 @@ class ServedState:
         """Close the connections to the peer."""
         self._pool.close()
 
-    def _read(self, file: str, *, at_most: int) -> bytes:
+    def _read(self, file: str, *, at_most: int, is_wanted: Callable[[], bool] = lambda: True) -> bytes:
         response = self._ask(file, {})
         try:
             if response.status == 404:
@@ -174,7 +182,8 @@ class ServedState:
                 raise SourceFailed(f"{file or 'its answer'} would have {int(length):,} bytes")
             content = bytearray(int(length))
             until = time.monotonic() + 600.0 * (1 + len(content) / (1 << 30))
-            _read_into(response, memoryview(content), until=until)
+            if not _read_into(response, memoryview(content), until=until, is_wanted=is_wanted):
+                raise SourceFailed(f"{file or 'its answer'} came too slowly, or is not wanted any more")
         except BaseException:
             response.close()
             raise
@@ -211,7 +220,8 @@ def _read_into(
         while filled < len(view):
             if not is_wanted():
                 return False
-            piece = response.read(min(_READ_BYTES, len(view) - filled))
+            # `read` would wait for all these bytes, however slowly they come, and the deadline with it.
+            piece = response.read1(min(_READ_BYTES, len(view) - filled))
             if not piece:
                 raise SourceFailed("it ended too early")
             view[filled : filled + len(piece)] = piece
@@ -280,6 +290,23 @@ class _Way:
         return connection
 
 
+@contextmanager
+def _head_in_time(connection: socket.socket) -> Iterator[None]:
+    """End the connection if the block takes longer than HEAD_S: a peer may send a head byte by byte."""
+
+    def end() -> None:
+        with suppress(OSError):
+            socket.socket.shutdown(connection, socket.SHUT_RDWR)  # of TLS, too, which others use meanwhile
+
+    timer = threading.Timer(HEAD_S, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def _plain_connection(origin: PeerSource, host: str, trust: Trust) -> type[HTTPConnection]:
     way = _Way(origin, host, trust)
 
@@ -296,6 +323,10 @@ def _plain_connection(origin: PeerSource, host: str, trust: Trust) -> type[HTTPC
             except PeerRefused as error:
                 self.close()
                 raise OSError(str(error)) from error
+
+        def getresponse(self) -> HTTPResponse:  # type: ignore[override]  # as in urllib3
+            with _head_in_time(self.sock):
+                return super().getresponse()
 
     return OnLoopback
 
@@ -318,6 +349,10 @@ def _known_connection(origin: PeerSource, host: str, trust: Trust) -> type[HTTPS
             except PeerRefused as error:
                 self.close()
                 raise OSError(str(error)) from error
+
+        def getresponse(self) -> HTTPResponse:  # type: ignore[override]  # as in urllib3
+            with _head_in_time(self.sock):
+                return super().getresponse()
 
     return OfPeer
 
