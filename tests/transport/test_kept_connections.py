@@ -95,6 +95,21 @@ def test_a_ring_that_is_over_frees_its_own_connections_and_one_that_failed_close
     assert kept.pool.size == 2
 
 
+def test_a_neighbour_that_asks_on_two_connections_for_one_place_does_not_end_who_frees_them(
+    kept: Kept,
+) -> None:
+    links = [kept.add(BACK), kept.add(BACK)]
+    for other in kept.others:
+        other_end = Connection(place=PLACE, connection=other, key=b"k" * 32, way="dialled")
+        other_end.send_begin(7)
+    until(lambda: [link.received_epoch for link in links] == [7, 7])
+    hop = Neighbour(peer="b", incarnation="1", addresses=(), sends=False, ranks=(0,), streams=1)
+    assert kept.pool.gather([hop], epoch=7, deadline_s=10.0, cancelled=threading.Event()) == links[:1]
+    kept.pool.release(7)
+    watched = kept.pool._selector.get_map()
+    assert all(watched[link.connection.fileno()].data is link and not link.used for link in links)
+
+
 def test_an_agreed_connection_is_taken_and_idle_ones_that_are_older_are_closed(kept: Kept) -> None:
     old, agreed = kept.add(since=1.0), kept.add(since=2.0, sent_epoch=7, received_epoch=7)
     newer, elsewhere = kept.add(since=3.0), kept.add(BACK, since=1.0)

@@ -189,7 +189,8 @@ class ConnectionPool:
         with self._changed:
             for link in self._of_epoch(epoch):
                 link.rest()
-                self._selector.register(link.connection, selectors.EVENT_READ, link)
+                if link.connection not in self._selector.get_map():  # as one that was asked on in vain is
+                    self._selector.register(link.connection, selectors.EVENT_READ, link)
 
     def discard(self, epoch: int) -> None:
         """Close every connection that was meant for `epoch`, after its ring or its attempt has failed."""
