@@ -23,7 +23,8 @@ from bloomery.errors import CheckpointError, PeerError
 from bloomery.state_transfer import averages, client, source
 from bloomery.state_transfer import server as serving
 from bloomery.state_transfer.averages import AverageFetcher, _Download
-from bloomery.state_transfer.client import _Fetch, _Plan, _Source, fetch_state
+from bloomery.state_transfer.client import _Fetch, fetch_state
+from bloomery.state_transfer.fetch_plan import FetchPlan, FetchSource
 from bloomery.state_transfer.partial_checkpoint import BlockRun, MissingBlocks, PartialCheckpoint
 from bloomery.state_transfer.served_states import ServedStates
 from bloomery.state_transfer.server import StateServer
@@ -54,13 +55,13 @@ class Fetching:
         self.calls: list[Any] = []
         state = Recorder("state", self.calls)
         state.__dict__.update(origin=A, name=checkpoint.name)
-        self.source = _Source(
+        self.source = FetchSource(
             state=state,  # type: ignore[arg-type]
             manifest=read_manifest(checkpoint),
             text=(checkpoint / MANIFEST).read_bytes(),
             records=frozenset(read_manifest(checkpoint).files),
         )
-        self.plan = _Plan(leader=self.source, partial=partial, index=b"")
+        self.plan = FetchPlan(leader=self.source, partial=partial, index=b"")
         self.fetch = _Fetch(lambda: [A], "ab12", place, TRUST, stall_s=1.0, streams=1)
         self.fetch.origins, self.fetch.sources, self.fetch.plan = [A], [self.source], self.plan
 
@@ -136,7 +137,7 @@ def test_of_an_index_no_more_is_taken_than_the_manifest_says(fetching: Fetching)
 
 
 def test_why_a_leader_cannot_lead_is_told_in_one_line(fetching: Fetching) -> None:
-    def fail(leader: _Source) -> _Plan:
+    def fail(leader: FetchSource) -> FetchPlan:
         raise PeerError("its state is too large", remedy="Free some space.")
 
     fetching.fetch._planned = fail  # type: ignore[method-assign]

@@ -15,7 +15,8 @@ from tests.protocol import example
 from bloomery.checkpoint.format.manifest import INDEX, MANIFEST, read_index, read_manifest
 from bloomery.errors import PeerError, StorageError
 from bloomery.state_transfer import client
-from bloomery.state_transfer.client import StateFetcher, _Fetch, _Plan, _Source, fetch_state
+from bloomery.state_transfer.client import StateFetcher, _Fetch, fetch_state
+from bloomery.state_transfer.fetch_plan import FetchPlan, FetchSource
 from bloomery.state_transfer.partial_checkpoint import BlockRun, PartialCheckpoint
 from bloomery.state_transfer.served_states import ServedStates
 from bloomery.state_transfer.server import StateServer, _Client
@@ -127,8 +128,8 @@ class Fetching:
         )
         partial = SimpleNamespace(missing=missing, is_right=lambda run, view: self.is_right, write=write)
         state = SimpleNamespace(origin=A, fetch_range=fetch_range)
-        self.source = _Source(state=state, manifest=None, text=b"", records=frozenset(), failures=1)  # type: ignore[arg-type]
-        self.plan = _Plan(leader=self.source, partial=partial, index=b"")  # type: ignore[arg-type]
+        self.source = FetchSource(state=state, manifest=None, text=b"", records=frozenset(), failures=1)  # type: ignore[arg-type]
+        self.plan = FetchPlan(leader=self.source, partial=partial, index=b"")  # type: ignore[arg-type]
         self.fetch = fetch_of(place, A, B)
 
     def go(self) -> None:

@@ -18,7 +18,8 @@ from tests.diloco.served_states import make_checkpoint
 
 from bloomery.checkpoint.format.manifest import MANIFEST, read_manifest
 from bloomery.state_transfer import client, source
-from bloomery.state_transfer.client import _Fetch, _Source
+from bloomery.state_transfer.client import _Fetch
+from bloomery.state_transfer.fetch_plan import FetchSource
 from bloomery.state_transfer.source import PeerSource, ServedState, SourceFailed
 from bloomery.transport.trust import Trust
 
@@ -95,7 +96,7 @@ def test_a_leader_is_left_for_another_where_its_index_comes_slowly_and_nobody_wa
         raise SourceFailed("it came too slowly")
 
     state.content = content
-    leader = _Source(
+    leader = FetchSource(
         state=state,  # type: ignore[arg-type]
         manifest=manifest,
         text=(checkpoint / MANIFEST).read_bytes(),

@@ -22,7 +22,14 @@ from bloomery.protocol.records import Commit
 from bloomery.state_transfer.client import RUN_S
 from bloomery.state_transfer.partial_checkpoint import BlockRun, MissingBlocks, runs_of, write_at
 from bloomery.state_transfer.served_states import average_file
-from bloomery.state_transfer.source import CONNECT_S, NotYetServed, PeerSource, ServedState, SourceFailed
+from bloomery.state_transfer.source import (
+    CONNECT_S,
+    NotYetServed,
+    PeerSource,
+    ServedState,
+    SourceFailed,
+    few_of_each_peer,
+)
 from bloomery.transport.trust import Trust
 
 SOURCES = 4
@@ -83,7 +90,8 @@ class AverageFetcher:
         try:
             place.mkdir(parents=True, exist_ok=True)
             while time.monotonic() < until and not cancelled():
-                left = [source for source in sources() if not _has_failed(failed.get(source))]
+                left = few_of_each_peer(sources())
+                left = [source for source in left if not _has_failed(failed.get(source))]
                 if not left:
                     break
                 for begin in range(0, len(left), at_once):

@@ -21,16 +21,22 @@ from bloomery.checkpoint.format.manifest import (
     INDEX,
     MANIFEST,
     PARTIAL,
-    FileRecord,
-    Manifest,
     read_index,
     read_manifest,
 )
 from bloomery.errors import BloomeryError, PeerError, free_bytes, storage_error
 from bloomery.protocol.records import Commit
+from bloomery.state_transfer.fetch_plan import FetchPlan, FetchSource
 from bloomery.state_transfer.partial_checkpoint import BlockRun, PartialCheckpoint
 from bloomery.state_transfer.served_states import is_digest
-from bloomery.state_transfer.source import STALL_S, PeerSource, ReceivedMetadata, ServedState, SourceFailed
+from bloomery.state_transfer.source import (
+    STALL_S,
+    PeerSource,
+    ReceivedMetadata,
+    ServedState,
+    SourceFailed,
+    few_of_each_peer,
+)
 from bloomery.transport.trust import Trust
 
 log = logging.getLogger(__name__)
@@ -135,41 +141,6 @@ def fetch_state(
         fetch.close()
 
 
-@dataclass(kw_only=True)
-class _Source:
-    """A peer that has sent its manifest.
-
-    text: the manifest as it was sent.
-    records: the files in the manifest.
-    failures: how often it has failed since its last block.
-    is_out: whether it has been given up.
-    """
-
-    state: ServedState
-    manifest: Manifest
-    text: bytes
-    records: frozenset[FileRecord]
-    failures: int = 0
-    is_out: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Plan:
-    """What is fetched: the leader's checkpoint.
-
-    partial: the files fetched so far.
-    index: the leader's index as it was sent.
-    """
-
-    leader: _Source
-    partial: PartialCheckpoint
-    index: bytes
-
-    def files_of(self, source: _Source) -> frozenset[str]:
-        """Return the names of the files that a source has identically to the leader."""
-        return frozenset(record.name for record in self.leader.records & source.records)
-
-
 class _Fetch:
     """The threads of one fetch and the state that they share.
 
@@ -192,9 +163,9 @@ class _Fetch:
         self.place, self.trust = place, trust
         self.stall_s, self.streams = stall_s, streams
         self.news = threading.Condition()
-        self.sources: list[_Source] = []
+        self.sources: list[FetchSource] = []
         self.why_out: dict[PeerSource, str] = {}
-        self.plan: _Plan | None = None
+        self.plan: FetchPlan | None = None
         self.error: OSError | None = None
         self.moved_s, self.is_over = time.monotonic(), False
         self.leader_s: float = LEADER_S
@@ -210,10 +181,9 @@ class _Fetch:
     ) -> FetchedState:
         self.leader_s, self.cancelled = leader_s, cancelled
         while True:
-            for origin in dict.fromkeys(self.ask()):
-                if origin not in self.origins:
-                    self.origins.append(origin)
-                    self._thread(self._read_description, origin)
+            for origin in few_of_each_peer((*self.origins, *self.ask()))[len(self.origins) :]:
+                self.origins.append(origin)
+                self._thread(self._read_description, origin)
             self._check(progress_s, cancelled)
             plan = self.plan
             if plan is None or self._is_stuck(plan):
@@ -261,13 +231,13 @@ class _Fetch:
                 remedy="Are these peers reachable? What is here is kept: another try goes on from it.",
             )
 
-    def _is_stuck(self, plan: _Plan) -> bool:
+    def _is_stuck(self, plan: FetchPlan) -> bool:
         """Return whether a missing file is held by no source that is left."""
         alive = [source for source in self.sources if not source.is_out]
         had = frozenset[str]().union(*(plan.files_of(source) for source in alive))
         return bool(plan.partial.missing.files() - had)
 
-    def _others(self, source: _Source) -> list[_Source]:
+    def _others(self, source: FetchSource) -> list[FetchSource]:
         """Return the sources that are left beside this one."""
         return [other for other in self.sources if other is not source and not other.is_out]
 
@@ -290,7 +260,7 @@ class _Fetch:
             self.moved_s = time.monotonic()
             self.news.notify_all()
 
-    def _planned(self, leader: _Source) -> _Plan:
+    def _planned(self, leader: FetchSource) -> FetchPlan:
         state, manifest = leader.state, leader.manifest
         until = time.monotonic() + self.leader_s + manifest.index_bytes / INDEX_BYTES_S
         text = state.content(
@@ -303,7 +273,7 @@ class _Fetch:
         present_bytes = _bytes_of(partial := self.place.with_name(self.place.name + PARTIAL))
         if manifest.bytes - present_bytes > free_bytes(self.place):
             raise PeerError(f"its state takes {manifest.bytes:,} bytes, which are not free at {self.place}")
-        return _Plan(
+        return FetchPlan(
             leader=leader,
             partial=PartialCheckpoint(partial, manifest, index),
             index=text,
@@ -321,14 +291,14 @@ class _Fetch:
         except (BloomeryError, OSError) as error:
             self._out(origin, str(error).splitlines()[0])
             return
-        source = _Source(state=state, manifest=manifest, text=text, records=frozenset(manifest.files))
+        source = FetchSource(state=state, manifest=manifest, text=text, records=frozenset(manifest.files))
         with self.news:
             self.sources.append(source)
             self.news.notify_all()
         for _ in range(self.streams):
             self._thread(self._stream, source)
 
-    def _stream(self, source: _Source) -> None:
+    def _stream(self, source: FetchSource) -> None:
         """Fetch blocks from this source until everything has been fetched or the source is given up."""
         buffer = bytearray()
         while not self.is_over and not source.is_out:
@@ -337,8 +307,7 @@ class _Fetch:
                 with self.news:
                     self.news.wait(0.2)
                 continue
-            files = plan.files_of(source)
-            own = files.difference(*(plan.files_of(other) for other in self._others(source)))
+            files, own = plan.files_of(source), plan.own_files(source, self._others(source))
             run = plan.partial.missing.take(files, own, timeout_s=0.2)
             if run is None:
                 continue
@@ -346,7 +315,7 @@ class _Fetch:
                 buffer = bytearray(run.end - run.begin)
             self._fetch_run(plan, source, run, memoryview(buffer)[: run.end - run.begin])
 
-    def _fetch_run(self, plan: _Plan, source: _Source, run: BlockRun, view: memoryview) -> None:
+    def _fetch_run(self, plan: FetchPlan, source: FetchSource, run: BlockRun, view: memoryview) -> None:
         def is_wanted() -> bool:
             return not self.is_over and plan.partial.missing.is_missing(run)
 
@@ -376,7 +345,7 @@ class _Fetch:
             return
         source.failures, self.moved_s = 0, time.monotonic()
 
-    def _drop(self, source: _Source, why: str) -> None:
+    def _drop(self, source: FetchSource, why: str) -> None:
         source.is_out = True
         self._out(source.state.origin, why)
 

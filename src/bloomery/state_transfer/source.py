@@ -7,7 +7,8 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
@@ -30,6 +31,8 @@ HEAD_S = 30.0
 """The seconds within which the head of an answer must have come, however many of its bytes come before."""
 THROUGH_RELAY = "relay:"
 """What a peer names in place of a URL if it cannot be dialled and keeps reverse connections at a relay."""
+URLS_OF_PEER = 4
+"""The most URLs of one peer that are tried; its entry may list thousands, each of which costs time."""
 _NO_HOST = "through-a-relay.invalid"
 _ABOUT_BYTES_AT_MOST = 4096
 _READ_BYTES = 1 << 18
@@ -48,6 +51,16 @@ class PeerSource:
     peer: str
     url: str
     reach: Callable[[], socket.socket] | None = field(default=None, compare=False, repr=False)
+
+
+def few_of_each_peer(sources: Iterable[PeerSource]) -> list[PeerSource]:
+    """Return the sources in their order, each once, without those beyond URLS_OF_PEER of one peer."""
+    counts, few = Counter[str](), list[PeerSource]()
+    for source in dict.fromkeys(sources):
+        counts[source.peer] += 1
+        if counts[source.peer] <= URLS_OF_PEER:
+            few.append(source)
+    return few
 
 
 class SourceFailed(OSError):
