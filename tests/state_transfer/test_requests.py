@@ -105,7 +105,7 @@ def test_with_certificates_no_token_is_shown() -> None:
         (Answer(200, b"x" * 100), None),
         (Answer(200, b"x" * 101), "f would have 101 bytes"),
         (Answer(404, b""), r"it has not this state \(any more\)"),
-        (Answer(503, b""), "it answers 503"),
+        (Answer(503, b""), "it has no room now"),
         (Answer(206, b"x"), "it answers 206"),
         (Answer(200, b"x", length=""), "it answers 200"),
         (Answer(200, b"x", length="1" * 19), "it answers 200"),
@@ -166,6 +166,7 @@ def test_a_size_is_that_of_a_file_that_is_there(answer: Answer, kind: type[Excep
     ("answer", "error"),
     [
         (Answer(200, b"x" * 10), "it answers 200 to a range"),
+        (Answer(503), "it has no room now"),
         (Answer(206, b"x" * 11), "it answers 206 to a range"),
         (Answer(206, b"x" * 9, length="10"), "it ended too early"),
     ],

@@ -31,6 +31,7 @@ from bloomery.state_transfer.partial_checkpoint import BlockRun, PartialCheckpoi
 from bloomery.state_transfer.served_states import is_digest
 from bloomery.state_transfer.source import (
     STALL_S,
+    NotYetServed,
     PeerSource,
     ReceivedMetadata,
     ServedState,
@@ -55,6 +56,8 @@ INDEX_BYTES_S = 128 << 10
 """Another source becomes the leader if the index comes more slowly than so many bytes a second."""
 MANIFEST_BYTES_AT_MOST = 64 << 20
 INDEX_BYTES_AT_MOST = 1 << 30
+NO_ROOM_S = 1.0
+"""The seconds after which a source that serves as many as it can is asked again."""
 _BACK_OFF_S = 0.2
 _SHOWN = 32
 """The characters of a state's digest that name its directory."""
@@ -283,8 +286,7 @@ class _Fetch:
         """Read a source's name and manifest, and then start the threads that fetch from it."""
         try:
             state = ServedState(origin, self.digest, self.trust, stall_s=self.stall_s)
-            state.read_description()
-            text = state.content(MANIFEST, at_most=MANIFEST_BYTES_AT_MOST)
+            text = self._manifest_at(state)
             manifest = read_manifest(ReceivedMetadata(origin, state.name, {MANIFEST: text}))
             if manifest.index_bytes > INDEX_BYTES_AT_MOST:
                 raise SourceFailed(f"its index would have {manifest.index_bytes:,} bytes")
@@ -297,6 +299,17 @@ class _Fetch:
             self.news.notify_all()
         for _ in range(self.streams):
             self._thread(self._stream, source)
+
+    def _manifest_at(self, state: ServedState) -> bytes:
+        """Return the manifest of a source once that has room for this peer. Raises SourceFailed."""
+        while True:
+            try:
+                state.read_description()
+                return state.content(MANIFEST, at_most=MANIFEST_BYTES_AT_MOST)
+            except NotYetServed:
+                if self.is_over:
+                    raise
+                time.sleep(NO_ROOM_S)
 
     def _stream(self, source: FetchSource) -> None:
         """Fetch blocks from this source until everything has been fetched or the source is given up."""
@@ -325,6 +338,10 @@ class _Fetch:
                 run.file, view, begin=run.begin, until=until, is_wanted=is_wanted
             ):
                 return  # another stream was faster
+        except NotYetServed:
+            plan.partial.missing.give_back(run)
+            time.sleep(NO_ROOM_S)
+            return
         except SourceFailed as error:
             plan.partial.missing.give_back(run)
             source.failures += 1

@@ -118,7 +118,9 @@ class ServedState:
         self.name = ""
 
     def read_description(self) -> None:
-        """Ask for the checkpoint's name. Raises SourceFailed when the peer fails or lacks this state."""
+        """Ask for the checkpoint's name. Raises SourceFailed when the peer fails or lacks this state, and
+        NotYetServed when it has no room now.
+        """
         content = self._read("", at_most=_ABOUT_BYTES_AT_MOST)
         try:
             name = json.loads(content)["name"]
@@ -157,7 +159,7 @@ class ServedState:
         until: float,
         is_wanted: Callable[[], bool] = lambda: True,
     ) -> bool:
-        """Fill the view with the bytes of the file from offset `begin` on. Raises SourceFailed.
+        """Fill the view with the bytes of the file from offset `begin` on. Raises SourceFailed, NotYetServed.
 
         Returns False if the bytes were no longer wanted before they had all come. Then the connection is
         closed, so that the peer sends no more of them.
@@ -168,6 +170,8 @@ class ServedState:
         last = begin + len(view) - 1
         response = self._ask(file, {"Range": f"bytes={begin}-{last}"})
         try:
+            if response.status == 503:
+                raise NotYetServed("it has no room now")
             if response.status != 206 or response.headers.get("Content-Length") != str(len(view)):
                 raise SourceFailed(f"it answers {response.status} to a range")
             is_whole = _read_into(response, view, until=until, is_wanted=is_wanted)
@@ -188,6 +192,8 @@ class ServedState:
         try:
             if response.status == 404:
                 raise SourceFailed("it has not this state (any more)")
+            if response.status == 503:
+                raise NotYetServed("it has no room now")
             length = response.headers.get("Content-Length", "")
             if response.status != 200 or not length.isdecimal() or len(length) > 18:
                 raise SourceFailed(f"it answers {response.status}")
