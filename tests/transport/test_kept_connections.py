@@ -174,12 +174,13 @@ def test_a_way_that_failed_is_tried_again_after_a_while_and_its_reason_kept(
         (PeerRefused("another run"), "another run"),
         (PeerError("no address"), "no address"),
         (TimeoutError(), "TimeoutError"),
+        (RuntimeError("can't start new thread"), "can't start new thread"),
     ):
         want = _Want(HOP, PLACE, busy={"dialled", "relayed"})
         kept.made = error
         kept.pool._make(want, "dialled", kept.make, 7)
         assert (want.why, want.next_try, want.busy) == (why, {"dialled": 530.0}, {"relayed"})
-    assert kept.begun == [("b", PLACE, 7, 300.0)] * 4
+    assert kept.begun == [("b", PLACE, 7, 300.0)] * 5
     mine, other = socket.socketpair()
     kept.others.append(other)
     kept.made = Connection(place=PLACE, connection=mine, key=b"", way="dialled")

@@ -328,10 +328,11 @@ def test_a_relay_that_cannot_be_dialled_is_tried_ever_more_rarely_and_at_once_af
 ):
     now = 100.0
     monkeypatch.setattr(state_relay, "time", SimpleNamespace(monotonic=lambda: now))
-    served = []
+    served, errors = [], [OSError("nobody is there"), RuntimeError("can't start new thread")]
 
     def refuses(place):
-        raise OSError("nobody is there")
+        errors.append(errors.pop(0))
+        raise errors[-1]
 
     keeper = state_relay._Keeper(
         Contact(peer="r", incarnation="r1", addresses=()), refuses, lambda *told: served.append(told)

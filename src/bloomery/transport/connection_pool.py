@@ -332,7 +332,7 @@ class ConnectionPool:
     def _make(self, want: _Want, way: str, make: Dial, epoch: int) -> None:
         try:
             link = make(want.hop, want.place, epoch, 3 * self._turns.turn_s)
-        except (PeerRefused, OSError, PeerError) as error:
+        except (PeerRefused, OSError, PeerError, RuntimeError) as error:  # RuntimeError: no thread is left
             why = str(error) or type(error).__name__
             with self._changed:
                 want.why = why

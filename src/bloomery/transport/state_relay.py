@@ -250,7 +250,7 @@ class _Keeper:
     def _add(self) -> None:
         try:
             connection = self._dial(self._place)
-        except (PeerRefused, OSError) as error:
+        except (PeerRefused, OSError, RuntimeError) as error:  # RuntimeError: no thread can be started
             log.info("this peer cannot wait at '%s' for newcomers: %s", self._place.peer, error)
             self._pause()
             return
