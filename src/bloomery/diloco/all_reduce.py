@@ -277,10 +277,11 @@ class WireRings:
     """Makes native rings; it is a RingMaker. It keeps the rate limit that was learnt for each neighbour.
 
     section: the recipe's [elastic].
+    ranks: how many ranks the peer has; each may send its share of elastic.bandwidth_limit_mbit_s.
     """
 
-    def __init__(self, section: ElasticSection) -> None:
-        self._section = section
+    def __init__(self, section: ElasticSection, *, ranks: int = 1) -> None:
+        self._section, self._ranks = section, ranks
         self._rate_limits: dict[str, HopRateLimit] = {}
         """The rate limit of each neighbour to which this peer has sent, by name."""
 
@@ -288,7 +289,7 @@ class WireRings:
         """Return the ring of this attempt."""
         members = reduce.attempt.members
         following = members[(reduce.index + 1) % len(members)]
-        limit_bytes_s = self._section.bandwidth_limit_mbit_s * 1e6 / 8
+        limit_bytes_s = self._section.bandwidth_limit_mbit_s * 1e6 / 8 / self._ranks
         rate_limit = self._rate_limits.setdefault(following, HopRateLimit(limit_bytes_s or None))
         return WireRing(reduce, self._section, rate_limit=rate_limit)
 
