@@ -34,6 +34,9 @@ from bloomery.transport.sparse_codec import NotSendable, WrongCode, average_spar
 
 log = logging.getLogger(__name__)
 
+_SLOWER = 3.0
+"""Other members may be later by so many times what this one took for a piece: for one of a sparse part, with
+60 members, that is half a minute, and a slower machine takes longer."""
 _CANCEL_S = 60.0
 """The seconds within which a cancelled ring must no longer use its buffers."""
 
@@ -301,6 +304,8 @@ class WireRing:
         self._reduce, self._rate_limit, self._density = reduce, rate_limit, section.density
         self.codec = codec = section.codec
         self._until_s: float | None = None
+        self._since_s = time.monotonic()
+        """When this rank began to make the next piece of its part."""
         (hop,) = reduce.hops
         self._descriptors = (*hop.next_fds, *hop.previous_fds)
         members = len(reduce.attempt.members)
@@ -349,16 +354,19 @@ class WireRing:
     ) -> None:
         """Call the ring within the attempt's deadline, and note what it says of the link."""
         reduce, members = self._reduce, self._reduce.attempt.members
-        self._until_s = self._until_s or time.monotonic() + reduce.deadline_s
+        now_s = time.monotonic()
+        self._until_s = self._until_s or now_s + reduce.deadline_s
         try:
             result = call(
                 array,
                 round=reduce.attempt.round,
                 epoch=reduce.attempt.epoch,
                 stall_s=reduce.stall_s,
-                deadline_s=max(0.001, self._until_s - time.monotonic()),
+                deadline_s=max(0.001, self._until_s - now_s),
+                grace_s=_SLOWER * (now_s - self._since_s),
                 **more,
             )
+            self._since_s = time.monotonic()
         except RingError as error:
             offset = {"previous": -1, "next": 1, None: 0}[error.culprit]
             culprit = members[(reduce.index + offset) % len(members)] if offset else None
