@@ -22,7 +22,7 @@ from bloomery.state_transfer.fetch_plan import FetchPlan, FetchSource
 from bloomery.state_transfer.partial_checkpoint import BlockRun, PartialCheckpoint
 from bloomery.state_transfer.served_states import ServedStates
 from bloomery.state_transfer.server import StateServer, _Client
-from bloomery.state_transfer.source import NotYetServed, PeerSource, SourceFailed
+from bloomery.state_transfer.source import NotYetServed, PeerSource, SourceFailed, SourceLost
 from bloomery.transport.listener import MemberQuota
 from bloomery.transport.trust import Trust
 
@@ -176,6 +176,25 @@ def test_a_source_is_given_up_after_three_failures_in_a_row(
     assert (one.source.failures, one.source.is_out, slept, one.told) == (2, False, [0.2], ["given back"])
     one.go()
     assert one.source.is_out and one.fetch.why_out == {A: "it is too slow"} and slept == [0.2]
+
+
+def test_the_only_source_that_is_left_is_not_given_up_while_the_network_is_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> bool:
+        raise SourceLost("timed out")
+
+    one = Fetching(tmp_path, fail)
+    other = FetchSource(state=SimpleNamespace(origin=B), manifest=None, text=b"", records=frozenset())  # type: ignore[arg-type]
+    one.fetch.sources = [one.source, other]
+    other.is_out = True
+    monkeypatch.setattr(client, "time", SimpleNamespace(monotonic=lambda: 1.0, sleep=lambda seconds: None))
+    for _ in range(9):
+        one.go()
+    assert (one.source.failures, one.source.is_out) == (10, False)
+    other.is_out = False
+    one.go()
+    assert one.source.is_out and one.fetch.why_out == {A: "timed out"}
 
 
 def test_a_source_without_room_is_asked_again_later_and_not_given_up(

@@ -36,6 +36,7 @@ from bloomery.state_transfer.source import (
     ReceivedMetadata,
     ServedState,
     SourceFailed,
+    SourceLost,
     few_of_each_peer,
 )
 from bloomery.transport.trust import Trust
@@ -45,7 +46,7 @@ log = logging.getLogger(__name__)
 STREAMS = 2
 """The connections to each source."""
 FAILURES = 3
-"""The failures in a row after which a source is given up."""
+"""The failures in a row after which a source is given up; the last one only if it answers wrongly."""
 RUN_S = 120.0
 """The seconds within which one run of blocks must have been fetched."""
 PROGRESS_S = 60.0
@@ -345,7 +346,8 @@ class _Fetch:
         except SourceFailed as error:
             plan.partial.missing.give_back(run)
             source.failures += 1
-            if source.failures >= FAILURES:
+            is_needed = isinstance(error, SourceLost) and not self._others(source)
+            if source.failures >= FAILURES and not is_needed:  # without another source, PROGRESS_S counts
                 self._drop(source, str(error))
             else:
                 time.sleep(_BACK_OFF_S)

@@ -67,6 +67,10 @@ class SourceFailed(OSError):
     """A source did not send what was requested."""
 
 
+class SourceLost(SourceFailed):
+    """The connection to a source failed, as it does while the network is down: it may be there again."""
+
+
 class NotYetServed(SourceFailed):
     """A source has no room now, or has not written the file yet."""
 
@@ -223,7 +227,7 @@ class ServedState:
                 decode_content=False,
             )
         except (HTTPError, OSError) as error:
-            raise SourceFailed(_said(error)) from error
+            raise SourceLost(_said(error)) from error
 
 
 def _read_into(
@@ -248,7 +252,7 @@ def _read_into(
             if time.monotonic() > until:
                 raise SourceFailed("it is too slow")
     except HTTPError as error:
-        raise SourceFailed(_said(error)) from error
+        raise SourceLost(_said(error)) from error
     return True
 
 
