@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import socket
 import threading
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +28,7 @@ from bloomery.state_transfer.fetch_plan import FetchPlan, FetchSource
 from bloomery.state_transfer.partial_checkpoint import BlockRun, MissingBlocks, PartialCheckpoint
 from bloomery.state_transfer.served_states import ServedStates
 from bloomery.state_transfer.server import StateServer
-from bloomery.state_transfer.source import PeerSource, SourceFailed
+from bloomery.state_transfer.source import PeerSource, SourceFailed, SourceLost
 from bloomery.transport.sockets import RateLimiter
 from bloomery.transport.trust import Trust
 
@@ -263,6 +263,26 @@ def test_a_stream_of_an_average_gives_back_what_it_could_not_fetch_and_ends_with
     one._failed[A] = SourceFailed("it is too slow")
     one._stream(state)
     assert len(asked) == 1
+    one._files["f"].close()
+
+
+@pytest.mark.parametrize("losses", [2, 3])
+def test_a_stream_of_an_average_outlasts_two_lost_connections_in_a_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, losses: int
+) -> None:
+    monkeypatch.setattr(averages, "_PAUSE_S", 0.0)
+    one, missing = download(tmp_path)
+    one._sizes, left = {"f": 10}, iter([True] * losses + [False])
+
+    def fetch_range(file: str, buffer: memoryview, **more: Any) -> bool:
+        if next(left):
+            raise SourceLost("timed out")
+        return True
+
+    state: Any = SimpleNamespace(origin=A, fetch_range=fetch_range)
+    with suppress(SourceLost):
+        one._stream(state)
+    assert missing.is_over is (losses == 2)
     one._files["f"].close()
 
 

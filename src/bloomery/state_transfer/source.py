@@ -246,7 +246,7 @@ def _read_into(
             # `read` would wait for all these bytes, however slowly they come, and the deadline with it.
             piece = response.read1(min(_READ_BYTES, len(view) - filled))
             if not piece:
-                raise SourceFailed("it ended too early")
+                raise SourceLost("it ended too early")
             view[filled : filled + len(piece)] = piece
             filled += len(piece)
             if time.monotonic() > until:
