@@ -136,6 +136,25 @@ def test_of_an_index_no_more_is_taken_than_the_manifest_says(fetching: Fetching)
         fetching.fetch._planned(fetching.source)
 
 
+def test_another_leaders_plan_knows_what_the_last_one_fetched(
+    fetching: Fetching, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, made = list[Any](), iter(["first", OSError("the disk is full"), "third", "fourth"])
+
+    def begun(*arguments: Any, before: Any) -> Any:
+        given.append(before)
+        if isinstance(partial := next(made), OSError):
+            raise partial
+        return partial
+
+    monkeypatch.setattr(client, "PartialCheckpoint", begun)
+    fetching.source.state._answers["content"] = lambda *of, **more: (checkpoint / INDEX).read_bytes()  # type: ignore[attr-defined]
+    for _ in range(4):
+        with suppress(OSError):
+            fetching.fetch._planned(fetching.source)
+    assert given == [None, "first", None, "third"]
+
+
 def test_why_a_leader_cannot_lead_is_told_in_one_line(fetching: Fetching) -> None:
     def fail(leader: FetchSource) -> FetchPlan:
         raise PeerError("its state is too large", remedy="Free some space.")

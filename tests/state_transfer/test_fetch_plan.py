@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.diloco.served_states import make_checkpoint
 from tests.protocol import example
 
-from bloomery.checkpoint.format.manifest import FileRecord
+from bloomery.checkpoint.format.manifest import FileRecord, read_index, read_manifest
 from bloomery.errors import PeerError
 from bloomery.state_transfer import averages
 from bloomery.state_transfer.averages import AverageFetcher
 from bloomery.state_transfer.client import _Fetch
 from bloomery.state_transfer.fetch_plan import FetchPlan, FetchSource
+from bloomery.state_transfer.partial_checkpoint import PartialCheckpoint
 from bloomery.state_transfer.source import PeerSource
 from bloomery.transport.trust import Trust
 
@@ -87,3 +90,41 @@ def test_of_a_peer_that_lists_thousands_of_places_few_are_asked_for_an_average(
     commit = example.commit(round=7, digest="cd34" * 10)
     AverageFetcher(tmp_path, TRUST)(commit, lambda: [*bad, *good], ranks=1, cancelled=lambda: False)
     assert asked == [*bad[:4], *good]
+
+
+def test_another_leaders_files_are_not_hashed_again_where_they_are_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = (make_checkpoint(tmp_path / name, own=own) for own, name in enumerate("ab"))
+    hashed, here = list[str](), tmp_path / "here"
+    wrong = PartialCheckpoint._wrong
+    monkeypatch.setattr(
+        PartialCheckpoint,
+        "_wrong",
+        lambda self, name, size: hashed.append(name) or wrong(self, name, size),  # type: ignore[func-returns-value]
+    )
+
+    def begun(checkpoint: Path, before: PartialCheckpoint | None, *, spoilt: str = "") -> PartialCheckpoint:
+        manifest = read_manifest(checkpoint)
+        index = read_index(checkpoint, manifest)
+        files = {
+            name: replace(record, blocks=record.blocks[::-1]) if name == spoilt else record
+            for name, record in index.files.items()
+        }
+        return PartialCheckpoint(here, manifest, replace(index, files=files), before=before)
+
+    before = begun(first, None)
+    common, own = sorted(path.name for path in first.glob("*.safetensors"))
+    run, fetching = before.missing.take([common], timeout_s=0.0), before.missing.take([common], timeout_s=0.0)
+    assert run is not None and fetching is not None and hashed == []
+    before.write(run, memoryview((first / common).read_bytes())[run.begin : run.end])
+    before.close()
+    after = begun(second, before)
+    after.close()
+    assert hashed == [own], "which the second has otherwise"
+    left = (second / common).stat().st_size - (run.end - run.begin)
+    assert sum(each.end - each.begin for each in after.missing.runs_of(common)) == left
+    assert after.bytes == read_manifest(second).bytes - left - (second / own).stat().st_size
+    hashed.clear()
+    begun(second, after, spoilt=common).close()
+    assert hashed == [common], "of which this index says other blocks"

@@ -170,6 +170,7 @@ class _Fetch:
         self.sources: list[FetchSource] = []
         self.why_out: dict[PeerSource, str] = {}
         self.plan: FetchPlan | None = None
+        self.latest: PartialCheckpoint | None = None
         self.error: OSError | None = None
         self.moved_s, self.is_over = time.monotonic(), False
         self.leader_s: float = LEADER_S
@@ -277,11 +278,9 @@ class _Fetch:
         present_bytes = _bytes_of(partial := self.place.with_name(self.place.name + PARTIAL))
         if manifest.bytes - present_bytes > free_bytes(self.place):
             raise PeerError(f"its state takes {manifest.bytes:,} bytes, which are not free at {self.place}")
-        return FetchPlan(
-            leader=leader,
-            partial=PartialCheckpoint(partial, manifest, index),
-            index=text,
-        )
+        before, self.latest = self.latest, None  # which is not known any more if this fails
+        self.latest = PartialCheckpoint(partial, manifest, index, before=before)
+        return FetchPlan(leader=leader, partial=self.latest, index=text)
 
     def _read_description(self, origin: PeerSource) -> None:
         """Read a source's name and manifest, and then start the threads that fetch from it."""
