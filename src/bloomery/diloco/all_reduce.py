@@ -304,6 +304,7 @@ class WireRing:
         self._reduce, self._rate_limit, self._density = reduce, rate_limit, section.density
         self.codec = codec = section.codec
         self._until_s: float | None = None
+        self._is_cancelled = False
         self._since_s = time.monotonic()
         """When this rank began to make the next piece of its part."""
         (hop,) = reduce.hops
@@ -342,6 +343,7 @@ class WireRing:
                 index=self._reduce.index,
                 density=self._density,
                 residual=residual,
+                check=self._check_cancelled,
             )
         except NotSendable as error:
             raise RingFailed(str(error), kind="not finite") from error
@@ -381,8 +383,13 @@ class WireRing:
                 after * 8e-6,
             )
 
+    def _check_cancelled(self) -> None:
+        if self._is_cancelled:
+            raise RingFailed("The ring was cancelled.", kind="cancelled")
+
     def cancel(self) -> None:
         """See RingConnections."""
+        self._is_cancelled = True
         self._ring.cancel()
 
     def close(self) -> None:
