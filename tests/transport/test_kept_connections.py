@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.diloco.elastic_peers import until
+from tests.diloco.elastic_peers import DEADLINE_S, until
 
 from bloomery.errors import PeerError
 from bloomery.transport import connection_pool
@@ -280,3 +280,42 @@ def test_a_peer_that_ends_is_told_once_and_not_for_each_of_its_connections(
         until(lambda link=link: link.connection.fileno() == -1)
     told = [record.getMessage() for record in caplog.records]
     assert told == ["connections to b are closed: closed by the other end"] * 2, "the second life is another"
+
+
+def test_of_many_missing_connections_few_to_each_neighbour_are_made_at_once_and_then_the_next(
+    kept: Kept,
+) -> None:
+    """A listener ends the oldest of 64 strangers of one address, so more at once would end one another."""
+    gate, cancelled, ended = threading.Event(), threading.Event(), list[Exception]()
+
+    def make(hop: Neighbour, *of: Any) -> Connection:
+        kept.begun.append(hop.peer)
+        gate.wait(DEADLINE_S)
+        raise OSError("nobody is there")
+
+    kept.pool._dialling = make
+    ranks = tuple(range(25))
+    hops = [
+        Neighbour(peer=peer, incarnation="1", addresses=("h:1",), sends=True, ranks=ranks, streams=4)
+        for peer in "bc"
+    ]
+
+    def gather() -> None:
+        try:
+            kept.pool.gather(hops, epoch=7, deadline_s=DEADLINE_S, cancelled=cancelled)
+        except Cancelled as error:
+            ended.append(error)
+
+    gathering = threading.Thread(target=gather)
+    gathering.start()
+    until(lambda: len(kept.begun) == 2 * 48)
+    for _ in range(3):
+        kept.pool.check_cancelled()  # which looks at all of them again
+    assert [kept.begun.count(peer) for peer in "bc"] == [48, 48]
+    gate.set()
+    until(lambda: len(kept.begun) == 200)
+    cancelled.set()
+    kept.pool.check_cancelled()
+    gathering.join()
+    assert len(ended) == 1
+    until(lambda: not +kept.pool._dials)
