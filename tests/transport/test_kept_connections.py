@@ -319,3 +319,13 @@ def test_of_many_missing_connections_few_to_each_neighbour_are_made_at_once_and_
     gathering.join()
     assert len(ended) == 1
     until(lambda: not +kept.pool._dials)
+    gate.clear()
+    kept.pool._relaying = make
+    with kept.pool._changed:
+        for hop in hops:
+            for place in hop.places:
+                kept.pool._begin(_Want(hop, place), "relayed", 8)
+    until(lambda: len(kept.begun) == 248)
+    assert kept.pool._dials == {"": 48}, "they all go to one relay"
+    gate.set()
+    until(lambda: not +kept.pool._dials)

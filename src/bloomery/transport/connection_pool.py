@@ -326,13 +326,13 @@ class ConnectionPool:
         return min(moment for moment in moments if moment > now or moment == moments[0])
 
     def _begin(self, want: _Want, way: str, epoch: int) -> None:
-        if self._dials[want.hop.peer] >= _DIALS:
+        target = want.hop.peer if way == DIALLED else ""  # at the relay connections to all neighbours meet
+        if self._dials[target] >= _DIALS:
             return  # the end of another one wakes `gather`
-        make = self._dialling if way == DIALLED else self._relaying
-        arguments = want, way, make, epoch
+        arguments = want, way, self._dialling if way == DIALLED else self._relaying, epoch
         threading.Thread(target=self._make, args=arguments, name="dialler", daemon=True).start()
         want.busy.add(way)
-        self._dials[want.hop.peer] += 1
+        self._dials[target] += 1
 
     def _make(self, want: _Want, way: str, make: Dial, epoch: int) -> None:
         pause_s = self._turns.answer_s
@@ -341,7 +341,7 @@ class ConnectionPool:
         except (PeerRefused, OSError, PeerError, RuntimeError) as error:  # RuntimeError: no thread is left
             want.why, pause_s = str(error) or type(error).__name__, self._turns.retry_s
         with self._changed:
-            self._dials -= Counter([want.hop.peer])
+            self._dials -= Counter([want.hop.peer if way == DIALLED else ""])
             want.next_try[way] = time.monotonic() + pause_s
             want.busy.discard(way)
             self._changed.notify_all()
