@@ -215,6 +215,8 @@ BLOOMERY_API void* bloomery_ring_create(const bloomery_ring_options* options);
 // A ring of words fills out with the members' segments instead: count is the members times the length of a segment, and
 // `values`, in which the own segment lies at its place, must be the same memory as out.
 BLOOMERY_API int32_t bloomery_ring_all_reduce(void* ring, const bloomery_ring_call* call, bloomery_ring_report* report);
+// From now on other members may begin a call so many seconds later than this one. No call may be running.
+BLOOMERY_API int32_t bloomery_ring_grace(void* ring, double seconds);
 // May be called by any thread. When it returns, no call is running, and none will run again.
 BLOOMERY_API int32_t bloomery_ring_cancel(void* ring);
 // Cancels the ring and frees it.

@@ -18,6 +18,7 @@ namespace {
 
 constexpr int64_t kMostValues = int64_t{1} << 42;
 constexpr int64_t kMostChunk = int64_t{1} << 26;
+constexpr double kMostGrace = 1e6;  // seconds
 constexpr int32_t kMostMembers = 1 << 12, kMostStreams = 256;
 // The limit of an own value times the weight: with the most members no sum reaches the codecs' limit.
 constexpr float kMostOwn = 0x1p100f;
@@ -95,7 +96,7 @@ int32_t reduce(Ring& ring, const bloomery_ring_call& call, bloomery_ring_report&
     if (!(largest * call.weight <= kMostOwn) || bits >= 0x7F800000u) {
         return answer(&report, BLOOMERY_RING_NOT_FINITE, "own values are not finite, or beyond 2^100; nothing was sent");
     }
-    limit_silence(ring.lane, call.stall_s);
+    limit_silence(ring.lane, call.stall_s + ring.lane.grace_s);
     int32_t kind;
     try {
         kind = Exchange(ring.lane, call, report).run();
@@ -156,6 +157,14 @@ int32_t bloomery_ring_all_reduce(void* handle, const bloomery_ring_call* call, b
         ring.idle.notify_all();
     }
     return kind;
+}
+
+int32_t bloomery_ring_grace(void* handle, double seconds) {
+    Ring& ring = *static_cast<Ring*>(handle);
+    const std::lock_guard<std::mutex> lock(ring.mutex);
+    if (ring.running || !(seconds >= 0 && seconds <= kMostGrace)) return BLOOMERY_RING_BAD_ARGUMENT;
+    ring.lane.grace_s = seconds;
+    return 0;
 }
 
 int32_t bloomery_ring_cancel(void* handle) {

@@ -65,7 +65,10 @@ void Exchange::reserve() {
 }
 
 int32_t Exchange::run() {
-    began_ = now_ = last_received_ = last_sent_ = last_blocked_ = Clock::now();
+    began_ = now_ = last_sent_ = Clock::now();
+    // Neighbours that have not begun are silent, and their kernels soon accept nothing more.
+    last_received_ = last_blocked_ =
+        began_ + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(lane_.grace_s));
     while (!failure_.kind && !is_finished()) {
         start_own();
         place_done();
@@ -142,7 +145,7 @@ void Exchange::wait() {
         watched[1 + streams + i] = {receives ? lane_.previous[i] : -1, POLLIN, 0};
     }
     if (failure_.kind) return;
-    if (!blocked) last_blocked_ = now_;
+    if (!blocked) last_blocked_ = std::max(last_blocked_, now_);
     const double due_s = std::clamp(seconds_until_due(), 0.0, 60.0);
     timespec time{static_cast<time_t>(due_s), static_cast<long>(std::fmod(due_s, 1.0) * 1e9)};
     const int found = ppoll(watched.data(), watched.size(), &time, nullptr);
@@ -197,7 +200,8 @@ void Exchange::send_on(int32_t stream) {
         return;
     }
     if (limited) lane_.allowance -= static_cast<double>(sent);
-    last_sent_ = last_blocked_ = now_;
+    last_sent_ = now_;
+    last_blocked_ = std::max(last_blocked_, now_);
     report_.sent_bytes += sent;
     sender.offset += static_cast<size_t>(sent);
     if (sender.offset < sender.bytes) return;
@@ -323,7 +327,7 @@ bool Exchange::receive_some(int32_t stream, uint8_t* to) {
 
 void Exchange::check_clocks() {
     const auto is_paused = [](const Receiver& one) { return one.done || one.wants_memory; };
-    if (std::all_of(receivers_.begin(), receivers_.end(), is_paused)) last_received_ = now_;
+    if (std::all_of(receivers_.begin(), receivers_.end(), is_paused)) last_received_ = std::max(last_received_, now_);
     const double received_s = seconds(now_ - last_received_), blocked_s = seconds(now_ - last_blocked_);
     const bool receiving = received_s >= blocked_s;
     if (std::max(received_s, blocked_s) >= call_.stall_s) {

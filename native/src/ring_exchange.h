@@ -33,6 +33,7 @@ struct Lane {
     std::vector<uint64_t> sent, received;          // frames on each connection so far
     std::unique_ptr<uint8_t[]> memory;
     int64_t memory_bytes = 0;
+    double grace_s = 0;    // by which other members may begin a call later
     double allowance = 0;  // bytes that the rate limit allows to be sent now
     Clock::time_point allowed_at{};
     int event = -1;

@@ -19,6 +19,7 @@ from tests.protocol import example
 from bloomery.agent.rank_server import close_all
 from bloomery.config.elastic import ElasticSection
 from bloomery.data.position import Position
+from bloomery.diloco import all_reduce
 from bloomery.diloco.agent_client import CommandInbox
 from bloomery.diloco.all_reduce import Attempts, RingFailed, WireRing, WireRings
 from bloomery.diloco.pseudo_gradient import PseudoGradient
@@ -156,5 +157,26 @@ def test_all_pieces_of_a_part_share_one_deadline() -> None:
     for _ in range(2):
         ring._exchange(cast("Any", call), np.zeros(4, np.float32))
     assert given[0] <= 9.0 and given[1] <= given[0] - 0.02
+    ring.close()
+    close_all((*other.next_fds, *other.previous_fds))
+
+
+def test_other_members_may_be_late_by_three_times_what_this_one_took_for_a_piece(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, given = SimpleNamespace(now=100.0), list[float]()
+    monkeypatch.setattr(all_reduce, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    hops, (other,) = connected(2)
+    ring = ring_of("ab", 0, hops)
+
+    def call(values: Any, *, grace_s: float, **more: Any) -> SimpleNamespace:
+        given.append(grace_s)
+        clock.now += 50.0
+        return SimpleNamespace(limit_bytes_s=None)
+
+    for took_s in (2.0, 5.0):
+        clock.now += took_s
+        ring._exchange(cast("Any", call), np.zeros(4, np.float32))
+    assert given == [6.0, 15.0]
     ring.close()
     close_all((*other.next_fds, *other.previous_fds))

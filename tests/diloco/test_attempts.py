@@ -244,14 +244,15 @@ def test_the_ring_is_asked_for_the_attempt_and_its_error_is_kept_in_the_unit_of_
     weight: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[Any] = []
-    now = iter([100.0, 100.0, 130.0, 999.0])
+    now = iter([100.0, 110.0, 130.0, 140.0, 999.0, 999.0])  # before and after each call
     ring, _ = wire_ring(1, calls, reduced_with(before=1e6), codec="int4")
     monkeypatch.setattr(all_reduce, "time", SimpleNamespace(monotonic=lambda: next(now)))
-    values, residual = torch.ones(4), torch.full((4,), 8.0)
+    values, residual, ring._since_s = torch.ones(4), torch.full((4,), 8.0), 98.0
     for _ in range(3):  # pieces
         ring.all_reduce(values, weight=weight, residual=residual)
     asked = [call[-1] for call in calls]
     assert [each.pop("deadline_s") for each in asked] == [90.0, 60.0, 0.001]
+    assert [each.pop("grace_s") for each in asked] == [6.0, 60.0, 3 * 859.0]
     for each in asked:
         assert np.shares_memory(each.pop("residual"), residual.numpy())
         assert each == {"round": 3, "epoch": 7, "stall_s": 4.0, "weight": weight}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -122,6 +123,31 @@ def test_a_digest_is_of_the_bytes_in_blocks_and_of_their_number_however_they_are
     matrix = np.arange(12, dtype=np.float32).reshape(3, 4)
     assert digest(matrix.T, threads=1) == digest(np.ascontiguousarray(matrix.T), threads=1)
     assert digest(matrix.T, threads=1) != digest(matrix, threads=1)
+
+
+def test_a_digest_on_a_machine_of_many_cores_holds_no_more_pieces_than_on_one_of_few(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = hashed = most = 0
+    hash_block = outer_update._hash
+
+    def counted(block: list[memoryview]) -> bytes:
+        nonlocal hashed
+        hashed += 1
+        return hash_block(block)
+
+    def pieces() -> Iterator[np.ndarray[tuple[int], np.dtype[np.uint8]]]:
+        nonlocal made, most
+        for _ in range(2000):
+            made += 1
+            most = max(most, made - hashed)
+            yield np.zeros(8, np.uint8)
+
+    monkeypatch.setattr(outer_update, "BLOCK_BYTES", 8)
+    monkeypatch.setattr(outer_update, "_hash", counted)
+    monkeypatch.setattr(outer_update.os, "sched_getaffinity", lambda process: set(range(192)))
+    digest_of_pieces(pieces(), nbytes=2000 * 8)
+    assert hashed == 2000 and most <= 8 * 64
 
 
 def test_pieces_cover_every_element_once_and_nothing_is_one_empty_piece() -> None:

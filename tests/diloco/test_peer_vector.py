@@ -174,6 +174,10 @@ def test_a_limit_is_learnt_for_each_neighbour_to_which_a_peer_sends(monkeypatch)
     assert limit(0, "a", "b", "c") is limit(1, "c", "a", "b") is limit(0, "a", "b")  # to b
     assert limit(2, "b", "c", "a") is not limit(0, "a", "c", "b")  # to b, and to c
     assert limit(0, "a", "b").limit_bytes_s == 1e6
+    rings = WireRings(ElasticSection(bandwidth_limit_mbit_s=8.0), ranks=4)
+    assert limit(0, "a", "b").limit_bytes_s == 0.25e6, "it is of the whole peer"
+    assert limit(1, "c", "a", "b") is limit(0, "a", "b")
+    assert limit(0, "a", "c") is not limit(0, "a", "b")
     assert sorted(rings._rate_limits) == ["b", "c"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from bloomery.diloco.pseudo_gradient import PseudoGradient
 from bloomery.diloco.stored_average import StoredAverage
 from bloomery.plan.peer_round import peer_ring_bytes
 from bloomery.protocol.rank_messages import Reduce
+from bloomery.transport import sparse_codec
 from bloomery.transport.connection import HopRateLimit
 from bloomery.transport.ring_all_reduce import Ring
 from bloomery.transport.sparse_codec import add_sparse, average_sparse, encode_sparse
@@ -234,3 +236,23 @@ def test_an_offer_tells_the_error_of_earlier_rounds_as_it_is_sent() -> None:
     _, squares = updates[0].offer(2)
     assert squares > 0.0
     assert squares == pytest.approx(float((SECTION.feedback_decay * residual).double().square().sum()))
+
+
+def test_a_ring_that_is_cancelled_adds_no_more_codes_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With hundreds of members that takes minutes, and who cancels waits for the end of it."""
+    member = Member(0, (0.25, 0.25, 0.25, 0.25), connected(4)[0], "sparse")
+    added = list[float]()
+    monkeypatch.setattr(
+        member.ring._ring, "all_gather", lambda codes, **call: SimpleNamespace(limit_bytes_s=None)
+    )
+
+    def add(code: object, density: float, out: object, *, weight: float) -> None:
+        added.append(weight)
+        if len(added) == 2:
+            member.ring.cancel()
+
+    monkeypatch.setattr(sparse_codec, "add_sparse", add)
+    with pytest.raises(RingFailed) as failed:
+        member.ring.all_reduce(member.values, weight=0.25, residual=None)
+    assert failed.value.kind == "cancelled" and added == [0.25, 0.25]
+    member.ring.close()

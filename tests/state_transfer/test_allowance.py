@@ -1,3 +1,7 @@
+import pytest
+
+from bloomery.state_transfer.server import CONNECTIONS
+from bloomery.state_transfer.source import STALL_S
 from bloomery.transport.sockets import RateLimiter
 
 
@@ -27,3 +31,9 @@ def test_without_a_limit_nobody_waits():
         raise AssertionError
 
     RateLimiter(0.0, sleep=never).take(10**12)
+
+
+@pytest.mark.parametrize("mbit_s", [1, 10, 50, 100, 1000])
+def test_all_who_are_served_at_once_have_a_turn_before_they_take_the_server_for_dead(mbit_s):
+    bytes_s = mbit_s * 1e6 / 8
+    assert CONNECTIONS * RateLimiter(bytes_s).piece_bytes / bytes_s <= STALL_S / 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import socket
 import threading
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,11 +23,12 @@ from bloomery.errors import CheckpointError, PeerError
 from bloomery.state_transfer import averages, client, source
 from bloomery.state_transfer import server as serving
 from bloomery.state_transfer.averages import AverageFetcher, _Download
-from bloomery.state_transfer.client import _Fetch, _Plan, _Source, fetch_state
+from bloomery.state_transfer.client import _Fetch, fetch_state
+from bloomery.state_transfer.fetch_plan import FetchPlan, FetchSource
 from bloomery.state_transfer.partial_checkpoint import BlockRun, MissingBlocks, PartialCheckpoint
 from bloomery.state_transfer.served_states import ServedStates
 from bloomery.state_transfer.server import StateServer
-from bloomery.state_transfer.source import PeerSource, SourceFailed
+from bloomery.state_transfer.source import PeerSource, SourceFailed, SourceLost
 from bloomery.transport.sockets import RateLimiter
 from bloomery.transport.trust import Trust
 
@@ -54,13 +55,13 @@ class Fetching:
         self.calls: list[Any] = []
         state = Recorder("state", self.calls)
         state.__dict__.update(origin=A, name=checkpoint.name)
-        self.source = _Source(
+        self.source = FetchSource(
             state=state,  # type: ignore[arg-type]
             manifest=read_manifest(checkpoint),
             text=(checkpoint / MANIFEST).read_bytes(),
             records=frozenset(read_manifest(checkpoint).files),
         )
-        self.plan = _Plan(leader=self.source, partial=partial, index=b"")
+        self.plan = FetchPlan(leader=self.source, partial=partial, index=b"")
         self.fetch = _Fetch(lambda: [A], "ab12", place, TRUST, stall_s=1.0, streams=1)
         self.fetch.origins, self.fetch.sources, self.fetch.plan = [A], [self.source], self.plan
 
@@ -126,7 +127,7 @@ def test_files_that_no_other_source_has_any_more_come_first_and_each_run_whole(
 
 
 def test_of_an_index_no_more_is_taken_than_the_manifest_says(fetching: Fetching) -> None:
-    def fail(file: str, *, at_most: int) -> bytes:
+    def fail(file: str, *, at_most: int, is_wanted: object) -> bytes:
         raise SourceFailed(f"{file} would have more than {at_most} bytes")
 
     fetching.source.state._answers["content"] = fail  # type: ignore[attr-defined]
@@ -135,8 +136,27 @@ def test_of_an_index_no_more_is_taken_than_the_manifest_says(fetching: Fetching)
         fetching.fetch._planned(fetching.source)
 
 
+def test_another_leaders_plan_knows_what_the_last_one_fetched(
+    fetching: Fetching, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, made = list[Any](), iter(["first", OSError("the disk is full"), "third", "fourth"])
+
+    def begun(*arguments: Any, before: Any) -> Any:
+        given.append(before)
+        if isinstance(partial := next(made), OSError):
+            raise partial
+        return partial
+
+    monkeypatch.setattr(client, "PartialCheckpoint", begun)
+    fetching.source.state._answers["content"] = lambda *of, **more: (checkpoint / INDEX).read_bytes()  # type: ignore[attr-defined]
+    for _ in range(4):
+        with suppress(OSError):
+            fetching.fetch._planned(fetching.source)
+    assert given == [None, "first", None, "third"]
+
+
 def test_why_a_leader_cannot_lead_is_told_in_one_line(fetching: Fetching) -> None:
-    def fail(leader: _Source) -> _Plan:
+    def fail(leader: FetchSource) -> FetchPlan:
         raise PeerError("its state is too large", remedy="Free some space.")
 
     fetching.fetch._planned = fail  # type: ignore[method-assign]
@@ -262,6 +282,26 @@ def test_a_stream_of_an_average_gives_back_what_it_could_not_fetch_and_ends_with
     one._failed[A] = SourceFailed("it is too slow")
     one._stream(state)
     assert len(asked) == 1
+    one._files["f"].close()
+
+
+@pytest.mark.parametrize("losses", [2, 3])
+def test_a_stream_of_an_average_outlasts_two_lost_connections_in_a_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, losses: int
+) -> None:
+    monkeypatch.setattr(averages, "_PAUSE_S", 0.0)
+    one, missing = download(tmp_path)
+    one._sizes, left = {"f": 10}, iter([True] * losses + [False])
+
+    def fetch_range(file: str, buffer: memoryview, **more: Any) -> bool:
+        if next(left):
+            raise SourceLost("timed out")
+        return True
+
+    state: Any = SimpleNamespace(origin=A, fetch_range=fetch_range)
+    with suppress(SourceLost):
+        one._stream(state)
+    assert missing.is_over is (losses == 2)
     one._files["f"].close()
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import http.client
 import random
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,11 +17,12 @@ from tests.protocol import example
 from bloomery.checkpoint.format.manifest import INDEX, MANIFEST, read_index, read_manifest
 from bloomery.errors import PeerError, StorageError
 from bloomery.state_transfer import client
-from bloomery.state_transfer.client import StateFetcher, _Fetch, _Plan, _Source, fetch_state
+from bloomery.state_transfer.client import StateFetcher, _Fetch, fetch_state
+from bloomery.state_transfer.fetch_plan import FetchPlan, FetchSource
 from bloomery.state_transfer.partial_checkpoint import BlockRun, PartialCheckpoint
 from bloomery.state_transfer.served_states import ServedStates
 from bloomery.state_transfer.server import StateServer, _Client
-from bloomery.state_transfer.source import PeerSource, SourceFailed
+from bloomery.state_transfer.source import NotYetServed, PeerSource, SourceFailed, SourceLost
 from bloomery.transport.listener import MemberQuota
 from bloomery.transport.trust import Trust
 
@@ -127,8 +130,8 @@ class Fetching:
         )
         partial = SimpleNamespace(missing=missing, is_right=lambda run, view: self.is_right, write=write)
         state = SimpleNamespace(origin=A, fetch_range=fetch_range)
-        self.source = _Source(state=state, manifest=None, text=b"", records=frozenset(), failures=1)  # type: ignore[arg-type]
-        self.plan = _Plan(leader=self.source, partial=partial, index=b"")  # type: ignore[arg-type]
+        self.source = FetchSource(state=state, manifest=None, text=b"", records=frozenset(), failures=1)  # type: ignore[arg-type]
+        self.plan = FetchPlan(leader=self.source, partial=partial, index=b"")  # type: ignore[arg-type]
         self.fetch = fetch_of(place, A, B)
 
     def go(self) -> None:
@@ -173,6 +176,67 @@ def test_a_source_is_given_up_after_three_failures_in_a_row(
     assert (one.source.failures, one.source.is_out, slept, one.told) == (2, False, [0.2], ["given back"])
     one.go()
     assert one.source.is_out and one.fetch.why_out == {A: "it is too slow"} and slept == [0.2]
+
+
+def test_the_only_source_that_is_left_is_not_given_up_while_the_network_is_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> bool:
+        raise SourceLost("timed out")
+
+    one = Fetching(tmp_path, fail)
+    other = FetchSource(state=SimpleNamespace(origin=B), manifest=None, text=b"", records=frozenset())  # type: ignore[arg-type]
+    one.fetch.sources = [one.source, other]
+    other.is_out = True
+    monkeypatch.setattr(client, "time", SimpleNamespace(monotonic=lambda: 1.0, sleep=lambda seconds: None))
+    for _ in range(9):
+        one.go()
+    assert (one.source.failures, one.source.is_out) == (10, False)
+    other.is_out = False
+    one.go()
+    assert one.source.is_out and one.fetch.why_out == {A: "timed out"}
+
+
+def test_a_source_without_room_is_asked_again_later_and_not_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> bool:
+        raise NotYetServed("it has no room now")
+
+    one = Fetching(tmp_path, fail)
+    slept = list[float]()
+    monkeypatch.setattr(client, "time", SimpleNamespace(monotonic=lambda: 1.0, sleep=slept.append))
+    for _ in range(4):
+        one.go()
+    assert (one.source.failures, one.source.is_out, slept, one.told) == (
+        1,
+        False,
+        [1.0] * 4,
+        ["given back"] * 4,
+    )
+
+
+def test_a_state_comes_from_a_source_that_had_no_room_at_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "NO_ROOM_S", 0.02)
+    checkpoint = make_checkpoint(tmp_path / "theirs", own=1, size=1000)
+    with (
+        StateServer("127.0.0.1:0", TRUST, ServedStates(), connections=1) as server,
+        closing(http.client.HTTPConnection(server.address)) as other,
+    ):
+        server.offer(checkpoint, round=3, digest="ab12")
+        other.request("GET", "/state/ab12", headers={"Authorization": f"Bearer {TRUST.token.hex()}"})
+        assert other.getresponse().read()
+        source = PeerSource(peer="a", url=server.urls[0])
+
+        def has_gone() -> bool:
+            if server._refusals.count > 2:
+                other.close()
+            return False
+
+        fetched = fetch_state(lambda: [source], "ab12", tmp_path / "here", TRUST, cancelled=has_gone)
+    assert files_of(fetched.directory) == files_of(checkpoint)
 
 
 def test_a_block_with_another_hash_is_not_written_and_its_source_is_given_up_at_once(tmp_path: Path) -> None:

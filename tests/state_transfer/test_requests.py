@@ -38,7 +38,7 @@ class Answer:
         self.calls, self.asked = list[str](), list[int]()
         self.error: Exception | None = None
 
-    def read(self, most: int) -> bytes:
+    def read1(self, most: int) -> bytes:
         self.asked.append(most)
         if self.error is not None:
             raise self.error
@@ -105,7 +105,7 @@ def test_with_certificates_no_token_is_shown() -> None:
         (Answer(200, b"x" * 100), None),
         (Answer(200, b"x" * 101), "f would have 101 bytes"),
         (Answer(404, b""), r"it has not this state \(any more\)"),
-        (Answer(503, b""), "it answers 503"),
+        (Answer(503, b""), "it has no room now"),
         (Answer(206, b"x"), "it answers 206"),
         (Answer(200, b"x", length=""), "it answers 200"),
         (Answer(200, b"x", length="1" * 19), "it answers 200"),
@@ -166,6 +166,7 @@ def test_a_size_is_that_of_a_file_that_is_there(answer: Answer, kind: type[Excep
     ("answer", "error"),
     [
         (Answer(200, b"x" * 10), "it answers 200 to a range"),
+        (Answer(503), "it has no room now"),
         (Answer(206, b"x" * 11), "it answers 206 to a range"),
         (Answer(206, b"x" * 9, length="10"), "it ended too early"),
     ],
@@ -208,7 +209,9 @@ def test_a_large_index_has_ten_minutes_for_each_gibibyte_and_ten_more(
 ) -> None:
     given = list[float]()
     monkeypatch.setattr(source, "time", SimpleNamespace(monotonic=lambda: 100.0))
-    monkeypatch.setattr(source, "_read_into", lambda response, view, *, until: given.append(until))
+    monkeypatch.setattr(
+        source, "_read_into", lambda response, view, *, until, is_wanted: [given.append(until)]
+    )
     state, _ = state_of(Answer(200, length=str(1 << 24)))
     state.content("index.json", at_most=1 << 30)
     assert given == [100.0 + 600.0 + 600.0 / 64]

@@ -103,7 +103,7 @@ def test_a_rank_that_an_agent_started_connects_to_it_under_its_peers_name(
     calls: list[Any] = []
     agent = SimpleNamespace(close=lambda: calls.append("closed"))
     monkeypatch.setattr(peering, "connect_agent", lambda **told: calls.append(told) or agent)
-    monkeypatch.setattr(peering, "WireRings", lambda section: ("rings", section))
+    monkeypatch.setattr(peering, "WireRings", lambda section, *, ranks: ("rings", section, ranks))
     mesh: Any = SimpleNamespace(rank=1, world=2)
     named, plain = (load_recipe("demo", [f"elastic.peer={name}"]).recipe for name in ("ours", ""))
     monkeypatch.delenv(PARENT, raising=False)
@@ -116,7 +116,7 @@ def test_a_rank_that_an_agent_started_connects_to_it_under_its_peers_name(
         monkeypatch.setenv("BLOOMERY_PEER", variable)
         with ExitStack() as stack:
             found = peering_of_environment(recipe, mesh, stack)
-            assert found is not None and found.agent is agent and found.rings == ("rings", recipe.elastic)
+            assert found is not None and found.agent is agent and found.rings == ("rings", recipe.elastic, 2)
             names.append(found.name)
             assert calls == [{"rank": 1, "world": 2}]
         assert calls.pop() == "closed" and calls.pop()

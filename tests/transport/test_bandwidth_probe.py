@@ -132,6 +132,21 @@ def test_an_exchange_has_what_is_left_of_the_time_of_all(monkeypatch) -> None:
             bandwidth_probe._exchange(asking, b"p", 0, 99.0)
 
 
+def test_each_piece_of_a_load_has_what_is_left_of_the_time_so_that_a_slow_reader_has_no_more(
+    monkeypatch,
+) -> None:
+    clock, given = SimpleNamespace(now=100.0), list[float]()
+
+    def take(piece: bytes) -> None:
+        clock.now += 1.0
+
+    monkeypatch.setattr(bandwidth_probe, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(bandwidth_probe, "_PIECE", bytes(16))
+    connection = SimpleNamespace(settimeout=given.append, sendall=take, recv=lambda most: b"l")
+    bandwidth_probe._exchange(connection, b"l", 40, 110.0)  # type: ignore[arg-type]
+    assert given == [10.0, 9.0, 8.0, 7.0, 6.0]
+
+
 def test_a_load_goes_over_all_streams_and_fails_where_one_does() -> None:
     until = bandwidth_probe.time.monotonic() + DEADLINE_S
     pairs = [socket.socketpair() for _ in range(3)]

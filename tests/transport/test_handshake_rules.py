@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import select
 import socket
 import threading
 import time
@@ -14,6 +15,7 @@ from tests.diloco.elastic_peers import DEADLINE_S, TOKEN
 from tests.protocol import example
 
 from bloomery.protocol.hello import MAX_BYTES, ConnectionHello, Welcome
+from bloomery.transport import handshake
 from bloomery.transport.handshake import (
     MAGIC,
     OwnIdentity,
@@ -175,3 +177,33 @@ def test_a_proxy_whose_encrypted_end_fails_closes_both_and_says_why(
     _TlsProxy(tls, plain).run()
     assert closed == [True] and other.recv(1) == b""
     assert caplog.messages == ["an encrypted connection ended: [Errno 104] Connection reset by peer"]
+
+
+def test_a_proxy_does_not_wait_for_an_end_of_which_it_wants_nothing_now(
+    pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, other = pair
+    plain.setblocking(False)
+    other.close()  # which `poll` reports at once, whatever it waits for
+    waited = list[Any]()
+
+    class Poll:
+        def register(self, end: Any, events: int) -> None:
+            waited.append((end, events))
+
+        def poll(self) -> None:
+            raise EOFError
+
+    tls: Any = SimpleNamespace(pending=lambda: 0, close=lambda: None)
+    constants = {name: getattr(select, name) for name in ("POLLIN", "POLLOUT")}
+    monkeypatch.setattr(handshake, "select", SimpleNamespace(poll=Poll, **constants))
+    proxy = _TlsProxy(tls, plain)
+    proxy._outward, proxy._tls_wants_write = memoryview(b"x"), True
+    with pytest.raises(EOFError):
+        proxy._wait()
+    assert waited == [(tls, select.POLLIN | select.POLLOUT)]
+    waited.clear()
+    proxy._outward, proxy._inward, proxy._tls_wants_write = memoryview(b""), memoryview(b"x"), False
+    with pytest.raises(EOFError):
+        proxy._wait()
+    assert waited == [(plain, select.POLLIN | select.POLLOUT)]

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.diloco.elastic_peers import until
+from tests.diloco.elastic_peers import DEADLINE_S, until
 
 from bloomery.errors import PeerError
 from bloomery.transport import connection_pool
@@ -95,6 +95,21 @@ def test_a_ring_that_is_over_frees_its_own_connections_and_one_that_failed_close
     assert kept.pool.size == 2
 
 
+def test_a_neighbour_that_asks_on_two_connections_for_one_place_does_not_end_who_frees_them(
+    kept: Kept,
+) -> None:
+    links = [kept.add(BACK), kept.add(BACK)]
+    for other in kept.others:
+        other_end = Connection(place=PLACE, connection=other, key=b"k" * 32, way="dialled")
+        other_end.send_begin(7)
+    until(lambda: [link.received_epoch for link in links] == [7, 7])
+    hop = Neighbour(peer="b", incarnation="1", addresses=(), sends=False, ranks=(0,), streams=1)
+    assert kept.pool.gather([hop], epoch=7, deadline_s=10.0, cancelled=threading.Event()) == links[:1]
+    kept.pool.release(7)
+    watched = kept.pool._selector.get_map()
+    assert all(watched[link.connection.fileno()].data is link and not link.used for link in links)
+
+
 def test_an_agreed_connection_is_taken_and_idle_ones_that_are_older_are_closed(kept: Kept) -> None:
     old, agreed = kept.add(since=1.0), kept.add(since=2.0, sent_epoch=7, received_epoch=7)
     newer, elsewhere = kept.add(since=3.0), kept.add(BACK, since=1.0)
@@ -159,12 +174,13 @@ def test_a_way_that_failed_is_tried_again_after_a_while_and_its_reason_kept(
         (PeerRefused("another run"), "another run"),
         (PeerError("no address"), "no address"),
         (TimeoutError(), "TimeoutError"),
+        (RuntimeError("can't start new thread"), "can't start new thread"),
     ):
         want = _Want(HOP, PLACE, busy={"dialled", "relayed"})
         kept.made = error
         kept.pool._make(want, "dialled", kept.make, 7)
         assert (want.why, want.next_try, want.busy) == (why, {"dialled": 530.0}, {"relayed"})
-    assert kept.begun == [("b", PLACE, 7, 300.0)] * 4
+    assert kept.begun == [("b", PLACE, 7, 300.0)] * 5
     mine, other = socket.socketpair()
     kept.others.append(other)
     kept.made = Connection(place=PLACE, connection=mine, key=b"", way="dialled")
@@ -264,3 +280,52 @@ def test_a_peer_that_ends_is_told_once_and_not_for_each_of_its_connections(
         until(lambda link=link: link.connection.fileno() == -1)
     told = [record.getMessage() for record in caplog.records]
     assert told == ["connections to b are closed: closed by the other end"] * 2, "the second life is another"
+
+
+def test_of_many_missing_connections_few_to_each_neighbour_are_made_at_once_and_then_the_next(
+    kept: Kept,
+) -> None:
+    """A listener ends the oldest of 64 strangers of one address, so more at once would end one another."""
+    gate, cancelled, ended = threading.Event(), threading.Event(), list[Exception]()
+
+    def make(hop: Neighbour, *of: Any) -> Connection:
+        kept.begun.append(hop.peer)
+        gate.wait(DEADLINE_S)
+        raise OSError("nobody is there")
+
+    kept.pool._dialling = make
+    ranks = tuple(range(25))
+    hops = [
+        Neighbour(peer=peer, incarnation="1", addresses=("h:1",), sends=True, ranks=ranks, streams=4)
+        for peer in "bc"
+    ]
+
+    def gather() -> None:
+        try:
+            kept.pool.gather(hops, epoch=7, deadline_s=DEADLINE_S, cancelled=cancelled)
+        except Cancelled as error:
+            ended.append(error)
+
+    gathering = threading.Thread(target=gather)
+    gathering.start()
+    until(lambda: len(kept.begun) == 2 * 48)
+    for _ in range(3):
+        kept.pool.check_cancelled()  # which looks at all of them again
+    assert [kept.begun.count(peer) for peer in "bc"] == [48, 48]
+    gate.set()
+    until(lambda: len(kept.begun) == 200)
+    cancelled.set()
+    kept.pool.check_cancelled()
+    gathering.join()
+    assert len(ended) == 1
+    until(lambda: not +kept.pool._dials)
+    gate.clear()
+    kept.pool._relaying = make
+    with kept.pool._changed:
+        for hop in hops:
+            for place in hop.places:
+                kept.pool._begin(_Want(hop, place), "relayed", 8)
+    until(lambda: len(kept.begun) == 248)
+    assert kept.pool._dials == {"": 48}, "they all go to one relay"
+    gate.set()
+    until(lambda: not +kept.pool._dials)

@@ -67,6 +67,30 @@ def test_a_member_that_does_not_come_is_a_stall_by_its_neighbour(members):
     assert "0 of 2 chunks" in ended.message
 
 
+@pytest.mark.parametrize("count", [100, 2_000_000], ids=["few", "more than sockets hold"])
+def test_members_that_begin_later_are_waited_for_as_long_as_is_allowed(members, count):
+    ring, over, ended = members(2, "int8"), threading.Event(), list[object]()
+
+    def begin():
+        more = {"stall_s": 0.1, "grace_s": 60.0}
+        ended.extend(ring.all_reduce(parts_of(2, count), of=[0], each=lambda index: more))
+        over.set()
+
+    first = threading.Thread(target=begin)
+    first.start()
+    assert not over.wait(0.4)
+    ring.rings[0].cancel()
+    first.join()
+    assert ended[0].kind == "cancelled"
+
+
+def test_after_the_time_that_is_allowed_a_member_that_has_not_begun_is_a_stall(members):
+    ended = members(2, "int8").all_reduce(
+        parts_of(2, 100), of=[0], stall_s=0.1, each=lambda index: {"grace_s": 0.1}
+    )[0]
+    assert (ended.kind, ended.culprit) == ("stalled", "previous")
+
+
 def test_the_deadline_ends_a_round_in_which_something_still_moves(members):
     ended = members(2, "int8").all_reduce(parts_of(2, 100), of=[0], deadline_s=0.2)[0]
     assert (ended.kind, ended.culprit) == ("deadline", "previous")

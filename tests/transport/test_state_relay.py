@@ -328,10 +328,11 @@ def test_a_relay_that_cannot_be_dialled_is_tried_ever_more_rarely_and_at_once_af
 ):
     now = 100.0
     monkeypatch.setattr(state_relay, "time", SimpleNamespace(monotonic=lambda: now))
-    served = []
+    served, errors = [], [OSError("nobody is there"), RuntimeError("can't start new thread")]
 
     def refuses(place):
-        raise OSError("nobody is there")
+        errors.append(errors.pop(0))
+        raise errors[-1]
 
     keeper = state_relay._Keeper(
         Contact(peer="r", incarnation="r1", addresses=()), refuses, lambda *told: served.append(told)
@@ -352,3 +353,25 @@ def test_a_relay_that_cannot_be_dialled_is_tried_ever_more_rarely_and_at_once_af
     keeper._waiting[ended.fileno()] = ended
     keeper._watch(0.0)
     assert keeper._next_s - now == 0.5 and ended.fileno() == -1
+
+
+def test_connections_that_waited_as_long_as_they_may_are_made_anew_without_a_longer_pause(monkeypatch):
+    now, ends = 100.0, []
+    monkeypatch.setattr(state_relay, "time", SimpleNamespace(monotonic=lambda: now))
+
+    def dial(place):
+        mine, theirs = socket.socketpair()
+        ends.append(theirs)
+        return mine
+
+    keeper = state_relay._Keeper(Contact(peer="r", incarnation="r1", addresses=()), dial, min)
+    pauses_s = []
+    for waited_s in (600.0, 600.0, 600.0, 1.0, 1.0, 600.0):
+        keeper._add()
+        keeper._add()
+        now += waited_s
+        while ends:
+            ends.pop().close()
+        keeper._watch(0.0)
+        pauses_s.append(keeper._next_s - now)
+    assert pauses_s == [0.5, 0.5, 0.5, 2.0, 8.0, 0.5] and not keeper._waiting

@@ -34,6 +34,9 @@ from bloomery.transport.sparse_codec import NotSendable, WrongCode, average_spar
 
 log = logging.getLogger(__name__)
 
+_SLOWER = 3.0
+"""Other members may be later by so many times what this one took for a piece: for one of a sparse part, with
+60 members, that is half a minute, and a slower machine takes longer."""
 _CANCEL_S = 60.0
 """The seconds within which a cancelled ring must no longer use its buffers."""
 
@@ -277,10 +280,11 @@ class WireRings:
     """Makes native rings; it is a RingMaker. It keeps the rate limit that was learnt for each neighbour.
 
     section: the recipe's [elastic].
+    ranks: how many ranks the peer has; each may send its share of elastic.bandwidth_limit_mbit_s.
     """
 
-    def __init__(self, section: ElasticSection) -> None:
-        self._section = section
+    def __init__(self, section: ElasticSection, *, ranks: int = 1) -> None:
+        self._section, self._ranks = section, ranks
         self._rate_limits: dict[str, HopRateLimit] = {}
         """The rate limit of each neighbour to which this peer has sent, by name."""
 
@@ -288,7 +292,7 @@ class WireRings:
         """Return the ring of this attempt."""
         members = reduce.attempt.members
         following = members[(reduce.index + 1) % len(members)]
-        limit_bytes_s = self._section.bandwidth_limit_mbit_s * 1e6 / 8
+        limit_bytes_s = self._section.bandwidth_limit_mbit_s * 1e6 / 8 / self._ranks
         rate_limit = self._rate_limits.setdefault(following, HopRateLimit(limit_bytes_s or None))
         return WireRing(reduce, self._section, rate_limit=rate_limit)
 
@@ -300,6 +304,9 @@ class WireRing:
         self._reduce, self._rate_limit, self._density = reduce, rate_limit, section.density
         self.codec = codec = section.codec
         self._until_s: float | None = None
+        self._is_cancelled = False
+        self._since_s = time.monotonic()
+        """When this rank began to make the next piece of its part."""
         (hop,) = reduce.hops
         self._descriptors = (*hop.next_fds, *hop.previous_fds)
         members = len(reduce.attempt.members)
@@ -336,6 +343,7 @@ class WireRing:
                 index=self._reduce.index,
                 density=self._density,
                 residual=residual,
+                check=self._check_cancelled,
             )
         except NotSendable as error:
             raise RingFailed(str(error), kind="not finite") from error
@@ -348,16 +356,19 @@ class WireRing:
     ) -> None:
         """Call the ring within the attempt's deadline, and note what it says of the link."""
         reduce, members = self._reduce, self._reduce.attempt.members
-        self._until_s = self._until_s or time.monotonic() + reduce.deadline_s
+        now_s = time.monotonic()
+        self._until_s = self._until_s or now_s + reduce.deadline_s
         try:
             result = call(
                 array,
                 round=reduce.attempt.round,
                 epoch=reduce.attempt.epoch,
                 stall_s=reduce.stall_s,
-                deadline_s=max(0.001, self._until_s - time.monotonic()),
+                deadline_s=max(0.001, self._until_s - now_s),
+                grace_s=_SLOWER * (now_s - self._since_s),
                 **more,
             )
+            self._since_s = time.monotonic()
         except RingError as error:
             offset = {"previous": -1, "next": 1, None: 0}[error.culprit]
             culprit = members[(reduce.index + offset) % len(members)] if offset else None
@@ -372,8 +383,13 @@ class WireRing:
                 after * 8e-6,
             )
 
+    def _check_cancelled(self) -> None:
+        if self._is_cancelled:
+            raise RingFailed("The ring was cancelled.", kind="cancelled")
+
     def cancel(self) -> None:
         """See RingConnections."""
+        self._is_cancelled = True
         self._ring.cancel()
 
     def close(self) -> None:

@@ -165,6 +165,8 @@ def peer_digest(rank_digests: Sequence[str], *, salt: str) -> str:
 
 
 BLOCK_BYTES = 1 << 20
+_THREADS = 8
+"""The most threads that hash: they are faster than what makes the pieces, and each holds 64 blocks."""
 
 
 def digest(*arrays: npt.NDArray[Any], threads: int | None = None) -> str:
@@ -174,7 +176,7 @@ def digest(*arrays: npt.NDArray[Any], threads: int | None = None) -> str:
     Blocks of one mebibyte are hashed by XXH3 (128 bits) in threads, and their hashes by BLAKE2b. This detects
     accidental differences; it proves nothing if an adversary chose the bytes.
 
-    threads: how many; None: one per core.
+    threads: how many; None: one per core, at most _THREADS.
     """
     return digest_of_pieces(arrays, nbytes=sum(array.nbytes for array in arrays), threads=threads)
 
@@ -185,7 +187,7 @@ def digest_of_pieces(pieces: Iterable[npt.NDArray[Any]], *, nbytes: int, threads
     nbytes: of all of them. threads: see `digest`; 64 mebibytes for each thread are held at a time.
     """
     total_hash = hashlib.blake2b(digest_size=32)
-    workers = len(os.sched_getaffinity(0)) if threads is None else threads
+    workers = min(_THREADS, len(os.sched_getaffinity(0))) if threads is None else threads
     blocks = _blocks(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data for array in pieces)
     if workers < 2 or nbytes < 4 * BLOCK_BYTES:
         for block in blocks:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 from bloomery.config.checkpoint import CheckpointSection, GuardSection
 from bloomery.events.records import Json, StepReport, as_json
@@ -16,6 +18,10 @@ from bloomery.guard.parity import ResumeParity
 from bloomery.guard.spike import SpikeGuard
 from bloomery.guard.trend import GradientNormRise, Plateau, ThroughputDrop
 from bloomery.guard.verdict import Anomaly, Rewind, Rung, Stop, Verdict, Watch, worst
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Guard(Protocol):
@@ -65,12 +71,20 @@ class Guards:
         """
         judgements: list[tuple[str, Verdict | Anomaly]] = []
         for guard in self.guards:
-            self._histories[guard.name], verdict = guard.judge(self._histories[guard.name], report)
+            self._histories[guard.name], verdict = _with_history(
+                guard.name,
+                partial(guard.judge, self._histories[guard.name], report),
+                without=partial(guard.judge, guard.fresh(), report),
+            )
             judgements.append((guard.name, verdict))
         is_calm = report.update_applied and not any(
             isinstance(judgement, Watch | Anomaly) for _, judgement in judgements
         )
-        self._on_ladder, shown = self.ladder.after_step(self._on_ladder, report, is_calm=is_calm)
+        self._on_ladder, shown = _with_history(
+            LADDER,
+            partial(self.ladder.after_step, self._on_ladder, report, is_calm=is_calm),
+            without=partial(self.ladder.after_step, LadderState(), report, is_calm=is_calm),
+        )
         judgements += [(LADDER, each) for each in shown]
         verdicts = _answered(judgements, lambda anomaly: self.ladder.answer(self._on_ladder, anomaly, report))
         reported = []
@@ -88,16 +102,24 @@ class Guards:
         """
         for guard in self.guards:
             restored = self._histories[guard.name]
-            self._histories[guard.name] = guard.rewound(
-                before.get(guard.name, guard.fresh()), restored, rung=rung
+            known = before.get(guard.name, guard.fresh())
+            self._histories[guard.name] = _with_history(
+                guard.name, partial(guard.rewound, known, restored, rung=rung), without=guard.fresh
             )
         was = ladder_from_json(before.get(LADDER))
-        self._on_ladder = self.ladder.rewound(was, self._on_ladder, rung)
+        self._on_ladder = _with_history(
+            LADDER,
+            partial(self.ladder.rewound, was, self._on_ladder, rung),
+            without=partial(self.ladder.rewound, was, LadderState(), rung),
+        )
 
     def resumed(self) -> None:
         """Go on in another process. Called once the histories of its checkpoint are loaded."""
         for guard in self.guards:
-            self._histories[guard.name] = guard.resumed(self._histories[guard.name])
+            history = self._histories[guard.name]
+            self._histories[guard.name] = _with_history(
+                guard.name, partial(guard.resumed, history), without=guard.fresh
+            )
 
     def state_entries(self) -> tuple[()]:
         """Return (), for guards have no tensors."""
@@ -116,6 +138,23 @@ class Guards:
 
 LADDER = "ladder"
 """The key of the ladder's state beside the histories of the guards."""
+
+
+_FAILURES = (ArithmeticError, AttributeError, IndexError, KeyError, TypeError, ValueError)
+"""What a guard raises that finds other values in its history than it writes."""
+
+
+def _with_history(name: str, call: Callable[[], T], *, without: Callable[[], T]) -> T:
+    """Return what a guard makes of its history; if it can make nothing of that, what it says without one.
+
+    The history may be another peer's: the digest of a state covers tensors alone, and one that ends the
+    training would do so after each restart from what this peer saved.
+    """
+    try:
+        return call()
+    except _FAILURES:
+        log.warning("%s begins anew: it cannot judge by its history", name, exc_info=True)
+        return without()
 
 
 def _answered(

@@ -19,10 +19,18 @@ from pathlib import Path
 from bloomery.checkpoint.format.manifest import BLOCK_BYTES
 from bloomery.errors import PeerError, free_bytes, storage_error
 from bloomery.protocol.records import Commit
-from bloomery.state_transfer.client import RUN_S
+from bloomery.state_transfer.client import FAILURES, RUN_S
 from bloomery.state_transfer.partial_checkpoint import BlockRun, MissingBlocks, runs_of, write_at
 from bloomery.state_transfer.served_states import average_file
-from bloomery.state_transfer.source import CONNECT_S, NotYetServed, PeerSource, ServedState, SourceFailed
+from bloomery.state_transfer.source import (
+    CONNECT_S,
+    NotYetServed,
+    PeerSource,
+    ServedState,
+    SourceFailed,
+    SourceLost,
+    few_of_each_peer,
+)
 from bloomery.transport.trust import Trust
 
 SOURCES = 4
@@ -83,7 +91,8 @@ class AverageFetcher:
         try:
             place.mkdir(parents=True, exist_ok=True)
             while time.monotonic() < until and not cancelled():
-                left = [source for source in sources() if not _has_failed(failed.get(source))]
+                left = few_of_each_peer(sources())
+                left = [source for source in left if not _has_failed(failed.get(source))]
                 if not left:
                     break
                 for begin in range(0, len(left), at_once):
@@ -247,7 +256,7 @@ class _Download:
     def _stream(self, state: ServedState) -> None:
         """Fetch pieces from one peer until all have come. Raises SourceFailed and OSError."""
         assert self._missing is not None, "streams start once the sizes are known"
-        missing = self._missing
+        missing, failures = self._missing, 0
         while not (missing.is_over or self._is_closed or state.origin in self._failed):
             run = missing.take(self._sizes, timeout_s=_PAUSE_S)
             if run is None:
@@ -259,9 +268,14 @@ class _Download:
                 is_whole = state.fetch_range(
                     run.file, buffer, begin=run.begin, until=until, is_wanted=is_wanted
                 )
-            except SourceFailed:
+            except SourceFailed as error:
                 missing.give_back(run)
-                raise
+                failures += 1
+                if failures == FAILURES or not isinstance(error, SourceLost):
+                    raise
+                time.sleep(_PAUSE_S)
+                continue
+            failures = 0
             if is_whole:
                 self._write(state, missing, run, buffer)
 

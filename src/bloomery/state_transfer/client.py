@@ -21,16 +21,24 @@ from bloomery.checkpoint.format.manifest import (
     INDEX,
     MANIFEST,
     PARTIAL,
-    FileRecord,
-    Manifest,
     read_index,
     read_manifest,
 )
 from bloomery.errors import BloomeryError, PeerError, free_bytes, storage_error
 from bloomery.protocol.records import Commit
+from bloomery.state_transfer.fetch_plan import FetchPlan, FetchSource
 from bloomery.state_transfer.partial_checkpoint import BlockRun, PartialCheckpoint
 from bloomery.state_transfer.served_states import is_digest
-from bloomery.state_transfer.source import STALL_S, PeerSource, ReceivedMetadata, ServedState, SourceFailed
+from bloomery.state_transfer.source import (
+    STALL_S,
+    NotYetServed,
+    PeerSource,
+    ReceivedMetadata,
+    ServedState,
+    SourceFailed,
+    SourceLost,
+    few_of_each_peer,
+)
 from bloomery.transport.trust import Trust
 
 log = logging.getLogger(__name__)
@@ -38,15 +46,19 @@ log = logging.getLogger(__name__)
 STREAMS = 2
 """The connections to each source."""
 FAILURES = 3
-"""The failures in a row after which a source is given up."""
+"""The failures in a row after which a source is given up; the last one only if it answers wrongly."""
 RUN_S = 120.0
 """The seconds within which one run of blocks must have been fetched."""
 PROGRESS_S = 60.0
 """The seconds without a block from any source after which the whole fetch fails."""
 LEADER_S = 20.0
 """The seconds without a block after which another source becomes the leader."""
+INDEX_BYTES_S = 128 << 10
+"""Another source becomes the leader if the index comes more slowly than so many bytes a second."""
 MANIFEST_BYTES_AT_MOST = 64 << 20
 INDEX_BYTES_AT_MOST = 1 << 30
+NO_ROOM_S = 1.0
+"""The seconds after which a source that serves as many as it can is asked again."""
 _BACK_OFF_S = 0.2
 _SHOWN = 32
 """The characters of a state's digest that name its directory."""
@@ -133,41 +145,6 @@ def fetch_state(
         fetch.close()
 
 
-@dataclass(kw_only=True)
-class _Source:
-    """A peer that has sent its manifest.
-
-    text: the manifest as it was sent.
-    records: the files in the manifest.
-    failures: how often it has failed since its last block.
-    is_out: whether it has been given up.
-    """
-
-    state: ServedState
-    manifest: Manifest
-    text: bytes
-    records: frozenset[FileRecord]
-    failures: int = 0
-    is_out: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Plan:
-    """What is fetched: the leader's checkpoint.
-
-    partial: the files fetched so far.
-    index: the leader's index as it was sent.
-    """
-
-    leader: _Source
-    partial: PartialCheckpoint
-    index: bytes
-
-    def files_of(self, source: _Source) -> frozenset[str]:
-        """Return the names of the files that a source has identically to the leader."""
-        return frozenset(record.name for record in self.leader.records & source.records)
-
-
 class _Fetch:
     """The threads of one fetch and the state that they share.
 
@@ -190,11 +167,14 @@ class _Fetch:
         self.place, self.trust = place, trust
         self.stall_s, self.streams = stall_s, streams
         self.news = threading.Condition()
-        self.sources: list[_Source] = []
+        self.sources: list[FetchSource] = []
         self.why_out: dict[PeerSource, str] = {}
-        self.plan: _Plan | None = None
+        self.plan: FetchPlan | None = None
+        self.latest: PartialCheckpoint | None = None
         self.error: OSError | None = None
         self.moved_s, self.is_over = time.monotonic(), False
+        self.leader_s: float = LEADER_S
+        self.cancelled: Callable[[], bool] = bool
 
     def run(
         self,
@@ -204,11 +184,11 @@ class _Fetch:
         cancelled: Callable[[], bool],
         progress: Progress | None,
     ) -> FetchedState:
+        self.leader_s, self.cancelled = leader_s, cancelled
         while True:
-            for origin in dict.fromkeys(self.ask()):
-                if origin not in self.origins:
-                    self.origins.append(origin)
-                    self._thread(self._read_description, origin)
+            for origin in few_of_each_peer((*self.origins, *self.ask()))[len(self.origins) :]:
+                self.origins.append(origin)
+                self._thread(self._read_description, origin)
             self._check(progress_s, cancelled)
             plan = self.plan
             if plan is None or self._is_stuck(plan):
@@ -223,8 +203,7 @@ class _Fetch:
                     directory=final, leader=plan.leader.state.origin, bytes=plan.leader.manifest.bytes
                 )
             plan.partial.missing.wait(0.2)
-            others = [source for source in self.sources if source is not plan.leader and not source.is_out]
-            if others and time.monotonic() - self.moved_s > leader_s:
+            if self._others(plan.leader) and time.monotonic() - self.moved_s > leader_s:
                 self._drop(plan.leader, f"nothing came for {leader_s:.0f} s")
 
     def close(self) -> None:
@@ -257,11 +236,15 @@ class _Fetch:
                 remedy="Are these peers reachable? What is here is kept: another try goes on from it.",
             )
 
-    def _is_stuck(self, plan: _Plan) -> bool:
+    def _is_stuck(self, plan: FetchPlan) -> bool:
         """Return whether a missing file is held by no source that is left."""
         alive = [source for source in self.sources if not source.is_out]
         had = frozenset[str]().union(*(plan.files_of(source) for source in alive))
         return bool(plan.partial.missing.files() - had)
+
+    def _others(self, source: FetchSource) -> list[FetchSource]:
+        """Return the sources that are left beside this one."""
+        return [other for other in self.sources if other is not source and not other.is_out]
 
     def _replan(self) -> None:
         """Make the first source that is left the leader."""
@@ -282,40 +265,53 @@ class _Fetch:
             self.moved_s = time.monotonic()
             self.news.notify_all()
 
-    def _planned(self, leader: _Source) -> _Plan:
+    def _planned(self, leader: FetchSource) -> FetchPlan:
         state, manifest = leader.state, leader.manifest
-        text = state.content(INDEX, at_most=manifest.index_bytes)
+        until = time.monotonic() + self.leader_s + manifest.index_bytes / INDEX_BYTES_S
+        text = state.content(
+            INDEX,
+            at_most=manifest.index_bytes,
+            is_wanted=lambda: not self.cancelled() and (time.monotonic() < until or not self._others(leader)),
+        )
         index = read_index(ReceivedMetadata(state.origin, state.name, {INDEX: text}), manifest)
         check_coverage(index.boxes)
         present_bytes = _bytes_of(partial := self.place.with_name(self.place.name + PARTIAL))
         if manifest.bytes - present_bytes > free_bytes(self.place):
             raise PeerError(f"its state takes {manifest.bytes:,} bytes, which are not free at {self.place}")
-        return _Plan(
-            leader=leader,
-            partial=PartialCheckpoint(partial, manifest, index),
-            index=text,
-        )
+        before, self.latest = self.latest, None  # which is not known any more if this fails
+        self.latest = PartialCheckpoint(partial, manifest, index, before=before)
+        return FetchPlan(leader=leader, partial=self.latest, index=text)
 
     def _read_description(self, origin: PeerSource) -> None:
         """Read a source's name and manifest, and then start the threads that fetch from it."""
         try:
             state = ServedState(origin, self.digest, self.trust, stall_s=self.stall_s)
-            state.read_description()
-            text = state.content(MANIFEST, at_most=MANIFEST_BYTES_AT_MOST)
+            text = self._manifest_at(state)
             manifest = read_manifest(ReceivedMetadata(origin, state.name, {MANIFEST: text}))
             if manifest.index_bytes > INDEX_BYTES_AT_MOST:
                 raise SourceFailed(f"its index would have {manifest.index_bytes:,} bytes")
         except (BloomeryError, OSError) as error:
             self._out(origin, str(error).splitlines()[0])
             return
-        source = _Source(state=state, manifest=manifest, text=text, records=frozenset(manifest.files))
+        source = FetchSource(state=state, manifest=manifest, text=text, records=frozenset(manifest.files))
         with self.news:
             self.sources.append(source)
             self.news.notify_all()
         for _ in range(self.streams):
             self._thread(self._stream, source)
 
-    def _stream(self, source: _Source) -> None:
+    def _manifest_at(self, state: ServedState) -> bytes:
+        """Return the manifest of a source once that has room for this peer. Raises SourceFailed."""
+        while True:
+            try:
+                state.read_description()
+                return state.content(MANIFEST, at_most=MANIFEST_BYTES_AT_MOST)
+            except NotYetServed:
+                if self.is_over:
+                    raise
+                time.sleep(NO_ROOM_S)
+
+    def _stream(self, source: FetchSource) -> None:
         """Fetch blocks from this source until everything has been fetched or the source is given up."""
         buffer = bytearray()
         while not self.is_over and not source.is_out:
@@ -324,9 +320,7 @@ class _Fetch:
                 with self.news:
                     self.news.wait(0.2)
                 continue
-            files = plan.files_of(source)
-            others = (other for other in self.sources if other is not source and not other.is_out)
-            own = files.difference(*(plan.files_of(other) for other in others))
+            files, own = plan.files_of(source), plan.own_files(source, self._others(source))
             run = plan.partial.missing.take(files, own, timeout_s=0.2)
             if run is None:
                 continue
@@ -334,7 +328,7 @@ class _Fetch:
                 buffer = bytearray(run.end - run.begin)
             self._fetch_run(plan, source, run, memoryview(buffer)[: run.end - run.begin])
 
-    def _fetch_run(self, plan: _Plan, source: _Source, run: BlockRun, view: memoryview) -> None:
+    def _fetch_run(self, plan: FetchPlan, source: FetchSource, run: BlockRun, view: memoryview) -> None:
         def is_wanted() -> bool:
             return not self.is_over and plan.partial.missing.is_missing(run)
 
@@ -344,10 +338,15 @@ class _Fetch:
                 run.file, view, begin=run.begin, until=until, is_wanted=is_wanted
             ):
                 return  # another stream was faster
+        except NotYetServed:
+            plan.partial.missing.give_back(run)
+            time.sleep(NO_ROOM_S)
+            return
         except SourceFailed as error:
             plan.partial.missing.give_back(run)
             source.failures += 1
-            if source.failures >= FAILURES:
+            is_needed = isinstance(error, SourceLost) and not self._others(source)
+            if source.failures >= FAILURES and not is_needed:  # without another source, PROGRESS_S counts
                 self._drop(source, str(error))
             else:
                 time.sleep(_BACK_OFF_S)
@@ -364,7 +363,7 @@ class _Fetch:
             return
         source.failures, self.moved_s = 0, time.monotonic()
 
-    def _drop(self, source: _Source, why: str) -> None:
+    def _drop(self, source: FetchSource, why: str) -> None:
         source.is_out = True
         self._out(source.state.origin, why)
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import socket
 import ssl
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 import urllib3
 from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.exceptions import HTTPError
+from urllib3.response import HTTPResponse
 
 from bloomery.checkpoint.format.manifest import parse_name
 from bloomery.checkpoint.format.source import RangedFile
@@ -23,8 +27,12 @@ CONNECT_S = 5.0
 """The seconds for connecting to a source."""
 STALL_S = 10.0
 """The seconds without a byte after which a source has failed."""
+HEAD_S = 30.0
+"""The seconds within which the head of an answer must have come, however many of its bytes come before."""
 THROUGH_RELAY = "relay:"
 """What a peer names in place of a URL if it cannot be dialled and keeps reverse connections at a relay."""
+URLS_OF_PEER = 4
+"""The most URLs of one peer that are tried; its entry may list thousands, each of which costs time."""
 _NO_HOST = "through-a-relay.invalid"
 _ABOUT_BYTES_AT_MOST = 4096
 _READ_BYTES = 1 << 18
@@ -45,8 +53,22 @@ class PeerSource:
     reach: Callable[[], socket.socket] | None = field(default=None, compare=False, repr=False)
 
 
+def few_of_each_peer(sources: Iterable[PeerSource]) -> list[PeerSource]:
+    """Return the sources in their order, each once, without those beyond URLS_OF_PEER of one peer."""
+    counts, few = Counter[str](), list[PeerSource]()
+    for source in dict.fromkeys(sources):
+        counts[source.peer] += 1
+        if counts[source.peer] <= URLS_OF_PEER:
+            few.append(source)
+    return few
+
+
 class SourceFailed(OSError):
     """A source did not send what was requested."""
+
+
+class SourceLost(SourceFailed):
+    """The connection to a source failed, as it does while the network is down: it may be there again."""
 
 
 class NotYetServed(SourceFailed):
@@ -100,7 +122,9 @@ class ServedState:
         self.name = ""
 
     def read_description(self) -> None:
-        """Ask for the checkpoint's name. Raises SourceFailed when the peer fails or lacks this state."""
+        """Ask for the checkpoint's name. Raises SourceFailed when the peer fails or lacks this state, and
+        NotYetServed when it has no room now.
+        """
         content = self._read("", at_most=_ABOUT_BYTES_AT_MOST)
         try:
             name = json.loads(content)["name"]
@@ -110,9 +134,12 @@ class ServedState:
             raise SourceFailed(f"{name!r} is no name of a checkpoint"[:200])
         self.name = name
 
-    def content(self, file: str, *, at_most: int) -> bytes:
-        """Return a whole file. Raises SourceFailed, also when the file is longer than `at_most` bytes."""
-        return self._read(file, at_most=at_most)
+    def content(self, file: str, *, at_most: int, is_wanted: Callable[[], bool] = lambda: True) -> bytes:
+        """Return a whole file. Raises SourceFailed, also when the file is longer than `at_most` bytes.
+
+        is_wanted: called as bytes come; the reading fails when it returns False.
+        """
+        return self._read(file, at_most=at_most, is_wanted=is_wanted)
 
     def size(self, file: str) -> int:
         """Return a file's size in bytes, as the peer reports it. Raises SourceFailed and NotYetServed."""
@@ -136,17 +163,19 @@ class ServedState:
         until: float,
         is_wanted: Callable[[], bool] = lambda: True,
     ) -> bool:
-        """Fill the view with the bytes of the file from offset `begin` on. Raises SourceFailed.
+        """Fill the view with the bytes of the file from offset `begin` on. Raises SourceFailed, NotYetServed.
 
         Returns False if the bytes were no longer wanted before they had all come. Then the connection is
         closed, so that the peer sends no more of them.
 
         until: the time.monotonic() at which the request fails.
-        is_wanted: called before each piece of _READ_BYTES.
+        is_wanted: called as bytes come, at most _READ_BYTES at a time.
         """
         last = begin + len(view) - 1
         response = self._ask(file, {"Range": f"bytes={begin}-{last}"})
         try:
+            if response.status == 503:
+                raise NotYetServed("it has no room now")
             if response.status != 206 or response.headers.get("Content-Length") != str(len(view)):
                 raise SourceFailed(f"it answers {response.status} to a range")
             is_whole = _read_into(response, view, until=until, is_wanted=is_wanted)
@@ -162,11 +191,13 @@ class ServedState:
         """Close the connections to the peer."""
         self._pool.close()
 
-    def _read(self, file: str, *, at_most: int) -> bytes:
+    def _read(self, file: str, *, at_most: int, is_wanted: Callable[[], bool] = lambda: True) -> bytes:
         response = self._ask(file, {})
         try:
             if response.status == 404:
                 raise SourceFailed("it has not this state (any more)")
+            if response.status == 503:
+                raise NotYetServed("it has no room now")
             length = response.headers.get("Content-Length", "")
             if response.status != 200 or not length.isdecimal() or len(length) > 18:
                 raise SourceFailed(f"it answers {response.status}")
@@ -174,7 +205,8 @@ class ServedState:
                 raise SourceFailed(f"{file or 'its answer'} would have {int(length):,} bytes")
             content = bytearray(int(length))
             until = time.monotonic() + 600.0 * (1 + len(content) / (1 << 30))
-            _read_into(response, memoryview(content), until=until)
+            if not _read_into(response, memoryview(content), until=until, is_wanted=is_wanted):
+                raise SourceFailed(f"{file or 'its answer'} came too slowly, or is not wanted any more")
         except BaseException:
             response.close()
             raise
@@ -195,7 +227,7 @@ class ServedState:
                 decode_content=False,
             )
         except (HTTPError, OSError) as error:
-            raise SourceFailed(_said(error)) from error
+            raise SourceLost(_said(error)) from error
 
 
 def _read_into(
@@ -211,15 +243,16 @@ def _read_into(
         while filled < len(view):
             if not is_wanted():
                 return False
-            piece = response.read(min(_READ_BYTES, len(view) - filled))
+            # `read` would wait for all these bytes, however slowly they come, and the deadline with it.
+            piece = response.read1(min(_READ_BYTES, len(view) - filled))
             if not piece:
-                raise SourceFailed("it ended too early")
+                raise SourceLost("it ended too early")
             view[filled : filled + len(piece)] = piece
             filled += len(piece)
             if time.monotonic() > until:
                 raise SourceFailed("it is too slow")
     except HTTPError as error:
-        raise SourceFailed(_said(error)) from error
+        raise SourceLost(_said(error)) from error
     return True
 
 
@@ -280,6 +313,23 @@ class _Way:
         return connection
 
 
+@contextmanager
+def _head_in_time(connection: socket.socket) -> Iterator[None]:
+    """End the connection if the block takes longer than HEAD_S: a peer may send a head byte by byte."""
+
+    def end() -> None:
+        with suppress(OSError):
+            socket.socket.shutdown(connection, socket.SHUT_RDWR)  # of TLS, too, which others use meanwhile
+
+    timer = threading.Timer(HEAD_S, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def _plain_connection(origin: PeerSource, host: str, trust: Trust) -> type[HTTPConnection]:
     way = _Way(origin, host, trust)
 
@@ -296,6 +346,10 @@ def _plain_connection(origin: PeerSource, host: str, trust: Trust) -> type[HTTPC
             except PeerRefused as error:
                 self.close()
                 raise OSError(str(error)) from error
+
+        def getresponse(self) -> HTTPResponse:  # type: ignore[override]  # as in urllib3
+            with _head_in_time(self.sock):
+                return super().getresponse()
 
     return OnLoopback
 
@@ -318,6 +372,10 @@ def _known_connection(origin: PeerSource, host: str, trust: Trust) -> type[HTTPS
             except PeerRefused as error:
                 self.close()
                 raise OSError(str(error)) from error
+
+        def getresponse(self) -> HTTPResponse:  # type: ignore[override]  # as in urllib3
+            with _head_in_time(self.sock):
+                return super().getresponse()
 
     return OfPeer
 

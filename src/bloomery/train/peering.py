@@ -101,7 +101,7 @@ def peering_of_environment(recipe: Recipe, mesh: Mesh, stack: ExitStack) -> Peer
     agent = connect_agent(rank=mesh.rank, world=mesh.world)
     stack.callback(agent.close)
     name = recipe.elastic.peer or os.environ.get("BLOOMERY_PEER", "") or os.uname().nodename
-    return Peering(agent=agent, rings=WireRings(recipe.elastic), name=name)
+    return Peering(agent=agent, rings=WireRings(recipe.elastic, ranks=mesh.world), name=name)
 
 
 def announce_interludes(interludes: Sequence[Interlude], peering: Peering | None) -> list[Interlude]:

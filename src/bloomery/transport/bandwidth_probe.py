@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 import struct
 import threading
@@ -104,10 +105,11 @@ def _load_all(connections: Sequence[socket.socket], size: int, until: float) -> 
 
 def _exchange(connection: socket.socket, word: bytes, size: int, until: float) -> float:
     began = time.monotonic()
-    connection.settimeout(max(0.001, until - began))
-    connection.sendall(_REQUEST.pack(word, size))
-    for start in range(0, size, len(_PIECE)):
-        connection.sendall(_PIECE[: size - start])
+    load = (_PIECE[: size - start] for start in range(0, size, len(_PIECE)))
+    for piece in itertools.chain([_REQUEST.pack(word, size)], load):
+        connection.settimeout(max(0.001, until - time.monotonic()))  # each call has a time-out of its own
+        connection.sendall(piece)
+    connection.settimeout(max(0.001, until - time.monotonic()))
     if connection.recv(1) != word:
         raise ConnectionError("the probed peer closed the connection")
     return time.monotonic() - began

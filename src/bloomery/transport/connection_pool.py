@@ -17,6 +17,7 @@ import selectors
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -31,6 +32,8 @@ _SPARE, _PLACES = 4, 64
 """One peer may have _SPARE times the connections that a ring needs, and a ring is taken to need _PLACES at
 least: a hostile member could use up the descriptors otherwise."""
 
+_DIALS = 48
+"""The most connections to one peer that are made at once: its listener bears 64 strangers of an address."""
 DIALLED, ACCEPTED, RELAYED = "dialled", "accepted", "relayed"
 
 
@@ -123,7 +126,7 @@ class ConnectionPool:
         self._changed = threading.Condition()
         self._links: dict[ConnectionPlace, list[Connection]] = {}
         self._ways: dict[tuple[str, str], str] = {}
-        self._closing = False
+        self._closing, self._dials = False, Counter[str]()
         self._logged: tuple[str, str, str] | None = None
         self._most_places = _PLACES
         self._wake, self._woken = socket.socketpair()
@@ -189,7 +192,8 @@ class ConnectionPool:
         with self._changed:
             for link in self._of_epoch(epoch):
                 link.rest()
-                self._selector.register(link.connection, selectors.EVENT_READ, link)
+                if link.connection not in self._selector.get_map():  # as one that was asked on in vain is
+                    self._selector.register(link.connection, selectors.EVENT_READ, link)
 
     def discard(self, epoch: int) -> None:
         """Close every connection that was meant for `epoch`, after its ring or its attempt has failed."""
@@ -322,26 +326,23 @@ class ConnectionPool:
         return min(moment for moment in moments if moment > now or moment == moments[0])
 
     def _begin(self, want: _Want, way: str, epoch: int) -> None:
+        target = want.hop.peer if way == DIALLED else ""  # at the relay connections to all neighbours meet
+        if self._dials[target] >= _DIALS:
+            return  # the end of another one wakes `gather`
+        arguments = want, way, self._dialling if way == DIALLED else self._relaying, epoch
+        threading.Thread(target=self._make, args=arguments, name="dialler", daemon=True).start()
         want.busy.add(way)
-        make = self._dialling if way == DIALLED else self._relaying
-        threading.Thread(
-            target=self._make, args=(want, way, make, epoch), name="dialler", daemon=True
-        ).start()
+        self._dials[target] += 1
 
     def _make(self, want: _Want, way: str, make: Dial, epoch: int) -> None:
+        pause_s = self._turns.answer_s
         try:
-            link = make(want.hop, want.place, epoch, 3 * self._turns.turn_s)
-        except (PeerRefused, OSError, PeerError) as error:
-            why = str(error) or type(error).__name__
-            with self._changed:
-                want.why = why
-                want.next_try[way] = time.monotonic() + self._turns.retry_s
-                want.busy.discard(way)
-                self._changed.notify_all()
-            return
-        self.offer(link)
+            self.offer(make(want.hop, want.place, epoch, 3 * self._turns.turn_s))
+        except (PeerRefused, OSError, PeerError, RuntimeError) as error:  # RuntimeError: no thread is left
+            want.why, pause_s = str(error) or type(error).__name__, self._turns.retry_s
         with self._changed:
-            want.next_try[way] = time.monotonic() + self._turns.answer_s
+            self._dials -= Counter([want.hop.peer if way == DIALLED else ""])
+            want.next_try[way] = time.monotonic() + pause_s
             want.busy.discard(way)
             self._changed.notify_all()
 

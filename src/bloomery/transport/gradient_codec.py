@@ -32,6 +32,7 @@ _ARGUMENTS: dict[str, tuple[type[Any], ...]] = {
     "seal_frame": (c_char_p, c_uint64, c_void_p),
     "ring_create": (c_void_p,),
     "ring_all_reduce": (c_void_p, c_void_p, c_void_p),
+    "ring_grace": (c_void_p, c_double),
     "ring_cancel": (c_void_p,),
     "ring_destroy": (c_void_p,),
 }
@@ -96,11 +97,16 @@ class RingReport(ctypes.Structure):
 
 @functools.cache
 def functions() -> dict[str, Any]:
-    """Return each function by its name without `bloomery_`; an empty dict if the library was not built."""
+    """Return each function by its name without `bloomery_`; an empty dict if the library was not built.
+
+    A library that was built earlier lacks those that were added since.
+    """
     native_library = library()
     callables = {}
     for name, types in _ARGUMENTS.items() if native_library else ():
-        function = getattr(native_library, f"bloomery_{name}")
+        function = getattr(native_library, f"bloomery_{name}", None)
+        if function is None:
+            continue
         function.argtypes = types
         function.restype = c_void_p if name == "ring_create" else c_int32
         callables[name] = function

@@ -335,6 +335,9 @@ class _TlsProxy:
         tls_events |= select.POLLOUT if self._outward and self._tls_wants_write else 0
         plain_events = select.POLLIN if not self._outward else 0
         plain_events |= select.POLLOUT if self._inward else 0
-        poll.register(self._tls, tls_events)
-        poll.register(self._plain, plain_events)
+        # `poll` reports an end that has closed at once, whatever it is asked for: of one that is not waited
+        # for that would be again and again, as long as the other end takes no bytes.
+        for end, events in ((self._tls, tls_events), (self._plain, plain_events)):
+            if events:
+                poll.register(end, events)
         poll.poll()

@@ -174,6 +174,7 @@ class Ring:
         epoch: int,
         stall_s: float,
         deadline_s: float,
+        grace_s: float = 0.0,
         weight: float = 1.0,
         residual: Float32 | None = None,
         out: Float32 | None = None,
@@ -186,6 +187,7 @@ class Ring:
 
         round, epoch: of the attempt; frames of another one are refused.
         stall_s: longest time without progress in either direction, seconds. deadline_s: for the whole call.
+        grace_s: how much later than this one other members may call, seconds; their silence counts from then.
         residual: float32, like values. The quantization error of this member, divided by its weight, is added
             to it. A caller that adds it to its values of the next round loses nothing (error feedback).
         out: where the sum is written, so that `values` stay unchanged even after a failure; None: it is
@@ -199,6 +201,7 @@ class Ring:
             return self._scale(values, target, weight)
         if self._process != os.getpid():
             raise RuntimeError("this ring was made in another process: rings do not survive a fork")
+        self._allow(grace_s)
         limit_bytes_s = self._pace.limit_bytes_s
         call = RingCall(
             size=ctypes.sizeof(RingCall),
@@ -234,7 +237,7 @@ class Ring:
         )
 
     def all_gather(
-        self, words: Words, *, round: int, epoch: int, stall_s: float, deadline_s: float
+        self, words: Words, *, round: int, epoch: int, stall_s: float, deadline_s: float, grace_s: float = 0.0
     ) -> ReduceResult:
         """Fill `words`, [members, n], with each member's row, bit for bit; the own row is in its place.
 
@@ -242,7 +245,9 @@ class Ring:
         whoever decodes them checks them. Raises RingError.
         """
         as_values = words.reshape(-1).view(np.float32)
-        return self.all_reduce(as_values, round=round, epoch=epoch, stall_s=stall_s, deadline_s=deadline_s)
+        return self.all_reduce(
+            as_values, round=round, epoch=epoch, stall_s=stall_s, deadline_s=deadline_s, grace_s=grace_s
+        )
 
     def cancel(self) -> None:
         """End a running `all_reduce` and refuse later ones; any thread may call.
@@ -275,6 +280,11 @@ class Ring:
     def __del__(self) -> None:
         if getattr(self, "_handle", None) is not None:
             self.close()
+
+    def _allow(self, grace_s: float) -> None:
+        with self._call_lock:
+            if self._handle is not None and "ring_grace" in functions():
+                functions()["ring_grace"](self._handle, grace_s)
 
     def _run(self, call: RingCall, report: RingReport) -> None:
         """Run the call in a thread if this is the main thread, so that signal handlers can run meanwhile."""

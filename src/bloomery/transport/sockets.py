@@ -178,7 +178,9 @@ def _start_next(
     return True
 
 
-_PIECE_BYTES = 1 << 20
+_PIECE_BYTES, _LEAST_PIECE_BYTES = 1 << 20, 4096
+_TURNS, _ROUND_S = 64, 4.0
+"""A receiver takes a connection for dead that is silent for some seconds, as those whose turn is far are."""
 _AHEAD_S = 0.1
 """The seconds whose share of the limit may be sent at once after a pause."""
 
@@ -203,12 +205,10 @@ class RateLimiter:
 
     @property
     def piece_bytes(self) -> int:
-        """The bytes to send at a time, so few that several senders take turns without long pauses."""
-        return (
-            int(min(_PIECE_BYTES, max(_PIECE_BYTES / 16, self._bytes_s / 4)))
-            if self._bytes_s
-            else _PIECE_BYTES
-        )
+        """The bytes to send at a time, so few that _TURNS senders have all had their turn after _ROUND_S."""
+        if not self._bytes_s:
+            return _PIECE_BYTES
+        return int(min(_PIECE_BYTES, max(_LEAST_PIECE_BYTES, self._bytes_s * _ROUND_S / _TURNS)))
 
     def take(self, count: int) -> None:
         """Wait until `count` bytes may be sent."""

@@ -205,6 +205,7 @@ def average_sparse(
     index: int,
     density: float,
     residual: Float32 | None,
+    check: Callable[[], None] = lambda: None,
 ) -> None:
     """Replace `values` by the sum of weight × what each member sent of its values.
 
@@ -212,7 +213,8 @@ def average_sparse(
     weights, index: the weights of all members, and which of them this one is.
     residual: what was not sent of weight × values is added to it; None: that is lost. With weight 0 nothing
         counts as sent, so it stays as it is.
-    Raises NotSendable, WrongCode, or what `gather` raises; `values` and `residual` are then undefined.
+    check: called before each member's code is added, which takes minutes for hundreds of members; may raise.
+    Raises NotSendable, WrongCode, and what these two raise; `values` and `residual` are then undefined.
     """
     weight = np.float32(weights[index])
     if not largest_magnitude(values) * max(1.0, float(weight)) <= LARGEST_OWN:
@@ -227,6 +229,7 @@ def average_sparse(
     gather(codes)
     values.fill(0.0)
     for member, row in enumerate(codes):
+        check()
         try:
             add_sparse(row, density, values, weight=weights[member])
         except ValueError as error:

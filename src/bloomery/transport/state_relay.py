@@ -12,6 +12,7 @@ one, and another one takes its place.
 from __future__ import annotations
 
 import logging
+import math
 import select
 import socket
 import threading
@@ -223,6 +224,7 @@ class _Keeper:
         self._place, self._dial, self._serve = place, dial, serve
         self._ended, self._lock = threading.Event(), threading.Lock()
         self._waiting: dict[int, socket.socket] = {}
+        self._since: dict[int, float] = {}
         self._pause_s, self._next_s = PAUSE_S, 0.0
 
     def run(self) -> None:
@@ -248,10 +250,11 @@ class _Keeper:
     def _add(self) -> None:
         try:
             connection = self._dial(self._place)
-        except (PeerRefused, OSError) as error:
+        except (PeerRefused, OSError, RuntimeError) as error:  # RuntimeError: no thread can be started
             log.info("this peer cannot wait at '%s' for newcomers: %s", self._place.peer, error)
             self._pause()
             return
+        self._since[connection.fileno()] = time.monotonic()
         with self._lock:
             self._waiting[connection.fileno()] = connection
             if self._ended.is_set():
@@ -264,8 +267,11 @@ class _Keeper:
         for descriptor, _ in poll.poll(None if timeout_s is None else timeout_s * 1000):
             with self._lock:
                 connection = self._waiting.pop(descriptor)
+            since = self._since.pop(descriptor, math.inf)
             if not is_begun(connection):
                 connection.close()
+                if time.monotonic() > since + PAUSE_AT_MOST_S:
+                    self._pause_s = PAUSE_S  # it was welcome there, and has only waited as long as it may
                 self._pause()
                 continue
             self._pause_s = PAUSE_S
