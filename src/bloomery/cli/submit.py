@@ -115,18 +115,18 @@ def _parse(arguments: list[str]) -> Namespace:
     return chosen
 
 
-def _take_kept(options: Namespace) -> None:
+def _take_kept(asked: Namespace) -> None:
     """Take what was submitted for a run whose jobs have ended before one of them wrote recipe.toml."""
     from bloomery.config.find import is_run, shipped_recipes
     from bloomery.config.home import from_home
     from bloomery.operate.submission import kept_submission, was_submitted
 
-    rundir = RunDirectory(from_home(options.recipe))
-    if options.recipe in shipped_recipes() or is_run(rundir.path) or not was_submitted(rundir):
+    rundir = RunDirectory(from_home(asked.recipe))
+    if asked.recipe in shipped_recipes() or is_run(rundir.path) or not was_submitted(rundir):
         return
     kept = kept_submission(rundir)
-    options.recipe, options.overrides = kept.recipe, [*kept.overrides, *options.overrides]
-    options.run, options.nproc = options.run or str(rundir.path), options.nproc or kept.nproc
+    asked.recipe, asked.overrides = kept.recipe, [*kept.overrides, *asked.overrides]
+    asked.run, asked.nproc = asked.run or str(rundir.path), asked.nproc or kept.nproc
 
 
 def _check(loaded: LoadedRecipe) -> None:
