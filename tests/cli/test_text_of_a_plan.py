@@ -173,6 +173,14 @@ def test_a_run_that_does_not_fit_or_end_says_so_and_sparse_sums_say_what_they_sp
     assert section_of(text, "checkpoints")[-1].startswith("lost     nearly all of the time to saves")
 
 
+def test_what_most_of_the_memory_is_is_told_of_the_largest_stage() -> None:
+    plan = made_plan()
+    first, second, third = plan.draft.memory
+    memories = (first, replace(second, activations=8 * second.activations), third)
+    text = plan_text(replace(plan, draft=replace(plan.draft, memory=memories)))
+    assert section_of(text, "memory of one rank, GiB")[-1].endswith("on stage 1, most of it activations")
+
+
 def test_of_many_stages_the_first_the_last_and_the_largest_are_shown() -> None:
     plan = made_plan()
     for count, worst, shown in [
