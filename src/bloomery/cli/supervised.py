@@ -72,7 +72,7 @@ class SupervisedStart:
 
 
 def run_supervised(loaded: LoadedRecipe, rundir: RunDirectory, start: SupervisedStart) -> int:
-    """Run attempts until the run ends or is given up, and return the exit status."""
+    """Start the ranks, again after each failure, until the run ends or is given up. Return an exit status."""
     from bloomery.operate.diagnosis import EXIT_STATUSES, Cause
     from bloomery.operate.job_context import departure_of, job_context, reactions_of, refuse_quarantined
     from bloomery.operate.ledger.chronicle import ChronicleKeeper

@@ -147,7 +147,7 @@ def pieces_of(numel: int, piece: int) -> list[range]:
 
 
 def squared_norm(values: Tensor) -> float:
-    """Return the sum of the squares of a vector's elements, not finite where an element is not."""
+    """Return the squared L2 norm of a vector, in float64; not finite where an element is not."""
     return float(torch.linalg.vector_norm(values, dtype=torch.float64).square())
 
 

@@ -57,7 +57,7 @@ class Scheme:
         return f"{weight}_scale_inv" if self.kind == "fp8" else f"{weight.removesuffix('.weight')}.SCB"
 
     def claims(self, weight: str) -> tuple[str, ...]:
-        """Return the names of all tensors that belong to a weight of codes, its own left out."""
+        """Return the names of the tensors stored beside a quantised weight: its scales and its format."""
         format_name = f"{weight.removesuffix('.weight')}.weight_format"
         return (self.scale_of(weight),) if self.kind == "fp8" else (self.scale_of(weight), format_name)
 

@@ -119,7 +119,7 @@ def kernel_lines() -> list[str]:
 
 
 def free_share(path: Path) -> float | None:
-    """Return the free share of a file system; None where it is unknown."""
+    """Return the fraction of a file system that is free to this user, 0 to 1; None where it is unknown."""
     try:
         facts = os.statvfs(path)
     except OSError:

@@ -15,7 +15,7 @@ _MOUNTED = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True, kw_only=True)
 class _ControlGroup:
-    """A control group and the names of its files and counts, which differ between versions 1 and 2."""
+    """A Linux cgroup and the names of its files and counts, which differ between versions 1 and 2."""
 
     directory: Path
     limit: str = "memory.max"

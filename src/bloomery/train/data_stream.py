@@ -251,7 +251,7 @@ class DataStream:
 
     @property
     def order(self) -> Order | MegatronOrder:
-        """The order of samples."""
+        """The order in which the run uses the samples of its datasets."""
         return self.stream.order
 
     def identity(self) -> dict[str, str]:

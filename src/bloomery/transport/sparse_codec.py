@@ -186,7 +186,7 @@ def _decoded(code: npt.NDArray[np.uint8], row: _Row) -> tuple[_Places, Float32]:
 
 
 class NotSendable(ValueError):
-    """A member's own values cannot be encoded, and nothing was sent."""
+    """A member's own values are not finite, or beyond 2^100: they cannot be encoded, and nothing was sent."""
 
 
 class WrongCode(ValueError):
