@@ -313,14 +313,12 @@ def test_a_source_waits_again_after_each_newcomer_and_no_more_when_told(opened):
 
 def test_a_relay_that_ends_ends_who_waits_at_it_and_who_is_joined(opened):
     relay, source, newcomer = opened("r", is_relay=True), opened("b", listen=()), opened("c", listen=())
-    with (
-        waiting(source, relay) as joined,
-        fetching(newcomer, relay, "b") as theirs,
-        waiting(source, relay) as waits,
-    ):
-        assert are_joined(theirs, joined)
-        relay.close()
-        assert ends(waits) and ends(joined) and ends(theirs)
+    with waiting(source, relay) as joined, fetching(newcomer, relay, "b") as theirs:
+        assert are_joined(theirs, joined)  # before another waits: a relay joins to the newest
+        with waiting(source, relay) as waits:
+            until(lambda: relay._state_relay._waiting)
+            relay.close()
+            assert ends(waits) and ends(joined) and ends(theirs)
 
 
 def test_a_relay_that_cannot_be_dialled_is_tried_ever_more_rarely_and_at_once_after_it_was_of_use(
