@@ -288,7 +288,7 @@ def searched(
 
     monkeypatch.setattr(search, "_accelerators", lambda request: 8)
     monkeypatch.setattr(search, "_setting", lambda request, accelerators: setting)
-    both = [(work, recompute) for work in works for recompute in ("none", "full")]
+    both = [(work, ("none", "full")) for work in works]
     monkeypatch.setattr(search, "_choices", lambda setting: both)
     monkeypatch.setattr(search, "_would_be_refused", would_be_refused)
     monkeypatch.setattr(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bloomery.config.convert import BadValue, toml_value
 from bloomery.config.home import from_home
 from bloomery.errors import ConfigError, Mistake
+from bloomery.frozen import dataclass
 
 _OF_TRAINING = ("hidden_dropout", "attention_dropout", "init_std", "residual_init", "embedding_init")
 """Settings of `[model]` that are no part of the weights: the recipe's own value counts."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from bloomery.config.setting import setting
+from bloomery.frozen import dataclass
 
 BACKGROUND_BYTES = 64 << 20
 """With background = "auto", ranks that write less than this save at once, which takes as little time."""

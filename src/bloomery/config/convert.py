@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from bloomery.config.find import nearest
 from bloomery.config.recipe import Recipe
 from bloomery.config.setting import LARGEST_COUNT, Setting, declaration_of, key_of
+from bloomery.frozen import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +43,7 @@ def convert_table(section: type, table: Any, key: str) -> dict[str, Any]:  # Any
     if not isinstance(table, dict):
         remedy = f"Write [{key}] on its own line."
         raise BadValues([BadValue(key=key, value=table, problem="must be a table", remedy=remedy)])
-    annotations = get_type_hints(section)
+    annotations = get_type_hints(section) if table else {}  # they take long to evaluate
     declared = {key_of(field): field for field in fields(section)}
     wrongs = [unknown_key(f"{key}.{name}", table[name], declared) for name in table if name not in declared]
     values: dict[str, Any] = {}

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from bloomery.config.model import Auto
 from bloomery.config.setting import LARGEST_SEED, setting
+from bloomery.frozen import dataclass
 
 HUB_PREFIX = "hf:"
 """Prefix of a tokenizer's name that is looked up on Hugging Face."""

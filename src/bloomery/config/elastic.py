@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from bloomery.config.setting import setting
+from bloomery.frozen import dataclass
 
 SPARSE = "sparse"
 """The codec of elastic.codec that sends only the largest values (SparseLoCo)."""

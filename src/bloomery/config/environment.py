@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import MutableMapping
-from dataclasses import dataclass
 
 from bloomery.config.setting import setting
 from bloomery.errors import BloomeryError
+from bloomery.frozen import dataclass
 
 SWITCH = "BLOOMERY_OFFLINE"
 _OFFLINE_LIBRARIES = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")

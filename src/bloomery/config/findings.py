@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import is_dataclass
+from math import isqrt
 
 from bloomery.config.recipe import Recipe
 from bloomery.errors import ConfigError, Mistake, without_logins
+from bloomery.frozen import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +59,8 @@ def shown_value(value: object) -> object:
 
 def divisors(number: int) -> list[int]:
     """Return every divisor of `number`, in ascending order."""
-    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
+    small = [candidate for candidate in range(1, isqrt(number) + 1) if number % candidate == 0]
+    return sorted({*small, *(number // candidate for candidate in small)})
 
 
 def nearest_numbers(numbers: list[int], *, near: int) -> str:

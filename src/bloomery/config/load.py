@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
+from functools import cache
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -22,6 +23,7 @@ from bloomery.config.recipe import Recipe
 from bloomery.config.setting import key_of
 from bloomery.config.typed_values import override_value
 from bloomery.errors import ConfigError, Mistake
+from bloomery.frozen import dataclass
 
 
 def line_numbers(text: str) -> dict[str, int]:
@@ -211,7 +213,8 @@ def override(recipe: Recipe, overrides: Sequence[str], *, source: str = COMMAND_
         raise ConfigError(mistakes) from None
 
 
-def sections() -> dict[str, type]:
+@cache
+def sections() -> Mapping[str, type]:
     """Return the dataclass of each section of a recipe by name, in the order of the reference page."""
     annotations = get_type_hints(Recipe)
     return {field.name: annotations[field.name] for field in fields(Recipe)}

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 from bloomery.config.setting import setting
+from bloomery.frozen import dataclass
 
 Auto = Literal["auto"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from bloomery.config.checkpoint import (
     BackupSection,
@@ -20,6 +20,7 @@ from bloomery.config.optim import LossSection, OptimSection, ScheduleSection
 from bloomery.config.parallel import RECOMPUTATIONS, ParallelSection
 from bloomery.config.setting import LARGEST_SEED, setting
 from bloomery.config.submit import SubmitSection, SyncSection
+from bloomery.frozen import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from bloomery.config.convert import toml_value, unknown_key
@@ -14,6 +14,7 @@ from bloomery.config.recipe import Recipe
 from bloomery.config.setting import Kind, Setting, declaration_of, key_of
 from bloomery.config.validate import check_recipe
 from bloomery.errors import ConfigError, Mistake
+from bloomery.frozen import dataclass
 
 _STRICTNESS: tuple[Kind, ...] = ("free", "journalled", "fixed")
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import MISSING, Field, dataclass, field
+from dataclasses import MISSING, Field, field
 from typing import Any, Literal
+
+from bloomery.frozen import dataclass
 
 LARGEST_SEED = 2**63 - 1
 """The largest integer of TOML; every generator here takes it."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from bloomery.config.model import Auto
 from bloomery.config.setting import setting
+from bloomery.frozen import dataclass
 
 SCHEDULERS = ("slurm", "machine", "kubernetes")
 

@@ -181,7 +181,7 @@ def _remedy(pairs: list[tuple[int, int]], parallel: ParallelSection, *, batch: i
         return (
             f"The nearest batch that is divisible: {nearest}; or choose a micro-batch that divides {batch}."
         )
-    degrees = [degree for degree in range(1, divisible + 1) if divisible % degree == 0]
+    degrees = divisors(divisible)
     remedy = f"Data degrees that divide every batch of the run: {', '.join(map(str, degrees))}."
     if parallel.ranks_per_node != "auto":
         replica = parallel.tensor * parallel.pipeline

@@ -13,9 +13,8 @@ Legend: n tokens of a micro-batch, s sequence length, h hidden size, t tensor-pa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from bloomery.config.model import ModelSection
+from bloomery.frozen import dataclass
 from bloomery.plan.hardware import Hardware
 from bloomery.plan.layout import Layout
 from bloomery.plan.parameters import ffn_width, head_size, kv_heads, query_width

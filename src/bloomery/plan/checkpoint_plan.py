@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 
 from bloomery.checkpoint.format.retention import steps_to_keep
 from bloomery.config.checkpoint import BACKGROUND_BYTES, CheckpointSection
+from bloomery.frozen import dataclass
 from bloomery.plan.hardware import Hardware
 from bloomery.plan.step_time import HOST_BYTES_PER_S
 from bloomery.plan.timeline import Stretch, total_steps

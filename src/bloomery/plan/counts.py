@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from bloomery.errors import ConfigError, Mistake
+from bloomery.frozen import dataclass
 from bloomery.plan.overview import Plan, make_plan
 from bloomery.plan.request import OF, Request
 

@@ -13,7 +13,7 @@ import os
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from bloomery.config.find import nearest, shipped_files
 from bloomery.config.home import from_home
 from bloomery.config.setting import setting
 from bloomery.errors import ConfigError, Mistake
+from bloomery.frozen import dataclass
 from bloomery.plan.main_memory import main_memory_gib
 
 GIB = 2**30

@@ -6,11 +6,11 @@ Legend: p pipeline stages, v chunks (virtual stages) of each, t tensor, d data, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 
 from bloomery.config.parallel import RECOMPUTATIONS
 from bloomery.config.recipe import Recipe
+from bloomery.frozen import dataclass
 from bloomery.plan.parameters import ModelParameters
 from bloomery.plan.pipeline_stages import stages_of as partition
 

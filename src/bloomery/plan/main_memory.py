@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+
+from bloomery.frozen import dataclass
 
 _GIB = 2**30
 _MEMORY = Path("/proc/meminfo")

@@ -6,8 +6,7 @@ of a micro-batch, s sequence, h hidden, f ffn, t tensor degree, a bytes of a val
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from bloomery.frozen import dataclass
 from bloomery.plan.block_cost import Workload
 from bloomery.plan.layout import StageParameters
 from bloomery.plan.parameters import ModelParameters, ffn_width, head_size, kv_heads, query_width

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from bloomery.config.recipe import Recipe
+from bloomery.frozen import dataclass
 from bloomery.plan.advice import advice
 from bloomery.plan.block_cost import Workload
 from bloomery.plan.checkpoint_plan import DAY_S, MOST_LOST, CheckpointPlan, plan_checkpoints

@@ -12,9 +12,9 @@ B global batch, t seconds per step, n accelerators.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from bloomery.config.model import ModelSection
+from bloomery.frozen import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)

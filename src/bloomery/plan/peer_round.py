@@ -13,9 +13,9 @@ with the number of peers, whereas a ring that adds up sends each peer's values t
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from bloomery.config.elastic import SPARSE, ElasticSection
+from bloomery.frozen import dataclass
 from bloomery.plan.hardware import SiteLink
 
 CODEC_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0, "int4": 0.5}

@@ -6,13 +6,13 @@ Legend: t tensor-parallel ranks, d ranks that shard one copy (ZeRO), v vocabular
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import lcm
 from typing import TYPE_CHECKING, TypeAlias
 
 from bloomery.config.model import ModelSection
 from bloomery.config.parallel import ParallelSection
+from bloomery.frozen import dataclass
 from bloomery.plan.parameters import ModelParameters, count_parameters, query_width
 
 if TYPE_CHECKING:

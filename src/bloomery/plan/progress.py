@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -11,6 +11,7 @@ from bloomery.errors import DataError
 from bloomery.events.history import recent_steps
 from bloomery.events.records import StepReport
 from bloomery.events.run_directory import RunDirectory
+from bloomery.frozen import dataclass
 from bloomery.plan.overview import Plan, base_workload, make_plan
 from bloomery.plan.parameters import count_parameters
 from bloomery.plan.request import (

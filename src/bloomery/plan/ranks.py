@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from math import gcd
 from typing import Literal
@@ -16,6 +15,7 @@ from typing import Literal
 from bloomery.config.findings import divisors, nearest_numbers
 from bloomery.config.parallel import ParallelSection
 from bloomery.errors import BloomeryError, TrainingFailed
+from bloomery.frozen import dataclass
 
 AxisName = Literal["pipeline", "data", "tensor"]
 OUTERMOST_FIRST: tuple[AxisName, ...] = ("pipeline", "data", "tensor")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from bloomery.config.data import HUB_PREFIX, DataSection
 from bloomery.config.load import LoadedRecipe
@@ -12,6 +12,7 @@ from bloomery.config.validate import check_recipe
 from bloomery.config.validate_layout import batch_pairs, ramp_up_mistakes
 from bloomery.data.tokenizer_files import local_vocabulary_size
 from bloomery.errors import ConfigError, Mistake
+from bloomery.frozen import dataclass
 from bloomery.plan.hardware import Hardware, SiteLink
 from bloomery.plan.parameters import ffn_width
 

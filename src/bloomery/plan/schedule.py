@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TypeVar
 
 from bloomery.config.elastic import ElasticSection
 from bloomery.config.optim import OptimSection, ScheduleSection
 from bloomery.config.recipe import TrainSection
+from bloomery.frozen import dataclass
 
 T = TypeVar("T")
 

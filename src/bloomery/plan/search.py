@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
-from math import isqrt
+from dataclasses import asdict, replace
 from typing import Any
 
+from bloomery.config.findings import divisors
 from bloomery.config.parallel import RECOMPUTATIONS
 from bloomery.config.recipe import Recipe
 from bloomery.config.validate_layout import (
@@ -15,6 +15,7 @@ from bloomery.config.validate_layout import (
     pipeline_mistakes,
     sharding_mistakes,
 )
+from bloomery.frozen import dataclass
 from bloomery.plan.block_cost import Workload
 from bloomery.plan.hardware import GIB
 from bloomery.plan.layout import Layout
@@ -97,21 +98,18 @@ def search_layouts(request: Request) -> SearchResult:
     fitting: list[Candidate] = []
     too_large = indivisible = 0
     least: tuple[int, Candidate] | None = None
-    refused: dict[tuple[Layout, int], bool] = {}
-    for work, recompute in _choices(setting):
-        key = (work.layout, work.micro_batch)
-        if key not in refused:
-            refused[key] = _would_be_refused(setting.recipe, work)
-        if refused[key]:
-            indivisible += 1
+    for work, recomputations in _choices(setting):
+        if _would_be_refused(setting.recipe, work):
+            indivisible += len(recomputations)
             continue
-        memory = _peak(setting, work, recompute)
-        if memory > setting.room_bytes:
-            too_large += 1
-            if least is None or memory < least[0]:
-                least = (memory, _timed(setting, work, recompute, memory))
-            continue
-        fitting.append(_timed(setting, work, recompute, memory))
+        for recompute in recomputations:
+            memory = _peak(setting, work, recompute)
+            if memory > setting.room_bytes:
+                too_large += 1
+                if least is None or memory < least[0]:
+                    least = (memory, _timed(setting, work, recompute, memory))
+                continue
+            fitting.append(_timed(setting, work, recompute, memory))
     fitting.sort(key=lambda candidate: (candidate.step.seconds, candidate.memory_bytes))
     ranked = tuple(
         replace(candidate, reason=_reason(setting, candidate, fitting[0])) for candidate in fitting
@@ -191,8 +189,8 @@ def _setting(request: Request, accelerators: int) -> _Setting:
     )
 
 
-def _choices(setting: _Setting) -> Iterator[tuple[Workload, str]]:
-    """Yield every workload to try, with its recomputation."""
+def _choices(setting: _Setting) -> Iterator[tuple[Workload, tuple[str, ...]]]:
+    """Yield every workload to try, with its recomputations."""
     recomputations = (
         RECOMPUTATIONS
         if setting.work.forms_scores
@@ -200,9 +198,7 @@ def _choices(setting: _Setting) -> Iterator[tuple[Workload, str]]:
     )
     for layout in _layouts(setting):
         for micro_batch in MICRO_BATCHES:
-            work = replace(setting.work, layout=layout, micro_batch=micro_batch)
-            for recompute in recomputations:
-                yield work, recompute
+            yield replace(setting.work, layout=layout, micro_batch=micro_batch), recomputations
 
 
 def _would_be_refused(recipe: Recipe, work: Workload) -> bool:
@@ -237,11 +233,11 @@ def _would_be_refused(recipe: Recipe, work: Workload) -> bool:
 def _layouts(setting: _Setting) -> Iterator[Layout]:
     model, count = setting.recipe.model, setting.accelerators
     per_node = setting.work.layout.per_node
-    for tensor in _divisors(count):
+    for tensor in divisors(count):
         sides = (model.heads, kv_heads(model), ffn_width(model), model.hidden)
         if tensor > per_node or per_node % tensor or any(side % tensor for side in sides):
             continue
-        for pipeline in _divisors(count // tensor):
+        for pipeline in divisors(count // tensor):
             if pipeline > min(MOST_STAGES, model.layers):
                 break
             data = count // tensor // pipeline
@@ -347,8 +343,3 @@ def _nearest(setting: _Setting, candidate: Candidate) -> str:
         f"{candidate.recompute}, lacks {lacking:.1f} GiB of {candidate.memory_bytes / GIB:.1f}. Use more "
         f"accelerators, or accelerators with more memory."
     )
-
-
-def _divisors(number: int) -> list[int]:
-    small = [candidate for candidate in range(1, isqrt(number) + 1) if number % candidate == 0]
-    return sorted({*small, *(number // candidate for candidate in small)})

@@ -7,9 +7,9 @@ data-parallel ranks, and the update. It also waits for the slowest node.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import lru_cache
 
+from bloomery.frozen import dataclass
 from bloomery.plan.block_cost import (
     Spent,
     Workload,
@@ -114,7 +114,7 @@ def step_time(work: Workload, parameters: ModelParameters, *, global_batch: int,
     layout = work.layout
     stages = stages_for(work, parameters)
     micro_batches = global_batch // (work.micro_batch * layout.data)
-    passes = _all_stages(work, parameters, stages, recompute)
+    passes, held = _all_stages(work, parameters, recompute)
     slowest = max(passes, key=lambda stage: stage.total_s)
     # Filling and draining pass every stage once, the slowest is counted already, and each takes 1/v of its
     # time.
@@ -122,8 +122,8 @@ def step_time(work: Workload, parameters: ModelParameters, *, global_batch: int,
     bubble = idle / (layout.pipeline - 1) if layout.pipeline > 1 else 0.0
     steady = slowest * micro_batches
     transfer = _transfer_s(work, micro_batches)
-    exchange = _exchange_s(work, parameters, stages, micro_batches=micro_batches, slot_s=slowest.total_s)
-    update = _update_s(work, parameters, stages, micro_batches=micro_batches)
+    exchange = _exchange_s(work, held, micro_batches=micro_batches, slot_s=slowest.total_s)
+    update = _update_s(work, held, stages, micro_batches=micro_batches)
     done = steady.total_s + bubble + transfer + exchange + update
     waiting = done * _waiting_share(work)
     reading = global_batch * work.sequence_length * TOKEN_BYTES
@@ -169,22 +169,24 @@ def _ends(work: Workload) -> tuple[Spent, Spent]:
 
 @lru_cache(maxsize=64)  # the batches of a ramp-up differ only in the number of micro-batches
 def _all_stages(
-    work: Workload, parameters: ModelParameters, stages: tuple[StageParameters, ...], recompute: str
-) -> tuple[Spent, ...]:
-    """Return each stage's time for one micro-batch."""
+    work: Workload, parameters: ModelParameters, recompute: str
+) -> tuple[tuple[Spent, ...], float]:
+    """Return each stage's time for one micro-batch, and the parameters of the rank that holds the most."""
+    stages = stages_for(work, parameters)
     embedding, head = _ends(work)
-    times: dict[StageParameters, Spent] = {}  # most stages are alike
+    held: dict[StageParameters, float] = {}  # most stages are alike
+    times: dict[StageParameters, Spent] = {}
     for stage in set(stages):
-        parameters_held = rank_parameters(parameters, stage, work)
+        held[stage] = rank_parameters(parameters, stage, work)
         spent = _block(work, stage.recompute or recompute) * stage.blocks + Spent(
-            memory_s=accumulation_s(work, parameters_held)
+            memory_s=accumulation_s(work, held[stage])
         )
         if stage.has_embedding:
             spent = spent + embedding
         if stage.has_head:
             spent = spent + head
         times[stage] = spent
-    return tuple(times[stage] for stage in stages)
+    return tuple(times[stage] for stage in stages), max(held.values())
 
 
 def boundary_bytes(work: Workload) -> float:
@@ -211,25 +213,18 @@ def _transfer_s(work: Workload, micro_batches: int) -> float:
     return 2 * once * visible
 
 
-def _exchange_s(
-    work: Workload,
-    parameters: ModelParameters,
-    stages: tuple[StageParameters, ...],
-    *,
-    micro_batches: int,
-    slot_s: float,
-) -> float:
+def _exchange_s(work: Workload, held: float, *, micro_batches: int, slot_s: float) -> float:
     """Return the exposed seconds of reducing gradients over the data-parallel ranks and gathering weights.
 
     As the trainer does it: sums hide beside backwards (ZeRO 0 and 1: the last micro-batch's, 2 and 3: each),
     weights that ZeRO 3 gathers hide beside forwards and backwards, and those that ZeRO 1 and 2 gather after
     the update do not. `parallel.overlap = false` hides nothing.
+    held: the parameters of the rank that holds the most.
     slot_s: seconds of one micro-batch.
     """
     layout = work.layout
     if layout.data == 1:
         return 0.0
-    parameters_held = max(rank_parameters(parameters, stage, work) for stage in set(stages))
     shards, replicas = layout.shards, layout.data // layout.shards
     # The ranks of a shard group are neighbours; replicas lie across the groups.
     shards_in_node = min(shards, layout.data_in_node)
@@ -240,13 +235,13 @@ def _exchange_s(
         return ring_s(work.hardware, size, ranks, passes=passes, per_node=per_node, sharing=sharing)
 
     # The all_reduce between replicas of a shard comes once in a step, after everything else is summed.
-    across = ring(parameters_held * 4 / shards, replicas, replicas_in_node, passes=2)
+    across = ring(held * 4 / shards, replicas, replicas_in_node, passes=2)
     share = work.hardware.node.overlap if layout.overlaps else 0.0
     if shards == 1:
         return _exposed_s(across, beside_s=share * BACKWARD_SHARE * slot_s)
     times = exchanges_of(layout.zero, micro_batches)
-    scattered = times.scattered * ring(parameters_held * 4, shards, shards_in_node, passes=1)
-    gathered = times.gathered * ring(parameters_held * work.value_bytes, shards, shards_in_node, passes=1)
+    scattered = times.scattered * ring(held * 4, shards, shards_in_node, passes=1)
+    gathered = times.gathered * ring(held * work.value_bytes, shards, shards_in_node, passes=1)
     if layout.zero == 3:
         return across + _exposed_s(scattered + gathered, beside_s=share * slot_s * micro_batches)
     beside_s = share * BACKWARD_SHARE * slot_s * times.scattered
@@ -292,19 +287,16 @@ def data_parallel_bytes(work: Workload, held: float, micro_batches: int) -> floa
 
 
 def _update_s(
-    work: Workload, parameters: ModelParameters, stages: tuple[StageParameters, ...], *, micro_batches: int
+    work: Workload, held: float, stages: tuple[StageParameters, ...], *, micro_batches: int
 ) -> float:
-    parameters_held = max(rank_parameters(parameters, stage, work) for stage in set(stages))
     share = 1 / work.layout.shards
     roundings = 2 * micro_batches if work.layout.rounds_by_block and work.precision != "fp32" else 0
     if work.layout.offload:
         # Gradients go down and masters come up, in fp32; in between the CPU updates what it holds.
-        return ((UPDATE_BYTES + 2 * 4) * share + 4 * roundings) * parameters_held / HOST_BYTES_PER_S
-    spent = moving_s(work.hardware, UPDATE_BYTES * parameters_held * share, kernels=20)
+        return ((UPDATE_BYTES + 2 * 4) * share + 4 * roundings) * held / HOST_BYTES_PER_S
+    spent = moving_s(work.hardware, UPDATE_BYTES * held * share, kernels=20)
     if roundings:
-        spent += moving_s(
-            work.hardware, (4 + 2) * roundings * parameters_held, kernels=roundings * stages[0].blocks
-        )
+        spent += moving_s(work.hardware, (4 + 2) * roundings * held, kernels=roundings * stages[0].blocks)
     if work.muon_iterations:
         spent += muon_s(work, max(stage.blocks for stage in stages) * share)
     return spent

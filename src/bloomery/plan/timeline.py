@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from bloomery.config.recipe import Recipe
+from bloomery.frozen import dataclass
 from bloomery.plan.block_cost import Workload
 from bloomery.plan.parameters import ModelParameters
 from bloomery.plan.schedule import Phase, length_in_unit, stretches, total_samples

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from bloomery.config.checkpoint import CheckpointSection
 from bloomery.errors import CheckpointError
+from bloomery.frozen import dataclass
 
 if TYPE_CHECKING:
     from bloomery.checkpoint.format.catalogue import CommittedCheckpoint

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import fmean, stdev
 
+from bloomery.frozen import dataclass
 from bloomery.plan.simulate import cluster, peers
 from bloomery.plan.simulate.scenario import Life, Scenario
 
