@@ -16,7 +16,7 @@ from bloomery.checkpoint.format.suspects import SUSPECT, why_suspect
 from bloomery.checkpoint.load.loader import read_tensors
 from bloomery.checkpoint.remote import backup as backup_module
 from bloomery.checkpoint.remote.backup import Backup
-from bloomery.checkpoint.remote.backup_due import due
+from bloomery.checkpoint.remote.backup_duty import due
 from bloomery.checkpoint.remote.remote_run import (
     remote_checkpoints,
     remote_incarnations,

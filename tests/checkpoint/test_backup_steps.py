@@ -25,8 +25,14 @@ from bloomery.checkpoint.format.state import whole
 from bloomery.checkpoint.format.suspects import SUSPECT, mark_suspects, marks_to_send, newest_trusted
 from bloomery.checkpoint.remote import backup as backup_module
 from bloomery.checkpoint.remote.backup import Backup, tell_of_newer
-from bloomery.checkpoint.remote.backup_due import backup_url, due, uncopied
-from bloomery.checkpoint.remote.backup_duty import Duty, backed_up_round, write_duty
+from bloomery.checkpoint.remote.backup_duty import (
+    Duty,
+    backed_up_round,
+    backup_url,
+    due,
+    uncopied,
+    write_duty,
+)
 from bloomery.checkpoint.remote.remote_run import place_at, remote_checkpoints, remote_incarnations
 from bloomery.checkpoint.remote.shared_upload import UploadCoordinator, read_request
 from bloomery.checkpoint.save.direct import save_checkpoint
@@ -148,7 +154,7 @@ def test_logs_wait_for_a_checkpoint_that_is_due_and_for_the_end(
     def more(*given: object, place: str, go_on: Callable[[], bool]) -> None:
         went_on.append(go_on())
 
-    monkeypatch.setattr(backup_module, "upload_more", more)
+    monkeypatch.setattr(backup_module, "upload_logs_and_data", more)
     backup._copy_all()
     assert went_on == [True] and not backup._has_files_left
     save(run, 30)
@@ -175,7 +181,7 @@ def test_what_is_saved_during_an_upload_goes_next_and_logs_that_failed_are_still
         raise OSError(5, "the store is away")
 
     monkeypatch.setattr(backup_module, "_back_up", saving)
-    monkeypatch.setattr(backup_module, "upload_more", away)
+    monkeypatch.setattr(backup_module, "upload_logs_and_data", away)
     with pytest.raises(StorageError, match="logs and data"):
         backup._copy_all()
     assert sent == [NAMES[1], NAMES[2], NAMES[0]] and backup._has_files_left

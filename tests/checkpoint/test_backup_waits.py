@@ -21,8 +21,7 @@ from bloomery.checkpoint.format.catalogue import (
 from bloomery.checkpoint.format.suspects import mark_suspects, marks_to_send
 from bloomery.checkpoint.remote import backup as backup_module
 from bloomery.checkpoint.remote.backup import Backup
-from bloomery.checkpoint.remote.backup_due import backup_url
-from bloomery.checkpoint.remote.backup_duty import Duty, write_duty
+from bloomery.checkpoint.remote.backup_duty import Duty, backup_url, write_duty
 from bloomery.checkpoint.remote.places import sections, waiting_for_copies
 from bloomery.checkpoint.remote.transfer import UploadInterrupted
 from bloomery.config.checkpoint import BackupSection
@@ -234,7 +233,7 @@ def test_a_start_that_has_checkpoints_waits_for_the_backup_for_half_a_minute_at_
     [
         ("upload_run_files", "The backup failed"),
         ("send_marks", "Marking backups as suspect failed"),
-        ("upload_more", "The backup of logs and data failed"),
+        ("upload_logs_and_data", "The backup of logs and data failed"),
     ],
 )
 def test_what_the_store_refuses_is_told_by_what_was_to_be_sent(

@@ -18,7 +18,7 @@ from bloomery.checkpoint.format.state import Box, StateEntry, collect, whole
 from bloomery.checkpoint.format.verified_reader import VerifiedReader
 from bloomery.checkpoint.load.loader import load_checkpoint
 from bloomery.checkpoint.remote.backup import Backup
-from bloomery.checkpoint.remote.backup_due import due
+from bloomery.checkpoint.remote.backup_duty import due
 from bloomery.checkpoint.remote.remote_run import remote_checkpoints, remote_source, upload_run_files
 from bloomery.checkpoint.remote.transfer import UploadInterrupted, upload_checkpoint
 from bloomery.checkpoint.save.direct import save_checkpoint

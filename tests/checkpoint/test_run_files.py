@@ -17,12 +17,12 @@ from bloomery.checkpoint.remote import remote_run
 from bloomery.checkpoint.remote.remote_run import (
     download_run_files,
     is_remote,
+    log_backup_used,
     place_at,
     remote_checkpoints,
     remote_incarnations,
     remote_source,
-    tell_of_copy,
-    upload_more,
+    upload_logs_and_data,
     upload_run_files,
 )
 from bloomery.checkpoint.remote.transfer import upload_checkpoint
@@ -68,18 +68,18 @@ def test_logs_and_data_are_sent_as_a_place_asks_and_only_when_they_changed(
     write(rundir, FILES)
     (rundir.path / "logs" / "link").symlink_to(rundir.path / "other" / "file")
     logs = ["evaluations.jsonl", "journal/0.jsonl", "stacks/0.txt"]
-    assert upload_more(rundir, remote, BackupSection(url="file:///there", data=False)) == 3 + 7 + 3
+    assert upload_logs_and_data(rundir, remote, BackupSection(url="file:///there", data=False)) == 3 + 7 + 3
     assert keys(remote) == logs
-    assert upload_more(rundir, remote, BackupSection(url="file:///there", logs=False)) == 5
+    assert upload_logs_and_data(rundir, remote, BackupSection(url="file:///there", logs=False)) == 5
     assert keys(remote) == ["data/train.bin", *logs], "the tokenizer goes with the recipe"
-    assert upload_more(rundir, remote, SECTION) == 0
+    assert upload_logs_and_data(rundir, remote, SECTION) == 0
     write(rundir, {"journal/0.jsonl": b"abcdef"})
     os.utime(rundir.path / "stacks" / "0.txt", ns=(5, 5))
-    assert upload_more(rundir, remote, SECTION) == 6 + 7
+    assert upload_logs_and_data(rundir, remote, SECTION) == 6 + 7
     assert remote.content("journal/0.jsonl") == b"abcdef"
     second = Objects(remote.url + "2")
-    assert upload_more(rundir, second, SECTION, place="second") == 5 + 6 + 7 + 3
-    assert upload_more(rundir, remote, SECTION) == 0, "each place has a record of its own"
+    assert upload_logs_and_data(rundir, second, SECTION, place="second") == 5 + 6 + 7 + 3
+    assert upload_logs_and_data(rundir, remote, SECTION) == 0, "each place has a record of its own"
 
 
 def test_what_was_sent_before_a_stop_or_an_error_is_not_sent_again(
@@ -87,7 +87,7 @@ def test_what_was_sent_before_a_stop_or_an_error_is_not_sent_again(
 ) -> None:
     write(rundir, FILES)
     answers = iter([True, False])
-    assert upload_more(rundir, remote, SECTION, go_on=lambda: next(answers)) == 3
+    assert upload_logs_and_data(rundir, remote, SECTION, go_on=lambda: next(answers)) == 3
     assert keys(remote) == ["journal/0.jsonl"]
     send = Objects.send
 
@@ -99,14 +99,14 @@ def test_what_was_sent_before_a_stop_or_an_error_is_not_sent_again(
     with monkeypatch.context() as cut:
         cut.setattr(Objects, "send", away)
         with pytest.raises(OSError, match="no answer"):
-            upload_more(rundir, remote, SECTION)
-    assert upload_more(rundir, remote, SECTION) == 5 + 3
+            upload_logs_and_data(rundir, remote, SECTION)
+    assert upload_logs_and_data(rundir, remote, SECTION) == 5 + 3
     write(rundir, {"stacks/0.txt": b"changed"})
     with monkeypatch.context() as damaging:
         damaging.setattr(Objects, "digest", lambda store, key: "0")
         with pytest.raises(OSError, match="is not what was sent"):
-            upload_more(rundir, remote, SECTION)
-    assert upload_more(rundir, remote, SECTION) == 7, "what arrived changed does not count as sent"
+            upload_logs_and_data(rundir, remote, SECTION)
+    assert upload_logs_and_data(rundir, remote, SECTION) == 7, "what arrived changed does not count as sent"
 
 
 def test_a_log_that_cannot_be_read_keeps_no_other_from_being_sent(
@@ -122,10 +122,10 @@ def test_a_log_that_cannot_be_read_keeps_no_other_from_being_sent(
 
     monkeypatch.setattr(Objects, "send", send)
     with pytest.raises(LocalFileError, match=r"Input/output error.*logs/a"):
-        upload_more(rundir, remote, SECTION)
+        upload_logs_and_data(rundir, remote, SECTION)
     assert keys(remote) == ["logs/c"]
     del wrong["a"]  # what is gone by now is no error
-    upload_more(rundir, remote, SECTION)
+    upload_logs_and_data(rundir, remote, SECTION)
     assert keys(remote) == ["logs/a", "logs/c"]
 
 
@@ -155,7 +155,7 @@ def test_what_is_here_stays_and_what_is_missing_or_empty_comes(
     write(rundir, {**FILES, "sources.toml": b"# sources\n", "recipe.toml": b"# recipe\n"})
     begin(rundir, base=None, reason="start")
     upload_run_files(rundir, remote)
-    upload_more(rundir, remote, SECTION)
+    upload_logs_and_data(rundir, remote, SECTION)
     write(rundir, {"recipe.toml": b"# another recipe\n"})
     upload_run_files(rundir, remote)
     assert remote.content("recipe.toml") == b"# another recipe\n", "the newest recipe counts"
@@ -178,7 +178,7 @@ def test_everything_that_a_run_needs_or_logs_comes_back(
     write(rundir, {name: name.encode() for name in needed | logs})
     upload_run_files(rundir, remote)
     assert set(keys(remote)) == needed
-    upload_more(rundir, remote, SECTION)
+    upload_logs_and_data(rundir, remote, SECTION)
     assert set(keys(remote)) == needed | logs
     back = RunDirectory(tmp_path / "back").create()
     download_run_files(remote, back)
@@ -240,7 +240,7 @@ def test_where_the_record_of_what_was_sent_is_damaged_all_is_sent_again(
     rundir: RunDirectory, remote: Objects, sent: object
 ) -> None:
     write(rundir, {"logs/a": b"1", "backups/run-files.json": json.dumps({remote.url: sent}).encode()})
-    assert upload_more(rundir, remote, SECTION) == 1 and keys(remote) == ["logs/a"]
+    assert upload_logs_and_data(rundir, remote, SECTION) == 1 and keys(remote) == ["logs/a"]
 
 
 def test_many_checkpoints_of_thousands_of_files_are_listed_without_their_files(
@@ -277,12 +277,12 @@ def test_a_store_of_no_known_kind_is_refused_without_its_secrets(tmp_path: Path)
 
 
 def test_the_beginning_of_a_run_from_a_backup_says_why(caplog: pytest.LogCaptureFixture) -> None:
-    tell_of_copy([], instead_of=["one"])
+    log_backup_used([], instead_of=["one"])
     assert not caplog.text
     copies = [
         RemoteCheckpoint(Objects("file:///tmp"), f"checkpoints/step-00000{step}.i001") for step in (9, 5)
     ]
-    tell_of_copy(copies, instead_of=[])
+    log_backup_used(copies, instead_of=[])
     assert "nothing is here: going on from the backup file:///tmp/checkpoints/step-000009.i001" in caplog.text
 
 

@@ -12,7 +12,7 @@ import pytest
 from tests.checkpoint.object_store import ObjectStore
 
 from bloomery.checkpoint.remote import segments
-from bloomery.checkpoint.remote.remote_run import download_run_files, upload_more
+from bloomery.checkpoint.remote.remote_run import download_run_files, upload_logs_and_data
 from bloomery.config.checkpoint import BackupSection
 from bloomery.events.run_directory import RunDirectory
 from bloomery.objects import Objects
@@ -102,7 +102,7 @@ def test_a_growing_file_is_sent_a_few_times_however_often_it_is_backed_up(
     told = 0
     for seed in range(20):
         add(journal, text(40, seed=seed))
-        told += upload_more(rundir, remote, SECTION)
+        told += upload_logs_and_data(rundir, remote, SECTION)
         held = [key for key in keys(remote) if key.startswith("segments/") and "index" not in key]
         assert len(held) <= journal.stat().st_size / segment_bytes + math.log2(segment_bytes)
         if seed % 13 == 0:
@@ -112,18 +112,18 @@ def test_a_growing_file_is_sent_a_few_times_however_often_it_is_backed_up(
     times = 1 + math.ceil(math.log(segment_bytes / 40, 1.5))  # a segment grows by half, or more, each time
     assert told <= times * size < size * 20 / 2, "what it is where the file is sent whole"
     assert restored() == journal.read_bytes()
-    assert upload_more(rundir, remote, SECTION) == 0
+    assert upload_logs_and_data(rundir, remote, SECTION) == 0
 
 
 def test_of_a_file_that_grew_only_the_end_is_read_and_sent(
     rundir: RunDirectory, remote: Objects, journal: Path, restored
 ) -> None:
     journal.write_bytes(text(5 * SIZE + 9))
-    upload_more(rundir, remote, SECTION)
+    upload_logs_and_data(rundir, remote, SECTION)
     with journal.open("r+b") as file:  # in place, in a segment that is final
         file.write(b"another")
     add(journal, b"more")
-    assert upload_more(rundir, remote, SECTION) == 4
+    assert upload_logs_and_data(rundir, remote, SECTION) == 4
     assert restored() == text(5 * SIZE + 9) + b"more", "it was not read again"
 
 
@@ -132,29 +132,29 @@ def test_a_file_that_was_written_anew_is_sent_where_it_differs(
 ) -> None:
     first = text(4 * SIZE + 20)
     journal.write_bytes(first)
-    upload_more(rundir, remote, SECTION)
+    upload_logs_and_data(rundir, remote, SECTION)
     edited = first[:70] + b"!" + first[71:]  # as an editor does it: another file of the same name
     (rundir.path / "edited").write_bytes(edited)
     (rundir.path / "edited").replace(journal)
-    assert upload_more(rundir, remote, SECTION) == SIZE
+    assert upload_logs_and_data(rundir, remote, SECTION) == SIZE
     assert restored() == edited
     shifted = b"a line in front\n" + edited
     with journal.open("r+b") as file:  # in place
         file.write(shifted)
-    assert upload_more(rundir, remote, SECTION) == len(shifted)
+    assert upload_logs_and_data(rundir, remote, SECTION) == len(shifted)
     assert restored() == shifted
     cut = shifted[: 2 * SIZE]
     os.truncate(journal, len(cut))
-    assert upload_more(rundir, remote, SECTION) == 0, "the segments are there"
+    assert upload_logs_and_data(rundir, remote, SECTION) == 0, "the segments are there"
     assert restored() == cut and len(keys(remote)) == 4 - 1
     os.truncate(journal, 10)
-    assert upload_more(rundir, remote, SECTION) == 10
+    assert upload_logs_and_data(rundir, remote, SECTION) == 10
     assert restored() == cut[:10] and len(keys(remote)) == 2
     os.truncate(journal, 0)
-    upload_more(rundir, remote, SECTION)
+    upload_logs_and_data(rundir, remote, SECTION)
     assert restored() == b""
     add(journal, first)
-    upload_more(rundir, remote, SECTION)
+    upload_logs_and_data(rundir, remote, SECTION)
     assert restored() == first
 
 
@@ -168,13 +168,13 @@ def test_what_an_earlier_version_left_as_one_object_is_read_until_the_segments_a
     rundir.backups.mkdir(exist_ok=True)
     record = f'{{"{remote.url}": {{"{NAME}": [{status.st_size}, {status.st_mtime_ns}]}}}}'
     (rundir.backups / "run-files.json").write_text(record)
-    assert upload_more(rundir, remote, SECTION) == 0, "an unchanged file is not sent anew"
+    assert upload_logs_and_data(rundir, remote, SECTION) == 0, "an unchanged file is not sent anew"
     assert restored() == old
     add(journal, b"more")
     answers = iter([True, True, True, False])
-    assert upload_more(rundir, remote, SECTION, go_on=lambda: next(answers)) == 2 * SIZE
+    assert upload_logs_and_data(rundir, remote, SECTION, go_on=lambda: next(answers)) == 2 * SIZE
     assert restored() == old
-    assert upload_more(rundir, remote, SECTION) == SIZE + 4, "it goes on where it stopped"
+    assert upload_logs_and_data(rundir, remote, SECTION) == SIZE + 4, "it goes on where it stopped"
     assert restored() == old + b"more"
     remote.put(NAME, old + b"more, by the earlier version")
     assert restored() == old + b"more, by the earlier version"
@@ -184,20 +184,20 @@ def test_an_upload_that_breaks_off_leaves_the_state_before_and_goes_on(
     rundir: RunDirectory, remote: Objects, journal: Path, restored, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     journal.write_bytes(text(3 * SIZE + 5))
-    upload_more(rundir, remote, SECTION)
+    upload_logs_and_data(rundir, remote, SECTION)
     add(journal, text(3 * SIZE, seed=1))
     with monkeypatch.context() as broken:
         broken.setattr(segments, "_write_index", lambda *given: (_ for _ in ()).throw(OSError(5, "cut")))
         with pytest.raises(OSError, match="cut"):
-            upload_more(rundir, remote, SECTION)
+            upload_logs_and_data(rundir, remote, SECTION)
     assert restored() == text(3 * SIZE + 5)
-    assert upload_more(rundir, remote, SECTION) == 0, "all segments had gone"
+    assert upload_logs_and_data(rundir, remote, SECTION) == 0, "all segments had gone"
     assert restored() == text(3 * SIZE + 5) + text(3 * SIZE, seed=1)
     with monkeypatch.context() as damaging:
         damaging.setattr(Objects, "digest", lambda store, key: "0")
         add(journal, b"more")
         with pytest.raises(OSError, match="is not what was sent"):
-            upload_more(rundir, remote, SECTION)
+            upload_logs_and_data(rundir, remote, SECTION)
 
 
 def test_of_two_machines_that_send_one_file_the_last_counts_whole(
@@ -211,7 +211,7 @@ def test_of_two_machines_that_send_one_file_the_last_counts_whole(
         for run in both:
             both[run] += text(40, seed=turn + 100 * (run is other))
             (run.path / NAME).write_bytes(both[run])
-            upload_more(run, remote, SECTION)
+            upload_logs_and_data(run, remote, SECTION)
             assert restored() == both[run]
 
 
@@ -219,7 +219,7 @@ def test_a_fetch_during_an_upload_gets_one_state_of_the_file(
     rundir: RunDirectory, remote: Objects, journal: Path, restored, monkeypatch: pytest.MonkeyPatch, caplog
 ) -> None:
     journal.write_bytes(text(3 * SIZE + 5))
-    upload_more(rundir, remote, SECTION)
+    upload_logs_and_data(rundir, remote, SECTION)
     pieces, opened = Objects.pieces, []
 
     def sent_meanwhile(store: Objects, key: str, **more: object) -> Iterator[memoryview]:
@@ -227,7 +227,7 @@ def test_a_fetch_during_an_upload_gets_one_state_of_the_file(
             opened.append(key)
             if len(opened) == 3:
                 add(journal, b"more")
-                upload_more(rundir, remote, SECTION)
+                upload_logs_and_data(rundir, remote, SECTION)
         return pieces(store, key, **more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Objects, "pieces", sent_meanwhile)
@@ -236,9 +236,9 @@ def test_a_fetch_during_an_upload_gets_one_state_of_the_file(
     remote.delete_all(lost)
     assert restored() is None
     assert f"{NAME} is not restored: {remote.place(lost[0])} is no longer there" in caplog.text
-    upload_more(rundir, remote, SECTION)
+    upload_logs_and_data(rundir, remote, SECTION)
     add(journal, b"!")
-    upload_more(rundir, remote, SECTION)
+    upload_logs_and_data(rundir, remote, SECTION)
     assert restored() == text(3 * SIZE + 5) + b"more!", "what a store lost is sent again"
 
 
@@ -249,12 +249,12 @@ def test_damage_in_a_store_costs_the_log_until_the_next_upload(
     rundir: RunDirectory, remote: Objects, journal: Path, restored, index: bytes, caplog
 ) -> None:
     journal.write_bytes(text(2 * SIZE))
-    upload_more(rundir, remote, SECTION)
+    upload_logs_and_data(rundir, remote, SECTION)
     remote.put(f"segments/{NAME}/index.json", index)
     assert restored() is None
     assert f"{NAME} is not restored: {remote.place(f'segments/{NAME}/index.json')} does not" in caplog.text
     add(journal, b"more")
-    upload_more(rundir, remote, SECTION)
+    upload_logs_and_data(rundir, remote, SECTION)
     assert restored() == text(2 * SIZE) + b"more"
     damaged = next(key for key in keys(remote) if key.startswith(f"segments/{NAME}/000001"))
     remote.put(damaged, text(SIZE, seed=5))
@@ -270,7 +270,7 @@ def test_who_may_not_remove_objects_backs_up_all_the_same(
     monkeypatch.setattr(Objects, "delete_all", denied)
     for count in (SIZE, 2 * SIZE, 3 * SIZE, 10):
         journal.write_bytes(text(count))
-        upload_more(rundir, remote, SECTION)
+        upload_logs_and_data(rundir, remote, SECTION)
         assert restored() == text(count)
 
 
@@ -280,7 +280,7 @@ def test_a_store_of_objects_keeps_segments_like_a_directory(
     bucket = Objects(f"{object_store.new_bucket()}/run")
     for count in (SIZE, 3 * SIZE + 7):
         add(journal, text(count))
-        upload_more(rundir, bucket, SECTION)
+        upload_logs_and_data(rundir, bucket, SECTION)
     back = RunDirectory(tmp_path / "back").create()
     download_run_files(bucket, back)
     assert (back.path / NAME).read_bytes() == journal.read_bytes()
@@ -289,14 +289,14 @@ def test_a_store_of_objects_keeps_segments_like_a_directory(
 def test_a_long_file_that_is_no_log_stays_one_object(rundir: RunDirectory, remote: Objects) -> None:
     (rundir.path / "data").mkdir(exist_ok=True)
     (rundir.path / "data" / "train.bin").write_bytes(text(3 * SIZE))
-    assert upload_more(rundir, remote, SECTION) == 3 * SIZE and keys(remote) == ["data/train.bin"]
+    assert upload_logs_and_data(rundir, remote, SECTION) == 3 * SIZE and keys(remote) == ["data/train.bin"]
 
 
 def test_an_index_of_what_is_no_log_is_left_where_it_is(
     rundir: RunDirectory, remote: Objects, tmp_path: Path, journal: Path
 ) -> None:
     journal.write_bytes(text(2 * SIZE))
-    upload_more(rundir, remote, SECTION)
+    upload_logs_and_data(rundir, remote, SECTION)
     content = remote.content(f"segments/{NAME}/index.json")
     remote.put("segments/recipe.toml/index.json", content)
     back = RunDirectory(tmp_path / "back").create()

@@ -17,7 +17,7 @@ from bloomery.checkpoint.format.state import whole
 from bloomery.checkpoint.format.suspects import SUSPECT, mark_suspects, send_marks
 from bloomery.checkpoint.remote.backup_duty import Duty, note_round, write_duty
 from bloomery.checkpoint.remote.places import ObjectRunStorage
-from bloomery.checkpoint.remote.remote_run import upload_more
+from bloomery.checkpoint.remote.remote_run import upload_logs_and_data
 from bloomery.checkpoint.remote.shared_upload import UploadCoordinator, forget_removed
 from bloomery.checkpoint.save.direct import save_checkpoint
 from bloomery.checkpoint.writer.store_place import enter_stored
@@ -123,7 +123,7 @@ def test_what_only_living_processes_read_costs_no_sync(rundir: RunDirectory, tmp
     assert [name for what, name in calls.names if what == "sync"] == [] and notes.read_text() == ""
     remote = Objects(f"file://{tmp_path}/store")
     with recorded() as calls:
-        upload_more(rundir, remote, BackupSection(url=remote.url))
+        upload_logs_and_data(rundir, remote, BackupSection(url=remote.url))
     about_the_record = [call for call in calls.names if call[1] == "run-files.json"]
     assert about_the_record == [("rename", "run-files.json")]
 

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from bloomery.cli.child_ends import ChildEnds
-from bloomery.cli.ranks import RankRange, run_ranks
+from bloomery.cli.ranks import ChildEnds, RankRange, run_ranks
 
 LONG_S = 60.0
 

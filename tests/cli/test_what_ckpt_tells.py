@@ -277,7 +277,9 @@ def test_a_backup_by_hand_tells_logs_and_data_where_there_are_some(
     monkeypatch.setattr(ckpt_copy, "upload_run_files", note("run files", None))
     monkeypatch.setattr(ckpt_copy, "upload_checkpoint", note("checkpoint", done))
     monkeypatch.setattr(ckpt_copy, "record_copy", note("record", None))
-    monkeypatch.setattr(ckpt_copy, "upload_more", lambda *given, **named: calls.append("more") or more[0])
+    monkeypatch.setattr(
+        ckpt_copy, "upload_logs_and_data", lambda *given, **named: calls.append("more") or more[0]
+    )
     newest: Any = SimpleNamespace(name="step-5", directory=Path("run/checkpoints/step-5"))
     section: Any = SimpleNamespace(what="model")
 

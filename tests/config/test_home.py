@@ -9,8 +9,7 @@ import pytest
 
 from bloomery.config.begin_from import weights_directory
 from bloomery.config.data import DataSection, DatasetSection
-from bloomery.config.find import find_recipe
-from bloomery.config.home import from_home
+from bloomery.config.find import find_recipe, from_home
 from bloomery.data.dataset_shares import held_out_weights
 from bloomery.data.prepare import dataset_prefixes
 from bloomery.data.remote_files import Remote

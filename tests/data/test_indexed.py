@@ -155,8 +155,11 @@ def test_a_full_disk_names_the_file_and_keeps_what_was_there(
 
 def held_below(directory: Path) -> list[Path]:
     """The files of a directory that this process has open, with or without a name."""
-    links = [path for path in Path("/proc/self/fd").iterdir() if os.path.lexists(path)]
-    return [link.readlink() for link in links if str(link.readlink()).startswith(f"{directory}/")]
+    held: list[Path] = []
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed since it was listed, as that of the listing itself
+            held.append(descriptor.readlink())
+    return [path for path in held if str(path).startswith(f"{directory}/")]
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -10,7 +10,7 @@ from tests.faults.commands import Said, events, running
 
 from bloomery.checkpoint.format.catalogue import checkpoints, remote_copies, verify
 from bloomery.checkpoint.format.manifest import parse_name
-from bloomery.checkpoint.remote.backup_due import due
+from bloomery.checkpoint.remote.backup_duty import due
 from bloomery.checkpoint.remote.remote_run import place_at, remote_checkpoints
 from bloomery.config.checkpoint import BackupSection
 from bloomery.events.journal import loss_curve

@@ -6,7 +6,7 @@ from tests.guard.reports import guards_of, judged, report
 
 from bloomery.config.checkpoint import GuardSection
 from bloomery.events.records import Facts
-from bloomery.guard.health import LossScaleCollapse
+from bloomery.guard.basic_guards import LossScaleCollapse
 from bloomery.guard.judge import Guards, described, judge, replay
 from bloomery.guard.ladder import Ladder
 from bloomery.guard.verdict import Anomaly, CarryOn, Rewind, Rung, Save, Stop, Watch, worst

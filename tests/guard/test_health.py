@@ -10,7 +10,7 @@ import pytest
 from tests.guard.reports import report
 
 from bloomery.events.records import StepReport
-from bloomery.guard.health import LossScaleCollapse, NotFinite
+from bloomery.guard.basic_guards import LossScaleCollapse, NotFinite
 from bloomery.guard.verdict import Anomaly, CarryOn, Rung, Watch
 
 BAD = math.nan

@@ -10,10 +10,9 @@ import pytest
 from tests.guard.reports import guards_of, judged, noisy, report
 
 from bloomery.config.checkpoint import CheckpointSection, GuardSection
+from bloomery.guard.basic_guards import NotFinite, Requests, SaveIntervals, StopLimits
 from bloomery.guard.corruption import CLEAN_STEP, SilentCorruption
-from bloomery.guard.health import NotFinite
 from bloomery.guard.judge import LADDER, build_guards, described, judge, watching_guards
-from bloomery.guard.limits import Requests, SaveIntervals, StopLimits
 from bloomery.guard.receipt import (
     Promise,
     RankEvidence,

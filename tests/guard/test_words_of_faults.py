@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from tests.guard.reports import report
 
+from bloomery.guard.basic_guards import NotFinite
 from bloomery.guard.corruption import SilentCorruption
 from bloomery.guard.digests import RankDigests, computation_faults, held_faults
-from bloomery.guard.health import NotFinite
 from bloomery.guard.parity import ResumeParity, _error, _was_moving
 from bloomery.guard.restraint import Restraint, restraints_from_json, smallest_limit
 from bloomery.guard.verdict import Anomaly, Rewind, Stop, Watch

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from bloomery.config.findings import divisors
 from bloomery.config.load import load_recipe
 from bloomery.errors import ConfigError
 from bloomery.plan import search
@@ -18,7 +19,6 @@ from bloomery.plan.search import (
     Candidate,
     SearchResult,
     _accelerators,
-    _divisors,
     _layouts,
     _nearest,
     _reason,
@@ -123,10 +123,10 @@ SHAPE = {"heads": 4, "kv_heads": 4, "hidden": 64, "ffn": 64}
 
 
 def test_divisors_are_all_that_divide_ascending() -> None:
-    assert [_divisors(number) for number in (1, 2, 12, 36)] == [
+    assert [divisors(number) for number in (1, 2, 12, 36)] == [
         [1], [1, 2], [1, 2, 3, 4, 6, 12], [1, 2, 3, 4, 6, 9, 12, 18, 36],
     ]  # fmt: skip
-    assert len(_divisors(10**12)) == 169
+    assert len(divisors(10**12)) == 169
 
 
 def test_every_division_of_four_accelerators_is_tried_with_its_chunks_and_shards() -> None:

@@ -24,8 +24,13 @@ from bloomery.state_transfer import averages, client, source
 from bloomery.state_transfer import server as serving
 from bloomery.state_transfer.averages import AverageFetcher, _Download
 from bloomery.state_transfer.client import _Fetch, fetch_state
-from bloomery.state_transfer.fetch_plan import FetchPlan, FetchSource
-from bloomery.state_transfer.partial_checkpoint import BlockRun, MissingBlocks, PartialCheckpoint
+from bloomery.state_transfer.partial_checkpoint import (
+    BlockRun,
+    FetchPlan,
+    FetchSource,
+    MissingBlocks,
+    PartialCheckpoint,
+)
 from bloomery.state_transfer.served_states import ServedStates
 from bloomery.state_transfer.server import StateServer
 from bloomery.state_transfer.source import PeerSource, SourceFailed, SourceLost

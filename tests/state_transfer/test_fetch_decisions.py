@@ -18,8 +18,7 @@ from bloomery.checkpoint.format.manifest import INDEX, MANIFEST, read_index, rea
 from bloomery.errors import PeerError, StorageError
 from bloomery.state_transfer import client
 from bloomery.state_transfer.client import StateFetcher, _Fetch, fetch_state
-from bloomery.state_transfer.fetch_plan import FetchPlan, FetchSource
-from bloomery.state_transfer.partial_checkpoint import BlockRun, PartialCheckpoint
+from bloomery.state_transfer.partial_checkpoint import BlockRun, FetchPlan, FetchSource, PartialCheckpoint
 from bloomery.state_transfer.served_states import ServedStates
 from bloomery.state_transfer.server import StateServer, _Client
 from bloomery.state_transfer.source import NotYetServed, PeerSource, SourceFailed, SourceLost

@@ -16,8 +16,7 @@ from bloomery.errors import PeerError
 from bloomery.state_transfer import averages
 from bloomery.state_transfer.averages import AverageFetcher
 from bloomery.state_transfer.client import _Fetch
-from bloomery.state_transfer.fetch_plan import FetchPlan, FetchSource
-from bloomery.state_transfer.partial_checkpoint import PartialCheckpoint
+from bloomery.state_transfer.partial_checkpoint import FetchPlan, FetchSource, PartialCheckpoint
 from bloomery.state_transfer.source import PeerSource
 from bloomery.transport.trust import Trust
 
@@ -52,9 +51,9 @@ def test_the_files_of_sources_are_compared_once_however_many_runs_are_fetched() 
     Compared.count = 0
     for _ in range(100):
         assert plan.files_of(others[0]) == {"common", "both"}
-        assert plan.own_files(leader, others) == {"mine"}
-        assert plan.own_files(leader, others[1:]) == {"mine", "both"}, "the other one was given up"
-        assert plan.own_files(others[0], others[1:]) == {"both"}
+        assert plan.files_only_of(leader, others) == {"mine"}
+        assert plan.files_only_of(leader, others[1:]) == {"mine", "both"}, "the other one was given up"
+        assert plan.files_only_of(others[0], others[1:]) == {"both"}
     assert Compared.count == 3
 
 

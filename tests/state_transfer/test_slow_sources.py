@@ -19,7 +19,7 @@ from tests.diloco.served_states import make_checkpoint
 from bloomery.checkpoint.format.manifest import MANIFEST, read_manifest
 from bloomery.state_transfer import client, source
 from bloomery.state_transfer.client import _Fetch
-from bloomery.state_transfer.fetch_plan import FetchSource
+from bloomery.state_transfer.partial_checkpoint import FetchSource
 from bloomery.state_transfer.source import PeerSource, ServedState, SourceFailed
 from bloomery.transport.trust import Trust
 

@@ -24,7 +24,7 @@ from bloomery.agent.state_serving import PeerStateServer
 from bloomery.agent.state_sync import KeptAverages
 from bloomery.agent.timeouts import Timeouts, timeouts_of
 from bloomery.config.elastic import SPARSE, ElasticSection
-from bloomery.config.home import from_home
+from bloomery.config.find import from_home
 from bloomery.config.peer_settings import equal_settings, no_rounds_mistake
 from bloomery.config.recipe import Recipe
 from bloomery.coordination.credentials import Bundle, CertificateWatch, read_bundle

@@ -1,4 +1,4 @@
-"""Proxies on this machine that give each peer a link of a given rate, delay and loss, and can cut it.
+"""Proxies on this machine that give each peer a link of a given rate, delay and loss, and can cut or slow it.
 
 The sockets and the processes at both ends are real; only the link between them is simulated. One thread
 serves all hosts.

@@ -136,7 +136,7 @@ def add_recipe(parser: ArgumentParser) -> None:
     )
 
 
-def add_start(parser: ArgumentParser, *, run: str, nproc: str) -> None:
+def add_training_options(parser: ArgumentParser, *, run: str, nproc: str) -> None:
     """Add the options that every command which starts a training takes.
 
     run: the default of --run, in words.

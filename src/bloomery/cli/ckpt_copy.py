@@ -12,14 +12,13 @@ from tempfile import TemporaryDirectory
 
 from bloomery.checkpoint.format.catalogue import CommittedCheckpoint, checkpoints, record_copy
 from bloomery.checkpoint.format.source import StoredCheckpoint
-from bloomery.checkpoint.remote.backup_due import backup_url
-from bloomery.checkpoint.remote.backup_duty import read_duty
+from bloomery.checkpoint.remote.backup_duty import backup_url, read_duty
 from bloomery.checkpoint.remote.places import sections
 from bloomery.checkpoint.remote.remote_run import (
     download_run_files,
     is_remote,
     place_at,
-    upload_more,
+    upload_logs_and_data,
     upload_run_files,
 )
 from bloomery.checkpoint.remote.shared_upload import notes_of
@@ -250,7 +249,7 @@ def _send(
                 workers=args.workers,
             )
         record_copy(rundir, newest.name, url=done.url, what=done.what, bytes=done.bytes, place=place)
-        more_bytes = upload_more(rundir, remote, section, place=place)
+        more_bytes = upload_logs_and_data(rundir, remote, section, place=place)
     except OSError as error:
         raise storage_failure(error, doing="The backup") from error
     if args.json:

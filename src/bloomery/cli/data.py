@@ -16,8 +16,8 @@ from bloomery.cli.data_audit import add_parser as add_audit
 from bloomery.cli.data_duplicates import add_parser as add_dedup
 from bloomery.cli.data_fetch import add_parser as add_fetch
 from bloomery.cli.data_pairs import add_parsers, add_report_parser, add_target, print_result
+from bloomery.config.convert import typed_separator
 from bloomery.config.data import LONGEST_LINE_MIB
-from bloomery.config.typed_values import typed_separator
 
 if TYPE_CHECKING:
     from bloomery.data.corpus_parts import CorpusPart

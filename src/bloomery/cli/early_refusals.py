@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from bloomery.checkpoint.format.catalogue import samples_consumed
 from bloomery.config.data import HUB_PREFIX, DataSection
-from bloomery.config.home import from_home
+from bloomery.config.find import from_home
 from bloomery.config.resume import compare, refuse_fixed
 from bloomery.config.validate import check_recipe
 from bloomery.data.documents import NAME_THE_FIELD, BadDocuments

@@ -20,7 +20,7 @@ from bloomery.cli.argument_values import not_negative, positive
 from bloomery.cli.arguments import parser
 from bloomery.cli.run_inputs import add_loading, load_saved, run_directory
 from bloomery.cli.tables import table_text
-from bloomery.config.typed_values import typed_separator
+from bloomery.config.convert import typed_separator
 from bloomery.errors import BloomeryError, CheckpointError, DataError, StorageError
 from bloomery.events.journal import Journal, read_journal, read_tail
 from bloomery.events.run_directory import RunDirectory

@@ -16,7 +16,7 @@ from itertools import chain, repeat
 from typing import TYPE_CHECKING
 
 from bloomery.agent.agent import Agent, PeerOutcome
-from bloomery.cli.arguments import add_recipe, add_start, parser
+from bloomery.cli.arguments import add_recipe, add_training_options, parser
 from bloomery.cli.ranks import RankRange, run_ranks
 from bloomery.cli.standard_output import let_output_end_nothing
 from bloomery.cli.train import prepared_environment
@@ -82,7 +82,9 @@ def run(arguments: list[str]) -> int:
 def _parse(arguments: list[str]) -> Namespace:
     options = parser("peer", ABOUT, examples=EXAMPLES)
     add_recipe(options)
-    add_start(options, run="runs/NAME-PEER", nproc="ranks of this peer on this machine (default: 1)")
+    add_training_options(
+        options, run="runs/NAME-PEER", nproc="ranks of this peer on this machine (default: 1)"
+    )
     options.add_argument(
         "--supervise",
         action="store_true",

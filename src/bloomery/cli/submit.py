@@ -117,8 +117,7 @@ def _parse(arguments: list[str]) -> Namespace:
 
 def _take_kept(asked: Namespace) -> None:
     """Take what was submitted for a run whose jobs have ended before one of them wrote recipe.toml."""
-    from bloomery.config.find import is_run, shipped_recipes
-    from bloomery.config.home import from_home
+    from bloomery.config.find import from_home, is_run, shipped_recipes
     from bloomery.operate.submission import kept_submission, was_submitted
 
     rundir = RunDirectory(from_home(asked.recipe))

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bloomery.cli.arguments import add_recipe, add_start, parser
+from bloomery.cli.arguments import add_recipe, add_training_options, parser
 from bloomery.cli.ranks import LAUNCHER, RankRange, end_with_launcher, run_ranks
 from bloomery.cli.standard_output import LastingOutput, let_output_end_nothing, tell
 from bloomery.config.find import run_path
@@ -146,7 +146,7 @@ def _parse(arguments: list[str]) -> Namespace:
         "train", "Start a training run, or resume it from its newest checkpoint.", examples=EXAMPLES
     )
     add_recipe(options)
-    add_start(
+    add_training_options(
         options,
         run="runs/NAME, with the recipe's name",
         nproc="data-parallel processes on this machine (default: 1)",

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bloomery.config.convert import BadValue, toml_value
-from bloomery.config.home import from_home
+from bloomery.config.find import from_home
 from bloomery.errors import ConfigError, Mistake
 from bloomery.frozen import dataclass
 

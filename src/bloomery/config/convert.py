@@ -1,9 +1,14 @@
-"""Converts TOML values to settings, strictly and with all mistakes at once, and recipes back to TOML."""
+"""Converts TOML values and values as a shell passes them to settings, strictly and with all mistakes at once.
+
+Recipes are written back to TOML.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import re
+import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
 from types import UnionType
@@ -270,3 +275,36 @@ def _section(name: str, section: Any) -> Iterator[str]:
         yield ""
         yield header
         yield from (f"{key_of(field)} = {toml_value(getattr(entry, field.name))}" for field in fields(entry))
+
+
+_SEPARATOR = "separator"
+_LINE_ENDS = {r"\n": "\n", r"\r": "\r", r"\t": "\t"}
+
+
+def override_value(section: type | None, name: str, text: str) -> Any:
+    """Return the value of an override, parsed as TOML where it is TOML, else the bare text.
+
+    A text setting takes the bare text (`run.name=7`), and a list of texts takes a single text
+    (`data.sources=notes.txt`), because quotes within a shell's quotes are hard to write.
+    """
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except ValueError:
+        parsed = {}
+    bare = typed_separator(text) if name == _SEPARATOR else text.strip()
+    value = parsed["value"] if list(parsed) == ["value"] else bare
+    hints = get_type_hints(section) if section is not None else {}
+    annotation = hints.get(name, hints.get(f"{name}_"))
+    if annotation is not None and alternatives(annotation) == (str,) and not isinstance(value, str):
+        return bare
+    if annotation == tuple[str, ...] and isinstance(value, str):
+        return [value]
+    return value
+
+
+def typed_separator(text: str) -> str:
+    r"""Return a separator of documents with the line ends and tabs that `\n`, `\r` and `\t` in it stand for.
+
+    No shell turns them into such within its quotes. Before a letter a backslash stays one: `\newpage`.
+    """
+    return re.sub(r"\\[nrt](?![A-Za-z])", lambda escape: _LINE_ENDS[escape.group()], text)

@@ -1,12 +1,15 @@
-"""Finds recipes by path or by the name of a shipped one, and the most similar name of an unknown one."""
+"""Finds recipes by path or by the name of a shipped one, and the most similar name of an unknown one.
+
+Also replaces the `~` with which a path begins.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from bloomery.config.home import from_home
 from bloomery.errors import ConfigError, Mistake
 
 _RECORD = "recipe.toml"
@@ -124,3 +127,12 @@ def _refused(path_or_name: str, problem: str, remedy: str) -> ConfigError:
     return ConfigError(
         [Mistake(key="recipe", value=path_or_name, source="command line", problem=problem, remedy=remedy)]
     )
+
+
+def from_home(path: str | Path) -> Path:
+    """Return a path with `~` or `~USER` replaced by that home directory.
+
+    Where it is not known, as in a container without that user, the path stays as it is: whoever opens it says
+    that there is no such file. `Path.expanduser` raises RuntimeError.
+    """
+    return Path(os.path.expanduser(path))  # noqa: PTH111

@@ -16,12 +16,18 @@ from typing import Any, get_type_hints
 
 from bloomery.config.begin_from import DescribeWeights, take_described
 from bloomery.config.checkpoint import RETIRED
-from bloomery.config.convert import BadValue, BadValues, convert_table, dump_recipe, unknown_key
+from bloomery.config.convert import (
+    BadValue,
+    BadValues,
+    convert_table,
+    dump_recipe,
+    override_value,
+    unknown_key,
+)
 from bloomery.config.find import find_recipe, nearest
 from bloomery.config.findings import shown_value
 from bloomery.config.recipe import Recipe
 from bloomery.config.setting import key_of
-from bloomery.config.typed_values import override_value
 from bloomery.errors import ConfigError, Mistake
 from bloomery.frozen import dataclass
 

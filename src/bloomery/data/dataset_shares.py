@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 
 from bloomery.config.data import DataSection, DatasetSection
-from bloomery.config.home import from_home
+from bloomery.config.find import from_home
 from bloomery.errors import DataError
 
 _VALID_KEYS = ("valid", "validation")

@@ -12,7 +12,7 @@ import xxhash
 
 from bloomery import durable
 from bloomery.config.data import LONGEST_LINE_MIB, DataSection, DatasetSection
-from bloomery.config.home import from_home
+from bloomery.config.find import from_home
 from bloomery.data.fetch import refuse_incomplete
 from bloomery.data.indexed import IndexedDataset
 from bloomery.data.pairs import refuse_damaged

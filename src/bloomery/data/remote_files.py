@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from bloomery.config.environment import refuse_network
-from bloomery.config.home import from_home
+from bloomery.config.find import from_home
 from bloomery.data.order import derive_key, permute
 from bloomery.errors import DataError, StorageError
 from bloomery.objects import PATIENCE_S, Objects

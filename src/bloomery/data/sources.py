@@ -23,7 +23,7 @@ import xxhash
 
 from bloomery import durable
 from bloomery.config.data import LONGEST_LINE_MIB, DataSection
-from bloomery.config.home import from_home
+from bloomery.config.find import from_home
 from bloomery.data.documents import BadDocuments, Document
 from bloomery.data.readers import ARROW, BY_NAME, ENDINGS, KNOWN, Reading, SourceFile, read_file
 from bloomery.errors import DataError, OriginGone

@@ -18,7 +18,7 @@ import numpy as np
 import xxhash
 
 from bloomery.config.data import DataSection
-from bloomery.config.home import from_home
+from bloomery.config.find import from_home
 from bloomery.data.dataset_shares import Demand
 from bloomery.data.indexed import IndexedDataset
 from bloomery.data.megatron_order import MegatronOrder

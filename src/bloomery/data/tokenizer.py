@@ -18,7 +18,7 @@ from tokenizers import Tokenizer as Engine
 
 from bloomery.config.data import HUB_PREFIX
 from bloomery.config.environment import refuse_network
-from bloomery.config.home import from_home
+from bloomery.config.find import from_home
 from bloomery.data.storage import write_whole
 from bloomery.data.tokenizer_engines import (
     CODE,

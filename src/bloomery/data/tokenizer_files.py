@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bloomery.config.data import HUB_PREFIX
-from bloomery.config.home import from_home
+from bloomery.config.find import from_home
 
 JSON_FILE, MODEL_FILE = "tokenizer.json", "tokenizer.model"
 

@@ -9,11 +9,10 @@ from typing import Any, Protocol, TypeVar
 
 from bloomery.config.checkpoint import CheckpointSection, GuardSection
 from bloomery.events.records import Json, StepReport, as_json
+from bloomery.guard.basic_guards import LossScaleCollapse, NotFinite, Requests, SaveIntervals, StopLimits
 from bloomery.guard.corruption import SilentCorruption
 from bloomery.guard.creep import HeldOutRise, InnerGrowth, MemoryCreep
-from bloomery.guard.health import LossScaleCollapse, NotFinite
 from bloomery.guard.ladder import Ladder, LadderState, ladder_from_json
-from bloomery.guard.limits import Requests, SaveIntervals, StopLimits
 from bloomery.guard.parity import ResumeParity
 from bloomery.guard.spike import SpikeGuard
 from bloomery.guard.trend import GradientNormRise, Plateau, ThroughputDrop

@@ -1,4 +1,4 @@
-"""The ladder: what is done about an anomaly, rung by rung, from going back and repeating to calling a person.
+"""The ladder: what is done about an anomaly, rung by rung, from repeating steps to stopping for a person.
 
 rung    the run …                                                 anomaly   long calm
 ------  --------------------------------------------------------  --------  ---------

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from bloomery.config.checkpoint import GuardSection
+from bloomery.guard.basic_guards import LossScaleCollapse, NotFinite
 from bloomery.guard.corruption import SilentCorruption
 from bloomery.guard.creep import HeldOutRise, InnerGrowth, MemoryCreep
-from bloomery.guard.health import LossScaleCollapse, NotFinite
 from bloomery.guard.judge import Guard, watching_guards
 from bloomery.guard.ladder import Ladder, earlier_rungs_words
 from bloomery.guard.log_lines import Numbers

@@ -1,4 +1,4 @@
-"""Temporary limits after a rewind: a lower learning rate and tighter clipping, as a function of position."""
+"""Limits for a while after a rewind, as functions of samples: a lower learning rate and tighter clipping."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import torch
 from bloomery.checkpoint.format.state import StateEntry
 from bloomery.checkpoint.load.loader import load_checkpoint
 from bloomery.checkpoint.writer.ranks import Ranks
-from bloomery.config.home import from_home
+from bloomery.config.find import from_home
 from bloomery.interchange.described_weights import is_run_or_checkpoint, newest_checkpoint_in
 from bloomery.interchange.huggingface import MatchedModel, open_model
 from bloomery.interchange.tensor_matching import Match, read_match, read_rows

@@ -15,7 +15,7 @@ from bloomery.errors import CheckpointError
 from bloomery.interchange.families import FAMILIES, family_of, hf_tensors
 from bloomery.interchange.families.family import PLAIN_WEIGHTS, Family, HfTensor, stored_shape
 from bloomery.interchange.foreign_files import METADATA, is_megatron, read_dcp, read_megatron
-from bloomery.interchange.weight_files import USABLE, WeightFiles
+from bloomery.interchange.weight_files import PLAIN_TYPES, WeightFiles
 from bloomery.model.shape import ResolvedModel, Shape, logical_shapes, resolve
 
 _CHECKED_AT_ONCE = 1 << 20
@@ -157,10 +157,10 @@ def _beside(files: WeightFiles, name: str) -> tuple[str, ...]:
 def _refuse_codes(files: WeightFiles, name: str) -> None:
     stored = files.tensors[name]
     where = files.directory / stored.file
-    if stored.dtype not in USABLE and not files.is_coded(name):
+    if stored.dtype not in PLAIN_TYPES and not files.is_coded(name):
         raise CheckpointError(
             f"{name} of {where} is stored as {stored.dtype}: codes of quantised weights, or another type "
-            f"than {', '.join(USABLE)}.",
+            f"than {', '.join(PLAIN_TYPES)}.",
             remedy=PLAIN_WEIGHTS,
         )
 

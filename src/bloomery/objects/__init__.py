@@ -28,7 +28,6 @@ import xxhash
 from bloomery import durable
 from bloomery.config.environment import refuse_network
 from bloomery.errors import StorageError
-from bloomery.objects.disk import Disk
 from bloomery.objects.refusals import (
     WRONG_CREDENTIALS,
     AccessDenied,
@@ -43,8 +42,8 @@ from bloomery.objects.refusals import LocalFileError as LocalFileError
 from bloomery.objects.refusals import StoreUnreachable as StoreUnreachable
 from bloomery.objects.refusals import storage_failure as storage_failure
 from bloomery.objects.refusals import without_secrets as without_secrets
+from bloomery.objects.uploads import Disk, send_file, send_pieces
 from bloomery.objects.uploads import SentFile as SentFile
-from bloomery.objects.uploads import send_file, send_pieces
 
 if TYPE_CHECKING:
     from obstore import GetOptions

@@ -1,4 +1,4 @@
-"""Multipart uploads of one object, their checksums compared with the store's; aborts unfinished ones.
+"""Multipart uploads of one object, checksums compared with the store's; ends unfinished ones, also on a disk.
 
 Parts are hashed on the way. An unfinished upload costs money and no listing shows it. obstore can neither
 list nor end one, so those requests are signed here, by AWS's signature version 4
@@ -13,8 +13,10 @@ import errno
 import hashlib
 import hmac
 import os
+import re
+import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
@@ -25,6 +27,7 @@ from xml.etree import ElementTree
 
 import xxhash
 
+from bloomery import durable
 from bloomery.config.environment import refuse_network
 from bloomery.objects.refusals import (
     AccessDenied,
@@ -36,7 +39,6 @@ from bloomery.objects.refusals import (
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
-
 
 _PART_BYTES, _MOST_PARTS = 5 << 20, 9_000
 """S3 takes 10,000 parts of an object, none but the last below 5 MiB."""
@@ -302,3 +304,46 @@ def _begun_before(page: ElementTree.Element, date: str | None, age: timedelta) -
         for upload, time in zip(page.iter("Upload"), begun, strict=True)
         if now - time >= age
     ]
+
+
+_UNFINISHED = re.compile(r".+#\d+")
+_ABANDONED_S = 900.0
+"""The seconds without a new byte after which an upload is abandoned; so long one part may take."""
+
+
+class Disk:
+    """The directory of a file:// URL, whose objects are files: makes them outlive a power cut.
+
+    obstore writes an object beside its name, as `NAME#1`, and then renames it, without a sync. Of a process
+    that is killed the file `NAME#1` stays: no listing shows it, and the next upload takes `NAME#2`.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._named: set[Path] = set()
+        """Directories below the root whose own names are durable."""
+
+    def keep(self, key: str) -> None:
+        """Sync an object, and the names that lead to it. Raises OSError."""
+        path = self._root / key
+        durable.sync_tree(path)
+        self._sync_names(path.parent)
+
+    def forget(self, key: str) -> None:
+        """Make the removal of an object durable. Raises OSError."""
+        durable.sync_directory((self._root / key).parent)
+
+    def remove_unfinished(self, prefix: str) -> None:
+        """Remove what killed uploads left under a prefix. Raises no error."""
+        for path in (self._root / prefix).rglob("*#*"):
+            with suppress(OSError):
+                if _UNFINISHED.fullmatch(path.name) and time.time() - path.stat().st_mtime > _ABANDONED_S:
+                    path.unlink()
+
+    def _sync_names(self, directory: Path) -> None:
+        """Sync the names in a directory, and once those that lead to it. Raises OSError."""
+        durable.sync_directory(directory)
+        while directory != self._root and directory not in self._named:
+            self._named.add(directory)
+            directory = directory.parent
+            durable.sync_directory(directory)

@@ -79,8 +79,8 @@ def job_context(environment: Mapping[str, str]) -> JobContext | None:
     if JOB in environment:
         ends = float(environment[END]) if END in environment else None
         return JobContext(scheduler="machine", job=environment[JOB], ends=ends)
-    if kubernetes_manifest.JOB in environment:
-        return JobContext(scheduler="kubernetes", job=environment[kubernetes_manifest.JOB])
+    if kubernetes_manifest.JOB_VARIABLE in environment:
+        return JobContext(scheduler="kubernetes", job=environment[kubernetes_manifest.JOB_VARIABLE])
     return None
 
 

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bloomery import durable
-from bloomery.config.find import find_recipe, is_run, shipped_recipes
-from bloomery.config.home import from_home
+from bloomery.config.find import find_recipe, from_home, is_run, shipped_recipes
 from bloomery.config.load import LoadedRecipe, load_recipe
 from bloomery.config.parallel import ParallelSection
 from bloomery.config.recipe import Recipe

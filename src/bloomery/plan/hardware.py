@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bloomery.config.convert import BadValues, convert_table
-from bloomery.config.find import nearest, shipped_files
-from bloomery.config.home import from_home
+from bloomery.config.find import from_home, nearest, shipped_files
 from bloomery.config.setting import setting
 from bloomery.errors import ConfigError, Mistake
 from bloomery.frozen import dataclass

@@ -1,4 +1,4 @@
-"""The names of a run's keys in etcd, all below /bloomery/<run>/.
+"""The names of a run's keys in etcd, all below /bloomery/<run>/: makes them and takes them apart.
 
 A peer writes its own records below `peers/<peer>/`, where no other peer may write. `Keys.shared` are the keys
 of records that any peer may write, since the first that does so writes them for all. Numbers in keys have ten

@@ -26,8 +26,7 @@ from bloomery.checkpoint.format.manifest import (
 )
 from bloomery.errors import BloomeryError, PeerError, free_bytes, storage_error
 from bloomery.protocol.records import Commit
-from bloomery.state_transfer.fetch_plan import FetchPlan, FetchSource
-from bloomery.state_transfer.partial_checkpoint import BlockRun, PartialCheckpoint
+from bloomery.state_transfer.partial_checkpoint import BlockRun, FetchPlan, FetchSource, PartialCheckpoint
 from bloomery.state_transfer.served_states import is_digest
 from bloomery.state_transfer.source import (
     STALL_S,
@@ -320,7 +319,7 @@ class _Fetch:
                 with self.news:
                     self.news.wait(0.2)
                 continue
-            files, own = plan.files_of(source), plan.own_files(source, self._others(source))
+            files, own = plan.files_of(source), plan.files_only_of(source, self._others(source))
             run = plan.partial.missing.take(files, own, timeout_s=0.2)
             if run is None:
                 continue

@@ -18,15 +18,14 @@ from bloomery.checkpoint.format.catalogue import (
 from bloomery.checkpoint.format.manifest import DamagedCheckpoint, parse_name, read_manifest
 from bloomery.checkpoint.format.source import RemoteCheckpoint
 from bloomery.checkpoint.format.suspects import marks_to_send, refuse_if_only_suspects, send_marks
-from bloomery.checkpoint.remote.backup_due import backup_url, due, uncopied
-from bloomery.checkpoint.remote.backup_duty import note_round, read_duty
+from bloomery.checkpoint.remote.backup_duty import backup_url, due, note_round, read_duty, uncopied
 from bloomery.checkpoint.remote.remote_run import (
+    log_backup_used,
     place_at,
     remote_checkpoints,
     remote_incarnations,
-    tell_of_copy,
-    trusted_copies,
-    upload_more,
+    unmarked_copies,
+    upload_logs_and_data,
     upload_run_files,
 )
 from bloomery.checkpoint.remote.shared_upload import UploadCoordinator, notes_of
@@ -140,11 +139,11 @@ class Backup:
         last = float("inf") if up_to_step is None else up_to_step
         early = [source for source in whole if _base_of(source)[0] <= last]
         # What is suspect here is suspect there too, even before its backup is marked.
-        unmarked = trusted_copies(source for source in early if source.name not in instead_of)
+        unmarked = unmarked_copies(source for source in early if source.name not in instead_of)
         if up_to_step is None and not unmarked:
             refuse_if_only_suspects(sorted({*instead_of, *(source.name for source in whole)}))
         if warns:
-            tell_of_copy(unmarked, instead_of=instead_of)
+            log_backup_used(unmarked, instead_of=instead_of)
         return unmarked
 
     def part_of_run(self, copies: Iterable[RemoteCheckpoint]) -> list[RemoteCheckpoint]:
@@ -176,7 +175,7 @@ class Backup:
         merge_records(self._rundir, records)
         local = checkpoints(self._rundir)
         beyond = [copy for copy in copies if not local or _base_of(copy) > local[-1].base]
-        return trusted_copies(copy for copy in self.part_of_run(reversed(beyond)) if not _is_in_part(copy))
+        return unmarked_copies(copy for copy in self.part_of_run(reversed(beyond)) if not _is_in_part(copy))
 
     def close(self, *, wait_s: float | None = None) -> None:
         """Wait until everything is uploaded, then stop the thread.
@@ -300,7 +299,7 @@ class Backup:
             return not self._has_files_left
 
         try:
-            upload_more(self._rundir, remote, self._section, place=self._place, go_on=go_on)
+            upload_logs_and_data(self._rundir, remote, self._section, place=self._place, go_on=go_on)
         except OSError as error:
             self._has_files_left = True
             raise storage_failure(error, doing="The backup of logs and data") from error

@@ -29,11 +29,11 @@ from bloomery.checkpoint.format.source import (
 )
 from bloomery.checkpoint.format.suspects import SUSPECT
 from bloomery.checkpoint.remote.backup import Backup
-from bloomery.checkpoint.remote.backup_due import due
+from bloomery.checkpoint.remote.backup_duty import due
 from bloomery.checkpoint.remote.remote_run import (
+    log_backup_used,
     place_at,
     remote_incarnations,
-    tell_of_copy,
     upload_run_files,
 )
 from bloomery.checkpoint.writer.store_place import SAVING, enter_stored
@@ -344,7 +344,7 @@ class CombinedBackups:
         for failure in failures:
             log.warning("a place of backups was passed over: %s", failure)
         found = self._newest_first(copies)
-        tell_of_copy(found, instead_of=instead_of)
+        log_backup_used(found, instead_of=instead_of)
         return found
 
     def newer(self) -> list[RemoteCheckpoint]:

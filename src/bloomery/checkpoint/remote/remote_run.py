@@ -79,7 +79,7 @@ def remote_checkpoints(remote: Objects, *, abandoned: bool = False) -> list[Remo
         return [checkpoint for checkpoint in pool.map(look, sorted(bases)) if checkpoint is not None]
 
 
-def trusted_copies(copies: Iterable[RemoteCheckpoint]) -> list[RemoteCheckpoint]:
+def unmarked_copies(copies: Iterable[RemoteCheckpoint]) -> list[RemoteCheckpoint]:
     """Return the backups that are not marked as suspect, in their order; log a warning for each other."""
     kept = []
     for checkpoint in copies:
@@ -92,7 +92,7 @@ def trusted_copies(copies: Iterable[RemoteCheckpoint]) -> list[RemoteCheckpoint]
     return kept
 
 
-def tell_of_copy(copies: Sequence[RemoteCheckpoint], *, instead_of: Collection[str]) -> None:
+def log_backup_used(copies: Sequence[RemoteCheckpoint], *, instead_of: Collection[str]) -> None:
     """Log that a run goes on from a backup, where there is one. instead_of: see `Backup.restorable`."""
     if copies:
         here = "no checkpoint here can be gone on from" if instead_of else "nothing is here"
@@ -127,7 +127,7 @@ def remote_source(url: str) -> Source:
         raise CheckpointError(
             f"{url} holds no finished checkpoint", remedy="Give the URL of a run's backup, or of one of it."
         )
-    unmarked = trusted_copies(copies)
+    unmarked = unmarked_copies(copies)
     if not unmarked:
         refuse_if_only_suspects(checkpoint.name for checkpoint in copies)
     return unmarked[-1]
@@ -172,7 +172,7 @@ def upload_run_files(rundir: RunDirectory, remote: Objects) -> None:
             remote.put(name, path.read_bytes())
 
 
-def upload_more(
+def upload_logs_and_data(
     rundir: RunDirectory,
     remote: Objects,
     section: BackupSection,

@@ -18,7 +18,7 @@ from bloomery.operate.schedulers.interface import (
     SchedulerNode,
     SchedulerSilent,
 )
-from bloomery.operate.schedulers.kubernetes_manifest import HOSTNAME, RUN_LABEL, manifest, run_label
+from bloomery.operate.schedulers.kubernetes_manifest import HOSTNAME_LABEL, RUN_LABEL, manifest, run_label
 
 _ANSWER_S = 60.0
 Record = dict[str, Any]
@@ -63,7 +63,7 @@ class Kubernetes:
 
     def exclude(self, jobs: Sequence[str], nodes: Sequence[str]) -> None:
         """Replace the exclusions of Jobs that are suspended; those of others cannot be changed."""
-        term = {"matchExpressions": [{"key": HOSTNAME, "operator": "NotIn", "values": list(nodes)}]}
+        term = {"matchExpressions": [{"key": HOSTNAME_LABEL, "operator": "NotIn", "values": list(nodes)}]}
         selector = {"nodeSelectorTerms": [term]} if nodes else None
         affinity = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": selector}}
         change = json.dumps({"spec": {"template": {"spec": {"affinity": affinity}}}})

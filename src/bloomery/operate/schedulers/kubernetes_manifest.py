@@ -12,11 +12,11 @@ from bloomery.operate.schedulers.interface import JobRequest, SchedulerError
 
 RUN_LABEL = "bloomery.dev/run"
 """Label of the Jobs of a run: a hash of its directory, for a label's value takes no slashes."""
-DIRECTORY = "bloomery.dev/directory"
+DIRECTORY_ANNOTATION = "bloomery.dev/directory"
 """Annotation of a Job: its run directory."""
-JOB = "BLOOMERY_KUBERNETES_JOB"
+JOB_VARIABLE = "BLOOMERY_KUBERNETES_JOB"
 """Environment variable of a pod: the identity of its Job."""
-HOSTNAME = "kubernetes.io/hostname"
+HOSTNAME_LABEL = "kubernetes.io/hostname"
 _CONTROLLER = "batch.kubernetes.io/controller-uid"
 Manifest: TypeAlias = dict[str, Any]  # Any: JSON
 
@@ -53,7 +53,7 @@ def manifest(request: JobRequest) -> Manifest:
         "metadata": {
             "generateName": f"bloomery-{_dns(request.name)}-",
             "labels": _labels(request),
-            "annotations": {DIRECTORY: str(request.run)},
+            "annotations": {DIRECTORY_ANNOTATION: str(request.run)},
         },
         "spec": spec,
     }
@@ -115,7 +115,7 @@ def _pod(request: JobRequest) -> Manifest:
                 "env": [
                     _from_pod("BLOOMERY_HOST", "spec.nodeName"),
                     _from_pod("BLOOMERY_ADDRESS", "status.podIP"),
-                    _from_pod(JOB, f"metadata.labels['{_CONTROLLER}']"),
+                    _from_pod(JOB_VARIABLE, f"metadata.labels['{_CONTROLLER}']"),
                 ],
                 "resources": {"limits": _resources(request)},
                 "volumeMounts": mounts,
@@ -127,7 +127,7 @@ def _pod(request: JobRequest) -> Manifest:
 def _script(request: JobRequest) -> str:
     """Return what a pod runs: the lines of submit.setup, then the launcher in place of the shell."""
     section = request.section
-    nodes = ["--nnodes", str(request.nodes), "--job", f"kubernetes-${JOB}"]
+    nodes = ["--nnodes", str(request.nodes), "--job", f"kubernetes-${JOB_VARIABLE}"]
     words = [_quoted(word) for word in _command(request)]
     launcher = " ".join(["exec", *words, *(nodes if request.nodes > 1 else [])])
     return "\n".join(["set -eo pipefail", "umask 002", *section.setup, launcher])
@@ -142,7 +142,7 @@ def _command(request: JobRequest) -> list[str]:
 def _affinity(request: JobRequest) -> Manifest:
     """Return that each pod has a node of its own, and none of the excluded ones."""
     apart = {
-        "topologyKey": HOSTNAME,
+        "topologyKey": HOSTNAME_LABEL,
         "labelSelector": {"matchLabels": {RUN_LABEL: run_label(request.run)}},
     }
     affinity: Manifest = {
@@ -150,7 +150,7 @@ def _affinity(request: JobRequest) -> Manifest:
     }
     hosts = sorted({*request.section.exclude, *request.exclude})
     if hosts:
-        term = {"matchExpressions": [{"key": HOSTNAME, "operator": "NotIn", "values": hosts}]}
+        term = {"matchExpressions": [{"key": HOSTNAME_LABEL, "operator": "NotIn", "values": hosts}]}
         selector = {"nodeSelectorTerms": [term]}
         affinity["nodeAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": selector}
     return affinity

@@ -1,4 +1,4 @@
-"""Publishes every checkpoint of a run on a branch of its own of a repository on the Hub."""
+"""Publishes each checkpoint of a run on a branch of its own on the Hub; until then it is not pruned."""
 
 from __future__ import annotations
 

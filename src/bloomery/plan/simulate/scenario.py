@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 from bloomery.config.convert import BadValue, BadValues, convert_table
-from bloomery.config.home import from_home
+from bloomery.config.find import from_home
 from bloomery.config.setting import setting
 from bloomery.errors import ConfigError, Mistake
 
