@@ -175,7 +175,7 @@ def twelve(endpoint: str, place: Path) -> list[Measurement]:
     names = [f"p{number:02d}" for number in range(12)]
     with Crew(base, endpoint, "twelve", peers=12, grace_s=60.0, patience_s=10.0) as crew:
         for name in names:
-            crew.start(name, elements=ELEMENTS)
+            crew.start(name, elements=ELEMENTS, pause_at_end_s=len(names) * PAUSE_AT_END_S)
         clock = CommitClock(endpoint, "twelve")
         crew.until_committed(*names)
         slow = crew.peers[names[0]]

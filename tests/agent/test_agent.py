@@ -151,7 +151,7 @@ class Sync:
     """Stands for what fetches states: gives what it is told to, and notes what it is asked for."""
 
     def __init__(self) -> None:
-        self.wants, self.needs_no_waiting = "", False
+        self.wants, self.needs_no_waiting, self.is_fetching = "", False, False
         self.gives: SyncedState | None = None
         self.asked: list[Behind | None] = []
         self.refused: list[SyncedState] = []
@@ -217,6 +217,20 @@ def test_ranks_that_are_behind_are_given_what_was_fetched_and_then_count_as_at_w
     deadline_s = led.agent._local.progress.next_deadline()
     assert deadline_s is not None and deadline_s >= loaded_s + LIMITS.step_s, "the round is new work"
     assert led.agent._replacing is None
+
+
+def test_no_link_is_measured_until_the_ranks_hold_a_state_nor_while_one_is_fetched(led: Led) -> None:
+    busy: list[bool] = []
+    agent: Any = led.agent
+    agent._bandwidths = SimpleNamespace(update=lambda snapshot, *, is_busy, now: busy.append(is_busy))
+    sync, newest, _ = behind_by_two(led)
+    sync.is_fetching = True
+    led.step(newest)
+    sync.is_fetching = False
+    led.step(newest)
+    agent._holding, agent._take_holding = None, lambda: None
+    led.step(newest)
+    assert busy == [False, True, False, True]
 
 
 def test_an_average_that_was_fetched_is_told_from_a_state(led: Led) -> None:

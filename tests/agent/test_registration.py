@@ -150,7 +150,7 @@ def test_measured_links_are_published_together() -> None:
     }
     reports, snapshot = BandwidthReports(context, membership), RunSnapshot(members=members)  # type: ignore[arg-type]
     for second in range(25):
-        reports.update(snapshot, is_ringing=False, now=float(second))
+        reports.update(snapshot, is_busy=False, now=float(second))
         if reports._thread is not None:
             reports._thread.join()
     assert len(json.loads(puts[-1])) == 19

@@ -117,12 +117,12 @@ class Probing:
         membership: Any = SimpleNamespace(keep=self._keep)
         self.reports = BandwidthReports(context, membership)
 
-    def update(self, *names: str, is_ringing: bool = False, **fields: Any) -> list[str]:
+    def update(self, *names: str, is_busy: bool = False, **fields: Any) -> list[str]:
         """Look at a run of these members; return whose links have been measured so far."""
         members = {
             name: listed(name, **{"addresses": (f"{name}:1",)} | fields.get(name, {})) for name in names
         }
-        self.reports.update(RunSnapshot(members=members), is_ringing=is_ringing, now=self.now)
+        self.reports.update(RunSnapshot(members=members), is_busy=is_busy, now=self.now)
         if self.reports._thread is not None:
             self.reports._thread.join()
         return [contact.peer for contact, _, _ in self.asked]
@@ -149,7 +149,7 @@ def probing(monkeypatch) -> Probing:
 
 def test_links_are_measured_one_after_the_other_where_there_is_a_choice_and_no_ring(probing: Probing) -> None:
     assert probing.update("a", "b") == []
-    assert probing.update("a", "b", "c", is_ringing=True) == []
+    assert probing.update("a", "b", "c", is_busy=True) == []
     assert probing.update("a", "b", "c") == ["b"]
     probing.reports._thread = SimpleNamespace(is_alive=lambda: True, join=lambda: None)  # type: ignore[assignment]
     assert probing.update("a", "b", "c") == ["b"]
@@ -163,6 +163,12 @@ def test_links_are_measured_one_after_the_other_where_there_is_a_choice_and_no_r
     assert probing.wakes == 2
     assert probing.update("a", "b", "c", c={"incarnation": "c2"}) == ["b", "c", "c"]
     assert probing.update("a", "b", "d", d={"addresses": ()}) == ["b", "c", "c"]
+
+
+def test_a_link_to_a_peer_that_fetches_a_state_is_measured_afterwards(probing: Probing) -> None:
+    assert probing.update("a", "b", "c", b={"wants": "ab12"}) == ["c"]
+    assert probing.update("a", "b", "c", b={"wants": "ab12"}) == ["c"]
+    assert probing.update("a", "b", "c") == ["c", "b"]
 
 
 def test_what_was_measured_is_published_when_all_is_or_ten_seconds_after_the_last(probing: Probing) -> None:

@@ -220,13 +220,15 @@ class Agent:
         self._list(snapshot)
         self._recovery.follow(snapshot, self._holding, is_listed=self._registration.is_listed(snapshot))
         self._note_members(snapshot)
-        self._bandwidths.update(snapshot, is_ringing=self._round_driver.is_ringing, now=now)
         start = self._holding.position if self._holding is not None else None
         own = self._registration.own_view(snapshot)
         decision = decide(own, me=self._context.me, settings=self._settings.rounds, now=now, start=start)
         self._round_driver.ring(snapshot)
         if not snapshot.forgotten:  # else the ranks would load the state of an earlier round
             self._take_part(snapshot, decision, now)
+        is_syncing = self._holding is None or self._state_sync.is_fetching
+        is_busy = is_syncing or self._round_driver.is_ringing
+        self._bandwidths.update(snapshot, is_busy=is_busy, now=now)
         self._log_wait(decision, now)
         return self._next_moment(decision, now)
 

@@ -1,8 +1,9 @@
 """Registers a peer in the coordinator, refuses other settings than the run's, and publishes link bandwidths.
 
 A peer is listed with the state that it holds, and unlisted while its ranks make no progress. Bandwidths are
-measured after a member has joined, for a fraction of a second each, one after the other and never during an
-all_reduce. The order of the ring is computed from the bandwidths that all peers publish.
+measured after a member has joined, for a fraction of a second each, one after the other, and never during an
+all_reduce or a fetch: the traffic would falsify the figures. The order of the ring is computed from the
+bandwidths that all peers publish.
 """
 
 from __future__ import annotations
@@ -140,13 +141,15 @@ class BandwidthReports:
         self._thread: threading.Thread | None = None
         self._is_unpublished, self._published_s = False, float("-inf")
 
-    def update(self, snapshot: RunSnapshot, *, is_ringing: bool, now: float) -> None:
-        """Start to measure the next unknown link, if there is one and no measurement or ring is under way.
+    def update(self, snapshot: RunSnapshot, *, is_busy: bool, now: float) -> None:
+        """Start to measure the next unknown link, if there is one and no measurement is under way.
 
-        is_ringing: whether an all_reduce is under way here.
+        Links to peers that fetch a state are measured afterwards.
+
+        is_busy: whether an all_reduce or a fetch is under way here; then no measurement begins.
         now: the monotonic clock, in seconds.
         """
-        if is_ringing or len(snapshot.members) < 3 or (self._thread and self._thread.is_alive()):
+        if is_busy or len(snapshot.members) < 3 or (self._thread and self._thread.is_alive()):
             return
         for peer in links_to_measure(sorted(snapshot.members), self._context.me):
             member = snapshot.members[peer].member
@@ -154,6 +157,7 @@ class BandwidthReports:
             if (
                 is_measured
                 or not member.addresses
+                or member.wants
                 or now < self._again_s.get((peer, member.incarnation), 0.0)
             ):
                 continue

@@ -211,6 +211,11 @@ class StateSync:
         self._mixed: set[str] = set()
 
     @property
+    def is_fetching(self) -> bool:
+        """Whether a state or an average is being fetched, or will be once somebody has a copy of it."""
+        return self._sought is not None or bool(self.wants)
+
+    @property
     def needs_no_waiting(self) -> bool:
         """Whether no round need wait for this peer: it is failing, or fetches a state of an earlier round.
 
