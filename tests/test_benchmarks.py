@@ -5,7 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 KEYS = {"name", "value", "unit", "reference", "bar", "ok"}
@@ -213,3 +215,31 @@ def test_the_benchmarks_between_peers_print_their_measurements(name, sizes):
     assert lines, ended.stderr
     assert all(set(line) == KEYS and line["value"] > 0 for line in lines)
     assert ended.returncode == (0 if all(line["ok"] for line in lines) else 1)  # bars are for idle machines
+
+
+def test_the_comparison_of_bits_sees_one_bit_one_step_and_what_is_missing(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    same_bits = importlib.import_module("same_bits")
+
+    def run(name, *, loss=4.5, tensors):
+        place = tmp_path / name
+        (place / "journal").mkdir(parents=True)
+        checkpoint = place / "checkpoints" / "step-000005"
+        checkpoint.mkdir(parents=True)
+        steps = [
+            {"event": "step", "step": step, "loss": loss * step, "gradient_norm": 1.0} for step in (1, 2)
+        ]
+        lines = [json.dumps(step) for step in [{"event": "start"}, *steps]]
+        (place / "journal" / "000001.jsonl").write_text("\n".join(lines))
+        save_file(
+            {key: np.array(value, "f4") for key, value in tensors.items()}, checkpoint / "m.safetensors"
+        )
+        return place
+
+    def ratios(ours, theirs):
+        return [(one.value, one.ok) for one in same_bits._compared("alone", ours, theirs)]
+
+    first = run("first", tensors={"a": [1.0], "b": [2.0]})
+    assert ratios(run("same", tensors={"a": [1.0], "b": [2.0], "new": [3.0]}), first) == [(1.0, True)] * 2
+    assert ratios(run("bit", tensors={"a": [1.0], "b": [2.0000002]}), first) == [(1.0, True), (0.5, False)]
+    assert ratios(run("less", loss=4.6, tensors={"a": [1.0]}), first) == [(0.0, False), (0.5, False)]
