@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from bloomery.errors import CheckpointError
-from bloomery.interchange.weight_files import partial_directory
+from bloomery.interchange.directories import partial_directory
 
 
 def test_a_second_writer_is_refused_and_leaves_what_the_first_wrote(tmp_path: Path) -> None:

@@ -20,18 +20,13 @@ from bloomery.interchange.described_weights import (
     is_run_or_checkpoint,
     newest_checkpoint_in,
 )
+from bloomery.interchange.directories import read_object
 from bloomery.interchange.foreign_files import is_megatron, read_megatron
 from bloomery.interchange.generation_files import _before, keep_generation_files, text_bounds
 from bloomery.interchange.logits_check import _where
 from bloomery.interchange.quantised_weights import Scheme, is_row_format, scheme_of
 from bloomery.interchange.slim import slim_file
-from bloomery.interchange.weight_files import (
-    PlannedTensor,
-    open_weights,
-    read_object,
-    write_checksums,
-    write_shards,
-)
+from bloomery.interchange.weight_files import PlannedTensor, open_weights, write_checksums, write_shards
 
 
 def chunked(

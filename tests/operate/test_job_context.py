@@ -75,7 +75,9 @@ def test_when_a_job_ends_is_asked_of_slurm_and_read_from_the_environment_elsewhe
     assert machine == JobContext(scheduler="machine", job="3", ends=5000.5)
     assert machine.end() == pytest.approx(5000.5, abs=0.1)
     assert job_context({JOB: "3"}) == JobContext(scheduler="machine", job="3")
-    assert job_context({kubernetes_manifest.JOB: "a-0"}) == JobContext(scheduler="kubernetes", job="a-0")
+    assert job_context({kubernetes_manifest.JOB_VARIABLE: "a-0"}) == JobContext(
+        scheduler="kubernetes", job="a-0"
+    )
     assert job_context({}) is None
 
 

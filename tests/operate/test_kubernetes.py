@@ -20,7 +20,7 @@ from bloomery.events.run_directory import RunDirectory
 from bloomery.operate.job_context import job_context
 from bloomery.operate.schedulers.interface import JobRequest, JobState, SchedulerError
 from bloomery.operate.schedulers.kubernetes import Kubernetes, parse_job, parse_node
-from bloomery.operate.schedulers.kubernetes_manifest import JOB, manifest
+from bloomery.operate.schedulers.kubernetes_manifest import JOB_VARIABLE, manifest
 from bloomery.operate.submission import Submission, request_of
 
 SCHEMA = jsonschema.Draft202012Validator(
@@ -101,7 +101,7 @@ def test_a_pod_runs_the_launcher_in_place_of_its_shell(tmp_path: Path) -> None:
     program = tmp_path / "bloomery"
     program.write_text('#!/bin/sh\necho "$SET"\nfor word; do echo "$word"; done\n')
     program.chmod(0o755)
-    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", JOB: "uid-1"}
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", JOB_VARIABLE: "uid-1"}
     command = [word.replace("$$", "$") for word in container["command"]]  # as the kubelet does
     assert "$(" not in "".join(container["command"]).replace("$$", "")
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)

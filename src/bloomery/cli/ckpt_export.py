@@ -16,7 +16,7 @@ from bloomery.cli.arguments import add_fallback, data_bar, parsed_with_target, p
 from bloomery.cli.run_inputs import refuse_existing
 from bloomery.errors import CheckpointError
 from bloomery.events.records import ProgressCallback, counting
-from bloomery.interchange.weight_files import partial_directory
+from bloomery.interchange.directories import partial_directory
 
 if TYPE_CHECKING:
     from bloomery.checkpoint.format.state import StateEntry
@@ -152,8 +152,8 @@ def import_(arguments: list[str]) -> int:
 
 def _refuse_no_model(directory: Path) -> None:
     """Raise CheckpointError, before torch is loaded, for a directory that holds no model that we know."""
+    from bloomery.interchange.directories import read_object
     from bloomery.interchange.families import section_from
-    from bloomery.interchange.weight_files import read_object
 
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is not a directory.", remedy="Give the checkpoint's directory.")

@@ -19,8 +19,8 @@ from bloomery.data.tokenizer_files import JSON_FILE
 from bloomery.errors import BloomeryError, CheckpointError
 from bloomery.evaluate.open_checkpoint import OpenedModel, free_memory_bytes
 from bloomery.events.run_directory import RunDirectory
+from bloomery.interchange.directories import read_object
 from bloomery.interchange.generation_files import generation_files_of
-from bloomery.interchange.weight_files import read_object
 from bloomery.model.decoder import Block, Decoder
 from bloomery.model.shape import scaling_of
 

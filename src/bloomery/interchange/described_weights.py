@@ -17,8 +17,8 @@ from bloomery.config.model import ModelSection
 from bloomery.data.tokenizer_files import tokenizer_in
 from bloomery.errors import BloomeryError, CheckpointError, ConfigError, Mistake
 from bloomery.events.run_directory import RunDirectory
+from bloomery.interchange.directories import read_object
 from bloomery.interchange.families import section_from
-from bloomery.interchange.weight_files import read_object
 from bloomery.model.shape import resolve
 
 _CONFIG, _TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"

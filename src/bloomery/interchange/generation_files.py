@@ -24,7 +24,7 @@ from bloomery.data.tokenizer_engines import HARD_TEXTS
 from bloomery.data.tokenizer_files import JSON_FILE, MODEL_FILE
 from bloomery.errors import CheckpointError
 from bloomery.events.run_directory import RunDirectory
-from bloomery.interchange.weight_files import read_object
+from bloomery.interchange.directories import read_object
 
 log = logging.getLogger(__name__)
 

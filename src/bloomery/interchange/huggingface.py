@@ -23,6 +23,7 @@ from bloomery.data.tokenizer import load_tokenizer
 from bloomery.data.tokenizer_files import MODEL_FILE, tokenizer_in
 from bloomery.errors import CheckpointError, storage_error
 from bloomery.events.records import ProgressCallback, counting, ignore_progress
+from bloomery.interchange.directories import partial_directory, read_object
 from bloomery.interchange.families import family_in, family_of, hf_config, hf_tensors, section_from
 from bloomery.interchange.families.family import Family, HfTensor, stored_shape
 from bloomery.interchange.generation_files import (
@@ -45,8 +46,6 @@ from bloomery.interchange.weight_files import (
     WeightFiles,
     check_checksums,
     open_weights,
-    partial_directory,
-    read_object,
     write_checksums,
     write_shards,
 )

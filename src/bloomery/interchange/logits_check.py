@@ -22,9 +22,10 @@ from torch import Tensor, nn
 from bloomery.checkpoint.load.loader import read_model
 from bloomery.config.model import ModelSection
 from bloomery.errors import ExportRefused
+from bloomery.interchange.directories import read_object
 from bloomery.interchange.families import hf_tensors
 from bloomery.interchange.families.family import HfTensor
-from bloomery.interchange.weight_files import open_weights, read_object
+from bloomery.interchange.weight_files import open_weights
 from bloomery.model.decoder import Decoder, logical_parameters
 from bloomery.model.shape import ResolvedModel, logical_shapes, resolve
 

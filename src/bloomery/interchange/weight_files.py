@@ -1,4 +1,4 @@
-"""Reads and writes the safetensors and JSON files of a transformers directory, and their xxh128 sums.
+"""Reads and writes the safetensors files of a transformers directory, and the xxh128 sums of its files.
 
 Files are checked against their index before use. The list of checksums has the form of `xxh128sum`, so that
 an import finds files that were damaged in transit.
@@ -11,15 +11,13 @@ come one after another from an iterator, after the header is written.
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO
 
 import torch
 import xxhash
@@ -30,54 +28,8 @@ from bloomery import durable
 from bloomery.checkpoint.format.data_file import safetensors_header
 from bloomery.checkpoint.save.direct import memory_of
 from bloomery.errors import CheckpointError, require_space, storage_error
+from bloomery.interchange.directories import read_object, refuse_damaged
 from bloomery.interchange.quantised_weights import Scheme, is_row_format
-
-
-def read_object(path: Path) -> dict[str, Any]:  # Any: values of JSON
-    """Return the JSON object in a file. Raises CheckpointError for anything else."""
-    try:
-        content = json.loads(path.read_bytes().decode("utf-8"))
-    except OSError as error:
-        refuse_damaged(path, f"cannot be read: {error.strerror}", error)
-    except (ValueError, RecursionError) as error:
-        refuse_damaged(path, f"is not JSON in UTF-8: {error}", error)
-    if not isinstance(content, dict):
-        refuse_damaged(path, f"holds a {type(content).__name__}, not an object")
-    return content
-
-
-def refuse_damaged(path: Path, problem: str, error: Exception | None = None) -> NoReturn:
-    """Raise CheckpointError for a file that is not what its directory needs. problem: a phrase after its
-    path.
-    """
-    raise CheckpointError(f"{path} {problem}.", remedy="Fetch or copy the directory again.") from error
-
-
-@contextmanager
-def partial_directory(target: Path) -> Iterator[Path]:
-    """Yield TARGET.partial, empty and locked; the block renames it, or what it wrote is removed.
-
-    What a killed process left in it is removed, because its lock ended with it. Raises CheckpointError where
-    a process that is alive writes there.
-    """
-    partial = target.with_name(target.name + ".partial")
-    durable.make_directory(partial)
-    opened = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        if not durable.try_lock(opened):
-            raise CheckpointError(
-                f"Another process writes to {partial} now.",
-                remedy="Wait for it, or choose another directory.",
-            )
-        for entry in partial.iterdir():
-            shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
-        try:
-            yield partial
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)  # gone already if it was renamed
-    finally:
-        os.close(opened)
-
 
 PLAIN_TYPES = ("F32", "BF16", "F16")
 """The types whose numbers are the weights themselves, not codes for them."""
