@@ -8,6 +8,7 @@ turns with one of another version, and the ratio is the median over the turns.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import subprocess
 import sys
@@ -38,11 +39,11 @@ def _measured(name: str, rounds: int, environment: Mapping[str, str], other: str
     ours, bare, ratios = [], [], []
     for turn in range(rounds + 1):
         spent = _processor_s([sys.executable, "-m", "bloomery", *command], environment)
-        theirs = _processor_s([other, "-m", "bloomery", *command], environment) if other else 0.0
+        theirs = _processor_s([other, "-m", "bloomery", *command], environment) if other else math.inf
         if turn:  # the first one compiles
             ours.append(spent)
             bare.append(_processor_s(NOTHING, environment))
-            ratios.append(spent / theirs if theirs else 0.0)
+            ratios.append(spent / theirs)
     reference = (
         f"an interpreter that does nothing: {median(bare):.3f} s; {rounds} rounds, quickest {min(ours):.3f} s"
     )

@@ -196,7 +196,10 @@ class Ladder:
         )
 
     def restraint(self, rung: Rung, *, consumed: int, samples_per_step: int) -> Restraint | None:
-        """Return the restraint from the restored position on; None on a rung that restrains nothing."""
+        """Return the limits on learning rate and clipping after a rewind; None on a rung that sets none.
+
+        consumed: the samples consumed at the restored position, from which on the limits hold.
+        """
         section = self.section
         if rung not in (Rung.SLOW, Rung.CLAMP):
             return None

@@ -120,7 +120,11 @@ def departure_of(
 
 
 def reactions_of(rundir: RunDirectory, loaded: LoadedRecipe, *, say: Say) -> JobReactions:
-    """Return what a job does about failures: quarantine, exclusions in the queue, and the stop switch."""
+    """Return the functions with which a launcher reacts to failures of its job.
+
+    One puts a bad node into quarantine and excludes it in the queue. The other arms the stop switch after a
+    failure that would repeat, so that queued jobs do not fail in the same way.
+    """
     section, name = loaded.recipe.submit, loaded.recipe.run.name
 
     def on_bad_node(diagnosis: Diagnosis) -> None:

@@ -92,7 +92,8 @@ class StateFetcher:
     ) -> FetchedState:
         """Fetch the commit's state as a whole checkpoint. Raises PeerError and StorageError.
 
-        sources: called again and again, for sources may join meanwhile.
+        sources: returns the peers that serve the state; called throughout the fetch, since further peers may
+            begin to serve it.
         cancelled: called often; the fetch is given up when it returns True.
         """
         for path in self._directory.glob("*"):
