@@ -251,7 +251,7 @@ def _send_file(
 
 
 def download_run_files(remote: Objects, rundir: RunDirectory) -> None:
-    """Download what `upload_run_files` and `upload_logs_and_data` sent, except files that are here, not empty.
+    """Download what `upload_run_files` and `upload_logs_and_data` sent; files here that are not empty stay.
 
     A log that the store no longer has as it was sent is left out, with a warning.
 
