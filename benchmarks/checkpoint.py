@@ -29,6 +29,7 @@ import torch.distributed.checkpoint as dcp
 from contract import Measurement, measurement, report
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
+from bloomery.checkpoint.format.catalogue import CommittedCheckpoint
 from bloomery.checkpoint.format.state import StateEntry, whole
 from bloomery.config.checkpoint import CheckpointSection
 from bloomery.events.run_directory import RunDirectory
@@ -175,7 +176,7 @@ def measure_steps(options: argparse.Namespace, directory: Path) -> list[Measurem
                 stretch.append(_step(store, state, work))
             firsts.append(stretch[0])
             others += stretch[1:]
-            _drop_all(store)
+            _drop(store.checkpoints())
             alone += [_step(store, state, work) for _ in range(ALONE)]
     quiet_s = median(alone)
     spread = ", ".join(f"{one:.3f}" for one in np.quantile(alone, (0.1, 0.9)))
@@ -224,7 +225,7 @@ def measure_save(options: argparse.Namespace, directory: Path) -> list[Measureme
             rows["limit"].append(min(limits))
             (directory / "raw").unlink()
             rows["ours"].append(_timed(lambda number=number: _durably(store, state, step=number + 3)))
-            _drop_all(store)
+            _drop(store.checkpoints())
             if number < options.peer_rounds:
                 rows["dcp"].append(_timed(lambda: _dcp_save(state, directory / "dcp")))
                 shutil.rmtree(directory / "dcp", ignore_errors=True)
@@ -276,8 +277,8 @@ def _store(directory: Path, state: State, *, throttle: bool = True) -> Iterator[
         yield store
 
 
-def _drop_all(store: Store) -> None:
-    for found in store.checkpoints():
+def _drop(saved: Iterable[CommittedCheckpoint]) -> None:
+    for found in saved:
         shutil.rmtree(found.directory)
 
 
@@ -295,7 +296,9 @@ def _ours(store: Store, state: State, work: Work, *, step: int) -> float:
     work()
     blocked += _timed(store.wait_staged)
     store.wait_for_saves()
-    _drop_all(store)
+    _drop(
+        store.checkpoints()[:-1]
+    )  # the newest one is being read back: without it the next save would report damage
     return blocked
 
 

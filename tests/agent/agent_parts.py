@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -182,9 +183,9 @@ class Led:
         for rank in range(world):
             self.hear(rank, held(round=round, digest=digest))
 
-    def step(self, snapshot: RunSnapshot, now: float = 1000.0) -> float:
+    def step(self, snapshot: RunSnapshot, now: float | None = None) -> float:
         self.view.snapshot = snapshot
-        return self.agent._step(snapshot, now)
+        return self.agent._step(snapshot, time.monotonic() if now is None else now)
 
     def _transact(self, conditions: Any, operations: Any) -> TransactionResult:
         self.transactions.append((conditions, operations))

@@ -203,10 +203,11 @@ def test_ranks_that_are_behind_are_given_what_was_fetched_and_then_count_as_at_w
         is_average=False,
         hand_over=lambda ranks, *, count, why: handed.append((ranks, count, why)),
     )
-    led.step(newest, now=1000.0)
+    given_s = time.monotonic()
+    led.step(newest, now=given_s)
     assert handed == [(led.ranks, 2, "this peer held round 3, the run stands at round 5")]
     assert ("replaced", {"round": 5, "held": 3, "seconds": 2.5}) in led.events
-    assert led.agent._local.progress.next_deadline() == 1000.0 + LIMITS.step_s
+    assert led.agent._local.progress.next_deadline() == given_s + LIMITS.step_s
     led.step(newest)
     assert len(sync.asked) == 2, "nothing is fetched while the ranks load"
     led.hold(round=5, digest="d5")
@@ -262,19 +263,20 @@ def test_ranks_without_progress_take_their_peer_off_the_list_until_they_make_som
     led.begin(round=3, digest="d3")
     snapshot = run_at(3, "d3")
     led.step(snapshot)
+    stuck_s = time.monotonic() + 2000.0
     stopped: list[str] = []
     agent: Any = led.agent
     agent._round_driver.stop = lambda: stopped.append("stopped")
-    agent._local.progress.stuck = lambda now: {1: "step 7 for 61 s"} if now > 2000.0 else {}
+    agent._local.progress.stuck = lambda now: {1: "step 7 for 61 s"} if now > stuck_s else {}
     listings = len(led.listing.listed)
     led.events.clear()
-    assert led.step(snapshot, now=2001.0) == 2002.0
-    led.step(snapshot, now=2002.0)
+    assert led.step(snapshot, now=stuck_s + 1.0) == stuck_s + 2.0
+    led.step(snapshot, now=stuck_s + 2.0)
     assert led.events == [("evicted", {"round": 4, "why": "rank 1: step 7 for 61 s"})]
     assert led.writer.jobs[-1] == "the list of members first" and stopped == ["stopped"]
     assert led.listing.withdrawn == 1 and len(led.listing.listed) == listings
     led.events.clear()
-    led.step(snapshot, now=1999.0)
+    led.step(snapshot, now=stuck_s - 1.0)
     assert led.events[0] == ("back", {"round": 4}) and len(led.listing.listed) == listings + 1
     assert "make no progress (rank 1: step 7 for 61 s): the peer is unlisted" in caplog.text
 

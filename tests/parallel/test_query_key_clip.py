@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,7 +24,6 @@ from bloomery.optim.clip import CountedGradient, examine
 from bloomery.parallel.build import TrainingModel, build_training_model
 from bloomery.parallel.inner_sizes import InnerSizes, by_kind
 from bloomery.parallel.mesh import Mesh
-from bloomery.train.step import lacking_toolchain
 
 VOCABULARY, LENGTH = 64, 16
 
@@ -296,30 +296,38 @@ def test_of_a_long_sequence_some_queries_are_measured_and_of_a_short_one_all(
     assert all(block.attention.logit_maxima is not None for block in model.decoder.blocks)
 
 
-def test_a_compiled_model_is_measured_and_clamped_as_an_eager_one_and_is_compiled_once() -> None:
-    lacking = lacking_toolchain()
-    if lacking:
-        pytest.skip(lacking)
+def test_a_traced_model_is_measured_and_clamped_as_an_eager_one_and_is_traced_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # The code that is made of the graph would take half a minute; `make soak PART=compiled` runs that too.
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    assert_compiled_clamps_alike()
+
+
+def assert_compiled_clamps_alike() -> None:
     torch._dynamo.reset()
     counters.clear()
-    runs = []
-    for compiled in (False, True):
-        model, sizes = model_of("llama", threshold=0.0, compiled=compiled), []
-        for step in range(4):  # as on the rung `clamp`, which begins at the third step
-            model.clip_queries(0.5 if step >= 2 else 0.0)
-            model.begin_sizes(wanted=step % 2 == 1, later=True)
-            model.accumulate([batch(1)], step, weight=1.0)
-            if step % 2 == 1:
-                assert model.inner_sizes is not None
-                sizes.append(by_kind(model.inner_sizes.collect().flatten().tolist()))
-            model.after_update(examine([CountedGradient(gradient=torch.ones(1))], limit=0.0, unscale=1.0))
-            model.weights.copy_masters_to_working()
-        runs.append(sizes)
-    for eager, own in zip(*runs, strict=True):
-        assert own["logit"] == pytest.approx(eager["logit"], rel=1e-4)
-        assert own["weight"] == pytest.approx(eager["weight"], rel=1e-5)
-    assert min(runs[1][0]["logit"]) > 1.0 and max(runs[1][1]["logit"]) < 1.0, "heads were rescaled"
+    eager, own = (sizes_while_clamped(compiled=compiled) for compiled in (False, True))
+    for expected, found in zip(eager, own, strict=True):
+        assert found["logit"] == pytest.approx(expected["logit"], rel=1e-4)
+        assert found["weight"] == pytest.approx(expected["weight"], rel=1e-5)
+    assert min(own[0]["logit"]) > 1.0 and max(own[1]["logit"]) < 1.0, "heads were rescaled"
     assert counters["stats"]["unique_graphs"] == 1
+
+
+def sizes_while_clamped(*, compiled: bool) -> list[dict[str, list[float]]]:
+    """Four steps, as on the rung `clamp`, which begins at the third step."""
+    model, sizes = model_of("llama", threshold=0.0, compiled=compiled), []
+    for step in range(4):
+        model.clip_queries(0.5 if step >= 2 else 0.0)
+        model.begin_sizes(wanted=step % 2 == 1, later=True)
+        model.accumulate([batch(1)], step, weight=1.0)
+        if step % 2 == 1:
+            assert model.inner_sizes is not None
+            sizes.append(by_kind(model.inner_sizes.collect().flatten().tolist()))
+        model.after_update(examine([CountedGradient(gradient=torch.ones(1))], limit=0.0, unscale=1.0))
+        model.weights.copy_masters_to_working()
+    return sizes
 
 
 @pytest.mark.parametrize("stays_on", [False, True])

@@ -12,6 +12,7 @@ import torch
 from tests.layouts.comparison import Matrix
 from tests.layouts.layouts import BLOOM, GPT, LAYOUTS, LLAMA
 from tests.machine import has_python_headers
+from tests.parallel.test_query_key_clip import assert_compiled_clamps_alike
 
 from bloomery.config.model import ModelSection
 from bloomery.model.decoder import build
@@ -48,6 +49,13 @@ def test_the_compiled_model_has_no_breaks_and_computes_the_same_each_time() -> N
         first = loss(step, compiled)
         torch.testing.assert_close(first, loss(step, total), rtol=1e-4, atol=1e-4)
         assert all(torch.equal(one, again) for one, again in zip(first, loss(step, compiled), strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.needs("g++", package="g++")
+@pytest.mark.needs(has_python_headers, package="python3-dev")
+def test_a_compiled_model_is_measured_and_clamped_as_an_eager_one_and_is_compiled_once() -> None:
+    assert_compiled_clamps_alike()
 
 
 @pytest.fixture(scope="module")

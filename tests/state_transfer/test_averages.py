@@ -61,6 +61,26 @@ def test_an_average_comes_from_several_peers_at_once_or_from_one_where_that_is_a
         assert (fetched.directory / "average-0").read_bytes() == CONTENT
 
 
+def test_a_small_average_comes_from_one_peer_over_one_connection(sources, tmp_path, monkeypatch):
+    began: list[str] = []
+    start = averages._Download._start
+    monkeypatch.setattr(averages, "ALONE_S", 60.0)
+    monkeypatch.setattr(
+        averages._Download,
+        "_start",
+        lambda self, target, state: (began.append(state.origin.peer), start(self, target, state))[1],
+    )
+    fetch = AverageFetcher(tmp_path / "missed", TRUST)
+    small = CONTENT[: averages.SMALL_BYTES]
+    for content, connections in ((small, ["a"]), (small + b"x", ["a", "a", "b", "b"])):
+        began.clear()
+        for name in "ab":
+            (tmp_path / name / "cd34.0").write_bytes(content)
+        fetched = fetch(COMMIT, lambda: sources, ranks=1, cancelled=lambda: False)
+        assert sorted(began) == connections
+        assert (fetched.directory / "average-0").read_bytes() == content
+
+
 def test_a_peer_whose_address_is_none_keeps_nobody_from_the_others(sources, tmp_path):
     fetch = AverageFetcher(tmp_path / "missed", TRUST)
     nowhere = PeerSource(peer="a", url="http://127.0.0.1:65536")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import socket
 import threading
+import time
 from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -357,7 +358,8 @@ def test_each_stream_of_an_average_leaves_as_much_to_all_others_of_all_peers(
     monkeypatch.setattr(averages._Download, "_begin", note)
     sources = [PeerSource(peer=peer, url="http://127.0.0.1:8") for peer in "abc"]
     one = _Download(tmp_path, ["f"], {})
-    assert not one.fetch(sources, "ab12", TRUST, until=0.0, cancelled=lambda: False)
+    until_s = time.monotonic() + DEADLINE_S
+    assert not one.fetch(sources, "ab12", TRUST, until=until_s, cancelled=lambda: False)
     assert one._streams == 3 * averages.STREAMS
     until(lambda: sorted(begun) == ["a", "b", "c"])
 

@@ -18,6 +18,7 @@ from bloomery.checkpoint.format.manifest import INDEX, MANIFEST
 from bloomery.coordination.certificates import init_certificates
 from bloomery.coordination.credentials import read_bundle, read_certificate
 from bloomery.errors import PeerError
+from bloomery.state_transfer import averages
 from bloomery.state_transfer.averages import STREAMS, AverageFetcher
 from bloomery.state_transfer.client import fetch_state
 from bloomery.state_transfer.served_states import ServedStates
@@ -147,8 +148,11 @@ def test_where_no_relay_is_known_the_address_alone_is_tried_each_time() -> None:
         _Way(PeerSource(peer="a", url=THROUGH_RELAY), "", TRUST).connect(reaching.dial)
 
 
-def test_a_source_sends_an_average_over_several_connections_at_once(tmp_path: Path) -> None:
+def test_a_source_sends_a_large_average_over_several_connections_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """None of them gets a byte before all have asked for one."""
+    monkeypatch.setattr(averages, "SMALL_BYTES", 1 << 20)
     asking = threading.Barrier(STREAMS)
 
     class Together(ServedStates):

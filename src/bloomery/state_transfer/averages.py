@@ -39,6 +39,10 @@ STREAMS = 2
 """The connections to each of them that fetch it."""
 PATIENCE_S = 30.0
 """The seconds that a peer which should have an average may take to write it."""
+ALONE_S = 0.1
+"""The seconds for which one peer is asked alone: a small average comes from it before the others answer."""
+SMALL_BYTES = 4 << 20
+"""An average of at most so many bytes is fetched over one connection: to make more takes longer."""
 _SMALLEST_BYTES = 256 << 10
 _PAUSE_S = 0.2
 _SHOWN = 32
@@ -159,20 +163,28 @@ class _Download:
     ) -> bool:
         """Fetch all files. Raises OSError if one is not written.
 
+        The first source is asked alone for ALONE_S, and the others at once if the average is large.
         Returns False if they have not all come, or if no peer has begun to send them after CONNECT_S or at
         `until`. A peer that has not written its average yet is asked again while another may still answer.
         """
         states = [state for source in sources for state in self._states_at(source, digest, trust)]
         self._streams = STREAMS * len(states)
+        others = states[1:]
         try:
-            for state in states:
+            for state in states[:1]:
                 self._start(self._begin, state)
-            until = min(until, time.monotonic() + CONNECT_S)
+            began_s = time.monotonic()
+            until = min(until, began_s + CONNECT_S)
             with self._changed:
-                while self._active > self._waiting and not (self._is_over or self._error or cancelled()):
-                    if self._missing is None and time.monotonic() > until:
+                while (self._is_any_at_work or others) and not (self._is_over or self._error or cancelled()):
+                    now = time.monotonic()
+                    if self._missing is None and now > until:
                         break
-                    self._changed.wait(_PAUSE_S)
+                    if others and (self._is_large or not self._is_any_at_work or now >= began_s + ALONE_S):
+                        for state in others:
+                            self._start(self._begin, state)
+                        others = []
+                    self._changed.wait(_PAUSE_S if not others else began_s + ALONE_S - now)
             if self._error is not None:
                 raise self._error
             return self._is_over
@@ -196,6 +208,15 @@ class _Download:
     @property
     def _is_over(self) -> bool:
         return self._missing is not None and self._missing.is_over
+
+    @property
+    def _is_any_at_work(self) -> bool:
+        return self._active > self._waiting
+
+    @property
+    def _is_large(self) -> bool:
+        """Whether the average is known to be worth more than one connection."""
+        return self.bytes > SMALL_BYTES
 
     def _start(self, target: Callable[[ServedState], None], state: ServedState) -> None:
         def run() -> None:
@@ -232,9 +253,10 @@ class _Download:
                 self._sizes = sizes
                 self._missing = MissingBlocks(_runs(sizes), unit=_SMALLEST_BYTES, streams=self._streams)
                 self.peers.add(state.origin.peer)
+                self._changed.notify_all()
             if sizes != self._sizes:
                 raise _OfAnotherSize("its average has another size than that of others")
-        for _ in range(STREAMS - 1):
+        for _ in range(STREAMS - 1 if self._is_large else 0):
             self._start(self._stream, state)
         self._stream(state)
 
