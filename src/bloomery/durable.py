@@ -169,6 +169,8 @@ def publish(draft: Path, target: Path) -> None:
 
 def make_directory(path: Path) -> None:
     """Make a directory and the missing ones above it, durably. Harmless where it is there already."""
+    if path.is_dir():
+        return
     missing = []
     place = path
     while not place.exists():

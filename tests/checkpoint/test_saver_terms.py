@@ -19,6 +19,7 @@ from bloomery.checkpoint.format.manifest import read_manifest
 from bloomery.checkpoint.format.state import SaveResult, whole
 from bloomery.checkpoint.save import saver as saver_module
 from bloomery.checkpoint.save.saver import Saver
+from bloomery.checkpoint.save.staging import PendingSave
 from bloomery.checkpoint.save.write_plan import WritePlanner
 from bloomery.checkpoint.writer.ranks import Ranks
 from bloomery.config.checkpoint import CheckpointSection
@@ -47,15 +48,18 @@ class Background:
 
     def begin(self, entries: object, plan: object, **how: Any) -> Any:
         self.orders.append({"entries": entries, "plan": plan, **how})
-        over = threading.Event()
-        return SimpleNamespace(
+        unused: Any = None
+        return PendingSave(
             name=how["name"],
             step=how["step"],
             order=how["order"],
-            over=over,
-            failure=None,
-            seconds=0.0,
-            bytes=0,
+            run_length_steps=how["run_length_steps"],
+            plan=unused,
+            texts={},
+            buffer=0,
+            pace=unused,
+            window_s=0.0,
+            deadlines=unused,
         )
 
     def wait(self, *, deadline_s: float) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate, chain
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -112,7 +113,10 @@ class StateEntry:
         shape = tuple(self.tensor.shape)
         if shape != self.box.shape:
             raise ValueError(f"{self.name}: the tensor has shape {shape}, its box {self.box.shape}")
-        if not self.box.is_within(self.global_shape):
+        is_whole = shape == self.global_shape and not any(
+            self.box.offset
+        )  # as most are: the quick test first
+        if not is_whole and not self.box.is_within(self.global_shape):
             raise ValueError(f"{self.name}: {self.box} does not lie in {self.global_shape}")
         if self.dtype not in ITEM_BYTES or dtype_of(self.tensor) != self.dtype:
             raise ValueError(f"{self.name}: a tensor of {dtype_of(self.tensor)} was declared {self.dtype}")
@@ -208,7 +212,12 @@ def collect(parts: Mapping[str, Stateful]) -> CollectedState:
 
 def dtype_of(tensor: Any) -> str:  # Any: a torch.Tensor
     """Return the element type's name as in ITEM_BYTES."""
-    return str(tensor.dtype).removeprefix("torch.")
+    return _dtype_name(tensor.dtype)
+
+
+@cache
+def _dtype_name(dtype: Any) -> str:  # Any: a torch.dtype
+    return str(dtype).removeprefix("torch.")
 
 
 class BoxOverlaps:

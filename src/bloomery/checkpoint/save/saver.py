@@ -143,9 +143,20 @@ class Saver:
         if background is None:
             self.save(snapshot)
             return True
+        facts = self._ranks.gather(self._gathered_facts(background, snapshot.state.entries))
+        intact = self._take_verdicts(facts)
+        try:
+            return self._begin_beside(background, snapshot, facts)
+        finally:
+            if intact:  # pruning, in another thread, comes after what the training waits for
+                newest, length = max(intact), snapshot.run_length_steps
+                background.run_in_save_thread(lambda: self._committed(newest, length))
+
+    def _begin_beside(
+        self, background: BackgroundSaver, snapshot: StateSnapshot, facts: Sequence[Mapping[str, Any]]
+    ) -> bool:
+        """Begin a save in the background; see `begin`. facts: of every rank."""
         entries, name = snapshot.state.entries, checkpoint_name(snapshot.step, snapshot.incarnation)
-        facts = self._ranks.gather(self._gathered_facts(background, entries))
-        self._take_verdicts(facts, background, snapshot)
         plan = self._planner.agree(entries, [fact["layout"] for fact in facts])
         why = [f"rank {rank}: {fact['refusal']}" for rank, fact in enumerate(facts) if fact["refusal"]]
         for rank, (fact, needed) in enumerate(zip(facts, self._planner.buffer_bytes, strict=True)):
@@ -194,7 +205,7 @@ class Saver:
             self.begin(snapshot)
             self._ranks.poll_on_all(lambda: self._wait_for(final.name))
             return final
-        if not self._is_saved(snapshot):
+        if not self._ranks.run_on_first(lambda: self._is_here(snapshot)):
             written = self._save_directly(snapshot)
             self.committed_step = snapshot.step
             if self._verdicts is not None:
@@ -287,7 +298,7 @@ class Saver:
         """Create a save's directory; return True where the checkpoint exists already. Raises StorageError."""
         self._collect_ended()
         self._clear_failed_partials(under_way)
-        if already_saved(self._directory, step=snapshot.step, incarnation=snapshot.incarnation) is not None:
+        if self._is_here(snapshot):
             return True
         self._place.begin(self._partial(snapshot), bytes=sum(self._planner.file_bytes))
         return False
@@ -298,15 +309,7 @@ class Saver:
         for saving in over:
             if saving.failure is not None and self._ranks.is_first:
                 self._failed_partials.add(Path(saving.order["partial"]))
-            self._saved.append(
-                SaveResult(
-                    step=saving.step,
-                    name=saving.name,
-                    failure=saving.failure,
-                    seconds=saving.seconds,
-                    bytes=saving.bytes,
-                )
-            )
+            self._saved.append(saving.result())
 
     def _clear_failed_partials(self, under_way: Collection[str]) -> None:
         """Remove the directories of failed saves, once no rank writes there any more."""
@@ -319,12 +322,9 @@ class Saver:
         sizes = self._planner.file_bytes
         self._deadlines = Deadlines(part_bytes=sizes[self._ranks.rank], largest_part_bytes=max(sizes))
 
-    def _is_saved(self, snapshot: StateSnapshot) -> bool:
-        step, incarnation = snapshot.step, snapshot.incarnation
-        return bool(
-            self._ranks.run_on_first(
-                lambda: already_saved(self._directory, step=step, incarnation=incarnation) is not None
-            )
+    def _is_here(self, snapshot: StateSnapshot) -> bool:
+        return (
+            already_saved(self._directory, step=snapshot.step, incarnation=snapshot.incarnation) is not None
         )
 
     def _partial(self, snapshot: StateSnapshot) -> Path:
@@ -366,16 +366,12 @@ class Saver:
         for rank, problem in enumerate(outcomes if self._ranks.is_first else ()):
             verdicts.add(rank, {final.name: problem})
 
-    def _take_verdicts(
-        self, facts: Sequence[Mapping[str, Any]], background: BackgroundSaver, snapshot: StateSnapshot
-    ) -> None:
-        """Note what all ranks read back since the last save; older checkpoints may go when it is intact."""
+    def _take_verdicts(self, facts: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Note what all ranks read back since the last save; return what is now known to be intact."""
         if not self._ranks.is_first or self._verdicts is None:
-            return
-        intact = [self._verdicts.add(rank, fact["read_back"]) for rank, fact in enumerate(facts)]
-        names = [name for names in intact for name in names]
-        if names:
-            background.run_in_save_thread(lambda: self._committed(max(names), snapshot.run_length_steps))
+            return []
+        found = [self._verdicts.add(rank, fact["read_back"]) for rank, fact in enumerate(facts)]
+        return [name for names in found for name in names]
 
     def _on_written(self, saving: PendingSave) -> None:
         """Note that this rank's part was written; on the first rank: committed. Runs in the save's thread."""
@@ -385,10 +381,11 @@ class Saver:
 
     def _drain(self) -> None:
         background = self._background
-        late = [] if background is None else background.wait(deadline_s=self._deadlines.finish_s)
+        finish_s = self._deadlines.finish_s
+        late = [] if background is None else background.wait(deadline_s=finish_s)
         if late:
             raise StorageError(
-                f"Saving {', '.join(late)} took longer than {self._deadlines.finish_s:,.0f} s.",
+                f"Saving {', '.join(late)} took longer than {finish_s:,.0f} s.",
                 remedy="Is the disk stuck (dmesg)? Earlier checkpoints are untouched.",
             )
 

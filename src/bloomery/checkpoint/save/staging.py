@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from bloomery.checkpoint.format.deadlines import Deadlines
-from bloomery.checkpoint.format.state import StateEntry
+from bloomery.checkpoint.format.state import SaveResult, StateEntry
 from bloomery.checkpoint.save.write_plan import RankWritePlan
 from bloomery.checkpoint.writer.shared_buffer import SharedBuffer
 from bloomery.errors import BloomeryError
@@ -80,6 +80,12 @@ class PendingSave:
     bytes: int = 0
     staged: threading.Event = field(default_factory=threading.Event)
     over: threading.Event = field(default_factory=threading.Event)
+
+    def result(self) -> SaveResult:
+        """Return how the save ended. Called once it is over."""
+        return SaveResult(
+            step=self.step, name=self.name, failure=self.failure, seconds=self.seconds, bytes=self.bytes
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
