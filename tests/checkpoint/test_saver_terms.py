@@ -231,6 +231,18 @@ def test_older_checkpoints_go_when_all_ranks_have_read_a_newer_one_back(tmp_path
     assert told.committed == [("b", 77)]
 
 
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_older_checkpoints_go_after_a_save_has_begun_and_also_where_none_can(
+    tmp_path: Path, is_busy: bool
+) -> None:
+    told = Told(tmp_path)
+    told.background.is_busy, told.background.outcomes = is_busy, {"a": ""}
+    begun: list[int] = []
+    told.background.run_in_save_thread = lambda act: (begun.append(len(told.background.orders)), act())
+    assert told.saver.begin(snapshot(1.0)) is not is_busy
+    assert told.committed == [("a", 77)] and begun == [0 if is_busy else 1]
+
+
 def test_a_save_that_ended_is_told_with_how_it_ended_and_what_failed_is_cleared(tmp_path: Path) -> None:
     told, failure = Told(tmp_path), StorageError("no space", remedy="")
     for step in (3, 4, 5):
