@@ -61,14 +61,15 @@ def hanging(
     tmp_path: Path, file: str, code: str, activity: str, *, culprit: int
 ) -> Iterator[dict[int, RankBeat]]:
     """Four processes, three of which wait in an all_reduce for the culprit; yields their heartbeats."""
-    for name, function in (
-        (file, f"def stand():\n    {code}\n"),
-        ("torch/distributed/distributed_c10d.py", ""),
+    for name, function, does in (
+        (file, "stand", code),
+        ("torch/distributed/distributed_c10d.py", "all_reduce", "time.sleep(600)"),
     ):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        function = function or "def all_reduce():\n    time.sleep(600)\n"
-        path.write_text(f"import os, threading, time\n{function}")
+        arrive = "open(os.environ['ARRIVED'], 'w').close()"
+        path.write_text(f"import os, threading, time\ndef {function}():\n    {arrive}; {does}\n")
+    arrived = [tmp_path / f"arrived-{rank}" for rank in range(4)]
     (tmp_path / "beats").mkdir()
     program = tmp_path / "rank.py"
     program.write_text(RANK.format(root=str(tmp_path), stacks=str(tmp_path), beats=str(tmp_path / "beats")))
@@ -76,7 +77,7 @@ def hanging(
     processes = [
         subprocess.Popen(
             [sys.executable, str(program), str(rank), file, str(culprit), activity],
-            env=dict(os.environ) | path,
+            env=dict(os.environ) | path | {"ARRIVED": str(arrived[rank])},
         )
         for rank in range(4)
     ]
@@ -88,9 +89,9 @@ def hanging(
             known = {rank: beat for rank, beat in beats.items() if beat is not None}
             reached = {rank: beat.activity for rank, beat in known.items()}
             stopped = [rank for rank, beat in known.items() if _state(beat.pid) == "T"]
-            if reached == expected or (
-                stopped and len([r for r in reached if reached[r] == expected[r]]) >= 3
-            ):
+            right = [rank for rank in reached if reached[rank] == expected[rank]]
+            # A heartbeat comes before the call that it tells of, and a stack in between would be of neither.
+            if all(path.exists() for path in arrived) and len(right) >= (3 if stopped else 4):
                 break
             assert time.monotonic() < deadline, reached
             time.sleep(0.05)
