@@ -198,6 +198,17 @@ def test_uploads_that_were_cut_short_are_ended_unless_it_is_a_dry_run(
     assert [json.loads(one) for one in shown[1::2]] == [facts | {"removed": False}, facts | {"removed": True}]
 
 
+def test_a_tensor_that_is_not_a_number_in_one_checkpoint_differs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, other = (
+        str(save_checkpoint(tmp_path / name, [whole("model.a", tensor)], step=1, incarnation=1))
+        for name, tensor in (("a", torch.ones(3)), ("b", torch.tensor([1.0, float("nan"), 1.0])))
+    )
+    assert run(["diff", one, other, "--contents"]) == 1
+    assert "  model.a  nan" in capsys.readouterr().out.splitlines()
+
+
 def test_differences_are_told_by_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def saved(name: str, step: int, about: dict[str, Any], **tensors: torch.Tensor) -> str:
         entries = [whole(f"model.{key}", tensor) for key, tensor in tensors.items()]
