@@ -12,7 +12,7 @@ from bloomery.guard.basic_guards import NotFinite
 from bloomery.guard.corruption import SilentCorruption
 from bloomery.guard.digests import RankDigests, computation_faults, held_faults
 from bloomery.guard.parity import ResumeParity, _error, _was_moving
-from bloomery.guard.restraint import Restraint, restraints_from_json, smallest_limit
+from bloomery.guard.restraint import Restraint, restraint_at, restraints_from_json, smallest_limit
 from bloomery.guard.verdict import Anomaly, Rewind, Stop, Watch
 
 MAD = 1.4826
@@ -208,3 +208,11 @@ def test_restraints_of_before_there_were_clamps_have_none() -> None:
     whole = Restraint(start=5, stop=9, rate=0.5, clip=0.25, z_score=2.5, qk_clip=100.0)
     assert whole.to_json() == {**old, "z_score": 2.5, "qk_clip": 100.0}
     assert smallest_limit([0.0, 3.0, 2.0]) == 2.0 and smallest_limit([0.0]) == smallest_limit([]) == 0.0
+
+
+def test_of_several_restraints_each_limit_is_the_smallest_that_is_one() -> None:
+    first = Restraint(start=0, stop=100, rate=0.5, clip=1.0, z_score=0.0, qk_clip=30.0)
+    second = Restraint(start=50, stop=80, rate=0.8, clip=0.3, z_score=2.5, qk_clip=0.0)
+    together = Restraint(start=50, stop=80, rate=0.5, clip=0.3, z_score=2.5, qk_clip=30.0)
+    assert restraint_at((first, second), 60) == restraint_at((second, first), 60) == together
+    assert restraint_at((first, second), 80) == first
