@@ -296,9 +296,7 @@ def _ours(store: Store, state: State, work: Work, *, step: int) -> float:
     work()
     blocked += _timed(store.wait_staged)
     store.wait_for_saves()
-    _drop(
-        store.checkpoints()[:-1]
-    )  # the newest one is being read back: without it the next save would report damage
+    _drop(store.checkpoints()[:-1])  # the newest is being read back: the next save would report damage
     return blocked
 
 

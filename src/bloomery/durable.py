@@ -78,9 +78,10 @@ def refresh(path: Path, content: str) -> None:
 
 
 def write_new(path: Path, content: bytes | str, *, mode: int = 0o666) -> None:
-    """Make a file and sync its bytes. Raises FileExistsError where there is one.
+    """Create a file with this content and fsync it. Raises FileExistsError if the path exists.
 
-    Its name is durable only after a `sync_directory`: whoever writes several files calls it once, at the end.
+    The directory's entry for it is durable only after `sync_directory` of its parent, which a caller that
+    writes several files there calls once, at the end.
     """
     data = memoryview(content.encode() if isinstance(content, str) else content)
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)

@@ -369,6 +369,14 @@ def test_a_warm_up_may_last_the_whole_run_in_any_unit():
         as_long = [*run, f"schedule.unit={unit}", f"schedule.warmup={length}"]
         assert "schedule.warmup" not in findings("demo", *as_long)
         assert "schedule.warmup" in findings("demo", *as_long[:-1], f"schedule.warmup={length + 1}")
+    # 256 samples in batches of 4 and 256 in batches of 8: 96 steps, which are not counted here.
+    ramp_up = [
+        "train.ramp_up=[4, 4, 256]",
+        "train.micro_batch=4",
+        "schedule.unit=steps",
+        "schedule.warmup=80",
+    ]
+    assert "schedule.warmup" not in findings("demo", *run, *ramp_up)
 
 
 @pytest.mark.parametrize("url", ["s3://user@bucket/x", "s3://:word@bucket/x", "s3://bucket/x?key=1"])

@@ -36,6 +36,9 @@ def test_the_memory_of_a_job_is_the_least_that_a_group_of_it_allows(
     }
     files(monkeypatch, groups)
     assert main_memory_gib() == gib
+    groups["/proc/self/cgroup"] = "0::/slurm/job_7/step_0/user/task_0\n"
+    files(monkeypatch, groups)
+    assert main_memory_gib() == gib, "however far above the process the group is"
     files(monkeypatch, {"/proc/self/cgroup": "0::/\n", "/sys/fs/cgroup/memory.max": f"{9 * GIB}\n"})
     assert main_memory_gib() == 4.0, "a limit beyond what there is"
     files(monkeypatch, {})

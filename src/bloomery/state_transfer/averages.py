@@ -40,7 +40,7 @@ STREAMS = 2
 PATIENCE_S = 30.0
 """The seconds that a peer which should have an average may take to write it."""
 ALONE_S = 0.1
-"""The seconds for which one peer is asked alone: a small average comes from it before the others answer."""
+"""The seconds for which one peer is asked alone; then the others are asked too, if it has not sent all."""
 SMALL_BYTES = 4 << 20
 """An average of at most so many bytes is fetched over one connection: to make more takes longer."""
 _SMALLEST_BYTES = 256 << 10
@@ -237,9 +237,10 @@ class _Download:
         threading.Thread(target=run, name="fetching", daemon=True).start()
 
     def _begin(self, state: ServedState) -> None:
-        """Read the sizes of the files at a peer, and fetch from it. Raises SourceFailed and OSError.
+        """Ask one peer for the files' sizes in bytes, then fetch pieces from it until all have come.
 
-        The first peer that reports sizes decides; those that report others send nothing in this try.
+        The first peer that answers sets the sizes of this try. Raises SourceFailed, also for a peer that
+        reports other sizes, from which nothing is fetched, and OSError.
         """
         sizes = self._sizes_at(state)
         self._failed.pop(state.origin, None)

@@ -83,6 +83,8 @@ class Box(msgspec.Struct, frozen=True, gc=False):
 
     def is_within(self, global_shape: tuple[int, ...]) -> bool:
         """Say whether the box lies in a tensor of this shape."""
+        if self.shape == global_shape and not any(self.offset):  # most boxes are whole tensors
+            return True
         return len(global_shape) == len(self.shape) and all(
             stop <= size for stop, size in zip(self._stop(), global_shape, strict=True)
         )
@@ -113,10 +115,7 @@ class StateEntry:
         shape = tuple(self.tensor.shape)
         if shape != self.box.shape:
             raise ValueError(f"{self.name}: the tensor has shape {shape}, its box {self.box.shape}")
-        is_whole = shape == self.global_shape and not any(
-            self.box.offset
-        )  # as most are: the quick test first
-        if not is_whole and not self.box.is_within(self.global_shape):
+        if not self.box.is_within(self.global_shape):
             raise ValueError(f"{self.name}: {self.box} does not lie in {self.global_shape}")
         if self.dtype not in ITEM_BYTES or dtype_of(self.tensor) != self.dtype:
             raise ValueError(f"{self.name}: a tensor of {dtype_of(self.tensor)} was declared {self.dtype}")
@@ -128,7 +127,7 @@ class StateEntry:
 
 
 class Stateful(Protocol):
-    """A part of a run whose state a checkpoint holds, such as the model or the optimizer."""
+    """Interface of a component whose state is saved in checkpoints, such as the model or the optimizer."""
 
     def state_entries(self) -> Iterable[StateEntry]:
         """Yield the tensors. Loading writes them in place, so they are the part's own, not copies."""

@@ -260,7 +260,10 @@ class Saver:
             self._background = None
 
     def _degrade(self, why: str) -> None:
-        """Save at once from now on. All ranks do so together, or they would wait for each other."""
+        """Stop saving in the background: each later save is synchronous, and the training waits for it.
+
+        Called on all ranks in the same save, because saving is collective. why: the reason, for the log.
+        """
         if self._background is not None:
             self._background.close()
             self._background = None
@@ -381,11 +384,10 @@ class Saver:
 
     def _drain(self) -> None:
         background = self._background
-        finish_s = self._deadlines.finish_s
-        late = [] if background is None else background.wait(deadline_s=finish_s)
+        late = [] if background is None else background.wait(deadline_s=self._deadlines.finish_s)
         if late:
             raise StorageError(
-                f"Saving {', '.join(late)} took longer than {finish_s:,.0f} s.",
+                f"Saving {', '.join(late)} took longer than {self._deadlines.finish_s:,.0f} s.",
                 remedy="Is the disk stuck (dmesg)? Earlier checkpoints are untouched.",
             )
 

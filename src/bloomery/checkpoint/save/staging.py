@@ -171,7 +171,7 @@ def pin(buffer: SharedBuffer, device: torch.device) -> bool:
 
 
 def unpin(buffer: SharedBuffer) -> None:
-    """Unpin a buffer that `pin` pinned, before the buffer is closed."""
+    """Unregister from CUDA the pages of a buffer that `pin` pinned, before the buffer is closed."""
     memory = torch.frombuffer(buffer.view, dtype=torch.uint8)
     torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
