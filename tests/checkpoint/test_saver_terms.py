@@ -10,13 +10,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from tests.checkpoint.test_save_and_load_steps import NAME, snapshot
 
 from bloomery.checkpoint.format.commit import partial_directory
 from bloomery.checkpoint.format.deadlines import Deadlines
 from bloomery.checkpoint.format.manifest import read_manifest
-from bloomery.checkpoint.format.state import SaveResult, whole
+from bloomery.checkpoint.format.state import SaveResult
 from bloomery.checkpoint.save import saver as saver_module
 from bloomery.checkpoint.save.saver import Saver
 from bloomery.checkpoint.save.staging import PendingSave
@@ -395,101 +394,6 @@ def test_what_a_failed_save_at_once_left_goes_by_the_first_rank_alone(tmp_path: 
         with pytest.raises(StorageError, match="no space"):
             told.saver.save(snapshot(1.0))
         assert partial.exists() is is_left
-
-
-class Part:
-    """A part of a run with two tensors."""
-
-    def state_entries(self) -> list[Any]:
-        return [whole(f"model.{name}", torch.ones(500)) for name in "ab"]
-
-    def state_values(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_values(self, values: object) -> None:
-        """Nothing is there."""
-
-
-def prepared(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, *, threshold: int, refused: str = "", **section: Any
-) -> tuple[Saver, list[dict[str, Any]]]:
-    made: list[dict[str, Any]] = []
-    monkeypatch.setattr(saver_module, "BackgroundSaver", lambda **how: made.append(how) or Background())
-    monkeypatch.setattr(saver_module, "BACKGROUND_BYTES", threshold)
-    monkeypatch.setattr(saver_module, "memory_shortage", lambda ranks, bytes, memory: refused)
-    saver = Saver(
-        directory, Ranks(), CheckpointSection(**section), committed=lambda *_: None, intact=lambda _: None
-    )
-    parts: Any = {"model": Part()}
-    saver.prepare(parts)
-    saver.prepare(parts)
-    return saver, made
-
-
-def test_memory_is_taken_for_a_state_that_is_large_enough_or_where_it_was_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    size = 4096 + 4000
-    for threshold, section, count in (
-        (size, {}, 1),
-        (size + 1, {}, 0),
-        (size + 1, {"background": "on"}, 1),
-        (size, {"background": "off"}, 0),
-    ):
-        saver, made = prepared(tmp_path, monkeypatch, threshold=threshold, throttle=False, **section)
-        assert len(made) == count and (saver.background is not None) is bool(count)
-    (_, made) = prepared(tmp_path, monkeypatch, threshold=0)
-    (how,) = made
-    assert how.pop("committed") is not None
-    assert how == {
-        "bytes": 8192 + (1 << 20) + (64 << 10),
-        "throttled": CheckpointSection().throttle,
-        "device": torch.device("cpu"),
-        "memory": None,
-    }
-
-
-def test_settings_that_change_count_for_the_saver_beside_the_training_that_is_made_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for throttle in (True, False):
-        _, made = prepared(tmp_path, monkeypatch, threshold=0, throttle=throttle)
-        assert made[0]["throttled"] is throttle
-    parts: Any = {"model": Part()}
-    saver = Saver(tmp_path, Ranks(), CheckpointSection(), committed=lambda *_: None, intact=None)
-    saver.follow(CheckpointSection(background="off"))
-    saver.prepare(parts)
-    assert saver.background is None
-
-
-def test_where_memory_is_short_the_run_is_refused_only_where_it_was_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saver, made = prepared(tmp_path, monkeypatch, threshold=0, refused="rank 1: none")
-    assert made == [] and saver.take_background_failures() == ["rank 1: none"]
-    with pytest.raises(StorageError, match="rank 1: none") as refused:
-        prepared(tmp_path, monkeypatch, threshold=0, refused="rank 1: none", background="on")
-    assert "checkpoint.background=off" in refused.value.remedy
-
-
-def test_partners_are_agreed_on_for_the_largest_size_that_a_part_will_have(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[object] = []
-    memory: Any = SimpleNamespace()
-
-    def agree(ranks: object, directory: Path, **how: object) -> tuple[Any, int]:
-        asked.append((directory, how))
-        return memory, 0
-
-    monkeypatch.setattr(saver_module, "agree_on_partner", agree)
-    run = tmp_path / "run"
-    saver, made = prepared(
-        run / "checkpoints", monkeypatch, threshold=1 << 40, partner_copies=True, memory_directory="/there"
-    )
-    size = 8192 + (1 << 20) + (64 << 10)
-    assert asked == [(Path("/there"), {"run": run, "bytes": size, "boxes": 4})]
-    assert made[0]["memory"] is memory and saver._partner == 0
 
 
 def test_a_rank_that_is_not_the_first_notes_its_step_and_commits_nothing(tmp_path: Path) -> None:
