@@ -198,15 +198,34 @@ def test_uploads_that_were_cut_short_are_ended_unless_it_is_a_dry_run(
     assert [json.loads(one) for one in shown[1::2]] == [facts | {"removed": False}, facts | {"removed": True}]
 
 
-def test_a_tensor_that_is_not_a_number_in_one_checkpoint_differs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "told"),
+    [
+        ([1.0, 1.0], [1.0, NAN], None),
+        ([NAN, 1.0], [1.0, NAN], None),
+        ([INF, 1.0], [-INF, 1.0], None),
+        ([1.0, 2.0, NAN, INF], [1.0, 2.5, NAN, INF], 0.5),
+        ([NAN, INF, -INF], [NAN, INF, -INF], "nothing"),
+    ],
+)
+def test_elements_that_are_no_finite_numbers_are_told_where_they_differ(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], here: list[float], there: list[float], told: Any
 ) -> None:
     one, other = (
-        str(save_checkpoint(tmp_path / name, [whole("model.a", tensor)], step=1, incarnation=1))
-        for name, tensor in (("a", torch.ones(3)), ("b", torch.tensor([1.0, float("nan"), 1.0])))
+        str(save_checkpoint(tmp_path / name, [whole("model.a", torch.tensor(values))], step=1, incarnation=1))
+        for name, values in (("a", here), ("b", there))
     )
-    assert run(["diff", one, other, "--contents"]) == 1
-    assert "  model.a  nan" in capsys.readouterr().out.splitlines()
+    is_equal = told == "nothing"
+    assert run(["diff", one, other, "--contents", "--json"]) == (0 if is_equal else 1)
+    assert json.loads(capsys.readouterr().out)["elements"] == ({} if is_equal else {"model.a": told})
+    run(["diff", one, other, "--contents"])
+    words = {None: "  model.a  not finite in one of both", "nothing": "nothing differs"}.get(
+        told, f"  model.a  {told}"
+    )
+    assert words in capsys.readouterr().out.splitlines()
 
 
 def test_differences_are_told_by_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -127,21 +127,33 @@ class Ticking:
                 file.write(self.comes.pop(moment))
 
 
+HELPER = (
+    'Thread 0x2 (most recent call first):\n  File "/x/a.py", line 3 in beat\n'
+    '  File "/usr/lib/threading.py", line 9 in _bootstrap\n\n'
+)
 DUMP = 'Current thread 0x1 (most recent call first):\n  File "/x/socket.py", line 7 in recv\n'
 END = '  File "/x/run.py", line 1 in <module>\n'
+RUNPY = '  File "<frozen runpy>", line 198 in _run_module_as_main\n'
 
 
 @pytest.mark.parametrize(
     ("comes", "frames", "until"),
     [
-        ({0.1: DUMP, 0.3: END}, 2, 0.6),
-        ({0.1: DUMP + END}, 2, 0.4),
-        ({1.9: DUMP}, 1, 2.0),
-        ({}, 0, 2.0),
+        ({0.1: DUMP, 0.3: END}, ["recv", "<module>"], 0.6),
+        ({0.1: DUMP + END}, ["recv", "<module>"], 0.4),
+        ({0.1: HELPER + DUMP, 1.2: RUNPY}, ["recv", "_run_module_as_main"], 1.5),
+        ({0.1: HELPER, 1.3: DUMP + END}, ["recv", "<module>"], 1.6),
+        ({0.1: HELPER + DUMP + END[:-1], 1.3: "\n"}, ["recv", "<module>"], 1.6),
+        ({0.1: DUMP + "  ..."}, ["recv"], 0.4),
+        ({0.1: HELPER + DUMP, 1.3: "\n"}, ["recv"], 2.0),
+        ({0.1: HELPER}, ["beat", "_bootstrap"], 2.0),
+        ({0.1: "no dump\n"}, [], 2.0),
+        ({1.9: DUMP}, ["recv"], 2.0),
+        ({}, [], 2.0),
     ],
 )
-def test_what_a_signalled_rank_writes_is_read_once_it_has_settled(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, comes: dict[float, str], frames: int, until: float
+def test_what_a_signalled_rank_writes_is_read_once_it_is_whole_and_has_settled(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, comes: dict[float, str], frames: list[str], until: float
 ) -> None:
     path, sent = tmp_path / "stacks", list[tuple[int, int]]()
     path.write_text(DUMP.replace("recv", "of_before"))
@@ -149,7 +161,7 @@ def test_what_a_signalled_rank_writes_is_read_once_it_has_settled(
     monkeypatch.setattr(stacks, "time", clock)
     monkeypatch.setattr(os, "kill", lambda *words: sent.append(words))
     found = stacks._by_signal(RankBeat(pid=77, stacks=str(path)), 2.0)
-    assert [frame.function for frame in found] == ["recv", "<module>"][:frames]
+    assert [frame.function for frame in found] == frames
     assert sent == [(77, signal.SIGUSR2)] and clock.now == pytest.approx(until, abs=0.051)
 
 

@@ -23,12 +23,26 @@ def dump(*functions: str, file: str = "/x/run.py") -> str:
     return "\n".join(["Thread 0x7f (most recent call first):", *lines, ""])
 
 
-def test_the_newest_dump_of_the_main_thread_counts_and_else_the_longest() -> None:
-    main, helper = dump("recv", "<module>"), dump("run", "<module>", file="/usr/lib/threading.py")
-    newest = dump("send", "loop", "<module>")
-    names = [frame.function for frame in parse_faulthandler(main + helper + newest + helper)]
-    assert names == ["send", "loop", "<module>"]
-    assert [frame.line for frame in parse_faulthandler(dump("a") + dump("b", "c") + dump("d"))] == [1, 2]
+def functions(text: str) -> list[str]:
+    return [frame.function for frame in parse_faulthandler(text)]
+
+
+def test_the_main_thread_is_the_last_that_threading_did_not_begin() -> None:
+    helper = dump("wait", "run", "_bootstrap_inner", "_bootstrap", file="/usr/lib/threading.py")
+    assert functions(helper + dump("old", "<module>") + helper + dump("send", "<module>")) == [
+        "send",
+        "<module>",
+    ]
+    by_module = dump("recv", "main", "_run_code", "_run_module_as_main")  # python -m
+    assert functions(helper + by_module) == ["recv", "main", "_run_code", "_run_module_as_main"]
+    assert functions(dump("send", "loop") + helper) == ["send", "loop"], (
+        "one of the threads of a library in C++"
+    )
+    assert functions(dump("own", "_bootstrap") + helper) == ["own", "_bootstrap"], "it is not threading's"
+    assert functions(helper + "Thread 0x1 (most recent call first):\n") == [
+        "wait", "run", "_bootstrap_inner", "_bootstrap"
+    ], "of a dump that ended before the main thread"  # fmt: skip
+    assert [frame.line for frame in parse_faulthandler(dump("b", "c"))] == [1, 2]
     unknown = 'Thread 0x7f (most recent call first):\n  File "/x", line ??? in f\n'
     assert parse_faulthandler(unknown) == (Frame(function="f", file="/x", line=0),)
     assert parse_faulthandler("no stack") == ()

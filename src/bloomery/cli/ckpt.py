@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -233,12 +234,16 @@ def _tensors(source: Source) -> dict[str, str]:
     return {box.name: words(box) for box in read_index(source, read_manifest(source)).boxes}
 
 
-def _elements(first: Source, second: Source, count: Callable[[int], None]) -> dict[str, float]:
-    """Return the largest absolute difference of each tensor that both have in one shape, where not zero."""
+def _elements(first: Source, second: Source, count: Callable[[int], None]) -> dict[str, float | None]:
+    """Return the largest absolute difference of each tensor that both have in one shape, where they differ.
+
+    It is None, which JSON can say, where an element of only one of both is no finite number. Two NaNs are no
+    difference.
+    """
     from bloomery.checkpoint.load.loader import read_tensors
     from bloomery.interchange.huggingface import watched
 
-    differences: dict[str, float] = {}
+    differences: dict[str, float | None] = {}
     others = watched(read_tensors(second), count)
     theirs = next(others, None)
     for name, mine in watched(read_tensors(first), count):
@@ -246,9 +251,11 @@ def _elements(first: Source, second: Source, count: Callable[[int], None]) -> di
             theirs = next(others, None)
         if theirs is None or theirs[0] != name or theirs[1].shape != mine.shape or not mine.numel():
             continue
-        difference = float((mine.double() - theirs[1].double()).abs().max())
-        if difference != 0.0:
-            differences[name] = difference
+        one, other = mine.double(), theirs[1].double()
+        differing = (one != other) & ~(one.isnan() & other.isnan())
+        if differing.any():
+            largest = float((one - other)[differing].abs().max())
+            differences[name] = largest if math.isfinite(largest) else None
     return differences
 
 
@@ -264,6 +271,7 @@ def _print_differences(first: Source, second: Source, differences: dict[str, Any
                 print(f"  and {len(entries) - _DIFFERENCES_SHOWN} more")
                 break
             shown = f"{value[0]} → {value[1]}" if isinstance(value, list) else value
+            shown = "not finite in one of both" if shown is None else shown
             print(f"  {name}  {shown}".rstrip())
     if not any(differences.values()):
         print("nothing differs" if contents else "same tensors; --contents compares their elements")

@@ -75,7 +75,11 @@ def take_stacks(beats: Mapping[int, RankBeat], *, within_s: float = 8.0) -> dict
 
 
 def parse_faulthandler(text: str) -> tuple[Frame, ...]:
-    """Return the main thread's frames from what faulthandler wrote last, innermost first."""
+    """Return the main thread's frames from what faulthandler wrote last, innermost first.
+
+    faulthandler writes the main thread after all others. Where `text` ends before it, the frames are those of
+    the last thread that began.
+    """
     threads: list[list[Frame]] = []
     for line in text.splitlines():
         if "(most recent call first)" in line:
@@ -84,11 +88,9 @@ def parse_faulthandler(text: str) -> tuple[Frame, ...]:
         if match and threads:
             number = 0 if match["line"] == "???" else int(match["line"])
             threads[-1].append(Frame(function=match["function"], file=match["file"], line=number))
-    for frames in reversed(threads):  # the newest dump is the last one
-        if frames and frames[-1].function == "<module>" and not frames[-1].file.endswith("threading.py"):
-            return tuple(frames[:_MOST_FRAMES])
-    longest = max(threads, key=len, default=[])
-    return tuple(longest[:_MOST_FRAMES])
+    begun = [frames for frames in threads if frames]
+    mains = [frames for frames in begun if not _is_begin_of_thread(frames[-1])]
+    return tuple((mains or begun or [[]])[-1][:_MOST_FRAMES])
 
 
 def parse_pyspy(threads: Sequence[Mapping[str, Any]], pid: int) -> tuple[Frame, ...]:
@@ -147,16 +149,38 @@ def _by_signal(beat: RankBeat, deadline: float) -> tuple[Frame, ...]:
     with suppress(ProcessLookupError, PermissionError):
         os.kill(beat.pid, signal.SIGUSR2)
     size, settled_at = before, float("inf")
+    text = ""
     while time.monotonic() < min(deadline, settled_at):
         time.sleep(_POLL_S)
         now = _size(path)
         if now > size:
-            size, settled_at = now, time.monotonic() + _SETTLED_S
-    if size == before:
-        return ()
+            text = _text_behind(path, before)
+            waits_s = _SETTLED_S if _is_whole(text) else float("inf")
+            size, settled_at = now, time.monotonic() + waits_s
+    return parse_faulthandler(text)
+
+
+def _text_behind(path: Path, offset: int) -> str:
     with path.open("rb") as file:
-        file.seek(before)
-        return parse_faulthandler(file.read().decode(errors="replace"))
+        file.seek(offset)
+        return file.read().decode(errors="replace")
+
+
+def _is_whole(dump: str) -> bool:
+    """Return whether a dump ends where the main thread, which is the last one, began.
+
+    A busy machine may write a dump in parts: what ends elsewhere is to be waited for, however long it has not
+    grown.
+    """
+    if not dump.endswith("\n"):
+        return dump.endswith("\n  ...")  # faulthandler tells 100 frames of a thread
+    match = _FRAME.match(dump.splitlines()[-1])
+    return match is not None and match["function"] in ("<module>", "_run_module_as_main")
+
+
+def _is_begin_of_thread(frame: Frame) -> bool:
+    """Return whether a frame is the outermost one of a thread that Python's `threading` began."""
+    return frame.function == "_bootstrap" and Path(frame.file).name == "threading.py"
 
 
 def _size(path: Path) -> int:
