@@ -13,6 +13,7 @@ PRELOADED = (
     "bloomery.train.checkpoint_store",
     "bloomery.parallel.build",
     "bloomery.parallel.optimizers",
+    "bloomery.train.loop",
     "bloomery.train.step",
 )
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 import torch.multiprocessing as processes
 from tests.checkpoint.gloo_load import ROWS, WIDTH, WORLD, load
+from tests.forked import forked
 
 from bloomery.checkpoint.format.manifest import BLOCK_BYTES
 from bloomery.checkpoint.format.state import whole
@@ -19,7 +20,11 @@ def test_processes_load_what_they_share_once_and_end_up_bit_for_bit_with_all_of_
     entries = [whole("model.split", split), whole("model.copied", copied)]
     directory = save_checkpoint(tmp_path / "checkpoints", entries, step=1, incarnation=1)
     context = processes.start_processes(
-        load, args=(str(directory), str(tmp_path)), nprocs=WORLD, join=False, start_method="spawn"
+        load,
+        args=(str(directory), str(tmp_path)),
+        nprocs=WORLD,
+        join=False,
+        start_method=forked().get_start_method(),
     )
     end = time.monotonic() + DEADLINE_S
     while not context.join(timeout=1):

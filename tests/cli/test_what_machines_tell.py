@@ -348,8 +348,9 @@ def test_a_machine_is_measured_in_a_process_of_its_own_and_written(
     from bloomery.cli.train import MALLOC, PREPARED
 
     executed: list[Any] = []
-    target = tmp_path / "mine.toml"
-    words = ["--to", str(target), "--disk", str(tmp_path)]
+    target, disk = tmp_path / "mine.toml", tmp_path / "disk"
+    disk.mkdir()
+    words = ["--to", str(target), "--disk", str(disk)]
     monkeypatch.setenv("MALLOC_TOP_PAD_", "5")
     monkeypatch.delenv(PREPARED, raising=False)
     monkeypatch.setattr("os.execve", lambda *given: executed.append(given))
@@ -372,7 +373,7 @@ def test_a_machine_is_measured_in_a_process_of_its_own_and_written(
     assert calibrate.run(words) == 0 and len(executed) == 1
     shown = capsys.readouterr()
     assert shown.out == f"wrote {target}: bloomery plan RECIPE --hardware {target}\n"
-    assert shown.err == "measuring the disk …\n" and measured == [tmp_path] * 2
+    assert shown.err == "measuring the disk …\n" and measured == [disk] * 2
     assert target.read_text(encoding="utf-8") == dump_hardware(hardware)
     assert calibrate.run([*words, "--json", "--quiet"]) == 0
     shown = capsys.readouterr()

@@ -59,6 +59,13 @@ def test_adding_data_and_changing_weights_is_journalled_and_moving_files_is_free
     assert not changes.fixed
 
 
+def test_an_entry_that_left_the_end_of_a_list_is_a_change():
+    old = override(DEMO, MIXTURE)
+    changes = compare(old, override(old, ['data.datasets=[{name="a", path="a"}]']))
+    (left,) = changes.free + changes.journalled + changes.fixed
+    assert (left.key, left.old.name, left.new) == ("data.datasets[1]", "b", None)
+
+
 def test_a_change_of_any_number_is_found_under_its_kind():
     for name, section in sections().items():
         for field in fields(section):

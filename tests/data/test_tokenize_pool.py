@@ -16,6 +16,7 @@ import pytest
 from bloomery.data import tokenize_pool
 from bloomery.data.readers import SourceFile
 from bloomery.data.tokenize_worker import TextPiece
+from bloomery.errors import DataError
 
 
 @pytest.mark.parametrize(("trap", "by"), [("", signal.SIGTERM), ("trap '' TERM; ", signal.SIGKILL)])
@@ -88,3 +89,21 @@ def test_a_worker_that_computes_without_a_word_is_waited_for_and_named(
     at_work = {os.getpid(): TextPiece(number=3, files=files, size_bytes=9)}
     assert tokenize_pool._next(messages, at_work, silence_s=0.5) == {"done": 3}
     assert len(caplog.messages) == 2 and f"process {os.getpid()} at long.jsonl" in caplog.text
+
+
+def test_workers_that_computed_before_and_do_no_more_are_given_up() -> None:
+    silences = iter([0.3, 0.0])
+
+    class Messages:
+        def get(self, timeout: float) -> dict[str, int]:
+            until = time.process_time() + next(silences)  # StopIteration: it would wait for ever
+            while time.process_time() < until:
+                pass
+            raise queue.Empty
+
+    files = (SourceFile(key="a", path=Path("hangs.jsonl")),)
+    messages: Any = Messages()
+    with pytest.raises(DataError, match=r"at hangs\.jsonl"):
+        tokenize_pool._next(
+            messages, {os.getpid(): TextPiece(number=3, files=files, size_bytes=9)}, silence_s=0.5
+        )

@@ -24,11 +24,6 @@ class Reference:
     norms: list[float]
     gradients: Mapping[str, np.ndarray]
 
-    @property
-    def learnt(self) -> float:
-        """By how many nats the loss fell."""
-        return self.losses[0] - self.losses[-1]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
@@ -48,10 +43,13 @@ class Difference:
 
 
 class Matrix:
-    """Trains layouts on one set of ranks, and each style's reference once."""
+    """Trains layouts on one set of ranks, and each style's reference once.
 
-    def __init__(self) -> None:
-        self.ranks = Ranks()
+    steps: of each training that is compared.
+    """
+
+    def __init__(self, *, steps: int = 20) -> None:
+        self.ranks, self.steps = Ranks(), steps
         self._references: dict[tuple[str, tuple[str, ...], str | None], Reference] = {}
 
     def close(self) -> None:
@@ -62,11 +60,16 @@ class Matrix:
         """One process, with settings that are not of the layout, and perhaps a patch of `faults`."""
         key = (style, settings, fault)
         if key not in self._references:
-            (result,) = self.results(Job(style=style, settings=settings, fault=fault))
+            (result,) = self.results(Job(style=style, settings=settings, steps=self.steps, fault=fault))
             self._references[key] = Reference(
                 losses=result.losses, norms=result.norms, gradients=gathered(result.gradients)
             )
         return self._references[key]
+
+    def learnt(self, style: str) -> float:
+        """By how many nats the loss of one process falls within 20 steps."""
+        (result,) = self.results(Job(style=style, steps=20, returns=()))
+        return result.losses[0] - result.losses[-1]
 
     def results(self, job: Job) -> list[RankResult]:
         """Each rank's result."""
@@ -87,7 +90,11 @@ class Matrix:
         fault: planted in the layout alone. patch: the same, but planted in both.
         """
         job = Job(
-            style=style, settings=(*settings, *layout.settings), ranks=layout.ranks, fault=fault or patch
+            style=style,
+            settings=(*settings, *layout.settings),
+            ranks=layout.ranks,
+            steps=self.steps,
+            fault=fault or patch,
         )
         return difference(self.results(job), self.reference(style, *settings, fault=patch))
 

@@ -8,7 +8,7 @@ from tests.layouts.comparison import Matrix
 
 @pytest.fixture(scope="session")
 def matrix() -> Iterator[Matrix]:
-    """Ranks that stay for the whole session."""
-    matrix = Matrix()
+    """Ranks that stay for the whole session. `make soak PART=layouts` compares more steps, and all rows."""
+    matrix = Matrix(steps=8)
     yield matrix
     matrix.close()

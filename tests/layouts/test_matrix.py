@@ -30,7 +30,7 @@ CONTROLS = (
 
 @pytest.mark.parametrize("style", STYLES)
 def test_the_reference_learns_at_least_one_nat(matrix: Matrix, style: str) -> None:
-    assert matrix.reference(style).learnt >= LEARNT_NATS
+    assert matrix.learnt(style) >= LEARNT_NATS
 
 
 @pytest.mark.parametrize(("layout", "style"), COVERING)

@@ -160,6 +160,22 @@ def test_a_node_in_quarantine_is_told_since_when_and_why(tmp_path: Path) -> None
     assert own.path.read_text().index('"n1"') < own.path.read_text().index('"n2"')
 
 
+def test_what_another_run_excludes_while_the_lock_is_waited_for_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, other = (Exclusions(tmp_path / "list.json") for _ in range(2))
+    really_locked = durable.locked
+
+    def locked(path: Path, **how: Any) -> Any:
+        monkeypatch.undo()
+        other.add(QuarantinedNode(host="n2", cause="x", since=1.0))
+        return really_locked(path, **how)
+
+    monkeypatch.setattr(exclusions_module.durable, "locked", locked)
+    own.add(QuarantinedNode(host="n1", cause="x", since=1.0))
+    assert set(own.nodes()) == {"n1", "n2"}
+
+
 def test_a_list_of_nodes_that_is_locked_or_refused_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from tests.forked import forked
+
 DEADLINE_S = 240.0
 
 
 def spawn(world: int, task: Callable[..., Any], directory: Path, *arguments: Any) -> list[Any]:
     """`task(rank, *arguments)` on each rank of a gloo group; what they returned, by rank."""
-    context = multiprocessing.get_context("spawn")
+    context = forked()
     meeting = directory / "meeting"
     ends = [context.Pipe(duplex=False) for _ in range(world)]
     processes = [

@@ -85,7 +85,7 @@ def test_parts_are_as_even_as_they_divide_and_fit_their_padding(size: int, degre
     assert max(map(len, parts)) <= padded_rows(size, degree=degree)
 
 
-def test_each_block_compiles_as_a_whole_with_its_collectives_inside(tmp_path: Path) -> None:
+def test_a_block_compiles_as_a_whole_with_its_collectives_inside(tmp_path: Path) -> None:
     for rank in spawn(2, compiled_and_eager, tmp_path):
         for eager, traced in rank:
             assert np.allclose(eager, traced, rtol=1e-5, atol=1e-6)

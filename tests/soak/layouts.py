@@ -19,7 +19,7 @@ def test_every_layout_trains_every_style_like_one_process(capsys: pytest.Capture
     rows: dict[str, dict[str, tuple[Difference, float]]] = {}
     wrong = []
     try:
-        learnt = {style: matrix.reference(style).learnt for style in STYLES}
+        learnt = {style: matrix.learnt(style) for style in STYLES}
         for layout in LAYOUTS:
             for style in layout.styles:
                 found = matrix.difference(layout, style)

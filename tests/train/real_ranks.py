@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.forked import forked
 from tests.tiny_run import TINY
 
 DEADLINE_S = float(os.environ.get("BLOOMERY_RANKS_DEADLINE_S", "240"))
@@ -27,7 +27,7 @@ def train_on_ranks(
 
     plant: called on each rank with its number before the training; a function of a module.
     """
-    context = multiprocessing.get_context("spawn")
+    context = forked()
     meeting = path.with_name(f"meeting-{len(list(path.parent.iterdir()))}")
     ends = [context.Pipe(duplex=False) for _ in range(world)]
     processes = [

@@ -13,8 +13,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from matplotlib.axes import Axes
 from rich.cells import cell_len
-from tests.operate.dashboard.written_run import healed_run, wait_until
+from tests.operate.dashboard.written_run import BATCH, LENGTH, healed_run, wait_until
 
 from bloomery.cli import main, plot
 from bloomery.cli.top import sparkline
@@ -74,6 +75,22 @@ def test_a_planned_column_is_not_smoothed_and_held_out_losses_have_their_dataset
     texts = re.findall(r"<!-- (.*?) -->", file.read_text())
     assert "held out code" in texts and "held out prose" in texts and "time" in texts
     assert texts.count("smoothed") == 1 and "each step" in texts
+
+
+def test_what_went_wrong_is_a_line_at_its_place_on_each_axis(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = healed_run(tmp_path / "run")
+    drawn: list[float] = []
+    monkeypatch.setattr(Axes, "axvline", lambda axes, x, **style: drawn.append(x))
+    at: dict[str, list[float]] = {}
+    for axis in ("step", "tokens"):
+        words = ["--columns", "loss", "--against", axis, "--output", str(tmp_path / f"{axis}.svg")]
+        assert main(["plot", str(run.rundir.path), *words]) == 0
+        at[axis] = drawn.copy()
+        drawn.clear()
+    assert at["step"] == [60]
+    assert at["tokens"] == [60 * BATCH * LENGTH]
 
 
 def test_top_fits_into_its_columns_and_no_text_of_a_journal_commands_the_terminal(
