@@ -58,6 +58,19 @@ def test_what_comes_before_the_work_that_a_rank_was_told_to_do_gives_it_time_and
     assert moves(local, 0, ("step", 90.0), ("wait", 91.0)) is None
 
 
+@pytest.mark.parametrize(
+    "message", [holding("x"), StateCopied(round=9, digest="y", directory=None)], ids=["holds", "copied"]
+)
+def test_who_tells_of_its_state_has_not_done_what_it_was_told_and_has_a_deadline_from_then(message):
+    local = ranks_of(1)
+    moves(local, 0, ("wait", 0.0))
+    local.progress.expect(now=10.0)
+    say(local, 0, message, now=20.0)
+    assert local.progress.next_deadline() == 20.0 + LIMITS.step_s
+    say(local, 0, RankReady(ready=ready(), number=0), now=30.0)
+    assert local.progress.next_deadline() is None, "this was the answer"
+
+
 def test_the_first_rank_that_is_due_sets_the_deadline_and_no_rank_is_stuck_at_it():
     local = ranks_of(2)
     moves(local, 1, ("compile", 7.0))

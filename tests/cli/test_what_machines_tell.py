@@ -328,6 +328,10 @@ def test_ranks_are_shown_by_node_with_how_far_each_axis_reaches(capsys: pytest.C
     assert sum(count[0] for count in counts) == int(lines[6].split()[0].replace(",", ""))
     for parameters, weights, masters in counts:
         assert parameters / 2 <= weights < parameters and masters == weights
+    parts = ["parallel.pipeline=2", "parallel.schedule=interleaved", "parallel.chunks=2", "optim.name=adamw"]
+    assert mesh.run(["demo", *parts, "--world", "2", "parallel.data=1", "--stages"]) == 0
+    stages = [line.split()[:2] for line in capsys.readouterr().out.splitlines()[-4:]]
+    assert stages == [["0", "0"], ["1", "1"], ["2", "0"], ["3", "1"]], "each rank has two stages"
     assert mesh.run(["demo"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "demo: 1 rank on 1 node, pipeline 1 × data 1 × tensor 1"
