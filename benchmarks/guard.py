@@ -172,7 +172,7 @@ def real_spike() -> list[Measurement]:
     ]
 
 
-def false_alarms(steps: int, random: np.random.Generator) -> list[Measurement]:
+def false_alarms(steps: int, starts: int, random: np.random.Generator) -> list[Measurement]:
     found: list[int] = []
     worst, early = ("", 0), 0
     for kind in KINDS:
@@ -182,7 +182,6 @@ def false_alarms(steps: int, random: np.random.Generator) -> list[Measurement]:
         found.append(len(told))
     rate = 100_000 * sum(found) / (steps * len(KINDS))
     told = f"{steps:,} steps of each: {', '.join(KINDS)}; most of one kind: {worst[1]} ({worst[0]})"
-    starts = 100
     for _ in range(starts):
         kind = KINDS[int(random.integers(len(KINDS)))]
         early += len(replay_columns(columns_of(*losses_of(kind, START_UP_STEPS, random)), GuardSection()))
@@ -313,6 +312,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object a line")
     parser.add_argument("--steps", type=int, default=100_000, help="stable steps of each kind of noise")
+    parser.add_argument("--starts", type=int, default=100, help="runs of which the first steps are judged")
     parser.add_argument("--spikes", type=int, default=1000, help="planted spikes")
     parser.add_argument("--lines", type=int, default=1_000_000, help="lines of the log that is replayed")
     parser.add_argument("--seed", type=int, default=1)
@@ -325,7 +325,7 @@ def main() -> int:
     parts: dict[str, Callable[[], list[Measurement]]] = {
         "losses": lambda: [
             *real_spike(),
-            *false_alarms(options.steps, random),
+            *false_alarms(options.steps, options.starts, random),
             *planted(options.spikes, random),
         ],
         "growth": lambda: [growth_alarms(options.steps, random)],

@@ -163,7 +163,7 @@ def test_the_benchmark_of_accelerators_runs_on_a_machine_without_one():
 
 
 def test_the_benchmark_of_guards_prints_its_measurements():
-    sizes = ["--steps", "10000", "--spikes", "8", "--lines", "3000"]
+    sizes = ["--steps", "10000", "--starts", "10", "--spikes", "6", "--lines", "3000"]
     sizes += ["--parts", "losses", "growth", "cost", "speed"]  # the others build models
 
     ended = subprocess.run(
