@@ -277,3 +277,60 @@ def test_a_load_is_told_from_a_save(file: str, where: str) -> None:
 
 def test_a_rank_that_has_begun_nothing_stands_in_its_start() -> None:
     assert place_of(RankBeat(rank=0), None, is_silent=False).where == "its start"
+
+
+def test_ranks_of_one_host_name_it_once() -> None:
+    beats = {rank: beat(rank, RankActivity.REDUCING, host=f"n{rank // 2}") for rank in range(4)}
+    beats |= {rank: beat(rank, RankActivity.COMPUTING, host="n1") for rank in (2, 3)}
+    finding = find_hang(beats, {})
+    assert (finding.culprits, finding.hosts) == ((2, 3), ("n1",))
+    assert finding.summary == (
+        "ranks 0–1 wait in the gradient all-reduce for ranks 2–3 on n1, which stand in forward and backward"
+    )
+
+
+def test_a_rank_in_a_report_waits_for_the_others_and_one_that_stands_alone_is_told_so() -> None:
+    beats = {0: beat(0, RankActivity.REPORTING), 1: beat(1, RankActivity.UPDATING)}
+    finding = find_hang(beats, {})
+    assert finding.culprits == (1,) and finding.summary.startswith("rank 0 waits in the report's all-reduce")
+    alone = find_hang({1: beats[1]}, {})
+    assert alone.summary == "rank 1 on node1 stands in updating the weights"
+
+
+@pytest.mark.parametrize(
+    ("function", "file", "where"),
+    [
+        ("all_gather_into_tensor", "/t/torch/distributed/distributed_c10d.py", "the all-gather"),
+        ("reduce_scatter_tensor", "/t/torch/distributed/distributed_c10d.py", "the reduce-scatter"),
+        ("broadcast", "/t/torch/distributed/distributed_c10d.py", "the broadcast"),
+        ("send", "/t/torch/distributed/distributed_c10d.py", "the send to its pipeline neighbour"),
+        ("recv", "/t/torch/distributed/distributed_c10d.py", "the receive from its pipeline neighbour"),
+        ("batch_isend_irecv", "/t/torch/distributed/distributed_c10d.py",
+         "the exchange with its pipeline neighbours"),
+        ("send", "/usr/lib/python3.11/socket.py", ""),
+        ("all_reduce", "/home/ann/all_reduce.py", ""),
+    ],
+)  # fmt: skip
+def test_only_a_collective_of_torch_is_a_wait_for_others(function: str, file: str, where: str) -> None:
+    frames = (
+        Frame(function="inner", file="/x/c.py", line=1),
+        Frame(function=function, file=file, line=9),
+    )
+    place = place_of(beat(0, RankActivity.BETWEEN_STEPS), RankStack(rank=0, frames=frames), is_silent=False)
+    assert (place.waits, place.where) == (bool(where), where or "inner (c.py:1)")
+
+
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [("data/shards.py", "the data loader"), ("durable.py", "a write to the disk"),
+     ("events/journal.py", "a write of the journal")],
+)  # fmt: skip
+def test_the_part_of_the_program_that_called_is_named_with_the_innermost_function(
+    file: str, words: str
+) -> None:
+    inner = Frame(function="write", file="/usr/lib/python3.11/io.py", line=3)
+    caller = Frame(function="append", file=f"/x/bloomery/{file}", line=9)
+    place = place_of(
+        beat(0, RankActivity.COMPUTING), RankStack(rank=0, frames=(inner, caller)), is_silent=False
+    )
+    assert not place.waits and place.where == f"{words}: write (io.py:3)"

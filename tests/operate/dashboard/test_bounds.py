@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from bloomery.operate.dashboard.growing_file import GrowingFile
 from bloomery.operate.dashboard.mesh_panel import mesh_panel
 from bloomery.operate.dashboard.peer_panel import rounds
 from bloomery.operate.dashboard.run_reader import RunReader
+from bloomery.operate.dashboard.server import RunPoller
 from bloomery.operate.dashboard.viewed_run import ViewedRun
 
 
@@ -93,3 +95,13 @@ def test_a_ledger_is_counted_for_a_journal_of_so_many_bytes_and_no_more(
         file.truncate((256 << 20) + 1)
     command = f"bloomery report {reader.rundir.path}"
     assert panels.goodput(reader) == {"problem": f"The journal has 268 MB: `{command}` counts it."}
+
+
+def test_a_poller_reads_until_it_is_closed() -> None:
+    polled = threading.Event()
+    reader = SimpleNamespace(poll=polled.set, is_behind=False)
+    run: Any = SimpleNamespace(reader=reader, check_ranks=lambda: None)
+    poller = RunPoller([run], poll_s=60.0).start()
+    assert polled.wait(60.0)
+    poller.close()
+    assert not poller._thread.is_alive()
