@@ -291,3 +291,9 @@ def test_a_watch_is_closed_where_its_attempt_is_broken_off(supervised: Supervise
         supervised.ends((0, 1))
     (watch,) = supervised.watches
     assert not watch._thread.is_alive()
+
+
+def test_a_run_is_given_up_after_three_restarts_in_a_row_and_a_hundred_in_all(supervised: Supervised) -> None:
+    assert supervised.ends((-9, 5), (-9, 5), (-9, 5), (-9, 5)) == GAVE_UP
+    assert supervised.said[-1] == "not started again: 3 restarts in a row brought no newer checkpoint"
+    assert RestartBudget().in_all == 100

@@ -135,7 +135,12 @@ def test_a_switch_elsewhere_stops_a_run_and_only_a_submitted_one_has_jobs(
 
     verdicts = [RunVerdict(state=RunStatus.RUNNING)]
     monkeypatch.setattr(run_summary, "observe_run", observed)
-    monkeypatch.setattr(run_summary, "judge_state", lambda observation, *, limits: verdicts[0])
+    limits_s: set[float] = set()
+    monkeypatch.setattr(
+        run_summary,
+        "judge_state",
+        lambda observation, *, limits: limits_s.add(limits.silence_s) or verdicts[0],
+    )
     recipe = override(load_recipe("demo").recipe, [f"control.directory={tmp_path / 'controls'}"])
     run.rundir.recipe.write_text(dump_recipe(recipe))
     run.start()
@@ -165,6 +170,7 @@ def test_a_switch_elsewhere_stops_a_run_and_only_a_submitted_one_has_jobs(
     monkeypatch.setattr(RunReader, "is_behind", property(lambda reader: True))
     summarizer.summary()
     assert asked[-1][3] is None, "what was read of the journal is not yet its end"
+    assert limits_s == {15.0}, "who looks from elsewhere sees heartbeats late"
 
 
 def test_the_metrics_of_a_run_are_these(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
