@@ -298,26 +298,39 @@ def test_a_rank_in_a_report_waits_for_the_others_and_one_that_stands_alone_is_to
 
 
 @pytest.mark.parametrize(
-    ("function", "file", "where"),
+    ("function", "where"),
     [
-        ("all_gather_into_tensor", "/t/torch/distributed/distributed_c10d.py", "the all-gather"),
-        ("reduce_scatter_tensor", "/t/torch/distributed/distributed_c10d.py", "the reduce-scatter"),
-        ("broadcast", "/t/torch/distributed/distributed_c10d.py", "the broadcast"),
-        ("send", "/t/torch/distributed/distributed_c10d.py", "the send to its pipeline neighbour"),
-        ("recv", "/t/torch/distributed/distributed_c10d.py", "the receive from its pipeline neighbour"),
-        ("batch_isend_irecv", "/t/torch/distributed/distributed_c10d.py",
-         "the exchange with its pipeline neighbours"),
-        ("send", "/usr/lib/python3.11/socket.py", ""),
-        ("all_reduce", "/home/ann/all_reduce.py", ""),
+        ("all_reduce", "the all-reduce"),
+        ("all_gather", "the all-gather"),
+        ("all_gather_into_tensor", "the all-gather"),
+        ("all_gather_single", "the all-gather"),
+        ("reduce_scatter_tensor", "the reduce-scatter"),
+        ("reduce_scatter_single", "the reduce-scatter"),
+        ("broadcast", "the broadcast"),
+        ("barrier", "the barrier"),
+        ("send", "the send to its pipeline neighbour"),
+        ("recv", "the receive from its pipeline neighbour"),
+        ("batch_isend_irecv", "the exchange with its pipeline neighbours"),
+        ("get_rank", ""),
     ],
-)  # fmt: skip
-def test_only_a_collective_of_torch_is_a_wait_for_others(function: str, file: str, where: str) -> None:
-    frames = (
-        Frame(function="inner", file="/x/c.py", line=1),
-        Frame(function=function, file=file, line=9),
-    )
-    place = place_of(beat(0, RankActivity.BETWEEN_STEPS), RankStack(rank=0, frames=frames), is_silent=False)
-    assert (place.waits, place.where) == (bool(where), where or "inner (c.py:1)")
+)
+def test_only_a_collective_of_torch_is_a_wait_for_others(function: str, where: str) -> None:
+    inner = Frame(function="inner", file="/x/c.py", line=1)
+    for file in ("/t/torch/distributed/distributed_c10d.py", "/usr/lib/python3.11/socket.py"):
+        frames = (inner, Frame(function=function, file=file, line=9))
+        stack = RankStack(rank=0, frames=frames)
+        place = place_of(beat(0, RankActivity.BETWEEN_STEPS), stack, is_silent=False)
+        waits = bool(where) and "torch" in file
+        assert (place.waits, place.where) == (waits, where if waits else "inner (c.py:1)")
+
+
+@pytest.mark.parametrize("function", ["acquire", "wait", "join", "_wait_for_tstate_lock", "result", "get"])
+def test_whoever_waits_inside_of_threads_is_named_by_its_caller(function: str) -> None:
+    inner = Frame(function=function, file="/usr/lib/python3.11/threading.py", line=9)
+    caller = Frame(function="flush", file="/home/ann/logger.py", line=7)
+    stack = RankStack(rank=0, frames=(inner, caller))
+    place = place_of(beat(0, RankActivity.BETWEEN_STEPS), stack, is_silent=False)
+    assert place.where == "a wait for a lock or a thread: flush (logger.py:7)"
 
 
 @pytest.mark.parametrize(

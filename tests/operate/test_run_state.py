@@ -428,3 +428,10 @@ def test_a_run_that_is_gone_is_told_since_its_last_sign_of_life() -> None:
     assert verdict(job=None, begun=begun).why.startswith(since(NOW - 2000.0))
     started = verdict(job=None, last={"event": "start"})
     assert (started.state, started.why) == (RunStatus.GONE, "no process, no job, and no `end` in the journal")
+
+
+def test_a_person_should_look_at_these_states_and_at_no_others() -> None:
+    assert {state for state in RunStatus if state.is_bad} == {
+        RunStatus.HUNG, RunStatus.HELD, RunStatus.NEVER, RunStatus.FAILED, RunStatus.GONE,
+        RunStatus.SUSPENDED,
+    }  # fmt: skip

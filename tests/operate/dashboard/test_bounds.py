@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections.abc import Callable
+from importlib import resources
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,11 +16,12 @@ import pytest
 from bloomery.events.heartbeat import RankBeat
 from bloomery.operate.dashboard import mesh_panel as mesh_module
 from bloomery.operate.dashboard import panels, viewed_run
+from bloomery.operate.dashboard.access import AccessRules
 from bloomery.operate.dashboard.growing_file import GrowingFile
 from bloomery.operate.dashboard.mesh_panel import mesh_panel
 from bloomery.operate.dashboard.peer_panel import rounds
 from bloomery.operate.dashboard.run_reader import RunReader
-from bloomery.operate.dashboard.server import RunPoller
+from bloomery.operate.dashboard.server import DashboardServer, RunPoller
 from bloomery.operate.dashboard.viewed_run import ViewedRun
 
 
@@ -105,3 +108,15 @@ def test_a_poller_reads_until_it_is_closed() -> None:
     assert polled.wait(60.0)
     poller.close()
     assert not poller._thread.is_alive()
+
+
+def test_each_file_of_the_page_is_served_as_what_it_is() -> None:
+    place = resources.files("bloomery.operate.dashboard").joinpath("static")
+    kinds = {".css": "text/css", ".js": "text/javascript", "": "text/plain"}
+    server = DashboardServer([], AccessRules())
+    for name in ("dashboard.css", "charts.js", "tables.js", "pictures.js", "dashboard.js",
+                 "uplot/uPlot.iife.min.js", "uplot/uPlot.min.css", "uplot/LICENSE"):  # fmt: skip
+        asked: Any = SimpleNamespace(path_params={"name": name})
+        answer = asyncio.run(server._static(asked))
+        assert (answer.status_code, answer.body) == (200, place.joinpath(name).read_bytes())
+        assert answer.headers["content-type"] == f"{kinds[Path(name).suffix]}; charset=utf-8"

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from bloomery import durable
 from bloomery.config.submit import SyncSection
 from bloomery.events.run_directory import RunDirectory
-from bloomery.operate.sync import keeper
+from bloomery.operate.sync import keeper, published
 from bloomery.operate.sync.keeper import SyncKeeper
 from bloomery.operate.sync.tail import RunTail
 
@@ -57,3 +59,26 @@ def test_a_tail_finds_the_journal_of_the_first_rank_once_it_is_there(tmp_path: P
     step = {"event": "step", "time": 1e9, "step": 7, "loss": 2.0}
     run.journal(peer="oslo").write_text(json.dumps(step) + "\n")
     assert [line.partition(" step ")[2] for line in tail.new_lines()] == ["7 | loss 2.0000"]
+
+
+def test_a_checkpoint_that_is_held_leaves_no_file_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, hold = list[int](), durable.hold_directory
+    saved = tmp_path / "step-000005.i001"
+    saved.mkdir()
+    (saved / "part").write_text("weights")
+
+    def noted(directory: Path) -> int | None:
+        lock = hold(directory)
+        held.extend([] if lock is None else [lock])
+        return lock
+
+    monkeypatch.setattr(durable, "hold_directory", noted)
+    published._link(saved, tmp_path / "publishing" / saved.name)
+    assert (tmp_path / "publishing" / saved.name / "part").stat().st_nlink == 2 and len(held) == 1
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(held[0])
+    monkeypatch.setattr(durable, "hold_directory", lambda directory: None)
+    published._link(saved, tmp_path / "publishing" / "without-locks")
+    assert (saved / "part").stat().st_nlink == 3
