@@ -16,6 +16,7 @@ import pytest
 from bloomery.events.heartbeat import RankBeat
 from bloomery.operate.dashboard import mesh_panel as mesh_module
 from bloomery.operate.dashboard import panels, viewed_run
+from bloomery.operate.dashboard import server as server_module
 from bloomery.operate.dashboard.access import AccessRules
 from bloomery.operate.dashboard.growing_file import GrowingFile
 from bloomery.operate.dashboard.mesh_panel import mesh_panel
@@ -120,3 +121,16 @@ def test_each_file_of_the_page_is_served_as_what_it_is() -> None:
         answer = asyncio.run(server._static(asked))
         assert (answer.status_code, answer.body) == (200, place.joinpath(name).read_bytes())
         assert answer.headers["content-type"] == f"{kinds[Path(name).suffix]}; charset=utf-8"
+
+
+def test_each_run_of_a_server_is_shown_at_its_interval_and_beside_its_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(server_module, "ViewedRun", lambda path, **more: made.append((path, more)))
+    plan: Any = "plan"
+    DashboardServer([tmp_path / "a", tmp_path / "b"], AccessRules(), interval_s=7.5, plan=plan)
+    told = {"interval_s": 7.5, "plan": plan}
+    assert made == [(tmp_path / "a", told), (tmp_path / "b", told)]
+    DashboardServer([tmp_path], AccessRules())
+    assert made[2:] == [(tmp_path, {"interval_s": 2.5, "plan": None})]
