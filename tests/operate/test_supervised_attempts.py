@@ -297,3 +297,15 @@ def test_a_run_is_given_up_after_three_restarts_in_a_row_and_a_hundred_in_all(su
     assert supervised.ends((-9, 5), (-9, 5), (-9, 5), (-9, 5)) == GAVE_UP
     assert supervised.said[-1] == "not started again: 3 restarts in a row brought no newer checkpoint"
     assert RestartBudget().in_all == 100
+
+
+def test_what_the_launcher_saw_of_its_ranks_is_evidence(run: RunDirectory) -> None:
+    watch = AttemptWatch(run, world=2, host="n0", name="now", limits=StandstillLimits(), measured_s={})
+    watch.started({0: 70, 1: 71})
+    watch.unlogged(1, "OSError: [Errno 28] No space left on device\n")
+    watch.ended({0: -9, 1: 1}, killed=(0,))
+    watch.close()
+    first, second = watch.evidence(first_step=0).ranks
+    assert (first.rank, first.host, first.pid, first.status, first.is_killed_here) == (0, "n0", 70, -9, True)
+    assert (second.rank, second.pid, second.status, second.is_killed_here) == (1, 71, 1, False)
+    assert "No space left" in second.log and "No space left" not in first.log
