@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.operate.dashboard.written_run import healed_run
 
 from bloomery.events.heartbeat import RankBeat
 from bloomery.operate.dashboard import mesh_panel as mesh_module
@@ -22,6 +23,7 @@ from bloomery.operate.dashboard.growing_file import GrowingFile
 from bloomery.operate.dashboard.mesh_panel import mesh_panel
 from bloomery.operate.dashboard.peer_panel import rounds
 from bloomery.operate.dashboard.run_reader import RunReader
+from bloomery.operate.dashboard.run_summary import RunSummarizer, night_words
 from bloomery.operate.dashboard.server import DashboardServer, RunPoller
 from bloomery.operate.dashboard.viewed_run import ViewedRun
 
@@ -134,3 +136,16 @@ def test_each_run_of_a_server_is_shown_at_its_interval_and_beside_its_plan(
     assert made == [(tmp_path / "a", told), (tmp_path / "b", told)]
     DashboardServer([tmp_path], AccessRules())
     assert made[2:] == [(tmp_path, {"interval_s": 2.5, "plan": None})]
+
+
+def test_the_head_of_a_page_has_where_a_run_comes_from_its_night_and_its_columns(tmp_path: Path) -> None:
+    run = healed_run(tmp_path / "run")
+    record = json.loads(run.rundir.incarnation(1).read_bytes()) | {"fork_of": "/runs/first"}
+    run.rundir.incarnation(1).write_text(json.dumps(record))
+    reader = RunReader(run.rundir.path).read_all()
+    written = reader.columns.last("time")
+    assert written is not None
+    shown = RunSummarizer(reader).summary(now=written + 60.0)
+    assert shown.fork_of.startswith("/runs/first") and shown.night == night_words(reader, now=written + 60.0)
+    assert (shown.names, shown.written) == (reader.columns.names, written)
+    assert (shown.state, shown.why != "") == ("gone", True) and shown.loss == reader.columns.last("loss")
