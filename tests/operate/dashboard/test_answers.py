@@ -459,6 +459,8 @@ def test_a_question_about_curves_is_bounded(run: WrittenRun, monkeypatch: pytest
         == [200] * 2
     )
     assert asked_for == [(64, "step", None, None, 10), (0, "time", -2.5, 7.0, 4000)]
+    assert asyncio.run(all_of("run=0&name=loss", "name=loss")) == [200, 404]
+    assert asked_for[2:] == [(1, "step", None, None, 1000)]
     assert asyncio.run(all_of("run=0&begin=inf", "run=0&points=1.5", "run=1", "run=0&axis=x")) == [
         400,
         400,

@@ -139,6 +139,12 @@ def test_an_action_is_told_with_who_asked_and_a_refusal_with_its_reason(
     assert act({"run": 1, "action": "save", "wy": ""})[1].startswith("not an action: ")
     assert act({"run": 1, "action": "save"}, "x") == (403, "the token is missing or wrong; nothing was done")
     assert paused == [0.2] and len(done) == 2
+    nobody: Any = Asked(b'{"run": 0, "action": "save"}', {"authorization": f"Bearer {TOKEN}"})
+    nobody.client = None
+    assert asyncio.run(server._action(nobody)).status_code == 200
+    assert done[2:] == [(tmp_path / "a", ActionRequest(run=0, action="save"), "dashboard, from somewhere")]
+    off = DashboardServer([tmp_path], AccessRules(token=TOKEN))
+    assert asyncio.run(off._action(nobody)).status_code == 403 and len(done) == 3
 
 
 def test_a_stream_tells_of_a_change_once_an_interval_and_of_a_death_at_once(
