@@ -289,3 +289,19 @@ def test_who_alone_lost_a_socket_of_python_is_named_as_likely() -> None:
             evidence=(f"rank 3: {error}",), sure=False,
         )  # fmt: skip
         assert found(end, RankEnd(rank=0, host="n0", status=1, error=error)).culprit == Culprit()
+
+
+def test_a_rank_that_torch_aborts_for_its_own_bad_gpu_is_named() -> None:
+    log = "CUDA error: uncorrectable ECC error encountered\nNCCL operations have failed or timed out\n"
+    bad = RankEnd(rank=1, host="n1", device="cuda:3", status=-signal.SIGABRT, log=log)
+    verdict = found(RankEnd(rank=0, host="n0", status=3, error="RankLost: x"), bad)
+    assert (verdict.cause, verdict.culprit) == (Cause.BAD_GPU, Culprit(host="n1", rank=1, gpu="3"))
+
+
+def test_a_time_out_counts_though_a_rank_that_was_ended_had_dealt_with_an_exception() -> None:
+    log = "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=40, OpType=ALLREDUCE)\n"
+    reports = RankEnd(rank=0, host="n0", status=-signal.SIGABRT, log=log)
+    ended = RankEnd(rank=1, host="n1", status=-signal.SIGTERM, log="KeyError: 'cached'\nstep 7\n")
+    assert found(reports, ended).cause == Cause.NCCL_TIMEOUT
+    raised = RankEnd(rank=1, host="n1", status=1, log="KeyError: 'loss'\n")
+    assert (found(reports, raised).cause, found(reports, raised).culprit.rank) == (Cause.EXCEPTION, 1)

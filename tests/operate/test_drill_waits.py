@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -332,6 +333,7 @@ def test_a_supervisor_that_would_give_up_is_spared_until_the_run_has_saved_again
     def inject(fault: DrillFault, target: Any, rng: Any) -> Callable[[], None]:
         assert (target.beats, target.launcher, target.nodes) == (told, 77, plan.nodes)
         assert target.shm == Path("/proc/5/root/dev/shm") and target.rundir == plan.rundir
+        assert rng.getstate() == Random(7).getstate()
         if len(done) == 2 and fault is DrillFault.SLOW:
             raise ProcessLookupError
         return lambda: done.append("undo")
@@ -340,7 +342,7 @@ def test_a_supervisor_that_would_give_up_is_spared_until_the_run_has_saved_again
         assert (struck, step) == (1000.0, 23)
         return DrillResult(fault=fault, survived=True, phases=RecoveryPhases())
 
-    plan = plan_of(tmp_path, faults=faults, private_shm_mib=1, nodes=ACROSS)
+    plan = plan_of(tmp_path, faults=faults, private_shm_mib=1, nodes=ACROSS, seed=7)
     monkeypatch.setattr(module, "_stepping", stepping)
     monkeypatch.setattr(module, "inject", inject)
     monkeypatch.setattr(module, "_recovery", recovery)

@@ -277,3 +277,73 @@ def test_a_load_is_told_from_a_save(file: str, where: str) -> None:
 
 def test_a_rank_that_has_begun_nothing_stands_in_its_start() -> None:
     assert place_of(RankBeat(rank=0), None, is_silent=False).where == "its start"
+
+
+def test_ranks_of_one_host_name_it_once() -> None:
+    beats = {rank: beat(rank, RankActivity.REDUCING, host=f"n{rank // 2}") for rank in range(4)}
+    beats |= {rank: beat(rank, RankActivity.COMPUTING, host="n1") for rank in (2, 3)}
+    finding = find_hang(beats, {})
+    assert (finding.culprits, finding.hosts) == ((2, 3), ("n1",))
+    assert finding.summary == (
+        "ranks 0–1 wait in the gradient all-reduce for ranks 2–3 on n1, which stand in forward and backward"
+    )
+
+
+def test_a_rank_in_a_report_waits_for_the_others_and_one_that_stands_alone_is_told_so() -> None:
+    beats = {0: beat(0, RankActivity.REPORTING), 1: beat(1, RankActivity.UPDATING)}
+    finding = find_hang(beats, {})
+    assert finding.culprits == (1,) and finding.summary.startswith("rank 0 waits in the report's all-reduce")
+    alone = find_hang({1: beats[1]}, {})
+    assert alone.summary == "rank 1 on node1 stands in updating the weights"
+
+
+@pytest.mark.parametrize(
+    ("function", "where"),
+    [
+        ("all_reduce", "the all-reduce"),
+        ("all_gather", "the all-gather"),
+        ("all_gather_into_tensor", "the all-gather"),
+        ("all_gather_single", "the all-gather"),
+        ("reduce_scatter_tensor", "the reduce-scatter"),
+        ("reduce_scatter_single", "the reduce-scatter"),
+        ("broadcast", "the broadcast"),
+        ("barrier", "the barrier"),
+        ("send", "the send to its pipeline neighbour"),
+        ("recv", "the receive from its pipeline neighbour"),
+        ("batch_isend_irecv", "the exchange with its pipeline neighbours"),
+        ("get_rank", ""),
+    ],
+)
+def test_only_a_collective_of_torch_is_a_wait_for_others(function: str, where: str) -> None:
+    inner = Frame(function="inner", file="/x/c.py", line=1)
+    for file in ("/t/torch/distributed/distributed_c10d.py", "/usr/lib/python3.11/socket.py"):
+        frames = (inner, Frame(function=function, file=file, line=9))
+        stack = RankStack(rank=0, frames=frames)
+        place = place_of(beat(0, RankActivity.BETWEEN_STEPS), stack, is_silent=False)
+        waits = bool(where) and "torch" in file
+        assert (place.waits, place.where) == (waits, where if waits else "inner (c.py:1)")
+
+
+@pytest.mark.parametrize("function", ["acquire", "wait", "join", "_wait_for_tstate_lock", "result", "get"])
+def test_whoever_waits_inside_of_threads_is_named_by_its_caller(function: str) -> None:
+    inner = Frame(function=function, file="/usr/lib/python3.11/threading.py", line=9)
+    caller = Frame(function="flush", file="/home/ann/logger.py", line=7)
+    stack = RankStack(rank=0, frames=(inner, caller))
+    place = place_of(beat(0, RankActivity.BETWEEN_STEPS), stack, is_silent=False)
+    assert place.where == "a wait for a lock or a thread: flush (logger.py:7)"
+
+
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [("data/shards.py", "the data loader"), ("durable.py", "a write to the disk"),
+     ("events/journal.py", "a write of the journal")],
+)  # fmt: skip
+def test_the_part_of_the_program_that_called_is_named_with_the_innermost_function(
+    file: str, words: str
+) -> None:
+    inner = Frame(function="write", file="/usr/lib/python3.11/io.py", line=3)
+    caller = Frame(function="append", file=f"/x/bloomery/{file}", line=9)
+    place = place_of(
+        beat(0, RankActivity.COMPUTING), RankStack(rank=0, frames=(inner, caller)), is_silent=False
+    )
+    assert not place.waits and place.where == f"{words}: write (io.py:3)"

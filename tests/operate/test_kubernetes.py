@@ -18,7 +18,7 @@ from bloomery.cli import launch
 from bloomery.config.submit import SubmitSection
 from bloomery.events.run_directory import RunDirectory
 from bloomery.operate.job_context import job_context
-from bloomery.operate.schedulers.interface import JobRequest, JobState, SchedulerError
+from bloomery.operate.schedulers.interface import JobRequest, JobState, SchedulerError, SchedulerNode
 from bloomery.operate.schedulers.kubernetes import Kubernetes, parse_job, parse_node
 from bloomery.operate.schedulers.kubernetes_manifest import JOB_VARIABLE, manifest
 from bloomery.operate.submission import Submission, request_of
@@ -204,9 +204,12 @@ def test_nodes_that_are_cordoned_or_down_say_so() -> None:
         conditions = [{"type": "Ready", "status": ready, "message": "kubelet stopped"}]
         return {"metadata": {"name": "a"}, "spec": spec, "status": {"conditions": conditions}}
 
-    assert parse_node(node("True")).state == "ready"
-    assert parse_node(node("True", unschedulable=True)).state == "drained"
-    assert parse_node(node("Unknown")).state == "down" and parse_node(node("Unknown")).reason
+    assert parse_node(node("True")) == SchedulerNode(name="a", state="ready", reason="")
+    cordoned = SchedulerNode(name="a", state="drained", reason="cordoned")
+    assert parse_node(node("True", unschedulable=True)) == cordoned
+    assert parse_node(node("Unknown", unschedulable=True)) == SchedulerNode(
+        name="a", state="down", reason="kubelet stopped"
+    )
 
 
 @pytest.fixture

@@ -413,3 +413,16 @@ def test_the_lock_of_a_queue_is_for_all_of_the_group(run: RunDirectory) -> None:
     finally:
         os.umask(before)
     assert stat.S_IMODE((queue_of(run.path) / "runner.lock").stat().st_mode) == 0o664
+
+
+def test_the_first_job_that_waits_may_start_at_once_where_none_runs(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queued(run, monkeypatch)
+    monkeypatch.setattr(machine_queue, "has_runner", lambda run: True)
+    monkeypatch.setattr(time, "time", lambda: 5000.0)
+    shown = OneMachine(run.path).jobs(name="x", run=run.path)
+    assert [job.expected_start for job in shown] == [5000.0, 5420.0, 5840.0]
+    told = [(job.job, job.user, job.state_text, job.submitted) for job in shown]
+    kept = [(str(job.number), job.user, "pending", job.submitted) for job in read_jobs(run.path)]
+    assert told == kept and all(job.user and job.submitted for job in shown)

@@ -421,3 +421,26 @@ def test_the_list_of_nodes_is_in_their_order_and_its_names_are_those_of_the_node
     assert list(json.loads(exclusions.path.read_text())) == ["n1", "n2", "n3"]
     exclusions.path.write_text('{"n5": {"host": "n9", "cause": "x", "since": 1.0}}')
     assert [node.host for node in exclusions.nodes().values()] == ["n5"]
+
+
+@pytest.mark.parametrize(
+    "variable", ["NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_GPUDIRECTTCPX_SOCKET_IFNAME"]
+)
+def test_the_interfaces_of_each_variable_that_names_some_are_looked_for(variable: str) -> None:
+    facts = nodes(**{host: {"interfaces": ("eth0",)} for host in "abc"}, d={"interfaces": ("lo",)})
+    (finding,) = judge_nodes(facts, environment={variable: "eth0,^docker", "NCCL_DEBUG": "INFO"})
+    assert (finding.host, finding.what) == ("d", f"an interface eth0, which {variable} names, is not there")
+    assert judge_nodes(facts, environment={variable: "", "NCCL_NET": "Socket"}) == []
+
+
+def test_a_slow_node_is_told_with_the_unit_of_what_was_measured() -> None:
+    facts = nodes(
+        **{host: {"all_reduce_gb_per_s": 10.0} for host in "acd"},
+        b={"all_reduce_gb_per_s": 4.0, "teraflops": 100.0, "versions": {}},
+    )
+    told = [finding.what for finding in judge_nodes(facts)]
+    assert told[-2:] == [
+        "matmuls reach 100 TFLOP/s, and 200 on the median node",
+        "all-reduce reach 4 GB/s, and 10 on the median node",
+    ]
+    assert all(line.partition(" is ")[2].startswith("missing, and ") for line in told[:-2]) and told[:-2]

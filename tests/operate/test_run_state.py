@@ -389,3 +389,49 @@ def test_a_run_that_its_time_limit_stopped_is_told_from_one_that_somebody_stoppe
     run.journal().write_text(json.dumps(end) + "\n")
     arm(run.control_dir / "stop", why="ann")
     assert not judge_state(observe_run(run, ())).is_at_limit, "somebody stopped it"
+
+
+def test_ranks_that_stand_still_are_hung_though_a_switch_asks_them_to_stop() -> None:
+    assert verdict(rank(moved_s_ago=50.0), switch="control/stop").state == RunStatus.HUNG
+
+
+def test_a_finished_run_is_finished_whatever_is_armed_and_whoever_is_silent() -> None:
+    end = {"event": "end", "finished": True, "reason": "the samples are done"}
+    assert verdict(job=None, last=end, silent="squeue: down").state == RunStatus.FINISHED
+    assert verdict(job=None, last=end, switch="control/stop").state == RunStatus.FINISHED
+    gave_up = {"cause": "hang", "summary": "rank 1 stands still", "gives_up": "3 restarts"}
+    waits = verdict(job=None, attempt=gave_up, silent="squeue: down")
+    assert waits.state == RunStatus.UNKNOWN and "squeue: down" in waits.why, "another job may wait"
+
+
+def test_the_last_of_several_jobs_that_are_over_says_which_heartbeats_are_of_none_of_them() -> None:
+    over = [replace(JOB, job=str(ago), state=JobState.ENDED, ends=NOW - ago) for ago in (4.0, 500.0)]
+    for jobs in (over, over[::-1]):
+        seen = RunObservation(jobs=tuple(jobs), ranks={0: rank(wrote_s_ago=3.0)}, now=NOW)
+        assert judge_state(seen, limits=LIMITS).state == RunStatus.GONE
+
+
+def test_of_several_jobs_the_one_that_has_most_of_the_run_decides() -> None:
+    states = (JobState.PENDING, JobState.COMPLETING, JobState.SUSPENDED)
+    jobs = [replace(JOB, state=state) for state in states]
+    for count, state in ((3, RunStatus.SUSPENDED), (2, RunStatus.COMPLETING), (1, RunStatus.PENDING)):
+        assert judge_state(RunObservation(jobs=tuple(jobs[:count]), now=NOW), limits=LIMITS).state == state
+
+
+def test_a_run_that_is_gone_is_told_since_its_last_sign_of_life() -> None:
+    def since(moment: float) -> str:
+        return f"no process since {time.strftime('%Y-%m-%d %H:%M', time.localtime(moment))}, no job"
+
+    ranks = (rank(wrote_s_ago=9000.0), rank(wrote_s_ago=5000.0))
+    begun = {"event": "attempt", "attempt": "a-1", "time": NOW - 2000.0}
+    assert verdict(*ranks, job=None).why.startswith(since(NOW - 5000.0))
+    assert verdict(job=None, begun=begun).why.startswith(since(NOW - 2000.0))
+    started = verdict(job=None, last={"event": "start"})
+    assert (started.state, started.why) == (RunStatus.GONE, "no process, no job, and no `end` in the journal")
+
+
+def test_a_person_should_look_at_these_states_and_at_no_others() -> None:
+    assert {state for state in RunStatus if state.is_bad} == {
+        RunStatus.HUNG, RunStatus.HELD, RunStatus.NEVER, RunStatus.FAILED, RunStatus.GONE,
+        RunStatus.SUSPENDED,
+    }  # fmt: skip

@@ -408,3 +408,22 @@ def test_the_lock_names_its_holder_while_it_is_held_and_a_queue_that_is_none_has
             assert not is_second
         assert lock.read_text() == str(os.getpid()), "the second one took nothing of the first"
     assert lock.read_text() == "" and not machine_queue.has_runner(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("command", "said", "helps"),
+    [
+        ("sbatch", "Unable to contact slurm controller (connect failure)", "scontrol ping"),
+        ("sbatch", "fatal: Could not establish a configuration source", "scontrol ping"),
+        ("sbatch", "Socket timed out on send/recv operation", "scontrol ping"),
+        ("sbatch", "Batch job submission failed: Timed out", "scontrol ping"),
+        ("sbatch", "Connection refused", "scontrol ping"),
+        ("sbatch", "Requested node configuration is not available", "--dry-run"),
+        ("squeue", "Requested node configuration is not available", "scontrol ping"),
+        ("scancel", "Invalid job id specified", "bloomery status"),
+    ],
+)
+def test_who_did_not_reach_slurm_looks_at_its_controller_and_who_was_refused_at_the_recipe(
+    command: str, said: str, helps: str
+) -> None:
+    assert helps in slurm._remedy(command, said)

@@ -147,3 +147,12 @@ def test_each_signal_that_asks_a_launcher_to_end_is_kept_and_a_warning_is_none(
     assert asked.asked == 0
     asked.signalled(number)
     assert asked.asked == number
+
+
+def test_a_line_that_the_log_of_a_rank_did_not_take_is_told_at_its_end(tmp_path: Path) -> None:
+    share = ShareLog(RunDirectory(tmp_path), ranks=range(2, 4), host="n1")
+    watched = ShareWatch(board(tmp_path, "n1"), Decision(number=4), share, name="x-4")
+    watched.unlogged(3, "OSError: [Errno 28] No space left on device\n")
+    watched.ended({2: 3, 3: 1}, killed=())
+    assert ["No space left" in end.log for end in share.ends(attempt="x-4")] == [False, True]
+    assert watched.name == "x-4"

@@ -335,3 +335,23 @@ def test_what_a_rank_says_of_its_adapter_is_likely_and_what_the_kernel_says_of_a
     down = "mlx5_core 0000:0c:00.0 ib0: Link down"
     found = diagnose(FailureEvidence(ranks=[replace(warned, log="")], kernel={"n1": [down]}))
     assert (found.cause, found.culprit, found.sure) == (Cause.NETWORK, Culprit(host="n1"), True)
+
+
+@pytest.mark.parametrize("has_locks", [True, False])
+def test_a_measurement_leaves_no_file_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_locks: bool
+) -> None:
+    held: list[int | None] = []
+    hold = durable.hold_directory
+
+    def noted(directory: Path) -> int | None:
+        held.append(hold(directory) if has_locks else None)
+        return held[0]
+
+    monkeypatch.setattr(durable, "hold_directory", noted)
+    assert measure_storage(tmp_path / "probe", total=8, writers=1).is_equal
+    (lock,) = held
+    assert (lock is not None) == has_locks
+    if lock is not None:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(lock)

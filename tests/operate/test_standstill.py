@@ -339,3 +339,17 @@ def test_ranks_are_not_silent_while_nobody_can_write(tmp_path: Path, monkeypatch
     place.unlink()
     place.mkdir()
     assert look_until(130)[0] == 122, "six seconds after the last look at which nobody could, at 115"
+
+
+def test_what_earlier_attempts_measured_says_how_long_an_attempt_may_stand_still(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, measured_s = [0.0], {COMPUTING: 30.0, FIRST: 5.0}
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    watch, found = ProgressWatch(RunDirectory(tmp_path).create(), StandstillLimits()), list[float]()
+    while now[0] < 95.0:
+        now[0] += 1.0
+        stands = beat(0, RankActivity.COMPUTING, longest_s={}, time=now[0])
+        standstill = watch.look({0: stands}, measured_s)
+        found += [] if standstill is None else [standstill.allowed_s, standstill.still_s]
+    assert found[:2] == [90.0, 91.0]

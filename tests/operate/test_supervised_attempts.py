@@ -266,3 +266,46 @@ def test_what_an_attempt_waits_for_before_its_ranks_is_no_silence_of_theirs(run:
         watch._look()
     watch.close()
     assert "no rank has moved" in watch.why_to_end()
+
+
+def test_an_attempt_and_its_diagnosis_are_recorded_by_one_name_with_its_ranks_and_host(
+    supervised: Supervised,
+) -> None:
+    assert supervised.ends((-9, 3), (0, 4), world=3) == 0
+    attempts, ends = supervised.told("attempt"), supervised.told("attempt_end")
+    assert [(one["ranks"], one["host"]) for one in attempts] == [(3, "node0")] * 2
+    names = [one["attempt"] for one in attempts]
+    assert len(set(names)) == 2 and all(name.startswith(f"node0-{os.getpid()}-") for name in names)
+    assert [watch.name for watch in supervised.watches] == names == [one["attempt"] for one in ends]
+    assert [one["status"] for one in ends] == [137, 0]
+    (diagnosis,) = supervised.told("diagnosis")
+    assert (diagnosis["attempt"], diagnosis["step"]) == (names[0], 3)
+
+
+def test_a_watch_is_closed_where_its_attempt_is_broken_off(supervised: Supervised) -> None:
+    def breaks(watch: AttemptWatch) -> None:
+        raise KeyboardInterrupt
+
+    supervised.during = breaks
+    with pytest.raises(KeyboardInterrupt):
+        supervised.ends((0, 1))
+    (watch,) = supervised.watches
+    assert not watch._thread.is_alive()
+
+
+def test_a_run_is_given_up_after_three_restarts_in_a_row_and_a_hundred_in_all(supervised: Supervised) -> None:
+    assert supervised.ends((-9, 5), (-9, 5), (-9, 5), (-9, 5)) == GAVE_UP
+    assert supervised.said[-1] == "not started again: 3 restarts in a row brought no newer checkpoint"
+    assert RestartBudget().in_all == 100
+
+
+def test_what_the_launcher_saw_of_its_ranks_is_evidence(run: RunDirectory) -> None:
+    watch = AttemptWatch(run, world=2, host="n0", name="now", limits=StandstillLimits(), measured_s={})
+    watch.started({0: 70, 1: 71})
+    watch.unlogged(1, "OSError: [Errno 28] No space left on device\n")
+    watch.ended({0: -9, 1: 1}, killed=(0,))
+    watch.close()
+    first, second = watch.evidence(first_step=0).ranks
+    assert (first.rank, first.host, first.pid, first.status, first.is_killed_here) == (0, "n0", 70, -9, True)
+    assert (second.rank, second.pid, second.status, second.is_killed_here) == (1, 71, 1, False)
+    assert "No space left" in second.log and "No space left" not in first.log

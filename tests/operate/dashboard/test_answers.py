@@ -459,6 +459,8 @@ def test_a_question_about_curves_is_bounded(run: WrittenRun, monkeypatch: pytest
         == [200] * 2
     )
     assert asked_for == [(64, "step", None, None, 10), (0, "time", -2.5, 7.0, 4000)]
+    assert asyncio.run(all_of("run=0&name=loss", "name=loss")) == [200, 404]
+    assert asked_for[2:] == [(1, "step", None, None, 1000)]
     assert asyncio.run(all_of("run=0&begin=inf", "run=0&points=1.5", "run=1", "run=0&axis=x")) == [
         400,
         400,
@@ -583,6 +585,8 @@ def test_the_scheduler_is_asked_once_a_minute_and_the_recipe_read_when_it_change
     assert summarizer.summary().steps == 2000
     run.rundir.recipe.write_text("[run")
     assert "the recipe cannot be read" in summarizer.summary().problems[0] and summarizer.recipe is not None
+    summarizer_of(run, "train.samples=800")
+    assert not any("the recipe cannot be read" in problem for problem in summarizer.summary().problems)
 
 
 def test_a_run_is_not_gone_while_its_scheduler_does_not_say_which_jobs_wait(

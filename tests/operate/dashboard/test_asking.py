@@ -139,6 +139,12 @@ def test_an_action_is_told_with_who_asked_and_a_refusal_with_its_reason(
     assert act({"run": 1, "action": "save", "wy": ""})[1].startswith("not an action: ")
     assert act({"run": 1, "action": "save"}, "x") == (403, "the token is missing or wrong; nothing was done")
     assert paused == [0.2] and len(done) == 2
+    nobody: Any = Asked(b'{"run": 0, "action": "save"}', {"authorization": f"Bearer {TOKEN}"})
+    nobody.client = None
+    assert asyncio.run(server._action(nobody)).status_code == 200
+    assert done[2:] == [(tmp_path / "a", ActionRequest(run=0, action="save"), "dashboard, from somewhere")]
+    off = DashboardServer([tmp_path], AccessRules(token=TOKEN))
+    assert asyncio.run(off._action(nobody)).status_code == 403 and len(done) == 3
 
 
 def test_a_stream_tells_of_a_change_once_an_interval_and_of_a_death_at_once(
@@ -304,3 +310,67 @@ def test_a_viewer_is_told_once_an_interval_and_at_once_of_each_death(monkeypatch
 
     asyncio.run(view())
     assert told == [3.0, 7.0, 11.0]
+
+
+def test_the_tables_are_made_again_where_the_run_changed_while_they_were_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    viewed, made = ViewedRun(tmp_path, interval_s=3600.0), list[int]()
+
+    def changing(reader: Any) -> dict[str, int]:
+        made.append(reader.version)
+        if len(made) == 1:
+            reader.version += 1
+        return {"rounds": len(made)}
+
+    monkeypatch.setattr(viewed_run, "rounds", changing)
+    told = [json.loads(viewed.tables())["rounds"]["rounds"] for _ in range(3)]
+    assert told == [1, 2, 2] and made == [0, 1]
+
+
+def test_curves_that_were_drawn_while_the_run_changed_are_drawn_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    viewed, drawn = ViewedRun(tmp_path), list[int]()
+
+    def changing(reader: Any, names: Any, **more: Any) -> list[int]:
+        drawn.append(reader.version)
+        reader.version += len(drawn) == 1
+        return [len(drawn)]
+
+    monkeypatch.setattr(viewed_run, "curves", changing)
+    query: dict[str, Any] = {"axis": "step", "begin": None, "end": None, "points": 10}
+    assert [viewed.curves(["loss"], **query) for _ in range(3)] == [b"[1]", b"[2]", b"[2]"]
+
+
+def test_the_answer_that_was_made_anew_is_forgotten_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    viewed = ViewedRun(tmp_path)
+    monkeypatch.setattr(viewed_run, "curves", lambda reader, names, **more: ["x" * 96])
+    monkeypatch.setattr(viewed_run, "_MOST_ANSWER_BYTES", 250)
+    query: dict[str, Any] = {"axis": "step", "begin": None, "end": None, "points": 10}
+    viewed.curves(["a"], **query)
+    viewed.curves(["b"], **query)
+    viewed.reader.version += 1
+    for name in "ac":
+        viewed.curves([name], **query)
+    assert [names for names, *_ in viewed._answers] == [("a",), ("c",)]
+
+
+def test_the_versions_that_are_answered_are_as_new_as_the_summaries_or_newer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A viewer whose summary is older than the version asks once more."""
+    server = DashboardServer([tmp_path], AccessRules())
+    (run,) = server.runs
+
+    def summary() -> dict[str, int]:
+        made = {"version": run.reader.version}
+        run.reader.version += 1
+        return made
+
+    monkeypatch.setattr(run, "summary", summary)
+    asked: Any = SimpleNamespace(url=SimpleNamespace(path="/api/runs", query=""))
+    told = json.loads(asyncio.run(server._runs(asked)).body)
+    assert (told["runs"], told["versions"], told["actions"]) == ([{"version": 0}], [1], False)

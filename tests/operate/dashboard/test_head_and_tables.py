@@ -135,7 +135,12 @@ def test_a_switch_elsewhere_stops_a_run_and_only_a_submitted_one_has_jobs(
 
     verdicts = [RunVerdict(state=RunStatus.RUNNING)]
     monkeypatch.setattr(run_summary, "observe_run", observed)
-    monkeypatch.setattr(run_summary, "judge_state", lambda observation, *, limits: verdicts[0])
+    limits_s: set[float] = set()
+    monkeypatch.setattr(
+        run_summary,
+        "judge_state",
+        lambda observation, *, limits: limits_s.add(limits.silence_s) or verdicts[0],
+    )
     recipe = override(load_recipe("demo").recipe, [f"control.directory={tmp_path / 'controls'}"])
     run.rundir.recipe.write_text(dump_recipe(recipe))
     run.start()
@@ -159,6 +164,13 @@ def test_a_switch_elsewhere_stops_a_run_and_only_a_submitted_one_has_jobs(
     monkeypatch.setattr(submission, "scheduler_of", lambda section, path: queue)
     monkeypatch.setattr(run_summary, "time", SimpleNamespace(monotonic=lambda: 1e9, time=time.time))
     assert summarizer.summary().problems == [] and asked[-1][1] == [("demo", run.rundir.path)]
+    verdicts[0] = RUNS
+    summarizer.summary()
+    assert asked[-1][3] == reader.news.last
+    monkeypatch.setattr(RunReader, "is_behind", property(lambda reader: True))
+    summarizer.summary()
+    assert asked[-1][3] is None, "what was read of the journal is not yet its end"
+    assert limits_s == {15.0}, "who looks from elsewhere sees heartbeats late"
 
 
 def test_the_metrics_of_a_run_are_these(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,3 +367,13 @@ def test_a_time_that_no_calendar_has_ends_no_command(
     for words, status in ((["top", "--once"], 1), (["report"], 0), (["note"], 0), (["follow", "--once"], 0)):
         assert main([words[0], str(run.rundir.path), *words[1:]]) == status
     assert "last sign --:--:--" in capsys.readouterr().out
+
+
+def test_the_time_of_a_step_is_that_of_the_steps_since_the_newest_start(tmp_path: Path) -> None:
+    run = WrittenRun(tmp_path / "run")
+    run.start()
+    run.steps(60, seconds=7.0)
+    run.start(base=(60, 1), reason="start")
+    run.steps(3, seconds=2.0)
+    shown = RunSummarizer(RunReader(run.rundir.path).read_all()).summary(now=time.time())
+    assert (shown.step, shown.rows, shown.step_s) == (63, 63, 2.0)

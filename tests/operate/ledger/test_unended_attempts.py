@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 from tests.operate.ledger.test_ledger import T0, operation, start, step, write_run
 
-from bloomery.operate.ledger.operations import read_marks
-from bloomery.operate.ledger.run_ledger import read_ledger
+from bloomery.events.run_directory import RunDirectory
+from bloomery.operate.ledger.operations import Span, read_marks
+from bloomery.operate.ledger.run_history import Incident
+from bloomery.operate.ledger.run_ledger import _living, _Sums, read_ledger
 from bloomery.operate.ledger.time_class import TimeClass
 from bloomery.operate.ledger.timeline import rank_spans
 
@@ -75,3 +77,22 @@ def test_an_attempt_that_is_named_by_a_number_has_ended_too(tmp_path: Path) -> N
     ledger = read_ledger(run, now=T0 + 18, until=T0 + 18)
     assert ledger is not None
     assert ledger.seconds[TimeClass.STOPPED] == pytest.approx(8)
+
+
+def test_a_rank_of_a_peer_lives_by_its_own_heartbeat(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path).create()
+    record = {"time": T0 - 1.0, "world": 2, "activity": "saving a checkpoint"}
+    run.heartbeat(peer="oslo-2", rank=1).write_text(json.dumps(record))
+    living = [_living(run, name, ("", None), now=T0) for name in ("oslo-2-1", "0-1", "oslo-2-0")]
+    assert [rank is not None for rank in living] == [True, False, False]
+
+
+@pytest.mark.parametrize("kind", list(TimeClass))
+def test_what_follows_an_incident_until_the_run_trains_again_is_its_cost(kind: TimeClass) -> None:
+    costs = {
+        TimeClass.RESTART, TimeClass.DOWN, TimeClass.QUEUE, TimeClass.STARTING, TimeClass.PREPARING,
+        TimeClass.LOADING, TimeClass.FIRST_STEP,
+    }  # fmt: skip
+    sums = _Sums([Incident(time=T0 + 10, cause="a")], begin=T0, end=T0 + 40)
+    sums.add("0-0", [Span(T0 + 10, T0 + 13, kind)])
+    assert sums.incident_s == [3.0 if kind in costs else 0.0]

@@ -315,3 +315,11 @@ def test_a_run_that_has_just_started_again_owes_no_checkpoint_for_the_time_that_
     saves = [0.0, 100.0, 200.0]  # it is 10,000 by now
     assert seen(saves=saves, since=9000.0) == []
     assert [condition.kind for condition in seen(saves=saves, since=8000.0)] == ["no checkpoint"]
+
+
+def test_what_nobody_acknowledges_is_told_again_after_half_an_hour_and_an_hour_more() -> None:
+    looks = [(now, ["slow"]) for now in (0.0, 1799.0, 1800.0, 5399.0, 5400.0)]
+    over: list[tuple[float, list[str]]] = [(5429.0, []), (5430.0, [])]
+    assert told([*looks, *over], rules=AlertRules()) == [
+        (0.0, "new", "slow"), (1800.0, "still", "slow"), (5400.0, "still", "slow"), (5430.0, "over", "slow")
+    ]  # fmt: skip

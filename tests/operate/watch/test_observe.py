@@ -160,6 +160,10 @@ def test_a_run_that_was_stopped_wants_no_full_queue(
     for verdict in verdicts:
         assert queue.observer._queue_depth(queue.observer._current_recipe(), verdict, NOW) == (0, 3)
         assert queue.observer.short_since == 0.0
+    for state in (RunStatus.RUNNING, RunStatus.STARTING, RunStatus.PENDING):
+        queue.observer.forget_queue()
+        queue.observer._queue_depth(queue.observer._current_recipe(), RunVerdict(state=state), NOW)
+        assert queue.observer.short_since == NOW
 
 
 def test_a_scheduler_is_unheard_since_it_first_did_not_answer_and_its_jobs_are_unknown(

@@ -17,7 +17,7 @@ from bloomery.events import journal
 from bloomery.events.run_directory import RunDirectory
 from bloomery.operate.run_state import RunStatus, RunVerdict
 from bloomery.operate.schedulers.interface import SchedulerError
-from bloomery.operate.watch import observe
+from bloomery.operate.watch import observe, watcher
 from bloomery.operate.watch.conditions import WatchedQuota, WatchedRun, WatchLimits, conditions_of
 from bloomery.operate.watch.disk import DiskSample
 from bloomery.operate.watch.observe import RunObserver
@@ -145,3 +145,15 @@ def test_a_quota_that_is_used_up_has_no_room_for_a_save(free_bytes: int, is_told
     seen = WatchedRun(path="r", verdict=verdict, now=NOW, since=NOW, quotas=[quota], save_bytes=7)
     kinds = [condition.kind for condition in conditions_of(seen, WatchLimits())]
     assert kinds == ["no quota for a save (group llm)"] * is_told
+
+
+def test_a_run_is_judged_by_the_limits_of_its_watcher(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told, limits = list[object](), WatchLimits(idle_s=5.0)
+    monkeypatch.setattr(watcher, "conditions_of", lambda seen, limits: told.append(limits) or [])
+    for more in ({"limits": limits}, {}):
+        watching = RunWatcher(run, send=lambda alert: None, **more)
+        watching.check(now=NOW)
+        watching.close()
+    assert told == [limits, WatchLimits()] and limits != WatchLimits()

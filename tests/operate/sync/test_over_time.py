@@ -1,0 +1,84 @@
+"""What a sync beside a launcher, and a tail of a run, do over a long time."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from bloomery import durable
+from bloomery.config.submit import SyncSection
+from bloomery.events.run_directory import RunDirectory
+from bloomery.operate.sync import keeper, published
+from bloomery.operate.sync.keeper import SyncKeeper
+from bloomery.operate.sync.tail import RunTail
+
+
+def test_a_sync_that_lived_for_more_than_the_longest_pause_is_started_again_after_the_shortest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said, pauses, clock = list[str](), list[float](), [0.0]
+    kept = SyncKeeper(
+        RunDirectory(tmp_path), SyncSection(place="hf:a/b"), wait_s=lambda: 0.0, say=said.append
+    )
+    ends = iter([(1.0, 7), (1.0, 7), (601.0, -9), (600.0, 7), (0.0, 7)])
+
+    def wait() -> int:
+        lived_s, status = next(ends)
+        clock[0] += lived_s
+        return status
+
+    process, refusals = SimpleNamespace(wait=wait), [OSError(11, "Resource temporarily unavailable")]
+
+    def started() -> Any:
+        if len(pauses) == 4 and refusals:
+            raise refusals.pop()
+        return process
+
+    kept._process = process  # type: ignore[assignment]
+    monkeypatch.setattr(kept, "_started", started)
+    monkeypatch.setattr(keeper, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    kept._closing = SimpleNamespace(  # type: ignore[assignment]
+        is_set=lambda: False, wait=lambda pause_s: pauses.append(pause_s) or len(pauses) == 5
+    )
+    kept._keep()
+    assert pauses == [10.0, 20.0, 10.0, 20.0, 40.0]
+    assert [line.partition(":")[0] for line in said] == [
+        "the sync of logs ended with status 7", "the sync of logs ended by signal 9"
+    ]  # fmt: skip
+
+
+def test_a_tail_finds_the_journal_of_the_first_rank_once_it_is_there(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run").create()
+    tail = RunTail(run, every_steps=1)
+    assert list(tail.new_lines()) == []
+    step = {"event": "step", "time": 1e9, "step": 7, "loss": 2.0}
+    run.journal(peer="oslo").write_text(json.dumps(step) + "\n")
+    assert [line.partition(" step ")[2] for line in tail.new_lines()] == ["7 | loss 2.0000"]
+
+
+def test_a_checkpoint_that_is_held_leaves_no_file_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, hold = list[int](), durable.hold_directory
+    saved = tmp_path / "step-000005.i001"
+    saved.mkdir()
+    (saved / "part").write_text("weights")
+
+    def noted(directory: Path) -> int | None:
+        lock = hold(directory)
+        held.extend([] if lock is None else [lock])
+        return lock
+
+    monkeypatch.setattr(durable, "hold_directory", noted)
+    published._link(saved, tmp_path / "publishing" / saved.name)
+    assert (tmp_path / "publishing" / saved.name / "part").stat().st_nlink == 2 and len(held) == 1
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(held[0])
+    monkeypatch.setattr(durable, "hold_directory", lambda directory: None)
+    published._link(saved, tmp_path / "publishing" / "without-locks")
+    assert (saved / "part").stat().st_nlink == 3
