@@ -154,6 +154,16 @@ def test_a_file_that_the_system_refuses_is_a_message_with_its_path(monkeypatch, 
         cli.main(["try"])
 
 
+def test_where_the_network_is_forbidden_the_libraries_of_a_command_are_told_too(monkeypatch):
+    seen = []
+    with_command(monkeypatch, lambda arguments: seen.append(os.environ.get("HF_HUB_OFFLINE")) or 0)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    for switch in ("0", "1"):
+        monkeypatch.setenv("BLOOMERY_OFFLINE", switch)
+        assert cli.main(["try"]) == 0
+    assert seen == [None, "1"]
+
+
 def test_what_nobody_expected_keeps_its_traceback(monkeypatch):
     with_command(monkeypatch, raising(ZeroDivisionError()))
     with pytest.raises(ZeroDivisionError):
