@@ -11,7 +11,7 @@ import pytest
 from bloomery import cli
 from bloomery.cli import commit_of
 from bloomery.cli.arguments import ProgressLines
-from bloomery.errors import BloomeryError, StorageError
+from bloomery.errors import BloomeryError, RankLost, StorageError
 
 
 def with_command(monkeypatch, run):
@@ -176,6 +176,29 @@ def test_ctrl_c_is_one_line_and_status_130(monkeypatch, capsys):
     assert capsys.readouterr().err == "bloomery: interrupted\n"
 
 
+def test_a_process_that_was_started_for_one_training_ends_at_once_when_it_is_interrupted(monkeypatch):
+    ended = []
+    with_command(monkeypatch, raising(KeyboardInterrupt()))
+    monkeypatch.setattr("os._exit", ended.append)
+    monkeypatch.setattr("sys.argv", ["bloomery", "try"])
+    monkeypatch.delenv("BLOOMERY_ENVIRONMENT", raising=False)
+    assert cli.main() == 130 and not ended
+    monkeypatch.setenv("BLOOMERY_ENVIRONMENT", "own")
+    assert cli.main(["try"]) == 130 and not ended, "it is called by a program"
+    assert cli.main() == 130 and ended == [130]
+
+
+def test_a_lost_rank_is_told_by_its_launcher_where_it_has_one(monkeypatch, capsys):
+    with_command(monkeypatch, raising(RankLost("rank 3 is gone", remedy="Start it again.")))
+    monkeypatch.delenv("BLOOMERY_LAUNCHER", raising=False)
+    assert cli.main(["try"]) == RankLost.exit_status
+    assert capsys.readouterr().err == "bloomery try: rank 3 is gone\n  Start it again.\n"
+    monkeypatch.setenv("BLOOMERY_LAUNCHER", "77")
+    assert cli.main(["try"]) == RankLost.exit_status and capsys.readouterr().err == ""
+    with_command(monkeypatch, raising(StorageError("the disk is full", remedy="Make room.")))
+    assert cli.main(["try"]) == 1 and "the disk is full" in capsys.readouterr().err
+
+
 def test_a_reader_that_goes_away_is_no_error_message():
     # Closed before the command writes: a pipe would hold the whole page.
     code = (
@@ -195,11 +218,15 @@ def test_a_full_disk_behind_the_output_is_told_in_a_line():
     assert done.returncode == 1 and done.stderr.startswith(said) and done.stderr.count("\n") == 2
 
 
-def test_a_full_disk_behind_a_file_without_a_name_is_told_in_a_line(monkeypatch, capsys):
-    with_command(monkeypatch, raising(OSError(errno.ENOSPC, "No space left on device")))
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_a_full_disk_behind_a_file_without_a_name_is_told_in_a_line(number, monkeypatch, capsys):
+    with_command(monkeypatch, raising(OSError(number, os.strerror(number))))
     assert cli.main(["try"]) == 1
     told = capsys.readouterr().err
-    assert told.startswith("bloomery: No space left on device: a file that it wrote is not whole")
+    assert told.startswith(f"bloomery: {os.strerror(number)}: a file that it wrote is not whole")
+    with_command(monkeypatch, raising(OSError(errno.EIO, "Input/output error")))
+    with pytest.raises(OSError, match="Input/output error"):
+        cli.main(["try"])
 
 
 def test_the_package_runs_as_a_module():
