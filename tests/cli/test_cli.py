@@ -11,7 +11,7 @@ import pytest
 from bloomery import cli
 from bloomery.cli import commit_of
 from bloomery.cli.arguments import ProgressLines
-from bloomery.errors import BloomeryError, StorageError
+from bloomery.errors import BloomeryError, RankLost, StorageError
 
 
 def with_command(monkeypatch, run):
@@ -154,6 +154,16 @@ def test_a_file_that_the_system_refuses_is_a_message_with_its_path(monkeypatch, 
         cli.main(["try"])
 
 
+def test_where_the_network_is_forbidden_the_libraries_of_a_command_are_told_too(monkeypatch):
+    seen = []
+    with_command(monkeypatch, lambda arguments: seen.append(os.environ.get("HF_HUB_OFFLINE")) or 0)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    for switch in ("0", "1"):
+        monkeypatch.setenv("BLOOMERY_OFFLINE", switch)
+        assert cli.main(["try"]) == 0
+    assert seen == [None, "1"]
+
+
 def test_what_nobody_expected_keeps_its_traceback(monkeypatch):
     with_command(monkeypatch, raising(ZeroDivisionError()))
     with pytest.raises(ZeroDivisionError):
@@ -164,6 +174,29 @@ def test_ctrl_c_is_one_line_and_status_130(monkeypatch, capsys):
     with_command(monkeypatch, raising(KeyboardInterrupt()))
     assert cli.main(["try"]) == 130
     assert capsys.readouterr().err == "bloomery: interrupted\n"
+
+
+def test_a_process_that_was_started_for_one_training_ends_at_once_when_it_is_interrupted(monkeypatch):
+    ended = []
+    with_command(monkeypatch, raising(KeyboardInterrupt()))
+    monkeypatch.setattr("os._exit", ended.append)
+    monkeypatch.setattr("sys.argv", ["bloomery", "try"])
+    monkeypatch.delenv("BLOOMERY_ENVIRONMENT", raising=False)
+    assert cli.main() == 130 and not ended
+    monkeypatch.setenv("BLOOMERY_ENVIRONMENT", "own")
+    assert cli.main(["try"]) == 130 and not ended, "it is called by a program"
+    assert cli.main() == 130 and ended == [130]
+
+
+def test_a_lost_rank_is_told_by_its_launcher_where_it_has_one(monkeypatch, capsys):
+    with_command(monkeypatch, raising(RankLost("rank 3 is gone", remedy="Start it again.")))
+    monkeypatch.delenv("BLOOMERY_LAUNCHER", raising=False)
+    assert cli.main(["try"]) == RankLost.exit_status
+    assert capsys.readouterr().err == "bloomery try: rank 3 is gone\n  Start it again.\n"
+    monkeypatch.setenv("BLOOMERY_LAUNCHER", "77")
+    assert cli.main(["try"]) == RankLost.exit_status and capsys.readouterr().err == ""
+    with_command(monkeypatch, raising(StorageError("the disk is full", remedy="Make room.")))
+    assert cli.main(["try"]) == 1 and "the disk is full" in capsys.readouterr().err
 
 
 def test_a_reader_that_goes_away_is_no_error_message():
@@ -185,11 +218,15 @@ def test_a_full_disk_behind_the_output_is_told_in_a_line():
     assert done.returncode == 1 and done.stderr.startswith(said) and done.stderr.count("\n") == 2
 
 
-def test_a_full_disk_behind_a_file_without_a_name_is_told_in_a_line(monkeypatch, capsys):
-    with_command(monkeypatch, raising(OSError(errno.ENOSPC, "No space left on device")))
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_a_full_disk_behind_a_file_without_a_name_is_told_in_a_line(number, monkeypatch, capsys):
+    with_command(monkeypatch, raising(OSError(number, os.strerror(number))))
     assert cli.main(["try"]) == 1
     told = capsys.readouterr().err
-    assert told.startswith("bloomery: No space left on device: a file that it wrote is not whole")
+    assert told.startswith(f"bloomery: {os.strerror(number)}: a file that it wrote is not whole")
+    with_command(monkeypatch, raising(OSError(errno.EIO, "Input/output error")))
+    with pytest.raises(OSError, match="Input/output error"):
+        cli.main(["try"])
 
 
 def test_the_package_runs_as_a_module():

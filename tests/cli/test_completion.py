@@ -54,3 +54,15 @@ def test_bash_completes_commands_options_choices_and_files(
         "bloomery", "config", "show", "--"
     )
     assert completed("bloomery", "ckpt", "list", "runs-") == ["runs-of-mine"]
+
+
+@pytest.mark.parametrize(
+    ("shell", "begins"),
+    [("zsh", "#compdef bloomery"), ("tcsh", "complete bloomery"), ("bash", "complete -o")],
+)
+def test_the_script_is_for_the_shell_that_was_named(
+    shell: str, begins: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["completion", shell]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith(begins) for line in lines)

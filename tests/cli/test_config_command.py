@@ -90,6 +90,13 @@ def test_reference_prints_and_writes_the_page(capsys, tmp_path):
     assert (tmp_path / "page.md").read_text(encoding="utf-8") == reference()
 
 
+def test_the_reference_is_written_to_its_page_where_no_other_is_named(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "docs" / "reference").mkdir(parents=True)
+    assert run(capsys, "reference", "--write")[:2] == (0, "wrote docs/reference/settings.md\n")
+    assert (tmp_path / "docs" / "reference" / "settings.md").read_text(encoding="utf-8") == reference()
+
+
 def test_a_page_that_cannot_be_written_says_what_to_do(capsys, tmp_path):
     status, _, err = run(capsys, "reference", "--write", str(tmp_path / "no" / "page.md"))
     assert status == 1

@@ -129,10 +129,10 @@ def test_options_of_a_fetch_reach_its_plan_and_its_download(
 ) -> None:
     seen: dict[str, Any] = {}
     files = [
-        SimpleNamespace(path="a.jsonl", size_bytes=1500),
-        SimpleNamespace(path="b.jsonl", size_bytes=500),
+        SimpleNamespace(path="a.jsonl", size_bytes=1_500_000),
+        SimpleNamespace(path="b.jsonl", size_bytes=500_000),
     ]
-    shard = SimpleNamespace(dataset="en", files=files, size_bytes=2000)
+    shard = SimpleNamespace(dataset="en", files=files, size_bytes=2_000_000)
     monkeypatch.setattr(data_fetch, "_opened", lambda address: SimpleNamespace(files=lambda: address))
 
     def planned(remotes: dict[str, Any], request: Any) -> list[Any]:
@@ -141,7 +141,7 @@ def test_options_of_a_fetch_reach_its_plan_and_its_download(
 
     def fetched(shards: list[Any], remotes: Any, to: Path, request: Any, **more: Any) -> Any:
         seen["fetch"] = (len(shards), to, more["threads"], more["anew"])
-        return SimpleNamespace(files=3, size_bytes=1500, kept_files=1, removed_files=2)
+        return SimpleNamespace(files=1_003, size_bytes=1_234_567_000, kept_files=1_001, removed_files=1_002)
 
     monkeypatch.setattr("bloomery.data.remote_files.plan_share", planned)
     monkeypatch.setattr("bloomery.data.fetch.fetch", fetched)
@@ -169,15 +169,30 @@ def test_options_of_a_fetch_reach_its_plan_and_its_download(
     assert (request.shares, request.share, request.seed, request.limit) == (5, 3, 11, 7)
     assert (request.ratios, request.include, request.exclude) == ({"en": 0.5}, ("*.jsonl",), ("old*",))
     assert seen["fetch"] == (2, tmp_path / "here", 4, False) and seen["refused"] == tmp_path / "here"
-    assert facts["bytes"] == 4000 and facts["datasets"] == {"en": {"shards": 2, "files": 4, "bytes": 4000}}
-    assert (facts["fetched_files"], facts["kept_files"], facts["removed_files"]) == (3, 1, 2)
+    assert facts["datasets"] == {"en": {"shards": 2, "files": 4, "bytes": 4_000_000}}
+    assert (facts["bytes"], facts["fetched_bytes"]) == (4_000_000, 1_234_567_000)
+    assert (facts["fetched_files"], facts["kept_files"], facts["removed_files"]) == (1_003, 1_001, 1_002)
+    assert (facts["to"], facts["shares"], facts["share"]) == (str(tmp_path / "here"), 5, 3)
     seen.clear()
     told(capsys, "fetch", "s3://b/en", "--to", tmp_path, "--anew")
     assert "refused" not in seen and seen["fetch"] == (2, tmp_path, 8, True)
     assert seen["request"].limit is None
     seen.clear()
     facts = told(capsys, "fetch", "s3://b/en", "--to", tmp_path, "--dry-run")
-    assert "fetch" not in seen and facts["files"][0] == {"path": "en/a.jsonl", "bytes": 1500}
+    assert "fetch" not in seen and facts["files"][0] == {"path": "en/a.jsonl", "bytes": 1_500_000}
+    given = ["fetch", "s3://b/en", "--to", str(tmp_path), "--shares", "5", "--share", "3"]
+    assert run(given) == 0
+    sizes = "en: 2 shards, 4 files, 4.0 MB"
+    assert capsys.readouterr().out.splitlines() == [
+        sizes,
+        f"{tmp_path}: share 3 of 5; 1,003 files fetched (1,234.6 MB), 1,001 there before, 1,002 removed",
+    ]
+    assert run([*given, "--dry-run"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        *["       1,500,000  en/a.jsonl", "         500,000  en/b.jsonl"] * 2,
+        sizes,
+        "Nothing was fetched (--dry-run).",
+    ]
 
 
 def asked(*words: str) -> Any:

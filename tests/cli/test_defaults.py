@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping
@@ -11,21 +12,33 @@ from typing import Any
 
 import pytest
 
+from bloomery.chaos.faults import KINDS
 from bloomery.cli import (
+    calibrate,
+    chaos,
+    ckpt_copy,
+    ckpt_list,
     coordinate,
     dashboard,
+    data,
     drill,
     evaluate,
+    fork,
     generate,
     launch,
     peer,
     plot,
     preflight,
+    report,
+    simulate,
+    status,
+    submit,
     sync,
     top,
     train,
     watch,
 )
+from bloomery.cli.arguments import THE_PARSER, ParserFound
 from bloomery.operate.drill.faults import ORDINARY
 
 RUN = Path("run")
@@ -133,6 +146,102 @@ def test_options_that_nobody_gives_are_as_the_help_says(name: str, monkeypatch: 
     monkeypatch.delenv("COLUMNS", raising=False)
     parsed, expected = DEFAULTS[name]
     assert vars(parsed()) == expected | {"version": None}
+
+
+TEXTS = {
+    **{"text_field": "text", "separator": "", "bad_documents": "skip", "longest_line_mib": 256},
+    **{"held_out_every": 0, "end_of_document": "<|endoftext|>", "json": False},
+}
+LIST = {"verify": False, "single_pass": False, "json": False}
+SOME: dict[str, tuple[Callable[[list[str]], int], tuple[str, ...], dict[str, Any]]] = {
+    "calibrate": (
+        calibrate.run,
+        (),
+        {"to": Path("this-machine.toml"), "disk": Path(), "json": False, "quiet": False},
+    ),
+    "chaos": (
+        chaos.chaos,
+        (),
+        {
+            **{
+                "words": (),
+                "peers": 4,
+                "nproc": 1,
+                "rate": 25e6,
+                "rtt": 0.05,
+                "loss": 0.0,
+                "directory": None,
+            },
+            **{"minutes": 60.0, "faults": 20, "plain": False, "seed": 0, "kinds": tuple(KINDS), "gap": 5.0},
+            **{"longest": 8.0, "back": 3.0, "json": False},
+        },
+    ),
+    "ckpt backup": (ckpt_copy.backup, ("run",), {"run": RUN, "workers": 8, "json": False}),
+    "ckpt list": (ckpt_list.show_list, ("run",), {"run": "run", "all": False, **LIST}),
+    "ckpt prune": (ckpt_list.prune, ("run",), {"run": RUN, "dry_run": False, "json": False}),
+    "fork": (fork.run, ("run", "new"), {"run": RUN, "new": Path("new"), "to_step": None, "json": False}),
+    "note": (report.note, ("run",), {"run": "run", "text": None, "by": "", "json": False}),
+    "simulate": (
+        simulate.run,
+        (),
+        {
+            **{"scenario": None, "overrides": (), "lives": 32, "seed": 0, "sweep": None, "png": None},
+            "json": False,
+        },
+    ),
+    "status": (status.run, (), {"run": None, "under": Path("runs"), "nodes": False, "json": False}),
+    "submit": (
+        submit.run,
+        ("demo",),
+        {
+            **START,
+            **{"nproc": None, "keep_queued": None, "rehearse": False, "dry_run": False, "json": False},
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_options_of_a_command_that_nobody_gives_are_as_its_help_says(name: str) -> None:
+    command, words, expected = SOME[name]
+    with pytest.raises(ParserFound) as found:
+        command([THE_PARSER])
+    assert found.value.parser is not None
+    assert vars(found.value.parser.parse_intermixed_args([*words])) == expected | {"version": None}
+
+
+DATA: dict[tuple[str, ...], dict[str, Any]] = {
+    ("audit", "demo", "--to", "x"): {
+        **{"recipe": "demo", "overrides": [], "out": Path("x"), "against": [], "text_field": "text"},
+        **{"tasks": [], "include": None, "ngram": 13, "tokens": 10**9, "json": False},
+    },
+    ("fetch", "a", "--to", "x"): {
+        **{"sources": ["a"], "to": Path("x"), "shares": 1, "share": 0, "seed": 0, "ratio": [], "threads": 8},
+        **{"include": [], "exclude": [], "limit": None, "dry_run": False, "anew": False, "json": False},
+    },
+    ("tokenizer", "a", "--to", "x.json"): {
+        **{"sources": ["a"], "out": Path("x.json"), "vocabulary": 8192, "split": "text", **TEXTS},
+    },
+    ("tokenize", "a", "--tokenizer", "t", "--to", "x"): {
+        **{"sources": ["a"], "out": Path("x"), "tokenizer": "t", "workers": len(os.sched_getaffinity(0))},
+        **{"engine": "auto", "part": None, **TEXTS},
+    },
+    ("verify", "a"): {
+        **{"prefix": Path("a"), "tokenizer": None, "end_of_document": "<|endoftext|>", "vocabulary": None},
+        "json": False,
+    },
+    ("report", "demo"): {
+        "recipe": "demo", "overrides": [], "png": None, "overlap": False, "json": False,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", DATA, ids=lambda words: words[0])
+def test_options_of_data_that_nobody_gives_are_as_the_help_says(words: tuple[str, ...]) -> None:
+    given = vars(data._parser().parse_args(words))
+    del given["command"]
+    given.pop("error", None)
+    assert given == DATA[words] | {"version": None}
 
 
 class Generated:

@@ -70,3 +70,35 @@ def sharing(module: str) -> set[str]:
 def test_a_command_reads_only_arguments_that_it_accepts(module: str) -> None:
     missing = read(module) - accepted(module) - accepted("arguments")
     assert missing - set().union(*(accepted(other) for other in sharing(module))) == set()
+
+
+SHARED = {"arguments", "run_inputs"}
+"""Modules whose arguments are read by the commands that add them."""
+
+
+def used(module: str) -> set[str]:
+    """The names of arguments that a module reads of what a parser returned, or gives to what reads them."""
+    declared, parsed = set[ast.AST](), set[str]()
+    for node in ast.walk(TREES[module]):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith((".add_argument", "_parser")):
+            declared |= {part for given in node.args for part in ast.walk(given)}
+        if isinstance(node, ast.arg) and node.annotation and "Namespace" in ast.unparse(node.annotation):
+            parsed.add(node.arg)
+        if isinstance(node, ast.Assign) and "parse" in ast.unparse(node.value).partition("(")[0]:
+            parsed |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return {
+        node.attr
+        for node in ast.walk(TREES[module])
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in parsed
+    } | {
+        node.value.lstrip("-")
+        for node in ast.walk(TREES[module])
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in declared
+    }
+
+
+@pytest.mark.parametrize("module", [module for module in TREES if accepted(module)])
+def test_an_argument_that_a_command_accepts_is_read(module: str) -> None:
+    readers = [module, *(sharing(module) if module in SHARED else ())]
+    unread = accepted(module) - set().union(*(used(reader) for reader in readers))
+    assert unread <= {"version", "command"}, "an option without an effect"

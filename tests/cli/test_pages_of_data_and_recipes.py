@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -144,6 +145,39 @@ def test_an_audit_finds_what_is_taken_unevenly_delivered_otherwise_or_trained_on
     ):  # fmt: skip
         one = [dataset("own", wanted=wanted, delivered=delivered)]
         assert len(data_audit.findings_of(facts | {"datasets": one, "samples": samples})) == found
+
+
+def test_texts_that_training_text_is_searched_for_are_those_of_sources_and_tasks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def shown(tasks: list[str], *, include: Path | None) -> dict[str, list[str]]:
+        asked.append((tasks, include))
+        return {task: [f"{task} is", "asked"] for task in tasks}
+
+    def load(path: Path, *, end_of_document: str) -> Any:
+        asked.append((path, end_of_document))
+        return SimpleNamespace(encode=lambda text: [len(text)])
+
+    monkeypatch.setattr("bloomery.data.tokenizer.load_tokenizer", load)
+    monkeypatch.setattr("bloomery.evaluate.task_texts.task_texts", shown)
+    monkeypatch.setattr(
+        "bloomery.data.audit.Ngrams.of_texts", lambda texts, size: ([ids.tolist() for ids in texts], size)
+    )
+    source = tmp_path / "a.jsonl"
+    source.write_text('{"body": "seven", "text": "no"}\n{"text": "no"}\n{"body": "x"}\n')
+    prepared: Any = SimpleNamespace(tokenizer_path=Path("t.json"))
+
+    def found(*, against: list[str], tasks: list[str]) -> dict[str, Any]:
+        options = Namespace(against=against, tasks=tasks, text_field="body", include=Path("more"), ngram=5)
+        return data_audit._other_texts(options, prepared, end_of_document="</s>")
+
+    assert found(against=[], tasks=[]) == {} and not asked
+    assert found(against=[str(source)], tasks=["one"]) == {
+        str(source): ([[5], [1]], 5), "task: one": ([[6], [5]], 5),
+    }  # fmt: skip
+    assert asked == [(Path("t.json"), "</s>"), (["one"], Path("more"))]
 
 
 def test_the_pictures_of_an_audit_have_each_datasets_lags_shares_and_repeats(

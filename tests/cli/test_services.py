@@ -315,6 +315,10 @@ def test_who_was_revoked_stays_so_in_an_etcd_that_is_granted_accounts(
         ("restore_revocations", certs, "root of certs", endpoints, {}),
     ]
     assert capsys.readouterr().out == "https://a:2379, https://b:2379: 3 peers may connect\n"
+    with monkeypatch.context() as patch:
+        patch.setattr(coordinate, "apply_access", lambda *given: 1)
+        assert coordinate.run([*words, "--grant"]) == 0
+    assert capsys.readouterr().out.endswith(": 1 peer may connect\n")
     clients: list[tuple[Any, ...]] = []
 
     class Client:
@@ -334,7 +338,10 @@ def test_who_was_revoked_stays_so_in_an_etcd_that_is_granted_accounts(
     ((name, directory, _, named),) = called.calls
     assert (name, directory, named) == ("revoke", certs, {"run": "night", "peer": "lyon"})
     assert clients == [(endpoints, "root of certs")]
-    assert "revoked  lyon of night: its account, and its certificate 77" in capsys.readouterr().out
+    assert "revoked  lyon of night: its account, and its certificate 77\n" in capsys.readouterr().out
+    monkeypatch.setattr(coordinate, "revoke", lambda *given, **named: ("77", "78"))
+    assert coordinate.run([*words, "--revoke", "lyon", "--run", "night"]) == 0
+    assert "its account, and its certificates 77, 78\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -355,7 +362,10 @@ def test_a_run_that_is_adopted_says_from_whom_and_whether_anybody_holds_it(
     from contextlib import nullcontext
 
     given = {"round": 5, "epoch": 8, "peers_ahead": (), "holders": ("a",), **adopted}
-    monkeypatch.setattr(coordinate, "adopt", lambda etcd, keys: SimpleNamespace(**given))
+    monkeypatch.setattr(
+        coordinate, "adopt",
+        lambda etcd, keys: SimpleNamespace(**given) if (etcd, keys.run) == ("etcd", "night") else None,
+    )  # fmt: skip
     monkeypatch.setattr(coordinate, "_client", lambda options: nullcontext("etcd"))
     assert coordinate.run(["--adopt", "night"]) == 0
     said = capsys.readouterr().out

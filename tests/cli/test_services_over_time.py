@@ -323,6 +323,8 @@ def test_a_follow_shows_the_past_and_then_what_comes_from_here_or_elsewhere(
     made.clear()
     assert sync.follow(["hf:me/x"]) == 0 and clocks[1].waits == [60, 60, 60]
     assert made[1:] == ["fetch", (made[0][1], 10), "fetch", "fetch"] and not made[0][1].exists()
+    for source in (path, "hf:me/x"):
+        assert sync.follow([source, "--interval", "7"]) == 0 and clocks[-1].waits == [7, 7, 7]
     capsys.readouterr()
     tails: Any = Tail(rundir, every_steps=1)
     tails.left = [["a"], ["b"]]
@@ -499,10 +501,11 @@ def test_a_dashboard_serves_its_runs_until_the_signal_and_closes_what_it_opened(
     monkeypatch.setattr(server, "RunPoller", poller)
     monkeypatch.setattr(dashboard, "_listener", lambda options: listener)
     monkeypatch.setattr("bloomery.operate.dashboard.access.new_token", lambda: "a token")
+    monkeypatch.setattr("bloomery.operate.ledger.figures.read_plan", lambda path: f"plan of {path}")
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     try:
         with pytest.raises(ZeroDivisionError):
-            dashboard.run([str(rundir.path), "none", "--actions", "--interval", "4"])
+            dashboard.run([str(rundir.path), "none", "--actions", "--interval", "4", "--plan", "p.json"])
     finally:
         signal.signal(signal.SIGINT, before[0])
         signal.signal(signal.SIGTERM, before[1])
@@ -511,7 +514,8 @@ def test_a_dashboard_serves_its_runs_until_the_signal_and_closes_what_it_opened(
         f"http://[::1]:8499/ shows {rundir.path}, none; Ctrl-C ends it\nthe token for actions: a token\n"
     )
     assert shown.err == "note: none is not there yet; the page shows it once it is\n"
-    assert made["serving"] == ([rundir.path, Path("none")], True, 4.0, None) and made["poll"] == ("runs", 2.0)
+    assert made["serving"] == ([rundir.path, Path("none")], True, 4.0, "plan of p.json")
+    assert made["poll"] == ("runs", 2.0)
     assert made["config"][1]["ssl_certfile"] is None and made["sockets"] == [listener]
     assert signal.default_int_handler not in made["handlers"] and closed == ["poller", "listener"]
     assert sys.modules["uvicorn"] is uvicorn

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -12,12 +13,14 @@ import pytest
 import torch
 from tests.operate.dashboard.written_run import healed_run
 
+from bloomery.checkpoint.format.catalogue import checkpoints
 from bloomery.checkpoint.format.state import whole
 from bloomery.checkpoint.save.direct import save_streamed
 from bloomery.cli import chaos, fork, preflight, sync
 from bloomery.config.load import dump_recipe, load_recipe
 from bloomery.durable import remove_abandoned
 from bloomery.errors import CheckpointError, ConfigError
+from bloomery.events.run_directory import RunDirectory
 
 
 def test_a_plain_exercise_is_a_drill_of_twenty_faults_or_of_those_asked_for(
@@ -66,6 +69,59 @@ def test_what_a_fork_that_was_killed_left_is_removed_and_one_that_is_made_is_not
     assert (tmp_path / "new" / "checkpoints" / "step-000050.i001").is_dir()
 
 
+def forkable(path: Path, *overrides: str) -> RunDirectory:
+    """Return a run whose third start begins at a checkpoint of the first one's step 50."""
+    run = healed_run(path)
+    run.start(base=(50, 1), reason="start")
+    run.rundir.recipe.write_text(dump_recipe(load_recipe("demo", overrides).recipe))
+    save_streamed(run.rundir.checkpoints, [whole("model.weight", torch.ones(4))], step=50, incarnation=1)
+    return run.rundir
+
+
+def test_a_fork_takes_its_data_and_the_starts_that_led_to_its_checkpoint_into_an_empty_directory(
+    tmp_path: Path,
+) -> None:
+    run, new = forkable(tmp_path / "run"), RunDirectory(tmp_path / "new")
+    run.data.mkdir(exist_ok=True)
+    for name in ("train.bin", "data.lock", "x.draft", "y.partial"):
+        (run.data / name).write_text(name)
+    run.sources.write_text("the sources")
+    new.path.mkdir()
+    assert fork.run([str(run.path), str(new.path), "--to-step", "50"]) == 0
+    assert [path.name for path in new.data.iterdir()] == ["train.bin"]
+    assert new.sources.read_text() == "the sources"
+    assert len(list(run.incarnations.iterdir())) == 3
+    (record,) = new.incarnations.iterdir()
+    assert record == new.incarnation(1)
+    before = json.loads(run.incarnation(1).read_text())
+    assert json.loads(record.read_text()) == before | {"fork_of": str(run.path.resolve())}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (("elastic.inner_steps=5",), "is one peer of a run between peers"),
+        ((), "keeps its checkpoints in object storage"),
+    ],
+)
+def test_a_fork_of_what_is_not_whole_here_is_refused_and_leaves_nothing(
+    overrides: tuple[str, ...], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, new = forkable(tmp_path / "run", *overrides), tmp_path / "new"
+    (checkpoint,) = checkpoints(run)
+    monkeypatch.setattr("bloomery.checkpoint.format.source.is_stored_elsewhere", lambda directory: True)
+    monkeypatch.setattr(fork, "_refuse_damaged", lambda checkpoint: None)
+    with pytest.raises(CheckpointError, match=told):
+        fork._fork(run, checkpoint, new)
+    run.recipe.unlink()
+    with pytest.raises(CheckpointError, match=r"has no recipe\.toml"):
+        fork._fork(run, checkpoint, new)
+    new.touch()
+    with pytest.raises(CheckpointError, match="is there already"):
+        fork._fork(run, checkpoint, new)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "run"]
+
+
 def test_a_preflight_asks_for_room_before_it_measures_the_storage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,7 +163,6 @@ def test_a_node_is_measured_by_a_rank_for_each_gpu_or_as_many_as_were_given(
 
     from bloomery.config.load import load_recipe
     from bloomery.errors import TrainingFailed
-    from bloomery.events.run_directory import RunDirectory
 
     @dataclass(frozen=True)
     class Facts:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -61,11 +62,13 @@ class Started:
         self.share: RankRange | None = None
         self.environment: dict[str, str] = {}
         self.others: object = None
+        self.more: dict[str, Any] = {}
         self.supervised: tuple[RunDirectory, SupervisedStart] | None = None
 
     def ranks(self, command: Sequence[str], share: RankRange, **more: Any) -> int:
         self.command, self.share = [*command], share
         self.environment, self.others = more["environment"], more.get("others")
+        self.more = more
         return self.status
 
     def under_supervision(self, loaded: Any, rundir: RunDirectory, start: SupervisedStart) -> int:
@@ -337,10 +340,12 @@ def test_only_a_job_ends_where_its_machine_is_unfit_and_ranks_of_one_machine_get
     run: Path, started: Started, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervised, "run_ranks", started.ranks)
-    watch = SimpleNamespace(name="a-3", why_to_stop=lambda: "", unlogged=print)
+    watch = SimpleNamespace(name="a-3", why_to_stop=lambda: "", unlogged=print, failure="from before")
+    supervisions: list[dict[str, Any]] = []
 
     def supervise(rundir: RunDirectory, run_once: Any, *, world: int, **more: Any) -> int:
         assert world == 3
+        supervisions.append(more)
         return int(run_once(watch)) + 1
 
     monkeypatch.setattr("bloomery.operate.supervise.supervise", supervise)
@@ -352,7 +357,15 @@ def test_only_a_job_ends_where_its_machine_is_unfit_and_ranks_of_one_machine_get
 
     start = launch._supervised(options, load_recipe(RECIPE[0], RECIPE[1:]), count=3, nodes=1)
     nothing: Any = None
-    assert supervised._on_one_machine(RunDirectory(run), start, nothing, nothing) == 8
+    monkeypatch.setattr(supervised, "host_name", lambda: "n5")
+    parts: Any = ("reactions", "departure")
+    assert supervised._on_one_machine(RunDirectory(run), start, *parts) == 8
+    assert supervisions[0].pop("say") == start.say and watch.failure == ""
+    assert supervisions[0] == {"host": "n5", "reactions": "reactions", "departure": "departure"}
+    output = started.more["output"]
+    assert output._file_of(2) == RunDirectory(run).log(host="n5", rank=2) and output._on_unlogged is print
+    assert started.more["supervisor"] is watch and started.others is None
+    assert "TORCH_FR_DUMP_TEMP_FILE" not in started.environment
     assert started.share == RankRange(count=3, world=3)
     assert started.environment["BLOOMERY_ATTEMPT"] == "a-3" and started.environment["NCCL_NET"] == "Mine"
     assert undisturbed == []
@@ -361,3 +374,8 @@ def test_only_a_job_ends_where_its_machine_is_unfit_and_ranks_of_one_machine_get
     watch.why_to_stop, started.status = (lambda: "the job ends"), 143
     assert supervised._on_one_machine(RunDirectory(run), start, nothing, nothing) == 144
     assert undisturbed == [True, True], "after all was well, and where the job leaves"
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "2000")
+    start = replace(start, attempt=lambda ranks: (ranks({"A_B": "1"}), "the agent failed"))
+    supervised._on_one_machine(RunDirectory(run), start, nothing, nothing)
+    assert watch.failure == "the agent failed" and started.environment["A_B"] == "1"
+    assert started.environment["TORCH_FR_DUMP_TEMP_FILE"] == str(run / "stacks" / "flight-")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -247,6 +248,7 @@ def test_tokenising_gets_its_options_and_tells_what_it_wrote(
     report = Path(f"{own}-bad-documents.jsonl")
     assert asked.pop() == (["a.txt"], own, job, report, {"workers": 3, "part": None})
     assert not report.exists(), "it would be empty"
+    assert os.environ["RAYON_NUM_THREADS"] == "3"
     words = ["--text-field", "body", "--separator", "==", "--bad-documents", "fail", "--longest-line-mib", 9,
              "--held-out-every", 7, "--end-of-document", "</s>", "--engine", "reference"]  # fmt: skip
     facts = told(capsys, *given, "--workers", 2, "--part", "3/16", *words)
@@ -317,3 +319,28 @@ def test_a_tokenizer_is_trained_on_what_is_not_held_out(
     with pytest.raises(DataError, match=r"train a tokenizer on\. 1 document skipped"):
         run(["tokenizer", str(text), "--to", str(tmp_path / "none.json")])
     assert not (tmp_path / "none.json").exists()
+
+
+def test_a_tokenizer_is_trained_on_the_field_the_parts_and_the_lines_that_were_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained: list[list[str]] = []
+
+    def train(texts: Any, **options: Any) -> Any:
+        trained.append([*texts])
+        return SimpleNamespace(vocabulary_size=1_300, eod=9, save=lambda path: None)
+
+    monkeypatch.setattr("bloomery.data.tokenizer.train_tokenizer", train)
+    texts, out = tmp_path / "texts", tmp_path / "t.json"
+    texts.mkdir()
+    (texts / "a.txt").write_text("one==two")
+    (texts / "b.jsonl").write_text(json.dumps({"body": "three", "text": "x" * 1_100_000}) + "\n")
+    (texts / "c.png").touch()
+    given = ["tokenizer", texts, "--to", out, "--separator", "==", "--text-field", "body"]
+    assert run([*map(str, given)]) == 0
+    assert trained.pop() == ["one", "two", "three"]
+    assert "c.png" in capsys.readouterr().err
+    assert told(capsys, *given, "--longest-line-mib", 1)["bad_documents"] == 1
+    assert trained.pop() == ["one", "two"]
+    with pytest.raises(DataError, match=r"b\.jsonl"):
+        run([*map(str, given), "--longest-line-mib", "1", "--bad-documents", "fail"])

@@ -6,7 +6,7 @@ import json
 import signal
 import sys
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,11 +19,14 @@ from bloomery.chaos.faults import KINDS, Fault
 from bloomery.chaos.scenario import InjectedFault
 from bloomery.cli import chaos, drill, simulate
 from bloomery.errors import ConfigError
+from bloomery.events.heartbeat import RankBeat
 from bloomery.events.journal import Journal
+from bloomery.events.run_directory import RunDirectory
 from bloomery.operate.drill.allocation import DrillNodes
 from bloomery.operate.drill.exercise import DrillResult
 from bloomery.operate.drill.faults import DrillFault
 from bloomery.operate.drill.phases import RecoveryPhases
+from bloomery.operate.timeouts import RunTimeout
 from bloomery.plan.simulate.scenario import TRAINING, Life, load_scenario
 
 LIFE = Life(
@@ -371,3 +374,31 @@ def test_a_strike_hits_the_process_that_is_named(monkeypatch: pytest.MonkeyPatch
     )
     assert drill.run(["--strike", "hang", "4711"]) == 0
     assert struck == [(DrillFault.HANG, 4711)]
+
+
+def test_time_outs_of_a_run_are_told_for_all_ranks_that_its_first_one_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rundir, asked = RunDirectory(tmp_path / "run").create(), list[Any]()
+
+    def read(rundir: RunDirectory, *, ranks: range, attempt: str) -> str:
+        asked.append((rundir, ranks))
+        return f"beats of {len(ranks)}"
+
+    table = [RunTimeout(name="hang", seconds=1_234.5, derived="3 × longest", then="it is killed")]
+    monkeypatch.setattr("bloomery.operate.standstill.read_beats", read)
+    monkeypatch.setattr("bloomery.operate.timeouts.run_timeouts", lambda beats: asked.append(beats) or table)
+    monkeypatch.setattr("bloomery.operate.timeouts.contradictions", lambda found: ["one is too short"])
+    words = ["--timeouts", str(rundir.path)]
+    assert drill.run([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == [asdict(table[0])]
+    rundir.heartbeat().parent.mkdir(parents=True, exist_ok=True)
+    rundir.heartbeat().write_text(json.dumps(RankBeat(world=12).__dict__))
+    assert drill.run(words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split() for line in lines if "─" not in line] == [
+        ["time-out", "seconds", "from", "then"],
+        ["hang", "1234", "3", "×", "longest", "it", "is", "killed"],
+        ["note:", "one", "is", "too", "short"],
+    ]
+    assert asked == [(rundir, range(1)), "beats of 1", (rundir, range(12)), "beats of 12"]
