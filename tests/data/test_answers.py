@@ -13,10 +13,12 @@ from bloomery.config.validate_data import sample_mistakes
 from bloomery.data.answers import AnswerTokens
 from bloomery.data.indexed import IndexedDataset, IndexedWriter
 from bloomery.data.order import Order
+from bloomery.data.pair_files import HEADER, idx_path
 from bloomery.data.pairs import merge_pairs
 from bloomery.data.prepare import prepare
 from bloomery.data.readers import SourceFile
 from bloomery.data.sample_layout import layout_of
+from bloomery.data.seal import SealFacts
 from bloomery.data.tokenize_worker import Job, TextPiece, bad_path, prepared_tokenizer, tokenize_piece
 from bloomery.data.tokenizer import load_tokenizer, train_tokenizer
 from bloomery.data_loader.batches import IGNORED, Batches, MicroBatch, held_out_batches
@@ -67,6 +69,17 @@ def test_documents_without_a_prompt_are_refused(tmp_path: Path) -> None:
         writer.add_document([1, 2, EOD])
     with pytest.raises(DataError, match="1 sequences in 1 documents; prompts with answers have two each"):
         AnswerTokens(IndexedDataset(tmp_path / "plain"))
+
+
+def test_an_index_that_is_damaged_tells_of_no_answer(tmp_path: Path) -> None:
+    with IndexedWriter(tmp_path / "pairs", dtype="<u2", seal=SealFacts()) as writer:
+        writer.add_documents(np.arange(40), np.full(4, 10), prompts=np.full(4, 3))
+    path = idx_path(tmp_path / "pairs")
+    content = bytearray(path.read_bytes())
+    content[HEADER.size + 4 * 8 + 8 * 3] ^= 2  # of eight sequences, where the fourth begins
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"pairs\.idx is not what was written"):
+        AnswerTokens(IndexedDataset(tmp_path / "pairs"))
 
 
 def micro_batches(

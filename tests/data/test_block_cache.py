@@ -225,6 +225,36 @@ def test_a_block_that_is_no_longer_what_it_was_on_the_disk_is_fetched_anew(
     assert line.blocks == [5] and later.held == 2
 
 
+def test_a_block_that_another_process_brings_while_it_is_fetched_stays_as_it_is(
+    tmp_path: Path, line: Line
+) -> None:
+    path, asked = tmp_path / "here.bin", list[int]()
+    other = cache_at(path, line)
+
+    def slower(start: int, length: int) -> bytes:
+        asked.append(start)
+        one(other, path, 6)
+        return line(start, length)
+
+    cache = cache_at(path, slower)
+    assert one(cache, path, 6) == CONTENT[48:56] == one(other, path, 6)
+    assert (asked, line.blocks) == ([48], [6, 6])
+    assert cache.held == 1 and int(cache._versions[6]) == 1
+
+
+def test_blocks_that_a_killed_process_did_not_count_are_counted_when_the_cache_is_opened(
+    tmp_path: Path, line: Line
+) -> None:
+    path = tmp_path / "here.bin"
+    killed = cache_at(path, line, capacity=3)
+    for block in range(3):
+        one(killed, path, block)
+    killed._state["used"][0] = 1
+    later = cache_at(path, line, capacity=3)
+    one(later, path, 9)
+    assert later.held == 3
+
+
 def test_a_block_that_leaves_while_it_is_copied_is_copied_again(tmp_path: Path, line: Line) -> None:
     path = tmp_path / "here.bin"
     cache, other = (cache_at(path, line, capacity=2) for _ in range(2))

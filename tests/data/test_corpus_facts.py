@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 from tests.disk_calls import recorded
 
-from bloomery.data import tokenize_corpus
+from bloomery.data import storage, tokenize_corpus
 from bloomery.data.corpus_parts import CorpusPart, join_parts, record_path, remove_record, write_record
 from bloomery.data.pair_files import idx_path
 from bloomery.data.readers import SourceFile
@@ -19,7 +20,7 @@ from bloomery.data.tokenize_corpus import Pair, TokenizeSummary, piece_size, tok
 from bloomery.data.tokenize_pool import BatchDone, PieceDone
 from bloomery.data.tokenize_worker import Job, TextPiece, prepared_tokenizer, tokenize_piece
 from bloomery.data.tokenizer import train_tokenizer
-from bloomery.errors import DataError
+from bloomery.errors import DataError, StorageError
 
 EOD = "<|endoftext|>"
 TEXTS = [f"text {number:02}" for number in range(12)]  # of seven bytes, and of eight tokens
@@ -290,3 +291,39 @@ def test_parts_are_joined_with_progress_and_their_lists_in_their_order(
     assert (tmp_path / "out-bad-documents.jsonl").read_text() == "list 1\nlist 2\n"
     renamed = calls.paths.index(("rename", tmp_path / "out-bad-documents.jsonl"))
     assert calls.paths.index(("sync", draft)) < renamed
+    for number in (1, 2):
+        (tmp_path / f"out-part-{number}-of-2-bad-documents.jsonl").unlink()
+    join_parts(out)
+    assert not (tmp_path / "out-bad-documents.jsonl").exists(), "that of an earlier join would tell of others"
+
+
+def test_the_engine_of_a_part_is_chosen_by_texts_of_the_whole_corpus(
+    files: list[SourceFile], job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[int]] = []
+
+    def sampled(pieces: list[TextPiece], job: Job) -> list[str]:
+        asked.append([piece.number for piece in pieces])
+        return []
+
+    monkeypatch.setattr(tokenize_corpus, "sampled_texts", sampled)
+    part, quick = CorpusPart(number=2, count=2), replace(job, fast=True)
+    tokenize(files, tmp_path / "out", quick, workers=1, piece_bytes=75, part=part)
+    assert asked == [[0, 1, 2, 3]], "parts of several engines could not be joined"
+
+
+def test_two_that_tokenise_into_one_pair_never_work_at_a_time(
+    files: list[SourceFile], job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "_LOCK_TIMEOUT_S", 0.0)
+    refused = list[str]()
+
+    def again(*told: object) -> None:
+        if not refused:
+            with pytest.raises(StorageError) as busy:
+                tokenize(files, tmp_path / "out", job, workers=1, piece_bytes=75)
+            refused.append(busy.value.message)
+
+    done = tokenize(files, tmp_path / "out", job, workers=1, piece_bytes=75, progress=again)
+    assert f"which works in {tmp_path / 'out.parts'}" in refused[0] and done.pairs[0].documents == 12
+    assert not (tmp_path / "out.parts").exists()

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from bloomery.config.data import DataSection, DatasetSection
 from bloomery.data.dataset_shares import (
+    Claim,
     Demand,
     Extent,
     claims,
@@ -89,6 +90,8 @@ def test_what_cannot_be_honoured_is_refused(datasets: list[dict[str, object]], t
             "w.json",
             json.dumps([{"dataset_path": "d0", "ratio": 3}, {"dataset_path": "d1", "ratio": 0.5, "x": True}]),
         ),
+        ("w.json", json.dumps([{"name": "d0", "weight": 3}, {"dataset": "d1", "weight": 0.5}])),
+        ("w.json", json.dumps({"train": {"weights": {"d0": 3, "d1": 0.5}}, "weights": {"d0": 1}})),
     ],
 )
 def test_a_weights_file_may_be_a_table_or_a_catalogue(tmp_path: Path, name: str, text: str) -> None:
@@ -231,3 +234,53 @@ def test_documents_are_split_in_order_at_rounded_ends(
     count: int, parts: list[int], exact: bool, ends: tuple[int, int, int]
 ) -> None:
     assert tuple(part.stop for part in split_documents(count, parts, exact=exact)) == ends
+
+
+def test_what_a_dataset_is_too_small_for_is_told_with_the_epochs_that_come_to_it() -> None:
+    with pytest.raises(DataError) as refused:
+        found(section({"tokens": 750}, {}), [500, 500], 1000)
+    assert refused.value.remedy == "Lower its budget, or repeat it knowingly: epochs = 1.5."
+
+
+def test_of_many_datasets_five_are_named() -> None:
+    for count, more in ((5, ""), (7, " and 2 more")):
+        with pytest.raises(DataError) as refused:
+            found(section(*[{"weight": 0.0}] * count), [9] * count, 10)
+        assert refused.value.message == f"The weights of 'd0', 'd1', 'd2', 'd3', 'd4'{more} sum to 0."
+
+
+def test_datasets_with_budgets_need_no_weight_in_a_file(tmp_path: Path) -> None:
+    (tmp_path / "w.toml").write_text("d2 = 5\n")
+    data = section({"tokens": 300}, {"epochs": 2.0}, {}, weights_file=str(tmp_path / "w.toml"))
+    assert found(data, [500, 50, 9], 1000) == [Fraction(300, 1000), Fraction(100, 1000), Fraction(600, 1000)]
+
+
+def test_a_budget_below_what_was_given_is_told_with_what_would_do() -> None:
+    demand = Demand(
+        claims=(
+            Claim(name="a", samples=30, weight=Fraction(1)),
+            Claim(name="b", samples=0, weight=Fraction(2)),
+        ),
+        samples=100,
+        slack=0,
+        sequence_length=7,
+    )
+    with pytest.raises(DataError) as refused:
+        demand.shares(given_before=[31], samples=60)
+    assert refused.value.remedy == "Give it at least 217, or weight = 0 to have no more of it."
+
+
+def test_demands_of_other_budgets_or_weights_have_other_digests_whatever_the_run() -> None:
+    def digest(samples: int, weight: int, *, run: int = 100) -> str:
+        first = Claim(name="a", samples=samples, weight=Fraction(1))
+        second = Claim(name="b", samples=0, weight=Fraction(weight))
+        return Demand(claims=(first, second), samples=run, slack=0, sequence_length=7).digest
+
+    assert len({digest(30, 2), digest(31, 2), digest(30, 3)}) == 3
+    assert digest(30, 2) == digest(30, 2, run=200)
+
+
+def test_ratios_of_a_held_out_loss_are_taken_of_the_first_split_of_two(tmp_path: Path) -> None:
+    path = tmp_path / "w.json"
+    path.write_text(json.dumps({"validation": {"d0": 1}, "valid": {"d1": 2}}))
+    assert held_out_weights(section({}, {}, weights_file=str(path))) == {"d1": 2}

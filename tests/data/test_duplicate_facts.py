@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bloomery.data import audit, duplicate_candidates, duplicates, ngrams, overlap
+from bloomery.data import audit, duplicate_candidates, duplicates, ngrams, overlap, storage
 from bloomery.data.audit import (
     Ngrams,
     RepeatedNgrams,
@@ -33,7 +33,7 @@ from bloomery.data.indexed import IndexedDataset, IndexedWriter
 from bloomery.data.ngrams import HashSet, document_of, documents_in_turn, ngram_hashes
 from bloomery.data.order import Order
 from bloomery.data.overlap import Overlap, SharedDocument, overlap_of
-from bloomery.errors import DataError
+from bloomery.errors import DataError, StorageError
 
 EXACT = SimilarityThreshold(threshold=1.0)
 
@@ -328,3 +328,19 @@ def test_neighbours_are_read_in_stretches_from_the_first_to_the_last_sample(
     assert asked == [[*range(30)]] and (exact.is_exact, exact.looked_at) == (True, 29)
     assert exact.near_by_chance == pytest.approx(0.0199) and len(exact.correlations) == 32
     assert exact.correlations[29:] == (0.0, 0.0, 0.0), "no samples are that far apart"
+
+
+def test_two_that_remove_duplicates_into_one_pair_never_write_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, refused = written(tmp_path / "one", A, B, A).prefix, list[str]()
+    monkeypatch.setattr(storage, "_LOCK_TIMEOUT_S", 0.0)
+
+    def again(*told: object) -> None:
+        if not refused:
+            with pytest.raises(StorageError) as busy:
+                deduplicate([one], tmp_path / "new", likeness=EXACT)
+            refused.append(busy.value.message)
+
+    deduplicate([one], tmp_path / "new", likeness=EXACT, progress=again)
+    assert f"which works in {tmp_path / 'new.dedup'}" in refused[0] and read(tmp_path / "new") == [A, B]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 
 from bloomery import durable
 from bloomery.data import fetch as fetching
+from bloomery.data import storage
 from bloomery.data.fetch import FetchSummary, fetch, recorded, refuse_incomplete, refuse_other_share
 from bloomery.data.remote_files import FetchRequest, RemoteFile, Shard
 from bloomery.errors import DataError, StorageError
@@ -350,3 +352,22 @@ def test_threads_that_record_and_count_wait_for_each_other_and_a_full_disk_is_to
     (tmp_path / "set").write_text("in the way")
     with pytest.raises(StorageError, match=r"failed at .*set/a\.jsonl\..*\.partial: "):
         fetching._bring(Source(FILES), file_of("a.jsonl", b"x"), tmp_path / "set" / "a.jsonl", counter)
+
+
+def test_what_another_process_fetched_while_its_lock_was_waited_for_does_not_come_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, taken = Source(FILES), list[tuple[Path, str]]()
+
+    @contextmanager
+    def waiting(directory: Path, *, name: str) -> Iterator[int]:
+        taken.append((directory, name))
+        if len(taken) == 1:
+            fetched(source, directory)
+        with storage.locked_directory(directory, name=name) as file:
+            yield file
+
+    monkeypatch.setattr(fetching, "locked_directory", waiting)
+    done, _ = fetched(source, tmp_path)
+    assert (done.files, done.kept_files, len(source.asked)) == (0, 3, 5)
+    assert taken == [(tmp_path, "fetched.lock")] * 2

@@ -236,3 +236,34 @@ def test_a_place_that_cannot_keep_a_row_is_done_without(
 ) -> None:
     (tmp_path / "orders").write_text("a file, not a directory")
     assert same(a_row(None), a_row(tmp_path / "orders")) and "in memory" in caplog.text
+
+
+def test_a_single_dataset_gives_no_sample_behind_the_end_of_its_order() -> None:
+    order = MegatronOrder([np.full(9, 20, np.int32)], None, samples=3, sequence_length=20, seed=1)
+    assert order.rows[0].sample_count > 4 > order.samples
+    turns = [order.sample_of_turn(0, turn, below=100) for turn in range(5)]
+    assert turns == [0, 1, 2, None, None] and order.sample_of_turn(0, 1, below=1) is None
+
+
+def test_a_blend_has_given_all_that_it_has_at_any_place_behind_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(megatron_order, "_BLOCK", 2)
+    blend = megatron_order.Blend([1.0, 1.0], 4)
+    assert [blend.before(sample).tolist() for sample in (3, 4, 5, 9)] == [[2, 1], [2, 2], [2, 2], [2, 2]]
+
+
+@pytest.mark.usefixtures("keeps_all")
+def test_an_order_by_another_rule_is_of_the_same_datasets_and_keeps_its_rows_where_they_are(
+    tmp_path: Path,
+) -> None:
+    lengths = [np.full(9, 20, np.int32), np.full(5, 30, np.int32)]
+    order = MegatronOrder(
+        lengths, [3.0, 1.0], samples=12, sequence_length=20, seed=4, kept_in=[tmp_path / "a", tmp_path / "b"]
+    )
+    earlier = order.by_rule(1)
+    assert earlier.samples == 12 and all(isinstance(row.ends, np.memmap) for row in earlier.rows)
+    assert [
+        np.array_equal(one.order, other.order) for one, other in zip(order.rows, earlier.rows, strict=True)
+    ]
+    assert sorted(path.parent.name for path in tmp_path.rglob("*.arrays")) == ["a", "b"]

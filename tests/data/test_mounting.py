@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import json
 import os
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +14,7 @@ import pytest
 import xxhash
 
 from bloomery.config.environment import SWITCH, OfflineRefused
-from bloomery.data import streaming
+from bloomery.data import storage, streaming
 from bloomery.data.block_cache import BlockCache
 from bloomery.data.indexed import IndexedDataset, IndexedWriter
 from bloomery.data.pair_files import bin_path, idx_path, seal_path, sums_path
@@ -345,3 +345,24 @@ def test_a_pair_that_nobody_reads_any_more_holds_no_file_open(there: Path, cache
     assert dataset.window(0, 3).size == 3 and open_files()
     del dataset
     assert open_files() == set()
+
+
+def test_an_index_that_another_process_brought_while_its_lock_was_waited_for_does_not_come_again(
+    there: Path, cache: CacheLocation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken, brought, bring = list[Path](), list[Path](), streaming._bring_index
+
+    @contextmanager
+    def waiting(directory: Path, *, name: str) -> Iterator[int]:
+        taken.append(directory / name)
+        if len(taken) == 1:
+            mounted(there, cache)
+        with storage.locked_directory(directory, name=name) as file:
+            yield file
+
+    monkeypatch.setattr(streaming, "locked_directory", waiting)
+    monkeypatch.setattr(
+        streaming, "_bring_index", lambda prefix, address: brought.append(prefix) or bring(prefix, address)
+    )
+    prefix = mounted(there, cache)
+    assert brought == [prefix] and taken == [prefix.parent / "lock"] * 2

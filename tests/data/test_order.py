@@ -201,3 +201,12 @@ def test_a_changed_mixture_of_a_run_with_an_end_spends_its_budgets_by_that_end(
     order = Order([100, 100], [0.5, 0.5], 7, rule=3, length=900)
     order.changed([100, 100], [0.2, 0.8], at=300, rule=3, length=1_000)
     assert made == [900, 1_000]
+
+
+def test_blocks_of_the_second_rule_are_shuffled_otherwise_after_each_change() -> None:
+    old = Order([500, 500], [1.0, 1.0], 3, rule=2)
+    first, second = (
+        old.changed([500, 500], [1.0, 1.0], at=at, rule=2).split(np.arange(at, at + 200))[0].tolist()
+        for at in (1000, 3000)
+    )
+    assert first != second and abs(sum(first) - 100) < 40

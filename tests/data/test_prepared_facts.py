@@ -332,3 +332,25 @@ def test_addresses_are_mounted_once_where_the_recipe_says_and_within_its_bytes(
     place = tmp_path / "home" / "fast" if cache else tmp_path / "run" / "cache"
     location = CacheLocation(directory=place, limit_bytes=1_500_000_000)
     assert asked == [(["s3://b/a", "s3://b/c", "s3://b/d"], location)]
+
+
+def test_held_out_datasets_of_the_recipe_follow_what_is_held_out_of_its_text(
+    text: Path, tokenizer: Path, tmp_path: Path
+) -> None:
+    kept = (DatasetSection(name="kept", path=str(pair(tmp_path / "kept", 9))),)
+    data = DataSection(sources=(str(text),), sequence_length=8, held_out_every=4, tokenizer=str(tokenizer))
+    made = prepare(replace(data, held_out_datasets=kept), tmp_path / "out")
+    assert [dataset.name for dataset in made.held_out] == ["held-out", "kept"]
+    assert made.held_out[1].tokens == 9
+
+
+def test_bad_documents_that_became_fatal_do_not_concern_what_a_run_was_trained_on(
+    text: Path, tokenizer: Path, tmp_path: Path
+) -> None:
+    data = DataSection(sources=(str(text),), sequence_length=8, held_out_every=4, tokenizer=str(tokenizer))
+    made = prepare(data, tmp_path / "out")
+    strict = replace(data, bad_documents="fail")
+    assert preparing.prepared_of_run(strict, tmp_path / "out") == replace(made, reused=True)
+    with pytest.raises(DataError, match=r"b\.jsonl:2: the document is empty"):
+        prepare(strict, tmp_path / "out")
+    assert prepare(data, tmp_path / "out") == replace(made, reused=True)

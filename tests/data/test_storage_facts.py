@@ -190,3 +190,24 @@ def test_quotas_are_the_same_whichever_blocks_were_asked_for_before(
     jumping = Quotas(shares, block=10)
     for block in (33, 0, 31, 9, 8, 7, 30, 12, 4, 5):
         assert jumping.before(block).tolist() == old[block]
+
+
+def test_arrays_that_another_process_made_while_its_lock_was_waited_for_are_not_filled_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "AT_LEAST_BYTES", 1)
+    filled, lock = list[int](), durable.locked
+
+    def watched(arrays: storage.Arrays) -> None:
+        filled.append(1)
+        fill(arrays)
+
+    @contextmanager
+    def waiting(path: Path, **how: object) -> Iterator[int]:
+        monkeypatch.setattr(durable, "locked", lock)
+        shared_arrays(tmp_path, "key", SHAPES, watched)
+        with lock(path, **how) as file:  # type: ignore[arg-type]
+            yield file
+
+    monkeypatch.setattr(durable, "locked", waiting)
+    assert shared_arrays(tmp_path, "key", SHAPES, watched)["a"].tolist() == [7, 8, 9] and filled == [1]

@@ -291,3 +291,37 @@ def test_a_worker_without_a_piece_is_not_told_among_those_that_are_silent() -> N
     assert seen == [{9: 1}, {9: 2}] and at_work == {}
     with pytest.raises(DataError, match=r"No worker has reported for 0 s \(process unknown\)"):
         tokenize_pool._next(queue.SimpleQueue(), at_work, silence_s=0.0)
+
+
+def test_a_corpus_that_begins_with_bad_documents_alone_is_refused_and_a_later_piece_is_not(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenize_worker, "STOP_AFTER", 2)
+    file = written(tmp_path / "a.jsonl", "", "", "")
+    tokenize_worker.bad_path(tmp_path / "parts", 1).write_text("of a worker that was killed")
+    assert served(monkeypatch, plain(job), piece(1, file).to_json()) == [{"done": 1}]
+    assert len(tokenize_worker.bad_path(tmp_path / "parts", 1).read_text().splitlines()) == 3
+    (told,) = served(monkeypatch, plain(job), piece(0, file).to_json())
+    assert told["refused"]["message"].startswith("The first 2 documents are all bad")
+
+
+@pytest.mark.parametrize(("computed_s", "is_given_up"), [(9.0, True), (9.1, False)])
+def test_workers_that_compute_for_less_than_a_hundredth_of_the_time_are_given_up(
+    computed_s: float, is_given_up: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds, messages = iter([100.0, 100.0 + computed_s, 200.0]), iter([{"done": 1}])
+    asked = list[float]()
+
+    def get(*, timeout: float) -> dict[str, int]:
+        asked.append(timeout)
+        if len(asked) == 1:
+            raise queue.Empty
+        return next(messages)
+
+    monkeypatch.setattr(tokenize_pool, "_computed_s", lambda at_work: next(seconds))
+    silent: Any = SimpleNamespace(get=get)
+    if is_given_up:
+        with pytest.raises(DataError, match="No worker has reported for 900 s"):
+            tokenize_pool._next(silent, {})
+    else:
+        assert tokenize_pool._next(silent, {}) == {"done": 1} and asked == [900.0, 900.0]

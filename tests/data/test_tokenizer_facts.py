@@ -217,6 +217,8 @@ def test_a_split_of_words_is_proven_by_its_pattern_alone(split: dict[str, Any], 
     if not told:
         last["use_regex"] = True
         assert unproven(content) == "it splits words more than once"
+        del last["use_regex"]
+        assert unproven(content) == "it splits words more than once", "where nothing is said, it does"
         last["use_regex"] = False
         content["pre_tokenizer"]["pretokenizers"] = [first, first, last]
         assert unproven(content) == "it splits words more than once"
@@ -307,8 +309,8 @@ def test_what_ids_add_is_told_by_those_shortly_before_them() -> None:
         return decode(ids, **more)
 
     found.decode = watched  # type: ignore[method-assign, assignment]
-    assert found.decode_after([0, 0], before=[0] * 40) == " a a"
-    assert asked == [[0] * 16, [0] * 18]
+    assert found.decode_after([0, 0], before=[*[0] * 38, 1, 0]) == " a a"
+    assert asked == [[*[0] * 14, 1, 0], [*[0] * 14, 1, 0, 0, 0]]
     assert found.decode_after([0], before=[]) == "a"
 
 

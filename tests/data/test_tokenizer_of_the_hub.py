@@ -75,6 +75,14 @@ def test_a_name_that_no_cache_has_is_fetched_once(hub: type[Hub]) -> None:
     assert find_tokenizer("hf:somebody/something") == path
 
 
+def test_a_name_without_a_json_is_that_of_a_model_of_sentencepiece(hub: type[Hub]) -> None:
+    hub.files = {"/somebody/third/tokenizer.model": b"pieces"}
+    path = find_tokenizer("hf:somebody/third")
+    assert path.name == "tokenizer.model" and path.read_bytes() == b"pieces"
+    hub.files = {}
+    assert find_tokenizer("hf:somebody/third") == path
+
+
 @pytest.mark.parametrize(
     ("name", "status", "why"),
     [

@@ -266,3 +266,15 @@ def test_a_batch_is_as_wide_as_its_longest_window_up_to_an_eighth(
         IndexedDataset(tmp_path / "kept"), sequence_length=length, rows=1, eod=EOD, divisor=divisor
     )
     assert batch.tokens.shape == (1, width)
+
+
+@pytest.mark.parametrize(("device", "is_pinned"), [("cpu", False), ("cuda", True)])
+def test_batches_for_a_gpu_lie_in_memory_that_it_can_copy_from_while_the_host_goes_on(
+    dataset: IndexedDataset, monkeypatch: pytest.MonkeyPatch, device: str, is_pinned: bool
+) -> None:
+    pinned = list[torch.Tensor]()
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)
+    with batches(dataset, device=device, mask_documents=True) as made:
+        (micro,) = made._read(SPANS[0], 4)
+    held = [micro.documents, micro.tokens, micro.targets, micro.samples]
+    assert len(pinned) == (4 if is_pinned else 0) and {*map(id, pinned)} <= {*map(id, held)}

@@ -339,6 +339,8 @@ def test_a_checkpoint_is_found_with_the_recipe_and_the_tokenizer_of_its_run(
     monkeypatch.setattr(saved_files, "find_tokenizer", lambda name: Path(f"found {name}"))
     checkpoint = run.checkpoints / "step-000005.i001"
     checkpoint.mkdir()
+    with pytest.raises(CheckpointError, match=f"{checkpoint} is neither a run directory nor a checkpoint"):
+        find_saved(checkpoint)
     (checkpoint / saved_files.MANIFEST).write_text("{}")
     usual: dict[str, Any] = {"checkpoint": checkpoint, "rundir": run, "recipe": recipe}
     assert find_saved(checkpoint) == SavedFiles(**usual, tokenizer=Path("own.json"))

@@ -154,6 +154,9 @@ def test_the_entropy_of_batches_keeps_documents_apart_and_tells_of_each_batch() 
 def test_a_loss_that_no_float_holds_the_exponential_of_is_an_infinite_perplexity() -> None:
     score = DocumentScore(name="a", nats=8000.0, tokens=10, bytes=3)
     assert score.perplexity == math.inf and score.loss == 800.0
+    for loss, is_held in ((699.9, True), (700.0, False), (709.0, False), (715.0, False)):
+        perplexity = DocumentScore(name="a", nats=2 * loss, tokens=2, bytes=3).perplexity
+        assert (perplexity < math.inf) is is_held
 
 
 def test_evaluate_gives_the_runs_own_held_out_loss_and_that_of_any_file(
