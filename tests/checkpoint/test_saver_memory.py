@@ -13,6 +13,7 @@ from tests.checkpoint.test_saver_terms import Background
 from bloomery.checkpoint.format.state import whole
 from bloomery.checkpoint.save import saver as saver_module
 from bloomery.checkpoint.save.saver import Saver
+from bloomery.checkpoint.save.write_plan import RankWritePlan, WritePlanner
 from bloomery.checkpoint.writer.ranks import Ranks
 from bloomery.config.checkpoint import CheckpointSection
 from bloomery.errors import StorageError
@@ -59,6 +60,18 @@ def test_memory_is_taken_for_a_state_that_is_large_enough_or_where_it_was_asked_
     ):
         saver, made = prepared(tmp_path, monkeypatch, threshold=threshold, throttle=False, **section)
         assert len(made) == count and (saver.background is not None) is bool(count)
+
+    class Uneven(WritePlanner):
+        def agree(self, entries: Any, digests: list[str]) -> RankWritePlan:
+            plan = super().agree(entries, digests)
+            self.file_bytes = [0, *self.file_bytes]
+            return plan
+
+    with monkeypatch.context() as patch:
+        patch.setattr(saver_module, "WritePlanner", Uneven)
+        for threshold, count in ((size, 1), (size + 1, 0)):
+            (_, made) = prepared(tmp_path, monkeypatch, threshold=threshold)
+            assert len(made) == count, "the largest part of a rank counts"
     (_, made) = prepared(tmp_path, monkeypatch, threshold=0)
     (how,) = made
     assert how.pop("committed") is not None
