@@ -22,8 +22,11 @@ from bloomery.errors import StorageError
 class Part:
     """A part of a run with two tensors."""
 
+    def __init__(self, name: str = "model") -> None:
+        self.name = name
+
     def state_entries(self) -> list[Any]:
-        return [whole(f"model.{name}", torch.ones(500)) for name in "ab"]
+        return [whole(f"{self.name}.{name}", torch.ones(500)) for name in "ab"]
 
     def state_values(self) -> dict[str, Any]:
         return {}
@@ -33,7 +36,13 @@ class Part:
 
 
 def prepared(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, *, threshold: int, refused: str = "", **section: Any
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    threshold: int,
+    refused: str = "",
+    names: tuple[str, ...] = ("model",),
+    **section: Any,
 ) -> tuple[Saver, list[dict[str, Any]]]:
     made: list[dict[str, Any]] = []
     monkeypatch.setattr(saver_module, "BackgroundSaver", lambda **how: made.append(how) or Background())
@@ -42,7 +51,7 @@ def prepared(
     saver = Saver(
         directory, Ranks(), CheckpointSection(**section), committed=lambda *_: None, intact=lambda _: None
     )
-    parts: Any = {"model": Part()}
+    parts: Any = {name: Part(name) for name in names}
     saver.prepare(parts)
     saver.prepare(parts)
     return saver, made
@@ -72,6 +81,8 @@ def test_memory_is_taken_for_a_state_that_is_large_enough_or_where_it_was_asked_
         for threshold, count in ((size, 1), (size + 1, 0)):
             (_, made) = prepared(tmp_path, monkeypatch, threshold=threshold)
             assert len(made) == count, "the largest part of a rank counts"
+    (_, made) = prepared(tmp_path, monkeypatch, threshold=0, names=("model", "optim"))
+    assert made[0]["bytes"] == 2 * 8192 + (1 << 20) + 2 * (64 << 10), "each file has a header that may grow"
     (_, made) = prepared(tmp_path, monkeypatch, threshold=0)
     (how,) = made
     assert how.pop("committed") is not None
