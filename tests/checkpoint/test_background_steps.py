@@ -65,13 +65,13 @@ class Saves:
         if self.refusal is not None:
             raise self.refusal
 
-    def begin(self, step: int) -> PendingSave:
+    def begin(self, step: int, *, incarnation: int = 1) -> PendingSave:
         entries = (whole("model.a", torch.ones(5)), whole("optim.a", torch.ones(7)))
         planner = WritePlanner(Ranks(), file_bytes=1 << 30)
         plan = planner.agree(entries, [planner.digest(entries)])
-        partial = self.directory / f"step-{step:06d}.i001.partial"
+        partial = self.directory / f"step-{step:06d}.i{incarnation:03d}.partial"
         partial.mkdir()
-        about = {"step": step, "incarnation": 1, "about": {}}
+        about = {"step": step, "incarnation": incarnation, "about": {}}
         order = {"partial": str(partial), "store": "", "rank": 0, "checkpoint": about}
         return self.saver.begin(
             entries,
@@ -150,6 +150,7 @@ def test_two_saves_take_both_buffers_and_the_earlier_one_no_longer_pauses(saves:
     buffers[first.buffer].stops_reading = buffers[1 - first.buffer].stops_reading = False
     second = saves.begin(5)
     assert saves.saver.is_busy and second.buffer != first.buffer
+    assert second.window_s == 0.0, "no step was measured yet"
     assert buffers[first.buffer].is_urgent and not buffers[second.buffer].is_urgent
     assert all(buffer.stops_reading for buffer in buffers)
     saves.saver.wait_staged()
@@ -163,6 +164,12 @@ def test_two_saves_take_both_buffers_and_the_earlier_one_no_longer_pauses(saves:
     assert called.wait(60)
     third = saves.begin(6)
     assert third.buffer == first.buffer, "the buffer of the older state is written over"
+
+
+def test_after_a_rewind_the_buffer_of_the_earlier_incarnation_is_written_over(saves: Saves) -> None:
+    left_behind, newest = saves.begin(9), saves.begin(5, incarnation=2)
+    assert saves.saver.wait(deadline_s=60) == [] and newest.buffer != left_behind.buffer
+    assert saves.begin(6, incarnation=2).buffer == left_behind.buffer
 
 
 def test_a_copy_that_the_device_does_not_finish_ends_the_training(saves: Saves) -> None:

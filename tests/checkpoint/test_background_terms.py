@@ -15,6 +15,7 @@ from tests.checkpoint.test_background import wait_for
 from tests.checkpoint.test_background_steps import WAITS, Saves, Writer, saves  # noqa: F401
 from tests.checkpoint.test_partner import LIMITS, TOKEN
 
+from bloomery import durable
 from bloomery.checkpoint.format.state import whole
 from bloomery.checkpoint.save import background as background_module
 from bloomery.checkpoint.save.background import BackgroundSaver
@@ -106,6 +107,15 @@ def test_a_writer_gets_the_settings_of_its_replica_server_and_each_order_its_slo
         assert order["memory"] == {"slot": str(settings.slot(number)), "token": TOKEN, "partner": partner}
         assert order["buffer"] == number and order["texts"] == {"boxes": "[]"}
         assert order["checkpoint"]["step"] == step
+
+
+def test_the_memory_of_a_run_is_locked_until_its_saver_is_closed(
+    keeping: BackgroundSaver, settings: ReplicaSettings
+) -> None:
+    with (settings.replicas.directory / "run.json").open("rb") as owner:
+        assert not durable.try_lock(owner.fileno())
+        keeping.close()
+        assert durable.try_lock(owner.fileno()), "or no later run could remove what this one leaves"
 
 
 def test_who_keeps_no_replicas_has_no_address(saves: Saves) -> None:  # noqa: F811

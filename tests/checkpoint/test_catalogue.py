@@ -165,6 +165,7 @@ def test_a_block_holds_the_tensors_that_have_a_byte_in_it_and_no_neighbours() ->
         box("other", 0, 3 * BLOCK_BYTES, file="g"),
         box("a", 0, BLOCK_BYTES),
         box("c", BLOCK_BYTES, BLOCK_BYTES + 10),
+        box("empty", 0, 0),
     )
     index = Index(boxes=boxes, files={})
     found = catalogue._damaged_blocks(record, [0, BLOCK_BYTES, 2 * BLOCK_BYTES], index)

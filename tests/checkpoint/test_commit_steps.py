@@ -115,7 +115,9 @@ def test_a_record_without_a_part_says_why_or_that_it_is_empty() -> None:
     assert part_or_failure(part_record(EMPTY), rank=7, place="/there") == EMPTY
 
 
-def waited(partial: Path, *, until: float = 1e9, stall_s: float = 60.0, seen: Callable[[int], None]) -> Part:
+def waited(
+    partial: Path, *, until: float = 1e9, stall_s: float = float("inf"), seen: Callable[[int], None]
+) -> Part:
     return wait_for_part_record(partial, 4, until=until, stall_s=stall_s, progressed=seen)
 
 
@@ -159,10 +161,12 @@ def test_an_empty_directory_that_cannot_be_removed_is_an_error_and_not_taken_for
 
 
 def test_a_sweep_takes_unfinished_checkpoints_and_nothing_else(partial: Path) -> None:
+    late = partial.with_name("step-1000000.i001.partial")
+    late.mkdir()
     kept = [partial.with_name(name) for name in ("mine.partial", NAME, "step-000004.i001.partial-mine")]
     for path in kept:
         path.mkdir()
-    assert commit_module.sweep(partial.parent) == [partial]
+    assert commit_module.sweep(partial.parent) == [partial, late]
     assert sorted(partial.parent.iterdir()) == sorted(kept)
 
 
@@ -179,6 +183,15 @@ def test_a_rank_takes_back_its_own_files_alone_and_the_first_all(partial: Path) 
     with pytest.raises(FileNotFoundError):
         write_part_record(partial, 1, EMPTY)
     assert not partial.exists(), "nobody makes the directory again"
+
+
+def test_a_checkpoint_is_removed_also_where_an_earlier_removal_of_it_broke_off(partial: Path) -> None:
+    (partial / "left").touch()
+    final = partial.with_suffix("")
+    final.mkdir()
+    (final / "data").touch()
+    remove_checkpoint(final)
+    assert list(partial.parent.iterdir()) == []
 
 
 def test_a_checkpoint_that_cannot_be_removed_is_told(tmp_path: Path) -> None:

@@ -88,6 +88,18 @@ def test_each_element_of_each_tensor_lies_in_one_box(boxes, pairs_at_once):
                 check_coverage(boxes)
 
 
+def test_boxes_that_overlap_are_found_in_whichever_group_of_pairs_they_are(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(coverage, "_PAIRS_AT_ONCE", 1)
+    columns = [(0, 0), (0, 2), (1, 0), (1, 2), (2, 0), (2, 2)]
+    check_coverage([indexed("a", (3, 4), place, (1, 2)) for place in columns])
+    for number in (1, 3, 5):
+        moved = [
+            (row, 1) if place == number else (row, column) for place, (row, column) in enumerate(columns)
+        ]
+        with pytest.raises(CheckpointError, match="a has boxes that overlap"):
+            check_coverage([indexed("a", (3, 4), place, (1, 2)) for place in moved])
+
+
 def test_a_box_of_other_dimensions_is_refused():
     with pytest.raises(CheckpointError, match="a has a box of other dimensions"):
         check_coverage([indexed("a", (2, 2), (0, 0), (2, 2)), indexed("a", (2, 2), (0,), (0,))])

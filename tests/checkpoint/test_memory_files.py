@@ -11,7 +11,7 @@ from tests.checkpoint.test_memory_replica import replicas_of
 
 from bloomery import durable
 from bloomery.checkpoint.format.commit import Part
-from bloomery.checkpoint.format.manifest import FileRecord
+from bloomery.checkpoint.format.manifest import FileRecord, read_manifest
 from bloomery.checkpoint.writer import memory_replica
 from bloomery.checkpoint.writer.memory_replica import (
     MemoryReplica,
@@ -53,7 +53,9 @@ def test_memory_of_ranks_that_are_on_other_nodes_by_now_is_freed_at_the_next_sta
         path.touch()
 
     def gather(value: Any) -> list[Any]:
-        return [value] * 3 if isinstance(value, dict) else [value, [here, 5, 5], ["far /dev/shm", 5, 5]]
+        return [said] * 3 if isinstance(value, dict) else [value, [here, 5, 5], ["far /dev/shm", 5, 5]]
+
+    said = {"result": identity(RunDirectory(tmp_path / "run")), "failure": None}
 
     agree_on_partner(Ranks(rank=1, world=3, gather=gather), memory, run=tmp_path / "run", bytes=5, boxes=5)
     assert all(path.exists() for path in gone), "the first rank of the node does it"
@@ -77,6 +79,24 @@ def test_a_directory_that_another_removes_right_now_is_not_waited_for_without_en
                 tmp_path / "memory", tmp_path / "run", identity(RunDirectory(tmp_path / "run"))
             ).create()
     assert (late.value.errno, late.value.filename) == (errno.ETIMEDOUT, str(owner))
+
+
+def test_the_first_rank_of_each_node_frees_the_memory_there(tmp_path: Path) -> None:
+    replicas = replicas_of(tmp_path, "run")
+    left = [replicas.slot(0, 1, keeper=2), replicas.slot(2, 0)]
+    gone = [replicas.slot(0, 0), replicas.slot(2, 1, keeper=0)]
+    for path in (*left, *gone):
+        path.touch()
+
+    def gather(value: Any) -> list[Any]:
+        return [said] * 3 if isinstance(value, dict) else [*[["far /dev/shm", 5, 5]] * 2, value]
+
+    said = {"result": identity(RunDirectory(tmp_path / "run")), "failure": None}
+
+    ranks = Ranks(rank=2, world=3, gather=gather)
+    agree_on_partner(ranks, tmp_path / "memory", run=tmp_path / "run", bytes=5, boxes=5)
+    assert sorted(replicas.directory.glob("rank-*")) == sorted(left)
+    replicas.release()
 
 
 def test_each_file_is_read_where_its_own_part_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -114,6 +134,36 @@ def test_each_file_is_read_where_its_own_part_lies(tmp_path: Path, monkeypatch: 
         found.source.open("f1.safetensors")
     replicas.release()
     assert find_in_memory(replicas, Ranks(rank=0, world=2, gather=gather), lambda bases: []) is None
+
+
+def test_the_values_of_a_checkpoint_are_those_of_its_first_part_whichever_rank_tells_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def part(rank: int, values: dict[str, Any]) -> MemoryReplica:
+        path = tmp_path / f"rank-{rank:05d}-0"
+        path.write_bytes(b"0123456789")
+        file = FileRecord(name=f"f{rank}.safetensors", bytes=7, blocks="", xxh3_128="0" * 32)
+        usual = {"step": 5, "incarnation": 1, "world": 2, "time": 0.0, "about": {}, "offsets": {file.name: 0}}
+        return MemoryReplica(path=path, rank=rank, part=Part(files=(file,), boxes=()), values=values, **usual)
+
+    first = part(0, {"train": {"at": 7}})
+
+    def gather(value: Any) -> list[Any]:
+        if isinstance(value, dict):
+            return [value] * 2
+        if not isinstance(value[0], dict):
+            return [value, [first.held_part]]
+        assert [label["values"] for label in value] == [{}], "all parts have the same ones"
+        return [value, [first.to_json()]]
+
+    monkeypatch.setattr(MemoryReplicas, "complete", lambda self: [part(1, {"train": {"at": 9}})])
+    replicas = replicas_of(tmp_path, "run")
+    found = find_in_memory(replicas, Ranks(rank=0, world=2, gather=gather), lambda bases: bases)
+    assert found is not None and found.readers == {"f0.safetensors": [1], "f1.safetensors": [0]}
+    manifest = read_manifest(found.source)
+    assert manifest.values == {"train": {"at": 7}} and manifest.world == 2
+    assert [file.name for file in manifest.files] == ["f0.safetensors", "f1.safetensors"]
+    replicas.release()
 
 
 @pytest.mark.parametrize(

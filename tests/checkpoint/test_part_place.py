@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import xxhash
 
 from bloomery import errors
 from bloomery.checkpoint.format import data_file
@@ -27,8 +28,36 @@ from bloomery.checkpoint.writer.part_place import (
 from bloomery.checkpoint.writer.shared_buffer import ABANDONED, SharedBuffer
 from bloomery.checkpoint.writer.store_place import ObjectPartWriter
 from bloomery.errors import CheckpointError, StorageError
+from bloomery.objects import Objects
 
 EMPTY = Part(files=(), boxes=())
+
+
+def test_each_file_is_written_as_soon_as_its_own_bytes_are_staged(
+    tmp_path: Path, buffer: SharedBuffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(part_place, "wait_until_filled", lambda buffer, bytes: asked.append(bytes))
+    files = [{"name": "f", "offset": 0, "bytes": 70}, {"name": "g", "offset": 4096, "bytes": 100}]
+    place = DirectoryPartWriter(tmp_path)
+    part = place.write({"files": files, "boxes": [], "attempt": 1}, buffer, place.progress(0, lambda _: None))
+    assert asked == [70, 4196] and [file.bytes for file in part.files] == [70, 100]
+
+
+def test_a_file_that_is_sent_again_is_hashed_from_its_first_byte_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken_off_once(
+        self: Objects, key: str, *, size: int, pieces: Callable[[], Iterator[memoryview]]
+    ) -> bool:
+        next(iter(pieces()))
+        assert b"".join(pieces()) == b"abcdef"
+        return True
+
+    monkeypatch.setattr(Objects, "send_pieces", broken_off_once)
+    place = ObjectPartWriter(tmp_path / "step-000003.i001.partial", f"file://{tmp_path}/store")
+    sent = place.send("f", size=6, pieces=lambda: map(memoryview, (b"abc", b"def")))
+    assert (sent.bytes, sent.xxh3_128) == (6, xxhash.xxh3_128_hexdigest(b"abcdef"))
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from tests.checkpoint.test_saver_terms import Background
 from bloomery.checkpoint.format.state import whole
 from bloomery.checkpoint.save import saver as saver_module
 from bloomery.checkpoint.save.saver import Saver
+from bloomery.checkpoint.save.write_plan import RankWritePlan, WritePlanner
 from bloomery.checkpoint.writer.ranks import Ranks
 from bloomery.config.checkpoint import CheckpointSection
 from bloomery.errors import StorageError
@@ -21,8 +22,11 @@ from bloomery.errors import StorageError
 class Part:
     """A part of a run with two tensors."""
 
+    def __init__(self, name: str = "model") -> None:
+        self.name = name
+
     def state_entries(self) -> list[Any]:
-        return [whole(f"model.{name}", torch.ones(500)) for name in "ab"]
+        return [whole(f"{self.name}.{name}", torch.ones(500)) for name in "ab"]
 
     def state_values(self) -> dict[str, Any]:
         return {}
@@ -32,7 +36,13 @@ class Part:
 
 
 def prepared(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, *, threshold: int, refused: str = "", **section: Any
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    threshold: int,
+    refused: str = "",
+    names: tuple[str, ...] = ("model",),
+    **section: Any,
 ) -> tuple[Saver, list[dict[str, Any]]]:
     made: list[dict[str, Any]] = []
     monkeypatch.setattr(saver_module, "BackgroundSaver", lambda **how: made.append(how) or Background())
@@ -41,7 +51,7 @@ def prepared(
     saver = Saver(
         directory, Ranks(), CheckpointSection(**section), committed=lambda *_: None, intact=lambda _: None
     )
-    parts: Any = {"model": Part()}
+    parts: Any = {name: Part(name) for name in names}
     saver.prepare(parts)
     saver.prepare(parts)
     return saver, made
@@ -59,6 +69,20 @@ def test_memory_is_taken_for_a_state_that_is_large_enough_or_where_it_was_asked_
     ):
         saver, made = prepared(tmp_path, monkeypatch, threshold=threshold, throttle=False, **section)
         assert len(made) == count and (saver.background is not None) is bool(count)
+
+    class Uneven(WritePlanner):
+        def agree(self, entries: Any, digests: list[str]) -> RankWritePlan:
+            plan = super().agree(entries, digests)
+            self.file_bytes = [0, *self.file_bytes]
+            return plan
+
+    with monkeypatch.context() as patch:
+        patch.setattr(saver_module, "WritePlanner", Uneven)
+        for threshold, count in ((size, 1), (size + 1, 0)):
+            (_, made) = prepared(tmp_path, monkeypatch, threshold=threshold)
+            assert len(made) == count, "the largest part of a rank counts"
+    (_, made) = prepared(tmp_path, monkeypatch, threshold=0, names=("model", "optim"))
+    assert made[0]["bytes"] == 2 * 8192 + (1 << 20) + 2 * (64 << 10), "each file has a header that may grow"
     (_, made) = prepared(tmp_path, monkeypatch, threshold=0)
     (how,) = made
     assert how.pop("committed") is not None

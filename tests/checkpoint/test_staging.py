@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -60,6 +61,23 @@ def test_a_copy_keeps_its_pace_from_the_first_bytes_to_the_last(buffer: SharedBu
     assert copied == sorted(copied) and share.bytes - 4096 < copied[-1] <= share.bytes
     assert max(later - before for before, later in pairwise([0, *copied])) <= 10_000 + 2 * 4096
     assert all(filled == position for position, filled in at), "the writer may have what was copied"
+
+
+def test_a_copy_takes_half_of_the_time_that_it_has_and_pauses_where_it_is_ahead(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    now, paused = [100.0], list[float]()
+    monkeypatch.setattr(staging, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    pace = CopyPace(1000, window_s=8.0, throttled=True)
+    monkeypatch.setattr(pace._pauses_no_more, "wait", paused.append)
+    for at, copied in ((100.5, 500), (103.0, 600), (103.0, 1000)):
+        now[0] = at
+        pace.copied(copied)
+    assert paused == [1.5, 1.0]
+    for idle in (CopyPace(1000, window_s=8.0, throttled=False), CopyPace(0, window_s=8.0, throttled=True)):
+        monkeypatch.setattr(idle._pauses_no_more, "wait", paused.append)
+        idle.copied(1000)
+    assert len(paused) == 2
 
 
 def unhurried(share: RankWritePlan) -> CopyPace:

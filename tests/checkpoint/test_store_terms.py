@@ -157,6 +157,8 @@ def test_the_first_rank_shows_progress_for_each_record_and_each_note_of_the_othe
     assert found == part, "in the order of the ranks"
     assert counts == [0, 1, 1, 2] and progress.count == 3
     assert place._parts_of_others({"world": 1, "parts_s": 1.0, "stall_s": 1.0}, progress) == []
+    with pytest.raises(StorageError, match="rank 3 did not write its part"):
+        place._parts_of_others({"world": 4, "parts_s": -1.0, "stall_s": 1e6}, progress)
     with pytest.raises(StorageError, match=r"rank 3 has written nothing .* 7 s, after what it noted last"):
         monkeypatch.setattr(store_place, "StallWatch", lambda stall_s: SimpleNamespace(is_stalled=bool))
         remote.put(f"saving/{NAME}/{progress_path(rundir.path, 3).name}", b"5")

@@ -48,6 +48,9 @@ def test_a_streamed_save_holds_one_tensor_and_so_many_bytes_before_it(
     manifest = read_manifest(saved)
     assert (manifest.time, manifest.about, manifest.world) == (7.5, {"told": 1}, 1)
     found = {name: tensor[0].item() for name, tensor in read_tensors(saved)}
+    assert len(manifest.files) == 15, (
+        "one of each part for each four tensors, and of the model for the last two"
+    )
     assert found == {f"{'model' if n % 3 else 'optim'}.{n:02d}": n for n in range(COUNT)}
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from bloomery.checkpoint.format.manifest import BLOCK_BYTES, DamagedCheckpoint, FileRecord
 from bloomery.checkpoint.format.source import LocalCheckpoint
-from bloomery.checkpoint.format.verified_reader import VerifiedReader
+from bloomery.checkpoint.format.verified_reader import VerifiedReader, read_back
 
 SIZES = (1, 4096, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 3 * BLOCK_BYTES + 77)
 
@@ -32,6 +32,23 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, byt
     for size, content in contents.items():
         (directory / f"{size}.bin").write_bytes(content)
     return directory, contents
+
+
+def test_what_is_read_back_is_dropped_from_the_page_cache(
+    files: tuple[Path, dict[int, bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, contents = files
+    dropped, read, size = list[tuple[int, int, int]](), list[int](), 3 * BLOCK_BYTES + 77
+
+    def advise(file: int, begin: int, length: int, advice: int) -> None:
+        dropped.append((begin, length, advice))
+
+    monkeypatch.setattr("bloomery.checkpoint.format.verified_reader.os.posix_fadvise", advise)
+    monkeypatch.setattr("bloomery.checkpoint.format.verified_reader._CHUNK_BYTES", 2 * BLOCK_BYTES)
+    records = [record_of(f"{size}.bin", contents[size])]
+    assert read_back(directory, records, read=read.append) == ""
+    assert read == [2 * BLOCK_BYTES, BLOCK_BYTES + 77]
+    assert dropped == [(0, until, os.POSIX_FADV_DONTNEED) for until in (2 * BLOCK_BYTES, size)]
 
 
 @st.composite

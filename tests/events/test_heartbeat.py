@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -341,6 +342,15 @@ def test_a_heartbeat_is_late_by_a_fifth_of_its_interval_before_its_process_is_lo
     assert not has_died_here(beat, now=105.9) and has_died_here(beat, now=106.1)
 
 
+@pytest.mark.parametrize(("state", "is_dead"), [("Z", True), ("T", False), ("D", False)])
+def test_a_process_that_is_stopped_or_waits_for_a_disk_has_not_died(
+    state: str, is_dead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Path, "read_text", lambda path: f"{path.parts[2]} (a) b) {state} 1")
+    beat = RankBeat(pid=7, host=os.uname().nodename, time=100.0)
+    assert has_died_here(beat, now=110.0) is is_dead
+
+
 def test_before_the_first_forward_pass_no_shapes_have_changed(tmp_path: Path) -> None:
     heartbeat = beating(tmp_path / "0-0")
     heartbeat.expect_no_compilation()
@@ -403,6 +413,21 @@ def test_a_kernel_that_tells_nothing_of_a_process_leaves_its_age_unknown(
 ) -> None:
     monkeypatch.setattr(Path, "read_text", lambda path: stat)
     assert process_age_s() == 0.0
+
+
+def test_the_age_of_a_process_counts_the_time_in_which_the_machine_slept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    began = 100 * os.sysconf("SC_CLK_TCK")
+    clocks = {time.CLOCK_BOOTTIME: 130.0, time.CLOCK_MONOTONIC: 110.0}
+    monkeypatch.setattr(Path, "read_text", lambda path: f"7 (a) b) S{' 0' * 18} {began} 0")
+    monkeypatch.setattr("bloomery.events.heartbeat.time.clock_gettime", clocks.__getitem__)
+    assert process_age_s(7) == 30.0
+
+
+def test_the_amounts_of_a_heartbeat_are_numbers_however_they_were_written(tmp_path: Path) -> None:
+    (tmp_path / "0-0").write_text('{"shm_free_bytes": 5.0, "shm_bytes": "9", "gap_s": "1.5", "pid": 3.0}')
+    assert read_beat(tmp_path / "0-0") == RankBeat(shm_free_bytes=5, shm_bytes=9, gap_s=1.5, pid=3)
 
 
 @pytest.mark.parametrize("record", ['{"rank": null}', '{"rank": "x"}', '{"longest_s": 5}', '{"time": []}'])

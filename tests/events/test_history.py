@@ -135,11 +135,11 @@ def test_of_the_past_there_is_what_is_kept_what_is_undone_and_the_steps_asked_fo
 ) -> None:
     write(rundir, begin(rundir, base=None, reason="start"), range(3, 7), batch=8, ranks=4)
     write(rundir, begin(rundir, base=(5, 1), reason="start"), range(6, 10), batch=8, ranks=2)
-    past = past_steps(rundir, back_to=7, reaching=(1, 4, 4, 9, 10))
+    past = past_steps(rundir, back_to=7, reaching=(1, 2, 4, 4, 9, 10))
     assert past.newest is not None and past.newest.step == 9
     assert past.kept is not None and past.kept.step == 7
     assert (past.undone, past.undone_s) == (2, 2 * REPORT.seconds)
-    assert {asked: report.step for asked, report in past.reached.items()} == {1: 3, 4: 4, 9: 9}
+    assert {asked: report.step for asked, report in past.reached.items()} == {1: 3, 2: 3, 4: 4, 9: 9}
     assert past_steps(rundir).kept == past.newest and past_steps(rundir).undone == 0
     assert past_steps(rundir, back_to=2).kept is None and past_steps(rundir, back_to=2).undone == 7
 
@@ -159,6 +159,7 @@ def test_a_cursor_that_moves_evenly_is_one_record_and_gives_the_step_of_each_ind
         assert step_reaching(index, rows) == slow, index
     assert step_reaching(132, rows) is None
     assert len(rows) == 5 and rows[0] == EvenSteps(first=1, cursor=4, each=4, count=3)
+    assert not EvenSteps(first=1, cursor=4).takes(2, 4), "a step that took nothing"
 
 
 @pytest.mark.parametrize(

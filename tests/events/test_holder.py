@@ -156,12 +156,16 @@ def test_a_run_that_cannot_be_taken_leaves_no_file_open(tmp_path: Path, monkeypa
     assert open_locks(rundir) == 0
 
 
-def test_a_holder_elsewhere_is_alive_until_the_minute_is_over(tmp_path: Path):
+def test_a_holder_elsewhere_is_alive_until_the_minute_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     rundir = RunDirectory(tmp_path)
     record = {"host": "elsewhere", "pid": 1, "time": 0.0, "machine": "m"}
     rundir.holder.write_text(json.dumps(record))
+    now = time.time()
+    monkeypatch.setattr("bloomery.events.run_lock.time.time", lambda: now + 7200)  # a clock that is wrong
     for age, lives in ((STALE_AFTER_S - 10.0, True), (STALE_AFTER_S + 1.0, False)):
-        moment = time.time() - age
+        moment = now - age
         os.utime(rundir.holder, (moment, moment))
         assert _lives(record, rundir.holder, locked=False) is lives
     assert [path.name for path in tmp_path.iterdir()] == ["holder.json"], (

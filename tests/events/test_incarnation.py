@@ -289,6 +289,15 @@ def test_of_several_incarnations_that_parted_the_earliest_is_named(tmp_path: Pat
     assert identity(one) == identity(other)
 
 
+def test_a_run_is_told_by_its_first_record_that_is_not_empty(tmp_path: Path):
+    rundirs = [RunDirectory(tmp_path / name).create() for name in ("one", "other")]
+    for rundir in rundirs:
+        rundir.incarnation(1).write_text("\n")
+    assert [identity(rundir) for rundir in rundirs] == ["", ""]
+    begun = [begin(rundir, base=None, reason="start") for rundir in rundirs]
+    assert begun == [2, 2] and identity(rundirs[0]) != identity(rundirs[1])
+
+
 def test_incarnations_that_cannot_be_fetched_are_told_with_their_place(tmp_path: Path):
     one = RunDirectory(tmp_path / "one").create()
     begin(one, base=None, reason="start")

@@ -199,12 +199,13 @@ def test_of_a_tail_only_the_events_that_are_wanted_are_parsed(
             journal.write("step", incarnation=1, step=step)
         journal.write("end", incarnation=1, step=50, reason="start")
         journal.write("note", incarnation=1, step=50, text='it will "end" soon')
+        journal.write("note", incarnation=1, step=50, of="end")
     parsed: list[bytes] = []
     whole = journal_module._parsed
     monkeypatch.setattr(journal_module, "_parsed", lambda line: parsed.append(line) or whole(line))
     (end,) = read_tail(tmp_path / "journal.jsonl", named=("start", "end"))
-    assert end["reason"] == "start" and len(parsed) == 1
-    assert len(list(read_tail(tmp_path / "journal.jsonl"))) == 52
+    assert end["reason"] == "start" and len(parsed) == 2
+    assert len(list(read_tail(tmp_path / "journal.jsonl"))) == 53
 
 
 def test_a_journal_makes_its_directory_and_writes_at_its_end_what_the_disk_refused_before(
@@ -221,6 +222,35 @@ def test_a_journal_makes_its_directory_and_writes_at_its_end_what_the_disk_refus
             journal.write("step", incarnation=1, step=1)
         assert not path.stat().st_size
     assert [event["step"] for event in read_journal(path)] == [1]
+
+
+def test_a_journal_that_is_needed_tells_of_a_refusal_at_its_end_and_only_where_it_lasted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def refuse(file: int, content: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with Journal(tmp_path / "a.jsonl", is_needed=True) as journal:
+        with monkeypatch.context() as patch:
+            patch.setattr("bloomery.events.journal.os.write", refuse)
+            journal.write("step", incarnation=1, step=1)
+        assert journal.is_refused and not caplog.records
+    assert last_step(tmp_path / "a.jsonl") == 1
+    lasting = Journal(tmp_path / "b.jsonl", is_needed=True)
+    monkeypatch.setattr("bloomery.events.journal.os.write", refuse)
+    lasting.write("step", incarnation=1, step=1)
+    with pytest.raises(StorageError, match="Writing the journal"):
+        lasting.close()
+
+
+def test_the_loss_curve_is_of_the_rank_and_the_peer_that_are_asked_for(tmp_path: Path):
+    rundir = RunDirectory(tmp_path).create()
+    begin(rundir, base=None, reason="start")
+    for peer, rank, loss in (("0", 0, 1.0), ("0", 2, 2.0), ("north", 0, 3.0), ("north", 2, 4.0)):
+        with Journal(rundir.journal(peer=peer, rank=rank)) as journal:
+            journal.write("step", incarnation=1, step=1, loss=loss)
+    assert loss_curve(rundir) == [(1, 1.0)] and loss_curve(rundir, rank=2) == [(1, 2.0)]
+    assert loss_curve(rundir, peer="north", rank=2) == [(1, 4.0)]
 
 
 def test_a_journal_that_is_shared_is_free_between_two_lines(tmp_path: Path):

@@ -8,6 +8,7 @@ import os
 import queue
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -249,12 +250,20 @@ def test_on_a_full_disk_what_makes_room_runs_under_the_lock_alone_and_training_d
     def full(path: Path, content: str) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
+    def lockless(rundir: RunDirectory) -> object:
+        return replace(locked(rundir), held=False)
+
+    locked = run_lock._locked
     monkeypatch.setattr(durable, "write_whole_unsynced", full)
     with pytest.raises(StorageError, match="No space left on device"):
         lock_run(rundir)
     with lock_run(rundir, doing="pruned"):
         assert not rundir.holder.exists()
         with pytest.raises(RunBusy):
+            lock_run(rundir, doing="pruned")
+    with monkeypatch.context() as patch:
+        patch.setattr(run_lock, "_locked", lockless)
+        with pytest.raises(StorageError, match="No space left on device"):
             lock_run(rundir, doing="pruned")
     monkeypatch.setattr(durable, "write_whole_unsynced", lambda path, content: path.write_text(content))
     lock_run(rundir).close()

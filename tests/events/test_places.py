@@ -233,6 +233,7 @@ def test_the_switches_of_a_run_are_in_its_directory_and_in_the_users(tmp_path: P
 
 def test_a_switch_says_who_armed_it_when_and_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("USER", "grace")
+    monkeypatch.setenv("LOGNAME", "root")  # as after su
     monkeypatch.setattr("os.uname", lambda: type("U", (), {"nodename": "login1"}))
     monkeypatch.setattr(time, "strftime", lambda form: form)
     arm(tmp_path / "stop")

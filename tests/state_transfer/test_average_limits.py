@@ -7,6 +7,8 @@ import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tests.diloco.elastic_peers import DEADLINE_S, until
@@ -15,9 +17,10 @@ from tests.protocol import example
 from bloomery.errors import PeerError, StorageError
 from bloomery.state_transfer import averages
 from bloomery.state_transfer.averages import AverageFetcher
+from bloomery.state_transfer.partial_checkpoint import BlockRun, MissingBlocks
 from bloomery.state_transfer.served_states import ServedStates
 from bloomery.state_transfer.server import StateServer
-from bloomery.state_transfer.source import PeerSource
+from bloomery.state_transfer.source import PeerSource, SourceLost
 from bloomery.transport.trust import Trust
 
 TRUST = Trust(token=b"a secret")
@@ -47,17 +50,68 @@ def test_an_average_for_which_there_is_no_room_is_not_begun(
     serving: list[StateServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fetch, sources = AverageFetcher(tmp_path / "missed", TRUST), sources_of(serving[:1])
-    monkeypatch.setattr(averages, "free_bytes", lambda path: 999)
+    (tmp_path / "kept" / f"{COMMIT.digest}.1").write_bytes(b"abc")
+    monkeypatch.setattr(averages, "free_bytes", lambda path: 1002)
     place = tmp_path / "missed" / COMMIT.digest[:32]
     with pytest.raises(PeerError) as failed:
-        fetch(COMMIT, lambda: sources, ranks=1, cancelled=lambda: False)
-    why = f"the average has 1,000 bytes, which are not free at {place}"
+        fetch(COMMIT, lambda: sources, ranks=2, cancelled=lambda: False)
+    why = f"the average has 1,003 bytes, which are not free at {place}"
     assert failed.value.message == f"nobody gives the average of round 7: p0: {why}"
     assert list(place.iterdir()) == []
-    monkeypatch.setattr(averages, "free_bytes", lambda path: 1000)
-    fetched = fetch(COMMIT, lambda: sources, ranks=1, cancelled=lambda: False)
-    assert (fetched.directory, fetched.bytes, fetched.peers) == (place, 1000, ("p0",))
-    assert (place / "average-0").read_bytes() == CONTENT
+    monkeypatch.setattr(averages, "free_bytes", lambda path: 1003)
+    fetched = fetch(COMMIT, lambda: sources, ranks=2, cancelled=lambda: False)
+    assert (fetched.directory, fetched.bytes, fetched.peers) == (place, 1003, ("p0",))
+    assert (place / "average-0").read_bytes() == CONTENT and (place / "average-1").read_bytes() == b"abc"
+
+
+def test_a_connection_that_is_lost_now_and_then_brings_an_average_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(averages, "_PAUSE_S", 0.0)
+    one = averages._Download(tmp_path, ["f"], {})
+    one._sizes, one._files = {"f": 20}, {"f": (tmp_path / "f").open("wb")}
+    one._missing = MissingBlocks([BlockRun(file="f", begin=begin, end=begin + 10) for begin in (0, 10)])
+    is_lost = iter([True, True, False] * 2)
+
+    def fetch_range(file: str, buffer: memoryview, **more: object) -> bool:
+        if next(is_lost):
+            raise SourceLost("timed out")
+        return True
+
+    state: Any = SimpleNamespace(
+        origin=PeerSource(peer="a", url="http://127.0.0.1:1"), fetch_range=fetch_range
+    )
+    one._stream(state)
+    assert one._is_over
+    one._files["f"].close()
+
+
+def test_an_average_that_has_begun_to_come_may_take_longer_than_a_connection_and_its_own_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, looks, closed = [100.0], [0], list[str]()
+
+    def look() -> float:
+        looks[0] += 1
+        return now[0]
+
+    def begin(self: averages._Download, state: object) -> None:
+        self._missing = MissingBlocks([run])
+        now[0], before = 200.0, looks[0]
+        until(lambda: looks[0] > before + 2 or self._is_closed)
+        self._missing.take({"f"}, timeout_s=0.0)
+        self._missing.done(run)
+
+    run = BlockRun(file="f", begin=0, end=10)
+    state: Any = SimpleNamespace(close=lambda: closed.append("state"))
+    monkeypatch.setattr(averages, "time", SimpleNamespace(monotonic=look))
+    monkeypatch.setattr(averages, "_PAUSE_S", 0.001)
+    monkeypatch.setattr(averages._Download, "_begin", begin)
+    monkeypatch.setattr(averages._Download, "_states_at", lambda self, *given: [state])
+    one = averages._Download(tmp_path, ["f"], {})
+    sources = [PeerSource(peer="a", url="http://127.0.0.1:1")]
+    assert one.fetch(sources, "ab12", TRUST, until=150.0, cancelled=lambda: False)
+    assert closed == ["state"]
 
 
 def test_at_most_four_peers_are_asked_at_once(
