@@ -64,9 +64,7 @@ def attempted(*, done=(), failed=(), **changed):
         epoch=5,
         tried=tried,
         tried_revision=9,
-        readies={
-            name: replace(offer(name, tokens=tokens[name]), modified=modified[name]) for name in "abc"
-        },
+        readies={name: replace(offer(name, tokens=tokens[name]), modified=modified[name]) for name in "abc"},
         dones={name: Done(peer=name, round=2, epoch=5, digest="next") for name in done},
         failures=tuple(example.failed(peer=name, round=2, epoch=5) for name in failed),
         failed_s=990.0,
