@@ -23,6 +23,7 @@ from bloomery.protocol.encoding import decode, encode_settings
 from bloomery.protocol.keys import Keys
 from bloomery.protocol.rank_messages import (
     Committed,
+    Hello,
     Moving,
     StartRound,
     StateRefused,
@@ -285,6 +286,13 @@ def test_a_peer_whose_settings_are_not_those_of_the_first_member_is_not_listed(l
     led.begin()
     led.step(RunSnapshot(members={"b": listed("b", recipe="another")}))
     assert not led.listing.listed and led.writer.jobs[-1] == "the settings of the run"
+
+
+def test_a_peer_whose_ranks_hold_no_state_yet_compares_no_settings(led: Led) -> None:
+    for rank in range(2):
+        led.hear(rank, Hello(rank=rank, world=2, process=1))
+    led.step(RunSnapshot(members={"b": listed("b", recipe="another")}))
+    assert not led.writer.jobs
 
 
 def test_connections_are_kept_for_the_present_members_only_when_these_have_changed(led: Led) -> None:

@@ -76,6 +76,7 @@ def test_an_error_of_the_coordinator_ends_a_peer_with_its_message_and_the_first_
     led.agent._take(CoordinatorError("no such right", remedy="ask"))
     led.agent._take(CoordinatorError("another"))
     assert led.agent._ending == PeerOutcome(why="no such right", failed=True)
+    assert led.agent._is_over(), "no rank has come that could end"
 
 
 @pytest.mark.parametrize("failed", [False, True])
@@ -102,7 +103,10 @@ def test_an_ending_peer_is_over_once_its_ranks_are_gone_or_the_time_for_that_is(
 
 
 def test_the_run_of_an_agent_ends_with_the_outcome_and_all_of_its_parts_closed(led: Led) -> None:
-    led.view.snapshot = RunSnapshot(version=12)
+    led.view.snapshot = newest = RunSnapshot(version=12)
+    looks: list[RunSnapshot] = []
+    agent: Any = led.agent
+    agent._step = lambda snapshot, now: (looks.append(snapshot), now)[1]
     led.agent.ranks_ended(failed=True)
     assert led.agent.run() == PeerOutcome(why="its ranks have ended", failed=True)
     assert led.notes == [
@@ -113,6 +117,14 @@ def test_the_run_of_an_agent_ends_with_the_outcome_and_all_of_its_parts_closed(l
         "ranks closed",
         "view closed",
     ]
+    assert looks == [newest] and looks[0] is newest
+
+
+def test_a_listed_peer_that_an_error_ends_leaves_the_list_with_its_agent(led: Led) -> None:
+    led.agent._registration.publish(listed("a").member, after=0)
+    led.agent._mailbox.put(CoordinatorError("no such right"))
+    assert led.agent.run() == PeerOutcome(why="no such right", failed=True)
+    assert led.listing.withdrawn == 1
 
 
 @pytest.mark.parametrize(("consumed", "is_finished"), [(999, False), (1000, True)])

@@ -165,7 +165,7 @@ def test_backups_gradients_overlap_and_encryption_are_the_recipes(made: Made, tm
         replace(found, bundle=BUNDLE, is_on_one_machine=False),
         rundir,
         "elastic.encrypt=tls",
-        "elastic.overlap_steps=2",
+        "elastic.overlap_steps=1",
         f"backup.url=file://{tmp_path}/backup",
     )
     assert made.parts["ConnectionManager"][0][0].encrypt

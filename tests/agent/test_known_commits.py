@@ -108,6 +108,9 @@ def test_another_run_of_the_same_name_is_told_from_this_peers(tmp_path):
     knowledge.close()
     again = known(tmp_path / "known.json")
     assert "its round 7" in again.contradiction(RunSnapshot(commits=other), None), "after a restart, too"
+    assert "its round 3" in again.contradiction(RunSnapshot(commits=other), holding(3, "mine"))
+    earlier = RunSnapshot(commits={3: other[3], 7: commit(7)})
+    assert "its round 3" in again.contradiction(earlier, holding(3, "mine")), "of what the ranks hold, too"
     fresh = known(tmp_path / "nothing.json")
     assert "its round 3" in fresh.contradiction(RunSnapshot(commits=other), holding(3, "mine"))
     assert fresh.contradiction(RunSnapshot(commits=other), holding(0, "fresh")) is None

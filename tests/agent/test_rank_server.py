@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import queue
@@ -19,7 +20,7 @@ from pathlib import Path
 import pytest
 from tests.protocol import example
 
-from bloomery.agent.rank_server import RankGone, RankSent, RankServer
+from bloomery.agent.rank_server import RankGone, RankSent, RankServer, _duplicates
 from bloomery.data.position import Position
 from bloomery.diloco.agent_client import AgentClient, connect_agent
 from bloomery.errors import PeerError
@@ -129,6 +130,25 @@ def test_without_descriptors_connections_are_not_handed_over_and_all_else_goes_o
         for fd in (*again.hops[0].next_fds, *again.hops[0].previous_fds):
             os.close(fd)
     link.close()
+
+
+def test_where_not_all_copies_can_be_made_none_stays_open(monkeypatch):
+    copies, copy = [], os.dup
+
+    def dup(fd):
+        if len(copies) == 3:
+            raise OSError(errno.EMFILE, "Too many open files")
+        copies.append(copy(fd))
+        return copies[-1]
+
+    here, there = socket.socketpair()
+    with here, there, pytest.raises(PeerError, match="2 connections cannot be handed to a rank"):
+        monkeypatch.setattr(os, "dup", dup)
+        _duplicates([here.fileno(), there.fileno()], times=2)
+    monkeypatch.undo()
+    for fd in copies:
+        with pytest.raises(OSError):
+            os.fstat(fd)
 
 
 def test_a_rank_that_comes_while_no_descriptor_is_left_is_let_in_later(rank_server, events, caplog):

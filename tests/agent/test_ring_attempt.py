@@ -183,14 +183,15 @@ def test_an_attempt_that_is_over_stays_so_however_it_ends_again() -> None:
 
 
 def test_connections_that_come_once_an_attempt_is_over_are_given_to_no_rank() -> None:
-    before = set(threading.enumerate())
-    attempt, sent, _ = begun("a", Late())
+    before, links = set(threading.enumerate()), Late()
+    attempt, sent, _ = begun("a", links)
     connecting = [one for one in set(threading.enumerate()) - before if one.name == "connect"]
     attempt.end(went_well=False)
     for thread in connecting:
         thread.join(DEADLINE_S)
     assert len(connecting) == 1 and not connecting[0].is_alive()
     assert attempt.stage is AttemptStage.OVER and not sent
+    assert links.asked["cancelled"].is_set(), "the pool would go on to gather"
 
 
 @pytest.mark.parametrize(("culprit", "name"), [("next", "d"), ("previous", "c"), ("b", "b"), (None, None)])

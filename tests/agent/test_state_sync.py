@@ -247,6 +247,26 @@ def test_what_was_fetched_while_its_sources_serve_nothing_is_not_waited_for_twic
         supply.fetch(replace(run, members={"a": silent}), now=now, behind=behind)
 
 
+def test_an_average_stays_where_it_is_once_the_ranks_hold_what_it_led_to(tmp_path: Path):
+    ended: queue.Queue[None] = queue.Queue()
+
+    def fetch_average(commit, sources, *, ranks, at_once, cancelled):
+        return FetchedAverage(directory=tmp_path, peers=("a",), bytes=1)
+
+    averages: Any = SimpleNamespace(fetch=fetch_average, at_most=4)
+    sync = StateSync(None, me="b", wake=lambda: ended.put(None), averages=averages)
+    run = replace(snapshot(2), commits={n: snapshot(n).commits[n] for n in (1, 2)})
+    behind = Behind(round=1, digest="d1", overtaken=1, ranks=1)
+    assert sync.fetch(run, now=1e9, behind=behind) is None
+    ended.get(timeout=DEADLINE_S)
+    assert sync.fetch(run, now=2e9, behind=behind).is_average
+    sync.stop()
+    for thread in threading.enumerate():
+        if thread.name == "remove fetched":
+            thread.join(DEADLINE_S)
+    assert tmp_path.exists()
+
+
 def test_a_peer_whose_ranks_hold_the_runs_state_no_longer_wants_one():
     ended: queue.Queue[None] = queue.Queue()
 

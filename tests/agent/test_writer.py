@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
 
+from bloomery.agent import agent_context
 from bloomery.agent.agent_context import CoordinatorWriter
 from bloomery.errors import CoordinatorAway, CoordinatorError
 
@@ -91,10 +93,14 @@ def outcome_while_away(writing: Writing, monkeypatch: pytest.MonkeyPatch, **how:
     writing.write("ready", **how)
     writing.write("done")
     writing._released.set()
+    wakes = 0
     while "done" not in writing.written:
         writing.wakes.get(timeout=DEADLINE_S)
+        wakes += 1
     assert paused.qsize() == 1
-    return writing.release()
+    written = writing.release()
+    assert wakes + writing.wakes.qsize() == 2 + len(written), "the vain one wakes too"
+    return written
 
 
 def test_what_the_coordinator_did_not_hear_is_written_after_a_pause_and_before_all_else(
@@ -107,6 +113,16 @@ def test_what_is_tried_once_alone_is_not_written_again(
     writing: Writing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert outcome_while_away(writing, monkeypatch, repeats=False) == ["done"]
+
+
+def test_a_pause_while_the_coordinator_is_away_is_not_ended_by_the_jobs_that_wait(
+    writing: Writing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent_context, "_PAUSE_S", 0.02)
+    writing.write("ready")
+    began_s = time.monotonic()
+    writing.writer._changed_pause()
+    assert time.monotonic() - began_s >= 0.02
 
 
 def test_an_error_that_trying_again_does_not_mend_is_told_and_the_next_job_runs(writing: Writing) -> None:

@@ -191,6 +191,16 @@ def test_a_recovery_record_that_its_peer_took_back_is_forgotten_and_its_epoch_is
         ),
         (
             KEYS.attempt(0, 5),
+            ProposedAttempt(attempt=example.attempt(round=0, epoch=5), lives=(1,), offers=(1, 2)),
+        ),
+        (
+            KEYS.attempt(0, 5),
+            ProposedAttempt(
+                attempt=example.attempt(round=0, epoch=5, members=("a", "b")), lives=(1,), offers=(1,)
+            ),
+        ),
+        (
+            KEYS.attempt(0, 5),
             ProposedAttempt(
                 attempt=example.attempt(round=0, epoch=5, weights=(0.5, 0.5)), lives=(1,), offers=(1,)
             ),

@@ -13,6 +13,7 @@ from tests.protocol import example
 from bloomery.coordination import commits
 from bloomery.coordination.snapshot import ListedOffer
 from bloomery.data.position import Position
+from bloomery.protocol.records import RoundShares
 
 ONE, TWO, THREE = (
     example.commit(round=round, digest=digest, position=Position(consumed=10 * round))
@@ -210,3 +211,25 @@ def test_a_request_to_skip_up_to_where_no_message_can_count_is_ignored():
     assert after.skips == (range(5, 6),)
     furthest = example.ready(spent=(), skip=(range(10, 10**15),))
     assert commits.position_after(before, [furthest]).skips == (range(10, 10**15),)
+
+
+def test_shares_only_add_to_earlier_ones_where_these_and_their_position_stay():
+    skips, own, more = (range(90, 91),), (range(4, 8),), (range(8, 12),)
+    before = RoundShares(
+        round=3, position=Position(consumed=4, skips=skips, holes=own), shares={"a": own}, live=1
+    )
+    holes = (range(4, 12),)
+    after = RoundShares(
+        round=3,
+        position=Position(consumed=4, skips=skips, holes=holes),
+        shares={"a": own, "b": more},
+        live=2,
+    )
+    assert commits.only_adds(after, before) and commits.only_adds(before, before)
+    assert not commits.only_adds(before, after)
+    for changed in (
+        {"shares": {"a": (range(4, 7),), "b": more}},
+        {"position": Position(consumed=5, skips=skips, holes=holes)},
+        {"position": Position(consumed=4, holes=holes)},
+    ):
+        assert not commits.only_adds(msgspec.structs.replace(after, **changed), before)

@@ -57,14 +57,14 @@ MEMBERS = ("c", "a", "b")
 def attempted(*, done=(), failed=(), **changed):
     """An attempt of three members in round 2, of which some are done and some have failed."""
     attempt = example.attempt(round=2, epoch=5, members=MEMBERS, weights=(0.5, 0.25, 0.25))
-    tried = ProposedAttempt(attempt=attempt, lives=(1, 1, 1), offers=(1, 1, 1))
-    tokens = {"c": 16, "a": 8, "b": 8}
+    tried = ProposedAttempt(attempt=attempt, lives=(1, 1, 1), offers=(3, 1, 2))
+    tokens, modified = {"c": 16, "a": 8, "b": 8}, {"c": 3, "a": 1, "b": 2}
     snapshot = replace(
         run("a", "b", "c"),
         epoch=5,
         tried=tried,
         tried_revision=9,
-        readies={name: offer(name, tokens=tokens[name]) for name in "abc"},
+        readies={name: replace(offer(name, tokens=tokens[name]), modified=modified[name]) for name in "abc"},
         dones={name: Done(peer=name, round=2, epoch=5, digest="next") for name in done},
         failures=tuple(example.failed(peer=name, round=2, epoch=5) for name in failed),
         failed_s=990.0,
@@ -91,7 +91,7 @@ def test_a_round_is_concluded_with_what_its_members_announced():
     assert commit.members == commit.sources == ("a", "b", "c")
     assert commit.position == Position(consumed=12, holes=(range(4, 8), range(12, 16), range(20, 24)))
     assert commit.why == "" and not commit.save and commit.rewind_to is None
-    assert found.shares.round == 3 and dict(found.offers) == {"a": 1, "b": 1, "c": 1}
+    assert found.shares.round == 3 and dict(found.offers) == {"a": 1, "b": 2, "c": 3}
     last = decided(attempted(done="abc"), total_samples=12)
     assert last.commit.why == "the samples are done" and last.shares.shares == {}
 

@@ -17,10 +17,11 @@ from bloomery.data.position import Position
 from bloomery.protocol.records import RoundShares
 
 
-def with_offer(snapshot: RunSnapshot, name: str, *, modified: int = 1, **fields: Any) -> RunSnapshot:
-    """The snapshot after a member changed these fields of its offer."""
-    ready = msgspec.structs.replace(snapshot.readies[name].ready, **fields)
-    changed = replace(snapshot.readies[name], ready=ready, modified=modified)
+def with_offer(snapshot: RunSnapshot, name: str, *, modified: int = 0, **fields: Any) -> RunSnapshot:
+    """The snapshot with other fields of a member's offer. modified: 0: the revision of before."""
+    before = snapshot.readies[name]
+    ready = msgspec.structs.replace(before.ready, **fields)
+    changed = replace(before, ready=ready, modified=modified or before.modified)
     return replace(snapshot, readies={**snapshot.readies, name: changed})
 
 
@@ -31,6 +32,14 @@ def test_the_first_member_by_name_begins_the_run_in_whatever_order_they_are_list
     early = decided(RunSnapshot(members=members), me="b", peers=3, now=59.0)
     assert early == Wait(why="2 of 3 planned peers are here", until_s=60.0)
     assert isinstance(decided(RunSnapshot(members=members), me="b", peers=2, now=0.0), CommitRound)
+
+
+def test_planned_peers_are_waited_for_since_the_fewest_that_the_run_needs_were_there() -> None:
+    seen_s = {"a": 30.0, "b": 10.0, "c": 20.0}
+    members = {name: replace(listed(name), seen_s=since_s) for name, since_s in seen_s.items()}
+    for fewest, until_s in ((0, 70.0), (1, 70.0), (2, 80.0), (3, 90.0)):
+        found = decided(RunSnapshot(members=members), peers=4, minimum_peers=fewest, now=until_s - 1.0)
+        assert found == Wait(why="3 of 4 planned peers are here", until_s=until_s)
 
 
 def test_a_round_that_waits_for_offers_says_for_whose_and_until_when() -> None:

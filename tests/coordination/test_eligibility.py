@@ -10,7 +10,7 @@ from tests.protocol import example
 
 from bloomery.coordination import eligibility
 from bloomery.coordination.eligibility import PIECES_MORE, RoundSettings
-from bloomery.coordination.snapshot import ListedOffer, ListedShares
+from bloomery.coordination.snapshot import ListedOffer, ListedShares, RunSnapshot
 from bloomery.data.position import Position, total
 from bloomery.protocol.records import ProposedAttempt, RoundShares
 
@@ -177,3 +177,28 @@ def test_who_the_attempt_before_left_out_stays_out_unless_it_was_only_suspected(
     snapshot = replace(run("a", "b", "c"), tried=tried)
     assert eligibility.left_out_before(snapshot, {"a", "b", "c"}) == {"b": "not finite"}
     assert eligibility.left_out_before(run("a"), {"a"}) == {}
+
+
+def test_an_average_is_at_most_as_long_as_weighed_parts_and_the_errors_that_are_sent_with_them():
+    attempt = example.attempt(members=("a", "b", "c"), weights=(0.25, 0.75, 0.0))
+    readies = {
+        name: example.ready(peer=name, norm=norm, feedback=feedback)
+        for name, norm, feedback in (("a", 2.0, 0.5), ("b", 4.0, 1.0), ("c", 9.0, 9.0))
+    }
+    assert eligibility.norm_limit(attempt, readies) == 1.5 * (0.5 + 0.5 + 3.0 + 1.0)
+
+
+@pytest.mark.parametrize(
+    ("names", "reports", "left_out"),
+    [("ab", (2, 2, 2), "a"), ("ab", (2, 2), "b"), ("abcdefghi", (4,), "ab"), ("abcdefghi", (3,), "")],
+)
+def test_each_group_is_suspected_in_turn_where_half_of_the_others_report_too_large_an_average(
+    names, reports, left_out
+):
+    failures = tuple(
+        example.failed(peer=name, epoch=epoch, kind=eligibility.NORM_FAILURE)
+        for epoch, count in enumerate(reports)
+        for name in names[:count]
+    )
+    found = eligibility.suspects(RunSnapshot(failures=failures), names)
+    assert found == dict.fromkeys(left_out, eligibility.OVERSTATED)

@@ -47,7 +47,7 @@ def test_an_etcd_is_launched_with_its_options_its_log_and_no_settings_of_another
 ) -> None:
     monkeypatch.setenv("ETCD_NAME", "another")
     monkeypatch.setenv("KEPT", "yes")
-    member = member_in(tmp_path)
+    member = member_in(tmp_path, host="10.0.0.1")
     member.data.mkdir()
     (member.data / "etcd.log").write_text("of before")
     server = launch(
@@ -68,7 +68,7 @@ def test_an_etcd_is_launched_with_its_options_its_log_and_no_settings_of_another
         "certificates",
     }
     assert (told["host"], told["port"], told["peer_port"], told["certificates"]) == (
-        "127.0.0.1",
+        "10.0.0.1",
         2379,
         2380,
         None,

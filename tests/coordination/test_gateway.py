@@ -271,6 +271,9 @@ def test_an_etcd_that_is_slow_is_asked_for_tokens_ever_more_rarely(endpoints: En
     endpoints.told = [{}]
     gateway.call("kv/range", {}, deadline_s=5.0)
     assert ask_until(endpoints.now + 80.0) == 2, "an answer ends the long pauses"
+    gateway._token, gateway._token_s, gateway._trusted_s = "t", endpoints.now - 960.0, 960.0
+    assert ask_until(endpoints.now + 5.0) == 1
+    assert gateway._trusted_s == 960.0, "the pauses grow no longer"
 
 
 def test_a_token_gets_more_time_than_the_request_that_needs_it_and_none_is_asked_for_too_late(

@@ -412,3 +412,12 @@ def test_a_thread_that_ended_is_replaced_by_the_next_listing(clock: list[float])
     first.join()
     membership.join(MINE)
     assert membership._thread is not first
+
+
+def test_a_peer_that_comes_back_renews_its_lease_again(clock: list[float]) -> None:
+    membership = membership_of(Coordinator(), clock)
+    membership.join(MINE)
+    membership.withdraw()
+    assert membership._ended.is_set()
+    membership.join(MINE)
+    assert not membership._ended.is_set() and membership.lease == 2

@@ -147,3 +147,16 @@ def test_who_gathers_looks_again_after_a_failure_and_ends_with_its_pool():
         assert looks.acquire(timeout=DEADLINE_S)
     pool.close()
     assert gathered.get(timeout=DEADLINE_S)
+
+
+def test_the_room_for_connections_is_that_of_the_largest_ring_so_far():
+    pool, ended = (
+        ConnectionPool(dial=refused, relay=refused, is_dialable=True, turns=TURNS),
+        threading.Event(),
+    )
+    ended.set()
+    with closing(pool):
+        for streams, places in ((1, 64), (100, 100), (1, 100)):
+            with pytest.raises(Cancelled):
+                pool.gather([replace(HOP, streams=streams)], epoch=7, deadline_s=1.0, cancelled=ended)
+            assert pool._most_places == places

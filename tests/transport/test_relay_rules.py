@@ -206,10 +206,11 @@ def test_the_ends_of_one_member_at_a_relay_are_counted_joined_or_waiting(
         joins.join(given)
     assert [is_closed(each) for each in (waiting, other, more)] == [False, False, True]
     assert caplog.messages == ["refused a connection from 'a': it is not relayed, for 2 of its ends are here"]
-    monkeypatch.setattr(relay, "_MAX_CIRCUITS", 3)  # of which one is joined and two wait
-    last = made("c", "x")[0]
-    joins.join(last)
-    assert is_closed(last)
+    monkeypatch.setattr(relay, "_MAX_CIRCUITS", 4)  # of which one is joined and two wait
+    fourth, last = made("c", "v")[0], made("d", "w")[0]
+    for given in (fourth, last):
+        joins.join(given)
+    assert not is_closed(fourth) and is_closed(last)
 
 
 def test_a_listener_pauses_after_a_shortage_tells_it_once_a_minute_and_goes_on(
