@@ -257,6 +257,10 @@ def test_a_start_tells_of_the_requests_that_it_will_carry_out_and_that_came_befo
     assert caplog.messages == []
     Control(rundir, ALONE).close()
     (told,) = caplog.messages
+    rundir.control("skip").write_text("8:16\n")
+    Control(rundir, ALONE).close()
+    *_, skip = caplog.messages
+    assert skip.startswith("control/skip (8:16) waits since ") and "this start leaves samples out" in skip
     since = time.strftime("%Y-%m-%d %H:%M", time.localtime(0))
     assert told.startswith(f"control/rewind (400 3200:5600) waits since {since}: this start goes back after")
     assert "remove the file" in told and rundir.control("rewind").exists()
@@ -303,6 +307,18 @@ def test_an_empty_request_is_left_for_a_moment_for_whoever_writes_it(
     path.touch()
     os.utime(path, (time.time() - 60, time.time() - 60))
     assert agreed(control).skip_requested == () and not path.exists()
+
+
+@pytest.mark.parametrize(("age_s", "is_left"), [(4.5, True), (5.0, False)])
+def test_an_empty_request_is_removed_once_five_seconds_have_passed(
+    age_s: float, is_left: bool, control: Control, rundir: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = rundir.control("skip")
+    path.touch()
+    os.utime(path, (1000.0, 1000.0))
+    stand_in = SimpleNamespace(monotonic=lambda: 0.0, time=lambda: 1000.0 + age_s)
+    monkeypatch.setattr("bloomery.train.control.time", stand_in)
+    assert agreed(control).skip_requested == () and path.exists() is is_left
 
 
 @pytest.mark.needs(lambda: os.geteuid() == 0, rights="root, to be another user for a moment")
@@ -357,6 +373,19 @@ def test_other_ranks_read_no_files_and_tell_of_their_signals_alone(rundir: RunDi
         control.close()
 
 
+def test_what_the_first_rank_was_asked_for_is_carried_out_on_all_ranks(rundir: RunDirectory) -> None:
+    first = {"set": "optim.clip = 2\n", "skip": "8:16\n", "rewind": "3\n"}
+    mesh = Mesh(device=CPU, rank=1, world=2)
+    object.__setattr__(mesh, "all_gather_object", lambda own: [first, own])
+    control = Control(rundir, mesh)
+    try:
+        facts = control.agree([0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0])
+    finally:
+        control.close()
+    assert facts.settings_requested == (("optim.clip", "2"),)
+    assert (facts.skip_requested, facts.rewind_requested) == (((8, 16),), (3, 0, 0))
+
+
 def test_ranks_speak_of_requests_only_where_there_is_one(rundir: RunDirectory) -> None:
     class Silent(Mesh):
         def all_gather_object(self, value: object) -> list[object]:
@@ -381,6 +410,11 @@ def test_a_file_that_asks_for_nothing_is_told_once(
         agreed(control)
     assert caplog.text.count(told) == 1 and caplog.text.count("control/sav asks for nothing") == 1
     assert caplog.text.count("asks for nothing") == 2
+    for number, change in enumerate(((directory / "pause").unlink, (directory / "pause").touch)):
+        change()
+        os.utime(directory, (number + 10.0, number + 10.0))
+        agreed(control)
+    assert caplog.text.count(told) == 2, "one that somebody made anew is told anew"
 
 
 def test_no_rank_starts_where_the_stop_switch_is_armed_and_the_first_says_why(rundir: RunDirectory) -> None:

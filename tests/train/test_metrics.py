@@ -116,7 +116,7 @@ def test_what_ranks_measure_is_told_as_their_mean(metrics_of) -> None:
 
 
 def test_the_seconds_that_all_ranks_know_are_those_of_the_step_before(metrics_of) -> None:
-    metrics = metrics_of()
+    metrics = metrics_of(Pair(device=CPU, world=2))
     first, second = reported(metrics, result_of()), reported(metrics, result_of())
     assert first.shared_seconds is None and second.shared_seconds == first.seconds
 

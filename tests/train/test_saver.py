@@ -295,8 +295,9 @@ def test_restraints_of_before_a_rewind_hold_on_beside_its_own(run) -> None:
     run.new_restraint = Restraint(start=16, stop=200, rate=0.25, clip=0.5)
     run.restored = replace(run.restored, restraints=(old,))
     run.saver._restore = lambda *, reason, up_to_step: run.restored  # type: ignore[method-assign]
-    after = run.saver.rewind(replace(STATE, restraints=(old,)), replace(WANTED, skip=range(0)))
-    assert after.restraints == (old, run.new_restraint)
+    later = Restraint(start=20, stop=80, rate=0.75, clip=1.0)
+    after = run.saver.rewind(replace(STATE, restraints=(later, old)), replace(WANTED, skip=range(0)))
+    assert after.restraints == (old, later, run.new_restraint)
     assert run.events[-1][0] == "restraint" and run.named("another loss")
 
 
