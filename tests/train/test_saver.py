@@ -18,7 +18,7 @@ from bloomery.guard.restraint import Restraint
 from bloomery.guard.verdict import Rewind, Rung
 from bloomery.train import data_stream
 from bloomery.train.data_stream import DataForecast, DataStream
-from bloomery.train.saver import BUSY_S, RETRY_S, RunSaver
+from bloomery.train.saver import RETRY_S, RunSaver
 from bloomery.train.state import Goal, TrainState
 
 REFUSED = StorageError("the disk is full", remedy="")
@@ -138,10 +138,10 @@ def test_a_save_that_has_begun_restarts_the_clock_and_one_that_has_to_wait_is_tr
     assert run.named("clock", "save in") == [("clock",)]
     run.begins = False
     run.saver.save(STATE)
-    assert run.named("clock", "save in") == [("clock",), ("save in", BUSY_S)]
+    assert run.named("clock", "save in") == [("clock",), ("save in", 1.0)]
     run.begins = REFUSED
     run.saver.save(STATE)
-    assert run.named("save in")[-1] == ("save in", RETRY_S) and len(run.named("clock")) == 1
+    assert run.named("save in")[-1] == ("save in", 60.0) and len(run.named("clock")) == 1
     assert run.events == [("checkpoint_failed", 9, {"why": "the disk is full"})]
 
 
