@@ -410,6 +410,10 @@ def test_a_profile_records_the_device_that_computes_and_drops_what_a_rewind_disc
     )
     assert told.startswith(f"steps 5 to 6 were profiled: {tmp_path}/steps-5-6.trace.json.gz is for")
     assert (tmp_path / "steps-5-6.txt").read_text() == "the table"
+    calls.clear()
+    profiler.rewound(8)
+    profiler.close()
+    assert calls == [], "nothing is recorded"
 
 
 def test_a_notebook_has_a_line_of_75_columns_beside_its_bar() -> None:

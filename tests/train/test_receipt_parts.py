@@ -65,9 +65,11 @@ def receipts_of(path: Path, *settings: str, degree: int = 1, rank: int = 0) -> t
         learning_rate=lambda state: 0.01 if state.under_way is None else 9.0,
         recipe=load_recipe("demo", settings).recipe,
     )
-    micro_batches = lambda span, size: [  # noqa: E731
-        SimpleNamespace(samples=torch.tensor(part)) for part in ([24, 25], [28, 29])
-    ]
+
+    def micro_batches(span: Any, size: int) -> list[SimpleNamespace]:
+        assert (list(span), size) == ([range(24, 32)], 2)
+        return [SimpleNamespace(samples=torch.tensor(part)) for part in ([24, 25], [28, 29])]
+
     made._data_stream = SimpleNamespace(order=Order(), batches=SimpleNamespace(batch=micro_batches))
     made._journal = SimpleNamespace(path=path, write=lambda event, **fields: events.append((event, fields)))
     made._own_digest = lambda: (1 << 64) - 1

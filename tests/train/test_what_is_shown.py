@@ -207,6 +207,7 @@ def test_a_run_is_evaluated_at_each_multiple_and_at_its_end() -> None:
     assert held_out().due(STATE) and not held_out().due(replace(STATE, step=7))
     assert held_out().due(end) and not held_out(at_end=False).due(end)
     assert not held_out(every=0).due(STATE) and held_out(every=0).due(end)
+    assert held_out(every=1).due(STATE), "after each step"
     within = replace(end, under_way=UnderWay(committed=90, live=2))
     assert not held_out().due(within)
 
