@@ -372,3 +372,15 @@ def test_embedding_positions_norms_and_head_are_where_a_stage_needs_them(
     made = build(section, vocabulary=VOCABULARY, sequence_length=LENGTH, device="meta", blocks=[block])
     assert {name.partition(".")[0] for name, _ in made.named_parameters()} == held | {"blocks"}
     assert (made.embeds, made.finishes) == (block == 0, block == 2)
+
+
+@pytest.mark.parametrize("held", [range(3), range(1, 3), range(1)])
+def test_scores_are_biased_by_the_slopes_of_the_heads_that_a_rank_holds(held: range) -> None:
+    made = build(STYLES["bloom"], vocabulary=VOCABULARY, sequence_length=LENGTH)
+    made.heads = held
+    context = made._attention_context(
+        torch.zeros(1, 4, 24), torch.arange(4), before=0, documents=None, drops=False
+    )
+    assert context.mask is not None
+    slopes = alibi_slopes(3).tolist()
+    assert context.mask[0, :, 3, 1].tolist() == pytest.approx([-2.0 * slopes[head] for head in held])

@@ -430,3 +430,18 @@ def test_buckets_are_begun_in_the_order_of_a_backward_as_soon_as_each_is_complet
     if overlaps:
         with pytest.raises(AssertionError, match="after the sum of its bucket had been begun"):
             buckets.add(third)
+
+
+def test_masters_are_rounded_into_the_own_shard_and_then_gathered_from_all_ranks() -> None:
+    calls: list[Any] = []
+    group = group_of(calls, shards=2, storage=WeightStorage(zero=1))
+    group.master.fill_(5.0)
+    group.set_working_dtype(torch.bfloat16)
+    assert calls == [], "nothing is rounded yet"
+    group.copy_masters_to_working()
+    assert calls == [("shard.all_gather", group.layout.numel)]
+    assert (group.working[: len(group.layout.held)] == 5.0).all()
+    alone = group_of(calls)
+    alone.set_working_dtype(torch.float32)
+    alone.copy_masters_to_working()
+    assert len(calls) == 1 and alone.working is alone.master

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from bloomery.checkpoint.format.state import Box
 from bloomery.config.optim import OptimSection
 from bloomery.errors import TrainingFailed
 from bloomery.optim.clip import CountedGradient, examine
 from bloomery.optim.groups import ParameterPiece, lay_out
-from bloomery.parallel.optimizers import Optimizers
+from bloomery.parallel import optimizers as optimizers_module
+from bloomery.parallel.axis import Axis
+from bloomery.parallel.mesh import Mesh
+from bloomery.parallel.optimizers import Optimizers, QueryKeyClip
 from bloomery.parallel.precision import LossScale
 
 SHAPES = {
@@ -144,7 +149,7 @@ def test_the_loss_scale_doubles_at_the_thousandth_good_step_in_a_row_and_counts_
     good, overflow = torch.tensor(True), torch.tensor(False)
     scale = LossScale(torch.device("cpu"))
     start = float(scale.scale)
-    for _ in range(LossScale.GROWTH_INTERVAL - 1):
+    for _ in range(999):
         scale.update(good)
     assert float(scale.scale) == start
     scale.update(good)
@@ -169,3 +174,55 @@ def test_embeddings_and_head_are_not_decayed_where_the_recipe_says_so() -> None:
     after = by_name(weights)
     decayed = {name for name in SHAPES if not torch.equal(after[name], before[name])}
     assert decayed == {"blocks.0.mlp.down.weight"}
+
+
+@pytest.mark.parametrize("decays", [True, False])
+def test_adamw_has_the_rates_of_averaging_and_the_epsilon_of_the_recipe(
+    decays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: dict[int, dict[str, Any]] = {}
+
+    def adamw(master: torch.Tensor, gradient: torch.Tensor, **settings: Any) -> SimpleNamespace:
+        made[id(master)] = settings
+        assert gradient.shape == master.shape and gradient is not master
+        return SimpleNamespace()
+
+    monkeypatch.setattr(optimizers_module, "FlatAdamW", adamw)
+    optim = OptimSection(
+        learning_rate=0.1, beta1=0.8, beta2=0.7, epsilon=1e-3, weight_decay=0.5, decay_embeddings=decays
+    )
+    weights = weights_of(optim)
+    optimizers = Optimizers(weights, optim)
+    found = {}
+    for group, master in zip(weights.layouts, weights.master, strict=True):
+        settings = made[id(master)]
+        assert (settings["betas"], settings["epsilon"]) == ((0.8, 0.7), 1e-3)
+        assert settings["updates"] is optimizers._updates[group.rule]
+        found[group.rule] = settings["weight_decay"]
+    of_ends = 0.5 if decays else 0.0
+    assert found == {"matrix": 0.5, "embedding": of_ends, "head": of_ends, "plain": 0.0}
+
+
+def test_heads_are_rescaled_by_their_number_among_those_that_a_tensor_parallel_rank_holds() -> None:
+    model = SimpleNamespace(kv_heads=4, head_dim=2, section=SimpleNamespace(heads=4))
+    block = SimpleNamespace(index=5, attention=SimpleNamespace(heads=2, logit_maxima=None, logit_stride=1))
+    decoder: Any = SimpleNamespace(model=model, heads=range(2, 4), blocks=[block])
+
+    def rows(part: str, first: int, count: int) -> SimpleNamespace:
+        name = f"model.blocks.5.attention.{part}"
+        return SimpleNamespace(name=name, box=Box((first, 0), (count, 1)), tensor=torch.ones(count, 1))
+
+    entries = [rows("query.weight", 4, 3), rows("query.weight", 7, 1), rows("key.weight", 4, 4)]
+    entries += [rows("value.weight", 4, 4), rows("output.weight", 0, 4)]
+    weights: Any = SimpleNamespace(state_entries=lambda: entries)
+    mesh = Mesh(device=torch.device("cpu"), tensor=Axis(index=1, ranks=(0, 1)))
+    clip = QueryKeyClip(decoder, weights, mesh=mesh, optim=OptimSection(learning_rate=0.1, qk_clip=4.0))
+    clip._maxima[0].copy_(torch.tensor([2.0, 16.0]))
+    clip.apply(torch.tensor(True))
+    assert [entry.tensor.flatten().tolist() for entry in entries] == [
+        [1.0, 1.0, 0.5],
+        [0.5],
+        [1.0, 1.0, 0.5, 0.5],
+        [1.0] * 4,
+        [1.0] * 4,
+    ]

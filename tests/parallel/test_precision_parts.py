@@ -321,3 +321,13 @@ def test_a_block_of_which_nobody_holds_a_weight_has_a_size_of_zero() -> None:
     layers = 1 + max(int(name.split(".")[1]) for name in weights.names if name.startswith("blocks."))
     sizes = weights.root_mean_squares(layers + 1).tolist()
     assert all(size > 0.0 for size in sizes[:-1]) and sizes[-1] == 0.0
+
+
+def test_the_size_of_a_blocks_weights_is_that_of_what_each_rank_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weights = model_of(LLAMA).weights
+    for group, master in zip(weights.layouts, weights.master, strict=True):
+        master.fill_(3.0 if group.rule == "matrix" else 100.0)
+    monkeypatch.setattr(weights, "_counts", lambda group: group.rule == "matrix")
+    assert weights.root_mean_squares(4).tolist() == pytest.approx([3.0] * 4)

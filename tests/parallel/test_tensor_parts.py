@@ -57,12 +57,17 @@ def test_what_expands_is_split_by_rows_and_what_contracts_by_columns(name: str, 
 
 
 def split(
-    section: ModelSection, *, sequence: bool, monkeypatch: pytest.MonkeyPatch, degree: int = 2
+    section: ModelSection,
+    *,
+    sequence: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    degree: int = 2,
+    index: int | None = None,
 ) -> tuple[Decoder, dict[str, Any]]:
-    """The second rank's part of a decoder, and its pieces by name."""
+    """The last rank's part of a decoder or that of `index`, and its pieces by name."""
     monkeypatch.setattr(tensor_module, "tensor_group_of", lambda axis: GROUP)
     decoder = build(section, vocabulary=11, sequence_length=6, device="meta")
-    axis = Axis(index=degree - 1, ranks=tuple(range(degree)))
+    axis = Axis(index=degree - 1 if index is None else index, ranks=tuple(range(degree)))
     pieces = split_decoder(decoder, axis, sequence=sequence, device=CPU)
     return decoder, {piece.name: piece for piece in pieces}
 
@@ -136,6 +141,16 @@ def test_one_rank_holds_everything_and_has_no_collectives(monkeypatch: pytest.Mo
     assert {piece.share for name, piece in pieces.items() if split_of(name) is None} == {"whole"}
     assert all(piece.shape == piece.global_shape and not any(piece.offset) for piece in pieces.values())
     assert decoder.heads == range(4) and not isinstance(decoder.token_loss, VocabularyParallelLoss)
+
+
+@pytest.mark.parametrize(("index", "rows"), [(0, 5), (1, 6)])
+def test_ranks_pad_their_parts_of_the_vocabulary_to_one_size_of_whole_eights(
+    index: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder, pieces = split(GPT, sequence=False, monkeypatch=monkeypatch, index=index)
+    assert pieces["embedding.weight"].shape == pieces["head.weight"].shape == (rows, 8)
+    stored = {name: tuple(parameter.shape) for name, parameter in decoder.named_parameters()}
+    assert stored["embedding.weight"] == stored["head.weight"] == (8, 8)
 
 
 class Exchanges:

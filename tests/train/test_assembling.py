@@ -228,6 +228,21 @@ def test_people_are_told_with_what_a_run_begins_and_programs_get_its_data(
     assert len(said(calls)) == 3
 
 
+@pytest.mark.parametrize(("inner_steps", "last"), [(4, 4 + 3), (0, 4 + 5)])
+def test_the_last_step_at_a_start_is_that_of_all_peers_that_the_recipe_names(
+    inner_steps: int, last: int, calls: Calls, rundir: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[dict[str, Any]] = []
+    monkeypatch.setattr(run_start, "build_observers", lambda *told, **more: given.append(more) or [])
+    monkeypatch.setattr(run_start, "warnings_of", lambda loaded, *, accelerators: [])
+    monkeypatch.setattr(run_start, "identity", lambda path: "identity")
+    length = ("train.global_batch=8", "train.ramp_up=[]", "train.samples=56")
+    peers = (f"elastic.inner_steps={inner_steps}", "elastic.peers=2", "elastic.minimum_peers=1")
+    start_up(calls, rundir, *length, *peers)._watchers(STATE)
+    assert said(calls)[0].startswith(f"step 4 of {last}, incarnation 6 of ")
+    assert [more["total_steps"] for more in given] == [last]
+
+
 @pytest.mark.parametrize(
     ("settings", "chosen"),
     [

@@ -410,3 +410,20 @@ def test_a_profile_records_the_device_that_computes_and_drops_what_a_rewind_disc
     )
     assert told.startswith(f"steps 5 to 6 were profiled: {tmp_path}/steps-5-6.trace.json.gz is for")
     assert (tmp_path / "steps-5-6.txt").read_text() == "the table"
+    calls.clear()
+    profiler.rewound(8)
+    profiler.close()
+    assert calls == [], "nothing is recorded"
+
+
+def test_a_notebook_has_a_line_of_75_columns_beside_its_bar() -> None:
+    drawn: list[str] = []
+    handle = SimpleNamespace(update=lambda shown, raw: drawn.append(shown["text/plain"]))
+    bar = NotebookBar(total_steps=200_000, display=lambda shown, **told: handle)
+    bar._left = SimpleNamespace(total=200_000, after=lambda report: None)
+    bar.tell(replace(REPORT, held_out_loss=3.5), ON)
+    text = drawn[0].partition(" ")[2]
+    assert text == "123456/200000 | loss 3.457 | held-out 3.500 | 1,211,900 tokens/s"
+    bar.tell(replace(REPORT, step=1234, held_out_loss=None), ON)
+    bar.close()
+    assert drawn[1].endswith(" | lr 1.2e-03") and len(drawn[1].partition(" ")[2]) == 75

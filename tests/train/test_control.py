@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import threading
@@ -17,7 +16,6 @@ import torch
 
 from bloomery.config.checkpoint import ControlSection
 from bloomery.config.load import load_recipe
-from bloomery.config.setting import LARGEST_COUNT
 from bloomery.errors import RunBusy, StoppedBySwitch
 from bloomery.events.records import Facts
 from bloomery.events.run_directory import RunDirectory
@@ -27,9 +25,6 @@ from bloomery.train import assemble
 from bloomery.train.control import (
     SIGNALS,
     Control,
-    read_rewind,
-    read_settings,
-    read_skips,
     refuse_when_stopped,
 )
 from bloomery.train.settings import StartOptions
@@ -257,6 +252,10 @@ def test_a_start_tells_of_the_requests_that_it_will_carry_out_and_that_came_befo
     assert caplog.messages == []
     Control(rundir, ALONE).close()
     (told,) = caplog.messages
+    rundir.control("skip").write_text("8:16\n")
+    Control(rundir, ALONE).close()
+    *_, skip = caplog.messages
+    assert skip.startswith("control/skip (8:16) waits since ") and "this start leaves samples out" in skip
     since = time.strftime("%Y-%m-%d %H:%M", time.localtime(0))
     assert told.startswith(f"control/rewind (400 3200:5600) waits since {since}: this start goes back after")
     assert "remove the file" in told and rundir.control("rewind").exists()
@@ -290,19 +289,6 @@ def test_a_rewind_that_is_asked_for_while_another_is_answered_is_kept(
     rundir.control("rewind").write_text("3\n")
     control.settle(facts, stops=False)
     assert agreed(control).rewind_requested == (3, 0, 0)
-
-
-def test_an_empty_request_is_left_for_a_moment_for_whoever_writes_it(
-    control: Control, rundir: RunDirectory
-) -> None:
-    path = rundir.control("skip")
-    path.touch()
-    assert agreed(control).skip_requested == () and path.exists()
-    path.write_text("1:2")
-    assert agreed(control).skip_requested == ((1, 2),)
-    path.touch()
-    os.utime(path, (time.time() - 60, time.time() - 60))
-    assert agreed(control).skip_requested == () and not path.exists()
 
 
 @pytest.mark.needs(lambda: os.geteuid() == 0, rights="root, to be another user for a moment")
@@ -381,6 +367,11 @@ def test_a_file_that_asks_for_nothing_is_told_once(
         agreed(control)
     assert caplog.text.count(told) == 1 and caplog.text.count("control/sav asks for nothing") == 1
     assert caplog.text.count("asks for nothing") == 2
+    for number, change in enumerate(((directory / "pause").unlink, (directory / "pause").touch)):
+        change()
+        os.utime(directory, (number + 10.0, number + 10.0))
+        agreed(control)
+    assert caplog.text.count(told) == 2, "one that somebody made anew is told anew"
 
 
 def test_no_rank_starts_where_the_stop_switch_is_armed_and_the_first_says_why(rundir: RunDirectory) -> None:
@@ -408,19 +399,6 @@ def test_a_later_rank_ends_too_where_the_first_saw_a_switch_and_leaves_the_word_
     with pytest.raises(StoppedBySwitch) as stopped:
         refuse_when_stopped(rundir, ControlSection(), ALONE)
     assert stopped.value.remedy == f"`bloomery stop {rundir.path} --disarm` lets the run go on."
-
-
-def test_lines_that_cannot_be_read_are_told_and_left_out(caplog: pytest.LogCaptureFixture) -> None:
-    assert read_settings("a.b = 1\nc\n") == (("a.b", "1"),)
-    assert read_skips("0:8\n8:8\n9:8\n-1:3\nx:3\n3\n 4 : 5 \n") == ((0, 8), (4, 5))
-    assert read_rewind("") == () and read_rewind("7\n") == (7, 0, 0)
-    assert read_rewind("7 1:2\n8 3:3\n") == (8, 3, 3), "the last counts"
-    assert read_rewind("x\n7 3:2\n-1 2:3\n7 a:b\n") == ()
-    assert read_skips("²:3\n1:٣\n") == ((1, 3),), "digits of any script, and no powers"
-    assert read_skips(f"0:{LARGEST_COUNT}\n") == ((0, LARGEST_COUNT),)
-    assert read_skips(f"0:{10**19}\n0:{'9' * 5000}\n") == read_rewind(f"7 0:{10**19}\n{10**19}\n") == ()
-    levels = [record.levelno for record in caplog.records]
-    assert levels == [logging.WARNING] * (1 + 5 + 4 + 1 + 4)
 
 
 def test_a_training_in_another_thread_leaves_the_signals_alone(rundir: RunDirectory) -> None:

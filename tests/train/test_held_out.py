@@ -24,11 +24,14 @@ STATE = TrainState(goal=Goal(steps=9), step=4)
 NATS = {"w0": (4.0, 2), "w1": (6.0, 2), "c0": (9.0, 3), "c1": (1.0, 1), "wide": (2.0**24, 2**24 + 1)}
 
 
-class Doubling(Axis):
-    """An axis of two ranks that measured the same."""
+def beside(*others: tuple[float, float], index: int = 0) -> Axis:
+    """An axis of two ranks, of which the other one has these nats and tokens of each dataset."""
 
-    def all_reduce(self, tensor: torch.Tensor, *, maximum: bool = False) -> torch.Tensor:
-        return tensor.mul_(2.0)
+    class Adding(Axis):
+        def all_reduce(self, tensor: torch.Tensor, *, maximum: bool = False) -> torch.Tensor:
+            return tensor.add_(torch.tensor(others, dtype=tensor.dtype))
+
+    return Adding(index=index, ranks=(0, 1))
 
 
 class Model:
@@ -78,10 +81,11 @@ def test_each_token_counts_alike_or_each_dataset_by_its_ratio() -> None:
 
 def test_replicas_take_windows_in_turn_and_stages_of_a_pipeline_add_up() -> None:
     model = Model()
-    axis = Doubling(index=1, ranks=(0, 1))
-    told = loss_of(model, axis, "w0", "w1", "c0", "c1", pipeline=Doubling(ranks=(0, 1))).run(STATE)
+    axis, stages = beside((1.0, 1.0), (0.0, 1.0), index=1), beside((3.0, 1.0), (2.0, 2.0))
+    told = loss_of(model, axis, "w0", "w1", "c0", "c1", pipeline=stages).run(STATE)
     assert [batches for batches, _ in model.asked] == [["w1"], ["c1"]]
-    assert told["held_out_by_dataset"] == {"web": 3.0, "code": 1.0}
+    assert told["held_out_by_dataset"] == {"web": 10.0 / 4, "code": 3.0 / 4}
+    assert told["held_out_loss"] == 13.0 / 8
 
 
 def test_an_evaluation_is_remembered_by_where_it_was_made() -> None:

@@ -19,11 +19,12 @@ from bloomery.config.load import LoadedRecipe, load_recipe
 from bloomery.config.resume import SettingChange, SettingChanges
 from bloomery.diloco.outer import UnderWay
 from bloomery.errors import ConfigError, StorageError
+from bloomery.events.records import ignore_progress
 from bloomery.events.run_directory import RunDirectory
 from bloomery.plan.schedule import Phase, learning_rate
 from bloomery.train import settings as settings_module
 from bloomery.train import step as step_module
-from bloomery.train.settings import changes_of, keep_recipe
+from bloomery.train.settings import StartOptions, changes_of, keep_recipe
 from bloomery.train.step import decide_compilation, deterministic_kernels, lacking_toolchain
 
 __all__ = ["run"]
@@ -234,3 +235,11 @@ def test_a_rate_by_samples_is_read_where_the_step_will_have_come_to(tmp_path: Pa
     wanted = learning_rate(recipe.optim, recipe.schedule, at=88, length=640)
     assert made.settings.learning_rate(STATE) == pytest.approx(wanted) and wanted < 0.01
     made.journal.close()
+
+
+def test_a_start_that_chooses_nothing_takes_the_newest_checkpoint_and_the_recipes_form() -> None:
+    options = StartOptions(say=print)
+    assert (options.form, options.columns, options.take_fallback) == ("", 100, False)
+    assert (options.started, options.peering, options.ends_process) == (0.0, None, False)
+    with options.data_progress() as progress:
+        assert progress is ignore_progress

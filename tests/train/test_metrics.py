@@ -116,7 +116,7 @@ def test_what_ranks_measure_is_told_as_their_mean(metrics_of) -> None:
 
 
 def test_the_seconds_that_all_ranks_know_are_those_of_the_step_before(metrics_of) -> None:
-    metrics = metrics_of()
+    metrics = metrics_of(Pair(device=CPU, world=2))
     first, second = reported(metrics, result_of()), reported(metrics, result_of())
     assert first.shared_seconds is None and second.shared_seconds == first.seconds
 
@@ -204,6 +204,8 @@ def test_ranks_that_work_longer_than_the_faster_half_are_named_slowest_first() -
     assert [(rank, host) for rank, host, _ in told["slow"]] == [(4, "node4"), (3, "node3")]
     assert (told["usual_s"], told["ranks"]) == (1.0, 5)
     assert slow_among([1.0], 1.01)["slow"] == []
+    rounded = slow_among([1.00006, 1.00007], 1.23456)
+    assert (rounded["slow"], rounded["usual_s"]) == ([[1, "node1", 1.2346]], 1.0001)
     assert [named[0] for named in slow_among([2.0], 1.0)["slow"]] == [0], "of two the slower one"
 
 

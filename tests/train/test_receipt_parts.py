@@ -55,16 +55,21 @@ def receipts_of(path: Path, *settings: str, degree: int = 1, rank: int = 0) -> t
     events: list[Any] = []
     made: Any = object.__new__(Receipts)
     made._mesh = Gathering(
-        device=torch.device("cpu"), rank=rank, world=degree, data=Axis(index=rank, ranks=tuple(range(degree)))
+        device=torch.device("cpu"),
+        rank=2 * rank,
+        world=2 * degree,
+        data=Axis(index=rank, ranks=tuple(range(0, 2 * degree, 2))),
     )
     made._settings = SimpleNamespace(
         phase=lambda state: PHASE,
         learning_rate=lambda state: 0.01 if state.under_way is None else 9.0,
         recipe=load_recipe("demo", settings).recipe,
     )
-    micro_batches = lambda span, size: [  # noqa: E731
-        SimpleNamespace(samples=torch.tensor(part)) for part in ([24, 25], [28, 29])
-    ]
+
+    def micro_batches(span: Any, size: int) -> list[SimpleNamespace]:
+        assert (list(span), size) == ([range(24, 32)], 2)
+        return [SimpleNamespace(samples=torch.tensor(part)) for part in ([24, 25], [28, 29])]
+
     made._data_stream = SimpleNamespace(order=Order(), batches=SimpleNamespace(batch=micro_batches))
     made._journal = SimpleNamespace(path=path, write=lambda event, **fields: events.append((event, fields)))
     made._own_digest = lambda: (1 << 64) - 1
@@ -190,7 +195,7 @@ def test_a_resume_that_keeps_its_promise_is_journalled_once_with_its_first_step(
         "same_bits": True,
         "learning_rate": 0.01,
         "checkpoint": "step-000003.i002",
-        "ranks": 1,
+        "ranks": 2,
         "promised_by": "journal and checkpoint",
         "promise": PROMISE.to_json(),
         "settings_changed": True,
@@ -243,6 +248,25 @@ def test_a_journal_on_another_machine_promises_nothing_and_one_that_says_else_br
 def test_a_later_rank_reads_no_journal(tmp_path: Path) -> None:
     made, _ = receipts_of(tmp_path / "missing", degree=2, rank=1)
     assert made._journalled(restored(), 3) == (None, None)
+
+
+def test_what_the_first_ranks_journal_holds_counts_on_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def others(own: Any) -> list[Any]:
+        first = {"0": [1], "1": [2]} if own is None else own
+        if own is not None and "journalled" in own:
+            first = {**own, "part": 0, "journalled": PROMISE.to_json(), "loss": "2.25"}
+        return [first, own]
+
+    monkeypatch.setattr(Gathering, "others", staticmethod(others))
+    later, events = receipts_of(tmp_path / "missing", degree=2, rank=1)
+    ((_, ranks, _),) = checked(later, monkeypatch)
+    assert [each.part for each in ranks] == [0, 1]
+    later.complete(SimpleNamespace(step=4, loss=2.25, learning_rate=0.01), incarnation=7)  # type: ignore[arg-type]
+    ((_, told),) = events
+    assert (told["promised_by"], told["loss_made_before"]) == ("journal and checkpoint", 2.25)
+    assert (told["same_bits"], told["ranks"]) == (True, 4)
 
 
 def test_digests_of_optimizers_are_those_that_checkpoints_of_earlier_versions_promise() -> None:

@@ -19,6 +19,7 @@ from bloomery.events.journal import Journal, read_journal
 from bloomery.events.records import Facts
 from bloomery.guard.judge import judge
 from bloomery.guard.restraint import Restraint
+from bloomery.parallel.axis import Axis
 from bloomery.parallel.mesh import Mesh
 from bloomery.plan.schedule import learning_rate
 from bloomery.train.settings import RunSettings
@@ -172,6 +173,13 @@ def test_batches_that_the_run_is_past_do_not_keep_a_setting_from_being_changed(t
     made.asked(late, settings_requested=asked)
     assert made.settings.recipe.train.micro_batch == 12
     made.journal.close()
+
+
+def test_a_micro_batch_has_to_fit_the_data_parallel_ranks_and_not_all_ranks(run: Run) -> None:
+    run.settings._mesh = Mesh(device=torch.device("cpu"), world=4, data=Axis(ranks=(0, 1)))
+    run.asked(STATE, settings_requested=(("train.micro_batch", "4"), ("train.micro_batch", "8")))
+    assert run.settings.recipe.train.micro_batch == 4
+    assert [event["value"] for event in run.events("setting_refused")] == ["8"]
 
 
 @pytest.mark.parametrize(("key", "value"), [("model.layers", "3"), ("no.such", "1"), ("optim.clip", "x")])

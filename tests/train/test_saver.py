@@ -18,7 +18,7 @@ from bloomery.guard.restraint import Restraint
 from bloomery.guard.verdict import Rewind, Rung
 from bloomery.train import data_stream
 from bloomery.train.data_stream import DataForecast, DataStream
-from bloomery.train.saver import BUSY_S, RETRY_S, RunSaver
+from bloomery.train.saver import RETRY_S, RunSaver
 from bloomery.train.state import Goal, TrainState
 
 REFUSED = StorageError("the disk is full", remedy="")
@@ -138,10 +138,10 @@ def test_a_save_that_has_begun_restarts_the_clock_and_one_that_has_to_wait_is_tr
     assert run.named("clock", "save in") == [("clock",)]
     run.begins = False
     run.saver.save(STATE)
-    assert run.named("clock", "save in") == [("clock",), ("save in", BUSY_S)]
+    assert run.named("clock", "save in") == [("clock",), ("save in", 1.0)]
     run.begins = REFUSED
     run.saver.save(STATE)
-    assert run.named("save in")[-1] == ("save in", RETRY_S) and len(run.named("clock")) == 1
+    assert run.named("save in")[-1] == ("save in", 60.0) and len(run.named("clock")) == 1
     assert run.events == [("checkpoint_failed", 9, {"why": "the disk is full"})]
 
 
@@ -295,8 +295,9 @@ def test_restraints_of_before_a_rewind_hold_on_beside_its_own(run) -> None:
     run.new_restraint = Restraint(start=16, stop=200, rate=0.25, clip=0.5)
     run.restored = replace(run.restored, restraints=(old,))
     run.saver._restore = lambda *, reason, up_to_step: run.restored  # type: ignore[method-assign]
-    after = run.saver.rewind(replace(STATE, restraints=(old,)), replace(WANTED, skip=range(0)))
-    assert after.restraints == (old, run.new_restraint)
+    later = Restraint(start=20, stop=80, rate=0.75, clip=1.0)
+    after = run.saver.rewind(replace(STATE, restraints=(later, old)), replace(WANTED, skip=range(0)))
+    assert after.restraints == (old, later, run.new_restraint)
     assert run.events[-1][0] == "restraint" and run.named("another loss")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -110,11 +111,22 @@ def test_memory_is_taken_where_it_is_at_least_as_new_as_the_disk(
     store = store_of(monkeypatch=monkeypatch)
     found = SimpleNamespace(base=(in_memory, 1), source=SimpleNamespace(name="memory"), readers={})
     monkeypatch.setattr(checkpoint_store, "identity", lambda rundir: "life")
+    asked: list[Any] = []
+
+    def find(replicas: Any, ranks: Any, visible: Any) -> Any:
+        asked.append((replicas, visible("bases")))
+        return found
+
     monkeypatch.setattr(checkpoint_store, "MemoryReplicas", lambda *told: told)
-    monkeypatch.setattr(checkpoint_store, "find_in_memory", lambda replicas, ranks, visible: found)
+    monkeypatch.setattr(
+        checkpoint_store, "read_incarnations", lambda rundir: f"incarnations of {rundir.path}"
+    )
+    monkeypatch.setattr(checkpoint_store, "visible", lambda *told: told)
+    monkeypatch.setattr(checkpoint_store, "find_in_memory", find)
     store._load = lambda source, parts, readers: "restored"  # type: ignore[method-assign,assignment]
     names = [] if on_disk is None else [["", Saved(on_disk).name]]
     assert (store._from_memory(names, {}) == "restored") is is_taken
+    assert asked == [((Path("/memory"), "run", "life"), ("bases", "incarnations of run"))]
     monkeypatch.setattr(checkpoint_store, "identity", lambda rundir: "")
     assert store._from_memory(names, {}) is None  # what memory holds for this path is another run's
     monkeypatch.setattr(checkpoint_store, "identity", lambda rundir: "life")

@@ -91,7 +91,9 @@ def mlflow(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Make a connection to a server that knows the experiment or the run; returns it with the calls."""
     monkeypatch.delenv("MLFLOW_EXPERIMENT_NAME", raising=False)
 
-    def connect(*, known: bool = True, found: bool = False) -> tuple[MlflowConnection, list[Any]]:
+    def connect(
+        run: TrackedRun = RUN, *, known: bool = True, found: bool = False
+    ) -> tuple[MlflowConnection, list[Any]]:
         calls: list[Any] = []
         client = lambda: Client(calls, known=known, found=found)  # noqa: E731
         entities = SimpleNamespace(
@@ -100,7 +102,7 @@ def mlflow(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setitem(sys.modules, "mlflow", ModuleType("mlflow"))
         monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
         monkeypatch.setitem(sys.modules, "mlflow.tracking", SimpleNamespace(MlflowClient=client))
-        return MlflowConnection(RUN), calls
+        return MlflowConnection(run), calls
 
     return connect
 
@@ -146,10 +148,12 @@ def test_a_run_that_mlflow_knows_goes_on_where_its_environment_says(
     ]
 
 
-def test_mlflow_gets_as_much_at_once_as_it_takes(mlflow: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trackers_module, "_MLFLOW_MOST_PARAMETERS", 1)
-    connection, calls = mlflow()
-    assert [len(what["params"]) for _, _, what in calls[-2:]] == [1, 1]
+def test_mlflow_gets_as_much_at_once_as_it_takes(mlflow: Any) -> None:
+    settings = {f"a.{number}": str(number) for number in range(201)}
+    connection, calls = mlflow(TrackedRun(name="mine", identity="0123", settings=settings))
+    batches = [what["params"] for _, _, what in calls[-3:]]
+    assert [len(params) for params in batches] == [100, 100, 1]
+    assert [param for params in batches for param in params] == list(settings.items())
     calls.clear()
     connection.send([TrackedStep(step=n, time=0.0, scalars={"a": 1.0, "b": 2.0}) for n in range(501)])
     sent = [what["metrics"] for _, _, what in calls]

@@ -25,7 +25,7 @@ from bloomery.train.rank_diagnostics import _comparison, progress_with_ticks
 from bloomery.train.receipts import _digest
 from bloomery.train.settings import RunSettings
 from bloomery.train.state import Goal, TrainState
-from bloomery.train.step import CPU_BREAK_EVEN_FLOPS, GPU_BREAK_EVEN_FLOPS, decide_compilation
+from bloomery.train.step import decide_compilation
 from bloomery.train.trackers import scalars_of
 
 STATE = TrainState(goal=Goal(samples=100), step=6, position=Position(consumed=40))
@@ -115,10 +115,10 @@ def test_a_warning_of_slow_data_comes_once_a_stretch_of_twenty_steps_waited_for_
         ("off", "cuda", 1e30, "", False),
         ("on", "cpu", 0.0, "", True),
         ("on", "cpu", 1e30, "no C++ compiler", False),
-        ("auto", "cpu", CPU_BREAK_EVEN_FLOPS, "", True),
-        ("auto", "cpu", 0.99 * CPU_BREAK_EVEN_FLOPS, "", False),
-        ("auto", "cuda", 0.99 * GPU_BREAK_EVEN_FLOPS, "", False),
-        ("auto", "cuda", GPU_BREAK_EVEN_FLOPS, "", True),
+        ("auto", "cpu", 2e13, "", True),
+        ("auto", "cpu", 1.9e13, "", False),
+        ("auto", "cuda", 1.9e16, "", False),
+        ("auto", "cuda", 2e16, "", True),
         ("auto", "cuda", 1e30, "no headers", False),
     ],
 )
@@ -207,6 +207,7 @@ def test_a_run_is_evaluated_at_each_multiple_and_at_its_end() -> None:
     assert held_out().due(STATE) and not held_out().due(replace(STATE, step=7))
     assert held_out().due(end) and not held_out(at_end=False).due(end)
     assert not held_out(every=0).due(STATE) and held_out(every=0).due(end)
+    assert held_out(every=1).due(STATE), "after each step"
     within = replace(end, under_way=UnderWay(committed=90, live=2))
     assert not held_out().due(within)
 
