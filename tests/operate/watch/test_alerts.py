@@ -315,3 +315,15 @@ def test_a_run_that_has_just_started_again_owes_no_checkpoint_for_the_time_that_
     saves = [0.0, 100.0, 200.0]  # it is 10,000 by now
     assert seen(saves=saves, since=9000.0) == []
     assert [condition.kind for condition in seen(saves=saves, since=8000.0)] == ["no checkpoint"]
+
+
+def test_a_run_that_waits_or_that_its_time_limit_stopped_is_told_of_beyond_the_limit() -> None:
+    def kinds(verdict: RunVerdict, now: float, *, idle_s: float | None = None) -> list[str]:
+        run = WatchedRun(path="r", verdict=verdict, now=now, since=0.0)
+        return [condition.kind for condition in conditions_of(run, WatchLimits(idle_s=idle_s))]
+
+    stopped = RunVerdict(state=RunStatus.STOPPED, why="its time was over", is_at_limit=True)
+    assert [kinds(stopped, now) for now in (900.0, 901.0)] == [[], ["nothing follows"]]
+    waits = RunVerdict(state=RunStatus.PENDING)
+    assert [kinds(waits, now) for now in (3600.0, 3601.0)] == [[], ["pending too long"]]
+    assert [kinds(waits, now, idle_s=60.0) for now in (60.0, 61.0)] == [[], ["not running"]]
