@@ -372,6 +372,13 @@ def test_who_differs_in_a_flight_is_told_with_the_group() -> None:
     assert find_absent(calls) == FlightFinding(
         culprits=(1, 3), words="ranks 1, 3 called b where others called a, as 7 of 0"
     )
+    three = {rank: {"0": [7, name]} for rank, name in enumerate("abac")}
+    assert find_absent(three) == FlightFinding(
+        culprits=(1,), words="rank 1 called b where others called a, as 7 of 0"
+    )
+    groups = {0: {"1": [5, "x"], "0": [7, "a"]}, 1: {"1": [4, "x"], "0": [6, "a"]}}
+    of_two = find_absent(groups)
+    assert of_two is not None and "a 7 of group 0" in of_two.words, "the first group tells it"
     assert (
         flight_variables({"TORCH_FR_BUFFER_SIZE": "0", "TORCH_NCCL_TRACE_BUFFER_SIZE": ""}, Path("/s")) == {}
     )

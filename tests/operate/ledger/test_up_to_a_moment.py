@@ -43,3 +43,8 @@ def test_a_process_that_was_stopped_and_one_that_failed_are_changes_and_one_that
     )
     assert [history([start(0), end]).is_over for end in ends] == [True, False, True]
     assert [history([start(0), end]).is_finished for end in ends] == [False, False, True]
+
+
+def test_a_run_began_with_its_first_process_and_has_the_ranks_of_each() -> None:
+    told = history([start(5, starting=2.0), start(50, 2, at=1, ranks=4, starting=3.0, loading=1.0)])
+    assert (told.began_s, told.members) == (T0 + 3, ((T0 + 3, 1), (T0 + 46, 4)))
