@@ -195,7 +195,10 @@ def test_an_overview_is_all_that_is_known_of_a_run(tmp_path: Path, monkeypatch: 
     queue = SimpleNamespace(jobs=lambda *, name, run: asked.append((name, run)) or [job])
     monkeypatch.setattr(submission, "scheduler_of", lambda section, path: queue)
     monkeypatch.setattr(overview_module, "observe_run", observed)
-    monkeypatch.setattr(overview_module, "judge_state", lambda seen, *, limits: verdict)
+    silence_s: list[float] = []
+    monkeypatch.setattr(
+        overview_module, "judge_state", lambda seen, *, limits: silence_s.append(limits.silence_s) or verdict
+    )
     with Journal(run.journal()) as journal:
         for step in (24, 25):
             told = report(step, loss=2.5, seconds=2.0, held_out_loss=3.5 if step == 24 else None).to_json()
@@ -206,7 +209,7 @@ def test_an_overview_is_all_that_is_known_of_a_run(tmp_path: Path, monkeypatch: 
         run=str(run.path), name="demo", verdict=verdict, done=0.25, step=25, step_s=2.0, left_s=150.0,
         loss=2.5, held_out_loss=3.5, saved=saved, saved_step=24, warnings=(), jobs=(job,), excluded=(),
     )  # fmt: skip
-    assert asked == [("demo", run.path), (run, [job], [], "")]
+    assert asked == [("demo", run.path), (run, [job], [], "")] and silence_s == [15.0]
     run.recipe.unlink()
     bare = overview(run)
     assert (bare.name, bare.jobs, bare.done, bare.left_s, bare.step) == ("mine", (), None, None, 25)

@@ -35,7 +35,7 @@ def test_a_bit_of_the_newest_checkpoint_flips_in_the_second_half_of_its_largest_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rundir = RunDirectory(tmp_path).create()
-    listed = [SimpleNamespace(step=step, name=f"step-{step}") for step in (2, 3, 1)]
+    listed = [SimpleNamespace(step=step, name=f"step-{step}") for step in (2, 10, 9)]
     whole = np.arange(1000, dtype=np.uint8)
     for checkpoint in listed:
         (rundir.checkpoints / checkpoint.name).mkdir()
@@ -45,7 +45,7 @@ def test_a_bit_of_the_newest_checkpoint_flips_in_the_second_half_of_its_largest_
     flipped = set()
     for seed in range(60):
         path = flip_checkpoint_bit(rundir, Random(seed))
-        assert path == rundir.checkpoints / "step-3" / "b.safetensors"
+        assert path == rundir.checkpoints / "step-10" / "b.safetensors"
         changed = np.frombuffer(path.read_bytes(), np.uint8) ^ whole
         (place,) = np.flatnonzero(changed).tolist()
         assert place >= 500

@@ -105,6 +105,42 @@ def test_a_failure_that_would_repeat_ends_the_job_and_stops_the_queue(run: RunDi
     assert [diagnosis.cause for diagnosis in group.repeating] == [Cause.EXCEPTION]
 
 
+def test_an_attempt_that_is_ending_is_ended_once_and_not_searched_for_a_hang(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = Group(run)
+    leader, board, concluded = group.leader, group.board, list[list[str]]()
+    lost: set[str] = set()
+    looked: list[int] = []
+    monkeypatch.setattr(board, "is_alive", lambda host: host not in lost)
+    monkeypatch.setattr(leader, "_look_for_hang", lambda decision: looked.append(decision.number))
+    monkeypatch.setattr(
+        leader, "_conclude", lambda decision, results, ending: concluded.append(sorted(results))
+    )
+    leader._adopt(FIRST)
+    leader._lead()
+    assert looked == [1] and concluded == []
+    board.put("ending-1", {"kind": HANG, "why": "it hung"})
+    leader._lead()
+    lost.add("n2")
+    leader._lead()
+    assert (looked, concluded, group.said) == ([1], [], []), "n1 is there, and its ranks have not ended"
+    board.put("result-1-n1", result("n1", 3).to_json())
+    leader._lead()
+    assert (looked, concluded, group.said) == ([1], [["n1"]], []), "nobody waits for a launcher that is lost"
+
+
+def test_a_launcher_that_does_not_lead_decides_nothing(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leader, led = Group(run).leader, list[bool]()
+    monkeypatch.setattr(leader, "_lead", lambda: led.append(True))
+    for leads in (False, True):
+        monkeypatch.setattr(leader._board, "leads", lambda leads=leads: leads)
+        leader._tick()
+    assert led == [True]
+
+
 def test_a_launcher_that_falls_silent_is_a_lost_node(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

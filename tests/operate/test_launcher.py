@@ -101,6 +101,7 @@ def test_what_a_user_has_set_is_kept():
 
 def test_a_gpu_that_a_task_has_alone_has_the_number_0():
     assert variables(STEP | {"SLURM_GPUS_PER_TASK": "1"})["LOCAL_RANK"] == "0"
+    assert variables(STEP | {"SLURM_GPUS_PER_TASK": "2"})["LOCAL_RANK"] == STEP["SLURM_LOCALID"] != "0"
 
 
 def test_nothing_is_set_without_a_launcher_and_by_a_launcher_that_set_it_all():
@@ -126,6 +127,7 @@ def test_nothing_is_set_without_a_launcher_and_by_a_launcher_that_set_it_all():
             "mpirun has started this process as rank 1 of 4",
             "mpirun s",
         ),
+        (STEP | {"RANK": "5", "WORLD_SIZE": "8"}, "RANK=5 and WORLD_SIZE=8, but srun", "srun says"),
         ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8"}, "This job has 8 tasks", "Write `srun` before it"),
     ],
 )

@@ -74,9 +74,9 @@ GCE, AWS = "/computeMetadata/v1/instance", "/latest/meta-data"
     ("cloud", "answers", "expected"),
     [
         ("gce", {f"{GCE}/maintenance-event": "NONE", f"{GCE}/preempted": "FALSE"}, []),
-        ("gce", {f"{GCE}/maintenance-event": "MIGRATE_ON_HOST_MAINTENANCE"}, []),
+        ("gce", {f"{GCE}/maintenance-event": "MIGRATE_ON_HOST_MAINTENANCE\n"}, []),
         ("gce", {f"{GCE}/maintenance-event": "TERMINATE_ON_HOST_MAINTENANCE"}, [0.0]),
-        ("gce", {f"{GCE}/preempted": "TRUE"}, [0.0]),
+        ("gce", {f"{GCE}/preempted": "TRUE\n"}, [0.0]),
         (
             "gce",
             {f"{GCE}/upcoming-maintenance?alt=json": json.dumps({"window_start_time": ISO})},
@@ -264,7 +264,7 @@ def test_the_token_of_a_cloud_is_asked_for_and_sent_as_one_word() -> None:
 
 
 def test_only_an_answer_that_means_no_notice_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
-    statuses = [404, 405, 503, 500, 500, 404, 500]
+    statuses = [404, 405, 503, 500, 500, 404, 500, 200, 500]
 
     class Answer(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -277,7 +277,7 @@ def test_only_an_answer_that_means_no_notice_is_no_warning(caplog: pytest.LogCap
     server = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
     url = f"http://127.0.0.1:{server.server_port}"
-    for expected in (0, 0, 0, 1, 1, 1, 2):  # again only after an answer
+    for expected in (0, 0, 0, 1, 1, 1, 2, 2, 3):  # again only after an answer
         assert _get(url, {}) == ""
         assert caplog.text.count("answers") == expected
     server.shutdown()

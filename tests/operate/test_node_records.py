@@ -157,7 +157,21 @@ def test_the_facts_of_a_node_are_each_gathered(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(node_facts, "_interfaces", lambda: ("eth0",))
     monkeypatch.setattr(node_facts, "_infiniband_ports", lambda: 8)
+    monkeypatch.setattr(node_facts, "free_share", lambda path: 0.25 if path == Path("/dev/shm") else 0.75)
+    monkeypatch.setattr(node_facts.metadata, "version", lambda name: f"{name} 1")
     facts = gather_facts(tmp_path, host="n1")
+    names = (
+        "bloomery",
+        "torch",
+        "numpy",
+        "transformers",
+        "safetensors",
+        "nvidia-nccl-cu12",
+        "nvidia-nccl-cu13",
+    )
+    assert {name: facts.versions.get(name) for name in names} == {name: f"{name} 1" for name in names}
+    assert facts.shm_share == 0.25 and NodeFacts.from_json(facts.to_json()) == facts
+    assert NodeFacts.from_json(NodeFacts(host="n1").to_json()) == NodeFacts(host="n1")
     assert facts.gpus == (GpuFacts(index="3", name="H200", used_mib=12.0, total_mib=143771.0, uncorrected=2),)
     assert (facts.versions["driver"], facts.host) == ("570.1", "n1")
     assert (facts.interfaces, facts.infiniband_ports, facts.cores) == (("eth0",), 8, os.cpu_count())
@@ -191,13 +205,15 @@ def test_links_and_ports_are_read_as_the_system_tells_them(tmp_path: Path) -> No
     assert node_facts._infiniband_ports(tmp_path) == 2
 
 
-@pytest.mark.parametrize(("written", "ahead_s"), [(1000.0, 0.0), (1003.0, -3.0), (996.0, 4.0)])
+@pytest.mark.parametrize(("written", "ahead_s"), [(1000.0, 0.0), (1001.5, 0.0), (1003.0, -1.0), (996.0, 4.0)])
 def test_a_clock_is_compared_with_that_of_the_file_system(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: float, ahead_s: float
 ) -> None:
-    monkeypatch.setattr(time, "time", lambda: 1000.0)
+    times = iter([1000.0, 1002.0])
+    monkeypatch.setattr(time, "time", lambda: next(times))
     monkeypatch.setattr(Path, "stat", lambda self: SimpleNamespace(st_mtime=written))
     assert node_facts._clock_s(tmp_path, "n1") == ahead_s
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_memory_is_told_in_gibibytes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from bloomery.events.run_directory import RunDirectory
+from bloomery.operate import share_log
 from bloomery.operate.blame import diagnose
 from bloomery.operate.diagnosis import Cause
 from bloomery.operate.failure_evidence import FailureEvidence
@@ -123,3 +124,26 @@ def test_a_kernel_log_is_read_whatever_bytes_it_holds(
     assert kernel_lines() == ["a \ufffd name", "Out of memory"]
     command.write_text("#!/bin/sh\necho 'dmesg: read kernel buffer failed'\nexit 1\n")
     assert kernel_lines() == []
+
+
+@pytest.mark.parametrize("is_comparable", [True, False])
+def test_children_and_the_flight_of_a_rank_are_told_where_they_say_something(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_comparable: bool
+) -> None:
+    asked: list[tuple[Path, int]] = []
+
+    def read(stacks: Path, rank: int, *, since: float) -> dict[str, tuple[int, str]]:
+        asked.append((stacks, rank))
+        return {"0": (7, "all_reduce")} if since > 1e9 else {}
+
+    monkeypatch.setattr(share_log, "sees_kernel_pids", lambda: is_comparable)
+    monkeypatch.setattr(share_log, "descendants", lambda pid: [pid + 1, pid + 2])
+    monkeypatch.setattr(share_log, "read_flight", read)
+    run = RunDirectory(tmp_path)
+    share = ShareLog(run, ranks=range(4, 5), host="node0")
+    share.started({4: 70})
+    share.note_children()
+    share.ended({4: 1}, killed=())
+    (end,) = share.ends(attempt="")
+    assert end.children == ((71, 72) if is_comparable else None)
+    assert asked == [(run.path / "stacks", 4)] and end.flight == {"0": (7, "all_reduce")}

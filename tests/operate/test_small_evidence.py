@@ -241,8 +241,13 @@ REPORTS = "Watchdog caught collective operation timeout"
 def test_who_did_not_come_is_named_by_the_surest_sign() -> None:
     named = f"{REPORTS}\nRank 3 failed to pass monitoredBarrier in 9 ms"
     assert timed_out(REPORTS, named, "nothing", REPORTS) == ("b", 3), "a barrier names it"
+    reached = f"{REPORTS}\n[Rank 0]: rank 3 failed to reach monitoredBarrier"
+    assert timed_out(reached, "nothing", REPORTS, REPORTS) == ("b", 3)
     stuck = "watchdog got stuck for 600 seconds"
     assert timed_out(REPORTS, stuck, REPORTS, REPORTS) == ("a", 1)
+    assert timed_out(REPORTS, stuck, "nothing", REPORTS) == ("a", 1), "a watchdog knows better than silence"
+    for hung in ("Terminating due to ProcessGroupNCCL watchdog hang", "This may be a GIL-induced hang"):
+        assert timed_out(REPORTS, f"{hung}\n{REPORTS}", "nothing", REPORTS) == ("a", 1)
     assert timed_out(stuck, named, REPORTS, REPORTS) == ("b", 3), "a barrier knows better than a watchdog"
     assert timed_out(REPORTS, REPORTS, "nothing", REPORTS) == ("b", 2)
     behind = [f"{REPORTS}, last enqueued NCCL work: {number}" for number in (9, 9, 9, 7)]

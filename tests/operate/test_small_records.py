@@ -67,11 +67,13 @@ def test_the_time_outs_of_a_run_that_has_measured_everything_are_these() -> None
         ("hang in a compiling step", 480.0, "3 × longest 70 s, at least 480 s", stacks),
         ("hang at the end", 480.0, "300 s + 3 × save 60 s", stacks),
     ]
-    assert {(name, then) for name, _, derived, then in told if derived == fixed} == {
-        ("ranks after a killed one", kills), ("ranks after a failed one", kills),
-        ("ranks after one that ended", kills), ("a key of the rendezvous", "the start fails"),
-        ("all ranks join", "the start fails, with names"), ("a collective", "torch ends who waits"),
-        ("rank 0's task is silent", "the others give up"), ("rank 0's task hangs", "the others give up"),
+    assert {(name, seconds, then) for name, seconds, derived, then in told if derived == fixed} == {
+        ("ranks after a killed one", 3.0, kills), ("ranks after a failed one", 20.0, kills),
+        ("ranks after one that ended", 60.0, kills), ("a key of the rendezvous", 60.0, "the start fails"),
+        ("all ranks join", 300.0, "the start fails, with names"),
+        ("a collective", 600.0, "torch ends who waits"),
+        ("rank 0's task is silent", 600.0, "the others give up"),
+        ("rank 0's task hangs", 3600.0, "the others give up"),
     }  # fmt: skip
     before = {row.name: row.seconds for row in run_timeouts({}, limits=StandstillLimits(unmeasured_s=77.0))}
     assert {name: seconds for name, seconds in before.items() if name.startswith("hang in")} == {
@@ -113,6 +115,10 @@ def test_what_follows_each_cause() -> None:
     assert {cause for cause, status in statuses.items() if status == 68} == set(Cause) - set(EXIT_STATUSES)
     assert REPEATING_STATUSES == (2, 65, 66) and {statuses[cause] for cause in NODE_IS_BAD} == {67}
     assert statuses[Cause.PREEMPTED] == 75 and set(REMEDIES) == set(Cause)
+    assert {cause: statuses[cause] for cause in REPEATING} == {
+        Cause.BAD_RECIPE: 2, Cause.EXCEPTION: 65, Cause.GPU_MEMORY: 65, Cause.BUS_ERROR: 66,
+        Cause.NO_SPACE: 66, Cause.QUOTA: 66, Cause.RUN_BUSY: 68,
+    }  # fmt: skip
 
 
 def test_a_decision_and_a_result_come_back_from_json_as_they_were() -> None:
@@ -366,6 +372,13 @@ def test_who_differs_in_a_flight_is_told_with_the_group() -> None:
     assert find_absent(calls) == FlightFinding(
         culprits=(1, 3), words="ranks 1, 3 called b where others called a, as 7 of 0"
     )
+    three = {rank: {"0": [7, name]} for rank, name in enumerate("abac")}
+    assert find_absent(three) == FlightFinding(
+        culprits=(1,), words="rank 1 called b where others called a, as 7 of 0"
+    )
+    groups = {0: {"1": [5, "x"], "0": [7, "a"]}, 1: {"1": [4, "x"], "0": [6, "a"]}}
+    of_two = find_absent(groups)
+    assert of_two is not None and "a 7 of group 0" in of_two.words, "the first group tells it"
     assert (
         flight_variables({"TORCH_FR_BUFFER_SIZE": "0", "TORCH_NCCL_TRACE_BUFFER_SIZE": ""}, Path("/s")) == {}
     )

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from tests.operate.dashboard.written_run import WrittenRun
 
+from bloomery.config.load import dump_recipe, load_recipe
 from bloomery.errors import BloomeryError, StorageError
 from bloomery.events.journal import read_journal
 from bloomery.events.run_directory import RunDirectory
@@ -21,6 +22,8 @@ from bloomery.operate.dashboard.access import POLICY, AccessGate, AccessRules, n
 from bloomery.operate.dashboard.actions import ActionRequest, carry_out
 from bloomery.operate.dashboard.server import DashboardServer, RunPoller
 from bloomery.operate.dashboard.viewed_run import ViewedRun
+from bloomery.operate.exclusions import Exclusions
+from bloomery.operate.submission import keep_submission, submission_of
 
 TOKEN = "0123456789abcdef"
 
@@ -265,6 +268,34 @@ def test_what_an_action_did_is_told_and_recorded(tmp_path: Path, monkeypatch: py
     with pytest.raises(StorageError, match="Arming the switch"):
         carry_out(run.rundir, ActionRequest(run=0, action="save"), by="ann")
     assert len(list(read_journal(run.rundir.operations))) == 3, "what was not done is not recorded"
+
+
+def test_an_excluded_node_is_kept_with_the_others_and_told_to_the_jobs_that_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = WrittenRun(tmp_path / "run")
+    recipe = load_recipe("demo", ["run.name=named"]).recipe
+    run.rundir.recipe.write_text(dump_recipe(recipe))
+    asked: list[Any] = []
+
+    def tell(scheduler: Any, rundir: RunDirectory, **more: Any) -> list[str]:
+        asked.append((scheduler, rundir.path, more["name"], more["nodes"]))
+        return ["7", "8"]
+
+    monkeypatch.setattr(actions, "scheduler_of", lambda section, path: ("queue", path))
+    monkeypatch.setattr(actions, "exclude_in_queue", tell)
+    monkeypatch.chdir(tmp_path)
+    rundir = RunDirectory(Path("run"))
+    first = ActionRequest(run=0, action="exclude", what=" n1", why="it\nis slow")
+    assert carry_out(rundir, first, by="ann") == "n1 takes no further job of this run." and asked == []
+    keep_submission(rundir, submission_of("demo", [], nproc=None))
+    second = ActionRequest(run=0, action="exclude", what="n2" + "x" * 400)
+    name = "n2" + "x" * 298
+    told = carry_out(rundir, second, by="ann")
+    assert told == f"{name} takes no further job of this run; 2 waiting jobs were told."
+    assert asked == [(("queue", tmp_path / "run"), Path("run"), "named", ["n1", name])]
+    node = Exclusions.of(rundir, recipe.submit).nodes()["n1"]
+    assert (node.cause, node.run, node.evidence) == ("excluded by a person", "named", "it is slow")
 
 
 def test_a_body_is_read_to_four_thousand_bytes_and_files_are_asked_for_anew(tmp_path: Path) -> None:

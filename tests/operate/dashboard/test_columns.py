@@ -117,6 +117,16 @@ def test_a_step_that_is_written_twice_counts_once_and_as_it_was_last() -> None:
     assert ranges(columns.kept)[-2:] == [(6, 7, 2), (8, 9, 3)] and columns.last("step") == 9.0
 
 
+def test_a_step_that_is_written_again_in_the_next_part_of_a_journal_counts_once() -> None:
+    columns = StepColumns()
+    columns.set_incarnations({1: None})
+    columns.extend([line(step) for step in (1, 2, 3)])
+    columns.extend([line(3)])
+    columns.extend([line(step) for step in range(4, 5000)])
+    assert ranges(columns.kept) == [(0, 2, 1), (3, 5000, 1)] and ranges(columns.discarded) == [(2, 3, 1)]
+    assert columns.last("step") == 4999.0
+
+
 def reader_of(tmp_path: Path, *lines: StepLine) -> RunReader:
     reader = RunReader(tmp_path)
     reader.columns.set_incarnations({1: None, 2: (3, 1)})

@@ -320,6 +320,15 @@ def test_the_newest_saves_and_incidents_are_shown_and_a_step_that_is_no_number_i
         reader._take_other(json.dumps({"event": "checkpoint", "path": name, "step": step}).encode())
     rows = panels.saves(reader, None)
     assert [row.step for row in rows] == [0, *range(68, 9, -1)]
+    kept = {"step-000003.i001": (3, "newest"), "step-000100.i001": (100, "")}
+    monkeypatch.setattr(panels, "_kept_checkpoints", lambda reader, recipe: kept)
+    rows = panels.saves(reader, None)
+    assert [(row.step, row.durable) for row in rows] == [
+        (100, True), (0, True), *((step, True) for step in range(68, 10, -1)),
+    ]  # fmt: skip
+    reader = RunReader(tmp_path)
+    reader._take_other(json.dumps({"event": "checkpoint", "path": "y" * 90}).encode())
+    assert panels.saves(reader, None)[-1].name == "y" * 80
     names = ("time", "cause", "culprit", "action", "remedy", "steps_lost", "seconds")
     incidents = [dict.fromkeys(names, number) for number in range(110)]
     wanted = ("shares", "effective_time", "ettr", "token_goodput", "causes", "elapsed_s")

@@ -195,6 +195,10 @@ def test_a_fork_names_the_run_that_it_comes_from(tmp_path: Path) -> None:
     assert RunReader(run.rundir.path).read_all().fork_of == "/runs/first"
     run.start(base=(40, 1), reason="start")
     assert RunReader(run.rundir.path).read_all().fork_of == "/runs/first, at step 40"
+    second = json.loads(run.rundir.incarnation(2).read_bytes())
+    run.rundir.incarnation(2).write_text(json.dumps(second | {"fork_of": "/runs/second"}))
+    run.start(base=(60, 2), reason="start")
+    assert RunReader(run.rundir.path).read_all().fork_of == "/runs/second, at step 60", "the run it left last"
     assert RunReader(WrittenRun(tmp_path / "other").rundir.path).read_all().fork_of == ""
 
 

@@ -13,9 +13,11 @@ import pytest
 from tests.operate.dashboard.written_run import WrittenRun, healed_run
 
 from bloomery import __version__
-from bloomery.operate.dashboard import saved_page
+from bloomery.config.load import dump_recipe, load_recipe
+from bloomery.operate.dashboard import run_reader, saved_page
 from bloomery.operate.dashboard.growing_file import GrowingFile
 from bloomery.operate.dashboard.run_reader import RunReader, first_journal
+from bloomery.operate.ledger.figures import PlannedRun
 
 
 def test_what_is_wrong_with_a_run_is_told_in_sentences(
@@ -132,6 +134,38 @@ def test_what_is_kept_of_events_is_the_newest_of_each_kind(tmp_path: Path) -> No
     assert [part.tolist() for part in columns.sparse_numbers("held_out", "step")] == [[1.0], [2.5]]
 
 
+def test_the_oldest_saves_are_forgotten_and_a_local_version_is_no_older(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_reader, "_MOST_SAVES", 2)
+    run = WrittenRun(tmp_path / "run")
+    for number in (1, 2, 3):
+        run.event("checkpoint", path=f"c{number}", step=number)
+    assert list(RunReader(run.rundir.path).read_all().news.saves) == ["c2", "c3"]
+    monkeypatch.setattr(run_reader, "__version__", "1.2.3+cu12")
+    assert [run_reader._is_newer(version) for version in ("1.2.2", "1.2.3", "1.2.4")] == [False, False, True]
+
+
+def test_a_journal_that_is_replaced_is_judged_by_the_incarnations_as_before(tmp_path: Path) -> None:
+    run = healed_run(tmp_path / "run")
+    reader = RunReader(run.rundir.path).read_all()
+    discarded = reader.columns.discarded
+    assert [part.end - part.begin for part in discarded] == [10]
+    journal = run.rundir.journal()
+    copy = journal.with_name("copy")
+    copy.write_bytes(journal.read_bytes())
+    copy.replace(journal)
+    assert reader.poll()
+    assert reader.read_all().columns.discarded == discarded
+
+
+def test_a_directory_in_which_only_a_supervisor_has_written_is_a_run(tmp_path: Path) -> None:
+    (tmp_path / "operations.jsonl").write_text('{"event": "note", "time": 5.0, "step": 0, "text": "a"}\n')
+    reader = RunReader(tmp_path).read_all()
+    (told,) = reader.problems()
+    assert "nothing has trained here yet" in told and len(reader.news.events) == 1
+
+
 def test_events_before_the_first_step_stand_at_it_and_those_of_no_steps_at_their_time(tmp_path: Path) -> None:
     run = WrittenRun(tmp_path / "run")
     run.event("note", time=5.0, text="a")
@@ -142,10 +176,13 @@ def test_events_before_the_first_step_stand_at_it_and_those_of_no_steps_at_their
         used = {"consumed_tokens": 256 * step, "consumed_samples": 8 * step}
         run.event("step", step=step, time=10.0, loss=1.0, **used)
     run.event("guard", guard="g", time=10.0, step=3)
+    run.incarnation = 1
+    run.event("note", time=6.0, text="b", step=0)
     reader.read_all()
     first = {"step": 7.0, "tokens": 7 * 256.0, "samples": 56.0, "time": 5.0}
     last = {"step": 3.0, "tokens": 8 * 256.0, "samples": 64.0, "time": 10.0}
-    assert list(reader.axes_of_events(list(reader.news.events))) == [first, last]
+    begin = first | {"step": 0.0, "time": 6.0}
+    assert list(reader.axes_of_events(list(reader.news.events))) == [first, last, begin]
 
 
 def test_a_file_that_is_a_directory_or_replaced_is_read_as_it_is_now(tmp_path: Path) -> None:
@@ -191,3 +228,25 @@ def test_a_saved_page_has_each_curve_on_each_axis_and_names_its_own_parts(tmp_pa
 
     styles, scripts = digests("<style>(.*?)</style>"), digests("<script>(.*?)</script>")
     assert policy[1] == (f"default-src 'none'; img-src data:; style-src {styles}; script-src {scripts}")
+
+
+def test_the_tables_of_a_saved_page_are_made_with_the_recipe_and_the_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = WrittenRun(tmp_path / "run")
+    recipe = load_recipe("demo").recipe
+    run.rundir.recipe.write_text(dump_recipe(recipe))
+    plan = PlannedRun(tokens_per_s=1.0, tokens=1, days=1.0, goodput=0.5)
+    tables = {"mesh_panel": [], "saves": [], "goodput": []}
+    for name, asked in tables.items():
+        place = saved_page if name == "mesh_panel" else saved_page.panels
+        monkeypatch.setattr(
+            place, name, lambda reader, given, asked=asked, name=name: asked.append(given) or name
+        )
+    page = saved_page.saved_page([run.rundir.path, tmp_path / "none"], plan=plan)
+    assert tables == {"mesh_panel": [recipe, None], "saves": [recipe, None], "goodput": [plan, plan]}
+    data = re.search(r'id="recorded">(.*?)</script>', page, re.S)
+    assert data is not None and ">" not in data[1]
+    recorded = json.loads(data[1])
+    assert [recorded["panels"][0][name] for name in ("ranks", "saves", "goodput")] == list(tables)
+    assert [len(recorded[name]) for name in ("runs", "curves", "panels")] == [2, 2, 2]

@@ -74,10 +74,13 @@ def test_a_file_that_goes_away_before_it_is_read_to_its_end_is_not_waited_for(tm
     path.write_bytes(b"first\nsecond\n")
     tail = GrowingFile(path)
     assert tail.lines(most_bytes=8) == [b"first"] and tail.is_behind
+    behind = GrowingFile(path)
+    assert behind.lines(most_bytes=8) == [b"first"] and behind.is_behind
     path.rename(tmp_path / "moved")
     assert tail.lines() == [] and tail.is_missing and not tail.is_behind
     path.mkdir()
     assert tail.lines() == [] and tail.error and not tail.is_behind
+    assert behind.lines() == [] and behind.error and not behind.is_behind
     path.rmdir()
     (tmp_path / "moved").rename(path)
     assert tail.lines() == [b"second"] and not tail.is_behind

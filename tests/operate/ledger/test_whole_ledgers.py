@@ -6,6 +6,7 @@ import errno
 import json
 import logging
 import threading
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -435,6 +436,8 @@ def test_the_figures_of_a_ledger_are_these(tmp_path: Path) -> None:
     assert sum(figures["shares"].values()) == pytest.approx(1.0)
     assert figures["plan"] == plan_figures(ledger, plan)
     assert figures["plan"]["days"] == pytest.approx(1000 / (500 / 30) / 86400)
+    later = ledger_figures(replace(ledger, history=replace(ledger.history, step=9)))
+    assert (later["step"], later["kept_steps"], "plan" in later) == (9, 5, False)
     for length in (9.0, 0.0):
         nothing = RunLedger(begin=T0, end=T0 + length, ranks={}, history=RunHistory())
         assert plan_figures(nothing, plan)["days"] is None

@@ -323,3 +323,15 @@ def test_what_nobody_acknowledges_is_told_again_after_half_an_hour_and_an_hour_m
     assert told([*looks, *over], rules=AlertRules()) == [
         (0.0, "new", "slow"), (1800.0, "still", "slow"), (5400.0, "still", "slow"), (5430.0, "over", "slow")
     ]  # fmt: skip
+
+
+def test_a_run_that_waits_or_that_its_time_limit_stopped_is_told_of_beyond_the_limit() -> None:
+    def kinds(verdict: RunVerdict, now: float, *, idle_s: float | None = None) -> list[str]:
+        run = WatchedRun(path="r", verdict=verdict, now=now, since=0.0)
+        return [condition.kind for condition in conditions_of(run, WatchLimits(idle_s=idle_s))]
+
+    stopped = RunVerdict(state=RunStatus.STOPPED, why="its time was over", is_at_limit=True)
+    assert [kinds(stopped, now) for now in (900.0, 901.0)] == [[], ["nothing follows"]]
+    waits = RunVerdict(state=RunStatus.PENDING)
+    assert [kinds(waits, now) for now in (3600.0, 3601.0)] == [[], ["pending too long"]]
+    assert [kinds(waits, now, idle_s=60.0) for now in (60.0, 61.0)] == [[], ["not running"]]
