@@ -101,6 +101,7 @@ def test_a_recipes_layout_has_its_settings() -> None:
     assert (plain.chunks, plain.blocks, plain.recompute, plain.data) == (1, (), (), 24)
     assert plain.shard == 0 and plain.overlaps and not plain.offload and not plain.rounds_by_block
     assert of("parallel.tensor=2", "parallel.pipeline=4", accelerators=4).data == 1, "at least one replica"
+    assert str(of("parallel.tensor=2", accelerators=25)).endswith("DP12·Z0"), "one accelerator is left over"
     assert of("parallel.pipeline=2").blocks == (5, 3), "a vocabulary of 8192 weighs more than a block"
 
 
