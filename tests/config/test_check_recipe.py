@@ -359,8 +359,9 @@ def test_checkpoints_are_kept_for_rewinds_only_where_a_guard_may_ask_for_one():
     off = GuardSection(spike=False, not_finite_losses=0, refused_updates=0, corruption_steps=0)
     assert off.reach_steps == ()
     assert replace(off, corruption_steps=100).reach_steps == (101,)
-    (by_loss,) = replace(off, refused_updates=1).reach_steps
-    assert by_loss > off.spike_rewind_steps
+    for one in ({"refused_updates": 1}, {"not_finite_losses": 1}, {"spike": True}):
+        (by_loss,) = replace(off, **one).reach_steps
+        assert by_loss > off.spike_rewind_steps
 
 
 def test_a_warm_up_may_last_the_whole_run_in_any_unit():

@@ -81,6 +81,10 @@ def test_a_recipe_is_found_by_name_by_path_or_by_its_run(
         "is a checkpoint",
         f"Go on with its run: {run}. Or begin another from it: a recipe and init.from={checkpoint}.",
     )
+    of_no_run, of_run = tmp_path / "other" / "checkpoints" / "step-9", run / "logs" / "step-9"
+    for place in (of_no_run, of_run):
+        place.mkdir(parents=True)
+        assert refusal(lambda place=place: find_recipe(str(place)))[3] == "is a directory"
 
 
 def test_the_directory_of_a_run_is_the_one_given_or_the_recipes_or_that_of_its_name(

@@ -222,6 +222,8 @@ def test_differences_that_nobody_can_decide_do_not_send_a_run_back_for_ever() ->
     of_earlier_version = {"clean": 8, "named": [[3, 1]]}
     kept, verdict = guard.judge(of_earlier_version, report(step=13, **found))
     assert isinstance(verdict, Rewind) and kept == {**of_earlier_version, "undecided": [13]}
+    _, verdict = SilentCorruption(faults=1, forget_steps=100).judge(restored, report(step=13, **found))
+    assert isinstance(verdict, Rewind), "no rank was named"
 
 
 def test_ranks_are_looked_at_once_however_many_places_they_have() -> None:

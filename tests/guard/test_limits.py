@@ -28,7 +28,8 @@ from bloomery.guard.verdict import Anomaly, CarryOn, Rewind, Rung, Save, Stop, W
 def test_a_run_that_is_beyond_its_last_step_stops_and_one_before_its_minutes_does_not() -> None:
     limits = StopLimits(at_step=7, after_minutes=2.5)
     for step, minutes, kind in ((6, 2.4, CarryOn), (7, 0.0, Stop), (8, 0.0, Stop), (6, 2.5, Stop)):
-        assert type(limits.judge(None, report(step, minutes_running=minutes))[1]) is kind
+        history, verdict = limits.judge(None, report(step, minutes_running=minutes))
+        assert history is None and type(verdict) is kind
     never = StopLimits(at_step=0, after_minutes=0.0)
     assert type(never.judge(None, report(9, minutes_running=1e9))[1]) is CarryOn
 
@@ -49,7 +50,8 @@ def test_each_interval_gives_its_reason_to_save(
 ) -> None:
     every = SaveIntervals(every_steps=4, every_samples=500, every_minutes=8.5)
     one = report(step, consumed_samples=consumed, global_batch=10, peers=3, minutes_since_save=minutes)
-    _, verdict = every.judge(None, one)
+    history, verdict = every.judge(None, one)
+    assert history is None, "it remembers nothing"
     assert verdict == (CarryOn(judged_step=step) if reason is None else Save(judged_step=step, reason=reason))
 
 

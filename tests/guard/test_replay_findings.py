@@ -81,12 +81,14 @@ def test_doublings_that_are_added_at_once_are_those_of_line_by_line() -> None:
             kept.append(super().absorbed(history, **told))
             return kept[-1]
 
-    guard, rows = Recorder(), Columns(**values)
-    list(_doublings(guard, rows))
-    at_once, history = kept[-1], guard.fresh()
-    for line in range(len(rows)):
-        history, _ = guard.judge(history, rows.report(line))
-    assert at_once == history and history["count"] == 26 and history["peak_rate"] == 4.0
+    guard = Recorder()
+    for lines, count, peak_rate in ((slice(None), 26, 4.0), (slice(35, 40), 5, 0.5 / 36)):
+        rows = Columns(**{name: column[lines] for name, column in values.items()})
+        list(_doublings(guard, rows))
+        at_once, history = kept[-1], guard.fresh()
+        for line in range(len(rows)):
+            history, _ = guard.judge(history, rows.report(line))
+        assert at_once == history and history["count"] == count and history["peak_rate"] == peak_rate
 
 
 def test_blocks_of_calm_losses_leave_the_past_that_their_lines_leave() -> None:

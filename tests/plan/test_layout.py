@@ -21,6 +21,7 @@ def test_ranks_of_all_replicas_lie_on_whole_machines() -> None:
     layout = Layout(tensor=2, pipeline=3, data=5, per_node=8)
     assert (layout.replica, layout.world, layout.nodes) == (6, 30, 4)
     assert layout.leaves_node
+    assert Layout(tensor=8, pipeline=2, per_node=8).leaves_node, "one stage on each of two machines"
     assert not Layout(tensor=4, pipeline=2).leaves_node, "8 ranks on one machine"
     assert not Layout(data=16).leaves_node, "there are no stages"
 
@@ -100,6 +101,8 @@ def test_a_recipes_layout_has_its_settings() -> None:
     assert (plain.chunks, plain.blocks, plain.recompute, plain.data) == (1, (), (), 24)
     assert plain.shard == 0 and plain.overlaps and not plain.offload and not plain.rounds_by_block
     assert of("parallel.tensor=2", "parallel.pipeline=4", accelerators=4).data == 1, "at least one replica"
+    assert str(of("parallel.tensor=2", accelerators=25)).endswith("DP12·Z0"), "one accelerator is left over"
+    assert of("parallel.pipeline=2").blocks == (5, 3), "a vocabulary of 8192 weighs more than a block"
 
 
 def test_a_rank_holds_all_its_chunks_and_recomputes_the_least_that_one_of_them_does() -> None:

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bloomery.config.elastic import ElasticSection
 from bloomery.config.load import load_recipe
 from bloomery.config.optim import OptimSection, ScheduleSection
 from bloomery.config.recipe import TrainSection
@@ -21,6 +22,7 @@ from bloomery.plan.schedule import (
     progress,
     steps_at_end,
     steps_left,
+    steps_of_peer,
     steps_of_run,
     steps_until,
     total_samples,
@@ -259,3 +261,12 @@ def test_the_last_step_of_a_run_counts_those_that_it_made_with_other_batches(
 ):
     at = {"step": 30, "consumed": 20, "peers": peers}
     assert steps_at_end(train, sequence_length=8, **at) == last
+
+
+@pytest.mark.parametrize(("inner_steps", "steps"), [(0, 101), (5, 34)])
+def test_a_peer_makes_its_part_of_the_steps_and_a_run_alone_makes_all_of_them(inner_steps: int, steps: int):
+    train, elastic = (
+        TrainSection(tokens=8080, global_batch=10),
+        ElasticSection(inner_steps=inner_steps, peers=3),
+    )
+    assert steps_of_peer(train, elastic, sequence_length=8) == steps

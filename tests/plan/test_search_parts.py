@@ -210,9 +210,9 @@ OWN = (
     ("layout", "expected"),
     [
         (
-            {"data": 5, "tensor": 4, "pipeline": 7, "schedule": "interleaved", "chunks": 8, "zero": 1,
+            {"data": 5, "tensor": 4, "pipeline": 7, "schedule": "interleaved", "chunks": 8, "zero": 3,
              "sequence": True, "rounds_by_block": True, "per_node": 16},
-            {"data": 5, "tensor": 4, "pipeline": 7, "schedule": "interleaved", "chunks": 8, "zero": 1,
+            {"data": 5, "tensor": 4, "pipeline": 7, "schedule": "interleaved", "chunks": 8, "zero": 3,
              "sequence": True, "working": "by-block", "ranks_per_node": 16},
         ),
         (

@@ -271,7 +271,10 @@ def test_peers_that_left_or_crashed_are_counted_apart_and_come_back_with_the_sta
     state._take_joiners()
     assert state._present == {0, 1, 2, 3} and state.account.events["joins"] == 4
     crashing = peers_of(crashes_per_peer_day=24 * 0.7)
+    crashing.account.spend(2.0, TRAINING)
+    assert not crashing._lose_some(0.5, in_ring=True), "in half an hour it is less than half of them"
     assert crashing._lose_some(1.0, in_ring=True) and crashing.account.events == {"crashes": 4}
+    assert crashing._back == dict.fromkeys(range(4), 2.0 + 1.0 + 12.0)
     assert not peers_of(crashes_per_peer_day=24 * 0.68)._lose_some(1.0, in_ring=True), "less than half"
 
 
