@@ -38,6 +38,24 @@ def test_who_reads_a_file_is_who_wants_it_even_where_another_has_less_to_read() 
     assert readers_of(plan) == [("f0", 1, 0), ("f1", 1, 1)]
 
 
+def test_ranks_that_load_together_read_each_file_where_it_can_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensor = torch.arange(8.0)
+    saved = save_checkpoint(tmp_path, [whole("model.a", tensor)], step=3, incarnation=1)
+    (file,) = read_manifest(LocalCheckpoint(saved)).files
+    plans: list[load_plan.LoadPlan] = []
+
+    def noted(source: Any, index: Any, plan: load_plan.LoadPlan, *words: Any, **how: Any) -> None:
+        plans.append(plan)
+
+    monkeypatch.setattr(loader, "load_on_all_ranks", noted)
+    ranks = Ranks(rank=0, world=2, gather=lambda own: [own, own], exchange=lambda *words: None)
+    wanted = [whole("model.a", torch.zeros(8))]
+    load_checkpoint(saved, wanted, ranks=ranks, readers={file.name: [1]})
+    assert [unit.reader for plan in plans for unit in plan.units] == [1]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Polling(Ranks):
     """One rank that says how often it polled."""

@@ -296,15 +296,18 @@ def test_a_page_that_differed_and_is_whole_when_it_is_read_again_tells_of_the_me
     assert refused.value.remedy.startswith("The memory of this machine or its disk fails")
 
 
-def test_a_sum_of_a_page_that_contradicts_that_of_its_block_is_told_as_the_damage(prefix: Path) -> None:
-    damage(sums_path(prefix), 4)  # of the second page
-    pages = IndexedDataset(prefix).pages
+@pytest.mark.parametrize("page", [1, 2])  # of the first block, and of the second
+def test_a_sum_of_a_page_that_contradicts_that_of_its_block_is_told_as_the_damage(
+    prefix: Path, page: int
+) -> None:
+    damage(sums_path(prefix), 4 * page)
+    pages, first = IndexedDataset(prefix).pages, page * PAGE_BYTES
     assert pages is not None
-    pages.check(np.array([0]), np.array([4096]))
+    pages.check(np.array([0]), np.array([first]))
     with pytest.raises(DataError) as refused:
-        pages.check(np.array([4096]), np.array([4097]))
+        pages.check(np.array([first]), np.array([first + 1]))
     assert refused.value.message == (
-        f"{sums_path(prefix)} is not what was written: its sum of bytes 4,096 on of pair.bin contradicts "
+        f"{sums_path(prefix)} is not what was written: its sum of bytes {first:,} on of pair.bin contradicts "
         "that of the block around them."
     )
 

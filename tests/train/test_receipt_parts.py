@@ -152,7 +152,12 @@ def test_a_damaged_line_of_the_journal_is_no_step_to_compare_with(tmp_path: Path
 
 
 def checked(
-    made: Any, monkeypatch: pytest.MonkeyPatch, *, broken: tuple[str, ...] = (), **told: Any
+    made: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    broken: tuple[str, ...] = (),
+    promise: Promise = PROMISE,
+    **told: Any,
 ) -> list[Any]:
     asked: list[Any] = []
     made._outlook = lambda state, *, count: replace(PROMISE, count=count, settings="other")
@@ -162,7 +167,7 @@ def checked(
         return list(broken)
 
     monkeypatch.setattr(receipts_module, "broken_promises", broken_promises)
-    about = {"promise": PROMISE.to_json(), "loss": 2.5}
+    about = {"promise": promise.to_json(), "loss": 2.5}
     made.check(restored(**about), STATE, **{"other_mixture": True, "incarnation": 7, **told})
     return asked
 
@@ -215,6 +220,14 @@ def test_a_resume_that_keeps_its_promise_is_journalled_once_with_its_first_step(
     checked(made, monkeypatch)
     made.complete(SimpleNamespace(step=4, loss=2.5, learning_rate=0.01), incarnation=7)  # type: ignore[arg-type]
     assert events[0][1]["same_bits"] is False
+
+
+def test_as_many_samples_as_were_promised_are_compared_whatever_the_batch_is_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, _ = receipts_of(tmp_path / "journal")
+    ((promised, (mine,), _),) = checked(made, monkeypatch, promise=replace(PROMISE, count=5))
+    assert (promised.count, mine.promise.count) == (5, 5) and PHASE.global_batch == 8
 
 
 def test_a_journal_on_another_machine_promises_nothing_and_one_that_says_else_breaks_it(
