@@ -215,6 +215,25 @@ def test_of_two_machines_that_send_one_file_the_last_counts_whole(
             assert restored() == both[run]
 
 
+def test_a_fetch_during_which_all_of_a_file_is_sent_anew_begins_anew(
+    rundir: RunDirectory, remote: Objects, journal: Path, restored, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal.write_bytes(text(3 * SIZE + 5))
+    upload_logs_and_data(rundir, remote, SECTION)
+    pieces, opened = Objects.pieces, []
+
+    def sent_meanwhile(store: Objects, key: str, **more: object) -> Iterator[memoryview]:
+        if key.startswith("segments/") and "index" not in key:
+            opened.append(key)
+            if len(opened) == 3:
+                journal.write_bytes(text(4 * SIZE + 5, seed=1))
+                upload_logs_and_data(rundir, remote, SECTION)
+        return pieces(store, key, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Objects, "pieces", sent_meanwhile)
+    assert restored() == text(4 * SIZE + 5, seed=1)
+
+
 def test_a_fetch_during_an_upload_gets_one_state_of_the_file(
     rundir: RunDirectory, remote: Objects, journal: Path, restored, monkeypatch: pytest.MonkeyPatch, caplog
 ) -> None:

@@ -59,7 +59,7 @@ class Etcd:
             KEYS.peers: [item(KEYS.member("a"), encode_text(member("a")), 4)],
             KEYS.epoch: [item(KEYS.epoch, "2", 5)],
         }
-        self.revision, self.away = 9, 0
+        self.revision, self.away, self.cluster = 9, 0, CLUSTER
         self.listed: list[tuple[str, dict[str, Any]]] = []
         self.watches, self.watched = list(watches), list[Any]()
         self.opened: queue.Queue[Watch] = queue.Queue()
@@ -69,10 +69,10 @@ class Etcd:
         if self.away:
             self.away -= 1
             raise CoordinatorAway("nobody answers")
-        return Listing(revision=self.revision, items=tuple(self.items.get(prefix, ())), cluster=CLUSTER)
+        return Listing(revision=self.revision, items=tuple(self.items.get(prefix, ())), cluster=self.cluster)
 
     def watch(self, prefix: str, *, after: int, cluster: int, idle_s: float, deadline_s: float) -> Watch:
-        assert cluster == (CLUSTER if self.listed else 0)
+        assert cluster == (self.cluster if self.listed else 0)
         self.watched.append((prefix, after, idle_s, deadline_s))
         told = self.watches.pop(0) if self.watches else []
         if told and isinstance(told[0], CoordinatorAway):
@@ -135,6 +135,17 @@ def test_a_view_whose_history_is_gone_lists_again_until_it_can_and_one_that_is_a
     assert again._list_until_there(5) == 9 and len(etcd.listed) == 2 + 7
     again._ended.set()
     assert again._list_until_there(5) == 5
+
+
+def test_a_view_follows_the_cluster_that_it_listed_last() -> None:
+    etcd = Etcd([HistoryLost(4)], [])
+    view = view_of(etcd)
+    view._list(deadline_s=1.0)
+    etcd.cluster = CLUSTER + 1  # it lost its data and began anew
+    view._list(deadline_s=1.0)
+    with pytest.raises(HistoryLost):
+        view._watch_once(9)
+    assert len(etcd.watched) == 1
 
 
 def test_a_view_pauses_before_it_lists_or_watches_again() -> None:

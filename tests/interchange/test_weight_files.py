@@ -186,6 +186,15 @@ def test_a_file_that_is_not_what_it_should_be_is_refused_with_one_message(
         huggingface.import_(directory)
 
 
+def test_a_shard_that_holds_a_tensor_of_another_shard_too_is_refused(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(2), "b": torch.zeros(2)}, tmp_path / "one.safetensors")
+    save_file({"b": torch.ones(2)}, tmp_path / "two.safetensors")
+    shards = {"a": "one.safetensors", "b": "two.safetensors"}
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": shards}))
+    with pytest.raises(CheckpointError, match=r"does not say that one\.safetensors holds b"):
+        open_weights(tmp_path)
+
+
 def test_the_checksums_of_an_export_are_in_the_form_of_xxh128sum(exported: Path) -> None:
     import xxhash
 

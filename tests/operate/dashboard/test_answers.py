@@ -261,6 +261,9 @@ def test_a_rank_that_died_makes_the_answers_anew(run: WrittenRun, monkeypatch: p
         viewed.check_ranks()
     assert (viewed.died, viewed.reader.version) == ((0, 2), version + 1)
     assert viewed.summary() is not first
+    run.rundir.heartbeat(rank=1).unlink()
+    viewed.check_ranks()
+    assert viewed.died == (0, 2), "a rank without a heartbeat moves no other"
 
 
 def test_an_answer_of_a_changed_run_is_made_anew_and_the_oldest_is_forgotten(
