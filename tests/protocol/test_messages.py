@@ -403,6 +403,13 @@ def test_a_path_is_as_long_as_the_kernel_takes_it():
     assert longest.directory == Path("x" * 4096)
 
 
+@pytest.mark.parametrize("sign", ["x", "\n"])
+def test_a_reason_that_is_too_long_is_cut_to_what_others_accept(sign: str):
+    sent = StateRefused(why=sign * 2_001)
+    assert sent.why == sign.replace("\n", " ") * 2_000
+    assert decode(encode(sent), StateRefused) == sent
+
+
 def test_what_an_attempt_says_of_those_it_left_out_is_printable_too():
     assert example.attempt(left_out={"b": "one\ntwo"}).left_out == {"b": "one two"}
 
