@@ -78,6 +78,12 @@ def forkable(path: Path, *overrides: str) -> RunDirectory:
     return run.rundir
 
 
+def test_a_fork_at_step_0_takes_no_later_checkpoint(tmp_path: Path) -> None:
+    run = forkable(tmp_path / "run")
+    with pytest.raises(CheckpointError, match=r"no checkpoint at or before step 0 \(there are: 50\)"):
+        fork.run([str(run.path), str(tmp_path / "new"), "--to-step", "0"])
+
+
 def test_a_fork_takes_its_data_and_the_starts_that_led_to_its_checkpoint_into_an_empty_directory(
     tmp_path: Path,
 ) -> None:

@@ -60,6 +60,8 @@ def test_of_exceptions_that_were_raised_one_from_another_the_log_begins_with_the
     for between in (FROM, DURING):
         chained = f"{first}{between}{second}"
         assert log_of_exception(end(f"{TRACE}{FRAME}ValueError: c\nbefore\n{chained}")) == chained
+        of_three = f"{chained}{between}{TRACE}{FRAME}TypeError: d\n"
+        assert log_of_exception(end(f"before\n{of_three}")) == of_three
     assert log_of_exception(end(f"{first}step 7\n{second}")) == second
     assert log_of_exception(end(f"before\n{second}", status=-9)) == f"before\n{second}"
     assert log_of_exception(end("before\nno exception\n")) == "before\nno exception\n"

@@ -13,6 +13,7 @@ import pytest
 from bloomery import durable
 from bloomery.config.submit import SyncSection
 from bloomery.events.run_directory import RunDirectory
+from bloomery.operate.dashboard.growing_file import GrowingFile
 from bloomery.operate.sync import keeper, published
 from bloomery.operate.sync.keeper import SyncKeeper
 from bloomery.operate.sync.tail import RunTail
@@ -59,6 +60,18 @@ def test_a_tail_finds_the_journal_of_the_first_rank_once_it_is_there(tmp_path: P
     step = {"event": "step", "time": 1e9, "step": 7, "loss": 2.0}
     run.journal(peer="oslo").write_text(json.dumps(step) + "\n")
     assert [line.partition(" step ")[2] for line in tail.new_lines()] == ["7 | loss 2.0000"]
+
+
+def test_a_tail_tells_all_of_a_journal_that_is_longer_than_one_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, lines = RunDirectory(tmp_path / "run").create(), GrowingFile.lines
+    steps = [{"event": "step", "time": 1e9 + step, "step": step, "loss": 2.0} for step in range(1, 6)]
+    run.journal().write_text("".join(json.dumps(step) + "\n" for step in steps))
+    run.operations.write_text("")
+    monkeypatch.setattr(GrowingFile, "lines", lambda file: lines(file, most_bytes=100))
+    told = [line.partition(" step ")[2].split()[0] for line in RunTail(run, every_steps=1).new_lines()]
+    assert told == ["1", "2", "3", "4", "5"]
 
 
 def test_a_checkpoint_that_is_held_leaves_no_file_open(
