@@ -215,6 +215,6 @@ def test_a_checkpoint_with_a_hole_is_refused_before_anything_is_fetched(
     index = read_index(source, read_manifest(source))
     wider = tuple(structs.replace(box, global_shape=(999, *box.global_shape[1:])) for box in index.boxes)
     monkeypatch.setattr(transfer, "read_index", lambda *given: replace(index, boxes=wider))
-    with pytest.raises(CheckpointError):
+    with pytest.raises(CheckpointError, match="is not filled exactly by its boxes"):
         download_checkpoint(source, tmp_path / "here")
     assert source.opened == [] and not (tmp_path / "here").exists()
