@@ -32,6 +32,12 @@ from bloomery.objects.uploads import part_size, send_pieces
         (exceptions.GenericError("status code: 416 Range Not Satisfiable:"), BeyondEnd, errno.EINVAL),
         (exceptions.GenericError("<Code>InvalidRange</Code>"), BeyondEnd, errno.EINVAL),
         (exceptions.GenericError("Requested range was invalid"), BeyondEnd, errno.EINVAL),
+        (exceptions.GenericError("x" * 500 + " 416 Range Not Satisfiable"), BeyondEnd, errno.EINVAL),
+        (
+            exceptions.GenericError("416 Range Not Satisfiable: <Code>Other</Code>"),
+            BeyondEnd,
+            errno.EINVAL,
+        ),
         (exceptions.GenericError("in 416.5ms: 500 Internal"), StoreUnreachable, errno.EIO),
         (OSError(errno.ENOSPC, "No space left on device"), PermanentStoreError, errno.ENOSPC),
         (OSError(errno.EIO, "input/output error"), StoreUnreachable, errno.EIO),
@@ -72,6 +78,7 @@ def test_of_an_error_one_line_is_shown_that_says_what_happened_and_no_secret(
         (PermissionError(errno.EACCES, "no"), "Credentials are missing"),
         (OSError(errno.ENOSPC, "full"), "free some space"),
         (OSError(errno.EIO, "broken"), "reachable"),
+        (OSError(errno.EIO, "of a descriptor", 3), "reachable"),
     ],
 )
 def test_each_failure_of_a_store_has_its_remedy(error: OSError, said: str) -> None:

@@ -12,7 +12,7 @@ from tests.checkpoint.small_run import Run
 
 from bloomery.checkpoint.format.catalogue import checkpoints, remote_copies
 from bloomery.checkpoint.remote.backup import Backup
-from bloomery.checkpoint.remote.backup_duty import Duty, backed_up_round, read_duty, write_duty
+from bloomery.checkpoint.remote.backup_duty import Duty, backed_up_round, note_round, read_duty, write_duty
 from bloomery.checkpoint.remote.remote_run import remote_checkpoints
 from bloomery.config.checkpoint import BackupSection, CheckpointSection
 from bloomery.events.run_directory import RunDirectory
@@ -97,6 +97,16 @@ def test_another_takes_over_at_its_own_place_with_what_nobody_has_backed_up(peer
     b.save(101, round=2)
     until(lambda: backed_up_round(b.rundir) == 2)
     assert b.there == ["step-000101.i001"]
+
+
+def test_an_older_round_that_is_backed_up_later_leaves_the_newer_one_recorded(peers) -> None:
+    b = peers["b"]
+    b.save(100, round=1)
+    b.save(101, round=2)
+    older, newer = checkpoints(b.rundir)
+    for item, round in ((older, 1), (newer, 2), (older, 2)):
+        note_round(b.rundir, item.directory)
+        assert backed_up_round(b.rundir) == round
 
 
 def test_at_the_end_only_the_peer_that_backs_up_waits_for_it(peers) -> None:

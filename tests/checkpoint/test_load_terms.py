@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 from tests.checkpoint.test_readers import FILES, readers_of, rows_of
 
 from bloomery.checkpoint.format.data_file import BlockHasher
@@ -223,3 +224,25 @@ def test_damage_names_the_tensors_of_its_block_and_not_the_one_that_begins_behin
             piece = memoryview(bytearray(BLOCK_BYTES))
             with pytest.raises(DamagedCheckpoint, match=rf"at byte {begin:,} .*\(it holds {name}\)\n"):
                 reader.read([(begin, piece)])
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda where: read_model(where),
+        lambda where: read_in_pieces(where, prefix="model.b", piece_bytes=16),
+    ],
+)
+def test_a_shape_that_its_files_do_not_fill_is_refused_before_memory_is_taken(
+    several: Path, monkeypatch: pytest.MonkeyPatch, read: Callable[[Path], Any]
+) -> None:
+    monkeypatch.setattr(
+        loader,
+        "_by_name",
+        lambda boxes: {
+            "model.b": [structs.replace(box, global_shape=(9, 2)) for box in boxes if box.name == "model.b"]
+        },
+    )
+    monkeypatch.setattr(loader, "empty", lambda *given, **named: pytest.fail("memory was taken"))
+    with pytest.raises(CheckpointError, match=r"does not hold all of model\.b: its boxes leave a part of it"):
+        next(read(several))

@@ -321,3 +321,25 @@ def test_an_index_of_what_is_no_log_is_left_where_it_is(
     back = RunDirectory(tmp_path / "back").create()
     download_run_files(remote, back)
     assert not back.recipe.exists() and (back.path / NAME).exists()
+
+
+def test_a_log_of_as_many_bytes_as_go_whole_is_one_object(
+    rundir: RunDirectory, remote: Objects, journal: Path
+) -> None:
+    journal.write_bytes(text(SIZE))
+    assert upload_logs_and_data(rundir, remote, SECTION) == SIZE and keys(remote) == [NAME]
+    add(journal, b"!")
+    assert upload_logs_and_data(rundir, remote, SECTION) == SIZE + 1
+    assert remote.content(NAME) == b"" and f"segments/{NAME}/index.json" in keys(remote)
+
+
+def test_a_segment_that_is_longer_than_a_full_one_is_not_read_and_is_sent_anew(
+    rundir: RunDirectory, remote: Objects, journal: Path, restored, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal.write_bytes(text(3 * SIZE))
+    with monkeypatch.context() as another:
+        another.setattr(segments, "SEGMENT_BYTES", 3 * SIZE)
+        upload_logs_and_data(rundir, remote, SECTION)
+    add(journal, b"more")
+    assert upload_logs_and_data(rundir, remote, SECTION) == 3 * SIZE + 4
+    assert restored() == journal.read_bytes()

@@ -171,6 +171,19 @@ def test_a_sender_notes_what_it_verified_and_sends_it_no_second_time(rundir: Run
     assert FileSender(directory, remote, notes=notes, noted={}).send(record) == 0
 
 
+def test_a_file_that_is_too_short_in_the_store_is_sent_again_whatever_was_noted(
+    rundir: RunDirectory, tmp_path: Path
+):
+    directory = saved(rundir)
+    record = read_manifest(directory).files[0]
+    remote, notes = Objects(f"file://{tmp_path}/elsewhere"), rundir.path / "notes"
+    key = f"checkpoints/{directory.name}/{record.name}"
+    remote.put(key, (directory / record.name).read_bytes()[:-1])
+    noted = {record.name: remote.stat(key).mark}
+    assert FileSender(directory, remote, notes=notes, noted=noted).send(record) == record.bytes
+    assert remote.content(key) == (directory / record.name).read_bytes()
+
+
 def test_files_that_were_removed_from_the_store_since_they_were_noted_are_sent_again(
     rundir: RunDirectory, tmp_path: Path
 ):
@@ -198,6 +211,22 @@ def test_a_backup_from_which_a_file_goes_before_its_manifest_is_written_is_none(
     with pytest.raises(StorageError, match="is not there in full now"):
         upload_checkpoint(
             directory, Objects(f"file://{store}"), notes=rundir.path / "notes", progress=remove_one
+        )
+    assert not list(store.glob("checkpoints/*/manifest.json"))
+
+
+def test_a_backup_in_which_a_file_became_shorter_before_its_manifest_is_written_is_none(
+    rundir: RunDirectory, tmp_path: Path
+):
+    directory, store = saved(rundir), tmp_path / "elsewhere"
+
+    def shorten_one(done: int, total: int) -> None:
+        for path in store.glob("checkpoints/*/part0*") if done > total / 2 else ():
+            path.write_bytes(b"cut")
+
+    with pytest.raises(StorageError, match="is not there in full now"):
+        upload_checkpoint(
+            directory, Objects(f"file://{store}"), notes=rundir.path / "notes", progress=shorten_one
         )
     assert not list(store.glob("checkpoints/*/manifest.json"))
 

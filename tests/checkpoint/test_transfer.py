@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec import structs
 
 from bloomery import errors
 from bloomery.checkpoint.format.catalogue import verify
@@ -206,3 +207,14 @@ def test_an_upload_counts_all_of_its_bytes_and_tells_of_each_file(source: Watche
     stored = remote_source(f"{url}2")
     assert verify(stored) == [] and read_manifest(stored).about == {"told": 1, "parts": ["model"]}
     assert alone.bytes == read_manifest(stored).bytes + len(manifest_text(read_manifest(stored)).encode())
+
+
+def test_a_checkpoint_with_a_hole_is_refused_before_anything_is_fetched(
+    source: Watched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    index = read_index(source, read_manifest(source))
+    wider = tuple(structs.replace(box, global_shape=(999, *box.global_shape[1:])) for box in index.boxes)
+    monkeypatch.setattr(transfer, "read_index", lambda *given: replace(index, boxes=wider))
+    with pytest.raises(CheckpointError, match="is not filled exactly by its boxes"):
+        download_checkpoint(source, tmp_path / "here")
+    assert source.opened == [] and not (tmp_path / "here").exists()

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.diloco.served_states import make_checkpoint
+from tests.diloco.served_states import MIB, files_of, make_checkpoint, write_checkpoint
 from tests.protocol import example
 
-from bloomery.checkpoint.format.manifest import FileRecord, read_index, read_manifest
+from bloomery.checkpoint.format.manifest import (
+    BLOCK_BYTES,
+    INDEX,
+    MANIFEST,
+    FileRecord,
+    read_index,
+    read_manifest,
+)
 from bloomery.errors import PeerError
-from bloomery.state_transfer import averages
+from bloomery.state_transfer import averages, partial_checkpoint
 from bloomery.state_transfer.averages import AverageFetcher
 from bloomery.state_transfer.client import _Fetch
 from bloomery.state_transfer.partial_checkpoint import FetchPlan, FetchSource, PartialCheckpoint
@@ -127,3 +135,55 @@ def test_another_leaders_files_are_not_hashed_again_where_they_are_the_same(
     hashed.clear()
     begun(second, after, spoilt=common).close()
     assert hashed == [common], "of which this index says other blocks"
+
+
+def begun_at(
+    directory: Path, checkpoint: Path, *, before: PartialCheckpoint | None = None
+) -> PartialCheckpoint:
+    manifest = read_manifest(checkpoint)
+    return PartialCheckpoint(directory, manifest, read_index(checkpoint, manifest), before=before)
+
+
+def test_a_block_of_which_the_disk_gives_less_is_missing_though_it_is_like_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = b"same" * (3 * MIB // 4)
+    checkpoint = write_checkpoint(tmp_path / "there", {"model": content}, step=1)
+    (name,) = (path.name for path in checkpoint.glob("*.safetensors"))
+    here = tmp_path / "here"
+    here.mkdir()
+    (here / name).write_bytes((checkpoint / name).read_bytes())
+    preadv, cut_at = os.preadv, 2 * BLOCK_BYTES
+
+    def short(descriptor: int, buffers: list[memoryview], at: int) -> int:
+        return preadv(descriptor, [buffers[0][:1]] if at == cut_at else buffers, at)
+
+    monkeypatch.setattr(partial_checkpoint.os, "preadv", short)
+    partial = begun_at(here, checkpoint)
+    partial.close()
+    assert [run.begin for run in partial.missing.runs_of(name)] == [cut_at]
+
+
+def test_a_file_that_was_not_fetched_before_is_fetched_beside_those_that_were(tmp_path: Path) -> None:
+    first = write_checkpoint(tmp_path / "a", {"model": b"m" * 99}, step=1)
+    second = write_checkpoint(tmp_path / "b", {"model": b"m" * 99, "optim": b"o" * 99}, step=2)
+    before = begun_at(tmp_path / "here", first)
+    before.close()
+    after = begun_at(tmp_path / "here", second, before=before)
+    after.close()
+    assert after.missing.files() == {path.name for path in second.glob("*.safetensors")}
+
+
+def test_what_was_fetched_takes_the_place_of_what_had_its_name(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "there", {"model": b"m" * 99}, step=1)
+    partial = begun_at(tmp_path / "here", checkpoint)
+    run = partial.missing.take(partial.missing.files(), timeout_s=0.0)
+    assert run is not None
+    partial.write(run, memoryview((checkpoint / run.file).read_bytes()))
+    final = tmp_path / "final"
+    final.mkdir()
+    (final / "of another").write_bytes(b"old")
+    partial.finish(
+        final, index=(checkpoint / INDEX).read_bytes(), manifest=(checkpoint / MANIFEST).read_bytes()
+    )
+    assert files_of(final) == files_of(checkpoint)

@@ -60,7 +60,7 @@ def test_a_state_that_a_newcomer_has_just_asked_for_stays_until_its_first_block(
     states.clear()
 
 
-@pytest.mark.parametrize("wrong", ["a link", "missing", "too short"])
+@pytest.mark.parametrize("wrong", ["a link", "missing", "too short", "too long"])
 def test_of_a_checkpoint_that_cannot_be_served_no_file_stays_open(checkpoint: Path, wrong: str) -> None:
     path = next(path for path in checkpoint.iterdir() if path.name.startswith("optim"))
     content = path.read_bytes()
@@ -69,6 +69,8 @@ def test_of_a_checkpoint_that_cannot_be_served_no_file_stays_open(checkpoint: Pa
         path.symlink_to("/dev/null")
     elif wrong == "too short":
         path.write_bytes(content[:-1])
+    elif wrong == "too long":
+        path.write_bytes(content + b"x")
     states = ServedStates()
     with pytest.raises(CheckpointError):
         states.put("ab12", checkpoint, round=1)
@@ -133,6 +135,7 @@ def test_averages_are_those_of_the_moment_in_which_they_were_told(tmp_path: Path
     states.serve_averages(told)
     told.clear()
     assert states.is_to_come("ab12", "average-0") and not states.is_to_come("ab12", INDEX)
+    assert not states.is_empty
     (tmp_path / "ab12.٣").write_bytes(b"x")
     with states.reading("ab12", "average-٣") as found:
         assert found is None, "a rank is written in ASCII digits"

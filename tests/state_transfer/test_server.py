@@ -18,7 +18,7 @@ from bloomery.coordination.credentials import read_bundle, read_certificate
 from bloomery.errors import PeerError
 from bloomery.state_transfer.served_states import READ_S, ServedStates, parse_path, parse_range
 from bloomery.state_transfer.server import StateServer
-from bloomery.transport.sockets import open_listener
+from bloomery.transport.sockets import RateLimiter, open_listener
 from bloomery.transport.trust import Trust, trust_certificates
 
 WITHIN_S = 60.0
@@ -364,3 +364,54 @@ def test_a_member_whose_file_became_shorter_is_no_refused_stranger(checkpoint, t
         while "ended: a served file has become shorter" not in caplog.text and time.monotonic() < until:
             time.sleep(0.01)
     assert "ended: a served file has become shorter" in caplog.text and "refused" not in caplog.text
+
+
+def test_all_that_is_sent_counts_towards_the_limit_that_servers_share(checkpoint):
+    taken = []
+    limiter = RateLimiter(0.0)
+    limiter.take = taken.append
+    with StateServer("127.0.0.1:0", Trust(token=TOKEN), ServedStates(), rate_limiter=limiter) as server:
+        server.offer(checkpoint, round=5, digest="ab12")
+        assert ask(server, f"/state/ab12/{INDEX}", method="HEAD")[0] == 200 and taken == []
+        content = ask(server, f"/state/ab12/{INDEX}")[1]
+    assert sum(taken) == len(content) > 0
+
+
+def strangers_of(server):
+    return server._strangers._count
+
+
+def until_no_stranger_is_left(server):
+    until = time.monotonic() + WITHIN_S
+    while strangers_of(server) and time.monotonic() < until:
+        time.sleep(0.01)
+    return strangers_of(server) == 0
+
+
+def test_a_stranger_has_a_place_until_its_connection_ends_and_a_member_has_none(server):
+    host, port = server.address.split(":")
+    with socket.create_connection((host, int(port)), timeout=WITHIN_S) as stranger:
+        stranger.sendall(b"GET /state/ab12 HTTP/1.1\r\n\r\n")
+        assert stranger.recv(1000).startswith(b"HTTP/1.1 401")
+    assert until_no_stranger_is_left(server)
+    with socket.create_connection((host, int(port)), timeout=WITHIN_S) as member:
+        member.sendall(f"HEAD /state/ab12 HTTP/1.1\r\n{_header()}\r\n\r\n".encode())
+        assert member.recv(1000).startswith(b"HTTP/1.1 200")
+        assert strangers_of(server) == 0
+
+
+def test_a_stranger_for_which_there_is_no_thread_has_no_place(server, monkeypatch):
+    class Thread:
+        def __init__(self, **named):
+            pass
+
+        def start(self):
+            raise RuntimeError("can't start new thread")
+
+    one, other = socket.socketpair()
+    with one, other:
+        with monkeypatch.context() as full:
+            full.setattr("bloomery.state_transfer.server.threading.Thread", Thread)
+            with pytest.raises(RuntimeError, match="start new thread"):
+                server.serve(one, "127.0.0.1")
+        assert strangers_of(server) == 0
