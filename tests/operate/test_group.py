@@ -120,8 +120,12 @@ def test_of_two_machines_with_one_host_name_the_second_is_told_what_tells_them_a
         JobBoard(tmp_path, LauncherCard(host="node", address="node", ranks=1, pid=pid), nodes=2)
         for pid in (7, 9)
     )
+    identities = ["node/boot/pid:[1]/5", *2 * ["node/boot/pid:[1]/9"], "node/another boot/pid:[1]/5"]
+    identities.append(identities[-1])
+    monkeypatch.setattr(job_board, "process_identity", lambda pid: identities.pop(0))
     first.take_part()
-    monkeypatch.setattr(job_board, "process_identity", lambda pid: "node/another boot/pid:[1]/5")
+    with pytest.raises(TrainingFailed, match="A launcher on node has used the name"):
+        second.take_part()
     with pytest.raises(TrainingFailed, match="Another machine with the host name node takes part") as told:
         second.take_part()
     assert "BLOOMERY_HOST" in told.value.remedy and "(process 7)" in told.value.message

@@ -97,6 +97,15 @@ def test_a_rank_that_was_killed_is_started_again_where_it_was_until_the_budget_i
     assert (group.bad, group.repeating) == ([], []), "the same start may succeed in another job"
 
 
+def test_every_launcher_that_told_no_result_is_left_out_though_one_of_them_is_blamed(
+    run: RunDirectory,
+) -> None:
+    group = Group(run)
+    end = group.concludes(replace(FIRST, hosts=("n1", "n2", "n3")), result("n1", 3))
+    assert end.why.endswith("1 of 2 nodes are left in this job") and end.status == 67
+    assert [diagnosis.culprit.host for diagnosis in group.bad] == ["n2"]
+
+
 def test_a_failure_that_would_repeat_ends_the_job_and_stops_the_queue(run: RunDirectory) -> None:
     group = Group(run)
     erred = replace(result("n1", 1).ends[0], error="KeyError: 'loss'", log="KeyError: 'loss'")

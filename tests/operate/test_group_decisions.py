@@ -22,6 +22,7 @@ from bloomery.operate.diagnosis import GAVE_UP, REMEDIES, Cause
 from bloomery.operate.failure_evidence import RankEnd
 from bloomery.operate.group_supervisor import GroupSize, GroupSupervisor
 from bloomery.operate.hang import HangFinding
+from bloomery.operate.job_board import JobBoard, LauncherCard
 from bloomery.operate.node_facts import NodeFacts
 from bloomery.operate.share_watch import ShareWatch
 from bloomery.operate.stacks import RankStack
@@ -102,8 +103,10 @@ def test_ranks_meet_at_the_address_of_the_first_host(
     group = Group(run)
     decision = group.concludes(FIRST, result("n1", 3), result("n2", -9))
     assert (decision.meeting, decision.ranks) == ("127.0.0.1:11", 1)
+    card = LauncherCard(host="n3", address="10.0.0.3", ranks=1, pid=1)
+    JobBoard(run.path / "board", card, nodes=3).beat()
     decision = group.concludes(decision, result("n1", 1, kernel=(XID,)), result("n2", 3))
-    assert (decision.hosts, decision.meeting) == (("n3", "n2"), "127.0.0.1:22")
+    assert (decision.hosts, decision.meeting) == (("n3", "n2"), "10.0.0.3:22")
 
 
 @pytest.mark.parametrize(

@@ -426,3 +426,72 @@ def test_the_first_job_that_waits_may_start_at_once_where_none_runs(
     told = [(job.job, job.user, job.state_text, job.submitted) for job in shown]
     kept = [(str(job.number), job.user, "pending", job.submitted) for job in read_jobs(run.path)]
     assert told == kept and all(job.user and job.submitted for job in shown)
+
+
+def test_a_job_has_the_variables_of_its_submission_and_its_own_number_and_end(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be submitted from within another job, and run by a runner that began elsewhere."""
+    given: list[dict[str, str]] = []
+
+    def refuse(command: tuple[str, ...], *, env: dict[str, str], **more: object) -> None:
+        given.append(env)
+        raise OSError("no such command")
+
+    monkeypatch.setattr(machine_queue, "subprocess", SimpleNamespace(Popen=refuse, DEVNULL=-3))
+    for name in ("OF_BOTH", "OF_THE_RUNNER", "BLOOMERY_JOB"):
+        monkeypatch.setenv(name, "runner")
+    queue_of(run.path).mkdir()
+    environment = {"OF_BOTH": "job", "BLOOMERY_JOB": "4", "BLOOMERY_JOB_END": "7.000"}
+    job = MachineJob(
+        number=5, command=("x",), directory="/", minutes=2.0, signal_before_s=20, environment=environment
+    )
+    machine_queue._run(run.path, job)
+    ((kept,), (env,)) = read_jobs(run.path), given
+    assert (env["OF_BOTH"], env["OF_THE_RUNNER"], env["BLOOMERY_JOB"]) == ("job", "runner", "5")
+    assert env["BLOOMERY_JOB_END"] == f"{kept.started + 120.0:.3f}"
+
+
+def test_the_lock_of_a_queue_names_its_runner_alone_and_nobody_once_it_is_free(run: RunDirectory) -> None:
+    lock = queue_of(run.path) / "runner.lock"
+    lock.parent.mkdir()
+    lock.write_text("9" * 20)
+    with machine_queue._hold(run.path) as is_ours:
+        assert is_ours and lock.read_text() == str(os.getpid())
+    assert lock.read_text() == ""
+
+
+def test_a_job_that_is_cancelled_while_another_runs_is_never_started(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs, ran = queued(run, monkeypatch), list[int]()
+
+    def cancel(number: int) -> None:
+        (queue_of(run.path) / f"{number:06d}.cancel").touch()
+
+    def ended(path: Path, job: MachineJob) -> None:
+        ran.append(job.number)
+        _write(path, replace(job, state=JobState.ENDED, started=1.0))
+        cancel(3)
+
+    monkeypatch.setattr(machine_queue, "_wait_for_orphans", lambda path: cancel(1))
+    monkeypatch.setattr(machine_queue, "_run", ended)
+    machine_queue.run_queue(run.path)
+    assert ran == [2] and len(jobs) == 3
+    assert [(job.state, job.reason) for job in read_jobs(run.path)] == [
+        ("ended", "cancelled"),
+        ("ended", ""),
+        ("ended", "cancelled"),
+    ]
+
+
+def test_a_job_that_was_cancelled_and_outlived_its_runner_ended_as_it_was_asked_to(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, _ = queued(run, monkeypatch)
+    for job in (first, second):
+        _write(run.path, replace(job, state=JobState.RUNNING, started=1.0, pid_life="gone"))
+    (queue_of(run.path) / "000001.cancel").touch()
+    machine_queue._wait_for_orphans(run.path)
+    assert [job.state for job in read_jobs(run.path)] == ["ended", "failed", "pending"]
+    assert read_jobs(run.path)[0].reason == "cancelled"

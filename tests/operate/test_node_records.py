@@ -303,6 +303,16 @@ def test_the_room_for_one_checkpoint_more_than_are_kept_must_be_free() -> None:
     assert start_check_of(load_recipe("demo", ["control.preflight=false"])) is None
 
 
+def test_a_vocabulary_that_only_a_tokenizer_elsewhere_knows_counts_as_one_that_is_trained(
+    tmp_path: Path,
+) -> None:
+    trained, elsewhere = (
+        load_recipe("demo", [f"data.tokenizer={json.dumps(tokenizer)}", "data.tokenizer_vocabulary=5000"])
+        for tokenizer in ("train", str(tmp_path / "tokenizer.json"))
+    )
+    assert checkpoint_bytes(elsewhere) == checkpoint_bytes(trained)
+
+
 def test_a_node_keeps_its_first_cause_and_is_let_back_alone(run: RunDirectory, tmp_path: Path) -> None:
     section = load_recipe(
         "demo", [f"submit.exclusions={json.dumps(str(tmp_path / 'shared.json'))}"]

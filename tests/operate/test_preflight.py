@@ -219,3 +219,24 @@ def test_a_machine_that_is_not_fit_ends_the_start_of_a_job_alone(
     reactions = JobReactions(on_bad_node=told.append, on_repeating=told.append)
     assert _is_unfit(check, rundir, reactions, said.append)
     assert len(told) == 1
+
+
+@pytest.mark.parametrize(
+    ("at_the_limit", "beyond_it"),
+    [
+        ({"gpus": (replace(GPU, used_mib=8192.0),)}, {"gpus": (replace(GPU, used_mib=8193.0),)}),
+        ({"clock_s": 5.0}, {"clock_s": 5.1}),
+        ({"clock_s": -5.0}, {"clock_s": -5.1}),
+        ({"teraflops": 170.0}, {"teraflops": 169.9}),
+    ],
+)
+def test_a_node_has_no_fault_at_a_limit_and_one_beyond_it(at_the_limit: dict, beyond_it: dict) -> None:
+    assert judge_nodes(nodes(b=at_the_limit), gpus=1) == []
+    assert [finding.host for finding in judge_nodes(nodes(b=beyond_it), gpus=1)] == ["b"]
+
+
+def test_of_three_nodes_one_may_be_slow() -> None:
+    three = {host: facts for host, facts in nodes(b={"teraflops": 100.0}).items() if host != "d"}
+    assert bad_hosts(judge_nodes(three)) == ["b"]
+    del three["c"]
+    assert judge_nodes(three) == []

@@ -16,6 +16,7 @@ from bloomery.config.load import load_recipe
 from bloomery.config.parallel import ParallelSection
 from bloomery.config.submit import SubmitSection
 from bloomery.errors import BloomeryError, TrainingFailed
+from bloomery.events.journal import read_journal
 from bloomery.events.run_directory import RunDirectory
 from bloomery.operate import submission
 from bloomery.operate.exclusions import Exclusions, QuarantinedNode
@@ -39,6 +40,7 @@ from bloomery.operate.submission import (
     kept_if_queued,
     kept_submission,
     nodes_of,
+    note_cancelled,
     recipe_of_run,
     refuse_missing_run,
     request_of,
@@ -351,3 +353,25 @@ def test_a_job_of_this_machine_fills_its_queue_before_it_trains(run: RunDirector
     assert lines[4] == "trap '' USR1" and lines[5].startswith("exec ") and len(lines) == 6
     with pytest.raises(SchedulerError, match="wants 2 nodes"):
         OneMachine(run.path).submit(requested(run, "submit.nodes=2"))
+
+
+def test_jobs_that_were_cancelled_before_a_start_are_noted_where_the_run_has_records(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    run.operations.parent.mkdir(parents=True)
+    note_cancelled(run, ["7"])
+    assert not run.operations.exists() and not run.exists()
+    run.operations.touch()
+    note_cancelled(run, ["7", "8"])
+    (event,) = read_journal(run.operations)
+    assert (event["event"], event["state"], event["jobs"]) == ("job", "cancelled", ["7", "8"])
+
+
+@pytest.mark.parametrize(("nodes", "spares", "is_refused"), [(1, 0, False), (1, 1, True), (2, 0, True)])
+def test_the_job_of_a_peer_has_one_node_and_no_spare(nodes: int, spares: int, is_refused: bool) -> None:
+    settings = [f"submit.nodes={nodes}", f"submit.spares={spares}"]
+    loaded = load_recipe("diloco-internet", settings)
+    if not is_refused:
+        check_submittable(loaded, overrides=settings)
+        return
+    with pytest.raises(SchedulerError, match="A peer runs on one machine"):
+        check_submittable(loaded, overrides=settings)

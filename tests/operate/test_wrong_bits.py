@@ -56,3 +56,10 @@ def test_a_rank_that_no_record_is_certain_of_and_other_failures_blame_no_machine
     run = faulty(RunDirectory(tmp_path / "run"), (3, "node7", False), (2, "node7", True))
     assert diagnose_wrong_bits(run, stopped(words_of_the_guard(3))) is None
     assert diagnose_wrong_bits(run, stopped("RuntimeError: CUDA error")) is None
+
+
+def test_a_stop_that_only_the_record_of_a_rank_tells_blames_its_machine_too(tmp_path: Path) -> None:
+    run = faulty(RunDirectory(tmp_path / "run"), (3, "node7", True), (3, "node7", True))
+    end = RankEnd(rank=0, host="node1", status=1, error=words_of_the_guard(3), log="")
+    diagnosis = diagnose_wrong_bits(run, FailureEvidence(ranks=[end]))
+    assert diagnosis is not None and diagnosis.culprit.host == "node7"

@@ -198,6 +198,40 @@ def test_a_branch_that_is_not_there_has_no_files(monkeypatch: pytest.MonkeyPatch
     assert place.files_of("step-000001.i001") == {}
 
 
+@pytest.mark.parametrize(("status", "is_told"), [(401, True), (403, True), (404, False)])
+def test_a_repository_that_may_not_be_seen_is_not_taken_for_one_that_is_not_there(
+    monkeypatch: pytest.MonkeyPatch, status: int, is_told: bool
+) -> None:
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    def missing(*given: Any, **more: Any) -> Any:
+        refusal = RepositoryNotFoundError.__new__(RepositoryNotFoundError)
+        Exception.__init__(refusal, "no repository")
+        refusal.response = SimpleNamespace(status_code=status)  # type: ignore[assignment]
+        raise refusal
+
+    place: Any = HubRepository("a/b")
+    monkeypatch.setattr(place, "_api", lambda: SimpleNamespace(list_repo_tree=missing))
+    if not is_told:
+        assert place.entries() == {}
+        return
+    with pytest.raises(StorageError, match="Listing hf:a/b failed") as refused:
+        place.entries()
+    assert "hf auth login" in refused.value.remedy
+
+
+def test_the_folders_of_a_repository_are_no_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import RepoFile, RepoFolder
+
+    listed = [
+        RepoFolder(path="logs", oid="f"),
+        RepoFile(path="logs/a.log", size=7, oid="b"),
+    ]
+    place: Any = HubRepository("a/b")
+    monkeypatch.setattr(place, "_api", lambda: SimpleNamespace(list_repo_tree=lambda *_, **__: listed))
+    assert place.entries() == {"logs/a.log": ObjectStat(bytes=7, mark="b")}
+
+
 def test_a_place_that_is_none_is_told_with_what_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     for text, remedy in (("ftp://b/x", "s3://bucket/path"), ("hf:a", "hf:OWNER/NAME")):
         with pytest.raises(StorageError) as refused:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -91,3 +92,8 @@ def test_who_took_an_alert_before_the_time_was_over_does_not_get_it_again(
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: [][0])
     with pytest.raises(IndexError):
         notify.send(["x"], title="t", body="b")
+
+
+def test_an_alert_that_is_owed_to_nobody_is_sent_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    them = Addresses(monkeypatch)
+    assert them.send_at(0.0, replace(ALERT, owed=())) is None and them.asked == []
