@@ -14,9 +14,9 @@ from bloomery.guard import replay
 from bloomery.guard.ladder import Ladder
 from bloomery.guard.logs import Columns
 from bloomery.guard.parity import ResumeParity
-from bloomery.guard.replay import _doublings, _finding, _resumes, _spikes, replay_columns
+from bloomery.guard.replay import _doublings, _finding, _levels, _resumes, _spikes, replay_columns
 from bloomery.guard.spike import SpikeGuard
-from bloomery.guard.trend import Plateau
+from bloomery.guard.trend import GradientNormRise, Plateau
 from bloomery.guard.verdict import Anomaly, CarryOn, Rewind
 
 
@@ -126,3 +126,13 @@ def test_a_machine_of_one_core_judges_many_lines_by_itself(monkeypatch: pytest.M
     monkeypatch.setattr(replay.os, "cpu_count", lambda: 1)
     monkeypatch.setattr(replay, "ProcessPoolExecutor", None)
     assert replay_columns(columns(20), GuardSection()) == []
+
+
+@pytest.mark.parametrize(("count", "further"), [(169, []), (170, [169])])
+def test_each_line_is_judged_once_up_to_the_last_block_of_calm_lines_and_after_it(
+    count: int, further: list[int]
+) -> None:
+    values = {field.name: np.ones(count) for field in fields(Columns)}
+    values |= {"step": np.arange(1, count + 1), "resumed": np.zeros(count), "refused": np.zeros(count)}
+    told = [line for line, _ in _levels(GradientNormRise(), Columns(**values), np.zeros(count))]
+    assert told == [*range(105), *further]
