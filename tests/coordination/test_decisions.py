@@ -182,7 +182,7 @@ def test_what_a_member_keeps_is_not_given_to_it_where_another_has_skipped_it() -
     assert isinstance(found, CommitRound)
     shares = found.shares.shares
     assert 12 not in [index for pieces in shares.values() for piece in pieces for index in piece]
-    assert shares["b"][0] == range(13, 14)
+    assert 13 in shares["b"][0]
 
 
 def test_who_was_not_in_an_asynchronous_round_keeps_its_share_but_for_what_another_has_skipped() -> None:
