@@ -291,3 +291,11 @@ def test_a_fit_trains_in_the_directory_given_or_in_that_of_the_recipes_name(
     for given, path in ((run, run), ("demo", Path("runs/demo"))):
         bloomery.fit(given)
         assert started[-1][1] == path
+
+
+def test_a_model_that_is_loaded_drops_nothing_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = SimpleNamespace(
+        decoder=lambda **how: torch.nn.Dropout(0.5), tokenizer=None, recipe=None, checkpoint=None
+    )
+    monkeypatch.setattr("bloomery.evaluate.open_checkpoint.open_saved", lambda path, *, fallback: opened)
+    assert bloomery.load("run").decoder(torch.ones(64)).tolist() == [1.0] * 64

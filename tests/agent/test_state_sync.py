@@ -14,7 +14,7 @@ from tests.agent.test_ring_attempt import no_thread
 from tests.protocol import example
 
 from bloomery.agent.agent import Agent
-from bloomery.agent.state_sync import Behind, StateSync
+from bloomery.agent.state_sync import Behind, StateSync, SyncedState
 from bloomery.coordination.snapshot import ListedMember, RunSnapshot
 from bloomery.data.position import Position
 from bloomery.errors import PeerError
@@ -312,3 +312,33 @@ def test_an_average_of_which_several_peers_sent_parts_is_fetched_from_one_when_i
         sync.refuse(synced)
     assert asked == [(SOURCES, 3), (1, 3), (1, 3)]
     assert not sync._next(run, behind).is_average  # no peer is left that was not refused
+
+
+def test_while_nobody_has_a_copy_of_the_newest_state_the_newest_is_fetched_that_averages_lead_on_from():
+    averages: Any = SimpleNamespace(fetch=None, at_most=5)
+    sync = StateSync(None, me="b", wake=lambda: None, averages=averages)
+    commits = {n: snapshot(n).commits[n] for n in range(1, 8)}
+    listed, behind = snapshot(7).members["a"], Behind(round=0, digest="own", overtaken=5, ranks=1)
+    for copies, round, is_earlier in (
+        (("d1", "d3", "d4"), 4, True),
+        (("d1",), 7, False),
+        (("d3", "d7"), 7, False),
+    ):
+        holder = replace(listed, member=structs.replace(listed.member, copies=copies))
+        sought = sync._next(replace(snapshot(7), commits=commits, members={"a": holder}), behind)
+        assert (sought.commit.round, sought.is_average, sought.is_earlier) == (round, False, is_earlier)
+
+
+def test_who_gave_another_state_than_it_said_is_not_asked_for_it_again_but_for_others():
+    averages: Any = SimpleNamespace(fetch=None, at_most=4)
+    sync = StateSync(None, me="b", wake=lambda: None, averages=averages)
+    run = replace(snapshot(2), commits={n: snapshot(n).commits[n] for n in (1, 2)})
+    behind = Behind(round=1, digest="d1", overtaken=1, ranks=1)
+    for round, asked in ((1, ["a"]), (2, [])):
+        synced = SyncedState(commit=run.commits[round], directory=Path("x"), sources=("a",), seconds=1.0)
+        sync.refuse(synced)
+        sought = sync._next(run, behind)
+        assert sought.is_average is bool(asked)
+        assert [source.peer for source in sync._sources_of(sought, run.members)] == asked
+    sync.fetch(replace(snapshot(5), members={}), now=0.0)
+    assert sync._next(run, behind).is_average, "its refusal went with its commit"

@@ -234,3 +234,14 @@ def test_the_commands_tell_it_as_one_message(made: Path, tmp_path: Path, capsys)
     assert "authority.pem holds no certificate, or a damaged one\n  Move it away" in told
     assert status_of("coordinate", "--adopt", "one", "--certificates", str(certs / "one/a")) == 1
     assert f"the certificates in {certs}/one/a cannot be used: account.json" in capsys.readouterr().err
+
+
+def test_an_address_in_a_certificate_is_no_name_of_its_bearer(tmp_path: Path) -> None:
+    init_certificates(tmp_path, run="one", peers=["a"], hosts=("10.0.0.9",))
+    found = signed_fault(
+        authority=tmp_path / "one/a/coordinator.pem",
+        certificate=tmp_path / "coordinator/server.pem",
+        key=tmp_path / "coordinator/server.key",
+        peer="10.0.0.9",
+    )
+    assert found is not None and found.why.endswith("and not of '10.0.0.9'")

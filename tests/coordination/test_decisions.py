@@ -174,3 +174,28 @@ def test_only_offers_of_members_that_are_listed_count() -> None:
     found = decided(snapshot)
     assert isinstance(found, Propose) and found.tried.attempt.members == ("a",)
     assert found.offers == {"a": 1} and found.unseen == ()
+
+
+def test_what_a_member_keeps_is_not_given_to_it_where_another_has_skipped_it() -> None:
+    snapshot = with_offer(attempted(done="abc"), "b", kept=(range(12, 14),))
+    found = decided(with_offer(snapshot, "a", skip=(range(12, 13),)), inner_steps=1)
+    assert isinstance(found, CommitRound)
+    shares = found.shares.shares
+    assert 12 not in [index for pieces in shares.values() for piece in pieces for index in piece]
+    assert 13 in shares["b"][0]
+
+
+def test_who_was_not_in_an_asynchronous_round_keeps_its_share_but_for_what_another_has_skipped() -> None:
+    snapshot = attempted(done="abc")
+    assert snapshot.standing is not None
+    shares = msgspec.structs.replace(
+        snapshot.standing.shares,
+        shares={**snapshot.standing.shares.shares, "d": (range(24, 32),)},
+        position=Position(holes=(range(32),)),
+        live=4,
+    )
+    members = {**snapshot.members, "d": listed("d")}
+    snapshot = replace(snapshot, standing=replace(snapshot.standing, shares=shares), members=members)
+    found = decided(with_offer(snapshot, "a", skip=(range(24, 26),)), quorum=3, inner_steps=2)
+    assert isinstance(found, CommitRound)
+    assert found.shares.shares["d"] == (range(26, 32), range(44, 46))

@@ -193,7 +193,8 @@ def test_who_lists_the_run_anew_refuses_what_members_that_are_there_did_not_anno
     run.samples["d"] = 1
     newcomer = run.peers["d"] = Peer(run, "d")
     newcomer.look()
-    assert newcomer.snapshot.commit.round == 0
+    written = run.store.items[run.keys.commit(1)].modified
+    assert newcomer.snapshot.commit.round == 0 and newcomer.snapshot.refused == written
     run.peers["a"].see()
     run.peers["a"].act()
     newcomer.look()

@@ -85,6 +85,12 @@ def test_of_two_parts_the_one_that_is_unlike_its_own_past_is_left_out():
     assert outliers({"a": part("a", 10, 1e-3, past=past), "b": part("b", 10, 1.0)}, factor=10.0) == {}
     # It was as large as that before.
     assert outliers({"a": healthy, "b": part("b", 10, 50.0, past=((10, 45.0),))}, factor=10.0) == {}
+    # Its earlier parts had other numbers of steps, which let expect 5.6 of it.
+    quick = part("a", 10, 1.0, past=((10, 1.0),))
+    slow = {norm: part("b", 40, norm, past=((10, 1.4),)) for norm in (55.0, 57.0)}
+    assert outliers({"a": quick, "b": slow[55.0]}, factor=10.0) == {}
+    why = "its part's norm is 57 after 40 steps, and its own earlier parts let expect at most 5.6"
+    assert outliers({"a": quick, "b": slow[57.0]}, factor=10.0) == {"b": why}
     # It is as large beside the other as it may be.
     assert outliers({"a": part("a", 1, 1.0), "b": part("b", 1, 8.0, past=((1, 0.5),))}, factor=8.0) == {}
     # Both grew alike, for instance because the learning rate did.

@@ -374,3 +374,7 @@ def test_a_journal_after_a_blank_line_is_one_and_only_its_starts_resume(tmp_path
     (tmp_path / "a.jsonl").write_text("\n" + step.format(1) + other + step.format(2))
     found = read_columns(tmp_path / "a.jsonl")
     assert (found.step.tolist(), found.resumed.tolist()) == ([1.0, 2.0], [0.0, 0.0])
+
+
+def test_a_log_without_lines_has_none_whose_loss_scale_changed() -> None:
+    assert _scale_changes(columns(), interval_steps=5) == []

@@ -286,3 +286,25 @@ def test_a_loss_that_was_not_a_number_only_once_has_other_bits(was, now):
     again = ladder().rewound(made, LadderState(), Rung.REPEAT)
     _, (odd,) = ladder().after_step(again, report(1, now), is_calm=False)
     assert isinstance(odd, Watch) and odd.kind == "other bits"
+
+
+def test_a_step_that_goes_back_to_other_samples_is_not_compared_with_the_one_before():
+    made, _ = ladder().after_step(LadderState(rung=Rung.REPEAT), report(1, 2.5), is_calm=False)
+    again = ladder().rewound(made, LadderState(), Rung.REPEAT)
+    for further, told in ((0, 1), (8, 0)):
+        step = replace(report(1, 2.6), cursor=report(1, 2.6).cursor + further)
+        assert len(ladder().after_step(again, step, is_calm=False)[1]) == told
+
+
+def test_a_restraint_that_was_stored_before_there_were_clamps_clamps_nothing():
+    stored = {"start": 10, "stop": 30, "rate": 0.5, "clip": 0.25}
+    (found,) = restraints_from_json([stored])
+    assert found == Restraint(start=10, stop=30, rate=0.5, clip=0.25, z_score=0.0, qk_clip=0.0)
+
+
+@pytest.mark.parametrize("again", [report(2, 2.6, peers=2), replace(report(1, 2.6), cursor=report(2).cursor)])
+def test_a_step_that_is_made_again_with_peers_or_under_another_number_is_not_compared(again):
+    made, _ = ladder().after_step(LadderState(rung=Rung.REPEAT), report(2, 2.5), is_calm=False)
+    back = ladder().rewound(made, LadderState(), Rung.REPEAT)
+    assert len(ladder().after_step(back, report(2, 2.6), is_calm=False)[1]) == 1
+    assert ladder().after_step(back, again, is_calm=False)[1] == ()

@@ -14,9 +14,17 @@ from bloomery.guard import replay
 from bloomery.guard.ladder import Ladder
 from bloomery.guard.logs import Columns
 from bloomery.guard.parity import ResumeParity
-from bloomery.guard.replay import _doublings, _finding, _resumes, _spikes, replay_columns
+from bloomery.guard.replay import (
+    _doublings,
+    _finding,
+    _levels,
+    _replayed,
+    _resumes,
+    _spikes,
+    replay_columns,
+)
 from bloomery.guard.spike import SpikeGuard
-from bloomery.guard.trend import Plateau
+from bloomery.guard.trend import GradientNormRise, Plateau
 from bloomery.guard.verdict import Anomaly, CarryOn, Rewind
 
 
@@ -126,3 +134,29 @@ def test_a_machine_of_one_core_judges_many_lines_by_itself(monkeypatch: pytest.M
     monkeypatch.setattr(replay.os, "cpu_count", lambda: 1)
     monkeypatch.setattr(replay, "ProcessPoolExecutor", None)
     assert replay_columns(columns(20), GuardSection()) == []
+
+
+@pytest.mark.parametrize(("count", "further"), [(169, []), (170, [169])])
+def test_each_line_is_judged_once_up_to_the_last_block_of_calm_lines_and_after_it(
+    count: int, further: list[int]
+) -> None:
+    values = {field.name: np.ones(count) for field in fields(Columns)}
+    values |= {"step": np.arange(1, count + 1), "resumed": np.zeros(count), "refused": np.zeros(count)}
+    told = [line for line, _ in _levels(GradientNormRise(), Columns(**values), np.zeros(count))]
+    assert told == [*range(105), *further]
+
+
+def test_calm_norms_are_judged_in_blocks_by_their_logarithms_and_a_norm_of_0_has_none() -> None:
+    values = {field.name: np.ones(170) for field in fields(Columns)}
+    values |= {"step": np.arange(1, 171), "resumed": np.zeros(170), "refused": np.zeros(170)}
+    values["gradient_norm"] = np.where(values["step"] < 170, 50.0, 0.0)
+    judged: list[int] = []
+
+    class Recorder(GradientNormRise):
+        def judged(self, past: Any, report: Any) -> Any:
+            judged.append(report.step)
+            return super().judged(past, report)
+
+    with np.errstate(divide="raise"):
+        assert _replayed(Recorder(), Columns(**values)) == []
+    assert judged == [*range(1, 106), 170]

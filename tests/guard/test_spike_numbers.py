@@ -413,3 +413,12 @@ def test_between_reports_of_unknown_distance_lies_one_step() -> None:
     _, new = GUARD.judged(replace(PAST, spike=replace(SPIKE, judged=True, high_steps=499)), report(110, 2.75))
     assert new.numbers["loss"] == 2.75 and new.numbers["high_steps"] == 500.0
     assert not climbed(2.5, climbs=True)[0].climbs
+
+
+@pytest.mark.parametrize(("step", "is_near"), [(269, True), (268, False)])
+def test_what_is_made_again_counts_as_near_by_single_steps_where_no_distance_is_known(
+    step: int, is_near: bool
+) -> None:
+    past = _Past(step=300, distance=0, level=calm_level())
+    found, _ = GUARD.judged(past, report(step, float("nan")))
+    assert (found.level != RobustWindow()) is is_near

@@ -144,6 +144,7 @@ UP = "model.layers.1.mlp.up_proj."
         (FP8 | {"fmt": "e5m2"}, as_int8, "quantization_config.fmt = 'e5m2'"),
         ({"quant_method": "gptq", "bits": 4}, as_int8, "quantization_config.quant_method = 'gptq'"),
         ({"bits": 4}, as_int8, "quantization_config.quant_method = None"),
+        ({"quant_method": ["fp8"]}, as_int8, r"quantization_config.quant_method = \['fp8'\]"),
         ([4], as_int8, "quantization_config"),
     ],
 )

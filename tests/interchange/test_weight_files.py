@@ -19,7 +19,7 @@ from bloomery.data.tokenizer import train_tokenizer
 from bloomery.errors import BloomeryError, CheckpointError
 from bloomery.interchange import huggingface
 from bloomery.interchange.logits_check import load_with_transformers
-from bloomery.interchange.weight_files import CHECKSUMS, INDEX, SINGLE, open_weights
+from bloomery.interchange.weight_files import CHECKSUMS, INDEX, SINGLE, open_weights, write_checksums
 from bloomery.model.decoder import Decoder, build, logical_parameters
 from bloomery.model.initial_values import initialise
 
@@ -213,3 +213,12 @@ def test_tensors_that_differ_in_one_row_alone_are_not_equal(tmp_path: Path, row:
     files = open_weights(tmp_path)
     assert files.are_equal("a", "b", slice_bytes=32)
     assert not files.are_equal("a", "c", slice_bytes=32)
+
+
+def test_the_list_of_checksums_names_files_and_no_directories(tmp_path: Path) -> None:
+    (tmp_path / "more").mkdir()
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "known.bin").write_bytes(b"1")
+    write_checksums(tmp_path, known={"known.bin": "ab" * 16})
+    empty, known = (tmp_path / CHECKSUMS).read_text().splitlines()
+    assert empty.endswith("  empty.txt") and known == f"{'ab' * 16}  known.bin"

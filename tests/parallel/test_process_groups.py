@@ -89,3 +89,32 @@ def test_a_mesh_that_closes_leaves_its_process_groups(
     monkeypatch.setattr(dist, "destroy_process_group", lambda: left.append(True))
     mesh_module.Mesh(device=torch.device("cpu")).close()
     assert left == [True] * has_groups
+
+
+def test_a_group_of_cpus_has_the_time_out_of_the_default_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[list[int], object]] = []
+
+    def new_group(ranks: list[int], *, timeout: object = None) -> str:
+        made.append((ranks, timeout))
+        return f"group of {ranks}"
+
+    monkeypatch.setattr(dist, "new_group", new_group)
+    axis = mesh_module._axis([(0, 1), (2, 3), (4,)], 3, torch.device("cpu"))
+    assert (axis.index, axis.ranks, axis.group) == (1, (2, 3), "group of [2, 3]")
+    assert made == [(ranks, timedelta(seconds=COLLECTIVE_TIMEOUT_S)) for ranks in ([0, 1], [2, 3])]
+    alone = mesh_module._axis([(0, 1), (2, 3), (4,)], 4, torch.device("cpu"))
+    assert (alone.index, alone.ranks, alone.group) == (0, (4,), None)
+
+
+def test_the_channels_are_those_of_the_pipelines_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, object]] = []
+
+    def channels(**how: object) -> list[object]:
+        asked.append(how)
+        return []
+
+    monkeypatch.setattr(mesh_module, "p2p_channels", channels)
+    pipelines = [(0, 2, 4), (1, 3, 5)]
+    device = torch.device("meta")
+    assert mesh_module._open_channels(pipelines, 0, device, chunks=2, schedule="zero-bubble") == {}
+    assert asked == [{"pipeline": 3, "chunks": 2, "schedule": "zero-bubble"}]

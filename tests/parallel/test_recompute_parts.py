@@ -234,3 +234,13 @@ def test_no_status_comes_after_the_outcome(monkeypatch: pytest.MonkeyPatch) -> N
             assert not thread.is_alive(), "nobody writes on after the task"
     counts = [status["count"] for status in store.written[:-1]]
     assert counts == list(range(1, len(counts) + 1)) and store.written[-1]["count"] == -1
+
+
+@pytest.mark.parametrize("wrap", [recompute._checkpointed, recompute._keeping_products])
+def test_weights_get_their_gradient_though_the_input_needs_none_and_no_random_state_is_kept(
+    wrap: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_rng_state", lambda: pytest.fail("it was asked for"))
+    weight = torch.tensor([2.0, 3.0], requires_grad=True)
+    wrap(lambda x: (weight * x).sin())(torch.zeros(2)).sum().backward()
+    assert weight.grad is not None and weight.grad.tolist() == [0.0, 0.0]

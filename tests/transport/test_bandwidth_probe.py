@@ -53,7 +53,7 @@ def test_what_a_link_carries_is_the_last_load_of_all_streams_in_the_time_without
 
     monkeypatch.setattr(bandwidth_probe, "_load_all", load)
     connections = [socket.socket() for _ in range(3)]
-    sizes = ProbeSizes(streams=3, pings=3, first=10, most=1000, enough_s=0.16)
+    sizes = ProbeSizes(streams=3, pings=3, first=10, most=1000, enough_s=0.08)
     measured = measure(connections, sizes, deadline_s=DEADLINE_S)
     assert loads == [10, 40, 160] and measured.rtt_ms == pytest.approx(100.0)
     assert measured.mbit_s == pytest.approx(8e-6 * 160 * 3 / 0.16)
@@ -162,3 +162,15 @@ def test_a_load_goes_over_all_streams_and_fails_where_one_does() -> None:
     for pair in pairs:
         for end in pair:
             end.close()
+
+
+def test_a_load_of_the_most_bytes_is_answered(monkeypatch) -> None:
+    assert MAX_LOAD == 256 << 20
+    monkeypatch.setattr(bandwidth_probe, "MAX_LOAD", 10)
+    asking, asked = socket.socketpair()
+    with asking:
+        for size in (10, 11):
+            asking.sendall(b"l" + size.to_bytes(4, "big") + bytes(size))
+        asking.shutdown(socket.SHUT_WR)
+        answering(asked)
+        assert asking.recv(9) == b"l"

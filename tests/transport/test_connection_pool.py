@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import socket
 import threading
@@ -160,3 +161,45 @@ def test_the_room_for_connections_is_that_of_the_largest_ring_so_far():
             with pytest.raises(Cancelled):
                 pool.gather([replace(HOP, streams=streams)], epoch=7, deadline_s=1.0, cancelled=ended)
             assert pool._most_places == places
+
+
+def test_of_spare_connections_the_older_ones_are_closed_and_the_younger_stay():
+    pool = ConnectionPool(dial=refused, relay=refused, is_dialable=True, turns=TURNS)
+    with closing(pool), contextlib.ExitStack() as ends:
+        links = []
+        for since in (1.0, 2.0, 3.0):
+            mine, theirs = socket.socketpair()
+            ends.enter_context(theirs)
+            links.append(
+                Connection(place=HOP.places[0], connection=mine, key=b"k" * 32, way="dialled", since=since)
+            )
+            pool.offer(links[-1])
+        with pool._changed:
+            pool._take(links[1], 7)
+            assert pool._links[HOP.places[0]] == links[1:]
+
+
+@pytest.mark.parametrize(("way", "left"), [("dialled", {"": 1}), ("relayed", {"b": 1})])
+def test_a_try_has_three_turns_and_makes_room_for_others_of_its_way(way, left):
+    asked_s = []
+
+    def make(hop, place, epoch, deadline_s):
+        asked_s.append(deadline_s)
+        raise OSError("nobody is there")
+
+    pool = ConnectionPool(dial=refused, relay=refused, is_dialable=True, turns=TURNS)
+    with closing(pool):
+        pool._dials.update({"b": 1, "": 1})
+        pool._make(_Want(HOP, HOP.places[0]), way, make, 7)
+        assert asked_s == [300.0] and dict(pool._dials) == left
+
+
+def test_a_way_that_made_a_connection_rests_until_the_neighbour_may_have_answered_on_it():
+    pool = ConnectionPool(dial=refused, relay=refused, is_dialable=True, turns=TURNS)
+    mine, theirs = socket.socketpair()
+    with closing(pool), theirs:
+        made = Connection(place=HOP.places[0], connection=mine, key=b"k" * 32, way="dialled")
+        for make, pause_s in ((lambda *how: made, 10.0), (refused, 30.0)):
+            want, began = _Want(HOP, HOP.places[0]), time.monotonic()
+            pool._make(want, "dialled", make, 7)
+            assert began + pause_s <= want.next_try["dialled"] <= time.monotonic() + pause_s
