@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 
@@ -215,22 +215,31 @@ def test_of_two_machines_that_send_one_file_the_last_counts_whole(
             assert restored() == both[run]
 
 
+def at_third_segment(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
+    """Let `act` run once, as a fetch is about to read its third segment."""
+    pieces, opened = Objects.pieces, []
+
+    def pieces_after_act(store: Objects, key: str, **more: object) -> Iterator[memoryview]:
+        if key.startswith("segments/") and "index" not in key:
+            opened.append(key)
+            if len(opened) == 3:
+                act()
+        return pieces(store, key, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Objects, "pieces", pieces_after_act)
+
+
 def test_a_fetch_during_which_all_of_a_file_is_sent_anew_begins_anew(
     rundir: RunDirectory, remote: Objects, journal: Path, restored, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     journal.write_bytes(text(3 * SIZE + 5))
     upload_logs_and_data(rundir, remote, SECTION)
-    pieces, opened = Objects.pieces, []
 
-    def sent_meanwhile(store: Objects, key: str, **more: object) -> Iterator[memoryview]:
-        if key.startswith("segments/") and "index" not in key:
-            opened.append(key)
-            if len(opened) == 3:
-                journal.write_bytes(text(4 * SIZE + 5, seed=1))
-                upload_logs_and_data(rundir, remote, SECTION)
-        return pieces(store, key, **more)  # type: ignore[arg-type]
+    def send_again() -> None:
+        journal.write_bytes(text(4 * SIZE + 5, seed=1))
+        upload_logs_and_data(rundir, remote, SECTION)
 
-    monkeypatch.setattr(Objects, "pieces", sent_meanwhile)
+    at_third_segment(monkeypatch, send_again)
     assert restored() == text(4 * SIZE + 5, seed=1)
 
 
@@ -239,17 +248,12 @@ def test_a_fetch_during_an_upload_gets_one_state_of_the_file(
 ) -> None:
     journal.write_bytes(text(3 * SIZE + 5))
     upload_logs_and_data(rundir, remote, SECTION)
-    pieces, opened = Objects.pieces, []
 
-    def sent_meanwhile(store: Objects, key: str, **more: object) -> Iterator[memoryview]:
-        if key.startswith("segments/") and "index" not in key:
-            opened.append(key)
-            if len(opened) == 3:
-                add(journal, b"more")
-                upload_logs_and_data(rundir, remote, SECTION)
-        return pieces(store, key, **more)  # type: ignore[arg-type]
+    def send_again() -> None:
+        add(journal, b"more")
+        upload_logs_and_data(rundir, remote, SECTION)
 
-    monkeypatch.setattr(Objects, "pieces", sent_meanwhile)
+    at_third_segment(monkeypatch, send_again)
     assert restored() == text(3 * SIZE + 5) + b"more"
     lost = [key for key in keys(remote) if key.startswith(f"segments/{NAME}/000001")]
     remote.delete_all(lost)

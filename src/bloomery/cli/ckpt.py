@@ -150,7 +150,7 @@ def verify_watched(where: Path | Source, progress: ProgressCallback) -> list[Pro
 
 
 def _sources_at(text: str) -> list[Source]:
-    """Return one checkpoint, or all checkpoints of a run, from a path or a URL."""
+    """Return the checkpoint at `text`, a path or a URL, or all checkpoints of the run there."""
     if is_remote(text):
         if parse_name(text.rstrip("/").rsplit("/", 1)[-1]) is not None:
             return [remote_source(text)]

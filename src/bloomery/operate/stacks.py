@@ -89,7 +89,7 @@ def parse_faulthandler(text: str) -> tuple[Frame, ...]:
             number = 0 if match["line"] == "???" else int(match["line"])
             threads[-1].append(Frame(function=match["function"], file=match["file"], line=number))
     begun = [frames for frames in threads if frames]
-    mains = [frames for frames in begun if not _is_begin_of_thread(frames[-1])]
+    mains = [frames for frames in begun if not _is_thread_start(frames[-1])]
     return tuple((mains or begun or [[]])[-1][:_MOST_FRAMES])
 
 
@@ -178,8 +178,8 @@ def _is_whole(dump: str) -> bool:
     return match is not None and match["function"] in ("<module>", "_run_module_as_main")
 
 
-def _is_begin_of_thread(frame: Frame) -> bool:
-    """Return whether a frame is the outermost one of a thread that Python's `threading` began."""
+def _is_thread_start(frame: Frame) -> bool:
+    """Return whether a frame is the outermost call of a thread that Python's `threading` module started."""
     return frame.function == "_bootstrap" and Path(frame.file).name == "threading.py"
 
 

@@ -7,7 +7,6 @@ import os
 import threading
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -356,32 +355,6 @@ def test_a_keeper_runs_the_command_of_its_section_and_ends_it(
 def test_the_pause_before_a_sync_is_started_again_doubles_up_to_ten_minutes() -> None:
     pauses = [restart_pause_s(in_a_row) for in_a_row in (0, 1, 2, 5, 6, 7, 10**6)]
     assert pauses == [10.0, 20.0, 40.0, 320.0, 600.0, 600.0, 600.0]
-
-
-def test_only_a_sync_that_lived_for_longer_than_the_longest_pause_ends_the_growth_of_pauses(
-    bare: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock, pauses, said = [0.0], list[float](), list[str]()
-    lives = [*[1.0] * 8, 601.0, 1.0]
-
-    def live() -> int:
-        clock[0] += lives.pop(0)
-        return 7
-
-    def pause(seconds: float) -> bool:
-        clock[0] += seconds
-        pauses.append(seconds)
-        return not lives
-
-    monkeypatch.setattr(keeper, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    kept = SyncKeeper(bare, SyncSection(place="hf:a/b"), wait_s=lambda: 0.0, say=said.append)
-    process = SimpleNamespace(wait=live)
-    monkeypatch.setattr(kept, "_process", process, raising=False)
-    monkeypatch.setattr(kept, "_started", lambda: process)
-    monkeypatch.setattr(kept, "_closing", SimpleNamespace(is_set=lambda: False, wait=pause))
-    kept._keep()
-    assert pauses == [10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 600.0, 600.0, 10.0, 20.0]
-    assert len(said) == 2
 
 
 def test_a_sync_that_dies_beside_a_launcher_is_started_again_and_that_is_told_once(
