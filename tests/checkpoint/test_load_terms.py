@@ -23,7 +23,7 @@ from bloomery.checkpoint.format.manifest import (
     read_manifest,
 )
 from bloomery.checkpoint.format.source import STORED_AT, LocalCheckpoint, StoredCheckpoint
-from bloomery.checkpoint.format.state import Box, StateEntry, whole
+from bloomery.checkpoint.format.state import OPTIONAL_PREFIXES, Box, StateEntry, whole
 from bloomery.checkpoint.format.verified_reader import VerifiedReader
 from bloomery.checkpoint.load import executor, load_plan, loader
 from bloomery.checkpoint.load.executor import load_on_all_ranks
@@ -55,6 +55,14 @@ def test_ranks_that_load_together_read_each_file_where_it_can_be_read(
     wanted = [whole("model.a", torch.zeros(8))]
     load_checkpoint(saved, wanted, ranks=ranks, readers={file.name: [1]})
     assert [unit.reader for plan in plans for unit in plan.units] == [1]
+
+
+@pytest.mark.parametrize("prefix", OPTIONAL_PREFIXES)
+def test_state_that_only_one_side_may_have_makes_no_other_model(tmp_path: Path, prefix: str) -> None:
+    entries = [whole("model.a", torch.ones(4)), whole(f"{prefix}a", torch.ones(2))]
+    for saved, wanted in ((entries, entries[:1]), (entries[:1], entries)):
+        directory = save_checkpoint(tmp_path / str(len(saved)), saved, step=3, incarnation=1)
+        load_checkpoint(directory, wanted)
 
 
 @dataclass(frozen=True, kw_only=True)
