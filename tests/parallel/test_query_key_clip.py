@@ -187,11 +187,12 @@ def test_a_refused_update_rescales_nothing_and_evaluation_measures_nothing() -> 
 
 @pytest.mark.parametrize("at_once", [attention.SCORES_AT_ONCE, 3 * 4 * LENGTH, 1])
 @pytest.mark.parametrize(("stride", "every"), [(5, [0, 5, 10, 15]), (6, [3, 9, 15])])
+@pytest.mark.parametrize("style", ["gpt2", "llama"])
 def test_a_stride_looks_at_every_nth_query_and_at_the_last(
-    stride: int, every: list[int], at_once: int, monkeypatch: pytest.MonkeyPatch
+    style: str, stride: int, every: list[int], at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention, "SCORES_AT_ONCE", at_once)
-    model = model_of("gpt2", threshold=1.0, stride=stride)
+    model = model_of(style, threshold=1.0, stride=stride)
     model.accumulate([batch(3)], 0, weight=1.0)
     measured = torch.stack([block.attention.logit_maxima for block in model.decoder.blocks])
     expected = torch.stack([scores[:, :, every].amax((0, 2, 3)) for scores in logits(model, batch(3))])

@@ -175,6 +175,21 @@ def test_interludes_that_are_due_add_to_the_report_and_are_told_as_an_evaluation
     assert report.held_out_loss is None and entered == [RankActivity.REPORTING]
 
 
+def test_the_time_of_an_interlude_is_not_time_of_the_step(
+    metrics_of, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = [100.0]
+    monkeypatch.setattr("bloomery.train.metrics.time.perf_counter", lambda: now_s[0])
+
+    class Evaluation(Due):
+        def run(self, state: TrainState) -> dict[str, Any]:
+            now_s[0] += 50.0
+            return self.found
+
+    report = reported(metrics_of(interludes=[Evaluation((3,), {})]), result_of(started=98.0))
+    assert now_s == [150.0] and report.seconds == 2.0
+
+
 def test_what_one_rank_knows_from_outside_is_agreed_on(metrics_of) -> None:
     facts = reported(metrics_of(), result_of(), save=1.0, terminated=1.0).facts
     assert facts.save_requested and facts.stop_reason == "signal SIGTERM"
