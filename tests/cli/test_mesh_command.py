@@ -34,8 +34,9 @@ def test_json_gives_every_rank_its_place_for_any_world(capsys: pytest.CaptureFix
 
 def test_a_layout_that_cannot_be_is_refused_with_one_that_can(capsys: pytest.CaptureFixture[str]) -> None:
     tiny = ("tr1-13b-tiny", "parallel.tensor=4")
-    status, _, err = run(capsys, *tiny, "--world", "8", "--nodes", "a,b,c,d")
-    assert status == 1
+    status, out, err = run(capsys, *tiny, "--world", "8", "--nodes", "a,b,c,d")
+    assert status == 1 and not out
+    assert run(capsys, *tiny, "--world", "8", "--nodes", "a,b,c,d", "--json") == (1, "", err)
     assert "ranks 0–3 are on a and b" in err
     assert "parallel.tensor=2 parallel.pipeline=1 parallel.data=4" in err
     status, _, err = run(capsys, *tiny, "--world", "6")

@@ -97,6 +97,9 @@ def test_the_first_machine_keeps_the_chronicle_and_sends_logs(
         "departure", "_on_several", "end of departure",
     ] * 2  # fmt: skip
     assert calls[0][1] == {"context": None, "asks": False}
+    calls.clear()
+    supervised.run_supervised(loaded, rundir, one)
+    assert "chronicle" in calls, "a run of one machine is kept by it wherever in the job it is"
 
 
 def test_a_job_is_refused_in_quarantine_and_ends_where_its_machine_is_unfit(

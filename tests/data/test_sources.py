@@ -196,8 +196,11 @@ def test_what_is_hidden_anywhere_below_a_directory_is_left_out(tmp_path: Path) -
     for name in ("a.txt", ".b.txt", ".git/c.txt", "deep/.cache/d.txt", "deep/e.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("x")
-    found = find_files([str(tmp_path)])
-    assert [file.key for file in found.files] == ["a.txt", "deep/e.txt"] and found.ignored == ()
+    for directory in (tmp_path, tmp_path / "deep" / ".." / "."):
+        found = find_files([str(directory)])
+        assert [file.key for file in found.files] == ["a.txt", "deep/e.txt"] and found.ignored == ()
+    found = find_files([str(tmp_path / "deep" / ".cache")])
+    assert [file.key for file in found.files] == ["d.txt"], "a hidden directory may be named itself"
 
 
 def test_a_link_to_nothing_is_told_as_such_and_not_as_missing(tmp_path: Path) -> None:

@@ -171,6 +171,9 @@ def test_a_run_is_given_to_the_group_and_what_leads_out_of_it_is_not(
     assert (run.control_dir / "deep" / "file").stat().st_uid == 61_235, "it is its owner's as before"
     assert outside.stat().st_gid != 61_234 and not outside.stat().st_mode & stat.S_IWGRP
     assert share_with_group(run.path, group="llm").repaired == 0
+    os.chown(run.control_dir / "deep" / "file", -1, 61_235)  # its mode stays as it was made
+    assert share_with_group(run.path, group="llm").repaired == 1
+    assert (run.control_dir / "deep" / "file").stat().st_gid == 61_234
     with pytest.raises(BloomeryError, match="no group") as refused:
         share_with_group(run.path, group="none")
     assert "`id -Gn` in submit.group" in refused.value.remedy
