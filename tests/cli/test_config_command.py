@@ -75,6 +75,16 @@ def test_check_gives_the_warnings_of_the_plan_and_json_holds_mistakes_too(capsys
     assert status == 2 and len(json.loads(out)["mistakes"]) == 2
 
 
+def test_warnings_are_of_the_vocabulary_of_the_tokenizers_file(capsys, monkeypatch):
+    known = load_recipe("demo", ["model.vocabulary=4096"])
+    monkeypatch.setattr("bloomery.cli.config.with_local_vocabulary", lambda loaded: known)
+    monkeypatch.setattr(
+        "bloomery.cli.config.warnings_of", lambda loaded: [f"{loaded.recipe.model.vocabulary} tokens"]
+    )
+    _, out, _ = run(capsys, "check", "demo", "--json")
+    assert json.loads(out)["warnings"] == ["4096 tokens"]
+
+
 def test_check_reports_every_mistake_and_fails(capsys):
     status, _, err = run(capsys, "check", "demo", "train.micro_batch=3", "schedule.floor=9")
     assert status == 2
