@@ -56,6 +56,11 @@ def test_indices_of_64_bits_are_left_to_numpy() -> None:
     words, place = np.zeros(624, dtype=np.uint32), np.zeros(1, dtype=np.int32)
     assert not native_kernels.shuffle(words, place, wide)
     assert not native_kernels.cumulate(np.ones(9, dtype=np.int32), wide, wide)
+    row = np.zeros((1, 3), dtype=np.int32)
+    assert not native_kernels.gather_documents(
+        np.zeros(9, dtype=np.uint16), np.zeros(1, dtype=np.int64), 8, wide[:1], wide[:1], 0, None,
+        order=np.zeros(1, dtype=np.int64), ends=np.array([9]), out=row, largest=np.zeros(1, dtype=np.uint64),
+    )  # fmt: skip
     assert np.array_equal(wide, before)
 
 

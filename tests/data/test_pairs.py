@@ -143,7 +143,9 @@ def test_a_merge_tells_of_all_bytes_that_it_copies(tmp_path: Path) -> None:
     assert told == [(12, 24, "bytes"), (24, 24, "bytes")]
 
 
-def test_pairs_that_do_not_fit_together_are_refused_and_nothing_is_left(prefix: Path) -> None:
+def test_pairs_that_do_not_fit_together_are_refused_and_nothing_is_left(
+    prefix: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wide, apart, out = (prefix.with_name(name) for name in ("wide", "apart", "out"))
     write(wide, [[1]], code=4)
     write(apart, DOCUMENTS)
@@ -159,6 +161,10 @@ def test_pairs_that_do_not_fit_together_are_refused_and_nothing_is_left(prefix: 
             merge_pairs(prefixes, out)
         assert refused.value.remedy
     assert not [path for path in prefix.parent.iterdir() if path.name.startswith("out")]
+    monkeypatch.chdir(prefix.parent)
+    for read_from, to in ((prefix, Path(prefix.name)), (Path(prefix.name), prefix)):
+        with pytest.raises(DataError, match="is one of the pairs"):
+            merge_pairs([read_from], to)
 
 
 def test_verifying_holds_some_documents_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
