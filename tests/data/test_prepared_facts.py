@@ -6,6 +6,7 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -354,3 +355,15 @@ def test_bad_documents_that_became_fatal_do_not_concern_what_a_run_was_trained_o
     with pytest.raises(DataError, match=r"b\.jsonl:2: the document is empty"):
         prepare(strict, tmp_path / "out")
     assert prepare(data, tmp_path / "out") == replace(made, reused=True)
+
+
+def test_a_model_of_sentencepiece_is_kept_beside_the_data_by_its_own_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = tmp_path / "given.bin"
+    given.write_bytes(b"\x0a\x0e\x0a\x05<unk>")
+    monkeypatch.setattr(preparing, "prepare", lambda *_, **__: SimpleNamespace(tokenizer_path=given))
+    run = tmp_path / "run"
+    prepare_run(DataSection(sequence_length=8), run, progress=ignore_progress, is_trained_on=False)
+    assert [path.name for path in run.iterdir()] == ["tokenizer.model"]
+    assert (run / "tokenizer.model").read_bytes() == given.read_bytes()
