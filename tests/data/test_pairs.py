@@ -116,8 +116,12 @@ def test_a_pair_that_cannot_be_read_is_refused(prefix: Path) -> None:
         verify_pair(prefix)
 
 
+@pytest.mark.parametrize("at_once", [1 << 20, 2])
 @pytest.mark.parametrize("code", [8, 4])
-def test_a_merged_pair_is_what_one_writer_would_have_written(tmp_path: Path, code: int) -> None:
+def test_a_merged_pair_is_what_one_writer_would_have_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, at_once: int
+) -> None:
+    monkeypatch.setattr("bloomery.data.indexed._CHECKED_AT_ONCE", at_once)
     parts = [DOCUMENTS, [], [[]], [[7, 8], []], [[9]]]
     prefixes = [tmp_path / f"part{number}" for number in range(len(parts))]
     for prefix, documents in zip(prefixes, parts, strict=True):

@@ -140,6 +140,12 @@ def test_the_manifest_tells_each_file_and_dataset_and_comes_back_as_it_was(
         reused=False,
     )
     assert prepare(data, tmp_path / "out") == replace(made, reused=True)
+    of_model = manifest | {"tokenizer_file": "tokenizer.model"}
+    (tmp_path / "out" / "prepared.json").write_text(json.dumps(of_model))
+    assert prepare(data, tmp_path / "out").tokenizer_path == tmp_path / "out" / "tokenizer.model"
+    del of_model["tokenizer_file"]  # an earlier version named none
+    (tmp_path / "out" / "prepared.json").write_text(json.dumps(of_model))
+    assert prepare(data, tmp_path / "out") == replace(made, reused=True)
     for key, value in (
         ("format", 2),
         ("files", {"gone": 1}),

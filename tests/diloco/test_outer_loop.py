@@ -22,7 +22,7 @@ from bloomery.diloco.outer_loop_state import HeldState, Idle, Updating
 from bloomery.diloco.peer_vector import FragmentHistory
 from bloomery.diloco.pseudo_gradient import PseudoGradient
 from bloomery.errors import CheckpointError
-from bloomery.events.heartbeat import ignore_activity
+from bloomery.events.heartbeat import RankActivity, ignore_activity
 from bloomery.protocol.rank_messages import Committed, CopyState, Reduce, StartRound, StopTraining
 
 DEADLINE_S = 60.0
@@ -216,3 +216,12 @@ def test_rounds_are_of_the_kind_that_the_recipe_says(
     rounds = Peer(section).loop._rounds
     assert (rounds.averages_gradients, rounds.is_asynchronous) == (averages_gradients, is_asynchronous)
     assert rounds.fragments == (FragmentHistory(),) * fragments
+
+
+def test_a_wait_for_a_round_is_told_to_the_heartbeat_and_looks_whether_the_rank_is_asked_to_stop() -> None:
+    peer = Peer(ElasticSection(inner_steps=1, overlap_steps=0), asked_to_stop="signal 15")
+    peer.waiting = [StopTraining(why="signal 15", failed=False)]
+    assert peer.loop.admit(Training()).done
+    assert ("agent", "leave", "signal 15") in peer.calls
+    entered = [call[2] for call in peer.calls if call[:2] == ("trainer", "enter")]
+    assert entered == [RankActivity.WAITING_FOR_PEERS, RankActivity.BETWEEN_STEPS]
