@@ -118,7 +118,14 @@ def test_pairs_of_other_tokens_and_pairs_that_are_written_to_are_refused(
     with pytest.raises(DataError, match="is one of the pairs to read"):
         deduplicate([narrow.prefix], tmp_path / "held", likeness=EXACT, against=[tmp_path / "held"])
     monkeypatch.chdir(tmp_path)
-    for read_from, out in ((narrow.prefix, Path("narrow")), (Path("narrow"), narrow.prefix)):
+    (tmp_path / "below").mkdir()
+    (tmp_path / "linked").symlink_to(tmp_path)
+    for read_from, out in (
+        (narrow.prefix, Path("narrow")),
+        (Path("narrow"), narrow.prefix),
+        (narrow.prefix, Path("below", "..", "narrow")),
+        (tmp_path / "linked" / "narrow", narrow.prefix),
+    ):
         with pytest.raises(DataError, match="is one of the pairs to read"):
             deduplicate([read_from], out, likeness=EXACT)
 

@@ -108,6 +108,8 @@ def test_the_first_of_all_sequences_without_tokens_is_told(
     patch(idx_path(prefix), 34, struct.pack("<2i", 0, 0))  # the lengths of the first two
     told = [finding for finding in verify_pair(prefix).findings if "has 0 tokens" in finding]
     assert told == [f"{idx_path(prefix)}: sequence 0 has 0 tokens."]
+    apart = [finding for finding in verify_pair(prefix).findings if "begins at byte" in finding]
+    assert [finding.partition("begins")[0] for finding in apart] == [f"{idx_path(prefix)}: sequence 1 "]
 
 
 def test_a_pair_that_cannot_be_read_is_refused(prefix: Path) -> None:
@@ -166,7 +168,14 @@ def test_pairs_that_do_not_fit_together_are_refused_and_nothing_is_left(
         assert refused.value.remedy
     assert not [path for path in prefix.parent.iterdir() if path.name.startswith("out")]
     monkeypatch.chdir(prefix.parent)
-    for read_from, to in ((prefix, Path(prefix.name)), (Path(prefix.name), prefix)):
+    (prefix.parent / "below").mkdir()
+    (prefix.parent / "linked").symlink_to(prefix.parent)
+    for read_from, to in (
+        (prefix, Path(prefix.name)),
+        (Path(prefix.name), prefix),
+        (prefix, Path("below", "..", prefix.name)),
+        (prefix.parent / "linked" / prefix.name, prefix),
+    ):
         with pytest.raises(DataError, match="is one of the pairs"):
             merge_pairs([read_from], to)
 

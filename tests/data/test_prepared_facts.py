@@ -373,3 +373,15 @@ def test_a_model_of_sentencepiece_is_kept_beside_the_data_by_its_own_name(
     prepare_run(DataSection(sequence_length=8), run, progress=ignore_progress, is_trained_on=False)
     assert [path.name for path in run.iterdir()] == ["tokenizer.model"]
     assert (run / "tokenizer.model").read_bytes() == given.read_bytes()
+
+
+def test_what_a_start_that_was_killed_made_for_other_settings_is_not_used(
+    text: Path, tokenizer: Path, tmp_path: Path
+) -> None:
+    data = DataSection(sources=(str(text),), sequence_length=8, held_out_every=0, tokenizer=str(tokenizer))
+    building = tmp_path / "out" / "building"
+    building.mkdir(parents=True)
+    (building / "wanted.json").write_text(json.dumps(wanted_of(data, tmp_path) | {"text_field": "q"}))
+    (building / "tokenizer.json").write_text("that of another text")
+    assert prepare(data, tmp_path / "out").vocabulary_size == 257
+    assert not building.exists()
