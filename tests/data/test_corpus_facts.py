@@ -327,3 +327,20 @@ def test_two_that_tokenise_into_one_pair_never_work_at_a_time(
     done = tokenize(files, tmp_path / "out", job, workers=1, piece_bytes=75, progress=again)
     assert f"which works in {tmp_path / 'out.parts'}" in refused[0] and done.pairs[0].documents == 12
     assert not (tmp_path / "out.parts").exists()
+
+
+@pytest.mark.parametrize(("recorded", "told"), [("they differ", "they differ"), ("", "a later start's own")])
+def test_why_the_reference_engine_was_chosen_is_told_by_later_starts_too(
+    tmp_path: Path, job: Job, recorded: str, told: str
+) -> None:
+    notes = list[str]()
+    tokenizer: Any = SimpleNamespace(
+        engine="fastokens", engine_note="a later start's own", use_reference=notes.append, prove=pytest.fail
+    )
+    decision = tmp_path / "engine.json"
+    decision.write_text(json.dumps({"engine": "tokenizers", "note": recorded}))
+    tokenize_corpus._decide_engine(tmp_path, [], job, tokenizer)
+    assert notes == [told]
+    tokenize_corpus._decide_engine(tmp_path, [], job, tokenizer)
+    assert notes == [told], "it is the engine that the last start recorded"
+    assert json.loads(decision.read_text()) == {"engine": "fastokens", "note": "a later start's own"}

@@ -213,6 +213,8 @@ def test_the_ratios_of_a_held_out_loss_are_those_of_the_split_for_validation(tmp
     assert held_out_weights(section({})) is None and ratios({"train": {"d0": 1, "d1": 2}}) is None
     for key in ("valid", "validation"):
         assert ratios({"train": {"d0": 1}, key: {"d0": 3, "kept": 0.5}}) == {"d0": 3, "kept": Fraction(1, 2)}
+        assert ratios({key: [{"name": "d1", "ratio": 2}]}) == {"d1": 2} and ratios({key: 5}) is None
+    assert ratios(["d0"]) is None, "a list has no splits"
     with pytest.raises(DataError, match="validates on what the recipe lacks: 'd7'"):
         ratios({"valid": {"d0": 1, "d7": 1}})
     with pytest.raises(DataError, match="sum to 0"):

@@ -58,6 +58,7 @@ def test_what_is_left_out_is_listed_with_what_it_equals_and_where(
 ) -> None:
     monkeypatch.setattr(duplicates, "_COPIED_AT_ONCE", 2)
     monkeypatch.setattr(duplicates, "_TOKENS_AT_ONCE", 2)
+    monkeypatch.setattr(ngrams, "_DOCUMENTS_AT_ONCE", 3)
     held = written(tmp_path / "held", C, D).prefix
     one, two = (
         written(tmp_path / "one", A, B, A, D).prefix,
@@ -106,7 +107,9 @@ def test_what_is_left_out_is_listed_with_what_it_equals_and_where(
     assert [done for what, done, *_ in told if what == "sorting"] == list(range(1, 513))
 
 
-def test_pairs_of_other_tokens_and_pairs_that_are_written_to_are_refused(tmp_path: Path) -> None:
+def test_pairs_of_other_tokens_and_pairs_that_are_written_to_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     narrow, wide = written(tmp_path / "narrow", A), written(tmp_path / "wide", A, dtype="<i4")
     with pytest.raises(DataError) as refused:
         deduplicate([narrow.prefix, wide.prefix], tmp_path / "new", likeness=EXACT)
@@ -114,6 +117,17 @@ def test_pairs_of_other_tokens_and_pairs_that_are_written_to_are_refused(tmp_pat
     assert refused.value.message == said
     with pytest.raises(DataError, match="is one of the pairs to read"):
         deduplicate([narrow.prefix], tmp_path / "held", likeness=EXACT, against=[tmp_path / "held"])
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "below").mkdir()
+    (tmp_path / "linked").symlink_to(tmp_path)
+    for read_from, out in (
+        (narrow.prefix, Path("narrow")),
+        (Path("narrow"), narrow.prefix),
+        (narrow.prefix, Path("below", "..", "narrow")),
+        (tmp_path / "linked" / "narrow", narrow.prefix),
+    ):
+        with pytest.raises(DataError, match="is one of the pairs to read"):
+            deduplicate([read_from], out, likeness=EXACT)
 
 
 @pytest.mark.parametrize(("ours", "theirs", "equal"), [
@@ -231,6 +245,32 @@ def test_an_overlap_is_told_document_by_document(tmp_path: Path, monkeypatch: py
         ),
     )
     assert told == [("reading t", 4, 4, "documents"), ("reading u", 2, 2, "documents")]
+
+
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_documents_of_an_overlap_are_numbered_through_all_that_are_read_at_once(
+    at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ngrams, "_DOCUMENTS_AT_ONCE", at_once)
+    found = overlap_of(
+        {"t": written(tmp_path / "t", C, B, [9], A)}, {"h": written(tmp_path / "h", D, D, A, A, B)}
+    )
+    assert found.shared == {"h": 3}
+    pairs = {(one.held_out_document, one.training_document) for one in found.examples}
+    assert pairs == {(2, 3), (3, 3), (4, 1)}
+
+
+@pytest.mark.parametrize("cuts", [[], [1], [2], [3], [1, 3]])
+def test_of_documents_of_one_key_each_is_paired_with_the_first_and_with_the_one_before_it(
+    cuts: list[int],
+) -> None:
+    records = np.zeros(5, dtype=duplicate_candidates._KEY)
+    records["key"], records["document"] = 7, [2, 5, 5, 7, 9]
+    in_order = duplicate_candidates._candidates_of_one_key(iter(np.split(records, cuts)))
+    at_once = duplicate_candidates._candidates_among(records)
+    expected = {(5, 2), (7, 2), (7, 5), (9, 2), (9, 7)}
+    for parts in (in_order, at_once):
+        assert {pair for part in parts for pair in part.tolist()} == expected
 
 
 def test_documents_of_one_key_are_told_apart_by_their_tokens(

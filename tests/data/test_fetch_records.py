@@ -371,3 +371,28 @@ def test_what_another_process_fetched_while_its_lock_was_waited_for_does_not_com
     done, _ = fetched(source, tmp_path)
     assert (done.files, done.kept_files, len(source.asked)) == (0, 3, 5)
     assert taken == [(tmp_path, "fetched.lock")] * 2
+
+
+def test_files_of_one_name_come_each_from_its_own_dataset_in_as_many_threads_as_are_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads, pool = list[int](), fetching.ThreadPoolExecutor
+    monkeypatch.setattr(
+        fetching, "ThreadPoolExecutor", lambda most, **named: threads.append(most) or pool(most, **named)
+    )
+    sources = {
+        name: Source({"a.jsonl": content}, f"s3://b/{name}")
+        for name, content in (("x", b"12345"), ("y", b"67"))
+    }
+    shards = [
+        Shard(dataset=name, name="a.jsonl", files=tuple(source.files())) for name, source in sources.items()
+    ]
+    done = fetch(shards, sources, tmp_path, WANTED, threads=2, anew=False)
+    assert (done.files, done.size_bytes) == (2, 7) and threads == [2]
+    assert [(tmp_path / name / "a.jsonl").read_bytes() for name in "xy"] == [b"12345", b"67"]
+    assert {name: entry["sha256"] for name, entry in recorded(tmp_path).items()} == {
+        "x/a.jsonl": sum_of(b"12345"),
+        "y/a.jsonl": sum_of(b"67"),
+    }
+    told = json.loads((tmp_path / "fetched.json").read_text())
+    assert told["sources"] == {"x": "s3://b/x", "y": "s3://b/y"} and told["bytes_wanted"] == 7

@@ -101,6 +101,9 @@ def test_an_older_manifest_is_gone_from_the_disk_before_other_files_come(
     for act in (lambda: prepare(data, out), lambda: prepared_of_run(data, out)):
         with pytest.raises(DataError, match=r"train\.bin is not what was written"):
             act()
+    (tmp_path / "a.txt").unlink()
+    with pytest.raises(DataError, match=r"train\.bin is not what was written"):
+        prepare(data, out, is_trained_on=True)
 
 
 def test_given_pairs_are_checked_for_damage_and_for_fetches_that_did_not_end(

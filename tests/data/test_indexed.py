@@ -87,6 +87,10 @@ def damage(prefix: Path, how: str) -> None:
         os.truncate(index, 0)
     elif how == "documents":
         index.write_bytes(content[:-8] + struct.pack("<q", 7))
+    elif how == "first document":
+        index.write_bytes(content[:-24] + struct.pack("<q", 1) + content[-16:])
+    elif how == "no entry":
+        index.write_bytes(content[:18] + struct.pack("<QQ", 0, 0))
     else:
         place, value = {
             "magic": (0, 65),
@@ -110,6 +114,8 @@ def damage(prefix: Path, how: str) -> None:
         ("cut header", r"pair\.idx is not an index of tokens"),
         ("empty idx", r"pair\.idx is not an index of tokens"),
         ("documents", r"document indices .* from 0 to 7, not from 0 to 1"),
+        ("first document", r"document indices .* from 1 to 1, not from 0 to 1"),
+        ("no entry", r"pair\.idx is damaged: .* tells of 0 sequences and -1 documents"),
         ("magic", r"byte 0"),
         ("version", r"version 2 \(byte 9\)"),
         ("float", r"token type 7 \(byte 17\)"),

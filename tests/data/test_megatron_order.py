@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from bloomery.data import megatron_order, native_kernels, storage
 from bloomery.data.megatron_order import Blend, DocumentRow, MegatronOrder, plan_epochs
-from bloomery.data.position import Position
+from bloomery.data.position import Position, SampleShare
 from bloomery.errors import DataError
 
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -263,7 +263,14 @@ def test_an_order_by_another_rule_is_of_the_same_datasets_and_keeps_its_rows_whe
     )
     earlier = order.by_rule(1)
     assert earlier.samples == 12 and all(isinstance(row.ends, np.memmap) for row in earlier.rows)
-    assert [
+    assert all(
         np.array_equal(one.order, other.order) for one, other in zip(order.rows, earlier.rows, strict=True)
-    ]
+    )
     assert sorted(path.parent.name for path in tmp_path.rglob("*.arrays")) == ["a", "b"]
+
+
+def test_a_peer_takes_from_the_order_what_its_lease_holds_alone() -> None:
+    order = MegatronOrder([np.full(9, 40, np.int32)], None, samples=20, sequence_length=16, seed=5)
+    position, share = Position(consumed=2, holes=(range(2, 10),)), SampleShare(lease=(range(6, 10),))
+    assert order.next_span(position, 3, share) == (range(6, 9),)
+    assert order.next_span(position, 3) == (range(2, 5),)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,7 @@ from bloomery.data import native_kernels
 from bloomery.data.indexed import IndexedDataset, IndexedWriter
 from bloomery.data.megatron_order import MegatronOrder
 from bloomery.data.order import Order, derive_key, permute
-from bloomery.data.seal import SealFacts
+from bloomery.data.seal import SealFacts, page_sums
 from bloomery.data_loader.reading import Samples
 
 LENGTH, SAMPLES = 16, 100
@@ -56,6 +58,11 @@ def test_indices_of_64_bits_are_left_to_numpy() -> None:
     words, place = np.zeros(624, dtype=np.uint32), np.zeros(1, dtype=np.int32)
     assert not native_kernels.shuffle(words, place, wide)
     assert not native_kernels.cumulate(np.ones(9, dtype=np.int32), wide, wide)
+    row = np.zeros((1, 3), dtype=np.int32)
+    assert not native_kernels.gather_documents(
+        np.zeros(9, dtype=np.uint16), np.zeros(1, dtype=np.int64), 8, wide[:1], wide[:1], 0, None,
+        order=np.zeros(1, dtype=np.int64), ends=np.array([9]), out=row, largest=np.zeros(1, dtype=np.uint64),
+    )  # fmt: skip
     assert np.array_equal(wide, before)
 
 
@@ -86,3 +93,29 @@ def test_what_the_library_refuses_is_raised_and_never_taken_for_done(
     assert native_kernels.permute(numbers, 5, np.zeros(1, dtype=np.uint64), numbers)
     monkeypatch.setattr(native_kernels, "_functions", dict)
     assert not native_kernels.permute(numbers, 5, np.zeros(1, dtype=np.uint64), numbers)
+
+
+def test_of_a_library_that_was_built_before_it_had_a_function_the_others_are_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    older = SimpleNamespace(bloomery_permute=SimpleNamespace(), bloomery_shuffle=SimpleNamespace())
+    monkeypatch.setattr(native_kernels, "library", lambda: older)
+    functions = native_kernels._functions.__wrapped__()
+    assert functions == {"permute": older.bloomery_permute, "shuffle": older.bloomery_shuffle}
+    assert len(older.bloomery_shuffle.argtypes) == 4 and older.bloomery_shuffle.restype is ctypes.c_int32
+    monkeypatch.setattr(native_kernels, "library", lambda: None)
+    assert native_kernels._functions.__wrapped__() == {}
+
+
+def test_every_second_number_of_an_array_is_taken_as_a_copy_of_these_would_be(tmp_path: Path) -> None:
+    numbers, keys = np.arange(40)[::2], derive_key(3, np.arange(40))[::2]
+    assert permute(numbers, 40, keys).tolist() == permute(numbers.copy(), 40, keys.copy()).tolist()
+    content = np.arange(3 * 8192, dtype=np.uint32).astype(np.uint8)[::2]
+    assert np.array_equal(page_sums(content), page_sums(content.copy()))
+    with IndexedWriter(tmp_path / "pair", dtype="<u2", seal=SealFacts()) as writer:
+        writer.add_document(np.zeros(5 * 2048, dtype=np.uint16))
+    pages = IndexedDataset(tmp_path / "pair").pages
+    assert pages is not None
+    ends = np.array([[0, 4096], [16_384, 20_480]])
+    pages.check(ends[:, 0], ends[:, 1])
+    assert pages.checked_pages == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from fractions import Fraction
 from itertools import pairwise
 
@@ -210,3 +211,12 @@ def test_blocks_of_the_second_rule_are_shuffled_otherwise_after_each_change() ->
         for at in (1000, 3000)
     )
     assert first != second and abs(sum(first) - 100) < 40
+
+
+def test_an_epoch_of_a_mixture_has_each_window_of_its_own_dataset_once() -> None:
+    which, windows, epochs = Order([4, 9], [1.0, 2.0], 3).locate_epochs(np.arange(120))
+    seen = Counter[tuple[int, int]]()
+    for dataset, window, epoch in zip(which.tolist(), windows.tolist(), epochs.tolist(), strict=True):
+        assert epoch == seen[dataset, window]
+        seen[dataset, window] += 1
+    assert {dataset for dataset, _ in seen} == {0, 1} and min(seen.values()) > 5

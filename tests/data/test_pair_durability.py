@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,22 @@ def test_each_file_of_a_sealed_pair_is_synced_before_it_gets_its_name(tmp_path: 
     assert [name for _, name in renamed] == names  # what another file speaks of is there before it
     for at, name in renamed:
         assert any(calls.synced_before(written, at=at) for written in (name, name + ".partial"))
+
+
+def test_all_bytes_of_a_sealed_pair_are_in_its_files_when_these_are_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes, sync = dict[str, int](), durable.sync_file
+
+    def watched(file: int) -> None:
+        name = Path(f"/proc/self/fd/{file}").readlink().name
+        sizes[name.removesuffix(".partial")] = os.fstat(file).st_size
+        sync(file)
+
+    monkeypatch.setattr(durable, "sync_file", watched)
+    write(tmp_path / "pair", [[1, 2], [3]])
+    for name in ("pair.bin", "pair.idx", "pair.seal.sums"):
+        assert sizes[name] == (tmp_path / name).stat().st_size > 0, name
 
 
 def test_what_a_killed_writer_left_is_no_obstacle(tmp_path: Path) -> None:
@@ -92,5 +109,6 @@ def test_a_replacement_that_is_cut_short_leaves_no_seal_of_other_tokens_and_can_
         patch.setattr(durable, "replace", killed)
         replace_pair(staged, pair)
     assert not seal_path(pair).exists()
+    assert moved > 1 or not idx_path(pair).exists(), "an index never lies on other tokens"
     replace_pair(staged, pair)
     assert IndexedDataset(pair).document(0).tolist() == [4, 5, 6] and verify_pair(pair).findings == ()

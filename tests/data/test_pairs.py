@@ -108,6 +108,8 @@ def test_the_first_of_all_sequences_without_tokens_is_told(
     patch(idx_path(prefix), 34, struct.pack("<2i", 0, 0))  # the lengths of the first two
     told = [finding for finding in verify_pair(prefix).findings if "has 0 tokens" in finding]
     assert told == [f"{idx_path(prefix)}: sequence 0 has 0 tokens."]
+    apart = [finding for finding in verify_pair(prefix).findings if "begins at byte" in finding]
+    assert [finding.partition("begins")[0] for finding in apart] == [f"{idx_path(prefix)}: sequence 1 "]
 
 
 def test_a_pair_that_cannot_be_read_is_refused(prefix: Path) -> None:
@@ -116,8 +118,12 @@ def test_a_pair_that_cannot_be_read_is_refused(prefix: Path) -> None:
         verify_pair(prefix)
 
 
+@pytest.mark.parametrize("at_once", [1 << 20, 2])
 @pytest.mark.parametrize("code", [8, 4])
-def test_a_merged_pair_is_what_one_writer_would_have_written(tmp_path: Path, code: int) -> None:
+def test_a_merged_pair_is_what_one_writer_would_have_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, at_once: int
+) -> None:
+    monkeypatch.setattr("bloomery.data.indexed._CHECKED_AT_ONCE", at_once)
     parts = [DOCUMENTS, [], [[]], [[7, 8], []], [[9]]]
     prefixes = [tmp_path / f"part{number}" for number in range(len(parts))]
     for prefix, documents in zip(prefixes, parts, strict=True):
@@ -143,7 +149,9 @@ def test_a_merge_tells_of_all_bytes_that_it_copies(tmp_path: Path) -> None:
     assert told == [(12, 24, "bytes"), (24, 24, "bytes")]
 
 
-def test_pairs_that_do_not_fit_together_are_refused_and_nothing_is_left(prefix: Path) -> None:
+def test_pairs_that_do_not_fit_together_are_refused_and_nothing_is_left(
+    prefix: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wide, apart, out = (prefix.with_name(name) for name in ("wide", "apart", "out"))
     write(wide, [[1]], code=4)
     write(apart, DOCUMENTS)
@@ -159,6 +167,17 @@ def test_pairs_that_do_not_fit_together_are_refused_and_nothing_is_left(prefix: 
             merge_pairs(prefixes, out)
         assert refused.value.remedy
     assert not [path for path in prefix.parent.iterdir() if path.name.startswith("out")]
+    monkeypatch.chdir(prefix.parent)
+    (prefix.parent / "below").mkdir()
+    (prefix.parent / "linked").symlink_to(prefix.parent)
+    for read_from, to in (
+        (prefix, Path(prefix.name)),
+        (Path(prefix.name), prefix),
+        (prefix, Path("below", "..", prefix.name)),
+        (prefix.parent / "linked" / prefix.name, prefix),
+    ):
+        with pytest.raises(DataError, match="is one of the pairs"):
+            merge_pairs([read_from], to)
 
 
 def test_verifying_holds_some_documents_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -138,6 +139,12 @@ def test_the_manifest_tells_each_file_and_dataset_and_comes_back_as_it_was(
         fingerprint=xxhash.xxh3_128_hexdigest(json.dumps(manifest["wanted"], sort_keys=True).encode()),
         reused=False,
     )
+    assert prepare(data, tmp_path / "out") == replace(made, reused=True)
+    of_model = manifest | {"tokenizer_file": "tokenizer.model"}
+    (tmp_path / "out" / "prepared.json").write_text(json.dumps(of_model))
+    assert prepare(data, tmp_path / "out").tokenizer_path == tmp_path / "out" / "tokenizer.model"
+    del of_model["tokenizer_file"]  # an earlier version named none
+    (tmp_path / "out" / "prepared.json").write_text(json.dumps(of_model))
     assert prepare(data, tmp_path / "out") == replace(made, reused=True)
     for key, value in (
         ("format", 2),
@@ -354,3 +361,27 @@ def test_bad_documents_that_became_fatal_do_not_concern_what_a_run_was_trained_o
     with pytest.raises(DataError, match=r"b\.jsonl:2: the document is empty"):
         prepare(strict, tmp_path / "out")
     assert prepare(data, tmp_path / "out") == replace(made, reused=True)
+
+
+def test_a_model_of_sentencepiece_is_kept_beside_the_data_by_its_own_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = tmp_path / "given.bin"
+    given.write_bytes(b"\x0a\x0e\x0a\x05<unk>")
+    monkeypatch.setattr(preparing, "prepare", lambda *_, **__: SimpleNamespace(tokenizer_path=given))
+    run = tmp_path / "run"
+    prepare_run(DataSection(sequence_length=8), run, progress=ignore_progress, is_trained_on=False)
+    assert [path.name for path in run.iterdir()] == ["tokenizer.model"]
+    assert (run / "tokenizer.model").read_bytes() == given.read_bytes()
+
+
+def test_what_a_start_that_was_killed_made_for_other_settings_is_not_used(
+    text: Path, tokenizer: Path, tmp_path: Path
+) -> None:
+    data = DataSection(sources=(str(text),), sequence_length=8, held_out_every=0, tokenizer=str(tokenizer))
+    building = tmp_path / "out" / "building"
+    building.mkdir(parents=True)
+    (building / "wanted.json").write_text(json.dumps(wanted_of(data, tmp_path) | {"text_field": "q"}))
+    (building / "tokenizer.json").write_text("that of another text")
+    assert prepare(data, tmp_path / "out").vocabulary_size == 257
+    assert not building.exists()

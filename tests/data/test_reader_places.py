@@ -290,10 +290,15 @@ def test_members_of_an_archive_are_read_by_their_endings_in_the_order_of_their_n
     ]
 
 
-def test_a_packed_file_that_breaks_off_says_after_which_line(tmp_path: Path) -> None:
+def test_a_packed_file_that_breaks_off_says_after_which_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "a.jsonl.gz"
     first = b"".join(b'{"text": "%d"}\n' % number for number in range(7))
     path.write_bytes(gzip.compress(first) + gzip.compress(b'{"text": "x"}\n' * 9)[:-9])
     with pytest.raises(DataError, match=rf"{path} is damaged after line \d+: ") as refused:
         of(path)
     assert refused.value.remedy.startswith("Copy it again from where it is whole, or take it out")
+    monkeypatch.setattr("bloomery.data.readers.CHUNK_BYTES", 16)
+    with pytest.raises(DataError, match=rf"{path} is damaged after line 16: "):
+        of(path)

@@ -15,6 +15,7 @@ from tests.data.hub_mirror import COMMIT, mirror
 
 from bloomery.cli import data_fetch
 from bloomery.config.data import DatasetSection
+from bloomery.config.environment import OfflineRefused
 from bloomery.config.setting import declaration_of
 from bloomery.data import hub_dataset, remote_files
 from bloomery.data.hub_dataset import HubDataset
@@ -79,6 +80,18 @@ def test_a_bucket_lists_its_objects_with_the_checksums_that_it_has(
             asked()
         said = "Cannot read s3://b/set/none: none does not exist: not found."
         assert refused.value.message == said and "goes on" in refused.value.remedy
+
+
+def test_a_directory_may_be_given_from_home_or_from_where_the_command_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "a.txt").write_bytes(b"123")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    for address in ("~/there", "there"):
+        remote = Remote(address)
+        assert remote.url == address and [one.path for one in remote.files()] == ["a.txt"]
 
 
 @pytest.mark.parametrize("address", ["https://h/set", "http://h/set/", "https://h/set/SHA256SUMS"])
@@ -318,6 +331,14 @@ def test_a_path_that_leads_elsewhere_is_refused(path: str) -> None:
     with pytest.raises(DataError, match="which would lie outside of the directory"):
         HubDataset("a/b")._checked(path)
     assert HubDataset("a/b")._checked("a..b/c") == "a..b/c"
+
+
+def test_a_dataset_of_the_hub_is_refused_where_the_network_is_forbidden(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("BLOOMERY_OFFLINE", "1")
+    with pytest.raises(OfflineRefused, match="needed to read hf:a/b"):
+        HubDataset("a/b")
 
 
 def test_the_loud_library_of_the_hub_is_made_quiet(monkeypatch: pytest.MonkeyPatch) -> None:

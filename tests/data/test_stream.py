@@ -82,3 +82,15 @@ def test_the_identity_of_a_run_names_the_rule_that_its_latest_mixture_follows(tm
     changed = begun.demanding(demand(0, 30), at=10, left=90)
     assert [mixture.rule for mixture in changed.mixtures] == [2, 3]
     assert stream_identity(changed, datasets, text="t")[RULE_KEY] == "3"
+
+
+def test_a_run_that_goes_on_after_its_mixture_changed_reads_the_same_windows(tmp_path: Path) -> None:
+    datasets = [pair(tmp_path / name) for name in "ab"]
+    section = DataSection(sources=("x",), sequence_length=LENGTH)
+    begun = begin_stream(section, datasets, demand(0, 0), seed=7, samples=100)
+    changed = begun.demanding(demand(0, 30), at=40, left=60)
+    today = begin_stream(section, datasets, demand(0, 30), seed=7, samples=100)
+    resumed = today.following(changed.to_json(), at=60, left=40)
+    assert resumed.mixtures == changed.mixtures and len(resumed.mixtures) == 2
+    located = [stream.order.locate_samples(np.arange(100)) for stream in (changed, resumed)]
+    assert np.array_equal(*located)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pyarrow as pa
+import pytest
 from pyarrow import parquet
 
 from bloomery.data.documents import BadDocuments
 from bloomery.data.readers import Reading, SourceFile, read_file
 from bloomery.data.tokenize_worker import cut_corpus
+from bloomery.errors import DataError
 
 
 def written(directory: Path, name: str, size: int) -> SourceFile:
@@ -51,3 +53,10 @@ def test_a_large_parquet_file_is_cut_between_its_row_groups(tmp_path: Path) -> N
         document.text for part in parts for document in read_file(part, reading=Reading(), bad=BadDocuments())
     ]
     assert read == texts
+
+
+def test_a_large_parquet_file_that_is_not_whole_is_refused_before_it_is_cut(tmp_path: Path) -> None:
+    file = written(tmp_path, "table.parquet", 250)
+    with pytest.raises(DataError, match=rf"{file.path} is no whole Parquet file: ") as refused:
+        cut_corpus([file], piece_bytes=100)
+    assert refused.value.remedy == "Copy it again from where it is whole."

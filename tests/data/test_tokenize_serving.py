@@ -8,6 +8,7 @@ import os
 import queue
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 from bloomery.data import tokenize_pool, tokenize_worker
+from bloomery.data.documents import Document
 from bloomery.data.pair_files import bin_path, idx_path
 from bloomery.data.readers import Reading, SourceFile
 from bloomery.data.tokenize_pool import BatchDone, PieceDone, tokenize_pieces
@@ -89,6 +91,27 @@ def test_a_worker_tells_each_batch_and_each_piece_and_ends_with_its_input(
     }
     assert bin_path(parts / "000003").stat().st_size == 2 * (9 + 4)
     assert served(monkeypatch) == []
+
+
+def test_a_worker_that_waits_for_text_names_the_file_that_it_reads(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bloomery.data.documents._BATCH_BYTES", 1)
+    asked, counts = list[str](), list[int]()
+
+    def in_turn(
+        batches: Iterator[list[Document]], *, count: int, what: Callable[[], str]
+    ) -> Iterator[list[Document]]:
+        asked.append(what())
+        counts.append(count)
+        for batch in batches:
+            asked.append(what())
+            yield batch
+
+    monkeypatch.setattr(tokenize_worker, "read_ahead", in_turn)
+    files = [written(tmp_path / f"{name}.jsonl", name) for name in "ab"]
+    served(monkeypatch, plain(job), piece(3, *files).to_json())
+    assert asked == ["text of the first file", *(f"text of {file}" for file in files)] and counts == [4]
 
 
 @pytest.mark.parametrize("storage", [False, True])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from bloomery.data import tokenizer as module
 from bloomery.data import tokenizer_engines as engines
 from bloomery.data.tokenizer import (
+    PieceModel,
     Tokenizer,
     cut_between_words,
     find_tokenizer,
@@ -336,3 +338,36 @@ def test_lists_of_ids_lie_one_after_another() -> None:
     none = joined([])
     assert none.ids.size == 0 and none.split() == [] and none.prompts is None
     assert isinstance(fast_coder("{}"), str)
+
+
+def pieces_of(*words: str) -> PieceModel:
+    """A model whose id 1 is the control symbol </s>; texts lose the blank with which they begin."""
+    model = PieceModel.__new__(PieceModel)
+    pieces = (" a", "</s>", *words)
+    model.content = b"the model"
+    model._model = SimpleNamespace(
+        get_piece_size=lambda: len(pieces),
+        is_control=lambda token: token == 1,
+        id_to_piece=pieces.__getitem__,
+        decode=lambda ids: "".join(pieces[token] for token in ids).removeprefix(" "),
+        encode=lambda texts, out_type: [[1 if text == "</s>" else 3] for text in texts],
+    )
+    return model
+
+
+def test_ids_of_sentencepiece_are_decoded_between_its_control_symbols(tmp_path: Path) -> None:
+    model = pieces_of(" b", "c")
+    ids = [0, 2, 3, 1, 2, 4, 0, 1, 1, 9]
+    assert model.decode(ids, skip_special_tokens=False) == "a bc</s>b a</s></s>"
+    assert model.decode(ids, skip_special_tokens=True) == "a bcb a"
+    assert model.get_vocab(with_added_tokens=True) == {" a": 0, "</s>": 1, " b": 2, "c": 3}
+    with pytest.raises(ValueError, match="it is empty"):
+        PieceModel(b"")
+    found = Tokenizer(model, end_of_document="</s>", origin="here")
+    assert (found.eod, found.vocabulary_size, found.file_name) == (1, 4, "tokenizer.model")
+    assert found.engine == found.reference == "sentencepiece" and found.texts_that_end_documents() == ["</s>"]
+    found.use_fast()
+    assert found.engine == "sentencepiece"
+    assert found.engine_note == "SentencePiece models have no faster engine here."
+    found.save(tmp_path / "saved")
+    assert (tmp_path / "saved").read_bytes() == b"the model"

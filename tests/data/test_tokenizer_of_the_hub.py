@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from bloomery.config.environment import OfflineRefused
 from bloomery.data.tokenizer import find_tokenizer, train_tokenizer
 from bloomery.errors import DataError
 
@@ -100,3 +101,44 @@ def test_a_tokenizer_that_cannot_be_fetched_is_refused_with_the_hubs_reason(
     said = refused.value.message
     assert f"no tokenizer {name!r}" in said and why in said
     assert said.endswith(".") and not said.endswith("..") and "\n" not in said
+
+
+def test_a_name_that_leads_to_no_tokenizer_is_told_with_what_would_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    for name, said, remedy in (
+        (
+            "empty",
+            "empty holds no tokenizer.json and no tokenizer.model.",
+            "Give the path of the file itself.",
+        ),
+        (
+            "owner/name",
+            "There is no tokenizer 'owner/name': no such file or directory.",
+            "Check the path. A name on Hugging Face is written hf:owner/name.",
+        ),
+        (
+            "hf:a/b/c",
+            "'a/b/c' is no name of a tokenizer on Hugging Face.",
+            "Write hf:SOMEBODY/SOMETHING, or the path of a file without 'hf:'.",
+        ),
+    ):
+        with pytest.raises(DataError) as refused:
+            find_tokenizer(name)
+        assert (refused.value.message, refused.value.remedy) == (said, remedy)
+
+
+def test_a_name_that_no_cache_has_is_not_fetched_where_the_network_is_forbidden(
+    hub: type[Hub], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BLOOMERY_OFFLINE", "1")
+    with pytest.raises(
+        OfflineRefused, match="needed to fetch the tokenizer 'somebody/something', which is not"
+    ):
+        find_tokenizer("hf:somebody/something")
+    monkeypatch.delenv("BLOOMERY_OFFLINE")
+    path = find_tokenizer("hf:somebody/something")
+    monkeypatch.setenv("BLOOMERY_OFFLINE", "1")
+    assert find_tokenizer("hf:somebody/something") == path, "it is in the cache"

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from tests.protocol import example
 
+from bloomery.data.position import Position
 from bloomery.diloco.agent_client import AgentClient
 from bloomery.errors import PeerError
 from bloomery.protocol.rank_messages import (
@@ -51,9 +52,10 @@ def test_what_a_rank_tells_reaches_its_agent_as_it_was_told(ends: tuple[AgentCli
     assert heard() == Moving(activity="step", step=3)
     client.report_data_identity({"data": "x"})
     assert heard() == DataIdentity(identity={"data": "x"})
-    held = example.state_held(round=2, digest="ab", step=3, samples=4, saves=(1, 2))
-    client.report_state(round=2, digest="ab", step=3, samples=4, position=None, saves=[1, 2])
-    assert heard() == held
+    for position in (None, Position(consumed=9, holes=(range(4, 6),))):
+        held = example.state_held(round=2, digest="ab", step=3, samples=4, position=position, saves=(1, 2))
+        client.report_state(round=2, digest="ab", step=3, samples=4, position=position, saves=[1, 2])
+        assert heard() == held
     client.report_copy(round=2, digest="ab", directory=Path("/tmp/x"))
     assert heard() == StateCopied(round=2, digest="ab", directory=Path("/tmp/x"))
     client.refuse_state("another digest")

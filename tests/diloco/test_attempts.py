@@ -21,7 +21,7 @@ from bloomery.config.elastic import ElasticSection
 from bloomery.diloco import all_reduce
 from bloomery.diloco.all_reduce import Attempts, RingFailed, WireRing
 from bloomery.diloco.outer_update import peer_digest
-from bloomery.protocol.rank_messages import KeepAverage, Reduce
+from bloomery.protocol.rank_messages import HopConnections, KeepAverage, Reduce
 from bloomery.transport.connection import DeliveryStatistics, HopRateLimit
 from bloomery.transport.ring_all_reduce import ReduceResult, RingError
 
@@ -292,3 +292,52 @@ def test_a_sparse_code_that_cannot_be_sent_is_a_failure_of_this_member() -> None
     with pytest.raises(RingFailed, match="nothing was sent") as failed:
         ring.all_reduce(torch.full((64,), math.nan), weight=1.0, residual=None)
     assert (failed.value.kind, failed.value.culprit) == ("not finite", None)
+
+
+def test_the_average_of_a_ring_is_kept_in_its_codec_for_as_many_members_as_it_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept, make = list[tuple[str, int]](), all_reduce.StoredAverage
+    monkeypatch.setattr(
+        all_reduce,
+        "StoredAverage",
+        lambda codec, *, members: kept.append((codec, members)) or make("fp32", members=1),
+    )
+    rank = Rank(Ring())
+    rank.ring.codec = "int8"
+    rank.attempts.begin(REDUCE)
+    rank.attempts.conclude()
+    alone = msgspec.structs.replace(ATTEMPT, members=("a",), weights=(0.5,))
+    rank.attempts.begin(msgspec.structs.replace(REDUCE, attempt=alone, index=0))
+    rank.attempts.conclude()
+    assert kept == [("int8", 3), ("fp32", 1)]
+
+
+@pytest.mark.parametrize("codec", ["fp32", "int8", "int4", "sparse"])
+def test_a_ring_is_made_of_the_connections_of_this_rank_and_the_codecs_of_the_attempt(
+    codec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = list[dict[str, Any]]()
+    monkeypatch.setattr(all_reduce, "Ring", lambda **given: made.append(given))
+    monkeypatch.setattr(all_reduce, "codec_of_partial_sums", lambda codec, members: f"{codec} of {members}")
+    hop = HopConnections(
+        rank=2, next_fds=(11,), previous_fds=(12,), send_keys=(bytes(32),), receive_keys=(bytes([1]) * 32,)
+    )
+    limit = HopRateLimit(1e6)
+    section = ElasticSection(inner_steps=4, codec=codec)
+    ring = WireRing(msgspec.structs.replace(REDUCE, hops=(hop,)), section, rate_limit=limit)
+    assert ring.codec == codec
+    assert made == [
+        {
+            "index": 1,
+            "size": 3,
+            "next_fds": (11,),
+            "previous_fds": (12,),
+            "send_keys": (bytes(32),),
+            "receive_keys": (bytes([1]) * 32,),
+            "codec": all_reduce.WORDS if codec == "sparse" else codec,
+            "reduce_codec": None if codec == "sparse" else f"{codec} of 3",
+            "pace": limit,
+            "rank": 2,
+        }
+    ]

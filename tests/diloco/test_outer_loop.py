@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 import pytest
+from tests.diloco.test_outer_loop_calls import Peer
 from tests.diloco.test_pseudo_gradient import OneTensor
 from tests.protocol import example
 from torch import Tensor
@@ -17,9 +19,10 @@ from bloomery.data.position import Position
 from bloomery.diloco.all_reduce import RingFailed
 from bloomery.diloco.outer_loop import OuterLoop
 from bloomery.diloco.outer_loop_state import HeldState, Idle, Updating
+from bloomery.diloco.peer_vector import FragmentHistory
 from bloomery.diloco.pseudo_gradient import PseudoGradient
 from bloomery.errors import CheckpointError
-from bloomery.events.heartbeat import ignore_activity
+from bloomery.events.heartbeat import RankActivity, ignore_activity
 from bloomery.protocol.rank_messages import Committed, CopyState, Reduce, StartRound, StopTraining
 
 DEADLINE_S = 60.0
@@ -182,3 +185,43 @@ def test_a_newcomer_that_has_nothing_when_the_run_goes_back_is_given_a_state_and
     assert loop.admit(Training()).done and not commands
     assert loop._rounds.phase == Idle() and loop._rounds.due is None
     assert held == [0, 0], "it tells again what it holds, and is given the run's state"
+
+
+def test_the_norms_of_a_part_are_those_of_all_ranks_of_the_peer() -> None:
+    peer = Peer(ElasticSection(inner_steps=3, overlap_steps=0))
+    of_others = list[list[str]]()
+    peer.loop._gather = lambda value: [value, *of_others]
+    for more, squares, feedback in (
+        (None, 9.0, 4.0),
+        (["16.0", "5.0"], 25.0, 9.0),
+        (["inf", "0.0"], math.inf, 9.0),
+    ):
+        of_others += [more] if more else []
+        part = peer.loop._part(Training(), 1)
+        assert (part.squares, part.feedback) == (squares, feedback)
+
+
+@pytest.mark.parametrize(
+    ("section", "averages_gradients", "is_asynchronous", "fragments"),
+    [
+        (ElasticSection(inner_steps=3), False, False, 1),
+        (ElasticSection(inner_steps=4, fragments=2), False, False, 2),
+        (ElasticSection(inner_steps=4, quorum=1, overlap_steps=1), False, True, 1),
+        (ElasticSection(inner_steps=1, average="gradients", codec="fp32"), True, False, 1),
+    ],
+)
+def test_rounds_are_of_the_kind_that_the_recipe_says(
+    section: ElasticSection, averages_gradients: bool, is_asynchronous: bool, fragments: int
+) -> None:
+    rounds = Peer(section).loop._rounds
+    assert (rounds.averages_gradients, rounds.is_asynchronous) == (averages_gradients, is_asynchronous)
+    assert rounds.fragments == (FragmentHistory(),) * fragments
+
+
+def test_a_wait_for_a_round_is_told_to_the_heartbeat_and_looks_whether_the_rank_is_asked_to_stop() -> None:
+    peer = Peer(ElasticSection(inner_steps=1, overlap_steps=0), asked_to_stop="signal 15")
+    peer.waiting = [StopTraining(why="signal 15", failed=False)]
+    assert peer.loop.admit(Training()).done
+    assert ("agent", "leave", "signal 15") in peer.calls
+    entered = [call[2] for call in peer.calls if call[:2] == ("trainer", "enter")]
+    assert entered == [RankActivity.WAITING_FOR_PEERS, RankActivity.BETWEEN_STEPS]

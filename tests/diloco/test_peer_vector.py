@@ -217,3 +217,18 @@ def test_a_rank_gets_what_it_holds_too_from_the_rank_in_whose_part_it_is(
     own, buffer = SimpleNamespace(numel=0, layout=SimpleNamespace(share=share)), torch.tensor([7.0, 8.0])
     PeerVector._broadcast(None, own, buffer, mesh)  # type: ignore[arg-type]
     assert buffer.tolist() == values
+
+
+def test_a_replica_gives_the_others_its_own_elements_and_takes_theirs() -> None:
+    class Replicas:
+        degree, index = 3, 1
+
+        def all_gather(self, whole: torch.Tensor) -> None:
+            assert whole.tolist() == [0.0, 0.0, 3.0, 4.0, 0.0, 0.0]
+            whole[:2], whole[4:] = torch.tensor([10.0, 20.0]), torch.tensor([50.0, 0.0])
+
+    mesh = SimpleNamespace(world=3, device="cpu", replica=Replicas())
+    own = SimpleNamespace(numel=2, start=2, stop=4, layout=SimpleNamespace(share="split"))
+    buffer = torch.tensor([1.0, 2, 3, 4, 5])
+    PeerVector._broadcast(None, own, buffer, mesh)  # type: ignore[arg-type]
+    assert buffer.tolist() == [10.0, 20.0, 3.0, 4.0, 50.0]

@@ -176,6 +176,27 @@ def test_fragments_of_blocks_that_lie_apart_make_the_step_of_the_whole_vector() 
     assert all(map(torch.equal, state, whole_state))
 
 
+def test_the_error_of_a_fragment_alone_is_sent_told_and_replaced_in_its_round() -> None:
+    vector = ManyBlocks(60)
+    update = PseudoGradient(vector, ElasticSection(inner_steps=4, fragments=2, codec="int4"), piece=17)
+    update.begin()
+    assert update.residual is not None
+    update.residual += torch.arange(60.0)
+    own = torch.tensor([place for span in update._fragments[1] for place in span])
+    assert 0 < len(own) < 60
+    _, feedback = update.offer(2)
+    assert feedback == float(own.double().square().sum())
+    parts = [update.values(0.5, piece) for piece in update.pieces()]
+    assert torch.cat([values for values, _ in parts]).tolist() == (own / 0.5).tolist()
+    kept = [update.values(0.0, piece)[1] for piece in update.pieces()]
+    assert [value for part in kept if part is not None for value in part.tolist()] == own.tolist()
+    update.prepare(reduced(torch.zeros(len(own)), -own.float()))
+    update.adopt()
+    expected = torch.arange(60.0)
+    expected[own] *= -1
+    assert torch.equal(update.residual, expected)
+
+
 @pytest.mark.parametrize("fragments", [1, 2])
 def test_the_digest_covers_the_momentum_before_a_round_and_in_what_would_follow(fragments: int) -> None:
     digests = []

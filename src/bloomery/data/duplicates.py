@@ -106,7 +106,7 @@ def deduplicate(
     Each document that is removed has one that is kept and at least as much alike as `likeness` says. Of near
     duplicates some are missed: of 80% alike 5 in 100, of 90% alike 1 in 10⁴ (16 bands of 8).
     """
-    if any(prefix.absolute() == out.absolute() for prefix in (*prefixes, *against)):
+    if any(prefix.resolve() == out.resolve() for prefix in (*prefixes, *against)):
         raise DataError(f"{out} is one of the pairs to read.", remedy="Write to another path.")
     documents = _Pairs([*against, *prefixes])
     _refuse_several_sequences(documents.pairs[len(against) :])

@@ -249,7 +249,7 @@ def merge_pairs(
     What the seals of the pairs say is compared with every byte that is copied: damage is refused, and never
     sealed anew. A pair without a seal is copied as it is. One process at a time may write to one `out`.
     """
-    if any(prefix.absolute() == out.absolute() for prefix in prefixes):
+    if any(prefix.resolve() == out.resolve() for prefix in prefixes):
         raise DataError(
             f"{out} is one of the pairs to merge.", remedy="Write to another path; then remove the parts."
         )
