@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import time
 from types import SimpleNamespace
 
@@ -67,3 +68,18 @@ def test_lines_that_cannot_be_read_are_told_and_left_out(caplog: pytest.LogCaptu
     assert read_skips(f"0:{10**19}\n0:{'9' * 5000}\n") == read_rewind(f"7 0:{10**19}\n{10**19}\n") == ()
     levels = [record.levelno for record in caplog.records]
     assert levels == [logging.WARNING] * (1 + 5 + 4 + 1 + 4)
+
+
+def test_what_several_ranks_were_asked_is_asked_of_the_run(control: Control) -> None:
+    facts = control.agree([2.0, 0.0, 0.0, 3.0, 0.0, 0.0, 0.0])
+    assert facts.save_requested and facts.stop_reason == "signal SIGTERM"
+    assert control.agree([0.0, 0.0, 2.0, 2.0, 0.0, 0.0, 0.0]).stop_reason == "signal SIGINT"
+
+
+def test_a_signal_that_reached_a_later_rank_alone_asks_for_a_save(rundir: RunDirectory) -> None:
+    control = Control(rundir, Mesh(device=CPU, rank=1, world=2))
+    try:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert control.local_facts().save == 1.0
+    finally:
+        control.close()

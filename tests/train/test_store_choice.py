@@ -124,7 +124,7 @@ def test_memory_is_taken_where_it_is_at_least_as_new_as_the_disk(
     monkeypatch.setattr(checkpoint_store, "visible", lambda *told: told)
     monkeypatch.setattr(checkpoint_store, "find_in_memory", find)
     store._load = lambda source, parts, readers: "restored"  # type: ignore[method-assign,assignment]
-    names = [] if on_disk is None else [["", Saved(on_disk).name]]
+    names = [] if on_disk is None else [["", Saved(on_disk).name], ["", Saved(4).name]]
     assert (store._from_memory(names, {}) == "restored") is is_taken
     assert asked == [((Path("/memory"), "run", "life"), ("bases", "incarnations of run"))]
     monkeypatch.setattr(checkpoint_store, "identity", lambda rundir: "")

@@ -11,6 +11,7 @@ from tests.train.test_store_choice import Backup, Saved, store_of
 
 from bloomery.checkpoint.format.deadlines import ABORT_S, LOST_RANK_S
 from bloomery.checkpoint.format.manifest import DamagedCheckpoint
+from bloomery.checkpoint.writer.ranks import Ranks
 from bloomery.errors import CheckpointError, RankLost, ReportedElsewhere, StorageError
 from bloomery.train import checkpoint_store
 from bloomery.train.checkpoint_store import Restored, Store
@@ -280,7 +281,19 @@ def test_a_backup_is_the_first_ranks_and_what_it_copied_makes_room(
     later = Store(rundir, section, rank=1, world=2, backup=backup, place=place)
     assert later._backup is None and backup.on_all_copied is None
     given.clear()
-    first = Store(rundir, section, world=2, backup=backup, place=place, reach_steps=(5,))
+    gather: Any = object()
+    exchange: Any = object()
+    first = Store(
+        rundir,
+        section,
+        world=2,
+        gather=gather,
+        exchange=exchange,
+        backup=backup,
+        place=place,
+        reach_steps=(5,),
+    )
+    assert first._ranks == Ranks(rank=0, world=2, gather=gather, exchange=exchange)
     assert (first.incarnation, first.reach_steps, first.section) == (0, (5,), section)
     (_, told, more), (_, copies, _) = given
     assert told == (rundir.checkpoints, first._ranks, section)

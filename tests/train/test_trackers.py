@@ -54,7 +54,7 @@ def tell(observer: Tracker, run: WrittenRun, steps: Sequence[int], **fields: obj
 
 
 def test_every_step_arrives_in_its_order_with_those_after_a_rewind(tmp_path: Path) -> None:
-    service, run = Kept(), WrittenRun(tmp_path / "run")
+    service, run, began = Kept(), WrittenRun(tmp_path / "run"), time.time()
     service.opens.set()
     observer = Tracker("service", lambda: service)
     tell(observer, run, range(1, 7))
@@ -62,6 +62,7 @@ def test_every_step_arrives_in_its_order_with_those_after_a_rewind(tmp_path: Pat
     tell(observer, run, range(4, 6), held_out_loss=2.5, held_out_by_dataset={"code": 2.25})
     observer.close()
     assert [step.step for step in service.steps] == [1, 2, 3, 4, 5, 6, 4, 5] and service.is_closed
+    assert all(began <= step.time <= time.time() for step in service.steps)
     assert service.steps[-1].scalars["held_out/code"] == 2.25
     assert service.steps[0].scalars["loss/train"] == 5.9
     assert "optimizer/loss_scale" not in service.steps[0].scalars  # this run has none
@@ -133,6 +134,10 @@ def test_a_package_that_is_missing_is_told_before_the_training(monkeypatch: pyte
     with pytest.raises(BloomeryError) as refused:
         trackers(["wandb"], RUN)
     assert refused.value.remedy == "pip install 'bloomery[wandb]', or leave it out of log.trackers."
+    there = {"wandb": "a package"}
+    monkeypatch.setattr(trackers_module.importlib.util, "find_spec", there.get)
+    with pytest.raises(BloomeryError, match=r"log\.trackers names mlflow, which is not installed"):
+        trackers(["wandb", "mlflow"], RUN)
 
 
 def test_mlflow_gives_back_what_two_starts_of_a_run_sent(

@@ -166,6 +166,7 @@ def test_a_summary_tells_sizes_and_what_is_read_too_often() -> None:
         4.0,
     )
     assert (told["held_out_documents"], told["held_out_tokens"], told["batch_tokens"]) == (3, 90, [512, 2048])
+    assert (told["parameters"], told["vocabulary"], told["sequence_length"]) == (1234567, 5000, 64)
     assert told["datasets"] == [{"name": "web", "documents": 30, "tokens": 1000, "epochs": 3.0}]
     assert summary(tokens=0).epochs == 6_000.0
 
