@@ -88,3 +88,15 @@ def test_an_end_that_is_closed_or_takes_nothing_is_noticed(ends) -> None:
         assert receiving.receive_begin()
     with pytest.raises(PeerRefused, match="closed by the other end"):
         receiving.receive_begin()
+
+
+def test_a_request_that_comes_again_counts_once_more_and_one_with_another_word_is_refused(ends) -> None:
+    sending, receiving = ends
+    for _ in range(2):
+        sending.send_begin(3)
+        assert receiving.receive_begin() and receiving.received_epoch == 3
+    sending.send_begin(4)
+    request = receiving.connection.recv(64)
+    sending.connection.send(b"x" + request[1:])
+    with pytest.raises(PeerRefused, match="no peer of this run"):
+        receiving.receive_begin()

@@ -240,3 +240,19 @@ def test_files_that_are_no_toml_or_no_scenario_are_refused(tmp_path: Path) -> No
                 f"Shipped: {shipped}. One of your own is given as a path, ending in .toml.",
             )
         ]  # fmt: skip
+
+
+def test_a_scenario_may_lie_in_a_home_directory_and_one_that_cannot_be_read_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "mine.toml").write_text(TEXT, encoding="utf-8")
+    assert load_scenario("~/mine.toml") == MINE
+
+    def refuse(path: Path, **how: str) -> str:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    path = str(tmp_path / "mine.toml")
+    problem, remedy = "cannot be read: Permission denied", "Check who may read it."
+    assert refusals(lambda: load_scenario(path)) == [("scenario", path, "command line", problem, remedy)]
