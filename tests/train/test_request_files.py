@@ -6,15 +6,19 @@ import logging
 import os
 import signal
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from tests.train.test_control import CPU, agreed, control, rundir
+from tests.train.test_control import ALONE, CPU, agreed, control, rundir
 
+from bloomery.config.checkpoint import ControlSection
 from bloomery.config.setting import LARGEST_COUNT
+from bloomery.errors import StoppedBySwitch
 from bloomery.events.run_directory import RunDirectory
+from bloomery.events.switches import arm
 from bloomery.parallel.mesh import Mesh
-from bloomery.train.control import Control, read_rewind, read_settings, read_skips
+from bloomery.train.control import Control, read_rewind, read_settings, read_skips, refuse_when_stopped
 
 __all__ = ["control", "rundir"]
 
@@ -83,3 +87,14 @@ def test_a_signal_that_reached_a_later_rank_alone_asks_for_a_save(rundir: RunDir
         assert control.local_facts().save == 1.0
     finally:
         control.close()
+
+
+def test_no_rank_starts_where_the_switch_in_the_directory_of_its_recipe_is_armed(
+    rundir: RunDirectory, tmp_path: Path
+) -> None:
+    (tmp_path / "switches").mkdir()
+    section = ControlSection(directory=str(tmp_path / "switches"))
+    refuse_when_stopped(rundir, section, ALONE)
+    arm(tmp_path / "switches" / "stop")
+    with pytest.raises(StoppedBySwitch, match=f"{tmp_path}/switches/stop .*is armed"):
+        refuse_when_stopped(rundir, section, ALONE)
