@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from bloomery.transport.connection import Connection, ConnectionPlace
-from bloomery.transport.trust import PeerRefused
+from bloomery.transport.trust import PeerRefused, proof
 
 
 @pytest.fixture
@@ -100,3 +100,14 @@ def test_a_request_that_comes_again_counts_once_more_and_one_with_another_word_i
     sending.connection.send(b"x" + request[1:])
     with pytest.raises(PeerRefused, match="no peer of this run"):
         receiving.receive_begin()
+
+
+def test_a_request_lies_on_the_wire_as_other_versions_read_it(ends) -> None:
+    sending, receiving = ends
+    sending.send_begin(3)
+    request = receiving.connection.recv(64)
+    code = proof(b"k" * 32, b"begin, sender", bytes(7) + b"\x03")[:20]
+    assert request == b"blom" + bytes(7) + b"\x03" + code
+    receiving.send_begin(3)
+    code = proof(b"k" * 32, b"begin, receiver", bytes(7) + b"\x03")[:20]
+    assert sending.connection.recv(64)[12:] == code

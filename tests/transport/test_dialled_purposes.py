@@ -261,3 +261,12 @@ def test_connections_are_given_up_as_patiently_whichever_end_dialled(monkeypatch
         ("handshake_as_dialler", ("socket", made.hello, TOKEN), {"deadline_s": 9.0}),
     ]
     assert (manager._listener._patience, manager._listener._deadline_s) == (patience, 7.0)
+
+
+def test_a_peer_is_known_by_the_addresses_that_it_advertises() -> None:
+    manager = ConnectionManager(
+        ME, TOKEN, listen=("127.0.0.1:0",), advertise=("b.example.org:7",), turns=TURNS,
+        patience=TcpTimeouts(),
+    )  # fmt: skip
+    manager.close()
+    assert manager.addresses == ("b.example.org:7",)

@@ -204,3 +204,15 @@ def test_values_are_sent_up_to_a_limit_that_holds_for_them_and_for_what_their_we
         with pytest.raises(NotSendable):
             average_sparse(values, **average)
     assert len(gathered) == is_sent
+
+
+def test_a_code_lies_on_the_wire_as_other_versions_read_it():
+    values = np.zeros(20, np.float32)
+    values[[1, 3, 6, 10, 15, 18]] = 1.0, -2.0, 4.0, -0.5, 8.0, 3.0
+    levels = np.array([2.5, 8.0], np.float32).view(np.uint16)[1::2]  # of 1, 2, 4 and 3, and of 8
+    low = "10 11 01 11 01"  # of the places 1, 3, 6, 15 and 18, the lowest bit first
+    high = "11 01 0 01 01"  # a one for each place, a zero for each four values
+    negative, is_high = "01000", "00010"
+    bits = "".join((low + high + negative + is_high).split())
+    expected = levels.tobytes() + int(bits.ljust(32, "0"), 2).to_bytes(4, "big")
+    assert encode_sparse(values, 0.25).tobytes() == expected
