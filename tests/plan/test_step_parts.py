@@ -162,3 +162,9 @@ def test_muon_and_the_update_are_shared_by_all_shards() -> None:
         return muon - plain
 
     assert muon_part(Layout(data=4, zero=1)) == pytest.approx(muon_part(Layout()) / 4)
+
+
+def test_stages_of_a_machine_whose_links_nobody_described_send_a_gigabyte_a_second() -> None:
+    unlinked = replace(HARDWARE, node=replace(HARDWARE.node, link_gb_per_s=0.0))
+    made = step(Layout(pipeline=4, blocks=(2, 2, 2, 2), head_rank=3), hardware=unlinked)
+    assert made.pipeline_transfer_s == pytest.approx(2 * (STREAM / 1e9 + LINK_S) * (3 + 0.2 * 4))
