@@ -1,19 +1,33 @@
-"""What is told of a message that is none: which kind was expected, and what to look for."""
+"""What is told of a message that is none, and reasons in words that others can read."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+from tests.protocol import example
 
+from bloomery.data.position import Position
 from bloomery.protocol.encoding import (
     ProtocolError,
+    Reasoned,
     decode,
     decode_epoch,
     decode_rates,
     decode_settings,
+    encode,
 )
-from bloomery.protocol.rank_messages import decode_agent_message, decode_rank_message
+from bloomery.protocol.rank_messages import (
+    Abort,
+    RankLeaves,
+    RankRingFailed,
+    ReplaceState,
+    StateRefused,
+    StopTraining,
+    decode_agent_message,
+    decode_rank_message,
+)
 from bloomery.protocol.records import Done
 
 
@@ -35,3 +49,23 @@ def test_what_was_expected_is_named_where_something_else_came(
     with pytest.raises(ProtocolError, match=f"^What was received is no {kind}: .") as refused:
         read("[[]]")
     assert "the same version of bloomery" in refused.value.remedy
+
+
+WHY = "Traceback:\n\tdisk\x1b[31m full"
+REASONED = [
+    example.ready(why=WHY),
+    example.failed(why=WHY),
+    example.commit(why=WHY),
+    StateRefused(why=WHY),
+    RankRingFailed(epoch=9, kind="stall", culprit="next", why=WHY),
+    RankLeaves(why=WHY),
+    ReplaceState(round=2, digest="ab12", position=Position(), directory=Path("x"), why=WHY),
+    Abort(epoch=9, why=WHY),
+    StopTraining(why=WHY, failed=False),
+]
+
+
+@pytest.mark.parametrize("message", REASONED, ids=lambda message: type(message).__name__)
+def test_a_reason_from_a_library_is_written_so_that_others_take_it(message: Reasoned) -> None:
+    assert message.why == "Traceback:  disk [31m full"
+    assert decode(encode(message), type(message)) == message
