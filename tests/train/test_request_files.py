@@ -65,6 +65,7 @@ def test_lines_that_cannot_be_read_are_told_and_left_out(caplog: pytest.LogCaptu
     assert read_settings("a.b = 1\nc\n") == (("a.b", "1"),)
     assert read_skips("0:8\n8:8\n9:8\n-1:3\nx:3\n3\n 4 : 5 \n") == ((0, 8), (4, 5))
     assert read_rewind("") == () and read_rewind("7\n") == (7, 0, 0)
+    assert read_rewind("0\n") == (0, 0, 0) and read_rewind("0 0:5\n") == (0, 0, 5), "from the beginning"
     assert read_rewind("7 1:2\n8 3:3\n") == (8, 3, 3), "the last counts"
     assert read_rewind("x\n7 3:2\n-1 2:3\n7 a:b\n") == ()
     assert read_skips("²:3\n1:٣\n") == ((1, 3),), "digits of any script, and no powers"

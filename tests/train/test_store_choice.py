@@ -82,6 +82,9 @@ def test_a_start_takes_a_newer_copy_of_others_before_what_is_here_and_a_rewind_d
     assert store._restorable(3)[0] == [Saved(3).place(), Saved(3).name]
     assert store.newest().step == 6 and store.newest(up_to_step=4).step == 4  # type: ignore[union-attr]
     assert store.newest(up_to_step=3) is None
+    backup.asked.clear()
+    assert store.newest(up_to_step=0) is None and steps(store._restorable(0)) == [(True, 3)]
+    assert backup.asked["up_to_step"] == 0, "the beginning of the run is a step to go back to"
 
 
 def test_an_empty_machine_takes_what_the_backup_has(monkeypatch) -> None:

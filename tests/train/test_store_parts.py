@@ -315,3 +315,11 @@ def test_a_backup_is_the_first_ranks_and_what_it_copied_makes_room(
     for why in ("the disk is read-only", r"[Errno 116] Stale file handle"):
         backup.on_all_copied()
         assert f"older checkpoints were not removed: {why}" in caplog.text
+
+
+def test_a_rewind_to_the_beginning_finds_nothing_that_was_made_after_it(store: Store, calls: Calls) -> None:
+    store._from_memory = lambda names, parts: pytest.fail("memory holds the newest alone")  # type: ignore[method-assign]
+    store._first_that_loads = lambda names, parts, *, fallback: calls.append((names,))  # type: ignore[method-assign,assignment]
+    store._backup = None
+    assert store.restore({}, reason="rewind: spike", up_to_step=0) is None
+    assert ([],) in calls
