@@ -79,6 +79,7 @@ def ring_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         ({}, {}),
         ({"reduce_codec": "bf16"}, {"codec": 1, "gather": 4}),
         ({"codec": "words"}, {"codec": 4}),
+        ({"threads": 0}, {"threads": 0}),
         ({"codec": "fp32", "chunk": 1024, "rank": 5}, {"codec": 0, "chunk": 1024, "lane": 5}),
         ({"codec": "int8", "reduce_codec": "int8"}, {"codec": 2, "gather": 3}),
     ],
