@@ -181,3 +181,25 @@ def test_an_average_that_is_given_up_is_waited_for_no_more(
     sources = [PeerSource(peer="a", url="http://127.0.0.1:1")]
     assert not one.fetch(sources, "ab12", TRUST, until=1e9, cancelled=lambda: True)
     assert next(moments) == 110.0 and closed == ["state"]
+
+
+def test_each_try_for_an_average_is_for_its_state_and_ends_with_the_patience_of_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries, now = list[Any](), [100.0]
+
+    def fetch(self: averages._Download, *told: Any, **more: Any) -> bool:
+        tries.append((self._names, told, more))
+        return len(tries) == 2
+
+    def sleep(seconds: float) -> None:
+        now[0] += 1.0
+
+    stand_in = SimpleNamespace(monotonic=lambda: now[0], sleep=sleep)
+    monkeypatch.setattr(averages, "time", stand_in)
+    monkeypatch.setattr(averages._Download, "fetch", fetch)
+    sources, cancelled = [PeerSource(peer="a", url="http://127.0.0.1:1")], lambda: False
+    fetcher = AverageFetcher(tmp_path, TRUST, patience_s=7.0)
+    fetcher(COMMIT, lambda: sources, ranks=2, cancelled=cancelled)
+    once = (sources, COMMIT.digest, TRUST), {"until": 107.0, "cancelled": cancelled}
+    assert tries == [(["average-0", "average-1"], *once)] * 2

@@ -391,3 +391,31 @@ def test_nothing_more_is_asked_of_a_source_that_was_given_up(tmp_path: Path) -> 
     one.plan.partial.missing.take = take  # type: ignore[method-assign,assignment]
     one.fetch._stream(one.source)
     assert taken == []
+
+
+def test_a_fetch_has_the_times_and_streams_that_its_caller_chose_and_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+
+    class Noted:
+        def __init__(self, *told: Any, **more: Any) -> None:
+            calls.append((told, more))
+
+        def run(self, **more: Any) -> str:
+            calls.append(more)
+            return "fetched"
+
+        def close(self) -> None:
+            calls.append("closed")
+
+    monkeypatch.setattr(client, "_Fetch", Noted)
+    cancelled, progress = (lambda: False), (lambda done, size: None)
+    times = dict(progress_s=1.0, stall_s=2.0, leader_s=3.0, streams=4)
+    found = fetch_state(list, "ab" * 20, tmp_path, TRUST, **times, cancelled=cancelled, progress=progress)  # type: ignore[arg-type]
+    assert found == "fetched"  # type: ignore[comparison-overlap]
+    assert calls == [
+        ((list, "ab" * 20, tmp_path / ("ab" * 16), TRUST), {"stall_s": 2.0, "streams": 4}),
+        {"progress_s": 1.0, "leader_s": 3.0, "cancelled": cancelled, "progress": progress},
+        "closed",
+    ]

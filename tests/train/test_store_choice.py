@@ -199,7 +199,7 @@ def test_a_commit_wakes_the_backup_and_removes_what_need_not_be_kept_however_the
     store._committed("step-000006.i001", 250)
     assert (backup.woken, saved, removed) == (1, [1], [Saved(3).name])
     assert asked["run_length_steps"] == 250 and asked["reach_steps"] == (5,)
-    assert asked["not_backed_up"] == {Saved(3).name}
+    assert asked["not_backed_up"] == {Saved(3).name} and asked["section"] is store._section
     assert asked["is_intact"](Saved(6)) and not asked["is_intact"](Saved(3))
 
     def refused(rundir: Any, **given: Any) -> list[Any]:

@@ -11,10 +11,11 @@ from tests.train.test_store_choice import Backup, Saved, store_of
 
 from bloomery.checkpoint.format.deadlines import ABORT_S, LOST_RANK_S
 from bloomery.checkpoint.format.manifest import DamagedCheckpoint
+from bloomery.checkpoint.format.state import StateSnapshot
 from bloomery.checkpoint.writer.ranks import Ranks
 from bloomery.errors import CheckpointError, RankLost, ReportedElsewhere, StorageError
 from bloomery.train import checkpoint_store
-from bloomery.train.checkpoint_store import Restored, Store
+from bloomery.train.checkpoint_store import Restored, RunStateToSave, Store
 
 RESTORED = Restored(step=6, incarnation=2, directory=Path("step-000006.i002"), values={}, about={})
 Calls = list[tuple[Any, ...]]
@@ -323,3 +324,30 @@ def test_a_rewind_to_the_beginning_finds_nothing_that_was_made_after_it(store: S
     store._backup = None
     assert store.restore({}, reason="rewind: spike", up_to_step=0) is None
     assert ([],) in calls
+
+
+def test_what_is_saved_beside_the_training_at_once_or_for_peers_is_the_state_of_this_life(
+    store: Store, calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    collected = SimpleNamespace(values={"guards": {"a": 1}, "train": {"step": 0}})
+    monkeypatch.setattr(checkpoint_store, "collect", lambda parts: {"parts": collected}[parts])
+    store._saver.save = lambda state: calls.append(("saved", state)) or Path("saved")  # type: ignore[method-assign]
+    store._saver.begin = lambda state: calls.append(("begun", state)) or True  # type: ignore[method-assign]
+    state = RunStateToSave(
+        "parts",  # type: ignore[arg-type]
+        step=9,
+        values={"train": {"step": 9}, "data": {"text": "x"}},
+        about={"loss": 2.5},
+        run_length_steps=250,
+    )
+    assert store.save(state) == Path("saved")
+    assert store.begin_save(state) is True and store.copy_for_peers(state) == Path("copy")
+    snapshot = StateSnapshot(
+        step=9,
+        incarnation=5,
+        state=collected,  # type: ignore[arg-type]
+        values={"guards": {"a": 1}, "train": {"step": 9}, "data": {"text": "x"}},
+        about={"loss": 2.5},
+        run_length_steps=250,
+    )
+    assert calls == [("saved", snapshot), ("begun", snapshot), ("added", snapshot)]
