@@ -129,6 +129,33 @@ def test_a_service_that_refuses_ends_the_tracking_and_nothing_else(
     assert observer.left_out in ([49] if when == "connecting" else range(49))  # those of the refused message
 
 
+def test_a_service_that_refuses_the_last_steps_keeps_nobody_from_ending(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(trackers_module, "_CLOSE_S", WITHIN_S / 4)
+
+    class RefusesTheLast(Kept):
+        def send(self, steps: Sequence[TrackedStep]) -> None:
+            if self.at_once:
+                raise RuntimeError("no such project")
+            super().send(steps)
+
+    service, run = RefusesTheLast(), WrittenRun(tmp_path / "run")
+    observer = Tracker("service", lambda: service)
+    tell(observer, run, [1])
+    assert service.is_asked.wait(WITHIN_S)
+    tell(observer, run, [2, 3])
+    closing = threading.Thread(target=observer.close)
+    closing.start()
+    end = time.monotonic() + WITHIN_S
+    while observer._waiting.qsize() < 3 and time.monotonic() < end:
+        time.sleep(0.001)  # until the end is behind the last step
+    service.opens.set()
+    closing.join(WITHIN_S)
+    assert not observer._thread.is_alive() and [step.step for step in service.steps] == [1]
+    assert "no longer follows this run: no such project" in caplog.text
+
+
 def test_a_package_that_is_missing_is_told_before_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trackers_module.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(BloomeryError) as refused:
