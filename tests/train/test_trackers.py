@@ -145,13 +145,14 @@ def test_a_service_that_refuses_the_last_steps_keeps_nobody_from_ending(
     tell(observer, run, [1])
     assert service.is_asked.wait(WITHIN_S)
     tell(observer, run, [2, 3])
-    closing = threading.Thread(target=observer.close)
-    closing.start()
-    end = time.monotonic() + WITHIN_S
-    while observer._waiting.qsize() < 3 and time.monotonic() < end:
-        time.sleep(0.001)  # until the end is behind the last step
-    service.opens.set()
-    closing.join(WITHIN_S)
+    put = observer._waiting.put
+
+    def put_and_answer(item: TrackedStep | None, *, timeout: float) -> None:
+        put(item, timeout=timeout)
+        service.opens.set()
+
+    monkeypatch.setattr(observer._waiting, "put", put_and_answer)
+    observer.close()
     assert not observer._thread.is_alive() and [step.step for step in service.steps] == [1]
     assert "no longer follows this run: no such project" in caplog.text
 
