@@ -2,8 +2,9 @@
 
 import pytest
 
+from bloomery.errors import Mistake
 from bloomery.protocol.encoding import ProtocolError, decode_epoch
-from bloomery.protocol.keys import NUMBER_AT_MOST, RECOVERY, Keys
+from bloomery.protocol.keys import NUMBER_AT_MOST, RECOVERY, Keys, name_mistake
 
 KEYS = Keys("r")
 OF_PEER = {
@@ -93,3 +94,13 @@ def test_records_lie_where_other_versions_look_for_them():
     }
     assert list(own) == [f"/bloomery/r/peers/a/{place}" for place in own.values()]
     assert list(others) == [f"/bloomery/r/{place}" for place in others.values()]
+
+
+def test_a_setting_that_is_no_name_is_told_with_its_place_and_what_names_are():
+    assert name_mistake("elastic.peer", "a b", "mine.toml") == Mistake(
+        key="elastic.peer",
+        value="a b",
+        source="mine.toml",
+        problem="is no name of a run or a peer",
+        remedy="Up to 63 letters, digits, '.', '_' and '-', a letter or digit first.",
+    )
