@@ -61,7 +61,10 @@ def test_one_update_is_that_of_adamw_or_none(is_refused: float) -> None:
     )
 
     torch.testing.assert_close(master, expected.detach())
-    assert bool(moments[0].any()) != bool(is_refused)
+    taken = 0.0 if is_refused else gradient / 4
+    torch.testing.assert_close(moments[0], torch.zeros(64) + 0.2 * taken)
+    torch.testing.assert_close(moments[1], torch.zeros(64) + 0.1 * taken**2)
+    assert float(updates) == 1.0, "it is read, not counted up"
 
 
 def test_norms_and_factors_are_of_each_tensor() -> None:

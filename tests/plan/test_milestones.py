@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from tests.plan.test_run_totals import A100, STEPS, planned
 
 from bloomery.plan.schedule import phase_at
@@ -63,3 +64,32 @@ def test_peers_read_the_data_together() -> None:
     plan = planned(*PEERS, "train.global_batch=4", data_tokens=200 * 512.0)
     told = {event.what: event.step for event in plan.calendar if event.what.startswith("epoch")}
     assert told == {f"epoch {number} ends": 25 * number for number in (1, 2, 3, 4)}
+
+
+def test_peers_that_make_no_rounds_read_nothing_together() -> None:
+    plan = planned(*STEPS, "elastic.inner_steps=0", "elastic.peers=2", data_tokens=1000 * 512.0)
+    told = {event.what: (event.step, event.sample) for event in plan.calendar}
+    assert (told["epoch 1 ends"], told["the run ends"]) == ((250, 1000), (1000, 4000))
+
+
+def test_steps_of_a_run_take_as_long_as_what_its_recipe_recomputes() -> None:
+    plain, full = (
+        planned(*STEPS, f"train.recompute={recompute}").draft.course[-1].step.compute_s
+        for recompute in ("none", "full")
+    )
+    assert full > 1.1 * plain
+
+
+@pytest.mark.parametrize(("at", "comes"), [(3996, True), (3997, False), (9000, False)])
+def test_changes_that_no_step_follows_are_no_milestones(at: int, comes: bool) -> None:
+    length = ("optim.name=adamw", "train.tokens=0", "train.samples=4000", "train.precision=fp32")
+    changes = (f"train.micro_batch_changes=[[{at},2]]", f"train.precision_changes=[[{at},'bf16']]")
+    ramp_up = ("train.global_batch=8", "train.micro_batch=1", f"train.ramp_up=[4,4,{at}]")
+    for changed, what in (
+        (changes, {"micro-batch becomes 2", "precision becomes bf16"}),
+        (ramp_up, {"full batch of 8"}),
+    ):
+        plan = planned(*length, *changed)
+        told = {event.what: event.step for event in plan.calendar if event.what in what}
+        assert told == (dict.fromkeys(what, 999) if comes else {})
+        assert (plan.draft.course[-1].first_step == 999) is comes

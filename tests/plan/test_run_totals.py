@@ -164,7 +164,9 @@ def test_epochs_end_within_the_last_step_that_lies_whole_in_them() -> None:
 def test_milestones_count_the_samples_of_all_peers_and_their_days_with_all_pauses() -> None:
     peers = ("elastic.inner_steps=10", "elastic.peers=2", "train.samples=6400", "train.tokens=0")
     plan = planned("optim.name=adamw", *peers, "schedule.unit=samples", "schedule.warmup=800")
-    last = plan.calendar[-1]
+    first, last = plan.calendar[0], plan.calendar[-1]
+    assert (first.what, first.step, first.sample) == ("warm-up ends", 100, 800)
+    assert first.days == pytest.approx(plan.whole.days / 8)
     assert (last.what, last.step, last.sample, last.tokens) == ("the run ends", 800, 6400, 6400 * 512)
     assert last.days == pytest.approx(plan.whole.days)
 

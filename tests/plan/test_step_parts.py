@@ -5,9 +5,25 @@ from __future__ import annotations
 from dataclasses import fields, replace
 
 import pytest
-from tests.plan.test_step_time import HARDWARE, LENGTH, MICRO_BATCH, MODEL, PARAMETERS, STREAM, held, of, step
+from tests.plan.test_step_time import (
+    HARDWARE,
+    LENGTH,
+    LINK,
+    LINK_S,
+    MEMORY,
+    MICRO_BATCH,
+    MODEL,
+    NETWORK,
+    NETWORK_S,
+    PARAMETERS,
+    STREAM,
+    held,
+    of,
+    ring,
+    step,
+)
 
-from bloomery.plan.block_cost import Workload, attention_passes
+from bloomery.plan.block_cost import Workload, attention_passes, elementwise_pass
 from bloomery.plan.hardware import Hardware, Storage
 from bloomery.plan.layout import Layout
 from bloomery.plan.step_time import HOST_BYTES_PER_S, StepTime, stages_for, step_time, step_traffic
@@ -95,3 +111,60 @@ def test_a_stage_sends_for_what_it_recomputes_itself(own: str, of_phase: str, ex
     work = of(layout)
     sent = step_traffic(work, PARAMETERS, stages_for(work, PARAMETERS), micro_batches=3, recompute=of_phase)
     assert sent.tensor_bytes == pytest.approx(3 * (5 * exchanges + 1) * STREAM)
+
+
+def test_stages_update_and_exchange_as_long_as_the_one_that_holds_the_most() -> None:
+    layout = Layout(pipeline=2, data=2, blocks=(7, 1), head_rank=1, overlaps=False)
+    made = step(layout)
+    assert made.update_s == pytest.approx(34 * held(layout) / MEMORY)
+    reduced = ring(4 * held(layout), 2, rate=LINK, latency=LINK_S, passes=2)
+    assert made.data_parallel_s == pytest.approx(reduced)
+
+
+def test_shards_and_their_replicas_use_links_within_a_machine_and_share_its_network() -> None:
+    size = 4 * PARAMETERS.total
+    weights = 2 * PARAMETERS.total
+    within = step(Layout(data=8, zero=1, shard=4, overlaps=False)).data_parallel_s
+    assert within == pytest.approx(
+        ring(size / 4, 2, rate=LINK, latency=LINK_S, passes=2)
+        + ring(size + weights, 4, rate=LINK, latency=LINK_S)
+        + 3 * LINK_S
+    )
+    between = step(Layout(data=16, zero=1, shard=2, overlaps=False)).data_parallel_s
+    assert between == pytest.approx(
+        ring(size / 2, 8, rate=NETWORK / 2, latency=NETWORK_S, passes=2)
+        + ring(size + weights, 2, rate=LINK, latency=LINK_S)
+        + LINK_S
+    )
+    wide = step(Layout(data=16, zero=1, overlaps=False)).data_parallel_s
+    assert wide == pytest.approx(ring(size + weights, 16, rate=NETWORK, latency=NETWORK_S) + 15 * NETWORK_S)
+
+
+def test_each_block_computes_its_elementwise_parts_again() -> None:
+    work = of(Layout())
+    again = 4 * MODEL.layers * elementwise_pass(work).memory_s
+    more = taken(work, "elementwise").memory_s - taken(work, "none").memory_s
+    assert more == pytest.approx(again) and again > 0.0
+
+
+def test_muon_and_the_update_are_shared_by_all_shards() -> None:
+    def muon_part(layout: Layout) -> float:
+        work = of(layout)
+        plain, muon = (
+            step_time(
+                replace(work, muon_iterations=iterations),
+                PARAMETERS,
+                global_batch=4 * MICRO_BATCH * layout.data,
+                recompute="none",
+            ).update_s
+            for iterations in (0, 5)
+        )
+        return muon - plain
+
+    assert muon_part(Layout(data=4, zero=1)) == pytest.approx(muon_part(Layout()) / 4)
+
+
+def test_stages_of_a_machine_whose_links_nobody_described_send_a_gigabyte_a_second() -> None:
+    unlinked = replace(HARDWARE, node=replace(HARDWARE.node, link_gb_per_s=0.0))
+    made = step(Layout(pipeline=4, blocks=(2, 2, 2, 2), head_rank=3), hardware=unlinked)
+    assert made.pipeline_transfer_s == pytest.approx(2 * (STREAM / 1e9 + LINK_S) * (3 + 0.2 * 4))

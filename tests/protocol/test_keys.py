@@ -2,8 +2,9 @@
 
 import pytest
 
+from bloomery.errors import Mistake
 from bloomery.protocol.encoding import ProtocolError, decode_epoch
-from bloomery.protocol.keys import NUMBER_AT_MOST, RECOVERY, Keys
+from bloomery.protocol.keys import NUMBER_AT_MOST, RECOVERY, Keys, name_mistake
 
 KEYS = Keys("r")
 OF_PEER = {
@@ -70,3 +71,36 @@ def test_after_the_highest_number_that_a_message_may_name_there_is_a_key_for_one
 def test_a_number_in_a_key_has_ten_digits(text):
     with pytest.raises(ValueError):
         KEYS.number(text)
+
+
+def test_records_lie_where_other_versions_look_for_them():
+    own = {
+        KEYS.settings("a"): "settings",
+        KEYS.member("a"): "member",
+        KEYS.recovery_record("a"): "testimony",
+        KEYS.rate("a"): "rates",
+        KEYS.ready(3, "a"): "ready/0000000003",
+        KEYS.done(3, 7, "a"): "done/0000000003/0000000007",
+        KEYS.failed(3, 7, "a"): "failed/0000000003/0000000007",
+    }
+    others = {
+        KEYS.epoch: "epoch",
+        KEYS.adopted: "adopted",
+        KEYS.token: "token",
+        KEYS.revoked("12ab"): "revoked/12ab",
+        KEYS.commit(3): "commit/0000000003",
+        KEYS.shares(3): "shares/0000000003",
+        KEYS.attempt(3, 7): "attempt/0000000003/0000000007",
+    }
+    assert list(own) == [f"/bloomery/r/peers/a/{place}" for place in own.values()]
+    assert list(others) == [f"/bloomery/r/{place}" for place in others.values()]
+
+
+def test_a_setting_that_is_no_name_is_told_with_its_place_and_what_names_are():
+    assert name_mistake("elastic.peer", "a b", "mine.toml") == Mistake(
+        key="elastic.peer",
+        value="a b",
+        source="mine.toml",
+        problem="is no name of a run or a peer",
+        remedy="Up to 63 letters, digits, '.', '_' and '-', a letter or digit first.",
+    )

@@ -364,6 +364,7 @@ def pieces(count):
         (example.ready(), "skip", pieces(256), pieces(257)),
         (example.ready(), "kept", pieces(3), pieces(65_537)),
         (example.ready(), "kept", [[7, 7]], [[7, 6]]),
+        (example.ready(), "kept", [[0, 7]], [[-1, 7]]),
         (example.ready(), "kept", [[0, 1 << 62]], [[0, (1 << 62) + 1]]),
         (example.ready(), "kept", [[0, 1]], [[False, True]]),
         (example.attempt(), "weights", [1.0], [1.0001]),

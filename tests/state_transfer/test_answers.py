@@ -12,6 +12,7 @@ import pytest
 from tests.diloco.elastic_peers import DEADLINE_S, Authority, until
 from tests.diloco.served_states import MIB, files_of, make_checkpoint
 
+from bloomery.checkpoint.format.manifest import INDEX
 from bloomery.state_transfer import server as serving
 from bloomery.state_transfer.served_states import ServedStates
 from bloomery.state_transfer.server import StateServer
@@ -53,9 +54,13 @@ def test_an_answer_says_what_it_is_and_how_much_of_it_and_the_connection_goes_on
             assert answer.getheader("Content-Range") == told
 
 
-def test_after_a_refusal_a_client_knows_whether_it_may_ask_again(server: StateServer) -> None:
+def test_after_a_refusal_a_client_knows_whether_it_may_ask_again(server: StateServer, tmp_path: Path) -> None:
+    server.states.serve_averages({"cd34": tmp_path})
     for path, headers, status, is_last in (
         ("/state/ab12/nothing", AUTHORIZED, 404, False),  # as while a state is going
+        ("/state/ef56", AUTHORIZED, 404, False),
+        ("/state/cd34/average-0", AUTHORIZED, 503, False),  # which is to be written
+        (f"/state/ab12/{INDEX}", AUTHORIZED | {"Range": "bytes=5-4"}, 416, True),
         ("/state/ab12", {}, 401, True),
         ("/elsewhere", AUTHORIZED, 404, True),
     ):

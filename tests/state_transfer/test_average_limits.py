@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import itertools
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
@@ -165,3 +166,40 @@ def test_a_connection_that_is_given_to_a_server_is_served_as_one_that_it_accepte
         while not received.endswith(b"\r\n\r\n56789"):
             received += ours.recv(4096)
         assert received.startswith(b"HTTP/1.1 206") and b"Content-Range: bytes 995-999/1000" in received
+
+
+def test_an_average_that_is_given_up_is_waited_for_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moments, closed = itertools.count(100.0, 10.0), list[str]()
+    state: Any = SimpleNamespace(close=lambda: closed.append("state"))
+    monkeypatch.setattr(averages, "time", SimpleNamespace(monotonic=lambda: next(moments)))
+    monkeypatch.setattr(averages, "_PAUSE_S", 0.001)
+    one = averages._Download(tmp_path, ["f"], {})
+    monkeypatch.setattr(averages._Download, "_states_at", lambda self, *given: [state])
+    monkeypatch.setattr(averages._Download, "_begin", lambda self, state: until(lambda: self._is_closed))
+    sources = [PeerSource(peer="a", url="http://127.0.0.1:1")]
+    assert not one.fetch(sources, "ab12", TRUST, until=1e9, cancelled=lambda: True)
+    assert next(moments) == 110.0 and closed == ["state"]
+
+
+def test_each_try_for_an_average_is_for_its_state_and_ends_with_the_patience_of_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries, now = list[Any](), [100.0]
+
+    def fetch(self: averages._Download, *told: Any, **more: Any) -> bool:
+        tries.append((self._names, told, more))
+        return len(tries) == 2
+
+    def sleep(seconds: float) -> None:
+        now[0] += 1.0
+
+    stand_in = SimpleNamespace(monotonic=lambda: now[0], sleep=sleep)
+    monkeypatch.setattr(averages, "time", stand_in)
+    monkeypatch.setattr(averages._Download, "fetch", fetch)
+    sources, cancelled = [PeerSource(peer="a", url="http://127.0.0.1:1")], lambda: False
+    fetcher = AverageFetcher(tmp_path, TRUST, patience_s=7.0)
+    fetcher(COMMIT, lambda: sources, ranks=2, cancelled=cancelled)
+    once = (sources, COMMIT.digest, TRUST), {"until": 107.0, "cancelled": cancelled}
+    assert tries == [(["average-0", "average-1"], *once)] * 2

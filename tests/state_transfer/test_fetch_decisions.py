@@ -341,3 +341,81 @@ def test_a_client_is_a_stranger_until_it_is_admitted_and_counts_as_one_member_un
     assert room.enter("a") and not room.enter("a")
     clients[1].refuse("it is late")
     assert refused == [("h:1", "it is late")]
+
+
+def test_a_source_is_given_the_time_and_the_streams_of_its_fetch(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, started = list[Any](), list[Any]()
+    text = (checkpoint / MANIFEST).read_bytes()
+    state = SimpleNamespace(
+        name=checkpoint.name, read_description=lambda: None, content=lambda file, *, at_most: text
+    )
+    monkeypatch.setattr(client, "ServedState", lambda *told, **more: given.append((told, more)) or state)
+    fetch = _Fetch(list, "ab12", tmp_path, TRUST, stall_s=7.0, streams=3)
+    fetch._thread = lambda function, source: started.append((function, source))  # type: ignore[method-assign]
+    fetch._read_description(A)
+    assert given == [((A, "ab12", TRUST), {"stall_s": 7.0})]
+    (source,) = fetch.sources
+    assert (source.text, source.manifest) == (text, read_manifest(checkpoint))
+    assert started == [(fetch._stream, source)] * 3
+
+
+def test_a_source_without_room_is_not_asked_again_once_the_fetch_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full() -> None:
+        raise NotYetServed("it has no room now")
+
+    fetch, slept = fetch_of(tmp_path, A), list[float]()
+
+    def sleep(seconds: float) -> None:
+        assert not slept, "it asks for ever"
+        slept.append(seconds)
+        fetch.is_over = True
+
+    monkeypatch.setattr(client, "time", SimpleNamespace(monotonic=lambda: 1.0, sleep=sleep))
+    with pytest.raises(NotYetServed):
+        fetch._manifest_at(SimpleNamespace(read_description=full))  # type: ignore[arg-type]
+    assert slept == [client.NO_ROOM_S]
+
+
+def test_nothing_more_is_asked_of_a_source_that_was_given_up(tmp_path: Path) -> None:
+    one, taken = Fetching(tmp_path, lambda: True), list[Any]()
+    one.fetch.plan, one.source.is_out = one.plan, True
+
+    def take(*files: Any, timeout_s: float) -> None:
+        taken.append(files)
+        one.fetch.is_over = True
+
+    one.plan.partial.missing.take = take  # type: ignore[method-assign,assignment]
+    one.fetch._stream(one.source)
+    assert taken == []
+
+
+def test_a_fetch_has_the_times_and_streams_that_its_caller_chose_and_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+
+    class Noted:
+        def __init__(self, *told: Any, **more: Any) -> None:
+            calls.append((told, more))
+
+        def run(self, **more: Any) -> str:
+            calls.append(more)
+            return "fetched"
+
+        def close(self) -> None:
+            calls.append("closed")
+
+    monkeypatch.setattr(client, "_Fetch", Noted)
+    cancelled, progress = (lambda: False), (lambda done, size: None)
+    times = dict(progress_s=1.0, stall_s=2.0, leader_s=3.0, streams=4)
+    found = fetch_state(list, "ab" * 20, tmp_path, TRUST, **times, cancelled=cancelled, progress=progress)  # type: ignore[arg-type]
+    assert found == "fetched"  # type: ignore[comparison-overlap]
+    assert calls == [
+        ((list, "ab" * 20, tmp_path / ("ab" * 16), TRUST), {"stall_s": 2.0, "streams": 4}),
+        {"progress_s": 1.0, "leader_s": 3.0, "cancelled": cancelled, "progress": progress},
+        "closed",
+    ]

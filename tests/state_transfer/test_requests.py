@@ -291,3 +291,11 @@ def test_a_name_that_is_none_is_told_by_its_beginning() -> None:
     with pytest.raises(SourceFailed) as failed:
         state.read_description()
     assert str(failed.value) == "'" + "x" * 199
+
+
+def test_an_answer_that_is_not_wanted_any_more_ends_the_reading_of_a_whole_file() -> None:
+    answer = Answer(200, b"x" * 100)
+    state, _ = state_of(answer)
+    with pytest.raises(SourceFailed, match=r"^f came too slowly, or is not wanted any more$"):
+        state.content("f", at_most=100, is_wanted=lambda: False)
+    assert answer.asked == [] and answer.calls == ["close"]

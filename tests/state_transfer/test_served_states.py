@@ -144,3 +144,24 @@ def test_averages_are_those_of_the_moment_in_which_they_were_told(tmp_path: Path
         assert found is not None and os.pread(found.descriptor, 99, 0) == b"of rank 0"
         assert open_files_of(tmp_path) == ["ab12.0"]
     assert open_files_of(tmp_path) == []
+
+
+def test_a_state_of_which_a_block_takes_longer_than_a_minute_is_served_meanwhile(checkpoint: Path) -> None:
+    now = 100.0
+    states = ServedStates(clock=lambda: now)
+    states.put("a", checkpoint, round=1)
+    with states.reading("a", INDEX):
+        now += 2 * READ_S
+        for digest in ("b", "c"):
+            states.put(digest, checkpoint, round=2)
+        assert served_of(states, "a", "b", "c") == ["a", "b", "c"]
+    states.clear()
+
+
+def test_of_older_states_that_are_fetched_the_oldest_stays(checkpoint: Path) -> None:
+    states = ServedStates(clock=lambda: 0.0)
+    for digest in ("a", "b", "c", "d"):
+        states.put(digest, checkpoint, round=1)
+        assert states.about(digest) is not None
+    assert served_of(states, "a", "b", "c", "d") == ["a", "c", "d"]
+    states.clear()

@@ -232,3 +232,18 @@ def test_messages_are_broken_to_a_terminal_and_stay_whole_in_a_file(
     assert all(len(line) <= 80 for line in capsys.readouterr().out.splitlines())
     Screen("full").say(long)
     assert len(capsys.readouterr().out.splitlines()) == 1
+
+
+def test_the_time_left_in_short_lines_begins_anew_after_a_rewind() -> None:
+    said: list[str] = []
+    lines = LogLines(every_steps=1, total_steps=30, say=said.append, full=False)
+    clock = iter([0.0, 2.0, 9.0, 10.0])
+    lines._left = TimeLeft(30, clock=lambda: next(clock))
+    report = replace(REPORT, held_out_loss=None, update_applied=True)
+    for step in (19, 20):
+        lines.tell(replace(report, step=step), CarryOn(judged_step=1))
+    lines.rewound(18)
+    for step in (19, 20):
+        lines.tell(replace(report, step=step), CarryOn(judged_step=1))
+    assert [" s left" in line for line in said] == [False, True, False, False, True]
+    assert "| 20 s left |" in said[1] and "| 10 s left |" in said[4]

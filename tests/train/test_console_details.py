@@ -59,6 +59,8 @@ def test_a_bar_has_every_figure_in_the_order_of_what_matters() -> None:
         "20/60 | loss 3.457 | 70 s left | held-out 3.250 | 1,211,900 tokens/s | lr 1.2e-03"
     )
     assert bar_text(PLAIN, held_out=None, total_steps=None, left_s=None, columns=22) == "20 | loss 3.457"
+    ended = bar_text(PLAIN, held_out=None, total_steps=20, left_s=0.0, columns=29)
+    assert ended == "20/20 | loss 3.457 | 0 s left"
 
 
 def test_the_time_left_is_that_of_the_newest_fifty_steps_and_unknown_without_an_end() -> None:

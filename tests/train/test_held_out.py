@@ -191,3 +191,21 @@ def test_a_start_counts_what_its_run_reads(monkeypatch: pytest.MonkeyPatch) -> N
         DatasetSummary(name="web", documents=5, tokens=640, epochs=2560 * 0.75 / 640),
         DatasetSummary(name="code", documents=7, tokens=0, epochs=2560 * 0.25),
     )
+
+
+def test_a_dataset_of_which_a_few_tokens_count_is_measured_in_all_its_windows(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    part = SimpleNamespace(name="chat", weight=1.0, documents="chat")
+    windows = [SimpleNamespace(targets=torch.tensor([[IGNORED, last]])) for last in (IGNORED, 5, IGNORED)]
+    monkeypatch.setattr(held_out, "held_out_documents", lambda section, prepared: [part])
+    monkeypatch.setattr(held_out, "held_out_batches", lambda name, **told: windows)
+    loss = build_held_out(
+        load_recipe("demo").recipe,
+        SimpleNamespace(end_of_document_id=9),  # type: ignore[arg-type]
+        SimpleNamespace(decoder=SimpleNamespace(sequence_degree=1)),  # type: ignore[arg-type]
+        Mesh(device=CPU),
+        report_progress=print,
+    )
+    assert loss is not None and [one.batch for one in loss._batches] == windows
+    assert caplog.records == []

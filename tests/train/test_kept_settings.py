@@ -21,6 +21,7 @@ from bloomery.diloco.outer import UnderWay
 from bloomery.errors import ConfigError, StorageError
 from bloomery.events.records import ignore_progress
 from bloomery.events.run_directory import RunDirectory
+from bloomery.guard.verdict import Rung
 from bloomery.plan.schedule import Phase, learning_rate
 from bloomery.train import settings as settings_module
 from bloomery.train import step as step_module
@@ -101,9 +102,14 @@ def test_a_phase_has_the_precision_that_auto_means_on_this_device(
 @pytest.mark.parametrize(("inner_steps", "clamp"), [(0, 50.0), (4, 0.0)])
 def test_peers_rescale_no_heads(inner_steps: int, clamp: float, tmp_path: Path) -> None:
     options = ("elastic.peers=2", "elastic.minimum_peers=1", "guard.clamp_qk=50.0")
-    settings = Run(tmp_path / "journal.jsonl", f"elastic.inner_steps={inner_steps}", *options).settings
-    clamps = settings.clamps(restrained(z_score=2.5, qk_clip=50.0))
+    made = Run(tmp_path / "journal.jsonl", f"elastic.inner_steps={inner_steps}", *options)
+    clamps = made.settings.clamps(restrained(z_score=2.5, qk_clip=50.0))
     assert (clamps.z_score, clamps.qk_clip) == (2.5, clamp)
+    for change in ((), (("checkpoint.every_steps", "7"),)):
+        made.asked(STATE, settings_requested=change)
+        new = made.settings.restraint(Rung.CLAMP, STATE)
+        assert new is not None and new.qk_clip == clamp
+    assert made.settings.recipe.checkpoint.every_steps == 7
 
 
 def test_a_run_between_peers_counts_its_own_steps(tmp_path: Path) -> None:

@@ -137,6 +137,9 @@ def test_progress_is_that_of_the_state_and_of_all_peers_in_a_round(metrics_of) -
     report = reported(metrics_of(mixture=lambda: 2), result_of())
     assert (report.step, report.consumed_samples, report.consumed_tokens) == (3, 12, 96)
     assert (report.peers, report.mixture, report.precision, report.global_batch) == (1, 2, "fp16", 4)
+    assert (report.cursor, report.learning_rate) == (12, 1e-3)
+    skipping = replace(STATE, position=Position(consumed=12, skips=(range(2, 5),)))
+    assert reported(metrics_of(), result_of(), skipping).cursor == 15
     among_three = replace(STATE, under_way=UnderWay(committed=6, live=3))
     report = reported(metrics_of(), result_of(), among_three)
     assert (report.peers, report.consumed_samples) == (3, 6 + 3 * 6)

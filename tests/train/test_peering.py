@@ -242,6 +242,9 @@ def test_the_newest_round_at_or_before_a_step_and_the_newest_step_of_a_round_are
     rounds = rounds_of(store)
     assert [rounds.round_before(step) for step in (3, 4, 7, 8, 9, 99)] == [None, 1, 1, 1, 2, 2]
     assert [rounds.step_of(round) for round in (1, 2, 3)] == [4, 9, None]
+    store.add(2, 0)
+    assert (rounds.round_before(3), rounds.step_of(0)) == (0, 2), "the beginning is a round, too"
+    assert rounds.saves() == (0, 1, 2)
     later = rounds_of(store, is_first=False, others=[[5, 20]])
     listed = store.listed
     assert later.round_before(20) == 5 and later.step_of(5) == 20 and later.round_before(19) is None

@@ -95,6 +95,8 @@ def test_a_promise_is_of_the_next_batch_its_rate_and_the_moments_of_all_ranks(
     assert made.promise(other).samples != promised.samples
     skipping = replace(STATE, position=Position(consumed=24, skips=(range(26, 27),)))
     assert made.promise(skipping).samples != promised.samples
+    behind = replace(STATE, position=Position(consumed=24, skips=(range(3, 8),)))
+    assert made.promise(behind).first == 29, "of the stream, in which five were left out"
     last = replace(STATE, position=Position(consumed=96))
     assert made.promise(last).samples == "the order ends here"
 

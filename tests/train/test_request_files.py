@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from tests.train.test_control import CPU, agreed, control, rundir
+from tests.train.test_control import ALONE, CPU, agreed, control, rundir
 
+from bloomery.config.checkpoint import ControlSection
 from bloomery.config.setting import LARGEST_COUNT
+from bloomery.errors import StoppedBySwitch
 from bloomery.events.run_directory import RunDirectory
+from bloomery.events.switches import arm
 from bloomery.parallel.mesh import Mesh
-from bloomery.train.control import Control, read_rewind, read_settings, read_skips
+from bloomery.train.control import Control, read_rewind, read_settings, read_skips, refuse_when_stopped
 
 __all__ = ["control", "rundir"]
 
@@ -60,6 +65,7 @@ def test_lines_that_cannot_be_read_are_told_and_left_out(caplog: pytest.LogCaptu
     assert read_settings("a.b = 1\nc\n") == (("a.b", "1"),)
     assert read_skips("0:8\n8:8\n9:8\n-1:3\nx:3\n3\n 4 : 5 \n") == ((0, 8), (4, 5))
     assert read_rewind("") == () and read_rewind("7\n") == (7, 0, 0)
+    assert read_rewind("0\n") == (0, 0, 0) and read_rewind("0 0:5\n") == (0, 0, 5), "from the beginning"
     assert read_rewind("7 1:2\n8 3:3\n") == (8, 3, 3), "the last counts"
     assert read_rewind("x\n7 3:2\n-1 2:3\n7 a:b\n") == ()
     assert read_skips("²:3\n1:٣\n") == ((1, 3),), "digits of any script, and no powers"
@@ -67,3 +73,29 @@ def test_lines_that_cannot_be_read_are_told_and_left_out(caplog: pytest.LogCaptu
     assert read_skips(f"0:{10**19}\n0:{'9' * 5000}\n") == read_rewind(f"7 0:{10**19}\n{10**19}\n") == ()
     levels = [record.levelno for record in caplog.records]
     assert levels == [logging.WARNING] * (1 + 5 + 4 + 1 + 4)
+
+
+def test_what_several_ranks_were_asked_is_asked_of_the_run(control: Control) -> None:
+    facts = control.agree([2.0, 0.0, 0.0, 3.0, 0.0, 0.0, 0.0])
+    assert facts.save_requested and facts.stop_reason == "signal SIGTERM"
+    assert control.agree([0.0, 0.0, 2.0, 2.0, 0.0, 0.0, 0.0]).stop_reason == "signal SIGINT"
+
+
+def test_a_signal_that_reached_a_later_rank_alone_asks_for_a_save(rundir: RunDirectory) -> None:
+    control = Control(rundir, Mesh(device=CPU, rank=1, world=2))
+    try:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert control.local_facts().save == 1.0
+    finally:
+        control.close()
+
+
+def test_no_rank_starts_where_the_switch_in_the_directory_of_its_recipe_is_armed(
+    rundir: RunDirectory, tmp_path: Path
+) -> None:
+    (tmp_path / "switches").mkdir()
+    section = ControlSection(directory=str(tmp_path / "switches"))
+    refuse_when_stopped(rundir, section, ALONE)
+    arm(tmp_path / "switches" / "stop")
+    with pytest.raises(StoppedBySwitch, match=f"{tmp_path}/switches/stop .*is armed"):
+        refuse_when_stopped(rundir, section, ALONE)

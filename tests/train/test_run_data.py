@@ -326,6 +326,13 @@ def test_a_rank_reads_its_own_samples_as_the_recipe_says(monkeypatch: pytest.Mon
         "layouts": "layouts",
         "device": CPU,
     }
+    named = ['data.datasets=[{name = "web", path = "a"}]', "data.sources=[]"]
+    chat = ["data.prompt_field=question", "data.mask_documents=false"]
+    recipe = load_recipe("demo", [*PLAIN, *named, *chat]).recipe
+    built = build_data_stream(recipe, prepared, mesh)
+    assert not built.is_tokenised_here
+    more = built.batches[1]  # type: ignore[index]
+    assert (more["answers_alone"], more["mask_documents"]) == (True, False)
 
 
 def test_bigrams_that_do_not_fit_into_memory_are_refused_and_else_counted_in_the_text_of_the_training(

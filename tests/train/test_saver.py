@@ -236,6 +236,8 @@ def test_a_rewind_restores_a_checkpoint_early_enough_skips_samples_for_ever_and_
     assert run.named("another loss") and run.named("budgets") == [("budgets", after.position)]
     ((_, saved),) = run.named("save")
     assert saved.step == 4 and saved.values["train"] == after.to_json()
+    order = ["restored", "rewound", "another loss", "budgets", "save", "clock"]
+    assert [call[0] for call in run.calls if call[0] in order] == order
 
 
 def test_the_loss_is_another_after_a_rewind_only_if_something_changed(run) -> None:

@@ -82,6 +82,9 @@ def test_a_start_takes_a_newer_copy_of_others_before_what_is_here_and_a_rewind_d
     assert store._restorable(3)[0] == [Saved(3).place(), Saved(3).name]
     assert store.newest().step == 6 and store.newest(up_to_step=4).step == 4  # type: ignore[union-attr]
     assert store.newest(up_to_step=3) is None
+    backup.asked.clear()
+    assert store.newest(up_to_step=0) is None and steps(store._restorable(0)) == [(True, 3)]
+    assert backup.asked["up_to_step"] == 0, "the beginning of the run is a step to go back to"
 
 
 def test_an_empty_machine_takes_what_the_backup_has(monkeypatch) -> None:
@@ -124,7 +127,7 @@ def test_memory_is_taken_where_it_is_at_least_as_new_as_the_disk(
     monkeypatch.setattr(checkpoint_store, "visible", lambda *told: told)
     monkeypatch.setattr(checkpoint_store, "find_in_memory", find)
     store._load = lambda source, parts, readers: "restored"  # type: ignore[method-assign,assignment]
-    names = [] if on_disk is None else [["", Saved(on_disk).name]]
+    names = [] if on_disk is None else [["", Saved(on_disk).name], ["", Saved(4).name]]
     assert (store._from_memory(names, {}) == "restored") is is_taken
     assert asked == [((Path("/memory"), "run", "life"), ("bases", "incarnations of run"))]
     monkeypatch.setattr(checkpoint_store, "identity", lambda rundir: "")
@@ -196,7 +199,7 @@ def test_a_commit_wakes_the_backup_and_removes_what_need_not_be_kept_however_the
     store._committed("step-000006.i001", 250)
     assert (backup.woken, saved, removed) == (1, [1], [Saved(3).name])
     assert asked["run_length_steps"] == 250 and asked["reach_steps"] == (5,)
-    assert asked["not_backed_up"] == {Saved(3).name}
+    assert asked["not_backed_up"] == {Saved(3).name} and asked["section"] is store._section
     assert asked["is_intact"](Saved(6)) and not asked["is_intact"](Saved(3))
 
     def refused(rundir: Any, **given: Any) -> list[Any]:

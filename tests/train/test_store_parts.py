@@ -11,9 +11,11 @@ from tests.train.test_store_choice import Backup, Saved, store_of
 
 from bloomery.checkpoint.format.deadlines import ABORT_S, LOST_RANK_S
 from bloomery.checkpoint.format.manifest import DamagedCheckpoint
+from bloomery.checkpoint.format.state import StateSnapshot
+from bloomery.checkpoint.writer.ranks import Ranks
 from bloomery.errors import CheckpointError, RankLost, ReportedElsewhere, StorageError
 from bloomery.train import checkpoint_store
-from bloomery.train.checkpoint_store import Restored, Store
+from bloomery.train.checkpoint_store import Restored, RunStateToSave, Store
 
 RESTORED = Restored(step=6, incarnation=2, directory=Path("step-000006.i002"), values={}, about={})
 Calls = list[tuple[Any, ...]]
@@ -280,7 +282,19 @@ def test_a_backup_is_the_first_ranks_and_what_it_copied_makes_room(
     later = Store(rundir, section, rank=1, world=2, backup=backup, place=place)
     assert later._backup is None and backup.on_all_copied is None
     given.clear()
-    first = Store(rundir, section, world=2, backup=backup, place=place, reach_steps=(5,))
+    gather: Any = object()
+    exchange: Any = object()
+    first = Store(
+        rundir,
+        section,
+        world=2,
+        gather=gather,
+        exchange=exchange,
+        backup=backup,
+        place=place,
+        reach_steps=(5,),
+    )
+    assert first._ranks == Ranks(rank=0, world=2, gather=gather, exchange=exchange)
     assert (first.incarnation, first.reach_steps, first.section) == (0, (5,), section)
     (_, told, more), (_, copies, _) = given
     assert told == (rundir.checkpoints, first._ranks, section)
@@ -302,3 +316,38 @@ def test_a_backup_is_the_first_ranks_and_what_it_copied_makes_room(
     for why in ("the disk is read-only", r"[Errno 116] Stale file handle"):
         backup.on_all_copied()
         assert f"older checkpoints were not removed: {why}" in caplog.text
+
+
+def test_a_rewind_to_the_beginning_finds_nothing_that_was_made_after_it(store: Store, calls: Calls) -> None:
+    store._from_memory = lambda names, parts: pytest.fail("memory holds the newest alone")  # type: ignore[method-assign]
+    store._first_that_loads = lambda names, parts, *, fallback: calls.append((names,))  # type: ignore[method-assign,assignment]
+    store._backup = None
+    assert store.restore({}, reason="rewind: spike", up_to_step=0) is None
+    assert ([],) in calls
+
+
+def test_what_is_saved_beside_the_training_at_once_or_for_peers_is_the_state_of_this_life(
+    store: Store, calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    collected = SimpleNamespace(values={"guards": {"a": 1}, "train": {"step": 0}})
+    monkeypatch.setattr(checkpoint_store, "collect", lambda parts: {"parts": collected}[parts])
+    store._saver.save = lambda state: calls.append(("saved", state)) or Path("saved")  # type: ignore[method-assign]
+    store._saver.begin = lambda state: calls.append(("begun", state)) or True  # type: ignore[method-assign]
+    state = RunStateToSave(
+        "parts",  # type: ignore[arg-type]
+        step=9,
+        values={"train": {"step": 9}, "data": {"text": "x"}},
+        about={"loss": 2.5},
+        run_length_steps=250,
+    )
+    assert store.save(state) == Path("saved")
+    assert store.begin_save(state) is True and store.copy_for_peers(state) == Path("copy")
+    snapshot = StateSnapshot(
+        step=9,
+        incarnation=5,
+        state=collected,  # type: ignore[arg-type]
+        values={"guards": {"a": 1}, "train": {"step": 9}, "data": {"text": "x"}},
+        about={"loss": 2.5},
+        run_length_steps=250,
+    )
+    assert calls == [("saved", snapshot), ("begun", snapshot), ("added", snapshot)]

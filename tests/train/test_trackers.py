@@ -54,7 +54,7 @@ def tell(observer: Tracker, run: WrittenRun, steps: Sequence[int], **fields: obj
 
 
 def test_every_step_arrives_in_its_order_with_those_after_a_rewind(tmp_path: Path) -> None:
-    service, run = Kept(), WrittenRun(tmp_path / "run")
+    service, run, began = Kept(), WrittenRun(tmp_path / "run"), time.time()
     service.opens.set()
     observer = Tracker("service", lambda: service)
     tell(observer, run, range(1, 7))
@@ -62,6 +62,7 @@ def test_every_step_arrives_in_its_order_with_those_after_a_rewind(tmp_path: Pat
     tell(observer, run, range(4, 6), held_out_loss=2.5, held_out_by_dataset={"code": 2.25})
     observer.close()
     assert [step.step for step in service.steps] == [1, 2, 3, 4, 5, 6, 4, 5] and service.is_closed
+    assert all(began <= step.time <= time.time() for step in service.steps)
     assert service.steps[-1].scalars["held_out/code"] == 2.25
     assert service.steps[0].scalars["loss/train"] == 5.9
     assert "optimizer/loss_scale" not in service.steps[0].scalars  # this run has none
@@ -128,11 +129,43 @@ def test_a_service_that_refuses_ends_the_tracking_and_nothing_else(
     assert observer.left_out in ([49] if when == "connecting" else range(49))  # those of the refused message
 
 
+def test_a_service_that_refuses_the_last_steps_keeps_nobody_from_ending(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(trackers_module, "_CLOSE_S", WITHIN_S / 4)
+
+    class RefusesTheLast(Kept):
+        def send(self, steps: Sequence[TrackedStep]) -> None:
+            if self.at_once:
+                raise RuntimeError("no such project")
+            super().send(steps)
+
+    service, run = RefusesTheLast(), WrittenRun(tmp_path / "run")
+    observer = Tracker("service", lambda: service)
+    tell(observer, run, [1])
+    assert service.is_asked.wait(WITHIN_S)
+    tell(observer, run, [2, 3])
+    put = observer._waiting.put
+
+    def put_and_answer(item: TrackedStep | None, *, timeout: float) -> None:
+        put(item, timeout=timeout)
+        service.opens.set()
+
+    monkeypatch.setattr(observer._waiting, "put", put_and_answer)
+    observer.close()
+    assert not observer._thread.is_alive() and [step.step for step in service.steps] == [1]
+    assert "no longer follows this run: no such project" in caplog.text
+
+
 def test_a_package_that_is_missing_is_told_before_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trackers_module.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(BloomeryError) as refused:
         trackers(["wandb"], RUN)
     assert refused.value.remedy == "pip install 'bloomery[wandb]', or leave it out of log.trackers."
+    there = {"wandb": "a package"}
+    monkeypatch.setattr(trackers_module.importlib.util, "find_spec", there.get)
+    with pytest.raises(BloomeryError, match=r"log\.trackers names mlflow, which is not installed"):
+        trackers(["wandb", "mlflow"], RUN)
 
 
 def test_mlflow_gives_back_what_two_starts_of_a_run_sent(

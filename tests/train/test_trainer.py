@@ -102,6 +102,16 @@ def test_a_step_is_journalled_with_what_its_seconds_went_to_before_anything_else
     assert named(calls, "saver.journal_ended_saves")
 
 
+def test_a_save_that_ends_with_a_step_is_journalled_with_its_report() -> None:
+    calls: list[tuple[Any, ...]] = []
+    seen: list[tuple[str, int]] = []
+    saver = Noted(calls, "saver.")
+    saver.journal_ended_saves = lambda: seen.append(("saves", saver.last_report.step))
+    saver.complete_receipt = lambda told: seen.append(("receipt", saver.last_report.step))
+    trainer_of(calls, saver=saver).record(report(), CarryOn(judged_step=7))
+    assert seen == [("receipt", 7), ("saves", 7)]
+
+
 def test_an_epoch_that_ends_beyond_the_run_in_its_last_batch_is_told_too() -> None:
     calls: list[tuple[Any, ...]] = []
     trainer_of(calls).record(report(cursor=1010, consumed_samples=1008), CarryOn(judged_step=7))

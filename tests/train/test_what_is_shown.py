@@ -69,6 +69,11 @@ def test_services_are_sent_each_figure_under_its_own_name(tmp_path) -> None:
         "data/queue": 6.0,
         "data/wait_s": 0.125,
     }
+    none = replace(report, z_loss=0.0, refused_updates=0, consumed_samples=0, data_queue=0.0, data_wait_s=0.0)
+    found = scalars_of(none)
+    assert [found[name] for name in ("loss/z", "optimizer/refused_updates", "data/queue", "data/wait_s")] == [
+        0.0
+    ] * 4
     plain = replace(report, held_out_loss=None, held_out_by_dataset=None, loss_scale=None, mfu=None)
     assert not {"loss/held_out", "held_out/web", "optimizer/loss_scale", "speed/mfu"} & set(scalars_of(plain))
 
@@ -166,6 +171,7 @@ def test_a_summary_tells_sizes_and_what_is_read_too_often() -> None:
         4.0,
     )
     assert (told["held_out_documents"], told["held_out_tokens"], told["batch_tokens"]) == (3, 90, [512, 2048])
+    assert (told["parameters"], told["vocabulary"], told["sequence_length"]) == (1234567, 5000, 64)
     assert told["datasets"] == [{"name": "web", "documents": 30, "tokens": 1000, "epochs": 3.0}]
     assert summary(tokens=0).epochs == 6_000.0
 

@@ -45,6 +45,7 @@ class Made:
         self.observers = SimpleNamespace(close=lambda: self.order.append("observers closed"))
         self.store = SimpleNamespace(incarnation=6)
         self.model = SimpleNamespace(weights="weights")
+        self.settings = SimpleNamespace(recipe="of the step under way")
         answers: dict[str, Any] = {
             "join_mesh": self.mesh,
             "_take_and_prepare": ("changes", PREPARED),
@@ -57,7 +58,7 @@ class Made:
             "Observers": self.observers,
             "_build_backup": "backup",
             "peering_of_environment": "peering",
-            "RunSettings": "settings",
+            "RunSettings": self.settings,
             "CorruptionCheck": "check",
             "announce_interludes": ["announced"],
             "measure_peak_flops": 5.0,
@@ -191,7 +192,7 @@ def test_each_part_of_a_run_gets_those_that_it_works_with(
     )
     (model,), check = given["CorruptionCheck"]
     assert model is made.model and check.pop("incarnation")() == 6
-    assert check == {"mesh": mesh, "settings": "settings", "journal": "journal"}
+    assert check == {"mesh": mesh, "settings": made.settings, "journal": "journal"}
     assert given["announce_interludes"] == ((["held out"], "peering"), {})
     assert given["measure_peak_flops"] == ((CPU, "bf16"), {})
     metrics = given["Metrics"][1]
@@ -205,6 +206,7 @@ def test_each_part_of_a_run_gets_those_that_it_works_with(
         "sequence_length": recipe.data.sequence_length,
         "enter": made.heartbeat.enter,
     }
+    assert given["resolve_precision"] == (("bf16", CPU), {})
     assert given["Optimizers"] == (("weights", recipe.optim), {"precision": "bf16"})
     assert given["begins_with"] == ((recipe.init, made.model, mesh), {"say": print})
     trainer = given["Trainer"][1]
@@ -230,7 +232,7 @@ def test_each_part_of_a_run_gets_those_that_it_works_with(
     assert trainer == {
         "mesh": mesh,
         "data_stream": made.stream,
-        "settings": "settings",
+        "settings": made.settings,
         "store": made.store,
         "control": made.control,
         "metrics": "metrics",
@@ -251,6 +253,7 @@ def test_each_part_of_a_run_gets_those_that_it_works_with(
     assert (beginning.journal, beginning.compilation.on) == ("journal", True)
     assert (beginning.observers, beginning.heartbeat) == (made.observers, made.heartbeat)
     assert beginning.options is start and beginning.summarise() == "summary"
+    assert beginning.recipe_now() == "of the step under way"
     assert given["summarise_data"] == ((recipe, PREPARED, made.stream), {})
     assert "no compilation" not in made.order
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from bloomery.transport.connection import Connection, ConnectionPlace
-from bloomery.transport.trust import PeerRefused
+from bloomery.transport.trust import PeerRefused, proof
 
 
 @pytest.fixture
@@ -88,3 +88,26 @@ def test_an_end_that_is_closed_or_takes_nothing_is_noticed(ends) -> None:
         assert receiving.receive_begin()
     with pytest.raises(PeerRefused, match="closed by the other end"):
         receiving.receive_begin()
+
+
+def test_a_request_that_comes_again_counts_once_more_and_one_with_another_word_is_refused(ends) -> None:
+    sending, receiving = ends
+    for _ in range(2):
+        sending.send_begin(3)
+        assert receiving.receive_begin() and receiving.received_epoch == 3
+    sending.send_begin(4)
+    request = receiving.connection.recv(64)
+    sending.connection.send(b"x" + request[1:])
+    with pytest.raises(PeerRefused, match="no peer of this run"):
+        receiving.receive_begin()
+
+
+def test_a_request_lies_on_the_wire_as_other_versions_read_it(ends) -> None:
+    sending, receiving = ends
+    sending.send_begin(3)
+    request = receiving.connection.recv(64)
+    code = proof(b"k" * 32, b"begin, sender", bytes(7) + b"\x03")[:20]
+    assert request == b"blom" + bytes(7) + b"\x03" + code
+    receiving.send_begin(3)
+    code = proof(b"k" * 32, b"begin, receiver", bytes(7) + b"\x03")[:20]
+    assert sending.connection.recv(64)[12:] == code

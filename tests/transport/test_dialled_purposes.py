@@ -241,3 +241,32 @@ def test_at_a_relay_the_first_end_waits_for_four_turns_and_both_kinds_share_one_
     assert manager._relay._wait_s == 400.0
     assert manager._relay._rate_limiter is manager._state_relay._rate_limiter is limiter
     manager.close()
+
+
+def test_connections_are_given_up_as_patiently_whichever_end_dialled(monkeypatch) -> None:
+    patience, calls = TcpTimeouts(idle_s=7), list[Any]()
+    made = AuthenticatedConnection(hello=hello_to("b"), connection=None, key=b"")  # type: ignore[arg-type]
+    for name, answer in (("dial", "socket"), ("prepare", None), ("handshake_as_dialler", made)):
+        monkeypatch.setattr(
+            connection_manager,
+            name,
+            lambda *told, name=name, answer=answer, **more: calls.append((name, told, more)) or answer,
+        )
+    manager = ConnectionManager(ME, TOKEN, listen=(), turns=TURNS, patience=patience, handshake_s=7.0)
+    assert manager._dial_authenticated(("h:1",), made.hello, 9.0) is made
+    manager.close()
+    assert calls == [
+        ("dial", (("h:1",), TOKEN), {"deadline_s": 9.0}),
+        ("prepare", ("socket", patience), {}),
+        ("handshake_as_dialler", ("socket", made.hello, TOKEN), {"deadline_s": 9.0}),
+    ]
+    assert (manager._listener._patience, manager._listener._deadline_s) == (patience, 7.0)
+
+
+def test_a_peer_is_known_by_the_addresses_that_it_advertises() -> None:
+    manager = ConnectionManager(
+        ME, TOKEN, listen=("127.0.0.1:0",), advertise=("b.example.org:7",), turns=TURNS,
+        patience=TcpTimeouts(),
+    )  # fmt: skip
+    manager.close()
+    assert manager.addresses == ("b.example.org:7",)

@@ -243,3 +243,22 @@ def test_nothing_is_decoded_into_what_is_no_contiguous_and_writeable_float32_arr
 def test_values_of_another_type_are_refused_and_not_taken_for_float32(use):
     with pytest.raises(ValueError, match="values are float32, not float64"):
         use(np.ones(4))
+
+
+@pytest.mark.parametrize("kind", Codec)
+def test_values_that_do_not_lie_side_by_side_are_encoded_as_those_that_do(kind, without_library):
+    values = np.random.default_rng(8).standard_normal((600, 4)).astype(np.float32)
+    for apart in (values, values[::2], values[:, 1], values.T):
+        expected = encode(apart.reshape(-1).copy(), kind).tobytes()
+        assert encode(apart, kind).tobytes() == without_library(encode, apart, kind).tobytes() == expected
+        assert largest_magnitude(apart) == np.abs(apart).max()
+
+
+@pytest.mark.parametrize(
+    ("values", "largest"),
+    [([], 0.0), ([1.0, -3.0], 3.0), ([2.0, -np.inf], np.inf), ([np.nan, 2.0], np.nan)],
+)
+def test_the_largest_magnitude_is_the_same_without_the_library(values, largest, without_library):
+    given = np.array(values, np.float32)
+    for found in (largest_magnitude(given), without_library(largest_magnitude, given)):
+        assert found == largest or (np.isnan(found) and np.isnan(largest))

@@ -255,3 +255,41 @@ def test_the_deadline_is_that_of_all_bytes_and_not_of_each(monkeypatch):
     assert waits == [10.0, 8.0, 6.0, 4.0]
     with pytest.raises(PeerRefused, match="too long"):
         handshake.receive_exactly(Trickling(), 4, until=62.0)
+
+
+@pytest.mark.parametrize("listener_wants", [False, True])
+@pytest.mark.parametrize("dialler_wants", [False, True])
+def test_what_lies_between_two_ends_of_which_one_wants_encryption_reads_nothing_of_theirs(
+    authority, dialler_wants, listener_wants
+):
+    (here, near), (far, there) = socket.socketpair(), socket.socketpair()
+    passed = bytearray()
+
+    def forward(source: socket.socket, sink: socket.socket) -> None:
+        with suppress(OSError):
+            while piece := source.recv(1 << 16):
+                passed.extend(piece)
+                sink.sendall(piece)
+
+    made = queue.SimpleQueue()
+    identity, trust = replace(B, encrypt=listener_wants), authority.trust("b")
+
+    def listen() -> None:
+        made.put(handshake_as_listener(there, identity, trust, admit=lambda hello: "", deadline_s=DEADLINE_S))
+
+    hello = example.connection_hello(encrypt=dialler_wants, nonce="11" * 32)
+    threads = [
+        threading.Thread(target=forward, args=(near, far), daemon=True),
+        threading.Thread(target=forward, args=(far, near), daemon=True),
+        threading.Thread(target=listen, daemon=True),
+    ]
+    for thread in threads:
+        thread.start()
+    dialler = handshake_as_dialler(here, hello, authority.trust("a"), deadline_s=DEADLINE_S)
+    listener = made.get(timeout=DEADLINE_S)
+    with near, far, dialler.connection as one, listener.connection as other:
+        for sender, receiver in ((one, other), (other, one)):
+            sender.sendall(b"of a tensor")
+            receiver.settimeout(DEADLINE_S)
+            assert receiver.recv(11, socket.MSG_WAITALL) == b"of a tensor"
+    assert passed.count(b"of a tensor") == (0 if dialler_wants or listener_wants else 2)

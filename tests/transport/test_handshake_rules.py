@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import select
 import socket
@@ -11,10 +12,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from tests.diloco.elastic_peers import DEADLINE_S, TOKEN
 from tests.protocol import example
 
-from bloomery.protocol.hello import MAX_BYTES, ConnectionHello, Welcome
+from bloomery.protocol.hello import MAX_BYTES, Answer, ConnectionHello, Welcome, hashed_text
 from bloomery.transport import handshake
 from bloomery.transport.handshake import (
     MAGIC,
@@ -27,7 +29,7 @@ from bloomery.transport.handshake import (
     receive_message,
     send_message,
 )
-from bloomery.transport.trust import PeerRefused
+from bloomery.transport.trust import PeerRefused, derive_key
 
 B = OwnIdentity(run="r", peer="b", incarnation="b1")
 HELLO = example.connection_hello(nonce="11" * 32)
@@ -207,3 +209,15 @@ def test_a_proxy_does_not_wait_for_an_end_of_which_it_wants_nothing_now(
     with pytest.raises(EOFError):
         proxy._wait()
     assert waited == [(plain, select.POLLIN | select.POLLOUT)]
+
+
+def test_keys_are_those_that_other_versions_derive_from_the_same_words() -> None:
+    answer = Answer(peer="b", incarnation="b1", encrypt=False, nonce="22" * 32, proof="33" * 32)
+    bare = hashed_text(replace(answer, proof=""))
+    salt = hashlib.sha256(f"({hashed_text(HELLO)}, {bare})".encode()).digest()
+    secret = TOKEN.token + b"\x11" * 32 + b"\x22" * 32
+    keys = [
+        derive_key(secret, salt=salt, purpose=f"bloomery link {purpose}") for purpose in ("proof", HELLO.run)
+    ]
+    assert handshake._keys(HELLO, answer, TOKEN) == tuple(keys)
+    assert MAGIC == b"bloomery link 1\n"

@@ -329,3 +329,20 @@ def test_of_many_missing_connections_few_to_each_neighbour_are_made_at_once_and_
     assert kept.pool._dials == {"": 48}, "they all go to one relay"
     gate.set()
     until(lambda: not +kept.pool._dials)
+
+
+def test_a_way_for_which_there_is_no_thread_takes_no_place_from_later_tries(
+    kept: Kept, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_thread(**given: Any) -> Any:
+        def start() -> None:
+            raise RuntimeError("can't start new thread")
+
+        return SimpleNamespace(start=start)
+
+    want = _Want(HOP, PLACE)
+    with monkeypatch.context() as full:
+        full.setattr(connection_pool, "threading", SimpleNamespace(Thread=no_thread))
+        with pytest.raises(RuntimeError, match="start new thread"):
+            kept.pool._begin(want, "dialled", 7)
+    assert want.busy == set() and not +kept.pool._dials

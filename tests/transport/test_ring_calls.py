@@ -6,6 +6,7 @@ import ctypes
 import os
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,9 +23,10 @@ KEYS = [b"s" * 32, b"t" * 32]
 class Library:
     """Stands for the native library: notes calls, and reports what a test wants."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, **report: Any) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, grace: bool = False, **report: Any) -> None:
         self.report, self.options, self.calls = report, dict[str, Any](), list[Any]()
-        names = ("ring_create", "ring_all_reduce", "ring_cancel", "ring_destroy")
+        names = ["ring_create", "ring_all_reduce", "ring_cancel", "ring_destroy"]
+        names += ["ring_grace"] if grace else []
         monkeypatch.setattr(
             ring_all_reduce, "functions", lambda: {name: getattr(self, name) for name in names}
         )
@@ -45,6 +47,9 @@ class Library:
         assert report.size == ctypes.sizeof(RingReport)
         for name, value in self.report.items():
             setattr(report, name, value)
+
+    def ring_grace(self, handle: int, seconds: float) -> None:
+        self.calls.append(("grace", handle, seconds))
 
     def ring_cancel(self, handle: int) -> None:
         self.calls.append(("cancel", handle))
@@ -74,6 +79,7 @@ def ring_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         ({}, {}),
         ({"reduce_codec": "bf16"}, {"codec": 1, "gather": 4}),
         ({"codec": "words"}, {"codec": 4}),
+        ({"threads": 0}, {"threads": 0}),
         ({"codec": "fp32", "chunk": 1024, "rank": 5}, {"codec": 0, "chunk": 1024, "lane": 5}),
         ({"codec": "int8", "reduce_codec": "int8"}, {"codec": 2, "gather": 3}),
     ],
@@ -224,3 +230,42 @@ def test_a_ring_uses_the_cores_beside_the_calling_thread_up_to_eight(
     library = Library(monkeypatch)
     ring_of(threads=None)
     assert library.options["threads"] == threads
+
+
+def test_others_may_begin_a_gathering_as_much_later_as_a_sum(
+    ring_of, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = Library(monkeypatch, grace=True)
+    ring = ring_of(codec="words")
+    call = dict(round=3, epoch=11, stall_s=4.0, deadline_s=90.0)
+    ring.all_gather(np.zeros((3, 5), np.uint32), **call, grace_s=2.5)  # type: ignore[arg-type]
+    ring.all_reduce(np.zeros(5, np.float32), **call, grace_s=3.5)  # type: ignore[arg-type]
+    ring.all_reduce(np.zeros(5, np.float32), **call)  # type: ignore[arg-type]
+    assert library.calls[::2] == [("grace", 99, 2.5), ("grace", 99, 3.5), ("grace", 99, 0.0)]
+
+
+def test_an_interrupt_cancels_the_call_that_it_leaves_behind(
+    ring_of, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = Library(monkeypatch)
+
+    class Thread:
+        def __init__(self, **given: Any) -> None:
+            assert given["daemon"]
+
+        def start(self) -> None:
+            """Begin the call, which takes for ever."""
+
+        def is_alive(self) -> bool:
+            return True
+
+        def join(self, timeout_s: float) -> None:
+            raise KeyboardInterrupt
+
+    ring = ring_of()
+    main = threading.current_thread()
+    stand_in = SimpleNamespace(Thread=Thread, current_thread=lambda: main, main_thread=lambda: main)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(ring_all_reduce, "threading", stand_in)
+        ring.all_reduce(np.zeros(3, np.float32), round=1, epoch=1, stall_s=1.0, deadline_s=1.0)
+    assert library.calls == [("cancel", 99)]

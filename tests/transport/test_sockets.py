@@ -194,3 +194,28 @@ def test_an_address_without_a_route_is_noted_and_the_next_one_tried(monkeypatch)
         assert sockets._start_next(places, selector, failures), "there may be more"
         assert not sockets._start_next(places, selector, failures)
     assert failures == ["h:1: Network is unreachable"] and [one.fileno() for one in made] == [-1]
+
+
+def test_of_several_addresses_that_are_tried_those_that_did_not_answer_first_are_given_up(monkeypatch):
+    made = []
+
+    class Noted(socket.socket):
+        def connect(self, place):
+            made.append(self)
+            super().connect(place)
+
+    monkeypatch.setattr(sockets, "STAGGER_S", 0.01)
+    with socket.socket() as silent, closing(open_listener("127.0.0.1:0")) as listener:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen(0)
+        waiting = [socket.socket() for _ in range(8)]
+        for one in waiting:
+            one.setblocking(False)
+            one.connect_ex(silent.getsockname())
+        with monkeypatch.context() as patched:
+            patched.setattr(socket, "socket", Noted)
+            connection = dial(addresses_of([silent, listener]), TOKEN, deadline_s=DEADLINE_S)
+        assert made[-1] is connection and len(made) == 2
+        assert [one.fileno() == -1 for one in made] == [True, False]
+        for one in (*waiting, connection):
+            one.close()

@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 
 from bloomery.plan.peer_round import sparse_bytes
-from bloomery.transport.sparse_codec import CHUNK, add_sparse, encode_sparse, sparse_words
+from bloomery.transport.sparse_codec import (
+    CHUNK,
+    NotSendable,
+    add_sparse,
+    average_sparse,
+    encode_sparse,
+    sparse_words,
+)
 
 SIZES = (0, 1, 2, 63, 65, CHUNK, CHUNK + 1, 3 * CHUNK + 777)
 DENSITIES = (0.001, 0.01, 1 / 64, 0.03, 0.25)
@@ -144,3 +151,68 @@ def test_what_fills_the_last_word_is_nothing():
     code.view(np.uint8)[89] = 1
     with pytest.raises(ValueError, match="there are bits after the end"):
         add_sparse(code, 1 / 64, np.zeros(CHUNK + 1, np.float32), weight=1.0)
+
+
+@pytest.mark.parametrize("chunk", [0, 1])
+def test_a_lower_level_above_the_higher_one_is_refused_in_any_chunk(chunk):
+    code = encode_sparse(gaussian(2 * CHUNK), 1 / 64)
+    levels = code.view(np.uint8)[84 * chunk :][:4].view(np.uint16)
+    levels[0] = levels[1]
+    assert np.isfinite(decoded(code, 1 / 64, 2 * CHUNK)).all()
+    levels[0] += 1
+    with pytest.raises(ValueError, match="above the next one"):
+        decoded(code, 1 / 64, 2 * CHUNK)
+
+
+def test_what_fills_the_last_byte_of_a_chunk_is_nothing():
+    code = encode_sparse(gaussian(2 * CHUNK), 1 / 64)  # 639 bits behind the levels of each chunk
+    code.view(np.uint8)[83] |= 1
+    with pytest.raises(ValueError, match="there are bits after the end of a chunk"):
+        decoded(code, 1 / 64, 2 * CHUNK)
+
+
+@pytest.mark.parametrize(("bit", "place"), [(11, 10), (2, 14)], ids=["twice", "falling"])
+def test_places_that_come_twice_or_fall_are_refused(bit, place):
+    """Of two places, 10 and 11, each has eleven low bits, the lowest first."""
+    values = np.zeros(CHUNK, np.float32)
+    values[10:12] = 1.0
+    code = encode_sparse(values, 2 / CHUNK)
+    assert list(np.flatnonzero(decoded(code, 2 / CHUNK, CHUNK))) == [10, 11]
+    code.view(np.uint8)[4 + bit // 8] ^= 0x80 >> bit % 8
+    with pytest.raises(ValueError, match="not in order"):
+        decoded(code, 2 / CHUNK, CHUNK)
+
+
+@pytest.mark.parametrize(
+    ("value", "weight", "is_sent"),
+    [
+        (2.0**100, 1.0, True),
+        (1.5 * 2.0**100, 0.5, False),
+        (2.0**99, 2.0, True),
+        (1.5 * 2.0**99, 2.0, False),
+    ],
+)
+def test_values_are_sent_up_to_a_limit_that_holds_for_them_and_for_what_their_weight_makes_of_them(
+    value, weight, is_sent
+):
+    values, gathered = np.full(3, value, np.float32), []
+    average = dict(gather=gathered.append, weights=(weight,), index=0, density=1.0, residual=None)
+    if is_sent:
+        average_sparse(values, **average)
+        assert (values == np.float32(value * weight)).all()
+    else:
+        with pytest.raises(NotSendable):
+            average_sparse(values, **average)
+    assert len(gathered) == is_sent
+
+
+def test_a_code_lies_on_the_wire_as_other_versions_read_it():
+    values = np.zeros(20, np.float32)
+    values[[1, 3, 6, 10, 15, 18]] = 1.0, -2.0, 4.0, -0.5, 8.0, 3.0
+    levels = np.array([2.5, 8.0], np.float32).view(np.uint16)[1::2]  # of 1, 2, 4 and 3, and of 8
+    low = "10 11 01 11 01"  # of the places 1, 3, 6, 15 and 18, the lowest bit first
+    high = "11 01 0 01 01"  # a one for each place, a zero for each four values
+    negative, is_high = "01000", "00010"
+    bits = "".join((low + high + negative + is_high).split())
+    expected = levels.tobytes() + int(bits.ljust(32, "0"), 2).to_bytes(4, "big")
+    assert encode_sparse(values, 0.25).tobytes() == expected

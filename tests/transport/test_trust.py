@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import ssl
 from pathlib import Path
 from types import SimpleNamespace
@@ -169,3 +171,17 @@ def test_a_renewed_certificate_is_shown_by_who_listens_and_by_who_dials(tmp_path
     Trust(to_listen=listening, to_dial=dialling).load_certificate(*files)  # type: ignore[arg-type]
     assert calls == [("listen", "load_cert_chain", *files), ("dial", "load_cert_chain", *files)]
     Trust(token=b"x").load_certificate(*files)
+
+
+def test_keys_are_those_of_hkdf_and_codes_those_of_hmac_with_lengths_before_the_words() -> None:
+    """The third vector of RFC 5869, appendix A, and HMAC-SHA-256 as the standard library has it."""
+    key = bytes.fromhex("8da4e775a563c18f715f802a063c5a31b8a11f5c5ee1879ec3454e5f3c738d2d")
+    assert derive_key(b"\x0b" * 22, salt=b"", purpose="") == key
+    words = b"\0\0\0\2ab\0\0\0\1c"
+    assert proof(b"key", b"ab", b"c") == hmac.digest(b"key", words, "sha256")
+
+
+def test_a_circuit_has_the_name_that_other_versions_compute() -> None:
+    words = "('r', 'a', 'a1', 'b', 'b1', 2, 3, 7)"
+    expected = hashlib.sha256(words.encode()).hexdigest()
+    assert circuit_of("r", ("a", "a1"), ConnectionPlace("b", "b1", 2, 3, True), 7) == expected

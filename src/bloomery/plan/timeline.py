@@ -190,12 +190,13 @@ def milestones(
 
 def _batch_events(recipe: Recipe, course: Sequence[Stretch]) -> Iterator[tuple[str, int]]:
     train, peers = recipe.train, peers_of(recipe)
-    if train.ramp_up:
-        yield f"full batch of {train.global_batch:,}", step_at_sample(course, -(-train.ramp_up[2] // peers))
-    for sample, micro_batch in train.micro_batch_changes:
-        yield f"micro-batch becomes {micro_batch}", step_at_sample(course, -(-sample // peers))
-    for sample, precision in train.precision_changes:
-        yield f"precision becomes {precision}", step_at_sample(course, -(-sample // peers))
+    changes = [(train.ramp_up[2], f"full batch of {train.global_batch:,}")] if train.ramp_up else []
+    changes += [(sample, f"micro-batch becomes {size}") for sample, size in train.micro_batch_changes]
+    changes += [(sample, f"precision becomes {precision}") for sample, precision in train.precision_changes]
+    for sample, what in changes:
+        step = step_at_sample(course, -(-sample // peers))
+        if step < total_steps(course):  # otherwise no step follows that it would change
+            yield what, step
 
 
 def _schedule_events(recipe: Recipe, course: Sequence[Stretch]) -> Iterator[tuple[str, int]]:

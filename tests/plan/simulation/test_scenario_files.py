@@ -68,14 +68,14 @@ def test_a_file_of_ones_own_is_read_by_its_path_with_overrides(tmp_path: Path) -
     path.write_text(TEXT, encoding="utf-8")
     assert load_scenario(str(path)) == MINE
     overrides = [
-        "run.notes = two words",
+        "run.notes = two words = many",
         " checkpoint.load_s=7.5",
         "failures.v1.2 link.count=9",
         "cluster.gpus=24",
     ]
     assert load_scenario(str(path), overrides) == replace(
         MINE,
-        run=replace(MINE.run, notes="two words"),
+        run=replace(MINE.run, notes="two words = many"),
         cluster=replace(MINE.cluster, gpus=24),  # type: ignore[type-var]
         checkpoint=replace(MINE.checkpoint, load_s=7.5),  # type: ignore[type-var]
         failures=(MINE.failures[0], replace(MINE.failures[1], count=9.0)),
@@ -181,6 +181,28 @@ def test_a_scenario_needs_a_cluster_with_checkpoints_or_peers() -> None:
     assert scenario_of(CLUSTER | {"cluster": {"gpus": 12, "gpus_per_node": 4}}, label="x").cluster
 
 
+@pytest.mark.parametrize(
+    ("cluster", "problem"),
+    [
+        ({"gpus": 20, "gpus_per_node": 0}, "cluster.gpus_per_node must be at least 1"),
+        ({"gpus": -3}, "cluster.gpus must be at least 1"),
+        ({"gpus": "many"}, "cluster.gpus must be an integer ≥ 1, and is text"),
+        ({"gpus": 20, "gpus_per_node": "few"}, "cluster.gpus_per_node must be an integer ≥ 1, and is text"),
+    ],
+)
+def test_numbers_that_count_nothing_are_refused_once_by_themselves(
+    cluster: dict[str, Any], problem: str
+) -> None:
+    found = refusals(lambda: scenario_of(CLUSTER | {"cluster": cluster}, label="x"))
+    assert [f"{one[0]} {one[3]}" for one in found] == [problem]
+
+
+def test_an_override_may_give_a_section_that_the_file_lacks(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(TEXT.replace("[checkpoint]\nevery_minutes = 30\n", ""), encoding="utf-8")
+    assert load_scenario(str(path), ["checkpoint.every_minutes=30"]) == MINE
+
+
 @pytest.mark.parametrize("text", ["nonsense", "run=3", "run.=3", "run.name"])
 def test_an_override_that_is_no_setting_is_refused_with_an_example(text: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
@@ -218,3 +240,19 @@ def test_files_that_are_no_toml_or_no_scenario_are_refused(tmp_path: Path) -> No
                 f"Shipped: {shipped}. One of your own is given as a path, ending in .toml.",
             )
         ]  # fmt: skip
+
+
+def test_a_scenario_may_lie_in_a_home_directory_and_one_that_cannot_be_read_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "mine.toml").write_text(TEXT, encoding="utf-8")
+    assert load_scenario("~/mine.toml") == MINE
+
+    def refuse(path: Path, **how: str) -> str:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    path = str(tmp_path / "mine.toml")
+    problem, remedy = "cannot be read: Permission denied", "Check who may read it."
+    assert refusals(lambda: load_scenario(path)) == [("scenario", path, "command line", problem, remedy)]
