@@ -140,11 +140,6 @@ class Codec(enum.StrEnum):
         """How many values share a scale; 1 where there is none."""
         return {Codec.INT8: 512, Codec.INT4: 128}.get(self, 1)
 
-    @property
-    def is_lossy(self) -> bool:
-        """Whether decoding gives other values than were encoded."""
-        return self is not Codec.FP32
-
 
 def encoded_size(count: int, codec: str) -> int:
     """Return the size of `count` encoded values, in bytes."""
