@@ -245,3 +245,11 @@ def test_uploads_that_were_cut_short_are_looked_for_at_each_place_of_the_recipe(
     ckpt_list._end_cut_uploads(Namespace(**place), Namespace(json=False, dry_run=False))  # type: ignore[arg-type]
     assert asked == ["gs://c/small", "s3://b/backups/small"]
     assert capsys.readouterr().err.count("were not looked for: no answer from") == 2
+
+
+def test_a_recipe_of_another_version_hides_no_checkpoint_from_the_list(
+    rundir: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rundir.recipe.write_text(f"{RECIPE}[future]\nsetting = 1\n")
+    assert run(["list", str(rundir.path), "--json"]) == 0
+    assert [row["step"] for row in rows(capsys)] == [10, 20, 30]

@@ -1,6 +1,7 @@
 import errno
 import importlib
 import inspect
+import io
 import os
 import subprocess
 import sys
@@ -152,6 +153,24 @@ def test_a_file_that_the_system_refuses_is_a_message_with_its_path(monkeypatch, 
     with_command(monkeypatch, raising(OSError(errno.ECONNREFUSED, "refused")))
     with pytest.raises(ConnectionRefusedError):
         cli.main(["try"])
+
+
+@pytest.mark.parametrize(
+    "error",
+    [StorageError("the disk is full"), FileNotFoundError(errno.ENOENT, "No such file", "/proc/exported")],
+)
+def test_what_was_printed_before_an_error_stands_above_it(monkeypatch, error):
+    both = io.BytesIO()
+
+    def run(arguments):
+        print("half of it is done")
+        raise error
+
+    with_command(monkeypatch, run)
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(both, encoding="utf-8"))
+    monkeypatch.setattr("sys.stderr", io.TextIOWrapper(both, encoding="utf-8", write_through=True))
+    assert cli.main(["try"]) == 1
+    assert both.getvalue().startswith(b"half of it is done\nbloomery try: ")
 
 
 def test_where_the_network_is_forbidden_the_libraries_of_a_command_are_told_too(monkeypatch):

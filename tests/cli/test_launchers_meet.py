@@ -120,6 +120,18 @@ def test_the_server_of_the_store_leaves_last_and_waits_no_longer_than_for_silenc
     assert clock[0] == pytest.approx(1_030.0, abs=0.25)
 
 
+@pytest.mark.parametrize(("serves", "waits_s"), [(True, 60.0), (False, 0.0)])
+def test_of_launchers_that_met_the_one_that_serves_the_store_waits_for_the_others_to_leave(
+    serves: bool, waits_s: float, clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store()
+    store.values |= {"arrived": b"1", "node/0": json.dumps(asdict(node("n1", count=2))).encode()}
+    monkeypatch.setattr(nodes, "_store", lambda host, port, *, timeout_s: (store, serves))
+    group = rendezvous("n1:29400", node("n2", count=2), timeout_s=5.0, say=print)
+    group.leave()
+    assert clock[0] == pytest.approx(1_000.0 + waits_s, abs=0.25)
+
+
 def test_a_launcher_is_silent_from_its_last_sign_on(store: Store, clock: list[float]) -> None:
     group = group_of(store)
     assert group._exchange_heartbeats() == "" and store.values["sign/0"] == b"1"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
@@ -101,6 +102,39 @@ def test_a_fork_takes_its_data_and_the_starts_that_led_to_its_checkpoint_into_an
     assert record == new.incarnation(1)
     before = json.loads(run.incarnation(1).read_text())
     assert json.loads(record.read_text()) == before | {"fork_of": str(run.path.resolve())}
+
+
+def test_a_fork_shares_the_files_of_its_run_and_copies_them_where_that_cannot_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, new, copied = forkable(tmp_path / "run"), tmp_path / "new", tmp_path / "copied"
+    (run.data / "a" / "b").mkdir(parents=True)
+    (run.data / "a" / "b" / "train.bin").write_text("tokens")
+
+    def refused(*places: Path) -> None:
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    assert fork.run([str(run.path), str(new)]) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr("os.link", refused)
+        assert fork.run([str(run.path), str(copied)]) == 0
+    for place in ("data/a/b/train.bin", "checkpoints/step-000050.i001/manifest.json"):
+        for made, is_shared in ((new, True), (copied, False)):
+            assert (made / place).read_bytes() == (run.path / place).read_bytes()
+            assert (made / place).samefile(run.path / place) is is_shared
+
+
+def test_a_fork_into_its_own_run_is_refused_by_whichever_path(tmp_path: Path) -> None:
+    run, link = forkable(tmp_path / "run").path, tmp_path / "link"
+    link.symlink_to("run")
+    for source, target in (
+        (run, link / "new"),
+        (run, tmp_path / "x" / ".." / "run" / "new"),
+        (link, run / "new"),
+    ):
+        with pytest.raises(CheckpointError, match="lies in the run itself"):
+            fork.run([str(source), str(target)])
+    assert not (run / "new").exists()
 
 
 @pytest.mark.parametrize(

@@ -383,6 +383,11 @@ def test_a_machine_is_measured_in_a_process_of_its_own_and_written(
     shown = capsys.readouterr()
     told = json.loads(shown.out)
     assert (told["wrote"], told["name"], shown.err) == (str(target), "a100-80g", "")
+    for closed in (disk, tmp_path):
+        with monkeypatch.context() as patch:
+            patch.setattr("os.access", lambda path, rights, closed=closed: path != closed)
+            with pytest.raises(StorageError, match=f"^{closed} cannot be written"):
+                calibrate.run(words)
     for wrong in (["--disk", str(tmp_path / "none")], ["--to", str(tmp_path / "none" / "x.toml")]):
         with pytest.raises(StorageError, match="none cannot be written"):
             calibrate.run([*words, *wrong])

@@ -265,6 +265,22 @@ def test_a_run_is_shown_with_what_each_peer_holds_and_does(capsys: pytest.Captur
     assert not coordinate_status._content("night", RunSnapshot())["known"]
 
 
+def test_a_run_that_went_back_says_why_and_who_is_in_its_attempt(capsys: pytest.CaptureFixture[str]) -> None:
+    commit = example.commit(round=4, members=(), position=Position(consumed=7), rewind_to=2, why="a spike")
+    attempt = SimpleNamespace(attempt=example.attempt(members=("b", "a")))
+    snapshot = RunSnapshot(commits={4: commit}, tried=attempt, forgotten=True)  # type: ignore[arg-type]
+    content = coordinate_status._content("night", snapshot)
+    assert (content["commit"]["rewind_to"], content["commit"]["why"]) == (2, "a spike")
+    assert content["attempt"] == ["b", "a"] and content["known"] and content["peers_ahead"] == []
+    coordinate_status._print(content)
+    told = capsys.readouterr().out.splitlines()
+    assert told[1:] == ["committed: round 4, 7 samples, a spike", FORGOTTEN, "no peer is listed"]
+    nobody = example.commit(round=4, members=())
+    coordinate_status._print(coordinate_status._content("night", RunSnapshot(commits={4: nobody})))
+    assert "committed: round 4, 0 samples, nobody's part" in capsys.readouterr().out
+    assert coordinate_status._content("night", RunSnapshot(members={"a": member("a")}))["known"]
+
+
 def test_a_peer_starts_its_ranks_with_its_agents_socket_and_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
