@@ -1,5 +1,6 @@
 """What one rank's writer sends of a save straight to object storage, and what it takes back."""
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -178,6 +179,14 @@ class TestWriters:
         for rank in (0, 1):
             ObjectPartWriter(self.partials[rank], self.url).abandon(rank, files=(), why={})
         assert caplog.text.count("stays for now: [Errno 5] no answer") == 2
+
+    def test_what_killed_uploads_of_a_save_left_goes_with_it(self, tmp_path: Path) -> None:
+        left = tmp_path / "store" / NAME / "checkpoints" / "step-000001.i001" / "f#1"
+        left.parent.mkdir(parents=True)
+        left.write_bytes(b"half")
+        os.utime(left, (0, 0))
+        ObjectPartWriter(self.partials[0], self.url).clear()
+        assert not left.exists()
 
     def test_notes_of_progress_are_for_whoever_waits(self) -> None:
         told: list[int] = []

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.cli.test_ckpt_command import RECIPE
 
-from bloomery.checkpoint.format.catalogue import RemoteCopy, record_copy, remote_copies
+from bloomery.checkpoint.format.catalogue import RemoteCopy, checkpoints, record_copy, remote_copies
 from bloomery.checkpoint.format.state import whole
 from bloomery.checkpoint.remote.remote_run import place_at
 from bloomery.checkpoint.remote.transfer import upload_checkpoint
@@ -253,3 +253,26 @@ def test_a_recipe_of_another_version_hides_no_checkpoint_from_the_list(
     rundir.recipe.write_text(f"{RECIPE}[future]\nsetting = 1\n")
     assert run(["list", str(rundir.path), "--json"]) == 0
     assert [row["step"] for row in rows(capsys)] == [10, 20, 30]
+
+
+def test_a_store_that_is_away_is_told_with_what_was_done_and_no_checkpoint_comes_without_its_recipe(
+    rundir: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(*_: object, **__: object) -> None:
+        raise OSError(5, "no answer")
+
+    url, back = f"file://{tmp_path}/there", RunDirectory(tmp_path / "back")
+    rundir.recipe.write_text(RECIPE + f'\n[backup]\nurl = "{url}"\n')
+    assert run(["copy", str(rundir.path), url]) == 0
+    for name, words, doing in (
+        ("upload_run_files", ["copy", str(rundir.path), f"{url}-2"], "Copying the run's recipe"),
+        ("upload_run_files", ["backup", str(rundir.path)], "The backup"),
+        ("download_run_files", ["copy", url, str(back.path)], "Fetching the run's recipe"),
+    ):
+        with monkeypatch.context() as cut:
+            cut.setattr(ckpt_copy, name, away)
+            with pytest.raises(StorageError, match=doing):
+                run(words)
+    assert not (back.checkpoints / NAMES[2]).exists()
+    assert run(["copy", url, str(back.path)]) == 0
+    assert [found.name for found in checkpoints(back)] == NAMES[2:]

@@ -103,9 +103,26 @@ def test_an_unknown_command_suggests_the_nearest(capsys):
     assert "Commands: demo" in capsys.readouterr().err
 
 
-def test_the_version_is_the_packages(capsys):
-    assert cli.main(["--version"]) == 0
+@pytest.mark.parametrize("word", ["--version", "-V"])
+def test_the_version_is_the_packages(word, capsys):
+    assert cli.main([word]) == 0
     assert capsys.readouterr().out.startswith("bloomery 0.")
+
+
+@pytest.mark.parametrize("word", ["--help", "-h", "help"])
+def test_help_that_is_asked_for_is_no_error(word, capsys):
+    assert cli.main([word]) == 0
+    assert "begin:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError("git"), subprocess.TimeoutExpired("git", 5.0)])
+def test_a_clone_without_git_has_a_version_without_a_commit(error, tmp_path, monkeypatch):
+    def refused(*command, **how):
+        raise error
+
+    (tmp_path / ".git").mkdir()
+    monkeypatch.setattr("subprocess.run", refused)
+    assert commit_of(tmp_path / "src" / "bloomery") == ""
 
 
 def test_the_version_names_the_commit_of_a_wheel_and_of_a_clone(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable
 from dataclasses import replace
@@ -313,6 +314,20 @@ def test_the_first_node_of_a_job_alone_shows_what_was_found(
         monkeypatch.setattr(preflight, "_of_all_nodes", lambda rundir, own, nodes=nodes: nodes)
         assert preflight.run(["demo", "--run", str(tmp_path)]) == 0, "another node is bad"
         assert shown == lists
+
+
+def test_a_preflight_takes_the_name_of_its_node_from_the_launcher_unless_it_was_given_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = SimpleNamespace(release=lambda host: None, nodes=list)
+    monkeypatch.setattr("bloomery.operate.exclusions.Exclusions.of", lambda rundir, section: held)
+    monkeypatch.setattr("bloomery.operate.launcher.node_name", lambda environment: "n7")
+    for given, name in (("", "n7"), ("mine", "mine")):
+        monkeypatch.setenv("BLOOMERY_HOST", given)
+        if not given:
+            monkeypatch.delenv("BLOOMERY_HOST")
+        preflight.run(["demo", "--run", str(tmp_path), "--release", "other"])
+        assert os.environ["BLOOMERY_HOST"] == name
 
 
 def test_what_is_sent_is_told_where_there_is_something_or_it_was_asked_for_once(

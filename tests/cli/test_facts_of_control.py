@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from argparse import Namespace
 from dataclasses import replace
@@ -141,6 +142,22 @@ def test_a_save_tells_whether_the_run_takes_it_now_or_at_its_next_start(
     assert said[0] == "the run is not training, and saves after the first step of its next start"
     assert said[1] == "the run saves after its present step"
     assert said[2] == said[3] and said[2].startswith("the run saves and stops after its present step")
+
+
+def test_where_a_file_system_has_no_locks_a_request_may_be_taken_now_or_at_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(file: int, *, shared: bool = False) -> bool:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    rundir = RunDirectory(tmp_path).create()
+    rundir.lock.touch()
+    monkeypatch.setattr("bloomery.durable.try_lock", refused)
+    assert when_words(rundir, "skip", dry_run=False) == (
+        "The run takes it after its next step, or after the first step of its next start."
+    )
+    assert status_of("save", str(tmp_path)) == 0
+    assert capsys.readouterr().out.endswith(" is armed: the run saves after its present step\n")
 
 
 def test_a_switch_is_armed_in_the_first_directory_that_takes_it(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from bloomery.errors import (
     TrainingFailed,
 )
 from bloomery.events.run_directory import RunDirectory
+from bloomery.events.run_lock import host_name
 from bloomery.events.switches import arm
 
 RECIPE = (
@@ -90,6 +91,8 @@ def test_a_launcher_starts_its_ranks_and_ends_with_their_status(run: Path, start
     assert started.share == RankRange(count=4, world=4) and started.others is None
     assert started.environment["NCCL_NET"] == "Mine" and started.environment[PREPARED] == "own"
     assert started.command[-3:] == ["--run", str(run), "--plain"]
+    log = RunDirectory(run).log(host=host_name(), rank=3)
+    assert started.more["output"]._file_of(3) == log
     assert launch.run([*RECIPE, "--run", str(run)]) == 7 and started.share == RankRange(count=2, world=2)
     assert not is_offline()
     started.status = 0

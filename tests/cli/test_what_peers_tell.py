@@ -170,6 +170,21 @@ def test_a_probe_measures_with_the_recipes_connections_or_with_those_to_compare(
     assert told["worthwhile"] == 2 and list(told["streams"]) == ["1", "2"]
 
 
+def test_the_ring_that_a_probe_tells_is_the_fastest_of_what_the_peers_measured(
+    probed: list[Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates = {"a": {"b": 80.0, "c": 900.0}, "b": {"a": 700.0, "c": 60.0}, "c": {"a": 50.0, "b": 800.0}}
+    members = {name: SimpleNamespace(member=example.member(peer=name)) for name in "abc"}
+
+    @contextmanager
+    def view(etcd: str, keys: Any) -> Any:
+        yield SimpleNamespace(snapshot=SimpleNamespace(members=members, rates=rates))
+
+    monkeypatch.setattr("bloomery.coordination.run_view.RunView", view)
+    assert peer_probe.run(["diloco-internet", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["order"] == ["a", "c", "b"]
+
+
 class Connections:
     """Connections of which that to c is refused and that to d ends without a word."""
 
