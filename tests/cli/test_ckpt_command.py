@@ -203,6 +203,24 @@ def test_a_run_that_is_being_trained_is_not_pruned(rundir: RunDirectory):
     assert len(list(rundir.checkpoints.iterdir())) == 3
 
 
+def test_a_run_is_held_while_its_checkpoints_are_pruned(
+    rundir: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused: list[str] = []
+
+    def while_a_trainer_starts(directory: Path) -> None:
+        with pytest.raises(RunBusy) as busy:
+            lock_run(rundir)
+        refused.append(busy.value.message)
+
+    rundir.recipe.write_text(RECIPE)
+    monkeypatch.setattr(ckpt_list, "remove_kept", while_a_trainer_starts)
+    assert run(["prune", str(rundir.path)]) == 0
+    assert [f"is being pruned by process {os.getpid()}" in message for message in refused] == [True]
+    with lock_run(rundir):
+        pass
+
+
 def test_the_help_of_prune_names_all_objects_that_it_prints(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         run(["prune", "--help"])

@@ -167,6 +167,20 @@ def test_an_exercise_gets_its_options_and_ends_well_only_where_nothing_is_wrong(
     assert got[1].faults == () and got[1].deadline_s == 3600 and got[1].peers == 4
 
 
+def test_an_exercise_has_a_directory_of_its_own_where_none_was_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    got: list[ScenarioSettings] = []
+    monkeypatch.setattr("tempfile.mkdtemp", lambda *, prefix: str(tmp_path / f"{prefix}1"))
+    monkeypatch.setattr(
+        "bloomery.chaos.scenario.run_scenario", lambda settings, watch: got.append(settings) or outcome()
+    )
+    monkeypatch.setattr("bloomery.chaos.audit.audit", lambda commits, journals, *, samples: COUNTS)
+    assert chaos.simulate_internet([]) == 0
+    own = tmp_path / "bloomery-scenario-1"
+    assert got[0].directory == own and f"prints is in {own}/logs\n" in capsys.readouterr().out
+
+
 def test_links_are_told_by_both_directions_and_journals_by_their_newest_step(tmp_path: Path) -> None:
     options = Namespace(rate=25_000_000.0, rtt=0.05, loss=0.001)
     assert chaos._link_text(options) == "200 Mbit/s, 50 ms round trip, 0.1% loss"

@@ -86,3 +86,26 @@ def test_texts_of_several_prompts_are_decoded_after_their_own_openings(
         options, ["A ", "B "], [[120], [121]], saved, decoder, sampling, first=0  # type: ignore[arg-type]
     )  # fmt: skip
     assert capsys.readouterr().out == "A [1] after [120]\n\nB [2, 3] after [121]\n"
+
+
+def test_a_checkpoint_that_is_saved_just_before_its_run_ends_is_scored(
+    scoring: Scoring,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rundir, _ = scoring
+    looks, scored = list[str](), list[Path]()
+
+    def has_ended(rundir: RunDirectory) -> bool:
+        looks.append("end")
+        return len(looks) > 1
+
+    def newest(rundir: RunDirectory, given: Namespace) -> Path | None:
+        looks.append("checkpoint")
+        return rundir.checkpoints if len(looks) > 1 and not scored else None
+
+    monkeypatch.setattr(evaluate, "_has_ended", has_ended)
+    monkeypatch.setattr(evaluate, "_next", newest)
+    monkeypatch.setattr(evaluate, "_score", lambda given, directory: scored.append(directory) or {})
+    monkeypatch.setattr(evaluate, "_print", lambda records, given: None)
+    assert evaluate.follow(args(rundir.path)) == 0
+    assert scored == [rundir.checkpoints]
