@@ -192,6 +192,7 @@ def test_a_copy_of_a_checkpoint_beside_no_run_leaves_no_record(
         run(["copy", f"file://{tmp_path}/there", str(alone)])
     with pytest.raises(CheckpointError, match="only works for copies to a URL"):
         run(["copy", f"file://{tmp_path}/there", str(tmp_path / "back"), "--what", "model"])
+    assert not (tmp_path / "back").exists()
     with pytest.raises(CheckpointError, match="must be a URL"):
         run(["copy", f"file://{tmp_path}/there", f"file://{tmp_path}/back"])
 

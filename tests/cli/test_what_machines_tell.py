@@ -258,12 +258,17 @@ def test_a_growing_log_is_read_when_it_has_grown_and_each_finding_told_once(
             raise KeyboardInterrupt
 
     monkeypatch.setattr("bloomery.guard.logs.LogReader", Reader)
-    monkeypatch.setattr("bloomery.guard.replay.replay_columns", lambda columns, section: list(found))
+    judged: list[int] = []
+    monkeypatch.setattr(
+        "bloomery.guard.replay.replay_columns",
+        lambda columns, section: judged.append(section.spike_patience) or list(found),
+    )
     monkeypatch.setattr(guard, "draw_replay", lambda *given, title: drawn.append((given[2], title)))
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     monkeypatch.setattr("time.sleep", sleep)
     other = type(other)(guard="loss", line=4, step=1_201, verdict=other.verdict)
-    assert guard.run(["replay", str(log), "--follow", "--png", str(tmp_path / "x.png")]) == 0
+    words = ["--follow", "--png", str(tmp_path / "x.png"), "guard.spike_patience=33"]
+    assert guard.run(["replay", str(log), *words]) == 0 and judged == [33, 33]
     assert capsys.readouterr().out.splitlines() == [
         "  step 1,200 | spike | would tell (fast spike): it rose",
         "  step 1,201 | loss | would stop: it is over",
