@@ -124,6 +124,37 @@ def test_a_fork_shares_the_files_of_its_run_and_copies_them_where_that_cannot_be
             assert (made / place).samefile(run.path / place) is is_shared
 
 
+def test_each_file_of_a_checkpoint_is_whole_before_it_is_forked(tmp_path: Path) -> None:
+    entries = [whole(f"{part}.a", torch.ones(4)) for part in ("model", "optim")]
+    directory = save_streamed(tmp_path, entries, step=5, incarnation=1)
+    checkpoint: Any = SimpleNamespace(directory=directory)
+    fork._refuse_damaged(checkpoint)
+    files = sorted(directory.glob("*.safetensors"))
+    assert len(files) == 2
+    for path in files:
+        content = path.read_bytes()
+        path.write_bytes(content[:-1])
+        with pytest.raises(
+            CheckpointError, match=f"{path.name} is damaged: it has {len(content) - 1:,} bytes"
+        ):
+            fork._refuse_damaged(checkpoint)
+        path.unlink()
+        with pytest.raises(CheckpointError, match=f"{path.name} is damaged: it has 0 bytes"):
+            fork._refuse_damaged(checkpoint)
+        path.write_bytes(content)
+
+
+def test_a_fork_has_all_starts_up_to_its_checkpoints_own(tmp_path: Path) -> None:
+    rundir = RunDirectory(tmp_path / "run").create()
+    for number, record in enumerate(('{"base": null}', "", '{"base": [5, 1]}', '{"base": [9, 3]}'), 1):
+        rundir.incarnation(number).write_text(record)
+    checkpoint: Any = SimpleNamespace(incarnation=3)
+    found = fork._incarnations_up_to(rundir, checkpoint)
+    of = {"fork_of": str(rundir.path.resolve())}
+    records = {number: json.loads(record) for number, record in found.items()}
+    assert records == {1: {"base": None} | of, 3: {"base": [5, 1]} | of}
+
+
 def test_a_fork_into_its_own_run_is_refused_by_whichever_path(tmp_path: Path) -> None:
     run, link = forkable(tmp_path / "run").path, tmp_path / "link"
     link.symlink_to("run")
