@@ -15,6 +15,7 @@ from tests.cli.in_process import status_of
 from tests.cli.test_ckpt_command import RECIPE
 from tests.guard.reports import report
 
+from bloomery import durable
 from bloomery.cli.control import (
     _armed,
     cursor_after,
@@ -116,6 +117,9 @@ def test_when_a_run_takes_a_request_depends_on_whether_it_trains(tmp_path: Path)
     assert "dry run" in when_words(rundir, "skip", dry_run=True)
     with lock_run(rundir):
         pass  # asking has not kept the lock
+    with rundir.lock.open("rb") as another:
+        assert durable.try_lock(another.fileno(), shared=True)
+        assert "not training" in when_words(rundir, "skip", dry_run=False), "another asks as well"
 
 
 def test_what_is_asked_of_a_finished_run_waits_for_more_tokens_and_can_be_taken_back(tmp_path: Path) -> None:

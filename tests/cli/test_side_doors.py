@@ -225,10 +225,16 @@ def test_ranks_of_a_preflight_measure_for_as_long_as_they_are_told(monkeypatch: 
 
 
 @pytest.mark.parametrize(
-    ("words", "seconds", "count"), [((), 2.0, 3), (("--long", "--nproc", "5"), 600.0, 5)]
+    ("words", "seconds", "gpus", "count"),
+    [((), 2.0, "abc", 3), (("--long", "--nproc", "5"), 600.0, "abc", 5), ((), 2.0, "", 2)],
 )
 def test_a_node_is_measured_by_a_rank_for_each_gpu_or_as_many_as_were_given(
-    words: tuple[str, ...], seconds: float, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    words: tuple[str, ...],
+    seconds: float,
+    gpus: str,
+    count: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from dataclasses import dataclass
 
@@ -238,7 +244,7 @@ def test_a_node_is_measured_by_a_rank_for_each_gpu_or_as_many_as_were_given(
     @dataclass(frozen=True)
     class Facts:
         host: str = "n1"
-        gpus: tuple[str, ...] = ("a", "b", "c")
+        gpus: tuple[str, ...] = tuple(gpus)
         teraflops: float = 0.0
         all_reduce_gb_per_s: float = 0.0
         is_exact: bool = True

@@ -18,6 +18,7 @@ from bloomery.cli.ranks import LAUNCHER, RankRange
 from bloomery.cli.supervised import SupervisedStart
 from bloomery.cli.train import PARENT, PREPARED
 from bloomery.config.environment import SWITCH, is_offline
+from bloomery.config.parallel import ParallelSection
 from bloomery.errors import (
     BloomeryError,
     ConfigError,
@@ -382,3 +383,11 @@ def test_only_a_job_ends_where_its_machine_is_unfit_and_ranks_of_one_machine_get
     supervised._on_one_machine(RunDirectory(run), start, nothing, nothing)
     assert watch.failure == "the agent failed" and started.environment["A_B"] == "1"
     assert started.environment["TORCH_FR_DUMP_TEMP_FILE"] == str(run / "stacks" / "flight-")
+
+
+def test_a_machine_with_gpus_starts_a_rank_for_each_of_them_where_the_degrees_leave_it_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    assert launch._usual_count(ParallelSection(tensor=2, pipeline=2), nodes=2) == 8
+    assert launch._usual_count(ParallelSection(tensor=2, data=3), nodes=2) == 3
