@@ -243,8 +243,8 @@ def test_a_node_is_measured_by_a_rank_for_each_gpu_or_as_many_as_were_given(
 
     @dataclass(frozen=True)
     class Facts:
+        gpus: tuple[str, ...]
         host: str = "n1"
-        gpus: tuple[str, ...] = tuple(gpus)
         teraflops: float = 0.0
         all_reduce_gb_per_s: float = 0.0
         is_exact: bool = True
@@ -258,7 +258,9 @@ def test_a_node_is_measured_by_a_rank_for_each_gpu_or_as_many_as_were_given(
         Path(command[command.index("--probe") + 1]).write_text(text)
         return status[0]
 
-    monkeypatch.setattr("bloomery.operate.node_facts.gather_facts", lambda path, host: Facts())
+    monkeypatch.setattr(
+        "bloomery.operate.node_facts.gather_facts", lambda path, host: Facts(gpus=tuple(gpus))
+    )
     monkeypatch.setattr(preflight, "run_ranks", run_ranks)
     loaded = load_recipe("demo", ["environment.variables=['NCCL_NET=Mine']"])
     options = preflight._parse(["demo", *words])
