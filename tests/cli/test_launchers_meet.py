@@ -240,6 +240,7 @@ def test_the_first_launcher_on_the_host_serves_the_store_and_the_others_connect(
 
     def tcp_store(host: str, port: int, **options: Any) -> str:
         made.append((host, port, options["is_master"], options["timeout"].total_seconds()))
+        assert options["wait_for_workers"] is False, "it would not answer before all have come"
         if refuses[0]:
             raise RuntimeError("in use")
         return "the store"
@@ -265,3 +266,20 @@ def test_the_first_launcher_on_the_host_serves_the_store_and_the_others_connect(
     with pytest.raises(TrainingFailed, match="Port 29400 of n1 is in use") as used:
         nodes._store("n1", 29400, timeout_s=70.0)
     assert "--rdzv n1:29401" in str(used.value.remedy)
+
+
+@pytest.mark.parametrize("refusal", [None, RuntimeError("no store"), ValueError("no address")])
+def test_what_does_not_answer_as_a_store_is_none(
+    refusal: Exception | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+
+    def tcp_store(host: str, port: int, *, is_master: bool, timeout: Any) -> str:
+        made.append((host, port, is_master, timeout.total_seconds()))
+        if refusal is not None:
+            raise refusal
+        return "the store"
+
+    monkeypatch.setattr(nodes, "TCPStore", tcp_store)
+    assert nodes._connected("n1", 29400, wait_s=7.0) == ("the store" if refusal is None else None)
+    assert made == [("n1", 29400, False, 7.0)]
