@@ -31,7 +31,8 @@ def test_a_plain_exercise_is_a_drill_of_twenty_faults_or_of_those_asked_for(
     monkeypatch.setattr("bloomery.cli.drill.run", lambda words: got.append(words) or 5)
     assert chaos.chaos(["demo", "--plain", "a.b=1"]) == 5
     assert chaos.chaos(["--plain", "demo", "--random", "3"]) == 5
-    assert got == [["demo", "a.b=1", "--random", "20"], ["demo", "--random", "3"]]
+    assert chaos.chaos(["--plain", "demo", "--random=3"]) == 5
+    assert got == [["demo", "a.b=1", "--random", "20"], ["demo", "--random", "3"], ["demo", "--random=3"]]
 
 
 @pytest.mark.parametrize(

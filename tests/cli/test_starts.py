@@ -391,3 +391,15 @@ def test_a_machine_with_gpus_starts_a_rank_for_each_of_them_where_the_degrees_le
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
     assert launch._usual_count(ParallelSection(tensor=2, pipeline=2), nodes=2) == 8
     assert launch._usual_count(ParallelSection(tensor=2, data=3), nodes=2) == 3
+
+
+def test_supervised_launchers_of_a_job_of_slurm_need_no_name_of_their_job(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    words = ["demo", "--supervise", "--nnodes", "2"]
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    with pytest.raises(SystemExit):
+        launch._parse(words)
+    assert launch._parse([*words, "--job", "j7"]).job == "j7"
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert launch._parse(words).nnodes == 2
