@@ -205,3 +205,23 @@ def test_no_note_of_progress_is_left_once_a_part_is_recorded(
     notes: list[Path] = []
     DirectoryPartWriter(partial).record(4, EMPTY)
     assert notes == [], "the first rank may commit the moment it finds the record"
+
+
+def test_reading_back_counts_and_rests_as_it_is_told_and_the_first_rank_begins_with_the_index(
+    partial: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    torn = [""]
+    monkeypatch.setattr(part_place, "read_back_index", lambda partial: torn[0])
+    monkeypatch.setattr(
+        part_place, "read_back", lambda *given, **how: asked.append((given, how)) or "f is torn"
+    )
+    record = FileRecord(name="f", bytes=5, xxh3_128="", blocks="")
+    part, how = Part(files=(record,), boxes=()), {"read": print, "rest": list, "go_on": bool}
+    for rank, torn[0], told in (
+        (1, "the index is torn", "f is torn"),
+        (0, "", "f is torn"),
+        (0, "the index is torn", "the index is torn"),
+    ):
+        assert DirectoryPartWriter(partial).read_back(part, rank, **how) == told
+    assert asked == [((partial, (record,)), how)] * 2

@@ -116,7 +116,7 @@ def test_the_first_rank_that_lacks_memory_is_named_by_all(
     ranks = Ranks(
         rank=0,
         world=3,
-        gather=lambda value: [value, *said] if not isinstance(value, list) else [value, ["x", 5], ["x", 6]],
+        gather=lambda own: [own, [own[0], 5], ["x", 6]] if isinstance(own, list) else [own, *said],
     )
     monkeypatch.setattr(partner, "refuse_without_memory", lambda bytes: None)
     assert memory_shortage(ranks, 100, None) == "rank 1: rank 1 has none"
@@ -132,7 +132,7 @@ def test_the_first_rank_that_lacks_memory_is_named_by_all(
         root=tmp_path, run=tmp_path / "run", identity="it", rank=0, token=TOKEN, host="h", limits=LIMITS
     )
     assert memory_shortage(ranks, 100, memory) == "rank 0: the memory is full"
-    assert asked == [(tmp_path, "Keeping copies in memory", 400)]
+    assert asked == [(tmp_path, "Keeping copies in memory", 405)], "another rank of this machine wants some"
     said[:] = [None, None]
     monkeypatch.setattr(partner, "require_space", lambda *_, **__: None)
     assert memory_shortage(ranks, 100, memory) == ""

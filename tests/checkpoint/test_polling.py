@@ -107,6 +107,10 @@ def test_an_error_is_raised_as_it_is_on_its_rank_and_by_its_kind_on_the_others(e
     with pytest.raises(type(error)) as own:
         Ranks(rank=1, world=2, gather=lambda value: said.append(value) or [OK, value]).run_on_all(act)
     assert own.value is error
+    failed = {"result": None, "failure": {"kind": "", "message": "another", "remedy": ""}}
+    with pytest.raises(type(error)) as own:
+        Ranks(rank=1, world=2, gather=lambda value: [failed, value]).run_on_all(act)
+    assert own.value is error, "each rank tells what it knows best"
     with pytest.raises(BloomeryError) as other:
         Ranks(rank=0, world=2, gather=lambda value: [value, *said]).run_on_all(lambda: 4)
     assert type(other.value) is type(error)

@@ -1,5 +1,6 @@
 """What one rank's writer sends of a save straight to object storage, and what it takes back."""
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ import xxhash
 
 from bloomery.checkpoint.format.commit import Part
 from bloomery.checkpoint.format.deadlines import PartProgress
-from bloomery.checkpoint.format.manifest import MANIFEST, FileRecord
+from bloomery.checkpoint.format.manifest import MANIFEST, FileRecord, read_manifest
 from bloomery.checkpoint.writer import process as writer
 from bloomery.checkpoint.writer import store_place
 from bloomery.checkpoint.writer.shared_buffer import SharedBuffer
@@ -31,7 +32,7 @@ class TestWriters:
         self.partials = [tmp_path / node / "checkpoints" / "step-000001.i001.partial" for node in "ab"]
         self.remote = Objects(self.url)
 
-    def give(self, rank: int, attempt: int = 1, **more: float) -> dict[str, object]:
+    def give(self, rank: int, attempt: int = 1, **more: Any) -> dict[str, object]:
         order = {
             **{"partial": str(self.partials[rank]), "store": self.url, "rank": rank, "world": 2},
             **{"attempt": attempt, "files": [], "boxes": [], "time": 1.0, "values": {}},
@@ -51,6 +52,14 @@ class TestWriters:
             assert self.give(rank, attempt=2)["bytes"] == 0
         assert [entry.key for entry in self.remote.entries()] == before
         assert (self.partials[0].with_suffix("") / MANIFEST).exists()
+
+    def test_a_checkpoint_in_a_store_has_the_time_and_the_values_of_its_order(self) -> None:
+        checkpoint = {"step": 1, "incarnation": 4, "about": {"told": 1}}
+        more: dict[str, Any] = {"time": 5.0, "values": {"train": {"at": 1}}, "checkpoint": checkpoint}
+        assert "failure" not in self.give(1) and "failure" not in self.give(0, **more)
+        manifest = read_manifest(self.partials[0].with_suffix(""))
+        assert (manifest.step, manifest.incarnation, manifest.time, manifest.world) == (1, 4, 5.0, 2)
+        assert manifest.values == {"train": {"at": 1}} and manifest.about == {"told": 1}
 
     def test_a_rank_that_failed_is_named_to_the_first(self) -> None:
         ObjectPartWriter(self.partials[1], self.url).abandon(
@@ -170,6 +179,14 @@ class TestWriters:
         for rank in (0, 1):
             ObjectPartWriter(self.partials[rank], self.url).abandon(rank, files=(), why={})
         assert caplog.text.count("stays for now: [Errno 5] no answer") == 2
+
+    def test_what_killed_uploads_of_a_save_left_goes_with_it(self, tmp_path: Path) -> None:
+        left = tmp_path / "store" / NAME / "checkpoints" / "step-000001.i001" / "f#1"
+        left.parent.mkdir(parents=True)
+        left.write_bytes(b"half")
+        os.utime(left, (0, 0))
+        ObjectPartWriter(self.partials[0], self.url).clear()
+        assert not left.exists()
 
     def test_notes_of_progress_are_for_whoever_waits(self) -> None:
         told: list[int] = []

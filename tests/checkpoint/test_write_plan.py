@@ -26,7 +26,7 @@ def rank_of(listed: list[tuple[int, int]]) -> list[HeldBox]:
 def test_every_box_is_written_once_by_a_rank_that_holds_it(everyones: list[list[tuple[int, int]]]):
     ranks = [rank_of(listed) for listed in everyones]
     assigned = assign_writers(ranks)
-    assert [keys <= {box.key for box in rank} for keys, rank in zip(assigned, ranks, strict=True)]
+    assert all(keys <= {box.key for box in rank} for keys, rank in zip(assigned, ranks, strict=True))
     written = [key for keys in assigned for key in keys]
     assert sorted(written) == sorted({box.key for rank in ranks for box in rank})
 

@@ -30,7 +30,7 @@ from bloomery.checkpoint.writer import client as client_module
 from bloomery.checkpoint.writer import process as writer
 from bloomery.checkpoint.writer.client import WriterProcess
 from bloomery.checkpoint.writer.ranks import Ranks
-from bloomery.checkpoint.writer.shared_buffer import SharedBuffer
+from bloomery.checkpoint.writer.shared_buffer import ABANDONED, SharedBuffer
 from bloomery.errors import CheckpointError
 
 WORLD, ROWS = 2, 64
@@ -190,6 +190,15 @@ def test_a_part_that_was_given_up_is_told_and_its_files_are_gone(orders: Orders)
     abandon_part(orders.partial, 1, files=files, why={"message": "the disk hangs", "remedy": ""})
     assert orders.data_files(orders.partial) == {}
     assert "rank 1: the disk hangs" in orders.give(0, attempt=1)["failure"]["message"]
+    assert not orders.partial.exists()
+
+
+def test_a_part_whose_state_could_not_be_copied_leaves_no_file_and_is_told_to_the_first_rank(orders: Orders):
+    orders.buffers[1].filled = ABANDONED
+    assert orders.give(1, attempt=1)["failure"]["message"] == "the state could not be copied"
+    assert orders.data_files(orders.partial) == {} and orders.partial.exists()
+    failure = orders.give(0, attempt=1)["failure"]
+    assert failure["message"] == "rank 1: the state could not be copied"
     assert not orders.partial.exists()
 
 

@@ -79,7 +79,7 @@ def test_a_writers_error_is_raised_as_what_it_is_and_its_signs_of_progress_are_p
 
 def ordered(tmp_path: Path, one: Kept, contents: list[bytes], buffer: SharedBuffer) -> dict[str, object]:
     """The order of rank 1 of 3 to write these files, which are staged, with a copy for its partner."""
-    partial = tmp_path / "step-000001.i001.partial"
+    partial = tmp_path / "step-000007.i002.partial"
     begin_partial(partial)
     (tmp_path / "slot").touch()
     files = []
@@ -94,7 +94,7 @@ def ordered(tmp_path: Path, one: Kept, contents: list[bytes], buffer: SharedBuff
         "world": 3,
         "time": 5.0,
         "attempt": 1,
-        "checkpoint": {"step": 1, "incarnation": 1, "about": {"told": 1}},
+        "checkpoint": {"step": 7, "incarnation": 2, "about": {"told": 1}},
         "values": {"train": {"at": 1}},
         "boxes": [],
         "files": files,
@@ -114,9 +114,9 @@ def test_a_partner_keeps_what_was_staged_to_its_last_byte_and_nothing_of_a_rank_
         answer = writer._answer(order, buffer)
         assert answer["copy_failure"] is None and answer["bytes"] == sum(map(len, contents))
         (held,) = kept.replicas.complete()
-        assert (held.rank, held.world, held.base, held.time) == (1, 3, (1, 1), 5.0)
+        assert (held.rank, held.world, held.base, held.time) == (1, 3, (7, 2), 5.0)
         assert held.values == {"train": {"at": 1}} and held.about == {"told": 1}
-        assert held.part == read_part_record(tmp_path / "step-000001.i001.partial", 1)
+        assert held.part == read_part_record(tmp_path / "step-000007.i002.partial", 1)
         copy = held.path.read_bytes()
         assert len(copy) == (8192 * (len(contents) - 1) + len(contents[-1]) if contents else 0)
         for number, file in enumerate(held.part.files):
@@ -135,7 +135,7 @@ def test_a_partner_that_keeps_nothing_is_told_and_the_save_is_made(tmp_path: Pat
         order["world"] = LIMITS.world + 1
         answer = writer._answer(order, buffer)
         assert answer["copy_failure"] and answer["bytes"] == 5000
-        assert read_part_record(tmp_path / "step-000001.i001.partial", 1) is not None
+        assert read_part_record(tmp_path / "step-000007.i002.partial", 1) is not None
         assert kept.listed() == []
     finally:
         buffer.close()

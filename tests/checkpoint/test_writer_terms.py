@@ -367,3 +367,34 @@ def test_what_a_writer_writes_is_on_record_under_the_directory_it_went_to(tmp_pa
     ):
         buffer: Any = SimpleNamespace(stops_reading=stops)
         assert process._read_back(part, {**asked, "to_its_end": to_its_end}, buffer) == problem
+
+
+def test_a_writer_that_reads_back_shows_that_it_goes_on_and_rests_until_it_is_needed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, told, rests, places = [100.0], list[int](), list[bool](), list[object]()
+    buffer: Any = SimpleNamespace(stops_reading=False)
+
+    def read_back(part: Part, rank: int, *, read: Any, rest: Any, go_on: Any) -> str:
+        read(10)
+        now[0] += 1.0
+        read(20)
+        rest()
+        buffer.stops_reading = True
+        rest()
+        return f"rank {rank} has lost {part.files[0].name}"
+
+    def place_of(order: dict[str, Any]) -> Any:
+        places.append((order["partial"], order["store"]))
+        return SimpleNamespace(read_back=read_back)
+
+    throttle = lambda is_urgent: SimpleNamespace(rest=lambda: rests.append(is_urgent()))  # noqa: E731
+    monkeypatch.setattr(process, "CpuThrottle", throttle)
+    monkeypatch.setattr(process, "part_writer_for", place_of)
+    monkeypatch.setattr(
+        "bloomery.checkpoint.format.deadlines.time", SimpleNamespace(monotonic=lambda: now[0])
+    )
+    part = Part(files=(FileRecord(name="f", bytes=3, xxh3_128="", blocks=""),), boxes=())
+    order = {"verify": "/there/a.partial", "store": "s3://b", "rank": 3, "to_its_end": True}
+    assert process._read_back(part, order, buffer, tell=told.append) == "rank 3 has lost f"
+    assert (told, rests, places) == ([30], [False, True], [("/there/a.partial", "s3://b")])

@@ -9,6 +9,7 @@ import torch
 
 from bloomery.checkpoint.format.catalogue import remote_copies
 from bloomery.checkpoint.format.state import whole
+from bloomery.checkpoint.remote.backup_duty import Duty, write_duty
 from bloomery.checkpoint.remote.transfer import download_checkpoint
 from bloomery.checkpoint.save.direct import save_checkpoint
 from bloomery.cli import ckpt_copy, ckpt_list
@@ -202,6 +203,24 @@ def test_a_run_that_is_being_trained_is_not_pruned(rundir: RunDirectory):
     assert len(list(rundir.checkpoints.iterdir())) == 3
 
 
+def test_a_run_is_held_while_its_checkpoints_are_pruned(
+    rundir: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused: list[str] = []
+
+    def while_a_trainer_starts(directory: Path) -> None:
+        with pytest.raises(RunBusy) as busy:
+            lock_run(rundir)
+        refused.append(busy.value.message)
+
+    rundir.recipe.write_text(RECIPE)
+    monkeypatch.setattr(ckpt_list, "remove_kept", while_a_trainer_starts)
+    assert run(["prune", str(rundir.path)]) == 0
+    assert [f"is being pruned by process {os.getpid()}" in message for message in refused] == [True]
+    with lock_run(rundir):
+        pass
+
+
 def test_the_help_of_prune_names_all_objects_that_it_prints(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         run(["prune", "--help"])
@@ -227,6 +246,7 @@ def test_a_copy_goes_to_a_url_and_comes_back_as_a_run(rundir: RunDirectory, tmp_
     assert run(["list", url]) == 0 and run(["verify", url]) == 0 and run(["show", url]) == 0
     assert "intact" in capsys.readouterr().out
     back = tmp_path / "back"
+    back.mkdir()
     assert run(["copy", url, str(back)]) == 0
     assert "verified" in capsys.readouterr().out
     assert run(["diff", str(rundir.path), str(back), "--contents"]) == 0
@@ -234,6 +254,11 @@ def test_a_copy_goes_to_a_url_and_comes_back_as_a_run(rundir: RunDirectory, tmp_
     assert {path.name for path in (back / "incarnations").iterdir()} == {"000001.json", "000002.json"}
     with pytest.raises(CheckpointError, match="must be a URL"):
         run(["copy", str(rundir.path), str(back)])
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "todo").touch()
+    with pytest.raises(CheckpointError, match="neither a run directory nor a checkpoint"):
+        run(["copy", url, str(tmp_path / "notes")])
+    assert [path.name for path in (tmp_path / "notes").iterdir()] == ["todo"]
     assert run(["copy", str(rundir.checkpoints / "step-000010.i001"), f"{url}-2", "--what", "model"]) == 0
     assert run(["list", str(rundir.path)]) == 0
     first, second = capsys.readouterr().out.splitlines()[-2:]
@@ -301,6 +326,16 @@ def test_a_backup_by_hand_goes_where_the_recipe_says_also_while_the_run_trains(
     sent = json.loads(capsys.readouterr().out)
     assert sent["to"].endswith("checkpoints/step-000015.i002") and sent["bytes_sent"] == sent["bytes"] > 0
     assert set(remote_copies(rundir)) == {"step-000015.i002"}
-    assert run(["verify", sent["to"]]) == 0
+    assert run(["verify", sent["to"]]) == 0 == run(["verify", f"{sent['to']}/"])
     assert run(["backup", str(rundir.path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["bytes_sent"] == 0
+
+
+def test_a_backup_of_a_peer_by_hand_goes_beside_those_of_the_other_peers(
+    rundir: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rundir.recipe.write_text(RECIPE + f'\n[backup]\nurl = "file://{tmp_path}/elsewhere"\n')
+    write_duty(rundir, Duty(peer="north", writes=True, covered=-1))
+    assert run(["backup", str(rundir.path), "--json"]) == 0
+    sent = json.loads(capsys.readouterr().out)
+    assert sent["to"] == f"file://{tmp_path}/elsewhere/small/north/checkpoints/step-000015.i002"

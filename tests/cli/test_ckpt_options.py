@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.cli.test_ckpt_command import RECIPE
 
-from bloomery.checkpoint.format.catalogue import RemoteCopy, record_copy, remote_copies
+from bloomery.checkpoint.format.catalogue import RemoteCopy, checkpoints, record_copy, remote_copies
 from bloomery.checkpoint.format.state import whole
 from bloomery.checkpoint.remote.remote_run import place_at
 from bloomery.checkpoint.remote.transfer import upload_checkpoint
@@ -192,6 +192,7 @@ def test_a_copy_of_a_checkpoint_beside_no_run_leaves_no_record(
         run(["copy", f"file://{tmp_path}/there", str(alone)])
     with pytest.raises(CheckpointError, match="only works for copies to a URL"):
         run(["copy", f"file://{tmp_path}/there", str(tmp_path / "back"), "--what", "model"])
+    assert not (tmp_path / "back").exists()
     with pytest.raises(CheckpointError, match="must be a URL"):
         run(["copy", f"file://{tmp_path}/there", f"file://{tmp_path}/back"])
 
@@ -245,3 +246,34 @@ def test_uploads_that_were_cut_short_are_looked_for_at_each_place_of_the_recipe(
     ckpt_list._end_cut_uploads(Namespace(**place), Namespace(json=False, dry_run=False))  # type: ignore[arg-type]
     assert asked == ["gs://c/small", "s3://b/backups/small"]
     assert capsys.readouterr().err.count("were not looked for: no answer from") == 2
+
+
+def test_a_recipe_of_another_version_hides_no_checkpoint_from_the_list(
+    rundir: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rundir.recipe.write_text(f"{RECIPE}[future]\nsetting = 1\n")
+    assert run(["list", str(rundir.path), "--json"]) == 0
+    assert [row["step"] for row in rows(capsys)] == [10, 20, 30]
+
+
+def test_a_store_that_is_away_is_told_with_what_was_done_and_no_checkpoint_comes_without_its_recipe(
+    rundir: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(*_: object, **__: object) -> None:
+        raise OSError(5, "no answer")
+
+    url, back = f"file://{tmp_path}/there", RunDirectory(tmp_path / "back")
+    rundir.recipe.write_text(RECIPE + f'\n[backup]\nurl = "{url}"\n')
+    assert run(["copy", str(rundir.path), url]) == 0
+    for name, words, doing in (
+        ("upload_run_files", ["copy", str(rundir.path), f"{url}-2"], "Copying the run's recipe"),
+        ("upload_run_files", ["backup", str(rundir.path)], "The backup"),
+        ("download_run_files", ["copy", url, str(back.path)], "Fetching the run's recipe"),
+    ):
+        with monkeypatch.context() as cut:
+            cut.setattr(ckpt_copy, name, away)
+            with pytest.raises(StorageError, match=doing):
+                run(words)
+    assert not (back.checkpoints / NAMES[2]).exists()
+    assert run(["copy", url, str(back.path)]) == 0
+    assert [found.name for found in checkpoints(back)] == NAMES[2:]

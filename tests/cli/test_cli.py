@@ -1,6 +1,7 @@
 import errno
 import importlib
 import inspect
+import io
 import os
 import subprocess
 import sys
@@ -102,9 +103,26 @@ def test_an_unknown_command_suggests_the_nearest(capsys):
     assert "Commands: demo" in capsys.readouterr().err
 
 
-def test_the_version_is_the_packages(capsys):
-    assert cli.main(["--version"]) == 0
+@pytest.mark.parametrize("word", ["--version", "-V"])
+def test_the_version_is_the_packages(word, capsys):
+    assert cli.main([word]) == 0
     assert capsys.readouterr().out.startswith("bloomery 0.")
+
+
+@pytest.mark.parametrize("word", ["--help", "-h", "help"])
+def test_help_that_is_asked_for_is_no_error(word, capsys):
+    assert cli.main([word]) == 0
+    assert "begin:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError("git"), subprocess.TimeoutExpired("git", 5.0)])
+def test_a_clone_without_git_has_a_version_without_a_commit(error, tmp_path, monkeypatch):
+    def refused(*command, **how):
+        raise error
+
+    (tmp_path / ".git").mkdir()
+    monkeypatch.setattr("subprocess.run", refused)
+    assert commit_of(tmp_path / "src" / "bloomery") == ""
 
 
 def test_the_version_names_the_commit_of_a_wheel_and_of_a_clone(tmp_path):
@@ -152,6 +170,24 @@ def test_a_file_that_the_system_refuses_is_a_message_with_its_path(monkeypatch, 
     with_command(monkeypatch, raising(OSError(errno.ECONNREFUSED, "refused")))
     with pytest.raises(ConnectionRefusedError):
         cli.main(["try"])
+
+
+@pytest.mark.parametrize(
+    "error",
+    [StorageError("the disk is full"), FileNotFoundError(errno.ENOENT, "No such file", "/proc/exported")],
+)
+def test_what_was_printed_before_an_error_stands_above_it(monkeypatch, error):
+    both = io.BytesIO()
+
+    def run(arguments):
+        print("half of it is done")
+        raise error
+
+    with_command(monkeypatch, run)
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(both, encoding="utf-8"))
+    monkeypatch.setattr("sys.stderr", io.TextIOWrapper(both, encoding="utf-8", write_through=True))
+    assert cli.main(["try"]) == 1
+    assert both.getvalue().startswith(b"half of it is done\nbloomery try: ")
 
 
 def test_where_the_network_is_forbidden_the_libraries_of_a_command_are_told_too(monkeypatch):

@@ -54,6 +54,9 @@ def test_bash_completes_commands_options_choices_and_files(
         "bloomery", "config", "show", "--"
     )
     assert completed("bloomery", "ckpt", "list", "runs-") == ["runs-of-mine"]
+    (tmp_path / "bf-of-mine").mkdir()
+    assert completed("bloomery", "generate", "--dtype", "bf") == ["bf16"]
+    assert completed("bloomery", "completion", "z") == ["zsh"]
 
 
 @pytest.mark.parametrize(

@@ -212,6 +212,20 @@ def test_a_coordinator_keeps_the_log_of_its_etcd_short_while_it_serves(tmp_path,
     assert (tmp_path / "etcd.log").read_text() == "" and (tmp_path / "etcd.log.1").read_text() == "long"
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_coordinator_is_asked_to_stop_by_a_person_or_by_a_service_manager(number):
+    before = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(number, lambda *given: None)
+    try:
+        received = coordinate._handle_stop_signals()
+        assert received == []
+        signal.raise_signal(number)
+        assert received == [number]
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+
+
 def test_a_run_is_shown_as_it_is(server, capsys):
     keys = Keys("shown")
     with Etcd([server.endpoint], deadline_s=WITHIN_S) as etcd:

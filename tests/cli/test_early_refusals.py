@@ -12,7 +12,7 @@ import pytest
 
 from bloomery.cli import early_refusals
 from bloomery.cli.early_refusals import refuse_early, refuse_missing
-from bloomery.config.data import DataSection
+from bloomery.config.data import DataSection, DatasetSection
 from bloomery.config.load import LoadedRecipe, dump_recipe, load_recipe
 from bloomery.errors import BloomeryError, ConfigError, DataError, StorageError
 from bloomery.events.run_directory import RunDirectory
@@ -74,6 +74,18 @@ def test_a_small_tokenizer_is_read_and_a_large_one_only_when_it_is_used(
         refuse_missing(DataSection(sequence_length=8, tokenizer=str(file), end_of_document_token="<e>"))
     assert read == [(tmp_path / f"{early_refusals._QUICKLY_READ}.json", "<e>")]
     refuse_missing(DataSection(sequence_length=8, tokenizer="hf:somebody/some"))
+
+
+def test_a_pair_below_the_home_directory_is_found_by_its_short_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    pair = DataSection(sequence_length=8, datasets=(DatasetSection(name="x", path="~/pair"),))
+    with pytest.raises(DataError, match=f"Cannot read {tmp_path}/pair.idx"):
+        refuse_missing(pair)
+    for ending in ("idx", "bin"):
+        (tmp_path / f"pair.{ending}").touch()
+    refuse_missing(pair)
 
 
 def started(tmp_path: Path, *overrides: str) -> tuple[LoadedRecipe, Path]:

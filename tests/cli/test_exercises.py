@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable
 from dataclasses import replace
@@ -146,7 +147,8 @@ def test_an_exercise_gets_its_options_and_ends_well_only_where_nothing_is_wrong(
     words = (
         "--peers 3 --nproc 2 --rate 80mbit --rtt 30ms --loss 2% --minutes 5 --seed 9 --faults 6 --back 1.5"
     )
-    given = ["diloco-internet", *words.split(), "--kinds", "slow", "--directory", str(tmp_path), "--json"]
+    given = ["diloco-internet", "run.name=mine", *words.split(), "--kinds", "slow"]
+    given += ["--directory", str(tmp_path), "--json"]
     assert chaos.chaos(given) == status
     (settings,) = got
     assert (settings.recipe, settings.peers, settings.ranks, settings.deadline_s) == (
@@ -155,13 +157,28 @@ def test_an_exercise_gets_its_options_and_ends_well_only_where_nothing_is_wrong(
         2,
         300,
     )
-    assert settings.overrides == ("elastic.peers=3",) and settings.directory == tmp_path
+    assert settings.overrides == ("run.name=mine", "elastic.peers=3") and settings.directory == tmp_path
+    assert settings.run == "mine"
     assert settings.shape.rate == 10_000_000 and settings.shape.delay == pytest.approx(0.015)
     assert settings.shape.loss == pytest.approx(0.02)
     assert len(settings.faults) == 6 and {fault.kind for fault in settings.faults} == {"slow"}
     assert settings.seed == 9 and settings.back_s == 1.5
     assert chaos.simulate_internet([*given[:1], "--directory", str(tmp_path)]) == status
     assert got[1].faults == () and got[1].deadline_s == 3600 and got[1].peers == 4
+
+
+def test_an_exercise_has_a_directory_of_its_own_where_none_was_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    got: list[ScenarioSettings] = []
+    monkeypatch.setattr("tempfile.mkdtemp", lambda *, prefix: str(tmp_path / f"{prefix}1"))
+    monkeypatch.setattr(
+        "bloomery.chaos.scenario.run_scenario", lambda settings, watch: got.append(settings) or outcome()
+    )
+    monkeypatch.setattr("bloomery.chaos.audit.audit", lambda commits, journals, *, samples: COUNTS)
+    assert chaos.simulate_internet([]) == 0
+    own = tmp_path / "bloomery-scenario-1"
+    assert got[0].directory == own and f"prints is in {own}/logs\n" in capsys.readouterr().out
 
 
 def test_links_are_told_by_both_directions_and_journals_by_their_newest_step(tmp_path: Path) -> None:
@@ -295,6 +312,36 @@ def test_a_preflight_ends_with_what_is_wrong_with_this_node_and_lets_back_what_p
     assert asked == released and len(queue) == len([host for host in released if host != "other"])
     assert shown == ([] if "--release" in words else [len(findings)])
     assert ("held are: n9" in capsys.readouterr().out) == (released == ["other"])
+
+
+def test_the_first_node_of_a_job_alone_shows_what_was_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[Any] = []
+    held = SimpleNamespace(release=lambda host: None, nodes=list)
+    monkeypatch.setattr("bloomery.operate.exclusions.Exclusions.of", lambda rundir, section: held)
+    monkeypatch.setattr(preflight, "_measured", lambda *given: SimpleNamespace(host="n2"))
+    monkeypatch.setattr(preflight, "_findings", lambda nodes, loaded: [finding("n1", is_bad=True)])
+    monkeypatch.setattr(preflight, "_show", lambda nodes, found, *, as_json: shown.append(list(nodes)))
+    for first, lists in (("n1", []), ("n2", [["n2", "n3"]])):
+        nodes = dict.fromkeys([first, "n2", "n3"])
+        monkeypatch.setattr(preflight, "_of_all_nodes", lambda rundir, own, nodes=nodes: nodes)
+        assert preflight.run(["demo", "--run", str(tmp_path)]) == 0, "another node is bad"
+        assert shown == lists
+
+
+def test_a_preflight_takes_the_name_of_its_node_from_the_launcher_unless_it_was_given_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = SimpleNamespace(release=lambda host: None, nodes=list)
+    monkeypatch.setattr("bloomery.operate.exclusions.Exclusions.of", lambda rundir, section: held)
+    monkeypatch.setattr("bloomery.operate.launcher.node_name", lambda environment: "n7")
+    for given, name in (("", "n7"), ("mine", "mine")):
+        monkeypatch.setenv("BLOOMERY_HOST", given)
+        if not given:
+            monkeypatch.delenv("BLOOMERY_HOST")
+        preflight.run(["demo", "--run", str(tmp_path), "--release", "other"])
+        assert os.environ["BLOOMERY_HOST"] == name
 
 
 def test_what_is_sent_is_told_where_there_is_something_or_it_was_asked_for_once(

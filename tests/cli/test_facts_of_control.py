@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from argparse import Namespace
 from dataclasses import replace
@@ -14,6 +15,7 @@ from tests.cli.in_process import status_of
 from tests.cli.test_ckpt_command import RECIPE
 from tests.guard.reports import report
 
+from bloomery import durable
 from bloomery.cli.control import (
     _armed,
     cursor_after,
@@ -115,6 +117,9 @@ def test_when_a_run_takes_a_request_depends_on_whether_it_trains(tmp_path: Path)
     assert "dry run" in when_words(rundir, "skip", dry_run=True)
     with lock_run(rundir):
         pass  # asking has not kept the lock
+    with rundir.lock.open("rb") as another:
+        assert durable.try_lock(another.fileno(), shared=True)
+        assert "not training" in when_words(rundir, "skip", dry_run=False), "another asks as well"
 
 
 def test_what_is_asked_of_a_finished_run_waits_for_more_tokens_and_can_be_taken_back(tmp_path: Path) -> None:
@@ -141,6 +146,22 @@ def test_a_save_tells_whether_the_run_takes_it_now_or_at_its_next_start(
     assert said[0] == "the run is not training, and saves after the first step of its next start"
     assert said[1] == "the run saves after its present step"
     assert said[2] == said[3] and said[2].startswith("the run saves and stops after its present step")
+
+
+def test_where_a_file_system_has_no_locks_a_request_may_be_taken_now_or_at_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(file: int, *, shared: bool = False) -> bool:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    rundir = RunDirectory(tmp_path).create()
+    rundir.lock.touch()
+    monkeypatch.setattr("bloomery.durable.try_lock", refused)
+    assert when_words(rundir, "skip", dry_run=False) == (
+        "The run takes it after its next step, or after the first step of its next start."
+    )
+    assert status_of("save", str(tmp_path)) == 0
+    assert capsys.readouterr().out.endswith(" is armed: the run saves after its present step\n")
 
 
 def test_a_switch_is_armed_in_the_first_directory_that_takes_it(tmp_path: Path) -> None:

@@ -120,6 +120,18 @@ def test_the_server_of_the_store_leaves_last_and_waits_no_longer_than_for_silenc
     assert clock[0] == pytest.approx(1_030.0, abs=0.25)
 
 
+@pytest.mark.parametrize(("serves", "waits_s"), [(True, 60.0), (False, 0.0)])
+def test_of_launchers_that_met_the_one_that_serves_the_store_waits_for_the_others_to_leave(
+    serves: bool, waits_s: float, clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store()
+    store.values |= {"arrived": b"1", "node/0": json.dumps(asdict(node("n1", count=2))).encode()}
+    monkeypatch.setattr(nodes, "_store", lambda host, port, *, timeout_s: (store, serves))
+    group = rendezvous("n1:29400", node("n2", count=2), timeout_s=5.0, say=print)
+    group.leave()
+    assert clock[0] == pytest.approx(1_000.0 + waits_s, abs=0.25)
+
+
 def test_a_launcher_is_silent_from_its_last_sign_on(store: Store, clock: list[float]) -> None:
     group = group_of(store)
     assert group._exchange_heartbeats() == "" and store.values["sign/0"] == b"1"
@@ -228,6 +240,7 @@ def test_the_first_launcher_on_the_host_serves_the_store_and_the_others_connect(
 
     def tcp_store(host: str, port: int, **options: Any) -> str:
         made.append((host, port, options["is_master"], options["timeout"].total_seconds()))
+        assert options["wait_for_workers"] is False, "it would not answer before all have come"
         if refuses[0]:
             raise RuntimeError("in use")
         return "the store"
@@ -253,3 +266,20 @@ def test_the_first_launcher_on_the_host_serves_the_store_and_the_others_connect(
     with pytest.raises(TrainingFailed, match="Port 29400 of n1 is in use") as used:
         nodes._store("n1", 29400, timeout_s=70.0)
     assert "--rdzv n1:29401" in str(used.value.remedy)
+
+
+@pytest.mark.parametrize("refusal", [None, RuntimeError("no store"), ValueError("no address")])
+def test_what_does_not_answer_as_a_store_is_none(
+    refusal: Exception | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+
+    def tcp_store(host: str, port: int, *, is_master: bool, timeout: Any) -> str:
+        made.append((host, port, is_master, timeout.total_seconds()))
+        if refusal is not None:
+            raise refusal
+        return "the store"
+
+    monkeypatch.setattr(nodes, "TCPStore", tcp_store)
+    assert nodes._connected("n1", 29400, wait_s=7.0) == ("the store" if refusal is None else None)
+    assert made == [("n1", 29400, False, 7.0)]

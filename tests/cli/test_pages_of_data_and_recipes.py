@@ -15,10 +15,12 @@ from tests.cli.in_process import status_of
 from tests.cli.made_plan import made_plan
 from tests.cli.test_demo_steps import Recorder
 
-from bloomery.cli import arguments, config, data_audit, plan, run_inputs
+from bloomery.cli import arguments, config, data, data_audit, plan, run_inputs
 from bloomery.cli.arguments import add_recipe, parser
-from bloomery.config.load import load_recipe
+from bloomery.config.load import dump_recipe, load_recipe
 from bloomery.errors import StorageError
+from bloomery.events.run_directory import RunDirectory
+from bloomery.plan.parameters import count_parameters, token_cost
 
 
 def dataset(name: str, *, wanted: float, delivered: float, **changed: Any) -> dict[str, Any]:
@@ -147,6 +149,33 @@ def test_an_audit_finds_what_is_taken_unevenly_delivered_otherwise_or_trained_on
         assert len(data_audit.findings_of(facts | {"datasets": one, "samples": samples})) == found
 
 
+def test_an_audit_is_of_a_recipe_or_of_a_run_and_writes_its_report_where_it_was_asked_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[Any] = []
+    found = [FACTS | {"recipe": "theirs"}]
+
+    def facts(loaded: Any, run: Path | None, options: Namespace, progress: Any) -> dict[str, Any]:
+        asked.append((loaded.recipe.run.name, loaded.recipe.train.samples, run))
+        return dict(found[0])
+
+    monkeypatch.setattr(data_audit, "_facts", facts)
+    monkeypatch.setattr(data_audit, "pictures_of", lambda facts: {"order.png": facts["recipe"].encode()})
+    rundir, to = RunDirectory(tmp_path / "run").create(), tmp_path / "new" / "report"
+    rundir.recipe.write_text(dump_recipe(load_recipe("demo", ["run.name=theirs"]).recipe))
+    words = ["train.samples=6400", "train.tokens=0", "--to", str(to)]
+    assert data.run(["audit", str(rundir.path), *words]) == 1
+    findings = data_audit.findings_of(FACTS)
+    told = [f"{to}/audit.md", *(f"  look at: {finding}" for finding in findings)]
+    assert capsys.readouterr().out.splitlines() == told and len(findings) == 3
+    assert (to / "audit.md").read_text() == data_audit.page_of(found[0] | {"look_at": findings})
+    assert (to / "order.png").read_bytes() == b"theirs"
+    found[0] |= {"datasets": [], "overlap": None, "text": FACTS["text"] | {"shared": {}}}
+    assert data.run(["audit", "demo", *words]) == 0
+    assert capsys.readouterr().out == f"{to}/audit.md\n  nothing strange\n"
+    assert asked == [("theirs", 6_400, rundir.path), ("demo", 6_400, None)]
+
+
 def test_texts_that_training_text_is_searched_for_are_those_of_sources_and_tasks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,6 +246,10 @@ def test_a_recipe_is_told_by_its_size_its_length_and_its_batches(capsys: pytest.
     assert list(facts) == ["parameters", "length", "batch", "compute"]
     assert facts["length"].startswith("10,000 samples = 1,280,000 tokens, ")
     assert facts["batch"] == "16 samples, from 4, of 128 tokens each"
+    sizes = {"vocabulary": recipe.data.tokenizer_vocabulary, "sequence_length": 128}
+    count, cost = (of(recipe.model, **sizes) for of in (count_parameters, token_cost))
+    assert facts["parameters"] == f"{count.total:,}, of them {count.block.total:,} in each of 2 blocks"
+    assert facts["compute"] == f"{cost.model * 1_280_000:.3g} FLOPs, {cost.model:.3g} a token"
     even = load_recipe("demo", [*SETTINGS, *words[:3], "train.ramp_up=[]"]).recipe
     assert dict(config._facts(even))["length"] == "10,000 samples = 1,280,000 tokens, 625 steps"
     assert dict(config._facts(even))["batch"] == "16 samples, of 128 tokens each"

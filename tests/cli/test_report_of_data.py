@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ from tests.cli.test_data_report import RECIPE
 
 from bloomery.cli import data_duplicates, data_pairs
 from bloomery.cli.data import run
+from bloomery.config.load import load_recipe
 from bloomery.data.stream import DatasetRow
 from bloomery.errors import ConfigError, DataError
 from bloomery.events.run_directory import RunDirectory
@@ -171,3 +173,28 @@ def test_names_and_groups_begin_below_their_headings() -> None:
     ]
     head, _, first, _ = data_pairs._table(rows, first="dataset").splitlines()[-4:]
     assert first.index("x") == head.index("group") and first.startswith("a ")
+
+
+def test_texts_are_those_of_a_run_or_of_a_recipe_and_held_out_ones_are_needed_to_compare(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Path] = []
+    prepared = SimpleNamespace(train=[SimpleNamespace(name="own"), SimpleNamespace(name="other")])
+    held_out = [SimpleNamespace(name="kept", documents="documents")]
+    for name in ("prepare", "prepared_of_run"):
+        monkeypatch.setattr(
+            f"bloomery.data.prepare.{name}", lambda data, place: asked.append(place) or prepared
+        )
+    monkeypatch.setattr("bloomery.train.data_stream.training_documents", lambda data, train: ["a", "b"])
+    monkeypatch.setattr("bloomery.train.data_stream.held_out_documents", lambda data, found: held_out)
+    pairs = ["data.sources=[]", "data.tokenizer=t.json", "data.datasets=[{name='own', path='x'}]"]
+    loaded, sources = load_recipe("demo", pairs), load_recipe("demo")
+    found = {"own": "a", "other": "b"}, {"kept": "documents"}, prepared
+    assert data_duplicates.texts_of(loaded, None) == found == data_duplicates.texts_of(sources, tmp_path)
+    assert asked == [Path(tempfile.gettempdir()) / "bloomery-data", RunDirectory(tmp_path).data]
+    with pytest.raises(DataError, match="not tokenised yet"):
+        data_duplicates.texts_of(sources, None)
+    held_out.clear()
+    with pytest.raises(DataError, match="no held-out text to compare with"):
+        data_duplicates.texts_of(loaded, None)
+    assert data_duplicates.texts_of(loaded, None, needs_held_out=False) == (found[0], {}, prepared)

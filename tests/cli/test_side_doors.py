@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
@@ -30,7 +31,8 @@ def test_a_plain_exercise_is_a_drill_of_twenty_faults_or_of_those_asked_for(
     monkeypatch.setattr("bloomery.cli.drill.run", lambda words: got.append(words) or 5)
     assert chaos.chaos(["demo", "--plain", "a.b=1"]) == 5
     assert chaos.chaos(["--plain", "demo", "--random", "3"]) == 5
-    assert got == [["demo", "a.b=1", "--random", "20"], ["demo", "--random", "3"]]
+    assert chaos.chaos(["--plain", "demo", "--random=3"]) == 5
+    assert got == [["demo", "a.b=1", "--random", "20"], ["demo", "--random", "3"], ["demo", "--random=3"]]
 
 
 @pytest.mark.parametrize(
@@ -103,6 +105,70 @@ def test_a_fork_takes_its_data_and_the_starts_that_led_to_its_checkpoint_into_an
     assert json.loads(record.read_text()) == before | {"fork_of": str(run.path.resolve())}
 
 
+def test_a_fork_shares_the_files_of_its_run_and_copies_them_where_that_cannot_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, new, copied = forkable(tmp_path / "run"), tmp_path / "new", tmp_path / "copied"
+    (run.data / "a" / "b").mkdir(parents=True)
+    (run.data / "a" / "b" / "train.bin").write_text("tokens")
+
+    def refused(*places: Path) -> None:
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    assert fork.run([str(run.path), str(new)]) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr("os.link", refused)
+        assert fork.run([str(run.path), str(copied)]) == 0
+    for place in ("data/a/b/train.bin", "checkpoints/step-000050.i001/manifest.json"):
+        for made, is_shared in ((new, True), (copied, False)):
+            assert (made / place).read_bytes() == (run.path / place).read_bytes()
+            assert (made / place).samefile(run.path / place) is is_shared
+
+
+def test_each_file_of_a_checkpoint_is_whole_before_it_is_forked(tmp_path: Path) -> None:
+    entries = [whole(f"{part}.a", torch.ones(4)) for part in ("model", "optim")]
+    directory = save_streamed(tmp_path, entries, step=5, incarnation=1)
+    checkpoint: Any = SimpleNamespace(directory=directory)
+    fork._refuse_damaged(checkpoint)
+    files = sorted(directory.glob("*.safetensors"))
+    assert len(files) == 2
+    for path in files:
+        content = path.read_bytes()
+        path.write_bytes(content[:-1])
+        with pytest.raises(
+            CheckpointError, match=f"{path.name} is damaged: it has {len(content) - 1:,} bytes"
+        ):
+            fork._refuse_damaged(checkpoint)
+        path.unlink()
+        with pytest.raises(CheckpointError, match=f"{path.name} is damaged: it has 0 bytes"):
+            fork._refuse_damaged(checkpoint)
+        path.write_bytes(content)
+
+
+def test_a_fork_has_all_starts_up_to_its_checkpoints_own(tmp_path: Path) -> None:
+    rundir = RunDirectory(tmp_path / "run").create()
+    for number, record in enumerate(('{"base": null}', "", '{"base": [5, 1]}', '{"base": [9, 3]}'), 1):
+        rundir.incarnation(number).write_text(record)
+    checkpoint: Any = SimpleNamespace(incarnation=3)
+    found = fork._incarnations_up_to(rundir, checkpoint)
+    of = {"fork_of": str(rundir.path.resolve())}
+    records = {number: json.loads(record) for number, record in found.items()}
+    assert records == {1: {"base": None} | of, 3: {"base": [5, 1]} | of}
+
+
+def test_a_fork_into_its_own_run_is_refused_by_whichever_path(tmp_path: Path) -> None:
+    run, link = forkable(tmp_path / "run").path, tmp_path / "link"
+    link.symlink_to("run")
+    for source, target in (
+        (run, link / "new"),
+        (run, tmp_path / "x" / ".." / "run" / "new"),
+        (link, run / "new"),
+    ):
+        with pytest.raises(CheckpointError, match="lies in the run itself"):
+            fork.run([str(source), str(target)])
+    assert not (run / "new").exists()
+
+
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
@@ -160,10 +226,16 @@ def test_ranks_of_a_preflight_measure_for_as_long_as_they_are_told(monkeypatch: 
 
 
 @pytest.mark.parametrize(
-    ("words", "seconds", "count"), [((), 2.0, 3), (("--long", "--nproc", "5"), 600.0, 5)]
+    ("words", "seconds", "gpus", "count"),
+    [((), 2.0, "abc", 3), (("--long", "--nproc", "5"), 600.0, "abc", 5), ((), 2.0, "", 2)],
 )
 def test_a_node_is_measured_by_a_rank_for_each_gpu_or_as_many_as_were_given(
-    words: tuple[str, ...], seconds: float, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    words: tuple[str, ...],
+    seconds: float,
+    gpus: str,
+    count: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from dataclasses import dataclass
 
@@ -172,8 +244,8 @@ def test_a_node_is_measured_by_a_rank_for_each_gpu_or_as_many_as_were_given(
 
     @dataclass(frozen=True)
     class Facts:
+        gpus: tuple[str, ...]
         host: str = "n1"
-        gpus: tuple[str, ...] = ("a", "b", "c")
         teraflops: float = 0.0
         all_reduce_gb_per_s: float = 0.0
         is_exact: bool = True
@@ -187,7 +259,9 @@ def test_a_node_is_measured_by_a_rank_for_each_gpu_or_as_many_as_were_given(
         Path(command[command.index("--probe") + 1]).write_text(text)
         return status[0]
 
-    monkeypatch.setattr("bloomery.operate.node_facts.gather_facts", lambda path, host: Facts())
+    monkeypatch.setattr(
+        "bloomery.operate.node_facts.gather_facts", lambda path, host: Facts(gpus=tuple(gpus))
+    )
     monkeypatch.setattr(preflight, "run_ranks", run_ranks)
     loaded = load_recipe("demo", ["environment.variables=['NCCL_NET=Mine']"])
     options = preflight._parse(["demo", *words])

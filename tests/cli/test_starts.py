@@ -18,6 +18,7 @@ from bloomery.cli.ranks import LAUNCHER, RankRange
 from bloomery.cli.supervised import SupervisedStart
 from bloomery.cli.train import PARENT, PREPARED
 from bloomery.config.environment import SWITCH, is_offline
+from bloomery.config.parallel import ParallelSection
 from bloomery.errors import (
     BloomeryError,
     ConfigError,
@@ -27,6 +28,7 @@ from bloomery.errors import (
     TrainingFailed,
 )
 from bloomery.events.run_directory import RunDirectory
+from bloomery.events.run_lock import host_name
 from bloomery.events.switches import arm
 
 RECIPE = (
@@ -90,6 +92,8 @@ def test_a_launcher_starts_its_ranks_and_ends_with_their_status(run: Path, start
     assert started.share == RankRange(count=4, world=4) and started.others is None
     assert started.environment["NCCL_NET"] == "Mine" and started.environment[PREPARED] == "own"
     assert started.command[-3:] == ["--run", str(run), "--plain"]
+    log = RunDirectory(run).log(host=host_name(), rank=3)
+    assert started.more["output"]._file_of(3) == log
     assert launch.run([*RECIPE, "--run", str(run)]) == 7 and started.share == RankRange(count=2, world=2)
     assert not is_offline()
     started.status = 0
@@ -379,3 +383,23 @@ def test_only_a_job_ends_where_its_machine_is_unfit_and_ranks_of_one_machine_get
     supervised._on_one_machine(RunDirectory(run), start, nothing, nothing)
     assert watch.failure == "the agent failed" and started.environment["A_B"] == "1"
     assert started.environment["TORCH_FR_DUMP_TEMP_FILE"] == str(run / "stacks" / "flight-")
+
+
+def test_a_machine_with_gpus_starts_a_rank_for_each_of_them_where_the_degrees_leave_it_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    assert launch._usual_count(ParallelSection(tensor=2, pipeline=2), nodes=2) == 8
+    assert launch._usual_count(ParallelSection(tensor=2, data=3), nodes=2) == 3
+
+
+def test_supervised_launchers_of_a_job_of_slurm_need_no_name_of_their_job(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    words = ["demo", "--supervise", "--nnodes", "2"]
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    with pytest.raises(SystemExit):
+        launch._parse(words)
+    assert launch._parse([*words, "--job", "j7"]).job == "j7"
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert launch._parse(words).nnodes == 2

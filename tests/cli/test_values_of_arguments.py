@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from bloomery.cli import peer, train
 from bloomery.cli.argument_values import (
     MOST,
     amount,
@@ -152,3 +153,8 @@ def test_lines_of_progress_come_every_ten_seconds_with_share_amount_and_note() -
         now[0] += seconds
         lines(*call)  # type: ignore[arg-type]
     assert said == ["reading: 2.5 MB of 10.0 MB (25%), 3 a second", "joining: 1,234 documents"]
+
+
+def test_a_run_directory_may_be_named_by_an_option_that_torchrun_leaves_alone() -> None:
+    for parse in (train._parse, peer._parse):
+        assert parse(["demo", "--rundir", "x"]).run == "x" == parse(["demo", "--run", "x"]).run

@@ -273,6 +273,7 @@ def test_tokenising_tells_pieces_that_were_kept_and_bad_documents(
     empty = [SimpleNamespace(prefix=Path("own"), documents=0, tokens=0)]
     made = done_with(bad=3, pieces_kept=5, notes=[], engines=["fast", "reference"], pairs=empty)
     tokenizing(monkeypatch, made)
+    monkeypatch.setenv("RAYON_NUM_THREADS", "9")
     given = ["tokenize", "x", "--tokenizer", "t", "--to", tmp_path / "own", "--workers", 1]
     report = f"{tmp_path}/own-bad-documents.jsonl"
     assert run([*map(str, given)]) == 0
@@ -284,6 +285,7 @@ def test_tokenising_tells_pieces_that_were_kept_and_bad_documents(
         f"3 documents skipped; all are listed in {report}",
     ]
     assert shown.err == "2 files were left out\n" and Path(report).exists()
+    assert os.environ["RAYON_NUM_THREADS"] == "9", "who has set it knows why"
     facts = told(capsys, *given)
     assert (facts["bad_documents"], facts["bad_documents_report"]) == (3, report) and "part" not in facts
 

@@ -253,12 +253,16 @@ def test_an_exercise_says_at_once_where_its_logs_are(
     counted: list[Any] = []
 
     def audit(commits: Any, journals: dict[str, Any], *, samples: int) -> Any:
-        counted.append((list(journals), samples))
+        steps = {name: [event["step"] for event in events] for name, events in journals.items()}
+        counted.append((steps, samples))
         return SimpleNamespace(mistakes=(), to_json=lambda: {"rounds": 7})
 
     monkeypatch.setattr("bloomery.chaos.scenario.run_scenario", lambda settings, watch: outcome())
     monkeypatch.setattr("bloomery.chaos.audit.audit", audit)
     monkeypatch.setattr(chaos, "_summary", lambda ended, counts: "the summary")
+    first_peer, second_peer = chaos.peer_names(2)
+    with Journal(RunDirectory(tmp_path / second_peer).create().journal()) as journal:
+        journal.write("step", incarnation=1, step=3)
     given = ["--peers", "2", "--directory", str(tmp_path), "train.tokens=0", "train.samples=6_400"]
     assert chaos.simulate_internet([*given, *words]) == 0
     shown = capsys.readouterr()
@@ -266,7 +270,7 @@ def test_an_exercise_says_at_once_where_its_logs_are(
     assert getattr(shown, stream).splitlines()[0] == first
     assert shown.out.splitlines()[-1] == ("the summary" if not words else shown.out.strip())
     assert not words or json.loads(shown.out)["rounds"] == 7
-    assert counted == [(list(chaos.peer_names(2)), 6_400)]
+    assert counted == [({first_peer: [], second_peer: [3]}, 6_400)]
 
 
 PHASES = RecoveryPhases(noticed=1.04, ended=2.0, restarted=3.0, started=4.0, loaded=5.0, stepped=6.0)
@@ -353,6 +357,9 @@ def test_what_a_drill_fills_is_made_for_it_and_signals_are_as_before_it(
     assert (made, plans[0].private_shm_mib) == (disks, private_shm_mib)
     assert (plans[0].rundir.path == tmp_path / "run") == bool(disks)
     assert signal.getsignal(signal.SIGTERM) == before != handlers[0]
+    with pytest.raises(SystemExit) as ended:
+        handlers[0](signal.SIGTERM, None)
+    assert ended.value.code == 143
 
 
 def test_a_drill_tells_the_time_outs_of_the_ranks_of_all_nodes(
@@ -365,6 +372,17 @@ def test_a_drill_tells_the_time_outs_of_the_ranks_of_all_nodes(
     monkeypatch.setattr(drill, "timeouts_text", lambda rundir, *, world: f"{rundir.path.name}, {world} ranks")
     assert drill.run(["demo", *DIVIDED, "--run", str(tmp_path / "run"), "--nproc", "4"]) == 1
     assert capsys.readouterr().out == f"{drill.drill_text(results, None)}\n\nrun, 12 ranks\n"
+
+
+def test_a_batch_that_the_ranks_of_all_nodes_do_not_divide_is_refused_before_the_drill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = DrillNodes(count=3, is_allocation=True)
+    monkeypatch.setattr("bloomery.operate.drill.allocation.drill_nodes", lambda: nodes)
+    monkeypatch.setattr("bloomery.operate.drill.exercise.exercise", lambda plan, *, say: iter(()))
+    words = ["train.micro_batch=1", "train.global_batch=8", "--run", str(tmp_path / "run"), "--nproc", "4"]
+    with pytest.raises(ConfigError, match=r"train\.global_batch"):
+        drill.run(["demo", *words])
 
 
 def test_a_strike_hits_the_process_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -394,7 +412,7 @@ def test_time_outs_of_a_run_are_told_for_all_ranks_that_its_first_one_counted(
     assert json.loads(capsys.readouterr().out) == [asdict(table[0])]
     rundir.heartbeat().parent.mkdir(parents=True, exist_ok=True)
     rundir.heartbeat().write_text(json.dumps(RankBeat(world=12).__dict__))
-    assert drill.run(words) == 0
+    assert drill.run([f"--timeouts={rundir.path}"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split() for line in lines if "─" not in line] == [
         ["time-out", "seconds", "from", "then"],

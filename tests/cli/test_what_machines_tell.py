@@ -258,12 +258,17 @@ def test_a_growing_log_is_read_when_it_has_grown_and_each_finding_told_once(
             raise KeyboardInterrupt
 
     monkeypatch.setattr("bloomery.guard.logs.LogReader", Reader)
-    monkeypatch.setattr("bloomery.guard.replay.replay_columns", lambda columns, section: list(found))
+    judged: list[int] = []
+    monkeypatch.setattr(
+        "bloomery.guard.replay.replay_columns",
+        lambda columns, section: judged.append(section.spike_patience) or list(found),
+    )
     monkeypatch.setattr(guard, "draw_replay", lambda *given, title: drawn.append((given[2], title)))
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     monkeypatch.setattr("time.sleep", sleep)
     other = type(other)(guard="loss", line=4, step=1_201, verdict=other.verdict)
-    assert guard.run(["replay", str(log), "--follow", "--png", str(tmp_path / "x.png")]) == 0
+    words = ["--follow", "--png", str(tmp_path / "x.png"), "guard.spike_patience=33"]
+    assert guard.run(["replay", str(log), *words]) == 0 and judged == [33, 33]
     assert capsys.readouterr().out.splitlines() == [
         "  step 1,200 | spike | would tell (fast spike): it rose",
         "  step 1,201 | loss | would stop: it is over",
@@ -383,6 +388,11 @@ def test_a_machine_is_measured_in_a_process_of_its_own_and_written(
     shown = capsys.readouterr()
     told = json.loads(shown.out)
     assert (told["wrote"], told["name"], shown.err) == (str(target), "a100-80g", "")
+    for closed in (disk, tmp_path):
+        with monkeypatch.context() as patch:
+            patch.setattr("os.access", lambda path, rights, closed=closed: path != closed)
+            with pytest.raises(StorageError, match=f"^{closed} cannot be written"):
+                calibrate.run(words)
     for wrong in (["--disk", str(tmp_path / "none")], ["--to", str(tmp_path / "none" / "x.toml")]):
         with pytest.raises(StorageError, match="none cannot be written"):
             calibrate.run([*words, *wrong])

@@ -170,6 +170,21 @@ def test_a_probe_measures_with_the_recipes_connections_or_with_those_to_compare(
     assert told["worthwhile"] == 2 and list(told["streams"]) == ["1", "2"]
 
 
+def test_the_ring_that_a_probe_tells_is_the_fastest_of_what_the_peers_measured(
+    probed: list[Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates = {"a": {"b": 80.0, "c": 900.0}, "b": {"a": 700.0, "c": 60.0}, "c": {"a": 50.0, "b": 800.0}}
+    members = {name: SimpleNamespace(member=example.member(peer=name)) for name in "abc"}
+
+    @contextmanager
+    def view(etcd: str, keys: Any) -> Any:
+        yield SimpleNamespace(snapshot=SimpleNamespace(members=members, rates=rates))
+
+    monkeypatch.setattr("bloomery.coordination.run_view.RunView", view)
+    assert peer_probe.run(["diloco-internet", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["order"] == ["a", "c", "b"]
+
+
 class Connections:
     """Connections of which that to c is refused and that to d ends without a word."""
 
@@ -263,6 +278,22 @@ def test_a_run_is_shown_with_what_each_peer_holds_and_does(capsys: pytest.Captur
     coordinate_status._print(nobody)
     assert capsys.readouterr().out.endswith("epoch 2\nno peer is listed\n")
     assert not coordinate_status._content("night", RunSnapshot())["known"]
+
+
+def test_a_run_that_went_back_says_why_and_who_is_in_its_attempt(capsys: pytest.CaptureFixture[str]) -> None:
+    commit = example.commit(round=4, members=(), position=Position(consumed=7), rewind_to=2, why="a spike")
+    attempt = SimpleNamespace(attempt=example.attempt(members=("b", "a")))
+    snapshot = RunSnapshot(commits={4: commit}, tried=attempt, forgotten=True)  # type: ignore[arg-type]
+    content = coordinate_status._content("night", snapshot)
+    assert (content["commit"]["rewind_to"], content["commit"]["why"]) == (2, "a spike")
+    assert content["attempt"] == ["b", "a"] and content["known"] and content["peers_ahead"] == []
+    coordinate_status._print(content)
+    told = capsys.readouterr().out.splitlines()
+    assert told[1:] == ["committed: round 4, 7 samples, a spike", FORGOTTEN, "no peer is listed"]
+    nobody = example.commit(round=4, members=())
+    coordinate_status._print(coordinate_status._content("night", RunSnapshot(commits={4: nobody})))
+    assert "committed: round 4, 0 samples, nobody's part" in capsys.readouterr().out
+    assert coordinate_status._content("night", RunSnapshot(members={"a": member("a")}))["known"]
 
 
 def test_a_peer_starts_its_ranks_with_its_agents_socket_and_its_name(

@@ -33,6 +33,7 @@ MISTAKES = [
     ((*FETCH, "--limit", "-1"), "of at least 1"),
     ((*FETCH, "--shares", "0"), "of at least 1"),
     (("data", "audit", "demo", "--to", "text/a.txt"), "text/a.txt is a file"),
+    (("data", "audit", "demo", "--to", "new", "--include", "text"), "--include wants --tasks"),
     (("data", "report", "demo", "--png", "x.doc"), "ends in none of .png, .svg, .pdf"),
     (("data", "report", "demo", "--png", "no/x.png"), "there is no directory no"),
     (("simulate", "llama3-405b", "--png", "x.doc"), "ends in none of .png, .svg, .pdf"),

@@ -2,6 +2,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from bloomery.cli.config import explain, reference
+from bloomery.config.environment import PROFILES
 from bloomery.config.load import load_recipe, sections
 from bloomery.config.setting import declaration_of
 
@@ -45,3 +46,14 @@ def test_only_free_settings_are_read_at_the_start():
     for section in sections().values():
         for field in fields(section):
             assert declaration_of(field).kind == "free" or not declaration_of(field).at_start
+
+
+def test_the_variables_of_the_chosen_profiles_are_told_with_their_setting():
+    rows = {row.key: row.help for row in explain(load_recipe("demo"))}
+    both = {
+        row.key: row.help for row in explain(load_recipe("demo", [f"environment.profiles={[*PROFILES]}"]))
+    }
+    assert [key for key in rows if rows[key] != both[key]] == ["environment.profiles"]
+    told = both["environment.profiles"].removeprefix(rows["environment.profiles"])
+    assert told.startswith(" Chosen: nccl-infiniband: NCCL_NET=IB NCCL_IB_DISABLE=0 ")
+    assert "; nccl-tcp: NCCL_NET=Socket NCCL_IB_DISABLE=1 " in told and told.endswith(".")

@@ -218,3 +218,16 @@ def test_examples_of_shared_ngrams_are_numbered_within_the_whole_dataset() -> No
     some = SomeDocuments(first=8192, lengths=np.array([2, 1]), tokens=np.zeros(3, dtype=np.uint16))
     ngrams.compare("own", some, np.array([9, 5], dtype=np.uint64), np.array([0, 1]))
     assert [tuple(example) for example in ngrams.result().examples] == [("own", 8193, 1)]
+
+
+def test_an_order_as_megatrons_is_reported_on_as_ours_is(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = place / "recipe.toml"
+    text = recipe.read_text().replace("samples = 600", "samples = 390")
+    recipe.write_text(text.replace("[data]\n", '[data]\norder = "megatron"\n'))
+    status, facts = audited(place, capsys)
+    assert (status, facts["look_at"], facts["order"]) == (0, [], "megatron")
+    taken = [row["taken"] for row in facts["datasets"]]
+    assert [sum(one["epochs"]) for one in taken] == [one["taken"] for one in taken] == [260, 130]
+    assert [one["samples"] for one in taken] == [304, 304]

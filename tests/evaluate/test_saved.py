@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from bloomery.checkpoint.format.state import whole
 from bloomery.checkpoint.load.loader import read_model
 from bloomery.checkpoint.save.direct import save_checkpoint
 from bloomery.cli import ckpt_export, generate, main
+from bloomery.config.load import load_recipe
 from bloomery.config.model import ModelSection
 from bloomery.data.tokenizer import train_tokenizer
 from bloomery.errors import CheckpointError, ConfigError, DataError
@@ -59,6 +61,19 @@ def test_import_then_export_gives_the_same_weights(run: Path, exported: Path, tm
     one, other = (load_file(path / "model.safetensors") for path in (exported, tmp_path / "again"))
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_an_imported_run_has_the_name_of_its_directory_and_says_where_it_came_from(
+    run: Path, exported: Path
+) -> None:
+    recipe = load_recipe(str(run / "recipe.toml")).recipe
+    assert (recipe.run.name, recipe.run.notes) == ("run", f"imported from {exported}")
+    assert recipe.data.end_of_document_token == EOD
+    record = json.loads((run / "incarnations" / "000001.json").read_text())
+    assert record["reason"] == f"imported from {exported}"
+    continued = tomllib.loads((run / ckpt_export.CONTINUE).read_text())
+    assert (continued["run"]["name"], continued["init"]["from"]) == ("run-continued", str(run))
+    assert continued["data"] == {"sequence_length": recipe.data.sequence_length}
 
 
 def test_a_dcp_checkpoint_becomes_a_run_by_its_recipe(

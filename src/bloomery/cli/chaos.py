@@ -73,7 +73,8 @@ def chaos(arguments: list[str]) -> int:
         from bloomery.cli.drill import run as drill
 
         words = [word for word in arguments if word != "--plain"]
-        return drill(words if "--random" in words else [*words, "--random", "20"])
+        is_given = any(word.partition("=")[0] == "--random" for word in words)
+        return drill(words if is_given else [*words, "--random", "20"])
     options = parser(
         "chaos",
         "Train several real peers on this machine, and inject faults by a seeded schedule. With --plain it\n"

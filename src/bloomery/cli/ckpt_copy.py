@@ -108,13 +108,13 @@ def _down(args: Namespace) -> dict[str, str | int]:
         raise CheckpointError(
             f"{target} is a checkpoint", remedy="Give the run directory that the copy belongs to."
         )
-    rundir = (
-        run_directory(target) if target.exists() and any(target.iterdir()) else RunDirectory(target).create()
-    )
     if args.what == "model":
         raise CheckpointError(
             "--what model only works for copies to a URL", remedy="Copy all, then use `ckpt slim`."
         )
+    rundir = (
+        run_directory(target) if target.exists() and any(target.iterdir()) else RunDirectory(target).create()
+    )
     base = source.place().rpartition("/checkpoints/")[0]
 
     def fetch_the_rest() -> None:
