@@ -46,3 +46,15 @@ def test_the_script_of_a_stopped_run_is_shown_though_no_job_of_it_is_queued(
     with pytest.raises(BloomeryError, match="is armed"):
         submit.run(["demo", "--run", str(rundir.path)])
     assert not seen.asked
+
+
+def test_a_job_that_starts_asks_the_scheduler_of_its_run_wherever_it_was_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = Submitted(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    assert submit.run(["demo", "submit.tasks=5", "--keep-queued", "2", "--run", "mine"]) == 0
+    assert submit.run(["--top-up", "mine"]) == 0
+    asked = [(section.tasks, section.keep_queued, place) for section, place in seen.schedulers]
+    assert asked == [(5, 2, tmp_path / "mine")] * 2
+    assert [call[3] for call in seen.asked] == [RunDirectory(Path("mine"))] * 2
