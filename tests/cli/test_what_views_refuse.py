@@ -1,4 +1,4 @@
-"""What `report`, `top` and `status` show of files that cannot be written, of odd moments and of full nodes."""
+"""What `report`, `top` and `status` show of refused files, of odd moments and of full nodes."""
 
 from __future__ import annotations
 

@@ -221,6 +221,24 @@ def test_mistakes_in_tables_of_a_list_name_the_entry_and_its_line():
     }
 
 
+def test_a_mistake_in_a_list_of_the_command_line_has_no_line_of_the_list_that_it_replaces():
+    text = MINIMAL.replace('sources = ["notes.txt"]\n', "") + '\n[[data.datasets]]\nname = "a"\npath = "a"\n'
+    one = only(text, 'data.datasets=[{name="b", path=3}]')
+    assert (one.key, one.source) == ("data.datasets[0].path", "command line")
+
+
+def test_a_setting_that_is_missing_beside_one_of_the_command_line_is_looked_for_in_its_section():
+    text = MINIMAL.replace("hidden = 32\n", "")
+    assert only(text, "model.layers=3").source == "small.toml:4"
+    named = MINIMAL.replace('[run]\nname = "small"\n', "")
+    assert only(named, "run.seed=3").source == "command line"
+    assert mistakes("model = 5\n", "model.layers=3")["model"].problem == "must be a table"
+
+
+def test_a_bare_number_is_a_text_also_for_a_setting_whose_name_is_a_keyword():
+    assert parse_recipe(MINIMAL, ["init.from=7"], label="small.toml").recipe.init.from_ == "7"
+
+
 def test_a_syntax_error_names_its_line():
     one = only(MINIMAL.replace("steps = 10", "steps = ten"))
     assert one.source == "small.toml:14"
