@@ -296,6 +296,22 @@ def test_what_fills_the_database_is_told_with_how_to_make_room(endpoints: Endpoi
     assert "etcdctl defrag" in told.value.remedy
 
 
+@pytest.mark.parametrize(
+    ("failure", "helps"),
+    [
+        (SSLError("certificate verify failed"), "copy the bundle again"),
+        ((400, "etcdserver: authentication is not enabled", 9), "--grant"),
+        (NOT_THERE, "elastic.coordinator"),
+    ],
+)
+def test_what_helps_is_told_by_the_last_failure(endpoints: Endpoints, failure: Any, helps: str) -> None:
+    for asks, limits in (("call", {}), ("stream", {"idle_s": 1.0})):
+        endpoints.takes_s, endpoints.told = 2.0, [failure] * 2
+        with pytest.raises(CoordinatorAway) as told:
+            getattr(endpoints.gateway(1), asks)("x", {}, deadline_s=4.1, **limits)
+        assert helps in told.value.remedy
+
+
 @pytest.mark.parametrize("newer", [None, "t2"])
 def test_a_token_that_another_thread_has_dropped_already_is_no_refusal(
     endpoints: Endpoints, newer: str | None
