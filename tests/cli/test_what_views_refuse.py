@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -100,3 +101,22 @@ def test_the_space_of_dev_shm_is_told_with_the_nodes_and_only_then(
     assert len(json.loads(capsys.readouterr().out)["runs"][0]["shm"]) == 2
     view = replace(view, shm=())
     assert status.run([str(tmp_path), "--nodes"]) == 0 and "/dev/shm" not in capsys.readouterr().out
+
+
+def test_a_run_that_has_just_begun_has_figures_of_zero_and_a_loss_that_is_none_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    moment = SimpleNamespace(time=lambda: 50.0, strftime=time.strftime, localtime=time.localtime)
+    monkeypatch.setattr(status, "time", moment)
+    begun = replace(
+        VIEW, name="new", verdict=RunVerdict(state=GOOD), done=0.0, step=0, step_s=0.5, left_s=0.0, loss="NaN",
+        held_out_loss=0.0, saved=0.0, warnings=(), excluded=(), jobs=(),
+    )  # fmt: skip
+    (_, row) = (line.split() for line in status._table([begun]).split("\n") if "─" not in line)
+    assert " ".join(row) == "new running 0.0% 0.5 0 s NaN 0.0000 50 s ago"
+    assert status._page(begun)[1:5] == [
+        "  done       step 0, 0.0% of the samples",
+        "  speed      0.5 s/step",
+        "  time left  0 s",
+        "  loss       NaN, held-out 0.0000",
+    ]
