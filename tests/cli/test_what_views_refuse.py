@@ -109,8 +109,8 @@ def test_a_run_that_has_just_begun_has_figures_of_zero_and_a_loss_that_is_none_i
     moment = SimpleNamespace(time=lambda: 50.0, strftime=time.strftime, localtime=time.localtime)
     monkeypatch.setattr(status, "time", moment)
     begun = replace(
-        VIEW, name="new", verdict=RunVerdict(state=GOOD), done=0.0, step=0, step_s=0.5, left_s=0.0, loss="NaN",
-        held_out_loss=0.0, saved=0.0, warnings=(), excluded=(), jobs=(),
+        VIEW, name="new", verdict=RunVerdict(state=GOOD), done=0.0, step=0, step_s=0.5, left_s=0.0,
+        loss="NaN", held_out_loss=0.0, saved=0.0, warnings=(), excluded=(), jobs=(),
     )  # fmt: skip
     (_, row) = (line.split() for line in status._table([begun]).split("\n") if "─" not in line)
     assert " ".join(row) == "new running 0.0% 0.5 0 s NaN 0.0000 50 s ago"
@@ -120,3 +120,4 @@ def test_a_run_that_has_just_begun_has_figures_of_zero_and_a_loss_that_is_none_i
         "  time left  0 s",
         "  loss       NaN, held-out 0.0000",
     ]
+    assert status._page(replace(begun, loss=0.0))[4] == "  loss       0.0000, held-out 0.0000"
