@@ -418,6 +418,9 @@ def test_an_endpoint_is_a_pool_of_connections_that_the_kernel_probes() -> None:
         Gateway(["https://a:9"])
     with pytest.raises(CoordinatorError, match="no coordinator is named"):
         Gateway([])
+    for odd in ("http://a:1/x", "http://", "tcp://a:1", "http://a:x"):
+        with pytest.raises(CoordinatorError, match=f"'{odd}' is not the endpoint of a coordinator"):
+            Gateway(["http://a:1", odd])
 
 
 def test_a_failure_is_told_by_its_cause() -> None:
