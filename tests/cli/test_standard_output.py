@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bloomery.cli import main
-from bloomery.cli.standard_output import _lasting, discard_output, open_streams, tell
+from bloomery.cli.standard_output import LastingOutput, _lasting, discard_output, open_streams, tell
 from bloomery.cli.train import Screen
 
 
@@ -90,6 +90,16 @@ def test_a_line_that_standard_error_does_not_take_ends_nothing(monkeypatch: pyte
         monkeypatch.setattr("sys.stderr", stream)
         tell("a line")
     assert full.refused == 1
+
+
+def test_an_output_that_is_closed_is_told_once_by_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed, told = io.StringIO(), list[str]()
+    closed.close()
+    monkeypatch.setattr("sys.stdout", closed)
+    output = LastingOutput(told.append)
+    for line in ("one\n", "two\n"):
+        output.write(line)
+    assert told == ["I/O operation on closed file"]
 
 
 def test_what_is_printed_after_a_refusal_goes_nowhere(
