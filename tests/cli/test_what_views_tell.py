@@ -425,7 +425,8 @@ def test_the_picture_of_a_ledger_stacks_the_classes_of_each_part(monkeypatch: py
     ]  # fmt: skip
     (settings,) = [call[1] for call in calls if call[0] == "set"]
     assert settings["title"] == "runs/mine: effective time 75.6%, ETTR 81.2%"
-    assert settings["ylim"] == (0, 100) and ("savefig", Path("r.png"), {}) in calls
+    assert settings["ylim"] == (0, 100)
+    assert calls[-2:] == [("savefig", Path("r.png"), {}), ("close", {})]
 
 
 def test_a_report_is_read_until_the_moment_given_and_written_where_asked(

@@ -119,6 +119,14 @@ def test_a_run_is_named_after_its_directory_with_what_a_name_may_have(directory:
     check_recipe(loaded.recipe, loaded.sources)
 
 
+def test_a_run_is_named_after_the_directory_that_a_path_leads_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my run" / "deep").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "my run")
+    assert name_of(Path()) == name_of(Path("deep/..")) == "my-run" and name_of(Path("deep")) == "deep"
+
+
 def test_weights_lie_in_a_directory_that_holds_some(tmp_path: Path) -> None:
     assert refusal(lambda: weights_directory(str(tmp_path / "none"))) == (
         "init.from", str(tmp_path / "none"), "init.from", "there is no such directory",

@@ -157,6 +157,7 @@ def test_nobody_is_asked_after_the_deadline_and_the_last_failure_is_told(endpoin
         ((503, "etcdserver: server stopped", 14), True),
         ((504, "context deadline exceeded", 4), True),
         ((499, "canceled", 1), True),
+        ((409, "aborted", 10), True),
         ((400, "etcdserver: not leader", 9), True),
         ((500, "no gRPC", "x"), True),
         (b"no JSON", True),
@@ -217,13 +218,23 @@ def headers(endpoints: Endpoints) -> list[str | None]:
     return [request["headers"].get("Authorization") for request in endpoints.requests]
 
 
-def test_a_token_is_asked_for_once_and_anew_after_etcd_has_refused_it(endpoints: Endpoints) -> None:
+@pytest.mark.parametrize(
+    ("status", "refusal", "code"),
+    [
+        (401, "etcdserver: invalid auth token", 16),
+        (400, "etcdserver: revision of auth store is old", 3),
+        (400, "etcdserver: user name is empty", 3),
+    ],
+)
+def test_a_token_is_asked_for_once_and_anew_after_etcd_has_refused_it(
+    endpoints: Endpoints, status: int, refusal: str, code: int
+) -> None:
     gateway = endpoints.gateway(1, Access(user="u", password="p"))
     endpoints.told = [
         {"token": "t1"},
         {},
         {},
-        (401, "etcdserver: invalid auth token", 16),
+        (status, refusal, code),
         {"token": "t2"},
         {},
     ]

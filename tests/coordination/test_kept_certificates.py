@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,13 @@ from tests.coordination.test_credentials import Etcd
 from bloomery.coordination import credentials
 from bloomery.coordination.accounts import root_access
 from bloomery.coordination.certificates import init_certificates
-from bloomery.coordination.credentials import read_bundle, read_certificate, restore_revocations, revoke
+from bloomery.coordination.credentials import (
+    CertificateWatch,
+    read_bundle,
+    read_certificate,
+    restore_revocations,
+    revoke,
+)
 from bloomery.coordination.gateway import Access
 from bloomery.protocol.keys import Keys
 
@@ -60,3 +67,14 @@ def test_all_peers_that_were_revoked_are_refused_again_each_in_its_run(
     )
     gone = [call[1]["name"] for call in etcd.calls if call[0] == "auth/user/delete"]
     assert gone == ["one/a", "one/b"], "the name of the third has a new account"
+
+
+def test_a_watch_of_a_certificate_looks_from_its_beginning_until_it_is_closed(tmp_path: Path) -> None:
+    init_certificates(tmp_path, run="one", peers=["a"])
+    bundle, before = read_bundle(tmp_path / "one/a"), set(threading.enumerate())
+    watch = CertificateWatch(bundle.certificate, bundle.key, [])
+    (thread,) = set(threading.enumerate()) - before
+    assert thread.name == "certificate" and thread.daemon
+    watch.close()
+    thread.join(60.0)
+    assert not thread.is_alive()

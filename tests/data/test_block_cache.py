@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -157,6 +158,17 @@ def test_a_hole_that_a_signal_interrupts_is_no_error(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: SimpleNamespace(fallocate=interrupted))
     punch_hole(0, 0, 4096, path=tmp_path)
+
+
+def test_a_cache_that_nobody_has_any_more_holds_no_files_open(tmp_path: Path, line: Line) -> None:
+    cache = cache_at(tmp_path / "here.bin", line)
+    files = (cache._file, cache._lock_file)
+    assert [os.fstat(file).st_size for file in files] == [len(CONTENT), 52 * 8]
+    del cache
+    gc.collect()
+    for file in files:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(file)
 
 
 def test_of_a_cache_of_few_blocks_one_leaves_at_a_time(tmp_path: Path, line: Line) -> None:
