@@ -229,19 +229,21 @@ def test_top_reads_what_is_new_once_an_interval(monkeypatch: pytest.MonkeyPatch)
             done.append("end")
 
         def update(self, screen: Any, *, refresh: bool) -> None:
-            done.append(("shown", refresh))
+            done.append(("shown", len(screen.renderables), refresh))
 
     def wait(seconds: float) -> bool:
         done.append(seconds)
-        return len(done) > 7
+        return len(done) > 9
 
     monkeypatch.setattr("rich.live.Live", Live)
     monkeypatch.setattr(top, "EndSignal", lambda: SimpleNamespace(wait=wait))
     monkeypatch.setattr(top, "run_block", lambda reader, summary, *, width: "")
-    followed: Any = SimpleNamespace(poll=lambda: done.append("read"))
-    summarizer: Any = SimpleNamespace(summary=lambda: SUMMARY)
-    top._watch(Console(width=200), [(followed, summarizer)], Namespace(interval=7.5))
-    assert done == [True, 7.5, "read", ("shown", True), 7.5, "read", ("shown", True), 7.5, "end"]
+    runs: Any = [
+        (SimpleNamespace(poll=lambda name=name: done.append(name)), SimpleNamespace(summary=lambda: SUMMARY))
+        for name in "ab"
+    ]
+    top._watch(Console(width=200), runs, Namespace(interval=7.5))
+    assert done == [True, *[7.5, "a", "b", ("shown", 2, True)] * 2, 7.5, "end"]
 
 
 class Curves:
