@@ -1,5 +1,6 @@
 import tomllib
 from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -241,7 +242,9 @@ def test_a_bare_number_is_a_text_also_for_a_setting_whose_name_is_a_keyword():
 
 def test_a_syntax_error_names_its_line():
     one = only(MINIMAL.replace("steps = 10", "steps = ten"))
-    assert one.source == "small.toml:14"
+    assert (one.key, one.source, one.problem) == ("syntax", "small.toml:14", "Invalid value (column 9)")
+    cut = only("[run")
+    assert cut.source == "small.toml" and cut.problem.endswith("(at end of document)")
 
 
 def test_a_missing_recipe_suggests_the_nearest_shipped_one():
@@ -256,8 +259,22 @@ def test_a_missing_file_a_directory_and_a_file_that_is_not_text_are_refused(tmp_
     with pytest.raises(ConfigError, match="directory"):
         load_recipe(str(tmp_path))
     (tmp_path / "binary.toml").write_bytes(b'[run]\nname = "\xff"')
-    with pytest.raises(ConfigError, match="UTF-8"):
+    with pytest.raises(ConfigError, match=r"is not UTF-8 text \(byte 14\)"):
         load_recipe(str(tmp_path / "binary.toml"))
+
+
+def test_a_file_that_cannot_be_read_is_told_by_its_path(tmp_path, monkeypatch):
+    def refuse(path, **how):
+        raise PermissionError(13, "Permission denied")
+
+    (tmp_path / "mine.toml").write_text(MINIMAL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Path, "read_text", refuse)
+    with pytest.raises(ConfigError) as refused:
+        load_recipe("mine.toml")
+    (one,) = refused.value.mistakes
+    assert (one.key, one.value, one.source) == ("recipe", "mine.toml", "mine.toml")
+    assert one.problem == "cannot be read: Permission denied" and "permissions" in one.remedy
 
 
 def test_a_path_and_a_name_load_the_same_recipe(tmp_path):

@@ -175,6 +175,8 @@ def test_what_a_later_listing_does_not_have_is_gone_whatever_was_followed_before
     assert (now.tried, now.tried_s, now.failures, now.failed_s) == (None, 0.0, (), 0.0)
     assert not (now.members or now.readies or now.dones or now.recovery_records or now.rates or now.revoked)
     assert now.standing is None and now.epoch == 5 and not now.forgotten
+    again = run.put(KEYS.attempt(3, 5), TRIED)
+    assert again.tried == TRIED and again.failures == () and not again.dones
 
 
 def test_members_that_know_of_a_later_round_are_named_in_order_and_prove_that_the_data_is_lost() -> None:
