@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bloomery.config.convert import BadValues, convert, dump_recipe
+from bloomery.config.find import shipped_recipes
 from bloomery.config.load import line_numbers, load_recipe, override, parse_recipe, sections
 from bloomery.config.setting import Setting, key_of
 from bloomery.config.validate import check_recipe
@@ -270,11 +271,13 @@ def test_a_file_that_cannot_be_read_is_told_by_its_path(tmp_path, monkeypatch):
     (tmp_path / "mine.toml").write_text(MINIMAL)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Path, "read_text", refuse)
-    with pytest.raises(ConfigError) as refused:
-        load_recipe("mine.toml")
-    (one,) = refused.value.mistakes
-    assert (one.key, one.value, one.source) == ("recipe", "mine.toml", "mine.toml")
-    assert one.problem == "cannot be read: Permission denied" and "permissions" in one.remedy
+    shipped = str(shipped_recipes()["demo"])
+    for name, label, path in (("mine.toml", "mine.toml", "mine.toml"), ("demo", "demo.toml", shipped)):
+        with pytest.raises(ConfigError) as refused:
+            load_recipe(name)
+        (one,) = refused.value.mistakes
+        assert (one.key, one.value, one.source) == ("recipe", label, path)
+        assert one.problem == "cannot be read: Permission denied" and "permissions" in one.remedy
 
 
 def test_a_path_and_a_name_load_the_same_recipe(tmp_path):
@@ -400,6 +403,7 @@ def test_a_seed_of_63_bits_is_taken_again_from_the_recipe_of_its_run(setting):
 
 
 def test_an_integer_beyond_all_counts_is_told_its_nearest_bound():
+    assert only(MINIMAL, f"optim.learning_rate={10**400}").problem == "must be a finite number"
     assert only(MINIMAL, f"train.steps={10**16}").problem == "must be at most 1_000_000_000_000_000"
     assert only(MINIMAL, f"train.steps=-{10**16}").problem == "must be at least 0"
     unbounded = Setting(kind="free", help="")

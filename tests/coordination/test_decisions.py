@@ -10,7 +10,7 @@ from tests.coordination.test_decide import attempted, decided, outage
 from tests.coordination.test_gathering import listed, offer, run
 from tests.protocol import example
 
-from bloomery.coordination.decide import CommitRound, Propose, RequestFlush, Wait
+from bloomery.coordination.decide import FORGOTTEN, CommitRound, Propose, RequestFlush, Wait
 from bloomery.coordination.eligibility import NORM_FAILURE, OVERSTATED
 from bloomery.coordination.snapshot import ListedOffer, ListedShares, RunSnapshot
 from bloomery.data.position import Position
@@ -217,3 +217,10 @@ def test_of_several_that_hold_the_state_the_first_by_name_begins_the_run_and_bri
     back = decided(lost, me="a", stagger_s=0.5)
     assert isinstance(back, CommitRound) and back.lives == {"a": 1, "b": 4}
     assert back.commit.why == "nobody has the newest state any more"
+
+
+def test_a_coordinator_that_lost_data_is_waited_for_whatever_else_there_is_to_do() -> None:
+    over = example.commit(position=Position(consumed=1000))
+    for snapshot in (RunSnapshot(), attempted(done="abc"), replace(run("a"), commits={1: over})):
+        found = decided(replace(snapshot, forgotten=True, peers_ahead=("b", "c")))
+        assert found == Wait(why=FORGOTTEN, whom=("b", "c"))
