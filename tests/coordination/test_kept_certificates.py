@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from tests.coordination.test_credentials import Etcd
 
-from bloomery.coordination import credentials
-from bloomery.coordination.accounts import root_access
+from bloomery.coordination import accounts, credentials
+from bloomery.coordination.accounts import accounts_in, apply_access, root_access
 from bloomery.coordination.certificates import init_certificates
 from bloomery.coordination.credentials import (
     CertificateWatch,
@@ -78,3 +78,35 @@ def test_a_watch_of_a_certificate_looks_from_its_beginning_until_it_is_closed(tm
     watch.close()
     thread.join(60.0)
     assert not thread.is_alive()
+
+
+def test_a_peer_whose_account_was_moved_away_gets_another_and_its_certificate_stays_known(
+    tmp_path: Path,
+) -> None:
+    init_certificates(tmp_path, run="one", peers=["a"])
+    bundle = tmp_path / "one/a"
+    first, before = read_certificate(bundle / "certificate.pem").serial, read_bundle(bundle).account
+    (bundle / "account.json").unlink()
+    init_certificates(tmp_path, run="one", peers=["a"])
+    now = read_bundle(bundle)
+    assert [path.stem for path in (bundle / "earlier").iterdir()] == [first]
+    assert now.account.user == before.user and now.account.password != before.password
+    assert (now.access().user, now.access().password) == ("one/a", now.account.password)
+
+
+@pytest.mark.parametrize("asks_for_passwords", [False, True])
+def test_every_account_of_several_runs_is_made_in_etcd(
+    asks_for_passwords: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for run, peers in (("one", ["a", "b"]), ("two", ["a"])):
+        init_certificates(tmp_path, run=run, peers=peers)
+    etcd: Any = Etcd()
+    etcd.refuses = {"auth/user/grant": "role is already granted"}
+    if asks_for_passwords:
+        etcd.refuses["auth/status"] = "user name is empty"
+    monkeypatch.setattr(accounts, "Etcd", lambda *how, **more: etcd)
+    assert apply_access(["c"], root_access(tmp_path), iter(accounts_in(tmp_path))) == 3
+    own = [] if asks_for_passwords else ["root"]
+    for path, key in (("auth/user/add", "name"), ("auth/user/grant", "user")):
+        asked = [call[1][key] for call in etcd.calls if call[0] == path]
+        assert asked == [*own, "one/a", "one/b", "two/a"]
