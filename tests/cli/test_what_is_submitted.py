@@ -97,3 +97,14 @@ def test_the_certificates_of_a_peer_name_it_and_are_found_from_wherever_its_jobs
     bundle = f"elastic.certificates={tmp_path}/c/diloco-internet/oslo"
     assert submit._peer_settings("diloco-internet", given) == ["elastic.peer=oslo", bundle]
     assert submit._peer_settings("demo", given) == []
+
+
+def test_a_run_that_a_switch_of_its_group_stops_is_neither_made_nor_submitted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, run = Submitted(monkeypatch), tmp_path / "run"
+    arm(tmp_path / "group" / "stop")
+    for words in ([], ["--keep-queued", "2"]):
+        with pytest.raises(BloomeryError, match="group/stop is armed"):
+            submit.run(["demo", f"control.directory={tmp_path}/group", "--run", str(run), *words])
+    assert not run.exists() and not seen.asked
