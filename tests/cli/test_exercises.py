@@ -374,7 +374,7 @@ def test_the_place_of_a_sync_is_the_one_given_or_the_recipes(tmp_path: Path) -> 
     chosen = sync._parse([str(rundir.path)])
     assert chosen.place == "hf:me/x" and chosen.checkpoints and chosen.every == 60.0
     chosen = sync._parse([str(rundir.path), "s3://b/y"])
-    assert chosen.place == "s3://b/y" and not chosen.checkpoints
+    assert chosen.place == "s3://b/y" and not chosen.checkpoints and chosen.every == 60.0
     assert status_of("sync", str(rundir.path), "s3://b/y", "--checkpoints", "--once") == 1
 
 

@@ -370,7 +370,7 @@ def test_a_model_is_loaded_in_the_type_and_the_way_that_suit_the_machine(
     dtype: str, cuda: bool, by_layer: bool, is_large: bool, kind: str, reads_layers: bool,
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    asked: list[Any] = []
+    asked, judged = list[Any](), list[Any]()
     saved = SimpleNamespace(model="model", decoder=lambda **given: asked.append(given) or "decoder")
     kinds = {name: f"torch.{name}" for name in ("fp32", "bf16", "fp16")}
     monkeypatch.setattr(
@@ -378,7 +378,8 @@ def test_a_model_is_loaded_in_the_type_and_the_way_that_suit_the_machine(
     )
     monkeypatch.setattr("bloomery.evaluate.open_checkpoint.open_model", lambda files: saved)
     monkeypatch.setattr(
-        "bloomery.evaluate.open_checkpoint.must_load_by_block", lambda model, *, device, dtype: is_large
+        "bloomery.evaluate.open_checkpoint.must_load_by_block",
+        lambda model, *, device, dtype: judged.append((model, device.type, dtype)) or is_large,
     )
     monkeypatch.setattr("bloomery.parallel.precision.DTYPES", kinds)
     monkeypatch.setattr("bloomery.parallel.precision.resolve_precision", lambda name, device: "fp16")
@@ -391,3 +392,4 @@ def test_a_model_is_loaded_in_the_type_and_the_way_that_suit_the_machine(
         {"dtype": f"torch.{kind}", "by_layer": reads_layers},
     )
     assert ("does not fit into memory" in capsys.readouterr().err) == is_large
+    assert judged == ([] if by_layer else [("model", device, f"torch.{kind}")])

@@ -165,6 +165,10 @@ def test_limits_of_a_watch_are_taken_in_their_units(tmp_path: Path, monkeypatch:
     (limits, rules), _ = got[2:]
     assert (limits.pending_s, limits.idle_s, limits.disk_s) == (3600.0, None, 86_400.0)
     assert rules.escalate_s == 1800.0
+    got.clear()
+    assert watch.run([run, run, "--once"]) == 0 and got[2:] == ["closed"] * 2
+    assert got[0][1] is not got[1][1], "each run has alerts of its own"
+    assert watch._parse([run, "--ping", "http://x/1"]).ping == "http://x/1"
     assert status_of("watch", run, "--json") == 2 == status_of("watch", run, "--ping", "example.org")
 
 

@@ -425,13 +425,15 @@ def test_alerts_are_printed_and_sent_and_those_that_are_owed_only_sent(
     monkeypatch.setattr(watching, "RunWatcher", made)
     monkeypatch.setattr(notify, "refuse_bad_addresses", lambda addresses: sent.append(addresses))
     monkeypatch.setattr(
-        notify, "AlertSender", lambda addresses: SimpleNamespace(send=lambda alert: ("sent", alert.owed))
+        notify, "AlertSender", lambda addresses: SimpleNamespace(send=lambda alert: (addresses, alert.owed))
     )
     monkeypatch.setattr("time.strftime", lambda form: "12:00:00")
-    words = [str(rundir.path), "--once", "--to", "json://one"]
+    (rundir.path / "to").write_text("json://two")
+    words = [str(rundir.path), "--once", "--to", "json://one", "--to-file", str(rundir.path / "to")]
     assert watch.run(words) == 0
-    given = [("sent", None), ("sent", "json://one")]
-    assert sent == [["json://one"], given, "closed"]
+    both = ["json://one", "json://two"]
+    given = [(both, None), (both, "json://one")]
+    assert sent == [both, given, "closed"]
     assert capsys.readouterr().out == f"12:00:00 it hangs: for | long\n{rundir.path}: running\n"
     assert watch.run([*words, "--json"]) == 0
     assert "it hangs" not in capsys.readouterr().out and sent[4] == given

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 
@@ -66,3 +67,40 @@ def test_bad_input_gets_one_message(words: list[str], told: str, capsys: pytest.
 def test_without_a_scenario_the_shipped_ones_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate"]) == 0
     assert "llama3-405b" in capsys.readouterr().out
+
+
+class Bars:
+    """Stands for the bars of rich, and keeps what was asked of them."""
+
+    asked: ClassVar[list[Any]] = []
+
+    def __init__(self, *, console: Any, transient: bool) -> None:
+        self.asked.append((console.stderr, transient))
+
+    def __enter__(self) -> Bars:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.asked.append("gone")
+
+    def add_task(self, title: str, *, total: int) -> int:
+        self.asked.append((title, total))
+        return 7
+
+    def advance(self, task: int) -> None:
+        self.asked.append(task)
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_each_simulation_has_a_bar_of_its_lives_on_a_terminal_and_none_elsewhere(
+    is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Bars.asked.clear()
+    monkeypatch.setattr("rich.progress.Progress", Bars)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: is_terminal)
+    sweep = ["--sweep", "checkpoint.every_minutes=30,60"]
+    assert main(["simulate", "bloom-176b", "run.days=1", "--lives", "2", *sweep]) == 0
+    begun = [(True, True), ("bloom-176b checkpoint.every_minutes=30", 2), 7, 7, "gone"]
+    then = [(True, True), ("bloom-176b checkpoint.every_minutes=60", 2), 7, 7, "gone"]
+    assert Bars.asked == ([*begun, *then] if is_terminal else [])
+    assert "best: " in capsys.readouterr().out

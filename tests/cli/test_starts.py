@@ -267,6 +267,11 @@ def test_a_training_starts_again_in_an_environment_of_its_own_or_as_several_rank
     assert command[1:] == ["-m", "bloomery", "train", *alone]
     assert environment["NCCL_NET"] == "Mine" and environment[PREPARED] == "own"
     assert "note: " in capsys.readouterr().err, "a typed length takes the place of the recipe's"
+    with monkeypatch.context() as second, pytest.raises(Replaced):
+        second.setenv("RANK", "1")
+        second.setenv("WORLD_SIZE", "2")
+        train.run(["demo", "train.steps=500", "train.micro_batch=2", "--run", str(run)])
+    assert executed.pop()[1]["RANK"] == "1" and "note: " not in capsys.readouterr().err
     assert train.run([*RECIPE, "--nproc", "4", "--run", str(run)]) == 7
     assert started.share == RankRange(count=4, world=4) and started.command[3] == "train"
     assert not is_offline()

@@ -98,6 +98,11 @@ def test_the_first_machine_keeps_the_chronicle_and_sends_logs(
     ] * 2  # fmt: skip
     assert calls[0][1] == {"context": None, "asks": False}
     calls.clear()
+    monkeypatch.setenv("JOB_COMPLETION_INDEX", "0")
+    supervised.run_supervised(loaded, rundir, start(nodes=2))
+    assert calls[0][1]["asks"] and calls[1] == "chronicle", "the first of several machines"
+    monkeypatch.setenv("JOB_COMPLETION_INDEX", "3")
+    calls.clear()
     supervised.run_supervised(loaded, rundir, one)
     assert "chronicle" in calls, "a run of one machine is kept by it wherever in the job it is"
 
@@ -111,6 +116,10 @@ def test_a_job_is_refused_in_quarantine_and_ends_where_its_machine_is_unfit(
     monkeypatch.setattr(job_context, "job_context", lambda environment: "a job")
     assert supervised.run_supervised(loaded, rundir, start()) == 5
     assert calls[0] == "refuse" and "sync" not in str(calls)
+    refused: list[Any] = []
+    monkeypatch.setattr(job_context, "refuse_quarantined", lambda *given: refused.append(given))
+    monkeypatch.setattr(supervised, "host_name", lambda: "n5")
+    assert supervised.run_supervised(loaded, rundir, start()) == 5 and refused == [("n5", rundir, loaded)]
     assert next(call for call in calls if call[0] == "_on_one_machine")[3] == "reactions"
     monkeypatch.setattr(start_check, "start_check_of", lambda loaded: "a check")
     monkeypatch.setattr(
@@ -177,6 +186,7 @@ def test_ranks_of_several_machines_get_their_share_and_the_meeting_of_the_decisi
     }  # fmt: skip
     assert command == ("train", str(tmp_path)) and share == RankRange(first=4, count=2, world=8)
     assert options["others"] is watch and options["supervisor"] is watch
+    assert options["output"]._on_unlogged is watch.unlogged
     assert options["output"]._file_of(5) == rundir.log(host="n5", rank=5)
     environment = options["environment"]
     assert environment.items() >= {

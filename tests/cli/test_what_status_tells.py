@@ -210,11 +210,17 @@ class Submitted:
 
         self.asked: list[Any] = []
         self.jobs = ["71", "72"]
+        self.schedulers: list[Any] = []
+        self.checked: list[Any] = []
         scheduler = SimpleNamespace(name="slurm", script=lambda request: f"script for {request.tasks}\n")
-        monkeypatch.setattr(submission, "scheduler_of", lambda section, path: scheduler)
+        monkeypatch.setattr(
+            submission, "scheduler_of", lambda *given: self.schedulers.append(given) or scheduler
+        )
         monkeypatch.setattr(submission, "submit", self.note("submit"))
         monkeypatch.setattr(submission, "top_up", self.note("top_up"))
-        monkeypatch.setattr(submission, "check_submittable", lambda loaded, overrides: None)
+        monkeypatch.setattr(
+            submission, "check_submittable", lambda loaded, overrides: self.checked.append(overrides)
+        )
 
     def note(self, name: str) -> Any:
         def call(scheduler: Any, *given: Any) -> list[str]:
@@ -243,7 +249,7 @@ def test_jobs_are_submitted_at_once_or_kept_in_the_queue(
     assert told == {"jobs": ["71", "72"], "scheduler": "slurm", "run": str(run)}
     name, submission, loaded, rundir = seen.asked.pop()
     assert (name, rundir, loaded.recipe.submit.keep_queued) == ("top_up", RunDirectory(run), 2)
-    assert submission.overrides == ("submit.tasks=5", "submit.keep_queued=2")
+    assert submission.overrides == ("submit.tasks=5", "submit.keep_queued=2") == seen.checked[-1]
     assert submit.run([*words, "submit.keep_queued=2", "--json"]) == 0 and seen.asked.pop()[0] == "top_up"
     capsys.readouterr()
     seen.jobs = []
@@ -320,6 +326,8 @@ def test_a_rehearsal_adds_its_settings_and_is_no_start_of_the_run(
         "run.name=demo-rehearsed"
     ]
     assert len(seen.asked) == 1
+    ((section, place),) = seen.schedulers
+    assert section.tasks == 1 and place == tmp_path / "runs/demo-rehearsed"
 
 
 def listed(*steps: int) -> list[Any]:

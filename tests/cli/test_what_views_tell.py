@@ -229,19 +229,21 @@ def test_top_reads_what_is_new_once_an_interval(monkeypatch: pytest.MonkeyPatch)
             done.append("end")
 
         def update(self, screen: Any, *, refresh: bool) -> None:
-            done.append(("shown", refresh))
+            done.append(("shown", len(screen.renderables), refresh))
 
     def wait(seconds: float) -> bool:
         done.append(seconds)
-        return len(done) > 7
+        return len(done) > 9
 
     monkeypatch.setattr("rich.live.Live", Live)
     monkeypatch.setattr(top, "EndSignal", lambda: SimpleNamespace(wait=wait))
     monkeypatch.setattr(top, "run_block", lambda reader, summary, *, width: "")
-    followed: Any = SimpleNamespace(poll=lambda: done.append("read"))
-    summarizer: Any = SimpleNamespace(summary=lambda: SUMMARY)
-    top._watch(Console(width=200), [(followed, summarizer)], Namespace(interval=7.5))
-    assert done == [True, 7.5, "read", ("shown", True), 7.5, "read", ("shown", True), 7.5, "end"]
+    runs: Any = [
+        (SimpleNamespace(poll=lambda name=name: done.append(name)), SimpleNamespace(summary=lambda: SUMMARY))
+        for name in "ab"
+    ]
+    top._watch(Console(width=200), runs, Namespace(interval=7.5))
+    assert done == [True, *[7.5, "a", "b", ("shown", 2, True)] * 2, 7.5, "end"]
 
 
 class Curves:
@@ -425,7 +427,8 @@ def test_the_picture_of_a_ledger_stacks_the_classes_of_each_part(monkeypatch: py
     ]  # fmt: skip
     (settings,) = [call[1] for call in calls if call[0] == "set"]
     assert settings["title"] == "runs/mine: effective time 75.6%, ETTR 81.2%"
-    assert settings["ylim"] == (0, 100) and ("savefig", Path("r.png"), {}) in calls
+    assert settings["ylim"] == (0, 100)
+    assert calls[-2:] == [("savefig", Path("r.png"), {}), ("close", {})]
 
 
 def test_a_report_is_read_until_the_moment_given_and_written_where_asked(

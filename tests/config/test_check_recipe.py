@@ -402,3 +402,13 @@ def test_averaged_gradients_take_no_step_of_fp16_at_any_time():
     assert "train.precision" not in findings("intellect1-10b", *gradients)
     later = 'train.precision_changes=[[1000, "fp16"]]'
     assert "train.precision" in findings("intellect1-10b", *gradients, later)
+
+
+def test_a_mistake_is_told_with_its_value_but_without_its_login():
+    found = findings("demo", "backup.url=s3://user:word@bucket/x", "schedule.warmup=1_000_000")
+    assert {key: one.value for key, one in found.items()} == {
+        "backup.url": "s3://***@bucket/x", "schedule.warmup": 1_000_000,
+    }  # fmt: skip
+    with pytest.raises(ConfigError) as refused:
+        load_recipe("demo", ["train.steps=s3://user:word@bucket/x"])
+    assert [one.value for one in refused.value.mistakes] == ["s3://***@bucket/x"]

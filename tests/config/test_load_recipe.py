@@ -1,11 +1,13 @@
 import tomllib
 from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bloomery.config.convert import BadValues, convert, dump_recipe
+from bloomery.config.find import shipped_recipes
 from bloomery.config.load import line_numbers, load_recipe, override, parse_recipe, sections
 from bloomery.config.setting import Setting, key_of
 from bloomery.config.validate import check_recipe
@@ -221,9 +223,29 @@ def test_mistakes_in_tables_of_a_list_name_the_entry_and_its_line():
     }
 
 
+def test_a_mistake_in_a_list_of_the_command_line_has_no_line_of_the_list_that_it_replaces():
+    text = MINIMAL.replace('sources = ["notes.txt"]\n', "") + '\n[[data.datasets]]\nname = "a"\npath = "a"\n'
+    one = only(text, 'data.datasets=[{name="b", path=3}]')
+    assert (one.key, one.source) == ("data.datasets[0].path", "command line")
+
+
+def test_a_setting_that_is_missing_beside_one_of_the_command_line_is_looked_for_in_its_section():
+    text = MINIMAL.replace("hidden = 32\n", "")
+    assert only(text, "model.layers=3").source == "small.toml:4"
+    named = MINIMAL.replace('[run]\nname = "small"\n', "")
+    assert only(named, "run.seed=3").source == "command line"
+    assert mistakes("model = 5\n", "model.layers=3")["model"].problem == "must be a table"
+
+
+def test_a_bare_number_is_a_text_also_for_a_setting_whose_name_is_a_keyword():
+    assert parse_recipe(MINIMAL, ["init.from=7"], label="small.toml").recipe.init.from_ == "7"
+
+
 def test_a_syntax_error_names_its_line():
     one = only(MINIMAL.replace("steps = 10", "steps = ten"))
-    assert one.source == "small.toml:14"
+    assert (one.key, one.source, one.problem) == ("syntax", "small.toml:14", "Invalid value (column 9)")
+    cut = only("[run")
+    assert cut.source == "small.toml" and cut.problem.endswith("(at end of document)")
 
 
 def test_a_missing_recipe_suggests_the_nearest_shipped_one():
@@ -238,8 +260,24 @@ def test_a_missing_file_a_directory_and_a_file_that_is_not_text_are_refused(tmp_
     with pytest.raises(ConfigError, match="directory"):
         load_recipe(str(tmp_path))
     (tmp_path / "binary.toml").write_bytes(b'[run]\nname = "\xff"')
-    with pytest.raises(ConfigError, match="UTF-8"):
+    with pytest.raises(ConfigError, match=r"is not UTF-8 text \(byte 14\)"):
         load_recipe(str(tmp_path / "binary.toml"))
+
+
+def test_a_file_that_cannot_be_read_is_told_by_its_path(tmp_path, monkeypatch):
+    def refuse(path, **how):
+        raise PermissionError(13, "Permission denied")
+
+    (tmp_path / "mine.toml").write_text(MINIMAL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Path, "read_text", refuse)
+    shipped = str(shipped_recipes()["demo"])
+    for name, label, path in (("mine.toml", "mine.toml", "mine.toml"), ("demo", "demo.toml", shipped)):
+        with pytest.raises(ConfigError) as refused:
+            load_recipe(name)
+        (one,) = refused.value.mistakes
+        assert (one.key, one.value, one.source) == ("recipe", label, path)
+        assert one.problem == "cannot be read: Permission denied" and "permissions" in one.remedy
 
 
 def test_a_path_and_a_name_load_the_same_recipe(tmp_path):
@@ -365,6 +403,7 @@ def test_a_seed_of_63_bits_is_taken_again_from_the_recipe_of_its_run(setting):
 
 
 def test_an_integer_beyond_all_counts_is_told_its_nearest_bound():
+    assert only(MINIMAL, f"optim.learning_rate={10**400}").problem == "must be a finite number"
     assert only(MINIMAL, f"train.steps={10**16}").problem == "must be at most 1_000_000_000_000_000"
     assert only(MINIMAL, f"train.steps=-{10**16}").problem == "must be at least 0"
     unbounded = Setting(kind="free", help="")

@@ -71,10 +71,11 @@ def test_a_recipe_is_found_by_name_by_path_or_by_its_run(
         "is a directory",
         "Give the .toml file inside it.",
     )
-    assert refusal(lambda: find_recipe("x/none.toml"))[3:] == (
-        "there is no such file",
-        "Check the path; `bloomery config show demo` shows a recipe.",
-    )
+    for missing in ("x/none.toml", "x/none"):
+        assert refusal(lambda missing=missing: find_recipe(missing))[3:] == (  # type: ignore[misc]
+            "there is no such file",
+            "Check the path; `bloomery config show demo` shows a recipe.",
+        )
     checkpoint = run / "checkpoints" / "step-9"
     checkpoint.mkdir(parents=True)
     assert refusal(lambda: find_recipe(str(checkpoint)))[3:] == (
@@ -96,6 +97,7 @@ def test_the_directory_of_a_run_is_the_one_given_or_the_recipes_or_that_of_its_n
     assert run_path("mine", run=None, name="small") == Path("mine") and is_run(run)
     assert run_path("mine", run="other", name="small") == Path("other")
     assert run_path("demo", run=None, name="demo") == Path("runs/demo"), "the name of a shipped recipe"
+    assert find_recipe("demo") == shipped_recipes()["demo"]
     assert run_path("a.toml", run=None, name="small") == Path("runs/small")
     (run / "incarnations").rmdir()
     assert not is_run(run) and run_path("mine", run=None, name="small") == Path("runs/small")
@@ -115,6 +117,14 @@ def test_a_run_is_named_after_its_directory_with_what_a_name_may_have(directory:
     assert name_of(Path(directory)) == name
     loaded = parse_recipe(MINIMAL, [f"run.name='{name}'"], label="r.toml")
     check_recipe(loaded.recipe, loaded.sources)
+
+
+def test_a_run_is_named_after_the_directory_that_a_path_leads_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my run" / "deep").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "my run")
+    assert name_of(Path()) == name_of(Path("deep/..")) == "my-run" and name_of(Path("deep")) == "deep"
 
 
 def test_weights_lie_in_a_directory_that_holds_some(tmp_path: Path) -> None:
@@ -190,7 +200,8 @@ def test_what_contradicts_the_weights_is_refused_and_the_first_description_decid
     untied = replace(WEIGHTS, model={"position": "rotary", "tied": False})
     assert [wrong[0] for wrong in taken({"tied": True}, {}, untied)[2]] == ["model.tied"]
     assert taken({"hidden": "wide"}, {})[2] == [], "refused when it is converted"
-    assert take_described({"model": 3}, {}, iter((WEIGHTS,))) == ([], ())
+    for section in ("model", "data"):
+        assert take_described({section: 3}, {}, iter((WEIGHTS,))) == ([], ())
 
 
 def test_what_may_differ_from_the_weights_is_noted_where_it_stretches_positions() -> None:
@@ -199,11 +210,29 @@ def test_what_may_differ_from_the_weights_is_noted_where_it_stretches_positions(
     assert notes == ("model.rope_theta is 500000.0; the weights in there had 10000.0",)
     longer = replace(WEIGHTS, model={"position": "rotary", "max_positions": 64})
     assert taken({"max_positions": 128}, {}, longer)[2:] == ([], ()), "more positions alone are no note"
+    distances = replace(WEIGHTS, model={"position": "alibi", "rope_theta": 1e4})
+    assert taken({"rope_theta": 5e5}, {}, distances)[2:] == ([], ()), "nothing of the weights is stretched"
     learned = replace(WEIGHTS, model={"position": "learned", "max_positions": 64})
     assert [wrong[0] for wrong in taken({"max_positions": 128}, {}, learned)[2]] == ["model.max_positions"]
 
 
+def test_all_that_belongs_to_the_training_or_to_positions_may_differ_from_the_weights() -> None:
+    training = ("hidden_dropout", "attention_dropout", "init_std", "residual_init", "embedding_init")
+    scaling = ("factor", "original_positions", "low_rotations", "high_rotations", "attention_factor")
+    positions = ("max_positions", "rope_theta", *(f"rope_{name}" for name in scaling))
+    of_weights = {"position": "rotary", **dict.fromkeys((*training, *positions), 1)}
+    own: dict[str, Any] = dict.fromkeys((*training, *positions), 2)
+    _, _, wrongs, notes = taken(own, {}, replace(WEIGHTS, model=of_weights))
+    assert wrongs == [] and [note.split()[0] for note in notes] == [f"model.{name}" for name in positions[1:]]
+    other: dict[str, Any] = {"rope_scaling": "yarn"}
+    stretched = replace(WEIGHTS, model={"position": "rotary", "rope_scaling": "none"})
+    assert taken(other, {}, stretched)[2:] == (
+        [], ('model.rope_scaling is "yarn"; the weights in there had "none"',)
+    )  # fmt: skip
+
+
 def test_a_new_tokenizer_does_not_fit_old_weights() -> None:
+    assert taken({}, {"tokenizer": "mine.json"}, replace(WEIGHTS, tokenizer=""))[2] == []
     (wrong,) = taken({}, {"tokenizer": "train"})[2]
     assert wrong == (
         "data.tokenizer", "train", TOKENIZER, "Leave it out to take the tokenizer from there."
@@ -361,6 +390,8 @@ def test_the_command_lines_settings_are_noted_where_they_differ() -> None:
         MINIMAL, ["train.steps=5", "optim.clip=1", "train.steps = 6", "optim.clip=1"], label="a"
     )
     assert loaded.notes == ("train.steps is given 2 times on the command line; the last counts: 6",)
+    places = [f"backup.url=s3://{bucket}/x?key=1" for bucket in ("a:b@c", "a:b@d")]
+    assert parse_recipe(MINIMAL, places, label="a").notes[0].endswith("the last counts: s3://***@d/x?key=1")
     typed = parse_recipe(MINIMAL, ["train.samples=8"], label="a.toml")
     assert typed.notes == (
         "train.samples = 8 of the command line takes the place of train.steps = 10 (a.toml:14)",

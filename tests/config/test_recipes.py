@@ -52,6 +52,26 @@ def test_an_installed_wheel_finds_its_recipes_in_the_list_of_its_files(tmp_path,
     assert shipped_recipes() == {"mine": directory / "recipes" / "mine.toml"}
 
 
+def test_recipes_beside_the_packages_are_found_where_no_list_of_files_names_them(tmp_path, monkeypatch):
+    def unknown(package):
+        raise metadata.PackageNotFoundError
+
+    packages = tmp_path / "deep" / "packages"
+    for directory, names in ((tmp_path, ["clone"]), (packages / "share" / "bloomery", ["b", "a", "c"])):
+        (directory / "recipes").mkdir(parents=True)
+        for name in names:
+            (directory / "recipes" / f"{name}.toml").touch()
+    monkeypatch.setattr(find, "__file__", str(packages / "bloomery" / "config" / "find.py"))
+    for listed in (lambda package: None, unknown):
+        monkeypatch.setattr(metadata, "files", listed)
+        assert list(shipped_recipes()) == ["a", "b", "c"]
+    (packages.parent / "recipes").mkdir()
+    (packages.parent / "recipes" / "mine.toml").touch()
+    assert list(shipped_recipes()) == ["a", "b", "c"], "without pyproject.toml it is no clone"
+    (packages.parent / "pyproject.toml").touch()
+    assert list(shipped_recipes()) == ["mine"]
+
+
 @pytest.mark.parametrize("name", list(shipped_recipes()))
 def test_every_shipped_recipe_is_sound_and_says_what_it_is(name):
     loaded = load_recipe(name)

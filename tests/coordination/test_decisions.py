@@ -6,11 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
-from tests.coordination.test_decide import attempted, decided
+from tests.coordination.test_decide import attempted, decided, outage
 from tests.coordination.test_gathering import listed, offer, run
 from tests.protocol import example
 
-from bloomery.coordination.decide import CommitRound, Propose, RequestFlush, Wait
+from bloomery.coordination.decide import FORGOTTEN, CommitRound, Propose, RequestFlush, Wait
 from bloomery.coordination.eligibility import NORM_FAILURE, OVERSTATED
 from bloomery.coordination.snapshot import ListedOffer, ListedShares, RunSnapshot
 from bloomery.data.position import Position
@@ -199,3 +199,28 @@ def test_who_was_not_in_an_asynchronous_round_keeps_its_share_but_for_what_anoth
     found = decided(with_offer(snapshot, "a", skip=(range(24, 26),)), quorum=3, inner_steps=2)
     assert isinstance(found, CommitRound)
     assert found.shares.shares["d"] == (range(26, 32), range(44, 46))
+
+
+def test_of_several_that_hold_the_state_the_first_by_name_begins_the_run_and_brings_it_back() -> None:
+    members = {name: listed(name, digest="x", life=life) for life, name in enumerate("ab", start=3)}
+    beginning = RunSnapshot(members=members, changed_s=1000.0)
+    later = decided(beginning, me="b", stagger_s=0.5)
+    assert later == Wait(why="another peer proposes", whom=("a",), until_s=1000.5)
+    first = decided(beginning, me="a", stagger_s=0.5)
+    assert isinstance(first, CommitRound)
+    assert first.commit.sources == ("a", "b") and first.lives == {"a": 3, "b": 4}
+    assert first.commit.why == "the beginning" and first.commit.left_out == {}
+    lost = outage(changed_s=1000.0)
+    lost = replace(lost, members={**lost.members, "b": replace(lost.members["a"], life=4)})
+    assert decided(lost, me="b", stagger_s=0.5) == later
+    assert decided(lost, minimum_peers=3) == Wait(why="2 of at least 3 peers are here")
+    back = decided(lost, me="a", stagger_s=0.5)
+    assert isinstance(back, CommitRound) and back.lives == {"a": 1, "b": 4}
+    assert back.commit.why == "nobody has the newest state any more"
+
+
+def test_a_coordinator_that_lost_data_is_waited_for_whatever_else_there_is_to_do() -> None:
+    over = example.commit(position=Position(consumed=1000))
+    for snapshot in (RunSnapshot(), attempted(done="abc"), replace(run("a"), commits={1: over})):
+        found = decided(replace(snapshot, forgotten=True, peers_ahead=("b", "c")))
+        assert found == Wait(why=FORGOTTEN, whom=("b", "c"))

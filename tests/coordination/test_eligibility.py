@@ -144,6 +144,14 @@ def test_no_samples_are_leased_after_the_runs_end() -> None:
     assert leased("ab", samples_left=0).live == 0
 
 
+def test_members_that_use_no_samples_get_none_and_kept_ranges_of_nothing_are_none() -> None:
+    idle = replace(listed("a"), member=example.member(peer="a", samples=0))
+    settings = RoundSettings(inner_steps=4, total_samples=1000)
+    shares = eligibility.lease_samples(Position(), {"a": idle}, 2, settings)
+    assert shares.shares == {"a": ()} and shares.live == 1 and shares.position == Position()
+    assert leased("ab", samples_left=1000, kept={"a": ()}) == leased("ab", samples_left=1000)
+
+
 def test_what_a_member_has_leased_and_not_used_is_a_part_of_its_next_share() -> None:
     settings = RoundSettings(inner_steps=4, total_samples=1000)
     before = leased("ab", samples_left=1000)

@@ -157,6 +157,7 @@ def test_nobody_is_asked_after_the_deadline_and_the_last_failure_is_told(endpoin
         ((503, "etcdserver: server stopped", 14), True),
         ((504, "context deadline exceeded", 4), True),
         ((499, "canceled", 1), True),
+        ((409, "aborted", 10), True),
         ((400, "etcdserver: not leader", 9), True),
         ((500, "no gRPC", "x"), True),
         (b"no JSON", True),
@@ -217,13 +218,23 @@ def headers(endpoints: Endpoints) -> list[str | None]:
     return [request["headers"].get("Authorization") for request in endpoints.requests]
 
 
-def test_a_token_is_asked_for_once_and_anew_after_etcd_has_refused_it(endpoints: Endpoints) -> None:
+@pytest.mark.parametrize(
+    ("status", "refusal", "code"),
+    [
+        (401, "etcdserver: invalid auth token", 16),
+        (400, "etcdserver: revision of auth store is old", 3),
+        (400, "etcdserver: user name is empty", 3),
+    ],
+)
+def test_a_token_is_asked_for_once_and_anew_after_etcd_has_refused_it(
+    endpoints: Endpoints, status: int, refusal: str, code: int
+) -> None:
     gateway = endpoints.gateway(1, Access(user="u", password="p"))
     endpoints.told = [
         {"token": "t1"},
         {},
         {},
-        (401, "etcdserver: invalid auth token", 16),
+        (status, refusal, code),
         {"token": "t2"},
         {},
     ]
@@ -294,6 +305,22 @@ def test_what_fills_the_database_is_told_with_how_to_make_room(endpoints: Endpoi
     with pytest.raises(CoordinatorAway, match="space exceeded") as told:
         endpoints.gateway(1).call("kv/put", {}, deadline_s=4.1)
     assert "etcdctl defrag" in told.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("failure", "helps"),
+    [
+        (SSLError("certificate verify failed"), "copy the bundle again"),
+        ((400, "etcdserver: authentication is not enabled", 9), "--grant"),
+        (NOT_THERE, "elastic.coordinator"),
+    ],
+)
+def test_what_helps_is_told_by_the_last_failure(endpoints: Endpoints, failure: Any, helps: str) -> None:
+    for asks, limits in (("call", {}), ("stream", {"idle_s": 1.0})):
+        endpoints.takes_s, endpoints.told = 2.0, [failure] * 2
+        with pytest.raises(CoordinatorAway) as told:
+            getattr(endpoints.gateway(1), asks)("x", {}, deadline_s=4.1, **limits)
+        assert helps in told.value.remedy
 
 
 @pytest.mark.parametrize("newer", [None, "t2"])
@@ -402,6 +429,9 @@ def test_an_endpoint_is_a_pool_of_connections_that_the_kernel_probes() -> None:
         Gateway(["https://a:9"])
     with pytest.raises(CoordinatorError, match="no coordinator is named"):
         Gateway([])
+    for odd in ("http://a:1/x", "http://", "tcp://a:1", "http://a:x"):
+        with pytest.raises(CoordinatorError, match=f"'{odd}' is not the endpoint of a coordinator"):
+            Gateway(["http://a:1", odd])
 
 
 def test_a_failure_is_told_by_its_cause() -> None:

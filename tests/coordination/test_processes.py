@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import urllib3
 
 from bloomery import durable
 from bloomery.coordination import etcd_answers, etcd_process, gateway, orphan
@@ -308,6 +309,25 @@ def test_lines_of_a_stream_may_come_in_pieces_and_one_without_end_ends_it(monkey
     assert closed == [True]
     monkeypatch.setattr(etcd_answers, "ANSWER_BYTES_AT_MOST", 8)
     assert list(stream_of(b"x" * 8, b"\n", b"y" * 9, b"\n").answers()) == [b"x" * 8]
+
+
+@pytest.mark.parametrize(
+    "error", [OSError("reset"), ValueError("closed"), urllib3.exceptions.ProtocolError("cut")]
+)
+def test_a_stream_that_breaks_or_is_closed_already_ends_quietly(error: Exception) -> None:
+    closed: list[bool] = []
+
+    def broken(*size: int) -> Any:
+        yield b"{}\n{"
+        raise error
+
+    def shutdown() -> None:
+        raise RuntimeError if isinstance(error, urllib3.exceptions.ProtocolError) else error
+
+    response = SimpleNamespace(stream=broken, close=lambda: closed.append(True), shutdown=shutdown)
+    stream = ResponseStream(response)  # type: ignore[arg-type]
+    assert list(stream.answers()) == [b"{}"] and closed == [True]
+    stream.shutdown()
 
 
 def test_an_answer_of_too_many_bytes_or_too_late_is_given_up(monkeypatch) -> None:

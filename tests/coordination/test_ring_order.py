@@ -62,6 +62,11 @@ def test_without_measurements_the_order_is_that_of_names():
     assert ring_order("ba", broken={frozenset("ab")}) == (("a",), ("b",))
 
 
+def test_what_is_known_of_others_than_the_members_of_a_ring_changes_nothing():
+    rates = {"a": {"b": 5.0, "c": 9.0, "z": 50.0}, "b": {"c": 9.0}, "c": {"a": 9.0}, "z": {"a": 1.0}}
+    assert ring_order("abc", rates=rates, broken={frozenset("az"), frozenset("a")}) == (("a", "b", "c"), ())
+
+
 def test_the_member_with_most_broken_links_to_those_who_are_left_goes_and_of_several_the_last_by_name():
     def broken(*pairs):
         return {frozenset(pair) for pair in pairs}

@@ -147,6 +147,38 @@ def test_what_is_deleted_is_gone_but_for_revocations_the_newest_commit_and_its_s
     assert left.tried is None and not left.dones and left.failures == () and left.failed_s == 0.0
 
 
+def test_what_a_later_listing_does_not_have_is_gone_whatever_was_followed_before() -> None:
+    run = Reading()
+    for key, record in {
+        KEYS.commit(1): commit(1),
+        KEYS.commit(2): commit(2),
+        KEYS.epoch: "5",
+        KEYS.member("a"): example.member(peer="a", digest="d2"),
+        KEYS.shares(3): SHARES,
+        KEYS.ready(3, "a"): example.ready(peer="a", round=3),
+        KEYS.attempt(3, 5): TRIED,
+        KEYS.done(3, 5, "a"): Done(peer="a", round=3, epoch=5, digest="x"),
+        KEYS.failed(3, 5, "a"): example.failed(peer="a", round=3, epoch=5),
+        KEYS.recovery_record("a"): example.recovery_record(),
+        KEYS.rate("a"): '{"b": 1.0}',
+        KEYS.revoked("0A"): "c",
+    }.items():
+        run.take(key, record)
+    run.builder.snapshot(changed=True)
+    before = run.put(KEYS.commit(3), commit(3))
+    assert before.refused and before.tried and before.dones and before.failures and before.standing
+    run.builder.begin(90)
+    run.take(KEYS.commit(2), commit(2))
+    run.take(KEYS.epoch, "5")
+    now = run.builder.snapshot(changed=True)
+    assert (now.commits, now.commit_revision, now.revision, now.refused) == ({2: commit(2)}, 24, 90, 0)
+    assert (now.tried, now.tried_s, now.failures, now.failed_s) == (None, 0.0, (), 0.0)
+    assert not (now.members or now.readies or now.dones or now.recovery_records or now.rates or now.revoked)
+    assert now.standing is None and now.epoch == 5 and not now.forgotten
+    again = run.put(KEYS.attempt(3, 5), TRIED)
+    assert again.tried == TRIED and again.failures == () and not again.dones
+
+
 def test_members_that_know_of_a_later_round_are_named_in_order_and_prove_that_the_data_is_lost() -> None:
     run = Reading()
     assert not run.put(KEYS.member("c"), example.member(peer="c", round=0)).forgotten

@@ -110,7 +110,9 @@ def written(path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", ["crawl.warc", "crawl.warc.gz", "crawl.warc.wet.gz"])
+@pytest.mark.parametrize(
+    "name", ["crawl.warc", "crawl.warc.gz", "crawl.wet", "crawl.warc.wet.gz", "crawl.x.wet"]
+)
 def test_the_plain_texts_of_a_warc_file_are_documents(tmp_path: Path, name: str) -> None:
     path, bad = written(tmp_path / name), BadDocuments()
     found = read(path, bad)
@@ -220,6 +222,13 @@ def test_a_line_of_a_member_that_is_too_long_does_not_end_the_member(tmp_path: P
     assert [document.text for document in found] == ["one", "two"]
     assert found[-1].place == f"{path}!a.jsonl:3"
     assert [(entry.line, entry.kind) for entry in bad.entries] == [(2, "too long")]
+
+
+def test_members_of_lines_are_known_by_either_ending(tmp_path: Path) -> None:
+    line = json.dumps({"a": {"text": "one"}}) + "\n"
+    path = zipped(tmp_path / "all.zip", {f"a.{ending}": 2 * line for ending in ("jsonl", "ndjson", "x")})
+    places = [document.place for document in read(path)]
+    assert places == [f"{path}!a.{ending}:{number}" for ending in ("jsonl", "ndjson") for number in (1, 2)]
 
 
 def test_lines_of_a_member_have_their_prompts(tmp_path: Path) -> None:

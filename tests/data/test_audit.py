@@ -77,6 +77,8 @@ def test_what_is_taken_is_counted_sample_by_sample(monkeypatch: pytest.MonkeyPat
     large, small = sample_counts_of(order, [500, 90], samples=1000)
     assert (large.taken, large.epochs, large.least, large.most) == (750, (500, 250), 1, 2)
     assert (small.taken, small.epochs, small.least, small.most) == (250, (90, 90, 70), 2, 3)
+    (vast,) = sample_counts_of(Order([1 << 29], [1.0], 7), [1 << 29], samples=10)
+    assert (vast.taken, vast.epochs, vast.least, vast.most) == (10, (10,), None, None)
     monkeypatch.setattr(audit, "COUNTED", 10)
     assert [found.least for found in sample_counts_of(order, [500, 90], samples=1000)] == [None, None]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -157,6 +158,37 @@ def test_a_hole_that_a_signal_interrupts_is_no_error(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: SimpleNamespace(fallocate=interrupted))
     punch_hole(0, 0, 4096, path=tmp_path)
+
+
+def test_a_disk_that_refuses_a_block_is_told_by_the_file_and_the_block_is_not_taken_as_there(
+    tmp_path: Path, line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, write = tmp_path / "here.bin", os.pwrite
+    cache = cache_at(path, line)
+
+    def full(file: int, content: bytes, begin: int) -> int:
+        write(file, content[:2], begin)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as refusing:
+        refusing.setattr(os, "pwrite", full)
+        with pytest.raises(StorageError, match=rf"failed at {path}: No space left on device"):
+            one(cache, path, 4)
+    assert cache.held == 0 and int(cache._state["used"][0]) == 0 and not cache._threads.locked()
+    assert one(cache, path, 4) == CONTENT[32:40] and line.blocks == [4, 4]
+    with pytest.raises(StorageError, match=rf"failed at {tmp_path}/none/here\.bin: No such file"):
+        cache_at(tmp_path / "none" / "here.bin", line)
+
+
+def test_a_cache_that_nobody_has_any_more_holds_no_files_open(tmp_path: Path, line: Line) -> None:
+    cache = cache_at(tmp_path / "here.bin", line)
+    files = (cache._file, cache._lock_file)
+    assert [os.fstat(file).st_size for file in files] == [len(CONTENT), 52 * 8]
+    del cache
+    gc.collect()
+    for file in files:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(file)
 
 
 def test_of_a_cache_of_few_blocks_one_leaves_at_a_time(tmp_path: Path, line: Line) -> None:

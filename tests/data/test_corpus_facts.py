@@ -255,6 +255,15 @@ def test_a_part_needs_its_record_and_its_pair(tmp_path: Path) -> None:
         join_parts(out)
 
 
+def test_parts_of_a_pair_are_not_those_of_one_whose_name_is_like_it(tmp_path: Path) -> None:
+    parts_of(tmp_path / "out", 2)
+    parts_of(tmp_path / "out.more", 2)
+    for other in ("o.t", "ou", "out.mor"):
+        with pytest.raises(DataError) as refused:
+            join_parts(tmp_path / other)
+        assert refused.value.message == f"{tmp_path} holds no parts of {other}."
+
+
 @pytest.mark.parametrize("content", ["", "[1]", "7", '"corpus engine held_out"'])
 def test_a_record_that_is_none_is_told_with_what_helps(tmp_path: Path, content: str) -> None:
     out = tmp_path / "out"

@@ -331,8 +331,12 @@ def test_of_more_text_than_is_wanted_stretches_at_even_distances_are_read(
     dataset = written(tmp_path / "pair", *([number] * 5 for number in range(40)))
     read = [document for some in audit._stretches(dataset, 0.25) for document in some.tokens[::5].tolist()]
     assert read == [0, 1, 10, 11, 20, 21, 30, 31]  # the second of two and a half, to the even one
-    found = audit_text({"one": dataset}, {}, size=2, at_most_tokens=50)
+    told: list[tuple[object, ...]] = []
+    found = audit_text(
+        {"one": dataset}, {}, size=2, at_most_tokens=50, progress=lambda *about: told.append(about)
+    )
     assert (found.is_exact, found.tokens_read) == (False, 40)
+    assert told == [("reading documents", read, 50, "tokens") for read in (10, 20, 30, 40)]
     assert audit_text({"one": dataset}, {}, size=2, at_most_tokens=200).is_exact
     assert [some.first for some in audit._stretches(dataset, 0.01)] == [0]
 

@@ -214,6 +214,19 @@ def test_row_groups_of_a_part_are_those_between_its_ends(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("ending", [".parquet", ".arrow"])
+def test_a_text_within_several_structures_is_found_by_all_of_their_names(tmp_path: Path, ending: str) -> None:
+    path = tmp_path / f"a{ending}"
+    rows = [{"in": {"text": f"inner {number}", "b": "other"}, "text": "outer"} for number in range(3)]
+    table = pa.table({"text": ["no"] * 3, "s": rows, "s.text": ["dotted"] * 3})
+    if ending == ".parquet":
+        parquet.write_table(table, path)
+    else:
+        write_arrow(path, table, rows=2)
+    assert placed(of(path, text_field="s.in.text"), path) == [(f"inner {n}", f":{n + 1}") for n in range(3)]
+    assert {text for text, _ in placed(of(path, text_field="s.text"), path)} == {"dotted"}
+
+
+@pytest.mark.parametrize("ending", [".parquet", ".arrow"])
 def test_a_column_of_something_else_is_told_with_its_type(tmp_path: Path, ending: str) -> None:
     path = tmp_path / f"a{ending}"
     table = pa.table({"text": [3, None], "s": [{"x": "inner"}, {"x": ""}], "b": [b"raw\xff", b"fine"]})

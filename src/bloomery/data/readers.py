@@ -305,7 +305,9 @@ def _parquet(file: SourceFile, reading: Reading, bad: BadDocuments) -> Iterator[
             row = sum(table.metadata.row_group(group).num_rows for group in range(file.start))
             batches = table.iter_batches(1024, row_groups=list(groups), columns=[reading.text_field])
             for batch in batches:
-                yield from column_documents(batch, path, file.path, bad, before=row)
+                # 'a.b' reads the column of this name and, if there is one, b inside the structure a, too.
+                texts = batch.select([batch.schema.names.index(path[0])])
+                yield from column_documents(texts, path, file.path, bad, before=row)
                 row += batch.num_rows
     except (pa.ArrowException, UnicodeError) as damaged:  # UnicodeError: of a column's name
         raise DataError(f"{file.path} is no whole Parquet file: {damaged}.", remedy=_COPY_AGAIN) from damaged
