@@ -291,6 +291,8 @@ def test_a_fit_trains_in_the_directory_given_or_in_that_of_the_recipes_name(
     for given, path in ((run, run), ("demo", Path("runs/demo"))):
         bloomery.fit(given)
         assert started[-1][1] == path
+    bloomery.fit("demo", "elsewhere")
+    assert started[-1][1] == Path("elsewhere")
 
 
 def test_a_model_that_is_loaded_drops_nothing_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,6 +68,9 @@ def test_a_rank_that_leaves_ends_its_peer_which_is_unlisted_first(led: Led) -> N
     led.hear(1, RankLeaves(why="SIGTERM"))
     assert led.agent._ending == PeerOutcome(why="SIGTERM", failed=False)
     assert led.events[-1] == ("leave", {"round": 3, "why": "SIGTERM"}) and led.listing.withdrawn == 1
+    listings = len(led.listing.listed)
+    assert led.step(run_at(4, "d4"), now=10.0) == 11.0
+    assert len(led.listing.listed) == listings, "a peer that ends is not listed again"
 
 
 def test_an_error_of_the_coordinator_ends_a_peer_with_its_message_and_the_first_reason_stays(

@@ -334,3 +334,9 @@ def test_states_are_served_beside_each_port_at_which_a_peer_is_dialled(
     server.keep(["d"])
     server.close()
     assert kept == [["d"]] and all(one.closed for one in Server.made)
+
+
+def test_a_peer_without_certificates_shows_the_token_that_the_coordinator_has_of_its_run(monkeypatch) -> None:
+    monkeypatch.setattr(assemble, "run_token", lambda etcd, keys: f"{etcd} {keys.token}")
+    etcd: Any = "the token at"
+    assert access("elastic.peer=a").trust(etcd).token == f"the token at {Keys('demo').token}".encode()

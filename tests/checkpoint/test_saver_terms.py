@@ -369,8 +369,9 @@ def test_a_save_at_once_bounds_how_long_the_first_rank_reads_back_and_prunes(
     told = Told(tmp_path)
     told.saver._background = None
     told.saver.save(snapshot(1.0))
-    prune_s = told.saver._deadlines.prune_s
-    assert bounds[f"reading back {NAME}"] < inf and bounds[f"pruning after {NAME}"] == prune_s
+    (size,) = told.saver._planner.file_bytes
+    prune_s = Deadlines(part_bytes=size, largest_part_bytes=size).prune_s
+    assert bounds[f"reading back {NAME}"] == bounds[f"pruning after {NAME}"] == prune_s
 
 
 def test_room_is_asked_for_all_parts_of_a_save_before_it_begins(tmp_path: Path) -> None:

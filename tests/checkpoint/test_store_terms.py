@@ -14,7 +14,7 @@ from bloomery.checkpoint.format.commit import Part
 from bloomery.checkpoint.format.deadlines import PartProgress, progress_path
 from bloomery.checkpoint.format.manifest import INDEX, MANIFEST, FileRecord, read_manifest
 from bloomery.checkpoint.format.source import STORED_AT, LocalCheckpoint, RemoteCheckpoint
-from bloomery.checkpoint.format.state import whole
+from bloomery.checkpoint.format.state import CollectedState, StateSnapshot, whole
 from bloomery.checkpoint.format.suspects import SUSPECT
 from bloomery.checkpoint.remote import places
 from bloomery.checkpoint.remote.places import (
@@ -200,6 +200,26 @@ def test_a_save_at_once_to_a_store_begins_anew_and_is_cleared_unless_it_is_commi
     monkeypatch.setattr(Objects, "exists", away)
     with pytest.raises(StorageError, match="Saving a checkpoint"):
         backend.begin(partial, bytes=5)
+
+
+def test_a_save_at_once_to_a_store_makes_the_checkpoint_with_all_that_it_was_given(
+    rundir: RunDirectory, remote: Objects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bloomery.checkpoint.save.direct.now", lambda: 6.0)
+    backend, partial = ObjectStoreBackend(remote.url), rundir.checkpoints / f"{NAME}.partial"
+    snapshot = StateSnapshot(
+        step=3,
+        incarnation=1,
+        state=CollectedState(entries=(), values={}),
+        values={"train": {"position": 9}},
+        about={"told": 1},
+        run_length_steps=None,
+    )
+    backend.begin(partial, bytes=0)
+    backend.commit(partial, [EMPTY, EMPTY], snapshot)
+    manifest = read_manifest(rundir.checkpoints / NAME)
+    assert (manifest.step, manifest.incarnation, manifest.time, manifest.world) == (3, 1, 6.0, 2)
+    assert (manifest.values, manifest.about) == ({"train": {"position": 9}}, {"told": 1})
 
 
 def test_a_run_is_kept_where_its_settings_say(rundir: RunDirectory, tmp_path: Path) -> None:
