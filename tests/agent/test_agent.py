@@ -23,6 +23,7 @@ from bloomery.protocol.encoding import decode, encode_settings
 from bloomery.protocol.keys import Keys
 from bloomery.protocol.rank_messages import (
     Committed,
+    CopyState,
     Hello,
     Moving,
     StartRound,
@@ -162,6 +163,14 @@ def test_a_coordinator_that_lost_its_data_changes_nothing_for_the_ranks(led: Led
     assert follows == [(lost, "d3", True)]
     led.step(run_at(1, "d1", members={}))
     assert follows[-1][1:] == ("d3", False)
+
+
+def test_ranks_are_told_to_copy_their_state_for_a_newcomer_that_wants_it(led: Led) -> None:
+    led.begin(round=3, digest="d3")
+    holder = listed("a", digest="d3", serves=("http://a:2",))
+    led.step(run_at(3, "d3", members={"a": holder, "n": listed("n", life=2, digest="own", wants="d3")}))
+    copies = [message for _, message in led.ranks.sent if isinstance(message, CopyState)]
+    assert copies == [CopyState(keep=(), makes="d3")]
 
 
 class Sync:

@@ -123,6 +123,13 @@ def test_the_run_of_an_agent_ends_with_the_outcome_and_all_of_its_parts_closed(l
     assert looks == [newest] and looks[0] is newest
 
 
+def test_what_the_ranks_said_last_is_taken_before_their_end(led: Led) -> None:
+    agent: Any = led.agent
+    led.ranks.wait_until_gone = lambda seconds: agent._mailbox.put("last words")
+    led.agent.ranks_ended(failed=False)
+    assert [agent._mailbox.get_nowait() for _ in range(2)] == ["last words", _RanksEnded(failed=False)]
+
+
 def test_a_listed_peer_that_an_error_ends_leaves_the_list_with_its_agent(led: Led) -> None:
     led.agent._registration.publish(listed("a").member, after=0)
     led.agent._mailbox.put(CoordinatorError("no such right"))

@@ -109,6 +109,26 @@ def test_what_the_coordinator_did_not_hear_is_written_after_a_pause_and_before_a
     assert outcome_while_away(writing, monkeypatch) == ["ready", "done"]
 
 
+def test_what_was_replaced_while_the_coordinator_was_away_is_not_written(
+    writing: Writing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writing.writer, "_changed_pause", lambda: None)
+
+    tries: list[None] = []
+
+    def replaced() -> None:
+        tries.append(None)
+        if len(tries) == 1:
+            writing.write("ready", "ready again")
+            raise CoordinatorAway("nobody answers")
+
+    writing.writer.write("ready", replaced)
+    writing._released.set()
+    while "ready again" not in writing.written:
+        writing.wakes.get(timeout=DEADLINE_S)
+    assert len(tries) == 1
+
+
 def test_what_is_tried_once_alone_is_not_written_again(
     writing: Writing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
