@@ -165,6 +165,22 @@ def test_a_coordinator_that_lost_its_data_changes_nothing_for_the_ranks(led: Led
     assert follows[-1][1:] == ("d3", False)
 
 
+def test_a_peer_is_listed_with_the_state_that_a_commit_gave_its_ranks_since_they_told_of_one(
+    led: Led,
+) -> None:
+    led.begin(round=3, digest="d3")
+    led.step(run_at(3, "d3"))
+    led.agent._round_driver.held = (4, "d4")
+    led.step(run_at(4, "d4"))
+    assert [(member.round, member.digest) for member in led.listing.listed] == [(3, "d3"), (4, "d4")]
+
+
+def test_a_process_decides_nothing_while_the_former_one_of_its_peer_is_listed(led: Led) -> None:
+    led.begin()
+    led.step(RunSnapshot(members={"a": listed("a", incarnation="a0")}))
+    assert led.transactions == [] and led.writer.jobs == ["settings", "the list of members"]
+
+
 def test_ranks_are_told_to_copy_their_state_for_a_newcomer_that_wants_it(led: Led) -> None:
     led.begin(round=3, digest="d3")
     holder = listed("a", digest="d3", serves=("http://a:2",))

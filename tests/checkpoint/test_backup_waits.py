@@ -170,6 +170,23 @@ def test_an_error_that_nobody_expected_counts_as_a_failed_try_and_the_thread_goe
     assert f"the backup of {run.path} failed" in caplog.text and "IndexError" in caplog.text
 
 
+def test_a_wake_during_a_look_makes_the_thread_look_again(
+    run: RunDirectory,  # noqa: F811
+    section: BackupSection,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    backup, woken = backup_of(run, section), list[bool]()
+
+    def wait(seconds: float) -> None:
+        woken.append(backup._wake.is_set())
+        backup._stop.set()
+
+    monkeypatch.setattr(backup, "_copy_all", backup._wake.set)
+    monkeypatch.setattr(backup._wake, "wait", wait)
+    backup._run()
+    assert woken == [True]
+
+
 def test_only_the_first_wake_starts_the_thread_and_each_says_that_files_may_be_left(
     run: RunDirectory,  # noqa: F811
     section: BackupSection,  # noqa: F811

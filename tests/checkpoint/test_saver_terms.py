@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 from types import SimpleNamespace
@@ -302,6 +303,15 @@ def test_a_save_that_does_not_end_is_an_error_with_its_name_and_the_time(tmp_pat
     assert told.background.asked[-1] == ("staged", None)
     told.saver.follow(CheckpointSection(throttle=False))
     assert told.background.throttled is False
+
+
+def test_the_newest_checkpoint_is_the_one_that_the_first_rank_knows(tmp_path: Path) -> None:
+    told = Told(tmp_path, others=[{}], rank=1)
+    told.saver._ranks = replace(
+        told.ranks, gather=lambda value: [5, value] if isinstance(value, int) else told._gather(value)
+    )
+    told.saver.committed_step = 9
+    assert told.saver.wait_for_saves() == 5
 
 
 def test_a_save_that_is_waited_for_raises_its_own_failure_and_no_others(tmp_path: Path) -> None:
