@@ -320,6 +320,18 @@ def test_a_run_in_a_store_learns_removes_marks_and_sends_what_belongs_there(
             act()
 
 
+def test_an_entry_that_no_longer_says_where_its_checkpoint_is_is_made_anew_at_a_start(
+    rundir: RunDirectory, remote: Objects
+) -> None:
+    begin(rundir, base=None, reason="start")
+    remote.put("incarnations/000001.json", rundir.incarnation(1).read_bytes())
+    writer(rundir, remote).commit_parts([EMPTY], **USUAL)
+    place = rundir.checkpoints / NAME / STORED_AT
+    place.write_text("{")
+    ObjectRunStorage(rundir, remote.url).refresh()
+    assert json.loads(place.read_text()) == {"url": f"{remote.url}/checkpoints/{NAME}"}
+
+
 def test_half_of_a_commit_is_taken_back_and_a_whole_one_is_brought_to_its_end(tmp_path: Path) -> None:
     partial = tmp_path / f"{NAME}.partial"
     partial.mkdir()
