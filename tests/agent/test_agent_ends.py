@@ -105,11 +105,14 @@ def test_an_ending_peer_is_over_once_its_ranks_are_gone_or_the_time_for_that_is(
     assert led.agent._is_over()
 
 
-def test_the_run_of_an_agent_ends_with_the_outcome_and_all_of_its_parts_closed(led: Led) -> None:
+def test_the_run_of_an_agent_ends_with_the_outcome_and_all_of_its_parts_closed(led: Led, monkeypatch) -> None:
     led.view.snapshot = newest = RunSnapshot(version=12)
     looks: list[RunSnapshot] = []
     agent: Any = led.agent
     agent._step = lambda snapshot, now: (looks.append(snapshot), now)[1]
+    moments, costs = iter([5.0, 5.25]), list[float]()
+    monkeypatch.setattr(time, "thread_time", lambda: next(moments))
+    led.listener.note_cost = costs.append
     led.agent.ranks_ended(failed=True)
     assert led.agent.run() == PeerOutcome(why="its ranks have ended", failed=True)
     assert led.notes == [
@@ -121,6 +124,7 @@ def test_the_run_of_an_agent_ends_with_the_outcome_and_all_of_its_parts_closed(l
         "view closed",
     ]
     assert looks == [newest] and looks[0] is newest
+    assert costs == [0.25], "the time of a core that the look took"
 
 
 def test_what_the_ranks_said_last_is_taken_before_their_end(led: Led) -> None:
