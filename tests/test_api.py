@@ -294,7 +294,7 @@ def test_what_is_given_to_load_and_generate_reaches_them(monkeypatch: pytest.Mon
 
 
 def test_a_fit_trains_in_the_directory_given_or_in_that_of_the_recipes_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     started: list[tuple[object, ...]] = []
 
@@ -315,7 +315,7 @@ def test_a_fit_trains_in_the_directory_given_or_in_that_of_the_recipes_name(
         bloomery.fit(given)
         assert started[-1][1] == path
     bloomery.fit("demo", "elsewhere")
-    assert started[-1][1] == Path("elsewhere")
+    assert started[-1][1] == Path("elsewhere") and capsys.readouterr().out == ""
 
 
 def test_a_model_that_is_loaded_drops_nothing_out(monkeypatch: pytest.MonkeyPatch) -> None:

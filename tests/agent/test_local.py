@@ -233,10 +233,11 @@ def test_who_holds_the_same_in_other_rounds_holds_nothing_together():
 
 
 def test_copies_are_told_once():
-    local = ranks_of(1)
-    copied = StateCopied(round=1, digest="x", directory=None)
-    say(local, 0, copied)
-    assert local.take_copies() == [copied] and local.take_copies() == []
+    local = ranks_of(2)
+    copies = [StateCopied(round=round, digest=f"d{round}", directory=None) for round in (1, 2, 1)]
+    for rank, copied in zip((0, 0, 1), copies, strict=True):
+        say(local, rank, copied)
+    assert local.take_copies() == copies and local.take_copies() == []
 
 
 def test_an_offer_of_an_earlier_round_is_gone_with_the_state_that_follows_and_a_later_one_stays():

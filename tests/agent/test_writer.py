@@ -11,7 +11,7 @@ import pytest
 
 from bloomery.agent import agent_context
 from bloomery.agent.agent_context import CoordinatorWriter
-from bloomery.errors import CoordinatorAway, CoordinatorError
+from bloomery.errors import CoordinatorAway, CoordinatorError, ThreadEnded
 
 DEADLINE_S = 60.0
 
@@ -153,6 +153,16 @@ def test_an_error_that_trying_again_does_not_mend_is_told_and_the_next_job_runs(
     writing.write("done")
     assert writing.release() == ["done"]
     assert [failure.message for failure in writing.failures] == ["no such right"]
+
+
+def test_an_error_that_nobody_foresaw_ends_the_thread_and_is_told(writing: Writing) -> None:
+    def broken() -> None:
+        raise ZeroDivisionError("odd")
+
+    writing.writer.write("ready", broken)
+    writing.write("done")
+    assert writing.release() == []
+    assert [type(failure) for failure in writing.failures] == [ThreadEnded]
 
 
 def test_a_writer_that_closes_while_the_coordinator_is_away_does_not_try_for_ever() -> None:

@@ -49,7 +49,7 @@ class Keeping(Writer):
 def settings(tmp_path: Path) -> ReplicaSettings:
     return ReplicaSettings(
         root=tmp_path / "memory",
-        run=tmp_path / "run",
+        run=tmp_path / "other" / ".." / "run",
         identity="it",
         rank=1,
         token=TOKEN,
