@@ -88,6 +88,9 @@ def test_a_mark_that_is_damaged_counts(tmp_path: Path, content: str) -> None:
     assert why_suspect(tmp_path) == ""
     (tmp_path / SUSPECT).write_text(content)
     assert why_suspect(tmp_path) == "its mark cannot be read"
+    (tmp_path / SUSPECT).unlink()
+    (tmp_path / SUSPECT).mkdir()
+    assert why_suspect(tmp_path) == "its mark cannot be read"
 
 
 def test_backups_of_what_a_rewind_abandoned_are_not_marked(rundir: RunDirectory) -> None:
