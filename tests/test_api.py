@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from tests.tiny_run import TINY
 import bloomery
 from bloomery.api import LanguageModel
 from bloomery.config.load import dump_recipe, parse_recipe
+from bloomery.data.sample_layout import Packs
 from bloomery.errors import BloomeryError, CheckpointError, ConfigError, StorageError
 from bloomery.evaluate.generate import Sampling, generate_together
 from bloomery.evaluate.scoring import IGNORED
@@ -89,6 +91,27 @@ def test_the_targets_of_prompts_count_in_no_sample_where_answers_alone_count(tmp
     targets = torch.stack([sample["targets"] for sample in samples.__getitems__(range(4))])
     counted = (targets != IGNORED).float().mean()
     assert 0.0 < counted < 0.5
+
+
+def test_samples_are_read_as_their_recipe_packs_them_with_the_tokens_of_its_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, given = tmp_path / "texts.jsonl", list[dict[str, Any]]()
+    file.write_text("".join(json.dumps({"text": f"the number {n}"}) + "\n" for n in range(60)))
+    monkeypatch.setattr("bloomery.data_loader.reading.Samples", lambda *_, **how: given.append(how))
+    recipe = parse_recipe(
+        TINY, [f"data.sources={file}", "data.packing=documents", "data.mask_documents=true"], label="tiny"
+    )
+    prepared = bloomery.samples(recipe, tmp_path / "data")._prepared
+    (how,) = given
+    (layout,) = how.pop("layouts")
+    assert isinstance(layout, Packs)
+    assert how == {
+        "sequence_length": 32,
+        "vocabulary_size": prepared.vocabulary_size,
+        "eod": prepared.end_of_document_id,
+        "answers": (),
+    }
 
 
 def _still(recipe: object) -> dict[str, object]:
@@ -271,7 +294,7 @@ def test_what_is_given_to_load_and_generate_reaches_them(monkeypatch: pytest.Mon
 
 
 def test_a_fit_trains_in_the_directory_given_or_in_that_of_the_recipes_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     started: list[tuple[object, ...]] = []
 
@@ -291,6 +314,8 @@ def test_a_fit_trains_in_the_directory_given_or_in_that_of_the_recipes_name(
     for given, path in ((run, run), ("demo", Path("runs/demo"))):
         bloomery.fit(given)
         assert started[-1][1] == path
+    bloomery.fit("demo", "elsewhere")
+    assert started[-1][1] == Path("elsewhere") and capsys.readouterr().out == ""
 
 
 def test_a_model_that_is_loaded_drops_nothing_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,12 +23,14 @@ from bloomery.protocol.encoding import decode, encode_settings
 from bloomery.protocol.keys import Keys
 from bloomery.protocol.rank_messages import (
     Committed,
+    CopyState,
     Hello,
     Moving,
     StartRound,
     StateRefused,
 )
 from bloomery.protocol.records import Commit
+from bloomery.transport.connection import Contact
 
 
 @pytest.fixture
@@ -46,6 +48,21 @@ def test_an_agent_is_made_with_the_limits_of_its_peer_and_what_it_remembers(monk
     assert led.agent.path == Path("/nowhere/parent")
     led.agent.open()
     assert led.notes == [("view started", {"deadline_s": LIMITS.coordinator_start_s})]
+
+
+def test_the_parts_of_an_agent_share_its_averages_its_way_to_others_and_its_list_of_relays(
+    monkeypatch,
+) -> None:
+    averages: Any = object()
+    relays: list[Contact] = []
+    led = Led(monkeypatch, SETTINGS, relays=relays, averages=averages)
+    agent: Any = led.agent
+    assert agent._round_driver._averages is agent._state_sync._averages is averages
+    agent._admission._refuse("refused")
+    assert agent._mailbox.get_nowait() == "refused"
+    led.begin()
+    led.step(RunSnapshot(members={"r": listed("r", relays=True, addresses=("r:1",))}))
+    assert relays == [Contact(peer="r", incarnation="r1", addresses=("r:1",))]
 
 
 def test_nothing_is_done_before_all_ranks_are_here_and_have_said_what_they_hold(led: Led) -> None:
@@ -146,6 +163,30 @@ def test_a_coordinator_that_lost_its_data_changes_nothing_for_the_ranks(led: Led
     assert follows == [(lost, "d3", True)]
     led.step(run_at(1, "d1", members={}))
     assert follows[-1][1:] == ("d3", False)
+
+
+def test_a_peer_is_listed_with_the_state_that_a_commit_gave_its_ranks_since_they_told_of_one(
+    led: Led,
+) -> None:
+    led.begin(round=3, digest="d3")
+    led.step(run_at(3, "d3"))
+    led.agent._round_driver.held = (4, "d4")
+    led.step(run_at(4, "d4"))
+    assert [(member.round, member.digest) for member in led.listing.listed] == [(3, "d3"), (4, "d4")]
+
+
+def test_a_process_decides_nothing_while_the_former_one_of_its_peer_is_listed(led: Led) -> None:
+    led.begin()
+    led.step(RunSnapshot(members={"a": listed("a", incarnation="a0")}))
+    assert led.transactions == [] and led.writer.jobs == ["settings", "the list of members"]
+
+
+def test_ranks_are_told_to_copy_their_state_for_a_newcomer_that_wants_it(led: Led) -> None:
+    led.begin(round=3, digest="d3")
+    holder = listed("a", digest="d3", serves=("http://a:2",))
+    led.step(run_at(3, "d3", members={"a": holder, "n": listed("n", life=2, digest="own", wants="d3")}))
+    copies = [message for _, message in led.ranks.sent if isinstance(message, CopyState)]
+    assert copies == [CopyState(keep=(), makes="d3")]
 
 
 class Sync:
@@ -293,6 +334,19 @@ def test_a_peer_whose_ranks_hold_no_state_yet_compares_no_settings(led: Led) -> 
         led.hear(rank, Hello(rank=rank, world=2, process=1))
     led.step(RunSnapshot(members={"b": listed("b", recipe="another")}))
     assert not led.writer.jobs
+
+
+def test_ranks_that_hold_no_state_yet_are_told_of_no_commit_and_those_that_load_one_are(led: Led) -> None:
+    for rank in range(2):
+        led.hear(rank, Hello(rank=rank, world=2, process=1))
+    led.step(run_at(3, "d3"))
+    assert led.ranks.sent == [] and led.agent._round_driver.seen == -1
+    sync, newest, fetched = behind_by_two(led)
+    sync.gives = fetched
+    led.step(newest)
+    led.step(run_at(6, "d6"))
+    told = [message.commit.round for _, message in led.ranks.sent if isinstance(message, Committed)]
+    assert told == [5, 6] and led.agent._round_driver.held is None
 
 
 def test_connections_are_kept_for_the_present_members_only_when_these_have_changed(led: Led) -> None:

@@ -68,6 +68,9 @@ def test_a_rank_that_leaves_ends_its_peer_which_is_unlisted_first(led: Led) -> N
     led.hear(1, RankLeaves(why="SIGTERM"))
     assert led.agent._ending == PeerOutcome(why="SIGTERM", failed=False)
     assert led.events[-1] == ("leave", {"round": 3, "why": "SIGTERM"}) and led.listing.withdrawn == 1
+    listings = len(led.listing.listed)
+    assert led.step(run_at(4, "d4"), now=10.0) == 11.0
+    assert len(led.listing.listed) == listings, "a peer that ends is not listed again"
 
 
 def test_an_error_of_the_coordinator_ends_a_peer_with_its_message_and_the_first_reason_stays(
@@ -102,11 +105,14 @@ def test_an_ending_peer_is_over_once_its_ranks_are_gone_or_the_time_for_that_is(
     assert led.agent._is_over()
 
 
-def test_the_run_of_an_agent_ends_with_the_outcome_and_all_of_its_parts_closed(led: Led) -> None:
+def test_the_run_of_an_agent_ends_with_the_outcome_and_all_of_its_parts_closed(led: Led, monkeypatch) -> None:
     led.view.snapshot = newest = RunSnapshot(version=12)
     looks: list[RunSnapshot] = []
     agent: Any = led.agent
     agent._step = lambda snapshot, now: (looks.append(snapshot), now)[1]
+    moments, costs = iter([5.0, 5.25]), list[float]()
+    monkeypatch.setattr(time, "thread_time", lambda: next(moments))
+    led.listener.note_cost = costs.append
     led.agent.ranks_ended(failed=True)
     assert led.agent.run() == PeerOutcome(why="its ranks have ended", failed=True)
     assert led.notes == [
@@ -118,6 +124,14 @@ def test_the_run_of_an_agent_ends_with_the_outcome_and_all_of_its_parts_closed(l
         "view closed",
     ]
     assert looks == [newest] and looks[0] is newest
+    assert costs == [0.25], "the time of a core that the look took"
+
+
+def test_what_the_ranks_said_last_is_taken_before_their_end(led: Led) -> None:
+    agent: Any = led.agent
+    led.ranks.wait_until_gone = lambda seconds: agent._mailbox.put("last words")
+    led.agent.ranks_ended(failed=False)
+    assert [agent._mailbox.get_nowait() for _ in range(2)] == ["last words", _RanksEnded(failed=False)]
 
 
 def test_a_listed_peer_that_an_error_ends_leaves_the_list_with_its_agent(led: Led) -> None:

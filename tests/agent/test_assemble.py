@@ -185,6 +185,15 @@ def test_a_relay_that_turns_out_to_be_out_of_reach_is_refused(made: Made, tmp_pa
         made.agent(found, RunDirectory(tmp_path / "run"), "elastic.relay=true")
 
 
+def test_an_agent_listens_and_serves_states_only_where_others_can_dial_it(made: Made, tmp_path: Path) -> None:
+    made.etcd.client_urls = lambda: ("https://10.0.0.1:2379",)
+    both = ("127.0.0.1:1", "10.0.0.2:1")
+    found = replace(access("elastic.peer=a"), bundle=BUNDLE, listen=both, advertise=both)
+    made.agent(found, RunDirectory(tmp_path / "run"))
+    dialled, (serving, *_) = made.parts["ConnectionManager"][1], made.parts["PeerStateServer"][0]
+    assert dialled["listen"] == dialled["advertise"] == serving.listen == serving.advertise == both[1:]
+
+
 def test_each_event_of_a_round_names_its_peer() -> None:
     written: list[Any] = []
     journal: Any = SimpleNamespace(write=lambda event, **fields: written.append((event, fields)))
@@ -334,3 +343,9 @@ def test_states_are_served_beside_each_port_at_which_a_peer_is_dialled(
     server.keep(["d"])
     server.close()
     assert kept == [["d"]] and all(one.closed for one in Server.made)
+
+
+def test_a_peer_without_certificates_shows_the_token_that_the_coordinator_has_of_its_run(monkeypatch) -> None:
+    monkeypatch.setattr(assemble, "run_token", lambda etcd, keys: f"{etcd} {keys.token}")
+    etcd: Any = "the token at"
+    assert access("elastic.peer=a").trust(etcd).token == f"the token at {Keys('demo').token}".encode()

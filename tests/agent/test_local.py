@@ -153,6 +153,12 @@ def test_a_rank_that_compiles_has_the_time_of_that_and_no_more():
     assert list(local.progress.stuck(5.0 + LIMITS.compile_s + 1)) == [0]
 
 
+def test_a_rank_that_evaluates_has_the_time_of_a_save_and_no_more():
+    local = ranks_of(1)
+    say(local, 0, Moving(activity="evaluate", step=3), now=5.0)
+    assert local.progress.next_deadline() == 5.0 + LIMITS.save_s
+
+
 def test_steps_that_usually_take_long_are_given_more():
     local = ranks_of(1)
     for step in range(5):
@@ -227,10 +233,11 @@ def test_who_holds_the_same_in_other_rounds_holds_nothing_together():
 
 
 def test_copies_are_told_once():
-    local = ranks_of(1)
-    copied = StateCopied(round=1, digest="x", directory=None)
-    say(local, 0, copied)
-    assert local.take_copies() == [copied] and local.take_copies() == []
+    local = ranks_of(2)
+    copies = [StateCopied(round=round, digest=f"d{round}", directory=None) for round in (1, 2, 1)]
+    for rank, copied in zip((0, 0, 1), copies, strict=True):
+        say(local, rank, copied)
+    assert local.take_copies() == copies and local.take_copies() == []
 
 
 def test_an_offer_of_an_earlier_round_is_gone_with_the_state_that_follows_and_a_later_one_stays():
@@ -246,6 +253,6 @@ def test_an_abort_that_was_read_stays_read_when_an_earlier_one_is_told_late():
     local = ranks_of(1)
     say(local, 0, AbortAck(epoch=4))
     say(local, 0, AbortAck(epoch=3))
-    assert local.have_stopped_reducing(4)
+    assert local.have_stopped_reducing(4) and local.have_stopped_reducing(2)
     say(local, 0, RankRingDone(epoch=6, digest="x"))
     assert local.have_stopped_reducing(5)

@@ -22,7 +22,7 @@ class Peer:
 
     def __init__(self, *urls: str) -> None:
         self.relays, self.waits = list[Contact](), list[str]()
-        self.server = SimpleNamespace(urls=urls, is_serving=True, serve=None)
+        self.server = SimpleNamespace(urls=urls, is_serving=True, serve="serves its state")
         connections = SimpleNamespace(relays_for=self._meeting_points, keep_reverse_connections=self._wait_at)
         self.points = ReverseConnections(connections, self.server, self.relays, me="m")  # type: ignore[arg-type]
 
@@ -38,6 +38,7 @@ class Peer:
         return [relay for relay in self.relays if relay.peer != source]
 
     def _wait_at(self, places: list[Contact], serve: object) -> None:
+        assert serve == self.server.serve
         self.waits = [place.peer for place in places]
 
 

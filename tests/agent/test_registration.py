@@ -130,6 +130,9 @@ def test_links_that_peers_measure_grow_with_the_peers_and_make_a_ring() -> None:
             links = links_to_measure(names, name)
             assert len(set(links)) == len(links) == min(count - 1, 24) and name not in links
             assert links[0] == names[(place + 1) % count]  # so the order of names is a ring of measured links
+    names = [f"p{number:03d}" for number in range(49)]
+    far = [names[number] for number in range(13, 49, 3)]
+    assert links_to_measure(names, "p000") == [*names[1:13], *far], "those further on at even distances"
 
 
 def test_measured_links_are_published_together() -> None:

@@ -22,6 +22,7 @@ from bloomery.protocol.encoding import encode_settings
 from bloomery.protocol.keys import Keys
 from bloomery.transport.bandwidth_probe import ProbeSizes
 from bloomery.transport.connection import Contact
+from bloomery.transport.trust import PeerRefused
 
 KEYS = Keys("r")
 
@@ -101,7 +102,7 @@ class Probing:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.asked: list[Any] = []
-        self.rates: dict[str, float | OSError] = {}
+        self.rates: dict[str, float | Exception] = {}
         self.published: list[str] = []
         self.wakes = 0
         self.now = 1000.0
@@ -130,7 +131,7 @@ class Probing:
     def _probe(self, contact: Contact, *, sizes: ProbeSizes, deadline_s: float) -> Any:
         self.asked.append((contact, sizes, deadline_s))
         rate = self.rates.get(contact.peer, 100.04)
-        if isinstance(rate, OSError):
+        if isinstance(rate, Exception):
             raise rate
         return SimpleNamespace(mbit_s=rate, rtt_ms=2.0)
 
@@ -187,9 +188,12 @@ def test_what_was_measured_is_published_when_all_is_or_ten_seconds_after_the_las
     assert probing.published[1:] == ['{"b": 12.3, "c": 50.0, "d": 7.0}']
 
 
-def test_a_link_that_could_not_be_measured_is_tried_again_a_minute_later(probing: Probing, caplog) -> None:
+@pytest.mark.parametrize("error", [OSError("out of reach"), PeerRefused("out of reach")])
+def test_a_link_that_could_not_be_measured_is_tried_again_a_minute_later(
+    probing: Probing, caplog, error: Exception
+) -> None:
     caplog.set_level("INFO")
-    probing.rates["b"] = OSError("out of reach")
+    probing.rates["b"] = error
     assert probing.update("a", "b", "c") == ["b"]
     assert probing.update("a", "b", "c") == ["b", "c"]
     assert caplog.messages == [

@@ -158,6 +158,7 @@ def test_each_rank_is_given_its_own_connections_with_their_keys_and_the_limits_o
         (LinkError("b", "out of reach", remedy=""), "b"),
         (PeerError("x"), None),
         (RuntimeError("no thread"), None),
+        (OSError(24, "Too many open files"), None),
     ],
 )
 def test_an_attempt_whose_connections_do_not_come_names_the_neighbour_if_it_is_known(error, culprit) -> None:

@@ -23,6 +23,7 @@ from bloomery.protocol.rank_messages import (
     AbortAck,
     Committed,
     KeepAverage,
+    RankReady,
     RankRingDone,
     RankRingFailed,
 )
@@ -40,6 +41,10 @@ def test_an_attempt_is_begun_with_the_settings_of_the_peer_and_the_offers_of_its
     snapshot = ring_of(driven)
     driven.driver.ring(snapshot)
     assert not driven.rings, "its ranks have offered nothing"
+    for rank in range(2):
+        driven.hear(rank, RankReady(ready=example.ready(round=3), number=0))
+    driven.driver.ring(snapshot)
+    assert not driven.rings, "they have offered a part of another round"
     driven.offer()
     for not_in in (
         replace(snapshot, tried=None),

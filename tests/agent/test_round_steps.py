@@ -186,6 +186,15 @@ def test_ranks_that_are_started_again_after_a_stop_offer_again(driven: Driven) -
         driven.driver.stop()
 
 
+def test_the_journal_tells_of_the_start_of_each_round(driven: Driven) -> None:
+    driven.driver.seen = 3
+    for round in (3, 4):
+        driven.driver.follow(run_at(round, f"d{round}"))
+        driven.driver.held = (round, f"d{round}")
+        started(driven, run_at(round, f"d{round}"))
+    assert [fields["round"] for event, fields in driven.events if event == "go"] == [4, 5]
+
+
 def test_a_peer_that_others_wait_for_has_its_ranks_offer_once_a_round(driven: Driven) -> None:
     for round in (4, 4, 5):
         driven.driver.carry_out(RequestFlush(round=round), run_at(3, "d3"), now=1.0)

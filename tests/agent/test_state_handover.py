@@ -293,6 +293,21 @@ def test_an_average_whose_fetch_failed_is_not_fetched_again_but_that_of_another_
     assert str(sync._next(gone, replace(behind, round=1, digest="d1"))) == "the state of round 2"
 
 
+def test_a_state_whose_fetch_fails_after_that_of_its_average_has_failed_once() -> None:
+    averages: Any = SimpleNamespace(fetch=None, at_most=4)
+    sync = StateSync(None, me="b", wake=lambda: None, averages=averages)  # type: ignore[arg-type]
+    run = replace(snapshot(2), commits={n: snapshot(n).commits[n] for n in (1, 2)})
+    behind = Behind(round=1, digest="d1", overtaken=1, ranks=1)
+    for told in ("the average of round 2", "the state of round 2"):
+        sync._sought = sought = sync._next(run, behind)
+        assert str(sought) == told
+        sync._give_up(sought, PeerError("not today"))
+        assert not sync.is_failing
+    sync._sought = sought
+    sync._give_up(sought, PeerError("not today"))
+    assert sync.is_failing
+
+
 def test_the_place_of_averages_is_made_with_all_above_it(tmp_path: Path) -> None:
     served: list[Any] = []
     states: Any = SimpleNamespace(serve_averages=served.append)

@@ -115,5 +115,6 @@ def test_a_ring_has_twelve_stalls_at_least_and_an_end_six_leases_beside_a_save()
     assert ring_deadline_s(limits, 0.5) == 24.0 and ring_deadline_s(limits, 3.0) == 30.0
     assert limits.ring_s == 1440.0 and limits.connect_s == 3 * 2.0 + 4.0
     assert limits.ending_s == 1860.0 and limits.coordinator_start_s == 24.0
+    assert (limits.start_s, limits.compile_s, limits.save_s) == (1800.0, 900.0, 1800.0)
     slow = timeouts_of(replace(ElasticSection(), lease_s=29.5))
     assert (slow.lease_s, slow.ending_s, slow.coordinator_s) == (30.0, 1980.0, 15.0)

@@ -11,7 +11,7 @@ import pytest
 
 from bloomery.agent import agent_context
 from bloomery.agent.agent_context import CoordinatorWriter
-from bloomery.errors import CoordinatorAway, CoordinatorError
+from bloomery.errors import CoordinatorAway, CoordinatorError, ThreadEnded
 
 DEADLINE_S = 60.0
 
@@ -109,6 +109,26 @@ def test_what_the_coordinator_did_not_hear_is_written_after_a_pause_and_before_a
     assert outcome_while_away(writing, monkeypatch) == ["ready", "done"]
 
 
+def test_what_was_replaced_while_the_coordinator_was_away_is_not_written(
+    writing: Writing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writing.writer, "_changed_pause", lambda: None)
+
+    tries: list[None] = []
+
+    def replaced() -> None:
+        tries.append(None)
+        if len(tries) == 1:
+            writing.write("ready", "ready again")
+            raise CoordinatorAway("nobody answers")
+
+    writing.writer.write("ready", replaced)
+    writing._released.set()
+    while "ready again" not in writing.written:
+        writing.wakes.get(timeout=DEADLINE_S)
+    assert len(tries) == 1
+
+
 def test_what_is_tried_once_alone_is_not_written_again(
     writing: Writing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,6 +153,16 @@ def test_an_error_that_trying_again_does_not_mend_is_told_and_the_next_job_runs(
     writing.write("done")
     assert writing.release() == ["done"]
     assert [failure.message for failure in writing.failures] == ["no such right"]
+
+
+def test_an_error_that_nobody_foresaw_ends_the_thread_and_is_told(writing: Writing) -> None:
+    def broken() -> None:
+        raise ZeroDivisionError("odd")
+
+    writing.writer.write("ready", broken)
+    writing.write("done")
+    assert writing.release() == []
+    assert [type(failure) for failure in writing.failures] == [ThreadEnded]
 
 
 def test_a_writer_that_closes_while_the_coordinator_is_away_does_not_try_for_ever() -> None:

@@ -359,4 +359,8 @@ def test_each_figure_of_a_machine_is_the_one_that_was_measured(tmp_path, monkeyp
     built_on = asked["measure_elementwise_gb_per_s"][0].accelerator
     assert (built_on.kernel_us, built_on.memory_gb_per_s) == (6.5, 11.0)
     assert asked["measure_exponential_ns"][0].accelerator.memory_gb_per_s == 13.0
+    precision, dtype = ("bf16", torch.bfloat16) if has_bf16 else ("fp32", torch.float32)
+    assert asked["measure_attention"][:2] == asked["measure_kernel_us"] == (CPU, dtype)
+    for name in ("measure_elementwise_gb_per_s", "measure_exponential_ns"):
+        assert asked[name][1:] == (precision, CPU)
     assert f"accelerator.{'bf16' if has_bf16 else 'fp32'}_teraflops" in found.sources

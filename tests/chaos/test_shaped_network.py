@@ -117,6 +117,14 @@ def test_a_corruption_is_seen_once(echo: int) -> None:
         assert _through(port, sent) == sent
 
 
+def test_what_goes_to_a_host_is_corrupted_and_not_what_comes_from_it() -> None:
+    with ShapedNetwork() as internet:
+        internet.host("a", Shape())
+        internet.corrupt("a")
+        arriving, leaving = internet._pipes("a")
+        assert leaving.spoil(bytes(9)) == bytes(9) != arriving.spoil(bytes(9))
+
+
 def test_a_severed_connection_is_reset_and_the_next_one_works(echo: int) -> None:
     with ShapedNetwork() as internet:
         internet.host("a", Shape())

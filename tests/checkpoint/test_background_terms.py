@@ -49,7 +49,7 @@ class Keeping(Writer):
 def settings(tmp_path: Path) -> ReplicaSettings:
     return ReplicaSettings(
         root=tmp_path / "memory",
-        run=tmp_path / "run",
+        run=tmp_path / "other" / ".." / "run",
         identity="it",
         rank=1,
         token=TOKEN,
@@ -308,6 +308,27 @@ def test_a_wait_stops_the_reading_back_only_where_a_save_is_under_way(
         buffer.stops_reading = False
     assert saves.saver.wait(deadline_s=0) == ["step-000004.i001"]
     assert all(buffer.stops_reading for buffer in buffers)
+
+
+def test_all_saves_together_are_waited_for_as_long_as_one_would_be(
+    saves: Saves,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, waited = [100.0], list[float]()
+    monkeypatch.setattr(background_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def wait(seconds: float) -> None:
+        waited.append(seconds)
+        now[0] += 40.0
+
+    def saving(number: int) -> Any:
+        pace, over = SimpleNamespace(stop_pausing=lambda: None), SimpleNamespace(wait=wait)
+        return SimpleNamespace(name=f"save {number}", buffer=number % 2, pace=pace, over=over)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(saves.saver, "_open", [saving(3), saving(1), saving(2)])
+        assert saves.saver.wait(deadline_s=60.0) == ["save 1", "save 2", "save 3"]
+    assert waited == [60.0, 20.0, 0.0]
 
 
 def test_a_save_that_was_not_written_tells_the_other_ranks_why_and_which_files_go(

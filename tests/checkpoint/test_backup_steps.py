@@ -156,7 +156,7 @@ def test_logs_wait_for_a_checkpoint_that_is_due_and_for_the_end(
 
     monkeypatch.setattr(backup_module, "upload_logs_and_data", more)
     backup._copy_all()
-    assert went_on == [True] and not backup._has_files_left
+    assert went_on == [True] and not backup._has_files_left and not backup._sends_files
     save(run, 30)
     backup._send_more(place_at(backup.url))
     assert went_on[1:] == [False] and backup._has_files_left
@@ -184,7 +184,8 @@ def test_what_is_saved_during_an_upload_goes_next_and_logs_that_failed_are_still
     monkeypatch.setattr(backup_module, "upload_logs_and_data", away)
     with pytest.raises(StorageError, match="logs and data"):
         backup._copy_all()
-    assert sent == [NAMES[1], NAMES[2], NAMES[0]] and backup._has_files_left
+    assert sent == [NAMES[1], NAMES[2], NAMES[0]]
+    assert backup._has_files_left and not backup._sends_files
 
 
 def test_a_checkpoint_that_was_pruned_on_its_way_is_no_failure_and_any_other_is(

@@ -23,6 +23,7 @@ from bloomery.checkpoint.remote import backup as backup_module
 from bloomery.checkpoint.remote.backup import Backup
 from bloomery.checkpoint.remote.backup_duty import Duty, backup_url, write_duty
 from bloomery.checkpoint.remote.places import sections, waiting_for_copies
+from bloomery.checkpoint.remote.shared_upload import notes_of, read_request
 from bloomery.checkpoint.remote.transfer import UploadInterrupted
 from bloomery.config.checkpoint import BackupSection
 from bloomery.config.environment import OfflineRefused
@@ -169,6 +170,23 @@ def test_an_error_that_nobody_expected_counts_as_a_failed_try_and_the_thread_goe
     assert f"the backup of {run.path} failed" in caplog.text and "IndexError" in caplog.text
 
 
+def test_a_wake_during_a_look_makes_the_thread_look_again(
+    run: RunDirectory,  # noqa: F811
+    section: BackupSection,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    backup, woken = backup_of(run, section), list[bool]()
+
+    def wait(seconds: float) -> None:
+        woken.append(backup._wake.is_set())
+        backup._stop.set()
+
+    monkeypatch.setattr(backup, "_copy_all", backup._wake.set)
+    monkeypatch.setattr(backup._wake, "wait", wait)
+    backup._run()
+    assert woken == [True]
+
+
 def test_only_the_first_wake_starts_the_thread_and_each_says_that_files_may_be_left(
     run: RunDirectory,  # noqa: F811
     section: BackupSection,  # noqa: F811
@@ -261,7 +279,8 @@ def test_a_backup_is_recorded_and_logged_with_its_place_its_size_and_its_time(
     backup, times = backup_of(run, section), iter([100.0, 161.0])
     url = f"{backup.url}/checkpoints/{NAMES[0]}"
     uploaded = SimpleNamespace(url=url, what="model", bytes=2_340_000_000)
-    monkeypatch.setattr(backup_module, "upload_checkpoint", lambda *_, **__: uploaded)
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(backup_module, "upload_checkpoint", lambda *_, **how: asked.append(how) or uploaded)
     monkeypatch.setattr(backup_module, "time", SimpleNamespace(monotonic=lambda: next(times)))
     place: Any = None
     backup_module._back_up(
@@ -270,6 +289,21 @@ def test_a_backup_is_recorded_and_logged_with_its_place_its_size_and_its_time(
     ((name, (copy,)),) = remote_copies(run).items()
     assert (name, copy.url, copy.what, copy.bytes) == (NAMES[0], url, "model", 2_340_000_000)
     assert f"backed up {NAMES[0]} to {url}: 2.34 GB in 61 s" in caplog.text
+    (how,) = asked
+    go_on = how.pop("go_on")
+    assert how == {"what": "all", "notes": notes_of(run, NAMES[0]), "others": backup._others}
+    assert go_on() and not (backup._stop.set() or go_on())
+
+
+def test_a_backup_to_a_further_place_asks_as_many_ranks_there_as_there_are(
+    run: RunDirectory,  # noqa: F811
+    section: BackupSection,  # noqa: F811
+) -> None:
+    backup = Backup(run, section, run_name="small", world=3, place="second")
+    assert backup._others.world == 3
+    run.backups.mkdir(exist_ok=True)
+    backup._others.ask(NAMES[0], url="s3://b", files=[])
+    assert read_request(run) is None and read_request(run, "second") is not None
 
 
 def test_the_places_of_a_recipe_are_those_that_it_names_and_pruning_waits_for_some(

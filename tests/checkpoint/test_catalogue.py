@@ -201,6 +201,23 @@ def test_what_cannot_be_reached_is_not_called_damaged_and_what_cannot_be_read_is
     assert [item.text for item in problems] == ["cannot be read: Input/output error"] * 2
 
 
+class Sizeless(Broken):
+    """A checkpoint whose data files do not even tell their sizes."""
+
+    def size(self, file: str) -> int:
+        raise self._error
+
+
+@pytest.mark.parametrize("contents", [True, False])
+def test_a_file_whose_size_cannot_be_had_is_unreadable_once_and_in_a_store_that_is_away_no_damage(
+    saved: Path, contents: bool
+) -> None:
+    problems = verify(Sizeless(saved, OSError(5, "Input/output error")), contents=contents)
+    assert [item.text for item in problems] == ["cannot be read: Input/output error"] * (2 if contents else 3)
+    with pytest.raises(StorageError, match=r"Verifying model-.* failed: no answer"):
+        verify(Sizeless(saved, StoreUnreachable(5, "no answer")), contents=contents)
+
+
 def test_a_checkpoint_takes_the_bytes_of_its_tensors_unless_something_lies_beside(saved: Path) -> None:
     assert disk_bytes_per_tensor_byte(saved) == 1.0
     tensors = 5 * BLOCK_BYTES + 4 * 99

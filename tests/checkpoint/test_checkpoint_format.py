@@ -83,6 +83,8 @@ def test_every_element_type_survives(tmp_path: Path):
         assert torch.equal(before.tensor.float(), after.tensor.float())
     with safe_open(next(directory.glob("*.safetensors")), framework="pt") as file:
         assert torch.equal(file.get_tensor("model.bfloat16").float(), torch.arange(11.0).reshape(11, 1))
+        types = {name: file.get_tensor(f"model.{name}").dtype for name in ITEM_BYTES}
+        assert types == {name: getattr(torch, name) for name in ITEM_BYTES}
 
 
 def test_a_view_is_stored_with_no_more_than_its_own_elements(tmp_path: Path):

@@ -1,9 +1,13 @@
 """Data files: what is laid out in them, and that every byte of it is written, however it is written."""
 
+from __future__ import annotations
+
 import errno
 import fcntl
 import os
 import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from itertools import pairwise
 from pathlib import Path
 
@@ -57,6 +61,39 @@ def test_an_image_is_written_as_it_fills_up_and_told_of_to_the_last_page(
     assert awaited == [min(stop, length) for stop in range(CHUNK, length + CHUNK, CHUNK)]
     assert rests == list(range(1, len(awaited)))
     assert sum(wrote) == length + -length % PAGE_BYTES and len(wrote) == len(awaited)
+
+
+class AtOnce:
+    """Does each task when it is submitted."""
+
+    def __init__(self, threads: int) -> None:
+        pass
+
+    def __enter__(self) -> AtOnce:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def submit(self, act: Callable[..., int], *given: object) -> Future[int]:
+        done: Future[int] = Future()
+        done.set_result(act(*given))
+        return done
+
+
+def test_no_byte_is_written_or_hashed_before_it_has_been_filled_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data_file, "_CHUNK_BYTES", CHUNK)
+    monkeypatch.setattr(data_file, "ThreadPoolExecutor", AtOnce)
+    content = os.urandom(3 * CHUNK + 5)
+    image = image_of(bytes(len(content)))
+
+    def fill(stop: int) -> None:
+        image[:stop] = content[:stop]
+
+    record = write_image(tmp_path / "a.bin", image, length=len(content), until_filled=fill)
+    assert (tmp_path / "a.bin").read_bytes() == content and record == record_of("a.bin", content)
 
 
 def test_a_write_of_which_the_system_takes_only_a_part_is_gone_on_with(

@@ -159,6 +159,9 @@ def test_a_file_that_is_there_is_not_written_over_and_the_writer_closes_its_own(
         raise RuntimeError
     with pytest.raises(FileExistsError):
         HashingWriter(tmp_path / "a")
+    write_image(tmp_path / "b", image(b"abc"), length=3)
+    with pytest.raises(ZeroDivisionError):
+        write_image(tmp_path / "c", image(b"abc"), length=3, until_filled=lambda count: 1 / 0)  # type: ignore[arg-type, return-value]
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 

@@ -120,6 +120,9 @@ def test_a_manifest_is_read_as_it_was_written_and_its_hash_is_of_all_else(tmp_pa
         (tmp_path / "manifest.json").write_text(odd)
         with pytest.raises(CheckpointError, match="is not the manifest"):
             read_manifest(tmp_path)
+    (tmp_path / "manifest.json").write_text("[" * 100_000)
+    with pytest.raises(DamagedCheckpoint, match=r"manifest\.json is damaged"):
+        read_manifest(tmp_path)
     (tmp_path / "manifest.json").unlink()
     with pytest.raises(
         CheckpointError, match=r"is not a finished checkpoint: it has no manifest.json(?s:.*)ckpt list"

@@ -76,6 +76,7 @@ def test_what_nothing_speaks_for_goes_and_the_rest_says_why_it_stays(run: RunDir
     }
     assert planned(run, intact={NAMES[10], NAMES[20]}, keep_last=2)[NAMES[20]] == ("newest intact",)
     assert set(planned(run, intact=()).values()) == {("nothing is known to be intact",)}
+    assert planned(run, keep_tenths=True)[NAMES[30]] == ("tenth 3",)
 
 
 def test_intactness_is_asked_newest_first_until_one_is_intact(run: RunDirectory):

@@ -172,7 +172,8 @@ def test_what_is_here_stays_and_what_is_missing_or_empty_comes(
 def test_everything_that_a_run_needs_or_logs_comes_back(
     rundir: RunDirectory, remote: Objects, tmp_path: Path
 ) -> None:
-    needed = {"recipe.toml", "sources.toml", "data/tokenizer.json", "data/prepared.json"}
+    needed = {"recipe.toml", "sources.toml"}
+    needed |= {f"data/{name}" for name in ("tokenizer.json", "tokenizer.model", "prepared.json")}
     logs = {f"{name}/0" for name in ("journal", "logs", "tensorboard", "stacks")}
     logs |= {f"{name}.jsonl" for name in ("operations", "evaluations", "rounds")} | {"chronicle.md"}
     write(rundir, {name: name.encode() for name in needed | logs})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 from types import SimpleNamespace
@@ -304,6 +305,15 @@ def test_a_save_that_does_not_end_is_an_error_with_its_name_and_the_time(tmp_pat
     assert told.background.throttled is False
 
 
+def test_the_newest_checkpoint_is_the_one_that_the_first_rank_knows(tmp_path: Path) -> None:
+    told = Told(tmp_path, others=[{}], rank=1)
+    told.saver._ranks = replace(
+        told.ranks, gather=lambda value: [5, value] if isinstance(value, int) else told._gather(value)
+    )
+    told.saver.committed_step = 9
+    assert told.saver.wait_for_saves() == 5
+
+
 def test_a_save_that_is_waited_for_raises_its_own_failure_and_no_others(tmp_path: Path) -> None:
     told, failure = Told(tmp_path), StorageError("no space", remedy="")
     told.saver.begin(snapshot(1.0, step=8))
@@ -369,8 +379,9 @@ def test_a_save_at_once_bounds_how_long_the_first_rank_reads_back_and_prunes(
     told = Told(tmp_path)
     told.saver._background = None
     told.saver.save(snapshot(1.0))
-    prune_s = told.saver._deadlines.prune_s
-    assert bounds[f"reading back {NAME}"] < inf and bounds[f"pruning after {NAME}"] == prune_s
+    (size,) = told.saver._planner.file_bytes
+    prune_s = Deadlines(part_bytes=size, largest_part_bytes=size).prune_s
+    assert bounds[f"reading back {NAME}"] == bounds[f"pruning after {NAME}"] == prune_s
 
 
 def test_room_is_asked_for_all_parts_of_a_save_before_it_begins(tmp_path: Path) -> None:

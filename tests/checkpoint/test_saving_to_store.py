@@ -280,7 +280,10 @@ def test_a_place_that_holds_nothing_of_the_run_does_not_make_it_begin_anew(tmp_p
     on_nodes(tmp_path, there, saving(1), nodes="a")
     moved = mounted.rename(tmp_path / "moved")
     (refusal,) = on_nodes(tmp_path, there, saving(2), nodes="a")  # as where the disk is not mounted
-    assert isinstance(refusal, CheckpointError) and "holds nothing of this run" in refusal.message
+    saved = f"{there.url}/{NAME}/checkpoints/step-000001.i001"
+    assert isinstance(refusal, CheckpointError) and refusal.message == (
+        f"{there.url}/{NAME} holds nothing of this run, which saved step-000001.i001 to {saved}"
+    )
     assert [item.step for item in checkpoints(rundir)] == [1]
     assert restored(tmp_path, replace(there, url=f"file://{moved}"), "a") == 1
     (entry,) = checkpoints(rundir)

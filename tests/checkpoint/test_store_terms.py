@@ -14,7 +14,7 @@ from bloomery.checkpoint.format.commit import Part
 from bloomery.checkpoint.format.deadlines import PartProgress, progress_path
 from bloomery.checkpoint.format.manifest import INDEX, MANIFEST, FileRecord, read_manifest
 from bloomery.checkpoint.format.source import STORED_AT, LocalCheckpoint, RemoteCheckpoint
-from bloomery.checkpoint.format.state import whole
+from bloomery.checkpoint.format.state import CollectedState, StateSnapshot, whole
 from bloomery.checkpoint.format.suspects import SUSPECT
 from bloomery.checkpoint.remote import places
 from bloomery.checkpoint.remote.places import (
@@ -202,6 +202,26 @@ def test_a_save_at_once_to_a_store_begins_anew_and_is_cleared_unless_it_is_commi
         backend.begin(partial, bytes=5)
 
 
+def test_a_save_at_once_to_a_store_makes_the_checkpoint_with_all_that_it_was_given(
+    rundir: RunDirectory, remote: Objects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bloomery.checkpoint.save.direct.now", lambda: 6.0)
+    backend, partial = ObjectStoreBackend(remote.url), rundir.checkpoints / f"{NAME}.partial"
+    snapshot = StateSnapshot(
+        step=3,
+        incarnation=1,
+        state=CollectedState(entries=(), values={}),
+        values={"train": {"position": 9}},
+        about={"told": 1},
+        run_length_steps=None,
+    )
+    backend.begin(partial, bytes=0)
+    backend.commit(partial, [EMPTY, EMPTY], snapshot)
+    manifest = read_manifest(rundir.checkpoints / NAME)
+    assert (manifest.step, manifest.incarnation, manifest.time, manifest.world) == (3, 1, 6.0, 2)
+    assert (manifest.values, manifest.about) == ({"train": {"position": 9}}, {"told": 1})
+
+
 def test_a_run_is_kept_where_its_settings_say(rundir: RunDirectory, tmp_path: Path) -> None:
     here = run_storage(rundir, CheckpointSection(), run_name="mine")
     assert isinstance(here, LocalRunStorage) and here.url == ""
@@ -298,6 +318,18 @@ def test_a_run_in_a_store_learns_removes_marks_and_sends_what_belongs_there(
     ):
         with pytest.raises(StorageError, match=doing):
             act()
+
+
+def test_an_entry_that_no_longer_says_where_its_checkpoint_is_is_made_anew_at_a_start(
+    rundir: RunDirectory, remote: Objects
+) -> None:
+    begin(rundir, base=None, reason="start")
+    remote.put("incarnations/000001.json", rundir.incarnation(1).read_bytes())
+    writer(rundir, remote).commit_parts([EMPTY], **USUAL)
+    place = rundir.checkpoints / NAME / STORED_AT
+    place.write_text("{")
+    ObjectRunStorage(rundir, remote.url).refresh()
+    assert json.loads(place.read_text()) == {"url": f"{remote.url}/checkpoints/{NAME}"}
 
 
 def test_half_of_a_commit_is_taken_back_and_a_whole_one_is_brought_to_its_end(tmp_path: Path) -> None:

@@ -88,6 +88,9 @@ def test_a_mark_that_is_damaged_counts(tmp_path: Path, content: str) -> None:
     assert why_suspect(tmp_path) == ""
     (tmp_path / SUSPECT).write_text(content)
     assert why_suspect(tmp_path) == "its mark cannot be read"
+    (tmp_path / SUSPECT).unlink()
+    (tmp_path / SUSPECT).mkdir()
+    assert why_suspect(tmp_path) == "its mark cannot be read"
 
 
 def test_backups_of_what_a_rewind_abandoned_are_not_marked(rundir: RunDirectory) -> None:
@@ -117,3 +120,12 @@ def test_a_mark_that_could_not_be_sent_is_still_to_be_sent(
     assert list(marks_to_send(rundir, remote.url)) == [name]
     send_marks(rundir, remote)
     assert remote.exists(f"checkpoints/{name}/{SUSPECT}") and marks_to_send(rundir, remote.url) == {}
+
+
+def test_a_backup_of_the_weights_alone_is_marked_as_well(rundir: RunDirectory, tmp_path: Path) -> None:
+    begin(rundir, base=None, reason="start")
+    remote, name = Objects(f"file://{tmp_path}/store"), "step-000005.i001"
+    record_copy(rundir, name, url=f"{remote.url}/checkpoints/{name}", what="model", bytes=1)
+    mark_suspects(rundir, [], clean_step=4, why="rank 3 erred")
+    send_marks(rundir, remote)
+    assert remote.exists(f"checkpoints/{name}/{SUSPECT}")

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -106,6 +107,29 @@ def test_a_checkpoint_that_is_damaged_here_is_mended_from_its_copy(source: Watch
     with pytest.raises(StorageError, match="away"):
         download_checkpoint(silent, tmp_path / "here")
     assert (here / MANIFEST).exists(), "until all is there, what is here stays"
+
+
+def test_files_that_cannot_be_linked_or_read_here_are_fetched_again(
+    source: Watched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    here, read = download_checkpoint(source, tmp_path / "here"), Path.open
+
+    def lost(path: Path, *given: Any, **more: Any) -> Any:
+        if path.parent == here and path.name.startswith("optim-"):
+            raise OSError(5, "Input/output error")
+        return read(path, *given, **more)
+
+    def no_links(path: Path, target: Path) -> None:
+        raise OSError(1, "Operation not permitted")
+
+    source.opened.clear()
+    with monkeypatch.context() as failing:
+        failing.setattr(Path, "open", lost)
+        assert download_checkpoint(source, tmp_path / "here") == here and source.opened == ["optim"]
+        source.opened.clear()
+        failing.setattr(Path, "hardlink_to", no_links)
+        assert download_checkpoint(source, tmp_path / "here") == here
+    assert source.opened == ["model", "optim"] and same(here, source.path)
 
 
 def test_another_checkpoint_of_the_same_name_is_not_taken_for_the_copy(source: Watched, tmp_path: Path):

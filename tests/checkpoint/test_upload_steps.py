@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -126,6 +127,24 @@ def test_the_first_rank_withdraws_its_request_however_the_upload_ends(
     second = read_manifest(saved).files[1]
     texts = sum((saved / name).stat().st_size for name in (INDEX, MANIFEST))
     assert done.bytes_sent == second.bytes + texts, "the first and the last were sent and noted before"
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_as_many_files_are_sent_at_a_time_as_was_asked_for(
+    saved: Path, remote: Objects, rundir: RunDirectory, world: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together, send, sent = threading.Barrier(2), FileSender.send, list[str]()
+
+    def sending(sender: FileSender, record: FileRecord) -> int:
+        sent.append(record.name)
+        if len(sent) <= 2:
+            together.wait(10.0)
+        return send(sender, record)
+
+    monkeypatch.setattr(FileSender, "send", sending)
+    others = UploadCoordinator(rundir, world=world, poll_s=0.0, stall_s=-1.0)
+    upload_checkpoint(saved, remote, notes=notes_of(rundir, saved.name), others=others, workers=2)
+    assert len(sent) == 3
 
 
 def test_what_a_killed_upload_of_a_checkpoint_left_on_a_disk_goes_with_the_next(

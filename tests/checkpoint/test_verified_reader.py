@@ -1,5 +1,6 @@
 """Ranged reads, verified by the block: nothing else than the file's bytes, none beyond its end."""
 
+import errno
 import os
 from pathlib import Path
 
@@ -49,6 +50,29 @@ def test_what_is_read_back_is_dropped_from_the_page_cache(
     assert read_back(directory, records, read=read.append) == ""
     assert read == [2 * BLOCK_BYTES, BLOCK_BYTES + 77]
     assert dropped == [(0, until, os.POSIX_FADV_DONTNEED) for until in (2 * BLOCK_BYTES, size)]
+
+
+@pytest.mark.parametrize(
+    ("number", "told"),
+    [
+        (errno.EINVAL, ""),
+        (errno.EOPNOTSUPP, ""),
+        (errno.EACCES, "a.bin cannot be read back: refused"),
+    ],
+)
+def test_where_direct_reads_are_refused_files_are_read_back_plainly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, told: str
+) -> None:
+    content, opened = os.urandom(5000), os.open
+    (tmp_path / "a.bin").write_bytes(content)
+
+    def refusing(path: str | Path, flags: int, mode: int = 0o777) -> int:
+        if str(path).endswith("a.bin") and flags & os.O_DIRECT:
+            raise OSError(number, "refused")
+        return opened(path, flags, mode)
+
+    monkeypatch.setattr(os, "open", refusing)
+    assert read_back(tmp_path, [record_of("a.bin", content)]) == told
 
 
 @st.composite

@@ -208,10 +208,10 @@ class Saver:
         if not self._ranks.run_on_first(lambda: self._is_here(snapshot)):
             written = self._save_directly(snapshot)
             self.committed_step = snapshot.step
+            self._update_deadlines()
             if self._verdicts is not None:
                 self._read_back(final, written, self._verdicts)
             prune = partial(self._committed, final.name, snapshot.run_length_steps)
-            self._update_deadlines()
             self._ranks.poll_on_first(
                 prune, deadline_s=self._deadlines.prune_s, doing=f"pruning after {final.name}"
             )
