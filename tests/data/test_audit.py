@@ -12,6 +12,7 @@ from bloomery.cli.data import run
 from bloomery.data import audit
 from bloomery.data.audit import Ngrams, neighbours_of, sample_counts_of, whole_ngrams
 from bloomery.data.indexed import IndexedDataset, IndexedWriter
+from bloomery.data.megatron_order import MegatronOrder
 from bloomery.data.ngrams import SomeDocuments
 from bloomery.data.order import Order
 from bloomery.data.tokenizer import train_tokenizer
@@ -222,6 +223,13 @@ def test_examples_of_shared_ngrams_are_numbered_within_the_whole_dataset() -> No
     assert [tuple(example) for example in ngrams.result().examples] == [("own", 8193, 1)]
 
 
+def test_settings_may_follow_options(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, facts = audited(place, capsys, "data.sequence_length=32")
+    assert (status, facts["sequence_length"]) == (0, 32)
+    with pytest.raises(SystemExit):
+        audited(place, capsys, "data.sequence_length=32", "--no-such")
+
+
 def test_an_order_as_megatrons_is_reported_on_as_ours_is(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -233,3 +241,32 @@ def test_an_order_as_megatrons_is_reported_on_as_ours_is(
     taken = [row["taken"] for row in facts["datasets"]]
     assert [sum(one["epochs"]) for one in taken] == [one["taken"] for one in taken] == [260, 130]
     assert [one["samples"] for one in taken] == [304, 304]
+
+
+def test_of_an_order_as_megatrons_an_epoch_is_one_and_places_are_those_in_the_files(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = place / "recipe.toml"
+    text = recipe.read_text().replace("samples = 600", "samples = 520")
+    recipe.write_text(text.replace("[data]\n", '[data]\norder = "megatron"\n'))
+    status, facts = audited(place, capsys)
+    assert (status, facts["look_at"]) == (0, []), "the short second epoch takes samples of the whole file"
+    own, other = (row["taken"] for row in facts["datasets"])
+    assert (own["samples"], own["epochs"], own["least"], own["most"]) == (304, [304, 43], None, None)
+    assert (other["epochs"], other["least"], other["most"]) == ([173], 0, 1)
+
+
+def test_a_sample_of_shuffled_documents_lies_where_it_begins_in_its_part_of_the_file(tmp_path: Path) -> None:
+    write(tmp_path, "own", [[1] * length for length in (3, 9, 5, 7, 6)])
+    part = IndexedDataset(tmp_path / "own").part(range(1, 5))
+    order = MegatronOrder([part.sequence_lengths], None, samples=13, sequence_length=4, seed=3)
+    row = order.rows[0]
+    assert row.epochs == 2 and row.epoch_samples == 6
+    samples = np.arange(row.sample_count)
+    documents, inside = row.first_tokens(samples)
+    assert list(zip(documents.tolist(), inside.tolist(), strict=True)) == [
+        row.pieces(sample)[0][:2] for sample in samples.tolist()
+    ]
+    starts = np.array([0, 9, 14, 21])
+    expected = (starts[documents] + inside + 0.5) / 27
+    np.testing.assert_allclose(audit._places_in_file(row, samples, part), expected)

@@ -105,9 +105,14 @@ class SubcommandParser(CommandParser):
     """The parser of a subcommand; it refuses unknown arguments with its own usage."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse as ArgumentParser does, and end with status 2 where words are left."""
+        """Parse as ArgumentParser does, and end with status 2 where words are left.
+
+        Settings of a recipe (`overrides`) may follow options: a subcommand cannot `parse_intermixed_args`.
+        """
         found, words = super().parse_known_args(args, namespace)
-        if words:
+        if hasattr(found, "overrides") and not any(word.startswith("-") for word in words):
+            found.overrides, words = [*found.overrides, *words], []
+        elif words:
             self.error(_UNKNOWN + " ".join(words))
         return found, words
 

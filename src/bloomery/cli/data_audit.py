@@ -116,7 +116,8 @@ def _facts(
     theirs = _other_texts(options, prepared, end_of_document=recipe.data.end_of_document_token)
     others = {f"{HELD_OUT}{name}": Ngrams.of_dataset(text, options.ngram) for name, text in held_out.items()}
     others |= theirs
-    stream = stream_of_run(recipe, prepared.train, list(training.values()))
+    files = list(training.values())
+    stream = stream_of_run(recipe, prepared.train, files)
     ahead = data_forecast(recipe, stream, run)
     rows = dataset_rows(
         ahead.stream,
@@ -128,7 +129,7 @@ def _facts(
         step_of=ahead.step_of,
     )
     order, sizes = ahead.stream.order, [_samples_of(ahead.stream, n) for n in range(len(rows))]
-    near = neighbours_of(order, sizes, samples=ahead.samples, progress=progress)
+    near = neighbours_of(order, sizes, samples=ahead.samples, datasets=files, progress=progress)
     taken = sample_counts_of(order, sizes, samples=ahead.samples)
     text = audit_text(training, others, size=options.ngram, at_most_tokens=options.tokens, progress=progress)
     return {
@@ -151,7 +152,10 @@ def _samples_of(stream: Any, number: int) -> int:
     from bloomery.data.megatron_order import MegatronOrder
 
     order = stream.order
-    return order.rows[number].sample_count if isinstance(order, MegatronOrder) else order.windows[number]
+    if not isinstance(order, MegatronOrder):
+        windows: int = order.windows[number]
+        return windows
+    return max(1, order.rows[number].epoch_samples)
 
 
 def _other_texts(

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bloomery.data.indexed import IndexedDataset
-from bloomery.data.megatron_order import MegatronOrder
+from bloomery.data.megatron_order import DocumentRow, MegatronOrder
 from bloomery.data.ngrams import HashSet, SomeDocuments, documents_in_turn, ngram_hashes
 from bloomery.data.order import Order
 from bloomery.events.records import ProgressCallback, ignore_progress
@@ -52,7 +52,8 @@ class SampleCounts:
     """How often the samples of one dataset are taken over the run.
 
     epochs: samples taken in its first, second, … epoch; of more than 1,000, the first ones.
-    least, most: how often a sample is taken, counted sample by sample; None where they are too many.
+    least, most: how often a sample is taken, counted sample by sample; None where they are too many, and
+    where each epoch is cut into other samples (Megatron's order).
     """
 
     samples: int
@@ -67,9 +68,14 @@ def neighbours_of(
     sizes: Sequence[int],
     *,
     samples: int,
+    datasets: Sequence[IndexedDataset] = (),
     progress: ProgressCallback = ignore_progress,
 ) -> list[Neighbours]:
-    """Return for each dataset how its neighbours in the stream lie. sizes: samples that each dataset has."""
+    """Return for each dataset how its neighbours in the stream lie.
+
+    sizes: samples that each dataset has.
+    datasets: for a MegatronOrder, whose samples are cut from shuffled documents, the files of these.
+    """
     is_exact = samples <= COUNTED
     count = 1 if is_exact else COUNTED // STRETCH
     length = samples if is_exact else STRETCH
@@ -78,9 +84,23 @@ def neighbours_of(
         begin = number * (samples - length) // max(count - 1, 1)
         which, windows = order.locate_samples(np.arange(begin, begin + length, dtype=np.int64))
         for dataset in np.unique(which).tolist():
-            sums[dataset].add((windows[which == dataset] + 0.5) / sizes[dataset])
+            own = windows[which == dataset]
+            if isinstance(order, MegatronOrder):
+                sums[dataset].add(_places_in_file(order.rows[dataset], own, datasets[dataset]))
+            else:
+                sums[dataset].add((own + 0.5) / sizes[dataset])
         progress("checking the order", (number + 1) * length, count * length, "samples")
     return [found.result(is_exact=is_exact) for found in sums]
+
+
+def _places_in_file(
+    row: DocumentRow, samples: npt.NDArray[np.int64], dataset: IndexedDataset
+) -> npt.NDArray[np.float64]:
+    """Return where in a file, from 0 to 1, samples of a row of its shuffled documents begin."""
+    documents, inside = row.first_tokens(samples)
+    tokens = (dataset.pointers[documents] - dataset.first_byte) // dataset.dtype.itemsize + inside
+    places: npt.NDArray[np.float64] = (tokens + 0.5) / dataset.token_count
+    return places
 
 
 class _Sums:
@@ -136,6 +156,8 @@ def sample_counts_of(
     if samples <= COUNTED and sum(sizes) <= 1 << 28:
         which, windows = order.locate_samples(np.arange(samples, dtype=np.int64))
         for dataset, size in enumerate(sizes):
+            if isinstance(order, MegatronOrder) and order.rows[dataset].epochs > 1:
+                continue
             times = np.bincount(windows[which == dataset], minlength=size)
             extremes[dataset] = int(times.min()), int(times.max())
     return [

@@ -189,6 +189,13 @@ class DocumentRow:
             )
         return self._shuffle[turns].astype(np.int64)
 
+    def first_tokens(self, samples: Indices) -> tuple[Indices, Indices]:
+        """Return the document and the token in it with which each of these samples of the row begins; [k]."""
+        at = samples * self.sequence_length
+        places = np.searchsorted(self.ends, at, "right")
+        begins = np.where(places > 0, self.ends[places - 1], 0)
+        return self.order[places].astype(np.int64), at - begins
+
     def pieces(self, sample: int) -> list[tuple[int, int, int]]:
         """Return (document, first token in it, tokens) for each piece of a sample's L + 1 tokens, in their
         order.
@@ -203,6 +210,11 @@ class DocumentRow:
                 pieces.append((int(self.order[place]), at - begin, taken))
             at, wanted, place = at + taken, wanted - taken, place + 1
         return pieces
+
+    @property
+    def epoch_samples(self) -> int:
+        """The number of samples that one epoch's tokens make; 0 where they are too few for one."""
+        return (self.epoch_tokens - _TARGET) // self.sequence_length
 
     @property
     def nbytes(self) -> int:

@@ -222,7 +222,7 @@ def epoch_ends(order: Order | MegatronOrder, *, below: int) -> EpochEnds:
     samples as one epoch holds.
     """
     if isinstance(order, MegatronOrder):
-        sizes = [(row.epoch_tokens - 1) // row.sequence_length for row in order.rows]
+        sizes = [row.epoch_samples for row in order.rows]
     else:
         sizes = list(order.windows)
     ends = []
