@@ -178,8 +178,11 @@ def test_what_was_written_is_dropped_from_memory_before_it_is_read_again(
     monkeypatch.setattr(os, "posix_fadvise", advise)
     monkeypatch.setattr(durable, "sync_file", lambda file: done.append("synced") or sync(file))
     monkeypatch.setattr(storage_probe, "_read", lambda path: done.append("read") or read(path))
-    measure_storage(tmp_path / "probe", total=8, writers=1)
-    assert done == ["synced", "dropped", "read"]
+    (tmp_path / "left" / "probe").mkdir(parents=True)  # of a measurement that was killed
+    for run in ("new", "left"):
+        done.clear()
+        measure_storage(tmp_path / run / "probe", total=8, writers=1)
+        assert done == ["synced", "dropped", "read"]
 
 
 def test_a_measurement_is_not_taken_for_one_that_was_killed(

@@ -331,3 +331,25 @@ def test_the_size_of_a_blocks_weights_is_that_of_what_each_rank_counts(
         master.fill_(3.0 if group.rule == "matrix" else 100.0)
     monkeypatch.setattr(weights, "_counts", lambda group: group.rule == "matrix")
     assert weights.root_mean_squares(4).tolist() == pytest.approx([3.0] * 4)
+
+
+@pytest.mark.parametrize(("overlap", "limit"), [(True, 1), (False, 0)])
+def test_one_sum_of_sharded_gradients_runs_beside_the_backward_where_sums_overlap_it(
+    overlap: bool, limit: int
+) -> None:
+    weights = model_of(parallel=ParallelSection(overlap=overlap)).weights
+    assert len({id(group._in_flight) for group in weights._groups}) == 1, "of all groups together"
+    assert weights._groups[0]._in_flight._limit == limit
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+def test_gradients_that_were_spoilt_are_no_numbers_and_their_padding_stays_zero(offload: str) -> None:
+    weights = model_of(replace(LLAMA, layers=1), parallel=ParallelSection(offload=offload)).weights
+    for flat in (*weights.reduced_gradient, *weights.gradient):
+        flat.zero_()
+    weights.spoil_gradients()
+    for group, *both in zip(weights.layouts, weights.reduced_gradient, weights.gradient, strict=True):
+        for flat in both:
+            assert int(torch.isnan(flat).sum()) == len(group.held) - group.padding
+    facts = weights.examine(limit=0.0, unscale=1.0)
+    assert not bool(facts.applies)

@@ -9,9 +9,9 @@ import pytest
 
 from bloomery.config.elastic import ElasticSection
 from bloomery.config.load import load_recipe
-from bloomery.plan.hardware import load_hardware
+from bloomery.plan.hardware import SiteLink, load_hardware
 from bloomery.plan.overview import Plan, make_plan
-from bloomery.plan.peer_round import outer_memory_bytes
+from bloomery.plan.peer_round import outer_memory_bytes, plan_round
 from bloomery.plan.request import Request
 
 A100 = load_hardware("a100-80g")
@@ -96,3 +96,12 @@ def test_milestones_of_samples_come_at_each_peers_part_of_them() -> None:
     assert told["full batch of 8"] == (10, 80) and told["micro-batch becomes 2"] == (11, 96)
     assert told["epoch 1 ends"] == (15, 160) and told["epoch 2 ends"] == (25, 320)
     assert plan.whole.samples == 6400
+
+
+@pytest.mark.parametrize(("average", "kept", "apart"), [("weights", 8.0, 4.0), ("gradients", 0.0, 0.0)])
+def test_a_newcomer_needs_a_copy_of_all_and_the_weights_apart_where_weights_are_averaged(
+    average: str, kept: float, apart: float
+) -> None:
+    elastic = ElasticSection(inner_steps=1, peers=2, codec="fp32", average=average)
+    told = plan_round(elastic, SiteLink(), parameters=1000, step_s=1.0, state_bytes=12_000.0)
+    assert told.host_bytes == 1000 * kept and told.copy_bytes == 12_000.0 + 1000 * (kept + apart)

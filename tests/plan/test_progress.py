@@ -166,6 +166,7 @@ def test_a_number_of_accelerators_divides_the_batch_where_it_gives_whole_micro_b
     found = {one.accelerators: one for one in at_other_scales(request, plan, 2_048, 10.0)}
     assert [count for count, one in found.items() if one.days_left is not None] == [512, 1_024]
     assert {found[count].note for count in (4_096, 8_192)} == {"does not divide the batch"}
+    assert {found[count].note for count in (512, 1_024)} == {"once the full batch is reached"}
     whole = [one.accelerators for one in at_other_scales(request, plan, 20, 10.0)]
     assert whole == [40, 80], "10 accelerators hold no whole number of replicas"
 

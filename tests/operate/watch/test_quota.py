@@ -183,3 +183,10 @@ def test_nobody_limits_root_and_a_number_without_a_name_is_told_as_it_is(
     monkeypatch.setattr(os, "geteuid", lambda: user)
     monkeypatch.setattr(Path, "stat", lambda self: SimpleNamespace(st_gid=group))
     assert list(quota._owners(tmp_path)) == owners
+
+
+def test_a_directory_that_is_gone_for_a_moment_has_no_group_and_its_user_still(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 61235)
+    assert list(quota._owners(tmp_path / "gone")) == [("-u", "61235", 61235)]
