@@ -9,10 +9,19 @@ import pytest
 import torch
 from torch import nn
 
+from bloomery.config.model import ModelSection
 from bloomery.config.optim import OptimSection
+from bloomery.model.decoder import build
 from bloomery.optim.groups import ParameterPiece, lay_out
 from bloomery.parallel.axis import Axis, PendingCollective
-from bloomery.parallel.flat import FlatGroup, ReductionsInFlight, TiedHead, WeightStorage, gather_around
+from bloomery.parallel.flat import (
+    FlatGroup,
+    ReductionsInFlight,
+    TiedHead,
+    WeightStorage,
+    gather_around,
+    tied_head_of,
+)
 from bloomery.parallel.gradient_buckets import GradientBuckets, _buckets_of
 from bloomery.parallel.mesh import Mesh
 
@@ -445,3 +454,17 @@ def test_masters_are_rounded_into_the_own_shard_and_then_gathered_from_all_ranks
     alone.set_working_dtype(torch.float32)
     alone.copy_masters_to_working()
     assert len(calls) == 1 and alone.working is alone.master
+
+
+@pytest.mark.parametrize(
+    ("tied", "stages", "has_own"), [(True, 1, True), (False, 1, False), (True, 2, False)]
+)
+def test_only_a_tied_head_beside_its_embedding_has_a_parameter_of_its_own(
+    tied: bool, stages: int, has_own: bool
+) -> None:
+    section = ModelSection(layers=2, hidden=8, heads=2, ffn=8, tied=tied)
+    mesh = Mesh(device=CPU, pipeline=Axis(ranks=tuple(range(stages))))
+    decoder = build(section, vocabulary=11, sequence_length=4)
+    found = tied_head_of(decoder, mesh, lambda parameter: None)
+    assert isinstance(found, TiedHead) is has_own
+    assert tied_head_of(nn.Linear(2, 2), mesh, lambda parameter: None) is None

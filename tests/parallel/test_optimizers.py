@@ -251,3 +251,11 @@ def test_muon_multiplies_where_the_masters_are_and_limits_lie_where_gradients_ar
     assert asked == [torch.device("cpu")], "offloaded masters are updated there"
     assert {tensor.device for tensor in limits} == {torch.device("meta")}
     assert (len(SHAPES),) in {tuple(tensor.shape) for tensor in limits}, "a reference for each tensor"
+
+
+@pytest.mark.parametrize(("scale", "left"), [(4.0, 2.0), (2.0, 1.0), (1.0, 1.0)])
+def test_an_overflow_halves_the_loss_scale_down_to_one(scale: float, left: float) -> None:
+    made = LossScale(torch.device("cpu"))
+    made.scale.fill_(scale)
+    made.update(torch.tensor(False))
+    assert float(made.scale) == left

@@ -10,10 +10,12 @@ import pytest
 from bloomery.config.load import load_recipe
 from bloomery.plan import overview
 from bloomery.plan.hardware import SiteLink, load_hardware
+from bloomery.plan.layout import bubble_share
 from bloomery.plan.overview import Plan, make_plan
 from bloomery.plan.peer_round import average_error, codec_of_partial_sums, outer_memory_bytes, plan_round
 from bloomery.plan.request import Request
 from bloomery.plan.schedule import consumed_at_end, phase_at, steps_of_peer
+from bloomery.plan.step_time import step_traffic
 from bloomery.plan.timeline import ramp_up_cost, seconds_at_step, step_at_sample, total_seconds
 
 A100 = load_hardware("a100-80g")
@@ -84,6 +86,18 @@ def test_speeds_are_those_of_the_full_batch_and_shares_of_the_peak() -> None:
     slow, quick = speed.model_teraflops_range
     assert (slow, quick) == pytest.approx((speed.model_teraflops / 1.2, speed.model_teraflops / 0.83))
     assert speed.hardware_teraflops_range[0] == pytest.approx(speed.hardware_teraflops / 1.2)
+
+
+def test_bubble_and_traffic_are_those_of_the_full_batch_too() -> None:
+    ramp_up = ("train.global_batch=16", "train.ramp_up=[4,4,80]", "train.micro_batch=1")
+    split = ("optim.name=adamw", "parallel.pipeline=2", "parallel.tensor=2", "train.recompute=full")
+    plan = planned(*ramp_up, *split, "train.micro_batch_changes=[[40,2]]", gpus=8)
+    draft, (first, *_, last) = plan.draft, plan.draft.course
+    assert (first.micro_batches, last.micro_batches) == (2, 4)
+    assert plan.speed.bubble_share == bubble_share(draft.work.layout, 4) == pytest.approx(1 / 5)
+    assert plan.speed.step_s == last.step.seconds != first.step.seconds
+    sent = step_traffic(draft.work, draft.parameters, draft.stages, micro_batches=4, recompute="full")
+    assert plan.traffic == sent and draft.work.micro_batch == 2
 
 
 def test_the_worst_stage_is_the_one_that_needs_most() -> None:

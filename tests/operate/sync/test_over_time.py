@@ -17,7 +17,7 @@ from bloomery.events.run_directory import RunDirectory
 from bloomery.objects import ObjectStat
 from bloomery.operate.dashboard.growing_file import GrowingFile
 from bloomery.operate.sync import keeper, published
-from bloomery.operate.sync.keeper import SyncKeeper
+from bloomery.operate.sync.keeper import SyncKeeper, SyncTurn
 from bloomery.operate.sync.mirror import RunMirror
 from bloomery.operate.sync.run_sync import RunSync
 from bloomery.operate.sync.tail import RunTail
@@ -161,3 +161,15 @@ def test_a_disk_that_refuses_what_is_fetched_is_told(tmp_path: Path, monkeypatch
     monkeypatch.setattr(durable, "write_whole", refuse)
     with pytest.raises(StorageError, match="Writing what was fetched"):
         RunMirror(place, tmp_path / "m").fetch()
+
+
+@pytest.mark.parametrize("call", ["os.open", "bloomery.durable.try_lock"])
+def test_where_there_are_no_locks_each_sync_sends_the_logs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    def refuse(*given: Any) -> Any:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(call, refuse)
+    turns = [SyncTurn(RunDirectory(tmp_path)) for _ in range(2)]
+    assert [turn.is_ours() for turn in turns] == [True, True]
