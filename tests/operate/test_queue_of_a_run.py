@@ -298,6 +298,7 @@ def test_a_run_that_is_submitted_again_may_lie_in_the_home_directory(
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     assert submission_of("~/a", [], nproc=None).recipe == str(tmp_path / "a")
+    assert submission_of("a", [], nproc=None).recipe == str(tmp_path / "a")
     assert submission_of("demo", [], nproc=None).recipe == "demo", "a shipped recipe goes before a run"
 
 
@@ -403,3 +404,20 @@ def test_a_submission_that_a_disk_refuses_is_told_and_hides_nothing_that_the_sch
         raise SchedulerError("no such partition")
     with pytest.raises(StorageError, match="Keeping the submission"):
         keep_submission(run, first)
+
+
+def test_a_run_that_is_named_from_here_is_the_same_to_its_jobs_and_its_scheduler(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(run.path.parent)
+    here, asked = RunDirectory(Path(run.path.name)), list[Any]()
+    scheduler = Queue()
+    monkeypatch.setattr(scheduler, "jobs", lambda *, name, run: asked.append((name, run)) or [])
+    monkeypatch.setattr(submission, "scheduler_of", lambda section, path: asked.append(path) or scheduler)
+    kept = submission_of("demo", ["submit.keep_queued=1"], nproc=None)
+    assert jobs_of_run(here, kept.load().recipe) == ([], "")
+    assert top_up(scheduler, kept, kept.load(), here) == ["101"]
+    assert asked == [run.path, ("demo", run.path), ("demo", run.path)]
+    (request,) = scheduler.requests
+    assert request.run == run.path and request.top_up[-1] == str(run.path)
+    assert request.command[-2:] == (str(run.path), "--supervise")
