@@ -158,6 +158,14 @@ def test_a_silent_process_is_noticed_within_ten_seconds_and_named() -> None:
     assert standstill is not None and (standstill.kind, standstill.silent) == ("silent", (2,))
 
 
+def test_all_ranks_that_are_silent_are_named_in_their_order() -> None:
+    ranks = {rank: beat(rank, RankActivity.REDUCING) for rank in (3, 1, 0, 2)}
+    sights = observe_ranks({}, ranks, now=0.0)
+    sights = observe_ranks(sights, {0: replace(ranks[0], time=7.0)}, now=7.0)
+    standstill = judged(sights, 7.0)
+    assert standstill is not None and (standstill.kind, standstill.silent) == ("silent", (1, 2, 3))
+
+
 def test_a_silent_rank_that_nobody_waits_for_is_left_alone() -> None:
     sights = written(sights_of(*(beat(rank, RankActivity.COMPUTING) for rank in range(2))), 30.0, silent=1)
     moving = observe_ranks(sights, {0: replace(sights[0].beat, moves=5)}, now=30.0)

@@ -12,6 +12,7 @@ from bloomery.plan import overview
 from bloomery.plan.hardware import SiteLink, load_hardware
 from bloomery.plan.layout import bubble_share
 from bloomery.plan.overview import Plan, make_plan
+from bloomery.plan.parameters import token_cost
 from bloomery.plan.peer_round import average_error, codec_of_partial_sums, outer_memory_bytes, plan_round
 from bloomery.plan.request import Request
 from bloomery.plan.schedule import consumed_at_end, phase_at, steps_of_peer
@@ -52,6 +53,11 @@ def test_a_run_that_evaluates_not_at_all_or_not_at_its_end() -> None:
         for value in ("true", "false")
     )
     assert without == pytest.approx(3 / 4 * at_end)
+    again = planned(*STEPS, "evaluate.every_steps=300", "evaluate.samples=50", "train.recompute=full")
+    costs = token_cost(again.draft.work.model, vocabulary=again.draft.work.vocabulary, sequence_length=512,
+                       recompute="full")  # fmt: skip
+    sample_s = again.draft.course[-1].step.seconds / 4 * (costs.model / 3) / costs.hardware
+    assert again.whole.evaluation_hours == pytest.approx((3 + 1) * 50 * sample_s / 3600)
 
 
 def test_energy_and_cost_are_those_of_all_accelerators_hours() -> None:

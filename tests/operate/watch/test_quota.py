@@ -123,10 +123,14 @@ def test_a_save_that_no_quota_has_room_for_is_told() -> None:
         quotas=[
             WatchedQuota(owner="user ann", left=left, forecast=DiskForecast(what="inodes", full_in_s=60.0)),
             WatchedQuota(owner="group llm", left=left._replace(free_bytes=-1), forecast=None),
+            WatchedQuota(owner="group all", left=left, forecast=DiskForecast(what="space", full_in_s=60.0)),
         ],
     )
     said = {condition.kind: condition.line for condition in conditions_of(seen, WatchLimits())}
-    assert set(said) == {"no quota for a save (user ann)", "quota files (user ann)"}
+    assert list(said) == [
+        "no quota for a save (user ann)", "quota files (user ann)",
+        "no quota for a save (group all)", "quota space (group all)",
+    ]  # fmt: skip
     assert "2.00 GiB, 1.00 GiB left" in said["no quota for a save (user ann)"]
 
 
