@@ -10,7 +10,8 @@ import pytest
 from bloomery.config.elastic import ElasticSection
 from bloomery.config.load import load_recipe
 from bloomery.plan.hardware import SiteLink, load_hardware
-from bloomery.plan.overview import Plan, make_plan
+from bloomery.plan.layout import Layout
+from bloomery.plan.overview import Plan, base_workload, make_plan
 from bloomery.plan.peer_round import outer_memory_bytes, plan_round
 from bloomery.plan.request import Request
 
@@ -105,3 +106,17 @@ def test_a_newcomer_needs_a_copy_of_all_and_the_weights_apart_where_weights_are_
     elastic = ElasticSection(inner_steps=1, peers=2, codec="fp32", average=average)
     told = plan_round(elastic, SiteLink(), parameters=1000, step_s=1.0, state_bytes=12_000.0)
     assert told.host_bytes == 1000 * kept and told.copy_bytes == 12_000.0 + 1000 * (kept + apart)
+
+
+@pytest.mark.parametrize(("optimizer", "iterations"), [("muon", 7), ("adamw", 0)])
+@pytest.mark.parametrize("masks", ["true", "false"])
+def test_the_work_of_a_run_is_that_of_its_recipe(optimizer: str, iterations: int, masks: str) -> None:
+    settings = [f"optim.name={optimizer}", "optim.muon_iterations=7", f"data.mask_documents={masks}"]
+    settings += ["train.micro_batch=2", "train.micro_batch_changes=[[64,4]]", "train.precision=bf16"]
+    loaded = load_recipe("demo", [*settings, "train.global_batch=64", "data.sequence_length=96"])
+    work = base_workload(Request(loaded=loaded, hardware=A100, accelerators=1), Layout(data=1))
+    recipe = loaded.recipe
+    assert (work.model, work.vocabulary) == (recipe.model, recipe.data.tokenizer_vocabulary)
+    assert (work.sequence_length, work.micro_batch, work.precision) == (96, 2, "bf16"), "of the first phase"
+    assert (work.muon_iterations, work.masks_documents) == (iterations, masks == "true")
+    assert (work.layout, work.hardware) == (Layout(data=1), A100)
