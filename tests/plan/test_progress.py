@@ -125,6 +125,9 @@ def test_what_is_left_follows_from_the_measured_speed(run):
     assert found.consumed_samples == 10_698_064
     assert found.step == 29_020
     assert found.step_s == 22.3
+    assert (found.model_teraflops, found.hardware_teraflops, found.mfu) == (30.0, 40.0, 0.24)
+    assert (found.samples_per_s, found.tokens_per_s) == pytest.approx((1024 / 22.3, 1024 * 2048 / 22.3))
+    assert (found.hardware, found.run, found.hours_per_day) == ("v100-32g", str(run), 20)
     left = 146_484_375 - 10_698_064
     assert found.days_left == pytest.approx(left / (1024 / 22.3) / 3600 / 20)
     assert found.consumed_tokens == found.consumed_samples * 2048
