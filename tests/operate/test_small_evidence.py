@@ -185,6 +185,15 @@ def test_what_was_written_is_dropped_from_memory_before_it_is_read_again(
         assert done == ["synced", "dropped", "read"]
 
 
+def test_a_save_takes_until_all_is_written_and_a_load_from_then_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter([10.0, 13.0, 18.0])
+    monkeypatch.setattr(storage_probe, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    times = measure_storage(tmp_path / "probe", total=8, writers=2)
+    assert (times.save_s, times.load_s) == (3.0, 5.0)
+
+
 def test_a_measurement_is_not_taken_for_one_that_was_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

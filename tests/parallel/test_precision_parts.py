@@ -353,3 +353,21 @@ def test_gradients_that_were_spoilt_are_no_numbers_and_their_padding_stays_zero(
             assert int(torch.isnan(flat).sum()) == len(group.held) - group.padding
     facts = weights.examine(limit=0.0, unscale=1.0)
     assert not bool(facts.applies)
+
+
+def test_each_tensor_has_its_own_norm_and_factor_in_the_order_of_their_names() -> None:
+    weights = model_of(replace(LLAMA, layers=2)).weights
+    sizes = dict.fromkeys(weights.names, 0)
+    held = {name: list[torch.Tensor]() for name in weights.names}
+    for group, gradient in zip(weights.layouts, weights.gradient, strict=True):
+        for place in group.held_logical():
+            sizes[place.name] += place.numel
+            held[place.name].append(gradient[place.start : place.start + place.numel])
+    for number, parts in enumerate(held.values(), 1):
+        for part in parts:
+            part.fill_(float(number))
+    norms = [number * size**0.5 for number, size in enumerate(sizes.values(), 1)]
+    assert weights.norms_by_tensor().tolist() == pytest.approx(norms)
+    weights.scale_gradients(torch.arange(float(len(held))))
+    for number, parts in enumerate(held.values()):
+        assert parts and all((part == number * (number + 1)).all() for part in parts)
