@@ -200,14 +200,20 @@ def test_muon_multiplies_in_bf16_where_the_run_does_and_the_device_can(
     precision: str, has_units: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[Any] = []
+    matrices: list[Any] = []
     monkeypatch.setattr(optimizers_module, "multiplies_bf16", lambda device: has_units)
     monkeypatch.setattr(
-        optimizers_module, "FlatMuon", lambda *told, **more: given.append(more) or SimpleNamespace()
+        optimizers_module,
+        "FlatMuon",
+        lambda *told, **more: given.append(more) or matrices.extend(told[2]) or SimpleNamespace(),
     )
     optim = OptimSection(
         name="muon", learning_rate=0.1, muon_momentum=0.8, weight_decay=0.3, muon_iterations=4
     )
-    Optimizers(model_of(optim=optim).weights, optim, precision=precision)
+    weights = model_of(optim=optim).weights
+    Optimizers(weights, optim, precision=precision)
+    own = {name for name in weights.names if "blocks" in name and "norm" not in name}
+    assert {place.name for place in matrices} == own, "of what is fused each by itself"
     assert given == [{"momentum": 0.8, "weight_decay": 0.3, "iterations": 4, "matmul_dtype": dtype}]
 
 
@@ -355,8 +361,9 @@ def test_gradients_that_were_spoilt_are_no_numbers_and_their_padding_stays_zero(
     assert not bool(facts.applies)
 
 
-def test_each_tensor_has_its_own_norm_and_factor_in_the_order_of_their_names() -> None:
-    weights = model_of(replace(LLAMA, layers=2)).weights
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+def test_each_tensor_has_its_own_norm_and_factor_in_the_order_of_their_names(offload: str) -> None:
+    weights = model_of(replace(LLAMA, layers=2), parallel=ParallelSection(offload=offload)).weights
     sizes = dict.fromkeys(weights.names, 0)
     held = {name: list[torch.Tensor]() for name in weights.names}
     for group, gradient in zip(weights.layouts, weights.gradient, strict=True):

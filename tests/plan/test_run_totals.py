@@ -61,7 +61,9 @@ def test_a_run_that_evaluates_not_at_all_or_not_at_its_end() -> None:
 
 
 def test_energy_and_cost_are_those_of_all_accelerators_hours() -> None:
-    operation = replace(A100.operation, price_per_accelerator_hour=2.5, power_usage_effectiveness=1.5)
+    operation = replace(
+        A100.operation, price_per_accelerator_hour=2.5, power_usage_effectiveness=1.5, currency="EUR"
+    )
     accelerator = replace(A100.accelerator, power_w=400.0)
     node = replace(A100.node, accelerators=8, overhead_power_w=1600.0)
     machine = replace(A100, operation=operation, accelerator=accelerator, node=node)
@@ -70,7 +72,7 @@ def test_energy_and_cost_are_those_of_all_accelerators_hours() -> None:
     whole = make_plan(request).whole
     assert whole.accelerator_hours == pytest.approx(4 * 24 * whole.days)
     assert whole.energy_mwh == pytest.approx(whole.accelerator_hours * (400 + 200) * 1.5 / 1e6)
-    assert whole.cost == pytest.approx(2.5 * whole.accelerator_hours)
+    assert whole.cost == pytest.approx(2.5 * whole.accelerator_hours) and whole.currency == "EUR"
     asked = make_plan(replace(request, price_per_accelerator_hour=7.0)).whole
     assert asked.cost == pytest.approx(7.0 * whole.accelerator_hours)
     assert make_plan(replace(request, price_per_accelerator_hour=0.0)).whole.cost is None
