@@ -211,6 +211,8 @@ def test_a_rank_moves_by_its_step_or_its_count_of_moves_and_begins_anew_with_its
         ({"first_s": {"building the model": 4.0}}, "building the model", {}, 480.0),
         ({"first_s": {COMPUTING: 9.0}}, "evaluating", {}, 90.0),
         ({"longest_s": {COMPUTING: 2.0}}, COMPUTING, {"least_s": 4.0}, 6.0),
+        ({"first_s": {COMPUTING: 4.0}}, COMPUTING, {"first_s": 70.0}, 70.0),
+        ({"first_s": {COMPUTING: 1.0}}, "evaluating", {"evaluation_s": 50.0}, 50.0),
     ],
 )
 def test_what_a_rank_does_says_how_long_it_may_stand(
