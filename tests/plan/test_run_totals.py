@@ -60,6 +60,14 @@ def test_a_run_that_evaluates_not_at_all_or_not_at_its_end() -> None:
     assert again.whole.evaluation_hours == pytest.approx((3 + 1) * 50 * sample_s / 3600)
 
 
+def test_held_out_samples_take_as_long_as_those_of_the_full_batch() -> None:
+    ramp_up = ("train.global_batch=32", "train.ramp_up=[4,4,80]", "train.micro_batch=4")
+    plan = planned("optim.name=adamw", *ramp_up, "evaluate.every_steps=10", "evaluate.samples=50", gpus=1)
+    first, last = plan.draft.course[0].step.seconds / 4, plan.draft.course[-1].step.seconds / 32
+    times = plan.whole.steps // 10 + 1
+    assert plan.whole.evaluation_hours == pytest.approx(times * 50 * last / 3 / 3600) and first > 1.1 * last
+
+
 def test_energy_and_cost_are_those_of_all_accelerators_hours() -> None:
     operation = replace(
         A100.operation, price_per_accelerator_hour=2.5, power_usage_effectiveness=1.5, currency="EUR"
