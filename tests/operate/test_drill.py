@@ -130,6 +130,14 @@ def test_a_quick_evaluation_is_given_as_long_as_anything_else() -> None:
     assert table["hang in evaluating"] == StandstillLimits().least_s
 
 
+def test_each_time_out_has_the_limit_of_its_own() -> None:
+    limits = StandstillLimits(first_s=70.0, evaluation_s=50.0, ending_s=90.0, silence_s=8.0, compile_s=200.0)
+    table = {row.name: row.seconds for row in run_timeouts({0: beat(computing=1.0)}, limits=limits)}
+    assert (table["hang in first eager turns"], table["hang in evaluating"]) == (70.0, 50.0)
+    assert (table["hang at the end"], table["silence of a process"]) == (90.0, 8.0)
+    assert table["hang in a compiling step"] == 200.0
+
+
 def test_the_tables_fit_the_terminal(tmp_path: Path) -> None:
     rundir = RunDirectory(tmp_path / "run")
     rundir.create()

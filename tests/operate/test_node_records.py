@@ -144,6 +144,9 @@ def test_free_is_what_this_user_may_take_of_a_file_system(
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(**{**vars(FILE_SYSTEM), "f_files": 0}))
     assert gather_facts(tmp_path, host="n1").inodes is None
 
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(**{**vars(FILE_SYSTEM), "f_blocks": 0}))
+    assert share_log.free_share(tmp_path) is None, "a file system that counts no blocks"
+
     def gone(path: Path) -> None:
         raise FileNotFoundError
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -16,6 +17,7 @@ from bloomery.events.shared_memory import shared_memory_space
 from bloomery.operate.node_shm import NodeShm, shm_of_nodes, shm_warning
 from bloomery.operate.run_state import RunObservation
 from bloomery.operate.standstill import RankObservation
+from bloomery.operate.watch.observe import RunObserver
 
 NOW = 1e9
 
@@ -96,3 +98,12 @@ def test_a_run_with_a_node_whose_space_is_nearly_used_up_is_told_by_status_and_b
     assert told["shm"][1] == {"host": "n2", "free_bytes": gib // 2, "total_bytes": 8 * gib}
     assert main(["watch", str(run.path), "--once"]) == 1
     assert "[mine] new: node shm: /dev/shm is nearly full on n2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("is_here", [True, False])
+def test_a_watcher_tells_of_its_own_machine_where_no_rank_does(tmp_path: Path, is_here: bool) -> None:
+    run, now = RunDirectory(tmp_path / "mine").create(), time.time()
+    host = os.uname().nodename if is_here else "elsewhere"
+    run.heartbeat().write_text(json.dumps(asdict(of(host, 60, time=now, since=now, activity="evaluating"))))
+    seen = RunObserver(run).observe(now=now)
+    assert seen.shm == (node(host, 60),) and (seen.shm_used is None) is is_here

@@ -15,7 +15,7 @@ from bloomery.cli.submit import run as submit_command
 from bloomery.config.load import load_recipe
 from bloomery.config.parallel import ParallelSection
 from bloomery.config.submit import SubmitSection
-from bloomery.errors import BloomeryError, TrainingFailed
+from bloomery.errors import BloomeryError, StorageError, TrainingFailed
 from bloomery.events.journal import read_journal
 from bloomery.events.run_directory import RunDirectory
 from bloomery.operate import submission
@@ -298,6 +298,7 @@ def test_a_run_that_is_submitted_again_may_lie_in_the_home_directory(
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     assert submission_of("~/a", [], nproc=None).recipe == str(tmp_path / "a")
+    assert submission_of("a", [], nproc=None).recipe == str(tmp_path / "a")
     assert submission_of("demo", [], nproc=None).recipe == "demo", "a shipped recipe goes before a run"
 
 
@@ -375,3 +376,48 @@ def test_the_job_of_a_peer_has_one_node_and_no_spare(nodes: int, spares: int, is
         return
     with pytest.raises(SchedulerError, match="A peer runs on one machine"):
         check_submittable(loaded, overrides=settings)
+
+
+def test_a_record_that_cannot_be_written_hides_no_job_that_was_cancelled(
+    run: RunDirectory, caplog: pytest.LogCaptureFixture
+) -> None:
+    note_cancelled(run, ["7"])
+    (event,) = read_journal(run.operations)
+    assert event["jobs"] == ["7"], "a run that has begun gets its first record"
+    run.operations.unlink()
+    run.operations.mkdir()
+    note_cancelled(run, ["8"])
+    assert len(caplog.records) == 1
+
+
+def test_a_submission_that_a_disk_refuses_is_told_and_hides_nothing_that_the_scheduler_says(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = (Submission(recipe="demo", overrides=(word,), directory="/") for word in ("a=1", "b=2"))
+    keep_submission(run, first)
+
+    def refuse(path: Path, text: str | bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(SchedulerError, match="no such partition"), kept_if_queued(run, second):
+        monkeypatch.setattr(submission.durable, "write_whole", refuse)
+        raise SchedulerError("no such partition")
+    with pytest.raises(StorageError, match="Keeping the submission"):
+        keep_submission(run, first)
+
+
+def test_a_run_that_is_named_from_here_is_the_same_to_its_jobs_and_its_scheduler(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(run.path.parent)
+    here, asked = RunDirectory(Path(run.path.name)), list[Any]()
+    scheduler = Queue()
+    monkeypatch.setattr(scheduler, "jobs", lambda *, name, run: asked.append((name, run)) or [])
+    monkeypatch.setattr(submission, "scheduler_of", lambda section, path: asked.append(path) or scheduler)
+    kept = submission_of("demo", ["submit.keep_queued=1"], nproc=None)
+    assert jobs_of_run(here, kept.load().recipe) == ([], "")
+    assert top_up(scheduler, kept, kept.load(), here) == ["101"]
+    assert asked == [run.path, ("demo", run.path), ("demo", run.path)]
+    (request,) = scheduler.requests
+    assert request.run == run.path and request.top_up[-1] == str(run.path)
+    assert request.command[-2:] == (str(run.path), "--supervise")

@@ -140,10 +140,22 @@ def test_children_and_the_flight_of_a_rank_are_told_where_they_say_something(
     monkeypatch.setattr(share_log, "descendants", lambda pid: [pid + 1, pid + 2])
     monkeypatch.setattr(share_log, "read_flight", read)
     run = RunDirectory(tmp_path)
-    share = ShareLog(run, ranks=range(4, 5), host="node0")
-    share.started({4: 70})
+    share = ShareLog(run, ranks=range(4, 6), host="node0")
+    share.started({4: 70, 5: 80})
     share.note_children()
-    share.ended({4: 1}, killed=())
+    share.ended({5: 1, 4: 1}, killed=())
+    ends = share.ends(attempt="")
+    assert [end.children for end in ends] == ([(71, 72), (81, 82)] if is_comparable else [None, None])
+    assert asked == [(run.path / "stacks", rank) for rank in (4, 5)]
+    assert [end.flight for end in ends] == [{"0": (7, "all_reduce")}] * 2
+
+
+def test_of_lines_that_no_log_took_the_last_two_hundred_are_told_behind_what_it_took(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path).create()
+    share = ShareLog(run, ranks=range(1), host="node0")
+    run.log(host="node0", rank=0).write_text("in the log\n")
+    for number in range(250):
+        share.unlogged(0, f"{number}\n")
+    share.ended({0: 1}, killed=())
     (end,) = share.ends(attempt="")
-    assert end.children == ((71, 72) if is_comparable else None)
-    assert asked == [(run.path / "stacks", 4)] and end.flight == {"0": (7, "all_reduce")}
+    assert end.log.splitlines() == ["in the log", *(str(number) for number in range(50, 250))]

@@ -178,8 +178,20 @@ def test_what_was_written_is_dropped_from_memory_before_it_is_read_again(
     monkeypatch.setattr(os, "posix_fadvise", advise)
     monkeypatch.setattr(durable, "sync_file", lambda file: done.append("synced") or sync(file))
     monkeypatch.setattr(storage_probe, "_read", lambda path: done.append("read") or read(path))
-    measure_storage(tmp_path / "probe", total=8, writers=1)
-    assert done == ["synced", "dropped", "read"]
+    (tmp_path / "left" / "probe").mkdir(parents=True)  # of a measurement that was killed
+    for run in ("new", "left"):
+        done.clear()
+        measure_storage(tmp_path / run / "probe", total=8, writers=1)
+        assert done == ["synced", "dropped", "read"]
+
+
+def test_a_save_takes_until_all_is_written_and_a_load_from_then_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter([10.0, 13.0, 18.0])
+    monkeypatch.setattr(storage_probe, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    times = measure_storage(tmp_path / "probe", total=8, writers=2)
+    assert (times.save_s, times.load_s) == (3.0, 5.0)
 
 
 def test_a_measurement_is_not_taken_for_one_that_was_killed(

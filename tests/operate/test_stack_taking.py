@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -191,3 +192,14 @@ def test_at_most_sixty_four_frames_are_kept() -> None:
     assert [frame.line for frame in whole] == list(range(64))
     before = '  File "/x", line 5 in f\n'
     assert parse_faulthandler(before) == (), "it belongs to no thread"
+
+
+def test_all_ranks_of_a_machine_have_eight_seconds_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = count(100.0)
+    deadlines: list[float] = []
+    monkeypatch.setattr(stacks, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(stacks, "process_state", lambda pid: "S")
+    monkeypatch.setattr(stacks, "_by_pyspy", lambda pid, deadline: deadlines.append(deadline) or ())
+    monkeypatch.setattr(stacks, "_by_signal", lambda beat, deadline: deadlines.append(deadline) or (FRAME,))
+    taken = take_stacks({rank: RankBeat(rank=rank, pid=rank) for rank in range(10)})
+    assert sorted(taken) == list(range(10)) and deadlines == [108.0] * 20

@@ -158,6 +158,14 @@ def test_a_silent_process_is_noticed_within_ten_seconds_and_named() -> None:
     assert standstill is not None and (standstill.kind, standstill.silent) == ("silent", (2,))
 
 
+def test_all_ranks_that_are_silent_are_named_in_their_order() -> None:
+    ranks = {rank: beat(rank, RankActivity.REDUCING) for rank in (3, 1, 0, 2)}
+    sights = observe_ranks({}, ranks, now=0.0)
+    sights = observe_ranks(sights, {0: replace(ranks[0], time=7.0)}, now=7.0)
+    standstill = judged(sights, 7.0)
+    assert standstill is not None and (standstill.kind, standstill.silent) == ("silent", (1, 2, 3))
+
+
 def test_a_silent_rank_that_nobody_waits_for_is_left_alone() -> None:
     sights = written(sights_of(*(beat(rank, RankActivity.COMPUTING) for rank in range(2))), 30.0, silent=1)
     moving = observe_ranks(sights, {0: replace(sights[0].beat, moves=5)}, now=30.0)
@@ -203,6 +211,8 @@ def test_a_rank_moves_by_its_step_or_its_count_of_moves_and_begins_anew_with_its
         ({"first_s": {"building the model": 4.0}}, "building the model", {}, 480.0),
         ({"first_s": {COMPUTING: 9.0}}, "evaluating", {}, 90.0),
         ({"longest_s": {COMPUTING: 2.0}}, COMPUTING, {"least_s": 4.0}, 6.0),
+        ({"first_s": {COMPUTING: 4.0}}, COMPUTING, {"first_s": 70.0}, 70.0),
+        ({"first_s": {COMPUTING: 1.0}}, "evaluating", {"evaluation_s": 50.0}, 50.0),
     ],
 )
 def test_what_a_rank_does_says_how_long_it_may_stand(

@@ -309,3 +309,19 @@ def test_what_the_launcher_saw_of_its_ranks_is_evidence(run: RunDirectory) -> No
     assert (first.rank, first.host, first.pid, first.status, first.is_killed_here) == (0, "n0", 70, -9, True)
     assert (second.rank, second.pid, second.status, second.is_killed_here) == (1, 71, 1, False)
     assert "No space left" in second.log and "No space left" not in first.log
+
+
+def test_ranks_that_fell_silent_are_suspects_of_a_standstill(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for rank in range(3):
+        beat = RankBeat(rank=rank, world=3, host="n0", activity=RankActivity.REDUCING, attempt="now")
+        run.heartbeat(rank=rank).write_text(json.dumps(asdict(beat)))
+    monkeypatch.setattr(supervise_module, "take_stacks", lambda beats: dict[int, RankStack]())
+    monkeypatch.setattr(supervise_module, "_POLL_S", 60.0)
+    watch = AttemptWatch(run, world=3, host="n0", name="now", limits=StandstillLimits(), measured_s={})
+    silent = Standstill(kind="silent", silent=(2,), still_s=30.0, allowed_s=10.0)
+    monkeypatch.setattr(watch._progress, "look", lambda beats, measured_s: silent)
+    watch._look()
+    watch.close()
+    assert watch.hang is not None and watch.hang.culprits == (2,)

@@ -111,3 +111,10 @@ def test_a_collective_that_ends_because_a_rank_is_gone_says_so_when_it_is_waited
         with pytest.raises(Exception) as failed:
             PendingCollective(works=works).wait_for_collective()
         assert type(failed.value) is raised
+
+
+def test_all_parts_of_a_collective_are_waited_for() -> None:
+    waited: list[int] = []
+    works: Any = tuple(SimpleNamespace(wait=lambda number=number: waited.append(number)) for number in (1, 2))
+    PendingCollective(works=works).wait_for_collective()
+    assert waited == [1, 2]

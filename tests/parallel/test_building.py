@@ -345,11 +345,12 @@ def test_dropout_is_addressed_by_step_sample_and_position_and_one_rank_reports_t
         return LossSums(torch.tensor(3.0), torch.tensor(2.0), torch.tensor(1.0))
 
     batch = batch_of(1, 2, 3)
-    for seed, rows in ((11, "rows"), (None, None)):
+    for seed, rows in ((11, "rows"), (None, None), (0, "rows")):
         sums = built._micro_batch_loss(loss, dropout_seed=seed, reports=reports)(batch, 9)
         assert [float(each) for each in sums] == ([3.0, 2.0, 1.0] if reports else [3.0, 0.0, 0.0])
         assert seen.pop() == (batch.tokens, batch.targets, None, rows)
-    assert asked == [{"seed": 11, "step": 9, "samples": batch.samples, "positions": range(3)}]
+    usual = {"step": 9, "samples": batch.samples, "positions": range(3)}
+    assert asked == [{**usual, "seed": 11}, {**usual, "seed": 0}]
 
 
 @pytest.mark.parametrize("init", ["normal", "bigram"])

@@ -12,7 +12,7 @@ from torch import nn
 from bloomery.config.optim import OptimSection
 from bloomery.optim.groups import ParameterPiece, lay_out
 from bloomery.parallel.axis import Axis, PendingCollective
-from bloomery.parallel.flat import FlatGroup, ReductionsInFlight, TiedHead, WeightStorage, gather_around
+from bloomery.parallel.flat import FlatGroup, ReductionsInFlight, WeightStorage, gather_around
 from bloomery.parallel.gradient_buckets import GradientBuckets, _buckets_of
 from bloomery.parallel.mesh import Mesh
 
@@ -324,29 +324,6 @@ def test_a_blocks_weights_are_there_for_its_forward_and_its_backward_and_its_nei
     with torch.no_grad():
         block(torch.ones(1, 2))
     assert calls == forward
-
-
-def test_a_tied_head_shares_the_embeddings_memory_and_passes_its_gradient_on() -> None:
-    embedding = SimpleNamespace(weight=nn.Parameter(torch.ones(3, 2)))
-    decoder: Any = SimpleNamespace(embedding=embedding, tied_head=())
-    taken: list[Any] = []
-
-    class Owner:
-        def accumulate(self, parameter: nn.Parameter) -> None:
-            assert parameter.grad is not None
-            taken.append((parameter, parameter.grad.tolist()))
-            parameter.grad = None
-
-    head = TiedHead(decoder, Owner().accumulate)
-    head.set_working_dtype(torch.float32)
-    assert decoder.tied_head == () and head.with_two_gradients == ()
-    embedding.weight.data = torch.full((3, 2), 2.0, dtype=torch.bfloat16)
-    head.set_working_dtype(torch.bfloat16)
-    (parameter,) = decoder.tied_head
-    assert parameter.data_ptr() == embedding.weight.data_ptr() and parameter is not embedding.weight
-    assert head.with_two_gradients == (embedding.weight,)
-    (parameter.float() * 3.0).sum().backward()
-    assert taken == [(embedding.weight, [[3.0, 3.0]] * 3)] and parameter.grad is None
 
 
 class Group:

@@ -226,3 +226,36 @@ def test_heads_are_rescaled_by_their_number_among_those_that_a_tensor_parallel_r
         [1.0] * 4,
         [1.0] * 4,
     ]
+
+
+def test_moments_counts_and_limits_belong_to_each_peer_alone() -> None:
+    optim = OptimSection(name="muon", learning_rate=0.1, clip_method="z-score", skip_outliers=6.0)
+    entries = list(Optimizers(weights_of(optim), optim).state_entries())
+    assert {entry.name.rpartition(".")[2] for entry in entries} >= {"momentum", "second_moment", "updates"}
+    assert {entry.scope for entry in entries} == {"peer"}
+
+
+def test_muon_multiplies_where_the_masters_are_and_limits_lie_where_gradients_are_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[torch.device] = []
+    monkeypatch.setattr(optimizers_module, "multiplies_bf16", lambda device: bool(asked.append(device)))
+    optim = OptimSection(name="muon", learning_rate=0.1, clip_method="tensor", skip_outliers=6.0)
+    weights = weights_of(optim)
+    weights.device = torch.device("meta")
+    limits = [
+        entry.tensor
+        for entry in Optimizers(weights, optim, precision="bf16").state_entries()
+        if "limit" in entry.name
+    ]
+    assert asked == [torch.device("cpu")], "offloaded masters are updated there"
+    assert {tensor.device for tensor in limits} == {torch.device("meta")}
+    assert (len(SHAPES),) in {tuple(tensor.shape) for tensor in limits}, "a reference for each tensor"
+
+
+@pytest.mark.parametrize(("scale", "left"), [(4.0, 2.0), (2.0, 1.0), (1.0, 1.0)])
+def test_an_overflow_halves_the_loss_scale_down_to_one(scale: float, left: float) -> None:
+    made = LossScale(torch.device("cpu"))
+    made.scale.fill_(scale)
+    made.update(torch.tensor(False))
+    assert float(made.scale) == left

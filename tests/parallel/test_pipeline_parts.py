@@ -194,13 +194,13 @@ def test_a_stage_drops_by_step_sample_and_position_and_not_in_an_evaluation(
         pipeline_module, "dropout_address", lambda **told: asked.append(told) or SimpleNamespace(rows="rows")
     )
     seen: list[Any] = []
-    for seed, step, rows in ((3, 5, "rows"), (3, None, None), (None, 5, None), (3, 0, "rows")):
+    for seed, step, rows in ((3, 5, "rows"), (3, None, None), (None, 5, None), (0, 0, "rows")):
         made = computation(seed)
         made._functions[STAGES[1]] = lambda *told: seen.append(told) or "hidden"  # type: ignore[assignment,func-returns-value]
         assert made.forward(STAGES[1], BATCH, step=step, hidden="before") == "hidden"  # type: ignore[arg-type,comparison-overlap]
         assert seen.pop() == (BATCH.tokens, BATCH.targets, BATCH.documents, rows, "before")
-    usual = {"seed": 3, "samples": BATCH.samples, "positions": range(3)}
-    assert asked == [{**usual, "step": 5}, {**usual, "step": 0}]
+    usual = {"samples": BATCH.samples, "positions": range(3)}
+    assert asked == [{**usual, "seed": 3, "step": 5}, {**usual, "seed": 0, "step": 0}]
 
 
 def test_a_stage_runs_its_blocks_and_the_last_one_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -200,14 +200,20 @@ def test_muon_multiplies_in_bf16_where_the_run_does_and_the_device_can(
     precision: str, has_units: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[Any] = []
+    matrices: list[Any] = []
     monkeypatch.setattr(optimizers_module, "multiplies_bf16", lambda device: has_units)
     monkeypatch.setattr(
-        optimizers_module, "FlatMuon", lambda *told, **more: given.append(more) or SimpleNamespace()
+        optimizers_module,
+        "FlatMuon",
+        lambda *told, **more: given.append(more) or matrices.extend(told[2]) or SimpleNamespace(),
     )
     optim = OptimSection(
         name="muon", learning_rate=0.1, muon_momentum=0.8, weight_decay=0.3, muon_iterations=4
     )
-    Optimizers(model_of(optim=optim).weights, optim, precision=precision)
+    weights = model_of(optim=optim).weights
+    Optimizers(weights, optim, precision=precision)
+    own = {name for name in weights.names if "blocks" in name and "norm" not in name}
+    assert {place.name for place in matrices} == own, "of what is fused each by itself"
     assert given == [{"momentum": 0.8, "weight_decay": 0.3, "iterations": 4, "matmul_dtype": dtype}]
 
 
@@ -331,3 +337,44 @@ def test_the_size_of_a_blocks_weights_is_that_of_what_each_rank_counts(
         master.fill_(3.0 if group.rule == "matrix" else 100.0)
     monkeypatch.setattr(weights, "_counts", lambda group: group.rule == "matrix")
     assert weights.root_mean_squares(4).tolist() == pytest.approx([3.0] * 4)
+
+
+@pytest.mark.parametrize(("overlap", "limit"), [(True, 1), (False, 0)])
+def test_one_sum_of_sharded_gradients_runs_beside_the_backward_where_sums_overlap_it(
+    overlap: bool, limit: int
+) -> None:
+    weights = model_of(parallel=ParallelSection(overlap=overlap)).weights
+    assert len({id(group._in_flight) for group in weights._groups}) == 1, "of all groups together"
+    assert weights._groups[0]._in_flight._limit == limit
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+def test_gradients_that_were_spoilt_are_no_numbers_and_their_padding_stays_zero(offload: str) -> None:
+    weights = model_of(replace(LLAMA, layers=1), parallel=ParallelSection(offload=offload)).weights
+    for flat in (*weights.reduced_gradient, *weights.gradient):
+        flat.zero_()
+    weights.spoil_gradients()
+    for group, *both in zip(weights.layouts, weights.reduced_gradient, weights.gradient, strict=True):
+        for flat in both:
+            assert int(torch.isnan(flat).sum()) == len(group.held) - group.padding
+    facts = weights.examine(limit=0.0, unscale=1.0)
+    assert not bool(facts.applies)
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+def test_each_tensor_has_its_own_norm_and_factor_in_the_order_of_their_names(offload: str) -> None:
+    weights = model_of(replace(LLAMA, layers=2), parallel=ParallelSection(offload=offload)).weights
+    sizes = dict.fromkeys(weights.names, 0)
+    held = {name: list[torch.Tensor]() for name in weights.names}
+    for group, gradient in zip(weights.layouts, weights.gradient, strict=True):
+        for place in group.held_logical():
+            sizes[place.name] += place.numel
+            held[place.name].append(gradient[place.start : place.start + place.numel])
+    for number, parts in enumerate(held.values(), 1):
+        for part in parts:
+            part.fill_(float(number))
+    norms = [number * size**0.5 for number, size in enumerate(sizes.values(), 1)]
+    assert weights.norms_by_tensor().tolist() == pytest.approx(norms)
+    weights.scale_gradients(torch.arange(float(len(held))))
+    for number, parts in enumerate(held.values()):
+        assert parts and all((part == number * (number + 1)).all() for part in parts)

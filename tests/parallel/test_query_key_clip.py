@@ -353,3 +353,27 @@ def test_what_an_earlier_clamp_measured_does_not_count_for_the_next_one() -> Non
     model.clip_queries(0.0)
     model.clip_queries(5.0)
     assert all(float(attention.logit_maxima.max()) == 0.0 for attention in attentions)
+
+
+@pytest.mark.parametrize(("stays_on", "kept"), [(False, 0.0), (True, 5.0)])
+def test_what_stays_on_is_the_largest_of_all_steps_since_the_last_sizes(stays_on: bool, kept: float) -> None:
+    model = model_of("llama", threshold=0.0)
+    sizes = InnerSizes(
+        model.decoder, model.weights, mesh=model.mesh, sequence_length=LENGTH, stays_on=stays_on
+    )
+
+    def measured() -> list[float]:
+        return [float(sizes._logits[0][0]), float(sizes._hidden[1])]
+
+    def measure() -> None:
+        sizes._logits[0][0] = 5.0
+        sizes._hidden[1].fill_(5.0)
+
+    sizes.begin(wanted=True)
+    measure()
+    sizes.begin(wanted=True)
+    assert measured() == [kept, kept]
+    sizes.begin(wanted=False)
+    measure()
+    sizes.begin(wanted=True)
+    assert measured() == [0.0, 0.0], "what was measured before it was off"

@@ -139,3 +139,23 @@ def test_sharded_gradients_that_no_backward_of_a_step_reached_are_not_those_of_t
         group.end_accumulation()
         sums.append(float(group.reduced_gradient.sum()))
     assert sums[0] > 0.0 and sums[1] == 0.0
+
+
+def test_a_shard_of_a_part_of_a_tensor_lies_where_the_part_lies() -> None:
+    piece = ParameterPiece(
+        name="blocks.0.mlp.up.weight",
+        parameter_name="up",
+        row_start=0,
+        shape=(16, 8),
+        global_shape=(64, 32),
+        offset=(32, 16),
+    )
+    found = [
+        (box.offset, box.shape, box.global_shape)
+        for shard in range(2)
+        for group in lay_out(
+            [("up", (16, 8))], [piece], OptimSection(learning_rate=1e-3), shards=2, shard=shard
+        )
+        for box in group.held_logical()
+    ]
+    assert found == [((32, 16), (8, 8), (64, 32)), ((40, 16), (8, 8), (64, 32))]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -121,3 +123,23 @@ def _act(post: StageMessenger, action: Action, *, last: int) -> None:
 
 def _number(message: StageMessage) -> float:
     return float(message.micro_batch * 10_000 + message.sender * 100 + message.receiver)
+
+
+def test_what_was_sent_to_both_neighbours_has_gone_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[tuple[int, object]] = []
+
+    def isend(tensor: torch.Tensor, *, dst: int, group: object, tag: int) -> Any:
+        return SimpleNamespace(wait=lambda: sent.append((dst, group)))
+
+    monkeypatch.setattr(stage_p2p.dist, "isend", isend)
+    channels: Any = {
+        P2PChannel(activations=True, sender=1, receiver=2): Axis(ranks=(5, 6), group="on"),  # type: ignore[arg-type]
+        P2PChannel(activations=False, sender=1, receiver=0): Axis(ranks=(5, 4), group="back"),  # type: ignore[arg-type]
+    }
+    here = Mesh(rank=5, world=8, device=CPU, pipeline=Axis(index=1, ranks=(4, 5, 6)), channels=channels)
+    order = pipeline_order("1f1b", pipeline=3, chunks=1, micro_batches=1)
+    messenger = StageMessenger(here, MessageOrder(order, [0, 1, 2], own=1), shapes=[torch.empty(1)])
+    messenger.send(StageMessage(1, 2, 0), torch.ones(1))
+    messenger.send(StageMessage(1, 0, 0), torch.ones(1))
+    messenger.finish()
+    assert sorted(sent) == [(4, "back"), (6, "on")]

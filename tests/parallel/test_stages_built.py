@@ -85,3 +85,23 @@ def test_a_box_of_an_embedding_from_bigrams_gets_its_own_rows_and_columns() -> N
     model._fill_from_bigrams(("embedding.weight", "head.weight"), lambda report_progress: factors)
     for entry, factor in zip(entries, factors, strict=True):
         assert torch.equal(entry.tensor[:3], factor[3:, 1:3]) and not entry.tensor[3].any()
+
+
+def test_the_inner_sizes_of_a_stage_stand_at_the_places_of_its_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(built, "StageComputation", lambda *told, **more: None)
+    monkeypatch.setattr(built, "Pipeline", lambda *told, **more: None)
+    mesh = replace(ALONE, rank=1, world=2, pipeline=Axis(index=1, ranks=(0, 1)))
+    model = model_of(mesh=mesh, parallel=CHUNKED)
+    sizes = model.inner_sizes
+    assert sizes is not None and [block.index for block in model.decoder.blocks] == [1, 3]
+    sizes._mesh = model.weights._mesh = ALONE
+    for master in model.weights.master:
+        master.fill_(2.0)
+    sizes.begin(wanted=True)
+    for number in range(2):
+        sizes._logits[number].fill_(number + 5.0)
+        sizes._hidden[number].fill_(number + 7.0)
+    found = sizes.collect()
+    assert found.tolist() == [[0.0, 5.0, 0.0, 6.0], [0.0, 7.0, 0.0, 8.0], [0.0, 2.0, 0.0, 2.0]]

@@ -9,9 +9,10 @@ import pytest
 
 from bloomery.config.elastic import ElasticSection
 from bloomery.config.load import load_recipe
-from bloomery.plan.hardware import load_hardware
-from bloomery.plan.overview import Plan, make_plan
-from bloomery.plan.peer_round import outer_memory_bytes
+from bloomery.plan.hardware import SiteLink, load_hardware
+from bloomery.plan.layout import Layout
+from bloomery.plan.overview import Plan, base_workload, make_plan
+from bloomery.plan.peer_round import outer_memory_bytes, plan_round, sparse_bytes
 from bloomery.plan.request import Request
 
 A100 = load_hardware("a100-80g")
@@ -96,3 +97,52 @@ def test_milestones_of_samples_come_at_each_peers_part_of_them() -> None:
     assert told["full batch of 8"] == (10, 80) and told["micro-batch becomes 2"] == (11, 96)
     assert told["epoch 1 ends"] == (15, 160) and told["epoch 2 ends"] == (25, 320)
     assert plan.whole.samples == 6400
+
+
+@pytest.mark.parametrize(("average", "kept", "apart"), [("weights", 8.0, 4.0), ("gradients", 0.0, 0.0)])
+def test_a_newcomer_needs_a_copy_of_all_and_the_weights_apart_where_weights_are_averaged(
+    average: str, kept: float, apart: float
+) -> None:
+    elastic = ElasticSection(inner_steps=1, peers=2, codec="fp32", average=average)
+    told = plan_round(elastic, SiteLink(), parameters=1000, step_s=1.0, state_bytes=12_000.0)
+    assert told.host_bytes == 1000 * kept and told.copy_bytes == 12_000.0 + 1000 * (kept + apart)
+
+
+@pytest.mark.parametrize(("optimizer", "iterations"), [("muon", 7), ("adamw", 0)])
+@pytest.mark.parametrize("masks", ["true", "false"])
+def test_the_work_of_a_run_is_that_of_its_recipe(optimizer: str, iterations: int, masks: str) -> None:
+    settings = [f"optim.name={optimizer}", "optim.muon_iterations=7", f"data.mask_documents={masks}"]
+    settings += ["train.micro_batch=2", "train.micro_batch_changes=[[64,4]]", "train.precision=bf16"]
+    loaded = load_recipe("demo", [*settings, "train.global_batch=64", "data.sequence_length=96"])
+    work = base_workload(Request(loaded=loaded, hardware=A100, accelerators=1), Layout(data=1))
+    recipe = loaded.recipe
+    assert (work.model, work.vocabulary) == (recipe.model, recipe.data.tokenizer_vocabulary)
+    assert (work.sequence_length, work.micro_batch, work.precision) == (96, 2, "bf16"), "of the first phase"
+    assert (work.muon_iterations, work.masks_documents) == (iterations, masks == "true")
+    assert (work.layout, work.hardware) == (Layout(data=1), A100)
+
+
+def test_a_sparse_round_waits_once_for_each_other_peer_and_sends_by_its_density() -> None:
+    elastic = ElasticSection(inner_steps=10, peers=4, codec="sparse", density=0.25, outer_momentum=0.0)
+    link = SiteLink(gbit_per_s=8.0, efficiency=0.5, latency_ms=100.0, outer_step_s=2.0)
+    told = plan_round(elastic, link, parameters=4096 * 1000, step_s=1.0, state_bytes=0.0)
+    code = 4096 * 1000 * sparse_bytes(0.25)
+    assert (told.payload_bytes, told.sent_bytes) == (code, 3 * code)
+    assert told.exchange_s == pytest.approx(3 * code / 0.5e9 + 3 * 0.1 + 2.0)
+    assert (told.codec, told.reduce_codec, told.quantisation_error) == ("sparse", "sparse", 0.0)
+
+
+def test_peers_of_a_plan_exchange_over_the_link_that_is_named() -> None:
+    peers = ("elastic.inner_steps=10", "elastic.peers=2", "train.ramp_up=[32,32,320]")
+    slow = SiteLink(gbit_per_s=0.01)
+    named, usual = (planned(*peers, gpus=1, link=link) for link in (slow, None))
+    for plan, link in ((named, slow), (usual, SiteLink())):
+        draft = plan.draft
+        assert plan.between_peers == plan_round(
+            draft.request.recipe.elastic,
+            link,
+            parameters=draft.parameters.total,
+            step_s=draft.course[-1].step.seconds,
+            state_bytes=12.0 * draft.parameters.total,
+        )
+    assert draft.course[0].step.seconds < draft.course[-1].step.seconds, "it is that of the full batch"

@@ -135,3 +135,11 @@ def test_a_round_sends_its_part_of_the_parameters_and_waits_for_every_hop(peers)
     assert round_.sent_bytes == pytest.approx(sent_bytes) and round_.inner_s == 2.5
     assert round_.exchange_s == pytest.approx(exchange_s)
     assert round_.utilisation == pytest.approx(2.5 / (2.5 + exchange_s))
+
+
+def test_files_of_machines_and_links_may_lie_in_the_home_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "mine.toml").write_text(dump_hardware(load_hardware("h200")), encoding="utf-8")
+    (tmp_path / "line.toml").write_text("[link]\ngbit_per_s = 7.0\n", encoding="utf-8")
+    assert asdict(load_hardware("~/mine.toml")) == asdict(load_hardware("h200"))
+    assert load_link("~/line.toml").gbit_per_s == 7.0

@@ -149,6 +149,13 @@ HALF = 6 * (128 + 15_360) + EMBEDDING + NORM  # of a rank of two, with its norms
             2 * HALF,
         ),
         (of(Layout(rounds_by_block=True), precision="fp32"), 4 * WHOLE, 4 * WHOLE, 0, 8 * WHOLE),
+        (
+            of(Layout(rounds_by_block=True)),
+            2 * (2 * EMBEDDING + NORM + BLOCK),
+            4 * WHOLE,
+            4 * WHOLE,
+            8 * WHOLE,
+        ),
         (of(Layout(data=4), precision="fp32"), 4 * WHOLE, 4 * WHOLE, 0, 8 * WHOLE),
         (of(Layout(data=4, zero=1), precision="fp32"), 4 * WHOLE, 4 * WHOLE, 4 * SHARD, 8 * SHARD),
     ],
@@ -306,3 +313,20 @@ def test_a_stage_holds_the_micro_batches_that_its_schedule_has_begun(
     work = of(Layout(**layout))
     training = Training(micro_batches=micro_batches, recompute="none", optimizer="adamw", loss_chunk=256)
     assert [in_flight(work, index, training) for index in range(len(held))] == held
+
+
+@pytest.mark.parametrize(
+    ("layout", "index", "buffers"),
+    [
+        # The activations of six blocks that keep their inputs, and the logits, are gone by then.
+        (Layout(), 0, 2 * WHOLE - (6 * 6_144 + 48 * 8 + 108_544)),
+        (MIDDLE, 1, 4 * 6_144 + 2 * 2 * BLOCK - (4 * 6_144 + 71_424) // 2),
+        (Layout(data=2), 0, 2 * BLOCK),
+        (Layout(tensor=2), 0, 2 * 6_144 + BLOCK),
+        (Layout(rounds_by_block=True), 0, 2 * BLOCK),
+    ],
+)
+def test_a_model_that_a_cpu_compiles_as_one_gives_all_its_gradients_at_its_end(
+    layout: Layout, index: int, buffers: int
+) -> None:
+    assert held(of(layout, kind="cpu"), index, recompute="full").buffers == buffers

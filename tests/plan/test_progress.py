@@ -125,6 +125,9 @@ def test_what_is_left_follows_from_the_measured_speed(run):
     assert found.consumed_samples == 10_698_064
     assert found.step == 29_020
     assert found.step_s == 22.3
+    assert (found.model_teraflops, found.hardware_teraflops, found.mfu) == (30.0, 40.0, 0.24)
+    assert (found.samples_per_s, found.tokens_per_s) == pytest.approx((1024 / 22.3, 1024 * 2048 / 22.3))
+    assert (found.hardware, found.run, found.hours_per_day) == ("v100-32g", str(run), 20)
     left = 146_484_375 - 10_698_064
     assert found.days_left == pytest.approx(left / (1024 / 22.3) / 3600 / 20)
     assert found.consumed_tokens == found.consumed_samples * 2048
@@ -166,6 +169,7 @@ def test_a_number_of_accelerators_divides_the_batch_where_it_gives_whole_micro_b
     found = {one.accelerators: one for one in at_other_scales(request, plan, 2_048, 10.0)}
     assert [count for count, one in found.items() if one.days_left is not None] == [512, 1_024]
     assert {found[count].note for count in (4_096, 8_192)} == {"does not divide the batch"}
+    assert {found[count].note for count in (512, 1_024)} == {"once the full batch is reached"}
     whole = [one.accelerators for one in at_other_scales(request, plan, 20, 10.0)]
     assert whole == [40, 80], "10 accelerators hold no whole number of replicas"
 

@@ -65,6 +65,10 @@ def test_sizes_that_do_not_divide_by_the_tensor_degree_are_named():
     assert "model.heads" in told or "parallel.tensor" in told
     assert "701" in told
     assert "700 or 702 would do" in told
+    apart = ["model.heads=2", "model.head_dim=16", "model.ffn=700", "parallel.tensor=2"]
+    mistakes = refused("demo", "model.hidden=271", *apart, accelerators=2).mistakes
+    (hidden,) = [one for one in mistakes if one.problem == "does not divide by parallel.tensor = 2"]
+    assert (hidden.key, hidden.value, hidden.remedy) == ("model.hidden", 271, "270 or 272 would do.")
 
 
 def test_96_nodes_of_four_do_not_divide_the_13b_runs_batch():

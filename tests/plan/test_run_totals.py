@@ -10,10 +10,13 @@ import pytest
 from bloomery.config.load import load_recipe
 from bloomery.plan import overview
 from bloomery.plan.hardware import SiteLink, load_hardware
+from bloomery.plan.layout import bubble_share
 from bloomery.plan.overview import Plan, make_plan
+from bloomery.plan.parameters import token_cost
 from bloomery.plan.peer_round import average_error, codec_of_partial_sums, outer_memory_bytes, plan_round
 from bloomery.plan.request import Request
 from bloomery.plan.schedule import consumed_at_end, phase_at, steps_of_peer
+from bloomery.plan.step_time import step_traffic
 from bloomery.plan.timeline import ramp_up_cost, seconds_at_step, step_at_sample, total_seconds
 
 A100 = load_hardware("a100-80g")
@@ -50,10 +53,25 @@ def test_a_run_that_evaluates_not_at_all_or_not_at_its_end() -> None:
         for value in ("true", "false")
     )
     assert without == pytest.approx(3 / 4 * at_end)
+    again = planned(*STEPS, "evaluate.every_steps=300", "evaluate.samples=50", "train.recompute=full")
+    costs = token_cost(again.draft.work.model, vocabulary=again.draft.work.vocabulary, sequence_length=512,
+                       recompute="full")  # fmt: skip
+    sample_s = again.draft.course[-1].step.seconds / 4 * (costs.model / 3) / costs.hardware
+    assert again.whole.evaluation_hours == pytest.approx((3 + 1) * 50 * sample_s / 3600)
+
+
+def test_held_out_samples_take_as_long_as_those_of_the_full_batch() -> None:
+    ramp_up = ("train.global_batch=32", "train.ramp_up=[4,4,80]", "train.micro_batch=4")
+    plan = planned("optim.name=adamw", *ramp_up, "evaluate.every_steps=10", "evaluate.samples=50", gpus=1)
+    first, last = plan.draft.course[0].step.seconds / 4, plan.draft.course[-1].step.seconds / 32
+    times = plan.whole.steps // 10 + 1
+    assert plan.whole.evaluation_hours == pytest.approx(times * 50 * last / 3 / 3600) and first > 1.1 * last
 
 
 def test_energy_and_cost_are_those_of_all_accelerators_hours() -> None:
-    operation = replace(A100.operation, price_per_accelerator_hour=2.5, power_usage_effectiveness=1.5)
+    operation = replace(
+        A100.operation, price_per_accelerator_hour=2.5, power_usage_effectiveness=1.5, currency="EUR"
+    )
     accelerator = replace(A100.accelerator, power_w=400.0)
     node = replace(A100.node, accelerators=8, overhead_power_w=1600.0)
     machine = replace(A100, operation=operation, accelerator=accelerator, node=node)
@@ -62,7 +80,7 @@ def test_energy_and_cost_are_those_of_all_accelerators_hours() -> None:
     whole = make_plan(request).whole
     assert whole.accelerator_hours == pytest.approx(4 * 24 * whole.days)
     assert whole.energy_mwh == pytest.approx(whole.accelerator_hours * (400 + 200) * 1.5 / 1e6)
-    assert whole.cost == pytest.approx(2.5 * whole.accelerator_hours)
+    assert whole.cost == pytest.approx(2.5 * whole.accelerator_hours) and whole.currency == "EUR"
     asked = make_plan(replace(request, price_per_accelerator_hour=7.0)).whole
     assert asked.cost == pytest.approx(7.0 * whole.accelerator_hours)
     assert make_plan(replace(request, price_per_accelerator_hour=0.0)).whole.cost is None
@@ -84,6 +102,18 @@ def test_speeds_are_those_of_the_full_batch_and_shares_of_the_peak() -> None:
     slow, quick = speed.model_teraflops_range
     assert (slow, quick) == pytest.approx((speed.model_teraflops / 1.2, speed.model_teraflops / 0.83))
     assert speed.hardware_teraflops_range[0] == pytest.approx(speed.hardware_teraflops / 1.2)
+
+
+def test_bubble_and_traffic_are_those_of_the_full_batch_too() -> None:
+    ramp_up = ("train.global_batch=16", "train.ramp_up=[4,4,80]", "train.micro_batch=1")
+    split = ("optim.name=adamw", "parallel.pipeline=2", "parallel.tensor=2", "train.recompute=full")
+    plan = planned(*ramp_up, *split, "train.micro_batch_changes=[[40,2]]", gpus=8)
+    draft, (first, *_, last) = plan.draft, plan.draft.course
+    assert (first.micro_batches, last.micro_batches) == (2, 4)
+    assert plan.speed.bubble_share == bubble_share(draft.work.layout, 4) == pytest.approx(1 / 5)
+    assert plan.speed.step_s == last.step.seconds != first.step.seconds
+    sent = step_traffic(draft.work, draft.parameters, draft.stages, micro_batches=4, recompute="full")
+    assert plan.traffic == sent and draft.work.micro_batch == 2
 
 
 def test_the_worst_stage_is_the_one_that_needs_most() -> None:

@@ -263,6 +263,9 @@ def test_what_the_machine_does_not_have_is_refused_with_where_it_was_written() -
             "It has fp8, fp32; or choose another --hardware.",
         ),
     ]  # fmt: skip
+    changing = ["train.precision=fp16", "train.precision_changes=[[96,'bf16'],[192,'fp8']]"]
+    told = refusals(lambda: refuse_impossible(Request(loaded=load_recipe("demo", changing), hardware=LOCAL)))
+    assert [(one[0], one[1]) for one in told] == [("train.precision", "bf16"), ("train.precision", "fp16")]
     unknown = load_recipe("demo", ["data.tokenizer=some.json"])
     assert vocabulary_of(unknown.recipe) == 0 and vocabulary_of(loaded.recipe) > 0
     assert refusals(lambda: refuse_impossible(Request(loaded=unknown, hardware=LOCAL))) == [

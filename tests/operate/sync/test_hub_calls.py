@@ -183,3 +183,37 @@ def test_the_hub_is_asked_for_commits_on_the_branch_that_is_meant(
         ("a/b", [("Add", "deep/a"), ("Add", "z")], "Step 1", "step-1"),
     ]
     assert place.branches() == {"x"} and place.most_bytes == 32 << 20
+
+
+def test_each_refusal_of_the_hub_says_what_was_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Refusing:
+        def __getattr__(self, name: str) -> Any:
+            def fail(*given: Any, **more: Any) -> Any:
+                raise ConnectionError("it is lost")
+
+            return fail
+
+    place: Any = HubRepository("a/b")
+    monkeypatch.setattr(place, "_api", Refusing)
+    said = {}
+    for name, ask in (
+        ("Making", place.make),
+        ("Listing", place.entries),
+        ("Reading", lambda: place.content("k")),
+        ("Removing from", lambda: place.remove(["k"])),
+        ("Reading the branches of", place.branches),
+    ):
+        with pytest.raises(StorageError) as refused:
+            ask()
+        said[name] = refused.value.message
+    place._is_made = True
+    for name, ask in (
+        ("Sending to", lambda: place.publish({"k": b"1"})),
+        ("Publishing a branch of", lambda: place.publish_branch("x", tmp_path, message="")),
+    ):
+        with pytest.raises(StorageError) as refused:
+            ask()
+        said[name] = refused.value.message
+    assert said == {name: f"{name} hf:a/b failed: it is lost" for name in said} and len(said) == 7

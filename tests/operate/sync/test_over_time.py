@@ -12,10 +12,14 @@ import pytest
 
 from bloomery import durable
 from bloomery.config.submit import SyncSection
+from bloomery.errors import StorageError
 from bloomery.events.run_directory import RunDirectory
+from bloomery.objects import ObjectStat
 from bloomery.operate.dashboard.growing_file import GrowingFile
 from bloomery.operate.sync import keeper, published
-from bloomery.operate.sync.keeper import SyncKeeper
+from bloomery.operate.sync.keeper import SyncKeeper, SyncTurn
+from bloomery.operate.sync.mirror import RunMirror
+from bloomery.operate.sync.run_sync import RunSync
 from bloomery.operate.sync.tail import RunTail
 
 
@@ -95,3 +99,77 @@ def test_a_checkpoint_that_is_held_leaves_no_file_open(
     monkeypatch.setattr(durable, "hold_directory", lambda directory: None)
     published._link(saved, tmp_path / "publishing" / "without-locks")
     assert (saved / "part").stat().st_nlink == 3
+
+
+def test_a_dead_sync_that_cannot_be_started_once_more_ends_no_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = SyncKeeper(RunDirectory(tmp_path), SyncSection(place="hf:a/b"), wait_s=lambda: 60.0, say=print)
+    done: list[str] = []
+    process = SimpleNamespace(
+        poll=lambda: 7, wait=lambda: 7, terminate=lambda: done.append("terminated"), pid=0
+    )
+    starts = iter([process])
+
+    def started() -> Any:
+        for one in starts:
+            return one
+        raise OSError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(kept, "_started", started)
+    with kept:
+        pass
+    assert done == ["terminated"] and not kept._thread.is_alive()
+
+
+@pytest.mark.parametrize("name", ["recipe.toml", "operations.jsonl"])
+def test_what_cannot_be_read_is_told_and_what_is_gone_keeps_no_other_from_being_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    run, held = RunDirectory(tmp_path / "run").create(), dict[str, bytes]()
+    for path in (run.recipe, run.operations, run.path / "sources.toml"):
+        path.write_text("a line\n")
+    place: Any = SimpleNamespace(
+        name="memory", most_bytes=1 << 20, entries=dict, publish=held.update, remove=lambda keys: None
+    )
+    failures: list[OSError] = [OSError(5, "Input/output error"), FileNotFoundError(2, "gone")]
+    read, opened = Path.read_bytes, Path.open
+
+    def refuse(path: Path) -> None:
+        if path.name == name and failures:
+            raise failures.pop(0)
+
+    monkeypatch.setattr(Path, "read_bytes", lambda path: refuse(path) or read(path))
+    monkeypatch.setattr(Path, "open", lambda path, mode="r": refuse(path) or opened(path, mode))
+    sync = RunSync(run, place)
+    with pytest.raises(StorageError, match="Reading what is to be sent"):
+        sync.send_new()
+    sync.send_new()
+    assert set(held) == {"recipe.toml", "operations.jsonl", "sources.toml"} - {name}
+
+
+def test_a_disk_that_refuses_what_is_fetched_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place: Any = SimpleNamespace(
+        name="memory",
+        entries=lambda: {"recipe.toml": ObjectStat(bytes=6, mark="m")},
+        content=lambda key, *, begin=0: b"[run]\n",
+    )
+
+    def refuse(path: Path, content: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(durable, "write_whole", refuse)
+    with pytest.raises(StorageError, match="Writing what was fetched"):
+        RunMirror(place, tmp_path / "m").fetch()
+
+
+@pytest.mark.parametrize("call", ["os.open", "bloomery.durable.try_lock"])
+def test_where_there_are_no_locks_each_sync_sends_the_logs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    def refuse(*given: Any) -> Any:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(call, refuse)
+    turns = [SyncTurn(RunDirectory(tmp_path)) for _ in range(2)]
+    assert [turn.is_ours() for turn in turns] == [True, True]

@@ -236,15 +236,20 @@ def test_a_checkpoint_is_published_long_before_the_logs_are_due(
 def test_a_file_of_a_repository_is_read_from_where_it_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "log").write_bytes(b"0123456789")
+    asked, places = list[tuple[str, ...]](), list[Path]()
 
     class Api:
-        def hf_hub_download(self, *words: str, **options: str) -> str:
-            return str(tmp_path / "log")
+        def hf_hub_download(self, *words: str, revision: str, local_dir: str) -> str:
+            asked.append((*words, revision))
+            places.append(Path(local_dir))
+            (places[-1] / "log").write_bytes(b"0123456789")
+            return str(places[-1] / "log")
 
     monkeypatch.setattr(HubRepository, "_api", lambda repository: Api())
     repository = HubRepository("people/tiny")
     assert repository.content("log") == b"0123456789" and repository.content("log", begin=7) == b"789"
+    assert asked == [("people/tiny", "log", "main")] * 2
+    assert not any(place.exists() for place in places), "no copy of it stays"
 
 
 def test_a_branch_whose_upload_broke_off_is_published_again(run: RunDirectory, hub: Hub) -> None:

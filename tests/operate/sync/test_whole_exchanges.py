@@ -314,6 +314,7 @@ def test_a_checkpoint_is_exported_marked_and_published_and_a_failed_one_leaves_n
     ]  # fmt: skip
     for step in range(20, 25):
         (run.path / "publishing" / f"step-{step:06d}.i002").mkdir()
+    (run.path / "publishing" / ".step-000011.i002.export").mkdir()  # of a publisher that was killed
     monkeypatch.setattr(published, "checkpoints", lambda rundir: [])
     ours._publishing = ""
     with caplog.at_level(logging.WARNING):
@@ -321,3 +322,6 @@ def test_a_checkpoint_is_exported_marked_and_published_and_a_failed_one_leaves_n
     assert [entry.getMessage() for entry in caplog.records] == [
         f"step-{step:06d}.i002 is not published: 4 newer ones wait already" for step in (11, 20)
     ]
+    assert sorted(path.name for path in (run.path / "publishing").iterdir()) == [
+        "no name", *(f"step-{step:06d}.i002" for step in range(21, 25)), "step-x"
+    ]  # fmt: skip

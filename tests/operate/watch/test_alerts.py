@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -335,3 +336,37 @@ def test_a_run_that_waits_or_that_its_time_limit_stopped_is_told_of_beyond_the_l
     waits = RunVerdict(state=RunStatus.PENDING)
     assert [kinds(waits, now) for now in (3600.0, 3601.0)] == [[], ["pending too long"]]
     assert [kinds(waits, now, idle_s=60.0) for now in (60.0, 61.0)] == [[], ["not running"]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "at_limit", "beyond"),
+    [
+        ("guard spike", {"guards": [(9959.0, "spike", "x")]}, {"guards": [(9960.0, "spike", "x")]}),
+        ("no checkpoint", {"saves": [9932.0, 9941.0, 9950.0]}, {"saves": [9931.0, 9940.0, 9949.0]}),
+        ("no checkpoint", {"saves": [9800.0, 9850.0, 9900.0]}, {"saves": [9700.0, 9719.0, 9738.0]}),
+        ("backup", {"unsaved_copy_s": 60.0}, {"unsaved_copy_s": 61.0}),
+        ("scheduler", {"unheard_s": 70.0}, {"unheard_s": 71.0}),
+        ("queue", {"short_s": 80.0}, {"short_s": 81.0}),
+        ("slow", {"step_s": (2.0,), "usual_step_s": (1.0,)}, {"step_s": (2.1,)}),
+        ("disk space", {"forecast": DiskForecast(what="space", full_in_s=30.0)},
+            {"forecast": DiskForecast(what="space", full_in_s=29.0)}),
+    ],
+)  # fmt: skip
+def test_each_condition_has_the_limit_of_its_own(kind: str, at_limit: dict, beyond: dict) -> None:
+    limits = WatchLimits(
+        disk_s=30.0, guard_s=40.0, save_times=5.0, save_least_s=50.0, backup_s=60.0, unheard_s=70.0,
+        short_s=80.0, limit_s=90.0, slow_times=2.0,
+    )  # fmt: skip
+    verdict = RunVerdict(state=RunStatus.RUNNING)
+
+    def kinds(**fields: Any) -> list[str]:
+        run = WatchedRun(path="r", verdict=verdict, now=10_000.0, **{"since": 0.0, **fields})
+        return [condition.kind for condition in conditions_of(run, limits)]
+
+    assert (kinds(**at_limit), kinds(**at_limit | beyond)) == ([], [kind])
+    stopped = RunVerdict(state=RunStatus.STOPPED, is_at_limit=True)
+    told = [
+        len(conditions_of(WatchedRun(path="r", verdict=stopped, now=now, since=0.0), limits))
+        for now in (90.0, 91.0)
+    ]
+    assert told == [0, 1]

@@ -277,3 +277,19 @@ def test_a_peer_that_has_waited_too_long_for_others_is_told_with_the_command_tha
     assert warning.startswith("all ranks have waited for other peers for 1")
     run.recipe.write_text(dump_recipe(load_recipe("demo").recipe))
     assert RunObserver(run).observe(now=now).peers_command == ""
+
+
+def test_when_a_disk_and_a_quota_are_full_is_foretold_from_all_looks(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def left(now: float) -> DiskSample:
+        return DiskSample(now, int(1e9 - 1e6 * (now - NOW)), -1)
+
+    monkeypatch.setattr(observe, "sample_disk", lambda path, *, now: left(now))
+    monkeypatch.setattr(observe, "sample_quotas", lambda path, *, now: {"user a": left(now)})
+    observer = RunObserver(run)
+    for look in range(6):
+        seen = observer.observe(now=NOW + 60.0 * look)
+    (quota,) = seen.quotas
+    for forecast in (seen.forecast, quota.forecast):
+        assert forecast is not None and (forecast.what, forecast.full_in_s) == ("space", 700.0)

@@ -123,10 +123,14 @@ def test_a_save_that_no_quota_has_room_for_is_told() -> None:
         quotas=[
             WatchedQuota(owner="user ann", left=left, forecast=DiskForecast(what="inodes", full_in_s=60.0)),
             WatchedQuota(owner="group llm", left=left._replace(free_bytes=-1), forecast=None),
+            WatchedQuota(owner="group all", left=left, forecast=DiskForecast(what="space", full_in_s=60.0)),
         ],
     )
     said = {condition.kind: condition.line for condition in conditions_of(seen, WatchLimits())}
-    assert set(said) == {"no quota for a save (user ann)", "quota files (user ann)"}
+    assert list(said) == [
+        "no quota for a save (user ann)", "quota files (user ann)",
+        "no quota for a save (group all)", "quota space (group all)",
+    ]  # fmt: skip
     assert "2.00 GiB, 1.00 GiB left" in said["no quota for a save (user ann)"]
 
 
@@ -183,3 +187,10 @@ def test_nobody_limits_root_and_a_number_without_a_name_is_told_as_it_is(
     monkeypatch.setattr(os, "geteuid", lambda: user)
     monkeypatch.setattr(Path, "stat", lambda self: SimpleNamespace(st_gid=group))
     assert list(quota._owners(tmp_path)) == owners
+
+
+def test_a_directory_that_is_gone_for_a_moment_has_no_group_and_its_user_still(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 61235)
+    assert list(quota._owners(tmp_path / "gone")) == [("-u", "61235", 61235)]

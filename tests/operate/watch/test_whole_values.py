@@ -8,6 +8,7 @@ import logging
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -225,9 +226,10 @@ def test_a_watcher_keeps_all_that_the_next_one_needs(tmp_path: Path) -> None:
     assert later._observer.disks == [DiskSample(1.0, 2, 3)] and later._observer.quotas == {}
     assert not (later._observer.saves or later._observer.guards or later._observer.failed_save)
     assert [(kept.word, kept.owed) for kept in later._unsent] == [(AlertWord.ESCALATED, None)]
-    later._record([alert], before="pending")
+    later._record([alert, replace(alert, word=AlertWord.RESOLVED)], before="pending")
     later.close()
-    job, recorded = read_journal(run.operations)
+    job, recorded, over = read_journal(run.operations)
+    assert (over["event"], over["word"], over["kind"]) == ("alert", "over", "slow")
     assert (job["event"], job["state"], job["incarnation"], job["step"]) == ("job", "failed", 0, 0)
     fields = {name: recorded[name] for name in ("event", "word", "incarnation", "step", *told)}
     assert fields == {"event": "alert", "word": "still", "incarnation": 0, "step": 0, **told}
