@@ -23,6 +23,7 @@ from bloomery.operate.decision import HANG, SILENT, Decision, ShareResult, evide
 from bloomery.operate.diagnosis import GAVE_UP, Cause, Diagnosis
 from bloomery.operate.failure_evidence import RankEnd
 from bloomery.operate.group_supervisor import GroupSize, GroupSupervisor
+from bloomery.operate.job_board import JobBoard
 from bloomery.operate.share_watch import ShareWatch
 from bloomery.operate.standstill import StandstillLimits
 from bloomery.operate.supervise import JobReactions, RestartBudget
@@ -357,3 +358,30 @@ def test_the_wait_for_results_begins_anew_with_each_attempt(
         for now[0] in (first, first + 45.0, first + 45.5):
             group.leader._lead()
     assert concluded == [(1045.5, 1), (2045.5, 2)]
+
+
+def test_who_asked_for_the_end_of_a_job_is_told_before_how_its_ranks_ended(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group, asked, put = Group(run), list[int](), JobBoard.put
+
+    def noted(board: JobBoard, name: str, record: dict) -> bool:
+        asked.append(json.loads((run.path / "board" / "n1.json").read_text())["asked"])
+        return put(board, name, record)
+
+    monkeypatch.setattr(JobBoard, "put", noted)
+    group.leader._asked = 15
+    group.leader._report(1, result("n1", 143))
+    assert asked == [15], "else the leader takes it for a failure"
+
+
+def test_launchers_of_several_nodes_lock_the_records_that_they_write_together(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    locked: list[int] = []
+    monkeypatch.setattr(durable, "wait_for_lock", lambda file, *, timeout_s: bool(locked.append(file)))
+    group = Group(run)
+    group.leader._attempt(Decision(number=0), ["n1", "n2"])
+    started = len(locked)
+    group.concludes(FIRST, result("n1", 143), result("n2", 143))
+    assert 0 < started < len(locked)

@@ -297,3 +297,9 @@ def test_a_job_that_was_cancelled_and_outlived_its_runner_ended_as_it_was_asked_
     machine_queue._wait_for_orphans(run.path)
     assert [job.state for job in read_jobs(run.path)] == ["ended", "failed", "pending"]
     assert read_jobs(run.path)[0].reason == "cancelled"
+
+
+def test_each_of_several_jobs_is_cancelled(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    queued(run, monkeypatch)
+    OneMachine(run.path).cancel(["1", "3"])
+    assert [job.state for job in read_jobs(run.path)] == ["ended", "pending", "ended"]

@@ -142,7 +142,8 @@ def test_what_went_wrong_is_told_and_a_failed_save_only_until_the_next_one(run: 
 
 def test_a_save_is_told_however_many_steps_follow_it(run: RunDirectory) -> None:
     with Journal(run.journal()) as journal:
-        journal.write("checkpoint", incarnation=1, step=9, path="checkpoints/step-9")
+        for step in (8, 9):
+            journal.write("checkpoint", incarnation=1, step=step, path=f"checkpoints/step-{step}")
         journal.write("step", incarnation=1, step=10, text=" " * (9 << 20))
         journal.write("step", incarnation=1, **report(11).to_json())
     seen = overview(run)

@@ -334,7 +334,7 @@ def test_the_newest_saves_and_incidents_are_shown_and_a_step_that_is_no_number_i
     wanted = ("shares", "effective_time", "ettr", "token_goodput", "causes", "elapsed_s")
     figures = {**dict.fromkeys(wanted, 0.0), "seconds": {}, "incidents": incidents}
     monkeypatch.setattr(panels, "read_ledger", lambda rundir, *, ranks: ranks)
-    monkeypatch.setattr(panels, "ledger_figures", lambda ledger, plan: figures)
+    monkeypatch.setattr(panels, "ledger_figures", lambda ledger, plan: figures if ledger == "first" else {})
     assert [one["time"] for one in panels.goodput(reader)["incidents"]] == list(range(10, 110))
 
 
