@@ -234,11 +234,18 @@ def test_the_switch_that_stops_a_queue_says_why_in_a_line_and_is_left_alone_by_a
 def test_the_run_of_a_bad_node_is_named_wherever_its_launcher_began(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, asked = RunDirectory(tmp_path / "run").create(), list[Path]()
-    queue = SimpleNamespace(jobs=lambda *, name, run: asked.append(run) or [])
-    monkeypatch.setattr(job_context_module, "scheduler_of", lambda section, path: asked.append(path) or queue)
+    run, asked = RunDirectory(tmp_path / "run").create(), list[tuple[str, Path]]()
+    queue = SimpleNamespace(jobs=lambda *, name, run: asked.append((name, run)) or [])
+    monkeypatch.setattr(
+        job_context_module,
+        "scheduler_of",
+        lambda section, path: asked.append((section.exclusions, path)) or queue,
+    )
     monkeypatch.chdir(tmp_path)
-    loaded = load_recipe("demo")
+    shared = tmp_path / "shared.json"
+    loaded = load_recipe("demo", [f'submit.exclusions="{shared}"'])
     reactions_of(RunDirectory(Path("run")), loaded, say=lambda line: None).on_bad_node(bad_gpu("node1"))
-    assert Exclusions.of(run, loaded.recipe.submit).nodes()["node1"].run == str(run.path)
-    assert asked == [run.path] * 2
+    assert Exclusions(shared).nodes()["node1"].run == str(run.path)
+    assert asked == [(str(shared), run.path), ("demo", run.path)]
+    with pytest.raises(NodeInQuarantine):
+        refuse_quarantined("node1", RunDirectory(tmp_path / "another"), loaded)

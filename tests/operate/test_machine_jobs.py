@@ -101,6 +101,8 @@ def test_a_cancelled_job_that_outlived_its_queue_has_a_runner_to_end_it_and_othe
     monkeypatch.setattr(machine_queue, "start_runner", started.append)
     orphan = {"pid": os.getpid(), "pid_life": machine_queue.process_identity(os.getpid())}
     _write(run.path, replace(jobs[0], state=JobState.RUNNING, started=1.0, **orphan))
+    shown = OneMachine(run.path).jobs(name="x", run=run.path)[0]
+    assert (shown.state, shown.reason) == ("running", "the process of the queue is gone, and the job runs on")
     machine_queue.ask_to_cancel(run.path, 3)
     assert started == [] and [job.state for job in read_jobs(run.path)] == ["running", "pending", "ended"]
     machine_queue.ask_to_cancel(run.path, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,18 +13,20 @@ import pytest
 from tests.operate.dashboard.written_run import WrittenRun, healed_run
 
 from bloomery.config.load import dump_recipe, load_recipe, override
+from bloomery.events.heartbeat import RankBeat
 from bloomery.events.journal import read_journal
-from bloomery.operate.dashboard import actions, panels
+from bloomery.operate.dashboard import actions, panels, run_summary
 from bloomery.operate.dashboard import server as server_module
 from bloomery.operate.dashboard.access import AccessRules
 from bloomery.operate.dashboard.actions import ActionRequest, carry_out
 from bloomery.operate.dashboard.panels import events_with_places, saves
 from bloomery.operate.dashboard.prometheus import metrics_text
 from bloomery.operate.dashboard.run_reader import RunReader
+from bloomery.operate.dashboard.run_summary import RunSummarizer
 from bloomery.operate.dashboard.server import DashboardServer
 from bloomery.operate.dashboard.viewed_run import ViewedRun
 from bloomery.operate.exclusions import Exclusions
-from bloomery.operate.run_state import RunStatus
+from bloomery.operate.run_state import RunStatus, RunVerdict
 from bloomery.plan.schedule import steps_of_peer
 
 
@@ -69,12 +72,15 @@ def test_an_action_is_recorded_among_what_supervisors_write_there(
     assert locked and [event["action"] for event in read_journal(run.rundir.operations)] == ["save"]
 
 
-def test_a_node_that_is_excluded_is_told_since_when(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, recipe = WrittenRun(tmp_path / "run"), load_recipe("demo").recipe
+def test_a_node_that_is_excluded_is_told_to_all_runs_of_its_list_and_since_when(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, shared = WrittenRun(tmp_path / "run"), tmp_path / "shared.json"
+    recipe = load_recipe("demo", [f'submit.exclusions="{shared}"']).recipe
     run.rundir.recipe.write_text(dump_recipe(recipe))
     monkeypatch.setattr(actions, "time", SimpleNamespace(time=lambda: 1234.5))
     carry_out(run.rundir, ActionRequest(run=0, action="exclude", what="n1"), by="ann")
-    assert Exclusions.of(run.rundir, recipe.submit).nodes()["n1"].since == 1234.5
+    assert Exclusions(shared).nodes()["n1"].since == 1234.5
 
 
 def test_the_metrics_of_each_run_are_beside_those_of_the_others(tmp_path: Path) -> None:
@@ -123,3 +129,16 @@ def test_why_a_save_is_kept_is_judged_by_the_recipe_and_by_no_look_into_the_save
     length = steps_of_peer(recipe.train, recipe.elastic, sequence_length=recipe.data.sequence_length)
     assert asked == [(run.rundir, recipe.checkpoint, length, True)] and length == 400
     assert (row.time, row.kept) == (55.0, "newest")
+
+
+@pytest.mark.parametrize(("state", "is_advised"), [(RunStatus.RUNNING, True), (RunStatus.PENDING, False)])
+def test_ranks_of_a_job_that_has_ended_are_not_silent_while_the_next_one_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: RunStatus, is_advised: bool
+) -> None:
+    run = WrittenRun(tmp_path / "run")
+    run.start()
+    beat = RankBeat(world=1, activity="forward and backward", time=1000.0, host="elsewhere")
+    run.rundir.heartbeat().write_text(json.dumps(beat.__dict__))
+    monkeypatch.setattr(run_summary, "judge_state", lambda seen, *, limits: RunVerdict(state=state))
+    shown = RunSummarizer(RunReader(run.rundir.path).read_all()).summary(now=5000.0)
+    assert any("Look at rank 0" in line for line in shown.advice) is is_advised
