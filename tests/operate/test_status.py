@@ -236,3 +236,10 @@ def test_what_is_kept_of_a_run_is_shown(
     assert seen.verdict.state == "stopped" and str(elsewhere / "stop") in seen.verdict.why
     exclusions.path.write_text("{")
     assert any("is damaged" in line for line in overview(run).warnings)
+
+
+def test_a_run_has_its_name_from_within_its_directory_too(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(run.path)
+    assert overview(RunDirectory(Path())).name == "mine"
