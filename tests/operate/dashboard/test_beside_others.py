@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +23,7 @@ from bloomery.operate.dashboard.actions import ActionRequest, carry_out
 from bloomery.operate.dashboard.panels import events_with_places, saves
 from bloomery.operate.dashboard.prometheus import metrics_text
 from bloomery.operate.dashboard.run_reader import RunReader
-from bloomery.operate.dashboard.run_summary import RunSummarizer
+from bloomery.operate.dashboard.run_summary import RunSummarizer, night_words
 from bloomery.operate.dashboard.server import DashboardServer
 from bloomery.operate.dashboard.viewed_run import ViewedRun
 from bloomery.operate.exclusions import Exclusions
@@ -142,3 +143,13 @@ def test_ranks_of_a_job_that_has_ended_are_not_silent_while_the_next_one_waits(
     monkeypatch.setattr(run_summary, "judge_state", lambda seen, *, limits: RunVerdict(state=state))
     shown = RunSummarizer(RunReader(run.rundir.path).read_all()).summary(now=5000.0)
     assert any("Look at rank 0" in line for line in shown.advice) is is_advised
+
+
+def test_the_steps_of_all_branches_that_were_left_in_the_night_are_counted(tmp_path: Path) -> None:
+    run = healed_run(tmp_path / "run")
+    run.event("rewind", to_step=80, reason="spike")
+    run.start(base=(80, 2), reason="rewind")
+    run.steps(5)
+    reader = RunReader(run.rundir.path).read_all()
+    assert len(reader.columns.discarded) == 2
+    assert "85 steps" in (told := night_words(reader, now=time.time())) and "21 steps discarded" in told
