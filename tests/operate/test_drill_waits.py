@@ -304,7 +304,9 @@ def test_a_launcher_that_was_killed_is_started_once_more_after_its_ranks_have_en
 ) -> None:
     plan, done = plan_of(tmp_path), list[Any]()
     launcher = launcher_of(plan, ended=True)
-    monkeypatch.setattr(module, "_await_ranks_end", lambda plan, deadline: done.append(deadline))
+    monkeypatch.setattr(
+        module, "_await_ranks_end", lambda plan, deadline: (done.append(deadline), clock.sleep(0.05))
+    )
     monkeypatch.setattr(module, "_let_nodes_back", lambda plan: done.append("back"))
     monkeypatch.setattr(_Launcher, "start", lambda launcher: done.append("start"))
     result = _recovery(plan, launcher, DrillFault.LAUNCHER, 998.0, step=20)

@@ -108,11 +108,19 @@ def test_every_launcher_that_told_no_result_is_left_out_though_one_of_them_is_bl
 
 
 def test_a_failure_that_would_repeat_ends_the_job_and_stops_the_queue(run: RunDirectory) -> None:
-    group = Group(run)
+    group, is_decided = Group(run), list[bool]()
+    group.leader._reactions = JobReactions(
+        on_bad_node=group.bad.append,
+        on_repeating=lambda why: (
+            group.repeating.append(why),
+            is_decided.append(group.board.has("decision-000002")),
+        ),
+    )
     erred = replace(result("n1", 1).ends[0], error="KeyError: 'loss'", log="KeyError: 'loss'")
     end = group.concludes(FIRST, ShareResult(host="n1", status=1, ends=(erred,)), result("n2", 3))
     assert (end.status, end.why) == (65, "not started again: the same start would fail again")
     assert [diagnosis.cause for diagnosis in group.repeating] == [Cause.EXCEPTION]
+    assert is_decided == [False], "its launchers end with the decision, and the next job starts"
 
 
 def test_an_attempt_that_is_ending_is_ended_once_and_not_searched_for_a_hang(
