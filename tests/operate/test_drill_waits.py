@@ -325,7 +325,7 @@ def test_a_supervisor_that_would_give_up_is_spared_until_the_run_has_saved_again
         DrillFault.KILL,
     ]
     newest = iter([8, 8, 8, 8, 12, 12, 12, 12])
-    waits, done = list[tuple[int, int]](), list[Any]()
+    waits, done, begun = list[tuple[int, int]](), list[Any](), list[float]()
     told = [beat(step=20, pid=5), beat(rank=1, step=23)]
 
     def stepping(plan: DrillPlan, launcher: _Launcher, *, saves: int, newer_than: int) -> list[RankBeat]:
@@ -336,12 +336,14 @@ def test_a_supervisor_that_would_give_up_is_spared_until_the_run_has_saved_again
         assert (target.beats, target.launcher, target.nodes) == (told, 77, plan.nodes)
         assert target.shm == Path("/proc/5/root/dev/shm") and target.rundir == plan.rundir
         assert rng.getstate() == Random(7).getstate()
+        begun.append(clock.now)
+        clock.sleep(0.05)
         if len(done) == 2 and fault is DrillFault.SLOW:
             raise ProcessLookupError
         return lambda: done.append("undo")
 
     def recovery(plan: Any, launcher: Any, fault: DrillFault, struck: float, *, step: int) -> DrillResult:
-        assert (struck, step) == (1000.0, 23)
+        assert (struck, step) == (begun[-1], 23)
         return DrillResult(fault=fault, survived=True, phases=RecoveryPhases())
 
     plan = plan_of(tmp_path, faults=faults, private_shm_mib=1, nodes=ACROSS, seed=7)

@@ -138,6 +138,7 @@ def test_a_job_reads_nothing_and_writes_both_streams_into_its_log(
 
     def refuse(command: tuple[str, ...], **options: object) -> None:
         assert options["stdout"] is options["stderr"]
+        assert [kept.state for kept in read_jobs(run.path)] == ["running"], "no other runner starts it too"
         calls.append((command, options))
         raise FileNotFoundError("no such command")
 
