@@ -146,7 +146,9 @@ def test_a_failure_that_would_repeat_arms_the_switch_and_tells_where_it_cannot(t
 def test_a_job_leaves_as_long_before_its_end_as_its_recipe_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    elsewhere = tmp_path / "switches"
     settings = ["control.maintenance_minutes=7", "submit.signal_before_s=123", *OFFLINE]
+    settings += [f'control.directory="{elsewhere}"']
     run, loaded = RunDirectory(tmp_path / "run").create(), load_recipe("demo", settings)
     monkeypatch.setattr(job_context_module, "Departure", lambda rundir, **more: SimpleNamespace(**more))
     job = JobContext(scheduler="machine", job="3", ends=time.time() + 60.0)
@@ -160,6 +162,9 @@ def test_a_job_leaves_as_long_before_its_end_as_its_recipe_says(
     assert made.notices[1]() == [], "it was over before this job began"  # type: ignore[attr-defined]
     file.write_text("")
     assert len(made.notices[1]()) == 1  # type: ignore[attr-defined]
+    elsewhere.mkdir()
+    (elsewhere / "maintenance").touch()
+    assert len(made.notices[1]()) == 2  # type: ignore[attr-defined]
 
 
 def test_slurm_is_asked_for_the_node_itself_where_the_job_does_not_list_its_nodes(
