@@ -95,3 +95,20 @@ def test_a_checkpoint_that_is_held_leaves_no_file_open(
     monkeypatch.setattr(durable, "hold_directory", lambda directory: None)
     published._link(saved, tmp_path / "publishing" / "without-locks")
     assert (saved / "part").stat().st_nlink == 3
+
+
+def test_a_published_checkpoint_names_its_run_from_within_its_directory_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, said = RunDirectory(tmp_path / "mine").create(), list[str]()
+    monkeypatch.chdir(run.path)
+
+    def publish(name: str, exported: Path, *, message: str) -> None:
+        said.append(f"{message}, {json.loads((exported / published.MARK).read_text())['run']}")
+
+    repository: Any = SimpleNamespace(publish_branch=publish)
+    publisher = published.CheckpointPublisher(
+        RunDirectory(Path()), repository, export=lambda held, exported: exported.mkdir(parents=True)
+    )
+    publisher._publish("step-000007.i001")
+    assert said == ["Step 7 of mine, mine"]

@@ -105,14 +105,14 @@ class CheckpointPublisher:
         try:
             self._export(self._held / name, exported)
             facts = {
-                "run": self._rundir.path.name,
+                "run": self._rundir.path.absolute().name,
                 "checkpoint": name,
                 "step": step,
                 "incarnation": incarnation,
             }
             durable.write_whole(exported / MARK, json.dumps(facts, indent=1) + "\n")
             self._repository.publish_branch(
-                name, exported, message=f"Step {step} of {self._rundir.path.name}"
+                name, exported, message=f"Step {step} of {self._rundir.path.absolute().name}"
             )
         except OSError as error:
             raise storage_error(error, path=exported, doing="Exporting a checkpoint") from error
