@@ -74,6 +74,8 @@ LOOK = "no heartbeat for some seconds, or the process is gone."
         (RUNS, [], {"step": 7, "loss": None},
          ["bad", "The newest loss is not finite: the guards go back, or `bloomery rewind` does."]),
         (RUNS, [], {"step": 7, "loss": 2.0}, ["good", NOTHING]),
+        (RUNS, [], {"step": 7, "loss": 0.0}, ["good", NOTHING]),
+        (RUNS, [], {"step": None, "loss": None}, ["good", NOTHING]),
         (RunVerdict(state=RunStatus.STOPPED, remedy="go"), [], {}, ["attention", "It is stopped: go"]),
         (RunVerdict(state=RunStatus.PENDING, remedy="wait"), [], {}, ["good", NOTHING]),
         (RUNS, [], {"problems": ["x"]}, ["attention", "Read what is wrong with its files, above."]),
