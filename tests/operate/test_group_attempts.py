@@ -257,10 +257,10 @@ def test_ranks_that_stand_still_are_found_by_a_look_a_second(
 
 
 def test_the_fullest_shared_memory_of_all_nodes_is_the_evidence() -> None:
-    shares = {"n1": (0.5, 60.0), "n2": (0.01, 0.6), "n3": (0.9, 70.0)}
+    shares = {"n1": (0.5, 60.0), "n2": (0.0, 0.0), "n3": (0.9, 70.0)}
     results = {host: result(host, 1, shm_free=free, shm_free_gib=gib) for host, (free, gib) in shares.items()}
     evidence = evidence_of(FIRST, results, ending=None)
-    assert (evidence.shm_free, evidence.shm_free_gib) == (0.01, 0.6)
+    assert (evidence.shm_free, evidence.shm_free_gib) == (0.0, 0.0)
     unknown = evidence_of(FIRST, {"n1": result("n1", 1)}, ending=None)
     assert (unknown.shm_free, unknown.shm_free_gib) == (None, None)
 
@@ -393,3 +393,10 @@ def test_launchers_of_several_nodes_lock_the_records_that_they_write_together(
     started = len(locked)
     group.concludes(FIRST, result("n1", 143), result("n2", 143))
     assert 0 < started < len(locked)
+
+
+def test_a_job_that_has_ended_well_is_led_no_further(run: RunDirectory) -> None:
+    group = Group(run)
+    group.leader._adopt(Decision(number=2, status=0))
+    group.leader._lead()
+    assert group.board.get("decision-000003") is None and told(run, "attempt", "attempt_end") == []

@@ -243,3 +243,11 @@ def test_a_run_has_its_name_from_within_its_directory_too(
 ) -> None:
     monkeypatch.chdir(run.path)
     assert overview(RunDirectory(Path())).name == "mine"
+
+
+def test_a_save_before_the_first_step_and_a_loss_of_zero_are_told(run: RunDirectory) -> None:
+    with Journal(run.journal()) as journal:
+        journal.write("checkpoint", incarnation=1, step=0, path="checkpoints/step-0")
+        journal.write("step", incarnation=1, **report(8, loss=0.0, held_out_loss=0.0).to_json())
+    seen = overview(run)
+    assert (seen.saved_step, seen.step, seen.loss, seen.held_out_loss) == (0, 8, 0.0, 0.0)
