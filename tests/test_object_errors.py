@@ -63,6 +63,10 @@ def test_of_an_error_one_line_is_shown_that_says_what_happened_and_no_secret(
         with monkeypatch.context() as environment:
             environment.setenv(name, "zq9v")
             assert short_text("refused: zq9v") == "refused: ***"
+    with monkeypatch.context() as environment:
+        environment.setenv("MY_SECRET", "zq9v")
+        environment.setenv("MY_TOKEN", "wx7u")
+        assert short_text("refused: zq9v, wx7u, zq9v") == "refused: ***, ***, ***"
     monkeypatch.setenv("A_KEY", "zq9")
     monkeypatch.setenv("A_PLACE", "zq9v")
     assert short_text("zq9 zq9v") == "zq9 zq9v", "what is too short, or no secret by its name, is shown"

@@ -58,3 +58,15 @@ def test_the_length_of_the_head_is_the_mean_over_tokens_and_not_over_kinds_of_to
     ratios = pmi.norm(dim=1) / (2 * embedding @ head.T).norm(dim=1)  # each row's length by that of the head
     torch.testing.assert_close((ratios * after).sum() / after.sum(), torch.tensor(1.0), rtol=1e-3, atol=0)
     assert abs(ratios.mean() - 1) > 0.02
+
+
+def test_where_there_are_few_factors_those_of_frequent_tokens_are_kept() -> None:
+    turns = torch.tensor([[6.0, 2.0] * 4, [2.0, 6.0] * 4])
+    halves = torch.tensor([[6.0] * 4 + [2.0] * 4, [2.0] * 4 + [6.0] * 4])
+    frequent_before = torch.cat([1000 * turns, halves.repeat(3, 1)])
+    for counts, axis in ((frequent_before, 0), (frequent_before.T, 1)):
+        after, unigram = counts.sum(1, keepdim=True), counts.sum(0) / counts.sum()
+        pmi = torch.log((counts + unigram) / (after + 1) / unigram)
+        embedding, head = bigram_factors(counts, hidden=1, seed=0)
+        found, wanted = ((one if axis == 0 else one.T)[0] for one in (embedding @ head.T, pmi))
+        assert torch.nn.functional.cosine_similarity(found, wanted, dim=0) > 0.9

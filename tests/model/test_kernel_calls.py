@@ -134,8 +134,8 @@ def test_the_library_attends_over_queries_keys_and_values_where_they_lie(
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     heads, kv_heads, width, length = 4, 2, 6, 5
-    stored = torch.randn(2, length, heads + 2 * kv_heads, width, generator=generator).bfloat16()
-    slope = torch.randn(2, length, heads, width, generator=generator).bfloat16()
+    stored = torch.randn(2, length, width, heads + 2 * kv_heads, generator=generator).bfloat16().mT
+    slope = torch.randn(2, length, width, heads, generator=generator).bfloat16().mT
     table = rotary_table(torch.arange(length), head_dim=width, theta=100.0, dtype=torch.bfloat16)
     rotary = table if is_rotary else None
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
@@ -180,7 +180,7 @@ def test_the_library_makes_slopes_and_terms_of_each_row(
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(7, 12, generator=generator).bfloat16()[:, ::2]
-    targets = torch.tensor([0, 5, IGNORED, 3, 6, 2, 1])
+    targets = torch.tensor([[0, 5, IGNORED, 3, 6, 2, 1], [4] * 7]).T.contiguous()[:, 0]
     slopes, entropy, z = entropy_gradient(logits, targets, 0.01)
     leaf = logits.float().requires_grad_()
     counted = torch.tensor([True, True, False, True, False, True, True])

@@ -58,6 +58,8 @@ def test_a_llama_has_these_weights_in_the_order_in_which_a_token_meets_them() ->
 
 def test_a_gpt_has_these_weights_in_the_order_in_which_a_token_meets_them() -> None:
     settings = dict(norm="layernorm", position="learned", activation="gelu", bias=True, tied=True)
+    assert shapes_of(**settings, max_positions=6)["positions.weight"] == (6, 8), "as many as a sample has"
+    assert "positions.weight" not in shapes_of(max_positions=5), "others may be fewer"
     found = shapes_of(**settings, embedding_norm=True, max_positions=9, vocabulary=24)
     assert list(found.items()) == [
         ("embedding.weight", (24, 8)),

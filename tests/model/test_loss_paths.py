@@ -186,3 +186,17 @@ def test_the_rows_of_a_fused_loss_are_computed_a_chunk_at_a_time(
     torch.testing.assert_close((by_hidden, by_weight), expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(entropy, plain(*leaves, wanted, 0.0).detach())
     torch.testing.assert_close(entropy + z, total.detach())
+
+
+def test_an_evaluation_multiplies_as_a_training_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes: list[str] = []
+    multiply = loss_module.linear
+
+    def linear(x: torch.Tensor, weight: torch.Tensor, *, matmul_mode: Any) -> torch.Tensor:
+        modes.append(matmul_mode)
+        return multiply(x, weight, matmul_mode=matmul_mode)
+
+    monkeypatch.setattr(loss_module, "linear", linear)
+    with torch.no_grad():
+        next_token_loss(*inputs(torch.bfloat16), chunk=30, matmul_mode="fp32")
+    assert modes == ["fp32", "fp32"]

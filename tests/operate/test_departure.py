@@ -197,6 +197,7 @@ def test_the_longest_save_and_exit_count_of_saves_that_belong_to_their_steps(tmp
         (SaveTimes(save_s=1.0, step_s=2.0), 300.0, 10.0 + 15.0),
         (SaveTimes(save_s=6.0, step_s=4.0, exit_s=0.5), 300.0, 30.0 + 1.0),
         (SaveTimes(save_s=6.0, step_s=4.0, exit_s=30.0), 300.0, 30.0 + 60.0),
+        (SaveTimes(save_s=0.0, step_s=4.0, exit_s=0.0), 300.0, 12.0),
     ],
 )
 def test_a_job_leaves_in_time_for_its_last_save_and_exit(

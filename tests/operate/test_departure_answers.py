@@ -66,3 +66,15 @@ def test_what_was_judged_once_stays_judged(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(Departure, "judge", lambda watch: judged.append("x") or f"reason {len(judged)}")
     watch._repeat(watch._decide)
     assert (watch.reason, judged) == ("reason 1", ["x"])
+
+
+def test_an_end_that_somebody_changes_is_noticed_within_a_minute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends, clock = [time.time() + 3600.0], [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    watch = departure(RunDirectory(tmp_path), lambda: ends[-1])
+    assert watch.check() == ""
+    ends.append(time.time() + 5.0)
+    for clock[0], leaves in ((159.0, False), (160.0, True)):
+        assert bool(watch.check()) is leaves

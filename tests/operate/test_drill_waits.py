@@ -304,7 +304,9 @@ def test_a_launcher_that_was_killed_is_started_once_more_after_its_ranks_have_en
 ) -> None:
     plan, done = plan_of(tmp_path), list[Any]()
     launcher = launcher_of(plan, ended=True)
-    monkeypatch.setattr(module, "_await_ranks_end", lambda plan, deadline: done.append(deadline))
+    monkeypatch.setattr(
+        module, "_await_ranks_end", lambda plan, deadline: (done.append(deadline), clock.sleep(0.05))
+    )
     monkeypatch.setattr(module, "_let_nodes_back", lambda plan: done.append("back"))
     monkeypatch.setattr(_Launcher, "start", lambda launcher: done.append("start"))
     result = _recovery(plan, launcher, DrillFault.LAUNCHER, 998.0, step=20)
@@ -323,7 +325,7 @@ def test_a_supervisor_that_would_give_up_is_spared_until_the_run_has_saved_again
         DrillFault.KILL,
     ]
     newest = iter([8, 8, 8, 8, 12, 12, 12, 12])
-    waits, done = list[tuple[int, int]](), list[Any]()
+    waits, done, begun = list[tuple[int, int]](), list[Any](), list[float]()
     told = [beat(step=20, pid=5), beat(rank=1, step=23)]
 
     def stepping(plan: DrillPlan, launcher: _Launcher, *, saves: int, newer_than: int) -> list[RankBeat]:
@@ -334,12 +336,14 @@ def test_a_supervisor_that_would_give_up_is_spared_until_the_run_has_saved_again
         assert (target.beats, target.launcher, target.nodes) == (told, 77, plan.nodes)
         assert target.shm == Path("/proc/5/root/dev/shm") and target.rundir == plan.rundir
         assert rng.getstate() == Random(7).getstate()
+        begun.append(clock.now)
+        clock.sleep(0.05)
         if len(done) == 2 and fault is DrillFault.SLOW:
             raise ProcessLookupError
         return lambda: done.append("undo")
 
     def recovery(plan: Any, launcher: Any, fault: DrillFault, struck: float, *, step: int) -> DrillResult:
-        assert (struck, step) == (1000.0, 23)
+        assert (struck, step) == (begun[-1], 23)
         return DrillResult(fault=fault, survived=True, phases=RecoveryPhases())
 
     plan = plan_of(tmp_path, faults=faults, private_shm_mib=1, nodes=ACROSS, seed=7)

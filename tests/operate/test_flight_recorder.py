@@ -188,3 +188,9 @@ def test_a_dump_that_refers_to_something_outside_of_it_is_not_read(stacks: Path)
     content = io.BytesIO()
     Referring(content).dump(pickle.loads(dump(7)))
     assert flights(stacks, r0=content.getvalue()) == {0: {}}
+
+
+def test_a_rank_that_is_behind_in_a_later_group_is_named_though_all_agree_in_the_first() -> None:
+    flights = {rank: {"0": (7, "all_reduce"), "1": (5 - rank, "broadcast")} for rank in (0, 1)}
+    finding = find_absent(flights)
+    assert finding is not None and finding.culprits == (1,) and "broadcast 5 of group 1" in finding.words

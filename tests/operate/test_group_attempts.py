@@ -23,6 +23,7 @@ from bloomery.operate.decision import HANG, SILENT, Decision, ShareResult, evide
 from bloomery.operate.diagnosis import GAVE_UP, Cause, Diagnosis
 from bloomery.operate.failure_evidence import RankEnd
 from bloomery.operate.group_supervisor import GroupSize, GroupSupervisor
+from bloomery.operate.job_board import JobBoard
 from bloomery.operate.share_watch import ShareWatch
 from bloomery.operate.standstill import StandstillLimits
 from bloomery.operate.supervise import JobReactions, RestartBudget
@@ -107,11 +108,19 @@ def test_every_launcher_that_told_no_result_is_left_out_though_one_of_them_is_bl
 
 
 def test_a_failure_that_would_repeat_ends_the_job_and_stops_the_queue(run: RunDirectory) -> None:
-    group = Group(run)
+    group, is_decided = Group(run), list[bool]()
+    group.leader._reactions = JobReactions(
+        on_bad_node=group.bad.append,
+        on_repeating=lambda why: (
+            group.repeating.append(why),
+            is_decided.append(group.board.has("decision-000002")),
+        ),
+    )
     erred = replace(result("n1", 1).ends[0], error="KeyError: 'loss'", log="KeyError: 'loss'")
     end = group.concludes(FIRST, ShareResult(host="n1", status=1, ends=(erred,)), result("n2", 3))
     assert (end.status, end.why) == (65, "not started again: the same start would fail again")
     assert [diagnosis.cause for diagnosis in group.repeating] == [Cause.EXCEPTION]
+    assert is_decided == [False], "its launchers end with the decision, and the next job starts"
 
 
 def test_an_attempt_that_is_ending_is_ended_once_and_not_searched_for_a_hang(
@@ -248,10 +257,10 @@ def test_ranks_that_stand_still_are_found_by_a_look_a_second(
 
 
 def test_the_fullest_shared_memory_of_all_nodes_is_the_evidence() -> None:
-    shares = {"n1": (0.5, 60.0), "n2": (0.01, 0.6), "n3": (0.9, 70.0)}
+    shares = {"n1": (0.5, 60.0), "n2": (0.0, 0.0), "n3": (0.9, 70.0)}
     results = {host: result(host, 1, shm_free=free, shm_free_gib=gib) for host, (free, gib) in shares.items()}
     evidence = evidence_of(FIRST, results, ending=None)
-    assert (evidence.shm_free, evidence.shm_free_gib) == (0.01, 0.6)
+    assert (evidence.shm_free, evidence.shm_free_gib) == (0.0, 0.0)
     unknown = evidence_of(FIRST, {"n1": result("n1", 1)}, ending=None)
     assert (unknown.shm_free, unknown.shm_free_gib) == (None, None)
 
@@ -357,3 +366,37 @@ def test_the_wait_for_results_begins_anew_with_each_attempt(
         for now[0] in (first, first + 45.0, first + 45.5):
             group.leader._lead()
     assert concluded == [(1045.5, 1), (2045.5, 2)]
+
+
+def test_who_asked_for_the_end_of_a_job_is_told_before_how_its_ranks_ended(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group, asked, put = Group(run), list[int](), JobBoard.put
+
+    def noted(board: JobBoard, name: str, record: dict) -> bool:
+        asked.append(json.loads((run.path / "board" / "n1.json").read_text())["asked"])
+        return put(board, name, record)
+
+    monkeypatch.setattr(JobBoard, "put", noted)
+    group.leader._asked = 15
+    group.leader._report(1, result("n1", 143))
+    assert asked == [15], "else the leader takes it for a failure"
+
+
+def test_launchers_of_several_nodes_lock_the_records_that_they_write_together(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    locked: list[int] = []
+    monkeypatch.setattr(durable, "wait_for_lock", lambda file, *, timeout_s: bool(locked.append(file)))
+    group = Group(run)
+    group.leader._attempt(Decision(number=0), ["n1", "n2"])
+    started = len(locked)
+    group.concludes(FIRST, result("n1", 143), result("n2", 143))
+    assert 0 < started < len(locked)
+
+
+def test_a_job_that_has_ended_well_is_led_no_further(run: RunDirectory) -> None:
+    group = Group(run)
+    group.leader._adopt(Decision(number=2, status=0))
+    group.leader._lead()
+    assert group.board.get("decision-000003") is None and told(run, "attempt", "attempt_end") == []

@@ -373,23 +373,28 @@ def test_what_hinders_a_leader_is_logged_once_until_it_changes(
     ]
 
 
-def test_ranks_that_fell_silent_are_suspects_of_a_hang(
+def test_ranks_that_fell_silent_are_suspects_of_a_hang_beside_all_stacks_and_measured_turns(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[tuple[int, ...]] = []
+    asked: list[tuple[dict, tuple[int, ...]]] = []
     finding = HangFinding(culprits=(3,), hosts=("n2",), summary="rank 3 stands", evidence=(), sure=False)
 
     def find(beats: dict, stacks: dict, *, silent: tuple[int, ...]) -> HangFinding:
-        asked.append(silent)
+        asked.append((stacks, silent))
         return finding
 
     monkeypatch.setattr(group_module, "find_hang", find)
     leader, (board,) = of_boards(run, "n1", size=GroupSize(nodes=1, needed=1, ranks=1))
-    monkeypatch.setattr(leader, "_all_stacks", lambda decision: {})
-    leader._progress = SimpleNamespace(look=lambda beats, measured: SimpleNamespace(silent=(3,)))
-    leader._look_for_hang(Decision(number=1, hosts=("n1",), ranks=1))
+    measured_s, stacks = {SAVING: 4.0}, {3: RankStack(rank=3, state="S")}
+    monkeypatch.setattr(leader, "_all_stacks", lambda decision: stacks)
+
+    def look(beats: dict, measured: dict) -> SimpleNamespace | None:
+        return SimpleNamespace(silent=(3,)) if measured == measured_s else None
+
+    leader._progress = SimpleNamespace(look=look)
+    leader._look_for_hang(Decision(number=1, hosts=("n1",), ranks=1, measured_s=measured_s))
     ending = board.get("ending-1")
-    assert asked == [(3,)] and ending is not None
+    assert asked == [(stacks, (3,))] and ending is not None
     assert (ending["kind"], ending["finding"]["culprits"]) == (HANG, [3])
 
 

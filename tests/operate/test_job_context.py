@@ -146,7 +146,9 @@ def test_a_failure_that_would_repeat_arms_the_switch_and_tells_where_it_cannot(t
 def test_a_job_leaves_as_long_before_its_end_as_its_recipe_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    elsewhere = tmp_path / "switches"
     settings = ["control.maintenance_minutes=7", "submit.signal_before_s=123", *OFFLINE]
+    settings += [f'control.directory="{elsewhere}"']
     run, loaded = RunDirectory(tmp_path / "run").create(), load_recipe("demo", settings)
     monkeypatch.setattr(job_context_module, "Departure", lambda rundir, **more: SimpleNamespace(**more))
     job = JobContext(scheduler="machine", job="3", ends=time.time() + 60.0)
@@ -160,6 +162,9 @@ def test_a_job_leaves_as_long_before_its_end_as_its_recipe_says(
     assert made.notices[1]() == [], "it was over before this job began"  # type: ignore[attr-defined]
     file.write_text("")
     assert len(made.notices[1]()) == 1  # type: ignore[attr-defined]
+    elsewhere.mkdir()
+    (elsewhere / "maintenance").touch()
+    assert len(made.notices[1]()) == 2  # type: ignore[attr-defined]
 
 
 def test_slurm_is_asked_for_the_node_itself_where_the_job_does_not_list_its_nodes(
@@ -172,19 +177,19 @@ def test_slurm_is_asked_for_the_node_itself_where_the_job_does_not_list_its_node
 
 
 def test_a_node_in_quarantine_starts_nothing_and_others_do(tmp_path: Path) -> None:
-    run, loaded = RunDirectory(tmp_path / "run").create(), load_recipe("demo")
+    run, loaded = RunDirectory(tmp_path / "my run").create(), load_recipe("demo")
     exclusions = Exclusions.of(run, loaded.recipe.submit)
     exclusions.add(QuarantinedNode(host="node1", cause="bad GPU", since=1e9))
     refuse_quarantined("node2", run, loaded)
     with pytest.raises(NodeInQuarantine, match="bad GPU") as refused:
         refuse_quarantined("node1", run, loaded)
     assert refused.value.exit_status == 67
-    assert f"`bloomery preflight RECIPE --run {run.path} --long` there" in refused.value.remedy
+    assert f"`bloomery preflight RECIPE --run '{run.path}' --long` there" in refused.value.remedy
     run.recipe.write_text(dump_recipe(loaded.recipe))
     with pytest.raises(NodeInQuarantine) as refused:
         refuse_quarantined("node1", run, loaded)
     _, long, _, release, _ = refused.value.remedy.split("`")
-    assert long == f"bloomery preflight {run.path} --long"
+    assert shlex.split(long) == ["bloomery", "preflight", str(run.path), "--long"]
     assert main(shlex.split(release)[1:]) == 0 and exclusions.nodes() == {}
 
 
@@ -229,3 +234,23 @@ def test_the_switch_that_stops_a_queue_says_why_in_a_line_and_is_left_alone_by_a
     reactions.on_repeating(replace(bad_gpu(""), cause=Cause.EXCEPTION, summary="y" * 300))
     written = run.control("stop").read_text()
     assert "exception: yyy" in written and "y" * 109 in written and "y" * 110 not in written
+
+
+def test_the_run_of_a_bad_node_is_named_wherever_its_launcher_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, asked = RunDirectory(tmp_path / "run").create(), list[tuple[str, Path]]()
+    queue = SimpleNamespace(jobs=lambda *, name, run: asked.append((name, run)) or [])
+    monkeypatch.setattr(
+        job_context_module,
+        "scheduler_of",
+        lambda section, path: asked.append((section.exclusions, path)) or queue,
+    )
+    monkeypatch.chdir(tmp_path)
+    shared = tmp_path / "shared.json"
+    loaded = load_recipe("demo", [f'submit.exclusions="{shared}"'])
+    reactions_of(RunDirectory(Path("run")), loaded, say=lambda line: None).on_bad_node(bad_gpu("node1"))
+    assert Exclusions(shared).nodes()["node1"].run == str(run.path)
+    assert asked == [(str(shared), run.path), ("demo", run.path)]
+    with pytest.raises(NodeInQuarantine):
+        refuse_quarantined("node1", RunDirectory(tmp_path / "another"), loaded)

@@ -16,6 +16,8 @@ from bloomery.operate.node_checks import bad_hosts, judge_nodes
         ({"b": {"clock_s": 5.1}}, ["b"], False),
         ({"b": {"clock_s": 4.9}}, [], False),
         ({"b": {"inodes": 9_999}}, ["b"], False),
+        ({"b": {"inodes": 0}}, ["b"], False),
+        ({"b": {"teraflops": 0.0}}, ["b"], True),
         ({"b": {"inodes": 10_000}}, [], False),
         ({"b": {"shm_share": 0.05}}, [], False),
         ({"b": {"teraflops": 169.0}}, ["b"], True),
@@ -48,9 +50,11 @@ def test_an_interface_is_named_by_its_first_letters_or_as_a_whole_and_may_be_unk
     "variable", ["NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_GPUDIRECTTCPX_SOCKET_IFNAME"]
 )
 def test_the_interfaces_of_each_variable_that_names_some_are_looked_for(variable: str) -> None:
-    facts = nodes(**{host: {"interfaces": ("eth0",)} for host in "abc"}, d={"interfaces": ("lo",)})
-    (finding,) = judge_nodes(facts, environment={variable: "eth0,^docker", "NCCL_DEBUG": "INFO"})
-    assert (finding.host, finding.what) == ("d", f"an interface eth0, which {variable} names, is not there")
+    for others in (("lo",), ()):
+        facts = nodes(**{host: {"interfaces": ("eth0",)} for host in "abc"}, d={"interfaces": others})
+        (finding,) = judge_nodes(facts, environment={variable: "eth0,^docker", "NCCL_DEBUG": "INFO"})
+        told = f"an interface eth0, which {variable} names, is not there"
+        assert (finding.host, finding.what) == ("d", told)
     assert judge_nodes(facts, environment={variable: "", "NCCL_NET": "Socket"}) == []
 
 

@@ -247,3 +247,17 @@ def test_an_object_without_conditions_may_say_so_with_a_null() -> None:
     new = pod("Pending", node="a")
     del new["status"]
     assert parse_job(job(active=1), [new]).state == JobState.PENDING, "it has just been made"
+
+
+def test_the_nodes_of_a_cluster_are_all_that_it_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    conditions = [{"type": "Ready", "status": "True"}]
+    items = [{"metadata": {"name": name}, "status": {"conditions": conditions}} for name in ("a", "b")]
+    asked: list[list[str]] = []
+
+    def run(command: list[str], **options: Any) -> Any:
+        asked.append(command)
+        return subprocess.CompletedProcess(command, 0, stdout=json.dumps({"items": items}), stderr="")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert [(node.name, node.state) for node in Kubernetes().nodes()] == [("a", "ready"), ("b", "ready")]
+    assert asked == [["kubectl", "get", "nodes", "-o", "json"]]

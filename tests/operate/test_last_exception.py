@@ -194,3 +194,13 @@ def test_the_names_of_nodes_and_the_words_of_other_runtimes_are_told_apart(
 ) -> None:
     verdict = verdict_of(lost(0), RankEnd(rank=1, host="gpu-114", status=status, log=f"{log}\n", step=9))
     assert (verdict.cause, verdict.culprit.rank) == (cause, 1)
+
+
+def test_a_name_that_cannot_be_resolved_is_of_the_network_whoever_asked_for_it() -> None:
+    frame = '  File "/v/site-packages/s3fs/core.py", line 9, in _call\n'
+    for error, cause in (
+        ("socket.gaierror: [Errno -3] Temporary failure in name resolution", Cause.NETWORK),
+        ("ConnectionError: connection refused", Cause.STORAGE),
+    ):
+        ended = RankEnd(rank=1, host="a", status=1, log=f"{TRACE}{frame}{error}\n")
+        assert verdict_of(lost(0), ended).cause == cause

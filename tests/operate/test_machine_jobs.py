@@ -101,6 +101,8 @@ def test_a_cancelled_job_that_outlived_its_queue_has_a_runner_to_end_it_and_othe
     monkeypatch.setattr(machine_queue, "start_runner", started.append)
     orphan = {"pid": os.getpid(), "pid_life": machine_queue.process_identity(os.getpid())}
     _write(run.path, replace(jobs[0], state=JobState.RUNNING, started=1.0, **orphan))
+    shown = OneMachine(run.path).jobs(name="x", run=run.path)[0]
+    assert (shown.state, shown.reason) == ("running", "the process of the queue is gone, and the job runs on")
     machine_queue.ask_to_cancel(run.path, 3)
     assert started == [] and [job.state for job in read_jobs(run.path)] == ["running", "pending", "ended"]
     machine_queue.ask_to_cancel(run.path, 1)
@@ -136,6 +138,7 @@ def test_a_job_reads_nothing_and_writes_both_streams_into_its_log(
 
     def refuse(command: tuple[str, ...], **options: object) -> None:
         assert options["stdout"] is options["stderr"]
+        assert [kept.state for kept in read_jobs(run.path)] == ["running"], "no other runner starts it too"
         calls.append((command, options))
         raise FileNotFoundError("no such command")
 
@@ -297,3 +300,9 @@ def test_a_job_that_was_cancelled_and_outlived_its_runner_ended_as_it_was_asked_
     machine_queue._wait_for_orphans(run.path)
     assert [job.state for job in read_jobs(run.path)] == ["ended", "failed", "pending"]
     assert read_jobs(run.path)[0].reason == "cancelled"
+
+
+def test_each_of_several_jobs_is_cancelled(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    queued(run, monkeypatch)
+    OneMachine(run.path).cancel(["1", "3"])
+    assert [job.state for job in read_jobs(run.path)] == ["ended", "pending", "ended"]

@@ -306,8 +306,28 @@ def test_an_answer_is_waited_for_and_read_for_so_long_and_no_longer(monkeypatch:
 
 
 def test_a_reservation_counts_for_the_nodes_of_the_job_from_its_start() -> None:
-    reserved = [("repair", 500.0, ("n2", "n3")), ("other", 100.0, ("n9",))]
+    reserved = [("repair", 500.0, ("n2", "n3")), ("other", 100.0, ("n9",)), ("cooling", 400.0, ("n1", "n9"))]
     slurm: Any = SimpleNamespace(reservations=lambda: reserved)
     assert notices_of_slurm(slurm, ["n1", "n2", "n3"]) == [
-        MaintenanceNotice(at=500.0, what="reservation repair of n2, n3")
+        MaintenanceNotice(at=500.0, what="reservation repair of n2, n3"),
+        MaintenanceNotice(at=400.0, what="reservation cooling of n1"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("cloud", "address"),
+    [
+        ("gce", "http://metadata.google.internal/computeMetadata/v1/"),
+        ("aws", "http://169.254.169.254/latest/"),
+        ("azure", "http://169.254.169.254/metadata/"),
+        ("", ""),
+    ],
+)
+def test_the_cloud_that_is_here_is_asked_at_its_usual_address(
+    monkeypatch: pytest.MonkeyPatch, cloud: str, address: str
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(maintenance, "cloud_here", lambda: cloud)
+    monkeypatch.setattr(maintenance, "_get", lambda url, headers, **more: asked.append(url) or "")
+    assert notices_of_cloud(ControlSection(metadata="auto"))() == []
+    assert all(url.startswith(address) for url in asked) and bool(asked) is bool(cloud)

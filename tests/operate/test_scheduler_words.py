@@ -260,7 +260,7 @@ def test_a_scheduler_is_waited_for_a_minute(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_nodes_and_reservations_are_read_as_slurm_writes_them(commands: Commands) -> None:
-    commands.answers("sinfo", "n1|down*|Not responding|x\nn2|idle|none\nn3|mixed-|(null)\n")
+    commands.answers("sinfo", "n1|down*|Not responding|x\nn2|idle|none\nn3|mixed-|(null)\nn2|idle|none\n")
     assert Slurm().nodes() == [
         SchedulerNode(name="n1", state="down", reason="Not responding|x"),
         SchedulerNode(name="n2", state="idle"),
@@ -363,9 +363,10 @@ def test_the_records_of_kubernetes_say_when_a_job_began_and_ended() -> None:
 def test_nodes_are_excluded_from_a_job_of_kubernetes_and_let_back(commands: Commands) -> None:
     commands.answers("kubectl", "")
     for nodes in (["n1", "n2"], []):
-        Kubernetes().exclude(["job-a"], nodes)
-    excluded, back = (call.partition(" --patch ") for call in commands.called())
+        Kubernetes().exclude(["job-a", "job-b"], nodes)
+    excluded, second, back, _ = (call.partition(" --patch ") for call in commands.called())
     assert excluded[0] == "kubectl patch job job-a --type=merge" == back[0]
+    assert second == ("kubectl patch job job-b --type=merge", *excluded[1:])
     kind = "requiredDuringSchedulingIgnoredDuringExecution"
 
     def terms(text: str) -> Any:

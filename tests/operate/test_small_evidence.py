@@ -95,16 +95,18 @@ def test_each_fault_sends_its_signal(monkeypatch: pytest.MonkeyPatch, fault: str
     assert sent == [(77, number)]
 
 
-def test_a_bit_flips_before_a_rank_is_killed_and_a_launcher_is_struck_itself(
+def test_what_is_damaged_or_full_is_so_before_a_rank_is_killed_and_a_launcher_is_struck_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[object] = []
     monkeypatch.setattr(faults, "flip_checkpoint_bit", lambda rundir, rng: done.append("flip"))
+    monkeypatch.setattr(faults, "_fill", lambda directory, *, for_s: done.append(directory))
     monkeypatch.setattr(os, "kill", lambda pid, number: done.append(pid))
-    target = DrillTarget(rundir=RunDirectory(tmp_path), beats=[RankBeat(host="n1", pid=5)], launcher=66)
-    for fault in (DrillFault.FLIP, DrillFault.LAUNCHER, DrillFault.KILL):
+    beats, shm = [RankBeat(host="n1", pid=5)], tmp_path / "shm"
+    target = DrillTarget(rundir=RunDirectory(tmp_path), beats=beats, launcher=66, shm=shm)
+    for fault in (DrillFault.FLIP, DrillFault.SHM, DrillFault.LAUNCHER, DrillFault.KILL):
         inject(fault, target, Random(0))
-    assert done == ["flip", 5, 66, 5]
+    assert done == ["flip", 5, shm, 5, 66, 5]
 
 
 def test_a_fault_that_did_not_reach_its_node_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

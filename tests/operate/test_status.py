@@ -142,7 +142,8 @@ def test_what_went_wrong_is_told_and_a_failed_save_only_until_the_next_one(run: 
 
 def test_a_save_is_told_however_many_steps_follow_it(run: RunDirectory) -> None:
     with Journal(run.journal()) as journal:
-        journal.write("checkpoint", incarnation=1, step=9, path="checkpoints/step-9")
+        for step in (8, 9):
+            journal.write("checkpoint", incarnation=1, step=step, path=f"checkpoints/step-{step}")
         journal.write("step", incarnation=1, step=10, text=" " * (9 << 20))
         journal.write("step", incarnation=1, **report(11).to_json())
     seen = overview(run)
@@ -235,3 +236,18 @@ def test_what_is_kept_of_a_run_is_shown(
     assert seen.verdict.state == "stopped" and str(elsewhere / "stop") in seen.verdict.why
     exclusions.path.write_text("{")
     assert any("is damaged" in line for line in overview(run).warnings)
+
+
+def test_a_run_has_its_name_from_within_its_directory_too(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(run.path)
+    assert overview(RunDirectory(Path())).name == "mine"
+
+
+def test_a_save_before_the_first_step_and_a_loss_of_zero_are_told(run: RunDirectory) -> None:
+    with Journal(run.journal()) as journal:
+        journal.write("checkpoint", incarnation=1, step=0, path="checkpoints/step-0")
+        journal.write("step", incarnation=1, **report(8, loss=0.0, held_out_loss=0.0).to_json())
+    seen = overview(run)
+    assert (seen.saved_step, seen.step, seen.loss, seen.held_out_loss) == (0, 8, 0.0, 0.0)

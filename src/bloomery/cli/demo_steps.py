@@ -242,7 +242,7 @@ def draw_png(rundir: RunDirectory, path: Path) -> None:
         axes.plot(*zip(*held_out, strict=True), "o-", color="tab:orange", markersize=4, label="held out")
     for step in restarts(rundir):
         axes.axvline(step, color="tab:red", linestyle=":", linewidth=1, label=f"resumed at step {step}")
-    axes.set(xlabel="step", ylabel="loss (nats a token)", title=rundir.path.name)
+    axes.set(xlabel="step", ylabel="loss (nats a token)", title=rundir.name)
     axes.grid(visible=True, alpha=0.3)
     axes.legend()
     figure.tight_layout()

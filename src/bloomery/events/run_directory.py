@@ -43,6 +43,11 @@ class RunDirectory:
                 raise storage_error(error, path=directory, doing="Making the run directory") from error
         return self
 
+    @property
+    def name(self) -> str:
+        """The directory's own name, also where it was given as `.`."""
+        return self.path.absolute().name
+
     def as_word(self) -> str:
         """The path as one word of a shell, for a command that a message names."""
         return shlex.quote(str(self.path))

@@ -107,7 +107,8 @@ torch.library.define(
 @torch.library.impl("bloomery::attend", "default")
 def _attend(qkv: Tensor, cosines: Tensor | None, sines: Tensor | None, heads: int) -> tuple[Tensor, Tensor]:
     mixed, log_partition = _room(qkv, heads)
-    _run("attend", _call(qkv.contiguous(), cosines, sines, mixed, log_partition))
+    qkv = qkv.contiguous()  # a call holds addresses alone: a copy must outlive it
+    _run("attend", _call(qkv, cosines, sines, mixed, log_partition))
     return mixed, log_partition
 
 
@@ -121,8 +122,9 @@ def _attend_backward(
     log_partition: Tensor,
 ) -> Tensor:
     gradient, qkv = gradient.contiguous(), qkv.contiguous()
+    mixed, log_partition = mixed.contiguous(), log_partition.contiguous()
     slopes = torch.empty_like(qkv)
-    call = _call(qkv, cosines, sines, mixed.contiguous(), log_partition.contiguous())
+    call = _call(qkv, cosines, sines, mixed, log_partition)
     call.out_gradient = _vectors(gradient)
     call.query_gradient, call.key_gradient, call.value_gradient = _parts(slopes, mixed.shape[2])
     _run("attend_backward", call)

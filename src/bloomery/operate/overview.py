@@ -94,7 +94,7 @@ def overview(rundir: RunDirectory) -> RunOverview:
         warnings.append(f"all ranks have waited for other peers for {duration(awaited_s)}")
     return RunOverview(
         run=str(rundir.path),
-        name=recipe.run.name if recipe else rundir.path.name,
+        name=recipe.run.name if recipe else rundir.name,
         verdict=judge_state(seen, limits=_LIMITS),
         jobs=tuple(jobs),
         shm=shm,

@@ -590,6 +590,8 @@ def test_the_scheduler_is_asked_once_a_minute_and_the_recipe_read_when_it_change
     assert "the recipe cannot be read" in summarizer.summary().problems[0] and summarizer.recipe is not None
     summarizer_of(run, "train.samples=800")
     assert not any("the recipe cannot be read" in problem for problem in summarizer.summary().problems)
+    summarizer_of(run, "train.samples=880")
+    assert summarizer.summary().steps == 110, "a file of the same length is another one"
 
 
 def test_a_run_is_not_gone_while_its_scheduler_does_not_say_which_jobs_wait(

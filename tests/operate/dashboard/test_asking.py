@@ -141,7 +141,8 @@ def test_an_action_is_told_with_who_asked_and_a_refusal_with_its_reason(
     assert act({"run": 2, "action": "save"}) == (404, "there is no such run") and paused == []
     assert act({"run": 1, "action": "save", "wy": ""})[1].startswith("not an action: ")
     assert act({"run": 1, "action": "save"}, "x") == (403, "the token is missing or wrong; nothing was done")
-    assert paused == [0.2] and len(done) == 2
+    assert act({"nonsense": 1}, "x")[0] == 403, "who has no token learns nothing of actions"
+    assert paused == [0.2] * 2 and len(done) == 2
     nobody: Any = Asked(b'{"run": 0, "action": "save"}', {"authorization": f"Bearer {TOKEN}"})
     nobody.client = None
     assert asyncio.run(server._action(nobody)).status_code == 200

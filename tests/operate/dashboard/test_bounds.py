@@ -39,15 +39,16 @@ def test_each_table_is_computed_again_as_rarely_as_it_may_be(
 
     asked: list[Any] = []
     monkeypatch.setattr(viewed_run, "CachedValue", cached)
-    monkeypatch.setattr(viewed_run.panels, "saves", lambda reader, recipe: asked.append("saves"))
+    monkeypatch.setattr(RunSummarizer, "recipe", "recipe")
+    monkeypatch.setattr(viewed_run.panels, "saves", lambda reader, recipe: asked.append(("saves", recipe)))
     monkeypatch.setattr(viewed_run.panels, "goodput", lambda reader, plan: asked.append(plan))
-    monkeypatch.setattr(viewed_run, "mesh_panel", lambda reader, recipe: asked.append("ranks"))
+    monkeypatch.setattr(viewed_run, "mesh_panel", lambda reader, recipe: asked.append(("ranks", recipe)))
     plan: Any = "plan"
     ViewedRun(tmp_path, interval_s=7.5, plan=plan)
     assert [least_s for _, least_s in made] == [7.5, 10.0, 60.0, 10.0]
     for compute, _ in made[1:]:
         compute()
-    assert asked == ["saves", "plan", "ranks"]
+    assert asked == [("saves", "recipe"), "plan", ("ranks", "recipe")]
 
 
 def test_the_ranks_of_a_large_run_are_looked_at_up_to_a_number(

@@ -74,6 +74,8 @@ LOOK = "no heartbeat for some seconds, or the process is gone."
         (RUNS, [], {"step": 7, "loss": None},
          ["bad", "The newest loss is not finite: the guards go back, or `bloomery rewind` does."]),
         (RUNS, [], {"step": 7, "loss": 2.0}, ["good", NOTHING]),
+        (RUNS, [], {"step": 7, "loss": 0.0}, ["good", NOTHING]),
+        (RUNS, [], {"step": None, "loss": None}, ["good", NOTHING]),
         (RunVerdict(state=RunStatus.STOPPED, remedy="go"), [], {}, ["attention", "It is stopped: go"]),
         (RunVerdict(state=RunStatus.PENDING, remedy="wait"), [], {}, ["good", NOTHING]),
         (RUNS, [], {"problems": ["x"]}, ["attention", "Read what is wrong with its files, above."]),
@@ -334,7 +336,7 @@ def test_the_newest_saves_and_incidents_are_shown_and_a_step_that_is_no_number_i
     wanted = ("shares", "effective_time", "ettr", "token_goodput", "causes", "elapsed_s")
     figures = {**dict.fromkeys(wanted, 0.0), "seconds": {}, "incidents": incidents}
     monkeypatch.setattr(panels, "read_ledger", lambda rundir, *, ranks: ranks)
-    monkeypatch.setattr(panels, "ledger_figures", lambda ledger, plan: figures)
+    monkeypatch.setattr(panels, "ledger_figures", lambda ledger, plan: figures if ledger == "first" else {})
     assert [one["time"] for one in panels.goodput(reader)["incidents"]] == list(range(10, 110))
 
 

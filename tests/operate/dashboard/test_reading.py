@@ -250,3 +250,10 @@ def test_the_tables_of_a_saved_page_are_made_with_the_recipe_and_the_plan(
     recorded = json.loads(data[1])
     assert [recorded["panels"][0][name] for name in ("ranks", "saves", "goodput")] == list(tables)
     assert [len(recorded[name]) for name in ("runs", "curves", "panels")] == [2, 2, 2]
+
+
+def test_a_page_names_a_run_from_within_its_directory_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(healed_run(tmp_path / "mine").rundir.path)
+    assert RunReader(Path()).name == "mine"

@@ -166,3 +166,12 @@ def test_an_empty_note_and_a_missing_run_are_refused(
     assert main(["note", str(run.path), "before the first start"]) == 0
     assert not run.chronicle.exists()
     assert json.loads(run.operations.read_text())["text"] == "before the first start"
+
+
+def test_a_chronicle_has_the_name_of_its_run_from_within_the_run_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = write_run(tmp_path / "mine", *killed_once())
+    monkeypatch.chdir(run.path)
+    write_chronicle(RunDirectory(Path()), now=T0 + 1000)
+    assert run.chronicle.read_text().startswith("# Chronicle of mine\n")

@@ -392,6 +392,7 @@ def test_a_run_that_never_wrote_has_the_ranks_of_its_newest_attempt(tmp_path: Pa
     ]
     ledger = read_ledger(write_run(tmp_path, [], attempts, {}), until=T0 + 30)
     assert ledger is not None and list(ledger.ranks) == [f"0-{rank}" for rank in range(12)]
+    assert (ledger.begin, ledger.history.began_s) == (T0, T0)
 
 
 def test_a_run_that_was_stopped_and_has_a_living_rank_is_counted_until_now(tmp_path: Path) -> None:

@@ -173,3 +173,20 @@ def test_where_there_are_no_locks_each_sync_sends_the_logs(
     monkeypatch.setattr(call, refuse)
     turns = [SyncTurn(RunDirectory(tmp_path)) for _ in range(2)]
     assert [turn.is_ours() for turn in turns] == [True, True]
+
+
+def test_a_published_checkpoint_names_its_run_from_within_its_directory_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, said = RunDirectory(tmp_path / "mine").create(), list[str]()
+    monkeypatch.chdir(run.path)
+
+    def publish(name: str, exported: Path, *, message: str) -> None:
+        said.append(f"{message}, {json.loads((exported / published.MARK).read_text())['run']}")
+
+    repository: Any = SimpleNamespace(publish_branch=publish)
+    publisher = published.CheckpointPublisher(
+        RunDirectory(Path()), repository, export=lambda held, exported: exported.mkdir(parents=True)
+    )
+    publisher._publish("step-000007.i001")
+    assert said == ["Step 7 of mine, mine"]

@@ -366,3 +366,14 @@ def test_watching_loads_neither_torch_nor_numpy(tmp_path: Path) -> None:
         "assert not {'torch', 'numpy', 'apprise', 'pandas'} & set(sys.modules), 'heavy'"
     )
     subprocess.run([sys.executable, "-c", code, str(run.path)], check=True, timeout=120, env=_environment())
+
+
+def test_an_alert_names_its_run_from_within_its_directory_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a_run(tmp_path / "mine", error="KeyError: 'loss'")
+    monkeypatch.chdir(tmp_path / "mine")
+    watcher = RunWatcher(RunDirectory(Path()), send=lambda alert: None)
+    alerts = watcher.check()
+    watcher.close()
+    assert alerts and {alert.run for alert in alerts} == {"mine"}

@@ -153,7 +153,7 @@ def _rewind(event: Event) -> str:
 def _diagnosis(event: Event) -> str:
     culprit = event.get("culprit")
     named = (
-        ", ".join(f"{key} {value}" for key, value in culprit.items() if value != "")
+        ", ".join(f"{key} {value}" for key, value in culprit.items() if value not in ("", None))
         if isinstance(culprit, dict)
         else ""
     )

@@ -62,7 +62,7 @@ class RunReader:
 
     def __init__(self, path: Path) -> None:
         self.rundir = RunDirectory(path)
-        self.name = path.absolute().name
+        self.name = self.rundir.name
         self.lock = threading.RLock()
         self.version = 0
         self.columns = StepColumns()

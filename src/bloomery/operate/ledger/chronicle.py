@@ -43,7 +43,7 @@ def write_chronicle(rundir: RunDirectory, *, now: float | None = None) -> Path |
     if ledger is None:
         return None
     path = rundir.chronicle
-    text = chronicle_text(ledger, list(read_journal(rundir.operations)), name=rundir.path.name)
+    text = chronicle_text(ledger, list(read_journal(rundir.operations)), name=rundir.name)
     try:
         notes = _written_by_hand(path)
         whole = f"{text}\n{BY_HAND}\n{notes}"

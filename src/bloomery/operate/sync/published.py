@@ -105,15 +105,13 @@ class CheckpointPublisher:
         try:
             self._export(self._held / name, exported)
             facts = {
-                "run": self._rundir.path.name,
+                "run": self._rundir.name,
                 "checkpoint": name,
                 "step": step,
                 "incarnation": incarnation,
             }
             durable.write_whole(exported / MARK, json.dumps(facts, indent=1) + "\n")
-            self._repository.publish_branch(
-                name, exported, message=f"Step {step} of {self._rundir.path.name}"
-            )
+            self._repository.publish_branch(name, exported, message=f"Step {step} of {self._rundir.name}")
         except OSError as error:
             raise storage_error(error, path=exported, doing="Exporting a checkpoint") from error
         finally:

@@ -95,7 +95,7 @@ class RunWatcher:
         self.incidents, alerts = update(
             self.incidents,
             conditions,
-            run=self.rundir.path.name,
+            run=self.rundir.name,
             now=now,
             rules=self.rules,
         )
