@@ -12,6 +12,7 @@ import torch
 from bloomery.config.optim import OptimSection
 from bloomery.optim.clip import (
     PREFIX,
+    Clamps,
     CountedGradient,
     GradientFacts,
     GradientLimits,
@@ -51,7 +52,7 @@ def limited(
         unscale=unscale,
         norms=lambda: torch.zeros(2),
         scale_tensors=lambda each: None,
-        z_score=z_score,
+        clamps=Clamps(z_score=z_score),
     )
 
 
@@ -195,6 +196,35 @@ def test_each_tensor_is_clipped_by_its_own_history_as_the_paper_says() -> None:
         if step == 120:
             assert left[1] < 0.5 * each[1]
             assert float(applied[0][1]) < 0.2
+
+
+@pytest.mark.parametrize(
+    ("clamps", "after"),
+    [
+        (Clamps(), 0.7),
+        (Clamps(qk_clip=30.0), 0.7),
+        (Clamps(holds_norm=True), 0.7 * 0.5 / math.hypot(3.0, 4.0)),
+        (Clamps(z_score=2.5), 0.7 * 0.5 / math.hypot(3.0, 4.0)),
+    ],
+    ids=["none", "logits", "norm", "z-score"],
+)
+def test_clamps_hold_for_the_norm_of_all_also_where_tensors_are_clipped_apart(
+    clamps: Clamps, after: float
+) -> None:
+    limits = limits_of(clip_method="tensor", clip_ratio=1.0)
+    assert limits._by_tensor is not None
+    limits._by_tensor.seen.fill_(100.0)
+    limits._by_tensor.reference.copy_(torch.tensor([2.1, 4.0]))
+    applied: list[torch.Tensor] = []
+    found = limits.limit(
+        facts_of(5.0, limit=0.5),
+        unscale=1.0,
+        norms=lambda: torch.tensor([3.0, 4.0]),
+        scale_tensors=applied.append,
+        clamps=clamps,
+    )
+    assert float(found.coefficient) * applied[0].tolist()[0] == pytest.approx(after, rel=1e-4)
+    assert limits._by_tensor.reference.tolist()[0] == pytest.approx(2.1), "the history is without clamps"
 
 
 def test_an_outlier_is_refused_by_a_tensor_and_a_lasting_change_is_not() -> None:

@@ -16,7 +16,7 @@ from bloomery.config.model import ModelSection
 from bloomery.config.optim import OptimSection
 from bloomery.config.parallel import ParallelSection
 from bloomery.errors import TrainingFailed
-from bloomery.optim.clip import CountedGradient, examine
+from bloomery.optim.clip import Clamps, CountedGradient, examine
 from bloomery.parallel import optimizers as optimizers_module
 from bloomery.parallel import precision as precision_module
 from bloomery.parallel.axis import Axis
@@ -288,9 +288,10 @@ def test_optimizers_hand_on_each_limit_and_take_the_facts_to_the_masters() -> No
     assert not any(bool(tensor.any()) for tensor in histories.values()), "a checkpoint without limits"
     given: list[Any] = []
     optimizers._limits = SimpleNamespace(limit=lambda *told, **more: given.append((told, more)))  # type: ignore[assignment]
-    optimizers.limit(facts, unscale=4.0, z_score=2.5)
+    clamps = Clamps(z_score=2.5)
+    optimizers.limit(facts, unscale=4.0, clamps=clamps)
     ((told, more),) = given
-    assert told == (facts,) and (more["unscale"], more["z_score"]) == (4.0, 2.5)
+    assert told == (facts,) and (more["unscale"], more["clamps"]) == (4.0, clamps)
     asked: list[torch.device] = []
     elsewhere: Any = SimpleNamespace(to=lambda device: asked.append(device) or facts)
     optimizers.step(elsewhere, learning_rate=0.1)

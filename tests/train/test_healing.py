@@ -76,7 +76,7 @@ def test_steps_after_a_rewind_are_restrained_as_its_rung_says_also_after_a_resum
     assert factors == [slow] * 5 + [1.0] * 3
     clamp = 0.25 if rung is Rung.CLAMP else 1.0
     assert [clip for _, clip in clips[6:]] == [0.5 * clamp] * 5 + [0.5] * 3
-    held = Clamps(z_score=2.5, qk_clip=100.0) if rung is Rung.CLAMP else Clamps()
+    held = Clamps(z_score=2.5, holds_norm=True, qk_clip=100.0) if rung is Rung.CLAMP else Clamps()
     assert clamps[6:] == [held] * 5 + [Clamps()] * 3
     assert all(record["cursor"] == record["consumed_samples"] + 8 for record in again if record["step"] > 5)
     assert [record["rung"] for record in events(path, "rewind")] == [rung.name.lower()]

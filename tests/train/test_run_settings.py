@@ -19,6 +19,7 @@ from bloomery.events.journal import Journal, read_journal
 from bloomery.events.records import Facts
 from bloomery.guard.judge import judge
 from bloomery.guard.restraint import Restraint
+from bloomery.optim.clip import Clamps
 from bloomery.parallel.axis import Axis
 from bloomery.parallel.mesh import Mesh
 from bloomery.plan.schedule import learning_rate
@@ -114,9 +115,10 @@ def test_a_restraint_scales_the_clip_and_makes_one_where_there_is_none(
 def test_a_clamp_holds_as_long_as_its_restraint(run: Run) -> None:
     held = restrained(z_score=2.5, qk_clip=50.0)
     clamps = run.settings.clamps(held)
-    assert (clamps.z_score, clamps.qk_clip) == (2.5, 50.0)
+    assert clamps == Clamps(z_score=2.5, qk_clip=50.0)
+    assert run.settings.clamps(restrained(clip=0.25)) == Clamps(holds_norm=True)
     clamps = run.settings.clamps(replace(held, position=Position(consumed=1000)))
-    assert (clamps.z_score, clamps.qk_clip) == (0.0, 0.0)
+    assert clamps == Clamps()
 
 
 def test_nothing_that_is_asked_changes_nothing(run: Run) -> None:

@@ -14,6 +14,7 @@ from bloomery.events.heartbeat import RankActivity
 from bloomery.guard.corruption import CORRUPTION
 from bloomery.guard.trend import THROUGHPUT
 from bloomery.guard.verdict import CarryOn, Rewind, Save, Stop, Watch
+from bloomery.optim.clip import Clamps
 from bloomery.train import trainer as trainer_module
 from bloomery.train.loop import apply_verdict
 from bloomery.train.state import Goal, TrainingOutcome, TrainState
@@ -224,7 +225,7 @@ def parts_of(calls: list[tuple[Any, ...]], *, every: int = 0, scale: float | Non
         wait_staged=lambda: calls.append(("staged",)),
         average_gradients=lambda state: calls.append(("averaged",)),
         enter=lambda activity: calls.append((activity,)),
-        clamps=lambda state: SimpleNamespace(qk_clip=30.0, z_score=2.5),
+        clamps=lambda state: Clamps(qk_clip=30.0, z_score=2.5),
         sizes_every=lambda: every,
         check=check,  # type: ignore[arg-type]
     )
@@ -253,7 +254,10 @@ def test_a_step_sums_screens_averages_and_only_then_updates() -> None:
         "weights.copy_masters_to_working",
     ]
     assert ("model.clip_queries", 30.0) in calls and ("weights.examine", 1.5, 1.0) in calls
-    assert ("optimizers.limit", "examined", 1.0, 2.5) in calls and ("check.admit", "limited") in calls
+    assert ("optimizers.limit", "examined", 1.0, Clamps(qk_clip=30.0, z_score=2.5)) in calls and (
+        "check.admit",
+        "limited",
+    ) in calls
     assert named(calls, "optimizers.step")[0][2] == 0.25
     assert named(calls, "check.accumulate") == [("check.accumulate", batch, 7, 1.0 / 32)]
     assert (result.tokens, result.counted, result.learning_rate) == (32, 32, 0.25)

@@ -127,11 +127,16 @@ class Clamps:
     """Limits that hold for a while, beside those of the recipe. 0: none.
 
     z_score: the z-score above which gradient norms are clipped.
+    holds_norm: whether the largest norm of all gradients holds also where each tensor is clipped by its own.
     qk_clip: the attention logit above which heads are rescaled.
     """
 
     z_score: float = 0.0
+    holds_norm: bool = False
     qk_clip: float = 0.0
+
+
+NO_CLAMPS = Clamps()
 
 
 class ZScoreClip:
@@ -279,24 +284,26 @@ class GradientLimits:
         unscale: Tensor | float,
         norms: Callable[[], Tensor],
         scale_tensors: Callable[[Tensor], None],
-        z_score: float = 0.0,
+        clamps: Clamps = NO_CLAMPS,
     ) -> GradientFacts:
         """Return the facts with this step's limits in them.
 
         unscale: the loss scale. norms: returns the norm [n] of each tensor's gradient with the loss scale
         in it. scale_tensors: multiplies each tensor's gradient with a factor [n]. Both are called where
-        tensors are clipped apart, and are collective over the peer. z_score: the z-score above which norms
-        are clipped besides; 0: only what the recipe asks for.
+        tensors are clipped apart, and are collective over the peer. clamps: what limits norms besides. Where
+        tensors are clipped apart, all gradients are then also shrunk as their norm before asks for.
         """
         if self._gate is not None:
             facts = replace(facts, applies=facts.applies & self._gate.admits(facts))
-        threshold = min(filter(None, (self._threshold, z_score)), default=inf)
+        threshold = min(filter(None, (self._threshold, clamps.z_score)), default=inf)
         shrink_by_score = self._z_score.shrink(facts, threshold=threshold)
         if threshold < inf:
             facts = facts.shrunk_to(torch.minimum(facts.shrink, shrink_by_score))
         if self._by_tensor is not None:
             factors, shrink = self._by_tensor.factors(norms() / unscale, facts)
             scale_tensors(factors)
+            if clamps.holds_norm or clamps.z_score:
+                shrink = torch.minimum(shrink, facts.shrink)
             facts = facts.shrunk_to(shrink)
         return facts
 

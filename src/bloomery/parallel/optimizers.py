@@ -21,7 +21,7 @@ from bloomery.config.optim import OptimSection
 from bloomery.errors import TrainingFailed
 from bloomery.model.attention import Attention
 from bloomery.model.decoder import Block, Decoder
-from bloomery.optim.clip import GradientFacts, GradientLimits
+from bloomery.optim.clip import NO_CLAMPS, Clamps, GradientFacts, GradientLimits
 from bloomery.optim.groups import GroupLayout, Rule
 from bloomery.optim.update_rules import FlatAdamW, FlatMuon
 from bloomery.parallel.mesh import Mesh
@@ -54,18 +54,20 @@ class Optimizers:
             for group, master, gradient in zip(weights.layouts, weights.master, weights.gradient, strict=True)
         ]
 
-    def limit(self, facts: GradientFacts, *, unscale: Tensor | float, z_score: float = 0.0) -> GradientFacts:
+    def limit(
+        self, facts: GradientFacts, *, unscale: Tensor | float, clamps: Clamps = NO_CLAMPS
+    ) -> GradientFacts:
         """Apply the limits that follow the gradients' history; clipping by tensor scales gradients in place.
 
         facts: what `MasterWeights.examine` returned. unscale: what the loss was multiplied with.
-        z_score: clips norms besides, see `GradientLimits.limit`. Collective over the peer.
+        clamps: what limits norms besides, see `GradientLimits.limit`. Collective over the peer.
         """
         return self._limits.limit(
             facts,
             unscale=unscale,
             norms=self._weights.norms_by_tensor,
             scale_tensors=self._weights.scale_gradients,
-            z_score=z_score,
+            clamps=clamps,
         )
 
     def step(self, facts: GradientFacts, *, learning_rate: float) -> None:

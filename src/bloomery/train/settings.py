@@ -207,7 +207,11 @@ class RunSettings:
         """Return the clamps of the step from `state`, which a rewind may have put on for a while."""
         restraint, guard = state.restraint, _guard_section(self.recipe)
         # A checkpoint may hold a restraint of before peers were without QK-clip.
-        return Clamps(z_score=restraint.z_score, qk_clip=restraint.qk_clip if guard.clamp_qk else 0.0)
+        return Clamps(
+            z_score=restraint.z_score,
+            holds_norm=restraint.clip < 1.0,
+            qk_clip=restraint.qk_clip if guard.clamp_qk else 0.0,
+        )
 
     def restraint(self, rung: Rung, state: TrainState) -> Restraint | None:
         """Return what restrains the steps from `state` on after a rewind of this rung; None for nothing."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from bloomery.data_loader.batches import MicroBatch
 from bloomery.events.heartbeat import RankActivity, ignore_activity
 from bloomery.kernels.available import python_header
-from bloomery.optim.clip import Clamps, GradientFacts
+from bloomery.optim.clip import NO_CLAMPS, Clamps, GradientFacts
 from bloomery.parallel.build import TrainingModel
 from bloomery.parallel.optimizers import Optimizers
 from bloomery.parallel.precision import LossScale
@@ -81,7 +81,7 @@ class StepParts:
     """Averages the reduced gradients over all peers; does nothing in a run of one peer."""
     enter: Callable[[RankActivity], None] = ignore_activity
     """Is called with the activity that this rank begins."""
-    clamps: Callable[[TrainState], Clamps] = lambda state: Clamps()
+    clamps: Callable[[TrainState], Clamps] = lambda state: NO_CLAMPS
     """Returns the limits that hold beside those of the recipe."""
     sizes_every: Callable[[], int] = lambda: 0
     """Returns the steps between two measurements of the sizes of inner tensors; 0: none."""
@@ -147,7 +147,7 @@ def _update(parts: StepParts, state: TrainState, scale: Tensor | float) -> tuple
     weights = parts.model.weights
     facts = weights.examine(limit=parts.clip(state), unscale=scale)
     parts.wait_staged()  # what follows changes what a checkpoint holds: the histories of norms first
-    facts = parts.optimizers.limit(facts, unscale=scale, z_score=parts.clamps(state).z_score)
+    facts = parts.optimizers.limit(facts, unscale=scale, clamps=parts.clamps(state))
     if parts.check:
         facts = parts.check.admit(facts)
     rate = parts.learning_rate(state)
