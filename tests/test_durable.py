@@ -373,7 +373,10 @@ def test_a_lock_that_its_owner_removed_with_its_directory_is_taken_anew(tmp_path
     assert held == [True]
 
 
-def test_a_lock_that_is_removed_between_opening_and_locking_it_is_taken_anew(tmp_path: Path, monkeypatch):
+@pytest.mark.parametrize("is_made_again", [False, True])
+def test_a_lock_that_is_removed_between_opening_and_locking_it_is_taken_anew(
+    tmp_path: Path, monkeypatch, is_made_again: bool
+):
     path, lock, removed = tmp_path / "parts" / "lock", durable.try_lock, list[Path]()
 
     def late(file: int) -> bool:
@@ -381,6 +384,8 @@ def test_a_lock_that_is_removed_between_opening_and_locking_it_is_taken_anew(tmp
             removed.append(path)
             path.unlink()
             path.parent.rmdir()
+            if is_made_again:
+                durable.write_whole_unsynced(path, "another process")
         return lock(file)
 
     monkeypatch.setattr(durable, "try_lock", late)
@@ -425,3 +430,13 @@ def test_shared_locks_live_together_and_keep_an_exclusive_one_out(tmp_path: Path
     finally:
         for file in files:
             os.close(file)
+
+
+def test_a_file_is_whole_where_the_system_takes_a_few_bytes_at_a_time(tmp_path: Path, monkeypatch):
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda file, content: write(file, content[:3]))
+    durable.write_whole(tmp_path / "whole", "ten letters")
+    durable.append(tmp_path / "list", b"ten letters")
+    durable.append(tmp_path / "list", b", and more")
+    assert (tmp_path / "whole").read_text() == "ten letters"
+    assert (tmp_path / "list").read_text() == "ten letters, and more"
