@@ -18,7 +18,7 @@ from bloomery.errors import CheckpointError, StorageError
 from bloomery.interchange import foreign_files, tensor_matching, weight_files
 from bloomery.interchange.families import FAMILIES
 from bloomery.interchange.families.family import HfTensor
-from bloomery.interchange.foreign_files import load_plain
+from bloomery.interchange.foreign_files import PickledObject, load_plain
 from bloomery.interchange.quantised_weights import _ALLOWED, _NO_EFFECT, _SKIPPED, Scheme, scheme_of
 from bloomery.interchange.tensor_matching import Match, as_stored, matches, read_rows
 from bloomery.interchange.weight_files import (
@@ -353,3 +353,31 @@ def test_tensors_are_compared_to_their_last_row_whatever_a_slice_holds(tmp_path:
             "same",
         ]
         assert not found.are_equal("fewer", "a", slice_bytes=slice_bytes)
+
+
+def record(**state: Any) -> PickledObject:
+    made = PickledObject()
+    made.state = state
+    return made
+
+
+def test_each_chunk_of_a_tensor_is_read_from_the_file_and_the_place_that_hold_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tensor = torch.arange(8.0).reshape(2, 4)
+    chunks = [record(offsets=(0, start), sizes=(2, 2)) for start in (0, 2)]
+    described = {"w": record(size=(2, 4), chunks=chunks), "step": record()}
+    held = {
+        record(fqn="w", offset=(0, 2)): record(relative_path="a", offset=7, length=5),
+        record(fqn="w", offset=(0, 0)): record(relative_path="b", offset=3, length=6),
+        record(fqn="step"): record(relative_path="a", offset=0, length=7),
+    }
+    parts = {("b", 3, 6): tensor[:, :2], ("a", 7, 5): tensor[:, 2:]}
+    metadata = record(state_dict_metadata=described, storage_data=held)
+    monkeypatch.setattr(foreign_files, "_metadata", lambda path: metadata)
+    monkeypatch.setattr(foreign_files, "_read", lambda directory, *place: parts[place])
+    found = foreign_files.read_dcp(Path("there"))
+    assert list(found) == ["w"] and torch.equal(found["w"](), tensor)
+    del held[next(iter(held))]
+    with pytest.raises(CheckpointError, match="does not describe a checkpoint"):
+        foreign_files.read_dcp(Path("there"))
