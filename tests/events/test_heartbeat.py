@@ -381,3 +381,28 @@ def test_what_keeps_a_heartbeat_from_being_written_is_told_once(
     monkeypatch.setattr(heartbeat._wake, "wait", lambda seconds: next(waits))
     heartbeat._run()
     assert caplog.text.count("the heartbeat cannot be written") == 1
+
+
+@pytest.mark.parametrize(
+    ("refused", "has_proc", "is_dead"),
+    [
+        (FileNotFoundError(errno.ENOENT, "none"), True, True),
+        (ProcessLookupError(errno.ESRCH, "gone"), True, True),
+        (FileNotFoundError(errno.ENOENT, "none"), False, False),
+        (PermissionError(errno.EACCES, "no"), True, False),
+        (None, True, False),
+    ],
+    ids=["none", "gone meanwhile", "no /proc", "not told", "an empty line"],
+)
+def test_a_process_has_died_only_where_the_kernel_says_so(
+    refused: OSError | None, has_proc: bool, is_dead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(path: Path) -> str:
+        if refused is not None:
+            raise refused
+        return ""
+
+    monkeypatch.setattr(Path, "read_text", read)
+    monkeypatch.setattr(Path, "exists", lambda path: has_proc)
+    beat = RankBeat(pid=7, host=os.uname().nodename, time=100.0)
+    assert has_died_here(beat, now=110.0) is is_dead

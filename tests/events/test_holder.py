@@ -229,3 +229,17 @@ def test_the_name_of_a_machine_is_the_launchers_or_the_systems(monkeypatch: pyte
     assert host_name() == "node-7"
     monkeypatch.setenv("BLOOMERY_HOST", "")
     assert host_name() == os.uname().nodename
+
+
+def test_a_child_that_let_its_share_go_frees_nothing_of_its_parents(tmp_path: Path):
+    rundir = RunDirectory(tmp_path)
+    parent = lock_run(rundir)
+    copy = os.dup(parent._lock.file)  # as the parent keeps it beside its child's
+    record = rundir.holder.read_text()
+    parent.let_go_in_child()
+    parent.let_go_in_child()
+    parent.close()
+    assert rundir.holder.read_text() == record
+    with pytest.raises(RunBusy):
+        lock_run(rundir)
+    os.close(copy)

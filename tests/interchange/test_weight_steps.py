@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -202,7 +203,10 @@ def test_a_disk_that_fills_while_shards_are_written_is_told_with_what_they_need(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_list_of_checksums_is_believed_only_where_each_line_is_one(tmp_path: Path) -> None:
+def test_a_list_of_checksums_is_believed_only_where_each_line_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_files, "_BLOCK_BYTES", 2)
     check_checksums(tmp_path)
     (tmp_path / "a").write_bytes(b"abc")
     digest = "06b05ab6733a618578af5f94892f3950"  # of b"abc", by xxh128sum
@@ -381,3 +385,9 @@ def test_each_chunk_of_a_tensor_is_read_from_the_file_and_the_place_that_hold_it
     del held[next(iter(held))]
     with pytest.raises(CheckpointError, match="does not describe a checkpoint"):
         foreign_files.read_dcp(Path("there"))
+
+
+def test_metadata_that_are_no_record_are_damaged(tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(["w"]))
+    with pytest.raises(CheckpointError, match=r"\.metadata holds no metadata(?s:.*)Take another copy"):
+        foreign_files.read_dcp(tmp_path)
