@@ -243,3 +243,21 @@ def test_a_child_that_let_its_share_go_frees_nothing_of_its_parents(tmp_path: Pa
     with pytest.raises(RunBusy):
         lock_run(rundir)
     os.close(copy)
+
+
+def test_the_file_of_a_holder_is_removed_before_its_lock_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    rundir, named = RunDirectory(tmp_path), list[bool]()
+    holder = lock_run(rundir)
+    close, file = os.close, holder._lock.file
+
+    def closed(number: int) -> None:
+        if number == file:
+            named.append(rundir.holder.exists())
+        close(number)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "close", closed)
+        holder.close()
+    assert named == [False], "who takes the run in between would lose its own file"
