@@ -181,3 +181,10 @@ def test_a_tokenizer_that_pads_its_texts_begins_them_like_one_that_does_not(tmp_
     engine.enable_padding(length=8, pad_id=2, pad_token="<pad>")
     engine.save(str(other))
     assert _begins(tmp_path / "model", other, None) == [0]
+
+
+@pytest.mark.parametrize(("bos", "expected"), [(None, []), (0, [0]), (3, [3])])
+def test_a_sentencepiece_model_begins_texts_with_what_the_model_names(
+    bos: int | None, expected: list[int], tmp_path: Path
+) -> None:
+    assert _begins(tmp_path / "model", tmp_path / "tokenizer.model", bos) == expected

@@ -99,6 +99,17 @@ def test_a_block_that_a_file_claims_takes_no_memory_beyond_its_matrix() -> None:
     assert torch.equal(scheme.read("w", stored.__getitem__), torch.full((3, 5), 8.0))
 
 
+def test_one_scale_of_a_matrix_is_a_number_or_a_list_of_one(plain: Path) -> None:
+    def change(tensors: Tensors) -> Tensors:
+        weights = as_fp8(tensors, None)
+        scales = {name: scale.reshape(1) for name, scale in tensors.items() if name.endswith("_scale_inv")}
+        assert scales
+        tensors.update(scales)
+        return weights
+
+    assert_imported(plain, rewritten(plain, change, FP8 | {"weight_block_size": None}))
+
+
 def test_int8_codes_are_the_weights_of_their_rows(plain: Path) -> None:
     assert_imported(plain, rewritten(plain, as_int8, INT8))
 
