@@ -30,11 +30,15 @@ def test_only_what_is_old_this_users_and_locked_by_nobody_is_removed(
     left, locked = make(tmp_path, "one-left", age_s=3600), make(tmp_path, "one-locked", age_s=3600)
     young, other = make(tmp_path, "one-young", age_s=0), make(tmp_path, "other", age_s=3600)
     (tmp_path / "one-link").symlink_to(other)
+    os.utime(tmp_path / "one-link", (0, 0), follow_symlinks=False)
+    with pytest.raises(OSError, match="one-link"):
+        hold_directory(tmp_path / "one-link")
     held = hold_directory(locked)
     assert held is not None and hold_directory(locked) is None
     remove_abandoned(tmp_path, "one-")
     assert not left.exists()
     assert locked.exists() and young.exists() and (other / "file").exists()
+    assert (tmp_path / "one-link").is_symlink()
     os.close(held)
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr(os, "getuid", lambda: locked.stat().st_uid + 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from pathlib import Path
 
@@ -164,3 +165,14 @@ def test_an_average_stays_as_it_was_when_the_memory_of_the_ring_is_used_again(co
     expected = stored.whole()
     values[:] = 9.0
     assert np.array_equal(stored.whole(), expected) and 9.0 not in expected
+
+
+@pytest.mark.parametrize("codec", ["fp32", "int8", "int4", "bf16", "sparse"])
+@pytest.mark.parametrize("odd", [-0.0, math.nan, -math.inf, 1e20], ids=str)
+def test_zeros_with_a_sign_and_values_that_are_not_finite_are_kept_to_the_bit(codec: str, odd: float) -> None:
+    values = np.array([0.5, odd, 0.0, 0.5], np.float32)
+    stored = StoredAverage(codec, members=1)
+    stored.append(values)
+    assert np.array_equal(stored.whole().view(np.uint32), values.view(np.uint32))
+    if odd == 1e20:
+        assert stored.squares == pytest.approx(1e40), "which fp32 cannot hold"

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -225,3 +226,21 @@ def test_the_template_for_plain_conversations_is_taken_of_several() -> None:
 def test_the_least_temperature_and_share_leave_the_likeliest_token(sampling: Sampling) -> None:
     logits = torch.tensor([1.0, 9e3, 8.9e3, -2e4])
     assert _draw(logits, sampling, torch.Generator().manual_seed(0)) == 1
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"temperature": -0.1},
+        {"temperature": float("nan")},
+        {"top_k": -1},
+        {"top_p": 0.0},
+        {"top_p": 1.01},
+        {"top_p": float("nan")},
+    ],
+    ids=str,
+)
+def test_settings_by_which_no_token_can_be_drawn_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(BloomeryError, match="No token can be drawn with") as refused:
+        Sampling(**wrong)
+    assert "at least 0, and a top_p above 0 and at most 1" in refused.value.remedy

@@ -349,3 +349,30 @@ def test_a_checkpoint_is_found_with_the_recipe_and_the_tokenizer_of_its_run(
     with pytest.raises(CheckpointError, match="does not lie in a run directory") as moved:
         find_saved(checkpoint)
     assert "RUN/checkpoints/step-" in moved.value.remedy
+
+
+def test_a_checkpoint_is_found_with_its_run_by_a_path_that_does_not_name_the_run(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = SimpleNamespace(data=SimpleNamespace(tokenizer="org/name"))
+    read: list[Path] = []
+    monkeypatch.setattr(
+        saved_files, "load_recipe", lambda path: read.append(Path(path)) or SimpleNamespace(recipe=recipe)
+    )
+    monkeypatch.setattr(saved_files, "tokenizer_in", lambda data: data / "tokenizer.json")
+    checkpoint = run.checkpoints / "step-000005.i001"
+    checkpoint.mkdir()
+    (checkpoint / saved_files.MANIFEST).write_text("{}")
+    for here, path in (
+        (run.checkpoints, "step-000005.i001"),
+        (run.checkpoints, "./step-000005.i001/"),
+        (checkpoint, "."),
+        (checkpoint, "../step-000005.i001"),
+        (run.path, "checkpoints/step-000005.i001"),
+        (run.path.parent, "run/checkpoints/step-000005.i001"),
+    ):
+        monkeypatch.chdir(here)
+        found = find_saved(Path(path))
+        assert found.checkpoint.resolve() == checkpoint and found.rundir.path.resolve() == run.path, path
+        assert found.checkpoint.parent.parent == found.rundir.path and read[-1].resolve() == run.recipe
+    assert str(found.checkpoint) == "run/checkpoints/step-000005.i001", "as it was named"

@@ -78,48 +78,6 @@ def test_a_thread_writes_while_the_rank_stands_still(tmp_path: Path) -> None:
     assert written.is_set() and later is not None and later.moves == first.moves
 
 
-def test_the_first_turn_of_an_activity_is_not_measured(tmp_path: Path) -> None:
-    """It holds compilation and the first allocations."""
-    heartbeat = beating(tmp_path / "0-0")
-    heartbeat.enter(RankActivity.COMPUTING)
-    heartbeat.enter(RankActivity.REDUCING)
-    assert heartbeat.record().longest_s == {}
-    heartbeat.enter(RankActivity.COMPUTING)
-    heartbeat.enter(RankActivity.REDUCING)
-    assert set(heartbeat.record().longest_s) == {RankActivity.COMPUTING}
-
-
-def test_two_turns_of_an_activity_are_early_ones_and_again_after_shapes_have_changed(tmp_path: Path) -> None:
-    heartbeat = beating(tmp_path / "0-0")
-    seen = []
-    for turn in range(8):
-        if turn == 4:
-            heartbeat.expect_compilation()
-        heartbeat.enter(RankActivity.COMPUTING)
-        heartbeat.write()
-        beat = read_beat(heartbeat.path)
-        assert beat is not None
-        seen.append(beat.may_compile)
-        heartbeat.enter(RankActivity.REDUCING)
-    assert seen == [True, True, False, False, True, True, False, False]
-    assert set(beat.first_s) == {RankActivity.COMPUTING, RankActivity.REDUCING}
-
-
-def test_a_process_that_compiles_nothing_has_early_turns_only_after_shapes_have_changed(
-    tmp_path: Path,
-) -> None:
-    heartbeat = beating(tmp_path / "0-0")
-    heartbeat.expect_no_compilation()
-    seen = []
-    for turn in range(5):
-        if turn == 2:
-            heartbeat.expect_compilation()
-        heartbeat.enter(RankActivity.COMPUTING)
-        seen.append(heartbeat.record().may_compile)
-        heartbeat.enter(RankActivity.REDUCING)
-    assert seen == [False, False, True, True, False]
-
-
 def test_an_exception_is_kept_with_the_place_where_it_was_raised(tmp_path: Path) -> None:
     heartbeat = beating(tmp_path / "0-0")
     with pytest.raises(ZeroDivisionError), heartbeat.start():
@@ -351,18 +309,6 @@ def test_a_process_that_is_stopped_or_waits_for_a_disk_has_not_died(
     assert has_died_here(beat, now=110.0) is is_dead
 
 
-def test_before_the_first_forward_pass_no_shapes_have_changed(tmp_path: Path) -> None:
-    heartbeat = beating(tmp_path / "0-0")
-    heartbeat.expect_no_compilation()
-    heartbeat.enter(RankActivity.LOADING)
-    heartbeat.enter(RankActivity.COMPUTING)
-    heartbeat.expect_compilation()
-    assert not heartbeat.record().may_compile
-    heartbeat.enter(RankActivity.REDUCING)
-    heartbeat.expect_compilation()
-    assert heartbeat.record().may_compile
-
-
 def test_long_errors_are_cut_and_deep_ones_end_with_their_last_places(tmp_path: Path) -> None:
     def one() -> None:
         raise ValueError("x" * 5000)
@@ -393,18 +339,6 @@ def test_a_heartbeat_ends_once_and_reads_what_others_wrote_as_it_is_meant(tmp_pa
     (tmp_path / "0-1").write_text(json.dumps(written))
     assert read_beat(tmp_path / "0-1") == RankBeat(rank=3, time=7.0, longest_s={"a": 2.0})
     assert read_beat(tmp_path / "0-2") is None
-
-
-def test_the_longest_of_the_last_64_turns_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [100.0]
-    monkeypatch.setattr("bloomery.events.heartbeat.time.monotonic", lambda: now[0])
-    heartbeat, longest = Heartbeat(tmp_path / "0-0"), []
-    for seconds in (1.0, 9.0, *[2.0] * 63, 3.0):
-        heartbeat.enter(RankActivity.UPDATING)
-        now[0] += seconds
-        heartbeat.enter(RankActivity.COMPUTING)
-        longest.append(heartbeat.record().longest_s.get("updating the weights"))
-    assert longest[:2] == [None, 9.0] and longest[-2:] == [9.0, 3.0]
 
 
 @pytest.mark.parametrize("stat", ["", "1 (a) S 2", "1 (a) " + "x " * 30])
@@ -447,3 +381,28 @@ def test_what_keeps_a_heartbeat_from_being_written_is_told_once(
     monkeypatch.setattr(heartbeat._wake, "wait", lambda seconds: next(waits))
     heartbeat._run()
     assert caplog.text.count("the heartbeat cannot be written") == 1
+
+
+@pytest.mark.parametrize(
+    ("refused", "has_proc", "is_dead"),
+    [
+        (FileNotFoundError(errno.ENOENT, "none"), True, True),
+        (ProcessLookupError(errno.ESRCH, "gone"), True, True),
+        (FileNotFoundError(errno.ENOENT, "none"), False, False),
+        (PermissionError(errno.EACCES, "no"), True, False),
+        (None, True, False),
+    ],
+    ids=["none", "gone meanwhile", "no /proc", "not told", "an empty line"],
+)
+def test_a_process_has_died_only_where_the_kernel_says_so(
+    refused: OSError | None, has_proc: bool, is_dead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(path: Path) -> str:
+        if refused is not None:
+            raise refused
+        return ""
+
+    monkeypatch.setattr(Path, "read_text", read)
+    monkeypatch.setattr(Path, "exists", lambda path: has_proc)
+    beat = RankBeat(pid=7, host=os.uname().nodename, time=100.0)
+    assert has_died_here(beat, now=110.0) is is_dead

@@ -229,3 +229,35 @@ def test_the_name_of_a_machine_is_the_launchers_or_the_systems(monkeypatch: pyte
     assert host_name() == "node-7"
     monkeypatch.setenv("BLOOMERY_HOST", "")
     assert host_name() == os.uname().nodename
+
+
+def test_a_child_that_let_its_share_go_frees_nothing_of_its_parents(tmp_path: Path):
+    rundir = RunDirectory(tmp_path)
+    parent = lock_run(rundir)
+    copy = os.dup(parent._lock.file)  # as the parent keeps it beside its child's
+    record = rundir.holder.read_text()
+    parent.let_go_in_child()
+    parent.let_go_in_child()
+    parent.close()
+    assert rundir.holder.read_text() == record
+    with pytest.raises(RunBusy):
+        lock_run(rundir)
+    os.close(copy)
+
+
+def test_the_file_of_a_holder_is_removed_before_its_lock_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    rundir, named = RunDirectory(tmp_path), list[bool]()
+    holder = lock_run(rundir)
+    close, file = os.close, holder._lock.file
+
+    def closed(number: int) -> None:
+        if number == file:
+            named.append(rundir.holder.exists())
+        close(number)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "close", closed)
+        holder.close()
+    assert named == [False], "who takes the run in between would lose its own file"

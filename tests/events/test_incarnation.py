@@ -46,14 +46,16 @@ def test_processes_that_begin_at_once_get_different_numbers(tmp_path: Path):
 
 
 def test_a_number_that_another_machine_has_claimed_is_not_begun_here(tmp_path: Path):
-    rundir, asked = RunDirectory(tmp_path).create(), list[int]()
+    rundir, asked, claimed = RunDirectory(tmp_path).create(), list[int](), list[str]()
 
     def claim(number: int, record: str) -> bool:
         asked.append(number)
+        claimed.append(record)
         return number > 2
 
     assert begin(rundir, base=(7, 0), reason="start", claim=claim) == 3
     assert asked == [1, 2, 3] and read_incarnations(rundir) == {3: (7, 0)}
+    assert claimed == [rundir.incarnation(3).read_text()] * 3, "there and here it is the same record"
 
 
 def test_a_record_that_a_crash_left_empty_never_began(tmp_path: Path):

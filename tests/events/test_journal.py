@@ -241,6 +241,7 @@ def test_a_journal_that_is_needed_tells_of_a_refusal_at_its_end_and_only_where_i
     lasting.write("step", incarnation=1, step=1)
     with pytest.raises(StorageError, match="Writing the journal"):
         lasting.close()
+    lasting.close()
 
 
 def test_the_loss_curve_is_of_the_rank_and_the_peer_that_are_asked_for(tmp_path: Path):

@@ -48,6 +48,7 @@ def test_a_node_that_may_not_write_is_named(tmp_path: Path):
     assert all(
         isinstance(failure, StorageError) and "node b cannot write" in failure.message for failure in failures
     )
+    assert [path.name for path in tmp_path.iterdir()] == ["file"], "what the others wrote is removed"
 
 
 def test_ranks_of_one_node_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -61,3 +62,21 @@ def test_nodes_of_one_rank_each_look_for_one_another(tmp_path: Path):
     assert "node a does not see what b wrote" in first.message
     shared = tmp_path / "shared"
     assert started([shared] * 2, nodes=("a", "b")) == [None, None] and list(shared.iterdir()) == []
+
+
+def test_the_files_stay_until_every_node_has_told_what_it_sees(tmp_path: Path):
+    lasting = list[int]()
+
+    def prove(ranks: Ranks) -> None:
+        asked = list[object]()
+
+        def gather(value: object) -> list[object]:
+            asked.append(value)
+            if len(asked) == 3:
+                lasting.append(len(list(tmp_path.glob(".shared-*/*"))))
+            return ranks.gather(value)
+
+        prove_shared(tmp_path, rank=ranks.rank, node=NODES[ranks.rank], gather=gather)
+
+    assert Threads(len(NODES)).run(prove) == [None] * len(NODES)
+    assert lasting == [3] * len(NODES) and list(tmp_path.iterdir()) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,15 @@ import pytest
 from bloomery.errors import StorageError
 from bloomery.events.records import StepReport
 from bloomery.guard import logs
-from bloomery.guard.logs import Columns, LogReader, _joined, _refuse_other_encodings, _text, read_columns
+from bloomery.guard.logs import (
+    Columns,
+    LogReader,
+    _end_of_lines,
+    _joined,
+    _refuse_other_encodings,
+    _text,
+    read_columns,
+)
 from bloomery.guard.replay import (
     _around,
     _blocks_at_once,
@@ -378,3 +387,13 @@ def test_a_journal_after_a_blank_line_is_one_and_only_its_starts_resume(tmp_path
 
 def test_a_log_without_lines_has_none_whose_loss_scale_changed() -> None:
     assert _scale_changes(columns(), interval_steps=5) == []
+
+
+@pytest.mark.parametrize("content", [b"", b"none", b"one\n", b"one\ntwo", b"one\n" + b"x" * 30, b"\n\n"])
+def test_the_last_whole_line_ends_where_its_sign_is_however_long_the_rest(
+    content: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs, "_HEAD_BYTES", 4)
+    for begin in range(len(content) + 1):
+        ends = content.rfind(b"\n", begin) + 1
+        assert _end_of_lines(io.BytesIO(content), begin) == max(ends, begin), begin

@@ -311,3 +311,14 @@ def test_kernels_are_not_deterministic_where_more_than_half_of_the_replicas_diff
     one_of_two = computing(ranks(2), 1, 1, WRONG, RIGHT + 1)
     assert not is_not_deterministic(one_of_two)
     assert is_not_deterministic(computing(one_of_two, 0, 0, WRONG, RIGHT))
+
+
+@pytest.mark.parametrize("apart", [{"kind": "another"}, {"place": (1, 0)}], ids=str)
+def test_bits_of_ranks_of_another_kind_or_place_are_not_compared(apart: dict[str, Any]) -> None:
+    first, second = ranks(2)
+    for alike in ({}, apart):
+        held = [first, replace(second, held={"weights": WRONG, "gradients": WRONG}, **alike)]
+        computed = [first, replace(second, computed={0: (WRONG,), 1: (WRONG, WRONG)}, **alike)]
+        assert (held_faults(held) == []) is bool(alike)
+        assert disputed_micro_batches(computed) == (() if alike else (0, 1))
+        assert (computation_faults(computed) == []) is bool(alike)

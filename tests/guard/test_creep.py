@@ -254,3 +254,33 @@ def test_growth_counts_while_it_does_not_slow_down_nor_come_by_one_jump() -> Non
 def test_sizes_scatter_by_the_mean_of_their_logarithms_from_the_median() -> None:
     assert _scatter((2.0, 2.0 * math.e, 2.0 * math.e**4)) == pytest.approx((1.0 + 0.0 + 3.0) / 3)
     assert _scatter((0.0, 1.0, 8.0)) == 0.0
+
+
+def test_how_far_sizes_scatter_is_remembered_by_four_fifths() -> None:
+    scattered = [[1.0], [math.e], [1.0 / math.e]]  # by 2/3 in the mean
+    history, _ = told(InnerGrowth(), sized([*scattered, *[[1.0]] * 3], kind="weight"))
+    assert history["noise"] == {"weight": [pytest.approx(0.8 * 2.0 / 3.0)]}
+    history, _ = told(InnerGrowth(), sized([*[[1.0]] * 3, *scattered], kind="weight"))
+    assert history["noise"] == {"weight": [pytest.approx(0.2 * 2.0 / 3.0)]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "first", "times", "is_told"),
+    [
+        ("logit", 30.0, 2.45, False),
+        ("logit", 30.0, 2.55, True),
+        ("hidden", 60.0, 3.9, False),
+        ("hidden", 60.0, 4.1, True),
+        ("weight", 1.0, 1.47, False),
+        ("weight", 1.0, 1.53, True),
+        ("logit", 4.0, 4.9, False),  # to 19.6
+        ("logit", 4.0, 5.1, True),
+        ("hidden", 9.8, 5.0, False),  # to 49
+        ("hidden", 9.8, 5.2, True),
+    ],
+)
+def test_each_kind_of_size_grows_by_its_own_factor_to_what_does_harm_before_it_is_told(
+    kind: str, first: float, times: float, is_told: bool
+) -> None:
+    path = [[first * times ** (median / 7)] for median in range(8) for _ in range(3)]
+    assert bool(told(InnerGrowth(), sized(path, kind=kind))[1]) is is_told

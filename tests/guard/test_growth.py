@@ -128,6 +128,7 @@ def test_growth_that_measurements_scatter_by_is_not_told() -> None:
         ({"learning_rate": 1.1e-3}, 1),
         ({"global_batch": 20}, 1),
         ({"precision": "bf16"}, 1),
+        ({"peers": 2}, 1),
         ({"mixture": 2}, 1),
     ],
 )

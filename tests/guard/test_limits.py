@@ -259,3 +259,11 @@ def test_many_wrong_ranks_are_counted_and_the_first_eight_are_named() -> None:
     assert "on all ranks" in broken
     (broken,) = broken_promises(PROMISED, wrong[:1], shares={})
     assert "on its only rank" in broken
+
+
+@pytest.mark.parametrize(("differs_by", "is_kept"), [(1e-13, True), (-1e-13, True), (1e-9, False)])
+def test_the_last_bits_of_a_promised_learning_rate_may_be_those_of_another_library(
+    differs_by: float, is_kept: bool
+) -> None:
+    ranks = evidence(3, learning_rate=0.25 * (1.0 + differs_by))
+    assert (broken_promises(PROMISED, ranks, shares=SHARES) == []) is is_kept

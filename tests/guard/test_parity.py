@@ -69,6 +69,7 @@ def test_the_noisiest_losses_are_compared_fifty_at_a_time_and_then_count_as_thos
         {"learning_rate": 0.89e-3},
         {"precision": "fp8"},
         {"global_batch": 5},
+        {"peers": 2},
         {"mixture": 2},
     ],
 )
@@ -108,6 +109,9 @@ def test_samples_of_steps_that_peers_made_together_are_not_compared() -> None:
     alone = report(101, 2.5, consumed_samples=7)
     assert isinstance(told(GUARD.resumed(history), [alone])[1][0], CarryOn)
     assert isinstance(told(GUARD.resumed(saved()), [alone])[1][0], Stop)
+    since, _ = told(history, run_of([2.5] * 10, first=101))
+    later = report(111, 2.5, consumed_samples=7)
+    assert isinstance(told(GUARD.resumed(since), [later])[1][0], CarryOn), "peers took part once"
 
 
 @pytest.mark.parametrize(("rung", "kind"), [(Rung.REPEAT, Stop), (Rung.SKIP, CarryOn)])

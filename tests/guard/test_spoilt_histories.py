@@ -10,7 +10,7 @@ import pytest
 from tests.guard.reports import guards_of, report
 
 from bloomery.guard.judge import LADDER, Guards
-from bloomery.guard.verdict import Rung
+from bloomery.guard.verdict import Rewind, Rung, Stop
 
 EVERY = dict(corruption_steps=5, growth_steps=5, trial_steps=10)
 NAMES = [guard.name for guard in guards_of(**EVERY).guards]
@@ -85,3 +85,20 @@ def test_a_ladder_that_holds_no_steps_begins_anew(values: dict[str, Any]) -> Non
     guards.load_state_values({**values, LADDER: {**values[LADDER], "steps": [["x", 0, 2.0, True]]}})
     guards.judge(reports(251, 1)[0])
     assert [step for step, *_ in guards.state_values()[LADDER]["steps"]] == [251]  # type: ignore[call-overload, index]
+
+
+def test_a_ladder_that_is_spoilt_ends_no_training(values: dict[str, Any]) -> None:
+    chance, guards = random.Random(5), guards_of(**EVERY)
+    guards = Guards([guard for guard in guards.guards if guard.name == "not_finite"], ladder=guards.ladder)
+    guards.load_state_values({LADDER: values[LADDER]})
+    guards.rewound({LADDER: values[LADDER]}, rung=Rung.REPEAT)
+    guards.judge(reports(251, 1)[0])
+    on_trial = json.loads(json.dumps(guards.state_values()[LADDER]))
+    assert on_trial["trial"] is not None
+    for number in range(400):
+        guards.load_state_values({LADDER: spoilt(on_trial, chance)})
+        for each in reports(252, number % 12):
+            guards.judge(each)
+        found = [guards.judge(report(300 + step, float("nan"))) for step in range(30)]
+        assert any(isinstance(verdict, Rewind | Stop) for verdict in found)
+        guards.rewound({LADDER: spoilt(on_trial, chance)}, rung=Rung.SKIP)

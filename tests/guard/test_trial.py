@@ -116,6 +116,8 @@ def test_nothing_is_on_trial_by_default_nor_after_a_rewind_that_is_no_remedy():
     assert run.trial is None and GuardSection().trial_steps == 0
     trial = begin_trial(Rung.SKIP, base_step=3, problem_step=5, steps=4, losses_before=[2.0, 2.1])
     assert trial.limit == math.inf, "too few losses to tell what is usual"
+    kept = trial_from_json(json.loads(json.dumps(trial.to_json())))
+    assert kept is not None and math.isnan(kept.usual) and kept.limit == math.inf
 
 
 def test_the_checkpoint_that_a_trial_began_from_is_kept_for_it():

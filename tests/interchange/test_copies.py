@@ -22,6 +22,7 @@ from bloomery.events.run_directory import RunDirectory
 from bloomery.interchange import initial_weights, slim
 from bloomery.interchange.families.family import HfTensor
 from bloomery.interchange.initial_weights import _fill_match, load_initial_weights
+from bloomery.interchange.quantised_weights import Scheme
 from bloomery.interchange.slim import Slimmed, slim_checkpoint, slim_file
 from bloomery.interchange.tensor_matching import Match
 from bloomery.interchange.weight_files import open_weights
@@ -158,3 +159,17 @@ def test_a_box_is_filled_with_its_own_rows_and_columns(tmp_path: Path) -> None:
         entry = HfTensor(name=name, parts=("w",), layout=layout)  # type: ignore[arg-type]
         _fill_match(Match(entry=entry, stored=name), {"w": held}, opened)
         assert torch.equal(held[0].tensor, values[1:4, 2:4]) and torch.equal(held[1].tensor, values[5:])
+
+
+def test_a_box_of_a_matrix_of_codes_is_filled_with_the_weights_that_they_stand_for(tmp_path: Path) -> None:
+    codes = torch.tensor([[127, 0], [-127, 127], [0, 127]], dtype=torch.int8)
+    save_file({"w.weight": codes, "w.SCB": torch.tensor([2.0, 4.0, 8.0])}, tmp_path / "model.safetensors")
+    scheme = Scheme(kind="int8", dtype="I8")
+    opened: Any = SimpleNamespace(files=open_weights(tmp_path, scheme=scheme), resolved=None)
+    box = Box((1, 0), (2, 2))
+    held = StateEntry(
+        name="model.w", global_shape=(3, 2), dtype="float32", box=box, tensor=torch.zeros(box.shape)
+    )
+    match = Match(entry=HfTensor(name="w.weight", parts=("w",)), stored="w.weight")
+    _fill_match(match, {"w": [held]}, opened)
+    assert held.tensor.tolist() == [[-4.0, 4.0], [0.0, 8.0]]

@@ -273,3 +273,42 @@ def test_a_sentencepiece_model_names_the_first_class_that_gives_its_ids_or_none(
     assert generation_files.export_sentencepiece_model(out, tmp_path / "t.model", "<e>") == 5
     assert [path.name for path in out.iterdir()] == ["tokenizer.model"]
     assert "so out names no class" in caplog.text
+
+
+class Encoding:
+    """A tokenizer of transformers that gives these ids of each text."""
+
+    def __init__(self, ids: dict[str, list[int]], *, begins: list[int]) -> None:
+        self._ids, self._begins = ids, begins
+
+    def __call__(self, text: str, *, add_special_tokens: bool = True) -> Any:
+        return SimpleNamespace(input_ids=[*(self._begins if add_special_tokens else []), *self._ids[text]])
+
+
+def test_a_class_of_transformers_is_asked_offline_and_must_give_equal_ids_for_every_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = {text: [len(text), number] for number, text in enumerate(generation_files.HARD_TEXTS)}
+    pieces: Any = SimpleNamespace(encode=own.__getitem__)
+    asked: list[Any] = []
+    theirs: list[Any] = []
+
+    def opened(path: Path, **how: Any) -> Any:
+        asked.append((path, how))
+        if isinstance(theirs[0], Exception):
+            raise theirs[0]
+        return theirs[0]
+
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", opened)
+    first, *_, last = own
+    for given, is_equal in (
+        (Encoding(own, begins=[1]), True),
+        (Encoding({**own, last: [9]}, begins=[]), False),
+        (Encoding({**own, first: [9]}, begins=[]), False),
+        (ValueError("no such class"), False),
+    ):
+        theirs[:] = [given]
+        assert generation_files._gives_equal_ids(tmp_path, pieces) is is_equal
+    theirs[:] = [Encoding({"a": [5]}, begins=[1, 2])]
+    assert _begins(tmp_path, tmp_path / "tokenizer.json", None) == [1, 2]
+    assert asked == [(tmp_path, {"local_files_only": True, "trust_remote_code": False})] * 5

@@ -269,3 +269,17 @@ def test_a_directory_of_transformers_is_described_quickly_and_then_by_its_files(
     (apart / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
     described = next(described_weights(str(apart)))
     assert (described.tokenizer, described.end_of_document) == (str(apart / "tokenizer.json"), "</s>")
+
+
+@pytest.mark.parametrize(
+    ("here", "place"), [("checkpoints", "step-000005.i001"), ("checkpoints/step-000005.i001", ".")]
+)
+def test_a_checkpoint_is_described_by_the_recipe_above_it_also_where_its_path_does_not_name_the_run(
+    here: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rundir = RunDirectory(tmp_path / "run").create()
+    rundir.recipe.write_text(RECIPE.format(tokenizer="train"))
+    save_checkpoint(rundir.checkpoints, [whole("model.a", torch.ones(2))], step=5, incarnation=1)
+    monkeypatch.chdir(rundir.path / here)
+    (found,) = described_weights(place)
+    assert found.place == place and found.end_of_document == "<e>"

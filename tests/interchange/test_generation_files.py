@@ -16,7 +16,12 @@ from bloomery.errors import CheckpointError
 from bloomery.evaluate.generate import chat_opening
 from bloomery.evaluate.open_checkpoint import open_saved
 from bloomery.events.run_directory import RunDirectory
-from bloomery.interchange.generation_files import generation_files_of, keep_generation_files, text_bounds
+from bloomery.interchange.generation_files import (
+    _begins,
+    generation_files_of,
+    keep_generation_files,
+    text_bounds,
+)
 
 VOCABULARY = {"<s>": 0, "</s>": 1, "<pad>": 2, "<eot>": 3, "a": 4, "def": 5, "main": 6, "<unk>": 7}
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}<eot>{% endfor %}"
@@ -168,3 +173,18 @@ def test_the_settings_of_generation_say_where_texts_end_before_those_of_the_mode
     )
     bounds = text_bounds(generation_files_of(rundir), end_of_document=1)
     assert (bounds.empty, bounds.ends) == (0, {1, 3})
+
+
+def test_a_tokenizer_that_pads_its_texts_begins_them_like_one_that_does_not(tmp_path: Path) -> None:
+    other = their_directory(tmp_path / "other", adds_bos=True, settings={}) / "tokenizer.json"
+    engine = Tokenizer.from_file(str(other))
+    engine.enable_padding(length=8, pad_id=2, pad_token="<pad>")
+    engine.save(str(other))
+    assert _begins(tmp_path / "model", other, None) == [0]
+
+
+@pytest.mark.parametrize(("bos", "expected"), [(None, []), (0, [0]), (3, [3])])
+def test_a_sentencepiece_model_begins_texts_with_what_the_model_names(
+    bos: int | None, expected: list[int], tmp_path: Path
+) -> None:
+    assert _begins(tmp_path / "model", tmp_path / "tokenizer.model", bos) == expected

@@ -99,6 +99,17 @@ def test_a_block_that_a_file_claims_takes_no_memory_beyond_its_matrix() -> None:
     assert torch.equal(scheme.read("w", stored.__getitem__), torch.full((3, 5), 8.0))
 
 
+def test_one_scale_of_a_matrix_is_a_number_or_a_list_of_one(plain: Path) -> None:
+    def change(tensors: Tensors) -> Tensors:
+        weights = as_fp8(tensors, None)
+        scales = {name: scale.reshape(1) for name, scale in tensors.items() if name.endswith("_scale_inv")}
+        assert scales
+        tensors.update(scales)
+        return weights
+
+    assert_imported(plain, rewritten(plain, change, FP8 | {"weight_block_size": None}))
+
+
 def test_int8_codes_are_the_weights_of_their_rows(plain: Path) -> None:
     assert_imported(plain, rewritten(plain, as_int8, INT8))
 
@@ -167,3 +178,16 @@ def test_a_tied_model_with_a_head_of_codes_is_not_taken_for_tied_unseen(plain: P
     (plain / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
     with pytest.raises(CheckpointError, match=r"lm_head.weight .* stored as F8_E4M3(?s:.*)dequantize"):
         import_(plain)
+
+
+def test_matrices_that_config_json_leaves_out_of_the_codes_may_be_plain(plain: Path) -> None:
+    def change(tensors: Tensors) -> Tensors:
+        down = {name: tensor.clone() for name, tensor in tensors.items() if "down_proj" in name}
+        weights = as_fp8(tensors, [16, 12])
+        for name, tensor in down.items():
+            tensors[name] = weights[name] = tensor
+            del tensors[f"{name}_scale_inv"]
+        return weights
+
+    skipping = FP8 | {"modules_to_not_convert": ["lm_head", "mlp.down_proj"]}
+    assert_imported(plain, rewritten(plain, change, skipping))

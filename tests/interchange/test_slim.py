@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import errno
 import json
+import os
 import resource
 import weakref
 from collections import Counter, OrderedDict
@@ -59,6 +61,20 @@ def test_a_slim_checkpoint_is_the_model_alone_and_verifies(
 def test_a_slim_copy_of_a_suspect_is_a_suspect(checkpoint: Path, tmp_path: Path) -> None:
     (checkpoint / SUSPECT).write_text('{"why": "rank 3 erred"}')
     assert why_suspect(slim_checkpoint(checkpoint, tmp_path / "slim").path) == "rank 3 erred"
+
+
+def test_a_slim_copy_that_cannot_be_marked_as_a_suspect_is_not_left_unmarked(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (checkpoint / SUSPECT).write_text('{"why": "rank 3 erred"}')
+
+    def refused(path: Path, content: str) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    monkeypatch.setattr("bloomery.durable.write_whole", refused)
+    with pytest.raises(StorageError, match=rf"Marking a slim copy failed at .*{checkpoint.name}"):
+        slim_checkpoint(checkpoint, tmp_path / "slim")
+    assert not (tmp_path / "slim").exists(), "an unmarked copy would pass for a good one"
 
 
 def test_a_slim_copy_of_a_damaged_checkpoint_leaves_no_directory(checkpoint: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ from bloomery.errors import CheckpointError, StorageError
 from bloomery.interchange import foreign_files, tensor_matching, weight_files
 from bloomery.interchange.families import FAMILIES
 from bloomery.interchange.families.family import HfTensor
-from bloomery.interchange.foreign_files import load_plain
+from bloomery.interchange.foreign_files import PickledObject, load_plain
 from bloomery.interchange.quantised_weights import _ALLOWED, _NO_EFFECT, _SKIPPED, Scheme, scheme_of
 from bloomery.interchange.tensor_matching import Match, as_stored, matches, read_rows
 from bloomery.interchange.weight_files import (
@@ -202,7 +203,10 @@ def test_a_disk_that_fills_while_shards_are_written_is_told_with_what_they_need(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_list_of_checksums_is_believed_only_where_each_line_is_one(tmp_path: Path) -> None:
+def test_a_list_of_checksums_is_believed_only_where_each_line_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_files, "_BLOCK_BYTES", 2)
     check_checksums(tmp_path)
     (tmp_path / "a").write_bytes(b"abc")
     digest = "06b05ab6733a618578af5f94892f3950"  # of b"abc", by xxh128sum
@@ -353,3 +357,37 @@ def test_tensors_are_compared_to_their_last_row_whatever_a_slice_holds(tmp_path:
             "same",
         ]
         assert not found.are_equal("fewer", "a", slice_bytes=slice_bytes)
+
+
+def record(**state: Any) -> PickledObject:
+    made = PickledObject()
+    made.state = state
+    return made
+
+
+def test_each_chunk_of_a_tensor_is_read_from_the_file_and_the_place_that_hold_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tensor = torch.arange(8.0).reshape(2, 4)
+    chunks = [record(offsets=(0, start), sizes=(2, 2)) for start in (0, 2)]
+    described = {"w": record(size=(2, 4), chunks=chunks), "step": record()}
+    held = {
+        record(fqn="w", offset=(0, 2)): record(relative_path="a", offset=7, length=5),
+        record(fqn="w", offset=(0, 0)): record(relative_path="b", offset=3, length=6),
+        record(fqn="step"): record(relative_path="a", offset=0, length=7),
+    }
+    parts = {("b", 3, 6): tensor[:, :2], ("a", 7, 5): tensor[:, 2:]}
+    metadata = record(state_dict_metadata=described, storage_data=held)
+    monkeypatch.setattr(foreign_files, "_metadata", lambda path: metadata)
+    monkeypatch.setattr(foreign_files, "_read", lambda directory, *place: parts[place])
+    found = foreign_files.read_dcp(Path("there"))
+    assert list(found) == ["w"] and torch.equal(found["w"](), tensor)
+    del held[next(iter(held))]
+    with pytest.raises(CheckpointError, match="does not describe a checkpoint"):
+        foreign_files.read_dcp(Path("there"))
+
+
+def test_metadata_that_are_no_record_are_damaged(tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(["w"]))
+    with pytest.raises(CheckpointError, match=r"\.metadata holds no metadata(?s:.*)Take another copy"):
+        foreign_files.read_dcp(tmp_path)

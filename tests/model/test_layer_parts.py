@@ -251,3 +251,19 @@ def test_the_largest_logit_of_16_bits_is_that_of_products_in_fp32_where_those_ar
     with torch.no_grad():
         attention(2 * x, context)
     assert torch.equal(attention.logit_maxima, measured), "only forwards that a backward follows are measured"
+
+
+def test_a_block_keeps_the_largest_size_that_it_returned_to_forwards_that_a_backward_follows() -> None:
+    section = ModelSection(layers=1, hidden=8, heads=2, ffn=8)
+    decoder = build(section, vocabulary=20, sequence_length=6)
+    initialise(decoder, seed=1)
+    block: Any = decoder.blocks[0]
+    block.hidden_maximum = torch.zeros(())
+    context = AttentionContext(mask=None, is_causal=True, rotary=None)
+    x = torch.ones(1, 4, 8)
+    x[0, 2, 3] = -50.0
+    largest = float(block(x, context).detach().abs().max())
+    block(0.1 * x, context)
+    with torch.no_grad():
+        block(9.0 * x, context)
+    assert float(block.hidden_maximum) == pytest.approx(largest) and largest > 45.0

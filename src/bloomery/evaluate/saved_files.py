@@ -33,7 +33,10 @@ def find_saved(path: Path, *, fallback: bool = False) -> SavedFiles:
         ones are read.
     Raises CheckpointError if there is no checkpoint, and DataError if its tokenizer is gone.
     """
-    checkpoint = path if (path / MANIFEST).is_file() else _newest_of(path, fallback=fallback)
+    if not (path / MANIFEST).is_file():
+        checkpoint = _newest_of(path, fallback=fallback)
+    else:  # whose path, such as "." or "step-000005.i001", may not name the run above it
+        checkpoint = path if RunDirectory(path.parent.parent).recipe.is_file() else path.resolve()
     rundir = RunDirectory(checkpoint.parent.parent)
     if not rundir.recipe.is_file():
         raise CheckpointError(

@@ -214,8 +214,9 @@ def prove_shared(
     if len(first_ranks) == 1:
         return
     probe, speaks = directory / f".shared-{introductions[0][1]}", first_ranks[node] == rank
-    _raise_first(gather(_write(probe, rank, node) if speaks else ""))
-    failures = gather(_unseen(probe, node, first_ranks, within_s=within_s) if speaks else "")
+    failures = gather(_write(probe, rank, node) if speaks else "")
+    if not any(failures):
+        failures = gather(_unseen(probe, node, first_ranks, within_s=within_s) if speaks else "")
     if speaks:
         shutil.rmtree(probe, ignore_errors=True)  # several nodes remove the same directory
     _raise_first(failures)

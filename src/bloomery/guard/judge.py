@@ -85,13 +85,20 @@ class Guards:
             without=partial(self.ladder.after_step, LadderState(), report, is_calm=is_calm),
         )
         judgements += [(LADDER, each) for each in shown]
-        verdicts = _answered(judgements, lambda anomaly: self.ladder.answer(self._on_ladder, anomaly, report))
+        verdicts = _answered(judgements, lambda anomaly: self._answer(anomaly, report))
         reported = []
         for name, verdict in verdicts:
             if isinstance(verdict, Watch | Rewind) or (isinstance(verdict, Stop) and verdict.failed):
                 reported.append((name, verdict))
         self.findings = tuple(reported)
         return worst(verdict for _, verdict in verdicts)
+
+    def _answer(self, anomaly: Anomaly, report: StepReport) -> Rewind | Stop:
+        return _with_history(
+            LADDER,
+            partial(self.ladder.answer, self._on_ladder, anomaly, report),
+            without=partial(self.ladder.answer, LadderState(), anomaly, report),
+        )
 
     def rewound(self, before: Mapping[str, Json], *, rung: Rung) -> None:
         """Go on after a rewind. Called when the checkpoint's histories are loaded.
@@ -105,7 +112,7 @@ class Guards:
             self._histories[guard.name] = _with_history(
                 guard.name, partial(guard.rewound, known, restored, rung=rung), without=guard.fresh
             )
-        was = ladder_from_json(before.get(LADDER))
+        was = _ladder_of(before)
         self._on_ladder = _with_history(
             LADDER,
             partial(self.ladder.rewound, was, self._on_ladder, rung),
@@ -132,7 +139,7 @@ class Guards:
         """Take the histories of a checkpoint; a guard without one starts with an empty history."""
         for guard in self.guards:
             self._histories[guard.name] = values.get(guard.name, guard.fresh())
-        self._on_ladder = ladder_from_json(values.get(LADDER))
+        self._on_ladder = _ladder_of(values)
 
 
 LADDER = "ladder"
@@ -154,6 +161,11 @@ def _with_history(name: str, call: Callable[[], T], *, without: Callable[[], T])
     except _FAILURES:
         log.warning("%s begins anew: it cannot judge by its history", name, exc_info=True)
         return without()
+
+
+def _ladder_of(values: Mapping[str, Json]) -> LadderState:
+    """Return the state that values of guards hold; one without history where nothing can be made of it."""
+    return _with_history(LADDER, partial(ladder_from_json, values.get(LADDER)), without=LadderState)
 
 
 def _answered(

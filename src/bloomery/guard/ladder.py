@@ -89,12 +89,12 @@ def ladder_from_json(values: Any) -> LadderState:  # Any: written by `to_json`
         return LadderState()
     return LadderState(
         rung=Rung(values["rung"]),
-        calm=values["calm"],
+        calm=int(values["calm"]),
         steps=tuple(_unpacked(made) for made in values["steps"]),
         repeats=tuple(_unpacked(made) for made in values["repeats"]),
-        same=values["same"],
+        same=int(values["same"]),
         trial=trial_from_json(values.get("trial")),  # absent before there were trials
-        discarded=tuple(values.get("discarded", ())),
+        discarded=tuple(map(str, values.get("discarded", ()))),
     )
 
 
@@ -327,4 +327,4 @@ def _packed(made: StepMade) -> Json:
 
 def _unpacked(values: Any) -> StepMade:  # Any: written by `_packed`
     step, cursor, loss, alone = values
-    return StepMade(step=step, cursor=cursor, loss=as_float(loss), alone=alone)
+    return StepMade(step=int(step), cursor=int(cursor), loss=as_float(loss), alone=bool(alone))

@@ -88,10 +88,19 @@ def trial_from_json(values: Any) -> Trial | None:  # Any: written by `to_json`
     """Return the trial that a checkpoint holds; None where nothing was on trial."""
     if not isinstance(values, dict):
         return None
-    losses = tuple(as_float(loss) for loss in values["losses"])
-    rung, held_out = Rung(values["rung"]), values["held_out"]
-    held_out = None if held_out is None else as_float(held_out)
-    return Trial(**{**values, "rung": rung, "losses": losses, "held_out": held_out})
+    held_out = values["held_out"]
+    return Trial(
+        rung=Rung(values["rung"]),
+        base_step=int(values["base_step"]),
+        problem_step=int(values["problem_step"]),
+        last_step=int(values["last_step"]),
+        usual=as_float(values["usual"]),
+        spread=as_float(values["spread"]),
+        losses=tuple(as_float(loss) for loss in values["losses"]),
+        refused=int(values["refused"]),
+        held_out=None if held_out is None else as_float(held_out),
+        is_over=bool(values["is_over"]),
+    )
 
 
 def begin_trial(

@@ -80,7 +80,10 @@ def end_of_document_of(directory: Path) -> str | None:
 
 
 def _described_run(place: str, directory: Path) -> DescribedWeights:
-    rundir = RunDirectory(newest_checkpoint_in(directory).parent.parent)
+    checkpoint = newest_checkpoint_in(directory)
+    rundir = RunDirectory(checkpoint.parent.parent)
+    if not rundir.recipe.is_file():  # a path such as "." does not name the run above it
+        rundir = RunDirectory(checkpoint.resolve().parent.parent)
     if not rundir.recipe.is_file():
         raise _refused(
             place,

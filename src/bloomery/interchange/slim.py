@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,9 +81,10 @@ def slim_checkpoint(
             values={part: manifest.values[part] for part in KEPT_VALUES if part in manifest.values},
             about=manifest.about,
         )
-        mark = mark_of(source_of(checkpoint))
-        if mark is not None:
-            durable.write_whole(written / SUSPECT, mark)
+        with _removed_on_error(written):  # a suspect without its mark would pass for a good one
+            mark = mark_of(source_of(checkpoint))
+            if mark is not None:
+                durable.write_whole(written / SUSPECT, mark)
     except BaseException as error:
         if is_new:
             with suppress(OSError):  # it is not there, or holds something by now
@@ -91,6 +93,15 @@ def slim_checkpoint(
             raise storage_error(error, path=final, doing="Marking a slim copy") from error
         raise
     return Slimmed(path=written, before=manifest.bytes, after=read_manifest(written).bytes)
+
+
+@contextmanager
+def _removed_on_error(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(directory, ignore_errors=True)
+        raise
 
 
 def slim_file(source: Path, target: Path) -> Slimmed:
