@@ -26,6 +26,7 @@ from bloomery.checkpoint.format.catalogue import (
     remote_copies,
     samples_consumed,
     verify,
+    with_its_run,
 )
 from bloomery.checkpoint.format.manifest import (
     BLOCK_BYTES,
@@ -313,3 +314,19 @@ def test_records_of_copies_are_read_in_their_first_form_too_and_others_are_passe
         (rundir.backups / name).parent.mkdir(exist_ok=True)
         (rundir.backups / name).write_text(json.dumps(content))
     assert remote_copies(rundir) == {"step-000001.i001": (RemoteCopy(**first), RemoteCopy(**second))}
+
+
+def test_a_checkpoint_that_is_given_from_within_its_run_is_named_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDirectory(tmp_path / "mine").create()
+    inside = run.checkpoints / "step-000005.i001"
+    inside.mkdir()
+    for place, given in ((run.checkpoints, inside.name), (inside, "."), (inside, "../step-000005.i001")):
+        monkeypatch.chdir(place)
+        assert with_its_run(Path(given)) == inside
+    monkeypatch.chdir(run.path)
+    for named in (Path("checkpoints") / inside.name, inside):
+        assert with_its_run(named) == named, "a path that names its run is shown as it was given"
+    monkeypatch.chdir(tmp_path)
+    assert with_its_run(Path("copies/step-000005")) == Path("copies/step-000005"), "it lies in no run"

@@ -1,4 +1,4 @@
-"""Who holds the checkpoints of a run while they are published, and from when on."""
+"""Which run a checkpoint is of, and who holds checkpoints while they are published."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from tests.cli.test_services_over_time import repeated
 
-from bloomery.cli import sync
+from bloomery.checkpoint.format.manifest import MANIFEST
+from bloomery.cli import ckpt, run_inputs, sync
+from bloomery.errors import CheckpointError
 from bloomery.events.run_directory import RunDirectory
 from bloomery.operate.sync.keeper import SyncTurn
 
@@ -37,3 +39,21 @@ def test_the_sync_that_sends_a_run_holds_its_checkpoints_once_and_no_other_does(
     assert other.is_ours() and repeat(publisher, beside=True) == []
     os.close(other._file)  # as the kernel does when a process ends
     assert len(repeat(publisher, beside=True)) == 1
+
+
+def test_a_checkpoint_that_is_given_from_beside_it_is_one_of_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDirectory(tmp_path / "mine").create()
+    inside = run.checkpoints / "step-000005.i001"
+    inside.mkdir()
+    (inside / MANIFEST).touch()
+    with run.journal().open("w") as journal:
+        journal.write('{"event": "receipt", "checkpoint": "step-000005.i001"}\n')
+    monkeypatch.chdir(run.checkpoints)
+    source = run_inputs.one_checkpoint(inside.name)
+    assert source.place() == str(inside) and len(ckpt.receipts_of(source)) == 1
+    assert [source.place() for source in ckpt._sources_at(inside.name)] == [str(inside)]
+    with pytest.raises(CheckpointError) as refused:
+        run_inputs.run_directory(Path(inside.name))
+    assert refused.value.remedy == f"Give its run: {run.path}."

@@ -22,7 +22,7 @@ from bloomery.checkpoint.remote.remote_run import (
     remote_source,
 )
 from bloomery.cli.arguments import data_bar, parser, run_subcommand
-from bloomery.cli.run_inputs import all_checkpoints, is_checkpoint, one_checkpoint
+from bloomery.cli.run_inputs import all_checkpoints, is_checkpoint, local_checkpoint, one_checkpoint
 from bloomery.cli.tables import size_words
 from bloomery.errors import CheckpointError
 from bloomery.events.journal import read_journal
@@ -159,7 +159,8 @@ def _sources_at(text: str) -> list[Source]:
         except OSError as error:
             raise storage_failure(error, doing="Listing the backups") from error
     path = Path(text)
-    return [source_of(directory) for directory in ([path] if is_checkpoint(path) else all_checkpoints(path))]
+    directories = [local_checkpoint(path)] if is_checkpoint(path) else all_checkpoints(path)
+    return [source_of(directory) for directory in directories]
 
 
 def _description(directory: str, manifest: Manifest, parts: dict[str, dict[str, int]]) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bloomery.checkpoint.format.catalogue import checkpoints
+from bloomery.checkpoint.format.catalogue import checkpoints, with_its_run
 from bloomery.checkpoint.format.manifest import MANIFEST
 from bloomery.checkpoint.format.source import Source, source_of
 from bloomery.checkpoint.remote.remote_run import is_remote, remote_source
@@ -30,7 +30,7 @@ def one_checkpoint(text: str) -> Source:
 def local_checkpoint(path: Path) -> Path:
     """Return the checkpoint directory at a path; where that is a run, its newest checkpoint."""
     if is_checkpoint(path):
-        return path
+        return with_its_run(path)
     directories = all_checkpoints(path)
     if not directories:
         raise CheckpointError(
@@ -53,7 +53,7 @@ def is_checkpoint(path: Path) -> bool:
 def run_directory(path: Path) -> RunDirectory:
     """Return the run directory at a path. Raises CheckpointError where there is none."""
     if (path / MANIFEST).exists():
-        run = RunDirectory(path.parent.parent)
+        run = RunDirectory(with_its_run(path).parent.parent)
         remedy = f"Give its run: {run.path}." if run.exists() else "Give the directory of a run (runs/NAME)."
         raise CheckpointError(f"{path} is a checkpoint, and a run is wanted here", remedy=remedy)
     rundir = RunDirectory(path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from bloomery.checkpoint.format.catalogue import checkpoints, newest_intact
+from bloomery.checkpoint.format.catalogue import checkpoints, newest_intact, with_its_run
 from bloomery.checkpoint.format.manifest import MANIFEST
 from bloomery.checkpoint.format.suspects import newest_trusted, trusted
 from bloomery.config.load import load_recipe
@@ -33,10 +33,8 @@ def find_saved(path: Path, *, fallback: bool = False) -> SavedFiles:
         ones are read.
     Raises CheckpointError if there is no checkpoint, and DataError if its tokenizer is gone.
     """
-    if not (path / MANIFEST).is_file():
-        checkpoint = _newest_of(path, fallback=fallback)
-    else:  # whose path, such as "." or "step-000005.i001", may not name the run above it
-        checkpoint = path if RunDirectory(path.parent.parent).recipe.is_file() else path.resolve()
+    is_checkpoint = (path / MANIFEST).is_file()
+    checkpoint = with_its_run(path) if is_checkpoint else _newest_of(path, fallback=fallback)
     rundir = RunDirectory(checkpoint.parent.parent)
     if not rundir.recipe.is_file():
         raise CheckpointError(

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from bloomery.checkpoint.format.catalogue import checkpoints
+from bloomery.checkpoint.format.catalogue import checkpoints, with_its_run
 from bloomery.checkpoint.format.manifest import MANIFEST
 from bloomery.checkpoint.format.suspects import newest_trusted
 from bloomery.config.begin_from import DescribedWeights, weights_directory
@@ -61,7 +61,7 @@ def newest_checkpoint_in(directory: Path) -> Path:
     CheckpointError if there is none.
     """
     if (directory / MANIFEST).is_file():
-        return directory
+        return with_its_run(directory)
     newest = newest_trusted(checkpoints(RunDirectory(directory)))
     if newest is None:
         raise CheckpointError(
@@ -80,10 +80,7 @@ def end_of_document_of(directory: Path) -> str | None:
 
 
 def _described_run(place: str, directory: Path) -> DescribedWeights:
-    checkpoint = newest_checkpoint_in(directory)
-    rundir = RunDirectory(checkpoint.parent.parent)
-    if not rundir.recipe.is_file():  # a path such as "." does not name the run above it
-        rundir = RunDirectory(checkpoint.resolve().parent.parent)
+    rundir = RunDirectory(newest_checkpoint_in(directory).parent.parent)
     if not rundir.recipe.is_file():
         raise _refused(
             place,

@@ -211,6 +211,13 @@ class CommittedCheckpoint:
         return self.directory.name
 
 
+def with_its_run(checkpoint: Path) -> Path:
+    """Return a checkpoint's path, whole where it does not name its run (`.`, or `step-…` from beside it)."""
+    whole = checkpoint.resolve()
+    is_named = RunDirectory(checkpoint.parent.parent).exists()
+    return checkpoint if is_named or not RunDirectory(whole.parent.parent).exists() else whole
+
+
 def checkpoints(rundir: RunDirectory) -> tuple[CommittedCheckpoint, ...]:
     """Return the committed checkpoints that are part of the run, oldest first. Nothing is verified."""
     committed = _committed(rundir)
