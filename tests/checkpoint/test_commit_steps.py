@@ -344,3 +344,19 @@ def test_an_index_is_of_what_its_files_hold(boxes: list[IndexedBox], said: str) 
     ):
         with pytest.raises(ValueError, match=why):
             checked_index(Index(boxes=(), files={"f": wrong}), manifest)
+
+
+@pytest.mark.parametrize(
+    ("size", "hashes"), [(0, 0), (1, 1), (BLOCK_BYTES, 1), (BLOCK_BYTES + 1, 2), (2 * BLOCK_BYTES, 2)]
+)
+def test_an_index_has_a_hash_for_each_block_of_a_file_and_for_what_is_left(size: int, hashes: int) -> None:
+    facts = {"step": 1, "incarnation": 1, "time": 0.0, "world": 1, "about": {}, "values": {}}
+    for given in (hashes - 1, hashes, hashes + 1):
+        record = FileRecord(name="f", bytes=size, xxh3_128="0" * 32, blocks="0" * 16 * max(given, 0))
+        manifest = Manifest(**facts, files=(record,), index_bytes=0, index_xxh3_128="")
+        index = Index(boxes=(), files={"f": record})
+        if len(record.blocks) == 16 * hashes:
+            assert checked_index(index, manifest) == index
+        else:
+            with pytest.raises(ValueError, match="one hash for each block"):
+                checked_index(index, manifest)
