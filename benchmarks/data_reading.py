@@ -44,7 +44,6 @@ SEALED = "sealed"
 CHECK_BAR = "<= 1.03"
 SUMMED_PAGES, SUMMED_TIMES = 256, 64
 """What is summed over and over for the least that a check can take: one mebibyte, which stays in a cache."""
-COLD_CHECKS = 5
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -52,6 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=200_000_000)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--samples", type=int, default=2048, help="of one cold pass")
+    parser.add_argument("--passes", type=int, default=5, help="cold passes with and without a seal")
     parser.add_argument("--directory", type=Path, help="where the file is written; a disk, not memory")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--cold", choices=(*ORDERS, "peer", SEALED), help=argparse.SUPPRESS)
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prefix = Path(directory) / "pair"
         _write(prefix, options.tokens)
         found = [*_warm(prefix, options.rounds), *_cold_passes(prefix, options.samples)]
-        found += _page_checks(prefix, options.rounds, options.samples)
+        found += _page_checks(prefix, options.rounds, options.samples, options.passes)
     return report(found, as_json=options.json)
 
 
@@ -115,7 +115,7 @@ def _warm(prefix: Path, rounds: int) -> list[Measurement]:
     return found
 
 
-def _page_checks(prefix: Path, rounds: int, samples: int) -> list[Measurement]:
+def _page_checks(prefix: Path, rounds: int, samples: int, passes: int) -> list[Measurement]:
     """What reading takes with a seal, over the same without.
 
     A sample lies on two pages or more, and its neighbours share them: so the first samples of a pass check
@@ -140,7 +140,7 @@ def _page_checks(prefix: Path, rounds: int, samples: int) -> list[Measurement]:
             for part, seconds in spent.items():
                 times.setdefault((name, part), []).append(seconds / (BATCH * batches[part]) * 1e6)
     whole_pass = batches["a whole pass"] * BATCH
-    for _ in range(COLD_CHECKS):
+    for _ in range(passes):
         for name, order in (("plain", "bloomery"), (SEALED, SEALED)):
             for part, count in (("a whole pass, cold", whole_pass), ("its first samples, cold", samples)):
                 times.setdefault((name, part), []).append(_cold_pass(order, prefix, count)["us"])
