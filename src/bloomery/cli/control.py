@@ -194,11 +194,27 @@ def samples_of(args: Namespace, past: PastSteps) -> range:
     """Return the indices of the stream that were asked for; an empty range where none were.
 
     past: reaches the steps of `steps_before`.
+    Raises BloomeryError for steps that have no samples, as before the first step of the run.
     """
     if args.samples is not None:
         wanted: range = args.samples
         return wanted
-    return range(*(cursor_after(step, past) for step in steps_before(args))) if args.steps else range(0)
+    if not args.steps:
+        return range(0)
+    found = range(*(cursor_after(step, past) for step in steps_before(args)))
+    if found and found.stop <= MOST:
+        return found
+    asked = f"--steps {args.steps.start}:{args.steps.stop}"
+    if found:
+        raise BloomeryError(
+            f"{asked} ends beyond sample {MOST:,}.", remedy="Give an earlier step as its end."
+        )
+    if past.newest is None:
+        raise BloomeryError(
+            f"No step of this run is recorded yet, so nobody knows which samples {asked} are.",
+            remedy="Wait for its first step, or name the samples: --samples FIRST:END.",
+        )
+    raise BloomeryError(f"{asked} has no samples: the first step of a run is 1.", remedy="Give a later step.")
 
 
 def cursor_after(step: int, past: PastSteps) -> int:
