@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from bloomery.cli.argument_values import MOST, not_negative
 from bloomery.cli.arguments import parser
+from bloomery.config.find import from_home
 from bloomery.errors import BloomeryError, storage_error
 from bloomery.events.run_directory import RunDirectory
 from bloomery.events.switches import Switches, arm, note_of
@@ -93,7 +94,7 @@ def _directories(chosen: Namespace) -> list[Path]:
         except BloomeryError as unreadable:  # a run that trains can be stopped all the same
             print(f"bloomery: only {rundir.control_dir} is used: {unreadable.message}", file=sys.stderr)
             elsewhere = ""
-        directories += [Path(elsewhere)] if elsewhere else []
+        directories += [from_home(elsewhere)] if elsewhere else []
     return directories
 
 
