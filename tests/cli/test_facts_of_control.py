@@ -65,6 +65,16 @@ def test_samples_are_those_asked_for_or_those_of_steps(tmp_path: Path) -> None:
     assert samples_of(Namespace(samples=None, steps=None), past) == range(0)
 
 
+def test_a_rewind_to_the_newest_step_names_no_steps_that_it_undoes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    past_of(RunDirectory(tmp_path), range(1, 9))
+    newest = SimpleNamespace(step=8, name="step-000008.i001", directory=tmp_path / "none")
+    monkeypatch.setattr("bloomery.checkpoint.format.catalogue.checkpoints", lambda rundir: [newest])
+    assert status_of("rewind", str(tmp_path), "--to-step", "8", "--dry-run") == 0
+    assert "0.00 hours of training are undone, and those" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("steps", "made_steps", "told"),
     [

@@ -358,10 +358,11 @@ def rewind(arguments: list[str]) -> int:
     if args.json:
         print(json.dumps({"asked": not args.dry_run, **facts}))
         return 0
+    which = f" (steps {facts['to_step'] + 1:,} to {facts['last_step']:,})" if facts["steps"] else ""
     print(
         f"From {facts['checkpoint']}: {facts['steps']:,} steps, {facts['samples']:,} samples and "
-        f"{facts['seconds'] / 3600:.2f} hours of training are undone (steps {facts['to_step'] + 1:,} to "
-        f"{facts['last_step']:,}), and those that the run makes until it takes the request."
+        f"{facts['seconds'] / 3600:.2f} hours of training are undone{which}, and those that the run makes "
+        "until it takes the request."
     )
     if samples:
         print(skipped_words(facts["skip"]))
