@@ -318,6 +318,31 @@ def test_a_fit_trains_in_the_directory_given_or_in_that_of_the_recipes_name(
     assert started[-1][1] == Path("elsewhere") and capsys.readouterr().out == ""
 
 
+def test_a_fit_of_an_offline_recipe_forbids_the_network_before_it_trains(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done: list[str] = []
+    monkeypatch.setattr("bloomery.config.environment.go_offline", lambda: done.append("offline"))
+    monkeypatch.setattr("bloomery.train.loop.train", lambda *given: done.append("train"))
+    bloomery.fit(bloomery.recipe("demo", {"run.offline": True}), "run", progress=False)
+    bloomery.fit("demo", "run", progress=False)
+    assert done == ["offline", "train", "train"]
+
+
+def test_a_run_is_found_below_the_home_directory_by_each_function(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr("bloomery.train.loop.train", lambda loaded, rundir, options: rundir.path)
+    run = RunDirectory(tmp_path / "run").create()
+    assert bloomery.fit(bloomery.recipe("demo"), "~/run", progress=False) == run.path
+    assert bloomery.journal("~/run") == {}
+    with pytest.raises(BloomeryError, match=f"{run.path}"):
+        bloomery.load("~/run")
+    with pytest.raises(BloomeryError, match=f"{run.recipe}"):
+        bloomery.samples("~/run")
+
+
 def test_a_model_that_is_loaded_drops_nothing_out(monkeypatch: pytest.MonkeyPatch) -> None:
     opened = SimpleNamespace(
         decoder=lambda **how: torch.nn.Dropout(0.5), tokenizer=None, recipe=None, checkpoint=None

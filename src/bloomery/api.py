@@ -93,13 +93,14 @@ def load(
     """
     import torch
 
+    from bloomery.config.find import from_home
     from bloomery.errors import BloomeryError
     from bloomery.evaluate.open_checkpoint import open_saved
     from bloomery.parallel.precision import DTYPES
 
     if dtype not in DTYPES:
         raise BloomeryError(f"{dtype!r} is no type of weights.", remedy=f"Give one of {', '.join(DTYPES)}.")
-    opened = open_saved(Path(path), fallback=fallback)
+    opened = open_saved(from_home(path), fallback=fallback)
     decoder = opened.decoder(device=torch.device(device), dtype=DTYPES[dtype])
     return LanguageModel(opened, decoder.eval())
 
@@ -111,12 +112,13 @@ def journal(run: PathLike, event: str = "step") -> dict[str, list[Any]]:
         field that an event lacks is None. `pandas.DataFrame(bloomery.journal(run))` is a data frame.
     Raises StorageError where there is no run.
     """
+    from bloomery.config.find import from_home
     from bloomery.errors import StorageError
     from bloomery.events.incarnation import read_incarnations, visibility
     from bloomery.events.journal import kept_steps, read_journal
     from bloomery.events.run_directory import RunDirectory
 
-    rundir = RunDirectory(Path(run))
+    rundir = RunDirectory(from_home(run))
     if not rundir.exists():
         raise StorageError(f"{run} is no run directory.", remedy="Give the directory of a run, runs/NAME.")
     rows: Iterator[Mapping[str, Any]] = read_journal(rundir.journal())
@@ -178,7 +180,8 @@ def fit(
     progress: show a bar, in a notebook too; otherwise nothing is printed.
     The outcome has `step`, `finished` and `reason`. Raises BloomeryError as the command does.
     """
-    from bloomery.config.find import run_path
+    from bloomery.config.environment import go_offline
+    from bloomery.config.find import from_home, run_path
     from bloomery.config.load import LoadedRecipe
     from bloomery.config.peer_settings import refuse_alone
     from bloomery.events.run_directory import RunDirectory
@@ -189,7 +192,9 @@ def fit(
         name, loaded = str(loaded), recipe(loaded)
         run = run_path(name, run=run, name=loaded.recipe.run.name)
     refuse_alone(loaded.recipe, loaded.sources)
-    path = Path(run) if run is not None else Path("runs") / loaded.recipe.run.name
+    if loaded.recipe.run.offline:
+        go_offline()
+    path = from_home(run) if run is not None else Path("runs") / loaded.recipe.run.name
     return train(
         loaded, RunDirectory(path), StartOptions(say=_say_nothing, form="bar" if progress else "short")
     )
@@ -256,20 +261,21 @@ def samples(run: PathLike | LoadedRecipe, directory: PathLike | None = None) -> 
 
     directory: where a recipe's text is tokenised, as in a run's `data`; needed only for a recipe.
     """
+    from bloomery.config.find import from_home
     from bloomery.config.load import LoadedRecipe, load_recipe
     from bloomery.data.prepare import prepare, prepared_of_run
     from bloomery.errors import StorageError
     from bloomery.events.run_directory import RunDirectory
 
     if not isinstance(run, LoadedRecipe):
-        rundir = RunDirectory(Path(run))
+        rundir = RunDirectory(from_home(run))
         loaded = load_recipe(str(rundir.recipe))
         return SampleOrder(loaded, prepared_of_run(loaded.recipe.data, rundir.data))
     if directory is None:
         raise StorageError(
             "samples() of a recipe needs a directory for its tokens.", remedy="Give directory=…, or a run."
         )
-    return SampleOrder(run, prepare(run.recipe.data, Path(directory)))
+    return SampleOrder(run, prepare(run.recipe.data, from_home(directory)))
 
 
 def _rows(read: np.ndarray) -> Iterator[torch.Tensor]:

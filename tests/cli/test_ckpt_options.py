@@ -9,12 +9,21 @@ import pytest
 import torch
 from tests.cli.test_ckpt_command import RECIPE
 
-from bloomery.checkpoint.format.catalogue import RemoteCopy, checkpoints, record_copy, remote_copies
+from bloomery.checkpoint.format.catalogue import (
+    Problem,
+    RemoteCopy,
+    checkpoints,
+    record_copy,
+    remote_copies,
+    verify,
+)
+from bloomery.checkpoint.format.commit import remove_checkpoint
+from bloomery.checkpoint.format.source import source_of
 from bloomery.checkpoint.format.state import whole
 from bloomery.checkpoint.remote.remote_run import place_at
 from bloomery.checkpoint.remote.transfer import upload_checkpoint
 from bloomery.checkpoint.save.direct import save_checkpoint
-from bloomery.cli import ckpt_copy, ckpt_list
+from bloomery.cli import ckpt, ckpt_copy, ckpt_list
 from bloomery.cli.ckpt import run
 from bloomery.errors import CheckpointError, StorageError
 from bloomery.events.incarnation import begin
@@ -111,6 +120,28 @@ def test_the_list_of_a_single_pass_is_of_a_local_run_alone(
     capsys.readouterr()
     assert run(["list", str(rundir.path), "--single-pass", "--json"]) == 0
     assert [row["step"] for row in rows(capsys)] == [35]
+
+
+@pytest.mark.parametrize("words", [("verify",), ("list", "--verify")])
+def test_a_checkpoint_that_its_run_removes_meanwhile_is_not_damaged(
+    rundir: RunDirectory,
+    words: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def removing(where: Any, **more: Any) -> list[Problem]:
+        if source_of(where).name == NAMES[1]:
+            remove_checkpoint(rundir.checkpoints / NAMES[1])
+        return verify(where, **more)
+
+    for module in (ckpt, ckpt_list):
+        monkeypatch.setattr(module, "verify", removing)
+    command, *options = words
+    assert run([command, str(rundir.path), "--json", *options]) == 0
+    told = capsys.readouterr().out
+    assert NAMES[0] in told and NAMES[1] not in told and NAMES[2] in told
+    (rundir.checkpoints / NAMES[2] / "manifest.json").unlink()
+    assert run(["verify", str(rundir.checkpoints / NAMES[2])]) == 1
 
 
 def test_a_backup_is_listed_with_what_was_left_behind_and_what_is_damaged(

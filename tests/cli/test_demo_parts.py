@@ -174,6 +174,8 @@ def test_commands_to_try_next_name_the_command_where_it_was_called_otherwise(
     monkeypatch.setattr("sys.argv", ["/x/__main__.py", "demo"])
     text = demo._next_commands(RunDirectory(Path("runs/mine")), FITTED)
     assert "\n  bloomery generate runs/mine " in text
+    spaced = demo._next_commands(RunDirectory(Path("my runs/mine")), FITTED)
+    assert " --run 'my runs/mine' train" in spaced and "generate 'my runs/mine' --prompt" in spaced
 
 
 class Clock:

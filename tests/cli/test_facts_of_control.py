@@ -26,7 +26,7 @@ from bloomery.cli.control import (
     steps_before,
     when_words,
 )
-from bloomery.errors import StorageError
+from bloomery.errors import BloomeryError, StorageError
 from bloomery.events.history import PastSteps, past_steps
 from bloomery.events.journal import Journal
 from bloomery.events.records import StepReport
@@ -63,6 +63,33 @@ def test_samples_are_those_asked_for_or_those_of_steps(tmp_path: Path) -> None:
     assert samples_of(Namespace(samples=range(3, 7), steps=None), past) == range(3, 7)
     assert samples_of(asked, past) == range(35, 95) and steps_before(asked) == (3, 9)
     assert samples_of(Namespace(samples=None, steps=None), past) == range(0)
+
+
+def test_a_rewind_to_the_newest_step_names_no_steps_that_it_undoes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    past_of(RunDirectory(tmp_path), range(1, 9))
+    newest = SimpleNamespace(step=8, name="step-000008.i001", directory=tmp_path / "none")
+    monkeypatch.setattr("bloomery.checkpoint.format.catalogue.checkpoints", lambda rundir: [newest])
+    assert status_of("rewind", str(tmp_path), "--to-step", "8", "--dry-run") == 0
+    assert "0.00 hours of training are undone, and those" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("steps", "made_steps", "told"),
+    [
+        (range(1), range(1, 9), "--steps 0:1 has no samples: the first step of a run is 1"),
+        (range(3, 5), range(0), "nobody knows which samples --steps 3:5 are"),
+        (range(3, 10**15), range(1, 9), "ends beyond sample 1,000,000,000,000,000"),
+    ],
+)
+def test_steps_without_samples_or_with_too_many_are_not_asked_for(
+    tmp_path: Path, steps: range, made_steps: range, told: str
+) -> None:
+    asked = Namespace(samples=None, steps=steps)
+    past = past_of(RunDirectory(tmp_path), made_steps, reaching=steps_before(asked))
+    with pytest.raises(BloomeryError, match=told):
+        samples_of(asked, past)
 
 
 @pytest.mark.parametrize(

@@ -105,6 +105,24 @@ def test_a_fork_takes_its_data_and_the_starts_that_led_to_its_checkpoint_into_an
     assert json.loads(record.read_text()) == before | {"fork_of": str(run.path.resolve())}
 
 
+def test_a_fork_into_an_empty_directory_finds_its_place_through_that_directory(tmp_path: Path) -> None:
+    run, new = forkable(tmp_path / "run"), tmp_path / "new"
+    new.mkdir()
+    assert fork.run([str(run.path), str(new / ".." / "new")]) == 0
+    assert RunDirectory(new).exists()
+
+
+def test_a_fork_does_not_replace_the_directory_that_one_is_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, here = forkable(tmp_path / "run"), tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    with pytest.raises(CheckpointError, match=r"\. is the directory that you are in") as refused:
+        fork.run([str(run.path), "."])
+    assert "cd .." in refused.value.remedy and not any(here.iterdir())
+
+
 def test_a_fork_shares_the_files_of_its_run_and_copies_them_where_that_cannot_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -100,6 +100,15 @@ def test_a_launcher_starts_its_ranks_and_ends_with_their_status(run: Path, start
     assert launch.run([*RECIPE, "run.offline=true", "--run", str(run)]) == 0 and is_offline()
 
 
+def test_a_launcher_tells_which_settings_gave_way_to_its_command_line(
+    run: Path, started: Started, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launch.run([*RECIPE, "run.seed=1", "run.seed=2", "--run", str(run)])
+    assert (
+        "note: run.seed is given 2 times on the command line; the last counts: 2" in capsys.readouterr().err
+    )
+
+
 @pytest.mark.parametrize("command", [launch, train])
 def test_a_run_past_its_ramp_up_starts_with_more_ranks_than_its_first_batches_had(
     run: Path, started: Started, command: Any

@@ -156,7 +156,8 @@ def test_the_newest_checkpoint_is_scored_once_and_at_its_distance_or_where_the_r
     monkeypatch.setattr(evaluate, "MANIFEST", "manifest.json")
 
     def following(*, every: int = 20, tasks: str = "a,b") -> str | None:
-        directory = evaluate._next(rundir, Namespace(tasks=tasks, every_steps=every, window=None))
+        given = Namespace(tasks=tasks, every_steps=every, window=None, limit=None, shots=None)
+        directory = evaluate._next(rundir, given)
         return directory and directory.name
 
     assert following() is None

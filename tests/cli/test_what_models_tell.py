@@ -130,6 +130,8 @@ def test_prompts_that_cannot_be_read_are_told_with_their_line(
         prompts(str(tmp_path / "none"))
     monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(b"a\n\nb\n")))
     assert prompts("-") == ["a", "b"]
+    (tmp_path / "code").write_bytes("one\x0ctwo\u2028three\r\nfour".encode())
+    assert prompts(str(tmp_path / "code")) == ["one\x0ctwo\u2028three", "four"]
 
 
 @pytest.mark.parametrize(("text", "share"), [("1", 1.0), ("0.001", 0.001), ("0", None), ("1.01", None)])
@@ -344,6 +346,8 @@ def test_scores_of_tasks_are_recorded_in_the_run_and_printed(
     assert evaluate._next(rundir, given) is None, "of just these tasks it was scored"
     assert evaluate._next(rundir, args(rundir.path, tasks="a,c")) == directory
     assert evaluate._next(rundir, args(rundir.path, window=96)) == directory, "in other windows"
+    for other in ({"limit": None}, {"shots": 5}):
+        assert evaluate._next(rundir, args(rundir.path, **other)) == directory, "of other samples"
     with Journal(rundir.evaluations) as journal:
         journal.write("tasks", incarnation=1, step=20, checkpoint="step-000020.i001", scores=[])
         journal.write("other", incarnation=1, step=10)

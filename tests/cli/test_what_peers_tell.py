@@ -328,7 +328,8 @@ def test_a_peer_starts_its_ranks_with_its_agents_socket_and_its_name(
     )
     assert "ended: all is done" in capsys.readouterr().out
     started.clear()
-    assert peer.run([*words, "--run", "mine"]) == 5
+    assert peer.run([*words, "run.seed=1", "run.seed=2", "--run", "mine"]) == 5
+    assert "note: run.seed is given 2 times on the command line" in capsys.readouterr().err
     assert started[2] == RunDirectory(Path("mine")) and started[3][0][-2:] == ["--run", "mine"]
     assert started[3][1] == RankRange(count=1, world=1)
     started.clear()

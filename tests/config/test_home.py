@@ -10,12 +10,17 @@ import pytest
 from bloomery.config.begin_from import weights_directory
 from bloomery.config.data import DataSection, DatasetSection
 from bloomery.config.find import find_recipe, from_home
+from bloomery.config.submit import SubmitSection
 from bloomery.data.dataset_shares import held_out_weights
 from bloomery.data.prepare import dataset_prefixes
 from bloomery.data.remote_files import Remote
 from bloomery.data.sources import find_files
 from bloomery.data.tokenizer import find_tokenizer, load_tokenizer
 from bloomery.errors import BloomeryError
+from bloomery.events.run_directory import RunDirectory
+from bloomery.events.switches import Switches
+from bloomery.operate.departure import maintenance_files
+from bloomery.operate.exclusions import Exclusions
 
 STRANGER = "~nobody-of-this-name/x"
 
@@ -42,6 +47,22 @@ def test_a_home_directory_takes_the_place_of_its_sign(monkeypatch: pytest.Monkey
 def test_what_lies_with_an_unknown_user_is_refused_by_its_name(use: Callable[[], object]) -> None:
     with pytest.raises(BloomeryError, match="nobody-of-this-name"):
         use()
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda run: Exclusions.of(run, SubmitSection(exclusions="~/x/y")).path.parent,
+        lambda run: Switches.of_run(run, "~/x").directories[-1],
+        lambda run: maintenance_files(run, "~/x")[-1].parent,
+    ],
+    ids=["exclusions", "switches", "maintenance"],
+)
+def test_a_place_of_operators_lies_in_the_home_directory(
+    use: Callable[[RunDirectory], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert use(RunDirectory(Path("run"))) == Path("/home/me/x")
 
 
 def test_a_dataset_of_an_unknown_user_has_a_path_that_is_not_there(tmp_path: Path) -> None:

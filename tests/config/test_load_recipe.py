@@ -314,6 +314,19 @@ def test_line_numbers_hold_for_every_form_of_toml():
     assert "x" not in lines
 
 
+def test_a_line_ends_only_where_one_of_toml_does():
+    lines = line_numbers('[a]\r\ntext = "one\u2028[two\x85three"\r\nnext = 1\r\n')
+    assert (lines["a.text"], lines["a.next"]) == (2, 3)
+
+
+def test_the_lines_of_a_long_list_are_not_parsed_again_at_each_of_them(monkeypatch):
+    asked = []
+    monkeypatch.setattr(tomllib, "loads", lambda text, loads=tomllib.loads: asked.append(text) or loads(text))
+    entries = "".join(f'"{number}",\n' for number in range(50))
+    assert line_numbers(f"list = [\n{entries}]\nnext = 1\n")["next"] == 53
+    assert len(asked) == 3
+
+
 def test_every_shipped_recipe_dumps_to_toml_that_loads_back_equal():
     for name in ("demo", "tr1-13b", "tr11-176b", "llmjp-172b", "intellect1-10b"):
         recipe = load_recipe(name).recipe

@@ -90,6 +90,7 @@ TOLD: list[tuple[str, Act, str]] = [
         lambda path: Remote("https://host/data?signature=word"),
         "The address of host holds credentials, and it would be printed and kept.",
     ),
+    ("brackets", lambda path: Remote("s3://[host"), "Cannot open s3://[host: Invalid IPv6 URL."),
     (
         "one object",
         lambda path: read(path / "a.json", "{}"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -68,7 +69,7 @@ def run(arguments: list[str]) -> int:
     if chosen.json:
         print(json.dumps({"wrote": str(chosen.to), **asdict(hardware)}))
         return 0
-    print(f"wrote {chosen.to}: bloomery plan RECIPE --hardware {chosen.to}")
+    print(f"wrote {chosen.to}: bloomery plan RECIPE --hardware {shlex.quote(str(chosen.to))}")
     return 0
 
 

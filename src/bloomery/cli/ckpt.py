@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -122,6 +123,7 @@ def _verify(arguments: list[str]) -> int:
     options.add_argument("--json", action="store_true", help="print one JSON object for each checkpoint")
     args = options.parse_args(arguments)
     damaged_count = 0
+    is_single = is_remote(args.path) or is_checkpoint(Path(args.path))
     sources = _sources_at(args.path)
     if not sources:  # a mistyped address, say: who asks whether a backup is intact must not be told yes
         raise CheckpointError(
@@ -131,12 +133,21 @@ def _verify(arguments: list[str]) -> int:
     for source in sources:
         with data_bar(shown=not args.json) as progress:
             problems, directory = verify_watched(source, progress), source.place()
+        if problems and not is_single and was_removed(Path(args.path), source.name):
+            print(f"note: {directory} was removed meanwhile by its run", file=sys.stderr)
+            continue
         damaged_count += bool(problems)
         if args.json:
             print(json.dumps({"checkpoint": directory, "problems": [asdict(item) for item in problems]}))
         else:
             _print_verdict(directory, problems)
     return DAMAGED if damaged_count else 0
+
+
+def was_removed(run: Path, name: str) -> bool:
+    """Whether a run has removed one of its checkpoints since they were listed, as one that trains does."""
+    directory = RunDirectory(run).checkpoints
+    return directory.is_dir() and not (directory / name).exists()
 
 
 def verify_watched(where: Path | Source, progress: ProgressCallback) -> list[Problem]:

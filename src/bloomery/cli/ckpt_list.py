@@ -30,7 +30,7 @@ from bloomery.checkpoint.remote.remote_run import (
 )
 from bloomery.checkpoint.remote.transfer import SUBSET
 from bloomery.cli.arguments import data_bar, parser
-from bloomery.cli.ckpt import verify_watched
+from bloomery.cli.ckpt import verify_watched, was_removed
 from bloomery.cli.run_inputs import run_directory
 from bloomery.cli.tables import size_words, table_text
 from bloomery.config.environment import OfflineRefused
@@ -181,6 +181,8 @@ def _local_rows(args: Namespace) -> list[dict[str, Any]]:
             decision.checkpoint.incarnation,
             args.verify,
         )
+        if row["state"].startswith("damaged") and was_removed(rundir.path, decision.checkpoint.name):
+            continue
         row |= {
             "abandoned": abandoned,
             "kept": [] if abandoned else list(decision.why),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from bloomery.cli.argument_values import MOST, not_negative
 from bloomery.cli.arguments import parser
+from bloomery.config.find import from_home
 from bloomery.errors import BloomeryError, storage_error
 from bloomery.events.run_directory import RunDirectory
 from bloomery.events.switches import Switches, arm, note_of
@@ -93,7 +94,7 @@ def _directories(chosen: Namespace) -> list[Path]:
         except BloomeryError as unreadable:  # a run that trains can be stopped all the same
             print(f"bloomery: only {rundir.control_dir} is used: {unreadable.message}", file=sys.stderr)
             elsewhere = ""
-        directories += [Path(elsewhere)] if elsewhere else []
+        directories += [from_home(elsewhere)] if elsewhere else []
     return directories
 
 
@@ -194,11 +195,27 @@ def samples_of(args: Namespace, past: PastSteps) -> range:
     """Return the indices of the stream that were asked for; an empty range where none were.
 
     past: reaches the steps of `steps_before`.
+    Raises BloomeryError for steps that have no samples, as before the first step of the run.
     """
     if args.samples is not None:
         wanted: range = args.samples
         return wanted
-    return range(*(cursor_after(step, past) for step in steps_before(args))) if args.steps else range(0)
+    if not args.steps:
+        return range(0)
+    found = range(*(cursor_after(step, past) for step in steps_before(args)))
+    if found and found.stop <= MOST:
+        return found
+    asked = f"--steps {args.steps.start}:{args.steps.stop}"
+    if found:
+        raise BloomeryError(
+            f"{asked} ends beyond sample {MOST:,}.", remedy="Give an earlier step as its end."
+        )
+    if past.newest is None:
+        raise BloomeryError(
+            f"No step of this run is recorded yet, so nobody knows which samples {asked} are.",
+            remedy="Wait for its first step, or name the samples: --samples FIRST:END.",
+        )
+    raise BloomeryError(f"{asked} has no samples: the first step of a run is 1.", remedy="Give a later step.")
 
 
 def cursor_after(step: int, past: PastSteps) -> int:
@@ -341,10 +358,11 @@ def rewind(arguments: list[str]) -> int:
     if args.json:
         print(json.dumps({"asked": not args.dry_run, **facts}))
         return 0
+    which = f" (steps {facts['to_step'] + 1:,} to {facts['last_step']:,})" if facts["steps"] else ""
     print(
         f"From {facts['checkpoint']}: {facts['steps']:,} steps, {facts['samples']:,} samples and "
-        f"{facts['seconds'] / 3600:.2f} hours of training are undone (steps {facts['to_step'] + 1:,} to "
-        f"{facts['last_step']:,}), and those that the run makes until it takes the request."
+        f"{facts['seconds'] / 3600:.2f} hours of training are undone{which}, and those that the run makes "
+        "until it takes the request."
     )
     if samples:
         print(skipped_words(facts["skip"]))

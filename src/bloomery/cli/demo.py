@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -168,7 +169,7 @@ def _train_and_kill(
     started = time.monotonic()
     ends = started + SLACK * duration_s
     command = _command(rundir, fitted)
-    printer.say(f"   $ bloomery {' '.join(command)}")
+    printer.say(f"   $ bloomery {shlex.join(command)}")
     if kill and not _was_killed_before(rundir):
         step = _train_until_killed(rundir, command, printer, ends=ends)
         if step is None:
@@ -178,7 +179,7 @@ def _train_and_kill(
         same = "The same command" if shorter is fitted else "This machine became slower: a shorter run"
         fitted, command = shorter, _command(rundir, shorter)
         printer.say(f"\n   kill -9 at step {step}: the trainer is gone. {same} goes on:")
-        printer.say(f"   $ bloomery {' '.join(command)}")
+        printer.say(f"   $ bloomery {shlex.join(command)}")
     with _training(command, printer) as process:
         _wait(process, printer, ends=max(ends, time.monotonic() + LAST_SHARE * duration_s))
     return fitted
@@ -278,8 +279,8 @@ def _next_commands(rundir: RunDirectory, fitted: Fitted) -> str:
 Three commands to try next:
   {bloomery} train {fitted.name} data.sources=YOUR.txt run.name=mine
       your own text: .txt, .jsonl, directories and globs of them
-  {bloomery} train {fitted.name} --run {rundir.path} train.tokens={2 * fitted.tokens}
+  {bloomery} train {fitted.name} --run {rundir.as_word()} train.tokens={2 * fitted.tokens}
       go on with this run, twice as long
-  {bloomery} generate {rundir.path} --prompt 'class Queue:'
+  {bloomery} generate {rundir.as_word()} --prompt 'class Queue:'
       let it write
 """

@@ -348,7 +348,7 @@ def _next(rundir: RunDirectory, args: Namespace) -> Path | None:
         record
         for record in read_journal(rundir.evaluations)
         if record["event"] == EVENT
-        and record.get("window") == args.window
+        and all(record.get(name) == getattr(args, name) for name in ("limit", "shots", "window"))
         and tasks <= {*record.get("tasks", ()), *(score["task"] for score in record["scores"])}
     ]
     newest = committed[-1]

@@ -54,8 +54,9 @@ def run(arguments: list[str]) -> int:
 
     rundir = run_directory(args.run)
     checkpoint = _chosen(rundir, args.to_step)
-    name = _fork(rundir, checkpoint, args.new)
-    new = RunDirectory(args.new)
+    # An empty directory makes room for the run, so that no path through it leads anywhere for a while.
+    new = RunDirectory(args.new.resolve() if ".." in args.new.parts else args.new)
+    name = _fork(rundir, checkpoint, new.path)
     add_note(new, f"This run is a fork of {rundir.path.resolve()}: it begins at its {checkpoint.name}.")
     try:
         add_note(rundir, f"A fork of this run begins at {checkpoint.name}: {new.path.resolve()}.")
@@ -103,6 +104,11 @@ def _fork(rundir: RunDirectory, checkpoint: CommittedCheckpoint, target: Path) -
 
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise CheckpointError(f"{target} is there already", remedy="Give the fork a directory of its own.")
+    if target.resolve() == Path.cwd():
+        raise CheckpointError(
+            f"{target} is the directory that you are in, which the fork would replace",
+            remedy="Leave it (cd ..), and give it by its name.",
+        )
     if target.resolve().is_relative_to(rundir.path.resolve()):
         raise CheckpointError(
             f"{target} lies in the run itself", remedy="Give the fork a directory of its own, beside it."

@@ -72,7 +72,8 @@ def _prompts(options: Namespace) -> list[str]:
             remedy="Give a text file with one prompt per line, or '-' for standard input.",
         ) from unreadable
     try:
-        lines = content.decode().splitlines()
+        # Not `splitlines`, which would also divide a prompt at a form feed or at Unicode's line separators.
+        lines = content.decode().replace("\r\n", "\n").split("\n")
     except UnicodeDecodeError as wrong:
         line = content.count(b"\n", 0, wrong.start) + 1
         raise DataError(

@@ -63,6 +63,8 @@ def run(arguments: list[str]) -> int:
     if degrees is None:
         raise wrong_ranks_error(parallel, world=world)
     _refuse_stopped(RunDirectory(path), loaded.recipe.control.directory)
+    for note in loaded.notes:  # ranks leave them to who starts them
+        tell(f"note: {note}")
     if loaded.recipe.run.offline:
         go_offline()
     if options.supervise or options.nnodes == 1:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from bloomery.agent.agent import Agent, PeerOutcome
 from bloomery.cli.arguments import add_recipe, add_training_options, parser
 from bloomery.cli.ranks import RankRange, run_ranks
-from bloomery.cli.standard_output import let_output_end_nothing
+from bloomery.cli.standard_output import let_output_end_nothing, tell
 from bloomery.cli.train import prepared_environment
 from bloomery.errors import StoppedBySwitch
 from bloomery.events.switches import Switches, disarming
@@ -112,6 +112,8 @@ def _train(options: Namespace) -> int:
     usual = f"{access.run}-{access.peer}"
     rundir = RunDirectory(run_path(options.recipe, run=options.run, name=usual))
     _refuse_when_stopped(rundir, loaded)
+    for note in loaded.notes:  # ranks leave them to who starts them
+        tell(f"note: {note}")
     _log_lines()
     raise_descriptor_limit()
     command = [sys.executable, "-m", "bloomery", "train", options.recipe, *options.overrides]

@@ -37,7 +37,10 @@ _TIME = "a number of at least 0"
 
 
 def run(arguments: list[str]) -> int:
-    """Watch runs until SIGINT or SIGTERM, or check once; returns 1 if that check leaves an alert open."""
+    """Watch runs until SIGINT or SIGTERM, or check once.
+
+    Returns 1 if that check leaves an alert open, or a run cannot be read.
+    """
     options = _parse(arguments)
     from bloomery.operate.watch.alerts import AlertRules
     from bloomery.operate.watch.conditions import WatchLimits
@@ -81,8 +84,11 @@ def run(arguments: list[str]) -> int:
 
 
 def _once(watchers: list[RunWatcher], options: Namespace) -> int:
+    are_read = True
     for watcher in watchers:
-        watcher.check()
+        if not _is_checked(watcher):
+            are_read = False
+            continue
         opened = [incident.condition for incident in watcher.incidents.values()]
         if options.json:
             shown = {condition.kind: condition.line for condition in opened}
@@ -93,7 +99,21 @@ def _once(watchers: list[RunWatcher], options: Namespace) -> int:
                 + (f"; {', '.join(condition.kind for condition in opened)}" if opened else "")
             )
     _ping(options.ping)
-    return 1 if any(watcher.incidents for watcher in watchers) else 0
+    return 1 if not are_read or any(watcher.incidents for watcher in watchers) else 0
+
+
+def _is_checked(watcher: RunWatcher) -> bool:
+    """Look at a run; returns whether it could be read. One that could not must not end the watch of all."""
+    try:
+        watcher.check()
+    except (BloomeryError, OSError) as refused:
+        log.warning("%s: %s", watcher.rundir.path, refused)
+        return False
+    except Exception:
+        # The edge of a service: a damaged record may raise anything.
+        log.exception("%s could not be checked", watcher.rundir.path)
+        return False
+    return True
 
 
 def _watch(watchers: list[RunWatcher], options: Namespace) -> None:
@@ -101,13 +121,7 @@ def _watch(watchers: list[RunWatcher], options: Namespace) -> None:
     ended = EndSignal()
     while True:
         for watcher in watchers:
-            try:
-                watcher.check()
-            except (BloomeryError, OSError) as refused:
-                log.warning("%s: %s", watcher.rundir.path, refused)
-            except Exception:
-                # The edge of a service: one run with a damaged record must not end the watch of all.
-                log.exception("%s could not be checked", watcher.rundir.path)
+            _is_checked(watcher)
         _ping(options.ping)
         if ended.wait(options.interval):
             return

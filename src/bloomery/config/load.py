@@ -38,7 +38,7 @@ def line_numbers(text: str) -> dict[str, int]:
     Entries of arrays of tables are numbered, as in `data.datasets[0].path`.
     """
     lines_by_key: dict[str, int] = {}
-    lines = text.splitlines()
+    lines = text.replace("\r\n", "\n").split("\n")  # TOML's: `splitlines` ends a line within a text, too
     prefix: tuple[str, ...] = ()
     counts: dict[str, int] = {}
     start = 0
@@ -75,12 +75,19 @@ def _open_table(header: str, counts: dict[str, int]) -> tuple[str, ...]:
     return tuple(parts)
 
 
+_ENDS = ("]", '"""', "'''")
+"""What ends a value of several lines, a list or a text."""
+
+
 def _statement(lines: Sequence[str], start: int) -> tuple[Mapping[str, Any], int]:
     """Return the `key = value` that begins on a line, and the index of the line after it.
 
-    The statement ends at the first line with which the text parses.
+    The statement ends at the first line with which the text parses. After its first line only those are
+    tried that can end one: parsing a list of thousands of lines at each of them would take minutes.
     """
     for end in range(start + 1, len(lines) + 1):
+        if end > start + 1 and not any(mark in lines[end - 1] for mark in _ENDS):
+            continue
         try:
             return tomllib.loads("\n".join(lines[start:end])), end
         except ValueError:

@@ -34,7 +34,11 @@ def backup_mistakes(
     """
     if not section.url:
         return []
-    parts = urlsplit(section.url)
+    try:
+        parts = urlsplit(section.url)
+    except ValueError:  # brackets are for addresses of IPv6
+        remedy = "Write s3://bucket/path, without brackets."
+        return [Finding(key=key, problem="is no URL", remedy=remedy)]
     if parts.scheme not in SCHEMES:
         problem, remedy = "cannot be written to", f"Use a URL of {', '.join(SCHEMES)}."
     elif parts.username or parts.password or parts.query:
@@ -77,9 +81,11 @@ def store_mistakes(recipe: Recipe) -> Iterator[Finding]:
             problem="is for a run of one peer: peers keep their checkpoints in their own directories",
             remedy="Use [backup], which copies the checkpoints of peers.",
         )
-    if recipe.backup.url or recipe.second_backup.url:
+    for key, url in (("backup.url", recipe.backup.url), ("second_backup.url", recipe.second_backup.url)):
+        if not url:
+            continue
         yield Finding(
-            key="backup.url",
+            key=key,
             problem="copies checkpoints of a run directory, and checkpoint.url keeps none there",
             remedy="Leave it out, and let the store keep copies; or leave checkpoint.url out.",
         )
