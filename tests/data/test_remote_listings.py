@@ -103,6 +103,8 @@ def test_over_http_the_list_of_checksums_is_the_list_of_files(
     assert objects.asked[0][0] == f"{address.partition(':')[0]}://h/set"
     assert remote.files() == [file("a", 3, sha256=SUM[::-1]), file("b", 1, sha256=SUM)]
     assert ("entries",) not in objects.asked
+    objects.contents["SHA256SUMS"] += f"{SUM}  ./SHA256SUMS\n".encode()  # made again where an older one lay
+    assert [found.path for found in remote.files()] == ["a", "b"]
     del objects.contents["SHA256SUMS"]
     with pytest.raises(
         DataError, match=r"://h/set has no SHA256SUMS, and over http\(s\) nothing else lists"
