@@ -130,6 +130,8 @@ def test_addresses_of_every_known_kind_are_opened_and_others_are_not(
     opened(f"{scheme}://b/x")
     with pytest.raises(DataError, match=r"Cannot open ftp://b/x: no such kind of address\."):
         opened("ftp://b/x")
+    with pytest.raises(DataError, match=rf"Cannot open {scheme}://\[b/x: Invalid IPv6 URL\."):
+        opened(f"{scheme}://[b/x")
 
     def refused(*_: object, **__: object) -> None:
         raise StorageError("it is no bucket", remedy="")

@@ -64,7 +64,12 @@ class Remote:
         self.url = url
         if "://" not in url:
             url = from_home(url).absolute().as_uri()
-        parts = urlsplit(url)
+        try:
+            parts = urlsplit(url)
+        except ValueError as wrong:  # of a bracket that does not close, as in http://[host
+            raise DataError(
+                f"Cannot open {self.url}: {wrong}.", remedy=f"Give an address with {_KNOWN}."
+            ) from wrong
         if parts.username or parts.password or parts.query:
             raise DataError(
                 f"The address of {parts.hostname} holds credentials, and it would be printed and kept.",
