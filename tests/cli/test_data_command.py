@@ -69,6 +69,21 @@ def test_text_becomes_a_dataset_that_decodes_to_it(
     assert "1 document skipped: 1 without the field" in said and f"{kept.token_count:,} tokens" in said
 
 
+def test_what_tokenising_writes_beside_its_text_is_no_text_of_a_later_start(
+    text: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(text.parent)
+    Path("own.parts").mkdir()
+    Path("own.parts", "000000-bad.jsonl").write_text('[0, "of an interrupted start"]\n')
+    Path("own-part-2-of-3-bad-documents.jsonl").write_text('{"why": "of another machine"}\n')
+    Path("other-bad-documents.jsonl").write_text('{"body": "text"}\n')
+    words = ["tokenize", ".", "--text-field", "body", "--tokenizer", str(tokenizer), "--to", "own", "--json"]
+    for _ in range(2):
+        assert run(words) == 0
+        facts = json.loads(capsys.readouterr().out)
+        assert (facts["datasets"][0]["documents"], facts["bad_documents"]) == (31, 1)
+
+
 def test_inspect_shows_counts_lengths_and_a_peek(
     text: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

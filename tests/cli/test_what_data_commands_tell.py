@@ -14,6 +14,7 @@ from tests.cli.test_data_options import pair, told
 
 from bloomery.cli import data, data_duplicates, data_pairs
 from bloomery.cli.data import run
+from bloomery.data.readers import SourceFile
 from bloomery.data.stream import DatasetRow
 from bloomery.data.tokenize_worker import Job
 from bloomery.errors import DataError
@@ -202,6 +203,9 @@ def test_a_table_of_datasets_cuts_long_names_and_has_groups_only_where_there_are
     assert data_pairs._table(ROWS[1:], first="group").split("\n")[0].split()[:2] == ["group", "tokens"]
 
 
+TEXT = SourceFile(key="a.txt", path=Path("a.txt"))
+
+
 def tokenizing(monkeypatch: pytest.MonkeyPatch, done: Any) -> list[Any]:
     """Replace what finds files and tokenises them; returns with what it was called."""
     asked: list[Any] = []
@@ -211,7 +215,7 @@ def tokenizing(monkeypatch: pytest.MonkeyPatch, done: Any) -> list[Any]:
         asked.append((files, out, job, report, options))
         return done
 
-    found = SimpleNamespace(files=["a.txt"], ignored=True, note=lambda: "2 files were left out")
+    found = SimpleNamespace(files=[TEXT], ignored=True, note=lambda: "2 files were left out")
     monkeypatch.setattr("bloomery.data.sources.find_files", lambda sources: found)
     monkeypatch.setattr("bloomery.data.tokenizer.find_tokenizer", lambda name: f"found/{name}")
     monkeypatch.setattr("bloomery.data.tokenize_corpus.tokenize", tokenize)
@@ -246,7 +250,7 @@ def test_tokenising_gets_its_options_and_tells_what_it_wrote(
         longest_line_mib=data.LONGEST_LINE_MIB, fail=False, held_out_every=0, fast=True,
     )  # fmt: skip
     report = Path(f"{own}-bad-documents.jsonl")
-    assert asked.pop() == (["a.txt"], own, job, report, {"workers": 3, "part": None})
+    assert asked.pop() == ([TEXT], own, job, report, {"workers": 3, "part": None})
     assert not report.exists(), "it would be empty"
     assert os.environ["RAYON_NUM_THREADS"] == "3"
     words = ["--text-field", "body", "--separator", "==", "--bad-documents", "fail", "--longest-line-mib", 9,

@@ -70,6 +70,14 @@ def test_a_damaged_zip_file_stops_the_work(archive: Path) -> None:
             read(archive)
 
 
+@pytest.mark.parametrize("name", [b"\xff\xbc", b"\0\xbc"], ids=["no UTF-8", "empty"])
+def test_a_zip_file_with_a_damaged_name_is_refused(tmp_path: Path, name: bytes) -> None:
+    path = zipped(tmp_path / "texts.zip", {"\u00fc.txt": "text"})
+    path.write_bytes(path.read_bytes().replace("\u00fc".encode(), name))
+    with pytest.raises(DataError, match=r"texts\.zip is no whole \.zip file"):
+        read(path)
+
+
 @pytest.mark.parametrize("packing", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
 def test_a_zip_file_with_a_damaged_member_is_refused_however_it_is_packed(
     tmp_path: Path, packing: int

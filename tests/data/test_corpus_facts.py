@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +16,7 @@ from tests.disk_calls import recorded
 
 from bloomery.data import storage, tokenize_corpus
 from bloomery.data.corpus_parts import CorpusPart, join_parts, record_path, remove_record, write_record
+from bloomery.data.indexed import IndexedDataset
 from bloomery.data.pair_files import idx_path
 from bloomery.data.readers import SourceFile
 from bloomery.data.tokenize_corpus import Pair, TokenizeSummary, piece_size, tokenize
@@ -353,3 +356,14 @@ def test_why_the_reference_engine_was_chosen_is_told_by_later_starts_too(
     tokenize_corpus._decide_engine(tmp_path, [], job, tokenizer)
     assert notes == [told], "it is the engine that the last start recorded"
     assert json.loads(decision.read_text()) == {"engine": "fastokens", "note": "a later start's own"}
+
+
+def test_a_disk_that_keeps_files_that_are_open_does_not_fail_work_that_is_done(
+    files: list[SourceFile], job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kept_by_nfs(path: object, *_: object, **__: object) -> None:
+        raise OSError(errno.ENOTEMPTY, "Directory not empty")
+
+    monkeypatch.setattr(os, "rmdir", kept_by_nfs)
+    summary = tokenize(files, tmp_path / "out", job, workers=1)
+    assert summary.pairs[0].documents == IndexedDataset(tmp_path / "out").document_count == 12

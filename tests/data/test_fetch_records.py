@@ -329,6 +329,17 @@ def test_files_that_lie_in_a_fetch_that_did_not_end_are_refused_as_deep_as_they_
     refuse_incomplete([tmp_path / "file"])  # of a version that recorded no sizes
 
 
+def test_a_file_beside_the_directory_of_a_fetch_that_did_not_end_is_not_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "part" / "set").mkdir(parents=True)
+    (tmp_path / "part" / "fetched.json").write_text('{"format": 1, "files_wanted": 1}')
+    monkeypatch.chdir(tmp_path / "part")
+    refuse_incomplete([Path("../whole.txt"), tmp_path / "part" / ".." / "whole.txt"])
+    with pytest.raises(DataError, match="did not end"):
+        refuse_incomplete([Path("../part/set/a.txt")])
+
+
 def test_threads_that_record_and_count_wait_for_each_other_and_a_full_disk_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

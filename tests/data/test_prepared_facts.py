@@ -25,6 +25,7 @@ from bloomery.data.streaming import CacheLocation
 from bloomery.data.tokenize_corpus import Pair, TokenizeSummary
 from bloomery.data.tokenize_worker import Job
 from bloomery.data.tokenizer import train_tokenizer
+from bloomery.data.tokenizer_files import tokenizer_in
 from bloomery.errors import DataError, OriginGone
 from bloomery.events.records import ignore_progress
 
@@ -306,6 +307,22 @@ def test_a_run_on_datasets_keeps_its_tokenizer_and_goes_on_without_the_file_of_b
     assert prepare(data, run) == replace(first, tokenizer_path=own)
     with pytest.raises(OriginGone, match=r"mine\.json: No such file"):
         prepare(data, tmp_path / "new")
+
+
+def test_a_run_has_one_tokenizer_also_where_the_recipe_names_one_of_another_kind_by_now(
+    tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    datasets = (DatasetSection(name="first", path=str(pair(tmp_path / "a", 9))),)
+    data = DataSection(sequence_length=8, tokenizer=str(tokenizer), datasets=datasets)
+    model = tmp_path / "pieces.model"
+    model.write_bytes(b"\n\x0epieces")
+    plain = prepare(data, tmp_path / "run")
+    for path in (tokenizer, model, tokenizer):
+        prepared = replace(plain, tokenizer_path=path)
+        monkeypatch.setattr(preparing, "prepare", lambda *_, prepared=prepared, **__: prepared)
+        prepare_run(data, tmp_path / "run", progress=ignore_progress, is_trained_on=False)
+        own = tokenizer_in(tmp_path / "run")
+        assert own is not None and own.read_bytes() == path.read_bytes()
 
 
 @pytest.mark.parametrize("cache", ["", "~/fast"])

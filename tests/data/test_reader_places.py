@@ -14,6 +14,7 @@ import pytest
 from pyarrow import parquet
 from tests.data.test_readers import as_zstd, write_arrow
 
+from bloomery.data import fetch
 from bloomery.data.documents import BadDocuments, BadText, Document, count_lines
 from bloomery.data.readers import Reading, SourceFile, read_file
 from bloomery.errors import DataError
@@ -315,3 +316,13 @@ def test_a_packed_file_that_breaks_off_says_after_which_line(
     monkeypatch.setattr("bloomery.data.readers.CHUNK_BYTES", 16)
     with pytest.raises(DataError, match=rf"{path} is damaged after line 16: "):
         of(path)
+
+
+def test_the_list_that_a_fetch_keeps_beside_its_files_holds_no_documents(tmp_path: Path) -> None:
+    path, bad = tmp_path / fetch.FILES, BadDocuments()
+    path.write_text('{"name": "web/a.jsonl", "bytes": 3}\n')
+    assert of(path, bad, text_field="name") == [
+        Document(text="web/a.jsonl", place=f"{path}:1", size_bytes=11)
+    ], "a file that is only called so"
+    (tmp_path / fetch.RECORD).write_text("{}")
+    assert of(path, bad, text_field="name") == [] and of(path, bad) == [] and not bad.count

@@ -103,6 +103,8 @@ def test_over_http_the_list_of_checksums_is_the_list_of_files(
     assert objects.asked[0][0] == f"{address.partition(':')[0]}://h/set"
     assert remote.files() == [file("a", 3, sha256=SUM[::-1]), file("b", 1, sha256=SUM)]
     assert ("entries",) not in objects.asked
+    objects.contents["SHA256SUMS"] += f"{SUM}  ./SHA256SUMS\n".encode()  # made again where an older one lay
+    assert [found.path for found in remote.files()] == ["a", "b"]
     del objects.contents["SHA256SUMS"]
     with pytest.raises(
         DataError, match=r"://h/set has no SHA256SUMS, and over http\(s\) nothing else lists"
@@ -128,6 +130,8 @@ def test_addresses_of_every_known_kind_are_opened_and_others_are_not(
     opened(f"{scheme}://b/x")
     with pytest.raises(DataError, match=r"Cannot open ftp://b/x: no such kind of address\."):
         opened("ftp://b/x")
+    with pytest.raises(DataError, match=rf"Cannot open {scheme}://\[b/x: Invalid IPv6 URL\."):
+        opened(f"{scheme}://[b/x")
 
     def refused(*_: object, **__: object) -> None:
         raise StorageError("it is no bucket", remedy="")

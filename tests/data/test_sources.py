@@ -23,6 +23,7 @@ from bloomery.data.sources import (
     standard_library,
 )
 from bloomery.errors import DataError
+from bloomery.events.run_directory import RunDirectory
 
 
 def read(
@@ -201,6 +202,27 @@ def test_what_is_hidden_anywhere_below_a_directory_is_left_out(tmp_path: Path) -
         assert [file.key for file in found.files] == ["a.txt", "deep/e.txt"] and found.ignored == ()
     found = find_files([str(tmp_path / "deep" / ".cache")])
     assert [file.key for file in found.files] == ["d.txt"], "a hidden directory may be named itself"
+
+
+def test_what_a_run_writes_below_a_source_is_no_text_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rundir = RunDirectory(tmp_path / "runs" / "mine").create()
+    rundir.data.mkdir()
+    for path in (
+        tmp_path / "a.txt",
+        tmp_path / "runs" / "b.txt",
+        rundir.data / "c.txt",
+        rundir.path / "d.txt",
+    ):
+        path.write_text("x")
+    monkeypatch.chdir(tmp_path)
+    for source in (".", str(tmp_path), "**/*.txt", "runs/../**/*.txt"):
+        found = find_files([source])
+        assert [path.name for path in (file.path for file in found.files)] == ["a.txt", "b.txt"], source
+        assert found.ignored == ()
+    for source in (str(rundir.data), "runs/mine/data/c.txt", "runs/*/data/*.txt"):
+        assert [file.path.name for file in find_files([source]).files] == ["c.txt"], "it may be named itself"
 
 
 def test_a_link_to_nothing_is_told_as_such_and_not_as_missing(tmp_path: Path) -> None:

@@ -128,6 +128,9 @@ def test_a_name_that_leads_to_no_tokenizer_is_told_with_what_would_do(
         with pytest.raises(DataError) as refused:
             find_tokenizer(name)
         assert (refused.value.message, refused.value.remedy) == (said, remedy)
+    for name in ("a b", "openai/gpt2.git", "a--b", "../gpt2", "caf\u00e9/b", ""):
+        with pytest.raises(DataError, match="is no name of a tokenizer on Hugging Face"):
+            find_tokenizer(f"hf:{name}")
 
 
 def test_a_name_that_no_cache_has_is_not_fetched_where_the_network_is_forbidden(

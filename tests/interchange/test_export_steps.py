@@ -122,6 +122,17 @@ def test_the_end_of_a_document_has_the_id_that_the_run_was_trained_with(tmp_path
     assert huggingface._write_tokenizer(tmp_path, path, "<e>", model) == 3
 
 
+def test_a_sentencepiece_model_is_exported_as_one_whatever_its_file_is_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "pieces.model").write_bytes(b"\n\x0epieces")
+    monkeypatch.setattr(huggingface, "export_sentencepiece_model", lambda *given: given)
+    model = resolve(SECTION, vocabulary=20, sequence_length=6)
+    given = tmp_path / "out", tmp_path / "pieces.model", "<e>"
+    written: object = huggingface._write_tokenizer(*given, model)
+    assert written == given
+
+
 def test_an_export_that_cannot_get_its_name_says_where_and_lists_what_it_wrote(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

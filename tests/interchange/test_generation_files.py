@@ -183,8 +183,14 @@ def test_a_tokenizer_that_pads_its_texts_begins_them_like_one_that_does_not(tmp_
     assert _begins(tmp_path / "model", other, None) == [0]
 
 
+def test_a_tokenizer_in_a_file_of_another_name_says_itself_how_texts_begin(tmp_path: Path) -> None:
+    other = their_directory(tmp_path / "other", adds_bos=False, settings={}) / "tokenizer.json"
+    assert _begins(tmp_path / "model", other.rename(tmp_path / "mine.json"), 0) == []
+
+
 @pytest.mark.parametrize(("bos", "expected"), [(None, []), (0, [0]), (3, [3])])
 def test_a_sentencepiece_model_begins_texts_with_what_the_model_names(
     bos: int | None, expected: list[int], tmp_path: Path
 ) -> None:
-    assert _begins(tmp_path / "model", tmp_path / "tokenizer.model", bos) == expected
+    (tmp_path / "pieces.model").write_bytes(b"\n\x0epieces")
+    assert _begins(tmp_path / "model", tmp_path / "pieces.model", bos) == expected

@@ -85,7 +85,9 @@ def test_a_slim_copy_of_a_damaged_checkpoint_leaves_no_directory(checkpoint: Pat
     assert not (tmp_path / "slim").exists()
 
 
-def test_a_slim_copy_is_not_written_into_a_run(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_slim_copy_is_not_written_into_a_run(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = tmp_path / "run"
     (run / "incarnations").mkdir(parents=True)
     (run / "recipe.toml").touch()
@@ -93,6 +95,10 @@ def test_a_slim_copy_is_not_written_into_a_run(checkpoint: Path, tmp_path: Path)
         with pytest.raises(CheckpointError, match=r"(?s)belongs to a run.*a directory of its own"):
             slim_checkpoint(checkpoint, target)
     assert not (run / "checkpoints").exists()
+    (run / "checkpoints").mkdir()
+    monkeypatch.chdir(run / "checkpoints")
+    with pytest.raises(CheckpointError, match="belongs to a run"):
+        slim_checkpoint(checkpoint, Path())
 
 
 def watched_reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:

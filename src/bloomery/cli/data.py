@@ -212,7 +212,7 @@ def _counted(documents: Iterable[Document], used: Iterator[int]) -> Iterator[Doc
 
 
 def _tokenize(options: argparse.Namespace) -> int:
-    from bloomery.data.corpus_parts import BAD_LIST
+    from bloomery.data.corpus_parts import BAD_LIST, is_of_output
     from bloomery.data.sources import find_files
     from bloomery.data.tokenize_corpus import tokenize
     from bloomery.data.tokenize_pool import ENGINE_THREADS
@@ -239,7 +239,7 @@ def _tokenize(options: argparse.Namespace) -> int:
         prefix = options.part.prefix(options.out) if options.part else options.out
         report = prefix.with_name(prefix.name + BAD_LIST)
         done = tokenize(
-            files.files,
+            [file for file in files.files if not is_of_output(file.path, options.out)],
             options.out,
             job,
             workers=options.workers,

@@ -25,6 +25,7 @@ from bloomery.errors import DataError
 ZIP, WARC = (".zip",), (".warc", ".warc.gz", ".wet", ".wet.gz")
 _LINES = (".jsonl", ".ndjson")
 _PACKING = (zlib.error, lzma.LZMAError)
+_NAMES = (UnicodeDecodeError, IndexError)  # what zipfile raises for names that are no UTF-8, or empty
 _COPY_AGAIN = "Copy it again from where it is whole, or take it out of data.sources."
 
 
@@ -66,7 +67,7 @@ def zip_documents(
                         bad.add(text.at(place, 0))
                     else:
                         yield Document(name=f"{key}/{name}", text=text, place=place, size_bytes=len(content))
-    except (zipfile.BadZipFile, *_PACKING, EOFError, NotImplementedError, RuntimeError) as damaged:
+    except (zipfile.BadZipFile, *_PACKING, *_NAMES, EOFError, NotImplementedError, RuntimeError) as damaged:
         raise DataError(f"{path} is no whole .zip file: {damaged}.", remedy=_COPY_AGAIN) from damaged
 
 

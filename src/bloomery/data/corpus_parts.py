@@ -68,6 +68,15 @@ class CorpusPart:
         return own
 
 
+def is_of_output(path: Path, out: Path) -> bool:
+    """Whether a file is a piece or a list of bad documents of `out` or of its parts, and so no text of it."""
+    own = re.escape(out.name) + r"(-part-\d+-of-\d+)?"
+    if re.fullmatch(own + re.escape(BAD_LIST), path.name):
+        return path.parent.resolve() == out.parent.resolve()
+    is_piece = re.fullmatch(own + r"\.parts", path.parent.name) is not None
+    return is_piece and path.parent.parent.resolve() == out.parent.resolve()
+
+
 def record_path(prefix: Path) -> Path:
     """Return the path of the record of a part, which is written last."""
     return prefix.with_name(prefix.name + ".part.json")

@@ -31,6 +31,8 @@ def refuse_incomplete(paths: Iterable[Path]) -> None:
     A directory that was not fetched passes, and so does one whose record is of a version without sizes.
     """
     lowest = {path.absolute().parent for path in paths}  # of a million files there are few
+    # A `..` is no directory above: no fetch into the directory that it leaves concerns the file.
+    lowest = {directory.resolve() if ".." in directory.parts else directory for directory in lowest}
     above = {parent for directory in lowest for parent in directory.parents[: _LEVELS - 1]}
     for directory in sorted(lowest | above):
         if (directory / RECORD).is_file():

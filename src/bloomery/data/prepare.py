@@ -124,7 +124,12 @@ def prepare_run(
     if prepared.tokenizer_path != own and not (own and is_trained_on):
         content = prepared.tokenizer_path.read_bytes()
         durable.make_directory(directory)
-        write_whole(directory / (JSON_FILE if is_json(content) else MODEL_FILE), content)
+        name, other = (JSON_FILE, MODEL_FILE) if is_json(content) else (MODEL_FILE, JSON_FILE)
+        write_whole(directory / name, content)
+        with as_storage_error(
+            directory / other
+        ):  # of an earlier recipe; readers of a run take what they find
+            (directory / other).unlink(missing_ok=True)
     return prepared
 
 

@@ -49,6 +49,7 @@ KNOWN = (
     "arrays of .json, tables of .csv and .tsv, and text such as .md, .rst, .html, .py"
 )
 
+_LIST_OF_FETCH, _RECORD_OF_FETCH = "fetched-files.jsonl", "fetched.json"  # as `fetch` names them
 _COPY_AGAIN = "Copy it again from where it is whole, or take it out of data.sources."
 
 
@@ -106,6 +107,8 @@ _Reader = Callable[[SourceFile, Reading, BadDocuments], Iterator[Document]]
 
 def _reader_of(file: SourceFile, reading: Reading) -> _Reader:
     name = file.path.name
+    if name == _LIST_OF_FETCH and file.path.with_name(_RECORD_OF_FETCH).is_file():
+        return _no_text
     if name.endswith(LINES):
         return _lines
     if name.endswith(PACKED_LINES):
@@ -129,6 +132,11 @@ def _reader_of(file: SourceFile, reading: Reading) -> _Reader:
     if name.endswith(TABLE):
         return _table
     return _separated_text if reading.separator else _whole_text
+
+
+def _no_text(file: SourceFile, reading: Reading, bad: BadDocuments) -> Iterator[Document]:
+    """Yield nothing of the list that a fetch keeps of its files. It counts as a source as it always did."""
+    return iter(())
 
 
 def _zip(file: SourceFile, reading: Reading, bad: BadDocuments) -> Iterator[Document]:

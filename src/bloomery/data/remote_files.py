@@ -136,7 +136,8 @@ class Remote:
                     f"{self._root}/{SUMS}:{number} is not a checksum and a path below: {line[:80]!r}.",
                     remedy="Write it with `sha256sum`, in the directory that it lists.",
                 )
-            sums[path] = digest.lower()
+            if path != SUMS:  # a list that was made again in its place has the sum of an unfinished one
+                sums[path] = digest.lower()
         return sums
 
     def _opened(self, root: str) -> Objects:

@@ -50,6 +50,7 @@ def standard_library() -> list[tuple[str, Path]]:
 
 _TOKENISED = (".bin", ".idx")
 _NAMED = 5  # files that a note names
+_OF_A_RUN = ("incarnations", "checkpoints", "journal")  # made before the data of a run are
 _STATE, _SPLITS = "state.json", "dataset_dict.json"  # `datasets` writes these beside its .arrow files
 
 
@@ -205,7 +206,7 @@ def _what_would_do(source: str, ignored: Sequence[Path]) -> str:
 
 
 def _files_below(source: str) -> list[SourceFile]:
-    path = from_home(source)
+    path, is_deep = from_home(source), True
     if path.is_file():
         return [SourceFile(key=path.name, path=path)]
     if path.is_dir():
@@ -216,6 +217,7 @@ def _files_below(source: str) -> list[SourceFile]:
         fixed = next(count for count, part in enumerate(parts) if glob.has_magic(part))
         root = Path(*parts[:fixed])
         paths = [Path(match) for match in glob.glob(str(path), recursive=True)]  # noqa: PTH207  — absolute patterns
+        is_deep = "**" in parts
     else:
         if "://" in source:
             raise DataError(
@@ -234,7 +236,24 @@ def _files_below(source: str) -> list[SourceFile]:
             if "," in source
             else "Check data.sources; relative paths start where the command is run.",
         )
-    return [SourceFile(key=path.relative_to(root).as_posix(), path=path) for path in paths if path.is_file()]
+    return [
+        SourceFile(key=path.relative_to(root).as_posix(), path=path)
+        for path in (_outside_of_runs(root, paths) if is_deep else paths)
+        if path.is_file()
+    ]
+
+
+def _outside_of_runs(root: Path, paths: Sequence[Path]) -> list[Path]:
+    """Return the paths that lie in no run's directory below `root`.
+
+    What a run writes there, its logs and its list of bad documents, is no text of its own: at the next start
+    it would be other text than the run was trained on.
+    """
+    folders = {path.parent for path in paths}  # of a million files there are few
+    below = {parent for folder in folders for parent in (folder, *folder.parents) if root in parent.parents}
+    runs = {folder for folder in below if all((folder / name).is_dir() for name in _OF_A_RUN)}
+    inside = {folder for folder in folders if runs & {folder, *folder.parents}}
+    return [path for path in paths if path.parent not in inside]
 
 
 def _refuse_several_splits(directory: Path) -> None:

@@ -351,12 +351,15 @@ def refuse_missing_tokenizer(path: Path) -> None:
 
 
 def _named(name: str) -> Path:
-    if not _NAME.fullmatch(name):
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return _cached(name) or _fetched(name)
+    except HFValidationError as wrong:
         raise DataError(
             f"{name!r} is no name of a tokenizer on Hugging Face.",
             remedy=f"Write {HUB_PREFIX}SOMEBODY/SOMETHING, or the path of a file without {HUB_PREFIX!r}.",
-        )
-    return _cached(name) or _fetched(name)
+        ) from wrong
 
 
 def _cached(name: str) -> Path | None:

@@ -21,7 +21,7 @@ from bloomery import durable
 from bloomery.data.storage import write_whole
 from bloomery.data.tokenizer import Tokenizer, load_tokenizer
 from bloomery.data.tokenizer_engines import HARD_TEXTS
-from bloomery.data.tokenizer_files import JSON_FILE, MODEL_FILE
+from bloomery.data.tokenizer_files import MODEL_FILE, is_json
 from bloomery.errors import CheckpointError
 from bloomery.events.run_directory import RunDirectory
 from bloomery.interchange.directories import read_object
@@ -186,8 +186,8 @@ def _begins(model: Path, tokenizer: Path, bos: int | None) -> list[int]:
         with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, ImportError):
             theirs = AutoTokenizer.from_pretrained(model, local_files_only=True, trust_remote_code=False)
             return _before(theirs("a").input_ids, theirs("a", add_special_tokens=False).input_ids)
-    if tokenizer.name != JSON_FILE:  # a SentencePiece model does not say it; transformers' Llama adds BOS
-        return [] if bos is None else [bos]
+    if tokenizer.name == MODEL_FILE or not is_json(tokenizer.read_bytes()):
+        return [] if bos is None else [bos]  # SentencePiece does not say it; transformers' Llama adds BOS
     engine: Any = Engine.from_file(str(tokenizer))  # Any: a package without stubs
     engine.no_padding()
     return _before(engine.encode("a").ids, engine.encode("a", add_special_tokens=False).ids)

@@ -20,7 +20,7 @@ from bloomery import durable
 from bloomery.checkpoint.load.loader import read_model
 from bloomery.config.model import ModelSection
 from bloomery.data.tokenizer import load_tokenizer
-from bloomery.data.tokenizer_files import MODEL_FILE, tokenizer_in
+from bloomery.data.tokenizer_files import is_json, tokenizer_in
 from bloomery.errors import CheckpointError, storage_error
 from bloomery.events.records import ProgressCallback, counting, ignore_progress
 from bloomery.interchange.directories import partial_directory, read_object
@@ -277,7 +277,7 @@ def _write_tokenizer(
     """
     if tokenizer is None:
         return None
-    if tokenizer.name == MODEL_FILE:
+    if not is_json(tokenizer.read_bytes()):
         return export_sentencepiece_model(directory, tokenizer, end_of_document)
     eod = load_tokenizer(tokenizer, end_of_document=end_of_document).eod
     shutil.copyfile(tokenizer, directory / "tokenizer.json")

@@ -52,7 +52,8 @@ def slim_checkpoint(
     that it reads. The copy of a checkpoint that is marked as suspect is marked, too.
     Raises CheckpointError and StorageError.
     """
-    if is_run(directory) or is_run(directory.parent):
+    place = directory.resolve()  # of `.` within a run's checkpoints the parent is `.` again
+    if is_run(place) or is_run(place.parent):
         raise CheckpointError(
             f"{directory} belongs to a run, which would take the copy for one of its checkpoints.",
             remedy="Choose a directory of its own.",
