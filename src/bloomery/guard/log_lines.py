@@ -221,7 +221,7 @@ def _parts(line: bytes) -> list[tuple[bytes, bytes]]:
 
 def _fields(line: bytes) -> list[_Field]:
     """Return the fields of a line that begins with the word `iteration`, the step first."""
-    parts = _parts(line)
+    parts = _parts(_STEP.sub(b"iteration ", line, count=1))  # a tab before the step would divide them
     tokens = parts[0][0].translate(_TO_SPACES).split()
     fields, before = (
         [_Field(name="", column="step", token=0, value=float(tokens[0]), factor=1.0)],
