@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, fields
+from functools import cached_property
 from math import nan
 from pathlib import Path
 from shlex import quote
@@ -68,7 +69,7 @@ class Columns:
             zero_gradients=0,
             update_applied=bool(refused < covered),
             refused_updates=0,
-            refused_in_a_row=self._refused_in_a_row(index),
+            refused_in_a_row=int(self._refused_in_a_row[index]),
             nan_losses=0,
             samples_per_s=0.0,
             tokens_per_s=0.0,
@@ -80,12 +81,13 @@ class Columns:
             facts=Facts(),
         )
 
-    def _refused_in_a_row(self, index: int) -> int:
-        total = 0
-        while index >= 0 and self.refused[index] > 0 and np.isnan(self.loss[index]):
-            total += int(self.refused[index])
-            index -= 1
-        return total
+    @cached_property  # counted once, since a report of each line of a long row is asked for
+    def _refused_in_a_row(self) -> Numbers:
+        """Of each line: the updates that were refused without a loss since the last line that has neither."""
+        is_of_row = (self.refused > 0) & np.isnan(self.loss)
+        total = np.cumsum(np.where(is_of_row, np.trunc(self.refused), 0.0))
+        before: Numbers = np.maximum.accumulate(np.where(is_of_row, 0.0, total))
+        return total - before
 
 
 def read_columns(path: Path, *, workers: int | None = None, may_be_empty: bool = False) -> Columns:
