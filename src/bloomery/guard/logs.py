@@ -19,7 +19,13 @@ import numpy as np
 from bloomery.config.setting import LARGEST_COUNT
 from bloomery.errors import StorageError
 from bloomery.events.records import Facts, StepReport, as_float
-from bloomery.guard.log_lines import FIELDS, Numbers, other_names_of_losses, parsed_lines
+from bloomery.guard.log_lines import (
+    FIELDS,
+    Numbers,
+    loss_in_no_field,
+    other_names_of_losses,
+    parsed_lines,
+)
 
 CHUNK_BYTES = 8 << 20
 
@@ -187,6 +193,13 @@ def _refuse_no_losses(
                 f"{', '.join(name[:-1].rstrip() for name in others)}",
                 remedy="Rename the one that the training minimises to `lm loss`: "
                 f"sed {_renaming(others[0])} {quote(str(path))} > renamed.log",
+            )
+        loose = loss_in_no_field(head)
+        if loose:
+            raise StorageError(
+                f"{path} has lines of a training whose loss is no field of its own: {loose[:80]}",
+                remedy="Put `|` or commas between the fields, and `:` or `=` after each name: "
+                "iteration 5 | lm loss: 3.2 | grad norm: 0.5",
             )
 
 
