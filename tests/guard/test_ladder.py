@@ -8,7 +8,7 @@ import pytest
 from tests.guard.reports import BATCH, guards_of, judged, noisy, report
 
 from bloomery.config.checkpoint import GuardSection
-from bloomery.guard.ladder import Ladder, LadderState, earlier_rungs_words, ladder_from_json
+from bloomery.guard.ladder import Ladder, LadderState, StepMade, earlier_rungs_words, ladder_from_json
 from bloomery.guard.restraint import Restraint, restraint_at, restraints_from_json
 from bloomery.guard.trial import begin_trial
 from bloomery.guard.verdict import Anomaly, CarryOn, Rewind, Rung, Stop, Watch
@@ -150,6 +150,25 @@ def test_between_peers_samples_of_all_their_steps_are_left_out():
 def test_where_no_step_is_remembered_samples_are_left_out_from_the_start_on():
     asked = ladder(repeat=False).answer(LadderState(), ANOMALY, SPIKE[-1])
     assert isinstance(asked, Rewind) and asked.to_step > 0 and asked.skip.start == 0
+
+
+@pytest.mark.parametrize("lasts", [{"spike_patience": 90}, {"refused_updates": 280}, {"trial_steps": 240}])
+def test_samples_are_left_out_from_the_step_that_the_run_goes_back_to_however_long_an_anomaly_may_last(lasts):
+    rules, state = ladder(**lasts), LadderState(rung=Rung.REPEAT)
+    for step in range(1, 781):
+        state, _ = rules.after_step(state, report(step, 3.5), is_calm=False)
+    asked = rules.answer(state, Anomaly(judged_step=780, first_bad=501, reason="it rose"), report(780, 3.5))
+    assert (asked.to_step, asked.skip) == (400, range(400 * BATCH, (780 + 200) * BATCH))
+
+
+def test_not_more_steps_are_remembered_than_a_checkpoint_may_hold():
+    rules = ladder(refused_updates=10**9)
+    state, _ = rules.after_step(
+        LadderState(steps=tuple(StepMade(step=step, cursor=step, loss=2.0) for step in range(5000))),
+        report(5000),
+        is_calm=True,
+    )
+    assert len(state.steps) == 4096 and state.steps[-1].step == 5000
 
 
 def test_steps_of_other_samples_are_not_compared():
