@@ -250,6 +250,18 @@ def test_a_rung_is_forgotten_at_the_last_of_its_calm_steps_and_the_next_one_coun
     assert seen[6] == (Rung.WATCH, 0), "on the lowest rung nothing is counted"
 
 
+def test_a_rung_is_not_forgotten_before_the_run_is_back_where_the_anomaly_was():
+    rules, states = ladder(forget_rewind_steps=10), [LadderState()]
+    for step in range(1, 61):
+        states.append(rules.after_step(states[-1], report(step), is_calm=True)[0])
+    state = rules.rewound(states[60], states[30], Rung.REPEAT)
+    rungs = {}
+    for step in range(31, 81):
+        state, _ = rules.after_step(ladder_from_json(state.to_json()), report(step), is_calm=True)
+        rungs[step] = state.rung
+    assert {step for step, rung in rungs.items() if rung is Rung.REPEAT} == set(range(31, 70))
+
+
 def test_of_a_step_that_is_made_again_the_newer_is_remembered():
     rules, state = ladder(), LadderState()
     for one in (report(1), report(2), report(3), report(2, 2.5), report(2, 2.6)):

@@ -55,7 +55,8 @@ class StepMade:
 class LadderState:
     """The rung of a run on the ladder, and its newest steps.
 
-    calm: the steps without an anomaly since the run came to this rung.
+    calm: the steps without an anomaly since the run came to this rung; after a rewind it is below 0 until as
+        many were made as were undone, since the anomaly has not had its second chance before.
     steps: the newest steps, ascending.
     repeats: the steps that are to be made again, each of which must give the same loss bit for bit.
     same: how many steps have been made again with the same loss.
@@ -235,8 +236,10 @@ class Ladder:
             )
         last = restored.steps[-1].step if restored.steps else 0
         repeats = tuple(made for made in before.steps if made.step > last and made.alone)
+        undone = max(before.steps[-1].step - last, 0) if before.steps else 0
         state = LadderState(
             rung=max(rung, before.rung),
+            calm=-undone,
             steps=restored.steps,
             repeats=repeats if rung is Rung.REPEAT else (),
         )
