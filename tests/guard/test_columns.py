@@ -101,6 +101,12 @@ def test_refused_updates_in_a_row_are_those_of_lines_without_a_loss() -> None:
     assert [rows.report(index).refused_in_a_row for index in range(6)] == [9, 0, 2, 5, 0, 1]
 
 
+def test_refusals_in_a_row_are_counted_once_for_all_lines() -> None:
+    rows = columns(*[{"step": step, "refused": 1, "loss": nan} for step in range(1, 9)])
+    assert [rows.report(index).refused_in_a_row for index in range(8)] == list(range(1, 9))
+    assert rows._refused_in_a_row is rows._refused_in_a_row  # a long row would be gone through for each line
+
+
 def test_a_journal_is_joined_with_the_starts_between_its_parts() -> None:
     first, second = table({"step": 1, "cursor": 5}, {}), table({"step": 2}, {"step": 3, "resumed": 1}, {})
     joined = _joined([first, second], is_journal=True)

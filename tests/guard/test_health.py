@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 from tests.guard.reports import report
 
+from bloomery.checkpoint.format.retention import reasons_to_keep
+from bloomery.config.checkpoint import CheckpointSection, GuardSection
 from bloomery.events.records import StepReport
 from bloomery.guard.basic_guards import LossScaleCollapse, NotFinite
-from bloomery.guard.verdict import Anomaly, CarryOn, Rung, Watch
+from bloomery.guard.ladder import Ladder, LadderState
+from bloomery.guard.verdict import Anomaly, CarryOn, Rewind, Rung, Watch
 
 BAD = math.nan
 
@@ -161,3 +164,23 @@ def test_a_checkpoint_of_before_a_guard_was_there_has_an_empty_history(guard: An
     one = report(301, float("nan"), loss_scale=8.0)
     assert guard.judge(None, one) == guard.judge(guard.fresh(), one)
     assert guard.resumed(guard.fresh()) == guard.fresh()
+
+
+@pytest.mark.parametrize("row", [{"refused_updates": 300}, {"not_finite_losses": 300}])
+def test_a_checkpoint_of_before_a_row_of_updates_that_may_be_refused_is_kept(row: dict[str, int]) -> None:
+    section = GuardSection(**row)
+    guard = NotFinite(losses=section.not_finite_losses if "not_finite_losses" in row else 0, updates=300)
+    bad = [refused(step, step - 1000, BAD) for step in range(1001, 1301)]
+    found = judged(guard, bad)[1][-1]
+    wanted = Ladder(section=section).answer(LadderState(), found, bad[-1])
+    kept: list[int] = []
+    for step in range(50, 1300, 50):
+        reasons = reasons_to_keep(
+            [*kept, step],
+            section=CheckpointSection(keep_last=2, keep_tenths=False),
+            run_length_steps=None,
+            newest_intact=step,
+            reach_steps=section.reach_steps,
+        )
+        kept = [each for each, why in reasons.items() if why]
+    assert isinstance(wanted, Rewind) and kept[0] <= wanted.to_step == 900

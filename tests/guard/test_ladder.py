@@ -8,7 +8,7 @@ import pytest
 from tests.guard.reports import BATCH, guards_of, judged, noisy, report
 
 from bloomery.config.checkpoint import GuardSection
-from bloomery.guard.ladder import Ladder, LadderState, earlier_rungs_words, ladder_from_json
+from bloomery.guard.ladder import Ladder, LadderState, StepMade, earlier_rungs_words, ladder_from_json
 from bloomery.guard.restraint import Restraint, restraint_at, restraints_from_json
 from bloomery.guard.trial import begin_trial
 from bloomery.guard.verdict import Anomaly, CarryOn, Rewind, Rung, Stop, Watch
@@ -152,6 +152,25 @@ def test_where_no_step_is_remembered_samples_are_left_out_from_the_start_on():
     assert isinstance(asked, Rewind) and asked.to_step > 0 and asked.skip.start == 0
 
 
+@pytest.mark.parametrize("lasts", [{"spike_patience": 90}, {"refused_updates": 280}, {"trial_steps": 240}])
+def test_samples_are_left_out_from_the_step_that_the_run_goes_back_to_however_long_an_anomaly_may_last(lasts):
+    rules, state = ladder(**lasts), LadderState(rung=Rung.REPEAT)
+    for step in range(1, 781):
+        state, _ = rules.after_step(state, report(step, 3.5), is_calm=False)
+    asked = rules.answer(state, Anomaly(judged_step=780, first_bad=501, reason="it rose"), report(780, 3.5))
+    assert (asked.to_step, asked.skip) == (400, range(400 * BATCH, (780 + 200) * BATCH))
+
+
+def test_not_more_steps_are_remembered_than_a_checkpoint_may_hold():
+    rules = ladder(refused_updates=10**9)
+    state, _ = rules.after_step(
+        LadderState(steps=tuple(StepMade(step=step, cursor=step, loss=2.0) for step in range(5000))),
+        report(5000),
+        is_calm=True,
+    )
+    assert len(state.steps) == 4096 and state.steps[-1].step == 5000
+
+
 def test_steps_of_other_samples_are_not_compared():
     guards = guards_of()
     judged(guards, CALM[:300])
@@ -229,6 +248,18 @@ def test_a_rung_is_forgotten_at_the_last_of_its_calm_steps_and_the_next_one_coun
     skip, repeat = Rung.SKIP, Rung.REPEAT
     assert seen[:6] == [(skip, 1), (skip, 2), (repeat, 0), (repeat, 1), (repeat, 2), (Rung.WATCH, 0)]
     assert seen[6] == (Rung.WATCH, 0), "on the lowest rung nothing is counted"
+
+
+def test_a_rung_is_not_forgotten_before_the_run_is_back_where_the_anomaly_was():
+    rules, states = ladder(forget_rewind_steps=10), [LadderState()]
+    for step in range(1, 61):
+        states.append(rules.after_step(states[-1], report(step), is_calm=True)[0])
+    state = rules.rewound(states[60], states[30], Rung.REPEAT)
+    rungs = {}
+    for step in range(31, 81):
+        state, _ = rules.after_step(ladder_from_json(state.to_json()), report(step), is_calm=True)
+        rungs[step] = state.rung
+    assert {step for step, rung in rungs.items() if rung is Rung.REPEAT} == set(range(31, 70))
 
 
 def test_of_a_step_that_is_made_again_the_newer_is_remembered():

@@ -147,6 +147,12 @@ def test_lines_are_parsed_together_where_their_numbers_lie_alike(
     assert table(text, count=count) == found
 
 
+@pytest.mark.parametrize("lines", [1, 20])
+def test_a_tab_may_stand_between_the_word_iteration_and_its_number(lines: int) -> None:
+    text = "".join(f"iteration\t{step}\tlm loss: 3.5\tgrad norm: 0.5\n" for step in range(1, lines + 1))
+    assert rows(text) == [{"step": step, "loss": 3.5, "gradient_norm": 0.5} for step in range(1, lines + 1)]
+
+
 def test_numbers_before_the_step_are_passed_over() -> None:
     assert table(" 9 1 2\n 8 3 4\n", count=2, before=1) == [[1.0, 4.0], [3.0, 8.0]]
 

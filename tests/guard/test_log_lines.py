@@ -171,11 +171,19 @@ def test_what_is_skipped_is_told_in_steps_where_a_log_has_no_samples(tmp_path):
         ("\n".join(LINES).replace("lm loss", "denoising loss"), "denoising loss"),
         ("\n".join(LINES).encode("utf-16"), "iconv"),
         (b"\x1f\x8b\x08\x00whatever", "gunzip"),
+        ("iteration 5 loss 3.2\n" * 9, "no field of its own: iteration 5 loss 3.2"),
+        ("iteration 5 | loss 3.2 | lr 0.1\n" * 9, "no field of its own: iteration 5 "),
+        ("[iteration 5/9] train_loss=3.2 lr=1\n" * 9, "no field of its own: iteration 5/9"),
     ],
 )
 def test_a_log_that_cannot_be_judged_is_refused_with_what_to_do(tmp_path, text, told):
     with pytest.raises(StorageError, match=told):
         columns_of(tmp_path, text)
+
+
+def test_a_log_of_steps_without_a_loss_is_one_of_losses_that_are_no_numbers(tmp_path):
+    text = "iteration 5 | loss scale: 1.0 | number of skipped iterations: 1 |\n" * 9
+    assert np.isnan(columns_of(tmp_path, text).loss).all()
 
 
 def test_a_loss_that_climbs_steadily_is_no_jump(tmp_path):

@@ -308,15 +308,22 @@ class GuardSection:
     def reach_steps(self) -> tuple[int, ...]:
         """How many steps before the newest checkpoints are kept, so that rewinds find them.
 
-        One is for guards of the loss: a loss may be high for three times the patience before it is judged,
-        and a little more to be noticed, and a remedy may be on trial after it. One is for corruption, which
-        may be as old as the check before.
+        One is for guards of the loss. One is for corruption, which may be as old as the check before.
         """
         judged = self.spike or self.not_finite_losses or self.refused_updates
-        lasting = self.spike_rewind_steps + 3 * self.spike_patience + 10 + self.trial_steps
-        by_loss = lasting if judged else 0
+        by_loss = self.loss_reach_steps if judged else 0
         by_check = self.corruption_steps + 1 if self.corruption_steps else 0
         return tuple(reach for reach in (by_loss, by_check) if reach)
+
+    @property
+    def loss_reach_steps(self) -> int:
+        """How many steps a rewind goes back at most for the sake of the loss, where checkpoints are near.
+
+        A loss may be high for three times the patience before it is judged, and a little more to be noticed,
+        or be no number for as long as is allowed, and a remedy may be on trial after it.
+        """
+        longest = max(3 * self.spike_patience + 10, self.not_finite_losses, self.refused_updates)
+        return self.spike_rewind_steps + longest + self.trial_steps
 
 
 RETIRED = {

@@ -31,8 +31,9 @@ from bloomery.guard.verdict import Anomaly, Rewind, Rung, Stop, Watch
 
 OTHER_BITS = "other bits"
 """The kind of the warning that a step, made again on the same data, gave another loss."""
-_MARGIN = 64
-"""The number of steps remembered beyond those that a rewind goes back."""
+_MARGIN, _MOST = 64, 4096
+"""The number of steps remembered: those that a rewind may go back, at least so many beyond
+`spike_rewind_steps`, and at most so many in all, for they are part of each checkpoint."""
 _RUNGS = {"repeat": Rung.REPEAT, "skip": Rung.SKIP, "slow": Rung.SLOW, "clamp": Rung.CLAMP}
 
 
@@ -54,7 +55,8 @@ class StepMade:
 class LadderState:
     """The rung of a run on the ladder, and its newest steps.
 
-    calm: the steps without an anomaly since the run came to this rung.
+    calm: the steps without an anomaly since the run came to this rung; after a rewind it is below 0 until as
+        many were made as were undone, since the anomaly has not had its second chance before.
     steps: the newest steps, ascending.
     repeats: the steps that are to be made again, each of which must give the same loss bit for bit.
     same: how many steps have been made again with the same loss.
@@ -128,7 +130,7 @@ class Ladder:
         kept = state.steps
         if kept and kept[-1].step >= made.step:  # of a step that is made again, the newer counts
             kept = tuple(earlier for earlier in kept if earlier.step < made.step)
-        state = replace(state, steps=(*kept, made)[-(self.section.spike_rewind_steps + _MARGIN) :])
+        state = replace(state, steps=(*kept, made)[-self._remembered_steps :])
         if is_calm and state.rung is not Rung.WATCH:
             state = replace(state, calm=state.calm + 1)
             if state.calm >= self.section.forget_rewind_steps:
@@ -138,6 +140,11 @@ class Ladder:
         discarded = () if isinstance(end, Watch) else state.discarded
         shown = tuple(each for each in (other_bits, end) if each is not None)
         return replace(state, trial=trial, discarded=discarded), shown
+
+    @property
+    def _remembered_steps(self) -> int:
+        section = self.section
+        return max(section.spike_rewind_steps + _MARGIN, min(section.loss_reach_steps + 1, _MOST))
 
     def answer(self, state: LadderState, anomaly: Anomaly, report: StepReport) -> Rewind | Stop:
         """Return what is done about an anomaly, with the reason in a sentence."""
@@ -229,8 +236,10 @@ class Ladder:
             )
         last = restored.steps[-1].step if restored.steps else 0
         repeats = tuple(made for made in before.steps if made.step > last and made.alone)
+        undone = max(before.steps[-1].step - last, 0) if before.steps else 0
         state = LadderState(
             rung=max(rung, before.rung),
+            calm=-undone,
             steps=restored.steps,
             repeats=repeats if rung is Rung.REPEAT else (),
         )

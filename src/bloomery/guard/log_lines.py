@@ -76,13 +76,28 @@ def other_names_of_losses(text: bytes) -> list[str]:
     names: set[bytes] = set()
     for line in _lines_of_training(_plain(text)):
         if not any(field.column == "loss" for field in _fields(line)):
-            named = (part.partition(mark) for part, mark in _parts(line))
+            named = (part.partition(mark) for part, mark in _parts(line)[1:])
             names |= {
                 name.lstrip() + mark
                 for name, mark, _ in named
                 if mark and "loss" in _name(name) and _name(name) not in _NAMES
             }
     return sorted(name.decode("utf-8", "replace") for name in names)
+
+
+def loss_in_no_field(text: bytes) -> str:
+    """Return the first line of a training whose loss is no field of its own; "" where there is none.
+
+    In `iteration 5 loss 3.2` nothing divides the fields; in `iteration 5 | loss 3.2` nothing ends the name.
+    """
+    for line in _lines_of_training(_plain(text)):
+        is_loose = any(
+            b"loss" in part.lower() and (place == 0 or mark not in part)
+            for place, (part, mark) in enumerate(_parts(line))
+        )
+        if is_loose and not any(field.column == "loss" for field in _fields(line)):
+            return line.decode("utf-8", "replace").strip()
+    return ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,7 +236,7 @@ def _parts(line: bytes) -> list[tuple[bytes, bytes]]:
 
 def _fields(line: bytes) -> list[_Field]:
     """Return the fields of a line that begins with the word `iteration`, the step first."""
-    parts = _parts(line)
+    parts = _parts(_STEP.sub(b"iteration ", line, count=1))  # a tab before the step would divide them
     tokens = parts[0][0].translate(_TO_SPACES).split()
     fields, before = (
         [_Field(name="", column="step", token=0, value=float(tokens[0]), factor=1.0)],

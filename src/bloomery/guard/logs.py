@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, fields
+from functools import cached_property
 from math import nan
 from pathlib import Path
 from shlex import quote
@@ -18,7 +19,13 @@ import numpy as np
 from bloomery.config.setting import LARGEST_COUNT
 from bloomery.errors import StorageError
 from bloomery.events.records import Facts, StepReport, as_float
-from bloomery.guard.log_lines import FIELDS, Numbers, other_names_of_losses, parsed_lines
+from bloomery.guard.log_lines import (
+    FIELDS,
+    Numbers,
+    loss_in_no_field,
+    other_names_of_losses,
+    parsed_lines,
+)
 
 CHUNK_BYTES = 8 << 20
 
@@ -68,7 +75,7 @@ class Columns:
             zero_gradients=0,
             update_applied=bool(refused < covered),
             refused_updates=0,
-            refused_in_a_row=self._refused_in_a_row(index),
+            refused_in_a_row=int(self._refused_in_a_row[index]),
             nan_losses=0,
             samples_per_s=0.0,
             tokens_per_s=0.0,
@@ -80,12 +87,13 @@ class Columns:
             facts=Facts(),
         )
 
-    def _refused_in_a_row(self, index: int) -> int:
-        total = 0
-        while index >= 0 and self.refused[index] > 0 and np.isnan(self.loss[index]):
-            total += int(self.refused[index])
-            index -= 1
-        return total
+    @cached_property  # counted once, since a report of each line of a long row is asked for
+    def _refused_in_a_row(self) -> Numbers:
+        """Of each line: the updates that were refused without a loss since the last line that has neither."""
+        is_of_row = (self.refused > 0) & np.isnan(self.loss)
+        total = np.cumsum(np.where(is_of_row, np.trunc(self.refused), 0.0))
+        before: Numbers = np.maximum.accumulate(np.where(is_of_row, 0.0, total))
+        return total - before
 
 
 def read_columns(path: Path, *, workers: int | None = None, may_be_empty: bool = False) -> Columns:
@@ -185,6 +193,13 @@ def _refuse_no_losses(
                 f"{', '.join(name[:-1].rstrip() for name in others)}",
                 remedy="Rename the one that the training minimises to `lm loss`: "
                 f"sed {_renaming(others[0])} {quote(str(path))} > renamed.log",
+            )
+        loose = loss_in_no_field(head)
+        if loose:
+            raise StorageError(
+                f"{path} has lines of a training whose loss is no field of its own: {loose[:80]}",
+                remedy="Put `|` or commas between the fields, and `:` or `=` after each name: "
+                "iteration 5 | lm loss: 3.2 | grad norm: 0.5",
             )
 
 
