@@ -290,7 +290,7 @@ def test_the_history_of_a_run_is_this() -> None:
     ]
     operations = [operation(3, "attempt", attempt="a"), operation(60, "note", text="x")]
     assert read_run_history(events, operations, is_visible=lambda base: True) == RunHistory(
-        began_s=T0 + 3, last_s=T0 + 60, is_over=False, is_finished=False, kept_steps=2, kept_tokens=100,
+        began_s=T0 + 3, last_s=T0 + 50, is_over=False, is_finished=False, kept_steps=2, kept_tokens=100,
         step=2, best_tokens_per_s=100.0, members=((T0 + 6, 2), (T0 + 35, 4)),
         incidents=(
             Incident(time=T0 + 16, cause=SAVE_REFUSED, summary="full", step=2,

@@ -54,7 +54,7 @@ class RunHistory:
     """What the first rank's journal and the supervisors' records tell of a run.
 
     began_s: when the first process began, in seconds since 1970; None where nothing was recorded.
-    last_s: the time of the newest event.
+    last_s: the time of the newest event that says whether the run goes on.
     is_over: whether the newest thing recorded is that the run finished or was stopped.
     is_finished: whether its samples are done.
     kept_steps, kept_tokens: those that are part of the run.
@@ -144,7 +144,7 @@ def read_run_history(
     began = [time for time in (reading.began_s, *attempts[:1]) if time is not None]
     return RunHistory(
         began_s=min(began, default=None),
-        last_s=max([reading.last_s, *(time_of(event) or 0.0 for event in operations)]),
+        last_s=max([reading.last_s, *(time_of(event) or 0.0 for event in _of_the_run(operations))]),
         is_over=_is_over(operations, reading),
         is_finished=reading.finished,
         kept_steps=reading.kept_steps,
@@ -285,14 +285,17 @@ def _with_lost_steps(incidents: list[Incident], lost_at: Sequence[float]) -> lis
 
 def _is_over(operations: Sequence[Event], reading: _Reading) -> bool:
     """Return whether the newest thing recorded is that the run finished, or that somebody stopped it."""
-    later = [
-        event
-        for event in operations
-        if event["event"] not in _WORDS_OF_PEOPLE and (time_of(event) or 0.0) > reading.last_s
-    ]
+    later = [event for event in _of_the_run(operations) if (time_of(event) or 0.0) > reading.last_s]
     if not later:
         return reading.ended
+    if later[-1]["event"] == "job":
+        return later[-1].get("state") == "cancelled"
     return later[-1]["event"] == "attempt_end" and later[-1].get("status") in AGREED
+
+
+def _of_the_run(operations: Sequence[Event]) -> list[Event]:
+    """Return the events that say whether the run goes on. A note of next year does not make it longer."""
+    return [event for event in operations if event["event"] not in _WORDS_OF_PEOPLE]
 
 
 def _culprit(record: object) -> str:
