@@ -86,6 +86,7 @@ def _directories(chosen: Namespace) -> list[Path]:
         )
     directories = [rundir.control_dir]
     if rundir.recipe.exists():
+        from bloomery.config.find import from_home
         from bloomery.config.load import load_recipe
 
         try:
@@ -93,7 +94,7 @@ def _directories(chosen: Namespace) -> list[Path]:
         except BloomeryError as unreadable:  # a run that trains can be stopped all the same
             print(f"bloomery: only {rundir.control_dir} is used: {unreadable.message}", file=sys.stderr)
             elsewhere = ""
-        directories += [Path(elsewhere)] if elsewhere else []
+        directories += [from_home(elsewhere)] if elsewhere else []
     return directories
 
 

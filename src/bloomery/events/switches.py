@@ -42,7 +42,8 @@ class Switches:
     @classmethod
     def of_run(cls, rundir: RunDirectory, directory: str) -> Switches:
         """Return the switches of a run. directory: where more are (`control.directory`); "": nowhere."""
-        return cls([rundir.control_dir, *([Path(directory)] if directory else [])])
+        named = [Path(os.path.expanduser(directory))] if directory else []  # noqa: PTH111 - raises nothing
+        return cls([rundir.control_dir, *named])
 
     def armed(self, name: str) -> Path | None:
         """Return the first file of a switch that was not taken; None where the switch is not armed."""

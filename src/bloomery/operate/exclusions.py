@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bloomery import durable
+from bloomery.config.find import from_home
 from bloomery.config.submit import SubmitSection
 from bloomery.errors import TrainingFailed, storage_error
 from bloomery.events.records import known_values
@@ -50,7 +51,7 @@ class Exclusions:
     @classmethod
     def of(cls, rundir: RunDirectory, section: SubmitSection) -> Exclusions:
         """Return those of a run: in the file that its recipe names, or in its run directory."""
-        return cls(Path(section.exclusions) if section.exclusions else rundir.path / "exclusions.json")
+        return cls(from_home(section.exclusions) if section.exclusions else rundir.path / "exclusions.json")
 
     def nodes(self) -> dict[str, QuarantinedNode]:
         """Return the nodes in quarantine by name. Raises StorageError where the file is damaged."""
