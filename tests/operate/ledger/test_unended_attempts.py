@@ -96,3 +96,10 @@ def test_what_follows_an_incident_until_the_run_trains_again_is_its_cost(kind: T
     sums = _Sums([Incident(time=T0 + 10, cause="a")], begin=T0, end=T0 + 40)
     sums.add("0-0", [Span(T0 + 10, T0 + 13, kind)])
     assert sums.incident_s == [3.0 if kind in costs else 0.0]
+
+
+def test_a_report_up_to_a_time_that_is_still_to_come_ends_now(tmp_path: Path) -> None:
+    events = [start(1, starting=1.0), step(9, 1, compute=8.0)]
+    run = write_run(tmp_path, events, [operation(0, "attempt", attempt="a", ranks=1)], {1: None})
+    ledger = read_ledger(run, now=T0 + 18, until=T0 + 1000)
+    assert ledger is not None and ledger.end == T0 + 18

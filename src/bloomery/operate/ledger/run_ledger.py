@@ -129,7 +129,7 @@ def read_ledger(
     the first rank's twice, line by line.
 
     now: the present time, in seconds since 1970; None takes the clock.
-    until: the end of the window in place of the present; None leaves it.
+    until: the end of the window in place of the present, and not after it; None leaves it.
     bins: the number of parts of the window whose sums are kept.
     ranks: the ranks that are counted; only the first is quicker by as many times as there are ranks.
     """
@@ -150,7 +150,7 @@ def read_ledger(
     names = names[:1] if ranks == "first" else names
     living = {name: rank for name in names if (rank := _living(rundir, name, running, now=now)) is not None}
     end = history.last_s if history.is_over and not living else now
-    end = max(history.began_s, end if until is None else until)
+    end = max(history.began_s, end if until is None else min(until, max(now, end)))
     sums = _Sums(history.incidents, begin=history.began_s, end=end, bins=bins)
     marks_of_all = read_marks(operations, was_finished=history.is_finished)
     for name in names:
