@@ -11,7 +11,7 @@ from tests.operate.ledger.test_ledger import T0, operation, start, step, write_r
 from bloomery.events.run_directory import RunDirectory
 from bloomery.operate.ledger.operations import Span, read_marks
 from bloomery.operate.ledger.run_history import Incident
-from bloomery.operate.ledger.run_ledger import _living, _Sums, read_ledger
+from bloomery.operate.ledger.run_ledger import _living, _running_attempt, _Sums, read_ledger
 from bloomery.operate.ledger.time_class import TimeClass
 from bloomery.operate.ledger.timeline import rank_spans
 
@@ -103,3 +103,12 @@ def test_a_report_up_to_a_time_that_is_still_to_come_ends_now(tmp_path: Path) ->
     run = write_run(tmp_path, events, [operation(0, "attempt", attempt="a", ranks=1)], {1: None})
     ledger = read_ledger(run, now=T0 + 18, until=T0 + 1000)
     assert ledger is not None and ledger.end == T0 + 18
+
+
+def test_a_start_that_was_refused_as_the_run_is_in_use_does_not_end_the_attempt_that_trains() -> None:
+    operations = [operation(0, "attempt", attempt="a"), operation(5, "attempt", attempt="b")]
+    operations += [operation(6, "attempt_end", attempt="b", status=1)]
+    operations += [operation(6, "diagnosis", attempt="b", cause="run in use")]
+    assert _running_attempt(operations) == ("a", T0)
+    operations += [operation(7, "attempt_end", attempt="a", status=0)]
+    assert _running_attempt(operations) == ("", None)

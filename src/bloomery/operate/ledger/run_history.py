@@ -300,7 +300,7 @@ def _is_over(operations: Sequence[Event], reading: _Reading) -> bool:
     if not later:
         return reading.ended
     if later[-1]["event"] == "job":
-        return later[-1].get("state") == "cancelled"
+        return str(later[-1].get("state")).lower() == "cancelled"
     return later[-1]["event"] == "attempt_end" and later[-1].get("status") in AGREED
 
 

@@ -14,6 +14,7 @@ from bloomery.events.heartbeat import RankActivity, interval_of, read_beat
 from bloomery.events.incarnation import read_incarnations, visibility
 from bloomery.events.journal import read_journal
 from bloomery.events.run_directory import RunDirectory
+from bloomery.operate.diagnosis import Cause
 from bloomery.operate.ledger.operations import (
     MOST_RANKS,
     Event,
@@ -245,9 +246,15 @@ class _Sums:
 
 
 def _running_attempt(operations: Sequence[Event]) -> tuple[str, float | None]:
-    """Return the newest attempt and when it began; ("", None) where it has ended, or where there is none."""
+    """Return the newest attempt and when it began; ("", None) where it has ended, or where there is none.
+
+    A start that was refused because another process trains the run is no attempt.
+    """
     newest: tuple[str, float | None] = ("", None)
+    refused = {str(event.get("attempt", "")) for event in operations if event.get("cause") == Cause.RUN_BUSY}
     for event in operations:
+        if str(event.get("attempt", "")) in refused:
+            continue
         if event["event"] == "attempt":
             newest = (str(event.get("attempt", "")), time_of(event))
         elif event["event"] == "attempt_end" and str(event.get("attempt", "")) == newest[0]:
