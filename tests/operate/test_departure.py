@@ -64,6 +64,17 @@ def test_the_last_save_is_given_three_times_the_longest_measured_one(tmp_path: P
         assert "the last save is given 40 s" in watch.check()
 
 
+def test_a_save_during_which_the_clock_was_set_back_is_not_measured(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path).create()
+    events = [
+        {"event": "step", "time": 5000.0, "step": 1},
+        {"event": "checkpoint", "time": 1400.0, "step": 1},
+    ]
+    run.journal().write_text("".join(json.dumps(event) + "\n" for event in events))
+    assert measured_save(run).save_s is None
+    assert time_to_leave_s(measured_save(run), unmeasured_s=300.0) == 300.0
+
+
 def test_a_save_that_took_longer_than_the_job_leaves_half_of_it_for_training(tmp_path: Path) -> None:
     run, end = RunDirectory(tmp_path).create(), time.time() + 100.0
     with Journal(run.journal()) as journal:

@@ -160,6 +160,20 @@ def test_without_any_stack_the_heartbeats_say_who_is_likely() -> None:
     )
 
 
+def test_ranks_that_have_ended_are_to_blame_only_where_all_others_wait_for_them() -> None:
+    beats = {rank: beat(rank, RankActivity.ENDED) for rank in range(4)}
+    beats[2] = beat(2, RankActivity.ENDING)
+    finding = find_hang(beats, {})
+    assert (finding.culprits, finding.hosts) == ((2,), ("node2",))
+    assert finding.summary == "rank 2 on node2 stands in ending"
+    assert finding.evidence == ("ranks 0–1, 3 in ended", "rank 2 in ending")
+    left = {rank: beat(rank, RankActivity.REDUCING) for rank in range(3)} | {3: beats[3]}
+    finding = find_hang(left, {})
+    assert finding.culprits == (3,) and finding.summary.startswith(
+        "ranks 0–2 wait in the gradient all-reduce"
+    )
+
+
 def test_where_all_wait_alike_nobody_is_blamed() -> None:
     finding = find_hang({rank: beat(rank, RankActivity.REDUCING) for rank in range(4)}, {})
     assert finding.culprits == () and not finding.sure and "the network" in finding.summary

@@ -104,6 +104,19 @@ def test_a_gpu_that_a_task_has_alone_has_the_number_0():
     assert variables(STEP | {"SLURM_GPUS_PER_TASK": "2"})["LOCAL_RANK"] == STEP["SLURM_LOCALID"] != "0"
 
 
+@pytest.mark.parametrize("visible", ["CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"])
+def test_a_task_takes_the_gpu_of_its_own_number_where_it_sees_those_of_the_others(visible: str):
+    """As with `--gpus-per-task=1 --gpu-bind=none`, which lets ranks copy from GPU to GPU."""
+    alone = STEP | {"SLURM_GPUS_PER_TASK": "1"}
+    assert variables(alone | {visible: "0,1,2,3"})["LOCAL_RANK"] == STEP["SLURM_LOCALID"]
+    assert variables(alone | {visible: "3"})["LOCAL_RANK"] == "0"
+
+
+def test_a_gpu_whose_kind_was_named_has_the_number_0_too():
+    assert variables(STEP | {"SLURM_GPUS_PER_TASK": "a100:1"})["LOCAL_RANK"] == "0"
+    assert variables(STEP | {"SLURM_GPUS_PER_TASK": "a100:2"})["LOCAL_RANK"] == STEP["SLURM_LOCALID"]
+
+
 def test_nothing_is_set_without_a_launcher_and_by_a_launcher_that_set_it_all():
     assert variables({}) == variables(TORCHRUN) == variables(STEP | TORCHRUN) == {}
     assert variables(STEP | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}) == {}

@@ -176,6 +176,14 @@ def test_a_run_is_given_to_the_group_and_what_leads_out_of_it_is_not(
     assert "`id -Gn` in submit.group" in refused.value.remedy
 
 
+def test_a_run_that_is_named_by_a_link_is_shared_with_its_own_directory(run: RunDirectory) -> None:
+    run.path.chmod(0o700)
+    link = run.path.with_name("link")
+    link.symlink_to(run.path)
+    share_with_group(link)
+    assert stat.S_IMODE(run.path.stat().st_mode) == 0o2770
+
+
 def test_a_file_that_goes_away_meanwhile_is_passed_over(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -294,7 +294,17 @@ def test_a_node_keeps_its_first_cause_and_is_let_back_alone(run: RunDirectory, t
     assert shared.release("n2") is None
 
 
-@pytest.mark.parametrize("damage", ["{", "[]", '{"n1": 5}', '{"n1": {"since": 1.0}}'])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "{",
+        "[]",
+        '{"n1": 5}',
+        '{"n1": {"since": 1.0}}',
+        '{"n1": {"cause": "by hand", "since": "2026-11-30"}}',
+        '{"n1": {"cause": "by hand", "since": 1e300}}',
+    ],
+)
 def test_a_damaged_list_of_nodes_lets_none_of_them_back(run: RunDirectory, damage: str) -> None:
     exclusions = Exclusions(run.path / "exclusions.json")
     exclusions.path.write_text(damage)

@@ -270,6 +270,31 @@ def test_who_did_not_come_is_named_by_the_surest_sign() -> None:
     assert timed_out(REPORTS, REPORTS) == ("", None)
 
 
+def test_collectives_are_counted_for_each_process_group_by_itself() -> None:
+    def told(rank: int, *works: tuple[str, int]) -> str:
+        lines = [
+            f"[rank{rank}]:[E1206 ProcessGroupNCCL.cpp:1785] [PG ID {place} PG GUID {group} Rank {rank}] "
+            f"Exception (either an error or timeout) detected by watchdog at work: 5, "
+            f"last enqueued NCCL work: {number}, last completed NCCL work: 4."
+            for place, (group, number) in enumerate(works)
+        ]
+        return "\n".join([REPORTS, *lines])
+
+    whole, left, right = "0(default_pg)", "1(tensor)", "2(tensor)"
+    others = [told(1, (left, 500), (whole, 31)), told(2, (whole, 31), (right, 700))]
+    assert timed_out(told(0, (whole, 31), (left, 500)), *others, told(3, (right, 700), (whole, 30))) == (
+        "b",
+        3,
+    )
+    assert timed_out(told(0, (left, 499), (whole, 31)), *others, told(3, (right, 700), (whole, 30))) == (
+        "",
+        None,
+    )
+    assert timed_out(told(0, (whole, 31)), REPORTS, REPORTS, REPORTS) == ("", None), "one alone is not behind"
+    old = [f"{REPORTS}\n[PG {group} Rank 0] x, last enqueued NCCL work: {n}" for group, n in ((1, 9), (2, 3))]
+    assert timed_out(*old, *reversed(old)) == ("", None)
+
+
 def test_ranks_of_one_host_that_did_not_come_name_their_host() -> None:
     assert timed_out(*[REPORTS] * 4, flights={0: 7, 1: 7, 2: 5, 3: 5}) == ("b", None)
     assert timed_out(*[REPORTS] * 4, flights={0: 7, 1: 5, 2: 5, 3: 7}) == ("", None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 
 from bloomery.operate.diagnosis import Cause, Culprit, Diagnosis
 from bloomery.operate.failure_evidence import FailureEvidence, RankEnd
@@ -13,7 +14,10 @@ REPORTS_TIMEOUT = re.compile(
     rf"(?i:Watchdog caught|(?<!failed or )timed out|watchdog got stuck|timeout at NCCL work)|{CAUGHT_TIMEOUT}"
     r"|failed to (?:pass|reach) monitoredBarrier"
 )
-_LAST_ENQUEUED = re.compile(r"last enqueued NCCL work: (\d+)")
+_LAST_ENQUEUED = re.compile(
+    r"(?:\[PG (?:ID \d+ PG GUID )?([^\s(\]]+)[^\]\n]{0,80}\] [^\n]{0,200})?last enqueued NCCL work: (\d+)"
+)
+"""The process group, where it is told, and a number that counts the collectives of that group alone."""
 _NAMES_RANK = re.compile(r"\b[Rr]anks? (\d+) failed to (?:pass|reach) monitoredBarrier")
 _IS_STUCK = re.compile(r"watchdog got stuck for \d+ seconds|due to \w+ watchdog hang|GIL[- ]induced hang")
 """What a rank prints whose own program hangs, so that not even torch's watchdog goes on."""
@@ -47,7 +51,7 @@ def _culprit_of_texts(evidence: FailureEvidence) -> Culprit:
     """Return the rank that did not come to the collective.
 
     That is the one that a barrier names, the one whose own watchdog stood still, the one that does not report
-    the time-out, or the one that had enqueued less than all others.
+    the time-out, or the one that had enqueued less in a process group than all others of it.
     """
     texts = {end.rank: f"{end.error}\n{end.log}" for end in evidence.ranks}
     named = {int(number) for text in texts.values() for number in _NAMES_RANK.findall(text)}
@@ -56,8 +60,16 @@ def _culprit_of_texts(evidence: FailureEvidence) -> Culprit:
     # the rank that is waited for prints these, too, once the others have sent their signal through the store
     reporters = reporters or {rank for rank, text in texts.items() if MAYBE_TIMEOUT.search(text)}
     absent = set(texts) - reporters
-    enqueued = {rank: int(match[1]) for rank, text in texts.items() if (match := _LAST_ENQUEUED.search(text))}
-    behind = {rank for rank, number in enqueued.items() if number == min(enqueued.values())}
+    enqueued: dict[str, dict[int, int]] = defaultdict(dict)
+    for rank, text in texts.items():
+        for group, number in _LAST_ENQUEUED.findall(text):
+            enqueued[group][rank] = int(number)
+    behind = {
+        rank
+        for numbers in enqueued.values()
+        for rank, number in numbers.items()
+        if number == min(numbers.values()) < max(numbers.values())
+    }
     for ranks in (named, stuck, absent, set() if absent else behind):
         if len(ranks) == 1:
             return next((end.culprit for end in evidence.ranks if end.rank in ranks), Culprit())

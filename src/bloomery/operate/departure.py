@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ def measured_save(rundir: RunDirectory, *, most_bytes: int = _TAIL_BYTES) -> Sav
             if event["event"] == "step":
                 steps[key] = time
                 longest = max(longest, float(seconds) if isinstance(seconds, int | float) else 0.0)
-            elif event["event"] == "checkpoint" and key in steps:
+            elif event["event"] == "checkpoint" and steps.get(key, inf) <= time:  # no clock was set back
                 saves.append(time - steps[key])
             elif event["event"] == "end":
                 ends.append(time)

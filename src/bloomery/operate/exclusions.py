@@ -17,6 +17,7 @@ from bloomery.errors import TrainingFailed, storage_error
 from bloomery.events.records import known_values
 from bloomery.events.run_directory import RunDirectory
 from bloomery.events.run_lock import NO_LOCKS_HERE
+from bloomery.operate.ledger.operations import time_of
 from bloomery.operate.schedulers.interface import Scheduler
 
 _LOCK_S = 20.0
@@ -122,4 +123,6 @@ def exclude_in_queue(
 
 def _node(host: str, record: dict[str, Any]) -> QuarantinedNode:  # Any: parsed JSON
     values = known_values(QuarantinedNode, record)
+    if time_of({"time": values.get("since")}) is None:
+        raise ValueError(f"`since` of {host} is no time in seconds since 1970")
     return QuarantinedNode(**values | {"host": str(host)})

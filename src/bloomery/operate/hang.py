@@ -82,6 +82,9 @@ def find_hang(
         rank: place_of(beat, stacks.get(rank), is_silent=rank in silent) for rank, beat in beats.items()
     }
     standing = [rank for rank, place in places.items() if not place.waits]
+    # Those that have ended hold up nobody but ranks that still wait for them.
+    ended = {rank for rank in standing if beats[rank].activity == RankActivity.ENDED}
+    standing = [rank for rank in standing if rank not in ended] or standing
     # Others may stand for it in what is no collective, such as the end of a save.
     stopped = [rank for rank in standing if rank in stacks and stacks[rank].state == "T"]
     standing = stopped or standing
@@ -93,7 +96,7 @@ def find_hang(
     evidence = tuple(f"{_ranks(ranks)} in {where}" for where, ranks in groups.items())
     culprits = tuple(sorted(standing))
     hosts = tuple(dict.fromkeys(beats[rank].host for rank in culprits))
-    waiting = [rank for rank in sorted(beats) if rank not in culprits]
+    waiting = [rank for rank in sorted(beats) if rank not in ended.union(culprits)]
     sure = all(rank in stacks and (stacks[rank].frames or stacks[rank].state == "T") for rank in culprits)
     return HangFinding(
         culprits=culprits,

@@ -243,12 +243,21 @@ def _step(environment: Environment) -> RankIdentity | None:
         launcher="srun",
         rank=_number(environment, "SLURM_PROCID"),
         world=world,
-        # With --gpus-per-task=1 a task sees one GPU, its own, which has the number 0.
-        local_rank=0 if environment.get("SLURM_GPUS_PER_TASK") == "1" else local_rank,
+        local_rank=0 if _sees_own_gpu_alone(environment) else local_rank,
         local_world=tasks[node] if node < len(tasks) else None,
         master=first_node(environment.get("SLURM_STEP_NODELIST", "")),
         job=_number(environment, "SLURM_JOB_ID", 0) * _STEPS + _number(environment, "SLURM_STEP_ID", 0),
     )
+
+
+def _sees_own_gpu_alone(environment: Environment) -> bool:
+    """Return whether a task sees one GPU, its own, which then has the number 0, as with --gpus-per-task=1.
+
+    That option may name the kind too, `a100:1`. With --gpu-bind=none beside it a task sees those of all.
+    """
+    number = environment.get("SLURM_GPUS_PER_TASK", "").rpartition(":")[2]
+    seen = (environment.get(name, "") for name in ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"))
+    return number == "1" and not any("," in devices for devices in seen)
 
 
 def _tasks_per_node(text: str) -> list[int]:

@@ -184,3 +184,11 @@ def test_the_lowest_and_the_highest_of_each_bucket_are_kept_and_the_ends() -> No
     assert few.x.tolist() == [0.0, 10.0, 20.0, 50.0, 70.0, 100.0]
     assert few.y.tolist() == [5.0, 1.0, 9.0, 2.0, 8.0, 3.0]
     assert rows_between(np.array([]), 1.0, 2.0) == slice(0, 0)
+
+
+def test_a_clock_that_goes_back_moves_no_held_out_loss_to_the_left(tmp_path: Path) -> None:
+    steps = [
+        line(step, held_out_loss=7.0 - step, time=time) for step, time in ((1, 50.0), (2, 40.0), (3, 60.0))
+    ]
+    (drawn,) = curves(reader_of(tmp_path, *steps), ["held_out"], axis="time")
+    assert (drawn.x, drawn.y) == ([50.0, 50.0, 60.0], [6.0, 5.0, 4.0])

@@ -273,3 +273,11 @@ def test_the_newest_save_is_that_of_the_largest_step_whatever_its_digits() -> No
     names = ["step-999999.i001", "step-1000000.i002", "<b>", "step-1000000.i010", "step-000001.i001"]
     ordered = ["step-1000000.i010", "step-1000000.i002", "step-999999.i001", "step-000001.i001", "<b>"]
     assert newest_first(names) == ordered
+
+
+def test_a_rank_whose_journal_cannot_be_read_is_shown_without_its_seconds(tmp_path: Path) -> None:
+    run = WrittenRun(tmp_path / "run")
+    ranks_of(run, [0.1, 0.1], world=2)
+    run.rundir.journal(rank=1).unlink()
+    run.rundir.journal(rank=1).mkdir()
+    assert [(row.rank, row.own_s > 0.0) for row in panel_of(run).rows] == [(0, True), (1, False)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import string
@@ -87,6 +88,32 @@ def test_a_file_of_that_name_which_a_person_wrote_is_kept_whole(tmp_path: Path) 
     write_chronicle(run, now=T0 + 1000)
     text = run.chronicle.read_text()
     assert text.count("# My own diary") == 1 and text.index(BY_HAND) < text.index("# My own diary")
+
+
+@pytest.mark.parametrize("kept", [b"", "Erwärmt: 80°\n".encode(), "Erwärmt\n".encode("latin-1")])
+def test_notes_are_kept_byte_by_byte_whatever_the_encoding_of_the_locale_and_of_the_person(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: bytes
+) -> None:
+    monkeypatch.setattr(io, "text_encoding", lambda encoding, stack_level=2: encoding or "latin-1")
+    run = write_run(tmp_path / "mine", *killed_once())
+    run.chronicle.write_bytes(f"# Chronicle\n\n{BY_HAND}\n".encode() + kept)
+    for later in (1000, 2000):
+        write_chronicle(run, now=T0 + later)
+        assert run.chronicle.read_bytes().partition(f"\n{BY_HAND}\n".encode())[2] == kept
+
+
+@pytest.mark.parametrize("found", [f"# Chronicle\n\n{BY_HAND}", f"{BY_HAND}\n", f"# C\r\n{BY_HAND}\r\n"])
+def test_the_line_above_the_notes_is_found_at_the_begin_and_at_the_end_of_a_file(
+    tmp_path: Path, found: str
+) -> None:
+    run = write_run(tmp_path / "mine", *killed_once())
+    run.chronicle.write_bytes(found.encode())
+    for later in (1000, 2000):
+        write_chronicle(run, now=T0 + later)
+        text = run.chronicle.read_text()
+        assert text.endswith(f"\n{BY_HAND}\n") and text.count("# Chronicle of mine") == 1 == text.count(
+            BY_HAND
+        )
 
 
 def test_names_from_the_records_stay_text(tmp_path: Path) -> None:

@@ -96,8 +96,8 @@ def test_tokens_and_speeds_are_of_the_steps_that_are_part_of_the_run() -> None:
     assert (seen.best_tokens_per_s, seen.members) == (100.0, ((T0 + 4, 3),))
     assert (seen.began_s, seen.last_s, seen.is_over) == (T0 + 4, T0 + 9, False)
     assert history(events, [operation(1, "attempt", attempt="a")]).began_s == T0 + 1
-    timeless = operation(0, "note") | {"time": None}
-    assert history(events, [operation(99, "note"), timeless]).last_s == T0 + 99
+    timeless = operation(0, "job") | {"time": None}
+    assert history(events, [operation(99, "job"), timeless]).last_s == T0 + 99
 
 
 def test_the_best_speed_is_that_of_nine_in_ten_and_takes_no_memory_for_each_step() -> None:

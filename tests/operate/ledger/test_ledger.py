@@ -422,3 +422,20 @@ def test_a_note_or_a_request_after_the_end_does_not_make_a_run_go_on(tmp_path: P
     now = time.time() + 3600.0
     ledger = read_ledger(run.rundir, now=now)
     assert ledger is not None and ledger.history.is_over and ledger.end < now - 3000.0
+
+
+def test_a_note_on_a_run_that_was_over_long_before_does_not_make_it_longer(tmp_path: Path) -> None:
+    events, operations, bases = killed_once()
+    before = read_ledger(write_run(tmp_path / "a", events, operations, bases), now=T0 + 9e6)
+    later = [operation(8e6, "note", text="well done", by="ann"), operation(8e6, "alert", word="over")]
+    after = read_ledger(write_run(tmp_path / "b", events, [*operations, *later], bases), now=T0 + 9e6)
+    assert before is not None and after is not None
+    assert (after.end, after.effective_time) == (before.end, before.effective_time) and after.end == T0 + 30
+
+
+def test_a_run_whose_waiting_jobs_somebody_cancelled_is_over(tmp_path: Path) -> None:
+    events, operations, bases = killed_once()
+    for state, end in (("cancelled", 60), ("pending", 9e6)):
+        run = write_run(tmp_path / state, events, [*operations, operation(60, "job", state=state)], bases)
+        ledger = read_ledger(run, now=T0 + 9e6)
+        assert ledger is not None and ledger.end == T0 + end

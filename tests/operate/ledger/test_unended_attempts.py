@@ -11,7 +11,7 @@ from tests.operate.ledger.test_ledger import T0, operation, start, step, write_r
 from bloomery.events.run_directory import RunDirectory
 from bloomery.operate.ledger.operations import Span, read_marks
 from bloomery.operate.ledger.run_history import Incident
-from bloomery.operate.ledger.run_ledger import _living, _Sums, read_ledger
+from bloomery.operate.ledger.run_ledger import _living, _running_attempt, _Sums, read_ledger
 from bloomery.operate.ledger.time_class import TimeClass
 from bloomery.operate.ledger.timeline import rank_spans
 
@@ -96,3 +96,19 @@ def test_what_follows_an_incident_until_the_run_trains_again_is_its_cost(kind: T
     sums = _Sums([Incident(time=T0 + 10, cause="a")], begin=T0, end=T0 + 40)
     sums.add("0-0", [Span(T0 + 10, T0 + 13, kind)])
     assert sums.incident_s == [3.0 if kind in costs else 0.0]
+
+
+def test_a_report_up_to_a_time_that_is_still_to_come_ends_now(tmp_path: Path) -> None:
+    events = [start(1, starting=1.0), step(9, 1, compute=8.0)]
+    run = write_run(tmp_path, events, [operation(0, "attempt", attempt="a", ranks=1)], {1: None})
+    ledger = read_ledger(run, now=T0 + 18, until=T0 + 1000)
+    assert ledger is not None and ledger.end == T0 + 18
+
+
+def test_a_start_that_was_refused_as_the_run_is_in_use_does_not_end_the_attempt_that_trains() -> None:
+    operations = [operation(0, "attempt", attempt="a"), operation(5, "attempt", attempt="b")]
+    operations += [operation(6, "attempt_end", attempt="b", status=1)]
+    operations += [operation(6, "diagnosis", attempt="b", cause="run in use")]
+    assert _running_attempt(operations) == ("a", T0)
+    operations += [operation(7, "attempt_end", attempt="a", status=0)]
+    assert _running_attempt(operations) == ("", None)

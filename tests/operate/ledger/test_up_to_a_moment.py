@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import pytest
 from tests.operate.ledger.test_ledger import T0, operation, start, step
 
 from bloomery.operate.ledger.run_history import RunHistory, read_run_history
@@ -48,3 +49,17 @@ def test_a_process_that_was_stopped_and_one_that_failed_are_changes_and_one_that
 def test_a_run_began_with_its_first_process_and_has_the_ranks_of_each() -> None:
     told = history([start(5, starting=2.0), start(50, 2, at=1, ranks=4, starting=3.0, loading=1.0)])
     assert (told.began_s, told.members) == (T0 + 3, ((T0 + 3, 1), (T0 + 46, 4)))
+
+
+@pytest.mark.parametrize(
+    ("fields", "tokens"), [({"global_batch": 8, "consumed_samples": 8008}, 180), ({}, 100)]
+)
+def test_the_tokens_of_the_run_that_a_fork_was_made_from_are_not_its_own(
+    fields: dict[str, Any], tokens: int
+) -> None:
+    first = step(6, 1001, compute=1.0) | {"consumed_tokens": 80_080} | fields
+    second = step(7, 1002, compute=1.0) | {"consumed_tokens": 80_180}
+    seen = history([start(4, at=1000), first, second])
+    assert (seen.kept_steps, seen.kept_tokens, seen.step) == (2, tokens, 1002)
+    again = history([start(4), first, start(9, 2, at=1001), second])
+    assert again.kept_tokens == 80_180, "it began by itself, and was started again"

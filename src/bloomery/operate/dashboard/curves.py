@@ -58,9 +58,9 @@ def curves(
         for name in names:
             column = name.rstrip(SMOOTH + DISCARDED)
             if column in columns.sparse:
-                drawn.append(
-                    _drawn(name, _clipped(*columns.sparse_numbers(column, axis), begin, end, points))
-                )
+                sparse_x, sparse_y = columns.sparse_numbers(column, axis)
+                curve = _clipped(_ascending(sparse_x, axis), sparse_y, begin, end, points)
+                drawn.append(_drawn(name, curve))
             elif column in columns.figures and name.endswith(DISCARDED):
                 drawn += _branches(reader, name, column, axis, begin, end, points)
             elif column in columns.figures:

@@ -107,11 +107,12 @@ def _sizes(degrees: Degrees) -> dict[str, int]:
 
 
 def _mean_spent(reader: RunReader, rank: int) -> dict[str, float]:
-    steps = [
-        seconds_of(event.get("spent"))
-        for event in read_tail(reader.rundir.journal(rank=rank), most_bytes=_RANK_TAIL_BYTES)
-        if event["event"] == "step"
-    ][-_RANK_STEPS:]
+    """Return the mean seconds per step by activity; {} where the rank's journal cannot be read now."""
+    try:
+        events = list(read_tail(reader.rundir.journal(rank=rank), most_bytes=_RANK_TAIL_BYTES))
+    except OSError:  # the other tables are shown all the same
+        return {}
+    steps = [seconds_of(event.get("spent")) for event in events if event["event"] == "step"][-_RANK_STEPS:]
     known = [activity for activity in RankActivity if any(activity in spent for spent in steps)]
     return {str(name): sum(spent.get(name, 0.0) for spent in steps) / len(steps) for name in known}
 

@@ -46,8 +46,8 @@ def write_chronicle(rundir: RunDirectory, *, now: float | None = None) -> Path |
     text = chronicle_text(ledger, list(read_journal(rundir.operations)), name=rundir.name)
     try:
         notes = _written_by_hand(path)
-        whole = f"{text}\n{BY_HAND}\n{notes}"
-        if not path.exists() or path.read_text(errors="replace") != whole:
+        whole = f"{text}\n{BY_HAND}\n".encode(errors="replace") + notes.encode(errors="surrogateescape")
+        if not path.exists() or path.read_bytes() != whole:
             durable.write_whole(path, whole)
     except OSError as error:
         raise storage_error(error, path=path, doing="Writing the chronicle") from error
@@ -138,11 +138,13 @@ def _note_text(event: Event, time: float) -> str:
 
 
 def _written_by_hand(path: Path) -> str:
+    """Return what people wrote; bytes that are no UTF-8 stay, as surrogates."""
     try:
-        text = path.read_text(errors="replace")
+        text = path.read_text(encoding="utf-8", errors="surrogateescape")
     except FileNotFoundError:
         return "\n## Notes by hand\n"
-    _, line, notes = text.partition(f"\n{BY_HAND}\n")
+    is_all = text.endswith(BY_HAND)  # an editor may write no newline at the end
+    _, line, notes = (f"\n{text}\n" if is_all else f"\n{text}").partition(f"\n{BY_HAND}\n")
     # a file without the line was written by a person: all of it is kept
     return notes if line else f"\n{text}"
 

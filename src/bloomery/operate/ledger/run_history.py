@@ -54,10 +54,10 @@ class RunHistory:
     """What the first rank's journal and the supervisors' records tell of a run.
 
     began_s: when the first process began, in seconds since 1970; None where nothing was recorded.
-    last_s: the time of the newest event.
+    last_s: the time of the newest event that says whether the run goes on.
     is_over: whether the newest thing recorded is that the run finished or was stopped.
     is_finished: whether its samples are done.
-    kept_steps, kept_tokens: those that are part of the run.
+    kept_steps, kept_tokens: those that are part of the run, less those of the run that it was forked from.
     step: the newest step that is part of the run.
     best_tokens_per_s: the speed that nine of ten kept steps do not exceed, to a ten-thousandth; 0.0 where no
         step was kept.
@@ -116,6 +116,7 @@ class _Reading:
     kept_tokens: int = 0
     step: int = 0
     tokens: int = 0
+    is_inherited: bool = False
 
 
 def read_run_history(
@@ -144,7 +145,7 @@ def read_run_history(
     began = [time for time in (reading.began_s, *attempts[:1]) if time is not None]
     return RunHistory(
         began_s=min(began, default=None),
-        last_s=max([reading.last_s, *(time_of(event) or 0.0 for event in operations)]),
+        last_s=max([reading.last_s, *(time_of(event) or 0.0 for event in _of_the_run(operations))]),
         is_over=_is_over(operations, reading),
         is_finished=reading.finished,
         kept_steps=reading.kept_steps,
@@ -196,6 +197,8 @@ def _take_step(reading: _Reading, event: Event, time: float, is_visible: Callabl
     reading.kept_steps += 1
     reading.step = step
     if isinstance(tokens, int) and finite(tokens) is not None:
+        if reading.is_inherited:
+            reading.tokens, reading.is_inherited = max(0, tokens - _tokens_of_step(event, tokens)), False
         reading.kept_tokens += max(0, tokens - reading.tokens)
         reading.tokens = max(tokens, reading.tokens)
     speed = finite(event.get("tokens_per_s"))
@@ -203,11 +206,19 @@ def _take_step(reading: _Reading, event: Event, time: float, is_visible: Callabl
         reading.speeds.add(speed)
 
 
+def _tokens_of_step(step: Event, tokens: int) -> int:
+    """Return a step's own tokens, by its share of all samples so far; 0 where that is not recorded."""
+    batch, samples = finite(step.get("global_batch")), finite(step.get("consumed_samples"))
+    return int(tokens * min(1.0, batch / samples)) if batch and samples and batch > 0.0 < samples else 0
+
+
 def _take_start(reading: _Reading, event: Event, time: float, ends_s: Sequence[float]) -> None:
     began = time - sum(seconds_of(event.get("spent")).values())
     if reading.began_s is None:
         reading.began_s = began
-    ranks = event.get("ranks")
+    step, ranks = event.get("step"), event.get("ranks")
+    if not reading.kept_steps:  # a fork begins with the tokens of the run that it was made from
+        reading.is_inherited = isinstance(step, int) and step > 0
     if isinstance(ranks, int) and 0 < ranks <= MOST_RANKS:
         reading.members.append((began, ranks))
     is_new_process = event.get("reason") == "start"
@@ -285,14 +296,17 @@ def _with_lost_steps(incidents: list[Incident], lost_at: Sequence[float]) -> lis
 
 def _is_over(operations: Sequence[Event], reading: _Reading) -> bool:
     """Return whether the newest thing recorded is that the run finished, or that somebody stopped it."""
-    later = [
-        event
-        for event in operations
-        if event["event"] not in _WORDS_OF_PEOPLE and (time_of(event) or 0.0) > reading.last_s
-    ]
+    later = [event for event in _of_the_run(operations) if (time_of(event) or 0.0) > reading.last_s]
     if not later:
         return reading.ended
+    if later[-1]["event"] == "job":
+        return str(later[-1].get("state")).lower() == "cancelled"
     return later[-1]["event"] == "attempt_end" and later[-1].get("status") in AGREED
+
+
+def _of_the_run(operations: Sequence[Event]) -> list[Event]:
+    """Return the events that say whether the run goes on. A note of next year does not make it longer."""
+    return [event for event in operations if event["event"] not in _WORDS_OF_PEOPLE]
 
 
 def _culprit(record: object) -> str:

@@ -14,6 +14,7 @@ from bloomery.events.heartbeat import RankActivity, interval_of, read_beat
 from bloomery.events.incarnation import read_incarnations, visibility
 from bloomery.events.journal import read_journal
 from bloomery.events.run_directory import RunDirectory
+from bloomery.operate.diagnosis import Cause
 from bloomery.operate.ledger.operations import (
     MOST_RANKS,
     Event,
@@ -129,7 +130,7 @@ def read_ledger(
     the first rank's twice, line by line.
 
     now: the present time, in seconds since 1970; None takes the clock.
-    until: the end of the window in place of the present; None leaves it.
+    until: the end of the window in place of the present, and not after it; None leaves it.
     bins: the number of parts of the window whose sums are kept.
     ranks: the ranks that are counted; only the first is quicker by as many times as there are ranks.
     """
@@ -150,7 +151,7 @@ def read_ledger(
     names = names[:1] if ranks == "first" else names
     living = {name: rank for name in names if (rank := _living(rundir, name, running, now=now)) is not None}
     end = history.last_s if history.is_over and not living else now
-    end = max(history.began_s, end if until is None else until)
+    end = max(history.began_s, end if until is None else min(until, max(now, end)))
     sums = _Sums(history.incidents, begin=history.began_s, end=end, bins=bins)
     marks_of_all = read_marks(operations, was_finished=history.is_finished)
     for name in names:
@@ -245,9 +246,15 @@ class _Sums:
 
 
 def _running_attempt(operations: Sequence[Event]) -> tuple[str, float | None]:
-    """Return the newest attempt and when it began; ("", None) where it has ended, or where there is none."""
+    """Return the newest attempt and when it began; ("", None) where it has ended, or where there is none.
+
+    A start that was refused because another process trains the run is no attempt.
+    """
     newest: tuple[str, float | None] = ("", None)
+    refused = {str(event.get("attempt", "")) for event in operations if event.get("cause") == Cause.RUN_BUSY}
     for event in operations:
+        if str(event.get("attempt", "")) in refused:
+            continue
         if event["event"] == "attempt":
             newest = (str(event.get("attempt", "")), time_of(event))
         elif event["event"] == "attempt_end" and str(event.get("attempt", "")) == newest[0]:
