@@ -17,7 +17,7 @@ from dataclasses import asdict, field, fields
 from pathlib import Path
 from typing import Any
 
-from bloomery.config.convert import BadValues, convert_table
+from bloomery.config.convert import BadValue, BadValues, convert_table
 from bloomery.config.find import from_home, nearest, shipped_files
 from bloomery.config.setting import setting
 from bloomery.errors import ConfigError, Mistake
@@ -304,6 +304,12 @@ def load_link(path_or_name: str) -> SiteLink:
         path = shipped_path
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
+        # A machine's file, or a figure above [link], would otherwise give the usual link without a word.
+        problem, remedy = "there is no such table", "There are link and sources."
+        if strangers := sorted(raw.keys() - {"link", "name", "notes", "sources"}):
+            raise BadValues(
+                BadValue(key=key, value=None, problem=problem, remedy=remedy) for key in strangers
+            )
         values = convert_table(SiteLink, raw.get("link", {}), "link")
     except BadValues as unusable:
         wrongs = [
