@@ -41,8 +41,11 @@ class Switches:
 
     @classmethod
     def of_run(cls, rundir: RunDirectory, directory: str) -> Switches:
-        """Return the switches of a run. directory: where more are (`control.directory`); "": nowhere."""
-        return cls([rundir.control_dir, *([Path(directory)] if directory else [])])
+        """Return the switches of a run. directory: where more are (`control.directory`, in which `~` is the
+        home directory); "": nowhere.
+        """
+        elsewhere = [Path(os.path.expanduser(directory))] if directory else []  # noqa: PTH111 (see `from_home`)
+        return cls([rundir.control_dir, *elsewhere])
 
     def armed(self, name: str) -> Path | None:
         """Return the first file of a switch that was not taken; None where the switch is not armed."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from bloomery.config.find import from_home
 from bloomery.errors import BloomeryError
 from bloomery.events.journal import read_tail
 from bloomery.events.run_directory import RunDirectory
@@ -254,5 +255,5 @@ class Departure:
 
 def maintenance_files(rundir: RunDirectory, directory: str) -> list[Path]:
     """Return the files that announce maintenance: in the run's control directory, and beside its switches."""
-    places = [rundir.control_dir, *([Path(directory)] if directory else [])]
+    places = [rundir.control_dir, *([from_home(directory)] if directory else [])]
     return [place / "maintenance" for place in places]

@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from bloomery.config.find import from_home
 from bloomery.config.load import load_recipe
 from bloomery.config.recipe import Recipe
 from bloomery.errors import BloomeryError, ConfigError
@@ -85,7 +86,7 @@ def overview(rundir: RunDirectory) -> RunOverview:
             warnings.append(damage.message)
         jobs, silent = jobs_of_run(rundir, recipe)
         warnings += [silent] if silent else []
-        switches = [Path(recipe.control.directory)] if recipe.control.directory else []
+        switches = [from_home(recipe.control.directory)] if recipe.control.directory else []
     seen = observe_run(rundir, jobs, switches=switches, silent=silent)
     shm = shm_of_nodes(seen)
     little_shm = shm_warning(shm)

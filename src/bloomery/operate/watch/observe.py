@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from bloomery.config.find import from_home
 from bloomery.config.load import load_recipe
 from bloomery.config.recipe import Recipe
 from bloomery.errors import BloomeryError
@@ -110,7 +111,7 @@ class RunObserver:
         for event in self._journal.read():
             self._take(event)
         recipe = self._current_recipe()
-        switches = [Path(recipe.control.directory)] if recipe and recipe.control.directory else []
+        switches = [from_home(recipe.control.directory)] if recipe and recipe.control.directory else []
         jobs = self._current_jobs(recipe, now)
         seen = observe_run(self.rundir, jobs, switches=switches, silent=self._unheard)
         verdict, shm = judge_state(seen, limits=_LIMITS), shm_of_nodes(seen)
