@@ -33,6 +33,21 @@ time.sleep(600)
 """
 
 
+def test_a_process_that_has_the_number_of_one_that_ended_is_none_of_its_family(tmp_path: Path) -> None:
+    stranger = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        ended = ManagedProcess(name="peer", command=["true"], environment={}, log=tmp_path / "log")
+        ended.start()
+        assert ended.wait(60.0) == 0 and ended._process is not None
+        ended._process.pid = stranger.pid
+        assert ended.family() == []
+        ended.kill()
+        assert stranger.poll() is None
+    finally:
+        stranger.kill()
+        stranger.wait()
+
+
 def _until(condition: Callable[[], object], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():

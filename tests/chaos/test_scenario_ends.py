@@ -63,6 +63,18 @@ def test_a_process_that_peers_leave_is_told_and_ended(played: Callable[[str], Sc
         assert not psutil.pid_exists(int(one[1])) or psutil.Process(int(one[1])).status() == "zombie"
 
 
+@pytest.mark.parametrize("ending", [psutil.NoSuchProcess(7), psutil.ZombieProcess(7)])
+def test_a_process_that_ends_while_it_is_looked_at_is_not_left_behind(
+    played: Callable[[str], ScenarioSettings], monkeypatch: pytest.MonkeyPatch, ending: psutil.Error
+) -> None:
+    def cmdline() -> list[str]:
+        raise ending
+
+    monkeypatch.setattr(scenario, "marked", lambda mark, value: [SimpleNamespace(pid=7, cmdline=cmdline)])
+    outcome = run_scenario(played("exit 0"), watch=lambda *_: None)
+    assert outcome.leftover == [] and not outcome.failed
+
+
 @pytest.mark.parametrize("back_s", [0.0, 600.0])
 def test_a_peer_that_is_away_when_the_others_end_comes_back_and_sees_the_end(
     played: Callable[[str], ScenarioSettings], tmp_path: Path, back_s: float

@@ -1,6 +1,7 @@
 """Bytes through the shaped internet: all of them, in order, and faults where they were ordered."""
 
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -135,6 +136,34 @@ def test_a_severed_connection_is_reset_and_the_next_one_works(echo: int) -> None
             internet.sever("a")
             assert _has_ended(connection)
         assert _through(port, b"two") == b"two"
+
+
+@pytest.mark.parametrize("who", ["dialled", "dialling"])
+def test_an_end_that_is_reset_resets_the_other_end(who: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, ShapedNetwork() as internet:
+        internet.host("a", Shape(delay=0.02))
+        port = internet.open("a", listener.getsockname()[1])
+        dialling = socket.create_connection(("127.0.0.1", port), timeout=60)
+        dialled, _ = listener.accept()
+        dialled.settimeout(60)
+        dies, stays = (dialled, dialling) if who == "dialled" else (dialling, dialled)
+        with stays:
+            dies.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            dies.close()  # as the kernel ends the connections of a process that was killed before it read all
+            assert _has_ended(stays)
+
+
+def test_a_network_that_is_closed_while_connections_wait_logs_no_error(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        with ShapedNetwork() as internet:
+            internet.host("a", Shape(delay=30.0))
+            port = internet.open("a", listener.getsockname()[1])
+            dialling = socket.create_connection(("127.0.0.1", port), timeout=60)
+            time.sleep(0.02)
+        dialling.close()
+    assert caplog.text == ""
 
 
 def test_dialling_a_host_where_nobody_listens_is_reset() -> None:

@@ -23,6 +23,12 @@ def test_a_switch_in_any_directory_is_armed_until_its_file_is_gone(tmp_path: Pat
     assert switches.armed("stop") is None
 
 
+def test_a_runs_switches_may_be_in_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    arm(tmp_path / "stop")
+    assert Switches.of_run(RunDirectory(tmp_path / "run"), "~").armed("stop") == tmp_path / "stop"
+
+
 def test_a_save_that_was_taken_is_gone_in_every_directory(tmp_path: Path):
     directories = [tmp_path / "a", tmp_path / "b"]
     for directory in directories:

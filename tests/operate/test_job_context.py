@@ -148,7 +148,8 @@ def test_a_job_leaves_as_long_before_its_end_as_its_recipe_says(
 ) -> None:
     elsewhere = tmp_path / "switches"
     settings = ["control.maintenance_minutes=7", "submit.signal_before_s=123", *OFFLINE]
-    settings += [f'control.directory="{elsewhere}"']
+    monkeypatch.setenv("HOME", str(tmp_path))
+    settings += ["control.directory=~/switches"]
     run, loaded = RunDirectory(tmp_path / "run").create(), load_recipe("demo", settings)
     monkeypatch.setattr(job_context_module, "Departure", lambda rundir, **more: SimpleNamespace(**more))
     job = JobContext(scheduler="machine", job="3", ends=time.time() + 60.0)

@@ -220,7 +220,8 @@ def test_what_is_kept_of_a_run_is_shown(
     elsewhere = tmp_path / "switches"
     elsewhere.mkdir()
     (elsewhere / "stop").touch()
-    directory = f"control.directory={json.dumps(str(elsewhere))}"
+    directory = "control.directory=~/switches"
+    monkeypatch.setenv("HOME", str(tmp_path))
     recipe = override(load_recipe("demo").recipe, [directory, "submit.scheduler=slurm"])
     run.recipe.write_text(dump_recipe(recipe))
     exclusions = Exclusions.of(run, recipe.submit)

@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 
 from bloomery.config.checkpoint import CheckpointSection
+from bloomery.config.load import load_recipe
 from bloomery.plan.checkpoint_plan import CheckpointPlan, lost_share, plan_checkpoints
-from bloomery.plan.hardware import Accelerator, Hardware, Node, Operation, Storage
+from bloomery.plan.hardware import Accelerator, Hardware, Node, Operation, Storage, load_hardware
+from bloomery.plan.overview import make_plan
+from bloomery.plan.request import Request
 from bloomery.plan.step_time import StepTime
 from bloomery.plan.timeline import Stretch
 
@@ -130,6 +133,13 @@ def test_the_first_of_steps_samples_and_minutes_saves(
 ) -> None:
     plan = planned(replace(USUAL, **cadence))
     assert (plan.interval_steps, plan.saves) == (interval_steps, saves)
+
+
+def test_the_samples_between_saves_are_those_of_all_peers() -> None:
+    overrides = ["checkpoint.every_steps=0", "checkpoint.every_minutes=0", "checkpoint.every_samples=4_096"]
+    loaded = load_recipe("diloco-internet", [*overrides, "elastic.peers=4", "train.global_batch=64"])
+    plan = make_plan(Request(loaded=loaded, hardware=load_hardware("a100-80g"), accelerators=1))
+    assert plan.draft.checkpoints.interval_steps == 4_096 / (64 * 4)
 
 
 def test_a_run_that_never_saves_stores_what_it_would_write_and_loses_all() -> None:

@@ -85,6 +85,19 @@ def test_what_has_to_be_a_table_and_is_none_is_refused(tmp_path):
         load_link(str(tmp_path / "link.toml"))
 
 
+@pytest.mark.parametrize(
+    ("text", "stranger"), [("gbit_per_s = 10.0", "gbit_per_s"), ("[network]", "network")]
+)
+def test_a_links_file_with_figures_of_no_table_of_a_link_is_refused(tmp_path, text, stranger):
+    path = tmp_path / "mine.toml"
+    path.write_text(f"{text}\n[link]\nlatency_ms = 5.0\n")
+    with pytest.raises(ConfigError, match=r"in the link file mine\.toml") as refused:
+        load_link(str(path))
+    assert [(wrong.key, wrong.problem) for wrong in refused.value.mistakes] == [
+        (stranger, "there is no such table")
+    ]
+
+
 def test_an_unknown_machine_suggests_the_nearest():
     with pytest.raises(ConfigError, match=r"Did you mean 'a100-80g'\?"):
         load_hardware("a100-80gb")

@@ -5,7 +5,7 @@ import pytest
 
 from bloomery.cli import main
 from bloomery.config.load import dump_recipe, load_recipe
-from bloomery.errors import DataError
+from bloomery.errors import ConfigError, DataError
 from bloomery.events.journal import Journal
 from bloomery.events.records import StepReport
 from bloomery.events.run_directory import RunDirectory
@@ -68,6 +68,11 @@ def run(tmp_path):
 def progress(run, **options):
     loaded = load_recipe(str(run / "recipe.toml"))
     return progress_of(Request(loaded=loaded, hardware=load_hardware("v100-32g"), **options), run)
+
+
+def test_no_accelerators_are_refused_for_a_run_too(run):
+    with pytest.raises(ConfigError, match="a run needs at least one accelerator"):
+        progress(run, accelerators=0)
 
 
 def test_what_is_left_of_a_ramp_up_is_walked_batch_by_batch(tmp_path):

@@ -119,6 +119,21 @@ def test_a_precision_without_units_is_refused():
     assert "fp16" in str(one)
 
 
+@pytest.mark.parametrize("plan", [make_plan, search_layouts])
+@pytest.mark.parametrize(
+    ("peak", "remedy"), [(125.0, "It has fp16; or"), (0.0, "Give its file accelerator.bf16_teraflops; or")]
+)
+def test_a_machine_without_units_for_what_auto_means_is_refused(plan, peak, remedy):
+    machine = load_hardware("v100-32g")
+    accelerator = replace(machine.accelerator, fp32_teraflops=0.0, fp16_teraflops=peak)
+    request = Request(
+        loaded=load_recipe("demo"), hardware=replace(machine, accelerator=accelerator), accelerators=1
+    )
+    with pytest.raises(ConfigError, match="v100-32g has no units for bf16 or fp32") as told:
+        plan(request)
+    assert told.value.mistakes[0].remedy == f"{remedy} choose another --hardware."
+
+
 def test_a_vocabulary_that_only_the_tokenizer_knows_is_asked_for():
     one = refused("tr1-13b", "model.vocabulary='auto'", hardware="v100-32g")
     assert "model.vocabulary=50257" in str(one)

@@ -31,10 +31,21 @@ def test_a_processor_is_judged_by_its_instructions(
     assert machine.accelerator.memory_gib == 3.0 and "3 cores" in machine.name
 
 
+def test_a_clock_that_a_virtual_machine_does_not_tell_is_the_usual_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0})
+    path = cpuinfo(tmp_path, "avx2", megahertz="cpu MHz : 0.000\n")
+    machine = this_machine(gpus=tmp_path / "none", processor=path, memory_gib=3.0)
+    assert machine is not None and machine.accelerator.fp32_teraflops == pytest.approx(2.5e9 * 32 / 1e12)
+
+
 def test_a_gpu_is_known_by_its_name_and_an_unknown_one_is_not_guessed(tmp_path: Path) -> None:
     information = tmp_path / "0000:01:00.0" / "information"
     information.parent.mkdir()
-    for model, name in (("NVIDIA H200", "h200"), ("NVIDIA A100-SXM4-80GB", "a100-80g"), ("GeForce 8", None)):
+    known = {"NVIDIA H200": "h200", "NVIDIA A100-SXM4-80GB": "a100-80g", "NVIDIA A100 80GB PCIe": "a100-80g"}
+    of_other_memory = ("NVIDIA A100-SXM4-40GB", "Tesla V100-SXM2-16GB", "NVIDIA GH200 480GB")
+    for model, name in (known | dict.fromkeys(("GeForce 8", *of_other_memory))).items():
         information.write_text(f"Model: \t\t {model}\nIRQ: 5\n")
         machine = this_machine(gpus=tmp_path)
         assert (machine.name if machine else None) == name

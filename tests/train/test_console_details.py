@@ -268,6 +268,18 @@ def test_a_run_has_the_observers_that_its_recipe_names(
     assert [type(one) for one in observers_of(tmp_path, plain, monkeypatch)] == [SlowDataWarning, LogLines]
 
 
+def test_no_bar_holds_the_terminal_of_a_run_whose_other_observers_cannot_begin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(directory: Path, *, first_step: int) -> None:
+        raise TypeError("another protobuf")
+
+    monkeypatch.setattr(observers, "TensorBoard", broken)
+    monkeypatch.setattr(observers, "_console", lambda *given, **told: pytest.fail("a bar was begun"))
+    with pytest.raises(TypeError, match="another protobuf"):
+        observers_of(tmp_path, LogSection(tensorboard=True), monkeypatch, form="bar")
+
+
 @pytest.mark.parametrize(("form", "full"), [("full", True), ("short", False)])
 def test_lines_are_as_the_start_asks_or_else_as_the_recipe_says(
     form: str, full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -142,7 +142,9 @@ def test_kernels_are_deterministic_until_the_end_where_that_is_wanted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[bool] = []
-    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda *, mode: asked.append(mode))
+    monkeypatch.setattr(
+        torch, "use_deterministic_algorithms", lambda *, mode, warn_only=False: asked.append(mode)
+    )
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     module: Any = torch.utils.deterministic
     monkeypatch.setattr(module, "fill_uninitialized_memory", True)
@@ -156,6 +158,18 @@ def test_kernels_are_deterministic_until_the_end_where_that_is_wanted(
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     with deterministic_kernels(wanted=True):
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+
+
+def test_deterministic_kernels_that_were_asked_for_before_a_run_stay_so_after_it() -> None:
+    try:
+        for warns in (True, False):
+            torch.use_deterministic_algorithms(mode=True, warn_only=warns)
+            with deterministic_kernels(wanted=True):
+                assert not torch.is_deterministic_algorithms_warn_only_enabled()
+            assert torch.are_deterministic_algorithms_enabled()
+            assert torch.is_deterministic_algorithms_warn_only_enabled() is warns
+    finally:
+        torch.use_deterministic_algorithms(mode=False)
 
 
 @pytest.mark.parametrize(

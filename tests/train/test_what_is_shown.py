@@ -185,6 +185,7 @@ def test_a_summary_warns_of_each_dataset_that_is_read_more_than_four_times_and_o
     assert alone.startswith("The text is read 4.1 times") and "train.tokens=4_000" in alone
     (one,) = summary(datasets=(web, code)).warnings
     assert one.startswith("The dataset 'web' is read 4.1 times")
+    assert "train.tokens=6_000" in summary(planned_tokens=6_150, datasets=(web, code)).warnings[0]
     often = replace(web, epochs=11.6)
     assert "12 times" in summary(datasets=(often,)).warnings[0]
     assert "no held-out text" in summary(held_out_documents=0).warnings[0]

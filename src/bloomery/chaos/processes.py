@@ -67,7 +67,7 @@ class ManagedProcess:
 
     def family(self) -> list[psutil.Process]:
         """Return the process and its descendants that live, in the order in which they were seen."""
-        if self._process is not None:
+        if self._process is not None and self.alive:  # else its number may be that of a stranger by now
             try:
                 first = psutil.Process(self._process.pid)
                 for process in (first, *first.children(recursive=True)):

@@ -12,9 +12,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import psutil
 
 from bloomery.chaos.audit import read_commits
 from bloomery.chaos.faults import Fault, FaultInjector
@@ -121,9 +123,7 @@ def run_scenario(
             statuses = {name: process.status for name, process in scenario_run.peers.items()}
             traffic = {name: scenario_run.internet.traffic(name) for name in scenario_run.peers}
             commits = read_commits(scenario_run.endpoint, settings.run)
-        leftover = [
-            f"process {process.pid} ({' '.join(process.cmdline())[:80]})" for process in marked(MARK, mark)
-        ]
+        leftover = _left_running(mark)
         leftover += [str(path) for path in sorted(memory.rglob("*")) if path.is_file()]
     return ScenarioOutcome(
         seconds=time.monotonic() - begun,
@@ -306,6 +306,15 @@ def _wait_for_port(port: int, process: ManagedProcess) -> None:
     raise PeerError(
         "The coordinator of the scenario did not come up.", remedy=f"Its output is in {process.log}."
     )
+
+
+def _left_running(mark: str) -> list[str]:
+    """Return in words the processes of a scenario that still run."""
+    told = []
+    for process in marked(MARK, mark):
+        with suppress(psutil.NoSuchProcess):  # it ended while it was looked at
+            told.append(f"process {process.pid} ({' '.join(process.cmdline())[:80]})")
+    return told
 
 
 def _memory_directory(mark: str) -> Path:

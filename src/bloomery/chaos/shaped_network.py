@@ -13,6 +13,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from random import Random
@@ -230,7 +231,9 @@ class ShapedNetwork:
 
     async def _open(self, host: Host, port: int, wanted: int) -> int:
         async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await self._connect(host, port, reader, writer)
+            # A task that `_close` cancelled would be logged by asyncio as an error of its callback.
+            with suppress(asyncio.CancelledError):
+                await self._connect(host, port, reader, writer)
 
         server = await asyncio.start_server(accept, "127.0.0.1", wanted, limit=CHUNK_BYTES)
         host.servers.append(server)
@@ -313,6 +316,9 @@ async def _carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pip
                 await taken.wait()
     except OSError as error:
         log.info("a connection ended: %s", error)
+        # The other end would wait for ever if the reset did not reach it, as late as a byte would.
+        await asyncio.sleep(max(latest, pipe.arrival(0, now=loop.time())) - loop.time())
+        writer.transport.abort()
     finally:
         delivering.cancel()
 

@@ -87,7 +87,6 @@ def _directories(chosen: Namespace) -> list[Path]:
         )
     directories = [rundir.control_dir]
     if rundir.recipe.exists():
-        from bloomery.config.find import from_home
         from bloomery.config.load import load_recipe
 
         try:

@@ -75,10 +75,12 @@ def plan_checkpoints(
     accelerators: int,
     failures_per_week: float | None,
     reach_steps: Collection[int],
+    peers: int = 1,
 ) -> CheckpointPlan:
     """Return the checkpoints that the recipe's saving and retention give.
 
     course: the run as stretches of equal steps.
+    peers: they train apart, and checkpoint.every_samples counts the samples of all of them.
     failures_per_week: failures of the whole run in a week; None takes the hardware file's rate.
     reach_steps: see `reasons_to_keep`.
     """
@@ -86,9 +88,9 @@ def plan_checkpoints(
     save_s = stored / (hardware.storage.write_gb_per_s * 1e9)
     load_s = stored / (hardware.storage.read_gb_per_s * 1e9)
     restart_s = hardware.operation.detection_s + hardware.operation.restart_s + load_s
-    steps = _save_steps(section, course)
+    steps = _save_steps(section, course, peers=peers)
     last = course[-1]
-    interval = _interval_steps(section, last) or float(total_steps(course))
+    interval = _interval_steps(section, last, peers=peers) or float(total_steps(course))
     interval_s = interval * last.step.seconds
     blocking_s = save_s
     if _saves_in_background(section, rank_bytes=stored / accelerators):
@@ -198,21 +200,21 @@ def _time_between_failures_s(
     return DAY_S / rate if rate else None
 
 
-def _interval_steps(section: CheckpointSection, stretch: Stretch) -> float:
+def _interval_steps(section: CheckpointSection, stretch: Stretch, *, peers: int) -> float:
     """Return the steps between saves, by steps, samples or minutes, whichever comes first; 0 for none."""
     intervals = (
         float(section.every_steps),
-        section.every_samples / stretch.global_batch,
+        section.every_samples / (stretch.global_batch * peers),
         section.every_minutes * 60 / stretch.step.seconds,
     )
     return min((max(1.0, interval) for interval in intervals if interval), default=0.0)
 
 
-def _save_steps(section: CheckpointSection, course: Sequence[Stretch]) -> list[int]:
+def _save_steps(section: CheckpointSection, course: Sequence[Stretch], *, peers: int) -> list[int]:
     """Return the steps at which the run saves, at most MOST_SAVES_LISTED of them."""
     steps: list[int] = []
     for stretch in course:
-        interval = _interval_steps(section, stretch)
+        interval = _interval_steps(section, stretch, peers=peers)
         end = stretch.first_step + stretch.steps
         if not interval:
             continue

@@ -17,7 +17,7 @@ from dataclasses import asdict, field, fields
 from pathlib import Path
 from typing import Any
 
-from bloomery.config.convert import BadValues, convert_table
+from bloomery.config.convert import BadValue, BadValues, convert_table
 from bloomery.config.find import from_home, nearest, shipped_files
 from bloomery.config.setting import setting
 from bloomery.errors import ConfigError, Mistake
@@ -304,6 +304,12 @@ def load_link(path_or_name: str) -> SiteLink:
         path = shipped_path
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
+        # A machine's file, or a figure above [link], would otherwise give the usual link without a word.
+        problem, remedy = "there is no such table", "There are link and sources."
+        if strangers := sorted(raw.keys() - {"link", "name", "notes", "sources"}):
+            raise BadValues(
+                BadValue(key=key, value=None, problem=problem, remedy=remedy) for key in strangers
+            )
         values = convert_table(SiteLink, raw.get("link", {}), "link")
     except BadValues as unusable:
         wrongs = [
@@ -332,7 +338,7 @@ def _refused_link(value: str, problem: str, remedy: str) -> ConfigError:
 
 _GPUS = Path("/proc/driver/nvidia/gpus")
 _PROCESSOR = Path("/proc/cpuinfo")
-_BY_MODEL = (("H200", "h200"), ("H100", "h100-80g"), ("A100", "a100-80g"), ("V100", "v100-32g"))
+_BY_MODEL = {r"\bH200": "h200", "H100": "h100-80g", "A100(?!.*40G)": "a100-80g", "V100(?!.*16G)": "v100-32g"}
 _USUAL_HZ = 2.5e9
 _FLOPS_PER_CYCLE = (("avx512f", 64.0), ("avx2", 32.0), ("avx", 16.0), ("asimd", 16.0))
 """fp32 operations of one core in one cycle, with two FMA units."""
@@ -351,7 +357,7 @@ def this_machine(
     """
     models = [_field(file, r"Model:\s*(.+)") for file in sorted(gpus.glob("*/information"))]
     if models:
-        name = next((name for word, name in _BY_MODEL if word in models[0]), None)
+        name = next((name for pattern, name in _BY_MODEL.items() if re.search(pattern, models[0])), None)
         return None if name is None else load_hardware(name)
     return _of_processor(processor, main_memory_gib() if memory_gib is None else memory_gib)
 
@@ -360,7 +366,7 @@ def _of_processor(processor: Path, memory_gib: float) -> Hardware:
     cores = len(os.sched_getaffinity(0))
     flags = set(_field(processor, r"(?:flags|Features)\s*:\s*(.+)").split())
     megahertz = _field(processor, r"cpu MHz\s*:\s*([\d.]+)")
-    clock_hz = float(megahertz) * 1e6 if megahertz else _USUAL_HZ
+    clock_hz = float(megahertz or 0) * 1e6 or _USUAL_HZ  # some virtual machines say 0.000
     per_cycle = next((flops for flag, flops in _FLOPS_PER_CYCLE if flag in flags), 8.0)
     fp32 = cores * clock_hz * per_cycle / 1e12
     gain = next((gain for flag, gain in _BF16_GAIN if flag in flags), 0.0)

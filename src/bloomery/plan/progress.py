@@ -89,7 +89,7 @@ def progress_of(request: Request, run: Path) -> RunProgress:
         raise DataError(
             f"{run} has no steps in its journal", remedy="Wait for the first, or plan its recipe."
         )
-    accelerators = request.accelerators or history.ranks
+    accelerators = history.ranks if request.accelerators is None else request.accelerators
     loaded = with_local_vocabulary(with_vocabulary(request.loaded, history.vocabulary))
     recipe = loaded.recipe
     recent, last = history.alike, history.alike[-1]

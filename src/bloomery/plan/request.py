@@ -13,7 +13,7 @@ from bloomery.config.validate_layout import batch_pairs, ramp_up_mistakes
 from bloomery.data.tokenizer_files import local_vocabulary_size
 from bloomery.errors import ConfigError, Mistake
 from bloomery.frozen import dataclass
-from bloomery.plan.hardware import Hardware, SiteLink
+from bloomery.plan.hardware import PRECISIONS, Hardware, SiteLink
 from bloomery.plan.parameters import ffn_width
 
 OF = "the plan"
@@ -174,15 +174,17 @@ def _machine_mistakes(request: Request) -> Iterator[Mistake]:
             )
     yield from unknown_vocabulary(request.loaded)
     precisions = {recipe.train.precision, *(name for _, name in recipe.train.precision_changes)}
-    for precision in sorted(precisions - {"auto"}):
+    for precision in sorted(precisions):
         if not hardware.peak_flops(precision):
-            known = ", ".join(name for name in ("bf16", "fp16", "fp8", "fp32") if hardware.peak_flops(name))
+            meant = "bf16 or fp32" if precision == "auto" else precision
+            known = ", ".join(name for name in PRECISIONS if hardware.peak_flops(name))
+            has = f"It has {known}" if known else f"Give its file accelerator.{meant[:4]}_teraflops"
             yield _of_recipe(
                 sources,
                 "train.precision",
                 precision,
-                f"{hardware.name} has no units for {precision}",
-                f"It has {known}; or choose another --hardware.",
+                f"{hardware.name} has no units for {meant}",
+                f"{has}; or choose another --hardware.",
             )
 
 

@@ -56,8 +56,13 @@ class DataSummary:
         """Return what a person should see: left-out files, missing held-out text, text that is read too
         often.
         """
+        alone = len(self.datasets) == 1
         repeated = [
-            _repeated(dataset, alone=len(self.datasets) == 1, four_times=int(_USEFUL_EPOCHS * dataset.tokens))
+            _repeated(
+                dataset,
+                alone=alone,
+                epoch_tokens=dataset.tokens if alone else self.planned_tokens / dataset.epochs,
+            )
             for dataset in self.datasets
             if dataset.epochs > _USEFUL_EPOCHS
         ]
@@ -132,11 +137,12 @@ def summarise_data(recipe: Recipe, prepared: Prepared, data_stream: DataStream) 
     )
 
 
-def _repeated(dataset: DatasetSummary, *, alone: bool, four_times: int) -> str:
+def _repeated(dataset: DatasetSummary, *, alone: bool, epoch_tokens: float) -> str:
+    """Return the warning. epoch_tokens: what the run takes of all datasets for one epoch of this one."""
     subject = "The text" if alone else f"The dataset {dataset.name!r}"
     return (
         f"{subject} is read {_times(dataset.epochs)}; beyond 4 times, more reading hardly helps. Give more "
-        f"text, or train.tokens={four_times:_}."
+        f"text, or train.tokens={int(_USEFUL_EPOCHS * epoch_tokens):_}."
     )
 
 

@@ -224,10 +224,7 @@ def build_observers(
     device: what this rank computes on.
     tracked: what trackers get about the run.
     """
-    observers: list[Observer] = [
-        SlowDataWarning(options.say),
-        _console(section, options, first_step=first_step, total_steps=total_steps, last_step=last_step),
-    ]
+    observers: list[Observer] = []
     if section.tensorboard:
         observers.append(TensorBoard(rundir.tensorboard, first_step=first_step))
     if section.profile_steps:
@@ -242,7 +239,10 @@ def build_observers(
                 say=options.say,
             )
         )
-    return [*observers, *trackers(section.trackers, tracked)]
+    observers += trackers(section.trackers, tracked)
+    # Last, for a bar holds the terminal until it is closed, and what is made before it may be refused.
+    console = _console(section, options, first_step=first_step, total_steps=total_steps, last_step=last_step)
+    return [SlowDataWarning(options.say), console, *observers]
 
 
 def _console(

@@ -199,11 +199,14 @@ def deterministic_kernels(*, wanted: bool) -> Iterator[None]:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     module: Any = torch.utils.deterministic  # whose attribute the type stubs do not know
     fills, module.fill_uninitialized_memory = module.fill_uninitialized_memory, False  # costs time alone
+    # Whoever trains from a program of their own may have asked for the same before.
+    mode = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(mode=True)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(mode=False)
+        torch.use_deterministic_algorithms(mode=mode, warn_only=warn_only)
         module.fill_uninitialized_memory = fills
 
 

@@ -143,7 +143,8 @@ def test_a_switch_elsewhere_stops_a_run_and_only_a_submitted_one_has_jobs(
         "judge_state",
         lambda observation, *, limits: limits_s.add(limits.silence_s) or verdicts[0],
     )
-    recipe = override(load_recipe("demo").recipe, [f"control.directory={tmp_path / 'controls'}"])
+    recipe = override(load_recipe("demo").recipe, ["control.directory=~/controls"])
+    monkeypatch.setenv("HOME", str(tmp_path))
     run.rundir.recipe.write_text(dump_recipe(recipe))
     run.start()
     reader = RunReader(run.rundir.path).read_all()

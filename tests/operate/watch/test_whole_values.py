@@ -126,7 +126,8 @@ def test_a_save_that_comes_or_goes_does_not_change_how_fast_a_disk_fills(taken: 
 
 def test_what_one_look_shows_is_all_that_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = a_run(tmp_path / "run")
-    settings = ["submit.keep_queued=3", "backup.url=file:///x", f"control.directory={tmp_path / 'c'}"]
+    monkeypatch.setenv("HOME", str(tmp_path))
+    settings = ["submit.keep_queued=3", "backup.url=file:///x", "control.directory=~/c"]
     recipe = load_recipe("demo", settings).recipe
     run.recipe.write_text(dump_recipe(recipe))
     job = QueuedJob(job="7", state=JobState.PENDING, state_text="PD", submitted=400.0)
