@@ -76,9 +76,23 @@ def test_without_certificates_nothing_leaves_the_machine(setting):
     assert "--init-certs" in refused.value.remedy
 
 
-def test_who_listens_everywhere_says_where_it_can_be_dialled(bundles):
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("elastic.listen=[::]:29600",),
+        ("elastic.listen=:29600",),
+        ("elastic.listen=[::0]:29600",),
+        ("elastic.listen=10.0.0.2:29600", "elastic.advertise=0.0.0.0:29600"),
+        (
+            "elastic.listen=0.0.0.0:29600",
+            "elastic.advertise=127.0.0.1:29600",
+            "elastic.coordinator=https://10.0.0.1:2379",
+        ),
+    ],
+)
+def test_who_listens_everywhere_says_where_it_can_be_dialled(bundles, settings):
     with pytest.raises(PeerError, match="where it can be dialled") as refused:
-        access(f"elastic.certificates={bundles / 'alice'}", "elastic.listen=[::]:29600")
+        access(f"elastic.certificates={bundles / 'alice'}", *settings)
     assert "elastic.advertise" in refused.value.remedy and "BLOOMERY_ADVERTISE" in refused.value.remedy
 
 
