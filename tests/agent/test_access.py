@@ -118,6 +118,11 @@ def test_an_address_that_is_none_is_refused():
         access("elastic.listen=somewhere")
 
 
+def test_an_endpoint_that_is_no_url_is_refused_as_any_other_that_is_none():
+    with pytest.raises(CoordinatorError, match="is not the endpoint of a coordinator"):
+        access("elastic.coordinator=http://[::1:2379").etcd()
+
+
 def test_the_fingerprint_is_of_what_peers_must_share():
     def of(*overrides):
         return fingerprint(equal_settings(load_recipe("demo", overrides).recipe))

@@ -258,7 +258,10 @@ def _beyond_this_machine(addresses: tuple[str, ...]) -> tuple[str, ...]:
 
 def _are_here(endpoints: Sequence[str]) -> bool:
     """Whether all URLs are of this machine."""
-    return all(is_loopback(urlsplit(endpoint).hostname or "") for endpoint in endpoints)
+    try:
+        return all(is_loopback(urlsplit(endpoint).hostname or "") for endpoint in endpoints)
+    except ValueError:  # one is no URL, which the coordinator's client refuses
+        return False
 
 
 def _listed(text: str) -> tuple[str, ...]:
