@@ -20,6 +20,7 @@ from bloomery.coordination.credentials import (
     revoke,
 )
 from bloomery.coordination.gateway import Access
+from bloomery.errors import CoordinatorError
 from bloomery.protocol.keys import Keys
 
 pytest.importorskip("cryptography")
@@ -67,6 +68,12 @@ def test_all_peers_that_were_revoked_are_refused_again_each_in_its_run(
     )
     gone = [call[1]["name"] for call in etcd.calls if call[0] == "auth/user/delete"]
     assert gone == ["one/a", "one/b"], "the name of the third has a new account"
+
+
+def test_a_host_whose_name_a_certificate_cannot_have_is_told(tmp_path: Path) -> None:
+    with pytest.raises(CoordinatorError, match=r"cannot name the host 'köln\.example'") as refused:
+        init_certificates(tmp_path, run="one", peers=["a"], hosts=("köln.example",))
+    assert "xn--" in refused.value.remedy
 
 
 def test_a_watch_of_a_certificate_looks_from_its_beginning_until_it_is_closed(tmp_path: Path) -> None:

@@ -357,6 +357,11 @@ def _host_names(hosts: Sequence[str]) -> list[x509.GeneralName]:
         try:
             names.append(x509.IPAddress(ipaddress.ip_address(host)))
         except ValueError:
+            if not host.isascii():
+                raise CoordinatorError(
+                    f"a certificate cannot name the host {host!r}",
+                    remedy="Write its name in ASCII (xn--…), or its address.",
+                ) from None
             names.append(x509.DNSName(host))
     return names
 
