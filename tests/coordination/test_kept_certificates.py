@@ -70,10 +70,12 @@ def test_all_peers_that_were_revoked_are_refused_again_each_in_its_run(
     assert gone == ["one/a", "one/b"], "the name of the third has a new account"
 
 
-def test_a_host_whose_name_a_certificate_cannot_have_is_told(tmp_path: Path) -> None:
-    with pytest.raises(CoordinatorError, match=r"cannot name the host 'köln\.example'") as refused:
-        init_certificates(tmp_path, run="one", peers=["a"], hosts=("köln.example",))
-    assert "xn--" in refused.value.remedy
+@pytest.mark.parametrize("host", ["köln.example", "10.0.0.9:2379", "[::1]", "https://c.example", ""])
+def test_a_host_whose_name_a_certificate_cannot_have_is_told(tmp_path: Path, host: str) -> None:
+    with pytest.raises(CoordinatorError) as refused:
+        init_certificates(tmp_path, run="one", peers=["a"], hosts=(host,))
+    assert refused.value.message == f"a certificate cannot name the host {host!r}"
+    assert "xn--" in refused.value.remedy and "no port" in refused.value.remedy
 
 
 def test_a_watch_of_a_certificate_looks_from_its_beginning_until_it_is_closed(tmp_path: Path) -> None:
