@@ -182,7 +182,7 @@ class BandwidthReports:
             measured = self._context.connection_manager.probe(
                 contact, sizes=sizes, deadline_s=limits.connect_s
             )
-        except (PeerRefused, OSError) as error:
+        except (PeerRefused, OSError, RuntimeError) as error:  # RuntimeError: no thread is left
             self._put_off(member, error)
             return
         self._measured[member.peer] = (member.incarnation, measured.mbit_s)
