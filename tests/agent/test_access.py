@@ -76,9 +76,23 @@ def test_without_certificates_nothing_leaves_the_machine(setting):
     assert "--init-certs" in refused.value.remedy
 
 
-def test_who_listens_everywhere_says_where_it_can_be_dialled(bundles):
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("elastic.listen=[::]:29600",),
+        ("elastic.listen=:29600",),
+        ("elastic.listen=[::0]:29600",),
+        ("elastic.listen=10.0.0.2:29600", "elastic.advertise=0.0.0.0:29600"),
+        (
+            "elastic.listen=0.0.0.0:29600",
+            "elastic.advertise=127.0.0.1:29600",
+            "elastic.coordinator=https://10.0.0.1:2379",
+        ),
+    ],
+)
+def test_who_listens_everywhere_says_where_it_can_be_dialled(bundles, settings):
     with pytest.raises(PeerError, match="where it can be dialled") as refused:
-        access(f"elastic.certificates={bundles / 'alice'}", "elastic.listen=[::]:29600")
+        access(f"elastic.certificates={bundles / 'alice'}", *settings)
     assert "elastic.advertise" in refused.value.remedy and "BLOOMERY_ADVERTISE" in refused.value.remedy
 
 
@@ -102,6 +116,11 @@ def test_every_mistake_is_told_at_once():
 def test_an_address_that_is_none_is_refused():
     with pytest.raises(PeerError, match="is not an address"):
         access("elastic.listen=somewhere")
+
+
+def test_an_endpoint_that_is_no_url_is_refused_as_any_other_that_is_none():
+    with pytest.raises(CoordinatorError, match="is not the endpoint of a coordinator"):
+        access("elastic.coordinator=http://[::1:2379").etcd()
 
 
 def test_the_fingerprint_is_of_what_peers_must_share():

@@ -119,6 +119,7 @@ def test_the_list_names_copies_wishes_overtaking_rounds_relaying_and_backups(mon
     led = Led(monkeypatch, replace(SETTINGS, relays=True), backups=backups)
     led.begin()
     agent: Any = led.agent
+    monkeypatch.setattr(agent._copies, "update", lambda snapshot: None)  # nobody wants the copy
     agent._copies.made, agent._state_sync.wants, agent._round_driver.overtaken = ("d0",), "d7", 2
     snapshot = RunSnapshot()
     led.step(snapshot)

@@ -259,6 +259,13 @@ def test_loopback_is_told_to_others_only_where_the_coordinator_serves_this_machi
         assert unasked.without_unreachable_addresses(Etcd(["http://127.0.0.1:1"])) is unasked
 
 
+def test_a_peer_is_not_left_with_an_address_that_nobody_can_dial() -> None:
+    etcd: Any = SimpleNamespace(client_urls=lambda: ("https://10.0.0.9:1",))
+    everywhere = replace(access("elastic.peer=a"), bundle=BUNDLE, listen=("0.0.0.0:1",))
+    with pytest.raises(PeerError, match="where it can be dialled"):
+        replace(everywhere, advertise=("127.0.0.1:1",)).without_unreachable_addresses(etcd)
+
+
 def test_a_peer_is_found_by_each_variable_of_the_environment_where_the_recipe_is_silent(
     tmp_path, monkeypatch
 ) -> None:

@@ -437,3 +437,11 @@ def test_a_server_that_is_closed_leaves_no_descriptor_open() -> None:
     with RankServer(lambda event: None):
         assert len(opened()) > len(before)
     assert opened() <= before
+
+
+def test_a_directory_of_temporary_files_whose_path_is_too_long_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / ("d" * 100)))
+    (tmp_path / ("d" * 100)).mkdir()
+    with pytest.raises(PeerError, match=r"Nothing can listen at .*/parent") as refused:
+        RankServer(lambda event: None)
+    assert "TMPDIR" in refused.value.remedy and not [*(tmp_path / ("d" * 100)).iterdir()]

@@ -80,6 +80,15 @@ def test_another_rule_of_the_mixture_is_refused_until_a_state_says_which_one_the
     assert judged(mine, mine, commits={}) == (False, [])
 
 
+@pytest.mark.parametrize("text", ["\u3000", "\xa0", "x" * 2001])
+def test_settings_that_are_shown_otherwise_than_they_are_do_not_differ(text: str) -> None:
+    mine = {"run.seed": "1", "data.separator": text, RULE_KEY: "3"}
+    assert judged({**mine, RULE_KEY: "2"}, mine, commits={3: "a commit"}) == (False, [])
+    is_other, (refused, *_) = judged({**mine, "run.seed": "2"}, mine, commits={})
+    assert is_other and "separator" not in str(refused) and "run.seed is 2 there" in str(refused)
+    assert judged({**mine, "data.separator": text + "y"}, mine, commits={})[0]
+
+
 def process_of(incarnation: str, *, peer: str) -> Registration:
     """The registration of one process of a peer that wants to be listed."""
     settings = SimpleNamespace(incarnation=incarnation)

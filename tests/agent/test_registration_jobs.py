@@ -188,12 +188,12 @@ def test_what_was_measured_is_published_when_all_is_or_ten_seconds_after_the_las
     assert probing.published[1:] == ['{"b": 12.3, "c": 50.0, "d": 7.0}']
 
 
-@pytest.mark.parametrize("error", [OSError("out of reach"), PeerRefused("out of reach")])
+@pytest.mark.parametrize("kind", [OSError, PeerRefused, RuntimeError])
 def test_a_link_that_could_not_be_measured_is_tried_again_a_minute_later(
-    probing: Probing, caplog, error: Exception
+    probing: Probing, caplog, kind: type[Exception]
 ) -> None:
     caplog.set_level("INFO")
-    probing.rates["b"] = error
+    probing.rates["b"] = kind("out of reach")
     assert probing.update("a", "b", "c") == ["b"]
     assert probing.update("a", "b", "c") == ["b", "c"]
     assert caplog.messages == [

@@ -86,3 +86,20 @@ def test_copies_are_asked_for_once_served_and_no_longer_served_when_nobody_wants
     keeper.update(run())
     assert keeper.made == () and kept == [()]
     assert told[-1] == CopyState(keep=(), makes="")
+
+
+def test_a_copy_that_comes_when_nobody_wants_it_any_more_is_not_served(tmp_path: Path):
+    """A server holds its files open, and so the memory of a copy that the ranks have removed by then."""
+    told, served, reported = [], {}, []
+    server = SimpleNamespace(
+        offer=lambda directory, *, round, digest: served.update({digest: directory}),
+        keep=lambda digests: [served.pop(digest) for digest in set(served) - set(digests)],
+    )
+    local = SimpleNamespace(take_copies=lambda: [reported.pop()] if reported else [])
+    keeper = CopyKeeper(server, SimpleNamespace(send=told.append), local, me="p00")
+    keeper.update(run(listed("new", digest="own", wants="d5", overtaken=9)))
+    keeper.update(run())
+    reported.append(StateCopied(round=5, digest="d5", directory=tmp_path))
+    keeper.update(run())
+    assert (keeper.made, served) == ((), {})
+    assert told == [CopyState(keep=(), makes="d5"), CopyState(keep=(), makes="")]

@@ -267,6 +267,34 @@ def test_an_average_stays_where_it_is_once_the_ranks_hold_what_it_led_to(tmp_pat
     assert tmp_path.exists()
 
 
+def test_a_state_is_removed_too_where_averages_led_on_from_it_to_the_runs(tmp_path: Path):
+    ended: queue.Queue[None] = queue.Queue()
+    state = tmp_path / "fetched"
+    state.mkdir()
+
+    def fetch_average(commit, sources, *, ranks, at_once, cancelled):
+        return FetchedAverage(directory=tmp_path, peers=("a",), bytes=1)
+
+    averages: Any = SimpleNamespace(fetch=fetch_average, at_most=4)
+    sync = StateSync(
+        lambda commit, sources, *, cancelled: FetchedState(directory=state, leader=sources()[0], bytes=1),
+        me="b",
+        wake=lambda: ended.put(None),
+        averages=averages,
+    )
+    run = replace(snapshot(2), commits={n: snapshot(n).commits[n] for n in (1, 2)})
+    for begun, held, overtaken in ((snapshot(1), 0, 0), (run, 1, 1)):
+        behind = Behind(round=held, digest=f"d{held}", overtaken=overtaken, ranks=1)
+        assert sync.fetch(begun, now=1e9, behind=behind) is None
+        ended.get(timeout=DEADLINE_S)
+        assert sync.fetch(run, now=2e9, behind=replace(behind, overtaken=1)).is_average is bool(held)
+    sync.stop()
+    for thread in threading.enumerate():
+        if thread.name == "remove fetched":
+            thread.join(DEADLINE_S)
+    assert not state.exists() and tmp_path.exists()
+
+
 def test_a_peer_whose_ranks_hold_the_runs_state_no_longer_wants_one():
     ended: queue.Queue[None] = queue.Queue()
 

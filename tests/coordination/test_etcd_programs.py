@@ -22,6 +22,7 @@ from bloomery.coordination.etcd_process import (
     find_etcd,
     free_ports,
     launch,
+    start_member,
     start_single,
     version_of,
     wait_until_ready,
@@ -227,6 +228,22 @@ def test_an_etcd_that_never_is_ready_is_ended(tmp_path, clock: Clock) -> None:
     with pytest.raises(CoordinatorError, match=r"not ready after 3 s: electing"):
         wait_until_ready(server, within_s=3.0)
     assert process.notes[0] == signal.SIGTERM and clock.now == pytest.approx(3.0, abs=0.03)
+
+
+@pytest.mark.parametrize("place", ["write_record", "wait_until_ready"])
+def test_an_etcd_does_not_outlive_a_start_that_was_interrupted(tmp_path, monkeypatch, place: str) -> None:
+    started, popen = list[subprocess.Popen[bytes]](), subprocess.Popen
+
+    def interrupted(*asked: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(
+        etcd_process.subprocess, "Popen", lambda *a, **k: started.append(popen(*a, **k)) or started[0]
+    )
+    monkeypatch.setattr(etcd_process, place, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        start_member(member_in(tmp_path), program=program(tmp_path, "exec sleep 60"))
+    assert started[0].poll() in (-signal.SIGTERM, -signal.SIGKILL)
 
 
 def test_a_single_etcd_is_started_on_another_port_where_one_was_taken_meanwhile(

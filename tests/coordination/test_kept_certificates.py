@@ -20,6 +20,7 @@ from bloomery.coordination.credentials import (
     revoke,
 )
 from bloomery.coordination.gateway import Access
+from bloomery.errors import CoordinatorError
 from bloomery.protocol.keys import Keys
 
 pytest.importorskip("cryptography")
@@ -67,6 +68,14 @@ def test_all_peers_that_were_revoked_are_refused_again_each_in_its_run(
     )
     gone = [call[1]["name"] for call in etcd.calls if call[0] == "auth/user/delete"]
     assert gone == ["one/a", "one/b"], "the name of the third has a new account"
+
+
+@pytest.mark.parametrize("host", ["köln.example", "10.0.0.9:2379", "[::1]", "https://c.example", ""])
+def test_a_host_whose_name_a_certificate_cannot_have_is_told(tmp_path: Path, host: str) -> None:
+    with pytest.raises(CoordinatorError) as refused:
+        init_certificates(tmp_path, run="one", peers=["a"], hosts=(host,))
+    assert refused.value.message == f"a certificate cannot name the host {host!r}"
+    assert "xn--" in refused.value.remedy and "no port" in refused.value.remedy
 
 
 def test_a_watch_of_a_certificate_looks_from_its_beginning_until_it_is_closed(tmp_path: Path) -> None:

@@ -65,6 +65,19 @@ def test_an_average_for_which_there_is_no_room_is_not_begun(
     assert (place / "average-0").read_bytes() == CONTENT and (place / "average-1").read_bytes() == b"abc"
 
 
+@pytest.mark.parametrize("digest", ["../out", "{}/out", ".", ""])
+def test_nothing_is_written_where_a_commit_that_another_peer_wrote_leads_to(
+    tmp_path: Path, digest: str
+) -> None:
+    asked: list[None] = []
+    commit = example.commit(round=7, digest=digest.format(tmp_path))
+    with pytest.raises(PeerError, match="is no digest of a state"):
+        AverageFetcher(tmp_path / "missed", TRUST)(
+            commit, lambda: asked.append(None) or (), ranks=1, cancelled=lambda: False
+        )
+    assert not [*tmp_path.iterdir()] and not asked
+
+
 def test_a_connection_that_is_lost_now_and_then_brings_an_average_to_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

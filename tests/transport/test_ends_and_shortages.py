@@ -220,6 +220,24 @@ def test_a_newcomer_for_whom_there_is_no_thread_or_descriptor_is_closed_and_the_
     assert keeper._pause_s == PAUSE_S
 
 
+def test_a_peer_waits_at_a_relay_once_there_is_a_thread_for_it(monkeypatch) -> None:
+    dialled, told = queue.Queue[Contact](), threading.Event()
+
+    def dial(place: Contact) -> socket.socket:
+        dialled.put(place)
+        told.wait(DEADLINE_S)
+        raise OSError("the end")
+
+    waiting = state_relay.ReverseDialer(dial)
+    with monkeypatch.context() as full:
+        full.setattr(state_relay.threading, "Thread", no_thread)
+        waiting.keep_at([PLACE], lambda connection, address: None)
+    waiting.keep_at([PLACE], lambda connection, address: None)
+    assert dialled.get(timeout=DEADLINE_S) == PLACE
+    waiting.close()
+    told.set()
+
+
 def test_a_listener_that_is_closed_ends_its_threads_and_strangers_and_warns_of_nothing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -143,7 +143,7 @@ def test_what_is_advertised_has_the_port_that_was_taken_where_it_names_none():
         assert _advertised([listener, other], ()) == addresses_of([listener, other])
         told = _advertised([listener, other], ("one.example.org:0", "two.example.org:20"))
         assert told == (f"one.example.org:{port}", "two.example.org:20")
-        assert _advertised([], ("one.example.org:0",)) == ("one.example.org:0",)
+    assert _advertised([], ("one.example.org:20",)) == (), "nobody listens there"
 
 
 def test_a_connection_is_given_up_after_half_a_minute_of_silence_and_sooner_while_it_sends():

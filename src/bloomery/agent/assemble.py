@@ -45,7 +45,7 @@ from bloomery.transport.connection import Contact
 from bloomery.transport.connection_manager import ConnectionManager
 from bloomery.transport.handshake import OwnIdentity
 from bloomery.transport.sockets import RateLimiter, split_address
-from bloomery.transport.trust import Trust, is_loopback, trust_certificates
+from bloomery.transport.trust import Trust, is_any_address, is_loopback, trust_certificates
 
 
 class RoundJournal:
@@ -130,11 +130,12 @@ class PeerAccess:
         """Return the access without addresses of loopback where the coordinator serves other machines, too.
 
         It does where it is elsewhere, and where it is here and advertises an address that others can dial.
-        Without certificates a run is on one machine.
+        Without certificates a run is on one machine. Raises PeerError where nobody can dial what is left.
         """
         if self.bundle is None or not self.is_on_one_machine or _are_here(etcd.client_urls()):
             return self
         listen, advertise = map(_beyond_this_machine, (self.listen, self.advertise))
+        _refuse_strangers(listen, advertise, self.bundle)
         return replace(self, listen=listen, advertise=advertise, is_on_one_machine=False)
 
 
@@ -166,7 +167,6 @@ def access_of(recipe: Recipe, sources: Mapping[str, str], environment: Mapping[s
             f"'{bundle.account.run}', and this is '{peer}' of '{recipe.run.name}'.",
             remedy="Point elastic.certificates to this peer's own bundle, or leave elastic.peer empty.",
         )
-    _refuse_strangers(listen, advertise, bundle)
     if section.encrypt == "tls" and bundle is None:
         raise PeerError(
             "elastic.encrypt = 'tls' needs certificates.",
@@ -176,6 +176,7 @@ def access_of(recipe: Recipe, sources: Mapping[str, str], environment: Mapping[s
     is_here = _are_here(endpoints)
     if not is_here:
         listen, advertise = map(_beyond_this_machine, (listen, advertise))
+    _refuse_strangers(listen, advertise, bundle)
     _refuse_relay_without_address(section, listen)
     return PeerAccess(
         run=recipe.run.name,
@@ -232,7 +233,7 @@ def _refuse_strangers(listen: tuple[str, ...], advertise: tuple[str, ...], bundl
                 remedy="`bloomery coordinate --init-certs` makes a bundle for each peer; name it in "
                 "elastic.certificates.",
             )
-        if bundle is not None and not advertise and host in ("0.0.0.0", "::"):
+        if bundle is not None and address in (advertise or listen) and is_any_address(host):
             raise PeerError(
                 f"A peer that listens on {address} has to say where it can be dialled.",
                 remedy="Set elastic.advertise (or BLOOMERY_ADVERTISE): host:port, several with commas.",
@@ -257,7 +258,10 @@ def _beyond_this_machine(addresses: tuple[str, ...]) -> tuple[str, ...]:
 
 def _are_here(endpoints: Sequence[str]) -> bool:
     """Whether all URLs are of this machine."""
-    return all(is_loopback(urlsplit(endpoint).hostname or "") for endpoint in endpoints)
+    try:
+        return all(is_loopback(urlsplit(endpoint).hostname or "") for endpoint in endpoints)
+    except ValueError:  # one is no URL, which the coordinator's client refuses
+        return False
 
 
 def _listed(text: str) -> tuple[str, ...]:

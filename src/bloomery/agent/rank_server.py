@@ -78,6 +78,8 @@ class _RankEnd:
 class RankServer:
     """Accepts the ranks' connections and serves them on a thread of its own.
 
+    Raises PeerError where the path of its socket cannot be used, as one that is too long.
+
     Args:
         on_event: called on that thread with each event, one at a time.
     """
@@ -86,10 +88,18 @@ class RankServer:
         self._on_event = on_event
         remove_abandoned(Path(tempfile.gettempdir()), _PREFIX)
         self._directory = tempfile.TemporaryDirectory(prefix=_PREFIX)  # mode 0700
-        self._held = hold_directory(Path(self._directory.name))
         self.path = Path(self._directory.name) / "parent"
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._listener.bind(str(self.path))
+        try:
+            self._listener.bind(str(self.path))
+        except OSError as error:
+            self._listener.close()
+            self._directory.cleanup()
+            raise PeerError(
+                f"Nothing can listen at {self.path} for the ranks of this peer: {error.strerror or error}.",
+                remedy="Point TMPDIR to a directory of a shorter path: a socket's has 107 bytes at most.",
+            ) from error
+        self._held = hold_directory(Path(self._directory.name))
         self._listener.listen(_MAX_RANKS)
         self._wake, self._woken = socket.socketpair()
         self._lock = threading.Lock()

@@ -23,7 +23,7 @@ from bloomery.coordination.membership import Membership
 from bloomery.coordination.snapshot import ListedMember, RunSnapshot
 from bloomery.data.position import RULE_KEY
 from bloomery.errors import CoordinatorError
-from bloomery.protocol.encoding import decode_settings, encode_settings
+from bloomery.protocol.encoding import decode_settings, encode_settings, printable
 from bloomery.protocol.records import Member
 from bloomery.transport.bandwidth_probe import ProbeSizes
 from bloomery.transport.connection import Contact
@@ -182,7 +182,7 @@ class BandwidthReports:
             measured = self._context.connection_manager.probe(
                 contact, sizes=sizes, deadline_s=limits.connect_s
             )
-        except (PeerRefused, OSError) as error:
+        except (PeerRefused, OSError, RuntimeError) as error:  # RuntimeError: no thread is left
             self._put_off(member, error)
             return
         self._measured[member.peer] = (member.incarnation, measured.mbit_s)
@@ -301,9 +301,12 @@ class Admission:
             self._asked = None
             return
         theirs = decode_settings(entry.value)
-        mine = {key: value for key, value in self.settings.items() if key not in without}
-        differing = differences({key: theirs[key] for key in theirs if key not in without}, mine)
-        if differing or fingerprint(theirs) != asked:
+        # The record lacks unprintable characters and the end of a long text; the fingerprint is of all.
+        mine = {key: printable(value) for key, value in self.settings.items()}
+        alike = {key: self.settings[key] for key in mine if theirs.get(key) == mine[key]}
+        compared = {key: value for key, value in mine.items() if key not in without}
+        differing = differences({key: theirs[key] for key in theirs if key not in without}, compared)
+        if differing or fingerprint({**theirs, **alike}) != asked:
             self._refuse(SettingsMismatch(first, differing))
         else:
             self._alike |= {asked}

@@ -168,12 +168,13 @@ class CopyKeeper:
             if copy.digest not in self.made and self._serve(copy):
                 self.made = (*self.made, copy.digest)
         wanted = copies_wanted(snapshot, me=self._me, made=self.made)
-        if wanted == self._told:
-            return
-        self._told = wanted
+        # The ranks may have been told before: a copy may come when nobody wants it any more.
         if set(wanted.keep) < set(self.made):
             self.made = wanted.keep
             self._server.keep(self.made)
+        if wanted == self._told:
+            return
+        self._told = wanted
         self._ranks.send(wanted)
 
     def _serve(self, copy: StateCopied) -> bool:

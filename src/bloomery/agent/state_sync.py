@@ -243,7 +243,7 @@ class StateSync:
         if fetched is not None:
             self._sought = None
             if (fetched.commit, fetched.is_average) == (sought.commit, sought.is_average):
-                self._given = None if fetched.is_average else fetched
+                self._given = self._given if fetched.is_average else fetched
                 return fetched
         if self._sought is not None and self._sought.is_like(sought):
             self._sought.is_earlier = sought.is_earlier

@@ -292,6 +292,7 @@ def _serve(options: Namespace) -> int:
             remedy="Make them with --init-certs and add --certificates DIR, or listen on 127.0.0.1.",
         )
     program = find_etcd()
+    version = version_of(program)
     raise_descriptor_limit()  # the etcd inherits it
     files = None if options.certificates is None else server_certificates(options.certificates)
     with serving(options.data):
@@ -300,7 +301,7 @@ def _serve(options: Namespace) -> int:
             print(f"taken over   the etcd that a coordinator left running (process {server.process.pid})")
         else:
             server = start_single(options.data, host=host, port=port, certificates=files, program=program)
-        return _attend(server, options, version_of(program))
+        return _attend(server, options, version)
 
 
 def _attend(server: EtcdServer, options: Namespace, version: tuple[int, ...]) -> int:

@@ -14,6 +14,7 @@ import contextlib
 import datetime
 import importlib.util
 import ipaddress
+import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -357,6 +358,11 @@ def _host_names(hosts: Sequence[str]) -> list[x509.GeneralName]:
         try:
             names.append(x509.IPAddress(ipaddress.ip_address(host)))
         except ValueError:
+            if re.fullmatch(r"[A-Za-z0-9*._-]+", host) is None:
+                raise CoordinatorError(
+                    f"a certificate cannot name the host {host!r}",
+                    remedy="Write its name in ASCII (xn--…), or its address, and no port.",
+                ) from None
             names.append(x509.DNSName(host))
     return names
 

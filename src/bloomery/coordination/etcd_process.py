@@ -252,7 +252,11 @@ def start_member(member: EtcdMember, *, program: Path | None = None) -> EtcdServ
     The members of a larger cluster become ready together: `launch` all of them before you wait for one.
     """
     server = launch(member, program=program)
-    wait_until_ready(server)
+    try:
+        wait_until_ready(server)
+    except BaseException:  # such as Ctrl-C, which does not reach the etcd
+        server.stop()
+        raise
     return server
 
 
@@ -274,18 +278,23 @@ def launch(member: EtcdMember, *, program: Path | None = None) -> EtcdServer:
             env=environment,
             start_new_session=True,  # Ctrl-C reaches only this process, which then ends etcd
         )
-    write_record(
-        member.data,
-        EtcdProcessRecord(
-            process=process.pid,
-            born=process_identity(process.pid),
-            host=member.host,
-            port=member.port,
-            peer_port=member.peer_port,
-            certificates=_paths(member.certificates),
-        ),
-    )
-    return EtcdServer(member, process)
+    server = EtcdServer(member, process)
+    try:
+        write_record(
+            member.data,
+            EtcdProcessRecord(
+                process=process.pid,
+                born=process_identity(process.pid),
+                host=member.host,
+                port=member.port,
+                peer_port=member.peer_port,
+                certificates=_paths(member.certificates),
+            ),
+        )
+    except BaseException:  # without a record nobody would find it again
+        server.kill()
+        raise
+    return server
 
 
 def wait_until_ready(server: EtcdServer, *, within_s: float = READY_S) -> None:

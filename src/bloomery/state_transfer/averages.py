@@ -21,7 +21,7 @@ from bloomery.errors import PeerError, free_bytes, storage_error
 from bloomery.protocol.records import Commit
 from bloomery.state_transfer.client import FAILURES, RUN_S
 from bloomery.state_transfer.partial_checkpoint import BlockRun, MissingBlocks, runs_of, write_at
-from bloomery.state_transfer.served_states import average_file
+from bloomery.state_transfer.served_states import average_file, is_digest
 from bloomery.state_transfer.source import (
     CONNECT_S,
     NotYetServed,
@@ -86,6 +86,10 @@ class AverageFetcher:
         at_once: the number of peers that are fetched from; with 1 all of it comes from one peer.
         cancelled: called often; the fetch is given up when it returns True.
         """
+        if not is_digest(commit.digest):  # another peer wrote it, and it is to be the name of a directory
+            raise PeerError(
+                f"{commit.digest!r} is no digest of a state", remedy="Is it of this version of bloomery?"
+            )
         place = self._directory / commit.digest[:_SHOWN]
         for path in self._directory.glob("*"):
             if path != place:

@@ -229,10 +229,13 @@ class ConnectionManager:
 
 
 def _advertised(sockets: Sequence[socket.socket], advertise: Sequence[str]) -> tuple[str, ...]:
-    """Return the addresses to advertise, in which the port that was taken replaces port 0."""
-    if not advertise:
+    """Return the addresses to advertise, in which the port that was taken replaces port 0.
+
+    A peer that does not listen has none, whatever it was to advertise.
+    """
+    if not advertise or not sockets:
         return addresses_of(sockets)
-    port = str(sockets[0].getsockname()[1]) if sockets else "0"
+    port = str(sockets[0].getsockname()[1])
     return tuple(
         address.removesuffix("0") + port if address.endswith(":0") else address for address in advertise
     )

@@ -210,8 +210,13 @@ class ReverseDialer:
         for place in self._keepers.keys() - set(places):
             self._keepers.pop(place).end()
         for place in set(places) - self._keepers.keys():
-            keeper = self._keepers[place] = _Keeper(place, self._dial, serve)
-            threading.Thread(target=keeper.run, name="waiting", daemon=True).start()
+            keeper = _Keeper(place, self._dial, serve)
+            try:
+                threading.Thread(target=keeper.run, name="waiting", daemon=True).start()
+            except RuntimeError as error:  # no thread is left: the next call tries it again
+                log.info("this peer cannot wait at '%s' for newcomers: %s", place.peer, error)
+                continue
+            self._keepers[place] = keeper
 
     def close(self) -> None:
         """End all connections that wait."""

@@ -136,6 +136,14 @@ def is_loopback(host: str) -> bool:
     return address.is_loopback
 
 
+def is_any_address(host: str) -> bool:
+    """Whether an address stands for all of a machine, so that it can be listened on and not be dialled."""
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return host == ""
+
+
 def check_names(connection: ssl.SSLSocket, peer: str) -> None:
     """Raise PeerRefused if the certificate of the other end does not name `peer`."""
     names = _names(connection)
