@@ -38,6 +38,7 @@ from bloomery.checkpoint.remote.remote_run import (
 )
 from bloomery.checkpoint.writer.store_place import SAVING, enter_stored
 from bloomery.config.checkpoint import BackupSection, CheckpointSection
+from bloomery.config.environment import OfflineRefused
 from bloomery.config.recipe import Recipe
 from bloomery.errors import CheckpointError, StorageError
 from bloomery.events.incarnation import Base, begin, merge_records
@@ -330,14 +331,14 @@ class CombinedBackups:
         A place that cannot be reached, or that holds only the weights, is logged and passed over where
         another has something. What one place still shows may be left behind by a rewind that only another
         knows.
-        Raises StorageError and CheckpointError where none has.
+        Raises StorageError, OfflineRefused and CheckpointError where none has.
         """
         copies: list[RemoteCheckpoint] = []
-        failures: list[CheckpointError | StorageError] = []
+        failures: list[CheckpointError | StorageError | OfflineRefused] = []
         for backup in self._backups:
             try:
                 copies += backup.restorable(instead_of=instead_of, up_to_step=up_to_step, warns=False)
-            except (CheckpointError, StorageError) as error:
+            except (CheckpointError, StorageError, OfflineRefused) as error:
                 failures.append(error)
         if failures and not copies:
             raise failures[0]
