@@ -130,6 +130,23 @@ def test_a_note_in_another_encoding_is_shown_as_far_as_it_can_be(tmp_path: Path)
     assert note_of(tmp_path / "stop") == "armed by caf\N{REPLACEMENT CHARACTER}: quota"
 
 
+def test_a_request_is_added_to_what_a_person_wrote_by_hand(tmp_path: Path):
+    run = RunDirectory(tmp_path)
+    run.control_dir.mkdir()
+    run.control("skip").write_bytes(b"10:20 # caf\xe9")
+    write_request(run, "skip", "30:40", keep=True)
+    assert run.control("skip").read_text().splitlines() == ["10:20 # caf\N{REPLACEMENT CHARACTER}", "30:40"]
+
+
+def test_a_request_that_the_run_takes_meanwhile_is_no_hindrance_to_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    run = RunDirectory(tmp_path)
+    monkeypatch.setattr(Path, "exists", lambda path: True)
+    write_request(run, "skip", "30:40", keep=True)
+    assert run.control("skip").read_text() == "30:40\n"
+
+
 @pytest.mark.parametrize("name", ["stop", "save"])
 def test_a_switch_of_a_run_is_disarmed_with_the_run_and_that_of_a_group_without_one(name: str):
     rundir = RunDirectory(Path("runs/a b"))

@@ -104,10 +104,19 @@ def write_request(rundir: RunDirectory, request: str, line: str, *, keep: bool) 
     path = rundir.control(request)
     try:
         durable.make_directory(path.parent)
-        waiting = path.read_text(encoding="utf-8") if keep and path.exists() else ""
+        waiting = _waiting(path) if keep else ""
         durable.write_whole(path, f"{waiting}{line}\n")
     except OSError as error:
         raise storage_error(error, path=path, doing="Asking the run") from error
+
+
+def _waiting(path: Path) -> str:
+    """Return the lines that wait in a control file, the last one ended; "" where the run has taken them."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return ""
+    return text if not text or text.endswith("\n") else f"{text}\n"  # people write files without an end
 
 
 def note_of(path: Path) -> str:
