@@ -10,7 +10,8 @@ import pytest
 from bloomery.cli import main
 from bloomery.errors import StorageError
 from bloomery.events.run_directory import RunDirectory
-from bloomery.events.switches import Switches, arm, disarming, note_of, write_request
+from bloomery.events.switches import Switches, arm, disarming, note_of, switch_places, write_request
+from bloomery.operate.departure import maintenance_files
 
 
 def test_a_switch_in_any_directory_is_armed_until_its_file_is_gone(tmp_path: Path):
@@ -21,6 +22,15 @@ def test_a_switch_in_any_directory_is_armed_until_its_file_is_gone(tmp_path: Pat
     assert note_of(tmp_path / "stop").startswith("armed by ")
     (tmp_path / "stop").unlink()
     assert switches.armed("stop") is None
+
+
+def test_a_directory_of_switches_may_be_given_from_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    arm(tmp_path / "our switches" / "stop")
+    run = RunDirectory(tmp_path / "run")
+    assert Switches.of_run(run, "~/our switches").armed("stop") == tmp_path / "our switches" / "stop"
+    assert maintenance_files(run, "~/x") == [run.control_dir / "maintenance", tmp_path / "x" / "maintenance"]
+    assert switch_places("") == [] and switch_places("a/b") == [Path("a/b")]
 
 
 def test_a_save_that_was_taken_is_gone_in_every_directory(tmp_path: Path):

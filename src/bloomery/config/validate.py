@@ -46,6 +46,8 @@ def backup_mistakes(
     elif parts.username or parts.password or parts.query:
         problem = "holds credentials, which do not belong in a recipe: it is journalled and shared"
         remedy = "Put them into the environment (AWS_ACCESS_KEY_ID, …) and write only the bucket and path."
+    elif "#" in section.url:
+        problem, remedy = "holds a '#', and what follows it names no place", "Write it as %23."
     elif not (parts.netloc or parts.scheme == "file"):
         problem, remedy = "names no bucket", "Write s3://bucket/path."
     elif parts.scheme == "file" and not names_a_directory(section.url):

@@ -42,7 +42,7 @@ class Switches:
     @classmethod
     def of_run(cls, rundir: RunDirectory, directory: str) -> Switches:
         """Return the switches of a run. directory: where more are (`control.directory`); "": nowhere."""
-        return cls([rundir.control_dir, *([Path(directory)] if directory else [])])
+        return cls([rundir.control_dir, *switch_places(directory)])
 
     def armed(self, name: str) -> Path | None:
         """Return the first file of a switch that was not taken; None where the switch is not armed."""
@@ -75,6 +75,11 @@ class Switches:
             self._refused.add(path)
             return None
         return facts.st_ino, facts.st_mtime_ns
+
+
+def switch_places(directory: str) -> list[Path]:
+    """Return where a run's recipe has more switches (`control.directory`), `~` replaced; [] for nowhere."""
+    return [Path(os.path.expanduser(directory))] if directory else []  # noqa: PTH111  — see config.find.from_home
 
 
 def disarming(armed: Path, rundir: RunDirectory) -> str:

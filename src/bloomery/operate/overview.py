@@ -14,6 +14,7 @@ from bloomery.config.recipe import Recipe
 from bloomery.errors import BloomeryError, ConfigError
 from bloomery.events.journal import read_tail
 from bloomery.events.run_directory import RunDirectory
+from bloomery.events.switches import switch_places
 from bloomery.operate.exclusions import Exclusions
 from bloomery.operate.ledger.figures import duration
 from bloomery.operate.ledger.operations import finite
@@ -85,7 +86,7 @@ def overview(rundir: RunDirectory) -> RunOverview:
             warnings.append(damage.message)
         jobs, silent = jobs_of_run(rundir, recipe)
         warnings += [silent] if silent else []
-        switches = [Path(recipe.control.directory)] if recipe.control.directory else []
+        switches = switch_places(recipe.control.directory)
     seen = observe_run(rundir, jobs, switches=switches, silent=silent)
     shm = shm_of_nodes(seen)
     little_shm = shm_warning(shm)
