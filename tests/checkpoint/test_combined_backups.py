@@ -32,7 +32,7 @@ class Place:
         self.items = [
             CommittedCheckpoint(step=step, incarnation=1, directory=Path(str(step))) for step in items
         ]
-        self.failure, self.asked = failure, list[object]()
+        self.failure, self.asked, self.marked = failure, list[object](), set[str]()
         self.on_all_copied: Callable[[], None] = lambda: None
 
     def wake(self) -> None:
@@ -115,6 +115,27 @@ def test_a_bucket_that_no_network_may_be_used_for_is_passed_over_where_a_disk_ha
         CombinedBackups([bucket, Place()]).restorable()  # type: ignore[list-item]
     found = CombinedBackups([bucket, Place("step-000010.i001")]).restorable()  # type: ignore[list-item]
     assert [copy.name for copy in found] == ["step-000010.i001"]
+
+
+def test_what_one_place_marks_as_suspect_is_taken_from_no_other(rundir: RunDirectory, tmp_path: Path) -> None:
+    places = [Objects(f"file://{tmp_path}/{name}/run") for name in ("near", "far")]
+    for remote in places:
+        for name in ("step-000010.i001", "step-000020.i001"):
+            remote.put(f"checkpoints/{name}/manifest.json", b"{}")
+    combined = CombinedBackups(
+        [
+            Backup(rundir, BackupSection(url=f"file://{tmp_path}/{name}"), run_name="run")
+            for name in ("near", "far")
+        ]
+    )
+    places[1].put("checkpoints/step-000020.i001/suspect.json", b'{"why": "rank 3 erred"}')
+    assert [copy.name for copy in combined.restorable()] == ["step-000010.i001"]
+    places[0].put("checkpoints/step-000010.i001/suspect.json", b'{"why": "rank 3 erred"}')
+    with pytest.raises(
+        CheckpointError, match=r"every checkpoint is suspect .*step-000010\.i001, step-000020"
+    ):
+        combined.restorable()
+    assert combined.restorable(up_to_step=30) == []
 
 
 @pytest.mark.parametrize(
