@@ -79,7 +79,7 @@ class Switches:
 
 def switch_places(directory: str) -> list[Path]:
     """Return where a run's recipe has more switches (`control.directory`), `~` replaced; [] for nowhere."""
-    return [Path(os.path.expanduser(directory))] if directory else []  # noqa: PTH111  — see config.find.from_home
+    return [Path(os.path.expanduser(directory))] if directory else []  # noqa: PTH111  — it raises no error
 
 
 def disarming(armed: Path, rundir: RunDirectory) -> str:
