@@ -249,6 +249,15 @@ def test_where_even_the_old_blocks_cannot_be_written_a_sign_of_life_is_refused(t
         durable.refresh(tmp_path / "first", "1")
 
 
+def test_a_sign_of_life_may_name_a_path_that_is_no_utf8_on_a_full_disk_too(tmp_path: Path, monkeypatch):
+    path = tmp_path / "heartbeat"
+    durable.refresh(path, "caf\udce9")
+    assert path.read_text() == "caf?"
+    monkeypatch.setattr(durable, "write_whole_unsynced", lambda *_: _full_disk())
+    durable.refresh(path, "tea\udce9")
+    assert path.read_text() == "tea?"
+
+
 def test_a_published_file_is_synced_before_it_gets_its_name(tmp_path: Path):
     (tmp_path / "draft").write_text("x")
     with recorded() as calls:

@@ -178,6 +178,19 @@ def test_an_address_of_no_kind_is_refused() -> None:
         Objects("ftp://host/path")
 
 
+@pytest.mark.parametrize("name", ["disk/there", "~/there", "there"])
+def test_a_file_url_without_a_whole_path_is_refused_and_makes_no_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    made = list[Path]()
+    monkeypatch.setattr("bloomery.durable.make_directory", made.append)
+    with pytest.raises(StorageError, match="names no directory of this machine") as refused:
+        Objects(f"file://{name}")
+    assert "file:///path" in refused.value.remedy and not made
+    Objects(f"file://localhost{tmp_path}/x")
+    assert set(made) == {tmp_path / "x"}
+
+
 def test_all_pieces_of_a_read_are_of_one_version_of_the_object(server: Served, tmp_path: Path) -> None:
     store = Objects(server.url, patience_s=5)
     mark = store.stat("one").mark

@@ -74,7 +74,7 @@ def refresh(path: Path, content: str) -> None:
     except OSError as refused:
         if refused.errno not in _FULL or not path.exists():
             raise
-        _write_over(path, content.encode())
+        _write_over(path, content.encode(errors="replace"))
 
 
 def write_new(path: Path, content: bytes | str, *, mode: int = 0o666) -> None:

@@ -12,10 +12,12 @@ import pytest
 
 from bloomery.checkpoint.format.catalogue import CommittedCheckpoint, record_copy
 from bloomery.checkpoint.format.source import RemoteCheckpoint
+from bloomery.checkpoint.remote.backup import Backup
 from bloomery.checkpoint.remote.backup_duty import Duty, write_duty
 from bloomery.checkpoint.remote.places import CombinedBackups, _name_in, sections, waiting_for_copies
 from bloomery.checkpoint.save.direct import save_checkpoint
 from bloomery.config.checkpoint import BackupSection
+from bloomery.config.environment import OfflineRefused
 from bloomery.errors import CheckpointError, StorageError
 from bloomery.events.incarnation import begin
 from bloomery.events.run_directory import RunDirectory
@@ -30,7 +32,7 @@ class Place:
         self.items = [
             CommittedCheckpoint(step=step, incarnation=1, directory=Path(str(step))) for step in items
         ]
-        self.failure, self.asked = failure, list[object]()
+        self.failure, self.asked, self.marked = failure, list[object](), set[str]()
         self.on_all_copied: Callable[[], None] = lambda: None
 
     def wake(self) -> None:
@@ -102,6 +104,38 @@ def test_a_place_that_fails_is_passed_over_only_where_another_has_something(
     assert len(both(down, Place("step-000010.i001"), weights).restorable()) == 1
     assert caplog.text.count("was passed over") == 2
     assert both(Place(), Place()).restorable() == []
+
+
+def test_a_bucket_that_no_network_may_be_used_for_is_passed_over_where_a_disk_has_something(
+    rundir: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BLOOMERY_OFFLINE", "1")
+    bucket = Backup(rundir, BackupSection(url="s3://bucket/x"), run_name="run")
+    with pytest.raises(OfflineRefused):
+        CombinedBackups([bucket, Place()]).restorable()  # type: ignore[list-item]
+    found = CombinedBackups([bucket, Place("step-000010.i001")]).restorable()  # type: ignore[list-item]
+    assert [copy.name for copy in found] == ["step-000010.i001"]
+
+
+def test_what_one_place_marks_as_suspect_is_taken_from_no_other(rundir: RunDirectory, tmp_path: Path) -> None:
+    places = [Objects(f"file://{tmp_path}/{name}/run") for name in ("near", "far")]
+    for remote in places:
+        for name in ("step-000010.i001", "step-000020.i001"):
+            remote.put(f"checkpoints/{name}/manifest.json", b"{}")
+    combined = CombinedBackups(
+        [
+            Backup(rundir, BackupSection(url=f"file://{tmp_path}/{name}"), run_name="run")
+            for name in ("near", "far")
+        ]
+    )
+    places[1].put("checkpoints/step-000020.i001/suspect.json", b'{"why": "rank 3 erred"}')
+    assert [copy.name for copy in combined.restorable()] == ["step-000010.i001"]
+    places[0].put("checkpoints/step-000010.i001/suspect.json", b'{"why": "rank 3 erred"}')
+    with pytest.raises(
+        CheckpointError, match=r"every checkpoint is suspect .*step-000010\.i001, step-000020"
+    ):
+        combined.restorable()
+    assert combined.restorable(up_to_step=30) == []
 
 
 @pytest.mark.parametrize(

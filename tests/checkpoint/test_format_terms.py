@@ -34,6 +34,7 @@ from bloomery.checkpoint.format.manifest import (
 from bloomery.checkpoint.format.source import STORED_AT, RemoteCheckpoint, StoredCheckpoint, source_of
 from bloomery.checkpoint.format.state import Box, StateEntry, collect, whole
 from bloomery.checkpoint.save.direct import save_checkpoint
+from bloomery.config.environment import OfflineRefused
 from bloomery.errors import CheckpointError, StorageError
 from bloomery.objects import Objects, StoreUnreachable
 
@@ -281,6 +282,22 @@ def test_of_a_checkpoint_elsewhere_only_the_manifest_and_the_mark_are_read_here(
         assert file.read_into([memoryview(view)], begin=0) == 5
     assert bytes(view) == b"there"
     assert source.stored_url(entry) == there.url
+
+
+def test_what_the_entry_of_a_checkpoint_elsewhere_says_needs_no_store_and_makes_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = tmp_path / "step-000003.i001"
+    entry.mkdir()
+    (entry / "manifest.json").write_bytes(b"here")
+    for url, refusal in [(f"file://{tmp_path}/unmounted", StorageError), ("s3://bucket/x", OfflineRefused)]:
+        (entry / STORED_AT).write_text(json.dumps({"url": url}))
+        monkeypatch.setenv("BLOOMERY_OFFLINE", "1")
+        found = source_of(entry)
+        assert found.content("manifest.json", at_most=9) == b"here" and found.place("f") == f"{url}/f"
+        with pytest.raises(refusal):
+            found.size("f")
+    assert list(tmp_path.iterdir()) == [entry]
 
 
 def test_boxes_have_sizes_windows_and_common_parts() -> None:

@@ -17,6 +17,7 @@ from bloomery.checkpoint.format.suspects import (
     marks_to_send,
     send_marks,
     trusted,
+    unmarked,
     why_suspect,
 )
 from bloomery.cli import main
@@ -51,6 +52,16 @@ def test_a_start_and_a_rewind_pass_over_what_is_suspect_and_say_so(
         facts_of(rundir.checkpoints / name, capsys)["suspect"] for name in ("step-000010.i001", names[0])
     ]
     assert shown == ["", "rank 3 erred"]
+
+
+def test_a_copy_in_memory_of_what_is_marked_on_the_disk_is_not_gone_on_from(rundir: RunDirectory) -> None:
+    run = Run()
+    store, _ = begun(rundir, run)
+    save_at(store, run, 10, 20, 30)
+    store.mark_suspects(clean_step=15, why="rank 3 erred")
+    assert unmarked(rundir, [(10, 1), (20, 1), (30, 1), (40, 1), (40, 0)]) == {(10, 1), (40, 1)}
+    (rundir.checkpoints / "step-000030.i001" / SUSPECT).unlink()  # a person trusts it
+    assert unmarked(rundir, [(20, 1), (30, 1)]) == {(30, 1)}
 
 
 def test_a_run_of_suspects_alone_is_refused_until_a_person_trusts_one(rundir: RunDirectory) -> None:

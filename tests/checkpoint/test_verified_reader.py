@@ -1,6 +1,7 @@
 """Ranged reads, verified by the block: nothing else than the file's bytes, none beyond its end."""
 
 import errno
+import fcntl
 import os
 from pathlib import Path
 
@@ -73,6 +74,22 @@ def test_where_direct_reads_are_refused_files_are_read_back_plainly(
 
     monkeypatch.setattr(os, "open", refusing)
     assert read_back(tmp_path, [record_of("a.bin", content)]) == told
+
+
+@pytest.mark.parametrize("refused_from", [0, 5000])
+def test_where_a_file_opens_for_direct_reads_and_then_refuses_them_it_is_read_back_plainly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused_from: int
+) -> None:
+    content, read = os.urandom(5000), os.preadv
+    (tmp_path / "a.bin").write_bytes(content)
+
+    def refusing(file: int, views: list[memoryview], offset: int) -> int:
+        if offset >= refused_from and fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "refused")
+        return read(file, views, offset)
+
+    monkeypatch.setattr(os, "preadv", refusing)
+    assert read_back(tmp_path, [record_of("a.bin", content)]) == ""
 
 
 @st.composite

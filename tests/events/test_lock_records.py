@@ -267,3 +267,32 @@ def test_on_a_full_disk_what_makes_room_runs_under_the_lock_alone_and_training_d
             lock_run(rundir, doing="pruned")
     monkeypatch.setattr(durable, "write_whole_unsynced", lambda path, content: path.write_text(content))
     lock_run(rundir).close()
+
+
+def test_an_end_on_a_disk_that_has_become_read_only_frees_the_run_and_hides_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(path: Path, *, missing_ok: bool = False) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    rundir = RunDirectory(tmp_path / "run").create()
+    told = pytest.raises(StorageError, match="saving")
+    with monkeypatch.context() as patch, told, lock_run(rundir) as holder:
+        patch.setattr(Path, "unlink", refuse)
+        raise StorageError("saving failed")
+    assert rundir.holder.exists() and "cannot be removed: Read-only file system" in caplog.text
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(holder._lock.file)
+
+
+def test_where_the_age_of_another_machines_hold_cannot_be_learned_the_disks_error_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, *given: object, **more: object) -> None:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), str(path))
+
+    rundir = RunDirectory(tmp_path / "run").create()
+    rundir.holder.write_text(json.dumps({"host": "elsewhere", "machine": "another", "pid": 3}))
+    monkeypatch.setattr(Path, "touch", full)
+    with pytest.raises(StorageError, match=r"Taking the run failed at .*holder\.json: Disk quota exceeded"):
+        lock_run(rundir, doing="pruned")

@@ -36,7 +36,8 @@ def test_there_are_five_requests(tmp_path: Path):
 
 def test_every_file_of_a_run_has_a_place_of_its_own_in_its_directory(tmp_path: Path):
     rundir = RunDirectory(tmp_path)
-    names = [name for name, item in vars(RunDirectory).items() if isinstance(item, property)]
+    properties = [name for name, item in vars(RunDirectory).items() if isinstance(item, property)]
+    names = [name for name in properties if name != "name"]
     places = [
         *(getattr(rundir, name) for name in names),
         *(rundir.control(request) for request in CONTROLS),
@@ -76,6 +77,15 @@ def test_the_journals_of_a_run_are_those_of_its_ranks_by_name(tmp_path: Path):
         rundir.journal(rank=rank).touch()
     rundir.journal().with_suffix(".partial").touch()
     assert rundir.journals() == [rundir.journal(rank=rank) for rank in range(4)]
+
+
+@pytest.mark.parametrize(("here", "path"), [("mine", "."), ("mine/control", ".."), ("mine", "control/..")])
+def test_a_run_that_is_given_from_within_has_the_name_of_its_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: str, path: str
+):
+    RunDirectory(tmp_path / "mine").create()
+    monkeypatch.chdir(tmp_path / here)
+    assert RunDirectory(path).name == "mine"
 
 
 def test_a_run_may_be_named_by_a_text(tmp_path: Path):

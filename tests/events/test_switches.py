@@ -10,7 +10,8 @@ import pytest
 from bloomery.cli import main
 from bloomery.errors import StorageError
 from bloomery.events.run_directory import RunDirectory
-from bloomery.events.switches import Switches, arm, disarming, note_of, write_request
+from bloomery.events.switches import Switches, arm, disarming, note_of, switch_places, write_request
+from bloomery.operate.departure import maintenance_files
 
 
 def test_a_switch_in_any_directory_is_armed_until_its_file_is_gone(tmp_path: Path):
@@ -23,10 +24,13 @@ def test_a_switch_in_any_directory_is_armed_until_its_file_is_gone(tmp_path: Pat
     assert switches.armed("stop") is None
 
 
-def test_a_runs_switches_may_be_in_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_directory_of_switches_may_be_given_from_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    arm(tmp_path / "stop")
-    assert Switches.of_run(RunDirectory(tmp_path / "run"), "~").armed("stop") == tmp_path / "stop"
+    arm(tmp_path / "our switches" / "stop")
+    run = RunDirectory(tmp_path / "run")
+    assert Switches.of_run(run, "~/our switches").armed("stop") == tmp_path / "our switches" / "stop"
+    assert maintenance_files(run, "~/x") == [run.control_dir / "maintenance", tmp_path / "x" / "maintenance"]
+    assert switch_places("") == [] and switch_places("a/b") == [Path("a/b")]
 
 
 def test_a_save_that_was_taken_is_gone_in_every_directory(tmp_path: Path):
@@ -134,6 +138,23 @@ def test_a_save_that_its_author_takes_back_meanwhile_is_taken_without_a_warning(
 def test_a_note_in_another_encoding_is_shown_as_far_as_it_can_be(tmp_path: Path):
     (tmp_path / "stop").write_bytes(b"armed by caf\xe9: quota\n")
     assert note_of(tmp_path / "stop") == "armed by caf\N{REPLACEMENT CHARACTER}: quota"
+
+
+def test_a_request_is_added_to_what_a_person_wrote_by_hand(tmp_path: Path):
+    run = RunDirectory(tmp_path)
+    run.control_dir.mkdir()
+    run.control("skip").write_bytes(b"10:20 # caf\xe9")
+    write_request(run, "skip", "30:40", keep=True)
+    assert run.control("skip").read_text().splitlines() == ["10:20 # caf\N{REPLACEMENT CHARACTER}", "30:40"]
+
+
+def test_a_request_that_the_run_takes_meanwhile_is_no_hindrance_to_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    run = RunDirectory(tmp_path)
+    monkeypatch.setattr(Path, "exists", lambda path: True)
+    write_request(run, "skip", "30:40", keep=True)
+    assert run.control("skip").read_text() == "30:40\n"
 
 
 @pytest.mark.parametrize("name", ["stop", "save"])

@@ -121,15 +121,12 @@ def test_memory_is_taken_where_it_is_at_least_as_new_as_the_disk(
         return found
 
     monkeypatch.setattr(checkpoint_store, "MemoryReplicas", lambda *told: told)
-    monkeypatch.setattr(
-        checkpoint_store, "read_incarnations", lambda rundir: f"incarnations of {rundir.path}"
-    )
-    monkeypatch.setattr(checkpoint_store, "visible", lambda *told: told)
+    monkeypatch.setattr(checkpoint_store, "unmarked", lambda rundir, bases: (f"of {rundir.path}", bases))
     monkeypatch.setattr(checkpoint_store, "find_in_memory", find)
     store._load = lambda source, parts, readers: "restored"  # type: ignore[method-assign,assignment]
     names = [] if on_disk is None else [["", Saved(on_disk).name], ["", Saved(4).name]]
     assert (store._from_memory(names, {}) == "restored") is is_taken
-    assert asked == [((Path("/memory"), "run", "life"), ("bases", "incarnations of run"))]
+    assert asked == [((Path("/memory"), "run", "life"), ("of run", "bases"))]
     monkeypatch.setattr(checkpoint_store, "identity", lambda rundir: "")
     assert store._from_memory(names, {}) is None  # what memory holds for this path is another run's
     monkeypatch.setattr(checkpoint_store, "identity", lambda rundir: "life")

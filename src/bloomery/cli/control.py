@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from bloomery.cli.argument_values import MOST, not_negative
 from bloomery.cli.arguments import parser
-from bloomery.config.find import from_home
 from bloomery.errors import BloomeryError, storage_error
 from bloomery.events.run_directory import RunDirectory
-from bloomery.events.switches import Switches, arm, note_of
+from bloomery.events.switches import Switches, arm, note_of, switch_places
 
 if TYPE_CHECKING:
     from bloomery.checkpoint.format.catalogue import CommittedCheckpoint
@@ -94,7 +93,7 @@ def _directories(chosen: Namespace) -> list[Path]:
         except BloomeryError as unreadable:  # a run that trains can be stopped all the same
             print(f"bloomery: only {rundir.control_dir} is used: {unreadable.message}", file=sys.stderr)
             elsewhere = ""
-        directories += [from_home(elsewhere)] if elsewhere else []
+        directories += switch_places(elsewhere)
     return directories
 
 

@@ -335,6 +335,12 @@ RETIRED = {
 
 
 SCHEMES = ("s3", "gs", "az", "file")
+WHOLE_PATH = "Write file:///path, with a whole path."
+
+
+def names_a_directory(url: str) -> bool:
+    """Say whether a file:// URL holds a whole path: in `file://disk/x` the `disk` is a machine's name."""
+    return url.startswith(("file:///", "file://localhost/"))
 
 
 @dataclass(frozen=True, kw_only=True)

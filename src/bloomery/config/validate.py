@@ -6,7 +6,13 @@ import re
 from collections.abc import Iterator, Mapping
 from urllib.parse import urlsplit
 
-from bloomery.config.checkpoint import SCHEMES, BackupSection, LogSection
+from bloomery.config.checkpoint import (
+    SCHEMES,
+    WHOLE_PATH,
+    BackupSection,
+    LogSection,
+    names_a_directory,
+)
 from bloomery.config.data import HUB_PREFIX, DataSection
 from bloomery.config.environment import PROFILES, EnvironmentSection
 from bloomery.config.findings import Finding, divisors, nearest_numbers, refuse
@@ -44,8 +50,12 @@ def backup_mistakes(
     elif parts.username or parts.password or parts.query:
         problem = "holds credentials, which do not belong in a recipe: it is journalled and shared"
         remedy = "Put them into the environment (AWS_ACCESS_KEY_ID, …) and write only the bucket and path."
+    elif "#" in section.url:
+        problem, remedy = "holds a '#', and what follows it names no place", "Write it as %23."
     elif not (parts.netloc or parts.scheme == "file"):
         problem, remedy = "names no bucket", "Write s3://bucket/path."
+    elif parts.scheme == "file" and not names_a_directory(section.url):
+        problem, remedy = "names no directory of this machine", WHOLE_PATH
     elif offline and parts.scheme != "file":
         problem, remedy = "needs the network, which run.offline forbids", "Use file://…, or leave it out."
     elif section.url.rstrip("/") == other.rstrip("/"):

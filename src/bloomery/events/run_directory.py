@@ -45,8 +45,9 @@ class RunDirectory:
 
     @property
     def name(self) -> str:
-        """The directory's own name, also where it was given as `.`."""
-        return self.path.absolute().name
+        """The directory's own name, also where it was given as `.` or `..`."""
+        name = self.path.absolute().name  # a link's own name stays
+        return self.path.resolve().name if name == ".." else name
 
     def as_word(self) -> str:
         """The path as one word of a shell, for a command that a message names."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import threading
 import time
@@ -18,6 +19,8 @@ from bloomery import durable
 from bloomery.errors import RunBusy, StorageError, is_full, storage_error
 from bloomery.events.heartbeat import read_heartbeat, write_unsynced
 from bloomery.events.run_directory import RunDirectory
+
+log = logging.getLogger(__name__)
 
 STALE_AFTER_S = 60.0  # without a refresh, after which another machine may take the lock
 TRAINING = "trained"
@@ -50,8 +53,10 @@ def lock_run(
         if previous is not None and _lives(previous, rundir.holder, locked=lock.held):
             raise _busy(rundir, previous)
         return LockHolder(rundir, lock=lock, superseded=previous, doing=doing, on_lost=on_lost)
-    except BaseException:
+    except BaseException as error:
         os.close(lock.file)
+        if isinstance(error, OSError):  # of the holder's file, or of the probe beside it on a full disk
+            raise storage_error(error, path=rundir.holder, doing="Taking the run") from error
         raise
 
 
@@ -94,9 +99,13 @@ class LockHolder:
             return
         self._closed.set()
         self._thread.join()
-        if self._is_named():
-            self._path.unlink(missing_ok=True)
-        os.close(self._lock.file)
+        try:
+            if self._is_named():
+                self._path.unlink(missing_ok=True)
+        except OSError as refused:  # the disk has become read-only: what ended the run is the error to tell
+            log.warning("%s cannot be removed: %s", self._path, refused.strerror or refused)
+        finally:
+            os.close(self._lock.file)
 
     def __enter__(self) -> LockHolder:
         return self

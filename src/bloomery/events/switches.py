@@ -42,8 +42,7 @@ class Switches:
     @classmethod
     def of_run(cls, rundir: RunDirectory, directory: str) -> Switches:
         """Return the switches of a run. directory: where more are (`control.directory`); "": nowhere."""
-        elsewhere = Path(os.path.expanduser(directory))  # noqa: PTH111  — `Path` raises for a strange `~USER`
-        return cls([rundir.control_dir, *([elsewhere] if directory else [])])
+        return cls([rundir.control_dir, *switch_places(directory)])
 
     def armed(self, name: str) -> Path | None:
         """Return the first file of a switch that was not taken; None where the switch is not armed."""
@@ -78,6 +77,11 @@ class Switches:
         return facts.st_ino, facts.st_mtime_ns
 
 
+def switch_places(directory: str) -> list[Path]:
+    """Return where a run's recipe has more switches (`control.directory`), `~` replaced; [] for nowhere."""
+    return [Path(os.path.expanduser(directory))] if directory else []  # noqa: PTH111  — it raises no error
+
+
 def disarming(armed: Path, rundir: RunDirectory) -> str:
     """Return the command that disarms a switch of a run, which may be there for several runs."""
     of = rundir.as_word() if armed.parent == rundir.control_dir else f"--at {shlex.quote(str(armed.parent))}"
@@ -105,10 +109,19 @@ def write_request(rundir: RunDirectory, request: str, line: str, *, keep: bool) 
     path = rundir.control(request)
     try:
         durable.make_directory(path.parent)
-        waiting = path.read_text(encoding="utf-8") if keep and path.exists() else ""
+        waiting = _waiting(path) if keep else ""
         durable.write_whole(path, f"{waiting}{line}\n")
     except OSError as error:
         raise storage_error(error, path=path, doing="Asking the run") from error
+
+
+def _waiting(path: Path) -> str:
+    """Return the lines that wait in a control file, the last one ended; "" where the run has taken them."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return ""
+    return text if not text or text.endswith("\n") else f"{text}\n"  # people write files without an end
 
 
 def note_of(path: Path) -> str:

@@ -26,6 +26,7 @@ from urllib.parse import unquote, urlsplit
 import xxhash
 
 from bloomery import durable
+from bloomery.config.checkpoint import WHOLE_PATH, names_a_directory
 from bloomery.config.environment import refuse_network
 from bloomery.errors import StorageError
 from bloomery.objects.refusals import (
@@ -349,6 +350,8 @@ def _opened(url: str, *, total_s: float, silence_s: float, retry: RetryConfig, c
     }
     try:
         if scheme == "file":
+            if not names_a_directory(url):  # the path behind a machine's name is another one
+                raise StorageError(f"{url} names no directory of this machine", remedy=WHOLE_PATH)
             if create:
                 durable.make_directory(_directory_of(url))
             else:

@@ -12,10 +12,10 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from bloomery.config.find import from_home
 from bloomery.errors import BloomeryError
 from bloomery.events.journal import read_tail
 from bloomery.events.run_directory import RunDirectory
+from bloomery.events.switches import switch_places
 from bloomery.operate.ledger.operations import AGREED, time_of
 from bloomery.operate.maintenance import MaintenanceNotice, earliest
 
@@ -256,5 +256,5 @@ class Departure:
 
 def maintenance_files(rundir: RunDirectory, directory: str) -> list[Path]:
     """Return the files that announce maintenance: in the run's control directory, and beside its switches."""
-    places = [rundir.control_dir, *([from_home(directory)] if directory else [])]
+    places = [rundir.control_dir, *switch_places(directory)]
     return [place / "maintenance" for place in places]

@@ -9,12 +9,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bloomery.config.find import from_home
 from bloomery.config.load import load_recipe
 from bloomery.config.recipe import Recipe
 from bloomery.errors import BloomeryError, ConfigError
 from bloomery.events.journal import read_tail
 from bloomery.events.run_directory import RunDirectory
+from bloomery.events.switches import switch_places
 from bloomery.operate.exclusions import Exclusions
 from bloomery.operate.ledger.figures import duration
 from bloomery.operate.ledger.operations import finite
@@ -86,7 +86,7 @@ def overview(rundir: RunDirectory) -> RunOverview:
             warnings.append(damage.message)
         jobs, silent = jobs_of_run(rundir, recipe)
         warnings += [silent] if silent else []
-        switches = [from_home(recipe.control.directory)] if recipe.control.directory else []
+        switches = switch_places(recipe.control.directory)
     seen = observe_run(rundir, jobs, switches=switches, silent=silent)
     shm = shm_of_nodes(seen)
     little_shm = shm_warning(shm)

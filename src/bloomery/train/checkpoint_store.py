@@ -23,7 +23,7 @@ from bloomery.checkpoint.format.manifest import DamagedCheckpoint, Manifest, par
 from bloomery.checkpoint.format.retention import prune_plan
 from bloomery.checkpoint.format.source import RemoteCheckpoint, Source, source_of
 from bloomery.checkpoint.format.state import Json, SaveResult, Stateful, StateSnapshot, collect
-from bloomery.checkpoint.format.suspects import mark_suspects, refuse_if_only_suspects, trusted
+from bloomery.checkpoint.format.suspects import mark_suspects, refuse_if_only_suspects, trusted, unmarked
 from bloomery.checkpoint.load.loader import load_checkpoint
 from bloomery.checkpoint.remote.backup import Backup, tell_of_newer
 from bloomery.checkpoint.remote.places import CombinedBackups, LocalRunStorage, RunStorage
@@ -34,7 +34,7 @@ from bloomery.checkpoint.writer.memory_replica import MemoryReplicas, find_in_me
 from bloomery.checkpoint.writer.ranks import Exchange, Gather, Ranks, alone
 from bloomery.config.checkpoint import CheckpointSection
 from bloomery.errors import CheckpointError, RankLost, ReportedElsewhere, StorageError
-from bloomery.events.incarnation import identity, read_incarnations, visible
+from bloomery.events.incarnation import identity
 from bloomery.events.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
@@ -300,9 +300,7 @@ class Store:
         if not life:  # what memory holds for this path belongs to another run
             return None
         replicas = MemoryReplicas(Path(self._section.memory_directory), self._rundir.path, life)
-        newest = find_in_memory(
-            replicas, self._ranks, lambda bases: visible(bases, read_incarnations(self._rundir))
-        )
+        newest = find_in_memory(replicas, self._ranks, partial(unmarked, self._rundir))
         if newest is None or (names and newest.base < (parse_name(names[0][1]) or newest.base)):
             return None
         try:

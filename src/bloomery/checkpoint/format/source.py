@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
@@ -194,8 +195,12 @@ class StoredCheckpoint:
     """
 
     def __init__(self, entry: Path) -> None:
-        self._entry = LocalCheckpoint(entry)
-        self.stored = RemoteCheckpoint(Objects(stored_url(entry)), "")
+        self._entry, self._url = LocalCheckpoint(entry), stored_url(entry).rstrip("/")
+
+    @cached_property
+    def stored(self) -> RemoteCheckpoint:
+        """The checkpoint in the store, opened at the first use: what the entry says needs no store."""
+        return RemoteCheckpoint(Objects(self._url, create=False), "")
 
     @property
     def name(self) -> str:
@@ -204,7 +209,7 @@ class StoredCheckpoint:
 
     def place(self, file: str = "") -> str:
         """Return the URL of a file, or of the checkpoint."""
-        return self.stored.place(file)
+        return f"{self._url}/{file}" if file else self._url
 
     def content(self, file: str, *, at_most: int) -> bytes:
         """Return the first `at_most` bytes of a file."""

@@ -14,10 +14,10 @@ from pathlib import Path
 
 from bloomery import durable
 from bloomery.checkpoint.format.catalogue import CommittedCheckpoint, copies_of, is_copied, remote_copies
-from bloomery.checkpoint.format.manifest import now, parse_name
+from bloomery.checkpoint.format.manifest import checkpoint_name, now, parse_name
 from bloomery.checkpoint.format.source import Source, source_of
 from bloomery.errors import CheckpointError, storage_error
-from bloomery.events.incarnation import read_incarnations, visible
+from bloomery.events.incarnation import Base, read_incarnations, visible
 from bloomery.events.run_directory import RunDirectory
 from bloomery.objects import Objects
 
@@ -112,6 +112,15 @@ def trusted(checkpoints: Iterable[CommittedCheckpoint], *, warns: bool = False) 
         elif warns:
             log.warning("%s is passed over as suspect: %s", checkpoint.name, why)
     return trusted_ones
+
+
+def unmarked(rundir: RunDirectory, bases: Iterable[Base]) -> set[Base]:
+    """Return those of some checkpoints that belong to the run and are not marked in its directory.
+
+    One that is only elsewhere, as in memory, is among them.
+    """
+    shown = visible(bases, read_incarnations(rundir))
+    return {base for base in shown if not why_suspect(rundir.checkpoints / checkpoint_name(*base))}
 
 
 def newest_trusted(checkpoints: Sequence[CommittedCheckpoint]) -> CommittedCheckpoint | None:

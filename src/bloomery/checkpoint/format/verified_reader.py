@@ -6,6 +6,7 @@ What was just written is read past the page cache, so that the disk is checked a
 from __future__ import annotations
 
 import errno
+import fcntl
 import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -238,7 +239,7 @@ def _hash_file(
     with mmap.mmap(-1, _CHUNK_BYTES) as buffer, memoryview(buffer) as view:  # aligned to pages
         try:
             while go_on():
-                count = os.preadv(file, [view], hasher.bytes)
+                count = _read_at(file, view, hasher.bytes)
                 if not count:
                     return
                 hasher.update(view[:count])
@@ -248,3 +249,19 @@ def _hash_file(
             raise GivenUp
         finally:
             os.close(file)
+
+
+def _read_at(file: int, view: memoryview, offset: int) -> int:
+    """Fill a view as far as the file goes, and return how many bytes there were. Raises OSError.
+
+    Some file systems open a file for direct I/O and then refuse to read so, all of it or what begins at an
+    end that is no whole page; the file's flag then goes.
+    """
+    try:
+        return os.preadv(file, [view], offset)
+    except OSError as error:
+        flags, direct = fcntl.fcntl(file, fcntl.F_GETFL), getattr(os, "O_DIRECT", 0)
+        if error.errno not in _REFUSALS or not flags & direct:
+            raise
+        fcntl.fcntl(file, fcntl.F_SETFL, flags & ~direct)
+        return os.preadv(file, [view], offset)

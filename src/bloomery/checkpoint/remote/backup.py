@@ -82,6 +82,8 @@ class Backup:
         self.url = backup_url(section, run_name, read_duty(rundir))
         self._wake, self._stop = threading.Event(), threading.Event()
         self.on_all_copied: Callable[[], None] = lambda: None
+        self.marked: Collection[str] = ()
+        """The names of the backups that are marked as suspect, as of when the place was last listed."""
         self._told = self._sending = ""
         self._damaged: dict[str, DamagedCheckpoint] = {}
         """Checkpoints whose files here are not what was saved, which only the next start tries again."""
@@ -125,6 +127,7 @@ class Backup:
         try:
             remote = place_at(self.url)
             copies = remote_checkpoints(remote, abandoned=True)
+            self.marked = {copy.name for copy in copies if copy.is_marked}
             if copies:
                 merge_records(self._rundir, remote_incarnations(remote))
         except OSError as error:
@@ -161,6 +164,7 @@ class Backup:
         try:
             remote = place_at(self.url, patience_s=_COMPARE_TIMEOUT_S)
             copies = remote_checkpoints(remote, abandoned=True)
+            self.marked = {copy.name for copy in copies if copy.is_marked}
             records = remote_incarnations(remote) if copies else {}
         except (OSError, StorageError, OfflineRefused) as error:
             log.warning(

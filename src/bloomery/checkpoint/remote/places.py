@@ -10,7 +10,7 @@ A run is backed up to all places that its recipe names: each at its own pace, wi
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn, Protocol
@@ -27,7 +27,7 @@ from bloomery.checkpoint.format.source import (
     source_of,
     stored_url,
 )
-from bloomery.checkpoint.format.suspects import SUSPECT
+from bloomery.checkpoint.format.suspects import SUSPECT, refuse_if_only_suspects
 from bloomery.checkpoint.remote.backup import Backup
 from bloomery.checkpoint.remote.backup_duty import due
 from bloomery.checkpoint.remote.remote_run import (
@@ -38,6 +38,7 @@ from bloomery.checkpoint.remote.remote_run import (
 )
 from bloomery.checkpoint.writer.store_place import SAVING, enter_stored
 from bloomery.config.checkpoint import BackupSection, CheckpointSection
+from bloomery.config.environment import OfflineRefused
 from bloomery.config.recipe import Recipe
 from bloomery.errors import CheckpointError, StorageError
 from bloomery.events.incarnation import Base, begin, merge_records
@@ -329,37 +330,48 @@ class CombinedBackups:
 
         A place that cannot be reached, or that holds only the weights, is logged and passed over where
         another has something. What one place still shows may be left behind by a rewind that only another
-        knows.
-        Raises StorageError and CheckpointError where none has.
+        knows, or be suspect by a mark that only another bears.
+        Raises StorageError, OfflineRefused and CheckpointError where none has.
         """
         copies: list[RemoteCheckpoint] = []
-        failures: list[CheckpointError | StorageError] = []
+        failures: list[CheckpointError | StorageError | OfflineRefused] = []
         for backup in self._backups:
             try:
                 copies += backup.restorable(instead_of=instead_of, up_to_step=up_to_step, warns=False)
-            except (CheckpointError, StorageError) as error:
+            except (CheckpointError, StorageError, OfflineRefused) as error:
                 failures.append(error)
         if failures and not copies:
             raise failures[0]
         for failure in failures:
             log.warning("a place of backups was passed over: %s", failure)
         found = self._newest_first(copies)
+        if up_to_step is None and not found:
+            refuse_if_only_suspects(sorted({copy.name for copy in copies} & self._marked()))
         log_backup_used(found, instead_of=instead_of)
         return found
 
     def newer(self) -> list[RemoteCheckpoint]:
         """Return the backups in all places that are newer than the newest local checkpoint, newest first."""
-        return self._newest_first(copy for backup in self._backups for copy in backup.newer())
+        return self._newest_first([copy for backup in self._backups for copy in backup.newer()])
 
     def close(self, *, wait_s: float | None = None) -> None:
         """Wait until everything is uploaded to every place, then stop the threads: see `Backup.close`."""
         for backup in self._backups:
             backup.close(wait_s=wait_s)
 
-    def _newest_first(self, copies: Iterable[RemoteCheckpoint]) -> list[RemoteCheckpoint]:
-        """Return one copy of each checkpoint of the run, the first place's where several have it."""
+    def _marked(self) -> set[str]:
+        return {name for backup in self._backups for name in backup.marked}
+
+    def _newest_first(self, copies: Sequence[RemoteCheckpoint]) -> list[RemoteCheckpoint]:
+        """Return one copy of each checkpoint of the run, the first place's where several have it.
+
+        copies: of all places, which were listed before. One that any of them marks is left out: another may
+        not have been reached since the mark was made.
+        """
         by_name: dict[str, RemoteCheckpoint] = {}
         for copy in copies:
             by_name.setdefault(copy.name, copy)
+        for name in self._marked():
+            by_name.pop(name, None)
         names = sorted(by_name, key=lambda name: parse_name(name) or (0, 0), reverse=True)
         return self._backups[0].part_of_run(by_name[name] for name in names)

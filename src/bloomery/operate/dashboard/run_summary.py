@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from bloomery.config.find import from_home
 from bloomery.config.load import load_recipe
 from bloomery.config.recipe import Recipe
 from bloomery.errors import BloomeryError
 from bloomery.events.heartbeat import RankActivity, has_died_here, interval_of, read_beat
+from bloomery.events.switches import switch_places
 from bloomery.operate.dashboard.run_reader import RunReader
 from bloomery.operate.dashboard.step_columns import HELD_OUT
 from bloomery.operate.ledger.figures import duration
@@ -130,7 +130,7 @@ class RunSummarizer:
             return RunVerdict(state=RunStatus.GONE, why="its directory is not there")
         if recipe is not None and was_submitted(rundir):
             self._ask_scheduler(recipe)
-        elsewhere = [from_home(recipe.control.directory)] if recipe and recipe.control.directory else []
+        elsewhere = switch_places(recipe.control.directory) if recipe else []
         last = None if self._reader.is_behind else self._reader.news.last
         verdict = self._judged(elsewhere, last)
         if verdict.state.is_bad and last is not None:  # the run may have ended since its journal was read

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from bloomery.config.find import from_home
 from bloomery.config.load import load_recipe
 from bloomery.config.recipe import Recipe
 from bloomery.errors import BloomeryError
 from bloomery.events.run_directory import RunDirectory
 from bloomery.events.shared_memory import shared_memory_space
+from bloomery.events.switches import switch_places
 from bloomery.operate.node_shm import NodeShm, shm_of_nodes
 from bloomery.operate.run_state import RunStatus, RunVerdict, judge_state, observe_run
 from bloomery.operate.schedulers.interface import QueuedJob
@@ -111,7 +111,7 @@ class RunObserver:
         for event in self._journal.read():
             self._take(event)
         recipe = self._current_recipe()
-        switches = [from_home(recipe.control.directory)] if recipe and recipe.control.directory else []
+        switches = switch_places(recipe.control.directory) if recipe else []
         jobs = self._current_jobs(recipe, now)
         seen = observe_run(self.rundir, jobs, switches=switches, silent=self._unheard)
         verdict, shm = judge_state(seen, limits=_LIMITS), shm_of_nodes(seen)
