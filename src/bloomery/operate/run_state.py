@@ -22,6 +22,8 @@ from bloomery.operate.standstill import RankObservation, Standstill, StandstillL
 CANCELLED = "cancelled"
 """The state in the `job` of operations.jsonl that `bloomery cancel`, or a watcher of the queue, writes."""
 _TIME_LIMIT = "guard.stop_after_minutes"
+_SAY_WHAT_HELPS = ("suspended: ", "the process of the queue ")
+"""How the reasons of Kubernetes and of one machine's queue begin; SLURM has many, which name no command."""
 _TAIL_BYTES = 1 << 20
 _FRESH_S = 120.0
 """A plain start (no scheduler) whose heartbeats are older than this is gone, in seconds."""
@@ -208,7 +210,9 @@ def _of_job(job: QueuedJob, observation: RunObservation, limits: StandstillLimit
         when = "" if job.expected_start is None else f", expected to start {_clock(job.expected_start)}"
         return RunVerdict(state=RunStatus.PENDING, why=f"{on}: {job.reason or 'waits'}{when}", job=job)
     remedies = {
-        JobState.HELD: f"scontrol release {job.job}" if job.reason.startswith("Job") else job.reason,
+        JobState.HELD: job.reason
+        if job.reason.startswith(_SAY_WHAT_HELPS)
+        else f"scontrol release {job.job}",
         JobState.NEVER: "the job that it waits for has failed: bloomery cancel, then bloomery submit",
         JobState.SUSPENDED: f"scontrol resume {job.job}",
     }
