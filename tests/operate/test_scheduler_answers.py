@@ -1,15 +1,18 @@
-"""What the answers of SLURM mean for a run: which jobs are its own, and what helps one that is held."""
+"""Which jobs of SLURM are a run's, what helps one that is held, and how a job of one machine begins."""
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.operate.test_scheduler_texts import asked
 from tests.operate.test_scheduler_words import line
 
 from bloomery.operate.run_state import RunObservation, RunStatus, judge_state
 from bloomery.operate.schedulers.interface import JobState
+from bloomery.operate.schedulers.machine import OneMachine
 from bloomery.operate.schedulers.slurm import Slurm, parse_job, state_of
 
 
@@ -48,3 +51,11 @@ def test_each_job_that_slurm_holds_is_shown_with_the_command_that_releases_it(wo
     job, _ = parse_job(line("7", "bloomery:/r", state=word, reason=reason))
     verdict = judge_state(RunObservation(jobs=(job,)))
     assert (verdict.state, verdict.remedy) == (RunStatus.HELD, "scontrol release 7")
+
+
+def test_an_environment_that_reads_what_nobody_has_set_ends_no_job_of_this_machine(tmp_path: Path) -> None:
+    (tmp_path / "activate").write_text('OLD="$NOBODY_HAS_SET_THIS"\n')
+    request = asked(section={"setup": (f"source {tmp_path}/activate",)}, command=("echo", "trains"))
+    script = OneMachine(tmp_path).script(request)
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "trains\n"), done.stderr
