@@ -328,6 +328,7 @@ def test_a_reservation_counts_for_the_nodes_of_the_job_from_its_start() -> None:
         MaintenanceNotice(at=500.0, what="reservation repair of n2, n3"),
         MaintenanceNotice(at=400.0, what="reservation cooling of n1"),
     ]
+    assert [notice.at for notice in notices_of_slurm(slurm, ["n1", "n2"], own="cooling")] == [500.0]
 
 
 @pytest.mark.parametrize(

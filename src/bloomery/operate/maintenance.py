@@ -92,11 +92,14 @@ def notices_of_files(paths: Sequence[Path], *, after: float = 0.0) -> list[Maint
     return notices
 
 
-def notices_of_slurm(slurm: Slurm, nodes: Sequence[str]) -> list[MaintenanceNotice]:
-    """Return the maintenance reservations that hold one of these nodes. Raises SchedulerError."""
+def notices_of_slurm(slurm: Slurm, nodes: Sequence[str], *, own: str = "") -> list[MaintenanceNotice]:
+    """Return the maintenance reservations that hold one of these nodes. Raises SchedulerError.
+
+    own: the reservation that the job itself runs in, which takes no node from it.
+    """
     notices = []
     for name, start, reserved in slurm.reservations():
-        hit = sorted(set(nodes) & set(reserved))
+        hit = sorted(set(nodes) & set(reserved)) if name != own else []
         if hit:
             notices.append(MaintenanceNotice(at=start, what=f"reservation {name} of {', '.join(hit)}"))
     return notices
