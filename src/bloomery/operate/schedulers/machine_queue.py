@@ -226,10 +226,10 @@ def run_queue(run: Path) -> None:
             if not is_ours:
                 return
             _wait_for_orphans(run)
-            _record_cancelled(run)
+            _at_last(lambda: _record_cancelled(run))
             while jobs := _waiting(run):
                 _run(run, jobs[0])
-                _record_cancelled(run)
+                _at_last(lambda: _record_cancelled(run))
 
 
 def _run(run: Path, job: MachineJob) -> None:
