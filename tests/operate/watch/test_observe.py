@@ -153,6 +153,15 @@ def test_a_queue_is_short_from_the_first_look_that_found_too_few_jobs_that_are_n
     assert queue.depth(NOW + 300) == (0, 3, 0.0), "it trains, and nobody knows what waits"
 
 
+def test_each_task_of_an_array_that_waits_counts_as_a_job(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue = Scheduled(run, monkeypatch)
+    queue.answer = [job(1, JobState.RUNNING), job(2, JobState.PENDING, tasks=8)]
+    beat(run)
+    assert queue.depth(NOW) == (9, 3, 0.0)
+
+
 def test_a_run_that_was_stopped_wants_no_full_queue(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

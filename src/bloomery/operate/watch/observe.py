@@ -166,7 +166,7 @@ class RunObserver:
     def _queue_depth(self, recipe: Recipe | None, verdict: RunVerdict, now: float) -> tuple[int, int]:
         """Return the jobs that run or wait, and those that are wanted; note since when there are fewer."""
         wanted = recipe.submit.keep_queued if recipe is not None else 0
-        living = sum(not job.state.is_over for job in self._jobs)
+        living = sum(job.tasks for job in self._jobs if not job.state.is_over)
         is_short = living < wanted and verdict.state in _WANTS_JOBS and not self._unheard
         self.short_since = (self.short_since or now) if is_short else 0.0
         return living, wanted
