@@ -204,14 +204,16 @@ def has_locks(run: Path) -> bool:
 
 def has_runner(run: Path) -> bool:
     """Return whether a process on this machine runs the queue."""
+    path = _lock(run)
     try:
-        file = os.open(_lock(run), os.O_RDWR)
+        # Of another user's queue the lock may only be read, which suffices but on NFS (EBADF).
+        file = os.open(path, os.O_RDWR if os.access(path, os.W_OK) else os.O_RDONLY)
     except OSError:
         return False
     try:
         return not durable.try_lock(file)
     except OSError as error:
-        if error.errno not in NO_LOCKS_HERE:
+        if error.errno not in (*NO_LOCKS_HERE, errno.EBADF):
             raise
         return False
     finally:
