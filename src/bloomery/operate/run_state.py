@@ -27,8 +27,6 @@ _SAY_WHAT_HELPS = ("suspended: ", "the process of the queue ")
 _TAIL_BYTES = 1 << 20
 _FRESH_S = 120.0
 """A plain start (no scheduler) whose heartbeats are older than this is gone, in seconds."""
-
-
 _ENDING_S = 2.0
 """The seconds after a job's recorded end for which its processes may still write."""
 _SKEW_S = 60.0
@@ -314,6 +312,13 @@ def _without_job(observation: RunObservation, limits: StandstillLimits) -> RunVe
             why=f"{observation.switch} is armed",
             remedy=f"bloomery stop {observation.path} --disarm; then {_goes_on(observation)}",
         )
+    failed = _failed_jobs(observation)
+    if failed:
+        last = max(failed, key=lambda job: job.submitted)
+        why = f"job {last.job}: {last.state_text} {last.reason}".strip()
+        return RunVerdict(
+            state=RunStatus.FAILED, why=why, remedy=f"read the job's log in {observation.path}/logs"
+        )
     if observation.last.get("event") == "end":
         why = str(observation.attempt.get("left") or observation.last.get("reason", ""))
         return RunVerdict(
@@ -321,13 +326,6 @@ def _without_job(observation: RunObservation, limits: StandstillLimits) -> RunVe
             why=f"saved and stopped: {why}; nothing is queued",
             remedy=_goes_on(observation),
             is_at_limit=_is_at_limit(observation),
-        )
-    failed = [job for job in observation.jobs if job.state == JobState.FAILED]
-    if failed and not observation.ranks:
-        last = max(failed, key=lambda job: job.submitted)
-        why = f"job {last.job}: {last.state_text} {last.reason}".strip()
-        return RunVerdict(
-            state=RunStatus.FAILED, why=why, remedy=f"read the job's log in {observation.path}/logs"
         )
     if not observation.last and not observation.ranks and not observation.begun:
         return RunVerdict(state=RunStatus.NEW, why="nothing has trained here", remedy="bloomery submit")
@@ -338,6 +336,13 @@ def _without_job(observation: RunObservation, limits: StandstillLimits) -> RunVe
     return RunVerdict(
         state=RunStatus.FAILED if errors else RunStatus.GONE, why=why, remedy=_goes_on(observation)
     )
+
+
+def _failed_jobs(observation: RunObservation) -> list[QueuedJob]:
+    failed, said = [job for job in observation.jobs if job.state == JobState.FAILED], observation.last
+    if said.get("event") == "end":  # which says nothing of a job that began later
+        return [job for job in failed if (job.started or 0.0) > (time_of(said) or observation.now)]
+    return [] if observation.ranks else failed
 
 
 def _is_at_limit(observation: RunObservation) -> bool:
