@@ -30,7 +30,9 @@ def test_what_weights_say_of_their_model_goes_into_the_jobs(
 
 def test_a_run_of_several_peers_is_refused_before_it_is_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
     seen, made = Submitted(monkeypatch), list[object]()
-    monkeypatch.setattr("bloomery.operate.rehearsal.rehearsal_of", lambda recipe: made.append(recipe) or ())
+    monkeypatch.setattr(
+        "bloomery.operate.rehearsal.rehearsal_of", lambda recipe, **_: made.append(recipe) or ()
+    )
     with pytest.raises(BloomeryError, match="peer"):
         submit.run(["diloco-internet", "--rehearse", "--dry-run"])
     assert not made and not seen.asked

@@ -318,7 +318,8 @@ def test_a_rehearsal_adds_its_settings_and_is_no_start_of_the_run(
     seen = Submitted(monkeypatch)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
-        "bloomery.operate.rehearsal.rehearsal_of", lambda recipe: (f"run.name={recipe.run.name}-rehearsed",)
+        "bloomery.operate.rehearsal.rehearsal_of",
+        lambda recipe, **_: (f"run.name={recipe.run.name}-rehearsed",),
     )
     assert submit.run(["demo", "--rehearse"]) == 0
     assert capsys.readouterr().out.endswith("bloomery status runs/demo-rehearsed\n")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -254,6 +256,22 @@ def test_runs_are_those_that_hold_something_or_were_submitted(tmp_path: Path) ->
     (tmp_path / "nothing").mkdir()
     (tmp_path / "file").touch()
     assert {found.path.name for found in runs_under(tmp_path)} == {"run", "submitted"}
+
+
+def test_a_directory_that_a_user_may_not_look_into_hides_no_run_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("mine", "private"):
+        RunDirectory(tmp_path / name).create()
+    stat = Path.stat
+
+    def refused(path: Path, **how: Any) -> os.stat_result:
+        if path.parent.name == "private":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, **how)
+
+    monkeypatch.setattr(Path, "stat", refused)
+    assert [found.path.name for found in runs_under(tmp_path)] == ["mine"]
 
 
 GPU = GpuFacts(index="3", name="A", used_mib=11.0, total_mib=100.0, uncorrected=2)

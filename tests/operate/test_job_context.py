@@ -61,6 +61,15 @@ def test_one_launcher_for_all_asks_slurm_for_the_maintenance_of_the_jobs_nodes(
     assert asks.check() == "maintenance: reservation repair of node2"
 
 
+def test_the_reservation_for_maintenance_in_which_a_job_runs_itself_does_not_end_it(
+    slurm: Path, tmp_path: Path
+) -> None:
+    run, loaded = RunDirectory(tmp_path / "run").create(), load_recipe("demo", OFFLINE)
+    for own, why in (("repair", ""), ("other", "maintenance: reservation repair of node2")):
+        job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_RESERVATION": own}
+        assert departure_of(job_context(job), "node1", run, loaded, asks_scheduler=True).check() == why
+
+
 def test_a_launcher_of_no_slurm_job_asks_no_slurm(slurm: Path, tmp_path: Path) -> None:
     run, loaded = RunDirectory(tmp_path / "run").create(), load_recipe("demo", OFFLINE)
     pod = JobContext(scheduler="kubernetes", job="7")

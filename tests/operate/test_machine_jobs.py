@@ -173,6 +173,29 @@ def test_a_disk_that_is_full_for_a_while_is_told_once(
     assert caplog.text.count("the queue waits for the disk") == 1
 
 
+def test_a_disk_without_room_for_a_cancelled_jobs_record_leaves_the_others_their_runner(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusals, write = [errno.ENOSPC, errno.ENOSPC], machine_queue._write
+
+    def refused(path: Path, job: MachineJob) -> None:
+        if job.reason == "cancelled" and refusals:
+            raise OSError(refusals.pop(), "full")
+        write(path, job)
+
+    monkeypatch.setattr(machine_queue, "_write", refused)
+    monkeypatch.setattr(machine_queue, "_DISK_S", 0.001)
+    for _ in range(2):
+        job = MachineJob(number=0, command=("true",), directory="/", minutes=1.0, signal_before_s=20)
+        machine_queue.add(run.path, job)
+    (queue_of(run.path) / "000001.cancel").touch()
+    machine_queue.run_queue(run.path)
+    assert [(kept.state, kept.reason) for kept in read_jobs(run.path)] == [
+        ("ended", "cancelled"),
+        ("ended", ""),
+    ]
+
+
 def test_a_job_whose_end_nobody_saw_ends_at_its_limit_for_those_who_look(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -146,6 +146,24 @@ def test_a_disk_that_may_have_room_later_is_waited_for_and_another_error_is_rais
     assert waits == [1.0, 1.0] and machine_queue._at_last(refused) == "done"
 
 
+def test_who_may_only_read_the_queue_of_another_user_sees_that_it_has_a_runner(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, lock = os.open, queue_of(run.path) / "runner.lock"
+
+    def of_another(path: Path, flags: int, *more: int) -> int:
+        if path == lock and flags & os.O_ACCMODE != os.O_RDONLY:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path, flags, *more)
+
+    queue_of(run.path).mkdir()
+    with machine_queue._hold(run.path):
+        monkeypatch.setattr(os, "access", lambda path, how: False)
+        monkeypatch.setattr(os, "open", of_another)
+        assert machine_queue.has_runner(run.path)
+    assert not machine_queue.has_runner(run.path)
+
+
 @pytest.mark.needs(lambda: os.geteuid() == 0, rights="root, to give files to a group")
 def test_a_run_is_given_to_the_group_and_what_leads_out_of_it_is_not(
     run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -145,6 +145,22 @@ def test_a_service_that_is_silent_or_talks_nonsense_gives_no_notice() -> None:
     assert notices_of_cloud(ControlSection(metadata="gce", metadata_url=url))() == []
 
 
+def test_a_service_is_asked_past_the_proxy_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(urllib.request, "_opener", None)  # which keeps the proxy of its first request
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    with metadata({"/own": "of this machine"}, asked=[]) as url, metadata({}, asked=[]) as proxy:
+        monkeypatch.setenv("http_proxy", proxy)
+        assert _get(f"{url}/own", {}) == "of this machine"
+
+
+def test_an_address_without_a_scheme_gives_no_notice_and_hides_none_of_other_sources(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert notices_of_cloud(ControlSection(metadata="gce", metadata_url="169.254.169.254"))() == []
+    assert "169.254.169.254/computeMetadata/v1/instance/preempted does not answer: unknown url" in caplog.text
+
+
 def test_an_answer_that_is_no_http_is_none(caplog: pytest.LogCaptureFixture) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
 
@@ -301,7 +317,7 @@ def test_an_answer_is_waited_for_and_read_for_so_long_and_no_longer(monkeypatch:
         limits.append(timeout)
         return io.BytesIO(b"x" * (3 << 20))
 
-    monkeypatch.setattr(urllib.request, "urlopen", opened)
+    monkeypatch.setattr(maintenance._DIRECT, "open", opened)
     assert len(_get("http://any", {})) == 1 << 20 and limits == [5.0]
 
 
@@ -312,6 +328,7 @@ def test_a_reservation_counts_for_the_nodes_of_the_job_from_its_start() -> None:
         MaintenanceNotice(at=500.0, what="reservation repair of n2, n3"),
         MaintenanceNotice(at=400.0, what="reservation cooling of n1"),
     ]
+    assert [notice.at for notice in notices_of_slurm(slurm, ["n1", "n2"], own="cooling")] == [500.0]
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,13 @@ def test_links_that_an_environment_names_must_be_there() -> None:
     assert "environment.profiles" in everywhere[0].remedy
 
 
+def test_no_node_lacks_an_interface_that_is_not_to_be_used() -> None:
+    usual = {"interfaces": ("lo", "eth0", "virbr0")}
+    some = nodes(**dict.fromkeys("acd", usual), b={"interfaces": ("lo", "eth0")})
+    for excluded in ("^docker,virbr0", "^=virbr0,docker0"):
+        assert judge_nodes(some, environment={"NCCL_SOCKET_IFNAME": excluded}) == []
+
+
 @pytest.mark.parametrize(
     ("more", "remedy"),
     [

@@ -349,9 +349,9 @@ def test_a_job_of_this_machine_fills_its_queue_before_it_trains(run: RunDirector
         requested(run, "submit.keep_queued=2", "submit.setup=['module load x']")
     )
     lines = script.splitlines()
-    assert lines[:3] == ["set -euo pipefail", "umask 002", "module load x"]
-    assert lines[3].endswith('|| echo "the queue could not be filled"') and "--top-up" in lines[3]
-    assert lines[4] == "trap '' USR1" and lines[5].startswith("exec ") and len(lines) == 6
+    assert lines[:5] == ["set -euo pipefail", "umask 002", "set +u", "module load x", "set -u"]
+    assert lines[5].endswith('|| echo "the queue could not be filled"') and "--top-up" in lines[5]
+    assert lines[6] == "trap '' USR1" and lines[7].startswith("exec ") and len(lines) == 8
     with pytest.raises(SchedulerError, match="wants 2 nodes"):
         OneMachine(run.path).submit(requested(run, "submit.nodes=2"))
 

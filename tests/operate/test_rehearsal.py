@@ -19,8 +19,12 @@ def changed(section: str, **fields: Any) -> Recipe:
     return replace(LARGE, **{section: replace(getattr(LARGE, section), **fields)})
 
 
+def rehearsed(recipe: Recipe, *, nproc: int | None) -> dict[str, str]:
+    return dict(line.split("=", 1) for line in rehearsal_of(recipe, nproc=nproc))
+
+
 def settings(recipe: Recipe) -> dict[str, str]:
-    return dict(line.split("=", 1) for line in rehearsal_of(recipe))
+    return rehearsed(recipe, nproc=None)
 
 
 def test_a_large_run_becomes_this_one_on_two_nodes() -> None:
@@ -108,3 +112,13 @@ def test_what_differs_in_a_recipe_differs_in_its_rehearsal(
 ) -> None:
     found = settings(changed(section, **fields))
     assert {name: found.get(name) for name in expected} == expected
+
+
+def test_a_rehearsal_fits_the_accelerators_of_its_nodes_where_no_recipe_says_how_many_ranks() -> None:
+    auto = changed("parallel", ranks_per_node="auto", tensor=1, pipeline=1, data="auto")
+    by_gpus = replace(auto, submit=replace(auto.submit, gpus_per_node=8))
+    for found in (settings(by_gpus), rehearsed(auto, nproc=8)):
+        assert (found["parallel.data"], found["train.global_batch"]) == ("16", "32")
+    held = replace(by_gpus, parallel=replace(LARGE.parallel, ranks_per_node="auto"))
+    assert rehearsal_of(held) == rehearsal_of(LARGE), "two nodes hold four of the twelve stages"
+    assert rehearsed(by_gpus, nproc=4)["parallel.data"] == "8", "--nproc counts before the accelerators"

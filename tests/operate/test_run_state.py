@@ -255,6 +255,17 @@ def test_a_job_that_failed_before_heartbeats_were_written_does_not_speak_for_tho
     assert verdict(job=failed).state == RunStatus.FAILED
 
 
+def test_a_job_that_failed_before_its_ranks_began_is_not_hidden_by_the_good_end_of_the_one_before() -> None:
+    ended = {"event": "end", "reason": "the stop switch", "time": NOW - 300.0}
+    before = rank(wrote_s_ago=300.0, activity=RankActivity.ENDED)
+    failed = replace(JOB, state=JobState.FAILED, state_text="FAILED", started=NOW - 60.0, ends=NOW - 50.0)
+    seen = verdict(before, job=replace(failed, reason="NonZeroExitCode"), last=ended)
+    assert (seen.state, seen.why) == (RunStatus.FAILED, "job 712: FAILED NonZeroExitCode")
+    of_it = replace(failed, started=NOW - 900.0, ends=NOW - 290.0)
+    assert verdict(before, job=of_it, last=ended).state == RunStatus.STOPPED, "it was the one that trained"
+    assert verdict(before, job=failed, last=ended | {"finished": True}).state == RunStatus.FINISHED
+
+
 def written(run: RunDirectory, *, world: int = 1, **more: object) -> RankBeat:
     beat = RankBeat(world=world, activity=RankActivity.COMPUTING, **more)  # type: ignore[arg-type]
     path = run.heartbeat(rank=beat.rank)

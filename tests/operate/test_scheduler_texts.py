@@ -83,7 +83,7 @@ def test_a_batch_script_is_this() -> None:
 def test_the_script_of_one_machine_is_this(tmp_path: Path) -> None:
     request = asked(section={"setup": ("export A=1",)}, top_up=("bloomery", "submit", "a b"))
     assert OneMachine(tmp_path).script(request) == (
-        "set -euo pipefail\numask 002\nexport A=1\n"
+        "set -euo pipefail\numask 002\nset +u\nexport A=1\nset -u\n"
         "bloomery submit 'a b' || echo \"the queue could not be filled\"\n"
         "trap '' USR1\nexec bloomery launch 'a b'\n"
     )

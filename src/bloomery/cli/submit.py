@@ -210,5 +210,6 @@ def _rehearsal(submission: Submission, loaded: LoadedRecipe) -> tuple[Submission
     from bloomery.operate.rehearsal import rehearsal_of
 
     refuse_alone(loaded.recipe, loaded.sources)
-    rehearsal = replace(submission, overrides=(*submission.overrides, *rehearsal_of(loaded.recipe)))
+    settings = rehearsal_of(loaded.recipe, nproc=submission.nproc)
+    rehearsal = replace(submission, overrides=(*submission.overrides, *settings))
     return rehearsal, rehearsal.load()

@@ -40,7 +40,7 @@ class JobContext:
     """A job of a scheduler.
 
     scheduler: "slurm", "machine" or "kubernetes". job: its number. step: SLURM's step, or "".
-    nodes: its nodes, as SLURM writes them.
+    nodes: its nodes, as SLURM writes them. reservation: the one that it runs in; "" for none.
     ends: the end of its time limit in seconds since 1970, where the environment has it; else None.
     clock_s: what the clock showed when `ends` was read, so that setting it later does not move the end.
     """
@@ -49,6 +49,7 @@ class JobContext:
     job: str
     step: str = ""
     nodes: str = ""
+    reservation: str = ""
     ends: float | None = None
     clock_s: float = field(default_factory=_clock_offset_s, compare=False)
 
@@ -75,7 +76,13 @@ def job_context(environment: Mapping[str, str]) -> JobContext | None:
         # A job that is requeued keeps its number, and its steps count from 0 again.
         again = environment.get("SLURM_RESTART_COUNT", "0")
         step += f"r{again}" if again != "0" else ""
-        return JobContext(scheduler="slurm", job=environment["SLURM_JOB_ID"], step=step, nodes=nodes)
+        return JobContext(
+            scheduler="slurm",
+            job=environment["SLURM_JOB_ID"],
+            step=step,
+            nodes=nodes,
+            reservation=environment.get("SLURM_JOB_RESERVATION", ""),
+        )
     if JOB in environment:
         ends = float(environment[END]) if END in environment else None
         return JobContext(scheduler="machine", job=environment[JOB], ends=ends)
@@ -108,8 +115,8 @@ def departure_of(
     files, began = maintenance_files(rundir, control.directory), time.time()
     sources = [notices_of_cloud(control), lambda: notices_of_files(files, after=began)]
     if context is not None and context.scheduler == "slurm" and asks_scheduler:
-        slurm = Slurm()
-        sources.append(lambda: notices_of_slurm(slurm, slurm.expanded(context.nodes) or (host,)))
+        slurm, own = Slurm(), context.reservation
+        sources.append(lambda: notices_of_slurm(slurm, slurm.expanded(context.nodes) or (host,), own=own))
     return Departure(
         rundir,
         end_of_job=context.end if context is not None else lambda: None,

@@ -28,6 +28,8 @@ ADDRESSES = {
 }
 """Where the metadata service of each cloud answers to its own machines."""
 _ANSWER_S = 5.0
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Passes by http_proxy: a proxy does not reach this machine's service, or answers with that of its own."""
 _DMI = Path("/sys/class/dmi/id")
 _AZURE_TAG = "7783-7084-3265-9085-8269-3286-77"
 _SHORT_PAUSE_S = 30
@@ -90,11 +92,14 @@ def notices_of_files(paths: Sequence[Path], *, after: float = 0.0) -> list[Maint
     return notices
 
 
-def notices_of_slurm(slurm: Slurm, nodes: Sequence[str]) -> list[MaintenanceNotice]:
-    """Return the maintenance reservations that hold one of these nodes. Raises SchedulerError."""
+def notices_of_slurm(slurm: Slurm, nodes: Sequence[str], *, own: str = "") -> list[MaintenanceNotice]:
+    """Return the maintenance reservations that hold one of these nodes. Raises SchedulerError.
+
+    own: the reservation that the job itself runs in, which takes no node from it.
+    """
     notices = []
     for name, start, reserved in slurm.reservations():
-        hit = sorted(set(nodes) & set(reserved))
+        hit = sorted(set(nodes) & set(reserved)) if name != own else []
         if hit:
             notices.append(MaintenanceNotice(at=start, what=f"reservation {name} of {', '.join(hit)}"))
     return notices
@@ -158,9 +163,9 @@ def _azure(url: str) -> list[MaintenanceNotice]:
 
 def _get(url: str, headers: Mapping[str, str], *, method: str = "GET") -> str:
     """Return an answer's text; "" for one of 404, which these services give when there is no notice."""
-    request = urllib.request.Request(url, headers=dict(headers), method=method)
     try:
-        with urllib.request.urlopen(request, timeout=_ANSWER_S) as answer:
+        request = urllib.request.Request(url, headers=dict(headers), method=method)
+        with _DIRECT.open(request, timeout=_ANSWER_S) as answer:
             text: str = answer.read(1 << 20).decode(errors="replace")
             _told.pop(url, None)
             return text
@@ -169,7 +174,7 @@ def _get(url: str, headers: Mapping[str, str], *, method: str = "GET") -> str:
             _tell(url, f"answers {refused.code}")
         else:
             _told.pop(url, None)
-    except (OSError, HTTPException) as silent:
+    except (OSError, HTTPException, ValueError) as silent:  # the last for a metadata_url that is none
         _tell(url, f"does not answer: {silent}")
     return ""
 

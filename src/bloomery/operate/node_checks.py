@@ -111,8 +111,9 @@ def _links(nodes: Mapping[str, NodeFacts], environment: Mapping[str, str]) -> li
             host for host, facts in nodes.items() if not facts.infiniband_ports
         }
     for variable in _INTERFACES & environment.keys():
-        for name in environment[variable].removeprefix("=").split(",") if environment[variable] else ():
-            if not name.startswith("^"):
+        named = environment[variable]
+        if named and not named.startswith("^"):  # such a list tells which ones are not used
+            for name in named.removeprefix("=").split(","):
                 lacking[f"an interface {name}, which {variable} names,"] = {
                     host
                     for host, facts in nodes.items()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -65,10 +66,12 @@ class RunOverview:
 
 
 def runs_under(directory: Path) -> list[RunDirectory]:
-    """Return the runs in a directory, those first that were written last."""
-    runs = [RunDirectory(path) for path in directory.iterdir() if path.is_dir()]
-    runs = [run for run in runs if run.exists() or was_submitted(run)]
-    return sorted(runs, key=_written, reverse=True)
+    """Return the runs in a directory, those first that were written last.
+
+    Directories that this user may not look into, as others of a group may have them, are left out.
+    """
+    runs = [RunDirectory(path) for path in directory.iterdir()]
+    return sorted(filter(_is_run, runs), key=_written, reverse=True)
 
 
 def overview(rundir: RunDirectory) -> RunOverview:
@@ -194,6 +197,12 @@ def _recipe(rundir: RunDirectory, warnings: list[str]) -> Recipe | None:
     except BloomeryError:
         pass  # a run of an earlier version, or a peer's directory: its journal speaks for it
     return None
+
+
+def _is_run(rundir: RunDirectory) -> bool:
+    with suppress(PermissionError):
+        return rundir.path.is_dir() and (rundir.exists() or was_submitted(rundir))
+    return False
 
 
 def _written(rundir: RunDirectory) -> float:

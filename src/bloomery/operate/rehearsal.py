@@ -14,14 +14,16 @@ _HEAD = 32
 _MINUTES = 20.0
 
 
-def rehearsal_of(recipe: Recipe) -> list[str]:
+def rehearsal_of(recipe: Recipe, *, nproc: int | None = None) -> list[str]:
     """Return the overrides that make a recipe its own rehearsal.
 
     Kept are the data, the kind of the model (positions, norms, activations, heads shared or not), optimizer,
     precision, schedule shapes, ZeRO, tensor parallelism, and as much pipeline parallelism as two nodes hold.
+
+    nproc: ranks on each node; None where the launcher decides.
     """
     parallel = recipe.parallel
-    pipeline, data = _degrees(parallel)
+    pipeline, data = _degrees(recipe, nproc)
     stages = pipeline * parallel.chunks
     batch = (data or NODES) * 2 * pipeline
     samples = STEPS * batch
@@ -53,11 +55,16 @@ def rehearsal_of(recipe: Recipe) -> list[str]:
     return [f"{key}={toml_value(value)}" for key, value in settings.items()]
 
 
-def _degrees(parallel: ParallelSection) -> tuple[int, int | None]:
-    """Return the pipeline and the data degree on two nodes; None for the second leaves it 'auto'."""
-    if parallel.ranks_per_node == "auto":
+def _degrees(recipe: Recipe, nproc: int | None) -> tuple[int, int | None]:
+    """Return the pipeline and the data degree on two nodes; None for the second leaves it 'auto'.
+
+    Without a number of ranks a launcher starts one for each accelerator of its node.
+    """
+    parallel = recipe.parallel
+    usual = recipe.submit.gpus_per_node if parallel.ranks_per_node == "auto" else int(parallel.ranks_per_node)
+    ranks = NODES * (nproc or usual)
+    if not ranks:
         return parallel.pipeline, None
-    ranks = NODES * int(parallel.ranks_per_node)
     fitting = [
         degree for degree in range(1, parallel.pipeline + 1) if ranks % (degree * parallel.tensor) == 0
     ]

@@ -22,11 +22,11 @@ from bloomery.operate.standstill import RankObservation, Standstill, StandstillL
 CANCELLED = "cancelled"
 """The state in the `job` of operations.jsonl that `bloomery cancel`, or a watcher of the queue, writes."""
 _TIME_LIMIT = "guard.stop_after_minutes"
+_SAY_WHAT_HELPS = ("suspended: ", "the process of the queue ")
+"""How the reasons of Kubernetes and of one machine's queue begin; SLURM has many, which name no command."""
 _TAIL_BYTES = 1 << 20
 _FRESH_S = 120.0
 """A plain start (no scheduler) whose heartbeats are older than this is gone, in seconds."""
-
-
 _ENDING_S = 2.0
 """The seconds after a job's recorded end for which its processes may still write."""
 _SKEW_S = 60.0
@@ -208,7 +208,9 @@ def _of_job(job: QueuedJob, observation: RunObservation, limits: StandstillLimit
         when = "" if job.expected_start is None else f", expected to start {_clock(job.expected_start)}"
         return RunVerdict(state=RunStatus.PENDING, why=f"{on}: {job.reason or 'waits'}{when}", job=job)
     remedies = {
-        JobState.HELD: f"scontrol release {job.job}" if job.reason.startswith("Job") else job.reason,
+        JobState.HELD: job.reason
+        if job.reason.startswith(_SAY_WHAT_HELPS)
+        else f"scontrol release {job.job}",
         JobState.NEVER: "the job that it waits for has failed: bloomery cancel, then bloomery submit",
         JobState.SUSPENDED: f"scontrol resume {job.job}",
     }
@@ -310,6 +312,13 @@ def _without_job(observation: RunObservation, limits: StandstillLimits) -> RunVe
             why=f"{observation.switch} is armed",
             remedy=f"bloomery stop {observation.path} --disarm; then {_goes_on(observation)}",
         )
+    failed = _failed_jobs(observation)
+    if failed:
+        last = max(failed, key=lambda job: job.submitted)
+        why = f"job {last.job}: {last.state_text} {last.reason}".strip()
+        return RunVerdict(
+            state=RunStatus.FAILED, why=why, remedy=f"read the job's log in {observation.path}/logs"
+        )
     if observation.last.get("event") == "end":
         why = str(observation.attempt.get("left") or observation.last.get("reason", ""))
         return RunVerdict(
@@ -317,13 +326,6 @@ def _without_job(observation: RunObservation, limits: StandstillLimits) -> RunVe
             why=f"saved and stopped: {why}; nothing is queued",
             remedy=_goes_on(observation),
             is_at_limit=_is_at_limit(observation),
-        )
-    failed = [job for job in observation.jobs if job.state == JobState.FAILED]
-    if failed and not observation.ranks:
-        last = max(failed, key=lambda job: job.submitted)
-        why = f"job {last.job}: {last.state_text} {last.reason}".strip()
-        return RunVerdict(
-            state=RunStatus.FAILED, why=why, remedy=f"read the job's log in {observation.path}/logs"
         )
     if not observation.last and not observation.ranks and not observation.begun:
         return RunVerdict(state=RunStatus.NEW, why="nothing has trained here", remedy="bloomery submit")
@@ -334,6 +336,13 @@ def _without_job(observation: RunObservation, limits: StandstillLimits) -> RunVe
     return RunVerdict(
         state=RunStatus.FAILED if errors else RunStatus.GONE, why=why, remedy=_goes_on(observation)
     )
+
+
+def _failed_jobs(observation: RunObservation) -> list[QueuedJob]:
+    failed, said = [job for job in observation.jobs if job.state == JobState.FAILED], observation.last
+    if said.get("event") == "end":  # which says nothing of a job that began later
+        return [job for job in failed if (job.started or 0.0) > (time_of(said) or observation.now)]
+    return [] if observation.ranks else failed
 
 
 def _is_at_limit(observation: RunObservation) -> bool:

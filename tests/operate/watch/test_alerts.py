@@ -70,6 +70,11 @@ def test_what_is_ignored_is_told_again_at_doubling_times() -> None:
     ]
 
 
+def test_who_wants_an_alert_at_each_look_gets_it_however_often_it_was_sent() -> None:
+    looks = [(float(now), ["gone"]) for now in range(1200)]
+    assert len(told(looks, rules=AlertRules(escalate_s=0.0))) == 1200
+
+
 def test_what_a_person_knows_is_not_told_again() -> None:
     condition = WatchCondition(kind="gone", line="x")
     known = {"gone": OpenIncident(condition=condition, began=0, seen=0, told=0, acknowledged=True)}

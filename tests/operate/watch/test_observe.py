@@ -24,6 +24,7 @@ from bloomery.operate.run_state import RunStatus, RunVerdict
 from bloomery.operate.schedulers.interface import JobState, QueuedJob, SchedulerError
 from bloomery.operate.submission import keep_submission, submission_of
 from bloomery.operate.watch import observe
+from bloomery.operate.watch.conditions import WatchLimits, conditions_of
 from bloomery.operate.watch.disk import DiskSample, sample_disk
 from bloomery.operate.watch.observe import JournalTail, RunObserver
 
@@ -152,6 +153,15 @@ def test_a_queue_is_short_from_the_first_look_that_found_too_few_jobs_that_are_n
     assert queue.depth(NOW + 300) == (0, 3, 0.0), "it trains, and nobody knows what waits"
 
 
+def test_each_task_of_an_array_that_waits_counts_as_a_job(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue = Scheduled(run, monkeypatch)
+    queue.answer = [job(1, JobState.RUNNING), job(2, JobState.PENDING, tasks=8)]
+    beat(run)
+    assert queue.depth(NOW) == (9, 3, 0.0)
+
+
 def test_a_run_that_was_stopped_wants_no_full_queue(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,6 +191,17 @@ def test_a_scheduler_is_unheard_since_it_first_did_not_answer_and_its_jobs_are_u
     queue.answer = [job(8, JobState.HELD, submitted=NOW + 900.0)]  # by a clock that is ahead
     seen = queue.observer.observe(now=NOW + 230.0)
     assert (seen.unheard_s, seen.since) == (0.0, NOW + 230.0)
+
+
+def test_the_next_of_several_jobs_waits_since_the_one_before_it_ended_not_since_it_was_submitted(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue, now = Scheduled(run, monkeypatch), time.time()
+    beat(run)
+    queue.answer = [job(8, JobState.PENDING, submitted=now - 72_000.0)]
+    seen = queue.observer.observe(now=now + 60.0)
+    assert seen.verdict.state == RunStatus.PENDING and now - 2.0 < seen.since <= now + 60.0
+    assert conditions_of(seen, WatchLimits(idle_s=3600.0)) == []
 
 
 def test_what_is_remembered_moves_with_a_clock_that_is_set_back(

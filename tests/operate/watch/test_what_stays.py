@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -38,6 +39,20 @@ def test_a_recipe_that_no_longer_can_be_read_is_not_taken_from_memory(run: RunDi
     run.recipe.write_text("[future]\nsetting = 1\n")
     os.utime(run.recipe, (NOW - 1, NOW - 1))  # as of a backup that was copied with its times
     assert observer._current_recipe() is None
+
+
+def test_a_full_disk_that_has_no_room_for_the_name_of_the_watcher_is_watched(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    watches = RunWatcher(run, lambda alert: None)
+    with pytest.raises(RunBusy, match="watched already by another process"):
+        RunWatcher(run, lambda alert: None)
+    assert [alert.condition.kind for alert in watches.check()] == ["gone"]
+    watches.close()
 
 
 def test_a_run_without_a_directory_of_switches_has_none_where_the_watcher_runs(

@@ -35,7 +35,9 @@ class OneMachine:
     def script(self, request: JobRequest) -> str:
         """Return the shell script of a job."""
         section = request.section
-        lines = ["set -euo pipefail", "umask 002", *section.setup]
+        lines = ["set -euo pipefail", "umask 002"]
+        if section.setup:  # what sets an environment up, such as conda, reads variables that nobody has set
+            lines += ["set +u", *section.setup, "set -u"]
         if request.top_up:
             lines.append(f'{shlex.join(request.top_up)} || echo "the queue could not be filled"')
         lines += [f"trap '' {SIGNAL}", f"exec {shlex.join(request.command)}"]

@@ -204,14 +204,16 @@ def has_locks(run: Path) -> bool:
 
 def has_runner(run: Path) -> bool:
     """Return whether a process on this machine runs the queue."""
+    path = _lock(run)
     try:
-        file = os.open(_lock(run), os.O_RDWR)
+        # Of another user's queue the lock may only be read, which suffices but on NFS (EBADF).
+        file = os.open(path, os.O_RDWR if os.access(path, os.W_OK) else os.O_RDONLY)
     except OSError:
         return False
     try:
         return not durable.try_lock(file)
     except OSError as error:
-        if error.errno not in NO_LOCKS_HERE:
+        if error.errno not in (*NO_LOCKS_HERE, errno.EBADF):
             raise
         return False
     finally:
@@ -226,10 +228,10 @@ def run_queue(run: Path) -> None:
             if not is_ours:
                 return
             _wait_for_orphans(run)
-            _record_cancelled(run)
+            _at_last(lambda: _record_cancelled(run))
             while jobs := _waiting(run):
                 _run(run, jobs[0])
-                _record_cancelled(run)
+                _at_last(lambda: _record_cancelled(run))
 
 
 def _run(run: Path, job: MachineJob) -> None:

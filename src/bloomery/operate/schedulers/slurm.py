@@ -22,6 +22,7 @@ from bloomery.operate.schedulers.interface import (
 )
 
 _ANSWER_S = 60.0
+_COMMENT = "bloomery:"
 _SEPARATOR = "\x1f"
 _FIELDS = {
     "id": "%A",
@@ -36,7 +37,8 @@ _FIELDS = {
     "submit": "%V",
     "comment": "%k",
 }
-_QUEUED = {"PENDING", "REQUEUED", "CONFIGURING", "REQUEUE_HOLD", "REQUEUE_FED"}
+_HELD_WORDS = {"REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"}
+_QUEUED = {"PENDING", "REQUEUED", "CONFIGURING", "REQUEUE_FED"} | _HELD_WORDS
 _RUNNING = {"RUNNING", "STAGE_OUT", "SIGNALING", "RESIZING"}
 _WELL = {"COMPLETED", "CANCELLED", "PREEMPTED", "REVOKED"}
 _HELD = ("JobHeldUser", "JobHeldAdmin", "JobHoldMaxRequeue", "launch failed requeued held")
@@ -80,7 +82,7 @@ class Slurm:
             "squeue", "--noheader", "--all", "--states=all", f"--name={job_name(name)}", f"--format={form}"
         )
         jobs = [parse_job(line) for line in output.splitlines() if line.strip()]
-        return [job for job, comment in jobs if comment == f"bloomery:{run}"]
+        return [job for job, comment in jobs if _is_of(comment, run)]
 
     def cancel(self, jobs: Sequence[str]) -> None:
         """Cancel the jobs."""
@@ -183,12 +185,20 @@ def parse_job(line: str) -> tuple[QueuedJob, str]:
     return job, fields["comment"].strip()
 
 
+def _is_of(comment: str, run: Path) -> bool:
+    """Return whether a job is of a run directory, also where links lead there from the path it was given."""
+    place = comment.removeprefix(_COMMENT)
+    if place == comment:
+        return False
+    return place == str(run) or os.path.realpath(place) == os.path.realpath(run)
+
+
 def state_of(word: str, reason: str) -> JobState:
     """Return what SLURM's state and reason mean."""
     if word in _QUEUED:
         if reason == "DependencyNeverSatisfied":
             return JobState.NEVER
-        return JobState.HELD if reason in _HELD or word == "REQUEUE_HOLD" else JobState.PENDING
+        return JobState.HELD if reason in _HELD or word in _HELD_WORDS else JobState.PENDING
     if word in _RUNNING:
         return JobState.RUNNING
     if word in ("SUSPENDED", "STOPPED"):
@@ -270,7 +280,7 @@ def batch_script(request: JobRequest) -> str:
 
 def marker(request: JobRequest) -> str:
     """Return the comment by which the jobs of a run directory are found again."""
-    return f"bloomery:{request.run}"
+    return f"{_COMMENT}{request.run}"
 
 
 def job_name(name: str) -> str:

@@ -7,6 +7,9 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any
 
+_DOUBLINGS = 64
+"""After so many repetitions the time until the next one no longer doubles."""
+
 
 class AlertWord(StrEnum):
     """Why an alert is sent."""
@@ -107,7 +110,7 @@ def update(
             alerts.append(Alert(run=run, word=AlertWord.RAISED, condition=condition, began=now))
             continue
         incident = replace(incident, condition=condition, seen=now)
-        patience_s = rules.escalate_s * 2**incident.escalations
+        patience_s = rules.escalate_s * 2.0 ** min(incident.escalations, _DOUBLINGS)
         if not incident.acknowledged and now - incident.told >= patience_s:
             incident = replace(incident, told=now, escalations=incident.escalations + 1)
             alerts.append(Alert(run=run, word=AlertWord.ESCALATED, condition=condition, began=incident.began))

@@ -18,7 +18,7 @@ from bloomery.events.run_directory import RunDirectory
 from bloomery.events.shared_memory import shared_memory_space
 from bloomery.events.switches import switch_places
 from bloomery.operate.node_shm import NodeShm, shm_of_nodes
-from bloomery.operate.run_state import RunStatus, RunVerdict, judge_state, observe_run
+from bloomery.operate.run_state import RunObservation, RunStatus, RunVerdict, judge_state, observe_run
 from bloomery.operate.schedulers.interface import QueuedJob
 from bloomery.operate.standstill import StandstillLimits, peers_awaited_s
 from bloomery.operate.submission import jobs_of_run, kept_submission
@@ -117,7 +117,7 @@ class RunObserver:
         verdict, shm = judge_state(seen, limits=_LIMITS), shm_of_nodes(seen)
         # A scheduler that is silent for a while changes nothing: what was known before remains.
         if verdict.state != self.state and not (verdict.state == RunStatus.UNKNOWN and self.state):
-            self.state, self.since = str(verdict.state), self._began(verdict, now)
+            self.state, self.since = str(verdict.state), _began(verdict, seen, now)
         self._sample(now)
         newest = self.saves[-1][1] if self.saves else ""
         living, wanted = self._queue_depth(recipe, verdict, now)
@@ -167,7 +167,7 @@ class RunObserver:
     def _queue_depth(self, recipe: Recipe | None, verdict: RunVerdict, now: float) -> tuple[int, int]:
         """Return the jobs that run or wait, and those that are wanted; note since when there are fewer."""
         wanted = recipe.submit.keep_queued if recipe is not None else 0
-        living = sum(not job.state.is_over for job in self._jobs)
+        living = sum(job.tasks for job in self._jobs if not job.state.is_over)
         is_short = living < wanted and verdict.state in _WANTS_JOBS and not self._unheard
         self.short_since = (self.short_since or now) if is_short else 0.0
         return living, wanted
@@ -192,12 +192,6 @@ class RunObserver:
         elif name == "guard" and event.get("action") != "carryon":
             words = f"step {event.get('step')}: {event.get('action')}: {event.get('reason', '')}"
             _add(self.guards, (float(time), str(event.get("guard", "")), words))
-
-    def _began(self, verdict: RunVerdict, now: float) -> float:
-        job = verdict.job
-        if job is not None and job.state.is_queued and job.submitted:
-            return min(now, job.submitted)
-        return now
 
     def _sample(self, now: float) -> None:
         try:
@@ -250,6 +244,16 @@ class RunObserver:
                 return 0.0 if age == 0 else now - self.saves[-age][0]
             oldest = time
         return now - oldest
+
+
+def _began(verdict: RunVerdict, seen: RunObservation, now: float) -> float:
+    """Return when a state began that was not there at the last look: now, or when a job began to wait."""
+    job = verdict.job
+    if job is None or not job.state.is_queued or not job.submitted:
+        return now
+    # What follows another job was submitted long before that one ended.
+    lived = [rank.written_s for rank in seen.ranks.values() if rank.written_s <= now]
+    return min(now, max([job.submitted, *lived]))
 
 
 def _peers_command(recipe: Recipe | None) -> str:

@@ -135,8 +135,9 @@ class RunWatcher:
                 f"{self.rundir.path} is watched already by {holder or 'another process'}.",
                 remedy="End that watcher, or leave this run to it.",
             )
-        os.truncate(lock, 0)
-        os.pwrite(lock, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
+        with suppress(OSError):  # who holds the lock is only for messages, and a full disk has no room for it
+            os.truncate(lock, 0)
+            os.pwrite(lock, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
         return lock
 
     def _is_free(self, lock: int) -> bool:
