@@ -258,6 +258,23 @@ def test_a_backup_by_hand_sends_as_many_files_at_a_time_as_is_asked(
         assert ended.value.code == 2
 
 
+def test_a_place_that_refuses_a_backup_by_hand_keeps_it_from_no_other(
+    rundir: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("near", "further"):
+        (tmp_path / name).write_text("a file where a directory should be")
+    places = '\n[backup]\nurl = "file://{0}/near"\n[second_backup]\nurl = "file://{0}/far"\n'
+    rundir.recipe.write_text(RECIPE + places.format(tmp_path))
+    with pytest.raises(StorageError, match="near"):
+        run(["backup", str(rundir.path), "--json"])
+    (sent,) = rows(capsys)
+    assert sent["to"].startswith(f"file://{tmp_path}/far/")
+    rundir.recipe.write_text(RECIPE + places.format(tmp_path).replace("/far", "/further"))
+    with pytest.raises(StorageError, match="further"):
+        run(["backup", str(rundir.path), "--json"])
+    assert "near" in capsys.readouterr().err, "each refusal is told"
+
+
 def test_uploads_that_were_cut_short_are_looked_for_at_each_place_of_the_recipe(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

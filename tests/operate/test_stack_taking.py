@@ -203,3 +203,7 @@ def test_all_ranks_of_a_machine_have_eight_seconds_together(monkeypatch: pytest.
     monkeypatch.setattr(stacks, "_by_signal", lambda beat, deadline: deadlines.append(deadline) or (FRAME,))
     taken = take_stacks({rank: RankBeat(rank=rank, pid=rank) for rank in range(10)})
     assert sorted(taken) == list(range(10)) and deadlines == [108.0] * 20
+
+
+def test_a_file_of_stacks_that_cannot_be_read_is_one_without_a_stack(tmp_path: Path) -> None:
+    assert stacks._text_behind(tmp_path, 0) == "" == stacks._text_behind(tmp_path / "gone", 0)

@@ -12,7 +12,7 @@ from bloomery.guard.corruption import SilentCorruption
 from bloomery.guard.verdict import Stop
 from bloomery.operate.diagnosis import NODE_IS_BAD, Cause
 from bloomery.operate.failure_evidence import FailureEvidence, RankEnd
-from bloomery.operate.wrong_bits import diagnose_wrong_bits
+from bloomery.operate.wrong_bits import diagnose_wrong_bits, machine_faults
 
 
 def words_of_the_guard(rank: int) -> str:
@@ -50,6 +50,22 @@ def test_the_machine_of_the_rank_that_was_named_is_kept_out_and_others_are_not(t
     culprit = diagnosis.culprit
     assert (culprit.host, culprit.rank, culprit.gpu) == ("node7", 3, "3")
     assert "at 2 checks, the last at step 1000" in diagnosis.summary and len(diagnosis.evidence) == 2
+
+
+def test_a_record_of_another_form_hides_no_other(tmp_path: Path) -> None:
+    run = faulty(RunDirectory(tmp_path / "run"), (3, "node7", True))
+    with Journal(run.journal()) as journal:
+        for machines in (7, [None], [{"rank": 3}], [{"rank": "x", "host": "h", "device": "d"}]):
+            journal.write(
+                "corruption",
+                incarnation=1,
+                step=9,
+                machines=machines,
+                what="weights",
+                is_certain=True,
+                reason="r",
+            )
+    assert [(fault.rank, fault.host) for fault in machine_faults(run)] == [(3, "node7")]
 
 
 def test_a_rank_that_no_record_is_certain_of_and_other_failures_blame_no_machine(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,7 +34,7 @@ from bloomery.cli.run_inputs import (
 )
 from bloomery.cli.tables import size_words
 from bloomery.config.checkpoint import BackupSection
-from bloomery.errors import CheckpointError
+from bloomery.errors import BloomeryError, CheckpointError
 from bloomery.events.run_directory import RunDirectory
 from bloomery.events.run_lock import lock_run
 from bloomery.objects import storage_failure
@@ -220,10 +221,17 @@ def backup(arguments: list[str]) -> int:
             f"{rundir.path} has no checkpoints yet",
             remedy="The run saves the first one as the recipe's [checkpoint] says.",
         )
+    refused: list[BloomeryError] = []
     for place, section in named.items():
-        _send(
-            args, rundir, saved[-1], section, backup_url(section, recipe.run.name, read_duty(rundir)), place
-        )
+        url = backup_url(section, recipe.run.name, read_duty(rundir))
+        try:
+            _send(args, rundir, saved[-1], section, url, place)
+        except BloomeryError as error:  # another place may take it all the same
+            refused.append(error)
+    for error in refused[:-1]:
+        print(f"bloomery: {error}", file=sys.stderr)
+    if refused:
+        raise refused[-1]
     return 0
 
 

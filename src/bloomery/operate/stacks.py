@@ -161,9 +161,12 @@ def _by_signal(beat: RankBeat, deadline: float) -> tuple[Frame, ...]:
 
 
 def _text_behind(path: Path, offset: int) -> str:
-    with path.open("rb") as file:
-        file.seek(offset)
-        return file.read().decode(errors="replace")
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            return file.read().decode(errors="replace")
+    except OSError:  # such as a stale handle of NFS: what hangs is judged without this stack
+        return ""
 
 
 def _is_whole(dump: str) -> bool:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from bloomery.events.journal import read_journal
 from bloomery.events.run_directory import RunDirectory
@@ -35,24 +37,29 @@ class MachineFault:
 def machine_faults(rundir: RunDirectory, *, peer: str = "0") -> list[MachineFault]:
     """Return the faults in a peer's journal in the order in which they were found.
 
-    Those of steps that a rewind undid are among them, for the machine remains as it is.
+    Those of steps that a rewind undid are among them, for the machine remains as it is. A record that lacks
+    something, or holds something else, is passed over: it must not end who supervises the run.
     """
-    return [
-        MachineFault(
-            time=float(event["time"]),
-            step=int(event["step"]),
-            incarnation=int(event["incarnation"]),
-            rank=int(machine["rank"]),
-            host=str(machine["host"]),
-            device=str(machine["device"]),
-            what=str(event["what"]),
-            is_certain=bool(event["is_certain"]),
-            reason=str(event["reason"]),
-        )
-        for event in read_journal(rundir.journal(peer=peer))
-        if event["event"] == "corruption"
-        for machine in event["machines"]
-    ]
+    found = list[MachineFault]()
+    for event in read_journal(rundir.journal(peer=peer)):
+        if event["event"] == "corruption":
+            with suppress(KeyError, TypeError, ValueError, OverflowError):
+                found += [_fault(event, machine) for machine in event["machines"]]
+    return found
+
+
+def _fault(event: Mapping[str, Any], machine: Mapping[str, Any]) -> MachineFault:  # Any: parsed JSON
+    return MachineFault(
+        time=float(event["time"]),
+        step=int(event["step"]),
+        incarnation=int(event["incarnation"]),
+        rank=int(machine["rank"]),
+        host=str(machine["host"]),
+        device=str(machine["device"]),
+        what=str(event["what"]),
+        is_certain=bool(event["is_certain"]),
+        reason=str(event["reason"]),
+    )
 
 
 _STOPPED = re.compile(
