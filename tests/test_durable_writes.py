@@ -50,7 +50,6 @@ UNSYNCED = {
     "operate/drill/faults.py:flip_checkpoint_bit": "damages a checkpoint on purpose",
     "operate/drill/faults.py:_fill": "takes the free space of a file system, and is removed",
     "operate/schedulers/machine_queue.py:start_runner": _LOG,
-    "operate/schedulers/machine_queue.py:has_runner": "an empty file to lock",
     "operate/schedulers/machine_queue.py:_opened": _LOG,
     "operate/schedulers/machine_queue.py:_hold": "a file to lock; its number tells of a living process",
     "operate/node_facts.py:_clock_s": "reads the clock of a file system, and removes the file",

@@ -109,7 +109,7 @@ def ended_when_asked(peer: Peer, by: str) -> bool:
     return not end["failed"] and bool(peer.events("leave")) and newest.startswith(f"step-{end['step']:06d}.")
 
 
-@pytest.mark.parametrize("by", ["SIGTERM", "SIGINT", "control/stop"])
+@pytest.mark.parametrize("by", ["SIGINT", "control/stop"])
 def test_a_peer_that_waits_for_others_to_come_ends_when_it_is_asked_to(torch_crew, by):
     crew = torch_crew("train.samples=1_000_000", "elastic.peers=2", "elastic.minimum_peers=2")
     lone = crew.start("a", nproc=2)

@@ -56,7 +56,7 @@ def test_a_checkpoint_whose_scores_have_the_names_of_the_tasks_of_a_group_counts
 ) -> None:
     rundir = RunDirectory(tmp_path).create()
     save_streamed(rundir.checkpoints, [whole("model.weight", torch.ones(4))], step=5, incarnation=1)
-    asked = Namespace(tasks="ai2_arc, words,", every_steps=1, window=None)
+    asked = Namespace(tasks="ai2_arc, words,", every_steps=1, window=None, limit=None, shots=None)
     newest = rundir.checkpoints / "step-000005.i001"
     for tasks, names in ((None, "easy hard"), (["ai2_arc"], "easy hard"), (["words"], "words")):
         assert _next(rundir, asked) == newest

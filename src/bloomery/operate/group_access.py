@@ -47,7 +47,7 @@ def share_with_group(run: Path, *, group: str = "") -> AccessRepair:
 
 
 def _everything(run: Path) -> Iterator[Path]:
-    yield run.resolve()  # a link has no mode of its own
+    yield run.resolve() if run.is_symlink() else run  # a link has no mode of its own
     for directory, directories, files in os.walk(run):
         yield from (Path(directory) / name for name in (*directories, *files))
 
