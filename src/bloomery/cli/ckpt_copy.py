@@ -228,8 +228,8 @@ def backup(arguments: list[str]) -> int:
             _send(args, rundir, saved[-1], section, url, place)
         except BloomeryError as error:  # another place may take it all the same
             refused.append(error)
-    for error in refused[:-1]:
-        print(f"bloomery: {error}", file=sys.stderr)
+    for earlier in refused[:-1]:
+        print(f"bloomery: {earlier}", file=sys.stderr)
     if refused:
         raise refused[-1]
     return 0
