@@ -30,7 +30,7 @@ from bloomery.data.duplicates import (
     equal_keys,
 )
 from bloomery.data.indexed import IndexedDataset, IndexedWriter
-from bloomery.data.ngrams import HashSet, document_of, documents_in_turn, ngram_hashes
+from bloomery.data.ngrams import HashSet, documents_in_turn, ngram_hashes, tokens_of_document
 from bloomery.data.order import Order
 from bloomery.data.overlap import Overlap, SharedDocument, overlap_of
 from bloomery.errors import DataError, StorageError
@@ -186,7 +186,7 @@ def test_keys_are_of_the_tokens_of_each_document_alone(tmp_path: Path) -> None:
     (some,) = documents_in_turn(dataset)
     keys = equal_keys(some).tolist()
     assert keys[0] == keys[2] and len({*keys}) == 4 and some.starts.tolist() == [0, 3, 3, 6, 8]
-    assert document_of(dataset, 3).tolist() == [1, 2] and document_of(dataset, 1).size == 0
+    assert tokens_of_document(dataset, 3).tolist() == [1, 2] and tokens_of_document(dataset, 1).size == 0
 
 
 @pytest.mark.parametrize(("documents", "tokens"), [(100, 1 << 20), (2, 1 << 20), (100, 5), (3, 1), (100, 4)])
@@ -195,7 +195,7 @@ def test_documents_of_a_range_come_with_their_numbers(
 ) -> None:
     monkeypatch.setattr(ngrams, "_DOCUMENTS_AT_ONCE", documents)
     monkeypatch.setattr(ngrams, "_TOKENS_AT_ONCE", tokens)
-    monkeypatch.setattr(ngrams, "LONGEST", 4)
+    monkeypatch.setattr(ngrams, "HASHED_TOKENS", 4)
     texts = [A, B, [], [*range(10, 17)], C, D, B]
     dataset = written(tmp_path / "pair", *texts)
     for begin, stop in ((0, None), (1, 5), (3, 4), (5, 5)):

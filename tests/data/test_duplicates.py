@@ -205,7 +205,7 @@ def test_documents_come_in_turn_whatever_their_sizes(
 ) -> None:
     monkeypatch.setattr(ngrams, "_DOCUMENTS_AT_ONCE", at_once[0])
     monkeypatch.setattr(ngrams, "_TOKENS_AT_ONCE", at_once[1])
-    monkeypatch.setattr(ngrams, "LONGEST", 300)
+    monkeypatch.setattr(ngrams, "HASHED_TOKENS", 300)
     dataset = written(tmp_path / "pair", texts)
     found = []
     for some in documents_in_turn(dataset, begin=3):
@@ -240,11 +240,11 @@ def test_documents_that_both_sides_repeat_are_compared_once_and_not_each_with_ea
     def reading(*given) -> np.ndarray:
         nonlocal documents_read
         documents_read += 1
-        return ngrams.document_of(*given)
+        return ngrams.tokens_of_document(*given)
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(overlap, "are_equal", counted)
-        patched.setattr(overlap, "document_of", reading)
+        patched.setattr(overlap, "tokens_of_document", reading)
         found = overlap_of(training, held_out)
     assert found.shared == {"h": 40} and compared == 40
     assert documents_read == 80, "of the training text's 50 the first alone is looked at"

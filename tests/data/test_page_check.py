@@ -13,7 +13,7 @@ import xxhash
 from bloomery.data import native_kernels
 from bloomery.data.indexed import IndexedDataset, IndexedWriter
 from bloomery.data.megatron_order import MegatronOrder
-from bloomery.data.ngrams import document_of
+from bloomery.data.ngrams import tokens_of_document
 from bloomery.data.order import Order
 from bloomery.data.pair_files import bin_path, idx_path, seal_path, sums_path
 from bloomery.data.pairs import merge_pairs, refuse_damaged, verify_pair
@@ -310,8 +310,8 @@ def test_an_index_that_was_found_right_is_not_gone_over_again_for_each_document(
 
     monkeypatch.setattr(PageCheck, "check", counted)
     for number in range(dataset.document_count):
-        document_of(dataset, number)
-        document_of(dataset.part(range(number, number + 1)), 0)
+        tokens_of_document(dataset, number)
+        tokens_of_document(dataset.part(range(number, number + 1)), 0)
     assert checked.count(whole) == 1
 
 
@@ -320,4 +320,4 @@ def test_a_damaged_index_is_refused_each_time_that_it_is_asked_for(prefix: Path)
     dataset = IndexedDataset(prefix)
     for number in (0, 1):
         with pytest.raises(DataError, match="is not what was written"):
-            document_of(dataset, number)
+            tokens_of_document(dataset, number)

@@ -1,4 +1,4 @@
-"""Tells etcd's refusals from what a repeated request may mend, and reads streams of its answers.
+"""Tells etcd's final refusals from answers after which a request may be sent again; reads its streams.
 
 An etcd that elects a leader, hands over its leadership, restarts or has no space left refuses requests for a
 while. That must end no agent, so such a refusal counts as one of an etcd that is away.
@@ -30,7 +30,12 @@ _NO_SPACE = "database space exceeded"
 _AUTHENTICATION_OFF = "authentication is not enabled"
 _NOT_TAKEN = ("no leader", "too many requests", "raft proposal dropped", _NO_SPACE, _AUTHENTICATION_OFF)
 """Messages of etcd that mean that it did not act on a request, so that any request may be sent again."""
-NO_TOKEN = ("invalid auth token", "user name is empty", "revision of auth store is old", "invalid auth")
+NEEDS_NEW_TOKEN = (
+    "invalid auth token",
+    "user name is empty",
+    "revision of auth store is old",
+    "invalid auth",
+)
 _UNVERIFIED = "certificate verify failed"
 
 
@@ -71,7 +76,7 @@ def refusal(status: int, content: bytes, *, has_token: bool, who: str) -> Except
         message, code = str(answer["message"]), int(answer["code"])
     except (ValueError, TypeError, KeyError):
         return Lost(f"status {status}")
-    if has_token and any(word in message for word in NO_TOKEN):
+    if has_token and any(word in message for word in NEEDS_NEW_TOKEN):
         return TokenRefused(message)
     if any(word in message for word in _NOT_TAKEN):
         return NotSent(message)

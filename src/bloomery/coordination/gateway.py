@@ -30,7 +30,7 @@ from urllib3.exceptions import (
 from bloomery.coordination.etcd_answers import (
     ANSWER_BYTES_AT_MOST,
     DENIED,
-    NO_TOKEN,
+    NEEDS_NEW_TOKEN,
     AnswerTooLong,
     Lost,
     NotSent,
@@ -173,7 +173,7 @@ class Gateway:
         time the token is dropped, and only a second refusal shortly afterwards raises.
         """
         is_denied = "permission" in reason.lower()
-        if not is_denied and not any(word in reason for word in NO_TOKEN):
+        if not is_denied and not any(word in reason for word in NEEDS_NEW_TOKEN):
             return
         now, is_again = time.monotonic(), False
         with self._lock:

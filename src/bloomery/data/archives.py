@@ -1,4 +1,4 @@
-"""Reads the documents of archives: members of a .zip file, and records of text in WARC files."""
+"""Reads documents of archives: files, and lines of .jsonl, in a .zip; records of text in a WARC file."""
 
 from __future__ import annotations
 

@@ -23,7 +23,13 @@ import xxhash
 from bloomery import durable
 from bloomery.data.duplicate_candidates import KeyFiles
 from bloomery.data.indexed import IndexedDataset, IndexedWriter
-from bloomery.data.ngrams import LONGEST, SomeDocuments, document_of, documents_in_turn, ngram_hashes
+from bloomery.data.ngrams import (
+    HASHED_TOKENS,
+    SomeDocuments,
+    documents_in_turn,
+    ngram_hashes,
+    tokens_of_document,
+)
 from bloomery.data.pairs import agreed_facts, replace_pair
 from bloomery.data.storage import as_storage_error, locked_directory
 from bloomery.errors import DataError
@@ -86,7 +92,7 @@ class _Pairs:
 
     def tokens(self, document: int) -> npt.NDArray[Any]:
         pair, number = self.place(document)
-        return document_of(pair, number)
+        return tokens_of_document(pair, number)
 
 
 def deduplicate(
@@ -236,7 +242,9 @@ def _similarity(tokens: npt.NDArray[Any], earlier: npt.NDArray[Any], likeness: S
     if likeness.is_exact:
         return 0.0
     ours, theirs = (
-        np.unique(ngram_hashes(text[:LONGEST], np.array([min(text.size, LONGEST)]), likeness.ngram)[0])
+        np.unique(
+            ngram_hashes(text[:HASHED_TOKENS], np.array([min(text.size, HASHED_TOKENS)]), likeness.ngram)[0]
+        )
         for text in (tokens, earlier)
     )
     common = np.intersect1d(ours, theirs, assume_unique=True).size

@@ -1,4 +1,4 @@
-"""Hashes the n-grams of many documents' tokens at once, and looks hashes up in a set."""
+"""Reads documents block by block, hashes their n-grams of one size, and looks hashes up in a set."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Indices = npt.NDArray[np.int64]
 
 _BASE = np.uint64(0x9E3779B97F4A7C15)
 _DOCUMENTS_AT_ONCE, _TOKENS_AT_ONCE = 1 << 13, 1 << 20
-LONGEST = 1 << 24
+HASHED_TOKENS = 1 << 24
 """The tokens of a document that are hashed, from its beginning; the rest of a longer one is left out."""
 
 
@@ -38,7 +38,7 @@ def documents_in_turn(
     dataset: IndexedDataset, *, begin: int = 0, stop: int | None = None
 ) -> Iterator[SomeDocuments]:
     """Yield the documents [begin, stop) in their order, some at a time. Memory: that of a million tokens, or
-    of one document of at most LONGEST.
+    of one document of at most HASHED_TOKENS.
     """
     stop = dataset.document_count if stop is None else stop
     for block in range(begin, stop, _DOCUMENTS_AT_ONCE):
@@ -49,14 +49,14 @@ def documents_in_turn(
             end = min(max(end, at + 1), starts.size - 1)
             lengths = np.diff(starts[at : end + 1])
             size = int(lengths.sum())
-            if lengths.size == 1 and size > LONGEST:
-                lengths, size = np.array([LONGEST]), LONGEST
+            if lengths.size == 1 and size > HASHED_TOKENS:
+                lengths, size = np.array([HASHED_TOKENS]), HASHED_TOKENS
             tokens = dataset.window(int(starts[at]), size)
             yield SomeDocuments(first=block + at, lengths=lengths, tokens=tokens)
             at = end
 
 
-def document_of(dataset: IndexedDataset, number: int) -> npt.NDArray[Any]:
+def tokens_of_document(dataset: IndexedDataset, number: int) -> npt.NDArray[Any]:
     """Return the tokens of one document, without a copy of the index of all."""
     start, stop = dataset.starts_between(number, number + 1).tolist()
     return dataset.window(start, stop - start)

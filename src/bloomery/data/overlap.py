@@ -9,7 +9,7 @@ import numpy as np
 
 from bloomery.data.duplicates import are_equal, equal_keys
 from bloomery.data.indexed import IndexedDataset
-from bloomery.data.ngrams import document_of, documents_in_turn
+from bloomery.data.ngrams import documents_in_turn, tokens_of_document
 from bloomery.events.records import ProgressCallback, ignore_progress
 
 _SHOWN = 20
@@ -69,8 +69,8 @@ def overlap_of(
                     continue
                 for place in range(key_begins, int(high[inside])):
                     held = names[sources[place]]
-                    ours = document_of(held_out[held], int(numbers[place]))
-                    if in_this[place] or not are_equal(document_of(dataset, number), ours):
+                    ours = tokens_of_document(held_out[held], int(numbers[place]))
+                    if in_this[place] or not are_equal(tokens_of_document(dataset, number), ours):
                         continue
                     in_this[place] = True
                     if len(examples) < _SHOWN:
