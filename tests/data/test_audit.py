@@ -233,10 +233,7 @@ def test_settings_may_follow_options(place: Path, capsys: pytest.CaptureFixture[
 def test_an_order_as_megatrons_is_reported_on_as_ours_is(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recipe = place / "recipe.toml"
-    text = recipe.read_text().replace("samples = 600", "samples = 390")
-    recipe.write_text(text.replace("[data]\n", '[data]\norder = "megatron"\n'))
-    status, facts = audited(place, capsys)
+    status, facts = audited(place, capsys, 'data.order="megatron"', "train.samples=390")
     assert (status, facts["look_at"], facts["order"]) == (0, [], "megatron")
     taken = [row["taken"] for row in facts["datasets"]]
     assert [sum(one["epochs"]) for one in taken] == [one["taken"] for one in taken] == [260, 130]
@@ -246,10 +243,7 @@ def test_an_order_as_megatrons_is_reported_on_as_ours_is(
 def test_of_an_order_as_megatrons_an_epoch_is_one_and_places_are_those_in_the_files(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recipe = place / "recipe.toml"
-    text = recipe.read_text().replace("samples = 600", "samples = 520")
-    recipe.write_text(text.replace("[data]\n", '[data]\norder = "megatron"\n'))
-    status, facts = audited(place, capsys)
+    status, facts = audited(place, capsys, 'data.order="megatron"', "train.samples=520")
     assert (status, facts["look_at"]) == (0, []), "the short second epoch takes samples of the whole file"
     own, other = (row["taken"] for row in facts["datasets"])
     assert (own["samples"], own["epochs"], own["least"], own["most"]) == (304, [304, 43], None, None)

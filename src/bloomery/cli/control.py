@@ -244,7 +244,7 @@ def skipped_facts(samples: range, last: StepReport | None) -> dict[str, Any]:
 
 
 def skipped_words(facts: dict[str, Any]) -> str:
-    """Return the facts as a sentence."""
+    """Return in words which samples a skip leaves out of the stream. facts: what `skipped_facts` returned."""
     start, stop = facts["samples"]
     steps = "" if facts["steps_worth"] is None else f", {facts['steps_worth']:,.1f} steps' worth"
     text = f"Samples {start:,} to {stop - 1:,} of the stream: {facts['left_out']:,} are left out{steps}."

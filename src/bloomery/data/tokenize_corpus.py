@@ -7,6 +7,7 @@ pieces are joined in reading order, so the output does not depend on the number 
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -39,6 +40,8 @@ from bloomery.data.tokenize_worker import (
 from bloomery.data.tokenizer import Tokenizer
 from bloomery.errors import DataError
 from bloomery.events.records import ProgressCallback, counting, ignore_progress
+
+log = logging.getLogger(__name__)
 
 _PIECE_BYTES, _MOST_PIECES = 32 << 20, 4096
 _THREADS = 2  # threads of an engine in each process; while they work, Python reads what comes next
@@ -145,6 +148,8 @@ def tokenize(
         watch.end()
         # The pair needs them no more. NFS keeps the lock's file, and so the directory, until it is closed.
         shutil.rmtree(parts, ignore_errors=True)
+        if parts.exists():
+            log.warning("%s could not be removed as a whole. It is needed no more.", parts)
     return replace(outcome, pieces_kept=len(finished))
 
 

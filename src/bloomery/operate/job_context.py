@@ -92,7 +92,7 @@ def job_context(environment: Mapping[str, str]) -> JobContext | None:
 
 
 def refuse_quarantined(host: str, rundir: RunDirectory, loaded: LoadedRecipe) -> None:
-    """Raise NodeInQuarantine where this node is in quarantine."""
+    """Raise NodeInQuarantine where the run's list of excluded nodes holds `host`, this node's name."""
     node = Exclusions.of(rundir, loaded.recipe.submit).nodes().get(host)
     if node is not None:
         run = shlex.quote(str(rundir.path))

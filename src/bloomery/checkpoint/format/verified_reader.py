@@ -36,7 +36,9 @@ Piece: TypeAlias = tuple[int, memoryview]
 
 
 class VerifiedReader:
-    """Reads ranges of one data file. A context manager; may be used by several threads.
+    """Reads ranges of one data file of a checkpoint, and checks each block that it touches against its hash.
+
+    A context manager; several threads may use it.
 
     boxes: the boxes that lie in the file, for messages. count: called with the bytes of each read.
     Raises DamagedCheckpoint, naming file, block and tensors; StorageError where the file cannot be reached.

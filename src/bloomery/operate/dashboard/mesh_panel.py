@@ -43,7 +43,10 @@ class RankRow(msgspec.Struct, kw_only=True):
 
 
 class StageMemoryInUse(msgspec.Struct, kw_only=True):
-    """What the ranks of one pipeline stage hold: the mean, and the fullest rank's."""
+    """The memory in use on the ranks of one pipeline stage, in bytes.
+
+    ranks: the number of ranks that told theirs. fullest: the rank that holds `most_bytes`.
+    """
 
     stage: int
     ranks: int

@@ -158,7 +158,10 @@ def _name(reader: RunReader, recipe: Recipe | None) -> str:
 
 
 def silent_ranks(reader: RunReader, *, now: float) -> list[int]:
-    """Return the ranks that are silent for three heartbeats, or that died here, of the first 64."""
+    """Return which of the first 64 ranks wrote no heartbeat for three intervals, or died on this machine.
+
+    now: the present time, in seconds since 1970.
+    """
     first = read_beat(reader.rundir.heartbeat())
     if first is None:
         return []

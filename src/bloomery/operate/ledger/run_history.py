@@ -283,7 +283,10 @@ def _failures(operations: Sequence[Event]) -> list[Incident]:
 
 
 def _with_lost_steps(incidents: list[Incident], lost_at: Sequence[float]) -> list[Incident]:
-    """Return the incidents with the steps that each of them cost: those since the one before it."""
+    """Return the incidents, each with the number of steps that were lost between the one before and it.
+
+    lost_at: the times of the lost steps, in seconds since 1970.
+    """
     result, place, lost = [], 0, sorted(lost_at)
     for incident in incidents:
         begin = place

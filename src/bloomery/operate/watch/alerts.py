@@ -37,8 +37,9 @@ class WatchCondition:
 
 @dataclass(frozen=True, kw_only=True)
 class OpenIncident:
-    """A condition that holds, and what was said of it. Times are seconds since 1970.
+    """A condition of a run that holds, and the alerts sent about it. Times are seconds since 1970.
 
+    began: when the condition began.
     seen: when it was last seen.
     told: when an alert about it was last sent.
     escalations: how often an alert was repeated, because nobody acknowledged it.
