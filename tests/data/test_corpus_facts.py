@@ -359,7 +359,11 @@ def test_why_the_reference_engine_was_chosen_is_told_by_later_starts_too(
 
 
 def test_a_disk_that_keeps_files_that_are_open_does_not_fail_work_that_is_done(
-    files: list[SourceFile], job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    files: list[SourceFile],
+    job: Job,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def kept_by_nfs(path: object, *_: object, **__: object) -> None:
         raise OSError(errno.ENOTEMPTY, "Directory not empty")
@@ -367,3 +371,4 @@ def test_a_disk_that_keeps_files_that_are_open_does_not_fail_work_that_is_done(
     monkeypatch.setattr(os, "rmdir", kept_by_nfs)
     summary = tokenize(files, tmp_path / "out", job, workers=1)
     assert summary.pairs[0].documents == IndexedDataset(tmp_path / "out").document_count == 12
+    assert f"{tmp_path / 'out.parts'} could not be removed as a whole" in caplog.text
