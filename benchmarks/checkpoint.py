@@ -37,6 +37,7 @@ from bloomery.train.checkpoint_store import RunStateToSave, Store
 
 PARTS = ("blocking", "steps", "save")
 TENSOR_BYTES = 16 << 20
+READ_BACK_S = 120.0
 ALONE = 4
 """Steps without a save after each."""
 WAYS = (
@@ -218,6 +219,7 @@ def measure_save(options: argparse.Namespace, directory: Path) -> list[Measureme
         for step in (1, 2):  # both buffers
             store.save(RunStateToSave({"model": state}, step=step))
         store.take_save_results()
+        _wait_until_read_back(store)
         for number in range(options.rounds):
             limits = [
                 _timed(lambda way=way: _write_directly(buffer, directory / "raw", **way)) for way in WAYS
@@ -225,6 +227,7 @@ def measure_save(options: argparse.Namespace, directory: Path) -> list[Measureme
             rows["limit"].append(min(limits))
             (directory / "raw").unlink()
             rows["ours"].append(_timed(lambda number=number: _durably(store, state, step=number + 3)))
+            _wait_until_read_back(store)
             _drop(store.checkpoints())
             if number < options.peer_rounds:
                 rows["dcp"].append(_timed(lambda: _dcp_save(state, directory / "dcp")))
@@ -304,6 +307,17 @@ def _durably(store: Store, state: State, *, step: int) -> None:
     store.save(RunStateToSave({"model": state}, step=step))
     (failed,) = {one.failure for one in store.take_save_results()}
     assert failed is None, failed
+
+
+def _wait_until_read_back(store: Store) -> None:
+    """Wait until the newest checkpoint has been read back: in a run that is over long before the next save."""
+    background = store._saver.background
+    newest = store.newest()
+    assert background is not None and newest is not None
+    deadline = time.monotonic() + READ_BACK_S
+    while newest.directory.name not in background.check._outcomes:
+        assert time.monotonic() < deadline, f"{newest.directory} was not read back in {READ_BACK_S:.0f} s"
+        time.sleep(0.01)
 
 
 def _dcp_async(state: State, directory: Path, kind: AsyncCheckpointerType) -> float:
