@@ -4,7 +4,7 @@ import pytest
 
 from bloomery.errors import Mistake
 from bloomery.protocol.encoding import ProtocolError, decode_epoch
-from bloomery.protocol.keys import NUMBER_AT_MOST, RECOVERY, Keys, name_mistake
+from bloomery.protocol.keys import NUMBER_AT_MOST, RECOVERY, Keys, is_name, name_mistake
 
 KEYS = Keys("r")
 OF_PEER = {
@@ -104,3 +104,32 @@ def test_a_setting_that_is_no_name_is_told_with_its_place_and_what_names_are():
         problem="is no name of a run or a peer",
         remedy="Up to 63 letters, digits, '.', '_' and '-', a letter or digit first.",
     )
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "a/b", "-a", "a b", "ä", ".a", "_a", "a" * 64, "a\n", None, 3]
+)
+def test_what_is_no_name_becomes_no_key(name):
+    assert not is_name(name)
+    with pytest.raises(ValueError):
+        Keys("run").member(name)
+    with pytest.raises(ValueError):
+        Keys(name)
+
+
+def test_a_name_has_up_to_63_letters_digits_and_marks():
+    for name in ("a", "7", "A.b_c-9", "a" * 63):
+        assert is_name(name) and Keys(name).run == name
+
+
+def test_keys_sort_as_rounds_do_and_stay_within_their_run():
+    keys = Keys("a")
+    assert sorted([keys.commit(10), keys.commit(9), keys.commit(100)]) == [
+        keys.commit(9),
+        keys.commit(10),
+        keys.commit(100),
+    ]
+    assert not Keys("ab").root.startswith(keys.root)
+    for round in (-1, 10**10):
+        with pytest.raises(ValueError):
+            keys.commit(round)

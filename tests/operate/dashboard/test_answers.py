@@ -1,16 +1,14 @@
-"""What the dashboard answers without a server: who may ask, what is cached, and each figure of a run."""
+"""What the dashboard answers without a server: what is cached, and each figure of a run."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 from starlette.requests import Request
 from tests.operate.dashboard.written_run import WrittenRun, healed_run
@@ -19,230 +17,18 @@ from bloomery.checkpoint.format.catalogue import record_copy
 from bloomery.config.load import dump_recipe, load_recipe, override
 from bloomery.errors import BloomeryError
 from bloomery.events.heartbeat import RankActivity, RankBeat
-from bloomery.events.journal import read_journal
 from bloomery.operate import submission
-from bloomery.operate.dashboard import actions, panels, run_summary, viewed_run
-from bloomery.operate.dashboard.access import AccessGate, AccessRules, bearer, read_token
-from bloomery.operate.dashboard.actions import ActionRequest, carry_out
-from bloomery.operate.dashboard.curves import _line, curves, downsampled, moving_mean, rows_between
+from bloomery.operate.dashboard import panels, run_summary, viewed_run
+from bloomery.operate.dashboard.access import AccessRules
 from bloomery.operate.dashboard.panels import CachedValue, saves
 from bloomery.operate.dashboard.prometheus import metrics_text
 from bloomery.operate.dashboard.run_events import shown_event
 from bloomery.operate.dashboard.run_reader import RunReader, _is_newer
 from bloomery.operate.dashboard.run_summary import RunSummarizer, night_words, silent_ranks
-from bloomery.operate.dashboard.server import _MOST_BODY, DashboardServer, _body
+from bloomery.operate.dashboard.server import DashboardServer
 from bloomery.operate.dashboard.viewed_run import ViewedRun
 from bloomery.operate.schedulers.interface import SchedulerError
 from bloomery.operate.submission import keep_submission, submission_of
-
-TOKEN = "0123456789abcdef"
-
-
-def asked(rules: AccessRules, path: str, headers: dict[bytes, bytes]) -> tuple[int, dict[bytes, bytes]]:
-    """Return status and headers of what a gate before an application that answers 200 says."""
-    sent: list[Any] = []
-
-    async def application(scope: Any, receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"x-own", b"1")]})
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    scope = {"type": "http", "path": path, "headers": list({b"host": b"localhost:9", **headers}.items())}
-    asyncio.run(AccessGate(application, rules)(scope, None, send))  # type: ignore[arg-type]
-    return sent[0]["status"], dict(sent[0]["headers"])
-
-
-@pytest.mark.parametrize(
-    ("path", "headers", "status"),
-    [
-        ("/", {}, 200),
-        ("/static/dashboard.js", {}, 200),
-        ("/api/session", {}, 200),
-        ("/api/sessions", {}, 401),
-        ("/api/runs", {}, 401),
-        ("/metrics", {}, 401),
-        ("/statics", {}, 401),
-        ("/api/runs", {b"authorization": b"bearer  0123456789abcdef "}, 200),
-        ("/api/runs", {b"authorization": b"Basic 0123456789abcdef"}, 401),
-        ("/api/runs", {b"cookie": b"a=b; bloomery-dashboard=0123456789abcdef"}, 200),
-        ("/api/runs", {b"cookie": b"bloomery-dashboard=0123456789abcdeF"}, 401),
-        ("/", {b"host": b"evil.example"}, 421),
-    ],
-)
-def test_a_private_server_shows_the_page_and_nothing_of_a_run_without_its_token(
-    path: str, headers: dict[bytes, bytes], status: int
-) -> None:
-    answered, sent = asked(AccessRules(token=TOKEN, is_private=True), path, headers)
-    assert answered == status and b"default-src 'none'" in sent[b"content-security-policy"]
-    assert sent[b"x-content-type-options"] == b"nosniff" and sent[b"referrer-policy"] == b"no-referrer"
-    assert (b"x-own" in sent) == (status == 200)
-
-
-@pytest.mark.parametrize(
-    ("host", "knows"),
-    [
-        (b"localhost", True), (b"localhost:8000", True), (b"127.0.0.1:80", True), (b"[::1]", True),
-        (b"[::1]:8000", True), (b"localhost.evil.example", False), (b"evil.example:80", False), (b"", False),
-    ],
-)  # fmt: skip
-def test_a_server_of_this_machine_answers_to_its_own_names(host: bytes, knows: bool) -> None:
-    assert AccessRules().knows_host({b"host": host}) == knows
-    assert AccessRules(hosts=()).knows_host({b"host": host})
-
-
-def test_no_token_lets_nobody_in_and_none_is_wanted_of_a_public_reader() -> None:
-    assert not AccessRules(is_private=True).may_read({b"authorization": b"Bearer "})
-    assert AccessRules(token=TOKEN).may_read({}) and not AccessRules(token=TOKEN).is_token("0")
-    assert bearer({b"authorization": b"0123456789abcdef"}) == "" == bearer({})
-    assert not AccessRules(token=TOKEN, is_private=True).may_read({b"cookie": b"\xff=;;=[]"})
-
-
-@pytest.mark.parametrize(
-    ("text", "is_good"), [("x" * 16, True), ("x" * 15, False), ("é" * 20, False), ("a b" * 9, False)]
-)
-def test_a_token_is_one_long_word(tmp_path: Path, text: str, is_good: bool) -> None:
-    path = tmp_path / "token"
-    path.touch(mode=0o600)
-    path.write_text(f"{text}\n")
-    if is_good:
-        assert read_token(path) == text
-    else:
-        with pytest.raises(BloomeryError, match="one word of at least 16") as refused:
-            read_token(path)
-        assert f"openssl rand -hex 24 > {path}" in refused.value.remedy
-
-
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> WrittenRun:
-    made = healed_run(tmp_path_factory.mktemp("written") / "healed")
-    settings = ["train.samples=1600", "train.global_batch=8", "train.ramp_up=[]"]
-    made.rundir.recipe.write_text(dump_recipe(override(load_recipe("demo").recipe, settings)))
-    return made
-
-
-@pytest.fixture
-def run(written: WrittenRun, tmp_path: Path) -> WrittenRun:
-    """A run with a spike and a rewind, of which each test has its own copy."""
-    shutil.copytree(written.rundir.path, tmp_path / "healed")
-    made = WrittenRun(tmp_path / "healed")
-    made.incarnation, made.step = written.incarnation, written.step
-    return made
-
-
-@pytest.mark.parametrize(
-    ("what", "kept"),
-    [
-        ("400:480", "400:480\n"),
-        ("1,000:2_000", "1000:2000\n"),
-        ("5:5", ""),
-        ("5", ""),
-        ("-5:9", ""),
-        ("a:9", ""),
-    ],
-)
-def test_samples_are_skipped_where_their_numbers_are_some(run: WrittenRun, what: str, kept: str) -> None:
-    request = ActionRequest(run=0, action="skip", what=what, why="a\nspike " * 99)
-    if not kept:
-        with pytest.raises(BloomeryError, match="FIRST:END") as refused:
-            carry_out(run.rundir, request, by="ann")
-        assert "Give sample numbers" in refused.value.remedy
-        assert not run.rundir.operations.exists() and not run.rundir.control("skip").exists()
-        return
-    answer = carry_out(run.rundir, request, by="ann")
-    first, end = map(int, kept.split(":"))
-    assert f"{first:,} to {end - 1:,}" in answer and run.rundir.control("skip").read_text() == kept
-    (record,) = read_journal(run.rundir.operations)
-    assert (record["event"], record["action"], record["by"], record["what"]) == (
-        "request",
-        "skip",
-        "ann",
-        what,
-    )
-    assert record["why"].startswith("a spike a spike") and len(record["why"]) == 300
-
-
-def test_an_action_that_nobody_knows_and_one_of_no_run_are_refused(run: WrittenRun, tmp_path: Path) -> None:
-    for rundir, action, advice in (
-        (run.rundir, "rm", "There are save, stop, skip, exclude."),
-        (type(run.rundir)(tmp_path / "none"), "save", "Look at the messages"),
-    ):
-        with pytest.raises(BloomeryError) as refused:
-            carry_out(rundir, ActionRequest(run=0, action=action), by="ann")
-        assert advice in refused.value.remedy
-    assert not run.rundir.operations.exists()
-
-
-@pytest.mark.parametrize("name", ["", "a b", "n1;rm", "n1\n", "../x"])
-def test_only_the_name_of_a_node_is_excluded(run: WrittenRun, name: str) -> None:
-    request = ActionRequest(run=0, action="exclude", what=name)
-    if name.strip() == "n1":
-        assert "n1 takes no further job" in carry_out(run.rundir, request, by="ann")
-        return
-    with pytest.raises(BloomeryError, match="is not the name of a node") as refused:
-        carry_out(run.rundir, request, by="ann")
-    assert "Give its host name" in refused.value.remedy
-    assert not (run.rundir.path / "exclusions.json").exists()
-
-
-def test_a_node_is_excluded_where_the_queue_cannot_be_told(
-    run: WrittenRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def silent(*, name: str, run: Path) -> None:
-        raise SchedulerError("SLURM has not answered squeue for 60 s.", remedy="Wait.")
-
-    run.rundir.recipe.write_text(dump_recipe(load_recipe("demo").recipe))
-    keep_submission(run.rundir, submission_of("demo", [], nproc=None))
-    monkeypatch.setattr(actions, "scheduler_of", lambda section, path: SimpleNamespace(jobs=silent))
-    answer = carry_out(run.rundir, ActionRequest(run=0, action="exclude", what="n1"), by="ann")
-    assert answer == (
-        "n1 takes no further job of this run; the queue could not be told: "
-        "SLURM has not answered squeue for 60 s."
-    )
-    assert [event["what"] for event in read_journal(run.rundir.operations)] == ["n1"]
-
-
-def body_of(*chunks: bytes, kind: str = "application/json; charset=utf-8") -> Any:
-    async def stream() -> Any:
-        for chunk in chunks:
-            yield chunk
-
-    return asyncio.run(_body(SimpleNamespace(headers={"content-type": kind}, stream=stream)))  # type: ignore[arg-type]
-
-
-def test_the_body_of_a_request_is_short_json_and_nothing_else() -> None:
-    assert body_of(b'{"a":', b" 1}") == {"a": 1}
-    assert body_of(b'"' + b"x" * (_MOST_BODY - 2) + b'"') == "x" * (_MOST_BODY - 2)
-    assert body_of(b'"' + b"x" * (_MOST_BODY - 1), b'"') is None
-    assert body_of(b"{}", kind="text/plain") is None and body_of(b"{") is None
-
-
-def test_viewers_are_counted_and_too_many_are_refused(
-    run: WrittenRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from bloomery.operate.dashboard import server as server_module
-
-    monkeypatch.setattr(server_module, "_MOST_VIEWERS", 2)
-    server = DashboardServer([run.rundir.path], AccessRules(), interval_s=0.02)
-
-    async def look() -> list[int]:
-        streams = []
-        for _ in range(2):
-            answer = await server._changes(None)  # type: ignore[arg-type]
-            streams.append(answer.body_iterator)  # type: ignore[attr-defined]
-            assert await anext(streams[-1]) == b"retry: 1000\n\n"
-        counts = [(await server._changes(None)).status_code]  # type: ignore[arg-type]
-        change = asyncio.ensure_future(anext(streams[0]))
-        await asyncio.sleep(0.0)  # until it has seen the run as it was
-        server.runs[0].reader.version += 1
-        assert b"event: change" in await change
-        await streams[0].aclose()
-        counts.append((await server._changes(None)).status_code)  # type: ignore[arg-type]
-        server.is_closing = lambda: True
-        assert [chunk async for chunk in streams[1]] == []
-        return [*counts, server._viewers]
-
-    assert asyncio.run(look()) == [503, 200, 0]
 
 
 def test_a_rank_that_died_makes_the_answers_anew(run: WrittenRun, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,40 +144,6 @@ def test_each_figure_of_the_metrics_is_that_of_its_name(run: WrittenRun) -> None
     assert 'run="a\\"b\\\\c"' in metrics_text([quoted])
 
 
-def test_a_range_of_a_curve_has_one_point_more_on_either_side() -> None:
-    x = np.array([1.0, 2.0, 3.0, 4.0, 5.0])
-    assert rows_between(x, 2.5, 3.5) == slice(1, 4) and rows_between(x, 3.0, 3.0) == slice(1, 4)
-    assert rows_between(x, None, 1.0) == slice(0, 2) and rows_between(x, 9.0, None) == slice(4, 5)
-    assert rows_between(x, 4.0, 2.0) == slice(2, 3), "an empty range leaves its edges"
-
-
-def test_a_curve_that_fits_is_whole_and_one_of_a_spike_keeps_it() -> None:
-    y = np.array([1.0, np.inf, 3.0])
-    whole = downsampled(np.arange(3.0), y, points=3)
-    assert whole.x.tolist() == [0.0, 1.0, 2.0] and np.isnan(whole.y[1])
-    long = np.ones(1000)
-    long[777], long[333] = 9.0, -9.0
-    few = downsampled(np.arange(1000.0), long, points=10)
-    assert {(777.0, 9.0), (333.0, -9.0)} <= set(zip(few.x.tolist(), few.y.tolist(), strict=True))
-    assert moving_mean(np.array([]), np.array([]), window=3, points=5).x.tolist() == []
-    nothing = moving_mean(np.arange(2.0), np.array([np.nan, 4.0]), window=1, points=5)
-    assert np.isnan(nothing.y[0]) and nothing.y[1] == 4.0
-
-
-def test_a_clock_that_goes_back_moves_no_curve_to_the_left(run: WrittenRun) -> None:
-    reader = RunReader(run.rundir.path).read_all()
-    times = reader.columns.axes["time"].values
-    times[5] = times[4] - 1000.0
-    (loss,) = curves(reader, ["loss"], axis="time")
-    assert all(later >= earlier for earlier, later in zip(loss.x, loss.x[1:], strict=False))
-    (smooth,) = curves(reader, ["loss~"], points=20)
-    assert smooth.name == "loss~" and len(smooth.x) == 20
-    assert (
-        curves(reader, ["loss!"], end=40.0) == [] == curves(reader, ["loss!"], begin=70.0)
-        and len(curves(reader, ["loss!"], end=70.0)) == 1
-    )
-
-
 @pytest.mark.parametrize(
     ("event", "level", "text"),
     [
@@ -438,38 +190,6 @@ def test_only_a_later_version_is_newer() -> None:
     later, earlier = [*ours[:-1], ours[-1] + 1], [max(0, ours[0] - 1), 0, 0]
     assert _is_newer(".".join(map(str, later))) and not _is_newer(__version__)
     assert not _is_newer(".".join(map(str, earlier))) and not _is_newer("x.y")
-
-
-def test_a_question_about_curves_is_bounded(run: WrittenRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    server, asked_for = DashboardServer([run.rundir.path], AccessRules()), list[Any]()
-
-    def noted(names: list[str], *, axis: str, begin: float | None, end: float | None, points: int) -> bytes:
-        asked_for.append((len(names), axis, begin, end, points))
-        return b"[]"
-
-    monkeypatch.setattr(server.runs[0], "curves", noted)
-
-    async def ask(query: str) -> int:
-        scope = {"type": "http", "path": "/api/curves", "query_string": query.encode(), "headers": []}
-        return (await server._curves(Request(scope))).status_code
-
-    async def all_of(*queries: str) -> list[int]:
-        return [await ask(query) for query in queries]
-
-    names = "&".join(f"name=n{number}" for number in range(70))
-    assert (
-        asyncio.run(all_of(f"run=0&{names}&points=1", "run=0&points=99999&axis=time&begin=-2.5&end=7"))
-        == [200] * 2
-    )
-    assert asked_for == [(64, "step", None, None, 10), (0, "time", -2.5, 7.0, 4000)]
-    assert asyncio.run(all_of("run=0&name=loss", "name=loss")) == [200, 404]
-    assert asked_for[2:] == [(1, "step", None, None, 1000)]
-    assert asyncio.run(all_of("run=0&begin=inf", "run=0&points=1.5", "run=1", "run=0&axis=x")) == [
-        400,
-        400,
-        404,
-        404,
-    ]
 
 
 def test_an_answer_is_shared_for_a_moment_and_forgotten_after_it(
@@ -642,14 +362,6 @@ def test_a_save_says_why_it_is_kept_and_whether_it_has_a_copy(
         ("step-000050.i001", 50, False, "newest, each 50", True),
         ("../elsewhere", 91, False, "", True),
     ]
-
-
-def test_a_smoothed_curve_is_the_mean_of_a_fiftieth_of_its_points() -> None:
-    for count, mean in ((100, 1 / 5), (1000, 1 / 20), (200_000, 1 / 2000)):
-        y = np.zeros(count)
-        y[-1] = 1.0
-        assert _line("loss~", np.arange(float(count)), y, 10).y[-1] == pytest.approx(mean)
-    assert _line("loss", np.arange(3.0), np.arange(3.0), 10).y.tolist() == [0.0, 1.0, 2.0]
 
 
 def test_a_journal_that_was_replaced_is_read_anew_and_nothing_of_the_old_one_is_shown(
