@@ -19,6 +19,11 @@ from bloomery.cli import dashboard, watch
 from bloomery.events.run_directory import RunDirectory
 
 
+@pytest.fixture
+def rundir(tmp_path: Path) -> RunDirectory:
+    return RunDirectory(tmp_path / "run").create()
+
+
 def watcher(path: str, *kinds: str) -> Any:
     incidents = {
         kind: SimpleNamespace(condition=SimpleNamespace(kind=kind, line=f"{kind} it is")) for kind in kinds
