@@ -191,20 +191,21 @@ def require_space(path: Path, *, doing: str, bytes_needed: int) -> None:
 
 def free_bytes(path: Path) -> int:
     """Return the bytes that an ordinary user may still write on the disk where `path` is, or would be."""
-    facts = os.statvfs(_existing(path))
+    facts = os.statvfs(nearest_existing(path))
     return facts.f_bavail * facts.f_frsize
 
 
 def _has_no_inodes(path: Path) -> bool:
     """Say whether the file system holds as many files as it can, however many bytes are free."""
     try:
-        facts = os.statvfs(_existing(path))
+        facts = os.statvfs(nearest_existing(path))
     except OSError:
         return False
     return facts.f_files > 0 and facts.f_favail == 0
 
 
-def _existing(path: Path) -> Path:
+def nearest_existing(path: Path) -> Path:
+    """Return the path itself, or its nearest parent that exists."""
     while not path.exists() and path != path.parent:
         path = path.parent
     return path

@@ -151,13 +151,15 @@ def test_few_nodes_leave_two_forecasts_and_all_nodes_one() -> None:
 
 
 def test_the_command_measures_this_machine_and_lets_nodes_back(tmp_path: Path) -> None:
-    run = tmp_path / "run"
+    run = tmp_path / "runs/run"
     said = bloomery("preflight", "demo", "--run", run, "--json", "--storage", "--gigabytes", "0.001")
     assert said.status in (0, 1), said
     told = json.loads(said.out)
     (facts,) = told["nodes"].values()
     assert facts["teraflops"] > 0 and facts["all_reduce_gb_per_s"] > 0 and facts["is_exact"]
     assert "a checkpoint of" in said.err
+    assert list(tmp_path.iterdir()) == [], "it only checks"
+    RunDirectory(run).create()
     exclusions = Exclusions(run / "exclusions.json")
     exclusions.add(QuarantinedNode(host="node7", cause="bad GPU", since=time.time()))
     assert "is let back" in bloomery("preflight", "demo", "--run", run, "--release", "node7").out

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import sys
@@ -10,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from bloomery.cli.arguments import parser
+from bloomery.cli.json_output import json_text
 from bloomery.cli.plan import OWN_MACHINE
 from bloomery.errors import BloomeryError, StorageError, storage_error
 
@@ -67,7 +67,7 @@ def run(arguments: list[str]) -> int:
     except OSError as error:
         raise storage_error(error, path=chosen.to, doing="Writing the hardware file") from error
     if chosen.json:
-        print(json.dumps({"wrote": str(chosen.to), **asdict(hardware)}))
+        print(json_text({"wrote": str(chosen.to), **asdict(hardware)}))
         return 0
     print(f"wrote {chosen.to}: bloomery plan RECIPE --hardware {shlex.quote(str(chosen.to))}")
     return 0

@@ -16,6 +16,7 @@ from bloomery.chaos.scenario import peer_names
 from bloomery.chaos.shaped_network import Shape
 from bloomery.cli.argument_values import amount, not_negative, positive
 from bloomery.cli.arguments import parser
+from bloomery.cli.json_output import json_text
 from bloomery.events.records import as_float
 
 if TYPE_CHECKING:
@@ -245,7 +246,7 @@ def _run(options: Namespace, *, faults: Sequence[Fault] = (), seed: int = 0, bac
     }
     samples = total_samples(recipe.train, sequence_length=recipe.data.sequence_length)
     counts = audit(outcome.commits, journals, samples=samples)
-    print(json.dumps(_as_json(outcome, counts)) if options.json else _summary(outcome, counts))
+    print(json_text(_as_json(outcome, counts)) if options.json else _summary(outcome, counts))
     return 1 if outcome.failed or counts.mistakes else 0
 
 

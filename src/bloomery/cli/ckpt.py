@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import time
@@ -23,11 +22,12 @@ from bloomery.checkpoint.remote.remote_run import (
     remote_source,
 )
 from bloomery.cli.arguments import data_bar, parser, run_subcommand
+from bloomery.cli.json_output import json_text
 from bloomery.cli.run_inputs import all_checkpoints, is_checkpoint, local_checkpoint, one_checkpoint
 from bloomery.cli.tables import size_words
 from bloomery.errors import CheckpointError
 from bloomery.events.journal import read_journal
-from bloomery.events.records import ProgressCallback, as_json, counting
+from bloomery.events.records import ProgressCallback, counting
 from bloomery.events.run_directory import RunDirectory
 from bloomery.objects import storage_failure
 
@@ -105,7 +105,7 @@ def _show(arguments: list[str]) -> int:
     if args.json:
         beside = {"parts": parts, "tensors": tensors, "receipts": receipts, "suspect": suspect}
         shown = {"directory": directory, **beside, **asdict(manifest)}
-        print(json.dumps(as_json(shown), ensure_ascii=False))
+        print(json_text(shown, ensure_ascii=False))
     else:
         print(_description(directory, manifest, parts))
         if suspect:
@@ -138,7 +138,7 @@ def _verify(arguments: list[str]) -> int:
             continue
         damaged_count += bool(problems)
         if args.json:
-            print(json.dumps({"checkpoint": directory, "problems": [asdict(item) for item in problems]}))
+            print(json_text({"checkpoint": directory, "problems": [asdict(item) for item in problems]}))
         else:
             _print_verdict(directory, problems)
     return DAMAGED if damaged_count else 0
@@ -213,7 +213,7 @@ def _diff(arguments: list[str]) -> int:
     different = any(differences.values())
     if args.json:
         print(
-            json.dumps({"one": first.place(), "other": second.place(), "different": different, **differences})
+            json_text({"one": first.place(), "other": second.place(), "different": different, **differences})
         )
     else:
         _print_differences(first, second, differences, contents=args.contents)

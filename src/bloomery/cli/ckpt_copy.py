@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from argparse import Namespace
@@ -25,6 +24,7 @@ from bloomery.checkpoint.remote.remote_run import (
 from bloomery.checkpoint.remote.shared_upload import notes_of
 from bloomery.checkpoint.remote.transfer import Progress, download_checkpoint, upload_checkpoint
 from bloomery.cli.arguments import data_bar, parsed_with_target, parser
+from bloomery.cli.json_output import json_text
 from bloomery.cli.run_inputs import (
     is_checkpoint,
     local_checkpoint,
@@ -73,7 +73,7 @@ def copy(arguments: list[str]) -> int:
         )
     copied = _up(args) if is_remote(args.target) else _down(args)
     if args.json:
-        print(json.dumps(copied))
+        print(json_text(copied))
     else:
         print(f"{copied['to']}: {size_words(float(copied['bytes']))}, verified")
     return 0
@@ -170,7 +170,7 @@ def slim(arguments: list[str]) -> int:
         done = slim_file(args.path, args.to)
     if args.json:
         facts = {"path": str(done.path), "bytes_before": done.before, "bytes_after": done.after}
-        print(json.dumps(facts | {"tensors_repaired": done.repaired}))
+        print(json_text(facts | {"tensors_repaired": done.repaired}))
         return 0
     shared = f"; {done.repaired} tensors had been saved with unused storage" if done.repaired else ""
     print(f"{done.path}: {done.before / 1e6:,.1f} MB before, {done.after / 1e6:,.1f} MB now{shared}")
@@ -263,7 +263,7 @@ def _send(
     if args.json:
         facts = {"from": str(newest.directory), "to": done.url, "bytes": done.bytes}
         more = {"bytes_sent": done.bytes_sent, "what": done.what, "bytes_of_logs_and_data": more_bytes}
-        print(json.dumps(facts | more))
+        print(json_text(facts | more))
     else:
         beside = f"; {size_words(float(more_bytes))} of logs and data" if more_bytes else ""
         print(f"{done.url}: {size_words(float(done.bytes))}, verified{beside}")

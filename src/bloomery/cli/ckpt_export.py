@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from argparse import Namespace
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from bloomery import durable
 from bloomery.cli.arguments import add_fallback, data_bar, parsed_with_target, parser
+from bloomery.cli.json_output import json_text
 from bloomery.cli.run_inputs import refuse_existing
 from bloomery.errors import CheckpointError
 from bloomery.events.records import ProgressCallback, counting
@@ -80,7 +80,7 @@ def export(arguments: list[str]) -> int:
             "largest_difference": done.largest_difference,
             "tolerance": done.tolerance,
         }
-        print(json.dumps(facts))
+        print(json_text(facts))
         return 0
     print(
         f"{target}: {done.family}, {done.parameters:,} parameters in {args.dtype}, from {saved.checkpoint}\n"
@@ -140,7 +140,7 @@ def import_(arguments: list[str]) -> int:
             _write_run(partial, imported, args, progress)
         durable.publish(partial, args.to)
     if args.json:
-        print(json.dumps({"run": str(args.to), "family": imported.family, "from": str(args.path)}))
+        print(json_text({"run": str(args.to), "family": imported.family, "from": str(args.path)}))
         return 0
     print(
         f"{args.to}: {imported.family}, from {args.path}\n"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from argparse import Namespace
@@ -31,6 +30,7 @@ from bloomery.checkpoint.remote.remote_run import (
 from bloomery.checkpoint.remote.transfer import SUBSET
 from bloomery.cli.arguments import data_bar, parser
 from bloomery.cli.ckpt import verify_watched, was_removed
+from bloomery.cli.json_output import json_text
 from bloomery.cli.run_inputs import run_directory
 from bloomery.cli.tables import size_words, table_text
 from bloomery.config.environment import OfflineRefused
@@ -67,7 +67,7 @@ def show_list(arguments: list[str]) -> int:
         rows = _single_pass(rows, run_directory(Path(args.run)))
     if args.json:
         for row in rows:
-            print(json.dumps(row, ensure_ascii=False))
+            print(json_text(row, ensure_ascii=False))
     elif rows:
         state, kept = len(_COLUMNS) - 2, len(_COLUMNS) - 1
         print(table_text([_COLUMNS, *(_cells(row) for row in rows)], left=(state, kept), wrap=False))
@@ -130,7 +130,7 @@ def _print_decisions(decisions: list[PruneDecision], args: Namespace, *, removed
                 "kept": list(decision.why),
                 "removed": removed and not decision.why,
             }
-            print(json.dumps(facts))
+            print(json_text(facts))
         else:
             gone = "removed" if removed else "would be removed"
             print(
@@ -154,7 +154,7 @@ def _end_cut_uploads(recipe: Recipe, args: Namespace) -> None:
                     uploads.end(upload)
                 if args.json:
                     facts = {"upload": upload.key, "begun": upload.begun.isoformat()}
-                    print(json.dumps({**facts, "removed": not args.dry_run}))
+                    print(json_text({**facts, "removed": not args.dry_run}))
                 else:
                     gone = "would be removed" if args.dry_run else "removed"
                     begun = upload.begun.astimezone()  # the store tells the time of Greenwich

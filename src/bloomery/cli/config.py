@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, Field, asdict, dataclass, fields, is_dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from bloomery.cli.arguments import add_recipe, load_given, parser, run_subcommand
+from bloomery.cli.json_output import json_text
 from bloomery.config.convert import describe, toml_value
 from bloomery.config.environment import PROFILES
 from bloomery.config.load import LoadedRecipe, dump_recipe, sections
@@ -84,13 +84,13 @@ def _check(arguments: list[str]) -> int:
         if not chosen.json:
             raise
         mistakes = [asdict(mistake) for mistake in refused.mistakes]
-        print(json.dumps({"recipe": chosen.recipe, "mistakes": mistakes}, default=str, ensure_ascii=False))
+        print(json_text({"recipe": chosen.recipe, "mistakes": mistakes}, default=str, ensure_ascii=False))
         return refused.exit_status
     known = with_local_vocabulary(loaded)
     facts, warnings = _facts(known.recipe), list(warnings_of(known))
     if chosen.json:
         shown = {"recipe": chosen.recipe, "mistakes": [], "warnings": warnings, **dict(facts)}
-        print(json.dumps(shown, ensure_ascii=False))
+        print(json_text(shown, ensure_ascii=False))
         return 0
     print(f"{chosen.recipe}: no mistakes")
     print("\n".join(f"  {name:<12} {value}" for name, value in facts))
@@ -134,7 +134,7 @@ def _as_json(loaded: LoadedRecipe) -> str:
         key: {"value": value, "source": loaded.sources[key], "kind": kinds[key]}
         for key, value in settings.items()
     }
-    return json.dumps(shown, indent=2, ensure_ascii=False)
+    return json_text(shown, indent=2, ensure_ascii=False)
 
 
 def _facts(recipe: Recipe) -> list[tuple[str, str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from bloomery.cli.argument_values import MOST, not_negative
 from bloomery.cli.arguments import parser
+from bloomery.cli.json_output import json_text
 from bloomery.errors import BloomeryError, storage_error
 from bloomery.events.run_directory import RunDirectory
 from bloomery.events.switches import Switches, arm, note_of, switch_places
@@ -64,7 +64,7 @@ def _switch(name: str, arguments: list[str]) -> int:
     path = _armed(name, directories)
     target = shlex.quote(chosen.run) if chosen.run else f"--at {shlex.quote(chosen.at)}"
     if chosen.json:
-        print(json.dumps({"switch": name, "armed": str(path)}))
+        print(json_text({"switch": name, "armed": str(path)}))
     else:
         is_idle = name == "save" and chosen.run and _is_training(RunDirectory(Path(chosen.run))) is False
         print(f"{path} is armed: {_SAVES_LATER if is_idle else _ARMED[name].format(target)}")
@@ -126,7 +126,7 @@ def _disarm(name: str, directories: list[Path], *, as_json: bool) -> int:
         if not as_json:
             print(f"{path} is disarmed" + (f" ({note})" if note else ""))
     if as_json:
-        print(json.dumps({"switch": name, "disarmed": disarmed}))
+        print(json_text({"switch": name, "disarmed": disarmed}))
     return 0
 
 
@@ -160,7 +160,7 @@ def skip(arguments: list[str]) -> int:
     if not args.dry_run:
         write_request(rundir, "skip", f"{samples.start}:{samples.stop}", keep=True)
     if args.json:
-        print(json.dumps({"asked": not args.dry_run, **facts}))
+        print(json_text({"asked": not args.dry_run, **facts}))
         return 0
     print(skipped_words(facts))
     print(when_words(rundir, "skip", dry_run=args.dry_run))
@@ -355,7 +355,7 @@ def rewind(arguments: list[str]) -> int:
         skip = f" {samples.start}:{samples.stop}" if samples else ""
         write_request(rundir, "rewind", f"{args.to_step}{skip}", keep=False)
     if args.json:
-        print(json.dumps({"asked": not args.dry_run, **facts}))
+        print(json_text({"asked": not args.dry_run, **facts}))
         return 0
     which = f" (steps {facts['to_step'] + 1:,} to {facts['last_step']:,})" if facts["steps"] else ""
     print(

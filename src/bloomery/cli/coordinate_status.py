@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
+from bloomery.cli.json_output import json_text
 from bloomery.cli.tables import table_text
 from bloomery.coordination.decide import FORGOTTEN
 from bloomery.coordination.etcd import Etcd
@@ -21,7 +21,7 @@ def show(etcd: Etcd, keys: Keys, *, as_json: bool) -> int:
         snapshot = view.snapshot
     content = _content(keys.run, snapshot)
     if as_json:
-        print(json.dumps(content))
+        print(json_text(content))
     else:
         _print(content)
     return 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from bloomery.cli.argument_values import positive
 from bloomery.cli.arguments import data_bar
 from bloomery.cli.data_pairs import print_result
+from bloomery.cli.json_output import json_text
 
 if TYPE_CHECKING:
     import numpy as np
@@ -95,7 +95,7 @@ def _audit(options: argparse.Namespace) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     for name, content in pictures_of(facts).items():
         durable.write_whole(options.out / name, content)
-    durable.write_whole(options.out / "audit.json", json.dumps(facts, indent=1))
+    durable.write_whole(options.out / "audit.json", json_text(facts, indent=1))
     durable.write_whole(options.out / "audit.md", page_of(facts))
     lines = [f"{options.out}/audit.md", *(f"  look at: {finding}" for finding in facts["look_at"])]
     print_result(facts, lines if facts["look_at"] else [*lines, "  nothing strange"], as_json=options.json)

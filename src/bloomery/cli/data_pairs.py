@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from bloomery.cli.argument_values import not_negative, pair_prefix, picture_file, positive
 from bloomery.cli.arguments import data_bar
+from bloomery.cli.json_output import json_text
 from bloomery.cli.tables import table_text
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def add_parsers(commands: Any, *, end_of_document: str) -> None:  # Any: argpars
 def print_result(facts: dict[str, Any], lines: Sequence[str], *, as_json: bool) -> int:
     """Print the result of a command and return 0: `facts` as one JSON object, or `lines` for people."""
     if as_json:
-        print(json.dumps(facts, ensure_ascii=False))
+        print(json_text(facts, ensure_ascii=False))
     else:
         print("\n".join(lines).rstrip())
     return 0
@@ -289,7 +289,7 @@ def _report(options: argparse.Namespace) -> int:
     if options.json:
         facts = {"samples": samples, "tokens": samples * length, "order": loaded.recipe.data.order}
         facts |= {"datasets": [asdict(row) for row in rows], "groups": [asdict(row) for row in groups]}
-        print(json.dumps(facts, ensure_ascii=False))
+        print(json_text(facts, ensure_ascii=False))
         return 0
     print(f"{samples:,} samples of {length:,} tokens: {samples * length:,} tokens\n")
     print(_table(rows, first="dataset"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import signal
 import subprocess
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING
 from bloomery.cli import INTERRUPTED
 from bloomery.cli.argument_values import amount
 from bloomery.cli.arguments import parser
+from bloomery.cli.json_output import json_text
 from bloomery.errors import TrainingFailed
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def run(arguments: list[str]) -> int:
             "parameters": exported.parameters,
             "run": str(rundir.path),
         }
-        print(json.dumps(facts))
+        print(json_text(facts))
     return 0
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from bloomery.cli.argument_values import amount, not_negative, positive
 from bloomery.cli.arguments import add_recipe, parser
+from bloomery.cli.json_output import json_text
 from bloomery.cli.tables import COLUMNS, table_text
 from bloomery.config.trial import WITHIN_ITS_DIRECTORY
 from bloomery.errors import TrainingFailed
@@ -86,7 +86,7 @@ def run(arguments: list[str]) -> int:
         ledger = read_ledger(rundir)
         if options.json:
             shown = [asdict(result) | {"total_s": result.phases.total_s} for result in results]
-            print(json.dumps({"faults": shown, "survived": sum(result.survived for result in results)}))
+            print(json_text({"faults": shown, "survived": sum(result.survived for result in results)}))
         else:
             print(f"{drill_text(results, ledger)}\n\n{timeouts_text(rundir, world=plan.world)}")
     return 0 if results and all(result.survived for result in results) else 1
@@ -149,7 +149,7 @@ def _print_timeouts(options: Namespace) -> int:
     world = beat.world if beat is not None else 1
     if options.json:
         table = run_timeouts(read_beats(rundir, ranks=range(world), attempt=""))
-        print(json.dumps([asdict(timeout) for timeout in table]))
+        print(json_text([asdict(timeout) for timeout in table]))
     else:
         print(timeouts_text(rundir, world=world))
     return 0

@@ -5,7 +5,6 @@ Tasks score one checkpoint, or each new one beside the training, which never wai
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import time
@@ -18,6 +17,7 @@ from bloomery.checkpoint.format.catalogue import checkpoints
 from bloomery.checkpoint.format.manifest import MANIFEST
 from bloomery.cli.argument_values import not_negative, positive
 from bloomery.cli.arguments import parser
+from bloomery.cli.json_output import json_text
 from bloomery.cli.run_inputs import add_loading, load_saved, run_directory
 from bloomery.cli.tables import table_text
 from bloomery.config.convert import typed_separator
@@ -93,7 +93,7 @@ def _report(
         rows.append(total_score(every, name="all together"))
     if args.json:
         for row in rows:
-            print(json.dumps({"checkpoint": str(saved.checkpoint), **_facts(row)}, ensure_ascii=False))
+            print(json_text({"checkpoint": str(saved.checkpoint), **_facts(row)}, ensure_ascii=False))
         return 0
     head = ("loss", "perplexity", "bits/byte", "tokens", "bytes", "text")
     print(table_text([head, *(_cells(row) for row in rows)], left=(5,), wrap=False))
@@ -377,7 +377,7 @@ def _names(args: Namespace) -> list[str]:
 def _print(records: list[dict[str, Any]], args: Namespace) -> None:
     if args.json:
         for record in records:
-            print(json.dumps(record, ensure_ascii=False), flush=True)
+            print(json_text(record, ensure_ascii=False), flush=True)
         return
     rows = [("step", "checkpoint", "task", "samples", "scores")]
     for record in records:

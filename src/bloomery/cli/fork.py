@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from bloomery.cli.argument_values import not_negative
 from bloomery.cli.arguments import parser
+from bloomery.cli.json_output import json_text
 from bloomery.errors import CheckpointError, StorageError
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def run(arguments: list[str]) -> int:
         print(f"note: {rundir.path} does not note the fork: {refused.message}", file=sys.stderr)
     if args.json:
         facts = {"run": str(rundir.path), "new": str(new.path), "name": name, "step": checkpoint.step}
-        print(json.dumps({**facts, "checkpoint": checkpoint.name}))
+        print(json_text({**facts, "checkpoint": checkpoint.name}))
         return 0
     print(f"{new.path} begins at step {checkpoint.step:,} of {rundir.path} ({checkpoint.name}).")
     print(f"Go on with other settings: bloomery train {new.as_word()} optim.learning_rate=…")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from bloomery.cli.argument_values import amount, not_negative, positive
 from bloomery.cli.arguments import add_fallback, parser
+from bloomery.cli.json_output import json_text
 from bloomery.errors import DataError
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ def _print_summary(
         "ended": ended,
         "seconds": round(seconds, 3),
     }
-    print(json.dumps(summary), flush=True)
+    print(json_text(summary), flush=True)
 
 
 def _pieces(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from argparse import Namespace
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from bloomery.cli.argument_values import picture_file
 from bloomery.cli.arguments import parser, run_subcommand
+from bloomery.cli.json_output import json_text
 from bloomery.errors import StorageError, TrainingFailed, storage_error
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def _replay(options: Namespace) -> int:
     if options.png:
         _draw(columns, findings, options)
     if options.json:
-        print(json.dumps(_facts(columns, findings), ensure_ascii=False, allow_nan=False))
+        print(json_text(_facts(columns, findings), ensure_ascii=False))
         return 0
     steps = f"steps {int(columns.step[0]):,} to {int(columns.step[-1]):,}"
     print(f"{len(columns):,} lines, {steps}: {_counted(findings)}")
@@ -109,7 +109,7 @@ def _follow(options: Namespace, section: GuardSection) -> int:
                     printed.add((finding.guard, finding.line))
                     facts = {"step": finding.step, "guard": finding.guard, **described(finding.verdict)}
                     print(
-                        json.dumps(facts, ensure_ascii=False) if options.json else _line(finding), flush=True
+                        json_text(facts, ensure_ascii=False) if options.json else _line(finding), flush=True
                     )
                 if options.png and len(columns):
                     _draw(columns, findings, options)

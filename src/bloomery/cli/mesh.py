@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from argparse import Namespace
 
 from bloomery.cli.argument_values import positive
 from bloomery.cli.arguments import add_recipe, load_given, parser
+from bloomery.cli.json_output import json_text
 from bloomery.cli.tables import table_text
 from bloomery.config.parallel import ParallelSection
 from bloomery.config.recipe import Recipe
@@ -55,7 +55,7 @@ def run(arguments: list[str]) -> int:
     refuse_tensor_groups_across_hosts(degrees, hosts)
     if options.json:
         for rank, host in enumerate(hosts):
-            print(json.dumps({"rank": rank, "host": host, **degrees.place(rank)}))
+            print(json_text({"rank": rank, "host": host, **degrees.place(rank)}))
     else:
         _show(loaded.recipe.run.name, degrees, hosts)
         if options.stages:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from bloomery.agent.agent import Agent, PeerOutcome
 from bloomery.cli.arguments import add_recipe, add_training_options, parser
+from bloomery.cli.json_output import json_text
 from bloomery.cli.ranks import RankRange, run_ranks
 from bloomery.cli.standard_output import let_output_end_nothing, tell
 from bloomery.cli.train import prepared_environment
@@ -243,7 +243,7 @@ def _explain(arguments: list[str]) -> int:
             {"name": entry.name, "seconds": entry.seconds, "origin": entry.origin, "why": entry.why}
             for entry in entries
         ]
-        print(json.dumps(rows, indent=1))
+        print(json_text(rows, indent=1))
         return 0
     for entry in entries:
         print(f"{entry.name:<14} {entry.seconds:>7,.4g} s  = {entry.origin}\n{'':6}{entry.why}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 from argparse import ArgumentTypeError, Namespace
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from bloomery.cli.argument_values import picture_file
 from bloomery.cli.arguments import add_recipe, parser
+from bloomery.cli.json_output import json_text
 from bloomery.cli.tables import table_text
 from bloomery.errors import PeerError
 
@@ -68,7 +68,7 @@ def run(arguments: list[str]) -> int:
                 (load.streams, _measure(access, snapshot, access.trust(etcd), load)) for load in loads
             ]
             if options.json:
-                print(json.dumps(_comparison_json(compared), indent=1))
+                print(json_text(_comparison_json(compared), indent=1))
             else:
                 print(comparison_text(compared))
             return 0
@@ -78,7 +78,7 @@ def run(arguments: list[str]) -> int:
     order, _ = ring_order(tuple(snapshot.members), rates=rates)
     if options.json:
         measured = {"peer": access.peer, "now": _links_json(links), "rates": rates, "order": list(order)}
-        print(json.dumps(measured, indent=1))
+        print(json_text(measured, indent=1))
     else:
         print(_links_text(access.peer, sorted(snapshot.members), rates, links, order))
     if options.picture:

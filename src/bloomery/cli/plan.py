@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from argparse import ArgumentParser, Namespace
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from bloomery.cli.argument_values import page_file
 from bloomery.cli.arguments import load_given, parser
+from bloomery.cli.json_output import json_text
 from bloomery.cli.plan_figures import as_figures
 from bloomery.cli.plan_tables import days_text, rows_text, section
 from bloomery.errors import ConfigError, Mistake
@@ -214,7 +214,7 @@ def _plan(request: Request, options: Namespace) -> int:
 
         _write(options.html, page(plan, start=options.start))
     if options.json:
-        print(json.dumps(as_figures(plan), indent=2, ensure_ascii=False))
+        print(json_text(as_figures(plan), indent=2, ensure_ascii=False))
     else:
         from bloomery.cli.plan_tables import plan_text
 
@@ -230,7 +230,7 @@ def _several(requests: Sequence[Request], options: Namespace) -> int:
 
     counts = plan_counts(requests)
     if options.json:
-        print(json.dumps(counts_as_figures(counts), indent=2, ensure_ascii=False, default=str))
+        print(json_text(counts_as_figures(counts), indent=2, ensure_ascii=False, default=str))
     else:
         print(counts_text(counts))
     return 0 if any(count.plan and count.plan.fits for count in counts) else 1
@@ -241,7 +241,7 @@ def _search(request: Request, options: Namespace) -> int:
 
     result = search_layouts(request)
     if options.json:
-        print(json.dumps(as_rows(result), indent=2, ensure_ascii=False))
+        print(json_text(as_rows(result), indent=2, ensure_ascii=False))
     else:
         from bloomery.cli.plan_tables import search_text
 
@@ -260,7 +260,7 @@ def _at(options: Namespace) -> int:
     (request,) = _requests(options, str(recipe))
     progress = progress_of(request, options.at)
     if options.json:
-        print(json.dumps(as_progress_figures(progress), indent=2, ensure_ascii=False))
+        print(json_text(as_progress_figures(progress), indent=2, ensure_ascii=False))
     else:
         print(progress_text(progress))
     return 0

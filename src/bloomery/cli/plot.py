@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from argparse import Namespace
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from bloomery.cli.argument_values import amount, picture_file
 from bloomery.cli.arguments import parser
+from bloomery.cli.json_output import json_text
 from bloomery.cli.run_inputs import existing_run
 from bloomery.errors import BloomeryError, ConfigError, Mistake, storage_error
 
@@ -48,7 +48,7 @@ def run(arguments: list[str]) -> int:
         draw(readers, options)
     except OSError as refused:
         raise storage_error(refused, path=options.output, doing="Drawing") from refused
-    print(json.dumps({"picture": str(options.output)}) if options.json else options.output)
+    print(json_text({"picture": str(options.output)}) if options.json else options.output)
     return 0
 
 

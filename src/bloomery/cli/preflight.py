@@ -8,12 +8,16 @@ import sys
 import tempfile
 import time
 from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bloomery.cli.argument_values import amount, positive
 from bloomery.cli.arguments import add_recipe, parser
+from bloomery.cli.json_output import json_text
 from bloomery.cli.ranks import RankRange, run_ranks
 from bloomery.cli.tables import table_text
 from bloomery.cli.train import prepared_environment
@@ -58,7 +62,7 @@ def run(arguments: list[str]) -> int:
     loaded = load_given(options.recipe, options.overrides)
     if node_name(os.environ):
         os.environ.setdefault("BLOOMERY_HOST", node_name(os.environ))
-    rundir = RunDirectory(run_path(options.recipe, run=options.run, name=loaded.recipe.run.name)).create()
+    rundir = RunDirectory(run_path(options.recipe, run=options.run, name=loaded.recipe.run.name))
     exclusions = Exclusions.of(rundir, loaded.recipe.submit)
     if options.release:
         node = exclusions.release(options.release)
@@ -199,7 +203,7 @@ def _findings(nodes: dict[str, NodeFacts], loaded: LoadedRecipe) -> list[NodeFin
 def _show(nodes: dict[str, NodeFacts], findings: list[NodeFinding], *, as_json: bool) -> None:
     if as_json:
         shown: dict[str, Any] = {host: facts.to_json() for host, facts in nodes.items()}
-        print(json.dumps({"nodes": shown, "findings": [asdict(finding) for finding in findings]}, indent=1))
+        print(json_text({"nodes": shown, "findings": [asdict(finding) for finding in findings]}, indent=1))
         return
     rows = [
         ("node", "TFLOP/s", "all-reduce GB/s", "GPUs", "memory GiB", "disk GB", "/dev/shm free", "clock s")
@@ -239,7 +243,8 @@ def _storage(rundir: RunDirectory, loaded: LoadedRecipe, options: Namespace, *, 
     place = rundir.path / "preflight" / f"storage-{host_name()}@{os.getpid()}"
     durable.remove_abandoned(place.parent, f"storage-{host_name()}@")  # of measurements that were killed
     require_space(rundir.path, doing="Measuring the storage", bytes_needed=share)
-    times = measure_storage(place, total=share, writers=writers)
+    with _no_new_directories(place.parent):
+        times = measure_storage(place, total=share, writers=writers)
     if not times.is_equal:
         raise TrainingFailed(
             f"What was read in {place} is not what was written.", remedy="Have the disk tested."
@@ -257,3 +262,15 @@ def _storage(rundir: RunDirectory, loaded: LoadedRecipe, options: Namespace, *, 
         f"read in {whole.load_s[0]:.1f} s or {whole.load_s[1]:.1f} s",
         options,
     )
+
+
+@contextmanager
+def _no_new_directories(path: Path) -> Iterator[None]:
+    """Remove at the end those directories of `path` that are missing now, as far as they are empty."""
+    missing = list(takewhile(lambda directory: not directory.exists(), (path, *path.parents)))
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            for directory in missing:
+                directory.rmdir()

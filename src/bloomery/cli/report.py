@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from argparse import ArgumentTypeError, Namespace
 from datetime import datetime
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from bloomery.cli.argument_values import page_file, picture_file
 from bloomery.cli.arguments import parser
+from bloomery.cli.json_output import json_text
 from bloomery.cli.run_inputs import existing_run
 from bloomery.cli.tables import table_text
 from bloomery.errors import BloomeryError, TrainingFailed, storage_error
@@ -45,7 +45,7 @@ def run(arguments: list[str]) -> int:
             remedy="Start it with `bloomery launch` or `bloomery train`.",
         )
     if options.json:
-        print(json.dumps(ledger_figures(ledger, plan)))
+        print(json_text(ledger_figures(ledger, plan)))
     else:
         print(report_text(ledger, plan))
     if options.html is not None:
@@ -223,7 +223,7 @@ def note(arguments: list[str]) -> int:
         add_note(rundir, chosen.text, by=chosen.by)
     path = write_chronicle(rundir)
     if chosen.json:
-        print(json.dumps({"noted": chosen.text, "chronicle": None if path is None else str(path)}))
+        print(json_text({"noted": chosen.text, "chronicle": None if path is None else str(path)}))
     elif path is None:
         print("noted; the chronicle begins with the first start of the run")
     else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +11,7 @@ from typing import Any
 
 from bloomery.cli.argument_values import picture_file
 from bloomery.cli.arguments import parser
+from bloomery.cli.json_output import json_text
 from bloomery.cli.tables import table_text
 from bloomery.errors import ConfigError, Mistake
 from bloomery.plan.checkpoint_plan import best_interval_s
@@ -54,7 +54,7 @@ def run(arguments: list[str]) -> int:
         ]
     if options.json:
         for value, result in forecasts:
-            print(json.dumps(_as_json(result, options.sweep[0] if options.sweep else "", value)))
+            print(json_text(_as_json(result, options.sweep[0] if options.sweep else "", value)))
     elif options.sweep is None:
         print(_forecast_text(forecasts[0][1]))
     else:
@@ -121,7 +121,7 @@ def _sweep(text: str) -> tuple[str, tuple[str, ...]]:
 def _print_scenarios(*, as_json: bool) -> int:
     for name in shipped_scenarios():
         notes = load_scenario(name).run.notes
-        print(json.dumps({"name": name, "notes": notes}) if as_json else f"{name:<20}{notes:.80}")
+        print(json_text({"name": name, "notes": notes}) if as_json else f"{name:<20}{notes:.80}")
     return 0
 
 

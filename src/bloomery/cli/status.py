@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from dataclasses import asdict
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bloomery.cli.arguments import parser
+from bloomery.cli.json_output import json_text
 from bloomery.cli.tables import table_text
 from bloomery.errors import BloomeryError
 from bloomery.events.run_directory import RunDirectory
@@ -55,7 +55,7 @@ def run(arguments: list[str]) -> int:
     nodes = _nodes(views) if chosen.nodes else []
     if chosen.json:
         shown = [asdict(view) for view in views]
-        print(json.dumps({"runs": shown, "nodes": nodes} if chosen.nodes else {"runs": shown}, indent=1))
+        print(json_text({"runs": shown, "nodes": nodes} if chosen.nodes else {"runs": shown}, indent=1))
     elif chosen.run is not None:
         print("\n".join(_page(views[0])))
     else:
@@ -95,7 +95,7 @@ def cancel(arguments: list[str]) -> int:
     if jobs:
         note_cancelled(rundir, jobs)
     if chosen.json:
-        print(json.dumps({"run": str(rundir.path), "cancelled": jobs}))
+        print(json_text({"run": str(rundir.path), "cancelled": jobs}))
         return 0
     print(f"cancelled {', '.join(jobs)}" if jobs else f"no job of {rundir.path} is in the queue")
     return 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from argparse import Namespace
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from bloomery.cli.argument_values import positive
 from bloomery.cli.arguments import add_recipe, parser
+from bloomery.cli.json_output import json_text
 from bloomery.config.find import run_path
 from bloomery.errors import BloomeryError, storage_error
 from bloomery.events.run_directory import RunDirectory
@@ -195,7 +195,7 @@ def _top_up(rundir: RunDirectory) -> int:
 
 def _tell(jobs: list[str], scheduler: str, rundir: RunDirectory, *, as_json: bool) -> None:
     if as_json:
-        print(json.dumps({"jobs": jobs, "scheduler": scheduler, "run": str(rundir.path)}))
+        print(json_text({"jobs": jobs, "scheduler": scheduler, "run": str(rundir.path)}))
     elif not jobs:
         print(f"nothing is missing in the queue of {rundir.path}: bloomery status {rundir.as_word()}")
     else:

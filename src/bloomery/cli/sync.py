@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING
 from bloomery.cli.argument_values import not_negative, positive
 from bloomery.cli.arguments import parser
 from bloomery.cli.end_signal import EndSignal
+from bloomery.cli.json_output import json_text
 from bloomery.cli.run_inputs import existing_run
 from bloomery.cli.standard_output import let_output_end_nothing
 from bloomery.cli.tables import size_words
@@ -131,7 +131,7 @@ def _look(sync: RunSync | None, publisher: CheckpointPublisher | None, options: 
         publisher.hold()
         published = publisher.publish_held()
     if options.json:
-        print(json.dumps({"files": count, "bytes": size, "published": published}), flush=True)
+        print(json_text({"files": count, "bytes": size, "published": published}), flush=True)
         return
     branches = f"; published {', '.join(published)}" if published else ""
     if count or published or options.once:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bloomery.cli.arguments import add_recipe, add_training_options, parser
+from bloomery.cli.json_output import json_text
 from bloomery.cli.ranks import LAUNCHER, RankRange, end_with_launcher, run_ranks
 from bloomery.cli.standard_output import LastingOutput, let_output_end_nothing, tell
 from bloomery.config.find import run_path
@@ -258,7 +258,7 @@ class Screen:
 
     def emit(self, event: Mapping[str, Any]) -> None:  # Any: JSON
         """Print an event for programs, with the time in seconds since 1970."""
-        line = json.dumps({**event, "time": round(time.time(), 3)}, ensure_ascii=False)
+        line = json_text({**event, "time": round(time.time(), 3)}, ensure_ascii=False)
         self._output.write(f"{line}\n")
 
     def conclude(self, rundir: RunDirectory, *, hints: bool) -> None:

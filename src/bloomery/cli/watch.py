@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import time
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING
 from bloomery.cli.argument_values import amount, positive
 from bloomery.cli.arguments import parser
 from bloomery.cli.end_signal import EndSignal
+from bloomery.cli.json_output import json_text
 from bloomery.cli.run_inputs import existing_run
 from bloomery.errors import BloomeryError
 
@@ -92,7 +92,7 @@ def _once(watchers: list[RunWatcher], options: Namespace) -> int:
         opened = [incident.condition for incident in watcher.incidents.values()]
         if options.json:
             shown = {condition.kind: condition.line for condition in opened}
-            print(json.dumps({"run": str(watcher.rundir.path), "state": watcher.state, "open": shown}))
+            print(json_text({"run": str(watcher.rundir.path), "state": watcher.state, "open": shown}))
         else:
             print(
                 f"{watcher.rundir.path}: {watcher.state}"

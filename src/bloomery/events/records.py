@@ -190,20 +190,24 @@ Json: TypeAlias = Union[bool, int, float, str, "list[Json]", "dict[str, Json]", 
 _TEXTS = {"NaN", "Infinity", "-Infinity"}
 
 
-def as_json(value: object) -> Json:
+def as_json(value: object, *, default: Callable[[object], str] | None = None) -> Json:
     """Return `value` in a form that every JSON reader accepts: tuples as lists, non-finite floats as texts.
 
     The texts are "NaN", "Infinity" and "-Infinity", which `float()` of most languages reads back.
     Finite floats stay floats, and Python writes them so that they read back to the same bits.
+
+    default: returns a text for a value that has no place in JSON; None raises TypeError for it.
     """
     if isinstance(value, float):
         return value if math.isfinite(value) else _text(value)
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, Mapping):
-        return {str(key): as_json(item) for key, item in value.items()}
+        return {str(key): as_json(item, default=default) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [as_json(item) for item in value]
+        return [as_json(item, default=default) for item in value]
+    if default is not None:
+        return default(value)
     raise TypeError(f"{type(value).__name__} has no place in a JSON record: {value!r}")
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import bloomery
+from bloomery.errors import nearest_existing
 from bloomery.events.records import known_values
 from bloomery.operate.share_log import free_share
 
@@ -84,8 +85,12 @@ class NodeFacts:
 
 
 def gather_facts(run: Path, *, host: str) -> NodeFacts:
-    """Return the facts of this node, within about a second. run: the run directory, which exists."""
-    disk = os.statvfs(run)
+    """Return the facts of this node, within about a second.
+
+    run: the run directory. Where it does not exist yet, its nearest parent tells of the disk and the clock.
+    """
+    place = nearest_existing(run)
+    disk = os.statvfs(place)
     gpus, driver = _gpus()
     return NodeFacts(
         host=host,
@@ -96,7 +101,7 @@ def gather_facts(run: Path, *, host: str) -> NodeFacts:
         disk_gb=disk.f_bavail * disk.f_frsize / 1e9,
         inodes=disk.f_favail if disk.f_files else None,
         shm_share=free_share(Path("/dev/shm")),
-        clock_s=_clock_s(run, host),
+        clock_s=_clock_s(place, host),
         interfaces=_interfaces(),
         infiniband_ports=_infiniband_ports(),
     )
@@ -181,9 +186,9 @@ def _memory_gib() -> float:
     return 0.0
 
 
-def _clock_s(run: Path, host: str) -> float:
+def _clock_s(place: Path, host: str) -> float:
     """Return how far this clock is ahead of the file system's, by the time that a new file gets."""
-    probe = run / f".clock-{host}-{os.getpid()}"
+    probe = place / f".clock-{host}-{os.getpid()}"
     try:
         before = time.time()
         probe.write_text("x")
