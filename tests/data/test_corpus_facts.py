@@ -214,7 +214,7 @@ def test_a_record_of_a_part_is_gone_from_the_disk_before_its_pair_is_replaced(tm
     write_record(prefix, corpus="c", engine="e", held_out=True)
     assert json.loads(record_path(prefix).read_bytes()) == {"corpus": "c", "engine": "e", "held_out": True}
     with recorded() as calls:
-        remove_record(prefix)
+        remove_record(prefix, held_out=True)
     assert not record_path(prefix).exists() and calls.paths == [("sync", tmp_path)]
     remove_record(prefix)
 

@@ -19,8 +19,8 @@ from typing import Any
 from bloomery import durable
 from bloomery.data.documents import BadDocument, BadDocuments, count_lines
 from bloomery.data.indexed import IndexedDataset
-from bloomery.data.pair_files import idx_path
-from bloomery.data.pairs import merge_pairs
+from bloomery.data.pair_files import PARTS, bin_path, idx_path
+from bloomery.data.pairs import merge_together
 from bloomery.data.readers import LINES, SourceFile
 from bloomery.data.storage import as_storage_error, open_new, write_whole
 from bloomery.data.tokenize_worker import HELD_OUT, TextPiece, bad_path
@@ -82,11 +82,32 @@ def record_path(prefix: Path) -> Path:
     return prefix.with_name(prefix.name + ".part.json")
 
 
-def remove_record(prefix: Path) -> None:
-    """Remove the record of a part that is about to be replaced."""
+def remove_record(prefix: Path, *, held_out: bool) -> None:
+    """Remove the record of a part that is about to be replaced.
+
+    held_out: the new one has a held-out pair; else an older one's is removed too.
+    """
+    older = prefix.with_name(prefix.name + HELD_OUT)
     with as_storage_error(record_path(prefix)):
         record_path(prefix).unlink(missing_ok=True)
+        for path in () if held_out else reversed(PARTS.values()):  # without its index it is no pair
+            path(older).unlink(missing_ok=True)
         durable.sync_directory(prefix.parent)
+
+
+def refuse_older_held_out(out: Path) -> None:
+    """Raise DataError where a held-out pair lies beside `out`, which is made anew without one.
+
+    An earlier command held those documents out of the `out` of then; the new one may hold them, and a loss
+    that is measured on them would be of text that was learnt.
+    """
+    held_out = out.with_name(out.name + HELD_OUT)
+    if bin_path(held_out).exists() or idx_path(held_out).exists():
+        raise DataError(
+            f"{held_out} lies beside {out}, out of which nothing is held now: documents of an earlier "
+            "--held-out-every may be in both.",
+            remedy=f"Remove {held_out}.*, rename it if it is of other text, or give another --to.",
+        )
 
 
 def write_record(prefix: Path, *, corpus: str, engine: str, held_out: bool) -> None:
@@ -99,12 +120,16 @@ def join_parts(out: Path, *, progress: ProgressCallback = ignore_progress) -> li
     """Join the parts of `out` that were tokenised beside it: its pair, what is held out of it, and the list
     of bad documents. The parts stay.
 
-    Raises DataError where a part is missing, or was made of another corpus or by another engine.
+    Raises DataError, and changes nothing, where a part is missing, was made of another corpus or by another
+    engine, or where no part has a document to train on.
     """
     prefixes = _parts_of(out)
     records = [_read_record(prefix) for prefix in prefixes]
     for prefix, record in zip(prefixes, records, strict=True):
-        for key, what in (("corpus", "other text, settings or pieces"), ("engine", "another engine")):
+        for key, what in (
+            ("corpus", "other text, settings or pieces, or with another tokenizer,"),
+            ("engine", "another engine"),
+        ):
             if record[key] != records[0][key]:
                 raise DataError(
                     f"{prefix} was made of {what} than {prefixes[0].name}."
@@ -112,15 +137,18 @@ def join_parts(out: Path, *, progress: ProgressCallback = ignore_progress) -> li
                     else f"{prefix} was made by {what} than {prefixes[0].name}: {record[key]}.",
                     remedy="Tokenise both parts again, with one command, one version and one set of files.",
                 )
-    endings = ("", HELD_OUT) if records[0]["held_out"] else ("",)
-    joined = [
-        merge_pairs(
-            [prefix.with_name(prefix.name + ending) for prefix in prefixes],
-            out.with_name(out.name + ending),
-            progress=progress,
+    if not records[0]["held_out"]:
+        refuse_older_held_out(out)
+    groups = {
+        out.with_name(out.name + ending): [prefix.with_name(prefix.name + ending) for prefix in prefixes]
+        for ending in (("", HELD_OUT) if records[0]["held_out"] else ("",))
+    }
+    if not any(IndexedDataset(prefix).document_count for prefix in groups[out]):
+        raise DataError(
+            f"The parts of {out} hold no document to train on.",
+            remedy=f"The lists beside them, *{BAD_LIST}, say what was left out and why.",
         )
-        for ending in endings
-    ]
+    joined = merge_together(groups, progress=progress)
     _join_lists(prefixes, out)
     return joined
 

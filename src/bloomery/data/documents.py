@@ -109,9 +109,7 @@ class BadDocuments:
         if self.fail:
             skip = 'set data.bad_documents = "skip" (--bad-documents skip) to count and skip it.'
             first = NAME_THE_FIELD if names_no_text else "Mend or remove it, or "
-            if bad.file in self.lines_before:
-                bad = replace(bad, line=bad.line + self.lines_before[bad.file]())
-            raise DataError(f"{bad.place}: {bad.why}.", remedy=first + skip)
+            raise DataError(f"{self._in_whole_file(bad).place}: {bad.why}.", remedy=first + skip)
         with self._adding:
             self.count += 1
             self.kinds[bad.kind] += 1
@@ -121,9 +119,15 @@ class BadDocuments:
         if not self.good and self.count == self.stop_after:
             first = f"{NAME_THE_FIELD}remove" if names_no_text else "Remove"
             raise DataError(
-                f"The first {self.stop_after:,} documents are all bad; {bad.place}, for one: {bad.why}.",
+                f"The first {self.stop_after:,} documents are all bad; {self._in_whole_file(bad).place}, for "
+                f"one: {bad.why}.",
                 remedy=f"{first} the files that hold no such text.",
             )
+
+    def _in_whole_file(self, bad: BadDocument) -> BadDocument:
+        """Return a bad document by its line in the file, and not in the part of it that is read."""
+        before = self.lines_before.get(bad.file)
+        return replace(bad, line=bad.line + before()) if before else bad
 
     def summary(self) -> str:
         """Return one sentence with the number of bad documents; empty when there are none."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shutil
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -42,12 +43,18 @@ def replace_pair(staged: Path, target: Path) -> None:
     """
     with as_storage_error(bin_path(target)):
         if bin_path(staged).exists():
-            seal_path(target).unlink(missing_ok=True)
-            idx_path(target).unlink(missing_ok=True)
-            durable.sync_directory(target.parent)
+            withdraw_pair(target)
         for path in PARTS.values():  # tokens first, because an index says that they are there
             if path(staged).exists():
                 durable.replace(path(staged), path(target))
+
+
+def withdraw_pair(target: Path) -> None:
+    """Take the seal and the index from a pair that is about to be replaced: without these it is none."""
+    with as_storage_error(bin_path(target)):
+        seal_path(target).unlink(missing_ok=True)
+        idx_path(target).unlink(missing_ok=True)
+        durable.sync_directory(target.parent)
 
 
 def refuse_damaged(prefixes: Iterable[Path]) -> None:
@@ -249,6 +256,31 @@ def merge_pairs(
     What the seals of the pairs say is compared with every byte that is copied: damage is refused, and never
     sealed anew. A pair without a seal is copied as it is. One process at a time may write to one `out`.
     """
+    return merge_together({out: prefixes}, progress=progress)[0]
+
+
+def merge_together(
+    groups: Mapping[Path, Sequence[Path]], *, progress: ProgressCallback = ignore_progress
+) -> list[IndexedDataset]:
+    """Do what `merge_pairs` does for several pairs of one corpus; no older one is replaced before all new
+    ones are whole.
+
+    groups: the pairs to join, by the pair to write; what is trained on first, and then what is held out of
+    it. At no moment an older held-out pair lies beside the new training documents, which may hold its own.
+    """
+    with ExitStack() as stack:
+        staged = [
+            (_staged(prefixes, out, stack=stack, progress=progress), out) for out, prefixes in groups.items()
+        ]
+        for out in list(groups)[1:]:
+            withdraw_pair(out)
+        for made, out in staged:
+            replace_pair(made, out)
+    return [IndexedDataset(out) for out in groups]
+
+
+def _staged(prefixes: Sequence[Path], out: Path, *, stack: ExitStack, progress: ProgressCallback) -> Path:
+    """Join pairs in a directory beside `out`, and return the joined one; `stack` removes the directory."""
     if any(prefix.resolve() == out.resolve() for prefix in prefixes):
         raise DataError(
             f"{out} is one of the pairs to merge.", remedy="Write to another path; then remove the parts."
@@ -256,15 +288,12 @@ def merge_pairs(
     pairs = [IndexedDataset(prefix) for prefix in prefixes]
     staged = out.with_name(out.name + ".merging") / out.name
     copied = counting(progress, "merging", sum(pair.token_count * pair.dtype.itemsize for pair in pairs))
-    with locked_directory(staged.parent, name="lock"):
-        try:
-            with IndexedWriter(staged, dtype=pairs[0].dtype, seal=agreed_facts(pairs)) as writer:
-                for pair in pairs:
-                    writer.add_pair(pair, copied)
-            replace_pair(staged, out)
-        finally:
-            shutil.rmtree(staged.parent, ignore_errors=True)
-    return IndexedDataset(out)
+    stack.enter_context(locked_directory(staged.parent, name="lock"))
+    stack.callback(shutil.rmtree, staged.parent, ignore_errors=True)
+    with IndexedWriter(staged, dtype=pairs[0].dtype, seal=agreed_facts(pairs)) as writer:
+        for pair in pairs:
+            writer.add_pair(pair, copied)
+    return staged
 
 
 def agreed_facts(pairs: Sequence[IndexedDataset]) -> SealFacts:

@@ -15,6 +15,7 @@ from bloomery.config.data import LONGEST_LINE_MIB, DataSection, DatasetSection
 from bloomery.config.find import from_home
 from bloomery.data.fetch import refuse_incomplete
 from bloomery.data.indexed import IndexedDataset
+from bloomery.data.pair_files import PARTS
 from bloomery.data.pairs import refuse_damaged
 from bloomery.data.prepare_build import FORMAT, HELD_OUT, TRAIN, build_in
 from bloomery.data.sources import FoundFiles, SourceHashes, find_files
@@ -26,6 +27,10 @@ from bloomery.errors import BloomeryError, DataError, OriginGone
 from bloomery.events.records import ProgressCallback, ignore_progress
 
 _MANIFEST, _LOCK, _BUILDING, _WANTED = "prepared.json", "prepared.lock", "building", "wanted.json"
+_NAMES = {JSON_FILE, MODEL_FILE} | {
+    path(Path(name)).name for name in (TRAIN, HELD_OUT) for path in PARTS.values()
+}
+"""The files of a manifest, some of which each has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -353,6 +358,8 @@ def _build(
         write_whole(building / _MANIFEST, json.dumps(manifest, indent=1).encode())
     with as_storage_error(directory):
         (directory / _MANIFEST).unlink(missing_ok=True)
+        for name in _NAMES - set(manifest["files"]):  # of other settings; some readers take what they find
+            (directory / name).unlink(missing_ok=True)
         durable.sync_directory(directory)
         for name in manifest["files"]:
             if (building / name).exists():  # otherwise an interrupted start moved it

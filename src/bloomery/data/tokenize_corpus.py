@@ -17,11 +17,17 @@ from typing import Any
 
 import xxhash
 
-from bloomery.data.corpus_parts import CorpusPart, bad_documents, remove_record, write_record
+from bloomery.data.corpus_parts import (
+    CorpusPart,
+    bad_documents,
+    refuse_older_held_out,
+    remove_record,
+    write_record,
+)
 from bloomery.data.documents import BadDocuments
 from bloomery.data.indexed import IndexedDataset, IndexedWriter
 from bloomery.data.pair_files import PARTS, bin_path, token_dtype
-from bloomery.data.pairs import replace_pair
+from bloomery.data.pairs import replace_pair, withdraw_pair
 from bloomery.data.readers import SourceFile
 from bloomery.data.seal import SealFacts
 from bloomery.data.storage import as_storage_error, locked_directory, write_whole
@@ -32,6 +38,7 @@ from bloomery.data.tokenize_worker import (
     TextPiece,
     cut_corpus,
     prepared_tokenizer,
+    refuse_all_bad,
     result_path,
     sampled_texts,
     tokenize_piece,
@@ -104,12 +111,16 @@ def tokenize(
     settings and tokenizer are the same and, if the job asks for the reference engine, that engine made them;
     else they are made again. An older `out` stays whole until everything new is joined and sealed.
     """
+    if not part and not job.held_out_every:
+        refuse_older_held_out(out)
     out = part.prefix(out) if part else out
     parts = out.with_name(out.name + ".parts")
     job = replace(job, directory=str(parts))
     tokenizer = prepared_tokenizer(job)
     with locked_directory(parts, name="lock") as lock:
         corpus = _planned(parts, files, job, piece_bytes=piece_bytes or piece_size(total_bytes(files)))
+        if not job.fail:  # else the first bad one is refused where it is met
+            refuse_all_bad(corpus, job)
         _decide_engine(parts, corpus, job, tokenizer)
         job = replace(job, engine=tokenizer.engine)
         pieces = part.of_pieces(corpus) if part else corpus
@@ -140,7 +151,7 @@ def tokenize(
             progress=progress,
         )
         if part:
-            remove_record(out)
+            remove_record(out, held_out=bool(job.held_out_every))
         _put_in_place(parts, out, _endings(job))
         if part:
             digest = _corpus_digest(corpus, job)
@@ -374,7 +385,12 @@ def _is_joined(parts: Path, out: Path) -> bool:
 
 
 def _put_in_place(parts: Path, out: Path, endings: Sequence[str]) -> None:
-    """Move what was joined to its place; after a kill in the middle, what is missing there."""
+    """Move what was joined to its place; after a kill in the middle, what is missing there.
+
+    At no moment an older held-out pair lies beside new training documents, which may hold its own.
+    """
+    if HELD_OUT in endings and bin_path(parts / _STAGED).exists():
+        withdraw_pair(out.with_name(out.name + HELD_OUT))
     for ending in endings:
         replace_pair(parts / f"{_STAGED}{ending}", out.with_name(out.name + ending))
 

@@ -24,7 +24,6 @@ from bloomery.config.data import LONGEST_LINE_MIB
 from bloomery.data.answers import encode_documents
 from bloomery.data.documents import (
     NO_PROMPT,
-    STOP_AFTER,
     STRAY_END,
     BadDocument,
     BadDocuments,
@@ -211,6 +210,20 @@ def sampled_texts(pieces: Sequence[TextPiece], job: Job) -> Iterator[str]:
                     break
 
 
+def refuse_all_bad(pieces: Sequence[TextPiece], job: Job) -> None:
+    """Raise DataError where the first thousand documents of a corpus are all bad. It reads up to the first
+    good one.
+
+    It is asked before anything is tokenised, of the whole corpus even where a part of it is: so all parts are
+    refused or none, and a piece of a few long documents is not taken for a corpus.
+    """
+    bad = BadDocuments()
+    for piece in pieces:
+        for file in piece.files:
+            for _ in read_file(file, reading=job.reading, bad=bad):
+                return
+
+
 def result_path(directory: Path, number: int) -> Path:
     """Return the path of a finished piece's result, which is written last, so it exists only if the pair
     does.
@@ -229,7 +242,7 @@ def tokenize_piece(piece: TextPiece, job: Job, tokenizer: Tokenizer, *, tell: Te
     prefixes = [directory / f"{piece.number:06}"]
     if job.held_out_every:
         prefixes.append(directory / f"{piece.number:06}{HELD_OUT}")
-    bad = BadDocuments(fail=job.fail, stop_after=0 if piece.number else STOP_AFTER)  # of the corpus's first
+    bad = BadDocuments(fail=job.fail, stop_after=0)
     dtype = token_dtype(tokenizer.vocabulary_size)
     text_bytes, held_out_bytes, files = 0, 0, _Files(bad=bad)
     listed = bad_path(directory, piece.number)
