@@ -22,8 +22,8 @@ FORMULAS = {
     "traffic": "ring: 2(n − 1)/n of what is all-reduced, (n − 1)/n of what is gathered or scattered",
     "checkpoints": "full 14P, weights 2P; best interval √(2·blocking·M); lost share "
     "1 − T/(M·e^(R/M)·(e^((T + blocking)/M) − 1)), M between failures, R to be back (Daly, 2006)",
-    "days": "training + saves + evaluations + exchanges + failures (training/(1 − lost share) less training and "
-    "saves), × 24/hours a day",
+    "days": "training + saves + evaluations + exchanges + failures (training/(1 − lost share) less training "
+    "and saves), × 24/hours a day",
 }
 
 
