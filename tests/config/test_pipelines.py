@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from types import FrameType
 
 import pytest
 
@@ -221,3 +223,27 @@ def test_rounds_of_batches_that_a_run_is_past_need_not_be_equal(consumed: int, b
     found = pipeline_mistakes(recipe.parallel, recipe.model, recipe.train, data_degree=1, consumed=consumed)
     told = [one.problem.partition(" has ")[0] for one in found]
     assert told == ([f"a batch of {batch}"] if batch else [])
+
+
+def test_the_batches_of_a_long_ramp_up_are_not_compared_with_one_another() -> None:
+    train = load_recipe("demo", ["train.global_batch=1601", "train.ramp_up=[1, 1, 5000]"]).recipe.train
+    executed = []
+    for intervals in (400, 1600):
+        count = 0
+
+        def trace(frame: FrameType, event: str, _: object) -> object:
+            nonlocal count
+            frame.f_trace_opcodes = True
+            count += event == "opcode"
+            return trace
+
+        ramping = replace(train, global_batch=intervals + 1)
+        former = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            pairs = batch_pairs(ramping)
+        finally:
+            sys.settrace(former)
+        assert pairs == [(batch, train.micro_batch) for batch in range(1, intervals + 2)]
+        executed.append(count)
+    assert executed[1] < 5 * executed[0], "four times the intervals take four times the work"

@@ -43,12 +43,14 @@ def stretch(first: int, steps: int, batch: int, seconds: float, *, sample: int =
 COURSE = (stretch(0, 10, 4, 3.0), stretch(10, 100, 8, 2.0, sample=40))  # 110 steps in 230 seconds
 
 
-def planned(section: CheckpointSection = USUAL, **more: Any) -> CheckpointPlan:
+def planned(
+    section: CheckpointSection = USUAL, *, course: tuple[Stretch, ...] = COURSE, **more: Any
+) -> CheckpointPlan:
     usual: dict[str, Any] = {
         "parameters": 1_000_000_000, "optimizer_bytes": 6.0, "hardware": MACHINE, "accelerators": 40,
         "failures_per_week": None, "reach_steps": (),
     }  # fmt: skip
-    return plan_checkpoints(section, COURSE, **{**usual, **more})
+    return plan_checkpoints(section, course, **{**usual, **more})
 
 
 def test_sizes_times_and_costs_of_saves_that_stop_the_training() -> None:

@@ -34,3 +34,19 @@ def test_a_machine_that_is_not_known_is_told_beside_them() -> None:
     told = warnings_of(load_recipe("tr11-176b", [LARGE[0], "run.hardware=a100-81g"]))
     assert len(told) == 2 and "padded" in told[0]
     assert "'a100-81g'" in told[1] and "a100-80g" in told[1]
+
+
+def test_a_check_tells_why_no_plan_is_made_for_the_machine() -> None:
+    loaded = load_recipe("tr11-176b", [LARGE[0], "run.hardware=v100-32g"])
+    padded, without = warnings_of(loaded)
+    assert "padded" in padded and warnings_of(loaded, accelerators=384) == (padded,)
+    wanted = "run.hardware = 'v100-32g': train.precision = 'bf16': v100-32g has no units for bf16, so no plan"
+    assert without.startswith(wanted)
+
+
+def test_a_run_that_is_past_its_ramp_up_is_planned_on_more_ranks_than_that_allowed() -> None:
+    loaded = load_recipe("tr11-176b", LARGE)
+    ramp_up = loaded.recipe.train.ramp_up[2]
+    (padded,) = warnings_of(loaded, accelerators=768)
+    later = warnings_of(loaded, accelerators=768, consumed=ramp_up)
+    assert padded in later and len(later) > 1

@@ -133,7 +133,7 @@ def test_what_is_left_follows_from_the_measured_speed(run):
     assert (found.model_teraflops, found.hardware_teraflops, found.mfu) == (30.0, 40.0, 0.24)
     assert (found.samples_per_s, found.tokens_per_s) == pytest.approx((1024 / 22.3, 1024 * 2048 / 22.3))
     assert (found.hardware, found.run, found.hours_per_day) == ("v100-32g", str(run), 20)
-    left = 146_484_375 - 10_698_064
+    left = -(-(146_484_375 - 10_698_064) // 1024) * 1024  # the last step is whole
     assert found.days_left == pytest.approx(left / (1024 / 22.3) / 3600 / 20)
     assert found.consumed_tokens == found.consumed_samples * 2048
 
@@ -243,8 +243,23 @@ def test_a_peers_steps_are_counted_with_the_other_peers(tmp_path):
     found = progress(rundir.path, accelerators=1)
     left = 15_625 - 3_200  # samples of 128 tokens, of 2,000,000
     assert found.total_steps == 101 + -(-left // 16) and found.peers == 2
-    assert found.samples_per_s == 32.0 and found.days_left == pytest.approx(left / 32.0 / 86_400)
+    assert found.samples_per_s == 32.0 and found.days_left == pytest.approx(-(-left // 16) * 0.5 / 86_400)
     assert found.planned_tokens_per_s * found.planned_step_s == pytest.approx(2 * 8 * 128)
+
+
+@pytest.mark.parametrize(("batch_before", "total"), [(4, 400 + 900 * 8), (64, 6_400 + 900 * 8)])
+def test_a_run_of_steps_whose_batch_was_changed_has_its_other_steps_left(tmp_path, batch_before, total):
+    settings = ["train.tokens=0", "train.steps=1000", "train.global_batch=8", "train.micro_batch=8"]
+    loaded = load_recipe("demo", [*settings, "model.vocabulary=8192"])
+    rundir = RunDirectory(tmp_path / "run").create()
+    rundir.recipe.write_text(dump_recipe(loaded.recipe), encoding="utf-8")
+    rundir.incarnation(1).write_text(json.dumps({"base": None}))
+    with Journal(rundir.journal()) as journal:
+        last = replace(report(loaded.recipe.train, 100, seconds=0.5), consumed_samples=100 * batch_before)
+        journal.write("step", incarnation=1, **last.to_json())
+    found = progress(rundir.path, accelerators=1)
+    assert (found.total_steps, found.total_samples) == (1000, total)
+    assert found.days_left == pytest.approx(900 * 0.5 / 86_400)
 
 
 def test_a_run_whose_recipe_leaves_the_vocabulary_to_its_tokenizer_has_recorded_it(run):

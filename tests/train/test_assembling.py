@@ -197,7 +197,9 @@ def test_people_are_told_with_what_a_run_begins_and_programs_get_its_data(
     monkeypatch.setattr(
         run_start,
         "warnings_of",
-        lambda loaded, *, accelerators: [f"of {accelerators}, {loaded.recipe.model.vocabulary} tokens"],
+        lambda loaded, *, accelerators, consumed: [
+            f"of {accelerators} at {consumed}, {loaded.recipe.model.vocabulary} tokens"
+        ],
     )
     monkeypatch.setattr(run_start, "identity", lambda path: f"identity of {path.path.name}")
     mesh = Mesh(device=CPU, world=4, data=Axis(ranks=(0, 1)))
@@ -207,7 +209,7 @@ def test_people_are_told_with_what_a_run_begins_and_programs_get_its_data(
     assert said(calls) == [
         f"step 4 of 9, incarnation 6 of {rundir.path}; 4 × cpu, bf16, eager (too short)",
         "ranks wait {'data_degree': 2, 'consumed': 16}",
-        "warning: of 4, 701 tokens",
+        "warning: of 4 at 16, 701 tokens",
         "a line",
         "another line",
     ]
@@ -234,7 +236,7 @@ def test_the_last_step_at_a_start_is_that_of_all_peers_that_the_recipe_names(
 ) -> None:
     given: list[dict[str, Any]] = []
     monkeypatch.setattr(run_start, "build_observers", lambda *told, **more: given.append(more) or [])
-    monkeypatch.setattr(run_start, "warnings_of", lambda loaded, *, accelerators: [])
+    monkeypatch.setattr(run_start, "warnings_of", lambda loaded, **_: [])
     monkeypatch.setattr(run_start, "identity", lambda path: "identity")
     length = ("train.global_batch=8", "train.ramp_up=[]", "train.samples=56")
     peers = (f"elastic.inner_steps={inner_steps}", "elastic.peers=2", "elastic.minimum_peers=1")

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
+from itertools import groupby
 from math import gcd
 
 from bloomery.config.findings import Finding, divisors, nearest_numbers
 from bloomery.config.model import ModelSection
 from bloomery.config.parallel import SCHEDULES, SPLIT_BACKWARD, ParallelSection
 from bloomery.config.recipe import Recipe, TrainSection
+
+MOST_INTERVALS = 10_000
+"""Intervals of a ramp-up: plans and checks walk through all of them. Published runs have some hundred."""
 
 
 def layout_mistakes(recipe: Recipe) -> Iterator[Finding]:
@@ -109,6 +113,15 @@ def ramp_up_mistakes(train: TrainSection) -> Iterator[Finding]:
             problem=f"steps of {increment} from {start} miss train.global_batch = {train.global_batch}",
             remedy=f"They reach {below} and {below + increment}: choose one of them, or another increment.",
         )
+    elif (train.global_batch - start) // increment > MOST_INTERVALS:
+        growth = train.global_batch - start
+        parts = next(parts for parts in range(MOST_INTERVALS, 0, -1) if growth % parts == 0)
+        yield Finding(
+            key="train.ramp_up",
+            problem=f"grows from {start} to train.global_batch = {train.global_batch} in "
+            f"{growth // increment:,} intervals, and at most {MOST_INTERVALS:,} are planned",
+            remedy=f"Raise the increment, for instance to {growth // parts}.",
+        )
 
 
 def batch_mistakes(
@@ -150,13 +163,16 @@ def batch_pairs(train: TrainSection, *, consumed: int = 0) -> list[tuple[int, in
     """
     batches = _from_samples(train.ramp_up, train.global_batch)
     micros = ((0, train.micro_batch), *train.micro_batch_changes)
-    pairs: list[tuple[int, int]] = []
-    for at in sorted({consumed, *(at for at, _ in batches + micros if at > consumed)}):
-        batch = next(value for begin, value in reversed(batches) if begin <= at)
-        micro = next(value for begin, value in reversed(micros) if begin <= at)
-        if (batch, micro) not in pairs:
-            pairs.append((batch, micro))
-    return pairs
+    changes = [(at, batch, None) for at, batch in batches] + [(at, None, micro) for at, micro in micros]
+    pairs: dict[tuple[int, int], None] = {}  # its keys are in the order in which the run comes to them
+    batch, micro = train.global_batch, train.micro_batch
+    for at, same in groupby(sorted(changes, key=lambda change: change[0]), key=lambda change: change[0]):
+        if at > consumed:
+            pairs[batch, micro] = None
+        for _, new_batch, new_micro in same:
+            batch, micro = new_batch or batch, new_micro or micro
+    pairs[batch, micro] = None
+    return list(pairs)
 
 
 @lru_cache(maxsize=8)  # a search of layouts asks for the same ramp-up hundreds of times

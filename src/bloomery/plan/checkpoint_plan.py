@@ -88,7 +88,7 @@ def plan_checkpoints(
     save_s = stored / (hardware.storage.write_gb_per_s * 1e9)
     load_s = stored / (hardware.storage.read_gb_per_s * 1e9)
     restart_s = hardware.operation.detection_s + hardware.operation.restart_s + load_s
-    steps = _save_steps(section, course, peers=peers)
+    steps, saves = _save_steps(section, course, peers=peers)
     last = course[-1]
     interval = _interval_steps(section, last, peers=peers) or float(total_steps(course))
     interval_s = interval * last.step.seconds
@@ -127,12 +127,12 @@ def plan_checkpoints(
         blocking_s=blocking_s,
         load_s=load_s,
         restart_s=restart_s,
-        saves=len(steps),
+        saves=saves,
         interval_steps=interval,
         interval_s=interval_s,
         kept_at_end=len(kept_steps),
         storage_bytes=(len(kept_steps) + 1) * stored,
-        saving_s=len(steps) * blocking_s,
+        saving_s=saves * blocking_s,
         mean_time_between_failures_s=between,
         best_interval_s=best,
         best_interval_steps=best / last.step.seconds if best else None,
@@ -210,21 +210,45 @@ def _interval_steps(section: CheckpointSection, stretch: Stretch, *, peers: int)
     return min((max(1.0, interval) for interval in intervals if interval), default=0.0)
 
 
-def _save_steps(section: CheckpointSection, course: Sequence[Stretch], *, peers: int) -> list[int]:
-    """Return the steps at which the run saves, at most MOST_SAVES_LISTED of them."""
+def _save_steps(
+    section: CheckpointSection, course: Sequence[Stretch], *, peers: int
+) -> tuple[list[int], int]:
+    """Return the steps at which the run saves, as `guard/basic_guards.py` asks for it, and their number.
+
+    The first MOST_SAVES_LISTED are listed; those after them are counted by the shortest interval.
+    """
     steps: list[int] = []
+    more, newest, last = 0, 0.0, total_steps(course)
+    sample, clock_s, saved_s = (
+        0,
+        0.0,
+        0.0,
+    )  # of all peers, at the begin of a stretch; clock at the newest save
     for stretch in course:
-        interval = _interval_steps(section, stretch, peers=peers)
-        end = stretch.first_step + stretch.steps
-        if not interval:
-            continue
-        at = (steps[-1] if steps else 0) + interval
-        if section.every_steps and interval == section.every_steps:
-            at = float(-(-(stretch.first_step + 1) // section.every_steps) * section.every_steps)
-        while at <= end and len(steps) < MOST_SAVES_LISTED:
-            steps.append(int(at))
-            at += interval
-    last = total_steps(course)
-    if section.at_end and (not steps or steps[-1] != last):
+        step_s, batch = stretch.step.seconds, stretch.global_batch * peers
+        step, end = stretch.first_step, stretch.first_step + stretch.steps
+        while len(steps) < MOST_SAVES_LISTED:
+            due: list[int] = []
+            if section.every_steps:
+                due.append((step // section.every_steps + 1) * section.every_steps)
+            if section.every_samples:
+                used = sample + (step - stretch.first_step) * batch
+                at_sample = (used // section.every_samples + 1) * section.every_samples
+                due.append(stretch.first_step - (sample - at_sample) // batch)
+            if section.every_minutes:
+                left_s = saved_s + section.every_minutes * 60 - clock_s
+                due.append(max(step + 1, stretch.first_step + math.ceil(left_s / step_s)))
+            if not due or min(due) > end:
+                break
+            step = min(due)
+            saved_s = clock_s + (step - stretch.first_step) * step_s
+            newest = step
+            steps.append(step)
+        else:
+            interval = _interval_steps(section, stretch, peers=peers)
+            more += int((end - step) / interval)
+            newest = step + int((end - step) / interval) * interval
+        sample, clock_s = sample + stretch.steps * batch, clock_s + stretch.seconds
+    if section.at_end and newest != last:
         steps.append(last)
-    return steps
+    return steps, len(steps) + more

@@ -21,9 +21,9 @@ from bloomery.plan.request import (
     with_local_vocabulary,
     with_vocabulary,
 )
-from bloomery.plan.schedule import phase_at, steps_at_end, total_samples
+from bloomery.plan.schedule import consumed_at_end, phase_at, steps_at_end, stretches, total_samples
 from bloomery.plan.step_time import step_time
-from bloomery.plan.timeline import peers_of, workload_at_phase
+from bloomery.plan.timeline import workload_at_phase
 
 MEASURED_STEPS = 100  # the newest steps, whose median speed counts
 FACTORS = (0.25, 0.5, 2, 4)  # of the accelerators, for `OtherScale`
@@ -99,6 +99,10 @@ def progress_of(request: Request, run: Path) -> RunProgress:
     speed = last.global_batch * last.peers / step_s
     sequence_length = recipe.data.sequence_length
     total = total_samples(recipe.train, sequence_length=sequence_length)
+    if recipe.train.steps and last.peers == 1:  # it ends by its steps, whatever its batches were so far
+        total = consumed_at_end(
+            recipe.train, sequence_length=sequence_length, step=last.step, consumed=last.consumed_samples
+        )
     planned_s = _planned_step_s(request, plan, last)
     # What is left of the ramp-up has other batches, so another speed, than the steps that were measured.
     left_s = _planned_seconds_left(plan, last, until=total) * step_s / planned_s
@@ -205,24 +209,28 @@ def _share(plan: Plan, planned_s: float, last: StepReport) -> float:
 
 
 def _planned_seconds_left(plan: Plan, last: StepReport, *, until: int) -> float:
-    """Return the seconds that the plan's steps after the last report take, if the number of peers stays.
+    """Return the seconds of the planned steps after the last report, if the number of peers stays.
 
-    until: the samples of the whole run.
+    until: the samples of all peers at the end of the run.
     """
-    planned_peers = peers_of(plan.draft.request.recipe)
-    begin, end = last.consumed_samples / planned_peers, until / planned_peers
-    seconds = sum(
-        max(0.0, min(end, stretch.end_sample) - max(begin, stretch.first_sample))
-        / stretch.global_batch
-        * stretch.step.seconds
-        for stretch in plan.draft.course
+    draft = plan.draft
+    return sum(
+        steps
+        * step_time(
+            workload_at_phase(draft.work, phase),
+            draft.parameters,
+            global_batch=phase.global_batch,
+            recompute=phase.recompute,
+        ).seconds
+        for steps, phase in stretches(
+            draft.request.recipe.train, until, start=last.consumed_samples, peers=last.peers
+        )
     )
-    return seconds * planned_peers / last.peers
 
 
 def _planned_step_s(request: Request, plan: Plan, last: StepReport) -> float:
     recipe = request.recipe
-    phase = phase_at(recipe.train, max(0, last.consumed_samples - last.global_batch))
+    phase = phase_at(recipe.train, max(0, last.consumed_samples - last.global_batch * last.peers))
     work = workload_at_phase(base_workload(request, plan.draft.work.layout), phase)
     parameters = count_parameters(
         recipe.model, vocabulary=vocabulary_of(recipe), sequence_length=recipe.data.sequence_length

@@ -115,7 +115,7 @@ class RunStart:
             say(waits)
         summary = self.summarise()
         known = with_vocabulary(self.loaded, summary.vocabulary)
-        for warning in warnings_of(known, accelerators=self.mesh.world):
+        for warning in warnings_of(known, accelerators=self.mesh.world, consumed=consumed):
             say(f"warning: {warning}")
         figures = summary.to_json()
         self.journal.write("data", incarnation=self.heartbeat.incarnation, step=state.step, **figures)
