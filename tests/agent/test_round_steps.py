@@ -86,6 +86,10 @@ def test_a_peer_without_a_share_waits_with_nothing_unless_it_may_join_within_the
     joins.driver.held = (3, "d3")
     assert started(joins, snapshot) == []
     assert len(started(joins, run_at(3, "d3"))) == 1
+    # where no samples are left for it, it waits with nothing
+    ends = Driven(monkeypatch, rounds=replace(SETTINGS.rounds, joins_within=True, total_samples=0))
+    ends.driver.held = (3, "d3")
+    assert [told.samples for told in started(ends, snapshot)] == [()]
     none = Driven(monkeypatch)
     none.driver.held = (3, "d3")
     assert snapshot.standing is not None
@@ -243,6 +247,7 @@ def test_each_decision_is_written_by_its_own_transaction(driven: Driven, written
     snapshot = run_at(3, "d3", members={"a": listed("a", life=9, samples=6)})
     found = CommitRound(commit=example.commit(), shares=None)  # type: ignore[arg-type]
     driven.driver.carry_out(found, snapshot, now=1.0)
-    driven.driver.carry_out(TakeShare(round=4), snapshot, now=2.0)
+    driven.driver.carry_out(TakeShare(round=4, away=frozenset("b")), snapshot, now=2.0)
     how = {"round": 4, "peer": "a", "life": 9, "samples": 6, "settings": SETTINGS.rounds}
+    how |= {"away": frozenset("b")}
     assert written == [("commit_round", snapshot, found), ("join_shares", how)]

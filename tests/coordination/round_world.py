@@ -211,9 +211,9 @@ class Peer:
         if isinstance(found, Propose):
             return transactions.propose(store, keys, self.snapshot, found)
         if isinstance(found, TakeShare):
-            name, life = self.name, self.life()
+            settings, me = self.world.settings, {"peer": self.name, "life": self.life()}
             transactions.join_shares(
-                store, keys, round=found.round, peer=name, life=life, samples=1, settings=self.world.settings
+                store, keys, round=found.round, samples=1, settings=settings, away=found.away, **me
             )
             self.look()
             self.offered = -1

@@ -170,6 +170,35 @@ def test_a_newcomer_within_a_round_gets_samples_that_nobody_has() -> None:
 
 
 @pytest.mark.parametrize(
+    ("samples_left", "away", "gets"),
+    [
+        (48, (), 8),
+        (36, (), 4),
+        (33, (), 2),
+        (32, (), None),
+        (9, (), None),
+        (32, ("b",), 8),
+        (9, ("a", "b"), 8),
+    ],
+)
+def test_a_newcomer_gets_no_samples_beyond_those_that_the_run_needs_beside_the_leased_ones(
+    samples_left: int, away: tuple[str, ...], gets: int | None
+) -> None:
+    settings = replace(SETTINGS, total_samples=samples_left)
+    before = leased("ab", samples_left=1000)
+    after = eligibility.with_newcomer(before, "n", samples=2, away=away, settings=settings)
+    assert (after and total(after.shares["n"])) == gets
+
+
+def test_a_newcomer_takes_no_share_where_those_who_work_have_all_that_the_run_needs() -> None:
+    settings = replace(SETTINGS, joins_within=True)
+    snapshot = run("a", without_share=("n",), n=listed("n", life=9))  # 'a' works on 8 samples
+    for total_samples, may in ((9, True), (8, False)):
+        asked = replace(settings, total_samples=total_samples)
+        assert eligibility.may_take_share(snapshot, example.commit(), me="n", settings=asked) == may
+
+
+@pytest.mark.parametrize(
     ("steps", "part", "smallest", "largest"),
     [(4, (1, 2.0), 4.0, 8.0), (1, (4, 8.0), 2.0, 4.0), (3, (3, 5.0), 5.0, 5.0), (0, (0, 5.0), 5.0, 5.0)],
 )

@@ -20,7 +20,7 @@ from bloomery.agent.state_sync import KeptAverages
 from bloomery.agent.timeouts import ring_deadline_s
 from bloomery.coordination import transactions
 from bloomery.coordination.decide import CommitRound, Decision, Propose, RequestFlush, TakeShare
-from bloomery.coordination.eligibility import norm_limit
+from bloomery.coordination.eligibility import newcomer_steps, norm_limit
 from bloomery.coordination.etcd import TransactionResult
 from bloomery.coordination.membership import Membership
 from bloomery.coordination.snapshot import RunSnapshot
@@ -120,9 +120,11 @@ class RoundDriver:
             return
         if isinstance(decision, TakeShare) or not self._registration.is_listed(snapshot):
             return
-        samples = shares.shares.get(self._context.me)
-        if samples is None and self._context.settings.rounds.joins_within:
-            return
+        me, rounds = self._context.me, self._context.settings.rounds
+        samples, step = shares.shares.get(me), snapshot.members[me].member.samples
+        steps = newcomer_steps(shares, samples=step, away=snapshot.away, settings=rounds)
+        if samples is None and rounds.joins_within and steps:
+            return  # it takes a share first
         start = (shares.round, samples, self._registration.generation)
         if self._go_told == start or not shares.live:
             return
@@ -375,6 +377,7 @@ class RoundDriver:
                 life=present.life,
                 samples=present.member.samples,
                 settings=self._context.settings.rounds,
+                away=decision.away,
             )
             return
         if outcome is not TransactionResult.DONE:

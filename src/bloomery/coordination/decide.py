@@ -96,9 +96,13 @@ class RequestFlush:
 
 @dataclass(frozen=True, kw_only=True)
 class TakeShare:
-    """Take a share of the round with `transactions.join_shares`: this peer holds the state and has none."""
+    """Take a share of the round with `transactions.join_shares`: this peer holds the state and has none.
+
+    away: the peers whose shares are not going to be used.
+    """
 
     round: int
+    away: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +138,7 @@ def decide(
     if commits.is_lost(snapshot, commit):
         return _go_back(snapshot, me=me, settings=settings, now=now)
     if may_take_share(snapshot, commit, me=me, settings=settings):
-        return TakeShare(round=snapshot.round)
+        return TakeShare(round=snapshot.round, away=frozenset(snapshot.away))
     return _gather(snapshot, me=me, settings=settings, now=now)
 
 
@@ -261,7 +265,8 @@ def _propose(
     tokens = {name: fit[name].weight_tokens for name in order}
     shares = snapshot.shares.shares if snapshot.shares else {}
     if me in fit and me not in shares and not sum(tokens.values()):
-        return TakeShare(round=snapshot.round)  # nobody with a share can take part
+        # nobody with a share can take part
+        return TakeShare(round=snapshot.round, away=frozenset(set(shares) - set(fit)))
     too_few = len(_reachable(offers, left_out)) < settings.minimum_peers or not sum(tokens.values())
     if too_few or commits.is_minority(order, snapshot):
         why = f"{len(order)} of {len(offers)} peers can take part, {settings.minimum_peers} are wanted"

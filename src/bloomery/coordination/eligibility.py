@@ -164,11 +164,28 @@ def overtaken_newcomers(snapshot: RunSnapshot) -> Iterable[str]:
 
 
 def may_take_share(snapshot: RunSnapshot, newest: Commit, *, me: str, settings: RoundSettings) -> bool:
-    """Whether a joining peer starts within the round: if the recipe says so, or nobody works on the round."""
-    has_share = snapshot.shares is None or me in snapshot.shares.shares
-    if has_share or snapshot.members[me].member.digest != newest.digest:
+    """Whether a joining peer takes a share of the round: if the recipe says so, or nobody works on the round,
+    and the run needs more samples than are leased to those who work.
+    """
+    shares, member = snapshot.shares, snapshot.members[me].member
+    if shares is None or me in shares.shares or member.digest != newest.digest:
         return False
-    return settings.joins_within or not snapshot.working
+    if not settings.joins_within and snapshot.working:
+        return False
+    return newcomer_steps(shares, samples=member.samples, away=snapshot.away, settings=settings) > 0
+
+
+def newcomer_steps(
+    shares: RoundShares, *, samples: int, away: Collection[str], settings: RoundSettings
+) -> int:
+    """Return for how many steps a joining peer may take samples; 0: the leased ones are all that are left.
+
+    samples: how many the peer uses in one inner step.
+    away: peers that do not use their shares.
+    """
+    leased = sum(total(part) for name, part in shares.shares.items() if name not in away)
+    left = settings.total_samples - shares.position.consumed - leased
+    return max(0, min(settings.inner_steps, -(-left // max(1, samples))))
 
 
 def compare_results(digests: Mapping[str, str]) -> tuple[str, dict[str, str]]:
@@ -215,14 +232,21 @@ def lease_samples(
     return RoundShares(round=round, position=position, shares=shares, live=len(shares))
 
 
-def with_newcomer(shares: RoundShares, peer: str, *, samples: int, settings: RoundSettings) -> RoundShares:
+def with_newcomer(
+    shares: RoundShares, peer: str, *, samples: int, away: Collection[str] = (), settings: RoundSettings
+) -> RoundShares | None:
     """Return the shares and one more, for a peer that joins while the round is under way.
 
-    samples: how many the peer uses in one inner step.
+    None if those who work have leased all samples that the run still needs.
+
+    samples, away: as in `newcomer_steps`.
     """
+    steps = newcomer_steps(shares, samples=samples, away=away, settings=settings)
+    if not steps:
+        return None
     leased, position = lease(
         shares.position,
-        samples=[samples * settings.inner_steps],
+        samples=[samples * steps],
         outstanding=[SampleShare(lease=pieces) for pieces in shares.shares.values()],
     )
     return RoundShares(

@@ -148,6 +148,11 @@ class RunSnapshot:
             if present.life <= self.commit_revision or present.member.digest == digest
         }
 
+    @property
+    def away(self) -> set[str]:
+        """Names of the peers that have a share and do not work on it."""
+        return set(self.shares.shares if self.shares else ()) - self.working
+
     def holders(self, digest: str) -> dict[str, ListedMember]:
         """Return the members that hold the state of this digest, in the order of names; none for ""."""
         return {

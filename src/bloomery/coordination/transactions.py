@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from bloomery.coordination.decide import CommitRound, Propose
 from bloomery.coordination.eligibility import RoundSettings, with_newcomer
@@ -106,15 +106,25 @@ def read_commit(etcd: Etcd, keys: Keys, round: int) -> Commit | None:
 
 
 def join_shares(
-    etcd: Etcd, keys: Keys, *, round: int, peer: str, life: int, samples: int, settings: RoundSettings
+    etcd: Etcd,
+    keys: Keys,
+    *,
+    round: int,
+    peer: str,
+    life: int,
+    samples: int,
+    settings: RoundSettings,
+    away: Collection[str] = (),
 ) -> Ranges | None:
     """Take a share of the round under way and return it.
 
-    None if the round is over, the peer is not listed, what lies under the key is no record of shares, or
-    others were quicker too often: hundreds of peers may join at the same time. The caller asks again later.
+    None if the round is over, the peer is not listed, what lies under the key is no record of shares, the run
+    needs no more samples than are leased, or others were quicker too often: hundreds of peers may join at the
+    same time. The caller asks again later.
 
     peer, life: this peer's name, and the create_revision of its key.
     samples: how many samples the peer uses in one inner step.
+    away: the peers whose shares are not going to be used.
     """
     for _ in range(_TRIES):
         stored = etcd.get(keys.shares(round))
@@ -127,7 +137,9 @@ def join_shares(
             return None
         if peer in shares.shares:
             return shares.shares[peer]
-        extended = with_newcomer(shares, peer, samples=samples, settings=settings)
+        extended = with_newcomer(shares, peer, samples=samples, away=away, settings=settings)
+        if extended is None:
+            return None
         outcome = etcd.transact(
             [
                 Condition(key=keys.shares(round), aspect="modified", wanted=stored.modified),
