@@ -210,10 +210,10 @@ def test_a_peer_that_found_nothing_itself_climbs_with_the_others():
 
 @pytest.mark.parametrize("rung", Rung)
 def test_only_the_last_two_rungs_restrain_the_steps_that_follow(rung):
-    held = ladder().restraint(rung, consumed=500, samples_per_step=8)
+    held = ladder().restraint(rung, consumed=500, problem=2500, samples_per_step=8)
     expected = {Rung.SLOW: (0.5, 1.0, 0.0, 0.0), Rung.CLAMP: (0.5, 0.25, 2.5, 100.0)}.get(rung)
     assert (held and (held.rate, held.clip, held.z_score, held.qk_clip)) == expected
-    assert held is None or (held.start, held.stop) == (500, 500 + 8 * 1000)
+    assert held is None or (held.start, held.stop) == (500, 2500 + 8 * 1000)
 
 
 def test_restraints_hold_in_their_stretch_and_the_strictest_of_several_counts():

@@ -37,17 +37,17 @@ def asked(rung: Rung, **settings: Any) -> Rewind | Stop:
     [
         (Rung.WATCH, {}, "it rose. The run goes back and makes the same steps again"),
         (Rung.REPEAT, {}, SKIPPED),
-        (Rung.SKIP, {}, f"{SLOWER} for 1000 steps"),
+        (Rung.SKIP, {}, f"{SLOWER} until 1000 steps beyond the problem"),
         (
             Rung.SLOW,
             {},
             f"{SLOWER}, 0.25 times the largest gradient norm, norms clipped from a z-score of 2.5 on, "
-            "attention logits clipped at 100 for 1000 steps",
+            "attention logits clipped at 100 until 1000 steps beyond the problem",
         ),
         (
             Rung.SLOW,
             {"clamp_z_score": 0.0, "clamp_qk": 0.0, "restrain_steps": 7},
-            f"{SLOWER}, 0.25 times the largest gradient norm for 7 steps",
+            f"{SLOWER}, 0.25 times the largest gradient norm until 7 steps beyond the problem",
         ),
         (Rung.CLAMP, {}, "it rose. Nothing milder is left: a person has to look"),
     ],

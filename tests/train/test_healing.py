@@ -12,6 +12,7 @@ from tests.train.test_loop import Start, events, go
 
 from bloomery.config.load import load_recipe
 from bloomery.data.position import Position
+from bloomery.diloco.outer import UnderWay
 from bloomery.events.journal import loss_curve
 from bloomery.events.run_directory import RunDirectory
 from bloomery.guard.verdict import Rewind, Rung
@@ -73,11 +74,12 @@ def test_steps_after_a_rewind_are_restrained_as_its_rung_says_also_after_a_resum
     assert [record["step"] for record in again] == list(range(5, 13))
     factors = [record["learning_rate"] / 0.01 for record in again]
     slow = 0.5 if rung >= Rung.SLOW else 1.0
-    assert factors == [slow] * 5 + [1.0] * 3
+    # Until five steps beyond step 6, where the problem was judged, however far back the checkpoint is.
+    assert factors == [slow] * 7 + [1.0]
     clamp = 0.25 if rung is Rung.CLAMP else 1.0
-    assert [clip for _, clip in clips[6:]] == [0.5 * clamp] * 5 + [0.5] * 3
+    assert [clip for _, clip in clips[6:]] == [0.5 * clamp] * 7 + [0.5]
     held = Clamps(z_score=2.5, holds_norm=True, qk_clip=100.0) if rung is Rung.CLAMP else Clamps()
-    assert clamps[6:] == [held] * 5 + [Clamps()] * 3
+    assert clamps[6:] == [held] * 7 + [Clamps()]
     assert all(record["cursor"] == record["consumed_samples"] + 8 for record in again if record["step"] > 5)
     assert [record["rung"] for record in events(path, "rewind")] == [rung.name.lower()]
 
@@ -111,10 +113,14 @@ def test_a_restraint_lasts_as_many_steps_of_the_whole_run_as_the_recipe_says(
         say=lambda line: None,
     )
     state = TrainState(goal=Goal(steps=9), position=Position(consumed=640))
-    held = settings.restraint(Rung.SLOW, state)
-    assert held is not None and (held.start, held.stop) == (640, 640 + 5 * 32 * peers)
+    before = replace(state, position=Position(consumed=960))
+    held = settings.restraint(Rung.SLOW, state, before=before)
+    assert held is not None and (held.start, held.stop) == (640, 960 + 5 * 32 * peers)
+    within = replace(before, under_way=UnderWay(committed=800, live=peers))  # equal on all peers
+    held = settings.restraint(Rung.SLOW, state, before=within)
+    assert held is not None and (held.start, held.stop) == (640, 800 + 5 * 32 * peers)
     # Outer momentum would carry a rescaling of heads on, round after round.
-    clamped = settings.restraint(Rung.CLAMP, state)
+    clamped = settings.restraint(Rung.CLAMP, state, before=before)
     assert clamped is not None and clamped.qk_clip == (0.0 if inner_steps else 100.0)
     restored = replace(state, restraints=(replace(clamped, qk_clip=100.0),))
     assert settings.clamps(restored).qk_clip == clamped.qk_clip

@@ -107,7 +107,7 @@ def test_peers_rescale_no_heads(inner_steps: int, clamp: float, tmp_path: Path) 
     assert (clamps.z_score, clamps.qk_clip) == (2.5, clamp)
     for change in ((), (("checkpoint.every_steps", "7"),)):
         made.asked(STATE, settings_requested=change)
-        new = made.settings.restraint(Rung.CLAMP, STATE)
+        new = made.settings.restraint(Rung.CLAMP, STATE, before=STATE)
         assert new is not None and new.qk_clip == clamp
     assert made.settings.recipe.checkpoint.every_steps == 7
 
@@ -229,8 +229,8 @@ def test_what_a_rewind_restrains_is_asked_of_the_ladder_of_the_run(run: Run) -> 
     run.settings.guards = SimpleNamespace(  # type: ignore[assignment]
         ladder=SimpleNamespace(restraint=lambda rung, **told: asked.append((rung, told)) or "restraint")
     )
-    assert run.settings.restraint("rung", STATE) == "restraint"  # type: ignore[arg-type]
-    assert asked == [("rung", {"consumed": 80, "samples_per_step": 8})]
+    assert run.settings.restraint("rung", STATE, before=STATE) == "restraint"  # type: ignore[arg-type]
+    assert asked == [("rung", {"consumed": 80, "problem": 80, "samples_per_step": 8})]
 
 
 def test_a_recipe_that_cannot_be_mended_is_told_with_its_path(

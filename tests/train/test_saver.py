@@ -61,7 +61,7 @@ class Recorded:
                 stream_end=lambda cursor, consumed: 1000 + cursor - consumed,
                 run_length_steps=250,
                 goal=Goal(samples=1000),
-                restraint=lambda rung, state: self.new_restraint,
+                restraint=lambda rung, state, before: self.new_restraint,
                 spread_budgets=lambda state: self.note("budgets", state.position),
             ),
             _data_stream=SimpleNamespace(
@@ -254,9 +254,11 @@ def test_a_rewind_whose_save_fails_goes_on_and_the_save_is_tried_again(run) -> N
 
 def test_a_rewind_asks_for_the_restraint_of_its_rung_from_where_it_goes_on(run) -> None:
     run.reachable, asked = {5}, list[Any]()
-    run.saver._settings.restraint = lambda rung, state: asked.append((rung, state.step)) or None
+    run.saver._settings.restraint = lambda rung, state, *, before: asked.append(
+        (rung, state.step, before.step)
+    )
     going_back(run, WANTED)
-    assert asked == [(Rung.SLOW, 4)]
+    assert asked == [(Rung.SLOW, 4, 9)]
 
 
 def test_saves_that_ended_before_a_rewind_are_journalled_before_it(run) -> None:

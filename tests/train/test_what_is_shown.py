@@ -285,11 +285,12 @@ def test_a_restraint_lasts_by_the_samples_that_all_peers_take_in_a_step() -> Non
         )
         settings.guards = SimpleNamespace(ladder=ladder)  # type: ignore[assignment]
         settings.phase = lambda state: SimpleNamespace(global_batch=8)  # type: ignore[method-assign,assignment]
-        settings.restraint(None, replace(STATE, under_way=UnderWay(committed=30, live=5)))  # type: ignore[arg-type]
+        before = replace(STATE, under_way=UnderWay(committed=50, live=5))
+        settings.restraint(None, STATE, before=before)  # type: ignore[arg-type]
         return asked[-1]
 
-    assert restrained(inner_steps=4) == {"consumed": 40, "samples_per_step": 24}
-    assert restrained(inner_steps=0) == {"consumed": 40, "samples_per_step": 8}
+    assert restrained(inner_steps=4) == {"consumed": 40, "problem": 50, "samples_per_step": 24}
+    assert restrained(inner_steps=0) == {"consumed": 40, "problem": 50, "samples_per_step": 8}
 
 
 def test_a_run_ends_later_in_the_stream_by_what_its_cursor_has_skipped() -> None:

@@ -230,7 +230,8 @@ class GuardSection:
         at_start=True,
         above=0.0,
         maximum=1.0,
-        help="Factor of the learning rate for restrain_steps after a rewind on the rung 'slow' or 'clamp'.",
+        help="Factor of the learning rate until restrain_steps beyond the problem, after a rewind on the "
+        "rung 'slow' or 'clamp'.",
     )
     clamp: float = setting(
         0.25,
@@ -238,8 +239,8 @@ class GuardSection:
         at_start=True,
         above=0.0,
         maximum=1.0,
-        help="Factor of optim.clip for restrain_steps after a rewind on the rung 'clamp'; where optim.clip "
-        "is 0, the largest gradient norm itself.",
+        help="Factor of optim.clip until restrain_steps beyond the problem, after a rewind on the rung "
+        "'clamp'; where optim.clip is 0, the largest gradient norm itself.",
     )
     clamp_z_score: float = setting(
         2.5,
@@ -262,7 +263,7 @@ class GuardSection:
         kind="free",
         at_start=True,
         minimum=1,
-        help="Steps for which a lower learning rate and clamps hold.",
+        help="Steps beyond the problem until which a lower learning rate and clamps hold after a rewind.",
     )
     forget_rewind_steps: int = setting(
         1000, kind="free", minimum=1, help="Calm steps after which a rewind no longer counts."

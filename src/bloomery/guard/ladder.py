@@ -202,17 +202,22 @@ class Ladder:
             numbers=numbers,
         )
 
-    def restraint(self, rung: Rung, *, consumed: int, samples_per_step: int) -> Restraint | None:
+    def restraint(
+        self, rung: Rung, *, consumed: int, problem: int, samples_per_step: int
+    ) -> Restraint | None:
         """Return the limits on learning rate and clipping after a rewind; None on a rung that sets none.
 
+        They hold until `restrain_steps` beyond the problem, however far back the checkpoint is.
+
         consumed: the samples consumed at the restored position, from which on the limits hold.
+        problem: the samples consumed where the problem was judged.
         """
         section = self.section
         if rung not in (Rung.SLOW, Rung.CLAMP):
             return None
         return Restraint(
             start=consumed,
-            stop=consumed + section.restrain_steps * samples_per_step,
+            stop=max(consumed, problem) + section.restrain_steps * samples_per_step,
             rate=section.slow_rate,
             clip=section.clamp if rung is Rung.CLAMP else 1.0,
             z_score=section.clamp_z_score if rung is Rung.CLAMP else 0.0,
@@ -277,7 +282,8 @@ class Ladder:
                 limits.append(f"norms clipped from a z-score of {section.clamp_z_score:g} on")
             if section.clamp_qk:
                 limits.append(f"attention logits clipped at {section.clamp_qk:g}")
-        return f"{skipped}, with {', '.join(limits)} for {section.restrain_steps} steps"
+        held = f"until {section.restrain_steps} steps beyond the problem"
+        return f"{skipped}, with {', '.join(limits)} {held}"
 
 
 def _found(trial: Trial, anomaly: Anomaly | None) -> str:

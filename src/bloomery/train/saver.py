@@ -175,7 +175,7 @@ class RunSaver:
     def _restraining(self, restored: TrainState, before: TrainState, wanted: Rewind) -> TrainState:
         """Return the restored state with the restraints of before the rewind, and with this rewind's own."""
         restraints = (*restored.restraints, *before.restraints)
-        new = self._settings.restraint(wanted.rung, restored)
+        new = self._settings.restraint(wanted.rung, restored, before=before)
         if new is not None:
             self._record("restraint", restored.step, **new.to_json())
             restraints = (*restraints, new)

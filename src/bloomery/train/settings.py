@@ -213,13 +213,18 @@ class RunSettings:
             qk_clip=restraint.qk_clip if guard.clamp_qk else 0.0,
         )
 
-    def restraint(self, rung: Rung, state: TrainState) -> Restraint | None:
-        """Return what restrains the steps from `state` on after a rewind of this rung; None for nothing."""
+    def restraint(self, rung: Rung, state: TrainState, *, before: TrainState) -> Restraint | None:
+        """Return what restrains the steps from `state` on after a rewind of this rung; None for nothing.
+
+        before: the state when the rewind was decided.
+        """
         recipe = self.recipe
         peers = recipe.elastic.peers if recipe.elastic.inner_steps else 1
         return self.guards.ladder.restraint(
             rung,
             consumed=state.position.consumed,
+            # Within a round the last commit, which is the same on all peers.
+            problem=before.under_way.committed if before.under_way else before.position.consumed,
             samples_per_step=self.phase(state).global_batch * peers,
         )
 
