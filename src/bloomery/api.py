@@ -142,11 +142,11 @@ def recipe(name: PathLike, settings: Mapping[str, object] | None = None) -> Load
     settings: by key, for instance {"train.steps": 100, "data.sources": ["notes.txt"]}.
     Raises ConfigError with every mistake; `init.from` completes it as on the command line.
     """
-    from bloomery.cli.arguments import load_given
+    from bloomery.cli.arguments import load_completed
     from bloomery.config.validate import check_recipe
 
     overrides = [f"{key}={_as_toml(key, value)}" for key, value in (settings or {}).items()]
-    loaded = load_given(str(name), overrides)
+    loaded = load_completed(str(name), overrides)
     check_recipe(loaded.recipe, loaded.sources)
     return loaded
 
@@ -180,7 +180,7 @@ def fit(
     progress: show a bar, in a notebook too; otherwise nothing is printed.
     The outcome has `step`, `finished` and `reason`. Raises BloomeryError as the command does.
     """
-    from bloomery.config.environment import go_offline
+    from bloomery.config.environment import follow_recipe
     from bloomery.config.find import from_home, run_path
     from bloomery.config.load import LoadedRecipe
     from bloomery.config.peer_settings import refuse_alone
@@ -192,8 +192,7 @@ def fit(
         name, loaded = str(loaded), recipe(loaded)
         run = run_path(name, run=run, name=loaded.recipe.run.name)
     refuse_alone(loaded.recipe, loaded.sources)
-    if loaded.recipe.run.offline:
-        go_offline()
+    follow_recipe(offline=loaded.recipe.run.offline)
     path = from_home(run) if run is not None else Path("runs") / loaded.recipe.run.name
     return train(
         loaded, RunDirectory(path), StartOptions(say=_say_nothing, form="bar" if progress else "short")

@@ -373,8 +373,10 @@ def test_a_model_is_loaded_in_the_type_and_the_way_that_suit_the_machine(
     asked, judged = list[Any](), list[Any]()
     saved = SimpleNamespace(model="model", decoder=lambda **given: asked.append(given) or "decoder")
     kinds = {name: f"torch.{name}" for name in ("fp32", "bf16", "fp16")}
+    files = SimpleNamespace(recipe=load_recipe("demo").recipe)
     monkeypatch.setattr(
-        "bloomery.evaluate.saved_files.find_saved", lambda path, *, fallback: asked.append((path, fallback))
+        "bloomery.evaluate.saved_files.find_saved",
+        lambda path, *, fallback: asked.append((path, fallback)) or files,
     )
     monkeypatch.setattr("bloomery.evaluate.open_checkpoint.open_model", lambda files: saved)
     monkeypatch.setattr(

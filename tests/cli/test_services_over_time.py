@@ -257,7 +257,9 @@ def test_a_sync_is_of_a_run_its_place_and_its_checkpoints(
     made.clear()
     with pytest.raises(BloomeryError, match="none does not exist"):
         sync.sync([str(tmp_path / "none"), "s3://b/x", "--once"])
-    assert sync.sync([str(tmp_path / "none"), "s3://b/x", "--once", "--beside"]) == 0
+    made.clear()
+    assert sync.sync([str(tmp_path / "none"), "s3://b/x", "--beside"]) == 3
+    assert made[-1] == ("repeat", RunDirectory(tmp_path / "none"), "sync", None)
     with pytest.raises(StorageError, match="s3://b/x is no repository of the Hub"):
         sync.sync([path, "s3://b/x", "--checkpoints"])
 

@@ -10,6 +10,7 @@ import pytest
 from bloomery.config.begin_from import weights_directory
 from bloomery.config.data import DataSection, DatasetSection
 from bloomery.config.find import find_recipe, from_home
+from bloomery.config.load import load_recipe
 from bloomery.config.submit import SubmitSection
 from bloomery.data.dataset_shares import held_out_weights
 from bloomery.data.prepare import dataset_prefixes
@@ -21,6 +22,7 @@ from bloomery.events.run_directory import RunDirectory
 from bloomery.events.switches import Switches
 from bloomery.operate.departure import maintenance_files
 from bloomery.operate.exclusions import Exclusions
+from bloomery.train.settings import changes_of, keep_recipe
 
 STRANGER = "~nobody-of-this-name/x"
 
@@ -68,3 +70,24 @@ def test_a_place_of_operators_lies_in_the_home_directory(
 def test_a_dataset_of_an_unknown_user_has_a_path_that_is_not_there(tmp_path: Path) -> None:
     section = DataSection(datasets=(DatasetSection(name="a", path=STRANGER),), sequence_length=8)
     assert dataset_prefixes(section, tmp_path) == {STRANGER: Path(STRANGER)}
+
+
+def test_a_relative_place_of_several_runs_begins_where_the_training_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`stop`, `watch` and others read it from the run's record, in whatever directory they run."""
+    monkeypatch.chdir(tmp_path)
+    given = ["control.directory=switches", "submit.exclusions=../bad.json"]
+    loaded = load_recipe("demo", given)
+    rundir = RunDirectory(tmp_path / "run").create()
+    keep_recipe(loaded, rundir)
+    assert not changes_of(load_recipe("demo", given), rundir)
+    (tmp_path / "switches").mkdir()
+    (tmp_path / "switches/stop").touch()
+    monkeypatch.chdir("/")
+    kept = load_recipe(str(rundir.recipe)).recipe
+    assert Switches.of_run(rundir, kept.control.directory).armed("stop") == tmp_path / "switches/stop"
+    assert Exclusions.of(rundir, kept.submit).path == tmp_path / "../bad.json"
+    at_home = load_recipe("demo", ["control.directory=~/switches"]).recipe
+    assert at_home.control.directory == "~/switches", "each node has its own"
+    assert load_recipe("demo").recipe.control.directory == ""

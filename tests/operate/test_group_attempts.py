@@ -346,7 +346,7 @@ def test_a_signal_that_asked_for_the_end_stays_known_and_a_start_without_a_check
         group.leader._run_share(replace(FIRST, number=number), attempt)
     card = json.loads((run.path / "board" / "n1.json").read_text())
     assert card["asked"] == 15
-    group.leader._attempt(Decision(number=0, newest=-1), ["n1", "n2"])
+    group.leader._attempt(Decision(number=0), ["n1", "n2"])
     assert [event["step"] for event in told(run, "attempt")] == [0]
 
 

@@ -23,6 +23,7 @@ from bloomery.operate.failure_evidence import RankEnd
 from bloomery.operate.group_supervisor import GroupSize, GroupSupervisor
 from bloomery.operate.hang import HangFinding
 from bloomery.operate.job_board import JobBoard, LauncherCard
+from bloomery.operate.newest_checkpoint import NO_CHECKPOINT, NewestCheckpoint
 from bloomery.operate.node_facts import NodeFacts
 from bloomery.operate.share_watch import ShareWatch
 from bloomery.operate.stacks import RankStack
@@ -41,11 +42,11 @@ def newest(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The step of the newest checkpoint; what was known of it before is added when it is asked for."""
     steps = [-1]
 
-    def asked(rundir: RunDirectory, *, known: int = -1) -> int:
-        steps.append(known)
-        return steps[0]
+    def asked(rundir: RunDirectory, *, known: NewestCheckpoint = NO_CHECKPOINT) -> NewestCheckpoint:
+        steps.append(known.step)
+        return NewestCheckpoint(step=steps[0])
 
-    monkeypatch.setattr(group_module, "newest_step", asked)
+    monkeypatch.setattr(group_module, "newest_checkpoint", asked)
     return steps
 
 
@@ -70,7 +71,7 @@ def test_a_start_waits_half_a_minute_for_spares_once_enough_launchers_have_come(
     leader._lead()
     decision = leader._decision
     assert decision is not None and decision.status is None
-    assert (decision.number, decision.hosts, decision.ranks, decision.newest) == (1, ("n1", "n2"), 5, 40)
+    assert (decision.number, decision.hosts, decision.ranks, decision.newest.step) == (1, ("n1", "n2"), 5, 40)
     (attempt,) = told(run, "attempt")
     assert (attempt["step"], attempt["ranks"], attempt["host"]) == (40, 10, "n1")
 
@@ -152,9 +153,9 @@ def test_a_newer_checkpoint_begins_the_count_of_restarts_anew(
     run: RunDirectory, newest: list[int], saved: int, in_a_row: int
 ) -> None:
     newest[0] = saved
-    before = replace(FIRST, newest=3, in_a_row=2, in_all=5, bad=("n8", "n9"))
+    before = replace(FIRST, newest=NewestCheckpoint(step=3), in_a_row=2, in_all=5, bad=("n8", "n9"))
     following = Group(run).concludes(before, result("n1", 3), result("n2", -9))
-    assert (following.in_a_row, following.in_all, following.newest) == (in_a_row, 6, saved)
+    assert (following.in_a_row, following.in_all, following.newest.step) == (in_a_row, 6, saved)
     assert following.bad == ("n8", "n9") and newest[1] == 3
     events = told(run, "attempt_end", "diagnosis", "attempt")
     assert [event["step"] for event in events] == [saved] * 3
@@ -280,7 +281,7 @@ def test_the_evidence_of_an_attempt_is_what_all_hosts_tell_of_it() -> None:
     finding = {"culprits": [1], "hosts": ["n2"], "summary": "stands", "evidence": ["x"], "sure": True}
     ending = {"kind": HANG, "why": "it hung", "finding": finding}
     results = {"n1": result("n1", 3, kernel=("a",)), "n2": result("n2", -9, kernel=("b", "c"))}
-    evidence = evidence_of(replace(FIRST, newest=7), results, ending=ending)
+    evidence = evidence_of(replace(FIRST, newest=NewestCheckpoint(step=7)), results, ending=ending)
     assert (evidence.kernel, evidence.first_step) == ({"n1": ("a",), "n2": ("b", "c")}, 7)
     assert evidence.hang is not None and (evidence.hang.culprits, evidence.hang.hosts) == ((1,), ("n2",))
     lost = evidence_of(FIRST, {"n1": results["n1"]}, ending=ending)

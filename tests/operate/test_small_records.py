@@ -37,6 +37,7 @@ from bloomery.operate.failure_evidence import FailureEvidence, RankEnd
 from bloomery.operate.flight_recorder import FlightFinding, find_absent, flight_variables
 from bloomery.operate.hang import HangFinding, find_hang
 from bloomery.operate.launcher import address_of_node, node_group, node_name, port_for_ranks, rank_variables
+from bloomery.operate.newest_checkpoint import NewestCheckpoint
 from bloomery.operate.schedulers.interface import JobState
 from bloomery.operate.stacks import Frame, RankStack
 from bloomery.operate.standstill import StandstillLimits
@@ -123,8 +124,8 @@ def test_what_follows_each_cause() -> None:
 
 def test_a_decision_and_a_result_come_back_from_json_as_they_were() -> None:
     decision = Decision(
-        number=3, hosts=("n2", "n1"), ranks=4, meeting="a:1", status=7, why="w", newest=9, in_a_row=2,
-        in_all=5, bad=("n9",), measured_s={"x": 1.5},
+        number=3, hosts=("n2", "n1"), ranks=4, meeting="a:1", status=7, why="w", in_a_row=2, in_all=5,
+        newest=NewestCheckpoint(incarnation=2, step=9), bad=("n9",), measured_s={"x": 1.5},
     )  # fmt: skip
     assert Decision.from_json(json.loads(json.dumps(decision.to_json()))) == decision
     assert (decision.world, list(decision.share("n1")), list(decision.share("n3"))) == (8, [4, 5, 6, 7], [])
@@ -143,13 +144,13 @@ def test_the_evidence_of_an_attempt_has_the_least_room_of_all_hosts() -> None:
     }  # fmt: skip
     finding = HangFinding(culprits=(1,), hosts=("n0",), summary="s", evidence=("e",), sure=True)
     ending = {"kind": "hang", "why": "w", "finding": json.loads(json.dumps(finding.__dict__))}
-    decision = Decision(number=1, hosts=("n0", "n1"), ranks=2, newest=-1)
+    decision = Decision(number=1, hosts=("n0", "n1"), ranks=2)
     assert evidence_of(decision, results, ending=ending) == FailureEvidence(
         ranks=ends, kernel={"n1": (), "n0": ("k",)}, hang=finding, silent_hosts=[], shm_free=0.25,
         shm_free_gib=3.0, first_step=0,
     )  # fmt: skip
     unknown = {host: replace(result, shm_free=None, shm_free_gib=None) for host, result in results.items()}
-    found = evidence_of(replace(decision, newest=8), unknown, ending=None)
+    found = evidence_of(replace(decision, newest=NewestCheckpoint(step=8)), unknown, ending=None)
     assert (found.shm_free, found.shm_free_gib, found.hang, found.first_step) == (None, None, None, 8)
 
 

@@ -17,13 +17,15 @@ from bloomery.errors import CheckpointError
 from bloomery.events.heartbeat import RankActivity, RankBeat
 from bloomery.events.journal import read_journal
 from bloomery.events.run_directory import RunDirectory
+from bloomery.operate import newest_checkpoint as newest_module
 from bloomery.operate import share_log
 from bloomery.operate import supervise as supervise_module
 from bloomery.operate.diagnosis import GAVE_UP, Cause, Diagnosis
 from bloomery.operate.failure_evidence import FailureEvidence
+from bloomery.operate.newest_checkpoint import NO_CHECKPOINT, NewestCheckpoint, newest_checkpoint, newest_step
 from bloomery.operate.stacks import RankStack
 from bloomery.operate.standstill import Standstill, StandstillLimits
-from bloomery.operate.supervise import AttemptWatch, JobReactions, RestartBudget, newest_step, supervise
+from bloomery.operate.supervise import AttemptWatch, JobReactions, RestartBudget, supervise
 
 SAVING = str(RankActivity.SAVING)
 
@@ -40,7 +42,10 @@ class Supervised:
         self.run, self.said, self.bad, self.repeating = run, list[str](), list[Diagnosis](), list[Diagnosis]()
         self.watches, self.saved = list[AttemptWatch](), [-1]
         self.during: Callable[[AttemptWatch], None] = lambda watch: None
-        monkeypatch.setattr(supervise_module, "newest_step", lambda rundir, known=-1: self.saved[-1])
+        monkeypatch.setattr(supervise_module, "newest_checkpoint", self.newest)
+
+    def newest(self, rundir: RunDirectory, *, known: NewestCheckpoint = NO_CHECKPOINT) -> NewestCheckpoint:
+        return NewestCheckpoint(step=self.saved[-1])
 
     def ends(self, *attempts: tuple[int, int], **more) -> int:
         """Return the exit status. attempts: the status of the rank, and the newest checkpoint after it."""
@@ -89,10 +94,10 @@ def test_restarts_in_all_are_counted_though_each_attempt_saves(supervised: Super
 def test_a_disk_that_does_not_list_the_checkpoints_keeps_what_it_listed_before(
     supervised: Supervised, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def newest(rundir: RunDirectory, *, known: int = -1) -> int:
-        return known if len(supervised.saved) > 2 else supervised.saved[-1]
+    def newest(rundir: RunDirectory, *, known: NewestCheckpoint = NO_CHECKPOINT) -> NewestCheckpoint:
+        return known if len(supervised.saved) > 2 else supervised.newest(rundir)
 
-    monkeypatch.setattr(supervise_module, "newest_step", newest)
+    monkeypatch.setattr(supervise_module, "newest_checkpoint", newest)
     assert supervised.ends((-9, 5), (-9, 6), (0, 7)) == 0
     assert [event["step"] for event in supervised.told("attempt_end")] == [5, 5, 5]
 
@@ -212,16 +217,18 @@ def test_a_machine_that_the_journal_blames_for_wrong_bits_is_in_quarantine(super
 def test_the_newest_checkpoint_is_the_one_of_the_highest_step(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert newest_step(run, known=4) == -1
-    listed = [SimpleNamespace(step=step) for step in (5, 12, 9)]
-    monkeypatch.setattr(supervise_module, "checkpoints", lambda rundir: listed)
-    assert newest_step(run, known=4) == 12
+    known = NewestCheckpoint(incarnation=1, step=4)
+    assert newest_checkpoint(run, known=known) == NO_CHECKPOINT and newest_step(run) == -1
+    listed = [SimpleNamespace(step=step, incarnation=7) for step in (5, 12, 9)]
+    monkeypatch.setattr(newest_module, "checkpoints", lambda rundir: listed)
+    assert newest_checkpoint(run, known=known) == NewestCheckpoint(incarnation=7, step=12)
+    assert newest_step(run) == 12
 
     def damaged(rundir: RunDirectory) -> list:
         raise CheckpointError("damaged", remedy="")
 
-    monkeypatch.setattr(supervise_module, "checkpoints", damaged)
-    assert newest_step(run, known=4) == 4
+    monkeypatch.setattr(newest_module, "checkpoints", damaged)
+    assert newest_checkpoint(run, known=known) == known
 
 
 def test_a_standstill_names_the_host_of_the_only_rank_that_the_others_wait_for(

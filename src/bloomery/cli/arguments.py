@@ -298,9 +298,19 @@ def parsed_with_target(
 def load_given(path_or_name: str, overrides: Sequence[str] = ()) -> LoadedRecipe:
     """Return the recipe as `load_recipe` does, completed with the model shape and tokenizer of `init.from`.
 
+    From then on this process does not use the network where the recipe forbids it.
     Raises ConfigError, and CheckpointError for weights of an architecture that our decoder does not have.
     torch is loaded only to read a transformers directory's weight files, after all checks without it.
     """
+    from bloomery.config.environment import follow_recipe
+
+    loaded = load_completed(path_or_name, overrides)
+    follow_recipe(offline=loaded.recipe.run.offline)
+    return loaded
+
+
+def load_completed(path_or_name: str, overrides: Sequence[str] = ()) -> LoadedRecipe:
+    """Return the recipe as `load_given` does, which changes nothing of this process. Raises as it does."""
     from bloomery.config.load import load_recipe
 
     return load_recipe(path_or_name, overrides, describe=_described)

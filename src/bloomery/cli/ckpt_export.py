@@ -14,6 +14,7 @@ from bloomery import durable
 from bloomery.cli.arguments import add_fallback, data_bar, parsed_with_target, parser
 from bloomery.cli.json_output import json_text
 from bloomery.cli.run_inputs import refuse_existing
+from bloomery.config.environment import follow_recipe
 from bloomery.errors import CheckpointError
 from bloomery.events.records import ProgressCallback, counting
 from bloomery.interchange.directories import partial_directory
@@ -53,6 +54,7 @@ def export(arguments: list[str]) -> int:
     from bloomery.evaluate.saved_files import find_saved
 
     files = find_saved(args.path, fallback=args.fallback)
+    follow_recipe(offline=files.recipe.run.offline)
     target = args.to or files.rundir.export
     refuse_existing(target)
     from bloomery.evaluate.open_checkpoint import open_model  # loads torch

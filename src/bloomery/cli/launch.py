@@ -47,7 +47,6 @@ def run(arguments: list[str]) -> int:
     _take_nodes_of_srun(options)
     from bloomery.cli.arguments import load_given
     from bloomery.cli.early_refusals import check_start, refuse_early
-    from bloomery.config.environment import go_offline
     from bloomery.config.peer_settings import refuse_alone
     from bloomery.plan.ranks import degrees_of, wrong_ranks_error
 
@@ -65,8 +64,6 @@ def run(arguments: list[str]) -> int:
     _refuse_stopped(RunDirectory(path), loaded.recipe.control.directory)
     for note in loaded.notes:  # ranks leave them to who starts them
         tell(f"note: {note}")
-    if loaded.recipe.run.offline:
-        go_offline()
     if options.supervise or options.nnodes == 1:
         refuse_early(loaded, path)
     if options.supervise:

@@ -12,6 +12,7 @@ from bloomery.checkpoint.format.catalogue import checkpoints, with_its_run
 from bloomery.checkpoint.format.manifest import MANIFEST
 from bloomery.checkpoint.format.source import Source, source_of
 from bloomery.checkpoint.remote.remote_run import is_remote, remote_source
+from bloomery.config.environment import follow_recipe
 from bloomery.errors import CheckpointError, TrainingFailed
 from bloomery.events.run_directory import RunDirectory
 
@@ -107,6 +108,7 @@ def load_saved(path: Path, *, dtype: str, by_layer: bool, fallback: bool = False
     from bloomery.evaluate.saved_files import find_saved
 
     files = find_saved(path, fallback=fallback)
+    follow_recipe(offline=files.recipe.run.offline)
     import torch  # after what a person may have got wrong was looked at: it takes seconds
 
     from bloomery.evaluate.open_checkpoint import must_load_by_block, open_model

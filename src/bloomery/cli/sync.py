@@ -51,7 +51,7 @@ def sync(arguments: list[str]) -> int:
     from bloomery.operate.sync.published import CheckpointPublisher
     from bloomery.operate.sync.run_sync import RunSync
 
-    rundir = RunDirectory(options.run) if options.beside else existing_run(options.run)
+    rundir = _awaited_run(options) if options.beside else existing_run(options.run)
     if options.checkpoints and not options.place.startswith(HUB_PREFIX):
         raise StorageError(
             f"--checkpoints publishes branches, and {options.place} is no repository of the Hub.",
@@ -67,6 +67,21 @@ def sync(arguments: list[str]) -> int:
         _look(sync, publisher, options)
         return 0
     return _repeat(rundir, sync, publisher, options)
+
+
+def _awaited_run(options: Namespace) -> RunDirectory:
+    """Return the run directory that may not be there yet, and say what is waited for.
+
+    Raises StorageError where none can come.
+    """
+    rundir = RunDirectory(options.run)
+    if rundir.path.exists() and not rundir.path.is_dir():
+        raise StorageError(f"{rundir.path} is no directory.", remedy="Give the directory of the run.")
+    if not rundir.exists():
+        # A launcher shows standard error alone, and knows that it makes the directory.
+        to = sys.stderr if options.json else sys.stdout
+        print(f"waits until a run begins in {rundir.path}", file=to, flush=True)
+    return rundir
 
 
 def _repeat(
@@ -181,6 +196,8 @@ def _parse(arguments: list[str]) -> Namespace:
     )
     options.add_argument("--json", action="store_true", help="print one JSON object per upload")
     chosen = options.parse_intermixed_args(arguments)
+    if chosen.beside and chosen.once:
+        options.error("--once does not wait, so it does not go with --beside")
     if not chosen.place:
         _take_place_of_recipe(chosen)
     chosen.every = chosen.every or _EVERY_MINUTES

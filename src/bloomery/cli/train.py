@@ -77,13 +77,10 @@ def run(arguments: list[str]) -> int:
     options = _parse(arguments)
     from bloomery.cli.arguments import load_given
     from bloomery.cli.early_refusals import check_start, refuse_early
-    from bloomery.config.environment import go_offline
     from bloomery.config.peer_settings import refuse_alone
     from bloomery.plan.ranks import degrees_of, wrong_ranks_error
 
     loaded = load_given(options.recipe, options.overrides)
-    if loaded.recipe.run.offline:
-        go_offline()
     ranks = _world(options)
     degrees = degrees_of(loaded.recipe.parallel, world=ranks)
     path = run_path(options.recipe, run=options.run, name=loaded.recipe.run.name)

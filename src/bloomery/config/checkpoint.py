@@ -133,7 +133,8 @@ class ControlSection:
         kind="free",
         at_start=True,
         help="Directory whose files `stop` and `save` are switches of this run, as those in RUN/control are: "
-        "for people who may not write in the run directory. Empty: none.",
+        "for people who may not write in the run directory. A relative path begins where the training is "
+        "started. Empty: none.",
     )
     maintenance_minutes: float = setting(
         30.0,

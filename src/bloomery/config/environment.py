@@ -91,17 +91,28 @@ def go_offline(environment: MutableMapping[str, str] | None = None) -> None:
         target[name] = "1"
 
 
+def follow_recipe(*, offline: bool) -> None:
+    """Forbid the network to this process where a recipe does."""
+    if may_not_use_network(offline=offline):
+        go_offline()
+
+
+def may_not_use_network(*, offline: bool) -> bool:
+    """Whether a recipe forbids the network; BLOOMERY_OFFLINE=0 overrules it. offline: its `run.offline`."""
+    return offline and os.environ.get(SWITCH) != "0"
+
+
 def is_offline() -> bool:
     """Whether the network is forbidden."""
     return os.environ.get(SWITCH, "0") not in ("", "0") or os.environ.get("HF_HUB_OFFLINE", "0") == "1"
 
 
-def refuse_network(purpose: str, *, remedy: str) -> None:
-    """Raise OfflineRefused where the network is forbidden.
+def refuse_network(purpose: str, *, remedy: str, is_forbidden: bool = False) -> None:
+    """Raise OfflineRefused where the network is forbidden to this process, or here (`is_forbidden`).
 
     purpose: what needs the network; it completes the sentence 'The network is needed to …'.
     """
-    if is_offline():
+    if is_forbidden or is_offline():
         raise OfflineRefused(
             f"The network is needed to {purpose}, and it is forbidden (run.offline or {SWITCH}=1).",
             remedy=remedy,

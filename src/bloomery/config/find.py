@@ -1,6 +1,6 @@
 """Finds recipes by path or by the name of a shipped one, and the most similar name of an unknown one.
 
-Also replaces the `~` with which a path begins.
+Also replaces the `~` with which a path begins, and makes paths absolute.
 """
 
 from __future__ import annotations
@@ -136,3 +136,8 @@ def from_home(path: str | Path) -> Path:
     that there is no such file. `Path.expanduser` raises RuntimeError.
     """
     return Path(os.path.expanduser(path))  # noqa: PTH111
+
+
+def whole_path(path: str) -> str:
+    """Return a path that every command reads alike, wherever it runs; `~`, each node's own, stays."""
+    return path if path.startswith("~") else str(Path(path).absolute())

@@ -24,7 +24,7 @@ from bloomery.config.convert import (
     override_value,
     unknown_key,
 )
-from bloomery.config.find import find_recipe, nearest
+from bloomery.config.find import find_recipe, nearest, whole_path
 from bloomery.config.findings import shown_value
 from bloomery.config.recipe import Recipe
 from bloomery.config.setting import key_of
@@ -114,6 +114,8 @@ __all__ = ["LoadedRecipe", "dump_recipe", "load_recipe", "override", "parse_reci
 _LENGTHS = ("steps", "samples", "tokens")
 _DESCRIBED = ("model", "data")
 """The sections that the directory of `init.from` may complete."""
+_SHARED_PLACES = (("control", "directory"), ("submit", "exclusions"))
+"""Paths that other commands read from the run's record, wherever they run: the start makes them absolute."""
 COMMAND_LINE = "command line"
 DEFAULT = "default"
 
@@ -165,6 +167,7 @@ def parse_recipe(
         _leave_out_retired(raw)
     places = {key: f"{label}:{line}" for key, line in line_numbers(text).items()}
     wrongs = _apply_overrides(raw, places, overrides)
+    _make_places_absolute(raw)
     notes = (*_given_twice(overrides), *_take_typed_length(raw, places))
     sections_by_name = sections()
     wrongs += [_unknown_section(name, raw[name]) for name in raw if name not in sections_by_name]
@@ -181,6 +184,13 @@ def parse_recipe(
     if wrongs:
         raise ConfigError([_mistake(wrong, places, label) for wrong in wrongs])
     return LoadedRecipe(recipe=Recipe(**built), sources=_sources(places), notes=notes)
+
+
+def _make_places_absolute(raw: Mapping[str, Any]) -> None:
+    for section, name in _SHARED_PLACES:
+        table = raw.get(section)
+        if isinstance(table, dict) and isinstance(path := table.get(name), str) and path:
+            table[name] = whole_path(path)
 
 
 def _begins_from(raw: Mapping[str, Any]) -> str:

@@ -49,7 +49,8 @@ class RunSection:
         False,
         kind="free",
         at_start=True,
-        help="Forbid all use of the network, as the variable BLOOMERY_OFFLINE=1 does for any command.",
+        help="Forbid all use of the network to the commands that read this recipe, as the variable "
+        "BLOOMERY_OFFLINE=1 does for any command; BLOOMERY_OFFLINE=0 overrules it.",
     )
     notes: str = setting(
         "", kind="free", at_start=True, help="Free text, for instance where the recipe's figures come from."

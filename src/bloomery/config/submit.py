@@ -98,8 +98,8 @@ class SubmitSection:
         "",
         kind="free",
         at_start=True,
-        help="File of the nodes in quarantine, which several runs may share; empty: exclusions.json in the "
-        "run directory.",
+        help="File of the nodes in quarantine, which several runs may share. A relative path begins where "
+        "the training is started. Empty: exclusions.json in the run directory.",
     )
     group: str = setting(
         "",

@@ -314,16 +314,15 @@ _FETCH_TIMEOUT_S = 60.0
 _POLL_S = 0.2
 
 
-def find_tokenizer(name: str) -> Path:
-    """Return the file of a tokenizer: a path, a directory that holds one, or `hf:` and a name on Hugging
-    Face.
+def find_tokenizer(name: str, *, may_fetch: bool = True) -> Path:
+    """Return the file of a tokenizer: a path, a directory that holds one, or `hf:` and a name on the Hub.
 
-    Such a name is looked up in the cache, or fetched once unless the network is forbidden. A text without the
-    prefix is a path, whatever it looks like, so the name of a deleted directory never becomes a stranger's
-    name.
+    Such a name is looked up in the cache, or fetched once unless the network is forbidden, to this process or
+    here (`may_fetch`). A text without the prefix is a path, whatever it looks like, so the name of a deleted
+    directory never becomes a stranger's name.
     """
     if name.startswith(HUB_PREFIX):
-        return _named(name.removeprefix(HUB_PREFIX))
+        return _named(name.removeprefix(HUB_PREFIX), may_fetch=may_fetch)
     path = from_home(name)
     if path.is_dir():
         file = tokenizer_in(path)
@@ -350,11 +349,11 @@ def refuse_missing_tokenizer(path: Path) -> None:
         )
 
 
-def _named(name: str) -> Path:
+def _named(name: str, *, may_fetch: bool) -> Path:
     from huggingface_hub.errors import HFValidationError
 
     try:
-        return _cached(name) or _fetched(name)
+        return _cached(name) or _fetched(name, is_forbidden=not may_fetch)
     except HFValidationError as wrong:
         raise DataError(
             f"{name!r} is no name of a tokenizer on Hugging Face.",
@@ -372,10 +371,11 @@ def _cached(name: str) -> Path | None:
     return None
 
 
-def _fetched(name: str) -> Path:
+def _fetched(name: str, *, is_forbidden: bool) -> Path:
     refuse_network(
         f"fetch the tokenizer {name!r}, which is not in Hugging Face's cache",
         remedy="Copy its tokenizer.json here and give the path, or fetch it once where there is a network.",
+        is_forbidden=is_forbidden,
     )
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError

@@ -8,6 +8,7 @@ from pathlib import Path
 from bloomery.checkpoint.format.catalogue import checkpoints, newest_intact, with_its_run
 from bloomery.checkpoint.format.manifest import MANIFEST
 from bloomery.checkpoint.format.suspects import newest_trusted, trusted
+from bloomery.config.environment import may_not_use_network
 from bloomery.config.load import load_recipe
 from bloomery.config.recipe import Recipe
 from bloomery.data.tokenizer import find_tokenizer
@@ -54,7 +55,8 @@ def _tokenizer_elsewhere(recipe: Recipe, rundir: RunDirectory) -> Path:
             remedy=f"Bring {rundir.data / JSON_FILE} back from a backup, or start `bloomery train` with the "
             "run's recipe: it trains the same one again from the same text.",
         )
-    return find_tokenizer(recipe.data.tokenizer)
+    is_forbidden = may_not_use_network(offline=recipe.run.offline)
+    return find_tokenizer(recipe.data.tokenizer, may_fetch=not is_forbidden)
 
 
 def _newest_of(path: Path, *, fallback: bool) -> Path:

@@ -8,6 +8,7 @@ from typing import Any
 
 from bloomery.operate.failure_evidence import FailureEvidence, RankEnd
 from bloomery.operate.hang import HangFinding
+from bloomery.operate.newest_checkpoint import NO_CHECKPOINT, NewestCheckpoint
 
 HANG, SILENT, FAILURE = "hang", "silent", "failure"
 """Why an attempt ends on all nodes: the ranks of the first two are killed, those of the third may end."""
@@ -23,7 +24,7 @@ class Decision:
     meeting: HOST:PORT of rank 0.
     status: the exit status of every launcher; None while the job goes on.
     why: a sentence for people; "" where there is nothing to say.
-    newest: the step of the newest checkpoint; -1 where there is none.
+    newest: the newest checkpoint when the attempt began.
     in_a_row, in_all: restarts since a newer checkpoint, and so far.
     bad: the hosts that are left out from now on.
     measured_s: the longest turn of each activity in earlier attempts, in seconds.
@@ -35,7 +36,7 @@ class Decision:
     meeting: str = ""
     status: int | None = None
     why: str = ""
-    newest: int = -1
+    newest: NewestCheckpoint = NO_CHECKPOINT
     in_a_row: int = 0
     in_all: int = 0
     bad: tuple[str, ...] = ()
@@ -60,7 +61,8 @@ class Decision:
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Decision:
         """Return the decision that `to_json` described."""
-        return cls(**{**record, "hosts": tuple(record["hosts"]), "bad": tuple(record["bad"])})
+        named = {"newest": NewestCheckpoint(**record["newest"])}
+        return cls(**{**record, **named, "hosts": tuple(record["hosts"]), "bad": tuple(record["bad"])})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +112,7 @@ def evidence_of(
         silent_hosts=lost,
         shm_free=min(shares, default=None),
         shm_free_gib=min(rooms, default=None),
-        first_step=max(decision.newest, 0),
+        first_step=max(decision.newest.step, 0),
     )
 
 

@@ -24,13 +24,14 @@ from bloomery.operate.diagnosis import EXIT_STATUSES, GAVE_UP, NODE_IS_BAD, Caus
 from bloomery.operate.hang import find_hang
 from bloomery.operate.job_board import JobBoard, assign_hosts
 from bloomery.operate.launcher import port_for_ranks
+from bloomery.operate.newest_checkpoint import newest_checkpoint
 from bloomery.operate.progress_watch import ProgressWatch
 from bloomery.operate.share_log import ShareLog, free_gib, free_share
 from bloomery.operate.share_watch import ShareWatch
 from bloomery.operate.stacks import RankStack, take_stacks
 from bloomery.operate.standstill import StandstillLimits, read_beats
 from bloomery.operate.start_check import StartCheck
-from bloomery.operate.supervise import AGREED, JobReactions, RestartBudget, newest_step, why_no_restart
+from bloomery.operate.supervise import AGREED, JobReactions, RestartBudget, why_no_restart
 from bloomery.operate.wrong_bits import diagnose_wrong_bits
 
 log = logging.getLogger(__name__)
@@ -267,7 +268,7 @@ class GroupSupervisor:
                 why = f"{', '.join(bad)} must not be used: {len(hosts)} of {self._size.needed} nodes are left"
                 self._decide(Decision(number=1, status=EXIT_STATUSES[Cause.UNFIT_NODE], why=why))
                 return
-            self._attempt(Decision(number=0, newest=newest_step(self._rundir), bad=tuple(bad)), hosts)
+            self._attempt(Decision(number=0, newest=newest_checkpoint(self._rundir), bad=tuple(bad)), hosts)
 
     def _results(self, decision: Decision) -> dict[str, ShareResult]:
         results = {}
@@ -313,14 +314,15 @@ class GroupSupervisor:
         self, decision: Decision, results: Mapping[str, ShareResult], ending: Mapping[str, Any] | None
     ) -> None:
         """Journal how an attempt ended, and decide what comes next."""
-        newest = newest_step(self._rundir, known=decision.newest)
+        newest = newest_checkpoint(self._rundir, known=decision.newest)
         statuses = [result.status for result in results.values()]
         is_agreed = ending is None and all(status in AGREED for status in statuses)
         status = max(statuses, default=RankLost.exit_status)
         name = f"{self._job}-{decision.number}"
         asked, left = self._asked or self._board.asked(decision.hosts), self._board.departs(decision.hosts)
         with Journal(self._rundir.operations, is_shared=True) as journal:
-            journal.write("attempt_end", incarnation=0, step=newest, attempt=name, status=status, left=left)
+            ended = {"attempt": name, "status": status, "left": left}
+            journal.write("attempt_end", incarnation=0, step=newest.step, **ended)
             if is_agreed or asked:
                 final = status if is_agreed else 128 + asked
                 why = f"saved and stopped: {left}" if is_agreed and left else ""
@@ -340,9 +342,8 @@ class GroupSupervisor:
             )
             if not why_not and len(hosts) < self._size.needed:
                 why_not = f"{len(hosts)} of {self._size.needed} nodes are left in this job"
-            journal.write(
-                "diagnosis", incarnation=0, step=newest, attempt=name, gives_up=why_not, **diagnosis.to_json()
-            )
+            told = {"attempt": name, "gives_up": why_not, **diagnosis.to_json()}
+            journal.write("diagnosis", incarnation=0, step=newest.step, **told)
         self._say(f"{diagnosis.cause}: {diagnosis}\n  {diagnosis.remedy}")
         following = replace(
             decision,
@@ -389,9 +390,8 @@ class GroupSupervisor:
         )
         with Journal(self._rundir.operations, is_shared=True) as journal:
             fields = {"attempt": f"{self._job}-{number}", "ranks": decision.world, "hosts": hosts}
-            journal.write(
-                "attempt", incarnation=0, step=max(decision.newest, 0), host=self._board.host, **fields
-            )
+            step = max(decision.newest.step, 0)
+            journal.write("attempt", incarnation=0, step=step, host=self._board.host, **fields)
         self._decide(decision)
 
     def _decide(self, decision: Decision) -> None:

@@ -11,8 +11,6 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bloomery.checkpoint.format.catalogue import checkpoints
-from bloomery.errors import CheckpointError
 from bloomery.events.journal import Journal
 from bloomery.events.run_directory import RunDirectory
 from bloomery.operate.blame import diagnose
@@ -20,6 +18,7 @@ from bloomery.operate.departure import Departure
 from bloomery.operate.diagnosis import GAVE_UP, NODE_IS_BAD, Cause, Diagnosis
 from bloomery.operate.failure_evidence import FailureEvidence
 from bloomery.operate.hang import HangFinding, find_hang
+from bloomery.operate.newest_checkpoint import newest_checkpoint
 from bloomery.operate.progress_watch import ProgressWatch
 from bloomery.operate.share_log import ShareLog, free_gib, free_share
 from bloomery.operate.stacks import take_stacks
@@ -60,7 +59,7 @@ class JobReactions:
 def why_no_restart(diagnosis: Diagnosis, *, budget: RestartBudget, in_a_row: int, in_all: int) -> str:
     """Return why a run does not start again after a failure; "" where it does.
 
-    in_a_row: restarts since the newest checkpoint changed.
+    in_a_row: restarts since the run last saved a newer checkpoint.
     in_all: restarts so far.
     """
     if not diagnosis.retries:
@@ -207,12 +206,14 @@ def supervise(
     budget, limits = budget or RestartBudget(), limits or StandstillLimits()
     in_a_row = in_all = 0
     measured_s: dict[str, float] = {}
-    newest = newest_step(rundir)
+    newest = newest_checkpoint(rundir)
     began_ms = int(1000 * time.time())  # in containers, host and process number are those of the start before
     with Journal(rundir.operations, is_shared=True) as journal:
         while True:
             name = f"{host}-{os.getpid()}-{began_ms:x}-{in_all}"
-            journal.write("attempt", incarnation=0, step=max(newest, 0), attempt=name, ranks=world, host=host)
+            journal.write(
+                "attempt", incarnation=0, step=max(newest.step, 0), attempt=name, ranks=world, host=host
+            )
             watch = AttemptWatch(
                 rundir,
                 world=world,
@@ -226,10 +227,10 @@ def supervise(
                 status = run_attempt(watch)
             finally:
                 watch.close()
-            before, newest = newest, newest_step(rundir, known=newest)
+            before, newest = newest, newest_checkpoint(rundir, known=newest)
             leaves = departure.reason if departure is not None else ""
             ended = {"attempt": name, "status": status, "left": leaves}
-            journal.write("attempt_end", incarnation=0, step=newest, **ended)
+            journal.write("attempt_end", incarnation=0, step=newest.step, **ended)
             if status in AGREED:
                 if leaves:
                     say(f"saved and stopped: {leaves}")
@@ -237,7 +238,7 @@ def supervise(
                 return status
             if watch.asked:
                 return 128 + watch.asked
-            evidence = watch.evidence(first_step=max(before, 0))
+            evidence = watch.evidence(first_step=max(before.step, 0))
             diagnosis = diagnose_wrong_bits(rundir, evidence) or diagnose(evidence)
             if diagnosis.cause == Cause.UNKNOWN and watch.failure:
                 diagnosis = replace(diagnosis, summary=watch.failure)
@@ -247,9 +248,8 @@ def supervise(
             if reactions is not None and diagnosis.cause in NODE_IS_BAD:
                 reactions.on_bad_node(diagnosis)
                 why_not = why_not or f"{host} is in quarantine, and the next job starts elsewhere"
-            journal.write(
-                "diagnosis", incarnation=0, step=newest, attempt=name, gives_up=why_not, **diagnosis.to_json()
-            )
+            told = {"attempt": name, "gives_up": why_not, **diagnosis.to_json()}
+            journal.write("diagnosis", incarnation=0, step=newest.step, **told)
             say(f"{diagnosis.cause}: {diagnosis}\n  {diagnosis.remedy}")
             if why_not:
                 say(f"not started again: {why_not}")
@@ -259,15 +259,3 @@ def supervise(
                 return diagnosis.exit_status if is_final else GAVE_UP
             in_a_row, in_all = in_a_row + 1, in_all + 1
             say(f"starting again from the newest checkpoint (restart {in_all})")
-
-
-def newest_step(rundir: RunDirectory, *, known: int = -1) -> int:
-    """Return the step of the newest checkpoint; -1 where there is none.
-
-    known: what it was before, which is returned where the disk does not say: no supervisor ends for that.
-    """
-    try:
-        return max((checkpoint.step for checkpoint in checkpoints(rundir)), default=-1)
-    except (OSError, CheckpointError) as refused:
-        log.warning("the checkpoints of %s could not be listed: %s", rundir.path, refused)
-        return known

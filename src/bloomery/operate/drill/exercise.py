@@ -24,8 +24,9 @@ from bloomery.operate.drill.allocation import DrillNodes
 from bloomery.operate.drill.faults import DrillFault, DrillTarget, inject
 from bloomery.operate.drill.phases import RecoveryPhases, phases_of
 from bloomery.operate.exclusions import Exclusions
+from bloomery.operate.newest_checkpoint import newest_step
 from bloomery.operate.standstill import read_beats
-from bloomery.operate.supervise import RestartBudget, newest_step
+from bloomery.operate.supervise import RestartBudget
 
 _POLL_S = 0.05
 _END_S = 120.0
