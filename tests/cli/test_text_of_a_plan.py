@@ -205,7 +205,7 @@ def test_of_many_stretches_nine_are_shown_evenly_and_a_single_one_has_no_ramp_up
         (41, [0, 5, 10, 15, 20, 25, 30, 35, 40], "until the full batch"),
         (1, [0], ""),
     ]:
-        course = tuple(stretch(number, days=1.0, batch=16) for number in range(count))
+        course = tuple(stretch(number, days=1.0, batch=16 + number) for number in range(count))
         text = plan_text(replace(plan, draft=replace(plan.draft, course=course)))
         rows = section_of(text, "the run, stretch by stretch")
         starts = [row.split()[0] for row in rows[2:] if row.split()[0].replace(",", "").isdigit()]
