@@ -130,19 +130,19 @@ def test_each_run_of_blocks_makes_every_gradient_and_keeps_none(monkeypatch: pyt
     model = compute._model(32, 2)
     taken = compute._block_s(model, samples=2, length=8, device=CPU, dtype=torch.bfloat16)
     assert counts == [(1, 2), (3, 2)]
-    assert taken == 1e-7, "blocks that add nothing are no divisor"
+    assert taken == 1 / 3, "blocks that add nothing are no divisor"
 
 
-def test_blocks_that_are_faster_than_their_matmuls_leave_a_twentieth_for_memory(
+def test_blocks_that_are_faster_than_their_matmuls_and_starts_leave_a_twentieth_for_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(compute, "SHAPES", {"cpu": ((32, 2, 4, 2),)})
     found = []
-    for measured in (1e-6, 2e-6):
+    for measured in (16e-6, 32e-6):  # 15 and 18 kernels start in a microsecond each
         monkeypatch.setattr(compute, "_block_s", lambda model, measured=measured, **how: measured)
         found.append(compute.measure_elementwise_gb_per_s(machine_of(kernel_us=1.0), "fp32", CPU))
     moved_bytes = 3 * 8 * 4 * (10 * 32 + 3 * 96 + 2 * 2 * 32)
-    assert found[0] == pytest.approx(moved_bytes / 0.05e-6 / 1e9, rel=1e-3)
+    assert found[0] == pytest.approx(moved_bytes / 0.8e-6 / 1e9, rel=1e-3)
     assert found[1] == pytest.approx(found[0] / 2)
 
 

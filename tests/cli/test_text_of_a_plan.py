@@ -205,7 +205,7 @@ def test_of_many_stretches_nine_are_shown_evenly_and_a_single_one_has_no_ramp_up
         (41, [0, 5, 10, 15, 20, 25, 30, 35, 40], "until the full batch"),
         (1, [0], ""),
     ]:
-        course = tuple(stretch(number, days=1.0, batch=16) for number in range(count))
+        course = tuple(stretch(number, days=1.0, batch=16 + number) for number in range(count))
         text = plan_text(replace(plan, draft=replace(plan.draft, course=course)))
         rows = section_of(text, "the run, stretch by stretch")
         starts = [row.split()[0] for row in rows[2:] if row.split()[0].replace(",", "").isdigit()]
@@ -261,3 +261,14 @@ def test_a_search_lists_twenty_layouts_and_tells_of_the_rest() -> None:
     assert lines[-1] == "and 2 more: --json lists all"
     few = search_text(replace(result, ranked=ranked[:20], nearest="The nearest lacks 3 GiB.")).split("\n")
     assert len(few) == 4 + 20 + 2 and few[-2:] == ["", "- The nearest lacks 3 GiB."]
+
+
+def test_a_share_that_is_lost_is_never_told_as_all_of_the_time() -> None:
+    plan = made_plan()
+    saves = replace(
+        plan.draft.checkpoints, lost_share=0.99999, best_lost_share=0.999995, failures=1_234_567.0,
+        mean_time_between_failures_s=90.0,
+    )  # fmt: skip
+    text = " ".join(plan_text(replace(plan, draft=replace(plan.draft, checkpoints=saves))).split())
+    assert "nearly all of the time to saves and failures; nearly all at best" in text
+    assert "100.00%" not in text and "a failure every 1.5 min (1,234,567 in the run)" in text

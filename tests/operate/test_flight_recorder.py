@@ -194,3 +194,38 @@ def test_a_rank_that_is_behind_in_a_later_group_is_named_though_all_agree_in_the
     flights = {rank: {"0": (7, "all_reduce"), "1": (5 - rank, "broadcast")} for rank in (0, 1)}
     finding = find_absent(flights)
     assert finding is not None and finding.culprits == (1,) and "broadcast 5 of group 1" in finding.words
+
+
+def test_who_waits_in_one_group_is_not_named_for_being_late_in_another() -> None:
+    """Rank 3 hangs. Rank 2 waits for it, so that rank 0 waits for rank 2, in a group that comes first."""
+    flights = {
+        0: {"0": (5, "all_reduce"), "1": (9, "all_gather")},
+        1: {"1": (9, "all_gather"), "3": (4, "all_reduce")},
+        2: {"0": (4, "all_reduce"), "2": (8, "all_gather")},
+        3: {"2": (7, "all_gather"), "3": (3, "all_reduce")},
+    }
+    finding = find_absent(flights)
+    assert finding is not None and finding.culprits == (3,)
+    assert finding.words == "rank 3 did not come to all_gather 8 of group 2, and began 7 last"
+    flights[2]["2"] = (8, "reduce_scatter")
+    flights[3]["2"] = (8, "all_gather")
+    finding = find_absent(flights)
+    assert finding is not None and "called" in finding.words and " of 2" in finding.words
+    assert len(finding.culprits) == 1 and set(finding.culprits) < {2, 3}
+
+
+def test_ranks_that_are_missing_in_several_groups_are_all_named() -> None:
+    late = {
+        group: {2 * group: {str(group): (5, "x")}, 2 * group + 1: {str(group): (4, "x")}}
+        for group in range(5)
+    }
+    finding = find_absent({rank: flight for both in late.values() for rank, flight in both.items()})
+    assert finding is not None and finding.culprits == (1, 3, 5, 7, 9)
+    assert finding.words.count("did not come") == 3 and finding.words.endswith("; and 2 more groups differ")
+
+
+def test_where_each_waits_for_another_all_are_named() -> None:
+    flights = {0: {"0": (5, "x"), "1": (7, "y")}, 1: {"0": (4, "x"), "1": (8, "y")}}
+    finding = find_absent(flights)
+    assert finding is not None and set(finding.culprits) == {0, 1}
+    assert "x 5 of group 0" in finding.words and "y 8 of group 1" in finding.words

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import re
 import shlex
 import subprocess
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,13 @@ from bloomery.events.run_directory import RunDirectory
 from bloomery.operate.job_context import job_context
 from bloomery.operate.schedulers.interface import JobRequest, JobState, SchedulerError, SchedulerNode
 from bloomery.operate.schedulers.kubernetes import Kubernetes, parse_job, parse_node
-from bloomery.operate.schedulers.kubernetes_manifest import JOB_VARIABLE, manifest
+from bloomery.operate.schedulers.kubernetes_manifest import (
+    JOB_VARIABLE,
+    RUN_LABEL,
+    manifest,
+    run_label,
+    run_selector,
+)
 from bloomery.operate.submission import Submission, request_of
 
 SCHEMA = jsonschema.Draft202012Validator(
@@ -261,3 +270,26 @@ def test_the_nodes_of_a_cluster_are_all_that_it_lists(monkeypatch: pytest.Monkey
     monkeypatch.setattr(subprocess, "run", run)
     assert [(node.name, node.state) for node in Kubernetes().nodes()] == [("a", "ready"), ("b", "ready")]
     assert asked == [["kubectl", "get", "nodes", "-o", "json"]]
+
+
+def selected(selector: str, labels: dict[str, str]) -> bool:
+    """Return whether the API's selector, `key=value` or `key in (value,value)`, takes an object."""
+    found = re.fullmatch(r"([\w./-]+)(?:=(\w+)| in \(([\w,]+)\))", selector)
+    assert found is not None, selector
+    key, value, values = found.groups()
+    return labels.get(key) in (values.split(",") if values else [value])
+
+
+def test_a_run_is_found_by_whatever_links_lead_to_it(tmp_path: Path) -> None:
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    (tmp_path / "home").symlink_to(tmp_path / "runs")
+    paths = [tmp_path / "home" / "mine", tmp_path / "runs" / "mine"]
+    for submitted_at in paths:
+        volumes = (f"shared:{tmp_path}",)
+        asked = replace(request(volumes=volumes), run=submitted_at, directory=tmp_path)
+        labels = manifest(asked)["spec"]["template"]["metadata"]["labels"]
+        assert all(selected(run_selector(path), labels) for path in paths)
+        assert not selected(run_selector(tmp_path / "runs" / "other"), labels)
+    assert not paths[0].is_relative_to(paths[1]) and run_label(paths[0]) == run_label(paths[1])
+    earlier = {RUN_LABEL: hashlib.sha256(str(paths[0]).encode()).hexdigest()[:32]}
+    assert selected(run_selector(paths[0]), earlier), "a Job that an earlier version submitted"

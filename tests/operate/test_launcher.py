@@ -117,6 +117,29 @@ def test_a_gpu_whose_kind_was_named_has_the_number_0_too():
     assert variables(STEP | {"SLURM_GPUS_PER_TASK": "a100:2"})["LOCAL_RANK"] == STEP["SLURM_LOCALID"]
 
 
+@pytest.mark.parametrize("visible", ["CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"])
+@pytest.mark.parametrize(
+    ("seen", "gpus", "own"),
+    [
+        ("0", {"SLURM_STEP_GPUS": "2,3"}, True),
+        ("GPU-8f2c", {"SLURM_STEP_GPUS": "4-7"}, True),
+        ("1", {"SLURM_GPUS_ON_NODE": "2"}, True),
+        ("0", {"SLURM_STEP_GPUS": "0"}, False),  # two tasks and one GPU
+        ("0", {"SLURM_GPUS_ON_NODE": "1"}, False),
+        ("0", {"SLURM_GPUS_ON_NODE": "gpu"}, False),
+        ("0,1", {"SLURM_STEP_GPUS": "0,1"}, False),
+        ("", {"SLURM_STEP_GPUS": "0,1"}, False),
+        ("0", {}, False),
+    ],
+)
+def test_a_task_that_is_bound_to_one_of_the_steps_gpus_has_it_under_the_number_0(
+    visible: str, seen: str, gpus: dict[str, str], own: bool
+):
+    """As with `--gpus-per-node=2 --gpu-bind=closest`."""
+    found = variables(STEP | gpus | {visible: seen})
+    assert found["LOCAL_RANK"] == ("0" if own else STEP["SLURM_LOCALID"])
+
+
 def test_nothing_is_set_without_a_launcher_and_by_a_launcher_that_set_it_all():
     assert variables({}) == variables(TORCHRUN) == variables(STEP | TORCHRUN) == {}
     assert variables(STEP | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}) == {}

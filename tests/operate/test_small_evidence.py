@@ -286,10 +286,10 @@ def test_collectives_are_counted_for_each_process_group_by_itself() -> None:
         "b",
         3,
     )
-    assert timed_out(told(0, (left, 499), (whole, 31)), *others, told(3, (right, 700), (whole, 30))) == (
-        "",
-        None,
-    )
+    waits = told(0, (left, 499), (whole, 31))
+    assert timed_out(waits, *others, told(3, (right, 700), (whole, 30))) == ("b", 3), "rank 0 waits for it"
+    both = [waits, told(1, (left, 500), (whole, 30))]
+    assert timed_out(*both, others[1], told(3, (right, 700))) == ("", None), "each waits for the other"
     assert timed_out(told(0, (whole, 31)), REPORTS, REPORTS, REPORTS) == ("", None), "one alone is not behind"
     old = [f"{REPORTS}\n[PG {group} Rank 0] x, last enqueued NCCL work: {n}" for group, n in ((1, 9), (2, 3))]
     assert timed_out(*old, *reversed(old)) == ("", None)

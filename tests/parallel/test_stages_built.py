@@ -105,3 +105,6 @@ def test_the_inner_sizes_of_a_stage_stand_at_the_places_of_its_blocks(
         sizes._hidden[number].fill_(number + 7.0)
     found = sizes.collect()
     assert found.tolist() == [[0.0, 5.0, 0.0, 6.0], [0.0, 7.0, 0.0, 8.0], [0.0, 2.0, 0.0, 2.0]]
+    sizes._logits[0].fill_(torch.inf)
+    sizes._hidden[1].fill_(torch.nan)
+    assert sizes.collect()[:2].tolist() == [[0.0, torch.inf, 0.0, 0.0], [0.0, 0.0, 0.0, torch.inf]]

@@ -212,6 +212,10 @@ def test_a_run_that_does_not_end_is_told_how_often_it_fails() -> None:
         "are those of a run that loses 99.9% of its time. Set checkpoint.every_minutes: every 30 min would "
         "lose 2.0%."
     ]
+    (hopeless,) = saved(ends=False, lost_share=0.99999, best_lost_share=0.9999)
+    assert hopeless.endswith("No other cadence helps: every 30 min would lose nearly all, too.")
+    (often,) = saved(ends=False, lost_share=0.99999, mean_time_between_failures_s=7.25)
+    assert "a failure comes every 7.25 s." in often
 
 
 def test_warnings_come_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:

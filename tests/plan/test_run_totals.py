@@ -220,6 +220,9 @@ def test_a_ramp_up_is_walked_batch_by_batch() -> None:
     assert [one.micro_batches for one in split.draft.course] == [1, 2]
     assert (cost.samples, cost.seconds) == (80, pytest.approx(20 * four))
     assert cost.penalty_s == pytest.approx(20 * four - 10 * eight)
+    later = ("train.micro_batch=1", "train.micro_batch_changes=[[400,2]]")
+    longer = planned("train.global_batch=8", "train.ramp_up=[4,4,80]", *later).draft.course
+    assert len(longer) == 3 and ramp_up_cost(longer).samples == 80, "a later micro-batch ramps up nothing"
 
 
 def test_changes_of_batch_and_precision_are_milestones_with_their_samples() -> None:

@@ -323,14 +323,12 @@ def measure_machine(directory: Path, *, say: Callable[[str], None]) -> Hardware:
 
 
 def _peaks_teraflops(device: torch.device, precision: str, peak_flops: float) -> dict[str, float]:
-    """Return teraflops by precision: the measured one of the blocks and, on a GPU, the others it may train
-    in.
-    """
+    """Return teraflops by precision: the measured one of the blocks, and the others it may train in."""
     peaks = {f"{precision}_teraflops": peak_flops / 1e12}
-    if device.type == "cuda":
-        for other, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16), ("fp32", torch.float32)):
-            if f"{other}_teraflops" not in peaks and (other != "bf16" or multiplies_bf16(device)):
-                peaks[f"{other}_teraflops"] = measure_peak_flops(device, dtype) / 1e12
+    others = {"fp16": torch.float16, "bf16": torch.bfloat16} if device.type == "cuda" else {}
+    for other, dtype in {**others, "fp32": torch.float32}.items():
+        if f"{other}_teraflops" not in peaks and (other != "bf16" or multiplies_bf16(device)):
+            peaks[f"{other}_teraflops"] = measure_peak_flops(device, dtype) / 1e12
     return peaks
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from bloomery.cli.tables import COLUMNS, table_text
 from bloomery.errors import ConfigError, Mistake
+from bloomery.plan.checkpoint_plan import lost_text
 from bloomery.plan.parameters import proportions
 from bloomery.plan.timeline import last_step_words, ramp_up_cost
 
@@ -292,17 +293,19 @@ def _checkpoints(plan: Plan) -> str:
         ["kept", f"{saves.kept_at_end} at the end; {_bytes(saves.storage_bytes)} of storage at most"],
     ]
     if saves.best_interval_s and saves.mean_time_between_failures_s and saves.best_interval_steps:
-        lost = f"{saves.lost_share:.2%}" if saves.ends else "nearly all"
+        lost, least = (
+            lost_text(share or 0.0, form=".2%") for share in (saves.lost_share, saves.best_lost_share)
+        )
         best = (
             f"every {saves.best_interval_s / 60:,.0f} min ({saves.best_interval_steps:,.0f} steps), "
-            f"a failure every {saves.mean_time_between_failures_s / 86400:.1f} days "
-            f"({saves.failures:.0f} in the run)"
+            f"a failure every {days_text(saves.mean_time_between_failures_s / 86400)} "
+            f"({format(saves.failures, ',.0f' if saves.failures < 1e9 else '.3g')} in the run)"
         )
         rows += [
             ["best", best],
             [
                 "lost",
-                f"{lost} of the time to saves and failures; {saves.best_lost_share:.2%} at best; a restart "
+                f"{lost} of the time to saves and failures; {least} at best; a restart "
                 f"takes {saves.restart_s / 60:.1f} min",
             ],
         ]

@@ -51,7 +51,8 @@ def _culprit_of_texts(evidence: FailureEvidence) -> Culprit:
     """Return the rank that did not come to the collective.
 
     That is the one that a barrier names, the one whose own watchdog stood still, the one that does not report
-    the time-out, or the one that had enqueued less in a process group than all others of it.
+    the time-out, or the one that had enqueued less in a process group than all others of it, and waits in no
+    group.
     """
     texts = {end.rank: f"{end.error}\n{end.log}" for end in evidence.ranks}
     named = {int(number) for text in texts.values() for number in _NAMES_RANK.findall(text)}
@@ -69,6 +70,13 @@ def _culprit_of_texts(evidence: FailureEvidence) -> Culprit:
         for numbers in enqueued.values()
         for rank, number in numbers.items()
         if number == min(numbers.values()) < max(numbers.values())
+    }
+    # Who waits in one group comes late to its others.
+    behind -= {
+        rank
+        for numbers in enqueued.values()
+        for rank, number in numbers.items()
+        if number == max(numbers.values()) > min(numbers.values())
     }
     for ranks in (named, stuck, absent, set() if absent else behind):
         if len(ranks) == 1:

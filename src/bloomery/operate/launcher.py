@@ -239,25 +239,41 @@ def _step(environment: Environment) -> RankIdentity | None:
     local_rank = _number(environment, "SLURM_LOCALID", 0)
     tasks = _tasks_per_node(environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
     node, world = _number(environment, "SLURM_NODEID", 0), _number(environment, "SLURM_STEP_NUM_TASKS")
+    local_world = tasks[node] if node < len(tasks) else None
     return RankIdentity(
         launcher="srun",
         rank=_number(environment, "SLURM_PROCID"),
         world=world,
-        local_rank=0 if _sees_own_gpu_alone(environment) else local_rank,
-        local_world=tasks[node] if node < len(tasks) else None,
+        local_rank=0 if _sees_own_gpu_alone(environment, tasks=local_world) else local_rank,
+        local_world=local_world,
         master=first_node(environment.get("SLURM_STEP_NODELIST", "")),
         job=_number(environment, "SLURM_JOB_ID", 0) * _STEPS + _number(environment, "SLURM_STEP_ID", 0),
     )
 
 
-def _sees_own_gpu_alone(environment: Environment) -> bool:
-    """Return whether a task sees one GPU, its own, which then has the number 0, as with --gpus-per-task=1.
+def _sees_own_gpu_alone(environment: Environment, *, tasks: int | None) -> bool:
+    """Return whether a task sees one GPU, its own, which then has the number 0.
 
-    That option may name the kind too, `a100:1`. With --gpu-bind=none beside it a task sees those of all.
+    That is so with --gpus-per-task=1, which may name the kind too, `a100:1`, and with --gpu-bind=closest or
+    single:1 where the step has a GPU for each of its tasks here. With --gpu-bind=none a task sees those of
+    all.
+
+    tasks: the step's tasks on this machine; None where that is unknown.
     """
     number = environment.get("SLURM_GPUS_PER_TASK", "").rpartition(":")[2]
-    seen = (environment.get(name, "") for name in ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"))
-    return number == "1" and not any("," in devices for devices in seen)
+    seen = [environment.get(name, "") for name in ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")]
+    if any("," in devices for devices in seen):
+        return False
+    return number == "1" or (any(seen) and tasks is not None and _gpus_of_step(environment) >= tasks > 1)
+
+
+def _gpus_of_step(environment: Environment) -> int:
+    """Return the number of GPUs that a job step has on this machine, as far as SLURM says it; else 0."""
+    spans = re.findall(r"(\d+)(?:-(\d+))?", environment.get("SLURM_STEP_GPUS", ""))
+    if spans:
+        return sum(int(last or first) - int(first) + 1 for first, last in spans)
+    on_node = environment.get("SLURM_GPUS_ON_NODE", "")
+    return int(on_node) if on_node.isdecimal() else 0
 
 
 def _tasks_per_node(text: str) -> list[int]:

@@ -75,7 +75,8 @@ class InnerSizes:
             sizes[1, block.index] = hidden
             own.zero_()
             hidden.zero_()
-        sizes.nan_to_num_(nan=torch.inf)  # so that no rank's NaN is lost among other ranks' numbers
+        # No rank's NaN is lost among other ranks' numbers, and guards pass over what is not finite.
+        sizes.nan_to_num_(nan=torch.inf, posinf=torch.inf)
         for axis in (self._mesh.data, self._mesh.tensor, self._mesh.pipeline):
             axis.all_reduce(sizes, maximum=True)
         return torch.cat([sizes, self._weights.root_mean_squares(self._layers)[None]])

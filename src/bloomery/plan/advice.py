@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from bloomery.plan.block_cost import block_passes
-from bloomery.plan.checkpoint_plan import MOST_LOST
+from bloomery.plan.checkpoint_plan import MOST_LOST, lost_text
 from bloomery.plan.hardware import GIB
 from bloomery.plan.layout import bubble_share
 from bloomery.plan.parameters import LEAST_HIDDEN, unusual_shape
@@ -182,19 +182,25 @@ def _cadence(draft: Draft) -> Iterator[str]:
     saves = draft.checkpoints
     if not saves.lost_share or not saves.best_lost_share or not saves.best_interval_s:
         return
+    best = f"every {_hours(saves.best_interval_s)} would lose {lost_text(saves.best_lost_share, form='.1%')}"
     if not saves.ends:
+        helps = saves.best_lost_share <= MOST_LOST
+        remedy = (
+            f"Set checkpoint.every_minutes: {best}." if helps else f"No other cadence helps: {best}, too."
+        )
         yield (
             f"This run does not end: it saves every {_hours(saves.interval_s)}, and a failure comes "
             f"every {_hours(saves.mean_time_between_failures_s or 0.0)}. Its days and costs are those of a "
-            f"run that loses {MOST_LOST:.1%} of its time. Set checkpoint.every_minutes: every "
-            f"{_hours(saves.best_interval_s)} would lose {saves.best_lost_share:.1%}."
+            f"run that loses {MOST_LOST:.1%} of its time. {remedy}"
         )
     elif saves.lost_share > 2 * saves.best_lost_share and saves.lost_share > 0.01:
         yield (
             f"Saving every {_hours(saves.interval_s)} loses {saves.lost_share:.1%} of the time to failures "
-            f"and saves; every {_hours(saves.best_interval_s)} would lose {saves.best_lost_share:.1%}."
+            f"and saves; {best}."
         )
 
 
 def _hours(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.3g} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

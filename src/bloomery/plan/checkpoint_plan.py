@@ -150,6 +150,7 @@ def best_interval_s(*, save_s: float, mean_time_between_failures_s: float) -> fl
 
 _LARGEST_EXPONENT = 500.0
 """With larger ones the mean times are no floats any more, and no such run ends."""
+_BELOW_ONE = math.nextafter(1.0, 0.0)
 
 
 def lost_share(
@@ -176,9 +177,14 @@ def lost_share(
     undurable_s = max(0.0, (durable_s or save_s) - save_s) * interval_s / (interval_s + save_s)
     exponents = (restart_s + undurable_s) / between_s, (interval_s + save_s) / between_s
     if sum(exponents) > _LARGEST_EXPONENT:
-        return 1.0
+        return _BELOW_ONE
     taken_s = between_s * math.exp(exponents[0]) * math.expm1(exponents[1])
-    return 1.0 - interval_s / taken_s
+    return min(_BELOW_ONE, 1.0 - interval_s / taken_s)
+
+
+def lost_text(share: float, *, form: str) -> str:
+    """Return a lost share as text in a format such as ".1%", which would round the largest to 100%."""
+    return format(share, form) if share <= MOST_LOST else "nearly all"
 
 
 def lost_work_hours(*, steps_between_saves: float, step_s: float) -> float:

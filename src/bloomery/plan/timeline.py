@@ -121,8 +121,9 @@ class RampUpCost:
 
 
 def ramp_up_cost(course: Sequence[Stretch]) -> RampUpCost:
-    """Return the time spent before the last stretch of the run; zeros where it is the only one."""
-    ramping, full = course[:-1], course[-1]
+    """Return the time spent in steps with other batches than the run's last; zeros where there are none."""
+    full = course[-1]
+    ramping = [stretch for stretch in course if stretch.global_batch != full.global_batch]
     samples = sum(stretch.steps * stretch.global_batch for stretch in ramping)
     seconds = sum(stretch.seconds for stretch in ramping)
     at_full_s = samples / full.global_batch * full.step.seconds
@@ -134,8 +135,8 @@ def last_step_words(recipe: Recipe, course: Sequence[Stretch]) -> str:
 
     Megatron-LM leaves the rest out instead, which makes one step less. "" where nothing is rounded.
     """
-    until = -(-total_samples(recipe.train, sequence_length=recipe.data.sequence_length) // peers_of(recipe))
-    beyond = course[-1].end_sample - until
+    until = total_samples(recipe.train, sequence_length=recipe.data.sequence_length)
+    beyond = course[-1].end_sample * peers_of(recipe) - until
     if recipe.train.steps or beyond <= 0:
         return ""
     steps = total_steps(course)

@@ -18,7 +18,7 @@ from bloomery.operate.schedulers.interface import (
     SchedulerNode,
     SchedulerSilent,
 )
-from bloomery.operate.schedulers.kubernetes_manifest import HOSTNAME_LABEL, RUN_LABEL, manifest, run_label
+from bloomery.operate.schedulers.kubernetes_manifest import HOSTNAME_LABEL, manifest, run_selector
 
 _ANSWER_S = 60.0
 Record = dict[str, Any]
@@ -52,7 +52,7 @@ class Kubernetes:
 
     def jobs(self, *, name: str, run: Path) -> list[QueuedJob]:
         """Return the Jobs of a run that the cluster still keeps."""
-        items = self._items("jobs,pods", f"--selector={RUN_LABEL}={run_label(run)}")
+        items = self._items("jobs,pods", f"--selector={run_selector(run)}")
         pods = [item for item in items if item["kind"] == "Pod"]
         return [parse_job(item, pods) for item in items if item["kind"] == "Job"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -60,8 +61,20 @@ def manifest(request: JobRequest) -> Manifest:
 
 
 def run_label(run: Path) -> str:
-    """Return the value of RUN_LABEL for a run directory."""
-    return hashlib.sha256(str(run).encode()).hexdigest()[:32]
+    """Return the value of RUN_LABEL for a run directory, by whatever links a path leads there."""
+    return _hash_of(os.path.realpath(run))
+
+
+def run_selector(run: Path) -> str:
+    """Return the selector of the Jobs of a run, also of those that an earlier version labelled by the path
+    as it was given.
+    """
+    labels = sorted({run_label(run), _hash_of(str(run))})
+    return f"{RUN_LABEL}={labels[0]}" if len(labels) == 1 else f"{RUN_LABEL} in ({','.join(labels)})"
+
+
+def _hash_of(path: str) -> str:
+    return hashlib.sha256(path.encode()).hexdigest()[:32]
 
 
 def _refuse(request: JobRequest) -> None:
