@@ -105,7 +105,8 @@ class Agent:
             heartbeat_s=limits.heartbeat_s,
             failed=self._mailbox.put,
         )
-        self._view = RunView(etcd, keys, idle_s=limits.coordinator_silence_s, remembered=knowledge.remembered)
+        known, claims = knowledge.remembered, settings.rounds.limits
+        self._view = RunView(etcd, keys, idle_s=limits.coordinator_silence_s, remembered=known, limits=claims)
         self._listener = SnapshotListener(self._view, wake=self._wake, failed=self._mailbox.put)
         self._recovery = RecoveryReporter(self._context, membership, knowledge)
         self._admission = Admission(self._context, membership, refuse=self._mailbox.put)

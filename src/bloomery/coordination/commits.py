@@ -194,6 +194,8 @@ def shares_of(value: str, *, round: int) -> RoundShares:
     leased = [piece for share in shares.shares.values() for piece in share]
     if total(leased) != total(merged(leased)) or without(merged(leased), shares.position.holes):
         raise ValueError("it leases a sample to two peers, or one that is no hole of its position")
+    if shares.position.cursor > SKIP_END_AT_MOST:
+        raise ValueError(f"it leases samples beyond {SKIP_END_AT_MOST}")
     return shares
 
 

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from bloomery.coordination import commits
 from bloomery.coordination.etcd_watch import KeyValue, WatchEvent
+from bloomery.coordination.offer_limits import OfferLimits
 from bloomery.coordination.snapshot import ListedMember, ListedOffer, ListedShares, RunSnapshot
 from bloomery.protocol.encoding import ProtocolError, decode, decode_epoch, decode_rates
 from bloomery.protocol.keys import RECOVERY, Keys
@@ -40,18 +41,22 @@ class SnapshotBuilder:
 
     clock: the monotonic clock of the snapshots' times, seconds.
     remembered: what this peer knew of the run when it last took part; None: nothing.
+    limits: what offers may claim; None: they are not judged.
     """
 
     def __init__(
-        self, keys: Keys, *, clock: Callable[[], float], remembered: RecoveryRecord | None = None
+        self,
+        keys: Keys,
+        *,
+        clock: Callable[[], float],
+        remembered: RecoveryRecord | None = None,
+        limits: OfferLimits | None = None,
     ) -> None:
-        self._keys, self._clock = keys, clock
+        self._keys, self._clock, self._limits = keys, clock, limits
         self._version, self._highest = 0, remembered.epoch if remembered else 0
         self._own_highest = self._highest
-        self._last, self._is_stale = RunSnapshot(), False
-        self._remembered = remembered
-        self._named: set[str] = set()
-        self._changed_s = clock()
+        self._last, self._is_stale, self._remembered = RunSnapshot(), False, remembered
+        self._named, self._changed_s = set[str](), clock()
         self.begin(0)
 
     def begin(self, revision: int) -> None:
@@ -188,6 +193,7 @@ class SnapshotBuilder:
             forgotten=forgotten,
             peers_ahead=peers_ahead,
             remembered=self._remembered if forgotten else None,
+            limits=self._limits,
         )
 
     def _failures_of(self, round: int) -> list[tuple[Failed, float]]:
