@@ -12,8 +12,8 @@ import pytest
 from tests.diloco.elastic_peers import until
 from tests.diloco.served_states import write_checkpoint
 
+from bloomery.agent.admission import fingerprint
 from bloomery.agent.assemble import access_of, assemble_agent, codec_warning, round_settings
-from bloomery.agent.registration import fingerprint
 from bloomery.agent.state_serving import PeerStateServer
 from bloomery.config.elastic import ElasticSection
 from bloomery.config.load import load_recipe

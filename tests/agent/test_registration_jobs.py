@@ -15,7 +15,8 @@ from tests.agent.test_ring_attempt import no_thread
 from tests.protocol import example
 
 from bloomery.agent import registration as registration_module
-from bloomery.agent.registration import Admission, BandwidthReports, Registration, fingerprint
+from bloomery.agent.admission import Admission, fingerprint
+from bloomery.agent.registration import BandwidthReports, Registration
 from bloomery.coordination.snapshot import RunSnapshot
 from bloomery.data.position import RULE_KEY
 from bloomery.protocol.encoding import encode_settings

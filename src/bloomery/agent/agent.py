@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from bloomery.agent.admission import Admission
 from bloomery.agent.agent_context import (
     AgentContext,
     CoordinatorWriter,
@@ -25,7 +26,7 @@ from bloomery.agent.backup_choice import BackupChoice
 from bloomery.agent.known_commits import KnownCommits, RecoveryReporter
 from bloomery.agent.rank_server import RankGone, RankSent, RankServer
 from bloomery.agent.rank_state import LocalRanks, RankProgress
-from bloomery.agent.registration import Admission, BandwidthReports, Registration
+from bloomery.agent.registration import BandwidthReports, Registration
 from bloomery.agent.round_driver import RoundDriver
 from bloomery.agent.state_serving import CopyKeeper, ReverseConnections
 from bloomery.agent.state_sync import Behind, KeptAverages, StateSync, SyncedState
