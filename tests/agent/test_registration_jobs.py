@@ -219,6 +219,25 @@ def test_a_link_for_whose_measurement_no_thread_is_left_is_measured_later(
     assert probing.update("a", "b", "c") == ["c", "b"]
 
 
+def test_a_link_is_measured_again_after_an_hour_and_told_if_it_has_changed(probing: Probing) -> None:
+    assert probing.update("a", "b", "c") == ["b"]
+    probing.now += 10.0
+    assert probing.update("a", "b", "c") == ["b", "c"] == probing.update("a", "b", "c")
+    assert probing.published[-1] == '{"b": 100.0, "c": 100.0}'
+    probing.published.clear()
+    probing.now = 1000.0 + 3599.9
+    assert probing.update("a", "b", "c") == ["b", "c"]
+    probing.rates |= {"b": 80.0, "c": 4.0}
+    probing.now = 1000.0 + 3600.0
+    assert probing.update("a", "b", "c") == ["b", "c", "b"] == probing.update("a", "b", "c")
+    assert probing.published == [], "a rate that is alike is no news"
+    probing.now += 10.0
+    assert probing.update("a", "b", "c", "d") == ["b", "c", "b", "d"], "who is not known comes first"
+    assert probing.update("a", "b", "c", "d") == ["b", "c", "b", "d", "c"]
+    probing.update("a", "b", "c", "d")
+    assert probing.published[-1] == '{"b": 100.0, "c": 4.0, "d": 100.0}'
+
+
 MINE, THEIRS = {"k": "1", "data": "x"}, {"k": "2", "data": "x"}
 
 

@@ -13,6 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -106,6 +107,11 @@ _MOST = 1 << 22
 _NEAR, _FAR = 12, 12
 """The most links that a peer measures to peers that follow it by name, and to peers further on."""
 _PUBLISHED_EVERY_S = 10.0
+_OLD_S = 3_600.0
+"""The age after which a link is measured again, seconds: links change within the weeks of a run."""
+_ALIKE = 0.25
+"""A rate that differs from the known one by this share at most is no news: each peer would plan another ring,
+which needs other connections."""
 
 
 def links_to_measure(names: Sequence[str], me: str) -> list[str]:
@@ -122,6 +128,14 @@ def links_to_measure(names: Sequence[str], me: str) -> list[str]:
     return near + [far[number * len(far) // _FAR] for number in range(_FAR)] if len(far) > _FAR else others
 
 
+class _Measured(NamedTuple):
+    """The link to a peer's process: its rate in megabits a second, and when it was measured."""
+
+    incarnation: str
+    mbit_s: float
+    measured_s: float
+
+
 class BandwidthReports:
     """Measures this peer's links in the background. It measures nothing in a run of two peers, whose ring has
     only one order.
@@ -129,7 +143,7 @@ class BandwidthReports:
 
     def __init__(self, context: AgentContext, membership: Membership) -> None:
         self._context, self._membership = context, membership
-        self._measured: dict[str, tuple[str, float]] = {}
+        self._measured: dict[str, _Measured] = {}
         self._again_s: dict[tuple[str, str], float] = {}
         self._thread: threading.Thread | None = None
         self._is_unpublished, self._published_s = False, float("-inf")
@@ -144,28 +158,37 @@ class BandwidthReports:
         """
         if is_busy or len(snapshot.members) < 3 or (self._thread and self._thread.is_alive()):
             return
+        member = self._next(snapshot, now)
+        if member is None:
+            if self._is_unpublished:
+                self._publish(now)
+            return
+        if self._is_unpublished and now > self._published_s + _PUBLISHED_EVERY_S:
+            self._publish(now)
+        probing = threading.Thread(target=self._measure, args=(member,), name="probe", daemon=True)
+        try:
+            probing.start()
+        except RuntimeError as error:  # no thread is left
+            self._put_off(member, error)
+            return
+        self._thread = probing
+
+    def _next(self, snapshot: RunSnapshot, now: float) -> Member | None:
+        """Return the peer whose link is measured next: one that is not known, or else the oldest old one."""
+        old: list[tuple[float, str]] = []
         for peer in links_to_measure(sorted(snapshot.members), self._context.me):
-            member = snapshot.members[peer].member
-            is_measured = self._measured.get(peer, ("", 0.0))[0] == member.incarnation
+            member, known = snapshot.members[peer].member, self._measured.get(peer)
             if (
-                is_measured
-                or not member.addresses
+                not member.addresses
                 or member.wants
                 or now < self._again_s.get((peer, member.incarnation), 0.0)
             ):
                 continue
-            if self._is_unpublished and now > self._published_s + _PUBLISHED_EVERY_S:
-                self._publish(now)
-            probing = threading.Thread(target=self._measure, args=(member,), name="probe", daemon=True)
-            try:
-                probing.start()
-            except RuntimeError as error:  # no thread is left
-                self._put_off(member, error)
-                return
-            self._thread = probing
-            return
-        if self._is_unpublished:
-            self._publish(now)
+            if known is None or known.incarnation != member.incarnation:
+                return member
+            if now >= known.measured_s + _OLD_S:
+                old.append((known.measured_s, peer))
+        return snapshot.members[min(old)[1]].member if old else None
 
     def _measure(self, member: Member) -> None:
         contact = Contact(peer=member.peer, incarnation=member.incarnation, addresses=member.addresses)
@@ -178,8 +201,16 @@ class BandwidthReports:
         except (PeerRefused, OSError, RuntimeError) as error:  # RuntimeError: no thread is left
             self._put_off(member, error)
             return
-        self._measured[member.peer] = (member.incarnation, measured.mbit_s)
-        self._is_unpublished = True
+        before, mbit_s = self._measured.get(member.peer), measured.mbit_s
+        if (
+            before is not None
+            and before.incarnation == member.incarnation
+            and abs(mbit_s - before.mbit_s) <= _ALIKE * before.mbit_s
+        ):
+            mbit_s = before.mbit_s
+        else:
+            self._is_unpublished = True
+        self._measured[member.peer] = _Measured(member.incarnation, mbit_s, time.monotonic())
         log.info("to '%s': %.0f Mbit/s, %.1f ms", member.peer, measured.mbit_s, measured.rtt_ms)
         self._context.wake()
 
@@ -191,6 +222,6 @@ class BandwidthReports:
         """Write what is measured so far: all peers read each write, so several links share one."""
         self._is_unpublished, self._published_s = False, now
         key = self._context.keys.rate(self._context.me)
-        text = json.dumps({peer: round(rate, 1) for peer, (_, rate) in sorted(self._measured.items())})
+        text = json.dumps({peer: round(known.mbit_s, 1) for peer, known in sorted(self._measured.items())})
 
         self._context.writer.write("rates", lambda: self._membership.keep(key, text))
