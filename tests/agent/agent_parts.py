@@ -12,10 +12,10 @@ import pytest
 from tests.protocol import example
 
 from bloomery.agent import agent as agent_module
+from bloomery.agent.admission import fingerprint
 from bloomery.agent.agent import Agent
 from bloomery.agent.agent_context import PeerSettings
 from bloomery.agent.rank_server import RankSent
-from bloomery.agent.registration import fingerprint
 from bloomery.agent.timeouts import timeouts_of
 from bloomery.config.elastic import ElasticSection
 from bloomery.coordination.eligibility import RoundSettings

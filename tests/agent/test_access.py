@@ -12,13 +12,14 @@ import pytest
 from tests.diloco.elastic_peers import until
 from tests.diloco.served_states import write_checkpoint
 
+from bloomery.agent.admission import fingerprint
 from bloomery.agent.assemble import access_of, assemble_agent, codec_warning, round_settings
-from bloomery.agent.registration import fingerprint
 from bloomery.agent.state_serving import PeerStateServer
 from bloomery.config.elastic import ElasticSection
 from bloomery.config.load import load_recipe
 from bloomery.config.peer_settings import equal_settings
 from bloomery.coordination.certificates import init_certificates
+from bloomery.coordination.offer_limits import OfferLimits
 from bloomery.errors import ConfigError, CoordinatorError, PeerError
 from bloomery.events.run_directory import RunDirectory
 from bloomery.state_transfer.served_states import ServedStates
@@ -154,6 +155,9 @@ def test_round_settings_follow_the_recipe():
     settings = round_settings(recipe)
     assert (settings.inner_steps, settings.total_samples) == (50, 900)
     assert settings.joins_within and settings.grace_s == 7.0
+    assert settings.limits == OfferLimits(
+        tokens_per_sample=recipe.data.sequence_length, steps=50, batch=recipe.train.global_batch
+    )
 
 
 def test_a_parent_is_put_together_and_taken_apart(coordinator, tmp_path):

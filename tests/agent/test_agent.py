@@ -12,10 +12,11 @@ import pytest
 from tests.agent.agent_parts import LIMITS, SETTINGS, SHARED, Led, listed, run_at
 from tests.protocol import example
 
+from bloomery.agent.admission import fingerprint
 from bloomery.agent.agent import PeerOutcome
-from bloomery.agent.registration import fingerprint
 from bloomery.agent.state_sync import Behind, SyncedState
 from bloomery.coordination.decide import Ended, Propose, Wait
+from bloomery.coordination.offer_limits import OfferLimits
 from bloomery.coordination.snapshot import RunSnapshot
 from bloomery.data.position import Position
 from bloomery.errors import CoordinatorError
@@ -39,12 +40,14 @@ def led(monkeypatch) -> Led:
 
 
 def test_an_agent_is_made_with_the_limits_of_its_peer_and_what_it_remembers(monkeypatch) -> None:
-    led = Led(monkeypatch, SETTINGS)
+    limits = OfferLimits(tokens_per_sample=8, steps=4, batch=2)
+    led = Led(monkeypatch, replace(SETTINGS, rounds=replace(SETTINGS.rounds, limits=limits)))
     made = dict(led.made["membership"])
     put = made.pop("failed")
     assert put == led.agent._mailbox.put
     assert made == {"lease_s": LIMITS.lease_s, "heartbeat_s": LIMITS.heartbeat_s}
-    assert led.made["view"] == {"idle_s": LIMITS.coordinator_silence_s, "remembered": None}
+    view = {"idle_s": LIMITS.coordinator_silence_s, "remembered": None, "limits": limits}
+    assert led.made["view"] == view
     assert led.agent.path == Path("/nowhere/parent")
     led.agent.open()
     assert led.notes == [("view started", {"deadline_s": LIMITS.coordinator_start_s})]

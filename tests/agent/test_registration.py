@@ -11,17 +11,10 @@ import pytest
 from tests.coordination.round_world import World
 from tests.protocol import example
 
+from bloomery.agent.admission import Admission, SettingsMismatch, differences, fingerprint
 from bloomery.agent.rank_server import RankSent
 from bloomery.agent.rank_state import LocalRanks, RankProgress
-from bloomery.agent.registration import (
-    Admission,
-    BandwidthReports,
-    Registration,
-    SettingsMismatch,
-    differences,
-    fingerprint,
-    links_to_measure,
-)
+from bloomery.agent.registration import BandwidthReports, Registration, links_to_measure
 from bloomery.agent.round_driver import RoundDriver
 from bloomery.agent.timeouts import timeouts_of
 from bloomery.config.elastic import ElasticSection

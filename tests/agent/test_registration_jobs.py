@@ -15,7 +15,8 @@ from tests.agent.test_ring_attempt import no_thread
 from tests.protocol import example
 
 from bloomery.agent import registration as registration_module
-from bloomery.agent.registration import Admission, BandwidthReports, Registration, fingerprint
+from bloomery.agent.admission import Admission, fingerprint
+from bloomery.agent.registration import BandwidthReports, Registration
 from bloomery.coordination.snapshot import RunSnapshot
 from bloomery.data.position import RULE_KEY
 from bloomery.protocol.encoding import encode_settings
@@ -216,6 +217,25 @@ def test_a_link_for_whose_measurement_no_thread_is_left_is_measured_later(
     assert probing.update("a", "b", "c") == ["c"]
     probing.now = 1060.0
     assert probing.update("a", "b", "c") == ["c", "b"]
+
+
+def test_a_link_is_measured_again_after_an_hour_and_told_if_it_has_changed(probing: Probing) -> None:
+    assert probing.update("a", "b", "c") == ["b"]
+    probing.now += 10.0
+    assert probing.update("a", "b", "c") == ["b", "c"] == probing.update("a", "b", "c")
+    assert probing.published[-1] == '{"b": 100.0, "c": 100.0}'
+    probing.published.clear()
+    probing.now = 1000.0 + 3599.9
+    assert probing.update("a", "b", "c") == ["b", "c"]
+    probing.rates |= {"b": 80.0, "c": 4.0}
+    probing.now = 1000.0 + 3600.0
+    assert probing.update("a", "b", "c") == ["b", "c", "b"] == probing.update("a", "b", "c")
+    assert probing.published == [], "a rate that is alike is no news"
+    probing.now += 10.0
+    assert probing.update("a", "b", "c", "d") == ["b", "c", "b", "d"], "who is not known comes first"
+    assert probing.update("a", "b", "c", "d") == ["b", "c", "b", "d", "c"]
+    probing.update("a", "b", "c", "d")
+    assert probing.published[-1] == '{"b": 100.0, "c": 4.0, "d": 100.0}'
 
 
 MINE, THEIRS = {"k": "1", "data": "x"}, {"k": "2", "data": "x"}

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from tests.cli.in_process import status_of
 
+from bloomery.agent import assemble
 from bloomery.cli import main
 from bloomery.config.load import dump_recipe, load_recipe
 from bloomery.errors import ConfigError
@@ -240,6 +241,34 @@ def test_a_launcher_refuses_what_its_ranks_would_before_it_starts_one(
     assert main(["launch", *words, "--nproc", "1", *more]) == status
     said = capsys.readouterr().err
     assert " ".join(said.split()).count(told) == 1
+    assert sorted(place.rglob("*")) == before
+
+
+@pytest.mark.parametrize("more", [(), ("--supervise",)])
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("data.sources=nofile.txt",), "does not exist (looked for"),
+        ((TEXT, "--run", "bad.toml"), "cannot be made: bad.toml is a file"),
+    ],
+)
+def test_a_peer_refuses_missing_data_before_others_hear_of_it(
+    words: tuple[str, ...],
+    more: tuple[str, ...],
+    told: str,
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def joined(*_: object) -> None:
+        raise AssertionError("it asked the coordinator")
+
+    monkeypatch.chdir(place)
+    monkeypatch.setattr(assemble, "assemble_agent", joined)
+    before = sorted(place.rglob("*"))
+    between = ("elastic.inner_steps=3", "elastic.coordinator=http://127.0.0.1:2379")
+    assert main(["peer", "demo", *between, *words, *more]) == 1
+    assert " ".join(capsys.readouterr().err.split()).count(told) == 1
     assert sorted(place.rglob("*")) == before
 
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from bloomery.agent.admission import Admission
 from bloomery.agent.agent_context import (
     AgentContext,
     CoordinatorWriter,
@@ -25,7 +26,7 @@ from bloomery.agent.backup_choice import BackupChoice
 from bloomery.agent.known_commits import KnownCommits, RecoveryReporter
 from bloomery.agent.rank_server import RankGone, RankSent, RankServer
 from bloomery.agent.rank_state import LocalRanks, RankProgress
-from bloomery.agent.registration import Admission, BandwidthReports, Registration
+from bloomery.agent.registration import BandwidthReports, Registration
 from bloomery.agent.round_driver import RoundDriver
 from bloomery.agent.state_serving import CopyKeeper, ReverseConnections
 from bloomery.agent.state_sync import Behind, KeptAverages, StateSync, SyncedState
@@ -105,7 +106,8 @@ class Agent:
             heartbeat_s=limits.heartbeat_s,
             failed=self._mailbox.put,
         )
-        self._view = RunView(etcd, keys, idle_s=limits.coordinator_silence_s, remembered=knowledge.remembered)
+        known, claims = knowledge.remembered, settings.rounds.limits
+        self._view = RunView(etcd, keys, idle_s=limits.coordinator_silence_s, remembered=known, limits=claims)
         self._listener = SnapshotListener(self._view, wake=self._wake, failed=self._mailbox.put)
         self._recovery = RecoveryReporter(self._context, membership, knowledge)
         self._admission = Admission(self._context, membership, refuse=self._mailbox.put)

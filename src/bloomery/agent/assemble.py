@@ -30,6 +30,7 @@ from bloomery.config.recipe import Recipe
 from bloomery.coordination.credentials import Bundle, CertificateWatch, read_bundle
 from bloomery.coordination.eligibility import RoundSettings
 from bloomery.coordination.etcd import Etcd
+from bloomery.coordination.offer_limits import OfferLimits
 from bloomery.coordination.transactions import run_token
 from bloomery.errors import ConfigError, CoordinatorAway, Mistake, PeerError
 from bloomery.events.journal import Journal
@@ -359,6 +360,12 @@ def round_settings(recipe: Recipe) -> RoundSettings:
         joins_within=section.join == "overlapped",
         answer_s=limits.answer_s,
         stagger_s=limits.stagger_s,
+        limits=OfferLimits(
+            tokens_per_sample=recipe.data.sequence_length,
+            steps=section.leased_steps,
+            batch=recipe.train.global_batch,  # a ramp-up ends with it
+            fragments=section.fragments,
+        ),
     )
 
 

@@ -1,4 +1,4 @@
-"""Registers a peer in the coordinator, refuses other settings than the run's, and publishes link bandwidths.
+"""Registers a peer in the coordinator, and publishes link bandwidths.
 
 A peer is listed with the state that it holds, and unlisted while its ranks make no progress. Bandwidths are
 measured after a member has joined, for a fraction of a second each, one after the other, and never during an
@@ -8,22 +8,18 @@ bandwidths that all peers publish.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
 from bloomery.agent.agent_context import AgentContext
 from bloomery.coordination.membership import Membership
-from bloomery.coordination.snapshot import ListedMember, RunSnapshot
-from bloomery.data.position import RULE_KEY
-from bloomery.errors import CoordinatorError
-from bloomery.protocol.encoding import decode_settings, encode_settings, printable
+from bloomery.coordination.snapshot import RunSnapshot
 from bloomery.protocol.records import Member
 from bloomery.transport.bandwidth_probe import ProbeSizes
 from bloomery.transport.connection import Contact
@@ -32,8 +28,6 @@ from bloomery.transport.trust import PeerRefused
 log = logging.getLogger(__name__)
 
 _JOB = "the list of members"
-_SHOWN = 5
-"""The most differing settings that a refusal names."""
 
 
 class Registration:
@@ -113,6 +107,11 @@ _MOST = 1 << 22
 _NEAR, _FAR = 12, 12
 """The most links that a peer measures to peers that follow it by name, and to peers further on."""
 _PUBLISHED_EVERY_S = 10.0
+_OLD_S = 3_600.0
+"""The age after which a link is measured again, seconds: links change within the weeks of a run."""
+_ALIKE = 0.25
+"""A rate that differs from the known one by this share at most is no news: each peer would plan another ring,
+which needs other connections."""
 
 
 def links_to_measure(names: Sequence[str], me: str) -> list[str]:
@@ -129,6 +128,14 @@ def links_to_measure(names: Sequence[str], me: str) -> list[str]:
     return near + [far[number * len(far) // _FAR] for number in range(_FAR)] if len(far) > _FAR else others
 
 
+class _Measured(NamedTuple):
+    """The link to a peer's process: its rate in megabits a second, and when it was measured."""
+
+    incarnation: str
+    mbit_s: float
+    measured_s: float
+
+
 class BandwidthReports:
     """Measures this peer's links in the background. It measures nothing in a run of two peers, whose ring has
     only one order.
@@ -136,7 +143,7 @@ class BandwidthReports:
 
     def __init__(self, context: AgentContext, membership: Membership) -> None:
         self._context, self._membership = context, membership
-        self._measured: dict[str, tuple[str, float]] = {}
+        self._measured: dict[str, _Measured] = {}
         self._again_s: dict[tuple[str, str], float] = {}
         self._thread: threading.Thread | None = None
         self._is_unpublished, self._published_s = False, float("-inf")
@@ -151,28 +158,37 @@ class BandwidthReports:
         """
         if is_busy or len(snapshot.members) < 3 or (self._thread and self._thread.is_alive()):
             return
+        member = self._next(snapshot, now)
+        if member is None:
+            if self._is_unpublished:
+                self._publish(now)
+            return
+        if self._is_unpublished and now > self._published_s + _PUBLISHED_EVERY_S:
+            self._publish(now)
+        probing = threading.Thread(target=self._measure, args=(member,), name="probe", daemon=True)
+        try:
+            probing.start()
+        except RuntimeError as error:  # no thread is left
+            self._put_off(member, error)
+            return
+        self._thread = probing
+
+    def _next(self, snapshot: RunSnapshot, now: float) -> Member | None:
+        """Return the peer whose link is measured next: one that is not known, or else the oldest old one."""
+        old: list[tuple[float, str]] = []
         for peer in links_to_measure(sorted(snapshot.members), self._context.me):
-            member = snapshot.members[peer].member
-            is_measured = self._measured.get(peer, ("", 0.0))[0] == member.incarnation
+            member, known = snapshot.members[peer].member, self._measured.get(peer)
             if (
-                is_measured
-                or not member.addresses
+                not member.addresses
                 or member.wants
                 or now < self._again_s.get((peer, member.incarnation), 0.0)
             ):
                 continue
-            if self._is_unpublished and now > self._published_s + _PUBLISHED_EVERY_S:
-                self._publish(now)
-            probing = threading.Thread(target=self._measure, args=(member,), name="probe", daemon=True)
-            try:
-                probing.start()
-            except RuntimeError as error:  # no thread is left
-                self._put_off(member, error)
-                return
-            self._thread = probing
-            return
-        if self._is_unpublished:
-            self._publish(now)
+            if known is None or known.incarnation != member.incarnation:
+                return member
+            if now >= known.measured_s + _OLD_S:
+                old.append((known.measured_s, peer))
+        return snapshot.members[min(old)[1]].member if old else None
 
     def _measure(self, member: Member) -> None:
         contact = Contact(peer=member.peer, incarnation=member.incarnation, addresses=member.addresses)
@@ -185,8 +201,16 @@ class BandwidthReports:
         except (PeerRefused, OSError, RuntimeError) as error:  # RuntimeError: no thread is left
             self._put_off(member, error)
             return
-        self._measured[member.peer] = (member.incarnation, measured.mbit_s)
-        self._is_unpublished = True
+        before, mbit_s = self._measured.get(member.peer), measured.mbit_s
+        if (
+            before is not None
+            and before.incarnation == member.incarnation
+            and abs(mbit_s - before.mbit_s) <= _ALIKE * before.mbit_s
+        ):
+            mbit_s = before.mbit_s
+        else:
+            self._is_unpublished = True
+        self._measured[member.peer] = _Measured(member.incarnation, mbit_s, time.monotonic())
         log.info("to '%s': %.0f Mbit/s, %.1f ms", member.peer, measured.mbit_s, measured.rtt_ms)
         self._context.wake()
 
@@ -198,150 +222,6 @@ class BandwidthReports:
         """Write what is measured so far: all peers read each write, so several links share one."""
         self._is_unpublished, self._published_s = False, now
         key = self._context.keys.rate(self._context.me)
-        text = json.dumps({peer: round(rate, 1) for peer, (_, rate) in sorted(self._measured.items())})
+        text = json.dumps({peer: round(known.mbit_s, 1) for peer, known in sorted(self._measured.items())})
 
         self._context.writer.write("rates", lambda: self._membership.keep(key, text))
-
-
-class Admission:
-    """Compares this peer's settings with those of most members that were listed before, and refuses to take
-    part if they differ. So a single member keeps nobody out of a run of several.
-
-    It compares them once for each time that this peer is listed: what a member that was listed before writes
-    later must not end this peer.
-
-    settings: what this peer trains, by key; empty before `publish`.
-    fingerprint: a hash of these settings; empty before `publish`.
-
-    Args:
-        context: what all parts of this agent share.
-        membership: holds the settings in the coordinator while this peer is listed.
-        refuse: called on the writer's thread, with the reason, when this peer must not take part.
-    """
-
-    def __init__(
-        self,
-        context: AgentContext,
-        membership: Membership,
-        *,
-        refuse: Callable[[CoordinatorError], None],
-    ) -> None:
-        self._context, self._membership, self._refuse = context, membership, refuse
-        self.settings: Mapping[str, str] = {}
-        self.fingerprint = ""
-        self._asked: str | None = None
-        self._alike: frozenset[str] = frozenset()
-        self._admitted_life = self._counted_life = 0
-
-    def publish(self, data: Mapping[str, str]) -> None:
-        """Have this peer's settings in the coordinator while it is listed. Call it before it first is.
-
-        data: what identifies the stream of samples that this peer's ranks read.
-        """
-        self.settings = {**self._context.settings.settings, **data}
-        self.fingerprint = fingerprint(self.settings)
-        text = encode_settings(self.settings)
-        key = self._context.keys.settings(self._context.me)
-        self._context.writer.write("settings", lambda: self._membership.keep(key, text))
-
-    def is_other(self, snapshot: RunSnapshot) -> bool:
-        """Return whether most members that were listed before have other settings than this peer.
-
-        If so the settings are compared on the writer's thread, which calls `refuse` with the differences. The
-        rule of the mixture counts only before the first commit: a state names the rule that its run follows.
-        """
-        me, mine = self._context.me, self._own(snapshot)
-        if mine is not None and mine.life == self._admitted_life:
-            return False
-        before = {
-            name: listed
-            for name, listed in snapshot.members.items()
-            if name != me and (mine is None or listed.life < mine.life)
-        }
-        first = _first_of_most(before, lambda member: member.recipe)
-        theirs = self.fingerprint if first is None else before[first].member.recipe
-        if first is None or theirs == self.fingerprint or theirs in self._alike:
-            self._admitted_life = self._admitted_life if mine is None else mine.life
-            return False
-        if self._asked != theirs:
-            self._asked = theirs
-            without = (RULE_KEY,) if snapshot.commits else ()
-            write = self._context.writer.write
-            write("the settings of the run", lambda: self._compare(first, theirs, without=without))
-        return True
-
-    def wrong_ranks(self, snapshot: RunSnapshot) -> str:
-        """Return a message if most peers that were listed before this one have another number of ranks.
-
-        Otherwise return "". The numbers are compared once for each time that this peer is listed.
-        """
-        mine = self._own(snapshot)
-        if mine is None or mine.life == self._counted_life:
-            return ""
-        self._counted_life = mine.life
-        before = {name: other for name, other in snapshot.members.items() if other.life < mine.life}
-        name = _first_of_most(before, lambda member: member.ranks)
-        ranks = mine.member.ranks if name is None else before[name].member.ranks
-        if ranks == mine.member.ranks:
-            return ""
-        return f"'{name}', who was listed before, has {ranks} ranks: use --nproc {ranks}"
-
-    def _own(self, snapshot: RunSnapshot) -> ListedMember | None:
-        """Return the entry of this process; None while it is not listed."""
-        mine = snapshot.members.get(self._context.me)
-        return mine if mine and mine.member.incarnation == self._context.settings.incarnation else None
-
-    def _compare(self, first: str, asked: str, *, without: Collection[str]) -> None:
-        """Refuse with the settings that differ. It asks the coordinator, so the writer's thread runs it.
-
-        asked: the fingerprint of the other member's settings. without: settings that need not be alike.
-        """
-        entry = self._context.etcd.get(self._context.keys.settings(first))
-        if entry is None:  # that member has left since; whoever is the first now is asked at the next look
-            self._asked = None
-            return
-        theirs = decode_settings(entry.value)
-        # The record lacks unprintable characters and the end of a long text; the fingerprint is of all.
-        mine = {key: printable(value) for key, value in self.settings.items()}
-        alike = {key: self.settings[key] for key in mine if theirs.get(key) == mine[key]}
-        compared = {key: value for key, value in mine.items() if key not in without}
-        differing = differences({key: theirs[key] for key in theirs if key not in without}, compared)
-        if differing or fingerprint({**theirs, **alike}) != asked:
-            self._refuse(SettingsMismatch(first, differing))
-        else:
-            self._alike |= {asked}
-
-
-def _first_of_most(members: Mapping[str, ListedMember], what: Callable[[Member], Hashable]) -> str | None:
-    """Return who was listed first of the members that agree with most others; None where there is none."""
-    counts = Counter(what(listed.member) for listed in members.values())
-    highest = max(counts.values(), default=0)
-    most = [name for name, listed in members.items() if counts[what(listed.member)] == highest]
-    return min(most, key=lambda name: members[name].life, default=None)
-
-
-class SettingsMismatch(CoordinatorError):
-    """The settings of a peer are not those of the run; the message names some of them, with both values."""
-
-    def __init__(self, first: str, differing: list[str]) -> None:
-        shown = "; ".join(differing[:_SHOWN])
-        more = f"; and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
-        super().__init__(
-            f"'{first}', who was there before, trains another run: "
-            f"{shown + more or 'it does not say in what it differs'}",
-            remedy="Give all peers the same data and settings, or stop them all and begin with the new ones.",
-        )
-
-
-def fingerprint(settings: Mapping[str, str]) -> str:
-    """Return a hash of the settings. Members compare hashes first, and settings only where those differ."""
-    return hashlib.sha256(json.dumps(dict(settings), sort_keys=True).encode()).hexdigest()[:32]
-
-
-def differences(theirs: Mapping[str, str], mine: Mapping[str, str]) -> list[str]:
-    """Return one sentence for each setting in which two peers differ, with both values."""
-    return [
-        f"{key} is {theirs.get(key, 'unknown')} there and {mine.get(key, 'unknown')} here"
-        for key in sorted({*theirs, *mine})
-        if theirs.get(key) != mine.get(key)
-    ]

@@ -121,7 +121,7 @@ class RoundDriver:
         if isinstance(decision, TakeShare) or not self._registration.is_listed(snapshot):
             return
         me, rounds = self._context.me, self._context.settings.rounds
-        samples, step = shares.shares.get(me), snapshot.members[me].member.samples
+        samples, step = shares.shares.get(me), rounds.batch_of(snapshot.members[me].member)
         steps = newcomer_steps(shares, samples=step, away=snapshot.away, settings=rounds)
         if samples is None and rounds.joins_within and steps:
             return  # it takes a share first
@@ -375,7 +375,7 @@ class RoundDriver:
                 round=decision.round,
                 peer=me,
                 life=present.life,
-                samples=present.member.samples,
+                samples=self._context.settings.rounds.batch_of(present.member),
                 settings=self._context.settings.rounds,
                 away=decision.away,
             )

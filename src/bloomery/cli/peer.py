@@ -97,6 +97,7 @@ def _train(options: Namespace) -> int:
     let_output_end_nothing()
     from bloomery.agent.assemble import access_of
     from bloomery.cli.arguments import load_given
+    from bloomery.cli.early_refusals import refuse_early
     from bloomery.config.find import run_path
     from bloomery.config.validate import check_recipe
     from bloomery.events.run_directory import RunDirectory
@@ -112,6 +113,7 @@ def _train(options: Namespace) -> int:
     usual = f"{access.run}-{access.peer}"
     rundir = RunDirectory(run_path(options.recipe, run=options.run, name=usual))
     _refuse_when_stopped(rundir, loaded)
+    refuse_early(loaded, rundir.path)  # before other peers wait for this one
     for note in loaded.notes:  # ranks leave them to who starts them
         tell(f"note: {note}")
     _log_lines()
@@ -135,10 +137,8 @@ def _supervised(
     loaded: LoadedRecipe, access: PeerAccess, rundir: RunDirectory, command: Sequence[str], *, ranks: int
 ) -> int:
     """Run the peer in attempts, each with an agent of its own, until it has ended or is given up."""
-    from bloomery.cli.early_refusals import refuse_early
     from bloomery.cli.supervised import SupervisedStart, run_supervised
 
-    refuse_early(loaded, rundir.path)
     # The first attempt says soon that an address is wrong; later ones outlast a coordinator under repair.
     timeouts = replace(access.timeouts, coordinator_start_s=_REPAIR_S)
     accesses = chain([access], repeat(replace(access, timeouts=timeouts)))

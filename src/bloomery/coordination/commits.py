@@ -26,6 +26,8 @@ that is too large for the ranks (`rank_messages.MAX_BYTES`)."""
 SKIP_END_AT_MOST = 10**15
 """The largest sample number up to which a position may skip, which recipes do not count beyond. A request for
 more is ignored: no message can hold the numbers of the samples that would come next."""
+EPOCHS_AT_MOST = 2_000_000
+"""The most attempts of one round. While attempts fail they begin every ten seconds: that is 231 days."""
 _HOPS_BYTES = 32 << 10
 """What an attempt's connections and their keys may take in the message that begins it."""
 
@@ -178,6 +180,17 @@ def require_room_at_ranks(record: Commit | RoundShares | Attempt) -> None:
                 raise ValueError(f"an attempt of {size} bytes; {MAX_BYTES - _HOPS_BYTES} fit")
 
 
+def require_epoch(epoch: int, commits: Mapping[int, Commit]) -> None:
+    """Raise ValueError for an epoch to which no attempts can have led since the newest commit.
+
+    Any member may write the epoch. One near the largest number would leave none for later attempts.
+    """
+    if commits and epoch > (newest := commits[max(commits)]).epoch + EPOCHS_AT_MOST:
+        raise ValueError(
+            f"epoch {epoch} is far above {newest.epoch}, in which round {newest.round} was committed"
+        )
+
+
 def require_same(in_record: object, in_key: object) -> None:
     """Raise ValueError unless a record agrees with the name of its key."""
     if in_record != in_key:
@@ -192,8 +205,12 @@ def shares_of(value: str, *, round: int) -> RoundShares:
     require_same(shares.round, round)
     require_room_at_ranks(shares)
     leased = [piece for share in shares.shares.values() for piece in share]
+    if shares.live > len(shares.shares):  # which decides how fast schedules go on
+        raise ValueError(f"it counts {shares.live} peers, and {len(shares.shares)} have a share")
     if total(leased) != total(merged(leased)) or without(merged(leased), shares.position.holes):
         raise ValueError("it leases a sample to two peers, or one that is no hole of its position")
+    if shares.position.cursor > SKIP_END_AT_MOST:
+        raise ValueError(f"it leases samples beyond {SKIP_END_AT_MOST}")
     return shares
 
 

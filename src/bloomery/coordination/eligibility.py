@@ -12,9 +12,10 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from statistics import median
 
+from bloomery.coordination.offer_limits import OfferLimits, overstated
 from bloomery.coordination.snapshot import Link, ListedMember, RunSnapshot
 from bloomery.data.position import Position, Ranges, SampleShare, lease, merged, total, without
-from bloomery.protocol.records import Attempt, Commit, ProposedAttempt, Ready, RoundShares
+from bloomery.protocol.records import Attempt, Commit, Member, ProposedAttempt, Ready, RoundShares
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,7 @@ class RoundSettings:
     answer_s: how long members have to report that they left the ring of a failed attempt, seconds, beside
         what the coordinator takes.
     stagger_s: how much later each peer acts than the one before it by name, seconds.
+    limits: what offers may claim, and members as the samples of a step; None: both are believed.
     """
 
     inner_steps: int
@@ -47,6 +49,11 @@ class RoundSettings:
     joins_within: bool = False
     answer_s: float = 0.7
     stagger_s: float = 0.2
+    limits: OfferLimits | None = None
+
+    def batch_of(self, member: Member) -> int:
+        """Return the samples for which a member gets a share for each step."""
+        return member.samples if self.limits is None else min(member.samples, self.limits.batch)
 
 
 LINK_FAILURES = 2
@@ -75,6 +82,7 @@ def unusable_offers(snapshot: RunSnapshot, readies: Mapping[str, Ready]) -> dict
     """Return the peers whose part cannot be averaged at all, and why, from each part alone."""
     reasons = {name: "its part is not finite" for name, ready in readies.items() if not ready.finite}
     shares = snapshot.shares.shares if snapshot.shares else {}
+    position = snapshot.shares.position if snapshot.shares else Position()
     for name, ready in readies.items():
         claimed = (*ready.spent, *ready.kept)
         share = merged(shares.get(name, ()))
@@ -82,6 +90,8 @@ def unusable_offers(snapshot: RunSnapshot, readies: Mapping[str, Ready]) -> dict
             reasons[name] = "it spent samples that it was not given"
         elif len(merged(claimed)) > len(share) + PIECES_MORE:
             reasons[name] = "it spent its samples in too many pieces"
+        elif snapshot.limits and (why := overstated(ready, position=position, limits=snapshot.limits)):
+            reasons[name] = why
     return reasons
 
 
@@ -172,7 +182,9 @@ def may_take_share(snapshot: RunSnapshot, newest: Commit, *, me: str, settings: 
         return False
     if not settings.joins_within and snapshot.working:
         return False
-    return newcomer_steps(shares, samples=member.samples, away=snapshot.away, settings=settings) > 0
+    return (
+        newcomer_steps(shares, samples=settings.batch_of(member), away=snapshot.away, settings=settings) > 0
+    )
 
 
 def newcomer_steps(
@@ -213,7 +225,7 @@ def lease_samples(
         become part of its share. None: there are none.
     """
     kept = {name: merged(pieces) for name, pieces in (kept or {}).items() if pieces}
-    samples = {name: members[name].member.samples for name in sorted(members)}
+    samples = {name: settings.batch_of(members[name].member) for name in sorted(members)}
     steps = settings.inner_steps
     samples_left = settings.total_samples - position.consumed
     if samples_left <= 0:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import urllib3
-from urllib3.connection import HTTPConnection
+from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.exceptions import (
     ConnectTimeoutError,
     HTTPError,
@@ -42,6 +42,7 @@ from bloomery.coordination.etcd_answers import (
     remedy_of,
 )
 from bloomery.errors import CoordinatorAway, CoordinatorError
+from bloomery.transport.name_lookup import connect_by_name
 
 Json: TypeAlias = Any  # decoded JSON; each caller checks the fields that it uses
 
@@ -302,6 +303,20 @@ class Gateway:
 _AUTHENTICATE = "auth/authenticate"
 
 
+class _PlainConnection(HTTPConnection):
+    """A connection whose time-out also limits the lookup of its name."""
+
+    def _new_conn(self) -> socket.socket:
+        return connect_by_name(self, super()._new_conn)
+
+
+class _TlsConnection(HTTPSConnection):
+    """A connection whose time-out also limits the lookup of its name."""
+
+    def _new_conn(self) -> socket.socket:
+        return connect_by_name(self, super()._new_conn)
+
+
 def _pool(endpoint: str, context: ssl.SSLContext | None) -> urllib3.HTTPConnectionPool:
     try:
         url = urllib3.util.parse_url(endpoint)
@@ -310,16 +325,21 @@ def _pool(endpoint: str, context: ssl.SSLContext | None) -> urllib3.HTTPConnecti
     if url.scheme not in ("http", "https") or not url.host or url.path not in (None, "", "/"):
         raise _bad_endpoint(endpoint)
     port = url.port or 2379
+    pool: urllib3.HTTPConnectionPool
     if url.scheme == "http":
-        return urllib3.HTTPConnectionPool(url.host, port, maxsize=8, socket_options=_SOCKET_OPTIONS)
+        pool = urllib3.HTTPConnectionPool(url.host, port, maxsize=8, socket_options=_SOCKET_OPTIONS)
+        pool.ConnectionCls = _PlainConnection
+        return pool
     if context is None:
         raise CoordinatorError(
             f"{endpoint} requires certificates, and this peer has none",
             remedy="Set elastic.certificates to this peer's bundle.",
         )
-    return urllib3.HTTPSConnectionPool(
+    pool = urllib3.HTTPSConnectionPool(
         url.host, port, maxsize=8, ssl_context=context, socket_options=_SOCKET_OPTIONS
     )
+    pool.ConnectionCls = _TlsConnection
+    return pool
 
 
 def _bad_endpoint(endpoint: str) -> CoordinatorError:

@@ -8,16 +8,17 @@ only the operator can know that the old data will not come back.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import TypeVar
 
+from bloomery.coordination.commits import EPOCHS_AT_MOST
 from bloomery.coordination.etcd import Condition, Etcd, Put, TransactionResult, absent
 from bloomery.coordination.etcd_watch import KeyValue
 from bloomery.coordination.membership import Membership
 from bloomery.errors import CoordinatorError
 from bloomery.protocol.encoding import Message, ProtocolError, decode, decode_epoch, encode_text
-from bloomery.protocol.keys import RECOVERY, Keys
+from bloomery.protocol.keys import NUMBER_AT_MOST, RECOVERY, Keys
 from bloomery.protocol.records import Commit, Member, RecoveryRecord, RoundShares
 
 log = logging.getLogger(__name__)
@@ -54,9 +55,7 @@ def adopt(etcd: Etcd, keys: Keys) -> RestoredRun:
     """
     recovery_records = _records_of_peers(etcd, keys, RECOVERY, RecoveryRecord)
     members = _records_of_peers(etcd, keys, "member", Member)
-    epochs = [member.epoch for member in members.values()]
-    epochs += [record.epoch for record in recovery_records.values()]
-    if not epochs:
+    if not members and not recovery_records:
         raise CoordinatorError(
             f"no peer of the run {keys.run!r} is listed here, so no peer can report what it knows",
             remedy="Start the peers, or leave them running: they list themselves. Then try again.",
@@ -67,7 +66,10 @@ def adopt(etcd: Etcd, keys: Keys) -> RestoredRun:
     in_etcd, unusable = _stored_commits(etcd, keys, known=known)
     newest = max((*in_etcd, *in_records), default=-1)
     _check_nobody_is_ahead(members, newest)
-    epoch = max(_stored_epoch(stored), *epochs) + 1
+    claims = [("the coordinator", _stored_epoch(stored))]
+    claims += [(name, member.epoch) for name, member in members.items()]
+    claims += [(name, record.epoch) for name, record in recovery_records.items()]
+    epoch = _epoch_above(claims, in_etcd or in_records)
     missing = {round: commit for round, commit in in_records.items() if round not in in_etcd}
     conditions = [
         Condition(key=keys.epoch, aspect="modified", wanted=stored.modified)
@@ -95,6 +97,25 @@ def adopt(etcd: Etcd, keys: Keys) -> RestoredRun:
         peers_ahead=_peers_ahead(recovery_records, missing[newest]) if newest in missing else (),
         holders=_holders(members, in_records.get(newest) or in_etcd.get(newest)),
     )
+
+
+def _epoch_above(claims: Iterable[tuple[str, int]], commits: Mapping[int, Commit]) -> int:
+    """Return an epoch above all that were seen, by who says so.
+
+    Claims to which no attempts can have led are left out: any peer may claim any number.
+    """
+    highest = 0
+    for who, epoch in claims:
+        if commits and epoch > commits[max(commits)].epoch + EPOCHS_AT_MOST // 2:
+            log.warning("that %s names epoch %d is left out: no attempts can have led to it", who, epoch)
+        else:
+            highest = max(highest, epoch)
+    if highest >= NUMBER_AT_MOST:
+        raise CoordinatorError(
+            f"there is no epoch above {highest}, which was claimed or written",
+            remedy="Begin a new run, under another name, from an exported model.",
+        )
+    return highest + 1
 
 
 def _stored_epoch(stored: KeyValue | None) -> int:

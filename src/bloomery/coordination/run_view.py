@@ -14,6 +14,7 @@ from types import TracebackType
 
 from bloomery.coordination.etcd import Etcd
 from bloomery.coordination.etcd_watch import HistoryLost, KeyWatch, WatchBatch, WatchEvent
+from bloomery.coordination.offer_limits import OfferLimits
 from bloomery.coordination.snapshot import RunSnapshot
 from bloomery.coordination.snapshot_builder import SnapshotBuilder
 from bloomery.coordination.transactions import COMMITS_AT_MOST
@@ -37,6 +38,7 @@ class RunView:
     idle_s: the seconds of silence after which a watch is begun anew.
     pause_s: the wait before a watch that ended is begun anew, seconds.
     remembered: what this peer knew of the run when it last took part; None: nothing.
+    limits: what offers may claim; None: they are not judged.
     """
 
     def __init__(
@@ -48,10 +50,11 @@ class RunView:
         idle_s: float = IDLE_S,
         pause_s: float = _PAUSE_S,
         remembered: RecoveryRecord | None = None,
+        limits: OfferLimits | None = None,
     ) -> None:
         self._etcd, self._keys, self._clock = etcd, keys, clock
         self._idle_s, self._pause_s = idle_s, pause_s
-        self._assembly = SnapshotBuilder(keys, clock=clock, remembered=remembered)
+        self._assembly = SnapshotBuilder(keys, clock=clock, remembered=remembered, limits=limits)
         self._news = threading.Condition()
         self._error: CoordinatorError | None = None
         self._ended = threading.Event()

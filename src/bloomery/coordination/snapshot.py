@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from bloomery.coordination.offer_limits import OfferLimits
 from bloomery.protocol.records import (
     Commit,
     Done,
@@ -88,6 +89,7 @@ class RunSnapshot:
         know.
     peers_ahead: members that know of a later round than the coordinator, in the order of names.
     remembered: if `forgotten`, the newest commit and shares that this machine read before; else None.
+    limits: what offers may claim; None: who reads this run does not judge its offers.
     """
 
     version: int = 0
@@ -116,6 +118,7 @@ class RunSnapshot:
     forgotten: bool = False
     peers_ahead: tuple[str, ...] = ()
     remembered: RecoveryRecord | None = None
+    limits: OfferLimits | None = None
 
     @property
     def commit(self) -> Commit | None:

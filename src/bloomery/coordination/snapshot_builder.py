@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from bloomery.coordination import commits
 from bloomery.coordination.etcd_watch import KeyValue, WatchEvent
+from bloomery.coordination.offer_limits import OfferLimits
 from bloomery.coordination.snapshot import ListedMember, ListedOffer, ListedShares, RunSnapshot
 from bloomery.protocol.encoding import ProtocolError, decode, decode_epoch, decode_rates
 from bloomery.protocol.keys import RECOVERY, Keys
@@ -40,18 +41,21 @@ class SnapshotBuilder:
 
     clock: the monotonic clock of the snapshots' times, seconds.
     remembered: what this peer knew of the run when it last took part; None: nothing.
+    limits: what offers may claim; None: they are not judged.
     """
 
     def __init__(
-        self, keys: Keys, *, clock: Callable[[], float], remembered: RecoveryRecord | None = None
+        self,
+        keys: Keys,
+        *,
+        clock: Callable[[], float],
+        remembered: RecoveryRecord | None = None,
+        limits: OfferLimits | None = None,
     ) -> None:
-        self._keys, self._clock = keys, clock
-        self._version, self._highest = 0, remembered.epoch if remembered else 0
-        self._own_highest = self._highest
-        self._last, self._is_stale = RunSnapshot(), False
-        self._remembered = remembered
-        self._named: set[str] = set()
-        self._changed_s = clock()
+        self._keys, self._clock, self._limits, self._version = keys, clock, limits, 0
+        self._highest = self._own_highest = remembered.epoch if remembered else 0
+        self._last, self._is_stale, self._remembered = RunSnapshot(), False, remembered
+        self._named, self._changed_s = set[str](), clock()
         self.begin(0)
 
     def begin(self, revision: int) -> None:
@@ -59,8 +63,7 @@ class SnapshotBuilder:
         if self._is_stale:
             self.snapshot()  # so that the newest commit is remembered
         self._revision, self._epoch, self._epoch_revision = revision, 0, 0
-        self._is_listing, self._adopted = True, 0
-        self._heard_s = self._clock()
+        self._is_listing, self._adopted, self._heard_s = True, 0, self._clock()
         self._members: dict[str, ListedMember] = {}
         self._commits: dict[int, Commit] = {}
         self._commit_revisions: dict[int, tuple[int, float]] = {}
@@ -188,6 +191,7 @@ class SnapshotBuilder:
             forgotten=forgotten,
             peers_ahead=peers_ahead,
             remembered=self._remembered if forgotten else None,
+            limits=self._limits,
         )
 
     def _failures_of(self, round: int) -> list[tuple[Failed, float]]:
@@ -223,6 +227,8 @@ class SnapshotBuilder:
     def _take_epoch(self, names: list[str], item: KeyValue | None) -> None:
         commits.require_same(names, [])
         epoch = 0 if item is None else decode_epoch(item.value)
+        if item is None or item.modified != self._adopted:
+            commits.require_epoch(epoch, self._commits)
         if item is not None and epoch != self._epoch:
             self._epoch_revision = item.modified
         self._epoch = epoch

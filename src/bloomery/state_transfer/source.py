@@ -21,6 +21,7 @@ from bloomery.checkpoint.format.manifest import parse_name
 from bloomery.checkpoint.format.source import RangedFile
 from bloomery.errors import PeerError
 from bloomery.state_transfer.served_states import PREFIX
+from bloomery.transport.name_lookup import connect_by_name
 from bloomery.transport.trust import PeerRefused, Trust, check_names, is_loopback
 
 CONNECT_S = 5.0
@@ -337,7 +338,8 @@ def _plain_connection(origin: PeerSource, host: str, trust: Trust) -> type[HTTPC
         """A connection to this machine, for without certificates other machines are not trusted."""
 
         def _new_conn(self) -> socket.socket:
-            return way.connect(super()._new_conn)
+            connect = super()._new_conn
+            return way.connect(lambda: connect_by_name(self, connect))
 
         def connect(self) -> None:
             super().connect()
@@ -361,7 +363,8 @@ def _known_connection(origin: PeerSource, host: str, trust: Trust) -> type[HTTPS
         """A connection that requires the certificate of the peer that was dialled."""
 
         def _new_conn(self) -> socket.socket:
-            return way.connect(super()._new_conn)
+            connect = super()._new_conn
+            return way.connect(lambda: connect_by_name(self, connect))
 
         def connect(self) -> None:
             super().connect()

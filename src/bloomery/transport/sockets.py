@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from bloomery.errors import PeerError
+from bloomery.transport.name_lookup import look_up
 from bloomery.transport.trust import PeerRefused, Trust
 
 _CONGESTION_CONTROL = b"bbr"
@@ -109,7 +110,7 @@ def dial(addresses: Sequence[str], trust: Trust, *, deadline_s: float) -> socket
     """
     until = time.monotonic() + deadline_s
     failures: list[str] = []
-    untried = iter(_resolved(addresses, trust, failures))
+    untried = iter(_resolved(addresses, trust, failures, until=until))
     with selectors.DefaultSelector() as selector:
         try:
             has_more = True
@@ -139,13 +140,18 @@ def dial(addresses: Sequence[str], trust: Trust, *, deadline_s: float) -> socket
 
 
 def _resolved(
-    addresses: Sequence[str], trust: Trust, failures: list[str]
+    addresses: Sequence[str], trust: Trust, failures: list[str], *, until: float
 ) -> Iterator[tuple[str, int, tuple[object, ...]]]:
-    """Yield what may be dialled, and note why the rest cannot be."""
-    for address in addresses:
+    """Yield what may be dialled, and note why the rest cannot be.
+
+    until: when all must have been looked up, by the monotonic clock. Each address gets an equal share of what
+        is left.
+    """
+    for number, address in enumerate(addresses):
         try:
             host, port = split_address(address)
-            for family, _, _, _, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            share_s = (until - time.monotonic()) / (len(addresses) - number)
+            for family, place in look_up(host, port, deadline_s=share_s):
                 trust.check_dialled(str(place[0]))
                 yield address, family, place
         except PeerError as error:
