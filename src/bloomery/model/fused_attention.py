@@ -20,7 +20,7 @@ from bloomery.model.dropout import ElementKeys
 MOST_WIDTH = 128
 """The largest head width whose tiles fit the chip's memory."""
 MOST_ROW_STRIDE = 2**24
-"""The most elements from one token's heads to the next's: 32 bits hold the offsets in a tile of 128 tokens."""
+"""The most elements from one token's heads to the next: 32 bits hold the offsets in a tile of 128 tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
