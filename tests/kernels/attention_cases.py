@@ -7,6 +7,7 @@ import faulthandler
 import json
 import mmap
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 
 import torch
@@ -53,10 +54,20 @@ LARGE = (
 )
 
 
-def differences(case: Case, *, device: str, dtype: torch.dtype, tiles: AttentionTiles | None) -> list[float]:
+def differences(
+    case: Case,
+    *,
+    device: str,
+    dtype: torch.dtype,
+    tiles: AttentionTiles | None,
+    lay: Callable[[Tensor], Tensor] | None = None,
+) -> list[float]:
     """Return the largest errors of the result and of the gradients by query, key and value, as shares of the
     largest number of each.
+
+    lay: returns a copy of tensors [b, s, heads, d] with the strides to test; None for those side by side.
     """
+    lay = lay or fenced
     from bloomery.kernels.triton_attention import forward
     from bloomery.kernels.triton_attention_backward import backward
 
@@ -65,18 +76,18 @@ def differences(case: Case, *, device: str, dtype: torch.dtype, tiles: Attention
     qkv = torch.randn(
         2, case.length, case.heads + 2 * case.kv_heads, case.width, generator=random, device=device
     ).to(dtype)
-    query, key, value = fenced(qkv).split((case.heads, case.kv_heads, case.kv_heads), dim=2)
+    query, key, value = lay(qkv).split((case.heads, case.kv_heads, case.kv_heads), dim=2)
     # Values lie by themselves, as they do beside rotated queries and keys: each factor has its own strides.
-    value = fenced(value.clone(memory_format=torch.contiguous_format))
-    slope = fenced(torch.randn(query.shape, generator=random, device=device).to(dtype))
+    value = lay(value.clone(memory_format=torch.contiguous_format))
+    slope = lay(torch.randn(query.shape, generator=random, device=device).to(dtype))
     rules = _rules(case, random, device)
     given = {field.name: getattr(rules, field.name) for field in fields(rules)}
     rules = replace(rules, **{name: fenced(it) for name, it in given.items() if isinstance(it, Tensor)})
-    mixed = fenced(torch.empty_like(slope))
+    mixed = lay(torch.empty(slope.shape, device=device, dtype=dtype))
     log_partition = fenced(torch.empty(2, case.heads, case.length, device=device))
     forward(query, key, value, rules, mixed, log_partition, tiles.forward)
     shapes = (query.shape, key.shape, key.shape)
-    by_query, by_key, by_value = (fenced(torch.empty(s, device=device, dtype=dtype)) for s in shapes)
+    by_query, by_key, by_value = (lay(torch.empty(s, device=device, dtype=dtype)) for s in shapes)
     slopes = (by_query, by_key, by_value)
     backward(slope, query, key, value, rules, mixed, log_partition, slopes, tiles=tiles)
     factors = [factor.double().requires_grad_() for factor in (query, key, value)]

@@ -12,6 +12,13 @@ def test_attention_by_tiles_is_attention_has_its_gradients_and_reads_nothing_bey
         assert max(case["differences"]) < 1e-5, case
 
 
+def test_attention_by_tiles_reaches_rows_and_heads_beyond_two_to_the_31_numbers() -> None:
+    cases = interpreted("tests.kernels.far_cases")
+    assert len(cases) == 2
+    for differences in cases:
+        assert max(differences) < 1e-5
+
+
 def test_the_loss_whose_gradient_replaces_the_logits_has_the_terms_and_gradients_of_the_loss() -> None:
     cases = interpreted("tests.kernels.loss_cases")
     assert len(cases) == 3

@@ -19,7 +19,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from bloomery.config.model import ModelSection
-from bloomery.errors import BloomeryError
 from bloomery.kernels.rules import Rules, tiles_for
 from bloomery.model import attention, fused_attention, native_kernels
 from bloomery.model.attention import rotary_table, rotate
@@ -364,22 +363,22 @@ def test_tiles_are_for_narrow_heads_in_16_bits_where_triton_is(
     assert fused_attention.supports_tiled_attention(torch.device(device), dtype, width) is supports
 
 
-def test_a_sample_whose_offsets_the_kernel_cannot_count_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    reached = []
-    module = SimpleNamespace(forward=lambda query, *_: reached.append(query.shape[1]))
+def test_heads_reach_the_kernel_in_place_unless_its_32_bits_cannot_address_a_tile_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reached: list[torch.Tensor] = []
+    module = SimpleNamespace(forward=lambda query, *_: reached.append(query))
     monkeypatch.setitem(sys.modules, "bloomery.kernels.triton_attention", module)
-    most = 2**31 // (64 * 128)
-    query = torch.empty(1, most + 1, 64, 128, dtype=torch.bfloat16)  # no page of it is touched
-    key = torch.empty(1, most + 1, 1, 1, dtype=torch.bfloat16).expand(-1, -1, 1, 128)
     rules = (None, None, None, None, None, 0.0)
-    fits = query[:, :most], key[:, :most], key[:, :most]
-    torch.ops.bloomery.tiled_attention(*fits, *rules)
-    with pytest.raises(BloomeryError, match="262,145 tokens spans 2,147,491,840 numbers"):
-        torch.ops.bloomery.tiled_attention(query, key, key, *rules)
-    packed = torch.empty(1, most // 2 + 1, 2 * 64, 128, dtype=torch.bfloat16)
-    with pytest.raises(BloomeryError, match="131,073 tokens spans 2,147,500,032 numbers"):
-        torch.ops.bloomery.tiled_attention(packed[:, :, :64], key[:, :1], key[:, :1], *rules)
-    assert reached == [most]
+    long = torch.empty(1, 2**31 // (64 * 128) + 1, 64, 128, dtype=torch.bfloat16)  # no page of it is touched
+    key = torch.empty(1, long.shape[1], 1, 1, dtype=torch.bfloat16).expand(-1, -1, 1, 128)
+    torch.ops.bloomery.tiled_attention(long, key, key, *rules)
+    assert reached[0].data_ptr() == long.data_ptr()
+    for stride, copies in ((2**24, False), (2**24 + 128, True)):
+        apart = torch.empty(3 * stride, dtype=torch.bfloat16).as_strided((1, 3, 2, 128), (0, stride, 128, 1))
+        torch.ops.bloomery.tiled_attention(apart, key[:, :3], key[:, :3], *rules)
+        assert (reached[-1].data_ptr() != apart.data_ptr()) == copies
+        assert reached[-1].stride(1) == (2 * 128 if copies else stride)
 
 
 def test_attention_by_tiles_is_given_the_dropout_of_weights_at_its_rate(

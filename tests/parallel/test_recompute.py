@@ -68,7 +68,10 @@ def test_one_part_of_a_cpu_is_compiled_whole_and_all_else_by_block(
     decoder: Any = SimpleNamespace(blocks=range(6))
     parallel: Any = SimpleNamespace(working=working)
     assert compile_by_block(decoder, mesh=mesh, parallel=parallel) is by_block
-    assert allowed == ([24] if by_block else [])
+    assert allowed == [64]
+    decoder.blocks = range(20)
+    compile_by_block(decoder, mesh=mesh, parallel=parallel)
+    assert allowed == [64, 80]
 
 
 def test_a_group_has_the_peak_rate_of_its_own_or_that_of_all() -> None:

@@ -18,8 +18,10 @@ from bloomery.kernels.triton_tiles import (
     constants,
     keeps,
     launch,
+    places,
     ranges_of_keys,
     rule_tensors,
+    share_of_program,
     strides,
     tile,
 )
@@ -39,7 +41,7 @@ def forward(
     query: [b, s, heads, d]; key, value: [b, s, kv_heads, d]; the last dimension of each is contiguous.
     """
     batch, length, heads, _ = query.shape
-    grid = (triton.cdiv(length, tiles.queries), batch * heads)
+    grid = (triton.cdiv(length, tiles.queries) * batch * heads,)
     _forward[grid](
         query, key, value, *rule_tensors(rules, query), mixed, log_partition,
         *strides(query), *strides(key), *strides(value), *strides(mixed),
@@ -58,9 +60,10 @@ def _attend_to(
 
     MASKED: whether a key of these may be hidden from one of the queries.
     """
+    within = tl.arange(0, KEYS)
     for begin in range(first, end, KEYS):
-        columns = begin + tl.arange(0, KEYS)
-        key = tile(key_base, columns, inner, key_row, LENGTH, WIDTH, MASKED)
+        columns = begin + within
+        key = tile(key_base, begin, within, inner, key_row, LENGTH, WIDTH, MASKED)
         scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * (scale * LOG2_E)
         scores = biased(scores, rows[:, None], columns[None, :], slope, HAS_SLOPES)
         if MASKED:
@@ -75,7 +78,7 @@ def _attend_to(
         if DROPS:
             column_key = tl.load(columns_at + columns, mask=columns < LENGTH, other=0)
             weights = tl.where(keeps(row_key[:, None], column_key[None, :], threshold), weights, 0.0)
-        value = tile(value_base, columns, inner, value_row, LENGTH, WIDTH, MASKED)
+        value = tile(value_base, begin, within, inner, value_row, LENGTH, WIDTH, MASKED)
         mixed = mixed * shrink[:, None]
         mixed += tl.dot(weights.to(value.dtype), value, input_precision=PRECISION)
         largest = higher
@@ -92,16 +95,16 @@ def _forward(
     PADDED: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, HAS_SLOPES: tl.constexpr, DROPS: tl.constexpr,
     PRECISION: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
+    TILES: tl.constexpr = (LENGTH + QUERIES - 1) // QUERIES
+    number, sample, head = share_of_program(TILES, HEADS)
     # The last queries see most keys, so their programs start first.
-    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * QUERIES
-    sample = (tl.program_id(1) // HEADS).to(tl.int64)
-    head = tl.program_id(1) % HEADS
+    first = (TILES - 1 - number) * QUERIES
     kv_head = head // (HEADS // KV_HEADS)
-    rows = first + tl.arange(0, QUERIES)
+    within = tl.arange(0, QUERIES)
+    rows = first + within
     inner = tl.arange(0, PADDED)
-    queries = tile(
-        query + sample * query_batch + head * query_head, rows, inner, query_row, LENGTH, WIDTH, MASKED=True
-    )
+    query_base = query + sample * query_batch + head * query_head
+    queries = tile(query_base, first, within, inner, query_row, LENGTH, WIDTH, MASKED=True)
     key_base = key + sample * key_batch + kv_head * key_head
     value_base = value + sample * value_batch + kv_head * value_head
     result = tl.zeros([QUERIES, PADDED], tl.float32)
@@ -137,5 +140,5 @@ def _forward(
     exists = rows < LENGTH
     tl.store(log_partition + (sample * HEADS + head) * LENGTH + rows, largest + tl.log2(total), mask=exists)
     result = result * ((kept if DROPS else 1.0) / total)[:, None]
-    places = mixed + sample * mixed_batch + head * mixed_head + rows[:, None] * mixed_row + inner[None, :]
-    tl.store(places, result.to(mixed.dtype.element_ty), mask=exists[:, None] & (inner[None, :] < WIDTH))
+    at = places(mixed + sample * mixed_batch + head * mixed_head, first, within, inner, mixed_row)
+    tl.store(at, result.to(mixed.dtype.element_ty), mask=exists[:, None] & (inner[None, :] < WIDTH))

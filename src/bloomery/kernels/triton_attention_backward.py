@@ -16,8 +16,10 @@ from bloomery.kernels.triton_tiles import (
     constants,
     keeps,
     launch,
+    places,
     ranges_of_keys,
     rule_tensors,
+    share_of_program,
     strides,
     tile,
 )
@@ -44,20 +46,20 @@ def backward(
     by_query, by_key, by_value = slopes
     correction = torch.empty_like(log_partition)
     rows = 64
-    _row_corrections[(triton.cdiv(length, rows), batch * heads)](
+    _row_corrections[(triton.cdiv(length, rows) * batch * heads,)](
         gradient, mixed, correction, *strides(gradient), *strides(mixed),
         LENGTH=length, HEADS=heads, WIDTH=width, PADDED=triton.next_power_of_2(width), ROWS=rows,
     )  # fmt: skip
     shared = (gradient, query, key, value, *rule_tensors(rules, query), log_partition, correction)
-    places = (*strides(gradient), *strides(query), *strides(key), *strides(value))
+    factor_strides = (*strides(gradient), *strides(query), *strides(key), *strides(value))
     fixed = constants(query, key, rules)
     of_keys, of_queries = tiles.backward_of_keys, tiles.backward_of_queries
-    _backward_of_keys[(triton.cdiv(length, of_keys.keys), batch * kv_heads)](
-        *shared, by_key, by_value, *places, *strides(by_key), *strides(by_value),
+    _backward_of_keys[(triton.cdiv(length, of_keys.keys) * batch * kv_heads,)](
+        *shared, by_key, by_value, *factor_strides, *strides(by_key), *strides(by_value),
         **fixed, **launch(of_keys),
     )  # fmt: skip
-    _backward_of_queries[(triton.cdiv(length, of_queries.queries), batch * heads)](
-        *shared, by_query, *places, *strides(by_query), **fixed, **launch(of_queries)
+    _backward_of_queries[(triton.cdiv(length, of_queries.queries) * batch * heads,)](
+        *shared, by_query, *factor_strides, *strides(by_query), **fixed, **launch(of_queries)
     )
 
 
@@ -71,22 +73,15 @@ def _row_corrections(
 
     That is D in Dao 2023, algorithm 2, line 4. mixed: the output, which is values mixed by the weights.
     """
-    sample = (tl.program_id(1) // HEADS).to(tl.int64)
-    head = tl.program_id(1) % HEADS
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    number, sample, head = share_of_program((LENGTH + ROWS - 1) // ROWS, HEADS)
+    first = number * ROWS
+    within = tl.arange(0, ROWS)
+    rows = first + within
     inner = tl.arange(0, PADDED)
-    slope = tile(
-        gradient + sample * gradient_batch + head * gradient_head,
-        rows,
-        inner,
-        gradient_row,
-        LENGTH,
-        WIDTH,
-        True,
-    )
-    result = tile(
-        mixed + sample * mixed_batch + head * mixed_head, rows, inner, mixed_row, LENGTH, WIDTH, MASKED=True
-    )
+    gradient_base = gradient + sample * gradient_batch + head * gradient_head
+    slope = tile(gradient_base, first, within, inner, gradient_row, LENGTH, WIDTH, MASKED=True)
+    mixed_base = mixed + sample * mixed_batch + head * mixed_head
+    result = tile(mixed_base, first, within, inner, mixed_row, LENGTH, WIDTH, MASKED=True)
     sums = tl.sum(slope.to(tl.float32) * result.to(tl.float32), 1)
     tl.store(correction + (sample * HEADS + head) * LENGTH + rows, sums, mask=rows < LENGTH)
 
@@ -104,9 +99,10 @@ def _slopes_of_keys(
     Scores are transposed, [keys, queries], so that no product needs a transposed factor of weights.
     MASKED: whether one of the keys may be hidden from a query of these.
     """
+    within = tl.arange(0, QUERIES)
     for begin in range(first, end, QUERIES):
-        rows = begin + tl.arange(0, QUERIES)
-        query = tile(query_base, rows, inner, query_row, LENGTH, WIDTH, MASKED=True)
+        rows = begin + within
+        query = tile(query_base, begin, within, inner, query_row, LENGTH, WIDTH, MASKED=True)
         exists = rows < LENGTH
         partition = tl.load(partition_at + rows, mask=exists, other=0.0)
         scores = tl.dot(keys, tl.trans(query), input_precision=PRECISION) * (scale * LOG2_E)
@@ -118,7 +114,7 @@ def _slopes_of_keys(
                 start = tl.load(starts_at + rows, mask=exists, other=LENGTH)
                 seen &= columns[:, None] >= start[None, :]
             weights = tl.where(seen, weights, 0.0)
-        slope_of_mixed = tile(gradient_base, rows, inner, gradient_row, LENGTH, WIDTH, MASKED=True)
+        slope_of_mixed = tile(gradient_base, begin, within, inner, gradient_row, LENGTH, WIDTH, MASKED=True)
         by_weights = tl.dot(values, tl.trans(slope_of_mixed), input_precision=PRECISION)
         dropped = weights
         if DROPS:
@@ -146,23 +142,15 @@ def _backward_of_keys(
     PRECISION: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     # The first keys are seen by most queries, and their programs start first as it is.
-    first = tl.program_id(0) * KEYS
-    sample = (tl.program_id(1) // KV_HEADS).to(tl.int64)
-    kv_head = tl.program_id(1) % KV_HEADS
-    columns = first + tl.arange(0, KEYS)
+    number, sample, kv_head = share_of_program((LENGTH + KEYS - 1) // KEYS, KV_HEADS)
+    first = number * KEYS
+    within = tl.arange(0, KEYS)
+    columns = first + within
     inner = tl.arange(0, PADDED)
-    keys = tile(
-        key + sample * key_batch + kv_head * key_head, columns, inner, key_row, LENGTH, WIDTH, MASKED=True
-    )
-    values = tile(
-        value + sample * value_batch + kv_head * value_head,
-        columns,
-        inner,
-        value_row,
-        LENGTH,
-        WIDTH,
-        MASKED=True,
-    )
+    key_base = key + sample * key_batch + kv_head * key_head
+    keys = tile(key_base, first, within, inner, key_row, LENGTH, WIDTH, MASKED=True)
+    value_base = value + sample * value_batch + kv_head * value_head
+    values = tile(value_base, first, within, inner, value_row, LENGTH, WIDTH, MASKED=True)
     by_key = tl.zeros([KEYS, PADDED], tl.float32)
     by_value = tl.zeros([KEYS, PADDED], tl.float32)
     column_key = columns
@@ -206,11 +194,11 @@ def _backward_of_keys(
                 LENGTH, WIDTH, QUERIES, HAS_DOCUMENTS, HAS_SLOPES, DROPS, PRECISION, MASKED=True,
             )  # fmt: skip
     exists = (columns[:, None] < LENGTH) & (inner[None, :] < WIDTH)
-    key_places = by_key_at + sample * by_key_batch + kv_head * by_key_head
-    key_places += columns[:, None] * by_key_row + inner[None, :]
+    by_key_base = by_key_at + sample * by_key_batch + kv_head * by_key_head
+    key_places = places(by_key_base, first, within, inner, by_key_row)
     tl.store(key_places, (by_key * scale).to(by_key_at.dtype.element_ty), mask=exists)
-    value_places = by_value_at + sample * by_value_batch + kv_head * by_value_head
-    value_places += columns[:, None] * by_value_row + inner[None, :]
+    by_value_base = by_value_at + sample * by_value_batch + kv_head * by_value_head
+    value_places = places(by_value_base, first, within, inner, by_value_row)
     tl.store(value_places, by_value.to(by_value_at.dtype.element_ty), mask=exists)
 
 
@@ -222,9 +210,10 @@ def _slopes_of_queries(
     HAS_SLOPES: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Add the gradient by some queries that comes from the keys from `first` to `end`."""
+    within = tl.arange(0, KEYS)
     for begin in range(first, end, KEYS):
-        columns = begin + tl.arange(0, KEYS)
-        key = tile(key_base, columns, inner, key_row, LENGTH, WIDTH, MASKED)
+        columns = begin + within
+        key = tile(key_base, begin, within, inner, key_row, LENGTH, WIDTH, MASKED)
         scores = tl.dot(queries, tl.trans(key), input_precision=PRECISION) * (scale * LOG2_E)
         scores = biased(scores, rows[:, None], columns[None, :], slope, HAS_SLOPES)
         weights = tl.exp2(scores - partition[:, None])
@@ -233,7 +222,7 @@ def _slopes_of_queries(
             if HAS_DOCUMENTS:
                 seen &= columns[None, :] >= starts[:, None]
             weights = tl.where(seen, weights, 0.0)
-        value = tile(value_base, columns, inner, value_row, LENGTH, WIDTH, MASKED)
+        value = tile(value_base, begin, within, inner, value_row, LENGTH, WIDTH, MASKED)
         by_weights = tl.dot(slope_of_mixed, tl.trans(value), input_precision=PRECISION)
         if DROPS:
             column_key = tl.load(columns_at + columns, mask=columns < LENGTH, other=0)
@@ -256,25 +245,18 @@ def _backward_of_queries(
     PADDED: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, HAS_SLOPES: tl.constexpr, DROPS: tl.constexpr,
     PRECISION: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * QUERIES
-    sample = (tl.program_id(1) // HEADS).to(tl.int64)
-    head = tl.program_id(1) % HEADS
+    TILES: tl.constexpr = (LENGTH + QUERIES - 1) // QUERIES
+    number, sample, head = share_of_program(TILES, HEADS)
+    first = (TILES - 1 - number) * QUERIES
     kv_head = head // (HEADS // KV_HEADS)
-    rows = first + tl.arange(0, QUERIES)
+    within = tl.arange(0, QUERIES)
+    rows = first + within
     exists = rows < LENGTH
     inner = tl.arange(0, PADDED)
-    queries = tile(
-        query + sample * query_batch + head * query_head, rows, inner, query_row, LENGTH, WIDTH, MASKED=True
-    )
-    slope_of_mixed = tile(
-        gradient + sample * gradient_batch + head * gradient_head,
-        rows,
-        inner,
-        gradient_row,
-        LENGTH,
-        WIDTH,
-        True,
-    )
+    query_base = query + sample * query_batch + head * query_head
+    queries = tile(query_base, first, within, inner, query_row, LENGTH, WIDTH, MASKED=True)
+    gradient_base = gradient + sample * gradient_batch + head * gradient_head
+    slope_of_mixed = tile(gradient_base, first, within, inner, gradient_row, LENGTH, WIDTH, MASKED=True)
     lines = (sample * HEADS + head) * LENGTH
     partition = tl.load(log_partition + lines + rows, mask=exists, other=0.0)
     corrections = tl.load(correction + lines + rows, mask=exists, other=0.0)
@@ -308,9 +290,9 @@ def _backward_of_queries(
         rows, start, slope, row_key, column_keys, scale, threshold, kept, inner,
         LENGTH, WIDTH, KEYS, HAS_DOCUMENTS, HAS_SLOPES, DROPS, PRECISION, MASKED=True,
     )  # fmt: skip
-    places = by_query_at + sample * by_query_batch + head * by_query_head
-    places += rows[:, None] * by_query_row + inner[None, :]
+    by_query_base = by_query_at + sample * by_query_batch + head * by_query_head
+    at = places(by_query_base, first, within, inner, by_query_row)
     tl.store(
-        places, (by_query * scale).to(by_query_at.dtype.element_ty),
+        at, (by_query * scale).to(by_query_at.dtype.element_ty),
         mask=exists[:, None] & (inner[None, :] < WIDTH),
     )  # fmt: skip

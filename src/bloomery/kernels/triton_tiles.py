@@ -59,12 +59,36 @@ def launch(tiles: Tiles) -> dict[str, int]:
 
 
 @triton.jit
-def tile(base, rows, columns, row_stride, LENGTH: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr):
-    """Load rows of one head [rows, d]; rows and columns that do not exist are zeros."""
-    places = base + rows[:, None] * row_stride + columns[None, :]
+def tile(
+    base, first, within, columns, row_stride, LENGTH: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr
+):
+    """Load rows `first` + `within` of one head [rows, d]; rows and columns that do not exist are zeros."""
+    at = places(base, first, within, columns, row_stride)
     if MASKED or columns.shape[0] != WIDTH:
-        return tl.load(places, mask=(rows[:, None] < LENGTH) & (columns[None, :] < WIDTH), other=0.0)
-    return tl.load(places)
+        return tl.load(at, mask=(first + within[:, None] < LENGTH) & (columns[None, :] < WIDTH), other=0.0)
+    return tl.load(at)
+
+
+@triton.jit
+def places(base, first, within, columns, row_stride):
+    """Return pointers to the rows `first` + `within` of one head [rows, d].
+
+    The first row's offset has 64 bits, because a long sample has more than 2**31 numbers. The others' offsets
+    from it have 32 bits, which take fewer registers (`fused_attention.MOST_ROW_STRIDE`).
+    """
+    return base + tl.cast(first, tl.int64) * row_stride + (within[:, None] * row_stride + columns[None, :])
+
+
+@triton.jit
+def share_of_program(TILES: tl.constexpr, HEADS: tl.constexpr):
+    """Return which tile of which sample's which head this program computes; sample and head have 64 bits.
+
+    Programs lie along the grid's first axis, of which CUDA allows 2**31 - 1; the others have at most 65,535,
+    and a batch may have more heads than that. Tiles of one head follow each other.
+    """
+    program = tl.program_id(0)
+    line = (program // TILES).to(tl.int64)
+    return program % TILES, line // HEADS, line % HEADS
 
 
 @triton.jit

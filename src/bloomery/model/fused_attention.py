@@ -13,15 +13,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from bloomery.errors import BloomeryError
 from bloomery.kernels.available import has_triton
 from bloomery.kernels.rules import Rules, tiles_for
 from bloomery.model.dropout import ElementKeys
 
 MOST_WIDTH = 128
 """The largest head width whose tiles fit the chip's memory."""
-MOST_NUMBERS = 2**31
-"""The most elements that one sample may span: the kernels' offsets within a sample have 32 bits."""
+MOST_ROW_STRIDE = 2**24
+"""The most elements from one token's heads to the next: 32 bits hold the offsets in a tile of 128 tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,20 +190,9 @@ def _gradients(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _rows(heads: Tensor) -> Tensor:
-    """Return heads [b, s, heads, d] with stride 1 in the last dimension, copied where they have another.
-
-    Raises BloomeryError where one sample spans more than MOST_NUMBERS elements: the kernels' 32-bit offsets
-    would overflow, and they would read other memory.
-    """
-    heads = heads if heads.stride(-1) == 1 else heads.contiguous()
-    span = heads.shape[1] * heads.stride(1)
-    if span > MOST_NUMBERS:
-        raise BloomeryError(
-            f"the attention of a sample of {heads.shape[1]:,} tokens spans {span:,} numbers on one rank; the "
-            f"kernel addresses {MOST_NUMBERS:,}",
-            remedy="Divide the heads over more ranks (parallel.tensor), or lower data.sequence_length.",
-        )
-    return heads
+    """Return heads [b, s, heads, d] as the kernels address them, copied where they lie in another way."""
+    fits = heads.stride(-1) == 1 and heads.stride(1) <= MOST_ROW_STRIDE
+    return heads if fits else heads.contiguous()
 
 
 def _rules(

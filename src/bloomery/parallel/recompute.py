@@ -24,6 +24,11 @@ from bloomery.model.decoder import Block, Decoder
 from bloomery.parallel.mesh import Mesh
 from bloomery.torch_private import allow_compilations
 
+MOST_PHASES = 64
+"""The micro-batches, precisions and recomputations that one process may compile for: beyond torch's own limit
+of 8 a graph that must be whole ends the run.
+"""
+
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
@@ -31,7 +36,7 @@ _Result = TypeVar("_Result")
 def compile_by_block(decoder: Decoder, *, mesh: Mesh, parallel: ParallelSection) -> bool:
     """Return whether each block is compiled by itself, with its collectives.
 
-    If so, torch's limit on compilations is raised to the number that the blocks need.
+    torch's limit on compilations is raised to the number that blocks and phases need.
 
     A block's backward then gives its gradients before that of the block before it begins, so that their sum
     over data-parallel ranks overlaps the backward, and its weights can be gathered and freed around it.
@@ -40,11 +45,9 @@ def compile_by_block(decoder: Decoder, *, mesh: Mesh, parallel: ParallelSection)
     next exist. On CPUs one data-parallel rank with working weights and no tensor parallelism compiles forward
     and loss as a whole.
     """
+    allow_compilations(max(4 * len(decoder.blocks), MOST_PHASES))
     is_one_part = mesh.tensor.degree == mesh.data.degree == 1 and parallel.working == "kept"
-    if is_one_part and mesh.device.type == "cpu":
-        return False
-    allow_compilations(4 * len(decoder.blocks))
-    return True
+    return not is_one_part or mesh.device.type != "cpu"
 
 
 def compiled_function(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
