@@ -267,6 +267,8 @@ class Saver:
         if self._background is not None:
             self._background.close()
             self._background = None
+        self._collect_ended()
+        self._clear_failed_partials(())  # no other save does, until the run ends
         self._degraded.append(why)
         log.warning("saving in the background is not possible; the training waits for each save: %s", why)
 
