@@ -111,7 +111,7 @@ def test_of_many_nodes_that_are_not_seen_three_are_named_and_the_rest_counted(
 
 def test_the_name_of_the_first_ranks_probe_is_that_of_all(tmp_path: Path) -> None:
     seen: list[str] = []
-    answers: list[list[Any]] = [[["a", "first"], ["b", "second"]]]
+    answers: list[list[Any]] = [[["a", "one", "first"], ["b", "one", "second"]]]
 
     def gather(mine: Any) -> list[Any]:
         if not answers:

@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 
 from bloomery.checkpoint.format.catalogue import CommittedCheckpoint, checkpoints, record_copy
 from bloomery.checkpoint.format.source import StoredCheckpoint
-from bloomery.checkpoint.remote.backup_duty import backup_url, read_duty
+from bloomery.checkpoint.remote.backup_duty import backup_url, note_round, read_duty
 from bloomery.checkpoint.remote.mounts import require_kept, require_mounted
 from bloomery.checkpoint.remote.places import sections
 from bloomery.checkpoint.remote.remote_run import (
@@ -263,6 +263,8 @@ def _send(
                 workers=args.workers,
             )
         record_copy(rundir, newest.name, url=done.url, what=done.what, bytes=done.bytes, place=place)
+        if not place and read_duty(rundir) is not None:
+            note_round(rundir, newest.directory)
         more_bytes = upload_logs_and_data(rundir, remote, section, place=place)
     except OSError as error:
         raise storage_failure(error, doing="The backup") from error

@@ -109,11 +109,10 @@ def read_notes(notes: Path, url: str) -> dict[str, str]:
 
 
 def note_begun(notes: Path, url: str) -> None:
-    """Note that an upload to `url` has begun, before anything is sent. Raises OSError."""
+    """Note durably that an upload to `url` has begun, before anything is sent. Raises OSError."""
     if url not in urls_of(notes):
-        notes.parent.mkdir(parents=True, exist_ok=True)
-        with notes.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"url": url}) + "\n")
+        durable.make_directory(notes.parent)
+        durable.append(notes, json.dumps({"url": url}) + "\n")
 
 
 def urls_of(notes: Path) -> set[str]:
