@@ -115,6 +115,7 @@ def test_a_start_whose_own_checkpoint_is_as_new_takes_it_also_where_the_backup_c
     tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     here = backed_up_run(tmp_path / "here", url, 7)
+    caplog.clear()
     _, _, run = begun(here, url)
     assert run.equals(Run().fill(7)) and not caplog.text
 

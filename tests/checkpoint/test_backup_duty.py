@@ -14,6 +14,7 @@ from bloomery.checkpoint.format.catalogue import checkpoints, remote_copies
 from bloomery.checkpoint.remote.backup import Backup
 from bloomery.checkpoint.remote.backup_duty import Duty, backed_up_round, note_round, read_duty, write_duty
 from bloomery.checkpoint.remote.remote_run import remote_checkpoints
+from bloomery.cli import main
 from bloomery.config.checkpoint import BackupSection, CheckpointSection
 from bloomery.events.run_directory import RunDirectory
 from bloomery.objects import Objects
@@ -136,3 +137,18 @@ def test_records_of_backups_that_make_no_sense_count_as_none(rundir: RunDirector
     assert read_duty(rundir) is None and backed_up_round(rundir) == -1 and remote_copies(rundir) == {}
     (rundir.backups / "step-000003.i001.json").write_text(what)
     assert remote_copies(rundir) == {}
+
+
+def test_the_round_of_a_backup_by_hand_counts_for_all_peers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rundir = RunDirectory(tmp_path / "a").create()
+    write_duty(rundir, Duty(peer="a", writes=True, covered=-1))
+    run, store = Run(), Store(rundir, KEEP_ONE)
+    store.restore(run.parts)
+    values = {"outer": {"round": 4, "inside": False}}
+    store.save(RunStateToSave(run.fill(3).parts, step=3, values=values))
+    assert main(["config", "show", "demo", "run.name=run", f"backup.url=file://{tmp_path}/elsewhere"]) == 0
+    rundir.recipe.write_text(capsys.readouterr().out)
+    assert main(["ckpt", "backup", str(rundir.path)]) == 0
+    assert backed_up_round(rundir) == 4

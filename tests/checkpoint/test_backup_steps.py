@@ -24,7 +24,7 @@ from bloomery.checkpoint.format.manifest import MANIFEST, DamagedCheckpoint
 from bloomery.checkpoint.format.state import whole
 from bloomery.checkpoint.format.suspects import SUSPECT, mark_suspects, marks_to_send, newest_trusted
 from bloomery.checkpoint.remote import backup as backup_module
-from bloomery.checkpoint.remote.backup import Backup, tell_of_newer
+from bloomery.checkpoint.remote.backup import Backup
 from bloomery.checkpoint.remote.backup_duty import (
     Duty,
     backed_up_round,
@@ -33,7 +33,12 @@ from bloomery.checkpoint.remote.backup_duty import (
     uncopied,
     write_duty,
 )
-from bloomery.checkpoint.remote.remote_run import place_at, remote_checkpoints, remote_incarnations
+from bloomery.checkpoint.remote.remote_run import (
+    place_at,
+    remote_checkpoints,
+    remote_incarnations,
+    tell_of_newer,
+)
 from bloomery.checkpoint.remote.shared_upload import UploadCoordinator, read_request
 from bloomery.checkpoint.save.direct import save_checkpoint
 from bloomery.config.checkpoint import BackupSection
@@ -76,6 +81,7 @@ def test_each_place_has_records_of_its_own_of_copies_files_and_marks(
     assert {path.name for path in run.backups.iterdir()} == {
         f"{NAMES[0]}.second.json",
         f"{NAMES[1]}.second.json",
+        "mounts.second.json",
         "run-files.second.json",
     }
     there = place_at(second.url)

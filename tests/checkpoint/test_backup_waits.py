@@ -29,6 +29,7 @@ from bloomery.config.checkpoint import BackupSection
 from bloomery.config.environment import OfflineRefused
 from bloomery.errors import CheckpointError, StorageError
 from bloomery.events.run_directory import RunDirectory
+from bloomery.objects import PATIENCE_S
 
 
 class Waiting:
@@ -217,7 +218,10 @@ def test_a_start_that_has_checkpoints_waits_for_the_backup_for_half_a_minute_at_
 
     monkeypatch.setattr(backup_module, "place_at", watched)
     assert backup.newer() == [] and len(backup.restorable()) == 2
-    assert asked == [(backup.url, {"patience_s": 30.0}), (backup.url, {})]
+    assert asked == [
+        (backup.url, {"patience_s": 30.0, "create": False}),
+        (backup.url, {"patience_s": PATIENCE_S, "create": False}),
+    ]
     caplog.clear()
     for error in (OSError(5, "no answer"), StorageError("no answer", remedy=""), OfflineRefused("no answer")):
 

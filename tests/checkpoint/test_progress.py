@@ -16,6 +16,7 @@ from bloomery.checkpoint.format.deadlines import (
     progress_files,
 )
 from bloomery.checkpoint.format.manifest import DamagedCheckpoint
+from bloomery.checkpoint.writer import ranks as ranks_module
 from bloomery.checkpoint.writer.ranks import Ranks
 from bloomery.errors import BloomeryError, CheckpointError, StorageError
 
@@ -157,6 +158,28 @@ def test_the_one_rank_there_is_does_it_itself_and_one_that_is_late_is_named_by_a
         TwoRanks([False, "pruning for 60 s"]).ranks.poll_on_all(lambda: 4)
     two = TwoRanks([False, ""], [False, ""], [True, ""], {"result": 5, "failure": None})
     assert two.ranks.poll_on_all(lambda: 4) == [4, 5] and len(two.heard) == 4
+
+
+def test_a_rank_that_writes_nothing_for_too_long_is_named_and_one_that_goes_on_is_waited_for(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks_module, "POLL_S", 0.01)
+    go_on, heard = threading.Event(), list[object]()
+    progress = PartProgress(lambda count: None)
+
+    def gather(value: object) -> list[object]:
+        heard.append(value)
+        clock.now_s += 200.0
+        progress.count += 5 if len(heard) <= 5 else 0
+        return [value, [True, ""]]
+
+    why = "its part of it without a new byte for 300 s"
+    with pytest.raises(StorageError, match=f"rank 0 has been busy with {why}"):
+        Ranks(rank=0, world=2, gather=gather).poll_on_all(
+            go_on.wait, stall_s=300.0, progress=progress, doing="its part of it"
+        )
+    go_on.set()
+    assert heard == [[False, ""]] * 7 + [[False, why]] and progress.count == 25
 
 
 def test_each_wait_of_a_save_follows_from_what_is_written_and_outlasts_those_within_it() -> None:

@@ -29,6 +29,7 @@ from bloomery.checkpoint.writer.memory_replica import (
 )
 from bloomery.checkpoint.writer.partner import ReplicaSettings
 from bloomery.checkpoint.writer.shared_buffer import mapped_bytes
+from bloomery.errors import StorageError
 from bloomery.events.incarnation import identity
 from bloomery.events.run_directory import RunDirectory
 from bloomery.train.checkpoint_store import RunStateToSave, Store
@@ -219,3 +220,27 @@ def test_only_a_replica_that_fits_todays_memory_outlives_a_restart_and_the_oldes
     assert settings.slot(1).exists(), "a restart finds it"
     saver.remove_replicas()
     assert not settings.replicas.directory.exists()
+
+
+def test_a_save_that_has_to_be_made_at_once_and_fails_leaves_nothing_to_the_next(
+    rundir: RunDirectory, monkeypatch: pytest.MonkeyPatch
+):
+    with begun(rundir, Run()) as store:
+        store.section = replace(BACKGROUND, keep_last=1, keep_tenths=False, keep_best=0)
+        background = background_of(store)
+        for step in (1, 2):
+            store.save(RunStateToSave(Run().fill(step).parts, step=step))
+            wait_for(lambda: background.check._outcomes)
+        left = rundir.checkpoints / "step-000009.i001.partial"
+        left.mkdir()  # of a save that failed, whose last rank wrote there until now
+        store._saver._failed_partials.add(left)
+        background.bytes = 1  # the state has grown beyond the memory that was taken
+
+        def refused(*what: object, **how: object) -> Part:
+            raise StorageError("no space", remedy="")
+
+        monkeypatch.setattr(store._saver._place, "write", refused)
+        with pytest.raises(StorageError, match="no space"):
+            store.begin_save(RunStateToSave(Run().fill(3).parts, step=3))
+        assert store._saver.background is None
+        wait_for(lambda: [path.name for path in rundir.checkpoints.iterdir()] == ["step-000002.i001"])

@@ -371,9 +371,11 @@ def test_a_save_at_once_bounds_how_long_the_first_rank_reads_back_and_prunes(
     bounds: dict[str, float] = {}
     poll = Ranks.poll_on_all
 
-    def watched(ranks: Ranks, act: Any, *, deadline_s: float = inf, doing: str = "") -> list[Any]:
+    def watched(
+        ranks: Ranks, act: Any, *, deadline_s: float = inf, doing: str = "", **more: Any
+    ) -> list[Any]:
         bounds[doing] = deadline_s
-        return poll(ranks, act, deadline_s=deadline_s, doing=doing)
+        return poll(ranks, act, deadline_s=deadline_s, doing=doing, **more)
 
     monkeypatch.setattr(Ranks, "poll_on_all", watched)
     told = Told(tmp_path)

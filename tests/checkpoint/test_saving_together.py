@@ -13,6 +13,7 @@ import pytest
 from tests.checkpoint.small_run import Ranks, Run
 
 from bloomery.checkpoint.format.catalogue import verify
+from bloomery.checkpoint.format.data_file import HashingWriter
 from bloomery.checkpoint.format.deadlines import (
     ABORT_S,
     BACKUP_AFTER_ERROR_S,
@@ -26,6 +27,7 @@ from bloomery.checkpoint.format.deadlines import (
 from bloomery.checkpoint.save import background as background_module
 from bloomery.checkpoint.save import saver as saving_module
 from bloomery.checkpoint.save.background import BackgroundSaver
+from bloomery.checkpoint.save.direct import DirectoryBackend
 from bloomery.checkpoint.save.staging import PendingSave
 from bloomery.checkpoint.save.verification import OwnFilesCheck, VerificationResults
 from bloomery.checkpoint.writer import client as writerprocess_module
@@ -302,6 +304,28 @@ def test_a_rank_whose_save_fails_lets_the_others_know_at_once(rundir: RunDirecto
     assert first[0] == second[0] == -1
     assert "rank 1: the writer died" in first[1][0] and "died again" in second[1][0]
     assert list(rundir.checkpoints.iterdir()) == []
+
+
+def test_a_rank_whose_disk_hangs_while_all_wait_for_the_save_ends_it_for_all(
+    rundir: RunDirectory, monkeypatch
+):
+    monkeypatch.setattr(DirectoryBackend, "stall_s", 0.5)
+    write, answers = HashingWriter.write, threading.Event()
+
+    def hung(writer: HashingWriter, data: memoryview) -> None:
+        assert "-r00001-" not in writer._name or answers.wait(60.0)
+        write(writer, data)
+
+    monkeypatch.setattr(HashingWriter, "write", hung)
+
+    def act(store: Store, run: Run) -> int:
+        with pytest.raises(StorageError, match=r"part of step-000001.i001 without a new byte for \S+ s"):
+            store.save(RunStateToSave(run.fill(1).parts, step=1))
+        answers.set()
+        return store.wait_for_saves()
+
+    assert together(rundir, CheckpointSection(background="off"), act) == [-1, -1]
+    assert [path for path in rundir.checkpoints.iterdir() if path.suffix != ".partial"] == []
 
 
 def test_what_one_rank_does_for_long_is_waited_for_and_what_it_raises_is_raised_by_all():

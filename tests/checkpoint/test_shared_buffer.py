@@ -14,6 +14,7 @@ import pytest
 from bloomery.checkpoint.writer import shared_buffer
 from bloomery.checkpoint.writer.shared_buffer import SharedBuffer, mapped_bytes, refuse_without_memory
 from bloomery.errors import StorageError
+from bloomery.events.machine import machine_id
 
 
 @contextmanager
@@ -126,13 +127,13 @@ def test_ranks_of_one_machine_know_each_other_by_its_boot_or_else_by_its_name(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(Path, "read_text", lambda path: f"of {path.name}\n")
-    assert shared_buffer.machine_id() == "of boot_id"
+    assert machine_id() == "of boot_id"
 
     def unknown(path: Path) -> str:
         raise FileNotFoundError(path)
 
     monkeypatch.setattr(Path, "read_text", unknown)
-    assert shared_buffer.machine_id() == os.uname().nodename
+    assert machine_id() == os.uname().nodename
 
 
 def test_a_place_for_a_buffer_that_cannot_be_made_is_told_and_a_full_one_too(

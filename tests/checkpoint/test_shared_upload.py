@@ -234,7 +234,7 @@ def test_a_backup_in_which_a_file_became_shorter_before_its_manifest_is_written_
 def test_a_rank_whose_store_refused_once_sends_its_share_all_the_same(
     rundir: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    directory, url = saved(rundir), f"file://{tmp_path}/elsewhere"
+    directory, url = saved(rundir), Objects(f"file://{tmp_path}/elsewhere").url
     refused, send = list[str](), FileSender.send
 
     def refusing_once(sender: FileSender, record: FileRecord) -> int:
@@ -300,7 +300,7 @@ def test_each_place_and_each_rank_has_its_own_notes_and_requests(rundir: RunDire
 
 
 def test_a_rank_that_helps_with_a_further_place_notes_it_there(rundir: RunDirectory, tmp_path: Path):
-    directory, url = saved(rundir), f"file://{tmp_path}/elsewhere"
+    directory, url = saved(rundir), Objects(f"file://{tmp_path}/elsewhere").url
     rundir.backups.mkdir(exist_ok=True)
     files = read_manifest(directory).files
     helper = BackupHelper(rundir, rank=1, world=3, poll_s=0.01, place="second")

@@ -7,9 +7,10 @@ from dataclasses import replace
 from datetime import date
 
 import pytest
-from tests.cli.made_plan import CHECKPOINTS, PEERS, made_plan, memory, stretch
+from tests.cli.made_plan import CHECKPOINTS, PEERS, RECIPE, made_plan, memory, stretch
 
 from bloomery.cli.plan_tables import date_after, days_text, plan_text, search_text
+from bloomery.config.load import parse_recipe
 from bloomery.plan.layout import Layout, StageParameters
 from bloomery.plan.search import Candidate, SearchResult
 
@@ -195,6 +196,16 @@ def test_of_many_stages_the_first_the_last_and_the_largest_are_shown() -> None:
         rows = section_of(plan_text(replace(plan, draft=draft)), "memory of one rank, GiB")
         first = [row.split()[0] for row in rows[2:-1]]
         assert first == [str(one) for one in shown], (count, worst)
+
+
+@pytest.mark.parametrize(("setting", "is_told"), [("prune_waits=true", True), ("prune_waits=false", False)])
+@pytest.mark.parametrize("place", ["backup", "second_backup"])
+def test_what_waits_for_its_backup_is_kept_besides(place: str, setting: str, is_told: bool) -> None:
+    plan = made_plan()
+    loaded = parse_recipe(RECIPE, (f"{place}.url=file:///mnt/disk", f"{place}.{setting}"), label="made")
+    request = replace(plan.draft.request, loaded=loaded)
+    text = plan_text(replace(plan, draft=replace(plan.draft, request=request)))
+    assert ("8.25 TB of storage at most, besides what waits for its backup\n" in text) is is_told
 
 
 def test_of_many_stretches_nine_are_shown_evenly_and_a_single_one_has_no_ramp_up() -> None:

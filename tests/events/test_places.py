@@ -78,7 +78,7 @@ def test_of_many_nodes_that_are_not_seen_three_are_named_and_the_rest_counted(
 
     monkeypatch.setattr(run_directory.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(run_directory.time, "sleep", sleep)
-    introductions = [[name, "ab"] for name in ("n1", "n1", "n5", "n4", "n3", "n2")]
+    introductions = [[name, "a directory", "ab"] for name in ("n1", "n1", "n5", "n4", "n3", "n2")]
     gathered: list[Any] = []
 
     def gather(mine: Any) -> list[Any]:
@@ -103,7 +103,7 @@ def test_of_many_nodes_that_are_not_seen_three_are_named_and_the_rest_counted(
 
     prove_shared(tmp_path / "run", rank=1, node="n1", gather=of_second)
     assert quiet[1:] == ["", ""], "the node's other ranks write nothing and look for nothing"
-    introductions[:] = [[name, "ab"] for name in ("n1", "n2", "n3", "n4")]
+    introductions[:] = [[name, "a directory", "ab"] for name in ("n1", "n2", "n3", "n4")]
     gathered.clear()
     with pytest.raises(StorageError, match="does not see what n2, n3, n4 wrote there"):
         prove_shared(tmp_path / "run", rank=0, node="n1", gather=gather, within_s=0.0)
@@ -111,7 +111,7 @@ def test_of_many_nodes_that_are_not_seen_three_are_named_and_the_rest_counted(
 
 def test_the_name_of_the_first_ranks_probe_is_that_of_all(tmp_path: Path) -> None:
     seen: list[str] = []
-    answers: list[list[Any]] = [[["a", "first"], ["b", "second"]]]
+    answers: list[list[Any]] = [[["a", "one", "first"], ["b", "one", "second"]]]
 
     def gather(mine: Any) -> list[Any]:
         if not answers:

@@ -44,7 +44,8 @@ def test_a_node_with_a_directory_of_its_own_is_named_with_the_path_on_every_rank
 
 def test_a_node_that_may_not_write_is_named(tmp_path: Path):
     (tmp_path / "file").touch()
-    failures = started([tmp_path, tmp_path, tmp_path / "file" / "run", tmp_path, tmp_path])
+    closed = tmp_path / "file" / "run"
+    failures = started([tmp_path, tmp_path, closed, closed, tmp_path])
     assert all(
         isinstance(failure, StorageError) and "node b cannot write" in failure.message for failure in failures
     )
@@ -80,3 +81,24 @@ def test_the_files_stay_until_every_node_has_told_what_it_sees(tmp_path: Path):
 
     assert Threads(len(NODES)).run(prove) == [None] * len(NODES)
     assert lasting == [3] * len(NODES) and list(tmp_path.iterdir()) == []
+
+
+def test_machines_of_one_name_are_several_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    failures = started([tmp_path / "one", tmp_path / "other"], nodes=("a", "a"))
+    for failure in failures:
+        assert isinstance(failure, StorageError)
+        assert "node a (rank 0) does not see what a (rank 1) wrote there" in failure.message
+    boots = iter("012")
+    monkeypatch.setattr(run_directory, "machine_id", lambda: next(boots))
+    written = list[str]()
+    write = run_directory._write
+    monkeypatch.setattr(run_directory, "_write", lambda *how: written.append(how[2]) or write(*how))
+    shared = tmp_path / "shared"
+    assert started([shared] * 3, nodes=("a", "a", "a")) == [None] * 3 and list(shared.iterdir()) == []
+    assert sorted(written) == ["a (rank 0)", "a (rank 1)", "a (rank 2)"]
+
+
+def test_a_directory_is_known_before_it_is_made_by_what_is_above_it(tmp_path: Path):
+    seen, other = tmp_path / "runs" / "one", tmp_path / "runs" / "other"
+    assert run_directory._found_at(seen) == run_directory._found_at(seen) != run_directory._found_at(other)
+    assert run_directory._found_at(seen).endswith(f":{tmp_path.stat().st_ino}/runs/one")

@@ -91,7 +91,8 @@ def test_launchers_that_are_missing_are_waited_for_until_the_time_is_over(
     clock[0] = 1061.0
     leader._lead()
     assert leader._decision is not None and leader._decision.status == 3
-    assert "1 of 3 nodes did not come within 61 s: only n1, n2 did" in leader._decision.why
+    why = f"1 of 3 nodes did not come within 61 s: only n1, n2 did (do all see one {leader._rundir.path}?)"
+    assert why in leader._decision.why
     clock[0] = 2000.0
     leader._lead()
     assert board.get("decision-000002") is None and told(run, "attempt", "attempt_end") == [], "it has ended"

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from bloomery.config.parallel import ParallelSection
 from bloomery.errors import RankLost, TrainingFailed
+from bloomery.events.machine import machine_id
 from bloomery.events.run_lock import host_name
 from bloomery.events.timeouts import COLLECTIVE_TIMEOUT_S, JOIN_TIMEOUT_S, STORE_TIMEOUT_S
 from bloomery.parallel import axis as axis_module
@@ -67,7 +68,9 @@ def test_a_rank_introduces_itself_and_joins_the_group_of_its_backend(joined: Cal
     mesh = join_mesh(ParallelSection(tensor=2), recipe={"a": "1"}, choices=choices)
     asked, met, group, *made = joined
     assert asked == ("asked", "the store where the ranks meet", JOIN_TIMEOUT_S + STORE_TIMEOUT_S)
-    own = Introduction(host=host_name(), recipe={"a": "1"}, chosen={"train.precision": "what cpu can"})
+    own = Introduction(
+        host=host_name(), machine=machine_id(), recipe={"a": "1"}, chosen={"train.precision": "what cpu can"}
+    )
     assert met[:5] == ("met", "the store", own, 3, 4)
     assert group[1] == {
         "backend": "gloo",
@@ -84,6 +87,10 @@ def test_a_rank_introduces_itself_and_joins_the_group_of_its_backend(joined: Cal
     hosts = [Introduction(host=host, recipe={}) for host in ("a", "b", "b", "b")]
     with pytest.raises(TrainingFailed):
         met[5](hosts)
+    clones = [Introduction(host="a", machine=machine, recipe={}) for machine in ("1", "2", "2", "2")]
+    with pytest.raises(TrainingFailed, match=r"ranks 0–1 are on a \(1\) and a \(2\)"):
+        met[5](clones)
+    met[5]([Introduction(host="a", machine=machine, recipe={}) for machine in ("1", "1", "2", "2")])
 
 
 def test_a_rank_on_a_gpu_joins_over_nccl(joined: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,6 +257,7 @@ def test_the_others_wait_twice_as_long_for_the_first_rank(monkeypatch: pytest.Mo
     assert 20.0 < store.now <= 20.5
     assert json.loads(store.keys["introduction/1"]) == {
         "host": "n1",
+        "machine": "",
         "recipe": {"a": "1"},
         "chosen": {"b": "2"},
         "refusal": "",

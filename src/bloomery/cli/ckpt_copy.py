@@ -12,7 +12,8 @@ from tempfile import TemporaryDirectory
 
 from bloomery.checkpoint.format.catalogue import CommittedCheckpoint, checkpoints, record_copy
 from bloomery.checkpoint.format.source import StoredCheckpoint
-from bloomery.checkpoint.remote.backup_duty import backup_url, read_duty
+from bloomery.checkpoint.remote.backup_duty import backup_url, note_round, read_duty
+from bloomery.checkpoint.remote.mounts import require_kept, require_mounted
 from bloomery.checkpoint.remote.places import sections
 from bloomery.checkpoint.remote.remote_run import (
     download_run_files,
@@ -86,15 +87,18 @@ def _up(args: Namespace) -> dict[str, str | int]:
             f"{args.source} keeps its checkpoints in object storage already: {source.place()}",
             remedy="Copy from there to a run directory: bloomery ckpt copy URL RUN.",
         )
-    directory, remote = Path(source.place()), place_at(args.target)
+    directory = Path(source.place())
     run = RunDirectory(directory.parent.parent) if directory.parent.name == "checkpoints" else None
+    beside = run.backups if run is not None else directory.parent
+    is_ours = os.access(run.path if run is not None else beside, os.W_OK)
+    if run is not None:
+        require_mounted(run, args.target.rstrip("/"), place="copies", records=is_ours)
+    remote = place_at(args.target)
     if run is not None:
         try:
             upload_run_files(run, remote)
         except OSError as error:
             raise storage_failure(error, doing="Copying the run's recipe") from error
-    beside = run.backups if run is not None else directory.parent
-    is_ours = os.access(run.path if run is not None else beside, os.W_OK)
     with TemporaryDirectory() as elsewhere, transfer_bar(args) as progress:
         notes = (beside if is_ours else Path(elsewhere)) / f"{directory.name}.notes"
         done = upload_checkpoint(directory, remote, what=args.what, notes=notes, progress=progress)
@@ -244,6 +248,8 @@ def _send(
     place: str,
 ) -> None:
     """Send the checkpoint, then logs and data, to one place; print what was done, one line a place."""
+    require_mounted(rundir, url, place=place)
+    require_kept(rundir, url)
     remote = place_at(url)
     try:
         upload_run_files(rundir, remote)
@@ -257,6 +263,8 @@ def _send(
                 workers=args.workers,
             )
         record_copy(rundir, newest.name, url=done.url, what=done.what, bytes=done.bytes, place=place)
+        if not place and read_duty(rundir) is not None:
+            note_round(rundir, newest.directory)
         more_bytes = upload_logs_and_data(rundir, remote, section, place=place)
     except OSError as error:
         raise storage_failure(error, doing="The backup") from error

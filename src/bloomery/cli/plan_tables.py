@@ -273,7 +273,9 @@ def _whole(plan: Plan) -> str:
 
 
 def _checkpoints(plan: Plan) -> str:
-    saves = plan.draft.checkpoints
+    saves, recipe = plan.draft.checkpoints, plan.draft.request.recipe
+    is_waited_for = any(place.url and place.prune_waits for place in (recipe.backup, recipe.second_backup))
+    more = ", besides what waits for its backup" if is_waited_for else ""
     rows = [
         [
             "size",
@@ -290,7 +292,7 @@ def _checkpoints(plan: Plan) -> str:
             f"every {saves.interval_steps:,.0f} steps ({saves.interval_s / 60:,.0f} min): {saves.saves:,} "
             f"saves; a failure loses at most {saves.worst_loss_hours:.1f} h of work",
         ],
-        ["kept", f"{saves.kept_at_end} at the end; {_bytes(saves.storage_bytes)} of storage at most"],
+        ["kept", f"{saves.kept_at_end} at the end; {_bytes(saves.storage_bytes)} of storage at most{more}"],
     ]
     if saves.best_interval_s and saves.mean_time_between_failures_s and saves.best_interval_steps:
         lost, least = (

@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bloomery.cli.rank_output import RankOutput
 from bloomery.cli.ranks import PASSED_ON, RankRange, run_ranks
 from bloomery.cli.standard_output import tell
 from bloomery.cli.train import prepared_environment
+from bloomery.errors import BloomeryError
 from bloomery.events.heartbeat import ATTEMPT
 from bloomery.events.run_directory import RunDirectory
 from bloomery.events.run_lock import host_name
@@ -104,7 +106,21 @@ def run_supervised(loaded: LoadedRecipe, rundir: RunDirectory, start: Supervised
             if check is not None and _is_unfit(check, rundir, reactions, say):
                 return EXIT_STATUSES[Cause.UNFIT_NODE]
             return _on_one_machine(rundir, start, reactions, departure)
-        return _on_several(rundir, start, context, reactions, departure, check)
+        status = _on_several(rundir, start, context, reactions, departure, check)
+        _free_memory_where_left_out(rundir, loaded)
+        return status
+
+
+def _free_memory_where_left_out(rundir: RunDirectory, loaded: LoadedRecipe) -> None:
+    """Free the copies in memory that the run left on this machine before it went on without it."""
+    if not loaded.recipe.checkpoint.partner_copies:
+        return
+    from bloomery.operate.node_shm import free_memory_where_absent
+
+    with suppress(OSError, BloomeryError):  # the job has ended, and its status is what counts
+        root = Path(loaded.recipe.checkpoint.memory_directory)
+        if free_memory_where_absent(rundir, root, host=host_name()):
+            tell(f"bloomery launch: the run went on without {host_name()}, whose copies in memory were freed")
 
 
 def _is_unfit(

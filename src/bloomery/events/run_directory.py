@@ -13,6 +13,7 @@ from typing import Any
 
 from bloomery import durable
 from bloomery.errors import StorageError, storage_error
+from bloomery.events.machine import machine_id
 
 CONTROLS = ("save", "stop", "skip", "rewind", "set")
 
@@ -206,21 +207,43 @@ def prove_shared(
     The first rank of each node writes a file into a directory with a name of this start, and looks for the
     files of the other nodes. One node proves nothing and writes nothing. Collective over the peer.
 
-    node: the name of this rank's machine. gather: returns what each rank passed, in the order of the ranks.
+    node: the name of this rank's machine. Ranks are of one node where the name, the machine itself and what
+        lies at the directory's path are the same: clones of one image often have equal names.
+    gather: returns what each rank passed, in the order of the ranks.
     """
-    introductions = gather([node, secrets.token_hex(8)])
-    first_ranks: dict[str, int] = {}
-    for other, (name, _) in enumerate(introductions):
-        first_ranks.setdefault(name, other)
-    if len(first_ranks) == 1:
+    introductions = gather([node, f"{machine_id()} {_found_at(directory)}", secrets.token_hex(8)])
+    nodes: dict[tuple[str, str], int] = {}
+    for other, (name, seen, _) in enumerate(introductions):
+        nodes.setdefault((name, seen), other)
+    if len(nodes) == 1:
         return
-    probe, speaks = directory / f".shared-{introductions[0][1]}", first_ranks[node] == rank
+    names = [name for name, _ in nodes]
+    first_ranks = {
+        name if names.count(name) == 1 else f"{name} (rank {first})": first
+        for (name, _), first in nodes.items()
+    }
+    probe, speaks = directory / f".shared-{introductions[0][2]}", rank in first_ranks.values()
+    node = next((name for name, first in first_ranks.items() if first == rank), node)
     failures = gather(_write(probe, rank, node) if speaks else "")
     if not any(failures):
         failures = gather(_unseen(probe, node, first_ranks, within_s=within_s) if speaks else "")
     if speaks:
         shutil.rmtree(probe, ignore_errors=True)  # several nodes remove the same directory
     _raise_first(failures)
+
+
+def _found_at(directory: Path) -> str:
+    """Return which directory lies at a path, or is the nearest above it, and what of the path is below it."""
+    above, below = directory.absolute(), list[str]()
+    while True:
+        try:
+            status = above.stat()
+            return f"{status.st_dev}:{status.st_ino}/{'/'.join(reversed(below))}"
+        except OSError:
+            if above == above.parent:
+                return ""
+            below.append(above.name)
+            above = above.parent
 
 
 def _write(probe: Path, rank: int, node: str) -> str:

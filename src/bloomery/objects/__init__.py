@@ -105,7 +105,7 @@ class Objects:
             )
             for total_s, silence_s, tries in (receiving, sending)
         )
-        self._disk = Disk(_directory_of(self.url)) if self.url.startswith("file://") else None
+        self._disk = Disk(directory_of(self.url)) if self.url.startswith("file://") else None
 
     def put(self, key: str, content: Path | bytes) -> None:
         """Write an object, large ones in parts. Nobody sees it before it is whole."""
@@ -353,7 +353,7 @@ def _opened(url: str, *, total_s: float, silence_s: float, retry: RetryConfig, c
             if not names_a_directory(url):  # the path behind a machine's name is another one
                 raise StorageError(f"{url} names no directory of this machine", remedy=WHOLE_PATH)
             if create:
-                durable.make_directory(_directory_of(url))
+                durable.make_directory(directory_of(url))
             else:
                 _refuse_no_directory(url)
             return LocalStore.from_url(url, mkdir=create)
@@ -369,12 +369,13 @@ def _opened(url: str, *, total_s: float, silence_s: float, retry: RetryConfig, c
         ) from error
 
 
-def _directory_of(url: str) -> Path:
+def directory_of(url: str) -> Path:
+    """Return the directory of a file:// URL."""
     return Path(unquote(urlsplit(url).path))
 
 
 def _refuse_no_directory(url: str) -> None:
-    path = _directory_of(url)
+    path = directory_of(url)
     if not path.is_dir():
         problem = "is no directory" if path.exists() else "does not exist"
         raise StorageError(f"{without_secrets(url)} {problem}", remedy="Check the path.")

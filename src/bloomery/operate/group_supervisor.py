@@ -250,7 +250,7 @@ class GroupSupervisor:
             if waited_s > self._join_timeout_s:
                 why = (
                     f"{self._size.needed - len(living)} of {self._size.needed} nodes did not come within "
-                    f"{waited_s:.0f} s: only {', '.join(living)} did"
+                    f"{waited_s:.0f} s: only {', '.join(living)} did (do all see one {self._rundir.path}?)"
                 )
                 self._decide(Decision(number=1, status=RankLost.exit_status, why=why))
             return

@@ -1,13 +1,20 @@
-"""Tells which nodes of a run have little space left in /dev/shm, by the heartbeats of their ranks."""
+"""Tells which nodes of a run have little space left in /dev/shm, and frees what the run left on others.
+
+Both are known by the heartbeats of its ranks.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from bloomery.events.heartbeat import interval_of
+from bloomery.checkpoint.writer.leftover_memory import free_memory_of
+from bloomery.events.heartbeat import interval_of, read_beat
+from bloomery.events.run_directory import RunDirectory
 from bloomery.operate.job_board import natural_sort_key
 from bloomery.operate.run_state import RunObservation
+from bloomery.operate.standstill import read_beats
 
 SHM_FULL = 0.9
 """The used share of /dev/shm above which it is nearly full."""
@@ -66,3 +73,18 @@ def shm_warning(nodes: Sequence[NodeShm]) -> str:
     more = f" and {len(full) - _MOST_NAMED} more" if len(full) > _MOST_NAMED else ""
     named = ", ".join(map(str, full[:_MOST_NAMED]))
     return f"/dev/shm is nearly full on {named}{more}: remove there what earlier jobs left, or enlarge it"
+
+
+def free_memory_where_absent(rundir: RunDirectory, root: Path, *, host: str) -> Path | None:
+    """Free what a run keeps in this node's memory where all its newest ranks are on other nodes; return it.
+
+    The launcher of a node that was left out of the newest attempt calls it when its job ends: no start of
+    this run would free it, and other jobs need the memory. root: of the memory file system.
+    """
+    newest = read_beat(rundir.heartbeat(rank=0))
+    if newest is None or not newest.attempt:
+        return None
+    beats = read_beats(rundir, ranks=range(newest.world), attempt=newest.attempt)
+    if len(beats) < newest.world or host in {beat.host for beat in beats.values()}:
+        return None
+    return free_memory_of(rundir, root)

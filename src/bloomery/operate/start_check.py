@@ -6,14 +6,18 @@ It starts no process of its own but nvidia-smi and git, and takes well under a s
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from bloomery import durable
+from bloomery.checkpoint.writer.leftover_memory import free_left_over, memory_directory
 from bloomery.config.environment import variables_of
 from bloomery.config.load import LoadedRecipe
+from bloomery.events.incarnation import identity
 from bloomery.events.journal import Journal
 from bloomery.events.run_directory import RunDirectory
 from bloomery.operate.diagnosis import Cause, Culprit, Diagnosis
@@ -22,6 +26,8 @@ from bloomery.operate.node_facts import NodeFacts, gather_facts
 from bloomery.operate.supervise import JobReactions
 from bloomery.plan.parameters import count_parameters
 from bloomery.plan.request import vocabulary_of, with_local_vocabulary
+
+log = logging.getLogger(__name__)
 
 _AGAIN_S = 5.0
 """The seconds after which a node with a finding checks again: a job may just have ended there."""
@@ -34,15 +40,23 @@ class StartCheck:
 
     gpus: of each node. disk_gb: what must be free for the run directory.
     environment: the variables that its ranks get from the recipe.
+    memory_directory: of the memory file system in which runs keep copies of checkpoints.
     """
 
     gpus: int
     disk_gb: float
     environment: Mapping[str, str]
+    memory_directory: Path = Path("/dev/shm")
 
     def gather(self, rundir: RunDirectory, host: str) -> NodeFacts:
-        """Return the facts of this node; gathers them a second time where something is wrong."""
+        """Return the facts of this node; gathers them a second time where something is wrong.
+
+        What other runs have left in its memory is freed before: it would make the node unfit.
+        """
         durable.make_directory(rundir.path)
+        own = memory_directory(self.memory_directory, rundir.path.resolve(), identity(rundir))
+        for path in free_left_over(self.memory_directory, but=own):
+            log.info("memory that a run had left behind was freed: %s", path)
         facts = gather_facts(rundir.path, host=host)
         if bad_hosts(self.judge({host: facts})):
             time.sleep(_AGAIN_S)
@@ -95,7 +109,12 @@ def start_check_of(loaded: LoadedRecipe) -> StartCheck | None:
         return None
     disk_gb = checkpoint_bytes(loaded) * (recipe.checkpoint.keep_last + 1) / 1e9
     variables = variables_of(recipe.environment)
-    return StartCheck(gpus=recipe.submit.gpus_per_node, disk_gb=disk_gb, environment=variables)
+    return StartCheck(
+        gpus=recipe.submit.gpus_per_node,
+        disk_gb=disk_gb,
+        environment=variables,
+        memory_directory=Path(recipe.checkpoint.memory_directory),
+    )
 
 
 def checkpoint_bytes(loaded: LoadedRecipe) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from bloomery.config.parallel import ParallelSection
 from bloomery.errors import TrainingFailed
+from bloomery.events.machine import machine_id
 from bloomery.events.run_lock import host_name
 from bloomery.events.timeouts import COLLECTIVE_TIMEOUT_S, JOIN_TIMEOUT_S, STORE_TIMEOUT_S
 from bloomery.parallel.axis import SINGLE_RANK_AXIS, Axis
@@ -181,7 +183,7 @@ def join_mesh(
     """
     world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     degrees, device = degrees_of(parallel, world=world), torch.device("cpu")
-    own, store = Introduction(host=host_name(), recipe=recipe or {}), None
+    own, store = Introduction(host=host_name(), machine=machine_id(), recipe=recipe or {}), None
     try:
         _refuse_other_degrees(parallel, degrees, world=world)
         device = _device()
@@ -250,7 +252,12 @@ def _refuse_other_degrees(parallel: ParallelSection, degrees: Degrees | None, *,
 def _check_hosts(degrees: Degrees | None, ranks: Sequence[Introduction]) -> None:
     """Refuse a tensor-parallel group that crosses nodes, which only all introductions together show."""
     assert degrees is not None, "a rank without degrees has refused"
-    refuse_tensor_groups_across_hosts(degrees, [rank.host for rank in ranks])
+    machines = {(rank.host, rank.machine) for rank in ranks}
+    shared_names = {host for host, count in Counter(host for host, _ in machines).items() if count > 1}
+    refuse_tensor_groups_across_hosts(
+        degrees,
+        [f"{rank.host} ({rank.machine})" if rank.host in shared_names else rank.host for rank in ranks],
+    )
 
 
 def _init_process_group(store: Store, *, rank: int, world: int, device: torch.device) -> None:

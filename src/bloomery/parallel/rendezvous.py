@@ -76,7 +76,7 @@ _Answer = TypeVar("_Answer")
 class Introduction:
     """What a rank says of itself at the rendezvous.
 
-    host: the name of its machine.
+    host: the name of its machine. machine: a text that tells machines of equal names apart (`machine_id`).
     recipe: its settings by key, as text.
     chosen: what its device makes of the settings that say 'auto', by key.
     refusal, remedy: why it cannot take part, and what to do about it; empty if it can.
@@ -87,6 +87,7 @@ class Introduction:
     chosen: Mapping[str, str] = field(default_factory=dict)
     refusal: str = ""
     remedy: str = ""
+    machine: str = ""
 
 
 def rendezvous(

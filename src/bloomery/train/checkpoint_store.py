@@ -25,9 +25,9 @@ from bloomery.checkpoint.format.source import RemoteCheckpoint, Source, source_o
 from bloomery.checkpoint.format.state import Json, SaveResult, Stateful, StateSnapshot, collect
 from bloomery.checkpoint.format.suspects import mark_suspects, refuse_if_only_suspects, trusted, unmarked
 from bloomery.checkpoint.load.loader import load_checkpoint
-from bloomery.checkpoint.remote.backup import Backup, tell_of_newer
+from bloomery.checkpoint.remote.backup import Backup
 from bloomery.checkpoint.remote.places import CombinedBackups, LocalRunStorage, RunStorage
-from bloomery.checkpoint.remote.remote_run import place_at
+from bloomery.checkpoint.remote.remote_run import place_at, tell_of_newer
 from bloomery.checkpoint.save.peer_snapshots import PeerSnapshots
 from bloomery.checkpoint.save.saver import Saver
 from bloomery.checkpoint.writer.memory_replica import MemoryReplicas, find_in_memory

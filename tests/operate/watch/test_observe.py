@@ -255,6 +255,19 @@ def test_the_newest_checkpoint_is_without_a_copy_since_the_oldest_save_after_the
         assert observer._unsaved_copy_s(recipe, NOW + 1000.0) == without_s
 
 
+def test_each_place_of_backups_is_to_have_the_checkpoints_of_its_own_cadence(run: RunDirectory) -> None:
+    wants = ["backup.url=file:///near", "second_backup.url=file:///far", "second_backup.every_steps=20"]
+    observer, recipe = RunObserver(run), load_recipe("demo", wants).recipe
+    for step in (10, 20, 30):
+        name = f"step-{step:06d}.i001"
+        observer._take({"event": "checkpoint", "time": NOW + step, "path": name})
+        (run.backups / f"{name}.json").parent.mkdir(exist_ok=True)
+        (run.backups / f"{name}.json").touch()
+    assert observer._unsaved_copy_s(recipe, NOW + 100.0) == 80.0, "step 20 is not at the second place"
+    (run.backups / "step-000020.i001.second.json").touch()
+    assert observer._unsaved_copy_s(recipe, NOW + 100.0) == 0.0
+
+
 @pytest.mark.parametrize(("files", "inodes"), [(100, 77), (0, -1)])
 def test_free_is_what_this_user_may_take(monkeypatch: pytest.MonkeyPatch, files: int, inodes: int) -> None:
     facts = SimpleNamespace(

@@ -323,6 +323,20 @@ def has_copies(rundir: RunDirectory) -> bool:
     return any(copies_of(rundir, [name]) for name in names)
 
 
+def newest_copied(rundir: RunDirectory, url: str) -> str:
+    """Return the name of the newest checkpoint of which a verified copy was recorded at the run's backup
+    URL `url`; "" for none. Records are read from the newest on, until one is of that place.
+    """
+    names = {_name_of(path) for path in rundir.backups.glob("step-*.json")}
+    for name in sorted(names, key=lambda name: parse_name(name) or (0, 0), reverse=True):
+        if any(
+            is_copied(listed, name=name, url=url, what="model")
+            for listed in copies_of(rundir, [name]).values()
+        ):
+            return name
+    return ""
+
+
 def _name_of(record: Path) -> str:
     return ".".join(record.name.split(".")[:2])  # step-000123.i007.json, or step-000123.i007.second.json
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 
 from bloomery.checkpoint.format.catalogue import (
@@ -19,6 +19,8 @@ from bloomery.checkpoint.format.manifest import DamagedCheckpoint, parse_name, r
 from bloomery.checkpoint.format.source import RemoteCheckpoint
 from bloomery.checkpoint.format.suspects import marks_to_send, refuse_if_only_suspects, send_marks
 from bloomery.checkpoint.remote.backup_duty import backup_url, due, note_round, read_duty, uncopied
+from bloomery.checkpoint.remote.mounts import is_unmade, require_kept, require_mounted
+from bloomery.checkpoint.remote.partial_uploads import left_in_part, remove_left_in_part
 from bloomery.checkpoint.remote.remote_run import (
     log_backup_used,
     place_at,
@@ -42,7 +44,7 @@ from bloomery.events.incarnation import (
     visibility,
 )
 from bloomery.events.run_directory import RunDirectory
-from bloomery.objects import Objects, storage_failure
+from bloomery.objects import PATIENCE_S, Objects, storage_failure
 
 log = logging.getLogger(__name__)
 
@@ -125,10 +127,10 @@ class Backup:
         Raises StorageError, and CheckpointError where the backups are another run's, or of only the weights.
         """
         try:
-            remote = place_at(self.url)
-            copies = remote_checkpoints(remote, abandoned=True)
+            remote = self._to_read()
+            copies = [] if remote is None else remote_checkpoints(remote, abandoned=True)
             self.marked = {copy.name for copy in copies if copy.is_marked}
-            if copies:
+            if remote is not None and copies:
                 merge_records(self._rundir, remote_incarnations(remote))
         except OSError as error:
             raise storage_failure(error, doing="Looking for a backup of the run") from error
@@ -162,10 +164,10 @@ class Backup:
         reached. Raises CheckpointError where this directory and the backup both went on independently.
         """
         try:
-            remote = place_at(self.url, patience_s=_COMPARE_TIMEOUT_S)
-            copies = remote_checkpoints(remote, abandoned=True)
+            remote = self._to_read(patience_s=_COMPARE_TIMEOUT_S)
+            copies = [] if remote is None else remote_checkpoints(remote, abandoned=True)
             self.marked = {copy.name for copy in copies if copy.is_marked}
-            records = remote_incarnations(remote) if copies else {}
+            records = remote_incarnations(remote) if remote is not None and copies else {}
         except (OSError, StorageError, OfflineRefused) as error:
             log.warning(
                 "it could not be checked whether %s has a newer checkpoint than this directory: %s",
@@ -180,6 +182,17 @@ class Backup:
         local = checkpoints(self._rundir)
         beyond = [copy for copy in copies if not local or _base_of(copy) > local[-1].base]
         return unmarked_copies(copy for copy in self.part_of_run(reversed(beyond)) if not _is_in_part(copy))
+
+    def _to_read(self, *, patience_s: float = PATIENCE_S) -> Objects | None:
+        """Return the place of the backups; None for a directory that no backup has made yet.
+
+        Raises StorageError where backups were made there and their disk is not mounted.
+        """
+        require_mounted(self._rundir, self.url, place=self._place, records=False)
+        require_kept(self._rundir, self.url)
+        if is_unmade(self.url):
+            return None
+        return place_at(self.url, patience_s=patience_s, create=False)
 
     def close(self, *, wait_s: float | None = None) -> None:
         """Wait until everything is uploaded, then stop the thread.
@@ -245,10 +258,14 @@ class Backup:
         # A rewind hides checkpoints, so a new incarnation is uploaded even where no checkpoint is due.
         has_new_incarnation = incarnation != self._incarnation_copied and has_copies(self._rundir)
         has_files_left = self._has_files_left and has_copies(self._rundir)
-        if not left and not has_new_incarnation and not has_files_left and not self._marks_to_send():
+        in_part = left_in_part(self._rundir, self.url, place=self._place)
+        has_more = has_new_incarnation or has_files_left or self._marks_to_send()
+        if not left and not has_more and not in_part:
             self._has_files_left = False
             self._raise_damage()
             return
+        require_mounted(self._rundir, self.url, place=self._place)
+        require_kept(self._rundir, self.url)
         remote = place_at(self.url)
         try:
             upload_run_files(self._rundir, remote)
@@ -281,6 +298,12 @@ class Backup:
             send_marks(self._rundir, remote, place=self._place)
         except OSError as error:
             raise storage_failure(error, doing="Marking backups as suspect") from error
+        try:
+            remove_left_in_part(
+                self._rundir, remote, place=self._place, go_on=lambda: not self._stop.is_set()
+            )
+        except OSError as error:
+            raise storage_failure(error, doing="Removing what was sent in part") from error
         self._send_more(remote)
         self._raise_damage()
 
@@ -328,17 +351,6 @@ class Backup:
         if text != self._told:
             log.warning("%s\n  Training goes on; the local copies are kept until it works.", text)
         self._told = text
-
-
-def tell_of_newer(newer: Sequence[RemoteCheckpoint], *, here: str) -> None:
-    """Log that a start takes a newer backup, where there is one. here: the newest local checkpoint."""
-    if newer:
-        log.warning(
-            "the newest checkpoint here is %s, and another machine went on with this run: "
-            "going on from its backup %s",
-            here,
-            newer[0].place(),
-        )
 
 
 def _base_of(copy: RemoteCheckpoint) -> Base:

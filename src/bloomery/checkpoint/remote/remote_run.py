@@ -99,6 +99,17 @@ def log_backup_used(copies: Sequence[RemoteCheckpoint], *, instead_of: Collectio
         log.warning("%s: going on from the backup %s", here, copies[0].place())
 
 
+def tell_of_newer(newer: Sequence[RemoteCheckpoint], *, here: str) -> None:
+    """Log that a start takes a newer backup, where there is one. here: the newest local checkpoint."""
+    if newer:
+        log.warning(
+            "the newest checkpoint here is %s, and another machine went on with this run: "
+            "going on from its backup %s",
+            here,
+            newer[0].place(),
+        )
+
+
 def remote_incarnations(remote: Objects) -> dict[str, bytes]:
     """Return the incarnation records of a backed-up run, by their URLs. Raises OSError."""
     listed = {entry.key: entry.key.rpartition("/")[2] for entry in remote.entries("incarnations/")}

@@ -23,6 +23,7 @@ from bloomery import durable
 from bloomery.checkpoint.format.deadlines import StallWatch
 from bloomery.checkpoint.format.manifest import DamagedCheckpoint, FileRecord
 from bloomery.checkpoint.format.source import CHECKPOINTS
+from bloomery.checkpoint.remote.mounts import require_mounted
 from bloomery.checkpoint.remote.remote_run import place_at
 from bloomery.errors import BloomeryError
 from bloomery.events.run_directory import RunDirectory
@@ -105,6 +106,23 @@ def read_notes(notes: Path, url: str) -> dict[str, str]:
             except (ValueError, KeyError, TypeError, RecursionError):
                 continue
     return noted
+
+
+def note_begun(notes: Path, url: str) -> None:
+    """Note durably that an upload to `url` has begun, before anything is sent. Raises OSError."""
+    if url not in urls_of(notes):
+        durable.make_directory(notes.parent)
+        durable.append(notes, json.dumps({"url": url}) + "\n")
+
+
+def urls_of(notes: Path) -> set[str]:
+    """Return where the upload was sent that all ranks noted: see `read_notes`."""
+    urls = set[str]()
+    for path in all_notes(notes):
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+                urls.add(str(json.loads(line)["url"]))
+    return urls
 
 
 def forget_removed(notes: Path, url: str, *, files: Sequence[FileRecord], sizes: Mapping[str, int]) -> None:
@@ -272,9 +290,11 @@ class BackupHelper:
 
     def _serve(self, request: SendRequest) -> None:
         directory = self._rundir.checkpoints / request.checkpoint
+        require_mounted(self._rundir, request.url, place=self._place, records=False)
         sender = FileSender(
             directory,
-            place_at(request.url),
+            # The first rank has made the directory: where it is not there, this node lacks the disk.
+            place_at(request.url, create=False),
             notes=notes_of(self._rundir, request.checkpoint, rank=self._rank, place=self._place),
             noted=read_notes(notes_of(self._rundir, request.checkpoint, place=self._place), request.url),
         )

@@ -42,6 +42,7 @@ from bloomery.checkpoint.remote.shared_upload import (
     UploadCoordinator,
     all_notes,
     forget_removed,
+    note_begun,
     read_notes,
 )
 from bloomery.errors import CheckpointError, require_space, storage_error
@@ -170,6 +171,7 @@ class _Upload:
         """Upload what is missing or different in the store; return the bytes that this process sent."""
         if not self.is_there:
             self._remove_other_manifest()
+        note_begun(self._notes, self._remote.url)
         if others is None or others.world == 1:
             sent = self._send(self._texts.files, progress, go_on, workers)
         else:

@@ -129,11 +129,10 @@ class BackgroundSaver:
         partner: host and port of the writer that keeps a replica of the part; None where none does.
         """
         number = min((number for number in range(BUFFERS) if number not in self._busy), key=self._age)
-        listed = [{"name": file.name, "offset": file.offset, "bytes": file.bytes} for file in plan.files]
         window_s = min(self._step_times_s, default=0.0)  # so long the copying may take, for its pauses
         whole_order = {
             **order,
-            "files": listed,
+            "files": [{"name": one.name, "offset": one.offset, "bytes": one.bytes} for one in plan.files],
             "buffer": number,
             "parts_s": deadlines.parts_s,
             "stall_s": deadlines.stall_s + window_s,
@@ -235,7 +234,10 @@ class BackgroundSaver:
         return self._memory.host, self._writer.port
 
     def run_in_save_thread(self, act: Callable[[], None]) -> None:
-        """Call a function in a thread of the saves, once one of them is free."""
+        """Call a function in a thread of the saves, once one of them is free; after `close` in another."""
+        if self._closed:
+            threading.Thread(target=act, name="after-saves", daemon=True).start()
+            return
         self._writing.put(act)
 
     def remove_replicas(self) -> None:
@@ -303,10 +305,9 @@ class BackgroundSaver:
         memory = self._memory
         if memory is None:
             return None
-        root, run = str(memory.root), str(memory.run.resolve())
         return {
-            "root": root,
-            "run": run,
+            "root": str(memory.root),
+            "run": str(memory.run.resolve()),
             "identity": memory.identity,
             "rank": memory.rank,
             "token": memory.token,

@@ -6,8 +6,9 @@ No second copy of the state is made.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Protocol
 
@@ -15,6 +16,7 @@ import torch
 
 from bloomery.checkpoint.format.commit import Part, begin_partial, commit, partial_directory
 from bloomery.checkpoint.format.data_file import DataFile, HashingWriter, lay_out
+from bloomery.checkpoint.format.deadlines import STALL_S
 from bloomery.checkpoint.format.manifest import (
     MANIFEST,
     DamagedCheckpoint,
@@ -176,18 +178,20 @@ def write_part(
     world: int = 1,
     file_bytes: int = FILE_BYTES,
     first: int = 0,
+    wrote: Callable[[int], None] = lambda count: None,
 ) -> Part:
     """Write this rank's entries to durable files in `partial`, and return the part.
 
     file_bytes: the most bytes of a file into which entries are gathered; a larger entry makes a larger file.
     first: the number of the first file, where other files of this rank are there already.
+    wrote: called with the bytes of each piece that is written.
     Raises StorageError, before the first byte is written where the disk has not enough space.
     """
     files = lay_out(entries, rank=rank, world=world, file_bytes=file_bytes, first=first)
     needed = sum(file.bytes for file in files) + MARGIN_BYTES
     try:
         require_space(partial, doing="Saving a checkpoint", bytes_needed=needed)
-        records = tuple(_write(partial, file) for file in files)
+        records = tuple(_write(partial, file, wrote) for file in files)
     except OSError as error:
         raise storage_error(error, path=partial, doing="Saving a checkpoint", bytes_needed=needed) from error
     return Part(files=records, boxes=tuple(box for file in files for box in file.boxes))
@@ -208,10 +212,13 @@ def _file_bytes(file: DataFile) -> Iterator[memoryview]:
         yield from tensor_bytes(entry.tensor)
 
 
-def _write(directory: Path, file: DataFile) -> FileRecord:
+def _write(directory: Path, file: DataFile, wrote: Callable[[int], None]) -> FileRecord:
     with HashingWriter(directory / file.name) as writer:
-        for piece in _file_bytes(file):
-            writer.write(piece)
+        for whole in _file_bytes(file):
+            for start in range(0, len(whole), PIECE_BYTES):
+                piece = whole[start : start + PIECE_BYTES]
+                writer.write(piece)
+                wrote(len(piece))
         return writer.finish()
 
 
@@ -220,9 +227,11 @@ class SaveBackend(Protocol):
     directory.
 
     store: the run's URL in object storage; "" for a run that saves into its directory.
+    stall_s: the seconds without a written byte after which a rank is stuck; inf: `write` sees that itself.
     """
 
     store: str
+    stall_s: float
 
     def begin(self, partial: Path, *, bytes: int) -> None:
         """Make room for a save of so many bytes. Called by the first rank. Raises StorageError."""
@@ -230,8 +239,19 @@ class SaveBackend(Protocol):
     def clear(self, partial: Path) -> None:
         """Remove what a failed save left. Called by the first rank, once no rank writes there any more."""
 
-    def write(self, partial: Path, entries: Sequence[StateEntry], *, rank: int, world: int) -> Part:
-        """Write this rank's entries durably, and return the part. Raises StorageError."""
+    def write(
+        self,
+        partial: Path,
+        entries: Sequence[StateEntry],
+        *,
+        rank: int,
+        world: int,
+        wrote: Callable[[int], None],
+    ) -> Part:
+        """Write this rank's entries durably, and return the part. Raises StorageError.
+
+        wrote: called with the bytes of each piece that is written, where `stall_s` is finite.
+        """
 
     def commit(self, partial: Path, parts: Sequence[Part], snapshot: StateSnapshot) -> None:
         """Turn what all ranks wrote into a checkpoint. Called by the first rank. Raises as `commit`."""
@@ -243,7 +263,7 @@ class SaveBackend(Protocol):
 class DirectoryBackend:
     """Saves into the run directory, which all ranks share: see `SaveBackend`."""
 
-    store = ""
+    store, stall_s = "", STALL_S
 
     def begin(self, partial: Path, *, bytes: int) -> None:
         """See `SaveBackend`."""
@@ -254,9 +274,17 @@ class DirectoryBackend:
         """See `SaveBackend`."""
         shutil.rmtree(partial, ignore_errors=True)
 
-    def write(self, partial: Path, entries: Sequence[StateEntry], *, rank: int, world: int) -> Part:
+    def write(
+        self,
+        partial: Path,
+        entries: Sequence[StateEntry],
+        *,
+        rank: int,
+        world: int,
+        wrote: Callable[[int], None],
+    ) -> Part:
         """See `SaveBackend`."""
-        return write_part(partial, entries, rank=rank, world=world)
+        return write_part(partial, entries, rank=rank, world=world, wrote=wrote)
 
     def commit(self, partial: Path, parts: Sequence[Part], snapshot: StateSnapshot) -> None:
         """See `SaveBackend`."""
@@ -278,6 +306,8 @@ class DirectoryBackend:
 class ObjectStoreBackend:
     """Saves to object storage, from every rank: see `SaveBackend` and `ObjectPartWriter`."""
 
+    stall_s = inf
+
     def __init__(self, url: str) -> None:
         self.store = url
 
@@ -293,8 +323,16 @@ class ObjectStoreBackend:
         """See `SaveBackend`."""
         ObjectPartWriter(partial, self.store).abandon(0, files=(), why={})
 
-    def write(self, partial: Path, entries: Sequence[StateEntry], *, rank: int, world: int) -> Part:
-        """See `SaveBackend`."""
+    def write(
+        self,
+        partial: Path,
+        entries: Sequence[StateEntry],
+        *,
+        rank: int,
+        world: int,
+        wrote: Callable[[int], None],
+    ) -> Part:
+        """See `SaveBackend`. Each transfer has time-outs of its own."""
         return send_part(ObjectPartWriter(partial, self.store), entries, rank=rank, world=world)
 
     def commit(self, partial: Path, parts: Sequence[Part], snapshot: StateSnapshot) -> None:

@@ -18,7 +18,7 @@ from bloomery.checkpoint.format.commit import (
     part_record,
     partial_directory,
 )
-from bloomery.checkpoint.format.deadlines import Deadlines
+from bloomery.checkpoint.format.deadlines import Deadlines, PartProgress
 from bloomery.checkpoint.format.manifest import FileRecord, checkpoint_name, now
 from bloomery.checkpoint.format.state import Json, SaveResult, StateEntry, Stateful, StateSnapshot, collect
 from bloomery.checkpoint.save.background import BackgroundSaver
@@ -72,8 +72,7 @@ class Saver:
         self._background: BackgroundSaver | None = None
         self._prepared = False
         self._pending: list[PendingSave] = []
-        self._saved: list[SaveResult] = []
-        self._degraded: list[str] = []
+        self._saved, self._degraded = list[SaveResult](), list[str]()
         self._failed_partials: set[Path] = set()
         self._memory: ReplicaSettings | None = None
         self._partner = ranks.rank
@@ -178,7 +177,6 @@ class Saver:
             background.check.carry_to_end(name)
         self._given_up = given_up
         self._update_deadlines()
-        partner = facts[self._partner]["endpoint"] if self._partner != self._ranks.rank else None
         saving = background.begin(
             entries,
             plan,
@@ -189,7 +187,7 @@ class Saver:
             # As JSON now, because the run goes on and changes the values.
             texts={"values": json.dumps(snapshot.values), "boxes": plan.boxes},
             deadlines=self._deadlines,
-            partner=partner,
+            partner=facts[self._partner]["endpoint"] if self._partner != self._ranks.rank else None,
         )
         self._pending.append(saving)
         return True
@@ -267,6 +265,8 @@ class Saver:
         if self._background is not None:
             self._background.close()
             self._background = None
+        self._collect_ended()
+        self._clear_failed_partials(())  # no other save does, until the run ends
         self._degraded.append(why)
         log.warning("saving in the background is not possible; the training waits for each save: %s", why)
 
@@ -284,17 +284,14 @@ class Saver:
         }
 
     def _order(self, snapshot: StateSnapshot) -> dict[str, Any]:  # Any: JSON
+        about = dict(snapshot.about)
         return {
             "partial": str(self._partial(snapshot)),
             "store": self._place.store,
             "rank": self._ranks.rank,
             "world": self._ranks.world,
             "time": now(),
-            "checkpoint": {
-                "step": snapshot.step,
-                "incarnation": snapshot.incarnation,
-                "about": dict(snapshot.about),
-            },
+            "checkpoint": {"step": snapshot.step, "incarnation": snapshot.incarnation, "about": about},
         }
 
     def _prepare_partial(self, snapshot: StateSnapshot, under_way: Collection[str]) -> bool:
@@ -326,9 +323,8 @@ class Saver:
         self._deadlines = Deadlines(part_bytes=sizes[self._ranks.rank], largest_part_bytes=max(sizes))
 
     def _is_here(self, snapshot: StateSnapshot) -> bool:
-        return (
-            already_saved(self._directory, step=snapshot.step, incarnation=snapshot.incarnation) is not None
-        )
+        saved = already_saved(self._directory, step=snapshot.step, incarnation=snapshot.incarnation)
+        return saved is not None
 
     def _partial(self, snapshot: StateSnapshot) -> Path:
         return partial_directory(self._directory, step=snapshot.step, incarnation=snapshot.incarnation)
@@ -338,13 +334,18 @@ class Saver:
         partial, entries = self._partial(snapshot), snapshot.state.entries
         self._planner.agree(entries, self._ranks.gather(self._planner.digest(entries)))
         own = self._planner.entries_to_write(entries)
-        rank, world = self._ranks.rank, self._ranks.world
+        rank, world, progress = self._ranks.rank, self._ranks.world, PartProgress(lambda count: None)
+
+        def write() -> str:
+            part = self._place.write(partial, own, rank=rank, world=world, wrote=progress.add)
+            return part_record(part).decode()
+
         try:
             self._ranks.run_on_first(lambda: self._place.begin(partial, bytes=0))
             # A store may take longer than a collective may wait. The parts travel as texts, since only the
             # first rank makes boxes of all of them: hundreds of ranks have a million.
             written = self._ranks.poll_on_all(
-                lambda: part_record(self._place.write(partial, own, rank=rank, world=world)).decode()
+                write, stall_s=self._place.stall_s, progress=progress, doing=f"its part of {partial.stem}"
             )
 
             def part_of(number: int) -> Part:
@@ -373,8 +374,9 @@ class Saver:
         """Note what all ranks read back since the last save; return what is now known to be intact."""
         if not self._ranks.is_first or self._verdicts is None:
             return []
-        found = [self._verdicts.add(rank, fact["read_back"]) for rank, fact in enumerate(facts)]
-        return [name for names in found for name in names]
+        return [
+            name for rank, fact in enumerate(facts) for name in self._verdicts.add(rank, fact["read_back"])
+        ]
 
     def _on_written(self, saving: PendingSave) -> None:
         """Note that this rank's part was written; on the first rank: committed. Runs in the save's thread."""

@@ -9,11 +9,9 @@ takes its own with it. The next run on a node removes the replicas of runs that 
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import logging
 import os
-import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -34,13 +32,12 @@ from bloomery.checkpoint.format.manifest import (
     manifest_text,
 )
 from bloomery.checkpoint.format.source import LOCAL_WINDOW_BYTES
+from bloomery.checkpoint.writer.leftover_memory import OWNER, free_left_over, memory_directory
 from bloomery.checkpoint.writer.ranks import Ranks
-from bloomery.events.incarnation import Base, identity
-from bloomery.events.run_directory import RunDirectory
+from bloomery.events.incarnation import Base
 
 log = logging.getLogger(__name__)
 
-_PREFIX, _OWNER = "bloomery-", "run.json"
 _LOCK_TIMEOUT_S = 60.0
 """Other processes lock the owner file only while they read it."""
 SLOTS = 2
@@ -100,8 +97,7 @@ class MemoryReplicas:
 
     def __init__(self, root: Path, run: Path, identity: str) -> None:
         self._run, self._identity = run.resolve(), identity
-        name = hashlib.sha256(f"{self._run} {identity}".encode()).hexdigest()[:16]
-        self.directory = root / f"{_PREFIX}{name}"
+        self.directory = memory_directory(root, self._run, identity)
         self._held: int | None = None
 
     def slot(self, owner: int, number: int, *, keeper: int | None = None) -> Path:
@@ -117,7 +113,7 @@ class MemoryReplicas:
         if self._held is not None:
             return
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        owner = self.directory / _OWNER
+        owner = self.directory / OWNER
         if not owner.exists():
             durable.write_whole_unsynced(
                 owner, json.dumps({"run": str(self._run), "identity": self._identity})
@@ -135,11 +131,8 @@ class MemoryReplicas:
             self._held = None
 
     def sweep(self) -> list[Path]:
-        """Remove the directories of other runs that are gone and that nobody has locked; return them."""
-        gone = [path for path in sorted(self.directory.parent.glob(f"{_PREFIX}*")) if _is_left_over(path)]
-        for path in gone:
-            shutil.rmtree(path, ignore_errors=True)  # another rank of this node sweeps, too
-        return gone
+        """Free what other runs have left on this node; return it: see `free_left_over`."""
+        return free_left_over(self.directory.parent, but=self.directory)
 
     def remove(self, rank: int) -> None:
         """Remove what a rank staged and what it kept for partners, once its run has ended well."""
@@ -148,7 +141,7 @@ class MemoryReplicas:
                 path.unlink(missing_ok=True)
         try:
             if not any(self.directory.glob("rank-*")):
-                (self.directory / _OWNER).unlink(missing_ok=True)
+                (self.directory / OWNER).unlink(missing_ok=True)
             self.directory.rmdir()
         except OSError:  # other ranks of this node still have theirs
             return
@@ -172,23 +165,6 @@ class MemoryReplicas:
         """Return the replicas whose bytes are complete, sorted by path."""
         replicas = (read_replica(path) for path in sorted(self.directory.glob("rank-*.json")))
         return [replica for replica in replicas if replica is not None]
-
-
-def _is_left_over(directory: Path) -> bool:
-    """Say whether a directory belongs to a run that is gone, and no process has it locked."""
-    try:
-        file = os.open(directory / _OWNER, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:  # another user's, or not one of ours
-        return False
-    try:
-        if not durable.try_lock(file):
-            return False
-        owner = json.loads(os.pread(file, 1 << 16, 0))
-        return bool(identity(RunDirectory(Path(owner["run"]))) != owner["identity"])
-    except (OSError, ValueError, KeyError, TypeError):  # the owner cannot be read: leave it alone
-        return False
-    finally:
-        os.close(file)
 
 
 def label_of(slot: Path) -> Path:
@@ -256,7 +232,7 @@ def partners_of(hosts: Sequence[str]) -> list[int]:
     """Return each rank's partner, which keeps a replica of its part: the rank in its place on the next node.
 
     On a single node it is the next rank; such replicas survive the loss of a process, but not of the node.
-    hosts: the host name of each rank.
+    hosts: the node of each rank, by a text that no other node has.
     """
     nodes: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):

@@ -38,9 +38,10 @@ from bloomery.checkpoint.writer.memory_replica import (
     write_label,
 )
 from bloomery.checkpoint.writer.ranks import Ranks
-from bloomery.checkpoint.writer.shared_buffer import machine_id, refuse_without_memory
+from bloomery.checkpoint.writer.shared_buffer import refuse_without_memory
 from bloomery.errors import StorageError, require_space
 from bloomery.events.incarnation import identity
+from bloomery.events.machine import machine_id
 from bloomery.events.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
@@ -145,10 +146,17 @@ def agree_on_partner(
     bytes, boxes: the largest size that this rank's part will have.
     """
     host = os.uname().nodename
-    gathered = ranks.gather([f"{host} {directory.resolve()}", bytes, boxes])
+    gathered = ranks.gather([f"{host}/{machine_id()} {directory.resolve()}", bytes, boxes])
     nodes = [node for node, _, _ in gathered]
     partners = partners_of(nodes)
-    is_one_machine = len({node.partition(" ")[0] for node in nodes}) == 1
+    machines = {node.partition(" ")[0] for node in nodes}
+    is_one_machine = len(machines) == 1
+    if ranks.is_first and len({machine.partition("/")[0] for machine in machines}) < len(machines):
+        log.warning(
+            "some machines have equal host names (%s, say), so that no part can be sent to a partner there: "
+            "give each machine a name that the others reach it by",
+            host,
+        )
     memory = ReplicaSettings(
         root=directory,
         run=run,

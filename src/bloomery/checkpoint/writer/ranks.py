@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
-from bloomery.checkpoint.format.deadlines import POLL_S
+from bloomery.checkpoint.format.deadlines import POLL_S, PartProgress, StallWatch
 from bloomery.checkpoint.format.manifest import DamagedCheckpoint
 from bloomery.errors import BloomeryError, CheckpointError, StorageError
 
@@ -70,12 +70,19 @@ class Ranks:
         return [outcome["result"] for outcome in outcomes]
 
     def poll_on_all(
-        self, act: Callable[[], Any], *, deadline_s: float = inf, doing: str = "what all wait for"
+        self,
+        act: Callable[[], Any],
+        *,
+        deadline_s: float = inf,
+        stall_s: float = inf,
+        progress: PartProgress | None = None,
+        doing: str = "what all wait for",
     ) -> list[Any]:
         """Like `run_on_all`, for work that may take one rank longer than a collective's time-out.
 
         `act` runs in a thread, and the ranks gather again and again until all are done. Collective.
         deadline_s: for this rank's `act`; inf where `act` has deadlines itself. doing: for the message.
+        progress: counts the bytes that `act` has written; stall_s: for how long it may stand still.
         Raises StorageError on every rank where one is late, naming that rank.
         """
         if self.world == 1:
@@ -83,11 +90,15 @@ class Ranks:
         begun = time.monotonic()
         over: Future[Any] = Future()
         threading.Thread(target=_run_into, args=(act, over), name="poll-on-all", daemon=True).start()
-        tick_s = _FIRST_TICK_S
+        tick_s, watch = _FIRST_TICK_S, StallWatch(stall_s)
         while True:
             wait([over], timeout=tick_s)
-            late = not over.done() and time.monotonic() - begun > deadline_s
-            states = self.gather([over.done(), f"{doing} for {deadline_s:,.0f} s" if late else ""])
+            late = ""
+            if not over.done() and progress is not None and watch.is_stalled(progress.count):
+                late = f"{doing} without a new byte for {stall_s:,.0f} s"
+            elif not over.done() and time.monotonic() - begun > deadline_s:
+                late = f"{doing} for {deadline_s:,.0f} s"
+            states = self.gather([over.done(), late])
             for rank, (_, why) in enumerate(states):
                 if why:
                     raise StorageError(

@@ -121,14 +121,6 @@ def mapped_bytes(bytes: int) -> int:
     return bytes + -bytes % mmap.PAGESIZE + mmap.PAGESIZE
 
 
-def machine_id() -> str:
-    """Return what all ranks on this machine have in common: the id of its boot, or else its host name."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return os.uname().nodename
-
-
 def refuse_without_memory(bytes: int) -> None:
     """Raise StorageError unless so much memory is free, on the machine and in the control group."""
     available = available_memory_bytes()

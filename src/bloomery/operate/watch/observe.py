@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from bloomery.checkpoint.format.manifest import parse_name
+from bloomery.config.checkpoint import BackupSection
 from bloomery.config.load import load_recipe
 from bloomery.config.recipe import Recipe
 from bloomery.errors import BloomeryError
@@ -237,13 +239,26 @@ class RunObserver:
         return self._jobs
 
     def _unsaved_copy_s(self, recipe: Recipe | None, now: float) -> float:
-        if recipe is None or not recipe.backup.url or recipe.backup.every_steps or not self.saves:
+        """Return for how long the newest checkpoint that a place is to have has had no copy there."""
+        if recipe is None:
             return 0.0
-        for age, (time, name) in enumerate(reversed(self.saves)):
-            if (self.rundir.backups / f"{name}.json").exists():
-                return 0.0 if age == 0 else now - self.saves[-age][0]
+        places = {"": recipe.backup, ".second": recipe.second_backup}
+        return max(self._uncopied_s(section, f"{place}.json", now) for place, section in places.items())
+
+    def _uncopied_s(self, section: BackupSection, record: str, now: float) -> float:
+        saves = [save for save in self.saves if not section.every_steps or _is_multiple(save[1], section)]
+        if not section.url or not saves:
+            return 0.0
+        for age, (time, name) in enumerate(reversed(saves)):
+            if (self.rundir.backups / f"{name}{record}").exists():
+                return 0.0 if age == 0 else now - saves[-age][0]
             oldest = time
         return now - oldest
+
+
+def _is_multiple(name: str, section: BackupSection) -> bool:
+    base = parse_name(name)
+    return base is not None and base[0] % section.every_steps == 0
 
 
 def _began(verdict: RunVerdict, seen: RunObservation, now: float) -> float:
