@@ -76,6 +76,12 @@ class ConfigError(BloomeryError):
         super().__init__(f"{count} mistake{'s' if count != 1 else ''} in {of}:\n{lines}")
 
 
+class UsageError(BloomeryError):
+    """A command line whose words do not go together, or cannot be meant; nothing was begun."""
+
+    exit_status = 2
+
+
 class DataError(BloomeryError):
     """A corpus, a tokenizer or an indexed file that cannot be used as it is."""
 

@@ -15,7 +15,7 @@ from bloomery.checkpoint.save.direct import save_checkpoint
 from bloomery.cli import ckpt_copy, ckpt_list
 from bloomery.cli.ckpt import run
 from bloomery.cli.tables import table_text
-from bloomery.errors import CheckpointError, RunBusy
+from bloomery.errors import CheckpointError, RunBusy, UsageError
 from bloomery.events.incarnation import begin
 from bloomery.events.run_directory import RunDirectory
 from bloomery.events.run_lock import lock_run
@@ -252,7 +252,7 @@ def test_a_copy_goes_to_a_url_and_comes_back_as_a_run(rundir: RunDirectory, tmp_
     assert run(["diff", str(rundir.path), str(back), "--contents"]) == 0
     assert (back / "recipe.toml").read_text() == RECIPE
     assert {path.name for path in (back / "incarnations").iterdir()} == {"000001.json", "000002.json"}
-    with pytest.raises(CheckpointError, match="must be a URL"):
+    with pytest.raises(UsageError, match="must be a URL"):
         run(["copy", str(rundir.path), str(back)])
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "todo").touch()

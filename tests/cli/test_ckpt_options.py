@@ -25,7 +25,7 @@ from bloomery.checkpoint.remote.transfer import upload_checkpoint
 from bloomery.checkpoint.save.direct import save_checkpoint
 from bloomery.cli import ckpt, ckpt_copy, ckpt_list
 from bloomery.cli.ckpt import run
-from bloomery.errors import CheckpointError, StorageError
+from bloomery.errors import CheckpointError, StorageError, UsageError
 from bloomery.events.incarnation import begin
 from bloomery.events.run_directory import RunDirectory
 
@@ -221,10 +221,10 @@ def test_a_copy_of_a_checkpoint_beside_no_run_leaves_no_record(
     assert [copy.what for copy in remote_copies(rundir)[NAMES[2]]] == ["model"]
     with pytest.raises(CheckpointError, match="is a checkpoint"):
         run(["copy", f"file://{tmp_path}/there", str(alone)])
-    with pytest.raises(CheckpointError, match="only works for copies to a URL"):
+    with pytest.raises(UsageError, match="only works for copies to a URL"):
         run(["copy", f"file://{tmp_path}/there", str(tmp_path / "back"), "--what", "model"])
     assert not (tmp_path / "back").exists()
-    with pytest.raises(CheckpointError, match="must be a URL"):
+    with pytest.raises(UsageError, match="must be a URL"):
         run(["copy", f"file://{tmp_path}/there", f"file://{tmp_path}/back"])
 
 

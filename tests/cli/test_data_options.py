@@ -16,7 +16,7 @@ from bloomery.cli.data import run
 from bloomery.cli.data_pairs import _histogram, print_result
 from bloomery.config.load import load_recipe
 from bloomery.data.indexed import IndexedDataset, IndexedWriter
-from bloomery.errors import ConfigError, DataError
+from bloomery.errors import ConfigError, UsageError
 
 
 def pair(prefix: Path, *documents: list[int]) -> Path:
@@ -57,7 +57,7 @@ def test_pairs_are_merged_in_the_order_given_and_parts_are_not_named(
     merged = IndexedDataset(tmp_path / "both")
     assert [merged.document(number).tolist() for number in range(3)] == [[4], [5, 6], [1, 2, 3]]
     for words, why in ((["merge"], "No pair to merge"), (["merge", "--parts", str(one)], "finds the parts")):
-        with pytest.raises(DataError, match=why):
+        with pytest.raises(UsageError, match=why):
             run([*words, "--to", str(tmp_path / "new")])
 
 
@@ -99,7 +99,7 @@ def test_near_duplicates_are_those_of_the_threshold_and_the_ngrams_that_were_giv
     told(capsys, "dedup", one, "--to", out)
     assert got.pop()[2:4] == (0.8, 5)
     for words in (("--threshold", "0.49"), ("--threshold", "1.01"), ("--ngram", "0"), ("--ngram", "65")):
-        with pytest.raises(DataError, match="find no near duplicates"):
+        with pytest.raises(UsageError, match="find no near duplicates"):
             run(["dedup", str(one), "--to", str(out), *words])
     for words in (("--threshold", "0.5"), ("--threshold", "1"), ("--ngram", "1"), ("--ngram", "64")):
         assert run(["dedup", str(one), "--to", str(out), *words]) == 0
@@ -117,10 +117,10 @@ def test_sources_of_a_fetch_have_the_names_given_or_those_of_their_addresses() -
     }
     assert data_fetch._named(["https://h/a?b=c/x"]) == {"x": "https://h/a?b=c/x"}
     for sources in (["s3://b/x", "s3://c/x"], ["=s3://b/x"], ["..=s3://b/x"]):
-        with pytest.raises(DataError, match="has no name of its own"):
+        with pytest.raises(UsageError, match="has no name of its own"):
             data_fetch._named(sources)
     assert data_fetch._ratios(["en=0.75", "de=0.25"]) == {"en": 0.75, "de": 0.25}
-    with pytest.raises(DataError, match="is not NAME=PART"):
+    with pytest.raises(UsageError, match="is not NAME=PART"):
         data_fetch._ratios(["en"])
 
 

@@ -71,3 +71,39 @@ def test_a_run_that_is_not_there_is_1(
     said = capsys.readouterr()
     assert "runs/none" in said.err + said.out
     assert list(tmp_path.iterdir()) == []
+
+
+WORDS = (
+    ("ckpt", "copy", "a", "b"),
+    ("ckpt", "copy", "file:///tmp/none", "b", "--what", "model"),
+    ("coordinate", "--grant"),
+    ("coordinate", "--init-certs", "c"),
+    ("coordinate", "--revoke", "a"),
+    ("coordinate", "--listen", "0.0.0.0:0"),
+    ("dashboard", "a", "--host", "0.0.0.0"),
+    ("data", "dedup", "a", "--to", "b", "--ngram", "0"),
+    ("data", "fetch", "a=s3://b/x", "a=s3://c/x", "--to", "b"),
+    ("data", "fetch", "a=s3://b/x", "--to", "b", "--ratio", "en"),
+    ("data", "merge", "--to", "b"),
+    ("data", "merge", "a", "--parts", "--to", "b"),
+    ("launch", "demo", "--nnodes", "2", "--rdzv", "node"),
+    ("note", "run", " "),
+    ("sync", "run", "file:///tmp/none", "--once", "--checkpoints"),
+    ("sync", "run", "file:///tmp/none", "--once", "--beside"),
+)
+
+
+@pytest.mark.parametrize("words", WORDS, ids=" ".join)
+def test_words_that_do_not_go_together_are_2_and_nothing_is_made(
+    words: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run/incarnations").mkdir(parents=True)
+    before = sorted(tmp_path.rglob("*"))
+    assert status_of(*words) == 2
+    said = capsys.readouterr()
+    assert said.err and not said.out and "Traceback" not in said.err
+    assert sorted(tmp_path.rglob("*")) == before

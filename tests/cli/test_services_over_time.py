@@ -16,7 +16,7 @@ from tests.cli.wait_clock import Clock
 
 from bloomery.cli import sync
 from bloomery.config.load import dump_recipe, load_recipe, override
-from bloomery.errors import BloomeryError, CheckpointError, StorageError
+from bloomery.errors import BloomeryError, CheckpointError, StorageError, UsageError
 from bloomery.events.run_directory import RunDirectory
 from bloomery.operate.sync.keeper import SyncTurn
 
@@ -260,7 +260,7 @@ def test_a_sync_is_of_a_run_its_place_and_its_checkpoints(
     made.clear()
     assert sync.sync([str(tmp_path / "none"), "s3://b/x", "--beside"]) == 3
     assert made[-1] == ("repeat", RunDirectory(tmp_path / "none"), "sync", None)
-    with pytest.raises(StorageError, match="s3://b/x is no repository of the Hub"):
+    with pytest.raises(UsageError, match="s3://b/x is no repository of the Hub"):
         sync.sync([path, "s3://b/x", "--checkpoints"])
 
 

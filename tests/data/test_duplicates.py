@@ -20,7 +20,7 @@ from bloomery.data.pair_files import bin_path
 from bloomery.data.pairs import verify_pair
 from bloomery.data.seal import SealFacts
 from bloomery.data.tokenizer import train_tokenizer
-from bloomery.errors import DataError
+from bloomery.errors import DataError, UsageError
 
 EOD = 0
 
@@ -257,7 +257,7 @@ def test_the_command_says_what_it_left_out(
     assert run(["dedup", str(tmp_path / "pair"), "--to", str(tmp_path / "new"), "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert (facts["removed_equal"], facts["removed_near"]) == (6, 9)
-    with pytest.raises(DataError, match="find no near duplicates"):
+    with pytest.raises(UsageError, match="find no near duplicates"):
         run(["dedup", str(tmp_path / "pair"), "--to", str(tmp_path / "new"), "--threshold", "3"])
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bloomery.config.setting import LARGEST_COUNT
-from bloomery.errors import BloomeryError
+from bloomery.errors import UsageError
 
 PICTURES = (".png", ".svg", ".pdf")
 MOST = LARGEST_COUNT
@@ -58,10 +58,10 @@ def amount(what: str, *, above: float = -math.inf, least: float = -math.inf) -> 
 
 
 def read_endpoint(endpoint: str) -> tuple[str, int]:
-    """Return host and port of --rdzv. Raises BloomeryError."""
+    """Return host and port of --rdzv. Raises UsageError."""
     host, _, port = endpoint.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise BloomeryError(
+        raise UsageError(
             f"--rdzv {endpoint} is not HOST:PORT.",
             remedy="Name the first node and a free port there, the same on all nodes: --rdzv node-1:29400",
         )

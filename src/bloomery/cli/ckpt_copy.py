@@ -35,7 +35,7 @@ from bloomery.cli.run_inputs import (
 )
 from bloomery.cli.tables import size_words
 from bloomery.config.checkpoint import BackupSection
-from bloomery.errors import BloomeryError, CheckpointError
+from bloomery.errors import BloomeryError, CheckpointError, UsageError
 from bloomery.events.run_directory import RunDirectory
 from bloomery.events.run_lock import lock_run
 from bloomery.objects import storage_failure
@@ -68,9 +68,13 @@ def copy(arguments: list[str]) -> int:
     options.add_argument("--json", action="store_true", help="print one JSON object")
     args = options.parse_args(arguments)
     if is_remote(args.target) == is_remote(args.source):
-        raise CheckpointError(
+        raise UsageError(
             f"one of {args.source} and {args.target} must be a URL",
             remedy="A directory is a URL too: file:///mnt/disk/run.",
+        )
+    if args.what == "model" and not is_remote(args.target):
+        raise UsageError(
+            "--what model only works for copies to a URL", remedy="Copy all, then use `ckpt slim`."
         )
     copied = _up(args) if is_remote(args.target) else _down(args)
     if args.json:
@@ -112,10 +116,6 @@ def _down(args: Namespace) -> dict[str, str | int]:
     if is_checkpoint(target):
         raise CheckpointError(
             f"{target} is a checkpoint", remedy="Give the run directory that the copy belongs to."
-        )
-    if args.what == "model":
-        raise CheckpointError(
-            "--what model only works for copies to a URL", remedy="Copy all, then use `ckpt slim`."
         )
     rundir = (
         run_directory(target) if target.exists() and any(target.iterdir()) else RunDirectory(target).create()

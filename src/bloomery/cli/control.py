@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from bloomery.cli.argument_values import MOST, not_negative
 from bloomery.cli.arguments import parser
 from bloomery.cli.json_output import json_text
-from bloomery.errors import BloomeryError, storage_error
+from bloomery.errors import BloomeryError, UsageError, storage_error
 from bloomery.events.run_directory import RunDirectory
 from bloomery.events.switches import Switches, arm, note_of, switch_places
 
@@ -206,15 +206,13 @@ def samples_of(args: Namespace, past: PastSteps) -> range:
         return found
     asked = f"--steps {args.steps.start}:{args.steps.stop}"
     if found:
-        raise BloomeryError(
-            f"{asked} ends beyond sample {MOST:,}.", remedy="Give an earlier step as its end."
-        )
+        raise UsageError(f"{asked} ends beyond sample {MOST:,}.", remedy="Give an earlier step as its end.")
     if past.newest is None:
         raise BloomeryError(
             f"No step of this run is recorded yet, so nobody knows which samples {asked} are.",
             remedy="Wait for its first step, or name the samples: --samples FIRST:END.",
         )
-    raise BloomeryError(f"{asked} has no samples: the first step of a run is 1.", remedy="Give a later step.")
+    raise UsageError(f"{asked} has no samples: the first step of a run is 1.", remedy="Give a later step.")
 
 
 def cursor_after(step: int, past: PastSteps) -> int:

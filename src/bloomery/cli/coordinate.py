@@ -31,7 +31,7 @@ from bloomery.coordination.etcd_process import EtcdServer, find_etcd, start_sing
 from bloomery.coordination.gateway import Access
 from bloomery.coordination.orphan import serving
 from bloomery.coordination.recovery import adopt
-from bloomery.errors import ConfigError, CoordinatorError, PeerError
+from bloomery.errors import ConfigError, CoordinatorError, PeerError, UsageError
 from bloomery.protocol.keys import Keys, is_name, name_mistake
 from bloomery.transport.listener import raise_descriptor_limit
 from bloomery.transport.sockets import split_address
@@ -152,7 +152,7 @@ def _parser() -> ArgumentParser:
 
 
 def _refuse_loose_options(options: Namespace) -> None:
-    """Raise CoordinatorError for an option that says more about another one, which is not there."""
+    """Raise UsageError for an option that says more about another one, which is not there."""
     needs = {
         "--renew": (options.renew, "--init-certs", options.init_certs),
         "--peers": (options.peers, "--init-certs", options.init_certs),
@@ -162,9 +162,7 @@ def _refuse_loose_options(options: Namespace) -> None:
     }
     for option, (given, wanted, there) in needs.items():
         if given and there is None:
-            raise CoordinatorError(
-                f"{option} goes with {wanted}", remedy=f"Add {wanted}, or leave {option} out."
-            )
+            raise UsageError(f"{option} goes with {wanted}", remedy=f"Add {wanted}, or leave {option} out.")
 
 
 def _check_names(options: Namespace) -> None:
@@ -183,7 +181,7 @@ def _check_names(options: Namespace) -> None:
 def _init_certificates(options: Namespace) -> int:
     peers = _listed(options.peers or "")
     if options.run is None or not peers:
-        raise CoordinatorError(
+        raise UsageError(
             "--init-certs needs the run and its peers", remedy="Add --run RUN --peers NAME,NAME,…"
         )
     issued = init_certificates(
@@ -210,7 +208,7 @@ def _init_certificates(options: Namespace) -> int:
 
 def _grant(options: Namespace) -> int:
     if options.certificates is None:
-        raise CoordinatorError("--grant needs --certificates DIR", remedy="Make them with --init-certs.")
+        raise UsageError("--grant needs --certificates DIR", remedy="Make them with --init-certs.")
     endpoints = _endpoints(options)
     count = apply_access(endpoints, root_access(options.certificates), accounts_in(options.certificates))
     restore_revocations(options.certificates, root_access(options.certificates), endpoints)
@@ -220,7 +218,7 @@ def _grant(options: Namespace) -> int:
 
 def _revoke(options: Namespace) -> int:
     if options.certificates is None or options.run is None:
-        raise CoordinatorError("--revoke needs --certificates DIR and --run RUN", remedy="Add both.")
+        raise UsageError("--revoke needs --certificates DIR and --run RUN", remedy="Add both.")
     endpoints = _endpoints(options)
     with Etcd(endpoints, root_access(options.certificates)) as etcd:
         serials = revoke(options.certificates, etcd, run=options.run, peer=options.revoke)
@@ -287,7 +285,7 @@ def _access(directory: Path | None) -> Access:
 def _serve(options: Namespace) -> int:
     host, port = split_address(options.listen or DEFAULT_LISTEN)
     if options.certificates is None and not is_loopback(host):
-        raise CoordinatorError(
+        raise UsageError(
             f"without certificates anybody could control a coordinator at {host}",
             remedy="Make them with --init-certs and add --certificates DIR, or listen on 127.0.0.1.",
         )

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bloomery.cli.arguments import parser
-from bloomery.errors import BloomeryError, storage_error
+from bloomery.errors import BloomeryError, UsageError, storage_error
 
 if TYPE_CHECKING:
     from bloomery.operate.dashboard.access import AccessRules
@@ -90,7 +90,7 @@ def _rules(options: Namespace) -> tuple[AccessRules, str]:
     token = read_token(options.token_file) if options.token_file else None
     is_private = not is_loopback(options.host)
     if is_private and not (token and options.tls_cert and options.tls_key):
-        raise BloomeryError(
+        raise UsageError(
             f"{options.host} can be reached from other machines, so the page needs a token and TLS.",
             remedy="Give --token-file, --tls-cert and --tls-key; or leave --host out and use `ssh -L`.",
         )

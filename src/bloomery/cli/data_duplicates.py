@@ -62,10 +62,10 @@ def add_parser(commands: Any) -> None:  # Any: argparse names no type for it
 def _dedup(options: argparse.Namespace) -> int:
     from bloomery.cli.data_pairs import print_result
     from bloomery.data.duplicates import DUPLICATES, SimilarityThreshold, deduplicate
-    from bloomery.errors import DataError
+    from bloomery.errors import UsageError
 
     if not 0.5 <= options.threshold <= 1 or not 1 <= options.ngram <= 64:
-        raise DataError(
+        raise UsageError(
             f"--threshold {options.threshold} and --ngram {options.ngram} find no near duplicates.",
             remedy="Give a share from 0.5 to 1, and 1 to 64 tokens.",
         )

@@ -169,7 +169,7 @@ def _sizes(shards: list[Shard]) -> dict[str, dict[str, int]]:
 
 def _named(sources: list[str]) -> dict[str, str]:
     from bloomery.config.data import HUB_PREFIX
-    from bloomery.errors import DataError
+    from bloomery.errors import UsageError
 
     named: dict[str, str] = {}
     for source in sources:
@@ -179,7 +179,7 @@ def _named(sources: list[str]) -> dict[str, str]:
             if source.startswith(HUB_PREFIX):
                 name = re.split("[@:]", source.removeprefix(HUB_PREFIX))[0].rpartition("/")[2]
         if name in named or name in ("", ".", ".."):
-            raise DataError(
+            raise UsageError(
                 f"The source {source!r} has no name of its own ({name!r}).",
                 remedy="Give it one: NAME=ADDRESS.",
             )
@@ -188,7 +188,7 @@ def _named(sources: list[str]) -> dict[str, str]:
 
 
 def _ratios(arguments: list[str]) -> dict[str, float]:
-    from bloomery.errors import DataError
+    from bloomery.errors import UsageError
 
     ratios = {}
     for argument in arguments:
@@ -196,7 +196,7 @@ def _ratios(arguments: list[str]) -> dict[str, float]:
         try:
             ratios[name] = float(part)
         except ValueError:
-            raise DataError(
+            raise UsageError(
                 f"--ratio {argument} is not NAME=PART.", remedy="For instance --ratio en=0.9."
             ) from None
     return ratios

@@ -156,12 +156,12 @@ def _histogram(lengths: npt.NDArray[np.int64]) -> list[tuple[int, int, int]]:
 
 def _merge(options: argparse.Namespace) -> int:
     from bloomery.data.pairs import merge_pairs
-    from bloomery.errors import DataError
+    from bloomery.errors import UsageError
 
     if options.parts:
         return _merge_parts(options)
     if not options.prefixes:
-        raise DataError("No pair to merge is named.", remedy="Name pairs, or give --parts to join parts.")
+        raise UsageError("No pair to merge is named.", remedy="Name pairs, or give --parts to join parts.")
     with data_bar(shown=not options.json) as progress:
         merged = merge_pairs(options.prefixes, options.out, progress=progress)
     facts = {
@@ -180,10 +180,10 @@ def _merge(options: argparse.Namespace) -> int:
 
 def _merge_parts(options: argparse.Namespace) -> int:
     from bloomery.data.corpus_parts import join_parts
-    from bloomery.errors import DataError
+    from bloomery.errors import UsageError
 
     if options.prefixes:
-        raise DataError(
+        raise UsageError(
             f"--parts finds the parts by itself, and {options.prefixes[0]} was named too.",
             remedy="Give --parts and --to alone, or name pairs without --parts.",
         )

@@ -12,7 +12,7 @@ from bloomery.cli.arguments import parser
 from bloomery.cli.json_output import json_text
 from bloomery.cli.run_inputs import existing_run
 from bloomery.cli.tables import table_text
-from bloomery.errors import BloomeryError, TrainingFailed, storage_error
+from bloomery.errors import TrainingFailed, UsageError, storage_error
 
 if TYPE_CHECKING:
     from bloomery.operate.ledger.figures import PlannedRun
@@ -219,7 +219,7 @@ def note(arguments: list[str]) -> int:
     rundir = existing_run(chosen.run)
     if chosen.text is not None:
         if not chosen.text.strip():
-            raise BloomeryError("The note is empty.", remedy='Write it: bloomery note RUN "what happened"')
+            raise UsageError("The note is empty.", remedy='Write it: bloomery note RUN "what happened"')
         add_note(rundir, chosen.text, by=chosen.by)
     path = write_chronicle(rundir)
     if chosen.json:

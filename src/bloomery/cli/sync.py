@@ -23,7 +23,7 @@ from bloomery.cli.run_inputs import existing_run
 from bloomery.cli.standard_output import let_output_end_nothing
 from bloomery.cli.tables import size_words
 from bloomery.config.data import HUB_PREFIX
-from bloomery.errors import BloomeryError, CheckpointError, StorageError
+from bloomery.errors import BloomeryError, CheckpointError, StorageError, UsageError
 from bloomery.events.run_directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def sync(arguments: list[str]) -> int:
 
     rundir = _awaited_run(options) if options.beside else existing_run(options.run)
     if options.checkpoints and not options.place.startswith(HUB_PREFIX):
-        raise StorageError(
+        raise UsageError(
             f"--checkpoints publishes branches, and {options.place} is no repository of the Hub.",
             remedy="Give hf:OWNER/NAME; to a store they go with backup.url or `bloomery ckpt copy`.",
         )

@@ -225,7 +225,7 @@ def test_an_unchanged_run_is_answered_with_the_same_bytes(run: WrittenRun) -> No
 def test_an_address_for_others_wants_a_token_and_tls(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["dashboard", str(tmp_path), "--host", "0.0.0.0"]) == 1
+    assert main(["dashboard", str(tmp_path), "--host", "0.0.0.0"]) == 2
     assert "needs a token and TLS" in capsys.readouterr().err
     token, paper = tmp_path / "token", tmp_path / "paper.pem"
     token.write_text("0123456789abcdef")
