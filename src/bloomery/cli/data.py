@@ -148,7 +148,8 @@ def _add_sources(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         type=positive,
         default=LONGEST_LINE_MIB,
-        help=f"treat a .jsonl line longer than N MiB as a bad document (default: {LONGEST_LINE_MIB})",
+        help="treat a .jsonl line, or a text of a .txt file, that is longer than N MiB as a bad document "
+        f"(default: {LONGEST_LINE_MIB})",
     )
     parser.add_argument(
         "--held-out-every",
