@@ -8,12 +8,14 @@ import tracemalloc
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from bloomery.data import documents
+from bloomery.data import documents, readers
 from bloomery.data.documents import BadDocuments, BadText
 from bloomery.data.readers import Reading, SourceFile, read_file
 from bloomery.data.text_pieces import split_stream
+from bloomery.data.tokenize_worker import cut_corpus
 from bloomery.errors import DataError
 
 MIB = 1 << 20
@@ -94,3 +96,27 @@ def test_a_table_with_an_endless_line_or_cell_is_refused_and_not_held(tmp_path: 
         read(path, longest_line_mib=1)
     assert "data.longest_line_mib" in refused.value.remedy
     assert read(path, longest_line_mib=3)[0] == "short"
+
+
+def test_a_huge_line_is_not_read_by_each_part_that_it_is_cut_into(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """20 MB in 200 parts, which would read 10 MB each: the first one reads all, the others their own."""
+    for module in (documents, readers):
+        monkeypatch.setattr(module, "CHUNK_BYTES", 1 << 14)
+    path, bad = tmp_path / "a.jsonl", BadDocuments()
+    path.write_bytes(b'{"text": "one"}\n' + b"x" * 20_000_000 + b'\n{"text": "two"}\n{"text": "three"}\n')
+    (piece, *_), parts = cut_corpus([SourceFile(key="a", path=path)], piece_bytes=1 << 30), 200
+    assert piece.size_bytes == path.stat().st_size
+    pieces = cut_corpus(piece.files, piece_bytes=-(-piece.size_bytes // parts))
+    before = psutil.Process().io_counters().read_chars
+    found = [
+        document.text
+        for some in pieces
+        for file in some.files
+        for document in read_file(file, reading=Reading(longest_line_mib=1), bad=bad)
+    ]
+    read_bytes = psutil.Process().io_counters().read_chars - before
+    assert found == ["one", "two", "three"] and [entry.kind for entry in bad.entries] == ["too long"]
+    assert len(pieces) == parts
+    assert read_bytes < 3 * path.stat().st_size

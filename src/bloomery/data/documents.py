@@ -288,10 +288,12 @@ def lines_until(stream: IO[bytes], stop: int | None, *, longest_bytes: int) -> I
         yield BadText(kind="too long", why=why)
 
 
-def skip_line(stream: IO[bytes]) -> int:
-    """Read on to the end of the line, without holding it, and return the number of bytes."""
+def skip_line(stream: IO[bytes], *, at_most: int | None = None) -> int:
+    """Read on to the end of the line, without holding it, and return the number of bytes; None: of any
+    length.
+    """
     skipped = 0
-    while chunk := stream.readline(CHUNK_BYTES):
+    while chunk := stream.readline(CHUNK_BYTES if at_most is None else min(CHUNK_BYTES, at_most - skipped)):
         skipped += len(chunk)
         if chunk.endswith(b"\n"):
             break

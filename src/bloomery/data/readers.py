@@ -251,7 +251,9 @@ def _lines(file: SourceFile, reading: Reading, bad: BadDocuments) -> Iterator[Do
         if file.start:
             bad.lines_before[str(file.path)] = partial(_lines_to, file.path, file.start)
             stream.seek(file.start - 1)
-            skip_line(stream)  # the rest of a line that began before this part
+            # The rest of a line that began before this part, which may end behind it: each of the many parts
+            # of one huge line would read to its end.
+            skip_line(stream, at_most=None if file.stop is None else file.stop - file.start + 1)
         lines = lines_until(stream, file.stop, longest_bytes=reading.longest_line_bytes)
         yield from _parsed(lines, file, reading, bad)
 
