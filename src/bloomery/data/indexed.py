@@ -25,6 +25,7 @@ from bloomery.data.pair_files import (
     idx_path,
     mapped,
     seal_path,
+    will_be_read,
 )
 from bloomery.data.pair_index import PairIndex
 from bloomery.data.seal import BLOCK_BYTES, SealFacts, read_seal, refuse_other_sizes, verified_pieces
@@ -34,6 +35,9 @@ from bloomery.data.streaming import block_cache_of
 from bloomery.errors import DataError
 
 _CHECKED_AT_ONCE = 1 << 20
+_FETCHED_AHEAD = 1 << 16
+"""Bytes of a window from which on its pages are asked for together: of what is mapped for random access the
+system reads each page by itself."""
 
 Tokens = npt.NDArray[Any]  # Any: one of the integer types of pair_files.DTYPES
 Counts = npt.NDArray[np.int64]
@@ -282,9 +286,12 @@ class IndexedDataset:
         if start_token < 0 or count < 0 or start_token + count > self.token_count:
             raise IndexError(f"tokens {start_token} to {start_token + count} of {self.token_count}")
         if self.mirror is None or not count:
+            first = self.first_byte + start_token * self.dtype.itemsize
+            end = first + count * self.dtype.itemsize
+            if end - first > _FETCHED_AHEAD:
+                will_be_read(self._tokens, first, end)
             if self.pages is not None and count:
-                first = self.first_byte + start_token * self.dtype.itemsize
-                self.pages.check(np.array([first]), np.array([first + count * self.dtype.itemsize]))
+                self.pages.check(np.array([first]), np.array([end]))
             return self._flat[start_token : start_token + count]
         most = max(1, self.mirror.capacity // 4 * self.mirror.outline.block_bytes // self.dtype.itemsize)
         copied = np.empty(count, dtype=self.dtype)

@@ -75,6 +75,18 @@ def mapped(path: Path, *, at_random: bool) -> mmap.mmap | bytes:
     return mapping
 
 
+def will_be_read(mapping: mmap.mmap | bytes, begin: int, end: int) -> None:
+    """Tell the system that bytes [begin, end) of a mapped file are read next, the first 64 MiB of them."""
+    if not isinstance(mapping, mmap.mmap) or not hasattr(mapping, "madvise"):
+        return
+    first = begin - begin % mmap.PAGESIZE
+    with suppress(OSError):  # it is advice
+        for start in range(first, min(end, first + _MOST_AHEAD), _AHEAD_AT_ONCE):
+            mapping.madvise(mmap.MADV_WILLNEED, start, min(_AHEAD_AT_ONCE, end - start))
+
+
+_AHEAD_AT_ONCE, _MOST_AHEAD = 128 << 10, 64 << 20
+"""Linux reads no more for one advice than the device's `read_ahead_kb`, which is 128 by default."""
 _READ_AT_ONCE = 1 << 20
 _LENGTH, _END = np.dtype("<i4"), np.dtype("<i8")
 
