@@ -138,3 +138,18 @@ def test_a_part_that_gets_no_document_is_a_part_and_the_parts_join(
     assert run(["merge", "--parts", "--to", str(tmp_path / "own")]) == 0
     assert run([*whole, "--to", str(tmp_path / "at-once")]) == 0
     assert (tmp_path / "own.bin").read_bytes() == (tmp_path / "at-once.bin").read_bytes()
+
+
+def test_half_of_what_was_to_be_fetched_is_no_corpus(text: Path, tokenizer: Path, tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "fetched"
+    source.mkdir()
+    for number in range(4):
+        (source / f"{number}.jsonl").write_bytes(text.read_bytes())
+    assert run(["fetch", f"own={source}", "--to", str(target)]) == 0
+    to = ["--text-field", "body", "--to", str(tmp_path / "out")]
+    assert run(["tokenize", str(target), "--tokenizer", str(tokenizer), *to]) == 0
+    (target / "own" / "2.jsonl").unlink()
+    tokenising = ["tokenize", str(target / "own"), "--tokenizer", str(tokenizer), *to]
+    for arguments in (tokenising, ["tokenizer", str(target), *to]):
+        with pytest.raises(DataError, match="3 of the 4 files"):
+            run(arguments)

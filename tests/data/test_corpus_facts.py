@@ -216,7 +216,7 @@ def test_a_record_of_a_part_is_gone_from_the_disk_before_its_pair_is_replaced(tm
     with recorded() as calls:
         remove_record(prefix, held_out=True)
     assert not record_path(prefix).exists() and calls.paths == [("sync", tmp_path)]
-    remove_record(prefix)
+    remove_record(prefix, held_out=True)
 
 
 def parts_of(out: Path, count: int, *, without: tuple[int, ...] = ()) -> None:

@@ -29,8 +29,8 @@ from bloomery.data.documents import (
     record_text,
     size_in_utf8,
     skip_line,
-    split_stream,
 )
+from bloomery.data.text_pieces import split_stream
 from bloomery.errors import DataError
 
 NAMED = "Name the one that holds the text: data.text_field, or --text-field ('a.b' for b inside a). "
@@ -272,7 +272,8 @@ def test_the_rest_of_a_line_is_read_on_and_no_further(monkeypatch: pytest.Monkey
     ],
 )
 def test_pieces_at_the_edges_are_told_as_such(content: bytes, pieces: list[tuple[bytes, bool]]) -> None:
-    assert list(split_stream(io.BytesIO(content), b"%%")) == pieces
+    found = split_stream(io.BytesIO(content), b"%%", longest_bytes=9)
+    assert [(piece.content, piece.is_edge) for piece in found] == pieces
 
 
 def test_no_more_is_read_ahead_than_was_asked_for() -> None:

@@ -197,6 +197,31 @@ def test_tokens_are_read_at_random_and_an_index_in_its_order(
     assert advised == [mmap.MADV_RANDOM]
 
 
+@pytest.mark.parametrize(("tokens", "is_asked_for"), [(2_000, False), (32_768, False), (600_000, True)])
+def test_the_pages_of_a_large_window_are_asked_for_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokens: int, is_asked_for: bool
+) -> None:
+    """Of what is mapped for random access the system reads 4 KiB at a time: 32,768 waits for 128 MB."""
+    with IndexedWriter(tmp_path / "pair", dtype="<u2") as writer:
+        writer.add_document(np.arange(1_000_000) % 50_000)
+    asked: list[range] = []
+
+    class Watched(mmap.mmap):
+        def madvise(self, option: int, start: int = 0, length: int = 0) -> None:
+            if option == mmap.MADV_WILLNEED:
+                asked.append(range(start, start + length))
+                super().madvise(option, start, length)
+
+    monkeypatch.setattr(mmap, "mmap", Watched)
+    part = IndexedDataset(tmp_path / "pair").window(3_000, tokens)
+    assert part.tolist() == (np.arange(3_000, 3_000 + tokens) % 50_000).tolist()
+    assert bool(asked) is is_asked_for
+    if asked:
+        begin = 6_000 - 6_000 % mmap.PAGESIZE
+        assert [some.start for some in asked] == list(range(begin, 6_000 + 2 * tokens, 128 << 10))
+        assert asked[-1].stop == 6_000 + 2 * tokens and max(map(len, asked)) == 128 << 10
+
+
 def test_ids_that_do_not_fit_are_refused_instead_of_wrapped(tmp_path: Path) -> None:
     with (
         pytest.raises(DataError, match="uint16 cannot hold"),

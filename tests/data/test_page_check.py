@@ -300,19 +300,19 @@ def test_merge_refuses_damage_in_a_source_by_name(prefix: Path, tmp_path: Path, 
 def test_an_index_that_was_found_right_is_not_gone_over_again_for_each_document(
     prefix: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dataset, checked = IndexedDataset(prefix), list[int]()
+    dataset, checked = IndexedDataset(prefix), list[tuple[int, int]]()
     whole = idx_path(prefix).stat().st_size
     check = PageCheck.check
 
     def counted(self: PageCheck, begins: Offsets, ends: Offsets) -> None:
-        checked.append(int(ends.max()))
+        checked.append((int(begins.min()), int(ends.max())))
         check(self, begins, ends)
 
     monkeypatch.setattr(PageCheck, "check", counted)
     for number in range(dataset.document_count):
         tokens_of_document(dataset, number)
         tokens_of_document(dataset.part(range(number, number + 1)), 0)
-    assert checked.count(whole) == 1
+    assert checked.count((0, whole)) == 1
 
 
 def test_a_damaged_index_is_refused_each_time_that_it_is_asked_for(prefix: Path) -> None:

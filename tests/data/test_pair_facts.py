@@ -318,10 +318,11 @@ def test_pairs_are_compared_with_their_seals_up_to_a_number_of_bytes_together(
     prefixes = [written(tmp_path / name).prefix for name in "ab"]
     unsealed = written(tmp_path / "c", facts=None).prefix
     size = sum(path(prefixes[0]).stat().st_size for path in (bin_path, idx_path))
+    both = idx_path(unsealed).stat().st_size + 2 * size
     damage(bin_path(prefixes[1]), 100)
-    monkeypatch.setattr("bloomery.data.pairs._CHECKED_AT_START_BYTES", 2 * size - 1)
+    monkeypatch.setattr("bloomery.data.pairs._CHECKED_AT_START_BYTES", both - 1)
     refuse_damaged([unsealed, *prefixes])
-    monkeypatch.setattr("bloomery.data.pairs._CHECKED_AT_START_BYTES", 2 * size)
+    monkeypatch.setattr("bloomery.data.pairs._CHECKED_AT_START_BYTES", both)
     with pytest.raises(DataError, match=r"b\.bin is not what was written, somewhere in bytes 0 to 4,095\."):
         refuse_damaged([unsealed, *prefixes])
     monkeypatch.setattr("bloomery.data.pairs._CHECKED_AT_START_BYTES", 0)

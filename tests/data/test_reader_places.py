@@ -183,7 +183,9 @@ def test_a_table_that_cannot_be_taken_apart_is_told_with_its_line(
         csv.field_size_limit(usual)
     assert refused.value.message.startswith(f"{path} is no table at line 3: ")
     assert refused.value.message.endswith(": field larger than field limit (1000).")
-    assert refused.value.remedy == "Save it as CSV in UTF-8, or as .jsonl or .parquet."
+    assert refused.value.remedy == (
+        "Save it as CSV in UTF-8, or as .jsonl or .parquet, or allow for longer texts: data.longest_line_mib."
+    )
     assert [len(document.text) for document in of(path)] == [5, 200_000]
 
 

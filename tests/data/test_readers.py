@@ -19,6 +19,7 @@ from bloomery.data import documents
 from bloomery.data.documents import BadDocuments, Document
 from bloomery.data.readers import Reading, SourceFile, read_file
 from bloomery.data.sources import find_files, read_documents
+from bloomery.data.text_pieces import split_stream
 from bloomery.errors import DataError
 
 TEXTS = ["first\nwith two lines", "zweites: ä ö ü", "日本語", "x" * 5000, "last"]
@@ -214,7 +215,9 @@ def test_pieces_between_separators_are_those_of_a_split_whatever_is_read_at_once
     monkeypatch.setattr(documents, "CHUNK_BYTES", chunk)
     for content in (b"", b"aba", b"ababa", b"xabaaba", b"abaabaababa", b"aabbaabab" * 5):
         for separator in (b"a", b"ab", b"aba", b"abab", b"zz"):
-            pieces = [piece for piece, _ in documents.split_stream(io.BytesIO(content), separator)]
+            pieces = [
+                piece.content for piece in split_stream(io.BytesIO(content), separator, longest_bytes=99)
+            ]
             assert pieces == content.split(separator), (content, separator)
 
 
@@ -222,7 +225,8 @@ def test_text_without_the_separator_is_searched_once(monkeypatch: pytest.MonkeyP
     """Four million bytes, 16 at a time: searching all that is held again would take 5 × 10¹¹ comparisons."""
     monkeypatch.setattr(documents, "CHUNK_BYTES", 16)
     content = b"no separator in here" * 200_000
-    assert [piece for piece, _ in documents.split_stream(io.BytesIO(content), b"<|doc|>")] == [content]
+    (piece,) = split_stream(io.BytesIO(content), b"<|doc|>", longest_bytes=1 << 30)
+    assert piece == (content, 0, True)
 
 
 def test_a_corpus_whose_first_thousand_documents_are_all_bad_is_not_read_to_its_end(tmp_path: Path) -> None:

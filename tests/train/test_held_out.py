@@ -180,16 +180,19 @@ def test_a_start_counts_what_its_run_reads(monkeypatch: pytest.MonkeyPatch) -> N
     stream: Any = SimpleNamespace(
         names=("web", "code"),
         batches=SimpleNamespace(datasets=datasets),
-        stream=SimpleNamespace(mixtures=[SimpleNamespace(shares=(1, 1)), SimpleNamespace(shares=(3, 1))]),
+        stream=SimpleNamespace(
+            mixtures=[SimpleNamespace(shares=(1, 1)), SimpleNamespace(shares=(3, 1))],
+            sample_tokens=lambda number, tokens: (32, 20)[number],  # the second is packed
+        ),
     )
     found = summarise_data(recipe, SimpleNamespace(vocabulary_size=300, notes=("a note",)), stream)  # type: ignore[arg-type]
     assert (found.parameters, found.vocabulary, found.sequence_length) == (1000, 300, 32)
-    assert (found.batch_tokens, found.planned_tokens) == ((128, 256), 80 * 32)
+    assert (found.batch_tokens, found.planned_tokens) == ((128, 256), 60 * 32 + 20 * 20)
     assert (found.documents, found.tokens, found.notes) == (12, 640, ("a note",))
     assert (found.held_out_documents, found.held_out_tokens) == (7, 70)
     assert found.datasets == (
-        DatasetSummary(name="web", documents=5, tokens=640, epochs=2560 * 0.75 / 640),
-        DatasetSummary(name="code", documents=7, tokens=0, epochs=2560 * 0.25),
+        DatasetSummary(name="web", documents=5, tokens=640, epochs=60 * 32 / 640),
+        DatasetSummary(name="code", documents=7, tokens=0, epochs=20.0 * 20),
     )
 
 

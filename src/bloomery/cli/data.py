@@ -7,7 +7,7 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from bloomery.cli.argument_values import json_file, not_negative, pair_prefix, positive, whole
@@ -22,6 +22,7 @@ from bloomery.config.data import LONGEST_LINE_MIB
 if TYPE_CHECKING:
     from bloomery.data.corpus_parts import CorpusPart
     from bloomery.data.documents import BadDocuments, Document
+    from bloomery.data.readers import SourceFile
 
 _END_OF_DOCUMENT = "<|endoftext|>"
 _SMALLEST = 257
@@ -148,7 +149,8 @@ def _add_sources(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         type=positive,
         default=LONGEST_LINE_MIB,
-        help=f"treat a .jsonl line longer than N MiB as a bad document (default: {LONGEST_LINE_MIB})",
+        help="treat a .jsonl line, or a text of a .txt file, that is longer than N MiB as a bad document "
+        f"(default: {LONGEST_LINE_MIB})",
     )
     parser.add_argument(
         "--held-out-every",
@@ -213,7 +215,6 @@ def _counted(documents: Iterable[Document], used: Iterator[int]) -> Iterator[Doc
 
 def _tokenize(options: argparse.Namespace) -> int:
     from bloomery.data.corpus_parts import BAD_LIST, is_of_output
-    from bloomery.data.sources import find_files
     from bloomery.data.tokenize_corpus import tokenize
     from bloomery.data.tokenize_pool import ENGINE_THREADS
     from bloomery.data.tokenize_worker import Job
@@ -232,14 +233,12 @@ def _tokenize(options: argparse.Namespace) -> int:
         held_out_every=options.held_out_every,
         fast=options.engine == "auto",
     )
-    files = find_files(options.sources)
-    if files.ignored:
-        print(files.note(), file=sys.stderr)
+    files = _files_of(options.sources)
     with data_bar(shown=not options.json) as progress:
         prefix = options.part.prefix(options.out) if options.part else options.out
         report = prefix.with_name(prefix.name + BAD_LIST)
         done = tokenize(
-            [file for file in files.files if not is_of_output(file.path, options.out)],
+            [file for file in files if not is_of_output(file.path, options.out)],
             options.out,
             job,
             workers=options.workers,
@@ -285,18 +284,28 @@ def _tokenize(options: argparse.Namespace) -> int:
 
 def _documents(options: argparse.Namespace) -> tuple[Iterator[Document], BadDocuments, int]:
     from bloomery.data.documents import BadDocuments
-    from bloomery.data.sources import find_files, read_documents
+    from bloomery.data.sources import read_documents
 
-    files = find_files(options.sources)
+    files = _files_of(options.sources)
     bad = BadDocuments(fail=options.bad_documents == "fail")
-    total_bytes = sum(file.path.stat().st_size for file in files.files)
-    if files.ignored:
-        print(files.note(), file=sys.stderr)
+    total_bytes = sum(file.path.stat().st_size for file in files)
     documents = read_documents(
-        files.files,
+        files,
         text_field=options.text_field,
         separator=options.separator,
         longest_line_mib=options.longest_line_mib,
         bad=bad,
     )
     return documents, bad, total_bytes
+
+
+def _files_of(sources: Sequence[str]) -> tuple[SourceFile, ...]:
+    """Return the files of text, and tell which others were left out. An incomplete fetch is refused."""
+    from bloomery.data.fetch import refuse_incomplete
+    from bloomery.data.sources import find_files
+
+    files = find_files(sources)
+    refuse_incomplete(file.path for file in files.files)
+    if files.ignored:
+        print(files.note(), file=sys.stderr)
+    return files.files

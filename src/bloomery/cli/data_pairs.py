@@ -271,7 +271,7 @@ def add_report_parser(commands: Any) -> None:  # Any: argparse keeps this type t
 def _report(options: argparse.Namespace) -> int:
     from bloomery.cli.arguments import load_given
     from bloomery.config.validate import check_recipe
-    from bloomery.data.stream import group_rows
+    from bloomery.data.stream import group_rows, tokens_of_rows
 
     path = Path(options.recipe)
     run = path if (path / "recipe.toml").exists() else None
@@ -282,16 +282,16 @@ def _report(options: argparse.Namespace) -> int:
 
         return report_overlap(loaded, run, as_json=options.json)
     rows, samples = _rows(loaded, run)
-    groups = group_rows(rows)
-    length = loaded.recipe.data.sequence_length
+    groups, tokens, data = group_rows(rows), tokens_of_rows(rows), loaded.recipe.data
     if options.png:
         _draw(rows, groups, options.png)
     if options.json:
-        facts = {"samples": samples, "tokens": samples * length, "order": loaded.recipe.data.order}
+        facts = {"samples": samples, "tokens": tokens, "order": data.order}
         facts |= {"datasets": [asdict(row) for row in rows], "groups": [asdict(row) for row in groups]}
         print(json_text(facts, ensure_ascii=False))
         return 0
-    print(f"{samples:,} samples of {length:,} tokens: {samples * length:,} tokens\n")
+    most = "at most " if data.packing == "documents" else ""
+    print(f"{samples:,} samples of {most}{data.sequence_length:,} tokens: {tokens:,} tokens\n")
     print(_table(rows, first="dataset"))
     if groups:
         print(f"\n{_table(groups, first='group')}")

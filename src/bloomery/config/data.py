@@ -117,7 +117,8 @@ class DataSection:
         kind="free",
         at_start=True,
         minimum=1,
-        help="A longer line of a .jsonl file, in MiB, counts as a bad document; it is not held in memory.",
+        help="A longer line of a .jsonl file, or text of a .txt file, in MiB, counts as a bad document; it "
+        "is not held in memory.",
     )
     held_out_every: int = setting(
         10,

@@ -47,7 +47,7 @@ class AnswerTokens:
     """
 
     def __init__(self, dataset: IndexedDataset) -> None:
-        dataset.refuse_damaged_index()
+        dataset.refuse_contradictions()
         if dataset.sequence_count != 2 * dataset.document_count:
             raise DataError(
                 f"{dataset.prefix} has {dataset.sequence_count:,} sequences in {dataset.document_count:,} "

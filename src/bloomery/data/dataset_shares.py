@@ -29,11 +29,15 @@ _NAME_KEYS, _RATIO_KEYS = ("dataset_path", "name", "dataset"), ("ratio", "weight
 
 @dataclass(frozen=True, kw_only=True)
 class Extent:
-    """The size of one dataset of the training mixture, in tokens and in whole samples."""
+    """The size of one dataset of the training mixture, in tokens and in whole samples.
+
+    sample_tokens: tokens of a sample, on average; None where all its places are filled.
+    """
 
     name: str
     tokens: int
     windows: int
+    sample_tokens: Fraction | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,7 +262,8 @@ def _budget(dataset: DatasetSection, extent: Extent, *, sequence_length: int) ->
             f"epochs = {dataset.tokens / max(extent.tokens, 1):.3g}.",
         )
     if dataset.tokens:
-        return max(1, min(dataset.tokens // sequence_length, extent.windows))
+        samples = int(dataset.tokens // (extent.sample_tokens or sequence_length))
+        return max(1, min(samples, extent.windows))
     return max(1, round(Fraction(dataset.epochs) * extent.windows)) if dataset.epochs else 0
 
 

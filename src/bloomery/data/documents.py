@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import hashlib
 import json
 import queue
@@ -289,27 +288,12 @@ def lines_until(stream: IO[bytes], stop: int | None, *, longest_bytes: int) -> I
         yield BadText(kind="too long", why=why)
 
 
-def split_stream(stream: IO[bytes], separator: bytes) -> Iterator[tuple[bytes, bool]]:
-    """Yield (piece, whether it is the first or the last) for each piece of a stream between separators."""
-    buffer, is_first = bytearray(stream.read(CHUNK_BYTES).removeprefix(codecs.BOM_UTF8)), True
-    begin, chunk = 0, bytes(buffer)
-    while chunk:
-        start = 0
-        while (at := buffer.find(separator, begin)) >= 0:
-            yield bytes(buffer[start:at]), is_first
-            is_first = False
-            start = begin = at + len(separator)
-        del buffer[:start]
-        begin = max(0, len(buffer) - len(separator) + 1)  # before it there is none: nothing is searched twice
-        chunk = stream.read(CHUNK_BYTES)
-        buffer += chunk
-    yield bytes(buffer), True
-
-
-def skip_line(stream: IO[bytes]) -> int:
-    """Read on to the end of the line, without holding it, and return the number of bytes."""
+def skip_line(stream: IO[bytes], *, at_most: int | None = None) -> int:
+    """Read on to the end of the line, without holding it, and return the number of bytes; None: of any
+    length.
+    """
     skipped = 0
-    while chunk := stream.readline(CHUNK_BYTES):
+    while chunk := stream.readline(CHUNK_BYTES if at_most is None else min(CHUNK_BYTES, at_most - skipped)):
         skipped += len(chunk)
         if chunk.endswith(b"\n"):
             break

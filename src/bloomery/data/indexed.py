@@ -17,18 +17,17 @@ import numpy.typing as npt
 from bloomery import durable
 from bloomery.data.pair_files import (
     CODES,
-    DTYPES,
     HEADER,
     MAGIC,
     TOKENIZE_AGAIN,
     IndexColumns,
     bin_path,
-    check_documents,
-    checked_header,
     idx_path,
     mapped,
     seal_path,
+    will_be_read,
 )
+from bloomery.data.pair_index import PairIndex
 from bloomery.data.seal import BLOCK_BYTES, SealFacts, read_seal, refuse_other_sizes, verified_pieces
 from bloomery.data.sealing import PageCheck, SealWriter
 from bloomery.data.storage import as_storage_error
@@ -36,6 +35,9 @@ from bloomery.data.streaming import block_cache_of
 from bloomery.errors import DataError
 
 _CHECKED_AT_ONCE = 1 << 20
+_FETCHED_AHEAD = 1 << 16
+"""Bytes of a window from which on its pages are asked for together: of what is mapped for random access the
+system reads each page by itself."""
 
 Tokens = npt.NDArray[Any]  # Any: one of the integer types of pair_files.DTYPES
 Counts = npt.NDArray[np.int64]
@@ -213,29 +215,25 @@ class IndexedDataset:
 
     def __init__(self, prefix: Path, *, is_checked: bool = True) -> None:
         self.prefix = prefix
-        index, tokens = idx_path(prefix), bin_path(prefix)
-        self._index = mapped(index, at_random=False)
-        code, self.sequence_count, entries = checked_header(index, self._index)
-        self.dtype, self.type_code = np.dtype(DTYPES[code]), code
-        self.document_count = entries - 1
-        self._all_sequences, self._all_documents = self.sequence_count, self.document_count
+        self._index, tokens = PairIndex(prefix), bin_path(prefix)
+        self.dtype, self.type_code = self._index.dtype, self._index.type_code
+        self.sequence_count, self.document_count = self._index.sequence_count, self._index.document_count
         self._sequences, self._documents = slice(0, self.sequence_count), slice(0, self.document_count + 1)
-        check_documents(index, self.document_indices, self.sequence_count)
         self.mirror = block_cache_of(prefix)
         self._tokens = mapped(tokens, at_random=True)
-        wanted = self._expected_bytes()
+        wanted = self._index.end
         if len(self._tokens) != wanted:
             what = "cut short" if len(self._tokens) < wanted else "longer than its index says"
             raise DataError(
-                f"{tokens} is {what}: it ends at byte {len(self._tokens):,}, and {index.name} places the end "
-                f"of the last document at byte {wanted:,}.",
+                f"{tokens} is {what}: it ends at byte {len(self._tokens):,}, and {prefix.name}.idx places "
+                f"the end of the last document at byte {wanted:,}.",
                 remedy=TOKENIZE_AGAIN,
             )
         self.token_count = wanted // self.dtype.itemsize
         self._whole: Tokens = np.frombuffer(self._tokens, dtype=self.dtype)
         self._flat, self._first_token = self._whole, 0
         self.seal = read_seal(prefix) if is_checked and self.mirror is None else None
-        self.pages, self._index_pages = self._page_checks()
+        self.pages, self._index.pages = self._page_checks()
 
     def _page_checks(self) -> tuple[PageCheck | None, PageCheck | None]:
         """What checks the pages of `.bin` and of `.idx`."""
@@ -246,13 +244,8 @@ class IndexedDataset:
             return None, None
         return (
             PageCheck(self.prefix, bin_path(self.prefix), self._tokens, self.seal),
-            PageCheck(self.prefix, idx_path(self.prefix), self._index, self.seal),
+            PageCheck(self.prefix, idx_path(self.prefix), self._index.content, self.seal),
         )
-
-    def refuse_damaged_index(self) -> None:
-        """Raise DataError where the index is not what was sealed: whoever reads all of it asks first."""
-        if self._index_pages is not None:
-            self._index_pages.check_all()
 
     def refuse_elsewhere(self) -> None:
         """Raise DataError for a remote pair. Code that reads whole files calls this first."""
@@ -266,6 +259,8 @@ class IndexedDataset:
         """Return some neighbouring documents as a dataset of its own, over the same mapping."""
         if not 0 <= documents.start <= documents.stop <= self.document_count:
             raise IndexError(f"documents {documents.start} to {documents.stop} of {self.document_count}")
+        for edge in (documents.start, documents.stop):
+            self._index.refuse_wrong_edge(self._documents.start + edge)
         part = copy.copy(self)
         part.__dict__.pop("document_starts", None)
         begin = self._documents.start + documents.start
@@ -291,9 +286,12 @@ class IndexedDataset:
         if start_token < 0 or count < 0 or start_token + count > self.token_count:
             raise IndexError(f"tokens {start_token} to {start_token + count} of {self.token_count}")
         if self.mirror is None or not count:
+            first = self.first_byte + start_token * self.dtype.itemsize
+            end = first + count * self.dtype.itemsize
+            if end - first > _FETCHED_AHEAD:
+                will_be_read(self._tokens, first, end)
             if self.pages is not None and count:
-                first = self.first_byte + start_token * self.dtype.itemsize
-                self.pages.check(np.array([first]), np.array([first + count * self.dtype.itemsize]))
+                self.pages.check(np.array([first]), np.array([end]))
             return self._flat[start_token : start_token + count]
         most = max(1, self.mirror.capacity // 4 * self.mirror.outline.block_bytes // self.dtype.itemsize)
         copied = np.empty(count, dtype=self.dtype)
@@ -321,7 +319,7 @@ class IndexedDataset:
 
     def starts_between(self, begin: int, stop: int) -> npt.NDArray[np.int64]:
         """Return the token offset of each document in [begin, stop), then that of the end of the last one."""
-        self.refuse_damaged_index()
+        self.refuse_contradictions(begin, stop)
         first, end = self._tokens_before(self._sequences.start), self._tokens_before(self._sequences.stop)
         indices = self._document_indices(begin, stop)
         starts = np.full(len(indices), end - first, dtype=np.int64)
@@ -334,7 +332,7 @@ class IndexedDataset:
     @property
     def sequence_lengths(self) -> npt.NDArray[np.int32]:
         """Tokens of each sequence: a view of the index, unaligned; [sequences]."""
-        return np.frombuffer(self._index, "<i4", self._all_sequences, HEADER.size)[self._sequences]
+        return self._index.lengths[self._sequences]
 
     @property
     def flat(self) -> Tokens:
@@ -349,27 +347,19 @@ class IndexedDataset:
     @property
     def pointers(self) -> npt.NDArray[np.int64]:
         """The byte of `.bin` at which each sequence begins, as an unaligned view of the index."""
-        return self._all_pointers[self._sequences]
+        return self._index.pointers[self._sequences]
 
     def refuse_stray_sequences(self) -> None:
         """Raise DataError for a sequence that does not lie within `.bin`, before pointers are followed.
 
         Opening a pair does not check each sequence, because most reading needs none of their pointers.
         """
-        self.refuse_damaged_index()
-        end = self._whole.size * self.dtype.itemsize
-        for start in range(0, self.sequence_count, _CHECKED_AT_ONCE):
-            pointers = self.pointers[start : start + _CHECKED_AT_ONCE]
-            lengths = self.sequence_lengths[start : start + _CHECKED_AT_ONCE].astype(np.int64)
-            longest = (end - pointers) // self.dtype.itemsize
-            stray = np.flatnonzero((lengths < 0) | (pointers < 0) | (pointers > end) | (lengths > longest))
-            if stray.size:
-                first = int(stray[0])
-                raise DataError(
-                    f"{idx_path(self.prefix)}: sequence {start + first:,} has {lengths[first]:,} tokens from "
-                    f"byte {pointers[first]:,} on, and {bin_path(self.prefix).name} ends at byte {end:,}.",
-                    remedy=TOKENIZE_AGAIN,
-                )
+        self._index.refuse_strays(self._sequences)
+
+    def refuse_contradictions(self, begin: int = 0, stop: int | None = None) -> None:
+        """Raise DataError where the index cannot be right about the documents [begin, stop); None: all."""
+        stop = self.document_count if stop is None else stop
+        self._index.refuse_contradictions(self._documents.start + begin, self._documents.start + stop)
 
     @property
     def document_indices(self) -> npt.NDArray[np.int64]:
@@ -377,22 +367,11 @@ class IndexedDataset:
         return self._document_indices(0, self.document_count)
 
     def _document_indices(self, begin: int, stop: int) -> npt.NDArray[np.int64]:
-        offset = HEADER.size + 12 * self._all_sequences
-        all_indices = np.frombuffer(self._index, "<i8", self._all_documents + 1, offset)
-        some = all_indices[self._documents][begin : stop + 1]
+        some = self._index.documents[self._documents][begin : stop + 1]
         return some - self._sequences.start if self._sequences.start else some
-
-    @property
-    def _all_pointers(self) -> npt.NDArray[np.int64]:
-        return np.frombuffer(self._index, "<i8", self._all_sequences, HEADER.size + 4 * self._all_sequences)
 
     def _tokens_before(self, sequence: int) -> int:
         """Return the token at which a sequence of the whole file begins; for the end, the token count."""
-        if sequence == self._all_sequences:
+        if sequence == self._index.sequence_count:
             return int(self._whole.size)
-        return int(self._all_pointers[sequence]) // self.dtype.itemsize
-
-    def _expected_bytes(self) -> int:
-        if not self.sequence_count:
-            return 0
-        return int(self.pointers[-1]) + int(self.sequence_lengths[-1]) * self.dtype.itemsize
+        return int(self._index.pointers[sequence]) // self.dtype.itemsize

@@ -25,7 +25,7 @@ HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 CODES = {np.dtype(name): code for code, name in DTYPES.items()}
 _SMALL_VOCABULARY = 65_500
-_FOREIGN = (6, 7)  # f64 and f32 in Megatron, other types in an older fork: tokens in neither
+FOREIGN = (6, 7)  # f64 and f32 in Megatron, other types in an older fork: tokens in neither
 TOKENIZE_AGAIN = "Tokenise the source again, or copy the pair of files again from where they are whole."
 
 
@@ -75,45 +75,18 @@ def mapped(path: Path, *, at_random: bool) -> mmap.mmap | bytes:
     return mapping
 
 
-def checked_header(path: Path, content: mmap.mmap | bytes) -> tuple[int, int, int]:
-    """Return (dtype code, sequences, entries of the document array) of an index that is whole."""
-    if len(content) < HEADER.size or content[: len(MAGIC)] != MAGIC:
-        raise DataError(
-            f"{path} is not an index of tokens: it does not begin (byte 0) with {MAGIC!r}.",
-            remedy="Give the path of a Megatron .bin/.idx pair, without the ending.",
-        )
-    _, version, code, sequences, entries = HEADER.unpack(content[: HEADER.size])
-    if version != 1:
-        raise DataError(
-            f"{path} has version {version} (byte 9); only version 1 is known.",
-            remedy="Convert it with the program that wrote it, or tokenise again.",
-        )
-    if code not in DTYPES:
-        kind = "floats, or other types in an older fork" if code in _FOREIGN else "unknown"
-        raise DataError(
-            f"{path} has token type {code} (byte 17): {kind}, not token ids.",
-            remedy="Tokenise again; ids are stored as integers (codes 1 to 5 and 8).",
-        )
-    wanted = HEADER.size + 12 * sequences + 8 * entries
-    if entries < 1 or len(content) != wanted:
-        raise DataError(
-            f"{path} is damaged: its header (bytes 18 to 33) tells of {sequences:,} sequences and "
-            f"{entries - 1:,} documents, which take {wanted:,} bytes, and it has {len(content):,}.",
-            remedy=TOKENIZE_AGAIN,
-        )
-    return code, sequences, entries
+def will_be_read(mapping: mmap.mmap | bytes, begin: int, end: int) -> None:
+    """Tell the system that bytes [begin, end) of a mapped file are read next, the first 64 MiB of them."""
+    if not isinstance(mapping, mmap.mmap) or not hasattr(mapping, "madvise"):
+        return
+    first = begin - begin % mmap.PAGESIZE
+    with suppress(OSError):  # it is advice
+        for start in range(first, min(end, first + _MOST_AHEAD), _AHEAD_AT_ONCE):
+            mapping.madvise(mmap.MADV_WILLNEED, start, min(_AHEAD_AT_ONCE, end - start))
 
 
-def check_documents(path: Path, indices: npt.NDArray[np.int64], sequences: int) -> None:
-    """Raise DataError where the document indices do not run from 0 to the number of sequences."""
-    if indices[0] != 0 or indices[-1] != sequences:
-        raise DataError(
-            f"{path} is damaged: its document indices (from byte {HEADER.size + 12 * sequences:,}) run from "
-            f"{indices[0]} to {indices[-1]}, not from 0 to {sequences}.",
-            remedy=TOKENIZE_AGAIN,
-        )
-
-
+_AHEAD_AT_ONCE, _MOST_AHEAD = 128 << 10, 64 << 20
+"""Linux reads no more for one advice than the device's `read_ahead_kb`, which is 128 by default."""
 _READ_AT_ONCE = 1 << 20
 _LENGTH, _END = np.dtype("<i4"), np.dtype("<i8")
 

@@ -57,23 +57,30 @@ def withdraw_pair(target: Path) -> None:
         durable.sync_directory(target.parent)
 
 
-def refuse_damaged(prefixes: Iterable[Path]) -> None:
+def refuse_damaged(prefixes: Iterable[Path], *, may_have_gaps: bool = False) -> None:
     """Raise DataError if a pair differs from its seal: all sizes are compared, and the bytes of the first
-    GiB.
+    GiB. The index of a pair without a seal, up to as many bytes, must not contradict itself.
+
+    may_have_gaps: sequences are read where the index says, as in Megatron's order, and need not adjoin. All
+    other reading takes the tokens as they lie, those that no sequence has too.
 
     A start asks it of the pairs that it will read. What is larger is checked as it is read, where its seal
-    has sums of pages (`sealing.py`); all of it by `bloomery data verify`. A pair without a seal passes.
+    has sums of pages (`sealing.py`); all of it by `bloomery data verify`.
     """
     left = _CHECKED_AT_START_BYTES
     for prefix in prefixes:
-        left -= _refuse_damaged(prefix, at_most=left)
+        left -= _refuse_damaged(prefix, at_most=left, may_have_gaps=may_have_gaps)
 
 
-def _refuse_damaged(prefix: Path, *, at_most: int) -> int:
+def _refuse_damaged(prefix: Path, *, at_most: int, may_have_gaps: bool) -> int:
     """The same of one pair; returns how many bytes were read."""
     seal = read_seal(prefix)
     if seal is None:
-        return 0
+        size = idx_path(prefix).stat().st_size
+        if may_have_gaps or size > at_most:
+            return 0
+        IndexedDataset(prefix).refuse_contradictions()
+        return size
     refuse_other_sizes(prefix, seal)
     size = sum(file.bytes for file in seal.files.values())
     if size > at_most:

@@ -86,7 +86,7 @@ def prepare(
     """
     if not data.sources:
         tokenised = _tokenised_before(data, directory)
-        _refuse_damaged_pairs(tokenised)
+        _refuse_damaged_pairs(data, tokenised)
         return tokenised
     try:
         files = find_files(data.sources)
@@ -96,7 +96,7 @@ def prepare(
         kept = _found_again(data, directory, None) if is_trained_on else None
         if kept is None:
             raise
-        _refuse_damaged_pairs(kept)
+        _refuse_damaged_pairs(data, kept)
         note = f"{gone.message} The run goes on with the data in {directory}, which it was trained on."
         return replace(kept, notes=(*kept.notes, note))
     prepared = _found_again(data, directory, wanted)
@@ -111,7 +111,7 @@ def prepare(
                 _build(data, files, directory, wanted, progress=progress)
                 prepared = _found_again(data, directory, wanted, reused=False)
                 assert prepared is not None, "what was just built fits what was wanted"
-    _refuse_damaged_pairs(prepared)
+    _refuse_damaged_pairs(data, prepared)
     for dataset in prepared.train:
         _refuse_too_small(dataset, data.sequence_length)
     return prepared
@@ -155,7 +155,7 @@ def prepared_of_run(data: DataSection, directory: Path) -> Prepared:
     kept = _found_again(data, directory, None) if data.sources else None
     if kept is None:
         return prepare(data, directory, is_trained_on=True)
-    _refuse_damaged_pairs(kept)
+    _refuse_damaged_pairs(data, kept)
     return kept
 
 
@@ -170,10 +170,11 @@ def _refuse_other_text(directory: Path, wanted: dict[str, Any]) -> None:
         )
 
 
-def _refuse_damaged_pairs(prepared: Prepared) -> None:
+def _refuse_damaged_pairs(data: DataSection, prepared: Prepared) -> None:
     """Compare local pairs with their seals; remote ones are checked block by block as they are fetched."""
     prefixes = [dataset.prefix for dataset in (*prepared.train, *prepared.held_out)]
-    refuse_damaged(prefix for prefix in prefixes if not is_mirror(prefix))
+    here = (prefix for prefix in prefixes if not is_mirror(prefix))
+    refuse_damaged(here, may_have_gaps=data.order == "megatron")
 
 
 def _tokenised_before(data: DataSection, directory: Path) -> Prepared:

@@ -6,7 +6,6 @@ import codecs
 import csv
 import io
 import json
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -30,8 +29,8 @@ from bloomery.data.documents import (
     record_text,
     size_in_utf8,
     skip_line,
-    split_stream,
 )
+from bloomery.data.text_pieces import split_stream, whole_text
 from bloomery.errors import DataError
 
 LINES, PACKED_LINES = (".jsonl",), (".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst")
@@ -75,7 +74,8 @@ class Reading:
     text_field: the field of a record that holds its text.
     prompt_field: the field of a record that holds the prompt, which goes before its text; '' for none.
     separator: what separates the documents of a .txt file; '' makes the file one document.
-    longest_line_mib: the most MiB of a line. A longer one is a bad document; only a chunk of it is in memory.
+    longest_line_mib: the most MiB of a line, or of a .txt document. A longer one is a bad document, which is
+    not held in memory.
     """
 
     text_field: str = "text"
@@ -157,12 +157,12 @@ def _warc(file: SourceFile, reading: Reading, bad: BadDocuments) -> Iterator[Doc
 
 def _whole_text(file: SourceFile, reading: Reading, bad: BadDocuments) -> Iterator[Document]:
     with _stream_of(file) as stream:
-        content = stream.read().removeprefix(codecs.BOM_UTF8)
-    text = decoded_text(content)
+        content = whole_text(stream, longest_bytes=reading.longest_line_bytes)
+    text = content if isinstance(content, BadText) else decoded_text(content)
     if isinstance(text, BadText):
-        bad.add(text.at(file.path, _line_of(content) if text.kind == "not UTF-8" else 0))
+        bad.add(text.at(file.path, _line_of(content)))
     else:
-        yield Document(name=file.key, text=text, place=str(file.path), size_bytes=len(content))
+        yield Document(name=file.key, text=text, place=str(file.path), size_bytes=size_in_utf8(text))
 
 
 def _array(file: SourceFile, reading: Reading, bad: BadDocuments) -> Iterator[Document]:
@@ -189,10 +189,10 @@ def _array(file: SourceFile, reading: Reading, bad: BadDocuments) -> Iterator[Do
 
 def _table(file: SourceFile, reading: Reading, bad: BadDocuments) -> Iterator[Document]:
     """Yield the texts of one column of a .csv or .tsv file, whose first row has the columns' names."""
-    csv.field_size_limit(sys.maxsize)  # its default is 128 KiB, less than many a document
+    csv.field_size_limit(reading.longest_line_bytes)  # its default is 128 KiB, less than many a document
     delimiter = "\t" if file.path.name.endswith(".tsv") else ","
     with file.path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as stream:
-        rows = csv.DictReader(stream, delimiter=delimiter)
+        rows = csv.DictReader(_table_lines(stream, reading.longest_line_bytes), delimiter=delimiter)
         try:
             refuse_without(reading.text_field, list(rows.fieldnames or ()), file.path)
             for row in rows:
@@ -207,12 +207,23 @@ def _table(file: SourceFile, reading: Reading, bad: BadDocuments) -> Iterator[Do
         except csv.Error as damaged:
             raise DataError(
                 f"{file.path} is no table at line {rows.reader.line_num}: {damaged}.",  # `rows` lags by a row
-                remedy="Save it as CSV in UTF-8, or as .jsonl or .parquet.",
+                remedy="Save it as CSV in UTF-8, or as .jsonl or .parquet, or allow for longer texts: "
+                "data.longest_line_mib.",
             ) from damaged
 
 
-def _line_of(content: bytes) -> int:
-    """Return the line of the first byte that is not UTF-8."""
+def _table_lines(stream: IO[str], longest: int) -> Iterator[str]:
+    """Yield the lines of a table. Raises csv.Error for one of more characters, before more of it is held."""
+    while line := stream.readline(longest + 1):
+        if len(line) > longest:
+            raise csv.Error(f"a line of more than {longest:,} characters")
+        yield line
+
+
+def _line_of(content: bytes | BadText) -> int:
+    """Return the line of the first byte that is not UTF-8; 0 where there is none."""
+    if isinstance(content, BadText):
+        return 0
     try:
         content.decode()
     except UnicodeDecodeError as wrong:
@@ -224,14 +235,15 @@ def _separated_text(file: SourceFile, reading: Reading, bad: BadDocuments) -> It
     """Yield the pieces between separators; an empty one at the beginning or end is no document."""
     line = 1
     with _stream_of(file) as stream:
-        for content, is_edge in split_stream(stream, reading.separator.encode()):
-            text = decoded_text(content)
-            if isinstance(text, BadText):
-                if content or not is_edge:
-                    bad.add(text.at(file.path, line + max(_line_of(content) - 1, 0)))
-            else:
-                yield Document(text=text, place=f"{file.path}:{line}", size_bytes=len(content))
-            line += content.count(b"\n") + reading.separator.count("\n")
+        limit = reading.longest_line_bytes
+        for piece in split_stream(stream, reading.separator.encode(), longest_bytes=limit):
+            content = piece.content
+            text = content if isinstance(content, BadText) else decoded_text(content)
+            if not isinstance(text, BadText):
+                yield Document(text=text, place=f"{file.path}:{line}", size_bytes=size_in_utf8(text))
+            elif content or not piece.is_edge:
+                bad.add(text.at(file.path, line + max(_line_of(content) - 1, 0)))
+            line += piece.newlines + reading.separator.count("\n")
 
 
 def _lines(file: SourceFile, reading: Reading, bad: BadDocuments) -> Iterator[Document]:
@@ -239,7 +251,9 @@ def _lines(file: SourceFile, reading: Reading, bad: BadDocuments) -> Iterator[Do
         if file.start:
             bad.lines_before[str(file.path)] = partial(_lines_to, file.path, file.start)
             stream.seek(file.start - 1)
-            skip_line(stream)  # the rest of a line that began before this part
+            # The rest of a line that began before this part, which may end behind it: each of the many parts
+            # of one huge line would read to its end.
+            skip_line(stream, at_most=None if file.stop is None else file.stop - file.start + 1)
         lines = lines_until(stream, file.stop, longest_bytes=reading.longest_line_bytes)
         yield from _parsed(lines, file, reading, bad)
 

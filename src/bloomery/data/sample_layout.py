@@ -14,6 +14,7 @@ import functools
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -240,6 +241,15 @@ class Packs:
 
 
 Layout = Windows | Packs
+
+
+def sample_tokens(layout: Layout, tokens: int) -> Fraction:
+    """Return how many tokens a sample of a dataset of so many tokens holds, on average: packs have places
+    that are empty.
+    """
+    if isinstance(layout, Packs):
+        return Fraction(tokens, layout.sample_count)
+    return Fraction(layout.length)
 
 
 def layout_of(

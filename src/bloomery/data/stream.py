@@ -25,7 +25,7 @@ from bloomery.data.megatron_order import MegatronOrder
 from bloomery.data.mixture import Mixture
 from bloomery.data.order import Order, order_through
 from bloomery.data.position import RULE_KEY
-from bloomery.data.sample_layout import Layout, layout_of
+from bloomery.data.sample_layout import Layout, layout_of, sample_tokens
 from bloomery.errors import DataError
 
 
@@ -47,6 +47,11 @@ class SampleStream:
     windows: tuple[int, ...]
     layouts: tuple[Layout, ...] = ()
     packing: str = "windows"
+
+    def sample_tokens(self, dataset: int, tokens: int) -> float:
+        """Return how many tokens the samples of a dataset that holds `tokens` have, on average."""
+        length = self.demand.sequence_length  # Megatron's order has no layouts: its samples are full
+        return float(sample_tokens(self.layouts[dataset], tokens)) if self.layouts else length
 
     def to_json(self) -> dict[str, Any]:
         """Return the stream as a checkpoint stores it, in less than a kilobyte for some fifty datasets."""
@@ -280,11 +285,16 @@ def dataset_rows(
             tokens=tokens[number],
             wanted=shares[number] / sum(shares),
             delivered=counts[number] / samples,
-            epochs=counts[number] * sequence_length / tokens[number],
+            epochs=counts[number] * stream.sample_tokens(number, tokens[number]) / tokens[number],
             first_epoch_step=step_of(ends[number]) if number in ends else None,
         )
         for number, name in enumerate(names)
     ]
+
+
+def tokens_of_rows(rows: Sequence[DatasetRow]) -> int:
+    """Return how many tokens a run takes of its datasets; empty places of packed documents are none."""
+    return round(sum(row.epochs * row.tokens for row in rows))
 
 
 def group_rows(rows: Sequence[DatasetRow]) -> list[DatasetRow]:

@@ -25,6 +25,7 @@ from bloomery.data.megatron_order import MegatronOrder
 from bloomery.data.order import Order
 from bloomery.data.position import Position, SampleShare
 from bloomery.data.prepare import Prepared, PreparedDataset
+from bloomery.data.sample_layout import sample_tokens
 from bloomery.data.stream import (
     EpochEnds,
     SampleStream,
@@ -103,7 +104,12 @@ def stream_of_run(
     asked = tuple(Claim(name=source.name, samples=0, weight=Fraction(source.weight)) for source in prepared)
     if section.datasets:
         extents = [
-            Extent(name=source.name, tokens=dataset.token_count, windows=layout.sample_count)
+            Extent(
+                name=source.name,
+                tokens=dataset.token_count,
+                windows=layout.sample_count,
+                sample_tokens=sample_tokens(layout, dataset.token_count),
+            )
             for source, dataset, layout in zip(prepared, datasets, layouts, strict=True)
         ]
         asked = claims(section, extents)

@@ -29,7 +29,8 @@ class DatasetSummary:
 class DataSummary:
     """The sizes of a run's model and data.
 
-    tokens: in the documents that are trained on. planned_tokens: those that the whole run takes.
+    tokens: in the documents that are trained on. planned_tokens: those that the whole run takes; empty places
+    of packed documents are none.
     batch_tokens: tokens of a step, in the first phase and in the last.
     warnings: sentences that a person should see.
     """
@@ -108,17 +109,22 @@ class DataSummary:
 def summarise_data(recipe: Recipe, prepared: Prepared, data_stream: DataStream) -> DataSummary:
     """Return the sizes of a run's model and data."""
     length = recipe.data.sequence_length
-    planned = run_samples(recipe) * length
+    samples = run_samples(recipe)
     batches = [phase.global_batch * length for _, phase in phases(recipe.train)]
-    shares = data_stream.stream.mixtures[-1].shares
+    stream, files = data_stream.stream, data_stream.batches.datasets
+    shares = stream.mixtures[-1].shares
+    taken = [
+        samples * stream.sample_tokens(number, dataset.token_count) * share / sum(shares)
+        for number, (dataset, share) in enumerate(zip(files, shares, strict=True))
+    ]
     datasets = tuple(
         DatasetSummary(
             name=name,
             documents=dataset.document_count,
             tokens=dataset.token_count,
-            epochs=planned * share / sum(shares) / max(1, dataset.token_count),
+            epochs=tokens / max(1, dataset.token_count),
         )
-        for name, dataset, share in zip(data_stream.names, data_stream.batches.datasets, shares, strict=True)
+        for name, dataset, tokens in zip(data_stream.names, files, taken, strict=True)
     )
     held_out = [part.documents for part in held_out_documents(recipe.data, prepared)]
     parameters = count_parameters(recipe.model, vocabulary=prepared.vocabulary_size, sequence_length=length)
@@ -129,7 +135,7 @@ def summarise_data(recipe: Recipe, prepared: Prepared, data_stream: DataStream) 
         batch_tokens=(batches[0], batches[-1]),
         documents=sum(dataset.documents for dataset in datasets),
         tokens=sum(dataset.tokens for dataset in datasets),
-        planned_tokens=planned,
+        planned_tokens=round(sum(taken)),
         held_out_documents=sum(documents.document_count for documents in held_out),
         held_out_tokens=sum(documents.token_count for documents in held_out),
         datasets=datasets,
