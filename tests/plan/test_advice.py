@@ -184,7 +184,7 @@ def test_dropout_of_attention_is_warned_of_by_how_much_longer_a_block_takes(
 def saved(**changed: Any) -> list[str]:
     usual = {
         "lost_share": 0.05, "best_lost_share": 0.02, "best_interval_s": 1800.0, "interval_s": 7200.0,
-        "mean_time_between_failures_s": 5400.0, "ends": True,
+        "mean_time_between_failures_s": 5400.0, "ends": True, "saves": 9,
     }  # fmt: skip
     return list(advice._cadence(draft(checkpoints=SimpleNamespace(**{**usual, **changed}))))
 
@@ -202,8 +202,10 @@ def test_a_cadence_that_loses_over_twice_the_least_and_a_hundredth_is_warned_of(
         {"lost_share": None},
         {"best_lost_share": None},
         {"best_interval_s": None},
+        {"saves": 1, "interval_s": 1_800.0},  # at the end of a short run alone
     ):
         assert saved(**calm) == []
+    assert len(saved(saves=1)) == len(saved(interval_s=1_800.0)) == 1
 
 
 def test_a_run_that_does_not_end_is_told_how_often_it_fails() -> None:

@@ -165,6 +165,22 @@ def test_other_numbers_of_accelerators_say_when_they_divide(run):
     assert fewer == {8, 32, 64}  # a replica has 8, so 4 cannot hold the model
 
 
+def test_another_number_than_that_of_the_ranks_that_were_measured_is_one_of_the_other_scales(run):
+    rundir, train = RunDirectory(run), load_recipe(RECIPE).recipe.train
+    rundir.incarnation(3).write_text(json.dumps({"base": {"step": 29_020, "incarnation": 2}}))
+    with Journal(rundir.journal()) as journal:
+        journal.write("start", incarnation=3, step=29_020, ranks=128)
+        journal.write("step", incarnation=3, **report(train, 29_021, seconds=44.0).to_json())
+    usual, asked = progress(run), progress(run, accelerators=1_024)
+    assert (asked.accelerators, asked.step_s, asked.days_left) == (128, 44.0, usual.days_left)
+    assert [one.accelerators for one in usual.elsewhere] == [32, 64, 256, 512]
+    assert [one.accelerators for one in asked.elsewhere] == [32, 64, 256, 512, 1_024]
+    assert asked.elsewhere[:4] == usual.elsewhere and progress(run, accelerators=64) == usual
+    assert usual.days_left / 9 < asked.elsewhere[-1].days_left < usual.days_left / 5
+    with pytest.raises(ConfigError, match="no multiple of 8"):
+        progress(run, accelerators=100)
+
+
 def test_a_number_of_accelerators_divides_the_batch_where_it_gives_whole_micro_batches():
     loaded = load_recipe(RECIPE)
     request = Request(loaded=loaded, hardware=load_hardware("v100-32g"), accelerators=128)

@@ -30,12 +30,14 @@ class RecentSteps:
     ranks: the number of ranks that made the newest step; 1 where their incarnation did not record it.
     span_s: seconds from the journal's first event to its last.
     vocabulary: number of the tokenizer's ids, as the newest start recorded it; None if none did.
+    are_ranks_recorded: whether their incarnation recorded the number of ranks.
     """
 
     alike: tuple[StepReport, ...]
     ranks: int
     span_s: float
     vocabulary: int | None = None
+    are_ranks_recorded: bool = False
 
 
 def recent_steps(rundir: RunDirectory, *, most: int) -> RecentSteps:
@@ -53,6 +55,7 @@ def recent_steps(rundir: RunDirectory, *, most: int) -> RecentSteps:
         ranks=notes.ranks_of(alike[-1]) if alike else 1,
         span_s=max(0.0, notes.last_s - notes.first_s),
         vocabulary=notes.vocabulary,
+        are_ranks_recorded=bool(alike) and alike[-1]["incarnation"] in notes.ranks,
     )
 
 
@@ -74,7 +77,8 @@ class _Notes:
 
     def _note(self, event: Event) -> None:
         if event["event"] == "start" and "incarnation" in event:
-            self.ranks[event["incarnation"]] = int(event.get("ranks", 1))
+            if "ranks" in event:
+                self.ranks[event["incarnation"]] = int(event["ranks"])
         elif event["event"] == "data" and isinstance(event.get("vocabulary"), int):
             self.vocabulary = event["vocabulary"]
         if "time" in event:

@@ -182,6 +182,8 @@ def _cadence(draft: Draft) -> Iterator[str]:
     saves = draft.checkpoints
     if not saves.lost_share or not saves.best_lost_share or not saves.best_interval_s:
         return
+    if saves.saves <= 1 and saves.interval_s <= saves.best_interval_s:
+        return  # it saves at its end alone, and could not save less often
     best = f"every {_hours(saves.best_interval_s)} would lose {lost_text(saves.best_lost_share, form='.1%')}"
     if not saves.ends:
         helps = saves.best_lost_share <= MOST_LOST

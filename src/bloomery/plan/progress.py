@@ -17,6 +17,7 @@ from bloomery.plan.parameters import count_parameters
 from bloomery.plan.request import (
     Request,
     data_degrees,
+    refuse_impossible,
     vocabulary_of,
     with_local_vocabulary,
     with_vocabulary,
@@ -89,11 +90,16 @@ def progress_of(request: Request, run: Path) -> RunProgress:
         raise DataError(
             f"{run} has no steps in its journal", remedy="Wait for the first, or plan its recipe."
         )
-    accelerators = history.ranks if request.accelerators is None else request.accelerators
+    asked = request.accelerators
     loaded = with_local_vocabulary(with_vocabulary(request.loaded, history.vocabulary))
     recipe = loaded.recipe
     recent, last = history.alike, history.alike[-1]
-    request = replace(request, loaded=loaded, accelerators=accelerators, consumed=last.consumed_samples)
+    request = replace(request, loaded=loaded, consumed=last.consumed_samples)
+    if asked is not None:
+        refuse_impossible(request)
+    # What was measured belongs to the ranks that made the steps; another number is one of the other scales.
+    accelerators = history.ranks if asked is None or history.are_ranks_recorded else asked
+    request = replace(request, accelerators=accelerators)
     plan = make_plan(request)
     step_s = median(report.seconds for report in recent)
     speed = last.global_batch * last.peers / step_s
@@ -136,7 +142,7 @@ def progress_of(request: Request, run: Path) -> RunProgress:
         if last.mfu is not None
         else None,
         days_left=days,
-        elsewhere=at_other_scales(request, plan, accelerators, days),
+        elsewhere=at_other_scales(request, plan, accelerators, days, asked=asked),
         planned_step_s=planned_s,
         planned_days=plan.whole.days,
         planned_days_left=days * scale,
@@ -170,16 +176,20 @@ def progress_rows(progress: RunProgress) -> list[tuple[str, str, str, str]]:
     return rows
 
 
-def at_other_scales(request: Request, plan: Plan, accelerators: int, days: float) -> tuple[OtherScale, ...]:
+def at_other_scales(
+    request: Request, plan: Plan, accelerators: int, days: float, *, asked: int | None = None
+) -> tuple[OtherScale, ...]:
     """Return the remaining days on a quarter to four times as many accelerators, scaled by the plans of
     both.
+
+    asked: another number that is of interest; None for none.
     """
     recipe = request.recipe
     here_s = plan.draft.course[-1].step.seconds
     replica = plan.draft.work.layout.replica
     estimates = []
-    for factor in FACTORS:
-        count = accelerators * factor
+    counts = {accelerators * factor for factor in FACTORS} | ({asked} if asked else set())
+    for count in sorted(counts - {accelerators}):
         degree = count / replica
         if degree < 1 or degree != int(degree):
             continue
