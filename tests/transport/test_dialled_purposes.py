@@ -19,7 +19,7 @@ from bloomery.transport.connection import ConnectionPlace, Contact
 from bloomery.transport.connection_manager import ConnectionManager, _link, _own
 from bloomery.transport.connection_pool import DialTiming, Neighbour
 from bloomery.transport.handshake import AuthenticatedConnection, OwnIdentity
-from bloomery.transport.relay import circuit_of
+from bloomery.transport.relay import circuit_of, mark_of
 from bloomery.transport.sockets import RateLimiter, TcpTimeouts
 from bloomery.transport.trust import PeerRefused
 
@@ -141,7 +141,8 @@ def test_a_ring_meets_at_the_first_relay_that_is_neither_end(dialling, monkeypat
     monkeypatch.setattr(connection_manager, "handshake_as_dialler", begin)
     link = peer.manager._dial_through(HOP, PLACE, 7, 300.0)
     circuit = circuit_of("r", ("a", "a1"), PLACE, 7)
-    hello = hello_to("r", purpose="relay", circuit=circuit)
+    rank, stream = mark_of(circuit, "b")
+    hello = hello_to("r", purpose="relay", circuit=circuit, rank=rank, stream=stream)
     assert peer.dialled == [(("r.example.org:1",), hello, 300.0)]
     of_ring = hello_to("b", purpose="ring", rank=2, stream=3, encrypt=True)
     assert made == [(peer.legs[0], of_ring, TOKEN, 300.0)]

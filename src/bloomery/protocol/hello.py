@@ -37,7 +37,8 @@ class ConnectionHello(HandshakeMessage, frozen=True, kw_only=True, rename={"rank
     purpose: "ring" for tensors of an all_reduce, "probe" for a measurement of bandwidth, "relay" for one end
         of a connection of a ring that the listener forwards, "serve" for one on which the dialler waits for
         joining peers, "fetch" for a joining peer's, which the listener joins to one of those.
-    rank, stream: with "ring", which of the connections between two peers this is.
+    rank, stream: with "ring", which of the connections between two peers this is. With "relay", which peer is
+        expected at the other end (`relay.mark_of`); 0 and 0: any.
     sends: whether the dialler sends the tensors.
     encrypt: whether the dialler wants the tensors encrypted; they are authenticated in any case.
     circuit: with "relay", a name that both ends compute; the relay joins two connections of one name. With

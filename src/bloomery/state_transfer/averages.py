@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from io import BufferedWriter
 from pathlib import Path
+from typing import BinaryIO, Literal
 
 from bloomery.checkpoint.format.manifest import BLOCK_BYTES
 from bloomery.errors import PeerError, free_bytes, storage_error
@@ -96,6 +96,7 @@ class AverageFetcher:
                 shutil.rmtree(path, ignore_errors=True)
         until = time.monotonic() + self._patience_s
         failed: dict[PeerSource, SourceFailed] = {}
+        begun: _Download | None = None
         try:
             place.mkdir(parents=True, exist_ok=True)
             while time.monotonic() < until and not cancelled():
@@ -105,11 +106,14 @@ class AverageFetcher:
                     break
                 for begin in range(0, len(left), at_once):
                     chosen = left[begin : begin + at_once]
-                    download = _Download(place, [average_file(rank) for rank in range(ranks)], failed)
+                    files = [average_file(rank) for rank in range(ranks)]
+                    download = _Download(place, files, failed, before=begun)
                     if download.fetch(chosen, commit.digest, self._trust, until=until, cancelled=cancelled):
                         return FetchedAverage(
                             directory=place, peers=tuple(sorted(download.peers)), bytes=download.bytes
                         )
+                    if download.bytes and at_once > 1:  # parts of several peers may be mixed
+                        begun = download
                 time.sleep(_PAUSE_S)
         except OSError as error:
             raise storage_error(error, path=place, doing="Fetching the average of a round") from error
@@ -137,17 +141,25 @@ class _Download:
         place: where the files are written.
         names: the files.
         failed: gets the failure of each source that fails.
+        before: a try that is over, whose parts are kept if a source reports the same sizes; None: none.
     """
 
     # `_active` threads fetch, of which `_waiting` pause before they ask again a peer that has no average yet.
 
-    def __init__(self, place: Path, names: Sequence[str], failed: dict[PeerSource, SourceFailed]) -> None:
-        self._place, self._names, self._failed = place, names, failed
+    def __init__(
+        self,
+        place: Path,
+        names: Sequence[str],
+        failed: dict[PeerSource, SourceFailed],
+        *,
+        before: _Download | None = None,
+    ) -> None:
+        self._place, self._names, self._failed, self._before = place, names, failed, before
         self._changed = threading.Condition()
         self._sizes: dict[str, int] = {}
         self._missing: MissingBlocks | None = None
         self._streams = STREAMS
-        self._files: dict[str, BufferedWriter] = {}
+        self._files: dict[str, BinaryIO] = {}
         self._active, self._waiting, self._is_closed = 0, 0, False
         self._error: OSError | None = None
         self.peers: set[str] = set()
@@ -250,13 +262,14 @@ class _Download:
         self._failed.pop(state.origin, None)
         with self._changed:
             if self._missing is None and not self._is_closed:
-                if sum(sizes.values()) > free_bytes(self._place):
+                runs, mode = self._left(sizes)
+                if sum(run.end - run.begin for run in runs) > free_bytes(self._place):
                     raise SourceFailed(
                         f"the average has {sum(sizes.values()):,} bytes, which are not free at {self._place}"
                     )
-                self._files = {name: (self._place / name).open("wb") for name in self._names}
+                self._files = {name: (self._place / name).open(mode) for name in self._names}
                 self._sizes = sizes
-                self._missing = MissingBlocks(_runs(sizes), unit=_SMALLEST_BYTES, streams=self._streams)
+                self._missing = MissingBlocks(runs, unit=_SMALLEST_BYTES, streams=self._streams)
                 self.peers.add(state.origin.peer)
                 self._changed.notify_all()
             if sizes != self._sizes:
@@ -264,6 +277,14 @@ class _Download:
         for _ in range(STREAMS - 1 if self._is_large else 0):
             self._start(self._stream, state)
         self._stream(state)
+
+    def _left(self, sizes: Mapping[str, int]) -> tuple[list[BlockRun], Literal["wb", "r+b"]]:
+        """Return what is to be fetched, and how the files are opened: the try before may have left parts."""
+        before = self._before
+        if before is None or before._missing is None or before._sizes != sizes:
+            return _runs(sizes), "wb"
+        self.peers |= before.peers
+        return [run for name in self._names for run in before._missing.runs_of(name)], "r+b"
 
     def _sizes_at(self, state: ServedState) -> dict[str, int]:
         """Ask a peer for the sizes until it has written its average. Raises SourceFailed."""

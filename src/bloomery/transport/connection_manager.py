@@ -10,6 +10,8 @@ import itertools
 import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
 
+import msgspec
+
 from bloomery.protocol.hello import ConnectionHello, Purpose
 from bloomery.transport.bandwidth_probe import LinkMeasurement, ProbeSizes, answer_probe, measure
 from bloomery.transport.connection import Connection, ConnectionPlace, Contact
@@ -29,7 +31,7 @@ from bloomery.transport.handshake import (
     handshake_as_listener,
 )
 from bloomery.transport.listener import Listener, MemberQuota
-from bloomery.transport.relay import Relay, circuit_of
+from bloomery.transport.relay import Relay, circuit_of, mark_of
 from bloomery.transport.sockets import RateLimiter, TcpTimeouts, addresses_of, dial, open_listener, prepare
 from bloomery.transport.state_relay import ReverseDialer, Serve, StateRelay
 from bloomery.transport.trust import PeerRefused, RefusalLog, Trust
@@ -177,9 +179,10 @@ class ConnectionManager:
         if not relays:
             raise PeerRefused("there is no peer that relays")
         relay = relays[0]
-        leg = self._dial_authenticated(
-            relay.addresses, self._hello(relay, purpose="relay", circuit=circuit), deadline_s
-        ).connection
+        meeting = self._hello(relay, purpose="relay", circuit=circuit)
+        rank, stream = mark_of(circuit, hop.peer)
+        meeting = msgspec.structs.replace(meeting, rank=rank, stream=stream)
+        leg = self._dial_authenticated(relay.addresses, meeting, deadline_s).connection
         if place.sends:
             hello = self._hello(contact, purpose="ring", place=place)
             return _own(handshake_as_dialler(leg, hello, self._trust, deadline_s=deadline_s), place, RELAYED)

@@ -14,6 +14,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from bloomery.transport.connection import ConnectionPlace
 from bloomery.transport.handshake import AuthenticatedConnection
@@ -30,8 +31,32 @@ _PIECE_BYTES = 1 << 18
 _TIMEOUT = struct.Struct("@ll")
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _WaitingEnd:
+    """An end of a circuit that waits for the other one.
+
+    peer: the member that it belongs to. mark: which member it expects, see `mark_of`.
+    since: when it came, by the local monotonic clock, seconds.
+    """
+
+    connection: socket.socket
+    peer: str
+    circuit: str
+    mark: tuple[int, int]
+    since: float
+
+    def fits(self, other: _WaitingEnd) -> bool:
+        """Whether each of two ends of one name belongs to the member that the other one expects."""
+        return self.peer != other.peer and all(
+            one.mark in (UNMARKED, mark_of(one.circuit, end.peer))
+            for one, end in ((self, other), (other, self))
+        )
+
+
 class Relay:
-    """Joins pairs of connections that name the same circuit of a ring.
+    """Joins two connections of one circuit of a ring if each belongs to the peer that the other expects.
+
+    Every member can compute the name of a circuit, so an end is not joined to whoever names it first.
 
     wait_s: how long the first connection of a circuit waits for the second, seconds.
     rate_limiter: limits the bytes that are forwarded; None: no limit.
@@ -40,7 +65,7 @@ class Relay:
     def __init__(self, *, wait_s: float, rate_limiter: RateLimiter | None = None) -> None:
         self._wait_s, self._rate_limiter = wait_s, rate_limiter
         self._lock, self._refusals = threading.Lock(), RefusalLog()
-        self._waiting: dict[str, tuple[float, socket.socket, str]] = {}
+        self._waiting: dict[str, list[_WaitingEnd]] = {}
         self._open: dict[socket.socket, str] = {}
         """The ends that are joined, each with the member that it belongs to."""
 
@@ -50,47 +75,65 @@ class Relay:
         Called on a thread of the connection's own. It returns at once for the first end of a circuit, and
         for the second one when either has ended.
         """
-        connection, circuit, peer = (
-            authenticated.connection,
-            authenticated.hello.circuit,
-            authenticated.hello.peer,
+        hello, connection = authenticated.hello, authenticated.connection
+        circuit, peer = hello.circuit, hello.peer
+        mark = (hello.rank, hello.stream)
+        end_here = _WaitingEnd(
+            connection=connection, peer=peer, circuit=circuit, mark=mark, since=time.monotonic()
         )
         with self._lock:
             self._close_late()
-            held = sum(owner == peer for owner in (*self._open.values(), *self._waiting_peers))
-            if held >= _OF_MEMBER or len(self._waiting) + len(self._open) // 2 >= _MAX_CIRCUITS:
+            held = sum(
+                owner == peer for owner in (*self._open.values(), *(each.peer for each in self._all_waiting))
+            )
+            waiting = sum(map(len, self._waiting.values()))
+            if held >= _OF_MEMBER or waiting + len(self._open) // 2 >= _MAX_CIRCUITS:
                 self._refusals.write(f"'{peer}'", f"it is not relayed, for {held} of its ends are here")
                 connection.close()
                 return
-            _, other, first = self._waiting.pop(circuit, (0.0, None, ""))
+            other = self._taken(end_here)
             if other is None:
-                self._waiting[circuit] = (time.monotonic(), connection, peer)
+                self._waiting.setdefault(circuit, []).append(end_here)
                 return
-            self._open |= {connection: peer, other: first}
+            self._open |= {connection: peer, other.connection: other.peer}
         log.info("relaying for '%s'", peer)
         try:
-            copy_both_ways(connection, other, rate_limiter=self._rate_limiter)
+            copy_both_ways(connection, other.connection, rate_limiter=self._rate_limiter)
         finally:
             with self._lock:
-                del self._open[connection], self._open[other]
+                del self._open[connection], self._open[other.connection]
 
     def close(self) -> None:
         """End all relayed and waiting connections."""
         with self._lock:
-            for connection in (*self._open, *(connection for _, connection, _ in self._waiting.values())):
+            for connection in (*self._open, *(waiting.connection for waiting in self._all_waiting)):
                 end(connection)
             self._waiting.clear()
 
     @property
-    def _waiting_peers(self) -> Iterator[str]:
-        return (peer for _, _, peer in self._waiting.values())
+    def _all_waiting(self) -> Iterator[_WaitingEnd]:
+        return (waiting for ends in self._waiting.values() for waiting in ends)
+
+    def _taken(self, here: _WaitingEnd) -> _WaitingEnd | None:
+        """Take the newest end that waits for this one, for its member may have left an older one there."""
+        ends = self._waiting.get(here.circuit, [])
+        found = next((waiting for waiting in reversed(ends) if waiting.fits(here)), None)
+        if found is not None:
+            self._drop(found)
+        return found
+
+    def _drop(self, waiting: _WaitingEnd) -> None:
+        ends = self._waiting[waiting.circuit]
+        ends.remove(waiting)
+        if not ends:
+            del self._waiting[waiting.circuit]
 
     def _close_late(self) -> None:
         now = time.monotonic()
-        for circuit, (since, connection, _) in list(self._waiting.items()):
-            if now > since + self._wait_s:
-                del self._waiting[circuit]
-                connection.close()
+        for waiting in list(self._all_waiting):
+            if now > waiting.since + self._wait_s:
+                self._drop(waiting)
+                waiting.connection.close()
 
 
 def copy_both_ways(
@@ -163,3 +206,17 @@ def circuit_of(run: str, me: tuple[str, str], place: ConnectionPlace, epoch: int
     sender, receiver = (me, other) if place.sends else (other, me)
     words = (run, *sender, *receiver, place.rank, place.stream, epoch)
     return hashlib.sha256(repr(words).encode()).hexdigest()
+
+
+UNMARKED = (0, 0)
+"""The mark of an end that expects anybody, as versions before marks made it."""
+
+
+def mark_of(circuit: str, peer: str) -> tuple[int, int]:
+    """Return the numbers by which an end of a circuit says which peer it expects at the other end.
+
+    They are 20 bits of a hash, in the fields `rank` and `stream` of the hello, which older versions leave at
+    0 and do not read.
+    """
+    number = int.from_bytes(hashlib.sha256(f"{circuit} {peer}".encode()).digest()[:4], "big") >> 12
+    return number >> 8, number & 0xFF
