@@ -248,6 +248,21 @@ def test_a_scheduler_that_is_silent_is_a_warning_where_it_is_needed(
     assert silent_of == ["", "squeue is down"]
 
 
+def test_requests_that_wait_are_warnings_of_a_run_that_does_not_take_them(tmp_path: Path) -> None:
+    rundir = RunDirectory(tmp_path / "run")
+    rundir.create()
+    assert overview(rundir).warnings == ()
+    rundir.control("rewind").write_text("400\n")
+    rundir.control("skip").write_text("8:16\n24:32\n")
+    back, skips = overview(rundir).warnings
+    assert back.startswith("control/rewind (400) waits since 2") and back.endswith(
+        "goes back after its next step"
+    )
+    assert (
+        skips.startswith("control/skip (8:16 24:32) waits since ") and "the run leaves samples out" in skips
+    )
+
+
 def test_runs_are_those_that_hold_something_or_were_submitted(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run").create()
     run.incarnation(1).write_text('{"base": null}')

@@ -15,7 +15,7 @@ from bloomery.config.recipe import Recipe
 from bloomery.errors import BloomeryError, ConfigError
 from bloomery.events.journal import read_tail
 from bloomery.events.run_directory import RunDirectory
-from bloomery.events.switches import switch_places
+from bloomery.events.switches import switch_places, waiting_requests
 from bloomery.operate.exclusions import Exclusions
 from bloomery.operate.ledger.figures import duration
 from bloomery.operate.ledger.operations import finite
@@ -96,6 +96,7 @@ def overview(rundir: RunDirectory) -> RunOverview:
     warnings += [little_shm] if little_shm else []
     if awaited_s := peers_awaited_s(seen.ranks, now=seen.now):
         warnings.append(f"all ranks have waited for other peers for {duration(awaited_s)}")
+    asked = [f"{waits}: the run {does} after its next step" for waits, does in waiting_requests(rundir)]
     return RunOverview(
         run=str(rundir.path),
         name=recipe.run.name if recipe else rundir.name,
@@ -104,7 +105,7 @@ def overview(rundir: RunDirectory) -> RunOverview:
         shm=shm,
         excluded=excluded,
         **_progress(rundir, recipe, warnings),
-        warnings=tuple(warnings),
+        warnings=(*warnings, *asked),
     )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from torch import Tensor
 
 from bloomery.checkpoint.format.manifest import checkpoint_name
+from bloomery.checkpoint.format.retention import BEFORE_CLIMB
 from bloomery.checkpoint.format.state import Json, Stateful
 from bloomery.checkpoint.writer.ranks import Ranks
 from bloomery.config.recipe import InitSection
@@ -145,6 +146,10 @@ class RunSaver:
         if to_step is None:
             latest = wanted.to_step if wanted.latest_step is None else wanted.latest_step
             why = f"{reason}; no checkpoint at or before step {latest} is there to go back to"
+            if oldest := self._store.oldest_name():
+                why = f"{why}, here or in a backup: the oldest here is {oldest}"
+                if wanted.latest_step is not None:
+                    why = f"{why}, which was saved after the problem began"
             self._record("rewind_impossible", state.step, to_step=wanted.to_step, reason=why)
             if wanted.may_go_on:
                 log.warning("%s: the run goes on", why)
@@ -257,6 +262,7 @@ class RunSaver:
                 "consumed_tokens": position.consumed * sequence_length,
                 "loss": self.last_report.loss if self.last_report else None,
                 "held_out_loss": self._held_out_loss_at(state.step),
+                BEFORE_CLIMB: self._settings.guards.step_before_climb(),
                 **self._data_stream.about(position.cursor, below=end),
             },
             run_length_steps=self._settings.run_length_steps,
