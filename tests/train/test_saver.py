@@ -58,7 +58,11 @@ class Recorded:
                     resumed=lambda: self.note("resumed"),
                     step_before_climb=lambda: 2,
                 ),
-                recipe=SimpleNamespace(data=SimpleNamespace(sequence_length=8), run=SimpleNamespace(seed=77)),
+                recipe=SimpleNamespace(
+                    data=SimpleNamespace(sequence_length=8),
+                    run=SimpleNamespace(seed=77),
+                    elastic=SimpleNamespace(inner_steps=0),
+                ),
                 stream_end=lambda cursor, consumed: 1000 + cursor - consumed,
                 run_length_steps=250,
                 goal=Goal(samples=1000),
@@ -220,7 +224,7 @@ WANTED = Rewind(judged_step=9, to_step=5, skip=range(30, 36), rung=Rung.SLOW, re
 
 
 def going_back(run: Recorded, wanted: Rewind) -> TrainState:
-    run.saver._restore = lambda *, reason, up_to_step: (  # type: ignore[method-assign]
+    run.saver._restore = lambda *, reason, up_to_step, takes_older: (  # type: ignore[method-assign]
         run.note("restored", reason, up_to_step) or run.restored
     )
     return run.saver.rewind(STATE, wanted)
@@ -301,7 +305,7 @@ def test_restraints_of_before_a_rewind_hold_on_beside_its_own(run) -> None:
     old = Restraint(start=0, stop=100, rate=0.5, clip=1.0)
     run.new_restraint = Restraint(start=16, stop=200, rate=0.25, clip=0.5)
     run.restored = replace(run.restored, restraints=(old,))
-    run.saver._restore = lambda *, reason, up_to_step: run.restored  # type: ignore[method-assign]
+    run.saver._restore = lambda *, reason, up_to_step, takes_older: run.restored  # type: ignore[method-assign]
     later = Restraint(start=20, stop=80, rate=0.75, clip=1.0)
     after = run.saver.rewind(replace(STATE, restraints=(later, old)), replace(WANTED, skip=range(0)))
     assert after.restraints == (old, later, run.new_restraint)

@@ -160,7 +160,9 @@ class RunSaver:
         skip: list[Json] = [wanted.skip.start, wanted.skip.stop]
         rung = wanted.rung.name.lower()
         self._record("rewind", state.step, to_step=to_step, skip=skip, rung=rung, reason=reason)
-        restored = self._restore(reason=f"rewind: {reason}", up_to_step=to_step)
+        # An older one than the damaged one is early enough too; between peers all go back to the same round.
+        takes_older = not self._settings.recipe.elastic.inner_steps
+        restored = self._restore(reason=f"rewind: {reason}", up_to_step=to_step, takes_older=takes_older)
         position = restored.position
         for samples in skips:
             position = position.skipping(samples)
@@ -301,11 +303,11 @@ class RunSaver:
                 return step
         return wanted.to_step if wanted.may_start_anew else None
 
-    def _restore(self, *, reason: str, up_to_step: int | None) -> TrainState:
+    def _restore(self, *, reason: str, up_to_step: int | None, takes_older: bool = False) -> TrainState:
+        """Restore the newest checkpoint up to a step. takes_older: where it is damaged, the newest intact one."""
         self._enter(RankActivity.LOADING)
-        restored = self._store.restore(
-            self.stateful, reason=reason, up_to_step=up_to_step, fallback=self._take_fallback
-        )
+        fallback = takes_older or self._take_fallback
+        restored = self._store.restore(self.stateful, reason=reason, up_to_step=up_to_step, fallback=fallback)
         if restored is not None:
             return self._go_on_from(restored, reason=reason)
         self._learner.initialise(seed=self._settings.recipe.run.seed)
