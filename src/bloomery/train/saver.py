@@ -304,7 +304,7 @@ class RunSaver:
         return wanted.to_step if wanted.may_start_anew else None
 
     def _restore(self, *, reason: str, up_to_step: int | None, takes_older: bool = False) -> TrainState:
-        """Restore the newest checkpoint up to a step. takes_older: where it is damaged, the newest intact one."""
+        """Restore the newest checkpoint up to a step. takes_older: or, where it is damaged, an older one."""
         self._enter(RankActivity.LOADING)
         fallback = takes_older or self._take_fallback
         restored = self._store.restore(self.stateful, reason=reason, up_to_step=up_to_step, fallback=fallback)
