@@ -115,18 +115,6 @@ def test_processes_without_a_job_count_while_their_heartbeats_are_fresh() -> Non
     assert verdict(rank(wrote_s_ago=1.0), job=ended).state == RunStatus.RUNNING, "another start"
 
 
-def test_a_bare_scancel_is_told_as_long_as_the_scheduler_knows_of_it() -> None:
-    killed = replace(JOB, state=JobState.ENDED, state_text="CANCELLED", ends=NOW - 60.0)
-    said = "; the scheduler says that somebody cancelled job 712"
-    gone = verdict(rank(wrote_s_ago=61.0), job=killed)
-    assert gone.state == RunStatus.GONE and gone.why.endswith(f"no `end` in the journal{said}")
-    over = {"event": "end", "time": NOW - 60.0, "reason": "signal SIGTERM"}
-    stopped = verdict(job=killed, last=over)
-    assert stopped.why == f"saved and stopped: signal SIGTERM; nothing is queued{said}"
-    well = replace(killed, state_text="COMPLETED")
-    assert verdict(job=well, last=over).why == "saved and stopped: signal SIGTERM; nothing is queued"
-
-
 def test_a_run_that_used_all_its_samples_is_finished_when_its_last_process_has_gone() -> None:
     end = {"event": "end", "finished": True, "reason": "all samples used"}
     assert verdict(rank(), job=None, last=end).state == RunStatus.RUNNING

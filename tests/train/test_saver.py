@@ -325,8 +325,8 @@ def test_a_later_checkpoint_is_taken_where_none_is_as_early_as_it_wants_and_else
     run.oldest = "step-000008.i003"
     within = going_back(run, replace(WANTED, latest_step=6)).stopped
     assert within is not None and within.reason == (
-        "spike; no checkpoint at or before step 6 is there to go back to, here or in a backup: the oldest "
-        "here is step-000008.i003, which was saved after the problem began"
+        "spike; but no checkpoint at or before step 6 is there to go back to, here or in a backup: the "
+        "oldest here is step-000008.i003, which was saved after the problem began"
     )
     by_hand = going_back(run, WANTED).stopped
     assert by_hand is not None and by_hand.reason.endswith("the oldest here is step-000008.i003")

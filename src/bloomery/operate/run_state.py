@@ -10,6 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from bloomery.errors import remedy_in
 from bloomery.events.heartbeat import RankActivity, RankBeat, has_died_here, read_beat
 from bloomery.events.journal import read_tail
 from bloomery.events.run_directory import RunDirectory
@@ -334,9 +335,9 @@ def _without_job(observation: RunObservation, limits: StandstillLimits) -> RunVe
     errors = [rank.beat.error for rank in observation.ranks.values() if rank.beat.error]
     gone = f"no process{since}, no job, and no `end` in the journal{cancelled_words(observation.jobs)}"
     why = errors[0].splitlines()[0] if errors else gone
-    return RunVerdict(
-        state=RunStatus.FAILED if errors else RunStatus.GONE, why=why, remedy=_goes_on(observation)
-    )
+    helps = [remedy_in(error) for error in errors[:1] if remedy_in(error)]
+    remedy = " Then ".join([*helps, _goes_on(observation)])
+    return RunVerdict(state=RunStatus.FAILED if errors else RunStatus.GONE, why=why, remedy=remedy)
 
 
 def _failed_jobs(observation: RunObservation) -> list[QueuedJob]:

@@ -145,7 +145,7 @@ class RunSaver:
         to_step = self._reachable_step(wanted)
         if to_step is None:
             latest = wanted.to_step if wanted.latest_step is None else wanted.latest_step
-            why = f"{reason}; no checkpoint at or before step {latest} is there to go back to"
+            why = f"{reason}; but no checkpoint at or before step {latest} is there to go back to"
             if oldest := self._store.oldest_name():
                 why = f"{why}, here or in a backup: the oldest here is {oldest}"
                 if wanted.latest_step is not None:
