@@ -76,6 +76,7 @@ UNSYNCED = {
     "state_transfer/partial_checkpoint.py:PartialCheckpoint.__init__": "synced by `finish`, through durable",
     "events/run_lock.py:_locked": "an empty file to lock",
     "events/journal.py:Journal.__init__": "a power cut costs the lines of steps that are trained again",
+    "events/journal.py:Journal._follow_path": "as above",
 }
 """Where a file is written or renamed without `durable`: module and function, and why that is right."""
 

@@ -43,6 +43,18 @@ class BloomeryError(Exception):
         return f"{self.message}\n  {self.remedy}" if self.remedy else self.message
 
 
+def remedy_in(text: str) -> str:
+    """Return the remedy in the text of an error, `TypeName: message` with the remedy below; "" for none.
+
+    What other libraries write below their messages is none.
+    """
+    name = text.partition(":")[0]
+    kind = globals().get(name)
+    is_ours = isinstance(kind, type) and issubclass(kind, BloomeryError)
+    lines = text.partition("\n  ")[2].splitlines()
+    return lines[0].strip() if is_ours and lines else ""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Mistake:
     """One mistake in what the user wrote.

@@ -214,3 +214,19 @@ def test_a_record_of_an_earlier_version_is_read_and_one_that_is_damaged_counts_a
         assert remote_copies(run) == {}
     record_copy(run, NAMES[10], url="s3://b/y", what="all", bytes=1)
     assert [one.url for one in remote_copies(run)[NAMES[10]]] == ["s3://b/y"]
+
+
+def test_the_newest_from_before_a_climb_is_kept_as_the_newest_readable_manifest_says(
+    rundir: RunDirectory,
+) -> None:
+    begin(rundir, base=None, reason="start")
+    save(rundir, 10, 20, 30)
+    save(rundir, 40, before_climb=29)
+    assert [step for step, name in NAMES.items() if planned(rundir).get(name)] == [20, 40]
+    assert planned(rundir)[NAMES[20]] == ("before a climb of the loss",)
+    save(rundir, 50, before_climb=None)
+    assert [step for step, name in NAMES.items() if planned(rundir).get(name)] == [50], "it came down again"
+    (rundir.checkpoints / NAMES[50] / "manifest.json").write_text("{}")
+    assert planned(rundir)[NAMES[20]] == ("before a climb of the loss",)
+    save(rundir, 60, before_climb=9)
+    assert not planned(rundir)[NAMES[10]], "none is as early"

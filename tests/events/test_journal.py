@@ -259,3 +259,25 @@ def test_a_journal_that_is_shared_is_free_between_two_lines(tmp_path: Path):
     with Journal(path, is_shared=True) as journal, path.open("rb") as other:
         journal.write("note", incarnation=1, step=2)
         assert durable.try_lock(other.fileno())
+
+
+def test_a_journal_that_is_removed_or_replaced_while_it_is_written_goes_on_at_its_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(journal_module, "_LOOK_S", 0.0)
+    run, path = tmp_path / "run", tmp_path / "run" / "journal" / "0-0.jsonl"
+    with Journal(path) as journal:
+        journal.write("one", incarnation=1, step=1)
+        path.rename(run / "rotated")
+        journal.write("two", incarnation=1, step=2)
+        path.unlink()
+        path.parent.rmdir()
+        journal.write("three", incarnation=1, step=3)
+        assert caplog.text.count("was removed or replaced while it was written") == 2
+        run.rename(tmp_path / "moved")
+        journal.write("four", incarnation=1, step=4)
+        assert not run.exists(), "the file goes with its run"
+    moved = tmp_path / "moved"
+    assert [event["event"] for event in read_journal(moved / "rotated")] == ["one"]
+    assert [event["event"] for event in read_journal(moved / "journal" / path.name)] == ["three", "four"]
+    assert caplog.text.count("was removed or replaced") == 2

@@ -18,6 +18,7 @@ from tests.operate.test_group import boards
 from bloomery import durable
 from bloomery.config.load import dump_recipe, load_recipe, override
 from bloomery.errors import BloomeryError, StorageError
+from bloomery.events.heartbeat import Heartbeat
 from bloomery.events.journal import Journal, read_journal
 from bloomery.events.run_directory import RunDirectory
 from bloomery.operate import job_board as board_module
@@ -246,6 +247,47 @@ def test_a_scheduler_that_is_silent_is_a_warning_where_it_is_needed(
         run.recipe.write_text(dump_recipe(recipe))
         assert overview(run).warnings == warnings
     assert silent_of == ["", "squeue is down"]
+
+
+def test_a_disk_that_takes_no_more_is_a_warning_of_a_run_that_goes_on(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "mine").create()
+    with Journal(run.journal()) as journal:
+        journal.write("step", incarnation=1, **report(66, loss=2.5).to_json())
+    beat = Heartbeat(run.heartbeat())
+    beat.at(step=67, memory_bytes=0.0)
+    beat.write()
+    assert overview(run).warnings == (), "the journal has the step in a moment"
+    beat.at(step=120, memory_bytes=0.0)
+    beat.write()
+    (behind,) = overview(run).warnings
+    assert behind.startswith(
+        "rank 0 has made step 120, and the journal ends at step 66: the disk takes no more"
+    )
+    saved = run.checkpoints / "step-000050.i000"
+    saved.mkdir(parents=True)
+    (saved / "manifest.json").write_text("{}")
+    with (saved / "model").open("wb") as sparse:
+        sparse.truncate(1 << 42)
+    assert (
+        overview(run)
+        .warnings[-1]
+        .startswith("the next checkpoint does not fit: the last one has 4,398,046.5 MB")
+    )
+
+
+def test_requests_that_wait_are_warnings_of_a_run_that_does_not_take_them(tmp_path: Path) -> None:
+    rundir = RunDirectory(tmp_path / "run")
+    rundir.create()
+    assert overview(rundir).warnings == ()
+    rundir.control("rewind").write_text("400\n")
+    rundir.control("skip").write_text("8:16\n24:32\n")
+    back, skips = overview(rundir).warnings
+    assert back.startswith("control/rewind (400) waits since 2") and back.endswith(
+        "goes back after its next step"
+    )
+    assert (
+        skips.startswith("control/skip (8:16 24:32) waits since ") and "the run leaves samples out" in skips
+    )
 
 
 def test_runs_are_those_that_hold_something_or_were_submitted(tmp_path: Path) -> None:

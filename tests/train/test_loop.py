@@ -303,7 +303,7 @@ def test_a_rewind_to_before_the_first_checkpoint_stops_the_run_and_says_so(
     loaded, path = start("checkpoint.every_steps=0", "checkpoint.every_minutes=0.0")
     outcome = go(loaded, path)
     assert outcome.failed and outcome.step == 3
-    assert outcome.reason == "planned; no checkpoint at or before step 2 is there to go back to"
+    assert outcome.reason == "planned; but no checkpoint at or before step 2 is there to go back to"
     assert events(path, "rewind") == [] and len(events(path, "rewind_impossible")) == 1
     assert {r["incarnation"] for r in events(path, "step")} == {1}
 

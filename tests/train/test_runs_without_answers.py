@@ -27,5 +27,8 @@ def test_a_run_goes_on_without_a_held_out_loss_where_no_answer_is_held_out_and_s
     steps = events(tmp_path / "run", "step")
     assert len(steps) == 8 and all(step["held_out_loss"] is None for step in steps)
     assert caplog.text.count("no loss of 'held-out' is measured: the windows") == 1
-    assert any(step["loss"] == 0.0 for step in steps) and any(step["loss"] > 0.0 for step in steps)
+    without = [step for step in steps if step["loss"] == 0.0]
+    assert without and any(step["loss"] > 0.0 for step in steps)
+    made = [(step["gradient_norm"], step["update_applied"]) for step in without]
+    assert made == [(0.0, True)] * len(without), "momentum and weight decay go on, and no guard is concerned"
     assert caplog.text.count("are all prompt: no token of their step counts") == 1

@@ -37,7 +37,7 @@ class Recorded:
         self.reachable: set[int] = set()
         self.begins: Any = True
         self.refuses_save: StorageError | None = None
-        self.newest = -1
+        self.newest, self.oldest = -1, ""
         self.restored = replace(STATE, step=4, position=Position(consumed=16))
         self.new_restraint: Restraint | None = None
         self.mesh = SimpleNamespace(is_first=True)
@@ -56,8 +56,13 @@ class Recorded:
                     load_state_values=lambda values: self.note("guards", values),
                     rewound=lambda values, rung: self.note("rewound", values, rung),
                     resumed=lambda: self.note("resumed"),
+                    step_before_climb=lambda: 2,
                 ),
-                recipe=SimpleNamespace(data=SimpleNamespace(sequence_length=8), run=SimpleNamespace(seed=77)),
+                recipe=SimpleNamespace(
+                    data=SimpleNamespace(sequence_length=8),
+                    run=SimpleNamespace(seed=77),
+                    elastic=SimpleNamespace(inner_steps=0),
+                ),
                 stream_end=lambda cursor, consumed: 1000 + cursor - consumed,
                 run_length_steps=250,
                 goal=Goal(samples=1000),
@@ -75,6 +80,7 @@ class Recorded:
                 take_save_results=self.take_results,
                 take_background_failures=self.take_degraded,
                 reaches_back_to=lambda step: self.note("reaches", step) or step in self.reachable,
+                oldest_name=lambda: self.oldest,
                 restore=lambda parts, **told: self.note("restore", told),
             ),
             _control=SimpleNamespace(
@@ -158,6 +164,7 @@ def test_what_is_saved_is_the_whole_state_with_its_promise_and_what_lists_show_o
         "consumed_tokens": 288,
         "loss": 2.5,
         "held_out_loss": 2.75,
+        "before_climb": 2,
         "cursor": 36,
         "below": 1000,
         "promise": {"count": 4},
@@ -217,7 +224,7 @@ WANTED = Rewind(judged_step=9, to_step=5, skip=range(30, 36), rung=Rung.SLOW, re
 
 
 def going_back(run: Recorded, wanted: Rewind) -> TrainState:
-    run.saver._restore = lambda *, reason, up_to_step: (  # type: ignore[method-assign]
+    run.saver._restore = lambda *, reason, up_to_step, takes_older: (  # type: ignore[method-assign]
         run.note("restored", reason, up_to_step) or run.restored
     )
     return run.saver.rewind(STATE, wanted)
@@ -298,7 +305,7 @@ def test_restraints_of_before_a_rewind_hold_on_beside_its_own(run) -> None:
     old = Restraint(start=0, stop=100, rate=0.5, clip=1.0)
     run.new_restraint = Restraint(start=16, stop=200, rate=0.25, clip=0.5)
     run.restored = replace(run.restored, restraints=(old,))
-    run.saver._restore = lambda *, reason, up_to_step: run.restored  # type: ignore[method-assign]
+    run.saver._restore = lambda *, reason, up_to_step, takes_older: run.restored  # type: ignore[method-assign]
     later = Restraint(start=20, stop=80, rate=0.75, clip=1.0)
     after = run.saver.rewind(replace(STATE, restraints=(later, old)), replace(WANTED, skip=range(0)))
     assert after.restraints == (old, later, run.new_restraint)
@@ -315,6 +322,15 @@ def test_a_later_checkpoint_is_taken_where_none_is_as_early_as_it_wants_and_else
     event, step, fields = run.events[-1]
     assert (event, step, fields["to_step"]) == ("rewind_impossible", 9, 5)
     assert "step 6" in fields["reason"] and len(run.named("restored")) == 1
+    run.oldest = "step-000008.i003"
+    within = going_back(run, replace(WANTED, latest_step=6)).stopped
+    assert within is not None and within.reason == (
+        "spike; but no checkpoint at or before step 6 is there to go back to, here or in a backup: the "
+        "oldest here is step-000008.i003, which was saved after the problem began"
+    )
+    by_hand = going_back(run, WANTED).stopped
+    assert by_hand is not None and by_hand.reason.endswith("the oldest here is step-000008.i003")
+    run.oldest = ""
     only_there = going_back(run, WANTED)
     assert only_there.stopped is not None and "at or before step 5 is" in only_there.stopped.reason
     run.calls.clear()

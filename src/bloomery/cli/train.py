@@ -195,6 +195,11 @@ def _train(loaded: LoadedRecipe, path: Path, options: Namespace, started: float)
         return 0
     remedy = f"The same command goes on from there. Checkpoints: bloomery ckpt list {rundir.as_word()}"
     if outcome.failed:
+        remedy = (
+            "The same command goes on from the newest checkpoint, and from an earlier one after "
+            f"`bloomery rewind {rundir.as_word()} --to-step STEP`. Checkpoints: bloomery ckpt list "
+            f"{rundir.as_word()}"
+        )
         raise TrainingFailed(f"stopped at step {outcome.step}: {outcome.reason}.", remedy=remedy)
     if outcome.reason.endswith("/stop"):
         remedy = f"Starts end at once until `bloomery stop {rundir.as_word()} --disarm`."

@@ -213,8 +213,9 @@ class Batches:
         if self._rank == 0 and not self._told_that_nothing_counts:
             self._told_that_nothing_counts = True
             log.warning(
-                "the %d samples from %d on are all prompt: no token of their step counts, and its loss is 0. "
-                "Raise data.sequence_length, or leave documents out whose prompts are that long.",
+                "the %d samples from %d on are all prompt: no token of their step counts, and its loss is 0 "
+                "(momentum and weight decay still move the weights). Raise data.sequence_length, or leave "
+                "documents out whose prompts are that long.",
                 samples.size,
                 samples[0],
             )

@@ -261,6 +261,7 @@ class Heartbeat:
         self._gap_s, self._written = max(self._gap_s, now - self._written), now
         shown = {name: value for name, value in asdict(self.record()).items() if value != ""}
         try:
+            self.path.parent.mkdir(exist_ok=True)  # not the run directory, which may have been moved
             durable.refresh(self.path, json.dumps(shown, ensure_ascii=False) + "\n")
             self._is_refused = False
         except OSError as refused:

@@ -25,6 +25,8 @@ Event = Mapping[str, Any]  # Any: the fields of an event are its writer's
 
 _MOST_WAITING = 100_000
 """The most lines that are kept in memory while the disk refuses them: about 100 MB."""
+_LOOK_S = 10.0
+"""Seconds between two looks whether the file at the journal's path is still the one that is written."""
 _TAIL_BYTES = 1 << 16
 _LOCK_S = 2.0
 
@@ -34,7 +36,8 @@ class Journal:
 
     When an earlier writer left a torn line, this one starts on a new line. Non-finite floats become texts
     (see `as_json`). Opening raises StorageError. A disk that refuses a line later does not end the
-    training: that is logged once, lines wait in memory, and each new line tries again.
+    training: that is logged once, lines wait in memory, and each new line tries again. Where the file was
+    removed or replaced meanwhile, a new one is begun; where the run directory was moved, the file goes along.
 
     is_shared: others append to the file too, perhaps from other nodes. On NFS two appends at once may be
         written over each other, so the file is locked for each.
@@ -52,6 +55,7 @@ class Journal:
         self._waiting: deque[bytes] = deque()
         self._dropped, self._is_refused = 0, False
         self._refusal: StorageError | None = None
+        self._looked = time.monotonic()
         self._close_torn_line()
 
     @property
@@ -109,8 +113,27 @@ class Journal:
 
     def _write_waiting(self) -> None:
         """Write the waiting lines in order, as far as the disk accepts them."""
+        if time.monotonic() - self._looked >= _LOOK_S:
+            self._looked = time.monotonic()
+            self._follow_path()
         with self._locked():
             self._try_to_write()
+
+    def _follow_path(self) -> None:
+        """Write to the file at the path from now on, where that is another one, or none, by now."""
+        try:
+            with suppress(FileNotFoundError):
+                if os.path.samestat(self.path.stat(), os.fstat(self._file)):
+                    return
+            self.path.parent.mkdir(exist_ok=True)  # not the run directory, which may have been moved
+            file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        except OSError:
+            return
+        os.close(self._file)
+        self._file = file
+        log.warning(
+            "%s was removed or replaced while it was written: its lines go on in a new file", self.path
+        )
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

@@ -115,6 +115,21 @@ def write_request(rundir: RunDirectory, request: str, line: str, *, keep: bool) 
         raise storage_error(error, path=path, doing="Asking the run") from error
 
 
+def waiting_requests(rundir: RunDirectory) -> list[tuple[str, str]]:
+    """Return (beginning of a sentence, what the run does) of each request that waits and changes its samples.
+
+    It may be of long ago: a run that is finished, or that nobody starts, takes none.
+    """
+    found = []
+    for name, does in (("rewind", "goes back"), ("skip", "leaves samples out")):
+        path = rundir.control(name)
+        with suppress(OSError):
+            words = " ".join(path.read_text(encoding="utf-8", errors="replace").split())[:_LONGEST_NOTE]
+            written = time.strftime("%Y-%m-%d %H:%M", time.localtime(path.stat().st_mtime))
+            found.append((f"control/{name} ({words}) waits since {written}", does))
+    return found
+
+
 def _waiting(path: Path) -> str:
     """Return the lines that wait in a control file, the last one ended; "" where the run has taken them."""
     try:

@@ -127,6 +127,15 @@ class Guards:
                 guard.name, partial(guard.resumed, history), without=guard.fresh
             )
 
+    def step_before_climb(self) -> int | None:
+        """Return the latest step to go back to should the loss climb, or go on climbing; None: unknown."""
+        guard = next((guard for guard in self.guards if isinstance(guard, SpikeGuard)), None)
+        if guard is None:
+            return None
+        history = self._histories[guard.name]
+        since = _with_history(guard.name, partial(guard.climb_since, history), without=lambda: None)
+        return None if since is None else max(since - self.ladder.section.spike_rewind_steps, 0)
+
     def state_entries(self) -> tuple[()]:
         """Return (), for guards have no tensors."""
         return ()

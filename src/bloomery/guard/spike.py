@@ -38,6 +38,8 @@ _RATE_RISE = 1.25
 _BLOCKS = 64
 _SLOW, _SLOW_SHARE = 6.0, 0.02
 _DIVERGING, _DIVERGING_SHARE = 12.0, 0.05
+_AS_LOW = 0.5
+"""The spreads within which block medians are as low as the lowest: a climb begins at the last of those."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +114,14 @@ class SpikeGuard:
     def rewound(self, before: Json, restored: Json, *, rung: Rung) -> Json:
         """Return the checkpoint's history with no spike under way."""
         return _to_json(replace(_from_json(restored), spike=None, climbs=False))
+
+    def climb_since(self, history: Json) -> int | None:
+        """Return the last step before the loss began to climb, the newest one where it does not climb.
+
+        None where too few block medians are known.
+        """
+        past = _from_json(history)
+        return _last_low(past.blocks, spread=past.level.spread) if len(past.blocks) > 1 else None
 
     def begin(self) -> _Past:
         """Return the past before the first step."""
@@ -246,14 +256,14 @@ class SpikeGuard:
         carry_on = CarryOn(judged_step=step)
         if len(blocks) < 4:
             return past, carry_on
-        pairs = [0.5 * (earlier[1] + later[1]) for earlier, later in pairwise(blocks)]
+        pairs = _pairs(blocks)
         lowest = min(pairs)
         rise, spread = pairs[-1] - lowest, past.level.spread
         if rise < max(_SLOW * spread, _SLOW_SHARE * lowest):
             if past.climbs and rise <= 0.5 * _SLOW * spread:
                 past = replace(past, climbs=False)
             return past, carry_on
-        since = blocks[pairs.index(lowest) + 1][0]
+        since = _last_low(blocks, spread=spread)
         numbers = {"level": lowest, "loss": pairs[-1], "spread": spread, "since_step": float(since)}
         climb = (
             f"the loss climbed from {lowest:.3f} at step {since} to {pairs[-1]:.3f}, "
@@ -270,6 +280,21 @@ class SpikeGuard:
         return replace(past, climbs=True), Watch(
             judged_step=step, kind="slow spike", reason=reason, numbers=numbers
         )
+
+
+def _pairs(blocks: tuple[tuple[int, float], ...]) -> list[float]:
+    """Return the mean of each two neighbouring block medians."""
+    return [0.5 * (earlier[1] + later[1]) for earlier, later in pairwise(blocks)]
+
+
+def _last_low(blocks: tuple[tuple[int, float], ...], *, spread: float) -> int:
+    """Return the last step of the newest two blocks whose medians are about as low as the lowest.
+
+    Of a level loss the lowest medians may lie anywhere in the past, long before a climb begins.
+    """
+    pairs = _pairs(blocks)
+    limit = min(pairs) + _AS_LOW * spread
+    return max(later[0] for later, pair in zip(blocks[1:], pairs, strict=True) if pair <= limit)
 
 
 def _continued(past: _Past, report: StepReport) -> _Past:

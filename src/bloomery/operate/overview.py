@@ -10,20 +10,22 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from bloomery.checkpoint.format.catalogue import checkpoints
 from bloomery.config.load import load_recipe
 from bloomery.config.recipe import Recipe
-from bloomery.errors import BloomeryError, ConfigError
+from bloomery.errors import BloomeryError, CheckpointError, ConfigError
 from bloomery.events.journal import read_tail
 from bloomery.events.run_directory import RunDirectory
-from bloomery.events.switches import switch_places
+from bloomery.events.switches import switch_places, waiting_requests
 from bloomery.operate.exclusions import Exclusions
 from bloomery.operate.ledger.figures import duration
 from bloomery.operate.ledger.operations import finite
 from bloomery.operate.node_shm import NodeShm, shm_of_nodes, shm_warning
-from bloomery.operate.run_state import RunVerdict, judge_state, observe_run
+from bloomery.operate.run_state import RunObservation, RunVerdict, judge_state, observe_run
 from bloomery.operate.schedulers.interface import QueuedJob
 from bloomery.operate.standstill import StandstillLimits, peers_awaited_s
 from bloomery.operate.submission import jobs_of_run, was_submitted
+from bloomery.operate.watch.disk import directory_bytes, does_not_fit, sample_disk
 from bloomery.plan.schedule import steps_left, total_samples
 
 _MEASURED_STEPS = 50
@@ -96,6 +98,9 @@ def overview(rundir: RunDirectory) -> RunOverview:
     warnings += [little_shm] if little_shm else []
     if awaited_s := peers_awaited_s(seen.ranks, now=seen.now):
         warnings.append(f"all ranks have waited for other peers for {duration(awaited_s)}")
+    progress = _progress(rundir, recipe, warnings)
+    warnings += _disk_warnings(rundir, seen, journalled_step=progress.get("step", 0))
+    warnings += [f"{waits}: the run {does} after its next step" for waits, does in waiting_requests(rundir)]
     return RunOverview(
         run=str(rundir.path),
         name=recipe.run.name if recipe else rundir.name,
@@ -103,7 +108,7 @@ def overview(rundir: RunDirectory) -> RunOverview:
         jobs=tuple(jobs),
         shm=shm,
         excluded=excluded,
-        **_progress(rundir, recipe, warnings),
+        **progress,
         warnings=tuple(warnings),
     )
 
@@ -148,6 +153,30 @@ def _progress(rundir: RunDirectory, recipe: Recipe | None, warnings: list[str]) 
     if last.get("refused_in_a_row"):
         warnings.append(f"the last {last['refused_in_a_row']} updates were refused")
     return facts | _left(recipe, last, facts["step_s"])
+
+
+def _disk_warnings(rundir: RunDirectory, seen: RunObservation, *, journalled_step: int) -> list[str]:
+    """Return warnings of a disk that takes no lines of the journal, or has no room for the next checkpoint.
+
+    A heartbeat is written also on a full disk. It names a step just before the journal does.
+    """
+    warnings = []
+    first = seen.ranks.get(0)
+    if first is not None and first.beat.step > journalled_step + 1:
+        warnings.append(
+            f"rank 0 has made step {first.beat.step}, and the journal ends at step {journalled_step}: the "
+            "disk takes no more lines, or the journal was removed"
+        )
+    with suppress(OSError, CheckpointError):
+        newest = checkpoints(rundir)[-1:]
+        save_bytes = directory_bytes(newest[0].directory) if newest else 0
+        disk = sample_disk(rundir.path, now=seen.now)
+        if does_not_fit(disk, save_bytes):
+            warnings.append(
+                f"the next checkpoint does not fit: the last one has {save_bytes / 1e6:,.1f} MB, and "
+                f"{disk.free_bytes / 1e6:,.1f} MB are free"
+            )
+    return warnings
 
 
 def _left(recipe: Recipe | None, last: dict[str, Any], step_s: float) -> dict[str, float]:

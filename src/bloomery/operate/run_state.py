@@ -10,13 +10,14 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from bloomery.errors import remedy_in
 from bloomery.events.heartbeat import RankActivity, RankBeat, has_died_here, read_beat
 from bloomery.events.journal import read_tail
 from bloomery.events.run_directory import RunDirectory
 from bloomery.events.switches import Switches, note_of
 from bloomery.operate.diagnosis import Cause
 from bloomery.operate.ledger.operations import time_of
-from bloomery.operate.schedulers.interface import JobState, QueuedJob
+from bloomery.operate.schedulers.interface import JobState, QueuedJob, cancelled_words
 from bloomery.operate.standstill import RankObservation, Standstill, StandstillLimits, judge_progress
 
 CANCELLED = "cancelled"
@@ -323,7 +324,7 @@ def _without_job(observation: RunObservation, limits: StandstillLimits) -> RunVe
         why = str(observation.attempt.get("left") or observation.last.get("reason", ""))
         return RunVerdict(
             state=RunStatus.STOPPED,
-            why=f"saved and stopped: {why}; nothing is queued",
+            why=f"saved and stopped: {why}; nothing is queued{cancelled_words(observation.jobs)}",
             remedy=_goes_on(observation),
             is_at_limit=_is_at_limit(observation),
         )
@@ -332,10 +333,11 @@ def _without_job(observation: RunObservation, limits: StandstillLimits) -> RunVe
     age = max((rank.beat.time for rank in observation.ranks.values()), default=_attempt_s(observation))
     since = f" since {_clock(age)}" if age else ""
     errors = [rank.beat.error for rank in observation.ranks.values() if rank.beat.error]
-    why = errors[0].splitlines()[0] if errors else f"no process{since}, no job, and no `end` in the journal"
-    return RunVerdict(
-        state=RunStatus.FAILED if errors else RunStatus.GONE, why=why, remedy=_goes_on(observation)
-    )
+    gone = f"no process{since}, no job, and no `end` in the journal{cancelled_words(observation.jobs)}"
+    why = errors[0].splitlines()[0] if errors else gone
+    helps = [remedy_in(error) for error in errors[:1] if remedy_in(error)]
+    remedy = " Then ".join([*helps, _goes_on(observation)])
+    return RunVerdict(state=RunStatus.FAILED if errors else RunStatus.GONE, why=why, remedy=remedy)
 
 
 def _failed_jobs(observation: RunObservation) -> list[QueuedJob]:

@@ -248,6 +248,11 @@ class Store:
         self._saver.wait_for_saves()
         return bool(self._ranks.poll_on_first(lambda: self._restorable(step)))
 
+    def oldest_name(self) -> str:
+        """Return the name of the oldest checkpoint that is here and trusted; '' for none. Collective."""
+        names = self._ranks.poll_on_first(lambda: [item.name for item in self._candidates(None)])
+        return names[-1] if names else ""
+
     def mark_suspects(self, *, clean_step: int, why: str) -> list[str]:
         """Mark the checkpoints after a step as not to be gone on from; return their names. Collective."""
         self._saver.wait_for_saves()
@@ -288,9 +293,7 @@ class Store:
         return [[source.place(), source.name] for source in copies]
 
     def _source(self, url: str, name: str) -> Source:
-        if url:
-            return RemoteCheckpoint(place_at(url), "")
-        return self._place.source(name)
+        return RemoteCheckpoint(place_at(url), "") if url else self._place.source(name)
 
     def _from_memory(self, names: list[list[str]], parts: Mapping[str, Stateful]) -> Restored | None:
         """Fill `parts` from the nodes' memory, if that is at least as new as what is on disk."""

@@ -18,7 +18,7 @@ from bloomery.config.setting import LARGEST_COUNT
 from bloomery.errors import StoppedBySwitch
 from bloomery.events.records import Facts
 from bloomery.events.run_directory import CONTROLS, RunDirectory
-from bloomery.events.switches import Switches, disarming, note_of
+from bloomery.events.switches import Switches, disarming, note_of, waiting_requests
 from bloomery.parallel.mesh import Mesh
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,6 @@ IMPATIENCE = 2
 """The number of interrupts after which the next one ends the process at once, without a save."""
 _NO_DIRECTORY = ControlSection()
 _WRITING_S = 5.0
-_LONGEST = 200
 """An empty request file that is younger than this many seconds may be one that somebody is writing."""
 
 
@@ -177,16 +176,12 @@ class Control:
 
     def _tell_waiting(self) -> None:
         """Warn of requests of before this start that change the samples: whoever asked may have forgotten."""
-        for name, does in (("rewind", "goes back"), ("skip", "leaves samples out")):
-            path = self._rundir.control(name)
-            with suppress(OSError):
-                words = " ".join(path.read_text(encoding="utf-8", errors="replace").split())[:_LONGEST]
-                written = time.strftime("%Y-%m-%d %H:%M", time.localtime(path.stat().st_mtime))
-                log.warning(
-                    "control/%s (%s) waits since %s: this start %s after the first step that it makes. Stop "
-                    "it and remove the file if that is no longer wanted.",
-                    *(name, words, written, does),
-                )
+        for waits, does in waiting_requests(self._rundir):
+            log.warning(
+                "%s: this start %s after the first step that it makes. Stop it and remove the file if that "
+                "is no longer wanted.",
+                *(waits, does),
+            )
 
     def _name_unknown_requests(self) -> None:
         """Warn once of each file in control/ that asks for nothing; the directory is listed when it

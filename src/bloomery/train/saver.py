@@ -10,6 +10,7 @@ from pathlib import Path
 from torch import Tensor
 
 from bloomery.checkpoint.format.manifest import checkpoint_name
+from bloomery.checkpoint.format.retention import BEFORE_CLIMB
 from bloomery.checkpoint.format.state import Json, Stateful
 from bloomery.checkpoint.writer.ranks import Ranks
 from bloomery.config.recipe import InitSection
@@ -144,7 +145,11 @@ class RunSaver:
         to_step = self._reachable_step(wanted)
         if to_step is None:
             latest = wanted.to_step if wanted.latest_step is None else wanted.latest_step
-            why = f"{reason}; no checkpoint at or before step {latest} is there to go back to"
+            why = f"{reason}; but no checkpoint at or before step {latest} is there to go back to"
+            if oldest := self._store.oldest_name():
+                why = f"{why}, here or in a backup: the oldest here is {oldest}"
+                if wanted.latest_step is not None:
+                    why = f"{why}, which was saved after the problem began"
             self._record("rewind_impossible", state.step, to_step=wanted.to_step, reason=why)
             if wanted.may_go_on:
                 log.warning("%s: the run goes on", why)
@@ -155,7 +160,9 @@ class RunSaver:
         skip: list[Json] = [wanted.skip.start, wanted.skip.stop]
         rung = wanted.rung.name.lower()
         self._record("rewind", state.step, to_step=to_step, skip=skip, rung=rung, reason=reason)
-        restored = self._restore(reason=f"rewind: {reason}", up_to_step=to_step)
+        # An older one than the damaged one is early enough too; between peers all go back to the same round.
+        takes_older = not self._settings.recipe.elastic.inner_steps
+        restored = self._restore(reason=f"rewind: {reason}", up_to_step=to_step, takes_older=takes_older)
         position = restored.position
         for samples in skips:
             position = position.skipping(samples)
@@ -257,6 +264,7 @@ class RunSaver:
                 "consumed_tokens": position.consumed * sequence_length,
                 "loss": self.last_report.loss if self.last_report else None,
                 "held_out_loss": self._held_out_loss_at(state.step),
+                BEFORE_CLIMB: self._settings.guards.step_before_climb(),
                 **self._data_stream.about(position.cursor, below=end),
             },
             run_length_steps=self._settings.run_length_steps,
@@ -295,11 +303,11 @@ class RunSaver:
                 return step
         return wanted.to_step if wanted.may_start_anew else None
 
-    def _restore(self, *, reason: str, up_to_step: int | None) -> TrainState:
+    def _restore(self, *, reason: str, up_to_step: int | None, takes_older: bool = False) -> TrainState:
+        """Restore the newest checkpoint up to a step. takes_older: or, where it is damaged, an older one."""
         self._enter(RankActivity.LOADING)
-        restored = self._store.restore(
-            self.stateful, reason=reason, up_to_step=up_to_step, fallback=self._take_fallback
-        )
+        fallback = takes_older or self._take_fallback
+        restored = self._store.restore(self.stateful, reason=reason, up_to_step=up_to_step, fallback=fallback)
         if restored is not None:
             return self._go_on_from(restored, reason=reason)
         self._learner.initialise(seed=self._settings.recipe.run.seed)

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 
 _NOTHING: Mapping[int, float] = MappingProxyType({})
+BEFORE_CLIMB = "before_climb"
+"""In a manifest's `about`: the latest step to go back to, should the loss climb then or go on climbing."""
 
 
 def steps_to_keep(
@@ -29,6 +31,7 @@ def steps_to_keep(
     not_backed_up: Collection[int] = (),
     epoch_ends: Collection[int] = (),
     reach_steps: Collection[int] = (),
+    before_climb: int | None = None,
 ) -> set[int]:
     """Return those of `steps` to keep: all for which there is a reason (see `reasons_to_keep`)."""
     reasons = reasons_to_keep(
@@ -39,6 +42,7 @@ def steps_to_keep(
         not_backed_up=not_backed_up,
         epoch_ends=epoch_ends,
         reach_steps=reach_steps,
+        before_climb=before_climb,
     )
     return {step for step, why in reasons.items() if why}
 
@@ -53,14 +57,16 @@ def reasons_to_keep(
     epoch_ends: Collection[int] = (),
     reach_steps: Collection[int] = (),
     held_out: Mapping[int, float] = _NOTHING,
+    before_climb: int | None = None,
 ) -> dict[int, tuple[str, ...]]:
     """Return the reasons to keep each of `steps`; () for a step that may be removed.
 
     Kept are the newest `keep_last`, multiples of `keep_every_steps`, the first of each tenth of the run, the
     newest intact one, the `keep_best` with the lowest held-out loss, those that are not backed up yet, the
     last before an epoch ended, and for each of `reach_steps` two: the newest that is at least so many steps
-    old, and the oldest younger one, which takes its place later. It is the first of a tenth, not the last, so
-    that the choice never changes later. Everything is kept while nothing is known to be intact.
+    old, and the oldest younger one, which takes its place later, and the newest at or before `before_climb`.
+    It is the first of a tenth, not the last, so that the choice never changes later. Everything is kept while
+    nothing is known to be intact.
 
     run_length_steps: None where the run's length in steps is not known; then no tenth is kept.
     newest_intact: None where no checkpoint is known to be intact.
@@ -68,6 +74,7 @@ def reasons_to_keep(
     epoch_ends: steps of the last checkpoints before a dataset's first epoch ended.
     reach_steps: how many steps before the newest checkpoint a rewind may have to begin; () for none.
     held_out: the held-out loss of each step that has one.
+    before_climb: a step of which the newest checkpoint at or before it is kept; None for none.
     """
     ordered = sorted(set(steps))
     if newest_intact is None:
@@ -85,7 +92,7 @@ def reasons_to_keep(
         reasons[step].append("for a rewind")
     if newest_intact in reasons:
         reasons[newest_intact].append("newest intact")
-    for step, why in _best(ordered, held_out, section.keep_best):
+    for step, why in (*_before(before_climb, ordered), *_best(ordered, held_out, section.keep_best)):
         reasons[step].append(why)
     for step in ordered:
         if step in epoch_ends:
@@ -93,6 +100,12 @@ def reasons_to_keep(
         if step in not_backed_up:
             reasons[step].append("not backed up")
     return {step: tuple(why) for step, why in reasons.items()}
+
+
+def _before(climb: int | None, steps: Sequence[int]) -> list[tuple[int, str]]:
+    """Return the newest step from before a climb, and what it is; nothing where there is none."""
+    early = [step for step in steps if climb is not None and step <= climb]
+    return [(step, "before a climb of the loss") for step in early[-1:]]
 
 
 def _best(steps: Sequence[int], held_out: Mapping[int, float], count: int) -> list[tuple[int, str]]:
@@ -166,6 +179,7 @@ def prune_plan(
         epoch_ends=_last_of_first_epochs(committed),
         reach_steps=reach_steps,
         held_out=held_out_losses(newest_of_step.values()),
+        before_climb=_step_before_climb(committed),
     )
     decided = []
     for item in committed:
@@ -179,6 +193,19 @@ def prune_plan(
             PruneDecision(checkpoint=item, why=() if passed else ("abandoned; the run has not passed it",))
         )
     return sorted(decided, key=lambda fate: fate.checkpoint)
+
+
+def _step_before_climb(committed: Sequence[CommittedCheckpoint]) -> int | None:
+    """Return what the newest readable manifest says of a climb; earlier versions wrote nothing."""
+    from bloomery.checkpoint.format.manifest import read_manifest
+
+    for item in reversed(committed):
+        try:
+            step = read_manifest(item.directory).about.get(BEFORE_CLIMB)
+        except CheckpointError:
+            continue
+        return step if isinstance(step, int) else None
+    return None
 
 
 def held_out_losses(committed: Iterable[CommittedCheckpoint]) -> dict[int, float]:

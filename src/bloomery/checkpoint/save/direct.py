@@ -30,7 +30,7 @@ from bloomery.checkpoint.format.state import Json, StateEntry, StateSnapshot
 from bloomery.checkpoint.format.verified_reader import read_back, read_back_index
 from bloomery.checkpoint.writer.part_place import MARGIN_BYTES
 from bloomery.checkpoint.writer.store_place import ObjectPartWriter
-from bloomery.errors import require_space, storage_error
+from bloomery.errors import StorageError, require_space, storage_error
 from bloomery.objects import storage_failure
 
 PIECE_BYTES = 32 << 20
@@ -267,6 +267,12 @@ class DirectoryBackend:
 
     def begin(self, partial: Path, *, bytes: int) -> None:
         """See `SaveBackend`."""
+        run = partial.parent.parent
+        if not run.is_dir():  # made anew, it would hold checkpoints that belong to no run
+            raise StorageError(
+                f"Saving a checkpoint was refused: {run} is not there any more. Was it moved or removed?",
+                remedy="Move it back: the training goes on, and saves there again.",
+            )
         require_space(partial, doing="Saving a checkpoint", bytes_needed=bytes + MARGIN_BYTES)
         begin_partial(partial)
 

@@ -100,6 +100,15 @@ class QueuedJob:
     submitted: float = 0.0
 
 
+def cancelled_words(jobs: Sequence[QueuedJob]) -> str:
+    """Return which jobs somebody cancelled, for the end of a sentence; "" for none.
+
+    A scheduler forgets them after some minutes.
+    """
+    names = [job.job for job in jobs if job.state.is_over and job.state_text.startswith("CANCELLED")]
+    return f"; the scheduler says that somebody cancelled job {', '.join(names)}" if names else ""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SchedulerNode:
     """A node as the scheduler sees it.
