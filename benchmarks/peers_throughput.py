@@ -77,9 +77,12 @@ def matmul_peak() -> float:
     return measure_peak_flops(device(), precision())
 
 
-def flops_of_step(shape: Shape) -> int:
-    """Of our model: 6 a weight that multiplies, and attention over the whole square, as papers count it."""
-    section = section_of(shape)
+def flops_of_step(shape: Shape, section: ModelSection | None = None) -> int:
+    """Of our model: 6 a weight that multiplies, and attention over the whole square, as papers count it.
+
+    section: another model than the shape's, of its sizes.
+    """
+    section = section or section_of(shape)
     cost = token_cost(section, vocabulary=shape.vocabulary, sequence_length=shape.sequence_length)
     return cost.model * shape.tokens
 
@@ -105,10 +108,15 @@ def bloomery_step(
     parallel: ParallelSection,
     section: ModelSection | None = None,
     computes_in: str = "",
+    recompute: str = "none",
+    micro_batch: int = 0,
+    document_tokens: int = 0,
 ) -> Step:
     """A rank's step, of its share of the batch; the loss it returns is the whole batch's. Collective.
 
     section: another model than the shape's, of its sizes. computes_in: a precision; '' for the comparison's.
+    micro_batch: samples at a time; 0 for the rank's whole share. document_tokens: the length of the documents
+    within which tokens attend; 0 for no documents.
     """
     optim = OptimSection(learning_rate=LEARNING_RATE)
     computes_in = computes_in or precision()
@@ -126,10 +134,27 @@ def bloomery_step(
         compiled=compiled,
     )
     model.initialise(seed=0, bigrams=lambda: torch.empty(0))  # unused: weights begin random
-    model.set_phase(precision=computes_in, recompute="none")
+    model.set_phase(precision=computes_in, recompute=recompute)
+    tokens, targets = _batch(shape)
+    mine = slice(mesh.data.index, None, mesh.data.degree)
+    samples = torch.arange(shape.samples)[mine]
+    documents = None
+    if document_tokens:
+        numbers = torch.arange(shape.sequence_length, device=tokens.device, dtype=torch.int32)
+        documents = (numbers // document_tokens).expand(len(samples), -1).contiguous()
+    micro_batch = micro_batch or len(samples)
+    batches = [
+        MicroBatch(
+            tokens=tokens[mine][at : at + micro_batch],
+            targets=targets[mine][at : at + micro_batch],
+            documents=None if documents is None else documents[at : at + micro_batch],
+            samples=samples[at : at + micro_batch],
+        )
+        for at in range(0, len(samples), micro_batch)
+    ]
     parts = StepParts(
         phase=Phase(
-            global_batch=shape.samples, micro_batch=shape.samples, precision=computes_in, recompute="none"
+            global_batch=shape.samples, micro_batch=micro_batch, precision=computes_in, recompute=recompute
         ),
         model=model,
         optimizers=Optimizers(model.weights, optim),
@@ -139,12 +164,8 @@ def bloomery_step(
         learning_rate=lambda _state: LEARNING_RATE,
         wait_staged=lambda: None,
     )
-    tokens, targets = _batch(shape)
-    mine = slice(mesh.data.index, None, mesh.data.degree)
-    samples = torch.arange(shape.samples)[mine]
-    batch = MicroBatch(tokens=tokens[mine], targets=targets[mine], documents=None, samples=samples)
     state = TrainState(goal=Goal(steps=1))
-    return lambda: mesh.all_reduce(train_step(parts, [batch], state).cross_entropy) / shape.tokens
+    return lambda: mesh.all_reduce(train_step(parts, batches, state).cross_entropy) / shape.tokens
 
 
 def _minimal(shape: Shape, *, compiled: bool) -> Step:

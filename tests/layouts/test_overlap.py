@@ -26,7 +26,12 @@ COVERED = (
     ("PP 2 × DP 2, ZBV", BLOOM),
     ("DP 2, ZeRO 3, recompute full", LLAMA),
 )
-NCCL_COVERED = (("DP 4, ZeRO 1", LLAMA), ("TP 2 + SP × DP 2, ZeRO 1", BLOOM), ("DP 2, ZeRO 2", GPT))
+NCCL_COVERED = (
+    ("DP 4, ZeRO 1", LLAMA),
+    ("TP 2 + SP × DP 2, ZeRO 1", BLOOM),
+    ("DP 2, ZeRO 2", GPT),
+    ("DP 4, ZeRO 3 within 2", LLAMA),
+)
 
 
 @pytest.mark.parametrize(("name", "style"), COVERED)
