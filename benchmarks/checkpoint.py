@@ -310,7 +310,7 @@ def _durably(store: Store, state: State, *, step: int) -> None:
 
 
 def _wait_until_read_back(store: Store) -> None:
-    """Wait until the newest checkpoint has been read back: in a run that is over long before the next save."""
+    """Wait until the newest checkpoint has been read back, as it long has been when a run saves again."""
     background = store._saver.background
     newest = store.newest()
     assert background is not None and newest is not None
