@@ -65,8 +65,8 @@ def test_the_ranks_agree_on_partners_on_limits_and_on_one_secret(tmp_path: Path)
     run = RunDirectory(tmp_path / "run").create()
     begin(run, base=None, reason="start")
     (tmp_path / "memory").mkdir()
-    here = f"{os.uname().nodename}/{machine_id()} {(tmp_path / 'memory').resolve()}"
-    others = (["far /dev/shm", 900, 4], [here, 800, 9], ["far /dev/shm", 700, 2])
+    machine, place = f"{os.uname().nodename}/{machine_id()}", (tmp_path / "memory").resolve()
+    others = (["far /dev/shm", 900, 4], [f"{machine} {place}", 800, 9], ["far /dev/shm", 700, 2])
     memory, keeper = agree_on_partner(
         ranks_with(0, *others), tmp_path / "memory", run=run.path, bytes=500, boxes=6
     )
@@ -84,9 +84,7 @@ def test_the_ranks_agree_on_partners_on_limits_and_on_one_secret(tmp_path: Path)
     again, _ = agree_on_partner(ranks_with(0, *others), tmp_path / "memory", run=run.path, bytes=500, boxes=6)
     assert again.token != memory.token
     second, keeper = agree_on_partner(
-        ranks_with(
-            1, [f"{os.uname().nodename}/{machine_id()} /elsewhere", 5, 7], firsts=["the run's", "0123" * 8]
-        ),
+        ranks_with(1, [f"{machine} /elsewhere", 5, 7], firsts=["the run's", "0123" * 8]),
         tmp_path / "memory",
         run=run.path,
         bytes=6,
