@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import BinaryIO
 
 from bloomery.checkpoint.format.manifest import BLOCK_BYTES
 from bloomery.errors import PeerError, free_bytes, storage_error
@@ -262,12 +262,15 @@ class _Download:
         self._failed.pop(state.origin, None)
         with self._changed:
             if self._missing is None and not self._is_closed:
-                runs, mode = self._left(sizes)
+                runs, is_begun = self._left(sizes)
                 if sum(run.end - run.begin for run in runs) > free_bytes(self._place):
                     raise SourceFailed(
                         f"the average has {sum(sizes.values()):,} bytes, which are not free at {self._place}"
                     )
-                self._files = {name: (self._place / name).open(mode) for name in self._names}
+                paths = {name: self._place / name for name in self._names}
+                self._files = {
+                    name: path.open("r+b") if is_begun else path.open("wb") for name, path in paths.items()
+                }
                 self._sizes = sizes
                 self._missing = MissingBlocks(runs, unit=_SMALLEST_BYTES, streams=self._streams)
                 self.peers.add(state.origin.peer)
@@ -278,13 +281,13 @@ class _Download:
             self._start(self._stream, state)
         self._stream(state)
 
-    def _left(self, sizes: Mapping[str, int]) -> tuple[list[BlockRun], Literal["wb", "r+b"]]:
-        """Return what is to be fetched, and how the files are opened: the try before may have left parts."""
+    def _left(self, sizes: Mapping[str, int]) -> tuple[list[BlockRun], bool]:
+        """Return what is to be fetched, and whether the files hold the rest from the try before."""
         before = self._before
         if before is None or before._missing is None or before._sizes != sizes:
-            return _runs(sizes), "wb"
+            return _runs(sizes), False
         self.peers |= before.peers
-        return [run for name in self._names for run in before._missing.runs_of(name)], "r+b"
+        return [run for name in self._names for run in before._missing.runs_of(name)], True
 
     def _sizes_at(self, state: ServedState) -> dict[str, int]:
         """Ask a peer for the sizes until it has written its average. Raises SourceFailed."""
