@@ -246,6 +246,9 @@ def test_a_syntax_error_names_its_line():
     assert (one.key, one.source, one.problem) == ("syntax", "small.toml:14", "Invalid value (column 9)")
     cut = only("[run")
     assert cut.source == "small.toml" and cut.problem.endswith("(at end of document)")
+    assert "This is not TOML" in cut.remedy
+    with pytest.raises(ConfigError, match="`bloomery train RECIPE --run RUN`, and the start mends it"):
+        parse_recipe("[run", label="runs/mine", is_record=True)
 
 
 def test_a_missing_recipe_suggests_the_nearest_shipped_one():

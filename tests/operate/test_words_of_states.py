@@ -32,3 +32,13 @@ def test_an_error_of_ours_helps_with_its_own_remedy_and_one_of_a_library_does_no
     foreign = verdict(rank(wrote_s_ago=900.0, error="RuntimeError: broke\n  at line 7"), job=None)
     assert foreign.remedy.startswith("bloomery submit")
     assert remedy_in("DataError: no remedy") == remedy_in("") == ""
+
+
+def test_a_run_that_a_guard_stopped_is_told_how_to_go_on_from_an_earlier_checkpoint() -> None:
+    over = {"event": "end", "time": NOW - 60.0, "failed": True, "reason": "diverging"}
+    stopped = verdict(job=None, last=over, path="runs/a")
+    assert (stopped.state, stopped.why) == (RunStatus.FAILED, "diverging")
+    assert stopped.remedy.startswith(
+        "bloomery rewind runs/a --to-step STEP (bloomery ckpt list runs/a), or other"
+    )
+    assert "bloomery submit runs/a" in stopped.remedy

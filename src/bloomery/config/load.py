@@ -162,7 +162,7 @@ def parse_recipe(
     nothing is taken from the directory of `init.from`, since the record is complete.
     describe: as in `load_recipe`.
     """
-    raw = _parse(text, label)
+    raw = _parse(text, label, is_record=is_record)
     if is_record:
         _leave_out_retired(raw)
     places = {key: f"{label}:{line}" for key, line in line_numbers(text).items()}
@@ -253,7 +253,7 @@ def _read(path: Path, label: str) -> str:
     raise ConfigError([Mistake(key="recipe", value=label, source=str(path), problem=problem, remedy=remedy)])
 
 
-def _parse(text: str, label: str) -> dict[str, Any]:
+def _parse(text: str, label: str, *, is_record: bool) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except ValueError as broken:
@@ -265,6 +265,11 @@ def _parse(text: str, label: str) -> dict[str, Any]:
     remedy = (
         "This is not TOML: text needs quotes, a table's name brackets, and a key stands once in its table."
     )
+    if is_record:
+        remedy = (
+            "The run's journal has it whole: begin with a recipe of your own and this run's directory, "
+            "`bloomery train RECIPE --run RUN`, and the start mends it, or refuses what differs."
+        )
     raise ConfigError([Mistake(key="syntax", value=None, source=source, problem=problem, remedy=remedy)])
 
 

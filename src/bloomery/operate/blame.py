@@ -247,11 +247,8 @@ def _signals(evidence: _JudgedEvidence) -> Iterator[Diagnosis]:
                 yield _found(Cause.STORAGE, end.culprit, f"{line}: {failed}", f"{end.host}: {failed}")
             is_full = _is_full(evidence)
             cause = Cause.BUS_ERROR if is_full or evidence.shm_free is None else Cause.CRASH
-            cut = (
-                ""
-                if cause == Cause.BUS_ERROR
-                else ": a file that it had mapped became shorter, or its disk failed"
-            )
+            why = ": a file that it had mapped became shorter, or its disk failed"
+            cut = why if cause == Cause.CRASH else ""
             yield _found(cause, end.culprit, f"{line}{cut}", line, sure=is_full)
         if -(end.status or 0) in _CRASHES and not _is_torchs_abort(end):
             yield _found(Cause.CRASH, end.culprit, line, line, sure=False)

@@ -215,14 +215,8 @@ def _of_job(job: QueuedJob, observation: RunObservation, limits: StandstillLimit
         JobState.NEVER: "the job that it waits for has failed: bloomery cancel, then bloomery submit",
         JobState.SUSPENDED: f"scontrol resume {job.job}",
     }
-    states = {
-        JobState.HELD: RunStatus.HELD,
-        JobState.NEVER: RunStatus.NEVER,
-        JobState.SUSPENDED: RunStatus.SUSPENDED,
-        JobState.COMPLETING: RunStatus.COMPLETING,
-    }
     return RunVerdict(
-        state=states[job.state],
+        state=RunStatus(job.state.value),  # held, suspended … are the same words
         why=f"{on}: {job.reason or job.state}",
         remedy=remedies.get(job.state, ""),
         job=job,
@@ -305,7 +299,7 @@ def _without_job(observation: RunObservation, limits: StandstillLimits) -> RunVe
         why = _failure(observation)
         # A supervisor arms the switch itself after a failure that would repeat.
         disarm = f"; then bloomery stop {observation.path} --disarm" if observation.switch else ""
-        remedy = f"{observation.attempt.get('remedy', '')}{disarm}"
+        remedy = f"{observation.attempt.get('remedy') or _after_a_guard(observation)}{disarm}"
         return RunVerdict(state=RunStatus.FAILED, why=why, remedy=remedy)
     if observation.switch:
         return RunVerdict(
@@ -361,6 +355,11 @@ def _failure(observation: RunObservation) -> str:
     cause, gave_up = str(attempt.get("cause") or ""), attempt.get("gives_up")
     words = f"{cause}: {summary}" if cause and cause not in summary else summary
     return f"{words}; not started again: {gave_up}" if gave_up else words
+
+
+def _after_a_guard(observation: RunObservation) -> str:
+    earlier = f"bloomery rewind {observation.path} --to-step STEP (bloomery ckpt list {observation.path})"
+    return f"{earlier}, or other settings; then {_goes_on(observation)}"
 
 
 def _goes_on(observation: RunObservation) -> str:
