@@ -101,7 +101,7 @@ def _checked(*, tiny: bool) -> Iterator[list[Measurement]]:
     title = "gpu: a run that is stopped goes on, and is exported"
     reference = failure or "bloomery train, ckpt export"
     yield [measurement(title, float(not failure), unit="", reference=reference, bar=">= 1")]
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/gpu"]
+    command = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", "tests/gpu"]
     tests = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     failed = float(tests.returncode not in (0, 5))
     yield [measurement("gpu: marked tests fail", failed, unit="", reference=_last_line(tests), bar="<= 0")]
