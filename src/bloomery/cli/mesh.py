@@ -55,7 +55,8 @@ def run(arguments: list[str]) -> int:
     refuse_tensor_groups_across_hosts(degrees, hosts)
     if options.json:
         for rank, host in enumerate(hosts):
-            print(json_text({"rank": rank, "host": host, **degrees.place(rank)}))
+            degrees_of_rank: dict[str, int] = dict(degrees.place(rank).items())
+            print(json_text({"rank": rank, "host": host, **degrees_of_rank}))
     else:
         _show(loaded.recipe.run.name, degrees, hosts)
         if options.stages:
