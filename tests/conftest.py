@@ -11,6 +11,7 @@ for no installation gives them.
 from __future__ import annotations
 
 import os
+import sys
 import shutil
 from collections import Counter
 from collections.abc import Iterator
@@ -40,6 +41,8 @@ def environment_as_before() -> Iterator[None]:
     for name in os.environ.keys() - before.keys():
         del os.environ[name]
     os.environ.update(before)
+    if read_once := sys.modules.get("huggingface_hub.constants"):  # by a test that forbade the network
+        read_once.HF_HUB_OFFLINE = before.get("HF_HUB_OFFLINE", "0") == "1"  # type: ignore[attr-defined]
 
 
 def pytest_configure(config: pytest.Config) -> None:
