@@ -99,7 +99,8 @@ TOLD: list[tuple[str, Act, str]] = [
     (
         "other text",
         lambda path: join_parts(written_parts(path / "out", record(), record("b"))),
-        "{path}/out-part-2-of-2 was made of other text, settings or pieces than out-part-1-of-2.",
+        "{path}/out-part-2-of-2 was made of other text, settings or pieces, or with another "
+        "tokenizer, than out-part-1-of-2.",
     ),
     (
         "past its end",

@@ -287,11 +287,11 @@ class IndexedDataset:
             raise IndexError(f"tokens {start_token} to {start_token + count} of {self.token_count}")
         if self.mirror is None or not count:
             first = self.first_byte + start_token * self.dtype.itemsize
-            end = first + count * self.dtype.itemsize
-            if end - first > _FETCHED_AHEAD:
-                will_be_read(self._tokens, first, end)
+            stop = first + count * self.dtype.itemsize
+            if stop - first > _FETCHED_AHEAD:
+                will_be_read(self._tokens, first, stop)
             if self.pages is not None and count:
-                self.pages.check(np.array([first]), np.array([end]))
+                self.pages.check(np.array([first]), np.array([stop]))
             return self._flat[start_token : start_token + count]
         most = max(1, self.mirror.capacity // 4 * self.mirror.outline.block_bytes // self.dtype.itemsize)
         copied = np.empty(count, dtype=self.dtype)
