@@ -419,3 +419,12 @@ def test_samples_that_were_left_out_before_a_resume_take_no_place_ahead() -> Non
         )
         assert forecast.position.cursor == 14
         assert [forecast.step_of(index) for index in (16, 20, 22, 24)] == [6, 6, 7, 8]
+
+
+@pytest.mark.parametrize(("inner_steps", "takes_older"), [(0, True), (20, False)])
+def test_peers_go_back_to_one_round_and_take_no_older_checkpoint(run, inner_steps, takes_older) -> None:
+    run.reachable, told = {5}, list[bool]()
+    run.saver._settings.recipe.elastic.inner_steps = inner_steps
+    run.saver._restore = lambda *, reason, up_to_step, takes_older: told.append(takes_older) or run.restored
+    run.saver.rewind(STATE, WANTED)
+    assert told == [takes_older]
