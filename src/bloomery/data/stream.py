@@ -48,6 +48,23 @@ class SampleStream:
     layouts: tuple[Layout, ...] = ()
     packing: str = "windows"
 
+    def asked(self, samples: int) -> list[Fraction]:
+        """Return how many of the first `samples` samples the mixtures ask of each dataset, one after the
+        other.
+        """
+        asked = [Fraction(0)] * len(self.windows)
+        ends = [*(mixture.at for mixture in self.mixtures[1:]), samples]
+        for mixture, end in zip(self.mixtures, ends, strict=True):
+            budgets_end = mixture.at + mixture.length if mixture.length else end
+            for shares, begin, stop in (
+                (mixture.shares, mixture.at, min(end, budgets_end, samples)),
+                (mixture.shares_after, budgets_end, min(end, samples)),
+            ):
+                whole, length = sum(shares), max(0, stop - begin)
+                for number, share in enumerate(shares):
+                    asked[number] += Fraction(share * length, whole)
+        return asked
+
     def to_json(self) -> dict[str, Any]:
         """Return the stream as a checkpoint stores it, in less than a kilobyte for some fifty datasets."""
         state: dict[str, Any] = {"mixtures": [mixture.to_json() for mixture in self.mixtures]}
