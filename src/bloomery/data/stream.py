@@ -24,7 +24,7 @@ from bloomery.data.indexed import IndexedDataset
 from bloomery.data.megatron_order import MegatronOrder
 from bloomery.data.mixture import Mixture
 from bloomery.data.order import Order, order_through
-from bloomery.data.position import RULE_KEY
+from bloomery.data.position import RULE_KEY, Ranges
 from bloomery.data.sample_layout import Layout, layout_of
 from bloomery.errors import DataError
 
@@ -253,6 +253,27 @@ def epoch_ends(order: Order | MegatronOrder, *, below: int) -> EpochEnds:
 def ends_passed(ends: EpochEnds, *, after: int, up_to: int) -> EpochEnds:
     """Return the ends that a run passes when its cursor moves from `after` to `up_to`."""
     return tuple(end for end in ends if after < end[1] <= up_to)
+
+
+def first_repeat(order: Order | MegatronOrder, *, below: int, skips: Ranges = ()) -> int | None:
+    """Return the first stream index, if below `below`, at which a dataset gives more than its first epoch.
+
+    Up to it no sample is taken twice. skips: stream indices that are never taken.
+    """
+    if isinstance(order, MegatronOrder):
+        sizes = [row.epoch_samples for row in order.rows]
+    else:
+        sizes = list(order.windows)
+    first = below
+    for dataset, size in enumerate(sizes):
+        turn = size
+        while size and (index := order.sample_of_turn(dataset, turn, below=first)) is not None:
+            skip = next((piece for piece in skips if piece.start <= index < piece.stop), None)
+            if skip is None:
+                first = index
+            else:
+                turn = int(order.given_before(skip.stop)[dataset])
+    return first if first < below else None
 
 
 @dataclass(frozen=True, kw_only=True)

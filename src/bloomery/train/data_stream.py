@@ -23,7 +23,7 @@ from bloomery.data.dataset_shares import Claim, Demand, Extent, claims, held_out
 from bloomery.data.indexed import IndexedDataset
 from bloomery.data.megatron_order import MegatronOrder
 from bloomery.data.order import Order
-from bloomery.data.position import Position, SampleShare
+from bloomery.data.position import Position, Ranges, SampleShare
 from bloomery.data.prepare import Prepared, PreparedDataset
 from bloomery.data.stream import (
     EpochEnds,
@@ -31,6 +31,7 @@ from bloomery.data.stream import (
     begin_stream,
     ends_passed,
     epoch_ends,
+    first_repeat,
     layouts_of,
     stream_identity,
 )
@@ -248,6 +249,7 @@ class DataStream:
     is_tokenised_here: bool
     _cursor: int = 0
     _ends: tuple[SampleStream, int, EpochEnds] | None = None
+    _repeat: tuple[SampleStream, int, Ranges, int | None] | None = None
 
     @property
     def order(self) -> Order | MegatronOrder:
@@ -278,9 +280,9 @@ class DataStream:
         """Return what a checkpoint keeps."""
         return {"fingerprint": self.fingerprint, **self.stream.to_json()}
 
-    def about(self, cursor: int, *, below: int) -> dict[str, Json]:
+    def about(self, cursor: int, *, below: int, skips: Ranges = ()) -> dict[str, Json]:
         """Return what lists of checkpoints show of the data: the cursor, the next end of a dataset's first
-        epoch, and the earliest one of the run.
+        epoch, the earliest one of the run, and the first index at which a dataset is read again.
         """
         ends = [sample for _, sample in self._epoch_ends(below)]
         ahead = [sample for sample in ends if sample > cursor]
@@ -288,6 +290,7 @@ class DataStream:
             "cursor": cursor,
             "epoch_end_ahead": ahead[0] if ahead else None,
             "first_epoch_end": ends[0] if ends else None,
+            "first_repeat": self._first_repeat(max(below, cursor), skips),
         }
 
     def follow(
@@ -336,6 +339,12 @@ class DataStream:
         passed = ends_passed(self._epoch_ends(below), after=self._cursor, up_to=cursor)
         self._cursor = cursor
         return [{"dataset": self.names[dataset], "sample": sample} for dataset, sample in passed]
+
+    def _first_repeat(self, below: int, skips: Ranges) -> int | None:
+        if self._repeat is None or self._repeat[:3] != (self.stream, below, skips):
+            found = first_repeat(self.order, below=below, skips=skips)
+            self._repeat = (self.stream, below, skips, found)
+        return self._repeat[3]
 
     def _epoch_ends(self, below: int) -> EpochEnds:
         """Return the ends of first epochs of a run that takes the stream up to `below`."""
