@@ -25,7 +25,7 @@ from bloomery.data.megatron_order import MegatronOrder
 from bloomery.data.mixture import Mixture
 from bloomery.data.order import Order, order_through
 from bloomery.data.position import RULE_KEY, Ranges
-from bloomery.data.sample_layout import Layout, layout_of
+from bloomery.data.sample_layout import Layout, Packs, layout_of
 from bloomery.errors import DataError
 
 
@@ -311,6 +311,10 @@ def dataset_rows(
     counts = stream.order.given_before(samples).tolist()
     shares = stream.mixtures[-1].shares
     ends = dict(epoch_ends(stream.order, below=samples))
+    epoch_samples = [count / sequence_length for count in tokens]
+    for number, layout in enumerate(stream.layouts):
+        if isinstance(layout, Packs):  # samples of packed documents have empty places
+            epoch_samples[number] = layout.sample_count
     return [
         DatasetRow(
             name=name,
@@ -318,7 +322,7 @@ def dataset_rows(
             tokens=tokens[number],
             wanted=shares[number] / sum(shares),
             delivered=counts[number] / samples,
-            epochs=counts[number] * sequence_length / tokens[number],
+            epochs=counts[number] / epoch_samples[number],
             first_epoch_step=step_of(ends[number]) if number in ends else None,
         )
         for number, name in enumerate(names)
