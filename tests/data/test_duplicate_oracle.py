@@ -95,3 +95,11 @@ def test_equal_documents_are_found_whatever_the_type_of_their_tokens(tmp_path: P
     held_out = written(tmp_path / "held", [[4, 5], [4, 6]], "<i4")
     found = overlap_of({"t": training}, {"h": held_out})
     assert found.shared == {"h": 1}
+
+
+def test_documents_of_a_part_are_told_by_their_numbers_in_the_file(tmp_path: Path) -> None:
+    """Those of one file that are held out have others before them, which are trained on."""
+    whole = written(tmp_path / "whole", [[1], [2], [3], [4], [2], [5]])
+    training, held_out = whole.part(range(4)), whole.part(range(3, 6))
+    (found,) = overlap_of({"t": training.part(range(1, 3))}, {"h": held_out}).examples
+    assert (found.held_out_document, found.training_document) == (4, 1)

@@ -207,6 +207,7 @@ class IndexedDataset:
 
     is_checked: a page of a sealed pair is compared with its sum when `window` or the loader first reads it;
     `pages` does it, and is None for pairs that have no such sums or lie elsewhere.
+    first_document: the number in the file of the first document; not 0 for some parts.
     mirror: fetches blocks of a remote pair; None for a local pair. Code that reads `flat` or the whole file
     of a remote pair must do so within `mirror.read`; `window` and its callers do it by themselves.
     """
@@ -217,7 +218,7 @@ class IndexedDataset:
         self._index = mapped(index, at_random=False)
         code, self.sequence_count, entries = checked_header(index, self._index)
         self.dtype, self.type_code = np.dtype(DTYPES[code]), code
-        self.document_count = entries - 1
+        self.document_count, self.first_document = entries - 1, 0
         self._all_sequences, self._all_documents = self.sequence_count, self.document_count
         self._sequences, self._documents = slice(0, self.sequence_count), slice(0, self.document_count + 1)
         check_documents(index, self.document_indices, self.sequence_count)
@@ -268,7 +269,7 @@ class IndexedDataset:
             raise IndexError(f"documents {documents.start} to {documents.stop} of {self.document_count}")
         part = copy.copy(self)
         part.__dict__.pop("document_starts", None)
-        begin = self._documents.start + documents.start
+        begin = part.first_document = self._documents.start + documents.start
         indices, before = self.document_indices, self._sequences.start
         first, last = (int(indices[edge]) + before for edge in (documents.start, documents.stop))
         part._documents = slice(begin, begin + len(documents) + 1)
