@@ -82,7 +82,9 @@ def held_out_documents(section: DataSection, prepared: Prepared) -> list[HeldOut
     ratios = held_out_weights(section)
     if ratios is None:
         return parts
-    weights = {part.name: float(ratios.get(part.name.removesuffix(_VALIDATION), 0)) for part in parts}
+    of_part = [part.name.removesuffix(_VALIDATION) for part in parts]  # two parts of a name share its ratio
+    each = {name: float(ratios.get(name, 0)) / of_part.count(name) for name in {*of_part}}
+    weights = {part.name: each[name] for part, name in zip(parts, of_part, strict=True)}
     if without := [name for name, ratio in ratios.items() if ratio and not weights.get(name)]:
         raise DataError(
             f"data.weights_file validates on {without[0]!r}, which has no held-out documents.",
